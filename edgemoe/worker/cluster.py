@@ -28,7 +28,7 @@ from edgemoe.types.placement import PlacementPlan, pack_bits
 from edgemoe.worker.assemble import Assembly
 from edgemoe.worker.choices import Choices
 from edgemoe.worker.hand_over import EnginePrefixes, Pulls
-from edgemoe.worker.home_moves import HomeMoves
+from edgemoe.worker.home_moves import TURN_S, HomeMoves
 from edgemoe.worker.prefix_sums import PrefixSums
 
 log = logging.getLogger(__name__)
@@ -52,6 +52,7 @@ class ClusterSide:
         self._sharing, self._homes = sharing, 0
         self._adopted_s = float("-inf")
         self._moves = HomeMoves(settings.migrate_bytes_per_s, info.expert_bytes, time.monotonic())
+        sharing.store.yields = self._moves.is_under_way
         self._kernels: Kernels | None = None
         if not any(device.kind.startswith("cuda") for device in assembly.budgets.devices):
             self._kernels = Kernels(assembly.budgets.threads, tiers.geometry.bf16)
@@ -92,6 +93,7 @@ class ClusterSide:
             if self._settings.route in ("pull", "eldr"):
                 group.create_task(self.choices.run())
             group.create_task(self._report())
+            group.create_task(self._keep_homes())
             group.create_task(self._report_activity())
 
     def close(self) -> None:
@@ -175,12 +177,24 @@ class ClusterSide:
         if (dropped := before & ~homes).any():
             log.debug("pins dropped", extra={"version": plan.version, "experts": pack_bits(dropped).hex()})
 
-    def _fetch_homes(self) -> None:
-        """Requests the homes that are not in RAM, as many as may come now, in place of earlier such requests."""
-        missing = self._moves.turn(self._tiers.residency.homes.missing(), time.monotonic())
+    def _fetch_homes(self) -> bool:
+        """Requests the homes that are not in RAM, as many as may come now, in place of earlier such requests.
+
+        Returns whether some may not.
+        """
+        missing = self._tiers.residency.homes.missing()
+        rates = [1 / peer.s_per_byte for peer in self.plane.calls.peers.values() if peer.reachable]
+        granted = self._moves.turn(missing, time.monotonic(), sum(rates) / max(1, len(rates)))
         self._tiers.loader.prefetch(
-            (Move(expert, Tier.NVME, Tier.RAM, ALWAYS) for expert in missing), PrefetchPriority.HOME
+            (Move(expert, Tier.NVME, Tier.RAM, ALWAYS) for expert in granted), PrefetchPriority.HOME
         )
+        return len(granted) < len(missing)
+
+    async def _keep_homes(self) -> None:
+        """Has the homes that are not in RAM come, in turns."""
+        while True:
+            held_back = self._fetch_homes()
+            await asyncio.sleep(TURN_S if held_back else REPORT_S)
 
     def _holdings(self) -> tuple[BoolArray, BoolArray]:
         return self._tiers.residency.resident_mask(), self._tiers.on_disk
@@ -210,7 +224,6 @@ class ClusterSide:
                         unit_s=peer.computing.at(time.monotonic()) if peer.calls else 0.0,
                     )
                     self._post(seen)
-            self._fetch_homes()
             if time.monotonic() - self._adopted_s > FORMER_S and not self._tiers.residency.homes.missing():
                 self._tiers.residency.homes.forget_former()
                 self._adopted_s = float("inf")

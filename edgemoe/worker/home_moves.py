@@ -1,6 +1,7 @@
 """Which homes are fetched now: at once what has no other home, the rest no faster than the owner says.
 
-What a migration moves is at home elsewhere until it has arrived here. So it can wait, and calls between boxes go first.
+What a migration moves is at home elsewhere until it has arrived here. So it can wait, and calls between boxes go first:
+it comes by the expert, evenly, and takes a small part of what the links carry.
 """
 
 from __future__ import annotations
@@ -12,6 +13,10 @@ import numpy as np
 from edgemoe.types.arrays import BoolArray
 from edgemoe.types.experts import ExpertId
 from edgemoe.types.placement import PlacementPlan
+
+TURN_S = 0.1  # between turns while something is held back
+LINK_SHARE = 0.125  # of what links carry, that moves may take
+LONGEST_S = 10.0  # that an expert's bytes are saved up for, however slow the links
 
 
 class HomeMoves:
@@ -29,13 +34,19 @@ class HomeMoves:
         others = [plan.homes_of(other) for other in plan.nodes if other != node]
         self._elsewhere = np.logical_or.reduce(others) if others and not first else None
 
-    def turn(self, missing: Sequence[ExpertId], now_s: float) -> list[ExpertId]:
+    def is_under_way(self, expert: ExpertId) -> bool:
+        """Returns whether a home is being fetched that others have."""
+        return expert in self._granted
+
+    def turn(self, missing: Sequence[ExpertId], now_s: float, link_bytes_per_s: float) -> list[ExpertId]:
         """Returns those of the missing homes that are to be fetched now."""
         if self._elsewhere is None or not self._rate:
+            self._granted = set()
             return list(missing)
         arrived = len(self._granted.difference(missing))
-        most = max(self._rate, float(self._bytes))  # of a second, but one expert at least
-        gained = self._rate * (now_s - self._since_s)
+        rate = min(self._rate, max(LINK_SHARE * link_bytes_per_s, self._bytes / LONGEST_S))
+        most = max(rate * TURN_S, float(self._bytes))
+        gained = rate * (now_s - self._since_s)
         self._credit = min(self._credit - arrived * self._bytes + gained, most)
         self._since_s = now_s
         urgent = [one for one in missing if not self._elsewhere[one]]

@@ -2,13 +2,15 @@
 
     python -m tools.bench.expert_calls --hidden 2048 --width 768 --experts 4 --rows 1 8 64
     python -m tools.bench.expert_calls --width 64 --fill 4096
+    python -m tools.bench.expert_calls --rows 1 --move 32
 
 Two boxes of the test bed (needs root), a 500 Mbit/s link between them; the one has the experts in memory, the other
 calls. Calls and echoes alternate; both go through ROUTER and DEALER, CURVE and the envelope's checksums. A call is
 timed on the compute thread, from the call to its answer, an echo likewise, with the same hand-over to the loop and
 back. Then calls alone, one after the other: calls a second, and what of a core a call takes on either side. `--fill`
-measures how much of the link a prefill's layer-steps of so many tokens use, as the link counts bytes. `--plain` leaves
-CURVE out, to see what it costs.
+measures how much of the link a prefill's layer-steps of so many tokens use, as the link counts bytes. `--move` measures
+calls while experts come to the caller as a migration has them come, at so many megabytes a second at most, and while
+none do, in turns of half a second. `--plain` leaves CURVE out, to see what it costs.
 """
 
 from __future__ import annotations
@@ -46,13 +48,17 @@ from edgemoe.experts.compute.dispatch import Group
 from edgemoe.experts.compute.peer_compute import PeerCompute
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.policy.baselines import LRU
-from edgemoe.types.experts import ExpertGeometry, Tier
+from edgemoe.types.experts import ExpertGeometry, ExpertId, Tier
 from edgemoe.types.model_info import ServedModel
 from edgemoe.types.peers import ExpertWork, RemoteCall
+from edgemoe.types.placement import PlacementPlan, pack_bits
+from edgemoe.worker.home_moves import TURN_S, HomeMoves
 from tools.bench.stats import core_s
 from tools.testbed.bed import Bed
 
 EXPERTS = 16
+SUM = "0" * 32  # of any expert: all are alike
+HALF_S = 0.5
 
 
 def leave_out_curve(peer_key: str) -> None:
@@ -85,20 +91,23 @@ async def echo(question: Question[Any]) -> Answer[Any]:
     return Answer(question.message, [question.tensors[0]])
 
 
-class NoShelf:
-    """Nothing to be fetched."""
+class Shelf:
+    """What one box has on its disk and the other has not, all of it zeros."""
+
+    def __init__(self, here: bool) -> None:
+        self._here = here
 
     def checksum(self, layer: int, expert: int) -> str | None:
-        return None
+        return SUM if self._here else None
 
     def learn(self, layer: int, expert: int, checksum: str) -> None:
         pass
 
     def has(self, layer: int, expert: int) -> bool:
-        return True
+        return self._here
 
     async def part(self, layer: int, expert: int, offset: int, size_bytes: int) -> bytes:
-        raise NotImplementedError
+        return bytes(size_bytes)
 
 
 class NoPrefixes:
@@ -145,7 +154,8 @@ class Box:
     def __init__(self, node: str, key: Secret, geometry: ExpertGeometry, threads: int, experts: int) -> None:
         kernels = Kernels(threads, geometry.bf16, Path(tempfile.gettempdir()) / "edgemoe-kernels")
         policy = LRU(1, EXPERTS)
-        store = PeerStore(RandomStore(geometry), NoShelf(), lambda _: "", geometry)
+        shelf = Shelf(experts > 0)
+        self.store = store = PeerStore(RandomStore(geometry), shelf, lambda _: SUM, geometry)
         policies = {Tier.RAM: policy, Tier.VRAM: policy}
         here = np.arange(EXPERTS)[None] < experts
         slots = max(experts, geometry.top_k) * geometry.stride_bytes(0)
@@ -153,7 +163,7 @@ class Box:
         self.tiers = ExpertTiers(geometry, store, TierMemory(slots), policies, kernels, on_disk=here)
         host = PeerCompute(self.tiers.second(kernels, deadline_s=5), self.tiers.on_disk)
         holdings = lambda: (self.tiers.residency.resident_mask(), self.tiers.on_disk)  # noqa: E731
-        own = OwnExperts(ServedModel("m", geometry), holdings, host, NoShelf(), store, NoPrefixes(), NoPieces())
+        own = OwnExperts(ServedModel("m", geometry), holdings, host, shelf, store, NoPrefixes(), NoPieces())
         self.plane = DataPlane(node, f"boot-{node}", key, own, timeout_s=5)
         self.echo: Channel[Any] = Channel(self.plane.transport, "echo", ECHO, echo)
         self.ports = [*self.plane.bind("0.0.0.0"), self.echo.bind("0.0.0.0")]
@@ -292,6 +302,59 @@ def fill(box: Box, geometry: ExpertGeometry, experts: int, rows: int, seconds: f
     }
 
 
+class Moving:
+    """Has experts come to a box as a migration has them come, while `on`."""
+
+    def __init__(self, box: Box, geometry: ExpertGeometry, bytes_per_s: float) -> None:
+        bits = pack_bits(np.ones((1, EXPERTS), np.bool_))
+        plan = PlacementPlan(1, 1, "m", 1, EXPERTS, ("client", "server"), (bits, bits))
+        self.on, self.bytes = False, 0
+        self._box, self._size = box, geometry.expert_bytes(0)
+        self._moves = HomeMoves(bytes_per_s, self._size, time.monotonic())
+        self._moves.follow(plan, "client", first=False)
+        box.store.yields = self._moves.is_under_way
+
+    async def run(self) -> None:
+        missing = list(map(ExpertId, [0] * EXPERTS, range(EXPERTS)))
+        rate = lambda: 1 / self._box.plane.calls.peers["server"].s_per_byte  # noqa: E731
+        while True:
+            granted = self._moves.turn(missing, time.monotonic(), rate()) if self.on else []
+            room = [memoryview(bytearray(self._size)) for _ in granted]
+            await asyncio.gather(*(self._box.store.read(*one, into) for one, into in zip(granted, room, strict=True)))
+            self.bytes += self._size * len(granted)
+            missing = [one for one in missing if one not in granted] or missing[:0]
+            if not missing:
+                self._moves.turn([], time.monotonic(), rate())
+                missing = list(map(ExpertId, [0] * EXPERTS, range(EXPERTS)))
+            await asyncio.sleep(TURN_S)
+
+
+def beside(
+    box: Box, geometry: ExpertGeometry, experts: int, rows: int, move_mb: float, seconds: float
+) -> dict[str, float]:
+    """Calls one after the other, while experts come and while none do, in turn. On the compute thread."""
+    moving = Moving(box, geometry, move_mb * 1e6)
+    running = asyncio.run_coroutine_threadsafe(moving.run(), box.loop)
+    work = work_of(geometry, rows, experts, np.random.default_rng(0))
+    answers: SimpleQueue[RemoteCall] = SimpleQueue()
+    took: dict[bool, list[float]] = {False: [], True: []}
+    began_s = time.perf_counter()
+    while (now_s := time.perf_counter()) - began_s < seconds:
+        moving.on = int((now_s - began_s) / HALF_S) % 2 == 1
+        box.plane.calls.call("server", work, answers)
+        assert answers.get(timeout=10).error is None
+        took[moving.on].append(time.perf_counter() - now_s)
+    if running.done():
+        running.result()
+    running.cancel()
+    found = {"rows": rows, "limit_mb_per_s": move_mb, "moved_mb_per_s": round(2e-6 * moving.bytes / seconds, 1)}
+    for name, which in (("none", False), ("moving", True)):
+        ms = 1e3 * np.array(took[which])
+        found |= {f"{name}_calls": len(ms), f"{name}_mean_ms": round(float(ms.mean()), 3)}
+        found |= {f"{name}_p{q}_ms": round(float(np.quantile(ms, q / 100)), 3) for q in (50, 90, 99)}
+    return found
+
+
 def link_bytes() -> tuple[int, int]:
     """Sent and received by this box."""
     shown = json.loads(subprocess.run(["ip", "-s", "-j", "link", "show", "e0"], capture_output=True, check=True).stdout)
@@ -317,7 +380,11 @@ async def call(args: argparse.Namespace, geometry: ExpertGeometry) -> None:
         await asyncio.to_thread(fill, box, geometry, args.experts, rows, 0.5)
         found = await asyncio.to_thread(fill, box, geometry, args.experts, rows, args.seconds)
         print(json.dumps(found), flush=True)
-    for rows in args.rows if not args.fill else ():
+    for move_mb in args.move or ():
+        for rows in args.rows:
+            found = await asyncio.to_thread(beside, box, geometry, args.experts, rows, move_mb, args.seconds)
+            print(json.dumps(found), flush=True)
+    for rows in args.rows if not (args.fill or args.move) else ():
         await asyncio.to_thread(measure, box, server["pid"], geometry, rows, args.experts, 20)
         found = await asyncio.to_thread(measure, box, server["pid"], geometry, rows, args.experts, args.rounds)
         print(json.dumps(found), flush=True)
@@ -358,7 +425,8 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--rounds", type=int, default=300)
     parser.add_argument("--fill", type=int, nargs="+", help="tokens of a layer-step; measures the link's use instead")
-    parser.add_argument("--seconds", type=float, default=5.0, help="of --fill")
+    parser.add_argument("--move", type=float, nargs="+", help="megabytes a second; 0: no limit")
+    parser.add_argument("--seconds", type=float, default=5.0, help="of --fill and --move")
     parser.add_argument("--link", type=float, default=500.0, help="Mbit/s")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--float32", action="store_true")

@@ -193,6 +193,8 @@ class PlanCare:
         sizes = np.array(look.engine.bytes_of_layers)
         copying_s = copy_s(moving.now, target.homes, sizes, _rates(look, target.nodes))
         if not pays(target.now_s, target.then_s, copying_s, self._settings.migrate_s, self._settings.migrate_gain):
+            saved = {"now_s": target.now_s, "then_s": target.then_s, "copying_s": copying_s}
+            log.debug("a better plan would not pay", extra=saved)
             return []
         homes = moving.next_homes()
         gain = f"requests wait {target.then_s:.3g} s a second for peers instead of {target.now_s:.3g}"

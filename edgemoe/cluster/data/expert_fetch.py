@@ -15,13 +15,15 @@ from edgemoe.cluster.data.peer_estimate import READ_BYTES_PER_S, PeerEstimate
 from edgemoe.cluster.rpc.channel import Channel
 from edgemoe.cluster.rpc.transport import Answer, Question
 from edgemoe.errors import CorruptExpert, MissingExpert, PeerError, PeerRefused, PeerUnavailable
-from edgemoe.types.experts import ExpertGeometry, Store
+from edgemoe.types.experts import ExpertGeometry, ExpertId, Store
 
 E = TypeVar("E", bound=Exception)
 log = logging.getLogger(__name__)
 WINDOW = 4  # chunks of one expert under way
 FETCHES = 4  # experts under way
 LATE_FACTOR, LATE_S = 4.0, 0.25  # a fetch is late after so many times its expected time; then another peer is tried
+YIELDING_WINDOW, YIELDING_S = 2, 0.002  # chunks under way of one that yields to calls, and of each, on the link
+YIELDING_BYTES = 32 << 10  # of such a chunk, at least
 LEAST_BYTES_PER_S = 5e6  # of a fetch; a slower one fails in the end, unless the peer was measured to be slow
 
 Checksum = Callable[[memoryview], str]
@@ -74,6 +76,7 @@ class PeerStore:
         self._own, self._shelf, self._checksum, self._geometry = own, shelf, checksum, geometry
         self._channel: Channel[BulkMessage] | None = None
         self._turns = asyncio.Semaphore(FETCHES)
+        self.yields: Callable[[ExpertId], bool] = lambda _: False  # whether calls go before an expert's bytes
 
     def join(
         self, channel: Channel[BulkMessage], peers: Callable[[], dict[str, PeerEstimate]], timeout_s: float
@@ -117,7 +120,7 @@ class PeerStore:
                 whole_s = self._timeout_s + max(late_s, size_bytes / LEAST_BYTES_PER_S)
                 within_s = whole_s if final else min(whole_s, factor * late_s)
                 try:
-                    await self._fetch_from(peer.node, layer, expert, into[:size_bytes], within_s)
+                    await self._fetch_from(peer, ExpertId(layer, expert), into[:size_bytes], within_s)
                 except (PeerError, CorruptExpert) as error:
                     reasons.append(str(error))
                     if isinstance(error, PeerUnavailable):
@@ -141,15 +144,19 @@ class PeerStore:
         """Returns the expected time of a fetch beside FETCHES others of that layer, the peer's disk reads included."""
         return peer.latency_s + FETCHES * self._geometry.expert_bytes(layer) * (peer.s_per_byte + 1 / READ_BYTES_PER_S)
 
-    async def _fetch_from(self, node: str, layer: int, expert: int, into: memoryview, within_s: float) -> None:
+    async def _fetch_from(self, peer: PeerEstimate, whole: ExpertId, into: memoryview, within_s: float) -> None:
         """Fetches the whole expert within `within_s`. Raises PeerError, CorruptExpert.
 
         Fails earlier where one chunk exceeds the time-out.
         """
-        window, sums, timeout_s = asyncio.Semaphore(WINDOW), set[str](), min(self._timeout_s, within_s)
+        node, (layer, expert) = peer.node, whole
+        most, chunks = CHUNK_BYTES, WINDOW
+        if self.yields(whole):
+            most, chunks = min(most, max(YIELDING_BYTES, int(YIELDING_S / peer.s_per_byte))), YIELDING_WINDOW
+        window, sums, timeout_s = asyncio.Semaphore(chunks), set[str](), min(self._timeout_s, within_s)
 
         async def chunk(start: int) -> None:
-            size = min(CHUNK_BYTES, len(into) - start)
+            size = min(most, len(into) - start)
             async with window:
                 assert self._channel is not None
                 answer = await self._channel.ask(node, Fetch(layer, expert, start, size), timeout_s=timeout_s)
@@ -161,7 +168,7 @@ class PeerStore:
         failure: PeerError | None = None
         try:
             async with asyncio.timeout(within_s), asyncio.TaskGroup() as group:  # after it, nothing writes to `into`
-                for start in range(0, len(into), CHUNK_BYTES):
+                for start in range(0, len(into), most):
                     group.create_task(chunk(start))
         except* PeerError as errors:
             failure = first_of(errors)

@@ -35,9 +35,13 @@ class BulkChannel:
         self.size_bytes = 0  # of an expert
         self.checksum = ""  # of it
         self.lies: dict[str, Callable[[Fetch, Chunk, bytes], Answer[Any]]] = {}
+        self.under_way = self.most_under_way = 0  # bytes
 
     async def ask(self, node: str, fetch: Fetch, *, timeout_s: float) -> Answer[Any]:
+        self.under_way += fetch.bytes
+        self.most_under_way = max(self.most_under_way, self.under_way)
         await asyncio.sleep(self.chunk_s[node])
+        self.under_way -= fetch.bytes
         self.answered[node] += 1
         chunk, part = Chunk(self.checksum), b"\7" * fetch.bytes
         if node in self.lies:
@@ -101,6 +105,20 @@ async def test_a_source_that_crawls_is_left_for_another_however_many_chunks_an_e
     assert 0 < channel.answered["b"] < chunks
     assert channel.answered["c"] == chunks
     assert bytes(into) == b"\7" * len(into)
+
+
+async def test_calls_wait_no_longer_than_milliseconds_for_an_expert_that_yields_to_them() -> None:
+    channel, chunks = BulkChannel(b=0.0), 3
+    store, into = store_of(channel, chunks, timeout_s=5.0), memoryview(bytearray(chunks * CHUNK_BYTES))
+    store._peers()["b"].s_per_byte = 1 / 62.5e6
+    await store.read(0, 0, into)
+    assert channel.most_under_way == chunks * CHUNK_BYTES
+    channel.most_under_way = 0
+    store.yields = lambda expert: expert == (0, 1)
+    into[:] = bytes(len(into))
+    await store.read(0, 1, into)
+    assert bytes(into) == b"\7" * len(into)
+    assert channel.most_under_way / 62.5e6 == pytest.approx(0.004, rel=0.01)
 
 
 async def test_the_only_source_may_take_longer_than_a_time_out_for_all_of_an_expert() -> None:
