@@ -18,7 +18,7 @@ from edgemoe.policy.placement.problem import Placement, PlacementProblem
 from edgemoe.policy.placement.rendezvous import RendezvousCosts, routes_for
 from edgemoe.store.manifest import Manifest
 from edgemoe.types.arrays import BoolArray
-from edgemoe.types.placement import PLAN_FORMAT, PlacementPlan, PlacementPolicy, pack_bits
+from edgemoe.types.placement import BY_SUCCESSIONS, PLAN_FORMAT, PlacementPlan, PlacementPolicy, pack_bits
 from tools.bench.placement import activations_of
 from tools.bench.prism.models import Model
 from tools.bench.prism.profile import Profile, geometry_of
@@ -26,7 +26,9 @@ from tools.testbed.daemons import Cluster
 
 NODES = ("a", "b", "c")
 DEVICES = (1, 1, 2)  # of each box [Prism, IV-A]
-METHODS: tuple[PlacementPolicy, ...] = tuple(each for each in get_args(PlacementPolicy) if each != "prism")
+METHODS: tuple[PlacementPolicy, ...] = tuple(
+    each for each in get_args(PlacementPolicy) if each not in ("prism", *BY_SUCCESSIONS)
+)
 STILL = ("uniform", "redundance")  # methods that never migrate [Prism, IV-B]
 PAIRS = 900  # of a layer, the heaviest: what fits into a report
 
