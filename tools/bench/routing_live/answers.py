@@ -37,8 +37,9 @@ USERS, TURNS, BEGINNING = 6, 6, 384  # tokens that all of a user's prompts begin
 
 def references(model: Model, work: Path) -> dict[int, str]:
     """Returns what one box alone says to each prompt; kept in `work`."""
-    kept = work / f"answers-{model.name}-{SAME_TOKENS[model.name]}-{Manifest.load(model.store).digest[:12]}.json"
     prompts = [prompt_of((1, n), 40) for n in range(SAME[model.name] * len(NODES))]
+    sizes = f"{len(prompts)}-{SAME_TOKENS[model.name]}"
+    kept = work / f"answers-{model.name}-{sizes}-{Manifest.load(model.store).digest[:12]}.json"
     if not kept.exists():
         with Bed(["alone"]) as bed, tempfile.TemporaryDirectory(dir=work) as scratch:
             alone = settings(model.store, Kind("local")) | {"cluster.node": ""}
