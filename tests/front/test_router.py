@@ -143,15 +143,19 @@ async def test_a_box_that_the_leader_did_not_name_decodes_by_no_offer() -> None:
         assert [forward.offer for forward, _ in front.asked] == [0, 0]
 
 
+@pytest.mark.parametrize("what", ["a request", "a prefix"])
 async def test_an_engine_that_turned_something_away_is_asked_again_a_moment_later(
-    monkeypatch: pytest.MonkeyPatch,
+    what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     front = Front()
     now_s = router_module.time.monotonic()
     monkeypatch.setattr(router_module.time, "monotonic", lambda: now_s)
+    front.own, front.busy = what == "a prefix", what == "a request"
+    monkeypatch.setattr(front, "choose", lambda *_: RouteChoice("" if front.own or front.over else "d:1", "a trial"))
     with front.log.open([REQUEST], 60.0):
         front.busy = True
-        front.router.learn(LastChunk(request="r", attempt=1))
+        if what == "a prefix":
+            front.router.learn(LastChunk(request="r", attempt=1))
         await settled()
         assert not front.router.is_open("d:1")
         now_s += router_module.AVOID_S + 0.1
