@@ -172,6 +172,7 @@ class Drive:
         model: Model | None = None,
         missing_expert_timeout_s: float = 0.0,
         observe: Callable[[StepRouting], None] | None = None,
+        expect: Callable[[StepMeta, npt.NDArray[np.int16]], None] | None = None,
         **settings: Any,
     ) -> None:
         self.now_s = 0.0
@@ -186,7 +187,7 @@ class Drive:
             EngineBudget(blocks, model.spec.context_tokens, 1 << 20, slots, missing_expert_timeout_s),
             self.emitted.extend,
             clock=lambda: self.now_s,
-            watchers=Watchers(observe),
+            watchers=Watchers(observe, expect),
         )
 
     def submit(

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
+from support.engine_kit import SPEC, Drive, prompt
 
 from edgemoe.cluster.rpc.engine_messages import FromEngine, Submit
+from edgemoe.cluster.rpc.messages.choices import SignatureTable
 from edgemoe.cluster.rpc.messages.hand_over import LastChunk
+from edgemoe.policy.routing.told import shares_of
 from edgemoe.types.request import Request, Sampling
 from edgemoe.types.routing import StepMeta
 from edgemoe.worker.hand_over import LastChunks
@@ -47,3 +51,28 @@ def test_nothing_is_told_of_an_attempt_that_is_cancelled() -> None:
     chunks.forget("r", 1)
     chunks.look(step(30, 40), NO_IDS)
     assert told == [LastChunk(request="r", attempt=2)]
+
+
+@pytest.mark.parametrize(
+    ("step_tokens", "known"), [(128, 100), (64, 64), (49, 98), (25, 75)], ids=["one step", "two", "three", "four"]
+)
+def test_the_signature_told_is_of_all_of_a_prompt_or_of_what_steps_before_the_last_computed(
+    step_tokens: int, known: int
+) -> None:
+    """And that is half of it or more."""
+    told, chunks = list[FromEngine](), LastChunks()
+    drive = Drive(observe=chunks.read, expect=chunks.look, step_tokens=step_tokens)
+
+    def signature_of(request: str) -> SignatureTable:
+        (seq,) = drive.engine.scheduler.running
+        return SignatureTable(*shares_of(drive.engine.blocks.signature(seq), SPEC.router.top_k))
+
+    chunks.attach(told.append, signature_of)
+    asked = Request(id="r", prompt=tuple(prompt(100)), sampling=Sampling(max_tokens=4), seed=1)
+    chunks.want(Submit(request=asked, attempt=1, hand_over=True))
+    drive.submit(asked.prompt, max_tokens=4)
+    drive.run()
+    (last,) = told
+    assert isinstance(last, LastChunk)
+    assert last.signature is not None
+    assert last.signature.tokens == known
