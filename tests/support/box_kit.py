@@ -26,7 +26,13 @@ class Oracle:
     def complete(self, prompt: str, max_tokens: int) -> str:
         ids = torch.tensor([self._tokenizer.encode(prompt).ids])
         out = self._model.generate(
-            ids, do_sample=False, max_new_tokens=max_tokens, min_new_tokens=max_tokens, pad_token_id=0, eos_token_id=[]
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=max_tokens,
+            min_new_tokens=max_tokens,
+            pad_token_id=0,
+            eos_token_id=[],
         )
         return Vocabulary(self._tokenizer).text(out[0, ids.shape[1] :].tolist(), skip_special=True)
 
