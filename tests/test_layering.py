@@ -23,6 +23,7 @@ LAYERS: dict[str, set[str]] = {
     "guard": {"errors"},
     "durable": set(),
     "ticking": set(),
+    "heap": {"ticking"},
     "types": set(),
     "config": {"errors", "types"},
     "demo": {"errors"},

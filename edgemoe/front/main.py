@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import logging
 import os
 import resource
@@ -38,6 +37,7 @@ from edgemoe.front.own_engine import EngineDoor
 from edgemoe.front.request_router import RequestRouter
 from edgemoe.front.supervisor import Supervisor
 from edgemoe.guard import refuse_pickle
+from edgemoe.heap import give_back, give_back_often, keep_freed
 from edgemoe.store.manifest import MANIFEST, Manifest
 from edgemoe.store.verify import verify_copies
 from edgemoe.ticking import until_tick
@@ -59,6 +59,7 @@ def run(settings: Settings, command: Sequence[str] = WORKER, on_ready: Callable[
     """
     refuse_pickle()
     _raise_file_limit()
+    keep_freed(mmap_bytes=1 << 20, trim_bytes=8 << 20)
     try:
         asyncio.run(Front(settings, command, on_ready=on_ready).serve_with_signals())
     except BaseExceptionGroup as group:
@@ -112,7 +113,7 @@ class Front:
             held.enter_context(sole_owner(runtime, _elsewhere(settings)))
             keys = KeyRing(Path(settings.api.api_key_file)) if settings.api.tcp else None
             text = await asyncio.to_thread(_text_model, Path(settings.model.path))
-            _give_back_memory()
+            give_back()  # reading a large tokenizer leaves as much freed memory as it keeps
             wire = FrontEnd(runtime)
             held.callback(wire.close)
             requests = RequestRouter(settings.engine, EngineDoor(wire))
@@ -134,6 +135,7 @@ class Front:
                 tasks.create_task(supervisor.run(), name="engine"),
                 tasks.create_task(self._heartbeat(supervisor), name="heartbeat"),
                 tasks.create_task(self._reload_on_hangup(supervisor), name="reload"),
+                tasks.create_task(give_back_often(), name="memory"),
             ]
             if self.cluster is not None:
                 helpers.append(tasks.create_task(self.cluster.run(), name="cluster"))
@@ -257,12 +259,6 @@ def _text_model(directory: Path) -> TextModel:
     if (directory / MANIFEST).is_file():  # without one the engine says what is wrong
         verify_copies(directory, Manifest.read(directory))
     return TextModel(directory)
-
-
-def _give_back_memory() -> None:
-    """Reading a large tokenizer leaves as much freed memory as it keeps; glibc returns it when asked."""
-    with contextlib.suppress(AttributeError, OSError):
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _raise_file_limit() -> None:

@@ -11,6 +11,7 @@ import msgspec
 
 from edgemoe.cluster.rpc.engine_messages import Boot
 from edgemoe.config.settings import Settings
+from edgemoe.heap import give_back_often
 from edgemoe.kernels.env import WORKER_ENV
 from edgemoe.telemetry.log import configure, goes_to_journal
 from edgemoe.worker.process import settle
@@ -20,7 +21,11 @@ async def serve(boot: Boot, settings: Settings, parent: int) -> int:
     """Runs the engine and returns the exit status."""
     from edgemoe.worker.service import Worker  # loads torch, which reads the environment once
 
-    return await Worker(boot, settings, parent).run()
+    async with asyncio.TaskGroup() as tasks:
+        giving = tasks.create_task(give_back_often(), name="memory")
+        status = await Worker(boot, settings, parent).run()
+        giving.cancel()
+    return status
 
 
 def main() -> None:

@@ -17,6 +17,7 @@ import httpx
 
 from edgemoe.api.endpoints import anthropic, responses
 from edgemoe.api.schema import Chat, Completion, Detokenize, Tokenize
+from edgemoe.heap import GIVE_BACK_S
 from tools.fuzzing.target import GROWTH_MB, Target, rss_mb, target
 from tools.fuzzing.values import Values
 
@@ -233,11 +234,14 @@ async def _attack(box: Target, pids: tuple[int, int], bodies: Bodies, count: int
         attack = Attack(client, bodies)
         if count >= LONG_RUN:
             await _fill(client, attack)
-        began_s = time.monotonic()
+        took_s = 0.0
         for part in (EARLY, 1 - EARLY):
+            began_s = time.monotonic()
             await attack.send(round(count * part))
+            took_s += time.monotonic() - began_s
+            if count >= LONG_RUN:
+                await asyncio.sleep(1.5 * GIVE_BACK_S)  # what is kept for a moment is no growth
             memory.append(tuple(rss_mb((pid,)) for pid in pids))
-        took_s = time.monotonic() - began_s
     return {
         "sent": count,
         "a_second": round(count / took_s),

@@ -1,0 +1,34 @@
+"""What malloc keeps of what was freed: how much, and giving it back. Does nothing where there is no glibc."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+
+from edgemoe.ticking import until_tick
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
+GIVE_BACK_S = 30.0  # between two times
+
+
+def keep_freed(mmap_bytes: int, trim_bytes: int) -> None:
+    """Has one heap for all threads, which keeps so much at its end; what is as large as `mmap_bytes` is not in it."""
+    with contextlib.suppress(AttributeError, OSError):
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(M_MMAP_THRESHOLD, mmap_bytes)
+        mallopt(M_TRIM_THRESHOLD, trim_bytes)
+        mallopt(M_ARENA_MAX, 1)
+
+
+def give_back() -> None:
+    """Returns the whole pages between what is in use to the system."""
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+async def give_back_often() -> None:
+    """Gives back again and again, on a thread, until cancelled: fragments of what comes and goes add up over hours."""
+    while True:
+        await asyncio.sleep(until_tick(GIVE_BACK_S))
+        await asyncio.to_thread(give_back)

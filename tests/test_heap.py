@@ -1,0 +1,31 @@
+"""Freed memory between what is in use, at the C library's own heap."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from pathlib import Path
+
+from edgemoe.heap import give_back
+
+COUNT, BYTES = 1000, 64 << 10
+
+
+def rss_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+def test_pages_that_were_freed_between_what_is_in_use_go_back_to_the_system() -> None:
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype = ctypes.c_void_p
+    libc.malloc.argtypes, libc.free.argtypes = [ctypes.c_size_t], [ctypes.c_void_p]
+    blocks = [libc.malloc(BYTES) for _ in range(2 * COUNT)]
+    for block in blocks:
+        ctypes.memset(block, 1, BYTES)
+    for block in blocks[::2]:
+        libc.free(block)
+    kept = rss_bytes()
+    give_back()
+    assert kept - rss_bytes() > COUNT * BYTES / 2
+    for block in blocks[1::2]:
+        libc.free(block)
