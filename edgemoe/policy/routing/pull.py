@@ -36,7 +36,8 @@ CostTerm = Callable[[Sequence[Offered], Sequence[EngineView]], Values]
 class PullLimits:
     """States when an engine has room, what it costs, and how fast requests age."""
 
-    ahead_tokens: int = 1024  # to be prefilled there, at which an engine takes nothing
+    ahead_tokens: int = 1024  # to be prefilled there, at which an engine takes nothing,
+    ahead_s: float = 0.25  # unless what takes it so long is more
     ahead_requests: int = 0  # that an engine takes beyond its slots, to have work while its next report is on the way
     aging: float = 0.2  # seconds of prefill that a second of waiting makes up for: k
     output_reserve: float = 0.25  # of the expected remaining output, kept free in KV
@@ -87,7 +88,8 @@ class Pull:
 
     def _has_room(self, view: EngineView) -> bool:
         most = min(view.slots + self._limits.ahead_requests, view.capacity)
-        return view.requests < most and view.prefill_tokens < self._limits.ahead_tokens
+        ahead = max(self._limits.ahead_tokens, self._limits.ahead_s * view.tokens_per_s)
+        return view.requests < most and view.prefill_tokens < ahead
 
 
 class _Table:

@@ -100,7 +100,7 @@ def test_pull_gives_an_engine_only_what_its_blocks_slots_and_step_have_room_for(
         view, offered = there[place], asked[request]
         cached = cached_tokens(offered, view)
         assert view.requests < view.slots
-        assert view.prefill_tokens < limits.ahead_tokens
+        assert view.prefill_tokens < max(limits.ahead_tokens, limits.ahead_s * view.tokens_per_s)
         reserve = limits.output_reserve * (view.remaining_tokens + offered.expected_tokens)
         needed = offered.blocks - cached // 16 + reserve / 16
         assert not view.requests or needed <= view.free_blocks
@@ -140,6 +140,14 @@ def test_an_engine_is_kept_for_an_aged_request_that_fits_nowhere_and_the_others_
     assert Pull(PullLimits()).assign(offers, views, 1.0) == [("small", "b"), ("next", "a")]
     assert Pull(PullLimits()).assign(offers, views, 100.0) == [("small", "a"), ("next", "a")]
     assert Pull(PullLimits()).assign(offers, [engine("b")], 100.0)[0] == ("large", "b")
+
+
+def test_an_engine_takes_no_more_ahead_than_a_step_or_a_quarter_of_a_second_whichever_is_more() -> None:
+    slow = replace(engine("a", prefill=1500), tokens_per_s=5000.0)
+    fast = replace(slow, tokens_per_s=7000.0)
+    assert Pull(PullLimits()).assign([offer()], [slow], 0.0) == []
+    assert Pull(PullLimits()).assign([offer()], [fast], 0.0) == [("r", "a")]
+    assert Pull(PullLimits()).assign([offer()], [replace(slow, prefill_tokens=1023)], 0.0) == [("r", "a")]
 
 
 def test_pull_takes_the_shortest_and_prefers_the_engine_that_has_the_prefix_until_that_is_busy() -> None:
