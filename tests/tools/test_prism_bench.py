@@ -148,11 +148,11 @@ def test_the_table_of_migration_tells_before_from_after() -> None:
 
 def test_requests_while_experts_moved_are_held_against_the_same_ones_without(model: Model) -> None:
     runs = [run for seed in range(2) for run in moving_runs(model, seed, 10, 1.0)]
-    assert [run.migrate_s > 0 for run in runs] == [True, False, False, True]
+    assert [run.method for run in runs] == ["moves", "stays", "stays", "moves"]
     assert requests_of(model, runs[0], 10) == requests_of(model, runs[1], 10) != requests_of(model, runs[2], 10)
     plans = [[3.5, 2, True, "better"], [4.0, 3, True, "a step"], [6.2, 4, False, "a step"]]
-    moved = record("rendezvous", 1.5, part="moving", migrate_s=30.0, plans=plans)
-    still = record("rendezvous", 1.0, part="moving", migrate_s=0.0)
+    moved = record("moves", 1.5, part="moving", plans=plans)
+    still = record("stays", 1.0, part="moving")
     span = moving_s(moved)
     assert span == (3.5, 6.2)
     assert moving_s(still) is None

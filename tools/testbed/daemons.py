@@ -268,14 +268,14 @@ class Cluster:
             if self.state_dir(daemon.box.name).is_mount():
                 subprocess.run(["umount", self.state_dir(daemon.box.name)], check=True)
 
-    def settle(self, timeout_s: float = READY_S) -> None:
-        """Until all have a plan, their homes in memory, and each sees all others. Raises BedError."""
+    def settle(self, timeout_s: float = READY_S, *, moving: bool = False) -> None:
+        """Until all have a plan, each sees all others, and homes are in memory or `moving`. Raises BedError."""
         ends = time.monotonic() + timeout_s
         waits = list(self)
         state: dict[str, str] = {}
         while waits and time.monotonic() < ends:
             for daemon in list(waits):
-                state[daemon.box.name] = why = self._unsettled(daemon)
+                state[daemon.box.name] = why = self._unsettled(daemon, moving)
                 if not why:
                     waits.remove(daemon)
             if waits:
@@ -284,7 +284,7 @@ class Cluster:
             ends_of_logs = "\n".join(daemon.log.read_text()[-1500:] for daemon in waits)
             raise BedError(f"the boxes did not find together: {state}\n{ends_of_logs}")
 
-    def _unsettled(self, daemon: Daemon) -> str:
+    def _unsettled(self, daemon: Daemon, moving: bool) -> str:
         try:
             if daemon.http.get("/health").status_code != 200:
                 return "not ready"
@@ -293,7 +293,7 @@ class Cluster:
             return f"no answer: {error}"
         if not metrics.get("edgemoe_home_experts"):
             return "no plan"
-        if metrics.get("edgemoe_home_experts_missing"):
+        if metrics.get("edgemoe_home_experts_missing") and not moving:
             return "experts on their way"
         seen = [key for key in metrics if key.startswith("edgemoe_peer_latency_seconds{")]
         return "" if len(seen) == len(self.daemons) - 1 else f"sees {len(seen)} others"

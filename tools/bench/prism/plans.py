@@ -77,8 +77,8 @@ def partly_remote(model: Model, remote: float) -> BoolArray:
     return homes
 
 
-def write_plan(cluster: Cluster, model: Model, homes: BoolArray, method: str) -> None:
-    """Has all boxes go by these homes when they start."""
+def write_plan(cluster: Cluster, model: Model, homes: BoolArray, method: str, goal: BoolArray | None = None) -> None:
+    """Has all boxes go by these homes when they start, and move to those of the goal, if there is one, from then on."""
     geometry = geometry_of(model.store)
     plan = PlacementPlan(
         epoch=0,
@@ -90,6 +90,7 @@ def write_plan(cluster: Cluster, model: Model, homes: BoolArray, method: str) ->
         homes=tuple(map(pack_bits, homes)),
         format=PLAN_FORMAT,
         policy=method,
+        goal=() if goal is None else tuple(map(pack_bits, goal)),
     )
     for node in NODES:
         cluster.state_dir(node).mkdir(mode=0o700, parents=True, exist_ok=True)

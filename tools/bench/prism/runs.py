@@ -115,12 +115,18 @@ def settings_of(model: Model, run: Run) -> dict[str, object]:
 
 @contextmanager
 def boxes(
-    folder: Path, model: Model, run: Run, machine: Machine, homes: BoolArray | None, slots: Sequence[int] = ()
+    folder: Path,
+    model: Model,
+    run: Run,
+    machine: Machine,
+    homes: BoolArray | None,
+    slots: Sequence[int] = (),
+    goal: BoolArray | None = None,
 ) -> Iterator[Cluster]:
     """Three boxes with these homes, and no others on their disks; without homes all have everything on disk.
 
-    They have room for so many experts each, or for what their devices hold. Their share of the processor is limited
-    once they are ready.
+    With a goal they move there as soon as they have found each other. They have room for so many experts each, or for
+    what their devices hold. Their share of the processor is limited once they are ready.
     """
     slots = slots or [room(model) * devices for devices in DEVICES]
     limits = Limits(disk_bytes_per_s=int(machine.disk_mb_s * 1e6), disk_of=model.store)
@@ -131,13 +137,13 @@ def boxes(
         made = Cluster(bed, folder, settings_of(model, run), own)
         try:
             if homes is not None:
-                write_plan(made, model, homes, run.method)
+                write_plan(made, model, homes, run.method, goal)
             for daemon in made:
                 daemon.start()
             for daemon in made:
                 daemon.wait_ready(READY_S)
             if run.method not in (ALONE, REDIRECT):
-                made.settle(READY_S)
+                made.settle(READY_S, moving=goal is not None)
             for node, devices in zip(NODES, DEVICES, strict=True):
                 bed[node].group.make(Limits(cpus=machine.cpus * devices))
             yield made
@@ -194,14 +200,15 @@ def measure(
     machine: Machine,
     folder: Path,
     first: PlacementPolicy | None = None,
+    goal: BoolArray | None = None,
 ) -> Record:
-    """Returns what came of a run's requests. The first plan is by the run's method, or by another one."""
+    """Returns what came of a run's requests. The first plan is by the run's method, or by another one; see `boxes`."""
     method = first or next((each for each in METHODS if each == run.method), None)
     placed = place_by(method, model, run.settings[0], profile) if method else None
     requests = requests_of(model, run, ASKED)
     warm_s = WARM / model.rate[run.settings[0]] / run.pace
     began_s = time.monotonic()
-    with boxes(folder, model, run, machine, placed.homes if placed else None) as made:
+    with boxes(folder, model, run, machine, placed.homes if placed else None, goal=goal) as made:
         send(made, model, profile, [one for one in requests if one.at_s < warm_s])
         before, wall_s, ready_s = state(made), time.time(), time.monotonic() - began_s
         homes = [daemon.metrics()[names.HOME_EXPERTS] for daemon in made] if method else []
@@ -272,7 +279,7 @@ def since(before: dict[str, dict[str, float]], after: dict[str, dict[str, float]
 
 
 def plans_of(made: Cluster, since_s: float) -> list[list[Any]]:
-    """Returns the plans that were made since then: seconds, version, whether experts move, why."""
+    """Returns the plans that were made: seconds since then, version, whether experts move, why."""
     found = [
         [round(clock(event) - since_s, 1), event["version"], event["moving"], event["because"]]
         for daemon in made
