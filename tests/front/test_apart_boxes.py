@@ -22,12 +22,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest
 ROLES = {"p": "prefill", "d": "decode"}
 PROMPTS = ["a longer prompt of several words " * 5, "number two says something else " * 4, "x"]
 TOKENS = 400
+LONG = "The quick brown fox jumps over the lazy dog; " * 800  # 8,000 tokens of some three bytes: no short frame
 
 
 @pytest.fixture(scope="module", params=["qwen3_next", "qwen3_moe"])
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With states beside keys and values, and without."""
-    return talking_checkpoint(request.param, tmp_path_factory.mktemp("tiny") / "hf")
+    return talking_checkpoint(request.param, tmp_path_factory.mktemp("tiny") / "hf", positions=16384)
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +45,7 @@ async def boxes(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> A
         dict.fromkeys(ROLES, store),
         free_ports(len(ROLES)),
         model={"name": "tiny", "store_dir": str(STORES)},
-        memory={"ram_bytes": 64 << 20, "kv_bytes": 8 << 20},
+        memory={"ram_bytes": 64 << 20, "kv_bytes": 64 << 20},
         engine={"threads": 1},
         service={"max_restarts": 50, "drain_s": 2.0},
         cluster={"coordination": "single", "leader": "d", "replicas": 2, "absent_s": 60.0},
@@ -82,6 +83,15 @@ async def test_requests_of_both_boxes_are_prefilled_by_one_and_decoded_by_the_ot
     assert [figure[names.KV_BLOCKS_REFERENCED] for figure in here.values()] == [0, 0]
     told: Any = (await boxes["p"].cluster())["members"]
     assert {member["node"]: member["serves"] for member in told} == ROLES
+
+
+async def test_a_long_prompt_moves_beside_the_control_lane(boxes: dict[str, Box], oracle: Oracle) -> None:
+    moved = await count(boxes, names.HANDED_OVER)
+    said = await asyncio.gather(*(box.complete(LONG, TOKENS) for box in boxes.values()))
+    assert said == [oracle.complete(LONG, TOKENS)] * len(boxes)
+    failed = [line for box in boxes.values() for line in box.log().splitlines() if "did not come" in line]
+    assert await count(boxes, names.HANDED_OVER) == moved + len(boxes), failed
+    assert await count(boxes, names.KV_BLOCKS_REFERENCED) == 0
 
 
 async def test_what_dies_in_between_costs_no_token(boxes: dict[str, Box], oracle: Oracle) -> None:

@@ -37,10 +37,10 @@ class Oracle:
         return Vocabulary(self._tokenizer).text(out[0, ids.shape[1] :].tolist(), skip_special=True)
 
 
-def talking_checkpoint(family: str, folder: Path, *, stacked: bool = False) -> Path:
+def talking_checkpoint(family: str, folder: Path, *, stacked: bool = False, positions: int = 1024) -> Path:
     """Saves a random model that has the tests' tokenizer."""
     vocab = byte_level_tokenizer().get_vocab_size()
-    tiny_checkpoint(family, folder, stacked=stacked, vocab_size=vocab, max_position_embeddings=1024)
+    tiny_checkpoint(family, folder, stacked=stacked, vocab_size=vocab, max_position_embeddings=positions)
     (folder / "generation_config.json").unlink(missing_ok=True)
     config = (folder / "config.json").read_text()
     write_model(folder)
