@@ -35,7 +35,9 @@ def test_only_the_word_of_a_box_that_this_one_lists_lets_others_in() -> None:
         {"new_key": KEYS[0]},
         {"key": "short"},
     ],
-    ids=str,
+    ids=lambda wrong: " ".join(f"{name}={value}" for name, value in wrong.items()).replace(
+        KEYS[0], "a key that is there"
+    ),
 )
 def test_nobody_is_let_in_by_anothers_word_who_votes_is_known_already_or_cannot_be(wrong: dict[str, object]) -> None:
     other = msgspec.structs.replace(C, **wrong)
