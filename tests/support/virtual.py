@@ -37,6 +37,7 @@ from edgemoe.cluster.rpc.auth import AllowList
 from edgemoe.cluster.rpc.control_messages import CONTROL, Announce, EngineCard, Report
 from edgemoe.cluster.rpc.envelope import Envelope
 from edgemoe.cluster.rpc.keys import Peer, Secret
+from edgemoe.cluster.rpc.mishaps import Mishaps
 from edgemoe.cluster.rpc.protocol import SPOKEN
 from edgemoe.cluster.rpc.transport import Answer, Question
 from edgemoe.config.settings import ClusterSettings
@@ -73,13 +74,20 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self.jumping.now
 
 
+class HiddenNowhere(Mishaps):
+    """What would cost one message alone ends the test."""
+
+    def fail(self, peer: str) -> None:
+        raise
+
+
 class Channel:
     """What a control plane uses of a channel."""
 
-    def __init__(self, transport: Transport, _name: str, _language: Any, serve: Any, _settings: Any) -> None:
+    def __init__(self, transport: Transport, name: str, _language: Any, serve: Any, _settings: Any) -> None:
         self.on_up = self.on_down = lambda _node: None
         self.on_foreign = lambda _node, _why: None
-        self.transport, self.serve = transport, serve
+        self.transport, self.serve, self.mishaps = transport, serve, HiddenNowhere(name)
         self.wanted: set[str] = set()
         self.up: set[str] = set()
         self.cluster = transport.cluster
