@@ -9,6 +9,7 @@ request runs.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from edgemoe.types.placement import ACTIVITY_HALF_LIFE_S, ACTIVITY_UNIT
 from edgemoe.types.routing import StepRouting
 
 MOST_WEIGHT = 2.0**20  # of a token; at more, counts and weights are scaled down
+LEAST_S = 10.0  # over which a rate is taken
 PAIRS_BYTES = 64 << 20  # of memory for pairs or successions; a model of more is counted without them
 Shares = np.ndarray[tuple[int, int], np.dtype[np.uint16]]
 
@@ -63,6 +65,7 @@ class ActivityShares:
     """States what the tokens of late chose: shares of them, in units of 1 / ACTIVITY_UNIT."""
 
     tokens: float  # with decay
+    tokens_per_s: float  # of the same, also while less than a half-life has been counted
     chosen: Shares  # [L, E]
     pairs: Shares  # [P, 4] layer, both experts, share; heaviest first
     passed: Shares  # [S, 4] layer, its expert, one of the next layer, share; likewise
@@ -75,7 +78,8 @@ class ActivityCounter:
         self, geometry: ExpertGeometry, clock: Callable[[], float] = time.monotonic, *, successions: bool = False
     ) -> None:
         """Counts pairs, or `successions`."""
-        self._clock, self._began_s, self._tokens = clock, clock(), 0.0
+        self._clock, self._tokens = clock, 0.0
+        self._since_s = self._began_s = clock()  # what is counted; weights
         self.steps = 0  # added
         layers, experts = geometry.layers, geometry.experts
         self._record = record = SharedRecord(COUNTS)
@@ -104,7 +108,7 @@ class ActivityCounter:
 
     def clear(self) -> None:
         """Forgets what was counted."""
-        self._tokens = 0.0
+        self._tokens, self._since_s = 0.0, self._clock()
         for counts in (self._chosen, self._pairs, self._passed):
             counts[:] = 0.0
 
@@ -116,7 +120,13 @@ class ActivityCounter:
             (np.triu(each + each.T, 1) * np.float32(scale) for each in self._pairs), most // max(1, len(self._pairs))
         )
         passed = _heaviest((each * np.float32(scale) for each in self._passed), most // max(1, len(self._passed)))
-        return ActivityShares(self._tokens / self._weight_now(), chosen, pairs, passed)
+        tokens = self._tokens / self._weight_now()
+        return ActivityShares(tokens, tokens / max(self._counted_s(), LEAST_S), chosen, pairs, passed)
+
+    def _counted_s(self) -> float:
+        """Returns the seconds of which the counts are, with the same decay."""
+        age = (self._clock() - self._since_s) / ACTIVITY_HALF_LIFE_S
+        return float(ACTIVITY_HALF_LIFE_S / math.log(2) * (1 - 2.0**-age))
 
     def _weight_now(self) -> float:
         """Returns what a token counts now: twice as much after each half-life."""

@@ -114,6 +114,7 @@ class OwnEngine:
             links=tuple(links[:MAX_NODES]),
             passed=activity.passed,
             steps=activity.steps,
+            tokens_per_s=activity.tokens_per_s,
         )
 
 

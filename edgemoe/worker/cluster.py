@@ -242,6 +242,7 @@ class ClusterSide:
                     resident=resident,
                     passed=shares.passed.tobytes(),
                     steps=self._sharing.activity.steps,
+                    tokens_per_s=shares.tokens_per_s,
                 )
             )
             await asyncio.sleep(ACTIVITY_S)

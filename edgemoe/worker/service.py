@@ -36,7 +36,7 @@ from edgemoe.cluster.rpc.engine_messages import (
     Submit,
     ToEngine,
 )
-from edgemoe.cluster.rpc.ipc import EngineEnd
+from edgemoe.cluster.rpc.ipc import EngineEnd, end_of
 from edgemoe.cluster.rpc.messages.choices import FindPrefix
 from edgemoe.cluster.rpc.messages.hand_over import PullPrefix
 from edgemoe.cluster.rpc.sparing_log import SparingLog
@@ -193,14 +193,8 @@ class Worker:
         """Notes that a message could not be obeyed, and ends the request that it is of, if it brings one."""
         self._log(logging.ERROR, "a message of the front failed here", what=type(message).__name__, exc_info=True)
         if isinstance(message, Submit):
-            ended = Emission(
-                request=message.request.id,
-                attempt=message.attempt,
-                index=len(message.emitted),
-                finish="error",
-                error=f"the engine cannot begin with this request: {type(error).__name__}; see its log",
-                error_code="request_failed",
-            )
+            why = f"the engine cannot begin with this request: {type(error).__name__}; see its log"
+            ended = end_of(message, why, "request_failed")
             self._wire.post(Emissions(items=[ended]))
 
     def _obey(self, message: ToEngine, assembly: Assembly) -> None:

@@ -72,6 +72,20 @@ def test_shares_are_those_of_a_plain_count_that_decays(most_weight: float, monke
     assert np.abs(told - pairs / tokens * ACTIVITY_UNIT).max() <= 1
 
 
+def test_tokens_a_second_are_as_many_however_short_a_time_is_counted() -> None:
+    rng, clock = np.random.default_rng(7), Clock()
+    counted = ActivityCounter(GEOMETRY, clock)
+    for second in range(1, 1500):
+        counted.add(step(rng, 3))
+        clock.now_s += 1.0
+        if second in (20, 300, 1499):
+            assert counted.shares(10).tokens_per_s == pytest.approx(3, rel=1e-2)
+    counted.clear()
+    clock.now_s += 1.0
+    counted.add(step(rng, 3))
+    assert counted.shares(10).tokens_per_s == pytest.approx(3 / activity.LEAST_S, rel=1e-2)
+
+
 def test_successions_are_those_of_each_token_by_itself() -> None:
     rng, clock = np.random.default_rng(5), Clock()
     counted, passed = ActivityCounter(GEOMETRY, clock, successions=True), np.zeros((2, 8, 8))

@@ -157,6 +157,7 @@ class Report(Message, frozen=True, tag="Report"):
     links: Annotated[tuple[LinkReport, ...], Meta(max_length=MAX_NODES)] = ()
     passed: PairTable = b""
     steps: Count = 0
+    tokens_per_s: Rate = 0.0  # 0 of a box that does not say
 
 
 class EngineUse(Message, frozen=True, tag="EngineUse"):

@@ -171,6 +171,7 @@ class Activity(Message, frozen=True, kw_only=True, tag="Activity"):
     resident: Bitmap = b""
     passed: PairTable = b""  # in place of pairs: an expert, and one of the next layer
     steps: Count = 0  # of this engine
+    tokens_per_s: Rate = 0.0  # of late, however short a time has been counted
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):

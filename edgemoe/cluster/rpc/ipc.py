@@ -27,6 +27,7 @@ from edgemoe.cluster.rpc.engine_messages import (
     Emissions,
     FromEngine,
     Refused,
+    Submit,
     ToEngine,
     body_of,
     decode_from_engine,
@@ -203,13 +204,18 @@ def end_of_unreadable(frame: bytes, why: str) -> Emission | None:
         return None
     if submit.type != "Submit":
         return None
+    return end_of(submit, f"the engine cannot read this request: {why}", "invalid_request")
+
+
+def end_of(submit: Submit | _Submitted, error: str, code: str) -> Emission:
+    """Returns the emission that ends a request which the engine does not begin with."""
     return Emission(
         request=submit.request.id,
         attempt=submit.attempt,
         index=len(submit.emitted),
         finish="error",
-        error=f"the engine cannot read this request: {why}",
-        error_code="invalid_request",
+        error=error,
+        error_code=code,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,7 +21,7 @@ Values = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Observation:
-    """States what requests chose of late. Counts are in shares of the tokens of the box that had most."""
+    """States what requests chose of late. Counts are in shares of the tokens a second of the box that has most."""
 
     activations: Values  # [N, L, E] 0 of who reports nothing
     pairs: tuple[IntArray, ...]  # of each node, [P, 4]: layer, both experts, how often they were chosen together
@@ -32,15 +33,17 @@ class Observation:
 def observe(reports: Sequence[Report | None], layers: int, experts: int) -> Observation:
     """Returns what the boxes' reports say of a model of L layers of E experts."""
     fitting = [each if each and len(each.chosen) == 2 * layers * experts and each.tokens else None for each in reports]
-    most = max((each.tokens for each in fitting if each), default=0.0)
+    rates = [_tokens_per_s(each) if each else 0.0 for each in fitting]
+    most = max(rates, default=0.0)
     activations = np.zeros((len(reports), layers, experts))
     pairs, chosen = [np.zeros((0, PAIR), np.int64)] * len(reports), 0.0
     for node, report in enumerate(fitting):
         if report is not None:
+            share = rates[node] / most
             shares = np.frombuffer(report.chosen, "<u2").reshape(layers, experts)
             chosen = max(chosen, float(shares.sum(axis=1).max()) / ACTIVITY_UNIT)
-            activations[node] = shares * (report.tokens / most)
-            pairs[node] = _pairs(report, report.tokens / most, activations.shape)
+            activations[node] = shares * share
+            pairs[node] = _pairs(report, share, activations.shape)
     calls = [
         float(np.mean([link.latency_s + link.unit_s for link in each.links])) if each and each.links else CALL_S
         for each in reports
@@ -50,8 +53,13 @@ def observe(reports: Sequence[Report | None], layers: int, experts: int) -> Obse
         tuple(pairs),
         np.maximum(calls, LEAST_CALL_S),
         min(round(chosen), experts),
-        most / ACTIVITY_UNIT * np.log(2) / ACTIVITY_HALF_LIFE_S,
+        most / ACTIVITY_UNIT,
     )
+
+
+def _tokens_per_s(report: Report) -> float:
+    """Returns a box's tokens a second; of one that does not say, those that its count comes to in the end."""
+    return report.tokens_per_s or report.tokens * math.log(2) / ACTIVITY_HALF_LIFE_S
 
 
 def _pairs(report: Report, weight: float, shape: tuple[int, ...]) -> IntArray:

@@ -31,6 +31,14 @@ def test_who_has_had_more_tokens_counts_for_more() -> None:
     assert seen.per_s * seen.activations[1, 0, 4] == pytest.approx(60 / (ACTIVITY_HALF_LIFE_S / np.log(2)), rel=1e-3)
 
 
+def test_a_box_that_came_lately_counts_for_what_it_has_in_a_second() -> None:
+    young = report(routes((0, 1)), 6, tokens_per_s=2.0)
+    old = report(routes((4, 5), tokens=900), 6, tokens_per_s=1.0)
+    seen = observe([young, old], LAYERS, EXPERTS)
+    assert seen.per_s * seen.activations[0, 0, 0] == pytest.approx(2.0, rel=1e-3)
+    assert seen.per_s * seen.activations[1, 0, 4] == pytest.approx(1.0, rel=1e-3)
+
+
 def test_calls_take_what_a_box_s_links_take() -> None:
     links = (LinkReport("b", 0.004, 1e6, 0.001), LinkReport("c", 0.002, 1e6))
     seen = observe([report(routes((0, 1)), 6, links=links), None], LAYERS, EXPERTS)
