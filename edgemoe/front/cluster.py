@@ -91,7 +91,7 @@ class ClusterFront:
             local=self,
         )
         self.hosted_requests = HostedRequests(self.plane.channel, self._door.send, self.plane.spawn)
-        self._keys = PrefixKeys()
+        self._keys = PrefixKeys(whole.engine.prefix_cache)
         self._work = OwnWork(requests, self.hosted_requests, lambda: self.plane.announce.leaving)
         self._meter = EngineMeter(self._keys, self._work.facts, self._work.held)
         self._offers = OfferedRequests(

@@ -64,6 +64,17 @@ def test_an_engine_knows_a_prompt_of_which_it_has_had_half_of_the_whole_pieces()
     assert not known(2 * PREFIX_TOKENS, first=1)
 
 
+def test_an_engine_that_keeps_no_prompts_offers_no_keys_and_needs_no_others_word_for_them() -> None:
+    keys = PrefixKeys(prefix_cache=False)
+    meter = EngineMeter(keys, lambda: None, list)
+    prompt = request(3 * PREFIX_TOKENS)
+    meter.note(Submit(request=prompt, attempt=1))
+    assert meter.news(EngineUse()).prefixes == b""
+    assert keys.cached(prompt.prompt) == b""
+    assert meter.knows(keys.cached(prompt.prompt))
+    assert len(keys.prefix(prompt.prompt)) == 3 * 8  # by which prompts are alike
+
+
 def test_blocks_that_requests_share_are_counted_once_as_the_engine_says() -> None:
     engine = Engine()
     engine.held = [HeldRequest(50 * BLOCK_TOKENS, 1, 100)] * 2

@@ -32,7 +32,9 @@ WAITS, NO_LEADER = RouteChoice("", "waits", waits=True), RouteChoice("", "no lea
 class Front:
     """Box a, and what it says to box b, which leads and has no room yet, and to its engine."""
 
-    def __init__(self, route: Any = "pull", knows: bool = True, silent: bool = False) -> None:
+    def __init__(
+        self, route: Any = "pull", knows: bool = True, silent: bool = False, prefix_cache: bool = True
+    ) -> None:
         self.offered: list[RequestOffer] = []
         self.asked: list[FindPrefix] = []
         self.is_up, self.is_free, self.had = True, False, list[Sequence[int]]()
@@ -42,7 +44,7 @@ class Front:
             state=SimpleNamespace(node="a", model="m", obedience=SimpleNamespace(reign=("b", 5))),
             channel=self,
         )
-        keys = PrefixKeys()
+        keys = PrefixKeys(prefix_cache)
         meter: Any = SimpleNamespace(
             starts_at_once=lambda _request: self.is_free,
             knows=lambda _prefix: knows,
@@ -143,6 +145,17 @@ async def test_where_little_of_it_is_cached_or_the_answer_is_late_an_alike_promp
         await front.settled()
         assert [offer.signature for offer in front.offered] == [ALIKE]
         assert front.offers.forecast == {"cached": 0, "alike": 1}
+
+
+async def test_where_our_engine_keeps_no_prompts_none_is_offered_by_its_keys_but_what_an_alike_one_chose() -> None:
+    for keeps in (True, False):
+        front = Front(prefix_cache=keeps)
+        with front.log.open([LONG], 60.0):
+            front.offers.learn(PromptRead(request="l", attempt=1, signature=ALIKE))
+        with front.log.open([structs.replace(LONG, id="m")], 60.0):
+            await front.settled()
+            (_, offer) = front.offered
+            assert (bool(offer.prefix), offer.signature) == (keeps, ALIKE)
 
 
 async def test_little_is_better_than_nothing() -> None:

@@ -99,7 +99,7 @@ class OfferedRequests:
                 return RouteChoice("", "again")
             at_once = bool(own_place) and self._meter.starts_at_once(message.request)
             here = at_once and self._may_stay(message.request)
-            if here and (not self._plane.leader or self._meter.knows(self._keys.prefix(message.request.prompt))):
+            if here and (not self._plane.leader or self._meter.knows(self._keys.cached(message.request.prompt))):
                 return RouteChoice(own_place, "at once")
             if not self._plane.leader:
                 return RouteChoice("", "no leader")
@@ -164,7 +164,7 @@ class OfferedRequests:
         one = OpenOffer(request.id, next(self._numbers), reign, time.monotonic() + WAIT_S, here)
         self._offers[request.id] = self._by_number[one.number] = one
         self.offered += 1
-        may_know = self.learns and not at_once and self._meter.begins_like(self._keys.prefix(request.prompt))
+        may_know = self.learns and not at_once and self._meter.begins_like(self._keys.cached(request.prompt))
         if not may_know or not self._questions.ask(request, lambda cached: self._go_on(one, message, cached)):
             self._post(one, message, None)
 
@@ -205,15 +205,14 @@ class OfferedRequests:
     def _told_of(self, message: Submit, number: int, signature: SignatureTable | None) -> RequestOffer:
         """Returns what the leader is told of a request."""
         request = message.request
-        user, prefix = self._hashes(request)
         return RequestOffer(
             number,
             self._plane.state.model,
             prompt_tokens=len(request.prompt),
             max_tokens=request.sampling.max_tokens,
             expected_tokens=int(min(self._requests.expected_tokens, request.sampling.max_tokens)),
-            user=user,
-            prefix=prefix,
+            user=self._keys.user(request.user),
+            prefix=self._keys.cached(request.prompt),
             waited_ms=message.waited_ms,
             remaining_ms=WAIT_S * 1e3,
             signature=signature,

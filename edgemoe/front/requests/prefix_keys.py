@@ -19,7 +19,9 @@ KEY_BYTES = 8
 class PrefixKeys:
     """Hashes with the secret of whoever leads; until it is known, with one of this box's own."""
 
-    def __init__(self) -> None:
+    def __init__(self, prefix_cache: bool = True) -> None:
+        """`prefix_cache` is whether our engine keeps what it has computed of prompts."""
+        self._prefix_cache = prefix_cache
         self.secret = secrets.token_bytes(SECRET_BYTES)
 
     def user(self, label: str) -> int:
@@ -32,6 +34,10 @@ class PrefixKeys:
         for begin in range(0, min(len(prompt), MAX_PREFIX_KEYS * PREFIX_TOKENS) - PREFIX_TOKENS + 1, PREFIX_TOKENS):
             keys.append(self._hash(keys[-1] + _pack(*prompt[begin : begin + PREFIX_TOKENS])))
         return b"".join(keys)
+
+    def cached(self, prompt: Sequence[int]) -> bytes:
+        """Returns those hashes by which an engine may have the prompt; none where ours keeps no prompts."""
+        return self.prefix(prompt) if self._prefix_cache else b""
 
     def _hash(self, data: bytes) -> bytes:
         return hashlib.blake2b(data, key=self.secret, digest_size=KEY_BYTES).digest()

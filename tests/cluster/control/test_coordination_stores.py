@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import random
 import ssl
 import time
@@ -24,7 +25,7 @@ from edgemoe.cluster.control.coordination.clock import since_boot
 from edgemoe.cluster.control.coordination.etcd import EtcdStore
 from edgemoe.cluster.control.coordination.raft import RaftStore
 from edgemoe.cluster.control.coordination.raft_channel import RaftChannel
-from edgemoe.cluster.control.coordination.store import CoordState, CoordStore, PlanRef, Single
+from edgemoe.cluster.control.coordination.store import CoordState, CoordStore, PlanRef, Single, View
 from edgemoe.cluster.control.election import Election
 from edgemoe.cluster.rpc.control_messages import CONTROL
 from edgemoe.cluster.rpc.transport import Question
@@ -260,6 +261,11 @@ async def test_whatever_answers_in_etcds_place_makes_it_unavailable_and_nothing_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     store = EtcdStore(["http://127.0.0.1:1"], lease_s=2)
+
+    def kept(name: str, value: str) -> httpx.Response:
+        pair = {"key": store._key(name), "value": base64.b64encode(value.encode()).decode(), "mod_revision": "1"}
+        return httpx.Response(200, json={"kvs": [pair], "header": {"revision": "1"}})
+
     answers: list[object] = [
         ssl.SSLError(1, "sslv3 alert bad certificate"),
         httpx.ReadTimeout("late"),
@@ -269,6 +275,9 @@ async def test_whatever_answers_in_etcds_place_makes_it_unavailable_and_nothing_
         httpx.Response(200, json={"kvs": [{"key": "%", "mod_revision": "1"}], "header": {"revision": "1"}}),
         httpx.Response(200, json={"kvs": [{"key": "", "mod_revision": "x"}], "header": {"revision": "1"}}),
         httpx.Response(200, json={"kvs": [5], "header": {"revision": "1"}}),
+        kept("epoch", "9" * 5000),
+        kept("epoch", str((1 << 62) + 1)),
+        kept("leader", "n" * 65),
         httpx.Response(400, text="CommonName of client sending a request against gateway will be ignored"),
     ]
     for answer in answers:
@@ -281,4 +290,5 @@ async def test_whatever_answers_in_etcds_place_makes_it_unavailable_and_nothing_
         monkeypatch.setattr(store._client, "post", post)
         with pytest.raises(CoordUnavailable):
             await store.claim("a", 0)
+        assert store.view() == View()
     await store.close()

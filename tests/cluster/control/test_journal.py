@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import random
-from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -17,7 +17,7 @@ from edgemoe.cluster.control.coordination import ops
 from edgemoe.cluster.control.coordination.journal import SEGMENT_BYTES, Damaged, Journal
 from edgemoe.cluster.control.coordination.recovery import open_journal
 from edgemoe.cluster.control.coordination.snapshot import StateSnapshot, read_snapshot, write_snapshot
-from edgemoe.cluster.control.coordination.store import CoordState
+from edgemoe.cluster.control.coordination.store import CoordState, PlanRef
 from edgemoe.cluster.rpc.protocol import SPOKEN
 
 VOTERS = b"abcdefgh"
@@ -119,6 +119,23 @@ def test_a_snapshot_that_is_damaged_or_lost_is_put_aside_with_the_journal(tmp_pa
     assert not (tmp_path / "raft.snapshot").exists()
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        CoordState(epoch=-1),
+        CoordState(renewals=1 << 63),
+        CoordState(leader="n" * 65),
+        CoordState(plan=PlanRef(-1, "d")),
+        CoordState(plan=PlanRef(1, "d" * 257)),
+    ],
+)
+def test_a_snapshot_that_says_more_than_can_be_is_not_believed(tmp_path: Path, wrong: CoordState) -> None:
+    for state in (CoordState(1, "b", PlanRef(1, "d"), 1), wrong):
+        write_snapshot(tmp_path / "raft.snapshot", StateSnapshot(state, ENTRIES[5], ENTRIES[4]))
+        with pytest.raises(Damaged) if state is wrong else contextlib.nullcontext():
+            read_snapshot(tmp_path / "raft.snapshot")
+
+
 def test_a_crash_between_snapshot_and_cutting_the_journal_loses_no_entry(tmp_path: Path) -> None:
     """PySyncObj would take the journal for another one, and drop what follows the snapshot."""
     filled(tmp_path).close()
@@ -152,7 +169,7 @@ def test_a_journal_grows_beforehand_and_is_never_written_where_there_is_no_room(
     monkeypatch.setattr(os, "posix_fallocate", full)
     command, count = b"\0" * 4000, len(ENTRIES)
     while not journal.failed:
-        with suppress(OSError):
+        with contextlib.suppress(OSError):
             journal.add(command, count + 1, 3)
             count += 1
     journal.deleteEntriesTo(3)  # where it cannot be shortened either, it stays as it is

@@ -11,6 +11,7 @@ import pytest
 from msgspec import inspect
 from support.outer_names import LANGUAGES, RAFT, STRUCTS
 
+from edgemoe.cluster.control.coordination.snapshot import StateSnapshot
 from edgemoe.cluster.rpc.control_messages import MAX_UNWANTED, Taken
 from edgemoe.cluster.rpc.engine_messages import Submit, decode_to_engine, encode
 from edgemoe.cluster.rpc.envelope import MAX_ENVELOPE_BYTES, seal
@@ -21,14 +22,15 @@ from edgemoe.types.request import Request, Sampling
 OURS = {"settings"}  # of Boot: from our own front, checked as the configuration that it is
 TRAVEL = {f"{name}.{tag}": kind for name, language in LANGUAGES.items() for tag, kind in language.messages.items()}
 TRAVEL |= {f"raft.{tag}": kind for tag, kind in RAFT.items()}
-TRAVEL |= {name: STRUCTS[name] for name in ("envelope", "boot", "plan file")}
+TRAVEL |= {name: STRUCTS[name] for name in ("envelope", "boot", "plan file", "plan named in the agreement")}
+TRAVEL["raft.snapshot"] = StateSnapshot
 SIXTY_FOUR_BITS = inspect.type_info(bounds.Seed)
 
 
 def boundless(type_: Any, where: str) -> Iterator[str]:
     """Names of the fields without a bound."""
     match type_:
-        case inspect.StructType():
+        case inspect.StructType() | inspect.DataclassType():
             for field in type_.fields:
                 if field.name not in OURS:
                     yield from boundless(field.type, f"{where}.{field.name}")

@@ -19,11 +19,11 @@ import msgspec
 
 from edgemoe.cluster.control.coordination.store import PlanRef, View, wait_event
 from edgemoe.errors import CoordUnavailable, PlanConflict, StaleEpoch
+from edgemoe.types.bounds import Count, Word
 
 log = logging.getLogger(__name__)
 MAX_ANSWER_BYTES = 1 << 20
 MAX_KEYS = 16  # of ours: there are three
-MAX_DIGITS = 30  # of an epoch
 
 
 class EtcdStore:
@@ -141,9 +141,11 @@ class EtcdStore:
             pairs = {_decode(pair["key"]).removeprefix(self._prefix): pair for pair in answer.get("kvs", [])}
             values = {name: _decode(pair.get("value", "")) for name, pair in pairs.items()}
             revisions = {name: int(pair["mod_revision"]) for name, pair in pairs.items()}
-            epoch, revision = int(values.get("epoch", "0")[:MAX_DIGITS]), int(answer["header"]["revision"])
+            revision = int(answer["header"]["revision"])
+            epoch = msgspec.convert(int(values.get("epoch", "0")), Count)
+            leader = msgspec.convert(values.get("leader", ""), Word)
         self._revisions = revisions
-        self._view = View(epoch, values.get("leader", ""), _plan(values.get("plan")))
+        self._view = View(epoch, leader, _plan(values.get("plan")))
         self._event.set()
         return revision
 

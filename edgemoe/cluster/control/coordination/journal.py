@@ -18,13 +18,15 @@ import os
 import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import Annotated, Any, overload
 
 import msgspec
 import pysyncobj.journal
 import xxhash
+from msgspec import Meta
 
 from edgemoe.durable import replace_file, sync, write_all
+from edgemoe.types.bounds import Count, Word
 
 log = logging.getLogger(__name__)
 MAGIC = b"edgemoe raft 1\0\0"
@@ -33,7 +35,7 @@ SEGMENT_BYTES = 1 << 20
 MAX_RECORD_BYTES = 1 << 16
 _HEAD = struct.Struct("<I8s")
 
-Entry = tuple[bytes, int, int]  # command, index, term
+Entry = tuple[Annotated[bytes, Meta(max_length=MAX_RECORD_BYTES)], Count, Count]  # command, index, term
 
 
 class Damaged(Exception):
@@ -263,7 +265,7 @@ def unframe(content: bytes) -> bytes:
 def _read_vote(path: Path) -> tuple[int, str | None] | None:
     """Term and vote; None where none is kept, or none that can be read. Raises OSError."""
     try:
-        return msgspec.msgpack.decode(unframe(path.read_bytes()), type=tuple[int, str | None])
+        return msgspec.msgpack.decode(unframe(path.read_bytes()), type=tuple[Count, Word | None])
     except FileNotFoundError:
         return None
     except (Damaged, msgspec.MsgspecError) as error:

@@ -19,20 +19,21 @@ import msgspec
 from edgemoe.cluster.control.coordination import ops
 from edgemoe.cluster.control.coordination.epoch_fence import MAX_LEAP
 from edgemoe.errors import PlanConflict, StaleEpoch
+from edgemoe.types.bounds import Count, Text, Word
 
 
 class PlanRef(msgspec.Struct, frozen=True):
     """Names a placement plan by content; the plan itself travels between the boxes."""
 
-    version: int  # from 1, rises by one with each plan
-    digest: str
+    version: Count  # from 1, rises by one with each plan
+    digest: Text
 
 
 class View(msgspec.Struct, frozen=True):
     """What this box knows of the agreement. `leader` is "" while there is none or its lease has lapsed."""
 
-    epoch: int = 0
-    leader: str = ""
+    epoch: Count = 0
+    leader: Word = ""
     plan: PlanRef | None = None
 
 
@@ -77,10 +78,10 @@ class CoordState:
     Repeating an operation whose first try went through, outcome unknown, answers the same again.
     """
 
-    epoch: int = 0
-    leader: str = ""
+    epoch: Count = 0
+    leader: Word = ""
     plan: PlanRef | None = None
-    renewals: int = 0  # of leases, all told
+    renewals: Count = 0  # of leases, all told
 
     def apply(self, op: ops.Op) -> int | bool | str:
         """Returns the answer to one operation of the embedded agreement's log."""
