@@ -43,6 +43,7 @@ class Growing:
         self.ids: list[npt.NDArray[np.int16]] = []  # each [L, k]
         self.decode: list[bool] = []
         self.gate: list[npt.NDArray[np.float16] | None] = []  # each [L, E]; None where no gate was asked early
+        self.hidden: list[npt.NDArray[np.float16] | None] = []  # each [H] of the last layer
 
     def takes(self, position: int) -> bool:
         """Whether tokens from this position on continue it."""
@@ -53,28 +54,34 @@ class Growing:
         tokens, hints = step.meta.tokens[part].tolist(), step.hints.get(AHEAD)
         keep = position - self.start
         before = self.decode[keep:]
-        del self.tokens[keep:], self.ids[keep:], self.decode[keep:], self.gate[keep:]
+        del self.tokens[keep:], self.ids[keep:], self.decode[keep:], self.gate[keep:], self.hidden[keep:]
         self.tokens += tokens
         self.ids += list(step.ids[:, part].transpose(1, 0, 2))
         early = [None] * len(tokens) if hints is None else list(hints[:, part].transpose(1, 0, 2).astype(np.float16))
         self.gate += early
+        self.hidden += [None] * len(tokens) if step.hidden is None else list(step.hidden[-1, part].astype(np.float16))
         again = before[: len(tokens)]  # decoded once, prefilled again
         self.decode += [*again, *[decode] * (len(tokens) - len(again))]
 
-    def routes(self, experts: int) -> Routes:
-        """Returns it with what gates said of that many `experts` a layer; 0 leaves this out."""
+    def routes(self, experts: int, hidden: int) -> Routes:
+        """Returns it with what gates said of that many `experts` a layer, and states so wide; 0 leaves this out."""
         tokens, ids, decode = np.array(self.tokens, np.int32), np.stack(self.ids), np.array(self.decode, bool)
-        gate = None
-        if experts:
-            gate = np.zeros((*ids.shape[:2], experts), np.float16)
-            for row, early in enumerate(self.gate):
-                if early is not None:
-                    gate[row] = early
-        return Routes(tokens, ids, decode, self.conversation, gate=gate)
+        gate = _rows(self.gate, (ids.shape[1], experts)) if experts else None
+        state = _rows(self.hidden, (hidden,)) if hidden else None
+        return Routes(tokens, ids, decode, self.conversation, state, gate)
 
 
-def requests_of(steps: Iterable[StepRouting], experts: int = 0) -> Iterator[Routes]:
-    """The requests of recorded steps, each when it is over; with hints of that many `experts` a layer, if any."""
+def _rows(known: list[npt.NDArray[np.float16] | None], shape: tuple[int, ...]) -> npt.NDArray[np.float16]:
+    """What is known of each token, and zeros."""
+    rows = np.zeros((len(known), *shape), np.float16)
+    for token, row in enumerate(known):
+        if row is not None:
+            rows[token] = row
+    return rows
+
+
+def requests_of(steps: Iterable[StepRouting], experts: int = 0, hidden: int = 0) -> Iterator[Routes]:
+    """The requests of recorded steps, each when it is over; see `Growing.routes`."""
     growing: OrderedDict[str, tuple[Growing, int]] = OrderedDict()
     for number, step in enumerate(steps):
         meta = step.meta
@@ -87,19 +94,20 @@ def requests_of(steps: Iterable[StepRouting], experts: int = 0) -> Iterator[Rout
             request = growing.pop(name, (None, 0))[0]
             if request is None or not request.takes(position):
                 if request is not None:
-                    yield request.routes(experts)
+                    yield request.routes(experts, hidden)
                 request = Growing(position, conversation)
             request.add(position, part, step, bool(decode))
             growing[name] = request, number
         while growing and next(iter(growing.values()))[1] < number - QUIET_STEPS:
-            yield growing.popitem(last=False)[1][0].routes(experts)
-    yield from (request.routes(experts) for request, _ in growing.values())
+            yield growing.popitem(last=False)[1][0].routes(experts, hidden)
+    yield from (request.routes(experts, hidden) for request, _ in growing.values())
 
 
 def recordings(folder: Path, store: Path, out: Path, hints: bool = True) -> int:
     """What the daemon recorded of the model in `store`, as a data set; its number of tokens. Raises ValueError.
 
-    Takes over `hints` where some are recorded (record.hints); a token without any has zeros.
+    Takes over `hints` and hidden states where some are recorded (record.hints, record.hidden); a token without any has
+    zeros.
     """
     try:
         manifest = Manifest.load(store)
@@ -111,10 +119,11 @@ def recordings(folder: Path, store: Path, out: Path, hints: bool = True) -> int:
         tokenizer = next((f.xxh3_128 for f in manifest.files if f.file == "tokenizer.json"), "")
         experts = (header.experts,) * header.layers
         gate = hints and any(header.hints for header, _ in mine)
+        hidden = max(header.hidden for header, _ in mine) if hints else 0
         notes = f"recorded in {folder}"
-        meta = Meta(manifest.name, experts, header.top_k, manifest.digest, tokenizer, gate=gate, notes=notes)
+        meta = Meta(manifest.name, experts, header.top_k, manifest.digest, tokenizer, hidden, gate, notes)
         steps = (step for _, steps in mine for step in steps)
-        return write(out, meta, requests_of(steps, header.experts * gate))
+        return write(out, meta, requests_of(steps, header.experts * gate, hidden))
     except EdgemoeError as error:
         raise ValueError(str(error)) from error
 

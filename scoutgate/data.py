@@ -7,7 +7,7 @@ A data set is a directory: `meta.json` and one raw file per array, N tokens in a
     decode uint8 [N]         1 where the token was decoded, 0 where it was part of a prompt
     starts int64 [R + 1]     where each request begins, and N
     group  int64 [R]         requests of the same group, a conversation, share a split
-    hidden float16 [N, H]    optional: the last layer's output at that token
+    hidden float16 [N, H]    optional: what the last layer's experts were given; zeros where it was not recorded
     gate   float16 [N, L, E] optional: layer l's gate applied one layer early; zeros in layer 0,
                              and in all layers where it was not asked
 """

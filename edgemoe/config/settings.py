@@ -101,6 +101,7 @@ class RecordSettings(Section, frozen=True, kw_only=True):
     max_bytes: Bytes = 1 << 30  # oldest files go first
     file_bytes: Bytes = 64 << 20
     hints: bool = False  # also what each gate says when it is asked a layer early, for scoutgate.evaluate
+    hidden: bool = False  # also what each layer's gate and experts are given and what the gate makes of it
 
 
 class ServiceSettings(Section, frozen=True, kw_only=True):
@@ -176,8 +177,9 @@ def check(settings: Settings) -> Settings:
             raise ConfigError(f'api.tcp is {api.tcp!r}; write HOST:PORT, as in "127.0.0.1:8080"')
     if record.dir and record.file_bytes > record.max_bytes:
         raise ConfigError("record.file_bytes is larger than record.max_bytes; one file must fit the limit")
-    if record.hints and not record.dir:
-        raise ConfigError("record.hints is set, but record.dir is not: name the folder to record to, or drop it")
+    for name, wanted in (("hints", record.hints), ("hidden", record.hidden)):
+        if wanted and not record.dir:
+            raise ConfigError(f"record.{name} is set, but record.dir is not: name the folder to record to, or drop it")
     _check_cluster(settings.cluster)
     if settings.cluster.role != "both" and not settings.engine.prefix_cache:
         raise ConfigError(f'cluster.role is "{settings.cluster.role}": hand-overs need engine.prefix_cache')

@@ -192,9 +192,9 @@ class FusedDecoder:
         return (self._room[-1].ctypes.data + 63) & ~63
 
     def _hint(self, experts: Experts, layer: int, hidden: torch.Tensor) -> None:
-        """Applies the gates of the next layers to this layer's expert input, and passes the result to `experts`."""
+        """Applies the gates that `experts` asks for to this layer's expert input, and passes the result on."""
         spec, count, tokens = self._spec, self._spec.router.experts, len(hidden)
-        for ahead in range(layer + 1, min(layer + 1 + experts.lookahead, spec.layers)):
+        for ahead in range(layer + experts.lookahead.start, min(layer + experts.lookahead.stop, spec.layers)):
             logits = torch.empty((tokens, count), dtype=torch.float32)
             gate, is_bf16 = self._gates[ahead], self._kernels.bf16
             place, to = gate.weight.data_ptr(), logits.data_ptr()

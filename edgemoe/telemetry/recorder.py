@@ -14,14 +14,16 @@ import time
 import zlib
 from collections import deque
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from edgemoe.config.settings import RecordSettings
 from edgemoe.errors import StoreError
-from edgemoe.telemetry.recording import AHEAD, LENGTH, MAGIC, SUFFIX, Header, RoutingBlock
+from edgemoe.telemetry.recording import AHEAD, LENGTH, MAGIC, OWN, SUFFIX, Header, RoutingBlock, upper_halves
+from edgemoe.types.arrays import FloatArray
 from edgemoe.types.routing import StepRouting
 
 log = logging.getLogger(__name__)
@@ -32,11 +34,38 @@ WAITING_BYTES = 64 << 20  # that may wait for the writer; beyond it steps are dr
 FLUSH_S = 5.0  # longest that a step waits for its block to fill
 
 
+class Extra:
+    """Collects what only some steps have, [L, U, width] of their U tokens."""
+
+    def __init__(self, layers: int, tokens: int, width: int, dtype: npt.DTypeLike) -> None:
+        """Allocates room for so many tokens. uint16 are the upper halves of float32."""
+        self.has: list[bool] = []  # of each step
+        self.rows: npt.NDArray[Any] = np.empty((layers, tokens, width), dtype)
+        self._tokens = 0
+
+    def fits(self, rows: FloatArray | None) -> bool:
+        """Returns whether there is room for a step's rows."""
+        return rows is None or self._tokens + rows.shape[1] <= self.rows.shape[1]
+
+    def add(self, rows: FloatArray | None) -> None:
+        """Copies a step's rows [L, T, width], if it has any."""
+        self.has.append(rows is not None)
+        if rows is not None:
+            after = self._tokens + rows.shape[1]
+            halved = self.rows.dtype == np.uint16
+            self.rows[:, self._tokens : after] = upper_halves(rows) if halved else rows
+            self._tokens = after
+
+    @property
+    def filled(self) -> npt.NDArray[Any]:
+        return self.rows[:, : self._tokens]
+
+
 class Filling:
     """Collects the steps of one block."""
 
-    def __init__(self, header: Header, tokens: int, hinted: int) -> None:
-        """Allocates room for `tokens` tokens, and for the hints of `hinted` of them."""
+    def __init__(self, header: Header, tokens: int, extra: int) -> None:
+        """Allocates room for `tokens` tokens, and for hints and hidden states of `extra` of them."""
         self.requests: list[tuple[str, ...]] = []
         self._rows = self._tokens = 0
         self._query_lens, self._decode = np.empty(tokens, np.int64), np.empty(tokens, np.bool_)
@@ -44,22 +73,28 @@ class Filling:
         self._inputs, self._positions = np.empty(tokens, np.int64), np.empty(tokens, np.int64)
         self._ids = np.empty((header.layers, tokens, header.top_k), np.int16)
         self._weights = np.empty((header.layers, tokens, header.top_k), np.float32)
-        self._keeps_hints, self._hinted, self._hint_tokens = header.hints, list[bool](), 0
-        self._hints = np.empty((header.layers, hinted, header.experts), np.float16)
+        layers, experts, hidden = header.layers, header.experts, header.hidden
+        self._extra: dict[str, Extra] = {}
+        if header.hints:
+            self._extra["hints"] = Extra(layers, extra, experts, "<f2")
+        if hidden:
+            self._extra["gates"] = Extra(layers, extra, experts, "<f2")
+            self._extra["hidden"] = Extra(layers, extra, hidden, "<u2" if header.bf16 else "<f4")
 
     @property
     def bytes(self) -> int:
         """Returns the memory that its arrays take, full or not."""
         rows = self._query_lens, self._decode, self._conversations
-        tokens = self._inputs, self._positions, self._ids, self._weights, self._hints
-        return sum(column.nbytes for column in (*rows, *tokens))
+        tokens = self._inputs, self._positions, self._ids, self._weights
+        extra = (each.rows for each in self._extra.values())
+        return sum(column.nbytes for column in (*rows, *tokens, *extra))
 
     def fits(self, step: StepRouting) -> bool:
         """Returns whether there is room for the step."""
         rows, tokens = self._rows + len(step.meta.requests), self._tokens + len(step.meta.tokens)
-        hinted = self._hint_tokens + hinted_tokens(step)
-        hints_fit = not self._keeps_hints or hinted <= self._hints.shape[1]
-        return len(self.requests) < BLOCK_STEPS and max(rows, tokens) <= len(self._inputs) and hints_fit
+        more = extra_rows(step) if self._extra else {}
+        extra_fit = all(extra.fits(more[name]) for name, extra in self._extra.items())
+        return len(self.requests) < BLOCK_STEPS and max(rows, tokens) <= len(self._inputs) and extra_fit
 
     def add(self, step: StepRouting) -> None:
         """Copies the step, on the compute thread: keeping it for another thread to convert would cost more there."""
@@ -72,13 +107,9 @@ class Filling:
         self._inputs[at], self._positions[at] = meta.tokens, meta.positions
         self._ids[:, at], self._weights[:, at] = step.ids, step.weights
         self._rows, self._tokens = rows.stop, at.stop
-        if self._keeps_hints:
-            hints = step.hints.get(AHEAD)
-            self._hinted.append(hints is not None)
-            if hints is not None:
-                after = self._hint_tokens + hints.shape[1]
-                self._hints[:, self._hint_tokens : after] = hints
-                self._hint_tokens = after
+        more = extra_rows(step) if self._extra else {}
+        for name, extra in self._extra.items():
+            extra.add(more[name])
 
     def block(self) -> RoutingBlock:
         """Returns the block of the steps copied so far."""
@@ -91,14 +122,20 @@ class Filling:
             ids=self._ids[:, : self._tokens].astype("<i2").tobytes(),
             weights=self._weights[:, : self._tokens].astype("<f2").tobytes(),
             conversations=self._conversations[: self._rows].astype("<i8").tobytes(),
-            hinted=np.array(self._hinted, np.bool_).tobytes(),
-            hints=self._hints[:, : self._hint_tokens].astype("<f2").tobytes(),
+            hinted=flags_of(self._extra.get("hints")),
+            stated=flags_of(self._extra.get("hidden")),
+            **{name: extra.filled.tobytes() for name, extra in self._extra.items()},
         )
 
 
-def hinted_tokens(step: StepRouting) -> int:
-    """Counts the tokens of the step that have hints: all or none."""
-    return len(step.meta.tokens) if AHEAD in step.hints else 0
+def flags_of(extra: Extra | None) -> bytes:
+    """Returns which steps have any, as the file has it."""
+    return b"" if extra is None else np.array(extra.has, np.bool_).tobytes()
+
+
+def extra_rows(step: StepRouting) -> dict[str, FloatArray | None]:
+    """Returns what only some steps have, by its name in `RoutingBlock`."""
+    return {"hints": step.hints.get(AHEAD), "gates": step.hints.get(OWN), "hidden": step.hidden}
 
 
 class Recorder:
@@ -117,7 +154,9 @@ class Recorder:
         except OSError as error:
             raise StoreError(f"cannot record to record.dir {self._directory}: {error.strerror}") from error
         block_bytes = min(BLOCK_BYTES, settings.file_bytes)
-        token_bytes = header.layers * (6 * header.top_k + 2 * header.experts * header.hints) + 33
+        said = 2 * header.experts * (header.hints + (header.hidden > 0))  # bytes a token and layer
+        self._extra_bytes = header.layers * (said + (2 if header.bf16 else 4) * header.hidden)
+        token_bytes = header.layers * 6 * header.top_k + 33 + self._extra_bytes
         self._room = max(1, block_bytes // token_bytes)  # tokens
         self._filling = self._empty()
         self._full: deque[Filling] = deque()
@@ -134,21 +173,23 @@ class Recorder:
                 return
             self._filling.add(step)
 
-    def _empty(self, tokens: int = 0, hinted: int = 0) -> Filling:
+    def _empty(self, tokens: int = 0, extra: int = 0) -> Filling:
         """Returns a block with room for the usual number of tokens, at least so many."""
-        return Filling(self._header, max(self._room, tokens), max(self._room, hinted) if self._header.hints else 0)
+        return Filling(self._header, max(self._room, tokens), max(self._room, extra))
 
     def _begin_block(self, step: StepRouting) -> bool:
         """Hands the current block to the writer and begins one with room for the step.
 
-        Returns False, and does neither, where too many bytes wait for the writer.
+        Returns False, and does neither, where too many bytes wait for the writer, or the step has too many by itself.
         """
-        if sum(filled.bytes for filled in (*self._full, self._filling)) > WAITING_BYTES:
+        extra = max((rows.shape[1] for rows in extra_rows(step).values() if rows is not None), default=0)
+        waiting_bytes = sum(filled.bytes for filled in (*self._full, self._filling))
+        if max(waiting_bytes, extra * self._extra_bytes) > WAITING_BYTES:
             return False
         if self._filling.requests:
             self._full.append(self._filling)
             self._wake.notify()
-        self._filling = self._empty(len(step.meta.tokens), hinted_tokens(step))
+        self._filling = self._empty(len(step.meta.tokens), extra)
         return True
 
     def close(self) -> None:

@@ -10,17 +10,19 @@ import struct
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from edgemoe.errors import StoreError
+from edgemoe.types.arrays import FloatArray, IntArray
 from edgemoe.types.routing import StepMeta, StepRouting
 
 MAGIC = b"EDGEMOE\x02"
 SUFFIX = ".routes"
-AHEAD = 1  # layer: the distance of the hints that are recorded
+AHEAD, OWN = 1, 0  # layers: the distances of the hints that are recorded; OWN are of the layer's own gate
 MAX_BLOCK = 256 << 20  # decompressed bytes of one block that a reader accepts
 LENGTH = struct.Struct("<I")
 T = TypeVar("T")
@@ -34,6 +36,8 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
     experts: int
     top_k: int
     hints: bool = False  # steps that only decode hold what each gate said a layer early
+    hidden: int = 0  # width of the hidden states in steps that only decode, with what gates made of them; 0: none
+    bf16: bool = False  # these are bfloat16, else float32
 
 
 class RoutingBlock(msgspec.Struct, frozen=True, array_like=True):
@@ -49,6 +53,9 @@ class RoutingBlock(msgspec.Struct, frozen=True, array_like=True):
     conversations: bytes = b""  # [S] int64; empty in older recordings
     hinted: bytes = b""  # [steps] bool, which of them have hints; empty where none has
     hints: bytes = b""  # [L, U, E] float16, of the U tokens of these steps; see `AHEAD`
+    stated: bytes = b""  # [steps] bool, which of them have hidden states; empty where none has
+    gates: bytes = b""  # [L, V, E] float16, of the V tokens of these steps; see `OWN`
+    hidden: bytes = b""  # [L, V, H] float32, or the upper halves of such numbers; what each layer's experts are given
 
 
 def read_recording(path: Path) -> tuple[Header, Iterator[StepRouting]]:
@@ -60,7 +67,7 @@ def read_recording(path: Path) -> tuple[Header, Iterator[StepRouting]]:
         if file.read(len(MAGIC)) != MAGIC:
             raise StoreError(f"{path} is no recording of routing, or of a later version")
         header = _decode(path, _block(path, file), Header)
-    if min(header.layers, header.experts, header.top_k) < 1 or header.top_k > header.experts:
+    if min(header.layers, header.experts, header.top_k, header.hidden + 1) < 1 or header.top_k > header.experts:
         raise StoreError(f"{path} is damaged: {header}")
     return header, _steps(path, header)
 
@@ -110,29 +117,63 @@ def _unpack(path: Path, header: Header, block: RoutingBlock) -> Iterator[StepRou
         shape = (header.layers, len(tokens), header.top_k)
         ids = np.frombuffer(block.ids, "<i2").astype(np.int16).reshape(shape)
         weights = np.frombuffer(block.weights, "<f2").astype(np.float32).reshape(shape)
-        hinted = np.frombuffer(block.hinted or bytes(len(block.requests)), np.bool_)
-        hints = np.frombuffer(block.hints, "<f2").reshape(header.layers, -1, header.experts)
     except ValueError as error:
         raise StoreError(f"{path} is damaged: {error}") from error
-    sizes = sum(map(len, block.requests)), len(query_lens), len(decode), len(conversations) or len(decode)
+    row_ends = np.cumsum([len(requests) for requests in block.requests], dtype=np.int64)
+    sizes = row_ends[-1:].sum(), len(query_lens), len(decode), len(conversations) or len(decode)
     inside = not ids.size or (ids.min() >= 0 and ids.max() < header.experts)
     lens_fit = not query_lens.size or (query_lens.min() >= 0 and query_lens.sum() == len(tokens))
-    fits = len(set(sizes)) == 1 and lens_fit and len(positions) == len(tokens) and len(hinted) == len(block.requests)
-    if not fits or not inside:
+    if len(set(sizes)) > 1 or not lens_fit or len(positions) != len(tokens) or not inside:
         raise StoreError(f"{path} is damaged: the parts of a block do not fit together")
-    row = token = hint = 0
-    for requests, has_hints in zip(block.requests, hinted.tolist(), strict=True):
-        rows = slice(row, row + len(requests))
-        at = slice(token, token + int(query_lens[rows].sum()))
-        mine = slice(hint, hint + (at.stop - at.start) * has_hints)
-        if mine.stop > hints.shape[1]:
-            raise StoreError(f"{path} is damaged: a block lacks hints of its steps")
+    ends = np.append(0, np.cumsum(query_lens))[row_ends]  # of each step's tokens
+    try:
+        extra = _extra(header, block, np.diff(ends, prepend=0))
+    except ValueError as error:
+        raise StoreError(f"{path} is damaged: a block's hints or hidden states are not those of its steps") from error
+    for requests, row_end, end, (hints, hidden) in zip(block.requests, row_ends, ends, extra, strict=True):
+        rows = slice(row_end - len(requests), row_end)
+        at = slice(end - int(query_lens[rows].sum()), end)
         yield StepRouting(
             meta=StepMeta(requests, query_lens[rows], decode[rows], tokens[at], positions[at], conversations[rows]),
             ids=ids[:, at],
             weights=weights[:, at],
-            hints={AHEAD: hints[:, mine].astype(np.float32)} if has_hints else {},
+            hints=hints,
             step_s=0.0,
             stall_s=0.0,
+            hidden=hidden,
         )
-        row, token, hint = rows.stop, at.stop, mine.stop
+
+
+def _extra(
+    header: Header, block: RoutingBlock, counts: IntArray
+) -> list[tuple[dict[int, FloatArray], FloatArray | None]]:
+    """Returns the hints and the hidden states of each step, of so many tokens. Raises ValueError."""
+
+    def parts(rows: bytes, flags: bytes, width: int, dtype: str) -> list[npt.NDArray[Any] | None]:
+        has = np.frombuffer(flags or bytes(len(counts)), np.bool_)
+        ends = np.cumsum(counts * has)
+        every = np.frombuffer(rows, dtype).reshape(header.layers, ends[-1:].sum(), width)
+        columns = zip(has, ends, counts, strict=True)
+        return [every[:, end - count : end] if one else None for one, end, count in columns]
+
+    ahead = parts(block.hints, block.hinted, header.experts, "<f2")
+    own = parts(block.gates, block.stated, header.experts, "<f2")
+    hidden = parts(block.hidden, block.stated, header.hidden, "<u2" if header.bf16 else "<f4")
+    found = []
+    for hint, gate, state in zip(ahead, own, hidden, strict=True):
+        said = {AHEAD: hint, OWN: gate}
+        hints = {distance: rows.astype(np.float32) for distance, rows in said.items() if rows is not None}
+        found.append((hints, None if state is None else _float32(state)))
+    return found
+
+
+def upper_halves(numbers: FloatArray) -> npt.NDArray[np.uint16]:
+    """Returns the bits of bfloat16 numbers that are here as float32."""
+    return (numbers.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
+
+
+def _float32(numbers: npt.NDArray[Any]) -> FloatArray:
+    """Returns the numbers, of which 16 bits are upper halves."""
+    if numbers.dtype == np.uint16:
+        return (numbers.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return numbers.astype(np.float32)

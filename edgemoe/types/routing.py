@@ -30,6 +30,7 @@ class StepRouting:
     meta: StepMeta
     ids: npt.NDArray[np.int16]  # [L, T, k]
     weights: FloatArray  # [L, T, k]
-    hints: dict[int, FloatArray]  # distance in layers -> [L, T, E]; empty where not collected
+    hints: dict[int, FloatArray]  # distance in layers, 0 is its own gate -> [L, T, E]; empty where not collected
     step_s: float  # wall time of the step
     stall_s: float  # part of step_s that was spent waiting for experts
+    hidden: FloatArray | None = None  # [L, T, H] what each layer's experts were given; None where not collected

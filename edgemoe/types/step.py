@@ -48,7 +48,7 @@ class ExpertPlaces(Protocol):
 class Experts(Protocol):
     """Computes the experts of MoE layers for the decoder. Called on the compute thread only."""
 
-    lookahead: int  # how many layers ahead to call `hint`; 0: never
+    lookahead: range  # how many layers ahead to call `hint`; 0 is the layer whose turn it is
 
     @property
     def places(self) -> ExpertPlaces | None:
@@ -68,4 +68,7 @@ class Experts(Protocol):
         """
 
     def hint(self, layer: int, probs: torch.Tensor) -> None:
-        """Takes a forecast for `layer`: its gate applied to an earlier layer's hidden state, `probs` [T, E] float32."""
+        """Takes a forecast for `layer`, `probs` [T, E] float32: its gate applied to an earlier layer's hidden state.
+
+        Or to its own one, before `forward`.
+        """

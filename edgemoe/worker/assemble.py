@@ -213,7 +213,7 @@ def _tiers(
         TierMemory(budgets.ram_bytes, budgets.devices, containment=budgets.containment, costs=costs_file(settings)),
         {Tier.VRAM: policy, Tier.RAM: policy},
         kernels,
-        fetching=Fetching(prefetch=settings.cache.prefetch, keep_hints=settings.record.hints),
+        fetching=Fetching(settings.cache.prefetch, settings.record.hints, settings.record.hidden),
         on_disk=None if sharing is None else sharing.shelf.on_disk(),
     )
     if sharing is not None:
@@ -224,9 +224,9 @@ def _tiers(
 def _recorder(settings: Settings, served: ServedModel) -> Recorder | None:
     if not settings.record.dir:
         return None
-    sizes = served.geometry
-    header = Header(served.digest, sizes.layers, sizes.experts, sizes.top_k, settings.record.hints)
-    return Recorder(settings.record, header)
+    sizes, record = served.geometry, settings.record
+    more = record.hints, sizes.hidden * record.hidden, sizes.bf16
+    return Recorder(record, Header(served.digest, sizes.layers, sizes.experts, sizes.top_k, *more))
 
 
 def _watchers(

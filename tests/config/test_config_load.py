@@ -98,6 +98,7 @@ def test_a_single_device_table_is_a_device(tmp_path: Path) -> None:
         ("[[device]]\nkind = 'cuda:0'\n[[device]]\nkind = 'cpu'", "must be the only device"),
         ("[record]\ndir = '/x'\nfile_bytes = '2GiB'", "one file must fit the limit"),
         ("[record]\nhints = true", "record.dir is not"),
+        ("[record]\nhidden = true", "record.hidden is set, but record.dir is not"),
     ],
 )
 def test_what_cannot_work_is_refused_by_name(tmp_path: Path, text: str, message: str) -> None:

@@ -208,16 +208,23 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_is(make_tiny: MakeTiny, 
 
 
 @pytest.mark.parametrize("fused", [True, False], ids=["kernels", "torch"])
-def test_hints_are_the_next_layers_gates_on_this_layers_input(make_tiny: MakeTiny, fused: bool) -> None:
+@pytest.mark.parametrize("nearest", [0, 1])
+def test_hints_are_what_later_layers_gates_make_of_this_layers_input(
+    make_tiny: MakeTiny, fused: bool, nearest: int
+) -> None:
     tiny = make_tiny("qwen3_moe", fused=fused)
-    tiny.experts.lookahead = 2
+    tiny.experts.lookahead = range(nearest, 3)
     session = Session(tiny)
     session.step(_tokens(5))
     assert not tiny.experts.hints  # a prefill gives none
     session.step([7])
-    assert [layer for layer, _ in tiny.experts.hints] == [1, 2, 2]
+    assert [layer for layer, _ in tiny.experts.hints] == ([1, 2, 2] if nearest else [0, 1, 2, 1, 2, 2])
     assert all(probs.shape == (1, 8) for _, probs in tiny.experts.hints)
     torch.testing.assert_close(tiny.experts.hints[0][1].sum(), torch.tensor(1.0))
+    if not nearest:  # a layer's own gate: what is chosen by
+        own = torch.stack([tiny.experts.hints[at][1] for at in (0, 3, 5)])
+        chosen = torch.stack(tiny.experts.ids[-3:])
+        torch.testing.assert_close(own.topk(chosen.shape[-1]).indices, chosen)
 
 
 def test_routing_of_a_step_survives_it(make_tiny: MakeTiny) -> None:

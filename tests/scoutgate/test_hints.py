@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from support.checkpoints import tiny_checkpoint
 from support.synthetic import EMBEDDING, EXPERTS, TOP_K, VOCAB, requests
 from support.tiers_kit import running
@@ -14,6 +15,7 @@ from support.tiers_kit import running
 from edgemoe.config.settings import EngineSettings, MemorySettings, ModelSettings, RecordSettings, Settings
 from edgemoe.experts.predict.scoutgate.model import ScoutGate, ScoutGateShape
 from edgemoe.store.packer import pack
+from edgemoe.telemetry.recording import AHEAD, OWN, read_recording
 from edgemoe.types.request import Emission, Request, Sampling
 from edgemoe.worker.assemble import assemble
 from scoutgate.convert import recordings
@@ -28,13 +30,13 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "store"
 
 
-def served(store: Path, folder: Path, hints: bool) -> None:
+def served(store: Path, folder: Path, hints: bool, hidden: bool = False) -> None:
     """Records one request of 5 tokens and 9 more; every expert fits."""
     settings = Settings(
         model=ModelSettings(path=str(store)),
         memory=MemorySettings(kv_bytes=4 << 20),
         engine=EngineSettings(threads=1),
-        record=RecordSettings(dir=str(folder), hints=hints),
+        record=RecordSettings(dir=str(folder), hints=hints, hidden=hidden),
     )
     emitted: list[Emission] = []
     assembly = assemble(settings, emitted.extend, lambda *_: None)
@@ -66,6 +68,32 @@ def test_hints_are_left_out_where_nobody_asks_for_them(
     served(store, tmp_path / "records", hints=recorded)
     assert recordings(tmp_path / "records", store, tmp_path / "data", hints=taken) == 14
     assert Recording(tmp_path / "data").gate is None
+
+
+@pytest.mark.parametrize("hints", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_recorded_hidden_states_are_what_the_gates_chose_by(dtype: torch.dtype, hints: bool, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    pack(tiny_checkpoint("qwen3_moe", tmp_path / "checkpoint", dtype), store)
+    served(store, tmp_path / "records", hints, hidden=True)
+    (file,) = (tmp_path / "records").iterdir()
+    dense = load_file(store / "dense.safetensors")
+    gates = torch.stack([dense[f"model.layers.{layer}.mlp.gate.weight"].float() for layer in range(3)])
+    steps = [step for step in read_recording(file)[1] if step.hidden is not None]
+    assert len(steps) == 9  # those that decode
+    for step in steps:
+        assert step.hidden is not None
+        assert step.hints.keys() == ({OWN, AHEAD} if hints else {OWN})
+        logits = torch.from_numpy(step.hidden) @ gates.transpose(1, 2)
+        np.testing.assert_allclose(step.hints[OWN], logits.softmax(-1), atol=2e-3)
+        chosen = logits.topk(step.ids.shape[-1]).indices.numpy()
+        np.testing.assert_array_equal(np.sort(step.ids, -1), np.sort(chosen, -1))
+    recordings(tmp_path / "records", store, tmp_path / "data")
+    data = Recording(tmp_path / "data")
+    assert data.hidden is not None
+    decoded = data.decode.astype(bool)
+    np.testing.assert_allclose(data.hidden[decoded], [step.hidden[-1, 0] for step in steps], atol=1e-2)  # type: ignore[index]
+    assert not data.hidden[~decoded].any()
 
 
 def with_gate(request: Routes, asked: bool) -> Routes:

@@ -101,6 +101,10 @@ def breaks(old: Any, new: Any, where: str = "") -> list[str]:
     """What keeps one who knows `old` from being understood by one who knows `new`, or the other way round."""
     if where.endswith(".any of") and len(old) == len(new):
         return [each for pair in zip(old, new, strict=True) for each in breaks(*pair, where.removesuffix(".any of"))]
+    if where.endswith(".places") and new[: len(old)] == old:  # of an array, whose end older releases do not read
+        return [
+            f"{where}: {name} is new, and must have a default" for name, it in new[len(old) :] if "optional" not in it
+        ]
     if not (isinstance(old, dict) and isinstance(new, dict)):
         return [] if old == new else [f"{where}: was {old}, is {new}"]
     found = [f"{where}.{name}: has gone" for name in old.keys() - new.keys()]

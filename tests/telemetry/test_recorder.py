@@ -18,10 +18,11 @@ from edgemoe.errors import StoreError
 from edgemoe.replay.trace import load
 from edgemoe.telemetry import recorder as recorder_module
 from edgemoe.telemetry.recorder import BLOCK_STEPS, Recorder
-from edgemoe.telemetry.recording import AHEAD, MAGIC, Header, read_recording
+from edgemoe.telemetry.recording import AHEAD, MAGIC, OWN, Header, read_recording
 from edgemoe.types.routing import StepMeta, StepRouting
 
 HEADER = Header("digest", 3, 16, 2)
+WITH_STATES = Header("digest", 3, 16, 2, hidden=6, bf16=True)
 
 
 def step(seed: int, decode: tuple[bool, ...] = (True, False), lens: tuple[int, ...] = (1, 4)) -> StepRouting:
@@ -88,6 +89,51 @@ def test_hints_come_back_where_they_are_asked_for(tmp_path: Path) -> None:
                 assert hints == pytest.approx(before.hints[distance], abs=1e-3)
 
 
+def with_states(number: int, tokens: int, bf16: bool) -> StepRouting:
+    """A step with hidden states of width 6 and what gates made of them, or every third without."""
+    plain = hinted(number, tokens)
+    if number % 3 == 1:
+        return plain
+    random = np.random.default_rng(number)
+    states = 100 * random.standard_normal((3, tokens, 6), np.float32)
+    if bf16:
+        states.view(np.uint32)[:] &= np.uint32(0xFFFF0000)
+    own = random.random((3, tokens, 16)).astype(np.float16).astype(np.float32)
+    return replace(plain, hints=plain.hints | {OWN: own}, hidden=states)
+
+
+@pytest.mark.parametrize("bf16", [True, False])
+@pytest.mark.parametrize("hints", [True, False])
+def test_hidden_states_come_back_exactly(hints: bool, bf16: bool, tmp_path: Path) -> None:
+    steps = [with_states(number, 1 + number % 5, bf16) for number in range(BLOCK_STEPS + 100)]
+    header = Header("digest", 3, 16, 2, hints, 6, bf16)
+    recorder = Recorder(RecordSettings(dir=str(tmp_path), file_bytes=100_000), header)
+    for each in steps:
+        recorder.add(each)
+    recorder.close()
+    read = [each for file in sorted(tmp_path.iterdir()) for each in read_recording(file)[1]]
+    for before, after in zip(steps, read, strict=True):
+        assert np.array_equal(after.ids, before.ids)
+        assert after.hints.keys() == {each for each in before.hints if hints or each == OWN}
+        assert (after.hidden is None) == (before.hidden is None)
+        if before.hidden is not None:
+            assert np.array_equal(after.hidden, before.hidden)
+            assert np.array_equal(after.hints[OWN], before.hints[OWN])
+
+
+def test_a_step_with_more_hidden_states_than_may_wait_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder_module, "WAITING_BYTES", 300_000)
+    recorder = Recorder(RecordSettings(dir=str(tmp_path), file_bytes=10_000), Header("digest", 3, 16, 2, False, 6))
+    small, large = with_states(0, 2, False), with_states(0, 3000, False)
+    for each in (small, large, small):
+        recorder.add(each)
+    recorder.close()
+    assert recorder.dropped == 1
+    assert [len(each.meta.tokens) for file in tmp_path.iterdir() for each in read_recording(file)[1]] == [2, 2]
+
+
 def test_only_the_owner_may_read_them(tmp_path: Path) -> None:
     (file,) = record(tmp_path / "new", [step(0)])
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
@@ -151,9 +197,12 @@ def test_a_recording_of_an_older_release_is_read(tmp_path: Path) -> None:
         assert not len(after.meta.conversations)
 
 
-@pytest.mark.parametrize("where", ["magic", "stream", "end", "shape", "expert"])
+@pytest.mark.parametrize("where", ["magic", "stream", "end", "shape", "expert", "states"])
 def test_a_damaged_recording_is_refused(where: str, tmp_path: Path) -> None:
-    (file,) = record(tmp_path, [step(0)])
+    recorder = Recorder(RecordSettings(dir=str(tmp_path)), HEADER if where != "states" else WITH_STATES)
+    recorder.add(with_states(0, 5, True))
+    recorder.close()
+    (file,) = tmp_path.iterdir()
     data = bytearray(file.read_bytes())
     if where == "magic":
         data[0] ^= 1
@@ -165,7 +214,7 @@ def test_a_damaged_recording_is_refused(where: str, tmp_path: Path) -> None:
         (length,) = struct.unpack("<I", data[at : at + 4])
         data = data[:at] + struct.pack("<I", length - 4) + data[at + 4 : at + length]
     else:
-        header = Header("digest", 3, 16, 3) if where == "shape" else Header("digest", 3, 4, 2)
+        header = {"shape": Header("digest", 3, 16, 3), "expert": Header("digest", 3, 4, 2), "states": HEADER}[where]
         block, rest = zlib.compress(msgspec.msgpack.encode(header)), data[len(MAGIC) :]
         (length,) = struct.unpack("<I", rest[:4])
         data = bytearray(MAGIC + struct.pack("<I", len(block)) + block) + rest[4 + length :]

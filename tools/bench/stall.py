@@ -221,7 +221,7 @@ class Runner:
             fetching=Fetching(prefetch=contender.prefetch, keep_hints=contender.gate and hints, cpu_helps=False),
         )
         if not contender.gate:
-            self.tiers.experts.lookahead = 0
+            self.tiers.experts.lookahead = range(0)
         if self.foreseeing and contender.plans:
             self.foreseeing.attach(self.tiers.residency, self.tiers.loader, spec.geometry)
         self._kv = KVCache(spec.kv_layout, -(-(PROMPT + args.tokens) // BLOCK_TOKENS) + 1)

@@ -37,6 +37,7 @@ class Fetching:
 
     prefetch: bool = True
     keep_hints: bool = False  # put hints into the observations
+    keep_hidden: bool = False  # and hidden states, with what their layers' gates say, of steps that only decode
     deadline_s: float = 60.0  # until an expert is given up
     cpu_helps: bool = True  # computes from RAM what devices lack, where that is sooner
 
@@ -62,7 +63,7 @@ class TieredExperts:
     ) -> None:
         """`computes` in the order of the residency's devices."""
         self.geometry, self.residency, self.loader = geometry, residency, loader
-        self.lookahead = int(fetching.prefetch or fetching.keep_hints)
+        self.lookahead = range(0 if fetching.keep_hidden else 1, 2 if fetching.prefetch or fetching.keep_hints else 1)
         self.stall_s = [0.0, 0.0, 0.0]  # in all, by the tier that was waited for
         self._gap = loader.gap if fetching.prefetch else IdleWindow(geometry.layers)
         self._requester = PrefetchRequester(residency, loader, geometry.layers, geometry.top_k)
@@ -81,8 +82,9 @@ class TieredExperts:
         Returns the array of what the gates choose, [L, T, k], which is filled layer by layer, over -1. Ends looking
         ahead once nothing can be missing any more.
         """
-        if not self._has_all and not self._fetching.keep_hints and self.residency.has_all:
-            self._has_all, self.lookahead = True, 0
+        keeps = self._fetching.keep_hints or self._fetching.keep_hidden
+        if not self._has_all and not keeps and self.residency.has_all:
+            self._has_all, self.lookahead = True, range(0)
             if len(self._computes) == 1:
                 self.places = self._computes[0].places(self.residency.tops[0].where)
         self._step = Observations(meta, self.geometry, self.loader.clock)
@@ -109,6 +111,8 @@ class TieredExperts:
         group, prefill_only = Group.of(chosen, shares), None
         if self._step is not None:
             self._step.observe(layer, chosen, shares)
+            if self._fetching.keep_hidden:
+                self._step.keep(layer, hidden)
             prefill_only = self._step.prefill_only(chosen, group)
         self._next_layer = layer + 1
         self._gap.demand(layer)
@@ -147,10 +151,11 @@ class TieredExperts:
     def hint(self, layer: int, probs: torch.Tensor) -> None:
         """Takes a forecast of what `layer` needs, [T, E], and prefetches it while the layers before it run."""
         scores: FloatArray = probs.numpy(force=True)
-        if self._fetching.keep_hints and self._step is not None:
-            self._step.hint(layer, layer - self._next_layer, scores)
+        distance = layer - self._next_layer
+        if self._step is not None and (self._fetching.keep_hints if distance else self._fetching.keep_hidden):
+            self._step.hint(layer, distance, scores)
         few = len(scores) * self.geometry.top_k < WHOLE_LAYER_CALLS * self.geometry.experts_of(layer)
-        if self._fetching.prefetch and few:
+        if self._fetching.prefetch and distance and few:
             self._requester.hear(layer, scores)
 
     # --- inside -------------------------------------------------------------------------------------------------

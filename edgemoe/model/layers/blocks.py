@@ -23,14 +23,14 @@ class ExpertCalls:
 
     def __init__(self, experts: Experts, gates: Sequence[Gate], forecast: bool) -> None:
         self._experts, self._gates, self._number = experts, gates, 0
-        self._lookahead = experts.lookahead if forecast else 0
+        self._lookahead = experts.lookahead if forecast else range(0)
 
     def __call__(self, chosen_by: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """Returns the next layer's output [T, H] for `hidden` [T, H]; its gate is given `chosen_by` [T, H]."""
         number, gates = self._number, self._gates
         self._number += 1
         ids, weights = gates[number].route(chosen_by)
-        for ahead in range(number + 1, min(number + 1 + self._lookahead, len(gates))):
+        for ahead in range(number + self._lookahead.start, min(number + self._lookahead.stop, len(gates))):
             self._experts.hint(ahead, gates[ahead].chances(chosen_by))
         return self._experts.forward(number, hidden, ids, weights)
 

@@ -13,6 +13,7 @@ from support.outer_names import GOLDEN, LANGUAGES, breaks, outer_names
 from edgemoe.cluster.rpc.protocol import SPOKEN
 
 KEPT: dict[str, Any] = json.loads(GOLDEN.read_text())
+PLACES = KEPT[str(SPOKEN.highest)]["recording's header"]["places"]
 MESSAGES = [kind for language in LANGUAGES.values() for kind in language.messages.values()]
 
 
@@ -63,6 +64,9 @@ def changed(path: list[str], value: Any = None) -> dict[str, Any]:
         (changed(["control", "Announce", "fields", "release", "is"], "bool"), "release.is: was"),
         (changed(["manifest.json", "fields", "dtype"]), "dtype: has gone"),
         (changed(["plan file", "fields", "homes"]), "homes: has gone"),
+        (changed(["recording's header", "places"], [*PLACES, ["mood", {"is": "bool"}]]), "mood is new, and must have"),
+        (changed(["recording's header", "places"], [*PLACES[1:], PLACES[0]]), "places: was"),
+        (changed(["recording's header", "places"], PLACES[:-1]), "places: was"),
     ],
 )
 def test_a_change_that_older_releases_cannot_bear_is_named(new: dict[str, Any], complaint: str) -> None:
@@ -75,6 +79,7 @@ def test_a_change_that_older_releases_cannot_bear_is_named(new: dict[str, Any], 
     [
         changed(["control", "Beat", "fields", "mood"], {"is": "bool", "optional": False}),
         changed(["control", "Wave"], {"since": 2, "fields": {}}),
+        changed(["recording's header", "places"], [*PLACES, ["mood", {"is": "bool", "optional": False}]]),
     ],
 )
 def test_what_older_releases_can_ignore_is_no_break(new: dict[str, Any]) -> None:

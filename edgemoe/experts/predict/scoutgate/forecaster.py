@@ -66,7 +66,9 @@ def fitting(directory: Path, served: ServedModel, tokenizer: str, embedding: tor
             name = model.get("id", "another model")
             raise ConfigError(f"{directory} is a ScoutGate for {name}: its {what} is {its}, the served model's {wants}")
     if shape.hidden:
-        raise ConfigError(f"{directory} needs hidden states, which are not recorded while serving; train without them")
+        raise ConfigError(
+            f"{directory} needs hidden states, which it is not given while serving; train it with --no-hidden"
+        )
     return export
 
 
