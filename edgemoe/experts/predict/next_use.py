@@ -268,7 +268,7 @@ class NextUsePredictor:
         saved_state.refill(saved, memory)
         if saved_state.fits(saved, self._adapted()):
             self.history.restore(saved, self.step)
-            self.learner.weights[:] = saved["weights"]
+            self.learner.restore(saved["weights"])
         START.call(self.address)
         return True
 

@@ -2,7 +2,7 @@
 
 Two layers over each expert's own history and what follows what; its target is decay^steps to the next use.
 "What follows what" is `recall`, and the network decides how far to believe it. It learns from a bounded window of the
-recent past, by Adam [Adam] on minibatches.
+recent past, by Adam [Adam] on minibatches; what scores is an average of its weights [Polyak].
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ WINDOW = 1 << 15  # examples kept
 BATCH = 256
 EXAMPLES = 64  # noted at once
 LEARNING_RATE = 3e-3
+AVERAGED = 0.003  # weight of each minibatch's weights in their average
 START = (1.0, 0.2, 0.3, 0.3, -0.1, 0.0, 0.2, 0.0, 0.0, 0.0)  # weights of the direct path before anything is learned
 FLAT = HIDDEN * FEATURES + 2 * HIDDEN + FEATURES
 
 # The learner; arrays are addresses, see `OnlineMLP`. `noted` counts examples, `known` those whose targets are known.
 LEARNER = fields(
-    *("keys_in_all", "weights", "moments", "inputs", "targets", "keys", "since", "needed", "rows", "gradient"),
-    *("noted", "known", "updates", "random"),
+    *("keys_in_all", "weights", "trained", "moments", "inputs", "targets", "keys", "since", "needed", "rows"),
+    *("gradient", "noted", "known", "updates", "random"),
 )
 UPDATES_MADE = place_of(LEARNER, "updates")
 
@@ -47,8 +48,10 @@ class OnlineMLP:
         self.weights[HIDDEN * (FEATURES + 1) : HIDDEN * (FEATURES + 2)] = random.normal(0, 0.05, HIDDEN)
         self.weights[-FEATURES:] = START
         self.needed: Bytes = np.zeros((HORIZON_STEPS + 2, layers * experts), np.uint8)  # by step, the last ones
+        self._trained = self.weights.copy()  # by the latest minibatch; `weights` is their average
         self._arrays = (
             self.weights,
+            self._trained,
             np.zeros((2, FLAT), np.float32),  # moments
             np.zeros((WINDOW, FEATURES), np.float32),  # inputs
             np.zeros(WINDOW, np.float32),  # targets
@@ -66,6 +69,10 @@ class OnlineMLP:
     def updates(self) -> int:
         """Minibatches so far."""
         return int(self._record.view(np.int64)[UPDATES_MADE])
+
+    def restore(self, weights: FloatArray) -> None:
+        """Goes on from weights that were kept."""
+        self.weights[:] = self._trained[:] = weights
 
     def needs(self, step: int) -> Bytes:
         """Of each expert, layer * E + expert, whether a step of the last ones needed it."""
@@ -169,11 +176,22 @@ def learn(learner: int, step: int, updates: int) -> None:
             carray(f32_at(s.inputs), (WINDOW, FEATURES)),
             carray(f32_at(s.targets), (WINDOW,)),
             rows,
-            carray(f32_at(s.weights), (FLAT,)),
+            carray(f32_at(s.trained), (FLAT,)),
             carray(f32_at(s.moments), (2, FLAT)),
             s.updates,
             carray(f32_at(s.gradient), (FLAT + HIDDEN,)),
         )
+        _average(learner)
+
+
+@jit
+def _average(learner: int) -> None:
+    """Adds the latest weights to the average; of the first ones each counts the same."""
+    s = record(learner, LEARNER)
+    weights, trained = f32_at(s.weights), f32_at(s.trained)
+    share = np.float32(max(AVERAGED, 1 / (s.updates + 1)))
+    for i in range(FLAT):
+        weights[i] += share * (trained[i] - weights[i])
 
 
 @jit

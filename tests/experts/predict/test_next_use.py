@@ -12,6 +12,7 @@ from support.kept import KERNELS
 from edgemoe.experts.predict import routing_memory as recall
 from edgemoe.experts.predict import saved_state as state
 from edgemoe.experts.predict.next_use import NextUsePredictor, link_predictor
+from edgemoe.experts.predict.online_mlp import LEARNING_RATE
 from edgemoe.experts.predict.routing_memory import DECAY, HORIZON_TOKENS, NONE, RoutingMemory
 
 L, E, K = 3, 70, 4  # more experts than a word has bits
@@ -216,6 +217,30 @@ def test_a_state_that_does_not_fit_is_left_alone(damage: str, tmp_path: Path) ->
         state.write(path, learned | {"before": np.full_like(learned["before"], 1000)})
     assert not fresh.restore(state.read(path) or {})
     assert fresh.memory.filled == 0
+
+
+def test_what_scores_moves_far_less_with_a_minibatch_than_what_is_trained() -> None:
+    predictor, ids = NextUsePredictor(L, E, K), text(18, 500)
+    drive(predictor, ids[:400])
+    moved = []
+    for token in ids[400:]:
+        before = predictor.learner.weights.copy()
+        drive(predictor, token[None])
+        moved.append(np.abs(predictor.learner.weights - before).max())
+    assert 0 < max(moved) < LEARNING_RATE / 5
+
+
+def test_after_a_restart_learning_goes_on_from_the_weights_that_were_kept() -> None:
+    before, after = NextUsePredictor(L, E, K), NextUsePredictor(L, E, K, seed=1)
+    drive(before, text(19, 120))
+    assert after.restore(before.learned())
+    for token in text(20, 100):
+        if after.learner.updates:
+            break
+        drive(after, token[None])
+    assert after.learner.updates == 1
+    moved = np.abs(after.learner.weights - before.learner.weights).max()
+    assert 0 < moved <= LEARNING_RATE
 
 
 def test_memory_is_bounded_for_large_models() -> None:
