@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import datetime
 
 from tools.bench.fault_state import FILLING, fill
-from tools.bench.fault_trial import NODES, Record, Trial, clock
+from tools.bench.fault_trial import NODES, Record, Trial
 from tools.bench.pins import homeless, lost_pins
 from tools.testbed.bed import BedError
 from tools.testbed.daemons import READY_S, Daemon
 
 MOVE_BYTES_PER_S = 2e6  # so that a move outlasts a request
 HOMES_S = 90.0  # within which every expert has a home again
+Marks = Mapping[str, int]  # box -> bytes of its log
 
 
 def plan_change(trial: Trial) -> Record:
@@ -27,13 +28,14 @@ def plan_change(trial: Trial) -> Record:
     hit = trial.cluster[trial.rng.choice(NODES)]
     way = trial.rng.choice(("kill", "cut", "disk", "restart"))
     mover.stop()
+    marks = {daemon.box.name: daemon.log_bytes() for daemon in trial.cluster}
     began_s, at_s, moving = time.time(), [0.0], [False]
     trial.whole_s = trial.whole_s or 1.0  # nothing is asked undisturbed: the move would be over
     mover.start()
-    _wait(lambda: _count(mover, began_s, "engine", phase="warm-up"), READY_S)
+    _wait(lambda: _count(mover, marks, "engine", phase="warm-up"), READY_S)
 
     def fault() -> None:
-        _wait(lambda: _steps_to(trial, mover, began_s), 30.0)
+        _wait(lambda: _steps_to(trial, mover, marks), 30.0)
         time.sleep(trial.rng.uniform(0.0, 0.7))
         at_s[0], moving[0] = time.time(), _moves(trial)
         trial.mark()
@@ -59,7 +61,7 @@ def plan_change(trial: Trial) -> Record:
         "homes_s": homes_s,
         "homeless": count,
         "again_s": again_s,
-        "drops": sum(_count(daemon, began_s, "pins dropped") for daemon in trial.cluster),
+        "drops": sum(_count(daemon, marks, "pins dropped") for daemon in trial.cluster),
         "pins_lost": len(lost),
         "lost": lost[-3:],
         "requests": found,
@@ -106,28 +108,21 @@ def _wait_homes(trial: Trial, since: datetime, died: str) -> None:
     """Waits until what died has a pinned copy again, for HOMES_S at most."""
     ends = time.monotonic() + HOMES_S
     while homeless(_logs(trial), since, died)[1] is None and time.monotonic() < ends:
-        time.sleep(0.2)
+        time.sleep(0.5)
 
 
-def _count(daemon: Daemon, since_s: float, event: str, **fields: object) -> int:
+def _count(daemon: Daemon, marks: Marks, event: str, **fields: object) -> int:
     """Counts what it has logged since then."""
-    return sum(
-        one["event"] == event and fields.items() <= one.items() and clock(one) >= since_s for one in daemon.events()
-    )
+    return sum(one["event"] == event and fields.items() <= one.items() for one in daemon.events(marks[daemon.box.name]))
 
 
-def _steps_to(trial: Trial, mover: Daemon, since_s: float) -> bool:
-    """Whether a step of a migration has been made that names that box."""
-    steps = {
-        one["version"]
-        for daemon in trial.cluster
-        for one in daemon.events()
-        if one["event"] == "new plan" and one["moving"] and clock(one) >= since_s
-    }
+def _steps_to(trial: Trial, mover: Daemon, marks: Marks) -> bool:
+    """Whether a step of a migration has been made since then that names that box."""
+    events = [one for daemon in trial.cluster for one in daemon.events(marks[daemon.box.name])]
+    steps = {one["version"] for one in events if one["event"] == "new plan" and one["moving"]}
     return any(
         one["event"] == "plan" and one["version"] in steps and mover.box.name in one["nodes"].split(",")
-        for daemon in trial.cluster
-        for one in daemon.events()
+        for one in events
     )
 
 

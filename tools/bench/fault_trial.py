@@ -124,21 +124,18 @@ class Trial:
 
     def coordination(self, since_s: float) -> Record:
         """When a new leader was there after `since_s`, and what in all that was obeyed does not fit together."""
-        logs = {daemon.box.name: daemon.events() for daemon in self.cluster}
-        led = [
-            clock(event) - since_s
-            for events in logs.values()
-            for event in events
-            if event["event"] == "leading" and clock(event) >= since_s
-        ]
-        found = broken(logs)
-        return {"new_epoch_s": round(min(led), 3) if led else None, "stale_obeyed": len(found), "stale": found[-3:]}
+        found = broken({daemon.box.name: daemon.events() for daemon in self.cluster})
+        return {"new_epoch_s": self._new_epoch_s(since_s), "stale_obeyed": len(found), "stale": found[-3:]}
 
     def wait_epoch(self, since_s: float, within_s: float = 15.0) -> Record:
         ends = time.monotonic() + within_s
-        while (new := self.coordination(since_s))["new_epoch_s"] is None and time.monotonic() < ends:
+        while self._new_epoch_s(since_s) is None and time.monotonic() < ends:
             time.sleep(0.1)
-        return new
+        return self.coordination(since_s)
+
+    def _new_epoch_s(self, since_s: float) -> float | None:
+        led = [clock(one) for daemon in self.cluster for one in daemon.events() if one["event"] == "leading"]
+        return min((round(at_s - since_s, 3) for at_s in led if at_s >= since_s), default=None)
 
     def again(self, daemon: Daemon) -> None:
         """Starts what was killed and waits until all is as before."""

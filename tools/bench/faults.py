@@ -1,21 +1,22 @@
 """What a cluster of three boxes does when something happens to one: a table of faults, trial by trial.
 
-    python -m tools.bench.faults --trials 200 --log /var/tmp/faults.jsonl             # all rows; goes on where it ended
-    python -m tools.bench.faults --rows kill-peer,leader-stop --trials 10 --minutes 8
-    python -m tools.bench.faults --disk all --trials 50 --log /var/tmp/faults.jsonl   # the whole store on each disk
-    python -m tools.bench.faults --log /var/tmp/faults.jsonl --table                  # of what has been logged
+    python -m tools.bench.faults --log tools/bench/faults.jsonl --minutes 60  # what the table lacks, as far as it comes
+    python -m tools.bench.faults --rows kill-peer,leader-stop --disk two-thirds --trials 10 --beside 2
+    python -m tools.bench.faults --log tools/bench/faults.jsonl --table       # of what has been logged
 
 Needs root. Each trial is seeded by its row and number: which box, which prompts, when. Prompts are random tokens and
 all answers differ; what one box alone says, with all experts in memory, in float32, is what must come out. A trial is
 one line of the log: which commit it was, what was hit, and of every request whether it was in flight then, complete,
-right, how long it took with the fault and, in every fifth trial, without. In every other trial, and in all of
-plan-change, a box that is gone for two seconds loses its homes to others, so that the plan changes. The cluster is
-started once for a row and either of these, and only what was killed is started again.
+right, how long it took with the fault and, in every tenth trial, without. In every other trial, and in all of
+plan-change, a box that is gone for two seconds loses its homes to others, so that the plan changes. A cluster is
+started for twenty trials, and what was killed is started again. Several clusters run beside each other, of one row,
+too. What is in the log is not tried again, so that hours of it can be run in pieces; Ctrl-C ends it, too.
 """
 
 from __future__ import annotations
 
 import argparse
+import compileall
 import json
 import os
 import random
@@ -28,18 +29,21 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+from rich.console import Console
 
 from edgemoe.families.config import spec_from_config
 from edgemoe.store.manifest import Manifest
 from tools.bench.fault_apart import ROLES
 from tools.bench.fault_rows import ROWS, Kind
+from tools.bench.fault_runs import DISKS, Beside, Piece, arrangement, ended_by_sigterm, lacking, piece_of, read
 from tools.bench.fault_trial import NODES, TOKENS, Answers, Record, Trial
 from tools.testbed.bed import Bed
 from tools.testbed.daemons import Cluster, Daemon
 from tools.testbed.model import float32_demo, part_of
 
-DISKS = ("two-thirds", "all")  # of the store; with one replica it is a third
-CALM_EVERY = 5  # trials, the first of which asks undisturbed too
+ROOT = Path(__file__).parents[2]
+WANTED = {"two-thirds": 200, "all": 50}  # trials of each row
+CALM_EVERY = 10  # trials, the first of which asks undisturbed too
 EXPERTS = 192  # of the demo model
 PROMPTS = 16
 POLICY = "ewma"  # every box has its homes in memory: what else would be worth keeping costs each start seconds to learn
@@ -110,12 +114,17 @@ def cluster(
 
 
 def commit() -> str:
-    """What is being tried; with a + where files differ from it."""
-    asked = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"]
-    return subprocess.run(asked, capture_output=True, text=True).stdout.strip()
+    """What is being tried; with a + where files differ from it, logs apart."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True).stdout.strip()
+
+    differs = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":(exclude)*.jsonl")
+    return git("rev-parse", "--short=12", "HEAD") + ("+" if differs else "")
 
 
-def run_row(name: str, disk: str, absent_s: float, trials: Sequence[int], log: Path, work: Path, ends: float) -> None:
+def run_piece(piece: Piece, log: Path, work: Path, ends: float) -> None:
+    name, disk, absent_s = piece.row, piece.disk, piece.absent_s
     kind = ROWS[name]
     store = float32_demo(work)
     answers = references(work, store, kind.prompt_tokens)
@@ -125,7 +134,7 @@ def run_row(name: str, disk: str, absent_s: float, trials: Sequence[int], log: P
         cluster(Path(scratch), store, kind, disk, absent_s) as made,
     ):
         whole_s = 0.0
-        for count, number in enumerate(trials):
+        for count, number in enumerate(piece.trials):
             if time.monotonic() > ends:
                 return
             trial = Trial(made, answers, random.Random(f"{name} {number}"), whole_s if count % CALM_EVERY else 0.0)
@@ -138,15 +147,6 @@ def run_row(name: str, disk: str, absent_s: float, trials: Sequence[int], log: P
             with log.open("a") as file:
                 file.write(json.dumps(record) + "\n")
             print(json.dumps(record), file=sys.stderr, flush=True)
-
-
-def read(log: Path) -> list[Record]:
-    return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
-
-
-def arrangement(record: Record) -> tuple[int, str]:
-    """Tokens of a request, and disks; both are missing in the oldest records."""
-    return record.get("tokens", 16), record.get("disk", DISKS[0])
 
 
 def tables(records: Sequence[Record]) -> Iterator[str]:
@@ -208,25 +208,47 @@ def table(records: Sequence[Record]) -> Iterator[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default=",".join(ROWS), help="of the table, separated by commas")
-    parser.add_argument("--trials", type=int, default=3, help="of each row, those in the log included")
-    parser.add_argument("--disk", choices=DISKS, default=DISKS[0], help="how much of the store each box has on disk")
+    parser.add_argument("--trials", type=int, help="of each row, those in the log included; else as the table wants")
+    parser.add_argument("--disk", choices=DISKS, help="how much of the store each box has on disk; else either")
+    parser.add_argument("--beside", type=int, default=(os.cpu_count() or 1) + 1, help="clusters at once")
     parser.add_argument("--log", type=Path, default=Path("faults.jsonl"))
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "edgemoe-faults")
     parser.add_argument("--minutes", type=float, default=1e9, help="no trial begins after so long")
     parser.add_argument("--table", action="store_true", help="only prints what the log holds")
+    parser.add_argument("--piece", type=piece_of, metavar="ROW,DISK,ABSENT_S,TRIALS", help="only that, in this process")
     args = parser.parse_args(argv)
     args.work.mkdir(parents=True, exist_ok=True)
     ends = time.monotonic() + 60 * args.minutes
-    for name in args.rows.split(",") if not args.table else ():
-        same = [record for record in read(args.log) if arrangement(record) == (TOKENS, args.disk)]
-        done = {(record["trial"], record.get("absent_s")) for record in same if record["row"] == name}
-        absent = ROWS[name].absent_s
-        for which, absent_s in enumerate(absent):
-            todo = [number for number in range(which, args.trials, len(absent)) if (number, absent_s) not in done]
-            if todo and time.monotonic() < ends:
-                run_row(name, args.disk, absent_s, todo, args.log, args.work, ends)
+    if args.piece is not None:
+        run_piece(args.piece, args.log, args.work, ends)
+        return 0
+    wanted = {disk: args.trials or WANTED[disk] for disk in DISKS if args.disk in (None, disk)}
+    lacks = lacking(read(args.log), args.rows.split(","), wanted)
+    failed = not args.table and not run_beside(lacks, args, ends)
     print("\n".join(tables(read(args.log))))
-    return 0
+    return int(failed)
+
+
+def run_beside(pieces: Sequence[Piece], args: argparse.Namespace, ends: float) -> bool:
+    """Runs them, each in a process of its own. Returns whether none has failed."""
+    for folder in ("edgemoe", "tools"):  # as an installation has it; else each daemon compiles all when it starts
+        compileall.compile_dir(ROOT / folder, quiet=2)
+    store = float32_demo(args.work)
+    for tokens in {ROWS[piece.row].prompt_tokens for piece in pieces}:
+        references(args.work, store, tokens)
+
+    def command(piece: Piece) -> list[str]:
+        minutes = max(0.0, ends - time.monotonic()) / 60
+        words = ["--piece", piece.word, "--log", args.log, "--work", args.work, "--minutes", minutes]
+        return [sys.executable, "-m", "tools.bench.faults", *map(str, words)]
+
+    console = Console(stderr=True)
+    beside = Beside(command, ends, console)
+    with ended_by_sigterm():
+        beside.run(pieces, args.beside)
+    left = sum(len(piece.trials) for piece in pieces) - beside.made
+    console.print(f"{beside.made} trials, {beside.rate:.1f} a minute; {left} are left")
+    return not beside.failed
 
 
 if __name__ == "__main__":

@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import random
 import sys
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -159,14 +160,18 @@ def process_tree(root: int) -> list[int]:
 
 
 def sample(pids: list[int]) -> dict[str, float]:
-    """Resident bytes, open files and threads of each process, by position in the tree."""
-    taken: dict[str, float] = {}
-    for n, pid in enumerate(pids):
-        status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-        taken[f"rss_mb.{n}"] = int(status["VmRSS"].split()[0]) / 1024
-        taken[f"threads.{n}"] = int(status["Threads"])
-        taken[f"files.{n}"] = len(list(Path(f"/proc/{pid}/fd").iterdir()))
-    return taken
+    """Resident bytes, open files and threads of each process that is still there, by what it runs."""
+    taken: defaultdict[str, float] = defaultdict(float)
+    for pid in pids:
+        with contextlib.suppress(OSError, KeyError):  # it has just ended
+            words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+            runs = words[words.index("-m") + 1] if "-m" in words else Path(words[0]).name
+            status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+            files = len(list(Path(f"/proc/{pid}/fd").iterdir()))
+            taken[f"rss_mb.{runs}"] += round(int(status["VmRSS"].split()[0]) / 1024, 2)
+            taken[f"threads.{runs}"] += int(status["Threads"])
+            taken[f"files.{runs}"] += files
+    return dict(taken)
 
 
 async def watch(pid: int, samples: list[dict[str, float]], every_s: float, seconds: float) -> None:
@@ -180,12 +185,15 @@ async def watch(pid: int, samples: list[dict[str, float]], every_s: float, secon
 
 
 def growth(samples: list[dict[str, float]]) -> dict[str, dict[str, float]]:
-    """First-quarter mean (warm-up left out), last-quarter mean and slope per hour of every sampled series."""
+    """First-quarter mean (warm-up left out), last-quarter mean and slope per hour of every sampled series.
+
+    Of a process that comes or goes, while it is there.
+    """
     settled = [s for s in samples if s["at_s"] > samples[-1]["at_s"] * 0.1]
-    hours = np.array([s["at_s"] for s in settled]) / 3600
     result = {}
-    for key in settled[-1].keys() - {"at_s"}:
-        values = np.array([s.get(key, np.nan) for s in settled])
+    for key in set[str]().union(*settled) - {"at_s"}:
+        values = np.array([s[key] for s in settled if key in s])
+        hours = np.array([s["at_s"] for s in settled if key in s]) / 3600
         quarter = max(1, len(values) // 4)
         slope = float(np.polyfit(hours, values, 1)[0]) if len(values) > 2 else 0.0
         ends = float(values[:quarter].mean()), float(values[-quarter:].mean())

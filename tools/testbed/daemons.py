@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -60,7 +61,8 @@ class Daemon:
         )
         self._child: subprocess.Popen[Any] | None = None
         self._read = 0  # bytes of the log
-        self._events: list[tuple[int, dict[str, Any]]] = []  # with where in the log each begins
+        self._events: list[dict[str, Any]] = []
+        self._begins: list[int] = []  # where in the log each does
 
     def start(self, instead: Settings | None = None) -> None:
         """Starts it; `wait_ready` waits. With settings `instead` of some of its own it logs to a file aside."""
@@ -152,9 +154,10 @@ class Daemon:
             if not line.endswith(b"\n"):
                 break
             if line.startswith(b"{"):
-                self._events.append((self._read, json.loads(line)))
+                self._events.append(json.loads(line))
+                self._begins.append(self._read)
             self._read += len(line)
-        return [event for where, event in self._events if where >= since]
+        return self._events[bisect_left(self._begins, since) :]
 
     def log_bytes(self) -> int:
         return self.log.stat().st_size if self.log.exists() else 0
@@ -279,7 +282,7 @@ class Cluster:
                 if not why:
                     waits.remove(daemon)
             if waits:
-                time.sleep(0.1)
+                time.sleep(0.25)  # a look costs each box some milliseconds, which its start is short of
         if waits:
             ends_of_logs = "\n".join(daemon.log.read_text()[-1500:] for daemon in waits)
             raise BedError(f"the boxes did not find together: {state}\n{ends_of_logs}")

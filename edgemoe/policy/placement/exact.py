@@ -77,8 +77,8 @@ def _replace(chains: Chains, n: int, out: int, into: int) -> None:
 def _cover(chains: Chains, expert: int, dist: Values, before: IntArray) -> None:
     """Brings one expert in along the cheapest chain."""
     nodes = len(dist)
-    dist[:] = -chains.weight[expert]
-    before[:] = -1
+    for n in range(nodes):
+        dist[n], before[n] = -chains.weight[expert, n], -1
     for _ in range(nodes):
         changed = False
         for n in range(nodes):

@@ -68,14 +68,21 @@ def _lift(asked: Values, pairs: IntArray, ordered_pairs: float) -> Values:
 
 @entry
 def _draw(share: Values, lift: Values, random: Values) -> Routes:
-    """Experts [T, k] drawn one after the other with random numbers [T, k]."""
+    """Experts [T, k] drawn one after the other with random numbers [T, k].
+
+    Written out: what Numba makes of whole arrays takes four times as long to compile.
+    """
     tokens, top_k = random.shape
     routes = np.zeros((tokens, top_k), np.int16)
     weight = np.empty(len(share))
     for token in range(tokens):
-        weight[:] = share
+        for expert in range(len(share)):
+            weight[expert] = share[expert]
         for place in range(top_k):
-            target, found = random[token, place] * weight.sum(), -1
+            left = 0.0
+            for expert in range(len(weight)):
+                left += weight[expert]
+            target, found = random[token, place] * left, -1
             for expert in range(len(weight)):
                 if weight[expert] > 0.0:
                     found = expert
@@ -83,6 +90,7 @@ def _draw(share: Values, lift: Values, random: Values) -> Routes:
                     if target < 0.0:
                         break
             routes[token, place] = found
-            weight *= lift[found]
+            for expert in range(len(weight)):
+                weight[expert] *= lift[found, expert]
             weight[found] = 0.0
     return routes

@@ -77,7 +77,7 @@ def _useful(homes: Masks, ids: Routes, own: np.uint64, scratch: Scratch) -> int:
 
 
 @inner
-def _book(search: Search, scratch: Scratch, layer: int, token: int, sign: float) -> float:
+def _book(search: Search, scratch: Scratch, layer: int, token: int | np.int64, sign: float) -> float:
     """Adds a token to the tables, or with a sign of -1 takes it out; what it costs, with that sign."""
     ids, homes = search.ids[layer, token], search.homes[layer]
     swing, worth = search.swing[layer], search.worth[layer]
@@ -105,7 +105,7 @@ def _rehome(search: Search, scratch: Scratch, layer: int, expert: int, homes: np
     users = search.users[layer, search.first[layer, expert] : search.first[layer, expert + 1]]
     change = 0.0
     for token in users:
-        change += _book(search, scratch, layer, token, -1.0)
+        change += _book(search, scratch, layer, np.int64(token), -1.0)
     for node in range(search.calls.shape[2]):
         bit = ONE << np.uint64(node)
         if search.homes[layer, expert] & bit != homes & bit:
@@ -113,7 +113,7 @@ def _rehome(search: Search, scratch: Scratch, layer: int, expert: int, homes: np
             change += cost if homes & bit == NONE else -cost
     search.homes[layer, expert] = homes
     for token in users:
-        change += _book(search, scratch, layer, token, 1.0)
+        change += _book(search, scratch, layer, np.int64(token), 1.0)
     return change
 
 

@@ -33,7 +33,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from tools.bench.faults import commit, read
+from tools.bench.fault_runs import read
+from tools.bench.faults import commit
 from tools.bench.prism.models import MODELS, SETTINGS, Model
 from tools.bench.prism.moving import measure_moving, moving_runs
 from tools.bench.prism.plans import METHODS

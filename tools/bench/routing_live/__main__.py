@@ -28,7 +28,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tools.bench.faults import read
+from tools.bench.fault_runs import read
 from tools.bench.prism.models import MODELS, Model
 from tools.bench.routing_live.answers import measure_affinity, measure_same, references
 from tools.bench.routing_live.load import measure_apart, measure_load

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tools.bench.faults import commit, read
+from tools.bench.fault_runs import read
+from tools.bench.faults import commit
 from tools.bench.prism.models import Model
 
 Record = dict[str, Any]
