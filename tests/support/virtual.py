@@ -11,6 +11,7 @@ import random
 import selectors
 import shutil
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -110,7 +111,8 @@ class Channel:
 
     def connect(self, peer: Peer) -> None:
         self.wanted.add(peer.node)
-        self.cluster.join_up()
+        if self.cluster.channels.get(self.transport.node) is self:
+            self.cluster.join_up()
 
     def disconnect(self, node: str) -> None:
         self.wanted.discard(node)
@@ -143,6 +145,7 @@ class Channel:
             raise error if isinstance(error, PeerUnavailable) else PeerRefused(f"{node}: {error}") from error
 
     async def _carry(self, node: str, body: Any) -> Answer[Any] | None:
+        self.cluster.said[type(body).__name__] += 1
         data = msgspec.msgpack.encode(body)
         await asyncio.sleep(LATENCY_S * (1 + self.cluster.rng.random()))
         other = self.cluster.channels.get(node)
@@ -293,9 +296,12 @@ class Box(NoServices):
 class Cluster:
     """Boxes, the links between them, and what has been seen of whom they obey."""
 
-    def __init__(self, folder: Path, loop: VirtualLoop, seed: int) -> None:
+    def __init__(self, folder: Path, loop: VirtualLoop, seed: int, nodes: Sequence[str], voters: int) -> None:
         self.folder, self.loop, self.rng = folder, loop, random.Random(seed)
-        self.peers = {node: Peer(node, "127.0.0.1:1", "k" * 40) for node in ABC}
+        votes = nodes[:voters]
+        keys = {node: f"{n:02}" + "k" * 38 for n, node in enumerate(nodes)}
+        self.peers = {node: Peer(node, "127.0.0.1:1", keys[node], voter=node in votes) for node in nodes}
+        self.said: Counter[str] = Counter()  # messages, by kind
         self.channels: dict[str, Channel] = {}
         self.cuts: set[tuple[str, str]] = set()
         self.obeyed: dict[int, str] = {}  # epoch -> leader
@@ -303,7 +309,7 @@ class Cluster:
         self.plans: dict[int, str] = {}  # version -> digest
         self.held: dict[str, tuple[int, int]] = {}  # node -> epoch and version of its plan
         self.states: dict[int, str] = {}  # entries applied -> digest of the state
-        self.boxes = {node: Box(self, node) for node in ABC}
+        self.boxes = {node: Box(self, node) for node in nodes}
         self.pinning = False  # engines pin, one expert after the other, and say so
         self.better: Target | None = None  # what looks for a better plan find
         self.step, self.role = "", ""  # at which step of a move somebody dies: leader or follower
@@ -354,7 +360,7 @@ class Cluster:
     def join_up(self) -> None:
         """Connections that can come about do so after a moment; those that cannot stand any more end."""
         for source, channel in list(self.channels.items()):
-            for target in ABC:
+            for target in self.boxes:
                 cut = bool({(source, target), (target, source)} & self.cuts)
                 if target in channel.up and not self.joined(source, target):
                     self._turn(channel, target, False)
@@ -435,7 +441,7 @@ class Cluster:
         """All run, and obey one leader."""
         planes = [box.plane for box in self.boxes.values() if box.plane is not None]
         leaders = {plane.leader for plane in planes}
-        return len(planes) == len(ABC) and len(leaders) == 1 and "" not in leaders
+        return len(planes) == len(self.boxes) and len(leaders) == 1 and "" not in leaders
 
     def settled(self) -> bool:
         """And go by one plan over all of them, with votes and one state."""
@@ -467,9 +473,10 @@ def translated() -> Iterator[None]:
 
 
 @contextmanager
-def virtual_cluster(folder: Path, seed: int) -> Iterator[Cluster]:
+def virtual_cluster(folder: Path, seed: int, nodes: Sequence[str] = ABC, voters: int = 5) -> Iterator[Cluster]:
+    """Boxes that list each other, not started; the first `voters` have a vote."""
     loop = VirtualLoop()
-    made = Cluster(folder, loop, seed)
+    made = Cluster(folder, loop, seed, nodes, voters)
     transport = type("Transport", (Transport,), {"cluster": made})
     state = random.getstate()
     random.seed(seed)

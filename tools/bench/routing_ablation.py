@@ -90,6 +90,9 @@ class Hiding:
     def __init__(self, policy: RoutingPolicy, hidden: dict[str, Any]) -> None:
         self._policy, self._hidden = policy, hidden
 
+    def takes(self, views: Sequence[EngineView]) -> bool:
+        return self._policy.takes([replace(view, **self._hidden) for view in views])
+
     def assign(self, offers: Sequence[Offered], views: Sequence[EngineView], now_s: float) -> list[Assignment]:
         return self._policy.assign(offers, [replace(view, **self._hidden) for view in views], now_s)
 

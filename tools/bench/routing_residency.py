@@ -31,6 +31,9 @@ class Unaware:
     def __init__(self, policy: RoutingPolicy) -> None:
         self._policy = policy
 
+    def takes(self, views: Sequence[EngineView]) -> bool:
+        return self._policy.takes(views)
+
     def assign(self, offers: Sequence[Offered], views: Sequence[EngineView], now_s: float) -> list[Assignment]:
         return self._policy.assign(offers, [replace(view, resident=None) for view in views], now_s)
 

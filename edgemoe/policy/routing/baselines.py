@@ -21,6 +21,10 @@ class Push:
     def __init__(self, choose: Chooser) -> None:
         self._choose = choose
 
+    def takes(self, views: Sequence[EngineView]) -> bool:
+        """Returns whether an engine is not full."""
+        return any(view.requests < view.capacity for view in views)
+
     def assign(self, offers: Sequence[Offered], views: Sequence[EngineView], now_s: float) -> list[Assignment]:
         """Returns an engine for each offer, while any has room."""
         there = {view.place: view for view in views}

@@ -64,6 +64,10 @@ class BandRouting:
     def __init__(self, band: LocalityBand, others: RoutingPolicy) -> None:
         self._band, self._push, self._others = band, Push(band), others
 
+    def takes(self, views: Sequence[EngineView]) -> bool:
+        """Returns whether an engine has a free slot, or room by the other policy."""
+        return any(view.requests < min(view.slots, view.capacity) for view in views) or self._others.takes(views)
+
     def assign(self, offers: Sequence[Offered], views: Sequence[EngineView], now_s: float) -> list[Assignment]:
         """Returns what goes where now; the rest is to be offered again."""
         known = {one.request: one for one in offers if self._band.knows(one)} if self._band.covers(views) else {}

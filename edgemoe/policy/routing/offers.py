@@ -90,6 +90,9 @@ class Assignment(NamedTuple):
 class RoutingPolicy(Protocol):
     """Assigns offers to engines. Owns what it remembers between calls, and nothing else."""
 
+    def takes(self, views: Sequence[EngineView]) -> bool:
+        """Returns whether an engine has room for an offer, whatever that is. If none has, nothing is assigned."""
+
     def assign(self, offers: Sequence[Offered], views: Sequence[EngineView], now_s: float) -> list[Assignment]:
         """Returns an engine for each offer that is to go now: each at most once, none to an engine that is full.
 

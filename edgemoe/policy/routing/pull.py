@@ -56,6 +56,10 @@ class Pull:
         self._limits, self._terms = limits, terms
         self._users = UserPlaces(limits.affinity_s)
 
+    def takes(self, views: Sequence[EngineView]) -> bool:
+        """Returns whether an engine has room."""
+        return any(map(self._has_room, views))
+
     def assign(self, offers: Sequence[Offered], views: Sequence[EngineView], now_s: float) -> list[Assignment]:
         """Returns what engines with room take; the rest is to be offered again."""
         there, answer = list(views), list[Assignment]()

@@ -16,6 +16,7 @@ from edgemoe.policy.routing.baselines import Anywhere, BetterOfTwo, ByLabel, Pus
 from edgemoe.policy.routing.by_experts import DecodeTimes, PromptForecast, UnionTerm
 from edgemoe.policy.routing.dispatches import FORGET_S, Dispatches
 from edgemoe.policy.routing.gimbal import GimbalChoice, GimbalThresholds
+from edgemoe.policy.routing.locality_band import BandRouting, LocalityBand
 from edgemoe.policy.routing.offers import EngineView, Offered, RoutingPolicy, Values, cached_tokens, with_offer
 from edgemoe.policy.routing.pull import Pull, PullLimits
 
@@ -29,6 +30,7 @@ POLICIES: dict[str, Callable[[], RoutingPolicy]] = {
     "gimbal": lambda: Push(GimbalChoice(GimbalThresholds())),
     "published": lambda: Push(GimbalChoice(GimbalThresholds(), published=True)),
     "pull": lambda: Pull(PullLimits()),
+    "eldr": lambda: BandRouting(LocalityBand(fewest), Pull(PullLimits())),
 }
 
 
@@ -81,7 +83,10 @@ engines_ = st.lists(
 def test_every_offer_is_assigned_at_most_once_and_none_to_an_engine_that_is_full(
     name: str, offers: list[Offered], views: list[EngineView]
 ) -> None:
-    given_ = POLICIES[name]().assign(offers, views, 100.0)
+    policy = POLICIES[name]()
+    takes = policy.takes(views)
+    given_ = policy.assign(offers, views, 100.0)
+    assert takes or not given_
     assert max(Counter(request for request, _ in given_).values(), default=0) <= 1
     assert {request for request, _ in given_} <= {offered.request for offered in offers}
     took = Counter(place for _, place in given_)

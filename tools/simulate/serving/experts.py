@@ -84,6 +84,10 @@ class Apart:
         self._policy, self._sources = policy, sources
         self.engines: dict[str, Engine] = {}
 
+    def takes(self, views: Sequence[EngineView]) -> bool:
+        """Returns whether an engine has room by the policy."""
+        return self._policy.takes(views)
+
     def assign(self, offers: Sequence[Offered], views: Sequence[EngineView], now_s: float) -> list[Assignment]:
         """Returns what the policy says where that keeps them apart, and what it says of the other engines where not."""
         there = {place: {self._source(name) for name in engine.requests()} for place, engine in self.engines.items()}

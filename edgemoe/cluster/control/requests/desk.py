@@ -68,7 +68,7 @@ class RequestDesk:
 
     def ask(self, node: str, offer: RequestOffer) -> RequestGrant:
         """Takes an offer in; returns where the request is to run, if that is clear. Raises PeerRefused, PeerBusy."""
-        if not self._leads():
+        if not self._leads(node):
             raise PeerRefused("this box does not lead")
         if offer.model != self._state.model:
             raise PeerRefused(f"another model is served here: {self._state.model[:12]}")
@@ -87,17 +87,21 @@ class RequestDesk:
 
     def withdraw(self, node: str, message: Withdrawal) -> None:
         """Takes note of offers that do not stand."""
-        if self._leads():
+        if self._leads(node):
             self._perform(self._handle(Withdraws(node, message.numbers)))
 
     def hear(self, node: str, use: EngineUse) -> None:
         """Takes note of what an engine has to do."""
-        if self._leads():
+        if self._leads(node, use.engine):
             self._perform(self._handle(Uses(node, use)))
             if self.fitting is not None:
                 self.fitting.hear(use.ended)
 
-    def _leads(self) -> bool:
+    def _leads(self, node: str = "", engine: str = "") -> bool:
+        """Returns whether this box leads. Takes note of who is here, but for a message of a box, and engine, known.
+
+        Looking at all boxes at each message of each would cost what grows with the square of their number.
+        """
         epoch = self._epoch()
         if epoch not in (0, self._led) or (self._led and not epoch and self._is_deposed()):
             self._led = epoch
@@ -105,13 +109,19 @@ class RequestDesk:
             self._served = None
             if self.fitting is not None:
                 self.fitting.forget()
-        if epoch and (serving := self._serving()) != self._served:
+        if epoch and not self._knows(node, engine) and (serving := self._serving()) != self._served:
             self._served = serving
             actions = self._handle(serving)
             if self.fitting is not None:
                 self.fitting.follow()
             self._perform(actions)
         return epoch > 0
+
+    def _knows(self, node: str, engine: str) -> bool:
+        served, place = self._served, f"{node}:{engine}"
+        if served is None or node not in served.nodes:
+            return False
+        return not engine or place in served.places or place in served.writing
 
     def _is_deposed(self) -> bool:
         """Returns whether another box is obeyed: who cannot be sure of its lease for a moment may lead on."""

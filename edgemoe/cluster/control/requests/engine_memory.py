@@ -10,6 +10,7 @@ from edgemoe.cluster.rpc.control_messages import EngineUse
 from edgemoe.cluster.rpc.messages.choices import EngineChoices
 from edgemoe.policy.routing.offers import EngineView
 from edgemoe.policy.routing.told import MOST_S, ModelSizes, experts_of, resident_of, union_of
+from edgemoe.types.arrays import FloatArray
 
 MAX_KEYS = 4096  # of prompts; the longest unused go first, as they do in the engine's cache
 TOKENS_PER_S = 1000.0  # of prefill, of an engine that has not measured it
@@ -22,6 +23,8 @@ class EngineMemory:
     def __init__(self) -> None:
         self._choices = NO_CHOICES
         self._experts = 0.0  # that a step loads there
+        self._sizes = ModelSizes()
+        self._tables: tuple[FloatArray | None, FloatArray | None] = None, None  # resident, union: of its last word
         self._keys: OrderedDict[int, None] = OrderedDict()
         self._prefixes: frozenset[int] = frozenset()
 
@@ -43,6 +46,10 @@ class EngineMemory:
         if use.choices is not None:
             self._choices, self._experts = use.choices, experts_of(use.choices.absent)
         choices = self._choices
+        if use.choices is not None or sizes != self._sizes:
+            self._sizes = sizes
+            self._tables = resident_of(choices.far, choices.far_s, sizes), union_of(choices.absent, sizes)
+        resident, union = self._tables
         return EngineView(
             place,
             use.slots,
@@ -57,8 +64,8 @@ class EngineMemory:
             prefixes=self._prefixes,
             taken=frozenset(f"{node}:{number}" for node, number in use.taken),
             reported_s=now_s,
-            resident=resident_of(choices.far, choices.far_s, sizes),
-            union=union_of(choices.absent, sizes),
+            resident=resident,
+            union=union,
             step_s=min(choices.step_s, MOST_S),
             expert_s=min(choices.expert_s, MOST_S),
             decode_s=min(choices.step_s + choices.expert_s * self._experts, MOST_S),

@@ -126,6 +126,8 @@ class OfferQueue:
                 self._hear(node, use, now_s)
             case Serving():
                 self._look_at(event)
+            case Waited():
+                self._drop_ended(now_s)
         return self._assign(now_s)
 
     def decoder(self, node: str, offer: RequestOffer) -> str:
@@ -214,9 +216,10 @@ class OfferQueue:
     # --- who goes where ---------------------------------------------------------------------------------------
 
     def _assign(self, now_s: float) -> list[Action]:
-        self._waiting = {name: one for name, one in self._waiting.items() if one.until_s > now_s}
+        """Grants what engines with room take. While none has any, what waits costs an event nothing."""
         actions: list[Action] = []
-        while self._waiting and (views := self._reading()):
+        while self._waiting and self._policy.takes(views := self._reading()):
+            self._drop_ended(now_s)
             assigned = self._policy.assign(self._heads(views, now_s), views, now_s)
             for name, place in assigned:
                 why = self._band.why(self._waiting[name].offered, views, place)
@@ -224,6 +227,9 @@ class OfferQueue:
             if not assigned:
                 break
         return actions
+
+    def _drop_ended(self, now_s: float) -> None:
+        self._waiting = {name: one for name, one in self._waiting.items() if one.until_s > now_s}
 
     def _reading(self) -> list[EngineView]:
         return [view for view in self._dispatches.views() if view.place in self._serving.places]
@@ -249,10 +255,9 @@ class OfferQueue:
             if offered.user not in heads or key < heads[offered.user][0]:
                 heads[offered.user] = key, offered
         turns = self._turns
-        aged = [
-            replace(one, arrived_s=max(one.arrived_s, turns.get(one.user, one.arrived_s))) for _, one in heads.values()
-        ]
-        return sorted(aged, key=lambda offered: offered.arrived_s)[:MOST_HEADS]
+        aged = [(max(one.arrived_s, turns.get(one.user, one.arrived_s)), one) for _, one in heads.values()]
+        aged.sort(key=lambda pair: pair[0])
+        return [replace(one, arrived_s=since_s) for since_s, one in aged[:MOST_HEADS]]
 
     def check_integrity(self) -> None:
         """Raises AssertionError where the queue contradicts itself."""

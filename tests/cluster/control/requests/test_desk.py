@@ -41,6 +41,9 @@ def offer(number: int) -> RequestOffer:
 
 
 class Broken:
+    def takes(self, views: Sequence[Any]) -> bool:
+        return True
+
     def assign(self, offers: Sequence[Any], views: Sequence[Any], now_s: float) -> list[Any]:
         raise ValueError("nobody has foreseen that")
 
@@ -153,3 +156,20 @@ async def test_an_engine_that_starts_again_keeps_its_cluster_while_others_are_be
         granted = [desk.ask("a", one) for one in asked]
         assert ({one.place for one in granted}, {one.why for one in granted}) == ({"a:x", "b:z"}, {"nearest"})
         held.set()
+
+
+async def test_boxes_are_looked_at_when_they_change_and_not_at_each_message(
+    leader: Front, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    members, desk, looks = leader.plane.state.members, leader.plane.desk, list[str]()
+    desk.look()
+    serving = members.serving
+    monkeypatch.setattr(members, "serving", lambda model: looks.append(model) or serving(model))
+    for number in range(2):
+        desk.hear("a", USE)
+        assert desk.ask("a", offer(number)).place == "a:x"
+    assert not looks
+    leader.has(card("y"))
+    desk.hear("a", msgspec.structs.replace(USE, engine="y"))
+    assert desk.ask("a", offer(6)).place == "a:y"
+    assert len(looks) == 1

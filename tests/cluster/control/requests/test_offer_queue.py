@@ -37,6 +37,7 @@ from edgemoe.policy.routing.baselines import fewest
 from edgemoe.policy.routing.dispatches import FORGET_S
 from edgemoe.policy.routing.locality_band import LocalityBand
 from edgemoe.policy.routing.offers import Assignment, EngineView, Offered
+from edgemoe.policy.routing.pull import Pull, PullLimits
 from edgemoe.policy.routing.told import ModelSizes, absent_bytes, shares_of
 
 NODES = ("a", "b", "c")
@@ -165,7 +166,8 @@ class Cluster(RuleBasedStateMachine):
     @invariant()
     def what_stands_is_what_was_offered_and_is_still_wanted(self) -> None:
         self.queue.check_integrity()
-        assert len(self.queue) == sum(until > self.clock.now_s for until in self.open.values())
+        now_s, until = self.clock.now_s, list(self.open.values())
+        assert sum(each > now_s for each in until) <= len(self.queue) <= sum(each >= now_s for each in until)
 
     @invariant()
     def no_engine_has_more_than_runs_at_once(self) -> None:
@@ -325,6 +327,9 @@ def test_how_many_users_are_compared_and_how_much_is_foreseen_of_those_that_wait
     large = ModelSizes(64, 1024)
 
     class Nowhere:
+        def takes(self, views: Sequence[EngineView]) -> bool:
+            return True
+
         def assign(self, offers: Sequence[Offered], views: Sequence[EngineView], now_s: float) -> list[Assignment]:
             compared.append(len(offers))
             assert [one.request for one in offers[:2]] == ["a:1", "a:2"][: len(offers)], "who waits longest is always"
@@ -394,3 +399,26 @@ def test_what_is_prefilled_goes_on_at_once_where_its_experts_are_loaded_and_the_
     assert len(queue) == 0
     assert granted(queue.handle(Offers("b", offer(9)))) == [(9, "a:a1")]  # what is to be read goes to who reads
     queue.check_integrity()
+
+
+def test_what_waits_costs_nothing_at_the_words_of_engines_while_none_has_room() -> None:
+    compared: list[int] = []
+
+    class Counted(Pull):
+        def assign(self, offers: Sequence[Offered], views: Sequence[EngineView], now_s: float) -> list[Assignment]:
+            compared.append(len(offers))
+            return super().assign(offers, views, now_s)
+
+    clock = Clock()
+    queue = OfferQueue(lambda: Counted(PullLimits()), LocalityBand(fewest), clock)
+    queue.handle(everybody())
+    for node in NODES:
+        queue.handle(Uses(node, idle(node, running=SLOTS)))
+    for number in range(1, 40):
+        assert queue.handle(Offers("a", offer(number, 10, number))) == []
+    for node in NODES:
+        assert queue.handle(Uses(node, idle(node, running=SLOTS))) == []
+    assert not compared
+    found = queue.handle(Uses("b", idle("b", running=SLOTS - 1)))
+    assert granted(found) == [(1, "b:b1")]
+    assert compared == [39], "once for the slot, and not again once it is taken"
