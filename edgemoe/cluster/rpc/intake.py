@@ -27,13 +27,14 @@ import zmq
 
 from edgemoe.cluster.rpc.sparing_log import SparingLog
 from edgemoe.ticking import until_tick
+from edgemoe.types.bounds import MAX_NODES
 
 log = logging.getLogger(__name__)
 LOOK_S = 0.05  # between checks of all connections while one has much unread; meanwhile the bound may be exceeded
 CALM_S, CALM = 0.25, 1 / 8  # while none has more than this share of its bound unread
 EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 CONNECTIONS = 8  # of one peer to one channel
-SILENT = 64  # from one address, on which nothing has been said yet
+SILENT = 2 * MAX_NODES  # from one address, on which nothing has been said yet: two of each box, all behind one
 FRAME_BYTES = 35  # of overhead per frame, at least
 _BYTES_RECEIVED = 128  # offset of tcpi_bytes_received in struct tcp_info (Linux 4.1)
 _libc = ctypes.CDLL(None, use_errno=True)
