@@ -39,7 +39,7 @@ from edgemoe.kernels.cpu.object_cache import link
 from edgemoe.types.arrays import FloatArray, IntArray
 
 MEMORY_BYTES = 64 << 20  # of recall
-MOST_SLOTS = 8192
+MOST_SLOTS = 32768  # tokens: a kind of text that comes back after 8,000 others is known still
 FEW = 4  # layers that are followed while the GIL is held
 CODES = (APPEND, FOLLOW, FORESEE, MARK, START, WORK)
 Ids = npt.NDArray[np.int16]

@@ -59,9 +59,9 @@ def fits(saved: Arrays, learned: Arrays) -> bool:
 
 
 def refill(saved: Arrays, memory: RoutingMemory) -> None:
-    """Fills the memory, token by token from the oldest on."""
+    """Fills the memory, token by token from the oldest on; that of the file may have been smaller."""
     chosen, before = saved["chosen"].view(np.uint64), saved["before"]
-    start = int(saved["written"][0]) % len(before) if len(before) == memory.slots else 0
+    start = int(saved["written"][0]) % max(1, len(before))
     memory.clear()
     moved = {NONE: NONE}
     for old in [*range(start, len(before)), *range(start)]:

@@ -181,14 +181,19 @@ def test_what_was_learned_survives_a_restart(tmp_path: Path) -> None:
     assert after.scores == pytest.approx(before.scores, abs=1e-4)
 
 
-def test_a_ring_that_has_come_round_survives_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("slots", [32, 64])
+def test_a_ring_that_has_come_round_survives_too(slots: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("edgemoe.experts.predict.next_use.MOST_SLOTS", 32)
-    before, after = NextUsePredictor(L, E, K), NextUsePredictor(L, E, K)
+    before = NextUsePredictor(L, E, K)
     drive(before, text(10, 75))
+    monkeypatch.setattr("edgemoe.experts.predict.next_use.MOST_SLOTS", slots)
+    after = NextUsePredictor(L, E, K)
     state.write(tmp_path / "state", before.learned())
     assert after.restore(state.read(tmp_path / "state"))
     turn = 75 % 32
-    assert np.array_equal(after.memory.chosen, np.roll(before.memory.chosen, -turn, axis=2))
+    assert np.array_equal(after.memory.chosen[:, :, :32], np.roll(before.memory.chosen, -turn, axis=2))
+    assert after.memory.filled == 32
+    assert after.memory.before[:32].tolist() == [NONE, *range(31)]
 
 
 @pytest.mark.parametrize("damage", ["weights", "rates"])
