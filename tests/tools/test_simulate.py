@@ -10,9 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tools.bench.prism.models import demo
+from tools.bench.prism.plans import NODES
+from tools.bench.prism.profile import ASKED, Profile
 from tools.simulate import __main__ as command
+from tools.simulate import events
+from tools.simulate.bed.fitting import BedCosts, fit, took_s
+from tools.simulate.bed.runs import BedRun, BedRuns, usable
+from tools.simulate.bed.scoring import halves, row_of, summary
 from tools.simulate.costs import ATTENTION_S, DENSE_PARTS, PROFILE, PROFILED_EXPERT, Costs, measured
-from tools.simulate.events import Cluster, Prompts, simulate
+from tools.simulate.events import Cluster, Host, Prompts, all_computing, simulate
 from tools.simulate.study import MOST_SERVERS, Setting, outcome, placed_by, servers_of
 from tools.simulate.workload import EXPERTS, Task, prompts_of
 
@@ -20,7 +27,7 @@ LAYERS, TOP_K = 2, 2
 DENSE, LAUNCH, EXPERT, TOKEN, LINK, DELAY = 1.0, 0.5, 0.25, 0.125, 2.0, 10.0
 
 
-def cluster(homes: list[list[list[bool]]]) -> Cluster:
+def cluster(homes: list[list[list[bool]]], host: Host | None = None) -> Cluster:
     """Servers of one GPU, with homes [N][L][E]."""
     kept = np.array(homes)
     masks = sum(
@@ -28,7 +35,8 @@ def cluster(homes: list[list[list[bool]]]) -> Cluster:
     )
     gpus = np.ones(len(kept), np.int64)
     device = np.where(kept, 0, -1).astype(np.int8)
-    return Cluster(masks, device, gpus, DENSE, 0.0, LAUNCH, EXPERT, TOKEN, LINK, DELAY)
+    host = host or all_computing(len(kept))
+    return Cluster(masks, device, gpus, DENSE, 0.0, LAUNCH, EXPERT, TOKEN, LINK, DELAY, host)
 
 
 def prompts(at_s: list[float], servers: list[int], routes: list[Any], emitted: int = 1) -> Prompts:
@@ -77,6 +85,46 @@ def test_who_comes_second_waits_for_the_gpu() -> None:
     assert apart.tolist() == [alone, alone]
     assert both.max() == 2 * alone
     assert both.min() > alone
+
+
+FREE = Host(np.full(2, np.inf), 4, 0.0, 0.0, 0.0, 0.0, 0.0)  # boxes that step, and take nothing more
+
+
+def test_a_boxs_prompts_step_together_and_share_its_experts() -> None:
+    host = FREE._replace(step_s=100.0, prompt_s=10.0)
+    result = simulate(prompts([0.0, 0.5], [0, 0], [[[0, 1], [0, 1]]] * 3, emitted=2), cluster(BOTH, host))
+    one = DENSE + LAUNCH + 2 * EXPERT
+    first = 100 + LAYERS * (10 + one + 2 * TOKEN)
+    both = 100 + LAYERS * (10 + one + 4 * TOKEN)  # the first one's second token, the second one's prompt
+    last = 100 + LAYERS * (one + 2 * TOKEN)
+    assert result.first_s.tolist() == [first, first + both]
+    assert result.end_s.tolist() == [first + both, first + both + last]
+    assert result.boxes[0].tolist() == [1, last, 3 * LAYERS * 2, 0, 0, first + both + last]
+
+
+def test_a_step_has_room_for_so_many_prompts() -> None:
+    alone, pair, three = (
+        simulate(prompts([0.0] * 3, [0] * 3, TWO_TOKENS), cluster(BOTH, FREE._replace(sequences=room))).end_s
+        for room in (1, 2, 3)
+    )
+    assert len(set(alone.tolist())) == 3
+    assert len(set(pair.tolist())) == len(set(three.tolist())) == 2, "the first one begins by itself"
+
+
+def test_a_call_takes_time_of_both_boxes() -> None:
+    base = simulate(prompts([0.0], [0], TWO_TOKENS), cluster(SPLIT, FREE)).end_s
+    host = FREE._replace(call_s=3.0, serve_s=5.0)
+    result = simulate(prompts([0.0], [0], TWO_TOKENS), cluster(SPLIT, host))
+    assert result.end_s.tolist() == [base[0] + 8.0]
+    assert result.boxes[1].tolist() == [0, 0, 0, 0, 0, 5.0 + LAUNCH + EXPERT + TOKEN]
+
+
+def test_a_box_is_held_back_once_its_share_of_a_period_is_used() -> None:
+    idle = cluster(BOTH, FREE._replace(share=np.array([0.25, 1.0]), request_s=0.006))._replace(
+        dense_s=0.0, launch_s=0.0, expert_s=0.0, token_s=0.0
+    )
+    result = simulate(prompts([0.0, 0.0, 0.1], [0, 1, 0], TWO_TOKENS), idle)
+    assert result.end_s.tolist() == pytest.approx([0.021, 0.006, 0.121])  # 2.5 ms of each 10
 
 
 def test_of_boxes_that_have_what_is_missing_the_fewest_are_called() -> None:
@@ -180,3 +228,84 @@ def test_the_command_prints_a_line_for_each_setting(
     assert [(row["line"], row["place"]) for row in rows] == [("every 9 s", 4), ("every 9 s", 8)]
     assert all(row["mean_s"] > 0 for row in rows)
     assert (tmp_path / "plot.png").read_bytes()[:4] == b"\x89PNG"
+
+
+# --- against the test bed ----------------------------------------------------------------------------------------
+
+CANNED = Path(__file__).parents[1] / "data" / "testbed"
+
+
+@pytest.fixture(scope="module")
+def bed_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, BedRun]:
+    """Runs that were measured, by method."""
+    model = demo(tmp_path_factory.mktemp("bed"))
+    with np.load(CANNED / "routes.npz") as kept:
+        bits = {name: np.unpackbits(kept[name], axis=2) for name in kept}
+    chosen = {name: each.nonzero()[2].reshape(*each.shape[:2], -1).astype(np.int16) for name, each in bits.items()}
+    seen, asked = ({task: chosen[f"{part} {task}"] for task in model.tasks[:3]} for part in ("seen", "asked"))
+    runs = BedRuns(model, Profile({task: [[]] * ASKED for task in asked}, {}, seen, asked))
+    records = [json.loads(line) for line in (CANNED / "runs.jsonl").read_text().splitlines()]
+    return {record["method"]: runs.read(record) for record in usable(records)}
+
+
+def test_a_run_has_the_requests_that_it_had_on_the_test_bed(bed_runs: dict[str, BedRun]) -> None:
+    for run in bed_runs.values():
+        for box, node in enumerate(NODES):
+            due = [at_s for at_s, _ in run.record["latency"][node]]
+            assert run.prompts.at_s[run.prompts.server == box] == pytest.approx(due, abs=0.0051)
+        assert (run.inside | ~run.homes).all()
+        assert (run.inside.sum(axis=(1, 2)) <= [63, 63, 124]).all()
+
+
+def test_boxes_do_in_the_simulator_what_they_did_on_the_test_bed(bed_runs: dict[str, BedRun]) -> None:
+    for run in bed_runs.values():
+        _, result = took_s(run, BedCosts())
+        boxes = [run.record["boxes"][node] for node in NODES]
+        for name, column in (("experts", events.EXPERTS), ("calls", events.CALLED)):
+            assert result.boxes[:, column] == pytest.approx([box[name] for box in boxes], rel=0.35), name
+        remote = [box["remote"] / box["experts"] for box in boxes]
+        assert result.boxes[:, events.REMOTE] / result.boxes[:, events.EXPERTS] == pytest.approx(remote, abs=0.05)
+
+
+def test_costs_of_one_run_foretell_another(bed_runs: dict[str, BedRun]) -> None:
+    costs = fit([bed_runs["uniform"]], most=2)
+    for method in ("smartmoe", "published"):
+        row = row_of(bed_runs[method], costs)
+        assert row["measured_s"] == pytest.approx({"smartmoe": 0.452, "published": 0.425}[method])
+        assert abs(row["error"]) < 0.35
+        assert abs(row["error_at_speed"]) < 0.35
+
+
+def test_errors_are_summed_up_by_run_and_by_mean_and_beside_a_second_measurement() -> None:
+    same = {"model": "demo", "setting": "mixed", "pace": 0.4}
+    figures = [("eplb", 1.0, 1.5), ("eplb", 2.0, 1.5), ("exact", 0.5, 0.6), ("uniform", 1.6, 1.4)]
+    rows = [
+        same | {"method": a, "measured_s": b, "simulated_s": c, "error": c / b - 1, "error_at_speed": 0.1}
+        for a, b, c in figures
+    ]
+    found = summary(rows)
+    assert found["error"] == pytest.approx((0.5 + 0.25 + 0.2 + 0.125) / 4, abs=1e-3)
+    assert found["worst"] == 0.5
+    assert found["error_of_means"] == pytest.approx((0.0 + 0.2 + 0.125) / 3, abs=1e-3)
+    assert (found["measured_again"], found["measured_again_worst"]) == (0.75, 1.0)
+    assert found["pairs_kept"] == [2, 3], "uniform was slower than eplb, and is simulated faster"
+
+
+def test_no_run_is_scored_by_costs_of_its_own_method(bed_runs: dict[str, BedRun]) -> None:
+    runs = [*bed_runs.values()] * 2
+    scored = []
+    for seen, unseen in halves(runs):
+        assert {run.name for run in seen}.isdisjoint({run.name for run in unseen})
+        scored += [run.name for run in unseen]
+    assert sorted(scored) == sorted(run.name for run in runs)
+    with pytest.raises(SystemExit, match="two methods"):
+        halves([bed_runs["uniform"]])
+
+
+def test_a_run_at_other_rates_than_the_models_is_refused(bed_runs: dict[str, BedRun]) -> None:
+    run = bed_runs["uniform"]
+    late = run.record | {
+        "latency": {node: [[9.0 * at, took] for at, took in run.record["latency"][node]] for node in NODES}
+    }
+    with pytest.raises(SystemExit, match="other requests"):
+        run._replace(record=late).check()

@@ -3,10 +3,14 @@
     python -m tools.simulate DATA scale        # GPUs, and how often prompts arrive [Prism, Fig. 8a]
     python -m tools.simulate DATA bandwidth    # GPUs, and links [Prism, Fig. 8b]
     python -m tools.simulate DATA policies     # placement policies, and the links' delay
+    python -m tools.simulate DATA testbed --log prism.jsonl    # held against what `tools.bench.prism` measured
 
 DATA holds the routing tables and LLMServingSim's measured profile. Servers have 1, 1 and 2 GPUs in turn, each with room
 for a share of the experts; every server has a task and its own arrivals. Figures are means over `--seeds`; spreads are
 between these. `--plot FILE` draws them. The last line is one JSON object.
+
+`testbed` simulates each run of the logs with the requests, routes and placements that it had, at costs that were fitted
+to runs of other methods, and says how far mean latencies are off. DATA has the prompts, `--work` is that of the bench.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -24,11 +29,15 @@ from rich.console import Console
 from rich.table import Table
 
 from edgemoe.types.placement import PlacementPolicy
+from tools.simulate.bed.fitting import BedCosts
+from tools.simulate.bed.runs import read_runs
+from tools.simulate.bed.scoring import scored, summary
 from tools.simulate.costs import Costs, measured
 from tools.simulate.plots import draw
 from tools.simulate.study import Setting, outcome, servers_of
 from tools.simulate.workload import EXPERT_NUMBERS, Task, poisson, tasks_of, traced
 
+TEST_BED = "testbed"
 POLICIES: tuple[PlacementPolicy, ...] = get_args(PlacementPolicy)
 console = Console(stderr=True)
 
@@ -89,7 +98,7 @@ def numbers(text: str) -> list[float]:
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("data", type=Path)
-    p.add_argument("study", choices=("scale", "bandwidth", "policies"))
+    p.add_argument("study", choices=("scale", "bandwidth", "policies", TEST_BED))
     p.add_argument("--gpus", type=lambda text: [int(each) for each in text.split(",")], default=[4, 16, 64, 256])
     p.add_argument("--every-s", type=numbers, default=[15.0, 8.0], help="between prompts at a server, on average")
     p.add_argument("--trace", type=Path, help="an Azure trace, instead of Poisson arrivals")
@@ -100,12 +109,34 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--slower", type=float, default=1.0, help="GPUs take so many times as long")
     p.add_argument("--seeds", type=int, default=3)
     p.add_argument("--plot", type=Path)
+    p.add_argument("--log", type=Path, nargs="+", default=[Path("prism.jsonl")], help="testbed: what was measured")
+    p.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "edgemoe-prism", help="likewise")
     p.add_argument("--json", action="store_true", help="only the JSON line, no table")
     return p
 
 
+def hold(args: argparse.Namespace) -> dict[str, Any]:
+    """Returns what the logs' runs took and would have, by model, and shows it."""
+    answer: dict[str, Any] = {}
+    for model, runs in read_runs(args.log, args.data / "prompts", args.work).items():
+        rows, costs = scored(runs)
+        answer[model] = {"runs": rows, "costs": [each._asdict() for each in costs], "summary": summary(rows)}
+        if not args.json:
+            show(TEST_BED, rows)
+            show("fitted", [{"costs": f"of half {n + 1}"} | rounded(each) for n, each in enumerate(costs)])
+            show("errors", [answer[model]["summary"]])
+    return answer
+
+
+def rounded(costs: BedCosts) -> dict[str, str]:
+    return {name: f"{value:.3g}" for name, value in costs._asdict().items()}
+
+
 def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
+    if args.study == TEST_BED:
+        print(json.dumps(hold(args)))
+        return 0
     tasks = tasks_of(args.data)
     costs = measured(args.data, EXPERT_NUMBERS).slower(args.slower)
     placements: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""The simulator's clock [Prism, IV-C]: every prompt goes layer by layer, and waits where something is in use.
+"""The simulator's clock [Prism, IV-C]: every batch goes layer by layer, and waits where something is in use.
 
     dense     attention and gate, on the GPU that the prompt was given to
     experts   those at home here, on the GPUs that hold them; the others by calls to boxes that have them, to few, and
@@ -7,7 +7,8 @@
     layer     is done with its last expert; a step with its last layer; a prompt with its last step
 
 Whatever is used (a GPU, a link in each direction) serves what comes to it in the order of its coming. A prompt's first
-step is all its tokens but those that it emits, each further step one token. Compiled; times are seconds.
+step is all its tokens but those that it emits, each further step one token. A prompt is a batch by itself, or a
+server's prompts step together (`Host.sequences`). Compiled; times are seconds.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-Numbers = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
+from tools.simulate.heap import Heap, Ints, Numbers, heap_of, pop, push
+
 ONE, NONE = np.uint64(1), np.uint64(0)
-LAYER, GATE, CALL, REPLY, DONE = 0, 1, 2, 3, 4
+LAYER, GATE, CALL, REPLY, DONE, ARRIVES, QUEUES = range(7)
 CALLS = 1 << 16  # under way at once, at most
+PERIOD_S = 0.01  # in which a box's control group may use its share of the processor
+DECODE_STEPS, DECODE_S, EXPERTS, REMOTE, CALLED, CORE_S = range(6)  # of `Result.boxes`
 _compiled: Any = numba.njit(nogil=True, error_model="numpy")
 
 
@@ -35,6 +38,23 @@ class Prompts(NamedTuple):
     tokens: Ints  # [P] of prompt and answer
     emitted: Ints  # [P] of these, the answer's
     routes: npt.NDArray[np.int16]  # [T, L, k]
+
+
+class Host(NamedTuple):
+    """States what a box spends beside computing, on its one processor."""
+
+    share: Numbers  # [N] of the processor that each box may use; inf: all
+    sequences: int  # that step together at a box; 0: each prompt by itself
+    request_s: float  # for each request
+    step_s: float  # for each step
+    prompt_s: float  # for each layer of a step that has prompts
+    call_s: float  # for each call that it makes
+    serve_s: float  # for each that it answers
+
+
+def all_computing(servers: int) -> Host:
+    """Returns hosts that take nothing: GPUs are all that counts."""
+    return Host(np.full(servers, np.inf), 0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 class Cluster(NamedTuple):
@@ -50,28 +70,43 @@ class Cluster(NamedTuple):
     token_s: float  # of each expert of a token
     link_s: float  # of a token to another box, or back
     delay_s: float  # of a link, one way
-
-
-class Heap(NamedTuple):
-    """Events by time: of equals the one that was put in first."""
-
-    time: Numbers
-    order: Ints
-    kind: Ints
-    what: Ints  # prompt, or call
-    size: Ints  # [2] how many, and how many there ever were
+    host: Host
 
 
 class Calls(NamedTuple):
     """Calls under way."""
 
-    prompt: Ints
+    batch: Ints
     server: Ints
     sent: Ints  # tokens
     experts: Ints  # [calls, G]
     tokens: Ints  # [calls, G] that they have, together
     free: Ints  # those that are not in use
     unused: Ints  # [1] how many of these
+
+
+class Batches(NamedTuple):
+    """W batches: one for each prompt, or one for each server, with at most S prompts at once."""
+
+    server: Ints  # [W]
+    prompts: Ints  # [W, S]
+    size: Ints  # [W]
+    layer: Ints  # [W]
+    pending: Ints  # [W] what its layer waits for
+    gated_s: Numbers  # [W] when its layer was gated
+    began_s: Numbers  # [W] when its step began
+    step: Ints  # [P] of each prompt
+    line: Ints  # [N, P] prompts that wait for a place, in order of arrival
+    ends: Ints  # [N, 2] where the line begins and ends
+
+
+class Used(NamedTuple):
+    """When what is used is free again."""
+
+    gpus: Numbers  # [N, G]
+    links: Numbers  # [2, N] out, and in
+    period: Ints  # [N] in which the box used its processor last
+    spent_s: Numbers  # [N] of it
 
 
 class Result(NamedTuple):
@@ -81,67 +116,49 @@ class Result(NamedTuple):
     first_s: Numbers  # [P] when the first token was there
     local: Ints  # [3] experts computed at home, experts in all, calls
     waits: Numbers  # [P] seconds between gates and their last remote expert
+    boxes: Numbers  # [N, 6] decode steps, seconds in them, distinct experts of steps, remote ones, calls, core seconds
 
 
 @_compiled
-def _before(heap: Heap, a: int, b: int) -> bool:
-    if heap.time[a] != heap.time[b]:
-        return bool(heap.time[a] < heap.time[b])
-    return bool(heap.order[a] < heap.order[b])
-
-
-@_compiled
-def _swap(heap: Heap, a: int, b: int) -> None:
-    heap.time[a], heap.time[b] = heap.time[b], heap.time[a]
-    heap.order[a], heap.order[b] = heap.order[b], heap.order[a]
-    heap.kind[a], heap.kind[b] = heap.kind[b], heap.kind[a]
-    heap.what[a], heap.what[b] = heap.what[b], heap.what[a]
-
-
-@_compiled
-def _push(heap: Heap, time: float, kind: int, what: int) -> None:
-    at = heap.size[0]
-    heap.size[0] += 1
-    heap.size[1] += 1
-    heap.time[at], heap.order[at], heap.kind[at], heap.what[at] = time, heap.size[1], kind, what
-    while at > 0 and _before(heap, at, (at - 1) // 2):
-        _swap(heap, at, (at - 1) // 2)
-        at = (at - 1) // 2
-
-
-@_compiled
-def _pop(heap: Heap) -> tuple[float, int, int]:
-    time, kind, what = heap.time[0], heap.kind[0], heap.what[0]
-    heap.size[0] -= 1
-    last = heap.size[0]
-    _swap(heap, 0, last)
-    at = 0
+def _work(share: Numbers, used: Used, boxes: Numbers, now: float, server: int, gpu: int, work_s: float) -> float:
+    """Has a GPU, or a box's processor, work for so long; when it is done."""
+    if work_s <= 0.0:
+        return now
+    start = max(now, used.gpus[server, gpu])
+    boxes[server, CORE_S] += work_s
+    if share[server] == np.inf:
+        used.gpus[server, gpu] = start + work_s
+        return start + work_s
     while True:
-        least = at
-        for child in (2 * at + 1, 2 * at + 2):
-            if child < last and _before(heap, child, least):
-                least = child
-        if least == at:
-            return time, kind, what
-        _swap(heap, at, least)
-        at = least
+        period = max(used.period[server], int(start / PERIOD_S))
+        if period > used.period[server]:
+            used.period[server], used.spent_s[server] = period, 0.0
+        part = min(work_s, share[server] * PERIOD_S - used.spent_s[server], max((period + 1) * PERIOD_S - start, 0.0))
+        used.spent_s[server] += part
+        start, work_s = start + part, work_s - part
+        if work_s <= 1e-9:
+            used.gpus[server, gpu] = start
+            return start
+        used.period[server], used.spent_s[server] = period + 1, 0.0
+        start = max(start, (period + 1) * PERIOD_S)
 
 
 @_compiled
-def _compute(cluster: Cluster, free: Numbers, now: float, server: int, experts: Ints, tokens: Ints) -> float:
+def _compute(
+    cluster: Cluster, used: Used, result: Result, now: float, server: int, experts: Ints, tokens: Ints
+) -> float:
     """Has a server's GPUs compute experts [G] of so many tokens [G]; when the last one is done."""
     end = now
     for gpu in range(cluster.gpus[server]):
         if experts[gpu]:
-            work = cluster.launch_s + cluster.expert_s * experts[gpu] + cluster.token_s * tokens[gpu]
-            free[server, gpu] = max(now, free[server, gpu]) + work
-            end = max(end, free[server, gpu])
+            work_s = cluster.launch_s + cluster.expert_s * experts[gpu] + cluster.token_s * tokens[gpu]
+            end = max(end, _work(cluster.host.share, used, result.boxes, now, server, gpu, work_s))
     return end
 
 
 @_compiled
 def _send(cluster: Cluster, links: Numbers, now: float, source: int, sink: int, tokens: int) -> float:
-    """Sends so many tokens; when they are there. `links` [2, N] are those out and in."""
+    """Sends so many tokens; when they are there."""
     begin = max(now, links[0, source], links[1, sink])
     end = begin + tokens * cluster.link_s
     links[0, source], links[1, sink] = end, end
@@ -172,66 +189,16 @@ def _assign(cluster: Cluster, layer: int, missing: Ints, wait: Numbers, peer: In
 
 
 @_compiled
-def _waits(cluster: Cluster, free: Numbers, links: Numbers, now: float, tokens: int) -> Numbers:
+def _waits(cluster: Cluster, used: Used, now: float, tokens: int) -> Numbers:
     """What a call of so many tokens to each server takes, but for its experts."""
-    wait = np.empty(len(free))
-    for server in range(len(free)):
-        there = max(now, links[1, server]) + tokens * cluster.link_s + cluster.delay_s
-        busy = max(there, free[server, : cluster.gpus[server]].max())
-        wait[server] = busy - now + cluster.launch_s + tokens * cluster.link_s + cluster.delay_s
+    host = cluster.host
+    wait = np.empty(len(used.gpus))
+    for server in range(len(wait)):
+        there = max(now, used.links[1, server]) + tokens * cluster.link_s + cluster.delay_s
+        busy = max(there, used.gpus[server, : cluster.gpus[server]].max())
+        own = host.call_s + host.serve_s + cluster.launch_s
+        wait[server] = busy - now + own + tokens * cluster.link_s + cluster.delay_s
     return wait
-
-
-@_compiled
-def _gate(
-    prompts: Prompts, cluster: Cluster, state: Any, heap: Heap, calls: Calls, result: Result, now: float, p: int
-) -> None:
-    """Sends a layer's experts to where they are computed."""
-    step, layer, pending, free, links, _ = state
-    home, at = prompts.server[p], layer[p]
-    begin, end = _span(prompts, step[p], p)
-    experts = cluster.homes.shape[1]
-    wanted = np.zeros(experts, np.int64)
-    for token in range(begin, end):
-        for expert in prompts.routes[token, at]:
-            wanted[expert] += 1
-    peer = np.full(experts, -1, np.int64)
-    own = cluster.device[home, at]
-    here, here_tokens = np.zeros(free.shape[1], np.int64), np.zeros(free.shape[1], np.int64)
-    for expert in np.flatnonzero(wanted):
-        result.local[1] += wanted[expert]
-        if own[expert] >= 0:
-            here[own[expert]] += 1
-            here_tokens[own[expert]] += wanted[expert]
-            result.local[0] += wanted[expert]
-    missing = np.flatnonzero((wanted > 0) & (own < 0))
-    pending[p] = 1
-    if len(missing):
-        _assign(cluster, at, missing, _waits(cluster, free, links, now, end - begin), peer)
-        sent = np.zeros(len(free), np.int64)
-        for token in range(begin, end):
-            to = NONE
-            for expert in prompts.routes[token, at]:
-                if peer[expert] >= 0 and not to >> np.uint64(peer[expert]) & ONE:
-                    to |= ONE << np.uint64(peer[expert])
-                    sent[peer[expert]] += 1
-        for server in np.flatnonzero(sent):
-            calls.unused[0] -= 1
-            if calls.unused[0] < 0:
-                raise RuntimeError("too many calls under way at once: nothing is served as fast as it comes")
-            call = calls.free[calls.unused[0]]
-            calls.prompt[call], calls.server[call], calls.sent[call] = p, server, sent[server]
-            calls.experts[call] = 0
-            calls.tokens[call] = 0
-            for expert in missing:
-                if peer[expert] == server:
-                    gpu = cluster.device[server, at, expert]
-                    calls.experts[call, gpu] += 1
-                    calls.tokens[call, gpu] += wanted[expert]
-            pending[p] += 1
-            result.local[2] += 1
-            _push(heap, _send(cluster, links, now, home, server, sent[server]), CALL, call)
-    _push(heap, _compute(cluster, free, now, home, here, here_tokens), DONE, p)
 
 
 @_compiled
@@ -244,62 +211,190 @@ def _span(prompts: Prompts, step: int, p: int) -> tuple[int, int]:
 
 
 @_compiled
-def run(prompts: Prompts, cluster: Cluster, heap: Heap, calls: Calls, result: Result) -> None:
+def _gate(
+    prompts: Prompts,
+    cluster: Cluster,
+    batches: Batches,
+    used: Used,
+    heap: Heap,
+    calls: Calls,
+    result: Result,
+    now: float,
+    w: int,
+) -> None:
+    """Sends a layer's experts to where they are computed."""
+    home, at = batches.server[w], batches.layer[w]
+    experts = cluster.homes.shape[1]
+    wanted = np.zeros(experts, np.int64)
+    tokens = 0
+    for p in batches.prompts[w, : batches.size[w]]:
+        begin, end = _span(prompts, batches.step[p], p)
+        tokens += end - begin
+        for token in range(begin, end):
+            for expert in prompts.routes[token, at]:
+                wanted[expert] += 1
+    peer = np.full(experts, -1, np.int64)
+    own = cluster.device[home, at]
+    here, here_tokens = np.zeros(used.gpus.shape[1], np.int64), np.zeros(used.gpus.shape[1], np.int64)
+    for expert in np.flatnonzero(wanted):
+        result.local[1] += wanted[expert]
+        if own[expert] >= 0:
+            here[own[expert]] += 1
+            here_tokens[own[expert]] += wanted[expert]
+            result.local[0] += wanted[expert]
+    missing = np.flatnonzero((wanted > 0) & (own < 0))
+    result.boxes[home, EXPERTS] += here.sum() + len(missing)
+    result.boxes[home, REMOTE] += len(missing)
+    batches.pending[w] = 1
+    if len(missing):
+        _assign(cluster, at, missing, _waits(cluster, used, now, tokens), peer)
+        sent = np.zeros(len(used.gpus), np.int64)
+        for p in batches.prompts[w, : batches.size[w]]:
+            begin, end = _span(prompts, batches.step[p], p)
+            for token in range(begin, end):
+                to = NONE
+                for expert in prompts.routes[token, at]:
+                    if peer[expert] >= 0 and not to >> np.uint64(peer[expert]) & ONE:
+                        to |= ONE << np.uint64(peer[expert])
+                        sent[peer[expert]] += 1
+        for server in np.flatnonzero(sent):
+            calls.unused[0] -= 1
+            if calls.unused[0] < 0:
+                raise RuntimeError("too many calls under way at once: nothing is served as fast as it comes")
+            call = calls.free[calls.unused[0]]
+            calls.batch[call], calls.server[call], calls.sent[call] = w, server, sent[server]
+            calls.experts[call] = 0
+            calls.tokens[call] = 0
+            for expert in missing:
+                if peer[expert] == server:
+                    gpu = cluster.device[server, at, expert]
+                    calls.experts[call, gpu] += 1
+                    calls.tokens[call, gpu] += wanted[expert]
+            batches.pending[w] += 1
+            result.local[2] += 1
+            result.boxes[home, CALLED] += 1
+            packed = _work(cluster.host.share, used, result.boxes, now, home, 0, cluster.host.call_s)
+            push(heap, _send(cluster, used.links, packed, home, server, sent[server]), CALL, call)
+    push(heap, _compute(cluster, used, result, now, home, here, here_tokens), DONE, w)
+
+
+@_compiled
+def _begin(cluster: Cluster, batches: Batches, used: Used, heap: Heap, result: Result, now: float, w: int) -> None:
+    """Lets a server's next step begin, with prompts that wait where there is room."""
+    ends = batches.ends[w]
+    while batches.size[w] < cluster.host.sequences and ends[0] < ends[1]:
+        batches.prompts[w, batches.size[w]] = batches.line[w, ends[0]]
+        batches.size[w] += 1
+        ends[0] += 1
+    if batches.size[w]:
+        batches.began_s[w] = now
+        push(heap, _work(cluster.host.share, used, result.boxes, now, w, 0, cluster.host.step_s), LAYER, w)
+
+
+@_compiled
+def _emit(prompts: Prompts, batches: Batches, result: Result, now: float, w: int) -> None:
+    """Ends a step: each of its prompts has a token, and those that have all are out."""
+    size, decodes = 0, True
+    for n in range(batches.size[w]):
+        p = batches.prompts[w, n]
+        if batches.step[p] == 0:
+            result.first_s[p] = now
+            decodes = False
+        batches.step[p] += 1
+        if batches.step[p] > prompts.emitted[p] - 1:
+            result.end_s[p] = now
+        else:
+            batches.prompts[w, size] = p
+            size += 1
+    batches.size[w] = size
+    if decodes:
+        result.boxes[batches.server[w], DECODE_STEPS] += 1
+        result.boxes[batches.server[w], DECODE_S] += now - batches.began_s[w]
+
+
+@_compiled
+def run(
+    prompts: Prompts, cluster: Cluster, batches: Batches, used: Used, heap: Heap, calls: Calls, result: Result
+) -> None:
     """Lets all prompts go through; fills `result`."""
-    servers, layers = len(cluster.gpus), cluster.homes.shape[0]
-    count = len(prompts.at_s)
-    step, layer, pending = np.zeros(count, np.int64), np.zeros(count, np.int64), np.zeros(count, np.int64)
-    free, links = np.zeros((servers, cluster.gpus.max())), np.zeros((2, servers))
-    gated = np.zeros(count)
-    state = (step, layer, pending, free, links, gated)
-    for p in range(count):
-        _push(heap, prompts.at_s[p], LAYER, p)
+    layers, together = cluster.homes.shape[0], cluster.host.sequences > 0
+    share, request_s = cluster.host.share, cluster.host.request_s
+    for p in range(len(prompts.at_s)):
+        push(heap, prompts.at_s[p], ARRIVES if together else LAYER, p)
     while heap.size[0]:
-        now, kind, what = _pop(heap)
-        if kind == LAYER:
-            home = prompts.server[what]
+        now, kind, what = pop(heap)
+        if kind == ARRIVES:
+            server = prompts.server[what]
+            push(heap, _work(share, used, result.boxes, now, server, 0, request_s), QUEUES, what)
+        elif kind == QUEUES:
+            server = prompts.server[what]
+            batches.line[server, batches.ends[server, 1]] = what
+            batches.ends[server, 1] += 1
+            if batches.size[server] == 0:
+                _begin(cluster, batches, used, heap, result, now, server)
+        elif kind == LAYER:
+            home = batches.server[what]
+            tokens, prompt_s = 0, 0.0
+            for p in batches.prompts[what, : batches.size[what]]:
+                begin, end = _span(prompts, batches.step[p], p)
+                tokens += end - begin
+                if batches.step[p] == 0:
+                    prompt_s = cluster.host.prompt_s
+            work_s = cluster.dense_s + cluster.dense_token_s * tokens + prompt_s
             gpu = what % cluster.gpus[home]
-            begin, end = _span(prompts, step[what], what)
-            free[home, gpu] = max(now, free[home, gpu]) + cluster.dense_s + cluster.dense_token_s * (end - begin)
-            _push(heap, free[home, gpu], GATE, what)
+            push(heap, _work(share, used, result.boxes, now, home, gpu, work_s), GATE, what)
         elif kind == GATE:
-            gated[what] = now
-            _gate(prompts, cluster, state, heap, calls, result, now, what)
+            batches.gated_s[what] = now
+            _gate(prompts, cluster, batches, used, heap, calls, result, now, what)
         elif kind == CALL:
             server = calls.server[what]
-            done = _compute(cluster, free, now, server, calls.experts[what], calls.tokens[what])
-            _push(heap, done, REPLY, what)
+            begun = _work(share, used, result.boxes, now, server, 0, cluster.host.serve_s)
+            done = _compute(cluster, used, result, begun, server, calls.experts[what], calls.tokens[what])
+            push(heap, done, REPLY, what)
         elif kind == REPLY:
-            p = calls.prompt[what]
-            back = _send(cluster, links, now, calls.server[what], prompts.server[p], calls.sent[what])
+            w = calls.batch[what]
+            back = _send(cluster, used.links, now, calls.server[what], batches.server[w], calls.sent[what])
             calls.free[calls.unused[0]] = what
             calls.unused[0] += 1
-            _push(heap, back, DONE, p)
+            push(heap, back, DONE, w)
         else:
-            pending[what] -= 1
-            if pending[what] == 0:
-                result.waits[what] += now - gated[what]
-                layer[what] += 1
-                if layer[what] == layers:
-                    layer[what] = 0
-                    if step[what] == 0:
-                        result.first_s[what] = now
-                    step[what] += 1
-                if step[what] <= prompts.emitted[what] - 1:
-                    _push(heap, now, LAYER, what)
-                else:
-                    result.end_s[what] = now
+            batches.pending[what] -= 1
+            if batches.pending[what] == 0:
+                for p in batches.prompts[what, : batches.size[what]]:
+                    result.waits[p] += now - batches.gated_s[what]
+                batches.layer[what] += 1
+                if batches.layer[what] < layers:
+                    push(heap, now, LAYER, what)
+                    continue
+                batches.layer[what] = 0
+                _emit(prompts, batches, result, now, what)
+                if together:
+                    _begin(cluster, batches, used, heap, result, now, what)
+                elif batches.size[what]:
+                    batches.began_s[what] = now
+                    push(heap, now, LAYER, what)
+
+
+def _batches(prompts: Prompts, servers: int, sequences: int) -> Batches:
+    count = len(prompts.at_s)
+    server = np.arange(servers) if sequences else prompts.server
+    members = np.zeros((servers, sequences), np.int64) if sequences else np.arange(count)[:, None]
+    size, layer, pending = np.zeros((3, len(server)), np.int64)
+    gated_s, began_s = np.zeros((2, len(server)))
+    line = np.zeros((servers, count) if sequences else (servers, 0), np.int64)
+    size += not sequences
+    ends = np.zeros((servers, 2), np.int64)
+    return Batches(server, members, size, layer, pending, gated_s, began_s, np.zeros(count, np.int64), line, ends)
 
 
 def simulate(prompts: Prompts, cluster: Cluster) -> Result:
     """Returns what comes of the prompts on the cluster."""
-    count, gpus = len(prompts.at_s), int(cluster.gpus.max())
-    size = count + 4 * CALLS
-    ints = [np.zeros(size, np.int64) for _ in range(3)]
-    heap = Heap(np.zeros(size), ints[0], ints[1], ints[2], np.zeros(2, np.int64))
-    prompt, server, sent = np.zeros((3, CALLS), np.int64)
+    count, servers, gpus = len(prompts.at_s), len(cluster.gpus), int(cluster.gpus.max())
+    batch, server, sent = np.zeros((3, CALLS), np.int64)
     experts, tokens = np.zeros((2, CALLS, gpus), np.int64)
-    calls = Calls(prompt, server, sent, experts, tokens, np.arange(CALLS), np.array([CALLS]))
-    result = Result(np.zeros(count), np.zeros(count), np.zeros(3, np.int64), np.zeros(count))
-    run(prompts, cluster, heap, calls, result)
+    calls = Calls(batch, server, sent, experts, tokens, np.arange(CALLS), np.array([CALLS]))
+    used = Used(np.zeros((servers, gpus)), np.zeros((2, servers)), np.zeros(servers, np.int64), np.zeros(servers))
+    result = Result(np.zeros(count), np.zeros(count), np.zeros(3, np.int64), np.zeros(count), np.zeros((servers, 6)))
+    batches = _batches(prompts, servers, cluster.host.sequences)
+    run(prompts, cluster, batches, used, heap_of(count + 4 * CALLS), calls, result)
     return result

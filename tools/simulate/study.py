@@ -14,7 +14,8 @@ from edgemoe.policy.placement.rendezvous import RendezvousCosts, routes_for
 from edgemoe.policy.placement.score import masks_of
 from edgemoe.types.placement import PlacementPolicy
 from tools.simulate.costs import Costs
-from tools.simulate.events import Cluster, Numbers, simulate
+from tools.simulate.events import Cluster, all_computing, simulate
+from tools.simulate.heap import Numbers
 from tools.simulate.workload import EXPERTS, HIDDEN_BYTES, Task, prompts_of
 
 SHAPE = (1, 1, 2)  # GPUs of the servers, in turn [Prism, IV-A]
@@ -72,6 +73,7 @@ def cluster_of(setting: Setting, placement: Placement, servers: list[int], costs
         costs.token_s,
         HIDDEN_BYTES * 8 / (setting.mbit_s * 1e6),
         setting.delay_s,
+        all_computing(len(servers)),
     )
 
 

@@ -15,7 +15,8 @@ import numpy as np
 
 from edgemoe.policy.placement.pairs import Routes
 from edgemoe.replay.trace import load
-from tools.simulate.events import Numbers, Prompts
+from tools.simulate.events import Prompts
+from tools.simulate.heap import Numbers
 
 TASKS = ("intent", "law", "translation")
 EXPERTS = 64  # DeepSeek-V2-Lite's; its experts and hidden size follow
