@@ -1,10 +1,14 @@
-"""What malloc keeps of what was freed: how much, and giving it back. Does nothing where there is no glibc."""
+"""What malloc keeps of what was freed, and what the garbage collection passes over.
+
+What is done to malloc does nothing where there is no glibc.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import ctypes
+import gc
 
 from edgemoe.ticking import until_tick
 
@@ -19,6 +23,12 @@ def keep_freed(mmap_bytes: int, trim_bytes: int) -> None:
         mallopt(M_MMAP_THRESHOLD, mmap_bytes)
         mallopt(M_TRIM_THRESHOLD, trim_bytes)
         mallopt(M_ARENA_MAX, 1)
+
+
+def settle() -> None:
+    """Has garbage collections pass over all that is there: one that looks through an engine stops it for .12 s."""
+    gc.collect()
+    gc.freeze()
 
 
 def give_back() -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 from pathlib import Path
 
-from edgemoe.heap import give_back
+from edgemoe.heap import give_back, settle
 
 COUNT, BYTES = 1000, 64 << 10
 
@@ -29,3 +30,17 @@ def test_pages_that_were_freed_between_what_is_in_use_go_back_to_the_system() ->
     assert kept - rss_bytes() > COUNT * BYTES / 2
     for block in blocks[1::2]:
         libc.free(block)
+
+
+def test_a_collection_passes_over_what_was_there_before_it_was_settled() -> None:
+    rings: list[list[object]] = [[] for _ in range(100)]
+    for ring in rings:
+        ring.append(ring)
+    settle()
+    try:
+        rings.clear()
+        assert gc.collect() < 90
+        assert gc.get_freeze_count() > 100
+    finally:
+        gc.unfreeze()
+    assert gc.collect() > 90

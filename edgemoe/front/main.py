@@ -37,7 +37,7 @@ from edgemoe.front.own_engine import EngineDoor
 from edgemoe.front.request_router import RequestRouter
 from edgemoe.front.supervisor import Supervisor
 from edgemoe.guard import refuse_pickle
-from edgemoe.heap import give_back, give_back_often, keep_freed
+from edgemoe.heap import give_back, give_back_often, keep_freed, settle
 from edgemoe.store.manifest import MANIFEST, Manifest
 from edgemoe.store.verify import verify_copies
 from edgemoe.ticking import until_tick
@@ -129,6 +129,7 @@ class Front:
             await self._serve(supervisor, Server(build(api), sockets, settings.api.max_connections))
 
     async def _serve(self, supervisor: Supervisor, server: Server) -> None:
+        settle()
         async with asyncio.TaskGroup() as tasks:
             helpers = [
                 tasks.create_task(supervisor.listen(), name="listen"),

@@ -43,6 +43,7 @@ from edgemoe.cluster.rpc.sparing_log import SparingLog
 from edgemoe.config.settings import Settings
 from edgemoe.errors import ConfigError, EdgemoeError, ServiceError, WireError
 from edgemoe.guard import refuse_pickle
+from edgemoe.heap import settle
 from edgemoe.ticking import until_tick
 from edgemoe.types.request import Emission, Request, Sampling
 from edgemoe.types.step import BLOCK_TOKENS
@@ -111,6 +112,7 @@ class Worker:
             helpers.append(tasks.create_task(self._listen(assembly), name="listen"))
             await self._warm_up(assembly)
             refuse_pickle()
+            settle()
             self._say("ready")
             self._wire.post(self._ready(assembly))
             helpers.append(tasks.create_task(self._report(assembly), name="stats"))
