@@ -111,8 +111,7 @@ class Channel:
 
     def connect(self, peer: Peer) -> None:
         self.wanted.add(peer.node)
-        if self.cluster.channels.get(self.transport.node) is self:
-            self.cluster.join_up()
+        self.cluster.join_up()
 
     def disconnect(self, node: str) -> None:
         self.wanted.discard(node)
