@@ -181,12 +181,12 @@ class Leader:
         now_s = state.clock()
         boxes = self._homes.look(state.cards(), state.absent_s, serving, now_s)
         look = Look(now_s, agreed, held, serving, boxes, self._reports())
-        solved, self._solved = self._solved, []
-        events: list[Look | Solved] = [look, *solved]
-        for event in events:
+        event: Look | Solved | None = look
+        while event is not None:
             for action in self._care.handle(event):
                 if await self._perform(action, group, epoch):
-                    return
+                    return  # what was solved meanwhile is heard at the next look
+            event = self._solved.pop(0) if self._solved else None
 
     def _reports(self) -> dict[str, Report]:
         own, members = self._report(), self._state.members

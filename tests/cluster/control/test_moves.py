@@ -67,7 +67,17 @@ def homes(cluster: Cluster) -> BoolArray:
 def test_whoever_dies_at_whatever_step_no_last_copy_is_dropped_and_the_move_is_made(
     tmp_path: Path, step: str, role: str, away_s: float
 ) -> None:
-    with virtual_cluster(tmp_path, 1) as cluster:
+    die_and_move_on(tmp_path, 1, step, role, away_s)
+
+
+@pytest.mark.parametrize("seed", [3, 5])
+def test_a_better_plan_that_is_found_as_a_move_goes_on_is_not_waited_for_in_vain(tmp_path: Path, seed: int) -> None:
+    """With these the answer is there in the moment in which the next step of a move is committed."""
+    die_and_move_on(tmp_path, seed, "committed", "leader", 9.0)
+
+
+def die_and_move_on(folder: Path, seed: int, step: str, role: str, away_s: float) -> None:
+    with virtual_cluster(folder, seed) as cluster:
         run = cluster.loop.run_until_complete
         cluster.pinning = True
         for box in cluster.boxes.values():
