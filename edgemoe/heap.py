@@ -6,6 +6,7 @@ What is done to malloc does nothing where there is no glibc.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import ctypes
 import gc
@@ -29,6 +30,7 @@ def settle() -> None:
     """Has garbage collections pass over all that is there: one that looks through an engine stops it for .12 s."""
     gc.collect()
     gc.freeze()
+    atexit.register(gc.unfreeze)  # or libraries complain that it outlives them
 
 
 def give_back() -> None:

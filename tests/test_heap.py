@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 from edgemoe.heap import give_back, settle
@@ -44,3 +46,9 @@ def test_a_collection_passes_over_what_was_there_before_it_was_settled() -> None
     finally:
         gc.unfreeze()
     assert gc.collect() > 90
+
+
+def test_what_was_settled_ends_with_its_process() -> None:
+    last = "class Last:\n def __del__(self): print('gone')\nlast = Last()\nlast.own = last\n"
+    code = f"from edgemoe.heap import settle\n{last}settle()\ndel last"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"gone\n"
