@@ -21,7 +21,8 @@ for _name, _value in {**WORKER_ENV, **SPINS}.items():  # before anything loads t
     os.environ.setdefault(_name, _value)
 
 # The same examples in every run, and no clock: what a busy box does to an example's time is no failure.
-hypothesis.settings.register_profile("gate", deadline=None, derandomize=True)
+TOO_SLOW = hypothesis.HealthCheck.too_slow
+hypothesis.settings.register_profile("gate", deadline=None, derandomize=True, suppress_health_check=[TOO_SLOW])
 hypothesis.settings.load_profile("gate")
 
 TIMEOUTS_S = {"slow": 3600, "gpu": 300}  # of tests with these marks that state none themselves

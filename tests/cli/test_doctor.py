@@ -10,6 +10,7 @@ import socket
 import subprocess
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -45,8 +46,15 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packed: Path) -> Path:
         monkeypatch.setenv(name, str(tmp_path))
     monkeypatch.setattr("edgemoe.cli.doctor.command.disk_rate", lambda place: 2e9)  # 256 MiB a test
     monkeypatch.setattr("edgemoe.cli.client.SERVICE_SOCKET", tmp_path / "none")
+    has_room(monkeypatch)
     shutil.copytree(packed, tmp_path / "edgemoe/stores/demo")
     return tmp_path
+
+
+def has_room(monkeypatch: pytest.MonkeyPatch, free: int = 100 << 30, total: int = 200 << 30) -> None:
+    """Every disk has so many bytes free, of so many."""
+    blocks = SimpleNamespace(f_frsize=4096, f_bavail=free // 4096, f_blocks=total // 4096)
+    monkeypatch.setattr("edgemoe.cli.doctor.box.os.statvfs", lambda _: blocks)
 
 
 def examined(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, Any]]:
@@ -133,7 +141,18 @@ def test_another_model_and_boxes_without_a_leader_are_found() -> None:
     assert [each.state for each in members({"members": there[:1], "leader": "a", "trouble": ""})] == ["pass"]
 
 
-def test_a_slow_disk_is_found(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("free", "total", "state"), [(1 << 30, 16 << 30, "pass"), (5 << 30, 2 << 40, "pass"), (3 << 30, 2 << 40, "failure")]
+)
+def test_too_little_room_is_found(
+    free: int, total: int, state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_room(monkeypatch, free, total)
+    assert next(box.disk(tmp_path, lambda _: 2e9)).state == state
+
+
+def test_a_slow_disk_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    has_room(monkeypatch)
     states = {rate: [each.state for each in box.disk(tmp_path, lambda _, rate=rate: rate)] for rate in (50e6, 2e9)}
     assert (states[50e6][-1], states[2e9][-1]) == ("warning", "pass")
 

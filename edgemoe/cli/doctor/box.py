@@ -21,7 +21,7 @@ from edgemoe.store import catalog
 from edgemoe.store.manifest import MANIFEST, Manifest
 from edgemoe.types.machine import Machine
 
-LEAST_FREE = 0.05  # of the disk of the stores
+LEAST_FREE, ENOUGH_FREE = 0.05, 4 << 30  # share and bytes of the disk of the stores; either will do
 SLOW_BYTES_PER_S = 400e6  # below it a miss takes longer than most models' layers
 LEAST_RAM_BYTES = 2 << 30
 AHEAD_S = 60.0  # that a file may be from the future
@@ -89,7 +89,7 @@ def disk(store_dir: Path, rate: Callable[[Path], float]) -> Iterator[Finding]:
     found = os.statvfs(place)
     free, total = found.f_bavail * found.f_frsize, max(1, found.f_blocks * found.f_frsize)
     said = f"{format_size(free)} of {format_size(total)} free at {place}"
-    if free < LEAST_FREE * total:
+    if free < min(LEAST_FREE * total, ENOUGH_FREE):
         yield Finding("disk", "failure", said)
         return
     yield Finding("disk", "pass", said)

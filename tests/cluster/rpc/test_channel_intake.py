@@ -22,7 +22,7 @@ from edgemoe.cluster.rpc.transport import Answer, Question
 from edgemoe.errors import PeerRefused
 
 MESSAGE_BYTES = 1 << 20
-ENDLESS = [bytes(256 << 10)] * 800  # what takes far longer to arrive than the channel looks away
+ENDLESS = [bytes(256 << 10)] * 8000  # what takes far longer to arrive than a busy machine may keep a loop from looking
 
 
 def three(**of_b: Any) -> tuple[Box, Box, Secret]:
