@@ -24,6 +24,7 @@ import numpy as np
 
 from edgemoe.cluster.control.coordination.store import PlanRef
 from edgemoe.cluster.control.placement import ExpertHome, PlanTask, Target, plan_of, why_anew
+from edgemoe.cluster.control.planning.observation import tokens_per_s
 from edgemoe.cluster.rpc.control_messages import EngineCard, Report
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.policy.migration import Migration, copy_s, pays
@@ -261,5 +262,5 @@ def _heat(look: Look) -> FloatArray:
     heat = np.zeros(shape, np.float32)
     for report in look.reports.values():
         if report.model == look.engine.model and len(report.chosen) == 2 * heat.size:
-            heat += report.tokens * np.frombuffer(report.chosen, "<u2").reshape(shape)
+            heat += tokens_per_s(report) * np.frombuffer(report.chosen, "<u2").reshape(shape)
     return heat

@@ -33,7 +33,7 @@ class Observation:
 def observe(reports: Sequence[Report | None], layers: int, experts: int) -> Observation:
     """Returns what the boxes' reports say of a model of L layers of E experts."""
     fitting = [each if each and len(each.chosen) == 2 * layers * experts and each.tokens else None for each in reports]
-    rates = [_tokens_per_s(each) if each else 0.0 for each in fitting]
+    rates = [tokens_per_s(each) if each else 0.0 for each in fitting]
     most = max(rates, default=0.0)
     activations = np.zeros((len(reports), layers, experts))
     pairs, chosen = [np.zeros((0, PAIR), np.int64)] * len(reports), 0.0
@@ -57,7 +57,7 @@ def observe(reports: Sequence[Report | None], layers: int, experts: int) -> Obse
     )
 
 
-def _tokens_per_s(report: Report) -> float:
+def tokens_per_s(report: Report) -> float:
     """Returns a box's tokens a second; of one that does not say, those that its count comes to in the end."""
     return report.tokens_per_s or report.tokens * math.log(2) / ACTIVITY_HALF_LIFE_S
 
