@@ -43,6 +43,7 @@ class DeviceBudget:
     expert_bytes: int
     link_bytes_per_s: float = 0.0
     link_expert_bytes: float = 0.0  # that an emulated link moves for each expert; 0: as many as it copies
+    memory_bytes_per_s: float = 0.0  # of an emulated device; 0: the processor's
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +190,7 @@ def _device_budget(index: int, device: DeviceSettings, free: int, needs: ModelNe
     if device.kind == "emulated":
         free = device.expert_bytes  # already subtracted from host RAM
     slab = _slots_bytes(device.expert_bytes, free, needs, f"experts on {device.kind}", f"device.{index}.expert_bytes")
-    return DeviceBudget(device.kind, slab, device.link_bytes_per_s)
+    return DeviceBudget(device.kind, slab, device.link_bytes_per_s, memory_bytes_per_s=device.memory_bytes_per_s)
 
 
 def _containment(settings: Settings, ram_bytes: int, slabs: Sequence[DeviceBudget], needs: ModelNeeds) -> bool:

@@ -49,6 +49,7 @@ class DeviceSettings(Section, frozen=True, kw_only=True):
     )
     expert_bytes: Bytes = 0  # slab for experts; 0: what is free minus headroom (cuda); required for emulated
     link_bytes_per_s: Rate = 0.0  # emulated only: speed of the RAM -> device link
+    memory_bytes_per_s: Rate = 0.0  # emulated only: speed at which it reads experts to compute; 0: the processor's own
 
 
 class EngineSettings(Section, frozen=True, kw_only=True):
@@ -213,8 +214,9 @@ def _check_device(name: str, device: DeviceSettings, kinds: list[str]) -> None:
         for field in ("expert_bytes", "link_bytes_per_s"):
             if not getattr(device, field):
                 raise ConfigError(f"{name} is emulated and needs {name}.{field}, as there is nothing to measure")
-    elif device.link_bytes_per_s:
-        raise ConfigError(f"{name}.link_bytes_per_s is for emulated devices; {device.kind} has a real link")
+    elif device.link_bytes_per_s or device.memory_bytes_per_s:
+        field = "link_bytes_per_s" if device.link_bytes_per_s else "memory_bytes_per_s"
+        raise ConfigError(f"{name}.{field} is for emulated devices; drop it, {device.kind} has its own speed")
     if device.kind == "cpu" and device.expert_bytes:
         raise ConfigError(f"{name} is the cpu, whose experts lie in RAM: set memory.ram_bytes instead")
     if device.kind != "emulated" and kinds.count(device.kind) > 1:

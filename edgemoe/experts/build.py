@@ -16,6 +16,7 @@ from edgemoe.errors import ConfigError
 from edgemoe.experts.compute.cost_model import CostModel
 from edgemoe.experts.compute.cpu_experts import CpuExperts
 from edgemoe.experts.compute.dispatch import Compute, HostCompute
+from edgemoe.experts.compute.emulated import DeviceTime, EmulatedCompute
 from edgemoe.experts.compute.moe import AS_USUAL, Fetching, TieredExperts
 from edgemoe.experts.compute.peer_layer_step import PeerExperts
 from edgemoe.experts.metrics import tier_metrics
@@ -163,7 +164,11 @@ def _open(device: DeviceBudget, geometry: ExpertGeometry, ram: HostSlab, math: E
     if device.kind == "emulated":
         slab = HostSlab(layout)
         link = EmulatedLink(ram, slab, device.link_bytes_per_s, device.link_expert_bytes)
-        return Device(layout, link, HostCompute(_matrices(slab, geometry), math))
+        slabs = _matrices(slab, geometry)
+        if not device.memory_bytes_per_s:
+            return Device(layout, link, HostCompute(slabs, math))
+        memory = DeviceTime(device.memory_bytes_per_s)
+        return Device(layout, link, EmulatedCompute(slabs, math, geometry.strides_bytes, memory))
     if device.kind.startswith("cuda:"):
         from edgemoe.experts.compute.cuda import open_cuda
 

@@ -19,7 +19,7 @@ from tools.simulate.bed.fitting import BedCosts, fit, took_s
 from tools.simulate.bed.runs import BedRun, BedRuns, usable
 from tools.simulate.bed.scoring import halves, row_of, summary
 from tools.simulate.costs import ATTENTION_S, DENSE_PARTS, PROFILE, PROFILED_EXPERT, Costs, measured
-from tools.simulate.events import Cluster, Host, Prompts, all_computing, simulate
+from tools.simulate.events import CORE_S, Cluster, Host, Prompts, all_computing, simulate
 from tools.simulate.study import MOST_SERVERS, Setting, outcome, placed_by, servers_of
 from tools.simulate.workload import EXPERTS, Task, prompts_of
 
@@ -87,7 +87,7 @@ def test_who_comes_second_waits_for_the_gpu() -> None:
     assert both.min() > alone
 
 
-FREE = Host(np.full(2, np.inf), 4, 0.0, 0.0, 0.0, 0.0, 0.0)  # boxes that step, and take nothing more
+FREE = Host(np.full(2, np.inf), 4, 0.0, 0.0, 0.0, 0.0, 0.0, np.ones(2, np.int64), 0.0)  # that step only
 
 
 def test_a_boxs_prompts_step_together_and_share_its_experts() -> None:
@@ -117,6 +117,18 @@ def test_a_call_takes_time_of_both_boxes() -> None:
     result = simulate(prompts([0.0], [0], TWO_TOKENS), cluster(SPLIT, host))
     assert result.end_s.tolist() == [base[0] + 8.0]
     assert result.boxes[1].tolist() == [0, 0, 0, 0, 0, 5.0 + LAUNCH + EXPERT + TOKEN]
+
+
+def test_devices_compute_beside_the_processor_one_batch_after_the_other() -> None:
+    slow = FREE._replace(read_s=50.0)
+    alone = simulate(prompts([0.0], [0], TWO_TOKENS), cluster(BOTH, slow)).end_s
+    assert alone.tolist() == [LAYERS * (DENSE + 2 * 50.0)], "the processor is done long before"
+    shared = FREE._replace(read_s=50.0, devices=np.array([2, 1]))
+    assert simulate(prompts([0.0], [0], TWO_TOKENS), cluster(BOTH, shared)).end_s.tolist() == [LAYERS * (DENSE + 50.0)]
+    busy = simulate(prompts([0.0, 1.0], [0, 1], TWO_TOKENS), cluster(SPLIT, slow))
+    assert busy.boxes[1, CORE_S] < 50.0, "no core works while a device does"
+    called = DENSE + 2 * 50.0 + DENSE + LINK + DELAY  # when the first box's call is at the second
+    assert busy.end_s[0] > called + 50.0 + LINK + DELAY, "which computes for itself then"
 
 
 def test_a_box_is_held_back_once_its_share_of_a_period_is_used() -> None:
@@ -237,8 +249,8 @@ CANNED = Path(__file__).parents[1] / "data" / "testbed"
 
 @pytest.fixture(scope="module")
 def bed_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, BedRun]:
-    """Runs that were measured, by method."""
-    model = demo(tmp_path_factory.mktemp("bed"))
+    """Runs that were measured, by method, on boxes that computed on their processors."""
+    model = replace(demo(tmp_path_factory.mktemp("bed")), rate={"specialised": 6.0}, expert_s=1e-9)
     with np.load(CANNED / "routes.npz") as kept:
         bits = {name: np.unpackbits(kept[name], axis=2) for name in kept}
     chosen = {name: each.nonzero()[2].reshape(*each.shape[:2], -1).astype(np.int16) for name, each in bits.items()}

@@ -50,11 +50,13 @@ class Host(NamedTuple):
     prompt_s: float  # for each layer of a step that has prompts
     call_s: float  # for each call that it makes
     serve_s: float  # for each that it answers
+    devices: Ints  # [N] that compute beside the processor, where experts take them anything
+    read_s: float  # of an expert on one of them
 
 
 def all_computing(servers: int) -> Host:
     """Returns hosts that take nothing: GPUs are all that counts."""
-    return Host(np.full(servers, np.inf), 0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    return Host(np.full(servers, np.inf), 0, 0.0, 0.0, 0.0, 0.0, 0.0, np.ones(servers, np.int64), 0.0)
 
 
 class Cluster(NamedTuple):
@@ -105,6 +107,7 @@ class Used(NamedTuple):
 
     gpus: Numbers  # [N, G]
     links: Numbers  # [2, N] out, and in
+    devices: Numbers  # [N] all that compute beside a box's processor
     period: Ints  # [N] in which the box used its processor last
     spent_s: Numbers  # [N] of it
 
@@ -153,6 +156,10 @@ def _compute(
         if experts[gpu]:
             work_s = cluster.launch_s + cluster.expert_s * experts[gpu] + cluster.token_s * tokens[gpu]
             end = max(end, _work(cluster.host.share, used, result.boxes, now, server, gpu, work_s))
+    rounds = np.ceil(experts.sum() / cluster.host.devices[server])
+    if cluster.host.read_s > 0.0 and rounds:
+        used.devices[server] = max(now, used.devices[server]) + rounds * cluster.host.read_s
+        end = max(end, used.devices[server])
     return end
 
 
@@ -195,7 +202,7 @@ def _waits(cluster: Cluster, used: Used, now: float, tokens: int) -> Numbers:
     wait = np.empty(len(used.gpus))
     for server in range(len(wait)):
         there = max(now, used.links[1, server]) + tokens * cluster.link_s + cluster.delay_s
-        busy = max(there, used.gpus[server, : cluster.gpus[server]].max())
+        busy = max(there, used.gpus[server, : cluster.gpus[server]].max(), used.devices[server])
         own = host.call_s + host.serve_s + cluster.launch_s
         wait[server] = busy - now + own + tokens * cluster.link_s + cluster.delay_s
     return wait
@@ -393,7 +400,8 @@ def simulate(prompts: Prompts, cluster: Cluster) -> Result:
     batch, server, sent = np.zeros((3, CALLS), np.int64)
     experts, tokens = np.zeros((2, CALLS, gpus), np.int64)
     calls = Calls(batch, server, sent, experts, tokens, np.arange(CALLS), np.array([CALLS]))
-    used = Used(np.zeros((servers, gpus)), np.zeros((2, servers)), np.zeros(servers, np.int64), np.zeros(servers))
+    free_s, links_s, devices_s, spent_s = np.zeros((servers, gpus)), np.zeros((2, servers)), *np.zeros((2, servers))
+    used = Used(free_s, links_s, devices_s, np.zeros(servers, np.int64), spent_s)
     result = Result(np.zeros(count), np.zeros(count), np.zeros(3, np.int64), np.zeros(count), np.zeros((servers, 6)))
     batches = _batches(prompts, servers, cluster.host.sequences)
     run(prompts, cluster, batches, used, heap_of(count + 4 * CALLS), calls, result)

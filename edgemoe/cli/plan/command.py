@@ -146,7 +146,8 @@ def run(args: argparse.Namespace) -> int:
     sizes = [variant.spec.geometry.largest_bytes for variant in variants]
     reads = read_times(Path(settings.model.store_dir), sizes, speed.READ_AT_ONCE)
     disk_bytes_per_s = speed.READ_AT_ONCE[-1] * sizes[0] / reads[0][-1] if reads[0] else 0.0
-    rates = Rates(memory_rate(kernels), disk_bytes_per_s, settings.device[0].link_bytes_per_s)
+    device = settings.device[0]
+    rates = Rates(device.memory_bytes_per_s or memory_rate(kernels), disk_bytes_per_s, device.link_bytes_per_s)
     planner = Planner(question, settings, machine, rates)
     chunk = min(question.prompt_tokens, settings.engine.step_tokens)
     measured = [

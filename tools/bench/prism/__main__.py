@@ -6,8 +6,9 @@
     python -m tools.bench.prism --prompts DIR --log prism.jsonl --parts moving --seeds 5
     python -m tools.bench.prism --log prism.jsonl --table --plots plots
 
-Needs root and a machine of its own. Three boxes with 1, 1 and 2 emulated devices, each device with a share of the
-processor and room for .3 (demo) or .35 (constructed) of the experts, 500 Mbit/s links. Parts:
+Needs root and a machine of its own. Three boxes with 1, 1 and 2 emulated devices, each with a share of the processor,
+a memory that takes so long to give an expert, and room for .3 (demo) or .35 (constructed) of them; 500 Mbit/s links.
+Parts:
 
     skew         how unevenly tasks and layers choose experts; printed first, always
     methods      every placement in both settings: latency, local compute ratio, how often boxes were held back
@@ -130,7 +131,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--seeds", type=int, default=3)
     p.add_argument("--requests", type=int, default=0, help="at each box in a run; 0: as each model has it")
     p.add_argument("--pace", type=float, default=1.0, help="of the models' rates; less where boxes are held back")
-    p.add_argument("--cpus", type=float, default=0.4, help="of the machine, for each device")
+    p.add_argument("--cpus", type=float, default=0.6, help="of the machine, for each device")
     p.add_argument("--disk-mb", type=float, default=50.0, help="megabytes a second that each box reads")
     p.add_argument("--link-gb", type=float, default=2.0, help="gigabytes a second between memory and a device")
     p.add_argument("--list", action="store_true", help="only says what would be run, and how long that takes")

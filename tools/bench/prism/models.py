@@ -59,6 +59,7 @@ class Model:
     tasks: tuple[str, ...]  # three of the specialised setting, three of the mixed one
     answer_tokens: dict[str, int]  # by setting
     rate: dict[str, float]  # requests a second at each box, likewise
+    expert_s: float  # that a device takes for an expert
     requests: int  # at each box, in a run
 
     def tasks_of(self, setting: str) -> tuple[str, ...]:
@@ -81,7 +82,8 @@ def demo(work: Path) -> Model:
         share=0.3,
         tasks=tuple(STAND_INS),
         answer_tokens={"specialised": 4, "mixed": 6},
-        rate={"specialised": 6.0, "mixed": 5.0},
+        rate={"specialised": 1.8, "mixed": 1.5},
+        expert_s=3e-4,
         requests=100,
     )
 
@@ -93,7 +95,8 @@ def constructed(work: Path) -> Model:
         share=0.35,
         tasks=WORDS,
         answer_tokens={"specialised": 2, "mixed": 3},
-        rate={"specialised": 2.8, "mixed": 2.4},
+        rate={"specialised": 1.2, "mixed": 1.0},
+        expert_s=1e-4,
         requests=80,
     )
 

@@ -109,5 +109,6 @@ def boxes_of(model: Model, slots: Sequence[int], link_bytes_per_s: float) -> dic
                 f"device.{number}.kind": "emulated",
                 f"device.{number}.expert_bytes": each * slot_bytes,
                 f"device.{number}.link_bytes_per_s": link_bytes_per_s,
+                f"device.{number}.memory_bytes_per_s": slot_bytes / model.expert_s,
             }
     return found

@@ -2,9 +2,10 @@
 
 A box's processor is a share of a core, held back in periods of 10 ms. Everything on it takes from that share: what it
 does with nothing to do, requests, steps, layers, rows, experts, calls made and answered. Beside that calls and requests
-take a while in which no processor is used. These costs are found by simulating the runs. What is made small is how far
-boxes' mean latencies, core seconds and decode steps are from what was measured, in logarithms; and how far costs are
-from where the search begins, so that those that runs do not tell apart stay together.
+take a while in which no processor is used; and experts take the devices' time, which is stated. The costs are found by
+simulating the runs. What is made small is how far boxes' mean latencies, core seconds and decode steps are from what
+was measured, in logarithms; and how far costs are from where the search begins, so that those that runs do not tell
+apart stay together.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from edgemoe.policy.placement.score import masks_of
-from tools.bench.prism.plans import NODES
+from tools.bench.prism.plans import DEVICES, NODES
 from tools.simulate.bed.runs import BedRun
 from tools.simulate.events import CORE_S, DECODE_S, DECODE_STEPS, Cluster, Host, Result, simulate
 from tools.simulate.heap import Numbers
@@ -55,6 +56,8 @@ def cluster_of(run: BedRun, costs: BedCosts) -> Cluster:
         costs.prompt_s,
         costs.call_s,
         costs.serve_s,
+        np.array(DEVICES),
+        run.read_s,
     )
     link_s = run.row_bytes * 8 / (RATE_MBIT * 1e6)
     device = np.where(run.inside, 0, -1).astype(np.int8)

@@ -38,6 +38,7 @@ class BedRun(NamedTuple):
     inside: BoolArray  # [N, L, E] what each box has in memory
     cores: Numbers  # [N] that each may use
     row_bytes: int  # of a token's hidden state
+    read_s: float  # that a device takes for an expert
 
     @property
     def name(self) -> str:
@@ -90,7 +91,7 @@ class BedRuns:
         cores = record["cpus"] * np.array(DEVICES, np.float64)
         row_bytes = geometry_of(self.model.store).row_bytes
         inside = self._inside(homes, run.settings[0])
-        return BedRun(record, self._prompts(requests), homes, inside, cores, row_bytes).check()
+        return BedRun(record, self._prompts(requests), homes, inside, cores, row_bytes, self.model.expert_s).check()
 
     def _homes(self, method: str, setting: str) -> BoolArray:
         if (method, setting) not in self.placed:
