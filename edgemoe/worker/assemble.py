@@ -27,6 +27,7 @@ from edgemoe.experts.activity import ActivityCounter
 from edgemoe.experts.build import ExpertTiers, TierMemory
 from edgemoe.experts.compute.moe import Fetching
 from edgemoe.experts.compute.peer_compute import ExpertShelf
+from edgemoe.experts.predict.gate_hint import CODES as HINT_CODES
 from edgemoe.experts.predict.scoutgate.forecaster import ScoutGateForecaster
 from edgemoe.experts.tiers.calls import CODES
 from edgemoe.families.spec import ModelSpec
@@ -128,7 +129,7 @@ def assemble(settings: Settings, emit: Emit, say: Say) -> Assembly:
         say("weights")
         decoder = Decoder.load(spec, directory / DENSE, device, kernels)
         say("experts")
-        link((*CODES, *ACTIVITY_CODES), kernel_dir(settings))
+        link((*CODES, *ACTIVITY_CODES, *HINT_CODES), kernel_dir(settings))
         sharing = _sharing(settings, directory, served, store) if settings.cluster.node else None
         scoutgate = scoutgate_for(settings, manifest, served, lambda: decoder.embedding)
         if scoutgate is not None:

@@ -106,7 +106,7 @@ def serve(shape: tuple[int, int, int], tokens: int) -> dict[str, float]:
     ids, said = routes(shape, tokens)
     with closing(ReplayBox(geometry, geometry.all_bytes // 4, BOX, ranks, prefetch=True)) as box:
         foresight.attach(box.residency, box.loader, geometry)
-        requester = PrefetchRequester(box.residency, box.loader, layers, top_k)
+        requester = PrefetchRequester(box.residency, box.loader, top_k)
         demand, hear = spent.timed("hints", requester.demand), spent.timed("hints", requester.hear)
         for token in range(tokens):
             spent.counts, step = token >= UNSCORED, meta(token)

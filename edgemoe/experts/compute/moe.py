@@ -16,6 +16,7 @@ from edgemoe.experts.compute.observations import Observations
 from edgemoe.experts.compute.peer_layer_step import PeerExperts
 from edgemoe.experts.compute.prefetch_requester import NOBODY, PrefetchRequester
 from edgemoe.experts.compute.rebalancing import Rebalancing
+from edgemoe.experts.predict.gate_lookahead import MOST_CALLS
 from edgemoe.experts.tiers.eviction import ALWAYS
 from edgemoe.experts.tiers.prefetch_priority import PrefetchPriority
 from edgemoe.experts.tiers.residency import Residency
@@ -27,8 +28,6 @@ from edgemoe.types.arrays import FloatArray, IntArray
 from edgemoe.types.experts import ExpertGeometry, ExpertId, Move, Tier
 from edgemoe.types.peers import work_units
 from edgemoe.types.routing import StepMeta, StepRouting
-
-WHOLE_LAYER_CALLS = 2  # expert calls per expert of a layer; from here on nearly all experts are needed
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +65,7 @@ class TieredExperts:
         self.lookahead = range(0 if fetching.keep_hidden else 1, 2 if fetching.prefetch or fetching.keep_hints else 1)
         self.stall_s = [0.0, 0.0, 0.0]  # in all, by the tier that was waited for
         self._gap = loader.gap if fetching.prefetch else IdleWindow(geometry.layers)
-        self._requester = PrefetchRequester(residency, loader, geometry.layers, geometry.top_k)
+        self._requester = PrefetchRequester(residency, loader, geometry.top_k)
         self._computes, self.cpu_experts = tuple(computes), cpu_experts
         self._rebalancing = Rebalancing(residency, computes)
         self._fetching = fetching
@@ -154,7 +153,7 @@ class TieredExperts:
         distance = layer - self._next_layer
         if self._step is not None and (self._fetching.keep_hints if distance else self._fetching.keep_hidden):
             self._step.hint(layer, distance, scores)
-        few = len(scores) * self.geometry.top_k < WHOLE_LAYER_CALLS * self.geometry.experts_of(layer)
+        few = len(scores) * self.geometry.top_k < MOST_CALLS * self.geometry.experts_of(layer)
         if self._fetching.prefetch and distance and few:
             self._requester.hear(layer, scores)
 
@@ -270,7 +269,7 @@ class TieredExperts:
 
     def _stream_next(self, layer: int, prefill_only: BoolArray | None, calls: int) -> None:
         """Prefetches all of the next layer's experts where a large prefill needs nearly all of them."""
-        whole = prefill_only is not None and calls >= WHOLE_LAYER_CALLS * self.geometry.experts_of(layer)
+        whole = prefill_only is not None and calls >= MOST_CALLS * self.geometry.experts_of(layer)
         if whole and self._fetching.prefetch and layer + 1 < self.geometry.layers:
             everybody = np.arange(self.geometry.experts_of(layer + 1))
             self._requester.replace(layer + 1, everybody, PrefetchPriority.PREFILL_ONLY)

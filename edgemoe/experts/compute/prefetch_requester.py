@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from itertools import repeat
-
 import numpy as np
 
 from edgemoe.experts.predict.gate_lookahead import GateLookAhead
@@ -16,16 +13,16 @@ from edgemoe.types.arrays import FloatArray, IntArray
 from edgemoe.types.experts import ExpertId, Move, Tier
 
 NOBODY: IntArray = np.empty(0, np.int64)
-CERTAIN = (1.0, ALWAYS)  # chance and utility
+TIERS, NEAR = tuple(Tier), PrefetchPriority.NEAR  # to ask an enumeration for a member takes a while
 
 
 class PrefetchRequester:
     """Knows the prefetch requests of each priority that the loader has at present. Compute thread only."""
 
-    def __init__(self, residency: Residency, loader: ExpertLoader, layers: int, top_k: int) -> None:
-        self._residency, self._loader, self._top_k = residency, loader, top_k
-        self._ahead = GateLookAhead(layers, top_k)
-        self._policy = residency.policy
+    def __init__(self, residency: Residency, loader: ExpertLoader, top_k: int) -> None:
+        self._residency, self._loader = residency, loader
+        self._ahead = GateLookAhead(residency, top_k)
+        self._foresee, self._fastest = residency.policy.foresee, residency.fastest
         self._requested: dict[PrefetchPriority, int] = {}  # priorities with prefetch requests, and the layer of these
 
     def demand(self, layer: int, chosen: IntArray) -> None:
@@ -35,47 +32,29 @@ class PrefetchRequester:
             self._drop(layer)
 
     def hear(self, layer: int, probs: FloatArray) -> None:
-        """Learns from a hint [T, E], and requests the experts that it makes likely."""
-        self._ahead.hear(layer, probs)
-        self._request_likely(layer, probs)
-
-    def _request_likely(self, layer: int, probs: FloatArray) -> None:
-        """Requests the missing experts that a hint [T, E] makes likely, each with its chance and utility."""
-        likely = _likely(probs, self._top_k)
-        if self._residency.all_on_top(layer, likely):
-            self.replace(layer, NOBODY, PrefetchPriority.NEAR)
-            return
-        chance, utility = self._policy.foresee(layer, likely, self._ahead.chances(layer, probs, likely))
-        order = np.argsort(-chance, kind="stable")
-        order = order[utility[order] > -ALWAYS]
-        self.replace(
-            layer,
-            likely[order],
-            PrefetchPriority.NEAR,
-            zip(chance[order].tolist(), utility[order].tolist(), strict=True),
-        )
-
-    def replace(
-        self,
-        layer: int,
-        experts: IntArray,
-        priority: PrefetchPriority,
-        odds: Iterable[tuple[float, float]] | None = None,
-    ) -> None:
-        """Replaces the requests of one priority by the missing ones of `experts` [n], best first.
-
-        `odds` are the chance and utility of each; without them all are certain.
-        """
+        """Learns from a hint [T, E], and requests the missing experts that it makes likely, the likeliest first."""
         moves: list[Move] = []
-        if not self._residency.all_on_top(layer, experts):
-            fastest = self._residency.fastest
-            ids = [ExpertId(layer, expert) for expert in experts.tolist()]
-            tiers = [Tier(tier) for tier in self._residency.tiers_of(layer, experts).tolist()]
+        if (likely := self._ahead.hear(layer, probs)) is not None:
+            missing = self._ahead.missing(*self._foresee(layer, *likely))
+            fastest = self._fastest
             moves = [
-                Move(expert, tier, fastest, utility, chance)
-                for expert, tier, (chance, utility) in zip(ids, tiers, odds or repeat(CERTAIN), strict=False)
-                if tier is not fastest
+                Move(ExpertId(layer, expert), TIERS[tier], fastest, utility, chance)
+                for expert, tier, chance, utility in missing
             ]
+        self._request(layer, moves, NEAR)
+
+    def replace(self, layer: int, experts: IntArray, priority: PrefetchPriority) -> None:
+        """Replaces the requests of one priority by the missing ones of `experts` [n], all of them certain."""
+        tiers = zip(experts.tolist(), self._residency.tiers_of(layer, experts).tolist(), strict=True)
+        moves = [
+            Move(ExpertId(layer, expert), TIERS[tier], self._fastest, ALWAYS)
+            for expert, tier in tiers
+            if tier != self._fastest
+        ]
+        self._request(layer, moves, priority)
+
+    def _request(self, layer: int, moves: list[Move], priority: PrefetchPriority) -> None:
+        """Replaces the requests of one priority, if there is any, before or now."""
         if moves or priority in self._requested:
             self._loader.prefetch(moves, priority)
             self._requested.pop(priority, None)
@@ -85,14 +64,4 @@ class PrefetchRequester:
     def _drop(self, layer: int) -> None:
         """Cancels prefetch requests for layers that have started."""
         for priority in [priority for priority, requested in self._requested.items() if requested <= layer]:
-            self.replace(layer, NOBODY, priority)
-
-
-def _likely(probs: FloatArray, k: int) -> IntArray:
-    """Returns the union of each token's k most probable experts, in descending order; `probs` [T, E]."""
-    best = probs[0] if len(probs) == 1 else probs.max(axis=0)
-    top = probs.argpartition(-k, axis=1)[:, -k:].ravel()
-    if len(probs) > 1:
-        top = np.unique(top)
-    likely: IntArray = top[best[top].argsort()[::-1]]
-    return likely
+            self._request(layer, [], priority)

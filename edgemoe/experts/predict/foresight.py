@@ -16,7 +16,15 @@ from collections.abc import Callable, Hashable, Sequence
 
 import numpy as np
 
-from edgemoe.experts.predict.fusion import NEXT_LAYER, NEXT_STEP, AwaitedForecast, Blend, ExpertForecast, Forecaster
+from edgemoe.experts.predict.fusion import (
+    NEXT_LAYER,
+    NEXT_STEP,
+    AwaitedForecast,
+    Blend,
+    ExpertForecast,
+    Forecaster,
+    GateFusion,
+)
 from edgemoe.experts.predict.next_use import Ids, NextUsePredictor
 from edgemoe.experts.predict.next_use_step import TRACKS
 from edgemoe.experts.predict.planning.prefetch_planner import Plans, PrefetchRequests
@@ -72,6 +80,7 @@ class Foresight:
     def start(self, predictor: NextUsePredictor, blend: Blend) -> None:
         """From here on goes by these."""
         self.predictor, self.blend = predictor, blend
+        self._gate = GateFusion(predictor.ranks, blend, self._margin)
         predictor.weigh(blend.shares, blend.etas)
         self._shares_s.clear()
         self._gates.clear()
@@ -120,13 +129,11 @@ class Foresight:
     def foresee(self, layer: int, experts: IntArray, chance: FloatArray) -> tuple[FloatArray, FloatArray]:
         """See `types.LivePolicy`."""
         predictor = self.predictor
-        phase = predictor.phase_of(layer)
-        odds = predictor.ranks[layer, experts] - phase
+        odds, fused, utility = self._gate(layer, experts, chance, predictor.phase_of(layer))
         if (layer + self.step) % PROBES == 0:
             awaited = AwaitedForecast(NEXT_LAYER, layer * predictor.experts + experts, odds, chance)
             self._gates.append((predictor.begun, awaited))
-        fused, again = self.blend.foresee(odds, chance)
-        return fused, again + phase - self._margin
+        return fused, utility
 
     def observe(self, routing: StepRouting) -> bool:
         """A step ended. Returns whether it is learned from."""

@@ -13,13 +13,15 @@ the `shares` and `etas` that are kept here.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from edgemoe.experts.predict.routing_memory import LOOKS
-from edgemoe.kernels.cpu.intrinsics import INT, carray, code, f32_at, jit
+from edgemoe.experts.tiers.records import SharedRecord
+from edgemoe.kernels.cpu.intrinsics import INT, carray, code, f32_at, fields, i64_at, jit, place_of, record
 from edgemoe.kernels.cpu.vector import exp32, log32
 from edgemoe.policy.fusion import Calibration, Mix
 from edgemoe.types.arrays import BoolArray, FloatArray, IntArray
@@ -90,15 +92,6 @@ class Blend:
         if known:
             self._apply()
 
-    def foresee(self, odds: FloatArray, chance: FloatArray) -> tuple[FloatArray, FloatArray]:
-        """The chance [n] that the next layer's gate gives, fused with worths [n] of these log odds; and the worths
-        with it, as log odds. From any thread."""
-        odds, chance = np.ascontiguousarray(odds, np.float32), np.ascontiguousarray(chance, np.float32)
-        fused, again = np.empty_like(chance), np.empty_like(chance)
-        arrays = (odds, chance, self.shares[NEXT_LAYER], self.etas[NEXT_LAYER:], fused, again)
-        FORESEE.call_briefly(len(odds), *(array.ctypes.data for array in arrays))
-        return fused, again
-
     def learned(self) -> dict[str, Any]:
         """What is to be kept, by names."""
         mix, calibrations = self.mix, self.calibrations
@@ -122,8 +115,8 @@ class Blend:
             return
         self.mix.loss[:] = saved["mix_loss"]
         self.mix.forecast[:], self.mix.came[:], self.mix.n[:] = saved["mix_bins"]
-        for calibration, record in zip(self.calibrations, saved["calibrations"], strict=True):
-            calibration.restore(record)
+        for calibration, kept in zip(self.calibrations, saved["calibrations"], strict=True):
+            calibration.restore(kept)
         self._apply()
 
     def _apply(self) -> None:
@@ -146,9 +139,50 @@ def fuse(odds: np.float32, q: np.float32, share: FloatArray, eta: np.float32) ->
     return p, log32(utility / (np.float32(1) - utility))
 
 
-@code(*[INT] * 7)
-def FORESEE(n: int, odds: int, chance: int, share: int, eta: int, fused: int, again: int) -> None:
-    """`fuse` for `n` experts; arrays are addresses."""
-    shares = carray(f32_at(share), (BINS,))
-    for i in range(n):
-        f32_at(fused)[i], f32_at(again)[i] = fuse(f32_at(odds)[i], f32_at(chance)[i], shares, f32_at(eta)[0])
+# `count` `experts` and their `chance` float32; `ranks` float32 of their layer's experts; `share` and `eta` float32 of
+# the horizon; `shifts` float32: the layer's phase, and the margin. Results: `odds`, `fused` and `utility` float32.
+GATE = fields("count", "experts", "chance", "ranks", "share", "eta", "shifts", "odds", "fused", "utility")
+COUNT, RANKS = (place_of(GATE, name) for name in ("count", "ranks"))
+
+
+@code(INT)
+def FORESEE(gate: int) -> None:
+    """`fuse` for what the next layer's gate says of some experts."""
+    g = record(gate, GATE)
+    phase, margin = f32_at(g.shifts)[0], f32_at(g.shifts)[1]
+    share, eta = carray(f32_at(g.share), (BINS,)), f32_at(g.eta)[0]
+    for i in range(g.count):
+        odds = f32_at(g.ranks)[i64_at(g.experts)[i]] - phase
+        fused, worth = fuse(odds, f32_at(g.chance)[i], share, eta)
+        f32_at(g.odds)[i], f32_at(g.fused)[i], f32_at(g.utility)[i] = odds, fused, worth + phase - margin
+
+
+class GateFusion:
+    """Blends what the next layer's gate says into ranks. On the thread that runs the steps."""
+
+    def __init__(self, ranks: FloatArray, blend: Blend, margin: float) -> None:
+        """Reads `ranks` [L, E] and what the blend has learned; utilities are less by the margin."""
+        self._record = shared = SharedRecord(GATE)
+        self._address, self._fields = ctypes.c_int64(shared.address), shared.numbers  # converted once
+        self._ranks, self._ranks_at, self._row_bytes = ranks, ranks.ctypes.data, ranks.strides[0]
+        shared.take("share", blend.shares[NEXT_LAYER])
+        shared.take("eta", blend.etas[NEXT_LAYER:])
+        self._experts = shared.views("experts", ranks.shape[1])
+        self._chance, self._odds, self._fused, self._utility = (
+            shared.views(name, ranks.shape[1], np.float32) for name in ("chance", "odds", "fused", "utility")
+        )
+        self._shifts: FloatArray = shared.take("shifts", np.array([0, margin], np.float32))
+        self._foresee = FORESEE.call_briefly
+
+    def __call__(
+        self, layer: int, experts: IntArray, chance: FloatArray, phase: float
+    ) -> tuple[FloatArray, FloatArray, FloatArray]:
+        """Fuses the gate's chance [n] of a layer's experts [n], whose rank is by `phase` more than their log odds.
+
+        Returns these log odds, the fused chance, and the rank with it, less the margin, [n] each.
+        """
+        n, fields = len(experts), self._fields
+        self._experts[n][...], self._chance[n][...], self._shifts[0] = experts, chance, phase
+        fields[COUNT], fields[RANKS] = n, self._ranks_at + layer * self._row_bytes
+        self._foresee(self._address)
+        return self._odds[n].copy(), self._fused[n].copy(), self._utility[n].copy()

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from edgemoe.experts.tiers.records import REQUEST, SharedRecord
 from edgemoe.kernels.cpu.intrinsics import place_of
@@ -25,8 +23,8 @@ class CallRecord:
         self._record = record = SharedRecord(REQUEST)
         self.address, self.fields = ctypes.c_int64(record.address), record.numbers  # converted once
         record["state"] = state
-        self.ids, self.slots = self._views("ids", experts), self._views("slots", experts)
-        self.prefill, self.ready = self._views("prefill", experts, np.bool_), self._views("ready", experts, np.bool_)
+        self.ids, self.slots = record.views("ids", experts), record.views("slots", experts)
+        self.prefill, self.ready = record.views("prefill", experts, np.bool_), record.views("ready", experts, np.bool_)
         self.starts: IntArray = record.array("starts", (experts, 4))
         self.worths: FloatArray = record.array("worths", 2, dtype=np.float32)
         for name in ("wanted", "taken", "reads"):
@@ -41,10 +39,6 @@ class CallRecord:
         if prefill_only is not None:
             self.prefill[n][...] = prefill_only
         return n
-
-    def _views(self, name: str, count: int, dtype: npt.DTypeLike = np.int64) -> tuple[npt.NDArray[Any], ...]:
-        whole = self._record.array(name, count, dtype=dtype)
-        return tuple(whole[:n] for n in range(count + 1))
 
 
 class CallRecords(threading.local):

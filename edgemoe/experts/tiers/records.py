@@ -81,6 +81,11 @@ class SharedRecord:
         """Returns a new array, whose address it takes."""
         return self.take(name, np.full(shape, value, dtype))
 
+    def views(self, name: str, count: int, dtype: npt.DTypeLike = np.int64) -> tuple[npt.NDArray[Any], ...]:
+        """Returns the first 0, 1, ... `count` elements of a new array, whose address it takes."""
+        whole = self.array(name, count, dtype=dtype)
+        return tuple(whole[:n] for n in range(count + 1))
+
     def take(self, name: str, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Takes the array's address."""
         self._arrays.append(array)

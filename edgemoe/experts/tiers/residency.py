@@ -71,7 +71,7 @@ class Residency(TierPools):
         self._waiters = wait or Waiters()
         self._arrivals: dict[SimpleQueue[Transfer], int] = {}  # who waits for loads, and of which layer
         self._shared = shared = SharedRecord(STATE)
-        self._state, self._address = shared.numbers, shared.address
+        self._state, self.address = shared.numbers, shared.address  # of the STATE record, for compiled code
         layers, experts = shape = ram.where.shape
         shared["layers"], shared["experts"], shared["devices"] = layers, experts, len(self.devices)
         shared["containment"] = containment
@@ -82,9 +82,9 @@ class Residency(TierPools):
         shared.array("visited", layers, NONE)
         self._needed = tuple(shared.array("needed", shape, NONE))  # L rows [E]
         self._served: IntArray = shared.array("served", len(Tier))
-        self.homes = HomeExperts(ram, self._address, shared.array("kept", shape))
-        self.extents = Extents(self._address, self._waiters)
-        self._records = CallRecords(self._address, experts)
+        self.homes = HomeExperts(ram, self.address, shared.array("kept", shape))
+        self.extents = Extents(self.address, self._waiters)
+        self._records = CallRecords(self.address, experts)
         self._pin_all, self._acquire, self._unpin = (
             calls.PIN_ALL.call_briefly,
             calls.ACQUIRE.call_briefly,
@@ -112,7 +112,7 @@ class Residency(TierPools):
         """Opens a layer-step. Tells the policies the distinct experts [n] that decoding tokens demand of the layer."""
         self._tell_policies(layer, demanded)
         if self._ours:
-            calls.BEGIN.call_briefly(self._address, layer)
+            calls.BEGIN.call_briefly(self.address, layer)
 
     def pin_if_all_resident(
         self, device: int, layer: int, experts: IntArray, prefill_only: BoolArray | None
@@ -213,7 +213,7 @@ class Residency(TierPools):
 
     def arrive(self, load: Transfer) -> Sequence[Transfer]:
         """Records that the load's bytes are in place. Returns the copies that waited for them, their source pinned."""
-        copy_slot, demanded = divmod(calls.ARRIVE.call_briefly(self._address, load.pool.index, load.slot), 2)
+        copy_slot, demanded = divmod(calls.ARRIVE.call_briefly(self.address, load.pool.index, load.slot), 2)
         self._tell(load, bool(demanded))
         return (self._copy_after(load, copy_slot - 1),) if copy_slot else ()
 
@@ -223,7 +223,7 @@ class Residency(TierPools):
 
     def fail(self, load: Transfer, error: Exception) -> None:
         """Ends the load, and the copies that waited for it, with `error`. Their slots become free once unpinned."""
-        copy_slot, demanded = divmod(calls.FAIL.call_briefly(self._address, load.pool.index, load.slot), 2)
+        copy_slot, demanded = divmod(calls.FAIL.call_briefly(self.address, load.pool.index, load.slot), 2)
         load.error = error
         self._tell(load, bool(demanded))
         if copy_slot:
@@ -233,14 +233,14 @@ class Residency(TierPools):
 
     def withdraw(self, load: Transfer) -> bool:
         """Drops a prefetch to a device unless it is demanded. Returns whether it did; its source stays pinned."""
-        gone = bool(calls.WITHDRAW.call_briefly(self._address, load.pool.index, load.slot))
+        gone = bool(calls.WITHDRAW.call_briefly(self.address, load.pool.index, load.slot))
         if gone:
             self._waiters.wake()
         return gone
 
     def pin(self, layer: int, expert: int) -> int:
         """Pins an expert in RAM until `unpin`. Returns its slot; NONE where the expert is not in RAM."""
-        return int(calls.HOLD.call_briefly(self._address, layer * self.ram.experts + expert))
+        return int(calls.HOLD.call_briefly(self.address, layer * self.ram.experts + expert))
 
     # --- integrity ----------------------------------------------------------------------------------------------
 

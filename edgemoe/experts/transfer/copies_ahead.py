@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Container
+from collections.abc import Container, Iterable
 
 from edgemoe.experts.tiers.prefetch_priority import PrefetchPriority
 from edgemoe.experts.tiers.residency import Residency
@@ -12,6 +12,8 @@ from edgemoe.experts.tiers.slots import Transfer
 from edgemoe.experts.transfer.idle_window import IdleWindow
 from edgemoe.experts.transfer.links import TierLink
 from edgemoe.types.experts import ExpertId, Move
+
+PRIORITIES = tuple(PrefetchPriority)  # to go through an enumeration takes a while
 
 
 class CopiesAhead:
@@ -37,10 +39,12 @@ class CopiesAhead:
         with self._lock:
             self._queues[priority].append(move)
 
-    def clear(self, priority: PrefetchPriority) -> None:
-        """Cancels the requests of one priority."""
+    def replace(self, moves: Iterable[Move], priority: PrefetchPriority) -> None:
+        """Replaces the requests of one priority."""
         with self._lock:
-            self._queues[priority].clear()
+            queue = self._queues[priority]
+            queue.clear()
+            queue.extend(moves)
 
     def start(self) -> None:
         """Begins what pays now, and gives up what was for a layer that runs without it."""
@@ -50,7 +54,7 @@ class CopiesAhead:
             in_vain = self._near
             if in_vain is not None and (in_vain.layer != self._gap.layer or in_vain.demand):
                 in_vain = None
-            pays = any(self._pays(priority) for priority in PrefetchPriority)
+            pays = self._first() is not None
         if in_vain is not None:
             self._give_up(in_vain)
         if pays and self._link.at_once:
@@ -91,24 +95,27 @@ class CopiesAhead:
 
     def _next(self) -> Transfer | None:
         with self._lock:
-            for priority in PrefetchPriority:
-                while self._pays(priority):
-                    load = self._residency.reserve(self._queues[priority].popleft(), priority)
-                    if load is None:
-                        continue
-                    if priority.for_one_layer:
-                        self._near = load
-                    else:
-                        self._other = load, priority
-                    return load
+            while (priority := self._first()) is not None:
+                load = self._residency.reserve(self._queues[priority].popleft(), priority)
+                if load is None:
+                    continue
+                if priority.for_one_layer:
+                    self._near = load
+                else:
+                    self._other = load, priority
+                return load
         return None
 
-    def _pays(self, priority: PrefetchPriority) -> bool:
-        """Returns whether the first request of a priority pays now, and can begin.
+    def _first(self) -> PrefetchPriority | None:
+        """Returns the first priority whose first request pays now, and can begin.
 
         It can where the link is idle, or moves one that can wait.
         """
-        if not self._queues[priority] or self._near is not None:
-            return False
-        free = priority.for_one_layer if self._other is not None else self._link.idle()
-        return free and self._gap.pays(self._queues[priority][0].chance, self._link.piece_s)
+        if self._near is not None:
+            return None
+        for priority, queue in zip(PRIORITIES, self._queues, strict=True):
+            if queue:
+                free = priority.for_one_layer if self._other is not None else self._link.idle()
+                if free and self._gap.pays(queue[0].chance, self._link.piece_s):
+                    return priority
+        return None

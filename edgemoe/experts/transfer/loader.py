@@ -88,14 +88,11 @@ class ExpertLoader:
         A request from NVMe to VRAM goes by way of RAM; one from RAM is dropped if the expert is not there. What a plan
         has under way ends where it is no part of the next one.
         """
-        moves = list(moves) if priority is PrefetchPriority.FAR else moves
+        moves = list(moves)
         with self._lock:
-            self._onward = {expert: asked for expert, asked in self._onward.items() if asked[1] != priority}
-            self._stages[priority].clear()
-            for copies in self._copies:
-                copies.clear(priority)
-            for move in moves:
-                self._append(move, priority)
+            if self._onward:
+                self._onward = {expert: asked for expert, asked in self._onward.items() if asked[1] != priority}
+            self._replace(moves, priority)
         if priority is PrefetchPriority.FAR:
             for copies in self._copies:
                 copies.replan([move.expert for move in moves])
@@ -238,11 +235,16 @@ class ExpertLoader:
 
     # --- inside -------------------------------------------------------------------------------------------------
 
-    def _append(self, move: Move, priority: PrefetchPriority) -> None:
-        if move.source is Tier.NVME or not self.links:
-            self._stages[priority].append(move)
-        else:
-            self._copies[self.residency.device_of[move.expert]].append(move, priority)
+    def _replace(self, moves: Sequence[Move], priority: PrefetchPriority) -> None:
+        """Replaces what waits, of one priority, for the disk and each link."""
+        reads = [move for move in moves if move.source is Tier.NVME] if self.links else moves
+        ready = [move for move in moves if move.source is not Tier.NVME] if reads else moves
+        self._stages[priority].clear()
+        self._stages[priority].extend(reads)
+        device_of = self.residency.device_of
+        for index, copies in enumerate(self._copies):
+            its = ready if len(self._copies) == 1 else [move for move in ready if device_of[move.expert] == index]
+            copies.replace(its, priority)
 
     @property
     def _may_read_ahead(self) -> bool:

@@ -7,7 +7,7 @@ import numpy.typing as npt
 import pytest
 from support.kept import KERNELS
 
-from edgemoe.experts.predict.fusion import HORIZONS, NEXT_LAYER, NEXT_STEP, AwaitedForecast, Blend
+from edgemoe.experts.predict.fusion import HORIZONS, NEXT_LAYER, NEXT_STEP, AwaitedForecast, Blend, GateFusion
 from edgemoe.experts.predict.next_use import NextUsePredictor, link_predictor
 from edgemoe.policy.fusion import Calibration
 from edgemoe.types.arrays import FloatArray
@@ -104,10 +104,13 @@ def test_a_gates_chance_is_fused_in_the_same_way() -> None:
     blend, random = Blend(), np.random.default_rng(6)
     learn(blend, NEXT_LAYER, right=True)
     odds, chance = random.normal(-1, 2, 8).astype(np.float32), random.random(8).astype(np.float32)
-    p, utility = blend.foresee(odds, chance)
+    ranks, experts = np.zeros((L, E), np.float32), random.permutation(E)[:8]
+    ranks[2, experts] = odds - 3
+    said, p, utility = GateFusion(ranks, blend, 0.5)(2, experts, chance, -3.0)
     want_p, want = expected(odds, chance, blend.calibrations[NEXT_LAYER], blend.mix.eta(NEXT_LAYER))
+    np.testing.assert_allclose(said, odds, atol=1e-5)
     np.testing.assert_allclose(p, want_p, atol=1e-3)
-    np.testing.assert_allclose(utility, want, atol=5e-3)
+    np.testing.assert_allclose(utility, want - 3.5, atol=5e-3)
 
 
 def test_what_is_forecast_is_told_with_what_the_predictor_said(predictor: NextUsePredictor) -> None:
