@@ -13,6 +13,7 @@ import torch
 
 from edgemoe.config.budgets import DeviceBudget
 from edgemoe.errors import ConfigError
+from edgemoe.experts.activity import CODES as ACTIVITY_CODES
 from edgemoe.experts.compute.cost_model import CostModel
 from edgemoe.experts.compute.cpu_experts import CpuExperts
 from edgemoe.experts.compute.dispatch import Compute, HostCompute
@@ -20,6 +21,8 @@ from edgemoe.experts.compute.emulated import DeviceTime, EmulatedCompute
 from edgemoe.experts.compute.moe import AS_USUAL, Fetching, TieredExperts
 from edgemoe.experts.compute.peer_layer_step import PeerExperts
 from edgemoe.experts.metrics import tier_metrics
+from edgemoe.experts.predict.gate_hint import CODES as HINT_CODES
+from edgemoe.experts.tiers.calls import CODES as TIER_CODES
 from edgemoe.experts.tiers.prefetch_priority import PrefetchPriority
 from edgemoe.experts.tiers.residency import Residency
 from edgemoe.experts.tiers.slab import HostSlab, layout_in
@@ -34,6 +37,8 @@ from edgemoe.types.arrays import BoolArray
 from edgemoe.types.experts import ExpertGeometry, ExpertId, LivePolicy, Move, Store, Tier
 from edgemoe.types.peers import ExpertPeers
 from edgemoe.types.size_classes import SlabLayout
+
+CODES = (*TIER_CODES, *ACTIVITY_CODES, *HINT_CODES)  # to be linked before
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,14 +22,11 @@ from edgemoe.engine.grammar import Grammars
 from edgemoe.engine.loop import Emit
 from edgemoe.engine.runner import LoadedModel, Watchers
 from edgemoe.errors import CapacityError
-from edgemoe.experts.activity import CODES as ACTIVITY_CODES
 from edgemoe.experts.activity import ActivityCounter
-from edgemoe.experts.build import ExpertTiers, TierMemory
+from edgemoe.experts.build import CODES, ExpertTiers, TierMemory
 from edgemoe.experts.compute.moe import Fetching
 from edgemoe.experts.compute.peer_compute import ExpertShelf
-from edgemoe.experts.predict.gate_hint import CODES as HINT_CODES
 from edgemoe.experts.predict.scoutgate.forecaster import ScoutGateForecaster
-from edgemoe.experts.tiers.calls import CODES
 from edgemoe.families.spec import ModelSpec
 from edgemoe.kernels.cpu.object_cache import link
 from edgemoe.kernels.cpu.runtime import Kernels
@@ -129,7 +126,7 @@ def assemble(settings: Settings, emit: Emit, say: Say) -> Assembly:
         say("weights")
         decoder = Decoder.load(spec, directory / DENSE, device, kernels)
         say("experts")
-        link((*CODES, *ACTIVITY_CODES, *HINT_CODES), kernel_dir(settings))
+        link(CODES, kernel_dir(settings))
         sharing = _sharing(settings, directory, served, store) if settings.cluster.node else None
         scoutgate = scoutgate_for(settings, manifest, served, lambda: decoder.embedding)
         if scoutgate is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.kept import KERNELS
 
-from edgemoe.experts.tiers.calls import CODES
+from edgemoe.experts.build import CODES
 from edgemoe.kernels.cpu.object_cache import link
 
 

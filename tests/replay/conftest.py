@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from support.kept import KERNELS
 
+from edgemoe.experts.build import CODES
 from edgemoe.experts.predict.next_use import link_predictor
-from edgemoe.experts.tiers.calls import CODES
 from edgemoe.kernels.cpu.object_cache import link
 
 

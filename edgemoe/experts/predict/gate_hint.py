@@ -16,7 +16,7 @@ LOW, HIGH, BINS = -4.0, 3.0, 29  # of the margin, in nats
 TINY = np.float32(1e-9)
 
 # `probs` [tokens, width] float32 of `layer`, of which each token chooses `top_k`; `state` is residency's record.
-# `share` [BINS] float32 is the calibration; `margins` [tokens, width] float32 is 0 where nobody wants them. `count`
+# `share` float32 of BINS is the calibration; `margins` [tokens, width] float32 is 0 where nobody wants them. `count`
 # experts are `likely`, and then missing: with `chance` and `utility` float32 and `tiers`. `trust` and `promised` [1]
 # float32. Scratch memory: `tops` [top_k], `least` [tokens] float32, `best` [E] float32, `marked` [E] uint8.
 HINT = fields(
