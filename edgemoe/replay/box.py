@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -101,6 +103,7 @@ class ReplayBox:
         self._counts, self._misses, self._missed_bytes = False, 0, 0
         self._missed = 0  # experts so far, whoever demanded them
         self._weights = NOTHING  # of a layer's choices, of which only the shape counts
+        self.computing_s: Iterator[float] = repeat(machine.compute_s)  # of one layer-step after the other
 
     def begin(self, meta: StepMeta) -> None:
         """A step begins."""
@@ -118,7 +121,7 @@ class ReplayBox:
         if self._counts:
             self._misses += self._missed - before
             self._missed_bytes += (self._missed - before) * self._sizes_bytes[layer]
-        self.world.pass_s(self._machine.compute_s)
+        self.world.pass_s(next(self.computing_s))
 
     def end(self) -> StepRouting:
         """The step is over."""

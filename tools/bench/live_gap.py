@@ -5,9 +5,9 @@
 A model decodes with its experts in RAM and a share of them in a device behind an emulated link. The contenders run in
 turns, round by round, and each one's steps are recorded, prompts and gates' hints as well. Each recording is replayed
 by the objects that served, from what was known before the run, with links, disk and computing simulated: the link is
-idle between two layers, and between two steps, for as long as it was in the run with prefetch. Misses are those of
-decoding tokens. `gap closed` is the share of what lies between the best of LRU, LFU and LFRU and Belady's bound, both
-replayed on the same steps. Differences are paired by round, with 95 % intervals.
+idle after each layer-step for as long as it was after that one in the run with prefetch. Misses are those of decoding
+tokens. `gap closed` is the share of what lies between the best of LRU, LFU and LFRU and Belady's bound, both replayed
+on the same steps. Differences are paired by round, with 95 % intervals.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import argparse
 import gc
 import itertools
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -37,6 +38,7 @@ from edgemoe.config.settings import RecordSettings
 from edgemoe.experts.predict.controller import restored
 from edgemoe.experts.predict.learned_policy import LearnedPolicy
 from edgemoe.experts.predict.next_use import NextUsePredictor
+from edgemoe.experts.transfer.idle_window import IdleWindow
 from edgemoe.policy.baselines import LFRU, LFU, LRU, Belady
 from edgemoe.replay.bound import ByteBelady
 from edgemoe.replay.box import BoxSpec
@@ -62,6 +64,7 @@ class Live(NamedTuple):
     recording: Path
     slots: int
     looks: float  # share of the steps that had some
+    idle_s: list[float]  # after each layer-step
     machine: BoxSpec  # on which it is replayed
 
 
@@ -112,22 +115,38 @@ def run_live(model: Model, setting: Setting, state: Path, lesson: list[StepRouti
                 runner.teach(lesson)
             rounds[name] = []
         gc.collect()
-        window, gaps_s = runners[NAMES[-1]].tiers.loader.gap, []
+        idle_s = watched(runners[NAMES[-1]].tiers.loader.gap)
         for number in range(setting.rounds):
             turn = number % len(NAMES)
             for name in NAMES[turn:] + NAMES[:turn]:
                 result = runners[name].run(1000 + number, args.tokens)
                 del result["routings"]
                 rounds[name].append(result)
-            gaps_s.append(window.means_s)
             assert len({tuple(each[-1].pop("tokens")) for each in rounds.values()}) == 1, "other tokens"
         slots = {name: runner.tiers.residency.devices[0].slots for name, runner in runners.items()}
         looks = {name: _looks(runner) for name, runner in runners.items()}
     assert not any(recorder.dropped for recorder in recorders)
-    *layers_s, last_s = np.mean(gaps_s[args.unscored :], axis=0).tolist()
-    layer_s, size = float(np.mean(layers_s)), round(args.expert_bytes)
-    machine = BoxSpec(layer_s, size, setting.link, 1e9, 1.0, True, between_s=max(0.0, last_s - layer_s))
-    return {name: Live(rounds[name], scratch / name, slots[name], looks[name], machine) for name in NAMES}
+    machine = BoxSpec(0.0, round(args.expert_bytes), setting.link, 1e9, 1.0, True)
+    return {name: Live(rounds[name], scratch / name, slots[name], looks[name], idle_s, machine) for name in NAMES}
+
+
+def watched(window: IdleWindow) -> list[float]:
+    """Returns a list that the idle times after layer-steps are added to from now on; the last one has none."""
+    times_s, since_s = list[float](), math.nan
+    begin, demand = window.begin, window.demand
+
+    def begins(layer: int) -> None:
+        nonlocal since_s
+        since_s = time.monotonic()
+        begin(layer)
+
+    def ends(layer: int) -> None:
+        if since_s == since_s:
+            times_s.append(time.monotonic() - since_s)
+        demand(layer)
+
+    window.begin, window.demand = begins, ends  # type: ignore[method-assign]
+    return times_s
 
 
 def _looks(runner: Runner) -> float:
@@ -159,9 +178,10 @@ def replayed(
         teach(policy, lesson)
     run = Replay(policy, geometry)
     box = run.add(live.slots * geometry.largest_bytes, machine, prefetch=CONTENDERS[name].prefetch)
+    box.computing_s = itertools.chain(live.idle_s, itertools.repeat(0.0))
     with closing(box):
         counts = [box.counts for _ in _by_round(run, recorded(live.recording), setting)]
-    rounds = [after.since(before) for before, after in itertools.pairwise(counts)]
+    rounds = [after.since(before) for before, after in zip(counts[::2], counts[1::2], strict=True)]
     return {
         "missed": [each.misses for each in rounds],
         "stall_ms": [1e3 * each.stall_s / setting.args.tokens for each in rounds],
@@ -181,13 +201,13 @@ def yardsticks(model: Model, setting: Setting, live: Live, lesson: list[StepRout
         run = Replay(policy, geometry)
         with closing(run.add(capacity_bytes, machine, prefetch=False)) as box:
             counts = [box.counts.misses for _ in _by_round(run, iter(steps), setting)]
-        missed.append(counts[-1] - counts[setting.args.unscored])
+        missed.append(counts[-1] - counts[2 * setting.args.unscored])
     trace = Trace([np.stack([step.ids[:, 0] for step in steps if step.meta.decode.all()])], sizes.experts)
     run = Replay(Belady(sizes.layers, sizes.experts, *next_uses(trace, 1)), geometry)
     run.bounds = [bound] = [ByteBelady(geometry, capacity_bytes)]
     decoded = (step for step in steps if step.meta.decode.all())
     counts = [bound.counts.misses for _ in _by_round(run, decoded, setting, prompts=0)]
-    return min(missed), counts[-1] - counts[setting.args.unscored]
+    return min(missed), counts[-1] - counts[2 * setting.args.unscored]
 
 
 def teach(policy: Any, lesson: list[StepRouting]) -> None:
@@ -198,12 +218,12 @@ def teach(policy: Any, lesson: list[StepRouting]) -> None:
 
 
 def _by_round(run: Replay, steps: Iterator[ReplayedStep], setting: Setting, prompts: int = 1) -> Iterator[None]:
-    """Yields before the first round and after each."""
-    yield
+    """Yields before and after the tokens of each round."""
     for _ in range(setting.rounds):
-        for step in itertools.islice(steps, setting.args.tokens + prompts):
-            run.step(step)
-        yield
+        for part in (prompts, setting.args.tokens):
+            for step in itertools.islice(steps, part):
+                run.step(step)
+            yield
 
 
 def compare(model: Model, setting: Setting, state: Path, lesson: list[StepRouting]) -> list[dict[str, Any]]:
