@@ -61,18 +61,18 @@ def runs_of(part: str, model: Model, args: argparse.Namespace, seed: int) -> Ite
                 yield Run(part, model.name, method, (setting,), seed, requests, pace)
     elif part == "migration" and not seed:
         for method, migrate_s in MOVED:
-            yield Run(part, model.name, method, SETTINGS[::-1], seed, 2 * args.requests or 200, 0.6 * pace, migrate_s)
+            yield Run(part, model.name, method, SETTINGS[::-1], seed, 2 * args.requests or 200, pace, migrate_s)
     elif part == "redirection" and not seed:
         for method in BESIDE:
-            yield Run(part, model.name, method, SETTINGS[:1], seed, requests // 2, 0.4 * pace)
+            yield Run(part, model.name, method, SETTINGS[:1], seed, requests // 2, pace)
     elif part == "share" and not seed:
         for share in SHARES:
             yield Run(part, model.name, str(share), SETTINGS[1:], seed, 30)
     elif part == "moving":
         yield from moving_runs(model, seed, args.requests, pace)
     elif part == LONG and not seed:
-        asked = round(LONG_S / sum(1 / (0.8 * pace * model.rate[setting]) for setting in SETTINGS))
-        yield Run(part, model.name, "rendezvous", SETTINGS[::-1], seed, asked, 0.8 * pace, LONG_MIGRATE_S)
+        asked = round(LONG_S / sum(1 / (pace * model.rate[setting]) for setting in SETTINGS))
+        yield Run(part, model.name, "rendezvous", SETTINGS[::-1], seed, asked, pace, LONG_MIGRATE_S)
 
 
 # which models a part is about
@@ -131,7 +131,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--seeds", type=int, default=3)
     p.add_argument("--requests", type=int, default=0, help="at each box in a run; 0: as each model has it")
     p.add_argument("--pace", type=float, default=1.0, help="of the models' rates; less where boxes are held back")
-    p.add_argument("--cpus", type=float, default=0.6, help="of the machine, for each device")
+    p.add_argument("--cpus", type=float, default=1.0, help="of the machine, for each device")
     p.add_argument("--disk-mb", type=float, default=50.0, help="megabytes a second that each box reads")
     p.add_argument("--link-gb", type=float, default=2.0, help="gigabytes a second between memory and a device")
     p.add_argument("--list", action="store_true", help="only says what would be run, and how long that takes")

@@ -22,7 +22,7 @@ from tools.testbed.model import float32_demo
 
 WIDTH = 1024  # of the experts: 2.4 MB each
 MOVES, STAYS = "moves", "stays"
-PACE, REQUESTS = 0.4, 150  # requests for 60 s
+REQUESTS = 110  # for 60 s
 LEAST = 20  # requests while experts moved, for a quantile to be given
 Values = npt.NDArray[np.float64]
 
@@ -30,7 +30,7 @@ Values = npt.NDArray[np.float64]
 def moving_runs(model: Model, seed: int, requests: int, pace: float) -> Iterator[Run]:
     """Returns a run in which experts move and one in which none does, each first in every other round."""
     for method in (MOVES, STAYS) if seed % 2 == 0 else (STAYS, MOVES):
-        yield Run("moving", model.name, method, SETTINGS[:1], seed, requests or REQUESTS, PACE * pace, 0.0)
+        yield Run("moving", model.name, method, SETTINGS[:1], seed, requests or REQUESTS, pace, 0.0)
 
 
 def measure_moving(run: Run, model: Model, profile: Profile, machine: Machine, folder: Path) -> Record:
