@@ -6,7 +6,8 @@ each layer whole at one node, who calls then calls one peer, and room that is le
 that serve most tokens whole. From there, and from `exact` where that is not far worse, a local search goes on.
 
 `call_cost` is what a remote expert costs besides, as a share of a rendezvous: nearly nothing where links are slow
-against computing; the larger it is, the more the placement is that of `exact`. `isolation` is what an expert costs that
+against computing, half of it where an expert takes as long as the way there; the larger it is, the more the placement
+is that of `exact`. `isolation` is what an expert costs that
 the node has neither in memory nor on disk, likewise: the larger it is, the more of what its own requests need a node
 can compute when it is cut off from the others.
 """
@@ -30,6 +31,7 @@ from edgemoe.policy.placement.score import masks_of
 from edgemoe.types.arrays import BoolArray, IntArray
 
 TOKENS = 8192  # drawn from pairs, of all nodes together
+CALL_COST = 0.02  # of a remote expert, as a share of a rendezvous, at the least: of equal plans the one with fewer
 CHANGES = 2000  # that the search makes at most
 HOPELESS = 1.5  # times the cost of the best start: not worth a search
 
@@ -38,7 +40,7 @@ HOPELESS = 1.5  # times the cost of the best start: not worth a search
 class RendezvousCosts:
     """States what is to be small besides rendezvous, and how much one counts."""
 
-    call_cost: float = 0.02  # of a remote expert, as a share of a rendezvous
+    call_cost: float = CALL_COST  # of a remote expert, as a share of a rendezvous
     isolation: float = 0.0  # of one that is not on the node's disk either, likewise
     node_cost: Values | None = None  # [N] of a rendezvous of each node, as measured; None: all the same
 
@@ -50,6 +52,11 @@ class RendezvousCosts:
     def of_nodes(self, problem: PlacementProblem) -> Values:
         """Returns what a rendezvous of each node costs, [N]."""
         return np.ones(len(problem.slots)) if self.node_cost is None else self.node_cost
+
+
+def costs_of(expert_share: float, isolation: float = 0.0, node_cost: Values | None = None) -> RendezvousCosts:
+    """Returns what counts where the share of a call's time is known that the other node takes for one expert."""
+    return RendezvousCosts(max(CALL_COST, expert_share), isolation, node_cost)
 
 
 def rendezvous(

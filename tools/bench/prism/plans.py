@@ -12,10 +12,11 @@ from typing import Any, get_args
 import msgspec
 import numpy as np
 
+from edgemoe.cluster.control.planning.observation import CALL_S
 from edgemoe.policy.placement.pairs import Routes, heaviest_pairs
 from edgemoe.policy.placement.policies import Wishes, place
 from edgemoe.policy.placement.problem import Placement, PlacementProblem
-from edgemoe.policy.placement.rendezvous import RendezvousCosts, routes_for
+from edgemoe.policy.placement.rendezvous import costs_of, routes_for
 from edgemoe.store.manifest import Manifest
 from edgemoe.types.arrays import BoolArray
 from edgemoe.types.placement import BY_SUCCESSIONS, PLAN_FORMAT, PlacementPlan, PlacementPolicy, pack_bits
@@ -64,7 +65,8 @@ def place_by(method: PlacementPolicy, model: Model, setting: str, profile: Profi
     if method == "rendezvous":  # the others know no pairs
         pairs = [heaviest_pairs(each[:tokens], geometry.experts, PAIRS) for each in seen]
         routes = routes_for(problem, pairs, geometry.top_k, np.random.default_rng(0))
-    return place(method, problem, Wishes(routes, RendezvousCosts(), 1), [1] * geometry.layers, [])
+    costs = costs_of(model.expert_s / (model.expert_s + CALL_S))
+    return place(method, problem, Wishes(routes, costs, 1), [1] * geometry.layers, [])
 
 
 def partly_remote(model: Model, remote: float) -> BoolArray:

@@ -26,6 +26,7 @@ class Observation:
     activations: Values  # [N, L, E] 0 of who reports nothing
     pairs: tuple[IntArray, ...]  # of each node, [P, 4]: layer, both experts, how often they were chosen together
     call_s: Values  # [N] what a call to another box takes
+    expert_share: float  # of that, what the other box takes for one expert; 0 where it was not measured
     top_k: int  # experts that a token chooses of a layer; 0 where nothing is known
     per_s: float  # that a count of one happens, times a second
 
@@ -44,6 +45,7 @@ def observe(reports: Sequence[Report | None], layers: int, experts: int) -> Obse
             chosen = max(chosen, float(shares.sum(axis=1).max()) / ACTIVITY_UNIT)
             activations[node] = shares * share
             pairs[node] = _pairs(report, share, activations.shape)
+    links = [link for each in reports if each for link in each.links if link.unit_s]
     calls = [
         float(np.mean([link.latency_s + link.unit_s for link in each.links])) if each and each.links else CALL_S
         for each in reports
@@ -52,6 +54,7 @@ def observe(reports: Sequence[Report | None], layers: int, experts: int) -> Obse
         activations,
         tuple(pairs),
         np.maximum(calls, LEAST_CALL_S),
+        float(np.mean([link.unit_s / (link.latency_s + link.unit_s) for link in links])) if links else 0.0,
         min(round(chosen), experts),
         most / ACTIVITY_UNIT,
     )

@@ -12,7 +12,7 @@ from edgemoe.cluster.control.planning.targets import problem_of
 from edgemoe.errors import PlacementInfeasible
 from edgemoe.policy.placement.policies import Wishes, place
 from edgemoe.policy.placement.problem import Placement, PlacementProblem
-from edgemoe.policy.placement.rendezvous import RendezvousCosts, rendezvous_cost, routes_for
+from edgemoe.policy.placement.rendezvous import costs_of, rendezvous_cost, routes_for
 from edgemoe.policy.placement.score import remote_calls
 from edgemoe.policy.replacement.nodes import refined_cost
 from edgemoe.types.placement import BY_SUCCESSIONS, pack_bits, unpack_bits
@@ -23,7 +23,7 @@ def solve(asked: PlacementQuestion) -> PlacementAnswer:
     reports = [box.report for box in asked.boxes]
     seen = observe(reports, asked.layers, asked.experts)
     problem = problem_of(asked, seen)
-    costs = RendezvousCosts(isolation=asked.isolation, node_cost=seen.call_s / seen.call_s.mean())
+    costs = costs_of(seen.expert_share, asked.isolation, seen.call_s / seen.call_s.mean())
     policy = asked.policy if seen.top_k else "uniform"  # where nothing is known of what is chosen
     wishes = Wishes([], costs, asked.replicas)
     if policy == "rendezvous":

@@ -43,6 +43,8 @@ def test_calls_take_what_a_box_s_links_take() -> None:
     links = (LinkReport("b", 0.004, 1e6, 0.001), LinkReport("c", 0.002, 1e6))
     seen = observe([report(routes((0, 1)), 6, links=links), None], LAYERS, EXPERTS)
     assert seen.call_s == pytest.approx([0.0035, CALL_S])
+    assert seen.expert_share == pytest.approx(0.2), "of the link on which experts were computed"
+    assert observe([report(routes((0, 1)), 6, links=links[1:]), None], LAYERS, EXPERTS).expert_share == 0
 
 
 def test_successions_are_those_that_were_told_and_of_the_others_what_is_left() -> None:
