@@ -24,6 +24,7 @@ from edgemoe.types.placement import ACTIVITY_HALF_LIFE_S, ACTIVITY_UNIT
 from edgemoe.types.routing import StepRouting
 
 MOST_WEIGHT = 2.0**20  # of a token; at more, counts and weights are scaled down
+MOST_TOKENS = 2.0**22  # without decay; at more, counts are halved, to which float32 can always add 1
 LEAST_S = 10.0  # over which a rate is taken
 PAIRS_BYTES = 64 << 20  # of memory for pairs or successions; a model of more is counted without them
 Shares = np.ndarray[tuple[int, int], np.dtype[np.uint16]]
@@ -75,10 +76,15 @@ class ActivityCounter:
     """Owns the counts. `add` on the compute thread; `shares` on any."""
 
     def __init__(
-        self, geometry: ExpertGeometry, clock: Callable[[], float] = time.monotonic, *, successions: bool = False
+        self,
+        geometry: ExpertGeometry,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        successions: bool = False,
+        half_life_s: float = ACTIVITY_HALF_LIFE_S,
     ) -> None:
-        """Counts pairs, or `successions`."""
-        self._clock, self._tokens = clock, 0.0
+        """Counts pairs, or `successions`; with an infinite half-life all that came since `clear` alike."""
+        self._clock, self._tokens, self._half_life_s = clock, 0.0, half_life_s
         self._since_s = self._began_s = clock()  # what is counted; weights
         self.steps = 0  # added
         layers, experts = geometry.layers, geometry.experts
@@ -100,6 +106,9 @@ class ActivityCounter:
         if weight > MOST_WEIGHT:
             self._scale_down(weight)
             weight = 1.0
+        if self._tokens > MOST_TOKENS and math.isinf(self._half_life_s):
+            self._scale_down(2.0)
+            self._since_s = self._clock() - self._counted_s() / 2
         ids = np.ascontiguousarray(routing.ids)
         self._weight[0], self._record["tokens"], self._record["ids"] = weight, ids.shape[1], ids.ctypes.data
         COUNT.call_briefly(self._record.address)
@@ -120,17 +129,32 @@ class ActivityCounter:
             (np.triu(each + each.T, 1) * np.float32(scale) for each in self._pairs), most // max(1, len(self._pairs))
         )
         passed = _heaviest((each * np.float32(scale) for each in self._passed), most // max(1, len(self._passed)))
-        tokens = self._tokens / self._weight_now()
+        tokens = self.tokens
         return ActivityShares(tokens, tokens / max(self._counted_s(), LEAST_S), chosen, pairs, passed)
+
+    @property
+    def tokens(self) -> float:
+        """Returns how many tokens are counted, with decay."""
+        return self._tokens / self._weight_now()
+
+    @property
+    def pairs(self) -> FloatArray:
+        """Returns how often two experts were chosen together, [L, E, E], in a unit that changes.
+
+        A pair is in one of its two places, or partly in both. Empty, [0, E, E], where pairs are not counted.
+        """
+        return self._pairs
 
     def _counted_s(self) -> float:
         """Returns the seconds of which the counts are, with the same decay."""
-        age = (self._clock() - self._since_s) / ACTIVITY_HALF_LIFE_S
-        return float(ACTIVITY_HALF_LIFE_S / math.log(2) * (1 - 2.0**-age))
+        age_s = self._clock() - self._since_s
+        if math.isinf(self._half_life_s):
+            return age_s
+        return float(self._half_life_s / math.log(2) * (1 - 2.0 ** -(age_s / self._half_life_s)))
 
     def _weight_now(self) -> float:
         """Returns what a token counts now: twice as much after each half-life."""
-        return float(2.0 ** ((self._clock() - self._began_s) / ACTIVITY_HALF_LIFE_S))
+        return float(2.0 ** ((self._clock() - self._began_s) / self._half_life_s))
 
     def _scale_down(self, weight: float) -> None:
         for counts in (self._chosen, self._pairs, self._passed):

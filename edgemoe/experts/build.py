@@ -14,8 +14,11 @@ import torch
 from edgemoe.config.budgets import DeviceBudget
 from edgemoe.errors import ConfigError
 from edgemoe.experts.activity import CODES as ACTIVITY_CODES
+from edgemoe.experts.activity import ActivityCounter
 from edgemoe.experts.compute.cost_model import CostModel
 from edgemoe.experts.compute.cpu_experts import CpuExperts
+from edgemoe.experts.compute.device_spread import CODES as SPREAD_CODES
+from edgemoe.experts.compute.device_spread import DeviceSpread
 from edgemoe.experts.compute.dispatch import Compute, HostCompute
 from edgemoe.experts.compute.emulated import DeviceTime, EmulatedCompute
 from edgemoe.experts.compute.moe import AS_USUAL, Fetching, TieredExperts
@@ -38,7 +41,7 @@ from edgemoe.types.experts import ExpertGeometry, ExpertId, LivePolicy, Move, St
 from edgemoe.types.peers import ExpertPeers
 from edgemoe.types.size_classes import SlabLayout
 
-CODES = (*TIER_CODES, *ACTIVITY_CODES, *HINT_CODES)  # to be linked before
+CODES = (*TIER_CODES, *ACTIVITY_CODES, *HINT_CODES, *SPREAD_CODES)  # to be linked before
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +125,11 @@ class ExpertTiers:
         )
         self.loader.elsewhere = remote.elsewhere
 
+    def spread_by(self, activity: ActivityCounter) -> None:
+        """From here on several devices get experts so that those that are chosen together lie apart."""
+        if len(self.devices) > 1:
+            self.experts.spread = DeviceSpread(self.residency, self.loader, self.geometry, activity)
+
     def second(self, kernels: Kernels | None, *, deadline_s: float) -> TieredExperts:
         """Returns the same experts for the thread that computes for peers, which brings its own kernels."""
         math, residency = self._math.twin(kernels), self.residency.for_peers()
@@ -134,11 +142,14 @@ class ExpertTiers:
     async def run(self) -> None:
         """Fills free slots in idle time and serves loads, until cancelled."""
         self.loader.prefetch(self._fill(), PrefetchPriority.FILL)
-        keeping = asyncio.create_task(self._kept.keep())
+        beside = [asyncio.create_task(self._kept.keep())]
+        if self.experts.spread is not None:
+            beside.append(asyncio.create_task(self.experts.spread.run()))
         try:
             await self.loader.run()
         finally:
-            keeping.cancel()
+            for task in beside:
+                task.cancel()
 
     def close(self) -> None:
         """Ends the links. To be called when `run` has ended; forwards that wait fail."""

@@ -16,6 +16,7 @@ PlacementPolicy = Literal[
     "uniform", "redundance", "smartmoe", "eplb", "published", "prism", "exact", "rendezvous", "gimbal", "columns"
 ]
 BY_SUCCESSIONS: tuple[PlacementPolicy, ...] = ("gimbal", "columns")  # they go by what follows what in the next layer
+SINCE_CHANGE: tuple[PlacementPolicy, ...] = ("published",)  # they go by all that was chosen since the last new plan
 ACTIVITY_HALF_LIFE_S = 600.0  # after which what a box's requests chose counts half
 ACTIVITY_UNIT = 65535  # a share of the tokens, in what is told of that
 

@@ -8,13 +8,12 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple, ParamSpec, Protocol
+from typing import ParamSpec, Protocol
 
 import torch
 from llguidance import LLTokenizer
 
 from edgemoe.api.text.tokenizer import TextModel
-from edgemoe.cluster.data.expert_fetch import PeerStore
 from edgemoe.config.budgets import Budgets, resolve_budgets
 from edgemoe.config.settings import Settings
 from edgemoe.engine.engine import Engine, EngineBudget
@@ -25,7 +24,6 @@ from edgemoe.errors import CapacityError
 from edgemoe.experts.activity import ActivityCounter
 from edgemoe.experts.build import CODES, ExpertTiers, TierMemory
 from edgemoe.experts.compute.moe import Fetching
-from edgemoe.experts.compute.peer_compute import ExpertShelf
 from edgemoe.experts.predict.scoutgate.forecaster import ScoutGateForecaster
 from edgemoe.families.spec import ModelSpec
 from edgemoe.kernels.cpu.object_cache import link
@@ -34,9 +32,8 @@ from edgemoe.model.decoder import Decoder
 from edgemoe.model.kv import KVCache
 from edgemoe.model.states import StateCache
 from edgemoe.store.consistency import spec_of
-from edgemoe.store.files import checksum, note_use
+from edgemoe.store.files import note_use
 from edgemoe.store.manifest import DENSE, Manifest
-from edgemoe.store.peers.served import ServedPieces
 from edgemoe.store.reader import ExpertStore
 from edgemoe.store.verify import verify_copies, verify_dense
 from edgemoe.telemetry import probes
@@ -45,13 +42,11 @@ from edgemoe.telemetry.recording import Header
 from edgemoe.types.experts import ExpertGeometry, LivePolicy, Tier
 from edgemoe.types.machine import Machine
 from edgemoe.types.model_info import ModelInfo, ServedModel, commonest_first
-from edgemoe.types.placement import BY_SUCCESSIONS
 from edgemoe.types.routing import StepRouting
 from edgemoe.types.step import BLOCK_TOKENS
 from edgemoe.worker.cache_policy import POLICIES, Foreseeing, costs_file, foreseeing, scoutgate_for
-from edgemoe.worker.hand_over import LastChunks
 from edgemoe.worker.needs import needs_of
-from edgemoe.worker.store_growth import StoreGrowth
+from edgemoe.worker.sharing import Sharing, activity_of, sharing_of
 
 log = logging.getLogger(__name__)
 
@@ -66,18 +61,6 @@ class Say(Protocol):
     def __call__(self, phase: str, fraction: float = 0.0, /) -> None: ...
 
 
-class Sharing(NamedTuple):
-    """What a box in a cluster has besides: experts as bytes, a store that reads from peers too, what is told."""
-
-    model: ServedModel
-    shelf: ExpertShelf
-    store: PeerStore
-    activity: ActivityCounter
-    last_chunks: LastChunks
-    pieces: ServedPieces
-    growth: StoreGrowth
-
-
 @dataclass(frozen=True, slots=True)
 class Assembly:
     """A model in memory, ready to run. `close` it when the step loop and the tiers have ended."""
@@ -88,6 +71,7 @@ class Assembly:
     engine: Engine
     tiers: ExpertTiers
     close: Callable[[], None]
+    activity: ActivityCounter | None = None  # where nobody goes by it
     sharing: Sharing | None = None  # without a cluster
     scoutgate: ScoutGateForecaster | None = None  # without cache.scoutgate
     controller: Foreseeing | None = None  # without a policy that foresees, or a need for it
@@ -127,7 +111,10 @@ def assemble(settings: Settings, emit: Emit, say: Say) -> Assembly:
         decoder = Decoder.load(spec, directory / DENSE, device, kernels)
         say("experts")
         link(CODES, kernel_dir(settings))
-        sharing = _sharing(settings, directory, served, store) if settings.cluster.node else None
+        activity = activity_of(settings, geometry, budgets)
+        sharing = (
+            sharing_of(settings, directory, served, store, activity) if activity and settings.cluster.node else None
+        )
         scoutgate = scoutgate_for(settings, manifest, served, lambda: decoder.embedding)
         if scoutgate is not None:
             opened.callback(scoutgate.close)
@@ -136,6 +123,8 @@ def assemble(settings: Settings, emit: Emit, say: Say) -> Assembly:
         policy = controller.policy if controller else POLICIES[name](geometry)
         tiers = _tiers(settings, geometry, budgets, store, sharing, kernels, policy)
         opened.callback(tiers.close)
+        if activity is not None:
+            tiers.spread_by(activity)
         if controller is not None:
             opened.callback(controller.close)
             if settings.cache.prefetch:
@@ -150,12 +139,12 @@ def assemble(settings: Settings, emit: Emit, say: Say) -> Assembly:
             tiers,
             _grammars(directory, spec),
             emit,
-            _watchers(controller, recorder, scoutgate, sharing),
+            _watchers(controller, recorder, scoutgate, activity, sharing),
         )
         opened.callback(engine.close)
         closing = opened.pop_all()
     info = _info(settings, manifest, spec)
-    return Assembly(settings, info, budgets, engine, tiers, closing.close, sharing, scoutgate, controller)
+    return Assembly(settings, info, budgets, engine, tiers, closing.close, activity, sharing, scoutgate, controller)
 
 
 def _machine() -> Machine:
@@ -179,20 +168,6 @@ def _info(settings: Settings, manifest: Manifest, spec: ModelSpec) -> ModelInfo:
         dense_encoding=spec.dense_encoding,
         kv_dtype="int8" if spec.kv_int8 else spec.dtype,
         layer_bytes=tuple(spec.geometry.strides_bytes.tolist()),
-    )
-
-
-def _sharing(settings: Settings, directory: Path, served: ServedModel, store: ExpertStore) -> Sharing:
-    shelf, pieces = ExpertShelf(store.manifest, store, served.geometry), ServedPieces(directory, store.manifest)
-    peers = PeerStore(store, shelf, checksum, served.geometry)
-    return Sharing(
-        served,
-        shelf,
-        peers,
-        ActivityCounter(served.geometry, successions=settings.cluster.placement in BY_SUCCESSIONS),
-        LastChunks(),
-        pieces,
-        StoreGrowth(directory, store, shelf, pieces),
     )
 
 
@@ -231,6 +206,7 @@ def _watchers(
     controller: Foreseeing | None,
     recorder: Recorder | None,
     scoutgate: ScoutGateForecaster | None,
+    activity: ActivityCounter | None,
     sharing: Sharing | None,
 ) -> Watchers:
     """Returns who hears of each step, in this order."""
@@ -241,8 +217,9 @@ def _watchers(
         observers.append(recorder.add)
     if scoutgate is not None:
         observers.append(scoutgate.learn)
+    if activity is not None:
+        observers.append(activity.add)
     if sharing is not None:
-        observers.append(sharing.activity.add)
         observers.append(sharing.last_chunks.read)
     expecting = (scoutgate, controller, sharing.last_chunks if sharing is not None else None)
     return Watchers(_to_all(observers), _to_all([each.look for each in expecting if each is not None]))

@@ -151,8 +151,8 @@ class Worker:
             log.warning("not warmed up: the boxes that have the other experts are not here yet")
         elif end.finish == "error":
             raise ServiceError(f"the model does not run: {end.error}")
-        if assembly.sharing is not None:
-            assembly.sharing.activity.clear()  # nobody asked for it
+        if assembly.activity is not None:
+            assembly.activity.clear()  # nobody asked for it
 
     def _ready(self, assembly: Assembly) -> Ready:
         engine, settings = assembly.engine, self._settings.engine

@@ -82,19 +82,24 @@ def passed_in(routes: Sequence[Routes], experts: int) -> Values:
     return counts.traffic().passed
 
 
+def counted(tokens: Routes, experts: int, *, successions: bool) -> ActivityCounter:
+    """Returns what an engine has counted that ran these tokens [T, L, k]."""
+    _, layers, top_k = tokens.shape
+    counter = ActivityCounter(
+        ExpertGeometry(layers, experts, top_k, 1, 1, "float32"), lambda: 0.0, successions=successions
+    )
+    nothing = np.zeros(len(tokens), np.int64)
+    meta = StepMeta(("",), np.array([len(tokens)]), np.array([True]), nothing, nothing)
+    ids = np.ascontiguousarray(tokens.transpose(1, 0, 2), np.int16)
+    counter.add(StepRouting(meta, ids, np.zeros(ids.shape, np.float32), {}, 0.0, 0.0))
+    return counter
+
+
 def passed_told(routes: Sequence[Routes], experts: int) -> Values:
     """What a leader makes of the successions that nodes with these tokens report, [L - 1, E, E]."""
     reports = []
     for tokens in routes:
-        _, layers, top_k = tokens.shape
-        counter = ActivityCounter(
-            ExpertGeometry(layers, experts, top_k, 1, 1, "float32"), lambda: 0.0, successions=True
-        )
-        nothing = np.zeros(len(tokens), np.int64)
-        meta = StepMeta(("",), np.array([len(tokens)]), np.array([True]), nothing, nothing)
-        ids = np.ascontiguousarray(tokens.transpose(1, 0, 2))
-        counter.add(StepRouting(meta, ids, np.zeros(ids.shape, np.float32), {}, 0.0, 0.0))
-        told = counter.shares(MOST_PAIRS)
+        told = counted(tokens, experts, successions=True).shares(MOST_PAIRS)
         reports.append(Report("", told.tokens, told.chosen.tobytes(), passed=told.passed.tobytes()))
     return successions(reports, observe(reports, routes[0].shape[1], experts))
 

@@ -5,7 +5,8 @@
 Every policy sees a task's first half and is scored on the second: `cut` is the share of (expert, next layer's expert)
 pairs of a token that lie on two devices, `fullest` the load of a layer's fullest device beside an even share, `busiest`
 the same of each token by itself, for which the layer waits, `misses` what devices' caches miss, each with the experts
-used last, a quarter of all together. `offline` knows the other tasks only. `moved` is the share of experts that move
+used last, a quarter of all together. `offline` knows the other tasks only; `as dealt at first` and `spread` are a box's
+own deals, before and after it knows which experts tokens choose together. `moved` is the share of experts that move
 when the first half's placement is relocated by the second's counts, `moved_dear` where a move has to pay for itself.
 `oracle` is the gap to the optimum (a mixed-integer program) on a few layers and the experts most chosen there. `nodes`
 are two servers, each with a task, and memories as 1 : 2: Prism's plan, and it refined by the successions of their own
@@ -25,6 +26,8 @@ from typing import Any
 
 import numpy as np
 
+from edgemoe.experts.compute.device_spread import spread
+from edgemoe.experts.tiers.dealing import deal
 from edgemoe.policy.placement.pairs import Routes
 from edgemoe.policy.placement.prism import prism
 from edgemoe.policy.placement.problem import PlacementProblem
@@ -34,7 +37,7 @@ from edgemoe.policy.replacement.oracle import optimum
 from edgemoe.policy.replacement.relocate import anchored, published, relocate
 from edgemoe.policy.replacement.traffic import ExpertTraffic, RelocationPrices, TrafficCounts, cost, cut, loads
 from edgemoe.types.arrays import IntArray
-from tools.bench.placement import activations_of, passed_in, passed_told
+from tools.bench.placement import activations_of, counted, passed_in, passed_told
 from tools.simulate.workload import EXPERTS, TASKS, Task, tasks_of
 
 PAIRS = 32  # on the anchor, of the published form: the strongest
@@ -85,6 +88,13 @@ def misses(home: IntArray, tokens: Routes, devices: int) -> float:
     return round(missed / tokens.size, 4)
 
 
+def spread_out(tokens: Routes, devices: int) -> IntArray:
+    """Deals experts as a box does that has counted these tokens [T, L, k]."""
+    layers = tokens.shape[1]
+    pairs = counted(tokens, EXPERTS, successions=False).pairs
+    return spread(pairs, deal((layers, EXPERTS), [1] * devices), [EXPERTS] * layers)
+
+
 def placements(seen: ExpertTraffic, others: ExpertTraffic, devices: int) -> dict[str, IntArray]:
     """Every policy's placement by what it knows."""
     start = anchored(seen, devices, 0, SHARE)
@@ -127,8 +137,10 @@ def study(tasks: list[Task], devices: int) -> dict[str, Any]:
     for n in range(len(TASKS)):
         seen, unseen = counts(tasks[n].seen), counts(tasks[n].unseen)
         others = counts(tuple(each for m, task in enumerate(tasks) if m != n for each in task.seen))
-        for name, home in placements(seen, others, devices).items():
-            tokens = np.concatenate(tasks[n].unseen)
+        known, tokens = np.concatenate(tasks[n].seen), np.concatenate(tasks[n].unseen)
+        dealt = {"as dealt at first": deal((known.shape[1], EXPERTS), [1] * devices)}
+        dealt["spread"] = spread_out(known, devices)
+        for name, home in (placements(seen, others, devices) | dealt).items():
             own = {"busiest": busiest(home, tokens, devices), "misses": misses(home, tokens[:CACHED_TOKENS], devices)}
             rows.setdefault(name, []).append(scored(home, unseen, devices) | own)
             if name.startswith("relocated"):

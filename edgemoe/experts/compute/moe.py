@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 
 from edgemoe.experts.compute.cpu_experts import CpuExperts
+from edgemoe.experts.compute.device_spread import DeviceSpread
 from edgemoe.experts.compute.dispatch import Compute, Group
 from edgemoe.experts.compute.layer_step import DeviceShare, LayerStep
 from edgemoe.experts.compute.observations import Observations
@@ -68,6 +69,7 @@ class TieredExperts:
         self._requester = PrefetchRequester(residency, loader, geometry.top_k)
         self._computes, self.cpu_experts = tuple(computes), cpu_experts
         self._rebalancing = Rebalancing(residency, computes)
+        self.spread: DeviceSpread | None = None  # which deals experts to devices anew
         self._fetching = fetching
         self._step: Observations | None = None
         self.places: ExpertTable | None = None
@@ -94,6 +96,8 @@ class TieredExperts:
         """Returns what the step's gates chose."""
         self._note_spent()
         self._rebalancing.step_ended()
+        if self.spread is not None:
+            self.spread.step_ended()
         step, self._step = self._step, None
         assert step is not None, "end_step without begin_step"
         return step.routing()
@@ -122,6 +126,15 @@ class TieredExperts:
         self, layer: int, hidden: torch.Tensor, group: Group, prefill_only: BoolArray | None = None
     ) -> torch.Tensor:
         """Returns the weighted sum of the group's calls, [T, H] float32. Raises MissingExpert, CorruptExpert."""
+        if len(self._computes) == 1:
+            return self._compute(layer, hidden, group, prefill_only)
+        self.residency.dealing.enter(layer)
+        try:
+            return self._compute(layer, hidden, group, prefill_only)
+        finally:
+            self.residency.dealing.leave()
+
+    def _compute(self, layer: int, hidden: torch.Tensor, group: Group, prefill_only: BoolArray | None) -> torch.Tensor:
         for compute in self._computes:
             compute.begin(layer, hidden)
         self.cpu_experts.begin(hidden)

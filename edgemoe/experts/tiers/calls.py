@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from edgemoe.experts.tiers.dealing import GIVE
 from edgemoe.experts.tiers.eviction import abandon, class_at, needs_ranks, release, take_below
 from edgemoe.experts.tiers.extents import ADD_EXTENT, REMOVE_EXTENT
 from edgemoe.experts.tiers.fetches import fetch_from_disk, fetch_through_ram, join, mark, place, size_class
@@ -173,6 +174,8 @@ def RESERVE(request: int) -> int:
     i64_at(r.slots)[0] = source
     if i64_at(p.where)[key] >= 0 or i64_at(p.coming)[key] >= 0 or (r.pool != 0 and source < 0):
         return NONE
+    if r.pool != 0 and 1 + i64_at(s.device_of)[key] != r.pool:
+        return NONE  # it was given to another device meanwhile
     as_it_ranks = np.isnan(utility)
     if r.ranks == 0 and (as_it_ranks or needs_ranks(r.state, pool, size_class(request), utility)):
         return ASKS
@@ -290,5 +293,5 @@ def _forget_shortlists(state: int) -> None:
 
 CODES = (
     *(BEGIN, PIN_ALL, PIN, HOLD, ACQUIRE, UNPIN, RESERVE, ARRIVE, FAIL, WITHDRAW, KEEP, FORGET_FORMER),
-    *(REMOVE_EXTENT, ADD_EXTENT),
+    *(REMOVE_EXTENT, ADD_EXTENT, GIVE),
 )

@@ -218,13 +218,14 @@ def evict(state: int, pool: int, slot: int) -> None:
     if record(pool, POOL).index == 0:
         top, copy = _copy_of(state, i64_at(record(pool, POOL).owner)[slot])
         if copy >= 0:
-            _forget(top, copy)
+            forget(top, copy)
             release(top, copy)
-    _forget(pool, slot)
+    forget(pool, slot)
 
 
 @jit
-def _forget(pool: int, slot: int) -> None:
+def forget(pool: int, slot: int) -> None:
+    """Empties a slot that nothing pins. It is not made free."""
     p = record(pool, POOL)
     i64_at(p.where)[i64_at(p.owner)[slot]] = NONE
     i64_at(p.owner)[slot] = NONE

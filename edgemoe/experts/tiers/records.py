@@ -22,14 +22,15 @@ TRANSIENT = 2  # slot flag: loaded for prefill only, evicted first
 FORMER, HOME = 1, 2  # of an expert: at home in RAM by the plan before; by the plan
 SHORTLIST = 32  # candidates for eviction that the prefetch requests of one layer-step share
 
-# `layers` L and `experts` E; `pools` [1 + devices] addresses of POOL records; `device_of` [L * E]; `clock` layer-steps
-# begun, and `layer`, the one that runs; `visited` [L] clock of each layer's last visit; `needed` [L * E] clock of the
-# layer-step that needs the expert; `kept` [L * E] FORMER, HOME or 0; `class_of` [L] size class of each layer's
-# experts, and `classes` C of these; `served` [3] demanded experts by the tier that had them; `version` counts ended
-# loads and unpinned slots, `changes` changes of any kind.
+# `layers` L and `experts` E; `pools` [1 + devices] addresses of POOL records; `device_of` [L * E]; `running` [2] the
+# layers in which peers' thread and ours are with several devices, or NONE; `clock` layer-steps begun, and `layer`, the
+# one that runs; `visited` [L] clock of each layer's last visit; `needed` [L * E] clock of the layer-step that needs the
+# expert; `kept` [L * E] FORMER, HOME or 0; `class_of` [L] size class of each layer's experts, and `classes` C of these;
+# `served` [3] demanded experts by the tier that had them; `version` counts ended loads and unpinned slots, `changes`
+# changes of any kind.
 STATE = fields(
     *("layers", "experts", "pools", "devices", "containment", "device_of", "clock", "layer", "visited", "needed"),
-    *("kept", "class_of", "classes", "served", "version", "changes"),
+    *("kept", "class_of", "classes", "served", "version", "changes", "running"),
 )
 # `where` [L * E] slot of what is resident, `coming` [L * E] of what is on its way; by slot [S]: `owner` the key, NONE
 # or GONE, `pins`, `flags`, `utility` float32 of its request while UNUSED, `born` the clock at which its load began,

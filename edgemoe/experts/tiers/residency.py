@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from queue import SimpleQueue
-from typing import NamedTuple, Self
+from typing import Self
 
 import numpy as np
 
@@ -33,11 +33,12 @@ from edgemoe.experts.tiers.call_records import (
     CallRecords,
 )
 from edgemoe.experts.tiers.calls import ASKS, RAM_RANKS, RANKS
+from edgemoe.experts.tiers.dealing import Dealing
 from edgemoe.experts.tiers.extents import Extents
 from edgemoe.experts.tiers.home_experts import HomeExperts
 from edgemoe.experts.tiers.prefetch_priority import PrefetchPriority
 from edgemoe.experts.tiers.records import NONE, STATE, SharedRecord
-from edgemoe.experts.tiers.slots import BoolArray, SlotPool, Transfer
+from edgemoe.experts.tiers.slots import BoolArray, SlotClaim, SlotPool, Transfer
 from edgemoe.experts.tiers.tier_pools import TierPools
 from edgemoe.experts.tiers.waiters import Waiters
 from edgemoe.kernels.cpu.intrinsics import place_of
@@ -46,15 +47,6 @@ from edgemoe.types.experts import Move, Tier
 
 CHECKS = 1000  # of integrity, until one finds that nothing has changed meanwhile
 NOW, VERSION, CHANGES = (place_of(STATE, name) for name in ("layer", "version", "changes"))
-
-
-class SlotClaim(NamedTuple):
-    """Holds the result of `acquire`. Every slot in it is pinned until `release`."""
-
-    slots: IntArray  # [n] slot of each expert; NONE where there was no room
-    ready: BoolArray  # [n] whether its bytes are there; else it is on its way
-    loads: Sequence[Transfer]  # to hand to the loader
-    version: int  # for `wait_for_change`
 
 
 class Residency(TierPools):
@@ -77,6 +69,7 @@ class Residency(TierPools):
         shared["containment"] = containment
         shared.take("pools", np.array([pool.address for pool in (ram, *self.devices)]))
         shared.take("device_of", self.device_of)
+        self.dealing = Dealing(self.address, experts, shared.array("running", 2, NONE))
         shared["classes"] = len(ram.classes)
         shared.take("class_of", ram.layer_class)
         shared.array("visited", layers, NONE)
@@ -94,7 +87,7 @@ class Residency(TierPools):
     def for_peers(self) -> Self:
         """Returns the same for demands of peers, of which no policy hears, and which leave no mark on prefetches."""
         other = copy.copy(self)
-        other._policies, other._ours = (), 0
+        other._policies, other._ours, other.dealing = (), 0, self.dealing.for_peers()
         return other
 
     @property
@@ -195,13 +188,15 @@ class Residency(TierPools):
 
     # --- the loader's calls -----------------------------------------------------------------------------------
 
-    def reserve(self, move: Move, priority: PrefetchPriority) -> Transfer | None:
-        """Begins the load of a prefetch request. Returns None where no slot is free or of lower utility.
+    def reserve(self, move: Move, priority: PrefetchPriority, device: int | None = None) -> Transfer | None:
+        """Begins the load of a prefetch request, into no other than `device` where one is named.
 
-        Returns None also where the expert is there already, or on its way, and for a copy whose source is not in RAM.
+        Returns None where no slot is free or of lower utility, where the expert is there already, on its way or
+        another device's, and for a copy whose source is not in RAM.
         """
         layer, expert = move.expert
-        pool = self.ram if move.target is Tier.RAM else self.tops[self.device_of[layer, expert]]
+        device = self.device_of[layer, expert] if device is None else device
+        pool = self.ram if move.target is Tier.RAM else self.tops[device]
         fields = (call := self._records.mine).fields
         fields[POOL_AT], fields[LAYER], call.ids[1][0], fields[FLAGS] = pool.index, layer, expert, priority.flags
         call.worths[0], call.worths[1], fields[RANKS_AT] = priority.utility(move.score), move.score, 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -103,6 +104,15 @@ class SlotClass:
         """Makes these slots free, the lowest to be taken first."""
         self._free[: len(slots)] = slots[::-1]
         self.record["free_count"] = len(slots)
+
+
+class SlotClaim(NamedTuple):
+    """Holds the result of `acquire`. Every slot in it is pinned until `release`."""
+
+    slots: IntArray  # [n] slot of each expert; NONE where there was no room
+    ready: BoolArray  # [n] whether its bytes are there; else it is on its way
+    loads: Sequence[Transfer]  # to hand to the loader
+    version: int  # for `wait_for_change`
 
 
 class SlotPool:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
+from edgemoe.experts.tiers.dealing import deal
 from edgemoe.experts.tiers.records import NONE, NVME, RAM, VRAM
 from edgemoe.experts.tiers.slots import BoolArray, SlotPool, TierUsage
 from edgemoe.types.arrays import IntArray
@@ -21,7 +21,7 @@ class TierPools:
         self.ram = ram
         self.devices = tuple(devices)
         self.tops = self.devices or (ram,)
-        self.device_of = _deal(ram.where.shape, [pool.layout.size_bytes for pool in self.tops])  # [L, E]
+        self.device_of = deal(ram.where.shape, [pool.layout.size_bytes for pool in self.tops])  # [L, E]
         for index, pool in enumerate((ram, *self.devices)):
             pool.join(index)
 
@@ -81,10 +81,3 @@ class TierPools:
 
     def _pools(self, tier: Tier) -> Sequence[SlotPool]:
         return self.devices if tier is Tier.VRAM else (self.ram,)
-
-
-def _deal(shape: tuple[int, ...], sizes_bytes: Sequence[int]) -> npt.NDArray[np.int64]:
-    """Device of each expert [L, E], spread evenly within every layer, in proportion to the devices' memory."""
-    edges = np.cumsum(sizes_bytes) / sum(sizes_bytes)
-    golden = (5**0.5 - 1) / 2  # multiples of it fill the unit interval evenly
-    return np.searchsorted(edges, np.arange(shape[0] * shape[1]) * golden % 1.0, side="right").reshape(shape)

@@ -22,8 +22,8 @@ class CopiesAhead:
     One prefetch for the next layers is under way at most, which overtakes one other at most.
     """
 
-    def __init__(self, link: TierLink, residency: Residency, gap: IdleWindow) -> None:
-        self._link, self._residency, self._gap = link, residency, gap
+    def __init__(self, link: TierLink, device: int, residency: Residency, gap: IdleWindow) -> None:
+        self._link, self._device, self._residency, self._gap = link, device, residency, gap
         self._lock = threading.Lock()  # of all that follows
         self._queues: tuple[deque[Move], ...] = tuple(deque() for _ in PrefetchPriority)
         self._near: Transfer | None = None
@@ -96,7 +96,7 @@ class CopiesAhead:
     def _next(self) -> Transfer | None:
         with self._lock:
             while (priority := self._first()) is not None:
-                load = self._residency.reserve(self._queues[priority].popleft(), priority)
+                load = self._residency.reserve(self._queues[priority].popleft(), priority, self._device)
                 if load is None:
                     continue
                 if priority.for_one_layer:

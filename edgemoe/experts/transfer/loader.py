@@ -63,7 +63,7 @@ class ExpertLoader:
         self._demanded: deque[Transfer] = deque()  # reads, waiting
         self._reading: list[Transfer] = []  # reads under way; changed on the loop only
         self._stages: tuple[deque[Move], ...] = tuple(deque() for _ in PrefetchPriority)  # requests for NVMe -> RAM
-        self._copies = [CopiesAhead(link, residency, self.gap) for link in self.links]  # RAM -> device
+        self._copies = [CopiesAhead(link, i, residency, self.gap) for i, link in enumerate(self.links)]  # RAM -> device
         self._onward: dict[ExpertId, tuple[Move, PrefetchPriority]] = {}  # requests to copy on once they are in RAM
         self._sleepers: deque[asyncio.Future[None]] = deque()  # readers without work; touched on the loop only
         for link in self.links:

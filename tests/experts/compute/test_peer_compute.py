@@ -84,7 +84,7 @@ def test_what_is_in_memory_is_computed_at_once_and_nothing_else() -> None:
 
 @pytest.mark.parametrize(("ram", "devices"), [(3, ()), (6, (3,)), (4, (2, 2))])
 def test_layer_steps_for_us_and_for_peers_run_side_by_side_in_little_room(ram: int, devices: tuple[int, ...]) -> None:
-    rng, wrong = np.random.default_rng(0), list[int]()
+    rng, wrong, given = np.random.default_rng(0), list[int](), [0, 0, 0]
     with running(small_tiers(FileStore(WEIGHTS), ram, devices)) as tiers:
         host = host_of(tiers)
 
@@ -98,12 +98,18 @@ def test_layer_steps_for_us_and_for_peers_run_side_by_side_in_little_room(ram: i
         peers = threading.Thread(target=serve)
         peers.start()
         for step in range(60):
+            if len(devices) > 1:  # experts change devices all the time
+                for _ in range(4):
+                    layer, expert, device = rng.integers([SMALL.layers, SMALL.experts, 2]).tolist()
+                    given[tiers.residency.dealing.give(layer, expert, device)] += 1
             layer, (hidden, ids, shares) = step % SMALL.layers, WEIGHTS.route(2, rng)
             out = tiers.experts.forward(layer, hidden, ids, shares)
             torch.testing.assert_close(out.double(), WEIGHTS.forward(layer, hidden, ids, shares), atol=1e-4, rtol=1e-4)
         peers.join(60)
         assert not peers.is_alive()
         assert not wrong
+        assert len(devices) < 2 or min(given[1:]) > 0
+        tiers.check_integrity()
 
 
 @pytest.mark.parametrize("devices", [(), (6,)], ids=["ram", "device"])

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from edgemoe.experts.tiers.eviction import ALWAYS
 from edgemoe.experts.tiers.prefetch_priority import PrefetchPriority
-from edgemoe.experts.tiers.residency import Residency, SlotClaim
-from edgemoe.experts.tiers.slots import SlotPool, Transfer
+from edgemoe.experts.tiers.residency import Residency
+from edgemoe.experts.tiers.slots import SlotClaim, SlotPool, Transfer
 from edgemoe.policy.baselines import LRU
 from edgemoe.types.arrays import BoolArray, FloatArray, IntArray
 from edgemoe.types.experts import CachePolicy, ExpertId, Move, Tier
@@ -309,6 +309,50 @@ def test_experts_are_dealt_to_devices_by_their_slots() -> None:
     assert share.max() < 0.80
 
 
+def test_an_expert_is_given_to_another_device_where_nobody_is_in_its_way() -> None:
+    desk = Desk(6, 3, 3)
+    residency, give = desk.residency, desk.residency.dealing.give
+    first = int(residency.device_of[0, 1])
+    other, its = 1 - first, residency.devices[first]
+    claim = desk.acquire(0, 1, device=first)
+    assert give(0, 1, other) == 0, "on its way"
+    desk.finish()
+    assert give(0, 1, other) == 0, "pinned"
+    residency.release(first, claim.slots)
+    for dealing in (residency.dealing, residency.for_peers().dealing):
+        dealing.enter(0)
+        assert give(0, 1, other) == 0, "a layer-step of the layer runs"
+        dealing.enter(1)
+        dealing.leave()
+    assert its.where[0, 1] >= 0
+    assert give(0, 1, other) == 2
+    assert (residency.device_of[0, 1], its.where[0, 1], residency.ram.where[0, 1] >= 0) == (other, -1, True)
+    assert give(0, 1, first) == 1, "no device has it"
+    give(0, 1, other)
+    wish = prefetch_request(0, 1, target=Tier.VRAM)
+    assert residency.reserve(wish, PrefetchPriority.USED, first) is None, "it is another's now"
+    load = residency.reserve(wish, PrefetchPriority.USED, other)
+    assert load is not None
+    assert load.pool is residency.devices[other]
+    desk.start([load])
+    desk.finish()
+    residency.check_integrity(idle=True)
+
+
+def test_the_only_copy_in_memory_is_not_given_away() -> None:
+    desk = Desk(1, 3, 3, containment=False)
+    first = int(desk.residency.device_of[0, 1])
+    residency = desk.residency
+    claim = desk.acquire(0, 1, device=first)
+    desk.finish()
+    residency.release(first, claim.slots)
+    residency.begin(1, np.array([0]))
+    read(desk, PrefetchPriority.HOME, ALWAYS, (2, 2))
+    assert residency.ram.where[0, 1] < 0
+    assert residency.dealing.give(0, 1, 1 - first) == 0
+    assert residency.devices[first].where[0, 1] >= 0
+
+
 @st.composite
 def workplaces(draw: st.DrawFn) -> Desk:
     devices = draw(st.lists(st.integers(1, 8), max_size=2))
@@ -317,7 +361,7 @@ def workplaces(draw: st.DrawFn) -> Desk:
 
 OPERATIONS = st.lists(
     st.tuples(
-        st.sampled_from(["acquire", "prefill", "release", "arrive", "fail", "prefetch", "fill", "begin"]),
+        st.sampled_from(["acquire", "prefill", "release", "arrive", "fail", "prefetch", "fill", "begin", "give"]),
         st.integers(0, L - 1),
         st.lists(st.integers(0, E - 1), min_size=1, max_size=E, unique=True),
         st.floats(-50, 50),
@@ -342,6 +386,8 @@ def test_any_sequence_of_operations_keeps_count(
                 if mine:
                     claim = desk.acquire(layer, *mine, prefill_only=name == "prefill", device=device)
                     claims.append((device, claim.slots[claim.slots >= 0]))
+        elif name == "give" and residency.devices:
+            residency.dealing.give(layer, experts[0], experts[-1] % len(residency.devices))
         elif name == "release" and claims:
             residency.release(*claims.pop(experts[0] % len(claims)))
         elif name in ("prefetch", "fill"):

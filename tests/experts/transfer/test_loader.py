@@ -16,8 +16,7 @@ from edgemoe.errors import CorruptExpert, MissingExpert
 from edgemoe.experts.build import ExpertTiers
 from edgemoe.experts.tiers.eviction import ALWAYS
 from edgemoe.experts.tiers.prefetch_priority import PrefetchPriority
-from edgemoe.experts.tiers.residency import SlotClaim
-from edgemoe.experts.tiers.slots import Transfer
+from edgemoe.experts.tiers.slots import SlotClaim, Transfer
 from edgemoe.types.experts import ExpertId, Move, Tier
 
 
