@@ -14,12 +14,19 @@ import numpy as np
 
 from edgemoe.cluster.rpc.engine_messages import FromEngine, Listening, PeerEngine, PeerList, Plan
 from edgemoe.cluster.rpc.keys import Secret, generate
-from edgemoe.config.settings import ClusterSettings, EngineSettings, MemorySettings, ModelSettings, Settings
+from edgemoe.config.settings import (
+    ClusterSettings,
+    DeviceSettings,
+    EngineSettings,
+    MemorySettings,
+    ModelSettings,
+    Settings,
+)
 from edgemoe.policy.placement.problem import PlacementProblem, by_size
 from edgemoe.policy.placement.uniform import uniform
 from edgemoe.store.consistency import spec_of
 from edgemoe.store.manifest import Manifest
-from edgemoe.types.placement import PlacementPlan, pack_bits
+from edgemoe.types.placement import PlacementPlan, PlacementPolicy, pack_bits
 from edgemoe.types.request import Emission, Request, Sampling
 from edgemoe.worker.assemble import assemble
 from edgemoe.worker.cluster import ClusterSide
@@ -31,18 +38,36 @@ LAYERS, EXPERTS = 3, 6  # of the tiny models
 class EngineBox:
     """One box's engine, without its process."""
 
-    def __init__(self, node: str, store: Path, slots: int, directory: Path, timeout_s: float = 5.0) -> None:
-        """`slots` of experts in RAM."""
+    def __init__(
+        self,
+        node: str,
+        store: Path,
+        slots: int,
+        directory: Path,
+        timeout_s: float = 5.0,
+        devices: Sequence[int] = (),
+        placement: PlacementPolicy = "rendezvous",
+    ) -> None:
+        """`slots` of experts in RAM, and in emulated devices."""
         self.node, self.boot = node, f"boot-of-{node}"
         key_file = directory / f"{node}.key"
         self.secret: Secret = generate(key_file)
-        spec = spec_of(Manifest.load(store))
+        expert_bytes = spec_of(Manifest.load(store)).geometry.stride_bytes(0)
         self.settings = Settings(
             model=ModelSettings(path=str(store)),
-            memory=MemorySettings(ram_bytes=slots * spec.geometry.stride_bytes(0), kv_bytes=4 << 20),
+            memory=MemorySettings(ram_bytes=slots * expert_bytes, kv_bytes=4 << 20),
+            device=tuple(
+                DeviceSettings(kind="emulated", expert_bytes=count * expert_bytes, link_bytes_per_s=1 << 40)
+                for count in devices
+            )
+            or (DeviceSettings(kind="cpu"),),
             engine=EngineSettings(threads=1, step_tokens=64, prefix_cache=False),
             cluster=ClusterSettings(
-                node=node, key_file=str(key_file), listen="127.0.0.1:7540", call_timeout_s=timeout_s
+                node=node,
+                key_file=str(key_file),
+                listen="127.0.0.1:7540",
+                call_timeout_s=timeout_s,
+                placement=placement,
             ),
         )
         self.told: list[FromEngine] = []

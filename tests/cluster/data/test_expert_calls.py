@@ -16,6 +16,7 @@ from support.engines import EXPERTS, LAYERS, EngineBox, adopt, meet, peers_of, p
 from support.waiting import wait_until
 
 from edgemoe.cluster.rpc.engine_messages import Holds, PeerList, PeerSeen, Plan
+from edgemoe.experts.compute import device_spread
 from edgemoe.experts.compute import peer_layer_step as remote
 from edgemoe.store.packer import pack
 from edgemoe.types.arrays import BoolArray
@@ -46,7 +47,7 @@ def thirds() -> list[BoolArray]:
     return [np.tile(np.arange(EXPERTS) % 3 == n, (LAYERS, 1)) for n in range(3)]
 
 
-def boxes(store: Path, directory: Path, present: list[BoolArray], slots: int, **options: float) -> list[EngineBox]:
+def boxes(store: Path, directory: Path, present: list[BoolArray], slots: int, **options: Any) -> list[EngineBox]:
     """Boxes whose disks have these experts only."""
     return [
         EngineBox(node, partial_store(store, directory / node, held), slots, directory, **options)
@@ -345,6 +346,44 @@ def test_what_is_in_memory_in_passing_is_not_what_a_box_holds_for_the_others(sto
         wait_until(lambda: sum(isinstance(one, PeerSeen) for one in a.told[before:]) > 1)  # at the end of a report
         held = next(one for one in reversed(a.told) if isinstance(one, Holds))
         np.testing.assert_array_equal(unpack_bits(held.ram, LAYERS, EXPERTS), homes)
+
+
+def test_by_the_published_policy_counts_begin_anew_with_each_plan_and_not_with_its_steps(
+    store: Path, tmp_path: Path
+) -> None:
+    a, b = boxes(store, tmp_path, [everything(), everything()], TOTAL // 2 + 2, placement="published")
+    assert a.assembly.activity is not None
+    with running(a, b):
+        plan = plan_for((a, b))
+        adopt(plan, a, b)
+        a.generate(prompts()[:1])
+        counted = a.assembly.activity.tokens
+        assert counted > 12
+        step = msgspec.structs.replace(plan, version=2, goal=plan.homes)
+        adopt(step, a, b)
+        assert a.assembly.activity.tokens == counted, "without decay"
+        adopt(msgspec.structs.replace(plan, version=3, homes=plan.homes[::-1]), a, b)
+        assert a.assembly.activity.tokens == 0
+
+
+def test_experts_change_a_box_s_devices_while_it_computes_for_itself_and_for_others(
+    store: Path, alone: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_spread, "LEAST_TOKENS", 1.0)
+    monkeypatch.setattr(device_spread, "LOOK_S", 0.01)
+    three = boxes(store, tmp_path, thirds(), TOTAL // 3 + 2, devices=(3, 3))
+    with running(*three):
+        adopt(plan_for(three), *three)
+        for turn in range(3):
+            for box in three:
+                for n, prompt in enumerate(prompts()):
+                    box.submit(prompt, f"{turn}-{n}")
+            for box in three:
+                assert {box.end(f"{turn}-{n}").finish for n in range(len(alone))} == {"length"}
+                assert [box.tokens(f"{turn}-{n}") for n in range(len(alone))] == alone
+        assert any(box.tiers.experts.spread.moved for box in three)
+        for box in three:
+            box.tiers.check_integrity()
 
 
 def test_an_engine_that_leaves_the_list_is_cut_off(store: Path, alone: list[list[int]], tmp_path: Path) -> None:
