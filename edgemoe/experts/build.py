@@ -125,9 +125,9 @@ class ExpertTiers:
         )
         self.loader.elsewhere = remote.elsewhere
 
-    def spread_by(self, activity: ActivityCounter) -> None:
-        """From here on several devices get experts so that those that are chosen together lie apart."""
-        if len(self.devices) > 1:
+    def spread_by(self, activity: ActivityCounter | None) -> None:
+        """From here on several devices get experts so that those lie apart that are chosen together, as counted."""
+        if activity is not None and len(self.devices) > 1:
             self.experts.spread = DeviceSpread(self.residency, self.loader, self.geometry, activity)
 
     def second(self, kernels: Kernels | None, *, deadline_s: float) -> TieredExperts:

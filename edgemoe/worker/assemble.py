@@ -112,9 +112,7 @@ def assemble(settings: Settings, emit: Emit, say: Say) -> Assembly:
         say("experts")
         link(CODES, kernel_dir(settings))
         activity = activity_of(settings, geometry, budgets)
-        sharing = (
-            sharing_of(settings, directory, served, store, activity) if activity and settings.cluster.node else None
-        )
+        sharing = sharing_of(settings, directory, served, store, activity)
         scoutgate = scoutgate_for(settings, manifest, served, lambda: decoder.embedding)
         if scoutgate is not None:
             opened.callback(scoutgate.close)
@@ -123,8 +121,7 @@ def assemble(settings: Settings, emit: Emit, say: Say) -> Assembly:
         policy = controller.policy if controller else POLICIES[name](geometry)
         tiers = _tiers(settings, geometry, budgets, store, sharing, kernels, policy)
         opened.callback(tiers.close)
-        if activity is not None:
-            tiers.spread_by(activity)
+        tiers.spread_by(activity)
         if controller is not None:
             opened.callback(controller.close)
             if settings.cache.prefetch:

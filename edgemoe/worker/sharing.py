@@ -43,9 +43,11 @@ def activity_of(settings: Settings, geometry: ExpertGeometry, budgets: Budgets) 
 
 
 def sharing_of(
-    settings: Settings, directory: Path, served: ServedModel, store: ExpertStore, activity: ActivityCounter
-) -> Sharing:
-    """Returns it for a store; its parts do nothing yet."""
+    settings: Settings, directory: Path, served: ServedModel, store: ExpertStore, activity: ActivityCounter | None
+) -> Sharing | None:
+    """Returns it for a store, its parts idle yet; None where the box is in no cluster."""
+    if not settings.cluster.node or activity is None:
+        return None
     shelf, pieces = ExpertShelf(store.manifest, store, served.geometry), ServedPieces(directory, store.manifest)
     peers = PeerStore(store, shelf, checksum, served.geometry)
     return Sharing(

@@ -13,10 +13,10 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 
-from edgemoe.experts.activity import ActivityCounter
 from edgemoe.experts.tiers.eviction import ALWAYS
 from edgemoe.experts.tiers.prefetch_priority import PrefetchPriority
 from edgemoe.experts.tiers.records import SharedRecord
@@ -83,11 +83,23 @@ def SPREAD(call: int) -> int:
 CODES = (SPREAD,)
 
 
+class CountedPairs(Protocol):
+    """Counts what tokens chose together."""
+
+    @property
+    def tokens(self) -> float:
+        """Returns how many tokens are counted."""
+
+    @property
+    def pairs(self) -> FloatArray:
+        """Returns how often, [L, E, E], each pair in one of its places or both; [0, E, E] where it is not counted."""
+
+
 class DeviceSpread:
     """Looks at times which experts are better exchanged, on a thread of its own, and exchanges them between steps."""
 
     def __init__(
-        self, residency: Residency, loader: ExpertLoader, geometry: ExpertGeometry, activity: ActivityCounter
+        self, residency: Residency, loader: ExpertLoader, geometry: ExpertGeometry, activity: CountedPairs
     ) -> None:
         """Goes by the pairs in `activity`; where it counts none, nothing moves."""
         self._residency, self._loader, self._geometry, self._activity = residency, loader, geometry, activity
