@@ -131,10 +131,7 @@ class DeviceSpread:
         for _ in range(min(MOVES, len(self._moves))):
             expert, device = self._moves.popleft()
             given = self._residency.dealing.give(*expert, device)
-            if not given:
-                self._moves.append((expert, device))  # it is in use: later
-                continue
-            self.moved += 1
+            self.moved += given > 0  # what is in use now the next look finds again
             if given == 2:
                 self._moved.append(expert)
         requests = [Move(expert, Tier.RAM, Tier.VRAM, ALWAYS) for expert in self._moved]
