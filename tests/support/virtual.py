@@ -484,6 +484,7 @@ def virtual_cluster(folder: Path, seed: int, nodes: Sequence[str] = ABC, voters:
             mock.patch.object(plane_module, "Channel", Channel),
             mock.patch.object(plane_module, "Transport", transport),
             mock.patch.object(PlanSolver, "solve", lambda _solver, task: made.solve(task)),
+            mock.patch.object(PlanSolver, "prepare", mock.AsyncMock()),
             mock.patch.object(stores, "RaftStore", type("Ticking", (Ticking,), {"cluster": made})),
             mock.patch.object(leading, "random", SimpleNamespace(Random=lambda: random.Random(made.rng.random()))),
             mock.patch.object(Node, "__hash__", lambda node: zlib.crc32(node.id.encode())),

@@ -31,7 +31,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     """Two layers of the constructed checkpoint."""
     store = make_constructed(tmp_path_factory.mktemp("prism"), layers=2)
     rate = {"specialised": RATE, "mixed": RATE}
-    return Model("constructed", store, 0.35, WORDS, {"specialised": 2, "mixed": 3}, rate, 1e-4, 100)
+    return Model("constructed", store, 0.35, WORDS, {"specialised": 2, "mixed": 3}, rate, 1e-4, 0.25, 100)
 
 
 @pytest.fixture(scope="module")

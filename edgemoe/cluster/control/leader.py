@@ -11,15 +11,16 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 from edgemoe.cluster.control.coordination.raft import RaftStore
 from edgemoe.cluster.control.coordination.store import CoordStore, PlanRef, wait_event
 from edgemoe.cluster.control.election import Election
 from edgemoe.cluster.control.members import BEAT_S
-from edgemoe.cluster.control.placement import HomesView, PlanTask, Target
-from edgemoe.cluster.control.plan_care import Action, Commit, Look, PlanCare, Solve, Solved, TookOver
+from edgemoe.cluster.control.placement import HomesView, PlanTask
+from edgemoe.cluster.control.plan_care import Action, Commit, Look, PlanCare, Prepare, Solve, Solved, TookOver
 from edgemoe.cluster.control.plan_exchange import PlanExchange
+from edgemoe.cluster.control.planning.solver import PlanSolver
 from edgemoe.cluster.control.state import ControlState
 from edgemoe.cluster.rpc.control_messages import Report
 from edgemoe.config.settings import ClusterSettings
@@ -29,7 +30,6 @@ from edgemoe.types.placement import PlacementPlan
 
 log = logging.getLogger(__name__)
 RESIGN_S = 2.0
-Solver = Callable[[PlanTask], Awaitable[Target]]
 
 
 class Leader:
@@ -41,14 +41,14 @@ class Leader:
         store: CoordStore,
         state: ControlState,
         exchange: PlanExchange,
-        solve: Solver,
+        solver: PlanSolver,
         *,
         beat: Callable[[], None],
         report: Callable[[], Report | None],
     ) -> None:
         """`beat` tells everybody how this box is; `report` is what it would report to another leader."""
         self.settled = False  # it goes by the plan that is agreed, and may name it
-        self._store, self._state, self._exchange, self._solve = store, state, exchange, solve
+        self._store, self._state, self._exchange, self._solver = store, state, exchange, solver
         self._beat, self._report = beat, report
         self._care, self._homes = PlanCare(settings), HomesView()
         self._epoch = 0  # in which this box has taken over
@@ -196,6 +196,9 @@ class Leader:
     async def _perform(self, action: Action, group: asyncio.TaskGroup, epoch: int) -> bool:
         """Returns whether there is another plan now, and all is to be looked at again."""
         match action:
+            case Prepare():
+                await self._solver.prepare()
+                return False
             case Solve(number, task):
                 self._stop_solving()
                 solving = group.create_task(self._find(number, task))
@@ -212,7 +215,7 @@ class Leader:
 
     async def _find(self, number: int, task: PlanTask) -> None:
         try:
-            solved = Solved(number, await self._solve(task))
+            solved = Solved(number, await self._solver.solve(task))
         except (PlacementInfeasible, CoordError) as error:
             solved = Solved(number, None, str(error))
         self._solved.append(solved)

@@ -4,6 +4,7 @@
     Look       a moment's view: the plan in force, the boxes and what they have acknowledged
     Solved     the answer to Solve
     ->
+    Prepare    has the solver get ready: it will be asked within a minute
     Solve      asks for a placement: at once where the plan cannot go on, else at intervals for a better one
     Commit     makes a plan the plan
 
@@ -35,6 +36,7 @@ from edgemoe.types.placement import BY_SUCCESSIONS, PlacementPlan, pack_bits
 log = logging.getLogger(__name__)
 SETTLE_S = 1.0  # for which what asks for a new plan must have stood
 STALL_S = 30.0  # without another copy acknowledged; then the next step is made without those that lack
+PREPARE_S = 60.0  # before a better plan is looked for, the solver gets ready
 SOON_S = 30.0  # after a plan made in haste, a better one is looked for
 BYTES_PER_S = 100e6  # of a link that nobody has measured
 
@@ -68,6 +70,10 @@ class Look:
         return self.agreed.version + 1 if self.agreed else 1
 
 
+class Prepare(NamedTuple):
+    pass
+
+
 class Solve(NamedTuple):
     number: int
     task: PlanTask
@@ -79,7 +85,7 @@ class Commit(NamedTuple):
 
 
 Event = TookOver | Look | Solved
-Action = Solve | Commit
+Action = Prepare | Solve | Commit
 
 
 class PlanCare:
@@ -110,6 +116,7 @@ class PlanCare:
         self._task: PlanTask | None = None  # being solved
         self._number += 1  # what comes yet is the answer to no task
         self._review_s = float("inf")  # when a better plan is looked for
+        self._prepared_s = float("-inf")  # the one of these times for which the solver was told to get ready
         self._steps: dict[str, int] = {}  # of each box, when one was
         self._arrived = (("", 0), 0.0)  # plan and copies acknowledged, and since when
 
@@ -130,7 +137,11 @@ class PlanCare:
         if self._settings.migrate_s and (look.now_s >= self._review_s or self._has_run(look)):
             self._review_s, self._steps = look.now_s + self._settings.migrate_s, _steps(look)
             return self._solve(look, urgent=False)
-        return self._go_on(look, look.plan) if look.plan.goal else []
+        actions: list[Action] = []
+        if self._settings.migrate_s and self._prepared_s < self._review_s <= look.now_s + PREPARE_S:
+            self._prepared_s = self._review_s
+            actions.append(Prepare())
+        return actions + self._go_on(look, look.plan) if look.plan.goal else actions
 
     def _has_run(self, look: Look) -> bool:
         """Returns whether a box has run so many steps that what follows what is to be looked at again [Gimbal, tau]."""
@@ -189,7 +200,9 @@ class PlanCare:
         moving = _migration(look, look.plan, target)
         plan = plan_of(look.engine, target, self._epoch, look.version)
         if task.urgent:
-            self._review_s = min(self._review_s, look.now_s + SOON_S)
+            soon_s = look.now_s + SOON_S
+            if soon_s < self._review_s:
+                self._review_s = self._prepared_s = soon_s  # boxes have enough to do until then
             return [self._step(look, plan, moving.next_homes(), target.homes, self._due[0])]
         sizes = np.array(look.engine.bytes_of_layers)
         copying_s = copy_s(moving.now, target.homes, sizes, _rates(look, target.nodes))

@@ -122,7 +122,7 @@ class ControlPlane:
                     store,
                     self.state,
                     self.exchange,
-                    self._solver.solve,
+                    self._solver,
                     beat=self.beat,
                     report=self._local.report,
                 )

@@ -13,7 +13,19 @@ from support.planes import card
 
 from edgemoe.cluster.control.coordination.store import PlanRef
 from edgemoe.cluster.control.placement import HomesView, Target
-from edgemoe.cluster.control.plan_care import STALL_S, Action, Commit, Look, PlanCare, Solve, Solved, TookOver
+from edgemoe.cluster.control.plan_care import (
+    PREPARE_S,
+    SOON_S,
+    STALL_S,
+    Action,
+    Commit,
+    Look,
+    PlanCare,
+    Prepare,
+    Solve,
+    Solved,
+    TookOver,
+)
 from edgemoe.cluster.control.planning.targets import make_target
 from edgemoe.cluster.rpc.control_messages import Announce, EngineCard, Report
 from edgemoe.config.settings import ClusterSettings
@@ -67,6 +79,7 @@ class World:
         self.settings, self.now_s, self.epoch = settings, 100.0, 0
         self.agreed: PlacementPlan | None = None
         self.committed: list[Commit] = []
+        self.prepared_s: list[float] = []  # when the solver was told to get ready
         self.wanted: Target | None = None  # what a look for a better plan finds
         self.reports: dict[str, Report] = {}
         for box in self.boxes.values():
@@ -101,6 +114,9 @@ class World:
             actions = [more for action in actions for more in self.perform(action)]
 
     def perform(self, action: Action) -> list[Action]:
+        if isinstance(action, Prepare):
+            self.prepared_s.append(self.now_s)
+            return []
         if isinstance(action, Commit):
             self.commit(action)
             return []
@@ -313,6 +329,24 @@ def test_a_gain_that_is_no_more_than_the_margin_moves_nothing() -> None:
     world.wants(dealt("abc", 1, 2), now_s=float("nan"), then_s=float("nan"))
     world.passes(3 * SETTINGS.migrate_s)
     assert len(world.committed) == 1
+
+
+def test_the_solver_gets_ready_once_a_minute_before_it_is_asked() -> None:
+    every_s = 3 * PREPARE_S
+    world = World("abc", msgspec.structs.replace(ONCE, migrate_s=every_s))
+    world.passes(SOON_S + every_s - PREPARE_S)
+    assert not world.prepared_s, "what follows a plan made in haste is left to the question"
+    world.passes(2 * every_s)
+    first_s, then_s = world.prepared_s
+    assert then_s - first_s == every_s
+    world.leads()
+    world.passes(every_s - PREPARE_S - 1.0)
+    assert len(world.prepared_s) == 2, "another leader's review is far off"
+    world.passes(2.0)
+    assert len(world.prepared_s) == 3
+    never = World("abc", msgspec.structs.replace(ONCE, migrate_s=0.0))
+    never.passes(2 * every_s)
+    assert not never.prepared_s
 
 
 def test_boxes_steps_bring_a_look_for_a_better_plan_where_placement_goes_by_what_follows_what() -> None:

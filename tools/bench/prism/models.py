@@ -60,6 +60,7 @@ class Model:
     answer_tokens: dict[str, int]  # by setting
     rate: dict[str, float]  # requests a second at each box, likewise
     expert_s: float  # that a device takes for an expert
+    expert_share: float  # what an expert takes elsewhere, of a call there, as boxes measure it under these requests
     requests: int  # at each box, in a run
 
     def tasks_of(self, setting: str) -> tuple[str, ...]:
@@ -84,6 +85,7 @@ def demo(work: Path) -> Model:
         answer_tokens={"specialised": 4, "mixed": 6},
         rate={"specialised": 1.8, "mixed": 1.5},
         expert_s=3e-4,
+        expert_share=0.3,
         requests=100,
     )
 
@@ -97,6 +99,7 @@ def constructed(work: Path) -> Model:
         answer_tokens={"specialised": 2, "mixed": 3},
         rate={"specialised": 1.2, "mixed": 1.0},
         expert_s=1e-4,
+        expert_share=0.3,
         requests=80,
     )
 

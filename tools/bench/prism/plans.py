@@ -12,7 +12,6 @@ from typing import Any, get_args
 import msgspec
 import numpy as np
 
-from edgemoe.cluster.control.planning.observation import CALL_S
 from edgemoe.policy.placement.pairs import Routes, heaviest_pairs
 from edgemoe.policy.placement.policies import Wishes, place
 from edgemoe.policy.placement.problem import Placement, PlacementProblem
@@ -65,7 +64,7 @@ def place_by(method: PlacementPolicy, model: Model, setting: str, profile: Profi
     if method == "rendezvous":  # the others know no pairs
         pairs = [heaviest_pairs(each[:tokens], geometry.experts, PAIRS) for each in seen]
         routes = routes_for(problem, pairs, geometry.top_k, np.random.default_rng(0))
-    costs = costs_of(model.expert_s / (model.expert_s + CALL_S))
+    costs = costs_of(model.expert_share)
     return place(method, problem, Wishes(routes, costs, 1), [1] * geometry.layers, [])
 
 

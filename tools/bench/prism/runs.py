@@ -27,8 +27,8 @@ from tools.bench.prism.plans import DEVICES, METHODS, NODES, STILL, boxes_of, mi
 from tools.bench.prism.profile import ASKED, READY_S, Profile
 from tools.bench.routing_live.boxes import Asked, ask
 from tools.bench.stats import core_s
-from tools.testbed.bed import Bed
-from tools.testbed.daemons import Answer, Cluster
+from tools.testbed.bed import Bed, BedError
+from tools.testbed.daemons import Answer, Cluster, Daemon
 from tools.testbed.limits import Limits
 from tools.testbed.model import part_of
 
@@ -134,7 +134,8 @@ def boxes(
     for node, here in zip(NODES, homes if homes is not None and run.part != "redirection" else (), strict=False):
         own[node]["model.path"] = part_of(model.store, folder / f"store-{node}", partial(_is_home, here))
     with Bed(NODES, limits=limits) as bed:
-        made = Cluster(bed, folder, settings_of(model, run), own)
+        settings = settings_of(model, run)
+        made = Cluster(bed, folder, settings, own)
         try:
             if homes is not None:
                 write_plan(made, model, homes, run.method, goal)
@@ -144,11 +145,28 @@ def boxes(
                 daemon.wait_ready(READY_S)
             if run.method not in (ALONE, REDIRECT):
                 made.settle(READY_S, moving=goal is not None)
+            if settings["cluster.migrate_s"]:
+                _await_solver(made[NODES[-1]], READY_S)
             for node, devices in zip(NODES, DEVICES, strict=True):
                 bed[node].group.make(Limits(cpus=machine.cpus * devices))
             yield made
         finally:
             made.close()
+
+
+def _await_solver(leader: Daemon, timeout_s: float) -> None:
+    """Until the leader's solver has got ready for the first look at 60 s, which takes eight seconds of a core.
+
+    In life it takes them from the leader's box alone, here from two cores that three boxes share. Raises BedError.
+    """
+    ends_s, used_s = time.monotonic() + timeout_s, 0.0
+    while time.monotonic() < ends_s:
+        solvers = [pid for pid in leader.box.pids() if b"planning.child" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        before_s, used_s = used_s, sum(map(core_s, solvers))
+        if 1.0 < used_s < before_s + 0.05:
+            return
+        time.sleep(0.5)
+    raise BedError(f"the leader's solver was not ready within {timeout_s:.0f} s")
 
 
 def _is_home(homes: BoolArray, layer: int, expert: int) -> bool:

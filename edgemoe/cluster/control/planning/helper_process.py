@@ -1,4 +1,4 @@
-"""A process that answers one question at a time: started when it is first asked, killed where it does not answer.
+"""A process that answers one question at a time: started when it is told to or asked, killed where it does not answer.
 
 One that dies, is late or answers with something else is killed; the next question starts another.
 """
@@ -42,6 +42,12 @@ class HelperProcess:
         process = self._process
         return process.pid if process is not None and process.returncode is None else None
 
+    async def prepare(self) -> None:
+        """Starts the process where there is none."""
+        async with self._one:
+            with contextlib.suppress(OSError):  # whoever asks is told
+                self._process = await self._started()
+
     async def ask(self, asked: Asked, kind: type[Answered], fits: Callable[[Answered], object]) -> Answered:
         """Returns the answer to a question, whose number is given here. Raises PlanningFailed unless it `fits`."""
         async with self._one:
@@ -62,12 +68,10 @@ class HelperProcess:
             await _kill(process)
 
     async def _ask(self, asked: Asked, kind: type[Answered], fits: Callable[[Answered], object]) -> Answered:
-        process = self._process
-        if process is None or process.returncode is not None:
-            pipe = asyncio.subprocess.PIPE
-            process = await asyncio.create_subprocess_exec(
-                *self._command, stdin=pipe, stdout=pipe, env={**os.environ, **ONE_CORE}, process_group=0
-            )
+        try:
+            process = await self._started()
+        except OSError as error:
+            raise PlanningFailed(f"the solver's process cannot be started: {error}") from error
         self._process = None  # until it has answered
         try:
             async with asyncio.timeout(self._deadline_s):
@@ -84,6 +88,16 @@ class HelperProcess:
             if self._process is None:
                 await _kill(process)
         return solved
+
+    async def _started(self) -> asyncio.subprocess.Process:
+        """Returns the process that is there, or a new one. Raises OSError."""
+        process = self._process
+        if process is not None and process.returncode is None:
+            return process
+        pipe = asyncio.subprocess.PIPE
+        return await asyncio.create_subprocess_exec(
+            *self._command, stdin=pipe, stdout=pipe, env={**os.environ, **ONE_CORE}, process_group=0
+        )
 
 
 async def _exchange(process: asyncio.subprocess.Process, question: bytes) -> bytes:

@@ -1,8 +1,8 @@
 """Has placements solved and expert clusters fitted, each in a process of its own, so that neither waits for the other.
 
 Placements for which there is no time for that are made by the plain policy, in a thread. The process that solves the
-others is kept, for what it solves by is compiled anew in each; one that fits clusters starts within a second, is rarely
-needed, and ends with its answer.
+others is kept, for what it solves by is compiled anew in each, and can be started beforehand; one that fits clusters
+starts within a second, is rarely needed, and ends with its answer.
 """
 
 from __future__ import annotations
@@ -42,6 +42,11 @@ class PlanSolver:
     def pid(self) -> int | None:
         """Returns the process that waits for the next placement to solve; None where there is none."""
         return self._solving.pid
+
+    async def prepare(self) -> None:
+        """Starts the process that solves placements, unless it is there: it compiles for some seconds first."""
+        if self._settings.placement != "uniform":
+            await self._solving.prepare()
 
     async def solve(self, task: PlanTask) -> Target:
         """Returns the placement for the task: the plain one where that is urgent, else the settings' policy's.

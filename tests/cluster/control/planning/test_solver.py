@@ -140,6 +140,26 @@ async def test_it_is_kept_and_takes_what_others_leave(solver: PlanSolver) -> Non
         process.communicate()
 
 
+async def test_it_can_be_started_before_it_is_asked_and_is_not_where_nothing_is_ever_solved() -> None:
+    made = PlanSolver(SETTINGS, HANGS)
+    await made.prepare()
+    first = made.pid
+    await made.prepare()
+    assert made.pid == first is not None
+    await made.close()
+    assert made.pid is None
+    never = PlanSolver(msgspec.structs.replace(SETTINGS, placement="uniform"), HANGS)
+    await never.prepare()
+    assert never.pid is None
+
+
+async def test_one_that_cannot_be_started_is_said_so_to_who_asks() -> None:
+    nowhere = PlanSolver(SETTINGS, ["/nonexistent"])
+    await nowhere.prepare()
+    with pytest.raises(PlanningFailed, match="cannot be started"):
+        await nowhere.solve(task())
+
+
 UNCOMPILED = (
     "import sys; from edgemoe.cluster.control.planning.child import PlacementQuestion, serve, solve; "
     "serve(sys.stdin.buffer, sys.stdout.buffer, PlacementQuestion, solve)"
