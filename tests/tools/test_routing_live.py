@@ -26,7 +26,7 @@ from tools.bench.routing_live.terms import TOKENS, USERS, asked
 from tools.testbed.bed import why_not
 from tools.testbed.blind import residency, union
 
-MODEL = Model("constructed", Path(), 0.35, WORDS, {}, {}, 1e-4, 0)
+MODEL = Model("constructed", Path(), 0.35, WORDS, {}, {}, 1e-4, 0.25, 0)
 
 
 def sitting(folder: Path, rounds: int = 3, scale: float = 1.0) -> Sitting:
