@@ -43,7 +43,9 @@ class HelperProcess:
         return process.pid if process is not None and process.returncode is None else None
 
     async def prepare(self) -> None:
-        """Starts the process where there is none."""
+        """Starts the process where there is none. Never waits for an answer that is under way."""
+        if self._one.locked():
+            return  # whoever asks has started it
         async with self._one:
             with contextlib.suppress(OSError):  # whoever asks is told
                 self._process = await self._started()

@@ -153,6 +153,18 @@ async def test_it_can_be_started_before_it_is_asked_and_is_not_where_nothing_is_
     assert never.pid is None
 
 
+async def test_getting_ready_does_not_wait_for_an_answer_under_way() -> None:
+    busy = PlanSolver(SETTINGS, HANGS)
+    solving = asyncio.create_task(busy.solve(task()))
+    await until(busy._solving._one.locked)
+    async with asyncio.timeout(30.0):
+        await busy.prepare()
+    assert not solving.done()
+    solving.cancel()
+    await asyncio.gather(solving, return_exceptions=True)
+    assert busy.pid is None
+
+
 async def test_one_that_cannot_be_started_is_said_so_to_who_asks() -> None:
     nowhere = PlanSolver(SETTINGS, ["/nonexistent"])
     await nowhere.prepare()
