@@ -140,7 +140,7 @@ class ClusterSettings(Section, frozen=True, kw_only=True):
     migrate_s: Seconds = 300.0  # between looks for a better plan; 0: experts move only where they must
     migrate_steps: Count = 3000  # of a box, likewise, where placement goes by successions; 0: by time alone
     migrate_bytes_per_s: Rate = 32e6  # at which, at most, experts come that have another home meanwhile; 0: no limit
-    migrate_gain: Share = 0.05  # of what requests wait for peers, by which a plan must be better
+    migrate_gain: Share = 0.1  # of what requests wait for peers, by which a plan must be better
     share_experts: bool = True  # false: boxes pass whole requests on, and compute nothing for each other
     role: Phases = "both"  # prefill: requests go on at a box that decodes; decode: prompts go to one that does not
     route: Route = "pull"  # which engine a request goes to

@@ -101,7 +101,8 @@ class ExpertTiers:
         host = HostCompute(slabs, math)
         self._computes = computes = [device.compute for device in self.devices] or [host.twin(math)]
         self.residency = Residency(ram_pool, pools, containment=memory.containment)
-        self.loader = ExpertLoader(self.residency, store, ram, [device.link for device in self.devices])
+        device_links = [device.link for device in self.devices]
+        self.loader = ExpertLoader(self.residency, store, ram, device_links, on_disk=on_disk)
         links = {str(i): device.link.stats for i, device in enumerate(self.devices)}
         self.link_stats = {"nvme": self.loader.stats, **links}
         self._kept = KeptCosts(memory.costs, self.link_stats)

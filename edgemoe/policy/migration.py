@@ -5,7 +5,8 @@
 The source moves all at once and says nothing of order. Here a former home gives an expert up once all new homes have it
 pinned, verified and acknowledged at the version in force; earlier only where its room is needed and another box keeps
 such a copy. Where memory is full, steps follow each other in waves: what one has made safe gives up the room of the
-next. Eq. 4 adds calls to seconds; here both sides are seconds.
+next. Eq. 4 holds calls against seconds of copying; here both sides are seconds that requests wait: while experts are
+copied, all that wait for peers are taken to go on waiting.
 """
 
 from __future__ import annotations
@@ -107,8 +108,9 @@ def copy_s(now: BoolArray, goal: BoolArray, layer_bytes: IntArray, bytes_per_s: 
 def pays(now_s: float, then_s: float, moving_s: float, horizon_s: float, margin: float) -> bool:
     """Returns whether a migration gains [Prism, Eq. 4].
 
-    `now_s` and `then_s` are seconds that requests wait for peers, a second; `moving_s` those of copying. A gain of less
-    than the share `margin` is none, so that what is measured anew each time does not move experts to and fro.
+    `now_s` and `then_s` are seconds that requests wait for peers, a second, which is how many wait at a time; all of
+    `now_s` wait for the `moving_s` of copying. A gain of less than the share `margin` is none, so that what is measured
+    anew each time does not move experts to and fro.
     """
     gain = now_s - then_s
-    return gain > margin * now_s and gain * horizon_s > moving_s
+    return gain > margin * now_s and gain * horizon_s > now_s * moving_s

@@ -18,6 +18,7 @@ from edgemoe.experts.build import ExpertTiers, TierMemory
 from edgemoe.experts.compute.moe import Fetching
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.policy.baselines import LRU
+from edgemoe.types.arrays import BoolArray
 from edgemoe.types.experts import ExpertGeometry, ExpertId, Store, Tier
 
 torch.set_num_threads(1)  # the matrices are tiny
@@ -119,6 +120,7 @@ def small_tiers(
     geometry: ExpertGeometry = SMALL,
     link_bytes_per_s: float = 1e12,
     containment: bool = True,
+    on_disk: BoolArray | None = None,
     **fetching: Any,
 ) -> ExpertTiers:
     """Tiers with so many slots in RAM and in each emulated device."""
@@ -131,6 +133,7 @@ def small_tiers(
         {Tier.VRAM: policy, Tier.RAM: policy},
         kernels,
         fetching=Fetching(**fetching),
+        on_disk=on_disk,
     )
 
 

@@ -25,7 +25,7 @@ import numpy as np
 
 from edgemoe.cluster.control.coordination.store import PlanRef
 from edgemoe.cluster.control.placement import ExpertHome, PlanTask, Target, plan_of, why_anew
-from edgemoe.cluster.control.planning.observation import tokens_per_s
+from edgemoe.cluster.control.planning.observation import bytes_per_s, tokens_per_s
 from edgemoe.cluster.rpc.control_messages import EngineCard, Report
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.policy.migration import Migration, copy_s, pays
@@ -38,7 +38,6 @@ SETTLE_S = 1.0  # for which what asks for a new plan must have stood
 STALL_S = 30.0  # without another copy acknowledged; then the next step is made without those that lack
 PREPARE_S = 60.0  # before a better plan is looked for, the solver gets ready
 SOON_S = 30.0  # after a plan made in haste, a better one is looked for
-BYTES_PER_S = 100e6  # of a link that nobody has measured
 
 
 class TookOver(NamedTuple):
@@ -205,7 +204,8 @@ class PlanCare:
                 self._review_s = self._prepared_s = soon_s  # boxes have enough to do until then
             return [self._step(look, plan, moving.next_homes(), target.homes, self._due[0])]
         sizes = np.array(look.engine.bytes_of_layers)
-        copying_s = copy_s(moving.now, target.homes, sizes, _rates(look, target.nodes))
+        rates = np.array([bytes_per_s(look.reports.get(node)) for node in target.nodes], np.float32)
+        copying_s = copy_s(moving.now, target.homes, sizes, rates)
         if not pays(target.now_s, target.then_s, copying_s, self._settings.migrate_s, self._settings.migrate_gain):
             saved = {"now_s": target.now_s, "then_s": target.then_s, "copying_s": copying_s}
             log.debug("a better plan would not pay", extra=saved)
@@ -257,16 +257,6 @@ def _migration(look: Look, plan: PlacementPlan | None, target: Target) -> Migrat
     sizes = layers_of_sizes(look.engine.bytes_of_layers)
     room = np.array([boxes[node].rooms or (0,) * len(sizes) for node in nodes], np.int64)
     return Migration(now, pinned, goal, room, target.heat, np.asarray(target.disk.any(axis=0)), sizes)
-
-
-def _rates(look: Look, nodes: tuple[str, ...]) -> FloatArray:
-    """Returns the bytes a second [N] that each node's links carry, by its own report."""
-    rates = []
-    for node in nodes:
-        report = look.reports.get(node)
-        measured = [link.bytes_per_s for link in report.links if link.bytes_per_s] if report else []
-        rates.append(float(np.mean(measured)) if measured else BYTES_PER_S)
-    return np.array(rates, np.float32)
 
 
 def _heat(look: Look) -> FloatArray:

@@ -124,15 +124,20 @@ class PeerLayerStep:
             self._compute(group if here.all() else group.only(here))
 
     def _offers(self, group: Group, tried: Tried) -> list[Offer]:
-        """Returns peers' offers for the group's experts. Assumes that their disks are no faster than ours."""
+        """Returns peers' offers for the group's experts. Assumes that their disks are no faster than ours.
+
+        A peer's disk is for what no other peer has in memory: all that the peer computes waits while it reads.
+        """
         now_s = time.monotonic()
         if now_s >= self.end_s:
             return []
-        read_s, offers = self.remote.costs.read_s(self.layer), self.remote.peers.offers(self.layer, group.experts)
+        found = self.remote.peers.offers(self.layer, group.experts)
+        offers = [offer for offer in found if tried.get(offer.node, 0.0) <= now_s]
+        in_memory = np.logical_or.reduce([offer.wait_s <= 0 for offer in offers])
+        least_s = np.where(in_memory, np.inf, self.remote.costs.read_s(self.layer))
         return [
-            offer._replace(wait_s=np.where(offer.wait_s > 0, np.maximum(offer.wait_s, read_s), 0.0))
+            offer._replace(wait_s=np.where(offer.wait_s > 0, np.maximum(offer.wait_s, least_s), 0.0))
             for offer in offers
-            if tried.get(offer.node, 0.0) <= now_s
         ]
 
     def _resolve(self, group: Group, offers: Sequence[Offer], without: Collection[str]) -> IntArray:

@@ -42,16 +42,19 @@ class ExpertLoader:
         ram: HostSlab,
         links: Sequence[TierLink] = (),
         *,
+        on_disk: BoolArray | None = None,
         clock: Clock = time.monotonic,
         arrivals: Callable[[], SimpleQueue[Transfer]] = SimpleQueue,
     ) -> None:
         """Takes `links` in the order of the devices.
 
+        `on_disk` [L, E] marks what the store reads from the disk; None: everything. The rest it gets from peers.
         `clock` and `arrivals`, which makes the queues in which layer-steps wait, are replaced where time is simulated.
         """
         self.residency, self.links = residency, tuple(links)
         self.clock, self.arrivals = clock, arrivals
-        self.stats = LinkStats(clock)  # of NVMe
+        self.stats = LinkStats(clock)  # of the disk
+        self._on_disk = on_disk
         self.gap = IdleWindow(len(residency.device_of), clock)  # in which links serve prefetch requests
         self._read_gap = ReadGap(clock)  # in which the disk does
         # says which experts of a layer [n] not to prefetch, because another box has them or would have to send them
@@ -138,16 +141,18 @@ class ExpertLoader:
 
     async def _read(self, load: Transfer) -> None:
         self._reading.append(load)
-        self.stats.begin()
+        on_disk = self._on_disk is None or self._on_disk[load.layer, load.expert]
+        stats = self.stats if on_disk else LinkStats(self.clock)
+        stats.begin()
         try:
             await self._store.read(load.layer, load.expert, self._ram.view(load.slot))
         except BaseException as error:  # those who wait must get an answer in any case
-            self.stats.abort()
+            stats.abort()
             self.residency.fail(load, _as_failure(load, error))
             if not isinstance(error, Exception):
                 raise
         else:
-            self.stats.end(self._ram.layout.place(load.slot)[1])
+            stats.end(self._ram.layout.place(load.slot)[1])
             self.start(self.residency.arrive(load))
         finally:
             self._reading.remove(load)

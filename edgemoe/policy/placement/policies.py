@@ -64,6 +64,7 @@ def place(
         ours = replace(
             wishes,
             routes=[each[:, layers] for each in wishes.routes],
+            costs=wishes.costs.of_layers(layers),
             passed=np.where(beside, passed[layers[:-1]], 0.0),
         )
         found = POLICIES[policy](part, ours)

@@ -9,13 +9,14 @@ that serve most tokens whole. From there, and from `exact` where that is not far
 against computing, half of it where an expert takes as long as the way there; the larger it is, the more the placement
 is that of `exact`. `isolation` is what an expert costs that
 the node has neither in memory nor on disk, likewise: the larger it is, the more of what its own requests need a node
-can compute when it is cut off from the others.
+can compute when it is cut off from the others. `stay` is what it costs to give up a home of now: the search begins from
+these, too, and changes what is worth it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy.optimize import linear_sum_assignment
@@ -43,11 +44,17 @@ class RendezvousCosts:
     call_cost: float = CALL_COST  # of a remote expert, as a share of a rendezvous
     isolation: float = 0.0  # of one that is not on the node's disk either, likewise
     node_cost: Values | None = None  # [N] of a rendezvous of each node, as measured; None: all the same
+    stay: Values | None = None  # [N, L, E] of giving up a home of now, 0 where there is none; None: of none
 
     def of_calls(self, problem: PlacementProblem) -> Values:
         """Returns what it costs that an expert is not at home at a node, [N, L, E]."""
         away = np.where(problem.disks, self.call_cost, self.call_cost + self.isolation)
-        return np.asarray(away * problem.activations * self.of_nodes(problem)[:, None, None], np.float64)
+        costs = np.asarray(away * problem.activations * self.of_nodes(problem)[:, None, None], np.float64)
+        return costs if self.stay is None else costs + self.stay
+
+    def of_layers(self, layers: IntArray) -> RendezvousCosts:
+        """Returns the costs in these layers."""
+        return self if self.stay is None else replace(self, stay=self.stay[:, layers])
 
     def of_nodes(self, problem: PlacementProblem) -> Values:
         """Returns what a rendezvous of each node costs, [N]."""
@@ -67,6 +74,8 @@ def rendezvous(
     assert nodes <= MOST_NODES, "homes are masks of 64 bits"
     disk = disk_homes(problem)
     starts = [placed(problem, _whole_layers(problem, routes, disk), disk), exact(problem)]
+    if costs.stay is not None:
+        starts.append(placed(problem, _as_now(problem, costs.stay > 0, disk), disk))
     searches = [search_from(problem, routes, start, costs) for start in starts]
     scratch = scratch_for(routes[0].shape[2])
     away = costs.of_calls(problem)
@@ -127,6 +136,18 @@ def _whole_layers(problem: PlacementProblem, routes: Sequence[Routes], disk: Boo
     cover(problem, homes, must)
     for node in range(nodes):
         _serve_whole(homes[node], int(room[node]), problem.expected[node], routes[node])
+    fill(problem, homes)
+    return homes
+
+
+def _as_now(problem: PlacementProblem, now: BoolArray, disk: BoolArray) -> BoolArray:
+    """The homes of now, as far as there is room, with what has none."""
+    homes = now & ~disk
+    for node, room in enumerate(problem.room):
+        held = np.flatnonzero(homes[node])
+        coldest = held[np.argsort(problem.expected[node].ravel()[held], kind="stable")]
+        homes[node].ravel()[coldest[: max(0, len(held) - int(room))]] = False
+    cover(problem, homes, required(problem, disk))
     fill(problem, homes)
     return homes
 

@@ -429,13 +429,16 @@ def test_the_hottest_is_moved_first_and_what_nobody_has_before_it() -> None:
     assert moving.next_homes()[0].tolist() == [[False, True, False, True]]
 
 
-def test_seconds_are_compared_with_seconds() -> None:
+def test_seconds_that_requests_wait_are_compared_with_those_that_they_wait_while_experts_are_copied() -> None:
     now, goal = np.zeros((2, 1, 4), np.bool_), np.ones((2, 1, 4), np.bool_)
     moving_s = copy_s(now, goal, np.array([100]), np.array([10.0, 20.0], np.float32))
     assert moving_s == 60.0
     assert pays(1.0, 0.7, moving_s, 300.0, 0.05)
     assert not pays(1.0, 0.9, moving_s, 300.0, 0.05)  # 30 s saved
     assert not pays(1.0, 0.96, 0.0, 300.0, 0.05)
+    for load in (0.01, 100.0):  # how many requests wait at a time
+        assert pays(load, 0.7 * load, moving_s, 300.0, 0.05)
+        assert not pays(load, 0.9 * load, moving_s, 300.0, 0.05)
 
 
 def test_what_is_at_home_on_a_disk_gives_up_its_memory() -> None:

@@ -244,6 +244,23 @@ def test_sums_of_hidden_states_that_are_not_finite_are_what_they_are() -> None:
     assert out[1].isnan().all()
 
 
+def test_a_peer_s_disk_is_for_what_no_other_has_in_memory() -> None:
+    class OneReads(FakePeers):
+        """b would read the expert from its disk; c has it in memory, and is slower at that."""
+
+        def offers(self, layer: int, experts: IntArray) -> Sequence[Offer]:
+            b, *others = super().offers(layer, experts)
+            b = b._replace(wait_s=np.full(len(experts), 1e-6, np.float32))
+            return [b, *(each._replace(open_s=0.1) for each in others)]
+
+    peers = OneReads(of_ones, 1.0, [AWAY])
+    assert step(peers, Here(), AWAY) is not None
+    assert peers.asked == ["c"]
+    alone = OneReads(of_ones, 1.0, [AWAY], nodes="b")
+    assert step(alone, Here(), AWAY) is not None
+    assert alone.asked == ["b"]
+
+
 @pytest.mark.parametrize("nodes", [3, 64])
 def test_what_is_tried_for_a_layer_does_not_grow_with_the_peers(nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[tuple[int, ...]] = []

@@ -69,6 +69,17 @@ async def test_demanded_reads_run_side_by_side(store: FileStore) -> None:
         tiers.check_integrity(idle=True)
 
 
+async def test_what_comes_from_peers_says_nothing_of_the_disk(store: FileStore) -> None:
+    on_disk = np.ones((SMALL.layers, SMALL.experts), np.bool_)
+    on_disk[0, 1] = False
+    async with moving(small_tiers(store, 8, on_disk=on_disk)) as tiers:
+        for expert, measured in ((1, False), (0, True)):
+            claim, arrivals = demand(tiers, 0, expert)
+            await until(lambda arrivals=arrivals: not arrivals.empty())  # type: ignore[misc]
+            assert (tiers.loader.stats.bytes_per_s > 0) == measured
+            tiers.residency.release(0, claim.slots)
+
+
 async def test_prefetches_wait_while_a_demand_is_read_and_go_on_after_it(store: FileStore) -> None:
     store.pin(0, 0)
     async with moving(small_tiers(store, 8)) as tiers:

@@ -171,6 +171,38 @@ def test_an_isolated_node_has_more_of_what_its_requests_need_the_more_that_count
     assert nowhere(50.0) < 0.8 * nowhere(0.0)
 
 
+def test_the_more_it_costs_to_give_a_home_up_the_fewer_are() -> None:
+    """And each of the fewer is worth more: what half of the moves save is more than half of what all save."""
+    routes = tokens_of(np.random.default_rng(6), 3, 200, 6, 12, 3)
+    problem = PlacementProblem(((30,), (30,), (40,)), activations_of(routes, 12))
+    now = rendezvous(problem, [routes[1], routes[2], routes[0]])  # for other requests than these
+    costs = RendezvousCosts(0.3)
+    cost = rendezvous_cost(problem, routes, now, costs)
+    moves, saved = [], []
+    for price in (0.0, 1e-4 * cost, 1e-3 * cost, 3e-3 * cost, cost):
+        found = rendezvous(problem, routes, replace(costs, stay=now.homes * (price + 1e-12)))
+        moves.append(int((found.homes & ~now.homes).sum()))
+        saved.append(cost - rendezvous_cost(problem, routes, found, costs))
+        assert (found.homes.sum(axis=(1, 2)) <= problem.room).all()
+        assert found.homes.any(axis=0).all()
+        assert saved[-1] >= price * moves[-1] - 1e-9
+    assert moves[-1] == 0
+    assert sorted(moves, reverse=True) == moves
+    some = next(n for n, each in enumerate(moves) if each < 0.75 * moves[0])
+    assert saved[some] / saved[0] > moves[some] / moves[0]
+
+
+def test_where_there_is_less_room_than_homes_of_now_the_hottest_stay() -> None:
+    routes = tokens_of(np.random.default_rng(7), 2, 100, 3, 8, 2)
+    wide = PlacementProblem(((20,), (20,)), activations_of(routes, 8))
+    now = rendezvous(wide, routes).homes
+    tight = PlacementProblem(((9,), (20,)), wide.activations)
+    found = rendezvous(tight, routes, RendezvousCosts(stay=now * 1e9)).homes
+    assert found.sum(axis=(1, 2)).tolist() == [9, 20]
+    assert found.any(axis=0).all()
+    assert not (found[0] & ~now[0]).any()
+
+
 def test_drawn_tokens_have_the_pairs_that_they_were_drawn_from() -> None:
     rng = np.random.default_rng(3)
     routes = tokens_of(rng, 1, 4000, 2, 12, 3)[0]

@@ -59,6 +59,7 @@ class PlacementQuestion(msgspec.Struct, frozen=True):
     replicas: Count
     isolation: Rate
     boxes: Annotated[tuple[QuestionedBox, ...], Meta(max_length=MAX_NODES)]
+    horizon_s: Rate = 0.0  # for which a move is to pay; 0: moves cost nothing
 
 
 class PlacementAnswer(msgspec.Struct, frozen=True):

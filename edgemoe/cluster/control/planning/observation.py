@@ -14,6 +14,7 @@ from edgemoe.types.arrays import IntArray
 from edgemoe.types.placement import ACTIVITY_HALF_LIFE_S, ACTIVITY_UNIT
 
 CALL_S = 1e-3  # of a call to another box, where none has been measured
+BYTES_PER_S = 100e6  # of a link, likewise
 LEAST_CALL_S = 1e-6
 PAIR = 4  # numbers
 Values = npt.NDArray[np.float64]
@@ -29,6 +30,7 @@ class Observation:
     expert_share: float  # of that, what the other box takes for one expert; 0 where it was not measured
     top_k: int  # experts that a token chooses of a layer; 0 where nothing is known
     per_s: float  # that a count of one happens, times a second
+    bytes_per_s: Values  # [N] that a box's links carry
 
 
 def observe(reports: Sequence[Report | None], layers: int, experts: int) -> Observation:
@@ -57,7 +59,14 @@ def observe(reports: Sequence[Report | None], layers: int, experts: int) -> Obse
         float(np.mean([link.unit_s / (link.latency_s + link.unit_s) for link in links])) if links else 0.0,
         min(round(chosen), experts),
         most / ACTIVITY_UNIT,
+        np.array([bytes_per_s(each) for each in reports]),
     )
+
+
+def bytes_per_s(report: Report | None) -> float:
+    """Returns what a box's links carry, by its own report."""
+    measured = [link.bytes_per_s for link in report.links if link.bytes_per_s] if report else []
+    return float(np.mean(measured)) if measured else BYTES_PER_S
 
 
 def tokens_per_s(report: Report) -> float:

@@ -56,7 +56,7 @@ class PlanSolver:
         settings = self._settings
         if task.urgent or settings.placement == "uniform":
             return await asyncio.to_thread(make_target, task)
-        asked = await asyncio.to_thread(question, task, settings.placement, settings.isolation)
+        asked = await asyncio.to_thread(question, task, settings.placement, settings.isolation, settings.migrate_s)
         boxes = len(asked.boxes)
         solved = await self._solving.ask(
             asked, PlacementAnswer, lambda it: it.infeasible or len(it.homes) == len(it.disk) == boxes

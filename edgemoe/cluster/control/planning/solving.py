@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 
 from edgemoe.cluster.control.planning.messages import PlacementAnswer, PlacementQuestion
-from edgemoe.cluster.control.planning.observation import observe, successions
+from edgemoe.cluster.control.planning.observation import Observation, observe, successions
 from edgemoe.cluster.control.planning.targets import problem_of
 from edgemoe.errors import PlacementInfeasible
 from edgemoe.policy.placement.policies import Wishes, place
-from edgemoe.policy.placement.problem import Placement, PlacementProblem
+from edgemoe.policy.placement.problem import Placement, PlacementProblem, Values
 from edgemoe.policy.placement.rendezvous import costs_of, rendezvous_cost, routes_for
 from edgemoe.policy.placement.score import remote_calls
 from edgemoe.policy.replacement.nodes import refined_cost
@@ -25,13 +25,17 @@ def solve(asked: PlacementQuestion) -> PlacementAnswer:
     problem = problem_of(asked, seen)
     costs = costs_of(seen.expert_share, asked.isolation, seen.call_s / seen.call_s.mean())
     policy = asked.policy if seen.top_k else "uniform"  # where nothing is known of what is chosen
-    wishes = Wishes([], costs, asked.replicas)
+    wishes, now = Wishes([], costs, asked.replicas), _now(asked, problem)
     if policy == "rendezvous":
         wishes = replace(wishes, routes=routes_for(problem, seen.pairs, seen.top_k, np.random.default_rng(0)))
     elif policy in BY_SUCCESSIONS:
         wishes = replace(wishes, passed=successions(reports, seen))
+    now_cost = _cost(problem, wishes, now)
+    held = wishes
+    if policy == "rendezvous" and asked.horizon_s and now.homes.any():
+        held = replace(wishes, costs=replace(costs, stay=_stay(asked, seen, now, now_cost)))
     try:
-        placement = place(policy, problem, wishes, asked.layer_bytes, [box.rooms for box in asked.boxes])
+        placement = place(policy, problem, held, asked.layer_bytes, [box.rooms for box in asked.boxes])
     except PlacementInfeasible as error:
         return PlacementAnswer(asked.number, infeasible=str(error), missing_bytes=error.missing_bytes)
     second = float(seen.per_s * seen.call_s.mean())
@@ -39,11 +43,17 @@ def solve(asked: PlacementQuestion) -> PlacementAnswer:
         asked.number,
         tuple(pack_bits(each) for each in placement.homes),
         tuple(pack_bits(each) for each in placement.disk),
-        _cost(problem, wishes, _now(asked, problem)) * second,
+        now_cost * second,
         _cost(problem, wishes, placement) * second,
         bool(seen.top_k),
         policy,
     )
+
+
+def _stay(asked: PlacementQuestion, seen: Observation, now: Placement, now_cost: float) -> Values:
+    """What it costs to give up a home of now: as much as copying another one there does, see `migration.pays`."""
+    copying_s = np.array(asked.layer_bytes) / seen.bytes_per_s[:, None]  # [N, L]
+    return np.asarray(now.homes * (now_cost * copying_s / asked.horizon_s)[:, :, None], np.float64)
 
 
 def _now(asked: PlacementQuestion, problem: PlacementProblem) -> Placement:

@@ -17,7 +17,9 @@ from edgemoe.types.arrays import BoolArray
 from edgemoe.types.placement import PlacementPolicy, pack_bits, unpack_bits
 
 
-def question(task: PlanTask, policy: PlacementPolicy = "uniform", isolation: float = 0.0) -> PlacementQuestion:
+def question(
+    task: PlanTask, policy: PlacementPolicy = "uniform", isolation: float = 0.0, horizon_s: float = 0.0
+) -> PlacementQuestion:
     """Returns the task as the solver is asked. Raises PlacementInfeasible where no box can be a home."""
     engine, there, now = task.engine, task.there, task.now
     layers, experts = engine.layers, engine.experts
@@ -44,6 +46,7 @@ def question(task: PlanTask, policy: PlacementPolicy = "uniform", isolation: flo
         replicas=task.replicas,
         isolation=isolation,
         boxes=boxes,
+        horizon_s=horizon_s,
     )
 
 

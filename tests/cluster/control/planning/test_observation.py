@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from support.reports import report
 
-from edgemoe.cluster.control.planning.observation import CALL_S, observe, successions
+from edgemoe.cluster.control.planning.observation import BYTES_PER_S, CALL_S, observe, successions
 from edgemoe.cluster.rpc.control_messages import LinkReport, Report
 from edgemoe.types.placement import ACTIVITY_HALF_LIFE_S
 
@@ -45,6 +45,7 @@ def test_calls_take_what_a_box_s_links_take() -> None:
     assert seen.call_s == pytest.approx([0.0035, CALL_S])
     assert seen.expert_share == pytest.approx(0.2), "of the link on which experts were computed"
     assert observe([report(routes((0, 1)), 6, links=links[1:]), None], LAYERS, EXPERTS).expert_share == 0
+    assert seen.bytes_per_s.tolist() == [1e6, BYTES_PER_S]
 
 
 def test_successions_are_those_that_were_told_and_of_the_others_what_is_left() -> None:

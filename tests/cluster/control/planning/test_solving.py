@@ -43,3 +43,31 @@ def test_the_longer_an_expert_takes_elsewhere_the_fewer_are_computed_there() -> 
     fast, slow = solved(1e-6), solved(0.02)
     assert slow.remote_share < 0.95 * fast.remote_share
     assert slow.rendezvous > fast.rendezvous
+
+
+def test_a_plan_for_a_short_time_moves_little_and_saves_more_than_copying_costs() -> None:
+    """By `migration.pays`: what is copied keeps all waiting who wait for peers."""
+    rng = np.random.default_rng(1)
+    taste = rng.normal(0, 2, (3, 1, LAYERS, EXPERTS))
+    scores = taste + rng.gumbel(size=(3, 300, LAYERS, EXPERTS))
+    routes = list(np.argsort(-scores, axis=3)[..., :TOP_K].astype(np.int16))
+    told = [report(each, EXPERTS, links=(LinkReport("x", 0.001, 1e6, 0.0005),)) for each in routes]
+    whole, size_bytes = np.ones((LAYERS, EXPERTS), np.bool_), 10_000
+    now = [(np.arange(LAYERS * EXPERTS) % 3 == n).reshape(LAYERS, EXPERTS) for n in range(3)]
+    rooms = [int(each.sum()) for each in now]
+    boxes = tuple(
+        QuestionedBox((room,), pack_bits(whole), pack_bits(has), pack_bits(has), each)
+        for room, has, each in zip(rooms, now, told, strict=True)
+    )
+    moved, gained = [], []
+    for horizon_s in (0.0, 1000.0, 1.0, 0.001):
+        asked = PlacementQuestion(
+            1, "rendezvous", LAYERS, EXPERTS, (EXPERTS,) * LAYERS, (size_bytes,) * LAYERS, 1, 0.0, boxes, horizon_s
+        )
+        answer = solve(asked)
+        moved.append(int((homes(answer.homes) & ~np.stack(now)).sum()))
+        gained.append(1 - answer.then_s / answer.now_s)
+        if horizon_s:
+            assert gained[-1] * horizon_s >= moved[-1] * size_bytes / 1e6 - 1e-6
+    assert moved[0] > moved[2] > moved[3] == 0
+    assert gained[2] > gained[0] * moved[2] / moved[0]
