@@ -1,10 +1,11 @@
 """Counts what this engine's own requests choose: how often each expert, and which pairs together, or one after another.
 
 A placement that lets tokens call few boxes needs to know what is chosen together, and no more than that: pairs tell no
-words and no order [Prism, III-B]. One that goes by what follows what in the next layer has successions counted in their
-place [Gimbal, III-D]. Counts decay, so that what boxes are asked for lately decides. Steps add in one compiled call, by
-weights that grow as the counts should have shrunk. What peers ask for is not counted here: it is counted where the
-request runs.
+words and no order [Prism, III-B]. One that goes by what follows what in the next layer has successions counted in
+their place [Gimbal, III-D]. A step computes an expert once, however many of its tokens chose it, and calls another box
+once: so experts are counted by steps, too. Counts decay, so that what boxes are asked for lately decides. Steps add in
+one compiled call, by weights that grow as the counts should have shrunk. What peers ask for is not counted here: it is
+counted where the request runs.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from edgemoe.experts.tiers.records import SharedRecord
-from edgemoe.kernels.cpu.intrinsics import INT, code, f32_at, fields, record, u16_at
+from edgemoe.kernels.cpu.intrinsics import INT, code, f32_at, fields, record, u8_at, u16_at
 from edgemoe.types.arrays import FloatArray
 from edgemoe.types.experts import ExpertGeometry
 from edgemoe.types.placement import ACTIVITY_HALF_LIFE_S, ACTIVITY_UNIT
@@ -29,9 +30,10 @@ LEAST_S = 10.0  # over which a rate is taken
 PAIRS_BYTES = 64 << 20  # of memory for pairs or successions; a model of more is counted without them
 Shares = np.ndarray[tuple[int, int], np.dtype[np.uint16]]
 
-# `ids` [layers, tokens, k] int16, all -1 where a layer did not run; `chosen` [L, E], `pairs` [L, E, E] and `passed`
-# [L - 1, E, E] float32, 0 where there are none; `weight` float32 of a token.
-COUNTS = fields("layers", "experts", "k", "tokens", "ids", "chosen", "pairs", "passed", "weight")
+# `ids` [layers, tokens, k] int16, all -1 where a layer did not run; `chosen` and `computed` [L, E], `pairs` [L, E, E]
+# and `passed` [L - 1, E, E] float32, 0 where there are none; `weight` float32 of a token; `seen` [E] uint8, 0 between
+# steps.
+COUNTS = fields("layers", "experts", "k", "tokens", "ids", "chosen", "computed", "pairs", "passed", "weight", "seen")
 
 
 @code(INT)
@@ -40,6 +42,7 @@ def COUNT(call: int) -> None:
     c = record(call, COUNTS)
     weight = f32_at(c.weight)[0]
     ids, chosen, pairs, passed, k = u16_at(c.ids), f32_at(c.chosen), f32_at(c.pairs), f32_at(c.passed), c.k
+    computed, seen = f32_at(c.computed), u8_at(c.seen)
     for layer in range(c.layers):
         for token in range(c.tokens):
             at = (layer * c.tokens + token) * k
@@ -48,6 +51,9 @@ def COUNT(call: int) -> None:
             for i in range(k):
                 first = ids[at + i]
                 chosen[layer * c.experts + first] += weight
+                if seen[first] == 0:
+                    seen[first] = 1
+                    computed[layer * c.experts + first] += weight
                 row = (layer * c.experts + first) * c.experts
                 if c.pairs != 0:
                     for j in range(i + 1, k):
@@ -56,6 +62,8 @@ def COUNT(call: int) -> None:
                 if c.passed != 0 and layer + 1 < c.layers and ids[after] < c.experts:
                     for j in range(k):
                         passed[row + ids[after + j]] += weight
+        for expert in range(c.experts):
+            seen[expert] = 0
 
 
 CODES = (COUNT,)
@@ -67,7 +75,9 @@ class ActivityShares:
 
     tokens: float  # with decay
     tokens_per_s: float  # of the same, also while less than a half-life has been counted
+    steps_per_token: float
     chosen: Shares  # [L, E]
+    computed: Shares  # [L, E] of steps, which computed an expert for one or more of their tokens
     pairs: Shares  # [P, 4] layer, both experts, share; heaviest first
     passed: Shares  # [S, 4] layer, its expert, one of the next layer, share; likewise
 
@@ -84,13 +94,15 @@ class ActivityCounter:
         half_life_s: float = ACTIVITY_HALF_LIFE_S,
     ) -> None:
         """Counts pairs, or `successions`; with an infinite half-life all that came since `clear` alike."""
-        self._clock, self._tokens, self._half_life_s = clock, 0.0, half_life_s
+        self._clock, self._tokens, self._steps, self._half_life_s = clock, 0.0, 0.0, half_life_s
         self._since_s = self._began_s = clock()  # what is counted; weights
         self.steps = 0  # added
         layers, experts = geometry.layers, geometry.experts
         self._record = record = SharedRecord(COUNTS)
         record["layers"], record["experts"], record["k"] = layers, experts, geometry.top_k
         self._chosen: FloatArray = record.array("chosen", (layers, experts), dtype=np.float32)
+        self._computed: FloatArray = record.array("computed", (layers, experts), dtype=np.float32)
+        self._seen = record.array("seen", experts, dtype=np.uint8)
         self._weight: FloatArray = record.array("weight", 1, dtype=np.float32)
         self._pairs = self._passed = np.zeros((0, experts, experts), np.float32)
         if layers * experts * experts * 4 > PAIRS_BYTES:
@@ -113,24 +125,26 @@ class ActivityCounter:
         self._weight[0], self._record["tokens"], self._record["ids"] = weight, ids.shape[1], ids.ctypes.data
         COUNT.call_briefly(self._record.address)
         self._tokens += weight * ids.shape[1]
+        self._steps += weight
         self.steps += 1
 
     def clear(self) -> None:
         """Forgets what was counted."""
-        self._tokens, self._since_s = 0.0, self._clock()
-        for counts in (self._chosen, self._pairs, self._passed):
+        self._tokens, self._steps, self._since_s = 0.0, 0.0, self._clock()
+        for counts in (self._chosen, self._computed, self._pairs, self._passed):
             counts[:] = 0.0
 
     def shares(self, most: int) -> ActivityShares:
         """Returns what was chosen of late, with so many pairs or successions at most, equally many of each layer."""
         scale = ACTIVITY_UNIT / max(self._tokens, 1e-30)
-        chosen = np.minimum(np.rint(self._chosen * scale), ACTIVITY_UNIT).astype(np.uint16)
+        chosen, computed = _shares(self._chosen, self._tokens), _shares(self._computed, self._steps)
         pairs = _heaviest(
             (np.triu(each + each.T, 1) * np.float32(scale) for each in self._pairs), most // max(1, len(self._pairs))
         )
         passed = _heaviest((each * np.float32(scale) for each in self._passed), most // max(1, len(self._passed)))
         tokens = self.tokens
-        return ActivityShares(tokens, tokens / max(self._counted_s(), LEAST_S), chosen, pairs, passed)
+        per_s, steps = tokens / max(self._counted_s(), LEAST_S), self._steps / max(self._tokens, 1e-30)
+        return ActivityShares(tokens, per_s, steps, chosen, computed, pairs, passed)
 
     @property
     def tokens(self) -> float:
@@ -157,10 +171,16 @@ class ActivityCounter:
         return float(2.0 ** ((self._clock() - self._began_s) / self._half_life_s))
 
     def _scale_down(self, weight: float) -> None:
-        for counts in (self._chosen, self._pairs, self._passed):
+        for counts in (self._chosen, self._computed, self._pairs, self._passed):
             counts /= np.float32(weight)
-        self._tokens /= weight
+        self._tokens, self._steps = self._tokens / weight, self._steps / weight
         self._began_s = self._clock()
+
+
+def _shares(counts: FloatArray, whole: float) -> Shares:
+    """Returns what share of a whole each count [L, E] is."""
+    scaled = np.minimum(np.rint(counts * (ACTIVITY_UNIT / max(whole, 1e-30))), ACTIVITY_UNIT)
+    return np.asarray(scaled, np.uint16)
 
 
 def _heaviest(layers: Iterable[FloatArray], most: int) -> Shares:

@@ -26,7 +26,6 @@ from edgemoe.cluster.rpc.control_messages import (
     Tokens,
 )
 from edgemoe.cluster.rpc.engine_messages import (
-    Activity,
     Cancel,
     Emissions,
     Holds,
@@ -40,6 +39,7 @@ from edgemoe.cluster.rpc.engine_messages import (
     decode_to_engine,
 )
 from edgemoe.cluster.rpc.keys import load_secret
+from edgemoe.cluster.rpc.messages.activity import Activity
 from edgemoe.cluster.rpc.messages.choices import Choosing, PrefixFound, PromptRead
 from edgemoe.cluster.rpc.messages.find_store import FindStore
 from edgemoe.cluster.rpc.messages.hand_over import LastChunk, PrefixPulled, PullPrefix

@@ -10,8 +10,9 @@ from collections.abc import Iterable
 
 from edgemoe.cluster.control.plane import ControlPlane
 from edgemoe.cluster.rpc.control_messages import EngineCard, LinkReport, Report
-from edgemoe.cluster.rpc.engine_messages import Activity, Holds, Listening, PeerSeen, ToEngine
+from edgemoe.cluster.rpc.engine_messages import Holds, Listening, PeerSeen, ToEngine
 from edgemoe.cluster.rpc.ipc import FrontEnd
+from edgemoe.cluster.rpc.messages.activity import Activity
 from edgemoe.cluster.rpc.messages.find_store import StoreAt
 from edgemoe.errors import PeerBusy, PeerOutdated, PeerRefused, WireError
 from edgemoe.front.engine_handle import EngineHandle
@@ -115,6 +116,8 @@ class OwnEngine:
             passed=activity.passed,
             steps=activity.steps,
             tokens_per_s=activity.tokens_per_s,
+            computed=activity.computed,
+            steps_per_token=activity.steps_per_token,
         )
 
 

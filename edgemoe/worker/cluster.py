@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 
 from edgemoe.cluster.data.plane import DataPlane, OwnExperts
-from edgemoe.cluster.rpc.engine_messages import Activity, Cancel, FromEngine, Holds, Listening, PeerList, PeerSeen, Plan
+from edgemoe.cluster.rpc.engine_messages import Cancel, FromEngine, Holds, Listening, PeerList, PeerSeen, Plan
 from edgemoe.cluster.rpc.keys import load_secret
+from edgemoe.cluster.rpc.messages.activity import Activity
 from edgemoe.cluster.rpc.messages.choices import FindPrefix
 from edgemoe.cluster.rpc.messages.hand_over import PullPrefix
 from edgemoe.config.settings import ClusterSettings
@@ -36,7 +37,7 @@ from edgemoe.worker.prefix_sums import PrefixSums
 log = logging.getLogger(__name__)
 REPORT_S = 1.0
 ACTIVITY_S = 10.0
-MOST_PAIRS = 24_000  # or successions
+MOST_PAIRS = 20_000  # or successions
 FORMER_S = 60.0  # after which other boxes have fetched what was at home here before
 Post = Callable[[FromEngine], None]
 
@@ -247,6 +248,8 @@ class ClusterSide:
                     passed=shares.passed.tobytes(),
                     steps=self._sharing.activity.steps,
                     tokens_per_s=shares.tokens_per_s,
+                    computed=shares.computed.tobytes(),
+                    steps_per_token=shares.steps_per_token,
                 )
             )
             await asyncio.sleep(ACTIVITY_S)

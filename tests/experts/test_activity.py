@@ -53,6 +53,14 @@ def plain(steps: list[tuple[float, StepRouting]]) -> tuple[float, np.ndarray, np
     return tokens, chosen, pairs
 
 
+def computed_in(each: StepRouting) -> np.ndarray:
+    """Which experts [L, E] a step computes, for however many tokens."""
+    computed = np.zeros((GEOMETRY.layers, GEOMETRY.experts))
+    for layer, of_layer in enumerate(each.ids):
+        computed[layer, np.unique(of_layer)] = 1.0
+    return computed
+
+
 @pytest.mark.parametrize("most_weight", [2.0**20, 3.0])
 def test_shares_are_those_of_a_plain_count_that_decays(most_weight: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(activity, "MOST_WEIGHT", most_weight)
@@ -62,12 +70,15 @@ def test_shares_are_those_of_a_plain_count_that_decays(most_weight: float, monke
         steps.append((clock.now_s, step(rng, tokens)))
         counted.add(steps[-1][1])
         clock.now_s += ACTIVITY_HALF_LIFE_S
-    tokens, chosen, pairs = plain(
-        [(2.0 ** ((at_s - clock.now_s) / ACTIVITY_HALF_LIFE_S), each) for at_s, each in steps]
-    )
+    weighed = [(2.0 ** ((at_s - clock.now_s) / ACTIVITY_HALF_LIFE_S), each) for at_s, each in steps]
+    tokens, chosen, pairs = plain(weighed)
     found = counted.shares(10_000)
     assert found.tokens == pytest.approx(tokens, rel=1e-5)
     assert np.abs(found.chosen - chosen / tokens * ACTIVITY_UNIT).max() <= 1
+    whole = sum(weight for weight, _ in weighed)
+    computed = sum(weight * computed_in(each) for weight, each in weighed) / whole
+    assert found.steps_per_token == pytest.approx(whole / tokens, rel=1e-5)
+    assert np.abs(found.computed - computed * ACTIVITY_UNIT).max() <= 1
     told = np.zeros_like(pairs)
     told[tuple(found.pairs[:, :3].T)] = found.pairs[:, 3]
     assert np.abs(told - pairs / tokens * ACTIVITY_UNIT).max() <= 1
@@ -107,6 +118,9 @@ def test_without_decay_all_since_it_was_cleared_counts_alike(monkeypatch: pytest
     found = counted.shares(10)
     assert (found.tokens, found.tokens_per_s) == (30, pytest.approx(30 / (25 * ACTIVITY_HALF_LIFE_S)))
     assert np.abs(found.chosen - more / 30 * ACTIVITY_UNIT).max() <= 1
+    assert found.steps_per_token == pytest.approx(3 / 30)
+    computed = sum((computed_in(old) for _, old in steps), 2 * computed_in(each)) / 2 / 3
+    assert np.abs(found.computed - computed * ACTIVITY_UNIT).max() <= 1
 
 
 def test_successions_are_those_of_each_token_by_itself() -> None:
@@ -142,7 +156,7 @@ def test_what_is_told_of_a_large_model_fits_into_a_report() -> None:
     told = counted.shares(MOST_PAIRS)
     links = tuple(LinkReport("n" * 60, 1e-3, 1e9, 1e-3) for _ in range(MAX_NODES))
     tables = told.chosen.tobytes(), told.pairs.tobytes(), bytes(58 * 32), links, told.passed.tobytes()
-    said = Report("m" * 64, told.tokens, *tables, 1 << 40)
+    said = Report("m" * 64, told.tokens, *tables, 1 << 40, computed=told.computed.tobytes())
     assert len(told.passed) > MOST_PAIRS - 58
     assert len(encoded := msgspec.msgpack.encode(said)) < 256 << 10
     assert msgspec.msgpack.decode(encoded, type=Report) == said
@@ -165,6 +179,7 @@ def test_a_layer_that_did_not_run_counts_nothing() -> None:
     counted.add(each)
     found = counted.shares(1000)
     assert (found.chosen.sum(axis=1) > 0).tolist() == [True, False, True]
+    assert (found.computed.sum(axis=1) > 0).tolist() == [True, False, True]
     assert 1 not in found.pairs[:, 0]
 
 
@@ -172,6 +187,8 @@ def test_nothing_counted_is_nothing_told() -> None:
     found = ActivityCounter(GEOMETRY).shares(1000)
     assert found.tokens == 0
     assert not found.chosen.any()
+    assert not found.computed.any()
+    assert found.steps_per_token == 0
     assert not len(found.pairs)
 
 

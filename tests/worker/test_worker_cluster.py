@@ -17,7 +17,6 @@ from support.kept import STORES
 from test_worker import EXPERT_BYTES, START_S, Child
 
 from edgemoe.cluster.rpc.engine_messages import (
-    Activity,
     Boot,
     Cancel,
     Holds,
@@ -30,6 +29,7 @@ from edgemoe.cluster.rpc.engine_messages import (
 )
 from edgemoe.cluster.rpc.ipc import FrontEnd
 from edgemoe.cluster.rpc.keys import Secret, generate
+from edgemoe.cluster.rpc.messages.activity import Activity
 from edgemoe.cluster.rpc.messages.choices import Choosing, FindPrefix, PrefixFound, PromptRead
 from edgemoe.cluster.rpc.protocol import SPOKEN
 from edgemoe.config.settings import (

@@ -158,6 +158,8 @@ class Report(Message, frozen=True, tag="Report"):
     passed: PairTable = b""
     steps: Count = 0
     tokens_per_s: Rate = 0.0  # 0 of a box that does not say
+    computed: ShareTable = b""  # shares of steps
+    steps_per_token: Rate = 0.0  # likewise
 
 
 class EngineUse(Message, frozen=True, tag="EngineUse"):

@@ -22,6 +22,7 @@ from msgspec import Meta
 
 from edgemoe.cluster.rpc import protocol
 from edgemoe.cluster.rpc.control_messages import Show, Shown
+from edgemoe.cluster.rpc.messages.activity import Activity
 from edgemoe.cluster.rpc.messages.choices import Choosing, FindPrefix, PrefixFound, PromptRead
 from edgemoe.cluster.rpc.messages.hand_over import LastChunk, PrefixPulled, PullPrefix
 from edgemoe.cluster.rpc.protocol import Language, Message, Versions
@@ -36,12 +37,10 @@ from edgemoe.types.bounds import (
     LongText,
     Milliseconds,
     Name,
-    PairTable,
     Port,
     Rate,
     Seconds,
     Share,
-    ShareTable,
     Text,
     Tokens,
 )
@@ -156,22 +155,6 @@ class PeerSeen(Message, frozen=True, kw_only=True, tag="PeerSeen"):
     latency_s: Seconds
     bytes_per_s: Rate
     unit_s: Seconds = 0.0  # that the peer takes to compute one unit of work; 0 until measured
-
-
-class Activity(Message, frozen=True, kw_only=True, tag="Activity"):
-    """What this engine's own requests chose of late, as shares of their tokens in units of 1 / 65535.
-
-    `chosen` is uint16 [L, E], `pairs` uint16 [P, 4]: layer, both experts, share; the heaviest of each layer. `resident`
-    are the experts in memory, at home or not. Sent every ten seconds.
-    """
-
-    tokens: Annotated[float, Meta(ge=0, le=1e15)]  # with decay
-    chosen: ShareTable
-    pairs: PairTable = b""
-    resident: Bitmap = b""
-    passed: PairTable = b""  # in place of pairs: an expert, and one of the next layer
-    steps: Count = 0  # of this engine
-    tokens_per_s: Rate = 0.0  # of late, however short a time has been counted
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,6 +5,9 @@ the fewest that have what is missing, not experts. It pays to have all that a to
 each layer whole at one node, who calls then calls one peer, and room that is left for the (node, layer) sets of experts
 that serve most tokens whole. From there, and from `exact` where that is not far worse, a local search goes on.
 
+A step of many tokens, as of a prompt, calls a box once for all of them: so a rendezvous is shared by the tokens of a
+step, and a remote expert counts once for a step.
+
 `call_cost` is what a remote expert costs besides, as a share of a rendezvous: nearly nothing where links are slow
 against computing, half of it where an expert takes as long as the way there; the larger it is, the more the placement
 is that of `exact`. `isolation` is what an expert costs that
@@ -44,21 +47,29 @@ class RendezvousCosts:
     call_cost: float = CALL_COST  # of a remote expert, as a share of a rendezvous
     isolation: float = 0.0  # of one that is not on the node's disk either, likewise
     node_cost: Values | None = None  # [N] of a rendezvous of each node, as measured; None: all the same
+    computed: Values | None = None  # [N, L, E] how often steps compute an expert; None: each token is a step
+    steps_per_token: Values | None = None  # [N] likewise
     stay: Values | None = None  # [N, L, E] of giving up a home of now, 0 where there is none; None: of none
 
     def of_calls(self, problem: PlacementProblem) -> Values:
         """Returns what it costs that an expert is not at home at a node, [N, L, E]."""
         away = np.where(problem.disks, self.call_cost, self.call_cost + self.isolation)
-        costs = np.asarray(away * problem.activations * self.of_nodes(problem)[:, None, None], np.float64)
+        computed = problem.activations if self.computed is None else self.computed
+        costs = np.asarray(away * computed * self.of_nodes(problem)[:, None, None], np.float64)
         return costs if self.stay is None else costs + self.stay
 
     def of_layers(self, layers: IntArray) -> RendezvousCosts:
         """Returns the costs in these layers."""
-        return self if self.stay is None else replace(self, stay=self.stay[:, layers])
+        computed, stay = (None if each is None else each[:, layers] for each in (self.computed, self.stay))
+        return replace(self, computed=computed, stay=stay)
 
     def of_nodes(self, problem: PlacementProblem) -> Values:
         """Returns what a rendezvous of each node costs, [N]."""
         return np.ones(len(problem.slots)) if self.node_cost is None else self.node_cost
+
+    def of_tokens(self, problem: PlacementProblem) -> Values:
+        """Returns what a rendezvous of one token of each node costs, [N]."""
+        return self.of_nodes(problem) * (1.0 if self.steps_per_token is None else self.steps_per_token)
 
 
 def costs_of(expert_share: float, isolation: float = 0.0, node_cost: Values | None = None) -> RendezvousCosts:
@@ -185,7 +196,7 @@ def search_from(
     ids = np.ascontiguousarray(np.concatenate(routes).transpose(1, 0, 2), np.int16)
     top_k = ids.shape[2]
     counts = np.array([len(tokens) for tokens in routes])
-    weight = costs.of_nodes(problem) * problem.activations.sum(axis=(1, 2)) / (layers * top_k) / np.maximum(counts, 1)
+    weight = costs.of_tokens(problem) * problem.activations.sum(axis=(1, 2)) / (layers * top_k) / np.maximum(counts, 1)
     flat = ids.reshape(layers, -1)
     first = np.zeros((layers, experts + 1), np.int64)
     for layer in range(layers):

@@ -11,7 +11,6 @@ from edgemoe.cluster.rpc import engine_messages as messages
 from edgemoe.cluster.rpc.engine_messages import (
     FRAMING,
     MAGIC,
-    Activity,
     Cancel,
     Drain,
     Emissions,
@@ -30,6 +29,7 @@ from edgemoe.cluster.rpc.engine_messages import (
     decode_to_engine,
     encode,
 )
+from edgemoe.cluster.rpc.messages.activity import Activity
 from edgemoe.cluster.rpc.protocol import SPOKEN
 from edgemoe.errors import UnknownMessage, WireError, WireVersionError
 from edgemoe.types.model_info import ModelInfo

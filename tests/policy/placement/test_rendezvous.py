@@ -158,6 +158,20 @@ def test_nodes_whose_rendezvous_cost_more_have_fewer() -> None:
     assert of_first([9.0, 1.0]) <= of_first([1.0, 9.0])
 
 
+def test_a_step_computes_an_expert_once_for_all_its_tokens() -> None:
+    """Fifteen steps need expert 0 alone, for 16 tokens each; twenty need experts 1 and 2, for 8 tokens each."""
+    mine = np.repeat(np.array([0, 1, 2], np.int16), (240, 160, 160))[:, None, None]
+    routes = [mine, mine[:0]]
+    problem = PlacementProblem(((2,), (3,)), activations_of(routes, 3))
+    computed = np.array([[[15.0, 20.0, 20.0]], [[0.0, 0.0, 0.0]]])
+    by_tokens = rendezvous(problem, routes, RendezvousCosts(0.3))
+    costs = RendezvousCosts(3.0, computed=computed, steps_per_token=np.full(2, 1 / 16))
+    by_steps = rendezvous(problem, routes, costs)
+    assert by_tokens.homes[0, 0, 0]
+    assert by_steps.homes[0, 0].tolist() == [False, True, True]
+    assert rendezvous_cost(problem, routes, by_steps, costs) == pytest.approx(240 / 16 + 3.0 * 15)
+
+
 def test_an_isolated_node_has_more_of_what_its_requests_need_the_more_that_counts() -> None:
     routes = tokens_of(np.random.default_rng(4), 3, 200, 4, 10, 3)
     on_disk = np.random.default_rng(0).random((3, 4, 10)) < 0.5

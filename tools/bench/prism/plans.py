@@ -7,6 +7,7 @@ then on the leader looks for better ones by the same method, its setting `cluste
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, get_args
 
 import msgspec
@@ -14,14 +15,14 @@ import numpy as np
 
 from edgemoe.policy.placement.pairs import Routes, heaviest_pairs
 from edgemoe.policy.placement.policies import Wishes, place
-from edgemoe.policy.placement.problem import Placement, PlacementProblem
+from edgemoe.policy.placement.problem import Placement, PlacementProblem, Values
 from edgemoe.policy.placement.rendezvous import costs_of, routes_for
 from edgemoe.store.manifest import Manifest
 from edgemoe.types.arrays import BoolArray
 from edgemoe.types.placement import BY_SUCCESSIONS, PLAN_FORMAT, PlacementPlan, PlacementPolicy, pack_bits
 from tools.bench.placement import activations_of
 from tools.bench.prism.models import Model
-from tools.bench.prism.profile import Profile, geometry_of
+from tools.bench.prism.profile import PROMPT_TOKENS, Profile, geometry_of
 from tools.testbed.daemons import Cluster
 
 NODES = ("a", "b", "c")
@@ -53,6 +54,31 @@ def mixed_routes(model: Model, setting: str, by_task: dict[str, Routes], seed: i
     return found
 
 
+def steps_of(model: Model, setting: str, by_task: dict[str, Routes]) -> tuple[Values, Values]:
+    """Returns how often a token's steps compute each expert [N, L, E], and the steps per token [N], of each box.
+
+    A prompt is one step, each further token another.
+    """
+    experts = geometry_of(model.store).experts
+    computed, steps = {}, {}
+    for task in model.tasks_of(setting):
+        routes = by_task[task]
+        request = PROMPT_TOKENS + model.tokens_of(task) - 1
+        begins = np.arange(len(routes)) % request
+        of_step = np.cumsum((begins == 0) | (begins >= PROMPT_TOKENS)) - 1
+        counts = np.zeros((routes.shape[1], experts))
+        for layer in range(routes.shape[1]):
+            met = np.zeros((of_step[-1] + 1, experts), np.bool_)
+            met[of_step[:, None], routes[:, layer]] = True
+            counts[layer] = met.sum(axis=0)
+        computed[task], steps[task] = counts / len(routes), (of_step[-1] + 1) / len(routes)
+    parts = [dict(zip(model.tasks_of(setting), weights, strict=True)) for weights in model.weights(setting)]
+    return (
+        np.array([sum(weight * computed[task] for task, weight in each.items()) for each in parts]),
+        np.array([sum(weight * steps[task] for task, weight in each.items()) for each in parts]),
+    )
+
+
 def place_by(method: PlacementPolicy, model: Model, setting: str, profile: Profile) -> Placement:
     """Returns the method's placement for boxes that get the setting's tasks."""
     geometry = geometry_of(model.store)
@@ -64,7 +90,8 @@ def place_by(method: PlacementPolicy, model: Model, setting: str, profile: Profi
     if method == "rendezvous":  # the others know no pairs
         pairs = [heaviest_pairs(each[:tokens], geometry.experts, PAIRS) for each in seen]
         routes = routes_for(problem, pairs, geometry.top_k, np.random.default_rng(0))
-    costs = costs_of(model.expert_share)
+    computed, steps_per_token = steps_of(model, setting, profile.seen)
+    costs = replace(costs_of(model.expert_share), computed=computed * tokens, steps_per_token=steps_per_token)
     return place(method, problem, Wishes(routes, costs, 1), [1] * geometry.layers, [])
 
 

@@ -25,6 +25,8 @@ class Observation:
     """States what requests chose of late. Counts are in shares of the tokens a second of the box that has most."""
 
     activations: Values  # [N, L, E] 0 of who reports nothing
+    computed: Values  # [N, L, E] once for a step; as `activations` of a box that does not say
+    steps_per_token: Values  # [N] 1 of a box that does not say
     pairs: tuple[IntArray, ...]  # of each node, [P, 4]: layer, both experts, how often they were chosen together
     call_s: Values  # [N] what a call to another box takes
     expert_share: float  # of that, what the other box takes for one expert; 0 where it was not measured
@@ -38,14 +40,19 @@ def observe(reports: Sequence[Report | None], layers: int, experts: int) -> Obse
     fitting = [each if each and len(each.chosen) == 2 * layers * experts and each.tokens else None for each in reports]
     rates = [tokens_per_s(each) if each else 0.0 for each in fitting]
     most = max(rates, default=0.0)
-    activations = np.zeros((len(reports), layers, experts))
+    activations, steps_per_token = np.zeros((len(reports), layers, experts)), np.ones(len(reports))
+    computed = activations.copy()
     pairs, chosen = [np.zeros((0, PAIR), np.int64)] * len(reports), 0.0
     for node, report in enumerate(fitting):
         if report is not None:
             share = rates[node] / most
             shares = np.frombuffer(report.chosen, "<u2").reshape(layers, experts)
             chosen = max(chosen, float(shares.sum(axis=1).max()) / ACTIVITY_UNIT)
-            activations[node] = shares * share
+            activations[node] = computed[node] = shares * share
+            if report.steps_per_token and len(report.computed) == len(report.chosen):
+                steps_per_token[node] = min(report.steps_per_token, 1.0)
+                of_steps = np.frombuffer(report.computed, "<u2").reshape(layers, experts)
+                computed[node] = of_steps * (share * steps_per_token[node])
             pairs[node] = _pairs(report, share, activations.shape)
     links = [link for each in reports if each for link in each.links if link.unit_s]
     calls = [
@@ -54,6 +61,8 @@ def observe(reports: Sequence[Report | None], layers: int, experts: int) -> Obse
     ]
     return Observation(
         activations,
+        computed,
+        steps_per_token,
         tuple(pairs),
         np.maximum(calls, LEAST_CALL_S),
         float(np.mean([link.unit_s / (link.latency_s + link.unit_s) for link in links])) if links else 0.0,

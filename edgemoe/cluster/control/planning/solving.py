@@ -24,6 +24,7 @@ def solve(asked: PlacementQuestion) -> PlacementAnswer:
     seen = observe(reports, asked.layers, asked.experts)
     problem = problem_of(asked, seen)
     costs = costs_of(seen.expert_share, asked.isolation, seen.call_s / seen.call_s.mean())
+    costs = replace(costs, computed=seen.computed, steps_per_token=seen.steps_per_token)
     policy = asked.policy if seen.top_k else "uniform"  # where nothing is known of what is chosen
     wishes, now = Wishes([], costs, asked.replicas), _now(asked, problem)
     if policy == "rendezvous":

@@ -39,6 +39,20 @@ def test_a_box_that_came_lately_counts_for_what_it_has_in_a_second() -> None:
     assert seen.per_s * seen.activations[1, 0, 4] == pytest.approx(1.0, rel=1e-3)
 
 
+def test_experts_of_long_steps_are_counted_by_steps() -> None:
+    table = np.array([[65535, 32768, 0, 0, 0, 6554]] * LAYERS, "<u2").tobytes()  # of steps, of 10 tokens each
+    prompts = report(routes((0, 1)), 6, tokens_per_s=5.0, computed=table, steps_per_token=0.1)
+    silent = report(routes((4, 5)), 6, tokens_per_s=5.0)
+    seen = observe([prompts, silent, None], LAYERS, EXPERTS)
+    assert seen.steps_per_token.tolist() == [0.1, 1.0, 1.0]
+    np.testing.assert_allclose(seen.per_s * seen.computed[0, 1], [0.5, 0.25, 0, 0, 0, 0.05], rtol=1e-3)
+    np.testing.assert_array_equal(seen.computed[1], seen.activations[1])
+    cut_off = msgspec.structs.replace(prompts, computed=table[:-2])
+    strange = msgspec.structs.replace(prompts, steps_per_token=7.0)
+    assert observe([cut_off], LAYERS, EXPERTS).steps_per_token.tolist() == [1.0]
+    assert observe([strange], LAYERS, EXPERTS).steps_per_token.tolist() == [1.0], "no token takes several steps"
+
+
 def test_calls_take_what_a_box_s_links_take() -> None:
     links = (LinkReport("b", 0.004, 1e6, 0.001), LinkReport("c", 0.002, 1e6))
     seen = observe([report(routes((0, 1)), 6, links=links), None], LAYERS, EXPERTS)

@@ -1,0 +1,54 @@
+"""What this front tells the others of its engine is what the engine said."""
+
+from __future__ import annotations
+
+import msgspec
+
+from edgemoe.cluster.rpc.control_messages import Report
+from edgemoe.cluster.rpc.engine_messages import Listening, ModelInfo
+from edgemoe.cluster.rpc.messages.activity import Activity
+from edgemoe.front.own_engine import OwnEngine
+
+SAID = Activity(
+    tokens=1.0,
+    chosen=b"ab",
+    pairs=b"bc",
+    resident=b"c",
+    passed=b"de",
+    steps=6,
+    tokens_per_s=7.0,
+    computed=b"gh",
+    steps_per_token=0.5,
+)
+MODEL = ModelInfo(
+    id="m",
+    family="f",
+    digest="d",
+    context_tokens=9,
+    vocab=9,
+    layers=1,
+    experts=1,
+    top_k=1,
+    dtype="float32",
+    expert_bytes=1,
+)
+
+
+def test_a_report_has_all_that_the_engine_said_of_its_requests() -> None:
+    own = OwnEngine()
+    own.listens("boot", Listening(calls_port=1, bulk_port=1, model=MODEL))
+    own.activity = SAID
+    told = own.report()
+    assert told is not None
+    assert told.model == "d"
+    fields = msgspec.structs.asdict(SAID)
+    assert all(fields.values()), "each has a value of its own"
+    assert {name: getattr(told, name) for name in fields} == fields
+    assert fields.keys() <= set(Report.__struct_fields__)
+
+
+def test_there_is_no_report_before_the_engine_has_said_anything() -> None:
+    own = OwnEngine()
+    assert own.report() is None
+    own.listens("boot", Listening(calls_port=1, bulk_port=1, model=MODEL))
+    assert own.report() is None
