@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import msgspec
+from support.model_info import MODEL
 
 from edgemoe.cluster.rpc.control_messages import Report
-from edgemoe.cluster.rpc.engine_messages import Listening, ModelInfo
+from edgemoe.cluster.rpc.engine_messages import Listening
 from edgemoe.cluster.rpc.messages.activity import Activity
 from edgemoe.front.own_engine import OwnEngine
 
@@ -19,18 +20,6 @@ SAID = Activity(
     tokens_per_s=7.0,
     computed=b"gh",
     steps_per_token=0.5,
-)
-MODEL = ModelInfo(
-    id="m",
-    family="f",
-    digest="d",
-    context_tokens=9,
-    vocab=9,
-    layers=1,
-    experts=1,
-    top_k=1,
-    dtype="float32",
-    expert_bytes=1,
 )
 
 

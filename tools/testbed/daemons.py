@@ -165,7 +165,7 @@ class Daemon:
     def epoch(self) -> int:
         """The highest epoch that it remembers."""
         file = self.folder / "state" / "epoch"
-        return int(file.read_text()) if file.exists() else 0
+        return int(file.read_text().split()[0]) if file.exists() else 0  # a checksum follows
 
 
 class Cluster:

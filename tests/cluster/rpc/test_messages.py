@@ -6,6 +6,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.model_info import MODEL
 
 from edgemoe.cluster.rpc import engine_messages as messages
 from edgemoe.cluster.rpc.engine_messages import (
@@ -32,24 +33,11 @@ from edgemoe.cluster.rpc.engine_messages import (
 from edgemoe.cluster.rpc.messages.activity import Activity
 from edgemoe.cluster.rpc.protocol import SPOKEN
 from edgemoe.errors import UnknownMessage, WireError, WireVersionError
-from edgemoe.types.model_info import ModelInfo
 from edgemoe.types.request import Emission, Request, Sampling
 
 SAMPLING = Sampling(temperature=0.5, logit_bias={3: -1.5}, stop_token_ids=(1, 2), grammar="start: /a/", logprobs=2)
 HEADER = MAGIC + bytes((FRAMING, *SPOKEN))
 REQUEST = Request(id="r-0-0", prompt=(1, 2, 3), sampling=SAMPLING, seed=2**64 - 1, user="uid:1000/é")
-MODEL = ModelInfo(
-    id="m",
-    family="f",
-    digest="d",
-    context_tokens=9,
-    vocab=9,
-    layers=1,
-    experts=2,
-    top_k=1,
-    dtype="float32",
-    expert_bytes=4,
-)
 TO_ENGINE = [
     Submit(request=REQUEST, emitted=(5, 6), attempt=3, remaining_ms=12.5),
     Cancel(request="r-0-0", attempt=1),
