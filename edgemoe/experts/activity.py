@@ -25,6 +25,7 @@ from edgemoe.types.placement import ACTIVITY_HALF_LIFE_S, ACTIVITY_UNIT
 from edgemoe.types.routing import StepRouting
 
 MOST_WEIGHT = 2.0**20  # of a token; at more, counts and weights are scaled down
+MOST_HALVINGS = 100.0  # that are told apart: of what is older nothing is left, and float32 still holds such weights
 MOST_TOKENS = 2.0**22  # without decay; at more, counts are halved, to which float32 can always add 1
 LEAST_S = 10.0  # over which a rate is taken
 PAIRS_BYTES = 64 << 20  # of memory for pairs or successions; a model of more is counted without them
@@ -168,7 +169,7 @@ class ActivityCounter:
 
     def _weight_now(self) -> float:
         """Returns what a token counts now: twice as much after each half-life."""
-        return float(2.0 ** ((self._clock() - self._began_s) / self._half_life_s))
+        return float(2.0 ** min((self._clock() - self._began_s) / self._half_life_s, MOST_HALVINGS))
 
     def _scale_down(self, weight: float) -> None:
         for counts in (self._chosen, self._computed, self._pairs, self._passed):

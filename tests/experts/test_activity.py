@@ -98,6 +98,20 @@ def test_tokens_a_second_are_as_many_however_short_a_time_is_counted() -> None:
     assert counted.shares(10).tokens_per_s == pytest.approx(3 / activity.LEAST_S, rel=1e-2)
 
 
+def test_after_weeks_without_a_request_only_what_comes_then_counts() -> None:
+    rng, clock = np.random.default_rng(8), Clock()
+    counted = ActivityCounter(GEOMETRY, clock)
+    counted.add(step(rng, 50))
+    for half_lives in (200, 1100, 5000):
+        clock.now_s += half_lives * ACTIVITY_HALF_LIFE_S
+        assert counted.shares(10).tokens < 1e-20
+        counted.add(each := step(rng, 4))
+        _, chosen, _ = plain([(1.0, each)])
+        found = counted.shares(10)
+        assert found.tokens == pytest.approx(4)
+        assert np.abs(found.chosen - chosen / 4 * ACTIVITY_UNIT).max() <= 1
+
+
 def test_without_decay_all_since_it_was_cleared_counts_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     rng, clock, steps = np.random.default_rng(4), Clock(), []
     counted = ActivityCounter(GEOMETRY, clock, half_life_s=math.inf)

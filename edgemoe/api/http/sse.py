@@ -18,13 +18,17 @@ DONE = b"data: [DONE]\n\n"
 LEAST = -9999.0  # stands for minus infinity, which JSON cannot express
 FINGERPRINT = f"edgemoe-{edgemoe.__version__}"
 LogprobEntry = tuple[int, float | None, tuple[tuple[int, float], ...]]  # a token, its logprob, the most probable tokens
+# line ends to clients that split a stream as Python splits a text; JSON may hold them within strings only
+LINE_ENDS = tuple((mark.encode(), f"\\u{ord(mark):04x}".encode()) for mark in "\x85\u2028\u2029")
 _encode = msgspec.json.Encoder().encode
 
 
 def event(value: Any, name: str = "") -> bytes:
     """Returns one server-sent event with `value` as JSON."""
-    head = f"event: {name}\n".encode() if name else b""
-    return b"".join((head, b"data: ", _encode(value), b"\n\n"))
+    head, body = f"event: {name}\n".encode() if name else b"", _encode(value)
+    for mark, escaped in LINE_ENDS:
+        body = body.replace(mark, escaped)
+    return b"".join((head, b"data: ", body, b"\n\n"))
 
 
 def call_body(piece: OutputPiece) -> Json:

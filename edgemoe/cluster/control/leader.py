@@ -218,6 +218,9 @@ class Leader:
             solved = Solved(number, await self._solver.solve(task))
         except (PlacementInfeasible, CoordError) as error:
             solved = Solved(number, None, str(error))
+        except Exception as error:  # of what one box has said, which must not end the leader
+            log.exception("no plan could be worked out")
+            solved = Solved(number, None, f"no plan could be worked out: {error!r}")
         self._solved.append(solved)
         self._answered.set()
 

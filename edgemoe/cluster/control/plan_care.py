@@ -147,7 +147,7 @@ class PlanCare:
         if not self._settings.migrate_steps or self._settings.placement not in BY_SUCCESSIONS:
             return False
         for node, now in _steps(look).items():
-            before = self._steps.get(node, 0)
+            before = self._steps.setdefault(node, now)  # of one that had not been heard of
             if now - (before if before <= now else 0) >= self._settings.migrate_steps:  # one begun anew counts from 0
                 return True
         return False
@@ -192,8 +192,8 @@ class PlanCare:
                 )
             self.trouble, self._due = solved.why, (self._due[0], look.now_s)
             return []
-        known = {box.node for box in look.boxes}
-        if task.now is not look.plan or not known.issuperset(target.nodes) or (task.urgent and not self._due[0]):
+        there = {box.node for box in look.boxes if box.there}
+        if task.now is not look.plan or not there.issuperset(target.nodes) or (task.urgent and not self._due[0]):
             return []  # it was found for a cluster that is another now
         self.trouble = ""
         moving = _migration(look, look.plan, target)
@@ -252,7 +252,7 @@ def _migration(look: Look, plan: PlacementPlan | None, target: Target) -> Migrat
         ram = none if box.ram is None else box.ram
         named = plan is not None and node in plan.nodes and plan.model == look.engine.model
         now[n] = plan.homes_of(node) if plan is not None and named else ram
-        if named and look.agreed is not None and box.plan == look.agreed.digest:
+        if named and box.there and look.agreed is not None and box.plan == look.agreed.digest:
             pinned[n] = ram & now[n]
     sizes = layers_of_sizes(look.engine.bytes_of_layers)
     room = np.array([boxes[node].rooms or (0,) * len(sizes) for node in nodes], np.int64)

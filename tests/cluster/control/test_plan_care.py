@@ -80,6 +80,8 @@ class World:
         self.agreed: PlacementPlan | None = None
         self.committed: list[Commit] = []
         self.prepared_s: list[float] = []  # when the solver was told to get ready
+        self.slow = False  # the solver answers when `answers` is called
+        self.asked: Solve | None = None
         self.wanted: Target | None = None  # what a look for a better plan finds
         self.reports: dict[str, Report] = {}
         for box in self.boxes.values():
@@ -94,10 +96,10 @@ class World:
 
     def look(self) -> Look | None:
         cards = {
-            node: Announce("1", "box", "", engine=box.card if box.alive else None, leaving=box.leaving)
+            node: Announce("1", "box", "", engine=box.card, leaving=box.leaving)
             for node, box in self.boxes.items()
         }
-        serving = next((each.engine for each in cards.values() if each.engine is not None), None)
+        serving = next((box.card for box in self.boxes.values() if box.alive and box.card is not None), None)
         if serving is None:
             return None
         away = {node: 0.0 if box.alive else self.now_s - box.gone_s + 0.001 for node, box in self.boxes.items()}
@@ -120,11 +122,26 @@ class World:
         if isinstance(action, Commit):
             self.commit(action)
             return []
+        if isinstance(action, Solve) and self.slow:
+            self.asked = action
+            return []
+        return self.answer(action)
+
+    def answer(self, action: Solve) -> list[Action]:
         try:
             found = make_target(action.task) if action.task.urgent or self.wanted is None else self.wanted
         except PlacementInfeasible as error:
             return self.care.handle(Solved(action.number, None, str(error)))
         return self.care.handle(Solved(action.number, found))
+
+    def answers(self) -> None:
+        """The solver has found what it was asked for last, and the leader looks before it hears of that."""
+        asked, self.asked = self.asked, None
+        if asked is None or (look := self.look()) is None:
+            return
+        actions = self.care.handle(look) + self.answer(asked)
+        while actions:
+            actions = [more for action in actions for more in self.perform(action)]
 
     def commit(self, action: Commit) -> None:
         plan = action.plan
@@ -229,6 +246,14 @@ class AnythingHappens(RuleBasedStateMachine):
             box.room, box.plan, box.pins = room, None, NOTHING.copy()
             box.report()
 
+    @rule(slow=st.booleans())
+    def the_solver_takes_its_time_or_not(self, slow: bool) -> None:
+        self.world.slow = slow
+
+    @rule()
+    def the_solver_answers(self) -> None:
+        self.world.answers()
+
     @rule(number=st.integers(0, 3))
     def a_box_leaves(self, number: int) -> None:
         self.box(number).leaving = self.box(number).alive
@@ -249,7 +274,8 @@ class AnythingHappens(RuleBasedStateMachine):
     def teardown(self) -> None:
         """Once all is well every expert is pinned, acknowledged, and nothing is under way."""
         world = self.world
-        world.wanted = None
+        world.wanted, world.slow = None, False
+        world.answers()
         for box in world.boxes.values():
             if not box.alive:
                 box.alive, box.plan = True, None
@@ -399,6 +425,36 @@ def test_an_answer_for_another_plan_or_another_leader_is_dropped() -> None:
     found = make_target(asked.task)
     world.care.handle(TookOver(2))
     assert world.care.handle(Solved(asked.number, found)) == []
+
+
+def test_a_plan_that_is_found_while_a_box_dies_does_not_count_on_the_copies_that_died() -> None:
+    """All experts are pinned twice; the plan that is found gives each to one box, some to one that has died meanwhile."""
+    world = World("abc")
+    world.passes(5.0)
+    world.slow = True
+    world.wants(dealt("abc", 0))
+    world.passes(SETTINGS.migrate_s + 1.0)
+    assert world.asked is not None
+    box = world.boxes["b"]
+    box.alive, box.gone_s, box.pins = False, world.now_s, NOTHING.copy()
+    committed = len(world.committed)
+    world.answers()
+    assert len(world.committed) == committed
+
+
+def test_steps_of_a_box_that_had_not_been_heard_of_are_none_since_the_last_look() -> None:
+    settings = ClusterSettings(node="a", replicas=1, absent_s=5.0, migrate_s=1e6, migrate_steps=100, placement="gimbal")
+    world = World("abc", settings)
+    world.passes(SOON_S)
+    world.leads()
+    world.passes(2.0)
+    world.slow = True
+    world.reports = {"b": Report("m", 1.0, b"", steps=10**6)}
+    world.passes(2.0)
+    assert world.asked is None
+    world.reports = {"b": Report("m", 1.0, b"", steps=10**6 + 100)}
+    world.passes(2.0)
+    assert world.asked is not None
 
 
 def test_where_memory_is_full_copies_of_copies_make_room() -> None:

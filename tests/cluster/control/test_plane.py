@@ -21,7 +21,9 @@ from edgemoe.cluster.control.coordination import etcd
 from edgemoe.cluster.control.coordination.choice import make_store
 from edgemoe.cluster.control.coordination.clock import since_boot
 from edgemoe.cluster.control.coordination.epoch_fence import EpochFence
+from edgemoe.cluster.control.placement import PlanTask, Target
 from edgemoe.cluster.control.plan_store import PlanStore
+from edgemoe.cluster.control.planning import solver
 from edgemoe.cluster.control.state import Heard, Looked
 from edgemoe.cluster.rpc.control_messages import Announce, Beat, GetPlan, Report
 from edgemoe.cluster.rpc.envelope import FRAMING, MAGIC, seal
@@ -227,6 +229,26 @@ async def test_too_little_memory_is_said_and_mended(tmp_path: Path, monkeypatch:
         found["b"].has(card("engine-b", room=9, disk=NONE, ram=ALL))
         await planned(list(found.values()), ("a", "b"))
         assert not found["a"].plane.trouble
+
+
+async def test_a_plan_that_cannot_be_worked_out_is_said_and_asked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan_care, "SETTLE_S", 0.1)
+
+    def broken(task: PlanTask) -> Target:
+        raise ZeroDivisionError("of what a box has said")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(solver, "make_target", broken)
+        async with fronts(tmp_path, ("a", "b"), coordination="single", leader="a") as found:
+            for node in "ab":
+                found[node].has(card(f"engine-{node}", room=9, disk=NONE, ram=ALL))
+            await until(lambda: "of what a box has said" in found["a"].plane.trouble)
+            await until(lambda: found["b"].plane.leader == "a")
+            patch.undo()
+            await planned(list(found.values()), ("a", "b"))
+            assert not found["a"].plane.trouble
 
 
 async def test_a_fixed_leader_that_restarts_leads_in_a_later_epoch(tmp_path: Path) -> None:

@@ -92,15 +92,18 @@ def test_successions_of_experts_that_there_are_not_are_passed_over() -> None:
     [
         Report("m", 30.0, b"\0" * 7),
         Report("m", 0.0, b"\1" * 2 * LAYERS * EXPERTS),
+        Report("m", 5e-324, b"\1" * 2 * LAYERS * EXPERTS),
         Report("m", 30.0, b"", pairs=b"\0" * 16),
     ],
-    ids=["another shape", "no tokens", "pairs alone"],
+    ids=["another shape", "no tokens", "next to none", "pairs alone"],
 )
 def test_what_does_not_fit_counts_as_not_said(told: Report) -> None:
     seen = observe([told, report(routes((0, 1)), 6)], LAYERS, EXPERTS)
     assert not seen.activations[0].any()
     assert not len(seen.pairs[0])
     assert seen.activations[1].any()
+    alone = observe([told], LAYERS, EXPERTS)
+    assert (alone.top_k, alone.activations.any()) == (0, False)
 
 
 def test_pairs_of_experts_that_there_are_not_are_passed_over() -> None:
