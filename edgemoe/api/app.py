@@ -254,15 +254,15 @@ def _count(body: anthropic.MessagesBody, text: TextModel, limits: RequestLimits)
 async def _quick(request: Request, kind: type[R], work: Callable[[R, TextModel, RequestLimits], Any]) -> Response:
     api: Api = request.app.state.api
 
-    def in_thread(raw: bytes) -> Any:
+    def in_thread(raw: bytes) -> Response:
         body = convert(decode(raw), kind)
         _served(api, getattr(body, "model", None), info)
-        return work(body, api.text, limits)
+        return JSONResponse(work(body, api.text, limits))
 
     with api.bodies.open() as body:
         raw = await api.bodies.read(body, request)
         info, limits = await api.backend.model()
-        return JSONResponse(await api.in_thread(in_thread, raw))
+        return await api.in_thread(in_thread, raw)
 
 
 async def _version(request: Request) -> Response:

@@ -71,6 +71,17 @@ class Protocol(H11Protocol):
         self._time_head()
         self._see_it_read()
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._see_it_read()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._unread is not None:  # something has been read
+            self._unread.cancel()
+            self._unread = None
+            self._see_it_read()
+
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         for timer in (self._head, self._unread):

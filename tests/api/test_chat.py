@@ -116,7 +116,7 @@ async def test_reasoning_is_set_apart(client: openai.AsyncOpenAI) -> None:
     assert message.reasoning == "first this"  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("last", ["one two", "one two ", "one\n"])
+@pytest.mark.parametrize("last", ["one two", "one two ", "one\n", "<", "e", "im_end|>"])
 async def test_an_answer_goes_on_with_the_last_message(
     http: httpx.AsyncClient, text_model: TextModel, last: str
 ) -> None:

@@ -27,6 +27,10 @@ from edgemoe.types.request import RequestLimits
 EACH = pytest.mark.parametrize("sample", SAMPLES.values(), ids=SAMPLES.keys())
 LIMITS = RequestLimits(context_tokens=8192, vocab=1000)
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+TOOLS = [
+    {"type": "function", "function": {"name": name, **({"parameters": schema} if schema else {})}}
+    for name, schema in FUNCTIONS.items()
+]
 FORMAT = {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}}
 
 
@@ -98,6 +102,10 @@ def test_structured_output_starts_at_the_answer(sample: Sample, tmp_path: Path) 
     started = sample.thought.removeprefix("<think>\n") if sample.dialect.name == "deepseek-r1" else sample.thought
     assert accepted("medium", started + answer)
     assert not accepted("medium", started + sample.said("no"))
+    if sample.calls:
+        assert accepted("medium", started + answer, tools=TOOLS)
+        assert accepted("medium", started + sample.only_calls, tools=TOOLS)
+        assert not accepted("medium", started + sample.only_calls)
     messages.append({"role": "assistant", "content": '{"a":'})
     if sample.dialect is not HARMONY:  # whose template ends what an assistant has said
         assert accepted("none", '{"a":1}', continue_final_message=True, add_generation_prompt=False)

@@ -80,6 +80,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("/tokenize", {}, "prompt"),
     ("/tokenize", {"prompt": "x", "messages": MESSAGES}, "prompt"),
     ("/detokenize", {"tokens": [99999]}, "tokens"),
+    ("/detokenize", {"tokens": [1] * 4097}, "tokens"),
 ]
 
 

@@ -16,6 +16,7 @@ from edgemoe.api.dialects.parser import Parser
 from edgemoe.api.dialects.pieces import Pieces
 from edgemoe.api.dialects.table import HERMES
 from edgemoe.api.generate.choice import Choice, Delta
+from edgemoe.api.http.sse import event
 from edgemoe.api.text.detokenize import SPACE, Detokenizer, Vocabulary
 from edgemoe.api.text.stop_strings import Stops, held_back
 from edgemoe.types.request import Emission
@@ -229,3 +230,10 @@ def test_reasoning_tokens_are_counted_and_logprobs_lose_nothing() -> None:
     choice, deltas, _ = choice_of("<think>one two</think>three", marks=marks(begun="open"))
     assert 0 < choice.reasoning_tokens < choice.tokens
     assert sum(len(delta.logprobs) for delta in deltas) == choice.tokens
+
+
+def test_an_event_is_one_line_to_whoever_splits_as_python_does() -> None:
+    value = {"text": "a\u2028b\x85c\u2029 \u00c2 \u20a8"}
+    head, data, *rest = event(value, "delta").decode().splitlines()
+    assert (head, rest) == ("event: delta", [""])
+    assert json.loads(data.removeprefix("data: ")) == value

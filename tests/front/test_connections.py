@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from support.waiting import until
 
@@ -46,8 +46,23 @@ async def _slow(request: Request) -> Response:
     return PlainTextResponse("at last")
 
 
+async def _stream(request: Request) -> Response:
+    async def lines() -> AsyncIterator[bytes]:
+        while True:
+            yield b"x" * 65536
+            await asyncio.sleep(0)
+
+    return StreamingResponse(lines())
+
+
 APP = Starlette(
-    routes=[Route("/", _hello), Route("/slow", _slow), Route("/long", _long), Route("/read", _read, methods=["POST"])]
+    routes=[
+        Route("/", _hello),
+        Route("/slow", _slow),
+        Route("/long", _long),
+        Route("/stream", _stream),
+        Route("/read", _read, methods=["POST"]),
+    ]
 )
 
 
@@ -230,6 +245,25 @@ async def test_an_answer_that_is_never_read_is_not_kept(api: Path, monkeypatch: 
         assert (received, body[:12]) == (LONG, b"HTTP/1.1 200")
         assert time.monotonic() - started > 0.1
         writer.close()
+
+
+async def test_a_stream_that_is_never_read_is_not_kept(api: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "UNREAD_S", 0.2)
+    async with serving(api) as server:
+        _, writer = await asyncio.open_unix_connection(api, limit=1)
+        writer.write(GET.replace(b" / ", b" /stream "))
+        await until(lambda: bool(server.server_state.connections))
+        await until(lambda: not server.server_state.connections)
+        writer.close()
+        reader, writer = await asyncio.open_unix_connection(api, limit=1 << 16)
+        writer.write(GET.replace(b" / ", b" /stream "))
+        received = 0
+        async with asyncio.timeout(30):  # one that reads now and then goes on
+            while received < LONG:
+                received += len(await reader.read(1 << 18))
+                await asyncio.sleep(0.02)
+        writer.close()
+        await until(lambda: not server.server_state.connections)
 
 
 async def test_a_uid_comes_with_a_unix_socket_only(api: Path) -> None:

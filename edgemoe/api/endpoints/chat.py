@@ -20,6 +20,7 @@ from edgemoe.types.arrays import Json
 from edgemoe.types.request import RequestLimits
 
 MANY_CALLS = 128
+GOES_ON = "<goes on here> "  # stands behind the text that an answer continues, until the prompt is rendered
 
 
 def prepare(
@@ -66,9 +67,8 @@ def render(body: Chat, tools: list[Tool], text: TextModel) -> str:
     extra = _variables(body, text)
     messages, shown = for_template(body.messages, text.dialect.history), tools_for_template(tools)
     if body.continue_final_message:
-        return _continued(
-            body, text.template.render(messages, shown, add_generation_prompt=False, extra=extra), messages
-        )
+        marked = [*messages[:-1], messages[-1] | {"content": _to_go_on(body, messages[-1]) + GOES_ON}]
+        return _continued(text.template.render(marked, shown, add_generation_prompt=False, extra=extra))
     begin = body.add_generation_prompt is not False
     return text.template.render(messages, shown, add_generation_prompt=begin, extra=extra)
 
@@ -91,19 +91,25 @@ def _variables(body: Chat, text: TextModel) -> Json:
     return extra
 
 
-def _continued(body: Chat, rendered: str, messages: list[Json]) -> str:
-    """Returns the prompt up to the end of the last message's text, which the answer continues."""
+def _to_go_on(body: Chat, last: Json) -> str:
+    """Returns the last message's text, which the answer continues. Raises InvalidRequest."""
     if body.add_generation_prompt:
         message = "continue_final_message goes on with the last message: set add_generation_prompt to false"
         raise InvalidRequest(message, param="continue_final_message")
-    last: str = messages[-1]["content"]
-    begin, found, _ = rendered.rpartition(last.strip()) if last.strip() else ("", "", "")
-    if not found:
-        message = "continue_final_message: the last message has no text to go on with, or the template leaves it out"
+    content = str(last["content"])
+    if not content.strip():
+        message = "continue_final_message: the last message has no text to go on with"
         raise InvalidRequest(message, param="continue_final_message")
-    rest = rendered[len(begin) + len(found) :]
-    space = last[len(last.rstrip()) :]
-    return begin + found + (space if rest.startswith(space) else "")
+    return content
+
+
+def _continued(rendered: str) -> str:
+    """Returns the prompt up to where the last message goes on; without the white space there that the template trims."""
+    prompt, mark, rest = rendered.rpartition(GOES_ON.strip())
+    if not mark:
+        message = "continue_final_message: the model's chat template leaves the last message out"
+        raise InvalidRequest(message, param="continue_final_message")
+    return prompt if rest.startswith(" ") else prompt.rstrip()
 
 
 def _marks(body: Chat, prompt: str, text: TextModel, calls: int, tools: list[Tool]) -> Marks:
@@ -134,10 +140,9 @@ def _grammar(body: Chat, tools: list[Tool], marks: Marks, text: TextModel) -> st
     form = Form(text.vocabulary.added, text.dialect, marks.begun)
     if isinstance(body.tool_choice, NamedTool) or (tools and body.tool_choice == "required"):
         return tool_grammar(tools, marks.calls > 1, form)
-    plain = body.response_format is None or body.response_format.type == "text"
-    return (
-        free_grammar(tools, marks.calls > 1, form) if tools and plain else response_grammar(body.response_format, form)
-    )
+    if tools and (body.response_format is None or body.response_format.type == "text"):
+        return free_grammar(tools, marks.calls > 1, form)
+    return response_grammar(body.response_format, form, tools, marks.calls > 1)
 
 
 def _logprobs(body: Chat) -> int | None:

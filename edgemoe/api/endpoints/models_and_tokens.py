@@ -44,5 +44,10 @@ def tokenize(body: Tokenize, text: TextModel, limits: RequestLimits) -> Json:
 
 def detokenize(body: Detokenize, text: TextModel, limits: RequestLimits) -> Json:
     """Returns the text of token ids, special tokens included. Raises InvalidRequest."""
+    if len(body.tokens) > limits.context_tokens:
+        raise InvalidRequest(
+            f"This model's maximum context length is {limits.context_tokens} tokens, and there are {len(body.tokens)}",
+            param="tokens",
+        )
     check_ids(body.tokens, limits.vocab, "tokens")
     return {"prompt": text.vocabulary.text(body.tokens)}

@@ -70,8 +70,13 @@ class Form:
         return f"start: {begun}{messages} body\nbody: {rest}\n{rules}"
 
 
-def response_grammar(asked: ResponseFormat | None, form: Form = Form()) -> str | None:
-    """Returns the grammar of `response_format`; None for free text. Raises InvalidRequest."""
+def response_grammar(
+    asked: ResponseFormat | None, form: Form = Form(), tools: Sequence[Tool] = (), several: bool = False
+) -> str | None:
+    """Returns the grammar of `response_format`; None for free text. Raises InvalidRequest.
+
+    In place of the answer there may be a call to any of `tools`, or `several`.
+    """
     match asked.type if asked else "text":
         case "text":
             return None
@@ -91,7 +96,13 @@ def response_grammar(asked: ResponseFormat | None, form: Form = Form()) -> str |
                 f"response_format {other!r} is unknown; use text, json_object, json_schema or regex",
                 param="response_format.type",
             )
-    return _checked(form.around(form.rules(), body), "response_format")
+    alone = _checked(form.around(form.rules(), body), "response_format")
+    for strict in (True, False) if tools else ():
+        with contextlib.suppress(InvalidRequest):
+            rules = form.rules()
+            calls = rules.add("calls", call_rules(rules, form.dialect, tools, several, strict))
+            return _checked(form.around(rules, body, calls), "tools")
+    return alone
 
 
 def tool_grammar(tools: Sequence[Tool], several: bool, form: Form = Form()) -> str:

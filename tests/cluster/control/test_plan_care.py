@@ -96,8 +96,7 @@ class World:
 
     def look(self) -> Look | None:
         cards = {
-            node: Announce("1", "box", "", engine=box.card, leaving=box.leaving)
-            for node, box in self.boxes.items()
+            node: Announce("1", "box", "", engine=box.card, leaving=box.leaving) for node, box in self.boxes.items()
         }
         serving = next((box.card for box in self.boxes.values() if box.alive and box.card is not None), None)
         if serving is None:
