@@ -113,7 +113,7 @@ class KeepBest(L.Callback):
 
     def on_validation_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         loss = float(trainer.callback_metrics["log_loss"])
-        if trainer.sanity_checking or loss >= self.best:
+        if trainer.sanity_checking or not loss < self.best:  # nor where it is no number
             return
         self.best = loss
         weights = {name: value.detach().cpu().contiguous() for name, value in self.network.state_dict().items()}

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from support.synthetic import EXPERTS, checkpoint, dataset
 
 from edgemoe.experts.predict.scoutgate import export
+from edgemoe.experts.predict.scoutgate.model import ScoutGate, ScoutGateShape
 from scoutgate.evaluate import Judged, judge_run, plot, table
+from scoutgate.module import KeepBest
 from scoutgate.train import arguments, train
 
 PASSES = 30
@@ -33,6 +36,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def judged(folder: Path) -> Judged:
     out = run(folder, folder / "run", "--passes", str(PASSES))
     return judge_run(out, folder / "data", folder / "model")
+
+
+def test_weights_of_no_loss_never_take_the_place_of_good_ones(tmp_path: Path) -> None:
+    network = ScoutGate(ScoutGateShape((3, 5), top_k=2, embedding=12))
+    keep = KeepBest(tmp_path, network, dict)
+    for loss in (0.5, float("nan"), 0.6):
+        trainer = SimpleNamespace(callback_metrics={"log_loss": loss}, sanity_checking=False, global_step=1)
+        keep.on_validation_end(trainer, None)  # type: ignore[arg-type]
+    assert keep.best == 0.5
+    assert json.loads((tmp_path / "best.json").read_text())["log_loss"] == 0.5
 
 
 def test_it_learns_what_popularity_and_recency_cannot_see(judged: Judged) -> None:

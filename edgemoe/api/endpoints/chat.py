@@ -104,7 +104,7 @@ def _to_go_on(body: Chat, last: Json) -> str:
 
 
 def _continued(rendered: str) -> str:
-    """Returns the prompt up to where the last message goes on; without the white space there that the template trims."""
+    """Returns the prompt up to where the last message goes on; without white space that the template trims there."""
     prompt, mark, rest = rendered.rpartition(GOES_ON.strip())
     if not mark:
         message = "continue_final_message: the model's chat template leaves the last message out"

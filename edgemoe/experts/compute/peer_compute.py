@@ -22,7 +22,9 @@ from edgemoe.types.arrays import BoolArray, IntArray
 from edgemoe.types.experts import ExpertGeometry, ExpertId, Store
 from edgemoe.types.peers import ExpertWork
 
-KEPT_READS = 2  # experts read for peers and kept while their parts are fetched
+READS = 4  # of experts for peers at a time
+KEPT_READS = 8  # experts read for peers and kept while their parts are fetched, at most,
+KEPT_BYTES = 128 << 20  # and within so many bytes two
 
 
 class PeerCompute:
@@ -109,6 +111,7 @@ class ExpertShelf:
         self._residency: Residency | None = None
         self._learned: dict[ExpertId, str] = {}
         self._reads: OrderedDict[ExpertId, asyncio.Task[memoryview]] = OrderedDict()
+        self._reading = asyncio.Semaphore(READS)
 
     def attach(self, residency: Residency, ram: HostSlab) -> None:
         """Sets the RAM tier to take experts from."""
@@ -147,6 +150,8 @@ class ExpertShelf:
             finally:
                 self._residency.unpin(slot)
         whole = await asyncio.shield(self._read(ExpertId(layer, expert)))
+        if offset + size_bytes >= self._geometry.expert_bytes(layer):  # the last part
+            self._reads.pop(ExpertId(layer, expert), None)
         return bytes(whole[offset : offset + size_bytes])
 
     def _read(self, expert: ExpertId) -> asyncio.Task[memoryview]:
@@ -154,11 +159,14 @@ class ExpertShelf:
         if (task := self._reads.get(expert)) is None or (task.done() and task.exception() is not None):
             task = self._reads[expert] = asyncio.ensure_future(self._load(expert))
         self._reads.move_to_end(expert)
-        while len(self._reads) > KEPT_READS:
-            self._reads.popitem(last=False)
+        kept = [each for each, read in self._reads.items() if read.done()]
+        most = min(KEPT_READS, max(2, KEPT_BYTES // self._geometry.stride_bytes(expert.layer)))
+        for each in kept[: max(0, len(kept) - most)]:
+            del self._reads[each]
         return task
 
     async def _load(self, expert: ExpertId) -> memoryview:
-        room = page_memory(self._geometry.stride_bytes(expert.layer))
-        await self._store.read(expert.layer, expert.expert, room)
-        return room
+        async with self._reading:
+            room = page_memory(self._geometry.stride_bytes(expert.layer))
+            await self._store.read(expert.layer, expert.expert, room)
+            return room

@@ -17,6 +17,7 @@ Bytes = npt.NDArray[np.uint8]
 RATES = np.array([0.25, 0.05, 0.01], np.float32)  # of the EWMAs of needs, per visit of the layer
 OWN = 6  # features: three EWMAs, age, used now, popularity
 LONG_AGO = 1 << 20  # steps
+MOST_VISITS = np.float32(1 << 22)  # at more, counts are halved, to which float32 can always add 1
 
 # Arrays are addresses, see `OwnHistory`.
 HISTORY = fields("experts", "rates", "count", "visits", "last")
@@ -51,6 +52,11 @@ def add(history: int, layer: int, needed: Bytes, step: int) -> None:
     """A layer ran in a step that needed these experts, of [E]."""
     h = record(history, HISTORY)
     experts, visits = h.experts, f32_at(h.visits)
+    if visits[layer] >= MOST_VISITS:
+        counted = f32_at(h.count + 4 * layer * experts)
+        visits[layer] *= np.float32(0.5)
+        for expert in range(experts):
+            counted[expert] *= np.float32(0.5)
     visits[layer] += np.float32(1)
     for i in range(RATES.shape[0]):
         rates = f32_at(h.rates + 4 * (layer * RATES.shape[0] + i) * experts)

@@ -427,7 +427,7 @@ def test_an_answer_for_another_plan_or_another_leader_is_dropped() -> None:
 
 
 def test_a_plan_that_is_found_while_a_box_dies_does_not_count_on_the_copies_that_died() -> None:
-    """All experts are pinned twice; the plan that is found gives each to one box, some to one that has died meanwhile."""
+    """All experts are pinned twice; the plan that is found gives each to one box, some to one that has died."""
     world = World("abc")
     world.passes(5.0)
     world.slow = True

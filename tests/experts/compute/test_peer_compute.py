@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 import torch
 from support.tiers_kit import SMALL, FileStore, Weights, running, small_tiers
+from support.waiting import until
 
 from edgemoe.errors import CorruptExpert
 from edgemoe.experts.build import ExpertTiers
-from edgemoe.experts.compute.peer_compute import KEPT_READS, ExpertShelf, PeerCompute
+from edgemoe.experts.compute import peer_compute
+from edgemoe.experts.compute.peer_compute import READS, ExpertShelf, PeerCompute
 from edgemoe.experts.tiers.residency import Residency
 from edgemoe.experts.tiers.slab import HostSlab
 from edgemoe.experts.tiers.slots import SlotPool
@@ -184,13 +186,34 @@ async def test_parts_asked_for_together_are_one_read_and_few_reads_are_kept() ->
     parts = await asyncio.gather(*(box.shelf.part(1, 2, start, 1000) for start in range(0, size, 1000)))
     assert b"".join(parts)[:size] == WEIGHTS.bytes_of(1, 2)
     assert box.store.reads == [ExpertId(1, 2)]
+    assert not box.shelf._reads, "the last part has been handed out"
+
+
+async def test_experts_whose_parts_are_fetched_in_turn_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    box = Shelf()
+    box.shelf.attach(box.residency, box.ram)
+    for start in range(0, 40, 10):
+        await asyncio.gather(*(box.shelf.part(1, expert, start + at, 5) for expert in range(4) for at in (0, 5)))
+    assert sorted(box.store.reads) == [ExpertId(1, expert) for expert in range(4)]
+    monkeypatch.setattr(peer_compute, "KEPT_READS", 2)
     for expert in range(3):
         await box.shelf.part(2, expert, 0, 10)
-        await box.shelf.part(1, 2, 0, 10)
-    assert len(box.store.reads) == 4, "what is asked for again and again is there still"
-    assert len(box.shelf._reads) == KEPT_READS
-    await box.shelf.part(2, 0, 0, 10)
-    assert len(box.store.reads) == 5
+        await box.shelf.part(1, 3, 0, 10)
+    assert len(box.store.reads) == 7, "what is asked for again and again is there still"
+    assert len(box.shelf._reads) == 2
+
+
+async def test_no_more_experts_are_read_at_a_time_than_may_be() -> None:
+    box = Shelf()
+    for layer in (0, 1):
+        box.store.pin(layer, *range(4))
+    asked = [asyncio.ensure_future(box.shelf.part(layer, expert, 0, 9)) for layer in (1, 0) for expert in range(4)]
+    await until(lambda: len(box.store.reads) == READS)
+    await asyncio.sleep(0.01)
+    assert len(box.store.reads) == READS
+    for layer in (1, 0):
+        box.store.unpin(layer, *range(4))
+    assert all(len(part) == 9 for part in await asyncio.gather(*asked))
 
 
 async def test_a_read_that_failed_is_tried_again_for_the_next_part() -> None:

@@ -81,6 +81,17 @@ def test_interleaved_sequences_are_remembered_apart_also_when_the_ring_comes_rou
     assert memory.filled == 7
 
 
+def test_how_often_an_expert_is_needed_is_counted_for_ever() -> None:
+    predictor = NextUsePredictor(L, E, K)
+    history = predictor.history
+    history.visits[:], history.count[:] = 2.0**24, 2.0**23
+    drive(predictor, np.zeros((200, L, K), np.int64) + np.arange(K))
+    assert (history.visits != 2.0**24).all()
+    often = history.count / history.visits[:, None]
+    assert (often[:, :K] > 0.5).all()
+    assert (often[:, K:] < 0.5).all()
+
+
 def test_repeated_text_is_foreseen() -> None:
     ids = text(4, 40)
     predictor = NextUsePredictor(L, E, K)

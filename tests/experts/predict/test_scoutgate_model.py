@@ -97,6 +97,9 @@ def test_flipped_or_missing_weights_are_refused(tmp_path: Path) -> None:
         ({"calibration": {"scale": [1.0], "shift": [0.0]}}, "calibration"),
         ({"calibration": None}, "cannot be used"),
         ({"model": "m"}, "cannot be used"),
+        ({"metrics": None}, "cannot be used"),
+        ({"metrics": {"horizons": None}}, "cannot be used"),
+        ({"metrics": {"horizons": {"this_token": {"scoutgate": {"log_loss": float("nan")}}}}}, "log-loss"),
         ({"model": {"id": 4}}, "named"),
     ],
 )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,11 +76,19 @@ def read(directory: Path) -> Export:
             raise ValueError("the calibration does not fit the shape")
         if not all(t.isfinite().all() for t in (*gate.state_dict().values(), scale, shift)):
             raise ValueError("it holds numbers that are not finite")
+        if not 0.0 <= promised(record) < math.inf:
+            raise ValueError("its log-loss is no number")
         if not all(isinstance(v, str) for v in record["model"].values()):
             raise ValueError("the model is not named")
     except (KeyError, TypeError, AttributeError, RuntimeError, ValueError) as error:
         raise ValueError(f"{directory} holds a ScoutGate that cannot be used: {error}") from error
     return Export(gate.eval().requires_grad_(False), scale, shift, record)
+
+
+def promised(record: dict[str, Any]) -> float:
+    """Returns the log-loss of this token's forecast on held-out requests; 0 where the export does not say."""
+    figures = record["metrics"].get("horizons", {}).get("this_token", {}).get("scoutgate", {})
+    return float(figures.get("log_loss", 0.0))
 
 
 def get(weights: Path, record: Path, what: str) -> tuple[dict[str, Any], bytes]:

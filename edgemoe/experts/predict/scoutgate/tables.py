@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from edgemoe.experts.predict.scoutgate.export import Export
+from edgemoe.experts.predict.scoutgate.export import Export, promised
 from edgemoe.types.arrays import FloatArray, IntArray
 
 CHUNK = 8192  # rows of the embedding projected at once
@@ -47,9 +47,7 @@ class ForecastTables:
 
     @property
     def promised(self) -> float:
-        """Log-loss of this token's forecast on held-out requests; 0 where the export does not say."""
-        figures = self.export.record["metrics"].get("horizons", {}).get("this_token", {}).get("scoutgate", {})
-        return float(figures.get("log_loss", 0.0))
+        return promised(self.export.record)
 
     def probs(self, tracks: list[TokenWindow]) -> FloatArray:
         """Calibrated forecasts for each sequence, [S, horizons, L, E]."""
