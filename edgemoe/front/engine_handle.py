@@ -51,6 +51,7 @@ class EngineHandle:
         self.stats = Stats(values={})
         self.heard = self._looked = time.monotonic()
         self._reloaded: asyncio.Future[Reloaded] | None = None
+        self._killed = False
 
     @classmethod
     async def start(cls, command: Sequence[str], settings: Settings, address: str) -> EngineHandle:
@@ -92,7 +93,7 @@ class EngineHandle:
     @property
     def serving(self) -> bool:
         """Returns whether it takes requests: ready, and not known to have died."""
-        return self.ready is not None and self.process.returncode is None
+        return self.ready is not None and self.process.returncode is None and not self._killed
 
     @property
     def stalls(self) -> bool:
@@ -140,10 +141,18 @@ class EngineHandle:
                 await self.process.wait()
         except TimeoutError:
             log.warning("engine killed: it did not stop in time")
-            await self.kill()
+            self.kill()
+            await self.process.wait()
 
-    async def kill(self) -> None:
-        """Ends the process and everything it has started, at once."""
+    def kill(self) -> None:
+        """Has the process and everything it has started end, which one that waits for a disk or a driver does later."""
+        self._killed = True
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        await self.process.wait()
+
+    async def gone(self, within_s: float) -> bool:
+        """Waits for a killed process to end; returns whether it has."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                await self.process.wait()
+        return self.process.returncode is not None

@@ -242,15 +242,16 @@ class Supervisor:
                 self.request_log.expire()
                 if why := engine.hangs():
                     log.error("engine hangs", extra={"why": why})
-                    await engine.kill()
                     return why
             return ended.result()
         finally:
             ended.cancel()
-            await engine.kill()  # whatever it left running
+            engine.kill()  # and whatever it left running
             if self._state == "ready":
                 self._change("loading")
             self._engine_changed()
+            while not await engine.gone(LOOK_S):
+                self.request_log.expire()
 
     async def _pause(self) -> None:
         """Waits before the next start."""
@@ -261,8 +262,9 @@ class Supervisor:
         until = now + delay_s
         while not self._stopping and time.monotonic() < until:
             self.request_log.expire()
-            if self.state == "failed" and self.request_log.closed is not None:
-                self.request_log.closed = keeps_failing(self.why, until - time.monotonic())
+            if self.state == "failed":
+                error = keeps_failing(self.why, until - time.monotonic())
+                self.request_log.closed = None if self._requests.elsewhere else error
             await asyncio.sleep(min(LOOK_S, max(0.0, until - time.monotonic())))
 
     def _give_up(self, delay_s: float) -> None:

@@ -26,6 +26,7 @@ from edgemoe.front import supervisor as supervisor_module
 from edgemoe.front.engine_handle import EngineHandle
 from edgemoe.front.listen import tcp_socket
 from edgemoe.front.main import Front
+from edgemoe.front.request_router import RequestRouter
 from edgemoe.front.supervisor import Supervisor
 from edgemoe.types.request import Emission
 
@@ -88,6 +89,27 @@ async def test_an_engine_that_hangs_is_replaced(
         assert text == await text_of(client, "go", max_tokens=200, seed=1)
 
 
+async def test_requests_of_an_engine_that_cannot_even_be_killed_end_by_their_deadlines(
+    tmp_path: Path, model_dir: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of one that waits for a disk that does not answer."""
+    monkeypatch.setattr(engine_module, "SILENCE_S", 0.6)
+    settings = settings_for(tmp_path, model_dir, api={"request_timeout_s": 3.0})
+    async with running(settings) as front, http_client(settings) as client:
+        first, kill = engine_pid(front), EngineHandle.kill
+        asked = asyncio.ensure_future(client.post("/v1/completions", json={"prompt": "HANG@0", "max_tokens": 9}))
+        await until(lambda: len(supervisor_of(front).request_log) == 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(EngineHandle, "kill", lambda engine: setattr(engine, "_killed", True))
+            os.kill(first, signal.SIGSTOP)
+            assert (await asked).status_code == 504
+            assert not supervisor_of(front)._door.place
+            assert supervisor_of(front).starts == 1, "none beside one that is there still"
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: supervisor_of(front).starts == 2 and supervisor_of(front).state == "ready")
+        assert EngineHandle.kill is kill
+
+
 async def test_health_says_that_the_engine_is_stalled_while_it_is(
     tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,6 +124,23 @@ async def test_health_says_that_the_engine_is_stalled_while_it_is(
         monkeypatch.setattr(engine_module, "STALLED_S", 10.0)
         await until(lambda: supervisor_of(front).state == "ready")
         assert (await client.get("/health")).status_code == 200
+
+
+async def test_with_its_engine_failed_a_box_takes_requests_while_another_box_serves(
+    tmp_path: Path, model_dir: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = settings_for(tmp_path, model_dir, service={"max_restarts": 0, "restart_window_s": 60.0})
+    async with running(settings) as front:
+        places = set[str]()
+        monkeypatch.setattr(RequestRouter, "elsewhere", property(lambda _: places))
+        request_log = supervisor_of(front).request_log
+        os.kill(engine_pid(front), signal.SIGKILL)
+        await until(lambda: request_log.closed is not None)
+        for _ in range(2):
+            places.add("a-box")
+            await until(lambda: request_log.closed is None)
+            places.clear()
+            await until(lambda: request_log.closed is not None)
 
 
 async def test_who_is_told_that_the_engine_keeps_failing_is_told_until_when(
