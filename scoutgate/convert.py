@@ -25,7 +25,7 @@ import numpy.typing as npt
 from edgemoe.errors import EdgemoeError
 from edgemoe.experts.predict.scoutgate.model import NO_TOKEN
 from edgemoe.store.manifest import Manifest
-from edgemoe.telemetry.recording import AHEAD, SUFFIX, read_recording
+from edgemoe.telemetry.recording import AHEAD, read_recording, recordings_in
 from edgemoe.types.routing import StepRouting
 from scoutgate.data import Meta, Routes, write
 
@@ -111,7 +111,7 @@ def recordings(folder: Path, store: Path, out: Path, hints: bool = True) -> int:
     """
     try:
         manifest = Manifest.load(store)
-        opened = [read_recording(file) for file in sorted(folder.glob(f"*{SUFFIX}"))]
+        opened = [read_recording(file) for file in recordings_in(folder)]
         mine = [(header, steps) for header, steps in opened if header.digest == manifest.digest]
         if not mine:
             raise ValueError(f"{folder} holds no recordings of {manifest.name} ({len(opened)} of other models)")

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edgemoe.errors import ConfigError, StoreError
-from edgemoe.telemetry.recording import SUFFIX, read_recording
+from edgemoe.telemetry.recording import SUFFIX, read_recording, recordings_in
 from edgemoe.types.arrays import IntArray
 
 Ids = npt.NDArray[np.int16]
@@ -125,7 +125,7 @@ def _read(path: Path) -> list[list[Ids]]:
     """The requests of each source in a path: a table is one, so is a folder of recordings."""
     try:
         if path.is_dir():
-            recordings = sorted(path.glob(f"*{SUFFIX}"))
+            recordings = recordings_in(path)
             tables = sorted([*path.glob("*.ids.csv"), *path.glob("*.ids.csv.gz")])
             if not recordings and not tables:
                 raise ConfigError(f"{path} holds neither recordings (*{SUFFIX}) nor tables (*.ids.csv.gz)")

@@ -248,8 +248,12 @@ class Recorder:
         descriptor = os.open(self._directory / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         self._file = os.fdopen(descriptor, "wb")
         block = zlib.compress(self._encode(self._header), 1)
-        self._file.write(MAGIC + LENGTH.pack(len(block)) + block)
-        self._file.flush()
+        try:
+            self._file.write(MAGIC + LENGTH.pack(len(block)) + block)
+            self._file.flush()
+        except OSError:
+            (self._directory / name).unlink(missing_ok=True)
+            raise
 
     def _make_room(self, more_bytes: int) -> None:
         """Deletes the oldest files, except the open one, until `more_bytes` fit."""

@@ -58,6 +58,18 @@ class RoutingBlock(msgspec.Struct, frozen=True, array_like=True):
     hidden: bytes = b""  # [L, V, H] float32, or the upper halves of such numbers; what each layer's experts are given
 
 
+def recordings_in(folder: Path) -> list[Path]:
+    """Returns a folder's recordings, the oldest first, without those that a crash ended within their header."""
+    return [path for path in sorted(folder.glob(f"*{SUFFIX}")) if not _is_begun_only(path)]
+
+
+def _is_begun_only(path: Path) -> bool:
+    """Returns whether a file ends within its header, or zeros are all that it begins with."""
+    with path.open("rb") as file:
+        head = file.read(len(MAGIC))
+        return MAGIC.startswith(head) and not _block(path, file) if head.strip(b"\0") else True
+
+
 def read_recording(path: Path) -> tuple[Header, Iterator[StepRouting]]:
     """Returns a recording's header and its steps in order. Raises StoreError.
 

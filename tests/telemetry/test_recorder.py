@@ -18,7 +18,7 @@ from edgemoe.errors import StoreError
 from edgemoe.replay.trace import load
 from edgemoe.telemetry import recorder as recorder_module
 from edgemoe.telemetry.recorder import BLOCK_STEPS, Recorder
-from edgemoe.telemetry.recording import AHEAD, MAGIC, OWN, Header, read_recording
+from edgemoe.telemetry.recording import AHEAD, MAGIC, OWN, Header, read_recording, recordings_in
 from edgemoe.types.routing import StepMeta, StepRouting
 
 HEADER = Header("digest", 3, 16, 2)
@@ -180,6 +180,19 @@ def test_a_recording_cut_short_is_read_up_to_there(tmp_path: Path) -> None:
     (file,) = record(tmp_path, [step(i) for i in range(3 * BLOCK_STEPS)])
     file.write_bytes(file.read_bytes()[:-20])
     assert 0 < len(list(read_recording(file)[1])) < 3 * BLOCK_STEPS
+
+
+def test_recordings_that_ended_before_they_had_begun_are_left_out_of_their_folder(tmp_path: Path) -> None:
+    (file,) = record(tmp_path, [step(i, decode=(True, True), lens=(1, 1)) for i in range(10)])
+    whole = file.read_bytes()
+    tokens = sum(map(len, load([tmp_path]).requests))
+    for number, begun in enumerate((b"", bytes(4096), MAGIC[:3], MAGIC, whole[: len(MAGIC) + 9])):
+        (tmp_path / f"{number}.routes").write_bytes(begun)
+    assert recordings_in(tmp_path) == [file]
+    assert sum(map(len, load([tmp_path]).requests)) == tokens
+    (tmp_path / "9.routes").write_bytes(b"something else")
+    with pytest.raises(StoreError, match="no recording"):
+        load([tmp_path])
 
 
 def test_a_recording_of_an_older_release_is_read(tmp_path: Path) -> None:

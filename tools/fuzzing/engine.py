@@ -253,7 +253,8 @@ async def target() -> AsyncIterator[Target]:
             yield made
         finally:
             listening.cancel()
-            await made.engine.kill()
+            made.engine.kill()
+            await made.engine.process.wait()
             wire.close()
 
 
