@@ -63,8 +63,9 @@ def COUNT(call: int) -> None:
                 if c.passed != 0 and layer + 1 < c.layers and ids[after] < c.experts:
                     for j in range(k):
                         passed[row + ids[after + j]] += weight
-        for expert in range(c.experts):
-            seen[expert] = 0
+        for at in range(layer * c.tokens * k, (layer + 1) * c.tokens * k):
+            if ids[at] < c.experts:
+                seen[ids[at]] = 0
 
 
 CODES = (COUNT,)

@@ -64,10 +64,10 @@ def recordings_in(folder: Path) -> list[Path]:
 
 
 def _is_begun_only(path: Path) -> bool:
-    """Returns whether a file ends within its header, or zeros are all that it begins with."""
+    """Returns whether a file ends within its header, or begins with zeros, which power loss leaves."""
     with path.open("rb") as file:
         head = file.read(len(MAGIC))
-        return MAGIC.startswith(head) and not _block(path, file) if head.strip(b"\0") else True
+        return not head.strip(b"\0") or (MAGIC.startswith(head) and not _block(path, file))
 
 
 def read_recording(path: Path) -> tuple[Header, Iterator[StepRouting]]:

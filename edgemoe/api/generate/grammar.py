@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
@@ -97,12 +97,7 @@ def response_grammar(
                 param="response_format.type",
             )
     alone = _checked(form.around(form.rules(), body), "response_format")
-    for strict in (True, False) if tools else ():
-        with contextlib.suppress(InvalidRequest):
-            rules = form.rules()
-            calls = rules.add("calls", call_rules(rules, form.dialect, tools, several, strict))
-            return _checked(form.around(rules, body, calls), "tools")
-    return alone
+    return _with_calls(tools, several, form, lambda rules, calls: form.around(rules, body, calls)) or alone
 
 
 def tool_grammar(tools: Sequence[Tool], several: bool, form: Form = Form()) -> str:
@@ -118,16 +113,26 @@ def free_grammar(tools: Sequence[Tool], several: bool, form: Form = Form()) -> s
     It constrains names, and arguments too where their schemas can be honoured. Returns None where the tokenizer has no
     tokens for the marks of calls, because a call cannot then be distinguished from text.
     """
-    if not form.has_tokens:
-        return None
-    for strict in (True, False):
+
+    def text_or(rules: Rules, calls: str) -> str:
+        rules.add("PLAIN", ANY_TEXT)
+        return (
+            form.around(rules, "PLAIN", calls) if form.dialect.call is None else form.around(rules, f"PLAIN {calls}?")
+        )
+
+    return _with_calls(tools, several, form, text_or) if form.has_tokens else None
+
+
+def _with_calls(tools: Sequence[Tool], several: bool, form: Form, whole: Callable[[Rules, str], str]) -> str | None:
+    """Returns the grammar that `whole` makes of rules, and of the name of that for calls; None where there is none.
+
+    It constrains arguments where their schemas can be honoured.
+    """
+    for strict in (True, False) if tools else ():
         with contextlib.suppress(InvalidRequest):
             rules = form.rules()
             calls = rules.add("calls", call_rules(rules, form.dialect, tools, several, strict))
-            rules.add("PLAIN", ANY_TEXT)
-            if form.dialect.call is None:
-                return _checked(form.around(rules, "PLAIN", calls), "tools")
-            return _checked(form.around(rules, f"PLAIN {calls}?"), "tools")
+            return _checked(whole(rules, calls), "tools")
     return None
 
 

@@ -46,8 +46,6 @@ class StoreFinder:
 
     async def find(self, peers: dict[str, Peer]) -> list[StoreBox]:
         """Returns the boxes that have the model. Raises StoreError saying why none has."""
-        if not peers:
-            raise StoreError("there is no other box to pull from: cluster.peers_file lists none with an address")
         found = await asyncio.gather(*map(self._meet, peers.values()), return_exceptions=True)
         boxes = [each for each in found if isinstance(each, StoreBox)]
         for each in found:

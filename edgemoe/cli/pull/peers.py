@@ -18,7 +18,7 @@ from edgemoe.cluster.rpc.keys import load_secret
 from edgemoe.cluster.rpc.messages.find_store import StoreAt
 from edgemoe.cluster.rpc.transport import Answer, ChannelSettings, Question, Transport
 from edgemoe.config.settings import ClusterSettings
-from edgemoe.errors import ConfigError, PeerRefused
+from edgemoe.errors import ConfigError, PeerRefused, StoreError
 from edgemoe.front.peers_list import listed
 from edgemoe.store.packer import Progress
 from edgemoe.store.peers.pulled import check, merged, opened
@@ -29,6 +29,10 @@ async def pull(settings: ClusterSettings, store_dir: Path, model: str, rate: flo
     if not settings.node:
         raise ConfigError("--from-peers: this box is in no cluster; set cluster.node, key_file, listen and peers_file")
     peers = {name: peer for name, peer in listed(settings).items() if name != settings.node and peer.address}
+    if not peers:
+        raise StoreError(
+            "there is no other box to pull from: set cluster.join, or list one with its address in peers_file"
+        )
     transport = Transport(settings.node, secrets.token_hex(8), load_secret(Path(settings.key_file)), AllowList({}))
     control: Channel[ControlMessage] = Channel(transport, "control", CONTROL, _refuse, ChannelSettings(heartbeat_s=0.5))
     bulk: Channel[BulkMessage] = Channel(transport, "bulk", BULK, _refuse, ChannelSettings(heartbeat_s=0.5))

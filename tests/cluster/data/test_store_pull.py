@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import numpy as np
 import pytest
 from support.checkpoints import partial_store, tiny_checkpoint
@@ -26,7 +27,7 @@ from edgemoe.cluster.data.store_fetch import Pace, StorePieceServer
 from edgemoe.cluster.rpc.auth import AllowList
 from edgemoe.cluster.rpc.channel import Channel
 from edgemoe.cluster.rpc.control_messages import CONTROL, ControlMessage
-from edgemoe.cluster.rpc.keys import Secret, generate
+from edgemoe.cluster.rpc.keys import Secret, generate, load_peers
 from edgemoe.cluster.rpc.messages.find_store import FindStore, StoreAt
 from edgemoe.cluster.rpc.transport import Answer, Question, Transport
 from edgemoe.config.settings import ClusterSettings
@@ -233,6 +234,17 @@ async def test_a_pull_that_was_killed_goes_on_and_what_came_is_a_store_already(
         assert Manifest.load(packed).dense.xxh3_128 not in asked
     assert verify(store) == []
     assert not (store / "pulled").exists()
+
+
+async def test_a_box_that_joins_pulls_from_the_one_it_joins_by(tmp_path: Path, copy_of: Callable[..., Path]) -> None:
+    async with house(tmp_path, a=copy_of("a")) as made:
+        peer = load_peers(tmp_path / "peers.toml")["a"]
+        joining = msgspec.structs.replace(made.settings, peers_file="", address="127.0.0.1:1")
+        made.settings = joining
+        with pytest.raises(StoreError, match=r"set cluster\.join, or list one"):
+            await made.pull()
+        made.settings = msgspec.structs.replace(joining, join=f"a,{peer.address},{peer.key}")
+        assert verify(await made.pull()) == []
 
 
 async def test_a_pull_says_what_boxes_have_instead_and_how_much_room_it_lacks(

@@ -37,14 +37,15 @@ class Observation:
 
 def observe(reports: Sequence[Report | None], layers: int, experts: int) -> Observation:
     """Returns what the boxes' reports say of a model of L layers of E experts."""
-    fitting = [each if each and len(each.chosen) == 2 * layers * experts else None for each in reports]
+    fits = [each and len(each.chosen) == 2 * layers * experts and tokens_per_s(each) > 0 for each in reports]
+    fitting = [each if fit else None for each, fit in zip(reports, fits, strict=True)]
     rates = [tokens_per_s(each) if each else 0.0 for each in fitting]
     most = max(rates, default=0.0)
     activations, steps_per_token = np.zeros((len(reports), layers, experts)), np.ones(len(reports))
     computed = activations.copy()
     pairs, chosen = [np.zeros((0, PAIR), np.int64)] * len(reports), 0.0
     for node, report in enumerate(fitting):
-        if report is not None and rates[node] > 0:
+        if report is not None:
             share = rates[node] / most
             shares = np.frombuffer(report.chosen, "<u2").reshape(layers, experts)
             chosen = max(chosen, float(shares.sum(axis=1).max()) / ACTIVITY_UNIT)

@@ -1,0 +1,181 @@
+"""Boxes that pin what plans say, report, die and come back, what they agreed on, and a leader that cares for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+
+from edgemoe.cluster.control.coordination.store import PlanRef
+from edgemoe.cluster.control.placement import HomesView, Target
+from edgemoe.cluster.control.plan_care import (
+    Action,
+    Commit,
+    Look,
+    PlanCare,
+    Prepare,
+    Solve,
+    Solved,
+    TookOver,
+)
+from edgemoe.cluster.control.planning.targets import make_target
+from edgemoe.cluster.rpc.control_messages import Announce, EngineCard, Report
+from edgemoe.config.settings import ClusterSettings
+from edgemoe.errors import PlacementInfeasible
+from edgemoe.types.arrays import BoolArray
+from edgemoe.types.placement import PlacementPlan, pack_bits
+from support.planes import card
+
+LAYERS, EXPERTS = 2, 6
+ALL = np.ones((LAYERS, EXPERTS), np.bool_)
+NOTHING = np.zeros((LAYERS, EXPERTS), np.bool_)
+NODES = "abcd"
+SETTINGS = ClusterSettings(node="a", replicas=2, absent_s=5.0, migrate_s=20.0)
+ONCE = ClusterSettings(node="a", replicas=1, absent_s=5.0, migrate_s=20.0)
+
+
+@dataclass
+class Box:
+    """A box whose engine pins what its plan says, one expert after the other."""
+
+    node: str
+    room: int = 8
+    alive: bool = True
+    gone_s: float = 0.0
+    leaving: bool = False
+    plan: PlacementPlan | None = None
+    pins: BoolArray = field(default_factory=NOTHING.copy)
+    card: EngineCard | None = None  # as it was last reported
+
+    def obey(self, plan: PlacementPlan) -> None:
+        self.plan = plan
+        if self.node in plan.nodes:
+            self.pins &= plan.homes_of(self.node)
+
+    def pin(self, count: int) -> None:
+        if self.plan is not None and self.node in self.plan.nodes:
+            missing = np.flatnonzero(self.plan.homes_of(self.node) & ~self.pins)
+            self.pins.ravel()[missing[:count]] = True
+
+    def report(self) -> None:
+        digest = self.plan.digest() if self.plan is not None else ""
+        made = card(f"engine-{self.node}", self.room, disk=pack_bits(ALL), ram=pack_bits(self.pins))
+        self.card = msgspec.structs.replace(made, plan=digest)
+
+
+class World:
+    """The boxes, what was agreed, and a leader."""
+
+    def __init__(self, nodes: str = NODES, settings: ClusterSettings = SETTINGS) -> None:
+        self.boxes = {node: Box(node) for node in nodes}
+        self.settings, self.now_s, self.epoch = settings, 100.0, 0
+        self.agreed: PlacementPlan | None = None
+        self.committed: list[Commit] = []
+        self.prepared_s: list[float] = []  # when the solver was told to get ready
+        self.slow = False  # the solver answers when `answers` is called
+        self.asked: Solve | None = None
+        self.wanted: Target | None = None  # what a look for a better plan finds
+        self.reports: dict[str, Report] = {}
+        for box in self.boxes.values():
+            box.report()
+        self.leads()
+
+    def leads(self) -> None:
+        """Another box leads, which knows nothing but what is agreed and reported."""
+        self.epoch += 1
+        self.care, self.view = PlanCare(self.settings), HomesView()
+        self.care.handle(TookOver(self.epoch))
+
+    def look(self) -> Look | None:
+        cards = {
+            node: Announce("1", "box", "", engine=box.card, leaving=box.leaving) for node, box in self.boxes.items()
+        }
+        serving = next((box.card for box in self.boxes.values() if box.alive and box.card is not None), None)
+        if serving is None:
+            return None
+        away = {node: 0.0 if box.alive else self.now_s - box.gone_s + 0.001 for node, box in self.boxes.items()}
+        boxes = self.view.look(cards, away.__getitem__, serving, self.now_s)
+        ref = PlanRef(self.agreed.version, self.agreed.digest()) if self.agreed else None
+        return Look(self.now_s, ref, self.agreed, serving, boxes, self.reports)
+
+    def step(self) -> None:
+        """The leader looks, and does what it has decided."""
+        if (look := self.look()) is None:
+            return
+        actions = self.care.handle(look)
+        while actions:
+            actions = [more for action in actions for more in self.perform(action)]
+
+    def perform(self, action: Action) -> list[Action]:
+        if isinstance(action, Prepare):
+            self.prepared_s.append(self.now_s)
+            return []
+        if isinstance(action, Commit):
+            self.commit(action)
+            return []
+        if isinstance(action, Solve) and self.slow:
+            self.asked = action
+            return []
+        return self.answer(action)
+
+    def answer(self, action: Solve) -> list[Action]:
+        try:
+            found = make_target(action.task) if action.task.urgent or self.wanted is None else self.wanted
+        except PlacementInfeasible as error:
+            return self.care.handle(Solved(action.number, None, str(error)))
+        return self.care.handle(Solved(action.number, found))
+
+    def answers(self) -> None:
+        """The solver has found what it was asked for last, and the leader looks before it hears of that."""
+        asked, self.asked = self.asked, None
+        if asked is None or (look := self.look()) is None:
+            return
+        actions = self.care.handle(look) + self.answer(asked)
+        while actions:
+            actions = [more for action in actions for more in self.perform(action)]
+
+    def commit(self, action: Commit) -> None:
+        plan = action.plan
+        assert plan.version == (self.agreed.version + 1 if self.agreed else 1)
+        assert plan.epoch == self.epoch
+        for node in plan.nodes:
+            assert plan.homes_of(node).sum() <= self.boxes[node].room, "more than there is room for"
+        self.judge(plan)
+        self.agreed = plan
+        self.committed.append(action)
+
+    def judge(self, plan: PlacementPlan) -> None:
+        """No command drops the last pinned copy of a box that lives."""
+        stays = NOTHING.copy()
+        for box in self.boxes.values():
+            if box.alive:
+                stays |= box.pins & plan.homes_of(box.node) if box.node in plan.nodes else box.pins
+        for box in self.boxes.values():
+            if box.alive and box.node in plan.nodes:
+                dropped = box.pins & ~plan.homes_of(box.node)
+                assert not (dropped & ~stays).any(), (box.node, plan)
+
+    def passes(self, seconds: float, every_s: float = 0.5) -> None:
+        """All obey, pin and report; the leader looks now and then."""
+        ends = self.now_s + seconds
+        while self.now_s < ends:
+            self.now_s += every_s
+            for box in self.boxes.values():
+                if box.alive and self.agreed is not None and box.plan is not self.agreed:
+                    box.obey(self.agreed)
+                box.pin(3)
+                box.report()
+            self.step()
+
+    def wants(self, homes: dict[str, BoolArray], now_s: float = 2.0, then_s: float = 1.0) -> None:
+        found = np.stack([homes[node] for node in sorted(homes)])
+        self.wanted = Target(
+            tuple(sorted(homes)), found, np.zeros_like(found), np.zeros_like(found[0], np.float32), now_s, then_s
+        )
+
+
+def dealt(nodes: str, shift: int, copies: int = 1) -> dict[str, BoolArray]:
+    """Each expert at so many boxes, in turn."""
+    each = (np.arange(LAYERS * EXPERTS).reshape(LAYERS, EXPERTS) + shift) % len(nodes)
+    return {node: np.isin((each - n) % len(nodes), range(copies)) for n, node in enumerate(nodes)}
