@@ -261,7 +261,9 @@ class ClusterFront:
         """Acts on what has changed, or may have, about members or their engines."""
         self._news.set()
         self._tell_peers()
-        self.hosted_requests.keep({member.peer.node: member.boot for member in self.plane.state.members})
+        boots = {member.peer.node: member.boot for member in self.plane.state.members}
+        self.hosted_requests.keep(boots)
+        self._engine.keep_links(boots)
         if (places := set(self._places.places())) != self._known:
             self._known = places
             self._requests.replay()

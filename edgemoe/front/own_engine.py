@@ -6,7 +6,7 @@ import functools
 import logging
 import operator
 import re
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 from edgemoe.cluster.control.plane import ControlPlane
 from edgemoe.cluster.rpc.control_messages import EngineCard, LinkReport, Report
@@ -76,6 +76,10 @@ class OwnEngine:
         """Forgets what one that has ended held."""
         self.boot, self.listening, self.holds, self.activity = "", None, None, None
         self.seen.clear()
+
+    def keep_links(self, nodes: Container[str]) -> None:
+        """Forgets its links to all other boxes."""
+        self.seen = {node: seen for node, seen in self.seen.items() if node in nodes}
 
     def card(self, shares: bool) -> EngineCard | None:
         """Returns what the others are told of it; None until it has said where it listens and what it holds."""

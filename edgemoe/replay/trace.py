@@ -157,12 +157,12 @@ def _table(path: Path) -> list[Ids]:
     try:
         raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         return parse_table(raw.decode("ascii"))
-    except (ValueError, EOFError, zlib.error) as error:
+    except (ValueError, OverflowError, EOFError, zlib.error) as error:
         raise ConfigError(f"{path} is no routing table (seq or req, pos, ids): {error}") from error
 
 
 def parse_table(text: str) -> list[Ids]:
-    """The requests of a table, in order. Raises ValueError saying what is wrong."""
+    """The requests of a table, in order. Raises ValueError, OverflowError saying what is wrong."""
     first, _, body = text.partition("\n")
     if [name.strip() for name in first.split(",")][1:] != ["pos", "ids"]:
         raise ValueError(f"its first line is {first[:60]!r}")

@@ -6,7 +6,7 @@ import msgspec
 from support.model_info import MODEL
 
 from edgemoe.cluster.rpc.control_messages import Report
-from edgemoe.cluster.rpc.engine_messages import Listening
+from edgemoe.cluster.rpc.engine_messages import Listening, PeerSeen
 from edgemoe.cluster.rpc.messages.activity import Activity
 from edgemoe.front.own_engine import OwnEngine
 
@@ -41,3 +41,15 @@ def test_there_is_no_report_before_the_engine_has_said_anything() -> None:
     assert own.report() is None
     own.listens("boot", Listening(calls_port=1, bulk_port=1, model=MODEL))
     assert own.report() is None
+
+
+def test_links_to_boxes_that_have_left_are_not_reported() -> None:
+    own = OwnEngine()
+    own.listens("boot", Listening(calls_port=1, bulk_port=1, model=MODEL))
+    own.activity = SAID
+    for node in ("a", "b"):
+        own.seen[node] = PeerSeen(node=node, boot="boot", latency_s=0.001, bytes_per_s=1e8, unit_s=0.0)
+    own.keep_links({"b": "boot"})
+    told = own.report()
+    assert told is not None
+    assert [link.node for link in told.links] == ["b"]

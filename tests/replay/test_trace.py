@@ -30,6 +30,7 @@ def test_a_table_is_read_request_by_request() -> None:
         ("seq,pos,ids\n0,0,1 2|3\n", "different numbers"),
         ("seq,pos,ids\n0,0,1 1|3 4\n", "twice"),
         ("seq,pos,ids\n0,0,1 x|3 4\n", "invalid literal"),
+        ("seq,pos,ids\n0,0,1 2|3 40000\n", "40000"),
     ],
 )
 def test_a_damaged_table_is_refused_with_the_reason(text: str, why: str, tmp_path: Path) -> None:

@@ -32,7 +32,6 @@ class StorePull:
         self._bad: dict[str, set[str]] = {}  # a piece's checksum -> boxes where it is damaged
         self._under_way = 0
         self._dense = not store.has_base
-        self._changed: set[str] = set()
         self._saved_s = self._heard_s = time.monotonic()
         self._done_bytes, self._total_bytes = 0, store.whole.total_bytes
 
@@ -46,7 +45,7 @@ class StorePull:
             self._done_bytes -= self._store.whole.dense.bytes
         lanes = [self._lane(box) for box in self._boxes for _ in range(LANES)]
         await _together([*lanes, self._watch()], first=self._all_came())
-        await self._save()
+        await asyncio.to_thread(self._store.save)
         check_complete(self._store, self._bad)
 
     # --- what a lane does -------------------------------------------------------------------------------------
@@ -102,7 +101,6 @@ class StorePull:
             self._under_way -= 1
             if kept:
                 self._store.note(piece)
-                self._changed.add(piece.file)
             else:
                 self._todo.append(piece)
                 self._tell(-came)
@@ -174,19 +172,15 @@ class StorePull:
         """Saves what has come, now and then. Raises PeerError where nothing comes any more."""
         while True:
             await asyncio.sleep(0.2)
-            if time.monotonic() - self._saved_s > SAVE_S and self._changed and self._store.has_dense:
+            if time.monotonic() - self._saved_s > SAVE_S and self._store.has_news and self._store.has_dense:
                 began_s = time.monotonic()
-                await self._save()
+                await asyncio.to_thread(self._store.save)
                 self._saved_s = time.monotonic() + 10 * (time.monotonic() - began_s)
             if time.monotonic() - self._heard_s > STALLED_S:
                 raise StoreError(
                     f"nothing came for {STALLED_S:.0f} s, and {len(self._todo)} pieces are missing; see that the "
                     "boxes are up, and run it again: what has come is kept"
                 )
-
-    async def _save(self) -> None:
-        changed, self._changed = sorted(self._changed), set()
-        await asyncio.to_thread(self._store.save, changed)
 
     async def _all_came(self) -> None:
         """Returns when nothing is to come, or what is left is damaged wherever it is, or nowhere."""

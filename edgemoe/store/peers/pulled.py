@@ -50,6 +50,8 @@ class PulledStore:
         """`whole` lists all that can be had. Raises StoreError."""
         self.directory, self.whole = directory, whole
         self._have: list[set[int]] = [set() for _ in whole.layers]
+        self._changed: set[str] = set()  # files of experts that the next manifest is the first to list
+        self._noting = threading.Lock()  # experts and their files at once
         self._saving = threading.Lock()  # whoever saves last lists most
         if (directory / MANIFEST).is_file():
             found = Manifest.load(directory)
@@ -96,6 +98,8 @@ class PulledStore:
         with (self.directory / layer.file).open("wb") as file:
             file.truncate(layer.bytes)
             file.write(header)
+        sync(self.directory / layer.file)
+        sync((self.directory / layer.file).parent)
 
     def begin_dense(self, header: bytes) -> int:
         """Returns how many bytes of the dense weights have come, where this is how their file begins."""
@@ -147,16 +151,25 @@ class PulledStore:
 
     def note(self, piece: ExpertPiece) -> None:
         """Lists an expert in the next manifest."""
-        self._have[piece.layer].add(piece.expert)
+        with self._noting:
+            self._have[piece.layer].add(piece.expert)
+            self._changed.add(piece.file)
 
-    def save(self, changed: Sequence[str]) -> None:
-        """Has the manifest list what is here, once it is on disk, in the files that have changed. On any thread."""
+    @property
+    def has_news(self) -> bool:
+        """Whether the manifest lacks an expert that is here."""
+        return bool(self._changed)
+
+    def save(self) -> None:
+        """Has the manifest list what is here, once it is on disk. On any thread."""
         with self._saving:
-            layers = tuple(
-                msgspec.structs.replace(layer, experts=tuple(entry for entry in layer.experts if entry.expert in have))
-                for layer, have in zip(self.whole.layers, self._have, strict=True)
-            )
-            for file in changed:
+            with self._noting:
+                layers = tuple(
+                    msgspec.structs.replace(layer, experts=tuple(one for one in layer.experts if one.expert in have))
+                    for layer, have in zip(self.whole.layers, self._have, strict=True)
+                )
+                changed, self._changed = self._changed, set()
+            for file in sorted(changed):
                 sync(self.directory / file)
             msgspec.structs.replace(self.whole, layers=layers).save(self.directory)
             (self.directory / JOURNAL).unlink(missing_ok=True)

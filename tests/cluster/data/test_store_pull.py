@@ -40,7 +40,7 @@ from edgemoe.store.manifest import MANIFEST, Manifest
 from edgemoe.store.packer import pack, silent
 from edgemoe.store.peers import pulled as pulled_module
 from edgemoe.store.peers import served as served_module
-from edgemoe.store.peers.pulled import PulledStore, opened
+from edgemoe.store.peers.pulled import ExpertPiece, PulledStore, opened
 from edgemoe.store.peers.served import ServedPieces
 from edgemoe.store.reader import ExpertStore
 from edgemoe.types.experts import padded
@@ -289,15 +289,55 @@ def test_a_manifest_that_takes_long_to_save_takes_nothing_back(
         first, second, *_ = store.missing()
         monkeypatch.setattr(pulled_module, "sync", slow)
         store.note(first)
-        saving = threading.Thread(target=store.save, args=([first.file],))
+        saving = threading.Thread(target=store.save)
         saving.start()
         assert begun.wait(10)
         store.note(second)
-        store.save([])
+        store.save()
         other_saved.set()
         saving.join()
         monkeypatch.undo()
         assert sum(len(layer.experts) for layer in Manifest.read(store.directory).layers) == 2
+
+
+def test_a_manifest_lists_nothing_before_its_file_is_on_disk(
+    tmp_path: Path, packed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever comes while another manifest is being saved; and layers' headers are on disk before there is one."""
+    synced: set[Path] = set()
+    pieces: list[ExpertPiece] = []
+
+    def note(path: Path) -> None:
+        if path.is_file():
+            synced.add(path)
+        for _ in range(4):  # they come while the first ones are saved
+            if pieces:
+                store.note(pieces.pop())
+
+    with opened(tmp_path / "store", Manifest.load(packed)) as store:
+        monkeypatch.setattr(pulled_module, "sync", note)
+        for layer in range(len(store.whole.layers)):
+            store.begin_layer(layer, b"header")
+        assert synced == {store.directory / layer.file for layer in store.whole.layers}
+        synced.clear()
+        pieces += store.missing()
+        store.note(pieces.pop(0))
+        while store.has_news:
+            synced.clear()
+            before = listed(store)
+            store.save()
+            new = listed(store) - before
+            assert {store.directory / file for file, _ in new} <= synced
+        assert not pieces
+        assert store.is_whole
+
+
+def listed(store: PulledStore) -> set[tuple[str, int]]:
+    """Files and experts in its manifest."""
+    if not (store.directory / MANIFEST).is_file():
+        return set()
+    layers = Manifest.read(store.directory).layers
+    return {(layer.file, entry.expert) for layer in layers for entry in layer.experts}
 
 
 async def test_pieces_that_come_while_others_are_looked_up_are_handed_out(
