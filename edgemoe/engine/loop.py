@@ -115,7 +115,7 @@ class StepLoop:
             works = [] if self._stopped else self._scheduler.schedule(now_s)
             self._compute(works)
             self._flush()
-            return any(work.seq.missing_expert is None for work in works)
+            return any(work.seq.missing_expert is None or not work.seq.blocks for work in works)  # or it made room
 
     def _wait(self) -> None:
         now_s, requests = self._clock(), self._requests.values()
@@ -176,7 +176,11 @@ class StepLoop:
 
     def _refuse(self, seq: Sequence) -> None:
         error = QueueFull("the queue is full; try again later", retry_after_s=self._scheduler.retry_after_s())
-        self._requests.pop(seq.request.id, None)
+        known = self._requests.get(seq.request.id)
+        if known is seq:
+            del self._requests[seq.request.id]
+        elif known is not None and known.attempt < seq.attempt:
+            self._forget(known)
         self._put_end(seq, "error", error)
 
     def _cancel(self, request: str, attempt: int) -> None:

@@ -148,8 +148,9 @@ class Scheduler:
         for waiter in self._in_order([Waiter(seq, seq.uncomputed) for seq in self._prefilling()], now_s):
             reports = waiter.seq.wants_prompt_logprobs
             tokens = min(budget, waiter.tokens, rows if reports else waiter.tokens)
-            budget -= tokens
-            rows -= tokens * reports
+            if waiter.seq.missing_expert is None:  # else it runs alone, and again and again
+                budget -= tokens
+                rows -= tokens * reports
             if tokens:
                 works.append(Work(waiter.seq, tokens))
         return works
@@ -245,8 +246,10 @@ class Scheduler:
         """Returns whether `seq` may displace another user's sequence.
 
         Its own user must have nothing running, some user must have several sequences, and it must have waited
-        FIRST_SEQUENCE_TIMEOUT_S.
+        FIRST_SEQUENCE_TIMEOUT_S. Rules without users know no such thing: what was displaced would be next again.
         """
+        if self._settings.scheduler != "linear":
+            return False
         counts = Counter(other.user for other in self.running)
         waited_s = now_s - self.fairness.heading_since(seq.user, seq.arrived_s)
         return not counts[seq.user] and max(counts.values()) > 1 and waited_s >= FIRST_SEQUENCE_TIMEOUT_S
@@ -254,7 +257,8 @@ class Scheduler:
     def _would_get_tokens(self, seq: Sequence, tokens: int, now_s: float) -> bool:
         budget = self._chunk_budget.prefill_tokens(sum(other.decoding for other in self.running))
         mine = Waiter(seq, tokens)
-        ordered = self._in_order([*(Waiter(other, other.uncomputed) for other in self._prefilling()), mine], now_s)
+        others = (other for other in self._prefilling() if other.missing_expert is None)
+        ordered = self._in_order([*(Waiter(other, other.uncomputed) for other in others), mine], now_s)
         return sum(waiter.tokens for waiter in ordered[: ordered.index(mine)]) < budget
 
     def _start(self, seq: Sequence, now_s: float) -> None:

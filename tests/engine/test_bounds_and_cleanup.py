@@ -94,6 +94,22 @@ def test_a_full_inbox_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [drive.end(f"r{n}").error_code for n in range(5)] == ["", "", "", "queue_full", "queue_full"]
 
 
+def test_a_refusal_leaves_nothing_of_an_older_attempt_and_a_newer_one_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "MAX_INBOX", 1)
+    drive = Drive()
+    drive.submit(attempt=2, max_tokens=30)
+    drive.step()
+    for attempt in (1, 3):
+        drive.submit(name="fills", max_tokens=1)
+        drive.submit(attempt=attempt, max_tokens=30)
+        drive.step()
+        assert len(drive.engine.scheduler.running) == (1 if attempt == 1 else 0)
+    drive.run()
+    ends = [(one.attempt, one.error_code) for one in drive.emitted if one.request == "r" and one.finish]
+    assert ends == [(1, "queue_full"), (3, "queue_full")]
+    assert drive.engine.blocks.free == drive.engine.blocks.count
+
+
 def test_a_deadline_passes_while_waiting_too() -> None:
     drive = Drive(max_sequences=1)
     drive.submit(name="running", max_tokens=100)

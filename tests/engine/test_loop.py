@@ -16,6 +16,7 @@ from support.waiting import wait_until
 from test_sampler import SCHEMA, byte_tokenizer
 
 from edgemoe.engine.grammar import Grammars
+from edgemoe.errors import MissingExpert
 from edgemoe.types.request import Emission
 from edgemoe.types.routing import StepRouting
 from edgemoe.types.step import BLOCK_TOKENS
@@ -262,6 +263,39 @@ def test_a_missing_expert_that_comes_back_costs_no_token() -> None:
     for n, length in enumerate(lengths):
         assert drive.tokens(f"r{n}") == alone(length, n)[:12]
         assert drive.end(f"r{n}").finish == "length"
+
+
+def test_who_waited_for_the_place_of_one_that_lacked_an_expert_starts_at_once() -> None:
+    """The step in which its request ended computed nothing, but is not the last for now."""
+    drive = Drive(max_sequences=1)
+    drive.model.decoder.experts.missing = {(0, expert) for expert in range(SPEC.router.experts)}
+    drive.submit(prompt(5), "lacks")
+    drive.submit(prompt(7), "waits", max_tokens=2)
+    assert drive.step()
+    assert drive.end("lacks").error_code == "missing_expert"
+    drive.model.decoder.experts.missing = set()
+    drive.run()
+    assert len(drive.tokens("waits")) == 2
+
+
+@pytest.mark.parametrize("user", ["a", "b"])
+def test_a_prompt_that_lacks_an_expert_takes_nobodys_share_of_a_step(user: str) -> None:
+    drive = Drive(missing_expert_timeout_s=20.0)
+    forward = drive.model.decoder.forward
+
+    def lacking(batch: Any, *rest: Any) -> Any:
+        if (batch.tokens == 95).any():
+            raise MissingExpert(0, 3, "the test says so")
+        return forward(batch, *rest)
+
+    drive.model.decoder.forward = lacking
+    drive.submit([95] * 100, "lacks", user="a")
+    drive.step()
+    drive.submit([5] * 150, "needs nothing", user=user, max_tokens=2)
+    for _ in range(10):
+        drive.step()
+    assert len(drive.tokens("needs nothing")) == 2
+    assert not any(one.request == "lacks" for one in drive.emitted)
 
 
 def test_who_lacks_an_expert_for_too_long_is_told_which_one_at_the_deadline_too() -> None:

@@ -22,6 +22,7 @@ from transformers.generation.logits_process import (
 from edgemoe.engine.grammar import Grammars
 from edgemoe.engine.sampling import sampler
 from edgemoe.engine.sampling.sampler import Sampled, sample, uniform
+from edgemoe.engine.sampling.segmented_topk import crossing
 from edgemoe.engine.sequence import Sequence
 from edgemoe.errors import InvalidRequest
 from edgemoe.types.request import Request, Sampling
@@ -64,6 +65,23 @@ def test_a_row_gets_the_same_token_alone_and_in_any_batch() -> None:
     assert sample(logits.clone(), rows) == alone
     shuffled = np.random.default_rng(0).permutation(60)
     assert sample(logits[shuffled].clone(), [rows[n] for n in shuffled]) == [alone[n] for n in shuffled]
+
+
+@pytest.mark.parametrize("chosen", [{"top_k": 1}, {"top_k": 40}, {"top_k": 40, "top_p": 0.9}])
+def test_equals_at_the_cut_are_kept_wherever_they_lie_and_whoever_is_in_the_batch(chosen: dict[str, Any]) -> None:
+    """Scores of 16 bits tie all the time; transformers keep all that equal the last one kept."""
+    generator = torch.Generator().manual_seed(0)
+    logits = (3 * torch.randn(100, 20_000, generator=generator)).bfloat16().float()
+    logits[:50, ::50] = logits.max()  # 400 at the top
+    rows = [sequence(seed=n, **chosen) for n in range(100)]
+    alone = [sample(logits[n : n + 1].clone(), [rows[n]])[0] for n in range(100)]
+    beside = sample(torch.cat([logits, logits[:1]]), [*rows, sequence(seed=1, top_k=200, top_p=0.99)])
+    assert beside[:100] == alone
+    drawn = {n: int(token) for n, token in enumerate(tokens(alone))}
+    assert len({drawn[n] for n in range(50)}) > 40
+    for n in range(50, 100):
+        kept = TopKLogitsWarper(chosen["top_k"])(None, logits[n : n + 1])[0]
+        assert kept[drawn[n]] > -torch.inf
 
 
 def test_rounding_in_the_logits_does_not_change_the_token() -> None:
@@ -274,3 +292,19 @@ def test_a_broken_grammar_and_tokens_that_break_one_are_errors_of_that_request()
         grammars.matcher(LLMatcher.grammar_from_regex("[0-9]+"), [ord("x")]).result()
     assert "\n" not in str(refused.value)
     grammars.close()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_number_that_is_crossed_is_the_one_that_sorting_finds(seed: int) -> None:
+    """Among numbers whose bits are all ones, all zeros or any, so that each digit has its first and last value."""
+    rng = np.random.default_rng(seed)
+    digits = rng.choice([0, 1, 511, 1022, 1023], (40, 3))
+    digits[:, 0] = rng.choice([0, 900, 1015, 1016], 40)  # below 2
+    bits = (digits @ [1 << 20, 1 << 10, 1]).astype(np.int32)
+    row, amounts = torch.from_numpy(bits.view(np.float32)), torch.from_numpy(rng.random(40) + 0.01)
+    total = float(amounts.sum())
+    for goal in (total * rng.random(20)).tolist():
+        least, above = crossing(row, amounts, goal)
+        over = {float(number): float(amounts[row > number].sum()) for number in row}
+        assert least == min(number for number, more in over.items() if more < goal)
+        assert above == pytest.approx(over[least], abs=1e-9)

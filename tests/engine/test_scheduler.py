@@ -295,6 +295,18 @@ def test_long_answers_of_one_user_make_room_for_another_after_a_moment() -> None
     assert all(seq.emitted > 150 for seq in engine.scheduler.running)
 
 
+@pytest.mark.parametrize("rule", ["fcfs", "gimbal"])
+def test_by_rules_without_users_nobody_is_displaced_who_would_be_next_again(rule: str) -> None:
+    engine = Engine(max_sequences=2, step_s=0.1, scheduler=rule)
+    seqs = [engine.submit(20, output=5000, user="long") for _ in range(2)]
+    engine.step()
+    engine.submit(20, output=2, user="brief")
+    for _ in range(200):
+        engine.step()
+    assert all(seq.emitted > 150 for seq in seqs)
+    assert not engine.scheduler.paused_total
+
+
 def test_a_user_with_a_single_answer_running_keeps_it() -> None:
     engine = Engine(max_sequences=1)
     engine.submit(20, output=100, user="first", name="first")

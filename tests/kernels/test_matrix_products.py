@@ -12,6 +12,7 @@ from edgemoe.encodings.codec import pack
 from edgemoe.kernels.cpu import expert_math as products
 from edgemoe.kernels.cpu.encoded.layout import ExpertLayout
 from edgemoe.kernels.cpu.expert_math import ExpertMath, ExpertSlab, WayLimits, one_by_one
+from edgemoe.kernels.cpu.experts_decode import scratch_floats
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.types.encoding import BFLOAT16, FLOAT32, FP8, INT4, INT8, MXFP4, Encoding
 from edgemoe.types.experts import SILU, Activation, ExpertGeometry
@@ -186,6 +187,21 @@ def test_kernels_compute_encoded_experts_where_they_lie(
         ExpertMath(kernels, WayLimits(tiles)).add(slab, *_calls(tokens), x, out)
         rounding = (5e-4 if tiles else 0.03) if kernels.bf16 else 1e-4
         torch.testing.assert_close(out, expected, atol=rounding, rtol=rounding)
+
+
+@pytest.mark.parametrize("encoding", ENCODED, ids=lambda each: each.name)
+def test_memory_that_a_few_tokens_kept_is_not_freed_by_many(kernels: Kernels, encoding: Encoding) -> None:
+    """A prompt between two steps of the same size asks for more of what both use."""
+    kernels._scratch.clear()  # other tests' is large
+    kernels._expert_sizes = (None, 0, 0, 0)
+    slab = _encoded_slab(kernels.bf16, encoding, SILU, False)
+    x = torch.randn(300, HIDDEN).to(torch.bfloat16 if kernels.bf16 else torch.float32)
+    few, many = ExpertMath(kernels, WayLimits(float("inf"))), ExpertMath(kernels, WayLimits(0.0))
+    for way, tokens in ((few, 2), (many, 300), (few, 2)):
+        way.add(slab, *_calls(tokens), x[:tokens], torch.zeros(tokens, HIDDEN))
+    scratch = {address for address, _ in kernels._scratch.values()}
+    names = scratch_floats(HIDDEN, WIDTH, 2, 2, 2)
+    assert {int(kernels._job[name][0]) for name in names} <= scratch
 
 
 @pytest.mark.parametrize(("activation", "biases"), [(GPT_OSS, True), (Activation("gelu_tanh"), False)])

@@ -196,7 +196,7 @@ def _pick_among_few(
     weights: torch.Tensor, point: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
 ) -> torch.Tensor:
     """Draws from the CANDIDATES most probable tokens at most; returns -1 in rows where more are needed to decide."""
-    width = min(weights[0].numel(), int(top_k.clamp(max=CANDIDATES).max()))
+    width = min(weights[0].numel(), CANDIDATES)
     rich = richest(weights, width)
     candidates = gather(weights, rich)
     values = candidates.flatten(1).topk(width).values.double()  # falling
@@ -208,6 +208,7 @@ def _pick_among_few(
     least = torch.where(kept, values, torch.inf).amin(dim=-1).float()[:, None, None]
     token = pick(candidates * (candidates >= least), point)
     known = (width >= top_k) | (~kept[:, -1:] & top_k.isinf()) | (width == weights[0].numel())
+    known &= ((weights.amax(dim=-1) >= least[:, 0]).sum(dim=-1) <= width)[:, None]  # equals may lie in other runs
     return torch.where(known[:, 0], rich.gather(1, (token // RUN)[:, None])[:, 0] * RUN + token % RUN, -1)
 
 

@@ -142,7 +142,7 @@ class Kernels:
         job, rows = self._job, self.row_code(layout.encoding)
         layout.fill(job)
         for name, count in experts.scratch_floats(layout.hidden, layout.width, tokens, pairs, slots).items():
-            job[name] = self.scratch(name, count)
+            job[name] = self.scratch(f"experts.{name}", count)  # which nobody else may have freed: it is kept
         job["multiply"], job["pack"] = rows.rows.address, rows.pack.address
         job["tokens"], job["iota"], job["count"] = tokens, self.iota, slots
         self._expert_sizes = (layout, tokens, pairs, slots)
@@ -175,7 +175,7 @@ class Kernels:
         if layout.encoding != self.dtype:
             each = prefill_experts.decoded_floats(layout.hidden, layout.width)
             self._decode_rows(job, self.row_code(layout.encoding), each)
-            job["plain"] = self.scratch("plain", len(groups) * layout.hidden)
+            job["plain"] = self.scratch("prefill_experts.plain", len(groups) * layout.hidden)
         self._prefill_experts(self.pool.control, job.ctypes.data)
 
     def _decode_rows(self, job: npt.NDArray[np.void], rows: RowCode, floats: int) -> None:
