@@ -191,8 +191,7 @@ class ClusterFront:
 
     def load(self) -> Beat:
         """Returns what our beats say of how busy this box is."""
-        if self._requests.log.count_at(""):
-            self._requests.replay()  # what was turned away everywhere
+        self._requests.replay()  # what was turned away everywhere, or is where nobody serves any more
         self._offers.news.look()
         load = self._work.load()
         secret = self._keys.secret if self.plane.leading else b""

@@ -25,7 +25,7 @@ from edgemoe.api.keys import KeyRing
 from edgemoe.api.metrics import Metrics
 from edgemoe.api.text.tokenizer import TextModel
 from edgemoe.cluster.rpc.ipc import FrontEnd, private_directory
-from edgemoe.config.loading import beside
+from edgemoe.config.paths import beside
 from edgemoe.config.settings import Settings
 from edgemoe.errors import EdgemoeError, RequestError
 from edgemoe.front.cluster import ClusterFront
@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 WORKER = (sys.executable, "-m", "edgemoe.worker")
 TICK_S = 1.0
 HAND_OVER_S = 15.0  # that other boxes have to fetch what only this one has, before it leaves
-LOADING_MARGIN_S = 60  # the service manager is told at each tick that loading may take this much longer
+LOADING_MARGIN_S = 60  # the service manager is told at each tick that loading, or draining, may take this much longer
 OPEN_FILES = 65536
 
 
@@ -171,7 +171,7 @@ class Front:
                 notified_ready, fields["READY"] = True, "1"
                 if self._on_ready is not None:
                     self._on_ready()
-            elif not notified_ready:
+            elif not notified_ready or self._stopped[0].is_set():
                 fields["EXTEND_TIMEOUT_USEC"] = str(LOADING_MARGIN_S * 1_000_000)
             if (status := f"{supervisor.state}, {len(supervisor.request_log)} requests") != status_line:
                 status_line = fields["STATUS"] = status

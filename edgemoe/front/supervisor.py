@@ -23,7 +23,6 @@ import msgspec
 from edgemoe.api.backend import Sight, State
 from edgemoe.cluster.rpc.control_messages import Shown
 from edgemoe.cluster.rpc.engine_messages import (
-    Drain,
     Emissions,
     FromEngine,
     Ready,
@@ -206,7 +205,6 @@ class Supervisor:
         self.request_log.closed = SHUTTING_DOWN
         self._requests.draining = True
         self._change("draining")
-        self._door.send(Drain())
         try:
             async with asyncio.timeout(drain_s):
                 await self.request_log.empty()

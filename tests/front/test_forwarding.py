@@ -227,7 +227,11 @@ async def test_a_box_that_drains_gives_its_hosted_requests_back(two: tuple[Setti
         assert await streams == expected
 
 
-async def test_a_forwarded_stream_outlives_the_whole_box_it_runs_on(two: tuple[Settings, Settings]) -> None:
+@pytest.mark.parametrize("noticed", [True, False])
+async def test_a_forwarded_stream_outlives_the_whole_box_it_runs_on(
+    two: tuple[Settings, Settings], noticed: bool
+) -> None:
+    """Whether or not its engine's coming had us look around, which compares with what there was before."""
     command = [sys.executable, str(DAEMON), msgspec.json.encode(two[1]).decode()]
     async with running(two[0]) as a:
         with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as b:
@@ -241,11 +245,28 @@ async def test_a_forwarded_stream_outlives_the_whole_box_it_runs_on(two: tuple[S
 
                     streams = await streams_once(runs_there, a, expected)
                 before, there = request_log.replayed, request_log.count_at(place)  # a box unheard for long is left, too
+                if not noticed:
+                    cluster_of(a)._known = set()
                 b.kill()
-                assert await streams == expected
+                assert await asyncio.wait_for(streams, 60) == expected
                 assert request_log.replayed >= before + there
             finally:
                 b.kill()
+
+
+async def test_what_waits_for_the_leaders_word_is_finished_when_a_box_drains(two: tuple[Settings, Settings]) -> None:
+    """The leader itself stops, whose slots and the other's are taken, so that nobody says where they are to run."""
+    a, b = (routed(one, "pull", max_sequences=1) for one in two)
+    async with both((a, b)) as (front, _):
+        expected = await texts(front, 6)
+        log = supervisor_of(front).request_log
+        streams = await streams_once(lambda: log.count_at("") >= 2 and log.count_at(engine_of(front)), front, expected)
+        front.stop()
+        assert await asyncio.wait_for(streams, 60) == expected
+
+
+def engine_of(front: Front) -> str:
+    return str(supervisor_of(front)._door.place)
 
 
 async def hosted_requests(client: httpx.AsyncClient) -> int:

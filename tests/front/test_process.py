@@ -165,14 +165,20 @@ async def test_the_service_manager_hears_ready_watchdog_and_stopping(tmp_path: P
             return word in heard
 
         env = os.environ | {"NOTIFY_SOCKET": str(tmp_path / "notify"), "WATCHDOG_USEC": "600000"}
-        async with daemon(settings, env=env) as process:
+        async with daemon(settings, env=env) as process, http_client(settings) as client:
             await until(lambda: hear("READY=1"), 20)
             await until(lambda: hear("WATCHDOG=1") and heard.count("WATCHDOG=1") > 3)
+            answer = asyncio.ensure_future(client.post("/v1/completions", json={"prompt": "HANG@0"}))
+            await until(lambda: live(client))
             process.send_signal(signal.SIGTERM)
             await until(lambda: hear("STOPPING=1"))
             assert "EXTEND_TIMEOUT_USEC" in heard
             assert "STATUS=ready" in heard
+            heard = ""
+            await until(lambda: hear("EXTEND_TIMEOUT_USEC"))  # or draining would be cut short
+            process.send_signal(signal.SIGTERM)
             assert await process.wait() == 0
+            await answer
 
 
 async def test_a_socket_passed_by_the_service_manager_is_used(tmp_path: Path, model_dir: Path) -> None:

@@ -27,6 +27,7 @@ from edgemoe.cluster.rpc.control_messages import Show, Shown
 from edgemoe.cluster.rpc.engine_messages import (
     Boot,
     Cancel,
+    Drain,
     Emissions,
     Failed,
     Holds,
@@ -68,6 +69,18 @@ def signature(request: Request) -> SignatureTable:
     """What its prompt chose: the first experts or the last, by the parity of its seed."""
     chosen = [4, 4, 0, 0, 0, 0, 0, 0][:: -1 if request.seed % 2 else 1]
     return SignatureTable(*shares_of(np.tile(chosen, (2, 1)), 2))
+
+
+def refusal(submit: Submit) -> Emission:
+    """What an engine that drains says to a request."""
+    return Emission(
+        request=submit.request.id,
+        attempt=submit.attempt,
+        index=len(submit.emitted),
+        finish="error",
+        error="shutting down",
+        error_code="engine_unavailable",
+    )
 
 
 @dataclass
@@ -112,11 +125,15 @@ class Scripted:
             self.end.post(Holds(disk=none, ram=none, budget_experts=0))
             self.end.post(Choosing(choices=CHOICES))
         self.end.post(Ready(boot_id=self.boot.boot_id, model=info, limits=limits))
-        stepping = asyncio.ensure_future(self.step_for_ever())
+        stepping, draining = asyncio.ensure_future(self.step_for_ever()), False
         async for message in self.end.messages():
             if isinstance(message, Stop):
                 break
-            if isinstance(message, Submit):
+            if isinstance(message, Drain):
+                draining = True
+            elif isinstance(message, Submit) and draining:
+                self.end.post(Emissions(items=[refusal(message)]))
+            elif isinstance(message, Submit):
                 self.running[message.request.id] = self.accept(message)
                 if message.signature:
                     name, attempt = message.request.id, message.attempt

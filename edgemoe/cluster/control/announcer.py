@@ -18,6 +18,7 @@ from edgemoe.errors import PeerError, PeerRefused
 log = logging.getLogger(__name__)
 ASK_S = 2.0
 RETRY_S = 0.5
+REMIND_S = 3600.0
 
 
 class Announcer:
@@ -43,11 +44,21 @@ class Announcer:
         if self._state.late():
             self._due.set()
 
-    async def introduce(self, member: Member) -> None:
+    async def remind(self) -> None:
+        """Tells everybody again each hour, by each connection, until cancelled.
+
+        What heartbeats bring counts as unread until a message is read, and one without messages is cut after days.
+        """
+        while True:
+            await asyncio.sleep(REMIND_S)
+            members = [member for member in self._state.members if member.up]
+            await asyncio.gather(*(self.introduce(member, aside) for member in members for aside in (False, True)))
+
+    async def introduce(self, member: Member, aside: bool = False) -> None:
         """Tells one box, once."""
         node, serial = member.peer.node, self._state.serial
         try:
-            await self._channel.ask(node, self._state.card, timeout_s=ASK_S)
+            await self._channel.ask(node, self._state.card, timeout_s=ASK_S, aside=aside)
         except PeerRefused as error:
             self._tell(Told(node, serial, str(error)))
         except PeerError as error:

@@ -144,7 +144,7 @@ class ControlPlane:
         """Runs until cancelled."""
         try:
             async with asyncio.TaskGroup() as self._group:
-                tells = [self._announcer.run, self._reporter.run, self._beat_on, self.desk.run]
+                tells = [self._announcer.run, self._announcer.remind, self._reporter.run, self._beat_on, self.desk.run]
                 leads = [self._leader.run] if self._leader is not None else []
                 for run in [self._transport.run, self.channel.run, *tells, *leads]:
                     self._group.create_task(run())

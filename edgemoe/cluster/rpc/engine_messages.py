@@ -81,7 +81,7 @@ class Cancel(Message, frozen=True, kw_only=True, tag="Cancel"):
 
 
 class Drain(Message, frozen=True, kw_only=True, tag="Drain"):
-    """Asks the engine to finish what runs; nothing more will be submitted."""
+    """Asks the engine to finish what runs; nothing more will be submitted. Fronts of earlier releases send it."""
 
 
 class Stop(Message, frozen=True, kw_only=True, tag="Stop"):

@@ -15,6 +15,7 @@ connections of one peer may hold.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import logging
 import os
@@ -67,7 +68,11 @@ class Intake:
         elif event == zmq.EVENT_ACCEPTED:
             known = self._known.get(fd)
             if known is None or known.inode != _inode(fd):  # what came on it may have been read before
-                known = self._known[fd] = _Connection(_inode(fd), _host(fd))
+                known = _Connection(_inode(fd), _host(fd))
+                if not known.host:  # it is closed already, and its number may be another file's
+                    self._known.pop(fd, None)
+                    return
+                self._known[fd] = known
             self._keep("", known.host, SILENT)
         elif event & EVENTS:
             self._known.pop(fd, None)
@@ -132,12 +137,20 @@ def _received(fd: int) -> int:
 
 
 def _host(fd: int) -> str:
-    """Returns the address that the connection comes from; "?" where it is closed."""
+    """Returns the address that the connection comes from; "" where this is none of a peer's, or not any more."""
     try:
-        with socket.socket(fileno=os.dup(fd)) as same:
-            return str(same.getpeername()[0])
+        copy = os.dup(fd)
     except OSError:
-        return "?"
+        return ""
+    try:
+        same = socket.socket(fileno=copy)
+    except OSError:  # of a file
+        os.close(copy)
+        return ""
+    with same, contextlib.suppress(OSError):
+        if same.family in (socket.AF_INET, socket.AF_INET6):
+            return str(same.getpeername()[0])
+    return ""
 
 
 def _inode(fd: int) -> int:

@@ -219,8 +219,8 @@ class PeerLinks(Generic[M]):
         while True:
             report = parse_monitor_message(await link.monitor.recv_multipart())
             event, fd = report["event"], report["value"]
-            self._intake.note(event, fd)
             try:
+                self._intake.note(event, fd)
                 if event == zmq.EVENT_CONNECTED:
                     link.fd = fd
                 else:

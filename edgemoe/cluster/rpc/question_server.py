@@ -83,7 +83,8 @@ class QuestionServer(Generic[M]):
     async def _watch_connections(self) -> None:
         while True:
             event = parse_monitor_message(await self._monitor.recv_multipart())
-            self._intake.note(event["event"], event["value"])
+            with self._mishaps.contained(""):
+                self._intake.note(event["event"], event["value"])
 
     def _take(self, group: asyncio.TaskGroup, message: Sequence[zmq.Frame], waiting: bool) -> None:
         first, *frames = message

@@ -142,6 +142,7 @@ class Transport:
         context: zmq.Context[Any] = self.context  # of which this one is no asyncio socket
         socket: Socket = context.socket(kind, zmq.Socket)
         socket.set(zmq.LINGER, 0)
+        socket.set(zmq.IPV6, 1)  # and IPv4
         socket.set(zmq.SNDHWM, HWM_MESSAGES)
         socket.set(zmq.RCVHWM, 0)  # see intake, which bounds it
         socket.set(zmq.MAXMSGSIZE, min(settings.message_bytes, MAX_TENSOR_BYTES) + CURVE_BYTES)

@@ -16,7 +16,7 @@ from support.etcd_process import Certificates, etcd_cluster, free_ports
 from support.planes import ALL, EXPERTS, LAYERS, NONE, Front, card, fronts, led, planned
 from support.waiting import until
 
-from edgemoe.cluster.control import plan_care, reporter
+from edgemoe.cluster.control import announcer, plan_care, reporter
 from edgemoe.cluster.control.coordination import etcd
 from edgemoe.cluster.control.coordination.choice import make_store
 from edgemoe.cluster.control.coordination.clock import since_boot
@@ -519,6 +519,23 @@ async def test_a_box_that_is_listed_elsewhere_for_a_while_stays_known(three: dic
     a.plane.list(a.peers)
     await until(lambda: a.plane.state.members["b"].up and b.plane.state.members["a"].up)
     assert a.plane.state.members["b"].boot == "boot-b-1"
+
+
+async def test_something_is_read_on_every_connection_again_and_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or heartbeats, which nobody reads, add up to what a connection may not have unread."""
+    monkeypatch.setattr(announcer, "REMIND_S", 0.2)
+    async with fronts(tmp_path, ("a", "b"), ("a",), coordination="single", leader="a") as found:
+        await led([*found.values()])
+        intakes = [one.plane.channel.intake for one in found.values()]
+
+        def read() -> dict[tuple[int, int], int]:
+            return {(n, fd): known.read for n, intake in enumerate(intakes) for fd, known in intake._known.items()}
+
+        await until(lambda: len(read()) == 8)  # two by each to the other, at both ends
+        before = read()
+        await until(lambda: all(now > before[one] for one, now in read().items()))
 
 
 async def test_what_goes_wrong_between_two_beats_costs_no_more_than_those(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -239,3 +241,43 @@ async def test_questions_of_one_peer_are_bounded_in_number_and_bytes_and_cost_no
         await asyncio.gather(*(socket.recv_multipart() for _ in range(2)))
         socket.close(0)
     context.term()
+
+
+@pytest.mark.parametrize("what", ["an app's connection", "a file", "nothing"])
+def test_a_connection_whose_number_another_file_has_by_now_is_not_noted(what: str, tmp_path: Path) -> None:
+    """A probe connected and closed while the loop was busy, which then opened something else."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs, (tmp_path / "file").open("w") as file:
+        number = {"an app's connection": ours.fileno(), "a file": file.fileno(), "nothing": 1 << 20}[what]
+        intake, opened = Intake("test", 1 << 20), len(os.listdir("/proc/self/fd"))
+        for _ in range(SILENT + 2):
+            intake.note(zmq.EVENT_ACCEPTED, number)
+        assert intake.look() == 0
+        assert intake.cut == 0
+        assert len(os.listdir("/proc/self/fd")) == opened
+        theirs.sendall(b"still open")
+
+
+async def test_what_goes_wrong_with_the_note_of_a_connection_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b, _ = three()
+
+    def fail(*_: object) -> None:
+        raise ValueError("an event that nobody foresaw")
+
+    monkeypatch.setattr(a.channel.intake, "note", fail)
+    monkeypatch.setattr(b.channel.intake, "note", fail)
+    async with running(a, b):
+        socket.create_connection(("127.0.0.1", b.port)).close()
+        a.channel.connect(b.peer)
+        await until(lambda: a.channel.mishaps.failed and b.channel.mishaps.failed)
+        socket.create_connection(("127.0.0.1", b.port)).close()
+        await until(lambda: b.channel.mishaps.failed > 1)
+
+
+async def test_boxes_meet_by_ipv6() -> None:
+    a, b, _ = three()
+    port = b.channel.bind("::1")
+    async with running(a, b):
+        a.channel.connect(Peer("b", f"[::1]:{port}", b.key.public.decode()))
+        await until(lambda: a.channel.is_up("b"))
+        assert (await a.channel.ask("b", Echo("on"), timeout_s=5)).message.text == "on"
