@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -14,7 +15,10 @@ EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit code: 0, 1 for a failure, 2 for wrong usage or settings."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    words = [_readable(word) for word in (sys.argv[1:] if argv is None else argv)]
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # what it cannot read or show costs a "?", not the command
+            stream.reconfigure(errors="replace")
     try:
         return _run(words)
     except EdgemoeError as error:
@@ -28,6 +32,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output has gone, as in `edgemoe status | head -1`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"edgemoe: {error.filename}: {error.strerror}", file=sys.stderr)
+        return EXIT_FAILED
+
+
+def _readable(word: str) -> str:
+    """Returns a word of the command line with what is not UTF-8 replaced, unless it names something that is there."""
+    clean = word.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+    return word if clean == word or os.path.exists(word) else clean
 
 
 def _run(words: list[str]) -> int:

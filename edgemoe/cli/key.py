@@ -10,16 +10,15 @@ from rich.table import Table
 
 from edgemoe.api.keys import new_key, read_keys, remove_key
 from edgemoe.cli.output import console
-from edgemoe.config.loading import Loaded, load
+from edgemoe.config.loading import load
 from edgemoe.errors import ServiceError
 
-SERVICE_KEYS = Path("/var/lib/edgemoe/api-keys")
 FIRST = "default"  # name of the key that `edgemoe serve` makes where there is none
 
 
 def run(args: argparse.Namespace) -> int:
     """Does one of the four. Raises ServiceError."""
-    file = key_file(load(Path(args.config) if args.config else None, args.set))
+    file = Path(load(Path(args.config) if args.config else None, args.set).settings.api.api_key_file)
     if args.action == "new":
         print(new_key(file, args.name, args.at_once).secret)
     elif args.action == "remove":
@@ -30,13 +29,6 @@ def run(args: argparse.Namespace) -> int:
     else:
         _list(file, as_json=args.json)
     return 0
-
-
-def key_file(loaded: Loaded) -> Path:
-    """Returns the file of keys: the settings', else the service's where only that one exists."""
-    file = Path(loaded.settings.api.api_key_file)
-    default = loaded.origins["api.api_key_file"] == "default"
-    return SERVICE_KEYS if default and not file.exists() and SERVICE_KEYS.exists() else file
 
 
 def _secret(file: Path, name: str | None) -> str:

@@ -47,9 +47,17 @@ def _remove(store: Path, *, sure: bool) -> int:
     if not sure:
         if not sys.stdin.isatty():
             raise ConfigError(f"{store} would be removed; say --yes to confirm")
-        if input(f"Remove {store}? [y/N] ").strip().lower() not in ("y", "yes"):
+        if not _agreed(f"Remove {store}? [y/N] "):
             print("Nothing was removed.")
             return 0
     models.remove(store)
     print(f"{store} is removed")
     return 0
+
+
+def _agreed(question: str) -> bool:
+    try:
+        return input(question).strip().lower() in ("y", "yes")
+    except EOFError:
+        print()
+        return False

@@ -10,7 +10,9 @@ from pathlib import Path
 from edgemoe.cli.serve import read_settings, show_progress
 from edgemoe.errors import ConfigError
 from edgemoe.store.arriving import arriving_store, pack_arrived
-from edgemoe.store.packer import Progress, ensure_store, pack
+from edgemoe.store.checkpoint import Checkpoint, check_tokenizer
+from edgemoe.store.manifest import MANIFEST
+from edgemoe.store.packer import Progress, ensure_store, pack, place_of
 from edgemoe.store.wanted import WantedEncodings
 from edgemoe.telemetry.log import configure
 
@@ -27,6 +29,7 @@ def run(args: argparse.Namespace) -> int:
     if args.check and args.delete_shards:
         raise ConfigError("--check reads the checkpoint, whose shards --delete-shards deletes; drop one of the two")
     text = _read(Path(args.check)) if args.check else ""
+    check_tokenizer(Path(args.checkpoint).expanduser())
     with show_progress(f"packing {args.checkpoint}") as progress:
         if args.wait or args.delete_shards:
             store = Path(args.store or arriving_store(args.checkpoint, settings.model.store_dir, wanted))
@@ -39,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
             pack(args.checkpoint, args.store, progress, wanted)
             store = Path(args.store)
         else:
-            store = ensure_store(args.checkpoint, settings.model.store_dir, progress, wanted)
+            store = _pack_in_place(args.checkpoint, Path(settings.model.store_dir), wanted, progress)
     print(store)
     if text:
         from edgemoe.worker.quality import compare
@@ -48,6 +51,19 @@ def run(args: argparse.Namespace) -> int:
             quality = compare(store, Path(args.checkpoint), text, progress)
         print(quality)
     return 0
+
+
+def _pack_in_place(checkpoint: str, store_dir: Path, wanted: WantedEncodings, progress: Progress) -> Path:
+    """Packs it to its place below `store_dir`; a store that was finished is verified, and what is damaged mended."""
+    source = Path(checkpoint).expanduser()
+    if (source / MANIFEST).is_file():
+        return source
+    place = place_of(store_dir, Checkpoint.open(source), wanted)
+    finished = (place / MANIFEST).is_file()
+    store = ensure_store(source, store_dir, progress, wanted)
+    if finished:
+        pack(source, store, progress, wanted)
+    return store
 
 
 def _pack_arriving(

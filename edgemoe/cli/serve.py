@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import logging
 import os
+import shlex
 import socket
 import sys
 import time
@@ -16,7 +17,8 @@ import msgspec
 
 from edgemoe.api.keys import new_key
 from edgemoe.cli.key import FIRST
-from edgemoe.config.loading import Loaded, Value, default_socket, load
+from edgemoe.config.loading import Loaded, Value, load
+from edgemoe.config.paths import default_socket
 from edgemoe.config.settings import Settings
 from edgemoe.store.packer import Progress
 from edgemoe.telemetry.log import configure, goes_to_journal
@@ -50,7 +52,8 @@ def ready_text(settings: Settings) -> str:
     api, places = settings.api, []
     if api.tcp:
         places.append(f"{url_of(api.tcp)}/v1 (`edgemoe key show` prints the key)")
-    chat = "edgemoe chat" + ("" if Path(api.socket) == default_socket(os.environ) else f" --socket {api.socket}")
+    is_default = Path(api.socket) == default_socket(os.environ)
+    chat = "edgemoe chat" + ("" if is_default else f" --socket {shlex.quote(api.socket)}")
     places.append(api.socket)
     page = f"; in a browser: {url_of(api.tcp)}/" if api.tcp else ""
     return f"{settings.model.name} is ready at {' and '.join(places)}\nNext, in another terminal: {chat}{page}"

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from edgemoe.config.loading import flatten, load
 from edgemoe.errors import ServiceError
 
 SOCKET = Path("/run/edgemoe/edgemoe.sock")
@@ -22,6 +23,8 @@ LEARNING = ("edgemoe-scoutgate.service", "edgemoe-scoutgate.timer")  # installed
 _SYSTEM = Path("/etc/systemd/system")
 _HIDDEN_BY_UNIT = ("/home", "/root", "/run/user")  # ProtectHome=tmpfs
 _PRIVATE_TO_UNIT = ("/tmp", "/var/tmp")  # PrivateTmp; files there are also removed in time
+_WRITABLE = ("/var/lib/edgemoe", "/run/edgemoe")  # StateDirectory, RuntimeDirectory
+_WRITTEN = ("model.store_dir", "record.dir", "cluster.state_dir")  # settings of folders that the daemon writes to
 _COMMAND_TIMEOUT_S = 90.0
 
 
@@ -61,6 +64,7 @@ def planned_files(options: Options) -> list[File]:
     reload = _joined([str(_program()), "reload", "--socket", str(SOCKET)])
     serve = _with(_read(folder / UNITS[0]), "ExecStart", _command(options, model))
     learn = _with(_read(folder / LEARNING[0]), "ExecStart", _joined(refresh))
+    learn = _with(learn, "ConditionPathExists", str(options.config).replace("%", "%%"))
     files = [
         File(_SYSTEM / UNITS[0], _with(serve, "ExecReload", reload)),
         File(_SYSTEM / UNITS[1], _with(_read(folder / UNITS[1]), "SocketGroup", options.socket_group)),
@@ -70,32 +74,31 @@ def planned_files(options: Options) -> list[File]:
         File(Path("/etc/tmpfiles.d/edgemoe.conf"), _read(folder / "tmpfiles.conf")),
         File(options.config, _read(folder / "edgemoe.toml"), keep=True),
     ]
-    if binds := _binds(options, model):
-        text = "# What the service needs from under /home or /root, which it does not see otherwise.\n[Service]\n"
-        text += "".join(f"BindReadOnlyPaths={_escaped(bind)}\n" for bind in binds)
-        files += [File(_SYSTEM / f"{unit}.d/paths.conf", text) for unit in (UNITS[0], LEARNING[0])]
+    lines = [f"BindReadOnlyPaths={_escaped(bind)}\n" for bind in _binds(options, model)]
+    lines += [f"{_way(place)}={_escaped(f'-{place}')}\n" for place in _written(options)]
+    if lines:
+        text = "# What the service reads under /home or /root, and writes outside of /var/lib/edgemoe.\n[Service]\n"
+        files += [File(path, text + "".join(lines)) for path in _paths_files(Path("/"))]
     return files
 
 
 def install(options: Options) -> list[str]:
     """Installs all files and starts the service. Returns a line for each thing done. Raises ServiceError."""
-    done = [_place(file, options) for file in planned_files(options)]
+    files = planned_files(options)
+    done = [_place(file, options) for file in files]
+    planned = {options.root / file.path.relative_to("/") for file in files}
+    done += [_take_away(path, options) for path in _ours(options.root) if path not in planned]
     commands = [["systemd-sysusers"], ["systemd-tmpfiles", "--create", "edgemoe.conf"], ["systemctl", "daemon-reload"]]
     commands.append(["systemctl", "enable", *UNITS])
-    if options.start:  # without waiting: a new model is packed first
-        commands.append(["systemctl", "start", "--no-block", *UNITS])
+    if options.start:  # again where it runs, by what is installed now; without waiting: a new model is packed first
+        commands.append(["systemctl", "restart", "--no-block", *reversed(UNITS)])
     return done + _run_all(commands, options)
 
 
 def uninstall(options: Options) -> list[str]:
     """Stops the service and removes its files; settings and packed stores stay. Returns a line for each thing done."""
     done = _run_all([["systemctl", "disable", "--now", *UNITS, LEARNING[1]]], options, tolerant=True)
-    for path in _ours(options.root):
-        done.append(f"remove {path}")
-        if not options.dry_run:
-            path.unlink()
-            if path.parent.name.endswith(".service.d") and not any(path.parent.iterdir()):
-                path.parent.rmdir()
+    done += [_take_away(path, options) for path in _ours(options.root)]
     return done + _run_all([["systemctl", "daemon-reload"]], options, tolerant=True)
 
 
@@ -121,9 +124,20 @@ def _paths(root: Path) -> list[Path]:
     return [root / "etc" / name for name in names]
 
 
+def _paths_files(root: Path) -> list[Path]:
+    return [root / f"etc/systemd/system/{unit}.d/paths.conf" for unit in (UNITS[0], LEARNING[0])]
+
+
 def _ours(root: Path) -> list[Path]:
-    binds = [root / f"etc/systemd/system/{unit}.d/paths.conf" for unit in (UNITS[0], LEARNING[0])]
-    return [path for path in (*_paths(root), *binds) if path.is_file()]
+    return [path for path in (*_paths(root), *_paths_files(root)) if path.is_file()]
+
+
+def _take_away(path: Path, options: Options) -> str:
+    if not options.dry_run:
+        path.unlink()
+        if path.parent.name.endswith(".service.d") and not any(path.parent.iterdir()):
+            path.parent.rmdir()
+    return f"remove {path}"
 
 
 def _place(file: File, options: Options) -> str:
@@ -205,6 +219,23 @@ def _binds(options: Options, model: Path | None) -> list[Path]:
                 "move it, to /opt or /srv for example, and install the service from there"
             )
     return [path for path in needed if any(path.is_relative_to(place) for place in _HIDDEN_BY_UNIT)]
+
+
+def _written(options: Options) -> list[Path]:
+    """Returns the folders that the settings have the service write to, where it may not by itself."""
+    file = options.root / options.config.relative_to("/")
+    if not file.is_file():
+        return []
+    loaded = load(file, env={}, root=options.root)
+    stated = {key: value for key, value in flatten(loaded.settings).items() if loaded.origins[key] != "default"}
+    folders = [Path(stated[key]) for key in _WRITTEN if stated.get(key)]
+    folders += [Path(stated["cache.state_file"]).parent] if stated.get("cache.state_file") else []
+    return [folder for folder in dict.fromkeys(folders) if not any(map(folder.is_relative_to, _WRITABLE))]
+
+
+def _way(folder: Path) -> str:
+    """Returns the directive that lets the service write there."""
+    return "BindPaths" if any(map(folder.is_relative_to, _HIDDEN_BY_UNIT)) else "ReadWritePaths"
 
 
 def _installation() -> list[Path]:

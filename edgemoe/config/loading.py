@@ -19,11 +19,11 @@ from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 
+from edgemoe.config.paths import PATHS, fill_paths, search_path
 from edgemoe.config.settings import FORMER_POLICIES, DeviceSettings, Settings, check
 from edgemoe.config.sizes import parse_rate, parse_size
 from edgemoe.errors import ConfigError
 
-FILE_NAME = "edgemoe.toml"
 MAX_FILE_BYTES = 1 << 20
 NOT_TOML = (ValueError, RecursionError)  # what tomllib raises, also for overlong numbers and deep nesting
 SHOWN_CHARS = 120  # of a key or a value in an error
@@ -69,7 +69,7 @@ def load(
             stated = {key: value for key, value in stated.items() if not key.startswith("device.")}
         stated |= values
     stated |= _checked(_set_values(sets)) | _checked(options.items())
-    settings = fill_paths(check(_build(stated)), env)
+    settings = fill_paths(check(_build(stated)), env, root)
     origins = {key: stated[key].origin if key in stated else "default" for key in flatten(settings)}
     warnings = (
         f"{one.origin}: {key} = {one.former!r} is called {one.value!r} now" for key, one in stated.items() if one.former
@@ -87,60 +87,6 @@ def flatten(settings: Settings) -> dict[str, Any]:
         ):
             flat |= {f"{prefix}.{key}": getattr(part, key) for key in part.__struct_fields__}
     return flat
-
-
-def search_path(env: Mapping[str, str], root: Path = Path("/")) -> tuple[Path, ...]:
-    """Returns the files to read when none is named; the later one wins."""
-    user = Path(env.get("XDG_CONFIG_HOME") or Path(env.get("HOME", "/")) / ".config")
-    return root / "etc/edgemoe" / FILE_NAME, user / "edgemoe" / FILE_NAME
-
-
-def fill_paths(settings: Settings, env: Mapping[str, str]) -> Settings:
-    """Returns `settings` with empty paths filled in from the environment, which no other module reads."""
-    socket = Path(settings.api.socket or default_socket(env)).absolute()
-    state = env.get("STATE_DIRECTORY", "").partition(":")[0] or _cache(env)
-    stores = Path(settings.model.store_dir or Path(state) / "stores").absolute()
-    runtime = Path(settings.service.runtime_dir or beside(socket)).absolute()
-    keys = settings.api.api_key_file or default_keys(env)
-    settings = _replaced(settings, socket=str(socket), stores=str(stores), runtime=str(runtime), keys=str(keys))
-    cluster = settings.cluster
-    if cluster.node and not cluster.state_dir:
-        cluster = msgspec.structs.replace(cluster, state_dir=str(stores.with_name("cluster") / cluster.node))
-        settings = msgspec.structs.replace(settings, cluster=cluster)
-    return settings
-
-
-def beside(socket: Path) -> Path:
-    """Returns the default runtime directory of a daemon that listens at `socket`."""
-    return socket.with_suffix(".run")
-
-
-def default_socket(env: Mapping[str, str]) -> Path:
-    """Returns the service's socket under systemd and for root, else one in the user's runtime directory."""
-    service = env.get("RUNTIME_DIRECTORY", "").partition(":")[0]
-    if service or (os.geteuid() == 0 and not env.get("XDG_RUNTIME_DIR")):
-        return Path(service or "/run/edgemoe") / "edgemoe.sock"
-    return Path(env.get("XDG_RUNTIME_DIR") or _cache(env)) / "edgemoe.sock"
-
-
-def default_keys(env: Mapping[str, str]) -> Path:
-    """Returns the service's file of API keys under systemd, else one beside the user's settings."""
-    service = env.get("STATE_DIRECTORY", "").partition(":")[0]
-    return (Path(service) if service else search_path(env)[-1].parent) / "api-keys"
-
-
-def _cache(env: Mapping[str, str]) -> Path:
-    return Path(env.get("XDG_CACHE_HOME") or Path(env.get("HOME", "/")) / ".cache") / "edgemoe"
-
-
-def _replaced(settings: Settings, *, socket: str, stores: str, runtime: str, keys: str) -> Settings:
-    replace = msgspec.structs.replace
-    return replace(
-        settings,
-        model=replace(settings.model, store_dir=stores),
-        api=replace(settings.api, socket=socket, api_key_file=keys),
-        service=replace(settings.service, runtime_dir=runtime),
-    )
 
 
 # --- sources, flattened ----------------------------------------------------------------------------------------
@@ -226,6 +172,8 @@ def _convert(key: str, stated: Value) -> Any:
     try:
         if isinstance(value, str) and (parse := _unit_parser(key)):
             value = parse(value)
+        if isinstance(value, str) and key in PATHS:
+            value = os.path.expanduser(value)
         return msgspec.convert(value, expected)
     except (ConfigError, msgspec.ValidationError, OverflowError, UnicodeError) as error:
         choices = get_args(expected) if get_origin(expected) is Literal else ()

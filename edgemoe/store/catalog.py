@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ParamSpec
@@ -19,10 +19,11 @@ from rich.table import Table
 from edgemoe import demo
 from edgemoe.config.settings import ModelSettings
 from edgemoe.errors import CheckpointError, StoreError
+from edgemoe.store.checkpoint import check_tokenizer
 from edgemoe.store.consistency import spec_of
 from edgemoe.store.files import is_in_use, last_used_s, lock_store, page_memory
 from edgemoe.store.manifest import MANIFEST, Manifest
-from edgemoe.store.packer import JOURNAL, Progress, ensure_store, silent
+from edgemoe.store.packer import JOURNAL, Progress, ensure_store, model_of, silent
 from edgemoe.store.reader import ExpertStore
 from edgemoe.store.verify import verify_copy, verify_weights
 from edgemoe.types.experts import padded
@@ -52,9 +53,12 @@ def is_store(path: Path) -> bool:
 
 
 def find_stores(store_dir: str | Path) -> list[Path]:
-    """Returns the stores that lie in `store_dir`, by name."""
-    directory = Path(store_dir).expanduser()
-    return sorted(path for path in directory.iterdir() if is_store(path)) if directory.is_dir() else []
+    """Returns the stores that lie in `store_dir`, by name, without those that this user may not read."""
+    directory, found = Path(store_dir).expanduser(), list[Path]()
+    for path in sorted(directory.iterdir()) if directory.is_dir() else ():
+        with suppress(PermissionError):  # as a disk's lost+found is, where the disk is mounted there
+            found += [path] if is_store(path) else []
+    return found
 
 
 def resolve(name: str, store_dir: str | Path) -> Path:
@@ -66,7 +70,7 @@ def resolve(name: str, store_dir: str | Path) -> Path:
         if is_store(path):
             return path
     stores = find_stores(store_dir)
-    matching = [path for path in stores if path.name.startswith(f"{name}-v")]
+    matching = [path for path in stores if model_of(path.name) == name]
     if len(matching) == 1:
         return matching[0]
     which = "several stores" if matching else "no store"
@@ -86,6 +90,8 @@ def store_of(model: ModelSettings, progress: Callable[[str], AbstractContextMana
     path = Path(model.path).expanduser()
     if not path.exists():
         path = resolve(model.path, model.store_dir)
+    if not is_store(path):
+        check_tokenizer(path)
     with progress(f"packing {path.name}") as advance:
         store = ensure_store(path, model.store_dir, advance)
     return msgspec.structs.replace(model, path=str(store.absolute()), name=model.name or Manifest.load(store).name)

@@ -23,11 +23,12 @@ from edgemoe.types.arrays import Json
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 MAX_JSON_BYTES = 64 << 20
+TOKENIZER = "tokenizer.json"
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 COPIED_FILES = (
     CONFIG,
     "generation_config.json",
-    "tokenizer.json",
+    TOKENIZER,
     "tokenizer_config.json",
     "tokenizer.model",
     "special_tokens_map.json",
@@ -92,6 +93,15 @@ class Checkpoint:
         if path.parent.name == "snapshots" and path.parent.parent.name.startswith("models--"):
             return path.parent.parent.name.split("--")[-1]
         return path.name
+
+
+def check_tokenizer(directory: Path) -> None:
+    """Raises CheckpointError where a checkpoint lacks what its model is served with, before anything is packed."""
+    if (directory / CONFIG).is_file() and not (directory / TOKENIZER).is_file():
+        raise CheckpointError(
+            f"{directory} has no {TOKENIZER}, without which its model cannot be served; transformers can make one of "
+            "most other tokenizers: AutoTokenizer.from_pretrained(DIRECTORY).save_pretrained(DIRECTORY)"
+        )
 
 
 def read_json(path: Path) -> Json:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
@@ -95,5 +96,8 @@ def costs_file(settings: Settings) -> Path:
 
 
 def _state_file(settings: Settings, directory: Path) -> Path:
-    state = settings.cache.state_file
-    return Path(state).expanduser() if state else directory.with_name(STATE % directory.name)
+    """Returns the file that is named, else one beside the store, or where stores are kept if that is read-only."""
+    if settings.cache.state_file:
+        return Path(settings.cache.state_file)
+    beside = directory.absolute().with_name(STATE % directory.name)
+    return beside if os.access(beside.parent, os.W_OK) else Path(settings.model.store_dir) / beside.name

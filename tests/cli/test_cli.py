@@ -117,6 +117,17 @@ def test_names_are_printed_as_they_are(
     assert found[0].said in capsys.readouterr().out
 
 
+def test_what_the_system_refuses_is_one_clear_line_and_1(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(30, "Read-only file system", "/srv/x")
+
+    monkeypatch.setattr("edgemoe.cli.models.load", refuse)
+    assert exit_code("models") == 1
+    assert capsys.readouterr().err == "edgemoe: /srv/x: Read-only file system\n"
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="takes root")
 def test_what_one_may_not_use_is_one_clear_line_and_1(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -176,10 +187,24 @@ def test_service_says_what_it_would_do(
     assert "usermod --append --groups edgemoe" in said
 
 
-def test_removing_a_store_needs_a_yes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_removing_a_store_needs_a_yes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert exit_code("models", "remove") == 2
     assert exit_code("models", "remove", "nothing") == 1
     assert "no store of the name 'nothing'" in capsys.readouterr().err
+    store = tmp_path / "one-v2-0123456789ab"
+    store.mkdir()
+    (store / "packing.json").write_text("{}")
+
+    def ends(_: str) -> str:  # Ctrl-D
+        raise EOFError
+
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    monkeypatch.setattr("builtins.input", ends)
+    assert exit_code("models", "remove", store.name, "--set", f"model.store_dir={tmp_path}") == 0
+    assert "Nothing was removed." in capsys.readouterr().out
+    assert store.exists()
 
 
 def test_serve_says_which_settings_go_by_a_former_name(

@@ -101,6 +101,39 @@ def test_settings_under_home_are_bound_into_the_service(monkeypatch: pytest.Monk
     assert "BindReadOnlyPaths=/home/alice/edgemoe.toml\n" in paths
 
 
+def test_folders_that_the_settings_have_it_write_to_are_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Again with each installation, and no longer where they are not named any more."""
+    monkeypatch.setattr(service, "_HIDDEN_BY_UNIT", ("/home",))
+    options = Options(root=tmp_path)
+    file = tmp_path / "etc/edgemoe/edgemoe.toml"
+    file.parent.mkdir(parents=True)
+    file.write_text(
+        '[model]\nstore_dir = "/srv/my stores"\n[record]\ndir = "/home/alice/routes"\n'
+        '[cache]\nstate_file = "/mnt/learned/state"\n[cluster]\nstate_dir = "/var/lib/edgemoe/mine"\n'
+    )
+    install(options)
+    for unit in ("edgemoe.service", "edgemoe-scoutgate.service"):
+        text = (tmp_path / f"etc/systemd/system/{unit}.d/paths.conf").read_text()
+        assert 'ReadWritePaths="-/srv/my stores"\n' in text
+        assert "BindPaths=-/home/alice/routes\n" in text
+        assert "ReadWritePaths=-/mnt/learned\n" in text
+        assert "/var/lib" not in text.partition("[Service]")[2]
+    file.write_text("")
+    removed = [line for line in install(options) if line.startswith("remove ")]
+    assert len(removed) == 2
+    assert not list(tmp_path.rglob("paths.conf"))
+
+
+def test_nightly_training_goes_by_the_settings_that_are_named(tmp_path: Path) -> None:
+    texts = {file.path.name: file.text for file in planned_files(Options(config=Path("/srv/e.toml")))}
+    assert "ConditionPathExists=/srv/e.toml\n" in texts["edgemoe-scoutgate.service"]
+
+
+def test_an_installed_service_is_started_again_with_what_is_new() -> None:
+    done = install(Options(dry_run=True))
+    assert "run systemctl restart --no-block edgemoe.socket edgemoe.service" in done
+
+
 def test_a_model_that_is_not_there_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(ServiceError, match="is not a directory"):
         install(Options(root=tmp_path, model="/nowhere"))

@@ -114,6 +114,13 @@ def test_on_a_terminal_lines_are_edited_and_kept(env: dict[str, str]) -> None:
     assert history.stat().st_mode & 0o777 == 0o600
 
 
+def test_text_that_is_not_utf8_is_asked_with_marks_in_its_place(env: dict[str, str]) -> None:
+    words: list[str | bytes] = ["edgemoe", "generate", "--max-tokens", "2"]
+    for given, text in (([*words, b"caf\xe9 is"], None), (words, b"caf\xe9 is")):
+        done = subprocess.run(given, env=env | {"LC_ALL": "C.UTF-8"}, input=text, capture_output=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+
+
 def test_a_refusal_of_the_daemon_is_one_clear_line(env: dict[str, str]) -> None:
     words = ["edgemoe", "generate", "x", "--temperature", "-1"]
     done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=60, check=False)

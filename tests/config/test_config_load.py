@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
-from edgemoe.config.loading import default_keys, default_socket, fill_paths, flatten, load
+from edgemoe.config.loading import flatten, load
+from edgemoe.config.paths import default_keys, default_socket, fill_paths
 from edgemoe.config.settings import Settings
 from edgemoe.errors import ConfigError
 
@@ -160,6 +162,26 @@ def test_paths_follow_the_user_or_the_service() -> None:
     assert default_socket({"XDG_RUNTIME_DIR": "/r"}) == Path("/r/edgemoe.sock")
     assert default_keys(service) == Path("/var/lib/edgemoe/api-keys")
     assert default_keys(ENV) == Path("/home/ada/.config/edgemoe/api-keys")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="root's commands only")
+def test_root_looks_where_an_installed_service_does(tmp_path: Path) -> None:
+    assert load(env=ENV, root=tmp_path).settings.model.store_dir == "/home/ada/.cache/edgemoe/stores"
+    unit = tmp_path / "etc/systemd/system/edgemoe.service"
+    unit.parent.mkdir(parents=True)
+    unit.touch()
+    found = load(env=ENV, root=tmp_path).settings
+    assert found.model.store_dir == str(tmp_path / "var/lib/edgemoe/stores")
+    assert found.api.api_key_file == str(tmp_path / "var/lib/edgemoe/api-keys")
+
+
+def test_a_path_may_begin_with_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/ada")
+    file = tmp_path / "edgemoe.toml"
+    file.write_text('[model]\nstore_dir = "~/stores"\nname = "~"\n[record]\ndir = "~/routes"\n')
+    found = load(file, ["api.socket=~/a.sock"], env=ENV).settings
+    assert (found.model.store_dir, found.record.dir) == ("/home/ada/stores", "/home/ada/routes")
+    assert (found.api.socket, found.model.name) == ("/home/ada/a.sock", "~")
 
 
 def test_every_setting_has_a_flat_name_and_an_origin(tmp_path: Path) -> None:

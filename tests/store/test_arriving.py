@@ -236,6 +236,7 @@ def test_the_command_says_what_is_missing_and_prints_the_store_when_it_is_whole(
     whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fetching = Fetching(whole, tmp_path / "source")
+    (fetching.directory / "tokenizer.json").write_text("{}")
     arguments = ["pack", str(fetching.directory), "--delete-shards", "--set", f"model.store_dir={tmp_path / 'stores'}"]
     fetching.fetch(*fetching.shards[1:])
     assert main(arguments) == 0
@@ -256,6 +257,7 @@ def test_the_command_waits_for_shards_that_are_still_to_come(
 ) -> None:
     monkeypatch.setattr("edgemoe.cli.pack.LOOK_S", 0.05)
     fetching, codes = Fetching(whole, tmp_path / "source"), []
+    (fetching.directory / "tokenizer.json").write_text("{}")
     command = ["pack", str(fetching.directory), str(tmp_path / "store"), "--wait", "--delete-shards"]
     packing = threading.Thread(target=lambda: codes.append(main(command)))
     packing.start()

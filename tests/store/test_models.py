@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from edgemoe.cli import main
 from edgemoe.cli.serve import ready_text, show_progress
 from edgemoe.config.settings import ModelSettings, Settings
-from edgemoe.errors import CorruptExpert, StoreError
+from edgemoe.errors import CheckpointError, CorruptExpert, StoreError
 from edgemoe.store import catalog as models
 from edgemoe.store.files import LOCK, note_use
 from edgemoe.store.manifest import MANIFEST, Manifest
@@ -113,6 +114,65 @@ def test_a_store_is_found_by_path_directory_or_model(checkpoint: Make, tmp_path:
     ensure_store(checkpoint(family="mixtral"), tmp_path)
     with pytest.raises(StoreError, match="several"):
         models.resolve("tiny", tmp_path)
+
+
+def test_a_name_is_a_whole_one(store: Path, tmp_path: Path) -> None:
+    """Not how another model's begins."""
+    directory = tmp_path / "stores"
+    directory.mkdir()
+    large = store.rename(directory / "Qwen3-vl-v2-bbd15b5d9b0e")
+    with pytest.raises(StoreError, match=r"no store of the name 'Qwen3'; .* Qwen3-vl-v2-bbd15b5d9b0e"):
+        models.resolve("Qwen3", directory)
+    small = directory / "Qwen3-v2-0123456789ab"
+    small.mkdir()
+    (small / MANIFEST).write_bytes((large / MANIFEST).read_bytes())
+    assert models.resolve("Qwen3", directory) == small
+    assert models.resolve("Qwen3-vl", directory) == large
+
+
+def test_what_may_not_be_looked_at_is_no_store(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As lost+found, where a disk is mounted at the stores."""
+    lost, is_file = store.parent / "lost+found", Path.is_file
+    lost.mkdir()
+
+    def looked_at(path: Path) -> bool:
+        if path.is_relative_to(lost):
+            raise PermissionError(13, "Permission denied", str(path))
+        return is_file(path)
+
+    monkeypatch.setattr(Path, "is_file", looked_at)
+    assert models.find_stores(store.parent) == [store]
+
+
+def served_checkpoint(checkpoint: Make) -> Path:
+    """One with a tokenizer."""
+    made = checkpoint()
+    (made / "tokenizer.json").write_text("{}")
+    return made
+
+
+def test_packing_again_mends_a_store_in_its_place(
+    own_checkpoint: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["pack", str(served_checkpoint(own_checkpoint)), "--set", f"model.store_dir={tmp_path / 'stores'}"]
+    assert main(command) == 0
+    store = Path(capsys.readouterr().out.strip())
+    manifest = Manifest.load(store)
+    flip(store / manifest.layers[1].file, manifest.entry(1, 2).offset)
+    assert len(models.verify(store)) == 1
+    assert main(command) == 0
+    assert models.verify(store) == []
+
+
+def test_a_checkpoint_that_could_not_be_served_is_refused_before_it_is_packed(
+    checkpoint: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = ModelSettings(path=str(checkpoint()), store_dir=str(tmp_path / "stores"))
+    assert main(["pack", model.path, "--set", f"model.store_dir={model.store_dir}"]) == 1
+    assert "has no tokenizer.json" in capsys.readouterr().err
+    with pytest.raises(CheckpointError, match=r"has no tokenizer\.json"):
+        models.store_of(model, show_progress)
+    assert not (tmp_path / "stores").exists()
 
 
 def test_a_store_given_by_its_path_is_served_under_the_name_in_its_manifest(store: Path) -> None:

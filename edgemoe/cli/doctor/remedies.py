@@ -30,7 +30,7 @@ REMEDIES = {
     "limit (MemoryMax), or pack the model in 4 bits: `edgemoe plan MODEL` compares.",
     "memlock": "Raise the limit of locked memory: `ulimit -l unlimited`, or LimitMEMLOCK=infinity in the unit.",
     "disk": "Free space where the stores lie: `edgemoe models list`, then `edgemoe models remove NAME`; or set "
-    "model.store_dir to another disk.",
+    "model.store_dir to another disk: of a service to a folder of its user, then `sudo edgemoe service install` again.",
     "disk-rate": "Put the stores on a faster disk (model.store_dir), or hold more experts in memory: "
     "`edgemoe plan MODEL` says how much that helps.",
     "clock": "Set the clock of the box that is named, and have it kept: `timedatectl set-ntp true`.",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -19,9 +18,9 @@ from edgemoe.cluster.rpc.keys import Peer
 from edgemoe.cluster.rpc.messages.find_store import FindStore, StoreAt
 from edgemoe.errors import PeerError, PeerRefused, PeerUnavailable, StoreError
 from edgemoe.store.manifest import MAX_MANIFEST_BYTES, Manifest
+from edgemoe.store.packer import model_of
 
 MEET_S, ASK_S = 5.0, 10.0
-VERSION = re.compile(r"-v\d+-[0-9a-f]{12}$")
 
 
 @dataclass(slots=True)
@@ -97,7 +96,7 @@ def experts_of(manifest: Manifest) -> set[str]:
 
 
 def _is_called(offer: StoreAt, model: str) -> bool:
-    names = (offer.name, offer.store, VERSION.sub("", offer.store), offer.model)
+    names = (offer.name, offer.store, model_of(offer.store), offer.model)
     return model in names
 
 

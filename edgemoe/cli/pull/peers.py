@@ -7,7 +7,7 @@ import secrets
 from pathlib import Path
 from typing import Any
 
-from edgemoe.cli.pull.boxes import ASK_S, VERSION, StoreFinder
+from edgemoe.cli.pull.boxes import ASK_S, StoreFinder
 from edgemoe.cli.pull.store_pull import StorePull
 from edgemoe.cluster.data.messages import BULK, BulkMessage
 from edgemoe.cluster.data.store_fetch import Pace, PieceChannel
@@ -20,7 +20,7 @@ from edgemoe.cluster.rpc.transport import Answer, ChannelSettings, Question, Tra
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.errors import ConfigError, PeerRefused, StoreError
 from edgemoe.front.peers_list import listed
-from edgemoe.store.packer import Progress
+from edgemoe.store.packer import Progress, model_of
 from edgemoe.store.peers.pulled import check, merged, opened
 
 
@@ -57,7 +57,7 @@ async def pull(settings: ClusterSettings, store_dir: Path, model: str, rate: flo
 
 def _name_of(offer: StoreAt) -> str:
     """Returns what the store is called here: as there, where that is a store's name."""
-    return offer.store if VERSION.search(offer.store) else f"{offer.store}-v2-{offer.model[:12]}"
+    return offer.store if model_of(offer.store) != offer.store else f"{offer.store}-v2-{offer.model[:12]}"
 
 
 async def _refuse(question: Question[Any]) -> Answer[Any] | None:

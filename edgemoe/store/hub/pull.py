@@ -19,7 +19,7 @@ from edgemoe.errors import HubError, StoreError
 from edgemoe.families.config import spec_from_config
 from edgemoe.families.spec import ModelSpec, dense_shapes
 from edgemoe.store.arriving import pack_arrived
-from edgemoe.store.checkpoint import CONFIG, INDEX, SINGLE, Checkpoint, read_json, weight_files
+from edgemoe.store.checkpoint import CONFIG, INDEX, SINGLE, TOKENIZER, Checkpoint, read_json, weight_files
 from edgemoe.store.files import lock_store
 from edgemoe.store.hub.hub import Hub
 from edgemoe.store.hub.listing import HubFile, Listing
@@ -71,6 +71,7 @@ class _Pull:
 
     def run(self, progress: Progress) -> None:
         self._fetch(self._listing.file(CONFIG))
+        self._listing.file(TOKENIZER)
         config = read_json(self._source / CONFIG)
         check_method(config)
         spec = spec_from_config({**config, "dtype": _precision(config)})
