@@ -56,6 +56,11 @@ def hand_over(source: Drive, target: Drive, blocks: int = 4) -> int:
     return taking.known(keys)
 
 
+@pytest.mark.parametrize(("tokens", "blocks"), [(1, 0), (15, 0), (16, 0), (17, 1), (31, 1), (32, 1), (33, 2)])
+def test_what_can_be_reused_is_whole_blocks_without_the_last_token(tokens: int, blocks: int) -> None:
+    assert len(Drive(model=plain_model()).engine.prefixes.keys(prompt(tokens, 1, 96))) == blocks
+
+
 def test_the_tokens_are_the_same_after_a_hand_over_at_any_block_and_any_token(make: Callable[[], Model]) -> None:
     source = asked(make())
     whole = source.tokens()

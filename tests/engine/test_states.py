@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from edgemoe.engine import state_slots
 from edgemoe.engine.blocks import BlockManager
 from edgemoe.engine.kv_swap import KVSwap
 from edgemoe.engine.sequence import Sequence
-from edgemoe.engine.state_slots import StateSlots
+from edgemoe.engine.state_slots import StateSlots, is_kept, places_on_the_way
 from edgemoe.types.step import BLOCK_TOKENS, Batch
 
 LENGTHS = [3, 17, 70, 33, 1, 120, 16, 48, 5, 90]
@@ -49,6 +50,21 @@ def alone() -> list[list[int]]:
 
 def computed(drive: Drive) -> int:
     return sum(sum(batch.query_lens) for batch in drive.model.decoder.steps)
+
+
+def test_a_step_writes_the_states_within_it_that_are_kept() -> None:
+    """Every place after its first token and before its last, at the last whole block or where `is_kept` says so."""
+    for begin, tokens in itertools.product((0, 5, 16, 17, 32, 47), range(1, 70)):
+        seq = sequence(range(150))
+        seq.computed = begin
+        end = begin + tokens
+        last = end // BLOCK_TOKENS * BLOCK_TOKENS
+        places = [
+            place
+            for place in range(0, end, BLOCK_TOKENS)
+            if place > begin and (place == last or is_kept(seq, place // BLOCK_TOKENS))
+        ]
+        assert places_on_the_way(seq, tokens) == places
 
 
 def test_the_state_matters(alone: list[list[int]]) -> None:

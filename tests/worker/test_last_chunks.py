@@ -11,7 +11,7 @@ from edgemoe.cluster.rpc.messages.choices import SignatureTable
 from edgemoe.cluster.rpc.messages.hand_over import LastChunk
 from edgemoe.policy.routing.told import shares_of
 from edgemoe.types.request import Request, Sampling
-from edgemoe.types.routing import StepMeta
+from edgemoe.types.routing import StepMeta, StepRouting
 from edgemoe.worker.hand_over import LastChunks
 
 PROMPT = tuple(range(40))
@@ -38,6 +38,18 @@ def test_the_end_of_a_prompt_is_told_before_its_step_where_most_is_computed_and_
     for _ in range(2):
         chunks.look(step(30, 40), NO_IDS)
     assert told == [LastChunk(request="r", attempt=1)]
+
+
+@pytest.mark.parametrize(("computed", "told_before"), [(0, 0), (19, 0), (20, 1)])
+def test_a_step_that_computes_more_than_half_is_told_of_when_it_is_over(computed: int, told_before: int) -> None:
+    told: list[FromEngine] = []
+    chunks = LastChunks()
+    chunks.attach(told.append, lambda _request: None)
+    chunks.want(submit(1))
+    chunks.look(step(computed, 40), NO_IDS)
+    assert len(told) == told_before
+    chunks.read(StepRouting(step(computed, 40), NO_IDS, NO_IDS.astype(np.float32), {}, 0.1, 0.0))
+    assert len(told) == 1
 
 
 def test_nothing_is_told_of_an_attempt_that_is_cancelled() -> None:

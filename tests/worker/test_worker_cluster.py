@@ -24,6 +24,7 @@ from edgemoe.cluster.rpc.engine_messages import (
     PeerEngine,
     PeerList,
     PeerSeen,
+    PullPrefix,
     Ready,
     Submit,
 )
@@ -31,6 +32,7 @@ from edgemoe.cluster.rpc.ipc import FrontEnd
 from edgemoe.cluster.rpc.keys import Secret, generate
 from edgemoe.cluster.rpc.messages.activity import Activity
 from edgemoe.cluster.rpc.messages.choices import Choosing, FindPrefix, PrefixFound, PromptRead
+from edgemoe.cluster.rpc.messages.hand_over import PrefixPulled
 from edgemoe.cluster.rpc.protocol import SPOKEN
 from edgemoe.config.settings import (
     ClusterSettings,
@@ -128,12 +130,19 @@ async def test_a_box_with_few_experts_says_what_its_helper_says_until_that_is_ki
         a.tell(submit("r"))
         assert await a.tokens("r") == wanted
         await check_what_it_says_of_choices(a)
-        await check_that_a_prompt_has_one_signature(a)
+        prompt = await check_that_a_prompt_has_one_signature(a)
+        b.tell(PullPrefix(request="pulled", attempt=1, node="a", prompt=prompt))
+        assert await b.hear(PrefixPulled) == PrefixPulled(request="pulled", attempt=1, blocks=6)
         b.process.kill()
         await b.process.wait()
         a.tell(submit("again"))
         end = await a.end()
         assert (end.finish, end.error_code) == ("error", "missing_expert")
+        Manifest.load(tmp_path / "whole").save(tmp_path / "part")  # where the bytes have been all the time
+        while not unpack_bits((await a.hear(Holds)).disk, LAYERS, EXPERTS).all():
+            pass
+        a.tell(submit("whole"))
+        assert await a.tokens("whole") == wanted
 
 
 async def check_what_it_says_of_choices(a: Child) -> None:
@@ -172,8 +181,8 @@ async def check_what_it_says_of_choices(a: Child) -> None:
         here = await a.hear(Choosing)
 
 
-async def check_that_a_prompt_has_one_signature(a: Child) -> None:
-    """Computed, and from the prefix cache; and that is what the front is told of it before."""
+async def check_that_a_prompt_has_one_signature(a: Child) -> tuple[int, ...]:
+    """Computed, and from the prefix cache; and that is what the front is told of it before. Returns the prompt."""
     prompt = tuple(int(token) for token in np.random.default_rng(5).integers(3, 90, 103))
     read = list[PromptRead]()
     for name in ("computed", "cached"):
@@ -187,6 +196,7 @@ async def check_that_a_prompt_has_one_signature(a: Child) -> None:
         assert found.signature == (read[0].signature if name == "cached" else None)
     assert read[0].signature == read[1].signature
     assert read[0].signature.tokens == 96, "its whole blocks"
+    return prompt
 
 
 @pytest.mark.slow
