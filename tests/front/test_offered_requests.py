@@ -17,6 +17,7 @@ from edgemoe.cluster.rpc.messages.choices import FindPrefix, PrefixFound, Prompt
 from edgemoe.cluster.rpc.transport import Answer
 from edgemoe.errors import PeerUnavailable
 from edgemoe.front.request_log import RequestLog
+from edgemoe.front.requests import offered_requests
 from edgemoe.front.requests.offered_requests import HERE_S, OfferedRequests
 from edgemoe.front.requests.open_offers import RouteChoice
 from edgemoe.front.requests.prefix_keys import PrefixKeys
@@ -91,6 +92,19 @@ async def test_a_request_waits_for_a_leader_only_while_that_leads_in_the_same_ep
         front.log.replay()
         assert front.choices[2:] == [NO_LEADER]
         assert len(front.offered) == 1
+
+
+async def test_a_request_waits_for_a_leader_for_so_long_and_takes_its_offer_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(offered_requests, "WAIT_S", 0.0)
+    front = Front()
+    with front.log.open([REQUEST], 60.0):
+        await front.settled()
+        for _ in range(2):
+            front.log.replay()
+        assert front.choices[1:] == [RouteChoice("", "too long")] * 2
+        assert set(front.taken_back) == {front.offered[0].number}
 
 
 async def test_the_word_of_an_epoch_that_is_over_is_not_followed() -> None:

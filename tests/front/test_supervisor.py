@@ -328,6 +328,19 @@ async def test_requests_wait_for_an_engine_that_is_still_loading(tmp_path: Path,
     await serving
 
 
+async def test_who_waits_for_an_engine_that_does_not_come_is_told_so(tmp_path: Path, model_dir: Path) -> None:
+    settings = settings_for(tmp_path, model_dir, api={"request_timeout_s": 0.3})
+    front = Front(settings, env={}, command=(sys.executable, "-c", "import time; time.sleep(60)"))
+    serving = asyncio.ensure_future(front.serve())
+    async with http_client(settings) as client:
+        await until(Path(settings.api.socket).exists)
+        said = await client.post("/v1/completions", json={"prompt": "x"})
+        assert said.status_code == 503
+        assert "still loading" in said.json()["error"]["message"]
+        front.stop()
+    await serving
+
+
 async def test_deadlines_end_requests_with_504(tmp_path: Path, model_dir: Path) -> None:
     settings = settings_for(tmp_path, model_dir, api={"request_timeout_s": 0.5})
     async with running(settings), http_client(settings) as client:

@@ -29,7 +29,7 @@ from edgemoe.cluster.control.state import Heard
 from edgemoe.cluster.rpc.control_messages import Announce, Beat
 from edgemoe.cluster.rpc.keys import Peer
 from edgemoe.config.settings import ClusterSettings
-from edgemoe.errors import EpochLeap, PeerRefused, ServiceError
+from edgemoe.errors import CoordUnavailable, EpochLeap, PeerRefused, ServiceError
 from edgemoe.front import status as about
 from edgemoe.types.placement import PlacementPlan, pack_bits
 
@@ -172,6 +172,26 @@ async def test_a_leader_below_an_epoch_that_it_has_seen_gives_back_and_does_not_
         first.state.fence.admit(epoch)
         assert first.leading == 0
         await until(lambda: any(f.plane.leading > epoch for f in found.values()))
+
+
+async def test_nobody_leads_whose_disk_does_not_remember_the_epoch(tmp_path: Path) -> None:
+    tried: list[int] = []
+
+    def full(epoch: int) -> None:
+        tried.append(epoch)
+        raise CoordUnavailable("No space left on device")
+
+    async with fronts(tmp_path, ("a",), coordination="single", leader="a") as found:
+        a = found["a"].plane
+        await until(lambda: a.leading > 0)
+        await found["a"].die()
+        await found["a"].start()
+        a = found["a"].plane
+        a.state.fence.admit = full  # type: ignore[method-assign]
+        await until(lambda: len(tried) > 2)
+        assert a.leading == 0
+        del a.state.fence.admit  # type: ignore[attr-defined]
+        await until(lambda: a.leading > 0)
 
 
 async def test_a_plan_is_taken_from_no_leader_that_is_deposed(tmp_path: Path) -> None:

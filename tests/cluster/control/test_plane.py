@@ -424,9 +424,11 @@ async def test_two_boxes_need_a_leader_or_a_witness(tmp_path: Path, settings: di
 
 
 async def test_two_boxes_agree_by_an_etcd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of whose addresses the first does not answer."""
     monkeypatch.setattr(plan_care, "SETTLE_S", 0.1)
     with etcd_cluster(tmp_path / "etcd", 1) as (urls, _):
-        async with fronts(tmp_path, ("a", "b"), coordination="etcd", etcd=",".join(urls), lease_s=2) as found:
+        addresses = ",".join(["http://127.0.0.1:1", *urls])
+        async with fronts(tmp_path, ("a", "b"), coordination="etcd", etcd=addresses, lease_s=2) as found:
             for node, front in found.items():
                 front.has(card(f"engine-{node}"))
             await planned(list(found.values()), ("a", "b"))

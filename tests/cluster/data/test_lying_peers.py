@@ -195,3 +195,10 @@ async def test_calls_wait_up_to_so_many_bytes_and_are_computed_up_to_so_many_row
     assert host.batches == [[1], [2, 2], [2]]
     await served(serving, question(work(rows=1)))
     await asyncio.to_thread(serving.close)
+
+
+async def test_a_call_to_a_box_that_has_left_fails_at_once(calls: ExpertClient) -> None:
+    answers = SimpleQueue[RemoteCall]()
+    calls.call("gone", work(), answers)
+    call = await asyncio.to_thread(answers.get, timeout=5)
+    assert "gone is no member any more" in str(call.error)
