@@ -14,6 +14,7 @@ from edgemoe.cluster.rpc.control_messages import CONTROL, MAX_PREFIX_KEYS, MAX_T
 from edgemoe.cluster.rpc.engine_messages import Submit
 from edgemoe.cluster.rpc.envelope import MAX_ENVELOPE_BYTES
 from edgemoe.cluster.rpc.messages.choices import MOST_ENDED, Choosing, EndedRequest, EngineChoices, SignatureTable
+from edgemoe.front.requests import engine_use
 from edgemoe.front.requests.engine_news import GAP_S, LOOK_S, REPEAT_S, EngineNews
 from edgemoe.front.requests.engine_use import MAX_UNTOLD, EngineFacts, EngineMeter, HeldRequest
 from edgemoe.front.requests.prefix_keys import PrefixKeys
@@ -62,6 +63,17 @@ def test_an_engine_knows_a_prompt_of_which_it_has_had_half_of_the_whole_pieces()
     assert known(5 * PREFIX_TOKENS - 1)
     assert not known(5 * PREFIX_TOKENS)
     assert not known(2 * PREFIX_TOKENS, first=1)
+
+
+def test_of_too_many_prompts_the_one_that_was_used_last_longest_ago_is_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine_use, "MAX_PREFIXES", 2)
+    meter, keys = Engine().meter, [bytes([number]) * 8 for number in range(3)]
+    for key in (keys[0], keys[1], keys[0], keys[2]):
+        meter._note_key(key)
+    assert list(meter._prefixes) == [keys[0], keys[2]]
+    assert keys[1] not in meter._untold
 
 
 def test_an_engine_that_keeps_no_prompts_offers_no_keys_and_needs_no_others_word_for_them() -> None:

@@ -60,6 +60,7 @@ FOLDERS = (
     *("telemetry", "worker", "cluster/control", "cluster/data", "cluster/rpc"),
 )  # of the package, each with its tests in the folder of the same name
 ROOMS = {Path(name).name: Room((f"edgemoe/{name}",), (f"tests/{name}/**/test_*.py",)) for name in FOLDERS} | {
+    "kernels": Room(("edgemoe/kernels",), ("tests/kernels/**/test_*.py", "tests/engine/test_whole_steps.py")),
     "durable": Room(("edgemoe/durable.py",), ("tests/store/test_durable.py",)),
     "scoutgate": Room(("scoutgate",), ("tests/scoutgate/test_*.py",)),
 }

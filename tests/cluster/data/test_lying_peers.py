@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.waiting import until
 from test_data_plane import MODEL, SIZES, Gate, question, served, work
 
 from edgemoe.cluster.data import expert_server as server
@@ -16,7 +17,7 @@ from edgemoe.cluster.data.expert_client import ExpertClient
 from edgemoe.cluster.data.expert_server import ExpertServer
 from edgemoe.cluster.data.messages import Hello, Result
 from edgemoe.cluster.rpc.transport import Answer
-from edgemoe.errors import MissingExpert, PeerBusy, PeerRefused, WireError
+from edgemoe.errors import MissingExpert, PeerBusy, PeerRefused, PeerUnavailable, WireError
 from edgemoe.types.peers import ExpertWork, RemoteCall
 
 Reply = Callable[[Any, Sequence[Any]], Answer[Any]]
@@ -202,3 +203,24 @@ async def test_a_call_to_a_box_that_has_left_fails_at_once(calls: ExpertClient) 
     calls.call("gone", work(), answers)
     call = await asyncio.to_thread(answers.get, timeout=5)
     assert "gone is no member any more" in str(call.error)
+
+
+async def test_a_peer_that_says_nothing_until_the_deadline_is_silent_and_as_slow_as_that(calls: ExpertClient) -> None:
+    """One that fails at once is neither, and nothing is fetched from one that is."""
+    calls.timeout_s, peer, gone = 0.05, calls.peers["b"], PeerUnavailable("it has gone")
+    await until(lambda: peer.reachable)
+    for waits_s, silent in ((0.0, False), (0.05, True)):
+        waiting: list[Any] = []
+        calls._channel.post = lambda *_, done, waiting=waiting, **__: waiting.append(done)  # type: ignore[method-assign]
+        answers = SimpleQueue[RemoteCall]()
+        calls.call("b", work(), answers)
+        await until(lambda: waiting)  # noqa: B023
+        await asyncio.sleep(waits_s)
+        waiting[0](gone)
+        assert (await asyncio.to_thread(answers.get, timeout=5)).error is gone
+        assert peer.silent == silent
+        assert (peer.latency_s >= 0.05) == silent
+        assert np.isinf(calls.fetch_s(1, np.array([2]), ())).all() == silent
+    peer.silent = False
+    assert np.isfinite(calls.fetch_s(1, np.array([2]), ())).all()
+    assert np.isinf(calls.fetch_s(1, np.array([2]), {"b"})).all()
