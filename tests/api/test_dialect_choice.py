@@ -268,3 +268,10 @@ def test_gemma_may_think_again_behind_a_call() -> None:
 
 def test_the_tokenizer_of_the_other_tests_speaks_hermes() -> None:
     assert dialect_of("", byte_level_tokenizer().get_vocab()) is HERMES
+
+
+def test_whether_text_is_within_reasoning_is_known_as_it_comes() -> None:
+    parser = Parser(Marks(SAMPLES["qwen-xml"].dialect, "open", 8, FUNCTIONS))
+    for text, reasoning in (("<think>Hm", True), (", well", True), ("</think>It", False), (" rains.", False)):
+        parser.feed(text)
+        assert parser.reasoning == reasoning

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import logging
 import os
+import random
+import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,6 +24,7 @@ from support.waiting import wait_until
 from edgemoe.errors import CheckpointError, StoreError, StoreVersionError, UnsupportedModel
 from edgemoe.families.config import spec_from_config
 from edgemoe.families.spec import dense_shapes
+from edgemoe.store.catalog import verify
 from edgemoe.store.files import lock_store
 from edgemoe.store.manifest import MANIFEST, Manifest
 from edgemoe.store.packer import JOURNAL, ensure_store, pack
@@ -438,3 +443,40 @@ def test_half_a_store_of_another_checkpoint_is_begun_anew(checkpoint: Make, tmp_
     pack(checkpoint(), tmp_path / "store")
     pack(checkpoint(), tmp_path / "fresh")
     assert weights_of(tmp_path / "store") == weights_of(tmp_path / "fresh")
+
+
+def test_one_file_of_weights_may_be_called_anything_and_several_need_an_index(
+    own_checkpoint: Make, tmp_path: Path
+) -> None:
+    source = own_checkpoint()
+    whole = pack(source, tmp_path / "by its name")
+    (source / "model.safetensors").rename(source / "weights.safetensors")
+    assert pack(source, tmp_path / "by another").digest == whole.digest
+    shutil.copy(source / "weights.safetensors", source / "more.safetensors")
+    with pytest.raises(CheckpointError, match="has 2 safetensors files but no model"):
+        pack(source, tmp_path / "several")
+
+
+def test_writes_that_are_cut_short_are_gone_on_with(
+    checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = pack(checkpoint(), tmp_path / "whole")
+    pwrite, cut = os.pwrite, random.Random(0)
+
+    def short(fd: int, data: memoryview, offset: int) -> int:
+        if len(data) >= 4096 and len(data) % 4096 == 0:
+            return pwrite(fd, data[: 4096 * cut.randint(1, len(data) // 4096)], offset)
+        return pwrite(fd, data[: cut.randint(1, max(1, len(data)))], offset)
+
+    monkeypatch.setattr("edgemoe.store.writer.os.pwrite", short)
+    assert pack(checkpoint(), tmp_path / "cut").digest == whole.digest
+    assert verify(tmp_path / "cut") == []
+
+    def not_direct(fd: int, data: memoryview, offset: int) -> int:
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "the file system has no such thing")
+        return pwrite(fd, data, offset)
+
+    monkeypatch.setattr("edgemoe.store.writer.os.pwrite", not_direct)
+    assert pack(checkpoint(), tmp_path / "cached").digest == whole.digest
+    assert verify(tmp_path / "cached") == []

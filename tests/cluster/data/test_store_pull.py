@@ -332,6 +332,26 @@ def test_a_manifest_lists_nothing_before_its_file_is_on_disk(
         assert store.is_whole
 
 
+def test_dense_weights_go_on_where_they_ended(tmp_path: Path, packed: Path) -> None:
+    """Unless their file begins otherwise than the header that the boxes have."""
+    with opened(tmp_path / "store", Manifest.load(packed)) as store:
+        assert store.begin_dense(b"header") == 0
+        store.add_dense(memoryview(b"seven b"))
+        assert store.begin_dense(b"header") == 7
+        assert store.begin_dense(b"other header") == 0
+
+
+def test_a_disk_without_room_for_what_is_to_come_is_told_before_anything_comes(
+    tmp_path: Path, packed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path / "store", Manifest.load(packed)) as store:
+        store.check_room()
+        disk = SimpleNamespace(f_bavail=1, f_frsize=4096)
+        monkeypatch.setattr(pulled_module.os, "statvfs", lambda _: disk)
+        with pytest.raises(StoreError, match="more than the disk has; free them, or name another"):
+            store.check_room()
+
+
 def listed(store: PulledStore) -> set[tuple[str, int]]:
     """Files and experts in its manifest."""
     if not (store.directory / MANIFEST).is_file():
