@@ -24,6 +24,7 @@ MAGIC = b"EDGEMOE\x02"
 SUFFIX = ".routes"
 AHEAD, OWN = 1, 0  # layers: the distances of the hints that are recorded; OWN are of the layer's own gate
 MAX_BLOCK = 256 << 20  # decompressed bytes of one block that a reader accepts
+ZEROS = 16  # bytes at a block's end by which power loss is known
 LENGTH = struct.Struct("<I")
 T = TypeVar("T")
 
@@ -93,22 +94,39 @@ def _steps(path: Path, header: Header) -> Iterator[StepRouting]:
 
 
 def _block(path: Path, file: BinaryIO) -> bytes:
-    """Returns the next block, decompressed; empty at the end, or where the last one is incomplete."""
+    """Returns the next block, decompressed; empty at the end, or where the last one is incomplete.
+
+    Power loss may leave zeros in place of what was written last.
+    """
     prefix = file.read(LENGTH.size)
     if len(prefix) < LENGTH.size:
         return b""
     length = LENGTH.unpack(prefix)[0]
     data = file.read(length)
-    if len(data) < length:
+    if not length or len(data) < length:
         return b""
     try:
         stream = zlib.decompressobj()
         whole = stream.decompress(data, MAX_BLOCK)
     except zlib.error as error:
+        if _ends_in_zeros(data, file):
+            return b""
         raise StoreError(f"{path} is damaged: {error}") from error
     if not stream.eof:
+        if _ends_in_zeros(data, file):
+            return b""
         raise StoreError(f"{path} is damaged: a block is larger than {MAX_BLOCK} bytes, or cut short")
     return whole
+
+
+def _ends_in_zeros(block: bytes, file: BinaryIO) -> bool:
+    """Returns whether a block ends in zeros, and nothing but zeros follows it."""
+    if block[-ZEROS:].strip(b"\0"):
+        return False
+    while rest := file.read(1 << 20):
+        if rest.strip(b"\0"):
+            return False
+    return True
 
 
 def _decode(path: Path, data: bytes, kind: type[T]) -> T:

@@ -182,6 +182,18 @@ def test_a_recording_cut_short_is_read_up_to_there(tmp_path: Path) -> None:
     assert 0 < len(list(read_recording(file)[1])) < 3 * BLOCK_STEPS
 
 
+@pytest.mark.parametrize("begun", [b"", struct.pack("<I", 3000) + b"\x78\x01\xab"], ids=["after a block", "within one"])
+def test_zeros_that_power_loss_leaves_end_a_recording(begun: bytes, tmp_path: Path) -> None:
+    (file,) = record(tmp_path, [step(i) for i in range(2 * BLOCK_STEPS)])
+    whole, steps = file.read_bytes(), len(list(read_recording(file)[1]))
+    file.write_bytes(whole + begun + bytes(8192))
+    assert len(list(read_recording(file)[1])) == steps
+    file.write_bytes(whole + begun + bytes(8192) + b"more")
+    if begun:
+        with pytest.raises(StoreError, match="is damaged"):
+            list(read_recording(file)[1])
+
+
 def test_recordings_that_ended_before_they_had_begun_are_left_out_of_their_folder(tmp_path: Path) -> None:
     (file,) = record(tmp_path, [step(i, decode=(True, True), lens=(1, 1)) for i in range(10)])
     whole = file.read_bytes()

@@ -10,6 +10,7 @@ experts. A forecaster's forecasts are blended in as soon as they are there.
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
@@ -73,6 +74,7 @@ class Foresight:
         self._plans: list[Plans] = []
         self._running: NextUsePredictor | None = None  # of the running step, where it is learned from
         self._ranked = 0  # layer that ranks were wanted for last
+        self._stepping = 0  # the thread that runs the steps
         self._prompted, self._prompts_s = False, 0.0  # whether the step was a prompt's; what such steps may cost
         self._shares_s: dict[int, float] = {}  # what steps that have ended may cost; those that failed, nothing
         self._gates: deque[tuple[int, AwaitedForecast]] = deque(maxlen=4 * layers)  # of gates, and in which step
@@ -106,6 +108,7 @@ class Foresight:
     def begin(self, sequences: Sequence[Hashable], ids: Ids, rows: IntArray) -> None:
         """The same where these sequences decode, whose last tokens are `rows`."""
         self.step += 1
+        self._stepping = threading.get_ident()
         self._ranked, self._running, self._prompted = 0, None, False
         if self.ready and len(rows):
             if self.predictor.begin(sequences, ids, rows):
@@ -114,9 +117,12 @@ class Foresight:
                 self.dropped += 1
 
     def rank(self, layer: int) -> FloatArray:
-        """Ranks [L, E] that are up to date with the layers that have run."""
+        """Ranks [L, E] that are up to date with the layers that have run, for the thread that runs them.
+
+        For other threads they are as they were brought up to date last.
+        """
         running, forecaster = self._running, self._forecaster
-        if running is not None:
+        if running is not None and threading.get_ident() == self._stepping:  # others may outlast the step
             forecast = forecaster.forecast if forecaster is not None else None
             if forecast is not None and forecast is not self._heard and forecast.step == self.step:
                 self._heard = forecast

@@ -182,6 +182,26 @@ def test_ranks_of_layers_that_ran_are_new_at_once_and_none_is_undefined_before_t
         np.testing.assert_array_equal(predictor.ranks[others], before[others])
 
 
+def test_a_step_is_followed_by_the_thread_alone_that_runs_it(
+    controller: Controller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another one, held up within it, would go on in the next step, of which it takes all layers for run."""
+    follow, followers = NextUsePredictor.follow, list[threading.Thread]()
+
+    def noted(predictor: NextUsePredictor, layers: int = 0) -> None:
+        followers.append(threading.current_thread())
+        follow(predictor, layers)
+
+    monkeypatch.setattr(NextUsePredictor, "follow", noted)
+    begin(controller)[:] = text(4, 1)[0]
+    link = threading.Thread(target=controller.policy.rank, args=(L - 1,))
+    link.start()
+    link.join()
+    assert not followers
+    controller.policy.rank(L - 1)
+    assert followers == [threading.current_thread()]
+
+
 def test_what_peers_have_computed_here_is_not_learned(controller: Controller) -> None:
     choices = begin(controller)
     for layer, row in enumerate(text(4, 1)[0]):
