@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from edgemoe.cli import main
+from edgemoe.cli import client, main
 from edgemoe.cli.doctor.command import picture
 from edgemoe.cli.doctor.remedies import Finding
 from edgemoe.cli.output import console
@@ -214,3 +214,17 @@ def test_serve_says_which_settings_go_by_a_former_name(
     monkeypatch.setattr("edgemoe.front.main.run", lambda settings, on_ready: 0)
     assert exit_code("serve", "--set", "cache.policy=paper") == 0
     assert "WARNING --set: cache.policy = 'paper' is called 'published' now" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("mine", "service", "used"), [(1, 1, "mine"), (1, 0, "mine"), (0, 1, "service"), (0, 0, "mine")]
+)
+def test_the_services_socket_is_used_where_only_that_one_exists(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mine: int, service: int, used: str
+) -> None:
+    for name, there in (("mine", mine), ("service", service)):
+        if there:
+            (tmp_path / name).touch()
+    monkeypatch.setattr(client, "SERVICE_SOCKET", tmp_path / "service")
+    args = build_parser().parse_args(["status", "--set", f"api.socket={tmp_path / 'mine'}"])
+    assert client.socket_of(args) == tmp_path / used

@@ -54,6 +54,7 @@ def test_files_are_taken_in_turn_by_request(tmp_path: Path) -> None:
     assert [len(ids) for ids in load([a, b]).requests] == [2, 1, 1]
     assert load([a, b]).experts == 4
     assert load([a, b], limit=3).tokens == 3
+    assert [len(ids) for ids in load([tmp_path]).requests] == [2, 1, 1]
 
 
 def test_traces_of_two_models_are_refused(tmp_path: Path) -> None:
