@@ -160,8 +160,7 @@ class StepLoop:
             self._compile(seq)
 
     def _compile(self, seq: Sequence) -> None:
-        grammar = seq.sampling.grammar
-        if grammar is not None and self._grammars is not None:
+        if (grammar := seq.sampling.grammar) is not None and self._grammars is not None:
             compiling = self._grammars.matcher(grammar, seq.tokens[seq.prompt_tokens :])
             compiling.add_done_callback(lambda future: self._inbox.put(lambda: self._compiled(seq, future)))
 
@@ -176,16 +175,14 @@ class StepLoop:
 
     def _refuse(self, seq: Sequence) -> None:
         error = QueueFull("the queue is full; try again later", retry_after_s=self._scheduler.retry_after_s())
-        known = self._requests.get(seq.request.id)
-        if known is seq:
+        if (known := self._requests.get(seq.request.id)) is seq:
             del self._requests[seq.request.id]
         elif known is not None and known.attempt < seq.attempt:
             self._forget(known)
         self._put_end(seq, "error", error)
 
     def _cancel(self, request: str, attempt: int) -> None:
-        seq = self._requests.get(request)
-        if seq is not None and seq.attempt == attempt:
+        if (seq := self._requests.get(request)) is not None and seq.attempt == attempt:
             self.finished["cancelled"] += 1
             self._forget(seq)
 

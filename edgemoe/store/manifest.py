@@ -6,6 +6,7 @@ configuration and tokenizer files. An expert that is not listed is absent, which
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -219,3 +220,8 @@ def _check_layer(directory: Path, layer: int, entry: LayerEntry) -> None:
             raise CorruptExpert(str(directory / entry.file), layer, expert.expert, f"the file ends at byte {found}")
     if found != entry.bytes:
         raise StoreError(f"{directory / entry.file} (layer {layer}) has {found} bytes, not {entry.bytes}")
+
+
+def model_of(store: str) -> str:
+    """Returns a store's name, as the packer makes it, without version and fingerprint."""
+    return re.sub(r"-v\d+-[0-9a-f]{12}$", "", store)

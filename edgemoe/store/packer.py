@@ -82,11 +82,6 @@ def ensure_store(
     return store
 
 
-def model_of(store: str) -> str:
-    """Returns a store's name, as `place_of` makes it, without version and fingerprint."""
-    return re.sub(r"-v\d+-[0-9a-f]{12}$", "", store)
-
-
 def place_of(directory: Path, checkpoint: Checkpoint, wanted: WantedEncodings) -> Path:
     """Returns where the store of a checkpoint lies: a finished one of an older version, or one of this version."""
     name = re.sub(r"[^A-Za-z0-9_.-]+", "-", checkpoint.name).lstrip(".-") or "model"

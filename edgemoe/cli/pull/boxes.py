@@ -17,8 +17,7 @@ from edgemoe.cluster.rpc.control_messages import ControlMessage, Welcome
 from edgemoe.cluster.rpc.keys import Peer
 from edgemoe.cluster.rpc.messages.find_store import FindStore, StoreAt
 from edgemoe.errors import PeerError, PeerRefused, PeerUnavailable, StoreError
-from edgemoe.store.manifest import MAX_MANIFEST_BYTES, Manifest
-from edgemoe.store.packer import model_of
+from edgemoe.store.manifest import MAX_MANIFEST_BYTES, Manifest, model_of
 
 MEET_S, ASK_S = 5.0, 10.0
 

@@ -20,7 +20,8 @@ from edgemoe.cluster.rpc.transport import Answer, ChannelSettings, Question, Tra
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.errors import ConfigError, PeerRefused, StoreError
 from edgemoe.front.peers_list import listed
-from edgemoe.store.packer import Progress, model_of
+from edgemoe.store.manifest import model_of
+from edgemoe.store.packer import Progress
 from edgemoe.store.peers.pulled import check, merged, opened
 
 
