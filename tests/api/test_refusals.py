@@ -53,7 +53,9 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": MESSAGES, "response_format": {"type": "xml"}}, "response_format.type"),
     (CHAT, {"messages": MESSAGES, "functions": [{"name": "f"}]}, "functions"),
     (CHAT, {"messages": MESSAGES, "modalities": ["audio"]}, "modalities"),
+    (CHAT, {"messages": MESSAGES, "chat_template_kwargs": {"reasoning_effort": ["x"]}}, "chat_template_kwargs"),
     (TEXT, {}, "prompt"),
+    (TEXT, {"prompt": [[65]] * 1024, "n": 128}, "n"),  # before 131,072 choices are made
     (TEXT, {"prompt": []}, "prompt"),
     (TEXT, {"prompt": ""}, "prompt"),
     (TEXT, {"prompt": [1, "two"]}, "prompt"),

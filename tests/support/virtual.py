@@ -128,7 +128,9 @@ class Channel:
             asyncio.get_running_loop().create_task(self._carry(node, body))
         return node in self.up
 
-    async def ask(self, node: str, body: Any, _tensors: Sequence[Any] = (), *, timeout_s: float) -> Answer[Any]:
+    async def ask(
+        self, node: str, body: Any, _tensors: Sequence[Any] = (), *, timeout_s: float, aside: bool = False
+    ) -> Answer[Any]:
         if node not in self.up:
             raise PeerUnavailable(f"{node} is not connected")
         try:

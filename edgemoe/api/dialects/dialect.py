@@ -24,6 +24,7 @@ class HistoryForm:
     reasoning: str = "reasoning_content"  # the field of an assistant message that has its reasoning
     arguments_as_text: bool = False  # of tool calls; else as objects
     one_call_a_message: bool = False
+    describes_tools: bool = False  # each tool has a description, "" where none is given
     results_in_call: bool = False  # results of tools as `tool_responses` of the message that called them
     efforts: tuple[tuple[str, str], ...] = ()  # OpenAI's reasoning efforts that the model does not know, and its own
 

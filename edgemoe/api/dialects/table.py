@@ -28,6 +28,7 @@ HARMONY = Dialect(
     ends=(channels.RETURN, channels.CALL),
     others=channels.MARKS,
     history=HistoryForm(
+        describes_tools=True,
         reasoning="thinking",
         one_call_a_message=True,
         efforts=(("none", "low"), ("minimal", "low"), ("xhigh", "high"), ("max", "high")),

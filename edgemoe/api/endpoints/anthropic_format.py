@@ -110,13 +110,13 @@ def _block(piece: OutputPiece) -> Json:
     """Returns a whole block."""
     match piece.kind:
         case "call":
-            return _tool_use(piece, msgspec.json.decode(piece.text))
+            return _tool_use(piece, msgspec.Raw(piece.text.encode()))  # any number and escape that the model wrote
         case "reasoning":
             return {"type": "thinking", "thinking": piece.text, "signature": ""}
         case _:
             return {"type": "text", "text": piece.text}
 
 
-def _tool_use(piece: OutputPiece, given: Json) -> Json:
+def _tool_use(piece: OutputPiece, given: Json | msgspec.Raw) -> Json:
     assert piece.call is not None
     return {"type": "tool_use", "id": piece.call.id.replace("call_", "toolu_"), "name": piece.call.name, "input": given}

@@ -65,7 +65,8 @@ def render(body: Chat, tools: list[Tool], text: TextModel) -> str:
     if tools and not text.template.takes_tools:
         raise InvalidRequest("tools: this model's chat template has no place for tools", param="tools")
     extra = _variables(body, text)
-    messages, shown = for_template(body.messages, text.dialect.history), tools_for_template(tools)
+    history = text.dialect.history
+    messages, shown = for_template(body.messages, history), tools_for_template(tools, history)
     if body.continue_final_message:
         marked = [*messages[:-1], messages[-1] | {"content": _to_go_on(body, messages[-1]) + GOES_ON}]
         return _continued(text.template.render(marked, shown, add_generation_prompt=False, extra=extra))
@@ -84,6 +85,10 @@ def _variables(body: Chat, text: TextModel) -> Json:
     thinks = extra.get("enable_thinking", extra.get("thinking", None if effort is None else effort != "none"))
     if effort is None and thinks is False:
         effort = efforts.get("none")
+    if effort is not None and not isinstance(effort, str):
+        raise InvalidRequest(
+            "chat_template_kwargs.reasoning_effort is text", param="chat_template_kwargs", code="invalid_type"
+        )
     if effort is not None:
         extra["reasoning_effort"] = efforts.get(effort, effort)
     if thinks is not None:

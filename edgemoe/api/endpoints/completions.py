@@ -18,6 +18,7 @@ from edgemoe.types.request import RequestLimits
 
 DEFAULT_TOKENS = 16  # OpenAI's default
 MAX_PROMPTS = 1024
+MAX_CHOICES = 4096  # of all prompts together: far more than can wait, and few enough to be made before that is known
 
 
 def prepare(body: Completion, text: TextModel, limits: RequestLimits, model: str, user: str) -> Generation:
@@ -25,6 +26,9 @@ def prepare(body: Completion, text: TextModel, limits: RequestLimits, model: str
 
     Raises InvalidRequest.
     """
+    several = isinstance(body.prompt, list) and not all(isinstance(one, int) for one in body.prompt)
+    if (count := len(body.prompt) if several else 1) * (body.n or 1) > MAX_CHOICES:
+        raise InvalidRequest(f"{count} prompts with n = {body.n or 1} are more than {MAX_CHOICES} choices", param="n")
     tokens = prompts(body.prompt, text, limits.vocab)
     grammar = response_grammar(body.response_format)
     wanted = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
@@ -91,9 +95,9 @@ class CompletionFormat(OpenAIFormat):
     def __init__(self, job: Generation, body: Completion, text: TextModel) -> None:
         super().__init__(job, body)
         self._vocabulary = text.vocabulary
-        self._echoes = [
-            text.vocabulary.text(request.prompt, skip_special=True) if body.echo else "" for request in job.requests
-        ]
+        n = body.n or 1
+        echoes = [text.vocabulary.text(one.prompt, skip_special=True) if body.echo else "" for one in job.requests[::n]]
+        self._echoes = [echo for echo in echoes for _ in range(n)]
         self._offsets = [0] * len(job.choices)
         self._prompt_logprobs_due = [bool(body.echo) and body.logprobs is not None] * len(job.choices)
 

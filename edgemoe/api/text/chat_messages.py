@@ -6,6 +6,7 @@ Where the templates of a dialect differ from that, its `HistoryForm` says how.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import takewhile
 from typing import Any
 
 import msgspec
@@ -27,12 +28,15 @@ def for_template(messages: Sequence[ChatMessage], history: HistoryForm = AS_OPEN
     return list(_with_results(converted)) if history.results_in_call else converted
 
 
-def tools_for_template(tools: Sequence[Tool]) -> list[Json]:
+def tools_for_template(tools: Sequence[Tool], history: HistoryForm = AS_OPENAI) -> list[Json]:
     """Returns the tools in the form of templates. Raises InvalidRequest for a tool that is not a function."""
     for at, tool in enumerate(tools):
         if tool.type != "function":
             raise InvalidRequest(f"tools[{at}].type: only functions can be called", param=f"tools[{at}].type")
-    return [dict(msgspec.to_builtins(tool)) for tool in tools]
+    converted = [dict(msgspec.to_builtins(tool)) for tool in tools]
+    for one in converted if history.describes_tools else ():
+        one["function"].setdefault("description", "")
+    return converted
 
 
 def _message(message: ChatMessage, where: str, history: HistoryForm) -> Json:
@@ -81,10 +85,11 @@ def _one_call_each(messages: list[Json]) -> Iterator[Json]:
 
     Such templates have one place for what is said before a call: text goes there behind the reasoning.
     """
-    results = {message.get("tool_call_id"): message for message in messages if message["role"] == "tool"}
     moved: set[int] = set()
-    for message in messages:
+    for number, message in enumerate(messages, start=1):
         calls = message.get("tool_calls", ())
+        following = takewhile(lambda one: one["role"] == "tool", messages[number:] if calls else ())
+        results = {one.get("tool_call_id"): one for one in following}  # ids may begin anew with each turn
         if calls and message["content"] and message.get("thinking"):
             message |= {"thinking": f"{message['thinking']}\n\n{message['content']}", "content": ""}
         for at, call in enumerate(calls):

@@ -59,7 +59,7 @@ class ChatTemplate:
         variables = {**self._tokens, **(extra or {}), "messages": messages, "tools": tools or None}
         try:
             return template.render({**variables, "add_generation_prompt": add_generation_prompt})
-        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
+        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
             raise InvalidRequest(
                 f"the model's chat template refuses these messages: {error}", param="messages"
             ) from error

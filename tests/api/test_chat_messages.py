@@ -1,0 +1,50 @@
+"""What chat templates are given of messages, tools and calls, and what is made of calls."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from edgemoe.api.dialects.pieces import OutputPiece, ToolCall
+from edgemoe.api.dialects.table import HARMONY
+from edgemoe.api.endpoints.anthropic_format import _block
+from edgemoe.api.schema import ChatMessage, Tool
+from edgemoe.api.text.chat_messages import for_template, tools_for_template
+from edgemoe.api.text.chat_template import ChatTemplate
+from edgemoe.errors import InvalidRequest
+
+
+def test_a_result_follows_the_call_of_its_own_turn_where_ids_begin_anew_with_each() -> None:
+    turns = []
+    for places in (("Paris", "Rome"), ("Oslo", "Bern")):
+        calls = [
+            {"id": f"call_{n}", "type": "function", "function": {"name": "w", "arguments": f'{{"at": "{place}"}}'}}
+            for n, place in enumerate(places)
+        ]
+        turns.append({"role": "assistant", "content": None, "tool_calls": calls})
+        turns += [
+            {"role": "tool", "tool_call_id": f"call_{n}", "content": f"in {place}"} for n, place in enumerate(places)
+        ]
+    told = for_template(msgspec.convert(turns, list[ChatMessage]), HARMONY.history)
+    said = [
+        one["content"] if one["role"] == "tool" else one["tool_calls"][0]["function"]["arguments"]["at"] for one in told
+    ]
+    assert said == ["Paris", "in Paris", "Rome", "in Rome", "Oslo", "in Oslo", "Bern", "in Bern"]
+
+
+def test_a_tool_without_a_description_has_an_empty_one_where_templates_want_one() -> None:
+    tools = msgspec.convert([{"type": "function", "function": {"name": "f"}}], list[Tool])
+    assert tools_for_template(tools, HARMONY.history)[0]["function"]["description"] == ""
+    assert "description" not in tools_for_template(tools)[0]["function"]
+
+
+@pytest.mark.parametrize("arguments", ['{"a": 1e400}', '{"a": "\\ud83d x"}'])
+def test_arguments_are_handed_out_as_the_model_wrote_them(arguments: str) -> None:
+    piece = OutputPiece("call", arguments, ToolCall(0, "f"))
+    assert arguments in msgspec.json.encode(_block(piece)).decode()
+
+
+def test_a_schema_that_a_template_cannot_walk_is_a_refusal() -> None:
+    template = ChatTemplate({"default": "{{ tools[0].function.parameters.properties | dictsort }}"}, {})
+    with pytest.raises(InvalidRequest, match="refuses these messages"):
+        template.render([], [{"function": {"parameters": {"properties": ["a"]}}}])
