@@ -103,20 +103,18 @@ def _block(path: Path, file: BinaryIO) -> bytes:
         return b""
     length = LENGTH.unpack(prefix)[0]
     data = file.read(length)
-    if not length or len(data) < length:
+    if len(data) < length:
         return b""
+    stream, why = zlib.decompressobj(), f"a block is larger than {MAX_BLOCK} bytes, or cut short"
     try:
-        stream = zlib.decompressobj()
         whole = stream.decompress(data, MAX_BLOCK)
     except zlib.error as error:
-        if _ends_in_zeros(data, file):
-            return b""
-        raise StoreError(f"{path} is damaged: {error}") from error
-    if not stream.eof:
-        if _ends_in_zeros(data, file):
-            return b""
-        raise StoreError(f"{path} is damaged: a block is larger than {MAX_BLOCK} bytes, or cut short")
-    return whole
+        why = str(error)
+    if stream.eof:
+        return whole
+    if _ends_in_zeros(data, file):
+        return b""
+    raise StoreError(f"{path} is damaged: {why}")
 
 
 def _ends_in_zeros(block: bytes, file: BinaryIO) -> bool:

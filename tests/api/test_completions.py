@@ -67,14 +67,22 @@ async def test_sixteen_tokens_unless_more_are_asked_for(client: openai.AsyncOpen
     assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (16, "length")
 
 
-async def test_logprobs_line_up_with_the_text(client: openai.AsyncOpenAI) -> None:
-    answer = await client.completions.create(model="tiny", prompt="SAY{The quick fox}END", logprobs=1)
+@pytest.mark.parametrize("said", ["The quick fox", "Große 🦊 日 ok"])
+async def test_logprobs_line_up_with_the_text(client: openai.AsyncOpenAI, said: str) -> None:
+    """A character of several tokens counts once it is whole."""
+    prompt = f"SAY{{{said}}}END"
+    answer = await client.completions.create(model="tiny", prompt=prompt, logprobs=1, max_tokens=99)
     logprobs = answer.choices[0].logprobs
     assert logprobs is not None
-    text = answer.choices[0].text
-    pairs = zip(logprobs.text_offset or (), logprobs.tokens or (), strict=True)
-    assert all(text[at : at + len(token)] == token for at, token in pairs)
-    assert "".join(logprobs.tokens or ()) == text
+    assert answer.choices[0].text == said
+    pairs = list(zip(logprobs.text_offset or (), logprobs.tokens or (), strict=True))
+    whole = [(at, token) for at, token in pairs if not token.startswith("bytes:")]
+    assert all(said[at : at + len(token)] == token for at, token in whole)
+    assert len(whole) == len(pairs) or not said.isascii()
+    assert [at for at, _ in pairs] == sorted(at for at, _ in pairs)
+    stream = await client.completions.create(model="tiny", prompt=prompt, logprobs=1, max_tokens=99, stream=True)
+    told = [chunk.choices[0].logprobs async for chunk in stream]
+    assert [at for one in told if one is not None for at in one.text_offset or ()] == [at for at, _ in pairs]
 
 
 async def test_a_context_that_is_nearly_full_shortens_the_answer(client: openai.AsyncOpenAI) -> None:

@@ -161,3 +161,15 @@ def test_arguments_that_are_nested_too_deeply_are_text(sample: Sample) -> None:
     pieces = parsed(sample, [output], begun=sample.begun)
     pieces.settle()
     assert_all_there(sample, output, pieces)
+
+
+@EACH
+def test_a_call_that_breaks_off_is_the_same_text_whole_and_in_pieces(sample: Sample) -> None:
+    """Behind an answer: what is between them, and what white space is left out, does not depend on it either."""
+    first = sample.output.index(sample.calls)
+    for end in range(first, len(sample.output)):
+        broken = sample.output[:end] + "\x07 [ broken"
+        pieces, whole = parsed(sample, list(broken), begun=sample.begun), parsed(sample, [broken], begun=sample.begun)
+        pieces.settle()
+        whole.settle()
+        assert summary(pieces) == summary(whole)

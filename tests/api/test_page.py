@@ -158,6 +158,14 @@ async def test_a_page_of_another_site_gets_nothing_by_way_of_a_proxy_to_the_sock
 # --- events
 
 
+async def test_who_asks_for_the_head_of_events_gets_it_at_once(http: httpx.AsyncClient) -> None:
+    async with asyncio.timeout(20):
+        answer = await http.head("/events")
+        assert (await http.get("/version")).status_code == 200, "which comes by the same connection"
+    assert (answer.status_code, answer.content) == (200, b"")
+    assert answer.headers["content-type"].startswith("text/event-stream")
+
+
 async def test_events_say_what_goes_on(http: httpx.AsyncClient) -> None:
     heard = await events_of(http, lambda some: {"box", "state"} <= {name for name, _ in some})
     assert heard[0][0] == "hello"

@@ -51,20 +51,24 @@ class OutputReader:
 
     def show(self, text: str) -> None:
         """Passes on text, or reasoning, without special marks."""
-        text = self._without_special(text)
-        text = text.lstrip() if self._fresh else text
-        if text:
-            self._add(OutputPiece(self.kind, self._between + text))
+        if text := self._laid_out(text):
+            self._out.add(OutputPiece(self.kind, text))
             self._fresh, self._between = False, ""
             self._shown.add(self.kind)
+
+    def _laid_out(self, text: str) -> str:
+        """Returns what is shown of text that comes next."""
+        text = self._without_special(text)
+        text = text.lstrip() if self._fresh else text
+        return self._between + text if text else ""
 
     def _without_special(self, text: str) -> str:
         for name in self.special:
             text = text.replace(name, "")
         return text
 
-    def _add(self, piece: OutputPiece) -> None:
-        piece.raw = self._without_special(piece.raw)
+    def _add_call(self, piece: OutputPiece) -> None:
+        piece.raw = self._laid_out(piece.raw) if piece.begins else self._without_special(piece.raw)
         self._out.add(piece)
 
     def show_read(self) -> None:
@@ -85,11 +89,14 @@ class OutputReader:
 
     def call(self, read: Callable[[GrowingText, OpenCall], Reading[None]]) -> Reading[bool]:
         """Reads one call by `read`. Returns False, having shown what was read, where it is none."""
-        self._call = call = OpenCall(self.source, self._add, self.marks.functions, self._begun)
+        self._call = call = OpenCall(self.source, self._add_call, self.marks.functions, self._begun)
         try:
             yield from read(self.source, call)
             call.complete()
         except Malformed:
+            if call.said:  # it is text, which goes on
+                self._fresh, self._between = False, ""
+                self._shown.add("text")
             self.show(call.give_up())
             return False
         finally:

@@ -85,11 +85,10 @@ def _variables(body: Chat, text: TextModel) -> Json:
     thinks = extra.get("enable_thinking", extra.get("thinking", None if effort is None else effort != "none"))
     if effort is None and thinks is False:
         effort = efforts.get("none")
-    if effort is not None and not isinstance(effort, str):
-        raise InvalidRequest(
-            "chat_template_kwargs.reasoning_effort is text", param="chat_template_kwargs", code="invalid_type"
-        )
     if effort is not None:
+        if not isinstance(effort, str):
+            message = "chat_template_kwargs.reasoning_effort is text"
+            raise InvalidRequest(message, param="chat_template_kwargs", code="invalid_type")
         extra["reasoning_effort"] = efforts.get(effort, effort)
     if thinks is not None:
         extra = {"enable_thinking": thinks, "thinking": thinks} | extra

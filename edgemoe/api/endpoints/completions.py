@@ -11,6 +11,7 @@ from edgemoe.api.generate.grammar import response_grammar
 from edgemoe.api.generate.sampling import check_ids, output_tokens, sampling
 from edgemoe.api.http.sse import LogprobEntry, text_logprobs
 from edgemoe.api.schema import Completion, stop_strings
+from edgemoe.api.text.detokenize import Detokenizer
 from edgemoe.api.text.tokenizer import TextModel
 from edgemoe.errors import InvalidRequest
 from edgemoe.types.arrays import Json
@@ -26,10 +27,9 @@ def prepare(body: Completion, text: TextModel, limits: RequestLimits, model: str
 
     Raises InvalidRequest.
     """
-    several = isinstance(body.prompt, list) and not all(isinstance(one, int) for one in body.prompt)
-    if (count := len(body.prompt) if several else 1) * (body.n or 1) > MAX_CHOICES:
-        raise InvalidRequest(f"{count} prompts with n = {body.n or 1} are more than {MAX_CHOICES} choices", param="n")
-    tokens = prompts(body.prompt, text, limits.vocab)
+    tokens, n = prompts(body.prompt, text, limits.vocab), body.n or 1
+    if len(tokens) * n > MAX_CHOICES:
+        raise InvalidRequest(f"{len(tokens)} prompts with n = {n} are more than {MAX_CHOICES} choices", param="n")
     grammar = response_grammar(body.response_format)
     wanted = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
     if not wanted and not body.echo:
@@ -51,7 +51,6 @@ def prepare(body: Completion, text: TextModel, limits: RequestLimits, model: str
         )
         for prompt in tokens
     ]
-    n = body.n or 1
     return Generation(
         prefix="cmpl",
         model=model,
@@ -98,6 +97,7 @@ class CompletionFormat(OpenAIFormat):
         n = body.n or 1
         echoes = [text.vocabulary.text(one.prompt, skip_special=True) if body.echo else "" for one in job.requests[::n]]
         self._echoes = [echo for echo in echoes for _ in range(n)]
+        self._texts = [Detokenizer(text.vocabulary) for _ in job.choices]
         self._offsets = [0] * len(job.choices)
         self._prompt_logprobs_due = [bool(body.echo) and body.logprobs is not None] * len(job.choices)
 
@@ -120,7 +120,7 @@ class CompletionFormat(OpenAIFormat):
             of_rest = zip(rest, delta.prompt_logprobs, strict=True)
             tokens = [(first, None, ()), *((token, *likely) for token, likely in of_rest), *tokens]
         if tokens:
-            logprobs, self._offsets[at] = text_logprobs(tokens, self._vocabulary, self._offsets[at])
+            logprobs, self._offsets[at] = text_logprobs(tokens, self._vocabulary, self._texts[at], self._offsets[at])
         return {
             "index": delta.choice,
             "text": echo + delta.text,

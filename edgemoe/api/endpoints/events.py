@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 import edgemoe
@@ -70,7 +71,9 @@ class LookEvents:
 
 
 async def look(request: Request) -> ASGIApp:
-    """Answers with events for as long as somebody looks. Raises QueueFull."""
+    """Answers with events for as long as somebody looks; to HEAD with none. Raises QueueFull."""
+    if request.method == "HEAD":
+        return Response(media_type="text/event-stream")
     events: LookEvents = request.app.state.api.events
     events.admit()
 

@@ -10,7 +10,7 @@ import msgspec
 import edgemoe
 from edgemoe.api.dialects.pieces import OutputPiece
 from edgemoe.api.generate.choice import Delta
-from edgemoe.api.text.detokenize import Vocabulary
+from edgemoe.api.text.detokenize import Detokenizer, Vocabulary
 from edgemoe.types.arrays import Json
 from edgemoe.types.request import Emission
 
@@ -58,15 +58,17 @@ def _token(token: int, logprob: float, vocabulary: Vocabulary) -> Json:
     }
 
 
-def text_logprobs(tokens: Iterable[LogprobEntry], vocabulary: Vocabulary, offset: int) -> tuple[Json, int]:
+def text_logprobs(
+    tokens: Iterable[LogprobEntry], vocabulary: Vocabulary, text: Detokenizer, offset: int
+) -> tuple[Json, int]:
     """Returns the `logprobs` of a completion's tokens, and the text offset after them.
 
-    `offset` is the text offset of the first token, in characters.
+    `text` has been fed the tokens before. `offset` is the text offset of the first token, in whole characters.
     """
     offsets, scored = [], list(tokens)
     for token, _, _ in scored:
         offsets.append(offset)
-        offset += len(vocabulary.text([token], skip_special=True))
+        offset += len(text.feed(token))
     body = {
         "tokens": [vocabulary.name(token) for token, _, _ in scored],
         "token_logprobs": [None if logprob is None else max(logprob, LEAST) for _, logprob, _ in scored],
