@@ -77,6 +77,7 @@ class FusedDecoder:
         self._whole["step"], self._whole["count"] = self._step.ctypes.data, spec.layers
         self._whole["layers"] = self._layers.ctypes.data
         self._kv: KVCache | None = None  # whose addresses the layers' records have
+        self._mixed = torch.empty(0)  # what experts made last, of which the step has the address
         self._room: list[npt.NDArray[Any]] = []  # of which records have addresses
         self._lay_out(FEW_TOKENS)
 
@@ -140,8 +141,7 @@ class FusedDecoder:
             self._kernels.layer(self._addresses[layer])
             if experts.lookahead and batch.decode:
                 self._hint(experts, layer, hidden)
-            mixed = experts.forward(layer, hidden, chosen, shares).float()
-            self._call[DELTA] = mixed.data_ptr()
+            self._add_next(experts.forward(layer, hidden, chosen, shares))
         return self._logits(batch.logit_rows)
 
     def _run(
@@ -153,10 +153,15 @@ class FusedDecoder:
         whole["ids"], whole["weights"] = ids.data_ptr(), weights.data_ptr()
         self._kernels.whole_step(whole.ctypes.data)
         while (layer := int(whole["next"][0])) < layers:
-            mixed = experts.forward(layer, hidden, ids[layer], weights[layer]).float()
-            self._call[DELTA], whole["next"] = mixed.data_ptr(), layer + 1
+            self._add_next(experts.forward(layer, hidden, ids[layer], weights[layer]))
+            whole["next"] = layer + 1
             self._kernels.whole_step(whole.ctypes.data)
         experts.computed(ids, weights, int(whole["served"][0]))
+
+    def _add_next(self, mixed: torch.Tensor) -> None:
+        """Has the next layer, or the head, add what experts made [T, D] to the residual stream."""
+        self._mixed = mixed.float()
+        self._call[DELTA] = self._mixed.data_ptr()
 
     def _begin(self, tokens: int, tables: npt.NDArray[np.int64], contexts: npt.NDArray[np.int64], kv: KVCache) -> None:
         """Writes the addresses of scratch memory, block tables and KV cache into the records."""
