@@ -117,11 +117,12 @@ def _check_sizes(spec: ModelSpec) -> None:
         ("the experts' width", feed_forward.width, 1 << 22),
         ("the dense layers' width", feed_forward.dense_width, 1 << 22),
         ("the shared experts' width", feed_forward.shared_width, 1 << 22),
-        ("the number of experts", router.experts, 1 << 16),
+        ("the number of experts", router.experts, 1 << 15),
         ("max_position_embeddings", spec.context_tokens, 1 << 31),
     ):
         _bound(name, value, most)
-    dense = feed_forward.dense_layers
+    dense, group = feed_forward.dense_layers, router.experts // router.groups
+    closed = router.top_groups < router.groups
     for fault, what in (
         (spec.layers * router.experts > MAX_EXPERTS, f"more than {MAX_EXPERTS} experts are impossible"),
         (spec.hidden % 2 or feed_forward.width % 2, "hidden_size and the experts' width must be even"),
@@ -131,6 +132,8 @@ def _check_sizes(spec: ModelSpec) -> None:
         (router.experts % router.groups, "the number of experts must be a multiple of the number of groups"),
         (spec.state_bytes > MOST_STATE_BYTES, f"states of more than {MOST_STATE_BYTES} bytes are impossible"),
         (router.top_groups > router.groups, "more groups of experts are chosen than there are"),
+        (router.top_k > router.top_groups * group, "num_experts_per_tok is more than the chosen groups have"),
+        (closed and router.group_score == "top2" and group < 2, "groups are chosen by two experts, and have one"),
     ):
         if fault:
             raise CheckpointError(f"config.json: {what}")

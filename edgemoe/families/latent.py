@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from edgemoe.errors import CheckpointError, UnsupportedModel
 from edgemoe.families.kv_layout import KVRow
 from edgemoe.families.read import Config, Read, choice, integer, real, whole
 from edgemoe.families.records import Heads, Tensors
+from edgemoe.families.rope_config import rope_table
 
 MOST_WIDTH = 1 << 14
 
@@ -78,7 +79,7 @@ def _value(config: Config) -> int:
 def _scale(config: Config) -> float:
     """Returns what scores are multiplied with: by YaRN, mscale_all_dim's share counts twice."""
     scale = float((integer(config, "qk_nope_head_dim") + integer(config, "qk_rope_head_dim")) ** -0.5)
-    given: Any = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    given = rope_table(config)
     if (given.get("rope_type") or given.get("type") or "default") != "default" and given.get("mscale_all_dim"):
         factor = real(given, "factor")
         scale *= (1.0 if factor <= 1.0 else 0.1 * real(given, "mscale_all_dim") * math.log(factor) + 1.0) ** 2

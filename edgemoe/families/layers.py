@@ -32,7 +32,11 @@ def typed_layers(config: Config) -> frozenset[int]:
     """Returns the layers that `mlp_layer_types` calls dense, where it is there, else the first ones: one or as said."""
     if (types := config.get("mlp_layer_types")) is None:
         return first_dense(config, usual=1)
-    if not isinstance(types, list) or len(types) != layer_count(config) or not {*types} <= {"dense", "sparse"}:
+    if (
+        not isinstance(types, list)
+        or len(types) != layer_count(config)
+        or not all(each in ("dense", "sparse") for each in types)
+    ):
         raise CheckpointError(f"config.json: mlp_layer_types must name each layer dense or sparse: {str(types)[:80]!r}")
     return frozenset(layer for layer, kind in enumerate(types) if kind == "dense")
 
@@ -49,7 +53,11 @@ def by_type(config: Config, attention: Attention) -> tuple[Attention, ...]:
     if types is None:
         first = integer(config, "max_window_layers", default=layers)
         types = ["full_attention"] * min(first, layers) + ["sliding_attention"] * (layers - first)
-    if not isinstance(types, list) or len(types) != layers or set(types) - {"full_attention", "sliding_attention"}:
+    if (
+        not isinstance(types, list)
+        or len(types) != layers
+        or not all(each in ("full_attention", "sliding_attention") for each in types)
+    ):
         raise UnsupportedModel(f"config.json: layer_types = {str(types)[:200]} is not supported")
     full = replace(attention, heads=replace(attention.heads, window=0))
     return tuple(full if each == "full_attention" else attention for each in types)

@@ -21,12 +21,10 @@ def read_rope(config: Config, family: Mapping[str, Any], head_dim: int) -> tuple
     `family` has what the configuration may leave unsaid: `theta`, and the `partial` share of a head that turns.
     """
     context_tokens = integer(config, "max_position_embeddings")
-    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(given, Mapping):
-        raise CheckpointError(f"config.json: rope parameters must be a table, not {given!r}")
+    given = rope_table(config)
     theta = real(given, "rope_theta", default=real(config, "rope_theta", default=family.get("theta", THETA)))
     kind = given.get("rope_type") or given.get("type") or "default"
-    if kind == "dynamic" and given.get("alpha") is not None:  # which does not depend on the context
+    if kind == "dynamic" and given.get("alpha") is not None and head_dim > 2:  # it does not depend on the context
         kind, theta = "default", theta * real(given, "alpha") ** (head_dim / (head_dim - 2))
     if kind not in KINDS:
         raise UnsupportedModel(f"rotary embedding {dict(given)!r} is not supported; have {', '.join(KINDS)}")
@@ -36,6 +34,8 @@ def read_rope(config: Config, family: Mapping[str, Any], head_dim: int) -> tuple
     plain = RopeSpec(theta, _dims(config, given, family, head_dim), _said(family, "interleaved", config))
     if kind == "default":
         return plain, context_tokens
+    if theta <= 1.0:
+        raise CheckpointError(f"config.json: rope_theta = {theta} is impossible for {kind}; it is more than 1")
     original = integer(config, "original_max_position_embeddings", default=_original_tokens(given, context_tokens))
     if kind == "yarn" and given.get("factor") is None:
         factor = context_tokens / original
@@ -54,6 +54,14 @@ def read_rope(config: Config, family: Mapping[str, Any], head_dim: int) -> tuple
         truncate=bool(given.get("truncate", True)),
     )
     return rope, max(context_tokens, int(original * factor))
+
+
+def rope_table(config: Config) -> Mapping[str, Any]:
+    """Returns what a configuration says of its rotary embedding by itself. Raises CheckpointError."""
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(given, Mapping):
+        raise CheckpointError(f"config.json: rope parameters must be a table, not {str(given)[:80]}")
+    return given
 
 
 def _dims(config: Config, given: Config, family: Mapping[str, Any], head_dim: int) -> int:

@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 GIVEN_UP_S = 5.0
 ASK_S, RETRY_S = 2.0, 0.1
 BATCH = 2000  # emissions in one message
+MOST_PULLS = 256  # of one front: far more than its requests that are to move here at once
 RequestNews = LastChunk | PrefixPulled | PromptRead | PrefixFound
 
 
@@ -130,7 +131,7 @@ class HostedRequests:
         hosted = front.hosted_requests.get(request)
         if hosted is not None and hosted.attempt == attempt:
             self._end(hosted)
-        self._end_pulls(lambda pull: (pull.front, pull.request, pull.attempt) == (front, request, attempt))
+        self._end_pulls_for(front, request, attempt)
 
     def missing(self, node: str, boot: str, requests: Iterable[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
         """Returns those of the front's requests, by (request, attempt), that neither run nor are on their way back."""
@@ -154,6 +155,9 @@ class HostedRequests:
     def pull(self, node: str, boot: str, message: PullPrefix) -> None:
         """Has our engine fetch the blocks of a request that this front means to hand over. Raises PeerBusy."""
         front, name = self._front_of(node, boot), f"{node}/{next(self._numbers)}"
+        self._end_pulls_for(front, message.request, message.attempt)
+        if sum(pull.front is front for pull in self._pulls.values()) >= MOST_PULLS:
+            raise PeerBusy(f"{MOST_PULLS} requests of that box are being fetched already")
         if not self._send(msgspec.structs.replace(message, request=name)):
             raise PeerBusy("no engine takes requests here now")
         self._pulls[name] = HostedPull(front, message.request, message.attempt)
@@ -195,6 +199,9 @@ class HostedRequests:
             self.forget(node)
             front = self._fronts[node] = RemoteFront(node, boot)
         return front
+
+    def _end_pulls_for(self, front: RemoteFront, request: str, attempt: int) -> None:
+        self._end_pulls(lambda pull: (pull.front, pull.request, pull.attempt) == (front, request, attempt))
 
     def _end_pulls(self, unwanted: Callable[[HostedPull], bool]) -> None:
         """Has our engine give these up."""

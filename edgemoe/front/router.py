@@ -27,7 +27,7 @@ from edgemoe.front.hosted_requests import RequestNews
 from edgemoe.front.requests.offered_requests import NO_WORD, OfferedRequests
 from edgemoe.front.requests.open_offers import RouteChoice
 from edgemoe.front.routing.hand_over import HandOver, HandOvers
-from edgemoe.policy.route import EngineLoad, route
+from edgemoe.policy.route import EngineLoad, node_of, route
 from edgemoe.ticking import until_tick
 from edgemoe.types.phases import Phases
 from edgemoe.types.request import Emission
@@ -84,9 +84,8 @@ class Router:
         return sum(count for (to, _), count in self.routed.items() if to == "elsewhere")
 
     def elsewhere(self) -> dict[str, str]:
-        """Engines of other boxes that take requests: place -> node."""
-        serving = self._plane.state.members.serving(self._plane.state.model)
-        return {f"{node}:{boot}": node for boot, node in serving.items()}
+        """Returns engines of other boxes that take requests: place -> node."""
+        return self._plane.state.members.serving(self._plane.state.model)
 
     def places(self) -> Collection[str]:
         """Returns engines of other boxes that take requests."""
@@ -232,7 +231,7 @@ class Router:
 
     def _role(self, place: str) -> Phases:
         """Returns what the box does of requests."""
-        node = place.rpartition(":")[0]
+        node = node_of(place)
         card = self._plane.state.members[node].card if node else self._plane.announce
         return card.serves if card is not None else "both"
 

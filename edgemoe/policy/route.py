@@ -18,6 +18,12 @@ class EngineLoad(NamedTuple):
     capacity: int  # that may be there, waiting ones included
 
 
+def node_of(place: str) -> str:
+    """Returns the box whose engine NODE:BOOT names; "" of our own, which BOOT names. A boot may have colons in it."""
+    node, colon, _ = place.partition(":")
+    return node if colon else ""
+
+
 def route(loads: Sequence[EngineLoad], rule: Rule) -> str:
     """Returns the place to send a request to; "" where there is no room anywhere.
 

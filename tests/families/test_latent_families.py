@@ -130,8 +130,9 @@ def test_layers_of_glm_flash_are_dense_as_its_list_or_its_count_says() -> None:
     assert spec_from_config(flash | {"first_k_dense_replace": 2}).feed_forward.dense_layers == {0, 1}
     listed = {"mlp_layer_types": ["dense", "sparse", "dense", "sparse"]}
     assert spec_from_config(flash | listed).feed_forward.dense_layers == {0, 2}
-    with pytest.raises(CheckpointError, match="mlp_layer_types"):
-        spec_from_config(flash | {"mlp_layer_types": ["dense"]})
+    for types in (["dense"], [["dense"], ["sparse"], "dense", "sparse"]):
+        with pytest.raises(CheckpointError, match="mlp_layer_types"):
+            spec_from_config(flash | {"mlp_layer_types": types})
 
 
 @pytest.mark.parametrize("config", [V2_LITE, V3], ids=["v2-lite", "v3"])
@@ -159,7 +160,18 @@ def test_what_the_decoder_lacks_is_refused_by_name(change: dict[str, Any], named
         spec_from_config(V2_LITE | change)
 
 
-@pytest.mark.parametrize("change", [{"kv_lora_rank": 511}, {"kv_lora_rank": 1 << 15}, {"qk_nope_head_dim": None}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"kv_lora_rank": 511},
+        {"kv_lora_rank": 1 << 15},
+        {"qk_nope_head_dim": None},
+        {"rope_scaling": [1]},
+        {"rope_scaling": "yarn"},
+        {"n_group": 256, "topk_group": 8},  # groups are chosen by their two best experts
+        {"n_group": 64, "topk_group": 1},  # of four experts each, of which eight are to be chosen
+    ],
+)
 def test_nonsense_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(CheckpointError):
-        spec_from_config(V2_LITE | change)
+        spec_from_config(V3 | change)

@@ -172,6 +172,8 @@ def test_layers_from_the_one_that_is_named_on_have_a_window_where_no_types_are_s
     }
     windows = [each.heads.window for each in spec_from_config({**qwen2, "max_window_layers": 28}).attention]
     assert windows == [0] * 28 + [4096] * 20
+    with pytest.raises(UnsupportedModel, match="layer_types"):
+        spec_from_config({**qwen2, "layer_types": [["full_attention"]] * 48})
 
 
 def test_yarn_extends_the_context() -> None:
@@ -216,6 +218,9 @@ def test_what_the_decoder_lacks_is_refused_by_name(change: dict[str, Any], named
         {"mlp_only_layers": "all"},
         {"mlp_only_layers": [0], "intermediate_size": None},
         {"norm_topk_prob": "maybe"},
+        {"rope_theta": 1.0, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+        {"head_dim": 2, "rope_scaling": {"rope_type": "dynamic", "alpha": 1000.0}},
+        {"num_experts": (1 << 15) + 1},
     ],
 )
 def test_nonsense_is_refused(change: dict[str, Any]) -> None:

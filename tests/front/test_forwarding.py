@@ -29,10 +29,10 @@ from edgemoe.cluster.rpc.engine_messages import Cancel, Emissions, Submit, decod
 from edgemoe.cluster.rpc.messages.hand_over import PullPrefix
 from edgemoe.cluster.rpc.transport import Answer, Question
 from edgemoe.config.settings import Route, Settings
-from edgemoe.errors import PeerRefused, PeerUnavailable
+from edgemoe.errors import PeerBusy, PeerRefused, PeerUnavailable
 from edgemoe.front import hosted_requests as hosted_module
 from edgemoe.front import restart_backoff
-from edgemoe.front.hosted_requests import HostedRequests
+from edgemoe.front.hosted_requests import MOST_PULLS, HostedRequests
 from edgemoe.front.main import Front
 from edgemoe.front.peers_list import listed
 from edgemoe.front.router import Router
@@ -448,3 +448,22 @@ def test_what_a_box_says_is_unwanted_is_bounded() -> None:
     taken = places.take("b", items)
     assert len(taken.unwanted) == MAX_UNWANTED
     assert CONTROL.read(msgspec.msgpack.encode(taken)) == taken
+
+
+def test_what_one_front_has_fetched_at_once_is_bounded_and_asked_for_again_is_no_more() -> None:
+    sent: list[PullPrefix | Cancel] = []
+    hosted = HostedRequests(None, lambda message: not sent.append(message), None)  # type: ignore[arg-type]
+
+    def pull(node: str, number: int) -> None:
+        about = PullPrefix(request=f"r{number}", attempt=1, node="c", prompt=(1,) * 64, remaining_ms=1000.0)
+        hosted.pull(node, "boot", about)
+
+    for _ in range(3):
+        pull("b", 0)
+    assert [type(message).__name__ for message in sent] == ["PullPrefix", *["Cancel", "PullPrefix"] * 2]
+    for number in range(1, MOST_PULLS):
+        pull("b", number)
+    with pytest.raises(PeerBusy):
+        pull("b", MOST_PULLS)
+    assert len(hosted._pulls) == MOST_PULLS
+    pull("c", 0)

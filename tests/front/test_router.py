@@ -35,7 +35,7 @@ class Members:
         self.beats = {"d": Beat(engine="1", slots=4, capacity=10)}
 
     def serving(self, model: str) -> dict[str, str]:
-        return {beat.engine: node for node, beat in self.beats.items()} if self.there else {}
+        return {f"{node}:{beat.engine}": node for node, beat in self.beats.items()} if self.there else {}
 
     def __getitem__(self, node: str) -> Any:
         return SimpleNamespace(beat=self.beats[node], card=SimpleNamespace(serves="decode"))
@@ -115,6 +115,18 @@ class Front:
 async def settled() -> None:
     for _ in range(3):
         await asyncio.sleep(0)
+
+
+async def test_an_engine_may_call_itself_what_it_will() -> None:
+    front = Front("both")
+    front.members.beats["d"] = Beat(engine="x:y:z", slots=4, capacity=10)
+    with front.log.open([REQUEST], 60.0):
+        assert front.log.place_of("r") == ("boot", 1)
+        assert not front.over
+    front.own = False
+    with front.log.open([REQUEST], 60.0):
+        await settled()
+        assert front.log.place_of("r") == ("d:x:y:z", 1)
 
 
 async def test_what_is_handed_over_comes_by_the_offer_that_the_leader_counts_it_by() -> None:

@@ -28,16 +28,27 @@ class Announcer:
         """`tell` gets what came of it."""
         self._state, self._channel, self._tell = state, channel, tell
         self._due = asyncio.Event()
+        self._telling: set[str] = set()
 
     async def run(self) -> None:
-        """Announces this box to whoever has not heard the latest, until cancelled."""
-        while True:
-            await self._due.wait()
-            self._due.clear()
-            await asyncio.gather(*(self.introduce(member) for member in self._state.late()))
-            if self._state.late():
+        """Announces this box to whoever has not heard the latest, until cancelled. Nobody waits for another."""
+        async with asyncio.TaskGroup() as group:
+            while True:
+                await self._due.wait()
+                self._due.clear()
+                for member in self._state.late():
+                    if member.peer.node not in self._telling:
+                        self._telling.add(member.peer.node)
+                        group.create_task(self._keep_telling(member.peer.node))
+
+    async def _keep_telling(self, node: str) -> None:
+        """Tells one box until it has taken note of the latest, or is gone."""
+        while late := [member for member in self._state.late() if member.peer.node == node]:
+            serial = self._state.serial
+            await self.introduce(late[0])
+            if self._state.serial == serial and late[0] in self._state.late():
                 await asyncio.sleep(RETRY_S)
-                self._due.set()
+        self._telling.discard(node)
 
     def look(self) -> None:
         """Takes note that something has happened, after which there may be somebody to tell."""

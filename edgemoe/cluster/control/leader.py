@@ -231,9 +231,8 @@ class Leader:
 
     async def _look_for(self, agreed: PlanRef) -> tuple[PlacementPlan, bytes] | None:
         """The agreed plan, from whoever has it; None where nobody has."""
-        members = self._state.members
-        for member in members:
-            if member.beat.plan_digest == agreed.digest and members.is_alive(member.peer.node):
+        for member in self._state.members.alive():
+            if member.beat.plan_digest == agreed.digest:
                 with contextlib.suppress(PeerError):
                     return await self._exchange.fetch(member.peer.node, agreed.digest)
         return None

@@ -81,13 +81,13 @@ class Members:
         return max(0.0, self._clock() - self._members[node].gone_s)
 
     def serving(self, model: str) -> dict[str, str]:
-        """Engines of others that take requests for that model, by digest: boot -> node."""
+        """Returns engines of others that take requests for that model, by digest: NODE:BOOT -> node."""
         found = {}
         for member in self:
             engine = member.card.engine if member.card and not member.refused else None
             takes = engine is not None and engine.model == model and engine.boot == member.beat.engine
             if takes and self.is_alive(member.peer.node):
-                found[member.beat.engine] = member.peer.node
+                found[f"{member.peer.node}:{member.beat.engine}"] = member.peer.node
         return found
 
     def keys(self) -> dict[str, tuple[str, ...]]:

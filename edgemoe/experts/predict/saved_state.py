@@ -25,7 +25,7 @@ def read(path: Path) -> Arrays | None:
     """The arrays; None where it is no such file."""
     try:
         arrays: Arrays = load_file(path)
-    except (OSError, SafetensorError, ValueError):
+    except (OSError, SafetensorError, ValueError, TypeError, AttributeError, KeyError):  # of types that NumPy lacks
         return None
     return arrays
 

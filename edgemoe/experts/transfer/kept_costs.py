@@ -55,7 +55,7 @@ def _read(path: Path) -> dict[str, list[float]]:
         if path.stat().st_size > MOST_BYTES:
             return {}
         return msgspec.json.decode(path.read_bytes(), type=dict[str, list[float]])
-    except (OSError, msgspec.MsgspecError):
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return {}
 
 
@@ -64,4 +64,4 @@ def _is_sound(record: list[float]) -> bool:
     if len(record) != SUMS or not all(math.isfinite(each) and each > 0 for each in record):
         return False
     n, size_bytes, seconds, squares, _ = record
-    return n >= 1 and SLOWEST <= size_bytes / seconds <= FASTEST and squares >= 0.99 * size_bytes**2 / n
+    return n >= 1 and SLOWEST <= size_bytes / seconds <= FASTEST and squares >= 0.99 * size_bytes * size_bytes / n

@@ -259,10 +259,10 @@ class ExpertLoader:
 
     def _queue_reads(self, reads: Sequence[Transfer]) -> None:
         with self._lock:
-            if not self._closed:
+            if not (closed := self._closed):  # else `_close` fails them, and nobody does so twice
                 self._read_gap.demand()
                 self._demanded.extend(reads)
-        if self._closed:
+        if closed:
             self._fail_all(reads)
         self._wake(len(reads))
 

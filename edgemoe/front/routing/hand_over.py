@@ -24,6 +24,7 @@ import msgspec
 from edgemoe.cluster.rpc.engine_messages import Cancel, Submit
 from edgemoe.cluster.rpc.messages.choices import SignatureTable
 from edgemoe.cluster.rpc.messages.hand_over import LastChunk, PrefixPulled, PullPrefix
+from edgemoe.policy.route import node_of
 
 log = logging.getLogger(__name__)
 PULL_S = 60.0  # that a box has to fetch a prompt's blocks, the end of whose computation it waits for
@@ -208,4 +209,4 @@ class HandOvers:
 
 def _is_of(place: str, node: str) -> bool:
     """Returns whether the engine is that box's."""
-    return place.rpartition(":")[0] == node
+    return node_of(place) == node

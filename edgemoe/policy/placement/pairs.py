@@ -45,6 +45,7 @@ def routes_of_pairs(
         asked = activations[layer, : exists[layer].sum()]
         asked = asked + FLOOR * (asked.mean() or 1.0)
         listed = pairs[ends[layer] : ends[layer + 1]]
+        listed = listed[(listed[:, 1:3] < len(asked)).all(axis=1)]
         lift = _lift(asked, listed, (top_k - 1) * asked.sum())
         routes[:, layer] = _draw(asked / asked.sum(), lift, rng.random((tokens, top_k)))
     return routes

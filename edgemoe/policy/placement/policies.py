@@ -68,7 +68,7 @@ def place(
             passed=np.where(beside, passed[layers[:-1]], 0.0),
         )
         found = POLICIES[policy](part, ours)
-        kept = found.homes.copy()
+        kept = found.homes & part.experts
         protect(part, kept, wishes.replicas)
         return replace(found, homes=kept)
 

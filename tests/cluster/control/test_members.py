@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+from types import SimpleNamespace
+
 from support.planes import card
 
+from edgemoe.cluster.control.coordination.store import PlanRef
+from edgemoe.cluster.control.leader import Leader
 from edgemoe.cluster.control.members import DEAD_S, Members
-from edgemoe.cluster.rpc.control_messages import Announce
+from edgemoe.cluster.rpc.control_messages import Announce, Beat
 from edgemoe.cluster.rpc.keys import Peer
+from edgemoe.errors import PeerUnavailable
 
 
 class Clock:
@@ -47,3 +53,33 @@ def test_a_silence_that_was_noted_is_told() -> None:
     members["a"].heard_s = clock.now_s
     assert members.watch() == ["a"]
     assert members.engines()[0].heard
+
+
+def boxes(*nodes: str, beat: Beat) -> Members:
+    """All alive, with an engine, and of the same beat."""
+    members = Members(lambda: 0.0)
+    for node in nodes:
+        members.add(Peer(node, "127.0.0.1:1", "key"))
+        members[node].up, members[node].heard_s, members[node].beat = True, 0.0, beat
+        members[node].card = Announce(release="1", role="box", address="127.0.0.1:1", engine=card("engine"))
+    return members
+
+
+def test_an_engine_that_calls_itself_by_anothers_name_is_one_more_and_takes_nothing_from_it() -> None:
+    found = boxes("a", "b", beat=Beat(engine="engine")).serving("m" * 32)
+    assert found == {"a:engine": "a", "b:engine": "b"}
+
+
+async def test_boxes_that_come_while_a_plan_is_looked_for_end_nothing() -> None:
+    members, asked = boxes("a", "b", beat=Beat(plan_digest="digest")), list[str]()
+
+    async def fetch(node: str, _digest: str) -> None:
+        asked.append(node)
+        await asyncio.sleep(0)
+        members.add(Peer(f"{node}-new", "127.0.0.1:1", "key"))
+        raise PeerUnavailable("it has died")
+
+    leader = object.__new__(Leader)
+    leader._state, leader._exchange = SimpleNamespace(members=members), SimpleNamespace(fetch=fetch)  # type: ignore
+    assert await leader._look_for(PlanRef(1, "digest")) is None
+    assert asked == ["a", "b"]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import msgspec
@@ -24,7 +27,7 @@ from edgemoe.cluster.control.coordination.epoch_fence import EpochFence
 from edgemoe.cluster.control.placement import PlanTask, Target
 from edgemoe.cluster.control.plan_store import PlanStore
 from edgemoe.cluster.control.planning import solver
-from edgemoe.cluster.control.state import Heard, Looked
+from edgemoe.cluster.control.state import Heard, Looked, Told
 from edgemoe.cluster.rpc.control_messages import Announce, Beat, GetPlan, Report
 from edgemoe.cluster.rpc.envelope import FRAMING, MAGIC, seal
 from edgemoe.cluster.rpc.keys import Peer, generate
@@ -167,7 +170,7 @@ async def test_no_request_goes_to_another_model_even_while_our_own_engine_is_dow
     for node, front in three.items():
         front.busy = Beat(engine=f"engine-{node}", slots=1, capacity=1)
     a = three["a"].plane
-    await until(lambda: a.state.members.serving(a.state.model) == {"engine-b": "b", "engine-c": "c"})
+    await until(lambda: a.state.members.serving(a.state.model) == {"b:engine-b": "b", "c:engine-c": "c"})
     three["c"].has(card("engine-c", model="x" * 32))
     await until(lambda: bool(a.state.members["c"].refused))
     three["a"].has(None)
@@ -176,7 +179,7 @@ async def test_no_request_goes_to_another_model_even_while_our_own_engine_is_dow
         lambda: (c := a.state.members["c"].card) is not None and c.engine is not None and c.engine.budget_experts == 5
     )
     assert a.state.members["c"].refused
-    assert a.state.members.serving(a.state.model) == {"engine-b": "b"}
+    assert a.state.members.serving(a.state.model) == {"b:engine-b": "b"}
     three["b"].busy = Beat(engine="restarted", slots=1, capacity=1)
     await until(lambda: a.state.members["b"].beat.engine == "restarted")
     assert not a.state.members.serving(a.state.model)  # until it has said what that engine serves
@@ -521,6 +524,30 @@ async def test_a_box_that_is_listed_elsewhere_for_a_while_stays_known(three: dic
     a.plane.list(a.peers)
     await until(lambda: a.plane.state.members["b"].up and b.plane.state.members["a"].up)
     assert a.plane.state.members["b"].boot == "boot-b-1"
+
+
+async def test_a_box_that_does_not_answer_keeps_no_news_from_the_others() -> None:
+    members = {node: SimpleNamespace(peer=SimpleNamespace(node=node), acknowledged=0) for node in "bc"}
+    state = SimpleNamespace(serial=1, card=None)
+    state.late = lambda: [one for one in members.values() if one.acknowledged != state.serial]
+    heard: list[tuple[str, int]] = []
+
+    async def ask(node: str, *_: Any, **__: Any) -> None:
+        heard.append((node, state.serial))
+        await asyncio.sleep(3600.0 if node == "c" else 0.0)
+
+    def tell(told: Told) -> None:
+        members[told.node].acknowledged = told.serial
+
+    telling = announcer.Announcer(state, SimpleNamespace(ask=ask), tell)  # type: ignore[arg-type]
+    running = asyncio.create_task(telling.run())
+    for serial in (1, 2, 3):
+        state.serial = serial
+        telling.look()
+        await until(lambda: ("b", serial) in heard and members["b"].acknowledged == serial)  # noqa: B023
+    assert heard.count(("c", 1)) == len(heard) - 3 == 1
+    running.cancel()
+    await asyncio.wait([running])
 
 
 async def test_something_is_read_on_every_connection_again_and_again(

@@ -7,6 +7,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
+from safetensors.torch import save_file
 from support.kept import KERNELS
 
 from edgemoe.experts.predict import routing_memory as recall
@@ -219,11 +221,13 @@ def test_a_state_whose_weights_do_not_fit_gives_its_memory(damage: str) -> None:
     assert np.array_equal(after.learner.weights, fresh)
 
 
-@pytest.mark.parametrize("damage", ["absent", "garbage", "other model", "out of range"])
+@pytest.mark.parametrize("damage", ["absent", "garbage", "bfloat16", "other model", "out of range"])
 def test_a_state_that_does_not_fit_is_left_alone(damage: str, tmp_path: Path) -> None:
     path, fresh = tmp_path / "state", NextUsePredictor(L, E, K)
     if damage == "garbage":
         path.write_bytes(b"\x08\0\0\0\0\0\0\0nonsense")
+    elif damage == "bfloat16":
+        save_file({"shape": torch.zeros(3, dtype=torch.bfloat16)}, path)
     elif damage == "other model":
         state.write(path, NextUsePredictor(L, E + 1, K).learned())
     elif damage == "out of range":

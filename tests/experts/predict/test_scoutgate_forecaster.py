@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import weakref
 from collections.abc import Callable
@@ -202,6 +203,14 @@ def test_an_export_that_cannot_be_fed_or_read_is_refused(tmp_path: Path) -> None
     record = exported(tmp_path / "c") / export.RECORD
     record.write_text(json.dumps({**json.loads(record.read_text()), "sha256": "0"}))
     with pytest.raises(ConfigError, match="damaged"):
+        fitting(tmp_path / "c", SERVED, "tokenizer", embedding())
+    (tmp_path / "c" / export.WEIGHTS).write_bytes(b"garbage")
+    digest = hashlib.sha256(b"garbage").hexdigest()
+    record.write_text(json.dumps({**json.loads(record.read_text()), "sha256": digest}))
+    with pytest.raises(ConfigError, match="cannot be used"):
+        fitting(tmp_path / "c", SERVED, "tokenizer", embedding())
+    record.write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match="not a ScoutGate export"):
         fitting(tmp_path / "c", SERVED, "tokenizer", embedding())
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from queue import SimpleQueue
 
 import numpy as np
@@ -347,6 +347,29 @@ async def test_stopping_fails_what_is_queued_and_what_is_being_read(store: FileS
     assert isinstance(arrivals.get_nowait().error, MissingExpert)
     tiers.residency.release(0, late.slots)
     tiers.check_integrity(idle=True)
+
+
+async def test_reads_that_are_queued_while_the_loader_ends_fail_once(store: FileStore) -> None:
+    """It ends on another thread; here as soon as a thread that queues them lets go of its lock."""
+    tiers = small_tiers(store, 4)
+    loader = tiers.loader
+
+    class EndsWhenLeft:
+        def __init__(self) -> None:
+            self.ends: Callable[[], None] = loader._close
+
+        def __enter__(self) -> None: ...
+
+        def __exit__(self, *_: object) -> None:
+            ends, self.ends = self.ends, lambda: None
+            ends()
+
+    loader._lock = EndsWhenLeft()  # type: ignore[assignment]
+    claim, arrivals = demand(tiers, 0, 3)
+    assert arrivals.qsize() == 1
+    tiers.residency.release(0, claim.slots)
+    tiers.check_integrity(idle=True)
+    tiers.close()
 
 
 async def test_free_slots_are_filled_in_idle_time(store: FileStore) -> None:

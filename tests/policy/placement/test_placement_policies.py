@@ -175,3 +175,16 @@ def test_room_that_is_left_goes_to_what_is_asked_for_most(policy: Policy) -> Non
     assert homes[:, 0].tolist() == [[True, True, False, False, True, True], [False, False, True, True, True, True]] or (
         activations[homes].sum() == 9 + 8 + 3 + 4 + 9 + 8 + 7 + 3
     )
+
+
+@pytest.mark.parametrize("room", [8, 12, 20, 30])
+def test_no_policy_gives_a_home_to_an_expert_that_a_layer_has_not_got(room: int) -> None:
+    exists = np.arange(8) < np.array([8, 4, 8, 2])[:, None]
+    activations = np.random.default_rng(1).random((3, 4, 8)) * exists
+    problem = PlacementProblem(((room,),) * 3, activations, TOP_K, exists=exists)
+    pairs = np.array([[0, 1, 7, 50], [1, 2, 3, 50], [1, 3, 6, 50], [3, 4, 5, 50]])  # as boxes may say
+    routes = routes_for(problem, [pairs] * 3, TOP_K, np.random.default_rng(0))
+    wishes = Wishes(routes, RendezvousCosts(), 2)
+    for policy in POLICIES_BY_NAME:
+        homes = place(policy, problem, wishes, [10] * 4, [[room]] * 3).homes
+        assert (homes.any(axis=0) == exists).all(), policy

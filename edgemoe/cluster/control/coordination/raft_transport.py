@@ -12,6 +12,7 @@ import itertools
 import logging
 import operator
 import os
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Protocol
@@ -126,6 +127,7 @@ class LinkTransport(Transport):  # type: ignore[misc]
         self._up: set[str] = set()
         self._inbox: deque[tuple[str, str, bytes]] = deque()
         self._inbox_bytes = 0
+        self._counting = threading.Lock()  # the bytes, on two threads
         self._snapshot = b""  # as far as it has come
         self._shared = MAX_COUNT  # up to which entry the log is the leader's, while a message of its is taken in
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -171,7 +173,8 @@ class LinkTransport(Transport):  # type: ignore[misc]
         if what == "message" and (full or len(payload) > MAX_MESSAGE_BYTES):
             self._reject(node, "too much at once")
             return
-        self._inbox_bytes += len(payload)
+        with self._counting:
+            self._inbox_bytes += len(payload)
         self._inbox.append((what, node, payload))
         os.eventfd_write(self._wake, 1)
 
@@ -179,7 +182,8 @@ class LinkTransport(Transport):  # type: ignore[misc]
         os.eventfd_read(self._wake)
         while self._inbox:
             what, name, payload = self._inbox.popleft()
-            self._inbox_bytes -= len(payload)
+            with self._counting:
+                self._inbox_bytes -= len(payload)
             if what == "up":
                 self._up.add(name)
                 if not self.recovery.waits_for:
@@ -198,8 +202,6 @@ class LinkTransport(Transport):  # type: ignore[misc]
         try:
             message = _decoder.decode(payload[len(self._voters) :])
             self._take(name, message)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            self._reject(name, str(error))
         except Exception as error:  # PySyncObj believes what members say
             self._reject(name, repr(error))
 
@@ -286,8 +288,7 @@ def _is_sound(message: _AppendEntries) -> bool:
     """Whether the entries follow `prevLogIdx` one by one, in terms that do not exceed the leader's."""
     if message.entries is UNSET:
         return message.serialized is not UNSET
-    before = message.prevLogIdx
-    if not isinstance(before, int):
+    if not isinstance(before := message.prevLogIdx, int):
         return not message.entries and before is None
     follow = all(index == before + n for n, (_, index, _) in enumerate(message.entries, 1))
     return follow and all(term <= message.term for *_, term in message.entries)

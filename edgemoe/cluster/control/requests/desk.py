@@ -130,7 +130,7 @@ class RequestDesk:
     def _serving(self) -> Serving:
         state, members = self._state, self._state.members
         nodes = {m.peer.node for m in members if members.is_alive(m.peer.node) and not m.refused}
-        engines = {f"{node}:{boot}": members[node].card for boot, node in members.serving(state.model).items()}
+        engines = {place: members[node].card for place, node in members.serving(state.model).items()}
         if state.card.engine is not None:
             engines[f"{state.node}:{state.card.engine.boot}"] = state.card
         engine = state.serving()  # ours, where there is one: another's may err

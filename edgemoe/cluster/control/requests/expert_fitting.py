@@ -21,6 +21,7 @@ from edgemoe.cluster.control.planning.messages import MAX_REQUESTS, ClusterAnswe
 from edgemoe.cluster.control.requests.offer_queue import OfferQueue
 from edgemoe.cluster.rpc.messages.choices import EndedRequest
 from edgemoe.errors import PlanningFailed
+from edgemoe.policy.route import node_of
 from edgemoe.policy.routing.expert_clusters import ExpertClusters, Fit, drifted
 from edgemoe.policy.routing.locality_band import LocalityBand
 from edgemoe.policy.routing.offers import EngineView
@@ -89,13 +90,13 @@ class ExpertFitting:
         """Has the band go by the places where the engines are now."""
         self._check_model()
         if self.fitted is not None:
-            places = {place.rpartition(":")[0]: place for place in self._queue.writers}
+            places = {node_of(place): place for place in self._queue.writers}
             self._band.follow(self.fitted.clusters, [places.get(node, node) for node in self.fitted.slots])
 
     async def look(self) -> None:
         """Looks whether clusters are to be fitted, and has that done."""
         self.follow()
-        engines = {view.place.rpartition(":")[0]: view for view in self._queue.writing()}
+        engines = {node_of(view.place): view for view in self._queue.writing()}
         if why := await self._why(engines):
             await self._refit(why, engines)
 

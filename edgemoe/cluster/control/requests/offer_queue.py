@@ -28,6 +28,7 @@ import numpy as np
 from edgemoe.cluster.control.requests.engine_memory import EngineMemory
 from edgemoe.cluster.control.requests.reading import offered_as
 from edgemoe.cluster.rpc.control_messages import EngineUse, RequestOffer
+from edgemoe.policy.route import node_of
 from edgemoe.policy.routing.dispatches import Dispatches
 from edgemoe.policy.routing.locality_band import LocalityBand
 from edgemoe.policy.routing.offers import EngineView, Offered, RoutingPolicy
@@ -188,8 +189,7 @@ class OfferQueue:
         return offered if self.foreseen_bytes < MOST_FORECAST_BYTES else _unforeseen(offered)
 
     def _home(self, name: str) -> str:
-        node, _, _ = name.rpartition(":")
-        return next((place for place in self._memories if place.rpartition(":")[0] == node), "")
+        return next((place for place in self._memories if node_of(place) == node_of(name)), "")
 
     def _hear(self, node: str, use: EngineUse, now_s: float) -> None:
         place = f"{node}:{use.engine}"

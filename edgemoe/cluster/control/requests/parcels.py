@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -48,7 +49,7 @@ class Parcels:
         self.fetched_bytes = 0
         self._channel, self._check_room = channel, check_room
         self._waiting: dict[bytes, WaitingFrame] = {}
-        self._coming_bytes = 0
+        self._coming = Counter[str]()  # bytes, by the box that they come from
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -84,16 +85,17 @@ class Parcels:
     async def fetch(self, question: Question[ControlMessage], parcel: Parcel) -> Question[ControlMessage]:
         """Returns the question with the frame that it names as its tensor. Raises PeerError."""
         self._check_room()
-        if self._coming_bytes + parcel.bytes > MOST_BYTES:
+        held, free = self._coming[question.peer], MOST_BYTES - self._coming.total()
+        if parcel.bytes > free or (held and held + parcel.bytes > free):  # there always is some for the next box
             raise PeerBusy("too many long requests are on their way here")
-        self._coming_bytes += parcel.bytes
+        self._coming[question.peer] += parcel.bytes
         try:
             async with asyncio.timeout_at(question.deadline):
                 frame = await self._frame(question.peer, parcel)
         except TimeoutError:
             raise PeerUnavailable(f"a parcel of {parcel.bytes} bytes did not come in time") from None
         finally:
-            self._coming_bytes -= parcel.bytes
+            self._coming[question.peer] -= parcel.bytes
         return replace(question, tensors=[memoryview(frame)])
 
     async def _frame(self, node: str, parcel: Parcel) -> bytearray:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load, save_file
 from torch import Tensor
 
@@ -80,7 +81,7 @@ def read(directory: Path) -> Export:
             raise ValueError("its log-loss is no number")
         if not all(isinstance(v, str) for v in record["model"].values()):
             raise ValueError("the model is not named")
-    except (KeyError, TypeError, AttributeError, RuntimeError, ValueError) as error:
+    except (KeyError, TypeError, AttributeError, RuntimeError, ValueError, SafetensorError) as error:
         raise ValueError(f"{directory} holds a ScoutGate that cannot be used: {error}") from error
     return Export(gate.eval().requires_grad_(False), scale, shift, record)
 
@@ -98,7 +99,7 @@ def get(weights: Path, record: Path, what: str) -> tuple[dict[str, Any], bytes]:
         if weights.stat().st_size > MAX_WEIGHTS_BYTES:
             raise ValueError(f"{weights} is too large for a {what}")
         data = weights.read_bytes()
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{record.parent} is not a {what} export: {error}") from error
     if not isinstance(told, dict) or told.get("format") != FORMAT:
         raise ValueError(f"{record} is not of format {FORMAT}; export the predictor again")

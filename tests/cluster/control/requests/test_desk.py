@@ -136,7 +136,7 @@ async def test_an_engine_that_starts_again_keeps_its_cluster_while_others_are_be
         async def serves(boot: str) -> None:
             found["b"].has(card(boot))
             found["b"].busy = Beat(engine=boot, slots=2, capacity=4)
-            await until(lambda: boot in plane.state.members.serving("m" * 32))
+            await until(lambda: f"b:{boot}" in plane.state.members.serving("m" * 32))
             desk.look()
             desk.hear("b", msgspec.structs.replace(USE, engine=boot))
 

@@ -230,3 +230,32 @@ def test_a_parcel_of_a_size_that_cannot_be_is_not_read(size: int) -> None:
     with pytest.raises(msgspec.ValidationError):
         msgspec.convert(told, Parcel)
     assert msgspec.convert({**told, "bytes": 64 << 20}, Parcel).bytes == 64 << 20
+
+
+async def test_one_box_takes_no_more_room_than_it_leaves_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parcels_module, "MOST_BYTES", 8 * SHORT_BYTES)
+    come = asyncio.Event()
+
+    class Slow:
+        async def ask(self, *_: Any, **__: Any) -> Answer[Any]:
+            await come.wait()
+            raise PeerRefused("there is no such parcel")
+
+    parcels = Parcels(Slow(), lambda: None)  # type: ignore[arg-type]
+
+    def fetch(node: str) -> asyncio.Task[Any]:
+        deadline = asyncio.get_running_loop().time() + 60
+        question = Question(node, "boot", None, Forward("m", 3), [], deadline)  # type: ignore[arg-type]
+        return asyncio.create_task(parcels.fetch(question, Parcel.of(bytes(KEY_BYTES), bytes(SHORT_BYTES))))
+
+    hostile = [fetch("a") for _ in range(20)]
+    await asyncio.sleep(0.01)
+    assert sum(not task.done() for task in hostile) == 4
+    other = fetch("b")
+    await asyncio.sleep(0.01)
+    assert not other.done()
+    come.set()
+    found = await asyncio.gather(*hostile, other, return_exceptions=True)
+    assert [type(error) for error in found].count(PeerBusy) == 16
+    again = await asyncio.gather(*(fetch("a") for _ in range(4)), return_exceptions=True)
+    assert {type(error) for error in again} == {PeerRefused}, "nothing is held any more"
