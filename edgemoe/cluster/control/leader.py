@@ -143,6 +143,10 @@ class Leader:
                 if self._hindrance != str(error):
                     log.warning("the agreement did not follow", extra={"why": str(error)})
                 self._hindrance = str(error)
+            except Exception as error:  # of what one box has said, which must not end the leader
+                if self._hindrance != repr(error):
+                    log.exception("the plan could not be cared for")
+                self._hindrance = repr(error)
 
     async def _take_over(self, epoch: int) -> None:
         try:

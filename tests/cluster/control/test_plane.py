@@ -254,6 +254,26 @@ async def test_a_plan_that_cannot_be_worked_out_is_said_and_asked_for_again(
             assert not found["a"].plane.trouble
 
 
+async def test_what_cannot_be_read_of_a_report_does_not_end_who_leads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(plan_care, "SETTLE_S", 0.1)
+    asked = list[str]()
+
+    def broken(*_: Any) -> None:
+        asked.append("again")
+        raise KeyError("what a box has said")
+
+    async with fronts(tmp_path, ("a", "b"), coordination="single", leader="a") as found:
+        with monkeypatch.context() as patch:
+            patch.setattr(plan_care.PlanCare, "handle", broken)
+            for node in "ab":
+                found[node].has(card(f"engine-{node}", room=9, disk=NONE, ram=ALL))
+            await until(lambda: len(asked) > 3)
+        await planned(list(found.values()), ("a", "b"))
+    assert caplog.text.count("the plan could not be cared for") == 1
+
+
 async def test_a_fixed_leader_that_restarts_leads_in_a_later_epoch(tmp_path: Path) -> None:
     async with fronts(tmp_path, ("a", "b"), coordination="single", leader="a") as found:
         await until(lambda: found["b"].plane.leader == "a")
