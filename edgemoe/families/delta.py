@@ -8,13 +8,12 @@ from typing import ClassVar
 
 from edgemoe.errors import CheckpointError, UnsupportedModel
 from edgemoe.families.kv_layout import KVRow
-from edgemoe.families.layers import layer_count
+from edgemoe.families.layers import FULL, LINEAR, layer_count, stated_kinds
 from edgemoe.families.read import Config, integer
 from edgemoe.families.records import Attention, Heads, Tensors
 
 MOST_TAPS = 64
 Layers = Callable[[Config, Attention], tuple[Attention, ...]]
-FULL, LINEAR = "full_attention", "linear_attention"
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,14 +107,10 @@ def delta_layers(grouped: bool) -> Layers:
 
 def _kinds(config: Config) -> list[str]:
     """Returns what each layer is: as stated, else every fourth is attention."""
-    layers, kinds = layer_count(config), config.get("layer_types")
+    kinds = stated_kinds(config, "layer_types", (FULL, LINEAR))
     if kinds is None:
         every = integer(config, "full_attention_interval", default=4)
-        kinds = [LINEAR if (layer + 1) % every else FULL for layer in range(layers)]
-    if not isinstance(kinds, list) or len(kinds) != layers:
-        raise CheckpointError(f"config.json: layer_types must name {layers} layers")
-    if unknown := [str(kind)[:80] for kind in kinds if kind not in (FULL, LINEAR)]:
-        raise UnsupportedModel(f"config.json: layer_types has {unknown[0]!r}; supported are {FULL} and {LINEAR}")
+        kinds = [LINEAR if (layer + 1) % every else FULL for layer in range(layer_count(config))]
     if FULL not in kinds:
         raise UnsupportedModel(f"config.json: layer_types has no {FULL}; a model without any is not supported")
     return kinds

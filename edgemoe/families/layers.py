@@ -8,6 +8,7 @@ from edgemoe.errors import CheckpointError, UnsupportedModel
 from edgemoe.families.read import Config, choice, integer, whole
 from edgemoe.families.records import Attention
 
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 MOST_LAYERS = 1 << 12
 
 
@@ -16,6 +17,18 @@ def layer_count(config: Config) -> int:
     if layers > MOST_LAYERS:
         raise CheckpointError(f"config.json: num_hidden_layers = {layers} is impossible; {MOST_LAYERS} is the most")
     return layers
+
+
+def stated_kinds(config: Config, key: str, known: tuple[str, str]) -> list[str] | None:
+    """Returns what `key` calls each layer, one of two kinds; None where it says nothing. Raises CheckpointError."""
+    layers, kinds = layer_count(config), config.get(key)
+    if kinds is None:
+        return None
+    if not isinstance(kinds, list) or len(kinds) != layers:
+        raise CheckpointError(f"config.json: {key} must name {layers} layers, not {str(kinds)[:80]}")
+    if unknown := [str(kind)[:80] for kind in kinds if kind not in known]:
+        raise UnsupportedModel(f"config.json: {key} has {unknown[0]!r}; supported are {' and '.join(known)}")
+    return kinds
 
 
 def alike(config: Config, attention: Attention) -> tuple[Attention, ...]:
@@ -30,15 +43,9 @@ def first_dense(config: Config, usual: int = 0) -> frozenset[int]:
 
 def typed_layers(config: Config) -> frozenset[int]:
     """Returns the layers that `mlp_layer_types` calls dense, where it is there, else the first ones: one or as said."""
-    if (types := config.get("mlp_layer_types")) is None:
+    if (kinds := stated_kinds(config, "mlp_layer_types", ("dense", "sparse"))) is None:
         return first_dense(config, usual=1)
-    if (
-        not isinstance(types, list)
-        or len(types) != layer_count(config)
-        or not all(each in ("dense", "sparse") for each in types)
-    ):
-        raise CheckpointError(f"config.json: mlp_layer_types must name each layer dense or sparse: {str(types)[:80]!r}")
-    return frozenset(layer for layer, kind in enumerate(types) if kind == "dense")
+    return frozenset(layer for layer, kind in enumerate(kinds) if kind == "dense")
 
 
 def shared_width(config: Config) -> int:
@@ -49,18 +56,13 @@ def shared_width(config: Config) -> int:
 
 def by_type(config: Config, attention: Attention) -> tuple[Attention, ...]:
     """Gives the window to the layers whose type says so: of older configurations, those from `max_window_layers` on."""
-    layers, types = layer_count(config), config.get("layer_types")
-    if types is None:
+    kinds = stated_kinds(config, "layer_types", (FULL, SLIDING))
+    if kinds is None:
+        layers = layer_count(config)
         first = integer(config, "max_window_layers", default=layers)
-        types = ["full_attention"] * min(first, layers) + ["sliding_attention"] * (layers - first)
-    if (
-        not isinstance(types, list)
-        or len(types) != layers
-        or not all(each in ("full_attention", "sliding_attention") for each in types)
-    ):
-        raise UnsupportedModel(f"config.json: layer_types = {str(types)[:200]} is not supported")
+        kinds = [FULL] * min(first, layers) + [SLIDING] * (layers - first)
     full = replace(attention, heads=replace(attention.heads, window=0))
-    return tuple(full if each == "full_attention" else attention for each in types)
+    return tuple(full if kind == FULL else attention for kind in kinds)
 
 
 def outside_interval(config: Config) -> frozenset[int]:

@@ -8,13 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 from edgemoe.errors import CheckpointError, UnsupportedModel
-from edgemoe.families.layers import layer_count
+from edgemoe.families.layers import FULL, SLIDING, layer_count, stated_kinds
 from edgemoe.families.read import Config, integer, real
 from edgemoe.families.records import Attention
 from edgemoe.families.rope_config import read_rope
 from edgemoe.types.experts import Activation
 
-SLIDING, FULL = "sliding_attention", "full_attention"
 GEMMA_PERIOD = 6  # the last of so many layers sees all
 GEMMA_WIDE = 512  # elements of its heads
 GEMMA_ROPE: dict[str, dict[str, Any]] = {
@@ -73,12 +72,10 @@ def root_of_hidden(config: Config) -> float:
 
 def _kinds(config: Config, period: int) -> list[str]:
     """Returns each layer's kind: what is said, or all SLIDING but every `period`-th."""
-    layers, said = layer_count(config), config.get("layer_types")
-    if said is None:
-        return [SLIDING if (layer + 1) % period else FULL for layer in range(layers)]
-    if not isinstance(said, list) or len(said) != layers or not all(each in (SLIDING, FULL) for each in said):
-        raise CheckpointError(f"config.json: layer_types must have {SLIDING!r} or {FULL!r} for each of {layers} layers")
-    return said
+    kinds = stated_kinds(config, "layer_types", (FULL, SLIDING))
+    if kinds is None:
+        return [SLIDING if (layer + 1) % period else FULL for layer in range(layer_count(config))]
+    return kinds
 
 
 def _gemma_layer(config: Config, attention: Attention, kind: str) -> Attention:

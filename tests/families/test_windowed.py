@@ -10,9 +10,9 @@ import transformers
 
 from edgemoe.errors import CheckpointError, UnsupportedModel
 from edgemoe.families.config import spec_from_config
+from edgemoe.families.layers import FULL, SLIDING
 from edgemoe.families.recipe import expert_recipes
 from edgemoe.families.spec import dense_shapes
-from edgemoe.families.windowed import FULL, SLIDING
 from edgemoe.types.experts import Activation
 
 GPT_OSS: dict[str, Any] = {  # openai/gpt-oss-20b

@@ -43,10 +43,10 @@ class Announcer:
 
     async def _keep_telling(self, node: str) -> None:
         """Tells one box until it has taken note of the latest, or is gone."""
-        while late := [member for member in self._state.late() if member.peer.node == node]:
+        while (member := next((one for one in self._state.late() if one.peer.node == node), None)) is not None:
             serial = self._state.serial
-            await self.introduce(late[0])
-            if self._state.serial == serial and late[0] in self._state.late():
+            await self.introduce(member)
+            if member.acknowledged != serial:
                 await asyncio.sleep(RETRY_S)
         self._telling.discard(node)
 

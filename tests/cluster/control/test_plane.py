@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -19,7 +17,7 @@ from support.etcd_process import Certificates, etcd_cluster, free_ports
 from support.planes import ALL, EXPERTS, LAYERS, NONE, Front, card, fronts, led, planned
 from support.waiting import until
 
-from edgemoe.cluster.control import announcer, plan_care, reporter
+from edgemoe.cluster.control import plan_care, reporter
 from edgemoe.cluster.control.coordination import etcd
 from edgemoe.cluster.control.coordination.choice import make_store
 from edgemoe.cluster.control.coordination.clock import since_boot
@@ -27,7 +25,7 @@ from edgemoe.cluster.control.coordination.epoch_fence import EpochFence
 from edgemoe.cluster.control.placement import PlanTask, Target
 from edgemoe.cluster.control.plan_store import PlanStore
 from edgemoe.cluster.control.planning import solver
-from edgemoe.cluster.control.state import Heard, Looked, Told
+from edgemoe.cluster.control.state import Heard, Looked
 from edgemoe.cluster.rpc.control_messages import Announce, Beat, GetPlan, Report
 from edgemoe.cluster.rpc.envelope import FRAMING, MAGIC, seal
 from edgemoe.cluster.rpc.keys import Peer, generate
@@ -544,47 +542,6 @@ async def test_a_box_that_is_listed_elsewhere_for_a_while_stays_known(three: dic
     a.plane.list(a.peers)
     await until(lambda: a.plane.state.members["b"].up and b.plane.state.members["a"].up)
     assert a.plane.state.members["b"].boot == "boot-b-1"
-
-
-async def test_a_box_that_does_not_answer_keeps_no_news_from_the_others() -> None:
-    members = {node: SimpleNamespace(peer=SimpleNamespace(node=node), acknowledged=0) for node in "bc"}
-    state = SimpleNamespace(serial=1, card=None)
-    state.late = lambda: [one for one in members.values() if one.acknowledged != state.serial]
-    heard: list[tuple[str, int]] = []
-
-    async def ask(node: str, *_: Any, **__: Any) -> None:
-        heard.append((node, state.serial))
-        await asyncio.sleep(3600.0 if node == "c" else 0.0)
-
-    def tell(told: Told) -> None:
-        members[told.node].acknowledged = told.serial
-
-    telling = announcer.Announcer(state, SimpleNamespace(ask=ask), tell)  # type: ignore[arg-type]
-    running = asyncio.create_task(telling.run())
-    for serial in (1, 2, 3):
-        state.serial = serial
-        telling.look()
-        await until(lambda: ("b", serial) in heard and members["b"].acknowledged == serial)  # noqa: B023
-    assert heard.count(("c", 1)) == len(heard) - 3 == 1
-    running.cancel()
-    await asyncio.wait([running])
-
-
-async def test_something_is_read_on_every_connection_again_and_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Or heartbeats, which nobody reads, add up to what a connection may not have unread."""
-    monkeypatch.setattr(announcer, "REMIND_S", 0.2)
-    async with fronts(tmp_path, ("a", "b"), ("a",), coordination="single", leader="a") as found:
-        await led([*found.values()])
-        intakes = [one.plane.channel.intake for one in found.values()]
-
-        def read() -> dict[tuple[int, int], int]:
-            return {(n, fd): known.read for n, intake in enumerate(intakes) for fd, known in intake._known.items()}
-
-        await until(lambda: len(read()) == 8)  # two by each to the other, at both ends
-        before = read()
-        await until(lambda: all(now > before[one] for one, now in read().items()))
 
 
 async def test_what_goes_wrong_between_two_beats_costs_no_more_than_those(
