@@ -11,6 +11,7 @@ def replace_file(path: Path, data: bytes, mode: int = 0o600, owner: tuple[int, i
     temporary = path.with_name(path.name + ".tmp")
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
     try:
+        os.fchmod(fd, mode)  # whatever the umask is: others read what is for others
         if owner is not None:
             os.fchown(fd, *owner)
         write_all(fd, data)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import msgspec
 
@@ -214,7 +214,9 @@ def _type_of(key: str) -> Any:
 
 def _holds_text(key: str) -> bool:
     expected = _type_of(key)
-    return get_origin(expected) is Literal or str in (expected, *get_args(expected)[:1])
+    if get_origin(expected) is Annotated:
+        expected = get_args(expected)[0]
+    return expected is str or get_origin(expected) is Literal
 
 
 def nearest(key: str) -> str:

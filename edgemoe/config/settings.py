@@ -7,6 +7,7 @@ fills in the paths that depend on the environment.
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
 import msgspec
@@ -153,6 +154,9 @@ class ClusterSettings(Section, frozen=True, kw_only=True):
     call_timeout_s: Annotated[float, Meta(gt=0, le=600)] = 5.0  # after which a call to another box has failed
 
 
+ALONE = ClusterSettings()
+
+
 class Settings(Section, frozen=True, kw_only=True):
     model: ModelSettings = ModelSettings()
     memory: MemorySettings = MemorySettings()
@@ -189,7 +193,7 @@ def check(settings: Settings) -> Settings:
 
 def _check_cluster(cluster: ClusterSettings) -> None:
     if not cluster.node:
-        if stray := [key for key in ("key_file", "listen", "peers_file") if getattr(cluster, key)]:
+        if stray := [key for key, value in msgspec.structs.asdict(cluster).items() if value != getattr(ALONE, key)]:
             raise ConfigError(f"cluster.{stray[0]} is set, but cluster.node is not: name this box")
         return
     if not cluster.key_file:
@@ -203,6 +207,11 @@ def _check_cluster(cluster: ClusterSettings) -> None:
         raise ConfigError("cluster.join stands in for cluster.peers_file: the other boxes tell the list; drop one")
     if cluster.coordination == "etcd" and not cluster.etcd:
         raise ConfigError('cluster.coordination is "etcd"; name its addresses in cluster.etcd')
+    for url in filter(None, cluster.etcd.split(",")):
+        if not re.fullmatch(
+            r"https?://[^/:@\s]+(:[0-9]{1,5})?/?|https?://\[[0-9a-fA-F:]+\](:[0-9]{1,5})?/?", url.strip()
+        ):
+            raise ConfigError(f'cluster.etcd names {url.strip()!r}; write URLs, as in "http://192.0.2.7:2379"')
     if cluster.role != "both" and not cluster.share_experts:
         raise ConfigError(f'cluster.role is "{cluster.role}": engines hand requests over, set cluster.share_experts')
     if cluster.leader and cluster.coordination != "single":

@@ -58,6 +58,7 @@ class Engine:
             most = min(settings.max_sequences, (budget.state_slots - 1) // 2)  # one slot to read, one to write
             settings = structs.replace(settings, max_sequences=most)
             states = StateSlots(budget.state_slots, most)
+        self.max_sequences = settings.max_sequences  # that run at once
         self.blocks = BlockManager(
             budget.kv_blocks, spec.geometry.layers, spec.geometry.experts, settings.prefix_cache, states
         )

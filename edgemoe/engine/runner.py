@@ -91,17 +91,27 @@ class Runner:
         # by phase ("prefill" where a prompt is in the step): steps, seconds, experts touched in all layers, and tokens
         self.totals: dict[tuple[str, str], float] = dict.fromkeys(product(KINDS, PHASES), 0.0)
         self.started_s: float | None = None  # of the step, or the attempt at it, that the compute thread is in
+        self._ids: npt.NDArray[np.int16] = np.empty((0, 0, 0), np.int16)  # see `StepExperts.begin_step`
+        self._reached: tuple[float | None, int] = None, 0  # when the step began, and layers whose gates have chosen
+        self._since_s = 0.0
         self._model, self._watchers = model, watchers
         self._blocks, self._chunk_budget, self._clock = blocks, chunk_budget, clock
 
-    def step_age_s(self) -> float:
-        """Returns the seconds that the current attempt at a step has taken; 0 between steps. From any thread."""
-        started_s = self.started_s
-        return 0.0 if started_s is None else self._clock() - started_s
+    def standstill_s(self) -> float:
+        """Returns the seconds for which it has seen the step come to no other layer; 0 between steps.
+
+        For one caller, on any thread, who looks time and again. However slow a step is, it does not hang while it
+        comes on.
+        """
+        now_s, started_s = self._clock(), self.started_s
+        reached = started_s, int(np.count_nonzero(self._ids[:, :1, :1] >= 0))
+        if reached != self._reached:
+            self._reached, self._since_s = reached, now_s
+        return 0.0 if started_s is None else now_s - self._since_s
 
     @contextmanager
     def in_step(self) -> Iterator[None]:
-        """Counts the whole `with` block as part of the step in `step_age_s`, because a thread may hang anywhere."""
+        """Counts the whole `with` block as part of the step in `standstill_s`, because a thread may hang anywhere."""
         self.started_s = self._clock()
         try:
             yield
@@ -114,7 +124,7 @@ class Runner:
         meta = describe(works)
         batch = make_batch(works, meta, self._model.device)
         started_s = self.started_s = self._clock()
-        ids = self._model.experts.begin_step(meta)
+        ids = self._ids = self._model.experts.begin_step(meta)
         if self._watchers.expect is not None:
             self._watchers.expect(meta, ids)
         logits = self._model.decoder.forward(batch, self._model.kv, self._model.experts)

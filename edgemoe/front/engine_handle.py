@@ -34,7 +34,7 @@ LOOK_S = 0.25  # between two looks at an engine
 STALLED_S = 3.0  # without a message from an engine that is ready: six of its Stats are missing
 SILENCE_S = 20.0  # without a message from an engine that is ready
 LOADING_SILENCE_S = 300.0  # without one from an engine that is coming up
-STEP_S = 180.0  # that one step may take before its thread is taken to hang
+STEP_S = 180.0  # that a step may stay in one layer before its thread is taken to hang
 FRONTS_OWN = ("NOTIFY_", "WATCHDOG_", "LISTEN_")  # between the front and the service manager
 STOP_S = 5.0  # that an engine has to exit once it is told to
 
@@ -68,8 +68,8 @@ class EngineHandle:
         process.stdin.close()
         return cls(process, boot.boot_id)
 
-    def note(self, message: FromEngine) -> Emissions | Ready | Shown | ToCluster | None:
-        """Remembers what the engine says of itself; returns what is for others to act on."""
+    def note(self, message: FromEngine | None) -> Emissions | Ready | Shown | ToCluster | None:
+        """Remembers what the engine says of itself, None where it is unreadable; returns what is for others."""
         self.heard = time.monotonic()
         match message:
             case Loading():
@@ -117,7 +117,7 @@ class EngineHandle:
         if silent_s > (SILENCE_S if self.ready else LOADING_SILENCE_S):
             return f"it has been silent for {silent_s:.0f} s"
         if self.stats.step_s > STEP_S:
-            return f"one step has taken {self.stats.step_s:.0f} s"
+            return f"its step has come no further for {self.stats.step_s:.0f} s"
         return ""
 
     async def ended(self) -> str:
@@ -140,7 +140,8 @@ class EngineHandle:
             async with asyncio.timeout(within_s):
                 await self.process.wait()
         except TimeoutError:
-            log.warning("engine killed: it did not stop in time")
+            if within_s:
+                log.warning("engine killed: it did not stop in time")
             self.kill()
             await self.process.wait()
 

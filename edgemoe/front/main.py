@@ -27,7 +27,7 @@ from edgemoe.api.text.tokenizer import TextModel
 from edgemoe.cluster.rpc.ipc import FrontEnd, private_directory
 from edgemoe.config.paths import beside
 from edgemoe.config.settings import Settings
-from edgemoe.errors import EdgemoeError, RequestError
+from edgemoe.errors import RequestError, first_of
 from edgemoe.front.cluster import ClusterFront
 from edgemoe.front.connections import Server
 from edgemoe.front.listen import sole_owner, tcp_socket, unix_socket
@@ -63,7 +63,7 @@ def run(settings: Settings, command: Sequence[str] = WORKER, on_ready: Callable[
     try:
         asyncio.run(Front(settings, command, on_ready=on_ready).serve_with_signals())
     except BaseExceptionGroup as group:
-        raise _first(group) from group
+        raise first_of(group) from group
     return 0
 
 
@@ -167,15 +167,17 @@ class Front:
         notified_ready, status_line = False, ""
         while True:
             fields = {"WATCHDOG": "1"}
-            if supervisor.state == "ready" and not notified_ready:
-                notified_ready, fields["READY"] = True, "1"
-                if self._on_ready is not None:
-                    self._on_ready()
+            if gets_ready := supervisor.state == "ready" and not notified_ready:
+                fields["READY"] = "1"
             elif not notified_ready or self._stopped[0].is_set():
                 fields["EXTEND_TIMEOUT_USEC"] = str(LOADING_MARGIN_S * 1_000_000)
             if (status := f"{supervisor.state}, {len(supervisor.request_log)} requests") != status_line:
                 status_line = fields["STATUS"] = status
-            self._notifier.tell(**fields)
+            if self._notifier.tell(**fields) and gets_ready:
+                notified_ready = True
+                if self._on_ready is not None:
+                    with contextlib.suppress(OSError):  # whoever reads our output has gone, or its disk is full
+                        self._on_ready()
             self._check(supervisor)
             await asyncio.sleep(until_tick(min(TICK_S, self._notifier.watchdog_s / 3 or TICK_S)))
 
@@ -239,12 +241,6 @@ async def _either(*waits: Coroutine[Any, Any, object]) -> None:
     await asyncio.gather(*rest, return_exceptions=True)
     for task in done:
         task.result()
-
-
-def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The error to show: ours if there is one among them."""
-    leaves = [error for error in group.exceptions if not isinstance(error, BaseExceptionGroup)]
-    return next((error for error in leaves if isinstance(error, EdgemoeError)), leaves[0] if leaves else group)
 
 
 def _elsewhere(settings: Settings) -> str:

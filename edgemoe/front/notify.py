@@ -19,14 +19,18 @@ class Notifier:
         ours = env.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
         self.watchdog_s = int(env.get("WATCHDOG_USEC", "0")) / 1e6 if ours else 0.0
 
-    def tell(self, **fields: str) -> None:
-        """READY=1, STATUS=..., STOPPING=1, WATCHDOG=1 and their like."""
+    def tell(self, **fields: str) -> bool:
+        """READY=1, STATUS=..., STOPPING=1, WATCHDOG=1 and their like; false where it has too much unread."""
         if not self._address:
-            return
+            return True
         text = "\n".join(f"{key}={value}" for key, value in fields.items())
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
             sender.setblocking(False)
-            sender.sendto(text.encode(), self._address)
+            try:
+                sender.sendto(text.encode(), self._address)
+            except BlockingIOError:
+                return False
+        return True
 
 
 def passed_sockets(env: Mapping[str, str]) -> list[socket.socket]:

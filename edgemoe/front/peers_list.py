@@ -38,6 +38,8 @@ def listed(settings: ClusterSettings) -> Mapping[str, Peer]:
 
 async def follow_list(settings: ClusterSettings, plane: ControlPlane) -> None:
     """Has the plane let in whoever the list of peers names, as it changes. A list that is wrong changes nothing."""
+    if not settings.peers_file:
+        return
     read_at = _stamp(settings)
     while True:
         await asyncio.sleep(until_tick(LOOK_S))

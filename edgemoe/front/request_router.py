@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Protocol
 
-from edgemoe.cluster.rpc.engine_messages import Cancel, Submit
+from edgemoe.cluster.rpc.engine_messages import Cancel, Limits, Submit
 from edgemoe.config.settings import EngineSettings
 from edgemoe.front.own_engine import EngineDoor
 from edgemoe.front.request_log import RequestLog
@@ -34,10 +34,14 @@ class RequestRouter:
     """Owns the request log. On a box of its own there is one place; `join` adds those of other boxes."""
 
     def __init__(self, settings: EngineSettings, door: EngineDoor) -> None:
-        self.door, self.slots = door, settings.max_sequences
+        self.door, self.slots = door, settings.max_sequences  # slots: requests that our engine runs at once
         self.log = RequestLog(settings.max_sequences + settings.max_queue, self._submit, self._cancel)
         self.draining = False  # nothing more is taken here
         self._others: OtherEngines | None = None
+
+    def fit(self, limits: Limits) -> None:
+        """Takes what our engine says of itself: one may have room for fewer states than the settings allow."""
+        self.slots, self.log.capacity = limits.max_sequences, limits.max_sequences + limits.max_queue
 
     def join(self, others: OtherEngines) -> None:
         """Hands requests to these engines too from now on."""

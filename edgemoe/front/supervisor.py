@@ -22,14 +22,7 @@ import msgspec
 
 from edgemoe.api.backend import Sight, State
 from edgemoe.cluster.rpc.control_messages import Shown
-from edgemoe.cluster.rpc.engine_messages import (
-    Emissions,
-    FromEngine,
-    Ready,
-    Reload,
-    Stop,
-    ToCluster,
-)
+from edgemoe.cluster.rpc.engine_messages import Emissions, FromEngine, Ready, Reload, Stop, ToCluster
 from edgemoe.cluster.rpc.sparing_log import SparingLog
 from edgemoe.config.settings import Settings
 from edgemoe.errors import EngineUnavailable, ReloadRefused, ServiceError
@@ -186,10 +179,11 @@ class Supervisor:
             except Exception:  # of this message alone
                 self._say(logging.ERROR, "a message of the engine failed here", exc_info=True)
 
-    def _hear(self, engine: EngineHandle, message: FromEngine) -> None:
+    def _hear(self, engine: EngineHandle, message: FromEngine | None) -> None:
         match engine.note(message):
             case Ready() as ready:
-                self._on_ready(ready)
+                if engine.serving:  # it has not died meanwhile
+                    self._on_ready(ready)
             case Emissions(items=items):
                 self.request_log.take(items if self._cluster is None else self._cluster.take(items))
             case Shown() as seen:
@@ -217,7 +211,7 @@ class Supervisor:
 
     def stop(self) -> None:
         """Ends every request with an error and starts no further engine; `run` is still to be cancelled."""
-        self._stopping = True
+        self._stopping, self.request_log.closed = True, SHUTTING_DOWN
         self.request_log.fail_all(SHUTTING_DOWN)
 
     def check_integrity(self) -> None:
@@ -253,7 +247,8 @@ class Supervisor:
 
     async def _pause(self) -> None:
         """Waits before the next start."""
-        now, fatal = time.monotonic(), self._door.engine is not None and self._door.engine.is_fatal
+        engine, now = self._door.engine, time.monotonic()
+        fatal = self._served is None and engine is not None and engine.is_fatal  # else what it lacks may come back
         delay_s, gives_up = self._backoff.after_death(now, self.request_log.blamed, fatal)
         if gives_up:
             self._give_up(delay_s)
@@ -279,6 +274,7 @@ class Supervisor:
     def _on_ready(self, ready: Ready) -> None:
         context_tokens = min(ready.limits.context_tokens, ready.limits.kv_tokens)
         self._served = (ready.model, RequestLimits(context_tokens, ready.model.vocab))
+        self._requests.fit(ready.limits)
         fields = {"model": ready.model.id, "context_tokens": context_tokens, "replayed": len(self.request_log)}
         log.info("engine ready", extra=fields)
         if self.state != "draining":

@@ -130,7 +130,11 @@ class Manifest(Record, frozen=True):
         path = directory / MANIFEST
         if file_bytes(path) > MAX_MANIFEST_BYTES:
             raise StoreError(f"{path} is too large to be a manifest")
-        return cls.parse(path.read_bytes(), str(path))
+        try:
+            text = path.read_bytes()
+        except OSError as error:
+            raise StoreError(f"{path} cannot be read: {error.strerror}") from error
+        return cls.parse(text, str(path))
 
     @classmethod
     def parse(cls, text: bytes, path: str) -> Self:

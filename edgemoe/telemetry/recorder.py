@@ -257,10 +257,11 @@ class Recorder:
 
     def _make_room(self, more_bytes: int) -> None:
         """Deletes the oldest files, except the open one, until `more_bytes` fit."""
-        files = sorted(self._directory.glob(f"*{SUFFIX}"))
-        sizes = [file.stat().st_size for file in files]
+        sizes = dict[Path, int]()
+        for file in sorted(self._directory.glob(f"*{SUFFIX}")):
+            with contextlib.suppress(FileNotFoundError):  # somebody has just deleted it
+                sizes[file] = file.stat().st_size
         kept = 0 if self._file is None or self._file.closed else 1
-        while len(files) > kept and sum(sizes) + more_bytes > self._settings.max_bytes:
-            with contextlib.suppress(FileNotFoundError):
-                files[0].unlink()
-            del files[0], sizes[0]
+        while len(sizes) > kept and sum(sizes.values()) + more_bytes > self._settings.max_bytes:
+            (oldest := next(iter(sizes))).unlink(missing_ok=True)
+            del sizes[oldest]

@@ -69,14 +69,14 @@ class Choices:
         self._unread = absence(self._forecast.chance(np.zeros((geometry.layers, geometry.experts), np.float32)))
         self._known: dict[Key, FloatArray] = {}  # of prompts that are computed, the log of `expert_union.absence`
         self._tells_ended, self._chosen = ended, dict[Key, Chosen]()
-        self._wanted: OrderedDict[Key, None] = OrderedDict()
+        self._wanted: OrderedDict[Key, bool] = OrderedDict()
         self._times = StepTimes()
         self._said: EngineChoices | None = None
 
     def want(self, message: Submit) -> None:
         """Has the front told what this request's prompt chose, if it asks for it."""
         if message.signature:
-            self._wanted[message.request.id, message.attempt] = None
+            self._wanted[message.request.id, message.attempt] = True
             if len(self._wanted) > MOST_WANTED:
                 self._wanted.popitem(last=False)
 
@@ -107,8 +107,7 @@ class Choices:
             absent = self._known.get(key)
             if absent is None and _is_read(seq) and (counts := self._counts(seq)).any():
                 absent = absence(self._forecast.chance(counts))
-                if key in self._wanted:
-                    del self._wanted[key]
+                if self._wanted.pop(key, False):
                     answer.append(PromptRead(request=key[0], attempt=key[1], signature=self._table(counts)))
             union += self._unread if absent is None else absent
             if absent is not None:

@@ -41,7 +41,7 @@ from edgemoe.cluster.rpc.messages.choices import FindPrefix
 from edgemoe.cluster.rpc.messages.hand_over import PullPrefix
 from edgemoe.cluster.rpc.sparing_log import SparingLog
 from edgemoe.config.settings import Settings
-from edgemoe.errors import ConfigError, EdgemoeError, ServiceError, WireError
+from edgemoe.errors import ConfigError, EdgemoeError, ServiceError, WireError, first_of
 from edgemoe.guard import refuse_pickle
 from edgemoe.heap import settle
 from edgemoe.ticking import until_tick
@@ -81,7 +81,7 @@ class Worker:
         try:
             await self._serve()
         except BaseExceptionGroup as group:
-            error = _first(group)
+            error = first_of(group)
         if error is not None:
             known = isinstance(error, EdgemoeError)
             log.error(f"engine failed: {error}", exc_info=None if known else error)
@@ -159,7 +159,7 @@ class Worker:
         limits = Limits(
             context_tokens=engine.limits.context_tokens,
             kv_tokens=engine.blocks.count * BLOCK_TOKENS,
-            max_sequences=settings.max_sequences,
+            max_sequences=engine.max_sequences,
             max_queue=settings.max_queue,
         )
         return Ready(boot_id=self._boot.boot_id, model=assembly.model, limits=limits)
@@ -234,7 +234,12 @@ class Worker:
 
     async def _report(self, assembly: Assembly) -> None:
         while True:
-            self._wire.post(self._stats(assembly))
+            stats = Stats(values={})
+            try:
+                stats = self._stats(assembly)
+            except Exception:  # figures cost no engine
+                self._log(logging.ERROR, "the engine's figures cannot be told", exc_info=True)
+            self._wire.post(stats)
             await asyncio.sleep(until_tick(STATS_S))
 
     async def _reload_when_asked(self, assembly: Assembly) -> None:
@@ -260,7 +265,7 @@ class Worker:
             metrics |= assembly.controller.metrics()
         if self._side is not None:
             metrics |= self._side.metrics()
-        return Stats(values=metrics, step_s=assembly.engine.runner.step_age_s())
+        return Stats(values=metrics, step_s=assembly.engine.runner.standstill_s())
 
 
 def _reload(assembly: Assembly) -> Reloaded:
@@ -286,11 +291,3 @@ def _settle(ended: asyncio.Future[None], error: BaseException | None) -> None:
         ended.set_result(None)
     else:
         ended.set_exception(error)
-
-
-def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The error to tell: ours if there is one in the group."""
-    leaves: list[BaseException] = []
-    for error in group.exceptions:
-        leaves.append(_first(error) if isinstance(error, BaseExceptionGroup) else error)
-    return next((error for error in leaves if isinstance(error, EdgemoeError)), leaves[0])

@@ -113,14 +113,16 @@ def test_addresses_that_can_be_are_taken(tmp_path: Path) -> None:
     assert settings_of(tmp_path, text).api.tcp == "127.0.0.1:65535"
     for listen in ("192.0.2.7:1", "[2001:db8::7]:65535"):
         assert settings_of(tmp_path, BOX, f"cluster.listen={listen}").cluster.listen == listen
-    etcd = settings_of(tmp_path, f"{BOX}coordination = 'etcd'\netcd = '192.0.2.9:2379'\n").cluster.etcd
-    assert etcd == "192.0.2.9:2379"
+    etcd = settings_of(tmp_path, f"{BOX}coordination = 'etcd'\netcd = 'http://192.0.2.9:2379'\n").cluster.etcd
+    assert etcd == "http://192.0.2.9:2379"
 
 
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
         ("coordination = 'etcd'", "name its addresses in cluster.etcd"),
+        ("coordination = 'etcd'\netcd = 'http://a:2379,http://b:2379x'", "names 'http://b:2379x'; write URLs"),
+        ("coordination = 'etcd'\netcd = 'a:2379'", "names 'a:2379'; write URLs"),
         ("coordination = 'raft'\nleader = 'box'", "raft elects one"),
         ("role = 'decode'\nshare_experts = false", "set cluster.share_experts"),
         ("join = 'a,192.0.2.1:1,x'\npeers_file = 'y'", "drop one"),
@@ -135,9 +137,22 @@ def test_a_box_that_cannot_be_one_of_a_cluster_is_refused_by_name(tmp_path: Path
 
 
 def test_a_box_of_a_cluster_has_a_name_a_key_and_an_address(tmp_path: Path) -> None:
-    assert "cluster.node is not: name this box" in refusal(tmp_path, "[cluster]\nkey_file = 'k'")
+    for stray in ("key_file = 'k'", "join = 'a,192.0.2.1:7540,key'", "coordination = 'raft'", "role = 'prefill'"):
+        name = stray.partition(" ")[0]
+        assert f"cluster.{name} is set, but cluster.node is not: name this box" in refusal(
+            tmp_path, f"[cluster]\n{stray}"
+        )
+    urls = "etcd = 'http://a:2379, https://[2001:db8::1]:2379/'"
+    assert settings_of(tmp_path, f"{BOX}coordination = 'etcd'\n{urls}").cluster.etcd.startswith("http://a")
     assert "needs cluster.key_file" in refusal(tmp_path, "[cluster]\nnode = 'box'")
     assert "cluster.listen is ''; write HOST:PORT" in refusal(tmp_path, "[cluster]\nnode = 'box'\nkey_file = 'k'")
+
+
+@pytest.mark.parametrize("key", ["api.cors_origins", "api.aliases"])
+def test_lists_can_be_set_on_the_command_line(tmp_path: Path, key: str) -> None:
+    section, _, name = key.partition(".")
+    found = settings_of(tmp_path, "", f'{key}=["https://a.example", "b"]')
+    assert getattr(getattr(found, section), name) == ("https://a.example", "b")
 
 
 def test_a_file_that_is_not_there_is_named() -> None:

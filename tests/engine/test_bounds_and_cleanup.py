@@ -6,6 +6,7 @@ import threading
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from support.engine_kit import Drive, PlainDecoder, prompt
@@ -23,6 +24,7 @@ from edgemoe.engine.sampling.segmented_topk import pick
 from edgemoe.engine.scheduler import PROMPT_ROWS, Scheduler
 from edgemoe.engine.sequence import Sequence
 from edgemoe.types.request import Request, Sampling
+from edgemoe.types.routing import StepMeta
 from edgemoe.types.step import BLOCK_TOKENS
 
 
@@ -33,7 +35,7 @@ from edgemoe.types.step import BLOCK_TOKENS
 def test_a_step_has_an_age_wherever_it_is_and_none_is_computing_between_steps(
     owner: Any, stage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drive, ages = Drive(), []
+    drive, stood = Drive(), []
     real = getattr(owner, stage)
 
     def held(*args: object) -> object:
@@ -47,20 +49,47 @@ def test_a_step_has_an_age_wherever_it_is_and_none_is_computing_between_steps(
     thread = threading.Thread(target=drive.step)
     thread.start()
     assert started.wait(20)
-    first_s = drive.engine.runner.step_age_s()
-    while (age_s := drive.engine.runner.step_age_s()) <= first_s:
+    first_s = drive.engine.runner.standstill_s()
+    while (stands_s := drive.engine.runner.standstill_s()) <= first_s:
         pass
-    ages.append(age_s)
+    stood.append(stands_s)
     seen.set()
     thread.join(20)
-    assert ages[0] > 0.0
+    assert stood[0] > 0.0
     assert drive.tokens()
-    assert drive.engine.runner.step_age_s() == 0.0
+    assert drive.engine.runner.standstill_s() == 0.0
     drive.model.decoder.forward = lambda *_: 1 / 0
     drive.submit(name="bad")
     with pytest.raises(ZeroDivisionError):
         drive.step()
-    assert drive.engine.runner.step_age_s() == 0.0, "after a step that failed too"
+    assert drive.engine.runner.standstill_s() == 0.0, "after a step that failed too"
+
+
+def test_a_step_stands_still_only_where_it_comes_to_no_other_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    drive, now_s, seen = Drive(), [0.0], []
+    ids = np.full((4, 1, 2), -1, np.int16)
+    runner = drive.engine.runner
+    monkeypatch.setattr(runner, "_clock", lambda: now_s[0])
+
+    def begin(meta: StepMeta) -> npt.NDArray[np.int16]:
+        real(meta)
+        return ids
+
+    def forward(*_: object) -> torch.Tensor:
+        for layer in range(len(ids)):
+            seen.append(runner.standstill_s())
+            now_s[0] += 100.0
+            seen.append(runner.standstill_s())
+            ids[layer] = layer
+        raise ZeroDivisionError
+
+    real = drive.model.experts.begin_step
+    monkeypatch.setattr(drive.model.experts, "begin_step", begin)
+    monkeypatch.setattr(drive.model.decoder, "forward", forward)
+    drive.submit()
+    with pytest.raises(ZeroDivisionError):
+        drive.step()
+    assert seen[: 2 * len(ids)] == [0.0, 100.0] * len(ids)
 
 
 def test_blocks_that_no_lookup_can_find_are_reused_before_remembered_ones() -> None:

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from edgemoe.cluster.rpc.ipc import FrontEnd
 from edgemoe.errors import ServiceError
-from edgemoe.front.listen import sole_owner, tcp_socket, unix_socket
+from edgemoe.front.listen import PATH_BYTES, sole_owner, tcp_socket, unix_socket
 from edgemoe.front.notify import Notifier, passed_sockets
 
 
@@ -36,6 +37,8 @@ def test_what_is_no_socket_is_left_alone(tmp_path: Path) -> None:
 def test_a_path_or_group_that_cannot_be_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ServiceError, match="too long"):
         unix_socket(tmp_path / ("x" * 120))
+    with pytest.raises(ServiceError, match=r"too long.*set service\.runtime_dir"):
+        FrontEnd(tmp_path / ("x" * (PATH_BYTES - len(str(tmp_path)) - 8)))
     with pytest.raises(ServiceError, match="no group"):
         unix_socket(tmp_path / "api.sock", "no-such-group-here")
 
@@ -65,6 +68,16 @@ def test_the_service_manager_is_told(tmp_path: Path, abstract: bool) -> None:
         notifier.tell(READY="1", STATUS="ready, 0 requests")
         assert manager.recv(1024) == b"READY=1\nSTATUS=ready, 0 requests"
         assert notifier.watchdog_s == 3.0
+
+
+def test_what_the_service_manager_has_no_room_for_is_said_to_be_unsaid(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(tmp_path / "notify"))
+        notifier = Notifier({"NOTIFY_SOCKET": str(tmp_path / "notify")})
+        while notifier.tell(WATCHDOG="1"):
+            pass
+        manager.recv(1024)
+        assert notifier.tell(READY="1")
 
 
 def test_without_a_service_manager_nothing_happens(tmp_path: Path) -> None:

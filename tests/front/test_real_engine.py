@@ -133,7 +133,7 @@ async def test_a_compute_thread_that_hangs_is_noticed_and_every_text_goes_on_as_
             await until(lambda: total(front) > 100)
             told.write_text(place)
             assert await streams == expected
-            assert "one step has taken" in supervisor_of(front).why
+            assert "has come no further" in supervisor_of(front).why
             assert supervisor_of(front).describe()["engine"]["pid"] != first
             assert not Path(f"/proc/{first}").exists()
 

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import msgspec
 import openai
 import pytest
 from support.front_kit import SCRIPTED, http_client, openai_client, ready, running, settings_for
@@ -19,6 +20,8 @@ from support.waiting import until
 
 from edgemoe.cluster.rpc.engine_messages import Emissions, Failed, Stats
 from edgemoe.cluster.rpc.ipc import EngineEnd
+from edgemoe.cluster.rpc.protocol import SPOKEN
+from edgemoe.config.settings import ServiceSettings
 from edgemoe.errors import EngineUnavailable, ServiceError
 from edgemoe.front import connections, restart_backoff
 from edgemoe.front import engine_handle as engine_module
@@ -162,7 +165,7 @@ async def test_who_is_told_that_the_engine_keeps_failing_is_told_until_when(
 
 
 @pytest.mark.parametrize(("step_s", "hangs"), [(0.0, False), (179.0, False), (181.0, True)])
-async def test_an_engine_hangs_by_the_age_of_its_step_alone(step_s: float, hangs: bool) -> None:
+async def test_an_engine_hangs_by_how_long_its_step_has_come_no_further_alone(step_s: float, hangs: bool) -> None:
     engine = EngineHandle(None, "boot")  # type: ignore[arg-type]
     engine.note(Stats(values={}, step_s=step_s))
     assert bool(engine.hangs()) == hangs
@@ -311,6 +314,95 @@ async def test_a_fatal_error_ends_the_daemon_at_once_with_its_reason(
         async with running(settings_for(tmp_path, model_dir)):
             raise AssertionError("it started")
     assert group.group_contains(ServiceError, match="no room for the experts")
+
+
+async def test_an_engine_that_cannot_start_for_a_while_is_waited_for_once_one_has_served(
+    tmp_path: Path, model_dir: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = settings_for(tmp_path, model_dir, service={"max_restarts": 50})
+    async with running(settings) as front, openai_client(settings) as client:
+        monkeypatch.setenv("SCRIPTED_FATAL", "1")
+        waiting = asyncio.ensure_future(text_of(client, "go", max_tokens=200, seed=1))
+        await until(lambda: len(supervisor_of(front).request_log) == 1)
+        os.kill(engine_pid(front), signal.SIGKILL)
+        await until(lambda: supervisor_of(front).starts >= 3)
+        assert supervisor_of(front).state == "loading"
+        monkeypatch.delenv("SCRIPTED_FATAL")
+        assert await waiting
+
+
+async def test_an_engine_says_how_many_it_runs_and_keeps(tmp_path: Path, model_dir: Path) -> None:
+    async with running(settings_for(tmp_path, model_dir)) as front:
+        supervisor = supervisor_of(front)
+        engine = supervisor._door.engine
+        assert engine is not None
+        assert engine.ready is not None
+        limits = msgspec.structs.replace(engine.ready.limits, max_sequences=7, max_queue=5)
+        supervisor._hear(engine, msgspec.structs.replace(engine.ready, limits=limits))
+        assert (supervisor._requests.slots, supervisor.request_log.capacity) == (7, 12)
+
+
+async def test_an_engine_that_has_died_is_not_ready_whatever_it_said(tmp_path: Path, model_dir: Path) -> None:
+    async with running(settings_for(tmp_path, model_dir)) as front:
+        supervisor = supervisor_of(front)
+        engine = supervisor._door.engine
+        assert engine is not None
+        last_words = engine.ready
+        engine.kill()
+        await until(lambda: supervisor.state != "ready")
+        engine.ready = None
+        supervisor._hear(engine, last_words)
+        assert supervisor.state != "ready"
+        supervisor.check_integrity()
+        await until(lambda: ready(front))
+
+
+async def test_what_an_engine_says_unreadably_is_a_sign_of_life(tmp_path: Path, model_dir: Path) -> None:
+    async with running(settings_for(tmp_path, model_dir)) as front:
+        engine, wire = supervisor_of(front)._door.engine, supervisor_of(front)._door.wire
+        assert engine is not None
+        os.kill(engine.process.pid, signal.SIGSTOP)
+        await asyncio.sleep(0.2)  # what it had said is read
+        end, refused = EngineEnd(wire.address, engine.boot_id + "x", SPOKEN), wire.undecodable
+        engine.boot_id, first = engine.boot_id + "x", engine.heard
+        end.post(msgspec.structs.replace(Stats(values={}), values={"edgemoe_x": float("nan")}))
+        await until(lambda: wire.undecodable > refused)
+        await until(lambda: engine.heard > first)
+        await end.close()
+        engine.kill()
+
+
+async def test_output_that_nobody_reads_or_keeps_ends_no_daemon(tmp_path: Path, model_dir: Path) -> None:
+    said = asyncio.Event()
+
+    def say() -> None:
+        said.set()
+        raise OSError(28, "No space left on device")
+
+    front = Front(settings_for(tmp_path, model_dir), SCRIPTED, env={}, on_ready=say)
+    serving = asyncio.ensure_future(front.serve())
+    async with asyncio.timeout(60):
+        await said.wait()
+        await asyncio.sleep(0.1)
+        assert not serving.done()
+        assert ready(front)
+        front.stop()
+        await serving
+
+
+@pytest.mark.parametrize(("tells", "logs"), [(0.0, False), (0.01, True)])
+async def test_only_an_engine_that_was_told_to_stop_is_blamed_for_not_stopping(
+    tells: float, logs: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", "import time; time.sleep(60)", process_group=0)
+    await EngineHandle(process, "boot").exits(tells)
+    assert ("did not stop in time" in caplog.text) == logs
+
+
+def test_a_pause_has_an_end_however_many_deaths_there_were() -> None:
+    backoff = restart_backoff.RestartBackoff(ServiceSettings(max_restarts=5000, restart_window_s=1e6))
+    for death in range(1100):
+        assert backoff.after_death(float(death), 0, fatal=False).delay_s <= restart_backoff.LONGEST_DELAY_S
 
 
 async def test_requests_wait_for_an_engine_that_is_still_loading(tmp_path: Path, model_dir: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
@@ -44,3 +45,12 @@ def test_small_files_that_are_replaced_leave_none_open(tmp_path: Path) -> None:
     assert not ours()
     with (tmp_path / "file").open():
         assert ours() == [os.path.realpath(tmp_path / "file")]
+
+
+def test_what_is_for_others_to_read_is_for_them_whatever_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0o077)
+    try:
+        replace_file(tmp_path / "file", b"x", 0o644)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == 0o644

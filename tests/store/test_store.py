@@ -321,6 +321,15 @@ def test_a_manifest_that_is_not_text_is_refused(store: Path, raw: bytes) -> None
         Manifest.load(store)
 
 
+def test_a_manifest_that_may_not_be_read_is_named(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: Path) -> bytes:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(StoreError, match=r"manifest\.json cannot be read: Permission denied"):
+        Manifest.read(store)
+
+
 def test_a_manifest_as_large_as_a_model_is_refused_before_it_is_read(store: Path) -> None:
     with (store / MANIFEST).open("r+b") as file:
         file.truncate(MAX_MANIFEST_BYTES + 1)

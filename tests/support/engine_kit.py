@@ -67,7 +67,7 @@ class PlainExperts:
 
     def begin_step(self, meta: StepMeta) -> npt.NDArray[np.int16]:
         self._meta, self._ids, self._shares = meta, [], []
-        return np.empty(0, np.int16)
+        return np.empty((0, 1, 1), np.int16)
 
     def forward(self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         for expert in ids.unique().tolist():

@@ -96,6 +96,7 @@ class Scripted:
     def __init__(self, boot: Boot) -> None:
         settings = msgspec.convert(boot.settings, Settings)
         self.tokenizer = Tokenizer.from_file(str(Path(settings.model.path) / "tokenizer.json"))
+        self.slots, self.queue = settings.engine.max_sequences, settings.engine.max_queue
         self.boot, self.name, self.node = boot, settings.model.name, settings.cluster.node
         self.running: dict[str, Running] = {}
         self.end = EngineEnd(boot.address, boot.boot_id, boot.speaks)
@@ -118,7 +119,7 @@ class Scripted:
             dtype="float32",
             expert_bytes=1,
         )
-        limits = Limits(context_tokens=CONTEXT, kv_tokens=1 << 20, max_sequences=64, max_queue=256)
+        limits = Limits(context_tokens=CONTEXT, kv_tokens=1 << 20, max_sequences=self.slots, max_queue=self.queue)
         if self.node:
             none = bytes(2)
             self.end.post(Listening(calls_port=1, bulk_port=1, model=info))

@@ -18,7 +18,7 @@ from edgemoe.errors import StoreError
 from edgemoe.replay.trace import load
 from edgemoe.telemetry import recorder as recorder_module
 from edgemoe.telemetry.recorder import BLOCK_STEPS, Recorder
-from edgemoe.telemetry.recording import AHEAD, MAGIC, OWN, Header, read_recording, recordings_in
+from edgemoe.telemetry.recording import AHEAD, MAGIC, OWN, SUFFIX, Header, read_recording, recordings_in
 from edgemoe.types.routing import StepMeta, StepRouting
 
 HEADER = Header("digest", 3, 16, 2)
@@ -257,3 +257,12 @@ def test_a_recording_can_be_replayed(tmp_path: Path) -> None:
     record(tmp_path, [step(i, (True, True), (1, 1)) for i in range(10)])
     trace = load([tmp_path])
     assert [len(ids) for ids in trace.requests] == [10, 10]
+
+
+def test_a_file_that_somebody_deletes_meanwhile_ends_no_recording(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Path.glob
+    monkeypatch.setattr(Path, "glob", lambda *args: [tmp_path / f"0{SUFFIX}", *real(*args)])
+    files = record(tmp_path, [step(i, (False,), (60,)) for i in range(40)], file_bytes=20_000, max_bytes=100_000)
+    assert len(files) > 1

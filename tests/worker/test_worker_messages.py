@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from edgemoe.cluster.rpc.engine_messages import Boot, Drain, Emissions, Loading, Submit
+from edgemoe.cluster.rpc.engine_messages import Boot, Drain, Emissions, Loading, Stats, Submit
 from edgemoe.cluster.rpc.ipc import FrontEnd
 from edgemoe.cluster.rpc.protocol import SPOKEN
 from edgemoe.config.settings import Settings
@@ -64,5 +64,20 @@ async def test_a_message_that_an_engine_fails_over_costs_that_message_alone(
     assert loop.taken == ["next"]
     assert caplog.text.count("a message of the front failed here") == 2
     listening.cancel()
+    await worker._wire.close()
+    wire.close()
+
+
+async def test_figures_that_cannot_be_told_cost_no_engine(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    wire = FrontEnd(tmp_path / "run")
+    boot = Boot(boot_id="boot-1", address=wire.address, speaks=SPOKEN, settings={})
+    worker = Worker(boot, Settings(), os.getpid())
+    reporting = asyncio.ensure_future(worker._report(SimpleNamespace(engine=None)))  # type: ignore[arg-type]
+    async with asyncio.timeout(10):
+        _, said = await anext(wire.messages())
+    assert said == Stats(values={})
+    assert "the engine's figures cannot be told" in caplog.text
+    assert not reporting.done()
+    reporting.cancel()
     await worker._wire.close()
     wire.close()

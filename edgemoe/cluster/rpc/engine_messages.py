@@ -190,8 +190,8 @@ class Emissions(Message, frozen=True, kw_only=True, tag="Emissions"):
 class Stats(Message, frozen=True, kw_only=True, tag="Stats"):
     """Sent every half second and on Ping, by the engine's event loop: it is the heartbeat too.
 
-    `values` maps final Prometheus names, labels included, to numbers. `step_s` is the age of the step that the
-    compute thread is in (0 between steps): how the front sees a compute thread that hangs.
+    `values` maps final Prometheus names, labels included, to numbers. `step_s` is for how long the
+    compute thread's step has come no further (0 between steps): how the front sees one that hangs.
     """
 
     values: Annotated[dict[LongText, Finite], Meta(max_length=MAX_METRICS)]

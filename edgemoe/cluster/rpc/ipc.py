@@ -52,7 +52,11 @@ class FrontEnd:
     """Sends to engines by boot id, and yields the messages of all of them."""
 
     def __init__(self, directory: Path, speaks: Versions = SPOKEN) -> None:
-        self.address = f"ipc://{private_directory(directory) / 'engine.ipc'}"
+        path = private_directory(directory) / "engine.ipc"
+        if len(os.fsencode(path)) > zmq.IPC_PATH_MAX_LEN:
+            why = f"too long for a socket ({zmq.IPC_PATH_MAX_LEN} bytes)"
+            raise ServiceError(f"{path}: {why}; set service.runtime_dir to a shorter path")
+        self.address = f"ipc://{path}"
         self.undecodable = 0  # frames dropped
         self._speaks = speaks
         self._engine = ("", speaks)  # the engine of the last frame, and its versions
@@ -80,17 +84,16 @@ class FrontEnd:
         if not sent:
             raise WireError(f"engine {boot_id} has left {HWM_MESSAGES} messages unread: it is stuck")
 
-    async def messages(self) -> AsyncIterator[tuple[str, FromEngine]]:
-        """Yields (boot id, message) while the end is open."""
+    async def messages(self) -> AsyncIterator[tuple[str, FromEngine | None]]:
+        """Yields (boot id, message) while the end is open; None for one that is unreadable, and refused."""
         while not self._socket.closed:
             identity, *frames = await self._socket.recv_multipart()
+            frame, boot_id, message = b"".join(frames), identity.decode(errors="replace"), None
             try:
-                frame, boot_id = b"".join(frames), identity.decode()
                 self._engine = (boot_id, versions_of(frame))
                 message = decode_from_engine(frame)
-            except (WireError, UnicodeDecodeError) as error:
+            except WireError as error:
                 self._refuse(identity, frame, error)
-                continue
             yield boot_id, message
 
     def _refuse(self, identity: bytes, frame: bytes, error: Exception) -> None:
