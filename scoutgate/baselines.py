@@ -18,6 +18,7 @@ FloatArray = npt.NDArray[np.float32]
 IntArray = npt.NDArray[np.int64]
 Predictor = Callable[[IntArray, int], FloatArray]  # (positions [n] in order, horizon) -> p [n, sum E_l]
 EWMA_RATES = (0.02, 0.05, 0.1, 0.2, 0.35)
+CHUNK = 1024  # tokens whose routes are written out at a time
 
 
 def routes(recording: Recording, positions: IntArray) -> FloatArray:
@@ -43,12 +44,15 @@ def ewma(recording: Recording, rate: float) -> Predictor:
 
     def predict(positions: IntArray, horizon: int) -> FloatArray:
         every = np.flatnonzero(np.isin(recording.request, np.unique(recording.request[positions])))
-        hits = routes(recording, every)
         start = np.repeat(np.array(recording.meta.experts), recording.meta.experts)
-        state = (1 - rate) * recording.meta.top_k / start
-        after, _ = lfilter([rate], [1.0, rate - 1.0], hits, axis=0, zi=state[None])
-        before = np.concatenate([state[None] / (1 - rate), after[:-1]]).astype(np.float32)
-        result: FloatArray = before[np.searchsorted(every, positions)]
+        state = ((1 - rate) * recording.meta.top_k / start)[None]
+        result = np.empty((len(positions), len(start)), np.float32)
+        for part in np.split(every, range(CHUNK, len(every), CHUNK)):
+            after, ends = lfilter([rate], [1.0, rate - 1.0], routes(recording, part), axis=0, zi=state)
+            before = np.concatenate([state / (1 - rate), after[:-1]])
+            wanted = slice(*np.searchsorted(positions, (part[0], part[-1] + 1)))
+            result[wanted] = before[np.searchsorted(part, positions[wanted])]
+            state = ends
         return result
 
     return predict

@@ -45,7 +45,7 @@ class Meta:
     experts: tuple[int, ...]
     top_k: int
     digest: str = ""  # of the packed model
-    tokenizer: str = ""  # sha256 of tokenizer.json
+    tokenizer: str = ""  # xxh3_128 of tokenizer.json
     hidden: int = 0
     gate: bool = False
     notes: str = ""

@@ -7,6 +7,12 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
+from edgemoe.errors import EdgemoeError
+from edgemoe.model.kv import DTYPES
+from edgemoe.model.layers.matrix import Matrix
+from edgemoe.store.consistency import spec_of
+from edgemoe.store.manifest import Manifest
+from edgemoe.types.encoding import ENCODINGS
 from scoutgate.data import Recording
 
 
@@ -30,7 +36,16 @@ def load_embedding(directory: Path) -> torch.Tensor:
                 for name in tensors.keys():  # noqa: SIM118 (safe_open is no mapping)
                     if name.endswith("embed_tokens.weight"):
                         found: torch.Tensor = tensors.get_tensor(name)
-                        return found
+                        return _decoded(found, directory) if found.dtype == torch.uint8 else found
         except SafetensorError as error:
             raise ValueError(f"{file} cannot be read: {error}") from error
     raise ValueError(f"no token embedding in {directory}; give a checkpoint or a packed store of the recorded model")
+
+
+def _decoded(rows: torch.Tensor, directory: Path) -> torch.Tensor:
+    """Returns the weights of a store whose dense matrices are encoded."""
+    try:
+        spec = spec_of(Manifest.read(directory))
+    except EdgemoeError as error:
+        raise ValueError(str(error)) from error
+    return Matrix(rows, ENCODINGS[spec.dense_encoding], spec.geometry.hidden).weights(DTYPES[spec.dtype])

@@ -81,7 +81,8 @@ def positions_for(recording: Recording, split: str, horizon: int, most: int, hin
     at = at if len(at) else recording.positions(split)
     at = at[recording.hinted(at)] if hinted else at
     if len(at) > most:
-        at = at[at < recording.starts[recording.request[at[most]]]]
+        whole = at[at < recording.starts[recording.request[at[most]]]]
+        at = whole if len(whole) else at[:most]  # the first request alone is longer
     ends = recording.starts[recording.request[at] + 1]
     return at[at + horizon < ends]
 

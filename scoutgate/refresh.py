@@ -27,6 +27,7 @@ from scoutgate.evaluate import judge_run, positions_for, scoutgate_predictor
 from scoutgate.metrics import Score
 
 LEAST_TOKENS = 20_000  # recorded ones; with fewer nothing is trained
+MOST_TOKENS, MOST_FORECASTS = 20_000, 40_000_000  # scored; of 4 bytes each
 LEAST_GAIN = 0.005  # of log-loss, for the sake of which a forecaster is replaced
 
 
@@ -39,6 +40,11 @@ class RefreshResult:
     replaced: bool
 
 
+def most_for(recording: Recording) -> int:
+    """Returns how many tokens may be scored: forecasts of all experts for each, by four, of two splits, are kept."""
+    return min(MOST_TOKENS, MOST_FORECASTS // sum(recording.meta.experts))
+
+
 def export_log_loss(directory: Path, recording: Recording, model: Path) -> float | None:
     """Of an export's calibrated forecasts for the test split; None where it is not there or not for this model."""
     try:
@@ -46,9 +52,12 @@ def export_log_loss(directory: Path, recording: Recording, model: Path) -> float
     except ValueError:
         return None
     embedding, meta, shape = embedding_for(recording, model), recording.meta, found.shape
+    theirs, ours = found.record["model"], {"digest": meta.digest, "tokenizer": meta.tokenizer}
+    if any(own and theirs.get(key, own) not in ("", own) for key, own in ours.items()):
+        return None
     if (shape.experts, shape.top_k, shape.embedding) != (meta.experts, meta.top_k, embedding.shape[1]) or shape.hidden:
         return None
-    at = positions_for(recording, "test", 0, 20_000)
+    at = positions_for(recording, "test", 0, most_for(recording))
     scores = calibrate.logits(scoutgate_predictor(found.gate, recording, embedding)(at, 0))
     sizes = np.array(meta.experts)
     scale, shift = (t[: meta.layers].numpy().repeat(sizes) for t in (found.scale, found.shift))
@@ -69,7 +78,7 @@ def refresh(data: Path, model: Path, target: Path, run: Path, max_minutes: float
     options = ["--data", str(data), "--model", str(model), "--out", str(run), "--max-minutes", str(max_minutes)]
     fixed = ["--variant", "context", "--no-hidden", "--device", "cpu", "--threads", "1", "--no-progress"]
     train.train(train.arguments([*options, *fixed, *more]))
-    judged = judge_run(run, data, model)
+    judged = judge_run(run, data, model, most_for(recording))
     new = float(judged.metrics["horizons"]["this_token"]["scoutgate"]["log_loss"])
     old = export_log_loss(target, recording, model)
     better = old is None or new < old * (1 - LEAST_GAIN)

@@ -7,9 +7,10 @@ which `scoutgate.evaluate` and `scoutgate.export` read. A killed run goes on whe
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
@@ -100,6 +101,17 @@ def quiet() -> Iterator[None]:
         yield
 
 
+def _check_continues(out: Path, described: Mapping[str, object]) -> None:
+    """Raises ValueError where the folder holds a training from other data, which would go on, or have ended."""
+    best = out / "best.json"
+    if not best.exists():
+        return
+    held = json.loads(best.read_text())
+    for what in ("meta", "tokens"):
+        if held.get(what) != json.loads(json.dumps(described[what])):
+            raise ValueError(f"{out} holds a training from other data ({what} differ): delete it, or give another")
+
+
 def train(options: argparse.Namespace) -> Path:
     """Runs or continues a training; returns the folder with the best weights."""
     L.seed_everything(options.seed, verbose=False)
@@ -115,6 +127,8 @@ def train(options: argparse.Namespace) -> Path:
     steps = int(options.passes * -(-len(recording.positions("train")) // options.batch))
     module = ScoutGateModule(shape, Recipe(lr=options.lr), embedding, steps, options.max_minutes * 60)
     described = {"meta": asdict(meta), "recipe": asdict(module.recipe), "seed": options.seed, "data": str(options.data)}
+    described["tokens"] = recording.count
+    _check_continues(options.out, described)
     keep = KeepBest(options.out, module.gate, lambda: described)
     with quiet():
         trainer = trainer_for(options, -(-steps // training.count), keep)

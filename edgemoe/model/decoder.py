@@ -15,7 +15,7 @@ from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model.fused import FusedDecoder, is_plain
 from edgemoe.model.kv import DTYPES, KVCache
 from edgemoe.model.layers.blocks import ExpertCalls
-from edgemoe.model.layers.matrix import FEW_TOKENS
+from edgemoe.model.layers.matrix import FEW_TOKENS, Matrix
 from edgemoe.model.layers.step import StepContext, ropes_of
 from edgemoe.model.weights import Weights, load_weights
 from edgemoe.types.step import Batch, Experts
@@ -44,9 +44,9 @@ class Decoder:
         return cls(spec, load_weights(spec, path, device, None if by_torch else kernels), device, kernels)
 
     @property
-    def embedding(self) -> torch.Tensor:
-        """Returns the token embedding, [V, H] in the model's dtype, on the decoder's device. Not to be changed."""
-        return self._weights.embed.weights(DTYPES[self.spec.dtype])
+    def embedding(self) -> Matrix:
+        """Returns the token embedding, [V, H], on the decoder's device. Not to be changed."""
+        return self._weights.embed
 
     @torch.inference_mode()
     def forward(self, batch: Batch, kv: KVCache, experts: Experts) -> torch.Tensor:

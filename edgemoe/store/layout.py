@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from edgemoe.errors import CheckpointError, UnsupportedModel
 from edgemoe.families.config import spec_from_config
@@ -114,6 +115,11 @@ def plan(checkpoint: Checkpoint, wanted: WantedEncodings) -> Layout:
     spec = replace(spec, dense_encoding=encoding)
     files = (_layer_plan(layer, number, spec) for number, layer in enumerate(layers))
     return Layout(spec, dense_file, tuple(files), tensors.rounded, tuple(unfit))
+
+
+def precision(config: Mapping[str, Any]) -> str:
+    """Returns what packed weights are in, as far as the configuration says so; tensors are looked at later."""
+    return "float32" if "float32" in (config.get("dtype"), config.get("torch_dtype")) else "bfloat16"
 
 
 def plan_layer(checkpoint: Checkpoint, wanted: WantedEncodings, number: int) -> FilePlan:

@@ -113,7 +113,7 @@ def assemble(settings: Settings, emit: Emit, say: Say) -> Assembly:
         link(CODES, kernel_dir(settings))
         activity = activity_of(settings, geometry, budgets)
         sharing = sharing_of(settings, directory, served, store, activity)
-        scoutgate = scoutgate_for(settings, manifest, served, lambda: decoder.embedding)
+        scoutgate = scoutgate_for(settings, manifest, served, decoder.embedding)
         if scoutgate is not None:
             opened.callback(scoutgate.close)
         name = "lru" if budgets.all_fit else settings.cache.policy

@@ -8,8 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from torch import Tensor
-
 from edgemoe.config.settings import Settings
 from edgemoe.errors import ConfigError
 from edgemoe.experts.predict.controller import Controller, Kept
@@ -17,6 +15,7 @@ from edgemoe.experts.predict.next_use import Ids
 from edgemoe.experts.predict.planning.prefetch_planner import PrefetchRequests
 from edgemoe.experts.predict.planning.published_rules import PublishedRules
 from edgemoe.experts.predict.scoutgate.forecaster import ScoutGateForecaster
+from edgemoe.experts.predict.scoutgate.tables import TokenEmbedding
 from edgemoe.experts.tiers.residency import Residency
 from edgemoe.policy import baselines
 from edgemoe.policy.ewma import EWMA
@@ -75,14 +74,14 @@ def foreseeing(
 
 
 def scoutgate_for(
-    settings: Settings, manifest: Manifest, served: ServedModel, embedding: Callable[[], Tensor]
+    settings: Settings, manifest: Manifest, served: ServedModel, embedding: TokenEmbedding
 ) -> ScoutGateForecaster | None:
     """Returns the forecaster, idle with a warning where its export cannot be used; None if none is configured."""
     if not settings.cache.scoutgate:
         return None
     tokenizer = next((file.xxh3_128 for file in manifest.files if file.file == "tokenizer.json"), "")
     state = _state_file(settings, Path(settings.model.path)).with_suffix(SCORES)
-    scoutgate = ScoutGateForecaster(served, tokenizer, embedding(), state_file=state)
+    scoutgate = ScoutGateForecaster(served, tokenizer, embedding, state_file=state)
     try:
         scoutgate.load(Path(settings.cache.scoutgate))
     except ConfigError as error:

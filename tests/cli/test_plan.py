@@ -43,6 +43,13 @@ def test_a_configuration_alone_tells_the_sizes_that_the_store_will_have(
     assert planned.dense_bytes == pytest.approx(manifest.dense.bytes, rel=0.02, abs=8192)
 
 
+def test_a_configuration_in_half_precision_is_planned_as_it_will_be_packed(tmp_path: Path) -> None:
+    config = json.loads((MODEL / "config.json").read_text())
+    config.pop("dtype", None)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"torch_dtype": "float16"}))
+    assert find(str(tmp_path / "config.json"), tmp_path).spec.dtype == "bfloat16"
+
+
 def test_what_is_no_model_is_refused_by_name(tmp_path: Path) -> None:
     for text, why in (
         ("[1]", "no model's configuration"),

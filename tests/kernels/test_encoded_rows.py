@@ -107,6 +107,24 @@ def test_whole_activations_are_those_of_numpy(encoding: Encoding, columns: int) 
     assert (np.abs(got - expected) <= 1e-6 * bound).all()
 
 
+@each_scaled
+@pytest.mark.parametrize("columns", COLUMNS)
+def test_float_activations_give_the_same_bits_by_all_instructions_and_in_any_batch(
+    encoding: Encoding, columns: int
+) -> None:
+    x = np.random.default_rng(5).standard_normal((TOKENS, columns)).astype(np.float32)
+    weights, first = pack(_weights(columns), encoding), None
+    for each in (each for each in EVERY if each.here):
+        rows, packed = _linked(make_encoded_rows, encoding, each, False), _packed(x, pack_floats)
+        together = _multiply(rows, weights, packed, np.arange(TOKENS))
+        first = together if first is None else first
+        np.testing.assert_array_equal(together, first)
+        for batch in (1, 2, 4):
+            parts = np.split(np.arange(TOKENS), range(batch, TOKENS, batch))
+            some = [_multiply(rows, weights, packed, part) for part in parts]
+            np.testing.assert_array_equal(np.concatenate(some), first)
+
+
 @each_whole
 @pytest.mark.parametrize("columns", COLUMNS)
 def test_whole_activations_give_the_same_bits_by_all_instructions_and_in_any_batch(

@@ -10,9 +10,9 @@ import torch
 
 from edgemoe.encodings.codec import pack
 from edgemoe.kernels.cpu import expert_math as products
+from edgemoe.kernels.cpu import experts_decode, experts_prefill
 from edgemoe.kernels.cpu.encoded.layout import ExpertLayout
 from edgemoe.kernels.cpu.expert_math import ExpertMath, ExpertSlab, WayLimits, one_by_one
-from edgemoe.kernels.cpu.experts_decode import scratch_floats
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.types.encoding import BFLOAT16, FLOAT32, FP8, INT4, INT8, MXFP4, Encoding
 from edgemoe.types.experts import SILU, Activation, ExpertGeometry
@@ -154,6 +154,42 @@ def test_which_way_is_the_fastest_is_measured(monkeypatch: pytest.MonkeyPatch) -
     assert math.measured[encoded] == WayLimits(tiles, float("inf"))
 
 
+class Slipping(Timed):
+    """Something else takes the processor when two tokens for each expert are timed."""
+
+    def experts(
+        self, _layout: Any, _address: int, _stride: int, slots: Any, _offsets: Any, index: Any, *_rest: Any
+    ) -> None:
+        self._spend(slots, index, 50.0 * (len(index) == 2 * len(slots)), 1.0)
+
+
+def test_one_slip_of_the_clock_chooses_no_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed, layout = Slipping(), ExpertLayout(256, 128, INT8)
+    monkeypatch.setattr(products, "time", timed)
+    math = ExpertMath(timed, WayLimits(0.0, 0.0))  # type: ignore[arg-type]
+    math.calibrate([layout], False)
+    assert math.measured[layout].tiles == min(n for n in products.TRIED_TOKENS if n > 6)
+
+
+@pytest.mark.parametrize("tiles", [False, True])
+def test_pieces_of_many_experts_with_few_tokens_each_fit_their_scratch_memory(
+    tiles: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slab, count = _slab(False), 512
+    slots, offsets = np.arange(count), np.arange(count + 1) * 3
+    monkeypatch.setattr(products, "SCRATCH_BYTES", 1 << 22)
+    parts = products._pieces(slab, slots, offsets, np.zeros(3 * count, int), np.zeros(3 * count, np.float32), tiles)
+    assert np.concatenate([part[0] for part in parts]).tolist() == slots.tolist()
+    for part in parts:
+        some, pairs = len(part[0]), len(part[2])
+        sizes = experts_decode.scratch_floats(HIDDEN, WIDTH, 0, pairs, some)
+        if tiles:
+            sizes = experts_prefill.scratch_floats(HIDDEN, WIDTH, some, some)
+        sizes.pop("part")  # of a thread
+        rounded = -(-WIDTH // 128) * 128 / WIDTH
+        assert 4 * sum(sizes.values()) <= rounded * (1 << 22)
+
+
 ENCODED = [INT8, INT4, MXFP4, FP8]
 GPT_OSS = Activation("clamped_swiglu", 1.702, 7.0)
 
@@ -200,7 +236,7 @@ def test_memory_that_a_few_tokens_kept_is_not_freed_by_many(kernels: Kernels, en
     for way, tokens in ((few, 2), (many, 300), (few, 2)):
         way.add(slab, *_calls(tokens), x[:tokens], torch.zeros(tokens, HIDDEN))
     scratch = {address for address, _ in kernels._scratch.values()}
-    names = scratch_floats(HIDDEN, WIDTH, 2, 2, 2)
+    names = experts_decode.scratch_floats(HIDDEN, WIDTH, 2, 2, 2)
     assert {int(kernels._job[name][0]) for name in names} <= scratch
 
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from edgemoe.kernels.cpu import object_cache
 from edgemoe.kernels.cpu.intrinsics import INT, address_of, call_chunk, chunk, code, give_way, i64_at
 from edgemoe.kernels.cpu.object_cache import Code, link
 
@@ -109,3 +114,39 @@ def test_without_a_directory_it_is_compiled() -> None:
     codes = make()
     link(codes, None)
     assert result(codes[1]) == 42
+
+
+def test_kept_code_is_found_by_every_text_that_may_be_in_it() -> None:
+    read = {file.resolve() for file in object_cache.sources(make())}
+    for file in Path(object_cache.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("edgemoe."):
+                names = [str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)]
+                found = [importlib.util.find_spec(name) for name in names if _is_module(name)]
+                assert {Path(str(spec.origin)).resolve() for spec in found if spec} <= read, f"{file}: {node.module}"
+
+
+def _is_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def test_a_full_disk_is_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fill(file: Path, _: bytes) -> None:
+        file.touch()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", fill)
+    object_cache._write(tmp_path / "x.o", {}, b"code")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_process_was_writing_is_taken_away(tmp_path: Path) -> None:
+    for name, age_s in (("old", 1e6), ("new", 0.0)):
+        left = tmp_path / f"{name}{object_cache.TEMPORARY}"
+        left.write_bytes(b"part")
+        os.utime(left, times=(time.time() - age_s,) * 2)
+    object_cache._write(tmp_path / "x.o", {}, b"code")
+    assert sorted(file.name for file in tmp_path.iterdir()) == [f"new{object_cache.TEMPORARY}", "x.o"]

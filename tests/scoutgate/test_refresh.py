@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from support.synthetic import checkpoint, dataset
 from edgemoe.experts.predict.scoutgate import export
 from edgemoe.store.manifest import Manifest
 from scoutgate import refresh
+from scoutgate.data import Recording
 
 FAST = ("--batch", "128", "--lr", "0.01")
 
@@ -38,6 +41,24 @@ def test_a_forecaster_is_replaced_by_a_better_one_and_kept_from_a_worse(folder: 
     worse = learn(folder, "third", 1)
     assert not worse.replaced
     assert (folder / "export" / export.RECORD).read_text() == kept
+
+
+@pytest.mark.parametrize("key", ["digest", "tokenizer"])
+def test_a_forecaster_that_the_daemon_would_refuse_is_replaced(folder: Path, key: str) -> None:
+    assert learn(folder, "first", 12).replaced
+    record = folder / "export" / export.RECORD
+    held = json.loads(record.read_text())
+    held["model"][key] = "another"
+    record.write_text(json.dumps(held))
+    worse = learn(folder, "second", 1)
+    assert (worse.old, worse.replaced) == (None, True)
+
+
+def test_what_is_scored_fits_the_memory_of_the_nightly_service(tmp_path: Path) -> None:
+    recording = Recording(dataset(tmp_path, 4))
+    assert refresh.most_for(recording) == refresh.MOST_TOKENS
+    recording.meta = replace(recording.meta, experts=(256,) * 58)
+    assert refresh.most_for(recording) * 256 * 58 <= refresh.MOST_FORECASTS
 
 
 def test_it_learns_for_the_model_that_the_daemon_serves(tmp_path: Path) -> None:

@@ -48,7 +48,9 @@ def test_fitting_survives_forecasts_that_separate_perfectly() -> None:
     assert calibrate.apply(weights, x)[-1] > 0.9
 
 
-def test_ewma_is_the_recursion_of_the_source(tmp_path: Path) -> None:
+@pytest.mark.parametrize("chunk", [7, 1 << 20])
+def test_ewma_is_the_recursion_of_the_source(tmp_path: Path, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(baselines, "CHUNK", chunk)
     recording, rate = Recording(dataset(tmp_path, 4)), 0.2
     at = np.arange(recording.count)
     state = np.concatenate([np.full(e, recording.meta.top_k / e) for e in EXPERTS])
@@ -57,6 +59,8 @@ def test_ewma_is_the_recursion_of_the_source(tmp_path: Path) -> None:
         wanted.append(state)
         state = (1 - rate) * state + rate * hit
     np.testing.assert_allclose(baselines.ewma(recording, rate)(at, 0), np.array(wanted), rtol=1e-4)
+    some = at[3::5]
+    np.testing.assert_allclose(baselines.ewma(recording, rate)(some, 0), np.array(wanted)[some], rtol=1e-4)
 
 
 def test_popularity_and_transition_are_forecasts_of_k_experts(tmp_path: Path) -> None:

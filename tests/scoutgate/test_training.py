@@ -10,9 +10,14 @@ import pytest
 import torch
 from support.synthetic import EXPERTS, checkpoint, dataset
 
+from edgemoe.demo import model_path
 from edgemoe.experts.predict.scoutgate import export
 from edgemoe.experts.predict.scoutgate.model import ScoutGate, ScoutGateShape
-from scoutgate.evaluate import Judged, judge_run, plot, table
+from edgemoe.store.packer import pack
+from edgemoe.store.wanted import WantedEncodings
+from scoutgate.data import Recording
+from scoutgate.embedding import load_embedding
+from scoutgate.evaluate import Judged, judge_run, plot, positions_for, table
 from scoutgate.module import KeepBest
 from scoutgate.train import arguments, train
 
@@ -98,3 +103,24 @@ def test_a_run_of_another_model_is_refused(folder: Path, tmp_path: Path, judged:
     (other / "meta.json").write_text(json.dumps({**record, "experts": [8, 8, 8]}))
     with pytest.raises(ValueError, match="another model"):
         judge_run(folder / "run", other, folder / "model")
+
+
+def test_a_folder_that_was_trained_from_other_data_is_not_gone_on_with(folder: Path, tmp_path: Path) -> None:
+    out = run(folder, tmp_path / "run", "--passes", "2")
+    dataset(tmp_path / "data", 60)
+    checkpoint(tmp_path / "model")
+    with pytest.raises(ValueError, match="a training from other data"):
+        run(tmp_path, out, "--passes", "4")
+
+
+def test_the_embedding_of_a_store_with_encoded_dense_weights_is_decoded(tmp_path: Path) -> None:
+    pack(model_path(), tmp_path, wanted=WantedEncodings.parse("keep", "int8"))
+    plain, found = load_embedding(model_path()), load_embedding(tmp_path)
+    assert (found.dtype, found.shape) == (plain.dtype, plain.shape)
+    torch.testing.assert_close(found.float(), plain.float(), atol=0.02 * float(plain.abs().max()), rtol=0)
+
+
+def test_a_request_longer_than_what_is_scored_is_scored_in_part(folder: Path) -> None:
+    recording = Recording(folder / "data")
+    for most in (1, 3, 10):
+        assert 0 < len(positions_for(recording, "validation", 0, most)) <= most

@@ -59,6 +59,9 @@ def test_what_requests_add_is_what_is_closed_of_the_gap(args: Namespace, capsys:
         assert len(parts) <= 9  # a request that is scored in two orders is one request
     module.report(args)
     assert capsys.readouterr().out.count("| de-law |") == 2
+    (args.out / "de-law.1.learned.0.npz").unlink()
+    with pytest.raises(FileNotFoundError, match="no run of learned for de-law, order 1"):
+        module.Scored(args.out, "de-law", "cold", 2).closed("learned")
 
 
 def test_misses_are_those_of_a_replay_and_are_not_counted_twice(args: Namespace) -> None:

@@ -160,7 +160,9 @@ class Scored:
         total, parts = np.zeros(len(SHARES)), defaultdict[int, Misses](lambda: np.zeros(len(SHARES)))
         for order in self._orders:
             best, gap = self._gap(order)
-            seeds = len(list(self._out.glob(f"{self._kind}.{order}.{label}.[0-9].npz")))
+            seeds = len(list(self._out.glob(f"{self._kind}.{order}.{label}.[0-9]*.npz")))
+            if not seeds:
+                raise FileNotFoundError(f"{self._out}: no run of {label} for {self._kind}, order {order}")
             for seed in range(seeds):
                 requests, missed = self._missed(f"{label}.{seed}", order)
                 share = 1 / (seeds * len(self._orders))

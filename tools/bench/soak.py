@@ -1,10 +1,10 @@
-"""A long run of ordinary and rude clients against a running daemon: nothing may fail, grow or be left behind.
+"""A long run of ordinary and rude clients against a running daemon: nothing may fail or be left behind.
 
-    python -m tools.bench.soak --socket /run/edgemoe/edgemoe.sock --rate 2 --minutes 30
+    python -m tools.bench.soak --socket /run/edgemoe/edgemoe.sock --pid PID --rate 2 --minutes 30
 
 Most requests are read to their end; some hang up midway, some are malformed. Every few seconds the resident memory,
-open files and threads of the daemon's processes are sampled, and the daemon's own gauges are read. At the end the
-daemon must be idle again. The last line is one JSON object.
+open files and threads of the daemon's processes are sampled, and the daemon's own gauges are read. How they grow is
+shown. At the end the daemon must be idle again. The last line is one JSON object.
 
     python -m tools.bench.soak --hostile-peer 100 --minutes 30
 
@@ -267,6 +267,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
+    if args.hostile_peer is None and not (args.socket and args.pid):
+        parser().error("name a daemon with --socket and --pid, or give --hostile-peer")
     if args.hostile_peer is None:
         result = asyncio.run(soak(args))
     else:

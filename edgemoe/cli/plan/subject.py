@@ -14,7 +14,7 @@ from edgemoe.families.spec import ModelSpec, dense_shapes
 from edgemoe.store.catalog import is_store, resolve
 from edgemoe.store.checkpoint import CONFIG, MAX_JSON_BYTES
 from edgemoe.store.consistency import spec_of
-from edgemoe.store.layout import MATRICES
+from edgemoe.store.layout import MATRICES, precision
 from edgemoe.store.manifest import Manifest
 from edgemoe.store.quantized import check_method
 from edgemoe.types.encoding import ENCODINGS, Encoding
@@ -104,7 +104,7 @@ def _spec(file: Path) -> ModelSpec:
     if not isinstance(config, dict):
         raise CheckpointError(f"{file} is no model's configuration: it is not a table")
     check_method(config)
-    spec = spec_from_config(config)
+    spec = spec_from_config({**config, "dtype": precision(config)})
     kept = _kept(config)
     return replace(spec, encodings=(kept,) * spec.geometry.layers) if kept else spec
 

@@ -68,6 +68,7 @@ class Leader:
             )
         self._electing: asyncio.Task[None] | None = None
         self._joined = False  # the agreement
+        self._proposed: PlacementPlan | None = None  # the last one, of which nobody may have heard yet
         self._solved: list[Solved] = []
         self._solving: set[asyncio.Task[None]] = set()
 
@@ -210,6 +211,7 @@ class Leader:
                 solving.add_done_callback(self._solving.discard)
                 return False
             case Commit(plan, why):
+                self._proposed = plan  # whether it was agreed on may become known later
                 await self._store.commit_plan(epoch, PlanRef(plan.version, plan.digest()))
                 self.settled = True
                 log.info("new plan", extra={"because": why, "version": plan.version, "moving": bool(plan.goal)})
@@ -235,6 +237,8 @@ class Leader:
 
     async def _look_for(self, agreed: PlanRef) -> tuple[PlacementPlan, bytes] | None:
         """The agreed plan, from whoever has it; None where nobody has."""
+        if self._proposed is not None and self._proposed.digest() == agreed.digest:
+            return self._proposed, b""
         for member in self._state.members.alive():
             if member.beat.plan_digest == agreed.digest:
                 with contextlib.suppress(PeerError):

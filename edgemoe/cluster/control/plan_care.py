@@ -88,13 +88,17 @@ Action = Prepare | Solve | Commit
 
 
 class PlanCare:
-    """One owner. `trouble` says why there is no new plan."""
+    """One owner."""
 
     def __init__(self, settings: ClusterSettings) -> None:
-        self.trouble = ""
         self._settings = settings
         self._epoch = self._number = 0
         self._forget()
+
+    @property
+    def trouble(self) -> str:
+        """Returns why there is no new plan, or what keeps the one in force from being reached."""
+        return self._no_plan or self._late
 
     def handle(self, event: Event) -> list[Action]:
         """Takes note of what has happened. Returns what is to be done."""
@@ -109,7 +113,7 @@ class PlanCare:
                 return self._take(event)
 
     def _forget(self) -> None:
-        self.trouble = ""
+        self._no_plan = self._late = ""
         self._look: Look | None = None
         self._due = ("", 0.0)  # why a new plan is due, and since when
         self._task: PlanTask | None = None  # being solved
@@ -129,6 +133,9 @@ class PlanCare:
         why = why_anew(look.plan, look.engine, look.boxes, self._settings.absent_s)
         if why != self._due[0]:
             self._due = (why, look.now_s)
+            self._no_plan = self._no_plan if why else ""  # the plan in force will do again
+        if look.plan is None or not look.plan.goal:
+            self._late = ""
         if why:
             return self._solve(look, urgent=True) if look.now_s - self._due[1] >= SETTLE_S else []
         if look.plan is None or not _all_there(look.plan, look.boxes):
@@ -170,7 +177,7 @@ class PlanCare:
         if not moving.is_acknowledged and look.now_s - self._arrived[1] < STALL_S:
             return []
         late = ", ".join(node for node, lacks in zip(plan.nodes, moving.late, strict=True) if lacks)
-        self.trouble = f"experts do not move on: {late} have not said that they pinned theirs" if late else ""
+        self._late = f"experts do not move on: {late} have not said that they pinned theirs" if late else ""
         homes = moving.next_homes()
         if (homes != moving.now).any():
             return [self._step(look, plan, homes, moving.goal, "a step of a migration")]
@@ -186,16 +193,16 @@ class PlanCare:
         self._task = None
         target = solved.target
         if target is None:
-            if self.trouble != solved.why:
+            if self._no_plan != solved.why:
                 log.warning(
                     "no plan", extra={"because": self._due[0] or "a better one is looked for", "why": solved.why}
                 )
-            self.trouble, self._due = solved.why, (self._due[0], look.now_s)
+            self._no_plan, self._due = solved.why, (self._due[0], look.now_s)
             return []
         there = {box.node for box in look.boxes if box.there}
         if task.now is not look.plan or not there.issuperset(target.nodes) or (task.urgent and not self._due[0]):
             return []  # it was found for a cluster that is another now
-        self.trouble = ""
+        self._no_plan = ""
         moving = _migration(look, look.plan, target)
         plan = plan_of(look.engine, target, self._epoch, look.version)
         if task.urgent:

@@ -15,6 +15,7 @@ import torch
 from torch.nn.functional import gelu, silu
 
 from edgemoe.encodings.codec import pack, unpack
+from edgemoe.kernels.cpu import experts_decode, experts_prefill
 from edgemoe.kernels.cpu.encoded.layout import ExpertLayout
 from edgemoe.kernels.cpu.runtime import FloatArray, IntArray, Kernels
 from edgemoe.kernels.cpu.steps.expert_table import ExpertTable, LayerPlaces
@@ -114,7 +115,7 @@ class ExpertMath:
             one_by_one(slab, slots, offsets, index, weights, x, out)
             return
         tiles = tokens >= limits.tiles and slab.hidden % 2 == slab.width % 2 == 0
-        for part in _pieces(slab, slots, offsets, index, weights):
+        for part in _pieces(slab, slots, offsets, index, weights, tiles):
             job = (slab.layout, slab.address, slab.stride_bytes, *part, x.data_ptr())
             if tiles:
                 self._kernels.many_tokens(*job, out.data_ptr())
@@ -153,15 +154,24 @@ class ExpertMath:
         return ExpertMath(kernels, self._usual, self.measured)
 
 
-def _pieces(slab: ExpertSlab, slots: IntArray, offsets: IntArray, index: IntArray, weights: FloatArray) -> list[Part]:
-    """Cuts the slots into runs of at least one slot whose intermediate values fit into SCRATCH_BYTES."""
-    most = max(1, SCRATCH_BYTES // (4 * (slab.hidden + slab.width)))  # pairs
-    if len(index) <= most:
+def _pieces(
+    slab: ExpertSlab, slots: IntArray, offsets: IntArray, index: IntArray, weights: FloatArray, tiles: bool
+) -> list[Part]:
+    """Cuts the slots into runs of at least one slot whose intermediate values fit into SCRATCH_BYTES.
+
+    In `tiles` a slot's pairs take room for whole groups. Its gates take that of one group either way.
+    """
+    group, pairs = (experts_prefill if tiles else experts_decode).GROUP, np.diff(offsets)
+    if tiles:
+        pairs = -(-pairs // group) * group
+    floats = np.concatenate(([0], np.cumsum(pairs * (slab.hidden + slab.width) + 2 * slab.width * group)))
+    most = SCRATCH_BYTES // 4
+    if floats[-1] <= most:
         return [(slots, offsets, index, weights)]
     parts, first = [], 0
     while first < len(slots):
         start = offsets[first]
-        after = max(first + 1, int(np.searchsorted(offsets, start + most, side="right")) - 1)
+        after = max(first + 1, int(np.searchsorted(floats, floats[first] + most, side="right")) - 1)
         end = offsets[after]
         parts.append((slots[first:after], offsets[first : after + 1] - start, index[start:end], weights[start:end]))
         first = after
@@ -233,8 +243,19 @@ class _Trial:
         self._slab = ExpertSlab(one.repeat(self._experts, 1), layout, bf16)
 
     def first_faster(self, way: Way, than: Way) -> float:
-        """Returns from how many tokens per expert on `way` is faster than `than`; infinite where it never is."""
-        return next((float(n) for n in TRIED_TOKENS if self.seconds(way, n) < self.seconds(than, n)), np.inf)
+        """Returns from how many tokens per expert on `way` is faster than `than`; infinite where it never is.
+
+        It must be so at the next number that is tried, too: the engine keeps to this for as long as it runs.
+        """
+        first = np.inf
+        for n in TRIED_TOKENS:
+            if self.seconds(way, n) >= self.seconds(than, n):
+                first = np.inf
+            elif first < n:
+                break
+            else:
+                first = float(n)
+        return float(first)
 
     def seconds(self, way: Way, tokens: int) -> float:
         """Returns the shortest of three runs of `way`, in seconds, with `tokens` tokens for each expert."""

@@ -13,7 +13,7 @@ import fcntl
 import json
 import logging
 import os
-import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 types: Any = numba.types
 KEPT = 48  # object files in the directory at most: of other uses, versions, encodings or processors
 DIGEST_BYTES = 16
+PACKAGE = Path(__file__).parents[2]
+TEMPORARY = ".tmp"
 COMPILE_S = 120.0  # how long an engine waits for another one that compiles
 C_TYPES: dict[str, Any] = {"none": None, "int64": ctypes.c_int64, "float32": ctypes.c_float}
 _linked: list[Any] = []  # what holds machine code in use; never freed
@@ -160,11 +162,17 @@ def _is_private(directory: Path) -> bool:
     return False
 
 
+def sources(codes: Sequence[Code]) -> list[Path]:
+    """Returns the files whose text, constants included, may be in the machine code."""
+    folders = {Path(__file__).parent, *(code.folder for code in codes), PACKAGE / "encodings"}
+    files = {file for folder in folders for file in folder.rglob("*.py")}
+    return sorted(files | {PACKAGE / "types" / name for name in ("encoding.py", "experts.py")})
+
+
 def _fingerprint(codes: Sequence[Code], variant: str) -> str:
     """Returns a hash of all that the machine code depends on."""
     digest = xxhash.xxh3_128()
-    folders = {Path(__file__).parent, *(code.folder for code in codes)}
-    for file in sorted(file for folder in folders for file in folder.rglob("*.py")):
+    for file in sources(codes):
         digest.update(file.read_bytes())
     box = (llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten(), numba.__version__, llvmlite.__version__)
     digest.update(json.dumps([*box, variant, [code.name for code in codes]]).encode())
@@ -206,14 +214,27 @@ def _read(path: Path) -> tuple[dict[str, str], bytes] | None:
 def _write(path: Path, symbols: dict[str, str], machine_code: bytes) -> None:
     """Keeps the object file, with a hash in front, and deletes the oldest beyond KEPT. Logs where it cannot."""
     data = json.dumps(symbols).encode() + b"\n" + machine_code
+    temporary = path.with_suffix(f".{os.getpid()}.{threading.get_ident()}{TEMPORARY}")
     try:
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(xxhash.xxh3_128_digest(data) + data)
-        os.replace(file.name, path)
-        for old in sorted(path.parent.glob("*.o"), key=lambda file: file.stat().st_mtime)[:-KEPT]:
-            old.unlink()
+        temporary.write_bytes(xxhash.xxh3_128_digest(data) + data)
+        temporary.replace(path)
+        for old in sorted(path.parent.glob("*.o"), key=_age)[:-KEPT]:
+            old.unlink(missing_ok=True)
     except OSError as error:
         log.warning("compiled kernels could not be kept", extra={"why": str(error)})
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+    for left in path.parent.glob(f"*{TEMPORARY}"):  # by whoever was killed while writing
+        if time.time() - _age(left) > COMPILE_S:
+            left.unlink(missing_ok=True)
+
+
+def _age(file: Path) -> float:
+    """Returns when the file was changed last; now where somebody has just deleted it."""
+    try:
+        return file.stat().st_mtime
+    except OSError:
+        return time.time()
 
 
 def symbol_type(arguments: int) -> Any:

@@ -82,6 +82,29 @@ class Placement:
     disk: BoolArray  # [N, L, E] on the node's disk, for all: no memory holds it
 
 
+def refuse_nowhere(problem: PlacementProblem) -> None:
+    """Raises PlacementInfeasible where an expert is nowhere."""
+    nowhere = np.argwhere(problem.experts & ~problem.held.any(axis=0))
+    if len(nowhere):
+        layer, expert = nowhere[0].tolist()
+        raise PlacementInfeasible(
+            f"{len(nowhere)} experts are on no box's disk, nor in its memory, the first is expert {expert} of layer "
+            f"{layer}; copy the store to one of the boxes",
+            len(nowhere) * problem.expert_bytes,
+        )
+
+
+def as_served(problem: PlacementProblem, homes: BoolArray) -> Placement:
+    """Returns the homes [N, L, E] as engines serve them: what has none in memory is on every disk that has it.
+
+    What is on no disk either is where it is at all.
+    """
+    homeless = problem.experts & ~homes.any(axis=0)
+    on_disk = homeless & problem.disks.any(axis=0)
+    disk = problem.disks & on_disk | problem.held & homeless & ~on_disk
+    return Placement(homes, np.where(homes, 0, -1).astype(np.int8), disk)
+
+
 def disk_homes(problem: PlacementProblem) -> BoolArray:
     """Returns the homes [N, L, E] on disk of what memory cannot hold: what is least asked for.
 
@@ -92,7 +115,6 @@ def disk_homes(problem: PlacementProblem) -> BoolArray:
     homes = np.zeros(held.shape, np.bool_)
     experts = problem.experts
     total = int(np.count_nonzero(experts))
-    nowhere = np.argwhere(experts & ~held.any(axis=0))
     short = total - int(room.sum())
     spare = int((experts & disks.any(axis=0)).sum()) if problem.from_disk else 0
     if short > spare:
@@ -103,13 +125,7 @@ def disk_homes(problem: PlacementProblem) -> BoolArray:
             "memory.ram_bytes or add a box",
             lacking,
         )
-    if len(nowhere):
-        layer, expert = nowhere[0].tolist()
-        raise PlacementInfeasible(
-            f"{len(nowhere)} experts are on no box's disk, nor in its memory, the first is expert {expert} of layer "
-            f"{layer}; copy the store to one of the boxes",
-            len(nowhere) * problem.expert_bytes,
-        )
+    refuse_nowhere(problem)
     if short > 0:
         asked = np.where(experts & disks.any(axis=0), problem.activations.sum(axis=0), np.inf)
         given = np.zeros(len(room))

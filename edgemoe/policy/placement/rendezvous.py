@@ -29,7 +29,15 @@ from edgemoe.policy.placement.exact import exact
 from edgemoe.policy.placement.pairs import Routes, routes_of_pairs
 from edgemoe.policy.placement.peer_cover import MOST_NODES, NONE, ONE
 from edgemoe.policy.placement.prism import entropy
-from edgemoe.policy.placement.problem import Placement, PlacementProblem, Values, disk_homes, placed, required
+from edgemoe.policy.placement.problem import (
+    Placement,
+    PlacementProblem,
+    Values,
+    as_served,
+    disk_homes,
+    placed,
+    required,
+)
 from edgemoe.policy.placement.rendezvous_search import Scratch, Search, begin, descend
 from edgemoe.policy.placement.score import masks_of
 from edgemoe.types.arrays import BoolArray, IntArray
@@ -37,6 +45,7 @@ from edgemoe.types.arrays import BoolArray, IntArray
 TOKENS = 8192  # drawn from pairs, of all nodes together
 CALL_COST = 0.02  # of a remote expert, as a share of a rendezvous, at the least: of equal plans the one with fewer
 CHANGES = 2000  # that the search makes at most
+LEAST = 1e-9  # of all that a placement costs: what counts as a gain, beyond rounding
 HOPELESS = 1.5  # times the cost of the best start: not worth a search
 
 
@@ -87,20 +96,20 @@ def rendezvous(
     starts = [placed(problem, _whole_layers(problem, routes, disk), disk), exact(problem)]
     if costs.stay is not None:
         starts.append(placed(problem, _as_now(problem, costs.stay > 0, disk), disk))
-    searches = [search_from(problem, routes, start, costs) for start in starts]
+    searches = [search_from(problem, routes, as_served(problem, start.homes), costs) for start in starts]
     scratch = scratch_for(routes[0].shape[2])
     away = costs.of_calls(problem)
     begun = [
         begin(search, scratch) + float(away[~start.homes].sum()) for search, start in zip(searches, starts, strict=True)
     ]
     found = [
-        (cost + descend(search, scratch, CHANGES), search.homes, start.homes)
+        (cost + descend(search, scratch, CHANGES, LEAST * cost), search.homes, start.homes)
         for cost, search, start in zip(begun, searches, starts, strict=True)
         if cost <= HOPELESS * min(begun)
     ]
     _, masks, before = min(found, key=lambda each: each[0])
     homes = masks >> np.arange(nodes, dtype=np.uint64)[:, None, None] & ONE != NONE
-    homes = np.where(disk, before, homes)
+    homes = np.where(problem.disks & disk.any(axis=0), before, homes)  # what was found of them are disks
     fill(problem, homes)
     return placed(problem, homes, disk)
 

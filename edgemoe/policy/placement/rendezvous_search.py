@@ -20,8 +20,6 @@ from edgemoe.policy.placement.peer_cover import NONE, ONE, Masks, fewest, lowest
 from edgemoe.policy.placement.problem import Values
 from edgemoe.types.arrays import IntArray
 
-LEAST = 1e-9  # what counts as a gain
-
 
 class Search(NamedTuple):
     """What the search works on. `homes` changes, and the tables after it, which follow from it."""
@@ -185,7 +183,7 @@ def _move(search: Search, scratch: Scratch, layer: int, node: int, to: int) -> f
 
 
 @inner
-def _step(search: Search, scratch: Scratch) -> float:
+def _step(search: Search, scratch: Scratch, gain: float) -> float:
     """Makes the best change whose parts are in different layers; what it changed.
 
     At one node another expert for a replica; or two nodes exchange experts; or one takes an expert in for a replica,
@@ -199,7 +197,7 @@ def _step(search: Search, scratch: Scratch) -> float:
     _two_least(search.add, add, add_at)
     _two_least(search.drop, drop, drop_at)
     _two_least(search.move, move, move_at)
-    least, kind = -LEAST, 0
+    least, kind = -gain, 0
     node = to = a = b = c = add_at[0, 0]
     for n in range(nodes):
         for i in range(4):
@@ -236,7 +234,7 @@ def _step(search: Search, scratch: Scratch) -> float:
 
 
 @inner
-def _within(search: Search, scratch: Scratch, layer: int) -> float:
+def _within(search: Search, scratch: Scratch, layer: int, gain: float) -> float:
     """Makes changes whose two parts are both in this layer, where they pay; what they changed."""
     nodes = search.worth.shape[2]
     total = 0.0
@@ -246,7 +244,7 @@ def _within(search: Search, scratch: Scratch, layer: int) -> float:
                 promised = search.drop[layer, n] + search.add[layer, n]
             else:
                 promised = search.move[layer, n * nodes + m] + search.move[layer, m * nodes + n]
-            if promised >= -LEAST:
+            if promised >= -gain:
                 continue
             if n == m:
                 first, second = search.add_expert[layer, n], search.drop_expert[layer, n]
@@ -258,7 +256,7 @@ def _within(search: Search, scratch: Scratch, layer: int) -> float:
                 change = _add(search, scratch, layer, n) + _drop(search, scratch, layer, n)
             else:
                 change = _move(search, scratch, layer, n, m) + _move(search, scratch, layer, m, n)
-            if change < -LEAST:
+            if change < -gain:
                 total += change
                 _look(search, layer)
             else:
@@ -280,14 +278,14 @@ def begin(search: Search, scratch: Scratch) -> float:
 
 
 @entry
-def descend(search: Search, scratch: Scratch, most: int) -> float:
-    """Makes changes until none pays, `most` at most; what they change in all."""
+def descend(search: Search, scratch: Scratch, most: int, gain: float) -> float:
+    """Makes changes until none gains more than `gain`, `most` at most; what they change in all."""
     total = 0.0
     for _ in range(most):
-        change = _step(search, scratch)
+        change = _step(search, scratch, gain)
         if change == 0.0:
             for layer in range(len(search.homes)):
-                change += _within(search, scratch, layer)
+                change += _within(search, scratch, layer, gain)
         total += change
         if change == 0.0:
             break

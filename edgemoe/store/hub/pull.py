@@ -23,11 +23,11 @@ from edgemoe.store.checkpoint import CONFIG, INDEX, SINGLE, TOKENIZER, Checkpoin
 from edgemoe.store.files import lock_store
 from edgemoe.store.hub.hub import Hub
 from edgemoe.store.hub.listing import HubFile, Listing
+from edgemoe.store.layout import precision
 from edgemoe.store.manifest import MANIFEST
 from edgemoe.store.packer import AS_IT_IS, SPARE_BYTES, Progress, place_of, silent, told_as_store_error
 from edgemoe.store.quantized import check_method
 from edgemoe.store.wanted import KEEP, WantedEncodings
-from edgemoe.types.arrays import Json
 from edgemoe.types.encoding import ENCODINGS
 
 FOLDER = ".hub"
@@ -74,7 +74,7 @@ class _Pull:
         self._listing.file(TOKENIZER)
         config = read_json(self._source / CONFIG)
         check_method(config)
-        spec = spec_from_config({**config, "dtype": _precision(config)})
+        spec = spec_from_config({**config, "dtype": precision(config)})
         encodings = [self._wanted.of_layer(layer, spec.geometry.layers) for layer in range(spec.geometry.layers)]
         shards = self._shards()
         total_bytes = sum(shard.bytes for shard in shards)
@@ -149,11 +149,6 @@ def _most_bytes(spec: ModelSpec, encodings: Sequence[str], shards: Sequence[int]
     chosen = (ENCODINGS[spec.dtype if name == KEEP else name] for name in encodings)
     fitting = tuple(each.name if all(map(each.fits, sizes)) else spec.dtype for each in chosen)
     return replace(spec, encodings=fitting).geometry.all_bytes + dense_bytes + max(dense_bytes, *shards)
-
-
-def _precision(config: Json) -> str:
-    """Returns what its weights are in, as far as the configuration says so; tensors themselves are looked at later."""
-    return "float32" if "float32" in (config.get("dtype"), config.get("torch_dtype")) else "bfloat16"
 
 
 def _free_bytes(directory: Path) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hypothesis
 import msgspec
 import numpy as np
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from support.plan_world import ALL, EXPERTS, LAYERS, NODES, NOTHING, ONCE, SETTINGS, Box, World, dealt
@@ -21,6 +22,7 @@ from edgemoe.cluster.control.planning.targets import make_target
 from edgemoe.cluster.rpc.control_messages import Report
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.policy.migration import Migration, copy_s, pays
+from edgemoe.types.placement import pack_bits
 
 
 class AnythingHappens(RuleBasedStateMachine):
@@ -243,6 +245,32 @@ def test_a_box_that_does_not_acknowledge_keeps_the_others_former_homes_alive_and
     del world.boxes["a"].pin  # type: ignore[attr-defined]
     world.passes(5.0)
     assert not world.agreed.homes_of("b").any()
+    assert not world.care.trouble
+
+
+def test_what_kept_a_plan_from_being_found_is_over_once_the_one_in_force_will_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real = Box.report
+
+    def without_disks(box: Box) -> None:
+        real(box)
+        assert box.card is not None
+        box.card = msgspec.structs.replace(box.card, disk=pack_bits(NOTHING))
+
+    monkeypatch.setattr(Box, "report", without_disks)
+    world = World("abc", msgspec.structs.replace(ONCE, migrate_s=0.0))
+    for node, homes in dealt("abc", 0).items():
+        world.boxes[node].room, world.boxes[node].pins = 4, homes.copy()
+        world.boxes[node].report()
+    world.passes(10.0)
+    assert world.agreed is not None
+    gone = world.boxes["c"]
+    gone.alive, gone.gone_s = False, world.now_s
+    world.passes(10.0)
+    assert "2 boxes hold 8 of 12 experts in memory" in world.care.trouble
+    gone.alive = True
+    world.passes(5.0)
     assert not world.care.trouble
 
 

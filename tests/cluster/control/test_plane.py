@@ -22,6 +22,7 @@ from edgemoe.cluster.control.coordination import etcd
 from edgemoe.cluster.control.coordination.choice import make_store
 from edgemoe.cluster.control.coordination.clock import since_boot
 from edgemoe.cluster.control.coordination.epoch_fence import EpochFence
+from edgemoe.cluster.control.coordination.store import PlanRef, Single
 from edgemoe.cluster.control.placement import PlanTask, Target
 from edgemoe.cluster.control.plan_store import PlanStore
 from edgemoe.cluster.control.planning import solver
@@ -230,6 +231,25 @@ async def test_too_little_memory_is_said_and_mended(tmp_path: Path, monkeypatch:
         found["b"].has(card("engine-b", room=9, disk=NONE, ram=ALL))
         await planned(list(found.values()), ("a", "b"))
         assert not found["a"].plane.trouble
+
+
+async def test_a_plan_whose_commit_nobody_answered_is_gone_by_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan_care, "SETTLE_S", 0.1)
+    real, versions = Single.commit_plan, list[int]()
+
+    async def unheard(store: Single, epoch: int, plan: PlanRef) -> None:
+        await real(store, epoch, plan)
+        versions.append(plan.version)
+        raise CoordUnavailable("no answer in time")
+
+    monkeypatch.setattr(Single, "commit_plan", unheard)
+    async with fronts(tmp_path, ("a", "b"), coordination="single", leader="a") as found:
+        for node in "ab":
+            found[node].has(card(f"engine-{node}", room=9, disk=NONE, ram=ALL))
+        await planned(list(found.values()), ("a", "b"))
+    assert versions == [1]
 
 
 async def test_a_plan_that_cannot_be_worked_out_is_said_and_asked_for_again(

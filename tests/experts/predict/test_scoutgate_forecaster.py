@@ -22,7 +22,9 @@ from edgemoe.experts.predict.scoutgate import export
 from edgemoe.experts.predict.scoutgate.forecaster import ScoutGateForecaster, fitting
 from edgemoe.experts.predict.scoutgate.model import ScoutGate, ScoutGateShape
 from edgemoe.experts.predict.scoutgate.tables import ForecastTables, TokenWindow
+from edgemoe.model.layers.matrix import Matrix
 from edgemoe.telemetry import metrics as names
+from edgemoe.types.encoding import ENCODINGS
 from edgemoe.types.experts import ExpertGeometry
 from edgemoe.types.model_info import ServedModel
 from edgemoe.types.routing import StepMeta, StepRouting
@@ -34,8 +36,9 @@ MODEL = {"id": "the model", "digest": "digest", "tokenizer": "tokenizer"}
 PROMISED = {"horizons": {"this_token": {"scoutgate": {"log_loss": 0.4}}}}
 
 
-def embedding() -> torch.Tensor:
-    return torch.randn(V, D, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+def embedding(width: int = D) -> Matrix:
+    rows = torch.randn(V, width, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    return Matrix(rows, ENCODINGS["bfloat16"], width)
 
 
 def exported(folder: Path, *, variant: str = "source", hidden: int = 0, model: dict[str, str] = MODEL) -> Path:
@@ -95,7 +98,7 @@ def test_the_forecast_is_the_networks_for_the_last_tokens_of_each_sequence(scout
         window = torch.tensor([-1] * (8 - len(tokens)) + tokens)[None]
         previous = torch.tensor((ids[:, row] + np.arange(L)[:, None] * E).reshape(1, -1))
         with torch.no_grad():
-            logits = gate(gate.project(embedding().float())[window.clamp_min(0)], window >= 0, previous)
+            logits = gate(gate.project(embedding().rows.float())[window.clamp_min(0)], window >= 0, previous)
         each.append(torch.sigmoid(0.8 * logits - 0.1).view(2, L, E))
     wanted = 1 - torch.stack([1 - p for p in each]).prod(0)
     assert scoutgate.forecast is not None
@@ -176,7 +179,7 @@ def test_what_it_remembers_is_bounded(scoutgate: ScoutGateForecaster, monkeypatc
     for number in range(20):
         run(scoutgate, meta((f"r{number}",), [[1]], [0], [True]), np.zeros((L, 1, K), int))
     assert len(scoutgate._tracks) == 5
-    assert len(scoutgate._ahead) <= 5
+    assert list(scoutgate._ahead) == ["r19"]  # of the last step alone: each entry holds what its whole batch was told
 
 
 @pytest.mark.parametrize(
@@ -197,7 +200,7 @@ def test_an_export_that_cannot_be_fed_or_read_is_refused(tmp_path: Path) -> None
     with pytest.raises(ConfigError, match="not a ScoutGate export"):
         fitting(tmp_path, SERVED, "tokenizer", embedding())
     with pytest.raises(ConfigError, match="embedding width"):
-        fitting(exported(tmp_path / "a"), SERVED, "tokenizer", torch.randn(V, D + 1))
+        fitting(exported(tmp_path / "a"), SERVED, "tokenizer", embedding(D + 1))
     with pytest.raises(ConfigError, match="hidden states"):
         fitting(exported(tmp_path / "b", variant="context", hidden=4), SERVED, "tokenizer", embedding())
     record = exported(tmp_path / "c") / export.RECORD
@@ -219,7 +222,7 @@ def test_a_forecaster_that_does_not_fit_is_done_without(tmp_path: Path, caplog: 
 
     settings = Settings(model=ModelSettings(path=str(tmp_path)), cache=CacheSettings(scoutgate=str(tmp_path)))
     manifest = SimpleNamespace(files=())
-    scoutgate = cache_policy.scoutgate_for(settings, manifest, SERVED, embedding)
+    scoutgate = cache_policy.scoutgate_for(settings, manifest, SERVED, embedding())
     assert scoutgate is not None
     assert "serving without ScoutGate" in caplog.text
     run(scoutgate, meta(("a",), [[1]], [0], [True]), np.zeros((L, 1, K), int))
@@ -316,7 +319,7 @@ def test_an_export_is_loaded_beside_the_engines_embedding_without_another_copy_o
         MODEL,
         PROMISED,
     )
-    scoutgate = ScoutGateForecaster(served, "tokenizer", table)
+    scoutgate = ScoutGateForecaster(served, "tokenizer", Matrix(table, ENCODINGS["bfloat16"], width))
     with Held() as held:
         scoutgate.load(tmp_path)
     scoutgate.close()

@@ -98,7 +98,7 @@ def test_the_tables_stay_true_while_homes_change(seed: int) -> None:
     search = search_from(problem, routes, start, RendezvousCosts(0.1))
     before = begin(search, scratch_for(3))
     calls = 0.1 * remote_calls(start, problem.activations)
-    change = descend(search, scratch_for(3), 1000)
+    change = descend(search, scratch_for(3), 1000, 1e-9)
     assert change < 0
     homes = search.homes >> np.arange(4, dtype=np.uint64)[:, None, None] & np.uint64(1) != 0
     found = replace(start, homes=homes)

@@ -90,6 +90,7 @@ def _pairs(report: Report, weight: float, shape: tuple[int, ...]) -> IntArray:
     pairs = _rows(report.pairs, (layers, experts, experts))
     pairs = pairs[pairs[:, 1] != pairs[:, 2]]
     pairs[:, 3] = np.rint(pairs[:, 3] * weight)
+    pairs = pairs[pairs[:, 3] > 0]  # with next to no requests: 0 would say that they are never together
     return np.asarray(pairs[np.argsort(pairs[:, 0], kind="stable")], np.int64)
 
 

@@ -11,10 +11,11 @@ from edgemoe.cluster.control.planning.observation import Observation, observe, s
 from edgemoe.cluster.control.planning.targets import problem_of
 from edgemoe.errors import PlacementInfeasible
 from edgemoe.policy.placement.policies import Wishes, place
-from edgemoe.policy.placement.problem import Placement, PlacementProblem, Values
+from edgemoe.policy.placement.problem import PlacementProblem, Values, as_served, refuse_nowhere
 from edgemoe.policy.placement.rendezvous import costs_of, rendezvous_cost, routes_for
 from edgemoe.policy.placement.score import remote_calls
 from edgemoe.policy.replacement.nodes import refined_cost
+from edgemoe.types.arrays import BoolArray
 from edgemoe.types.placement import BY_SUCCESSIONS, pack_bits, unpack_bits
 
 
@@ -26,16 +27,18 @@ def solve(asked: PlacementQuestion) -> PlacementAnswer:
     costs = costs_of(seen.expert_share, asked.isolation, seen.call_s / seen.call_s.mean())
     costs = replace(costs, computed=seen.computed, steps_per_token=seen.steps_per_token)
     policy = asked.policy if seen.top_k else "uniform"  # where nothing is known of what is chosen
-    wishes, now = Wishes([], costs, asked.replicas), _now(asked, problem)
+    wishes = Wishes([], costs, asked.replicas)
+    now = np.stack([unpack_bits(box.homes, asked.layers, asked.experts) for box in asked.boxes])
     if policy == "rendezvous":
         wishes = replace(wishes, routes=routes_for(problem, seen.pairs, seen.top_k, np.random.default_rng(0)))
     elif policy in BY_SUCCESSIONS:
         wishes = replace(wishes, passed=successions(reports, seen))
-    now_cost = _cost(problem, wishes, now)
     held = wishes
-    if policy == "rendezvous" and asked.horizon_s and now.homes.any():
-        held = replace(wishes, costs=replace(costs, stay=_stay(asked, seen, now, now_cost)))
     try:
+        refuse_nowhere(problem)
+        now_cost = _cost(problem, wishes, now)
+        if policy == "rendezvous" and asked.horizon_s and now.any():
+            held = replace(wishes, costs=replace(costs, stay=_stay(asked, seen, now, now_cost)))
         placement = place(policy, problem, held, asked.layer_bytes, [box.rooms for box in asked.boxes])
     except PlacementInfeasible as error:
         return PlacementAnswer(asked.number, infeasible=str(error), missing_bytes=error.missing_bytes)
@@ -45,29 +48,21 @@ def solve(asked: PlacementQuestion) -> PlacementAnswer:
         tuple(pack_bits(each) for each in placement.homes),
         tuple(pack_bits(each) for each in placement.disk),
         now_cost * second,
-        _cost(problem, wishes, placement) * second,
+        _cost(problem, wishes, placement.homes) * second,
         bool(seen.top_k),
         policy,
     )
 
 
-def _stay(asked: PlacementQuestion, seen: Observation, now: Placement, now_cost: float) -> Values:
+def _stay(asked: PlacementQuestion, seen: Observation, now: BoolArray, now_cost: float) -> Values:
     """What it costs to give up a home of now: as much as copying another one there does, see `migration.pays`."""
     copying_s = np.array(asked.layer_bytes) / seen.bytes_per_s[:, None]  # [N, L]
-    return np.asarray(now.homes * (now_cost * copying_s / asked.horizon_s)[:, :, None], np.float64)
+    return np.asarray(now * (now_cost * copying_s / asked.horizon_s)[:, :, None], np.float64)
 
 
-def _now(asked: PlacementQuestion, problem: PlacementProblem) -> Placement:
-    """The homes of now; what has none is on the disks that have it, and else where it is at all."""
-    homes = np.stack([unpack_bits(box.homes, asked.layers, asked.experts) for box in asked.boxes])
-    homeless = problem.experts & ~homes.any(axis=0)
-    on_disk = homeless & problem.disks.any(axis=0)
-    disk = problem.disks & on_disk | problem.held & homeless & ~on_disk
-    return Placement(homes, np.where(homes, 0, -1).astype(np.int8), disk)
-
-
-def _cost(problem: PlacementProblem, wishes: Wishes, placement: Placement) -> float:
+def _cost(problem: PlacementProblem, wishes: Wishes, homes: BoolArray) -> float:
     """What the policy is to make small, of all that is counted: rendezvous, calls and cuts, or calls."""
+    placement = as_served(problem, homes)
     if wishes.routes:
         return rendezvous_cost(problem, wishes.routes, placement, wishes.costs)
     if len(wishes.passed):

@@ -23,7 +23,7 @@ import torch
 from edgemoe.errors import ConfigError
 from edgemoe.experts.predict.scoutgate.export import Export, read
 from edgemoe.experts.predict.scoutgate.score import ForecastScore, read_scores, write_scores
-from edgemoe.experts.predict.scoutgate.tables import ForecastTables, TokenWindow
+from edgemoe.experts.predict.scoutgate.tables import ForecastTables, TokenEmbedding, TokenWindow
 from edgemoe.experts.predict.scoutgate.time_budget import TimeBudget
 from edgemoe.telemetry import metrics as names
 from edgemoe.telemetry.metrics import named
@@ -44,7 +44,7 @@ class ScoutGateForecast:
     probs: FloatArray
 
 
-def fitting(directory: Path, served: ServedModel, tokenizer: str, embedding: torch.Tensor) -> Export:
+def fitting(directory: Path, served: ServedModel, tokenizer: str, embedding: TokenEmbedding) -> Export:
     """The export in `directory`, which fits the served model. Raises ConfigError saying why it cannot be used.
 
     `tokenizer` is the checksum of tokenizer.json, as in the store's manifest. An empty digest or checksum fits all.
@@ -57,7 +57,7 @@ def fitting(directory: Path, served: ServedModel, tokenizer: str, embedding: tor
     wanted = {
         "layers x experts": (list(shape.experts), [ours.experts] * ours.layers),
         "experts per token": (shape.top_k, ours.top_k),
-        "embedding width": (shape.embedding, embedding.shape[1]),
+        "embedding width": (shape.embedding, embedding.columns),
         "model digest": (model.get("digest") or served.digest, served.digest or model.get("digest")),
         "tokenizer": (model.get("tokenizer") or tokenizer, tokenizer or model.get("tokenizer")),
     }
@@ -79,7 +79,7 @@ class ScoutGateForecaster:
         self,
         served: ServedModel,
         tokenizer: str,
-        embedding: torch.Tensor,
+        embedding: TokenEmbedding,
         clock: Callable[[], float] = time.thread_time,
         state_file: Path | None = None,
     ) -> None:
@@ -99,7 +99,7 @@ class ScoutGateForecaster:
         self._notes: deque[tuple[int, StepMeta | StepRouting]] = deque(maxlen=NOTES)
         self._latest: tuple[int, list[str], FloatArray] = (-1, [], np.empty(0, np.float32))
         self._live: list[ForecastScore] = []  # by horizon
-        self._ahead: dict[str, FloatArray] = {}  # the forecast of each sequence's next token
+        self._ahead: dict[str, FloatArray] = {}  # what the last step forecast of each sequence's next token
         self._seconds: deque[float] = deque(maxlen=512)
         self._step = 0
         self._wake, self._idle, self._closed = threading.Condition(), True, False
@@ -271,11 +271,12 @@ class ScoutGateForecaster:
         flat = routing.ids[:, rows].astype(np.int64)  # [L, S, k]
         flat += (np.arange(layers) * experts)[:, None, None]
         made_at, made_for, probs = self._latest
+        said, self._ahead = self._ahead, {}
         for row, request in enumerate(routing.meta.requests):
             chosen = flat[:, row].ravel()
             if (track := self._tracks.get(request)) is not None:
                 track.previous = chosen
-            before = self._ahead.pop(request, None)
+            before = said.get(request)
             forecast = made_at == step and request in made_for
             if before is None and not forecast:
                 continue
@@ -286,5 +287,5 @@ class ScoutGateForecaster:
             if forecast:
                 mine = probs[made_for.index(request)]
                 self._live[0].add(mine[0], hot, top_k)
-                if len(mine) > 1 and len(self._ahead) < TRACKS:
+                if len(mine) > 1:
                     self._ahead[request] = mine[1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
@@ -11,6 +12,18 @@ from edgemoe.experts.predict.scoutgate.export import Export, promised
 from edgemoe.types.arrays import FloatArray, IntArray
 
 CHUNK = 8192  # rows of the embedding projected at once
+
+
+class TokenEmbedding(Protocol):
+    """The main model's embedding [V, H], as its decoder has it, encoded or not."""
+
+    columns: int  # H
+
+    def __len__(self) -> int:
+        """Returns V."""
+
+    def pick(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Returns the rows of these numbers [n], float32 [n, H]."""
 
 
 @dataclass(slots=True)
@@ -33,13 +46,13 @@ class ForecastTables:
     experts: int = field(default=0)
 
     @classmethod
-    def of(cls, export: Export, embedding: torch.Tensor) -> ForecastTables:
-        """Works them out from the embedding [V, H] on any device, of which it copies a chunk at a time."""
+    def of(cls, export: Export, embedding: TokenEmbedding) -> ForecastTables:
+        """Works them out from the embedding on any device, of which it decodes or copies a chunk at a time."""
         gate, experts = export.gate, export.shape.experts[0]
         with torch.inference_mode():
             projected = torch.empty(len(embedding), gate.shape.projection, dtype=torch.float16)
-            for rows, part in zip(torch.split(projected, CHUNK), torch.split(embedding, CHUNK), strict=True):
-                rows.copy_(gate.project(part.to("cpu", torch.float32)))
+            for numbers in torch.split(torch.arange(len(embedding)), CHUNK):
+                projected[numbers] = gate.project(embedding.pick(numbers).cpu()).half()
             towers, own = gate.towers()
             scale = export.scale.repeat_interleave(experts)
             towers, own = towers * scale[:, None], own * scale + export.shift.repeat_interleave(experts)

@@ -112,13 +112,13 @@ class _Emitter:
     def float_sums(self, codes: Any, vectors: list[Any], place: Any, lanes: Any, mask: Any) -> list[Any]:
         """Returns each token's sums of the lanes of a row, without the scales."""
         b, v = self.b, self.v
-        sums: list[list[Any]] = [[None, None] for _ in vectors]
+        sums = [[v.splat(v.floats, 0.0)] * 2 for _ in vectors]  # with products alone, the compiler chose what to fuse
         for column, weight in enumerate(v.columns(codes, lanes, mask)):
             self.fetch(LANE_COLUMNS - column)
             at = b.add(place, self.times(lanes, 4 * column))
             for vector, halves in zip(vectors, sums, strict=True):
                 x, half = v.load(b.add(vector, at), v.floats, mask), column % 2
-                halves[half] = b.fmul(weight, x) if halves[half] is None else multiply_add(b, weight, x, halves[half])
+                halves[half] = multiply_add(b, weight, x, halves[half])
         return [b.fadd(*halves) for halves in sums]
 
     def whole_sums(

@@ -2,7 +2,7 @@
 
 In bfloat16 models activations are whole numbers of 16 bits. They give the same bits whichever instructions multiply
 them, so these are chosen by measurement. In float32 models, and for fp8, activations are float32, and the widest
-vectors are taken, because results depend on their width in the last bits.
+vectors are taken.
 """
 
 from __future__ import annotations

@@ -112,3 +112,13 @@ def test_pairs_of_experts_that_there_are_not_are_passed_over() -> None:
     cut_off = msgspec.structs.replace(told, pairs=pairs + b"123")
     for each in (told, cut_off):
         assert observe([each], LAYERS, EXPERTS).pairs[0].tolist() == [[0, 0, 1, 9], [1, 2, 3, 9]]
+
+
+def test_pairs_of_a_box_with_next_to_no_requests_are_no_pairs_that_never_are() -> None:
+    pairs = np.array([[0, 0, 1, 900], [1, 2, 3, 900]], np.uint16).tobytes()
+    busy, idle = (
+        Report("m", rate, np.full((LAYERS, EXPERTS), 20000, np.uint16).tobytes(), pairs=pairs) for rate in (1e5, 1.0)
+    )
+    seen = observe([busy, idle], LAYERS, EXPERTS)
+    assert len(seen.pairs[0]) == 2
+    assert len(seen.pairs[1]) == 0

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from support.reports import report
 
-from edgemoe.cluster.control.planning.messages import PlacementQuestion, QuestionedBox
+from edgemoe.cluster.control.planning.messages import PlacementAnswer, PlacementQuestion, QuestionedBox
 from edgemoe.cluster.control.planning.solving import solve
 from edgemoe.cluster.rpc.control_messages import LinkReport
 from edgemoe.policy.placement.problem import Placement
@@ -71,3 +72,37 @@ def test_a_plan_for_a_short_time_moves_little_and_saves_more_than_copying_costs(
             assert gained[-1] * horizon_s >= moved[-1] * size_bytes / 1e6 - 1e-6
     assert moved[0] > moved[2] > moved[3] == 0
     assert gained[2] > gained[0] * moved[2] / moved[0]
+
+
+def test_a_plan_is_measured_by_the_same_rule_before_and_after_it_is_in_force() -> None:
+    """Where memory does not hold all experts, what is left is served from every disk that has it."""
+    rng = np.random.default_rng(2)
+    taste = rng.normal(0, 2, (4, 1, LAYERS, EXPERTS))
+    scores = taste + rng.gumbel(size=(4, 300, LAYERS, EXPERTS))
+    told = [report(np.argsort(-each, axis=2)[..., :TOP_K].astype(np.int16), EXPERTS) for each in scores]
+    whole, none = (pack_bits(np.full((LAYERS, EXPERTS), there)) for there in (True, False))
+
+    def solved(policy: str, now: tuple[bytes, ...]) -> PlacementAnswer:
+        boxes = tuple(QuestionedBox((8,), whole, none, has, each) for has, each in zip(now, told, strict=True))
+        sizes = (1000,) * LAYERS
+        return solve(PlacementQuestion(1, policy, LAYERS, EXPERTS, (EXPERTS,) * LAYERS, sizes, 1, 0.0, boxes, 300.0))
+
+    first = solved("uniform", (none,) * 4)
+    better = solved("rendezvous", first.homes)
+    again = solved("rendezvous", better.homes)
+    assert again.now_s == pytest.approx(better.then_s)
+    assert better.then_s < better.now_s
+
+
+@pytest.mark.parametrize("policy", ["rendezvous", "exact", "prism"])
+def test_an_expert_that_is_nowhere_has_the_answer_say_so(policy: str) -> None:
+    rng = np.random.default_rng(3)
+    scores = rng.gumbel(size=(2, 100, LAYERS, EXPERTS))
+    told = [report(np.argsort(-each, axis=2)[..., :TOP_K].astype(np.int16), EXPERTS) for each in scores]
+    there = np.ones((LAYERS, EXPERTS), np.bool_)
+    there[1, 3] = False
+    none = pack_bits(np.zeros((LAYERS, EXPERTS), np.bool_))
+    boxes = tuple(QuestionedBox((40,), pack_bits(there), none, none, each) for each in told)
+    sizes = (1000,) * LAYERS
+    answer = solve(PlacementQuestion(1, policy, LAYERS, EXPERTS, (EXPERTS,) * LAYERS, sizes, 1, 0.0, boxes))
+    assert "1 experts are on no box's disk, nor in its memory, the first is expert 3 of layer 1" in answer.infeasible
