@@ -7,9 +7,8 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
+from edgemoe.encodings.codec import unpack
 from edgemoe.errors import EdgemoeError
-from edgemoe.model.kv import DTYPES
-from edgemoe.model.layers.matrix import Matrix
 from edgemoe.store.consistency import spec_of
 from edgemoe.store.manifest import Manifest
 from edgemoe.types.encoding import ENCODINGS
@@ -48,4 +47,5 @@ def _decoded(rows: torch.Tensor, directory: Path) -> torch.Tensor:
         spec = spec_of(Manifest.read(directory))
     except EdgemoeError as error:
         raise ValueError(str(error)) from error
-    return Matrix(rows, ENCODINGS[spec.dense_encoding], spec.geometry.hidden).weights(DTYPES[spec.dtype])
+    weights = unpack(rows.numpy(), ENCODINGS[spec.dense_encoding], spec.geometry.hidden)
+    return torch.from_numpy(weights).to(torch.bfloat16 if spec.dtype == "bfloat16" else torch.float32)

@@ -69,7 +69,7 @@ LAYERS: dict[str, set[str]] = {
     | {"api.dialects", "api.text", "api.generate", "api.http"},
     "api": NOUNS,
     "front": NOUNS | {"api", "cluster.rpc", "cluster.control", "policy", "telemetry", "ticking"},
-    "scoutgate": {"errors", "types", "config", "experts.predict", "replay", "store", "telemetry"},
+    "scoutgate": {"errors", "types", "config", "encodings", "experts.predict", "replay", "store", "telemetry"},
 }
 COMPOSERS = {  # put rooms together, or are a process: may import any
     "__main__",
