@@ -99,8 +99,10 @@ async def test_a_frame_that_cannot_be_read_is_counted_and_dropped(front: FrontEn
     engine = EngineEnd(front.address, "boot-1")
     await engine._socket.send(b"noise")
     engine.post(Stats(values={}))
+    said = front.messages()
     async with asyncio.timeout(5):
-        assert (await anext(front.messages()))[1] == Stats(values={})
+        assert await anext(said) == ("boot-1", None)
+        assert await anext(said) == ("boot-1", Stats(values={}))
     assert front.undecodable == 1
     await engine.close()
 
@@ -166,13 +168,14 @@ async def test_the_end_of_a_request_that_cannot_be_read_can_be(
 async def test_a_front_refuses_what_it_does_not_know(front: FrontEnd) -> None:
     engine = EngineEnd(front.address, "boot-1")
     await engine._socket.send(encode(Stats(values={})).replace(b"Stats", b"Stets"))
-    reading = asyncio.create_task(anext(front.messages()))
+    said = front.messages()
     async with asyncio.timeout(5):
+        assert await anext(said) == ("boot-1", None)
         refused = await anext(engine.messages())
     assert isinstance(refused, Refused)
     assert refused.what == "Stets"
     engine.post(Stats(values={}))
-    assert (await reading)[1] == Stats(values={})
+    assert (await anext(said))[1] == Stats(values={})
     await engine.close()
 
 
