@@ -80,6 +80,7 @@ async def test_boxes_that_come_while_a_plan_is_looked_for_end_nothing() -> None:
         raise PeerUnavailable("it has died")
 
     leader = object.__new__(Leader)
+    leader._proposed = None
     leader._state, leader._exchange = SimpleNamespace(members=members), SimpleNamespace(fetch=fetch)  # type: ignore
     assert await leader._look_for(PlanRef(1, "digest")) is None
     assert asked == ["a", "b"]
