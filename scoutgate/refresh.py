@@ -52,9 +52,10 @@ def export_log_loss(directory: Path, recording: Recording, model: Path) -> float
     except ValueError:
         return None
     embedding, meta, shape = embedding_for(recording, model), recording.meta, found.shape
-    theirs, ours = found.record["model"], {"digest": meta.digest, "tokenizer": meta.tokenizer}
-    if any(own and theirs.get(key, own) not in ("", own) for key, own in ours.items()):
-        return None
+    for what, ours in (("digest", meta.digest), ("tokenizer", meta.tokenizer)):
+        its, wanted = export.its_and_ours(found.record, what, ours)
+        if its != wanted:
+            return None
     if (shape.experts, shape.top_k, shape.embedding) != (meta.experts, meta.top_k, embedding.shape[1]) or shape.hidden:
         return None
     at = positions_for(recording, "test", 0, most_for(recording))

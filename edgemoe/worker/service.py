@@ -234,12 +234,7 @@ class Worker:
 
     async def _report(self, assembly: Assembly) -> None:
         while True:
-            stats = Stats(values={})
-            try:
-                stats = self._stats(assembly)
-            except Exception:  # figures cost no engine
-                self._log(logging.ERROR, "the engine's figures cannot be told", exc_info=True)
-            self._wire.post(stats)
+            self._wire.post(self._stats(assembly))
             await asyncio.sleep(until_tick(STATS_S))
 
     async def _reload_when_asked(self, assembly: Assembly) -> None:
@@ -258,14 +253,20 @@ class Worker:
                 os._exit(1)
 
     def _stats(self, assembly: Assembly) -> Stats:
+        values = dict[str, float]()
+        try:
+            values = self._figures(assembly)
+        except Exception:  # figures cost no engine
+            self._log(logging.ERROR, "the engine's figures cannot be told", exc_info=True)
+        return Stats(values=values, step_s=assembly.engine.runner.standstill_s())
+
+    def _figures(self, assembly: Assembly) -> dict[str, float]:
+        """Returns the numbers for /metrics by their final names."""
         metrics = assembly.engine.metrics() | assembly.tiers.metrics()
-        if assembly.scoutgate is not None:
-            metrics |= assembly.scoutgate.metrics()
-        if assembly.controller is not None:
-            metrics |= assembly.controller.metrics()
-        if self._side is not None:
-            metrics |= self._side.metrics()
-        return Stats(values=metrics, step_s=assembly.engine.runner.standstill_s())
+        for part in (assembly.scoutgate, assembly.controller, self._side):
+            if part is not None:
+                metrics |= part.metrics()
+        return metrics
 
 
 def _reload(assembly: Assembly) -> Reloaded:

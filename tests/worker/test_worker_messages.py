@@ -72,10 +72,12 @@ async def test_figures_that_cannot_be_told_cost_no_engine(tmp_path: Path, caplog
     wire = FrontEnd(tmp_path / "run")
     boot = Boot(boot_id="boot-1", address=wire.address, speaks=SPOKEN, settings={})
     worker = Worker(boot, Settings(), os.getpid())
-    reporting = asyncio.ensure_future(worker._report(SimpleNamespace(engine=None)))  # type: ignore[arg-type]
+    runner = SimpleNamespace(standstill_s=lambda: 7.0)
+    assembly: Any = SimpleNamespace(engine=SimpleNamespace(runner=runner))  # without metrics
+    reporting = asyncio.ensure_future(worker._report(assembly))
     async with asyncio.timeout(10):
         _, said = await anext(wire.messages())
-    assert said == Stats(values={})
+    assert said == Stats(values={}, step_s=7.0)
     assert "the engine's figures cannot be told" in caplog.text
     assert not reporting.done()
     reporting.cancel()

@@ -86,6 +86,12 @@ def read(directory: Path) -> Export:
     return Export(gate.eval().requires_grad_(False), scale, shift, record)
 
 
+def its_and_ours(record: dict[str, Any], what: str, ours: str) -> tuple[str, str]:
+    """Returns the model's `what` by an export's record, and ours; an empty one is taken for the other, and fits all."""
+    its = str(record["model"].get(what) or ours)
+    return its, ours or its
+
+
 def promised(record: dict[str, Any]) -> float:
     """Returns the log-loss of this token's forecast on held-out requests; 0 where the export does not say."""
     figures = record["metrics"].get("horizons", {}).get("this_token", {}).get("scoutgate", {})

@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 
 from edgemoe.errors import ConfigError
-from edgemoe.experts.predict.scoutgate.export import Export, read
+from edgemoe.experts.predict.scoutgate.export import Export, its_and_ours, read
 from edgemoe.experts.predict.scoutgate.score import ForecastScore, read_scores, write_scores
 from edgemoe.experts.predict.scoutgate.tables import ForecastTables, TokenEmbedding, TokenWindow
 from edgemoe.experts.predict.scoutgate.time_budget import TimeBudget
@@ -58,8 +58,8 @@ def fitting(directory: Path, served: ServedModel, tokenizer: str, embedding: Tok
         "layers x experts": (list(shape.experts), [ours.experts] * ours.layers),
         "experts per token": (shape.top_k, ours.top_k),
         "embedding width": (shape.embedding, embedding.columns),
-        "model digest": (model.get("digest") or served.digest, served.digest or model.get("digest")),
-        "tokenizer": (model.get("tokenizer") or tokenizer, tokenizer or model.get("tokenizer")),
+        "model digest": its_and_ours(export.record, "digest", served.digest),
+        "tokenizer": its_and_ours(export.record, "tokenizer", tokenizer),
     }
     for what, (its, wants) in wanted.items():
         if its != wants:
