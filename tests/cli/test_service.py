@@ -110,6 +110,7 @@ def test_folders_that_the_settings_have_it_write_to_are_opened(tmp_path: Path, m
     file.write_text(
         '[model]\nstore_dir = "/srv/my stores"\n[record]\ndir = "/home/alice/routes"\n'
         '[cache]\nstate_file = "/mnt/learned/state"\n[cluster]\nstate_dir = "/var/lib/edgemoe/mine"\n'
+        'node = "box"\nkey_file = "/etc/edgemoe/box.key"\nlisten = "192.0.2.7:7540"\n'
     )
     install(options)
     for unit in ("edgemoe.service", "edgemoe-scoutgate.service"):
