@@ -93,8 +93,8 @@ class Budgets:
 
 def resolve_budgets(settings: Settings, machine: Machine, needs: ModelNeeds) -> Budgets:
     """Returns every budget in bytes. Raises CapacityError, which names the missing bytes and the setting to change."""
-    devices = _devices(settings, machine)
-    on_gpu = devices[0].kind.startswith("cuda:")
+    devices = devices_of(settings, machine)
+    on_gpu = runs_on_gpu(devices)
     emulated_bytes = sum(_slab(device, needs) for device in devices if device.kind == "emulated")
     host_free = machine.ram_available_bytes - settings.memory.headroom_bytes - emulated_bytes
     dense_bytes = (on_gpu and needs.decoded_bytes) or needs.dense_bytes
@@ -129,13 +129,18 @@ def resolve_budgets(settings: Settings, machine: Machine, needs: ModelNeeds) -> 
     )
 
 
-def _devices(settings: Settings, machine: Machine) -> Sequence[DeviceSettings]:
+def devices_of(settings: Settings, machine: Machine) -> Sequence[DeviceSettings]:
     """Returns the devices; "auto" becomes the first GPU, else the cpu."""
     first = settings.device[0]
     if first.kind != "auto":
         return settings.device
     kind = "cuda:0" if machine.gpus else "cpu"
     return (DeviceSettings(kind=kind, expert_bytes=first.expert_bytes if machine.gpus else 0),)
+
+
+def runs_on_gpu(devices: Sequence[DeviceSettings]) -> bool:
+    """Returns whether the model itself does; experts may be on others."""
+    return devices[0].kind.startswith("cuda:")
 
 
 def _gpu_free(settings: Settings, machine: Machine, device: DeviceSettings) -> int:

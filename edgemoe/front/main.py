@@ -2,8 +2,8 @@
 
 A life in order: runtime directory and its lock, sockets, tokenizer | the engine starts, HTTP serves | ready |
 SIGTERM: new requests are refused, running ones finish within `service.drain_s` | the engine stops, sockets close.
-A second signal skips the waiting. SIGHUP has the engine load its ScoutGate again. Nothing imported here imports torch
-or numba (a test asserts it).
+A second signal skips the waiting. SIGHUP has the engine load its ScoutGate again; once the terminal is closed that the
+daemon was started from, it is as SIGTERM. Nothing imported here imports torch or numba (a test asserts it).
 """
 
 from __future__ import annotations
@@ -98,9 +98,17 @@ class Front:
         self._stops += 1
 
     async def serve_with_signals(self) -> None:
-        """`serve`, with SIGTERM and SIGINT as `stop`, and SIGHUP to load the engine's ScoutGate again."""
+        """`serve`, with SIGTERM, SIGINT and the end of its terminal as `stop`, SIGHUP to load the ScoutGate again."""
         loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGHUP, self._hung_up.set)
+        ends_with_terminal = signal.getsignal(signal.SIGHUP) != signal.SIG_IGN and _has_terminal()  # else nohup
+
+        def hung_up() -> None:
+            if ends_with_terminal and not _has_terminal():
+                self.stop()
+            else:
+                self._hung_up.set()
+
+        loop.add_signal_handler(signal.SIGHUP, hung_up)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stop)
         await self.serve()
@@ -256,6 +264,15 @@ def _text_model(directory: Path) -> TextModel:
     if (directory / MANIFEST).is_file():  # without one the engine says what is wrong
         verify_copies(directory, Manifest.read(directory))
     return TextModel(directory)
+
+
+def _has_terminal() -> bool:
+    """Whether a terminal controls this process: tty(4)."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
 
 
 def _raise_file_limit() -> None:

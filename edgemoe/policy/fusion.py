@@ -2,8 +2,7 @@
 
 Source: [Two-Tier, 4.1], p = (1 - eta) EWMA + eta SG. The source leaves eta to the hand; here it is, for each horizon
 apart, the one with the least log-loss on what came true lately. A third forecast (the next layer's own gate) is mixed
-with the result in the same way. Forecasts for several sequences combine as 1 - prod(1 - p). What is no probability to
-begin with becomes one by calibration.
+with the result in the same way. What is no probability to begin with becomes one by calibration.
 """
 
 from __future__ import annotations
@@ -18,12 +17,6 @@ DECAY = 0.995  # of the record, per outcome
 FLOOR = 1e-4  # no forecast counts as more certain than this
 BINS = 10  # of the reliability curve
 PRIOR, SMALL = 8.0, 1e-3  # outcomes that each bin of a calibration starts with; what keeps empty ones defined
-
-
-def any_of(p: FloatArray) -> FloatArray:
-    """P(some sequence needs the expert), [...], from each sequence's forecast, [S, ...]."""
-    some: FloatArray = 1 - np.prod(1 - p, axis=0, dtype=np.float32)
-    return some
 
 
 class Mix:

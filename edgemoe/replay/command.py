@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--policies", type=parsing.names, default=[*YARDSTICKS, "ewma", "learned"], help="names, commas between"
     )
     parser.add_argument(
-        "--score-from", type=parsing.share, default=0.0, metavar="SHARE", help="leave the tokens before it out"
+        "--score-from", type=parsing.start, default=0.0, metavar="SHARE", help="leave the tokens before it out"
     )
     parser.add_argument(
         "--batch", type=parsing.count, default=1, metavar="N", help="requests that run at once (default 1)"
@@ -169,11 +169,7 @@ def _row(
     gap = best - missed["belady"]
     steps = max(1, metrics.steps)
     box = metrics.box
-    return {
-        "capacity": share,
-        "policy": name,
-        "miss_ratio": round(metrics.missed_bytes / max(1, metrics.demanded_bytes), 6),
-        "bytes_missed": metrics.missed_bytes,
+    of_box = {
         "stall_s": round(box.stall_s, 6),
         "stall_ms_per_token": round(1000 * box.stall_s / steps, 6),
         "bytes_moved": box.to_vram_bytes + box.to_ram_bytes,
@@ -182,6 +178,14 @@ def _row(
         "bytes_wasted": box.wasted_bytes,
         "moves_per_token": round(box.moves / steps, 4),
         "objective_s": round(box.stall_s + options.alpha * box.to_vram_bytes + options.beta * box.to_ram_bytes, 6),
+    }
+    has_box = box.to_vram_bytes or not metrics.misses  # libcachesim's policies have none
+    return {
+        "capacity": share,
+        "policy": name,
+        "miss_ratio": round(metrics.missed_bytes / max(1, metrics.demanded_bytes), 6),
+        "bytes_missed": metrics.missed_bytes,
+        **(of_box if has_box else dict.fromkeys(of_box)),
         "gap_closed": round((best - missed[name]) / gap, 4) if gap else 0.0,
     }
 
@@ -211,11 +215,13 @@ def table(rows: Sequence[Row], what: Row) -> str:
         f"{'stall ms/token':>16}{'moves/token':>13}{'wasted':>9}",
     ]
     for row in rows:
-        wasted = row["bytes_wasted"] / row["bytes_moved"] if row["bytes_moved"] else 0.0
-        lines.append(
-            f"{row['capacity']:>8.0%}  {row['policy']:<10}{row['miss_ratio']:>9.2%}{row['gap_closed']:>12.1%}"
-            f"{row['stall_ms_per_token']:>16.3f}{row['moves_per_token']:>13.2f}{wasted:>9.1%}"
-        )
+        line = f"{row['capacity']:>8.0%}  {row['policy']:<10}{row['miss_ratio']:>9.2%}{row['gap_closed']:>12.1%}"
+        if row["stall_s"] is not None:
+            wasted = row["bytes_wasted"] / max(1, row["bytes_moved"])
+            line += f"{row['stall_ms_per_token']:>16.3f}{row['moves_per_token']:>13.2f}{wasted:>9.1%}"
+        else:
+            line += f"{'-':>16}{'-':>13}{'-':>9}"
+        lines.append(line)
     return "\n".join(lines)
 
 
@@ -227,7 +233,7 @@ def plot(rows: Sequence[Row], path: Path) -> None:
         raise ConfigError("--plot needs matplotlib: pip install 'edgemoe[bench]'") from error
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.add_subplot(xlabel="capacity, % of all experts", ylabel="stall, ms per token")
-    for name in dict.fromkeys(row["policy"] for row in rows):
+    for name in dict.fromkeys(row["policy"] for row in rows if row["stall_s"] is not None):
         line = sorted((100 * row["capacity"], row["stall_ms_per_token"]) for row in rows if row["policy"] == name)
         axes.plot(*zip(*line, strict=True), marker="o", label=name)
     axes.set_ylim(bottom=0)

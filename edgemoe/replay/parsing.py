@@ -50,6 +50,14 @@ def share(text: str) -> float:
     return found
 
 
+def start(text: str) -> float:
+    """Returns a share from 0 to below 1, so that something comes after it."""
+    found = share(text)
+    if found == 1:
+        raise argparse.ArgumentTypeError("nothing comes after 1: give a share below it")
+    return found
+
+
 def positive(text: str) -> float:
     """Returns a number from 0 on."""
     try:

@@ -13,13 +13,17 @@ from support.kept import KERNELS
 
 from edgemoe.cli import main
 from edgemoe.cli.plan import disk, speed
+from edgemoe.cli.plan.command import Planner, Wish
+from edgemoe.cli.plan.rates import LayerTimes, Rates
 from edgemoe.cli.plan.subject import find
+from edgemoe.config.settings import DeviceSettings, Settings
 from edgemoe.demo import model_path
 from edgemoe.errors import EdgemoeError
 from edgemoe.experts.compute.cost_model import WORTH_S
 from edgemoe.store.manifest import Manifest
 from edgemoe.store.packer import pack
 from edgemoe.store.wanted import WantedEncodings
+from edgemoe.types.machine import Gpu, Machine
 
 MODEL = model_path()
 MODEL_SIZES = speed.Model(layers=10, experts=64, top_k=4, expert_bytes=1 << 20)
@@ -109,6 +113,15 @@ def test_an_expert_larger_than_what_is_read_takes_longer_in_proportion(
 def test_a_prompt_touches_nearly_every_expert_and_a_token_its_own() -> None:
     assert speed.distinct(MODEL_SIZES, 1) == pytest.approx(4)
     assert 63 < speed.distinct(MODEL_SIZES, 128) <= 64
+
+
+@pytest.mark.parametrize(("kind", "limit"), [("auto", "not foretold for a GPU"), ("cpu", "memory and processor")])
+def test_a_box_with_a_gpu_is_foretold_where_the_settings_leave_it_alone(kind: str, limit: str, tmp_path: Path) -> None:
+    (variant, *_) = find(str(MODEL / "config.json"), tmp_path).variants()
+    settings = Settings(device=(DeviceSettings(kind=kind),))
+    machine = Machine(16 << 30, 16 << 30, 2, None, (Gpu(0, "a GPU", 8 << 30, 8 << 30),))
+    planner = Planner(Wish(64, 1, 32, 1, "usual"), settings, machine, Rates(1e10, 1e9, 1e10))
+    assert planner.forecast(variant, LayerTimes(1e-6, 1e-6, 1, 1e-6, 32, DISK_S)).limit == limit
 
 
 @pytest.mark.slow

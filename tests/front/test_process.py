@@ -107,6 +107,31 @@ async def test_sighup_loads_again_and_drops_nothing(tmp_path: Path, model_dir: P
         assert (await client.post("/reload")).json() == {"message": "loaded again"}
 
 
+@pytest.mark.parametrize("nohup", [False, True])
+async def test_the_end_of_its_terminal_ends_it(tmp_path: Path, model_dir: Path, nohup: bool) -> None:
+    settings = settings_for(tmp_path, model_dir)
+    ours, its = os.openpty()
+
+    def on_terminal() -> None:
+        if nohup:
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        os.login_tty(its)
+
+    async with daemon(settings, preexec_fn=on_terminal) as process, http_client(settings) as client:
+        os.close(its)
+        await healthy(settings)
+        process.send_signal(signal.SIGHUP)  # of an owner, while the terminal stands
+        answer = asyncio.ensure_future(client.post("/v1/completions", json={"prompt": "go", "max_tokens": 200}))
+        await until(lambda: live(client))
+        os.close(ours)
+        assert (await answer).json()["usage"]["completion_tokens"] == 200
+        if nohup:
+            await healthy(settings)
+            return
+        assert await asyncio.wait_for(process.wait(), 30) == 0
+        assert not os.path.exists(settings.api.socket)
+
+
 async def test_a_second_signal_does_not_wait(tmp_path: Path, model_dir: Path) -> None:
     settings = settings_for(tmp_path, model_dir, service={"drain_s": 60.0})
     async with daemon(settings) as process, http_client(settings) as client:

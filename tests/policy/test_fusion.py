@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from edgemoe.policy.fusion import Calibration, Mix, any_of
+from edgemoe.policy.fusion import Calibration, Mix
 
 
 def outcomes(seed: int, n: int = 300) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
@@ -46,10 +46,6 @@ def test_the_reliability_curve_of_a_true_forecast_is_the_diagonal() -> None:
         mix.learn(poor, good, came, 0)
     said, came_true = mix.reliability(0).T
     assert np.abs(said - came_true).max() < 0.12
-
-
-def test_forecasts_of_several_sequences_combine() -> None:
-    assert any_of(np.array([[0.5, 0.0], [0.5, 0.2]], np.float32)).tolist() == pytest.approx([0.75, 0.2])
 
 
 def test_what_forecasts_were_once_is_forgotten() -> None:

@@ -143,10 +143,17 @@ def test_an_unknown_policy_is_named(capsys: pytest.CaptureFixture[str]) -> None:
         main([str(LAW), "--tokens", "60", "--policies", "nonsense"])
 
 
+def test_nothing_is_scored_after_the_end(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([str(LAW), "--score-from", "1"])
+    assert "nothing comes after 1" in capsys.readouterr().err
+
+
 def test_libcachesim_replays_what_it_knows(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("libcachesim")
     rows = run(capsys, "--tokens", "300", "--policies", "sieve,lru,belady", "--capacity", "0.5")["results"]
     assert rows[2]["miss_ratio"] <= rows[0]["miss_ratio"] < 1
+    assert rows[0]["stall_s"] is None  # misses alone are known of it
 
 
 def test_policies_answer_to_their_former_names(

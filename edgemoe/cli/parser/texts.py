@@ -21,8 +21,8 @@ Examples:
   edgemoe serve --model ./Mixtral-8x7B --set memory.ram_bytes=48GiB --set device.0.kind=cuda:0
   edgemoe serve --set device.0.kind=emulated --set device.0.expert_bytes=4MiB --set device.0.link_bytes_per_s=2GB/s
 
-Memory budgets that are not set are worked out from what is free, and printed. SIGTERM or Ctrl-C lets running
-requests finish (service.drain_s); a second one does not.
+Memory budgets that are not set are worked out from what is free, and printed. SIGTERM, Ctrl-C or the end of its
+terminal lets running requests finish (service.drain_s); a second one does not.
 """
 
 PACK = """\

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from edgemoe.cli.plan.disk import read_times
 from edgemoe.cli.plan.paces import model_of, rest_bytes
 from edgemoe.cli.plan.rates import LayerBench, memory_rate
 from edgemoe.cli.plan.subject import Variant, find
+from edgemoe.config.budgets import devices_of, runs_on_gpu
 from edgemoe.config.settings import Settings
 from edgemoe.errors import EdgemoeError, StoreError
 from edgemoe.kernels.cpu.runtime import Kernels
@@ -41,10 +43,11 @@ def bounds(
 
     Raises StoreError where its store is not found, or its experts are on a GPU.
     """
-    if probes.look().gpus:
+    machine = probes.look(visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"))
+    if runs_on_gpu(devices_of(settings, machine)):
         raise StoreError("what a GPU allows is not foretold")
     (variant,) = find(str(served_store(settings, str(model["digest"]))), Path(settings.model.store_dir)).variants()
-    threads = settings.engine.threads or probes.look().cpus
+    threads = settings.engine.threads or machine.cpus
     torch.set_num_threads(threads)
     stores = Path(settings.model.store_dir)
     kernels = Kernels(threads, variant.spec.dtype == "bfloat16", stores.with_name("kernels"))

@@ -19,7 +19,7 @@ from edgemoe.cli.plan.disk import read_times
 from edgemoe.cli.plan.paces import model_of, rest_bytes
 from edgemoe.cli.plan.rates import LayerTimes, Rates, measure_layers, memory_rate
 from edgemoe.cli.plan.subject import Subject, Variant, find
-from edgemoe.config.budgets import Budgets, resolve_budgets
+from edgemoe.config.budgets import Budgets, devices_of, resolve_budgets, runs_on_gpu
 from edgemoe.config.loading import load
 from edgemoe.config.settings import Settings
 from edgemoe.config.sizes import format_rate, format_size
@@ -98,7 +98,7 @@ class Planner:
         return self._timed(found, variant, times, places)
 
     def _timed(self, found: Forecast, variant: Variant, times: LayerTimes, places: speed.Places) -> Forecast:
-        if any(device.kind.startswith("cuda:") for device in self.settings.device) or self.machine.gpus:
+        if runs_on_gpu(devices_of(self.settings, self.machine)):
             return replace(found, limit="not foretold for a GPU")
         question, spec = self.question, variant.spec
         model = model_of(variant)

@@ -11,7 +11,7 @@ from edgemoe.experts.tiers.prefetch_priority import PrefetchPriority
 from edgemoe.experts.tiers.residency import Residency
 from edgemoe.experts.tiers.slots import SlotPool
 from edgemoe.policy.baselines import LRU
-from edgemoe.policy.fusion import Calibration, any_of
+from edgemoe.policy.fusion import Calibration
 from edgemoe.types.experts import ExpertId, Move, Tier
 
 L, E, K = 4, 16, 3
@@ -48,7 +48,7 @@ def plain_likely(probs: np.ndarray) -> list[int]:
 def plain_chances(probs: np.ndarray, calibration: Calibration) -> np.ndarray:
     """P(some token needs each expert), [E]."""
     least = np.sort(probs, axis=1)[:, -K, None]
-    return any_of(calibration(np.log((probs + TINY) / (least + TINY))))
+    return 1 - np.prod(1 - calibration(np.log((probs + TINY) / (least + TINY))), axis=0, dtype=np.float32)
 
 
 def drawn(random: np.random.Generator, tokens: int, width: int = E) -> np.ndarray:
