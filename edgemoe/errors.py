@@ -36,6 +36,8 @@
     |   |-- PlanningFailed      no placement could be worked out this time
     |   |-- EpochLeap           an epoch so far above all known ones that it can only be damage
     |   `-- PlanConflict        another plan was committed in between
+    |-- HelperFailed            a helper process gave no answer that can be used
+    |   `-- HelperMissing       there is none, and none can be started
     `-- ServiceError            the daemon, its socket or its unit files
 
 A message says what was wrong, where, and what to do about it.
@@ -259,6 +261,14 @@ class PlanningFailed(CoordError):
 
 class PlanConflict(CoordError):
     """Another plan was committed in between."""
+
+
+class HelperFailed(EdgemoeError):
+    """A helper process died, was late or answered something else."""
+
+
+class HelperMissing(HelperFailed):
+    """There is no helper process, and none can be started."""
 
 
 class ServiceError(EdgemoeError):

@@ -28,6 +28,8 @@ from edgemoe.api.endpoints.events import EVENTS, LookEvents, look
 from edgemoe.api.endpoints.owner import reach, reload
 from edgemoe.api.endpoints.responses_format import ResponsesFormat
 from edgemoe.api.generate.generation import Format, Generation, run
+from edgemoe.api.generate.grammar_check import GrammarChecker
+from edgemoe.api.generate.origin import Origin
 from edgemoe.api.http import responding as http
 from edgemoe.api.http.bodies import BodyBudget
 from edgemoe.api.http.middleware import Doorway
@@ -60,6 +62,7 @@ class Api:
     metrics: Metrics = field(default_factory=Metrics)
     keys: KeyRing | None = None  # of which TCP clients must give one; None where nobody comes by TCP
     threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(PREPARE_THREADS, "prepare"))
+    grammars: GrammarChecker = field(default_factory=GrammarChecker)
     free_threads: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(PREPARE_THREADS))
     bodies: BodyBudget = field(init=False)
     events: LookEvents = field(init=False)
@@ -133,7 +136,7 @@ def _cors(origins: Sequence[str]) -> list[Middleware]:
 
 # --- generating -----------------------------------------------------------------------------------------------
 
-Prepared = tuple[Generation, Format, bool]
+Prepared = tuple[Generation, Format, bool, Origin]
 Prepare = Callable[[Api, bytes, ModelInfo, RequestLimits, str], Prepared]
 
 
@@ -149,7 +152,9 @@ def _generating(prepare: Prepare) -> Callable[[Request], Any]:
                 raw = await api.bodies.read(body, request)
                 async with http.while_connected(receive):
                     info, limits = await api.backend.model()
-                    job, form, stream = await api.in_thread(prepare, api, raw, info, limits, user)
+                    job, form, stream, origin = await api.in_thread(prepare, api, raw, info, limits, user)
+                    with origin.named():
+                        job.constrain(await api.grammars.first(job.grammar))
                 del raw
             async with http.while_connected(receive):
                 deltas = run(job, api.backend, api.metrics, api.settings.request_timeout_s)
@@ -163,13 +168,13 @@ def _generating(prepare: Prepare) -> Callable[[Request], Any]:
 def _prepare_chat(api: Api, raw: bytes, info: ModelInfo, limits: RequestLimits, user: str) -> Prepared:
     body = convert(decode(raw), Chat)
     job = chat.prepare(body, api.text, limits, _served(api, body.model, info), _user(user, body.user))
-    return job, chat.ChatFormat(job, body, api.text), bool(body.stream)
+    return job, chat.ChatFormat(job, body, api.text), bool(body.stream), Origin({})
 
 
 def _prepare_completion(api: Api, raw: bytes, info: ModelInfo, limits: RequestLimits, user: str) -> Prepared:
     body = convert(decode(raw), Completion)
     job = completions.prepare(body, api.text, limits, _served(api, body.model, info), _user(user, body.user))
-    return job, completions.CompletionFormat(job, body, api.text), bool(body.stream)
+    return job, completions.CompletionFormat(job, body, api.text), bool(body.stream), Origin({})
 
 
 def _prepare_response(api: Api, raw: bytes, info: ModelInfo, limits: RequestLimits, user: str) -> Prepared:
@@ -179,7 +184,7 @@ def _prepare_response(api: Api, raw: bytes, info: ModelInfo, limits: RequestLimi
         job = chat.prepare(
             plain, api.text, limits, _served(api, body.model, info), _user(user, body.user), prefix="resp"
         )
-    return job, ResponsesFormat(job, body), bool(body.stream)
+    return job, ResponsesFormat(job, body), bool(body.stream), origin
 
 
 def _prepare_message(api: Api, raw: bytes, info: ModelInfo, limits: RequestLimits, user: str) -> Prepared:
@@ -191,7 +196,7 @@ def _prepare_message(api: Api, raw: bytes, info: ModelInfo, limits: RequestLimit
         job = chat.prepare(
             plain, api.text, limits, _served(api, body.model, info), _user(user, plain.user), prefix="msg"
         )
-    return job, MessageFormat(job), bool(body.stream)
+    return job, MessageFormat(job), bool(body.stream), origin
 
 
 def _served(api: Api, name: str | None, info: ModelInfo) -> str:
@@ -261,8 +266,9 @@ async def _quick(request: Request, kind: type[R], work: Callable[[R, TextModel, 
 
     with api.bodies.open() as body:
         raw = await api.bodies.read(body, request)
-        info, limits = await api.backend.model()
-        return await api.in_thread(in_thread, raw)
+        async with http.while_connected(request.receive):
+            info, limits = await api.backend.model()
+            return await api.in_thread(in_thread, raw)
 
 
 async def _version(request: Request) -> Response:

@@ -156,6 +156,8 @@ class Front:
             supervisor.stop()
             self._close_door()
             server.stop()
+            if self.api is not None:
+                await self.api.grammars.close()
             if self.cluster is not None:
                 await self.cluster.leave()
             for helper in helpers:

@@ -11,6 +11,7 @@ from llguidance import LLMatcher, LLTokenizer
 from support.dialect_kit import FUNCTIONS, SAMPLES, Sample, tokenizer
 from support.dialect_templates import TEMPLATES
 from support.front_kit import byte_level_tokenizer, write_model
+from support.grammars import tool_grammar
 
 from edgemoe.api.dialects.dialect import Marks
 from edgemoe.api.dialects.parser import Parser
@@ -18,7 +19,7 @@ from edgemoe.api.dialects.pieces import OutputPiece
 from edgemoe.api.dialects.table import GEMMA, HARMONY, HERMES, KIMI, begun_by, dialect_of
 from edgemoe.api.dialects.values import as_json, kinds
 from edgemoe.api.endpoints.chat import prepare, render
-from edgemoe.api.generate.grammar import Form, tool_grammar
+from edgemoe.api.generate.grammar import Form
 from edgemoe.api.schema import Chat, Tool, convert
 from edgemoe.api.text.detokenize import Vocabulary
 from edgemoe.api.text.tokenizer import TextModel

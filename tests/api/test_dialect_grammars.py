@@ -11,13 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 from support.dialect_kit import ANSWER, FUNCTIONS, SAMPLES, Sample, tokenizer
+from support.grammars import free_grammar, response_grammar, tool_grammar
 from test_grammar import accepts
 
 from edgemoe.api.dialects.call_forms import BracedCall, ParameterCall
 from edgemoe.api.dialects.dialect import Begun, Marks
 from edgemoe.api.dialects.parser import Parser
 from edgemoe.api.dialects.values import kinds
-from edgemoe.api.generate.grammar import Form, free_grammar, response_grammar, tool_grammar
+from edgemoe.api.generate.grammar import Form
 from edgemoe.api.schema import Function, JsonSchema, ResponseFormat, Tool, convert
 from edgemoe.api.text.detokenize import Vocabulary
 from edgemoe.errors import InvalidRequest

@@ -7,9 +7,10 @@ import json
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 from support.front_kit import MARKS, byte_level_tokenizer
+from support.grammars import free_grammar, response_grammar, tool_grammar
 from tokenizers import Tokenizer
 
-from edgemoe.api.generate.grammar import Form, free_grammar, response_grammar, tool_grammar
+from edgemoe.api.generate.grammar import Form
 from edgemoe.api.schema import Function, JsonSchema, ResponseFormat, Tool
 from edgemoe.errors import InvalidRequest
 

@@ -9,7 +9,7 @@ from edgemoe.api.dialects.table import begun_by
 from edgemoe.api.endpoints.openai_format import OpenAIFormat
 from edgemoe.api.generate.choice import Choice, Delta
 from edgemoe.api.generate.generation import Generation, Prompt, requests
-from edgemoe.api.generate.grammar import Form, free_grammar, response_grammar, tool_grammar
+from edgemoe.api.generate.grammar import Form, GrammarChoice, free_grammar, response_grammar, tool_grammar
 from edgemoe.api.generate.sampling import output_tokens, sampling
 from edgemoe.api.http.sse import call_body, chat_logprobs
 from edgemoe.api.schema import Chat, NamedTool, Tool, stop_strings
@@ -28,7 +28,7 @@ def prepare(
 ) -> Generation:
     """Returns the generation that `body` asks for. Raises InvalidRequest.
 
-    Renders and tokenizes the prompt, and checks the grammar.
+    Renders and tokenizes the prompt, and writes the grammar.
     """
     tools, calls = _tools(body)
     prompt_text = render(body, tools, text)
@@ -41,7 +41,6 @@ def prepare(
         max_tokens=output_tokens(prompt, limits, "messages", wanted),
         vocab=limits.vocab,
         logprobs=_logprobs(body),
-        grammar=_grammar(body, tools, marks, text),
     )
     n = body.n or 1
     return Generation(
@@ -50,6 +49,7 @@ def prepare(
         requests=requests([Prompt(tuple(prompt), settings)], n, body.seed, user),
         choices=[Choice(at, text.vocabulary, stop_strings(body.stop), marks) for at in range(n)],
         prompt_tokens=len(prompt),
+        grammar=_grammar(body, tools, marks, text),
     )
 
 
@@ -140,7 +140,7 @@ def _tools(body: Chat) -> tuple[list[Tool], int]:
     return tools, 1 if body.parallel_tool_calls is False else MANY_CALLS
 
 
-def _grammar(body: Chat, tools: list[Tool], marks: Marks, text: TextModel) -> str | None:
+def _grammar(body: Chat, tools: list[Tool], marks: Marks, text: TextModel) -> GrammarChoice | None:
     form = Form(text.vocabulary.added, text.dialect, marks.begun)
     if isinstance(body.tool_choice, NamedTool) or (tools and body.tool_choice == "required"):
         return tool_grammar(tools, marks.calls > 1, form)

@@ -46,7 +46,6 @@ def prepare(body: Completion, text: TextModel, limits: RequestLimits, model: str
                 vocab=limits.vocab,
                 logprobs=body.logprobs,
                 prompt_logprobs=body.logprobs if body.echo else None,
-                grammar=grammar,
             ),
         )
         for prompt in tokens
@@ -60,6 +59,7 @@ def prepare(body: Completion, text: TextModel, limits: RequestLimits, model: str
             for at in range(n * len(tokens))
         ],
         prompt_tokens=sum(map(len, tokens)),
+        grammar=grammar,
     )
 
 

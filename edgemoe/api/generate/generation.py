@@ -9,8 +9,11 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from msgspec import structs
+
 from edgemoe.api.backend import Backend
 from edgemoe.api.generate.choice import Choice, Delta
+from edgemoe.api.generate.grammar import GrammarChoice
 from edgemoe.api.metrics import Clock, Metrics
 from edgemoe.errors import DeadlineExceeded, EngineUnavailable, InvalidRequest, QueueFull, RequestError
 from edgemoe.types.arrays import Json
@@ -54,12 +57,19 @@ class Generation:
     requests: list[Request]
     choices: list[Choice]
     prompt_tokens: int
+    grammar: GrammarChoice | None = None  # to be checked
     id: str = field(default="")
     created: int = field(default_factory=lambda: int(time.time()))
     clock: Clock | None = None  # set when it starts to run
 
     def __post_init__(self) -> None:
         self.id = self.id or f"{self.prefix}-{secrets.token_hex(12)}"
+
+    def constrain(self, grammar: str | None) -> None:
+        """Has every choice follow the serialised grammar, if there is one."""
+        if grammar is not None:
+            for at, each in enumerate(self.requests):
+                self.requests[at] = structs.replace(each, sampling=structs.replace(each.sampling, grammar=grammar))
 
     def usage(self) -> Json:
         """Returns OpenAI's usage object for what has been generated so far."""

@@ -1,18 +1,17 @@
 """Builds the grammar that constrains sampling from `response_format` and `tool_choice`.
 
-Each request has one llguidance Lark grammar. It is checked here (`validate_grammar` needs no tokenizer), so that a
-schema that cannot be honoured is answered with status 400 and never reaches the engine. The grammar allows reasoning
-first where the model may reason; it constrains the answer, which in a dialect with channels is the final one.
+Each request has one llguidance Lark grammar, the first of its `GrammarChoice` that can be honoured, so that a schema
+that cannot be is answered with status 400 and never reaches the engine. The grammar allows reasoning first where the
+model may reason; it constrains the answer, which in a dialect with channels is the final one.
 """
 
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
+from llguidance import regex_to_lark
 
 from edgemoe.api.dialects import channels
 from edgemoe.api.dialects.dialect import Begun, Dialect
@@ -23,9 +22,17 @@ from edgemoe.api.schema import ResponseFormat, Tool
 from edgemoe.errors import InvalidRequest
 
 MAX_GRAMMAR_BYTES = 1 << 20
-BYTES = LLTokenizer("byte")
-FUEL = LLParserLimits(initial_lexer_fuel=100_000)  # enough to find out whether anything matches
 LAYOUT = r"layout: /[ \n]{0,4}/"
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarChoice:
+    """Holds Lark grammars, the best first; where none can be honoured and it is not `optional`, the last says why."""
+
+    larks: tuple[str, ...]
+    param: str  # the field that asks for it
+    optional: bool = False
+    term: str = ""  # of a regular expression: some text must match it
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +79,12 @@ class Form:
 
 def response_grammar(
     asked: ResponseFormat | None, form: Form = Form(), tools: Sequence[Tool] = (), several: bool = False
-) -> str | None:
+) -> GrammarChoice | None:
     """Returns the grammar of `response_format`; None for free text. Raises InvalidRequest.
 
     In place of the answer there may be a call to any of `tools`, or `several`.
     """
+    term = ""
     match asked.type if asked else "text":
         case "text":
             return None
@@ -89,25 +97,25 @@ def response_grammar(
         case "regex":
             if asked is None or not asked.regex:
                 raise InvalidRequest("a format of type regex needs a `regex`", param="response_format.regex")
-            body = f"/{regex_to_lark(asked.regex)}/"
-            _matchable(body, "response_format.regex")
+            body = term = f"/{regex_to_lark(asked.regex)}/"
         case other:
             raise InvalidRequest(
                 f"response_format {other!r} is unknown; use text, json_object, json_schema or regex",
                 param="response_format.type",
             )
-    alone = _checked(form.around(form.rules(), body), "response_format")
-    return _with_calls(tools, several, form, lambda rules, calls: form.around(rules, body, calls)) or alone
+    either = _with_calls(tools, several, form, lambda rules, calls: form.around(rules, body, calls))
+    alone = _bounded(form.around(form.rules(), body), "response_format")
+    return GrammarChoice((*either, alone), "response_format", term=term)
 
 
-def tool_grammar(tools: Sequence[Tool], several: bool, form: Form = Form()) -> str:
+def tool_grammar(tools: Sequence[Tool], several: bool, form: Form = Form()) -> GrammarChoice:
     """Returns the grammar of one call, or `several`, to any of `tools`. Raises InvalidRequest."""
     rules = form.rules()
     calls = rules.add("calls", call_rules(rules, form.dialect, tools, several, strict=True))
-    return _checked(form.around(rules, "", calls), "tools")
+    return GrammarChoice((_bounded(form.around(rules, "", calls), "tools"),), "tools")
 
 
-def free_grammar(tools: Sequence[Tool], several: bool, form: Form = Form()) -> str | None:
+def free_grammar(tools: Sequence[Tool], several: bool, form: Form = Form()) -> GrammarChoice | None:
     """Returns a grammar of free text that may end in calls to any of `tools`.
 
     It constrains names, and arguments too where their schemas can be honoured. Returns None where the tokenizer has no
@@ -120,39 +128,28 @@ def free_grammar(tools: Sequence[Tool], several: bool, form: Form = Form()) -> s
             form.around(rules, "PLAIN", calls) if form.dialect.call is None else form.around(rules, f"PLAIN {calls}?")
         )
 
-    return _with_calls(tools, several, form, text_or) if form.has_tokens else None
+    return (
+        GrammarChoice(_with_calls(tools, several, form, text_or), "tools", optional=True) if form.has_tokens else None
+    )
 
 
-def _with_calls(tools: Sequence[Tool], several: bool, form: Form, whole: Callable[[Rules, str], str]) -> str | None:
-    """Returns the grammar that `whole` makes of rules, and of the name of that for calls; None where there is none.
+def _with_calls(
+    tools: Sequence[Tool], several: bool, form: Form, whole: Callable[[Rules, str], str]
+) -> tuple[str, ...]:
+    """Returns the grammars that `whole` makes of rules, and of the name of that for calls.
 
-    It constrains arguments where their schemas can be honoured.
+    The first constrains arguments, for which their schemas have to be honoured, the second does not.
     """
+    larks = []
     for strict in (True, False) if tools else ():
         with contextlib.suppress(InvalidRequest):
             rules = form.rules()
             calls = rules.add("calls", call_rules(rules, form.dialect, tools, several, strict))
-            return _checked(whole(rules, calls), "tools")
-    return None
+            larks.append(_bounded(whole(rules, calls), "tools"))
+    return tuple(larks)
 
 
-def _checked(lark: str, param: str) -> str:
+def _bounded(lark: str, param: str) -> str:
     if len(lark) > MAX_GRAMMAR_BYTES:
         raise InvalidRequest(f"{param} is longer than {MAX_GRAMMAR_BYTES} bytes", param=param)
-    grammar = str(LLMatcher.grammar_from_lark(lark))
-    if error := LLMatcher.validate_grammar(grammar):
-        reason = re.sub(r"^\d+\(\d+\): ", "", error.splitlines()[0])
-        raise InvalidRequest(f"{param} cannot be honoured: {reason}", param=param, code="invalid_grammar")
-    return grammar
-
-
-def _matchable(term: str, param: str) -> None:
-    """Raises InvalidRequest where `term` is well formed but no text matches it."""
-    grammar = str(LLMatcher.grammar_from_lark(f"start: {term}"))
-    if LLMatcher.validate_grammar(grammar):
-        return  # `_checked` reports it
-    matcher = LLMatcher(BYTES, grammar, log_level=0, limits=FUEL)
-    if not matcher.is_error():
-        matcher.compute_logit_bias()
-    if matcher.is_error() and "NoExtension" in matcher.get_error():
-        raise InvalidRequest(f"{param}: no text matches this", param=param, code="invalid_grammar")
+    return lark

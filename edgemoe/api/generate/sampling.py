@@ -18,7 +18,6 @@ def sampling(
     vocab: int,
     logprobs: int | None = None,
     prompt_logprobs: int | None = None,
-    grammar: str | None = None,
 ) -> Sampling:
     """Returns the Sampling of `body`, with the model's defaults for absent fields. Raises InvalidRequest."""
     min_tokens = body.min_tokens or 0
@@ -42,7 +41,6 @@ def sampling(
         stop_token_ids=tuple(dict.fromkeys([*eos, *(body.stop_token_ids or ())])),
         max_tokens=max_tokens,
         min_tokens=min_tokens,
-        grammar=grammar,
     )
 
 

@@ -8,10 +8,10 @@ import sys
 import numpy as np
 
 from edgemoe.cluster.control.planning.messages import PlacementQuestion, QuestionedBox
-from edgemoe.cluster.control.planning.serving import serve
 from edgemoe.cluster.control.planning.solving import solve
 from edgemoe.cluster.rpc.control_messages import Report
 from edgemoe.guard import refuse_pickle
+from edgemoe.helper.serving import serve
 from edgemoe.types.placement import ACTIVITY_UNIT, pack_bits
 
 

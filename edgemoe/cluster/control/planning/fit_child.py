@@ -7,8 +7,8 @@ import sys
 
 from edgemoe.cluster.control.planning.fitting import fit
 from edgemoe.cluster.control.planning.messages import ClusterQuestion
-from edgemoe.cluster.control.planning.serving import serve
 from edgemoe.guard import refuse_pickle
+from edgemoe.helper.serving import serve
 
 if __name__ == "__main__":
     os.nice(int(sys.argv[1]))

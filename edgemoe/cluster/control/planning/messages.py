@@ -1,4 +1,4 @@
-"""What the leader's front and its helpers say to each other: frames of a length, four bytes, and so many of msgpack.
+"""What the leader's front and its helpers say to each other.
 
 PlacementQuestion  to one: the boxes, what they report, the homes of now
 PlacementAnswer    back: homes, and how long requests wait for others by them; or why there are none
@@ -8,13 +8,14 @@ ClusterAnswer      back: expert clusters, one for each engine
 
 from __future__ import annotations
 
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
 from edgemoe.cluster.rpc.control_messages import Report
 from edgemoe.cluster.rpc.messages.choices import EndedRequest
+from edgemoe.helper.frames import MAX_FRAME_BYTES, Numbered
 from edgemoe.types.bounds import (
     MAX_NODES,
     Bitmap,
@@ -31,8 +32,6 @@ from edgemoe.types.bounds import (
 )
 from edgemoe.types.placement import PlacementPolicy
 
-MAX_FRAME_BYTES = 64 << 20
-LENGTH_BYTES = 4
 MAX_REQUESTS = 1000  # that clusters are fitted to
 Table = Annotated[bytes, Meta(max_length=MAX_FRAME_BYTES)]
 
@@ -47,10 +46,9 @@ class QuestionedBox(msgspec.Struct, frozen=True):
     report: Report | None = None
 
 
-class PlacementQuestion(msgspec.Struct, frozen=True):
+class PlacementQuestion(Numbered, frozen=True):
     """Asks for a placement."""
 
-    number: Count
     policy: PlacementPolicy
     layers: Small
     experts: Small
@@ -62,10 +60,9 @@ class PlacementQuestion(msgspec.Struct, frozen=True):
     horizon_s: Rate = 0.0  # for which a move is to pay; 0: moves cost nothing
 
 
-class PlacementAnswer(msgspec.Struct, frozen=True):
+class PlacementAnswer(Numbered, frozen=True):
     """Answers with each box's homes in memory and on disk, and how long requests wait for others."""
 
-    number: Count
     homes: Annotated[tuple[Bitmap, ...], Meta(max_length=MAX_NODES)] = ()
     disk: Annotated[tuple[Bitmap, ...], Meta(max_length=MAX_NODES)] = ()
     now_s: Rate = 0.0  # by the homes of now, seconds a second
@@ -76,13 +73,12 @@ class PlacementAnswer(msgspec.Struct, frozen=True):
     missing_bytes: Bytes = 0
 
 
-class ClusterQuestion(msgspec.Struct, frozen=True):
+class ClusterQuestion(Numbered, frozen=True):
     """Asks for expert clusters of these requests.
 
     `before` has the engine whose cluster each was in till now, -1 where that is gone; () where there were no clusters.
     """
 
-    number: Count
     layers: Small
     experts: Small
     requests: Annotated[tuple[EndedRequest, ...], Meta(max_length=MAX_REQUESTS)]
@@ -90,13 +86,12 @@ class ClusterQuestion(msgspec.Struct, frozen=True):
     before: Annotated[tuple[Annotated[int, Meta(ge=-1, lt=MAX_NODES)], ...], Meta(max_length=MAX_REQUESTS)] = ()
 
 
-class ClusterAnswer(msgspec.Struct, frozen=True):
+class ClusterAnswer(Numbered, frozen=True):
     """Answers with clusters: float32 tables of weights [L, E], centroids [K, L * E] and what is decoded [K, L, E].
 
     `similarity` and `spread` are those of the requests to the nearest, `nearest` how many of them each is.
     """
 
-    number: Count
     weights: Table
     centroids: Table
     decode: Table
@@ -105,13 +100,3 @@ class ClusterAnswer(msgspec.Struct, frozen=True):
     nearest: Annotated[tuple[Small, ...], Meta(max_length=MAX_NODES)]
     chosen: Word  # which weights these are
     rho: Finite  # how well they foretold, for requests that they were not chosen by, who decodes alike
-
-
-Asked = TypeVar("Asked", PlacementQuestion, ClusterQuestion)
-Answered = TypeVar("Answered", PlacementAnswer, ClusterAnswer)
-
-
-def frame(message: PlacementQuestion | ClusterQuestion | PlacementAnswer | ClusterAnswer) -> bytes:
-    """Returns the message as it is sent."""
-    body = msgspec.msgpack.encode(message)
-    return len(body).to_bytes(LENGTH_BYTES, "big") + body

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from edgemoe.cluster.control.placement import PlanTask, Target
-from edgemoe.cluster.control.planning.helper_process import HelperProcess
 from edgemoe.cluster.control.planning.messages import ClusterAnswer, ClusterQuestion, PlacementAnswer
 from edgemoe.cluster.control.planning.targets import make_target, question, target_of
 from edgemoe.config.settings import ClusterSettings
-from edgemoe.errors import PlacementInfeasible
+from edgemoe.errors import HelperFailed, PlacementInfeasible, PlanningFailed
+from edgemoe.helper.frames import Answered, Asked
+from edgemoe.helper.process import HelperProcess
 
 NICE = 10  # at 19 it would not come to an end where engines use every core all the time
 COMMAND = (sys.executable, "-m", "edgemoe.cluster.control.planning.child", str(NICE))
@@ -58,8 +59,8 @@ class PlanSolver:
             return await asyncio.to_thread(make_target, task)
         asked = await asyncio.to_thread(question, task, settings.placement, settings.isolation, settings.migrate_s)
         boxes = len(asked.boxes)
-        solved = await self._solving.ask(
-            asked, PlacementAnswer, lambda it: it.infeasible or len(it.homes) == len(it.disk) == boxes
+        solved = await _answer(
+            self._solving, asked, PlacementAnswer, lambda it: it.infeasible or len(it.homes) == len(it.disk) == boxes
         )
         if solved.infeasible:
             raise PlacementInfeasible(solved.infeasible, solved.missing_bytes)
@@ -70,7 +71,8 @@ class PlanSolver:
         table, engines = 4 * asked.layers * asked.experts, len(asked.slots)
         wanted = table, engines * table, engines * table, engines
         try:
-            return await self._fitting.ask(
+            return await _answer(
+                self._fitting,
                 asked,
                 ClusterAnswer,
                 lambda it: (len(it.weights), len(it.centroids), len(it.decode), len(it.nearest)) == wanted,
@@ -82,3 +84,13 @@ class PlanSolver:
         """Ends the processes."""
         await self._solving.close()
         await self._fitting.close()
+
+
+async def _answer(
+    helper: HelperProcess, asked: Asked, kind: type[Answered], fits: Callable[[Answered], object]
+) -> Answered:
+    """Returns the helper's answer that `fits`. Raises PlanningFailed."""
+    try:
+        return await helper.ask(asked, kind, fits)
+    except HelperFailed as error:
+        raise PlanningFailed(f"the solver's process failed: {error}") from error

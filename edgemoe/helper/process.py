@@ -13,14 +13,8 @@ from collections.abc import Callable, Sequence
 import msgspec
 from msgspec import structs
 
-from edgemoe.cluster.control.planning.messages import (
-    LENGTH_BYTES,
-    MAX_FRAME_BYTES,
-    Answered,
-    Asked,
-    frame,
-)
-from edgemoe.errors import PlanningFailed
+from edgemoe.errors import HelperFailed, HelperMissing
+from edgemoe.helper.frames import LENGTH_BYTES, MAX_FRAME_BYTES, Answered, Asked, frame
 
 ONE_CORE = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
 END_S = 2.0  # that the process has to end by itself
@@ -42,16 +36,24 @@ class HelperProcess:
         process = self._process
         return process.pid if process is not None and process.returncode is None else None
 
+    @property
+    def busy(self) -> bool:
+        """Returns whether somebody waits for an answer."""
+        return self._one.locked()
+
     async def prepare(self) -> None:
         """Starts the process where there is none. Never waits for an answer that is under way."""
-        if self._one.locked():
+        if self.busy:
             return  # whoever asks has started it
         async with self._one:
             with contextlib.suppress(OSError):  # whoever asks is told
                 self._process = await self._started()
 
     async def ask(self, asked: Asked, kind: type[Answered], fits: Callable[[Answered], object]) -> Answered:
-        """Returns the answer to a question, whose number is given here. Raises PlanningFailed unless it `fits`."""
+        """Returns the answer to a question, whose number is given here.
+
+        Raises HelperFailed unless it `fits`, HelperMissing where there is no process to ask.
+        """
         async with self._one:
             self._number += 1
             return await self._ask(structs.replace(asked, number=self._number), kind, fits)
@@ -73,7 +75,7 @@ class HelperProcess:
         try:
             process = await self._started()
         except OSError as error:
-            raise PlanningFailed(f"the solver's process cannot be started: {error}") from error
+            raise HelperMissing(f"cannot be started: {error}") from error
         self._process = None  # until it has answered
         try:
             async with asyncio.timeout(self._deadline_s):
@@ -83,7 +85,7 @@ class HelperProcess:
                 raise ValueError("an answer to something else")
         except (TimeoutError, OSError, EOFError, ValueError, msgspec.MsgspecError) as error:
             why = f"no answer within {self._deadline_s:g} s" if isinstance(error, TimeoutError) else str(error)
-            raise PlanningFailed(f"the solver's process failed: {why or type(error).__name__}") from error
+            raise HelperFailed(why or type(error).__name__) from error
         else:
             self._process = process
         finally:

@@ -1,4 +1,4 @@
-"""What the solver's processes have in common: questions from standard input, answers on standard output."""
+"""The helper's side: questions from standard input, answers on standard output."""
 
 from __future__ import annotations
 
@@ -8,19 +8,13 @@ from typing import BinaryIO
 
 import msgspec
 
-from edgemoe.cluster.control.planning.messages import (
-    LENGTH_BYTES,
-    MAX_FRAME_BYTES,
-    Answered,
-    Asked,
-    frame,
-)
+from edgemoe.helper.frames import LENGTH_BYTES, MAX_FRAME_BYTES, Answered, Asked, frame
 
 IDLE_S = 3600.0
 
 
 def serve(asked: BinaryIO, answers: BinaryIO, kind: type[Asked], answer: Callable[[Asked], Answered]) -> None:
-    """Answers until there is no more to read, or nobody has asked for long, as this box no longer leads.
+    """Answers until there is no more to read, or nobody has asked for long.
 
     Between a question and its answer nothing else comes.
     """
