@@ -253,7 +253,7 @@ async def _count_tokens(request: Request) -> Response:
 def _count(body: anthropic.MessagesBody, text: TextModel, limits: RequestLimits) -> Json:
     plain, origin = anthropic.as_chat(body)
     with origin.named():
-        return {"input_tokens": len(chat.prompt_of(plain, text))}
+        return {"input_tokens": len(chat.prompt_of(plain, text, limits))}
 
 
 async def _quick(request: Request, kind: type[R], work: Callable[[R, TextModel, RequestLimits], Any]) -> Response:

@@ -12,7 +12,9 @@ import httpx2
 import pytest
 import pytest_asyncio
 
+from edgemoe.api.dialects.pieces import OutputPiece, ToolCall
 from edgemoe.api.endpoints.anthropic import MessagesBody, as_chat
+from edgemoe.api.endpoints.anthropic_format import _tool_use
 from edgemoe.api.schema import convert
 from edgemoe.config.settings import Settings
 from edgemoe.errors import EngineUnavailable
@@ -38,6 +40,11 @@ def anthropic_client(settings: Settings) -> anthropic.AsyncAnthropic:
 async def claude(front: Front) -> AsyncIterator[anthropic.AsyncAnthropic]:
     async with anthropic_client(front.settings) as client:
         yield client
+
+
+@pytest.mark.parametrize(("id", "shown"), [("call_1f", "toolu_1f"), ("functions.call_taxi:0", "functions.call_taxi:0")])
+async def test_a_dialects_own_names_of_calls_stay(id: str, shown: str) -> None:
+    assert _tool_use(OutputPiece("call", "{}", ToolCall(0, "call_taxi", id)), {})["id"] == shown
 
 
 def say(text: str, **options: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import httpx
@@ -12,9 +13,13 @@ import pytest
 from support.front_kit import openai_client, ready
 from support.waiting import until
 
-from edgemoe.api.endpoints.chat import render
+from edgemoe.api.endpoints.chat import ChatFormat, render
+from edgemoe.api.generate.choice import Delta
+from edgemoe.api.generate.generation import Generation
+from edgemoe.api.http import responding
 from edgemoe.api.schema import Chat, convert
 from edgemoe.api.text.tokenizer import TextModel
+from edgemoe.errors import DeadlineExceeded
 from edgemoe.front.main import Front
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -252,6 +257,39 @@ async def test_the_engines_errors_reach_the_client_as_openai_errors(client: open
     with pytest.raises(openai.InternalServerError) as failed:
         await client.chat.completions.create(model="tiny", messages=ask("FAIL{missing_expert}END"))
     assert failed.value.code == "missing_expert"
+
+
+async def test_a_stream_that_has_nothing_for_long_says_that_it_waits(
+    http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(responding, "QUIET_S", 0.05)
+    body = {"messages": [{"role": "user", "content": "HANG@0"}], "stream": True}
+    async with asyncio.timeout(30), http.stream("POST", "/v1/chat/completions", json=body) as answer:
+        assert answer.status_code == 200
+        lines = answer.aiter_lines()
+        assert [await anext(lines) for _ in range(3)] == [": waiting", "", ": waiting"]
+
+
+async def test_an_error_after_that_is_an_event(text_model: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(responding, "QUIET_S", 0.01)
+    waits, sent = asyncio.Event(), list[bytes]()
+
+    async def send(message: Any) -> None:
+        sent.append(message.get("body", b""))
+        if len(sent) == 3:
+            waits.set()
+
+    async def deltas() -> AsyncGenerator[list[Delta], None]:
+        await waits.wait()
+        raise DeadlineExceeded("too late")
+        yield []
+
+    body = convert({"messages": ask(), "stream": True}, Chat)
+    job = Generation("chatcmpl", "tiny", [], [], 1)
+    async with asyncio.timeout(30):
+        await responding.reply(send, job, ChatFormat(job, body, text_model), deltas(), True)
+    assert sent[1:3] == [b": waiting\n\n"] * 2
+    assert b"too late" in sent[-1]
 
 
 async def test_an_engine_killed_midstream_is_not_noticed(front: Front, client: openai.AsyncOpenAI) -> None:

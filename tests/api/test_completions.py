@@ -85,6 +85,15 @@ async def test_logprobs_line_up_with_the_text(client: openai.AsyncOpenAI, said: 
     assert [at for one in told if one is not None for at in one.text_offset or ()] == [at for at, _ in pairs]
 
 
+async def test_stop_strings_count_after_min_tokens(http: httpx.AsyncClient) -> None:
+    body = {"prompt": "SAY{stop it stop it stop}END", "stop": "stop", "max_tokens": 50}
+    whole = (await http.post("/v1/completions", json=body)).json()["choices"][0]
+    later = (await http.post("/v1/completions", json=body | {"min_tokens": 8})).json()["choices"][0]
+    assert (whole["text"], whole["finish_reason"]) == ("", "stop")
+    assert later["text"].startswith("stop it")
+    assert later["finish_reason"] == "stop"
+
+
 async def test_a_context_that_is_nearly_full_shortens_the_answer(client: openai.AsyncOpenAI) -> None:
     answer = await client.completions.create(model="tiny", prompt=[65] * 4090, max_tokens=100)
     assert answer.usage is not None

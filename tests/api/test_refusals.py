@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from support.waiting import until
 
 from edgemoe.api.schema import REFUSED, Chat, Completion
+from edgemoe.api.text.tokenizer import TextModel
 from edgemoe.front.main import Front
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -115,6 +116,18 @@ async def test_fields_that_change_nothing_are_left_unread(http: httpx.AsyncClien
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b'"x"', b"\xff\xfe", b'{"a": NaN}', b"[" * 100_000])
 async def test_bad_json_is_a_400(http: httpx.AsyncClient, body: bytes) -> None:
     assert refused(await http.post(CHAT, content=body), 400)["code"] == "invalid_json"
+
+
+async def test_a_text_far_longer_than_the_context_is_not_encoded_whole(
+    http: httpx.AsyncClient, text_model: TextModel
+) -> None:
+    text = "ab " * 200_000
+    assert text_model.encode("ab " * 20, False, 50) == text_model.encode("ab " * 20, False)
+    assert 50 < len(text_model.encode(text, False, 50)) <= 400
+    ways = ((TEXT, {"prompt": text}), (CHAT, {"messages": [{"role": "user", "content": text}]}))
+    for path, body in (*ways, *(("/tokenize", body) for _, body in ways)):
+        assert refused(await http.post(path, json=body), 400)["code"] == "context_length_exceeded"
+    assert (await http.post("/tokenize", json={"prompt": "ab " * 5000})).json()["count"] > 4096
 
 
 async def test_a_prompt_longer_than_the_context_says_by_how_much(http: httpx.AsyncClient) -> None:

@@ -57,6 +57,12 @@ def test_what_could_become_a_stop_string_is_held_back_and_no_more() -> None:
     assert stops.flush() == "S"
 
 
+def test_no_stop_string_is_looked_for_in_the_first_tokens() -> None:
+    stops = Stops(("STOP",), 2)
+    assert [stops.feed(text) for text in ("STOP", "aST", "OP", "STOP!")] == ["STOP", "aST", "OP", ""]
+    assert stops.stopped
+
+
 def test_held_back_is_the_longest_start_of_a_mark() -> None:
     assert held_back("ab<thi", ("<think>", "</think>")) == 4
     assert held_back("ab<", ("<think>",)) == 1
@@ -100,6 +106,7 @@ def test_special_tokens_are_not_shown_but_marks_are() -> None:
 def byte_fallback_tokenizer() -> Tokenizer:
     """BPE with byte fallback, decoded as Mixtral's."""
     names = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), SPACE, "H", "i", f"{SPACE}H", f"{SPACE}Hi"]
+    names += ["\u0120", "\u0121"]  # Maltese, as Gemma's vocabulary has it: no sign of GPT-2's alphabet
     vocab = {name: at for at, name in enumerate(names)}
     merges = [(SPACE, "H"), (f"{SPACE}H", "i")]
     tokenizer = Tokenizer(models.BPE(vocab, merges, byte_fallback=True, unk_token="<unk>"))
@@ -187,7 +194,7 @@ def test_special_marks_out_of_place_are_left_out(stray: str) -> None:
 def choice_of(
     text: str, *, stops: tuple[str, ...] = (), marks: Marks | None = None, tokenizer: Tokenizer = TOKENIZER
 ) -> tuple[Choice, list[Delta], bool]:
-    choice, deltas, early = Choice(0, Vocabulary(tokenizer), stops, marks), [], False
+    choice, deltas, early = Choice(0, Vocabulary(tokenizer), Stops(stops), marks), [], False
     for index, token in enumerate(tokenizer.encode(text).ids):
         early = choice.take(Emission(request="r", attempt=1, index=index, token=token, logprob=-1.0))
         deltas.append(choice.delta())

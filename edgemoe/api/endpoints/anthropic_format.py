@@ -119,4 +119,6 @@ def _block(piece: OutputPiece) -> Json:
 
 def _tool_use(piece: OutputPiece, given: Json | msgspec.Raw) -> Json:
     assert piece.call is not None
-    return {"type": "tool_use", "id": piece.call.id.replace("call_", "toolu_"), "name": piece.call.name, "input": given}
+    id, ours = piece.call.id, "call_"
+    id = f"toolu_{id.removeprefix(ours)}" if id.startswith(ours) else id  # a dialect's own may tell the model something
+    return {"type": "tool_use", "id": id, "name": piece.call.name, "input": given}

@@ -10,10 +10,11 @@ from edgemoe.api.endpoints.openai_format import OpenAIFormat
 from edgemoe.api.generate.choice import Choice, Delta
 from edgemoe.api.generate.generation import Generation, Prompt, requests
 from edgemoe.api.generate.grammar import Form, GrammarChoice, free_grammar, response_grammar, tool_grammar
-from edgemoe.api.generate.sampling import output_tokens, sampling
+from edgemoe.api.generate.sampling import counted, output_tokens, sampling
 from edgemoe.api.http.sse import call_body, chat_logprobs
 from edgemoe.api.schema import Chat, NamedTool, Tool, stop_strings
 from edgemoe.api.text.chat_messages import for_template, tools_for_template
+from edgemoe.api.text.stop_strings import Stops
 from edgemoe.api.text.tokenizer import TextModel
 from edgemoe.errors import InvalidRequest
 from edgemoe.types.arrays import Json
@@ -33,7 +34,7 @@ def prepare(
     tools, calls = _tools(body)
     prompt_text = render(body, tools, text)
     marks = _marks(body, prompt_text, text, calls, tools)
-    prompt = text.encode(prompt_text, add_special_tokens=False)
+    prompt = text.encode(prompt_text, add_special_tokens=False, most_tokens=limits.context_tokens)
     wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     settings = sampling(
         body,
@@ -47,15 +48,17 @@ def prepare(
         prefix=prefix,
         model=model,
         requests=requests([Prompt(tuple(prompt), settings)], n, body.seed, user),
-        choices=[Choice(at, text.vocabulary, stop_strings(body.stop), marks) for at in range(n)],
+        choices=[
+            Choice(at, text.vocabulary, Stops(stop_strings(body.stop), settings.min_tokens), marks) for at in range(n)
+        ],
         prompt_tokens=len(prompt),
         grammar=_grammar(body, tools, marks, text),
     )
 
 
-def prompt_of(body: Chat, text: TextModel) -> list[int]:
+def prompt_of(body: Chat, text: TextModel, limits: RequestLimits) -> list[int]:
     """Returns the tokens of the prompt. Raises InvalidRequest."""
-    return text.encode(render(body, _tools(body)[0], text), add_special_tokens=False)
+    return counted(text, render(body, _tools(body)[0], text), False, limits, "messages")
 
 
 def render(body: Chat, tools: list[Tool], text: TextModel) -> str:

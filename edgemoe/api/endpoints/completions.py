@@ -12,6 +12,7 @@ from edgemoe.api.generate.sampling import check_ids, output_tokens, sampling
 from edgemoe.api.http.sse import LogprobEntry, text_logprobs
 from edgemoe.api.schema import Completion, stop_strings
 from edgemoe.api.text.detokenize import Detokenizer
+from edgemoe.api.text.stop_strings import Stops
 from edgemoe.api.text.tokenizer import TextModel
 from edgemoe.errors import InvalidRequest
 from edgemoe.types.arrays import Json
@@ -27,7 +28,7 @@ def prepare(body: Completion, text: TextModel, limits: RequestLimits, model: str
 
     Raises InvalidRequest.
     """
-    tokens, n = prompts(body.prompt, text, limits.vocab), body.n or 1
+    tokens, n = prompts(body.prompt, text, limits), body.n or 1
     if len(tokens) * n > MAX_CHOICES:
         raise InvalidRequest(f"{len(tokens)} prompts with n = {n} are more than {MAX_CHOICES} choices", param="n")
     grammar = response_grammar(body.response_format)
@@ -55,7 +56,7 @@ def prepare(body: Completion, text: TextModel, limits: RequestLimits, model: str
         model=model,
         requests=requests(ready, n, body.seed, user),
         choices=[
-            Choice(at, text.vocabulary, stop_strings(body.stop), prompt_only=not wanted)
+            Choice(at, text.vocabulary, Stops(stop_strings(body.stop), body.min_tokens or 0), prompt_only=not wanted)
             for at in range(n * len(tokens))
         ],
         prompt_tokens=sum(map(len, tokens)),
@@ -63,26 +64,26 @@ def prepare(body: Completion, text: TextModel, limits: RequestLimits, model: str
     )
 
 
-def prompts(prompt: str | list[str | int | list[int]], text: TextModel, vocab: int) -> list[list[int]]:
+def prompts(prompt: str | list[str | int | list[int]], text: TextModel, limits: RequestLimits) -> list[list[int]]:
     """Returns token ids of each prompt. Raises InvalidRequest.
 
     `prompt` is a string, a list of strings, a list of ids, or a list of lists of ids.
     """
     if isinstance(prompt, str):
-        return [text.encode(prompt, add_special_tokens=True)]
+        return [text.encode(prompt, add_special_tokens=True, most_tokens=limits.context_tokens)]
     if all(isinstance(one, int) for one in prompt):
         prompt = [[one for one in prompt if isinstance(one, int)]]
     if len(prompt) > MAX_PROMPTS:
         raise InvalidRequest(f"prompt: at most {MAX_PROMPTS} at a time", param="prompt")
-    return [_one(one, at, text, vocab) for at, one in enumerate(prompt)]
+    return [_one(one, at, text, limits) for at, one in enumerate(prompt)]
 
 
-def _one(prompt: str | int | list[int], at: int, text: TextModel, vocab: int) -> list[int]:
+def _one(prompt: str | int | list[int], at: int, text: TextModel, limits: RequestLimits) -> list[int]:
     if isinstance(prompt, str):
-        return text.encode(prompt, add_special_tokens=True)
+        return text.encode(prompt, add_special_tokens=True, most_tokens=limits.context_tokens)
     if isinstance(prompt, int):
         raise InvalidRequest(f"prompt[{at}]: a list of prompts holds texts or lists of token ids", param="prompt")
-    check_ids(prompt, vocab, f"prompt[{at}]")
+    check_ids(prompt, limits.vocab, f"prompt[{at}]")
     return prompt
 
 

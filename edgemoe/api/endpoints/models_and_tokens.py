@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from edgemoe.api.endpoints.chat import prompt_of
-from edgemoe.api.generate.sampling import check_ids
+from edgemoe.api.generate.sampling import check_ids, counted
 from edgemoe.api.schema import Chat, Detokenize, Tokenize
 from edgemoe.api.text.tokenizer import TextModel
 from edgemoe.errors import InvalidRequest
@@ -35,10 +35,10 @@ def tokenize(body: Tokenize, text: TextModel, limits: RequestLimits) -> Json:
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("give either prompt or messages", param="prompt")
     if body.messages is None:
-        ids = text.encode(body.prompt or "", body.add_special_tokens)
+        ids = counted(text, body.prompt or "", body.add_special_tokens, limits, "prompt")
     else:
         own = {name: getattr(body, name) for name in Tokenize.__struct_fields__ if name in Chat.__struct_fields__}
-        ids = prompt_of(Chat(**own), text)
+        ids = prompt_of(Chat(**own), text, limits)
     return {"count": len(ids), "max_model_len": limits.context_tokens, "tokens": ids}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from edgemoe.api.dialects.dialect import Marks
@@ -52,7 +51,7 @@ class Choice:
         self,
         index: int,
         vocabulary: Vocabulary,
-        stops: Iterable[str] = (),
+        stops: Stops | None = None,
         marks: Marks | None = None,
         prompt_only: bool = False,
     ):
@@ -68,7 +67,7 @@ class Choice:
         self.finish = ""
         marks = marks or Marks(HERMES)
         self._detokenizer = Detokenizer(vocabulary, shown=marks.names)
-        self._stops = Stops(tuple(stops))
+        self._stops = stops or Stops()
         self._parser = Parser(marks, vocabulary.special)
         self._called = False
         self._delta = Delta(index)

@@ -9,6 +9,8 @@ from edgemoe.api.text.tokenizer import TextModel
 from edgemoe.errors import InvalidRequest
 from edgemoe.types.request import RequestLimits, Sampling
 
+COUNTED = 8  # contexts: of a longer text tokens are not even counted
+
 
 def sampling(
     body: RequestBody,
@@ -44,6 +46,20 @@ def sampling(
     )
 
 
+def counted(text: TextModel, given: str, add_special_tokens: bool, limits: RequestLimits, param: str) -> list[int]:
+    """Returns the token ids of `given`, which may have `COUNTED` contexts. Raises InvalidRequest."""
+    most_tokens = COUNTED * limits.context_tokens
+    ids = text.encode(given, add_special_tokens, most_tokens)
+    if len(ids) > most_tokens:
+        raise InvalidRequest(
+            f"This model's maximum context length is {limits.context_tokens} tokens, and {param} has more than "
+            f"{most_tokens}: give it in parts",
+            param=param,
+            code="context_length_exceeded",
+        )
+    return ids
+
+
 def output_tokens(prompt: Sequence[int], limits: RequestLimits, param: str, wanted_tokens: int | None) -> int:
     """Returns how many tokens may follow `prompt`: `wanted_tokens`, or fewer where the context ends before.
 
@@ -55,7 +71,7 @@ def output_tokens(prompt: Sequence[int], limits: RequestLimits, param: str, want
     if len(prompt) >= limits.context_tokens:
         raise InvalidRequest(
             f"This model's maximum context length is {limits.context_tokens} tokens, prompt and answer together, "
-            f"and the prompt has {len(prompt)}: shorten it",
+            f"and the prompt has at least {len(prompt)}: shorten it",
             param=param,
             code="context_length_exceeded",
         )

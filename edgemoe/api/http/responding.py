@@ -22,6 +22,8 @@ from edgemoe.types.arrays import Json
 log = logging.getLogger(__name__)
 
 SEND_S = 60.0  # longest that a client may leave a part of its answer unread
+QUIET_S = 30.0  # that a stream says nothing before its first token
+WAITING = b": waiting\n\n"  # a comment, which clients skip
 RETRY_AFTER_S = 2.0  # sent with every 503
 EVENT_STREAM = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -62,23 +64,47 @@ async def while_connected(receive: Receive) -> AsyncIterator[None]:
 async def reply(
     send: Send, job: Generation, form: Format, deltas: AsyncGenerator[list[Delta], None], stream: bool
 ) -> None:
-    """Sends the answer. Raises RequestError only while nothing has been sent."""
+    """Sends the answer. Raises RequestError only while nothing has been sent.
+
+    A stream that has no token for QUIET_S begins without, and has a comment so often: proxies and clients give up on
+    what is silent for a minute, which a long prompt may take.
+    """
     if not stream:
         body = msgspec.json.encode(form.whole(await collect(job, deltas)))
         await _start(send, 200, [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))])
         await _send(send, body, more=False)
         return
-    async with aclosing(deltas):
-        first: list[Delta] = await anext(deltas, [])  # an error before the first token is answered with its own status
+    async with aclosing(deltas), _coming(deltas) as first:
+        waiting = not await _within(first, QUIET_S)
+        if not waiting:
+            first.result()  # an error before the first token is answered with its own status
         await _start(send, 200, EVENT_STREAM)
+        while waiting:
+            await _send(send, WAITING)
+            waiting = not await _within(first, QUIET_S)
         try:
-            await _send(send, b"".join(form.events(first)))
+            await _send(send, b"".join(form.events(first.result())))
             async for some in deltas:
                 await _send(send, b"".join(form.events(some)))
         except RequestError as error:
             await _send(send, b"".join(form.error(error)), more=False)
             return
     await _send(send, b"".join(form.end()), more=False)
+
+
+@asynccontextmanager
+async def _coming(deltas: AsyncGenerator[list[Delta], None]) -> AsyncIterator[asyncio.Future[list[Delta]]]:
+    """Yields the first deltas, which are still to come."""
+    first = asyncio.ensure_future(anext(deltas, []))
+    try:
+        yield first
+    finally:
+        first.cancel()
+        await asyncio.wait([first])
+
+
+async def _within(future: asyncio.Future[list[Delta]], seconds: float) -> bool:
+    return bool((await asyncio.wait([future], timeout=seconds))[0])
 
 
 async def stream(send: Send, events: AsyncIterator[bytes]) -> None:

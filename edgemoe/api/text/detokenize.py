@@ -25,6 +25,13 @@ def byte_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in plain} | {chr(256 + at): byte for at, byte in enumerate(shifted)}
 
 
+def _is_byte_level(tokenizer: Tokenizer) -> bool:
+    """Whether tokens are written in GPT-2's alphabet, as their decoder says: others have tokens of its letters, too."""
+    if tokenizer.decoder is None:
+        return tokenizer.token_to_id("\u0120") is not None
+    return b'"ByteLevel"' in tokenizer.decoder.__getstate__()  # its JSON
+
+
 class Vocabulary:
     """Maps tokens to bytes. `added` are the names of added tokens, `special` the ids of special ones by name."""
 
@@ -34,7 +41,7 @@ class Vocabulary:
         self.special = {token.content: i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
         self.added = frozenset(self._added.values())
         self._special_ids = frozenset(self.special.values())
-        self._alphabet = byte_alphabet() if tokenizer.token_to_id("\u0120") is not None else None
+        self._alphabet = byte_alphabet() if _is_byte_level(tokenizer) else None
         self.bytes_of = lru_cache(maxsize=1 << 14)(self._bytes_of)
 
     def _bytes_of(self, token: int) -> bytes:

@@ -8,8 +8,10 @@ from edgemoe.api.dialects.growing_text import held_back
 class Stops:
     """Passes text on up to the first complete stop string, and holds back what may become one."""
 
-    def __init__(self, strings: tuple[str, ...]) -> None:
+    def __init__(self, strings: tuple[str, ...] = (), unsearched: int = 0) -> None:
+        """Looks for `strings` in what comes after the first `unsearched` texts, as vLLM does for `min_tokens`."""
         self.strings = strings
+        self._unsearched = unsearched
         self.matched = ""  # the stop string that has ended the text
         self._held = ""
 
@@ -20,7 +22,8 @@ class Stops:
 
     def feed(self, text: str) -> str:
         """Adds `text`. Returns the text, held back or new, that cannot belong to a stop string."""
-        if not self.strings or self.stopped:
+        self._unsearched -= 1
+        if not self.strings or self.stopped or self._unsearched >= 0:
             return "" if self.stopped else text
         text = self._held + text
         found = [(at + len(stop), at, stop) for stop in self.strings if (at := text.find(stop)) >= 0]
