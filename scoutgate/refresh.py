@@ -68,14 +68,27 @@ def export_log_loss(directory: Path, recording: Recording, model: Path) -> float
     return score.metrics()["log_loss"]
 
 
+def check_writable(folder: Path) -> None:
+    """Makes an export's folder where it is not there. Raises ValueError where nothing can be written to it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ValueError(
+            f"cache.scoutgate: {folder} cannot be written to ({error.strerror}); make the folder, give it to whoever "
+            "trains (edgemoe, as a service), and run `edgemoe service install` again, which opens it to the service"
+        ) from error
+
+
 def refresh(data: Path, model: Path, target: Path, run: Path, max_minutes: float, *more: str) -> RefreshResult:
     """Trains in `run` (with `more` options of scoutgate.train) and writes `target` where that is better.
 
-    Raises ValueError where nothing can be trained.
+    Raises ValueError where nothing can be trained, or written: before it trains, which may take half an hour.
     """
     recording = Recording(data)
     if recording.count < LEAST_TOKENS:
         raise ValueError(f"{recording.count} tokens are recorded; training begins at {LEAST_TOKENS}")
+    check_writable(target)
     options = ["--data", str(data), "--model", str(model), "--out", str(run), "--max-minutes", str(max_minutes)]
     fixed = ["--variant", "context", "--no-hidden", "--device", "cpu", "--threads", "1", "--no-progress"]
     train.train(train.arguments([*options, *fixed, *more]))
@@ -111,7 +124,7 @@ def main() -> None:
         records, store, target = from_settings(options.config, options.model)
         recordings(records, store, work / "data", hints=False)
         verdict = refresh(work / "data", store, target, work / "run", options.max_minutes)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise SystemExit(str(error)) from error
     finally:
         shutil.rmtree(work, ignore_errors=True)

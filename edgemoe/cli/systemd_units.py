@@ -6,13 +6,15 @@ exactly what it does. An existing settings file is never changed.
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from edgemoe.config.loading import flatten, load
 from edgemoe.errors import ServiceError
@@ -23,8 +25,13 @@ LEARNING = ("edgemoe-scoutgate.service", "edgemoe-scoutgate.timer")  # installed
 _SYSTEM = Path("/etc/systemd/system")
 _HIDDEN_BY_UNIT = ("/home", "/root", "/run/user")  # ProtectHome=tmpfs
 _PRIVATE_TO_UNIT = ("/tmp", "/var/tmp")  # PrivateTmp; files there are also removed in time
-_WRITABLE = ("/var/lib/edgemoe", "/run/edgemoe")  # StateDirectory, RuntimeDirectory
-_WRITTEN = ("model.store_dir", "record.dir", "cluster.state_dir")  # settings of folders that the daemon writes to
+_STATE = Path("/var/lib/edgemoe")  # WorkingDirectory, too
+_WRITABLE = (str(_STATE), "/run/edgemoe")  # StateDirectory, RuntimeDirectory
+_WRITTEN = ("model.store_dir", "record.dir", "cluster.state_dir", "cache.scoutgate")  # settings: folders
+_READ = (
+    *("api.api_key_file", "cluster.key_file", "cluster.peers_file"),
+    *("cluster.etcd_password_file", "cluster.etcd_ca", "cluster.etcd_cert", "cluster.etcd_key"),
+)  # settings: files
 _COMMAND_TIMEOUT_S = 90.0
 
 
@@ -74,8 +81,9 @@ def planned_files(options: Options) -> list[File]:
         File(Path("/etc/tmpfiles.d/edgemoe.conf"), _read(folder / "tmpfiles.conf")),
         File(options.config, _read(folder / "edgemoe.toml"), keep=True),
     ]
-    lines = [f"BindReadOnlyPaths={_escaped(bind)}\n" for bind in _binds(options, model)]
-    lines += [f"{_way(place)}={_escaped(f'-{place}')}\n" for place in _written(options)]
+    stated = _stated(options)
+    lines = [f"BindReadOnlyPaths={_escaped(bind)}\n" for bind in _binds(options, model or _model_of(stated), stated)]
+    lines += [f"{_way(place)}={_escaped(f'-{place}')}\n" for place in _written(stated)]
     if lines:
         text = "# What the service reads under /home or /root, and writes outside of /var/lib/edgemoe.\n[Service]\n"
         files += [File(path, text + "".join(lines)) for path in _paths_files(Path("/"))]
@@ -202,34 +210,47 @@ def _existing(path: str, option: str) -> Path:
     return found
 
 
-def _binds(options: Options, model: Path | None) -> list[Path]:
-    """Returns the paths that the service reads but ProtectHome hides: Python, this package, settings, model.
+def _stated(options: Options) -> Mapping[str, Any]:
+    """Returns the values that the settings file states, by "section.key"; none where there is no file yet."""
+    file = options.root / options.config.relative_to("/")
+    if not file.is_file():
+        return {}
+    loaded = load(file, env={}, root=options.root)
+    return {key: value for key, value in flatten(loaded.settings).items() if loaded.origins[key] != "default" and value}
 
-    A model in Hugging Face's cache consists of links into a directory of blobs, which is included. Raises ServiceError
-    for paths in temporary directories.
+
+def _model_of(stated: Mapping[str, Any]) -> Path | None:
+    """Returns the directory of the model in the settings; None where they have none, or name a store in store_dir."""
+    model = _STATE / stated.get("model.path", "/nowhere")
+    return model if os.path.isdir(model) else None
+
+
+def _binds(options: Options, model: Path | None, stated: Mapping[str, Any]) -> list[str]:
+    """Returns what the service reads but ProtectHome hides: Python, this package, settings, their files, model.
+
+    A model in Hugging Face's cache consists of links into a directory of blobs, which is included. A file that the
+    settings name need not be there yet, which "-" says to systemd. Raises ServiceError for paths in temporary
+    directories.
     """
-    needed = dict.fromkeys(_installation(), "this installation of edgemoe") | {options.config: "--config"}
-    if model:
-        parts = [model, *sorted({file.resolve().parent for file in model.iterdir()} - {model})]
-        needed |= dict.fromkeys(parts, "the model")
-    for path, what in needed.items():
+    own = dict.fromkeys(_installation(), "this installation of edgemoe") | {options.config: "--config"}
+    parts = [model, *sorted({file.resolve().parent for file in model.iterdir()} - {model})] if model else []
+    files = {_STATE / stated[key]: key for key in _READ if key in stated}
+    for path, what in (own | dict.fromkeys(parts, "the model") | files).items():
         if any(path.resolve().is_relative_to(place) for place in _PRIVATE_TO_UNIT):
             raise ServiceError(
                 f"{what} lies in {path}, which a service does not see and which is emptied some day; "
                 "move it, to /opt or /srv for example, and install the service from there"
             )
-    return [path for path in needed if any(path.is_relative_to(place) for place in _HIDDEN_BY_UNIT)]
+    written = _written(stated)  # what lies there is seen with its folder, and stays writable
+    needed = [*own, *(path for path in (*parts, *files) if not any(map(path.is_relative_to, written)))]
+    hidden = [path for path in dict.fromkeys(needed) if any(map(path.is_relative_to, _HIDDEN_BY_UNIT))]
+    return [f"-{path}" if path in files else str(path) for path in hidden]
 
 
-def _written(options: Options) -> list[Path]:
+def _written(stated: Mapping[str, Any]) -> list[Path]:
     """Returns the folders that the settings have the service write to, where it may not by itself."""
-    file = options.root / options.config.relative_to("/")
-    if not file.is_file():
-        return []
-    loaded = load(file, env={}, root=options.root)
-    stated = {key: value for key, value in flatten(loaded.settings).items() if loaded.origins[key] != "default"}
-    folders = [Path(stated[key]) for key in _WRITTEN if stated.get(key)]
-    folders += [Path(stated["cache.state_file"]).parent] if stated.get("cache.state_file") else []
+    folders = [_STATE / stated[key] for key in _WRITTEN if key in stated]
+    folders += [(_STATE / stated["cache.state_file"]).parent] if "cache.state_file" in stated else []
     return [folder for folder in dict.fromkeys(folders) if not any(map(folder.is_relative_to, _WRITABLE))]
 
 

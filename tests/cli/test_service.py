@@ -109,7 +109,8 @@ def test_folders_that_the_settings_have_it_write_to_are_opened(tmp_path: Path, m
     file.parent.mkdir(parents=True)
     file.write_text(
         '[model]\nstore_dir = "/srv/my stores"\n[record]\ndir = "/home/alice/routes"\n'
-        '[cache]\nstate_file = "/mnt/learned/state"\n[cluster]\nstate_dir = "/var/lib/edgemoe/mine"\n'
+        '[cache]\nstate_file = "/mnt/learned/state"\nscoutgate = "/srv/forecaster"\n'
+        '[cluster]\nstate_dir = "/var/lib/edgemoe/mine"\n'
         'node = "box"\nkey_file = "/etc/edgemoe/box.key"\nlisten = "192.0.2.7:7540"\n'
     )
     install(options)
@@ -118,11 +119,47 @@ def test_folders_that_the_settings_have_it_write_to_are_opened(tmp_path: Path, m
         assert 'ReadWritePaths="-/srv/my stores"\n' in text
         assert "BindPaths=-/home/alice/routes\n" in text
         assert "ReadWritePaths=-/mnt/learned\n" in text
+        assert "ReadWritePaths=-/srv/forecaster\n" in text
         assert "/var/lib" not in text.partition("[Service]")[2]
     file.write_text("")
     removed = [line for line in install(options) if line.startswith("remove ")]
     assert len(removed) == 2
     assert not list(tmp_path.rglob("paths.conf"))
+
+
+def test_what_the_settings_have_it_read_under_home_is_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file may come later. What lies in a folder that it writes to is seen with that, and not made read-only."""
+    monkeypatch.setattr(service, "_HIDDEN_BY_UNIT", ("/home", str(tmp_path / "home")))
+    (tmp_path / "home/model").mkdir(parents=True)
+    (tmp_path / "edgemoe.toml").write_text(
+        f'[model]\npath = "{tmp_path}/home/model"\n[api]\napi_key_file = "/home/alice/api-keys"\n'
+        '[cache]\nscoutgate = "/home/alice/forecaster"\n[record]\ndir = "routes"\n'
+        '[cluster]\nnode = "box"\nlisten = "192.0.2.7:7540"\nkey_file = "/home/alice/box.key"\n'
+        'peers_file = "/etc/edgemoe/peers.toml"\netcd_ca = "/home/alice/forecaster/ca.pem"\n'
+    )
+    options = Options(config=tmp_path / "edgemoe.toml")
+    paths = next(file.text for file in planned_files(options) if file.path.name == "paths.conf")
+    assert [line for line in paths.splitlines() if line.startswith("Bind")] == [
+        f"BindReadOnlyPaths={tmp_path}/home/model",
+        "BindReadOnlyPaths=-/home/alice/api-keys",
+        "BindReadOnlyPaths=-/home/alice/box.key",
+        "BindPaths=-/home/alice/forecaster",
+    ]
+    assert "ReadWritePaths" not in paths
+
+
+@pytest.mark.parametrize(
+    ("setting", "what"),
+    [('model.path = "{}/model"', "the model"), ('api.api_key_file = "{}/keys"', "api.api_key_file")],
+)
+def test_what_the_settings_have_it_read_among_temporary_files_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str, what: str
+) -> None:
+    monkeypatch.setattr(service, "_PRIVATE_TO_UNIT", (str(tmp_path / "tmp"),))
+    (tmp_path / "tmp/model").mkdir(parents=True)
+    (tmp_path / "edgemoe.toml").write_text(setting.format(tmp_path / "tmp"))
+    with pytest.raises(ServiceError, match=f"{what} lies in {tmp_path}/tmp/.*which a service does not see"):
+        planned_files(Options(config=tmp_path / "edgemoe.toml"))
 
 
 def test_nightly_training_goes_by_the_settings_that_are_named(tmp_path: Path) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -79,3 +82,20 @@ def test_nothing_is_trained_from_too_little(folder: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(refresh, "LEAST_TOKENS", 10**9)
     with pytest.raises(ValueError, match="training begins at"):
         learn(folder, "run", 1)
+
+
+def test_a_folder_that_cannot_be_written_to_is_named_before_any_training(folder: Path) -> None:
+    (folder / "export").write_text("a file")
+    with pytest.raises(ValueError, match=f"{folder}/export cannot be written to .*service install"):
+        learn(folder, "run", 1)
+    assert not (folder / "run").exists()
+
+
+def test_what_the_system_refuses_is_told_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(config: Path, model: str) -> tuple[Path, Path, Path]:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/srv/export")
+
+    monkeypatch.setattr(refresh, "from_settings", full)
+    monkeypatch.setattr(sys, "argv", ["refresh", "--config", "edgemoe.toml"])
+    with pytest.raises(SystemExit, match="No space left on device: '/srv/export'"):
+        refresh.main()
