@@ -229,7 +229,7 @@ class RequestLog:
     def _check_room(self, requests: Sequence[Request], room: int) -> None:
         wanted = len(requests)
         if self.closed is not None:
-            raise self.closed
+            raise self.closed.with_traceback(None)  # it is raised again and again, and would keep all who were refused
         if wanted > room:
             raise InvalidRequest(f"{wanted} choices at once are more than the {room} that can ever wait")
         free = room - len(self._live)

@@ -101,7 +101,7 @@ class Supervisor:
         deadline = time.monotonic() + self.settings.api.request_timeout_s
         while self._served is None:
             if self.request_log.closed is not None:
-                raise self.request_log.closed
+                raise self.request_log.closed.with_traceback(None)  # as RequestLog raises it
             try:
                 async with asyncio.timeout(deadline - time.monotonic()):
                     await self._changed.wait()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack
 
@@ -258,6 +259,28 @@ async def test_a_deadline_ends_a_request_with_its_error(engine: FakeEngine) -> N
         with pytest.raises(DeadlineExceeded):
             await anext(received)
     assert engine.sent[-1] == Cancel(request="r", attempt=1)
+
+
+async def test_an_error_that_many_are_told_keeps_none_of_them(engine: FakeEngine) -> None:
+    """It would keep all the frames that it has passed, and what those hold: each one's prompt."""
+
+    def refused() -> int:
+        with pytest.raises(RequestError) as caught, engine.request_log.open([request()], 10):
+            pass
+        return len(list(traceback.walk_tb(caught.value.__traceback__)))
+
+    async def ended(name: str) -> int:
+        engine.request_log.closed = None
+        with engine.request_log.open([request(name)], 10) as ticket:
+            engine.request_log.fail_all(over)
+            with pytest.raises(RequestError) as caught:
+                await anext(aiter(ticket))
+        return len(list(traceback.walk_tb(caught.value.__traceback__)))
+
+    over = RequestError("over")
+    engine.request_log.closed = over
+    assert refused() == refused()
+    assert await ended("a") == await ended("b")
 
 
 async def test_a_replay_carries_the_time_that_is_left_and_the_time_that_has_passed(engine: FakeEngine) -> None:

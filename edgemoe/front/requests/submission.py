@@ -29,7 +29,7 @@ class LoggedSubmission:
                 self._items = []
                 yield items
             if self._error is not None:
-                raise self._error
+                raise self._error.with_traceback(None)  # others are told the same one
             if not self.live and not self._items:
                 return
 
