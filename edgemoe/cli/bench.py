@@ -137,7 +137,7 @@ def _allowed(now: StatusSnapshot, args: argparse.Namespace) -> tuple[list[Bound]
     settings = load(Path(args.config) if args.config else None, args.set).settings
     try:
         return bounds(settings, now.health["model"], now.metrics, STREAMS, args.prompt + args.tokens), ""
-    except EdgemoeError as error:
+    except (EdgemoeError, OSError) as error:  # such as a folder of the daemon's that only it may look at
         return [], f"What this machine allows: edgemoe plan MODEL, with the settings of the daemon ({error})."
 
 

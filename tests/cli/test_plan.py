@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
+import errno
 import json
 import os
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -11,12 +14,13 @@ from pathlib import Path
 import pytest
 from support.kept import KERNELS
 
-from edgemoe.cli import main
+from edgemoe.cli import bench, main
 from edgemoe.cli.plan import disk, speed
 from edgemoe.cli.plan.command import Planner, Wish
 from edgemoe.cli.plan.rates import LayerTimes, Rates
 from edgemoe.cli.plan.subject import find
-from edgemoe.config.settings import DeviceSettings, Settings
+from edgemoe.cli.status import StatusSnapshot
+from edgemoe.config.settings import DeviceSettings, MemorySettings, Settings
 from edgemoe.demo import model_path
 from edgemoe.errors import EdgemoeError
 from edgemoe.experts.compute.cost_model import WORTH_S
@@ -108,6 +112,41 @@ def test_an_expert_larger_than_what_is_read_takes_longer_in_proportion(
     assert small == pytest.approx([(1 << 20) / 1e9, (8 << 20) / 1e9])
     assert large == pytest.approx([(352 << 20) / 1e9, 8 * (352 << 20) / 1e9])
     assert disk.disk_rate(tmp_path) == pytest.approx(1e9)
+
+
+@pytest.mark.parametrize("why", [errno.EACCES, errno.EROFS])
+def test_a_disk_that_may_not_be_written_to_is_not_measured(
+    why: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(**_: object) -> None:
+        raise OSError(why, os.strerror(why))
+
+    monkeypatch.setattr(tempfile, "NamedTemporaryFile", refuse)
+    assert disk.read_times(tmp_path, [1 << 20, 2 << 20], (1, 8)) == [(), ()]
+    assert disk.disk_rate(tmp_path) == 0
+
+
+def test_what_needs_a_disk_that_was_not_measured_is_not_foretold(tmp_path: Path) -> None:
+    (variant, *_) = find(str(MODEL / "config.json"), tmp_path).variants()
+    settings = Settings(memory=MemorySettings(ram_bytes=2 << 20))
+    planner = Planner(
+        Wish(64, 1, 32, 1, "usual"), settings, Machine(16 << 30, 16 << 30, 2, None), Rates(1e10, 0.0, 0.0)
+    )
+    found = planner.forecast(variant, LayerTimes(1e-6, 1e-6, 1, 1e-6, 32))
+    assert found.on_disk > 0
+    assert (found.tokens_per_s, found.limit) == (0, "not foretold: the disk was not measured")
+
+
+def test_what_was_measured_is_not_lost_where_the_stores_may_not_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", "/var/lib/edgemoe/stores")
+
+    monkeypatch.setattr(bench, "WORKER_ENV", {})
+    monkeypatch.setattr("edgemoe.cli.plan.bounds.bounds", refuse)
+    now = StatusSnapshot("", {"model": {}}, {})
+    found, why = bench._allowed(now, argparse.Namespace(config=None, set=[], prompt=8, tokens=8))
+    assert not found
+    assert "Permission denied: '/var/lib/edgemoe/stores'" in why
 
 
 def test_a_prompt_touches_nearly_every_expert_and_a_token_its_own() -> None:

@@ -41,7 +41,7 @@ def bounds(
 ) -> list[Bound]:
     """Returns the bounds of a daemon's model, as its /health and /metrics tell of it, on a machine that is idle.
 
-    Raises StoreError where its store is not found, or its experts are on a GPU.
+    Raises StoreError where its store is not found, its experts are on a GPU, or a disk cannot be measured.
     """
     machine = probes.look(visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"))
     if runs_on_gpu(devices_of(settings, machine)):
@@ -82,4 +82,6 @@ def _places(
     link = settings.device[0].link_bytes_per_s or select(metrics, names.LINK_RATE, link="0")
     size, directory = variant.spec.geometry.largest_bytes, Path(settings.model.store_dir)
     (disk_s,) = read_times(directory, [size], speed.READ_AT_ONCE) if ram < 1 else [()]
+    if ram < 1 and not disk_s:
+        raise StoreError(f"the disk of {directory} was not measured: it may not be written to, or is full")
     return speed.Places(vram or ram, ram, link if vram else 0.0, disk_s, memory_bytes_per_s)

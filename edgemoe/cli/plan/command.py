@@ -15,7 +15,7 @@ from rich.table import Table
 
 from edgemoe.cli.output import console
 from edgemoe.cli.plan import speed
-from edgemoe.cli.plan.disk import read_times
+from edgemoe.cli.plan.disk import ROOM_BYTES, read_times
 from edgemoe.cli.plan.paces import model_of, rest_bytes
 from edgemoe.cli.plan.rates import LayerTimes, Rates, measure_layers, memory_rate
 from edgemoe.cli.plan.subject import Subject, Variant, find
@@ -100,6 +100,8 @@ class Planner:
     def _timed(self, found: Forecast, variant: Variant, times: LayerTimes, places: speed.Places) -> Forecast:
         if runs_on_gpu(devices_of(self.settings, self.machine)):
             return replace(found, limit="not foretold for a GPU")
+        if found.on_disk and not times.disk_s:
+            return replace(found, limit="not foretold: the disk was not measured")
         question, spec = self.question, variant.spec
         model = model_of(variant)
         rest_s = rest_bytes(variant) / self.rates.memory_bytes_per_s
@@ -215,9 +217,12 @@ def _picture(
         table.add_row(
             each.encoding, *sizes, *(shares if each.context_tokens else [""] * 3), *speeds, each.why or each.limit
         )
+    disk = f"at {format_rate(rates.disk_bytes_per_s)}"
+    if not rates.disk_bytes_per_s:
+        disk = f"at an unknown rate (model.store_dir may not be written to, or has not {format_size(ROOM_BYTES)} free)"
     lines = [
         f"{geometry.layers} layers of {geometry.experts} experts, {geometry.top_k} a token. This machine reads memory "
-        f"at {format_rate(rates.memory_bytes_per_s)}, the disk of the stores at {format_rate(rates.disk_bytes_per_s)}, "
+        f"at {format_rate(rates.memory_bytes_per_s)}, the disk of the stores {disk}, "
         f"and has {format_size(planner.machine.ram_available_bytes)} of RAM free.",
         f"First token: of a prompt of {question.prompt_tokens} tokens. Routing: {question.curve}.",
         *(f"Would help: {what} ({gain:.1f} times as fast)" for what, gain in advice),

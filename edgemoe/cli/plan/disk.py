@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import random
 import statistics
@@ -11,22 +12,25 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import IO
 
 from edgemoe.store.files import BLOCK_BYTES, PageFile, page_memory
 from edgemoe.types.experts import padded
 
 LEAST_READINGS, MOST_READINGS, READINGS_S = 5, 50, 0.3  # of each size and number
 DISK_BYTES, DISK_THREADS = 256 << 20, 8  # as many threads as the store reads with
+ROOM_BYTES = 4 * DISK_BYTES  # free, so that a measurement fills no disk
+NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def disk_rate(directory: Path) -> float:
-    """Returns the bytes a second that experts are read with from the disk of `directory`; 0 where there is no room."""
+    """Returns the bytes a second that experts are read with from the disk of `directory`; 0: not measured."""
     (taken_s,) = read_times(directory, [BLOCK_BYTES], [DISK_THREADS])
     return DISK_THREADS * BLOCK_BYTES / taken_s[0] if taken_s else 0.0
 
 
 def read_times(directory: Path, expert_bytes: Sequence[int], at_once: Sequence[int]) -> list[tuple[float, ...]]:
-    """Returns for each size what so many experts take that are read at once, in seconds; (): there is no room."""
+    """Returns for each size what so many experts take that are read at once, in seconds; (): not measured."""
     with probe_file(directory) as path:
         if path is None:
             return [()] * len(expert_bytes)
@@ -60,13 +64,12 @@ def _expert(file: PageFile, room: memoryview, place: int) -> None:
 
 @contextlib.contextmanager
 def probe_file(directory: Path) -> Iterator[Path | None]:
-    """Yields a file of DISK_BYTES that no cache of the system has; None where there is no room for it."""
-    directory.mkdir(parents=True, exist_ok=True)
-    status = os.statvfs(directory)
-    if status.f_bavail * status.f_frsize < 4 * DISK_BYTES:
+    """Yields a file of DISK_BYTES that no cache of the system has; None where there is no room for it, or no leave."""
+    file = _new_file(directory)
+    if file is None:
         yield None
         return
-    with tempfile.NamedTemporaryFile(dir=directory, prefix=".probe-") as file:
+    with file:
         piece = os.urandom(BLOCK_BYTES)
         for _ in range(DISK_BYTES // BLOCK_BYTES):
             file.write(piece)
@@ -75,3 +78,16 @@ def probe_file(directory: Path) -> Iterator[Path | None]:
         with contextlib.suppress(OSError):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         yield Path(file.name)
+
+
+def _new_file(directory: Path) -> IO[bytes] | None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        status = os.statvfs(directory)
+        if status.f_bavail * status.f_frsize < ROOM_BYTES:
+            return None
+        return tempfile.NamedTemporaryFile(dir=directory, prefix=".probe-")
+    except OSError as error:
+        if error.errno in NOT_ALLOWED:
+            return None
+        raise
