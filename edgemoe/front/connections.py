@@ -62,7 +62,10 @@ class Protocol(H11Protocol):
         return self._between_requests or bool(self.cycle.more_body)
 
     def data_received(self, data: bytes) -> None:
+        between = self._between_requests
         super().data_received(data)
+        if between and not self._between_requests:  # a head is complete: how long it was idle before counts no more
+            self.waiting_since = time.monotonic()
         self._time_head()
 
     def on_response_complete(self) -> None:

@@ -22,10 +22,11 @@ from starlette.routing import Route
 from support.waiting import until
 
 from edgemoe.front import connections
-from edgemoe.front.connections import Server
+from edgemoe.front.connections import Protocol, Server
 from edgemoe.front.listen import tcp_socket, unix_socket
 
 GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
+UPLOAD = b"POST /read HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\nx"  # a ninth of its body
 LONG = 8 << 20
 
 
@@ -87,6 +88,12 @@ async def ask(path: Path, data: bytes = GET) -> tuple[int, bytes]:
     writer.close()
     head, _, body = answer.partition(b"\r\n\r\n")
     return int(head.split()[1]), body
+
+
+def uploads(server: Server) -> int:
+    """How many requests wait for their bodies."""
+    cycles = [one.cycle for one in server.server_state.connections if isinstance(one, Protocol)]
+    return sum(cycle is not None and cycle.more_body for cycle in cycles)
 
 
 @pytest.fixture
@@ -187,13 +194,12 @@ async def test_one_more_connection_takes_the_place_of_the_one_that_kept_us_waiti
         for number in range(10):
             reader, writer = await asyncio.open_unix_connection(api)
             held.callback(writer.close)
-            writer.write(
-                (b"", b"GET /", GET, b"POST /read HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\nx")[number % 4]
-            )
+            writer.write((b"", b"GET /", GET, UPLOAD)[number % 4])
             if number % 4 == 2:
                 await reader.readuntil(b"hello")
             readers.append(reader)
             await until(lambda count=number + 1: len(server.server_state.connections) == count)  # type: ignore[misc]
+            await until(lambda count=(number + 1) // 4: uploads(server) == count)  # type: ignore[misc]
         for at in range(5):
             reader, writer = await asyncio.open_unix_connection(api)
             held.callback(writer.close)
@@ -204,6 +210,27 @@ async def test_one_more_connection_takes_the_place_of_the_one_that_kept_us_waiti
                 with contextlib.suppress(ConnectionResetError):
                     await readers[at].read()  # ends: it has given way
             assert not readers[at + 1].at_eof()
+
+
+async def test_who_was_idle_and_uploads_now_has_kept_us_waiting_since_its_head(
+    api: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "GRACE_S", 0.0)
+    async with serving(api, max_connections=2) as server, contextlib.AsyncExitStack() as held:
+        reader, writer = await asyncio.open_unix_connection(api)
+        held.callback(writer.close)
+        async with asyncio.timeout(10):
+            writer.write(GET)
+            await reader.readuntil(b"hello")
+            silent, door = await asyncio.open_unix_connection(api)
+            held.callback(door.close)
+            await until(lambda: len(server.server_state.connections) == 2)
+            writer.write(UPLOAD)
+            await until(lambda: uploads(server) == 1)
+            assert await ask(api) == (200, b"hello")
+            assert await silent.read() == b""  # it has given way
+            writer.write(b"y" * 8)
+            assert b" 200 " in await reader.readuntil(b"\r\n\r\n")
 
 
 async def test_without_room_for_any_it_waits_says_so_once_and_goes_on(
