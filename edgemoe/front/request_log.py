@@ -13,16 +13,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 from edgemoe.cluster.rpc.engine_messages import Cancel, Submit
 from edgemoe.errors import DeadlineExceeded, EngineCrashed, InvalidRequest, QueueFull, RequestError
 from edgemoe.front.requests.engine_use import HeldRequest
+from edgemoe.front.requests.logged_request import LoggedRequest
 from edgemoe.front.requests.submission import LoggedSubmission
-from edgemoe.policy.blame import Attempts
 from edgemoe.types.request import Emission, Request
 
 RATE_ALPHA = 0.1  # weight of the latest request in the mean duration and length
@@ -30,19 +29,6 @@ FIRST_GUESS_TOKENS = 256.0  # expected output before anything has finished
 # A user may hold so many times the room that is left, so that there always is some for the next user (dynamic
 # thresholds, Choudhury and Hahne 1998): 4/5 of all for one user, 4/9 for each of two.
 SHARE_OF_FREE = 4
-
-
-@dataclass(slots=True, eq=False)
-class LoggedRequest:
-    """One accepted request."""
-
-    request: Request
-    ticket: LoggedSubmission
-    accepted: float
-    emitted: list[int] = field(default_factory=list)
-    attempt: int = 0  # 0: not yet submitted
-    place: str = ""  # the engine that has it; "" while none does
-    attempts: Attempts = field(default_factory=Attempts)
 
 
 class RequestLog:
@@ -67,6 +53,7 @@ class RequestLog:
         self._hand, self._recall = submit, cancel
         self._now = now
         self._live: dict[str, LoggedRequest] = {}
+        self._counts = Counter[str]()  # of live requests, by place: each beat asks for them often
         self._suspects: deque[LoggedRequest] = deque()  # to be tried one by one
         self._on_trial = ""
         self._mean_s = 1.0  # a request's duration, lately
@@ -101,6 +88,7 @@ class RequestLog:
         ticket = LoggedSubmission(self.cancel, now + timeout_s)
         for request in requests:
             self._live[request.id] = live = LoggedRequest(request, ticket, now)
+            self._counts[live.place] += 1
             ticket.live.add(request.id)
             self._idle.clear()
             self._submit(live)
@@ -147,7 +135,7 @@ class RequestLog:
 
     def count_at(self, place: str) -> int:
         """Counts the live requests that this engine has."""
-        return sum(live.place == place for live in self._live.values())
+        return self._counts[place]
 
     def held_at(self, place: str) -> Iterator[HeldRequest]:
         """Returns the live requests that this engine has."""
@@ -172,7 +160,7 @@ class RequestLog:
         for live in lost:
             if live.place:
                 self.replayed += 1
-                live.place = ""
+                self._put(live, "")
                 live.attempts.end_with_engine()
             if live.request.id == self._on_trial:
                 self._on_trial = ""
@@ -193,7 +181,7 @@ class RequestLog:
         """Submits an attempt that an engine would not take to another, as far as there is one."""
         live = self._live.get(request)
         if live is not None and live.attempt == attempt and live.place:
-            live.place = ""
+            self._put(live, "")
             live.attempts.take_back()
             self._submit(live)
 
@@ -224,6 +212,7 @@ class RequestLog:
             assert live.ticket.live <= self._live.keys(), f"the ticket of {name} holds forgotten requests"
         assert not self._suspects or self._on_trial in self._live, "suspects wait, and nobody is on trial"
         assert self._idle.is_set() == (not self._live), "idle, with requests alive (or the other way round)"
+        assert self._counts == Counter(live.place for live in self._live.values()), "requests are counted elsewhere"
         assert len(self._live) <= self._most, "more requests than there is room for"
 
     def _check_room(self, requests: Sequence[Request], room: int) -> None:
@@ -241,7 +230,7 @@ class RequestLog:
 
     def _submit(self, live: LoggedRequest) -> None:
         """Sends the next attempt. With no engine to take it, `replay` will."""
-        live.place = ""
+        self._put(live, "")
         if not live.attempts.allowed:
             self._blame(live)
             return
@@ -254,9 +243,19 @@ class RequestLog:
             waited_ms=(now - live.accepted) * 1e3,
         )
         if place := self._hand(message):
-            live.place = place
+            self._put(live, place)
             live.attempt += 1
             live.attempts.begin()
+
+    def _put(self, live: LoggedRequest, place: str) -> None:
+        self._counts[place] += 1
+        self._leave(live)
+        live.place = place
+
+    def _leave(self, live: LoggedRequest) -> None:
+        self._counts[live.place] -= 1
+        if not self._counts[live.place]:
+            del self._counts[live.place]  # engines come and go
 
     def _deliver(self, live: LoggedRequest, emission: Emission) -> None:
         if emission.token is not None:
@@ -289,6 +288,7 @@ class RequestLog:
 
     def _forget(self, live: LoggedRequest) -> None:
         del self._live[live.request.id]
+        self._leave(live)
         live.ticket.live.discard(live.request.id)
         self.ended(live.request.id)
         if live.request.id == self._on_trial:

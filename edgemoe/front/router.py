@@ -102,6 +102,8 @@ class Router:
         others = self.elsewhere()
         (place, offer), why = self.hand_overs.pop_target(message.request.id), "handed over"
         if not place:
+            if others and self._offers.waits(message.request.id):  # without a look at all engines, at each beat
+                return ""
             loads = self._loads(others)
             reading = [load for load in loads if self._role(load.place) != "decode"] or loads
             choice = self._ask(message, reading) if others else RouteChoice("", "alone")

@@ -395,3 +395,23 @@ def test_no_order_of_events_repeats_skips_or_changes_a_token_or_leaves_a_request
         for event in events:
             happening.happen(*event)
         happening.come_to_an_end()
+
+
+async def test_each_engine_s_requests_are_counted_wherever_they_go(engine: FakeEngine) -> None:
+    log = engine.request_log
+    with log.open([request("a"), request("b"), request("c")], 10) as ticket:
+        assert (log.count_at("engine"), log.count_at("")) == (3, 0)
+        ticket.cancel("a")
+        log.turned_away("b", 1)
+        assert (log.count_at("engine"), log.count_at("")) == (2, 0)
+        engine.up = False
+        log.turned_away("b", 2)
+        assert (log.count_at("engine"), log.count_at("")) == (1, 1)
+        log.replay()
+        log.check_integrity()
+        assert (log.count_at("engine"), log.count_at("")) == (0, 2)
+        engine.up = True
+        log.replay()
+        log.take([token(0, attempt=2, name="c", finish="stop")])
+        assert (log.count_at("engine"), log.count_at("")) == (1, 0)
+    assert (log.count_at("engine"), log.count_at("")) == (0, 0)

@@ -31,13 +31,14 @@ class Members:
     """Box d, whose engine decodes while it is there, and perhaps e."""
 
     def __init__(self) -> None:
-        self.there = True
+        self.there, self.looked_at = True, 0
         self.beats = {"d": Beat(engine="1", slots=4, capacity=10)}
 
     def serving(self, model: str) -> dict[str, str]:
         return {f"{node}:{beat.engine}": node for node, beat in self.beats.items()} if self.there else {}
 
     def __getitem__(self, node: str) -> Any:
+        self.looked_at += 1
         return SimpleNamespace(beat=self.beats[node], card=SimpleNamespace(serves="decode"))
 
 
@@ -85,6 +86,9 @@ class Front:
 
     def choose(self, message: Submit, own_place: str) -> RouteChoice:
         return self.choice
+
+    def waits(self, request: str) -> bool:
+        return self.choice.waits
 
     def use(self, request: str) -> int:
         return 5
@@ -219,3 +223,16 @@ async def test_an_engine_that_was_granted_and_has_gone_is_given_back_and_another
     with front.log.open([REQUEST], 60.0):
         assert (front.over, front.log.place_of("r")) == (["r"], ("boot", 1))
         assert dict(front.router.routed) == {("here", "gone"): 1}
+
+
+async def test_a_request_that_waits_for_the_leaders_word_has_no_engine_looked_at_for_it() -> None:
+    """It is submitted again at each beat, and so are hundreds of others."""
+    front = Front("both")
+    front.choice = RouteChoice("", "waits", waits=True)
+    with front.log.open([REQUEST], 60.0):
+        front.members.looked_at = 0
+        front.log.replay(["boot", *front.router.places()])
+        assert (front.log.place_of("r"), front.members.looked_at) == (("", 0), 0)
+        front.choice = RouteChoice("d:1", "granted")
+        front.log.submit_waiting("r")
+        assert front.log.place_of("r") == ("d:1", 1)

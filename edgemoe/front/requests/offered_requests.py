@@ -106,6 +106,11 @@ class OfferedRequests:
             self._offer(message, at_once, here)
         return self._look_up(self._offers[request])
 
+    def waits(self, request: str) -> bool:
+        """Returns whether a request has been offered and still waits for the leader's word."""
+        one = self._offers.get(request)
+        return one is not None and self._look_up(one).waits
+
     def use(self, request: str) -> int:
         """Takes note that the request goes where it was granted; returns the number of its offer, 0 for none."""
         one = self._offers.get(request)
