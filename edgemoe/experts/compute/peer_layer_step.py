@@ -211,6 +211,8 @@ class PeerLayerStep:
             for job in pending:
                 if not job.done and min(job.late_s, self.end_s) <= time.monotonic():
                     self._hedge(job)
+                    if not self.answers.empty():  # another way may have taken long: what came meanwhile goes first
+                        break
         else:
             self.remote.stall_s += time.monotonic() - began_s
             self._settle(call)

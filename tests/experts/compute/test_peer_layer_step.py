@@ -294,3 +294,32 @@ def test_an_expert_is_read_here_also_beside_a_single_peer(nodes: str) -> None:
     here = Here()
     step(FakePeers(of_ones, 1.0, [AWAY], nodes=nodes), here, OURS, AWAY)
     assert here.experts == [OURS]
+
+
+def test_answers_that_come_while_a_late_part_is_computed_here_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "CALL_BYTES", (1, 1))  # a call for each row
+    late: list[tuple[RemoteCall, SimpleQueue[RemoteCall]]] = []
+
+    class Late(FakePeers):
+        def call(self, node: str, work: ExpertWork, answers: SimpleQueue[RemoteCall]) -> RemoteCall:
+            late.append((super().call(node, work, answers), answers))
+            return late[-1][0]
+
+    class Slow(Here):
+        """All answers come meanwhile."""
+
+        def __call__(self, group: Group, prefill_only: BoolArray | None) -> None:
+            super().__call__(group, prefill_only)
+            for call, answers in late:
+                of_ones(call)
+                answers.put(call)
+            late.clear()
+
+    tokens, here = 6, Slow()
+    box = remote_of(Late(lambda _: False, 5.0, [OURS], "b"), read_bytes_per_s=1e-3)
+    group = Group.of(np.full((tokens, 1), OURS), np.ones((tokens, 1), np.float32))
+    out = box.run(0, torch.zeros(tokens, SHAPE.hidden), group, None, here)
+    assert here.experts == [OURS], "of one part"
+    assert (box.hedged, box.experts) == (1, tokens - 1)
+    assert out is not None
+    assert out.sum(dim=1).tolist() == [0.0] + [float(SHAPE.hidden)] * (tokens - 1), "each counts once"
