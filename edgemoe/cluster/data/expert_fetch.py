@@ -21,9 +21,9 @@ E = TypeVar("E", bound=Exception)
 log = logging.getLogger(__name__)
 WINDOW = 4  # chunks of one expert under way
 FETCHES = 4  # experts under way
+SHARE, LEAST_BYTES = 1 / 4, 32 << 10  # of a chunk's time-out that all under way take on the link; of a chunk, at least
 LATE_FACTOR, LATE_S = 4.0, 0.25  # a fetch is late after so many times its expected time; then another peer is tried
 YIELDING_WINDOW, YIELDING_S = 2, 0.002  # chunks under way of one that yields to calls, and of each, on the link
-YIELDING_BYTES = 32 << 10  # of such a chunk, at least
 LEAST_BYTES_PER_S = 5e6  # of a fetch; a slower one fails in the end, unless the peer was measured to be slow
 
 Checksum = Callable[[memoryview], str]
@@ -150,9 +150,10 @@ class PeerStore:
         Fails earlier where one chunk exceeds the time-out.
         """
         node, (layer, expert) = peer.node, whole
-        most, chunks = CHUNK_BYTES, WINDOW
+        chunks, chunk_s = WINDOW, SHARE * self._timeout_s / (FETCHES * WINDOW)
         if self.yields(whole):
-            most, chunks = min(most, max(YIELDING_BYTES, int(YIELDING_S / peer.s_per_byte))), YIELDING_WINDOW
+            chunks, chunk_s = YIELDING_WINDOW, min(chunk_s, YIELDING_S)
+        most = min(CHUNK_BYTES, max(LEAST_BYTES, int(chunk_s / peer.s_per_byte)))
         window, sums, timeout_s = asyncio.Semaphore(chunks), set[str](), min(self._timeout_s, within_s)
 
         async def chunk(start: int) -> None:

@@ -121,6 +121,16 @@ async def test_calls_wait_no_longer_than_milliseconds_for_an_expert_that_yields_
     assert channel.most_under_way / 62.5e6 == pytest.approx(0.004, rel=0.01)
 
 
+async def test_a_slow_link_brings_all_that_is_under_way_within_a_chunks_time_out() -> None:
+    channel, chunks, timeout_s = BulkChannel(b=0.0), 4, 5.0
+    store = store_of(channel, chunks, timeout_s)
+    store._peers()["b"].s_per_byte = 1 / 1.25e6
+    into = [memoryview(bytearray(channel.size_bytes)) for _ in range(2 * bulk.FETCHES)]
+    await asyncio.gather(*(store.read(n % 2, n // 3, each) for n, each in enumerate(into)))
+    assert all(bytes(each) == b"\7" * len(each) for each in into)
+    assert channel.most_under_way / 1.25e6 < timeout_s / 2
+
+
 async def test_the_only_source_may_take_longer_than_a_time_out_for_all_of_an_expert() -> None:
     channel, chunks = BulkChannel(b=0.1), 32
     await store_of(channel, chunks, timeout_s=0.5).read(0, 0, memoryview(bytearray(chunks * CHUNK_BYTES)))
