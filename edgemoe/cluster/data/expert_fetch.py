@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
@@ -20,7 +21,7 @@ from edgemoe.types.experts import ExpertGeometry, ExpertId, Store
 E = TypeVar("E", bound=Exception)
 log = logging.getLogger(__name__)
 WINDOW = 4  # chunks of one expert under way
-FETCHES = 4  # experts under way
+FETCHES = 4  # experts of one peer under way
 SHARE, LEAST_BYTES = 1 / 4, 32 << 10  # of a chunk's time-out that all under way take on the link; of a chunk, at least
 LATE_FACTOR, LATE_S = 4.0, 0.25  # a fetch is late after so many times its expected time; then another peer is tried
 YIELDING_WINDOW, YIELDING_S = 2, 0.002  # chunks under way of one that yields to calls, and of each, on the link
@@ -75,7 +76,8 @@ class PeerStore:
         self.fetched = self.refused = 0  # experts from peers; those with a wrong checksum
         self._own, self._shelf, self._checksum, self._geometry = own, shelf, checksum, geometry
         self._channel: Channel[BulkMessage] | None = None
-        self._turns = asyncio.Semaphore(FETCHES)
+        # by peer, so that one that hangs holds up no other's
+        self._turns = defaultdict[str, asyncio.Semaphore](lambda: asyncio.Semaphore(FETCHES))
         self.yields: Callable[[ExpertId], bool] = lambda _: False  # whether calls go before an expert's bytes
 
     def join(
@@ -97,8 +99,7 @@ class PeerStore:
             except CorruptExpert as error:
                 log.warning("a damaged expert is fetched from a peer", extra={"why": str(error)})
                 damaged = error
-        async with self._turns:
-            reasons = await self._fetch(layer, expert, into)
+        reasons = await self._fetch(layer, expert, into)
         if reasons is None:
             return
         if damaged is not None:
@@ -120,7 +121,8 @@ class PeerStore:
                 whole_s = self._timeout_s + max(late_s, size_bytes / LEAST_BYTES_PER_S)
                 within_s = whole_s if final else min(whole_s, factor * late_s)
                 try:
-                    await self._fetch_from(peer, ExpertId(layer, expert), into[:size_bytes], within_s)
+                    async with self._turns[peer.node]:
+                        await self._fetch_from(peer, ExpertId(layer, expert), into[:size_bytes], within_s)
                 except (PeerError, CorruptExpert) as error:
                     reasons.append(str(error))
                     if isinstance(error, PeerUnavailable):

@@ -121,6 +121,28 @@ async def test_calls_wait_no_longer_than_milliseconds_for_an_expert_that_yields_
     assert channel.most_under_way / 62.5e6 == pytest.approx(0.004, rel=0.01)
 
 
+async def test_a_peer_that_hangs_holds_up_no_fetch_from_another() -> None:
+    channel = BulkChannel(b=60.0, c=0.0)
+    store = store_of(channel, 1, timeout_s=60.0)
+    store._peers()["b"].ram[0], store._peers()["c"].ram[0] = True, False
+    store._peers()["b"].ram[1], store._peers()["c"].ram[1] = False, True
+    store._peers()["b"].latency_s = 60.0  # so that none is late
+    hanging = [
+        asyncio.create_task(store.read(0, n % 3, memoryview(bytearray(channel.size_bytes))))
+        for n in range(bulk.FETCHES + 1)
+    ]
+    into = memoryview(bytearray(channel.size_bytes))
+    async with asyncio.timeout(10.0):
+        while channel.under_way < bulk.FETCHES * channel.size_bytes:
+            await asyncio.sleep(0)
+        await store.read(1, 0, into)
+    assert bytes(into) == b"\7" * len(into)
+    assert not any(task.done() for task in hanging)
+    for task in hanging:
+        task.cancel()
+    await asyncio.wait(hanging, timeout=10.0)
+
+
 async def test_a_slow_link_brings_all_that_is_under_way_within_a_chunks_time_out() -> None:
     channel, chunks, timeout_s = BulkChannel(b=0.0), 4, 5.0
     store = store_of(channel, chunks, timeout_s)
