@@ -26,7 +26,7 @@ from edgemoe.errors import EdgemoeError
 from edgemoe.front.hosted_requests import RequestNews
 from edgemoe.front.requests.offered_requests import NO_WORD, OfferedRequests
 from edgemoe.front.requests.open_offers import RouteChoice
-from edgemoe.front.routing.hand_over import HandOver, HandOvers
+from edgemoe.front.routing.hand_over import HandOver, HandOvers, MovableRequests
 from edgemoe.policy.route import EngineLoad, node_of, route
 from edgemoe.ticking import until_tick
 from edgemoe.types.phases import Phases
@@ -38,17 +38,11 @@ AVOID_S = 1.0  # an engine that turned a request away
 CHECK_S = 1.0  # between questions whether requests are still where they were taken to
 
 
-class RoutedRequests(Protocol):
+class RoutedRequests(MovableRequests, Protocol):
     """The request log, as far as engines elsewhere are concerned."""
 
     def take(self, emissions: list[Emission]) -> None:
         """Delivers what an engine emitted."""
-
-    def turned_away(self, request: str, attempt: int) -> None:
-        """Submits elsewhere an attempt that an engine would not take."""
-
-    def place_of(self, request: str) -> tuple[str, int]:
-        """Returns the engine that has the request, and its attempt there."""
 
     def count_at(self, place: str) -> int:
         """Counts the live requests that this engine has."""
@@ -99,23 +93,24 @@ class Router:
 
     def submit(self, message: Submit) -> str:
         """Hands a request to the engine of choice, and names that; "" where there is none."""
-        others = self.elsewhere()
+        stays = self._stays(message)
+        others = {} if stays else self.elsewhere()
         (place, offer), why = self.hand_overs.pop_target(message.request.id), "handed over"
         if not place:
             if others and self._offers.waits(message.request.id):  # without a look at all engines, at each beat
                 return ""
             loads = self._loads(others)
             reading = [load for load in loads if self._role(load.place) != "decode"] or loads
-            choice = self._ask(message, reading) if others else RouteChoice("", "alone")
+            choice = self._ask(message, reading) if others else RouteChoice("", "stays" if stays else "alone")
             if choice.waits:
                 return ""
             place, why = choice.place, choice.why
             if place:
                 offer = self._offers.use(message.request.id)
-            elif not (place := route(reading, self._offers.rule)) and others:
+            elif not (place := route(reading, self._offers.rule)) and (others or stays):
                 return ""
             message = msgspec.structs.replace(message, signature=self._offers.learns and bool(others))
-            if place and self._role(place) == "prefill":
+            if place and self._role(place) == "prefill" and not stays:
                 node = others.get(place, self._plane.state.node)
                 message = self.hand_overs.expect(message, place, node)
         if place in others:
@@ -124,6 +119,10 @@ class Router:
         elif place := self._submit_here(message, offer):
             self.routed["here", why] += 1
         return place
+
+    def _stays(self, message: Submit) -> bool:
+        """Returns whether only our engine may have a request: its prompt's log probabilities may be megabytes."""
+        return message.request.sampling.prompt_logprobs is not None and not message.emitted and self._own() is not None
 
     def _ask(self, message: Submit, reading: Collection[EngineLoad]) -> RouteChoice:
         """Returns what the leader says of a request that these engines may take, or why it says nothing."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from edgemoe.cluster.control.requests.parcels import Parcels
@@ -46,7 +47,7 @@ class Front:
     """Box p, which prefills. What it asks of d is written down; the leader's word is what the test says."""
 
     def __init__(self, role: str = "prefill") -> None:
-        self.members, self.own = Members(), True
+        self.members, self.own, self.own_requests = Members(), True, 0
         self.choice = RouteChoice("", "no leader")
         self.again = RequestGrant(77, "d:1")
         self.asked: list[tuple[Forward, ToEngine]] = []
@@ -105,7 +106,7 @@ class Front:
     # --- our engine
 
     def load(self) -> EngineLoad | None:
-        return EngineLoad("boot", True, 0, 4, 10) if self.own else None
+        return EngineLoad("boot", True, self.own_requests, 4, 10) if self.own else None
 
     def submit_here(self, message: Submit, offer: int) -> str:
         self.here.append(message)
@@ -236,3 +237,24 @@ async def test_a_request_that_waits_for_the_leaders_word_has_no_engine_looked_at
         front.choice = RouteChoice("d:1", "granted")
         front.log.submit_waiting("r")
         assert front.log.place_of("r") == ("d:1", 1)
+
+
+@pytest.mark.parametrize("role", ["both", "prefill"])
+async def test_a_request_for_its_prompts_log_probabilities_stays_here_while_there_is_an_engine(role: str) -> None:
+    front = Front(role)
+    front.choice = RouteChoice("d:1", "granted")
+    front.own_requests = 10
+    asking = msgspec.structs.replace(REQUEST, sampling=Sampling(max_tokens=50, prompt_logprobs=0))
+    with front.log.open([asking], 60.0):
+        await settled()
+        assert (front.log.place_of("r"), front.asked) == (("", 0), []), "ours is full"
+        front.own_requests = 0
+        front.log.submit_waiting("r")
+        await settled()
+        (submit,) = front.here
+        assert isinstance(submit, Submit)
+        assert (front.log.place_of("r"), submit.hand_over, front.asked) == (("boot", 1), False, [])
+        front.own = False
+        front.log.replay(front.router.places())
+        await settled()
+        assert front.log.place_of("r") == ("d:1", 2)
