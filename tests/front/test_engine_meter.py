@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ from edgemoe.cluster.rpc.control_messages import CONTROL, MAX_PREFIX_KEYS, MAX_T
 from edgemoe.cluster.rpc.engine_messages import Submit
 from edgemoe.cluster.rpc.envelope import MAX_ENVELOPE_BYTES
 from edgemoe.cluster.rpc.messages.choices import MOST_ENDED, Choosing, EndedRequest, EngineChoices, SignatureTable
-from edgemoe.front.requests import engine_use
+from edgemoe.front.requests import engine_news, engine_use
 from edgemoe.front.requests.engine_news import GAP_S, LOOK_S, REPEAT_S, EngineNews
 from edgemoe.front.requests.engine_use import MAX_UNTOLD, EngineFacts, EngineMeter, HeldRequest
 from edgemoe.front.requests.prefix_keys import PrefixKeys
@@ -139,14 +140,39 @@ def test_hashes_are_the_same_for_the_same_beginning_and_mean_nothing_without_the
     assert others.prefix(range(200)) == long
 
 
-def test_a_leader_that_has_led_in_between_no_longer_is_told_everything_again() -> None:
-    engine, told = Engine(), list[EngineUse]()
-    plane: Any = SimpleNamespace(
+def led_by_b(tell: Callable[[EngineUse], None], lost: Sequence[bool] = ()) -> Any:
+    """What box a knows where b leads; `lost` says which of the first words to b do not leave."""
+    ways = iter(lost)
+
+    def told(node: str, use: EngineUse) -> bool:
+        if next(ways, False):
+            return False
+        tell(use)
+        return True
+
+    return SimpleNamespace(
         leader="b",
         leading=0,
         state=SimpleNamespace(node="a", members=["b"], obedience=SimpleNamespace(reign=("b", 5))),
-        channel=SimpleNamespace(tell=lambda node, use: told.append(use)),
+        channel=SimpleNamespace(tell=told),
     )
+
+
+def test_what_did_not_reach_the_leader_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_news, "REPEAT_S", 0.0)
+    engine, told = Engine(), list[EngineUse]()
+    news = EngineNews(led_by_b(told.append, lost=[True]), engine.meter)
+    engine.meter.note(Submit(request=request(2 * PREFIX_TOKENS)))
+    engine.meter.hear(Choosing(choices=CHOICES))
+    news.tell()
+    assert not told
+    news.tell()
+    assert [(len(one.prefixes) // 8, one.choices) for one in told] == [(2, CHOICES)]
+
+
+def test_a_leader_that_has_led_in_between_no_longer_is_told_everything_again() -> None:
+    engine, told = Engine(), list[EngineUse]()
+    plane = led_by_b(told.append)
     news = EngineNews(plane, engine.meter)
     engine.meter.note(Submit(request=request(2 * PREFIX_TOKENS)))
     engine.meter.hear(Choosing(choices=CHOICES))
@@ -160,11 +186,7 @@ def test_a_leader_that_has_led_in_between_no_longer_is_told_everything_again() -
 
 def test_the_leader_is_told_at_once_of_what_changes_soon_of_a_busy_engine_and_seldom_of_an_idle_one() -> None:
     engine, loop, told = Engine(), VirtualLoop(), list[float]()
-    plane: Any = SimpleNamespace(
-        leader="b",
-        state=SimpleNamespace(node="a", members=["b"], obedience=SimpleNamespace(reign=("b", 5))),
-        channel=SimpleNamespace(tell=lambda node, use: told.append(loop.time())),
-    )
+    plane = led_by_b(lambda _use: told.append(loop.time()))
     news, looks = EngineNews(plane, engine.meter), list[float]()
 
     async def follow() -> None:

@@ -66,5 +66,5 @@ class EngineNews:
         news = meter.news(use, again)
         if plane.leader == plane.state.node:
             plane.desk.hear(plane.leader, news)
-        else:
-            plane.channel.tell(plane.leader, news)
+        elif not plane.channel.tell(plane.leader, news):
+            meter.retell()

@@ -159,7 +159,7 @@ class EngineMeter:
             yield self._ended.popleft()
 
     def retell(self) -> None:
-        """Counts all that is known as not told yet: there is another leader."""
+        """Counts all that is known as not told yet: there is another leader, or news did not reach it."""
         self._untold, self._told = self._prefixes.copy(), None
 
     def forget(self, *, engine: bool = False) -> None:
