@@ -5,6 +5,9 @@ asked: the other front fetches it in parts by its second connection to us, and a
 however long prompts are, a beat or a message of the agreement waits for none of them. It is the fronts that do this and
 not their engines: requests are forwarded where engines share nothing, and while one's own is away.
 
+A box has MOST_PARCELS of ours on their way at most, for each is a question without an answer yet: tokens of other
+requests are questions, too, and a channel has only so many to one box.
+
 Parts come one after the other, each within PART_S; all are compared with the checksum that the Forward has. Whatever
 fails, fails the Forward, and the frame is forgotten on both sides.
 """
@@ -13,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -29,6 +32,7 @@ SHORT_BYTES = 16 << 10  # of a frame that travels in its message: some four thou
 ASK_S = 2.0
 SLOWEST_BYTES_PER_S = 500_000  # at which a parcel still arrives in time
 PART_S = 2.0
+MOST_PARCELS = 16  # under way to one box; further ones wait
 MOST_BYTES = 128 << 20  # of parcels that are fetched at once
 
 
@@ -49,6 +53,7 @@ class Parcels:
         self.fetched_bytes = 0
         self._channel, self._check_room = channel, check_room
         self._waiting: dict[bytes, WaitingFrame] = {}
+        self._turns = defaultdict[str, asyncio.Semaphore](lambda: asyncio.Semaphore(MOST_PARCELS))  # by box
         self._coming = Counter[str]()  # bytes, by the box that they come from
 
     def __len__(self) -> int:
@@ -63,13 +68,20 @@ class Parcels:
         if len(frame) <= SHORT_BYTES or channel.version(node) < FetchParcel.since:
             await channel.ask(node, asked, [frame], timeout_s=ASK_S)
             return
+        loop, turns = asyncio.get_running_loop(), self._turns[node]
+        ends_s = loop.time() + ASK_S + len(frame) / SLOWEST_BYTES_PER_S
+        try:
+            async with asyncio.timeout_at(ends_s):
+                await turns.acquire()
+        except TimeoutError:
+            raise PeerBusy(f"too many long requests are on their way to {node}") from None
         parcel = Parcel.of(secrets.token_bytes(KEY_BYTES), frame)
         self._waiting[parcel.key] = WaitingFrame(node, frame, wanted)
         try:
-            within_s = ASK_S + len(frame) / SLOWEST_BYTES_PER_S
-            await channel.ask(node, structs.replace(asked, parcel=parcel), timeout_s=within_s)
+            await channel.ask(node, structs.replace(asked, parcel=parcel), timeout_s=ends_s - loop.time())
         finally:
             del self._waiting[parcel.key]
+            turns.release()
 
     def serve(self, node: str, asked: FetchParcel) -> Answer[ControlMessage]:
         """Returns a part of a frame for that box. Raises PeerRefused."""

@@ -13,7 +13,8 @@ from support.boxes import Box, running, secret
 from support.waiting import until
 
 from edgemoe.cluster.control.requests import parcels as parcels_module
-from edgemoe.cluster.control.requests.parcels import SHORT_BYTES, Parcels
+from edgemoe.cluster.control.requests.parcels import MOST_PARCELS, SHORT_BYTES, Parcels
+from edgemoe.cluster.rpc.channel import ASKED_AT_ONCE
 from edgemoe.cluster.rpc.control_messages import CONTROL, Beat, Forward, Taken
 from edgemoe.cluster.rpc.messages.parcels import KEY_BYTES, PARCEL_PART_BYTES, FetchParcel, Parcel, ParcelPart
 from edgemoe.cluster.rpc.protocol import Versions
@@ -98,6 +99,51 @@ async def test_a_message_overtakes_a_long_frame_that_is_on_its_way() -> None:
             await b.box.channel.ask("a", Beat(), timeout_s=5)
             await a.box.channel.ask("b", Beat(), timeout_s=5)
         assert (b.taken, sending.done()) == ([], False)
+        go_on.set()
+        await sending
+        assert b.taken == [LONG]
+
+
+async def test_short_messages_overtake_however_many_long_frames_are_on_their_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("ASK_S", "PART_S"):
+        monkeypatch.setattr(parcels_module, name, 30.0)
+    async with pair() as (a, b):
+        go_on, frames = asyncio.Event(), 3 * ASKED_AT_ONCE // 2
+
+        async def halting(answer: Answer[Any]) -> Answer[Any]:
+            await go_on.wait()
+            return answer
+
+        a.spoil = lambda _asked, answer: halting(answer)
+        sending = [asyncio.create_task(a.send(LONG)) for _ in range(frames)]
+        await until(lambda: len(a.heard) == MOST_PARCELS)
+        await a.box.channel.ask("b", Beat(), timeout_s=5)
+        await a.send(b"x")
+        assert b.taken == [b"x"]
+        go_on.set()
+        async with asyncio.timeout(60):
+            await asyncio.gather(*sending)
+        assert b.taken[1:] == [LONG] * frames
+
+
+async def test_a_long_frame_waits_for_its_turn_no_longer_than_it_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parcels_module, "MOST_PARCELS", 1)
+    async with pair() as (a, b):
+        go_on = asyncio.Event()
+
+        async def halting(answer: Answer[Any]) -> Answer[Any]:
+            await go_on.wait()
+            return answer
+
+        a.spoil = lambda _asked, answer: halting(answer)
+        sending = asyncio.create_task(a.send(LONG))
+        await until(lambda: len(a.heard) == 1)
+        with monkeypatch.context() as context:
+            context.setattr(parcels_module, "ASK_S", 0.0)
+            with pytest.raises(PeerBusy, match="too many long requests are on their way to b"):
+                await a.send(LONG)
         go_on.set()
         await sending
         assert b.taken == [LONG]
