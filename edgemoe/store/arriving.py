@@ -39,8 +39,8 @@ from edgemoe.store.checkpoint import (
     weight_files,
 )
 from edgemoe.store.files import lock_store
-from edgemoe.store.layout import FilePlan, plan_layer
-from edgemoe.store.manifest import MANIFEST, LayerEntry, Manifest
+from edgemoe.store.layout import FilePlan, plan, plan_layer
+from edgemoe.store.manifest import MANIFEST, Manifest
 from edgemoe.store.packer import (
     AS_IT_IS,
     IDENTITY,
@@ -54,11 +54,10 @@ from edgemoe.store.packer import (
     told_as_store_error,
 )
 from edgemoe.store.pieces import Copy, Run
-from edgemoe.store.quantized import check_method
-from edgemoe.store.wanted import KEEP, WantedEncodings
+from edgemoe.store.quantized import check_method, quantisation
+from edgemoe.store.wanted import WantedEncodings
 from edgemoe.store.writer import check_scales, intact, write_file
 from edgemoe.types.arrays import Json
-from edgemoe.types.encoding import ENCODINGS
 
 
 class Arrival(NamedTuple):
@@ -161,37 +160,35 @@ class _Arriving:
         if not (self._store / MANIFEST).is_file():
             return False
         found = Manifest.load(self._store)
-        if found.config != self._config or any(map(self._encoded_otherwise, range(len(found.layers)), found.layers)):
-            raise StoreError(
-                f"{self._store} is the store of another checkpoint, or in other encodings; remove it first"
-            )
+        is_quantised = bool(quantisation(self._config))
+        if found.config != self._config or not self._wanted.allows(found, self._spec.geometry, is_quantised):
+            raise self._other()
         (self._store / JOURNAL).unlink(missing_ok=True)
         shutil.rmtree(self._kept, ignore_errors=True)
         return True
 
     def _check_again(self, *, delete: bool) -> None:
-        """Looks at shards that lie beside a finished store. Raises StoreError unless it was packed from them."""
+        """Looks at shards that lie beside a finished store. Raises StoreError unless it was packed from them, so."""
         there: list[Path] = []
         with contextlib.suppress(CheckpointError):  # all are deleted, and there is no index
             there = [path for path in weight_files(self._source)[0] if path.is_file()]
         if not there:
             return
+        found, checkpoint = Manifest.load(self._store), None
         with contextlib.suppress(CheckpointError):
-            if Checkpoint.open(self._source).fingerprint == Manifest.load(self._store).source:
-                for path in there if delete else ():
-                    _delete(path)
-                return
-        raise StoreError(
-            f"{self._store} is finished, but {there[0]} has come again or changed since: delete the shards, or remove "
-            "the store to pack them anew"
-        )
+            checkpoint = Checkpoint.open(self._source)
+        if checkpoint is None or checkpoint.fingerprint != found.source:
+            raise StoreError(
+                f"{self._store} is finished, but {there[0]} has come again or changed since: delete the shards, or "
+                "remove the store to pack them anew"
+            )
+        if not plan(checkpoint, self._wanted).is_of(found):
+            raise self._other()
+        for path in there if delete else ():
+            _delete(path)
 
-    def _encoded_otherwise(self, number: int, layer: LayerEntry) -> bool:
-        """Returns whether a finished layer is in another encoding than is wanted and possible."""
-        geometry = self._spec.geometry
-        name = self._wanted.of_layer(number, geometry.layers)
-        fits = name != KEEP and all(ENCODINGS[name].fits(size) for size in (geometry.hidden, geometry.width))
-        return fits and ENCODINGS[name].group > 0 and layer.encoding != name
+    def _other(self) -> StoreError:
+        return StoreError(f"{self._store} is the store of another checkpoint, or in other encodings; remove it first")
 
     def _begin(self) -> None:
         """Makes the directory ready. Raises StoreError where it keeps what has arrived of another checkpoint."""

@@ -19,7 +19,7 @@ from edgemoe.families.recipe import SourceRows, expert_recipes
 from edgemoe.families.records import Shape
 from edgemoe.families.spec import ModelSpec, dense_shapes
 from edgemoe.store.checkpoint import ITEM_BYTES, Checkpoint
-from edgemoe.store.manifest import DENSE, layer_file
+from edgemoe.store.manifest import DENSE, Manifest, layer_file
 from edgemoe.store.pieces import Piece, Run, pieces_of
 from edgemoe.store.quantized import check_method
 from edgemoe.store.source_tensors import SourceTensors
@@ -87,6 +87,10 @@ class Layout:
         """Returns the encodings by layer, then that of dense matrices; () where all are plain."""
         experts = self.spec.encodings or ("",) * len(self.layers)
         return (*experts, self.spec.dense_encoding) if any(experts) or self.spec.dense_encoding else ()
+
+    def is_of(self, manifest: Manifest) -> bool:
+        """Returns whether the weights of a finished store are encoded as here."""
+        return (manifest.dtype, manifest.encodings) == (self.spec.dtype, self.encodings)
 
 
 def plan(checkpoint: Checkpoint, wanted: WantedEncodings) -> Layout:

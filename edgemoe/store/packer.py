@@ -225,7 +225,7 @@ class _Packer:
             return False
         if found.source != self._checkpoint.fingerprint:
             raise StoreError(f"{self._store} is the store of another checkpoint ({found.name}); remove it first")
-        if found.encodings != self._layout.encodings:
+        if not self._layout.is_of(found):
             held = ", ".join(dict.fromkeys(found.encodings)) or found.dtype
             raise StoreError(f"{self._store} holds this checkpoint in other encodings ({held}); remove it first")
         return True

@@ -22,9 +22,14 @@ KINDS = {"I8": "int8", "F8_E4M3": "fp8"}
 SCALE_TYPES = ("F32", "BF16", "F16")
 
 
+def quantisation(config: Mapping[str, Any]) -> Any:
+    """Returns what a configuration says of how its weights are quantised; an empty table where it says nothing."""
+    return config.get("quantization_config") or config.get("compression_config") or {}
+
+
 def check_method(config: Mapping[str, Any]) -> None:
     """Raises UnsupportedModel where `quantization_config` tells of something that cannot be read, saying what."""
-    given = config.get("quantization_config") or config.get("compression_config") or {}
+    given = quantisation(config)
     if not isinstance(given, Mapping):
         raise CheckpointError(f"config.json: quantization_config must be a table, not {str(given)[:80]!r}")
     if not given:
@@ -145,7 +150,7 @@ def _scaled(name: str, shape: Shape, kind: str, codes: Tensor, scales: Tensor, b
 
 def _block_size(config: Mapping[str, Any]) -> tuple[int, int] | None:
     """Returns the rows and columns of a block with one scale, where the configuration says them."""
-    given = config.get("quantization_config") or config.get("compression_config") or {}
+    given = quantisation(config)
     sizes = given.get("weight_block_size")
     for group in (given.get("config_groups") or {}).values():
         sizes = sizes or (group.get("weights") or {}).get("block_structure")

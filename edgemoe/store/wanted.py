@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from edgemoe.errors import ConfigError
+from edgemoe.store.manifest import Manifest
+from edgemoe.types.encoding import ENCODINGS
+from edgemoe.types.experts import ExpertGeometry
 
 KEEP = "keep"
 CHOICES = {"int4": "int4", "int8": "int8", "bf16": "bfloat16", KEEP: KEEP}  # as asked for -> an encoding's name
@@ -39,6 +42,17 @@ class WantedEncodings:
         ends = {0: named.get("first"), layers - 1: named.get("last")}
         return named.get(str(layer)) or ends.get(layer) or self.experts
 
+    def allows(self, found: Manifest, geometry: ExpertGeometry, is_quantised: bool) -> bool:
+        """Returns whether a finished store can be in these encodings, as far as names and sizes tell.
+
+        What a checkpoint that `is_quantised` had is not known, so that `KEEP` allows anything of it.
+        """
+        asked: list[tuple[str, str, tuple[int, ...]]] = [(self.dense, found.dense.encoding, (geometry.hidden,))]
+        sizes = (geometry.hidden, geometry.width)
+        for number, layer in enumerate(found.layers):
+            asked.append((self.of_layer(number, geometry.layers), layer.encoding, sizes))
+        return all(_fits(name, held or found.dtype, columns, is_quantised) for name, held, columns in asked)
+
     @property
     def label(self) -> str:
         """Returns what the store's name says of it; "" where everything is kept."""
@@ -47,6 +61,12 @@ class WantedEncodings:
         parts = [self.experts, *(f"{layer}-{name}" for layer, name in self.layers)]
         parts += [f"dense-{self.dense}"] if self.dense != KEEP else []
         return "-".join(parts)
+
+
+def _fits(name: str, held: str, columns: tuple[int, ...], is_quantised: bool) -> bool:
+    if name == KEEP:
+        return is_quantised or not ENCODINGS[held].group
+    return held == name or not all(map(ENCODINGS[name].fits, columns))
 
 
 def _choice(name: str, option: str) -> str:

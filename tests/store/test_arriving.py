@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from support import quantised
 from support.killed import killed
 from support.waiting import wait_until
@@ -189,6 +190,42 @@ def test_what_has_arrived_is_not_given_up_for_other_encodings(whole: Path, tmp_p
     assert not pack_arrived(fetching.directory, store, delete=True).missing
     with pytest.raises(StoreError, match="in other encodings"):
         pack_arrived(fetching.directory, store, wanted=WantedEncodings.parse("int4", "keep"), delete=True)
+
+
+@pytest.mark.parametrize("shards_are_left", [True, False], ids=["shards", "no shards"])
+@pytest.mark.parametrize(
+    ("held", "asked"),
+    [
+        (("int4", "keep"), ("keep", "keep")),
+        (("int4", "keep"), ("bf16", "keep")),
+        (("int4", "keep"), ("int4", "int8")),
+        (("int4", "int8"), ("int4", "keep")),
+        (("int4,last=int8", "keep"), ("int4", "keep")),
+    ],
+)
+def test_no_shard_is_deleted_for_a_finished_store_in_other_encodings(
+    whole: Path, tmp_path: Path, held: tuple[str, str], asked: tuple[str, str], shards_are_left: bool
+) -> None:
+    fetching, store = Fetching(whole, tmp_path / "source"), tmp_path / "store"
+    fetching.fetch(*fetching.shards)
+    pack_arrived(fetching.directory, store, wanted=WantedEncodings.parse(*held), delete=not shards_are_left)
+    with pytest.raises(StoreError, match="in other encodings"):
+        pack_arrived(fetching.directory, store, wanted=WantedEncodings.parse(*asked), delete=True)
+    assert fetching.there == (fetching.shards if shards_are_left else [])
+    assert not pack_arrived(fetching.directory, store, wanted=WantedEncodings.parse(*held), delete=True).missing
+    assert not fetching.there
+
+
+def test_experts_in_float32_are_told_from_those_in_bfloat16(checkpoint: Make, tmp_path: Path) -> None:
+    """Where neither store names an encoding, for both are plain."""
+    fetching = Fetching(checkpoint(sharded=True, dtype=torch.float32, **SHAPE), tmp_path / "source")
+    fetching.fetch(*fetching.shards)
+    pack_arrived(fetching.directory, tmp_path / "store")
+    with pytest.raises(StoreError, match="in other encodings"):
+        pack_arrived(fetching.directory, tmp_path / "store", wanted=WantedEncodings.parse("bf16", "bf16"), delete=True)
+    with pytest.raises(StoreError, match="in other encodings"):
+        pack(fetching.directory, tmp_path / "store", wanted=WantedEncodings.parse("bf16", "bf16"))
+    assert fetching.there == fetching.shards
 
 
 def check_killed(whole: Path, folder: Path, expected: dict[str, bytes], steps: int) -> None:
