@@ -33,6 +33,8 @@ class StoreGrowth:
             manifest = await asyncio.to_thread(Manifest.load, self._file.parent)
             if manifest.digest != before.digest:
                 raise StoreError(f"{self._file} names another model; restart the daemon")
+            if _lacks(manifest, before):
+                raise StoreError(f"{self._file} lists fewer experts than it did; restart the daemon to use it")
             self._store.grow(manifest)
         except StoreError as error:
             log.warning("a store that has changed is used as it was", extra={"why": str(error)})
@@ -48,3 +50,9 @@ class StoreGrowth:
         except OSError:
             return 0, 0
         return found.st_mtime_ns, found.st_size
+
+
+def _lacks(manifest: Manifest, before: Manifest) -> bool:
+    """Returns whether an expert that was listed is so no longer."""
+    layers = zip(manifest.layers, before.layers, strict=True)
+    return any(then.by_expert.keys() - layer.by_expert.keys() for layer, then in layers)

@@ -47,7 +47,7 @@ class PulledStore:
     """A store on its way here. Made under `opened`."""
 
     def __init__(self, directory: Path, whole: Manifest) -> None:
-        """`whole` lists all that can be had. Raises StoreError."""
+        """`whole` lists all that boxes have; what is here besides stays. Raises StoreError."""
         self.directory, self.whole = directory, whole
         self._have: list[set[int]] = [set() for _ in whole.layers]
         self._changed: set[str] = set()  # files of experts that the next manifest is the first to list
@@ -57,6 +57,7 @@ class PulledStore:
             found = Manifest.load(directory)
             if found.digest != whole.digest:
                 raise StoreError(f"{directory} is the store of another model ({found.name}); remove it first")
+            self.whole = merged([whole, found])
             self._have = [set(layer.by_expert) for layer in found.layers]
 
     @property

@@ -236,6 +236,18 @@ async def test_a_pull_that_was_killed_goes_on_and_what_came_is_a_store_already(
     assert not (store / "pulled").exists()
 
 
+async def test_what_is_here_stays_listed_where_the_box_that_it_came_from_is_away(
+    tmp_path: Path, packed: Path, copy_of: Callable[..., Path]
+) -> None:
+    async with house(tmp_path, a=copy_of("a", 2 / 3), b=copy_of("b", 2 / 3)) as made:
+        store = await made.pull()
+        await made.boxes["b"].die()
+        (tmp_path / "peers.toml").write_text((tmp_path / "peers.toml").read_text().split("\n\n")[0])
+        assert await made.pull() == store
+    assert verify(store) == []
+    assert files_of(store) | {".lock": b""} == files_of(packed) | {".lock": b""}
+
+
 async def test_a_box_that_joins_pulls_from_the_one_it_joins_by(tmp_path: Path, copy_of: Callable[..., Path]) -> None:
     async with house(tmp_path, a=copy_of("a")) as made:
         peer = load_peers(tmp_path / "peers.toml")["a"]
@@ -398,6 +410,21 @@ async def test_an_engine_uses_what_comes_into_its_store(packed: Path, copy_of: C
         part, size = await pieces.part(last.xxh3_128, 4, 1 << 20)
         assert size == last.bytes
         assert part == room[4 : last.bytes]
+
+
+async def test_an_engine_keeps_on_using_what_a_manifest_lists_no_more(
+    packed: Path, copy_of: Callable[..., Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    directory, manifest = copy_of("a"), Manifest.load(packed)
+    with ExpertStore(directory, manifest) as store:
+        shelf = ExpertShelf(manifest, store, spec_of(manifest).geometry)
+        on_disk = shelf.on_disk()
+        growth = StoreGrowth(directory, store, shelf, ServedPieces(directory, manifest))
+        Manifest.load(copy_of("b", 2 / 3)).save(directory)
+        await growth.look(on_disk)
+        assert on_disk.all()
+        store.read_into(0, 0, page_memory(padded(manifest.entry(0, 0).bytes)))
+    assert "a store that has changed is used as it was" in caplog.text
 
 
 async def test_a_pace_lets_so_many_bytes_a_second_pass(monkeypatch: pytest.MonkeyPatch) -> None:
