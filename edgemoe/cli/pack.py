@@ -11,8 +11,9 @@ from edgemoe.cli.serve import read_settings, show_progress
 from edgemoe.errors import ConfigError
 from edgemoe.store.arriving import arriving_store, pack_arrived
 from edgemoe.store.checkpoint import Checkpoint, check_tokenizer
+from edgemoe.store.files import ARRIVING, lock_store
 from edgemoe.store.manifest import MANIFEST
-from edgemoe.store.packer import Progress, ensure_store, pack, place_of
+from edgemoe.store.packer import Progress, ensure_store, pack, place_of, told_as_store_error
 from edgemoe.store.wanted import WantedEncodings
 from edgemoe.telemetry.log import configure
 
@@ -71,14 +72,17 @@ def _pack_arriving(
 ) -> tuple[str, ...]:
     """Packs the shards that are there, and with --wait those that come. Returns those that are missing."""
     told: tuple[str, ...] = ()
-    while missing := pack_arrived(args.checkpoint, store, progress, wanted, delete=args.delete_shards).missing:
-        if not args.wait:
-            break
-        if missing != told:
-            print(f"waiting for {_some(missing)}", file=sys.stderr)
-            told = missing
-        time.sleep(LOOK_S)
-    return missing
+    missing = pack_arrived(args.checkpoint, store, progress, wanted, delete=args.delete_shards).missing
+    if not missing or not args.wait:
+        return missing
+    with told_as_store_error(store), lock_store(store, exclusive=True, lock=ARRIVING):
+        while missing:
+            if missing != told:
+                print(f"waiting for {_some(missing)}", file=sys.stderr)
+                told = missing
+            time.sleep(LOOK_S)
+            missing = pack_arrived(args.checkpoint, store, progress, wanted, delete=args.delete_shards).missing
+    return ()
 
 
 def _some(names: tuple[str, ...]) -> str:

@@ -21,7 +21,7 @@ from edgemoe.config.settings import ModelSettings
 from edgemoe.errors import CheckpointError, StoreError
 from edgemoe.store.checkpoint import check_tokenizer
 from edgemoe.store.consistency import spec_of
-from edgemoe.store.files import is_in_use, last_used_s, lock_store, page_memory
+from edgemoe.store.files import ARRIVING, is_in_use, last_used_s, lock_store, page_memory
 from edgemoe.store.manifest import MANIFEST, Manifest, model_of
 from edgemoe.store.packer import JOURNAL, Progress, ensure_store, silent
 from edgemoe.store.reader import ExpertStore
@@ -197,12 +197,12 @@ def _fault(check: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> Store
 
 
 def remove(store: str | Path) -> None:
-    """Deletes a store. Raises StoreError where it is none, or is being served or packed."""
+    """Deletes a store. Raises StoreError where it is none, or is being served, packed or pulled."""
     path = Path(store)
     if not is_store(path) or path.is_symlink():
         raise StoreError(f"{path} is no packed store; nothing was removed")
     try:
-        with lock_store(path, exclusive=True):
+        with lock_store(path, exclusive=True), lock_store(path, exclusive=True, lock=ARRIVING):
             for part in path.iterdir():
                 if part.is_dir():
                     shutil.rmtree(part)

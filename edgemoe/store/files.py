@@ -28,6 +28,7 @@ from edgemoe.types.experts import PAGE_BYTES, padded
 
 BLOCK_BYTES = 4 << 20  # what one read takes and one digest covers
 LOCK = ".lock"
+ARRIVING = ".arriving"  # the lock of who waits for what is to be packed, and packs it as it comes
 LOCK_WAIT_S = 2.0
 
 Buffer = bytes | bytearray | memoryview
@@ -189,13 +190,13 @@ def blocks(size_bytes: int) -> Iterator[slice]:
 
 
 @contextmanager
-def lock_store(store: Path, *, exclusive: bool) -> Iterator[None]:
+def lock_store(store: Path, *, exclusive: bool, lock: str = LOCK) -> Iterator[None]:
     """Holds the store against packing and removal; exclusively, against reading too. Raises StoreInUse.
 
     A reader waits for LOCK_WAIT_S: whoever looks whether there is anything to pack holds it for a moment.
     """
     flags = os.O_RDWR | os.O_CREAT if exclusive else os.O_RDONLY
-    fd = os.open(store / LOCK, flags | os.O_CLOEXEC, 0o644)
+    fd = os.open(store / lock, flags | os.O_CLOEXEC, 0o644)
     try:
         ends = time.monotonic() + (0.0 if exclusive else LOCK_WAIT_S)
         while not _locked(fd, exclusive):
@@ -226,9 +227,13 @@ def last_used_s(store: Path) -> float:
 
 
 def is_in_use(store: Path) -> bool:
-    """Returns whether a process packs, serves or verifies the store."""
+    """Returns whether a process packs, serves or verifies the store, or waits for what is to be packed."""
+    return any(_is_held(store / lock) for lock in (LOCK, ARRIVING))
+
+
+def _is_held(lock: Path) -> bool:
     try:
-        fd = os.open(store / LOCK, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(lock, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return False
     try:

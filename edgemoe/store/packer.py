@@ -21,7 +21,7 @@ import msgspec
 from edgemoe.durable import replace_file
 from edgemoe.errors import StoreError, StoreInUse, StoreVersionError
 from edgemoe.store.checkpoint import Checkpoint
-from edgemoe.store.files import LOCK, checksum, lock_holder, lock_store
+from edgemoe.store.files import ARRIVING, LOCK, checksum, lock_holder, lock_store
 from edgemoe.store.layout import FilePlan, Layout, plan
 from edgemoe.store.manifest import (
     DENSE,
@@ -294,7 +294,7 @@ def start_over(store: Path) -> None:
         for file in (store / DENSE, *store.glob("experts/layer_*.safetensors")):
             file.unlink(missing_ok=True)
         return
-    ours = (LOCK, f"{JOURNAL}.tmp", "lost+found")
+    ours = (LOCK, ARRIVING, f"{JOURNAL}.tmp", "lost+found")
     others = [path.name for path in store.iterdir() if path.name not in ours]
     if others:
         raise StoreError(f"{store} is not empty and no store (it has {others[0]}); choose another directory")

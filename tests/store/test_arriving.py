@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,9 +17,11 @@ from support.killed import killed
 from support.waiting import wait_until
 
 from edgemoe.cli import main
-from edgemoe.errors import CheckpointError, StoreError, UnsupportedModel
+from edgemoe.errors import CheckpointError, StoreError, StoreInUse, UnsupportedModel
 from edgemoe.store.arriving import arriving_store, pack_arrived
+from edgemoe.store.catalog import remove, verify
 from edgemoe.store.checkpoint import read_header
+from edgemoe.store.files import is_in_use
 from edgemoe.store.manifest import MANIFEST, Manifest
 from edgemoe.store.packer import AS_IT_IS, JOURNAL, SHARDS, pack
 from edgemoe.store.wanted import WantedEncodings
@@ -305,3 +308,23 @@ def test_the_command_waits_for_shards_that_are_still_to_come(
     assert codes == [0]
     assert (tmp_path / "store" / MANIFEST).is_file()
     assert "waiting for" in capsys.readouterr().err
+
+
+def test_a_store_that_waits_for_shards_cannot_be_removed(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetching, store = Fetching(whole, tmp_path / "source"), tmp_path / "store"
+    (fetching.directory / "tokenizer.json").write_text("{}")
+    fetching.fetch(fetching.shards[0])
+
+    def sleep(_: float) -> None:
+        assert is_in_use(store)
+        with pytest.raises(StoreInUse):
+            remove(store)
+        fetching.fetch(*fetching.shards[1:])
+
+    monkeypatch.setattr("edgemoe.cli.pack.time", SimpleNamespace(sleep=sleep))
+    assert main(["pack", str(fetching.directory), str(store), "--wait", "--delete-shards"]) == 0
+    assert verify(store) == []
+    remove(store)
+    assert not store.exists()

@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from support.hub import LocalHub, Repository, local_hub
 from support.waiting import wait_until
 
-from edgemoe.errors import HubError
-from edgemoe.store.catalog import find_stores, verify
+from edgemoe.errors import HubError, StoreInUse
+from edgemoe.store.catalog import find_stores, remove, verify
 from edgemoe.store.hub.listing import Listing, check_names
 from edgemoe.store.manifest import Manifest
 from edgemoe.store.packer import AS_IT_IS, pack
@@ -162,6 +162,26 @@ def test_a_pull_killed_in_the_middle_of_a_shard_goes_on_there(
     first = [each for each in hub.fetched("model-00001-of-00003.safetensors") if each.path.startswith("/cdn/")]
     assert len(first) == 1, "what was packed is not fetched again"
     assert Manifest.load(Path(done.out.strip())).digest == digest_of(published, tmp_path)
+
+
+def test_a_store_that_is_pulled_cannot_be_removed_and_one_that_is_gone_is_told(
+    hub: LocalHub, puller: Puller, published: Path
+) -> None:
+    hub.repositories[NAME] = Repository(published)
+    hub.stop_after["model-00002-of-00003.safetensors"] = CHUNK_BYTES
+    with puller.start(NAME) as process:
+        wait_until(hub.stopped.is_set)
+        wait_until(lambda: any(puller.stores.glob("tiny-moe-v2-*/shards/model-00001*.json")))
+        wait_until(lambda: not any((puller.stores / ".hub").rglob("model-00001-of-00003.safetensors")))
+        (store,) = find_stores(puller.stores)
+        with pytest.raises(StoreInUse):
+            remove(store)
+        shutil.rmtree(store)
+        hub.go_on.set()
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert not out
+    assert f"{store} was removed while it was pulled" in err
 
 
 def test_what_came_damaged_is_fetched_again_and_refused_when_it_stays_so(

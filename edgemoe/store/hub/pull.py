@@ -20,7 +20,7 @@ from edgemoe.families.config import spec_from_config
 from edgemoe.families.spec import ModelSpec, dense_shapes
 from edgemoe.store.arriving import pack_arrived
 from edgemoe.store.checkpoint import CONFIG, INDEX, SINGLE, TOKENIZER, Checkpoint, read_json, weight_files
-from edgemoe.store.files import lock_store
+from edgemoe.store.files import ARRIVING, lock_store
 from edgemoe.store.hub.hub import Hub
 from edgemoe.store.hub.listing import HubFile, Listing
 from edgemoe.store.layout import precision
@@ -81,8 +81,6 @@ class _Pull:
         self._check_room(_most_bytes(spec, encodings, [shard.bytes for shard in shards]))
         for file in self._listing.copied:
             self._fetch(file)
-        missing = self._missing(shards)
-        self._done_bytes = total_bytes - sum(shard.bytes for shard in missing)
 
         def tell(more_bytes: int) -> None:
             if self._ended.is_set():
@@ -90,7 +88,13 @@ class _Pull:
             self._done_bytes += more_bytes
             progress(self._done_bytes, total_bytes)
 
-        self._fetch_and_pack(missing, tell)
+        self._store.mkdir(parents=True, exist_ok=True)
+        with lock_store(self._store, exclusive=True, lock=ARRIVING):
+            missing = self._missing(shards)
+            self._done_bytes = total_bytes - sum(shard.bytes for shard in missing)
+            self._fetch_and_pack(missing, tell)
+        if not (self._store / MANIFEST).is_file():
+            raise StoreError(f"{self._store} was removed while it was pulled; run it again")
 
     def _fetch(self, file: HubFile, tell: Callable[[int], None] = lambda _: None) -> None:
         if not (self._source / file.name).is_file():  # which has its name only once it is whole
