@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,21 +39,18 @@ from edgemoe.store.checkpoint import (
 )
 from edgemoe.store.files import lock_store
 from edgemoe.store.layout import FilePlan, plan, plan_layer
-from edgemoe.store.manifest import MANIFEST, Manifest
+from edgemoe.store.manifest import JOURNAL, MANIFEST, Manifest
 from edgemoe.store.packer import (
     AS_IT_IS,
-    IDENTITY,
-    JOURNAL,
-    SHARDS,
     Progress,
     finish,
     place_of,
     silent,
-    start_over,
     told_as_store_error,
 )
 from edgemoe.store.pieces import Copy, Run
 from edgemoe.store.quantized import check_method, quantisation
+from edgemoe.store.unfinished import IDENTITY, SHARDS, clear, start_over
 from edgemoe.store.wanted import WantedEncodings
 from edgemoe.store.writer import check_scales, intact, write_file
 from edgemoe.types.arrays import Json
@@ -163,8 +159,7 @@ class _Arriving:
         is_quantised = bool(quantisation(self._config))
         if found.config != self._config or not self._wanted.allows(found, self._spec.geometry, is_quantised):
             raise self._other()
-        (self._store / JOURNAL).unlink(missing_ok=True)
-        shutil.rmtree(self._kept, ignore_errors=True)
+        clear(self._store)
         return True
 
     def _check_again(self, *, delete: bool) -> None:

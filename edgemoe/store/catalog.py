@@ -22,8 +22,8 @@ from edgemoe.errors import CheckpointError, StoreError
 from edgemoe.store.checkpoint import check_tokenizer
 from edgemoe.store.consistency import spec_of
 from edgemoe.store.files import ARRIVING, is_in_use, last_used_s, lock_store, page_memory
-from edgemoe.store.manifest import MANIFEST, Manifest, model_of
-from edgemoe.store.packer import JOURNAL, Progress, ensure_store, silent
+from edgemoe.store.manifest import JOURNAL, MANIFEST, Manifest, model_of
+from edgemoe.store.packer import Progress, ensure_store, silent
 from edgemoe.store.reader import ExpertStore
 from edgemoe.store.verify import verify_copy, verify_weights
 from edgemoe.types.experts import padded

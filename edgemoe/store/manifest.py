@@ -25,6 +25,7 @@ from edgemoe.types.experts import PAGE_BYTES, padded
 VERSION = 2
 READ_VERSIONS = (1, 2)  # 1 has no encodings, and is otherwise the same
 MANIFEST, DENSE = "manifest.json", "dense.safetensors"
+JOURNAL = "packing.json"  # there while a store is unfinished; names what it is packed from
 MAX_MANIFEST_BYTES = 32 << 20  # of 170,000 experts; what is decoded takes twenty times as much
 
 Size = Annotated[int, Meta(ge=0, le=1 << 60)]

@@ -11,7 +11,6 @@ import errno
 import logging
 import os
 import re
-import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -21,10 +20,10 @@ import msgspec
 from edgemoe.durable import replace_file
 from edgemoe.errors import StoreError, StoreInUse, StoreVersionError
 from edgemoe.store.checkpoint import Checkpoint
-from edgemoe.store.files import ARRIVING, LOCK, checksum, lock_holder, lock_store
+from edgemoe.store.files import checksum, lock_holder, lock_store
 from edgemoe.store.layout import FilePlan, Layout, plan
 from edgemoe.store.manifest import (
-    DENSE,
+    JOURNAL,
     MANIFEST,
     READ_VERSIONS,
     VERSION,
@@ -35,14 +34,12 @@ from edgemoe.store.manifest import (
     Manifest,
     content_digest,
 )
+from edgemoe.store.unfinished import clear, finish_clearing, start_over
 from edgemoe.store.wanted import WantedEncodings
 from edgemoe.store.writer import check_scales, copy_file, intact, write_file
 
 Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
 AS_IT_IS = WantedEncodings()
-SHARDS = "shards"  # folder of what is kept of shards that are packed as they arrive
-IDENTITY = f"{SHARDS}/arriving.json"  # the checkpoint and the encodings that they are packed for
-JOURNAL = "packing.json"  # there while a store is unfinished; names the checkpoint that it is packed from
 NOT_WRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
 STALLED_S = 600.0  # without anything written by the process that packs
 WAIT_S = 0.2  # between looks whether another process is done
@@ -63,6 +60,7 @@ def ensure_store(
     """
     path = Path(path).expanduser()
     if (path / MANIFEST).is_file():
+        finish_clearing(path)
         return path
     checkpoint = Checkpoint.open(path)
     store = place_of(Path(store_dir).expanduser(), checkpoint, wanted)
@@ -79,6 +77,7 @@ def ensure_store(
             elif time.monotonic() - since_s > STALLED_S:
                 raise StoreInUse(_stalled(store)) from None
             time.sleep(WAIT_S)
+    finish_clearing(store)
     return store
 
 
@@ -179,8 +178,7 @@ class _Packer:
         copies = tuple(self._copy(path) for path in self._checkpoint.copied)
         manifest = self._manifest(digests, copies)
         manifest.save(self._store)
-        (self._store / JOURNAL).unlink(missing_ok=True)
-        shutil.rmtree(self._store / SHARDS, ignore_errors=True)
+        clear(self._store)
         return Manifest.load(self._store)
 
     @property
@@ -282,19 +280,3 @@ def _layer_entry(file: FilePlan, digests: Sequence[str], encoding: str) -> Layer
         experts=tuple(entries),
         encoding=encoding,
     )
-
-
-def start_over(store: Path) -> None:
-    """Clears away what cannot be told to come from this checkpoint; only in a directory of ours."""
-    if (store / IDENTITY).is_file():
-        how = "go on as before, with --wait or --delete-shards and the same encodings, or remove the directory"
-        raise StoreError(f"{store} holds shards that were packed as they arrived: {how}")
-    if (store / MANIFEST).exists() or (store / JOURNAL).exists():
-        log.warning("%s is damaged, or part of another checkpoint's store; starting over", store)
-        for file in (store / DENSE, *store.glob("experts/layer_*.safetensors")):
-            file.unlink(missing_ok=True)
-        return
-    ours = (LOCK, ARRIVING, f"{JOURNAL}.tmp", "lost+found")
-    others = [path.name for path in store.iterdir() if path.name not in ours]
-    if others:
-        raise StoreError(f"{store} is not empty and no store (it has {others[0]}); choose another directory")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from edgemoe.errors import StoreError
 from edgemoe.store.files import PageFile, header_bytes, range_checksum
-from edgemoe.store.manifest import MANIFEST, CopyEntry, DenseEntry, LayerEntry, Manifest
+from edgemoe.store.manifest import JOURNAL, MANIFEST, CopyEntry, DenseEntry, LayerEntry, Manifest
 
 THREADS = 4  # that read and hash blocks of one file
 READ_BY_NAME = (".json", ".jinja")  # files that are used because they are there, whoever put them there
@@ -65,7 +65,7 @@ def verify_copies(directory: Path, manifest: Manifest) -> None:
     """
     for entry in manifest.files:
         verify_copy(directory, entry)
-    known = {MANIFEST, *(entry.file for entry in manifest.files)}
+    known = {MANIFEST, JOURNAL, *(entry.file for entry in manifest.files)}
     for path in sorted(directory.iterdir()):
         if path.suffix in READ_BY_NAME and path.name not in known:
             raise StoreError(f"{path} is not part of this store; remove it, or pack a checkpoint that has it")

@@ -22,8 +22,8 @@ from edgemoe.encodings.codec import pack as encode
 from edgemoe.encodings.codec import unpack
 from edgemoe.errors import CheckpointError, ConfigError, StoreError, UnsupportedModel
 from edgemoe.store.consistency import spec_of
-from edgemoe.store.manifest import MANIFEST, Manifest
-from edgemoe.store.packer import JOURNAL, ensure_store, pack
+from edgemoe.store.manifest import JOURNAL, MANIFEST, Manifest
+from edgemoe.store.packer import ensure_store, pack
 from edgemoe.store.reader import ExpertStore
 from edgemoe.store.verify import verify_weights
 from edgemoe.store.wanted import WantedEncodings

@@ -15,8 +15,8 @@ from edgemoe.config.settings import ModelSettings, Settings
 from edgemoe.errors import CheckpointError, CorruptExpert, StoreError
 from edgemoe.store import catalog as models
 from edgemoe.store.files import LOCK, note_use
-from edgemoe.store.manifest import MANIFEST, Manifest
-from edgemoe.store.packer import JOURNAL, ensure_store, pack
+from edgemoe.store.manifest import JOURNAL, MANIFEST, Manifest
+from edgemoe.store.packer import ensure_store, pack
 from edgemoe.store.reader import ExpertStore
 from edgemoe.store.wanted import WantedEncodings
 

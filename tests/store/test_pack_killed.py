@@ -17,8 +17,10 @@ from support.waiting import wait_until
 from edgemoe.errors import StoreError, StoreInUse
 from edgemoe.store import packer as packer_module
 from edgemoe.store.files import lock_store
-from edgemoe.store.manifest import MANIFEST, Manifest
-from edgemoe.store.packer import JOURNAL, ensure_store, pack
+from edgemoe.store.manifest import JOURNAL, MANIFEST, Manifest
+from edgemoe.store.packer import ensure_store, pack
+from edgemoe.store.unfinished import SHARDS
+from edgemoe.store.verify import verify_copies
 
 Make = Callable[..., Path]
 
@@ -64,6 +66,22 @@ def test_a_packer_killed_at_every_single_point_is_finished_by_the_next(source: P
     whole = files_of(tmp_path / "whole")
     for steps in range(1, total):
         check(source, tmp_path / str(steps), whole, steps)
+
+
+def test_a_packer_killed_right_after_the_manifest_leaves_a_store_that_is_served(source: Path, tmp_path: Path) -> None:
+    store = ensure_store(source, tmp_path)
+    whole = files_of(store)
+    for path in (store, source):  # named as a store, and as the checkpoint that it was packed from
+        (store / JOURNAL).write_text("{}")
+        (store / SHARDS).mkdir()
+        (store / SHARDS / "kept").touch()
+        verify_copies(store, Manifest.load(store))
+        with lock_store(store, exclusive=False):
+            assert ensure_store(path, tmp_path) == store
+            assert (store / JOURNAL).exists(), "who holds it may need that"
+        assert ensure_store(path, tmp_path) == store
+        assert files_of(store) == whole
+        assert not (store / SHARDS).exists()
 
 
 def test_a_packer_killed_again_and_again_gets_there(source: Path, tmp_path: Path) -> None:

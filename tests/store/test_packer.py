@@ -26,8 +26,8 @@ from edgemoe.families.config import spec_from_config
 from edgemoe.families.spec import dense_shapes
 from edgemoe.store.catalog import verify
 from edgemoe.store.files import lock_store
-from edgemoe.store.manifest import MANIFEST, Manifest
-from edgemoe.store.packer import JOURNAL, ensure_store, pack
+from edgemoe.store.manifest import JOURNAL, MANIFEST, Manifest
+from edgemoe.store.packer import ensure_store, pack
 from edgemoe.store.reader import ExpertStore
 from edgemoe.store.writer import to_bfloat16
 

@@ -20,8 +20,9 @@ from support.waiting import wait_until
 from edgemoe.errors import HubError, StoreInUse
 from edgemoe.store.catalog import find_stores, remove, verify
 from edgemoe.store.hub.listing import Listing, check_names
-from edgemoe.store.manifest import Manifest
+from edgemoe.store.manifest import JOURNAL, Manifest
 from edgemoe.store.packer import AS_IT_IS, pack
+from edgemoe.store.unfinished import SHARDS
 from edgemoe.store.wanted import WantedEncodings
 
 Make = Callable[..., Path]
@@ -122,9 +123,14 @@ def test_a_repository_is_packed_as_it_comes_and_nothing_else_of_it_is_fetched(
     hub.repositories[NAME] = repository = Repository(published, private=True)
     repository.more = [{"rfilename": name, "size": 3, "blobId": "0" * 40} for name in ("../../evil.safetensors", "/a")]
     words = (NAME, "--experts", "int4")
-    first, again = puller.run(words, words, tokens=(hub.token, hub.token))
-    assert first.code == again.code == 0, first.err
+    (first,) = puller.run(words, tokens=(hub.token,))
+    assert first.code == 0, first.err
     store = Path(first.out.strip())
+    (store / SHARDS).mkdir()  # as where the first was killed right after the manifest
+    (store / JOURNAL).write_text("{}")
+    (again,) = puller.run(words, tokens=(hub.token,))
+    assert again.code == 0, again.err
+    assert not [path for path in (store / SHARDS, store / JOURNAL) if path.exists()]
     assert again.out == first.out
     assert store.name.startswith("tiny-moe-int4-v2-")
     assert find_stores(puller.stores) == [store]

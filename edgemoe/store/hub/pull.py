@@ -27,6 +27,7 @@ from edgemoe.store.layout import precision
 from edgemoe.store.manifest import MANIFEST
 from edgemoe.store.packer import AS_IT_IS, SPARE_BYTES, Progress, place_of, silent, told_as_store_error
 from edgemoe.store.quantized import check_method
+from edgemoe.store.unfinished import finish_clearing
 from edgemoe.store.wanted import KEEP, WantedEncodings
 from edgemoe.types.encoding import ENCODINGS
 
@@ -50,8 +51,10 @@ def pull(
     owner = f"models--{repository.replace('/', '--')}"
     source = directory / FOLDER / owner / "snapshots" / listing.fingerprint[:12]
     store = place_of(directory, Checkpoint(source, {}, {}, (), listing.fingerprint), wanted)
-    if (store / MANIFEST).is_file() and not source.exists():
-        return store
+    if (store / MANIFEST).is_file():
+        finish_clearing(store)
+        if not source.exists():
+            return store
     with told_as_store_error(source, "pulling"):
         source.mkdir(parents=True, exist_ok=True)
         with lock_store(source, exclusive=True):
