@@ -6,33 +6,42 @@ import argparse
 import errno
 import json
 import os
+import re
 import tempfile
+import threading
 import time
+import weakref
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from support.kept import KERNELS
 
 from edgemoe.cli import bench, main
-from edgemoe.cli.plan import disk, speed
+from edgemoe.cli.plan import disk, rates, speed
 from edgemoe.cli.plan.command import Planner, Wish
+from edgemoe.cli.plan.miniature import resident_tiers
 from edgemoe.cli.plan.rates import LayerTimes, Rates
 from edgemoe.cli.plan.subject import find
 from edgemoe.cli.status import StatusSnapshot
 from edgemoe.config.settings import DeviceSettings, MemorySettings, Settings
 from edgemoe.demo import model_path
 from edgemoe.errors import EdgemoeError
+from edgemoe.experts.build import ExpertTiers
 from edgemoe.experts.compute.cost_model import WORTH_S
+from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.store.manifest import Manifest
 from edgemoe.store.packer import pack
 from edgemoe.store.wanted import WantedEncodings
+from edgemoe.telemetry import probes
 from edgemoe.types.machine import Gpu, Machine
 
 MODEL = model_path()
 MODEL_SIZES = speed.Model(layers=10, experts=64, top_k=4, expert_bytes=1 << 20)
 WORK = speed.StepWork(tokens=1, layer_s=1e-3, head_s=1e-3, read_bytes=0.0)
 DISK_S = tuple(1e-4 + count * (1 << 20) / 1e9 for count in speed.READ_AT_ONCE)
+RATES = Rates(1e10, 1e9, 0.0)
 ALL = speed.Places(top=1.0, ram=1.0, link_bytes_per_s=0.0, disk_s=DISK_S, memory_bytes_per_s=1e10)
 
 
@@ -135,6 +144,40 @@ def test_what_needs_a_disk_that_was_not_measured_is_not_foretold(tmp_path: Path)
     found = planner.forecast(variant, LayerTimes(1e-6, 1e-6, 1, 1e-6, 32))
     assert found.on_disk > 0
     assert (found.tokens_per_s, found.limit) == (0, "not foretold: the disk was not measured")
+
+
+def test_a_machine_without_the_memory_to_measure_is_told_so_and_nothing_is_allocated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (variant, *_) = find(str(MODEL / "config.json"), tmp_path).variants()
+    machine = Machine(16 << 30, rates.SPARE_BYTES + 1024, 2, None)
+    monkeypatch.setattr(probes, "look", lambda: machine)
+    times = rates.measure_layers(variant.spec, cast(Kernels, None), 1, 32)  # touches no kernel
+    assert re.fullmatch("measuring takes .* of memory, and 1.* can be spared", times.why)
+    planner = Planner(Wish(64, 1, 32, 1, "usual"), Settings(), replace(machine, ram_available_bytes=8 << 30), RATES)
+    found = planner.forecast(variant, times)
+    assert (found.why, found.in_ram, found.tokens_per_s) == ("", 1, 0)
+    assert found.limit == f"not foretold: {times.why}"
+
+
+def test_a_model_that_was_measured_leaves_no_memory_and_no_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiers = list[weakref.ref[object]]()
+
+    def noted(*args: Any) -> ExpertTiers:
+        tiers.append(weakref.ref(made := resident_tiers(*args)))
+        return made
+
+    monkeypatch.setattr(rates, "resident_tiers", noted)
+    monkeypatch.setattr(rates, "random_decoder", lambda *_: None)
+    monkeypatch.setattr(rates, "_time_s", lambda _: 1.0)
+    monkeypatch.setattr(rates, "_feed", lambda *_: 1.0)
+    (variant, *_) = find(str(MODEL / "config.json"), tmp_path).variants()
+    before = threading.enumerate()
+    assert rates.measure_layers(variant.spec, cast(Kernels, None), 1, 32).decode_s > 0
+    assert [each() for each in tiers] == [None, None]
+    assert threading.enumerate() == before
 
 
 def test_what_was_measured_is_not_lost_where_the_stores_may_not_be_read(monkeypatch: pytest.MonkeyPatch) -> None:

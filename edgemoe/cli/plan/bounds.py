@@ -12,7 +12,7 @@ import torch
 from edgemoe.cli.plan import speed
 from edgemoe.cli.plan.disk import read_times
 from edgemoe.cli.plan.paces import model_of, rest_bytes
-from edgemoe.cli.plan.rates import LayerBench, memory_rate
+from edgemoe.cli.plan.rates import decode_times, memory_rate
 from edgemoe.cli.plan.subject import Variant, find
 from edgemoe.config.budgets import devices_of, runs_on_gpu
 from edgemoe.config.settings import Settings
@@ -41,7 +41,8 @@ def bounds(
 ) -> list[Bound]:
     """Returns the bounds of a daemon's model, as its /health and /metrics tell of it, on a machine that is idle.
 
-    Raises StoreError where its store is not found, its experts are on a GPU, or a disk cannot be measured.
+    Raises StoreError where its store is not found, its experts are on a GPU, or a disk cannot be measured, and
+    CapacityError where memory does not allow to measure.
     """
     machine = probes.look(visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"))
     if runs_on_gpu(devices_of(settings, machine)):
@@ -52,11 +53,11 @@ def bounds(
     stores = Path(settings.model.store_dir)
     kernels = Kernels(threads, variant.spec.dtype == "bfloat16", stores.with_name("kernels"))
     places = _places(settings, variant, metrics, memory_rate(kernels))
-    bench, found = LayerBench(variant.spec, kernels), []
     rest_s = rest_bytes(variant) / places.memory_bytes_per_s
     read_bytes = context_tokens / 2 * variant.spec.kv_bytes_per_token
-    for count in streams:
-        work = speed.StepWork(count, bench.decode_s(count), rest_s, count * read_bytes)
+    found = []
+    for count, layer_s in zip(streams, decode_times(variant.spec, kernels, streams), strict=True):
+        work = speed.StepWork(count, layer_s, rest_s, count * read_bytes)
         times = speed.step(model_of(variant), work, places, "usual")
         found.append(Bound(count, times.total_s, count / times.total_s, times.limit))
     return found

@@ -100,6 +100,8 @@ class Planner:
     def _timed(self, found: Forecast, variant: Variant, times: LayerTimes, places: speed.Places) -> Forecast:
         if runs_on_gpu(devices_of(self.settings, self.machine)):
             return replace(found, limit="not foretold for a GPU")
+        if times.why:
+            return replace(found, limit=f"not foretold: {times.why}")
         if found.on_disk and not times.disk_s:
             return replace(found, limit="not foretold: the disk was not measured")
         question, spec = self.question, variant.spec

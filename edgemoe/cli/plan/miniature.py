@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-import threading
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -88,14 +87,21 @@ def resident_tiers(spec: ModelSpec, kernels: Kernels, policy: LivePolicy | None 
     policies: Mapping[Tier, LivePolicy] = {Tier.RAM: policy, Tier.VRAM: policy}
     memory = TierMemory(geometry.all_bytes)
     tiers = ExpertTiers(geometry, RandomStore(spec), memory, policies, kernels, fetching=Fetching(prefetch=False))
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_until_complete, args=(tiers.run(),), daemon=True).start()
-    every, end_s = np.arange(geometry.experts), time.monotonic() + FILL_S
-    while not all(tiers.residency.all_on_top(layer, every) for layer in range(geometry.layers)):
-        if time.monotonic() > end_s:
-            raise StoreError(f"{geometry.all_bytes} bytes of random experts were not in RAM after {FILL_S:g} s")
-        time.sleep(0.05)
+    try:
+        asyncio.run(_fill(tiers))
+    except TimeoutError:
+        raise StoreError(f"{geometry.all_bytes} bytes of random experts were not in RAM after {FILL_S:g} s") from None
     return tiers
+
+
+async def _fill(tiers: ExpertTiers) -> None:
+    """Returns once every expert is in RAM, where none has to be loaded any more: nothing goes on running."""
+    every, layers = np.arange(tiers.geometry.experts), range(tiers.geometry.layers)
+    async with asyncio.timeout(FILL_S), asyncio.TaskGroup() as group:
+        running = group.create_task(tiers.run())
+        while not all(tiers.residency.all_on_top(layer, every) for layer in layers):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        running.cancel()
 
 
 def random_decoder(spec: ModelSpec, kernels: Kernels) -> Decoder:

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 
 from edgemoe.cli.plan.miniature import Ours, random_decoder, resident_tiers, stream_bytes_per_s
-from edgemoe.cli.plan.subject import layer_bytes
-from edgemoe.families.spec import ModelSpec
+from edgemoe.cli.plan.subject import dense_size, layer_bytes
+from edgemoe.config.sizes import format_size
+from edgemoe.errors import CapacityError
+from edgemoe.families.spec import ModelSpec, dense_shapes
 from edgemoe.kernels.cpu.runtime import Kernels
+from edgemoe.telemetry import probes
+
+T = TypeVar("T")
 
 COLD_BYTES = 128 << 20  # of weights that a step reads before it reads the same again: more than a processor caches
 DECODE_BYTES, PROMPT_BYTES = 256 << 20, 512 << 20  # of experts, as far as a step's own allow
 LEAST_LAYERS, MOST_LAYERS, VOCAB = 2, 8, 512  # the head is counted apart
-MEASURE_S, ROUNDS, MOST_STEPS = 1.0, 5, 200
+MEASURE_S, ROUNDS, MOST_STEPS, WARM_STEPS = 1.0, 5, 200, 8
+SPARE_BYTES = 256 << 20  # left to all else on the machine while something is measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +37,7 @@ class LayerTimes:
     prompt_s: float  # `prompt_tokens` of one prompt
     prompt_tokens: int
     disk_s: tuple[float, ...] = ()  # that speed.READ_AT_ONCE experts take from the disk
+    why: str = ""  # it was not measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,35 +50,51 @@ class Rates:
 
 
 def measure_layers(spec: ModelSpec, kernels: Kernels, sequences: int, prompt_tokens: int) -> LayerTimes:
-    """Returns the times of a layer of average kind, on random weights of the same shapes. Takes seconds."""
-    bench = LayerBench(spec, kernels)
-    return LayerTimes(
-        decode_s=bench.decode_s(1),
-        batch_s=bench.decode_s(sequences),
-        sequences=sequences,
-        prompt_s=bench.prompt_s(prompt_tokens),
-        prompt_tokens=prompt_tokens,
-    )
+    """Returns the times of a layer of average kind, on random weights of the same shapes. Takes seconds.
+
+    Where memory does not allow it, the times say why instead.
+    """
+    times = LayerTimes(0.0, 0.0, sequences, 0.0, prompt_tokens)
+    try:
+        decode_s, batch_s = decode_times(spec, kernels, (1, sequences))
+        prompt_s = prompt_time(spec, kernels, prompt_tokens)
+    except CapacityError as error:
+        return replace(times, why=str(error))
+    return replace(times, decode_s=decode_s, batch_s=batch_s, prompt_s=prompt_s)
 
 
-class LayerBench:
-    """A few layers of a model's shapes, on random weights, whose times are those of one of them."""
+def decode_times(spec: ModelSpec, kernels: Kernels, streams: Sequence[int]) -> list[float]:
+    """Returns the seconds of a layer for a token of each of so many sequences. Raises CapacityError."""
+    small = cold(spec)
+    tokens = max(streams) * (MOST_STEPS + WARM_STEPS)
+    times = _measured(small, kernels, tokens, lambda model: [_decode_s(model, count) for count in streams])
+    return [each / small.layers for each in times]
 
-    def __init__(self, spec: ModelSpec, kernels: Kernels) -> None:
-        self._spec, self._kernels = spec, kernels
-        self._decoding = self._made(cold(spec))
 
-    def decode_s(self, sequences: int) -> float:
-        """Returns the seconds of a token of each of so many sequences."""
-        return _decode_s(self._decoding, sequences) / self._decoding.spec.layers
+def prompt_time(spec: ModelSpec, kernels: Kernels, tokens: int) -> float:
+    """Returns the seconds of a layer for a prompt. Raises CapacityError."""
+    small = miniature(spec, _period(spec), PROMPT_BYTES)
+    return _measured(small, kernels, tokens, lambda model: _prompt_s(model, tokens)) / small.layers
 
-    def prompt_s(self, tokens: int) -> float:
-        """Returns the seconds of a prompt."""
-        small = miniature(self._spec, _period(self._spec), PROMPT_BYTES)
-        return _prompt_s(self._made(small), tokens) / small.layers
 
-    def _made(self, spec: ModelSpec) -> Ours:
-        return Ours(spec, self._kernels, random_decoder(spec, self._kernels), resident_tiers(spec, self._kernels))
+def _measured(small: ModelSpec, kernels: Kernels, tokens: int, measure: Callable[[Ours], T]) -> T:
+    """Returns what is measured of a model of random weights, whose memory is free again then.
+
+    Raises CapacityError where the machine has not as much to spare: taken regardless, it would be the kernel that
+    ends somebody, likely the engine.
+    """
+    dense = sum(dense_size(small, name, shape) for name, shape in dense_shapes(small).items())
+    # dense weights are made, written and read, which may all be in memory at once
+    needed = small.geometry.all_bytes + 3 * dense + tokens * small.kv_bytes_per_token
+    free = probes.look().ram_available_bytes - SPARE_BYTES
+    if needed > free:
+        raise CapacityError(
+            f"measuring takes {format_size(needed)} of memory, and {format_size(max(0, free))} can be spared"
+        )
+    try:
+        return measure(Ours(small, kernels, random_decoder(small, kernels), resident_tiers(small, kernels)))
+    finally:
+        gc.collect()  # tiers refer to each other in circles
 
 
 def cold(spec: ModelSpec) -> ModelSpec:
@@ -110,8 +135,8 @@ def _period(spec: ModelSpec) -> int:
 
 def _decode_s(model: Ours, sequences: int) -> float:
     """Returns the time of a step."""
-    model.begin(sequences, MOST_STEPS + 8)
-    _feed(model, sequences, 8)
+    model.begin(sequences, MOST_STEPS + WARM_STEPS)
+    _feed(model, sequences, WARM_STEPS)
     return _time_s(lambda: _feed(model, sequences, 1))
 
 
