@@ -33,9 +33,11 @@ def run(args: argparse.Namespace) -> int:
 
 def _secret(file: Path, name: str | None) -> str:
     keys = read_keys(file)
+    if not keys:
+        raise ServiceError(f"there are no keys in {file}; `edgemoe key new NAME` makes one")
     found = [key.secret for key in keys if name in (None, key.name)]
     if not found:
-        names = ", ".join(key.name for key in keys) or "none"
+        names = ", ".join(key.name for key in keys)
         raise ServiceError(f"{file}: there is no key of the name {name!r}; there is {names}")
     return found[0]
 

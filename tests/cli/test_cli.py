@@ -228,3 +228,12 @@ def test_the_services_socket_is_used_where_only_that_one_exists(
     monkeypatch.setattr(client, "SERVICE_SOCKET", tmp_path / "service")
     args = build_parser().parse_args(["status", "--set", f"api.socket={tmp_path / 'mine'}"])
     assert client.socket_of(args) == tmp_path / used
+
+
+def test_a_file_without_keys_is_told_as_such(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "api-keys"
+    file.write_text("# nobody yet\n")
+    file.chmod(0o600)
+    asked = ["key", "show", "--set", f"api.api_key_file={file}"]
+    assert main(asked) == 1
+    assert f"there are no keys in {file}; `edgemoe key new NAME` makes one" in capsys.readouterr().err
