@@ -36,7 +36,8 @@ async def pull(settings: ClusterSettings, store_dir: Path, model: str, rate: flo
         )
     transport = Transport(settings.node, secrets.token_hex(8), load_secret(Path(settings.key_file)), AllowList({}))
     control: Channel[ControlMessage] = Channel(transport, "control", CONTROL, _refuse, ChannelSettings(heartbeat_s=0.5))
-    bulk: Channel[BulkMessage] = Channel(transport, "bulk", BULK, _refuse, ChannelSettings(heartbeat_s=0.5))
+    # no heartbeats on bulk: over a slow link they would wait behind a part of a piece until they time out
+    bulk: Channel[BulkMessage] = Channel(transport, "bulk", BULK, _refuse)
     work = [transport.run(), control.run(), bulk.run()]
     running = [asyncio.ensure_future(each) for each in work]
     try:

@@ -1,12 +1,13 @@
 """Passes stores between boxes: pieces by their checksums, in parts of at most a megabyte.
 
-`StorePieceServer` answers for the store that an engine serves. `PieceChannel` asks; who asks verifies.
+`StorePieceServer` answers for the store that an engine serves. `PieceChannel` asks; who asks verifies. The slower a
+link is, the smaller the parts are, so that each comes in time however many lanes share the link.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Protocol
 
@@ -14,10 +15,11 @@ from edgemoe.cluster.data.expert_fetch import first_of
 from edgemoe.cluster.data.messages import CHUNK_BYTES, BulkMessage, Fetch, FetchPiece, PiecePart
 from edgemoe.cluster.rpc.channel import Channel
 from edgemoe.cluster.rpc.transport import Answer
-from edgemoe.errors import PeerError, PeerRefused
+from edgemoe.errors import PeerError, PeerRefused, PeerUnavailable
 
-WINDOW = 4  # parts of one piece under way
-FIRST_BYTES = 64 << 10  # asked for of a piece whose size is not known
+WINDOW = 4  # parts of one piece under way; one where they are as small as can be
+FIRST_BYTES = 64 << 10  # of the first part from a box, and of any part at least
+PART_S = 1.0  # within which a part should come, with all others that are under way
 Take = Callable[[int, memoryview], None]  # (offset, what lies there), in order
 
 
@@ -68,6 +70,7 @@ class PieceChannel:
     def __init__(self, channel: Channel[BulkMessage], pace: Pace, timeout_s: float) -> None:
         self.bytes = 0  # that came
         self._channel, self._pace, self._timeout_s = channel, pace, timeout_s
+        self._part_bytes = defaultdict[str, int](lambda: FIRST_BYTES)  # asked for at once, by box
 
     async def greet(self, node: str) -> None:
         """Has the peer say which versions it speaks, where it has not: any answer tells. Raises PeerError."""
@@ -96,18 +99,34 @@ class PieceChannel:
         try:
             async with asyncio.TaskGroup() as group:
                 coming: deque[tuple[int, asyncio.Task[memoryview]]] = deque()
-                for offset in range(start, size_bytes, CHUNK_BYTES):
-                    if len(coming) == WINDOW:
+                offset = start
+                while offset < size_bytes:
+                    while len(coming) >= self._window(node):
                         at, task = coming.popleft()
                         take(at, await task)
-                    part = self._exactly(node, digest, offset, min(CHUNK_BYTES, size_bytes - offset), size_bytes)
+                    part_bytes = min(self._part_bytes[node], size_bytes - offset)
+                    part = self._exactly(node, digest, offset, part_bytes, size_bytes)
                     coming.append((offset, group.create_task(part)))
+                    offset += part_bytes
                 for at, task in coming:
                     take(at, await task)
         except* (PeerError, OSError) as errors:
             failure = first_of(errors)
         if failure is not None:
             raise failure
+
+    def _window(self, node: str) -> int:
+        return WINDOW if self._part_bytes[node] > FIRST_BYTES else 1
+
+    def _fit(self, node: str, part_bytes: int, seconds: float) -> None:
+        """Makes the next parts as large as would come within PART_S, by one that took so long; twice as large at most.
+
+        Shorter parts than are asked for now, such as the end of a piece, say nothing of that.
+        """
+        now_bytes = self._part_bytes[node]
+        if part_bytes >= now_bytes:
+            fit_bytes = int(part_bytes * PART_S / max(seconds, 1e-3))
+            self._part_bytes[node] = max(FIRST_BYTES, min(fit_bytes, 2 * now_bytes, CHUNK_BYTES))
 
     async def _exactly(self, node: str, digest: str, offset: int, part_bytes: int, size_bytes: int) -> memoryview:
         part, size = await self._part(node, digest, offset, part_bytes)
@@ -117,7 +136,14 @@ class PieceChannel:
 
     async def _part(self, node: str, digest: str, offset: int, part_bytes: int) -> tuple[memoryview, int]:
         await self._pace.take(part_bytes)
-        answer = await self._channel.ask(node, FetchPiece(digest, offset, part_bytes), timeout_s=self._timeout_s)
+        loop = asyncio.get_running_loop()
+        asked_s = loop.time()
+        try:
+            answer = await self._channel.ask(node, FetchPiece(digest, offset, part_bytes), timeout_s=self._timeout_s)
+        except PeerUnavailable:
+            self._part_bytes[node] = FIRST_BYTES
+            raise
+        self._fit(node, part_bytes, loop.time() - asked_s)
         if not isinstance(answer.message, PiecePart) or len(answer.tensors) != 1:
             raise PeerRefused(f"{node} answered with something else")
         part = answer.tensors[0]

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -21,6 +22,7 @@ from support.checkpoints import partial_store, tiny_checkpoint
 from support.etcd_process import free_ports
 from support.waiting import until
 
+from edgemoe.cli.pull import peers
 from edgemoe.cli.pull.peers import pull
 from edgemoe.cluster.data.messages import BULK, BulkMessage, FetchPiece
 from edgemoe.cluster.data.store_fetch import Pace, StorePieceServer
@@ -443,3 +445,20 @@ async def test_a_pace_lets_so_many_bytes_a_second_pass(monkeypatch: pytest.Monke
     assert waited[4] == pytest.approx(0.5, abs=0.1)
     await Pace(0.0).take(1 << 40)
     assert len(waited) == 5
+
+
+async def test_heartbeats_wait_behind_no_piece(
+    tmp_path: Path, copy_of: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over a slow link they would time out while a part of one is on its way."""
+    beats: dict[str, float] = {}
+
+    def noted(transport: Transport, name: str, *rest: Any) -> Channel[Any]:
+        made = Channel[Any](transport, name, *rest)
+        beats[name] = made._settings.heartbeat_s
+        return made
+
+    monkeypatch.setattr(peers, "Channel", noted)
+    async with house(tmp_path, a=copy_of("a")) as made:
+        await made.pull()
+    assert beats == {"control": 0.5, "bulk": 0.0}
