@@ -209,10 +209,8 @@ class PeerLayerStep:
         except Empty:
             self.remote.stall_s += time.monotonic() - began_s
             for job in pending:
-                if not job.done and min(job.late_s, self.end_s) <= time.monotonic():
-                    self._hedge(job)
-                    if not self.answers.empty():  # another way may have taken long: what came meanwhile goes first
-                        break
+                if self.answers.empty() and not job.done and min(job.late_s, self.end_s) <= time.monotonic():
+                    self._hedge(job)  # perhaps for long: an answer that comes meanwhile goes first
         else:
             self.remote.stall_s += time.monotonic() - began_s
             self._settle(call)
