@@ -39,18 +39,19 @@ from edgemoe.store.checkpoint import (
 )
 from edgemoe.store.files import lock_store
 from edgemoe.store.layout import FilePlan, plan, plan_layer
-from edgemoe.store.manifest import JOURNAL, MANIFEST, Manifest
+from edgemoe.store.manifest import JOURNAL, MANIFEST, SHARDS, Manifest, clear
 from edgemoe.store.packer import (
     AS_IT_IS,
+    IDENTITY,
     Progress,
     finish,
     place_of,
     silent,
+    start_over,
     told_as_store_error,
 )
 from edgemoe.store.pieces import Copy, Run
 from edgemoe.store.quantized import check_method, quantisation
-from edgemoe.store.unfinished import IDENTITY, SHARDS, clear, start_over
 from edgemoe.store.wanted import WantedEncodings
 from edgemoe.store.writer import check_scales, intact, write_file
 from edgemoe.types.arrays import Json

@@ -6,7 +6,9 @@ configuration and tokenizer files. An expert that is not listed is absent, which
 
 from __future__ import annotations
 
+import contextlib
 import re
+import shutil
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -15,9 +17,9 @@ from typing import Annotated, Self
 import msgspec
 from msgspec import Meta
 
-from edgemoe.durable import replace_file
+from edgemoe.durable import replace_file, sync
 from edgemoe.errors import CorruptExpert, StoreError, StoreVersionError
-from edgemoe.store.files import checksum, file_bytes
+from edgemoe.store.files import checksum, file_bytes, lock_store
 from edgemoe.types.arrays import Json
 from edgemoe.types.encoding import ENCODINGS
 from edgemoe.types.experts import PAGE_BYTES, padded
@@ -25,6 +27,7 @@ from edgemoe.types.experts import PAGE_BYTES, padded
 VERSION = 2
 READ_VERSIONS = (1, 2)  # 1 has no encodings, and is otherwise the same
 MANIFEST, DENSE = "manifest.json", "dense.safetensors"
+SHARDS = "shards"  # folder of what is kept of shards that are packed as they arrive
 JOURNAL = "packing.json"  # there while a store is unfinished; names what it is packed from
 MAX_MANIFEST_BYTES = 32 << 20  # of 170,000 experts; what is decoded takes twenty times as much
 
@@ -225,6 +228,21 @@ def _check_layer(directory: Path, layer: int, entry: LayerEntry) -> None:
             raise CorruptExpert(str(directory / entry.file), layer, expert.expert, f"the file ends at byte {found}")
     if found != entry.bytes:
         raise StoreError(f"{directory / entry.file} (layer {layer}) has {found} bytes, not {entry.bytes}")
+
+
+def finish_clearing(store: Path) -> None:
+    """Clears away what is left in a finished store whose packer was killed; nothing where it is in use or read-only."""
+    if (store / JOURNAL).is_file() or (store / SHARDS).is_dir():
+        with contextlib.suppress(StoreError, OSError), lock_store(store, exclusive=True):
+            Manifest.load(store)  # of a damaged one the journal says how to go on
+            clear(store)
+
+
+def clear(store: Path) -> None:
+    """Clears away what a finished store needs no more."""
+    (store / JOURNAL).unlink(missing_ok=True)
+    shutil.rmtree(store / SHARDS, ignore_errors=True)
+    sync(store)
 
 
 def model_of(store: str) -> str:

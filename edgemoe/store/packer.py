@@ -20,26 +20,30 @@ import msgspec
 from edgemoe.durable import replace_file
 from edgemoe.errors import StoreError, StoreInUse, StoreVersionError
 from edgemoe.store.checkpoint import Checkpoint
-from edgemoe.store.files import checksum, lock_holder, lock_store
+from edgemoe.store.files import ARRIVING, LOCK, checksum, lock_holder, lock_store
 from edgemoe.store.layout import FilePlan, Layout, plan
 from edgemoe.store.manifest import (
+    DENSE,
     JOURNAL,
     MANIFEST,
     READ_VERSIONS,
+    SHARDS,
     VERSION,
     CopyEntry,
     DenseEntry,
     ExpertEntry,
     LayerEntry,
     Manifest,
+    clear,
     content_digest,
+    finish_clearing,
 )
-from edgemoe.store.unfinished import clear, finish_clearing, start_over
 from edgemoe.store.wanted import WantedEncodings
 from edgemoe.store.writer import check_scales, copy_file, intact, write_file
 
 Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
 AS_IT_IS = WantedEncodings()
+IDENTITY = f"{SHARDS}/arriving.json"  # the checkpoint and the encodings that shards are packed for as they arrive
 NOT_WRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
 STALLED_S = 600.0  # without anything written by the process that packs
 WAIT_S = 0.2  # between looks whether another process is done
@@ -273,10 +277,20 @@ def _layer_entry(file: FilePlan, digests: Sequence[str], encoding: str) -> Layer
         ExpertEntry(expert=expert, offset=offset, bytes=run.bytes, xxh3_128=digest)
         for expert, (run, offset, digest) in enumerate(zip(file.runs, file.offsets(), digests, strict=True))
     )
-    return LayerEntry(
-        file=file.file,
-        bytes=file.bytes,
-        header=checksum(file.header(digests)),
-        experts=tuple(entries),
-        encoding=encoding,
-    )
+    header = checksum(file.header(digests))
+    return LayerEntry(file=file.file, bytes=file.bytes, header=header, experts=tuple(entries), encoding=encoding)
+
+
+def start_over(store: Path) -> None:
+    """Clears away what cannot be told to come from this checkpoint; only in a directory of ours."""
+    if (store / IDENTITY).is_file():
+        how = "go on as before, with --wait or --delete-shards and the same encodings, or remove the directory"
+        raise StoreError(f"{store} holds shards that were packed as they arrived: {how}")
+    if (store / MANIFEST).exists() or (store / JOURNAL).exists():
+        log.warning("%s is damaged, or part of another checkpoint's store; starting over", store)
+        for file in (store / DENSE, *store.glob("experts/layer_*.safetensors")):
+            file.unlink(missing_ok=True)
+        return
+    ours = (LOCK, ARRIVING, f"{JOURNAL}.tmp", "lost+found")
+    if others := [path.name for path in store.iterdir() if path.name not in ours]:
+        raise StoreError(f"{store} is not empty and no store (it has {others[0]}); choose another directory")
