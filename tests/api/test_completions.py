@@ -122,12 +122,12 @@ async def test_tokenizing_a_long_prompt_lets_the_loop_go_on(
         return encode(self, text, *args, **options)
 
     monkeypatch.setattr(TextModel, "encode", held)
-    long = asyncio.ensure_future(http.post("/tokenize", json={"prompt": "the quick brown fox " * 50_000}))
+    long = asyncio.ensure_future(http.post("/tokenize", json={"prompt": "the quick brown fox " * 1_500}))
     await until(begun.is_set)
     assert (await http.post("/tokenize", json={"prompt": "short"})).json()["count"] > 0
     assert not long.done()
     go_on.set()
-    assert (await long).json()["count"] > 50_000
+    assert (await long).json()["count"] > 5_000
 
 
 async def test_the_model_is_listed_and_found(client: openai.AsyncOpenAI) -> None:

@@ -11,7 +11,7 @@ from llguidance import LLMatcher, LLTokenizer
 from support.dialect_kit import FUNCTIONS, SAMPLES, Sample, tokenizer
 from support.dialect_templates import TEMPLATES
 from support.front_kit import byte_level_tokenizer, write_model
-from support.grammars import tool_grammar
+from support.grammars import first, tool_grammar
 
 from edgemoe.api.dialects.dialect import Marks
 from edgemoe.api.dialects.parser import Parser
@@ -94,7 +94,7 @@ def test_structured_output_starts_at_the_answer(sample: Sample, tmp_path: Path) 
     def accepted(effort: str, output: str, **options: Any) -> bool:
         asked = {"messages": messages, "response_format": FORMAT, "reasoning_effort": effort, **options}
         job = prepare(convert(asked, Chat), model, LIMITS, "tiny", "anna")
-        grammar = job.requests[0].sampling.grammar
+        grammar = first(job.grammar)
         assert grammar is not None
         matcher = LLMatcher(LLTokenizer(tokenizer(sample.dialect).to_str()), grammar, log_level=0)
         return matcher.consume_tokens(tokenizer(sample.dialect).encode(output).ids) and matcher.is_accepting()
