@@ -75,6 +75,11 @@ def spec_from_config(config: Config) -> ModelSpec:
     return spec
 
 
+def decoder_config(config: Config) -> Config:
+    """Returns what a `config.json` says of the decoder, which may be a part of the model. Raises as above."""
+    return _decoder_part(config, _family(config))
+
+
 def _read(config: Config, common: Given, given: Given) -> dict[str, Any]:
     return {field: value(config) if callable(value) else value for field, value in {**common, **given}.items()}
 
@@ -93,11 +98,15 @@ def _family(config: Config) -> Family:
 
 
 def _decoder_part(config: Config, family: Family) -> Config:
-    """Returns the configuration of the decoder alone; what it leaves unsaid is said for the whole model."""
+    """Returns the configuration of the decoder alone; what it leaves unsaid is said for the whole model.
+
+    The type of the weights, where it is said for the whole model, is that: a store says there what it has.
+    """
     part = config.get(family.section) if family.section else {}
     if not isinstance(part, Mapping):
         raise CheckpointError(f"config.json: {family.section} must be a table, not {str(part)[:80]!r}")
-    return {**config, **part}
+    dtype = config.get("dtype") or config.get("torch_dtype")
+    return {**config, **part, **({"dtype": dtype} if dtype else {})}
 
 
 def _dtype(config: Config) -> str:

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from edgemoe.errors import CheckpointError, UnsupportedModel
-from edgemoe.families.config import spec_from_config
+from edgemoe.families.config import decoder_config, spec_from_config
 from edgemoe.families.recipe import SourceRows, expert_recipes
 from edgemoe.families.records import Shape
 from edgemoe.families.spec import ModelSpec, dense_shapes
@@ -123,7 +123,9 @@ def plan(checkpoint: Checkpoint, wanted: WantedEncodings) -> Layout:
 
 def precision(config: Mapping[str, Any]) -> str:
     """Returns what packed weights are in, as far as the configuration says so; tensors are looked at later."""
-    return "float32" if "float32" in (config.get("dtype"), config.get("torch_dtype")) else "bfloat16"
+    said = decoder_config(config)
+    dtype = str(said.get("dtype") or said.get("torch_dtype")).removeprefix("torch.")
+    return "float32" if dtype == "float32" else "bfloat16"
 
 
 def plan_layer(checkpoint: Checkpoint, wanted: WantedEncodings, number: int) -> FilePlan:
@@ -174,8 +176,7 @@ def _dtype(checkpoint: Checkpoint, layers: Sequence[Sequence[_Expert]], wanted: 
         raise CheckpointError(f"{checkpoint.directory}: experts of several types ({', '.join(sorted(kinds))})")
     kept = next(iter(kinds))
     if kept not in STORED_AS:
-        said = str(checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")).removeprefix("torch.")
-        kept = "float32" if said == "float32" else "bfloat16"
+        kept = precision(checkpoint.config)
     return "bfloat16" if wanted.dense == "bfloat16" else kept
 
 

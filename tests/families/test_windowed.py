@@ -13,6 +13,7 @@ from edgemoe.families.config import spec_from_config
 from edgemoe.families.layers import FULL, SLIDING
 from edgemoe.families.recipe import expert_recipes
 from edgemoe.families.spec import dense_shapes
+from edgemoe.store.layout import precision
 from edgemoe.types.experts import Activation
 
 GPT_OSS: dict[str, Any] = {  # openai/gpt-oss-20b
@@ -87,6 +88,16 @@ def test_gpt_oss_has_windows_sinks_and_biases() -> None:
     assert spec.context_tokens == 131072
     unsaid = {key: value for key, value in GPT_OSS.items() if key != "layer_types"}
     assert spec_from_config(unsaid).attention == spec.attention
+
+
+@pytest.mark.parametrize("within", ["float32", "float16"])
+def test_the_type_that_is_said_for_the_whole_model_is_that_of_the_text_model(within: str) -> None:
+    assert spec_from_config(_gemma(dtype=within)).dtype == "bfloat16"
+    assert precision(_gemma(dtype=within)) == "bfloat16"
+
+
+def test_the_type_that_the_text_model_alone_says_is_its_type() -> None:
+    assert precision({**_gemma(dtype="float32"), "dtype": None}) == "float32"
 
 
 def test_experts_of_gpt_oss_are_turned_and_their_rows_sorted() -> None:

@@ -11,6 +11,7 @@ from support.checkpoints import gemma_that_sees, mxfp4_checkpoint, tiny_checkpoi
 from edgemoe.encodings.codec import unpack
 from edgemoe.store.consistency import spec_of
 from edgemoe.store.packer import pack
+from edgemoe.store.wanted import WantedEncodings
 from edgemoe.types.encoding import MXFP4
 
 
@@ -24,6 +25,12 @@ def test_a_gemma_that_takes_images_has_the_weights_of_its_text_model(tmp_path: P
         ours, theirs = load_file(one), load_file(stores[1] / one.relative_to(stores[0]))
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_what_is_packed_otherwise_than_its_text_model_says_is_read_as_it_was_packed(tmp_path: Path) -> None:
+    source = gemma_that_sees(tmp_path / "hf")  # says float32, twice
+    manifest = pack(source, tmp_path / "store", wanted=WantedEncodings(experts="bfloat16", dense="bfloat16"))
+    assert spec_of(manifest).dtype == manifest.dtype == "bfloat16"
 
 
 def test_mxfp4_is_kept_to_the_bit_with_gate_before_up(tmp_path: Path) -> None:
