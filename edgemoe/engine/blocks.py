@@ -36,7 +36,8 @@ class BlockManager:
     """Owns all KV blocks. Lookups are cheap by an invariant: where a block's key is known, so are its ancestors' keys.
 
     It holds because a sequence that holds a block also holds its ancestors, releases its last block first, and
-    swaps a block that it completes for the one that is already known by the same key.
+    swaps a block that it completes for the one that is already known by the same key. Where its blocks were forgotten,
+    none that it completes is known.
     """
 
     def __init__(
@@ -50,7 +51,8 @@ class BlockManager:
         self._refs = [0] * blocks
         self._generations = [0] * blocks  # how often each was taken
         self._key: list[bytes | None] = [None] * blocks
-        self._known: dict[bytes, int] = {}
+        self._parent: list[bytes | None] = [None] * blocks  # the key before each one's own
+        self._known: dict[bytes, int] = {}  # parents come before their children
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(blocks))  # the next one to be reused first
 
     # --- questions
@@ -175,10 +177,26 @@ class BlockManager:
         try:
             write(block)
             self._key[block], self._known[keys[-1]] = keys[-1], block
+            self._parent[block] = keys[-2] if len(keys) > 1 else None
         finally:
             self._release(block)
         self._touch(before)
         return True
+
+    def forget(self, keys: Row[bytes]) -> None:
+        """Has nobody find the blocks of these keys any more, nor what was computed after them.
+
+        Sequences that hold them keep them.
+        """
+        gone = set(keys)
+        for key, block in list(self._known.items()):
+            if key in gone or self._parent[block] in gone:
+                gone.add(key)
+                self._unknow(block)
+                if not self._refs[block]:
+                    self._free.move_to_end(block, last=False)
+        if self._states is not None:
+            self._states.forget(gone)
 
     def observe(self, blocks: IntArray, ids: npt.NDArray[np.int16]) -> None:
         """Adds the gates' choices `ids` [L, T, k] to the signatures of the blocks [T] in which the tokens lie."""
@@ -187,13 +205,16 @@ class BlockManager:
 
     def _take(self) -> int:
         block, _ = self._free.popitem(last=False)
-        if (key := self._key[block]) is not None:
-            del self._known[key]
-            self._key[block] = None
+        self._unknow(block)
         self.signatures[block] = 0
         self._refs[block] = 1
         self._generations[block] += 1
         return block
+
+    def _unknow(self, block: int) -> None:
+        if (key := self._key[block]) is not None:
+            del self._known[key]
+            self._key[block] = self._parent[block] = None
 
     def _touch(self, chain: Row[int]) -> None:
         """Makes these free blocks, each followed by its child, those that are reused last, the first one at the end."""
@@ -214,9 +235,11 @@ class BlockManager:
 
     def _remember(self, seq: Sequence, i: int, key: bytes) -> None:
         block = seq.blocks[i]
+        if i and self._key[seq.blocks[i - 1]] is None:
+            return  # its parent was forgotten
         twin = self._known.setdefault(key, block)
         if twin == block:
-            self._key[block] = key
+            self._key[block], self._parent[block] = key, seq.keys[i - 1] if i else None
         else:  # another sequence computed the same block meanwhile
             self._hold(twin)
             self._release(block)
@@ -229,6 +252,10 @@ class BlockManager:
         assert [held[block] for block in range(self.count)] == self._refs, "reference counts are off"
         assert set(self._free) == {block for block in range(self.count) if not self._refs[block]}
         assert {key: block for block, key in enumerate(self._key) if key is not None} == self._known
+        seen: set[bytes | None] = {None}
+        for key, block in self._known.items():
+            assert self._parent[block] in seen, "a block is known, but not its parent"
+            seen.add(key)
         for seq in live:
             assert seq.computed <= min(len(seq.tokens), len(seq.blocks) * BLOCK_TOKENS)
             shared = [self._refs[block] > 1 for block in seq.blocks[seq.computed // BLOCK_TOKENS :]]

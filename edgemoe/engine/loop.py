@@ -61,7 +61,7 @@ class StepLoop:
         """
         self.finished = Counter[str]()  # by reason: stop | length | error | cancelled
         self._missing_expert_timeout_s = missing_expert_timeout_s
-        self.steps, self._runner = Steps(runner), runner
+        self.steps, self._runner = Steps(runner, scheduler), runner
         self._scheduler, self._limits = scheduler, limits
         self._emit, self._grammars, self._clock = emit, grammars, clock
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
@@ -252,7 +252,7 @@ class StepLoop:
             if isinstance(sampled, Sampled):
                 with self._costs(seq):
                     self._deliver(seq, sampled)
-            elif sampled is not None:
+            elif sampled is not None and not self.steps.restart(seq, sampled):
                 self._end(seq, "error", sampled)
         if self.steps.blamed > blamed:
             self.check_integrity()

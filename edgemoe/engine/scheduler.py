@@ -111,6 +111,11 @@ class Scheduler:
             self._kv_swap.drop(seq)
         self.fairness.leave(seq.user)
 
+    def restart(self, seq: Sequence) -> None:
+        """Has `seq` computed again from its first token, and nobody go on from what it has computed."""
+        self._blocks.forget(seq.keys)
+        self._requeue(seq)
+
     def schedule(self, now_s: float) -> list[Work]:
         """Returns the next step's work, decoding sequences first. Every token has a place in a KV block."""
         self._grow()
@@ -139,6 +144,9 @@ class Scheduler:
     def _pause(self, seq: Sequence) -> None:
         swapped = self._kv_swap is not None and self._kv_swap.swap_out(seq)
         self.paused_total["park" if swapped else "recompute"] += 1
+        self._requeue(seq)
+
+    def _requeue(self, seq: Sequence) -> None:
         self.running.remove(seq)
         self._blocks.close(seq)
         insort(self.waiting, seq, key=lambda other: other.arrived_s)

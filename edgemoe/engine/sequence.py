@@ -47,6 +47,7 @@ class Sequence:
         self.started = False  # has been admitted once
         self.ready = request.sampling.grammar is None  # its grammar, if it has one, is compiled
         self.matcher: Matcher | None = None  # its position in the grammar
+        self.restarted = False  # has been computed again because its scores were no numbers
         self.swapped: SwappedBlocks | None = None
         self.missing_expert: StoreError | None = None  # why its last step failed, if it did
         self.missing_since_s = 0.0  # and since when

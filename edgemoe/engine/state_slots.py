@@ -105,6 +105,13 @@ class StateSlots:
         self._release(seq.state)
         seq.state, seq.snapshot = BEGINNING, 0
 
+    def forget(self, keys: Iterable[bytes]) -> None:
+        """Has nobody find the states after the blocks with these keys any more."""
+        for slot in [self._known[key] for key in keys if key in self._known]:
+            self._forget(slot)
+            if not self._refs[slot]:
+                self._free.move_to_end(slot, last=False)
+
     def _withdraw(self, seq: Sequence) -> None:
         for _, slot in seq.next_states:
             self._release(slot)

@@ -18,10 +18,10 @@ import torch
 
 from edgemoe.engine.batch import completes
 from edgemoe.engine.runner import Computed, Runner
-from edgemoe.engine.sampling.sampler import Sampled, sample, tell_prompt
-from edgemoe.engine.scheduler import Work
+from edgemoe.engine.sampling.sampler import NOT_A_NUMBER, Sampled, sample, tell_prompt
+from edgemoe.engine.scheduler import Scheduler, Work
 from edgemoe.engine.sequence import Sequence
-from edgemoe.errors import EdgemoeError, RequestError, StoreError
+from edgemoe.errors import EdgemoeError, RequestError, StoreError, code_of
 from edgemoe.types.request import Request, Sampling, TokenLogprob
 
 log = logging.getLogger(__name__)
@@ -48,9 +48,9 @@ class Attempt(NamedTuple):
 class Steps:
     """Runs steps for the loop, and finds the sequence at fault when one fails."""
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: Runner, scheduler: Scheduler) -> None:
         self.blamed = 0  # requests that ended because of what they raised
-        self._runner = runner
+        self._runner, self._scheduler = runner, scheduler
 
     def run(self, works: Rows[Work], again: bool = False) -> list[Outcome]:
         """Computes and commits one step, or several smaller ones after a failure.
@@ -73,6 +73,23 @@ class Steps:
             return self._commit(attempt)
         parts = [works[first : first + size] for first in range(0, len(works), size)]
         return [outcome for part in parts for outcome in self.run(part, again=True)]
+
+    def restart(self, seq: Sequence, error: EdgemoeError) -> bool:
+        """Has `seq` computed once more where its scores are no numbers. Returns False where it has to end.
+
+        The numbers may have been lost in any block before, and are as lost to whoever goes on from there. So nobody
+        does, whether `seq` ends or not.
+        """
+        if code_of(error) != NOT_A_NUMBER:
+            return False
+        log.warning("scores are not numbers", extra={"request": seq.request.id, "again": seq.restarted})
+        self._scheduler.restart(seq)
+        if seq.restarted:
+            return False
+        seq.restarted = True
+        if not seq.emitted:  # else they have been told
+            seq.prompt_logprobs.clear()
+        return True
 
     def blame(self, seq: Sequence, error: Exception) -> EdgemoeError:
         """Returns the error with which the request that raised `error` ends, and logs it if it is not one of ours."""

@@ -107,6 +107,11 @@ class Blocks(RuleBasedStateMachine):
                 self.kv_swap.swap_out(seq)
             self.blocks.close(seq)
 
+    @rule(seq=live)
+    def forget(self, seq: Sequence) -> None:
+        self.blocks.forget(seq.keys)
+        assert self.blocks.known(seq) == 0 or not seq.keys[: len(seq.tokens) // BLOCK_TOKENS]
+
     @rule(seq=consumes(live))
     def leave(self, seq: Sequence) -> None:
         self.blocks.close(seq)
@@ -202,6 +207,21 @@ def test_a_block_computed_twice_at_once_is_kept_once() -> None:
     assert first.blocks[0] == second.blocks[0]
     assert blocks.free == 8 - 3
     blocks.check_integrity([first, second])
+
+
+def test_what_follows_forgotten_blocks_is_not_found_either() -> None:
+    blocks = BlockManager(12, LAYERS, EXPERTS)
+    held, cached = computed(blocks, list(range(47))), computed(blocks, [*range(32), *[9] * 17])
+    blocks.close(cached)
+    blocks.forget(held.keys)
+    assert blocks.known(cached) == 0
+    held.tokens.append(99)
+    blocks.advance(held, 1)
+    blocks.check_integrity([held])
+    again = computed(blocks, [*range(47), 99, 1])
+    assert not {*again.blocks} & {*held.blocks}
+    assert blocks.known(again) == 3
+    blocks.check_integrity([held, again])
 
 
 def test_signatures_take_at_most_a_hundredth_of_the_keys_and_values_of_real_models() -> None:

@@ -195,6 +195,21 @@ def test_a_request_that_the_model_cannot_take_costs_nobody_else_a_token(alone: l
     assert [drive.tokens(f"r{n}") for n in range(len(LENGTHS))] == [tokens[:12] for tokens in alone]
 
 
+@pytest.mark.parametrize("step", [1, 9])
+def test_states_that_are_lost_once_cost_nobody_a_token(step: int, alone: list[list[int]]) -> None:
+    drive = Drive(model=stateful_model())
+    drive.model.decoder.lost = (step,)
+    for _ in range(2):
+        for n in (2, 5, 9):
+            submit(drive, n)
+        drive.run()
+        drive.model.decoder.lost = ()
+        ends = [drive.emitted.pop() for _ in range(len(drive.emitted))]
+        assert {one.finish for one in ends} == {"", "length"}
+        for n in (2, 5, 9):
+            assert [one.token for one in reversed(ends) if one.request == f"r{n}"] == alone[n][:12]
+
+
 def test_requests_that_hang_up_leave_no_slot_behind() -> None:
     drive = Drive(model=stateful_model(), blocks=20, preemption="park", output_reserve=0.0)
     for n in range(len(LENGTHS)):

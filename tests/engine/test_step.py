@@ -167,6 +167,40 @@ def test_scores_that_are_not_numbers_end_their_request_alone(
     assert {name: drive.tokens(name) for name in wanted} == wanted
 
 
+@pytest.mark.parametrize("step", [1, 9])
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_numbers_that_are_lost_once_cost_nobody_a_token(
+    prefix_cache: bool, step: int, wanted: dict[str, list[int]]
+) -> None:
+    drive = Drive(prefix_cache=prefix_cache)
+    drive.model.decoder.lost = (step,)
+    company(drive)
+    drive.run()
+    assert {name: drive.tokens(name) for name in wanted} == wanted
+
+
+def test_what_was_computed_without_numbers_is_not_found_in_the_prefix_cache() -> None:
+    drive = Drive()
+    drive.model.decoder.lost = (1, 2)
+    for name in "abc":
+        drive.submit(prompt(40), name)
+        drive.run()
+    assert drive.end("a").error_code == "not_a_number", "twice is once too often"
+    assert (drive.end("b").finish, drive.tokens("b")) == ("length", drive.tokens("c"))
+    assert [one.cached_tokens for one in drive.emitted if one.request in "bc" and not one.index] == [0, 32]
+
+
+def test_log_probabilities_of_the_prompt_are_told_anew_where_their_numbers_were_lost() -> None:
+    told = []
+    for lost in ((), (1,)):
+        drive = Drive()
+        drive.model.decoder.lost = lost
+        drive.submit(prompt(20), prompt_logprobs=1)
+        drive.run()
+        told += [one.prompt_logprobs for one in drive.emitted if one.prompt_logprobs]
+    assert told[0] == told[1]
+
+
 def test_a_failure_that_does_not_come_again_costs_nothing(wanted: dict[str, list[int]]) -> None:
     class Once(PlainDecoder):
         at: tuple[int, ...] = (2, 5, 6, 9)  # steps

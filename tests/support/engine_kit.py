@@ -98,6 +98,8 @@ class PlainExperts:
 class PlainDecoder:
     """A small Mixture-of-Experts transformer, a sequence at a time."""
 
+    lost: Sequence[int] = ()  # steps in which no number comes out as one
+
     def __init__(self, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
 
@@ -123,7 +125,8 @@ class PlainDecoder:
         return _norm(x[batch.logit_rows]) @ self.embed.T
 
     def embedded(self, batch: Batch, kv: PlainCache) -> torch.Tensor:
-        return self.embed[batch.tokens] + self.places[batch.positions]
+        x = self.embed[batch.tokens] + self.places[batch.positions]
+        return x * torch.nan if len(self.steps) in self.lost else x
 
     def _attend(self, layer: int, x: torch.Tensor, batch: Batch, kv: PlainCache) -> torch.Tensor:
         heads = (-1, HEADS.count, HEADS.dim)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from edgemoe.engine.grammar import Matcher
 
 GREEDY_BELOW = 1e-5  # a temperature under this is greedy
+NOT_A_NUMBER = "not_a_number"  # the error's code where the model's scores are none
 LEAST_LOGPROB = -9999.0  # stands for minus infinity in messages
 CANDIDATES = 256  # most probable tokens that are tried first where top_p alone limits the choice
 
@@ -69,7 +70,7 @@ def sample(logits: torch.Tensor, rows: Rows[Sequence]) -> list[Sampled | Request
 def _nothing_to_choose(best: float) -> RequestError:
     if best == -math.inf:
         return InvalidRequest("no token may come next: all are forbidden; allow some", code="invalid_request")
-    return RequestError(f"the model's scores for the next token are not numbers ({best})", code="not_a_number")
+    return RequestError(f"the model's scores for the next token are not numbers ({best})", code=NOT_A_NUMBER)
 
 
 def _tell(token: int, logprobs: torch.Tensor, count: int) -> Sampled:
