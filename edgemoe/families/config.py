@@ -6,6 +6,7 @@ A variant that the decoder does not have is refused here, by name, so that nothi
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from edgemoe.errors import CheckpointError, UnsupportedModel
@@ -26,11 +27,10 @@ def _head_dim(config: Config) -> int:
 
 
 def _window(config: Config) -> int:
-    """Returns the tokens that a token sees, 0 where they are all that a context has."""
+    """Returns the tokens that a token sees, 0 where nothing bounds them."""
     if not config.get("sliding_window") or not config.get("use_sliding_window", True):
         return 0
-    window = integer(config, "sliding_window")
-    return window if window < integer(config, "max_position_embeddings") else 0
+    return integer(config, "sliding_window")
 
 
 # What configurations call most things; a family names what it calls otherwise.
@@ -58,6 +58,8 @@ def spec_from_config(config: Config) -> ModelSpec:
     config = _decoder_part(config, family)
     heads = family.mechanism(**_read(config, HEADS, family.heads))
     rope, context_tokens = read_rope(config, family.rope, heads.dim)
+    if heads.window >= context_tokens:
+        heads = replace(heads, window=0)  # it has all that a context has
     spec = ModelSpec(
         family=family.name,
         architecture=family.architecture,

@@ -238,6 +238,14 @@ def test_a_window_as_long_as_the_context_changes_nothing() -> None:
     assert spec_from_config(MIXTRAL4 | {"sliding_window": 32768}) == spec_from_config(MIXTRAL4)
 
 
+def test_a_window_as_long_as_the_context_was_before_yarn_extended_it_is_one() -> None:
+    config = MIXTRAL4 | {"sliding_window": 32768, "rope_scaling": YARN}
+    assert transformers.AutoConfig.for_model(**config).sliding_window == 32768
+    spec = spec_from_config(config)
+    assert ({each.heads.window for each in spec.attention}, spec.context_tokens) == ({32768}, 131072)
+    assert spec_from_config({**config, "sliding_window": 131072}).attention[0].heads.window == 0
+
+
 @pytest.mark.parametrize(
     ("key", "most"),
     [
