@@ -58,7 +58,13 @@ def read_rope(config: Config, family: Mapping[str, Any], head_dim: int) -> tuple
 
 def rope_table(config: Config) -> Mapping[str, Any]:
     """Returns what a configuration says of its rotary embedding by itself. Raises CheckpointError."""
-    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    newer, older = config.get("rope_parameters"), config.get("rope_scaling")
+    if newer and older and newer != older:
+        raise CheckpointError(
+            f"config.json: rope_parameters = {str(newer)[:80]} and rope_scaling = {str(older)[:80]} differ; "
+            "write all into rope_parameters and leave rope_scaling out"
+        )
+    given = newer or older or {}
     if not isinstance(given, Mapping):
         raise CheckpointError(f"config.json: rope parameters must be a table, not {str(given)[:80]}")
     return given

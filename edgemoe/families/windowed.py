@@ -88,7 +88,7 @@ def _gemma_layer(config: Config, attention: Attention, kind: str) -> Attention:
         if config.get("attention_k_eq_v"):
             kv_count = integer(config, "num_global_key_value_heads", default=heads.kv_count)
             heads = replace(heads, kv_count=kv_count, v_is_k=True)
-    rope, _ = read_rope({**config, "rope_parameters": ropes[kind]}, {}, heads.dim)
+    rope, _ = read_rope({**config, "rope_parameters": ropes[kind], "rope_scaling": None}, {}, heads.dim)
     return Attention(heads, rope)
 
 

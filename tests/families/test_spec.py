@@ -228,6 +228,13 @@ def test_nonsense_is_refused(change: dict[str, Any]) -> None:
         spec_from_config(QWEN4 | change)
 
 
+def test_two_tables_of_the_rotary_embedding_must_say_the_same() -> None:
+    given = {"rope_type": "default", "rope_theta": 1e6}
+    with pytest.raises(CheckpointError, match=r"rope_parameters = .*default.* and rope_scaling = .*yarn"):
+        spec_from_config(QWEN4 | {"rope_parameters": given, "rope_scaling": YARN})
+    assert spec_from_config(QWEN4 | {"rope_parameters": YARN, "rope_scaling": YARN}).context_tokens == 131072
+
+
 def test_a_window_is_that_of_every_layer() -> None:
     spec = spec_from_config(QWEN4 | {"use_sliding_window": True, "sliding_window": 4096})
     assert {attention.heads.window for attention in spec.attention} == {4096}
