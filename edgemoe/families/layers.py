@@ -61,6 +61,19 @@ def by_type(config: Config, attention: Attention) -> tuple[Attention, ...]:
         layers = layer_count(config)
         first = integer(config, "max_window_layers", default=layers)
         kinds = [FULL] * min(first, layers) + [SLIDING] * (layers - first)
+    return _by_kind(kinds, attention)
+
+
+def by_type_below(config: Config, attention: Attention) -> tuple[Attention, ...]:
+    """As `by_type`, but that older configurations mean every other layer below `max_window_layers`, the first too."""
+    kinds = stated_kinds(config, "layer_types", (FULL, SLIDING))
+    if kinds is None:
+        layers, end = layer_count(config), integer(config, "max_window_layers", default=28)
+        kinds = [FULL if layer % 2 or layer >= end else SLIDING for layer in range(layers)]
+    return _by_kind(kinds, attention)
+
+
+def _by_kind(kinds: list[str], attention: Attention) -> tuple[Attention, ...]:
     full = replace(attention, heads=replace(attention.heads, window=0))
     return tuple(full if kind == FULL else attention for kind in kinds)
 

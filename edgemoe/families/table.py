@@ -20,7 +20,7 @@ from edgemoe.families.family import (
     limited,
 )
 from edgemoe.families.latent import LATENT, LatentHeads
-from edgemoe.families.layers import by_type, outside_interval, sparse_steps, typed_layers
+from edgemoe.families.layers import by_type, by_type_below, outside_interval, sparse_steps, typed_layers
 from edgemoe.families.read import choice, flag, inverse, number, same, times, whole
 from edgemoe.families.records import Names
 from edgemoe.families.windowed import alternating, clamped_swiglu, gemma, root_of_hidden
@@ -77,7 +77,7 @@ FAMILIES: dict[str, Family] = {
             name="qwen2_moe",
             architecture="Qwen2MoeForCausalLM",
             names=Names(renames=(SHARED_EXPERT,)),
-            layers=by_type,
+            layers=by_type_below,
             heads={"qkv_bias": flag("qkv_bias", default=True)},
             feed_forward={
                 "dense_layers": sparse_steps,
@@ -167,7 +167,7 @@ FAMILIES: dict[str, Family] = {
                 skipped=("model\\.mtp_",),
             ),
             heads={"qkv_bias": choice("use_bias", {False: False}, default=False)},
-            rope={"interleaved": True},
+            rope={"interleaved": True, "theta": 5e5},
             router={
                 "experts": whole("moe_num_experts"),
                 "top_k": whole("moe_k"),

@@ -9,12 +9,15 @@ import pytest
 import torch
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.hunyuan_v1_moe.modeling_hunyuan_v1_moe import HunYuanMoEV1RotaryEmbedding
 
 from edgemoe.errors import CheckpointError, UnsupportedModel
 from edgemoe.families.config import spec_from_config
+from edgemoe.families.family import Family
+from edgemoe.families.layers import SLIDING
 from edgemoe.families.records import Attention, Block, FeedForward, Heads, Names, RopeSpec, RouterSpec
-from edgemoe.families.rope_config import read_rope
+from edgemoe.families.rope_config import THETA, read_rope
 from edgemoe.families.spec import ModelSpec, dense_shapes
 from edgemoe.families.table import FAMILIES, REFUSED
 from edgemoe.model.rope import frequencies
@@ -161,19 +164,33 @@ def test_hunyuans_dynamic_alpha_turns_as_in_transformers() -> None:
     assert (rope.attention_factor, context_tokens) == (1.0, config.max_position_embeddings)
 
 
-def test_layers_from_the_one_that_is_named_on_have_a_window_where_no_types_are_said() -> None:
-    qwen2 = {
+@pytest.mark.parametrize("architecture", ["Qwen2MoeForCausalLM", "Dots1ForCausalLM"])
+def test_where_no_types_are_said_those_layers_have_a_window_that_have_one_in_transformers(architecture: str) -> None:
+    config = {
         **QWEN4,
-        "architectures": ["Qwen2MoeForCausalLM"],
-        "model_type": "qwen2_moe",
+        "architectures": [architecture],
+        "model_type": FAMILIES[architecture].name,
         "shared_expert_intermediate_size": 64,
+        "n_routed_experts": 128,
         "use_sliding_window": True,
         "sliding_window": 4096,
+        "max_window_layers": 28,
     }
-    windows = [each.heads.window for each in spec_from_config({**qwen2, "max_window_layers": 28}).attention]
-    assert windows == [0] * 28 + [4096] * 20
+    kinds = transformers.AutoConfig.for_model(**config).layer_types
+    windows = [each.heads.window for each in spec_from_config(config).attention]
+    assert windows == [4096 * (kind == SLIDING) for kind in kinds]
+    assert {*windows} == {0, 4096}
     with pytest.raises(UnsupportedModel, match="layer_types"):
-        spec_from_config({**qwen2, "layer_types": [["full_attention"]] * 48})
+        spec_from_config({**config, "layer_types": [["full_attention"]] * 48})
+
+
+@pytest.mark.parametrize(
+    "family",
+    [each for each in FAMILIES.values() if "gemma" not in each.name and not each.section],
+    ids=lambda each: each.name,
+)
+def test_a_theta_that_is_not_said_is_that_of_transformers(family: Family) -> None:
+    assert family.rope.get("theta", THETA) == CONFIG_MAPPING[family.name].default_theta
 
 
 def test_yarn_extends_the_context() -> None:
