@@ -20,6 +20,7 @@ from edgemoe.types.step import BLOCK_TOKENS
 
 TYPICAL_TOKENS = 1024  # prompt and answer of a typical request, for the default KV budget
 KV_SHARE = 0.25  # the default KV budget takes at most this part of what dense weights leave
+KV_SWAP_SHARE = 4  # the share of KV memory for swapping: one byte in so many of KV (a GPU's: of the host's headroom)
 LEAST_SLOTS = 3  # of states: the first token's, one to read and one to write
 
 
@@ -52,6 +53,7 @@ class Budgets:
 
     dense_bytes: int
     kv_bytes: int
+    kv_swap_bytes: int  # in host RAM for paused sequences; on a cpu they are a part of `kv_bytes`
     ram_bytes: int  # expert slab in host RAM
     devices: tuple[DeviceBudget, ...]
     threads: int
@@ -104,6 +106,10 @@ def resolve_budgets(settings: Settings, machine: Machine, needs: ModelNeeds) -> 
     kv_bytes, state_slots = _sequences(settings, needs, first_free, context_tokens)
     state_bytes = state_slots * needs.state_bytes
     taken = kv_bytes + state_bytes
+    kv_swap_bytes = (settings.memory.headroom_bytes if on_gpu else kv_bytes) // KV_SWAP_SHARE
+    if settings.engine.preemption != "park":
+        kv_swap_bytes = 0
+    context_bytes = kv_bytes - (0 if on_gpu else kv_swap_bytes)
     ram_bytes = _slots_bytes(
         settings.memory.ram_bytes,
         host_free - (0 if on_gpu else taken),
@@ -118,10 +124,11 @@ def resolve_budgets(settings: Settings, machine: Machine, needs: ModelNeeds) -> 
     return Budgets(
         dense_bytes=dense_bytes,
         kv_bytes=kv_bytes,
+        kv_swap_bytes=kv_swap_bytes,
         ram_bytes=ram_bytes,
         devices=tuple(slabs),
         threads=settings.engine.threads or machine.cpus,
-        context_tokens=min(context_tokens, kv_bytes // needs.kv_bytes_per_token),
+        context_tokens=min(context_tokens, context_bytes // needs.kv_bytes_per_token),
         containment=_containment(settings, ram_bytes, slabs, needs),
         experts=needs.experts,
         state_slots=state_slots,

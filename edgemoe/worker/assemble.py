@@ -52,7 +52,6 @@ log = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 MISSING_EXPERT_TIMEOUT_CALLS = 2  # time-outs of expert calls for which a request waits for a missing expert
-KV_SWAP_SHARE = 4  # the share of KV memory for swapping: one byte in so many of KV (a GPU's: of the host's headroom)
 
 
 class Say(Protocol):
@@ -243,12 +242,9 @@ def _engine(
     watchers: Watchers,
 ) -> Engine:
     spec, on_gpu = decoder.spec, decoder.device.type == "cuda"
-    kv_swap_bytes = (settings.memory.headroom_bytes if on_gpu else budgets.kv_bytes) // KV_SWAP_SHARE
-    if settings.engine.preemption != "park":
-        kv_swap_bytes = 0
     signature_bytes = spec.geometry.layers * spec.geometry.experts
     block_bytes = BLOCK_TOKENS * spec.kv_bytes_per_token + signature_bytes
-    kv_blocks = (budgets.kv_bytes - (0 if on_gpu else kv_swap_bytes)) // block_bytes
+    kv_blocks = (budgets.kv_bytes - (0 if on_gpu else budgets.kv_swap_bytes)) // block_bytes
     if not kv_blocks:
         raise CapacityError(f"{budgets.kv_bytes} bytes hold no block of KV; raise memory.kv_bytes")
     states = StateCache.of(spec, budgets.state_slots, decoder.device)
@@ -257,7 +253,7 @@ def _engine(
     return Engine(
         LoadedModel(spec, decoder, tiers.experts, cache, decoder.device, grammars),
         settings.engine,
-        EngineBudget(kv_blocks, budgets.context_tokens, kv_swap_bytes, budgets.state_slots, timeout_s),
+        EngineBudget(kv_blocks, budgets.context_tokens, budgets.kv_swap_bytes, budgets.state_slots, timeout_s),
         emit,
         watchers=watchers,
     )

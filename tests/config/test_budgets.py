@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -59,6 +60,14 @@ def test_a_stated_budget_holds_blocks_and_states_or_is_refused() -> None:
     assert few.state_slots == 4
     with pytest.raises(CapacityError, match=r"keys, values and states: .* set memory\.kv_bytes"):
         resolve_budgets(settings(kv_bytes=3 * STATE), HOST, needs)
+
+
+@pytest.mark.parametrize(("way", "tokens"), [("recompute", 1600), ("park", 1200)])
+def test_on_a_cpu_what_paused_sequences_take_is_not_promised_to_the_context(way: Any, tokens: int) -> None:
+    chosen = Settings(engine=EngineSettings(preemption=way), memory=MemorySettings(kv_bytes=100 << 20))
+    found = resolve_budgets(chosen, HOST, NEEDS)
+    assert (found.context_tokens, found.kv_bytes) == (tokens, 100 << 20)
+    assert resolve_budgets(chosen, GPU_HOST, NEEDS).context_tokens == 1600
 
 
 def test_a_slab_never_exceeds_the_model() -> None:
