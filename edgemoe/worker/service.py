@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -57,7 +58,6 @@ STATS_S = 0.5
 JOIN_S = 3.0  # that the step in progress has to end when the engine is stopped
 WARM_UP = "\0warm-up"  # no front's request has such a name
 WARM_UP_TOKENS = 80  # of prompt: more than a decode-sized batch
-WARM_UP_S = 240.0
 MESSAGE_CHARS = 4000
 
 
@@ -141,11 +141,14 @@ class Worker:
             await asyncio.sleep(until_tick(STATS_S))
 
     async def _warm_up(self, assembly: Assembly) -> None:
-        """Runs a request through prefill and decode, so that everything made at first use exists before Ready."""
+        """Runs a request through prefill and decode, so that everything made at first use exists before Ready.
+
+        It has all the time that it takes: from a slow disk, that is minutes.
+        """
         self._say("warm-up")
         prompt = (0,) * min(WARM_UP_TOKENS, assembly.engine.limits.context_tokens - 4)
         request = Request(id=WARM_UP, prompt=prompt, sampling=Sampling(temperature=0.0, max_tokens=4), seed=0)
-        assembly.engine.loop.submit(request, (), 1, WARM_UP_S)
+        assembly.engine.loop.submit(request, (), 1, math.inf)
         end = await self._warm
         if self._side is not None and end.error_code == "missing_expert":
             log.warning("not warmed up: the boxes that have the other experts are not here yet")
