@@ -48,7 +48,7 @@ class Matcher:
 
 
 class Grammars:
-    """Compiles grammars on a thread of its own, so that a complex one delays its own request only."""
+    """Compiles grammars on a thread of its own, one by one: a complex one delays those after it, but no step."""
 
     def __init__(self, tokenizer: LLTokenizer) -> None:
         self._tokenizer = tokenizer

@@ -161,8 +161,8 @@ class StepLoop:
 
     def _compile(self, seq: Sequence) -> None:
         if (grammar := seq.sampling.grammar) is not None and self._grammars is not None:
-            compiling = self._grammars.matcher(grammar, seq.tokens[seq.prompt_tokens :])
-            compiling.add_done_callback(lambda future: self._inbox.put(lambda: self._compiled(seq, future)))
+            seq.compiling = self._grammars.matcher(grammar, seq.tokens[seq.prompt_tokens :])
+            seq.compiling.add_done_callback(lambda future: self._inbox.put(lambda: self._compiled(seq, future)))
 
     def _compiled(self, seq: Sequence, compiling: Future[Matcher]) -> None:
         if self._requests.get(seq.request.id) is not seq or compiling.cancelled():

@@ -104,12 +104,14 @@ class Scheduler:
         return refused
 
     def remove(self, seq: Sequence) -> None:
-        """Removes `seq` from its queue and frees its blocks and swapped blocks."""
+        """Removes `seq` from its queue, frees its blocks and swapped blocks, and has its grammar compiled no more."""
         (self.running if seq.blocks else self.waiting).remove(seq)
         self._blocks.close(seq)
         if self._kv_swap:
             self._kv_swap.drop(seq)
         self.fairness.leave(seq.user)
+        if seq.compiling:
+            seq.compiling.cancel()
 
     def restart(self, seq: Sequence) -> None:
         """Has `seq` computed again from its first token, and nobody go on from what it has computed."""

@@ -14,6 +14,8 @@ from edgemoe.types.request import Request, Sampling, TokenLogprob
 from edgemoe.types.step import BLOCK_TOKENS
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     from edgemoe.engine.grammar import Matcher
     from edgemoe.engine.kv_swap import SwappedBlocks
 
@@ -46,6 +48,7 @@ class Sequence:
         self.cached_tokens: int | None = None  # supplied by the prefix cache at the first admission
         self.started = False  # has been admitted once
         self.ready = request.sampling.grammar is None  # its grammar, if it has one, is compiled
+        self.compiling: Future[Matcher] | None = None
         self.matcher: Matcher | None = None  # its position in the grammar
         self.restarted = False  # has been computed again because its scores were no numbers
         self.swapped: SwappedBlocks | None = None

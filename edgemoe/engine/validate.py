@@ -10,6 +10,8 @@ from edgemoe.errors import InvalidRequest
 from edgemoe.types.bounds import MAX_LOGPROBS
 from edgemoe.types.request import Request, RequestLimits
 
+MAX_GRAMMAR_CHARS = 1 << 22  # serialised; that is a few times what a front makes of the longest one that it takes
+
 
 def check_request(request: Request, emitted: Sequence[int], limits: RequestLimits, *, grammars: bool) -> None:
     """Checks the request and the tokens emitted so far. Raises InvalidRequest, which names the field at fault.
@@ -40,7 +42,10 @@ def check_request(request: Request, emitted: Sequence[int], limits: RequestLimit
         raise _invalid(
             "logprobs", f"are of more than {MAX_LOGPROBS} tokens with those of the prompt; shorten the prompt"
         )
-    if request.sampling.grammar is not None and not grammars:
+    grammar = request.sampling.grammar
+    if grammar is not None and len(grammar) > MAX_GRAMMAR_CHARS:
+        raise _invalid("response_format", f"makes a grammar longer than {MAX_GRAMMAR_CHARS} characters; shorten it")
+    if grammar is not None and not grammars:
         raise _invalid("response_format", "cannot be followed: the model's tokenizer does not say what its tokens are")
 
 

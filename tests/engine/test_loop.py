@@ -15,9 +15,11 @@ from support.engine_kit import SPEC, Drive, prompt
 from support.waiting import wait_until
 from test_sampler import SCHEMA, byte_tokenizer
 
+from edgemoe.api.generate.grammar import MAX_GRAMMAR_BYTES
 from edgemoe.engine.grammar import Grammars
-from edgemoe.errors import MissingExpert
-from edgemoe.types.request import Emission
+from edgemoe.engine.validate import MAX_GRAMMAR_CHARS, check_request
+from edgemoe.errors import InvalidRequest, MissingExpert
+from edgemoe.types.request import Emission, Request, RequestLimits, Sampling
 from edgemoe.types.routing import StepRouting
 from edgemoe.types.step import BLOCK_TOKENS
 
@@ -429,6 +431,44 @@ def test_a_broken_grammar_fails_its_request_only() -> None:
     assert drive.end("bad").error_code == "invalid_grammar"
     assert drive.end("good").finish == "length"
     drive.engine.close()
+
+
+def test_a_grammar_of_a_request_that_is_over_is_not_compiled() -> None:
+    gate, begun, compiled = threading.Event(), threading.Event(), list[str]()
+
+    class Slow(Grammars):
+        def _compile(self, grammar: str) -> LLMatcher:
+            begun.set()
+            assert gate.wait(20)
+            compiled.append(grammar)
+            return super()._compile(grammar)
+
+    first, *others, last = (str(LLMatcher.grammar_from_regex(f"[0-9]{{{n}}}")) for n in range(3, 7))
+    drive = Drive(grammars=Slow(byte_tokenizer()[1]))
+    drive.submit(name="first", grammar=first)
+    drive.step()
+    assert begun.wait(20)
+    drive.submit(name="cancelled", grammar=others[0])
+    drive.submit(name="late", grammar=others[1], remaining_s=0.05)
+    drive.step()
+    drive.engine.loop.cancel("cancelled", 1)
+    drive.submit(name="last", grammar=last)
+    drive.step()
+    assert drive.end("late").error_code == "deadline_exceeded"
+    gate.set()
+    wait_until(lambda: any(one.request == "last" and one.finish for one in drive.emitted), meanwhile=drive.step)
+    assert compiled == [first, last]
+    drive.engine.close()
+
+
+def test_a_grammar_that_no_front_makes_is_refused() -> None:
+    assert MAX_GRAMMAR_CHARS >= 2 * MAX_GRAMMAR_BYTES
+    limits = RequestLimits(SPEC.context_tokens, SPEC.vocab)
+    longest = Request(id="r", prompt=(1,), sampling=Sampling(grammar="x" * MAX_GRAMMAR_CHARS), seed=0)
+    check_request(longest, [], limits, grammars=True)
+    longer = Request(id="r", prompt=(1,), sampling=Sampling(grammar="x" * (MAX_GRAMMAR_CHARS + 1)), seed=0)
+    with pytest.raises(InvalidRequest, match="longer than"):
+        check_request(longer, [], limits, grammars=True)
 
 
 # --- the thread
