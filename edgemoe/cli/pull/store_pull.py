@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
@@ -19,6 +19,7 @@ log = logging.getLogger(__name__)
 LANES = 2  # pieces that come from one box at once
 RETRY_S, LOOK_S = 1.0, 5.0
 STALLED_S = 30.0  # without a byte from any box
+MOST_REFUSALS = 3  # of one piece by one box, which then counts as damaged there
 SAVE_S = 2.0  # between manifests, at least
 MOST_SMALL_BYTES = 64 << 20
 
@@ -30,6 +31,8 @@ class StorePull:
         self._finder, self._boxes, self._store, self._progress = finder, boxes, store, progress
         self._todo: deque[ExpertPiece] = deque()
         self._bad: dict[str, set[str]] = {}  # a piece's checksum -> boxes where it is damaged
+        self._refusals: Counter[tuple[str, str]] = Counter()  # by a piece's checksum and box
+        self._dense_header = b""
         self._under_way = 0
         self._dense = not store.has_base
         self._saved_s = self._heard_s = time.monotonic()
@@ -80,22 +83,23 @@ class StorePull:
 
     async def _take(self, box: StoreBox, piece: ExpertPiece) -> None:
         self._under_way += 1
-        came = 0
+        what, came = f"expert {piece.expert} of layer {piece.layer}", 0
 
         def take(offset: int, part: memoryview) -> None:
             nonlocal came
             self._store.write(piece, offset, part)
             came += len(part)
-            self._tell(len(part))
+            self._hear(len(part))
 
         kept = False
         try:
             await self._finder.pieces.large(box.peer.node, piece.digest, piece.bytes, take)
             kept = await asyncio.to_thread(self._store.accept, piece)
             if not kept:
-                self._damaged(box, piece.digest, f"expert {piece.expert} of layer {piece.layer}")
+                self._damaged(box, piece.digest, what)
         except PeerRefused:
             box.has.discard(piece.digest)
+            self._refused(box, piece.digest, what)
             raise
         finally:
             self._under_way -= 1
@@ -108,6 +112,13 @@ class StorePull:
     def _damaged(self, box: StoreBox, digest: str, what: str) -> None:
         self._bad.setdefault(digest, set()).add(box.peer.node)
         log.error("a piece is damaged there; it is taken from another box", extra={"box": box.peer.node, "piece": what})
+
+    def _refused(self, box: StoreBox, digest: str, what: str) -> None:
+        """Counts what may be there later, or cannot be read there."""
+        key = digest, box.peer.node
+        self._refusals[key] += 1
+        if self._refusals[key] == MOST_REFUSALS:
+            self._damaged(box, digest, what)
 
     # --- dense weights, headers, copied files -----------------------------------------------------------------
 
@@ -129,25 +140,32 @@ class StorePull:
     async def _take_dense(self, box: StoreBox) -> None:
         store, entry = self._store, self._store.whole.dense
         self._under_way += 1
-        done = store.has_dense
+        done, came = store.has_dense, 0
+
+        def take(_: int, part: memoryview) -> None:
+            nonlocal came
+            store.add_dense(part)
+            came += len(part)
+            self._hear(len(part))
+
         try:
             if not done:
-                header = await self._small(box, entry.header, entry.file)
-                start = store.begin_dense(header)
+                header = self._dense_header = self._dense_header or await self._small(box, entry.header, entry.file)
+                start = came = store.begin_dense(header)
                 self._tell(start)
-
-                def take(_: int, part: memoryview) -> None:
-                    store.add_dense(part)
-                    self._tell(len(part))
-
                 size = entry.bytes - len(header)
                 await self._finder.pieces.large(box.peer.node, entry.xxh3_128, size, take, start)
                 done = await asyncio.to_thread(store.finish_dense, len(header))
                 if not done and not start:  # else the first part came from another
                     self._damaged(box, entry.xxh3_128, entry.file)
+        except PeerRefused:
+            self._refused(box, entry.xxh3_128, entry.file)
+            raise
         finally:
             self._under_way -= 1
             self._dense = not done
+            if not done:
+                self._tell(-came)
 
     async def _from_any(self, work: Callable[[StoreBox], Awaitable[None]]) -> None:
         """Has one box after the other do it until one has. Raises what the last one raised."""
@@ -183,7 +201,7 @@ class StorePull:
                 )
 
     async def _all_came(self) -> None:
-        """Returns when nothing is to come, or what is left is damaged wherever it is, or nowhere."""
+        """Returns when nothing is to come, or what is left is damaged wherever it is."""
         while True:
             await asyncio.sleep(0.05)
             if self._under_way:
@@ -195,10 +213,15 @@ class StorePull:
                 return
 
     def _is_bad_everywhere(self, digest: str) -> bool:
-        return self._bad.get(digest, set()) >= {box.peer.node for box in self._boxes}
+        bad, is_dense = self._bad.get(digest, set()), digest == self._store.whole.dense.xxh3_128
+        nodes = {box.peer.node for box in self._boxes if is_dense or digest in box.has}
+        return bool(bad) and bad >= nodes | {node for refused, node in self._refusals if refused == digest}
+
+    def _hear(self, more_bytes: int) -> None:
+        self._heard_s = time.monotonic()
+        self._tell(more_bytes)
 
     def _tell(self, more_bytes: int) -> None:
-        self._heard_s = time.monotonic()
         self._done_bytes += more_bytes
         self._progress(min(self._done_bytes, self._total_bytes), self._total_bytes)
 

@@ -22,7 +22,7 @@ from support.checkpoints import partial_store, tiny_checkpoint
 from support.etcd_process import free_ports
 from support.waiting import until
 
-from edgemoe.cli.pull import peers
+from edgemoe.cli.pull import peers, store_pull
 from edgemoe.cli.pull.peers import pull
 from edgemoe.cluster.data.messages import BULK, BulkMessage, FetchPiece
 from edgemoe.cluster.data.store_fetch import Pace, StorePieceServer
@@ -202,6 +202,43 @@ async def test_what_is_damaged_everywhere_is_told_and_all_else_is_kept(
         with pytest.raises(StoreError, match=r"1 experts are damaged on every box that has them \(a, b\)"):
             await made.pull()
         assert describe(made.stores_dir / NAME).state == "17 of 18 experts"
+
+
+@pytest.mark.parametrize(
+    ("part", "told"),
+    [
+        ("expert", r"1 experts are damaged on every box that has them \(a\)"),
+        ("dense", "the dense weights are damaged on every box"),
+    ],
+)
+async def test_what_cannot_be_read_on_the_only_box_that_has_it_ends_the_pull(
+    tmp_path: Path, copy_of: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, part: str, told: str
+) -> None:
+    for wait in ("RETRY_S", "LOOK_S"):
+        monkeypatch.setattr(store_pull, wait, 0.01)
+    async with house(tmp_path, a=copy_of("a")) as made:
+        manifest, pieces = made.boxes["a"].manifest, made.boxes["a"].pieces
+        unreadable = manifest.entry(1, 2).xxh3_128 if part == "expert" else manifest.dense.xxh3_128
+        serve = pieces.serve
+
+        async def broken(asked: FetchPiece) -> Answer[BulkMessage]:
+            if asked.digest == unreadable:
+                raise StoreError("Input/output error")
+            return await serve(asked)
+
+        monkeypatch.setattr(pieces, "serve", broken)
+        with pytest.raises(StoreError, match=told):
+            await asyncio.wait_for(made.pull(), 20)
+        monkeypatch.undo()
+        assert verify(await made.pull()) == []
+
+
+async def test_a_damaged_expert_that_one_box_alone_has_names_it(tmp_path: Path, copy_of: Callable[..., Path]) -> None:
+    bad = copy_of("a")
+    flip(bad / Manifest.load(bad).layers[0].file, Manifest.load(bad).entry(0, 0).offset)
+    async with house(tmp_path, a=bad, b=copy_of("b", 5 / 6)) as made:
+        with pytest.raises(StoreError, match=r"1 experts are damaged on every box that has them \(a\)"):
+            await asyncio.wait_for(made.pull(), 20)
 
 
 async def test_a_box_that_goes_while_it_gives_costs_nothing(tmp_path: Path, copy_of: Callable[..., Path]) -> None:
