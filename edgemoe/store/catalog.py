@@ -30,6 +30,7 @@ from edgemoe.types.experts import padded
 from edgemoe.types.model_info import commonest_first, encodings_text
 
 P = ParamSpec("P")
+UNFINISHED = "unfinished: pack or pull it again to go on"
 
 
 @contextmanager
@@ -92,6 +93,8 @@ def store_of(model: ModelSettings, progress: Callable[[str], AbstractContextMana
         path = resolve(model.path, model.store_dir)
     if not is_store(path):
         check_tokenizer(path)
+    elif not (path / MANIFEST).is_file():
+        raise StoreError(f"{path} is {UNFINISHED}")
     with progress(f"packing {path.name}") as advance:
         store = ensure_store(path, model.store_dir, advance)
     return msgspec.structs.replace(model, path=str(store.absolute()), name=model.name or Manifest.load(store).name)
@@ -139,7 +142,7 @@ def describe(path: Path) -> StoreCard:
     """Returns what a list says of a store."""
     known: dict[str, Any] = {"path": str(path), "last_used_s": last_used_s(path), "in_use": is_in_use(path)}
     if not (path / MANIFEST).is_file():
-        return StoreCard(**known, state="unfinished: pack or pull it again to go on")
+        return StoreCard(**known, state=UNFINISHED)
     try:
         manifest = Manifest.load(path)
         spec = spec_of(manifest)

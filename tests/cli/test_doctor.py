@@ -86,6 +86,18 @@ def test_a_damaged_store_is_found(home: Path, capsys: pytest.CaptureFixture[str]
     assert (status, "layer_000" in found["store"]["said"]) == (1, True)
 
 
+@pytest.mark.parametrize("words", [(), ("--verify",)])
+def test_a_store_that_is_still_packed_or_pulled_is_no_fault(
+    home: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
+) -> None:
+    begun = home / "edgemoe/stores/begun"
+    begun.mkdir()
+    (begun / "packing.json").write_text("{}")
+    status, found = examined(capsys, *words)
+    assert (status, found["store"]["state"]) == (0, "warning")
+    assert "begun is unfinished" in found["store"]["said"]
+
+
 def test_a_clock_that_is_behind_is_found(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     manifest = home / "edgemoe/stores/demo/manifest.json"
     later = manifest.stat().st_mtime + 86400

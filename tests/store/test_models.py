@@ -175,6 +175,13 @@ def test_a_checkpoint_that_could_not_be_served_is_refused_before_it_is_packed(
     assert not (tmp_path / "stores").exists()
 
 
+def test_a_store_that_is_unfinished_is_told_from_a_checkpoint(store: Path) -> None:
+    (store / MANIFEST).rename(store / JOURNAL)
+    for settings in (ModelSettings(path=str(store)), ModelSettings(path=store.name, store_dir=str(store.parent))):
+        with pytest.raises(StoreError, match=f"{store.name} is unfinished: pack or pull it again"):
+            models.store_of(settings, show_progress)
+
+
 def test_a_store_given_by_its_path_is_served_under_the_name_in_its_manifest(store: Path) -> None:
     named = models.store_of(ModelSettings(path=str(store)), show_progress)
     assert named.name == Manifest.load(store).name

@@ -115,6 +115,9 @@ def stores(settings: Settings, *, verify: bool) -> Iterator[Finding]:
     path = Path(settings.model.path)
     found = [path] if settings.model.path and catalog.is_store(path) else catalog.find_stores(settings.model.store_dir)
     for store in found:
+        if not (store / MANIFEST).is_file():
+            yield Finding("store", "warning", f"{store.name} is {catalog.UNFINISHED}")
+            continue
         try:
             faults: list[EdgemoeError] = [*catalog.verify(store)] if verify else []
             if not verify:
