@@ -28,9 +28,10 @@ class WantedEncodings:
         layers = []
         for other in others:
             layer, equals, name = other.strip().partition("=")
-            if not equals or not (layer in ("first", "last") or layer.isdecimal()):
+            is_number = layer.isascii() and layer.isdecimal()
+            if not equals or not (layer in ("first", "last") or is_number):
                 raise ConfigError(f"--experts: {other!r} is no LAYER=ENCODING, such as first=int8, last=int8 or 3=int8")
-            layers.append((layer, _choice(name, "--experts")))
+            layers.append((str(int(layer)) if is_number else layer, _choice(name, "--experts")))
         return cls(_choice(usual, "--experts"), _choice(dense, "--dense"), tuple(sorted(layers)))
 
     def of_layer(self, layer: int, layers: int) -> str:
@@ -39,7 +40,7 @@ class WantedEncodings:
         for key in named:
             if key.isdecimal() and int(key) >= layers:
                 raise ConfigError(f"--experts: there is no layer {key} with experts; it has {layers}, from 0 on")
-        ends = {0: named.get("first"), layers - 1: named.get("last")}
+        ends = {at: named[end] for end, at in (("first", 0), ("last", layers - 1)) if end in named}
         return named.get(str(layer)) or ends.get(layer) or self.experts
 
     def allows(self, found: Manifest, geometry: ExpertGeometry, is_quantised: bool) -> bool:

@@ -132,7 +132,15 @@ def test_a_store_of_version_1_is_found_and_served_as_it_is(source: Path, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("experts", "dense"), [("int5", "keep"), ("int4,int8", "keep"), ("int4,last", "keep"), ("keep", "fp8"), ("", "")]
+    ("experts", "dense"),
+    [
+        ("int5", "keep"),
+        ("int4,int8", "keep"),
+        ("int4,last", "keep"),
+        ("int4,٣=int8", "keep"),
+        ("keep", "fp8"),
+        ("", ""),
+    ],
 )
 def test_an_encoding_that_there_is_not_is_refused(experts: str, dense: str) -> None:
     with pytest.raises(ConfigError, match=r"--experts|--dense"):
@@ -232,6 +240,17 @@ def test_scales_of_groups_that_are_too_small_to_keep_are_refused_and_encoded_ane
     with pytest.raises(UnsupportedModel, match="--experts int8"):
         pack(source, tmp_path / "store")
     assert pack(source, tmp_path / "store", wanted=WantedEncodings.parse("int8", "keep")).encodings[:3] == ("int8",) * 3
+
+
+def test_a_layer_is_the_same_however_its_number_is_written() -> None:
+    wanted = WantedEncodings.parse("int4,02=int8", "keep")
+    assert wanted == WantedEncodings.parse("int4,2=int8", "keep")
+    assert [wanted.of_layer(layer, 4) for layer in range(4)] == ["int4", "int4", "int8", "int4"]
+
+
+@pytest.mark.parametrize("end", ["first", "last"])
+def test_the_only_layer_is_the_first_and_the_last(end: str) -> None:
+    assert WantedEncodings.parse(f"int4,{end}=int8", "keep").of_layer(0, 1) == "int8"
 
 
 def test_a_wanted_encoding_names_each_layer() -> None:
