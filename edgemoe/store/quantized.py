@@ -28,12 +28,19 @@ def quantisation(config: Mapping[str, Any]) -> Any:
 
 
 def check_method(config: Mapping[str, Any]) -> None:
-    """Raises UnsupportedModel where `quantization_config` tells of something that cannot be read, saying what."""
+    """Raises UnsupportedModel where `quantization_config` tells of something that cannot be read, saying what.
+
+    Raises CheckpointError where it has something else in the place of a table.
+    """
     given = quantisation(config)
-    if not isinstance(given, Mapping):
-        raise CheckpointError(f"config.json: quantization_config must be a table, not {str(given)[:80]!r}")
+    _demand_table("quantization_config", given)
     if not given:
         return
+    for name in ("config_groups", "sparsity_config"):
+        _demand_table(name, given.get(name) or {})
+    for name, group in (given.get("config_groups") or {}).items():
+        _demand_table(f"config_groups.{name}", group)
+        _demand_table(f"config_groups.{name}.weights", group.get("weights") or {})
     method = str(given.get("quant_method"))[:80]
     if method not in METHODS:
         raise UnsupportedModel(f"weights quantised by {method} cannot be read; have {', '.join(METHODS)}, and none")
@@ -42,10 +49,13 @@ def check_method(config: Mapping[str, Any]) -> None:
             raise UnsupportedModel(f"compressed-tensors with {why} cannot be read")
 
 
+def _demand_table(name: str, found: object) -> None:
+    if not isinstance(found, Mapping):
+        raise CheckpointError(f"config.json: {name[:80]} must be a table, not {str(found)[:80]!r}")
+
+
 def _compressed_faults(given: Mapping[str, Any]) -> list[str]:
     groups = given.get("config_groups") or {}
-    if not isinstance(groups, Mapping) or not all(isinstance(group, Mapping) for group in groups.values()):
-        raise CheckpointError("config.json: config_groups must be a table of tables")
     faults = []
     for about in (given, *groups.values()):
         if (form := about.get("format")) is not None and form not in FORMATS:

@@ -24,6 +24,7 @@ from edgemoe.errors import CheckpointError, ConfigError, StoreError, Unsupported
 from edgemoe.store.consistency import spec_of
 from edgemoe.store.manifest import JOURNAL, MANIFEST, Manifest
 from edgemoe.store.packer import ensure_store, pack
+from edgemoe.store.quantized import check_method
 from edgemoe.store.reader import ExpertStore
 from edgemoe.store.verify import verify_weights
 from edgemoe.store.wanted import WantedEncodings
@@ -233,6 +234,21 @@ def test_what_cannot_be_read_is_refused_by_name_before_a_byte_is_written(
     with pytest.raises(UnsupportedModel, match=named):
         pack(source, tmp_path / "store")
     assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize("method", ["fp8", "compressed-tensors"])
+@pytest.mark.parametrize(
+    ("about", "named"),
+    [
+        ({"config_groups": ["x"]}, "config_groups must"),
+        ({"config_groups": {"a": "x"}}, "config_groups.a must"),
+        ({"config_groups": {"a": {"weights": "x"}}}, "config_groups.a.weights must"),
+        ({"sparsity_config": "x"}, "sparsity_config must"),
+    ],
+)
+def test_what_should_be_a_table_and_is_none_is_refused_by_name(method: str, about: dict[str, Any], named: str) -> None:
+    with pytest.raises(CheckpointError, match=f"{named} be a table, not "):
+        check_method({"quantization_config": {"quant_method": method, **about}})
 
 
 def test_scales_of_groups_that_are_too_small_to_keep_are_refused_and_encoded_anew(source: Path, tmp_path: Path) -> None:
