@@ -13,7 +13,7 @@ from edgemoe.store.arriving import arriving_store, pack_arrived
 from edgemoe.store.checkpoint import Checkpoint, check_tokenizer
 from edgemoe.store.files import ARRIVING, lock_store
 from edgemoe.store.manifest import MANIFEST
-from edgemoe.store.packer import Progress, ensure_store, pack, place_of, told_as_store_error
+from edgemoe.store.packer import AS_IT_IS, Progress, ensure_store, pack, place_of, told_as_store_error
 from edgemoe.store.wanted import WantedEncodings
 from edgemoe.telemetry.log import configure
 
@@ -30,7 +30,10 @@ def run(args: argparse.Namespace) -> int:
     if args.check and args.delete_shards:
         raise ConfigError("--check reads the checkpoint, whose shards --delete-shards deletes; drop one of the two")
     text = _read(Path(args.check)) if args.check else ""
-    check_tokenizer(Path(args.checkpoint).expanduser())
+    source = Path(args.checkpoint).expanduser()
+    if (source / MANIFEST).is_file() and (wanted != AS_IT_IS or args.store or args.wait or args.delete_shards):
+        raise ConfigError(f"{source} is a packed store, which stays as it is; name the checkpoint that is to be packed")
+    check_tokenizer(source)
     with show_progress(f"packing {args.checkpoint}") as progress:
         if args.wait or args.delete_shards:
             store = Path(args.store or arriving_store(args.checkpoint, settings.model.store_dir, wanted))

@@ -164,6 +164,17 @@ def test_packing_again_mends_a_store_in_its_place(
     assert models.verify(store) == []
 
 
+@pytest.mark.parametrize("words", [("--experts", "int4"), ("--dense", "int8"), ("other",), ("--delete-shards",)])
+def test_a_store_is_not_packed_into_another(
+    store: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
+) -> None:
+    (store / "tokenizer.json").write_text("{}")
+    assert main(["pack", str(store), *words]) == 2
+    said = capsys.readouterr()
+    assert "is a packed store, which stays as it is; name the checkpoint" in said.err
+    assert not said.out
+
+
 def test_a_checkpoint_that_could_not_be_served_is_refused_before_it_is_packed(
     checkpoint: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
