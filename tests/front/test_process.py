@@ -113,8 +113,7 @@ async def test_the_end_of_its_terminal_ends_it(tmp_path: Path, model_dir: Path, 
     ours, its = os.openpty()
 
     def on_terminal() -> None:
-        if nohup:
-            signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)  # whoever started these tests
         os.login_tty(its)
 
     async with daemon(settings, preexec_fn=on_terminal) as process, http_client(settings) as client:

@@ -19,6 +19,7 @@ class Relays:
         self._limit: int | None = None
         self._go_on = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._writers: set[asyncio.StreamWriter] = set()
 
     def limit(self, count: int) -> None:
         """Each connection carries so many bytes more in either direction, and then nothing."""
@@ -35,11 +36,17 @@ class Relays:
         """Relays what comes to one port to the other."""
 
         async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            accepting = asyncio.current_task()
+            assert accepting is not None
+            self._writers.add(writer)
+            self._tasks.add(accepting)
+            accepting.add_done_callback(self._tasks.discard)
             try:
                 there, to_there = await asyncio.open_connection("127.0.0.1", target)
             except OSError:
                 writer.close()
                 return
+            self._writers.add(to_there)
             for source, sink in ((reader, to_there), (there, writer)):
                 task = asyncio.ensure_future(self._carry(source, sink))
                 self._tasks.add(task)
@@ -63,6 +70,8 @@ class Relays:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        for writer in self._writers:  # a task that had not begun has closed none
+            writer.close()
 
 
 @asynccontextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import socket
 import time
 from pathlib import Path
 
@@ -18,12 +18,13 @@ pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptio
 AHEAD_S = 300.0
 
 
-async def listening(port: int = 0) -> asyncio.Server:
-    return await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", port)
+def listening() -> socket.socket:
+    """A port whose connections the kernel makes; nobody accepts them."""
+    return socket.create_server(("127.0.0.1", 0))
 
 
-def port_of(server: asyncio.Server) -> int:
-    return int(server.sockets[0].getsockname()[1])
+def port_of(listener: socket.socket) -> int:
+    return int(listener.getsockname()[1])
 
 
 def heard(front: Front, other: str) -> bool:
@@ -34,22 +35,23 @@ def heard(front: Front, other: str) -> bool:
 
 
 async def test_a_port_that_is_dead_is_told_by_lane_and_direction_and_clocks_are_compared(tmp_path: Path) -> None:
-    async with await listening() as calls, await listening() as bulk, fronts(tmp_path) as found:
-        a, b, c = found.values()
-        alive = {"calls_port": port_of(calls), "bulk_port": port_of(bulk)}
-        a.has(msgspec.structs.replace(card("one"), **alive | {"bulk_port": 1}))
-        b.has(msgspec.structs.replace(card("two"), **alive | {"calls_port": 1}))
-        b.plane.reach.wall = lambda: time.time() + AHEAD_S
-        await until(lambda: heard(a, "b") and heard(b, "a") and heard(c, "a"))
-        await until(lambda: a.plane.state.members.is_alive("c"))
-        row, other = await a.plane.reach.look()
-        assert (other["node"], other["from_here"], other["from_there"]) == ("c", [], ["bulk"])
-        assert (row["node"], row["from_here"], row["from_there"]) == ("b", ["calls"], ["bulk"])
-        assert abs(row["ahead_s"] - AHEAD_S) <= row["within_s"] + 0.05
-        await b.die()
-        await c.die()
-        await until(lambda: not any(map(a.plane.state.members.is_alive, "bc")))
-        assert await a.plane.reach.look() == []
+    with listening() as calls, listening() as bulk:
+        async with fronts(tmp_path) as found:
+            a, b, c = found.values()
+            alive = {"calls_port": port_of(calls), "bulk_port": port_of(bulk)}
+            a.has(msgspec.structs.replace(card("one"), **alive | {"bulk_port": 1}))
+            b.has(msgspec.structs.replace(card("two"), **alive | {"calls_port": 1}))
+            b.plane.reach.wall = lambda: time.time() + AHEAD_S
+            await until(lambda: heard(a, "b") and heard(b, "a") and heard(c, "a"))
+            await until(lambda: a.plane.state.members.is_alive("c"))
+            row, other = await a.plane.reach.look()
+            assert (other["node"], other["from_here"], other["from_there"]) == ("c", [], ["bulk"])
+            assert (row["node"], row["from_here"], row["from_there"]) == ("b", ["calls"], ["bulk"])
+            assert abs(row["ahead_s"] - AHEAD_S) <= row["within_s"] + 0.05
+            await b.die()
+            await c.die()
+            await until(lambda: not any(map(a.plane.state.members.is_alive, "bc")))
+            assert await a.plane.reach.look() == []
 
 
 def test_what_a_box_says_of_itself_is_bounded() -> None:
