@@ -52,6 +52,17 @@ class Front:
             self.taken.append(bytes(question.tensors[0]))
         return Answer(Taken())
 
+    def hold_back(self) -> asyncio.Event:
+        """Sends no part until the event is set."""
+        go_on = asyncio.Event()
+
+        async def halting(answer: Answer[Any]) -> Answer[Any]:
+            await go_on.wait()
+            return answer
+
+        self.spoil = lambda _asked, answer: halting(answer)
+        return go_on
+
     async def send(self, frame: bytes, wanted: Callable[[], bool] = lambda: True) -> None:
         await self.parcels.forward("b", Forward("m", 3), frame, wanted)
 
@@ -110,13 +121,7 @@ async def test_short_messages_overtake_however_many_long_frames_are_on_their_way
     for name in ("ASK_S", "PART_S"):
         monkeypatch.setattr(parcels_module, name, 30.0)
     async with pair() as (a, b):
-        go_on, frames = asyncio.Event(), 3 * ASKED_AT_ONCE // 2
-
-        async def halting(answer: Answer[Any]) -> Answer[Any]:
-            await go_on.wait()
-            return answer
-
-        a.spoil = lambda _asked, answer: halting(answer)
+        go_on, frames = a.hold_back(), 3 * ASKED_AT_ONCE // 2
         sending = [asyncio.create_task(a.send(LONG)) for _ in range(frames)]
         await until(lambda: len(a.heard) == MOST_PARCELS)
         await a.box.channel.ask("b", Beat(), timeout_s=5)
@@ -131,13 +136,7 @@ async def test_short_messages_overtake_however_many_long_frames_are_on_their_way
 async def test_a_long_frame_waits_for_its_turn_no_longer_than_it_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parcels_module, "MOST_PARCELS", 1)
     async with pair() as (a, b):
-        go_on = asyncio.Event()
-
-        async def halting(answer: Answer[Any]) -> Answer[Any]:
-            await go_on.wait()
-            return answer
-
-        a.spoil = lambda _asked, answer: halting(answer)
+        go_on = a.hold_back()
         sending = asyncio.create_task(a.send(LONG))
         await until(lambda: len(a.heard) == 1)
         with monkeypatch.context() as context:
@@ -239,13 +238,7 @@ async def test_a_sender_that_gives_up_hands_out_nothing_more() -> None:
 
 async def test_only_the_box_that_is_told_of_a_parcel_gets_it_and_only_what_is_in_it() -> None:
     async with pair() as (a, _b):
-        go_on = asyncio.Event()
-
-        async def halting(answer: Answer[Any]) -> Answer[Any]:
-            await go_on.wait()
-            return answer
-
-        a.spoil = lambda _asked, answer: halting(answer)
+        go_on = a.hold_back()
         sending = asyncio.create_task(a.send(LONG))
         await until(lambda: a.heard)
         (key,) = a.parcels._waiting
