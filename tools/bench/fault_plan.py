@@ -14,6 +14,7 @@ from tools.testbed.bed import BedError
 from tools.testbed.daemons import READY_S, Daemon
 
 MOVE_BYTES_PER_S = 2e6  # so that a move outlasts a request
+AWAY_S = 3.5  # longer than `absent_s`, after which a box loses its homes: a quiet machine has it back sooner
 HOMES_S = 90.0  # within which every expert has a home again
 Marks = Mapping[str, int]  # box -> bytes of its log
 
@@ -31,6 +32,7 @@ def plan_change(trial: Trial) -> Record:
     marks = {daemon.box.name: daemon.log_bytes() for daemon in trial.cluster}
     began_s, at_s, moving = time.time(), [0.0], [False]
     trial.whole_s = trial.whole_s or 1.0  # nothing is asked undisturbed: the move would be over
+    time.sleep(AWAY_S)
     mover.start()
     _wait(lambda: _count(mover, marks, "engine", phase="warm-up"), READY_S)
 
