@@ -59,7 +59,8 @@ def read_rope(config: Config, family: Mapping[str, Any], head_dim: int) -> tuple
 def rope_table(config: Config) -> Mapping[str, Any]:
     """Returns what a configuration says of its rotary embedding by itself. Raises CheckpointError."""
     newer, older = config.get("rope_parameters"), config.get("rope_scaling")
-    if newer and older and newer != older:
+    says_more = isinstance(newer, Mapping) and isinstance(older, Mapping) and newer == {**newer, **older}
+    if newer and older and newer != older and not says_more:
         raise CheckpointError(
             f"config.json: rope_parameters = {str(newer)[:80]} and rope_scaling = {str(older)[:80]} differ; "
             "write all into rope_parameters and leave rope_scaling out"

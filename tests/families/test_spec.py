@@ -249,7 +249,8 @@ def test_two_tables_of_the_rotary_embedding_must_say_the_same() -> None:
     given = {"rope_type": "default", "rope_theta": 1e6}
     with pytest.raises(CheckpointError, match=r"rope_parameters = .*default.* and rope_scaling = .*yarn"):
         spec_from_config(QWEN4 | {"rope_parameters": given, "rope_scaling": YARN})
-    assert spec_from_config(QWEN4 | {"rope_parameters": YARN, "rope_scaling": YARN}).context_tokens == 131072
+    for whole in (YARN, YARN | {"rope_theta": 1e6}):
+        assert spec_from_config(QWEN4 | {"rope_parameters": whole, "rope_scaling": YARN}).context_tokens == 131072
 
 
 def test_a_window_is_that_of_every_layer() -> None:

@@ -13,14 +13,15 @@ from edgemoe.errors import InvalidRequest
 
 def first(choice: GrammarChoice | None) -> str | None:
     """What `GrammarChecker.first` returns."""
+    if choice is None:
+        return None
     refusal = None
-    for lark in choice.larks if choice is not None else ():
-        assert choice is not None
+    for lark in choice.larks:
         try:
             return judged(check(GrammarQuestion(1, lark, choice.term)), choice.param)
         except InvalidRequest as error:
             refusal = error
-    if refusal is not None and choice is not None and not choice.optional:
+    if refusal is not None and not choice.optional:
         raise refusal
     return None
 

@@ -51,14 +51,15 @@ class GrammarChecker:
 
         Raises InvalidRequest where there has to be one, EngineUnavailable where no process can be started.
         """
+        if choice is None:
+            return None
         refusal: InvalidRequest | None = None
-        for lark in choice.larks if choice is not None else ():
-            assert choice is not None
+        for lark in choice.larks:
             try:
                 return await self._checked(lark, choice)
             except InvalidRequest as error:
                 refusal = error
-        if refusal is not None and choice is not None and not choice.optional:
+        if refusal is not None and not choice.optional:
             raise refusal
         return None
 
