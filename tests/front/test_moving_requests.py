@@ -13,7 +13,6 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-import httpx
 import msgspec
 import pytest
 import pytest_asyncio
@@ -136,8 +135,8 @@ async def test_blocks_that_one_box_does_not_get_come_to_the_other_one(
 ) -> None:
     """The engine of d, the first of idle ones, says that it misses them, or says nothing."""
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(hand_over, "PULL_S", 0.2)
-    monkeypatch.setattr(hand_over, "ANSWER_S", 0.2)
+    monkeypatch.setattr(hand_over, "PULL_S", 1.0)
+    monkeypatch.setattr(hand_over, "ANSWER_S", 1.0)
     await until(lambda: boxes.idle("p"))
     before, moved = boxes.decoded("e"), boxes.moved
     assert len(await boxes.ask("p", f"{fault}{{d}}END REST@3")) == TOKENS
@@ -191,9 +190,10 @@ async def test_an_aborted_forward_leaves_nothing_behind(boxes: Boxes, monkeypatc
     served = boxes.decoded("p")
     async with http_client(boxes.fronts["d"].settings) as client:
         body = {"model": "tiny", "prompt": LONG, "max_tokens": 50}
-        with pytest.raises(httpx.ReadTimeout):
-            await client.post("/v1/completions", json=body, timeout=0.5)
-    await until(lambda: boxes.between.stopped)
+        asked = asyncio.ensure_future(client.post("/v1/completions", json=body))
+        await until(lambda: boxes.between.stopped)
+        asked.cancel()
+        await asyncio.wait([asked])
     boxes.between.release()
     await until(lambda: not any(boxes.left))
     assert boxes.decoded("p") - served <= 1

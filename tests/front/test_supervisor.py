@@ -79,7 +79,7 @@ async def test_killing_the_engine_again_and_again_changes_no_text(tmp_path: Path
 async def test_an_engine_that_hangs_is_replaced(
     tmp_path: Path, model_dir: Path, quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_module, "SILENCE_S", 0.6)
+    monkeypatch.setattr(engine_module, "SILENCE_S", 1.0)
     settings = settings_for(tmp_path, model_dir)
     async with running(settings) as front, openai_client(settings) as client:
         first = engine_pid(front)
@@ -96,7 +96,7 @@ async def test_requests_of_an_engine_that_cannot_even_be_killed_end_by_their_dea
     tmp_path: Path, model_dir: Path, quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As of one that waits for a disk that does not answer."""
-    monkeypatch.setattr(engine_module, "SILENCE_S", 0.6)
+    monkeypatch.setattr(engine_module, "SILENCE_S", 1.0)
     settings = settings_for(tmp_path, model_dir, api={"request_timeout_s": 3.0})
     async with running(settings) as front, http_client(settings) as client:
         first, kill = engine_pid(front), EngineHandle.kill

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +75,9 @@ def compute_rather_than_fetch(*boxes: EngineBox) -> None:
         calls.fetch_s = lambda *which, real=real: 1e4 * real(*which)  # type: ignore[method-assign, misc]
 
 
+HANGS_S = 60.0  # longer than anything here is waited for
+
+
 class Brake:
     """Holds up what a box computes for others, from its n-th computation on."""
 
@@ -87,7 +89,7 @@ class Brake:
             self.computed += 1
             if self.computed > after:
                 self.reached.set()
-                self.release.wait(each_s or 20)
+                self.release.wait(each_s or HANGS_S)
             return compute(works)
 
         box.side._host.compute = slow  # type: ignore[method-assign]
@@ -128,13 +130,11 @@ def test_without_another_copy_the_request_ends_in_an_error_that_names_the_expert
     compute_rather_than_fetch(a)
     with running(a, b):
         brake = Brake(b, after=4)
-        a.submit(prompts()[1], remaining_s=20)
+        a.submit(prompts()[1])
         assert brake.reached.wait(20), "b was never asked"
         killer = threading.Thread(target=b.die)
         killer.start()
-        began_s = time.monotonic()
-        end = a.end(within_s=20)
-        assert time.monotonic() - began_s < 6
+        end = a.end()
         brake.release.set()
         killer.join()
         assert (end.finish, end.error_code) == ("error", "missing_expert")
@@ -148,13 +148,11 @@ def test_without_another_copy_the_request_ends_in_an_error_that_names_the_expert
 def test_a_peer_that_hangs_is_hedged_long_before_its_deadline(
     store: Path, alone: list[list[int]], tmp_path: Path
 ) -> None:
-    a, b, c = boxes(store, tmp_path, [thirds()[0], everything(), everything()], TOTAL, timeout_s=15)
+    a, b, c = boxes(store, tmp_path, [thirds()[0], everything(), everything()], TOTAL, timeout_s=HANGS_S)
     compute_rather_than_fetch(a)
     with running(a, b, c):
         brake = Brake(b, after=2)
-        began_s = time.monotonic()
         assert a.generate(prompts()) == alone
-        assert time.monotonic() - began_s < 12
         assert brake.reached.is_set(), "b was never asked"
         assert a.remote.hedged > 0
         brake.release.set()
@@ -163,7 +161,7 @@ def test_a_peer_that_hangs_is_hedged_long_before_its_deadline(
 def test_a_box_that_comes_while_another_hangs_is_asked_at_once(
     store: Path, alone: list[list[int]], tmp_path: Path
 ) -> None:
-    a, b, c = boxes(store, tmp_path, [thirds()[0], everything(), everything()], TOTAL, timeout_s=15)
+    a, b, c = boxes(store, tmp_path, [thirds()[0], everything(), everything()], TOTAL, timeout_s=HANGS_S)
     compute_rather_than_fetch(a)
     with running(a, b, c, know=False):
         meet(a, b)
@@ -175,14 +173,12 @@ def test_a_box_that_comes_while_another_hangs_is_asked_at_once(
 
         a.remote.peers.offers = counted
         brake = Brake(b, after=2)
-        began_s = time.monotonic()
         a.submit(prompts()[1])
         assert brake.reached.wait(10), "b was never asked"
         before = looks[0]
         wait_until(lambda: looks[0] > before)  # the call is late, and there is no other way
         meet(a, b, c)
         assert a.end().finish == "length"
-        assert time.monotonic() - began_s < 12
         assert a.tokens() == alone[1]
         brake.release.set()
 
@@ -190,7 +186,7 @@ def test_a_box_that_comes_while_another_hangs_is_asked_at_once(
 def test_a_peer_that_was_busy_is_asked_again_while_the_other_hangs(
     store: Path, alone: list[list[int]], tmp_path: Path
 ) -> None:
-    a, b, c = boxes(store, tmp_path, [thirds()[0], everything(), everything()], TOTAL, timeout_s=15)
+    a, b, c = boxes(store, tmp_path, [thirds()[0], everything(), everything()], TOTAL, timeout_s=HANGS_S)
     compute_rather_than_fetch(a)
     with running(a, b, c):
         refused = []
@@ -203,9 +199,7 @@ def test_a_peer_that_was_busy_is_asked_again_while_the_other_hangs(
 
         brake = Brake(b, after=2)
         c.side._host.refuses = refuses  # type: ignore[method-assign]
-        began_s = time.monotonic()
         assert a.generate(prompts()) == alone
-        assert time.monotonic() - began_s < 12
         assert brake.reached.is_set(), "b was never asked"
         assert len(refused) == 4
         brake.release.set()
@@ -259,10 +253,11 @@ def test_a_slow_peer_loses_its_work(store: Path, alone: list[list[int]], tmp_pat
     a, b, c = boxes(store, tmp_path, [thirds()[0], everything(), everything()], TOTAL // 3 + 2)
     compute_rather_than_fetch(a)
     with running(a, b, c):
-        Brake(b, each_s=0.1)
+        brake = Brake(b, each_s=1)
         assert a.generate(prompts()) == alone
-        calls = {node: peer.calls for node, peer in a.side.plane.calls.peers.items()}
-        assert calls["c"] > 4 * calls["b"]
+        asked = {node: peer.calls + len(peer.under_way) for node, peer in a.side.plane.calls.peers.items()}
+        brake.release.set()
+        assert asked["c"] > 4 * asked["b"] > 0
 
 
 def bytes_at(box: EngineBox, layer: int, expert: int) -> bytes:
@@ -300,22 +295,20 @@ def test_a_home_that_is_not_on_the_disk_comes_from_a_peer_and_damaged_bytes_are_
 def test_an_expert_whose_bytes_do_not_come_is_fetched_from_another_long_before_the_deadline(
     store: Path, alone: list[list[int]], tmp_path: Path
 ) -> None:
-    a, b, c = boxes(store, tmp_path, [nothing(), everything(), everything()], TOTAL, timeout_s=15)
+    a, b, c = boxes(store, tmp_path, [nothing(), everything(), everything()], TOTAL, timeout_s=HANGS_S)
     asked = threading.Event()
 
     async def never(*_which: int) -> bytes:
         asked.set()
-        await asyncio.sleep(60)
+        await asyncio.sleep(HANGS_S)
         raise AssertionError
 
     b.assembly.sharing.shelf.part = never  # type: ignore[union-attr, method-assign]
     with running(a, b, c):
         b_first = a.side.plane.calls.peers["b"]
         b_first.latency_s = b_first.s_per_byte = 1e-12
-        began_s = time.monotonic()
         adopt(plan_for((a, b, c), replicas=3), a)
-        wait_until(lambda: not a.tiers.residency.homes.missing(), within_s=12)
-        assert time.monotonic() - began_s < 12
+        wait_until(lambda: not a.tiers.residency.homes.missing())
         assert asked.is_set(), "b was never asked"
         assert a.generate(prompts()) == alone
 
@@ -387,7 +380,7 @@ def test_experts_change_a_box_s_devices_while_it_computes_for_itself_and_for_oth
 
 
 def test_an_engine_that_leaves_the_list_is_cut_off(store: Path, alone: list[list[int]], tmp_path: Path) -> None:
-    a, b = boxes(store, tmp_path, [thirds()[0], everything()], TOTAL // 3 + 2, timeout_s=0.5)
+    a, b = boxes(store, tmp_path, [thirds()[0], everything()], TOTAL // 3 + 2, timeout_s=1)
     with running(a, b):
         wait_until(lambda: a.remote.peers.offers(0, np.arange(EXPERTS)))
         listed, lost = peers_of(b), list[str]()
