@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.checkpoints import tiny_checkpoint
+from support.kept import STORES
 from support.synthetic import EMBEDDING, EXPERTS, TOP_K, VOCAB, requests
 from support.tiers_kit import running
 
@@ -33,7 +34,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def served(store: Path, folder: Path, hints: bool, hidden: bool = False) -> None:
     """Records one request of 5 tokens and 9 more; every expert fits."""
     settings = Settings(
-        model=ModelSettings(path=str(store)),
+        model=ModelSettings(path=str(store), store_dir=str(STORES)),
         memory=MemorySettings(kv_bytes=4 << 20),
         engine=EngineSettings(threads=1),
         record=RecordSettings(dir=str(folder), hints=hints, hidden=hidden),

@@ -30,6 +30,7 @@ from edgemoe.types.placement import PlacementPlan, PlacementPolicy, pack_bits
 from edgemoe.types.request import Emission, Request, Sampling
 from edgemoe.worker.assemble import assemble
 from edgemoe.worker.cluster import ClusterSide
+from support.kept import STORES
 from support.waiting import wait_until
 
 LAYERS, EXPERTS = 3, 6  # of the tiny models
@@ -54,7 +55,7 @@ class EngineBox:
         self.secret: Secret = generate(key_file)
         expert_bytes = spec_of(Manifest.load(store)).geometry.stride_bytes(0)
         self.settings = Settings(
-            model=ModelSettings(path=str(store)),
+            model=ModelSettings(path=str(store), store_dir=str(STORES)),
             memory=MemorySettings(ram_bytes=slots * expert_bytes, kv_bytes=4 << 20),
             device=tuple(
                 DeviceSettings(kind="emulated", expert_bytes=count * expert_bytes, link_bytes_per_s=1 << 40)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from support.checkpoints import tiny_checkpoint
+from support.kept import STORES
 from support.tiers_kit import running
 
 from edgemoe.config.settings import (
@@ -35,7 +36,7 @@ def said(store: Path, policy: str) -> tuple[list[int], dict[str, float]]:
     """The tokens of one request where a device holds half of the experts; what the policy counts."""
     geometry = spec_of(Manifest.load(store)).geometry
     settings = Settings(
-        model=ModelSettings(path=str(store)),
+        model=ModelSettings(path=str(store), store_dir=str(STORES)),
         memory=MemorySettings(kv_bytes=4 << 20, ram_bytes=geometry.all_bytes),
         device=(DeviceSettings(kind="emulated", expert_bytes=geometry.all_bytes // 2, link_bytes_per_s=2e9),),
         engine=EngineSettings(threads=1),
