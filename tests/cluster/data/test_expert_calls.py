@@ -134,7 +134,7 @@ def test_without_another_copy_the_request_ends_in_an_error_that_names_the_expert
         assert brake.reached.wait(20), "b was never asked"
         killer = threading.Thread(target=b.die)
         killer.start()
-        end = a.end()
+        end = a.end(within_s=20)
         brake.release.set()
         killer.join()
         assert (end.finish, end.error_code) == ("error", "missing_expert")
