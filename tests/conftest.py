@@ -25,15 +25,13 @@ TOO_SLOW = hypothesis.HealthCheck.too_slow
 hypothesis.settings.register_profile("gate", deadline=None, derandomize=True, suppress_health_check=[TOO_SLOW])
 hypothesis.settings.load_profile("gate")
 
-TIMEOUTS_S = {"slow": 3600, "gpu": 300}  # of tests with these marks that state none themselves
+SLOW_TIMEOUT_S = 3600  # of slow tests that state none themselves
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if not item.get_closest_marker("timeout"):
-            longest_s = max((s for mark, s in TIMEOUTS_S.items() if item.get_closest_marker(mark)), default=None)
-            if longest_s:
-                item.add_marker(pytest.mark.timeout(longest_s))
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT_S))
 
 
 @pytest.hookimpl(wrapper=True)

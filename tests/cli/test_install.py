@@ -26,7 +26,6 @@ from edgemoe.cli.client import Client
 from edgemoe.demo import model_path
 from edgemoe.store.packer import pack
 
-pytestmark = pytest.mark.timeout(300)  # the first test waits for a daemon that may compile
 ROOT = Path(__file__).parents[2]
 STORE = "demo-v1"
 SMALL = ("device.0.kind=emulated", "device.0.expert_bytes=4MiB", "device.0.link_bytes_per_s=1GB/s")

@@ -24,7 +24,6 @@ from edgemoe.cli.client import Client
 from edgemoe.cli.parser import build_parser
 from edgemoe.front.listen import tcp_socket
 
-pytestmark = pytest.mark.timeout(300)  # the first test waits for a daemon that may compile
 ROOT = Path(__file__).parents[2]
 SMALL = ("device.0.kind=emulated", "device.0.expert_bytes=4MiB", "device.0.link_bytes_per_s=1GB/s")
 SMALL += ("memory.ram_bytes=8MiB", "memory.kv_bytes=16MiB", "memory.headroom_bytes=0", "engine.threads=1")

@@ -21,7 +21,7 @@ from edgemoe.store.packer import ensure_store
 from edgemoe.telemetry import metrics as names
 from edgemoe.types.experts import padded
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 EXPERTS = 18  # in all
 
 

@@ -143,7 +143,6 @@ class ClusterOfThree(RuleBasedStateMachine):
 QUIET = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
 
 
-@pytest.mark.timeout(300)
 def test_whatever_happens_one_leader_is_obeyed_and_nothing_agreed_is_lost() -> None:
     short = hypothesis.settings(max_examples=120, stateful_step_count=20, suppress_health_check=QUIET, deadline=None)
     hypothesis.stateful.run_state_machine_as_test(ClusterOfThree, settings=short)

