@@ -174,7 +174,7 @@ async def test_tool_calls_are_parsed_and_streamed(client: openai.AsyncOpenAI) ->
 
 
 async def test_arguments_are_streamed_as_they_are_written(client: openai.AsyncOpenAI) -> None:
-    city = "Köln" * 50  # pieces that come while the front is busy are joined: so many that not all of them are
+    city = "Köln" * 100  # pieces that come while the front is busy are joined: so many that not all of them are
     call = CALL.replace("Köln", city)
     pieces: list[Any] = []
     options: Any = {"model": "tiny", "messages": say(f"{call}\n{call}"), "tools": [WEATHER]}
@@ -184,7 +184,7 @@ async def test_arguments_are_streamed_as_they_are_written(client: openai.AsyncOp
         first, *rest = [piece for piece in pieces if piece.index == index]
         assert (first.type, first.function.name, bool(first.id)) == ("function", "weather", True)
         assert {(piece.id, piece.type, piece.function.name) for piece in rest} == {(None, None, None)}
-        assert rest
+        assert len(rest) > 5
         assert json.loads("".join(piece.function.arguments for piece in [first, *rest])) == {"city": city}
 
 
