@@ -17,7 +17,7 @@ import numpy as np
 from llvmlite import ir
 
 from edgemoe.kernels.cpu.gemv import LANES, WIDE, multiply_add, prefetch
-from edgemoe.kernels.cpu.intrinsics import F32, I64, INT, bits_of, cgutils, code, f32_at, intrinsic, jit, types, u32_at
+from edgemoe.kernels.cpu.intrinsics import F32, I64, INT, cgutils, code, f32_at, intrinsic, jit, rounded, types, u32_at
 from edgemoe.kernels.cpu.object_cache import Code
 
 PAIRS = WIDE and bool(llvm.get_host_cpu_features().get("avx512bf16")) and llvm.llvm_version_info >= (16,)
@@ -200,13 +200,6 @@ def make_tile(bf16: bool, pairs: bool = PAIRS) -> Code:
             row += together
 
     return tile
-
-
-@jit
-def rounded(value: float) -> Any:
-    """Returns a float32 rounded to bf16, to nearest and ties to even, as bits: the upper half of a uint32."""
-    bits = np.uint32(bits_of(np.float32(value)))
-    return (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) & _HIGH
 
 
 def panel_words(elements: int, bf16: bool, pairs: bool = PAIRS) -> int:

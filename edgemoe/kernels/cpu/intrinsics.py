@@ -162,6 +162,32 @@ def f32_of(typing: Any, bits: Any) -> Any:
     return types.float32(types.uint32), lambda _, builder, __, args: builder.bitcast(args[0], F32)
 
 
+def round_bf16(builder: Any, value: Any) -> Any:
+    """Writes the LLVM code that rounds float32, one or a vector, to bf16: to nearest, ties to even, NaN stays NaN.
+
+    Returns the bits in the upper half of 32. LLVM's own rounding calls a routine of a compiler's library, which nobody
+    links, on processors without AVX-512 BF16.
+    """
+    word = ir.IntType(32)
+    kind = word if value.type == F32 else ir.VectorType(word, value.type.count)
+
+    def each(number: int) -> Any:
+        return ir.Constant(kind, number if kind is word else [number] * kind.count)
+
+    bits = builder.bitcast(value, kind)
+    odd = builder.and_(builder.lshr(bits, each(16)), each(1))
+    nearest = builder.add(builder.add(bits, each(0x7FFF)), odd)
+    quiet = builder.or_(bits, each(1 << 22))  # else a NaN whose upper half has no bit set would become infinite
+    chosen = builder.select(builder.fcmp_unordered("uno", value, value), quiet, nearest)
+    return builder.and_(chosen, each(0xFFFF0000))
+
+
+@intrinsic
+def rounded(typing: Any, value: Any) -> Any:
+    """Returns a float32 rounded to bf16, as bits: the upper half of a uint32."""
+    return types.uint32(types.float32), lambda _, builder, __, args: round_bf16(builder, args[0])
+
+
 @jit
 def load_bf16(address: int, index: int) -> float:
     """Returns element `index` of the bf16 array at `address`, as float32."""
@@ -177,8 +203,7 @@ def load_f32(address: int, index: int) -> float:
 @jit
 def store_bf16(address: int, index: int, value: float) -> None:
     """Stores a float32 as bf16, rounded to nearest, ties to even."""
-    bits = np.uint32(bits_of(np.float32(value)))
-    u16_at(address)[index] = np.uint16((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> 16)
+    u16_at(address)[index] = np.uint16(rounded(np.float32(value)) >> np.uint32(16))
 
 
 @jit

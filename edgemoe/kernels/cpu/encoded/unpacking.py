@@ -10,8 +10,7 @@ from llvmlite import ir
 
 from edgemoe.encodings.rows import LANES, RUN
 from edgemoe.kernels.cpu.encoded.vectors import I16, Instructions, Vectors
-from edgemoe.kernels.cpu.gemm_tile import BFloat
-from edgemoe.kernels.cpu.intrinsics import I64, INT, cgutils, code, intrinsic, types
+from edgemoe.kernels.cpu.intrinsics import I64, INT, cgutils, code, intrinsic, round_bf16, types
 from edgemoe.kernels.cpu.object_cache import Code
 from edgemoe.types.encoding import LANE_COLUMNS, Encoding
 
@@ -54,8 +53,8 @@ class _Emitter:
         for column, weight in enumerate(self.v.columns(codes, lanes, mask)):
             value = b.fmul(weight, scale)
             if self.size == 2:
-                narrow = b.fptrunc(value, ir.VectorType(BFloat(), self.lanes))
-                value = b.bitcast(narrow, ir.VectorType(I16, self.lanes))
+                upper = b.lshr(round_bf16(b, value), self.v.splat(self.v.words, 16))
+                value = b.trunc(upper, ir.VectorType(I16, self.lanes))
             self.v.store(b.add(to, b.mul(lanes, self.number(column * self.size))), value, mask)
 
 
