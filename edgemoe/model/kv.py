@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from edgemoe.families.kv_layout import SCALE_BYTES, KVLayout, KVRow
+from edgemoe.families.spec import ModelSpec
 from edgemoe.model.memory import zeros
 from edgemoe.model.states import StateCache
 from edgemoe.types.step import BLOCK_TOKENS
@@ -85,6 +86,11 @@ class KVCache:
         self.states = states
         self.data = zeros((blocks, layout.block_bytes), torch.uint8, device)
         self.layers = tuple(self._views(row) for row in layout.rows)
+
+    @classmethod
+    def of(cls, spec: ModelSpec, blocks: int, state_slots: int, device: torch.device | str = "cpu") -> KVCache:
+        """Returns a model's cache: so many blocks and, where the model has states, so many slots for them."""
+        return cls(spec.kv_layout, blocks, device, StateCache.of(spec, state_slots, device))
 
     def _views(self, row: KVRow) -> LayerKV | CodedKV:
         between = row.offset + row.key_bytes

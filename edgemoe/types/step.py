@@ -35,7 +35,7 @@ class Batch:
     block_tables: Sequence[Sequence[int]]  # [S][blocks] KV block ids, in order
     logit_rows: torch.Tensor  # [R] int64, the rows of T whose logits are wanted
     decode: bool  # every sequence contributes one token
-    states: Sequence[StateUse] = ()  # [S], empty where the model has no states
+    states: Sequence[StateUse]  # [S], empty where the model has no states
 
 
 class ExpertPlaces(Protocol):

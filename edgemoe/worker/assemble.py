@@ -30,7 +30,6 @@ from edgemoe.kernels.cpu.object_cache import link
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model.decoder import Decoder
 from edgemoe.model.kv import KVCache
-from edgemoe.model.states import StateCache
 from edgemoe.store.consistency import spec_of
 from edgemoe.store.files import note_use
 from edgemoe.store.manifest import DENSE, Manifest
@@ -247,8 +246,7 @@ def _engine(
     kv_blocks = (budgets.kv_bytes - (0 if on_gpu else budgets.kv_swap_bytes)) // block_bytes
     if not kv_blocks:
         raise CapacityError(f"{budgets.kv_bytes} bytes hold no block of KV; raise memory.kv_bytes")
-    states = StateCache.of(spec, budgets.state_slots, decoder.device)
-    cache = KVCache(spec.kv_layout, kv_blocks, decoder.device, states)
+    cache = KVCache.of(spec, kv_blocks, budgets.state_slots, decoder.device)
     timeout_s = MISSING_EXPERT_TIMEOUT_CALLS * settings.cluster.call_timeout_s if settings.cluster.node else 0.0
     return Engine(
         LoadedModel(spec, decoder, tiers.experts, cache, decoder.device, grammars),

@@ -16,13 +16,13 @@ import numpy as np
 import torch
 
 from edgemoe.api.text.tokenizer import TextModel
+from edgemoe.engine.driver import SequenceDriver
 from edgemoe.errors import ConfigError
 from edgemoe.experts.compute.dispatch import Group
 from edgemoe.families.spec import ModelSpec
 from edgemoe.kernels.cpu.encoded.layout import ExpertLayout
 from edgemoe.kernels.cpu.expert_math import ExpertMath, ExpertSlab
 from edgemoe.model.decoder import Decoder
-from edgemoe.model.kv import KVCache
 from edgemoe.store.checkpoint import Checkpoint
 from edgemoe.store.consistency import spec_of
 from edgemoe.store.files import page_memory
@@ -31,7 +31,6 @@ from edgemoe.store.manifest import DENSE, Manifest
 from edgemoe.store.packer import AS_IT_IS, Progress
 from edgemoe.store.reader import ExpertStore
 from edgemoe.store.writer import CheckpointReader, write_file
-from edgemoe.types.step import BLOCK_TOKENS, Batch
 
 WINDOW_TOKENS = 512  # of text that is read at a time, without what came before
 MOST_TOKENS = 8192  # of a text that are read
@@ -108,11 +107,9 @@ class TextReader:
 
     def logits(self, ids: list[int]) -> torch.Tensor:
         """Returns the logits after each token, float32 [T, V]."""
-        count, blocks = len(ids), -(-len(ids) // BLOCK_TOKENS)
-        places = torch.arange(count)
-        table, cache = list(range(blocks)), KVCache(self.decoder.spec.kv_layout, blocks)
-        batch = Batch(torch.tensor(ids), places, [count], [count], [table], places, decode=False)
-        return self.decoder.forward(batch, cache, self.experts)
+        sequence = SequenceDriver(self.decoder.spec, 1, len(ids))
+        _, batch = sequence.step([ids], every_row=True)
+        return self.decoder.forward(batch, sequence.cache, self.experts)
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import pytest
@@ -18,7 +18,6 @@ from edgemoe.experts.build import ExpertTiers, TierMemory
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model.decoder import Decoder
 from edgemoe.model.kv import KVCache
-from edgemoe.model.states import StateCache
 from edgemoe.policy.baselines import LRU
 from edgemoe.store.consistency import spec_of
 from edgemoe.store.manifest import DENSE
@@ -73,8 +72,7 @@ def served(
         tiers = ExpertTiers(geometry, store, memory, {Tier.RAM: policy, Tier.VRAM: policy}, kernels)
         with running(tiers):
             decoder = Decoder.load(spec, folder / "store" / DENSE, "cpu", kernels)
-            states = partial(StateCache.of, spec, SLOTS)
-            yield family, Model(decoder, tiers.experts, spec, lambda b: KVCache(spec.kv_layout, b, states=states()))
+            yield family, Model(decoder, tiers.experts, spec, lambda blocks: KVCache.of(spec, blocks, SLOTS))
 
 
 def drive_all(model: Model, count: int = len(LENGTHS), **settings: Any) -> Drive:

@@ -43,7 +43,7 @@ class Sequences:
         starts, self.lengths = self.lengths, [old + more for old, more in zip(self.lengths, counts, strict=True)]
         ranges = [slice(*ends) for ends in zip(starts, self.lengths, strict=True)]
         positions = torch.cat([torch.arange(each.start, each.stop) for each in ranges])
-        batch = Batch(positions, positions, counts, self.lengths, self.tables, positions[:0], decode=False)
+        batch = Batch(positions, positions, counts, self.lengths, self.tables, positions[:0], decode=False, states=())
         q, k, v = (torch.cat([x[s, each] for s, each in enumerate(ranges)]) for x in (self.q, self.k, self.v))
         return StepAttention(batch, self.kv, kernels)(LAYER, q, k, v, self.scores)
 

@@ -11,7 +11,6 @@ from support.tiny_models import FAMILIES, ResidentExperts, Session, Tiny
 
 from edgemoe.model.decoder import Decoder
 from edgemoe.model.kv import KVCache
-from edgemoe.model.states import StateCache
 from edgemoe.store.manifest import DENSE
 
 pytestmark = pytest.mark.gpu
@@ -29,8 +28,7 @@ class GpuSession(Session):
 
     def __init__(self, tiny: Tiny, sequences: int = 1) -> None:
         super().__init__(tiny, sequences)
-        states = StateCache.of(tiny.spec, 4 * sequences + 2, "cuda")
-        self.kv, self.device = KVCache(tiny.spec.kv_layout, 64, "cuda", states), "cuda"
+        self.kv, self.device = KVCache.of(tiny.spec, 64, 4 * sequences + 2, "cuda"), "cuda"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -15,7 +15,6 @@ from edgemoe.families.spec import ModelSpec
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model.decoder import Decoder
 from edgemoe.model.kv import KVCache
-from edgemoe.model.states import StateCache
 from edgemoe.store.consistency import spec_of
 from edgemoe.store.manifest import DENSE
 from edgemoe.store.packer import pack
@@ -279,10 +278,9 @@ class Session:
     """Sequences that grow step by step, over a cache whose blocks are dealt out in no particular order."""
 
     def __init__(self, tiny: Tiny, sequences: int = 1, blocks: int = 64) -> None:
-        states = StateCache.of(tiny.spec, 4 * sequences + 2)
-        self._tiny, self.kv, self.device = tiny, KVCache(tiny.spec.kv_layout, blocks, states=states), "cpu"
+        self._tiny, self.kv, self.device = tiny, KVCache.of(tiny.spec, blocks, 4 * sequences + 2), "cpu"
         self._slots = [0] * sequences
-        self._free_slots = list(range(1, 4 * sequences + 2)) if states is not None else []
+        self._free_slots = list(range(1, 4 * sequences + 2)) if tiny.spec.state_layers else []
         self._free = torch.randperm(blocks, generator=torch.Generator().manual_seed(0)).tolist()
         self._tables: list[list[int]] = [[] for _ in range(sequences)]
         self._lengths = [0] * sequences

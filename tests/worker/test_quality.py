@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from support import quantised
+from support.checkpoints import FAMILY_SIZES, tiny_checkpoint
 
 from edgemoe.cli import main
 from edgemoe.demo import model_path
@@ -66,6 +67,16 @@ def test_keys_and_values_in_int8_foretell_nearly_the_same(tmp_path: Path, text: 
 def test_a_store_that_keeps_everything_foretells_the_same(tmp_path: Path, text: str) -> None:
     found = quality(tmp_path, text[:2000], "keep", "keep")
     assert (found.divergence, found.same_top) == (0, 1)
+
+
+@pytest.mark.parametrize("family", FAMILY_SIZES)
+def test_every_family_can_be_compared_with_its_checkpoint(family: str, tmp_path: Path) -> None:
+    checkpoint, ids = tiny_checkpoint(family, tmp_path / "checkpoint"), list(range(40))
+    manifest, layout = pack(checkpoint, tmp_path / "store"), plan(Checkpoint.open(checkpoint), AS_IT_IS)
+    with torch.inference_mode(), original(layout) as theirs, stored(tmp_path / "store", manifest) as ours:
+        found = summary(ids, theirs, ours, silent)
+    assert found.divergence == pytest.approx(0, abs=1e-6)
+    assert found.same_top == 1
 
 
 def test_fp8_in_blocks_foretells_nearly_the_same_as_what_it_was_made_from(tmp_path: Path, text: str) -> None:

@@ -25,15 +25,14 @@ import torch
 from safetensors.torch import save_file
 
 from edgemoe.config.budgets import DeviceBudget
+from edgemoe.engine.driver import SequenceDriver
 from edgemoe.experts.build import ExpertTiers, TierMemory
 from edgemoe.experts.compute.moe import Fetching
 from edgemoe.families.config import spec_from_config
 from edgemoe.families.spec import ModelSpec, dense_shapes
 from edgemoe.model.decoder import Decoder
-from edgemoe.model.kv import KVCache
 from edgemoe.policy.baselines import LRU
 from edgemoe.types.experts import ExpertGeometry, Tier
-from edgemoe.types.step import BLOCK_TOKENS, Batch
 
 CONTEXT = 256  # tokens in the cache before a decode step is timed
 BATCHES = (1, 8, 64, 512)
@@ -137,18 +136,10 @@ class Bench:
     def _decode(self, tiers: ExpertTiers, batch: int) -> dict[str, float]:
         """Whole steps of the decoder, every expert a hit."""
         decoder, spec = self._decoder(), self.spec
-        blocks = CONTEXT // BLOCK_TOKENS
-        kv = KVCache(spec.kv_layout, batch * blocks, self.device)
-        step = Batch(
-            tokens=torch.arange(batch, device=self.device),
-            positions=torch.full((batch,), CONTEXT - 1, device=self.device),
-            query_lens=[1] * batch,
-            context_lens=[CONTEXT] * batch,
-            block_tables=[list(range(s * blocks, (s + 1) * blocks)) for s in range(batch)],
-            logit_rows=torch.arange(batch, device=self.device),
-            decode=True,
-        )
-        seconds = self._time(lambda: decoder.forward(step, kv, tiers.experts), 16)
+        sequences = SequenceDriver(spec, batch, CONTEXT, self.device)
+        sequences.step([[n] * (CONTEXT - 1) for n in range(batch)])  # not computed: what they attend to is zeros
+        _, step = sequences.step([[n] for n in range(batch)])
+        seconds = self._time(lambda: decoder.forward(step, sequences.cache, tiers.experts), 16)
         return {"batch": batch, "step_ms": seconds * 1e3, "layer_us": seconds / spec.layers * 1e6}
 
     def _misses(self, prefetch: bool) -> dict[str, float | bool]:

@@ -43,6 +43,7 @@ from tokenizers import Tokenizer
 from edgemoe import demo
 from edgemoe.cli.plan.miniature import RandomStore, random_decoder
 from edgemoe.config.budgets import DeviceBudget
+from edgemoe.engine.driver import SequenceDriver
 from edgemoe.experts.build import ExpertTiers, TierMemory
 from edgemoe.experts.compute.moe import Fetching
 from edgemoe.experts.predict.controller import Controller, Kept
@@ -52,7 +53,6 @@ from edgemoe.families.config import spec_from_config
 from edgemoe.families.spec import ModelSpec
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model.decoder import Decoder
-from edgemoe.model.kv import KVCache
 from edgemoe.policy.baselines import LRU
 from edgemoe.policy.ewma import EWMA
 from edgemoe.store.manifest import DENSE, Manifest
@@ -62,8 +62,7 @@ from edgemoe.telemetry.metrics import LEARNED_ETA, named
 from edgemoe.telemetry.recorder import Recorder
 from edgemoe.types.experts import ExpertGeometry, Store, Tier
 from edgemoe.types.model_info import ServedModel
-from edgemoe.types.routing import StepMeta, StepRouting
-from edgemoe.types.step import BLOCK_TOKENS, Batch
+from edgemoe.types.routing import StepRouting
 from tools.bench.make_model import make_config
 from tools.bench.stats import interval
 from tools.demo_model import corpus
@@ -224,7 +223,6 @@ class Runner:
             self.tiers.experts.lookahead = range(0)
         if self.foreseeing and contender.plans:
             self.foreseeing.attach(self.tiers.residency, self.tiers.loader, spec.geometry)
-        self._kv = KVCache(spec.kv_layout, -(-(PROMPT + args.tokens) // BLOCK_TOKENS) + 1)
         self._loop = asyncio.new_event_loop()
         self._task = self._loop.create_task(self.tiers.run())
         self._thread = threading.Thread(target=self._serve, daemon=True)
@@ -253,7 +251,8 @@ class Runner:
         random = torch.Generator().manual_seed(number)
         said: list[int] = []
         stall_s, began_s, routings = 0.0, 0.0, []
-        logits, _ = self._step(f"{number}", text[:PROMPT], 0)
+        sequence = SequenceDriver(model.spec, 1, PROMPT + tokens, name=f"{number}.")
+        logits, _ = self._step(sequence, text[:PROMPT])
         served = list(self.tiers.residency.served)
         vram = self.tiers.residency.devices[0]
         read, before = self.tiers.residency.ram.usage.moved, vram.usage
@@ -263,7 +262,7 @@ class Runner:
             token = int(logits[-1].argmax()) if model.reads else int((logits[-1] / TEMPERATURE + noise).argmax())
             said.append(token)
             fed = text[PROMPT + i] if model.reads else token
-            logits, routing = self._step(f"{number}", [fed], PROMPT + i)
+            logits, routing = self._step(sequence, [fed])
             stall_s += routing.stall_s
             routings.append(routing)
         took_s = time.perf_counter() - began_s
@@ -281,23 +280,13 @@ class Runner:
         }
 
     @torch.inference_mode()
-    def _step(self, name: str, tokens: list[int], at: int) -> tuple[torch.Tensor, StepRouting]:
-        n = len(tokens)
-        batch = Batch(
-            tokens=torch.tensor(tokens),
-            positions=torch.arange(at, at + n),
-            query_lens=[n],
-            context_lens=[at + n],
-            block_tables=[list(range(-(-(at + n) // BLOCK_TOKENS)))],
-            logit_rows=torch.tensor([n - 1]),
-            decode=n == 1,
-        )
-        meta = StepMeta((name,), np.array([n]), np.array([n == 1]), batch.tokens.numpy(), batch.positions.numpy())
+    def _step(self, sequence: SequenceDriver, tokens: list[int]) -> tuple[torch.Tensor, StepRouting]:
+        meta, batch = sequence.step([tokens])
         chosen = self.tiers.experts.begin_step(meta)
         for each in (self.scoutgate, self.foreseeing):
             if each is not None:
                 each.look(meta, chosen)
-        logits = self.model.decoder.forward(batch, self._kv, self.tiers.experts)
+        logits = self.model.decoder.forward(batch, sequence.cache, self.tiers.experts)
         routing = self.tiers.experts.end_step()
         if self.foreseeing is not None:
             self.foreseeing.observe(routing)

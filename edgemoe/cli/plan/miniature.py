@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 
 from edgemoe.cli.plan.subject import dense_encoding
 from edgemoe.encodings.codec import pack
+from edgemoe.engine.driver import SequenceDriver
 from edgemoe.errors import StoreError
 from edgemoe.experts.build import ExpertTiers, TierMemory
 from edgemoe.experts.compute.moe import Fetching
@@ -26,12 +27,11 @@ from edgemoe.kernels.cpu.intrinsics import chunk, fields, i64_at, record
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.kernels.cpu.thread_pool import parallel
 from edgemoe.model.decoder import Decoder
-from edgemoe.model.kv import DTYPES, KVCache
+from edgemoe.model.kv import DTYPES
 from edgemoe.policy.baselines import LRU
 from edgemoe.types.encoding import Encoding
 from edgemoe.types.experts import LivePolicy, Tier
-from edgemoe.types.routing import StepMeta, StepRouting
-from edgemoe.types.step import BLOCK_TOKENS, Batch
+from edgemoe.types.routing import StepRouting
 
 STREAM = fields("address", "sums")
 STREAM_WORDS = 1 << 15
@@ -142,30 +142,13 @@ class Ours:
 
     def begin(self, batch: int, most: int) -> None:
         """Empty caches for so many sequences of so many tokens."""
-        blocks = -(-most // BLOCK_TOKENS)
-        self._kv = KVCache(self.spec.kv_layout, batch * blocks)
-        self._tables = [list(range(s * blocks, (s + 1) * blocks)) for s in range(batch)]
-        self._batch, self._length = batch, 0
+        self._sequences = SequenceDriver(self.spec, batch, most)
 
     def feed(self, tokens: torch.Tensor) -> StepRouting:
         """One step of tokens [batch, n]; what its gates chose."""
-        n = tokens.shape[1]
-        positions = torch.arange(self._length, self._length + n).repeat(self._batch)
-        self._length += n
-        batch = Batch(
-            tokens=tokens.flatten(),
-            positions=positions,
-            query_lens=[n] * self._batch,
-            context_lens=[self._length] * self._batch,
-            block_tables=self._tables,
-            logit_rows=torch.arange(1, self._batch + 1) * n - 1,
-            decode=n == 1,
-        )
-        names = tuple(map(str, range(self._batch)))
-        decode = np.full(self._batch, n == 1)
-        meta = StepMeta(names, np.full(self._batch, n), decode, batch.tokens.numpy(), positions.numpy())
+        meta, batch = self._sequences.step(tokens.tolist())
         self.tiers.experts.begin_step(meta)
-        self.decoder.forward(batch, self._kv, self.tiers.experts).argmax(-1)
+        self.decoder.forward(batch, self._sequences.cache, self.tiers.experts).argmax(-1)
         return self.tiers.experts.end_step()
 
     def decode(self, steps: torch.Tensor) -> tuple[float, float]:

@@ -13,14 +13,13 @@ from support.tiers_kit import FileStore, Weights, running
 from support.waiting import wait_until
 
 from edgemoe.config.budgets import DeviceBudget
+from edgemoe.engine.driver import SequenceDriver
 from edgemoe.experts.build import ExpertTiers, TierMemory
 from edgemoe.families.config import spec_from_config
 from edgemoe.families.spec import ModelSpec, dense_shapes
 from edgemoe.model.decoder import Decoder
-from edgemoe.model.kv import KVCache
 from edgemoe.policy.baselines import LRU
 from edgemoe.types.experts import Tier
-from edgemoe.types.step import Batch
 
 SPEC = spec_from_config(
     {
@@ -62,21 +61,12 @@ def tiers(kind: str, ram_slots: int, slots: int) -> Iterator[ExpertTiers]:
 
 def generate(decoder: Decoder, experts: ExpertTiers, prompt: list[int], steps: int) -> list[torch.Tensor]:
     """Greedy: the logits of the prompt's last token and of each step."""
-    kv, table = KVCache(decoder.spec.kv_layout, 8, decoder.device), list(range(8))
-    tokens, start, found = prompt, 0, []
+    sequence = SequenceDriver(decoder.spec, 1, len(prompt) + steps, decoder.device)
+    tokens, found = prompt, []
     for _ in range(steps):
-        end = start + len(tokens)
-        batch = Batch(
-            tokens=torch.tensor(tokens, device=decoder.device),
-            positions=torch.arange(start, end, device=decoder.device),
-            query_lens=[len(tokens)],
-            context_lens=[end],
-            block_tables=[table],
-            logit_rows=torch.tensor([len(tokens) - 1], device=decoder.device),
-            decode=len(tokens) == 1,
-        )
-        found.append(decoder.forward(batch, kv, experts.experts)[0].cpu())
-        tokens, start = [int(found[-1].argmax())], end
+        _, batch = sequence.step([tokens])
+        found.append(decoder.forward(batch, sequence.cache, experts.experts)[0].cpu())
+        tokens = [int(found[-1].argmax())]
     return found
 
 

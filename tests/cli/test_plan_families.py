@@ -1,0 +1,74 @@
+"""`edgemoe plan` measures every family of the table, in both types and in every encoding that a store can have."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.kept import KERNELS
+from support.tiny_models import FAMILIES as TINY
+from support.tiny_models import SIZES
+
+from edgemoe.cli.plan import rates
+from edgemoe.cli.plan.subject import find
+from edgemoe.families.spec import ModelSpec
+from edgemoe.families.table import FAMILIES
+from edgemoe.kernels.cpu.runtime import Kernels
+from edgemoe.types.encoding import ENCODINGS
+
+DTYPES = ("float32", "bfloat16")
+WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
+WITHIN = {"gemma4": "gemma4_text"}  # whose configuration is a section of another one's
+
+
+def tiny_config(family: str, dtype: str) -> dict[str, Any]:
+    """Returns the config.json of a tiny model, whose rows fit every encoding."""
+    make, _, sizes = TINY[WITHIN.get(family, family)]
+    wide = {name: 64 for name in WIDTHS if name in sizes}
+    config = json.loads(make(**{**SIZES, **sizes, **wide}).to_json_string(use_diff=False))
+    if family in WITHIN:
+        config = {"model_type": family, "text_config": config}
+    (architecture,) = (each.architecture for each in FAMILIES.values() if each.name == family)
+    return {**config, "architectures": [architecture], "dtype": dtype}
+
+
+def tiny_spec(family: str, dtype: str, directory: Path) -> ModelSpec:
+    (directory / "config.json").write_text(json.dumps(tiny_config(family, dtype)))
+    return find(str(directory), directory).spec
+
+
+@pytest.fixture(scope="module", params=DTYPES)
+def kernels(request: pytest.FixtureRequest) -> Iterator[Kernels]:
+    made = Kernels(1, request.param == "bfloat16", KERNELS)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("family", [family.name for family in FAMILIES.values()])
+def test_every_family_is_measured_as_it_is_and_in_what_it_can_be_packed_in(
+    family: str, kernels: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rates, "MEASURE_S", 0.01)
+    spec = tiny_spec(family, kernels.dtype.name, tmp_path)
+    variants = list(find(str(tmp_path), tmp_path).variants())
+    assert [each.spec.geometry.encoding(0).name for each in variants] == [spec.dtype, "int8", "int4", "int4"]
+    for variant in variants:
+        times = rates.measure_layers(variant.spec, kernels, 2, 20)
+        assert min(times.decode_s, times.batch_s, times.prompt_s) > 0, (variant.label, times.why)
+
+
+@pytest.mark.parametrize("encoding", [name for name in ENCODINGS if name not in DTYPES])
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5_moe_text", "gpt_oss"])  # fused, not fused, with biases
+def test_every_encoding_is_measured(
+    family: str, encoding: str, kernels: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rates, "MEASURE_S", 0.01)
+    spec = tiny_spec(family, kernels.dtype.name, tmp_path)
+    for dense in ("", encoding) if encoding in ("int4", "int8") else ("",):
+        encoded = replace(spec, encodings=(encoding,) * spec.geometry.layers, dense_encoding=dense)
+        times = rates.measure_layers(encoded, kernels, 2, 20)
+        assert min(times.decode_s, times.batch_s, times.prompt_s) > 0, times.why
