@@ -10,9 +10,11 @@ from pathlib import Path
 from edgemoe.cli.serve import read_settings, show_progress
 from edgemoe.errors import ConfigError
 from edgemoe.store.arriving import arriving_store, pack_arrived
+from edgemoe.store.catalog import is_store
 from edgemoe.store.checkpoint import Checkpoint, check_tokenizer
 from edgemoe.store.files import ARRIVING, lock_store
 from edgemoe.store.manifest import MANIFEST
+from edgemoe.store.model_check import spec_at
 from edgemoe.store.packer import AS_IT_IS, Progress, ensure_store, pack, place_of, told_as_store_error
 from edgemoe.store.wanted import WantedEncodings
 from edgemoe.telemetry.log import configure
@@ -33,6 +35,8 @@ def run(args: argparse.Namespace) -> int:
     source = Path(args.checkpoint).expanduser()
     if (source / MANIFEST).is_file() and (wanted != AS_IT_IS or args.store or args.wait or args.delete_shards):
         raise ConfigError(f"{source} is a packed store, which stays as it is; name the checkpoint that is to be packed")
+    if not is_store(source):
+        spec_at(source)
     check_tokenizer(source)
     with show_progress(f"packing {args.checkpoint}") as progress:
         if args.wait or args.delete_shards:

@@ -42,9 +42,10 @@ def serve(args: argparse.Namespace) -> int:
         log.warning(warning)
     if loaded.settings.api.tcp:
         _have_a_key(loaded)
+    tcp = daemon.reserve(loaded.settings)
     model = store_of(loaded.settings.model, show_progress)
     settings = msgspec.structs.replace(loaded.settings, model=model)
-    return daemon.run(settings, on_ready=lambda: print(ready_text(settings), flush=True))
+    return daemon.run(settings, on_ready=lambda: print(ready_text(settings), flush=True), tcp=tcp)
 
 
 def ready_text(settings: Settings) -> str:

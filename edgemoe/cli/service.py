@@ -11,7 +11,11 @@ from edgemoe.cli import systemd_units as service
 def run(args: argparse.Namespace) -> int:
     """Installs, uninstalls or shows the service."""
     if args.action == "status":
-        rows = service.status(Path(args.root))
+        root = Path(args.root)
+        rows = service.status(root)
+        if not service.is_installed(root):
+            print("edgemoe is not installed as a service; `sudo edgemoe service install --model DIR` does that")
+            return 0
         width = max(len(thing) for thing, _ in rows)
         print("\n".join(f"{thing:{width}}  {state}" for thing, state in rows))
         return 0

@@ -110,6 +110,11 @@ def uninstall(options: Options) -> list[str]:
     return done + _run_all([["systemctl", "daemon-reload"]], options, tolerant=True)
 
 
+def is_installed(root: Path = Path("/")) -> bool:
+    """Returns whether a unit of the service is there."""
+    return any((root / "etc/systemd/system" / unit).exists() for unit in UNITS)
+
+
 def status(root: Path = Path("/")) -> list[tuple[str, str]]:
     """Returns (name, state) of each file and unit."""
     rows = [(str(path), "installed" if path in _ours(root) else "missing") for path in _paths(root)]

@@ -20,13 +20,14 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import msgspec
 
 from edgemoe.config.paths import PATHS, fill_paths, search_path
-from edgemoe.config.settings import FORMER_POLICIES, DeviceSettings, Settings, check
+from edgemoe.config.settings import FORMER_POLICIES, DeviceSettings, Settings, faults
 from edgemoe.config.sizes import parse_rate, parse_size
 from edgemoe.errors import ConfigError
 
 MAX_FILE_BYTES = 1 << 20
 NOT_TOML = (ValueError, RecursionError)  # what tomllib raises, also for overlong numbers and deep nesting
 SHOWN_CHARS = 120  # of a key or a value in an error
+MOST_FAULTS = 20  # of settings that are told at once
 FORMER_VALUES = {"cache.policy": FORMER_POLICIES}  # still taken
 
 
@@ -57,24 +58,52 @@ def load(
     env: Mapping[str, str] = os.environ,
     root: Path = Path("/"),
 ) -> Loaded:
-    """Returns the effective settings. Raises ConfigError.
+    """Returns the effective settings. Raises ConfigError, which names all that is wrong.
 
     If `config` is given, no other file is read. `options` win over all other sources.
     """
     files = (config,) if config else tuple(path for path in search_path(env, root) if path.is_file())
     stated: dict[str, Value] = {}
+    wrong = Wrong()
     for file in files:
-        values = _checked(_file_values(file))
+        values = _checked(_file_values(file), wrong)
         if any(key.startswith("device.") for key in values):  # a file states all devices or none
             stated = {key: value for key, value in stated.items() if not key.startswith("device.")}
         stated |= values
-    stated |= _checked(_set_values(sets)) | _checked(options.items())
-    settings = fill_paths(check(_build(stated)), env, root)
+    stated |= _checked(_set_values(sets, wrong), wrong) | _checked(options.items(), wrong)
+    settings = _build(stated, wrong)
+    for fault in faults(settings):
+        if not any(key in fault for key in wrong.keys):  # else it may follow from what is wrong there
+            wrong.add("", fault)
+    wrong.raise_all()
+    settings = fill_paths(settings, env, root)
     origins = {key: stated[key].origin if key in stated else "default" for key in flatten(settings)}
     warnings = (
         f"{one.origin}: {key} = {one.former!r} is called {one.value!r} now" for key, one in stated.items() if one.former
     )
     return Loaded(settings, origins, files, tuple(warnings))
+
+
+class Wrong:
+    """Collects what is wrong with settings, so that all of it is told at once."""
+
+    def __init__(self) -> None:
+        self.keys: list[str] = []
+        self._faults: list[str] = []
+
+    def add(self, key: str, fault: str) -> None:
+        """Adds a fault; `key` is the setting that is left out for it."""
+        self.keys += [key] if key else []
+        self._faults.append(fault)
+
+    def raise_all(self) -> None:
+        """Raises ConfigError where anything is wrong."""
+        told, more = list(dict.fromkeys(self._faults))[:MOST_FAULTS], len(self._faults) - MOST_FAULTS
+        if len(told) == 1:
+            raise ConfigError(told[0])
+        if told:
+            rest = [f"and {more} more"] if more > 0 else []
+            raise ConfigError("\n  ".join([f"{len(self._faults)} settings are wrong:", *told, *rest]))
 
 
 def flatten(settings: Settings) -> dict[str, Any]:
@@ -135,11 +164,12 @@ def _key_lines(text: str) -> Iterator[tuple[str, int]]:
             yield f"{section}.{key[1]}" if section else key[1], number
 
 
-def _set_values(sets: Iterable[str]) -> Iterator[tuple[str, Value]]:
+def _set_values(sets: Iterable[str], wrong: Wrong) -> Iterator[tuple[str, Value]]:
     for text in sets:
         key, equals, word = text.partition("=")
         if not equals:
-            raise ConfigError(f"--set {text}: write --set section.key=value")
+            wrong.add("", f"--set {text[:SHOWN_CHARS]}: write --set section.key=value")
+            continue
         try:
             value = tomllib.loads(f"value = {word}")["value"]
         except NOT_TOML:
@@ -153,10 +183,16 @@ def _set_values(sets: Iterable[str]) -> Iterator[tuple[str, Value]]:
 # --- one value -------------------------------------------------------------------------------------------------
 
 
-def _checked(values: Iterable[tuple[str, Value]]) -> dict[str, Value]:
-    """Returns values converted to their fields' types. Raises ConfigError, which names origin, key and remedy."""
-    today = ((key, _with_todays_name(key, value)) for key, value in values)
-    return {key: Value(_convert(key, value), value.origin, value.former) for key, value in today}
+def _checked(values: Iterable[tuple[str, Value]], wrong: Wrong) -> dict[str, Value]:
+    """Returns values converted to their fields' types, without those that are wrong."""
+    found: dict[str, Value] = {}
+    for key, stated in values:
+        value = _with_todays_name(key, stated)
+        try:
+            found[key] = Value(_convert(key, value), value.origin, value.former)
+        except ConfigError as error:
+            wrong.add(key, str(error))
+    return found
 
 
 def _with_todays_name(key: str, stated: Value) -> Value:
@@ -165,6 +201,7 @@ def _with_todays_name(key: str, stated: Value) -> Value:
 
 
 def _convert(key: str, stated: Value) -> Any:
+    """Returns the value in its field's type. Raises ConfigError, which names origin, key and remedy."""
     expected = _type_of(key)
     if expected is None:
         raise ConfigError(f"{stated.origin}: unknown setting {_shown(key)}{nearest(key)}")
@@ -233,16 +270,18 @@ def nearest(key: str) -> str:
     return f"; did you mean {close[0].replace('device.', 'device.0.')!r}?" if close else "; see `edgemoe config`"
 
 
-def _build(stated: Mapping[str, Value]) -> Settings:
+def _build(stated: Mapping[str, Value], wrong: Wrong) -> Settings:
     groups: dict[str, Any] = {}
     for key, value in stated.items():
         section, _, name = key.rpartition(".")
         groups.setdefault(section, {})[name] = value.value
     numbers = sorted(int(match[1]) for group in list(groups) if (match := re.fullmatch(r"device\.(\d+)", group)))
-    if numbers != list(range(len(numbers))):
-        raise ConfigError(f"device.{numbers[-1]} is set, but not every device before it; devices are counted from 0")
+    if numbers != list(range(len(numbers))) and not any(key.startswith("device.") for key in wrong.keys):
+        given = f"device.{numbers[-1]} is set, but not every device before it; devices are counted from 0"
+        wrong.add(f"device.{numbers[-1]}", given)
     devices = [groups.pop(f"device.{number}") for number in numbers]
     try:
         return msgspec.convert(groups | ({"device": devices} if devices else {}), Settings)
     except msgspec.ValidationError as error:  # of all together: too many devices
-        raise ConfigError(f"these settings cannot be: {error}") from error
+        wrong.add("", f"these settings cannot be: {error}")
+        return Settings()

@@ -8,12 +8,12 @@ fills in the paths that depend on the environment.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
-from edgemoe.errors import ConfigError
 from edgemoe.types.phases import Phases
 from edgemoe.types.placement import PlacementPolicy
 
@@ -170,65 +170,64 @@ class Settings(Section, frozen=True, kw_only=True):
     cluster: ClusterSettings = ClusterSettings()
 
 
-def check(settings: Settings) -> Settings:
-    """Returns the same settings. Raises ConfigError for the first combination that cannot work, with its remedy."""
+def faults(settings: Settings) -> Iterator[str]:
+    """Yields every combination of settings that cannot work, with its remedy."""
     kinds = [device.kind for device in settings.device]
     for index, device in enumerate(settings.device):
-        _check_device(f"device.{index}", device, kinds)
+        yield from _device_faults(f"device.{index}", device, kinds)
     api, record = settings.api, settings.record
     if api.tcp:
         host, _, port = api.tcp.rpartition(":")
         if not host or not port.isdigit() or not 0 < int(port) < 65536:
-            raise ConfigError(f'api.tcp is {api.tcp!r}; write HOST:PORT, as in "127.0.0.1:8080"')
+            yield f'api.tcp is {api.tcp!r}; write HOST:PORT, as in "127.0.0.1:8080"'
     if record.dir and record.file_bytes > record.max_bytes:
-        raise ConfigError("record.file_bytes is larger than record.max_bytes; one file must fit the limit")
+        yield "record.file_bytes is larger than record.max_bytes; one file must fit the limit"
     for name, wanted in (("hints", record.hints), ("hidden", record.hidden)):
         if wanted and not record.dir:
-            raise ConfigError(f"record.{name} is set, but record.dir is not: name the folder to record to, or drop it")
-    _check_cluster(settings.cluster)
+            yield f"record.{name} is set, but record.dir is not: name the folder to record to, or drop it"
+    yield from _cluster_faults(settings.cluster)
     if settings.cluster.role != "both" and not settings.engine.prefix_cache:
-        raise ConfigError(f'cluster.role is "{settings.cluster.role}": hand-overs need engine.prefix_cache')
-    return settings
+        yield f'cluster.role is "{settings.cluster.role}": hand-overs need engine.prefix_cache'
 
 
-def _check_cluster(cluster: ClusterSettings) -> None:
+def _cluster_faults(cluster: ClusterSettings) -> Iterator[str]:
     if not cluster.node:
         if stray := [key for key, value in msgspec.structs.asdict(cluster).items() if value != getattr(ALONE, key)]:
-            raise ConfigError(f"cluster.{stray[0]} is set, but cluster.node is not: name this box")
+            yield f"cluster.{stray[0]} is set, but cluster.node is not: name this box"
         return
     if not cluster.key_file:
-        raise ConfigError("cluster.node needs cluster.key_file; `edgemoe keygen FILE` writes one")
+        yield "cluster.node needs cluster.key_file; `edgemoe keygen FILE` writes one"
     for key in ("listen", "address"):
         value = getattr(cluster, key)
         host, _, port = value.rpartition(":")
         if (value or key == "listen") and not (host and port.isdigit() and 0 < int(port) < 65536):
-            raise ConfigError(f'cluster.{key} is {value!r}; write HOST:PORT, as in "192.0.2.7:7540"')
+            yield f'cluster.{key} is {value!r}; write HOST:PORT, as in "192.0.2.7:7540"'
     if cluster.join and cluster.peers_file:
-        raise ConfigError("cluster.join stands in for cluster.peers_file: the other boxes tell the list; drop one")
+        yield "cluster.join stands in for cluster.peers_file: the other boxes tell the list; drop one"
     if cluster.coordination == "etcd" and not cluster.etcd:
-        raise ConfigError('cluster.coordination is "etcd"; name its addresses in cluster.etcd')
+        yield 'cluster.coordination is "etcd"; name its addresses in cluster.etcd'
     for url in filter(None, cluster.etcd.split(",")):
         if not re.fullmatch(
             r"https?://[^/:@\s]+(:[0-9]{1,5})?/?|https?://\[[0-9a-fA-F:]+\](:[0-9]{1,5})?/?", url.strip()
         ):
-            raise ConfigError(f'cluster.etcd names {url.strip()!r}; write URLs, as in "http://192.0.2.7:2379"')
+            yield f'cluster.etcd names {url.strip()!r}; write URLs, as in "http://192.0.2.7:2379"'
     if cluster.role != "both" and not cluster.share_experts:
-        raise ConfigError(f'cluster.role is "{cluster.role}": engines hand requests over, set cluster.share_experts')
+        yield f'cluster.role is "{cluster.role}": engines hand requests over, set cluster.share_experts'
     if cluster.leader and cluster.coordination != "single":
-        raise ConfigError(f'cluster.leader is for coordination = "single"; {cluster.coordination} elects one')
+        yield f'cluster.leader is for coordination = "single"; {cluster.coordination} elects one'
 
 
-def _check_device(name: str, device: DeviceSettings, kinds: list[str]) -> None:
+def _device_faults(name: str, device: DeviceSettings, kinds: list[str]) -> Iterator[str]:
     if device.kind == "emulated":
         for field in ("expert_bytes", "link_bytes_per_s"):
             if not getattr(device, field):
-                raise ConfigError(f"{name} is emulated and needs {name}.{field}, as there is nothing to measure")
-    elif device.link_bytes_per_s or device.memory_bytes_per_s:
-        field = "link_bytes_per_s" if device.link_bytes_per_s else "memory_bytes_per_s"
-        raise ConfigError(f"{name}.{field} is for emulated devices; drop it, {device.kind} has its own speed")
+                yield f"{name} is emulated and needs {name}.{field}, as there is nothing to measure"
+    for field in ("link_bytes_per_s", "memory_bytes_per_s") if device.kind != "emulated" else ():
+        if getattr(device, field):
+            yield f"{name}.{field} is for emulated devices; drop it, {device.kind} has its own speed"
     if device.kind == "cpu" and device.expert_bytes:
-        raise ConfigError(f"{name} is the cpu, whose experts lie in RAM: set memory.ram_bytes instead")
+        yield f"{name} is the cpu, whose experts lie in RAM: set memory.ram_bytes instead"
     if device.kind != "emulated" and kinds.count(device.kind) > 1:
-        raise ConfigError(f"{name}: {device.kind} is listed twice")
+        yield f"{name}: {device.kind} is listed twice"
     if len(kinds) > 1 and device.kind in ("auto", "cpu"):
-        raise ConfigError(f"{name} is {device.kind}, which must be the only device; name each one (cuda:N)")
+        yield f"{name} is {device.kind}, which must be the only device; name each one (cuda:N)"

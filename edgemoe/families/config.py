@@ -96,7 +96,16 @@ def _family(config: Config) -> Family:
     found = ", ".join(map(str, named)) or config.get("model_type") or "none named in config.json"
     why = next((f": {REFUSED[name]}" for name in named if name in REFUSED), "")
     have = ", ".join(sorted(FAMILIES))
+    if not why and not _has_experts(config):
+        why = " is a dense model: it has no experts, and edgemoe serves Mixture-of-Experts models"
+        raise UnsupportedModel(f"{str(found)[:200]}{why}; supported are {have}")
     raise UnsupportedModel(f"architecture not supported: {str(found)[:200]}{why}; supported are {have}")
+
+
+def _has_experts(config: Config) -> bool:
+    """Returns whether a configuration, or a section of it, counts experts, or says too little to tell."""
+    sections = [config, *(part for part in config.values() if isinstance(part, Mapping))]
+    return "hidden_size" not in config or any("expert" in str(key) for part in sections for key in part)
 
 
 def _decoder_part(config: Config, family: Family) -> Config:

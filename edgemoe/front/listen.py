@@ -27,7 +27,7 @@ def unix_socket(path: Path, group: str = "") -> socket.socket:
         raise ServiceError(f"{path}: too long for a socket ({PATH_BYTES} bytes); set api.socket to a shorter path")
     gid = _group_id(group) if group else None
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o755)
-    _clear(path)
+    clear_path(path)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     mask = os.umask(0o777 & ~SOCKET_MODE)
     try:
@@ -43,14 +43,32 @@ def unix_socket(path: Path, group: str = "") -> socket.socket:
     return listener
 
 
+def bound_socket(address: str) -> socket.socket:
+    """Returns a socket that has HOST:PORT and does not listen yet. Raises ServiceError."""
+    host, _, port = address.rpartition(":")
+    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((host.strip("[]"), int(port)))
+    except (OSError, ValueError, OverflowError) as error:
+        bound.close()
+        raise ServiceError(f"api.tcp: cannot listen on {address}: {error}") from error
+    return bound
+
+
 def tcp_socket(address: str) -> socket.socket:
     """Returns a listening socket at HOST:PORT. Raises ServiceError."""
-    host, _, port = address.rpartition(":")
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return listening(bound_socket(address), address)
+
+
+def listening(bound: socket.socket, address: str) -> socket.socket:
+    """Has the socket listen, and returns it. Raises ServiceError where another has come before."""
     try:
-        return socket.create_server((host.strip("[]"), int(port)), family=family, backlog=BACKLOG)
-    except (OSError, ValueError) as error:
+        bound.listen(BACKLOG)
+    except OSError as error:
+        bound.close()
         raise ServiceError(f"api.tcp: cannot listen on {address}: {error}") from error
+    return bound
 
 
 @contextlib.contextmanager
@@ -64,8 +82,8 @@ def sole_owner(directory: Path, remedy: str) -> Iterator[None]:
         yield
 
 
-def _clear(path: Path) -> None:
-    """Removes a socket file that nobody listens on."""
+def clear_path(path: Path) -> None:
+    """Removes a socket file that nobody listens on. Raises ServiceError where another daemon does, or it is none."""
     try:
         if not stat.S_ISSOCK(path.lstat().st_mode):
             raise ServiceError(f"{path}: is no socket, so it is left alone; set api.socket to another path")

@@ -30,7 +30,7 @@ from edgemoe.config.settings import Settings
 from edgemoe.errors import RequestError, first_of
 from edgemoe.front.cluster import ClusterFront
 from edgemoe.front.connections import Server
-from edgemoe.front.listen import sole_owner, tcp_socket, unix_socket
+from edgemoe.front.listen import bound_socket, clear_path, listening, sole_owner, unix_socket
 from edgemoe.front.looking.lookout import Lookout
 from edgemoe.front.notify import Notifier, passed_sockets
 from edgemoe.front.own_engine import EngineDoor
@@ -51,17 +51,33 @@ LOADING_MARGIN_S = 60  # the service manager is told at each tick that loading, 
 OPEN_FILES = 65536
 
 
-def run(settings: Settings, command: Sequence[str] = WORKER, on_ready: Callable[[], None] | None = None) -> int:
+def reserve(settings: Settings, env: Mapping[str, str] = os.environ) -> socket.socket | None:
+    """Takes the TCP address of the settings, if they have one, before anything dear is done.
+
+    Raises ServiceError where another has it, or another daemon runs with these settings.
+    """
+    with sole_owner(private_directory(Path(settings.service.runtime_dir)), _elsewhere(settings)):
+        if "LISTEN_FDS" not in env:  # else the service manager holds the socket
+            clear_path(Path(settings.api.socket))
+        return bound_socket(settings.api.tcp) if settings.api.tcp else None
+
+
+def run(
+    settings: Settings,
+    command: Sequence[str] = WORKER,
+    on_ready: Callable[[], None] | None = None,
+    tcp: socket.socket | None = None,
+) -> int:
     """Serves the packed store at `settings.model.path` until told to stop; the exit status.
 
-    `settings` have their paths filled in. `on_ready` is called once requests are answered. Raises ServiceError,
-    CheckpointError where it cannot start.
+    `settings` have their paths filled in. `on_ready` is called once requests are answered; `tcp` is what `reserve`
+    returned. Raises ServiceError, CheckpointError where it cannot start.
     """
     refuse_pickle()
     _raise_file_limit()
     keep_freed(mmap_bytes=1 << 20, trim_bytes=8 << 20)
     try:
-        asyncio.run(Front(settings, command, on_ready=on_ready).serve_with_signals())
+        asyncio.run(Front(settings, command, on_ready=on_ready, tcp=tcp).serve_with_signals())
     except BaseExceptionGroup as group:
         raise first_of(group) from group
     return 0
@@ -76,6 +92,7 @@ class Front:
         command: Sequence[str] = WORKER,
         env: Mapping[str, str] = os.environ,
         on_ready: Callable[[], None] | None = None,
+        tcp: socket.socket | None = None,
     ) -> None:
         self.settings = settings
         self.metrics = Metrics(settings.model.name)
@@ -85,7 +102,7 @@ class Front:
         self.integrity_errors = 0
         self._command = command
         self._env = env
-        self._on_ready = on_ready
+        self._on_ready, self._tcp = on_ready, tcp
         self._notifier = Notifier(env)
         self._stops = 0
         self._stopped = [asyncio.Event(), asyncio.Event()]  # drain, at once
@@ -223,7 +240,7 @@ class Front:
             self._door = path
             held.callback(self._close_door)
         if api.tcp:
-            sockets.append(tcp_socket(api.tcp))
+            sockets.append(listening(self._tcp or bound_socket(api.tcp), api.tcp))
         for one in sockets:
             held.callback(one.close)
             log.info("listening", extra={"address": one.getsockname()})

@@ -18,11 +18,13 @@ from rich.table import Table
 
 from edgemoe import demo
 from edgemoe.config.settings import ModelSettings
+from edgemoe.config.sizes import format_size
 from edgemoe.errors import CheckpointError, StoreError
 from edgemoe.store.checkpoint import check_tokenizer
 from edgemoe.store.consistency import spec_of
 from edgemoe.store.files import ARRIVING, is_in_use, last_used_s, lock_store, page_memory
 from edgemoe.store.manifest import JOURNAL, MANIFEST, Manifest, model_of
+from edgemoe.store.model_check import demand_path, missing_part, spec_at
 from edgemoe.store.packer import Progress, ensure_store, silent
 from edgemoe.store.reader import ExpertStore
 from edgemoe.store.verify import verify_copy, verify_weights
@@ -65,11 +67,17 @@ def find_stores(store_dir: str | Path) -> list[Path]:
 def resolve(name: str, store_dir: str | Path) -> Path:
     """Returns the store given by path, directory's name in `store_dir`, or model's name if that is unique.
 
-    Raises StoreError naming the stores that there are.
+    Raises StoreError naming the stores that there are, and CheckpointError where a path is not there.
     """
     for path in (Path(name).expanduser(), Path(store_dir).expanduser() / name):
         if is_store(path):
             return path
+    if (path := Path(name).expanduser()) != Path(path.name):
+        demand_path(path)
+    if missing := missing_part(Path(store_dir).expanduser()):
+        raise StoreError(
+            f"no store of the name {name!r}: {missing}, where model.store_dir lies, is missing; is its disk mounted?"
+        )
     stores = find_stores(store_dir)
     matching = [path for path in stores if model_of(path.name) == name]
     if len(matching) == 1:
@@ -92,6 +100,7 @@ def store_of(model: ModelSettings, progress: Callable[[str], AbstractContextMana
     if not path.exists():
         path = resolve(model.path, model.store_dir)
     if not is_store(path):
+        spec_at(path)
         check_tokenizer(path)
     elif not (path / MANIFEST).is_file():
         raise StoreError(f"{path} is {UNFINISHED}")
@@ -132,7 +141,7 @@ def table(store_dir: str | Path) -> Table:
     found.add_column("state", overflow="fold")
     for path in find_stores(store_dir):
         card = describe(path)
-        size, layers = (f"{card.bytes / 1e9:.2f} GB", str(card.layers)) if card.bytes else ("", "")
+        size, layers = (format_size(card.bytes), str(card.layers)) if card.bytes else ("", "")
         row = (card.family, layers, card.experts, card.precision, size, card.last_use, card.state)
         found.add_row(path.name, *row)
     return found

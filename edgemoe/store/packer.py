@@ -17,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 
+from edgemoe.config.sizes import format_size
 from edgemoe.durable import replace_file
 from edgemoe.errors import StoreError, StoreInUse, StoreVersionError
 from edgemoe.store.checkpoint import Checkpoint
@@ -239,7 +240,7 @@ class _Packer:
         free = disk.f_bavail * disk.f_frsize
         if needed > free:
             raise StoreError(
-                f"{self._store}: packing needs {needed / 1e9:.1f} GB of room and the disk has {free / 1e9:.1f} GB; "
+                f"{self._store}: packing needs {format_size(needed)} of room and the disk has {format_size(free)}; "
                 "free some, or choose another directory"
             )
 

@@ -34,6 +34,11 @@ def check_method(config: Mapping[str, Any]) -> None:
     """
     given = quantisation(config)
     _demand_table("quantization_config", given)
+    if any(_is_of_mlx(each) for each in (config.get("quantization"), given)):
+        raise UnsupportedModel(
+            "this is a checkpoint of MLX, whose quantised weights cannot be read; fetch the one that it was made from "
+            "(`edgemoe pull OWNER/NAME`)"
+        )
     if not given:
         return
     for name in ("config_groups", "sparsity_config"):
@@ -47,6 +52,10 @@ def check_method(config: Mapping[str, Any]) -> None:
     if method == "compressed-tensors":
         for why in _compressed_faults(given):
             raise UnsupportedModel(f"compressed-tensors with {why} cannot be read")
+
+
+def _is_of_mlx(given: object) -> bool:
+    return isinstance(given, Mapping) and "quant_method" not in given and {"group_size", "bits"} <= set(given)
 
 
 def _demand_table(name: str, found: object) -> None:

@@ -69,8 +69,8 @@ def test_a_configuration_in_half_precision_is_planned_as_it_will_be_packed(tmp_p
 
 def test_what_is_no_model_is_refused_by_name(tmp_path: Path) -> None:
     for text, why in (
-        ("[1]", "no model's configuration"),
-        ("{", "cannot be read"),
+        ("[1]", "must hold a JSON object"),
+        ("{", "is not JSON"),
         ("{}", "architecture"),
         ('{"architectures": [["Qwen3MoeForCausalLM"]]}', "a list of names"),
     ):
@@ -152,7 +152,7 @@ def test_a_machine_without_the_memory_to_measure_is_told_so_and_nothing_is_alloc
     (variant, *_) = find(str(MODEL / "config.json"), tmp_path).variants()
     machine = Machine(16 << 30, rates.SPARE_BYTES + 1024, 2, None)
     monkeypatch.setattr(probes, "look", lambda: machine)
-    times = rates.measure_layers(variant.spec, cast(Kernels, None), 1, 32)  # touches no kernel
+    (times,) = rates.measure_layers([variant], cast(Kernels, None), 1, 32, lambda _: None)  # touches no kernel
     assert re.fullmatch("measuring takes .* of memory, and 1.* can be spared", times.why)
     planner = Planner(Wish(64, 1, 32, 1, "usual"), Settings(), replace(machine, ram_available_bytes=8 << 30), RATES)
     found = planner.forecast(variant, times)
@@ -171,12 +171,13 @@ def test_a_model_that_was_measured_leaves_no_memory_and_no_thread(
 
     monkeypatch.setattr(rates, "resident_tiers", noted)
     monkeypatch.setattr(rates, "random_decoder", lambda *_: None)
-    monkeypatch.setattr(rates, "_time_s", lambda _: 1.0)
+    monkeypatch.setattr(rates, "_time_s", lambda *_: 1.0)
     monkeypatch.setattr(rates, "_feed", lambda *_: 1.0)
     (variant, *_) = find(str(MODEL / "config.json"), tmp_path).variants()
     before = threading.enumerate()
-    assert rates.measure_layers(variant.spec, cast(Kernels, None), 1, 32).decode_s > 0
-    assert [each() for each in tiers] == [None, None]
+    (times,) = rates.measure_layers([variant], cast(Kernels, None), 1, 32, lambda _: None)
+    assert times.decode_s > 0
+    assert [each() for each in tiers] == [None]
     assert threading.enumerate() == before
 
 

@@ -14,7 +14,7 @@ from support.tiny_models import FAMILIES as TINY
 from support.tiny_models import SIZES
 
 from edgemoe.cli.plan import rates
-from edgemoe.cli.plan.subject import find
+from edgemoe.cli.plan.subject import Variant, find
 from edgemoe.families.spec import ModelSpec
 from edgemoe.families.table import FAMILIES
 from edgemoe.kernels.cpu.runtime import Kernels
@@ -41,6 +41,13 @@ def tiny_spec(family: str, dtype: str, directory: Path) -> ModelSpec:
     return find(str(directory), directory).spec
 
 
+def check(variants: list[Variant], kernels: Kernels) -> None:
+    said = list[str]()
+    for variant, times in zip(variants, rates.measure_layers(variants, kernels, 2, 20, said.append), strict=True):
+        assert min(times.decode_s, times.batch_s, times.prompt_s) > 0, (variant.label, times.why)
+    assert len(said) == len(variants)
+
+
 @pytest.fixture(scope="module", params=DTYPES)
 def kernels(request: pytest.FixtureRequest) -> Iterator[Kernels]:
     made = Kernels(1, request.param == "bfloat16", KERNELS)
@@ -52,13 +59,11 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[Kernels]:
 def test_every_family_is_measured_as_it_is_and_in_what_it_can_be_packed_in(
     family: str, kernels: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rates, "MEASURE_S", 0.01)
+    monkeypatch.setattr(rates, "BUDGET_S", 0.1)
     spec = tiny_spec(family, kernels.dtype.name, tmp_path)
     variants = list(find(str(tmp_path), tmp_path).variants())
     assert [each.spec.geometry.encoding(0).name for each in variants] == [spec.dtype, "int8", "int4", "int4"]
-    for variant in variants:
-        times = rates.measure_layers(variant.spec, kernels, 2, 20)
-        assert min(times.decode_s, times.batch_s, times.prompt_s) > 0, (variant.label, times.why)
+    check(variants, kernels)
 
 
 @pytest.mark.parametrize("encoding", [name for name in ENCODINGS if name not in DTYPES])
@@ -66,9 +71,10 @@ def test_every_family_is_measured_as_it_is_and_in_what_it_can_be_packed_in(
 def test_every_encoding_is_measured(
     family: str, encoding: str, kernels: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rates, "MEASURE_S", 0.01)
+    monkeypatch.setattr(rates, "BUDGET_S", 0.1)
     spec = tiny_spec(family, kernels.dtype.name, tmp_path)
+    variants = []
     for dense in ("", encoding) if encoding in ("int4", "int8") else ("",):
         encoded = replace(spec, encodings=(encoding,) * spec.geometry.layers, dense_encoding=dense)
-        times = rates.measure_layers(encoded, kernels, 2, 20)
-        assert min(times.decode_s, times.batch_s, times.prompt_s) > 0, times.why
+        variants.append(Variant(f"{encoding} {dense}", encoded, ""))
+    check(variants, kernels)

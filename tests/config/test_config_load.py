@@ -253,3 +253,39 @@ def test_a_former_name_of_a_policy_is_taken_and_the_new_one_told(tmp_path: Path,
     assert loaded.settings.cache.policy == today
     assert loaded.warnings == (f"{file}:2: cache.policy = '{former}' is called '{today}' now",)
     assert not load(file, [f"cache.policy={today}"], env=ENV).warnings
+
+
+def test_all_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:
+    file = tmp_path / "edgemoe.toml"
+    file.write_text(
+        '[engine]\nthreads = "many"\n\n[memroy]\nram_bytes = 1\n\n[device]\nkind = "cpu"\nexpert_bytes = "1GiB"\n'
+    )
+    sets = ["engine.max_sequences=-1", "nonsense", "cache.polcy=lru", "record.hints=true", "api.tcp=here"]
+    with pytest.raises(ConfigError) as caught:
+        load(file, sets, env=ENV)
+    told = str(caught.value).splitlines()
+    assert told[0] == "8 settings are wrong:"
+    for part in (
+        f"{file}:2: engine.threads = 'many'",
+        "unknown setting 'memroy.ram_bytes'; did you mean 'memory.ram_bytes'?",
+        "--set: engine.max_sequences = -1",
+        "--set nonsense: write --set section.key=value",
+        "unknown setting 'cache.polcy'; did you mean 'cache.policy'?",
+        "record.hints is set, but record.dir is not",
+        "device.0 is the cpu, whose experts lie in RAM",
+        "api.tcp is 'here'",
+    ):
+        assert sum(part in line for line in told) == 1, (part, told)
+
+
+def test_what_only_follows_from_a_wrong_setting_is_not_told() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(sets=["cluster.node=''", "cluster.nod=a", "cluster.role=boht"], env=ENV, root=Path("/nowhere"))
+    assert "cluster.role is" not in str(caught.value)
+
+
+def test_so_many_faults_are_cut() -> None:
+    with pytest.raises(ConfigError, match="500 settings are wrong") as caught:
+        load(sets=[f"engine.x{n}=1" for n in range(500)], env=ENV, root=Path("/nowhere"))
+    assert "and 480 more" in str(caught.value)
+    assert len(str(caught.value).splitlines()) < 30

@@ -79,7 +79,7 @@ def _clock(node: str, ahead_s: float, within_s: float) -> Finding:
 def unit() -> Iterator[Finding]:
     """The service, where it is installed."""
     rows = dict(systemd_units.status())
-    if not any((Path("/etc/systemd/system") / name).exists() for name in systemd_units.UNITS):
+    if not systemd_units.is_installed():
         yield Finding("unit", "pass", "not installed as a service")
         return
     said = ", ".join(f"{thing} {state}" for thing, state in rows.items())

@@ -218,9 +218,9 @@ Requests that run go on; the next one is refused. Example:
 
 PLAN = """\
 Needs no weights: a config.json is enough. Memory is divided as `edgemoe serve` would divide it now; times are measured
-on layers of the model's own shapes with random weights (a minute), and how many experts are missing is read from a
-curve that other models' routing gave. With --boxes each layer waits a millisecond for the other boxes. A GPU's speed is
-not foretold.
+on layers of the model's own shapes with random weights, and how many experts are missing is read from a curve that
+other models' routing gave. It takes up to a minute, more where kernels have to be compiled, and says on standard error
+what it does. With --boxes each layer waits a millisecond for the other boxes. A GPU's speed is not foretold.
 
 Examples:
   edgemoe plan ./Qwen3-30B-A3B

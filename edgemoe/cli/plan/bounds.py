@@ -17,6 +17,8 @@ from edgemoe.cli.plan.subject import Variant, find
 from edgemoe.config.budgets import devices_of, runs_on_gpu
 from edgemoe.config.settings import Settings
 from edgemoe.errors import EdgemoeError, StoreError
+from edgemoe.experts.build import CODES
+from edgemoe.kernels.cpu.object_cache import link
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.store.catalog import find_stores, is_store
 from edgemoe.store.manifest import Manifest
@@ -24,6 +26,7 @@ from edgemoe.telemetry import metrics as names
 from edgemoe.telemetry import probes
 from edgemoe.telemetry.metrics import select
 from edgemoe.types.arrays import Json
+from edgemoe.worker.assemble import kernel_dir
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +53,8 @@ def bounds(
     (variant,) = find(str(served_store(settings, str(model["digest"]))), Path(settings.model.store_dir)).variants()
     threads = settings.engine.threads or machine.cpus
     torch.set_num_threads(threads)
-    stores = Path(settings.model.store_dir)
-    kernels = Kernels(threads, variant.spec.dtype == "bfloat16", stores.with_name("kernels"))
+    kernels = Kernels(threads, variant.spec.dtype == "bfloat16", kernel_dir(settings))
+    link(CODES, kernel_dir(settings))
     places = _places(settings, variant, metrics, memory_rate(kernels))
     rest_s = rest_bytes(variant) / places.memory_bytes_per_s
     read_bytes = context_tokens / 2 * variant.spec.kv_bytes_per_token

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -24,10 +26,13 @@ from edgemoe.config.loading import load
 from edgemoe.config.settings import Settings
 from edgemoe.config.sizes import format_rate, format_size
 from edgemoe.errors import CapacityError, ConfigError
+from edgemoe.experts.build import CODES
+from edgemoe.kernels.cpu.object_cache import link
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.telemetry import probes
 from edgemoe.types.machine import Machine
 from edgemoe.types.size_classes import SlabLayout
+from edgemoe.worker.assemble import kernel_dir
 from edgemoe.worker.needs import needs_of
 
 MOST_SEQUENCES = 1024  # whose steps are measured
@@ -132,32 +137,32 @@ class Planner:
         return speed.Places(top, ram, link, disk_s, rates.memory_bytes_per_s, boxes)
 
 
+class Phases:
+    """Says on standard error what is done now, and how long the phase before has taken."""
+
+    def __init__(self) -> None:
+        self._began_s, self._phase = time.monotonic(), ""
+
+    def __call__(self, phase: str) -> None:
+        now_s = time.monotonic()
+        if self._phase:
+            print(f"edgemoe plan: {self._phase} took {now_s - self._began_s:.1f} s", file=sys.stderr, flush=True)
+        self._began_s, self._phase = now_s, phase
+        if phase:
+            print(f"edgemoe plan: {phase} ...", file=sys.stderr, flush=True)
+
+
 def run(args: argparse.Namespace) -> int:
     """Prints the plan. Returns 0 if an encoding fits. Raises ConfigError, CheckpointError, StoreError."""
+    if min(args.sequences, args.prompt, args.boxes) < 1 or args.context < 0 or args.sequences > MOST_SEQUENCES:
+        raise ConfigError(
+            f"--context, --sequences, --prompt and --boxes are 1 at least, --sequences {MOST_SEQUENCES} at most"
+        )
     settings = load(Path(args.config) if args.config else None, args.set).settings
     subject = find(args.model, Path(settings.model.store_dir))
     context = args.context or min(subject.spec.context_tokens, 4096)
     question = Wish(context, args.sequences, args.prompt, args.boxes, args.routing)
-    if min(context, args.sequences, args.prompt, args.boxes) < 1 or args.sequences > MOST_SEQUENCES:
-        raise ConfigError(
-            f"--context, --sequences, --prompt and --boxes are 1 at least, --sequences {MOST_SEQUENCES} at most"
-        )
-    machine = probes.look(visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"))
-    threads = settings.engine.threads or machine.cpus
-    torch.set_num_threads(threads)
-    kernels = Kernels(threads, subject.spec.dtype == "bfloat16", Path(settings.model.store_dir).with_name("kernels"))
-    variants = list(subject.variants())
-    sizes = [variant.spec.geometry.largest_bytes for variant in variants]
-    reads = read_times(Path(settings.model.store_dir), sizes, speed.READ_AT_ONCE)
-    disk_bytes_per_s = speed.READ_AT_ONCE[-1] * sizes[0] / reads[0][-1] if reads[0] else 0.0
-    device = settings.device[0]
-    rates = Rates(device.memory_bytes_per_s or memory_rate(kernels), disk_bytes_per_s, device.link_bytes_per_s)
-    planner = Planner(question, settings, machine, rates)
-    chunk = min(question.prompt_tokens, settings.engine.step_tokens)
-    measured = [
-        (each, replace(measure_layers(each.spec, kernels, question.sequences, chunk), disk_s=disk_s))
-        for each, disk_s in zip(variants, reads, strict=True)
-    ]
+    planner, measured = _measure(subject, question, settings, Phases())
     forecasts = [planner.forecast(*each) for each in measured]
     advice = list(advise(planner, measured, forecasts))
     if args.json:
@@ -165,6 +170,32 @@ def run(args: argparse.Namespace) -> int:
     else:
         console().print(_picture(subject, planner, forecasts, advice))
     return 0 if any(not each.why for each in forecasts) else 1
+
+
+def _measure(
+    subject: Subject, question: Wish, settings: Settings, say: Phases
+) -> tuple[Planner, list[tuple[Variant, LayerTimes]]]:
+    """Returns what this machine does, and what it takes for each encoding of the model."""
+    machine, stores = probes.look(visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES")), settings.model.store_dir
+    threads = settings.engine.threads or machine.cpus
+    torch.set_num_threads(threads)
+    say("preparing kernels")
+    kernels = Kernels(threads, subject.spec.dtype == "bfloat16", kernel_dir(settings))
+    link(CODES, kernel_dir(settings))
+    variants = list(subject.variants())
+    say("reading the disk")
+    sizes = [variant.spec.geometry.largest_bytes for variant in variants]
+    reads = read_times(Path(stores), sizes, speed.READ_AT_ONCE)
+    disk_bytes_per_s = speed.READ_AT_ONCE[-1] * sizes[0] / reads[0][-1] if reads[0] else 0.0
+    device = settings.device[0]
+    rates = Rates(device.memory_bytes_per_s or memory_rate(kernels), disk_bytes_per_s, device.link_bytes_per_s)
+    chunk = min(question.prompt_tokens, settings.engine.step_tokens)
+    times = measure_layers(variants, kernels, question.sequences, chunk, say)
+    say("")
+    measured = [
+        (each, replace(taken, disk_s=disk_s)) for each, taken, disk_s in zip(variants, times, reads, strict=True)
+    ]
+    return Planner(question, settings, machine, rates), measured
 
 
 def advise(

@@ -17,7 +17,7 @@ from typing import IO
 from edgemoe.store.files import BLOCK_BYTES, PageFile, page_memory
 from edgemoe.types.experts import padded
 
-LEAST_READINGS, MOST_READINGS, READINGS_S = 5, 50, 0.3  # of each size and number
+LEAST_READINGS, MOST_READINGS, READINGS_S = 5, 50, 0.2  # of each size and number
 DISK_BYTES, DISK_THREADS = 256 << 20, 8  # as many threads as the store reads with
 ROOM_BYTES = 4 * DISK_BYTES  # free, so that a measurement fills no disk
 NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
@@ -35,7 +35,10 @@ def read_times(directory: Path, expert_bytes: Sequence[int], at_once: Sequence[i
         if path is None:
             return [()] * len(expert_bytes)
         with PageFile(path) as file, ThreadPoolExecutor(DISK_THREADS) as threads:
-            return [tuple(_together_s(file, threads, size, count) for count in at_once) for size in expert_bytes]
+            times = {
+                size: tuple(_together_s(file, threads, size, count) for count in at_once) for size in {*expert_bytes}
+            }
+            return [times[size] for size in expert_bytes]
 
 
 def _together_s(file: PageFile, threads: ThreadPoolExecutor, size: int, count: int) -> float:

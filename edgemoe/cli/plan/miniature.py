@@ -36,6 +36,7 @@ from edgemoe.types.routing import StepRouting
 STREAM = fields("address", "sums")
 STREAM_WORDS = 1 << 15
 STD = 0.02
+OWN_ROWS = 512  # of a dense matrix; the others repeat them, but for gates, which tell experts apart
 FILL_S = 120.0  # for random experts to be in RAM
 
 
@@ -108,10 +109,13 @@ def random_decoder(spec: ModelSpec, kernels: Kernels) -> Decoder:
     """Returns a decoder of random dense weights, which are the same for all encodings."""
     random, dtype, tensors = torch.Generator().manual_seed(0), DTYPES[spec.dtype], {}
     for name, shape in dense_shapes(spec).items():
-        values = torch.ones(shape) if "norm" in name else torch.randn(shape, generator=random) * STD
+        rows = shape[0] if "mlp.gate." in name or not shape[1:] else min(shape[0], OWN_ROWS)
+        some = (rows, *shape[1:])
+        values = torch.ones(some) if "norm" in name else torch.randn(some, generator=random) * STD
         encoding = dense_encoding(spec, name, shape[-1])
         is_plain = encoding.name == spec.dtype
-        tensors[name] = values.to(dtype) if is_plain else torch.from_numpy(pack(values.numpy(), encoding))
+        made = values.to(dtype) if is_plain else torch.from_numpy(pack(values.numpy(), encoding))
+        tensors[name] = made.repeat(-(-shape[0] // rows), *[1] * (made.dim() - 1))[: shape[0]].contiguous()
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "dense.safetensors"
         save_file(tensors, path)

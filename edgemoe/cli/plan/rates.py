@@ -6,25 +6,29 @@ import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 import torch
 
 from edgemoe.cli.plan.miniature import Ours, random_decoder, resident_tiers, stream_bytes_per_s
-from edgemoe.cli.plan.subject import dense_size, layer_bytes
+from edgemoe.cli.plan.subject import Variant, dense_size, layer_bytes
 from edgemoe.config.sizes import format_size
 from edgemoe.errors import CapacityError
+from edgemoe.experts.build import ExpertTiers
 from edgemoe.families.spec import ModelSpec, dense_shapes
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.telemetry import probes
 
-T = TypeVar("T")
-
 COLD_BYTES = 128 << 20  # of weights that a step reads before it reads the same again: more than a processor caches
-DECODE_BYTES, PROMPT_BYTES = 256 << 20, 512 << 20  # of experts, as far as a step's own allow
+EXPERT_BYTES = 512 << 20  # of experts, as far as a step's own allow
 LEAST_LAYERS, MOST_LAYERS, VOCAB = 2, 8, 512  # the head is counted apart
-MEASURE_S, ROUNDS, MOST_STEPS, WARM_STEPS = 1.0, 5, 200, 8
+BUDGET_S = 10.0  # of all timed steps together; what has not been timed once is timed all the same
+DEADLINE_S = 35.0  # after which no further encoding is measured
+BOUND_S = 1.0  # of the timed steps of one number of sequences
+MEMORY_ROUNDS, MOST_STEPS, WARM_STEPS = 5, 200, 8
+LEAST_PROMPT = 64  # tokens of a prompt that is timed in place of a longer one
 SPARE_BYTES = 256 << 20  # left to all else on the machine while something is measured
+
+Say = Callable[[str], None]  # reports what is measured now
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,71 +53,98 @@ class Rates:
     link_bytes_per_s: float
 
 
-def measure_layers(spec: ModelSpec, kernels: Kernels, sequences: int, prompt_tokens: int) -> LayerTimes:
-    """Returns the times of a layer of average kind, on random weights of the same shapes. Takes seconds.
+def measure_layers(
+    variants: Sequence[Variant], kernels: Kernels, sequences: int, prompt_tokens: int, say: Say
+) -> list[LayerTimes]:
+    """Returns for each variant of a model the times of a layer, on random weights of the same shapes.
 
-    Where memory does not allow it, the times say why instead.
+    Takes about `BUDGET_S`, and what it takes to make the weights. Where memory or `DEADLINE_S` do not allow it, the
+    times say why instead.
     """
-    times = LayerTimes(0.0, 0.0, sequences, 0.0, prompt_tokens)
-    try:
-        decode_s, batch_s = decode_times(spec, kernels, (1, sequences))
-        prompt_s = prompt_time(spec, kernels, prompt_tokens)
-    except CapacityError as error:
-        return replace(times, why=str(error))
-    return replace(times, decode_s=decode_s, batch_s=batch_s, prompt_s=prompt_s)
+    lab, share_s, found = Lab(kernels), BUDGET_S / len(variants) / 4, list[LayerTimes]()
+    tokens, ends_s = max(sequences * (MOST_STEPS + WARM_STEPS), prompt_tokens), time.monotonic() + DEADLINE_S
+    for number, variant in enumerate(variants, 1):
+        experts = variant.spec.router.experts
+
+        def measure(model: Ours, experts: int = experts) -> list[float]:
+            decode_s = [_decode_s(model, count, share_s) for count in (1, sequences)]
+            return [*decode_s, _prompt_s(model, experts, prompt_tokens, 2 * share_s)]
+
+        times = LayerTimes(0.0, 0.0, sequences, 0.0, prompt_tokens)
+        if time.monotonic() > ends_s:
+            found.append(replace(times, why=f"others took {DEADLINE_S:g} s; run it on a less busy machine"))
+            continue
+        say(f"measuring {variant.label}, {number} of {len(variants)}")
+        try:
+            decode_s, batch_s, prompt_s = lab.run(variant.spec, tokens, measure)
+        except CapacityError as error:
+            found.append(replace(times, why=str(error)))
+        else:
+            found.append(replace(times, decode_s=decode_s, batch_s=batch_s, prompt_s=prompt_s))
+    lab.close()
+    return found
 
 
 def decode_times(spec: ModelSpec, kernels: Kernels, streams: Sequence[int]) -> list[float]:
     """Returns the seconds of a layer for a token of each of so many sequences. Raises CapacityError."""
-    small = cold(spec)
-    tokens = max(streams) * (MOST_STEPS + WARM_STEPS)
-    times = _measured(small, kernels, tokens, lambda model: [_decode_s(model, count) for count in streams])
-    return [each / small.layers for each in times]
+    lab, tokens = Lab(kernels), max(streams) * (MOST_STEPS + WARM_STEPS)
+    times = lab.run(spec, tokens, lambda model: [_decode_s(model, count, BOUND_S) for count in streams])
+    lab.close()
+    return times
 
 
-def prompt_time(spec: ModelSpec, kernels: Kernels, tokens: int) -> float:
-    """Returns the seconds of a layer for a prompt. Raises CapacityError."""
-    small = miniature(spec, _period(spec), PROMPT_BYTES)
-    return _measured(small, kernels, tokens, lambda model: _prompt_s(model, tokens)) / small.layers
+class Lab:
+    """Makes small models of random weights, one at a time. Those whose experts are alike use the same ones."""
 
+    def __init__(self, kernels: Kernels) -> None:
+        self._kernels = kernels
+        self._tiers: ExpertTiers | None = None
 
-def _measured(small: ModelSpec, kernels: Kernels, tokens: int, measure: Callable[[Ours], T]) -> T:
-    """Returns what is measured of a model of random weights, whose memory is free again then.
+    def run(self, spec: ModelSpec, tokens: int, measure: Callable[[Ours], list[float]]) -> list[float]:
+        """Returns what is measured of a miniature, by its layers; it computes so many tokens in all sequences at most.
 
-    Raises CapacityError where the machine has not as much to spare: taken regardless, it would be the kernel that
-    ends somebody, likely the engine.
-    """
-    dense = sum(dense_size(small, name, shape) for name, shape in dense_shapes(small).items())
-    # dense weights are made, written and read, which may all be in memory at once
-    needed = small.geometry.all_bytes + 3 * dense + tokens * small.kv_bytes_per_token
-    free = probes.look().ram_available_bytes - SPARE_BYTES
-    if needed > free:
-        raise CapacityError(
-            f"measuring takes {format_size(needed)} of memory, and {format_size(max(0, free))} can be spared"
-        )
-    try:
-        return measure(Ours(small, kernels, random_decoder(small, kernels), resident_tiers(small, kernels)))
-    finally:
+        Raises CapacityError where the machine has not as much memory to spare: taken regardless, it would be the
+        kernel that ends somebody, likely the engine.
+        """
+        small = miniature(spec)
+        if self._tiers is not None and self._tiers.geometry != small.geometry:
+            self.close()
+        dense = sum(dense_size(small, name, shape) for name, shape in dense_shapes(small).items())
+        # dense weights are made, written and read, which may all be in memory at once
+        needed = 3 * dense + tokens * small.kv_bytes_per_token + (0 if self._tiers else small.geometry.all_bytes)
+        free = probes.look().ram_available_bytes - SPARE_BYTES
+        if needed > free:
+            raise CapacityError(
+                f"measuring takes {format_size(needed)} of memory, and {format_size(max(0, free))} can be spared"
+            )
+        if self._tiers is None:
+            self._tiers = resident_tiers(small, self._kernels)
+        model = Ours(small, self._kernels, random_decoder(small, self._kernels), self._tiers)
+        return [taken_s / small.layers for taken_s in measure(model)]
+
+    def close(self) -> None:
+        """Frees the experts."""
+        self._tiers = None
         gc.collect()  # tiers refer to each other in circles
 
 
-def cold(spec: ModelSpec) -> ModelSpec:
-    """Returns a miniature of which a token finds no weights in the processor's cache, as in the whole model."""
-    period, experts = _period(spec), spec.router.top_k * spec.geometry.largest_bytes
-    periods = -(-COLD_BYTES // (period * (experts + layer_bytes(spec, spec.expert_layers[-1]))))
-    return miniature(spec, min(periods, len(spec.expert_layers) // period) * period, DECODE_BYTES)
+def miniature(spec: ModelSpec) -> ModelSpec:
+    """Returns the last layers of a model with some of their experts, whatever its dense weights are encoded in.
 
-
-def miniature(spec: ModelSpec, layers: int, most_bytes: int) -> ModelSpec:
-    """Returns the last layers of a model, with as many experts as so many bytes hold."""
-    expert_bytes = spec.geometry.largest_bytes
-    experts = min(spec.router.experts, max(2 * spec.router.top_k, most_bytes // (layers * expert_bytes)))
-    groups = spec.router.groups
+    The layers are so many that a token finds no weights in the processor's cache, as in the whole model.
+    """
+    period, expert_bytes, router = _period(spec), spec.geometry.largest_bytes, spec.router
+    plain = layer_bytes(replace(spec, dense_encoding=""), spec.expert_layers[-1])
+    periods = -(-COLD_BYTES // (period * (router.top_k * expert_bytes + plain)))
+    layers = min(periods, len(spec.expert_layers) // period) * period
+    each = -(-router.top_k // router.top_groups)  # that a group has at least
+    least = max(router.top_k, router.groups * max(2, each))
+    experts = min(router.experts, max(least, EXPERT_BYTES // (layers * expert_bytes)))
     return replace(
         spec,
         attention=spec.attention[-layers:],
         vocab=min(spec.vocab, VOCAB),
-        router=replace(spec.router, experts=-(-experts // groups) * groups),
+        router=replace(router, experts=-(-experts // router.groups) * router.groups),
         feed_forward=replace(spec.feed_forward, dense_layers=frozenset()),
         encodings=spec.encodings[-layers:],
     )
@@ -121,7 +152,7 @@ def miniature(spec: ModelSpec, layers: int, most_bytes: int) -> ModelSpec:
 
 def memory_rate(kernels: Kernels) -> float:
     """Returns the bytes a second that all threads together read from memory."""
-    return max(stream_bytes_per_s(kernels, COLD_BYTES) for _ in range(ROUNDS))
+    return max(stream_bytes_per_s(kernels, COLD_BYTES) for _ in range(MEMORY_ROUNDS))
 
 
 def _period(spec: ModelSpec) -> int:
@@ -133,30 +164,34 @@ def _period(spec: ModelSpec) -> int:
     return most
 
 
-def _decode_s(model: Ours, sequences: int) -> float:
+def _decode_s(model: Ours, sequences: int, budget_s: float) -> float:
     """Returns the time of a step."""
     model.begin(sequences, MOST_STEPS + WARM_STEPS)
     _feed(model, sequences, WARM_STEPS)
-    return _time_s(lambda: _feed(model, sequences, 1))
+    return _time_s(lambda: _feed(model, sequences, 1), budget_s)
 
 
-def _prompt_s(model: Ours, tokens: int) -> float:
-    """Returns the time of a prompt."""
+def _prompt_s(model: Ours, experts: int, tokens: int, budget_s: float) -> float:
+    """Returns the time of a prompt in layers of `experts` experts.
+
+    The prompt that is timed is shorter by as much as the miniature has fewer experts, so that each has as many tokens.
+    """
+    count = min(tokens, max(LEAST_PROMPT, tokens * model.spec.router.experts // experts))
 
     def prefill() -> float:
-        model.begin(1, tokens)
-        return _feed(model, 1, tokens)
+        model.begin(1, count)
+        return _feed(model, 1, count)
 
-    return _time_s(prefill)
+    return _time_s(prefill, budget_s) * tokens / count
 
 
-def _time_s(timed: Callable[[], float]) -> float:
-    """Returns the lower quartile of what is measured in a second, and at least ROUNDS times.
+def _time_s(timed: Callable[[], float], budget_s: float) -> float:
+    """Returns the lower quartile of what is measured in `budget_s`, and at least once.
 
     It leaves out most of what others on the machine delay, and the steps that happen to find much in the cache.
     """
-    taken, began_s = list[float](), time.perf_counter()
-    while len(taken) < ROUNDS or (time.perf_counter() - began_s < MEASURE_S and len(taken) < MOST_STEPS):
+    taken, began_s = [timed()], time.perf_counter()
+    while len(taken) < MOST_STEPS and time.perf_counter() - began_s < budget_s:
         taken.append(timed())
     return sorted(taken)[len(taken) // 4]
 

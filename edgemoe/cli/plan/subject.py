@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from edgemoe.errors import CheckpointError
-from edgemoe.families.config import spec_from_config
 from edgemoe.families.spec import ModelSpec, dense_shapes
 from edgemoe.store.catalog import is_store, resolve
-from edgemoe.store.checkpoint import CONFIG, MAX_JSON_BYTES
 from edgemoe.store.consistency import spec_of
-from edgemoe.store.layout import MATRICES, precision
+from edgemoe.store.layout import MATRICES
 from edgemoe.store.manifest import Manifest
-from edgemoe.store.quantized import check_method
+from edgemoe.store.model_check import spec_at
 from edgemoe.types.encoding import ENCODINGS, Encoding
 
-METHODS = {"mxfp4": "mxfp4", "fp8": "fp8"}  # quant_method -> what its experts are kept in
 CHOICES = (("int8", ""), ("int4", ""), ("int4", "int8"))  # experts, dense: what a checkpoint can be packed in besides
 HEADER_BYTES = 160  # of one tensor in a file's header, about
 
@@ -65,11 +59,10 @@ def find(name: str, store_dir: Path) -> Subject:
 
     Raises CheckpointError, UnsupportedModel, StoreError.
     """
-    path = Path(name)
-    if path.is_file():
-        return Subject(path.absolute().parent.name, _spec(path), None)
-    if (path / CONFIG).is_file() and not is_store(path):
-        return Subject(path.absolute().name, _spec(path / CONFIG), None)
+    path = Path(name).expanduser()
+    if path.exists() and not is_store(path):
+        about = path.absolute()
+        return Subject(about.parent.name if about.is_file() else about.name, spec_at(path), None)
     store = resolve(name, store_dir)
     return Subject(store.name, spec_of(Manifest.read(store)), store)
 
@@ -93,32 +86,6 @@ def dense_encoding(spec: ModelSpec, name: str, columns: int) -> Encoding:
     """Returns what a dense tensor is stored in."""
     encoded = ENCODINGS[spec.dense_encoding or spec.dtype]
     return encoded if name.endswith(MATRICES) and encoded.fits(columns) else ENCODINGS[spec.dtype]
-
-
-def _spec(file: Path) -> ModelSpec:
-    try:
-        with file.open("rb") as opened:
-            config = json.loads(opened.read(MAX_JSON_BYTES))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}") from error
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{file} is no model's configuration: it is not a table")
-    check_method(config)
-    spec = spec_from_config({**config, "dtype": precision(config)})
-    kept = _kept(config)
-    return replace(spec, encodings=(kept,) * spec.geometry.layers) if kept else spec
-
-
-def _kept(config: Mapping[str, Any]) -> str:
-    """Returns the encoding in which a quantised checkpoint keeps its experts; "" where it is not quantised."""
-    given = config.get("quantization_config") or config.get("compression_config") or {}
-    if not given:
-        return ""
-    if (method := given.get("quant_method")) in METHODS:
-        return METHODS[method]
-    weights = [(group.get("weights") or {}) for group in (given.get("config_groups") or {}).values()]
-    kinds = {f"{about.get('type', 'int')}{about.get('num_bits', '')}" for about in weights}
-    return {"int4": "int4", "int8": "int8", "float8": "fp8"}.get(min(kinds, default=""), "")
 
 
 def _label(spec: ModelSpec) -> str:

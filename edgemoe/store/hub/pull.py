@@ -15,6 +15,7 @@ from dataclasses import replace
 from math import prod
 from pathlib import Path
 
+from edgemoe.config.sizes import format_size
 from edgemoe.errors import HubError, StoreError
 from edgemoe.families.config import spec_from_config
 from edgemoe.families.spec import ModelSpec, dense_shapes
@@ -140,7 +141,7 @@ class _Pull:
         short = needed_bytes + SPARE_BYTES - there - _free_bytes(self._source)
         if short > 0:
             raise StoreError(
-                f"{self._source}: the store and one shard need {short} bytes ({short / 1e9:.1f} GB) more than the disk "
+                f"{self._source}: the store and one shard need {short} bytes ({format_size(short)}) more than the disk "
                 "has; free them, name another model.store_dir, or pack in fewer bits (--experts int4)"
             )
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import msgspec
 
+from edgemoe.config.sizes import format_size
 from edgemoe.durable import replace_file, sync
 from edgemoe.errors import StoreError
 from edgemoe.store.checkpoint import COPIED_FILES
@@ -83,7 +84,7 @@ class PulledStore:
         short = self.whole.total_bytes + SPARE_BYTES - there - disk.f_bavail * disk.f_frsize
         if short > 0:
             raise StoreError(
-                f"{self.directory}: the store needs {short} bytes ({short / 1e9:.1f} GB) more than the disk has; free "
+                f"{self.directory}: the store needs {short} bytes ({format_size(short)}) more than the disk has; free "
                 "them, or name another model.store_dir"
             )
 
