@@ -47,12 +47,16 @@ def _readable(word: str) -> str:
 
 def _run(words: list[str]) -> int:
     from edgemoe.cli.parser import build_parser, complete
+    from edgemoe.cli.parser.unknown_words import unknown_word
 
     parser = build_parser()
     if not words:
         parser.print_help()
         return 0
-    args, rest = parser.parse_known_args(complete(words))
+    words = complete(words)
+    if wrong := unknown_word(parser, words):
+        parser.error(wrong)
+    args, rest = parser.parse_known_args(words)
     if rest and not args.passes_arguments:
         parser.error(f"unknown arguments: {' '.join(rest)}; see `edgemoe {args.command} --help`")
     module, _, function = args.handler.partition(":")

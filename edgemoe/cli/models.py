@@ -32,7 +32,9 @@ def _list(store_dir: Path, *, as_json: bool) -> int:
         cards = map(models.describe, models.find_stores(store_dir))
         print(json.dumps([asdict(card) for card in cards], indent=2))
     else:
-        console().print(models.table(store_dir))
+        screen = console()
+        listed = models.listing(store_dir, screen.width)
+        print(listed) if isinstance(listed, str) else screen.print(listed)
     return 0
 
 

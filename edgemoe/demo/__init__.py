@@ -11,11 +11,11 @@ from pathlib import Path
 from edgemoe.errors import CheckpointError
 
 NAME = "edgemoe-demo"  # what clients call it
+FOLDER = Path(__file__).parent / "model"
 
 
 def model_path() -> Path:
     """The demo model's checkpoint directory. Raises CheckpointError where the package was installed without it."""
-    path = Path(__file__).parent / "model"
-    if not (path / "model.safetensors").is_file():
-        raise CheckpointError(f"the demo model is missing from {path}; install edgemoe again, or give a model")
-    return path
+    if not (FOLDER / "model.safetensors").is_file():
+        raise CheckpointError(f"the demo model is missing from {FOLDER}; install edgemoe again, or give a model")
+    return FOLDER

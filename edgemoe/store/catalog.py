@@ -32,6 +32,7 @@ from edgemoe.types.experts import padded
 from edgemoe.types.model_info import commonest_first, encodings_text
 
 P = ParamSpec("P")
+MOST_COLUMNS = 10_000
 UNFINISHED = "unfinished: pack or pull it again to go on"
 
 
@@ -130,10 +131,25 @@ class StoreCard:
         return "now" if self.in_use else when
 
 
+def listing(store_dir: str | Path, width: int) -> Table | str:
+    """Returns what `table` does; where that is wider than `width`, two lines for each store instead."""
+    found = table(store_dir)
+    if Console(width=MOST_COLUMNS).measure(found).maximum <= width:
+        return found
+    lines = [f"Packed models in {store_dir}"]
+    for path in find_stores(store_dir):
+        card = describe(path)
+        known = [card.family, f"{card.layers} layers", f"experts {card.experts}", card.precision] if card.bytes else []
+        known += [format_size(card.bytes)] if card.bytes else []
+        known += [f"last use {card.last_use}"] if card.last_use else []
+        lines += [path.name, f"  {'; '.join([*known, card.state])}"]
+    return "\n".join(lines)
+
+
 def table(store_dir: str | Path) -> Table:
     """Returns a table of the stores in `store_dir`, one row each."""
     found = Table(title=f"Packed models in {store_dir}")
-    found.add_column("store", overflow="fold")  # a name is what `verify` and `remove` take
+    found.add_column("store", no_wrap=True)  # a name is what `verify` and `remove` take
     for heading in ("family", "layers", "experts", "precision"):
         found.add_column(heading)
     found.add_column("size", justify="right")

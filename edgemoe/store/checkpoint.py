@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import msgspec
 import xxhash
 
+from edgemoe import demo
 from edgemoe.errors import CheckpointError, ShardCutShort
 from edgemoe.types.arrays import Json
 
@@ -88,8 +89,10 @@ class Checkpoint:
 
     @property
     def name(self) -> str:
-        """Returns the directory's name; the repository's where the directory is a snapshot in the hub's cache."""
+        """Returns the directory's name; the repository's where it is a snapshot in the hub's cache; the demo's own."""
         path = self.directory.resolve()
+        if path == demo.FOLDER.resolve():
+            return demo.NAME
         if path.parent.name == "snapshots" and path.parent.parent.name.startswith("models--"):
             return path.parent.parent.name.split("--")[-1]
         return path.name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib.metadata
 import json
 import os
 import shutil
@@ -280,3 +281,69 @@ def test_the_page_of_troubles_is_made_of_the_remedies() -> None:
     assert (ROOT / "docs/troubleshooting.md").read_text() == page()
     looks = "".join(path.read_text() for path in (ROOT / "edgemoe/cli/doctor").glob("*.py"))
     assert all(f'Finding("{check}"' in looks for check in REMEDIES)
+
+
+def planted(home: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> list[str]:
+    """Plants a fault of the settings or of the box. Returns the options of `edgemoe doctor`."""
+    if fault == "kernels":
+        (home / "edgemoe/kernels").mkdir(mode=0o777)
+        (home / "edgemoe/kernels").chmod(0o777)
+    if fault == "open-files":
+        monkeypatch.setattr("edgemoe.cli.doctor.settings_fit.resource.getrlimit", lambda _: (64, 64))
+    return {
+        "model": ["--set", f"model.path={home}/gone/model"],
+        "mount": ["--set", f"model.store_dir={home}/usb/stores"],
+        "name": ["--set", "model.path=nobodys-model"],
+        "device": ["--set", "device.0.kind=cuda:0"],
+        "memory": ["--set", "memory.ram_bytes=512TiB"],
+    }.get(fault, [])
+
+
+@pytest.mark.parametrize(
+    ("fault", "check", "said"),
+    [
+        ("model", "model", "gone is missing"),
+        ("mount", "model", "usb is missing"),
+        ("name", "model", "no store of the name 'nobodys-model'"),
+        ("device", "device", "device.0.kind is cuda:0; GPUs here: none"),
+        ("memory", "memory", "memory.ram_bytes (512 TiB) are more than"),
+        ("kernels", "kernels", "others can write"),
+        ("open-files", "open-files", "64 files may be open"),
+    ],
+)
+def test_settings_that_ask_for_what_is_not_there_are_found(
+    home: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    fault: str,
+    check: str,
+    said: str,
+) -> None:
+    _, found = examined(capsys, *planted(home, monkeypatch, fault))
+    assert said in found[check]["said"]
+    assert found[check]["remedy"] == REMEDIES[check]
+
+
+def test_a_taken_port_is_found_and_a_key_that_serve_makes_is_no_fault(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"api.tcp=127.0.0.1:{taken.getsockname()[1]}"
+        status, found = examined(capsys, "--set", address)
+        assert (status, "Address already in use" in found["port"]["said"]) == (1, True)
+        assert "keys" not in found
+    status, found = examined(capsys, "--set", address)
+    assert (status, "port" in found) == (0, False)
+    status, found = examined(capsys, "--set", address, "--set", f"api.api_key_file={home}/named")
+    assert (status, found["keys"]["state"]) == (1, "failure")
+
+
+def test_a_source_tree_that_is_not_installed_is_said_so(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def missing(name: str) -> list[str]:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "requires", missing)
+    status, found = examined(capsys)
+    assert (status, "is not installed" in found["versions"]["said"]) == (0, True)

@@ -15,8 +15,10 @@ from support.tiny_models import SIZES
 
 from edgemoe.cli.plan import rates
 from edgemoe.cli.plan.subject import Variant, find
+from edgemoe.experts.build import CODES
 from edgemoe.families.spec import ModelSpec
 from edgemoe.families.table import FAMILIES
+from edgemoe.kernels.cpu.object_cache import link
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.types.encoding import ENCODINGS
 
@@ -41,8 +43,10 @@ def tiny_spec(family: str, dtype: str, directory: Path) -> ModelSpec:
     return find(str(directory), directory).spec
 
 
-def check(variants: list[Variant], kernels: Kernels) -> None:
+def check(variants: list[Variant], kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     said = list[str]()
+    monkeypatch.setattr(rates, "BUDGET_S", 0.1)
+    monkeypatch.setattr(rates, "DEADLINE_S", 200.0)  # codes of encodings may be compiled meanwhile
     for variant, times in zip(variants, rates.measure_layers(variants, kernels, 2, 20, said.append), strict=True):
         assert min(times.decode_s, times.batch_s, times.prompt_s) > 0, (variant.label, times.why)
     assert len(said) == len(variants)
@@ -51,6 +55,7 @@ def check(variants: list[Variant], kernels: Kernels) -> None:
 @pytest.fixture(scope="module", params=DTYPES)
 def kernels(request: pytest.FixtureRequest) -> Iterator[Kernels]:
     made = Kernels(1, request.param == "bfloat16", KERNELS)
+    link(CODES, KERNELS)
     yield made
     made.close()
 
@@ -59,11 +64,10 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[Kernels]:
 def test_every_family_is_measured_as_it_is_and_in_what_it_can_be_packed_in(
     family: str, kernels: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rates, "BUDGET_S", 0.1)
     spec = tiny_spec(family, kernels.dtype.name, tmp_path)
     variants = list(find(str(tmp_path), tmp_path).variants())
     assert [each.spec.geometry.encoding(0).name for each in variants] == [spec.dtype, "int8", "int4", "int4"]
-    check(variants, kernels)
+    check(variants, kernels, monkeypatch)
 
 
 @pytest.mark.parametrize("encoding", [name for name in ENCODINGS if name not in DTYPES])
@@ -71,10 +75,9 @@ def test_every_family_is_measured_as_it_is_and_in_what_it_can_be_packed_in(
 def test_every_encoding_is_measured(
     family: str, encoding: str, kernels: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rates, "BUDGET_S", 0.1)
     spec = tiny_spec(family, kernels.dtype.name, tmp_path)
     variants = []
     for dense in ("", encoding) if encoding in ("int4", "int8") else ("",):
         encoded = replace(spec, encodings=(encoding,) * spec.geometry.layers, dense_encoding=dense)
         variants.append(Variant(f"{encoding} {dense}", encoded, ""))
-    check(variants, kernels)
+    check(variants, kernels, monkeypatch)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from edgemoe import demo
 from edgemoe.cli import main
 from edgemoe.cli.serve import ready_text, show_progress
 from edgemoe.config.settings import ModelSettings, Settings
@@ -233,3 +236,21 @@ def test_the_bar_shows_rate_and_time_left(checkpoint: Make, tmp_path: Path) -> N
     text = console.export_text()
     assert "packing tiny" in text
     assert "kB" in text
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_a_name_is_on_one_line_however_narrow_the_terminal(checkpoint: Make, tmp_path: Path, width: int) -> None:
+    made = shutil.copytree(checkpoint(), tmp_path / "Qwen3-235B-A22B-Instruct")
+    store = ensure_store(made, tmp_path / "stores")
+    console = Console(width=width, record=True, file=io.StringIO(), markup=False)
+    listed = models.listing(tmp_path / "stores", width)
+    console.print(listed, soft_wrap=isinstance(listed, str))
+    lines = console.export_text().splitlines()
+    assert sum(store.name in line for line in lines) == 1
+    assert any("complete" in line for line in lines)
+
+
+def test_the_demo_model_is_listed_by_the_name_that_clients_call_it(tmp_path: Path) -> None:
+    store = ensure_store(demo.model_path(), tmp_path)
+    assert store.name.startswith(f"{demo.NAME}-v")
+    assert models.resolve(demo.NAME, tmp_path) == store

@@ -14,6 +14,7 @@ import edgemoe
 from edgemoe.api.keys import read_keys
 from edgemoe.cli.doctor.remedies import Finding, State
 from edgemoe.cluster.rpc.keys import load_secret
+from edgemoe.config.loading import Loaded
 from edgemoe.config.settings import Settings
 from edgemoe.config.sizes import format_rate, format_size
 from edgemoe.errors import EdgemoeError
@@ -24,6 +25,7 @@ from edgemoe.types.machine import Machine
 LEAST_FREE, ENOUGH_FREE = 0.05, 4 << 30  # share and bytes of the disk of the stores; either will do
 SLOW_BYTES_PER_S = 400e6  # below it a miss takes longer than most models' layers
 LEAST_RAM_BYTES = 2 << 30
+USUAL_LOCKED_BYTES = 8 << 20  # may be locked where nobody has set less
 AHEAD_S = 60.0  # that a file may be from the future
 DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -31,7 +33,13 @@ DRIVER = Path("/proc/driver/nvidia/version")
 def software() -> Iterator[Finding]:
     """Versions of Python, edgemoe and what it needs."""
     missing = []
-    for line in importlib.metadata.requires("edgemoe") or ():
+    try:
+        required = importlib.metadata.requires("edgemoe") or ()
+    except importlib.metadata.PackageNotFoundError:
+        said = f"edgemoe {edgemoe.__version__} runs from the source tree {Path(edgemoe.__file__).parents[1]}"
+        yield Finding("versions", "warning", f"{said} and is not installed, so what it needs was not looked at")
+        required = ()
+    for line in required:
         name = re.match(r"[\w.-]+", line)
         if name and "extra ==" not in line and not _version(name[0]):
             missing.append(name[0])
@@ -78,7 +86,7 @@ def memory(machine: Machine) -> Iterator[Finding]:
     if limit is None or limit >= total // 2:
         yield Finding("memlock", "pass", "no limit" if limit is None else format_size(limit))
     else:
-        state: State = "warning" if machine.gpus else "pass"
+        state: State = "warning" if machine.gpus or limit < USUAL_LOCKED_BYTES else "pass"
         said = f"{format_size(limit)} may be locked" + ("; copies to a GPU are slower" if machine.gpus else "")
         yield Finding("memlock", state, said)
 
@@ -132,11 +140,14 @@ def stores(settings: Settings, *, verify: bool) -> Iterator[Finding]:
             )
 
 
-def keys(settings: Settings) -> Iterator[Finding]:
-    """The files of keys, as far as the settings use them."""
-    api, cluster = settings.api, settings.cluster
+def keys(loaded: Loaded) -> Iterator[Finding]:
+    """The files of keys, as far as the settings use them. The default file is made by `edgemoe serve`."""
+    api, cluster = loaded.settings.api, loaded.settings.cluster
     readers: list[tuple[Path, Callable[[Path], object]]] = []
-    if Path(api.api_key_file).exists() or api.tcp:
+    there = Path(api.api_key_file).exists()
+    if api.tcp and not there and loaded.origins["api.api_key_file"] == "default":
+        yield Finding("keys", "pass", f"`edgemoe serve` makes {api.api_key_file}")
+    elif there or api.tcp:
         readers.append((Path(api.api_key_file), read_keys))
     if cluster.node:
         readers.append((Path(cluster.key_file), load_secret))

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from edgemoe.cli.client import socket_of
-from edgemoe.cli.doctor import box
+from edgemoe.cli.doctor import box, settings_fit
 from edgemoe.cli.doctor.daemon import boxes, daemon, unit
 from edgemoe.cli.doctor.remedies import REMEDIES, Finding
 from edgemoe.cli.output import console
@@ -55,8 +55,14 @@ def examine(args: argparse.Namespace) -> Iterator[Finding]:
     yield from looked("disk", lambda: box.disk(Path(settings.model.store_dir), disk_rate))
     yield from looked("clock", lambda: box.clock(box.dated(settings), time.time()))
     yield from looked("store", lambda: box.stores(settings, verify=args.verify))
-    yield from looked("keys", lambda: box.keys(settings))
+    yield from looked("keys", lambda: box.keys(loaded))
+    yield from looked("model", lambda: settings_fit.model(loaded))
+    yield from looked("device", lambda: settings_fit.devices(settings, machine))
+    yield from looked("memory", lambda: settings_fit.budgets(settings, machine))
+    yield from looked("kernels", lambda: settings_fit.kernels(settings))
+    yield from looked("open-files", lambda: settings_fit.open_files(settings))
     found, health = daemon(path)
+    yield from looked("port", lambda: settings_fit.port(settings, runs=bool(health)))
     yield from found
     yield from looked("unit", unit)
     yield from looked("peer-list", lambda: boxes(settings.cluster, health))

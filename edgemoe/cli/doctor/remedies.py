@@ -35,6 +35,12 @@ REMEDIES = {
     "`edgemoe plan MODEL` says how much that helps.",
     "clock": "Set the clock of the box that is named, and have it kept: `timedatectl set-ntp true`.",
     "store": "`edgemoe models verify NAME` lists what is damaged; packing the checkpoint again mends it.",
+    "model": "Correct model.path or model.store_dir (`edgemoe config` says where they are set), or mount the disk that "
+    "is missing; `edgemoe models` lists what is there.",
+    "device": "Set device.N.kind to a GPU that `nvidia-smi` lists, counted from cuda:0, or to cpu.",
+    "kernels": "`chmod 700 FOLDER` for the folder that is named, as the user of the daemon.",
+    "open-files": "Raise the limit: `ulimit -n 65536` before `edgemoe serve`, or LimitNOFILE=65536 in the unit.",
+    "port": "Stop what listens there (`ss -ltnp` names it), or choose another: `--port`, or api.tcp in the settings.",
     "keys": "Keys are for their owner alone: `chmod 600 FILE`, and `chown` to the user of the daemon. `edgemoe key new "
     "NAME` makes one for a client, `edgemoe keygen FILE` one for a box.",
     "permission": "Join the socket's group: `sudo usermod --append --groups edgemoe $USER`, then log in again. "

@@ -183,6 +183,8 @@ def _measure(
     kernels = Kernels(threads, subject.spec.dtype == "bfloat16", kernel_dir(settings))
     link(CODES, kernel_dir(settings))
     variants = list(subject.variants())
+    for encoding in {variant.spec.geometry.encoding(0) for variant in variants}:
+        kernels.row_code(encoding)
     say("reading the disk")
     sizes = [variant.spec.geometry.largest_bytes for variant in variants]
     reads = read_times(Path(stores), sizes, speed.READ_AT_ONCE)

@@ -1,0 +1,73 @@
+"""Every command, action and option that is spelt wrongly is answered with the right one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from edgemoe.cli import main
+from edgemoe.cli.parser import build_parser
+from edgemoe.cli.parser.options import CommandParser
+from edgemoe.cli.parser.unknown_words import MEANT, unknown_word
+
+
+def commands(parser: CommandParser, before: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], CommandParser]]:
+    for name, inner in parser.inner():
+        yield (*before, name), inner
+        yield from commands(inner, (*before, name))
+
+
+def misspelt(word: str) -> Iterator[str]:
+    """A letter left out, doubled or swapped, as fingers do."""
+    for at in range(1, len(word.lstrip("-"))):
+        place = len(word) - len(word.lstrip("-")) + at
+        yield word[:place] + word[place + 1 :]
+        yield word[:place] + word[place] + word[place:]
+        yield word[: place - 1] + word[place] + word[place - 1] + word[place + 1 :]
+
+
+PARSER = build_parser()
+COMMANDS = list(commands(PARSER))
+
+
+@pytest.mark.parametrize("words", [words for words, _ in COMMANDS], ids=" ".join)
+def test_each_command_and_action_is_suggested(words: tuple[str, ...]) -> None:
+    beside = {other[-1] for other, _ in COMMANDS if other[:-1] == words[:-1]}
+    for wrong in misspelt(words[-1]):
+        if wrong not in beside:
+            said = unknown_word(PARSER, [*words[:-1], wrong])
+            assert repr(wrong) in said
+            assert f"did you mean edgemoe {' '.join(words)}?" in said or "did you mean" in said, said
+            assert any(f"edgemoe {' '.join((*words[:-1], each))}?" in said for each in beside), said
+
+
+@pytest.mark.parametrize("words", [words for words, parser in COMMANDS if not dict(parser.inner())], ids=" ".join)
+def test_each_option_is_suggested(words: tuple[str, ...]) -> None:
+    (parser,) = (parser for other, parser in COMMANDS if other == words)
+    options = [name for name, _ in parser.words() if name.startswith("--")]
+    right = count = 0
+    for option in options:
+        for wrong in misspelt(option):
+            if not any(each.startswith(wrong) for each in options):
+                said = unknown_word(PARSER, [*words, "x", f"{wrong}=3"])
+                assert "did you mean --" in said or len(option) < 6, said
+                right, count = right + (f"did you mean {option}?" in said), count + 1
+    assert right >= 0.9 * count
+
+
+@pytest.mark.parametrize("words", [words for words, _ in COMMANDS], ids=" ".join)
+def test_what_is_right_is_not_refused(words: tuple[str, ...]) -> None:
+    (parser,) = (parser for other, parser in COMMANDS if other == words)
+    options = [name for name, _ in parser.words() if name.startswith("--")]
+    inner = [name for name, _ in parser.inner()]
+    assert not unknown_word(PARSER, [*words, *inner[:1], *([] if inner else [*options, "--", "--anything"])])
+
+
+@pytest.mark.parametrize("word", [*MEANT, "serv", "xyzzy", "x" * 10_000])
+def test_the_command_line_ends_with_the_suggestion(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([word])
+    said = capsys.readouterr().err
+    assert any(each in said for each in ("here that is", "did you mean edgemoe serve?", "there are serve, service"))
+    assert len(said) < 500
