@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from edgemoe.errors import ConfigError, EdgemoeError
 
+INSTALL = "install edgemoe with what it needs: `pip install .` in its source tree, in a virtual environment"
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
 
@@ -24,6 +25,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except EdgemoeError as error:
         print(f"edgemoe: {error}", file=sys.stderr)
         return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILED
+    except ModuleNotFoundError as error:
+        if (error.name or "edgemoe").partition(".")[0] == "edgemoe":
+            raise
+        print(f"edgemoe: {error.name} is not installed here; {INSTALL}", file=sys.stderr)
+        return EXIT_FAILED
     except PermissionError as error:
         print(f"edgemoe: you may not use {error.filename}; run this as who may, or as root", file=sys.stderr)
         return EXIT_FAILED

@@ -71,6 +71,6 @@ def test_a_package_without_it_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path:
     from edgemoe import demo
     from edgemoe.errors import CheckpointError
 
-    monkeypatch.setattr(demo, "__file__", str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(demo, "FOLDER", tmp_path)
     with pytest.raises(CheckpointError, match="install edgemoe again"):
         demo.model_path()
