@@ -26,6 +26,26 @@ def keep_freed(mmap_bytes: int, trim_bytes: int) -> None:
         mallopt(M_ARENA_MAX, 1)
 
 
+def used_bytes() -> int:
+    """Returns how many bytes of malloc's main heap are in use; 0 where there is no glibc that can say so."""
+    try:
+        ask = ctypes.CDLL(None).mallinfo2
+    except (AttributeError, OSError):
+        return 0
+    ask.restype = MallInfo
+    info = ask()
+    return int(info.uordblks + info.hblkhd)
+
+
+class MallInfo(ctypes.Structure):
+    """glibc's struct mallinfo2, mallinfo(3)."""
+
+    _fields_ = (
+        *((name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd")),
+        *((name, ctypes.c_size_t) for name in ("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")),
+    )
+
+
 def settle() -> None:
     """Has garbage collections pass over all that is there: one that looks through an engine stops it for .12 s."""
     gc.collect()

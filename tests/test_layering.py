@@ -43,7 +43,7 @@ LAYERS: dict[str, set[str]] = {
     "experts.compute": NOUNS
     | {"experts.tiers", "experts.transfer", "experts.predict", "kernels", "policy", "store", "telemetry"},
     "experts": NOUNS | {"config.budgets", "kernels", "telemetry"},
-    "engine": NOUNS | {"config.sizes", "experts", "families", "model", "policy", "telemetry"},
+    "engine": NOUNS | {"config.sizes", "experts", "helper.turns", "families", "model", "policy", "telemetry"},
     "cluster": set(),
     "cluster.rpc": {"types", "errors", "ticking"},
     "cluster.control.coordination": {"cluster.rpc", "durable"} | NOUNS,

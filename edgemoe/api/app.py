@@ -28,7 +28,7 @@ from edgemoe.api.endpoints.events import EVENTS, LookEvents, look
 from edgemoe.api.endpoints.owner import reach, reload
 from edgemoe.api.endpoints.responses_format import ResponsesFormat
 from edgemoe.api.generate.generation import Format, Generation, run
-from edgemoe.api.generate.grammar_check import GrammarChecker
+from edgemoe.api.generate.grammar_check import GrammarChecker, grammar_command
 from edgemoe.api.generate.origin import Origin
 from edgemoe.api.http import responding as http
 from edgemoe.api.http.bodies import BodyBudget
@@ -43,6 +43,7 @@ from edgemoe.config.settings import ApiSettings
 from edgemoe.errors import EdgemoeError, InvalidRequest, ModelNotFound, RequestError
 from edgemoe.types.arrays import Json
 from edgemoe.types.model_info import ModelInfo
+from edgemoe.types.principal import principal_of
 from edgemoe.types.request import RequestLimits
 
 log = logging.getLogger(__name__)
@@ -62,7 +63,7 @@ class Api:
     metrics: Metrics = field(default_factory=Metrics)
     keys: KeyRing | None = None  # of which TCP clients must give one; None where nobody comes by TCP
     threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(PREPARE_THREADS, "prepare"))
-    grammars: GrammarChecker = field(default_factory=GrammarChecker)
+    grammars: GrammarChecker = field(init=False)
     free_threads: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(PREPARE_THREADS))
     bodies: BodyBudget = field(init=False)
     events: LookEvents = field(init=False)
@@ -70,6 +71,7 @@ class Api:
     def __post_init__(self) -> None:
         self.events = LookEvents(self.backend, self.metrics)
         self.bodies = BodyBudget(self.settings.max_body_bytes)
+        self.grammars = GrammarChecker(grammar_command(self.text.directory, self.text.eos))
 
     async def in_thread(self, work: Callable[..., R], *args: Any) -> R:
         """Returns `work(*args)`, run in a thread. Waiting for a free thread can be cancelled."""
@@ -154,7 +156,7 @@ def _generating(prepare: Prepare) -> Callable[[Request], Any]:
                     info, limits = await api.backend.model()
                     job, form, stream, origin = await api.in_thread(prepare, api, raw, info, limits, user)
                     with origin.named():
-                        job.constrain(await api.grammars.first(job.grammar))
+                        job.constrain(await api.grammars.first(job.grammar, principal_of(user)))
                 del raw
             async with http.while_connected(receive):
                 deltas = run(job, api.backend, api.metrics, api.settings.request_timeout_s)

@@ -1,78 +1,198 @@
 """Constrains output by grammars: llguidance says which tokens may come next.
 
-A replayed request's state is rebuilt from its tokens.
+A replayed request's state is rebuilt from its tokens. Only grammars are compiled here that a bounded process has
+compiled before (`GrammarTrial`); what masks take later in the answer, in time and memory, is bounded here.
 """
 
 from __future__ import annotations
 
+import threading
+import time
+import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import numpy.typing as npt
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from edgemoe.errors import InvalidRequest
+from edgemoe.helper.turns import FairTurns
+from edgemoe.types.grammar_trial import PARSER_LIMITS, GrammarTrial
 
 CACHED = 64  # compiled grammars kept; apps send the same schema again and again
+THREADS, EACH = 2, 1  # that compile, and of one principal's
+MASKS_S, MASK_S = 1.0, 0.02  # of a processor that the masks of one request may take: so much, and more for each token
+BUDGET_BYTES = 512 << 20  # of all compiled grammars, those of running requests included
+LEAST_BYTES = 1 << 20  # of a compiled grammar
+# The lexer's states are made as masks need them. Measured: 2 to 85 MB in a second of masks, and 48 MB of all states.
+GROWTH_BYTES_PER_S, GROWTH_BYTES = 64 << 20, 48 << 20
+
+
+class CompiledGrammar:
+    """A grammar in the form that matchers start from, which share its lexer's states."""
+
+    def __init__(self, matcher: LLMatcher, own_bytes: int) -> None:
+        self.matcher, self.own_bytes = matcher, max(LEAST_BYTES, own_bytes)
+        self.masks_s = 0.0  # of a processor, that its masks have taken
+        self.told_bytes = self.own_bytes  # when the budget was last looked at
+
+    @property
+    def bytes(self) -> int:
+        """Returns about how many bytes it takes."""
+        return self.own_bytes + min(GROWTH_BYTES, int(GROWTH_BYTES_PER_S * self.masks_s))
 
 
 class Matcher:
     """Tracks one sequence's position in its grammar."""
 
-    def __init__(self, start: LLMatcher, emitted: Sequence[int]) -> None:
-        """Starts after the tokens emitted so far. Raises InvalidRequest where they do not follow the grammar."""
-        self._matcher = start.deep_copy()
+    def __init__(
+        self, grammar: CompiledGrammar, emitted: Sequence[int], grew: Callable[[CompiledGrammar], None]
+    ) -> None:
+        """Starts after the tokens emitted so far. Raises InvalidRequest where they do not follow the grammar.
+
+        `grew` is told of each further LEAST_BYTES, and raises InvalidRequest where the grammar has grown too large.
+        """
+        self._grammar, self._grew = grammar, grew
+        self._matcher = grammar.matcher.deep_copy()
+        self._masks_s, self._tokens = 0.0, 0
         for token in emitted:
-            self.accept(token)
+            self._matcher.consume_token(token)
+            self._check()
 
     def fill(self, mask: npt.NDArray[np.int32]) -> None:
         """Sets bit t of `mask` [V / 32] for each token t that may come next. Raises InvalidRequest."""
+        began_s = time.thread_time()
         self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-        self._check()
+        self._took(time.thread_time() - began_s)
 
     def accept(self, token: int) -> None:
         """Advances by `token`. Raises InvalidRequest where the grammar does not allow it."""
+        began_s = time.thread_time()
+        self._tokens += 1
         self._matcher.consume_token(token)
-        self._check()
+        self._took(time.thread_time() - began_s)
 
     @property
     def finished(self) -> bool:
         """Returns whether the grammar is complete, so that only the end may follow."""
         return bool(self._matcher.is_stopped())
 
+    def _took(self, seconds: float) -> None:
+        self._masks_s += seconds
+        self._grammar.masks_s += seconds
+        self._check()
+        if self._masks_s > MASKS_S + MASK_S * self._tokens:
+            raise InvalidRequest(
+                f"the grammar is too complex: after {self._tokens} tokens its masks have taken {self._masks_s:.1f} s, "
+                f"and {MASKS_S:g} s and {MASK_S:g} s a token are allowed; simplify the schema",
+                code="invalid_grammar",
+            )
+        if self._grammar.bytes - self._grammar.told_bytes >= LEAST_BYTES:
+            self._grammar.told_bytes = self._grammar.bytes
+            self._grew(self._grammar)
+
     def _check(self) -> None:
         if self._matcher.is_error():
             raise InvalidRequest(f"the grammar cannot be followed: {_reason(self._matcher)}", code="invalid_grammar")
 
 
+class CompileJob:
+    """A grammar that waits for a thread, and who waits for it."""
+
+    def __init__(self, grammar: str, own_bytes: int, emitted: Sequence[int]) -> None:
+        self.grammar, self.own_bytes, self.emitted = grammar, own_bytes, emitted
+        self.future: Future[Matcher] = Future()
+
+
 class Grammars:
-    """Compiles grammars on a thread of its own, one by one: a complex one delays those after it, but no step."""
+    """Compiles grammars on threads of its own, by principals in turn: a complex one delays no step."""
 
     def __init__(self, tokenizer: LLTokenizer) -> None:
         self._tokenizer = tokenizer
-        self._thread = ThreadPoolExecutor(1, "grammar")
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._threads = ThreadPoolExecutor(THREADS, "grammar")
+        self._turns: FairTurns[CompileJob] = FairTurns(THREADS, EACH)
+        self._lock = threading.Lock()  # of what follows, and of the turns
+        self._kept: OrderedDict[str, CompiledGrammar] = OrderedDict()
+        self._all: weakref.WeakSet[CompiledGrammar] = weakref.WeakSet()  # those that are only in use too
 
-    def matcher(self, grammar: str, emitted: Sequence[int]) -> Future[Matcher]:
-        """Returns a future matcher that has accepted the tokens emitted so far. The future raises InvalidRequest."""
-        return self._thread.submit(lambda: Matcher(self._compile(grammar), emitted))
+    @property
+    def bytes(self) -> int:
+        """Returns about how many bytes all compiled grammars take."""
+        return sum(one.bytes for one in self._all)
+
+    def matcher(
+        self, grammar: str, emitted: Sequence[int], trial: GrammarTrial | None = None, principal: str = ""
+    ) -> Future[Matcher]:
+        """Returns a future matcher that has accepted the tokens emitted so far. The future raises InvalidRequest.
+
+        One that is cancelled before its turn is not compiled.
+        """
+        job = CompileJob(grammar, 0 if trial is None else trial.bytes, emitted)
+        with self._lock:
+            self._turns.put(principal, job)
+        self._threads.submit(self._run)
+        return job.future
 
     def close(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _run(self) -> None:
+        """Does all jobs whose turn it is; one whose principal has another under way comes after that, in its thread."""
+        while True:
+            with self._lock:
+                turn = self._turns.take()
+            if turn is None:
+                return
+            (principal, job), began_s = turn, time.monotonic()
+            try:
+                if job.future.set_running_or_notify_cancel():
+                    self._settle(job)
+            finally:
+                with self._lock:
+                    self._turns.end(principal, time.monotonic() - began_s)
+
+    def _settle(self, job: CompileJob) -> None:
+        try:
+            found = Matcher(self._compiled(job), job.emitted, self._grew)
+        except BaseException as error:
+            job.future.set_exception(error)
+        else:
+            job.future.set_result(found)
+
+    def _compiled(self, job: CompileJob) -> CompiledGrammar:
+        with self._lock:
+            if (known := self._kept.get(job.grammar)) is not None:
+                self._kept.move_to_end(job.grammar)
+                return known
+        compiled = CompiledGrammar(self._compile(job.grammar), job.own_bytes)
+        with self._lock:
+            self._kept[job.grammar] = compiled
+            self._all.add(compiled)
+            while len(self._kept) > CACHED:
+                self._kept.popitem(last=False)
+        self._grew(compiled)
+        return compiled
 
     def _compile(self, grammar: str) -> LLMatcher:
-        compiled = self._compiled.get(grammar)
-        if compiled is None:
-            compiled = LLMatcher(self._tokenizer, grammar, log_level=0)
-            if compiled.is_error():
-                raise InvalidRequest(f"the grammar is not valid: {_reason(compiled)}", code="invalid_grammar")
-            self._compiled[grammar] = compiled
-        self._compiled.move_to_end(grammar)
-        while len(self._compiled) > CACHED:
-            self._compiled.popitem(last=False)
+        compiled = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LLParserLimits(**PARSER_LIMITS))
+        if compiled.is_error():
+            raise InvalidRequest(f"the grammar is not valid: {_reason(compiled)}", code="invalid_grammar")
         return compiled
+
+    def _grew(self, grammar: CompiledGrammar) -> None:
+        """Forgets grammars while all exceed the budget. Raises InvalidRequest where `grammar` is the largest then."""
+        with self._lock:
+            while self.bytes > BUDGET_BYTES and self._kept:
+                self._kept.popitem(last=False)  # which frees it, unless a request follows it
+            if self.bytes <= BUDGET_BYTES or grammar.bytes < max(one.bytes for one in self._all):
+                return
+        raise InvalidRequest(
+            f"the grammar is too large: it takes about {grammar.bytes >> 20} MiB, and those of all requests together "
+            f"{BUDGET_BYTES >> 20} at most; simplify the schema",
+            code="invalid_grammar",
+        )
 
 
 def _reason(matcher: LLMatcher) -> str:

@@ -31,6 +31,7 @@ from edgemoe.errors import (
     StoreError,
     code_of,
 )
+from edgemoe.types.principal import principal_of
 from edgemoe.types.request import Emission, Request, RequestLimits
 
 if TYPE_CHECKING:
@@ -161,7 +162,8 @@ class StepLoop:
 
     def _compile(self, seq: Sequence) -> None:
         if (grammar := seq.sampling.grammar) is not None and self._grammars is not None:
-            seq.compiling = self._grammars.matcher(grammar, seq.tokens[seq.prompt_tokens :])
+            emitted, who = seq.tokens[seq.prompt_tokens :], principal_of(seq.user)
+            seq.compiling = self._grammars.matcher(grammar, emitted, seq.sampling.grammar_trial, who)
             seq.compiling.add_done_callback(lambda future: self._inbox.put(lambda: self._compiled(seq, future)))
 
     def _compiled(self, seq: Sequence, compiling: Future[Matcher]) -> None:

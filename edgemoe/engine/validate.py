@@ -47,6 +47,10 @@ def check_request(request: Request, emitted: Sequence[int], limits: RequestLimit
         raise _invalid("response_format", f"makes a grammar longer than {MAX_GRAMMAR_CHARS} characters; shorten it")
     if grammar is not None and not grammars:
         raise _invalid("response_format", "cannot be followed: the model's tokenizer does not say what its tokens are")
+    if not request.sampling.is_grammar_tried:
+        raise _invalid(
+            "response_format", "has a grammar that its front has not tried in bounds; bring that box up to date"
+        )
 
 
 def _check_tokens(param: str, tokens: Sequence[int], vocab: int) -> None:

@@ -99,9 +99,11 @@ class HostedRequests:
     def submit(self, node: str, boot: str, message: Submit) -> None:
         """Runs a request of that front, unless a later attempt of it is here.
 
-        Raises PeerBusy where none can be run, PeerRefused where its user's name is too long here.
+        Raises PeerBusy where none can be run, PeerRefused where its user's name is too long or its grammar untried.
         """
         user = _named(node, message.request.user, USER_CHARS)
+        if not message.request.sampling.is_grammar_tried:
+            raise PeerRefused("grammars that their front has not tried in bounds are not compiled here")
         front, request = self._front_of(node, boot), message.request
         before = front.hosted_requests.get(request.id)
         if before is not None and before.attempt > message.attempt:

@@ -18,16 +18,18 @@ from edgemoe.helper.frames import LENGTH_BYTES, MAX_FRAME_BYTES, Answered, Asked
 
 ONE_CORE = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
 END_S = 2.0  # that the process has to end by itself
+START_S = 30.0  # that a process may take to read what it needs, before its first answer
 
 
 class HelperProcess:
     """Owns one process. `close` after use. One event loop."""
 
     def __init__(self, command: Sequence[str], deadline_s: float) -> None:
-        """`deadline_s` is how long one answer may take."""
+        """`deadline_s` is how long one answer may take; the first one of a process may take START_S more."""
         self._command, self._deadline_s = command, deadline_s
         self._process: asyncio.subprocess.Process | None = None
         self._number = 0
+        self._answered: asyncio.subprocess.Process | None = None  # the process, once it has answered
         self._one = asyncio.Lock()
 
     @property
@@ -77,17 +79,18 @@ class HelperProcess:
         except OSError as error:
             raise HelperMissing(f"cannot be started: {error}") from error
         self._process = None  # until it has answered
+        within_s = self._deadline_s + (0.0 if process is self._answered else START_S)
         try:
-            async with asyncio.timeout(self._deadline_s):
+            async with asyncio.timeout(within_s):
                 body = await _exchange(process, await asyncio.to_thread(frame, asked))
                 solved = await asyncio.to_thread(msgspec.msgpack.decode, body, type=kind)
             if solved.number != asked.number or not fits(solved):
                 raise ValueError("an answer to something else")
         except (TimeoutError, OSError, EOFError, ValueError, msgspec.MsgspecError) as error:
-            why = f"no answer within {self._deadline_s:g} s" if isinstance(error, TimeoutError) else str(error)
+            why = f"no answer within {within_s:g} s" if isinstance(error, TimeoutError) else str(error)
             raise HelperFailed(why or type(error).__name__) from error
         else:
-            self._process = process
+            self._process = self._answered = process
         finally:
             if self._process is None:
                 await _kill(process)

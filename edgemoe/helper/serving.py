@@ -1,9 +1,12 @@
-"""The helper's side: questions from standard input, answers on standard output."""
+"""The helper's side: questions from standard input, answers on standard output, within bounds."""
 
 from __future__ import annotations
 
+import resource
 import select
+import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
@@ -11,12 +14,20 @@ import msgspec
 from edgemoe.helper.frames import LENGTH_BYTES, MAX_FRAME_BYTES, Answered, Asked, frame
 
 IDLE_S = 3600.0
+PAGE_BYTES = resource.getpagesize()
 
 
-def serve(asked: BinaryIO, answers: BinaryIO, kind: type[Asked], answer: Callable[[Asked], Answered]) -> None:
+def serve(
+    asked: BinaryIO,
+    answers: BinaryIO,
+    kind: type[Asked],
+    answer: Callable[[Asked], Answered],
+    cpu_s: float = 0.0,
+) -> None:
     """Answers until there is no more to read, or nobody has asked for long.
 
-    Between a question and its answer nothing else comes.
+    Between a question and its answer nothing else comes. An answer that takes more than `cpu_s` of processors ends the
+    process, in whatever code it is; 0 is no bound.
     """
     while select.select([asked], [], [], IDLE_S)[0]:
         length = asked.read(LENGTH_BYTES)
@@ -24,5 +35,16 @@ def serve(asked: BinaryIO, answers: BinaryIO, kind: type[Asked], answer: Callabl
             return
         size = int.from_bytes(length, "big")
         assert size <= MAX_FRAME_BYTES, "its parent sends no more"
-        answers.write(frame(answer(msgspec.msgpack.decode(asked.read(size), type=kind))))
+        body = asked.read(size)
+        signal.setitimer(signal.ITIMER_PROF, cpu_s)
+        answered = frame(answer(msgspec.msgpack.decode(body, type=kind)))
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        answers.write(answered)
         answers.flush()
+
+
+def bound_memory(more_bytes: int) -> None:
+    """Lets this process have so many bytes of addresses beyond those that it has now."""
+    now_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * PAGE_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (now_bytes + more_bytes,) * 2)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

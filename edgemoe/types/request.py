@@ -30,6 +30,7 @@ from edgemoe.types.bounds import (
     Tokens,
     Word,
 )
+from edgemoe.types.grammar_trial import GrammarTrial, digest_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,15 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     stop_token_ids: StopTokens = ()  # end-of-sequence ids included; never delivered
     max_tokens: TokenCount = 16
     min_tokens: TokenCount = 0
-    grammar: Grammar | None = None  # a serialised llguidance grammar, already checked by the front
+    grammar: Grammar | None = None  # a serialised llguidance grammar
+    grammar_trial: GrammarTrial | None = None  # of that grammar, by the front
+
+    @property
+    def is_grammar_tried(self) -> bool:
+        """Returns whether the grammar, if there is one, is the one that was tried in bounds."""
+        if self.grammar is None:
+            return True
+        return self.grammar_trial is not None and self.grammar_trial.digest == digest_of(self.grammar)
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

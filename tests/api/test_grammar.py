@@ -160,7 +160,7 @@ def test_marks_that_are_tokens_are_accepted_as_tokens(thinking: bool) -> None:
         (form(type="json_schema", json_schema=JsonSchema(schema={"type": "objeeect"})), "response_format"),
         (form(type="json_schema", json_schema=JsonSchema(schema={"$ref": "http://x/y"})), "response_format"),
         (form(type="json_schema", json_schema=JsonSchema(schema=False)), "response_format"),
-        (form(type="regex", regex="x" * (2 << 20)), "response_format"),
+        (form(type="regex", regex="x" * (2 << 20)), "response_format.regex"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_name(asked: ResponseFormat, param: str) -> None:

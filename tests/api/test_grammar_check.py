@@ -1,10 +1,13 @@
-"""Grammars are checked in a process of their own, which ends with one that takes too long or too much memory."""
+"""Grammars are tried in processes of their own, which end with one that takes too long or too much memory."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
+import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,10 +16,12 @@ import pytest_asyncio
 from support.waiting import until
 
 from edgemoe.api.generate.grammar import GrammarChoice, response_grammar
-from edgemoe.api.generate.grammar_check import GrammarChecker
+from edgemoe.api.generate.grammar_check import GrammarChecker, grammar_command
 from edgemoe.api.schema import JsonSchema, ResponseFormat
+from edgemoe.api.text.tokenizer import TextModel
 from edgemoe.errors import EngineUnavailable, InvalidRequest
 from edgemoe.front.main import Front
+from edgemoe.types.grammar_trial import digest_of
 
 
 def asked(schema: dict[str, Any]) -> GrammarChoice:
@@ -25,14 +30,23 @@ def asked(schema: dict[str, Any]) -> GrammarChoice:
     return choice
 
 
+def lark(text: str) -> GrammarChoice:
+    return GrammarChoice((text,), "response_format")
+
+
 def endless(patterns: int = 40) -> dict[str, Any]:
     """A schema of two kilobytes whose check takes twice as long with each pattern."""
     return {"allOf": [{"type": "string", "pattern": f"^.*a{{{at}}}.*$"} for at in range(1, patterns)]}
 
 
+@pytest.fixture(scope="module")
+def command(text_model: TextModel) -> list[str]:
+    return [*grammar_command(text_model.directory, text_model.eos)]
+
+
 @pytest_asyncio.fixture
-async def checker() -> AsyncIterator[GrammarChecker]:
-    checker = GrammarChecker(deadline_s=20.0)
+async def checker(command: list[str]) -> AsyncIterator[GrammarChecker]:
+    checker = GrammarChecker(command)
     yield checker
     await checker.close()
 
@@ -42,18 +56,61 @@ async def test_the_first_that_can_be_honoured_counts(checker: GrammarChecker) ->
     assert await checker.first(None) is None
     only = await checker.first(GrammarChoice((good,), "tools"))
     assert only
-    assert await checker.first(GrammarChoice((bad, good), "tools")) == only
+    assert only.trial.digest == digest_of(only.grammar)
+    again = await checker.first(GrammarChoice((bad, good), "tools"))
+    assert again is not None
+    assert again.grammar == only.grammar
     assert await checker.first(GrammarChoice((bad,), "tools", optional=True)) is None
     with pytest.raises(InvalidRequest, match=r"^tools cannot be honoured"):
         await checker.first(GrammarChoice((good.replace("start", "begin"), bad), "tools"))
 
 
-async def test_what_takes_too_long_or_too_much_is_refused_and_the_next_is_checked() -> None:
-    impatient = GrammarChecker(deadline_s=3.0)
-    with pytest.raises(InvalidRequest, match="response_format is too complex") as refused:
-        await impatient.first(asked(endless()))
+# Those that a schema's bounds keep off come as Lark here, and as they would without them.
+EXPLOSIVE: dict[str, GrammarChoice] = {
+    "multiple of a large prime": lark('start: %json {"type": "integer", "multipleOf": 99999989}'),
+    "multiple of a prime within bounds": lark('start: %json {"type": "integer", "multipleOf": 999983}'),
+    "all of many patterns": asked(endless()),
+    "a hundred thousand words": lark(f"start: /{'|'.join(f'word{at}x' for at in range(50_000))}/"),
+    "exponential lexemes": lark(
+        "start: A\nA: "
+        + " & ".join(f"/([ab]{{{prime}}})*/" for prime in (7, 11, 13, 17, 19, 23, 29))
+        + " & /[ab]*a[ab]{15}/"
+    ),
+    "many optional parts": lark("start: /(a?){50000}a{50000}/"),
+}
+
+
+@pytest.mark.parametrize("name", EXPLOSIVE)
+async def test_what_takes_too_long_or_too_much_is_refused_and_the_next_is_tried(
+    checker: GrammarChecker, name: str
+) -> None:
+    began_s = time.monotonic()
+    with contextlib.suppress(InvalidRequest):  # a cheap way to try it may be found
+        await checker.first(EXPLOSIVE[name])
+    assert time.monotonic() - began_s < 40
+    assert await checker.first(asked({"type": "object"}))
+
+
+async def test_a_refusal_says_what_the_bounds_are(checker: GrammarChecker) -> None:
+    with pytest.raises(InvalidRequest, match=r"response_format is too complex.* 3 s or 128 MiB; simplify") as refused:
+        await checker.first(EXPLOSIVE["multiple of a large prime"])
     assert refused.value.code == "invalid_grammar"
-    await impatient.close()
+
+
+async def test_one_principal_s_endless_grammars_delay_another_s_by_no_more_than_a_start(
+    checker: GrammarChecker,
+) -> None:
+    asking = [asyncio.ensure_future(checker.first(EXPLOSIVE["all of many patterns"], "key:mallory")) for _ in range(8)]
+    await until(lambda: checker.busy)
+    began_s = time.monotonic()
+    for _ in range(3):
+        assert await checker.first(asked({"type": "object"}), "key:bob")
+    assert time.monotonic() - began_s < 15
+    assert sum(each.done() for each in asking) < 8
+    for each in asking:
+        each.cancel()
+    await asyncio.gather(*asking, return_exceptions=True)
+    assert await checker.first(asked({"type": "object"}), "key:mallory")
 
 
 @pytest.mark.asyncio(loop_scope="session")
@@ -82,7 +139,6 @@ async def test_without_a_process_nobody_is_to_blame() -> None:
 
 async def test_its_process_ends_by_itself(checker: GrammarChecker) -> None:
     await checker.first(asked({"type": "object"}))
-    process = checker._helper._process
-    assert process is not None
+    (pid,) = checker.pids
     await checker.close()
-    assert process.returncode == 0
+    assert not Path(f"/proc/{pid}").exists()

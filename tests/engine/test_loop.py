@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from llguidance import LLMatcher
-from support.engine_kit import SPEC, Drive, prompt
+from support.engine_kit import SPEC, Drive, prompt, tried
 from support.waiting import wait_until
 from test_sampler import SCHEMA, byte_tokenizer
 
@@ -464,7 +464,8 @@ def test_a_grammar_of_a_request_that_is_over_is_not_compiled() -> None:
 def test_a_grammar_that_no_front_makes_is_refused() -> None:
     assert MAX_GRAMMAR_CHARS >= 2 * MAX_GRAMMAR_BYTES
     limits = RequestLimits(SPEC.context_tokens, SPEC.vocab)
-    longest = Request(id="r", prompt=(1,), sampling=Sampling(grammar="x" * MAX_GRAMMAR_CHARS), seed=0)
+    text = "x" * MAX_GRAMMAR_CHARS
+    longest = Request(id="r", prompt=(1,), sampling=Sampling(grammar=text, grammar_trial=tried(text)), seed=0)
     check_request(longest, [], limits, grammars=True)
     longer = Request(id="r", prompt=(1,), sampling=Sampling(grammar="x" * (MAX_GRAMMAR_CHARS + 1)), seed=0)
     with pytest.raises(InvalidRequest, match="longer than"):

@@ -16,6 +16,7 @@ from edgemoe.engine.runner import LoadedModel, Watchers
 from edgemoe.errors import MissingExpert
 from edgemoe.families.records import Attention, Block, FeedForward, Heads, Names, RopeSpec, RouterSpec
 from edgemoe.families.spec import ModelSpec
+from edgemoe.types.grammar_trial import GrammarTrial, digest_of
 from edgemoe.types.request import Emission, Request, Sampling
 from edgemoe.types.routing import StepMeta, StepRouting
 from edgemoe.types.step import BLOCK_TOKENS, Batch
@@ -165,6 +166,11 @@ def plain_model() -> Model:
     return Model(decoder, decoder.experts, SPEC, PlainCache)
 
 
+def tried(grammar: str) -> GrammarTrial:
+    """What a front says of a grammar that it has tried."""
+    return GrammarTrial(digest_of(grammar), 0.01, 1 << 20)
+
+
 class Drive:
     """An engine that the test steps, with a clock that the test moves."""
 
@@ -207,6 +213,8 @@ class Drive:
         waited_s: float = 0.0,
         **sampling: Any,
     ) -> None:
+        if isinstance(grammar := sampling.get("grammar"), str):
+            sampling.setdefault("grammar_trial", tried(grammar))
         chosen = Sampling(**{"temperature": 0.0, "max_tokens": 12, **sampling})
         request = Request(id=name, prompt=tuple(prompt), sampling=chosen, seed=seed, choice=choice, user=user)
         self.engine.loop.submit(request, tuple(emitted), attempt, remaining_s, waited_s)

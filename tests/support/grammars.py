@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
+from llguidance import LLTokenizer
+from tokenizers import AddedToken
+
+from edgemoe.api.dialects import table
 from edgemoe.api.generate import grammar
 from edgemoe.api.generate.grammar import GrammarChoice
 from edgemoe.api.generate.grammar_check import GrammarQuestion, judged
-from edgemoe.api.generate.grammar_child import check
+from edgemoe.api.generate.grammar_child import GrammarTrials
 from edgemoe.errors import InvalidRequest
+from support.dialect_kit import TOKEN
+from support.front_kit import byte_level_tokenizer
+
+
+@cache
+def trials() -> GrammarTrials:
+    """With the marks of all dialects as tokens."""
+    marks = {mark for one in table.DIALECTS for mark in (*one.think, *one.call_marks, *one.others, *one.ends)}
+    tokenizer = byte_level_tokenizer(marks=())
+    tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in sorted(marks) if TOKEN.fullmatch(mark)])
+    return GrammarTrials(LLTokenizer(tokenizer.to_str()))
 
 
 def first(choice: GrammarChoice | None) -> str | None:
@@ -18,7 +34,7 @@ def first(choice: GrammarChoice | None) -> str | None:
     refusal = None
     for lark in choice.larks:
         try:
-            return judged(check(GrammarQuestion(1, lark, choice.term)), choice.param)
+            return judged(trials().check(GrammarQuestion(1, lark, choice.term)), choice.param).grammar
         except InvalidRequest as error:
             refusal = error
     if refusal is not None and not choice.optional:

@@ -38,6 +38,7 @@ from edgemoe.config.settings import MemorySettings, ModelSettings, Settings
 from edgemoe.errors import WireError
 from edgemoe.front.engine_handle import STOP_S, EngineHandle
 from edgemoe.front.main import WORKER
+from edgemoe.types.grammar_trial import digest_of
 from edgemoe.types.request import Emission, Request, Sampling
 from tools.fuzzing.target import GROWTH_MB, rss_mb
 from tools.fuzzing.values import Values
@@ -137,7 +138,10 @@ class Messages:
         if isinstance(sampling := request.get("sampling"), dict):
             sampling |= {name: rng.choice(values) for name, values in SAMPLING.items() if rng.random() < MEANT}
             if rng.random() < 0.1:
-                sampling["grammar"] = rng.choice(GRAMMARS)
+                sampling["grammar"] = grammar = rng.choice(GRAMMARS)
+                if rng.random() < MEANT:
+                    digest = digest_of(grammar)
+                    sampling["grammar_trial"] = {"digest": digest, "seconds": 0.1, "bytes": 1 << 20}
         body["remaining_ms"] = rng.choice((0.0, 1.0, 50.0, 500.0, 500.0))
 
     def _prompt(self) -> list[int]:

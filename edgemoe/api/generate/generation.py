@@ -14,6 +14,7 @@ from msgspec import structs
 from edgemoe.api.backend import Backend
 from edgemoe.api.generate.choice import Choice, Delta
 from edgemoe.api.generate.grammar import GrammarChoice
+from edgemoe.api.generate.grammar_check import TriedGrammar
 from edgemoe.api.metrics import Clock, Metrics
 from edgemoe.errors import DeadlineExceeded, EngineUnavailable, InvalidRequest, QueueFull, RequestError
 from edgemoe.types.arrays import Json
@@ -65,11 +66,12 @@ class Generation:
     def __post_init__(self) -> None:
         self.id = self.id or f"{self.prefix}-{secrets.token_hex(12)}"
 
-    def constrain(self, grammar: str | None) -> None:
-        """Has every choice follow the serialised grammar, if there is one."""
-        if grammar is not None:
+    def constrain(self, tried: TriedGrammar | None) -> None:
+        """Has every choice follow the grammar, if there is one."""
+        if tried is not None:
             for at, each in enumerate(self.requests):
-                self.requests[at] = structs.replace(each, sampling=structs.replace(each.sampling, grammar=grammar))
+                sampling = structs.replace(each.sampling, grammar=tried.grammar, grammar_trial=tried.trial)
+                self.requests[at] = structs.replace(each, sampling=sampling)
 
     def usage(self) -> Json:
         """Returns OpenAI's usage object for what has been generated so far."""

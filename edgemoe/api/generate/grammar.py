@@ -18,6 +18,7 @@ from edgemoe.api.dialects.dialect import Begun, Dialect
 from edgemoe.api.dialects.table import HERMES
 from edgemoe.api.generate.call_grammar import call_rules
 from edgemoe.api.generate.lark import ANY_TEXT, BREAK, Rules, json_rule
+from edgemoe.api.generate.schema_bounds import check_pattern, check_schema
 from edgemoe.api.schema import ResponseFormat, Tool
 from edgemoe.errors import InvalidRequest
 
@@ -93,10 +94,12 @@ def response_grammar(
         case "json_schema":
             if asked is None or asked.json_schema is None or asked.json_schema.schema is None:
                 raise InvalidRequest("json_schema needs a `schema`", param="response_format.json_schema.schema")
+            check_schema(asked.json_schema.schema, "response_format.json_schema.schema")
             body = json_rule(asked.json_schema.schema)
         case "regex":
             if asked is None or not asked.regex:
                 raise InvalidRequest("a format of type regex needs a `regex`", param="response_format.regex")
+            check_pattern(asked.regex, "response_format.regex")
             body = term = f"/{regex_to_lark(asked.regex)}/"
         case other:
             raise InvalidRequest(
@@ -110,6 +113,7 @@ def response_grammar(
 
 def tool_grammar(tools: Sequence[Tool], several: bool, form: Form = Form()) -> GrammarChoice:
     """Returns the grammar of one call, or `several`, to any of `tools`. Raises InvalidRequest."""
+    _check_tools(tools)
     rules = form.rules()
     calls = rules.add("calls", call_rules(rules, form.dialect, tools, several, strict=True))
     return GrammarChoice((_bounded(form.around(rules, "", calls), "tools"),), "tools")
@@ -143,10 +147,17 @@ def _with_calls(
     larks = []
     for strict in (True, False) if tools else ():
         with contextlib.suppress(InvalidRequest):
+            if strict:
+                _check_tools(tools)
             rules = form.rules()
             calls = rules.add("calls", call_rules(rules, form.dialect, tools, several, strict))
             larks.append(_bounded(whole(rules, calls), "tools"))
     return tuple(larks)
+
+
+def _check_tools(tools: Sequence[Tool]) -> None:
+    for at, tool in enumerate(tools):
+        check_schema(tool.function.parameters, f"tools[{at}].function.parameters")
 
 
 def _bounded(lark: str, param: str) -> str:

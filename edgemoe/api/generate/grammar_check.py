@@ -1,23 +1,27 @@
-"""Has grammars checked in a process of their own, because a schema of a kilobyte can take minutes and gigabytes.
+"""Has grammars tried in processes of their own, because a schema of 150 bytes can take minutes and gigabytes.
 
-What takes longer than `CHECK_S` or more memory than the process may have is refused, and delays only those requests
-whose grammars are to be checked, too.
+A trial compiles the grammar with the served model's tokenizer and computes a first mask, as the engine will. It is
+refused where it takes more than `TRIAL_S` of a processor or `MEMORY_BYTES`, and delays only the same principal's.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
 
 from edgemoe.api.generate.grammar import GrammarChoice
 from edgemoe.errors import EngineUnavailable, HelperFailed, HelperMissing, InvalidRequest
 from edgemoe.helper.frames import Numbered
-from edgemoe.helper.process import HelperProcess
+from edgemoe.helper.pool import HelperPool
 from edgemoe.types.bounds import Grammar
+from edgemoe.types.grammar_trial import GrammarTrial
 
-COMMAND = (sys.executable, "-m", "edgemoe.api.generate.grammar_child")
-CHECK_S = 5.0  # that checking one grammar may take
-MEMORY_BYTES = 256 << 20
+MODULE = "edgemoe.api.generate.grammar_child"
+TRIAL_S = 3.0  # of a processor, for trying one grammar
+DEADLINE_S = 20.0  # by the clock, on a machine that does much else
+MEMORY_BYTES = 128 << 20  # beyond what the process has with its tokenizer
 
 
 class GrammarQuestion(Numbered, frozen=True):
@@ -28,25 +32,43 @@ class GrammarQuestion(Numbered, frozen=True):
 
 
 class GrammarVerdict(Numbered, frozen=True):
-    """Answers with the serialised grammar, or with why it cannot be honoured."""
+    """Answers with the serialised grammar and its trial, or with why it cannot be honoured."""
 
     grammar: str = ""
+    trial: GrammarTrial | None = None
     reason: str = ""
     unmatched: bool = False  # no text matches the term
 
 
-class GrammarChecker:
-    """Owns the process, which is started with the first grammar. `close` after use. One event loop."""
+class TriedGrammar(NamedTuple):
+    """A grammar that the engine may compile."""
 
-    def __init__(self, command: Sequence[str] = COMMAND, deadline_s: float = CHECK_S) -> None:
-        self._helper = HelperProcess(command, deadline_s)
+    grammar: Grammar
+    trial: GrammarTrial
+
+
+def grammar_command(directory: Path, eos: Sequence[int]) -> Sequence[str]:
+    """Returns the command of a process that tries grammars for the model in `directory`, whose texts end with `eos`."""
+    return (sys.executable, "-m", MODULE, str(directory), *map(str, eos))
+
+
+class GrammarChecker:
+    """Owns the processes, which are started with the first grammars. `close` after use. One event loop."""
+
+    def __init__(self, command: Sequence[str], deadline_s: float = DEADLINE_S) -> None:
+        self._helpers = HelperPool(command, deadline_s)
 
     @property
     def busy(self) -> bool:
-        """Returns whether a grammar is being checked."""
-        return self._helper.busy
+        """Returns whether a grammar is being tried."""
+        return self._helpers.busy
 
-    async def first(self, choice: GrammarChoice | None) -> Grammar | None:
+    @property
+    def pids(self) -> list[int]:
+        """Returns the processes that wait for a grammar."""
+        return self._helpers.pids
+
+    async def first(self, choice: GrammarChoice | None, principal: str = "") -> TriedGrammar | None:
         """Returns the first grammar of `choice` that can be honoured; None where there is none and need not be.
 
         Raises InvalidRequest where there has to be one, EngineUnavailable where no process can be started.
@@ -56,7 +78,7 @@ class GrammarChecker:
         refusal: InvalidRequest | None = None
         for lark in choice.larks:
             try:
-                return await self._checked(lark, choice)
+                return await self._tried(lark, choice, principal)
             except InvalidRequest as error:
                 refusal = error
         if refusal is not None and not choice.optional:
@@ -64,26 +86,26 @@ class GrammarChecker:
         return None
 
     async def close(self) -> None:
-        """Ends the process."""
-        await self._helper.close()
+        """Ends the processes."""
+        await self._helpers.close()
 
-    async def _checked(self, lark: str, choice: GrammarChoice) -> Grammar:
-        param = choice.param
+    async def _tried(self, lark: str, choice: GrammarChoice, principal: str) -> TriedGrammar:
+        param, asked = choice.param, GrammarQuestion(0, lark, choice.term)
         try:
-            verdict = await self._helper.ask(GrammarQuestion(0, lark, choice.term), GrammarVerdict, lambda _: True)
+            verdict = await self._helpers.ask(asked, GrammarVerdict, principal=principal)
         except HelperMissing as error:
-            raise EngineUnavailable(f"the process that checks grammars {error}; try again") from error
+            raise EngineUnavailable(f"the process that tries grammars {error}; try again") from error
         except HelperFailed as error:
-            why = f"{param} is too complex: to check it takes more than {CHECK_S:g} s or {MEMORY_BYTES >> 20} MiB"
-            raise InvalidRequest(why, param=param, code="invalid_grammar") from error
+            why = f"{param} is too complex: to try it takes more than {TRIAL_S:g} s or {MEMORY_BYTES >> 20} MiB; "
+            raise InvalidRequest(f"{why}simplify the schema", param=param, code="invalid_grammar") from error
         return judged(verdict, param)
 
 
-def judged(verdict: GrammarVerdict, param: str) -> Grammar:
+def judged(verdict: GrammarVerdict, param: str) -> TriedGrammar:
     """Returns the grammar. Raises InvalidRequest where it cannot be honoured."""
     if verdict.unmatched:
         param = f"{param}.regex"
         raise InvalidRequest(f"{param}: no text matches this", param=param, code="invalid_grammar")
-    if verdict.reason:
+    if verdict.trial is None:
         raise InvalidRequest(f"{param} cannot be honoured: {verdict.reason}", param=param, code="invalid_grammar")
-    return verdict.grammar
+    return TriedGrammar(verdict.grammar, verdict.trial)

@@ -1,39 +1,44 @@
-"""The process that checks grammars, in bounds: `MEMORY_BYTES` of addresses, `MOST_S` for a question."""
+"""The process that tries grammars, within bounds. Its arguments are the model's directory and its texts' end tokens."""
 
 from __future__ import annotations
 
 import re
 import resource
-import signal
 import sys
+from pathlib import Path
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from edgemoe.api.generate.grammar_check import CHECK_S, MEMORY_BYTES, GrammarQuestion, GrammarVerdict
+from edgemoe.api.generate.grammar_check import MEMORY_BYTES, TRIAL_S, GrammarQuestion, GrammarVerdict
 from edgemoe.guard import refuse_pickle
-from edgemoe.helper.serving import serve
+from edgemoe.heap import used_bytes
+from edgemoe.helper.serving import bound_memory, serve
+from edgemoe.types.grammar_trial import PARSER_LIMITS, GrammarTrial, digest_of
 
-MOST_S = int(2 * CHECK_S)  # for the case that nobody is there to end it
 FUEL = LLParserLimits(initial_lexer_fuel=100_000)  # enough to find out whether anything matches
 
 
-def check(asked: GrammarQuestion) -> GrammarVerdict:
-    """Returns whether the grammar can be honoured."""
-    signal.alarm(MOST_S)
-    try:
-        grammar, reason = _validated(asked.lark)
+class GrammarTrials:
+    """Tries grammars with a tokenizer."""
+
+    def __init__(self, tokenizer: LLTokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def check(self, asked: GrammarQuestion) -> GrammarVerdict:
+        """Returns whether the grammar can be honoured."""
         if asked.term and not _matchable(asked.term):
             return GrammarVerdict(asked.number, unmatched=True)
-        return GrammarVerdict(asked.number, grammar, reason)
-    finally:
-        signal.alarm(0)
-
-
-def _validated(lark: str) -> tuple[str, str]:
-    grammar = str(LLMatcher.grammar_from_lark(lark))
-    if error := LLMatcher.validate_grammar(grammar):
-        return "", re.sub(r"^\d+\(\d+\): ", "", error.splitlines()[0])
-    return grammar, ""
+        grammar = str(LLMatcher.grammar_from_lark(asked.lark))
+        if error := LLMatcher.validate_grammar(grammar):
+            return GrammarVerdict(asked.number, reason=_reason(error))
+        before_s, before_bytes = _cpu_s(), used_bytes()
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LLParserLimits(**PARSER_LIMITS))
+        if not matcher.is_error():
+            matcher.compute_bitmask()
+        if matcher.is_error():
+            return GrammarVerdict(asked.number, reason=_reason(matcher.get_error()))
+        trial = GrammarTrial(digest_of(grammar), _cpu_s() - before_s, max(0, used_bytes() - before_bytes))
+        return GrammarVerdict(asked.number, grammar, trial)
 
 
 def _matchable(term: str) -> bool:
@@ -47,7 +52,24 @@ def _matchable(term: str) -> bool:
     return not (matcher.is_error() and "NoExtension" in matcher.get_error())
 
 
-if __name__ == "__main__":
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+def _reason(error: str) -> str:
+    """What is wrong, without the place in the text and the parser's state."""
+    return re.sub(r"^\d+\(\d+\): ", "", error.splitlines()[0])
+
+
+def _cpu_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def main() -> None:
+    """Answers its parent's questions."""
+    directory, eos = Path(sys.argv[1]), [int(one) for one in sys.argv[2:]]
+    trials = GrammarTrials(LLTokenizer((directory / "tokenizer.json").read_text(), eos_token=eos or None))
     refuse_pickle()
-    serve(sys.stdin.buffer, sys.stdout.buffer, GrammarQuestion, check)
+    bound_memory(MEMORY_BYTES)
+    serve(sys.stdin.buffer, sys.stdout.buffer, GrammarQuestion, trials.check, TRIAL_S)
+
+
+if __name__ == "__main__":
+    main()

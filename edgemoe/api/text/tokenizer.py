@@ -31,6 +31,7 @@ class TextModel:
 
     def __init__(self, directory: Path) -> None:
         """Reads the files in `directory`. Raises CheckpointError where one is missing or unreadable."""
+        self.directory = directory
         tokenizer_config = read_json(directory / "tokenizer_config.json")
         generation = read_json(directory / "generation_config.json")
         self._tokenizer = _tokenizer(directory / "tokenizer.json")
