@@ -54,7 +54,7 @@ LAYERS: dict[str, set[str]] = {
     "api.keys": {"durable", "errors"},
     "api.metrics": {"types", "errors", "api.backend"},
     "api.dialects": {"types"},
-    "api.text": {"types", "errors", "api.schema", "api.dialects"},
+    "api.text": {"types", "errors", "helper", "api.schema", "api.dialects"},
     "api.generate": {
         "types",
         "errors",
@@ -77,7 +77,7 @@ LAYERS: dict[str, set[str]] = {
     },
     "api.endpoints": {"types", "errors", "api.schema", "api.backend", "api.metrics"}
     | {"api.dialects", "api.text", "api.generate", "api.http"},
-    "api": NOUNS,
+    "api": NOUNS | {"helper"},
     "front": NOUNS | {"api", "cluster.rpc", "cluster.control", "policy", "telemetry", "ticking"},
     "scoutgate": {"errors", "types", "config", "encodings", "experts.predict", "replay", "store", "telemetry"},
 }
@@ -87,6 +87,7 @@ COMPOSERS = {  # put rooms together, or are a process: may import any
     "cluster.control.planning.child",
     "cluster.control.planning.fit_child",
     "api.generate.grammar_child",
+    "api.text.text_child",
     "front.main",
     "front.witness",
     "worker",

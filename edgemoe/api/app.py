@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -37,10 +37,12 @@ from edgemoe.api.http.origins import OriginCheck, Origins
 from edgemoe.api.http.page import PAGE, page
 from edgemoe.api.keys import KeyRing
 from edgemoe.api.metrics import CONTENT_TYPE, Metrics
-from edgemoe.api.schema import Chat, Completion, Detokenize, Tokenize, convert, decode
+from edgemoe.api.schema import Chat, Completion, Detokenize, RequestBody, Tokenize, convert, decode
+from edgemoe.api.text.bounded_text import BoundedText
 from edgemoe.api.text.tokenizer import TextModel
 from edgemoe.config.settings import ApiSettings
 from edgemoe.errors import EdgemoeError, InvalidRequest, ModelNotFound, RequestError
+from edgemoe.helper.turns import TaskTurns
 from edgemoe.types.arrays import Json
 from edgemoe.types.model_info import ModelInfo
 from edgemoe.types.principal import principal_of
@@ -50,7 +52,8 @@ log = logging.getLogger(__name__)
 R = TypeVar("R")
 
 ANY = "*"  # among aliases: every name
-PREPARE_THREADS = 2  # that render and tokenize, so that the event loop is free for streams
+PREPARE_THREADS = 3  # that decode bodies and wait for prompts, so that the event loop is free for streams
+PREPARE_EACH = 2  # of them for one principal
 
 
 @dataclass(slots=True)
@@ -60,11 +63,12 @@ class Api:
     settings: ApiSettings
     backend: Backend
     text: TextModel
+    prompts: BoundedText  # which makes the text model's prompts
     metrics: Metrics = field(default_factory=Metrics)
     keys: KeyRing | None = None  # of which TCP clients must give one; None where nobody comes by TCP
     threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(PREPARE_THREADS, "prepare"))
     grammars: GrammarChecker = field(init=False)
-    free_threads: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(PREPARE_THREADS))
+    thread_turns: TaskTurns = field(default_factory=lambda: TaskTurns(PREPARE_THREADS, PREPARE_EACH))
     bodies: BodyBudget = field(init=False)
     events: LookEvents = field(init=False)
 
@@ -73,17 +77,26 @@ class Api:
         self.bodies = BodyBudget(self.settings.max_body_bytes)
         self.grammars = GrammarChecker(grammar_command(self.text.directory, self.text.eos))
 
-    async def in_thread(self, work: Callable[..., R], *args: Any) -> R:
-        """Returns `work(*args)`, run in a thread. Waiting for a free thread can be cancelled."""
-        await self.free_threads.acquire()
-        loop, future = asyncio.get_running_loop(), self.threads.submit(work, *args)
+    async def in_thread(self, user: str, work: Callable[..., R], *args: Any) -> R:
+        """Returns `work(*args)`, run in a thread, by principals in turn. Waiting for a turn can be cancelled."""
+        loop = asyncio.get_running_loop()
+        place = await self.thread_turns.begin(principal_of(user))
+        future = self.threads.submit(work, *args)
 
         def free(_: Future[R]) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: the daemon has ended meanwhile
-                loop.call_soon_threadsafe(self.free_threads.release)
+                loop.call_soon_threadsafe(place.end)
 
         future.add_done_callback(free)
         return await asyncio.wrap_future(future)
+
+    def text_for(self, user: str) -> TextModel:
+        """Returns the text model that makes this user's prompts in bounds. For use on threads."""
+        return self.prompts.of(self.text, principal_of(user))
+
+    async def close(self) -> None:
+        """Ends the processes for untrusted work."""
+        await asyncio.gather(self.prompts.close(), self.grammars.close())
 
 
 def build(api: Api) -> Starlette:
@@ -139,7 +152,19 @@ def _cors(origins: Sequence[str]) -> list[Middleware]:
 # --- generating -----------------------------------------------------------------------------------------------
 
 Prepared = tuple[Generation, Format, bool, Origin]
-Prepare = Callable[[Api, bytes, ModelInfo, RequestLimits, str], Prepared]
+
+
+class Asked(NamedTuple):
+    """What a request is prepared with, beside its body."""
+
+    api: Api
+    text: TextModel
+    info: ModelInfo
+    limits: RequestLimits
+    user: str
+
+
+Prepare = Callable[[Asked, bytes], Prepared]
 
 
 def _generating(prepare: Prepare) -> Callable[[Request], Any]:
@@ -154,7 +179,8 @@ def _generating(prepare: Prepare) -> Callable[[Request], Any]:
                 raw = await api.bodies.read(body, request)
                 async with http.while_connected(receive):
                     info, limits = await api.backend.model()
-                    job, form, stream, origin = await api.in_thread(prepare, api, raw, info, limits, user)
+                    asked = Asked(api, api.text_for(user), info, limits, user)
+                    job, form, stream, origin = await api.in_thread(user, prepare, asked, raw)
                     with origin.named():
                         job.constrain(await api.grammars.first(job.grammar, principal_of(user)))
                 del raw
@@ -167,38 +193,40 @@ def _generating(prepare: Prepare) -> Callable[[Request], Any]:
     return endpoint
 
 
-def _prepare_chat(api: Api, raw: bytes, info: ModelInfo, limits: RequestLimits, user: str) -> Prepared:
+def _prepare_chat(asked: Asked, raw: bytes) -> Prepared:
     body = convert(decode(raw), Chat)
-    job = chat.prepare(body, api.text, limits, _served(api, body.model, info), _user(user, body.user))
-    return job, chat.ChatFormat(job, body, api.text), bool(body.stream), Origin({})
+    job = chat.prepare(body, asked.text, asked.limits, _name(asked, body), _user(asked.user, body.user))
+    return job, chat.ChatFormat(job, body, asked.text), bool(body.stream), Origin({})
 
 
-def _prepare_completion(api: Api, raw: bytes, info: ModelInfo, limits: RequestLimits, user: str) -> Prepared:
+def _prepare_completion(asked: Asked, raw: bytes) -> Prepared:
     body = convert(decode(raw), Completion)
-    job = completions.prepare(body, api.text, limits, _served(api, body.model, info), _user(user, body.user))
-    return job, completions.CompletionFormat(job, body, api.text), bool(body.stream), Origin({})
+    job = completions.prepare(body, asked.text, asked.limits, _name(asked, body), _user(asked.user, body.user))
+    return job, completions.CompletionFormat(job, body, asked.text), bool(body.stream), Origin({})
 
 
-def _prepare_response(api: Api, raw: bytes, info: ModelInfo, limits: RequestLimits, user: str) -> Prepared:
+def _prepare_response(asked: Asked, raw: bytes) -> Prepared:
     body = convert(decode(raw), responses.ResponsesBody)
     plain, origin = responses.as_chat(body)
     with origin.named():
-        job = chat.prepare(
-            plain, api.text, limits, _served(api, body.model, info), _user(user, body.user), prefix="resp"
-        )
+        user = _user(asked.user, body.user)
+        job = chat.prepare(plain, asked.text, asked.limits, _name(asked, body), user, prefix="resp")
     return job, ResponsesFormat(job, body), bool(body.stream), origin
 
 
-def _prepare_message(api: Api, raw: bytes, info: ModelInfo, limits: RequestLimits, user: str) -> Prepared:
+def _prepare_message(asked: Asked, raw: bytes) -> Prepared:
     body = convert(decode(raw), anthropic.MessagesBody)
     if body.max_tokens is None:
         raise InvalidRequest("max_tokens: is missing", param="max_tokens", code="missing_required_parameter")
     plain, origin = anthropic.as_chat(body)
     with origin.named():
-        job = chat.prepare(
-            plain, api.text, limits, _served(api, body.model, info), _user(user, plain.user), prefix="msg"
-        )
+        user = _user(asked.user, plain.user)
+        job = chat.prepare(plain, asked.text, asked.limits, _name(asked, body), user, prefix="msg")
     return job, MessageFormat(job), bool(body.stream), origin
+
+
+def _name(asked: Asked, body: RequestBody) -> str:
+    return _served(asked.api, body.model, asked.info)
 
 
 def _served(api: Api, name: str | None, info: ModelInfo) -> str:
@@ -260,17 +288,19 @@ def _count(body: anthropic.MessagesBody, text: TextModel, limits: RequestLimits)
 
 async def _quick(request: Request, kind: type[R], work: Callable[[R, TextModel, RequestLimits], Any]) -> Response:
     api: Api = request.app.state.api
+    user = _peer(request)
 
     def in_thread(raw: bytes) -> Response:
         body = convert(decode(raw), kind)
         _served(api, getattr(body, "model", None), info)
-        return JSONResponse(work(body, api.text, limits))
+        return JSONResponse(work(body, text, limits))
 
     with api.bodies.open() as body:
         raw = await api.bodies.read(body, request)
         async with http.while_connected(request.receive):
             info, limits = await api.backend.model()
-            return await api.in_thread(in_thread, raw)
+            text = api.text_for(user)
+            return await api.in_thread(user, in_thread, raw)
 
 
 async def _version(request: Request) -> Response:

@@ -23,6 +23,7 @@ from typing import Any
 from edgemoe.api.app import Api, build
 from edgemoe.api.keys import KeyRing
 from edgemoe.api.metrics import Metrics
+from edgemoe.api.text.bounded_text import BoundedText, text_command
 from edgemoe.api.text.tokenizer import TextModel
 from edgemoe.cluster.rpc.ipc import FrontEnd, private_directory
 from edgemoe.config.paths import beside
@@ -137,7 +138,8 @@ class Front:
         with contextlib.ExitStack() as held:
             held.enter_context(sole_owner(runtime, _elsewhere(settings)))
             keys = KeyRing(Path(settings.api.api_key_file)) if settings.api.tcp else None
-            text = await asyncio.to_thread(_text_model, Path(settings.model.path))
+            prompts = BoundedText(text_command(Path(settings.model.path)))
+            text = await _text_model(Path(settings.model.path), prompts)
             give_back()  # reading a large tokenizer leaves as much freed memory as it keeps
             wire = FrontEnd(runtime)
             held.callback(wire.close)
@@ -145,7 +147,7 @@ class Front:
             lookout = Lookout(requests.door)
             self.cluster = ClusterFront(settings, requests, lookout) if settings.cluster.node else None
             self.supervisor = supervisor = Supervisor(settings, requests, self._command, lookout, self.cluster)
-            self.api = api = Api(settings.api, supervisor, text, self.metrics, keys)
+            self.api = api = Api(settings.api, supervisor, text, prompts, self.metrics, keys)
             held.callback(api.threads.shutdown, wait=False, cancel_futures=True)
             self._show_metrics(supervisor)
             if self.cluster is not None:
@@ -174,7 +176,7 @@ class Front:
             self._close_door()
             server.stop()
             if self.api is not None:
-                await self.api.grammars.close()
+                await self.api.close()
             if self.cluster is not None:
                 await self.cluster.leave()
             for helper in helpers:
@@ -278,11 +280,15 @@ def _elsewhere(settings: Settings) -> str:
     return "stop it, or set service.runtime_dir to another directory"
 
 
-def _text_model(directory: Path) -> TextModel:
-    """Tokenizer and chat template, as the store's manifest has them. Raises CheckpointError, StoreError."""
+async def _text_model(directory: Path, prompts: BoundedText) -> TextModel:
+    """Tokenizer and chat template, as the store's manifest has them, once a bounded process has read them.
+
+    Raises CheckpointError, StoreError.
+    """
     if (directory / MANIFEST).is_file():  # without one the engine says what is wrong
-        verify_copies(directory, Manifest.read(directory))
-    return TextModel(directory)
+        await asyncio.to_thread(lambda: verify_copies(directory, Manifest.read(directory)))
+    await prompts.check()
+    return await asyncio.to_thread(TextModel, directory)
 
 
 def _has_terminal() -> bool:

@@ -16,7 +16,8 @@ from msgspec import structs
 from edgemoe.errors import HelperFailed, HelperMissing
 from edgemoe.helper.frames import LENGTH_BYTES, MAX_FRAME_BYTES, Answered, Asked, frame
 
-ONE_CORE = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
+LIBRARIES = ("OMP", "OPENBLAS", "NUMBA", "RAYON")
+ONE_CORE = {**{f"{name}_NUM_THREADS": "1" for name in LIBRARIES}, "TOKENIZERS_PARALLELISM": "false"}
 END_S = 2.0  # that the process has to end by itself
 START_S = 30.0  # that a process may take to read what it needs, before its first answer
 

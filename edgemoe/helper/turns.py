@@ -7,12 +7,12 @@ a newcomer starts level with the one that was served last.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import deque
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 Job = TypeVar("Job")
 
@@ -78,6 +78,12 @@ class FairTurns(Generic[Job]):
         return True
 
 
+class Place(NamedTuple):
+    """A place that is taken."""
+
+    end: Callable[[], None]  # gives it back, once
+
+
 class TaskTurns:
     """FairTurns of asyncio's tasks. One event loop."""
 
@@ -85,9 +91,8 @@ class TaskTurns:
         """Lets `places` run at once, `each` of one principal at most."""
         self._turns: FairTurns[asyncio.Future[None]] = FairTurns(places, each)
 
-    @asynccontextmanager
-    async def turn(self, principal: str) -> AsyncIterator[None]:
-        """Waits for the principal's turn; the place is its own until the block is left."""
+    async def begin(self, principal: str) -> Place:
+        """Waits for the principal's turn. Returns its place, which is its own until `end`."""
         waiter = asyncio.get_running_loop().create_future()
         self._turns.put(principal, waiter)
         self._grant()
@@ -99,11 +104,21 @@ class TaskTurns:
                 self._grant()
             raise
         began_s = time.monotonic()
+
+        def end() -> None:
+            self._turns.end(principal, time.monotonic() - began_s)
+            self._grant()
+
+        return Place(end)
+
+    @contextlib.asynccontextmanager
+    async def turn(self, principal: str) -> AsyncIterator[None]:
+        """Waits for the principal's turn; the place is its own until the block is left."""
+        place = await self.begin(principal)
         try:
             yield
         finally:
-            self._turns.end(principal, time.monotonic() - began_s)
-            self._grant()
+            place.end()
 
     def _grant(self) -> None:
         while (granted := self._turns.take()) is not None:

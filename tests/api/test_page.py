@@ -23,6 +23,7 @@ from edgemoe.api.http.origins import Origins
 from edgemoe.api.http.page import FILES, PAGE
 from edgemoe.api.keys import KeyRing
 from edgemoe.api.metrics import Metrics
+from edgemoe.api.text.bounded_text import BoundedText, text_command
 from edgemoe.api.text.tokenizer import TextModel
 from edgemoe.config.settings import ApiSettings
 from edgemoe.errors import QueueFull
@@ -56,9 +57,11 @@ async def tcp(text_model: TextModel, tmp_path_factory: pytest.TempPathFactory) -
     keys.write_text("0123456789abcdef\n")
     keys.chmod(0o600)
     settings = ApiSettings(cors_origins=(LISTED,))
-    app = build(Api(settings, Looked(), text_model, keys=KeyRing(keys)))  # type: ignore[arg-type]
+    prompts = BoundedText(text_command(text_model.directory))
+    app = build(Api(settings, Looked(), text_model, prompts, keys=KeyRing(keys)))  # type: ignore[arg-type]
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1:8080") as client:
         yield client
+    await prompts.close()
 
 
 async def events_of(client: httpx.AsyncClient, enough: Any) -> list[tuple[str, Any]]:

@@ -14,6 +14,7 @@ import pytest_asyncio
 import edgemoe
 from edgemoe.api.app import Api, build
 from edgemoe.api.keys import KeyRing, new_key, read_keys, remove_key
+from edgemoe.api.text.bounded_text import BoundedText, text_command
 from edgemoe.api.text.tokenizer import TextModel
 from edgemoe.config.settings import ApiSettings
 from edgemoe.errors import ServiceError
@@ -68,9 +69,11 @@ def key_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def tcp(backend: Ready, text_model: TextModel, key_file: Path) -> AsyncIterator[httpx.AsyncClient]:
     settings = ApiSettings(cors_origins=(PAGE,), aliases=("gpt-4o",))
-    app = build(Api(settings, backend, text_model, keys=KeyRing(key_file)))  # type: ignore[arg-type]
+    prompts = BoundedText(text_command(text_model.directory))
+    app = build(Api(settings, backend, text_model, prompts, keys=KeyRing(key_file)))  # type: ignore[arg-type]
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://edgemoe") as client:
         yield client
+    await prompts.close()
 
 
 async def test_a_key_is_needed_for_all_but_health(tcp: httpx.AsyncClient) -> None:

@@ -1,0 +1,138 @@
+"""Renders and tokenizes prompts in bounded processes: templates and tokenizers come with a checkpoint.
+
+A template is a program, and a tokenizer has regular expressions, which may take for ever and any memory. What takes
+more than `TEXT_S` of a processor or `MEMORY_BYTES` ends its process, and costs only its request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from array import array
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from edgemoe.api.text.chat_template import ChatTemplate
+from edgemoe.api.text.tokenizer import TextModel
+from edgemoe.errors import CheckpointError, EngineUnavailable, HelperFailed, HelperMissing, InvalidRequest
+from edgemoe.helper.frames import MAX_FRAME_BYTES, Numbered
+from edgemoe.helper.pool import HelperPool
+from edgemoe.types.arrays import Json
+from edgemoe.types.bounds import Count
+
+MODULE = "edgemoe.api.text.text_child"
+TEXT_S = 10.0  # of a processor, for one prompt
+DEADLINE_S = 60.0  # by the clock, on a machine that does much else
+MEMORY_BYTES = 1 << 30  # beyond what the process has with its tokenizer: a megabyte of text takes a hundred
+MAX_PROMPT_CHARS = 16 << 20  # that a template may make
+IDS = "I"  # 32 bits
+
+
+class RenderQuestion(Numbered, frozen=True, tag="render"):
+    """Asks for a prompt of messages. JSON, because that has integers of any length."""
+
+    messages: bytes
+    tools: bytes
+    extra: bytes
+    add_generation_prompt: bool
+
+
+class EncodeQuestion(Numbered, frozen=True, tag="encode"):
+    """Asks for the tokens of a text."""
+
+    text: str
+    add_special_tokens: bool
+    most_tokens: Count | None
+
+
+class TextAnswer(Numbered, frozen=True):
+    """Answers with a text or token ids, or with why there are none."""
+
+    text: str = ""
+    ids: Annotated[bytes, Meta(max_length=MAX_FRAME_BYTES)] = b""
+    refusal: str = ""
+    param: str | None = None
+
+
+def text_command(directory: Path) -> Sequence[str]:
+    """Returns the command of a process that renders and tokenizes for the model in `directory`."""
+    return (sys.executable, "-m", MODULE, str(directory))
+
+
+class BoundedText:
+    """Owns the processes. `close` after use. One event loop; `of` is used on threads that it does not run on."""
+
+    def __init__(self, command: Sequence[str], deadline_s: float = DEADLINE_S) -> None:
+        self.helpers = HelperPool(command, deadline_s)
+
+    def of(self, model: TextModel, principal: str) -> TextModel:
+        """Returns the model as the principal's requests use it, on threads. Must be called on the event loop."""
+        return _BoundedModel(model, self.helpers, principal)
+
+    async def check(self) -> None:
+        """Has a process read the model's files. Raises CheckpointError where it cannot within its bounds."""
+        try:
+            await self.helpers.ask(EncodeQuestion(0, "a", False, None), TextAnswer)
+        except HelperFailed as error:
+            raise CheckpointError(
+                f"the model's tokenizer and chat template cannot be read within bounds: {error}; "
+                "look at what else is in the log, and pull or pack the model again"
+            ) from error
+
+    async def close(self) -> None:
+        """Ends the processes."""
+        await self.helpers.close()
+
+
+class _BoundedModel(TextModel):
+    """A text model that has the prompts of one principal made in bounds."""
+
+    def __init__(self, model: TextModel, helpers: HelperPool, principal: str) -> None:
+        vars(self).update(vars(model))  # which are not changed
+        self._helpers, self._principal = helpers, principal
+        self._loop = asyncio.get_running_loop()
+        if model.template is not None:
+            self.template = _BoundedTemplate(model.template, self)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        raise AssertionError("it encodes in another process")
+
+    def encode(self, text: str, add_special_tokens: bool, most_tokens: int | None = None) -> list[int]:
+        return array(IDS, self.ask(EncodeQuestion(0, text, add_special_tokens, most_tokens), "prompt").ids).tolist()
+
+    def ask(self, asked: RenderQuestion | EncodeQuestion, what: str) -> TextAnswer:
+        """Returns the answer to a question about `what`. Raises InvalidRequest, EngineUnavailable."""
+        asking = self._helpers.ask(asked, TextAnswer, principal=self._principal)
+        try:
+            answer = asyncio.run_coroutine_threadsafe(asking, self._loop).result()
+        except HelperMissing as error:
+            raise EngineUnavailable(f"the process that makes prompts {error}; try again") from error
+        except HelperFailed as error:
+            why = f"{what}: to make a prompt of this takes more than {TEXT_S:g} s or {MEMORY_BYTES >> 20} MiB"
+            raise InvalidRequest(why, param=what, code="prompt_too_complex") from error
+        if answer.refusal:
+            raise InvalidRequest(answer.refusal, param=answer.param)
+        return answer
+
+
+class _BoundedTemplate(ChatTemplate):
+    """A chat template that another process renders."""
+
+    def __init__(self, template: ChatTemplate, model: _BoundedModel) -> None:
+        vars(self).update(vars(template))
+        self._model = model
+
+    def render(
+        self,
+        messages: Sequence[Json],
+        tools: Sequence[Json] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        extra: Mapping[str, Any] | None = None,
+    ) -> str:
+        given, shown, more = (msgspec.json.encode(part) for part in (messages, tools, extra))
+        return self._model.ask(RenderQuestion(0, given, shown, more, add_generation_prompt), "messages").text

@@ -1,0 +1,134 @@
+"""Templates and tokenizers of a checkpoint run in bounded processes: what they do costs only its request."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+from support.front_kit import byte_level_tokenizer, http_client, running, settings_for, write_model
+
+from edgemoe.api.text import bounded_text
+from edgemoe.api.text.bounded_text import BoundedText, text_command
+from edgemoe.api.text.tokenizer import TextModel
+from edgemoe.errors import CheckpointError, InvalidRequest
+
+PLAIN = "{% for message in messages %}{{ message.content }}{% endfor %}"
+# What a template does where the message says so: each takes for ever, any memory, or the interpreter for itself.
+ATTACKS = {
+    "nested loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% for k in range(99999) %}"
+    "{% endfor %}{% endfor %}{% endfor %}",
+    "a long text": "{{ 'a' * (10 ** 10) }}",
+    "a large number": "{{ (9 ** 9999999) | string }}",
+    "a power of powers": "{{ 9 ** (9 ** 9) }}",
+    "a doubling loop": "{% set at = namespace(text='aaaaaaaaaaaaaaaa') %}{% for i in range(60) %}"
+    "{% set at.text = at.text + at.text %}{% endfor %}{{ at.text }}",
+    "a doubling list": "{% set at = namespace(all=[1]) %}{% for i in range(60) %}"
+    "{% set at.all = at.all + at.all %}{% endfor %}{{ at.all | length }}",
+    "padding": "{{ '%1000000000d' | format(1) }}",
+    "centring": "{{ 'a' | center(10 ** 10) }}",
+    "recursion": "{% macro deeper(n) %}{{ deeper(n + 1) }}{% endmacro %}{{ deeper(0) }}",
+    "a wide product": "{{ (range(90000) | list * 9000) | join('x') | length }}",
+    "replacing": "{{ ('a' * 100000) | replace('a', 'b' * 1000000) | length }}",
+    "sixteen million letters": "{{ 'a' * 17000000 }}",
+    "lipsum": "{{ lipsum(n=100000) }}",
+    "a cycler": "{{ cycler(*range(9)) }}",
+}
+
+
+def model_with(directory: Path, attack: str) -> Path:
+    return write_model(directory, "{% if messages[0].content == 'go' %}" + attack + "{% endif %}" + PLAIN)
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parent's words only: the processes have their own bounds."""
+    monkeypatch.setattr(bounded_text, "DEADLINE_S", 30.0)
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+async def test_what_a_template_does_costs_only_its_request(tmp_path: Path, name: str) -> None:
+    model = TextModel(model_with(tmp_path, ATTACKS[name]))
+    texts = BoundedText(text_command(tmp_path))
+
+    def render(principal: str, content: str) -> asyncio.Future[str]:
+        bounded = texts.of(model, principal)
+        assert bounded.template is not None
+        return asyncio.ensure_future(
+            asyncio.to_thread(bounded.template.render, [{"role": "user", "content": content}])
+        )
+
+    attack = render("key:mallory", "go")
+    await asyncio.sleep(0)
+    assert await render("key:bob", "hello") == "hello", "whoever comes meanwhile"
+    began_s = time.monotonic()
+    with pytest.raises(InvalidRequest):
+        await attack
+    assert time.monotonic() - began_s < 60
+    assert await render("key:mallory", "hello") == "hello", "whoever comes then"
+    await texts.close()
+
+
+async def test_a_tokenizer_s_expressions_cost_only_their_request(tmp_path: Path) -> None:
+    """One whose pattern takes twice as long with each letter more."""
+    write_model(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    split = {"type": "Split", "pattern": {"Regex": "(a|a|a+)+(?=b)$"}, "behavior": "Isolated", "invert": False}
+    tokenizer["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, tokenizer["pre_tokenizer"]]}
+    file.write_text(json.dumps(tokenizer))
+    texts = BoundedText(text_command(tmp_path))
+    model = TextModel(tmp_path)
+    slow = asyncio.ensure_future(asyncio.to_thread(texts.of(model, "a").encode, "a" * 5000 + "c", False))
+    assert await asyncio.to_thread(texts.of(model, "b").encode, "hello", False) == model.encode("hello", False)
+    await asyncio.wait([slow])
+    assert slow.exception() is None or isinstance(slow.exception(), InvalidRequest)
+    await texts.close()
+
+
+async def test_prompts_are_those_of_the_model_s_own_files(text_model: TextModel) -> None:
+    texts = BoundedText(text_command(text_model.directory))
+    bounded = texts.of(text_model, "")
+    assert text_model.template is not None
+    assert bounded.template is not None
+    messages = [{"role": "user", "content": "Größe 東京 🦊 \u0000"}, {"role": "assistant", "content": "x", "n": 10**30}]
+    wanted = text_model.template.render(messages, extra={"enable_thinking": False})
+    found = await asyncio.to_thread(bounded.template.render, messages, extra={"enable_thinking": False})
+    assert found == wanted
+    for special in (True, False):
+        wanted_ids = text_model.encode(wanted, special, 10)
+        assert await asyncio.to_thread(bounded.encode, wanted, special, 10) == wanted_ids
+    with pytest.raises(InvalidRequest, match="unknown role nobody"):
+        await asyncio.to_thread(bounded.template.render, [{"role": "nobody", "content": "x"}])
+    await texts.close()
+
+
+async def test_files_that_cannot_be_read_are_found_out_before_the_daemon_reads_them(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("[" * 10_000_000)
+    texts = BoundedText(text_command(tmp_path))
+    with pytest.raises(CheckpointError, match="cannot be read within bounds"):
+        await texts.check()
+
+
+@pytest.mark.parametrize("name", ["nested loops", "a large number"])
+async def test_a_daemon_with_such_a_template_serves_all_else(tmp_path: Path, name: str) -> None:
+    settings = settings_for(tmp_path / "f", model_with(tmp_path / "model", ATTACKS[name]))
+    (tmp_path / "f").mkdir()
+    async with running(settings) as front, http_client(front.settings) as http:
+
+        def chat(content: str) -> asyncio.Future[httpx.Response]:
+            body = {"messages": [{"role": "user", "content": content}]}
+            return asyncio.ensure_future(http.post("/v1/chat/completions", json=body, timeout=120))
+
+        attacks = [chat("go") for _ in range(3)]
+        await asyncio.sleep(0.5)
+        async with asyncio.timeout(60):  # of one principal, whose attacks come first
+            assert (await http.get("/health")).status_code == 200
+        for attack in attacks:
+            assert (await attack).status_code == 400
+        assert (await chat("SAY{hi}END")).status_code == 200
+        assert byte_level_tokenizer() is not None
