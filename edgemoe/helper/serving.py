@@ -23,11 +23,12 @@ def serve(
     kind: type[Asked],
     answer: Callable[[Asked], Answered],
     cpu_s: float = 0.0,
+    cpu_s_per_byte: float = 0.0,
 ) -> None:
     """Answers until there is no more to read, or nobody has asked for long.
 
-    Between a question and its answer nothing else comes. An answer that takes more than `cpu_s` of processors ends the
-    process, in whatever code it is; 0 is no bound.
+    Between a question and its answer nothing else comes. An answer that takes more than `cpu_s` of processors, and
+    `cpu_s_per_byte` of its question, ends the process, in whatever code it is; 0 is no bound.
     """
     while select.select([asked], [], [], IDLE_S)[0]:
         length = asked.read(LENGTH_BYTES)
@@ -36,7 +37,7 @@ def serve(
         size = int.from_bytes(length, "big")
         assert size <= MAX_FRAME_BYTES, "its parent sends no more"
         body = asked.read(size)
-        signal.setitimer(signal.ITIMER_PROF, cpu_s)
+        signal.setitimer(signal.ITIMER_PROF, cpu_s + cpu_s_per_byte * size)
         answered = frame(answer(msgspec.msgpack.decode(body, type=kind)))
         signal.setitimer(signal.ITIMER_PROF, 0.0)
         answers.write(answered)
@@ -45,6 +46,11 @@ def serve(
 
 def bound_memory(more_bytes: int) -> None:
     """Lets this process have so many bytes of addresses beyond those that it has now."""
-    now_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * PAGE_BYTES
-    resource.setrlimit(resource.RLIMIT_AS, (now_bytes + more_bytes,) * 2)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    bound_addresses(int(Path("/proc/self/statm").read_text().split()[0]) * PAGE_BYTES + more_bytes)
+
+
+def bound_addresses(most_bytes: int) -> None:
+    """Lets this process have so many bytes of addresses, or fewer where it may not have as many."""
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    soft = most_bytes if hard == resource.RLIM_INFINITY else min(most_bytes, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (soft, hard))

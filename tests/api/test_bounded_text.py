@@ -9,9 +9,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from support.front_kit import byte_level_tokenizer, http_client, running, settings_for, write_model
+from support.front_kit import http_client, running, settings_for, write_model
 
-from edgemoe.api.text import bounded_text
 from edgemoe.api.text.bounded_text import BoundedText, text_command
 from edgemoe.api.text.tokenizer import TextModel
 from edgemoe.errors import CheckpointError, InvalidRequest
@@ -22,13 +21,13 @@ ATTACKS = {
     "nested loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% for k in range(99999) %}"
     "{% endfor %}{% endfor %}{% endfor %}",
     "a long text": "{{ 'a' * (10 ** 10) }}",
-    "a large number": "{{ (9 ** 9999999) | string }}",
-    "a power of powers": "{{ 9 ** (9 ** 9) }}",
+    "a large number": "{% set n = 9 %}{{ (n ** 9999999) | string }}",
+    "a power of powers": "{% set n = 9 %}{{ n ** (n ** n) }}",
     "a doubling loop": "{% set at = namespace(text='aaaaaaaaaaaaaaaa') %}{% for i in range(60) %}"
     "{% set at.text = at.text + at.text %}{% endfor %}{{ at.text }}",
     "a doubling list": "{% set at = namespace(all=[1]) %}{% for i in range(60) %}"
     "{% set at.all = at.all + at.all %}{% endfor %}{{ at.all | length }}",
-    "padding": "{{ '%1000000000d' | format(1) }}",
+    "padding": "{% set n = 1 %}{{ '%1000000000d' | format(n) }}",
     "centring": "{{ 'a' | center(10 ** 10) }}",
     "recursion": "{% macro deeper(n) %}{{ deeper(n + 1) }}{% endmacro %}{{ deeper(0) }}",
     "a wide product": "{{ (range(90000) | list * 9000) | join('x') | length }}",
@@ -43,12 +42,6 @@ def model_with(directory: Path, attack: str) -> Path:
     return write_model(directory, "{% if messages[0].content == 'go' %}" + attack + "{% endif %}" + PLAIN)
 
 
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The parent's words only: the processes have their own bounds."""
-    monkeypatch.setattr(bounded_text, "DEADLINE_S", 30.0)
-
-
 @pytest.mark.parametrize("name", ATTACKS)
 async def test_what_a_template_does_costs_only_its_request(tmp_path: Path, name: str) -> None:
     model = TextModel(model_with(tmp_path, ATTACKS[name]))
@@ -57,9 +50,7 @@ async def test_what_a_template_does_costs_only_its_request(tmp_path: Path, name:
     def render(principal: str, content: str) -> asyncio.Future[str]:
         bounded = texts.of(model, principal)
         assert bounded.template is not None
-        return asyncio.ensure_future(
-            asyncio.to_thread(bounded.template.render, [{"role": "user", "content": content}])
-        )
+        return asyncio.ensure_future(asyncio.to_thread(bounded.template.render, [{"role": "user", "content": content}]))
 
     attack = render("key:mallory", "go")
     await asyncio.sleep(0)
@@ -108,10 +99,18 @@ async def test_prompts_are_those_of_the_model_s_own_files(text_model: TextModel)
 
 async def test_files_that_cannot_be_read_are_found_out_before_the_daemon_reads_them(tmp_path: Path) -> None:
     write_model(tmp_path)
-    (tmp_path / "tokenizer.json").write_text("[" * 10_000_000)
-    texts = BoundedText(text_command(tmp_path))
-    with pytest.raises(CheckpointError, match="cannot be read within bounds"):
-        await texts.check()
+    for files, why in (
+        ({"tokenizer.json": "[" * 10_000_000}, "cannot be read"),
+        ({"chat_template.jinja": "{% if %}"}, "chat template cannot be read"),
+        ({"chat_template.jinja": "{{ 9 ** (9 ** 9) }}"}, "within bounds"),
+    ):
+        model = write_model(tmp_path / str(len(str(files))))
+        for name, content in files.items():
+            (model / name).write_text(content)
+        texts = BoundedText(text_command(model))
+        with pytest.raises(CheckpointError, match=why):
+            await texts.check()
+        await texts.close()
 
 
 @pytest.mark.parametrize("name", ["nested loops", "a large number"])
@@ -131,4 +130,3 @@ async def test_a_daemon_with_such_a_template_serves_all_else(tmp_path: Path, nam
         for attack in attacks:
             assert (await attack).status_code == 400
         assert (await chat("SAY{hi}END")).status_code == 200
-        assert byte_level_tokenizer() is not None

@@ -97,4 +97,4 @@ def test_special_tokens_are_read_in_both_spellings() -> None:
 
 def test_a_broken_template_is_named_when_the_model_is_opened() -> None:
     with pytest.raises(CheckpointError, match="chat template"):
-        ChatTemplate({"default": "{% if %}"}, {})
+        _ = ChatTemplate({"default": "{% if %}"}, {}).compiled

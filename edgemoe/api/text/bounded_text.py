@@ -25,7 +25,8 @@ from edgemoe.types.arrays import Json
 from edgemoe.types.bounds import Count
 
 MODULE = "edgemoe.api.text.text_child"
-TEXT_S = 10.0  # of a processor, for one prompt
+TEXT_S = 2.0  # of a processor, for one prompt
+TEXT_S_PER_BYTE = 2e-6  # more, which is four times what it takes
 DEADLINE_S = 60.0  # by the clock, on a machine that does much else
 MEMORY_BYTES = 1 << 30  # beyond what the process has with its tokenizer: a megabyte of text takes a hundred
 MAX_PROMPT_CHARS = 16 << 20  # that a template may make
@@ -76,12 +77,14 @@ class BoundedText:
     async def check(self) -> None:
         """Has a process read the model's files. Raises CheckpointError where it cannot within its bounds."""
         try:
-            await self.helpers.ask(EncodeQuestion(0, "a", False, None), TextAnswer)
+            answer = await self.helpers.ask(EncodeQuestion(0, "a", False, None), TextAnswer)
         except HelperFailed as error:
             raise CheckpointError(
                 f"the model's tokenizer and chat template cannot be read within bounds: {error}; "
-                "look at what else is in the log, and pull or pack the model again"
+                "pull or pack the model again"
             ) from error
+        if answer.refusal:
+            raise CheckpointError(answer.refusal)
 
     async def close(self) -> None:
         """Ends the processes."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,16 +27,8 @@ class ChatTemplate:
     """Renders the chat templates of one model."""
 
     def __init__(self, sources: Mapping[str, str], tokens: Mapping[str, str]) -> None:
-        """Compiles `sources` by name, "default" among them; `tokens` are bos_token, eos_token and others.
-
-        Raises CheckpointError where a template is not valid.
-        """
-        environment = _environment()
-        try:
-            self._templates = {name: environment.from_string(text) for name, text in sources.items()}
-        except jinja2.TemplateError as error:
-            raise CheckpointError(f"the model's chat template cannot be read: {error}") from error
-        self._tokens = dict(tokens)
+        """Takes `sources` by name, "default" among them; `tokens` are bos_token, eos_token and others."""
+        self._sources, self._tokens = dict(sources), dict(tokens)
         self.text = "".join(sources.values())
         self.source = sources["default"]
         self.takes_tools = "tools" in self.text
@@ -46,6 +39,15 @@ class ChatTemplate:
         sources = _sources(directory, tokenizer_config)
         return cls(sources, special_tokens(tokenizer_config)) if sources else None
 
+    @cached_property
+    def compiled(self) -> dict[str, jinja2.Template]:
+        """Compiles the templates when they are first used. Raises CheckpointError where one is not valid."""
+        environment = _environment()
+        try:
+            return {name: environment.from_string(text) for name, text in self._sources.items()}
+        except jinja2.TemplateError as error:
+            raise CheckpointError(f"the model's chat template cannot be read: {error}") from error
+
     def render(
         self,
         messages: Sequence[Json],
@@ -55,7 +57,7 @@ class ChatTemplate:
         extra: Mapping[str, Any] | None = None,
     ) -> str:
         """Returns the prompt. Raises InvalidRequest with the template's message where it refuses the messages."""
-        template = (tools and self._templates.get("tool_use")) or self._templates["default"]
+        template = (tools and self.compiled.get("tool_use")) or self.compiled["default"]
         variables = {**self._tokens, **(extra or {}), "messages": messages, "tools": tools or None}
         try:
             return template.render({**variables, "add_generation_prompt": add_generation_prompt})
@@ -93,7 +95,9 @@ def _sources(directory: Path, tokenizer_config: Json) -> dict[str, str]:
 
 def _environment() -> jinja2.Environment:
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_Generation, "jinja2.ext.loopcontrols"],
     )
     environment.filters["tojson"] = _tojson
     for unused in ("lipsum", "cycler"):  # jinja2's own, which no model's template has a use for

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import resource
 import signal
 import sys
 from array import array
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +16,19 @@ from edgemoe.api.text.bounded_text import (
     MAX_PROMPT_CHARS,
     MEMORY_BYTES,
     TEXT_S,
+    TEXT_S_PER_BYTE,
     EncodeQuestion,
     RenderQuestion,
     TextAnswer,
 )
 from edgemoe.api.text.tokenizer import TextModel
-from edgemoe.errors import InvalidRequest
+from edgemoe.errors import CheckpointError, InvalidRequest
 from edgemoe.guard import refuse_pickle
 from edgemoe.heap import give_back
-from edgemoe.helper.serving import bound_memory, serve
+from edgemoe.helper.serving import bound_addresses, bound_memory, serve
 
-LOAD_S = 60.0  # of a processor, for reading the model's files
-LOAD_BYTES = 8 << 30
+LOAD_S = 20.0  # of a processor, for reading the model's files; jinja works constants out, too
+LOAD_BYTES = 3 << 30
 LONG_CHARS = 1 << 20  # of a text after which memory is given back
 
 
@@ -35,7 +36,11 @@ class Prompts:
     """Renders and tokenizes with one model's files."""
 
     def __init__(self, model: TextModel) -> None:
+        """Compiles the template. Raises CheckpointError where it is not valid."""
         self._model = model
+        if model.template is not None:
+            _ = model.template.compiled
+        model.encode("a", add_special_tokens=False)  # which starts its thread
 
     def answer(self, asked: RenderQuestion | EncodeQuestion) -> TextAnswer:
         """Returns the prompt's text, or its tokens."""
@@ -64,18 +69,25 @@ class Prompts:
         return text
 
 
+def _answering(directory: Path) -> Callable[[RenderQuestion | EncodeQuestion], TextAnswer]:
+    """Returns what answers questions; where the model's files cannot be read, with why."""
+    try:
+        return Prompts(TextModel(directory)).answer
+    except CheckpointError as error:
+        why = str(error)
+        return lambda asked: TextAnswer(asked.number, refusal=why)
+
+
 def main() -> None:
     """Answers its parent's questions."""
-    resource.setrlimit(resource.RLIMIT_AS, (LOAD_BYTES, resource.RLIM_INFINITY))
+    bound_addresses(LOAD_BYTES)
     signal.setitimer(signal.ITIMER_PROF, LOAD_S)
-    model = TextModel(Path(sys.argv[1]))
-    model.encode("a", add_special_tokens=False)  # which starts its thread
-    prompts = Prompts(model)
+    answer = _answering(Path(sys.argv[1]))
     signal.setitimer(signal.ITIMER_PROF, 0.0)
     refuse_pickle()
     bound_memory(MEMORY_BYTES)
     kinds: Any = RenderQuestion | EncodeQuestion
-    serve(sys.stdin.buffer, sys.stdout.buffer, kinds, prompts.answer, TEXT_S)
+    serve(sys.stdin.buffer, sys.stdout.buffer, kinds, answer, TEXT_S, TEXT_S_PER_BYTE)
 
 
 if __name__ == "__main__":
