@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
@@ -37,7 +37,7 @@ from edgemoe.api.http.origins import OriginCheck, Origins
 from edgemoe.api.http.page import PAGE, page
 from edgemoe.api.keys import KeyRing
 from edgemoe.api.metrics import CONTENT_TYPE, Metrics
-from edgemoe.api.schema import Chat, Completion, Detokenize, RequestBody, Tokenize, convert, decode
+from edgemoe.api.schema import Chat, Completion, Detokenize, RequestBody, Tokenize, read
 from edgemoe.api.text.bounded_text import BoundedText
 from edgemoe.api.text.tokenizer import TextModel
 from edgemoe.config.settings import ApiSettings
@@ -54,6 +54,7 @@ R = TypeVar("R")
 ANY = "*"  # among aliases: every name
 PREPARE_THREADS = 3  # that decode bodies and wait for prompts, so that the event loop is free for streams
 PREPARE_EACH = 2  # of them for one principal
+LARGE_BYTES = 1 << 20  # of a body beyond which one is prepared at a time
 
 
 @dataclass(slots=True)
@@ -69,6 +70,7 @@ class Api:
     threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(PREPARE_THREADS, "prepare"))
     grammars: GrammarChecker = field(init=False)
     thread_turns: TaskTurns = field(default_factory=lambda: TaskTurns(PREPARE_THREADS, PREPARE_EACH))
+    large_turns: TaskTurns = field(default_factory=lambda: TaskTurns(1, 1))
     bodies: BodyBudget = field(init=False)
     events: LookEvents = field(init=False)
 
@@ -89,6 +91,15 @@ class Api:
 
         future.add_done_callback(free)
         return await asyncio.wrap_future(future)
+
+    @contextlib.asynccontextmanager
+    async def large(self, raw: bytes, user: str) -> AsyncIterator[None]:
+        """Lets one large body be worked on at a time, by principals in turn."""
+        if len(raw) <= LARGE_BYTES:
+            yield
+            return
+        async with self.large_turns.turn(principal_of(user)):
+            yield
 
     def text_for(self, user: str) -> TextModel:
         """Returns the text model that makes this user's prompts in bounds. For use on threads."""
@@ -177,7 +188,7 @@ def _generating(prepare: Prepare) -> Callable[[Request], Any]:
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
             with api.bodies.open() as body:
                 raw = await api.bodies.read(body, request)
-                async with http.while_connected(receive):
+                async with http.while_connected(receive), api.large(raw, user):
                     info, limits = await api.backend.model()
                     asked = Asked(api, api.text_for(user), info, limits, user)
                     job, form, stream, origin = await api.in_thread(user, prepare, asked, raw)
@@ -194,19 +205,19 @@ def _generating(prepare: Prepare) -> Callable[[Request], Any]:
 
 
 def _prepare_chat(asked: Asked, raw: bytes) -> Prepared:
-    body = convert(decode(raw), Chat)
+    body = read(raw, Chat)
     job = chat.prepare(body, asked.text, asked.limits, _name(asked, body), _user(asked.user, body.user))
     return job, chat.ChatFormat(job, body, asked.text), bool(body.stream), Origin({})
 
 
 def _prepare_completion(asked: Asked, raw: bytes) -> Prepared:
-    body = convert(decode(raw), Completion)
+    body = read(raw, Completion)
     job = completions.prepare(body, asked.text, asked.limits, _name(asked, body), _user(asked.user, body.user))
     return job, completions.CompletionFormat(job, body, asked.text), bool(body.stream), Origin({})
 
 
 def _prepare_response(asked: Asked, raw: bytes) -> Prepared:
-    body = convert(decode(raw), responses.ResponsesBody)
+    body = read(raw, responses.ResponsesBody)
     plain, origin = responses.as_chat(body)
     with origin.named():
         user = _user(asked.user, body.user)
@@ -215,7 +226,7 @@ def _prepare_response(asked: Asked, raw: bytes) -> Prepared:
 
 
 def _prepare_message(asked: Asked, raw: bytes) -> Prepared:
-    body = convert(decode(raw), anthropic.MessagesBody)
+    body = read(raw, anthropic.MessagesBody)
     if body.max_tokens is None:
         raise InvalidRequest("max_tokens: is missing", param="max_tokens", code="missing_required_parameter")
     plain, origin = anthropic.as_chat(body)
@@ -291,13 +302,13 @@ async def _quick(request: Request, kind: type[R], work: Callable[[R, TextModel, 
     user = _peer(request)
 
     def in_thread(raw: bytes) -> Response:
-        body = convert(decode(raw), kind)
+        body = read(raw, kind)
         _served(api, getattr(body, "model", None), info)
         return JSONResponse(work(body, text, limits))
 
     with api.bodies.open() as body:
         raw = await api.bodies.read(body, request)
-        async with http.while_connected(request.receive):
+        async with http.while_connected(request.receive), api.large(raw, user):
             info, limits = await api.backend.model()
             text = api.text_for(user)
             return await api.in_thread(user, in_thread, raw)

@@ -7,7 +7,9 @@ refused where its value would change the answer (REFUSED). The rest of OpenAI's 
 
 from __future__ import annotations
 
+import re
 import threading
+from collections.abc import Callable
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -16,7 +18,10 @@ from msgspec import Meta
 from edgemoe.errors import InvalidRequest
 from edgemoe.types.bounds import Repetition
 
-B = TypeVar("B", bound="RequestBody")
+MAX_PARTS = 100_000  # lists, objects and fields of one body, those that are passed over included
+MAX_MESSAGES, MAX_CONTENT_PARTS, MAX_TOOLS, MAX_CALLS = 4096, 4096, 1024, 256
+NEUTRAL_BYTES = 64  # of an unsupported field's value that may be without effect
+_TEXTS = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
 
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Tokens = Annotated[int, Meta(ge=0, le=1 << 31)]
@@ -141,23 +146,26 @@ class ContentPart(msgspec.Struct, frozen=True, kw_only=True):
 
 class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
     role: Role
-    content: str | list[ContentPart] | None = None
+    content: str | Annotated[list[ContentPart], Meta(max_length=MAX_CONTENT_PARTS)] | None = None
     name: Label | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None  # another name of reasoning_content
-    tool_calls: list[Called] | None = None
+    tool_calls: Annotated[list[Called], Meta(max_length=MAX_CALLS)] | None = None
     tool_call_id: str | None = None
+
+
+Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
 
 
 class Chat(RequestBody, frozen=True, kw_only=True):
     """The body of POST /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], Meta(min_length=1)]
+    messages: Messages
     max_completion_tokens: Limit | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: str | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -183,8 +191,8 @@ class Tokenize(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Meta(min_length=1)] | None = None
-    tools: list[Tool] | None = None
+    messages: Messages | None = None
+    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: str | NamedTool | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool | None = None
@@ -200,43 +208,59 @@ class Detokenize(msgspec.Struct, frozen=True, kw_only=True):
     tokens: list[TokenId]
 
 
-def decode(body: bytes) -> dict[str, Any]:
-    """Returns the JSON object in `body`. Raises InvalidRequest."""
-    try:
-        value = msgspec.json.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"the body is not valid JSON: {error}", code="invalid_json") from None
-    except RecursionError:
-        raise InvalidRequest("the body is nested too deeply", code="invalid_json") from None
-    if not isinstance(value, dict):
-        raise InvalidRequest("the body must be a JSON object", code="invalid_json")
-    return value
-
-
-def refuse_unsupported(value: dict[str, Any]) -> None:
-    """Raises InvalidRequest for the first unsupported field whose value would change the answer."""
-    for field, neutral in REFUSED.items():
-        if value.get(field) is not None and value[field] not in neutral:
-            message = f"{field} is not supported by this server; leave it out"
-            raise InvalidRequest(message, param=field, code="unsupported_parameter")
-
-
 T = TypeVar("T")
+Unsupported = msgspec.defstruct("Unsupported", [(field, msgspec.Raw, msgspec.Raw()) for field in REFUSED], frozen=True)
 _one_at_a_time = threading.Lock()  # msgspec crashes where two threads are the first to convert to a type
+
+
+def read(body: bytes, kind: type[T]) -> T:
+    """Returns the JSON object in `body` as a `kind`; fields that it does not have are passed over.
+
+    Raises InvalidRequest with the path of the first invalid field.
+    """
+    check_parts(body)
+    if body.lstrip()[:1] not in (b"{", b""):
+        raise InvalidRequest("the body must be a JSON object", code="invalid_json")
+    if issubclass(kind, RequestBody):
+        refuse_unsupported(body)
+    return _read(lambda: msgspec.json.decode(body, type=kind))
 
 
 def convert(value: dict[str, Any], kind: type[T]) -> T:
     """Returns `value` as a `kind`. Raises InvalidRequest with the path of the first invalid field."""
-    if issubclass(kind, RequestBody):
-        refuse_unsupported(value)
+    return _read(lambda: msgspec.convert(value, kind, str_keys=True))
+
+
+def check_parts(body: bytes) -> None:
+    """Raises InvalidRequest where a body has so many lists, objects and fields that reading it would hold up others."""
+    if len(body) <= MAX_PARTS:
+        return
+    rest = _TEXTS.sub(b"", body)
+    if sum(map(rest.count, (b"[", b"{", b":"))) > MAX_PARTS:
+        raise InvalidRequest(f"the body has more than {MAX_PARTS} lists, objects and fields", code="body_too_complex")
+
+
+def refuse_unsupported(body: bytes) -> None:
+    """Raises InvalidRequest for the first unsupported field whose value would change the answer."""
+    found = _read(lambda: msgspec.json.decode(body, type=Unsupported))
+    for field, neutral in REFUSED.items():
+        raw = bytes(getattr(found, field))
+        if raw not in (b"", b"null") and (len(raw) > NEUTRAL_BYTES or msgspec.json.decode(raw) not in neutral):
+            message = f"{field} is not supported by this server; leave it out"
+            raise InvalidRequest(message, param=field, code="unsupported_parameter")
+
+
+def _read(make: Callable[[], T]) -> T:
     try:
         with _one_at_a_time:
-            return msgspec.convert(value, kind, str_keys=True)
+            return make()
     except msgspec.ValidationError as error:
         reason, _, path = str(error).partition(" - at ")
         path = path.removeprefix("`key` in ").strip("`").removeprefix("$").lstrip(".") or _missing(reason)
         where = f"{path}: " if path else ""
         raise InvalidRequest(f"{where}{reason}", param=path or None, code=_code(reason)) from None
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"the body is not valid JSON: {error}", code="invalid_json") from None
     except RecursionError:
         raise InvalidRequest("the body is nested too deeply", code="invalid_json") from None
 

@@ -4,9 +4,9 @@ It makes an engine's death invisible: a request's continuation is a function of 
 far, so `replay` submits each live one again as its next attempt, and `take` lets through only the current attempt's
 next index. So no token is delivered twice, changed or left out, whatever arrives late or from a dead incarnation.
 
-A request that kills engines must not take its neighbours along. Once the next death would be the last that somebody is
-allowed, all that have seen one go on one at a time, the nearest to its last first, each once the one before has proved
-harmless; see `Attempts`.
+A request that kills engines must not take its neighbours along. After a death those that got no further go on alone,
+the others together: a suspect is submitted once no other request has an engine, or after PATIENCE_S, one at a time,
+and what comes meanwhile is held until it has proved harmless, or for PATIENCE_S. See `Attempts`.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ FIRST_GUESS_TOKENS = 256.0  # expected output before anything has finished
 # A user may hold so many times the room that is left, so that there always is some for the next user (dynamic
 # thresholds, Choudhury and Hahne 1998): 4/5 of all for one user, 4/9 for each of two.
 SHARE_OF_FREE = 4
+PATIENCE_S = 10.0  # that a suspect waits for the others to end, and that others wait for a suspect
 
 
 class RequestLog:
@@ -56,6 +57,8 @@ class RequestLog:
         self._counts = Counter[str]()  # of live requests, by place: each beat asks for them often
         self._suspects: deque[LoggedRequest] = deque()  # to be tried one by one
         self._on_trial = ""
+        self._held: deque[LoggedRequest] = deque()  # until the one on trial has proved harmless
+        self._trial_s = 0.0  # since when somebody is on trial, or the next suspect waits
         self._mean_s = 1.0  # a request's duration, lately
         self.expected_tokens = FIRST_GUESS_TOKENS  # of an answer, by those before
         self._most = capacity  # alive at once, by the room that there was when the last was taken in
@@ -157,25 +160,25 @@ class RequestLog:
     def replay(self, places: Collection[str] = ()) -> None:
         """Submits every live request that none of these engines has to one that takes it, in order of acceptance."""
         lost = [live for live in self._live.values() if not live.place or live.place not in places]
+        counts = self._counts.copy()
         for live in lost:
             if live.place:
                 self.replayed += 1
+                live.attempts.end_with_engine(alone=counts[live.place] == 1)
                 self._put(live, "")
-                live.attempts.end_with_engine()
             if live.request.id == self._on_trial:
                 self._on_trial = ""
         self._suspects.clear()
         for live in [live for live in lost if not live.attempts.allowed]:
             self._blame(live)
             lost.remove(live)
-        if self._on_trial or any(live.attempts.allowed == 1 for live in lost):
-            suspects = [live for live in lost if live.attempts.suspect]
-            self._suspects.extend(sorted(suspects, key=lambda live: live.attempts.allowed))
+        suspects = [live for live in lost if live.attempts.suspect]
+        self._suspects.extend(sorted(suspects, key=lambda live: live.attempts.allowed))
+        self._trial_s = self._now()
         for live in lost:
             if live not in self._suspects:
                 self._submit(live)
-        if not self._on_trial:
-            self._try_next()
+        self._try_next()
 
     def turned_away(self, request: str, attempt: int) -> None:
         """Submits an attempt that an engine would not take to another, as far as there is one."""
@@ -186,11 +189,12 @@ class RequestLog:
             self._submit(live)
 
     def expire(self) -> None:
-        """Ends the requests whose deadline has passed."""
+        """Ends the requests whose deadline has passed. Tries the next suspect where it has waited long enough."""
         now = self._now()
         for live in [live for live in self._live.values() if live.ticket.deadline <= now]:
             self.cancel(live.request.id)
             live.ticket.fail(DeadlineExceeded("the answer was not finished in time (api.request_timeout_s)"))
+        self._try_next()
 
     def fail_all(self, error: RequestError) -> None:
         """Ends every live request with `error`."""
@@ -208,9 +212,12 @@ class RequestLog:
             assert name == live.request.id, f"{name} is filed under another's name"
             assert name in live.ticket.live, f"{name} is not on its own ticket"
             assert len(live.emitted) <= live.request.sampling.max_tokens, f"{name} has emitted too much"
-            assert live.attempts.fruitless <= live.attempt, f"{name} counts attempts that never were"
+            assert live.attempts.fruitless <= 2 * live.attempt, f"{name} counts attempts that never were"
             assert live.ticket.live <= self._live.keys(), f"the ticket of {name} holds forgotten requests"
-        assert not self._suspects or self._on_trial in self._live, "suspects wait, and nobody is on trial"
+        held = {live.request.id for live in (*self._suspects, *self._held)}
+        placed = {name for name, live in self._live.items() if live.place}
+        assert not placed & held, "a request waits for a trial, and an engine has it"
+        assert not self._on_trial or self._on_trial in self._live, "one is on trial that is over"
         assert self._idle.is_set() == (not self._live), "idle, with requests alive (or the other way round)"
         assert self._counts == Counter(live.place for live in self._live.values()), "requests are counted elsewhere"
         assert len(self._live) <= self._most, "more requests than there is room for"
@@ -229,12 +236,15 @@ class RequestLog:
             raise QueueFull(f"{alive}; try again", retry_after_s=wait_s)
 
     def _submit(self, live: LoggedRequest) -> None:
-        """Sends the next attempt. With no engine to take it, `replay` will."""
+        """Sends the next attempt. With no engine to take it, `replay` will; during a trial, what follows that."""
         self._put(live, "")
         if not live.attempts.allowed:
             self._blame(live)
             return
         now = self._now()
+        if self._on_trial not in ("", live.request.id) and now < self._trial_s + PATIENCE_S:
+            self._held.append(live)
+            return
         message = Submit(
             request=live.request,
             emitted=tuple(live.emitted),
@@ -274,24 +284,44 @@ class RequestLog:
         self.blamed += 1
         live.ticket.fail(EngineCrashed(live.attempts.charge))
         for other in self._live.values():
-            other.attempts.explain()
+            other.attempts.explain(bool(other.place))
         self._forget(live)
 
     def _try_next(self) -> None:
-        """Submits the next suspect, and all that are none any more."""
-        self._on_trial = ""
+        """Submits the next suspect once it can be alone, or has waited long enough, and all that need not wait."""
+        now, live = self._now(), self._live.get(self._on_trial)
+        if live is not None and live.attempts.suspect and live.place and now < self._trial_s + PATIENCE_S:
+            return
+        if self._on_trial and (live is None or not live.attempts.suspect):
+            self._on_trial, self._trial_s = "", now
+        self._release()
         while self._suspects and not self._on_trial:
-            live = self._suspects.popleft()
+            live = self._suspects[0]
+            if live.request.id in self._live and live.attempts.suspect:
+                if self._is_any_placed() and now < self._trial_s + PATIENCE_S:
+                    return
+                self._on_trial, self._trial_s = live.request.id, now
+            self._suspects.popleft()
             if live.request.id in self._live:
-                self._on_trial = live.request.id if live.attempts.suspect else ""
                 self._submit(live)
+
+    def _release(self) -> None:
+        """Submits what was held during a trial."""
+        held, self._held = self._held, deque()
+        for live in held:
+            if self._live.get(live.request.id) is live and not live.place and live not in self._suspects:
+                self._submit(live)
+
+    def _is_any_placed(self) -> bool:
+        """Returns whether any engine has a request."""
+        return self._counts.total() > self._counts[""]
 
     def _forget(self, live: LoggedRequest) -> None:
         del self._live[live.request.id]
         self._leave(live)
         live.ticket.live.discard(live.request.id)
         self.ended(live.request.id)
-        if live.request.id == self._on_trial:
+        if live.request.id == self._on_trial or self._suspects:
             self._try_next()
         if not self._live:
             self._idle.set()

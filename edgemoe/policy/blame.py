@@ -1,9 +1,9 @@
 """Which request engines die of, as far as one request's own history tells.
 
-Three engines in a row that end at about the same token of a request are its doing. So are five that end however far
-apart, unless it once got further than in any attempt that ended with its engine: who fells an engine every so many
-tokens does not. Requests that were merely there when it happened are told apart by going on one at a time, see
-`RequestLog`.
+Three engines in a row that end at about the same token of a request are its doing; one without another request counts
+twice. So are five that end however far apart, unless it once got further than in any attempt that ended with its
+engine: who fells an engine every so many tokens does not. After its first such end a request is a suspect, and goes on
+alone (`RequestLog`), so that those that were merely there are told apart, and nobody else sees the second end.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ FRUITLESS_ATTEMPTS = 3  # engines that a request may see die without getting fur
 # An attempt gets further by more tokens than this. Fewer may be what a dying engine never handed over, or what comes
 # out of each engine before the step that ends it.
 FURTHER_TOKENS = 8
+SUSPECT_DEATHS = 2  # engines that a request may see die, getting further each time, before it is suspected
 DEATHS = 5  # engines that a request may see die without getting further than ever before a death
 
 
@@ -36,12 +37,12 @@ class Attempts:
         """What the request is to blame for."""
         if self.deaths >= DEATHS:
             return f"{DEATHS} engines ended while they ran this request"
-        return f"{FRUITLESS_ATTEMPTS} engines in a row ended at about the same token of this request"
+        return f"{self.deaths} engines in a row ended at about the same token of this request"
 
     @property
     def suspect(self) -> bool:
-        """Whether it may be to blame."""
-        return self.deaths > 0 or self.allowed <= 1
+        """Whether it may be to blame, and is to go on alone."""
+        return self.deaths >= SUSPECT_DEATHS or (self.deaths > 0 and self.fruitless > 0)
 
     def begin(self) -> None:
         """Another engine has the request."""
@@ -60,11 +61,13 @@ class Attempts:
         if self.tokens > self.longest + FURTHER_TOKENS:
             self.deaths = 0
 
-    def end_with_engine(self) -> None:
-        """The engine has died."""
+    def end_with_engine(self, alone: bool) -> None:
+        """The engine has died; `alone` says that it had no other request."""
+        if alone and self.tokens <= FURTHER_TOKENS:
+            self.fruitless += 1
         self.longest = max(self.longest, self.tokens)
         self.deaths += 1
 
-    def explain(self) -> None:
-        """Another request was to blame for the deaths so far."""
-        self.deaths = 0
+    def explain(self, running: bool) -> None:
+        """Another request was to blame for the deaths so far. `running` says whether an engine has this one."""
+        self.deaths, self.fruitless = 0, min(self.fruitless, int(running))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from edgemoe.cluster.rpc.engine_messages import Cancel, Submit, ToEngine
 from edgemoe.errors import DeadlineExceeded, EngineCrashed, InvalidRequest, QueueFull, RequestError
-from edgemoe.front.request_log import RequestLog
+from edgemoe.front.request_log import PATIENCE_S, RequestLog
 from edgemoe.front.requests.submission import LoggedSubmission
 from edgemoe.policy.blame import DEATHS, FRUITLESS_ATTEMPTS, FURTHER_TOKENS
 from edgemoe.types.request import Emission, Request, Sampling
@@ -190,7 +190,7 @@ class Deaths:
     """Engines that die one after the other, and what each of them emits first."""
 
     def __init__(self, engine: FakeEngine) -> None:
-        self.request_log, self.seen = engine.request_log, 0
+        self.engine, self.request_log, self.seen = engine, engine.request_log, 0
 
     def next(self, tokens: dict[str, int], fells: str = "") -> None:
         """The requests that have an engine get further; it dies where `fells` is among them, or nobody does it."""
@@ -199,6 +199,8 @@ class Deaths:
             live = self.request_log._live[name]
             done = len(live.emitted)
             self.request_log.take([token(done + n, live.attempt, name) for n in range(tokens[name])])
+        self.engine.now += PATIENCE_S + 1.0
+        self.request_log.expire()
         dies = not fells or fells in here
         self.seen += dies
         self.request_log.replay(() if dies else ("engine",))
@@ -211,7 +213,7 @@ async def test_a_request_that_fells_an_engine_every_so_many_tokens_is_given_up_a
 ) -> None:
     names, deaths = ("first", "slow", "bad", "last"), Deaths(engine)
     with ExitStack() as stack:
-        tickets = {name: stack.enter_context(engine.request_log.open([long(name)], 10)) for name in names}
+        tickets = {name: stack.enter_context(engine.request_log.open([long(name)], 1e6)) for name in names}
         while "bad" in engine.request_log._live and deaths.seen < 20:
             deaths.next({"first": every, "slow": 3, "bad": every, "last": every - 3}, fells="bad")
         assert deaths.seen == DEATHS
@@ -224,18 +226,69 @@ async def test_a_request_that_fells_an_engine_every_so_many_tokens_is_given_up_a
 
 async def test_a_request_outlives_the_deaths_that_others_are_blamed_for(engine: FakeEngine) -> None:
     deaths = Deaths(engine)
-    with engine.request_log.open([long("good")], 10) as good:
+    with engine.request_log.open([long("good")], 1e6) as good:
         for number in range(8):
-            with engine.request_log.open([long(f"bad-{number}")], 10):
+            with engine.request_log.open([long(f"bad-{number}")], 1e6):
                 while f"bad-{number}" in engine.request_log._live:
                     deaths.next({"good": 12, f"bad-{number}": 0}, fells=f"bad-{number}")
-        assert deaths.seen == 8 * FRUITLESS_ATTEMPTS
+        assert deaths.seen <= 8 * FRUITLESS_ATTEMPTS
         assert good.live == {"good"}
+
+
+def places(engine: FakeEngine) -> set[str]:
+    """The requests that have an engine."""
+    return {name for name, live in engine.request_log._live.items() if live.place}
+
+
+async def test_suspects_go_on_alone_once_the_others_have_ended_and_what_comes_meanwhile_waits(
+    engine: FakeEngine,
+) -> None:
+    request_log = engine.request_log
+    with ExitStack() as stack:
+        tickets = {name: stack.enter_context(request_log.open([long(name)], 1e6)) for name in ("old", "bad", "new")}
+        request_log.take([token(n, 1, "old") for n in range(FURTHER_TOKENS + 1)])
+        request_log.replay()
+        assert places(engine) == {"old"}, "suspects are not replayed beside others"
+        tickets["late"] = stack.enter_context(request_log.open([long("late")], 1e6))
+        assert places(engine) == {"old", "late"}, "nobody on trial holds up who comes"
+        for name in ("old", "late"):
+            request_log.take(
+                [token(len(request_log._live[name].emitted), request_log._live[name].attempt, name, "stop")]
+            )
+        assert places(engine) == {"bad"}, "the first suspect is alone"
+        stack.enter_context(request_log.open([long("later")], 1e6))
+        assert places(engine) == {"bad"}, "and stays alone"
+        request_log.replay()
+        with pytest.raises(EngineCrashed, match="2 engines in a row"):
+            await drain(tickets["bad"])
+        request_log.check_integrity()
+        assert places(engine) >= {"later", "new"}, "the death is explained: nobody else is a suspect"
+        assert request_log.blamed == 1
+
+
+async def test_a_suspect_beside_endless_others_is_tried_after_a_while_and_holds_them_up_for_as_long(
+    engine: FakeEngine,
+) -> None:
+    request_log = engine.request_log
+    with ExitStack() as stack:
+        for name in ("old", "new"):
+            stack.enter_context(request_log.open([long(name)], 1e6))
+        request_log.take([token(n, 1, "old") for n in range(FURTHER_TOKENS + 1)])
+        request_log.replay()
+        assert places(engine) == {"old"}
+        engine.now += PATIENCE_S
+        request_log.expire()
+        assert places(engine) == {"old", "new"}
+        stack.enter_context(request_log.open([long("late")], 1e6))
+        assert places(engine) == {"old", "new"}
+        engine.now += PATIENCE_S
+        request_log.expire()
+        assert places(engine) == {"old", "new", "late"}
 
 
 async def test_a_request_outlives_deaths_that_come_at_no_token_in_particular(engine: FakeEngine) -> None:
     deaths = Deaths(engine)
-    with engine.request_log.open([long("good")], 10) as good:
+    with engine.request_log.open([long("good")], 1e6) as good:
         for tokens in (30, 12, 11, 45, 20, 60, 30, 15, 10, 90):
             deaths.next({"good": tokens})
         assert good.live == {"good"}
@@ -412,6 +465,7 @@ async def test_each_engine_s_requests_are_counted_wherever_they_go(engine: FakeE
         assert (log.count_at("engine"), log.count_at("")) == (0, 2)
         engine.up = True
         log.replay()
-        log.take([token(0, attempt=2, name="c", finish="stop")])
+        assert (log.count_at("engine"), log.count_at("")) == (1, 1), "which has seen an engine die goes on alone"
+        log.take([token(0, log._live["b"].attempt, name="b", finish="stop")])
         assert (log.count_at("engine"), log.count_at("")) == (1, 0)
     assert (log.count_at("engine"), log.count_at("")) == (0, 0)

@@ -30,12 +30,12 @@ class ContentBlock(msgspec.Struct, frozen=True, kw_only=True):
     name: str | None = None
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
-    content: str | list[dict[str, Any]] | None = None
+    content: str | Annotated[list[dict[str, Any]], Meta(max_length=schema.MAX_CONTENT_PARTS)] | None = None
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
     role: Literal["user", "assistant"]
-    content: str | list[ContentBlock]
+    content: str | Annotated[list[ContentBlock], Meta(max_length=schema.MAX_CONTENT_PARTS)]
 
 
 class CustomTool(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,10 +72,10 @@ class OutputConfig(msgspec.Struct, frozen=True, kw_only=True):
 class MessagesBody(schema.RequestBody, frozen=True, kw_only=True):
     """The body of both endpoints; count_tokens needs no `max_tokens`."""
 
-    messages: Annotated[list[Turn], Meta(min_length=1)]
-    system: str | list[ContentBlock] | None = None
+    messages: Annotated[list[Turn], Meta(min_length=1, max_length=schema.MAX_MESSAGES)]
+    system: str | Annotated[list[ContentBlock], Meta(max_length=schema.MAX_CONTENT_PARTS)] | None = None
     stop_sequences: Annotated[list[schema.StopText], Meta(max_length=16)] | None = None
-    tools: list[CustomTool] | None = None
+    tools: Annotated[list[CustomTool], Meta(max_length=schema.MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     metadata: Metadata | None = None

@@ -43,10 +43,10 @@ class TextSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResponsesBody(schema.RequestBody, frozen=True, kw_only=True):
-    input: str | Annotated[list[dict[str, Any]], Meta(min_length=1)]
+    input: str | Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=schema.MAX_MESSAGES)]
     instructions: str | None = None
     max_output_tokens: schema.Limit | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Annotated[list[dict[str, Any]], Meta(max_length=schema.MAX_TOOLS)] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     text: TextSettings | None = None
