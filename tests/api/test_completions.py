@@ -14,6 +14,7 @@ from support.waiting import until
 
 from edgemoe.api.generate.choice import Choice
 from edgemoe.api.generate.generation import Generation, Prompt, requests
+from edgemoe.api.text.bounded_text import BoundedModel
 from edgemoe.api.text.tokenizer import TextModel
 from edgemoe.types.request import Emission, Sampling
 
@@ -113,15 +114,15 @@ async def test_tokenize_and_detokenize_are_each_others_inverse(http: httpx.Async
 async def test_tokenizing_a_long_prompt_lets_the_loop_go_on(
     http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun, go_on, encode = threading.Event(), threading.Event(), TextModel.encode
+    begun, go_on, encode = threading.Event(), threading.Event(), BoundedModel.encode
 
-    def held(self: TextModel, text: str, *args: Any, **options: Any) -> list[int]:
+    def held(self: BoundedModel, text: str, *args: Any, **options: Any) -> list[int]:
         if len(text) > 10_000:
             begun.set()
             assert go_on.wait(20), "nobody else was served meanwhile"
         return encode(self, text, *args, **options)
 
-    monkeypatch.setattr(TextModel, "encode", held)
+    monkeypatch.setattr(BoundedModel, "encode", held)
     long = asyncio.ensure_future(http.post("/tokenize", json={"prompt": "the quick brown fox " * 1_500}))
     await until(begun.is_set)
     assert (await http.post("/tokenize", json={"prompt": "short"})).json()["count"] > 0

@@ -72,7 +72,7 @@ class BoundedText:
 
     def of(self, model: TextModel, principal: str) -> TextModel:
         """Returns the model as the principal's requests use it, on threads. Must be called on the event loop."""
-        return _BoundedModel(model, self.helpers, principal)
+        return BoundedModel(model, self.helpers, principal)
 
     async def check(self) -> None:
         """Has a process read the model's files. Raises CheckpointError where it cannot within its bounds."""
@@ -91,7 +91,7 @@ class BoundedText:
         await self.helpers.close()
 
 
-class _BoundedModel(TextModel):
+class BoundedModel(TextModel):
     """A text model that has the prompts of one principal made in bounds."""
 
     def __init__(self, model: TextModel, helpers: HelperPool, principal: str) -> None:
@@ -99,7 +99,7 @@ class _BoundedModel(TextModel):
         self._helpers, self._principal = helpers, principal
         self._loop = asyncio.get_running_loop()
         if model.template is not None:
-            self.template = _BoundedTemplate(model.template, self)
+            self.template = BoundedTemplate(model.template, self)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         raise AssertionError("it encodes in another process")
@@ -122,10 +122,10 @@ class _BoundedModel(TextModel):
         return answer
 
 
-class _BoundedTemplate(ChatTemplate):
+class BoundedTemplate(ChatTemplate):
     """A chat template that another process renders."""
 
-    def __init__(self, template: ChatTemplate, model: _BoundedModel) -> None:
+    def __init__(self, template: ChatTemplate, model: BoundedModel) -> None:
         vars(self).update(vars(template))
         self._model = model
 
