@@ -28,7 +28,7 @@ def describe(works: Sequence[Work]) -> StepMeta:
     )
 
 
-def make_batch(works: Sequence[Work], meta: StepMeta, device: torch.device) -> Batch:
+def make_batch(works: Sequence[Work], meta: StepMeta) -> Batch:
     """Returns the decoder's batch, which asks for logits of two kinds of tokens, sequence by sequence.
 
     First those of `prompt_logprob_positions`, then the last token of the sequence where the step computes it.
@@ -40,12 +40,12 @@ def make_batch(works: Sequence[Work], meta: StepMeta, device: torch.device) -> B
         if completes(work):
             wanted.append(int(start) + work.tokens - 1)
     return Batch(
-        tokens=torch.from_numpy(meta.tokens).to(device),
-        positions=torch.from_numpy(meta.positions).to(device),
+        tokens=torch.from_numpy(meta.tokens),
+        positions=torch.from_numpy(meta.positions),
         query_lens=[count for _, count in works],
         context_lens=[seq.computed + count for seq, count in works],
         block_tables=[seq.blocks for seq, _ in works],
-        logit_rows=torch.tensor(wanted, dtype=torch.int64, device=device),
+        logit_rows=torch.tensor(wanted, dtype=torch.int64),
         decode=bool(meta.decode.all()),
         states=[StateUse(seq.state, seq.next_states) for seq, _ in works if seq.next_states],
     )

@@ -122,7 +122,7 @@ class Runner:
     def compute(self, works: Sequence[Work]) -> Computed:
         """Runs the works' forward pass and changes nothing. Raises MissingExpert, CorruptExpert."""
         meta = describe(works)
-        batch = make_batch(works, meta, self._model.device)
+        batch = make_batch(works, meta)
         started_s = self.started_s = self._clock()
         ids = self._ids = self._model.experts.begin_step(meta)
         if self._watchers.expect is not None:

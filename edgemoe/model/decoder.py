@@ -13,6 +13,7 @@ import torch
 from edgemoe.families.spec import ModelSpec
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model.fused import FusedDecoder, is_plain
+from edgemoe.model.graphed import GraphedDecoder
 from edgemoe.model.kv import DTYPES, KVCache
 from edgemoe.model.layers.blocks import ExpertCalls
 from edgemoe.model.layers.matrix import FEW_TOKENS, Matrix
@@ -32,6 +33,9 @@ class Decoder:
         if kernels is not None and is_plain(spec):
             (rope,) = self._ropes.values()
             self._fused = FusedDecoder(spec, weights, kernels, rope)
+        self._graphed: GraphedDecoder | None = None
+        if device.type == "cuda":
+            self._graphed = GraphedDecoder(spec, weights, self._ropes, device)
 
     @classmethod
     def load(
@@ -61,7 +65,10 @@ class Decoder:
             torch.set_num_threads(1 if few else self.kernels.pool.threads)
         if self._fused is not None and few:
             return self._fused.forward(batch, kv, experts)
-        step, block = StepContext(batch, kv, self.kernels, self._ropes), self.spec.block
+        if self._graphed is not None and few and (logits := self._graphed.forward(batch, kv, experts)) is not None:
+            return logits
+        batch = batch.to(self.device)
+        step, block = StepContext.of(batch, kv, self.kernels, self._ropes), self.spec.block
         residual = self._weights.embed.pick(batch.tokens)
         if block.embedding != 1.0:
             residual *= block.embedding
@@ -69,10 +76,4 @@ class Decoder:
         for layer in self._weights.layers:
             layer(residual, step, called)
         last = self._weights.norm(residual[batch.logit_rows]).to(DTYPES[self.spec.dtype])
-        return self._bounded(self._weights.head(last).float())
-
-    def _bounded(self, logits: torch.Tensor) -> torch.Tensor:
-        block = self.spec.block
-        if block.logits != 1.0:
-            logits = logits * block.logits
-        return torch.tanh(logits / block.soft_cap) * block.soft_cap if block.soft_cap else logits
+        return self._weights.logits(last, block)

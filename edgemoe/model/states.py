@@ -8,6 +8,7 @@ to another, so a step that fails has changed nothing, and a slot can be kept for
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
@@ -77,18 +78,26 @@ class Stretch(NamedTuple):
     write: int
 
 
+@dataclass(frozen=True, slots=True)
 class StepStates:
     """Says which rows of a step lead from which slot to which: sequences of one token together, others in stretches."""
 
-    def __init__(self, batch: Batch, device: torch.device) -> None:
+    rows: torch.Tensor  # [S] of sequences of one token
+    reads: torch.Tensor  # [S] slots
+    writes: torch.Tensor  # [S] slots
+    stretches: Sequence[Stretch] = ()
+
+    @classmethod
+    def of(cls, batch: Batch, device: torch.device) -> StepStates:
+        """Returns what a batch says."""
         starts = np.cumsum([0, *batch.query_lens]).tolist()
         used = list(zip(batch.states, starts, batch.query_lens, strict=False))
         single = [(start, use.read, use.writes[-1][1]) for use, start, count in used if count == 1]
         columns = torch.tensor(single, dtype=torch.int64).view(-1, 3).T.contiguous().to(device)
-        self.rows, self.reads, self.writes = columns.unbind(0)  # [S] each
-        self.stretches: list[Stretch] = []
+        stretches: list[Stretch] = []
         for use, start, count in used:
             done, read = 0, use.read
             for after, slot in use.writes if count > 1 else ():
-                self.stretches.append(Stretch(start + done, start + after, read, slot))
+                stretches.append(Stretch(start + done, start + after, read, slot))
                 done, read = after, slot
+        return cls(*columns.unbind(0), stretches)

@@ -9,6 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from edgemoe.errors import StoreError
+from edgemoe.families.records import Block
 from edgemoe.families.spec import ModelSpec
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model.layers.blocks import DecoderLayer, make_layer
@@ -29,6 +30,13 @@ class Weights:
     def gates(self) -> tuple[Gate, ...]:
         """Returns the gates of the layers that have experts."""
         return tuple(layer.gate for layer in self.layers if layer.gate is not None)
+
+    def logits(self, last: torch.Tensor, block: Block) -> torch.Tensor:
+        """Returns the logits [R, V] of normalised hidden states [R, H], float32, bounded as the block's record says."""
+        logits = self.head(last).float()
+        if block.logits != 1.0:
+            logits = logits * block.logits
+        return torch.tanh(logits / block.soft_cap) * block.soft_cap if block.soft_cap else logits
 
 
 def load_weights(spec: ModelSpec, path: Path, device: torch.device, kernels: Kernels | None) -> Weights:

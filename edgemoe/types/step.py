@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class Batch:
     are written to the KV blocks first; each token then attends to its sequence's positions up to its own.
     """
 
-    tokens: torch.Tensor  # [T] int64
+    tokens: torch.Tensor  # [T] int64, on the CPU as all of a batch
     positions: torch.Tensor  # [T] int64
     query_lens: Sequence[int]  # [S]
     context_lens: Sequence[int]  # [S] tokens of the sequence after this step
@@ -37,12 +37,27 @@ class Batch:
     decode: bool  # every sequence contributes one token
     states: Sequence[StateUse]  # [S], empty where the model has no states
 
+    def to(self, device: torch.device) -> Batch:
+        """Returns the batch with its tensors on `device`."""
+        tokens, positions, rows = (part.to(device) for part in (self.tokens, self.positions, self.logit_rows))
+        return replace(self, tokens=tokens, positions=positions, logit_rows=rows)
+
 
 class ExpertPlaces(Protocol):
     """Says where all experts lie in the CPU's memory, for the kernel that runs whole steps."""
 
     def address(self, tokens: int, pairs: int) -> int:
         """Returns the address of the layers' records, for a step of so many tokens and calls of experts."""
+
+
+class ExpertSlots(Protocol):
+    """Computes experts where they lie in a GPU's memory, asking the host nothing: for steps that a graph holds."""
+
+    def renew(self) -> bool:
+        """Tells the GPU where experts lie if that has changed. Returns False where one is missing."""
+
+    def forward(self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Returns what `Experts.forward` does, [T, H] float32, for few tokens."""
 
 
 class Experts(Protocol):
@@ -54,6 +69,10 @@ class Experts(Protocol):
     def places(self) -> ExpertPlaces | None:
         """Returns where experts lie once all are in the CPU's memory, so that nobody need be asked; else None."""
 
+    @property
+    def slots(self) -> ExpertSlots | None:
+        """Returns the same of a GPU's memory."""
+
     def forward(self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Returns the weighted sum of the chosen experts' outputs, [T, H], preferably in float32.
 
@@ -62,7 +81,7 @@ class Experts(Protocol):
         """
 
     def computed(self, ids: torch.Tensor, weights: torch.Tensor, served: int) -> None:
-        """Takes note of a step that was computed by `places`.
+        """Takes note of a step that was computed by `places` or `slots`.
 
         `ids` and `weights` [L, T, k] are as in `forward`; `served` counts the distinct experts of its layers.
         """

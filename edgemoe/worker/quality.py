@@ -71,7 +71,7 @@ def compare(store: Path, checkpoint: Path, text: str, progress: Progress) -> Qua
 class OneByOne:
     """Implements `Experts` with memory for one expert, read whenever it is needed."""
 
-    lookahead, places = range(0), None
+    lookahead, places, slots = range(0), None, None
 
     def __init__(self, spec: ModelSpec, read: ReadExpert) -> None:
         geometry = spec.geometry

@@ -58,7 +58,7 @@ class PlainCache:
 class PlainExperts:
     """Every expert at hand; those in `missing` are nowhere to be had."""
 
-    lookahead, places = range(0), None
+    lookahead, places, slots = range(0), None, None
 
     def __init__(self, weights: torch.Tensor) -> None:
         self.weights = weights  # [L, E, H, H]

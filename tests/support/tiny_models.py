@@ -211,7 +211,7 @@ FAMILIES: dict[str, tuple[Callable[..., Any], type[Any], dict[str, Any]]] = {
 class ResidentExperts:
     """The definition, slowly: every expert in memory, token by token in float32 or more."""
 
-    lookahead, places = range(0), None
+    lookahead, places, slots = range(0), None, None
 
     def __init__(self, store: Path, activation: Activation = SILU) -> None:
         self._activation = activation

@@ -15,7 +15,7 @@ import torch
 from edgemoe.errors import CapacityError, ConfigError
 from edgemoe.experts.compute.cuda_link import MARKS, CudaLink, Order, moment
 from edgemoe.experts.compute.dispatch import Group, Spent
-from edgemoe.experts.compute.gpu_calls import GpuCalls
+from edgemoe.experts.compute.gpu_calls import GpuCalls, ResidentSlots
 from edgemoe.experts.tiers.slab import HostSlab
 from edgemoe.kernels.cpu.expert_math import ExpertMath
 from edgemoe.types.arrays import IntArray
@@ -51,6 +51,7 @@ class CudaCompute:
         Raises ConfigError where that fails.
         """
         self._geometry, self._order, self._device = geometry, order, slab.device
+        self._slab, self._layout = slab, layout
         self._timed: deque[tuple[float, list[torch.cuda.Event]]] = deque(maxlen=MARKS)  # units, and moments
         try:
             self._fused = GpuCalls(slab, layout, geometry)
@@ -89,6 +90,9 @@ class CudaCompute:
 
     def places(self, where: IntArray) -> None:
         return None  # they are not in the CPU's memory
+
+    def slots(self, where: IntArray) -> ResidentSlots | None:
+        return ResidentSlots(self._slab, self._layout, self._geometry, where, self.settle)
 
     def settle(self) -> None:
         torch.cuda.synchronize(self._device)

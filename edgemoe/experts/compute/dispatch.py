@@ -13,6 +13,7 @@ from edgemoe.experts.tiers.slots import BoolArray
 from edgemoe.kernels.cpu.expert_math import ExpertMath, ExpertSlab
 from edgemoe.kernels.cpu.steps.expert_table import ExpertTable
 from edgemoe.types.arrays import FloatArray, IntArray
+from edgemoe.types.step import ExpertSlots
 
 
 class Group(NamedTuple):
@@ -84,7 +85,10 @@ class Compute(Protocol):
         """Returns the sum, [T, H] float32."""
 
     def places(self, where: IntArray) -> ExpertTable | None:
-        """Returns where experts lie, by their slots [L, E], if they can be computed without this; else None."""
+        """Returns where experts lie, by their slots [L, E], if the CPU can compute them without this; else None."""
+
+    def slots(self, where: IntArray) -> ExpertSlots | None:
+        """Returns what computes experts without the host, by their slots [L, E], which are read as they change."""
 
     def spent(self) -> Spent:
         """Returns the times of work that waited for copies and ended since the last call; 0 for host computation."""
@@ -118,6 +122,9 @@ class HostCompute:
 
     def places(self, where: IntArray) -> ExpertTable | None:
         return self._math.table(self._slabs, where)
+
+    def slots(self, where: IntArray) -> None:
+        return None  # they are not in a GPU's memory
 
     def spent(self) -> Spent:
         return Spent()

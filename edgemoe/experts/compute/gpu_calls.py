@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -60,6 +62,52 @@ class GpuCalls:
                 self._constants[layer],
                 self._block_shape(self._geometry, layer, rows),
             )
+
+
+class ResidentSlots:
+    """Computes experts of few tokens that are all in a GPU's slab. Implements `ExpertSlots`."""
+
+    def __init__(
+        self,
+        slab: torch.Tensor,
+        layout: SlabLayout,
+        geometry: ExpertGeometry,
+        where: IntArray,
+        settle: Callable[[], None],
+    ) -> None:
+        """`where` [L, E] is the slot of each expert, NONE of one that is missing. `settle` waits for copies into it."""
+        from edgemoe.kernels.gpu import experts as gpu_experts
+        from edgemoe.kernels.gpu import experts_decode
+
+        self._compute, self._slab, self._where, self._settle = experts_decode, slab.view(-1), where, settle
+        classes = layout.classes.layer_class
+        self._first = np.array([layout.first(size_class) for size_class in classes])[:, None]
+        self._exists, self._seen = geometry.exists, np.full(where.shape, -1, np.int64)
+        self._constants = [
+            gpu_experts.constants(geometry, layer, layout.slot_bytes(size_class))
+            for layer, size_class in enumerate(classes)
+        ]
+        self._slots = torch.zeros(where.shape, dtype=torch.int32, device=slab.device)
+
+    def renew(self) -> bool:
+        if np.array_equal(self._where, self._seen):
+            return True
+        seen = self._where.copy()
+        if (seen[self._exists] < 0).any():
+            return False
+        self._settle()
+        self._slots.copy_(torch.from_numpy(np.where(self._exists, seen - self._first, 0).astype(np.int32)))
+        self._seen = seen
+        return True
+
+    def forward(self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        compute, sizes = self._compute, self._constants[layer]
+        planes = compute.in_planes(hidden, sizes["KIND"])
+        calls = torch.empty((ids.numel(), sizes["hidden"]), dtype=torch.float32, device=hidden.device)
+        compute.experts_decode(planes, self._slab, self._slots[layer], ids, weights, sizes, calls)
+        out = torch.empty(hidden.shape, dtype=torch.float32, device=hidden.device)
+        compute.summed(calls, out, ids.shape[1])
+        return out
 
 
 def blocks_of(slots: IntArray, offsets: IntArray, rows: int) -> npt.NDArray[np.int32]:

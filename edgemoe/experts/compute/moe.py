@@ -29,6 +29,7 @@ from edgemoe.types.arrays import FloatArray, IntArray
 from edgemoe.types.experts import ExpertGeometry, ExpertId, Move, Tier
 from edgemoe.types.peers import work_units
 from edgemoe.types.routing import StepMeta, StepRouting
+from edgemoe.types.step import ExpertSlots
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,7 @@ class TieredExperts:
         self._fetching = fetching
         self._step: Observations | None = None
         self.places: ExpertTable | None = None
+        self.slots: ExpertSlots | None = None
         self._has_all = False  # nothing can be missing any more
         self._next_layer = 0  # whose experts are computed next
         self.remote: PeerExperts | None = None  # the boxes that help, if any
@@ -87,7 +89,8 @@ class TieredExperts:
         if not self._has_all and not keeps and self.residency.has_all:
             self._has_all, self.lookahead = True, range(0)
             if len(self._computes) == 1:
-                self.places = self._computes[0].places(self.residency.tops[0].where)
+                where = self.residency.tops[0].where
+                self.places, self.slots = self._computes[0].places(where), self._computes[0].slots(where)
         self._step = Observations(meta, self.geometry, self.loader.clock)
         self._next_layer = 0
         return self._step.ids
@@ -103,7 +106,7 @@ class TieredExperts:
         return step.routing()
 
     def computed(self, ids: torch.Tensor, weights: torch.Tensor, served: int) -> None:
-        """Takes note of a step that was computed by `places`: `ids` and `weights` [L, T, k], of all layers."""
+        """Takes note of a step that was computed by `places` or `slots`: `ids` and `weights` [L, T, k], of all layers."""
         self.residency.count_served(served)
         if self._step is not None:
             self._step.ids[:], self._step.weights[:] = ids.numpy(), weights.numpy()

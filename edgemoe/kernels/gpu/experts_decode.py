@@ -1,0 +1,298 @@
+"""Computes the experts of few tokens on a GPU, where they lie in the slab, without the host.
+
+Each call (token, expert) is computed by programs of its own, which look its slot up. Weights are read as words of four
+bytes, sixteen at once where a row's bytes allow it, and multiplied in registers. Activations lie in planes: plane j
+holds, word by word, what number j of each word is multiplied with. So a program's words and activations are read alike.
+Parameters of what Triton compiles have no annotations, because Triton would evaluate them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from edgemoe.kernels.gpu.experts import activated
+from edgemoe.kernels.gpu.weights import jit
+
+WORDS = 128  # of a row in one step of a program: four of each of a warp's threads
+UNROLLED = 4  # steps at most that are not a loop
+
+
+@jit
+def number(word, J: tl.constexpr, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Returns number j of each word, float32, without its scale; of int4 it is larger by `excess`."""
+    if KIND == 0:
+        return ((((word >> (8 * J)) & 0xFF) ^ 0x80) | 0x4B000000).to(tl.float32, bitcast=True) - 8388736.0
+    if KIND == 1:  # of the code c, 16 + c, whose mantissa begins with the code
+        place: tl.constexpr = 8 * J if J < 4 else 8 * J - 28
+        moved = word
+        if place < 19:
+            moved = word << (19 - place)
+        if place > 19:
+            moved = word >> (place - 19)
+        return ((moved & 0x780000) | 0x41800000).to(tl.float32, bitcast=True)
+    if KIND == 2:
+        at: tl.constexpr = 8 * J if J < 4 else 8 * J - 28
+        code = word >> at
+        bits = ((code & 7) << 22) | ((code & 8) << 28)
+        return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2 ** 126
+    if KIND == 3:
+        byte = word >> (8 * J)
+        bits = ((byte & 127) << 20) | ((byte & 128) << 24)
+        return bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2 ** 120
+    if KIND == 4:
+        return word.to(tl.float32, bitcast=True)
+    if J == 0:
+        return (word << 16).to(tl.float32, bitcast=True)
+    return (word & -65536).to(tl.float32, bitcast=True)
+
+
+@jit
+def plane_of(column, n: tl.constexpr, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Returns where activations of n columns keep that of a column: its plane first, then its word."""
+    if KIND == 4:
+        return column
+    if KIND == 5:
+        return column % 2 * (n // 2) + column // 2
+    run = column // 512
+    full: tl.constexpr = n // 512
+    rest: tl.constexpr = n % 512 // 32
+    lanes = tl.where(run < full, 16, rest)
+    lane = column % 512 // 32
+    place = column % 32
+    if KIND == 3:
+        byte = run * 512 + place * lanes + lane
+        return byte % 4 * (n // 4) + byte // 4
+    if KIND == 0:
+        return place % 4 * (n // 4) + run * 128 + place // 4 * lanes + lane
+    return place % 8 * (n // 8) + run * 64 + place // 8 * lanes + lane
+
+
+@jit
+def lane_among(at, per: tl.constexpr, n: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Returns the lane, among all of a row, of words or bytes `at`; a full run has `per` of them."""
+    full: tl.constexpr = n // 512
+    rest: tl.constexpr = n % 512 // 32
+    run = at // per
+    lane = at % 16
+    if rest > 0:
+        lane = tl.where(run < full, lane, (at - full * per) % rest)
+    return run * 16 + lane
+
+
+@jit
+def words_at(rows, at, live, LINE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Returns words `at` [w] of rows [r] of LINE bytes that begin at bytes `rows`, as they can be read."""
+    if LINE % 4 == 0:
+        places = rows.to(tl.pointer_type(tl.int32))[:, None] + at[None, :]
+        return tl.load(places, mask=live[None, :], other=0, eviction_policy="evict_first")
+    if LINE % 2 == 0:
+        halves = rows.to(tl.pointer_type(tl.uint16))[:, None] + 2 * at[None, :]
+        low = tl.load(halves, mask=live[None, :], other=0).to(tl.int32)
+        return low | (tl.load(halves + 1, mask=live[None, :], other=0).to(tl.int32) << 16)
+    first = rows[:, None] + 4 * at[None, :]
+    word = tl.load(first, mask=live[None, :], other=0).to(tl.int32)
+    for byte in tl.static_range(1, 4):
+        word |= tl.load(first + byte, mask=live[None, :], other=0).to(tl.int32) << (8 * byte)
+    return word
+
+
+@jit
+def scale_of(rows, lane, live, n: tl.constexpr, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Returns the scales [r, w] of lanes [w] of rows [r], float32."""
+    codes: tl.constexpr = n if KIND == 0 or KIND == 3 else n // 2
+    at = rows[:, None] + codes
+    if KIND == 3:
+        return tl.load(at.to(tl.pointer_type(tl.float32)) + lane[None, :] // 4, mask=live[None, :], other=0.0)
+    if KIND == 2:
+        bits = tl.load(at + lane[None, :], mask=live[None, :], other=0).to(tl.int32) << 23
+        return tl.maximum(bits, 1 << 22).to(tl.float32, bitcast=True)
+    scales = at.to(tl.pointer_type(tl.bfloat16)) + lane[None, :]
+    return tl.load(scales, mask=live[None, :], other=0.0).to(tl.float32)
+
+
+@jit
+def products(rows, x, start, n: tl.constexpr, LINE: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr, KW: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+    """Returns sums [r, KW] of the products of words start: of rows [r] with activations x, in planes."""
+    each: tl.constexpr = 8 if KIND == 1 or KIND == 2 else 4 if KIND == 0 or KIND == 3 else 1 if KIND == 4 else 2
+    count: tl.constexpr = n // each
+    at = start + tl.arange(0, KW)
+    live = at < count
+    word = words_at(rows, at, live, LINE)
+    total = tl.zeros((ROWS, KW), tl.float32)
+    if KIND == 3:  # whose words may hold numbers of several scales
+        for j in tl.static_range(each):
+            scale = scale_of(rows, lane_among(4 * at + j, 512, n), live, n, KIND)
+            xj = tl.load(x + j * count + at, mask=live, other=0.0)
+            total += number(word, j, KIND) * scale * xj[None, :]
+        return total
+    excess = tl.zeros((KW,), tl.float32)
+    for j in tl.static_range(each):
+        xj = tl.load(x + j * count + at, mask=live, other=0.0)
+        total += number(word, j, KIND) * xj[None, :]
+        if KIND == 1:
+            excess += xj
+    if KIND == 1:
+        total -= 24.0 * excess[None, :]
+    if KIND < 4:
+        total *= scale_of(rows, lane_among(at, 512 // each, n), live, n, KIND)
+    return total
+
+
+@jit
+def row_sums(rows, x, n: tl.constexpr, LINE: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr, KW: tl.constexpr, LOOPS: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+    """Returns the products [r] of rows [r], which begin at bytes `rows`, with activations x of n columns."""
+    total = tl.zeros((ROWS, KW), tl.float32)
+    each: tl.constexpr = 8 if KIND == 1 or KIND == 2 else 4 if KIND == 0 or KIND == 3 else 1 if KIND == 4 else 2
+    words: tl.constexpr = n // each
+    if LOOPS:
+        for start in range(0, words, KW):
+            total += products(rows, x, start, n, LINE, KIND, ROWS, KW)
+    else:
+        for step in tl.static_range((words + KW - 1) // KW):
+            total += products(rows, x, step * KW, n, LINE, KIND, ROWS, KW)
+    return tl.sum(total, 1)
+
+
+@jit
+def call_gate_up(  # type: ignore[no-untyped-def]
+    x,  # float32 [T, H], in planes
+    slab,  # bytes: a slot every `stride`, see `experts.gate_up`
+    slots,  # int32 [E] of the layer
+    ids,  # int64 [T * k]
+    mid,  # float32 [T * k, I] out, in planes
+    k: tl.constexpr,
+    hidden: tl.constexpr,
+    width: tl.constexpr,
+    stride: tl.constexpr,
+    line: tl.constexpr,
+    bias: tl.constexpr,
+    alpha: tl.constexpr,
+    limit: tl.constexpr,
+    KIND: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ROWS: tl.constexpr,
+    KW: tl.constexpr,
+    LOOPS: tl.constexpr,
+) -> None:
+    call = tl.program_id(0)
+    slot = slab + tl.load(slots + tl.load(ids + call)).to(tl.int64) * stride
+    r = tl.arange(0, 2 * ROWS)
+    outs = tl.program_id(1) * ROWS + r // 2  # a gate, its up, the next gate
+    both = row_sums(
+        slot + (tl.minimum(outs, width - 1) + r % 2 * width) * line,
+        x + call // k * hidden,
+        hidden,
+        line,
+        KIND,
+        2 * ROWS,
+        KW,
+        LOOPS,
+    )
+    gate, up = tl.split(tl.reshape(both, (ROWS, 2)))
+    cols = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    if bias > 0:
+        biases = (slot + bias).to(tl.pointer_type(tl.float32)) + cols
+        gate += tl.load(biases, mask=cols < width, other=0.0)
+        up += tl.load(biases + width, mask=cols < width, other=0.0)
+    out = activated(gate, up, ACTIVATION, alpha, limit)
+    tl.store(mid + call * width + plane_of(cols, width, KIND), out, mask=cols < width)
+
+
+@jit
+def call_down(  # type: ignore[no-untyped-def]
+    mid,  # float32 [T * k, I], in planes
+    slab,
+    slots,
+    ids,
+    shares,  # float32 [T * k]
+    out,  # float32 [T * k, H]
+    hidden: tl.constexpr,
+    width: tl.constexpr,
+    stride: tl.constexpr,
+    line: tl.constexpr,
+    down_line: tl.constexpr,
+    bias: tl.constexpr,
+    KIND: tl.constexpr,
+    ROWS: tl.constexpr,
+    KW: tl.constexpr,
+    LOOPS: tl.constexpr,
+) -> None:
+    call = tl.program_id(0)
+    slot = slab + tl.load(slots + tl.load(ids + call)).to(tl.int64) * stride
+    cols = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    rows = slot + 2 * width * line + tl.minimum(cols, hidden - 1) * down_line
+    total = row_sums(rows, mid + call * width, width, down_line, KIND, ROWS, KW, LOOPS)
+    if bias > 0:
+        biases = (slot + bias).to(tl.pointer_type(tl.float32)) + 2 * width
+        total += tl.load(biases + cols, mask=cols < hidden, other=0.0)
+    tl.store(out + call * hidden + cols, total * tl.load(shares + call), mask=cols < hidden)
+
+
+@jit
+def combine(out, to, k: tl.constexpr, hidden: tl.constexpr, factor, ADD: tl.constexpr, COLS: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+    """Writes, or adds to `to` [T, H] times `factor`, the sums of each token's calls, in their order."""
+    token = tl.program_id(0)
+    cols = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    live = cols < hidden
+    total = tl.zeros((COLS,), tl.float32)
+    for j in tl.static_range(k):
+        total += tl.load(out + (token * k + j) * hidden + cols, mask=live, other=0.0)
+    if ADD:
+        total = tl.load(to + token * hidden + cols, mask=live, other=0.0) + factor * total
+    tl.store(to + token * hidden + cols, total, mask=live)
+
+
+@jit
+def to_planes(x, planes, n: tl.constexpr, KIND: tl.constexpr, COLS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Lays activations [T, n] out in planes, float32."""
+    row = tl.program_id(0)
+    cols = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    value = tl.load(x + row * n + cols, mask=cols < n, other=0.0).to(tl.float32)
+    tl.store(planes + row * n + plane_of(cols, n, KIND), value, mask=cols < n)
+
+
+COMBINED = 256  # columns of one program
+GATES, OUTPUTS = 4, 8  # rows of one program
+
+
+def in_planes(x: Any, kind: int) -> Any:
+    """Returns activations x [T, n] in planes, float32 [T, n], for weights of a kind."""
+    import torch
+
+    planes = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    grid = (len(x), triton.cdiv(x.shape[1], COMBINED))
+    to_planes[grid](x, planes, n=x.shape[1], KIND=kind, COLS=COMBINED)
+    return planes
+
+
+def _steps(columns: int, kind: int) -> dict[str, Any]:
+    each = {0: 4, 1: 8, 2: 8, 3: 4, 4: 1, 5: 2}[kind]
+    return {"KW": WORDS, "LOOPS": columns // each > UNROLLED * WORDS}
+
+
+def experts_decode(planes: Any, slab: Any, slots: Any, ids: Any, shares: Any, sizes: dict[str, Any], out: Any) -> Any:
+    """Writes the weighted outputs of the calls `ids` [T * k] to `out` [T * k, H], each in a row of its own.
+
+    `planes` are the hidden states [T, H] by `in_planes`; `slots` [E] is where the layer's experts lie, `sizes` are the
+    layer's `experts.constants`. Nothing is read by the host.
+    """
+    import torch
+
+    calls, hidden, width, kind = ids.numel(), sizes["hidden"], sizes["width"], sizes["KIND"]
+    mid = torch.empty((calls, width), dtype=torch.float32, device=planes.device)
+    ours = {name: value for name, value in sizes.items() if name != "down_line"}
+    grid = (calls, triton.cdiv(width, GATES))
+    call_gate_up[grid](planes, slab, slots, ids, mid, **ours, **_steps(hidden, kind), ROWS=GATES, num_warps=1)
+    ours = {name: sizes[name] for name in ("hidden", "width", "stride", "line", "down_line", "bias", "KIND")}
+    grid = (calls, triton.cdiv(hidden, OUTPUTS))
+    call_down[grid](mid, slab, slots, ids, shares, out, **ours, **_steps(width, kind), ROWS=OUTPUTS, num_warps=1)
+    return out
+
+
+def summed(out: Any, to: Any, k: int, factor: float = 1.0, *, add: bool = False) -> None:
+    """Writes the sums of `out` [T * k, H] by token to `to` [T, H], or adds them times `factor`."""
+    grid = (len(to), triton.cdiv(to.shape[1], COMBINED))
+    combine[grid](out, to, k=k, hidden=to.shape[1], factor=factor, ADD=add, COLS=COMBINED, num_warps=4)

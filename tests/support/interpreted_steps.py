@@ -1,0 +1,122 @@
+"""Runs decode steps as a GPU does, its kernels in Triton's interpreter on the CPU; prints how far they are off as JSON.
+
+    python interpreted_steps.py float32 qwen3_moe mixtral ...
+
+A program of its own: whether Triton compiles or interprets is settled when it is imported.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+from safetensors.torch import load_file
+from support.interpreted import widened
+from support.tiny_models import FAMILIES, SIZES, ResidentExperts, Session, Tiny, load_tiny
+from triton.runtime.interpreter import InterpreterBuilder
+
+from edgemoe.experts.compute.gpu_calls import ResidentSlots
+from edgemoe.kernels.gpu import decode_attention
+from edgemoe.model.graphed import GraphedDecoder
+from edgemoe.types.experts import ExpertGeometry
+from edgemoe.types.size_classes import SlabLayout
+
+PROMPTS = (list(range(100, 133)), [7], list(range(40, 56)))  # one ends at the end of a block
+
+
+class Slotted(ResidentExperts):
+    """The same experts in a slab, in slots of no particular order; counts the steps that are told of."""
+
+    def __init__(self, tiny: Tiny) -> None:
+        super().__init__(tiny.store, tiny.spec.feed_forward.activation)
+        geometry = tiny.spec.geometry
+        layout = SlabLayout.within(geometry.all_bytes, geometry)
+        assert layout is not None
+        slab = torch.full((layout.size_bytes,), 255, dtype=torch.uint8)  # NaN wherever nobody calls
+        self.where = torch.randperm(geometry.layers * geometry.experts).view(geometry.layers, -1).numpy()
+        for layer, file in enumerate(sorted((tiny.store / "experts").iterdir())):
+            parts = load_file(file)
+            for expert in range(geometry.experts):
+                start, _ = layout.place(int(self.where[layer, expert]))
+                packed = expert_bytes(parts, expert, geometry)
+                slab[start : start + len(packed)] = packed
+        self.slots = ResidentSlots(slab, layout, geometry, self.where, lambda: None)  # type: ignore[assignment]
+        self.told: list[tuple[torch.Tensor, int]] = []
+
+    def computed(self, ids: torch.Tensor, weights: torch.Tensor, served: int) -> None:
+        self.told.append((ids.clone(), served))
+
+
+def expert_bytes(parts: dict[str, torch.Tensor], expert: int, geometry: ExpertGeometry) -> torch.Tensor:
+    """An expert as it lies in a slot."""
+    named = [f"experts.{expert}.{part}" for part in ("gate_up_proj", "down_proj", "biases")]
+    return torch.cat([parts[name].contiguous().view(torch.uint8).flatten() for name in named if name in parts])
+
+
+def make(family: str, dtype: torch.dtype, directory: Path) -> Tiny:
+    """A random checkpoint of a family, without kernels."""
+    config_class, model_class, own = FAMILIES[family]
+    torch.manual_seed(0)
+    model = model_class(config_class(**{**SIZES, **own})).to(dtype).eval()
+    for name, parameter in itertools.chain(model.named_parameters(), model.named_buffers()):
+        if name.endswith((".scale", "expert_scale", "scalar", "bias", "sinks")) or "norm" in name:
+            parameter.data += torch.randn_like(parameter) * 0.1
+    model.save_pretrained(directory / "checkpoint")
+    return load_tiny(model, directory / "checkpoint", directory / "store", None)
+
+
+@torch.inference_mode()
+def far(tiny: Tiny, int8: bool) -> dict[str, Any]:
+    """How far logits of steps of 1, 2 and 3 rows are off, and whether the same experts are told of."""
+    tiny = replace(tiny, spec=replace(tiny.spec, kv_int8=int8))
+    slotted = Slotted(tiny)
+    decoder = tiny.decoder
+    plain, ours = Session(tiny, 3), Session(replace(tiny, experts=slotted), 3)
+    errors = []
+    for session in (plain, ours):
+        session.kv.data.fill_(255)  # NaN where nobody writes
+    for session in (plain, ours):
+        for s, prompt in enumerate(PROMPTS):
+            session.step(*([] for _ in range(s)), prompt)
+    token = 11
+    steps = ((0, 1, 2),) if int8 else ((0,), (0, 1, 2), (0, 1))
+    for sequences in steps:
+        chunks = [[token + s] if s in sequences else [] for s in range(3)]
+        token += 5
+        want = plain.step(*chunks)
+        decoder._graphed = graphed = getattr(decoder, "kept", None) or GraphedDecoder(
+            tiny.spec, decoder._weights, decoder._ropes, decoder.device
+        )
+        decoder.kept = graphed  # type: ignore[attr-defined]
+        got = ours.step(*chunks)
+        decoder._graphed = None
+        errors.append(float((got - want).abs().max() / want.abs().max()))
+    assert len(slotted.told) == len(steps), "a step was computed in another way"
+    del decoder.kept  # type: ignore[attr-defined]
+    return {"errors": errors}
+
+
+def main() -> None:
+    decode_attention.PROGRAMS = 8  # that are interpreted one after the other
+    InterpreterBuilder.create_dot = widened(InterpreterBuilder.create_dot)
+    dtype, found = getattr(torch, sys.argv[1]), {}
+    for family in sys.argv[2:]:
+        with tempfile.TemporaryDirectory() as directory:
+            tiny = make(family, dtype, Path(directory))
+            found[family] = far(tiny, int8=False)
+            found[f"{family} int8"] = far(tiny, int8=True)
+            print(family, found[family], found[f"{family} int8"], file=sys.stderr, flush=True)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
