@@ -18,9 +18,9 @@ from edgemoe.families.spec import ModelSpec
 from edgemoe.kernels.cpu.runtime import EVERYTHING
 from edgemoe.model.attention import StepAttention
 from edgemoe.model.kv import DTYPES, CodedKV, KVCache
-from edgemoe.model.layers.blocks import ExpertCalls
 from edgemoe.model.layers.step import StepContext
 from edgemoe.model.rope import Rope
+from edgemoe.model.row_layers import RowCalls, compute
 from edgemoe.model.scores import Scores
 from edgemoe.model.states import StepStates
 from edgemoe.model.weights import Weights
@@ -83,7 +83,8 @@ class RowAttention(StepAttention):
 
         self._kernels, self._kv, self._inputs, self._attention = None, kv, inputs, decode_attention
         self.prefills, self.single_rows = [], torch.arange(inputs.rows, device=kv.data.device)
-        self._blocks = inputs.tables[inputs.begins + inputs.positions // BLOCK_TOKENS]
+        self.positions = inputs.positions
+        self.blocks = self._blocks = inputs.tables[inputs.begins + inputs.positions // BLOCK_TOKENS]
         self._places = inputs.positions % BLOCK_TOKENS
         decode_attention.clear_begun(kv.data, self._blocks, inputs.positions)
 
@@ -104,17 +105,17 @@ class RowAttention(StepAttention):
 class RowExperts:
     """Calls experts where they lie in the GPU's memory, and keeps what the gates chose: ids and weights [L, T, k]."""
 
-    lookahead, places, slots = range(0), None, None
+    lookahead, places = range(0), None
 
     def __init__(self, spec: ModelSpec, slots: ExpertSlots, rows: int, device: torch.device) -> None:
-        geometry, self._slots = spec.geometry, slots
+        geometry, self.slots = spec.geometry, slots
         shape = geometry.layers, rows, geometry.top_k
         self.ids = torch.zeros(shape, dtype=torch.int64, device=device)
         self.weights = torch.zeros(shape, dtype=torch.float32, device=device)
 
     def forward(self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         self.ids[layer], self.weights[layer] = ids, weights
-        return self._slots.forward(layer, hidden, self.ids[layer], self.weights[layer])  # type: ignore[no-any-return]
+        return self.slots.forward(layer, hidden, self.ids[layer], self.weights[layer])
 
     def hint(self, layer: int, probs: torch.Tensor) -> None:
         raise AssertionError("nothing is foreseen where nothing is missing")
@@ -150,8 +151,8 @@ class DecodeRows:
         residual = self._weights.embed.pick(inputs.tokens)
         if block.embedding != 1.0:
             residual *= block.embedding
-        called = ExpertCalls(self.experts, self._weights.gates, forecast=False)
+        calls = RowCalls(self.experts, self._weights.gates)
         for layer in self._weights.layers:
-            layer(residual, step, called)
+            compute(layer, residual, step, calls)
         last = self._weights.norm(residual).to(DTYPES[self._spec.dtype])
         self.logits.copy_(self._weights.logits(last, block))

@@ -59,6 +59,20 @@ class ExpertSlots(Protocol):
     def forward(self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Returns what `Experts.forward` does, [T, H] float32, for few tokens."""
 
+    def kind(self, layer: int) -> int:
+        """Returns the number of the encoding of a layer's experts, by which activations are laid out for `add`."""
+
+    def add(
+        self,
+        layer: int,
+        planes: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        to: torch.Tensor,
+        factor: float,
+    ) -> None:
+        """Adds the same, times `factor`, to `to` [T, H], for activations [T, H] in planes."""
+
 
 class Experts(Protocol):
     """Computes the experts of MoE layers for the decoder. Called on the compute thread only."""

@@ -101,13 +101,26 @@ class ResidentSlots:
         return True
 
     def forward(self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        compute, sizes = self._compute, self._constants[layer]
-        planes = compute.in_planes(hidden, sizes["KIND"])
-        calls = torch.empty((ids.numel(), sizes["hidden"]), dtype=torch.float32, device=hidden.device)
-        compute.experts_decode(planes, self._slab, self._slots[layer], ids, weights, sizes, calls)
-        out = torch.empty(hidden.shape, dtype=torch.float32, device=hidden.device)
-        compute.summed(calls, out, ids.shape[1])
+        out = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
+        self.add(layer, self._compute.in_planes(hidden, self.kind(layer)), ids, weights, out, 1.0)
         return out
+
+    def kind(self, layer: int) -> int:
+        return int(self._constants[layer]["KIND"])
+
+    def add(
+        self,
+        layer: int,
+        planes: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        to: torch.Tensor,
+        factor: float,
+    ) -> None:
+        compute, sizes = self._compute, self._constants[layer]
+        calls = torch.empty((ids.numel(), sizes["hidden"]), dtype=torch.float32, device=planes.device)
+        compute.experts_decode(planes, self._slab, self._slots[layer], ids, weights, sizes, calls)
+        compute.add_sums(calls, to, ids.shape[1], factor)
 
 
 def blocks_of(slots: IntArray, offsets: IntArray, rows: int) -> npt.NDArray[np.int32]:

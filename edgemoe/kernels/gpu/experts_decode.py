@@ -122,7 +122,7 @@ def products(rows, x, start, n: tl.constexpr, LINE: tl.constexpr, KIND: tl.const
     live = at < count
     word = words_at(rows, at, live, LINE)
     total = tl.zeros((ROWS, KW), tl.float32)
-    if KIND == 3:  # whose words may hold numbers of several scales
+    if KIND == 3 and n % 128 > 0:  # words may hold numbers of several scales
         for j in tl.static_range(each):
             scale = scale_of(rows, lane_among(4 * at + j, 512, n), live, n, KIND)
             xj = tl.load(x + j * count + at, mask=live, other=0.0)
@@ -137,7 +137,11 @@ def products(rows, x, start, n: tl.constexpr, LINE: tl.constexpr, KIND: tl.const
     if KIND == 1:
         total -= 24.0 * excess[None, :]
     if KIND < 4:
-        total *= scale_of(rows, lane_among(at, 512 // each, n), live, n, KIND)
+        if KIND == 3:
+            lane = lane_among(4 * at, 512, n)
+        else:
+            lane = lane_among(at, 512 // each, n)
+        total *= scale_of(rows, lane, live, n, KIND)
     return total
 
 
@@ -232,17 +236,16 @@ def call_down(  # type: ignore[no-untyped-def]
 
 
 @jit
-def combine(out, to, k: tl.constexpr, hidden: tl.constexpr, factor, ADD: tl.constexpr, COLS: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
-    """Writes, or adds to `to` [T, H] times `factor`, the sums of each token's calls, in their order."""
+def combine(out, to, factor, k: tl.constexpr, hidden: tl.constexpr, COLS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Adds the sums of each token's calls, in their order, times `factor` to `to` [T, H]."""
     token = tl.program_id(0)
     cols = tl.program_id(1) * COLS + tl.arange(0, COLS)
     live = cols < hidden
     total = tl.zeros((COLS,), tl.float32)
     for j in tl.static_range(k):
         total += tl.load(out + (token * k + j) * hidden + cols, mask=live, other=0.0)
-    if ADD:
-        total = tl.load(to + token * hidden + cols, mask=live, other=0.0) + factor * total
-    tl.store(to + token * hidden + cols, total, mask=live)
+    before = tl.load(to + token * hidden + cols, mask=live, other=0.0)
+    tl.store(to + token * hidden + cols, before + factor * total, mask=live)
 
 
 @jit
@@ -292,7 +295,7 @@ def experts_decode(planes: Any, slab: Any, slots: Any, ids: Any, shares: Any, si
     return out
 
 
-def summed(out: Any, to: Any, k: int, factor: float = 1.0, *, add: bool = False) -> None:
-    """Writes the sums of `out` [T * k, H] by token to `to` [T, H], or adds them times `factor`."""
+def add_sums(out: Any, to: Any, k: int, factor: float) -> None:
+    """Adds the sums of `out` [T * k, H] by token, times `factor`, to `to` [T, H]."""
     grid = (len(to), triton.cdiv(to.shape[1], COMBINED))
-    combine[grid](out, to, k=k, hidden=to.shape[1], factor=factor, ADD=add, COLS=COMBINED, num_warps=4)
+    combine[grid](out, to, factor, k=k, hidden=to.shape[1], COLS=COMBINED, num_warps=4)

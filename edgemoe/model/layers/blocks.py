@@ -63,6 +63,10 @@ class SerialLayer:
 
     def __call__(self, residual: torch.Tensor, step: StepContext, experts: ExpertCalls) -> None:
         residual.add_(self.attention(self.norm(residual).to(self.dtype), step), alpha=self.factor)
+        self.feed_in(residual, experts)
+
+    def feed_in(self, residual: torch.Tensor, experts: ExpertCalls) -> None:
+        """Adds what the layer's second part computes."""
         hidden = self.post_norm(residual).to(self.dtype)
         if not isinstance(self.feed_forward, ExpertLayer):
             residual.add_(self.feed_forward(hidden), alpha=self.factor)

@@ -18,8 +18,8 @@ class DenseAttention:
 
     def __init__(self, place: LayerPlace) -> None:
         heads = place.attention.heads
-        self._number, self._heads, self._rope = place.number, heads, place.attention.rope
-        self._eps = place.spec.block.eps
+        self.number, self.heads, self.rope = place.number, heads, place.attention.rope
+        self.eps = place.spec.block.eps
         qkv = [f"self_attn.{part}_proj" for part in ("qk" if heads.v_is_k else "qkv")]
         self.qkv = place.matrix(
             *(f"{name}.weight" for name in qkv)
@@ -31,17 +31,17 @@ class DenseAttention:
         if heads.qk_norm != "none":
             self.q_norm, self.k_norm = (place.norm(f"self_attn.{part}_norm.weight") for part in "qk")
         keys = heads.count + heads.kv_count
-        self._ends = (heads.count, keys, keys if heads.v_is_k else keys + heads.kv_count)
+        self.ends = (heads.count, keys, keys if heads.v_is_k else keys + heads.kv_count)
         if heads.output_gate:
             self._order_gates()
-        if self._rope is not None and self._rope.interleaved:
-            self._order_pairs(self._rope.dims)
+        if self.rope is not None and self.rope.interleaved:
+            self._order_pairs(self.rope.dims)
         sinks = place.read("self_attn.sinks", dtype=torch.float32) if heads.sinks else None
         self.scores = Scores(heads.scale or heads.dim**-0.5, heads.window or EVERYTHING, sinks)
 
     def _order_pairs(self, dims: int) -> None:
         """Reorders the rows of queries and keys so that pairs lie in the two halves."""
-        heads = self._heads
+        heads = self.heads
         turned = (heads.count + heads.kv_count) * heads.dim
         for tensor, size in ((self.qkv.rows, turned), (self.qkv_bias, turned)):
             if tensor is not None:
@@ -52,9 +52,9 @@ class DenseAttention:
 
     def _order_gates(self) -> None:
         """Moves the rows of output gates behind all others."""
-        heads = self._heads
+        heads = self.heads
         rows = torch.arange(2 * heads.count * heads.dim).view(heads.count, 2, heads.dim)
-        others = torch.arange(rows.numel(), (heads.count + self._ends[-1]) * heads.dim)
+        others = torch.arange(rows.numel(), (heads.count + self.ends[-1]) * heads.dim)
         order = torch.cat([rows[:, 0].flatten(), others, rows[:, 1].flatten()])
         for tensor in (self.qkv.rows, self.qkv_bias):
             if tensor is not None:
@@ -62,25 +62,25 @@ class DenseAttention:
 
     def __call__(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:
         """Returns the output [T, H] for normalised `x` [T, H], both in the model's dtype; fills the cache."""
-        heads = self._heads
+        heads = self.heads
         parts = self.qkv(x, self.qkv_bias).view(len(x), -1, heads.dim)
-        q, k, v, gates = torch.tensor_split(parts, self._ends, dim=1)
+        q, k, v, gates = torch.tensor_split(parts, self.ends, dim=1)
         if heads.v_is_k:
             v = k
-        angles = None if self._rope is None else step.angles(self._rope)
+        angles = None if self.rope is None else step.angles(self.rope)
         q, k = self._place(q, self.q_norm, angles), self._place(k, self.k_norm, angles)
         if heads.clip:
             v = v.clamp(-heads.clip, heads.clip)
         if heads.v_norm:
-            v = rms_norm(v.float(), v.shape[-1:], None, self._eps).to(x.dtype)
-        attended = step.attention(self._number, q.to(x.dtype), k.to(x.dtype), v, self.scores)
+            v = rms_norm(v.float(), v.shape[-1:], None, self.eps).to(x.dtype)
+        attended = step.attention(self.number, q.to(x.dtype), k.to(x.dtype), v, self.scores)
         if heads.output_gate:
             attended = attended * gates.flatten(1).sigmoid()
         return self.o(attended, self.o_bias)
 
     def _place(self, part: torch.Tensor, norm: Norm | None, angles: Angles | None) -> torch.Tensor:
         """Returns queries or keys [T, heads, dim] after norm, bound and rotary embedding, in float32."""
-        heads, part = self._heads, part.float()
+        heads, part = self.heads, part.float()
         if norm is not None and not heads.norm_after_rope:
             part = self._normalise(part, norm)
         if heads.clip:
@@ -92,4 +92,4 @@ class DenseAttention:
         return part
 
     def _normalise(self, part: torch.Tensor, norm: Norm) -> torch.Tensor:
-        return norm(part) if self._heads.qk_norm == "head" else norm(part.flatten(1)).view(part.shape)
+        return norm(part) if self.heads.qk_norm == "head" else norm(part.flatten(1)).view(part.shape)

@@ -32,6 +32,11 @@ class ExpertLayer:
         self._shared = Mlp(place, "mlp.shared_experts") if feed_forward.shared_width else None
         self._shared_gate = place.read("mlp.shared_expert_gate.weight") if feed_forward.shared_gate else None
 
+    @property
+    def has_shared(self) -> bool:
+        """Returns whether tokens share something."""
+        return self._shared is not None
+
     def shared(self, hidden: torch.Tensor) -> torch.Tensor | None:
         """Returns what every token's output has besides its experts', [T, H] in the model's dtype, if anything."""
         if self._shared is None:

@@ -12,39 +12,39 @@ class Gate:
     """The gate of one layer."""
 
     def __init__(self, place: LayerPlace) -> None:
-        self._router = router = place.spec.router
+        self.router = router = place.spec.router
         self.weight = place.read("mlp.gate.weight", dtype=torch.float32 if router.float32 else None)  # [E, H]
         self.logit_bias: torch.Tensor | None = None  # [E] float32
-        self._selection_bias = None
+        self.selection_bias = None
         if router.logit_bias:
             self.logit_bias = place.read("mlp.gate.bias", dtype=torch.float32)
-        self._input_scale = self._expert_scale = None
+        self.input_scale = self.expert_scale = None
         if router.input_norm:
             self._eps, root = place.spec.block.eps, place.spec.hidden**-0.5
-            self._input_scale = place.read("mlp.gate.scale", dtype=torch.float32) * root
+            self.input_scale = place.read("mlp.gate.scale", dtype=torch.float32) * root
         if router.expert_scale:
-            self._expert_scale = place.read("mlp.gate.per_expert_scale", dtype=torch.float32)
+            self.expert_scale = place.read("mlp.gate.per_expert_scale", dtype=torch.float32)
         if router.selection_bias:
-            self._selection_bias = place.read("mlp.gate.e_score_correction_bias", dtype=torch.float32)
+            self.selection_bias = place.read("mlp.gate.e_score_correction_bias", dtype=torch.float32)
 
     def route(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the chosen experts' ids [T, k] and weights [T, k] float32 for `hidden` [T, H]."""
-        router, scores = self._router, self._scores(hidden)
+        router, scores = self.router, self._scores(hidden)
         choice = self._choice(scores)
         weights, ids = choice.topk(router.top_k, dim=-1)
         if choice is not scores:
             weights = scores.gather(-1, ids)
         if router.renormalise:
             weights = weights / weights.sum(-1, keepdim=True).clamp_min(router.least_mass)
-        if self._expert_scale is not None:
-            weights = weights * self._expert_scale[ids]
+        if self.expert_scale is not None:
+            weights = weights * self.expert_scale[ids]
         return ids, weights * router.scale if router.scale != 1.0 else weights
 
     def chances(self, hidden: torch.Tensor) -> torch.Tensor:
         """Returns how likely each expert is to be chosen, [T, E] float32, each token's summing to 1."""
         scores = self._scores(hidden)
         choice = self._choice(scores)
-        if choice is scores and self._router.score == "softmax":
+        if choice is scores and self.router.score == "softmax":
             return scores
         open_to = choice.isfinite()
         least = choice.masked_fill(~open_to, torch.inf).amin(-1, keepdim=True)
@@ -52,18 +52,18 @@ class Gate:
         return above / above.sum(-1, keepdim=True)
 
     def _scores(self, hidden: torch.Tensor) -> torch.Tensor:
-        if self._input_scale is not None:
-            hidden = rms_norm(hidden.float(), hidden.shape[-1:], self._input_scale, self._eps)
+        if self.input_scale is not None:
+            hidden = rms_norm(hidden.float(), hidden.shape[-1:], self.input_scale, self._eps)
         logits = linear(hidden.to(self.weight.dtype), self.weight).float()
         if self.logit_bias is not None:
             logits = logits + self.logit_bias
-        return logits.softmax(-1) if self._router.score == "softmax" else logits.sigmoid()
+        return logits.softmax(-1) if self.router.score == "softmax" else logits.sigmoid()
 
     def _choice(self, scores: torch.Tensor) -> torch.Tensor:
         """Returns what experts are chosen by, [T, E]: -inf for those of groups that are not looked at."""
-        router = self._router
-        if self._selection_bias is not None:
-            scores = scores + self._selection_bias
+        router = self.router
+        if self.selection_bias is not None:
+            scores = scores + self.selection_bias
         if router.top_groups == router.groups:
             return scores
         grouped = scores.view(len(scores), router.groups, -1)  # [T, groups, E / groups]
