@@ -22,7 +22,7 @@ class HelperPool:
     def __init__(self, command: Sequence[str], deadline_s: float) -> None:
         """`deadline_s` is how long one answer may take, by the clock; the process has bounds of its own."""
         self._turns = TaskTurns(PROCESSES, EACH)
-        self._helpers = [HelperProcess(command, deadline_s) for _ in range(PROCESSES)]
+        self._helpers = [HelperProcess(command, deadline_s, quick=True) for _ in range(PROCESSES)]
         self._free = list(reversed(self._helpers))
 
     @property

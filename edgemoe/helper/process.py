@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import msgspec
 from msgspec import structs
@@ -18,6 +19,7 @@ from edgemoe.helper.frames import LENGTH_BYTES, MAX_FRAME_BYTES, Answered, Asked
 
 LIBRARIES = ("OMP", "OPENBLAS", "NUMBA", "RAYON")
 ONE_CORE = {**{f"{name}_NUM_THREADS": "1" for name in LIBRARIES}, "TOKENIZERS_PARALLELISM": "false"}
+T = TypeVar("T")
 END_S = 2.0  # that the process has to end by itself
 START_S = 30.0  # that a process may take to read what it needs, before its first answer
 
@@ -25,8 +27,12 @@ START_S = 30.0  # that a process may take to read what it needs, before its firs
 class HelperProcess:
     """Owns one process. `close` after use. One event loop."""
 
-    def __init__(self, command: Sequence[str], deadline_s: float) -> None:
-        """`deadline_s` is how long one answer may take; the first one of a process may take START_S more."""
+    def __init__(self, command: Sequence[str], deadline_s: float, *, quick: bool = False) -> None:
+        """`deadline_s` is how long one answer may take; the first one of a process may take START_S more.
+
+        Messages are encoded and decoded on threads, unless these are `quick`.
+        """
+        self._in_thread = _at_once if quick else asyncio.to_thread
         self._command, self._deadline_s = command, deadline_s
         self._process: asyncio.subprocess.Process | None = None
         self._number = 0
@@ -83,8 +89,8 @@ class HelperProcess:
         within_s = self._deadline_s + (0.0 if process is self._answered else START_S)
         try:
             async with asyncio.timeout(within_s):
-                body = await _exchange(process, await asyncio.to_thread(frame, asked))
-                solved = await asyncio.to_thread(msgspec.msgpack.decode, body, type=kind)
+                body = await _exchange(process, await self._in_thread(frame, asked))
+                solved = await self._in_thread(lambda: msgspec.msgpack.decode(body, type=kind))
             if solved.number != asked.number or not fits(solved):
                 raise ValueError("an answer to something else")
         except (TimeoutError, OSError, EOFError, ValueError, msgspec.MsgspecError) as error:
@@ -106,6 +112,10 @@ class HelperProcess:
         return await asyncio.create_subprocess_exec(
             *self._command, stdin=pipe, stdout=pipe, env={**os.environ, **ONE_CORE}, process_group=0
         )
+
+
+async def _at_once(work: Callable[..., T], *args: object) -> T:
+    return work(*args)
 
 
 async def _exchange(process: asyncio.subprocess.Process, question: bytes) -> bytes:

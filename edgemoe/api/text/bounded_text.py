@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Meta
 
 from edgemoe.api.text.chat_template import ChatTemplate
-from edgemoe.api.text.tokenizer import TextModel
+from edgemoe.api.text.tokenizer import LETTERS, TextModel
 from edgemoe.errors import CheckpointError, EngineUnavailable, HelperFailed, HelperMissing, InvalidRequest
 from edgemoe.helper.frames import MAX_FRAME_BYTES, Numbered
 from edgemoe.helper.pool import HelperPool
@@ -30,11 +30,12 @@ TEXT_S_PER_BYTE = 2e-6  # more, which is four times what it takes
 DEADLINE_S = 60.0  # by the clock, on a machine that does much else
 MEMORY_BYTES = 1 << 30  # beyond what the process has with its tokenizer: a megabyte of text takes a hundred
 MAX_PROMPT_CHARS = 16 << 20  # that a template may make
+SHORT_CHARS = 32 << 10  # of a prompt that is tokenized as it is rendered, which saves a question
 IDS = "I"  # 32 bits
 
 
 class RenderQuestion(Numbered, frozen=True, tag="render"):
-    """Asks for a prompt of messages. JSON, because that has integers of any length."""
+    """Asks for a prompt of messages, and its tokens where it is short. JSON, which has integers of any length."""
 
     messages: bytes
     tools: bytes
@@ -54,6 +55,7 @@ class TextAnswer(Numbered, frozen=True):
     """Answers with a text or token ids, or with why there are none."""
 
     text: str = ""
+    is_encoded: bool = False
     ids: Annotated[bytes, Meta(max_length=MAX_FRAME_BYTES)] = b""
     refusal: str = ""
     param: str | None = None
@@ -98,6 +100,7 @@ class BoundedModel(TextModel):
         vars(self).update(vars(model))  # which are not changed
         self._helpers, self._principal = helpers, principal
         self._loop = asyncio.get_running_loop()
+        self.rendered = TextAnswer(0)  # the last prompt
         if model.template is not None:
             self.template = BoundedTemplate(model.template, self)
 
@@ -105,6 +108,10 @@ class BoundedModel(TextModel):
         raise AssertionError("it encodes in another process")
 
     def encode(self, text: str, add_special_tokens: bool, most_tokens: int | None = None) -> list[int]:
+        known = self.rendered
+        is_whole = most_tokens is None or len(text) <= LETTERS * most_tokens  # else fewer tokens may do
+        if known.is_encoded and text is known.text and not add_special_tokens and is_whole:
+            return array(IDS, known.ids).tolist()
         return array(IDS, self.ask(EncodeQuestion(0, text, add_special_tokens, most_tokens), "prompt").ids).tolist()
 
     def ask(self, asked: RenderQuestion | EncodeQuestion, what: str) -> TextAnswer:
@@ -138,4 +145,6 @@ class BoundedTemplate(ChatTemplate):
         extra: Mapping[str, Any] | None = None,
     ) -> str:
         given, shown, more = (msgspec.json.encode(part) for part in (messages, tools, extra))
-        return self._model.ask(RenderQuestion(0, given, shown, more, add_generation_prompt), "messages").text
+        asked = RenderQuestion(0, given, shown, more, add_generation_prompt)
+        self._model.rendered = answer = self._model.ask(asked, "messages")
+        return answer.text

@@ -15,6 +15,7 @@ from edgemoe.api.text.bounded_text import (
     IDS,
     MAX_PROMPT_CHARS,
     MEMORY_BYTES,
+    SHORT_CHARS,
     TEXT_S,
     TEXT_S_PER_BYTE,
     EncodeQuestion,
@@ -46,7 +47,10 @@ class Prompts:
         """Returns the prompt's text, or its tokens."""
         try:
             if isinstance(asked, RenderQuestion):
-                return TextAnswer(asked.number, text=self._rendered(asked))
+                text = self._rendered(asked)
+                short = len(text) <= SHORT_CHARS
+                whole = self._model.encode(text, False) if short else []
+                return TextAnswer(asked.number, text=text, is_encoded=short, ids=array(IDS, whole).tobytes())
             ids = self._model.encode(asked.text, asked.add_special_tokens, asked.most_tokens)
         except InvalidRequest as error:
             return TextAnswer(asked.number, refusal=str(error) or "the prompt cannot be made", param=error.param)

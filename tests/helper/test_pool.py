@@ -1,0 +1,60 @@
+"""Helper processes: each has bounds of its own, whatever code it is in, and the next question starts another."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+
+import pytest
+
+from edgemoe.errors import HelperFailed
+from edgemoe.helper.frames import Numbered
+from edgemoe.helper.pool import HelperPool
+
+CHILD = """
+import sys
+import msgspec
+from edgemoe.helper.frames import Numbered
+from edgemoe.helper.serving import bound_memory, serve
+class Question(Numbered, frozen=True):
+    code: str
+class Answer(Numbered, frozen=True):
+    value: str
+def answer(asked):
+    return Answer(asked.number, str(eval(asked.code)))
+bound_memory(64 << 20)
+serve(sys.stdin.buffer, sys.stdout.buffer, Question, answer, 0.3)
+"""
+
+
+class Question(Numbered, frozen=True):
+    code: str
+
+
+class Answer(Numbered, frozen=True):
+    value: str
+
+
+ENDLESS = {
+    "a loop": "[0 for _ in iter(int, 1)]",
+    "one operation": "9 ** (9 ** 9)",
+    "memory": "len('a' * (1 << 30))",
+    "its end": "__import__('os').abort()",
+    "another answer": "__import__('sys').stdout.buffer.write(b'\\xff' * 64)",
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+async def test_what_exceeds_its_bounds_ends_its_process_only(name: str) -> None:
+    pool = HelperPool([sys.executable, "-c", CHILD], 60.0)
+    began_s = time.monotonic()
+    attack = asyncio.create_task(pool.ask(Question(0, ENDLESS[name]), Answer, principal="mallory"))
+    await asyncio.sleep(0)
+    assert (await pool.ask(Question(0, "6 * 7"), Answer, principal="bob")).value == "42"
+    with pytest.raises(HelperFailed):
+        await attack
+    assert time.monotonic() - began_s < 45.0, "it was not ended by its own bounds"
+    assert (await pool.ask(Question(0, "1 + 1"), Answer, principal="mallory")).value == "2"
+    await pool.close()
+    assert pool.pids == []
