@@ -91,6 +91,10 @@ class TaskTurns:
         """Lets `places` run at once, `each` of one principal at most."""
         self._turns: FairTurns[asyncio.Future[None]] = FairTurns(places, each)
 
+    def __len__(self) -> int:
+        """Counts the tasks that wait."""
+        return len(self._turns)
+
     async def begin(self, principal: str) -> Place:
         """Waits for the principal's turn. Returns its place, which is its own until `end`."""
         waiter = asyncio.get_running_loop().create_future()

@@ -115,13 +115,13 @@ async def test_many_bodies_wait_for_a_thread_where_they_can_be_cancelled(
     def work() -> None:
         asyncio.run_coroutine_threadsafe(release.wait(), loop).result(30)
 
-    waiting = [asyncio.ensure_future(api.in_thread(work)) for _ in range(20)]
+    waiting = [asyncio.ensure_future(api.in_thread(f"key:{at}", work)) for at in range(20)]
     await asyncio.sleep(0)
-    await until(lambda: api.free_threads.locked())
+    await until(lambda: len(api.thread_turns) == 20 - PREPARE_THREADS)
     for one in waiting:
         one.cancel()
     await asyncio.gather(*waiting, return_exceptions=True)
     assert api.threads._work_queue.qsize() <= PREPARE_THREADS  # those that had one
     release.set()
     async with asyncio.timeout(10):
-        assert await api.in_thread(len, "abc") == 3
+        assert await api.in_thread("", len, "abc") == 3
