@@ -19,7 +19,7 @@ import openai
 from rich.console import Console
 
 from edgemoe import demo
-from edgemoe.cli.client import Client
+from edgemoe.cli.client import Client, WaitingLine
 from edgemoe.cli.status import take, tier_table
 from edgemoe.config.sizes import format_size
 from edgemoe.errors import EdgemoeError, ServiceError
@@ -27,7 +27,7 @@ from edgemoe.store.manifest import Manifest
 from edgemoe.store.packer import ensure_store
 from edgemoe.telemetry.metrics import BYTES_MOVED, select
 
-START_TIMEOUT_S, STOP_TIMEOUT_S, ANSWER_TIMEOUT_S = 180.0, 30.0, 60.0
+STOP_TIMEOUT_S, ANSWER_TIMEOUT_S = 30.0, 60.0
 VRAM_SHARE, RAM_SHARE, LINK = 0.25, 0.50, "1GB/s"
 HOPS = (("nvme", "ram"), ("ram", "vram"))
 FIGURES_S = 1.0  # the engine tells its figures twice a second
@@ -108,16 +108,16 @@ def daemon(command: Sequence[str], log: Path) -> Iterator[subprocess.Popen[bytes
 
 
 def wait_until_ready(process: subprocess.Popen[bytes], client: Client) -> None:
-    """Returns when /health says so. Raises ServiceError if the daemon ends first, or takes too long."""
-    deadline_s = time.monotonic() + START_TIMEOUT_S
-    with console.status("Starting the daemon ..."):
-        while time.monotonic() < deadline_s:
+    """Waits for as long as loading comes on. Raises ServiceError if the daemon ends first, or no engine can start."""
+    with console.status("Starting the daemon ...") as status:
+        line = WaitingLine()
+        show = (lambda text: status.update(f"Starting the daemon: {text}")) if console.is_terminal else line.show
+        try:
+            client.wait_while_loading(show, lambda: process.poll() is None)
+        except ServiceError as error:
             if process.poll() is not None:
-                raise ServiceError(f"the daemon ended with exit code {process.returncode}")
-            if client.is_ready():
-                return
-            time.sleep(0.1)
-    raise ServiceError(f"the daemon is not ready after {START_TIMEOUT_S:.0f} s")
+                raise ServiceError(f"the daemon ended with exit code {process.returncode}") from error
+            raise
 
 
 def answer(socket: Path, question: str, max_tokens: int) -> None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import pwd
+import shutil
 import socket
-from collections.abc import Iterator
+import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -16,9 +19,12 @@ import httpx
 from edgemoe.config.loading import load
 from edgemoe.errors import EdgemoeError, ServiceError
 from edgemoe.types.arrays import Json
+from edgemoe.types.loading import loading_text
 
 SERVICE_SOCKET = Path("/run/edgemoe/edgemoe.sock")
 _CONNECT_TIMEOUT_S, _SILENCE_TIMEOUT_S = 5.0, 900.0
+_UNANSWERED_S = 180.0  # that a daemon may take from its start to its first answer
+_POLL_S, _LINE_EVERY_S = 0.2, 10.0
 
 
 def socket_of(args: argparse.Namespace) -> Path:
@@ -70,6 +76,29 @@ class Client:
         except (ServiceError, httpx.HTTPError):
             return False
 
+    def wait_while_loading(self, show: Callable[[str], object], alive: Callable[[], object] = lambda: True) -> None:
+        """Returns once the daemon takes requests, and at once where an engine has served; shows how loading comes on.
+
+        `alive` says whether the daemon may still answer, where none does yet. Raises ServiceError where no engine can
+        start, or nothing answers for so long.
+        """
+        answered_s = time.monotonic()
+        while True:
+            try:
+                health = json.loads(self.text("/health", accept_unavailable=True))
+            except ServiceError:
+                if not alive() or time.monotonic() - answered_s > _UNANSWERED_S:
+                    raise
+                show("it does not answer yet")
+            else:
+                answered_s = time.monotonic()
+                if failure := health.get("cannot_start"):
+                    raise ServiceError(failure["reason"])
+                if health.get("status") != "loading" or health.get("model"):
+                    return
+                show(starting_text(health))
+            time.sleep(_POLL_S)
+
     def post(self, path: str) -> Json:
         """Returns the answer to an empty POST."""
         self._knock()
@@ -112,6 +141,45 @@ class Client:
 
     def _broken_off(self, error: httpx.HTTPError) -> ServiceError:
         return ServiceError(f"the daemon at {self._socket} broke off: {error or type(error).__name__}")
+
+
+def starting_text(health: Json) -> str:
+    """Returns how far an engine that is starting has come, and how the one before it ended."""
+    loading, engine = health.get("loading"), health.get("engine") or {}
+    text = loading_text(loading) if loading else "the engine is started again"
+    return f"{text}; the engine before it ended: {engine['last_end']}" if engine.get("last_end") else text
+
+
+class WaitingLine:
+    """Shows on stderr what is waited for: one line that changes on a terminal, else a line a phase or ten seconds."""
+
+    def __init__(self) -> None:
+        self._terminal, self._shown, self._shown_s = sys.stderr.isatty(), "", 0.0
+
+    def show(self, text: str) -> None:
+        """Shows the present text."""
+        now, phase = time.monotonic(), text.partition(" ")[0].rstrip(",")
+        if self._terminal:
+            width = max(20, shutil.get_terminal_size().columns - 1)
+            print(f"\r\033[K{f'the model is loading: {text}'[:width]}", end="", file=sys.stderr, flush=True)
+        elif phase != self._shown or now - self._shown_s > _LINE_EVERY_S:
+            self._shown_s = now
+            print(f"the model is loading: {text}", file=sys.stderr, flush=True)
+        self._shown = phase
+
+    def end(self) -> None:
+        """Takes the line away from a terminal."""
+        if self._terminal and self._shown:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+
+def wait_for_engine(client: Client) -> None:
+    """Waits while the daemon's first engine loads, and shows how that comes on. Raises ServiceError."""
+    line = WaitingLine()
+    try:
+        client.wait_while_loading(line.show, lambda: False)
+    finally:
+        line.end()
 
 
 def _is_named(path: Path) -> bool:

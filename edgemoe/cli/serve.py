@@ -45,7 +45,12 @@ def serve(args: argparse.Namespace) -> int:
     tcp = daemon.reserve(loaded.settings)
     model = store_of(loaded.settings.model, show_progress)
     settings = msgspec.structs.replace(loaded.settings, model=model)
-    return daemon.run(settings, on_ready=lambda: print(ready_text(settings), flush=True), tcp=tcp)
+    return daemon.run(
+        settings,
+        on_ready=lambda: print(ready_text(settings), flush=True),
+        tcp=tcp,
+        reread=lambda: read_settings(args).settings,
+    )
 
 
 def ready_text(settings: Settings) -> str:

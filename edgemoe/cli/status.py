@@ -21,6 +21,7 @@ from edgemoe.config.sizes import format_size
 from edgemoe.telemetry import metrics as names
 from edgemoe.telemetry.metrics import select
 from edgemoe.types.arrays import Json
+from edgemoe.types.loading import loading_text
 from edgemoe.types.model_info import encodings_text
 
 WATCH_S = 2.0
@@ -96,9 +97,9 @@ def _watch(client: Client, socket: Path, picture: Callable[[Client, Path], Rende
 def _heading(snapshot: StatusSnapshot) -> RenderableType:
     health = snapshot.health
     state, model, engine = str(health["status"]), health.get("model") or {}, health.get("engine") or {}
-    if loading := health.get("loading"):
-        state += f" ({loading['phase']}, {loading['fraction']:.0%})"
     colour = {"ready": "green", "failed": "red"}.get(state, "yellow")
+    if loading := health.get("loading"):
+        state += f" ({loading_text(loading)})"
     name = model.get("id", "edgemoe")
     heading = Text.assemble((name, "bold"), " is ", (state, colour), f" at {snapshot.socket}\n")
     if model:
@@ -106,7 +107,9 @@ def _heading(snapshot: StatusSnapshot) -> RenderableType:
             f"{model['family']}, {model['layers']} layers of {model['experts']} experts, {model['top_k']} a token, "
             f"{format_size(model['expert_bytes'])} an expert; {_precision(model)}\n"
         )
-    if engine.get("starts", 1) > 1:
+    if failure := health.get("cannot_start"):
+        heading.append(f"{failure['reason']}\n", "red")
+    elif engine.get("starts", 1) > 1:
         why = f"The engine has been started {engine['starts']} times; it last ended: {engine['last_end']}\n"
         heading.append(why, "yellow")
     return heading

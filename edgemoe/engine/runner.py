@@ -97,6 +97,11 @@ class Runner:
         self._model, self._watchers = model, watchers
         self._blocks, self._chunk_budget, self._clock = blocks, chunk_budget, clock
 
+    @property
+    def layers_begun(self) -> int:
+        """Returns how many layers the step, or the last one, has come to. May be read on any thread."""
+        return int(np.count_nonzero(self._ids[:, :1, :1] >= 0))
+
     def standstill_s(self) -> float:
         """Returns the seconds for which it has seen the step come to no other layer; 0 between steps.
 
@@ -104,7 +109,7 @@ class Runner:
         comes on.
         """
         now_s, started_s = self._clock(), self.started_s
-        reached = started_s, int(np.count_nonzero(self._ids[:, :1, :1] >= 0))
+        reached = started_s, self.layers_begun
         if reached != self._reached:
             self._reached, self._since_s = reached, now_s
         return 0.0 if started_s is None else now_s - self._since_s

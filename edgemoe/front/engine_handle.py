@@ -8,13 +8,16 @@ import logging
 import os
 import secrets
 import signal
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 
 from edgemoe.cluster.rpc.control_messages import Shown
 from edgemoe.cluster.rpc.engine_messages import (
+    PLACE_BYTES,
     Boot,
     Emissions,
     Failed,
@@ -28,56 +31,101 @@ from edgemoe.cluster.rpc.engine_messages import (
 )
 from edgemoe.cluster.rpc.protocol import SPOKEN
 from edgemoe.config.settings import Settings
+from edgemoe.front.engine_death import Death, LastLines
+from edgemoe.telemetry.log import goes_to_journal
 
 log = logging.getLogger(__name__)
 LOOK_S = 0.25  # between two looks at an engine
 STALLED_S = 3.0  # without a message from an engine that is ready: six of its Stats are missing
 SILENCE_S = 20.0  # without a message from an engine that is ready
 LOADING_SILENCE_S = 300.0  # without one from an engine that is coming up
+LOADING_STILL_S = 900.0  # that loading may stay where it is, in the phase and in its share
+LOADING_LOG_S = 10.0  # between two lines in the log about one phase of loading
+LAST_WORDS_S = 1.0  # that what an engine said before its end may take to be read
 STEP_S = 180.0  # that a step may stay in one layer before its thread is taken to hang
 FRONTS_OWN = ("NOTIFY_", "WATCHDOG_", "LISTEN_")  # between the front and the service manager
 STOP_S = 5.0  # that an engine has to exit once it is told to
+READ_BYTES = 64 << 10
 
 
 class EngineHandle:
     """A running engine process."""
 
-    def __init__(self, process: asyncio.subprocess.Process, boot_id: str) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, boot_id: str, place: LoadingPlace | None = None) -> None:
         self.boot_id = boot_id
         self.process = process
         self.loading = Loading(phase="start")
         self.ready: Ready | None = None
         self.failed: Failed | None = None
         self.stats = Stats(values={})
-        self.heard = self._looked = time.monotonic()
+        self.heard = self._looked = self._started = time.monotonic()
+        self._moved = self._phase_began = self._started  # when loading last came on, and began its phase
+        self._logged = 0.0
+        self._place = place
         self._reloaded: asyncio.Future[Reloaded] | None = None
+        self._told_failed = asyncio.Event()
         self._killed = False
+        self._lines = LastLines()
+        self._copying: asyncio.Task[None] | None = None
 
     @classmethod
     async def start(cls, command: Sequence[str], settings: Settings, address: str) -> EngineHandle:
-        """Starts `command` in a process group of its own and hands it its Boot."""
+        """Starts `command` in a process group of its own and hands it its Boot. Its stderr goes through ours."""
         values = msgspec.to_builtins(settings)
-        boot = Boot(boot_id=secrets.token_hex(8), address=address, speaks=SPOKEN, settings=values)
-        env = {key: value for key, value in os.environ.items() if not key.startswith(FRONTS_OWN)}
-        pipe = asyncio.subprocess.PIPE
-        process = await asyncio.create_subprocess_exec(*command, stdin=pipe, env=env, process_group=0)
+        with contextlib.ExitStack() as ends:
+            place = LoadingPlace()
+            ends.callback(place.close)
+            boot = Boot(
+                boot_id=secrets.token_hex(8),
+                address=address,
+                speaks=SPOKEN,
+                settings=values,
+                place_fd=place.fd,
+            )
+            reading, writing = os.pipe2(os.O_CLOEXEC)
+            errors = ends.enter_context(os.fdopen(reading, "rb", buffering=0))
+            with os.fdopen(writing, "wb") as stderr:
+                process = await asyncio.create_subprocess_exec(
+                    *command,
+                    stdin=asyncio.subprocess.PIPE,
+                    stderr=stderr,
+                    env=_environment(os.environ, stderr.fileno()),
+                    process_group=0,
+                    pass_fds=(place.fd,),
+                )
+            ends.pop_all()
+        engine = cls(process, boot.boot_id, place)
+        engine._copying = asyncio.create_task(engine._copy(errors), name="engine's stderr")
         assert process.stdin is not None
         with contextlib.suppress(ConnectionError):  # it has died already, which `ended` will tell
             process.stdin.write(msgspec.json.encode(boot))
             await process.stdin.drain()
         process.stdin.close()
-        return cls(process, boot.boot_id)
+        return engine
+
+    async def _copy(self, errors: Any) -> None:
+        """Copies its stderr to ours, line by line, and keeps the last ones."""
+        reader = asyncio.StreamReader(limit=READ_BYTES)
+        loop = asyncio.get_running_loop()
+        transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), errors)
+        try:
+            while data := await reader.read(READ_BYTES):
+                _write_error(self._lines.take(data))
+            _write_error(self._lines.finish())
+        finally:
+            transport.close()
 
     def note(self, message: FromEngine | None) -> Emissions | Ready | Shown | ToCluster | None:
         """Remembers what the engine says of itself, None where it is unreadable; returns what is for others."""
         self.heard = time.monotonic()
         match message:
             case Loading():
-                self.loading = message
+                self._comes_on(message)
             case Stats():
                 self.stats = message
             case Failed():
                 self.failed = message
+                self._told_failed.set()
             case Refused():
                 log.warning("the engine cannot read what was sent", extra={"what": message.what, "why": message.why})
             case Ready():
@@ -90,6 +138,35 @@ class EngineHandle:
                 return message
         return None
 
+    def _comes_on(self, loading: Loading) -> None:
+        now, before = time.monotonic(), self.loading
+        if loading.phase != before.phase:
+            self._phase_began = now
+        if loading != before:
+            self._moved = now
+        self.loading = loading
+
+    def describe_loading(self) -> dict[str, Any] | None:
+        """Returns how far it has come; None of one that is ready, or has ended."""
+        if self.ready is not None or self.process.returncode is not None:
+            return None
+        now, at = time.monotonic(), self.loading
+        return {
+            "phase": at.phase,
+            "fraction": at.fraction,
+            "detail": at.detail,
+            "phase_s": round(now - self._phase_began, 1),
+            "seconds": round(now - self._started, 1),
+        }
+
+    def log_loading(self) -> None:
+        """Logs how far loading has come, while it stays in one phase for long."""
+        now, at = time.monotonic(), self.loading
+        if self.ready is None and now - max(self._phase_began, self._logged) > LOADING_LOG_S:
+            self._logged = now
+            share = {"percent": round(100 * at.fraction), "detail": at.detail}
+            log.info("loading", extra={"phase": at.phase, **share, "seconds": round(now - self._phase_began)})
+
     @property
     def serving(self) -> bool:
         """Returns whether it takes requests: ready, and not known to have died."""
@@ -100,34 +177,58 @@ class EngineHandle:
         """Returns whether it is silent for longer than one that works, and not long enough to be taken to hang."""
         return time.monotonic() - self.heard > STALLED_S
 
-    @property
-    def is_fatal(self) -> bool:
-        """Returns whether it has said that it cannot start, and nor could another."""
-        return self.failed is not None and self.failed.fatal
-
     def hangs(self) -> str:
         """Returns why the engine is taken to hang; empty while it is not. Asked at each look.
 
         By how much a look is late this process did not run, stopped or starved: that is no silence of the engine's.
         """
         now = time.monotonic()
-        self.heard = min(now, self.heard + max(0.0, now - self._looked - 2 * LOOK_S))
+        late_s = max(0.0, now - self._looked - 2 * LOOK_S)
+        self.heard, self._moved = min(now, self.heard + late_s), min(now, self._moved + late_s)
         self._looked = now
         silent_s = now - self.heard
         if silent_s > (SILENCE_S if self.ready else LOADING_SILENCE_S):
             return f"it has been silent for {silent_s:.0f} s"
+        if self.ready is None and now - self._moved > LOADING_STILL_S:
+            return f"its start has come no further for {now - self._moved:.0f} s"
         if self.stats.step_s > STEP_S:
             return f"its step has come no further for {self.stats.step_s:.0f} s"
         return ""
 
-    async def ended(self) -> str:
-        """Waits for the process to end; how it ended, in words."""
+    async def ended(self) -> Death:
+        """Waits for the process to end; how it ended."""
         code = await self.process.wait()
+        if code > 0 and self.failed is None:  # what it posted before may be on its way
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LAST_WORDS_S):
+                    await self._told_failed.wait()
         if self.failed is not None:
-            return f"{self.failed.error}: {self.failed.message}"
+            failed = self.failed
+            return await self._death(failed.error, f"{failed.error}: {failed.message}")
         if code < 0:
-            return f"killed by {signal.Signals(-code).name}"
-        return f"exit status {code}"
+            name = signal.Signals(-code).name
+            return await self._death(name, f"killed by {name}")
+        return await self._death(f"exit status {code}", f"exit status {code}")
+
+    async def hung(self, why: str) -> Death:
+        """Returns the end of one that is taken to hang."""
+        return await self._death("hang", why)
+
+    async def _death(self, kind: str, how: str) -> Death:
+        if self._copying is not None and self.process.returncode is not None:  # children of it may hold its stderr
+            await asyncio.wait([self._copying], timeout=LAST_WORDS_S)
+        return Death(
+            kind=kind,
+            how=how,
+            phase="" if self.ready else self._last_phase(),
+            lines=self._lines.told(),
+            fatal=self.failed is not None and self.failed.fatal,
+        )
+
+    def _last_phase(self) -> str:
+        written = "" if self._place is None else self._place.read()
+        at = self.loading
+        return written or (f"{at.phase}: {at.detail}" if at.detail else at.phase)
 
     async def next_reloaded(self) -> Reloaded:
         """Returns the next thing that it says of having loaded something again."""
@@ -156,4 +257,45 @@ class EngineHandle:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within_s):
                 await self.process.wait()
-        return self.process.returncode is not None
+        if self.process.returncode is None:
+            return False
+        if self._copying is not None:
+            self._copying.cancel()  # of what outlives it
+        if self._place is not None:
+            self._place.close()
+        return True
+
+
+class LoadingPlace:
+    """Memory shared with an engine, which writes there where its loading is: no death comes before that is read."""
+
+    def __init__(self) -> None:
+        self.fd = os.memfd_create("edgemoe-loading", os.MFD_CLOEXEC)
+
+    def read(self) -> str:
+        """Returns what the engine wrote last; "" where it wrote nothing."""
+        if self.fd < 0:
+            return ""
+        return os.pread(self.fd, PLACE_BYTES, 0).rstrip(b"\0").decode("utf-8", "replace")
+
+    def close(self) -> None:
+        """Frees the memory."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+def _environment(front: Mapping[str, str], stderr: int) -> dict[str, str]:
+    """Returns the engine's environment. What it writes to `stderr` goes to the journal where ours does."""
+    env = {key: value for key, value in front.items() if not key.startswith(FRONTS_OWN)}
+    with contextlib.suppress(OSError, ValueError):  # there is no stderr
+        if goes_to_journal(front):
+            status = os.fstat(stderr)
+            env["JOURNAL_STREAM"] = f"{status.st_dev}:{status.st_ino}"
+    return env
+
+
+def _write_error(lines: bytes) -> None:
+    with contextlib.suppress(OSError, ValueError):  # its reader has gone, or it is closed
+        sys.stderr.write(lines.decode("utf-8", "replace"))
+        sys.stderr.flush()

@@ -28,7 +28,7 @@ from edgemoe.api.text.tokenizer import TextModel
 from edgemoe.cluster.rpc.ipc import FrontEnd, private_directory
 from edgemoe.config.paths import beside
 from edgemoe.config.settings import Settings
-from edgemoe.errors import RequestError, first_of
+from edgemoe.errors import EngineUnavailable, RequestError, first_of
 from edgemoe.front.cluster import ClusterFront
 from edgemoe.front.connections import Server
 from edgemoe.front.listen import bound_socket, clear_path, listening, sole_owner, unix_socket
@@ -68,17 +68,18 @@ def run(
     command: Sequence[str] = WORKER,
     on_ready: Callable[[], None] | None = None,
     tcp: socket.socket | None = None,
+    reread: Callable[[], Settings] | None = None,
 ) -> int:
     """Serves the packed store at `settings.model.path` until told to stop; the exit status.
 
-    `settings` have their paths filled in. `on_ready` is called once requests are answered; `tcp` is what `reserve`
-    returned. Raises ServiceError, CheckpointError where it cannot start.
+    `settings` have their paths filled in; `reread` returns them as they are now. `on_ready` is called once requests
+    are answered; `tcp` is what `reserve` returned. Raises ServiceError, CheckpointError where it cannot start.
     """
     refuse_pickle()
     _raise_file_limit()
     keep_freed(mmap_bytes=1 << 20, trim_bytes=8 << 20)
     try:
-        asyncio.run(Front(settings, command, on_ready=on_ready, tcp=tcp).serve_with_signals())
+        asyncio.run(Front(settings, command, on_ready=on_ready, tcp=tcp, reread=reread).serve_with_signals())
     except BaseExceptionGroup as group:
         raise first_of(group) from group
     return 0
@@ -94,8 +95,10 @@ class Front:
         env: Mapping[str, str] = os.environ,
         on_ready: Callable[[], None] | None = None,
         tcp: socket.socket | None = None,
+        reread: Callable[[], Settings] | None = None,
     ) -> None:
         self.settings = settings
+        self._reread = reread
         self.metrics = Metrics(settings.model.name)
         self.supervisor: Supervisor | None = None
         self.api: Api | None = None
@@ -147,6 +150,8 @@ class Front:
             lookout = Lookout(requests.door)
             self.cluster = ClusterFront(settings, requests, lookout) if settings.cluster.node else None
             self.supervisor = supervisor = Supervisor(settings, requests, self._command, lookout, self.cluster)
+            supervisor.ends_when_fatal = not self._notifier.is_heard  # which would start it again and again
+            supervisor.reread = self._reread or supervisor.reread
             self.api = api = Api(settings.api, supervisor, text, prompts, self.metrics, keys)
             held.callback(api.threads.shutdown, wait=False, cancel_futures=True)
             self._show_metrics(supervisor)
@@ -158,16 +163,28 @@ class Front:
     async def _serve(self, supervisor: Supervisor, server: Server) -> None:
         settle()
         async with asyncio.TaskGroup() as tasks:
+            http = tasks.create_task(server.run_until_stopped(), name="http")
+
+            async def essential(work: Coroutine[Any, Any, None]) -> None:
+                """Does what the daemon cannot do without. Where it fails, clients are told why before all ends."""
+                try:
+                    await work
+                except Exception as error:
+                    supervisor.stop(EngineUnavailable(f"the daemon ends: {error}"))
+                    self._close_door()
+                    server.stop()
+                    await asyncio.wait([http])
+                    raise
+
             helpers = [
-                tasks.create_task(supervisor.listen(), name="listen"),
-                tasks.create_task(supervisor.run(), name="engine"),
+                tasks.create_task(essential(supervisor.listen()), name="listen"),
+                tasks.create_task(essential(supervisor.run()), name="engine"),
                 tasks.create_task(self._heartbeat(supervisor), name="heartbeat"),
                 tasks.create_task(self._reload_on_hangup(supervisor), name="reload"),
                 tasks.create_task(give_back_often(), name="memory"),
             ]
             if self.cluster is not None:
-                helpers.append(tasks.create_task(self.cluster.run(), name="cluster"))
-            tasks.create_task(server.run_until_stopped(), name="http")
+                helpers.append(tasks.create_task(essential(self.cluster.run()), name="cluster"))
             await self._stopped[0].wait()
             log.info("stopping", extra={"live": len(supervisor.request_log), "drain_s": self.settings.service.drain_s})
             self._notifier.tell(STOPPING="1", STATUS="finishing running requests")
@@ -193,18 +210,20 @@ class Front:
 
     async def _heartbeat(self, supervisor: Supervisor) -> None:
         """Keeps the service manager informed: alive, ready, and what is going on."""
-        notified_ready, status_line = False, ""
+        notified_ready, shown_ready, status_line = False, False, ""
         while True:
             fields = {"WATCHDOG": "1"}
-            if gets_ready := supervisor.state == "ready" and not notified_ready:
+            is_ready = supervisor.state == "ready"
+            if not notified_ready and (is_ready or supervisor.state == "failed"):  # requests are answered, if by errors
                 fields["READY"] = "1"
             elif not notified_ready or self._stopped[0].is_set():
                 fields["EXTEND_TIMEOUT_USEC"] = str(LOADING_MARGIN_S * 1_000_000)
-            if (status := f"{supervisor.state}, {len(supervisor.request_log)} requests") != status_line:
+            if (status := supervisor.summary()) != status_line:
                 status_line = fields["STATUS"] = status
-            if self._notifier.tell(**fields) and gets_ready:
-                notified_ready = True
-                if self._on_ready is not None:
+            if self._notifier.tell(**fields):
+                notified_ready |= "READY" in fields
+                if is_ready and not shown_ready and self._on_ready is not None:
+                    shown_ready = True
                     with contextlib.suppress(OSError):  # whoever reads our output has gone, or its disk is full
                         self._on_ready()
             self._check(supervisor)

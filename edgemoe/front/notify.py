@@ -19,6 +19,11 @@ class Notifier:
         ours = env.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
         self.watchdog_s = int(env.get("WATCHDOG_USEC", "0")) / 1e6 if ours else 0.0
 
+    @property
+    def is_heard(self) -> bool:
+        """Returns whether there is a service manager."""
+        return bool(self._address)
+
     def tell(self, **fields: str) -> bool:
         """READY=1, STATUS=..., STOPPING=1, WATCHDOG=1 and their like; false where it has too much unread."""
         if not self._address:

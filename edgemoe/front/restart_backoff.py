@@ -28,8 +28,8 @@ class RestartBackoff:
         self._deaths: deque[float] = deque()
         self._blamed = 0  # requests, as of the last death
 
-    def after_death(self, now: float, blamed: int, fatal: bool) -> Pause:
-        """Longer each time, and for the window to move on after too many deaths, or one that calls itself fatal.
+    def after_death(self, now: float, blamed: int) -> Pause:
+        """Longer each time, and for the window to move on after too many deaths.
 
         `blamed` is how many requests have been given up so far as what engines die of.
         """
@@ -41,7 +41,7 @@ class RestartBackoff:
         while deaths and deaths[0] < now - service.restart_window_s:
             deaths.popleft()
         delay_s = min(LONGEST_DELAY_S, FIRST_DELAY_S * 2.0 ** min(len(deaths) - 1, DOUBLINGS))
-        if fatal or len(deaths) > service.max_restarts:
+        if len(deaths) > service.max_restarts:
             return Pause(max(LONGEST_DELAY_S, deaths[0] + service.restart_window_s - now), gives_up=True)
         return Pause(delay_s, gives_up=False)
 

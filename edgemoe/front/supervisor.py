@@ -2,19 +2,22 @@
 
     loading --Ready--> ready --death or hang--> loading (again, after a back-off; live requests are replayed)
                          any --too many deaths--> failed: clients get typed errors, and another start is tried once
-                                                  the window of counted deaths has moved on; a success makes it ready
+                                                  the window of counted deaths has moved on, or at a reload; a
+                                                  success makes it ready
                          any --drain--> draining: nothing new is accepted, an engine that dies is still replaced
 
-An engine that has never been ready and cannot be (a Failed that calls itself fatal, or too many deaths) ends the
-daemon with a ServiceError: nobody has been served yet, and the one who started it is there to read why.
+Before one has ever been ready, three deaths alike, a fatal one, or too many in all end the trying: `FailedStarts` has
+the reason, which every client is told until a reload or a changed setting has it tried again. A fatal one ends the
+daemon with a ServiceError where no service manager runs it: the one who started it is there to read why.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -25,20 +28,25 @@ from edgemoe.cluster.rpc.control_messages import Shown
 from edgemoe.cluster.rpc.engine_messages import Emissions, FromEngine, Ready, Reload, Stop, ToCluster
 from edgemoe.cluster.rpc.sparing_log import SparingLog
 from edgemoe.config.settings import Settings
-from edgemoe.errors import EngineUnavailable, ReloadRefused, ServiceError
+from edgemoe.errors import ConfigError, EngineUnavailable, ReloadRefused, RequestError, ServiceError
+from edgemoe.front.engine_death import Death, FailedStarts
 from edgemoe.front.engine_handle import LOOK_S, STOP_S, EngineHandle
 from edgemoe.front.looking.lookout import Lookout
 from edgemoe.front.request_router import RequestRouter
 from edgemoe.front.requests.submission import LoggedSubmission
 from edgemoe.front.restart_backoff import RestartBackoff, keeps_failing
 from edgemoe.ticking import until_tick
+from edgemoe.types.loading import loading_text
 from edgemoe.types.model_info import ModelInfo
 from edgemoe.types.request import Emission, Request, RequestLimits
 
 log = logging.getLogger(__name__)
 
 RELOAD_S = 60.0  # that an engine has to load again what it is told to
+SETTINGS_S = 2.0  # between looks at the settings of an engine that cannot start
 SHUTTING_DOWN = EngineUnavailable("the server is shutting down", code="draining")
+ENGINES_OWN = ("memory", "device", "engine", "cache", "record", "log")  # settings that a new engine may get
+CANNOT_START_S = 30.0  # after which a client may ask again, of an engine that nobody has started meanwhile
 
 
 class Neighbours(Protocol):
@@ -78,6 +86,11 @@ class Supervisor:
         self.why = ""  # what ended the last engine
         self._command, self._lookout, self._cluster = command, lookout, cluster
         self._backoff, self._say = RestartBackoff(settings.service), SparingLog(log)
+        self._failed_starts = FailedStarts(settings.service.max_restarts)
+        self._cannot_start: FailedStarts | None = None  # while no start is tried
+        self._try_again = asyncio.Event()
+        self.reread: Callable[[], Settings] = lambda: self.settings  # the settings as they are now
+        self.ends_when_fatal = True
         self._served: tuple[ModelInfo, RequestLimits] | None = None
         self._stopping = False
         self._changed = asyncio.Event()  # pulsed at each change of state
@@ -106,7 +119,7 @@ class Supervisor:
                 async with asyncio.timeout(deadline - time.monotonic()):
                     await self._changed.wait()
             except TimeoutError:
-                raise EngineUnavailable("the model is still loading; try again") from None
+                raise EngineUnavailable(f"the model is still loading{self._how_far()}; try again") from None
         return self._served
 
     def open(self, requests: Sequence[Request], timeout_s: float) -> AbstractContextManager[LoggedSubmission]:
@@ -121,15 +134,22 @@ class Supervisor:
         """Returns how this box and the others reach each other."""
         return await self._lookout.reach()
 
+    def summary(self) -> str:
+        """Returns how the server is in a line, for the service manager."""
+        if self._cannot_start is not None:
+            return f"{self.state}: {self._cannot_start.reason}"
+        return f"{self.state}{self._how_far() if self.state == 'loading' else ''}, {len(self.request_log)} requests"
+
     def describe(self) -> dict[str, Any]:
         """Returns the body of /health."""
         engine, served = self._door.engine, self._served
-        loading = engine.loading if engine and not engine.ready else None
+        loading = engine.describe_loading() if engine and self._state in ("loading", "draining") else None
         about = {} if self._cluster is None else {"cluster": self._cluster.describe()}
         return about | {
             "status": self.state,
             "model": msgspec.to_builtins(served[0]) if served else None,
-            "loading": {"phase": loading.phase, "fraction": loading.fraction} if loading else None,
+            "loading": loading,
+            "cannot_start": self._cannot_start.describe() if self._cannot_start else None,
             "engine": {"pid": engine.process.pid if engine else None, "starts": self.starts, "last_end": self.why},
             "requests": {
                 "live": len(self.request_log),
@@ -141,9 +161,12 @@ class Supervisor:
     async def reload(self) -> str:
         """Has the engine load its ScoutGate again; what is in use then. Requests go on meanwhile.
 
-        Raises ReloadRefused where the old one stays, EngineUnavailable where no engine answers in time.
+        Where the engine has failed, starts another with the settings as they are now. Raises ReloadRefused where the
+        old one stays, EngineUnavailable where no engine answers in time.
         """
         async with self._reloading:
+            if self._state == "failed":
+                return await self._start_again()
             engine = self._door.engine
             if engine is None or not self._door.send(Reload()):
                 raise EngineUnavailable(
@@ -161,12 +184,13 @@ class Supervisor:
     # --- running ---
 
     async def run(self) -> None:
-        """Keeps an engine alive until drained, or cancelled. Raises ServiceError where none ever gets ready."""
+        """Keeps an engine alive until drained, or cancelled. Raises ServiceError where it can never be."""
         while not self._stopping:
-            self.why = await self._incarnation()
+            death = await self._incarnation()
+            self.why = death.said
             if not self._stopping:
                 log.error("engine ended", extra={"why": self.why, "live": len(self.request_log)})
-                await self._pause()
+                await self._after(death)
 
     async def listen(self) -> None:
         """Acts on what engines say, for as long as it runs."""
@@ -209,32 +233,34 @@ class Supervisor:
         if self._door.engine is not None:
             await self._door.engine.exits(STOP_S if self._door.send(Stop()) else 0.0)
 
-    def stop(self) -> None:
+    def stop(self, why: RequestError = SHUTTING_DOWN) -> None:
         """Ends every request with an error and starts no further engine; `run` is still to be cancelled."""
-        self._stopping, self.request_log.closed = True, SHUTTING_DOWN
-        self.request_log.fail_all(SHUTTING_DOWN)
+        self._stopping, self.request_log.closed = True, why
+        self.request_log.fail_all(why)
+        self._pulse()  # who waits for the first engine is told
 
     def check_integrity(self) -> None:
         """Raises AssertionError where request log and engine contradict each other."""
         self.request_log.check_integrity()
         assert self.state != "ready" or (self._door.engine is not None and self._door.engine.ready is not None)
 
-    async def _incarnation(self) -> str:
+    async def _incarnation(self) -> Death:
         """One engine, from start to end; how it ended."""
         self.starts += 1
         try:
             engine = self._door.engine = await EngineHandle.start(self._command, self.settings, self._door.wire.address)
         except OSError as error:  # no memory for another process, say
             self._door.engine = None
-            return f"it cannot be started: {error}"
+            return Death("spawn", f"it cannot be started: {error}", "start")
         log.info("engine started", extra={"pid": engine.process.pid, "start": self.starts})
         ended = asyncio.ensure_future(engine.ended())
         try:
             while not (await asyncio.wait([ended], timeout=until_tick(LOOK_S)))[0]:
                 self.request_log.expire()
+                engine.log_loading()
                 if why := engine.hangs():
                     log.error("engine hangs", extra={"why": why})
-                    return why
+                    return await engine.hung(why)
             return ended.result()
         finally:
             ended.cancel()
@@ -245,24 +271,85 @@ class Supervisor:
             while not await engine.gone(LOOK_S):
                 self.request_log.expire()
 
+    async def _after(self, death: Death) -> None:
+        """Waits for the time of the next start."""
+        if self._served is None and self._failed_starts.end_with(death):
+            await self._until_tried_again(death)
+        else:
+            await self._pause()
+
     async def _pause(self) -> None:
         """Waits before the next start."""
-        engine, now = self._door.engine, time.monotonic()
-        fatal = self._served is None and engine is not None and engine.is_fatal  # else what it lacks may come back
-        delay_s, gives_up = self._backoff.after_death(now, self.request_log.blamed, fatal)
+        now = time.monotonic()
+        delay_s, gives_up = self._backoff.after_death(now, self.request_log.blamed)
         if gives_up:
             self._give_up(delay_s)
         until = now + delay_s
-        while not self._stopping and time.monotonic() < until:
+        while not self._stopping and not self._try_again.is_set() and time.monotonic() < until:
             self.request_log.expire()
             if self.state == "failed":
                 error = keeps_failing(self.why, until - time.monotonic())
                 self.request_log.closed = None if self._requests.elsewhere else error
             await asyncio.sleep(min(LOOK_S, max(0.0, until - time.monotonic())))
+        self._go_on()
+
+    async def _until_tried_again(self, death: Death) -> None:
+        """Tells every client why no engine can start, until a reload or a changed setting.
+
+        Raises ServiceError where the death is fatal and the daemon runs by hand.
+        """
+        if death.fatal and self.ends_when_fatal:
+            raise ServiceError(f"the engine cannot start: {death.said}")
+        self._cannot_start, reason = self._failed_starts, self._failed_starts.reason
+        log.error(reason)
+        error = EngineUnavailable(reason, code="engine_failed", retry_after_s=CANNOT_START_S)
+        if self._state != "draining":
+            self.request_log.closed = error
+            self._change("failed")
+        while not self._stopping and not self._try_again.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(SETTINGS_S):
+                    await self._try_again.wait()
+            with contextlib.suppress(ConfigError, OSError):  # a file that is being written
+                if await self._take_settings():
+                    break
+        self._failed_starts, self._cannot_start = FailedStarts(self.settings.service.max_restarts), None
+        self._backoff = RestartBackoff(self.settings.service)
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Lets clients wait for the engine that is started next, where they were asked to go because of a failure."""
+        if self._try_again.is_set() or self._served is None:
+            self._try_again.clear()
+            if self._state == "failed":
+                self.request_log.closed = None
+                self._change("loading")
+
+    async def _start_again(self) -> str:
+        """Has an engine started with the settings as they are now. Raises ReloadRefused where these are wrong."""
+        try:
+            changed = await self._take_settings()
+        except (ConfigError, OSError) as error:
+            raise ReloadRefused(f"no engine is started: {error}") from error
+        self._try_again.set()
+        told = f", with what has changed in {', '.join(changed)}" if changed else ""
+        return f"the engine is started again{told}; `edgemoe status` shows how far it is"
+
+    async def _take_settings(self) -> list[str]:
+        """Takes the settings that are the engine's own as they are now; returns the sections that have changed."""
+        fresh = await asyncio.to_thread(self.reread)
+        changed = [name for name in ENGINES_OWN if getattr(fresh, name) != getattr(self.settings, name)]
+        self.settings = msgspec.structs.replace(self.settings, **{name: getattr(fresh, name) for name in changed})
+        return changed
+
+    def _how_far(self) -> str:
+        engine = self._door.engine
+        at = engine.describe_loading() if engine is not None else None
+        last = f"the engine before it ended: {self.why}" if self.why else ""
+        told = [loading_text(at)] if at is not None else []
+        return f" ({'; '.join([*told, *([last] if last else [])])})" if told or last else ""
 
     def _give_up(self, delay_s: float) -> None:
-        if self._served is None:
-            raise ServiceError(f"the engine cannot start: {self.why}")
         error = keeps_failing(self.why, delay_s)
         elsewhere = self._requests.elsewhere
         if not elsewhere:
@@ -290,5 +377,8 @@ class Supervisor:
 
     def _change(self, state: State) -> None:
         self._state = state
+        self._pulse()
+
+    def _pulse(self) -> None:
         self._changed.set()
         self._changed.clear()

@@ -6,6 +6,7 @@ token use the fused kernels where these can run the model (see `fused`), all oth
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -39,13 +40,21 @@ class Decoder:
 
     @classmethod
     def load(
-        cls, spec: ModelSpec, path: Path, device: torch.device | str = "cpu", kernels: Kernels | None = None
+        cls,
+        spec: ModelSpec,
+        path: Path,
+        device: torch.device | str = "cpu",
+        kernels: Kernels | None = None,
+        progress: Callable[[float], object] = lambda _: None,
     ) -> Decoder:
-        """Loads the weights from `dense.safetensors`. `kernels` are used on the CPU only. Raises StoreError."""
+        """Loads the weights from `dense.safetensors`. `kernels` are used on the CPU only. Raises StoreError.
+
+        `progress` is called with the share of layers that are loaded.
+        """
         device = torch.device(device)
         kernels = kernels if device.type == "cpu" else None
         by_torch = is_plain(spec) and not spec.dense_encoding  # what the fused kernels leave: prompts, unless encoded
-        return cls(spec, load_weights(spec, path, device, None if by_torch else kernels), device, kernels)
+        return cls(spec, load_weights(spec, path, device, None if by_torch else kernels, progress), device, kernels)
 
     @property
     def embedding(self) -> Matrix:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,20 +40,33 @@ class Weights:
         return torch.tanh(logits / block.soft_cap) * block.soft_cap if block.soft_cap else logits
 
 
-def load_weights(spec: ModelSpec, path: Path, device: torch.device, kernels: Kernels | None) -> Weights:
-    """Copies the weights from the file at `path` to `device`; `kernels` multiply single tokens. Raises StoreError."""
+def load_weights(
+    spec: ModelSpec,
+    path: Path,
+    device: torch.device,
+    kernels: Kernels | None,
+    progress: Callable[[float], object] = lambda _: None,
+) -> Weights:
+    """Copies the weights from the file at `path` to `device`; `kernels` multiply single tokens. Raises StoreError.
+
+    `progress` is called with the share of layers that are loaded.
+    """
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
-            return _assemble(spec, WeightReader(spec, path, file, device, kernels))
+            return _assemble(spec, WeightReader(spec, path, file, device, kernels), progress)
     except (OSError, SafetensorError) as error:
         raise StoreError(f"{path}: the dense weights cannot be read ({error}); pack the checkpoint again") from error
 
 
-def _assemble(spec: ModelSpec, read: WeightReader) -> Weights:
+def _assemble(spec: ModelSpec, read: WeightReader, progress: Callable[[float], object]) -> Weights:
     embed = read.matrix("model.embed_tokens.weight")
+    layers = []
+    for layer in range(spec.layers):
+        progress(layer / spec.layers)
+        layers.append(make_layer(LayerPlace(spec, layer, read)))
     return Weights(
         embed=embed,
-        layers=tuple(make_layer(LayerPlace(spec, layer, read)) for layer in range(spec.layers)),
+        layers=tuple(layers),
         norm=read.norm("model.norm.weight"),
         head=embed if spec.block.tied else read.matrix("lm_head.weight"),
     )

@@ -26,7 +26,7 @@ from edgemoe.experts.build import CODES, ExpertTiers, TierMemory
 from edgemoe.experts.compute.moe import Fetching
 from edgemoe.experts.predict.scoutgate.forecaster import ScoutGateForecaster
 from edgemoe.families.spec import ModelSpec
-from edgemoe.kernels.cpu.object_cache import link
+from edgemoe.kernels.cpu.object_cache import Compiling, link
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model.decoder import Decoder
 from edgemoe.model.kv import KVCache
@@ -54,9 +54,9 @@ MISSING_EXPERT_TIMEOUT_CALLS = 2  # time-outs of expert calls for which a reques
 
 
 class Say(Protocol):
-    """Reports the phase of loading in a word, and the share of it that is done."""
+    """Reports the phase of loading in a word, the share of it that is done, and what is under way."""
 
-    def __call__(self, phase: str, fraction: float = 0.0, /) -> None: ...
+    def __call__(self, phase: str, fraction: float = 0.0, detail: str = "", /) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,12 +103,12 @@ def assemble(settings: Settings, emit: Emit, say: Say) -> Assembly:
         kernels = None
         if device.type == "cpu" or not budgets.all_fit:  # the CPU computes experts that a GPU does not hold
             say("kernels")
-            kernels = Kernels(budgets.threads, geometry.bf16, kernel_dir(settings))
+            kernels = Kernels(budgets.threads, geometry.bf16, kernel_dir(settings), _compiling(say, "kernels"))
             opened.callback(kernels.close)
         say("weights")
-        decoder = Decoder.load(spec, directory / DENSE, device, kernels)
+        decoder = Decoder.load(spec, directory / DENSE, device, kernels, lambda share: say("weights", share))
         say("experts")
-        link(CODES, kernel_dir(settings))
+        link(CODES, kernel_dir(settings), progress=_compiling(say, "experts"))
         activity = activity_of(settings, geometry, budgets)
         sharing = sharing_of(settings, directory, served, store, activity)
         scoutgate = scoutgate_for(settings, manifest, served, decoder.embedding)
@@ -140,6 +140,11 @@ def assemble(settings: Settings, emit: Emit, say: Say) -> Assembly:
         closing = opened.pop_all()
     info = _info(settings, manifest, spec)
     return Assembly(settings, info, budgets, engine, tiers, closing.close, activity, sharing, scoutgate, controller)
+
+
+def _compiling(say: Say, phase: str) -> Compiling:
+    """Returns what reports each function that is compiled as progress of the phase."""
+    return lambda name, done, count: say(phase, done / count, f"compiling {name}, {done + 1} of {count}")
 
 
 def _machine() -> Machine:

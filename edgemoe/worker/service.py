@@ -18,6 +18,7 @@ import torch
 
 from edgemoe.cluster.rpc.control_messages import Show
 from edgemoe.cluster.rpc.engine_messages import (
+    PLACE_BYTES,
     Boot,
     Cancel,
     Drain,
@@ -56,6 +57,7 @@ log = logging.getLogger(__name__)
 
 STATS_S = 0.5
 JOIN_S = 3.0  # that the step in progress has to end when the engine is stopped
+READY = "ready"  # the phase that ends loading
 WARM_UP = "\0warm-up"  # no front's request has such a name
 WARM_UP_TOKENS = 80  # of prompt: more than a decode-sized batch
 MESSAGE_CHARS = 4000
@@ -68,7 +70,7 @@ class Worker:
         self._boot, self._settings, self._parent = boot, settings, parent
         self._loop = asyncio.get_running_loop()
         self._wire = EngineEnd(boot.address, boot.boot_id, boot.speaks)
-        self._phase, self._fraction, self._log = "start", 0.0, SparingLog(log)
+        self._loading, self._log = Loading(phase="start"), SparingLog(log)
         self._warm: asyncio.Future[Emission] = self._loop.create_future()
         self._stop_asked = asyncio.Event()
         self._reload_asked = asyncio.Event()
@@ -85,7 +87,7 @@ class Worker:
         if error is not None:
             known = isinstance(error, EdgemoeError)
             log.error(f"engine failed: {error}", exc_info=None if known else error)
-            fatal = known and self._phase != "ready"
+            fatal = known and self._loading.phase != READY
             self._wire.post(Failed(error=type(error).__name__, message=str(error)[:MESSAGE_CHARS], fatal=fatal))
         await self._wire.close()
         return 0 if error is None else 1
@@ -113,7 +115,7 @@ class Worker:
             await self._warm_up(assembly)
             refuse_pickle()
             settle()
-            self._say("ready")
+            self._say(READY)
             self._wire.post(self._ready(assembly))
             helpers.append(tasks.create_task(self._report(assembly), name="stats"))
             helpers.append(tasks.create_task(self._reload_when_asked(assembly), name="reload"))
@@ -130,26 +132,33 @@ class Worker:
 
     # --- coming up
 
-    def _say(self, phase: str, fraction: float = 0.0, /) -> None:
-        if phase != self._phase:
+    def _say(self, phase: str, fraction: float = 0.0, detail: str = "", /) -> None:
+        if phase != self._loading.phase:
             log.info("engine", extra={"phase": phase})
-        self._phase, self._fraction = phase, fraction
+        self._loading = Loading(phase=phase, fraction=fraction, detail=detail)
+        if self._boot.place_fd >= 0:
+            written = f"{phase}: {detail}" if detail else phase
+            os.pwrite(self._boot.place_fd, written.encode()[:PLACE_BYTES].ljust(PLACE_BYTES, b"\0"), 0)
 
     async def _tell_loading(self) -> None:
-        while self._phase != "ready":
-            self._wire.post(Loading(phase=self._phase, fraction=self._fraction))
+        while self._loading.phase != READY:
+            self._wire.post(self._loading)
             await asyncio.sleep(until_tick(STATS_S))
 
     async def _warm_up(self, assembly: Assembly) -> None:
         """Runs a request through prefill and decode, so that everything made at first use exists before Ready.
 
-        It has all the time that it takes: from a slow disk, that is minutes.
+        It has all the time that it takes, while it comes to further layers: from a slow disk, that is minutes.
         """
         self._say("warm-up")
         prompt = (0,) * min(WARM_UP_TOKENS, assembly.engine.limits.context_tokens - 4)
         request = Request(id=WARM_UP, prompt=prompt, sampling=Sampling(temperature=0.0, max_tokens=4), seed=0)
         assembly.engine.loop.submit(request, (), 1, math.inf)
-        end = await self._warm
+        runner, layers = assembly.engine.runner, assembly.model.layers
+        while not (await asyncio.wait([self._warm], timeout=STATS_S))[0]:
+            begun = runner.layers_begun
+            self._say("warm-up", begun / layers, f"layer {begun} of {layers}")
+        end = self._warm.result()
         if self._side is not None and end.error_code == "missing_expert":
             log.warning("not warmed up: the boxes that have the other experts are not here yet")
         elif end.finish == "error":

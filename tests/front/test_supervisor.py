@@ -199,7 +199,7 @@ async def test_what_an_earlier_engine_says_is_not_obeyed(tmp_path: Path, model_d
         assert not waiting.done()
         engine = supervisor_of(front)._door.engine
         assert engine is not None
-        assert not engine.is_fatal
+        assert engine.failed is None
         waiting.cancel()
 
 
@@ -294,16 +294,6 @@ async def test_deaths_count_for_as_long_as_the_window_lasts(tmp_path: Path, mode
             await until(lambda: supervisor_of(front).starts > start)  # noqa: B023 (used at once)
             assert supervisor_of(front).state != "failed"
             await until(lambda: asyncio.get_running_loop().time() > died + 0.5)  # noqa: B023
-
-
-@pytest.mark.parametrize("script", ["import sys; sys.exit(3)", "import os; os.abort()"])
-async def test_an_engine_that_never_starts_ends_the_daemon(
-    tmp_path: Path, model_dir: Path, quick: None, script: str
-) -> None:
-    settings = settings_for(tmp_path, model_dir, service={"max_restarts": 2})
-    with pytest.raises(BaseExceptionGroup) as group:
-        await Front(settings, (sys.executable, "-c", script), env={}).serve()
-    assert group.group_contains(ServiceError, match="exit status 3|SIGABRT")
 
 
 async def test_a_fatal_error_ends_the_daemon_at_once_with_its_reason(
@@ -402,7 +392,7 @@ async def test_only_an_engine_that_was_told_to_stop_is_blamed_for_not_stopping(
 def test_a_pause_has_an_end_however_many_deaths_there_were() -> None:
     backoff = restart_backoff.RestartBackoff(ServiceSettings(max_restarts=5000, restart_window_s=1e6))
     for death in range(1100):
-        assert backoff.after_death(float(death), 0, fatal=False).delay_s <= restart_backoff.LONGEST_DELAY_S
+        assert backoff.after_death(float(death), 0).delay_s <= restart_backoff.LONGEST_DELAY_S
 
 
 async def test_requests_wait_for_an_engine_that_is_still_loading(tmp_path: Path, model_dir: Path) -> None:
@@ -573,10 +563,3 @@ async def test_what_the_request_log_refuses_is_what_the_client_is_told(tmp_path:
             "param": None,
             "code": "holiday",
         }
-
-
-async def test_an_engine_that_cannot_be_executed_is_told_as_such(tmp_path: Path, model_dir: Path, quick: None) -> None:
-    settings = settings_for(tmp_path, model_dir, service={"max_restarts": 0})
-    with pytest.raises(BaseExceptionGroup) as group:
-        await Front(settings, (str(tmp_path / "nothing"),), env={}).serve()
-    assert group.group_contains(ServiceError, match="cannot be started")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import secrets
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
@@ -15,10 +16,11 @@ from edgemoe.api.http import responding as http
 from edgemoe.api.http.page import PAGE
 from edgemoe.api.keys import ApiKey, KeyRing
 from edgemoe.api.metrics import Metrics
-from edgemoe.errors import InvalidRequest, QueueFull, RequestError
+from edgemoe.errors import EngineUnavailable, InvalidRequest, QueueFull, RequestError
 
 log = logging.getLogger(__name__)
 
+LAST_SEND_S = 1.0  # that the last words to a client may take
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 OPEN = ("/health", *PAGE)  # answered without a key: the state only, for monitors, and the page, which asks for a key
 
@@ -57,6 +59,13 @@ class Doorway:
             await http.error_response(error, scope["path"])(scope, receive, numbered)
         except http.ClientGone:
             log.debug("a client hung up", extra={"request": name})
+        except asyncio.CancelledError:  # by the end of the daemon, which no part of an answer may end without a word
+            log.warning("a request was cut off by the daemon's end", extra={"request": name})
+            if status == 499:
+                cut_off = EngineUnavailable("the daemon ended before this was answered", code="draining")
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(LAST_SEND_S):
+                        await http.error_response(cut_off, scope["path"])(scope, receive, numbered)
         except Exception as error:
             log.error("a request failed unexpectedly", exc_info=error, extra={"request": name})
             if status != 499:

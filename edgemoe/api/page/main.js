@@ -67,9 +67,9 @@ function state({ t, figures: changed, health }) {
   if (health) about(health);
 }
 
-function about({ status, model, loading, engine, cluster }) {
+function about({ status, model, loading, cannot_start, engine, cluster }) {
   say(loading ? `${loading.phase} ${Math.round(100 * loading.fraction)} %` : status, KINDS[status] ?? "warn");
-  trouble(status === "failed" ? `The engine cannot run: ${engine.last_end}` : "");
+  trouble(cannot_start?.reason ?? (status === "failed" ? `The engine cannot run: ${engine.last_end}` : ""));
   if (model) {
     $("model").textContent = document.title = model.id;
     const encodings = model.encodings?.join(", ") || model.dtype;

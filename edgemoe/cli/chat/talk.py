@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from functools import partial
 
 from edgemoe.cli.chat.conversation import Conversation, hold
-from edgemoe.cli.client import Client, socket_of
+from edgemoe.cli.client import Client, socket_of, wait_for_engine
 from edgemoe.errors import ConfigError
 from edgemoe.types.arrays import Json
 
@@ -23,6 +23,7 @@ def generate(args: argparse.Namespace) -> int:
         raise ConfigError('give a prompt, as in `edgemoe generate "Once upon a time"`, or pipe one in')
     prompt = sys.stdin.read() if args.prompt is None else args.prompt
     with Client(socket_of(args)) as client:
+        wait_for_engine(client)
         events = client.stream("/v1/completions", {"prompt": prompt} | _sampling(args))
         _show(choice.get("text") or "" for choice in _choices(events))
     return 0
@@ -31,6 +32,7 @@ def generate(args: argparse.Namespace) -> int:
 def chat(args: argparse.Namespace) -> int:
     """Prints one answer, or holds a conversation."""
     with Client(socket_of(args)) as client:
+        wait_for_engine(client)
         talk = Conversation(partial(_answer, client, args), args.system or "", args.stats)
         if args.message is not None:
             talk.ask(args.message)

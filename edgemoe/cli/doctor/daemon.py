@@ -15,6 +15,7 @@ from edgemoe.config.settings import ClusterSettings
 from edgemoe.errors import EdgemoeError
 from edgemoe.front.peers_list import listed
 from edgemoe.types.arrays import Json
+from edgemoe.types.loading import loading_text
 
 REACH_S = 2.0
 NEAR_S, FAR_S = 1.0, 60.0  # by how much two boxes' clocks may be apart
@@ -44,8 +45,12 @@ def _described(health: Json, release: str, path: Path) -> Iterator[Finding]:
     status, engine = str(health.get("status")), health.get("engine") or {}
     state: State = "pass" if status == "ready" else "failure" if status == "failed" else "warning"
     model = (health.get("model") or {}).get("id", "a model")
-    yield Finding("daemon", state, f"{model} is {status} at {path}")
-    if engine.get("starts", 1) > 1:
+    loading = health.get("loading")
+    so_far = f" ({loading_text(loading)})" if loading else ""
+    yield Finding("daemon", state, f"{model} is {status}{so_far} at {path}")
+    if failure := health.get("cannot_start"):
+        yield Finding("engine", "failure", failure["reason"])
+    elif engine.get("starts", 1) > 1:
         why = f"the engine has been started {engine['starts']} times; it last ended: {engine.get('last_end')}"
         yield Finding("daemon", "warning", why)
     if release != edgemoe.__version__:

@@ -47,6 +47,8 @@ REMEDIES = {
     "Other files that you may not look at are looked at by `sudo edgemoe doctor`.",
     "daemon": "Start it with `edgemoe serve`, or `systemctl start edgemoe`; `journalctl --unit edgemoe` says why it "
     "ended.",
+    "engine": "Do what the line says; `edgemoe reload`, a changed setting of the engine, or a restart of the daemon "
+    "has it tried again. The engine's own lines are in the daemon's log (`journalctl --unit edgemoe`).",
     "unit": "`systemctl status edgemoe` says why; `sudo edgemoe service install --model DIR` installs it anew.",
     "peer-list": "On every box the list of peers (cluster.peers_file) must have the key and the address that the "
     "named box has now; `edgemoe keygen` prints a box's entry.",

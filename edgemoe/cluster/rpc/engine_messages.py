@@ -54,6 +54,7 @@ _HEADER_BYTES = len(MAGIC) + 3
 MAX_FRAME_BYTES = 64 << 20  # a prompt of a million tokens with a large grammar stays well below
 MAX_EMISSIONS = 1 << 16  # in one message
 MAX_METRICS = 1 << 14
+PLACE_BYTES = 256  # where the loading of an engine is, in shared memory
 
 
 class Submit(Message, frozen=True, kw_only=True, tag="Submit"):
@@ -169,8 +170,9 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 class Loading(Message, frozen=True, kw_only=True, tag="Loading"):
     """Reports the phase of loading and the share of it that is done."""
 
-    phase: Name  # pack | weights | experts | warm-up
+    phase: Name  # start | verifying | kernels | weights | experts | warm-up
     fraction: Share = 0.0
+    detail: Text = ""  # what of the phase is under way
 
 
 class Ready(Message, frozen=True, kw_only=True, tag="Ready"):
@@ -227,6 +229,7 @@ class Boot(msgspec.Struct, frozen=True, kw_only=True):
     address: LongText  # of the front's ROUTER
     speaks: Versions = Versions(1, 1)  # the front
     settings: dict[str, Any]  # msgspec.to_builtins of config.Settings
+    place_fd: int = -1  # shared memory of PLACE_BYTES, into which the engine writes where its loading is
 
 
 ToEngine = Submit | Cancel | Drain | Stop | Ping | Show | Reload | PeerList | Plan | PullPrefix | FindPrefix | Refused

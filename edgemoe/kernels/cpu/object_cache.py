@@ -30,6 +30,7 @@ from numba.core.runtime.nrt import rtsys
 
 log = logging.getLogger(__name__)
 types: Any = numba.types
+Compiling = Callable[[str, int, int], object]  # is told a function's name, how many are compiled, and of how many
 KEPT = 48  # object files in the directory at most: of other uses, versions, encodings or processors
 DIGEST_BYTES = 16
 PACKAGE = Path(__file__).parents[2]
@@ -92,20 +93,25 @@ class Code:
         self._linked = address
 
 
-def link(codes: Sequence[Code], directory: Path | None, variant: str = "") -> None:
+def silent(name: str, done: int, count: int) -> None:
+    """Tells nobody how far compiling is."""
+
+
+def link(codes: Sequence[Code], directory: Path | None, variant: str = "", progress: Compiling = silent) -> None:
     """Gives all `codes` addresses, from the object file in `directory` where there is one.
 
     Compiles them where there is none. They may refer to each other but to no further ones. `variant` tells apart
-    functions that have the same source.
+    functions that have the same source. `progress` is called before each is compiled.
     """
     if all(code.is_linked for code in codes):
         return
     if directory is None or not _is_private(directory):
+        _compile_each(codes, progress)
         for code in codes:
             code.place(code.address)
         return
     path = directory / f"{_fingerprint(codes, variant)}.o"
-    symbols, machine_code = _kept(path, codes) or _compile_once(path, codes)
+    symbols, machine_code = _kept(path, codes) or _compile_once(path, codes, progress)
     rtsys.initialize(
         cpu_target.target_context
     )  # LLVM learns the addresses of Numba's helpers; one unknown, and all are 0
@@ -124,7 +130,7 @@ def _kept(path: Path, codes: Sequence[Code]) -> tuple[dict[str, str], bytes] | N
     return kept if kept is not None and set(kept[0]) == {code.name for code in codes} else None
 
 
-def _compile_once(path: Path, codes: Sequence[Code]) -> tuple[dict[str, str], bytes]:
+def _compile_once(path: Path, codes: Sequence[Code], progress: Compiling) -> tuple[dict[str, str], bytes]:
     """Compiles and keeps them. Engines that start together wait for the first one, at most `COMPILE_S`."""
     with contextlib.ExitStack() as stack:
         try:
@@ -132,8 +138,10 @@ def _compile_once(path: Path, codes: Sequence[Code]) -> tuple[dict[str, str], by
         except OSError as error:
             log.warning("kernels are compiled here and by others at once", extra={"why": str(error)})
         else:
+            progress("waiting for another engine that compiles", 0, len(codes))
             _take(lock.fileno(), time.monotonic() + COMPILE_S)
         if (kept := _kept(path, codes)) is None:
+            _compile_each(codes, progress)
             kept = _compile(codes)
             _write(path, *kept)
         return kept
@@ -187,6 +195,12 @@ def _target_machine() -> Any:
     return target.create_target_machine(
         cpu=llvm.get_host_cpu_name(), features=features, opt=3, codemodel="jitdefault", jit=True
     )
+
+
+def _compile_each(codes: Sequence[Code], progress: Compiling) -> None:
+    for done, code in enumerate(codes):
+        progress(code.name.removeprefix(f"{__package__}."), done, len(codes))
+        code.compiled  # noqa: B018 (compiles at the first use)
 
 
 def _compile(codes: Sequence[Code]) -> tuple[dict[str, str], bytes]:

@@ -23,7 +23,7 @@ from edgemoe.kernels.cpu.experts_prefill import PREFILL_EXPERTS, make_prefill_ex
 from edgemoe.kernels.cpu.grouped_linear import GROUPED, make_grouped_linear
 from edgemoe.kernels.cpu.intrinsics import place_of
 from edgemoe.kernels.cpu.linear import LINEAR, LINEAR_CODE, MATRIX, linear
-from edgemoe.kernels.cpu.object_cache import link
+from edgemoe.kernels.cpu.object_cache import Compiling, link, silent
 from edgemoe.kernels.cpu.prefill_attention import PREFILL, make_prefill_attention
 from edgemoe.kernels.cpu.steps.decode_step import make_step
 from edgemoe.kernels.cpu.thread_pool import HELP, PAUSES, ThreadPool
@@ -60,10 +60,10 @@ class Kernels:
     """Runs the kernels for one weight type on `threads` threads, the caller's among them.
 
     Compiling takes ten seconds; the machine code is kept in `directory`, where one is given. Only one thread may call
-    at a time, because the scratch memory is shared. Close it, or let it be collected.
+    at a time, because the scratch memory is shared. Close it, or let it be collected. `progress` as of `link`.
     """
 
-    def __init__(self, threads: int, bf16: bool, directory: Path | None = None) -> None:
+    def __init__(self, threads: int, bf16: bool, directory: Path | None = None, progress: Compiling = silent) -> None:
         self.bf16, self._directory = bf16, directory
         self.dtype = BFLOAT16 if bf16 else FLOAT32
         step, layer, head, step_code = make_step(bf16)
@@ -76,7 +76,7 @@ class Kernels:
         every = (HELP, PAUSES, *step_code, *EXPERTS_CODE, *LINEAR_CODE, *attention_code, pack, pack_for)
         product, product_code = make_product(bf16)
         every = (*every, *product_code, *prefill_experts_code, *prefill_code, *delta_code, *grouped_code)
-        link(tuple(dict.fromkeys(every)), directory, "bf16" if bf16 else "f32")
+        link(tuple(dict.fromkeys(every)), directory, "bf16" if bf16 else "f32", progress)
         self._step, self._layer, self._head, self._experts = step.call, layer.call, head.call, run_experts.call
         self._linear, self._attention, self._pack_queries = linear.call, attention.call, pack.call
         self._pack, self._delta, self._grouped = pack_for.call, delta.call, grouped.call
