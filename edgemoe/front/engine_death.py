@@ -68,9 +68,11 @@ class LastLines:
     def _keep(self, whole: bytes) -> None:
         for raw in whole.split(b"\n"):
             line = raw[:LINE_CHARS].decode("utf-8", "replace").rstrip()
+            if not line:
+                continue
             if self._faulted and LOGGED.match(line):  # a child's fault: the engine goes on
                 self._faulted = False
-            if line and (not self._faulted or self._frame_follows):
+            if not self._faulted or self._frame_follows:
                 self._lines.append(line)
             self._frame_follows = self._faulted and line.startswith("Current thread")
             self._faulted |= line.startswith(FAULT)
