@@ -229,7 +229,9 @@ class Boot(msgspec.Struct, frozen=True, kw_only=True):
     address: LongText  # of the front's ROUTER
     speaks: Versions = Versions(1, 1)  # the front
     settings: dict[str, Any]  # msgspec.to_builtins of config.Settings
-    place_fd: int = -1  # shared memory of PLACE_BYTES, into which the engine writes where its loading is
+    place_fd: Annotated[
+        int, Meta(ge=-1, le=1 << 20)
+    ] = -1  # shared memory of PLACE_BYTES, into which the engine writes where its loading is
 
 
 ToEngine = Submit | Cancel | Drain | Stop | Ping | Show | Reload | PeerList | Plan | PullPrefix | FindPrefix | Refused
