@@ -7,7 +7,6 @@ The layers are those of all steps; what they are given differs. Where sequences,
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -60,7 +59,10 @@ class RowInputs:
     def fill(self, batch: Batch) -> None:
         """Copies a batch of at most T tokens, each of another sequence, to the GPU; does not wait for it."""
         count, at, fields = len(batch.context_lens), len(FIELDS) * self.rows, self._fields
-        fields["tokens"][:count], fields["positions"][:count] = batch.tokens.numpy(force=True), batch.positions.numpy(force=True)
+        fields["tokens"][:count], fields["positions"][:count] = (
+            batch.tokens.numpy(force=True),
+            batch.positions.numpy(force=True),
+        )
         fields["contexts"][:count] = batch.context_lens
         for row, (table, context) in enumerate(zip(batch.block_tables, batch.context_lens, strict=True)):
             needed = -(-context // BLOCK_TOKENS)
@@ -128,7 +130,13 @@ class DecodeRows:
     """One step of T rows: its inputs, the launches that compute it, and what they leave."""
 
     def __init__(
-        self, spec: ModelSpec, weights: Weights, ropes: Mapping[RopeSpec, Rope], kv: KVCache, slots: ExpertSlots, rows: int
+        self,
+        spec: ModelSpec,
+        weights: Weights,
+        ropes: Mapping[RopeSpec, Rope],
+        kv: KVCache,
+        slots: ExpertSlots,
+        rows: int,
     ) -> None:
         self._spec, self._weights, self._ropes, self._kv = spec, weights, ropes, kv
         device = kv.data.device

@@ -78,9 +78,7 @@ def _attend(layer: SerialLayer, attention: DenseAttention, residual: torch.Tenso
     add_product(residual, attended, attention.o, attention.o_bias, layer.factor)
 
 
-def product(
-    x: torch.Tensor, matrix: Matrix, norm: Norm, bias: torch.Tensor | None, dtype: torch.dtype
-) -> torch.Tensor:
+def product(x: torch.Tensor, matrix: Matrix, norm: Norm, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     """Returns float32 rows x [T, H], normalised, times a matrix, [T, R], of few rows in float32."""
     from edgemoe.kernels.gpu import decode_dense
 

@@ -20,8 +20,6 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 from safetensors.torch import load_file
-from support.interpreted import widened
-from support.tiny_models import FAMILIES, SIZES, ResidentExperts, Session, Tiny, load_tiny
 from triton.runtime.interpreter import InterpreterBuilder
 
 from edgemoe.experts.compute.gpu_calls import ResidentSlots
@@ -29,6 +27,8 @@ from edgemoe.kernels.gpu import decode_attention
 from edgemoe.model.graphed import GraphedDecoder
 from edgemoe.types.experts import ExpertGeometry
 from edgemoe.types.size_classes import SlabLayout
+from support.interpreted import widened
+from support.tiny_models import FAMILIES, SIZES, ResidentExperts, Session, Tiny, load_tiny
 
 PROMPTS = (list(range(100, 133)), [7], list(range(40, 56)))  # one ends at the end of a block
 

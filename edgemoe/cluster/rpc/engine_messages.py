@@ -229,9 +229,8 @@ class Boot(msgspec.Struct, frozen=True, kw_only=True):
     address: LongText  # of the front's ROUTER
     speaks: Versions = Versions(1, 1)  # the front
     settings: dict[str, Any]  # msgspec.to_builtins of config.Settings
-    place_fd: Annotated[
-        int, Meta(ge=-1, le=1 << 20)
-    ] = -1  # shared memory of PLACE_BYTES, into which the engine writes where its loading is
+    # shared memory of PLACE_BYTES, into which the engine writes where its loading is; -1 without
+    place_fd: Annotated[int, Meta(ge=-1, le=1 << 20)] = -1
 
 
 ToEngine = Submit | Cancel | Drain | Stop | Ping | Show | Reload | PeerList | Plan | PullPrefix | FindPrefix | Refused
