@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -23,6 +23,7 @@ from edgemoe.experts.compute.dispatch import Compute, HostCompute
 from edgemoe.experts.compute.emulated import DeviceTime, EmulatedCompute
 from edgemoe.experts.compute.moe import AS_USUAL, Fetching, TieredExperts
 from edgemoe.experts.compute.peer_layer_step import PeerExperts
+from edgemoe.experts.compute.pinning import ignore_progress
 from edgemoe.experts.metrics import tier_metrics
 from edgemoe.experts.predict.gate_hint import CODES as HINT_CODES
 from edgemoe.experts.tiers.calls import CODES as TIER_CODES
@@ -53,6 +54,7 @@ class TierMemory:
     containment: bool = True  # what is in VRAM is in RAM too
     lock_ram: bool = False  # keep it out of reach of swap
     costs: Path | None = None  # the file that keeps what transfers were measured to take
+    progress: Callable[[float], None] = ignore_progress  # takes the share of RAM that is pinned for a GPU
 
 
 class Device(NamedTuple):
@@ -92,7 +94,9 @@ class ExpertTiers:
         self._math = math = ExpertMath(kernels)
         slabs = _matrices(ram, geometry)
         math.calibrate(dict.fromkeys(slab.layout for slab, _ in slabs), geometry.bf16)
-        self.devices = [_open(device, geometry, ram, math) for device in memory.devices if device.kind != "cpu"]
+        self.devices = [
+            _open(device, geometry, ram, math, memory.progress) for device in memory.devices if device.kind != "cpu"
+        ]
         pools = [
             SlotPool(Tier.VRAM, geometry.layers, geometry.experts, device.layout, policies[Tier.VRAM])
             for device in self.devices
@@ -176,7 +180,13 @@ class ExpertTiers:
             yield Move(expert, Tier.NVME, target, 0.0)
 
 
-def _open(device: DeviceBudget, geometry: ExpertGeometry, ram: HostSlab, math: ExpertMath) -> Device:
+def _open(
+    device: DeviceBudget,
+    geometry: ExpertGeometry,
+    ram: HostSlab,
+    math: ExpertMath,
+    progress: Callable[[float], None],
+) -> Device:
     layout = layout_in(device.expert_bytes, geometry, f"experts on {device.kind}")
     if device.kind == "emulated":
         slab = HostSlab(layout)
@@ -189,7 +199,7 @@ def _open(device: DeviceBudget, geometry: ExpertGeometry, ram: HostSlab, math: E
     if device.kind.startswith("cuda:"):
         from edgemoe.experts.compute.cuda import open_cuda
 
-        return Device(layout, *open_cuda(device.kind, layout, geometry, ram))
+        return Device(layout, *open_cuda(device.kind, layout, geometry, ram, progress))
     raise ConfigError(f"device {device.kind} is none of cpu, emulated, cuda:N")
 
 

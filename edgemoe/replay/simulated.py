@@ -123,6 +123,8 @@ class SimulatedLink:
     def idle(self) -> bool:
         return not self._schedule.loads
 
+    has_room = idle
+
     def rouse(self) -> None:
         self._roused = True
 

@@ -117,7 +117,8 @@ def assemble(settings: Settings, emit: Emit, say: Say) -> Assembly:
         name = "lru" if budgets.all_fit else settings.cache.policy
         controller = foreseeing(name, settings, geometry, directory, scoutgate, kernel_dir(settings))
         policy = controller.policy if controller else POLICIES[name](geometry)
-        tiers = _tiers(settings, geometry, budgets, store, sharing, kernels, policy)
+        memory = _memory(settings, budgets, say)
+        tiers = _tiers(settings, geometry, memory, store, sharing, kernels, policy)
         opened.callback(tiers.close)
         tiers.spread_by(activity)
         if controller is not None:
@@ -171,10 +172,20 @@ def _info(settings: Settings, manifest: Manifest, spec: ModelSpec) -> ModelInfo:
     )
 
 
+def _memory(settings: Settings, budgets: Budgets, say: Say) -> TierMemory:
+    return TierMemory(
+        budgets.ram_bytes,
+        budgets.devices,
+        containment=budgets.containment,
+        costs=costs_file(settings),
+        progress=lambda share: say("pinning", share),
+    )
+
+
 def _tiers(
     settings: Settings,
     geometry: ExpertGeometry,
-    budgets: Budgets,
+    memory: TierMemory,
     store: ExpertStore,
     sharing: Sharing | None,
     kernels: Kernels | None,
@@ -183,7 +194,7 @@ def _tiers(
     tiers = ExpertTiers(
         geometry,
         store if sharing is None else sharing.store,
-        TierMemory(budgets.ram_bytes, budgets.devices, containment=budgets.containment, costs=costs_file(settings)),
+        memory,
         {Tier.VRAM: policy, Tier.RAM: policy},
         kernels,
         fetching=Fetching(settings.cache.prefetch, settings.record.hints, settings.record.hidden),

@@ -24,7 +24,9 @@ def kernels() -> Iterator[dict[bool, Kernels]]:
 
 
 @pytest.fixture(scope="session")
-def make_tiny(kernels: dict[bool, Kernels], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Tiny]:
+def make_tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Tiny]:
+    """Compiles kernels where a test wants them: those of a GPU do not."""
+
     def make(family: str, *, dtype: torch.dtype = torch.float32, fused: bool = True, **changes: Any) -> Tiny:
         config_class, model_class, own = FAMILIES[family]
         torch.manual_seed(0)
@@ -38,6 +40,11 @@ def make_tiny(kernels: dict[bool, Kernels], tmp_path_factory: pytest.TempPathFac
                 values.data += torch.randn_like(values) * 0.2
         directory = tmp_path_factory.mktemp(family)
         model.save_pretrained(directory / "checkpoint")
-        return load_tiny(model, directory / "checkpoint", directory / "store", kernels if fused else None)
+        return load_tiny(
+            model,
+            directory / "checkpoint",
+            directory / "store",
+            request.getfixturevalue("kernels") if fused else None,
+        )
 
     return make

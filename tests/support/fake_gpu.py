@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import threading
 import time
@@ -12,6 +13,9 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 import torch
+
+from edgemoe.experts.compute import cuda_link
+from edgemoe.experts.tiers.slab import HostSlab
 
 Work = Callable[[], bool]  # one step of a stream; false if it has to wait
 PIECE_MS = 1.0  # that a piece of copying or computing takes; half a copy is a piece
@@ -24,14 +28,13 @@ class FakeGpu:
         self._random = random.Random(seed)
         self._lock = threading.RLock()
         self._streams: list[FakeStream] = []
-        self._current = threading.local()
         self.now_ms = 0.0
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
         patch.setattr(torch.cuda, "Stream", lambda device=None: FakeStream(self))
         patch.setattr(torch.cuda, "Event", lambda blocking=False, enable_timing=False: FakeEvent(self, enable_timing))
         patch.setattr(torch.cuda, "stream", self._on)
-        patch.setattr(torch, "from_numpy", lambda array: array)
+        patch.setattr(cuda_link, "copy_async", self._copy)
 
     def add(self, stream: FakeStream) -> None:
         self._streams.append(stream)
@@ -40,11 +43,6 @@ class FakeGpu:
         """A piece of work takes its time."""
         self.now_ms += PIECE_MS
         return True
-
-    def queue(self, work: Work) -> None:
-        """On the calling thread's current stream."""
-        with self._lock:
-            self._current.stream.work.append(work)
 
     def run(self, pieces: int) -> None:
         with self._lock:
@@ -70,9 +68,22 @@ class FakeGpu:
         while any(stream.work for stream in self._streams):
             self.run(1)
 
+    def _copy(
+        self, slab: FakeSlab, into: int, host: HostSlab, source: int, size_bytes: int, stream: FakeStream
+    ) -> None:
+        """Copies half by half when the GPU comes to it; the source is read then, not before."""
+        half = size_bytes // 2
+        for first, end in ((0, half), (half, size_bytes)):
+            there, here = slab.memory.ravel()[into + first : into + end], host.bytes[source + first : source + end]
+            with self._lock:
+                stream.work.append(functools.partial(self._write, there, here))
+
+    def _write(self, there: np.ndarray, here: np.ndarray) -> bool:  # type: ignore[type-arg]
+        there[:] = here
+        return self.spend()
+
     @contextlib.contextmanager
     def _on(self, stream: FakeStream) -> Iterator[None]:
-        self._current.stream = stream
         yield
 
 
@@ -125,27 +136,8 @@ class FakeEvent:
 
 
 class FakeSlab:
-    """Slots that are copied into when the GPU comes to it; the source is read then, not before."""
+    """The memory of slots on the fake GPU."""
 
     def __init__(self, gpu: FakeGpu, slots: int, stride_bytes: int) -> None:
-        self._gpu = gpu
         self.memory = np.zeros((slots, stride_bytes), np.uint8)
         self.device = torch.device("meta")
-
-    def __getitem__(self, part: slice) -> FakeSlot:
-        return FakeSlot(self._gpu, self.memory.ravel()[part])
-
-
-class FakeSlot:
-    def __init__(self, gpu: FakeGpu, memory: np.ndarray) -> None:  # type: ignore[type-arg]
-        self._gpu, self._memory = gpu, memory
-
-    def copy_(self, source: np.ndarray, non_blocking: bool) -> None:  # type: ignore[type-arg]
-        assert non_blocking
-        half = len(source) // 2
-        self._gpu.queue(lambda: self._write(slice(0, half), source))
-        self._gpu.queue(lambda: self._write(slice(half, None), source))
-
-    def _write(self, part: slice, source: np.ndarray) -> bool:  # type: ignore[type-arg]
-        self._memory[part] = source[part]
-        return self._gpu.spend()

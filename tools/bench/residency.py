@@ -58,6 +58,8 @@ class StandInLink:
     def idle(self) -> bool:
         return False
 
+    has_room = idle
+
     def finish(self) -> None:
         for load in self.copies:
             self._listener.arrived(load)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
+from collections.abc import Callable
 from typing import Self
 
 import torch
@@ -16,6 +17,7 @@ from edgemoe.errors import CapacityError, ConfigError
 from edgemoe.experts.compute.cuda_link import MARKS, CudaLink, Order, moment
 from edgemoe.experts.compute.dispatch import Group, Spent
 from edgemoe.experts.compute.gpu_calls import GpuCalls, ResidentSlots
+from edgemoe.experts.compute.pinning import ignore_progress
 from edgemoe.experts.tiers.slab import HostSlab
 from edgemoe.kernels.cpu.expert_math import ExpertMath
 from edgemoe.types.arrays import IntArray
@@ -24,8 +26,14 @@ from edgemoe.types.peers import work_units
 from edgemoe.types.size_classes import SlabLayout
 
 
-def open_cuda(kind: str, layout: SlabLayout, geometry: ExpertGeometry, ram: HostSlab) -> tuple[CudaLink, CudaCompute]:
-    """Returns the link and the computation of device `cuda:N`.
+def open_cuda(
+    kind: str,
+    layout: SlabLayout,
+    geometry: ExpertGeometry,
+    ram: HostSlab,
+    progress: Callable[[float], None] = ignore_progress,
+) -> tuple[CudaLink, CudaCompute]:
+    """Returns the link and the computation of device `cuda:N`. `progress` takes the share of `ram` that is pinned.
 
     Raises CapacityError where the slab does not fit, ConfigError where the kernels cannot be compiled.
     """
@@ -39,7 +47,7 @@ def open_cuda(kind: str, layout: SlabLayout, geometry: ExpertGeometry, ram: Host
             "lower the device's expert_bytes"
         ) from error
     order = Order(layout.count)
-    return CudaLink(ram, slab, layout, order), CudaCompute(slab, layout, geometry, order)
+    return CudaLink(ram, slab, layout, order, progress), CudaCompute(slab, layout, geometry, order)
 
 
 class CudaCompute:

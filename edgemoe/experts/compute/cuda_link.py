@@ -1,34 +1,37 @@
-"""Copies experts to an NVIDIA GPU, in pieces, in an order that computations on it keep to.
+"""Copies experts to an NVIDIA GPU, each whole, in an order that computations on it keep to.
 
-Whatever computes from a slot first waits, on the GPU, for the last piece of its copy and for no other. So a copy counts
-as arrived when that piece is issued. A slot's next copy waits likewise for the last computation that read the old
-expert, and for what was copied into the slot before. How long copies took is read off the GPU's own clock.
+Whatever computes from a slot first waits, on the GPU, for its copy and for no other. So a copy counts as arrived when
+it is issued. A slot's next copy waits likewise for the last computation that read the old expert, and for what was
+copied into the slot before. How long copies took is read off the GPU's own clock.
 """
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
+import functools
 import logging
 import threading
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable
 from queue import SimpleQueue
 from typing import NamedTuple
 
 import torch
 
 from edgemoe.errors import MissingExpert
+from edgemoe.experts.compute.pinning import Pinning, ignore_progress
 from edgemoe.experts.tiers.slab import HostSlab
 from edgemoe.experts.tiers.slots import Transfer
 from edgemoe.experts.transfer.links import LinkStats, TransferListener
-from edgemoe.experts.transfer.pieces import pieces_of
 from edgemoe.types.size_classes import SlabLayout
 
 log = logging.getLogger(__name__)
 
-ROUSE, CLOSE = "rouse", "close"  # messages to the link's thread besides pieces
-PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices
+ROUSE, CLOSE = "rouse", "close"  # messages to the link's thread besides copies
 MARKS = 64  # computations remembered; instead of an older one, the oldest remembered is waited for
-AHEAD = 2  # pieces of prefetches in flight: while one moves, the thread issues the next
+BESIDE = 4  # copies that ended last, beside which another may have been under way
+AHEAD = 2  # copies of prefetches in flight at least: while one moves, the thread issues the next
+AHEAD_BYTES = 4 << 20  # and more of small ones, up to so much: 80 us on a link of 50 GB/s, in which the thread wakes
 
 
 class Order:
@@ -72,52 +75,43 @@ class Order:
         self._computed = number
 
 
-@dataclass(slots=True, eq=False)
-class CopyFlight:
-    """A copy on its way."""
+class CopyFlight(NamedTuple):
+    """A copy in flight, between two moments on the GPU."""
 
     load: Transfer
-    urgent: bool = False  # was demanded when its last piece was issued
-    issued_bytes: int = 0
-    flying: int = 0  # pieces that are issued and have not ended
-    seconds: float = 0.0  # of the pieces that have
-    over: bool = False  # nothing more will be issued
-    given_up: bool = False
-    error: Exception | None = None
-
-
-class IssuedPiece(NamedTuple):
-    """A part of a copy, between two moments on the GPU."""
-
-    flight: CopyFlight
+    urgent: bool  # was demanded when it was issued
     start: torch.cuda.Event
     end: torch.cuda.Event
 
 
 class CudaLink:
-    """Copies experts from RAM to one GPU. Implements `TierLink`; a thread of its own notices when pieces end.
+    """Copies experts from RAM to one GPU. Implements `TierLink`; a thread of its own notices when copies end.
 
-    Of prefetches at most `AHEAD` pieces are in flight, and none is issued while a demand is. What is demanded is issued
-    as one last piece, however much is left of it: nothing overtakes it, and the link need not wait for the thread.
+    An expert is one copy: in 256 KiB each, a link of 54 GB/s carries 12. What is demanded is issued at once. Prefetches
+    wait for demands to end, and for each other beyond `AHEAD` copies and `AHEAD_BYTES`.
     """
 
     at_once = False
 
-    def __init__(self, source: HostSlab, slab: torch.Tensor, layout: SlabLayout, order: Order) -> None:
-        """Copies into `slab`, uint8, cut as `layout` says."""
+    def __init__(
+        self,
+        source: HostSlab,
+        slab: torch.Tensor,
+        layout: SlabLayout,
+        order: Order,
+        progress: Callable[[float], None] = ignore_progress,
+    ) -> None:
+        """Copies into `slab`, uint8, cut as `layout` says. Pins the source, if nobody has; `progress` takes a share."""
         self.stats = LinkStats()
         self._source, self._slab, self._layout, self._order = source, slab, layout, order
-        largest_bytes = layout.classes.bytes[-1]
-        pieces = pieces_of(largest_bytes)
-        self._pieces, self._piece_bytes = pieces, -(-largest_bytes // pieces)
-        _pin(source)
-        self._host = torch.from_numpy(source.bytes)
+        self._pinning = Pinning(source, slab.device, progress)
         self._streams = tuple(torch.cuda.Stream(slab.device) for _ in range(2))  # type: ignore[no-untyped-call]
         self._lock = threading.Lock()  # of all that follows
-        self._flights: list[CopyFlight] = []
-        self._closed = False
-        self._last: torch.cuda.Event | None = None  # the end of the last piece that ended
-        self._ends: SimpleQueue[IssuedPiece | str] = SimpleQueue()
+        self._waiting: list[Transfer] = []
+        self._flying: list[CopyFlight] = []
+        self._closed = self._roused = False
+        self._ended: deque[CopyFlight] = deque(maxlen=BESIDE)
+        self._ends: SimpleQueue[CopyFlight | str] = SimpleQueue()
         self._thread = threading.Thread(target=self._reap, name="edgemoe-copies", daemon=True)
 
     def attach(self, listener: TransferListener) -> None:
@@ -126,26 +120,33 @@ class CudaLink:
 
     def copy(self, load: Transfer) -> None:
         with self._lock:
-            self._flights.append(CopyFlight(load))
+            self._waiting.append(load)
             self.stats.begin()
         self._go_on()
 
     def withdraw(self, load: Transfer) -> None:
         with self._lock:
-            for flight in self._flights:
-                if flight.load is load and not flight.over and self._listener.withdraws(load):
-                    flight.over = flight.given_up = True
-        self._go_on()
+            gone = load in self._waiting and self._listener.withdraws(load)
+            if gone:
+                self._waiting.remove(load)
+                self.stats.abort()
+        if gone:
+            self._listener.released(load)
 
     def idle(self) -> bool:
-        return not self._flights
+        return not self._waiting and not self._flying
+
+    def has_room(self) -> bool:
+        with self._lock:
+            return not self._waiting and self._may_prefetch()
 
     def rouse(self) -> None:
+        self._roused = True
         self._ends.put(ROUSE)
 
     @property
     def piece_s(self) -> float:
-        return self.stats.seconds / self._pieces
+        return self.stats.seconds
 
     def close(self) -> None:
         with self._lock:
@@ -153,113 +154,90 @@ class CudaLink:
         self._go_on()
         self._ends.put(CLOSE)
         self._thread.join(timeout=10)
-        _unpin(self._source)
+        self._pinning.release()
 
     def _go_on(self) -> None:
-        """Issues what can be issued now, and tells the listener of copies that have arrived or ended."""
+        """Issues what can be issued now, and tells the listener of copies that have arrived or cannot be made."""
+        issued: list[CopyFlight] = []
+        failed: list[tuple[Transfer, Exception]] = []
         with self._lock:
-            pieces: list[IssuedPiece] = []
-            ended = self._take_ended()
-            arrived = self._issue_next(pieces)
-            ended += self._take_ended()  # what could not be issued
-        for flight in arrived:
+            while (load := self._next()) is not None:
+                self._waiting.remove(load)
+                try:
+                    if self._closed:
+                        raise MissingExpert(load.layer, load.expert, "the link to its device is closed")
+                    issued.append(self._issue(load, load.demand))
+                except (RuntimeError, MissingExpert) as error:
+                    self.stats.abort()
+                    failed.append((load, error))
+        for flight in issued:
             self._listener.arrived(flight.load)
-        for piece in pieces:  # not before, so that nobody hears of an end first
-            self._ends.put(piece)
-        for flight in ended:
-            if flight.error is not None and not flight.given_up:
-                self._listener.failed(flight.load, flight.error)
-            else:
-                self._listener.released(flight.load)
+            self._ends.put(flight)  # not before, so that nobody hears of its end first
+        for load, why in failed:
+            self._listener.failed(load, why)
 
-    def _take_ended(self) -> list[CopyFlight]:
-        ended = [flight for flight in self._flights if flight.over and not flight.flying]
-        for flight in ended:
-            self._flights.remove(flight)
-            if flight.error is not None or flight.given_up:
-                self.stats.abort()
-            else:
-                self.stats.end(self._bytes_of(flight.load), flight.seconds)
-        return ended
+    def _next(self) -> Transfer | None:
+        """Returns the copy to issue now: any while closed, what is demanded, else the most urgent if there is room."""
+        if self._closed:
+            return next(iter(self._waiting), None)
+        demanded = next((load for load in self._waiting if load.demand), None)
+        if demanded is not None or not self._may_prefetch():
+            return demanded
+        return max(self._waiting, key=lambda load: load.urgency, default=None)
 
-    def _issue_next(self, pieces: list[IssuedPiece]) -> list[CopyFlight]:
-        """Issues the rest of what is demanded; where nothing is, pieces of prefetches. Returns what is complete."""
-        waiting = [flight for flight in self._flights if not flight.over]
-        for flight in waiting:
-            if self._closed:
-                load = flight.load
-                flight.over = True
-                flight.error = MissingExpert(load.layer, load.expert, "the link to its device is closed")
-            elif flight.load.demand:
-                flight.urgent = True
-                self._issue(flight, self._bytes_of(flight.load), pieces)
-        if not any(flight.urgent for flight in self._flights):
-            flying = sum(flight.flying for flight in self._flights)
-            for flight in sorted(waiting, key=lambda flight: -flight.load.urgency):
-                while not flight.over and flying < AHEAD:
-                    self._issue(flight, flight.issued_bytes + self._piece_bytes, pieces)
-                    flying += 1
-        return [flight for flight in waiting if flight.over and flight.error is None]
+    def _may_prefetch(self) -> bool:
+        size_bytes = sum(self._layout.place(flight.load.slot)[1] for flight in self._flying)
+        few = len(self._flying) < AHEAD or size_bytes < AHEAD_BYTES
+        return few and not any(flight.urgent for flight in self._flying)
 
-    def _issue(self, flight: CopyFlight, to_bytes: int, pieces: list[IssuedPiece]) -> None:
-        """Issues the next piece, up to `to_bytes` of the expert."""
-        load, stream = flight.load, self._streams[flight.urgent and not flight.issued_bytes]
+    def _issue(self, load: Transfer, urgent: bool) -> CopyFlight:
+        stream = self._streams[urgent]
         into, size_bytes = self._layout.place(load.slot)
-        source, first, end_bytes = (
-            self._source.layout.place(load.source)[0],
-            flight.issued_bytes,
-            min(to_bytes, size_bytes),
-        )
-        try:
-            with torch.cuda.stream(stream):
-                if not flight.issued_bytes:
-                    self._order.before_copy(load.slot, stream)
-                start = moment(stream)
-                part = self._host[source + first : source + end_bytes]
-                self._slab[into + first : into + end_bytes].copy_(part, non_blocking=True)
-                end = moment(stream, blocking=True)
-        except RuntimeError as error:
-            flight.over, flight.error = True, error
-            return
+        source = self._source.layout.place(load.source)[0]
+        with torch.cuda.stream(stream):
+            self._order.before_copy(load.slot, stream)
+            start = moment(stream)
+            copy_async(self._slab, into, self._source, source, size_bytes, stream)
+            end = moment(stream, blocking=True)
         self._order.copied(load.slot, end)
-        flight.issued_bytes, flight.over = end_bytes, end_bytes == size_bytes
-        flight.flying += 1
-        pieces.append(IssuedPiece(flight, start, end))
-
-    def _bytes_of(self, load: Transfer) -> int:
-        return self._layout.place(load.slot)[1]
+        flight = CopyFlight(load, urgent, start, end)
+        self._flying.append(flight)
+        return flight
 
     def _reap(self) -> None:
         while (message := self._ends.get()) is not CLOSE:
-            if isinstance(message, str):
-                self._listener.roused(self)
-            else:
+            if not isinstance(message, str):
                 self._end(message)
+            if self._roused:  # before the next copy's end, which the link would be idle after
+                self._roused = False
+                self._listener.roused(self)
 
-    def _end(self, piece: IssuedPiece) -> None:
-        flight, seconds, failure = piece.flight, 0.0, None
+    def _end(self, flight: CopyFlight) -> None:
+        seconds = None
         try:
-            piece.end.synchronize()
-            seconds = self._charged_s(piece.start, piece.end)
-        except RuntimeError as error:
+            flight.end.synchronize()
+            seconds = self._charged_s(flight)
+        except RuntimeError:  # it counts as arrived; whoever computes from it fails likewise
             log.exception("a copy to the GPU failed")
-            failure = error
         with self._lock:
-            flight.flying -= 1
-            flight.seconds += seconds
-            if failure is not None and flight.over:  # it counts as arrived; whoever computes from it fails likewise
-                flight.given_up = True
-            elif failure is not None:
-                flight.over, flight.error = True, failure
-        self._go_on()
+            self._flying.remove(flight)
+            if seconds is None:
+                self.stats.abort()
+            else:
+                self.stats.end(self._layout.place(flight.load.slot)[1], seconds)
+        self._go_on()  # before the listener, which takes a while, so that the link does not stand idle
+        self._listener.released(flight.load)
 
-    def _charged_s(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        """Returns the piece's seconds; where pieces overlap, the time since the one before it ended."""
-        milliseconds = [start.elapsed_time(end)]
-        if self._last is not None:
-            milliseconds.append(self._last.elapsed_time(end))
-        self._last = end
-        return max(0.0, float(min(milliseconds))) / 1e3
+    def _charged_s(self, flight: CopyFlight) -> float:
+        """Returns a copy's seconds without those in which one of the last copies was under way as well."""
+        start, free_ms, busy_ms = flight.start, 0.0, 0.0
+        end_ms = start.elapsed_time(flight.end)
+        others = [(start.elapsed_time(one.start), start.elapsed_time(one.end)) for one in self._ended]
+        for other_start_ms, other_end_ms in sorted(others):
+            busy_ms += max(0.0, min(other_start_ms, end_ms) - free_ms)
+            free_ms = max(free_ms, min(other_end_ms, end_ms))
+        self._ended.append(flight)
+        return float(busy_ms + end_ms - free_ms) / 1e3
 
 
 def moment(stream: torch.cuda.Stream, *, blocking: bool = False) -> torch.cuda.Event:
@@ -269,20 +247,25 @@ def moment(stream: torch.cuda.Stream, *, blocking: bool = False) -> torch.cuda.E
     return event
 
 
-def _pin(slab: HostSlab) -> None:
-    """Registers the slab for DMA in place. Where that is refused, copies still work, but slower."""
-    if slab.pinned:
+def copy_async(
+    slab: torch.Tensor, into: int, host: HostSlab, source: int, size_bytes: int, stream: torch.cuda.Stream
+) -> None:
+    """Queues a copy of bytes of RAM into a slab on the GPU. Raises RuntimeError where the driver refuses.
+
+    By the driver and without giving up the interpreter's lock: whoever takes that lock in between moves the event
+    behind the copy by up to 5 ms, and the meter with it. Memory that is not pinned is copied by torch, which waits.
+    """
+    if not host.pinned:
+        there = slab.view(-1)[into : into + size_bytes]
+        there.copy_(torch.from_numpy(host.bytes[source : source + size_bytes]), non_blocking=True)
         return
-    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    code = int(cudart.cudaHostRegister(slab.address, slab.size_bytes, PORTABLE))
-    slab.pinned = not code
+    code = _driver().cuMemcpyHtoDAsync_v2(slab.data_ptr() + into, host.address + source, size_bytes, stream.cuda_stream)
     if code:
-        log.warning("RAM for experts is not pinned, copies will be slow", extra={"cuda_error": code})
-        with contextlib.suppress(RuntimeError):
-            torch.zeros(1, device="cuda")  # clears the error, which the next kernel would report otherwise
+        raise RuntimeError(f"the driver refuses a copy of {size_bytes} bytes to {slab.device}: CUDA error {code}")
 
 
-def _unpin(slab: HostSlab) -> None:
-    if slab.pinned:
-        slab.pinned = False
-        torch.cuda.cudart().cudaHostUnregister(slab.address)  # type: ignore[no-untyped-call]
+@functools.cache
+def _driver() -> ctypes.PyDLL:
+    driver = ctypes.PyDLL("libcuda.so.1")
+    driver.cuMemcpyHtoDAsync_v2.argtypes = [ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+    return driver

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import deque
 from collections.abc import Container, Iterable
@@ -19,7 +20,8 @@ PRIORITIES = tuple(PrefetchPriority)  # to go through an enumeration takes a whi
 class CopiesAhead:
     """Begins a request where the link is idle and the window says that it pays. Thread-safe.
 
-    One prefetch for the next layers is under way at most, which overtakes one other at most.
+    One prefetch for the next layers is under way at most, which overtakes one other at most. While nothing runs, which
+    a prefetch could delay, as many are under way as keep the link busy.
     """
 
     def __init__(self, link: TierLink, device: int, residency: Residency, gap: IdleWindow) -> None:
@@ -27,7 +29,7 @@ class CopiesAhead:
         self._lock = threading.Lock()  # of all that follows
         self._queues: tuple[deque[Move], ...] = tuple(deque() for _ in PrefetchPriority)
         self._near: Transfer | None = None
-        self._other: tuple[Transfer, PrefetchPriority] | None = None
+        self._others: dict[Transfer, PrefetchPriority] = {}
         self._in_vain: list[Transfer] = []  # to be withdrawn
 
     def __len__(self) -> int:
@@ -64,9 +66,9 @@ class CopiesAhead:
 
     def replan(self, planned: Container[ExpertId]) -> None:
         """Gives up what an earlier plan of the controller's began, where it is no part of the new one."""
-        other = self._other
-        if other is not None and other[1] is PrefetchPriority.FAR:
-            load = other[0]
+        with self._lock:
+            far = [load for load, priority in self._others.items() if priority is PrefetchPriority.FAR]
+        for load in far:
             if not load.demand and ExpertId(load.layer, load.expert) not in planned:
                 self._give_up(load)
 
@@ -75,8 +77,8 @@ class CopiesAhead:
         with self._lock:
             if self._near is load:
                 self._near = None
-            elif self._other is not None and self._other[0] is load:
-                self._other = None
+            else:
+                self._others.pop(load, None)
 
     def roused(self) -> None:
         """Ends what was given up, unless it is demanded by now, and begins what pays. On the link's thread."""
@@ -102,7 +104,7 @@ class CopiesAhead:
                 if priority.for_one_layer:
                     self._near = load
                 else:
-                    self._other = load, priority
+                    self._others[load] = priority
                 return load
         return None
 
@@ -113,9 +115,12 @@ class CopiesAhead:
         """
         if self._near is not None:
             return None
+        nothing_runs = self._gap.left_s() == math.inf
         for priority, queue in zip(PRIORITIES, self._queues, strict=True):
             if queue:
-                free = priority.for_one_layer if self._other is not None else self._link.idle()
-                if free and self._gap.pays(queue[0].chance, self._link.piece_s):
+                free = self._link.has_room() if nothing_runs else self._link.idle()
+                if (free or (priority.for_one_layer and self._others)) and self._gap.pays(
+                    queue[0].chance, self._link.piece_s
+                ):
                     return priority
         return None

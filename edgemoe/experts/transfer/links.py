@@ -135,7 +135,9 @@ class TransferListener(Protocol):
 
 
 class TierLink(Protocol):
-    """Copies experts from RAM to one device, in pieces, so that a demand waits for one piece of a prefetch at most.
+    """Copies experts from RAM to one device; a demand waits for one piece of a prefetch at most.
+
+    A piece is a part of an expert where the link is emulated, and an expert on a GPU.
 
     A prefetch that is demanded while it is queued or under way is a demand from then on.
     """
@@ -154,6 +156,9 @@ class TierLink(Protocol):
 
     def idle(self) -> bool:
         """Returns whether no copy is queued or under way."""
+
+    def has_room(self) -> bool:
+        """Returns whether another prefetch is begun before those under way have ended, so that the link stays busy."""
 
     def rouse(self) -> None:
         """Makes the link call `roused` soon, on a thread that may take its time."""
@@ -224,6 +229,8 @@ class EmulatedLink:
 
     def idle(self) -> bool:
         return not self._unfinished
+
+    has_room = idle  # nothing is lost between two transfers
 
     def rouse(self) -> None:
         with self._changed:

@@ -1,4 +1,4 @@
-"""Decides what a link moves when: experts go over it in pieces, and between two pieces a demand overtakes a prefetch.
+"""Decides what an emulated link moves when: in pieces, between two of which a demand overtakes a prefetch.
 
 A prefetch for the next layers overtakes one for later. What has arrived of an overtaken one stays, and counts when it
 goes on. A prefetch that is demanded meanwhile is a demand from the next decision on. The schedule has no clock of its

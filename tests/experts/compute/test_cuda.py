@@ -71,7 +71,7 @@ def test_whatever_the_streams_do_a_computation_reads_its_own_experts(
     in_ram, in_vram = layouts(*pages)
     ram, slab, order = HostSlab(in_ram), FakeSlab(gpu, 1, in_vram.size_bytes), Order(in_vram.count)
     ram.pinned = True  # there is nothing to register with
-    monkeypatch.setattr(cuda_link, "pieces_of", lambda _: 1 + seed % 5)
+    monkeypatch.setattr(cuda_link, "AHEAD_BYTES", 4096 * (seed % 5))
     pools = [SlotPool(Tier.VRAM, layers, experts, in_vram, policy)]
     residency = Residency(SlotPool(Tier.RAM, layers, experts, in_ram, policy), pools, containment=bool(seed % 2))
     link = CudaLink(ram, slab, in_vram, order)  # type: ignore[arg-type]

@@ -17,6 +17,7 @@ from edgemoe.experts.build import ExpertTiers
 from edgemoe.experts.tiers.eviction import ALWAYS
 from edgemoe.experts.tiers.prefetch_priority import PrefetchPriority
 from edgemoe.experts.tiers.slots import SlotClaim, Transfer
+from edgemoe.experts.transfer.loader import FILL_READERS, IDLE_READERS
 from edgemoe.types.experts import ExpertId, Move, Tier
 
 
@@ -382,3 +383,14 @@ async def test_free_slots_are_filled_in_idle_time(store: FileStore) -> None:
     await asyncio.wait([task])
     tiers.close()
     tiers.check_integrity(idle=True)
+
+
+async def test_free_slots_are_filled_by_more_readers_than_read_ahead_for_a_plan(store: FileStore) -> None:
+    for layer in range(3):
+        store.pin(layer, *range(8))
+    for priority, readers in ((PrefetchPriority.FAR, IDLE_READERS), (PrefetchPriority.FILL, FILL_READERS)):
+        store.reads.clear()
+        async with moving(small_tiers(store, 24)) as tiers:
+            tiers.loader.prefetch(stage(0, *range(8)), priority)
+            await settled()
+            assert len(store.reads) == readers

@@ -1,0 +1,119 @@
+"""A slab is registered for DMA slice by slice, and what is refused stays as it was."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import resource
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from edgemoe.experts.compute import pinning
+from edgemoe.experts.compute.pinning import Pinning
+from edgemoe.experts.tiers.slab import HostSlab
+from edgemoe.types.experts import ExpertGeometry
+from edgemoe.types.size_classes import SlabLayout
+
+GPU = torch.device("cuda:1")
+TWO_SIZES = ExpertGeometry(2, 6, 2, 8, 8, "float32", layer_bytes=(4096, 3 * 4096))
+
+
+class FakeCudart:
+    """Registers memory until a limit is reached, and notes on which device."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, most_bytes: int = 1 << 40) -> None:
+        self.registered: dict[int, int] = {}
+        self.most_bytes, self.devices = most_bytes, set[torch.device]()
+        self._lock = threading.Lock()
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: self)
+        monkeypatch.setattr(torch.cuda, "device", self._on)
+
+    def _on(self, device: torch.device) -> contextlib.AbstractContextManager[None]:
+        self.devices.add(device)
+        return contextlib.nullcontext()
+
+    def cudaHostRegister(self, address: int, size_bytes: int, flags: int) -> int:
+        with self._lock:
+            assert flags == 1
+            if sum(self.registered.values()) + size_bytes > self.most_bytes:
+                return 2
+            self.registered[address] = size_bytes
+            return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.registered[address]
+        return 0
+
+
+@pytest.fixture(params=["one size", "two sizes"])
+def slab(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> HostSlab:
+    monkeypatch.setattr(pinning, "SLICE_BYTES", 40_000)
+    layout = SlabLayout.even(50, 4096) if request.param == "one size" else SlabLayout.within(200_000, TWO_SIZES)
+    assert layout is not None
+    return HostSlab(layout)
+
+
+def test_slices_cover_the_slab_and_no_expert_lies_in_two(slab: HostSlab, monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, shares = FakeCudart(monkeypatch), list[float]()
+    pinned = Pinning(slab, GPU, shares.append)
+    assert slab.pinned
+    assert len(cuda.registered) > 2
+    assert cuda.devices == {GPU}, "a thread's own device would be the first"
+    at = slab.address
+    for address, size_bytes in sorted(cuda.registered.items()):
+        assert address == at
+        at += size_bytes
+    assert at == slab.address + slab.size_bytes
+    for slot in range(slab.layout.count):
+        start, size_bytes = slab.layout.place(slot)
+        first = slab.address + start
+        assert any(a <= first and first + size_bytes <= a + n for a, n in cuda.registered.items())
+    assert shares == sorted(shares)
+    assert shares[-1] == 1.0
+    pinned.release()
+    assert not cuda.registered
+    assert not slab.pinned
+
+
+def test_what_is_registered_before_a_refusal_stays_and_the_log_says_what_to_do(
+    slab: HostSlab, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cuda = FakeCudart(monkeypatch, most_bytes=100_000)
+    with caplog.at_level(logging.WARNING):
+        pinned = Pinning(slab, GPU)
+    assert not slab.pinned
+    assert 0 < sum(cuda.registered.values()) <= 100_000
+    (record,) = caplog.records
+    assert record.cuda_error == 2  # type: ignore[attr-defined]
+    assert record.bytes == sum(cuda.registered.values())  # type: ignore[attr-defined]
+    assert "memory.ram_bytes" in record.message
+    pinned.release()
+    assert not cuda.registered
+
+
+def test_a_slab_that_is_registered_is_left_to_whoever_did_it(slab: HostSlab, monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCudart(monkeypatch)
+    first = Pinning(slab, GPU)
+    registered = dict(cuda.registered)
+    second = Pinning(slab, torch.device("cuda:0"))
+    assert cuda.registered == registered
+    second.release()
+    assert slab.pinned
+    first.release()
+    assert not slab.pinned
+
+
+def test_the_limit_of_locked_memory_is_raised_as_far_as_it_may(slab: HostSlab, monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeCudart(monkeypatch)
+    limits: list[tuple[int, int]] = []
+    said = SimpleNamespace(
+        RLIMIT_MEMLOCK=resource.RLIMIT_MEMLOCK,
+        getrlimit=lambda _: (8 << 20, 64 << 30),
+        setrlimit=lambda _, pair: limits.append(pair),
+    )
+    monkeypatch.setattr(pinning, "resource", said)
+    Pinning(slab, GPU)
+    assert limits == [(64 << 30, 64 << 30)]
