@@ -21,6 +21,7 @@ from edgemoe.types.experts import Activation
 
 CHUNKS = ((range(64), range(50, 60)), (range(64, 100), [7]), ([8], [9]), ([10], [11]))  # prompts, then decoding
 FACTOR = 2.0  # bfloat16 on the device may be so many times as far from float32 as bfloat16 on the CPU
+TIES = 0.01  # of the routes, in float32
 FLIPS = 0.05  # of the routes, beyond those that bfloat16 flips on the CPU
 
 
@@ -94,7 +95,7 @@ def judge(tiny: Tiny, dtype: str, device: str) -> None:
     ours = Run.of(tiny, dtype, device, exact.experts)
     if dtype == "float32":
         torch.testing.assert_close(ours.logits, exact.logits, atol=1e-3, rtol=1e-3)
-        assert ours.flips(exact) == 0.0
+        assert ours.flips(exact) <= TIES
         return
     cpu = Run.of(tiny, dtype, "cpu", exact.experts)
     assert ours.distance(exact) <= FACTOR * cpu.distance(exact)

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import ast
+import json
+import re
 import sys
+import time
 from collections.abc import Iterator
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 GIVEN = {"torch", "numpy"}  # without these nobody would start it
@@ -46,7 +51,25 @@ def test_nothing_is_imported_on_a_bare_machine_that_was_not_asked_for() -> None:
         *{path.with_name("conftest.py") for path in tests},
         ROOT / "tests/conftest.py",
         ROOT / "tools/bench/gpu.py",
+        ROOT / "tools/bench/gpu_link.py",
     ]
+    foreign = foreign_modules(waiting)
+    assert {name: str(path) for name, path in foreign.items() if name not in {*check.NEEDED, *GIVEN}} == {}
+
+
+def test_the_daemon_imports_nothing_that_was_not_asked_for() -> None:
+    check = program()
+    rooms = [path for path in (ROOT / "edgemoe").iterdir() if path.name not in ("cli", "replay", "__pycache__")]
+    foreign = foreign_modules(
+        [ROOT / "tools/bench/gpu_demo.py", *(file for room in rooms for file in room.rglob("*.py"))]
+    )
+    assert {"starlette", "llguidance", "zmq"} <= foreign.keys()
+    expected = {*check.NEEDED, *check.SERVING, *GIVEN}
+    assert {name: str(path) for name, path in foreign.items() if name not in expected} == {}
+
+
+def foreign_modules(waiting: list[Path]) -> dict[str, Path]:
+    """Returns the modules of others that these files, and what they import of ours, import; each with one that does."""
     seen, foreign = set[Path](), dict[str, Path]()
     while waiting:
         if (path := waiting.pop()) in seen or not path.exists():
@@ -55,8 +78,42 @@ def test_nothing_is_imported_on_a_bare_machine_that_was_not_asked_for() -> None:
         for name in imported(path):
             if (found := ours(name, path.parent)) is not None:
                 waiting.append(found)
-            elif ours(name.split(".")[0], path.parent) is None and name.split(".")[0] not in sys.stdlib_module_names:
-                foreign.setdefault(name.split(".")[0], path)
+            elif ours(top := name.split(".")[0], path.parent) is None and not (ROOT / top).is_dir():
+                foreign.setdefault(top, path)
     assert len(seen) > 50, "the walk found nothing"
-    assert {name: str(path) for name, path in foreign.items() if name not in {*check.NEEDED, *GIVEN}} == {}
-    assert set(check.CARRIED) <= set(check.NEEDED.values())
+    return {name: path for name, path in foreign.items() if name not in sys.stdlib_module_names}
+
+
+def test_what_is_carried_is_what_is_needed_and_new_enough() -> None:
+    check = program()
+    carried = {re.split("[>=]+", name)[0]: re.split("[>=]+", name)[1:] for name in (*check.CARRIED, *check.BUILT)}
+    assert carried.keys() <= {*check.NEEDED.values(), *check.SERVING.values()}
+    for name, least in check.LEAST.items():
+        assert carried[name] == [".".join(map(str, least))]
+
+
+def test_a_part_that_is_cut_off_leaves_its_figures_and_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checks = program().Check(tmp_path, tmp_path / "out", time.monotonic() + 60)
+    told = "import time; print('{\"a\": 1}', flush=True); print('words'); time.sleep(600)"
+    (tmp_path / "slow.py").write_text(told)
+    checks._env["PYTHONPATH"] = str(tmp_path)
+    checks.bench("part", 2.0, "slow")
+    said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert said[0] == {"part": {"a": 1}}
+    assert said[1]["part"]["error"] == "cut off after 2 s"
+    assert [json.loads(line) for line in (tmp_path / "out" / "figures.jsonl").read_text().splitlines()] == said
+    checks.bench("other", 9.0, "nothing_of_that_name")
+    assert "No module named" in json.loads(capsys.readouterr().out.splitlines()[-1])["other"]["said"]
+
+
+def test_outcomes_of_tests_are_read_off_what_pytest_prints_as_it_goes() -> None:
+    check = program()
+    lines = (
+        "[gw0] [  5%] PASSED tests/a.py::test_b[in memory-1] ",
+        "tests/a.py::test_b ",
+        "[gw12] [100%] FAILED tests/a.py::test_c",
+    )
+    found = [match.groups() for line in lines if (match := check.OUTCOME.search(line))]
+    assert found == [("PASSED", "tests/a.py::test_b[in memory-1]"), ("FAILED", "tests/a.py::test_c")]

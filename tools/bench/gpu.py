@@ -1,24 +1,24 @@
 """What a GPU gives: copies into it, experts and whole decode steps out of its memory, and what a miss costs.
 
-    python -m tools.bench.gpu [--layers 8] [--hidden 2048] [--width 768] [--experts 128] [--top-k 8] [--device cuda:0]
+    python -m tools.bench.gpu [--only link,hits,decode,misses] [--layers 8] [--hidden 2048] [--width 768]
+                              [--experts 128] [--top-k 8] [--device cuda:0]
 
 Layers of Qwen3-30B-A3B's shape by default, with blank experts: the time does not depend on what they hold. Routing
-is uniformly random, the worst case for a cache. The last line is one JSON object. `--device emulated` tries the
-script itself on a machine without a GPU.
+is uniformly random, the worst case for a cache. Each figure is a JSON object on a line of its own, as soon as it is
+measured. `--device emulated` tries the script itself on a machine without a GPU, but for `link`.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import json
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,29 +26,20 @@ from safetensors.torch import save_file
 
 from edgemoe.config.budgets import DeviceBudget
 from edgemoe.engine.driver import SequenceDriver
-from edgemoe.experts.build import ExpertTiers, TierMemory
+from edgemoe.experts.build import CODES, ExpertTiers, TierMemory
 from edgemoe.experts.compute.moe import Fetching
 from edgemoe.families.config import spec_from_config
 from edgemoe.families.spec import ModelSpec, dense_shapes
+from edgemoe.kernels.cpu.object_cache import link
 from edgemoe.model.decoder import Decoder
 from edgemoe.policy.baselines import LRU
-from edgemoe.types.experts import ExpertGeometry, Tier
+from edgemoe.types.experts import Tier
+from tools.bench.filling import BlankStore, fill, running
 
+Figure = tuple[str, object]
+KERNELS = Path(__file__).resolve().parents[2] / ".cache" / "kernels"  # where the tests' and the demo's lie
 CONTEXT = 256  # tokens in the cache before a decode step is timed
 BATCHES = (1, 8, 64, 512)
-
-
-class BlankStore:
-    """Experts of zeros, at once."""
-
-    def __init__(self, geometry: ExpertGeometry) -> None:
-        self._geometry = geometry
-
-    def expert_bytes(self, layer: int, expert: int) -> int:
-        return self._geometry.expert_bytes(0)
-
-    async def read(self, layer: int, expert: int, into: memoryview) -> None:
-        await asyncio.sleep(0)
 
 
 class Bench:
@@ -63,20 +54,25 @@ class Bench:
         self.device = torch.device(self.kind if self.gpu else "cpu")
         self._rng = np.random.default_rng(0)
 
-    def metrics(self) -> dict[str, object]:
-        with self.tiers(1.0) as tiers:
-            self._fill(tiers)
-            link = tiers.loader.links[0].stats
-            fixed_s, per_byte_s = link.cost()
-            found: dict[str, object] = {
-                "expert_mb": self.geometry.expert_bytes(0) / 1e6,
-                "h2d_gb_per_s": link.bytes_per_s / 1e9,
-                "h2d_expert_us": (fixed_s + per_byte_s * self.geometry.stride_bytes(0)) * 1e6,
-                "hits": [self._hits(tiers, tokens) for tokens in BATCHES],
-                "decode": [self._decode(tiers, batch) for batch in (1, 8)],
-            }
-        found["misses"] = [self._misses(prefetch) for prefetch in (False, True)]
-        return found
+    def figures(self, only: Collection[str]) -> Iterator[Figure]:
+        """Yields the figures of these parts, by name."""
+        began_s = time.perf_counter()
+        link(CODES, KERNELS)
+        yield "calls_of_tiers_compiled_s", time.perf_counter() - began_s
+        if "link" in only:
+            from tools.bench.gpu_link import link_figures
+
+            yield from link_figures(self.device)
+        if "hits" in only or "decode" in only:
+            with self.tiers(1.0) as tiers:
+                self._fill(tiers)
+                if "decode" in only:
+                    yield "decode", [self._decode(tiers, batch) for batch in (1, 8)]
+                if "hits" in only:
+                    yield "hits", [self._hits(tiers, tokens) for tokens in BATCHES]
+        if "misses" in only:
+            for prefetch in (False, True):
+                yield f"misses{'_prefetch' * prefetch}", self._misses(prefetch)
 
     @contextlib.contextmanager
     def tiers(self, share: float, *, prefetch: bool = False) -> Iterator[ExpertTiers]:
@@ -88,22 +84,12 @@ class Bench:
         tiers = ExpertTiers(
             geometry, BlankStore(geometry), memory, policies, None, fetching=Fetching(prefetch=prefetch)
         )
-        loop = asyncio.new_event_loop()
-        task = loop.create_task(tiers.run())
-        thread = threading.Thread(target=lambda: loop.run_until_complete(asyncio.wait([task])))
-        thread.start()
-        try:
+        with running(tiers):
             yield tiers
-        finally:
-            loop.call_soon_threadsafe(task.cancel)
-            thread.join()
-            loop.close()
-            tiers.close()
 
     def _fill(self, tiers: ExpertTiers) -> None:
         """Waits until every slot of the device is in use and its link is quiet."""
-        while tiers.residency.devices[0].free or not tiers.loader.links[0].idle():
-            time.sleep(0.01)
+        fill(tiers)
         self._synchronize()
 
     def _hits(self, tiers: ExpertTiers, tokens: int) -> dict[str, float]:
@@ -229,7 +215,22 @@ def main() -> None:
     for name, value in {"layers": 8, "hidden": 2048, "width": 768, "experts": 128, "top-k": 8}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--device", default="cuda:0")
-    print(json.dumps(Bench(parser.parse_args()).metrics()))
+    parser.add_argument("--only", default="link,hits,decode,misses", help="parts, by commas (%(default)s)")
+    args = parser.parse_args()
+    for name, figure in Bench(args).figures(args.only.split(",")):
+        print(json.dumps({name: rounded(figure)}), flush=True)
+
+
+def rounded(figure: Any) -> Any:
+    """Returns a figure with four digits."""
+    match figure:
+        case dict():
+            return {name: rounded(each) for name, each in figure.items()}
+        case list():
+            return [rounded(each) for each in figure]
+        case float():
+            return float(f"{figure:.4g}")
+    return figure
 
 
 if __name__ == "__main__":

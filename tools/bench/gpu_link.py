@@ -1,0 +1,266 @@
+"""What the link to a GPU carries: pinning, single copies, a kernel that gathers, and the product's own link.
+
+`link_figures` yields a figure at a time, so that a run that is cut off still has those before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import mmap
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+import xxhash
+
+from edgemoe.config.budgets import DeviceBudget
+from edgemoe.experts.build import ExpertTiers, TierMemory
+from edgemoe.experts.compute import cuda_link, pinning
+from edgemoe.experts.compute.cuda_link import CudaLink, Order, copy_async
+from edgemoe.experts.compute.pinning import Pinning
+from edgemoe.experts.tiers.slab import HostSlab
+from edgemoe.experts.tiers.slots import SlotPool, Transfer
+from edgemoe.policy.baselines import LRU
+from edgemoe.types.experts import ExpertGeometry, Store, Tier
+from edgemoe.types.size_classes import SlabLayout
+from tools.bench.filling import BlankStore, fill, running
+
+Figure = tuple[str, object]
+PINNED_BYTES = 4 << 30
+SIZES_BYTES = (262_144, 524_288, 1 << 20, 2_506_752, 4_595_712, 9_437_184, 13_221_888)  # the last four: models' experts
+GATHERED_BYTES = (2_506_752, 9_437_184)
+CTAS = (4, 8, 16, 32)
+COPIED_BYTES = 1 << 30  # in one measurement
+WORDS = 4096  # of 4 bytes that one program of the gather kernel moves at once
+ROUNDS = 3
+
+
+@triton.jit
+def gather(addresses, slab, count, stride: tl.constexpr, chunk: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Copies experts [n] from their addresses in pinned memory into slots 0 to n; programs share all chunks."""
+    per: tl.constexpr = (stride // 4 + chunk - 1) // chunk
+    lane = tl.arange(0, chunk)
+    for c in range(tl.program_id(0), count * per, tl.num_programs(0)):
+        at = c % per * chunk + lane
+        live = at < stride // 4
+        source = tl.multiple_of(tl.load(addresses + c // per), 16).to(tl.pointer_type(tl.int32))
+        here = tl.max_contiguous(tl.multiple_of(source + at, [16]), [4])
+        there = slab + c // per * (stride // 4) + at  # fewer than 2^31 words
+        tl.store(there, tl.load(here, mask=live, other=0), mask=live)
+
+
+def link_figures(device: torch.device) -> Iterator[Figure]:
+    """Yields the figures by name."""
+    torch.zeros(1, device=device)  # CUDA's own start is none of them
+    host = HostSlab(SlabLayout.even(PINNED_BYTES // 4096, 4096))
+    yield "pin_gb_per_s", {name: pinned(host, device, *how) for name, how in PINNINGS.items()}
+    pinning_ = Pinning(host, device)
+    slab = torch.empty(COPIED_BYTES, dtype=torch.uint8, device=device)
+    yield "copy_gb_per_s", {size: copied(host, slab, size) for size in SIZES_BYTES}
+    yield (
+        "gather_gb_per_s",
+        {size: {ctas: gathered(host, slab, size, ctas) for ctas in CTAS} for size in GATHERED_BYTES},
+    )
+    pinning_.release()
+    del host, slab, pinning_
+    for name, geometry in GEOMETRIES.items():
+        for demanded in (True, False):
+            yield f"link_{name}_{'demands' if demanded else 'prefetches'}", link_alone(geometry, device, demanded)
+        yield f"load_{name}", loaded(geometry, device, BlankStore(geometry))
+    with disk_store(GEOMETRIES["int4"]) as store:
+        yield "disk_gb_per_s", store.gb_per_s
+        yield "load_int4_from_disk", loaded(GEOMETRIES["int4"], device, store)
+
+
+GEOMETRIES = {
+    "int4": ExpertGeometry(8, 128, 8, 2048, 768, "bfloat16", encodings=("int4",) * 8),
+    "bf16": ExpertGeometry(4, 128, 8, 2048, 768, "bfloat16"),
+}
+PINNINGS = {  # threads, bytes of a slice, whether the pages are found before
+    "one thread, whole": (1, 1 << 40, False),
+    "one thread, pages found before": (1, 1 << 40, True),
+    "4 threads": (4, 512 << 20, True),
+    "8 threads": (8, 512 << 20, True),
+    "8 threads, pages not found before": (8, 512 << 20, False),
+    "16 threads": (16, 256 << 20, True),
+}
+
+
+def pinned(host: HostSlab, device: torch.device, threads: int, slice_bytes: int, populate: bool) -> float:
+    """Returns the rate at which fresh memory is registered."""
+    host._map.madvise(mmap.MADV_DONTNEED)  # as if nobody had touched it
+    kept = pinning.THREADS, pinning.SLICE_BYTES, pinning.POPULATE_WRITE
+    pinning.THREADS, pinning.SLICE_BYTES = threads, slice_bytes
+    pinning.POPULATE_WRITE = kept[2] if populate else 0
+    began_s = time.perf_counter()
+    done = Pinning(host, device)
+    seconds = time.perf_counter() - began_s
+    ok = host.pinned
+    done.release()
+    pinning.THREADS, pinning.SLICE_BYTES, pinning.POPULATE_WRITE = kept
+    return host.size_bytes / seconds / 1e9 if ok else 0.0
+
+
+def rate(size_bytes: int, deed: Callable[[], object]) -> float:
+    """Returns the best of some rounds, in GB/s by the GPU's clock."""
+    deed()
+    best_ms = float("inf")
+    for _ in range(ROUNDS):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        deed()
+        end.record()
+        end.synchronize()
+        best_ms = min(best_ms, start.elapsed_time(end))
+    return size_bytes / best_ms / 1e6
+
+
+def copied(host: HostSlab, slab: torch.Tensor, size_bytes: int) -> float:
+    """Copies of one size, spread over the pinned memory, as the product's link issues them."""
+    count, stream = COPIED_BYTES // size_bytes, torch.cuda.current_stream(slab.device)
+    step = (PINNED_BYTES - size_bytes) // count // 4096 * 4096
+
+    def deed() -> None:
+        for i in range(count):
+            copy_async(slab, i * size_bytes, host, i * step, size_bytes, stream)
+
+    return rate(count * size_bytes, deed)
+
+
+def gathered(host: HostSlab, slab: torch.Tensor, size_bytes: int, ctas: int) -> float:
+    """The same by a kernel that reads pinned memory."""
+    count = COPIED_BYTES // size_bytes
+    numbers = np.random.default_rng(0).permutation(PINNED_BYTES // size_bytes)[:count]
+    addresses = torch.from_numpy(host.address + numbers.astype(np.int64) * size_bytes).to(slab.device)
+    words = slab.view(torch.int32)
+
+    def deed() -> None:
+        gather[(ctas,)](addresses, words, count, stride=size_bytes, chunk=WORDS, num_warps=8)
+
+    found = rate(count * size_bytes, deed)
+    view = host.bytes[: PINNED_BYTES // size_bytes * size_bytes].reshape(-1, size_bytes)
+    view[numbers[-1], :8] = range(8)
+    deed()
+    assert slab[(count - 1) * size_bytes :][:8].tolist() == list(range(8)), "the kernel copies something else"
+    return found
+
+
+def link_alone(geometry: ExpertGeometry, device: torch.device, demanded: bool) -> dict[str, float]:
+    """All copies at once through the product's link: by the clock, and by its meter."""
+    layout = SlabLayout.even(64, geometry.stride_bytes(0))
+    host, slab = HostSlab(layout), torch.empty(layout.size_bytes, dtype=torch.uint8, device=device)
+    link, ends = CudaLink(host, slab, layout, Order(64)), Ends(512)
+    pool = SlotPool(Tier.VRAM, 1, 64, 64, LRU(1, 64))
+    pool.demanded[:] = demanded
+    link.attach(ends)
+    torch.cuda.synchronize()
+    began_s = time.perf_counter()
+    for number in range(ends.wanted):
+        link.copy(Transfer(pool, 0, number % 64, number % 64, number % 64))
+    issued_s = time.perf_counter() - began_s
+    ends.done.wait(60)
+    seconds = time.perf_counter() - began_s
+    meter = link.stats.bytes_per_s / 1e9
+    link.close()
+    clock = ends.wanted * geometry.stride_bytes(0) / seconds / 1e9
+    us = issued_s / ends.wanted * 1e6
+    return {"clock_gb_per_s": clock, "meter_gb_per_s": meter, "apart": meter / clock - 1, "issue_us": us}
+
+
+class Ends:
+    """Counts how copies end."""
+
+    def __init__(self, wanted: int) -> None:
+        self.wanted, self._ended, self.done = wanted, 0, threading.Event()
+
+    def arrived(self, load: object) -> None:
+        pass
+
+    def released(self, load: object) -> None:
+        self._ended += 1
+        if self._ended == self.wanted:
+            self.done.set()
+
+    def failed(self, load: object, error: Exception) -> None:
+        raise error
+
+    def withdraws(self, load: object) -> bool:
+        return False
+
+    def roused(self, link: object) -> None:
+        pass
+
+
+class DiskStore(BlankStore):
+    """Experts in one file that is read around the page cache, and hashed, as the product's store does."""
+
+    def __init__(self, geometry: ExpertGeometry, path: Path) -> None:
+        super().__init__(geometry)
+        self._stride = geometry.stride_bytes(0)
+        block, self._count = np.random.default_rng(0).bytes(self._stride), geometry.layers * geometry.experts
+        with path.open("wb") as file:
+            for _ in range(self._count):
+                file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+        self._file = os.open(path, os.O_RDONLY | os.O_DIRECT)
+        self.pool = ThreadPoolExecutor(8)
+        slab = HostSlab(SlabLayout.even(self._count, self._stride))
+        began_s = time.perf_counter()
+        list(self.pool.map(lambda number: self._read(number, slab.view(number)), range(self._count)))
+        self.gb_per_s = slab.size_bytes / (time.perf_counter() - began_s) / 1e9
+
+    def _read(self, number: int, into: memoryview) -> None:
+        os.preadv(self._file, [into], number * self._stride)
+        xxhash.xxh3_128_digest(into)
+
+    async def read(self, layer: int, expert: int, into: memoryview) -> None:
+        number = layer * self._geometry.experts + expert
+        await asyncio.get_running_loop().run_in_executor(self.pool, self._read, number, into)
+
+    def close(self) -> None:
+        self.pool.shutdown()
+        os.close(self._file)
+
+
+@contextlib.contextmanager
+def disk_store(geometry: ExpertGeometry) -> Iterator[DiskStore]:
+    with tempfile.TemporaryDirectory() as directory:
+        store = DiskStore(geometry, Path(directory) / "experts")
+        try:
+            yield store
+        finally:
+            store.close()
+
+
+def loaded(geometry: ExpertGeometry, device: torch.device, store: Store) -> dict[str, float]:
+    """A whole model into the GPU, by way of RAM."""
+    policy, size_bytes = LRU(geometry.layers, geometry.experts), geometry.all_bytes
+    memory = TierMemory(size_bytes, [DeviceBudget(str(device), size_bytes, 8e9)])
+    policies: dict[Tier, Any] = {Tier.VRAM: policy, Tier.RAM: policy}
+    began_s = time.perf_counter()
+    tiers = ExpertTiers(geometry, store, memory, policies, None)
+    opened_s = time.perf_counter() - began_s
+    began_s = time.perf_counter()
+    with running(tiers):
+        fill(tiers)
+        seconds = time.perf_counter() - began_s
+        meter = tiers.loader.links[0].stats.bytes_per_s / 1e9
+    return {
+        "gb": size_bytes / 1e9,
+        "open_s": opened_s,
+        "fill_s": seconds,
+        "gb_per_s": size_bytes / seconds / 1e9,
+        "meter_gb_per_s": meter,
+        "ahead_bytes": cuda_link.AHEAD_BYTES,
+    }
