@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import functools
 import mmap
 import os
 import tempfile
@@ -60,26 +60,30 @@ def gather(addresses, slab, count, stride: tl.constexpr, chunk: tl.constexpr):  
 
 
 def link_figures(device: torch.device) -> Iterator[Figure]:
-    """Yields the figures by name."""
-    torch.zeros(1, device=device)  # CUDA's own start is none of them
+    """Yields the figures by name; where one cannot be measured, why."""
+    for name, measure in measurements(device):
+        try:
+            yield name, measure()
+        except (RuntimeError, AssertionError, OSError, triton.TritonError) as error:
+            yield name, {"error": repr(error)[:300]}
+
+
+def measurements(device: torch.device) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Yields what can be measured, each to be called before the next is asked for."""
+    torch.zeros(1, device=device)  # CUDA's own start is none of the figures
     host = HostSlab(SlabLayout.even(PINNED_BYTES // 4096, 4096))
-    yield "pin_gb_per_s", {name: pinned(host, device, *how) for name, how in PINNINGS.items()}
+    yield "pin_gb_per_s", lambda: {name: pinned(host, device, *how) for name, how in PINNINGS.items()}
     pinning_ = Pinning(host, device)
     slab = torch.empty(COPIED_BYTES, dtype=torch.uint8, device=device)
-    yield "copy_gb_per_s", {size: copied(host, slab, size) for size in SIZES_BYTES}
-    yield (
-        "gather_gb_per_s",
-        {size: {ctas: gathered(host, slab, size, ctas) for ctas in CTAS} for size in GATHERED_BYTES},
-    )
+    yield "copy_gb_per_s", lambda: {size: copied(host, slab, size) for size in SIZES_BYTES}
+    for size in GATHERED_BYTES:
+        yield f"gather_{size}_gb_per_s", lambda size=size: {ctas: gathered(host, slab, size, ctas) for ctas in CTAS}  # type: ignore[misc]
     pinning_.release()
-    del host, slab, pinning_
     for name, geometry in GEOMETRIES.items():
-        for demanded in (True, False):
-            yield f"link_{name}_{'demands' if demanded else 'prefetches'}", link_alone(geometry, device, demanded)
-        yield f"load_{name}", loaded(geometry, device, BlankStore(geometry))
-    with disk_store(GEOMETRIES["int4"]) as store:
-        yield "disk_gb_per_s", store.gb_per_s
-        yield "load_int4_from_disk", loaded(GEOMETRIES["int4"], device, store)
+        yield f"link_{name}_demands", functools.partial(link_alone, geometry, device, True)
+        yield f"link_{name}_prefetches", functools.partial(link_alone, geometry, device, False)
+        yield f"load_{name}", functools.partial(loaded, geometry, device, BlankStore(geometry))
+    yield "load_int4_from_disk", functools.partial(loaded_from_disk, GEOMETRIES["int4"], device)
 
 
 GEOMETRIES = {
@@ -233,12 +237,11 @@ class DiskStore(BlankStore):
         os.close(self._file)
 
 
-@contextlib.contextmanager
-def disk_store(geometry: ExpertGeometry) -> Iterator[DiskStore]:
+def loaded_from_disk(geometry: ExpertGeometry, device: torch.device) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as directory:
         store = DiskStore(geometry, Path(directory) / "experts")
         try:
-            yield store
+            return {"disk_gb_per_s": store.gb_per_s, **loaded(geometry, device, store)}
         finally:
             store.close()
 
