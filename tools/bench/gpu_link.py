@@ -43,6 +43,7 @@ CTAS = (4, 8, 16, 32)
 COPIED_BYTES = 1 << 30  # in one measurement
 WORDS = 4096  # of 4 bytes that one program of the gather kernel moves at once
 ROUNDS = 3
+COPIES, OUTSTANDING = 512, 8  # through the product's link
 
 
 @triton.jit
@@ -73,7 +74,7 @@ def measurements(device: torch.device) -> Iterator[tuple[str, Callable[[], objec
     torch.zeros(1, device=device)  # CUDA's own start is none of the figures
     host = HostSlab(SlabLayout.even(PINNED_BYTES // 4096, 4096))
     yield "pin_gb_per_s", lambda: {name: pinned(host, device, *how) for name, how in PINNINGS.items()}
-    pinning_ = Pinning(host, device)
+    pinning_ = whole(host, device)
     slab = torch.empty(COPIED_BYTES, dtype=torch.uint8, device=device)
     yield "copy_gb_per_s", lambda: {size: copied(host, slab, size) for size in SIZES_BYTES}
     for size in GATHERED_BYTES:
@@ -113,6 +114,15 @@ def pinned(host: HostSlab, device: torch.device, threads: int, slice_bytes: int,
     done.release()
     pinning.THREADS, pinning.SLICE_BYTES, pinning.POPULATE_WRITE = kept
     return host.size_bytes / seconds / 1e9 if ok else 0.0
+
+
+def whole(host: HostSlab, device: torch.device) -> Pinning:
+    """Registers memory at once: a copy may begin anywhere in it."""
+    kept, pinning.SLICE_BYTES = pinning.SLICE_BYTES, host.size_bytes
+    try:
+        return Pinning(host, device)
+    finally:
+        pinning.SLICE_BYTES = kept
 
 
 def rate(size_bytes: int, deed: Callable[[], object]) -> float:
@@ -160,40 +170,45 @@ def gathered(host: HostSlab, slab: torch.Tensor, size_bytes: int, ctas: int) -> 
 
 
 def link_alone(geometry: ExpertGeometry, device: torch.device, demanded: bool) -> dict[str, float]:
-    """All copies at once through the product's link: by the clock, and by its meter."""
+    """Copies through the product's link, a few waiting at any time: by the clock, and by its meter."""
     layout = SlabLayout.even(64, geometry.stride_bytes(0))
     host, slab = HostSlab(layout), torch.empty(layout.size_bytes, dtype=torch.uint8, device=device)
-    link, ends = CudaLink(host, slab, layout, Order(64)), Ends(512)
+    link, ends = CudaLink(host, slab, layout, Order(64)), Ends()
     pool = SlotPool(Tier.VRAM, 1, 64, 64, LRU(1, 64))
     pool.demanded[:] = demanded
     link.attach(ends)
     torch.cuda.synchronize()
-    began_s = time.perf_counter()
-    for number in range(ends.wanted):
+    began_s, issuing_s = time.perf_counter(), 0.0
+    for number in range(COPIES):
+        ends.room.acquire(timeout=60)
+        one_s = time.perf_counter()
         link.copy(Transfer(pool, 0, number % 64, number % 64, number % 64))
-    issued_s = time.perf_counter() - began_s
-    ends.done.wait(60)
+        issuing_s += time.perf_counter() - one_s
+    while not link.idle():
+        time.sleep(1e-4)
     seconds = time.perf_counter() - began_s
     meter = link.stats.bytes_per_s / 1e9
     link.close()
-    clock = ends.wanted * geometry.stride_bytes(0) / seconds / 1e9
-    us = issued_s / ends.wanted * 1e6
-    return {"clock_gb_per_s": clock, "meter_gb_per_s": meter, "apart": meter / clock - 1, "issue_us": us}
+    clock = COPIES * geometry.stride_bytes(0) / seconds / 1e9
+    return {
+        "clock_gb_per_s": clock,
+        "meter_gb_per_s": meter,
+        "apart": meter / clock - 1,
+        "issue_us": issuing_s / COPIES * 1e6,
+    }
 
 
 class Ends:
-    """Counts how copies end."""
+    """Lets a copy begin when another has ended."""
 
-    def __init__(self, wanted: int) -> None:
-        self.wanted, self._ended, self.done = wanted, 0, threading.Event()
+    def __init__(self) -> None:
+        self.room = threading.Semaphore(OUTSTANDING)
 
     def arrived(self, load: object) -> None:
         pass
 
     def released(self, load: object) -> None:
-        self._ended += 1
-        if self._ended == self.wanted:
-            self.done.set()
+        self.room.release()
 
     def failed(self, load: object, error: Exception) -> None:
         raise error

@@ -79,6 +79,7 @@ class CopyFlight(NamedTuple):
     """A copy in flight, between two moments on the GPU."""
 
     load: Transfer
+    size_bytes: int
     urgent: bool  # was demanded when it was issued
     start: torch.cuda.Event
     end: torch.cuda.Event
@@ -108,7 +109,7 @@ class CudaLink:
         self._streams = tuple(torch.cuda.Stream(slab.device) for _ in range(2))  # type: ignore[no-untyped-call]
         self._lock = threading.Lock()  # of all that follows
         self._waiting: list[Transfer] = []
-        self._flying: list[CopyFlight] = []
+        self._flying = self._flying_bytes = self._urgent = 0  # copies in flight, their bytes, those demanded
         self._closed = self._roused = False
         self._ended: deque[CopyFlight] = deque(maxlen=BESIDE)
         self._ends: SimpleQueue[CopyFlight | str] = SimpleQueue()
@@ -178,7 +179,7 @@ class CudaLink:
 
     def _next(self) -> Transfer | None:
         """Returns the copy to issue now: any while closed, what is demanded, else the most urgent if there is room."""
-        if self._closed:
+        if self._closed or not self._waiting:
             return next(iter(self._waiting), None)
         demanded = next((load for load in self._waiting if load.demand), None)
         if demanded is not None or not self._may_prefetch():
@@ -186,9 +187,7 @@ class CudaLink:
         return max(self._waiting, key=lambda load: load.urgency, default=None)
 
     def _may_prefetch(self) -> bool:
-        size_bytes = sum(self._layout.place(flight.load.slot)[1] for flight in self._flying)
-        few = len(self._flying) < AHEAD or size_bytes < AHEAD_BYTES
-        return few and not any(flight.urgent for flight in self._flying)
+        return not self._urgent and (self._flying < AHEAD or self._flying_bytes < AHEAD_BYTES)
 
     def _issue(self, load: Transfer, urgent: bool) -> CopyFlight:
         stream = self._streams[urgent]
@@ -200,9 +199,13 @@ class CudaLink:
             copy_async(self._slab, into, self._source, source, size_bytes, stream)
             end = moment(stream, blocking=True)
         self._order.copied(load.slot, end)
-        flight = CopyFlight(load, urgent, start, end)
-        self._flying.append(flight)
-        return flight
+        self._count(1, size_bytes, urgent)
+        return CopyFlight(load, size_bytes, urgent, start, end)
+
+    def _count(self, copies: int, size_bytes: int, urgent: bool) -> None:
+        self._flying += copies
+        self._flying_bytes += copies * size_bytes
+        self._urgent += copies * urgent
 
     def _reap(self) -> None:
         while (message := self._ends.get()) is not CLOSE:
@@ -220,19 +223,22 @@ class CudaLink:
         except RuntimeError:  # it counts as arrived; whoever computes from it fails likewise
             log.exception("a copy to the GPU failed")
         with self._lock:
-            self._flying.remove(flight)
+            self._count(-1, flight.size_bytes, flight.urgent)
             if seconds is None:
                 self.stats.abort()
             else:
-                self.stats.end(self._layout.place(flight.load.slot)[1], seconds)
+                self.stats.end(flight.size_bytes, seconds)
         self._go_on()  # before the listener, which takes a while, so that the link does not stand idle
         self._listener.released(flight.load)
 
     def _charged_s(self, flight: CopyFlight) -> float:
         """Returns a copy's seconds without those in which one of the last copies was under way as well."""
-        start, free_ms, busy_ms = flight.start, 0.0, 0.0
+        start, others = flight.start, list[tuple[float, float]]()
         end_ms = start.elapsed_time(flight.end)
-        others = [(start.elapsed_time(one.start), start.elapsed_time(one.end)) for one in self._ended]
+        for one in self._ended:
+            if (other_end_ms := start.elapsed_time(one.end)) > 0:
+                others.append((start.elapsed_time(one.start), other_end_ms))
+        busy_ms = free_ms = 0.0
         for other_start_ms, other_end_ms in sorted(others):
             busy_ms += max(0.0, min(other_start_ms, end_ms) - free_ms)
             free_ms = max(free_ms, min(other_end_ms, end_ms))

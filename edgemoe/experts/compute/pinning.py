@@ -1,7 +1,7 @@
 """Registers host memory for DMA: slice by slice, on several threads.
 
-What takes the time is finding and clearing the pages, which one thread does at about 2.4 GB/s. CUDA takes a copy
-whose source lies in two registrations for an error, so that slices begin where extents begin.
+What takes the time is finding and clearing the pages. Beside an H200 one thread registers 4.5 GB/s, four 9.1, eight
+7.3. CUDA refuses a copy whose source lies in two registrations, so that slices begin where extents begin.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices
 POPULATE_WRITE = 23  # of madvise, since Linux 5.14: finds the pages, without a call for each
 SLICE_BYTES = 512 << 20
-THREADS = 8
+THREADS = 4
 
 
 def ignore_progress(share: float) -> None:

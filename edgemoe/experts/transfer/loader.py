@@ -63,6 +63,8 @@ class ExpertLoader:
         self._store, self._ram = store, ram
         self._lock = threading.Lock()  # of all that follows
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = 0  # of the loop
+        self._to_wake = 0  # readers that the loop has been asked to wake
         self._closed = False
         self._demanded: deque[Transfer] = deque()  # reads, waiting
         self._reading: list[Transfer] = []  # reads under way; changed on the loop only
@@ -122,6 +124,7 @@ class ExpertLoader:
 
     async def run(self) -> None:
         """Reads experts until cancelled; queued loads then fail."""
+        self._thread = threading.get_ident()
         self._loop = asyncio.get_running_loop()
         try:
             async with asyncio.TaskGroup() as group:
@@ -204,7 +207,9 @@ class ExpertLoader:
             if prefetch_request := self._onward.pop(expert, None):
                 self._copies[self.residency.device_of[expert]].append(*prefetch_request)
 
-    def _rouse(self, n: int) -> None:
+    def _rouse(self) -> None:
+        with self._lock:
+            n, self._to_wake = self._to_wake, 0
         while n and self._sleepers:
             sleeper = self._sleepers.popleft()
             if not sleeper.done():
@@ -267,9 +272,16 @@ class ExpertLoader:
         self._wake(len(reads))
 
     def _wake(self, n: int) -> None:
-        if self._loop is not None and not self._closed:
+        """Wakes readers; once for all that ask before the loop gets there, because asking it takes a system call."""
+        loop = self._loop
+        if loop is None or self._closed:
+            return
+        with self._lock:
+            asked, self._to_wake = self._to_wake > 0, self._to_wake + n
+        if not asked:
+            ask = loop.call_soon if threading.get_ident() == self._thread else loop.call_soon_threadsafe
             with contextlib.suppress(RuntimeError):  # the loop closed meanwhile; _close has failed the reads
-                self._loop.call_soon_threadsafe(self._rouse, n)
+                ask(self._rouse)
 
     def _any_read_pays(self) -> bool:
         queues = zip(PrefetchPriority, self._stages, strict=True)
