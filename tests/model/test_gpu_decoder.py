@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -95,6 +96,7 @@ def judge(tiny: Tiny, dtype: str, device: str) -> None:
     ours = Run.of(tiny, dtype, device, exact.experts)
     if dtype == "float32":
         torch.testing.assert_close(ours.logits, exact.logits, atol=1e-3, rtol=1e-3)
+        assert ours.gating(exact) <= 1e-4
         assert ours.flips(exact) <= TIES
         return
     cpu = Run.of(tiny, dtype, "cpu", exact.experts)
@@ -109,3 +111,44 @@ def judge(tiny: Tiny, dtype: str, device: str) -> None:
 def test_prefill_chunks_decode_and_mixed_batches(make_tiny: Callable[..., Tiny], family: str, dtype: str) -> None:
     tiny = make_tiny(family, dtype=getattr(torch, dtype), initializer_range=0.05, fused=False)
     judge(tiny, dtype, "cuda")
+
+
+def silu(experts: RoutedExperts, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.silu(gate) * up
+
+
+def heavier(ids: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return ids, weights * 1.05
+
+
+def elsewhere(ids: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sends every eighth token to other experts."""
+    return torch.where(torch.arange(len(ids))[:, None] % 8 == 0, (ids + 1) % 6, ids), weights
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("family", "fault"),
+    [("gemma4_text", silu), ("gpt_oss", silu), ("gpt_oss", heavier), ("gpt_oss", elsewhere)],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_a_decoder_whose_experts_gate_or_routes_are_wrong_is_found(
+    make_tiny: Callable[..., Tiny], family: str, fault: Callable[..., Any], dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny, made, run = make_tiny(family, dtype=getattr(torch, dtype), initializer_range=0.05, fused=False), [], Run.of
+    judge(tiny, dtype, "cpu")
+
+    def of(*words: Any) -> Run:
+        """Runs the second decoder, which is the one that is judged, with the fault."""
+        made.append(words)
+        with monkeypatch.context() as patch:
+            if len(made) == 2 and fault is silu:
+                patch.setattr(RoutedExperts, "_activated", silu)
+            found = run(*words)
+        if len(made) == 2 and fault is not silu:
+            found.experts.routes[:] = [fault(*route) for route in found.experts.routes]
+        return found
+
+    monkeypatch.setattr(Run, "of", of)
+    with pytest.raises(AssertionError):
+        judge(tiny, dtype, "cpu")

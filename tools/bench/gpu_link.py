@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import mmap
 import os
 import tempfile
 import threading
@@ -72,8 +71,8 @@ def link_figures(device: torch.device) -> Iterator[Figure]:
 def measurements(device: torch.device) -> Iterator[tuple[str, Callable[[], object]]]:
     """Yields what can be measured, each to be called before the next is asked for."""
     torch.zeros(1, device=device)  # CUDA's own start is none of the figures
+    yield "pin_gb_per_s", lambda: {name: pinned(device, *how) for name, how in PINNINGS.items()}
     host = HostSlab(SlabLayout.even(PINNED_BYTES // 4096, 4096))
-    yield "pin_gb_per_s", lambda: {name: pinned(host, device, *how) for name, how in PINNINGS.items()}
     pinning_ = whole(host, device)
     slab = torch.empty(COPIED_BYTES, dtype=torch.uint8, device=device)
     yield "copy_gb_per_s", lambda: {size: copied(host, slab, size) for size in SIZES_BYTES}
@@ -101,9 +100,9 @@ PINNINGS = {  # threads, bytes of a slice, whether the pages are found before
 }
 
 
-def pinned(host: HostSlab, device: torch.device, threads: int, slice_bytes: int, populate: bool) -> float:
+def pinned(device: torch.device, threads: int, slice_bytes: int, populate: bool) -> float:
     """Returns the rate at which fresh memory is registered."""
-    host._map.madvise(mmap.MADV_DONTNEED)  # as if nobody had touched it
+    host = HostSlab(SlabLayout.even(PINNED_BYTES // 4096, 4096))
     kept = pinning.THREADS, pinning.SLICE_BYTES, pinning.POPULATE_WRITE
     pinning.THREADS, pinning.SLICE_BYTES = threads, slice_bytes
     pinning.POPULATE_WRITE = kept[2] if populate else 0
