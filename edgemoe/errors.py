@@ -36,6 +36,7 @@
     |   |-- PlanningFailed      no placement could be worked out this time
     |   |-- EpochLeap           an epoch so far above all known ones that it can only be damage
     |   `-- PlanConflict        another plan was committed in between
+    |-- UnsupportedProcessor    the processor lacks what the kernels need
     |-- HelperFailed            a helper process gave no answer that can be used
     |   `-- HelperMissing       there is none, and none can be started
     `-- ServiceError            the daemon, its socket or its unit files
@@ -54,6 +55,10 @@ class EdgemoeError(Exception):
 
 class ConfigError(EdgemoeError):
     """A setting is unknown, of the wrong type, or impossible."""
+
+
+class UnsupportedProcessor(EdgemoeError):
+    """The processor, or code compiled for it, lacks what the kernels need."""
 
 
 class CheckpointError(EdgemoeError):

@@ -34,7 +34,7 @@ LAYERS: dict[str, set[str]] = {
     "store": NOUNS | {"config.sizes", "demo", "durable", "encodings", "families"},
     "encodings": {"types"},
     "kernels": {"types"},
-    "kernels.cpu": {"kernels.env", "encodings", "types"},
+    "kernels.cpu": {"kernels.env", "encodings", "errors", "types"},
     "kernels.gpu": {"encodings", "types"},
     "model": {"types", "errors", "encodings", "families", "kernels"},
     "experts.tiers": NOUNS | {"kernels", "store"},

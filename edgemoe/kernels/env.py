@@ -5,6 +5,16 @@ torch reads them when it is loaded, so the parent process sets them when it spaw
 
 from __future__ import annotations
 
+import os
+
+PROCESSOR = "EDGEMOE_PROCESSOR"  # for development only: names a lesser processor, for which code is compiled instead
+
+
+def read_processor() -> str:
+    """Returns the name of the processor to compile for; "" for the one at hand. Read once, as torch reads its own."""
+    return os.environ.get(PROCESSOR, "")
+
+
 # torch's OpenMP threads spin after each parallel region, by default for 300,000 pauses or some 15 ms. That takes the
 # cores from the kernels' threads in the next decode step. On a busy box it also makes every region of torch wait for
 # the scheduler (measured: 6.8 ms each). With 20,000 pauses the threads spin on between two products of a prompt, and

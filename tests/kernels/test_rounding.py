@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import llvmlite.binding as llvm
 import numpy as np
 import pytest
 import torch
@@ -14,6 +13,7 @@ from llvmlite import ir
 from edgemoe.kernels.cpu.gemm_tile import BFloat
 from edgemoe.kernels.cpu.intrinsics import F32, INT, code, f32_at, intrinsic, round_bf16, store_bf16, types
 from edgemoe.kernels.cpu.object_cache import Code
+from edgemoe.kernels.cpu.target import TARGET
 
 LANES = 8
 # Every upper half, with the lower halves in which the way of rounding shows: ties and what lies beside them.
@@ -75,7 +75,7 @@ def test_bfloat16_is_rounded_as_torch_rounds_it(by: Code) -> None:
     np.testing.assert_array_equal(nan, (BITS[~numbers] >> 16) | 0x40, "the sign and the upper bits of a NaN are kept")
 
 
-@pytest.mark.skipif(not llvm.get_host_cpu_features().get("avx512bf16"), reason="the processor has no AVX-512 BF16")
+@pytest.mark.skipif(not TARGET.has("avx512bf16"), reason="the processor has no AVX-512 BF16")
 def test_bfloat16_is_rounded_as_the_instruction_of_avx512_bf16_rounds_it() -> None:
     """Subnormal numbers excepted, which the instruction takes for 0."""
     normal = (np.abs(VALUES) >= np.finfo(np.float32).tiny) | (VALUES == 0) | np.isnan(VALUES)

@@ -19,8 +19,9 @@ from llvmlite import ir
 from edgemoe.kernels.cpu.gemv import LANES, WIDE, multiply_add, prefetch
 from edgemoe.kernels.cpu.intrinsics import F32, I64, INT, cgutils, code, f32_at, intrinsic, jit, rounded, types, u32_at
 from edgemoe.kernels.cpu.object_cache import Code
+from edgemoe.kernels.cpu.target import TARGET
 
-PAIRS = WIDE and bool(llvm.get_host_cpu_features().get("avx512bf16")) and llvm.llvm_version_info >= (16,)
+PAIRS = TARGET.has("avx512f", "avx512bf16") and llvm.llvm_version_info >= (16,)
 ROWS = 8 if WIDE else 4  # rows whose sums for two vectors of columns fit into the registers
 _HIGH = np.uint32(0xFFFF0000)
 

@@ -16,7 +16,6 @@ from functools import cache, reduce
 from itertools import chain
 from typing import Any
 
-import llvmlite.binding as llvm
 import numpy as np
 from llvmlite import ir
 
@@ -35,11 +34,12 @@ from edgemoe.kernels.cpu.intrinsics import (
     types,
 )
 from edgemoe.kernels.cpu.object_cache import Code
+from edgemoe.kernels.cpu.target import TARGET
 
-WIDE = bool(llvm.get_host_cpu_features().get("avx512f"))
+WIDE = TARGET.has("avx512f")
 LANES = 16 if WIDE else 8  # float32 in a vector
 WIDEST = 4 if WIDE else 2  # tokens of one loop: sums for four need 32 wide registers
-ZEN = llvm.get_host_cpu_name().startswith("znver")
+ZEN = TARGET.name.startswith("znver")
 # What is read soon is prefetched. A Xeon reads 35 GB/s on two cores with its second-level cache and 23 without. A Zen 5
 # reads 42 to 52 GB/s with that one, and 48 to 60 with the first-level cache and twice the distance.
 AHEAD_BYTES, CACHE_LEVEL = (8192, 1) if ZEN else (4096, 2)

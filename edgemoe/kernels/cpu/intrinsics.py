@@ -7,7 +7,6 @@ threads can work on the same job (see `thread_pool`). An address is an int64; `r
 from __future__ import annotations
 
 import ctypes
-import platform
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +18,7 @@ import numpy as np
 from llvmlite import ir
 
 from edgemoe.kernels.cpu.object_cache import Code, symbol_type
+from edgemoe.kernels.cpu.target import TARGET
 
 I64 = ir.IntType(64)
 F32 = ir.FloatType()
@@ -270,8 +270,8 @@ def pause(typing: Any) -> Any:
     names = {"x86_64": ("llvm.x86.sse2.pause", []), "aarch64": ("llvm.aarch64.hint", [1])}
 
     def emit(context: Any, builder: Any, _: Any, __: Any) -> Any:
-        if platform.machine() in names:
-            name, operands = names[platform.machine()]
+        if TARGET.machine in names:
+            name, operands = names[TARGET.machine]
             constants = [ir.Constant(ir.IntType(32), operand) for operand in operands]
             kind = ir.FunctionType(ir.VoidType(), [constant.type for constant in constants])
             builder.call(cgutils.get_or_insert_function(builder.module, kind, name), constants)

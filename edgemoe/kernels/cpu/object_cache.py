@@ -28,6 +28,8 @@ from llvmlite import ir
 from numba.core.registry import cpu_target
 from numba.core.runtime.nrt import rtsys
 
+from edgemoe.kernels.cpu.target import TARGET
+
 log = logging.getLogger(__name__)
 types: Any = numba.types
 Compiling = Callable[[str, int, int], object]  # is told a function's name, how many are compiled, and of how many
@@ -115,7 +117,7 @@ def link(codes: Sequence[Code], directory: Path | None, variant: str = "", progr
     rtsys.initialize(
         cpu_target.target_context
     )  # LLVM learns the addresses of Numba's helpers; one unknown, and all are 0
-    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _target_machine())
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), TARGET.machine_code())
     object_file = llvm.ObjectFileRef.from_data(machine_code)
     engine.add_object_file(object_file)
     engine.finalize_object()
@@ -182,19 +184,9 @@ def _fingerprint(codes: Sequence[Code], variant: str) -> str:
     digest = xxhash.xxh3_128()
     for file in sources(codes):
         digest.update(file.read_bytes())
-    box = (llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten(), numba.__version__, llvmlite.__version__)
+    box = (TARGET.machine, TARGET.name, TARGET.flags, numba.__version__, llvmlite.__version__)
     digest.update(json.dumps([*box, variant, [code.name for code in codes]]).encode())
     return str(digest.hexdigest())
-
-
-def _target_machine() -> Any:
-    """Returns LLVM's target: this processor with all its features."""
-    llvm.initialize_native_target()
-    llvm.initialize_native_asmprinter()
-    target, features = llvm.Target.from_default_triple(), llvm.get_host_cpu_features().flatten()
-    return target.create_target_machine(
-        cpu=llvm.get_host_cpu_name(), features=features, opt=3, codemodel="jitdefault", jit=True
-    )
 
 
 def _compile_each(codes: Sequence[Code], progress: Compiling) -> None:
@@ -210,7 +202,7 @@ def _compile(codes: Sequence[Code]) -> tuple[dict[str, str], bytes]:
     whole = llvm.parse_assembly("")
     for code in codes:
         whole.link_in(llvm.parse_assembly(code.compiled.inspect_llvm()))
-    return symbols, _target_machine().emit_object(whole)
+    return symbols, TARGET.machine_code().emit_object(whole)
 
 
 def _read(path: Path) -> tuple[dict[str, str], bytes] | None:

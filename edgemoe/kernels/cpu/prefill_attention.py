@@ -18,7 +18,7 @@ from llvmlite import ir
 
 from edgemoe.kernels.cpu.decode_attention import BLOCK
 from edgemoe.kernels.cpu.encoded.kv_codes import make_decode_lines
-from edgemoe.kernels.cpu.gemm_tile import make_fill, make_tile, panel_words, rounded
+from edgemoe.kernels.cpu.gemm_tile import make_fill, make_tile, panel_words
 from edgemoe.kernels.cpu.gemv import LANES
 from edgemoe.kernels.cpu.intrinsics import (
     F32,
@@ -37,6 +37,7 @@ from edgemoe.kernels.cpu.intrinsics import (
     load_bf16,
     load_f32,
     record,
+    rounded,
     store_bf16,
     store_f32,
     types,

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import llvmlite.binding as llvm
 from llvmlite import ir
 
 from edgemoe.encodings.codec import E2M1
 from edgemoe.kernels.cpu.intrinsics import F32, I64, cgutils
+from edgemoe.kernels.cpu.target import TARGET
 from edgemoe.types.encoding import LANE_COLUMNS, Encoding
 
 I8, I16, I32 = (ir.IntType(bits) for bits in (8, 16, 32))
@@ -32,9 +32,8 @@ class Instructions:
 
     @property
     def here(self) -> bool:
-        """Returns whether this processor has them."""
-        features = llvm.get_host_cpu_features()
-        return all(features.get(name) for name in self.needs)
+        """Returns whether the processor that code is compiled for has them."""
+        return TARGET.has(*self.needs)
 
 
 AVX512 = Instructions("avx512", 16, ("avx512f", "avx512bw", "avx512vl", "avx512vnni"))

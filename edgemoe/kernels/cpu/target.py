@@ -1,0 +1,109 @@
+"""Says for which processor code is compiled: the one at hand, or a lesser one that a developer names.
+
+All generated code, Numba's own included, obeys `TARGET`, and every constant that depends on the processor is made from
+it. Processors are called as LLVM calls them.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import llvmlite.binding as llvm
+import numba
+
+from edgemoe.errors import UnsupportedProcessor
+from edgemoe.kernels.env import PROCESSOR, read_processor
+
+NEEDED = ("avx2", "fma", "f16c")  # by x86-64; Intel has them since 2013 (Haswell), AMD since 2015 (Excavator)
+AVX2 = frozenset(NEEDED)
+AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512vl"}
+VNNI = AVX512 | {"avx512vnni"}
+BF16 = VNNI | {"avx512bf16"}
+NONE: frozenset[str] = frozenset()
+X86 = {
+    **dict.fromkeys(("nehalem", "sandybridge"), NONE),
+    **dict.fromkeys(("haswell", "skylake", "alderlake", "raptorlake", "gracemont", "arrowlake", "x86-64-v3"), AVX2),
+    **dict.fromkeys(("znver1", "znver2", "znver3"), AVX2),
+    **dict.fromkeys(("skylake-avx512", "x86-64-v4"), AVX512),
+    **dict.fromkeys(("cascadelake", "icelake-server"), VNNI),
+    **dict.fromkeys(("cooperlake", "sapphirerapids", "graniterapids", "znver4", "znver5"), BF16),
+}
+ARM = ("cortex-a76", "cortex-a78ae", "neoverse-n1", "neoverse-v2", "generic")
+MACHINES = {"x86_64": "x86_64-unknown-linux-gnu", "aarch64": "aarch64-unknown-linux-gnu"}  # with LLVM's triples
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A processor that code is compiled for."""
+
+    name: str
+    features: frozenset[str]  # of those at hand all, of others those that our code asks for
+    flags: str  # LLVM's, beside those that the name stands for
+    machine: str  # as platform.machine() calls it
+
+    def has(self, *features: str) -> bool:
+        """Returns whether the processor has all of these features."""
+        return self.features.issuperset(features)
+
+    @property
+    def is_native(self) -> bool:
+        """Returns whether this machine is of the processor's kind."""
+        return self.machine == platform.machine()
+
+    @property
+    def lacks(self) -> tuple[str, ...]:
+        """Returns the features that edgemoe needs and the processor does not have."""
+        return tuple(each for each in NEEDED if self.machine == "x86_64" and not self.has(each))
+
+    def machine_code(self) -> llvm.TargetMachine:
+        """Returns what writes LLVM's code as machine code for the processor."""
+        if self.is_native:
+            llvm.initialize_native_target()
+            llvm.initialize_native_asmprinter()
+            target = llvm.Target.from_default_triple()
+        else:
+            llvm.initialize_all_targets()
+            llvm.initialize_all_asmprinters()
+            target = llvm.Target.from_triple(MACHINES[self.machine])
+        return target.create_target_machine(cpu=self.name, features=self.flags, opt=3, codemodel="jitdefault", jit=True)
+
+
+def host() -> Target:
+    """Returns the processor at hand, with all its features."""
+    features = llvm.get_host_cpu_features()
+    has = frozenset(name for name, there in features.items() if there)
+    return Target(llvm.get_host_cpu_name(), has, features.flatten(), platform.machine())
+
+
+def named(name: str) -> Target:
+    """Returns the processor of a name. Raises UnsupportedProcessor."""
+    if name in X86:
+        return Target(name, X86[name], ",".join(f"+{each}" for each in sorted(X86[name])), "x86_64")
+    if name in ARM:
+        return Target(name, NONE, "", "aarch64")
+    raise UnsupportedProcessor(f"{PROCESSOR} is {name!r}; known processors are {', '.join((*X86, *ARM))}")
+
+
+def check_processor() -> None:
+    """Raises UnsupportedProcessor where the processor at hand lacks instructions that code for `TARGET` uses."""
+    if TARGET.lacks:
+        raise UnsupportedProcessor(
+            f"the processor ({TARGET.name}) lacks {_listed(TARGET.lacks)}: edgemoe needs an x86-64 processor with "
+            "AVX2, FMA and F16C (Intel since Haswell of 2013, AMD since Excavator of 2015), or a 64-bit Arm one; in a "
+            "virtual machine, let the guest see the host's processor"
+        )
+    if missing := sorted(TARGET.features - host().features):
+        raise UnsupportedProcessor(f"{PROCESSOR} is {TARGET.name!r}, and this one lacks {_listed(missing)}")
+
+
+def _listed(features: Iterable[str]) -> str:
+    return ", ".join(each.upper() for each in features)
+
+
+TARGET = named(name) if (name := read_processor()) else host()
+_numba: Any = numba.config
+# For another kind of machine, Numba writes portable LLVM code here, which `Target.machine_code` can take.
+_numba.CPU_NAME, _numba.CPU_FEATURES = (TARGET.name, TARGET.flags) if TARGET.is_native else ("generic", "")

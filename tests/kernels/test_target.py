@@ -1,0 +1,71 @@
+"""The processor that code is compiled for."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from edgemoe.errors import UnsupportedProcessor
+from edgemoe.kernels.cpu import target
+from edgemoe.kernels.cpu.target import ARM, X86, host, named
+from edgemoe.kernels.env import PROCESSOR
+
+ASK = (
+    "from edgemoe.kernels.cpu import gemm_tile, gemv, target\n"
+    "from edgemoe.kernels.cpu.encoded.vectors import EVERY\n"
+    "from edgemoe.kernels.cpu.vector import make_pack_all\n"
+    "import llvmlite.binding as llvm\n"
+    "ours = llvm.parse_assembly(make_pack_all(True).compiled.inspect_llvm())\n"
+    "code = target.TARGET.machine_code().emit_assembly(ours)\n"
+    "print(gemv.LANES, gemm_tile.PAIRS, [each.name for each in EVERY if each.here], 'zmm' in code, 'ymm' in code)\n"
+)
+
+
+def _asked(program: str, processor: str) -> str:
+    """Returns what a process prints whose code is compiled for that processor."""
+    env = os.environ | {PROCESSOR: processor}
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=200)
+    return done.stdout.strip() or done.stderr.strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("processor", "expected"),
+    [
+        ("haswell", "8 False ['avx2', 'portable'] False True"),
+        ("skylake-avx512", "16 False ['avx2', 'portable'] False True"),  # for loops LLVM prefers 256 bits
+    ],
+)
+def test_all_code_obeys_the_setting_and_numbas_own_too(processor: str, expected: str) -> None:
+    assert _asked(ASK, processor) == expected
+
+
+def test_a_processor_that_is_not_known_is_refused_with_those_that_are() -> None:
+    said = _asked(ASK, "haswall")
+    assert said.startswith("edgemoe.errors.UnsupportedProcessor: EDGEMOE_PROCESSOR is 'haswall'; known")
+    assert "haswell" in said
+
+
+@pytest.mark.parametrize("name", [*X86, *ARM])
+def test_a_processor_is_refused_for_what_it_lacks_and_no_other(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(target, "TARGET", named(name))
+    monkeypatch.setattr(target, "host", lambda: named(name))
+    if name not in ("nehalem", "sandybridge"):
+        target.check_processor()
+    else:
+        with pytest.raises(UnsupportedProcessor, match=rf"\({name}\) lacks AVX2, FMA, F16C: edgemoe needs"):
+            target.check_processor()
+
+
+def test_code_for_a_greater_processor_than_the_one_at_hand_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(target, "host", lambda: named("haswell"))
+    monkeypatch.setattr(target, "TARGET", named("znver4"))
+    with pytest.raises(UnsupportedProcessor, match="this one lacks AVX512BF16, AVX512BW, AVX512F"):
+        target.check_processor()
+
+
+def test_the_processor_at_hand_is_compiled_for_where_none_is_named() -> None:
+    assert host().flags
+    assert host().is_native
