@@ -9,13 +9,29 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from llvmlite import ir
 
+from edgemoe.errors import UnsupportedProcessor
 from edgemoe.kernels.cpu import object_cache
-from edgemoe.kernels.cpu.intrinsics import INT, address_of, call_chunk, chunk, code, give_way, i64_at
+from edgemoe.kernels.cpu.intrinsics import (
+    INT,
+    address_of,
+    call_chunk,
+    cgutils,
+    chunk,
+    code,
+    give_way,
+    i64_at,
+    intrinsic,
+    jit,
+    types,
+)
 from edgemoe.kernels.cpu.object_cache import Code, link
+from edgemoe.kernels.cpu.target import TARGET
 
 RUN = (
     "import sys\n"
@@ -114,6 +130,39 @@ def test_without_a_directory_it_is_compiled() -> None:
     codes = make()
     link(codes, None)
     assert result(codes[1]) == 42
+
+
+ABSENT = min(object_cache.stand_in())
+
+
+@intrinsic
+def _call_a_routine_that_nobody_links(typing: Any) -> Any:
+    def emit(_: Any, builder: Any, __: Any, ___: Any) -> Any:
+        kind = ir.FunctionType(ir.IntType(64), [])
+        return builder.call(cgutils.get_or_insert_function(builder.module, kind, ABSENT), [])
+
+    return types.int64(), emit
+
+
+@jit
+def _inside() -> int:
+    return _call_a_routine_that_nobody_links()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("keep", [True, False], ids=["kept", "not kept"])
+@pytest.mark.parametrize("call", [_call_a_routine_that_nobody_links, _inside], ids=["directly", "inside"])
+def test_code_that_calls_what_is_not_linked_is_an_error_that_names_it_and_the_processor(
+    call: Any, keep: bool, tmp_path: Path
+) -> None:
+    @code(INT)
+    def lacking(at: int) -> None:
+        i64_at(at)[0] = call()
+
+    message = f"processor {TARGET.name} calls {ABSENT}, which is not here: [^,]*lacking; please"
+    with pytest.raises(UnsupportedProcessor, match=message):
+        link((*make(), lacking), tmp_path / "kernels" if keep else None)
+    with pytest.raises(UnsupportedProcessor, match=message):
+        lacking.call(0)
 
 
 def test_kept_code_is_found_by_every_text_that_may_be_in_it() -> None:

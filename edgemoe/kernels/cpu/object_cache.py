@@ -15,19 +15,21 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
 import llvmlite
 import llvmlite.binding as llvm
 import numba
+import numpy as np
 import xxhash
 from llvmlite import ir
 from numba.core.registry import cpu_target
 from numba.core.runtime.nrt import rtsys
 
+from edgemoe.errors import UnsupportedProcessor
 from edgemoe.kernels.cpu.target import TARGET
 
 log = logging.getLogger(__name__)
@@ -38,7 +40,12 @@ DIGEST_BYTES = 16
 PACKAGE = Path(__file__).parents[2]
 TEMPORARY = ".tmp"
 COMPILE_S = 120.0  # how long an engine waits for another one that compiles
+SYMBOL = np.dtype("u4, u1, u1, u2, u8, u8").newbyteorder("<")
+SYMBOL.names = ("name", "info", "other", "section", "value", "size")  # a line of an ELF file's table of symbols
 C_TYPES: dict[str, Any] = {"none": None, "int64": ctypes.c_int64, "float32": ctypes.c_float}
+_config: Any = numba.config
+# For another kind of machine, Numba writes portable LLVM code, which `Target.machine_code` takes.
+_config.CPU_NAME, _config.CPU_FEATURES = (TARGET.name, TARGET.flags) if TARGET.is_native else ("generic", "")
 _linked: list[Any] = []  # what holds machine code in use; never freed
 
 
@@ -52,6 +59,7 @@ class Code:
     @cached_property
     def compiled(self) -> Any:
         """Returns Numba's compiled function; compiles it at the first use."""
+        stand_in()
         options: Any = {"fastmath": {"contract"}, "error_model": "numpy"}
         return numba.cfunc(self.result(*self.arguments), **options)(self._function)
 
@@ -62,8 +70,10 @@ class Code:
 
     @property
     def address(self) -> int:
-        """Returns its address; compiles it where it has not been linked."""
-        return self._linked or int(self.compiled.address)
+        """Returns its address; compiles it, alone, where it has not been linked."""
+        if not self._linked:
+            link((self,), None)
+        return self._linked
 
     @cached_property
     def call(self) -> Callable[..., None]:
@@ -103,20 +113,19 @@ def link(codes: Sequence[Code], directory: Path | None, variant: str = "", progr
     """Gives all `codes` addresses, from the object file in `directory` where there is one.
 
     Compiles them where there is none. They may refer to each other but to no further ones. `variant` tells apart
-    functions that have the same source. `progress` is called before each is compiled.
+    functions that have the same source. `progress` is called before each is compiled. Raises UnsupportedProcessor where
+    they call what is not here.
     """
     if all(code.is_linked for code in codes):
         return
     if directory is None or not _is_private(directory):
         _compile_each(codes, progress)
-        for code in codes:
-            code.place(code.address)
-        return
-    path = directory / f"{_fingerprint(codes, variant)}.o"
-    symbols, machine_code = _kept(path, codes) or _compile_once(path, codes, progress)
-    rtsys.initialize(
-        cpu_target.target_context
-    )  # LLVM learns the addresses of Numba's helpers; one unknown, and all are 0
+        symbols, machine_code = _compile(codes)
+    else:
+        path = directory / f"{_fingerprint(codes, variant)}.o"
+        symbols, machine_code = _kept(path, codes) or _compile_once(path, codes, progress)
+    rtsys.initialize(cpu_target.target_context)  # LLVM learns the addresses of Numba's helpers
+    _check_symbols(codes, machine_code)
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), TARGET.machine_code())
     object_file = llvm.ObjectFileRef.from_data(machine_code)
     engine.add_object_file(object_file)
@@ -124,6 +133,59 @@ def link(codes: Sequence[Code], directory: Path | None, variant: str = "", progr
     _linked.extend((engine, object_file, machine_code))
     for code in codes:
         code.place(engine.get_function_address(symbols[code.name]))
+
+
+def _compiler_routines() -> Iterator[str]:
+    """Yields the routines of a compiler's library that LLVM may call where a processor lacks an instruction."""
+    formats, widths = ("hf", "bf", "sf", "df", "xf", "tf"), ("si", "di", "ti")
+    yield from (f"__{name}{a}{b}2" for name in ("trunc", "extend") for a in formats for b in formats)
+    yield from (f"__{name}{a}{b}" for name in ("fix", "fixuns") for a in formats for b in widths)
+    yield from (f"__{name}{b}{a}" for name in ("float", "floatun") for a in formats for b in widths)
+    arithmetic = ("add", "sub", "mul", "div", "udiv", "mod", "umod", "ashl", "ashr", "lshr")
+    yield from (f"__{name}{a}3" for name in arithmetic for a in (*formats, *widths))
+    yield from (f"__{name}{a}2" for name in ("neg", "clz", "ctz", "popcount", "powi") for a in (*formats, *widths))
+    yield from (f"__{name}{a}4" for name in ("mulo", "divmod", "udivmod") for a in widths)
+    yield from ("__gnu_f2h_ieee", "__gnu_h2f_ieee")
+
+
+@cache
+def stand_in() -> frozenset[str]:
+    """Gives LLVM an address, of `abort`, for each such routine that is not in this process. Returns their names.
+
+    Without an address LLVM ends the process while Numba compiles, before `link` can refuse the code.
+    """
+    missing = frozenset(name for name in _compiler_routines() if not llvm.address_of_symbol(name))
+    for name in missing:
+        llvm.add_symbol(name, llvm.address_of_symbol("abort"))
+    return missing
+
+
+def undefined_symbols(machine_code: bytes) -> list[str]:
+    """Returns the names of what an object file (ELF, of 64 bits) calls or reads and does not hold."""
+    object_file = llvm.ObjectFileRef.from_data(machine_code)
+    parts = {section.name(): section.data() for section in object_file.sections()}
+    table, names = np.frombuffer(parts[b".symtab"], SYMBOL), parts[b".strtab"]
+    places = table["name"][(table["section"] == 0) & (table["name"] != 0)]
+    return sorted(names[place : names.index(b"\0", place)].decode() for place in places.tolist())
+
+
+def _check_symbols(codes: Sequence[Code], machine_code: bytes) -> None:
+    """Raises UnsupportedProcessor where a symbol is missing, at which LLVM's linker would end the process."""
+    absent = stand_in()
+    called = undefined_symbols(machine_code)
+    missing = [name for name in called if name in absent or not llvm.address_of_symbol(name)]
+    if missing:
+        names = ", ".join(code.name for code in codes if _calls(code, missing)) or codes[0].name
+        raise UnsupportedProcessor(
+            f"code for the processor {TARGET.name} calls {', '.join(missing)}, which is not here: {names}; please "
+            "report this with the processor's name"
+        )
+
+
+def _calls(code: Code, missing: Sequence[str]) -> bool:
+    """Returns whether the code calls one of these symbols on its own."""
+    machine_code = TARGET.machine_code().emit_object(llvm.parse_assembly(code.compiled.inspect_llvm()))
+    return not set(missing).isdisjoint(undefined_symbols(machine_code))
 
 
 def _kept(path: Path, codes: Sequence[Code]) -> tuple[dict[str, str], bytes] | None:
@@ -176,7 +238,9 @@ def sources(codes: Sequence[Code]) -> list[Path]:
     """Returns the files whose text, constants included, may be in the machine code."""
     folders = {Path(__file__).parent, *(code.folder for code in codes), PACKAGE / "encodings"}
     files = {file for folder in folders for file in folder.rglob("*.py")}
-    return sorted(files | {PACKAGE / "types" / name for name in ("encoding.py", "experts.py")})
+    return sorted(
+        files | {PACKAGE / name for name in ("errors.py", "kernels/env.py", "types/encoding.py", "types/experts.py")}
+    )
 
 
 def _fingerprint(codes: Sequence[Code], variant: str) -> str:

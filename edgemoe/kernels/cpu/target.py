@@ -9,10 +9,8 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import llvmlite.binding as llvm
-import numba
 
 from edgemoe.errors import UnsupportedProcessor
 from edgemoe.kernels.env import PROCESSOR, read_processor
@@ -104,6 +102,3 @@ def _listed(features: Iterable[str]) -> str:
 
 
 TARGET = named(name) if (name := read_processor()) else host()
-_numba: Any = numba.config
-# For another kind of machine, Numba writes portable LLVM code here, which `Target.machine_code` can take.
-_numba.CPU_NAME, _numba.CPU_FEATURES = (TARGET.name, TARGET.flags) if TARGET.is_native else ("generic", "")
