@@ -8,6 +8,7 @@ import logging
 import os
 import shlex
 import socket
+import subprocess
 import sys
 import time
 from contextlib import AbstractContextManager
@@ -20,12 +21,14 @@ from edgemoe.cli.key import FIRST
 from edgemoe.config.loading import Loaded, Value, load
 from edgemoe.config.paths import default_socket
 from edgemoe.config.settings import Settings
+from edgemoe.errors import UnsupportedProcessor
 from edgemoe.store.packer import Progress
 from edgemoe.telemetry.log import configure, goes_to_journal
 
 log = logging.getLogger(__name__)
 
 LOG_EVERY_S = 5.0
+ASK_S = 60.0  # that LLVM may take to load
 LOCAL, PORT = "127.0.0.1", 8080  # where --port or --host is given without the other
 EVERYWHERE = ("0.0.0.0", "[::]")
 
@@ -42,6 +45,7 @@ def serve(args: argparse.Namespace) -> int:
         log.warning(warning)
     if loaded.settings.api.tcp:
         _have_a_key(loaded)
+    check_processor()
     tcp = daemon.reserve(loaded.settings)
     model = store_of(loaded.settings.model, show_progress)
     settings = msgspec.structs.replace(loaded.settings, model=model)
@@ -51,6 +55,20 @@ def serve(args: argparse.Namespace) -> int:
         tcp=tcp,
         reread=lambda: read_settings(args).settings,
     )
+
+
+def check_processor() -> None:
+    """Raises UnsupportedProcessor where kernels cannot run here. Asks in a process of its own: LLVM takes 50 MB, which
+    this one would keep."""
+    command = [sys.executable, "-m", "edgemoe.kernels.cpu.target"]
+    try:
+        asked = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=ASK_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        log.warning("whether the processor will do is not known", extra={"why": str(error)})
+        return
+    if asked.returncode:
+        said = (asked.stderr.strip().splitlines() or ["LLVM cannot be loaded"])[-1]
+        raise UnsupportedProcessor(said.removeprefix(f"{UnsupportedProcessor.__module__}.UnsupportedProcessor: "))
 
 
 def ready_text(settings: Settings) -> str:

@@ -52,6 +52,7 @@ def test_a_processor_that_is_not_known_is_refused_with_those_that_are() -> None:
 def test_a_processor_is_refused_for_what_it_lacks_and_no_other(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(target, "TARGET", named(name))
     monkeypatch.setattr(target, "host", lambda: named(name))
+    monkeypatch.setattr(target.platform, "machine", lambda: named(name).machine)
     if name not in ("nehalem", "sandybridge"):
         target.check_processor()
     else:
@@ -63,6 +64,12 @@ def test_code_for_a_greater_processor_than_the_one_at_hand_is_not_run(monkeypatc
     monkeypatch.setattr(target, "host", lambda: named("haswell"))
     monkeypatch.setattr(target, "TARGET", named("znver4"))
     with pytest.raises(UnsupportedProcessor, match="this one lacks AVX512BF16, AVX512BW, AVX512F"):
+        target.check_processor()
+
+
+def test_code_for_another_kind_of_machine_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(target, "TARGET", named("cortex-a76" if host().machine == "x86_64" else "haswell"))
+    with pytest.raises(UnsupportedProcessor, match="whose code cannot run on"):
         target.check_processor()
 
 

@@ -17,7 +17,7 @@ from edgemoe.cluster.rpc.keys import load_secret
 from edgemoe.config.loading import Loaded
 from edgemoe.config.settings import Settings
 from edgemoe.config.sizes import format_rate, format_size
-from edgemoe.errors import EdgemoeError
+from edgemoe.errors import EdgemoeError, UnsupportedProcessor
 from edgemoe.store import catalog
 from edgemoe.store.manifest import MANIFEST, Manifest
 from edgemoe.types.machine import Machine
@@ -48,6 +48,18 @@ def software() -> Iterator[Finding]:
         yield Finding("versions", "failure", f"{said}; not installed: {', '.join(missing)}")
     else:
         yield Finding("versions", "pass", said)
+
+
+def processor() -> Iterator[Finding]:
+    """Whether kernels can run here."""
+    try:
+        from edgemoe.kernels.cpu.target import TARGET, check_processor  # loads LLVM
+
+        check_processor()
+    except UnsupportedProcessor as error:
+        yield Finding("processor", "failure", str(error))
+    else:
+        yield Finding("processor", "pass", f"code is compiled for {TARGET.name}")
 
 
 def gpus(machine: Machine) -> Iterator[Finding]:

@@ -40,6 +40,7 @@ def run(args: argparse.Namespace) -> int:
 def examine(args: argparse.Namespace) -> Iterator[Finding]:
     """Looks at everything that the settings name. Keys and users' text are in no finding."""
     yield from looked("versions", box.software)
+    yield from looked("processor", box.processor)
     machine = probes.look(visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"))
     yield from looked("gpu", lambda: box.gpus(machine))
     yield from looked("memory", lambda: box.memory(machine))

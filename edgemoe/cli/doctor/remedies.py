@@ -21,6 +21,8 @@ REMEDIES = {
     "settings": "`edgemoe config` shows every setting and where it comes from; correct the line that is named.",
     "versions": "Install edgemoe again, in the same environment as the command (`pip install .` in a clone): it brings "
     "what is missing.",
+    "processor": "Use a machine whose processor has AVX2, FMA and F16C, or a 64-bit Arm one; give a virtual machine "
+    "the host's processor (QEMU's `-cpu host`). EDGEMOE_PROCESSOR is for development only: unset it.",
     "gpu": "Install NVIDIA's driver and a torch built for CUDA (`pip install torch`), then log in again; `nvidia-smi` "
     "must list the GPU. Without one, set device.0.kind to cpu.",
     "gpu-link": "Put the GPU into the slot that is wired for all its lanes (often the one next to the processor), "

@@ -11,6 +11,9 @@ from edgemoe.kernels.env import WORKER_ENV
 def run(args: argparse.Namespace) -> int:
     """Runs `edgemoe plan` with threads that wait as an engine's do, which is settled when torch is loaded."""
     os.environ.update(WORKER_ENV)
+    from edgemoe.kernels.cpu.target import check_processor
+
+    check_processor()
     from edgemoe.cli.plan.command import run as plan
 
     return plan(args)

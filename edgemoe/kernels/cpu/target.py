@@ -7,6 +7,7 @@ it. Processors are called as LLVM calls them.
 from __future__ import annotations
 
 import platform
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -93,6 +94,8 @@ def check_processor() -> None:
             "AVX2, FMA and F16C (Intel since Haswell of 2013, AMD since Excavator of 2015), or a 64-bit Arm one; in a "
             "virtual machine, let the guest see the host's processor"
         )
+    if not TARGET.is_native:
+        raise UnsupportedProcessor(f"{PROCESSOR} is {TARGET.name!r}, whose code cannot run on {platform.machine()}")
     if missing := sorted(TARGET.features - host().features):
         raise UnsupportedProcessor(f"{PROCESSOR} is {TARGET.name!r}, and this one lacks {_listed(missing)}")
 
@@ -102,3 +105,10 @@ def _listed(features: Iterable[str]) -> str:
 
 
 TARGET = named(name) if (name := read_processor()) else host()
+
+
+if __name__ == "__main__":  # for whoever must not load LLVM itself
+    try:
+        check_processor()
+    except UnsupportedProcessor as refused:
+        sys.exit(str(refused))

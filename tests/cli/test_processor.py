@@ -1,0 +1,44 @@
+"""A processor that the kernels cannot run on is refused, by name, before anything is read, packed or compiled."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from edgemoe.kernels.env import PROCESSOR
+
+QEMU = shutil.which("qemu-x86_64-static")
+COMMANDS = [("serve", "--model"), ("plan",), ("doctor", "--socket")]
+each_command = pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
+
+
+def _run(before: tuple[str, ...], command: tuple[str, ...], tmp_path: Path, **env: str) -> tuple[int, str]:
+    """Returns the exit status and what was printed by a command of edgemoe, given a path where nothing is."""
+    line = [*before, sys.executable, "-m", "edgemoe", *command, str(tmp_path / "nothing")]
+    env = os.environ | {"HOME": str(tmp_path), "COLUMNS": "1000"} | env
+    done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=250)
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="Arm's processors all do")
+@each_command
+def test_a_processor_below_avx2_is_refused_first_with_what_it_lacks(command: tuple[str, ...], tmp_path: Path) -> None:
+    status, said = _run((), command, tmp_path, **{PROCESSOR: "nehalem"})
+    assert status == 1
+    assert "the processor (nehalem) lacks AVX2, FMA, F16C: edgemoe needs" in said
+    assert "Traceback" not in said
+    assert command[0] == "doctor" or "nothing" not in said.rpartition("edgemoe: ")[2], "the model was looked for first"
+
+
+@pytest.mark.skipif(QEMU is None, reason="qemu-x86_64-static is not installed (Debian: qemu-user-static)")
+@pytest.mark.parametrize("model", ["Nehalem", "SandyBridge"])
+def test_an_emulated_processor_below_avx2_is_refused(model: str, tmp_path: Path) -> None:
+    status, said = _run((str(QEMU), "-cpu", model), ("plan",), tmp_path)
+    assert status == 1
+    assert "lacks AVX2, FMA" in said
