@@ -165,7 +165,7 @@ def _cors(origins: Sequence[str]) -> list[Middleware]:
 Prepared = tuple[Generation, Format, bool, Origin]
 
 
-class Asked(NamedTuple):
+class PrepareContext(NamedTuple):
     """What a request is prepared with, beside its body."""
 
     api: Api
@@ -175,7 +175,7 @@ class Asked(NamedTuple):
     user: str
 
 
-Prepare = Callable[[Asked, bytes], Prepared]
+Prepare = Callable[[PrepareContext, bytes], Prepared]
 
 
 def _generating(prepare: Prepare) -> Callable[[Request], Any]:
@@ -190,7 +190,7 @@ def _generating(prepare: Prepare) -> Callable[[Request], Any]:
                 raw = await api.bodies.read(body, request)
                 async with http.while_connected(receive), api.large(raw, user):
                     info, limits = await api.backend.model()
-                    asked = Asked(api, api.text_for(user), info, limits, user)
+                    asked = PrepareContext(api, api.text_for(user), info, limits, user)
                     job, form, stream, origin = await api.in_thread(user, prepare, asked, raw)
                     with origin.named():
                         job.constrain(await api.grammars.first(job.grammar, principal_of(user)))
@@ -204,19 +204,19 @@ def _generating(prepare: Prepare) -> Callable[[Request], Any]:
     return endpoint
 
 
-def _prepare_chat(asked: Asked, raw: bytes) -> Prepared:
+def _prepare_chat(asked: PrepareContext, raw: bytes) -> Prepared:
     body = read(raw, Chat)
     job = chat.prepare(body, asked.text, asked.limits, _name(asked, body), _user(asked.user, body.user))
     return job, chat.ChatFormat(job, body, asked.text), bool(body.stream), Origin({})
 
 
-def _prepare_completion(asked: Asked, raw: bytes) -> Prepared:
+def _prepare_completion(asked: PrepareContext, raw: bytes) -> Prepared:
     body = read(raw, Completion)
     job = completions.prepare(body, asked.text, asked.limits, _name(asked, body), _user(asked.user, body.user))
     return job, completions.CompletionFormat(job, body, asked.text), bool(body.stream), Origin({})
 
 
-def _prepare_response(asked: Asked, raw: bytes) -> Prepared:
+def _prepare_response(asked: PrepareContext, raw: bytes) -> Prepared:
     body = read(raw, responses.ResponsesBody)
     plain, origin = responses.as_chat(body)
     with origin.named():
@@ -225,7 +225,7 @@ def _prepare_response(asked: Asked, raw: bytes) -> Prepared:
     return job, ResponsesFormat(job, body), bool(body.stream), origin
 
 
-def _prepare_message(asked: Asked, raw: bytes) -> Prepared:
+def _prepare_message(asked: PrepareContext, raw: bytes) -> Prepared:
     body = read(raw, anthropic.MessagesBody)
     if body.max_tokens is None:
         raise InvalidRequest("max_tokens: is missing", param="max_tokens", code="missing_required_parameter")
@@ -236,7 +236,7 @@ def _prepare_message(asked: Asked, raw: bytes) -> Prepared:
     return job, MessageFormat(job), bool(body.stream), origin
 
 
-def _name(asked: Asked, body: RequestBody) -> str:
+def _name(asked: PrepareContext, body: RequestBody) -> str:
     return _served(asked.api, body.model, asked.info)
 
 

@@ -156,6 +156,8 @@ class Grammars:
     def _settle(self, job: CompileJob) -> None:
         try:
             found = Matcher(self._compiled(job), job.emitted, self._grew)
+        except InvalidRequest as error:
+            job.future.set_exception(error.with_traceback(None))  # which would keep the grammar
         except BaseException as error:
             job.future.set_exception(error)
         else:

@@ -8,6 +8,7 @@ from collections import Counter
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from llguidance import LLMatcher, LLTokenizer
@@ -19,12 +20,13 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from edgemoe.engine.grammar import Grammars
+from edgemoe.engine.grammar import Grammars, Matcher
 from edgemoe.engine.sampling import sampler
 from edgemoe.engine.sampling.sampler import Sampled, sample, uniform
 from edgemoe.engine.sampling.segmented_topk import crossing
 from edgemoe.engine.sequence import Sequence
 from edgemoe.errors import InvalidRequest
+from edgemoe.types.grammar_trial import GrammarTrial, digest_of
 from edgemoe.types.request import Request, Sampling
 
 VOCAB = 50
@@ -308,3 +310,58 @@ def test_the_number_that_is_crossed_is_the_one_that_sorting_finds(seed: int) -> 
         over = {float(number): float(amounts[row > number].sum()) for number in row}
         assert least == min(number for number, more in over.items() if more < goal)
         assert above == pytest.approx(over[least], abs=1e-9)
+
+
+def test_masks_that_take_too_long_end_their_request_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars = Grammars(byte_tokenizer()[1])
+    slow, quick = (grammars.matcher(LLMatcher.grammar_from_regex(f"[a-z]{{{n}}}"), []).result() for n in (90, 91))
+    mask = np.zeros(264 // 32 + 1, np.int32)
+    now_s = 0.0
+
+    def first(mask: npt.NDArray[np.int32]) -> int:
+        return int(np.unpackbits(mask.view(np.uint8), bitorder="little").argmax())
+
+    monkeypatch.setattr("edgemoe.engine.grammar.time.thread_time", lambda: now_s)
+    real = LLMatcher.unsafe_compute_mask_ptr
+
+    class Slow:
+        """A matcher whose masks take half a second."""
+
+        def unsafe_compute_mask_ptr(self, *at: int) -> None:
+            nonlocal now_s
+            now_s += 0.5
+            real(matcher, *at)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(matcher, name)
+
+    matcher, slow._matcher = slow._matcher, Slow()
+    for _ in range(2):
+        slow.fill(mask)
+        slow.accept(first(mask))
+    with pytest.raises(InvalidRequest, match="too complex: after 2 tokens") as refused:
+        slow.fill(mask)
+    assert refused.value.code == "invalid_grammar"
+    for _ in range(80):
+        quick.fill(mask)
+        quick.accept(first(mask))
+    grammars.close()
+
+
+def test_all_compiled_grammars_have_one_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("edgemoe.engine.grammar.BUDGET_BYTES", 10 << 20)
+    grammars = Grammars(byte_tokenizer()[1])
+
+    def matcher(n: int, megabytes: int) -> Matcher:
+        grammar = str(LLMatcher.grammar_from_regex(f"[a-z]{{{n}}}"))
+        return grammars.matcher(grammar, [], GrammarTrial(digest_of(grammar), 0.1, megabytes << 20)).result()
+
+    for n in range(1, 20):
+        matcher(n, 3)  # of requests that are over
+        assert grammars.bytes <= 10 << 20
+    kept = [matcher(n, 2) for n in range(20, 24)]
+    with pytest.raises(InvalidRequest, match="too large"):
+        matcher(30, 4)
+    kept.append(matcher(31, 1))
+    assert grammars.bytes <= 10 << 20
+    grammars.close()
