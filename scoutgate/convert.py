@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from edgemoe.errors import EdgemoeError
 from edgemoe.experts.predict.scoutgate.model import NO_TOKEN
+from edgemoe.rights import become_owner
 from edgemoe.store.manifest import Manifest
 from edgemoe.telemetry.recording import AHEAD, read_recording, recordings_in
 from edgemoe.types.routing import StepRouting
@@ -168,8 +169,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     try:
+        become_owner(options.out)
         tokens = convert(options.files, options.model, options.out)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, EdgemoeError) as error:
         raise SystemExit(str(error)) from error
     print(f"{options.out}: {tokens} tokens")
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -27,6 +28,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from edgemoe.durable import NewFile, make_folder, remove_file, replace_file
 from edgemoe.experts.predict.scoutgate.model import NO_TOKEN, ScoutGateShape
 from edgemoe.types.conversation import conversation_of
 
@@ -81,20 +83,25 @@ class Routes:
 
 def write(directory: Path, meta: Meta, requests: Iterable[Routes]) -> int:
     """Writes a data set and returns its number of tokens. Raises ValueError where a request does not fit `meta`."""
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "meta.json").unlink(missing_ok=True)  # until all is written there is no data set
+    make_folder(directory)
+    remove_file(directory / "meta.json", missing_ok=True)  # until all is written there is no data set
     starts, groups = [0], []
     names = ["tokens", "ids", "decode"] + ["hidden"] * bool(meta.hidden) + ["gate"] * meta.gate
     with ExitStack() as stack:
-        files = {name: stack.enter_context(_path(directory, name).open("wb")) for name in names}
+        new = {name: stack.enter_context(NewFile(_path(directory, name), 0o644)) for name in names}
+        files = {name: stack.enter_context(os.fdopen(os.dup(file.fd), "wb")) for name, file in new.items()}
         for number, request in enumerate(requests):
             for name, file in files.items():
                 np.ascontiguousarray(_checked(request, name, meta), DTYPES[name]).tofile(file)
             starts.append(starts[-1] + len(request.tokens))
             groups.append(request.group(number))
-    np.array(starts, DTYPES["starts"]).tofile(_path(directory, "starts"))
-    np.array(groups, DTYPES["group"]).tofile(_path(directory, "group"))
-    (directory / "meta.json").write_text(json.dumps({"format": FORMAT, **asdict(meta)}, indent=1) + "\n")
+        for name, written in new.items():
+            files[name].flush()
+            written.put_in_place()
+    replace_file(_path(directory, "starts"), np.array(starts, DTYPES["starts"]).tobytes(), 0o644)
+    replace_file(_path(directory, "group"), np.array(groups, DTYPES["group"]).tobytes(), 0o644)
+    text = json.dumps({"format": FORMAT, **asdict(meta)}, indent=1) + "\n"
+    replace_file(directory / "meta.json", text.encode(), 0o644)
     return starts[-1]
 
 

@@ -8,6 +8,7 @@ calibrated on the validation split, and so is the fusion of all; nothing is fitt
 from __future__ import annotations
 
 import argparse
+import io
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,7 +21,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from edgemoe.durable import replace_file
+from edgemoe.errors import EdgemoeError
 from edgemoe.experts.predict.scoutgate.model import ScoutGate, ScoutGateShape
+from edgemoe.rights import become_owner
 from scoutgate import baselines, calibrate
 from scoutgate.baselines import FloatArray, IntArray, Predictor
 from scoutgate.data import Recording, gather
@@ -222,7 +226,9 @@ def plot(judged: Judged, file: Path) -> None:
         bottom.set(xlabel="layer", ylabel="recall@k")
         top.legend(fontsize=7)
     figure.tight_layout()
-    figure.savefig(file, dpi=110)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=110, format=file.suffix.removeprefix(".") or "png")
+    replace_file(file, drawn.getvalue(), 0o644)
     plt.close(figure)
 
 
@@ -235,8 +241,9 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, help="PNG to write")
     options = parser.parse_args()
     try:
+        become_owner(*([options.plot] if options.plot else []))
         judged = judge_run(options.run, options.data, options.model, options.most)
-    except ValueError as error:
+    except (ValueError, EdgemoeError) as error:
         raise SystemExit(str(error)) from error
     if options.plot:
         plot(judged, options.plot)

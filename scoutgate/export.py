@@ -9,7 +9,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from edgemoe.errors import EdgemoeError
 from edgemoe.experts.predict.scoutgate.export import RECORD, WEIGHTS, write
+from edgemoe.rights import become_owner
 from scoutgate.evaluate import judge_run
 
 
@@ -21,8 +23,9 @@ def main() -> None:
     parser.add_argument("--to", type=Path, required=True, help="folder to write")
     options = parser.parse_args()
     try:
+        become_owner(options.to)
         judged = judge_run(options.run, options.data, options.model)
-    except ValueError as error:
+    except (ValueError, EdgemoeError) as error:
         raise SystemExit(str(error)) from error
     write(options.to, judged.gate, judged.calibration, judged.model, judged.metrics)
     print(f"wrote {options.to / WEIGHTS} and {options.to / RECORD}")

@@ -12,9 +12,10 @@ from typing import Any
 
 import lightning as L
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
+from edgemoe.durable import replace_file
 from edgemoe.experts.predict.next_use_model import NextUseNet
 from edgemoe.experts.predict.scoutgate.model import ScoutGate, ScoutGateShape, cardinality
 from scoutgate.data import Inputs, k_hot
@@ -117,7 +118,7 @@ class KeepBest(L.Callback):
             return
         self.best = loss
         weights = {name: value.detach().cpu().contiguous() for name, value in self.network.state_dict().items()}
-        save_file(weights, self.directory / "best.tmp")
-        (self.directory / "best.tmp").replace(self.directory / "best.safetensors")
+        replace_file(self.directory / "best.safetensors", save(weights), 0o644)
         record = {"shape": self.network.shape.as_dict(), "step": trainer.global_step, "log_loss": loss}
-        (self.directory / "best.json").write_text(json.dumps({**record, **self.describe()}, indent=1) + "\n")
+        text = json.dumps({**record, **self.describe()}, indent=1) + "\n"
+        replace_file(self.directory / "best.json", text.encode(), 0o644)

@@ -16,8 +16,10 @@ from pathlib import Path
 import numpy as np
 
 from edgemoe.config.loading import load
+from edgemoe.durable import NewFile, make_folder
 from edgemoe.errors import EdgemoeError
 from edgemoe.experts.predict.scoutgate import export
+from edgemoe.rights import become_owner
 from edgemoe.store.catalog import progress_bar, store_of
 from scoutgate import baselines, calibrate, train
 from scoutgate.convert import recordings
@@ -71,8 +73,8 @@ def export_log_loss(directory: Path, recording: Recording, model: Path) -> float
 def check_writable(folder: Path) -> None:
     """Makes an export's folder where it is not there. Raises ValueError where nothing can be written to it."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
+        make_folder(folder)
+        NewFile(folder / ".probe").__exit__(None, None, None)
     except OSError as error:
         raise ValueError(
             f"cache.scoutgate: {folder} cannot be written to ({error.strerror}); make the folder, give it to whoever "
@@ -105,6 +107,8 @@ def from_settings(config: Path, model: str = "") -> tuple[Path, Path, Path]:
     """Recordings, store and export folder that the daemon uses. Raises ValueError where one is not set."""
     try:
         settings = load(config, [f"model.path={model}"] if model else []).settings
+        written = (settings.model.store_dir, settings.record.dir, settings.cache.scoutgate)
+        become_owner(*(Path(each) for each in written if each))
         store = Path(store_of(settings.model, progress_bar).path)
     except EdgemoeError as error:
         raise ValueError(str(error)) from error
@@ -119,9 +123,12 @@ def main() -> None:
     parser.add_argument("--model", default="", help="what it serves, where that is not in the settings")
     parser.add_argument("--max-minutes", type=float, default=30.0)
     options = parser.parse_args()
-    work = Path(tempfile.mkdtemp(prefix="scoutgate-"))
     try:
         records, store, target = from_settings(options.config, options.model)
+    except ValueError as error:
+        raise SystemExit(str(error)) from error
+    work = Path(tempfile.mkdtemp(prefix="scoutgate-"))
+    try:
         recordings(records, store, work / "data", hints=False)
         verdict = refresh(work / "data", store, target, work / "run", options.max_minutes)
     except (ValueError, OSError) as error:

@@ -22,7 +22,10 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, TQDMProg
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
+from edgemoe.durable import make_folder
+from edgemoe.errors import EdgemoeError
 from edgemoe.experts.predict.scoutgate.model import VARIANTS, ScoutGateShape
+from edgemoe.rights import become_owner
 from scoutgate.data import Batches, Recording
 from scoutgate.embedding import embedding_for
 from scoutgate.module import KeepBest, Recipe, ScoutGateModule
@@ -122,7 +125,7 @@ def train(options: argparse.Namespace) -> Path:
     meta = recording.meta
     hidden = meta.hidden if options.variant == "context" and not options.no_hidden else 0
     shape = ScoutGateShape(meta.experts, meta.top_k, embedding.shape[1], hidden, variant=options.variant)
-    options.out.mkdir(parents=True, exist_ok=True)
+    make_folder(options.out)
     training, validation = splits(recording, shape, options)
     steps = int(options.passes * -(-len(recording.positions("train")) // options.batch))
     module = ScoutGateModule(shape, Recipe(lr=options.lr), embedding, steps, options.max_minutes * 60)
@@ -142,8 +145,9 @@ def train(options: argparse.Namespace) -> Path:
 def main() -> None:
     options = arguments()
     try:
+        become_owner(options.out)
         folder = train(options)
-    except ValueError as error:
+    except (ValueError, EdgemoeError) as error:
         raise SystemExit(str(error)) from error
     print(f"best weights: {folder / 'best.safetensors'}; next: python -m scoutgate.evaluate --run {folder}")
 

@@ -18,12 +18,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from edgemoe.durable import replace_file
+from edgemoe.durable import make_folder, replace_file
 from edgemoe.errors import QueueFull, ServiceError
 
 log = logging.getLogger(__name__)
 
 LEAST_CHARS, MOST_KEYS, MOST_BYTES, MOST_AT_ONCE = 16, 256, 64 << 10, 1 << 20
+LIMIT = re.compile(r"[0-9]{1,7}")
 BUSY_S = 1.0  # after which a client whose key has reached its limit may try again
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
 
@@ -146,7 +147,7 @@ def _key(words: list[str], number: int, file: Path) -> ApiKey:
     limit = words[2] if len(words) > 2 else "0"
     if len(secret) < LEAST_CHARS or not secret.isascii():
         raise ServiceError(f"api.api_key_file {file}:{number}: needs a key of at least {LEAST_CHARS} ASCII characters")
-    if not NAME.fullmatch(name) or not limit.isdigit() or int(limit) > MOST_AT_ONCE or len(words) > 3:
+    if not NAME.fullmatch(name) or not LIMIT.fullmatch(limit) or int(limit) > MOST_AT_ONCE or len(words) > 3:
         raise ServiceError(f"api.api_key_file {file}:{number}: write NAME KEY, or NAME KEY REQUESTS-AT-ONCE")
     return ApiKey(name, secret, int(limit))
 
@@ -154,7 +155,7 @@ def _key(words: list[str], number: int, file: Path) -> ApiKey:
 def _write(file: Path, lines: list[str]) -> None:
     """Replaces the file. It stays its owner's, so that a service can read what root has written."""
     try:
-        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_folder(file.parent, 0o700)
         known = (file if file.exists() else file.parent).stat()
         mode = stat.S_IMODE(known.st_mode) & 0o640 if file.exists() else 0o600
         owner = (known.st_uid, known.st_gid) if os.geteuid() == 0 else None

@@ -11,6 +11,7 @@ from edgemoe.cluster.rpc.keys import Peer, check_peer, generate
 from edgemoe.config.loading import load
 from edgemoe.errors import ConfigError
 from edgemoe.guard import refuse_pickle
+from edgemoe.rights import become_owner
 from edgemoe.telemetry.log import configure, goes_to_journal
 
 PLACEHOLDERS = {"node": "NODE", "address": "HOST:PORT"}
@@ -19,6 +20,7 @@ PLACEHOLDERS = {"node": "NODE", "address": "HOST:PORT"}
 def keygen(args: argparse.Namespace) -> int:
     """Writes a secret key (0600) and prints the entry for the other boxes' lists of peers."""
     path = Path(args.file)
+    become_owner(path)
     node, address = args.node or PLACEHOLDERS["node"], args.address or PLACEHOLDERS["address"]
     check_peer(Peer(args.node or "node", args.address or "host:1", "." * 40), path)
     secret = generate(path)
@@ -36,6 +38,7 @@ def witness(args: argparse.Namespace) -> int:
     if settings.cluster.coordination != "raft" or not settings.cluster.node:
         raise ConfigError('a witness needs cluster.node and cluster.coordination = "raft": nothing else has voters')
     configure(settings.log, journal=goes_to_journal(os.environ))
+    become_owner(Path(settings.cluster.state_dir), env=os.environ)
     refuse_pickle()
     asyncio.run(vote(settings.cluster))
     return 0

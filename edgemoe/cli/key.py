@@ -12,6 +12,7 @@ from edgemoe.api.keys import new_key, read_keys, remove_key
 from edgemoe.cli.output import console
 from edgemoe.config.loading import load
 from edgemoe.errors import ServiceError
+from edgemoe.rights import become_owner
 
 FIRST = "default"  # name of the key that `edgemoe serve` makes where there is none
 
@@ -19,6 +20,7 @@ FIRST = "default"  # name of the key that `edgemoe serve` makes where there is n
 def run(args: argparse.Namespace) -> int:
     """Does one of the four. Raises ServiceError."""
     file = Path(load(Path(args.config) if args.config else None, args.set).settings.api.api_key_file)
+    become_owner(file)
     if args.action == "new":
         print(new_key(file, args.name, args.at_once).secret)
     elif args.action == "remove":

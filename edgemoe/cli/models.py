@@ -13,6 +13,7 @@ from rich.console import Console
 from edgemoe.cli.output import console
 from edgemoe.config.loading import load
 from edgemoe.errors import ConfigError
+from edgemoe.rights import become_owner
 from edgemoe.store import catalog as models
 
 EXIT_DAMAGED = 1
@@ -21,6 +22,7 @@ EXIT_DAMAGED = 1
 def run(args: argparse.Namespace) -> int:
     """Lists the stores, or verifies or removes one."""
     store_dir = Path(load(Path(args.config) if args.config else None, args.set).settings.model.store_dir)
+    become_owner(store_dir)
     if args.action == "list":
         return _list(store_dir, as_json=args.json)
     store = models.resolve(args.model, store_dir)

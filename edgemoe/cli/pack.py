@@ -9,6 +9,7 @@ from pathlib import Path
 
 from edgemoe.cli.serve import read_settings, show_progress
 from edgemoe.errors import ConfigError
+from edgemoe.rights import become_owner
 from edgemoe.store.arriving import arriving_store, pack_arrived
 from edgemoe.store.catalog import is_store
 from edgemoe.store.checkpoint import Checkpoint, check_tokenizer
@@ -28,6 +29,7 @@ def run(args: argparse.Namespace) -> int:
     """Packs one checkpoint, prints the path of the store, and what its encodings cost where that is asked for."""
     settings = read_settings(args).settings
     configure(settings.log)
+    become_owner(Path(args.store or settings.model.store_dir))
     wanted = WantedEncodings.parse(args.experts, args.dense)
     if args.check and args.delete_shards:
         raise ConfigError("--check reads the checkpoint, whose shards --delete-shards deletes; drop one of the two")

@@ -22,6 +22,7 @@ from edgemoe.config.loading import Loaded, Value, load
 from edgemoe.config.paths import default_socket
 from edgemoe.config.settings import Settings
 from edgemoe.errors import UnsupportedProcessor
+from edgemoe.rights import become_owner
 from edgemoe.store.packer import Progress
 from edgemoe.telemetry.log import configure, goes_to_journal
 
@@ -43,6 +44,7 @@ def serve(args: argparse.Namespace) -> int:
     log.info("settings read", extra={"files": ",".join(map(str, loaded.files)), "set": " ".join(args.set)})
     for warning in loaded.warnings:
         log.warning(warning)
+    become_owner(*_written(loaded.settings), env=os.environ)
     if loaded.settings.api.tcp:
         _have_a_key(loaded)
     check_processor()
@@ -69,6 +71,16 @@ def check_processor() -> None:
     if asked.returncode:
         said = (asked.stderr.strip().splitlines() or ["LLVM cannot be loaded"])[-1]
         raise UnsupportedProcessor(said.removeprefix(f"{UnsupportedProcessor.__module__}.UnsupportedProcessor: "))
+
+
+def _written(settings: Settings) -> tuple[Path, ...]:
+    """Returns the folders that the daemon writes to."""
+    api, cluster = settings.api, settings.cluster
+    named = [settings.model.store_dir, settings.service.runtime_dir, str(Path(api.socket).parent)]
+    named += [str(Path(api.api_key_file).parent)] if api.tcp else []
+    named += [cluster.state_dir] if cluster.node else []
+    named += [settings.record.dir, settings.cache.state_file, settings.cache.scoutgate]
+    return tuple(Path(each) for each in named if each)
 
 
 def ready_text(settings: Settings) -> str:

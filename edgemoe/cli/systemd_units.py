@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from edgemoe.config.loading import flatten, load
+from edgemoe.durable import make_folder, remove_file, remove_tree, replace_file
 from edgemoe.errors import ServiceError
 
 SOCKET = Path("/run/edgemoe/edgemoe.sock")
@@ -147,9 +148,9 @@ def _ours(root: Path) -> list[Path]:
 
 def _take_away(path: Path, options: Options) -> str:
     if not options.dry_run:
-        path.unlink()
+        remove_file(path)
         if path.parent.name.endswith(".service.d") and not any(path.parent.iterdir()):
-            path.parent.rmdir()
+            remove_tree(path.parent)
     return f"remove {path}"
 
 
@@ -159,8 +160,8 @@ def _place(file: File, options: Options) -> str:
         return f"keep {path}"
     if not options.dry_run:
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(file.text, encoding="utf-8")
+            make_folder(path.parent)
+            replace_file(path, file.text.encode(), 0o644)
         except OSError as error:
             raise ServiceError(f"cannot write {path}: {error.strerror}; run this as root, or see --root") from error
     return f"write {path}"

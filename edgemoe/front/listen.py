@@ -11,6 +11,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
+from edgemoe.durable import give_group, make_folder, open_kept, remove_file
 from edgemoe.errors import ServiceError
 
 BACKLOG = 1024
@@ -26,14 +27,14 @@ def unix_socket(path: Path, group: str = "") -> socket.socket:
     if len(os.fsencode(path)) > PATH_BYTES:
         raise ServiceError(f"{path}: too long for a socket ({PATH_BYTES} bytes); set api.socket to a shorter path")
     gid = _group_id(group) if group else None
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o755)
+    make_folder(path.parent, 0o755)
     clear_path(path)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     mask = os.umask(0o777 & ~SOCKET_MODE)
     try:
         listener.bind(str(path))
         if gid is not None:
-            os.chown(path, -1, gid)
+            give_group(path, gid)
         listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
@@ -74,12 +75,15 @@ def listening(bound: socket.socket, address: str) -> socket.socket:
 @contextlib.contextmanager
 def sole_owner(directory: Path, remedy: str) -> Iterator[None]:
     """Holds the lock of a runtime directory. Raises ServiceError, which ends on `remedy`, where another daemon does."""
-    with (directory / "lock").open("wb") as lock:
+    lock = open_kept(directory / "lock")
+    try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise ServiceError(f"{directory}: another daemon runs here; {remedy}") from None
         yield
+    finally:
+        os.close(lock)
 
 
 def clear_path(path: Path) -> None:
@@ -93,7 +97,7 @@ def clear_path(path: Path) -> None:
     except FileNotFoundError:
         return
     except ConnectionRefusedError:
-        path.unlink(missing_ok=True)
+        remove_file(path, missing_ok=True)
     except OSError as error:
         raise ServiceError(f"{path}: cannot tell whether it is in use: {error}") from error
     else:

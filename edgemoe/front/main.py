@@ -28,6 +28,7 @@ from edgemoe.api.text.tokenizer import TextModel
 from edgemoe.cluster.rpc.ipc import FrontEnd, private_directory
 from edgemoe.config.paths import beside
 from edgemoe.config.settings import Settings
+from edgemoe.durable import remove_file
 from edgemoe.errors import EngineUnavailable, RequestError, first_of
 from edgemoe.front.cluster import ClusterFront
 from edgemoe.front.connections import Server
@@ -248,7 +249,7 @@ class Front:
     def _close_door(self) -> None:
         """Takes our own Unix socket away, so that nobody connects who would not be answered."""
         if self._door is not None:
-            self._door.unlink(missing_ok=True)
+            remove_file(self._door, missing_ok=True)
             self._door = None
 
     def _sockets(self, held: contextlib.ExitStack) -> list[socket.socket]:

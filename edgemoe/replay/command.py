@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from edgemoe.durable import replace_file
 from edgemoe.errors import ConfigError
 from edgemoe.replay import parsing
 
@@ -240,6 +242,8 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     axes.grid(alpha=0.3)
     axes.legend()
     try:
-        figure.savefig(path, dpi=150)
+        drawn = io.BytesIO()
+        figure.savefig(drawn, dpi=150, format=path.suffix.removeprefix(".") or "png")
+        replace_file(path, drawn.getvalue(), 0o644)
     except (OSError, ValueError) as error:
         raise ConfigError(f"--plot {path} cannot be written: {error}") from error

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import msgspec
 import xxhash
 
-from edgemoe.durable import replace_file, sync
+from edgemoe.durable import make_folder, remove_file, replace_file, sync
 from edgemoe.errors import CheckpointError, ShardCutShort, StoreError
 from edgemoe.families.config import spec_from_config
 from edgemoe.families.spec import ModelSpec
@@ -99,7 +99,7 @@ def pack_arrived(
     store = Path(dest_dir).expanduser()
     arriving = _Arriving(Path(source_dir).expanduser(), store, wanted, progress)
     with told_as_store_error(store):
-        store.mkdir(parents=True, exist_ok=True)
+        make_folder(store)
         with lock_store(store, exclusive=True):
             return arriving.run(delete=delete)
 
@@ -193,16 +193,16 @@ class _Arriving:
         if not file.is_file():
             start_over(self._store)
             replace_file(self._store / JOURNAL, identity, 0o644)
-            self._kept.mkdir(exist_ok=True)
+            make_folder(self._kept)
             replace_file(file, identity, 0o644)
         elif file.read_bytes() != identity:
             raise StoreError(
                 f"{self._store} holds what has arrived of another checkpoint, or for other encodings; "
                 "finish that, or remove the directory, whose shards may have been deleted"
             )
-        (self._store / "experts").mkdir(exist_ok=True)
+        make_folder(self._store / "experts")
         for leftover in (*self._store.glob("experts/*.tmp"), *self._kept.glob("*.tmp")):
-            leftover.unlink()
+            remove_file(leftover)
 
     def _arrived(self) -> Iterator[tuple[Path, _Shard]]:
         """Yields the shards that are whole, or were."""
@@ -284,6 +284,6 @@ class _Arriving:
 def _delete(path: Path) -> None:
     """Deletes a shard; in the hub's cache, where it is a link, what it points at."""
     target = path.resolve()
-    path.unlink()
-    target.unlink(missing_ok=True)
+    remove_file(path)
+    remove_file(target, missing_ok=True)
     sync(path.parent)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -19,6 +18,7 @@ from rich.table import Table
 from edgemoe import demo
 from edgemoe.config.settings import ModelSettings
 from edgemoe.config.sizes import format_size
+from edgemoe.durable import remove_file, remove_tree
 from edgemoe.errors import CheckpointError, StoreError
 from edgemoe.store.checkpoint import check_tokenizer
 from edgemoe.store.consistency import spec_of
@@ -232,10 +232,10 @@ def remove(store: str | Path) -> None:
     try:
         with lock_store(path, exclusive=True), lock_store(path, exclusive=True, lock=ARRIVING):
             for part in path.iterdir():
-                if part.is_dir():
-                    shutil.rmtree(part)
+                if part.is_dir() and not part.is_symlink():
+                    remove_tree(part)
                 elif part.name not in (MANIFEST, JOURNAL):
-                    part.unlink()
-            shutil.rmtree(path)  # these last, so that what is left of a removal cut short can be removed again
+                    remove_file(part)
+            remove_tree(path)  # these last, so that what is left of a removal cut short can be removed again
     except OSError as error:
         raise StoreError(f"{error.filename or path} cannot be removed: {error.strerror}") from error

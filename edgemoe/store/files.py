@@ -23,6 +23,7 @@ from typing import Self
 import numpy as np
 import xxhash
 
+from edgemoe.durable import open_kept
 from edgemoe.errors import StoreError, StoreInUse
 from edgemoe.types.experts import PAGE_BYTES, padded
 
@@ -195,8 +196,7 @@ def lock_store(store: Path, *, exclusive: bool, lock: str = LOCK) -> Iterator[No
 
     A reader waits for LOCK_WAIT_S: whoever looks whether there is anything to pack holds it for a moment.
     """
-    flags = os.O_RDWR | os.O_CREAT if exclusive else os.O_RDONLY
-    fd = os.open(store / lock, flags | os.O_CLOEXEC, 0o644)
+    fd = open_kept(store / lock, 0o644, writable=exclusive)
     try:
         ends = time.monotonic() + (0.0 if exclusive else LOCK_WAIT_S)
         while not _locked(fd, exclusive):
@@ -215,7 +215,11 @@ def lock_store(store: Path, *, exclusive: bool, lock: str = LOCK) -> Iterator[No
 def note_use(store: Path) -> None:
     """Notes that the store is used now, as far as it can be written to."""
     with contextlib.suppress(OSError):
-        os.utime(store / LOCK)
+        fd = open_kept(store / LOCK, writable=False)
+        try:
+            os.utime(fd)
+        finally:
+            os.close(fd)
 
 
 def last_used_s(store: Path) -> float:
@@ -233,7 +237,7 @@ def is_in_use(store: Path) -> bool:
 
 def _is_held(lock: Path) -> bool:
     try:
-        fd = os.open(lock, os.O_RDONLY | os.O_CLOEXEC)
+        fd = open_kept(lock, writable=False)
     except OSError:
         return False
     try:
@@ -245,9 +249,11 @@ def _is_held(lock: Path) -> bool:
 def lock_holder(store: Path) -> str:
     """Returns the id of the process that holds the store exclusively, as far as it could say so; else ""."""
     try:
-        return (store / LOCK).read_text()[:20]
+        fd = open_kept(store / LOCK, writable=False)
     except OSError:
         return ""
+    with os.fdopen(fd, encoding="ascii", errors="replace") as file:
+        return file.read(20)
 
 
 def _sign(fd: int, who: str) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import shutil
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Annotated, Self
 import msgspec
 from msgspec import Meta
 
-from edgemoe.durable import replace_file, sync
+from edgemoe.durable import remove_file, remove_tree, replace_file, sync
 from edgemoe.errors import CorruptExpert, StoreError, StoreVersionError
 from edgemoe.store.files import checksum, file_bytes, lock_store
 from edgemoe.types.arrays import Json
@@ -240,8 +239,9 @@ def finish_clearing(store: Path) -> None:
 
 def clear(store: Path) -> None:
     """Clears away what a finished store needs no more."""
-    (store / JOURNAL).unlink(missing_ok=True)
-    shutil.rmtree(store / SHARDS, ignore_errors=True)
+    remove_file(store / JOURNAL, missing_ok=True)
+    with contextlib.suppress(OSError):
+        remove_tree(store / SHARDS)
     sync(store)
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from edgemoe.config.sizes import format_size
-from edgemoe.durable import replace_file
+from edgemoe.durable import make_folder, remove_file, replace_file
 from edgemoe.errors import StoreError, StoreInUse, StoreVersionError
 from edgemoe.store.checkpoint import Checkpoint
 from edgemoe.store.files import ARRIVING, LOCK, checksum, lock_holder, lock_store
@@ -132,7 +132,7 @@ def pack(
     layout = plan(checkpoint, wanted)
     dest = Path(dest_dir).expanduser()
     with told_as_store_error(dest):
-        dest.mkdir(parents=True, exist_ok=True)
+        make_folder(dest)
         with lock_store(dest, exclusive=True):
             if not again and (dest / MANIFEST).is_file():
                 return Manifest.load(dest)
@@ -213,8 +213,8 @@ class _Packer:
             start_over(store)
             replace_file(journal, self.journal, 0o644)
         for leftover in (*store.glob("*.tmp"), *store.glob("experts/*.tmp")):
-            leftover.unlink()
-        (store / "experts").mkdir(exist_ok=True)
+            remove_file(leftover)
+        make_folder(store / "experts")
         return finished
 
     def _finished(self) -> bool:
@@ -290,8 +290,8 @@ def start_over(store: Path) -> None:
     if (store / MANIFEST).exists() or (store / JOURNAL).exists():
         log.warning("%s is damaged, or part of another checkpoint's store; starting over", store)
         for file in (store / DENSE, *store.glob("experts/layer_*.safetensors")):
-            file.unlink(missing_ok=True)
+            remove_file(file, missing_ok=True)
         return
-    ours = (LOCK, ARRIVING, f"{JOURNAL}.tmp", "lost+found")
-    if others := [path.name for path in store.iterdir() if path.name not in ours]:
+    ours = re.compile(rf"{LOCK}|{ARRIVING}|{re.escape(JOURNAL)}\..*\.?tmp|lost\+found")
+    if others := [path.name for path in store.iterdir() if not ours.fullmatch(path.name)]:
         raise StoreError(f"{store} is not empty and no store (it has {others[0]}); choose another directory")

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from edgemoe.durable import sync
+from edgemoe.durable import NewFile
 from edgemoe.errors import CheckpointError
 from edgemoe.store.checkpoint import Tensor
 from edgemoe.store.files import (
@@ -121,20 +121,18 @@ class _Output:
 
     def __init__(self, path: Path) -> None:
         self.position = 0
-        self._path = path
-        self._temporary = path.with_name(path.name + ".tmp")
-        self._fd = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
-        self._direct = open_direct(self._temporary, os.O_WRONLY)
+        self._file = NewFile(path, 0o644)
+        self._fd = self._file.fd
+        self._direct = open_direct(Path(f"/proc/self/fd/{self._fd}"), os.O_WRONLY)
         self._pages = page_memory(BLOCK_BYTES)
 
     def __enter__(self) -> _Output:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        os.close(self._fd)
         if self._direct is not None:
             os.close(self._direct)
-        self._temporary.unlink(missing_ok=True)
+        self._file.__exit__(None, None, None)
 
     def write(self, data: Buffer) -> None:
         view = memoryview(data)
@@ -154,9 +152,7 @@ class _Output:
         self._put(self._pages[:whole], self.position - filled)
         self._put_rest(self._pages[whole:filled], self.position - filled + whole)
         self._put_rest(memoryview(header), 0)
-        os.fsync(self._fd)
-        self._temporary.replace(self._path)
-        sync(self._path.parent)
+        self._file.put_in_place()
 
     def _put(self, pages: memoryview, offset: int) -> None:
         """Writes whole pages past the page cache, as far as the file system has such a thing."""

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edgemoe.config.settings import RecordSettings
+from edgemoe.durable import create_file, make_folder, remove_file
 from edgemoe.errors import StoreError
 from edgemoe.telemetry.recording import AHEAD, LENGTH, MAGIC, OWN, SUFFIX, Header, RoutingBlock, upper_halves
 from edgemoe.types.arrays import FloatArray
@@ -149,7 +150,7 @@ class Recorder:
         self._encode = msgspec.msgpack.Encoder().encode
         self._file: BinaryIO | None = None
         try:
-            self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_folder(self._directory, 0o700)
             self._open()
         except OSError as error:
             raise StoreError(f"cannot record to record.dir {self._directory}: {error.strerror}") from error
@@ -245,14 +246,13 @@ class Recorder:
         """Opens a new file, after making room for it. File names sort by age."""
         self._make_room(self._settings.file_bytes)
         name = f"{time.time_ns():020d}{SUFFIX}"
-        descriptor = os.open(self._directory / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        self._file = os.fdopen(descriptor, "wb")
+        self._file = os.fdopen(create_file(self._directory / name), "wb")
         block = zlib.compress(self._encode(self._header), 1)
         try:
             self._file.write(MAGIC + LENGTH.pack(len(block)) + block)
             self._file.flush()
         except OSError:
-            (self._directory / name).unlink(missing_ok=True)
+            remove_file(self._directory / name, missing_ok=True)
             raise
 
     def _make_room(self, more_bytes: int) -> None:
@@ -263,5 +263,5 @@ class Recorder:
                 sizes[file] = file.stat().st_size
         kept = 0 if self._file is None or self._file.closed else 1
         while len(sizes) > kept and sum(sizes.values()) + more_bytes > self._settings.max_bytes:
-            (oldest := next(iter(sizes))).unlink(missing_ok=True)
+            remove_file(oldest := next(iter(sizes)), missing_ok=True)
             del sizes[oldest]

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
+from edgemoe.durable import make_folder
 from edgemoe.errors import EdgemoeError
 from edgemoe.experts.predict.next_use_model import (
     AFTER,
@@ -31,6 +32,7 @@ from edgemoe.experts.predict.next_use_model import (
     write_export,
 )
 from edgemoe.replay.trace import Trace, first, in_turn, load
+from edgemoe.rights import become_owner
 from scoutgate.module import KeepBest, Recipe, Scheduled
 from scoutgate.next_use.data import Glances, NextUseBatch, Routing
 from scoutgate.train import quiet, trainer_arguments, trainer_for
@@ -125,7 +127,7 @@ def train(options: argparse.Namespace) -> NextUseNet:
     validation = Glances(routing, seed=None, batches=VALIDATION_BATCHES)
     recipe = Recipe(lr=options.lr, weight_decay=options.weight_decay, warmup_steps=50)
     module = NextUseModule(shape, recipe, options.dropout, options.steps, options.max_minutes * 60)
-    options.out.mkdir(parents=True, exist_ok=True)
+    make_folder(options.out)
     described: dict[str, object] = {"seed": options.seed, "tokens": routing.count}
     keep = KeepBest(options.out, module.network, lambda: described)
     last = options.out / "last.ckpt"
@@ -143,6 +145,7 @@ def train(options: argparse.Namespace) -> NextUseNet:
 def main() -> None:
     options = arguments()
     try:
+        become_owner(options.out, options.to)
         train(options)
     except (ValueError, EdgemoeError) as error:
         raise SystemExit(str(error)) from error

@@ -106,8 +106,8 @@ def test_who_waits_for_a_packer_that_stands_still_is_told_which_one_and_what_to_
     store = ensure_store(source, tmp_path / "whole")
     stopped = tmp_path / "stores" / store.name
     stopped.parent.mkdir()
-    script = script_of(CALL).replace("SIGKILL", "SIGSTOP")
-    packer = subprocess.Popen([sys.executable, "-c", script, str(source), str(stopped), "40"])
+    script, half = script_of(CALL).replace("SIGKILL", "SIGSTOP"), int(run(source, tmp_path / "counted", 0).stdout) // 2
+    packer = subprocess.Popen([sys.executable, "-c", script, str(source), str(stopped), str(half)])
     try:
         wait_until(lambda: Path(f"/proc/{packer.pid}/stat").read_text().split()[2] == "T")
         monkeypatch.setattr(packer_module, "STALLED_S", 0.5)

@@ -31,7 +31,7 @@ class Disk:
     @staticmethod
     def _followed(real: Any, note: Any) -> Any:
         def call(*args: Any, **options: Any) -> Any:
-            commit = note(*args)
+            commit = note(*args, **options)
             result = real(*args, **options)
             commit()
             return result
@@ -46,13 +46,18 @@ class Disk:
         directory = path.resolve()
         return lambda: self._names.update({p: n for p, n in self._renamed.items() if p.parent == directory})
 
-    def _replace(self, source: Any, target: Any) -> Any:
+    def _replace(self, source: Any, target: Any, src_dir_fd: int | None = None, dst_dir_fd: int | None = None) -> Any:
+        source, target = _whole(source, src_dir_fd), _whole(target, dst_dir_fd)
         inode = _inode(os.stat(source))
         if not stat.S_ISDIR(os.stat(source).st_mode):
             assert self._bytes.get(inode) == Path(source).read_bytes(), f"{target} is named before its bytes are kept"
         return lambda: self._renamed.__setitem__(Path(target).resolve(), inode)
 
     _rename = _replace
+
+
+def _whole(path: Any, folder: int | None) -> Path:
+    return Path(path) if folder is None else Path(os.readlink(f"/proc/self/fd/{folder}")) / path
 
 
 def _inode(about: os.stat_result) -> Inode:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from edgemoe.durable import create_file, make_folder, replace_file
 from edgemoe.errors import EdgemoeError
 from edgemoe.types.arrays import Json
 
@@ -69,8 +70,7 @@ class Conversation:
             return "Name a file: /save FILE"
         parts = [f"## {message['role']}\n\n{message['content']}\n" for message in self.messages]
         try:
-            fd = os.open(Path(name).expanduser(), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with os.fdopen(fd, "w", encoding="utf-8") as opened:
+            with os.fdopen(create_file(Path(name).expanduser()), "w", encoding="utf-8") as opened:
                 opened.write("\n".join(parts))
         except OSError as error:
             return f"{name} cannot be written: {error.strerror}; name another file"
@@ -129,6 +129,6 @@ def _line_editing() -> Iterator[None]:
         yield
     finally:
         with contextlib.suppress(OSError):
-            file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            file.touch(mode=0o600)
-            readline.write_history_file(file)
+            said = [readline.get_history_item(at + 1) for at in range(readline.get_current_history_length())]
+            make_folder(file.parent, 0o700)
+            replace_file(file, "".join(f"{line}\n" for line in said[-HISTORY_LINES:]).encode())

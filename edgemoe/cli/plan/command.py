@@ -29,6 +29,7 @@ from edgemoe.errors import CapacityError, ConfigError
 from edgemoe.experts.build import CODES
 from edgemoe.kernels.cpu.object_cache import link
 from edgemoe.kernels.cpu.runtime import Kernels
+from edgemoe.rights import become_owner
 from edgemoe.telemetry import probes
 from edgemoe.types.machine import Machine
 from edgemoe.types.size_classes import SlabLayout
@@ -159,6 +160,7 @@ def run(args: argparse.Namespace) -> int:
             f"--context, --sequences, --prompt and --boxes are 1 at least, --sequences {MOST_SEQUENCES} at most"
         )
     settings = load(Path(args.config) if args.config else None, args.set).settings
+    become_owner(Path(settings.model.store_dir))
     subject = find(args.model, Path(settings.model.store_dir))
     context = args.context or min(subject.spec.context_tokens, 4096)
     question = Wish(context, args.sequences, args.prompt, args.boxes, args.routing)

@@ -7,13 +7,12 @@ import errno
 import os
 import random
 import statistics
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO
 
+from edgemoe.durable import NewFile, make_folder, write_all
 from edgemoe.store.files import BLOCK_BYTES, PageFile, page_memory
 from edgemoe.types.experts import padded
 
@@ -75,21 +74,20 @@ def probe_file(directory: Path) -> Iterator[Path | None]:
     with file:
         piece = os.urandom(BLOCK_BYTES)
         for _ in range(DISK_BYTES // BLOCK_BYTES):
-            file.write(piece)
-        file.flush()
-        os.fsync(file.fileno())
+            write_all(file.fd, piece)
+        os.fsync(file.fd)
         with contextlib.suppress(OSError):
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        yield Path(file.name)
+            os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        yield Path(f"/proc/self/fd/{file.fd}")
 
 
-def _new_file(directory: Path) -> IO[bytes] | None:
+def _new_file(directory: Path) -> NewFile | None:
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        make_folder(directory)
         status = os.statvfs(directory)
         if status.f_bavail * status.f_frsize < ROOM_BYTES:
             return None
-        return tempfile.NamedTemporaryFile(dir=directory, prefix=".probe-")
+        return NewFile(directory / ".probe")
     except OSError as error:
         if error.errno in NOT_ALLOWED:
             return None

@@ -10,6 +10,7 @@ from edgemoe.cli.serve import read_settings, show_progress
 from edgemoe.config.settings import Settings
 from edgemoe.config.sizes import parse_rate
 from edgemoe.errors import ConfigError
+from edgemoe.rights import become_owner
 from edgemoe.store.packer import Progress
 from edgemoe.store.wanted import WantedEncodings
 from edgemoe.telemetry.log import configure
@@ -19,6 +20,7 @@ def run(args: argparse.Namespace) -> int:
     """Fetches a model, and prints the store's directory."""
     settings = read_settings(args).settings
     configure(settings.log)
+    become_owner(Path(settings.model.store_dir))
     with show_progress(f"pulling {args.model}") as progress:
         store = (_from_peers if args.from_peers else _from_hub)(args, settings, progress)
     print(store)

@@ -77,6 +77,7 @@ from edgemoe.cluster.rpc.messages.parcels import FetchParcel, Parcel
 from edgemoe.cluster.rpc.messages.reach import Reach
 from edgemoe.cluster.rpc.transport import Answer, ChannelSettings, Question, Transport
 from edgemoe.config.settings import ClusterSettings
+from edgemoe.durable import make_folder
 from edgemoe.errors import ConfigError, PeerRefused
 from edgemoe.ticking import until_tick
 
@@ -96,7 +97,7 @@ class ControlPlane:
     ) -> None:
         """`peers` are all boxes that are listed, this one perhaps among them. Raises ConfigError, ServiceError."""
         directory = Path(settings.state_dir)
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_folder(directory, 0o700)
         plans = PlanStore(directory / "plan")
         fence = EpochFence(directory / "epoch", plans.plan.epoch if plans.plan else 0)
         self.state = ControlState(settings, peers, announce, plans, fence, clock)

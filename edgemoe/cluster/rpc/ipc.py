@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import stat
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable
 from pathlib import Path
@@ -36,6 +35,7 @@ from edgemoe.cluster.rpc.engine_messages import (
     versions_of,
 )
 from edgemoe.cluster.rpc.protocol import SPOKEN, UNREADABLE, Versions, check_known, tag_of
+from edgemoe.durable import private_folder
 from edgemoe.errors import PeerOutdated, ServiceError, WireError
 from edgemoe.types.bounds import Attempt, Name
 from edgemoe.types.request import Emission
@@ -241,11 +241,8 @@ def _sent(attempt: Awaitable[object]) -> bool:
 def private_directory(path: Path) -> Path:
     """Makes `path` a directory that only this user can enter. Raises ServiceError where that fails."""
     try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        info = path.lstat()
-        if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid():
+        if not private_folder(path):
             raise ServiceError(f"{path}: must be a directory owned by the user who runs the daemon")
-        path.chmod(0o700)
     except OSError as error:
         raise ServiceError(f"{path}: cannot be made a private directory: {error.strerror}") from error
     return path

@@ -23,6 +23,7 @@ import msgspec
 import zmq
 from zmq.utils import z85
 
+from edgemoe.durable import create_file
 from edgemoe.errors import ConfigError
 from edgemoe.types.bounds import MAX_NODES, Text, Word
 
@@ -72,7 +73,7 @@ def generate(path: Path) -> Secret:
     """Writes a new secret key to `path` (0600) and returns it. Raises ConfigError where the file exists."""
     public, secret = zmq.curve_keypair()
     try:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        fd = create_file(path)
     except FileExistsError as error:
         raise ConfigError(f"{path}: a key is there already; remove it first if it is to be replaced") from error
     except OSError as error:

@@ -13,7 +13,6 @@ import fcntl
 import json
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, cached_property
@@ -29,6 +28,7 @@ from llvmlite import ir
 from numba.core.registry import cpu_target
 from numba.core.runtime.nrt import rtsys
 
+from edgemoe.durable import make_folder, open_kept, remove_file, replace_file
 from edgemoe.errors import UnsupportedProcessor
 from edgemoe.kernels.cpu.target import TARGET
 
@@ -198,12 +198,13 @@ def _compile_once(path: Path, codes: Sequence[Code], progress: Compiling) -> tup
     """Compiles and keeps them. Engines that start together wait for the first one, at most `COMPILE_S`."""
     with contextlib.ExitStack() as stack:
         try:
-            lock = stack.enter_context((path.parent / "lock").open("wb"))
+            lock = open_kept(path.parent / "lock")
+            stack.callback(os.close, lock)
         except OSError as error:
             log.warning("kernels are compiled here and by others at once", extra={"why": str(error)})
         else:
             progress("waiting for another engine that compiles", 0, len(codes))
-            _take(lock.fileno(), time.monotonic() + COMPILE_S)
+            _take(lock, time.monotonic() + COMPILE_S)
         if (kept := _kept(path, codes)) is None:
             _compile_each(codes, progress)
             kept = _compile(codes)
@@ -223,7 +224,7 @@ def _take(lock: int, end_s: float) -> None:
 def _is_private(directory: Path) -> bool:
     """Returns whether only this user can write the directory; makes it where it is missing."""
     try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_folder(directory, 0o700)
         status = directory.stat()
     except OSError as error:
         log.warning("kernels are compiled at each start", extra={"why": str(error)})
@@ -284,19 +285,15 @@ def _read(path: Path) -> tuple[dict[str, str], bytes] | None:
 def _write(path: Path, symbols: dict[str, str], machine_code: bytes) -> None:
     """Keeps the object file, with a hash in front, and deletes the oldest beyond KEPT. Logs where it cannot."""
     data = json.dumps(symbols).encode() + b"\n" + machine_code
-    temporary = path.with_suffix(f".{os.getpid()}.{threading.get_ident()}{TEMPORARY}")
     try:
-        temporary.write_bytes(xxhash.xxh3_128_digest(data) + data)
-        temporary.replace(path)
+        replace_file(path, xxhash.xxh3_128_digest(data) + data)
         for old in sorted(path.parent.glob("*.o"), key=_age)[:-KEPT]:
-            old.unlink(missing_ok=True)
+            remove_file(old, missing_ok=True)
+        for left in path.parent.glob(f"*{TEMPORARY}"):  # by whoever was killed while writing
+            if time.time() - _age(left) > COMPILE_S:
+                remove_file(left, missing_ok=True)
     except OSError as error:
         log.warning("compiled kernels could not be kept", extra={"why": str(error)})
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-    for left in path.parent.glob(f"*{TEMPORARY}"):  # by whoever was killed while writing
-        if time.time() - _age(left) > COMPILE_S:
-            left.unlink(missing_ok=True)
 
 
 def _age(file: Path) -> float:

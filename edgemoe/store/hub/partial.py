@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from edgemoe.durable import sync
+from edgemoe.durable import open_kept, remove_file, rename_file
 from edgemoe.errors import HubError, StoreError
 from edgemoe.store.files import BLOCK_BYTES
 from edgemoe.store.hub.listing import HubFile
@@ -24,7 +24,7 @@ class Partial:
         self._file, self._path, self._tell = file, directory / file.name, tell
         self._temporary = directory / f"{file.name}.{file.digest[:16]}.part"
         self._position, self._digest = 0, file.hasher()
-        self._opened = self._temporary.open("a+b")
+        self._opened = os.fdopen(open_kept(self._temporary, 0o644), "r+b")
         self._opened.seek(0)
         while block := self._opened.read(BLOCK_BYTES):
             self._count(block)
@@ -37,7 +37,7 @@ class Partial:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._opened.close()
         if not self._position:
-            self._temporary.unlink(missing_ok=True)
+            remove_file(self._temporary, missing_ok=True)
 
     @property
     def is_complete(self) -> bool:
@@ -72,6 +72,7 @@ class Partial:
     def start_over(self) -> None:
         """Throws away what has come."""
         self._tell(-self._position)
+        self._opened.seek(0)
         self._opened.truncate(0)
         self._position, self._digest = 0, self._file.hasher()
 
@@ -82,8 +83,7 @@ class Partial:
             return False
         self._opened.flush()
         os.fsync(self._opened.fileno())
-        self._temporary.replace(self._path)
-        sync(self._path.parent)
+        rename_file(self._temporary, self._path.name)
         return True
 
     def _count(self, data: bytes) -> None:

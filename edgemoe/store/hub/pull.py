@@ -7,7 +7,6 @@ any point goes on when it is run again: with the same files, whatever else has c
 from __future__ import annotations
 
 import os
-import shutil
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,6 +15,7 @@ from math import prod
 from pathlib import Path
 
 from edgemoe.config.sizes import format_size
+from edgemoe.durable import make_folder, remove_tree
 from edgemoe.errors import HubError, StoreError
 from edgemoe.families.config import spec_from_config
 from edgemoe.families.spec import ModelSpec, dense_shapes
@@ -56,11 +56,11 @@ def pull(
         if not source.exists():
             return store
     with told_as_store_error(source, "pulling"):
-        source.mkdir(parents=True, exist_ok=True)
+        make_folder(source)
         with lock_store(source, exclusive=True):
             if not (store / MANIFEST).is_file():
                 _Pull(hub, listing, source, store, wanted).run(progress)
-            shutil.rmtree(source)
+            remove_tree(source)
     return store
 
 
@@ -91,7 +91,7 @@ class _Pull:
             self._done_bytes += more_bytes
             progress(self._done_bytes, total_bytes)
 
-        self._store.mkdir(parents=True, exist_ok=True)
+        make_folder(self._store)
         with lock_store(self._store, exclusive=True, lock=ARRIVING):
             missing = self._missing(shards)
             self._done_bytes = total_bytes - sum(shard.bytes for shard in missing)

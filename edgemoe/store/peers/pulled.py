@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,17 @@ from pathlib import Path
 import msgspec
 
 from edgemoe.config.sizes import format_size
-from edgemoe.durable import replace_file, sync
+from edgemoe.durable import (
+    NewFile,
+    make_folder,
+    open_kept,
+    remove_file,
+    remove_tree,
+    rename_file,
+    replace_file,
+    sync,
+    write_all,
+)
 from edgemoe.errors import StoreError
 from edgemoe.store.checkpoint import COPIED_FILES
 from edgemoe.store.consistency import spec_of
@@ -97,26 +106,26 @@ class PulledStore:
     def begin_layer(self, number: int, header: bytes) -> None:
         """Makes a layer's file, with its header and room for its experts."""
         layer = self.whole.layers[number]
-        with (self.directory / layer.file).open("wb") as file:
-            file.truncate(layer.bytes)
-            file.write(header)
-        sync(self.directory / layer.file)
-        sync((self.directory / layer.file).parent)
+        with NewFile(self.directory / layer.file, 0o644) as file:
+            os.ftruncate(file.fd, layer.bytes)
+            write_all(file.fd, header)
+            file.put_in_place()
 
     def begin_dense(self, header: bytes) -> int:
         """Returns how many bytes of the dense weights have come, where this is how their file begins."""
         part = self.directory / PART
-        with part.open("a+b") as file:
-            file.seek(0)
+        with os.fdopen(open_kept(part, 0o644), "r+b") as file:
             if file.read(len(header)) != header:
+                file.seek(0)
                 file.truncate(0)
                 file.write(header)
         return part.stat().st_size - len(header)
 
     def add_dense(self, data: memoryview) -> None:
         """Appends what came next of the dense weights."""
-        with (self.directory / PART).open("ab") as file:
-            file.write(data)
+        with os.fdopen(open_kept(self.directory / PART, 0o644), "r+b", buffering=0) as file:
+            file.seek(0, os.SEEK_END)
+            write_all(file.fileno(), data)
 
     def finish_dense(self, header_bytes: int) -> bool:
         """Gives the dense weights their name; false, with nothing left of them, where their checksum is wrong."""
@@ -126,10 +135,9 @@ class PulledStore:
             intact = intact and range_checksum(file, header_bytes, entry.bytes - header_bytes) == entry.xxh3_128
         if intact:
             sync(part)
-            part.replace(self.directory / DENSE)
-            sync(self.directory)
+            rename_file(part, DENSE)
         else:
-            part.unlink()
+            remove_file(part)
         return intact
 
     @property
@@ -140,11 +148,12 @@ class PulledStore:
 
     def write(self, piece: ExpertPiece, offset: int, data: memoryview) -> None:
         """Writes a part of an expert to its place."""
-        with (self.directory / piece.file).open("r+b", buffering=0) as file:
-            file.seek(piece.offset + offset)
-            left = data
-            while left:
-                left = left[file.write(left) :]
+        fd = open_kept(self.directory / piece.file, 0o644)
+        try:
+            os.lseek(fd, piece.offset + offset, os.SEEK_SET)
+            write_all(fd, data)
+        finally:
+            os.close(fd)
 
     def accept(self, piece: ExpertPiece) -> bool:
         """Takes an expert for one that is here; false where its checksum is wrong."""
@@ -182,16 +191,16 @@ def opened(directory: Path, whole: Manifest) -> Iterator[PulledStore]:
     """Holds a store that is pulled against removal and a second pull; a daemon may serve it. Raises StoreError."""
     with told_as_store_error(directory, "pulling"), contextlib.ExitStack() as held:
         for folder in (FOLDER, "experts"):
-            (directory / folder).mkdir(parents=True, exist_ok=True)
+            make_folder(directory / folder)
         held.enter_context(lock_store(directory / FOLDER, exclusive=True))
-        (directory / LOCK).touch()
+        os.close(open_kept(directory / LOCK, 0o644))
         held.enter_context(lock_store(directory, exclusive=False))
         if not (directory / MANIFEST).is_file():
             replace_file(directory / JOURNAL, msgspec.json.encode({"pulled": whole.digest}), 0o644)
         store = PulledStore(directory, whole)
         yield store
         if store.is_whole:
-            shutil.rmtree(directory / FOLDER)
+            remove_tree(directory / FOLDER)
 
 
 def merged(manifests: Sequence[Manifest]) -> Manifest:

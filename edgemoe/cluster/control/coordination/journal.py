@@ -25,7 +25,7 @@ import pysyncobj.journal
 import xxhash
 from msgspec import Meta
 
-from edgemoe.durable import replace_file, sync, write_all
+from edgemoe.durable import NewFile, open_kept, replace_file, write_all
 from edgemoe.types.bounds import Count, Word
 
 log = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class Journal(pysyncobj.journal.Journal):  # type: ignore[misc]
         vote = _read_vote(self._vote_path)
         self.term, self._voted = vote or (0, None)
         if self._path.exists():
-            self._fd = os.open(self._path, os.O_RDWR)
+            self._fd = open_kept(self._path)
             try:
                 self._end = self._read()
             except BaseException:
@@ -185,19 +185,11 @@ class Journal(pysyncobj.journal.Journal):  # type: ignore[misc]
         records += [["whole"]] if whole else []
         data = MAGIC + b"".join(map(_record, records))
         size = -(-(len(data) + _HEAD.size) // SEGMENT_BYTES) * SEGMENT_BYTES
-        temporary = self._path.with_name(self._path.name + ".new")
-        fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
-        try:
-            os.posix_fallocate(fd, 0, size)
-            write_all(fd, data)
-            os.fsync(fd)
-            temporary.replace(self._path)
-            sync(self._path.parent)
-        except OSError:
-            os.close(fd)
-            temporary.unlink(missing_ok=True)
-            raise
-        return fd, len(data), size
+        with NewFile(self._path) as file:
+            os.posix_fallocate(file.fd, 0, size)
+            write_all(file.fd, data)
+            file.put_in_place()
+            return os.dup(file.fd), len(data), size
 
     def _read(self) -> int:
         """Takes in the file; returns where its records end. Raises Damaged."""

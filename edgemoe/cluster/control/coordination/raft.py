@@ -28,6 +28,7 @@ from edgemoe.cluster.control.coordination.snapshot import StateSnapshot, read_sn
 from edgemoe.cluster.control.coordination.store import CoordState, PlanRef, View, plan_outcome, wait_event
 from edgemoe.cluster.rpc.protocol import SPOKEN
 from edgemoe.cluster.rpc.sparing_log import SparingLog
+from edgemoe.durable import make_folder
 from edgemoe.errors import CoordUnavailable, StaleEpoch
 
 log = logging.getLogger(__name__)
@@ -177,7 +178,7 @@ class RaftStore:
     async def start(self) -> None:
         self._loop = asyncio.get_running_loop()
         try:
-            self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_folder(self._directory, 0o700)
             self._replica = self._open()
         except OSError as error:
             raise CoordUnavailable(f"{self._directory}: no journal can be kept there: {error.strerror}") from error

@@ -13,7 +13,6 @@ So an agreed entry outlives the loss of one disk and a later death. A new cluste
 from __future__ import annotations
 
 import logging
-import os
 import secrets
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -24,6 +23,7 @@ from msgspec import Meta
 
 from edgemoe.cluster.control.coordination.journal import Damaged, Entry, Journal
 from edgemoe.cluster.control.coordination.snapshot import read_snapshot
+from edgemoe.durable import rename_file
 
 log = logging.getLogger(__name__)
 ASK_S = 0.25
@@ -59,7 +59,7 @@ def open_journal(directory: Path, voters: bytes) -> Journal:
         )
         for path in (journal, snapshot):
             if path.exists():
-                os.replace(path, path.with_name(path.name + ".aside"))
+                rename_file(path, path.name + ".aside")
         return Journal(directory, voters)
 
 

@@ -18,9 +18,10 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load, save_file
+from safetensors.torch import load, save
 from torch import Tensor
 
+from edgemoe.durable import make_folder, replace_file
 from edgemoe.experts.predict.scoutgate.model import ScoutGate, ScoutGateShape
 
 FORMAT = 1
@@ -56,14 +57,11 @@ def write(
 
 def put(weights: Path, record: Path, values: Mapping[str, Tensor], told: dict[str, Any]) -> None:
     """Writes tensors and what is told of them, with format and hash; the JSON last."""
-    weights.parent.mkdir(parents=True, exist_ok=True)
-    part, told_part = weights.with_suffix(".tmp"), record.with_suffix(".json.tmp")
-    save_file({name: value.detach().cpu().float().contiguous() for name, value in values.items()}, part)
-    part.chmod(0o644)  # safetensors writes for the owner alone
-    digest = hashlib.sha256(part.read_bytes()).hexdigest()
-    told_part.write_text(json.dumps({"format": FORMAT, "sha256": digest, **told}, indent=1) + "\n")
-    part.replace(weights)
-    told_part.replace(record)
+    make_folder(weights.parent)
+    data = save({name: value.detach().cpu().float().contiguous() for name, value in values.items()})
+    digest = hashlib.sha256(data).hexdigest()
+    replace_file(weights, data, 0o644)
+    replace_file(record, (json.dumps({"format": FORMAT, "sha256": digest, **told}, indent=1) + "\n").encode(), 0o644)
 
 
 def read(directory: Path) -> Export:
