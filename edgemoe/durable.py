@@ -106,6 +106,15 @@ def open_kept(path: Path, mode: int = 0o600, *, writable: bool = True) -> int:
             return fd
 
 
+def read_plain(path: Path, most_bytes: int) -> bytes:
+    """Returns a file's first bytes, never waiting for a pipe. Raises OSError for what is no file."""
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(fd, "rb") as file:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.EPERM, "is no plain file", str(path))
+        return file.read(most_bytes)
+
+
 def rename_file(path: Path, name: str) -> None:
     """Gives a file another name in its folder, for good. Raises OSError."""
     with _opened_folder(path.parent) as folder, _naming(path):

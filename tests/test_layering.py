@@ -75,6 +75,7 @@ LAYERS: dict[str, set[str]] = {
         "api.dialects",
         "api.text",
         "api.generate",
+        "cluster.rpc.sparing_log",
     },
     "api.endpoints": {"types", "errors", "api.schema", "api.backend", "api.metrics"}
     | {"api.dialects", "api.text", "api.generate", "api.http"},

@@ -132,12 +132,13 @@ def build(api: Api) -> Starlette:
         Route(EVENTS, look),
         *(Route(path, page) for path in PAGE),
     ]
+    settings = api.settings
     app = Starlette(
         routes=routes,
         middleware=[
-            *_cors(api.settings.cors_origins),
+            *_cors(settings.cors_origins),
             Middleware(Doorway, keys=api.keys, metrics=api.metrics),
-            Middleware(OriginCheck, origins=Origins(api.settings.cors_origins), guarded={*PAGE, EVENTS}),
+            Middleware(OriginCheck, origins=Origins(settings.cors_origins, settings.hosts), guarded={*PAGE, EVENTS}),
         ],
         exception_handlers={HTTPException: http.http_error, EdgemoeError: _edgemoe_error},
     )

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from edgemoe.durable import make_folder, replace_file
+from edgemoe.durable import make_folder, read_plain, replace_file
 from edgemoe.errors import QueueFull, ServiceError
 
 log = logging.getLogger(__name__)
@@ -122,8 +122,7 @@ def _lines(file: Path) -> Iterator[tuple[ApiKey | None, str]]:
     """Yields each line, with the key that it holds. Raises ServiceError."""
     try:
         mode = file.stat().st_mode
-        with file.open(encoding="utf-8") as opened:
-            text = opened.read(MOST_BYTES + 1)
+        text = read_plain(file, MOST_BYTES + 1).decode()
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or str(error)
         raise ServiceError(f"api.api_key_file {file}: {why}; `edgemoe key new NAME` makes a key") from error

@@ -45,6 +45,7 @@ class Metrics:
         self.tpot = histogram("request_time_per_output_token", "Mean of one choice, after its first token", TPOT_S)
         self.e2e = histogram("e2e_request_latency", "From acceptance to the end of a choice", TTFT_S)
         self.tokens = counter("generation_tokens", "Tokens delivered")
+        self.refused_keys = counter("refused_keys", "Requests by TCP without a valid key")
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens accepted")
 
     def answered(self, path: str, status: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import fcntl
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -53,19 +54,12 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "buffered":
         monkeypatch.setattr(files, "open_direct", lambda path, flags: None)
     if request.param == "refusing":
-        real = files.open_direct
-        direct: set[int | None] = set()
-
-        def opened(path: Path, flags: int) -> int | None:
-            direct.add(fd := real(path, flags))
-            return fd
 
         def preadv(fd: int, buffers: list[memoryview], offset: int, preadv: Callable[..., int] = os.preadv) -> int:
-            if fd in direct:
+            if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
                 raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
             return preadv(fd, buffers, offset)
 
-        monkeypatch.setattr(files, "open_direct", opened)
         monkeypatch.setattr(os, "preadv", preadv)
     return str(request.param)
 

@@ -7,6 +7,7 @@ long bodies, or many that never end, therefore hinders only itself.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +18,9 @@ from starlette.requests import ClientDisconnect, Request
 from edgemoe.api.http.responding import ClientGone
 from edgemoe.errors import QueueFull
 
-BODY_S = 60.0  # time that a client may take to send a body
+STALL_S = 30.0  # without a byte of a body
+BODY_S, LEAST_BYTES_PER_S = 60.0, 1024  # that a body may take to come, and more at this rate
+LENGTH = re.compile(r"[0-9]+")
 HELD = 8  # bodies of the greatest length that the budget holds
 RETRY_S = 2.0
 
@@ -54,19 +57,24 @@ class BodyBudget:
     async def read(self, body: PendingBody, request: Request) -> bytes:
         """Reads a body. Raises HTTPException (413, 408), QueueFull where the budget is exceeded, and ClientGone."""
         length = request.headers.get("content-length", "")
-        if length.isdigit() and int(length) > self._max_bytes:
+        if LENGTH.fullmatch(length) and (len(length) > 18 or int(length) > self._max_bytes):
             raise self._too_long()
         whole = bytearray()
         try:
-            async with asyncio.timeout(BODY_S) as body.arriving:
+            loop = asyncio.get_running_loop()
+            began = loop.time()
+            async with asyncio.timeout(STALL_S) as body.arriving:
                 async for chunk in request.stream():
                     whole += chunk
+                    if not body.gave_way:
+                        ends = began + BODY_S + len(whole) / LEAST_BYTES_PER_S
+                        body.arriving.reschedule(min(loop.time() + STALL_S, ends))
                     if len(whole) > self._max_bytes:
                         raise self._too_long()
                     self._grow(body, len(chunk))
         except TimeoutError:
             if not body.gave_way:
-                raise HTTPException(408, f"the body did not arrive within {BODY_S:.0f} s") from None
+                raise HTTPException(408, f"the body comes too slowly: {len(whole)} bytes so far") from None
         except ClientDisconnect:
             raise ClientGone from None
         finally:

@@ -14,8 +14,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from edgemoe.api.http import responding as http
 from edgemoe.api.http.page import PAGE
+from edgemoe.api.http.slowdown import REFUSED, Slowdown
 from edgemoe.api.keys import ApiKey, KeyRing
 from edgemoe.api.metrics import Metrics
+from edgemoe.cluster.rpc.sparing_log import SparingLog
 from edgemoe.errors import EngineUnavailable, InvalidRequest, QueueFull, RequestError
 
 log = logging.getLogger(__name__)
@@ -32,6 +34,7 @@ class Doorway:
         self._app = app
         self._keys = keys
         self._metrics = metrics
+        self._slowdown, self._note = Slowdown(), SparingLog(log)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -50,7 +53,10 @@ class Doorway:
             await send(message)
 
         try:
-            if refusal := self._refusal(scope, headers):
+            refusal = self._refusal(scope, headers)
+            if not scope["state"].get("known"):
+                await self._slow_down(scope, refused=refusal is not None)
+            if refusal is not None:
                 await refusal(scope, receive, numbered)
             else:
                 with self._counted(scope):
@@ -82,6 +88,12 @@ class Doorway:
             response = http.error_response(twice, scope["path"])
             response.headers["connection"] = "close"
             return response
+        if (coding := headers.get("content-encoding", "identity").strip().lower()) not in ("", "identity"):
+            unread = InvalidRequest(f"a body in {coding[:40]!r} is not read; send it as it is", code="http_415")
+            unread.status = 415
+            response = http.error_response(unread, scope["path"])
+            response.headers["accept-encoding"], response.headers["connection"] = "identity", "close"
+            return response
         known, key = self._client(scope, headers)
         scope["state"] |= {"known": known, "key": key}
         if known or scope["path"] in OPEN:
@@ -99,6 +111,14 @@ class Doorway:
         scheme, _, key = headers.get("authorization", "").partition(" ")
         found = self._keys.find(key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", ""))
         return found is not None, found
+
+    async def _slow_down(self, scope: Scope, *, refused: bool) -> None:
+        """Has a client without a key wait that asks much, and tells of keys that are refused."""
+        address = (scope.get("client") or ("",))[0]
+        if refused:
+            self._metrics.refused_keys.inc()
+            self._note(logging.WARNING, "a request without a valid key is refused", address, path=scope["path"][:100])
+        await asyncio.sleep(self._slowdown.delay_s(address, REFUSED if refused else 1.0))
 
     def _counted(self, scope: Scope) -> AbstractContextManager[None]:
         """Counts what a key's client has the daemon do. Raises QueueFull beyond the key's limit."""

@@ -18,24 +18,27 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from edgemoe.api.http import responding as http
 from edgemoe.errors import InvalidRequest
 
+LOCAL_DOMAINS = ("local", "lan", "home", "internal", "home.arpa")  # of a box's own network, which nobody can register
+
 
 class Origins:
-    """Knows this machine's names, and the pages that `api.cors_origins` lists."""
+    """Knows this machine's names, those in `api.hosts`, and the pages that `api.cors_origins` lists."""
 
-    def __init__(self, listed: Sequence[str] = ()) -> None:
+    def __init__(self, listed: Sequence[str] = (), hosts: Sequence[str] = ()) -> None:
         self._listed = frozenset(listed)
-        self._hosts = frozenset(filter(None, (urlsplit(origin).hostname for origin in listed)))
-        self._machine = socket.gethostname().lower()
+        names = {*filter(None, (urlsplit(origin).hostname for origin in listed)), *(host.lower() for host in hosts)}
+        machine = socket.gethostname().lower()
+        own = machine.partition(".")[0]
+        names |= {"localhost", machine, own, *(f"{own}.{domain}" for domain in LOCAL_DOMAINS)}
+        self._names = frozenset(filter(None, names))
 
     def are_ours(self, host: str) -> bool:
         """Returns whether a Host header names this machine: by an address, as localhost, or by its own name."""
         name = _hostname(f"//{host}")
         if name is None:
             return False
-        machine = self._machine.partition(".")[0]
-        if name in self._hosts or name in ("localhost", machine) or name.endswith(".localhost"):
-            return True
-        if machine and name.startswith(f"{machine}."):
+        name = name.removesuffix(".")
+        if name in self._names or name.endswith(".localhost"):
             return True
         try:
             ipaddress.ip_address(name)
@@ -82,7 +85,7 @@ class OriginCheck:
             why = "this request comes from a page of another site; api.cors_origins lists those that may call"
             return _refused(scope, 403, why, "cross_site")
         if by_tcp and scope["path"] in self._guarded and not self._origins.are_ours(host):
-            why = "this machine is not known by that name; use its address, or list the page in api.cors_origins"
+            why = "this machine is not known by that name; use its address, or list the name in api.hosts"
             return _refused(scope, 421, why, "misdirected")
         return None
 

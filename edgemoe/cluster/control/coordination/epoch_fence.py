@@ -11,7 +11,7 @@ from pathlib import Path
 
 import xxhash
 
-from edgemoe.durable import replace_file
+from edgemoe.durable import read_plain, replace_file
 from edgemoe.errors import CoordUnavailable, EpochLeap, ServiceError, StaleEpoch
 
 MAX_LEAP = 10**6  # above what is known: more elections than that nobody has missed
@@ -58,8 +58,7 @@ class EpochFence:
 
     def _read(self) -> int:
         try:
-            with self._path.open("rb") as file:
-                text = file.read(MAX_FILE_BYTES).strip()
+            text = read_plain(self._path, MAX_FILE_BYTES).strip()
         except FileNotFoundError:
             return 0
         digits, _, its_sum = text.partition(b" ")

@@ -25,7 +25,7 @@ import pysyncobj.journal
 import xxhash
 from msgspec import Meta
 
-from edgemoe.durable import NewFile, open_kept, replace_file, write_all
+from edgemoe.durable import NewFile, open_kept, read_plain, replace_file, write_all
 from edgemoe.types.bounds import Count, Word
 
 log = logging.getLogger(__name__)
@@ -257,7 +257,7 @@ def unframe(content: bytes) -> bytes:
 def _read_vote(path: Path) -> tuple[int, str | None] | None:
     """Term and vote; None where none is kept, or none that can be read. Raises OSError."""
     try:
-        return msgspec.msgpack.decode(unframe(path.read_bytes()), type=tuple[Count, Word | None])
+        return msgspec.msgpack.decode(unframe(read_plain(path, MAX_RECORD_BYTES)), type=tuple[Count, Word | None])
     except FileNotFoundError:
         return None
     except (Damaged, msgspec.MsgspecError) as error:

@@ -8,7 +8,7 @@ import msgspec
 
 from edgemoe.cluster.control.coordination.journal import Damaged, Entry, frame, unframe
 from edgemoe.cluster.control.coordination.store import CoordState
-from edgemoe.durable import replace_file
+from edgemoe.durable import read_plain, replace_file
 
 MAX_SNAPSHOT_BYTES = 1 << 20
 
@@ -28,8 +28,7 @@ def write_snapshot(path: Path, snapshot: StateSnapshot) -> None:
 
 def read_snapshot(path: Path) -> StateSnapshot:
     """Raises Damaged, OSError."""
-    with path.open("rb") as file:
-        return decode_snapshot(file.read(MAX_SNAPSHOT_BYTES + 1))
+    return decode_snapshot(read_plain(path, MAX_SNAPSHOT_BYTES + 1))
 
 
 def decode_snapshot(content: bytes) -> StateSnapshot:

@@ -1,0 +1,460 @@
+"""One client's connection: HTTP/1.1 by h11, a request at a time, the next begun once the answer before was taken.
+
+Every wait for the client has an end. Heads are looked at before h11 sees them, as it takes bare line feeds and folded
+lines, which a proxy before us may read otherwise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import re
+import select
+import socket
+import struct
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from email.utils import formatdate
+from http import HTTPStatus
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import h11
+from starlette.types import ASGIApp, Message, Scope
+
+log = logging.getLogger(__name__)
+
+UCRED = struct.Struct("3i")  # pid, uid, gid
+HEAD_S = 15.0  # that a client may take from connecting, or from a first byte, to the end of a request's head
+IDLE_S = 75.0  # between requests; longer than clients keep theirs, so that they are the ones who close
+UNREAD_S = 60.0  # without a byte being read of an answer that is out
+LINGER_S = 2.0  # that a client has to read its last answer while it still sends
+PROBE_S = 0.25  # between looks whether a client that sends no more still reads
+HEAD_BYTES = 32 << 10
+BUFFER_BYTES = 64 << 10  # of a body that the application has not read, of what comes after it, of an answer
+UNSENT_BYTES = 16 << 10  # that the kernel takes of an answer beyond what the client has room for
+TCP_NOTSENT_LOWAT = 25
+ODD_LINE = re.compile(rb"(?<!\r)\n|\r(?!\n|\Z)|\r\n[ \t]")  # a bare line feed or carriage return, a folded line
+SCHEME = re.compile(rb"https?://", re.IGNORECASE)
+BAD_REQUEST = "this is not HTTP/1.1 as it may be sent here (https is not: no TLS is spoken)"
+
+
+@dataclass(slots=True)
+class Hub:
+    """What the connections of one server share."""
+
+    app: ASGIApp
+    note: Callable[..., None]  # a line in the log that a client causes: (level, line, address, fields)
+    connections: set[HttpConnection] = field(default_factory=set)
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    requests: int = 0
+    ends: bool = False
+
+
+class HttpConnection(asyncio.Protocol):
+    """Reads requests and has the application answer them. `state` tells it who has connected: "peer_uid", or None."""
+
+    def __init__(self, hub: Hub, peer: socket.socket) -> None:
+        self._hub, self._loop = hub, asyncio.get_running_loop()
+        self.uid, self.address = None, ""
+        if peer.family == socket.AF_UNIX:
+            _, self.uid, _ = UCRED.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, UCRED.size))
+        else:
+            with contextlib.suppress(OSError):  # it has gone already
+                self.address = peer.getpeername()[0]
+            peer.setsockopt(socket.IPPROTO_TCP, TCP_NOTSENT_LOWAT, UNSENT_BYTES)
+        self.transport: asyncio.Transport | None = None
+        self.exchange: Exchange | None = None
+        self.opened_at = self.waiting_since = time.monotonic()
+        self._socket = peer
+        self._owner = ""  # by the last request that had a key
+        self.has_not_asked = True
+        self._data = bytearray()  # of a head, or what came behind a request
+        self._half_closed = self._gone = self._lingers = False
+        self._timer: asyncio.TimerHandle | None = None  # of a head, or of none
+        self._unread: asyncio.TimerHandle | None = None
+        self._probe: asyncio.TimerHandle | None = None
+        hub.connections.add(self)
+
+    # --- who it is --------------------------------------------------------------------------------------------
+
+    @property
+    def owner(self) -> str:
+        """Returns the user of this machine or the key that it is of; "" while it has shown none."""
+        state = self.exchange.scope["state"] if self.exchange is not None else {}
+        if state.get("known"):
+            self._owner = f"key:{getattr(state.get('key'), 'name', '')}"
+        return f"uid:{self.uid}" if self.uid is not None else self._owner
+
+    @property
+    def waits(self) -> bool:
+        """Returns whether it is the client's turn: to send, or to read the end of an answer."""
+        return self.exchange is None or self.exchange.more_body or self.exchange.is_answered
+
+    def give_way(self) -> None:
+        """Closes the connection, as another needs its place."""
+        self._gone = True
+        self._hub.connections.discard(self)
+        if self.transport is not None:
+            self.transport.abort()
+
+    def stop(self) -> None:
+        """Closes it once it is idle, and an answer that is under way has been read."""
+        if self.exchange is None:
+            self._close()
+
+    # --- the transport's side ---------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+        if self._gone:
+            transport.abort()
+            return
+        transport.set_write_buffer_limits(BUFFER_BYTES, 0)
+        self._time(HEAD_S, self._give_up)
+
+    def data_received(self, data: bytes) -> None:
+        assert self.transport is not None
+        if self._lingers:
+            return
+        if self.exchange is not None and self.exchange.more_body:
+            self.exchange.feed(data)
+            return
+        self._data += data
+        if self.exchange is None:
+            self._advance()
+        elif len(self._data) > BUFFER_BYTES:
+            self.transport.pause_reading()
+
+    def eof_received(self) -> bool:
+        """Goes on answering a client that only sends no more; one that has hung up as well is left."""
+        self._half_closed = True
+        exchange = self.exchange
+        if exchange is None or exchange.more_body or self._lingers or self._has_hung_up():
+            return False
+        if self.uid is None:
+            exchange.provoke()
+        self._look_for_it()
+        return True
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._gone = True
+        self._hub.connections.discard(self)
+        for timer in (self._timer, self._unread, self._probe):
+            if timer is not None:
+                timer.cancel()
+        if self.exchange is not None:
+            self.exchange.disconnect()
+
+    def pause_writing(self) -> None:
+        if self.exchange is not None:
+            self.exchange.may_write.clear()
+        self._see_it_read()
+
+    def resume_writing(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
+        if self.exchange is not None:
+            self.exchange.may_write.set()
+            if self.exchange.is_answered:
+                self._next()
+
+    # --- requests ---------------------------------------------------------------------------------------------
+
+    def _advance(self) -> None:
+        """Begins the next request once its head is whole."""
+        while self._data.startswith(b"\r\n"):
+            del self._data[:2]
+        end = self._data.find(b"\r\n\r\n", 0, HEAD_BYTES)
+        if ODD_LINE.search(self._data, 0, HEAD_BYTES if end < 0 else end):
+            return self._refuse(400, "a head has lines that end in CR LF, and none that is folded")
+        if end < 0 and len(self._data) >= HEAD_BYTES:
+            return self._refuse(400, f"the head of a request is longer than {HEAD_BYTES} bytes")
+        if end < 0:
+            if self._half_closed:
+                self._close()
+            elif self._data and not self._times_head:
+                self._time(HEAD_S, self._give_up)
+            return None
+        head, self._data = bytes(self._data[: end + 4]), self._data[end + 4 :]
+        parser = h11.Connection(h11.SERVER, HEAD_BYTES)
+        try:
+            parser.receive_data(head)
+            event = parser.next_event()
+            assert isinstance(event, h11.Request), event
+            scope = self._scope(event)
+        except (h11.RemoteProtocolError, ValueError) as error:
+            return self._refuse(400, BAD_REQUEST, str(error))
+        self._time(0.0, None)
+        self.waiting_since = time.monotonic()
+        self._hub.requests += 1
+        self.has_not_asked = False
+        self.exchange = exchange = Exchange(self, parser, scope)
+        rest, self._data = bytes(self._data), bytearray()
+        exchange.feed(rest)
+        if not self._gone and not self._lingers:
+            task = self._loop.create_task(exchange.run(self._hub.app))
+            self._hub.tasks.add(task)
+            task.add_done_callback(self._hub.tasks.discard)
+        return None
+
+    def _scope(self, request: h11.Request) -> Scope:
+        """Raises ValueError for a target that no server has."""
+        assert self.transport is not None
+        target, headers = request.target, [(name.lower(), value) for name, value in request.headers]
+        if SCHEME.match(target):  # [RFC9112, 3.2.2]
+            parts = urlsplit(target)
+            if not parts.netloc or b"@" in parts.netloc:
+                raise ValueError("a target without a host")
+            headers = [(name, value) for name, value in headers if name != b"host"] + [(b"host", parts.netloc)]
+            target = (parts.path or b"/") + (b"?" + parts.query if parts.query else b"")
+        path, _, query = target.partition(b"?")
+        if not path.startswith(b"/") and path != b"*":
+            raise ValueError("a target that is neither a path nor a URL")
+        server = self.transport.get_extra_info("sockname")
+        client = self.transport.get_extra_info("peername")
+        return {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": request.http_version.decode("ascii"),
+            "server": tuple(server[:2]) if isinstance(server, tuple) else (server, None),
+            "client": tuple(client[:2]) if isinstance(client, tuple) else None,
+            "scheme": "http",
+            "method": request.method.decode("ascii"),
+            "root_path": "",
+            "path": unquote(path.decode("ascii")),
+            "raw_path": path,
+            "query_string": query,
+            "headers": headers,
+            "state": {"peer_uid": self.uid},
+        }
+
+    def keep_rest(self, data: bytes) -> None:
+        """Takes what came behind a request's body."""
+        self._data += data
+
+    def answered(self, *, goes_on: bool) -> None:
+        """Goes on to the next request once this answer is with the client, or closes."""
+        assert self.transport is not None
+        self.waiting_since = time.monotonic()
+        if not goes_on or self._hub.ends:
+            return self._end()
+        self._see_it_read()
+        if self.transport.get_write_buffer_size():
+            self.transport.set_write_buffer_limits(0, 0)  # tells when the last byte is out
+        else:
+            self._next()
+        return None
+
+    def _next(self) -> None:
+        """The answer before was taken."""
+        assert self.transport is not None
+        _ = self.owner  # of the request that ends
+        self.exchange = None
+        self.waiting_since = time.monotonic()
+        if self._gone or self.transport.is_closing():
+            return None
+        if self._hub.ends:
+            return self._close()
+        self.transport.set_write_buffer_limits(BUFFER_BYTES, 0)
+        self.transport.resume_reading()
+        self._time(IDLE_S, self._give_up)
+        self._times_head = False
+        return self._advance()
+
+    # --- ends -------------------------------------------------------------------------------------------------
+
+    def fail(self, why: str) -> None:
+        """Answers a body that is none, as far as no answer has begun, and closes."""
+        if self.exchange is not None and self.exchange.is_begun:
+            self._end()
+        else:
+            self._refuse(400, BAD_REQUEST, why)
+
+    def abort(self) -> None:
+        """Closes without a word: an answer has failed within."""
+        if self.transport is not None:
+            self.transport.abort()
+
+    def _refuse(self, status: int, message: str, why: str = "") -> None:
+        """Answers in the application's stead and closes."""
+        assert self.transport is not None
+        self._hub.note(logging.INFO, "a request is refused", self.address, status=status, why=why or message)
+        error = {"message": message, "type": "invalid_request_error", "param": None, "code": f"http_{status}"}
+        body = json.dumps({"error": error}).encode()
+        head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nContent-Type: application/json\r\n"
+        head += f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+        self.transport.write(head.encode() + body)
+        if self.exchange is not None:
+            self.exchange.disconnect()
+        self._end()
+
+    def _end(self) -> None:
+        """Closes once the answer is out; reads on for a moment, as a client that still sends would lose its answer."""
+        assert self.transport is not None
+        self._lingers = True
+        self._data.clear()
+        self._time(0.0, None)
+        self._see_it_read()
+        self.transport.resume_reading()
+        if self._half_closed or self.transport.is_closing():
+            return self.transport.close()
+        with contextlib.suppress(OSError):
+            self.transport.write_eof()
+        self._time(LINGER_S, self._close)
+        return None
+
+    def _close(self) -> None:
+        if self.transport is not None:
+            self.transport.close()
+            self._see_it_read()
+
+    # --- time -------------------------------------------------------------------------------------------------
+
+    _times_head = True  # whether the timer is of a head
+
+    def _time(self, seconds: float, then: Callable[[], None] | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None if then is None else self._loop.call_later(seconds, then)
+        self._times_head = then is not None
+
+    def _give_up(self) -> None:
+        self._timer = None
+        if self._data:
+            self._refuse(408, f"the head of the request did not arrive within {HEAD_S:.0f} s")
+        else:
+            self._close()
+
+    def _see_it_read(self) -> None:
+        """Starts to watch what is left of an answer."""
+        if self.transport is not None and self._unread is None and (left := self.transport.get_write_buffer_size()):
+            self._unread = self._loop.call_later(UNREAD_S, self._look_again, left)
+
+    def _look_again(self, left_bytes: int) -> None:
+        """Drops the connection where nothing has been read since."""
+        self._unread = None
+        if self.transport is None or self.transport.get_write_buffer_size() == left_bytes:
+            self.abort()
+        else:
+            self._see_it_read()
+
+    def _look_for_it(self) -> None:
+        """Drops a client that sent no more and does not read any more either."""
+        if self._has_hung_up():
+            self.abort()
+        else:
+            self._probe = self._loop.call_later(PROBE_S, self._look_for_it)
+
+    def _has_hung_up(self) -> bool:
+        poll = select.poll()
+        poll.register(self._socket.fileno(), 0)
+        return bool(poll.poll(0))
+
+
+class Exchange:
+    """One request and its answer, as an ASGI application has them."""
+
+    def __init__(self, connection: HttpConnection, parser: h11.Connection, scope: Scope) -> None:
+        self.scope, self.more_body, self.is_begun, self.is_answered = scope, True, False, False
+        self.may_write = asyncio.Event()
+        self.may_write.set()
+        self._connection, self._parser = connection, parser
+        self._body, self._news = bytearray(), asyncio.Event()
+        self._gone = False
+
+    @property
+    def transport(self) -> asyncio.Transport:
+        assert self._connection.transport is not None
+        return self._connection.transport
+
+    def feed(self, data: bytes) -> None:
+        """Takes what comes of the body."""
+        try:
+            if data:
+                self._parser.receive_data(data)
+            while True:
+                event = self._parser.next_event()
+                if isinstance(event, h11.Data):
+                    self._body += event.data
+                elif isinstance(event, h11.EndOfMessage):
+                    self.more_body = False
+                    self._connection.keep_rest(self._parser.trailing_data[0])
+                    break
+                else:
+                    break
+        except h11.RemoteProtocolError as error:
+            return self._connection.fail(str(error))
+        if len(self._body) > BUFFER_BYTES:
+            self.transport.pause_reading()
+        self._news.set()
+        return None
+
+    def disconnect(self) -> None:
+        """Tells the application that the client has gone."""
+        self._gone = True
+        self._news.set()
+        self.may_write.set()
+
+    def provoke(self) -> None:
+        """Sends a word to which the system of a client that has hung up objects."""
+        if not self.is_begun and self.scope["http_version"] == "1.1":
+            self.transport.write(self._parser.send(h11.InformationalResponse(status_code=100, headers=[])) or b"")
+
+    async def run(self, app: ASGIApp) -> None:
+        """Has the application answer."""
+        try:
+            await app(self.scope, self.receive, self.send)
+        except Exception as error:
+            log.error("a request failed unexpectedly", exc_info=error)
+        if not self.is_answered and not self._gone:
+            if not self.is_begun:
+                await self.send({"type": "http.response.start", "status": 500, "headers": [(b"connection", b"close")]})
+                await self.send({"type": "http.response.body"})
+            else:
+                self._connection.abort()
+
+    async def receive(self) -> Message:
+        if self._parser.they_are_waiting_for_100_continue and not self._gone and not self.is_begun:
+            self.transport.write(self._parser.send(h11.InformationalResponse(status_code=100, headers=[])) or b"")
+        if not self._gone and not self.is_answered:
+            if len(self._body) <= BUFFER_BYTES and self.more_body:
+                self.transport.resume_reading()
+            await self._news.wait()
+            self._news.clear()
+        if self._gone or self.is_answered:
+            self._news.set()  # it stays so
+            return {"type": "http.disconnect"}
+        body, self._body = bytes(self._body), bytearray()
+        return {"type": "http.request", "body": body, "more_body": self.more_body}
+
+    async def send(self, message: Message) -> None:
+        await self.may_write.wait()
+        if self._gone:
+            return
+        if not self.is_begun:
+            self._begin(message)
+        elif not self.is_answered:
+            body, more = message.get("body", b""), message.get("more_body", False)
+            self._write(h11.Data(data=b"" if self.scope["method"] == "HEAD" else body))
+            if not more:
+                self._write(h11.EndOfMessage())
+                self.is_answered = True
+                self._news.set()
+                self._connection.answered(goes_on=self._parser.our_state is h11.DONE and not self.more_body)
+
+    def _begin(self, message: Message) -> None:
+        headers = [(b"date", formatdate(usegmt=True).encode()), *message.get("headers", [])]
+        if self.more_body and (b"connection", b"close") not in headers:
+            headers.append((b"connection", b"close"))  # the rest of the body is not going to be read
+        status = message["status"]
+        self.is_begun = True
+        self._write(h11.Response(status_code=status, headers=headers, reason=HTTPStatus(status).phrase.encode()))
+
+    def _write(self, event: Any) -> None:
+        self.transport.write(self._parser.send(event) or b"")
