@@ -27,7 +27,7 @@ from edgemoe.front.http_connection import HttpConnection, Hub
 log = logging.getLogger(__name__)
 
 MOST_UNKNOWN = 64  # connections of one address that have shown no key; one more takes the oldest one's place
-AT_ONCE = 32  # accepted between two looks at what has come from clients, so that these are heard before they give way
+AT_ONCE, ROUNDS = 16, 4  # accepted before others run, and rounds of the loop until what these have sent is heard
 LATE_S = 1.0  # that who had connected before the end has to ask, and be told
 END_S = 2.0  # that answers have to go out at the end
 GRACE_S = 1.0  # that a connection with a key has before it may give way to another
@@ -132,7 +132,7 @@ class Server:
                 connection.close()
                 raise
             accepted = (accepted + 1) % AT_ONCE
-            if not accepted:
+            for _ in range(0 if accepted else ROUNDS):
                 await asyncio.sleep(0)
 
     def _admit(self, connection: socket.socket) -> None:
