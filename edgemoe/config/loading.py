@@ -275,7 +275,7 @@ def _build(stated: Mapping[str, Value], wrong: Wrong) -> Settings:
     for key, value in stated.items():
         section, _, name = key.rpartition(".")
         groups.setdefault(section, {})[name] = value.value
-    numbers = sorted(int(match[1]) for group in list(groups) if (match := re.fullmatch(r"device\.(\d+)", group)))
+    numbers = sorted(int(match[1]) for group in list(groups) if (match := re.fullmatch(r"device\.([0-9]{1,4})", group)))
     if numbers != list(range(len(numbers))) and not any(key.startswith("device.") for key in wrong.keys):
         given = f"device.{numbers[-1]} is set, but not every device before it; devices are counted from 0"
         wrong.add(f"device.{numbers[-1]}", given)

@@ -14,6 +14,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from edgemoe.types.bounds import is_port
 from edgemoe.types.phases import Phases
 from edgemoe.types.placement import PlacementPolicy
 
@@ -179,7 +180,7 @@ def faults(settings: Settings) -> Iterator[str]:
     api, record = settings.api, settings.record
     if api.tcp:
         host, _, port = api.tcp.rpartition(":")
-        if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        if not host or not is_port(port):
             yield f'api.tcp is {api.tcp!r}; write HOST:PORT, as in "127.0.0.1:8080"'
     if record.dir and record.file_bytes > record.max_bytes:
         yield "record.file_bytes is larger than record.max_bytes; one file must fit the limit"
@@ -201,7 +202,7 @@ def _cluster_faults(cluster: ClusterSettings) -> Iterator[str]:
     for key in ("listen", "address"):
         value = getattr(cluster, key)
         host, _, port = value.rpartition(":")
-        if (value or key == "listen") and not (host and port.isdigit() and 0 < int(port) < 65536):
+        if (value or key == "listen") and not (host and is_port(port)):
             yield f'cluster.{key} is {value!r}; write HOST:PORT, as in "192.0.2.7:7540"'
     if cluster.join and cluster.peers_file:
         yield "cluster.join stands in for cluster.peers_file: the other boxes tell the list; drop one"

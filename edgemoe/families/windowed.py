@@ -12,6 +12,7 @@ from edgemoe.families.layers import FULL, SLIDING, layer_count, stated_kinds
 from edgemoe.families.read import Config, integer, real
 from edgemoe.families.records import Attention
 from edgemoe.families.rope_config import read_rope
+from edgemoe.types.bounds import is_number
 from edgemoe.types.experts import Activation
 
 GEMMA_PERIOD = 6  # the last of so many layers sees all
@@ -47,7 +48,7 @@ def gemma(config: Config, attention: Attention) -> tuple[Attention, ...]:
     own = config.get("per_layer_config")
     if own is None:
         return tuple(made[kind] for kind in kinds)
-    if not isinstance(own, Mapping) or not all(str(each).isdecimal() for each in own):
+    if not isinstance(own, Mapping) or not all(is_number(str(each)) for each in own):
         raise CheckpointError(f"config.json: per_layer_config must be a table by layer, not {str(own)[:80]!r}")
     numbered = {int(layer): each for layer, each in own.items()}  # written with as many digits as the last one
     return tuple(_overridden(made[kind], numbered.get(layer, {})) for layer, kind in enumerate(kinds))

@@ -22,7 +22,7 @@ from typing import Any
 from starlette.types import ASGIApp
 
 from edgemoe.cluster.rpc.sparing_log import SparingLog
-from edgemoe.front.http_connection import HttpConnection, Hub
+from edgemoe.front.http_connection import ConnectionHub, HttpConnection
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class Server:
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self.max_connections = min(max_connections, files // 2)
         self._note = SparingLog(log)
-        self._hub = Hub(app, self._note)
+        self._hub = ConnectionHub(app, self._note)
         self._ends = asyncio.Event()
         self._sockets = list(sockets)
         self._arriving = set[asyncio.Task[None]]()

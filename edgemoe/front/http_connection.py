@@ -43,7 +43,7 @@ BAD_REQUEST = "this is not HTTP/1.1 as it may be sent here (https is not: no TLS
 
 
 @dataclass(slots=True)
-class Hub:
+class ConnectionHub:
     """What the connections of one server share."""
 
     app: ASGIApp
@@ -57,7 +57,7 @@ class Hub:
 class HttpConnection(asyncio.Protocol):
     """Reads requests and has the application answer them. `state` tells it who has connected: "peer_uid", or None."""
 
-    def __init__(self, hub: Hub, peer: socket.socket) -> None:
+    def __init__(self, hub: ConnectionHub, peer: socket.socket) -> None:
         self._hub, self._loop = hub, asyncio.get_running_loop()
         self.uid, self.address = None, ""
         if peer.family == socket.AF_UNIX:
@@ -67,7 +67,7 @@ class HttpConnection(asyncio.Protocol):
                 self.address = peer.getpeername()[0]
             peer.setsockopt(socket.IPPROTO_TCP, TCP_NOTSENT_LOWAT, UNSENT_BYTES)
         self.transport: asyncio.Transport | None = None
-        self.exchange: Exchange | None = None
+        self.exchange: HttpExchange | None = None
         self.opened_at = self.waiting_since = time.monotonic()
         self._socket = peer
         self._owner = ""  # by the last request that had a key
@@ -194,7 +194,7 @@ class HttpConnection(asyncio.Protocol):
         self.waiting_since = time.monotonic()
         self._hub.requests += 1
         self.has_not_asked = False
-        self.exchange = exchange = Exchange(self, parser, scope)
+        self.exchange = exchange = HttpExchange(self, parser, scope)
         rest, self._data = bytes(self._data), bytearray()
         exchange.feed(rest)
         if not self._gone and not self._lingers:
@@ -207,7 +207,7 @@ class HttpConnection(asyncio.Protocol):
         """Raises ValueError for a target that no server has."""
         assert self.transport is not None
         target, headers = request.target, [(name.lower(), value) for name, value in request.headers]
-        if SCHEME.match(target):  # [RFC9112, 3.2.2]
+        if SCHEME.match(target):  # RFC 9112, 3.2.2
             parts = urlsplit(target)
             if not parts.netloc or b"@" in parts.netloc:
                 raise ValueError("a target without a host")
@@ -357,7 +357,7 @@ class HttpConnection(asyncio.Protocol):
         return bool(poll.poll(0))
 
 
-class Exchange:
+class HttpExchange:
     """One request and its answer, as an ASGI application has them."""
 
     def __init__(self, connection: HttpConnection, parser: h11.Connection, scope: Scope) -> None:

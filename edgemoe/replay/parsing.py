@@ -9,6 +9,7 @@ import math
 from edgemoe.config.settings import FORMER_POLICIES
 from edgemoe.config.sizes import parse_rate, parse_size
 from edgemoe.errors import ConfigError
+from edgemoe.types.bounds import is_number
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +72,7 @@ def positive(text: str) -> float:
 
 def count(text: str) -> int:
     """Returns a whole number above 0."""
-    if not text.isdigit() or not int(text):
+    if not is_number(text, 18) or not int(text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)
 

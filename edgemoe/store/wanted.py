@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from edgemoe.errors import ConfigError
 from edgemoe.store.manifest import Manifest
+from edgemoe.types.bounds import is_number
 from edgemoe.types.encoding import ENCODINGS
 from edgemoe.types.experts import ExpertGeometry
 
@@ -28,17 +29,17 @@ class WantedEncodings:
         layers = []
         for other in others:
             layer, equals, name = other.strip().partition("=")
-            is_number = layer.isascii() and layer.isdecimal()
-            if not equals or not (layer in ("first", "last") or is_number):
+            by_number = is_number(layer)
+            if not equals or not (layer in ("first", "last") or by_number):
                 raise ConfigError(f"--experts: {other!r} is no LAYER=ENCODING, such as first=int8, last=int8 or 3=int8")
-            layers.append((str(int(layer)) if is_number else layer, _choice(name, "--experts")))
+            layers.append((str(int(layer)) if by_number else layer, _choice(name, "--experts")))
         return cls(_choice(usual, "--experts"), _choice(dense, "--dense"), tuple(sorted(layers)))
 
     def of_layer(self, layer: int, layers: int) -> str:
         """Returns the encoding of one layer's experts."""
         named = dict(self.layers)
         for key in named:
-            if key.isdecimal() and int(key) >= layers:
+            if is_number(key) and int(key) >= layers:
                 raise ConfigError(f"--experts: there is no layer {key} with experts; it has {layers}, from 0 on")
         ends = {at: named[end] for end, at in (("first", 0), ("last", layers - 1)) if end in named}
         return named.get(str(layer)) or ends.get(layer) or self.experts

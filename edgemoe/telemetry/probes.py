@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 
+from edgemoe.types.bounds import is_number
 from edgemoe.types.machine import Gpu, Machine, PcieLink
 
 _FASTEST_STATES = 2  # of 16; in the slower ones a GPU has little or nothing to do
@@ -78,7 +79,9 @@ def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
 def _cpu_quota(folder: Path) -> float | None:
     words = _read(folder / "cpu.max").split()  # v2: "QUOTA PERIOD" or "max PERIOD"
     if len(words) == 2:
-        return float(words[0]) / float(words[1]) if words[0].isdigit() else None
+        return (
+            float(words[0]) / float(words[1]) if all(is_number(word, 18) for word in words) and int(words[1]) else None
+        )
     quota, period = _number(folder / "cpu.cfs_quota_us"), _number(folder / "cpu.cfs_period_us")
     return quota / period if quota and period and quota > 0 else None
 
@@ -145,7 +148,7 @@ def _visible(uuids: Sequence[str], visible_devices: str | None) -> list[int]:
         return list(range(len(uuids)))
     chosen: list[int] = []
     for word in (word.strip() for word in visible_devices.split(",")):
-        if word.isdigit() and int(word) < len(uuids):
+        if is_number(word) and int(word) < len(uuids):
             chosen.append(int(word))
             continue
         matches = [index for index, uuid in enumerate(uuids) if word and uuid.startswith(word)]

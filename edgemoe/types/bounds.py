@@ -54,3 +54,13 @@ LayerBytes = Annotated[tuple[Bytes, ...], Meta(max_length=1 << 12)]  # a size of
 ShareTable = Annotated[bytes, Meta(max_length=1 << 18)]  # of a model's experts, two bytes each
 PairTable = Annotated[bytes, Meta(max_length=192 << 10)]  # of pairs or successions of experts, eight bytes each
 Sum64 = Annotated[int, Meta(ge=0)]  # 64 bits, which is what msgpack has
+
+
+def is_number(text: str, most_digits: int = 7) -> bool:
+    """Returns whether `int` reads a text from outside: ASCII digits, and not too many."""
+    return text.isascii() and text.isdigit() and len(text) <= most_digits
+
+
+def is_port(text: str) -> bool:
+    """Returns whether a text names a port."""
+    return is_number(text, 5) and 0 < int(text) < 65536

@@ -128,12 +128,18 @@ async def test_events_need_the_key(tcp: httpx.AsyncClient) -> None:
         ("chat.example.org", True),
         ("evil.example:8080", False),
         ("127.0.0.1.evil.example", False),
+        (f"{socket.gethostname().partition('.')[0]}.evil.com", False),
+        (f"{socket.gethostname()}.lan.evil.com", False),
+        ("localhost.evil.com", False),
+        ("box.example.org", True),
+        ("BOX.example.org.:80", True),
+        ("a.box.example.org", False),
         ("", False),
         ("[", False),
     ],
 )
 async def test_a_host_is_ours_by_address_or_by_a_name_that_we_have(host: str, ours: bool) -> None:
-    assert Origins([LISTED]).are_ours(host) is ours
+    assert Origins([LISTED], ["box.example.org"]).are_ours(host) is ours
 
 
 async def test_a_name_that_somebody_points_at_this_machine_is_not_shown_the_page(tcp: httpx.AsyncClient) -> None:

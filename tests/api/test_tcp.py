@@ -158,6 +158,9 @@ async def test_a_file_that_is_unfit_to_hold_keys_is_refused_with_its_line(tmp_pa
         ("a 0123456789abcdef\na 0123456789abcdef", "keys:2: 'a' is there twice"),
         ("a 0123456789abcdef many", "keys:1: write NAME KEY"),
         ("a 0123456789abcdef 1048577", "keys:1: write NAME KEY"),
+        ("a 0123456789abcdef ²", "keys:1: write NAME KEY"),
+        ("a 0123456789abcdef ٣", "keys:1: write NAME KEY"),
+        ("a 0123456789abcdef " + "1" * 5000, "keys:1: write NAME KEY"),
         ("é 0123456789abcdef", "keys:1: write NAME KEY"),
     ):
         file.write_text(text)

@@ -14,6 +14,7 @@ from edgemoe.cluster.rpc.channel import Channel
 from edgemoe.cluster.rpc.control_messages import ControlMessage
 from edgemoe.cluster.rpc.messages.reach import Reach, Reached
 from edgemoe.errors import EdgemoeError
+from edgemoe.types.bounds import is_port
 
 TRY_S, ASK_S = 2.0, 5.0
 FRESH_S = 5.0  # for so long what was found is told again instead of being looked for
@@ -77,7 +78,7 @@ def lanes_of(member: Member) -> dict[str, tuple[str, int]]:
     host, _, port = (member.peer.address or (member.card.address if member.card else "")).rpartition(":")
     host = host.strip("[]")
     engine = member.card.engine if member.card is not None else None
-    lanes = {"control": (host, int(port))} if port.isdigit() and host else {}
+    lanes = {"control": (host, int(port))} if is_port(port) and host else {}
     if lanes and engine is not None:
         lanes |= {"calls": (host, engine.calls_port), "bulk": (host, engine.bulk_port)}
     return lanes

@@ -25,7 +25,7 @@ from zmq.utils import z85
 
 from edgemoe.durable import create_file
 from edgemoe.errors import ConfigError
-from edgemoe.types.bounds import MAX_NODES, Text, Word
+from edgemoe.types.bounds import MAX_NODES, Text, Word, is_port
 
 NODE_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 HOST = re.compile(r"[0-9A-Za-z_][0-9A-Za-z_.-]{0,252}|\[[0-9A-Fa-f:.]{2,45}(%[0-9A-Za-z_.-]{1,15})?\]")
@@ -122,7 +122,7 @@ def check_peer(peer: Peer, where: Path | str) -> None:
     if not NODE_NAME.fullmatch(peer.node):
         raise ConfigError(f"{where}: node name {peer.node!r}: use lower-case letters, digits and dashes, at most 63")
     announced = not peer.address and not peer.voter
-    if not announced and not (HOST.fullmatch(host) and port.isdecimal() and len(port) < 6 and 0 < int(port) < 65536):
+    if not announced and not (HOST.fullmatch(host) and is_port(port)):
         raise ConfigError(f"{where}: address {peer.address!r} of {peer.node}: write HOST:PORT, or [HOST]:PORT for IPv6")
     if not all(_is_key(key) for key in peer.keys):
         raise ConfigError(f"{where}: the key of {peer.node} is no public key; edgemoe keygen prints it")
