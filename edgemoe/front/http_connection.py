@@ -207,7 +207,7 @@ class HttpConnection(asyncio.Protocol):
         """Raises ValueError for a target that no server has."""
         assert self.transport is not None
         target, headers = request.target, [(name.lower(), value) for name, value in request.headers]
-        if SCHEME.match(target):  # RFC 9112, 3.2.2
+        if SCHEME.match(target):  # the absolute form, whose host counts
             parts = urlsplit(target)
             if not parts.netloc or b"@" in parts.netloc:
                 raise ValueError("a target without a host")
