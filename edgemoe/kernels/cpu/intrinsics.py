@@ -270,7 +270,7 @@ def pause(typing: Any) -> Any:
     names = {"x86_64": ("llvm.x86.sse2.pause", []), "aarch64": ("llvm.aarch64.hint", [1])}
 
     def emit(context: Any, builder: Any, _: Any, __: Any) -> Any:
-        if TARGET.machine in names:
+        if TARGET.is_native and TARGET.machine in names:  # Numba's engine knows this machine's instructions only
             name, operands = names[TARGET.machine]
             constants = [ir.Constant(ir.IntType(32), operand) for operand in operands]
             kind = ir.FunctionType(ir.VoidType(), [constant.type for constant in constants])

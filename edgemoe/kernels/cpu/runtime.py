@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from edgemoe.kernels.cpu.experts_prefill import PREFILL_EXPERTS, make_prefill_ex
 from edgemoe.kernels.cpu.grouped_linear import GROUPED, make_grouped_linear
 from edgemoe.kernels.cpu.intrinsics import place_of
 from edgemoe.kernels.cpu.linear import LINEAR, LINEAR_CODE, MATRIX, linear
-from edgemoe.kernels.cpu.object_cache import Compiling, link, silent
+from edgemoe.kernels.cpu.object_cache import Code, Compiling, link, silent
 from edgemoe.kernels.cpu.prefill_attention import PREFILL, make_prefill_attention
 from edgemoe.kernels.cpu.steps.decode_step import make_step
 from edgemoe.kernels.cpu.thread_pool import HELP, PAUSES, ThreadPool
@@ -56,6 +57,14 @@ class Paged(NamedTuple):
     codes: bool = False  # keys and values are int8, and the scales of a head's lines lie behind them
 
 
+def kernel_codes(bf16: bool) -> tuple[Code, ...]:
+    """Returns all code of the kernels for one weight type, less that of rows (see `row_code`)."""
+    refers = (make_step, make_attention, make_grouped_linear, make_prefill_experts, make_prefill_attention)
+    every = (HELP, PAUSES, *EXPERTS_CODE, *LINEAR_CODE, make_pack_all(bf16), pack_for)
+    made = (make(bf16)[-1] for make in (*refers, make_delta, make_product))
+    return tuple(dict.fromkeys((*every, *chain.from_iterable(made))))
+
+
 class Kernels:
     """Runs the kernels for one weight type on `threads` threads, the caller's among them.
 
@@ -66,17 +75,11 @@ class Kernels:
     def __init__(self, threads: int, bf16: bool, directory: Path | None = None, progress: Compiling = silent) -> None:
         self.bf16, self._directory = bf16, directory
         self.dtype = BFLOAT16 if bf16 else FLOAT32
-        step, layer, head, step_code = make_step(bf16)
-        _, attention, attention_code = make_attention(bf16)
-        grouped, grouped_code = make_grouped_linear(bf16)
-        pack = make_pack_all(bf16)
-        prefill_experts, prefill_experts_code = make_prefill_experts(bf16)
-        prefill, prefill_code = make_prefill_attention(bf16)
-        delta, delta_code = make_delta(bf16)
-        every = (HELP, PAUSES, *step_code, *EXPERTS_CODE, *LINEAR_CODE, *attention_code, pack, pack_for)
-        product, product_code = make_product(bf16)
-        every = (*every, *product_code, *prefill_experts_code, *prefill_code, *delta_code, *grouped_code)
-        link(tuple(dict.fromkeys(every)), directory, "bf16" if bf16 else "f32", progress)
+        link(kernel_codes(bf16), directory, "bf16" if bf16 else "f32", progress)
+        step, layer, head, _ = make_step(bf16)
+        attention, pack, delta = make_attention(bf16)[1], make_pack_all(bf16), make_delta(bf16)[0]
+        grouped, product, prefill = make_grouped_linear(bf16)[0], make_product(bf16)[0], make_prefill_attention(bf16)[0]
+        prefill_experts = make_prefill_experts(bf16)[0]
         self._step, self._layer, self._head, self._experts = step.call, layer.call, head.call, run_experts.call
         self._linear, self._attention, self._pack_queries = linear.call, attention.call, pack.call
         self._pack, self._delta, self._grouped = pack_for.call, delta.call, grouped.call

@@ -17,7 +17,7 @@ import numpy as np
 from edgemoe.kernels.cpu.encoded.dots import make_encoded_rows
 from edgemoe.kernels.cpu.encoded.packing import make_pack_whole, pack_floats
 from edgemoe.kernels.cpu.encoded.unpacking import make_unpack
-from edgemoe.kernels.cpu.encoded.vectors import EVERY, PORTABLE, excess_of
+from edgemoe.kernels.cpu.encoded.vectors import EVERY, PORTABLE, Instructions, excess_of
 from edgemoe.kernels.cpu.gemv import make_pack_some, make_rows
 from edgemoe.kernels.cpu.object_cache import Code, link
 from edgemoe.types.encoding import Encoding
@@ -35,6 +35,24 @@ class RowCode:
     unpack: Code | None  # as `make_unpack` makes it, into the model's type; None where tiles read the rows as they are
 
 
+def usable(whole: bool) -> list[Instructions]:
+    """Returns the instructions among which the fastest is chosen, the widest first; for floats one."""
+    here = [each for each in EVERY if each.here]
+    candidates = [each for each in here if each is not PORTABLE] or here
+    return candidates if whole else candidates[:1]
+
+
+def row_codes(encoding: Encoding, bf16: bool) -> tuple[Code, ...]:
+    """Returns all code that `make_row_code` may choose from."""
+    if not encoding.group:
+        is_bf16 = encoding.name == "bfloat16"
+        return make_rows(is_bf16), make_pack_some(is_bf16)
+    whole = bf16 and encoding.name != "fp8"
+    packs = [make_pack_whole(excess_of(encoding, each)) for each in usable(whole)] if whole else [pack_floats]
+    rows = [make_encoded_rows(encoding, each, whole) for each in usable(whole)]
+    return (*rows, make_unpack(encoding, usable(whole)[0], bf16), *packs)
+
+
 @cache
 def make_row_code(encoding: Encoding, bf16: bool, directory: Path | None) -> RowCode:
     """Returns the format for a model whose type is bfloat16 or float32; compiles it at the first use."""
@@ -44,10 +62,7 @@ def make_row_code(encoding: Encoding, bf16: bool, directory: Path | None) -> Row
         link((rows, pack), directory, encoding.name)
         return RowCode(encoding, rows, pack, None)
     whole = bf16 and encoding.name != "fp8"
-    candidates = [each for each in EVERY if each.here]
-    candidates = [each for each in candidates if each is not PORTABLE] or candidates
-    if not whole:
-        candidates = candidates[:1]
+    candidates = usable(whole)
     codes = {each: make_encoded_rows(encoding, each, whole) for each in candidates}
     for each, rows in codes.items():
         link((rows,), directory, f"{encoding.name}.{each.name}.{whole}")

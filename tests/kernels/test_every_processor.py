@@ -1,0 +1,69 @@
+"""Machine code for processors that are not at hand calls nothing that is not linked."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from edgemoe.kernels.cpu.target import ARM
+from edgemoe.kernels.env import PROCESSOR
+
+TESTS = Path(__file__).parents[1]
+# Each group has the same LLVM code: widths of vectors, instructions of encoded rows and prefetching are the same.
+GROUPS = {
+    "haswell": ("haswell", "skylake", "alderlake", "raptorlake", "gracemont", "arrowlake"),
+    "znver1": ("znver1", "znver2", "znver3"),
+    "skylake-avx512": ("skylake-avx512",),
+    "cascadelake": ("cascadelake", "icelake-server"),
+    "sapphirerapids": ("sapphirerapids", "graniterapids"),
+    "znver4": ("znver4", "znver5"),
+    "neoverse-n1": ARM,
+}
+LIBC = {"memcpy", "memmove", "memset", "sched_yield", "sem_post", "sem_timedwait", "sem_wait"}
+LIBM = {"expf", "log10", "logf", "pow"}
+PYTHON = {
+    *("PyBytes_FromStringAndSize", "PyErr_Clear", "PyErr_SetNone", "PyErr_SetString", "PyErr_WriteUnraisable"),
+    *("PyExc_RuntimeError", "PyExc_StopIteration", "PyExc_SystemError", "PyObject_Hash", "PyTuple_Pack"),
+    *("PyUnicode_FromKindAndData", "PyUnicode_FromString", "Py_DecRef"),
+}
+NUMBA = {
+    *("NRT_Allocate", "NRT_Free", "NRT_MemInfo_alloc", "NRT_MemInfo_call_dtor"),
+    *("numba_do_raise", "numba_gil_ensure", "numba_gil_release", "numba_unpickle"),
+    "numba_runtime_build_excinfo_struct",
+}
+LINKED = LIBC | LIBM | PYTHON | NUMBA
+
+
+def _undefined(part: str, group: str, processors: tuple[str, ...]) -> dict[str, dict[str, list[str]]]:
+    """Returns the symbols that are undefined and not in the lists, with the codes that use them, of each processor."""
+    path = os.pathsep.join((str(TESTS.parent), str(TESTS)))
+    done = subprocess.run(
+        [sys.executable, "-m", "support.every_code", part, *processors],
+        env=os.environ | {PROCESSOR: group, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=1800,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout)
+    assert set(found) == set(processors)
+    return {
+        name: {symbol: codes for symbol, codes in symbols.items() if symbol not in LINKED}
+        for name, symbols in found.items()
+    }
+
+
+@pytest.mark.parametrize("processor", ["haswell", "neoverse-n1"])
+def test_kernels_call_nothing_that_is_not_linked(processor: str) -> None:
+    assert _undefined("KERNELS", processor, (processor,)) == {processor: {}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("group", GROUPS)
+def test_no_code_for_any_processor_calls_what_is_not_linked(group: str) -> None:
+    assert _undefined("ALL", group, GROUPS[group]) == {name: {} for name in GROUPS[group]}
