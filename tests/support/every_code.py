@@ -18,7 +18,7 @@ from edgemoe.experts.predict.next_use import CODES as PREDICTOR
 from edgemoe.kernels.cpu.encoded.row_code import row_codes
 from edgemoe.kernels.cpu.object_cache import Code, undefined_symbols
 from edgemoe.kernels.cpu.runtime import kernel_codes
-from edgemoe.kernels.cpu.target import Target, named
+from edgemoe.kernels.cpu.target import CompileTarget, named
 from edgemoe.types.encoding import BFLOAT16, FLOAT32, FP8, INT4, INT8, MXFP4
 
 
@@ -31,7 +31,7 @@ def every_code(part: str) -> Iterator[Code]:
         yield from (*CODES, *PREDICTOR)
 
 
-def undefined(codes: Sequence[Code], target: Target) -> dict[str, list[str]]:
+def undefined(codes: Sequence[Code], target: CompileTarget) -> dict[str, list[str]]:
     """Returns the undefined symbols of machine code for a processor, each with the codes that use it."""
     machine, found = target.machine_code(), {}
     own = {code.symbol for code in codes}

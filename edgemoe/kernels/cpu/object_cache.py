@@ -44,7 +44,7 @@ SYMBOL = np.dtype("u4, u1, u1, u2, u8, u8").newbyteorder("<")
 SYMBOL.names = ("name", "info", "other", "section", "value", "size")  # a line of an ELF file's table of symbols
 C_TYPES: dict[str, Any] = {"none": None, "int64": ctypes.c_int64, "float32": ctypes.c_float}
 _config: Any = numba.config
-# For another kind of machine, Numba writes portable LLVM code, which `Target.machine_code` takes.
+# For another kind of machine, Numba writes portable LLVM code, which `CompileTarget.machine_code` takes.
 _config.CPU_NAME, _config.CPU_FEATURES = (TARGET.name, TARGET.flags) if TARGET.is_native else ("generic", "")
 _linked: list[Any] = []  # what holds machine code in use; never freed
 

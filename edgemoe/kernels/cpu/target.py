@@ -35,7 +35,7 @@ MACHINES = {"x86_64": "x86_64-unknown-linux-gnu", "aarch64": "aarch64-unknown-li
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class CompileTarget:
     """A processor that code is compiled for."""
 
     name: str
@@ -70,19 +70,19 @@ class Target:
         return target.create_target_machine(cpu=self.name, features=self.flags, opt=3, codemodel="jitdefault", jit=True)
 
 
-def host() -> Target:
+def host() -> CompileTarget:
     """Returns the processor at hand, with all its features."""
     features = llvm.get_host_cpu_features()
     has = frozenset(name for name, there in features.items() if there)
-    return Target(llvm.get_host_cpu_name(), has, features.flatten(), platform.machine())
+    return CompileTarget(llvm.get_host_cpu_name(), has, features.flatten(), platform.machine())
 
 
-def named(name: str) -> Target:
+def named(name: str) -> CompileTarget:
     """Returns the processor of a name. Raises UnsupportedProcessor."""
     if name in X86:
-        return Target(name, X86[name], ",".join(f"+{each}" for each in sorted(X86[name])), "x86_64")
+        return CompileTarget(name, X86[name], ",".join(f"+{each}" for each in sorted(X86[name])), "x86_64")
     if name in ARM:
-        return Target(name, NONE, "", "aarch64")
+        return CompileTarget(name, NONE, "", "aarch64")
     raise UnsupportedProcessor(f"{PROCESSOR} is {name!r}; known processors are {', '.join((*X86, *ARM))}")
 
 
