@@ -66,4 +66,6 @@ def test_kernels_call_nothing_that_is_not_linked(processor: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("group", GROUPS)
 def test_no_code_for_any_processor_calls_what_is_not_linked(group: str) -> None:
-    assert _undefined("ALL", group, GROUPS[group]) == {name: {} for name in GROUPS[group]}
+    # Numba's engine leaves x86 instructions in what counts references, so of Arm the kernels alone are seen.
+    part = "KERNELS" if GROUPS[group] == ARM else "ALL"
+    assert _undefined(part, group, GROUPS[group]) == {name: {} for name in GROUPS[group]}
