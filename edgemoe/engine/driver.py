@@ -29,7 +29,6 @@ class SequenceDriver:
         self, spec: ModelSpec, count: int, most_tokens: int, device: torch.device | str = "cpu", name: str = ""
     ) -> None:
         blocks, slots = count * blocks_for(most_tokens), 2 * count + 1  # one slot to read, one to write
-        self._device = torch.device(device)
         self.cache = KVCache.of(spec, blocks, slots, device)
         states = StateSlots(slots, count) if spec.state_layers else None
         geometry = spec.geometry
@@ -52,9 +51,9 @@ class SequenceDriver:
             self._blocks.prepare(seq, len(chunk))
             works.append(Work(seq, len(chunk)))
         meta = describe(works)
-        batch = make_batch(works, meta, self._device)
+        batch = make_batch(works, meta)
         for seq, tokens in works:
             self._blocks.advance(seq, tokens)
         if every_row:
-            batch = replace(batch, logit_rows=torch.arange(len(batch.tokens), device=self._device))
+            batch = replace(batch, logit_rows=torch.arange(len(batch.tokens)))
         return meta, batch

@@ -18,6 +18,7 @@ from edgemoe.cli.plan.subject import Variant, find
 from edgemoe.experts.build import CODES
 from edgemoe.families.spec import ModelSpec
 from edgemoe.families.table import FAMILIES
+from edgemoe.kernels.cpu import expert_math
 from edgemoe.kernels.cpu.object_cache import link
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.types.encoding import ENCODINGS
@@ -46,6 +47,7 @@ def tiny_spec(family: str, dtype: str, directory: Path) -> ModelSpec:
 def check(variants: list[Variant], kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     said = list[str]()
     monkeypatch.setattr(rates, "BUDGET_S", 0.1)
+    monkeypatch.setattr(expert_math, "TRIED_TOKENS", (1, 64))
     monkeypatch.setattr(rates, "DEADLINE_S", 200.0)  # codes of encodings may be compiled meanwhile
     for variant, times in zip(variants, rates.measure_layers(variants, kernels, 2, 20, said.append), strict=True):
         assert min(times.decode_s, times.batch_s, times.prompt_s) > 0, (variant.label, times.why)

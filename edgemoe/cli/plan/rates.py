@@ -21,7 +21,7 @@ from edgemoe.telemetry import probes
 COLD_BYTES = 128 << 20  # of weights that a step reads before it reads the same again: more than a processor caches
 EXPERT_BYTES = 512 << 20  # of experts, as far as a step's own allow
 LEAST_LAYERS, MOST_LAYERS, VOCAB = 2, 8, 512  # the head is counted apart
-BUDGET_S = 10.0  # of all timed steps together; what has not been timed once is timed all the same
+BUDGET_S = 6.0  # of all timed steps together; what has not been timed once is timed all the same
 DEADLINE_S = 35.0  # after which no further encoding is measured
 BOUND_S = 1.0  # of the timed steps of one number of sequences
 MEMORY_ROUNDS, MOST_STEPS, WARM_STEPS = 5, 200, 8
