@@ -18,6 +18,7 @@ from edgemoe.model.decode_rows import DecodeRows, rows_for
 from edgemoe.model.kv import KVCache
 from edgemoe.model.rope import Rope
 from edgemoe.model.weights import Weights
+from edgemoe.types.arrays import IntArray
 from edgemoe.types.step import Batch, Experts, ExpertSlots
 
 log = logging.getLogger(__name__)
@@ -106,7 +107,7 @@ class GraphedDecoder:
         return self._steps[rows]
 
 
-def count_distinct(ids: np.ndarray) -> int:  # type: ignore[type-arg]
+def count_distinct(ids: IntArray) -> int:
     """Returns how many distinct experts [L, T, k] the layers chose, counted layer by layer."""
     ordered = np.sort(ids.reshape(len(ids), -1), axis=1)
     return len(ordered) + int(np.count_nonzero(np.diff(ordered, axis=1)))

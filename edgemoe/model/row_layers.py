@@ -85,7 +85,7 @@ def product(x: torch.Tensor, matrix: Matrix, norm: Norm, bias: torch.Tensor | No
     if len(x) > decode_dense.MOST_ROWS:
         return linear(norm(x).to(dtype), matrix.rows, bias)
     out = x.new_empty((len(x), len(matrix)))
-    decode_dense.multiplied(x, matrix.rows, out, norm=norm.weight, eps=norm.eps, bias=bias)
+    decode_dense.multiplied(x, matrix.rows, out, decode_dense.Product(norm.weight, norm.eps, bias))
     return out
 
 
@@ -96,7 +96,7 @@ def add_product(to: torch.Tensor, x: torch.Tensor, matrix: Matrix, bias: torch.T
     if len(x) > decode_dense.MOST_ROWS:
         to.add_(linear(x, matrix.rows, bias), alpha=factor)
     else:
-        decode_dense.multiplied(x, matrix.rows, to, bias=bias, factor=factor, add=True)
+        decode_dense.multiplied(x, matrix.rows, to, decode_dense.Product(bias=bias, add=True, factor=factor))
 
 
 class RowCalls(ExpertCalls):
@@ -120,9 +120,8 @@ class RowCalls(ExpertCalls):
         if few:
             logits, planes = residual.new_empty((rows, router.experts)), torch.empty_like(residual)
             norm, rounded = layer.post_norm, layer.dtype == torch.bfloat16
-            decode_dense.multiplied(
-                residual, gate.weight, logits, norm=norm.weight, eps=norm.eps, planes=planes, kind=kind, rounded=rounded
-            )
+            with_planes = decode_dense.Product(norm.weight, norm.eps, planes=planes, kind=kind, rounded=rounded)
+            decode_dense.multiplied(residual, gate.weight, logits, with_planes)
         else:
             assert hidden is not None
             logits = linear(hidden.to(gate.weight.dtype), gate.weight).float()

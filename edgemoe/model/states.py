@@ -100,4 +100,5 @@ class StepStates:
             for after, slot in use.writes if count > 1 else ():
                 stretches.append(Stretch(start + done, start + after, read, slot))
                 done, read = after, slot
-        return cls(*columns.unbind(0), stretches)
+        rows, reads, writes = columns.unbind(0)
+        return cls(rows, reads, writes, stretches)

@@ -186,6 +186,9 @@ class SimulatedCompute:
     def places(self, where: IntArray) -> None:
         return None  # nothing is computed
 
+    def slots(self, where: IntArray) -> None:
+        return None
+
     def settle(self) -> None:
         pass
 

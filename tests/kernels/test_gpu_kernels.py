@@ -14,6 +14,7 @@ from support.kept import STORES
 
 from edgemoe.experts.compute.gpu_calls import ROWS
 from edgemoe.kernels.gpu import experts as gpu_experts
+from edgemoe.kernels.gpu import experts_decode
 from edgemoe.types.encoding import ENCODINGS
 from edgemoe.types.experts import Activation, ExpertGeometry
 
@@ -69,6 +70,47 @@ def test_kernels_of_encoded_experts_compile_for_each_generation(capability: int,
         made = compiled(kernel, capability, gpt_oss, rows)
         assert made.asm["cubin"]
         assert made.metadata.shared <= GENERATIONS[capability], "more than one block may have"
+
+
+def run_interpreted(name: str) -> Any:
+    """What a script that interprets kernels prints."""
+    script, path = ROOT / "tests" / "support" / name, os.pathsep.join([str(ROOT), str(ROOT / "tests"), *sys.path])
+    env = os.environ | {"PYTHONPATH": path}
+    done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.timeout(300)
+def test_interpreted_kernels_of_few_tokens_find_experts_in_their_slots_in_each_encoding() -> None:
+    errors = run_interpreted("interpreted_few.py")
+    assert errors.keys() == ENCODINGS.keys()
+    assert max(map(max, errors.values())) < 5e-6
+
+
+@pytest.mark.parametrize("kind", ENCODINGS)
+@pytest.mark.parametrize("capability", GENERATIONS)
+def test_kernels_of_few_tokens_compile_without_spills_for_each_generation(capability: int, kind: str) -> None:
+    geometry = ExpertGeometry(1, 128, 8, 2048, 768, "bfloat16", encodings=(kind,))
+    sizes = gpu_experts.constants(geometry, 0, geometry.stride_bytes(0))
+    arrays = {"x": "*fp32", "mid": "*fp32", "slab": "*u8", "slots": "*i32", "ids": "*i64"}
+    arrays |= {"shares": "*fp32", "out": "*fp32"}
+    for kernel, columns, rows in (
+        (experts_decode.call_gate_up, geometry.hidden, experts_decode.GATES),
+        (experts_decode.call_down, geometry.width, experts_decode.OUTPUTS),
+    ):
+        given = sizes | experts_decode.steps_of(columns, sizes["KIND"]) | {"ROWS": rows}
+        source = triton.compiler.ASTSource(
+            kernel,
+            {name: arrays.get(name, "constexpr") for name in kernel.arg_names},
+            constexprs={name: given[name] for name in kernel.arg_names if name in given},
+            attrs={(at,): [["tt.divisibility", 16]] for at, name in enumerate(kernel.arg_names) if name in arrays},
+        )
+        target = triton.backends.compiler.GPUTarget("cuda", capability, 32)
+        made = triton.compile(source, target=target, options=gpu_experts.OPTIONS | {"num_warps": 1})
+        assert made.asm["cubin"]
+        assert "ld.local" not in made.asm["ptx"]
+        assert ".v4." in made.asm["ptx"] or sizes["line"] % 16, "weights are not read 16 bytes at once"
 
 
 def test_interpreted_kernels_compute_each_call_into_a_row_of_its_own() -> None:

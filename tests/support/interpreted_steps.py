@@ -14,23 +14,53 @@ import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import InterpreterBuilder
 
 from edgemoe.experts.compute.gpu_calls import ResidentSlots
 from edgemoe.kernels.gpu import decode_attention
-from edgemoe.model.graphed import GraphedDecoder
+from edgemoe.model import graphed
+from edgemoe.model.decode_rows import DecodeRows
 from edgemoe.types.experts import ExpertGeometry
 from edgemoe.types.size_classes import SlabLayout
 from support.interpreted import widened
 from support.tiny_models import FAMILIES, SIZES, ResidentExperts, Session, Tiny, load_tiny
 
 PROMPTS = (list(range(100, 133)), [7], list(range(40, 56)))  # one ends at the end of a block
+
+
+class Questions(TorchDispatchMode):
+    """Notes the operations for which the host waits for a GPU, and which no graph can hold."""
+
+    WAITS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "unique", "item")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__name__.split(".")[0]
+        masks = [each for each in (args[1] if name.startswith("index") and len(args) > 1 else ()) if each is not None]
+        if name.lstrip("_") in self.WAITS or name in self.WAITS or any(mask.dtype == torch.bool for mask in masks):
+            self.asked.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+class Watched(DecodeRows):
+    """Launches a step, and notes its questions."""
+
+    asked: ClassVar[list[str]] = []
+
+    def launch(self) -> None:
+        with Questions() as questions:
+            super().launch()
+        self.asked.extend(questions.asked)
 
 
 class Slotted(ResidentExperts):
@@ -76,7 +106,7 @@ def make(family: str, dtype: torch.dtype, directory: Path) -> Tiny:
 
 @torch.inference_mode()
 def far(tiny: Tiny, int8: bool) -> dict[str, Any]:
-    """How far logits of steps of 1, 2 and 3 rows are off, and whether the same experts are told of."""
+    """How far logits of steps of 1, 2 and 3 sequences are off, and what the host would have waited for."""
     tiny = replace(tiny, spec=replace(tiny.spec, kv_int8=int8))
     slotted = Slotted(tiny)
     decoder = tiny.decoder
@@ -89,23 +119,21 @@ def far(tiny: Tiny, int8: bool) -> dict[str, Any]:
             session.step(*([] for _ in range(s)), prompt)
     token = 11
     steps = ((0, 1, 2),) if int8 else ((0,), (0, 1, 2), (0, 1))
+    rows = graphed.GraphedDecoder(tiny.spec, decoder._weights, decoder._ropes, decoder.device)
     for sequences in steps:
         chunks = [[token + s] if s in sequences else [] for s in range(3)]
         token += 5
         want = plain.step(*chunks)
-        decoder._graphed = graphed = getattr(decoder, "kept", None) or GraphedDecoder(
-            tiny.spec, decoder._weights, decoder._ropes, decoder.device
-        )
-        decoder.kept = graphed  # type: ignore[attr-defined]
+        decoder._graphed = rows
         got = ours.step(*chunks)
         decoder._graphed = None
         errors.append(float((got - want).abs().max() / want.abs().max()))
     assert len(slotted.told) == len(steps), "a step was computed in another way"
-    del decoder.kept  # type: ignore[attr-defined]
-    return {"errors": errors}
+    return {"errors": errors, "asked": sorted(set(Watched.asked))}
 
 
 def main() -> None:
+    graphed.DecodeRows = Watched  # type: ignore[misc]
     decode_attention.PROGRAMS = 8  # that are interpreted one after the other
     InterpreterBuilder.create_dot = widened(InterpreterBuilder.create_dot)
     dtype, found = getattr(torch, sys.argv[1]), {}

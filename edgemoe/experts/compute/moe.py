@@ -106,7 +106,7 @@ class TieredExperts:
         return step.routing()
 
     def computed(self, ids: torch.Tensor, weights: torch.Tensor, served: int) -> None:
-        """Takes note of a step that was computed by `places` or `slots`: `ids` and `weights` [L, T, k], of all layers."""
+        """Takes note of a step computed by `places` or `slots`: `ids` and `weights` [L, T, k], of all layers."""
         self.residency.count_served(served)
         if self._step is not None:
             self._step.ids[:], self._step.weights[:] = ids.numpy(), weights.numpy()

@@ -15,9 +15,9 @@ import triton.language as tl
 from edgemoe.kernels.gpu.weights import jit
 
 HEADS = 16  # query heads of one program, the fewest that matrix units multiply
-TOKENS = 64  # keys in one step of a program
+TOKENS = 32  # keys in one step of a program
 PROGRAMS = 264  # that a launch should have: two for each multiprocessor of a large GPU
-MOST_SPLITS = 64
+MOST_SPLITS = 32
 CLEARED = 8192  # bytes of one program
 
 
@@ -231,7 +231,7 @@ def decode_attention(q: Any, pages: PagedLayer, tables: Any, begins: Any, contex
         CODES=coded,
         SPLITS=splits,
         ROWS=HEADS,
-        STEP=TOKENS if dim <= 128 else TOKENS // 2 if dim <= 256 else 16,
+        STEP=TOKENS if dim <= 256 else TOKENS // 2,
         num_warps=4,
     )
     out = torch.empty((rows, heads, value), dtype=q.dtype, device=q.device)

@@ -16,8 +16,8 @@ from edgemoe.kernels.gpu.weights import jit
 
 MOST_ROWS = 4  # that are multiplied in registers
 PER_PROGRAM = 4  # rows of a matrix
-WARPS = 4
-COLUMNS = 1024  # in one step of a program, for one row
+WARPS = 8
+COLUMNS = 2048  # in one step of a program, for one row
 
 
 @jit
@@ -89,32 +89,41 @@ def _columns(columns: int, rows: int) -> int:
     return min(COLUMNS // rows, max(16, 1 << (columns - 1).bit_length()))
 
 
-def multiplied(x: Any, weight: Any, out: Any, *, norm: Any = None, eps: float = 0.0, bias: Any = None, factor: float = 1.0, add: bool = False, planes: Any = None, kind: int = -1, rounded: bool = False) -> None:  # fmt: skip
-    """Writes x [T, K] times weight [N, K] transposed to `out` [T, N], or adds it times `factor`.
+class Product(NamedTuple):
+    """States what goes with a product besides its rows and its matrix."""
 
-    With `norm` [K] the rows of x are normalised before; with `kind` they are written to `planes` as well (see
-    `experts_decode`), rounded to bfloat16 if `rounded`. At most MOST_ROWS rows.
-    """
+    norm: Any = None  # float32 [K]: rows are normalised before
+    eps: float = 0.0
+    bias: Any = None  # [N]
+    add: bool = False  # to what is there, times `factor`
+    factor: float = 1.0
+    planes: Any = None  # float32 [T, K] to write normalised rows to, see `experts_decode`
+    kind: int = -1  # of the weights that the planes are for
+    rounded: bool = False  # to bfloat16, in the planes
+
+
+def multiplied(x: Any, weight: Any, out: Any, how: Product) -> None:
+    """Writes x [T, K] times weight [N, K] transposed to `out` [T, N], or adds it. At most MOST_ROWS rows."""
     (rows, columns), count = x.shape, len(weight)
     programs = triton.cdiv(count, PER_PROGRAM)
     chunk = triton.cdiv(columns, programs)
     product[(programs,)](
         x,
-        x if norm is None else norm,
+        x if how.norm is None else how.norm,
         weight,
-        x if bias is None else bias,
+        x if how.bias is None else how.bias,
         out,
-        x if planes is None else planes,
-        eps,
-        factor,
+        x if how.planes is None else how.planes,
+        how.eps,
+        how.factor,
         N=count,
         K=columns,
         T=rows,
-        NORM=norm is not None,
-        BIAS=bias is not None,
-        ADD=add,
-        KIND=kind,
-        ROUNDED=rounded,
+        NORM=how.norm is not None,
+        BIAS=how.bias is not None,
+        ADD=how.add,
+        KIND=how.kind,
+        ROUNDED=how.rounded,
         ROWS=PER_PROGRAM,
         COLS=_columns(columns, rows),
         CHUNK=chunk,
@@ -129,8 +138,8 @@ class HeadPlaces(NamedTuple):
     q_norm: Any  # float32 [dim], or None
     k_norm: Any
     eps: float
-    count: int
-    kv_count: int
+    heads: int
+    kv_heads: int
     dim: int
     turned: int  # numbers of a head that turn; 0: none
     clip: float
@@ -227,7 +236,7 @@ def place(  # type: ignore[no-untyped-def]
 def placed(given: Any, heads: HeadPlaces, angles: Any, blocks: Any, positions: Any, pages: Any, q: Any) -> None:
     """Writes queries [T, count, dim] to `q`, keys and values to the pages of a layer, of products `given` [T, line]."""
     cos, sin = angles if angles is not None else (given, given)
-    place[(len(given), heads.count + 2 * heads.kv_count)](
+    place[(len(given), heads.heads + 2 * heads.kv_heads)](
         given,
         given if heads.q_norm is None else heads.q_norm,
         given if heads.k_norm is None else heads.k_norm,
@@ -244,8 +253,8 @@ def placed(given: Any, heads: HeadPlaces, angles: Any, blocks: Any, positions: A
         value_block=pages.values.stride(0),
         head=pages.keys.stride(1),
         value_head=pages.values.stride(1),
-        COUNT=heads.count,
-        KV_COUNT=heads.kv_count,
+        COUNT=heads.heads,
+        KV_COUNT=heads.kv_heads,
         DIM=heads.dim,
         DIMS=triton.next_power_of_2(heads.dim),
         TURNED=heads.turned if angles is not None else 0,

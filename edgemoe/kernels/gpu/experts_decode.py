@@ -8,6 +8,7 @@ Parameters of what Triton compiles have no annotations, because Triton would eva
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import triton
@@ -16,6 +17,7 @@ import triton.language as tl
 from edgemoe.kernels.gpu.experts import activated
 from edgemoe.kernels.gpu.weights import jit
 
+COMPILED: Any = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1")
 WORDS = 128  # of a row in one step of a program: four of each of a warp's threads
 UNROLLED = 4  # steps at most that are not a loop
 
@@ -32,7 +34,13 @@ def number(word, J: tl.constexpr, KIND: tl.constexpr):  # type: ignore[no-untype
             moved = word << (19 - place)
         if place > 19:
             moved = word >> (place - 19)
-        return ((moved & 0x780000) | 0x41800000).to(tl.float32, bitcast=True)
+        if COMPILED:  # in one instruction, which ptxas does not find
+            mixed = tl.inline_asm_elementwise(
+                "lop3.b32 $0, $1, 0x780000, 0x41800000, 0xEA;", "=r,r", [moved], dtype=tl.int32, is_pure=True, pack=1
+            )
+        else:
+            mixed = (moved & 0x780000) | 0x41800000
+        return mixed.to(tl.float32, bitcast=True)
     if KIND == 2:
         at: tl.constexpr = 8 * J if J < 4 else 8 * J - 28
         code = word >> at
@@ -83,19 +91,27 @@ def lane_among(at, per: tl.constexpr, n: tl.constexpr):  # type: ignore[no-untyp
 
 
 @jit
+def read(places, live):  # type: ignore[no-untyped-def]
+    """Returns what lies at places [r, w], of which words [w] are live: all where `live` is None."""
+    if live is None:
+        result = tl.load(places, eviction_policy="evict_first")
+    else:
+        result = tl.load(places, mask=live[None, :], other=0, eviction_policy="evict_first")
+    return result
+
+
+@jit
 def words_at(rows, at, live, LINE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Returns words `at` [w] of rows [r] of LINE bytes that begin at bytes `rows`, as they can be read."""
     if LINE % 4 == 0:
-        places = rows.to(tl.pointer_type(tl.int32))[:, None] + at[None, :]
-        return tl.load(places, mask=live[None, :], other=0, eviction_policy="evict_first")
+        return read(rows.to(tl.pointer_type(tl.int32))[:, None] + at[None, :], live)
     if LINE % 2 == 0:
         halves = rows.to(tl.pointer_type(tl.uint16))[:, None] + 2 * at[None, :]
-        low = tl.load(halves, mask=live[None, :], other=0).to(tl.int32)
-        return low | (tl.load(halves + 1, mask=live[None, :], other=0).to(tl.int32) << 16)
+        return read(halves, live).to(tl.int32) | (read(halves + 1, live).to(tl.int32) << 16)
     first = rows[:, None] + 4 * at[None, :]
-    word = tl.load(first, mask=live[None, :], other=0).to(tl.int32)
+    word = read(first, live).to(tl.int32)
     for byte in tl.static_range(1, 4):
-        word |= tl.load(first + byte, mask=live[None, :], other=0).to(tl.int32) << (8 * byte)
+        word |= read(first + byte, live).to(tl.int32) << (8 * byte)
     return word
 
 
@@ -105,48 +121,61 @@ def scale_of(rows, lane, live, n: tl.constexpr, KIND: tl.constexpr):  # type: ig
     codes: tl.constexpr = n if KIND == 0 or KIND == 3 else n // 2
     at = rows[:, None] + codes
     if KIND == 3:
-        return tl.load(at.to(tl.pointer_type(tl.float32)) + lane[None, :] // 4, mask=live[None, :], other=0.0)
+        return read(at.to(tl.pointer_type(tl.float32)) + lane[None, :] // 4, live)
     if KIND == 2:
-        bits = tl.load(at + lane[None, :], mask=live[None, :], other=0).to(tl.int32) << 23
+        bits = read(at + lane[None, :], live).to(tl.int32) << 23
         return tl.maximum(bits, 1 << 22).to(tl.float32, bitcast=True)
-    scales = at.to(tl.pointer_type(tl.bfloat16)) + lane[None, :]
-    return tl.load(scales, mask=live[None, :], other=0.0).to(tl.float32)
+    return read(at.to(tl.pointer_type(tl.bfloat16)) + lane[None, :], live).to(tl.float32)
 
 
 @jit
-def products(rows, x, start, n: tl.constexpr, LINE: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr, KW: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+def products(  # type: ignore[no-untyped-def]
+    rows, x, start, n: tl.constexpr, LINE: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr, KW: tl.constexpr
+):
     """Returns sums [r, KW] of the products of words start: of rows [r] with activations x, in planes."""
     each: tl.constexpr = 8 if KIND == 1 or KIND == 2 else 4 if KIND == 0 or KIND == 3 else 1 if KIND == 4 else 2
     count: tl.constexpr = n // each
     at = start + tl.arange(0, KW)
-    live = at < count
+    if count % KW == 0:
+        live = None
+    else:
+        live = at < count
     word = words_at(rows, at, live, LINE)
     total = tl.zeros((ROWS, KW), tl.float32)
-    if KIND == 3 and n % 128 > 0:  # words may hold numbers of several scales
-        for j in tl.static_range(each):
-            scale = scale_of(rows, lane_among(4 * at + j, 512, n), live, n, KIND)
-            xj = tl.load(x + j * count + at, mask=live, other=0.0)
-            total += number(word, j, KIND) * scale * xj[None, :]
-        return total
     excess = tl.zeros((KW,), tl.float32)
     for j in tl.static_range(each):
-        xj = tl.load(x + j * count + at, mask=live, other=0.0)
-        total += number(word, j, KIND) * xj[None, :]
+        if count % KW == 0:
+            xj = tl.load(x + j * count + at)
+        else:
+            xj = tl.load(x + j * count + at, mask=live, other=0.0)
+        if KIND == 3 and n % 128 > 0:  # the numbers of a word may have several scales
+            scale = scale_of(rows, lane_among(4 * at + j, 512, n), live, n, KIND)
+            total += number(word, j, KIND) * scale * xj[None, :]
+        else:
+            total += number(word, j, KIND) * xj[None, :]
         if KIND == 1:
             excess += xj
     if KIND == 1:
         total -= 24.0 * excess[None, :]
-    if KIND < 4:
-        if KIND == 3:
-            lane = lane_among(4 * at, 512, n)
-        else:
-            lane = lane_among(at, 512 // each, n)
-        total *= scale_of(rows, lane, live, n, KIND)
+    if KIND < 3:
+        by_four = at // 4 * 4 + at % 4  # so that a thread reads the scales of its own four words
+        total *= scale_of(rows, lane_among(by_four, 512 // each, n), live, n, KIND)
+    if KIND == 3 and n % 128 == 0:
+        total *= scale_of(rows, lane_among(4 * at, 512, n), live, n, KIND)
     return total
 
 
 @jit
-def row_sums(rows, x, n: tl.constexpr, LINE: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr, KW: tl.constexpr, LOOPS: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+def row_sums(  # type: ignore[no-untyped-def]
+    rows,
+    x,
+    n: tl.constexpr,
+    LINE: tl.constexpr,
+    KIND: tl.constexpr,
+    ROWS: tl.constexpr,
+    KW: tl.constexpr,
+    LOOPS: tl.constexpr,
+):
     """Returns the products [r] of rows [r], which begin at bytes `rows`, with activations x of n columns."""
     total = tl.zeros((ROWS, KW), tl.float32)
     each: tl.constexpr = 8 if KIND == 1 or KIND == 2 else 4 if KIND == 0 or KIND == 3 else 1 if KIND == 4 else 2
@@ -271,7 +300,8 @@ def in_planes(x: Any, kind: int) -> Any:
     return planes
 
 
-def _steps(columns: int, kind: int) -> dict[str, Any]:
+def steps_of(columns: int, kind: int) -> dict[str, Any]:
+    """Returns how many words of a row of so many columns are read at a time, and whether in a loop."""
     each = {0: 4, 1: 8, 2: 8, 3: 4, 4: 1, 5: 2}[kind]
     return {"KW": WORDS, "LOOPS": columns // each > UNROLLED * WORDS}
 
@@ -288,10 +318,10 @@ def experts_decode(planes: Any, slab: Any, slots: Any, ids: Any, shares: Any, si
     mid = torch.empty((calls, width), dtype=torch.float32, device=planes.device)
     ours = {name: value for name, value in sizes.items() if name != "down_line"}
     grid = (calls, triton.cdiv(width, GATES))
-    call_gate_up[grid](planes, slab, slots, ids, mid, **ours, **_steps(hidden, kind), ROWS=GATES, num_warps=1)
+    call_gate_up[grid](planes, slab, slots, ids, mid, **ours, **steps_of(hidden, kind), ROWS=GATES, num_warps=1)
     ours = {name: sizes[name] for name in ("hidden", "width", "stride", "line", "down_line", "bias", "KIND")}
     grid = (calls, triton.cdiv(hidden, OUTPUTS))
-    call_down[grid](mid, slab, slots, ids, shares, out, **ours, **_steps(width, kind), ROWS=OUTPUTS, num_warps=1)
+    call_down[grid](mid, slab, slots, ids, shares, out, **ours, **steps_of(width, kind), ROWS=OUTPUTS, num_warps=1)
     return out
 
 

@@ -1,0 +1,57 @@
+"""Runs the kernels for experts of few tokens in Triton's interpreter; prints how far they are off as JSON.
+
+A program of its own: whether Triton compiles or interprets is settled when it is imported.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import numpy as np
+import torch
+
+from edgemoe.experts.compute.gpu_calls import ResidentSlots
+from edgemoe.types.encoding import ENCODINGS
+from edgemoe.types.experts import SILU, Activation, ExpertGeometry
+from edgemoe.types.size_classes import SlabLayout
+from support.interpreted import far, slab_of, work
+
+SWIGLU, GELU = Activation("clamped_swiglu", 1.702, 7.0), Activation("gelu_tanh")
+MADE = ((64, 96, SILU, False, 1), (64, 608, SWIGLU, True, 3), (512, 32, GELU, False, 1))  # H, I, ..., tokens
+PLAIN = ((72, 40, SILU, False, 2), (130, 36, SILU, False, 1))
+
+
+def error(geometry: ExpertGeometry, tokens: int) -> float:
+    """How far the sums are off where experts lie in slots in reverse."""
+    rng = np.random.default_rng(0)
+    slab, (group, x) = slab_of(geometry, rng), work(geometry, tokens, rng)
+    layout = SlabLayout.within(geometry.all_bytes, geometry)
+    assert layout is not None
+    where = np.arange(geometry.experts)[None, ::-1].copy()
+    slots = ResidentSlots(slab.flip(0).contiguous().view(-1), layout, geometry, where, lambda: None)
+    assert slots.renew()
+    ids, weights = np.zeros(tokens * geometry.top_k, np.int64), np.zeros(tokens * geometry.top_k, np.float32)
+    ids[group.calls] = np.repeat(group.experts, np.diff(group.offsets))
+    weights[group.calls] = group.weights
+    shape = tokens, geometry.top_k
+    out = slots.forward(0, x, torch.from_numpy(ids).view(shape), torch.from_numpy(weights).view(shape))
+    rows = torch.zeros(tokens, geometry.top_k, geometry.hidden)
+    rows[:, 0] = out
+    return far(geometry, slab, group, x, rows)
+
+
+if __name__ == "__main__":
+    print(
+        json.dumps(
+            {
+                kind: [
+                    error(ExpertGeometry(1, 3, 2, h, i, "float32", activation, biases, (kind,)), tokens)
+                    for h, i, activation, biases, tokens in (MADE + PLAIN if encoding.scales(1) == 0 else MADE)
+                ]
+                for kind, encoding in ENCODINGS.items()
+            }
+        )
+    )
