@@ -14,13 +14,14 @@ import numpy as np
 import torch
 
 from edgemoe.experts.compute.gpu_calls import ResidentSlots
+from edgemoe.kernels.gpu import experts_decode
 from edgemoe.types.encoding import ENCODINGS
 from edgemoe.types.experts import SILU, Activation, ExpertGeometry
 from edgemoe.types.size_classes import SlabLayout
 from support.interpreted import far, slab_of, work
 
 SWIGLU, GELU = Activation("clamped_swiglu", 1.702, 7.0), Activation("gelu_tanh")
-MADE = ((64, 96, SILU, False, 1), (64, 608, SWIGLU, True, 3), (512, 32, GELU, False, 1))  # H, I, ..., tokens
+MADE = ((64, 96, SILU, False, 1), (64, 608, SWIGLU, True, 2), (576, 32, GELU, False, 1))  # H, I, ..., tokens
 PLAIN = ((72, 40, SILU, False, 2), (130, 36, SILU, False, 1))
 
 
@@ -44,6 +45,7 @@ def error(geometry: ExpertGeometry, tokens: int) -> float:
 
 
 if __name__ == "__main__":
+    experts_decode.GATES, experts_decode.OUTPUTS = 64, 128  # few programs, which are interpreted one after the other
     print(
         json.dumps(
             {

@@ -14,7 +14,7 @@ import triton.language as tl
 from edgemoe.kernels.gpu.experts_decode import plane_of
 from edgemoe.kernels.gpu.weights import jit
 
-MOST_ROWS = 4  # that are multiplied in registers
+MOST_ROWS = 2  # that are multiplied in registers; matrix units are faster from 4 on
 PER_PROGRAM = 4  # rows of a matrix
 WARPS = 8
 COLUMNS = 2048  # in one step of a program, for one row
