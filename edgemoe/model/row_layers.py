@@ -126,7 +126,7 @@ class RowCalls(ExpertCalls):
             assert hidden is not None
             logits = linear(hidden.to(gate.weight.dtype), gate.weight).float()
             planes = experts_decode.in_planes(hidden, kind)
-        how = decode_dense.Choice(
+        how = decode_dense.ExpertChoice(
             router.top_k,
             router.score == "softmax",
             gate.logit_bias,
