@@ -67,6 +67,7 @@ class EngineSettings(Section, frozen=True, kw_only=True):
     preemption: Literal["recompute", "park"] = "recompute"
     prefix_cache: bool = True
     kv_cache_dtype: Literal["auto", "int8"] = "auto"  # of keys and values; auto: the model's own
+    cuda_graphs: bool = False  # decode steps as CUDA graphs where every expert is in VRAM
     threads: Natural = 0  # compute threads; 0: all cores that the process may use
 
 

@@ -35,8 +35,10 @@ class Decoder:
             (rope,) = self._ropes.values()
             self._fused = FusedDecoder(spec, weights, kernels, rope)
         self._graphed: GraphedDecoder | None = None
-        if device.type == "cuda":
-            self._graphed = GraphedDecoder(spec, weights, self._ropes, device)
+
+    def use_graphs(self) -> None:
+        """Computes steps of few tokens as CUDA graphs from now on, where every expert is in VRAM."""
+        self._graphed = GraphedDecoder(self.spec, self._weights, self._ropes, self.device)
 
     @classmethod
     def load(

@@ -107,6 +107,8 @@ def assemble(settings: Settings, emit: Emit, say: Say) -> Assembly:
             opened.callback(kernels.close)
         say("weights")
         decoder = Decoder.load(spec, directory / DENSE, device, kernels, lambda share: say("weights", share))
+        if device.type == "cuda" and settings.engine.cuda_graphs:
+            decoder.use_graphs()
         say("experts")
         link(CODES, kernel_dir(settings), progress=_compiling(say, "experts"))
         activity = activity_of(settings, geometry, budgets)
