@@ -52,7 +52,7 @@ LAYERS: dict[str, set[str]] = {
     "cluster.data": {"cluster.rpc", "telemetry.unit_time", "ticking", "types", "errors"},
     "api.schema": {"types", "errors"},
     "api.backend": {"types", "errors"},
-    "api.keys": {"durable", "errors"},
+    "api.keys": {"types", "durable", "errors"},
     "api.metrics": {"types", "errors", "api.backend"},
     "api.dialects": {"types"},
     "api.text": {"types", "errors", "helper", "api.schema", "api.dialects"},
@@ -76,9 +76,10 @@ LAYERS: dict[str, set[str]] = {
         "api.text",
         "api.generate",
         "cluster.rpc.sparing_log",
+        "policy.shares",
     },
     "api.endpoints": {"types", "errors", "api.schema", "api.backend", "api.metrics"}
-    | {"api.dialects", "api.text", "api.generate", "api.http"},
+    | {"api.dialects", "api.text", "api.generate", "api.http", "policy.shares"},
     "api": NOUNS | {"helper"},
     "front": NOUNS | {"api", "cluster.rpc", "cluster.control", "policy", "telemetry", "ticking", "durable"},
     "scoutgate": {

@@ -27,7 +27,7 @@ from edgemoe.api.endpoints.anthropic_format import MessageFormat
 from edgemoe.api.endpoints.events import EVENTS, LookEvents, look
 from edgemoe.api.endpoints.owner import reach, reload
 from edgemoe.api.endpoints.responses_format import ResponsesFormat
-from edgemoe.api.generate.generation import Format, Generation, run
+from edgemoe.api.generate.generation import Asker, Format, Generation, run
 from edgemoe.api.generate.grammar_check import GrammarChecker, grammar_command
 from edgemoe.api.generate.origin import Origin
 from edgemoe.api.http import responding as http
@@ -45,7 +45,7 @@ from edgemoe.errors import EdgemoeError, InvalidRequest, ModelNotFound, RequestE
 from edgemoe.helper.turns import TaskTurns
 from edgemoe.types.arrays import Json
 from edgemoe.types.model_info import ModelInfo
-from edgemoe.types.principal import principal_of
+from edgemoe.types.principal import Identity, Principal, cache_salt_of
 from edgemoe.types.request import RequestLimits
 
 log = logging.getLogger(__name__)
@@ -68,6 +68,8 @@ class Api:
     metrics: Metrics = field(default_factory=Metrics)
     keys: KeyRing | None = None  # of which TCP clients must give one; None where nobody comes by TCP
     threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(PREPARE_THREADS, "prepare"))
+    node: str = ""  # of this box, in a cluster
+    shares_prefixes: bool = False  # among principals
     grammars: GrammarChecker = field(init=False)
     thread_turns: TaskTurns = field(default_factory=lambda: TaskTurns(PREPARE_THREADS, PREPARE_EACH))
     large_turns: TaskTurns = field(default_factory=lambda: TaskTurns(1, 1))
@@ -79,10 +81,10 @@ class Api:
         self.bodies = BodyBudget(self.settings.max_body_bytes)
         self.grammars = GrammarChecker(grammar_command(self.text.directory, self.text.eos))
 
-    async def in_thread(self, user: str, work: Callable[..., R], *args: Any) -> R:
+    async def in_thread(self, principal: Principal, work: Callable[..., R], *args: Any) -> R:
         """Returns `work(*args)`, run in a thread, by principals in turn. Waiting for a turn can be cancelled."""
         loop = asyncio.get_running_loop()
-        place = await self.thread_turns.begin(principal_of(user))
+        place = await self.thread_turns.begin(principal)
         future = self.threads.submit(work, *args)
 
         def free(_: Future[R]) -> None:
@@ -93,17 +95,17 @@ class Api:
         return await asyncio.wrap_future(future)
 
     @contextlib.asynccontextmanager
-    async def large(self, raw: bytes, user: str) -> AsyncIterator[None]:
+    async def large(self, raw: bytes, principal: Principal) -> AsyncIterator[None]:
         """Lets one large body be worked on at a time, by principals in turn."""
         if len(raw) <= LARGE_BYTES:
             yield
             return
-        async with self.large_turns.turn(principal_of(user)):
+        async with self.large_turns.turn(principal):
             yield
 
-    def text_for(self, user: str) -> TextModel:
-        """Returns the text model that makes this user's prompts in bounds. For use on threads."""
-        return self.prompts.of(self.text, principal_of(user))
+    def text_for(self, principal: Principal) -> TextModel:
+        """Returns the text model that makes this principal's prompts in bounds. For use on threads."""
+        return self.prompts.of(self.text, principal)
 
     async def close(self) -> None:
         """Ends the processes for untrusted work."""
@@ -137,7 +139,7 @@ def build(api: Api) -> Starlette:
         routes=routes,
         middleware=[
             *_cors(settings.cors_origins),
-            Middleware(Doorway, keys=api.keys, metrics=api.metrics),
+            Middleware(Doorway, keys=api.keys, metrics=api.metrics, node=api.node),
             Middleware(OriginCheck, origins=Origins(settings.cors_origins, settings.hosts), guarded={*PAGE, EVENTS}),
         ],
         exception_handlers={HTTPException: http.http_error, EdgemoeError: _edgemoe_error},
@@ -173,7 +175,7 @@ class PrepareContext(NamedTuple):
     text: TextModel
     info: ModelInfo
     limits: RequestLimits
-    user: str
+    principal: Principal
 
 
 Prepare = Callable[[PrepareContext, bytes], Prepared]
@@ -184,17 +186,17 @@ def _generating(prepare: Prepare) -> Callable[[Request], Any]:
 
     async def endpoint(request: Request) -> ASGIApp:
         api: Api = request.app.state.api
-        user = _peer(request)
+        principal: Principal = request.state.principal
 
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-            with api.bodies.open() as body:
+            with api.bodies.open(principal) as body:
                 raw = await api.bodies.read(body, request)
-                async with http.while_connected(receive), api.large(raw, user):
+                async with http.while_connected(receive), api.large(raw, principal):
                     info, limits = await api.backend.model()
-                    asked = PrepareContext(api, api.text_for(user), info, limits, user)
-                    job, form, stream, origin = await api.in_thread(user, prepare, asked, raw)
+                    asked = PrepareContext(api, api.text_for(principal), info, limits, principal)
+                    job, form, stream, origin = await api.in_thread(principal, prepare, asked, raw)
                     with origin.named():
-                        job.constrain(await api.grammars.first(job.grammar, principal_of(user)))
+                        job.constrain(await api.grammars.first(job.grammar, principal))
                 del raw
             async with http.while_connected(receive):
                 deltas = run(job, api.backend, api.metrics, api.settings.request_timeout_s)
@@ -207,13 +209,13 @@ def _generating(prepare: Prepare) -> Callable[[Request], Any]:
 
 def _prepare_chat(asked: PrepareContext, raw: bytes) -> Prepared:
     body = read(raw, Chat)
-    job = chat.prepare(body, asked.text, asked.limits, _name(asked, body), _user(asked.user, body.user))
+    job = chat.prepare(body, asked.text, asked.limits, _name(asked, body), _asker(asked, body))
     return job, chat.ChatFormat(job, body, asked.text), bool(body.stream), Origin({})
 
 
 def _prepare_completion(asked: PrepareContext, raw: bytes) -> Prepared:
     body = read(raw, Completion)
-    job = completions.prepare(body, asked.text, asked.limits, _name(asked, body), _user(asked.user, body.user))
+    job = completions.prepare(body, asked.text, asked.limits, _name(asked, body), _asker(asked, body))
     return job, completions.CompletionFormat(job, body, asked.text), bool(body.stream), Origin({})
 
 
@@ -221,8 +223,8 @@ def _prepare_response(asked: PrepareContext, raw: bytes) -> Prepared:
     body = read(raw, responses.ResponsesBody)
     plain, origin = responses.as_chat(body)
     with origin.named():
-        user = _user(asked.user, body.user)
-        job = chat.prepare(plain, asked.text, asked.limits, _name(asked, body), user, prefix="resp")
+        asker = _asker(asked, body)
+        job = chat.prepare(plain, asked.text, asked.limits, _name(asked, body), asker, prefix="resp")
     return job, ResponsesFormat(job, body), bool(body.stream), origin
 
 
@@ -232,8 +234,8 @@ def _prepare_message(asked: PrepareContext, raw: bytes) -> Prepared:
         raise InvalidRequest("max_tokens: is missing", param="max_tokens", code="missing_required_parameter")
     plain, origin = anthropic.as_chat(body)
     with origin.named():
-        user = _user(asked.user, plain.user)
-        job = chat.prepare(plain, asked.text, asked.limits, _name(asked, body), user, prefix="msg")
+        asker = _asker(asked, plain)
+        job = chat.prepare(plain, asked.text, asked.limits, _name(asked, body), asker, prefix="msg")
     return job, MessageFormat(job), bool(body.stream), origin
 
 
@@ -248,15 +250,10 @@ def _served(api: Api, name: str | None, info: ModelInfo) -> str:
     return info.id
 
 
-def _peer(request: Request) -> str:
-    """Returns who asks: a user of this machine, or the name of a key."""
-    uid, key = getattr(request.state, "peer_uid", None), request.state.key
-    return f"uid:{uid}" if uid is not None else f"key:{key.name}" if key is not None else "tcp"
-
-
-def _user(peer: str, named: str | None) -> str:
-    """Returns the user for fairness: the peer, with the user that an app names appended."""
-    return f"{peer}/{named}" if named else peer
+def _asker(asked: PrepareContext, body: RequestBody) -> Asker:
+    """Returns whom a request is from. What its body says divides what the principal has, and nothing more."""
+    salt = cache_salt_of(asked.principal, body.cache_salt, shared=asked.api.shares_prefixes)
+    return Asker(Identity.of(asked.principal, body.user or body.safety_identifier), salt)
 
 
 # --- the rest ---------------------------------------------------------------------------------------------------
@@ -300,19 +297,19 @@ def _count(body: anthropic.MessagesBody, text: TextModel, limits: RequestLimits)
 
 async def _quick(request: Request, kind: type[R], work: Callable[[R, TextModel, RequestLimits], Any]) -> Response:
     api: Api = request.app.state.api
-    user = _peer(request)
+    principal: Principal = request.state.principal
 
     def in_thread(raw: bytes) -> Response:
         body = read(raw, kind)
         _served(api, getattr(body, "model", None), info)
         return JSONResponse(work(body, text, limits))
 
-    with api.bodies.open() as body:
+    with api.bodies.open(principal) as body:
         raw = await api.bodies.read(body, request)
-        async with http.while_connected(request.receive), api.large(raw, user):
+        async with http.while_connected(request.receive), api.large(raw, principal):
             info, limits = await api.backend.model()
-            text = api.text_for(user)
-            return await api.in_thread(user, in_thread, raw)
+            text = api.text_for(principal)
+            return await api.in_thread(principal, in_thread, raw)
 
 
 async def _version(request: Request) -> Response:

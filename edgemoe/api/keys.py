@@ -20,6 +20,7 @@ from pathlib import Path
 
 from edgemoe.durable import make_folder, read_plain, replace_file
 from edgemoe.errors import QueueFull, ServiceError
+from edgemoe.types.principal import Principal, key_principal
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +76,7 @@ class KeyRing:
     def __init__(self, file: Path) -> None:
         self._file = file
         self._running = Counter[str]()
+        self._principals: dict[str, Principal] = {}  # by secret, of keys that were used
         self._keys = read_keys(file)
         self._seen = self._stamp()
 
@@ -83,6 +85,13 @@ class KeyRing:
         self._refresh()
         same = [hmac.compare_digest(given.encode(), key.secret.encode()) for key in self._keys]
         return self._keys[same.index(True)] if any(same) else None
+
+    def principal(self, key: ApiKey) -> Principal:
+        """Returns who has the key: the same one at all boxes that list its secret, by whatever names."""
+        found = self._principals.get(key.secret)
+        if found is None:
+            found = self._principals[key.secret] = key_principal(key.secret)
+        return found
 
     @contextmanager
     def running(self, key: ApiKey) -> Iterator[None]:
@@ -103,6 +112,7 @@ class KeyRing:
         if (stamp := self._stamp()) == self._seen:
             return
         self._seen, self._keys = stamp, ()
+        self._principals.clear()
         try:
             self._keys = read_keys(self._file)
         except ServiceError as error:

@@ -85,6 +85,8 @@ class RequestBody(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool | None = None
     seed: Int64 | None = None
     user: Label | None = None
+    safety_identifier: Label | None = None  # OpenAI's later name of `user`
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=512)] | None = None  # as vLLM's
     n: Choices | None = None
     stream: bool | None = None
 

@@ -66,6 +66,7 @@ class EngineSettings(Section, frozen=True, kw_only=True):
     output_reserve: Share = 0.25  # share of the expected remaining output reserved in KV per running request
     preemption: Literal["recompute", "park"] = "recompute"
     prefix_cache: bool = True
+    share_prefixes: bool = False  # among keys and users of the machine: what one asks of a prompt tells of others'
     kv_cache_dtype: Literal["auto", "int8"] = "auto"  # of keys and values; auto: the model's own
     cuda_graphs: bool = False  # decode steps as CUDA graphs where every expert is in VRAM
     threads: Natural = 0  # compute threads; 0: all cores that the process may use

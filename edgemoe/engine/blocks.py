@@ -1,10 +1,11 @@
 """KV blocks: which sequence holds which, what the prefix cache keeps, and every block's expert signature.
 
 A full block is immutable and known by a key: a hash chained over its parent's key and its own tokens. Blocks that
-nobody holds stay findable by key until their memory is needed; the least recently used go first. Only full blocks are
-shared, and they are reused whole. So nothing is ever written to a shared block, no copy on write is needed, and
-signatures, which count whole blocks, stay exact. The hash is cryptographic, because a collision would show one user's
-text to another.
+nobody holds stay findable by key until their memory is needed; the least recently used go first. The
+chain begins with the request's salt, so that no principal finds another's blocks, however these came here. Only full
+blocks are shared, and they are reused whole. So nothing is ever written to a shared block, no copy on write is needed,
+and signatures, which count whole blocks, stay exact. The hash is cryptographic, because a collision would show one
+user's text to another.
 
 Signature: [ELDR, Prefix Cache Coherence]. For each block how often its tokens chose each expert: at most 16 times, so
 uint8 is exact. At most 1 % of the KV bytes for every supported model of real size: Qwen3-30B-A3B and -235B-A22B
@@ -87,7 +88,7 @@ class BlockManager:
         """Returns the keys of the first `count` blocks, which must be full; empty without a prefix cache."""
         if not self._prefix_cache:
             return []
-        extend_keys(seq.keys, seq.tokens, count)
+        extend_keys(seq.keys, seq.tokens, count, seq.request.salt)
         return seq.keys[:count]
 
     def find(self, key: bytes) -> tuple[int, int] | None:
@@ -265,9 +266,12 @@ class BlockManager:
             self._states.check_integrity(live)
 
 
-def extend_keys(keys: list[bytes], tokens: Row[int], count: int) -> None:
-    """Appends to the keys of the first blocks of `tokens` those of the next, up to `count` in all."""
+def extend_keys(keys: list[bytes], tokens: Row[int], count: int, salt: bytes) -> None:
+    """Appends to the keys of the first blocks of `tokens` those of the next, up to `count` in all.
+
+    Tokens with another salt have other keys.
+    """
     for i in range(len(keys), count):
-        parent = keys[-1] if keys else b""
+        parent = keys[-1] if keys else salt
         block = _pack(*tokens[i * BLOCK_TOKENS : (i + 1) * BLOCK_TOKENS])
         keys.append(hashlib.blake2b(parent + block, digest_size=16).digest())

@@ -1,96 +1,157 @@
-"""Counts the service that each user got and how long their answers are, for fairness and the output reserve.
+"""Counts the service that principals and their users got and how long answers are, for fairness and the output reserve.
 
-Service: the virtual token counter [VTC], where a token of output weighs as much as two of prompt. Expected output: a
-decayed mean per user, else over all users of the model.
+Service: the virtual token counter [VTC], where a token of output weighs as much as two of prompt. It is counted twice:
+of principals, between whom the engine is shared out, and of each one's users, among whom its part is. Expected output:
+a decayed mean per user, else over all users of the model.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from edgemoe.types.principal import Identity
 
 OUTPUT_WEIGHT = 2.0  # of a generated token, in prefilled ones
 DECAY = 0.1  # weight of the latest output in the mean
 FIRST_GUESS_TOKENS = 256.0  # expected output before anything has finished
-MAX_USERS = 4096  # remembered; users without a request are forgotten first, the longest absent of them first
+# Remembered at once; those without a request are forgotten first, the longest absent of them first.
+MAX_PRINCIPALS = 1024
+MAX_USERS = 128  # of a principal
 
 
 @dataclass(slots=True)
-class _User:
+class Account:
+    """What is remembered of a principal, or of one of its users."""
+
     requests: int = 0  # waiting or running
     service: float = 0.0
-    output_tokens: float | None = None
     turn_s: float = 0.0  # when its latest request was admitted
+    output_tokens: float | None = None  # of a user
+    users: Accounts | None = field(default=None, repr=False)  # of a principal
+
+
+class Accounts:
+    """Owns the accounts of those among whom something is shared out: all principals, or one's users."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._known: OrderedDict[str, Account] = OrderedDict()
+        self._present: set[str] = set()  # with a request here
+
+    def __getitem__(self, name: str) -> Account:
+        return self._known[name]
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def find(self, name: str) -> Account | None:
+        """Returns the account of this name, if it is remembered."""
+        return self._known.get(name)
+
+    def leads(self, names: Iterable[str]) -> list[float]:
+        """Returns the service of each beyond that of the least served one with a request, in prefilled tokens."""
+        least = self._least_service()
+        return [self._known[name].service - least for name in names]
+
+    def heading_since(self, name: str, arrived_s: float) -> float:
+        """Returns since when a request that arrived at `arrived_s` can have been the first of this one's line.
+
+        That is its arrival, or the latest admission where it is later.
+        """
+        return max(arrived_s, self._known[name].turn_s)
+
+    def join(self, name: str) -> Account:
+        """Counts a request that arrived. One that comes back gets no credit for the time away."""
+        account = self._known.setdefault(name, Account())
+        if account.requests == 0:
+            account.service = max(account.service, self._least_service())
+        account.requests += 1
+        self._present.add(name)
+        self._known.move_to_end(name)
+        self._forget()
+        return account
+
+    def leave(self, name: str) -> None:
+        """Counts a request as gone."""
+        account = self._known[name]
+        account.requests -= 1
+        if not account.requests:
+            self._present.remove(name)
+            self._forget()
+
+    def check_integrity(self, requests: dict[str, int]) -> None:
+        """Asserts that exactly these have requests here, so many each."""
+        assert {name: account.requests for name, account in self._known.items() if account.requests} == requests
+        assert self._present == set(requests)
+        assert len(self._known) <= self.most + len(requests)
+
+    def _forget(self) -> None:
+        if len(self._known) > self.most and len(self._present) < len(self._known):
+            del self._known[next(name for name in self._known if name not in self._present)]
+
+    def _least_service(self) -> float:
+        return min((self._known[name].service for name in self._present), default=0.0)
 
 
 class Fairness:
-    """Owns what is remembered of users: service, length of answers, requests here."""
+    """Owns what is remembered of principals and users: service, length of answers, requests here."""
 
     def __init__(self) -> None:
-        self._users: OrderedDict[str, _User] = OrderedDict()
-        self._present: set[str] = set()  # with a request here
+        self.principals = Accounts(MAX_PRINCIPALS)
         self._output_tokens = FIRST_GUESS_TOKENS
 
-    def expected_output(self, name: str, max_tokens: int) -> float:
+    def users(self, principal: str) -> Accounts:
+        """Returns the accounts of a principal's users."""
+        users = self.principals[principal].users
+        assert users is not None
+        return users
+
+    def expected_output(self, identity: Identity, max_tokens: int) -> float:
         """Returns the expected length in tokens of a new answer to this user, at most `max_tokens`."""
-        user = self._users.get(name)
+        principal = self.principals.find(identity.principal)
+        user = principal.users.find(identity.user) if principal is not None and principal.users is not None else None
         mean = self._output_tokens if user is None or user.output_tokens is None else user.output_tokens
         return min(mean, float(max_tokens))
 
-    def leads(self, names: Iterable[str]) -> list[float]:
-        """Returns the service of each user beyond that of the least served user with a request, in prefilled tokens."""
-        least = self._least_service()
-        return [self._users[name].service - least for name in names]
+    def join(self, identity: Identity) -> None:
+        """Counts a request that arrived."""
+        principal = self.principals.join(identity.principal)
+        if principal.users is None:
+            principal.users = Accounts(MAX_USERS)
+        principal.users.join(identity.user)
 
-    def heading_since(self, name: str, arrived_s: float) -> float:
-        """Returns since when a request that arrived at `arrived_s` can have been the first of its user's line.
+    def leave(self, identity: Identity) -> None:
+        """Counts a request as gone."""
+        self.users(identity.principal).leave(identity.user)
+        self.principals.leave(identity.principal)
 
-        That is its arrival, or the user's latest admission where it is later.
-        """
-        return max(arrived_s, self._users[name].turn_s)
-
-    def join(self, name: str) -> None:
-        """Counts a request that arrived. A user who comes back gets no credit for the time away."""
-        user = self._users.setdefault(name, _User())
-        if user.requests == 0:
-            user.service = max(user.service, self._least_service())
-        user.requests += 1
-        self._present.add(name)
-        self._users.move_to_end(name)
-        self._forget()
-
-    def leave(self, name: str) -> None:
-        """Counts a request of the user as gone."""
-        user = self._users[name]
-        user.requests -= 1
-        if not user.requests:
-            self._present.remove(name)
-
-    def take_turn(self, name: str, now_s: float) -> None:
+    def take_turn(self, identity: Identity, now_s: float) -> None:
         """Notes when a request of the user was admitted."""
-        self._users[name].turn_s = now_s
+        for account in self._accounts(identity):
+            account.turn_s = now_s
 
-    def serve(self, name: str, prompt_tokens: int, output_tokens: int) -> None:
-        """Adds tokens that were computed for the user to their service."""
-        self._users[name].service += prompt_tokens + OUTPUT_WEIGHT * output_tokens
+    def serve(self, identity: Identity, prompt_tokens: int, output_tokens: int) -> None:
+        """Adds tokens that were computed for the user to its service and its principal's."""
+        for account in self._accounts(identity):
+            account.service += prompt_tokens + OUTPUT_WEIGHT * output_tokens
 
-    def finish(self, name: str, output_tokens: int) -> None:
+    def finish(self, identity: Identity, output_tokens: int) -> None:
         """Adds the length of an answer that ended by itself to the means of the user and of all."""
-        user = self._users[name]
+        user = self.users(identity.principal)[identity.user]
         mean = self._output_tokens if user.output_tokens is None else user.output_tokens
         user.output_tokens = mean + DECAY * (output_tokens - mean)
         self._output_tokens += DECAY * (output_tokens - self._output_tokens)
 
-    def _least_service(self) -> float:
-        return min((self._users[name].service for name in self._present), default=0.0)
+    def check_integrity(self, requests: Counter[Identity]) -> None:
+        """Asserts that exactly these users have requests here, so many each."""
+        principals: dict[str, dict[str, int]] = {}
+        for identity, count in requests.items():
+            principals.setdefault(identity.principal, {})[identity.user] = count
+        self.principals.check_integrity({principal: sum(users.values()) for principal, users in principals.items()})
+        for principal, users in principals.items():
+            self.users(principal).check_integrity(users)
 
-    def _forget(self) -> None:
-        if len(self._users) > MAX_USERS and len(self._present) < len(self._users):
-            del self._users[next(name for name in self._users if name not in self._present)]
-
-    def check_integrity(self, requests: dict[str, int]) -> None:
-        """Asserts that the users have exactly these requests here."""
-        assert {name: user.requests for name, user in self._users.items() if user.requests} == requests
-        assert self._present == set(requests)
-        assert len(self._users) <= MAX_USERS + len(requests)
+    def _accounts(self, identity: Identity) -> tuple[Account, Account]:
+        return self.principals[identity.principal], self.users(identity.principal)[identity.user]

@@ -31,7 +31,6 @@ from edgemoe.errors import (
     StoreError,
     code_of,
 )
-from edgemoe.types.principal import principal_of
 from edgemoe.types.request import Emission, Request, RequestLimits
 
 if TYPE_CHECKING:
@@ -162,7 +161,7 @@ class StepLoop:
 
     def _compile(self, seq: Sequence) -> None:
         if (grammar := seq.sampling.grammar) is not None and self._grammars is not None:
-            emitted, who = seq.tokens[seq.prompt_tokens :], principal_of(seq.user)
+            emitted, who = seq.tokens[seq.prompt_tokens :], seq.identity.principal
             seq.compiling = self._grammars.matcher(grammar, emitted, seq.sampling.grammar_trial, who)
             seq.compiling.add_done_callback(lambda future: self._inbox.put(lambda: self._compiled(seq, future)))
 
@@ -274,7 +273,7 @@ class StepLoop:
             seq.matcher.accept(sampled.token)
         complete = seq.matcher is not None and seq.matcher.finished
         if stopped:
-            self._scheduler.fairness.finish(seq.user, seq.emitted)
+            self._scheduler.fairness.finish(seq.identity, seq.emitted)
             self._end(seq, "stop")
         else:
             self._append(seq, sampled, complete)
@@ -282,10 +281,10 @@ class StepLoop:
     def _append(self, seq: Sequence, sampled: Sampled, complete: bool) -> None:
         index = seq.emitted
         seq.tokens.append(sampled.token)
-        self._scheduler.fairness.serve(seq.user, 0, 1)
+        self._scheduler.fairness.serve(seq.identity, 0, 1)
         finish = "stop" if complete else self._finish_of(seq)
         if finish:
-            self._scheduler.fairness.finish(seq.user, seq.emitted)
+            self._scheduler.fairness.finish(seq.identity, seq.emitted)
             self._forget(seq)
         self._put(seq, index=index, token=sampled.token, logprob=sampled.logprob, top=sampled.top, finish=finish)
 

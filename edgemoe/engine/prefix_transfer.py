@@ -43,10 +43,10 @@ class PrefixTransfer:
         told = repr((model, self._layout, self.state_bytes, self._blocks.signatures.shape[1:]))
         return hashlib.blake2b(told.encode(), digest_size=16).hexdigest()
 
-    def keys(self, tokens: Row[int]) -> list[bytes]:
-        """Returns the keys of the blocks that a request beginning with these tokens can reuse."""
+    def keys(self, tokens: Row[int], salt: bytes) -> list[bytes]:
+        """Returns the keys of the blocks that a request of this salt beginning with these tokens can reuse."""
         keys: list[bytes] = []
-        extend_keys(keys, tokens, (len(tokens) - 1) // BLOCK_TOKENS)
+        extend_keys(keys, tokens, (len(tokens) - 1) // BLOCK_TOKENS, salt)
         return keys
 
     @property
@@ -80,7 +80,7 @@ class PrefixTransfer:
             data = np.concatenate([_bytes_of(self._kv.gather([place])), self._blocks.signatures[place].reshape(-1)])
         return PrefixEntry(generation, data) if owner.find(key) == found else None
 
-    def signature(self, tokens: Row[int]) -> tuple[int, IntArray]:
+    def signature(self, tokens: Row[int], salt: bytes) -> tuple[int, IntArray]:
         """Returns how many of a prompt's tokens the leading blocks here have, and what these chose, [L, E].
 
         From any thread. Exact: where a block is taken for other tokens meanwhile, it counts as one that is not here.
@@ -89,7 +89,7 @@ class PrefixTransfer:
         total: IntArray = np.zeros(blocks.signatures.shape[1:], np.int64)
         most = (len(tokens) - 1) // BLOCK_TOKENS
         while here == len(keys) < most:
-            extend_keys(keys, tokens, min(most, here + SUMMED))
+            extend_keys(keys, tokens, min(most, here + SUMMED), salt)
             found = list(takewhile(bool, map(blocks.find, keys[here:])))
             part = blocks.total([place for place, _ in filter(None, found)])
             if [blocks.find(key) for key in keys[here : here + len(found)]] != found:

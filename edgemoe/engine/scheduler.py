@@ -7,8 +7,9 @@ a quarter, on real traces, cut the mean TTFT to between a quarter and half when 
 in order is never overtaken because it does not fit. Others pass it only while it waits for a running prompt to compute
 blocks that both share.
 
-When blocks run out, the newest sequence of the user with the most running sequences is paused, so that the oldest
-always advances. It is resumed before its user's other requests, from its swapped blocks or by computing them again.
+Principals take turns, and so do the users of each. When blocks run out, the newest sequence of the principal with the
+most running sequences is paused, of its user with the most, so that the oldest always advances. It is resumed before
+its user's other requests, from its swapped blocks or by computing them again.
 """
 
 from __future__ import annotations
@@ -23,15 +24,16 @@ import numpy as np
 from edgemoe.config.settings import EngineSettings
 from edgemoe.engine.blocks import BlockManager
 from edgemoe.engine.chunk_budget import ChunkBudget
-from edgemoe.engine.fairness import Fairness
+from edgemoe.engine.fairness import Accounts, Fairness
 from edgemoe.engine.kv_swap import KVSwap
 from edgemoe.engine.sequence import Sequence, blocks_for
 from edgemoe.policy import sjf
+from edgemoe.types.principal import NOBODY, Identity
 from edgemoe.types.step import BLOCK_TOKENS
 
 AGING_SHARE = 0.4  # of the speed of prefill: overtaken for at most 2.5 times what one's own prompt takes
 PROMPT_ROWS = 64  # a step's tokens of prompts whose log probabilities are wanted: logits are large
-FIRST_SEQUENCE_TIMEOUT_S = 2.0  # a user with nothing running waits at most this long before another's surplus is paused
+FIRST_SEQUENCE_TIMEOUT_S = 2.0  # one with nothing running waits at most this long before another's surplus is paused
 
 
 class Work(NamedTuple):
@@ -46,6 +48,14 @@ class Waiter(NamedTuple):
 
     seq: Sequence
     tokens: int
+
+
+class Head(NamedTuple):
+    """The request that is next, and its sorting keys among its principal's users and among principals."""
+
+    waiter: Waiter
+    user_key: float = 0.0
+    principal_key: float = 0.0
 
 
 class Scheduler:
@@ -90,17 +100,17 @@ class Scheduler:
     def add(self, seq: Sequence) -> Sequence | None:
         """Queues `seq`. Returns the request to refuse where the queue is full, else None.
 
-        That is the newest request of the user who has the most waiting.
+        That is the newest request of the user who has the most waiting, of the principal that has.
         """
-        self.fairness.join(seq.user)
+        self.fairness.join(seq.identity)
         insort(self.waiting, seq, key=lambda other: other.arrived_s)
         if len(self.waiting) + len(self.running) <= self._settings.max_queue + self._settings.max_sequences:
             return None
         new = [other for other in self.waiting if not other.started and not other.emitted]
-        lengths = Counter(other.user for other in new)
-        refused = max(enumerate(new), key=lambda item: (lengths[item[1].user], item[0]), default=(0, None))[1]
-        if refused is not None:
-            self.remove(refused)
+        if not new:
+            return None
+        refused = _surplus(new)
+        self.remove(refused)
         return refused
 
     def remove(self, seq: Sequence) -> None:
@@ -109,7 +119,7 @@ class Scheduler:
         self._blocks.close(seq)
         if self._kv_swap:
             self._kv_swap.drop(seq)
-        self.fairness.leave(seq.user)
+        self.fairness.leave(seq.identity)
         if seq.compiling:
             seq.compiling.cancel()
 
@@ -134,14 +144,9 @@ class Scheduler:
     def _grow(self) -> None:
         for seq in [seq for seq in self.running if seq.decoding]:
             while seq.blocks and not self._blocks.can_append(seq):
-                self._pause(self._surplus())
+                self._pause(_surplus(self.running))
             if seq.blocks:
                 self._blocks.append(seq)
-
-    def _surplus(self) -> Sequence:
-        """Returns the newest sequence of the user with the most running sequences."""
-        counts = Counter(seq.user for seq in self.running)
-        return max(enumerate(self.running), key=lambda item: (counts[item[1].user], item[0]))[1]
 
     def _pause(self, seq: Sequence) -> None:
         swapped = self._kv_swap is not None and self._kv_swap.swap_out(seq)
@@ -173,34 +178,41 @@ class Scheduler:
     def _admit(self, now_s: float) -> None:
         lines = self._lines(now_s)
         while lines:
-            user, key = self._next_line(lines, now_s)
-            seq, tokens = lines[user][0]
+            head = self._next(lines, now_s)
+            seq, tokens = head.waiter
             if not seq.ready or self._prefix_in_flight(seq):
-                self._advance(lines, user)
+                self._advance(lines, seq)
             elif not self._fits(seq):
-                if key <= 0.0 and self._may_displace(seq, now_s):
-                    self._pause(self._surplus())
+                if (displaced := self._displaceable(head, now_s)) is not None:
+                    self._pause(displaced)
                 return
             elif not self._would_get_tokens(seq, tokens, now_s):
                 return
             else:
                 self._start(seq, now_s)
-                self._advance(lines, user)
+                self._advance(lines, seq)
 
-    def _lines(self, now_s: float) -> dict[str, deque[Waiter]]:
-        """Returns each user's requests in order, resumed ones first. Schedulers without users have one line for all."""
-        lines: dict[str, deque[Waiter]] = {}
+    @property
+    def _shares_out(self) -> bool:
+        """Returns whether principals and users take turns; by other rules all stand in one line."""
+        return self._settings.scheduler == "linear"
+
+    def _lines(self, now_s: float) -> dict[Identity, deque[Waiter]]:
+        """Returns each user's requests in order, resumed ones first."""
+        lines: dict[Identity, deque[Waiter]] = {}
         waiters = self._in_order([Waiter(seq, self._to_compute(seq)) for seq in self.waiting], now_s)
         for waiter in sorted(waiters, key=lambda waiter: not waiter.seq.started):
-            user = waiter.seq.user if self._settings.scheduler == "linear" else ""
-            lines.setdefault(user, deque()).append(waiter)
+            lines.setdefault(self._line_of(waiter.seq), deque()).append(waiter)
         return lines
 
-    @staticmethod
-    def _advance(lines: dict[str, deque[Waiter]], user: str) -> None:
-        lines[user].popleft()
-        if not lines[user]:
-            del lines[user]
+    def _line_of(self, seq: Sequence) -> Identity:
+        return seq.identity if self._shares_out else NOBODY
+
+    def _advance(self, lines: dict[Identity, deque[Waiter]], seq: Sequence) -> None:
+        line = lines[self._line_of(seq)]
+        line.popleft()
+        if not line:
+            del lines[self._line_of(seq)]
 
     def _in_order(self, waiters: list[Waiter], now_s: float) -> list[Waiter]:
         """Orders `waiters`, which come by arrival, by the rule chosen in the settings."""
@@ -212,19 +224,33 @@ class Scheduler:
         ranks = sjf.order(tokens, waited_s, chosen.scheduler, self.aging_tokens_per_s, chosen.aging_threshold_s)
         return [waiters[i] for i in ranks]
 
-    def _next_line(self, lines: dict[str, deque[Waiter]], now_s: float) -> tuple[str, float]:
-        """Returns the user whose first request is next, and that request's sorting key."""
-        if "" in lines and len(lines) == 1:
-            return "", 0.0
-        heads = [line[0] for line in lines.values()]
+    def _next(self, lines: dict[Identity, deque[Waiter]], now_s: float) -> Head:
+        """Returns the request that is next: the first one of the principal's user whose turn it is."""
+        if not self._shares_out:
+            return Head(lines[NOBODY][0])
+        lines_of: dict[str, dict[str, Waiter]] = {}
+        for identity, line in lines.items():
+            lines_of.setdefault(identity.principal, {})[identity.user] = line[0]
+        users = {
+            principal: self._first(heads, self.fairness.users(principal), now_s)
+            for principal, heads in lines_of.items()
+        }
+        heads = {principal: waiter for principal, (waiter, _) in users.items()}
+        waiter, key = self._first(heads, self.fairness.principals, now_s)
+        return Head(waiter, users[waiter.seq.identity.principal][1], key)
+
+    def _first(self, heads: dict[str, Waiter], accounts: Accounts, now_s: float) -> tuple[Waiter, float]:
+        """Returns the head, of these by name, whose turn it is, and its sorting key."""
+        waiters = list(heads.values())
+        headed_s = [accounts.heading_since(name, head.seq.arrived_s) for name, head in heads.items()]
         keys = sjf.keys(
-            np.array([head.tokens for head in heads]),
-            np.array(self.fairness.leads(lines)),
-            now_s - np.array([self.fairness.heading_since(head.seq.user, head.seq.arrived_s) for head in heads]),
+            np.array([waiter.tokens for waiter in waiters]),
+            np.array(accounts.leads(heads)),
+            now_s - np.array(headed_s),
             self.aging_tokens_per_s,
         )
         best = int(np.argmin(keys))
-        return heads[best].seq.user, float(keys[best])
+        return waiters[best], float(keys[best])
 
     def _to_compute(self, seq: Sequence) -> int:
         known = seq.swapped.tokens if seq.swapped else self._blocks.known(seq) * BLOCK_TOKENS
@@ -249,20 +275,29 @@ class Scheduler:
     def _reserve(self, seqs: Iterable[Sequence]) -> int:
         """Counts the blocks to keep free for the share of expected output that these have still to write."""
         expected = self.fairness.expected_output
-        tokens = sum(max(0.0, expected(seq.user, seq.sampling.max_tokens) - seq.emitted) for seq in seqs)
+        tokens = sum(max(0.0, expected(seq.identity, seq.sampling.max_tokens) - seq.emitted) for seq in seqs)
         return blocks_for(int(self._settings.output_reserve * tokens))
 
-    def _may_displace(self, seq: Sequence, now_s: float) -> bool:
-        """Returns whether `seq` may displace another user's sequence.
+    def _displaceable(self, head: Head, now_s: float) -> Sequence | None:
+        """Returns the sequence that is to make room for the request that is next; None where it has to wait.
 
-        Its own user must have nothing running, some user must have several sequences, and it must have waited
-        FIRST_SEQUENCE_TIMEOUT_S. Rules without users know no such thing: what was displaced would be next again.
+        Where its principal has nothing running, that is one of a principal with several; where only its user has
+        nothing, one of another user of the same principal. It must have waited FIRST_SEQUENCE_TIMEOUT_S. Rules by which
+        nobody takes turns know no such thing: what was displaced would be next again.
         """
-        if self._settings.scheduler != "linear":
-            return False
-        counts = Counter(other.user for other in self.running)
-        waited_s = now_s - self.fairness.heading_since(seq.user, seq.arrived_s)
-        return not counts[seq.user] and max(counts.values()) > 1 and waited_s >= FIRST_SEQUENCE_TIMEOUT_S
+        if not self._shares_out:
+            return None
+        principal, user = head.waiter.seq.identity.principal, head.waiter.seq.identity.user
+        own = [other for other in self.running if other.identity.principal == principal]
+        if own:
+            accounts, name, key, among = self.fairness.users(principal), user, head.user_key, own
+            held = Counter(other.identity.user for other in own)
+        else:
+            accounts, name, key, among = self.fairness.principals, principal, head.principal_key, self.running
+            held = Counter(other.identity.principal for other in self.running)
+        waited_s = now_s - accounts.heading_since(name, head.waiter.seq.arrived_s)
+        may = key <= 0.0 and not held[name] and max(held.values()) > 1 and waited_s >= FIRST_SEQUENCE_TIMEOUT_S
+        return _surplus(among) if may else None
 
     def _would_get_tokens(self, seq: Sequence, tokens: int, now_s: float) -> bool:
         budget = self._chunk_budget.prefill_tokens(sum(other.decoding for other in self.running))
@@ -278,12 +313,12 @@ class Scheduler:
             seq.cached_tokens = min(seq.computed, seq.prompt_tokens)
             self.prefix_tokens["hit"] += seq.computed
             self.prefix_tokens["miss"] += seq.uncomputed
-            self.fairness.serve(seq.user, seq.uncomputed, 0)
+            self.fairness.serve(seq.identity, seq.uncomputed, 0)
         if self._kv_swap:
             self._kv_swap.restore(seq)
         self.running.append(seq)
         seq.started = True
-        self.fairness.take_turn(seq.user, now_s)
+        self.fairness.take_turn(seq.identity, now_s)
         self._gap_s += 0.1 * (now_s - max(self._admitted_s, seq.arrived_s) - self._gap_s)
         self._admitted_s = now_s
 
@@ -295,6 +330,18 @@ class Scheduler:
         assert not any(seq.blocks for seq in self.waiting)
         assert len(self.running) <= self._settings.max_sequences
         self._blocks.check_integrity(self.running)
-        self.fairness.check_integrity(dict(Counter(seq.user for seq in both)))
+        self.fairness.check_integrity(Counter(seq.identity for seq in both))
         if self._kv_swap:
             self._kv_swap.check_integrity(self.waiting)
+
+
+def _surplus(seqs: list[Sequence]) -> Sequence:
+    """Returns the newest of these, which come by age, of the principal with the most of them and its user with most."""
+    principals = Counter(seq.identity.principal for seq in seqs)
+    users = Counter(seq.identity for seq in seqs)
+
+    def rank(item: tuple[int, Sequence]) -> tuple[int, int, int]:
+        at, seq = item
+        return principals[seq.identity.principal], users[seq.identity], at
+
+    return max(enumerate(seqs), key=rank)[1]

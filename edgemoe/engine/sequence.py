@@ -30,6 +30,7 @@ class Sequence:
 
     def __init__(self, request: Request, emitted: tuple[int, ...], attempt: int, arrived_s: float, deadline_s: float):
         self.request = request
+        self.identity = request.identity
         self.attempt = attempt
         self.tokens: list[int] = [*request.prompt, *emitted]
         self.prompt_tokens = len(request.prompt)
@@ -80,10 +81,6 @@ class Sequence:
         if not self.wants_prompt_logprobs:
             return range(0)
         return range(max(self.computed, len(self.prompt_logprobs)), min(self.computed + tokens, self.prompt_tokens - 1))
-
-    @property
-    def user(self) -> str:
-        return self.request.user
 
     @property
     def emitted(self) -> int:

@@ -8,8 +8,6 @@ longest, among those of the key or user that has most.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import ipaddress
 import logging
 import resource
 import select
@@ -23,6 +21,7 @@ from starlette.types import ASGIApp
 
 from edgemoe.cluster.rpc.sparing_log import SparingLog
 from edgemoe.front.http_connection import ConnectionHub, HttpConnection
+from edgemoe.types.principal import site_of
 
 log = logging.getLogger(__name__)
 
@@ -140,8 +139,8 @@ class Server:
         connection.setblocking(False)
         arrived = HttpConnection(self._hub, connection)
         if arrived.uid is None:
-            place = place_of(arrived.address)
-            unknown = [one for one in self.connections if not one.owner and place_of(one.address) == place]
+            site = site_of(arrived.address)
+            unknown = [one for one in self.connections if not one.owner and site_of(one.address) == site]
             if len(unknown) > MOST_UNKNOWN:
                 self._note(logging.WARNING, "many connections without a key give way", arrived.address)
                 min((one for one in unknown if one is not arrived), key=lambda one: one.opened_at).give_way()
@@ -160,9 +159,9 @@ class Server:
         """Closes the connection that is to give way. False where there is none."""
         unknown = [one for one in self.connections if not one.owner]
         if unknown:
-            most = Counter(place_of(one.address) for one in unknown)
-            place, _ = most.most_common(1)[0]
-            oldest = min((one for one in unknown if place_of(one.address) == place), key=lambda one: one.opened_at)
+            most = Counter(site_of(one.address) for one in unknown)
+            site, _ = most.most_common(1)[0]
+            oldest = min((one for one in unknown if site_of(one.address) == site), key=lambda one: one.opened_at)
         else:
             latest = time.monotonic() - GRACE_S
             waiting = [one for one in self.connections if one.waits and one.waiting_since < latest]
@@ -172,15 +171,3 @@ class Server:
             oldest = min(waiting, key=lambda one: (-counts[one.owner], one.waiting_since))
         oldest.give_way()
         return True
-
-
-def place_of(address: str) -> str:
-    """Returns what addresses of one client have in common: of IPv6 the first 64 bits."""
-    if ":" not in address:
-        return address
-    with contextlib.suppress(ValueError):
-        found = ipaddress.IPv6Address(address.partition("%")[0])
-        if found.ipv4_mapped is not None:
-            return str(found.ipv4_mapped)
-        return str(ipaddress.IPv6Network((int(found) >> 64 << 64, 64)))
-    return address

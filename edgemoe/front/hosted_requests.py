@@ -28,7 +28,8 @@ from edgemoe.cluster.rpc.messages.hand_over import LastChunk, PrefixPulled, Pull
 from edgemoe.errors import EdgemoeError, PeerBusy, PeerError, PeerRefused, Unsendable, WireError
 from edgemoe.front.requests.engine_use import HeldRequest
 from edgemoe.types.bounds import USER_CHARS
-from edgemoe.types.request import Emission
+from edgemoe.types.principal import Principal, as_told_by
+from edgemoe.types.request import Emission, Request
 
 log = logging.getLogger(__name__)
 GIVEN_UP_S = 5.0
@@ -101,7 +102,7 @@ class HostedRequests:
 
         Raises PeerBusy where none can be run, PeerRefused where its user's name is too long or its grammar untried.
         """
-        user = _named(node, message.request.user, USER_CHARS)
+        principal, user = _identity(node, message.request)
         if not message.request.sampling.is_grammar_tried:
             raise PeerRefused("grammars that their front has not tried in bounds are not compiled here")
         front, request = self._front_of(node, boot), message.request
@@ -117,7 +118,7 @@ class HostedRequests:
             request.sampling.max_tokens,
             len(message.emitted),
         )
-        renamed = msgspec.structs.replace(request, id=hosted.name, user=user)
+        renamed = msgspec.structs.replace(request, id=hosted.name, principal=principal, user=user)
         if not self._send(msgspec.structs.replace(message, request=renamed)):
             raise PeerBusy("no engine takes requests here now")
         if before is not None:
@@ -271,12 +272,20 @@ class HostedRequests:
                     self.cancel(front.node, front.boot, request, attempt)
 
 
-def _named(node: str, name: str, most: int) -> str:
-    """Returns what our engine calls what has this name at that box. Raises PeerRefused where it would be too long."""
-    here = f"{node}/{name}" if name else ""
-    if len(here) > most:
-        raise PeerRefused(f"a name of {len(name)} characters is too long: {most} are read here, the box's in front")
-    return here
+def _identity(node: str, request: Request) -> tuple[str, str]:
+    """Returns how our engine names the principal and the user of a request of that box.
+
+    A front of an earlier release tells no principal: each of its users counts alone. Raises PeerRefused where a name
+    would be too long.
+    """
+    principal, user = "", request.user
+    if request.principal:
+        principal = as_told_by(node, Principal(request.principal))
+    elif user:
+        user = f"{node}/{user}"
+    if max(len(principal), len(user)) > USER_CHARS:
+        raise PeerRefused(f"a user's name of {len(user)} characters is too long: {USER_CHARS} are read here")
+    return principal, user
 
 
 def _too_large(emission: Emission, error: EdgemoeError) -> Emission:

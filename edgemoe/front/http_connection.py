@@ -25,6 +25,8 @@ from urllib.parse import unquote, urlsplit
 import h11
 from starlette.types import ASGIApp, Message, Scope
 
+from edgemoe.types.principal import uid_principal
+
 log = logging.getLogger(__name__)
 
 UCRED = struct.Struct("3i")  # pid, uid, gid
@@ -83,11 +85,11 @@ class HttpConnection(asyncio.Protocol):
 
     @property
     def owner(self) -> str:
-        """Returns the user of this machine or the key that it is of; "" while it has shown none."""
+        """Returns its principal; "" while it has shown no key and is of no user of this machine."""
         state = self.exchange.scope["state"] if self.exchange is not None else {}
         if state.get("known"):
-            self._owner = f"key:{getattr(state.get('key'), 'name', '')}"
-        return f"uid:{self.uid}" if self.uid is not None else self._owner
+            self._owner = state["principal"]
+        return uid_principal(self.uid) if self.uid is not None else self._owner
 
     @property
     def waits(self) -> bool:

@@ -153,7 +153,16 @@ class Front:
             self.supervisor = supervisor = Supervisor(settings, requests, self._command, lookout, self.cluster)
             supervisor.ends_when_fatal = not self._notifier.is_heard  # which would start it again and again
             supervisor.reread = self._reread or supervisor.reread
-            self.api = api = Api(settings.api, supervisor, text, prompts, self.metrics, keys)
+            self.api = api = Api(
+                settings.api,
+                supervisor,
+                text,
+                prompts,
+                self.metrics,
+                keys,
+                node=settings.cluster.node,
+                shares_prefixes=settings.engine.share_prefixes,
+            )
             held.callback(api.threads.shutdown, wait=False, cancel_futures=True)
             self._show_metrics(supervisor)
             if self.cluster is not None:

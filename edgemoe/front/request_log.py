@@ -22,13 +22,11 @@ from edgemoe.errors import DeadlineExceeded, EngineCrashed, InvalidRequest, Queu
 from edgemoe.front.requests.engine_use import HeldRequest
 from edgemoe.front.requests.logged_request import LoggedRequest
 from edgemoe.front.requests.submission import LoggedSubmission
+from edgemoe.policy import shares
 from edgemoe.types.request import Emission, Request
 
 RATE_ALPHA = 0.1  # weight of the latest request in the mean duration and length
 FIRST_GUESS_TOKENS = 256.0  # expected output before anything has finished
-# A user may hold so many times the room that is left, so that there always is some for the next user (dynamic
-# thresholds, Choudhury and Hahne 1998): 4/5 of all for one user, 4/9 for each of two.
-SHARE_OF_FREE = 4
 PATIENCE_S = 10.0  # that a suspect waits for the others to end, and that others wait for a suspect
 
 
@@ -74,9 +72,14 @@ class RequestLog:
         return self.capacity + self.room_elsewhere()
 
     @property
+    def capacity_per_principal(self) -> int:
+        """Returns how many of them one principal gets while nobody else has any."""
+        return shares.most_of(self.room)
+
+    @property
     def capacity_per_user(self) -> int:
-        """Returns how many of them one user gets while nobody else has any."""
-        return SHARE_OF_FREE * (self.room + 1) // (SHARE_OF_FREE + 1)
+        """Returns how many of these one user gets while its principal has no others."""
+        return shares.most_of(self.capacity_per_principal, shares.OF_USER)
 
     # --- what the application calls ---
 
@@ -226,13 +229,16 @@ class RequestLog:
         wanted = len(requests)
         if self.closed is not None:
             raise self.closed.with_traceback(None)  # it is raised again and again, and would keep all who were refused
-        if wanted > room:
-            raise InvalidRequest(f"{wanted} choices at once are more than the {room} that can ever wait")
-        free = room - len(self._live)
-        held = sum(live.request.user == requests[0].user for live in self._live.values())
-        if wanted > free or (held and held + wanted > SHARE_OF_FREE * free):
+        if wanted > (most := shares.most_of(shares.most_of(room), shares.OF_USER)):
+            raise InvalidRequest(f"{wanted} choices at once are more than the {most} that one user may ever have")
+        free, identity = room - len(self._live), requests[0].identity
+        held = Counter(
+            live.identity.user for live in self._live.values() if live.identity.principal == identity.principal
+        )
+        left = shares.left_of(held.total(), free)
+        if not shares.fits(wanted, held[identity.user], left, shares.OF_USER):
             wait_s = min(60.0, max(1.0, self._mean_s * wanted / 2))
-            alive = f"{len(self._live)} requests are waiting or running, {held} of them this user's"
+            alive = f"{len(self._live)} requests are waiting or running, {held.total()} of them yours"
             raise QueueFull(f"{alive}; try again", retry_after_s=wait_s)
 
     def _submit(self, live: LoggedRequest) -> None:

@@ -154,6 +154,7 @@ class Supervisor:
             "requests": {
                 "live": len(self.request_log),
                 "capacity": self.request_log.room,
+                "capacity_per_principal": self.request_log.capacity_per_principal,
                 "capacity_per_user": self.request_log.capacity_per_user,
             },
         }

@@ -12,7 +12,8 @@ from msgspec import Meta
 
 MAX_NODES = 64  # boxes in a cluster, this one included
 REQUEST_CHARS = 256  # of a request's name at an engine, the name of the box that it came from included
-USER_CHARS = 1024  # of a user's name at an engine, likewise
+USER_CHARS = 1024  # of a principal's or a user's name at an engine, likewise
+SALT_MAX_BYTES = 64
 
 Count = Annotated[int, Meta(ge=0, le=1 << 62)]
 Bytes = Annotated[int, Meta(ge=0, le=1 << 60)]
@@ -43,7 +44,8 @@ Logprob = Annotated[float, Meta(ge=-1e6, le=1e6)]
 Name = Annotated[str, Meta(min_length=1, max_length=REQUEST_CHARS)]
 Word = Annotated[str, Meta(max_length=64)]  # a code, a kind, an option
 Text = Annotated[str, Meta(max_length=256)]
-Label = Annotated[str, Meta(max_length=USER_CHARS)]  # of a user
+Label = Annotated[str, Meta(max_length=USER_CHARS)]  # of a principal or a user
+Salt = Annotated[bytes, Meta(max_length=SALT_MAX_BYTES)]  # of cached blocks' keys
 LongText = Annotated[str, Meta(max_length=64 << 10)]
 Grammar = Annotated[str, Meta(max_length=32 << 20)]
 Bitmap = Annotated[bytes, Meta(max_length=1 << 18)]  # of a model's experts

@@ -19,6 +19,7 @@ from edgemoe.types.bounds import (
     Name,
     Penalty,
     Repetition,
+    Salt,
     Seconds,
     Seed,
     Share,
@@ -31,6 +32,7 @@ from edgemoe.types.bounds import (
     Word,
 )
 from edgemoe.types.grammar_trial import GrammarTrial, digest_of
+from edgemoe.types.principal import Identity, Principal
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +85,14 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     sampling: Sampling
     seed: Seed  # 64 bit; the front draws one where the app gave none
     choice: Small = 0
-    user: Label = ""  # for fairness: peer uid, or the request's `user`
+    user: Label = ""  # the principal's, unique among all; for fairness
+    principal: Label = ""  # who was authenticated; "" from a front of an earlier release, whose users each count alone
+    salt: Salt = b""  # of the keys of its cached blocks: only requests with the same one share them
+
+    @property
+    def identity(self) -> Identity:
+        """Returns whom it is from."""
+        return Identity(Principal(self.principal or self.user), self.user)
 
 
 Likeliest = Annotated[tuple[tuple[TokenId, Logprob], ...], Meta(max_length=1 << 16)]

@@ -184,7 +184,7 @@ class Pulls:
         message, why = pull.message, ""
         keys: Sequence[bytes] = ()
         try:
-            keys = self._engine.prefixes.keys(message.prompt[: self._engine.limits.context_tokens])
+            keys = self._engine.prefixes.keys(message.prompt[: self._engine.limits.context_tokens], message.salt)
             await self._fetcher.fetch(message.node, keys, max(0.0, pull.ends_s - self._clock()))
         except HandOverFailed as failure:
             why = failure.reason

@@ -38,6 +38,7 @@ class PrefixSums:
             self._post(await asyncio.to_thread(self._look, message))
 
     def _look(self, message: FindPrefix) -> PrefixFound:
-        tokens, counts = self._engine.prefixes.signature(message.prompt[: self._engine.limits.context_tokens])
+        prompt = message.prompt[: self._engine.limits.context_tokens]
+        tokens, counts = self._engine.prefixes.signature(prompt, message.salt)
         found = SignatureTable(*shares_of(counts, self._top_k)) if tokens else None
         return PrefixFound(request=message.request, signature=found)

@@ -13,9 +13,10 @@ import pytest
 from support.waiting import until
 
 from edgemoe.api.generate.choice import Choice
-from edgemoe.api.generate.generation import Generation, Prompt, requests
+from edgemoe.api.generate.generation import Asker, Generation, Prompt, requests
 from edgemoe.api.text.bounded_text import BoundedModel
 from edgemoe.api.text.tokenizer import TextModel
+from edgemoe.types.principal import NOBODY
 from edgemoe.types.request import Emission, Sampling
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -170,7 +171,7 @@ async def test_health_and_metrics_are_readable(http: httpx.AsyncClient) -> None:
 
 async def test_cached_tokens_of_a_prompt_are_counted_once_whatever_its_choices(text_model: TextModel) -> None:
     ready = [Prompt((1, 2, 3, 4), Sampling()), Prompt((5, 6, 7), Sampling())]
-    asked = requests(ready, 3, 0, "u")
+    asked = requests(ready, 3, 0, Asker(NOBODY, b""))
     choices = [Choice(at, text_model.vocabulary) for at in range(6)]
     job = Generation("cmpl", "tiny", asked, choices, prompt_tokens=7)
     for choice, request in zip(choices, asked, strict=True):
@@ -179,9 +180,10 @@ async def test_cached_tokens_of_a_prompt_are_counted_once_whatever_its_choices(t
     assert job.usage()["completion_tokens"] == 6
 
 
-async def test_health_says_how_many_requests_one_user_gets(http: httpx.AsyncClient) -> None:
+async def test_health_says_how_many_requests_one_principal_and_one_user_get(http: httpx.AsyncClient) -> None:
     requests = (await http.get("/health")).json()["requests"]
-    assert (requests["capacity"], requests["capacity_per_user"]) == (320, 256)
+    capacities = [requests[f"capacity{whose}"] for whose in ("", "_per_principal", "_per_user")]
+    assert capacities == [320, 256, 241]
 
 
 @pytest.mark.parametrize("stream", [False, True])

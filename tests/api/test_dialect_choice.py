@@ -19,10 +19,12 @@ from edgemoe.api.dialects.pieces import OutputPiece
 from edgemoe.api.dialects.table import GEMMA, HARMONY, HERMES, KIMI, begun_by, dialect_of
 from edgemoe.api.dialects.values import as_json, kinds
 from edgemoe.api.endpoints.chat import prepare, render
+from edgemoe.api.generate.generation import Asker
 from edgemoe.api.generate.grammar import Form
 from edgemoe.api.schema import Chat, Tool, convert
 from edgemoe.api.text.detokenize import Vocabulary
 from edgemoe.api.text.tokenizer import TextModel
+from edgemoe.types.principal import NOBODY
 from edgemoe.types.request import RequestLimits
 
 EACH = pytest.mark.parametrize("sample", SAMPLES.values(), ids=SAMPLES.keys())
@@ -93,7 +95,7 @@ def test_structured_output_starts_at_the_answer(sample: Sample, tmp_path: Path) 
 
     def accepted(effort: str, output: str, **options: Any) -> bool:
         asked = {"messages": messages, "response_format": FORMAT, "reasoning_effort": effort, **options}
-        job = prepare(convert(asked, Chat), model, LIMITS, "tiny", "anna")
+        job = prepare(convert(asked, Chat), model, LIMITS, "tiny", Asker(NOBODY, b""))
         grammar = first(job.grammar)
         assert grammar is not None
         matcher = LLMatcher(LLTokenizer(tokenizer(sample.dialect).to_str()), grammar, log_level=0)

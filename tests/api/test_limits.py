@@ -15,10 +15,13 @@ from edgemoe.api.http import bodies
 from edgemoe.api.http import responding as answering
 from edgemoe.api.http.bodies import HELD
 from edgemoe.front.main import Front
+from edgemoe.policy.shares import most_of
+from edgemoe.types.principal import uid_principal
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 MAX = 1 << 20  # of a body, in these tests
 BODY = {"prompt": "SAY{hello}END", "max_tokens": 9}
+SOMEBODY = uid_principal(1)
 
 
 def held(front: Front) -> int:
@@ -49,7 +52,7 @@ async def test_all_bodies_under_way_share_one_budget_and_the_largest_gives_way(
         for _ in range(3 * HELD):
             readers.append(await many.enter_async_context(unfinished(front, MAX - 1)))
             assert held(front) <= HELD * MAX
-        await until(lambda: held(front) > (HELD - 1) * MAX)
+        await until(lambda: held(front) > most_of(HELD * MAX) - MAX)
         assert held(front) <= HELD * MAX
         assert (await http.post("/v1/completions", json=BODY)).json()["choices"][0]["text"] == "hello"
         small = await http.post("/v1/completions", json={**BODY, "user": "x" * 300})
@@ -115,7 +118,7 @@ async def test_many_bodies_wait_for_a_thread_where_they_can_be_cancelled(
     def work() -> None:
         asyncio.run_coroutine_threadsafe(release.wait(), loop).result(30)
 
-    waiting = [asyncio.ensure_future(api.in_thread(f"key:{at}", work)) for at in range(20)]
+    waiting = [asyncio.ensure_future(api.in_thread(uid_principal(at), work)) for at in range(20)]
     await asyncio.sleep(0)
     await until(lambda: len(api.thread_turns) == 20 - PREPARE_THREADS)
     for one in waiting:
@@ -124,4 +127,4 @@ async def test_many_bodies_wait_for_a_thread_where_they_can_be_cancelled(
     assert api.threads._work_queue.qsize() <= PREPARE_THREADS  # those that had one
     release.set()
     async with asyncio.timeout(10):
-        assert await api.in_thread("", len, "abc") == 3
+        assert await api.in_thread(SOMEBODY, len, "abc") == 3

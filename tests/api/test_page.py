@@ -28,7 +28,9 @@ from edgemoe.api.text.tokenizer import TextModel
 from edgemoe.config.settings import ApiSettings
 from edgemoe.errors import QueueFull
 from edgemoe.front.main import Front
+from edgemoe.policy.shares import most_of
 from edgemoe.types.glimpse import COMING, IN_RAM, ON_DISK, USE_BITS, Glimpse, ShownRequest
+from edgemoe.types.principal import Principal
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 KEY = {"authorization": "Bearer 0123456789abcdef"}
@@ -218,20 +220,33 @@ async def test_only_what_has_changed_is_told_again() -> None:
     assert (again["figures"], "health" in again) == ({"y": 3.0}, False)
 
 
+async def test_no_principal_takes_all_the_places_of_those_who_look() -> None:
+    events = LookEvents(Looked(), Metrics())  # type: ignore[arg-type]
+    streams = [events(Principal("m")) for _ in range(most_of(MOST_LOOKERS))]
+    for stream in streams:
+        events.admit(Principal("m"))
+        await anext(stream)
+    with pytest.raises(QueueFull):
+        events.admit(Principal("m"))
+    events.admit(Principal("v"))
+    for stream in streams:
+        await stream.aclose()
+
+
 async def test_so_many_may_look_and_they_are_sent_home_when_the_daemon_drains() -> None:
     backend = Looked()
     events = LookEvents(backend, Metrics())  # type: ignore[arg-type]
-    streams = [events() for _ in range(MOST_LOOKERS)]
-    for stream in streams:
-        events.admit()
+    streams = [events(Principal(str(n))) for n in range(MOST_LOOKERS)]
+    for n, stream in enumerate(streams):
+        events.admit(Principal(str(n)))
         await anext(stream)
     with pytest.raises(QueueFull, match="edgemoe top"):
-        events.admit()
+        events.admit(Principal("another"))
     for stream in streams[1:]:
         await stream.aclose()
     backend.state = "draining"
     assert b"event: bye" in b"".join([some async for some in streams[0]])
-    assert events.lookers == 0
+    assert not events._lookers
 
 
 # --- the real engine

@@ -151,7 +151,7 @@ def computed(blocks: BlockManager, tokens: list[int]) -> Sequence:
 
 def test_keys_are_made_of_every_token_that_a_message_may_name() -> None:
     keys: list[bytes] = []
-    extend_keys(keys, [1 << 31] * BLOCK_TOKENS, 1)
+    extend_keys(keys, [1 << 31] * BLOCK_TOKENS, 1, b"")
     assert len(keys) == 1
 
 

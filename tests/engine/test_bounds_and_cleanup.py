@@ -15,7 +15,7 @@ from transformers.generation.logits_process import RepetitionPenaltyLogitsProces
 
 from edgemoe.engine import loop, step
 from edgemoe.engine.blocks import BlockManager
-from edgemoe.engine.fairness import Fairness
+from edgemoe.engine.fairness import Accounts
 from edgemoe.engine.loop import StepLoop
 from edgemoe.engine.runner import Runner
 from edgemoe.engine.sampling import sampler
@@ -166,11 +166,11 @@ def test_what_is_swapped_out_is_freed_when_its_request_is_cancelled() -> None:
 
 
 def test_who_comes_back_has_no_credit_from_having_been_away() -> None:
-    users = Fairness()
+    users = Accounts(9)
     users.join("idle")
     users.leave("idle")
     users.join("busy")
-    users.serve("busy", 1000, 0)
+    users["busy"].service += 1000
     users.join("idle")
     assert users.leads(["idle", "busy"]) == [0.0, 0.0]
 

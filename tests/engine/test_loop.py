@@ -148,7 +148,7 @@ def test_a_prompts_signature_is_exact_with_any_part_of_it_cached_and_however_man
         for other in range(between):
             drive.submit(prompt(60, 1000 * n + other), f"other {n} {other}", max_tokens=1)
             drive.run()
-        tokens, cached = drive.engine.prefixes.signature(whole)
+        tokens, cached = drive.engine.prefixes.signature(whole, b"")
         assert (cached == sum(chosen[position] for position in range(tokens))).all()
         drive.submit(whole, f"again {n}", max_tokens=8)
         while not any(seq.computed >= len(whole) for seq in drive.engine.scheduler.running):

@@ -45,7 +45,7 @@ def asked(model: Model, name: str = "r", emitted: list[int] | None = None, drive
 def hand_over(source: Drive, target: Drive, blocks: int = 4) -> int:
     """Copies so many leading blocks, and the state where the model has any; how many have arrived."""
     giving, taking = source.engine.prefixes, target.engine.prefixes
-    keys = taking.keys(prompt(LENGTH, 1, 96))[:blocks]
+    keys = taking.keys(prompt(LENGTH, 1, 96), b"")[:blocks]
     for n in range(len(keys)):
         entry = giving.read(keys[n], state=False)
         if entry is None or not taking.take_in(keys[: n + 1], entry.data, state=False):
@@ -58,7 +58,7 @@ def hand_over(source: Drive, target: Drive, blocks: int = 4) -> int:
 
 @pytest.mark.parametrize(("tokens", "blocks"), [(1, 0), (15, 0), (16, 0), (17, 1), (31, 1), (32, 1), (33, 2)])
 def test_what_can_be_reused_is_whole_blocks_without_the_last_token(tokens: int, blocks: int) -> None:
-    assert len(Drive(model=plain_model()).engine.prefixes.keys(prompt(tokens, 1, 96))) == blocks
+    assert len(Drive(model=plain_model()).engine.prefixes.keys(prompt(tokens, 1, 96), b"")) == blocks
 
 
 def test_the_tokens_are_the_same_after_a_hand_over_at_any_block_and_any_token(make: Callable[[], Model]) -> None:
@@ -80,7 +80,7 @@ def test_the_tokens_are_the_same_after_a_hand_over_at_any_block_and_any_token(ma
 def test_signatures_come_with_the_blocks() -> None:
     source, target = asked(plain_model()), Drive()
     hand_over(source, target)
-    for key in source.engine.prefixes.keys(prompt(LENGTH, 1, 96)):
+    for key in source.engine.prefixes.keys(prompt(LENGTH, 1, 96), b""):
         there, here = source.engine.blocks.find(key), target.engine.blocks.find(key)
         assert there is not None
         assert here is not None
@@ -91,7 +91,7 @@ def test_signatures_come_with_the_blocks() -> None:
 
 def test_a_block_whose_parent_is_not_here_is_not_taken_in() -> None:
     source, target = asked(plain_model()), Drive()
-    keys = target.engine.prefixes.keys(prompt(LENGTH, 1, 96))
+    keys = target.engine.prefixes.keys(prompt(LENGTH, 1, 96), b"")
     entry = source.engine.prefixes.read(keys[1], state=False)
     assert entry is not None
     assert not target.engine.prefixes.take_in(keys[:2], entry.data, state=False)
@@ -118,7 +118,7 @@ def test_what_is_taken_in_is_reused_in_an_order_that_leaves_ancestors_known() ->
     target.submit(prompt(60, 9), "other", max_tokens=1)
     target.run()
     hand_over(source, target, 4)
-    keys = target.engine.prefixes.keys(prompt(LENGTH, 1, 96))
+    keys = target.engine.prefixes.keys(prompt(LENGTH, 1, 96), b"")
     before = target.engine.prefixes.known(keys)
     for n in range(6):
         target.submit(prompt(17 + 5 * n, 20 + n), f"r{n}", max_tokens=1)
@@ -130,7 +130,7 @@ def test_what_is_taken_in_is_reused_in_an_order_that_leaves_ancestors_known() ->
 
 def test_a_copy_of_a_block_that_is_taken_meanwhile_is_thrown_away(monkeypatch: pytest.MonkeyPatch) -> None:
     source = asked(plain_model(), drive=Drive(blocks=8))
-    (key, *_) = source.engine.prefixes.keys(prompt(LENGTH, 1, 96))
+    (key, *_) = source.engine.prefixes.keys(prompt(LENGTH, 1, 96), b"")
     before = source.engine.prefixes.read(key, state=False)
     assert before is not None
     cache = source.engine.runner._model.kv
@@ -162,14 +162,14 @@ def test_another_model_or_encoding_has_another_digest(int8_model: Callable[[], M
 def test_the_cached_part_of_a_prompt_has_the_signature_of_its_own_blocks(make: Callable[[], Model]) -> None:
     source, whole = asked(make()), prompt(LENGTH, 1, 96)
     blocks = source.engine.blocks
-    rows = [found[0] for key in source.engine.prefixes.keys(whole) if (found := blocks.find(key)) is not None]
+    rows = [found[0] for key in source.engine.prefixes.keys(whole, b"") if (found := blocks.find(key)) is not None]
     for cut, known in ((LENGTH, 4), (65, 4), (64, 3), (17, 1), (16, 0), (1, 0)):
-        tokens, counts = source.engine.prefixes.signature(whole[:cut])
+        tokens, counts = source.engine.prefixes.signature(whole[:cut], b"")
         assert tokens == 16 * known
         np.testing.assert_array_equal(counts, blocks.signatures[rows[:known]].sum(axis=0, dtype=np.int64))
     other = [*whole[:40], 95 - whole[40], *whole[41:]]
-    assert source.engine.prefixes.signature(other)[0] == 32
-    assert Drive(model=make()).engine.prefixes.signature(whole)[0] == 0
+    assert source.engine.prefixes.signature(other, b"")[0] == 32
+    assert Drive(model=make()).engine.prefixes.signature(whole, b"")[0] == 0
 
 
 def test_a_block_taken_for_others_while_signatures_are_summed_counts_as_gone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,5 +184,5 @@ def test_a_block_taken_for_others_while_signatures_are_summed_counts_as_gone(mon
         return summed
 
     monkeypatch.setattr(blocks, "total", meanwhile)
-    tokens, counts = source.engine.prefixes.signature(prompt(LENGTH, 1, 96))
+    tokens, counts = source.engine.prefixes.signature(prompt(LENGTH, 1, 96), b"")
     assert (tokens, counts.sum()) == (0, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -12,11 +13,18 @@ from support.waiting import wait_until
 from edgemoe.config.settings import EngineSettings
 from edgemoe.engine.blocks import BlockManager
 from edgemoe.engine.chunk_budget import FIRST_CHUNK_TOKENS, ChunkBudget
+from edgemoe.engine.fairness import MAX_USERS, Fairness
 from edgemoe.engine.scheduler import AGING_SHARE, FIRST_SEQUENCE_TIMEOUT_S, Scheduler, Work
 from edgemoe.engine.sequence import Sequence
 from edgemoe.policy.sjf import LEAD_S
+from edgemoe.types.principal import Identity, Principal
 from edgemoe.types.request import Request, Sampling
 from edgemoe.types.step import BLOCK_TOKENS
+
+
+def alone(name: str) -> Identity:
+    """A principal of whom no user is named."""
+    return Identity(Principal(name), name)
 
 
 class Engine:
@@ -32,11 +40,14 @@ class Engine:
         self.finished: list[str] = []
         self._names, self._tokens = itertools.count(), itertools.count(10)
 
-    def submit(self, prompt: int | list[int], output: int = 1, user: str = "", name: str = "") -> Sequence:
+    def submit(
+        self, prompt: int | list[int], output: int = 1, user: str = "", name: str = "", principal: str = ""
+    ) -> Sequence:
         """Queues a request; a prompt given as a length shares nothing with any other."""
         tokens = [next(self._tokens)] * prompt if isinstance(prompt, int) else prompt
         name = name or f"{user}{next(self._names)}"
-        request = Request(id=name, prompt=tuple(tokens), sampling=Sampling(max_tokens=output), seed=0, user=user)
+        sampling = Sampling(max_tokens=output)
+        request = Request(id=name, prompt=tuple(tokens), sampling=sampling, seed=0, user=user, principal=principal)
         seq = Sequence(request, (), 1, self.now_s, self.now_s + 1e6)
         self.refused = self.scheduler.add(seq)
         return seq
@@ -49,10 +60,10 @@ class Engine:
             self.blocks.advance(seq, tokens)
             if not seq.uncomputed:
                 seq.tokens.append(1)
-                self.scheduler.fairness.serve(seq.user, 0, 1)
+                self.scheduler.fairness.serve(seq.identity, 0, 1)
                 self.first_s.setdefault(seq.request.id, self.now_s)
                 if seq.emitted >= seq.sampling.max_tokens:
-                    self.scheduler.fairness.finish(seq.user, seq.emitted)
+                    self.scheduler.fairness.finish(seq.identity, seq.emitted)
                     self.scheduler.remove(seq)
                     self.finished.append(seq.request.id)
         self.scheduler.check_integrity()
@@ -179,10 +190,11 @@ def test_the_reserve_follows_what_the_users_answers_have_been() -> None:
     for _ in range(60):
         engine.submit(4, output=3, user="brief")
     engine.run()
-    engine.scheduler.fairness.join("brief")
-    assert engine.scheduler.fairness.expected_output("brief", 1000) == pytest.approx(3, abs=1)
-    assert engine.scheduler.fairness.expected_output("brief", 2) == 2
-    assert engine.scheduler.fairness.expected_output("new", 1000) == pytest.approx(3, abs=1), "the model's own mean"
+    engine.scheduler.fairness.join(alone("brief"))
+    expected = engine.scheduler.fairness.expected_output
+    assert expected(alone("brief"), 1000) == pytest.approx(3, abs=1)
+    assert expected(alone("brief"), 2) == 2
+    assert expected(alone("new"), 1000) == pytest.approx(3, abs=1), "the model's own mean"
 
 
 def test_when_blocks_run_out_the_newest_makes_room_and_the_oldest_goes_on() -> None:
@@ -275,9 +287,9 @@ def test_backlogged_users_are_served_alike_whatever_the_size_of_their_requests()
     for _ in range(50):
         engine.submit(150, output=5, user="large")
     served: dict[str, int] = {"small": 0, "large": 0}
-    while all(any(seq.user == user for seq in engine.scheduler.waiting) for user in served):
+    while all(any(seq.identity.user == user for seq in engine.scheduler.waiting) for user in served):
         for seq, tokens in engine.step():
-            served[seq.user] += tokens
+            served[seq.identity.user] += tokens
     assert 0.4 < served["large"] / sum(served.values()) < 0.75
 
 
@@ -397,6 +409,72 @@ def test_chunks_keep_their_length_on_a_machine_that_stutters() -> None:
     assert np.quantile(lengths[20:], 0.95) < 200
 
 
+USERS = pytest.mark.parametrize("users", [1, 7, 1000])
+
+
+@USERS
+def test_principals_are_served_alike_however_many_users_one_of_them_names(users: int) -> None:
+    engine = Engine(max_sequences=4, max_queue=400, step_tokens=200)
+    for n in range(200):
+        engine.submit(50, output=5, user=f"m/{n % users}", principal="m")
+        engine.submit(50, output=5, user="v", principal="v")
+    served: Counter[str] = Counter()
+    while all(any(seq.identity.principal == one for seq in engine.scheduler.waiting) for one in "mv"):
+        for seq, tokens in engine.step():
+            served[seq.identity.principal] += tokens
+    assert 0.4 < served["v"] / served.total() < 0.6
+
+
+@USERS
+def test_long_answers_of_a_principals_users_make_room_for_another_principal(users: int) -> None:
+    engine = Engine(max_sequences=8, step_s=0.1, max_queue=400)
+    for n in range(100):
+        engine.submit(20, output=5000, user=f"m/{n % users}", principal="m")
+    engine.step()
+    engine.submit(20, output=2, user="v", principal="v", name="brief")
+    began_s = engine.now_s
+    for _ in range(60):
+        engine.step()
+    assert engine.first_s["brief"] - began_s <= FIRST_SEQUENCE_TIMEOUT_S + 4 * engine.step_s
+
+
+@USERS
+def test_a_full_queue_refuses_the_principal_that_has_most_there(users: int) -> None:
+    engine = Engine(max_sequences=1, max_queue=20)
+    for n in range(18):
+        engine.submit(10, user=f"m/{n % users}", principal="m")
+    for _ in range(8):
+        engine.submit(10, user="v", principal="v")
+        assert engine.refused is None or engine.refused.identity.principal == "m"
+    assert sum(seq.identity.principal == "v" for seq in engine.scheduler.waiting) == 8
+
+
+def test_users_of_a_principal_take_turns_within_it() -> None:
+    engine = Engine(max_sequences=2, max_queue=400, step_tokens=100)
+    for n in range(60):
+        engine.submit(50, output=2, user="m/greedy", principal="m", name=f"g{n}")
+    for n in range(3):
+        engine.submit(50, output=2, user="m/brief", principal="m", name=f"b{n}")
+    engine.run()
+    assert max(engine.finished.index(f"b{n}") for n in range(3)) < 12
+
+
+def test_what_is_remembered_of_users_is_bounded_and_flushes_nobody_elses() -> None:
+    fairness = Fairness()
+    regular = Identity(Principal("v"), "v")
+    fairness.join(regular)
+    fairness.serve(regular, 1000, 0)
+    fairness.leave(regular)
+    for n in range(3 * MAX_USERS):
+        other = Identity(Principal("m"), f"m/{n}")
+        fairness.join(other)
+        fairness.serve(other, 10, 0)
+        fairness.leave(other)
+    assert len(fairness.users("m")) == MAX_USERS
+    assert fairness.principals["v"].service == 1000
+    assert fairness.principals["m"].service == 30 * MAX_USERS, "another name is no way to be forgotten"
+
+
 def test_users_who_were_away_have_no_credit() -> None:
     engine = Engine(max_sequences=3, step_tokens=2000)
     engine.submit(10, output=1, user="away")
@@ -406,7 +484,7 @@ def test_users_who_were_away_have_no_credit() -> None:
         engine.step()
     engine.submit(10, user="away")
     engine.submit(10, user="new")
-    assert engine.scheduler.fairness.leads(["busy", "away", "new"]) == [0.0, 0.0, 0.0]
+    assert engine.scheduler.fairness.principals.leads(["busy", "away", "new"]) == [0.0, 0.0, 0.0]
 
 
 def test_aging_keeps_step_with_the_speed_of_the_engine_unless_it_is_stated() -> None:

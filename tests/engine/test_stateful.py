@@ -110,7 +110,7 @@ class Served(RuleBasedStateMachine):
         assert len(scheduler.running) <= SEQUENCES
         assert len(scheduler.running) + len(scheduler.waiting) <= QUEUE + SEQUENCES
         assert 0 <= blocks.free <= BLOCKS
-        assert len(scheduler.fairness._users) <= len(USERS) < MAX_USERS
+        assert len(scheduler.fairness.principals) <= len(USERS) < MAX_USERS
 
     def teardown(self) -> None:
         """All that are left end in so many steps, and nothing is held when they have."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,8 +27,11 @@ CHOICES = EngineChoices(b"\xff" * 6, bytes(6), (0.0, 0.001, 0.01), 0.01, 1e-4)
 
 
 def request(tokens: int, first: int = 0) -> Request:
-    prompt = tuple(range(first, first + tokens))
-    return Request(id="r", prompt=prompt, sampling=Sampling(max_tokens=100), seed=1)
+    return of(range(first, first + tokens))
+
+
+def of(prompt: Iterable[int], salt: bytes = b"") -> Request:
+    return Request(id="r", prompt=tuple(prompt), sampling=Sampling(max_tokens=100), seed=1, salt=salt)
 
 
 class Engine:
@@ -56,7 +59,7 @@ def test_an_engine_knows_a_prompt_of_which_it_has_had_half_of_the_whole_pieces()
     engine = Engine()
 
     def known(tokens: int, first: int = 0) -> bool:
-        return engine.meter.knows(engine.keys.prefix(request(tokens, first).prompt))
+        return engine.meter.knows(engine.keys.prefix(request(tokens, first)))
 
     assert known(PREFIX_TOKENS - 1), "there is nothing that another could know"
     assert not known(PREFIX_TOKENS)
@@ -83,9 +86,9 @@ def test_an_engine_that_keeps_no_prompts_offers_no_keys_and_needs_no_others_word
     prompt = request(3 * PREFIX_TOKENS)
     meter.note(Submit(request=prompt, attempt=1))
     assert meter.news(EngineUse()).prefixes == b""
-    assert keys.cached(prompt.prompt) == b""
-    assert meter.knows(keys.cached(prompt.prompt))
-    assert len(keys.prefix(prompt.prompt)) == 3 * 8  # by which prompts are alike
+    assert keys.cached(prompt) == b""
+    assert meter.knows(keys.cached(prompt))
+    assert len(keys.prefix(prompt)) == 3 * 8  # by which prompts are alike
 
 
 def test_blocks_that_requests_share_are_counted_once_as_the_engine_says() -> None:
@@ -128,16 +131,20 @@ def test_requests_that_have_ended_are_told_once_a_few_at_a_time_and_never_more_t
 
 def test_hashes_are_the_same_for_the_same_beginning_and_mean_nothing_without_the_secret() -> None:
     keys, others = PrefixKeys(), PrefixKeys()
-    long, short = keys.prefix(range(200)), keys.prefix(range(PREFIX_TOKENS))
+    long, short = keys.prefix(request(200)), keys.prefix(request(PREFIX_TOKENS))
     assert long[:8] == short
     assert len(long) == 8 * (200 // PREFIX_TOKENS)
-    assert keys.prefix((9, *range(1, 200)))[8:16] != long[8:16]  # each covers all before it
-    assert others.prefix(range(200)) != long
-    assert keys.user("uid:1000") != others.user("uid:1000")
-    assert keys.user("") == 0
-    assert len(keys.prefix([1 << 31] * PREFIX_TOKENS)) == 8  # the largest that a message may name
+    assert keys.prefix(of((9, *range(1, 200))))[8:16] != long[8:16]  # each covers all before it
+    assert others.prefix(request(200)) != long
+    assert keys.name("uid:1000") != others.name("uid:1000")
+    assert keys.name("") == 0
+    assert len(keys.prefix(of([1 << 31] * PREFIX_TOKENS))) == 8  # the largest that a message may name
+    salted = [keys.prefix(of(range(200), salt)) for salt in (b"", b"1" * 16, b"2" * 16)]
+    assert len({key for one in salted for key in (one[:8], one[8:16], one[16:])}) == 9, (
+        "none is alike under another salt"
+    )
     others.secret = keys.secret
-    assert others.prefix(range(200)) == long
+    assert others.prefix(request(200)) == long
 
 
 def led_by_b(tell: Callable[[EngineUse], None], lost: Sequence[bool] = ()) -> Any:

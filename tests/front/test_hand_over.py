@@ -14,7 +14,7 @@ from edgemoe.front.routing.hand_over import ANSWER_S, MOST_ATTEMPTS, PULL_S, Han
 from edgemoe.types.request import Emission, Request, Sampling
 
 PROMPT = tuple(range(40))
-REQUEST = Request(id="r", prompt=PROMPT, sampling=Sampling(max_tokens=50), seed=1)
+REQUEST = Request(id="r", prompt=PROMPT, sampling=Sampling(max_tokens=50), seed=1, salt=b"of p")
 
 
 class Boxes:
@@ -75,7 +75,7 @@ def test_a_request_moves_with_its_tokens_once_the_other_box_has_its_blocks() -> 
         assert boxes.submitted[0][1].hand_over
         boxes.hand_overs.hear("p", LastChunk(request="r", attempt=1))
         ((place, pull),) = boxes.pulls
-        assert (place, pull.node, pull.prompt, pull.attempt) == ("d:1", "p", PROMPT, 1)
+        assert (place, pull.node, pull.prompt, pull.attempt, pull.salt) == ("d:1", "p", PROMPT, 1, REQUEST.salt)
         boxes.emit(1, 7, 8)
         assert len(boxes.submitted) == 1, "it goes on where it is until all is there"
         boxes.hand_overs.hear("d", PrefixPulled(request="r", attempt=1, blocks=2))

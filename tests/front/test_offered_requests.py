@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,7 +37,7 @@ class Front:
     ) -> None:
         self.offered: list[RequestOffer] = []
         self.asked: list[FindPrefix] = []
-        self.is_up, self.is_free, self.had = True, False, list[Sequence[int]]()
+        self.is_up, self.is_free, self.had = True, False, list[Request]()
         self.taken_back: list[int] = []
         plane: Any = SimpleNamespace(
             leader="b",
@@ -131,7 +130,7 @@ CACHED, FEW, ALIKE = SignatureTable(100, b"cached"), SignatureTable(96, b"few"),
 
 async def test_a_waiting_requests_offer_has_what_the_cached_part_of_its_prompt_chose() -> None:
     front = Front()
-    front.had.append(range(64))
+    front.had.append(structs.replace(LONG, prompt=tuple(range(64))))
     with front.log.open([LONG], 60.0):
         await front.settled()
         assert (front.choices, front.offered) == ([WAITS], [])
@@ -148,7 +147,7 @@ async def test_a_waiting_requests_offer_has_what_the_cached_part_of_its_prompt_c
 @pytest.mark.parametrize("found", [FEW, None])
 async def test_where_little_of_it_is_cached_or_the_answer_is_late_an_alike_prompt_says_more(found: Any) -> None:
     front = Front()
-    front.had.append(LONG.prompt)
+    front.had.append(LONG)
     with front.log.open([LONG], 60.0):
         front.offers.learn(PromptRead(request="l", attempt=1, signature=ALIKE))
     with front.log.open([structs.replace(LONG, id="m")], 60.0):
@@ -174,7 +173,7 @@ async def test_where_our_engine_keeps_no_prompts_none_is_offered_by_its_keys_but
 
 async def test_little_is_better_than_nothing() -> None:
     front = Front()
-    front.had.append(LONG.prompt)
+    front.had.append(LONG)
     with front.log.open([LONG], 60.0):
         front.offers.learn(PrefixFound(request="l", signature=FEW))
         await front.settled()
@@ -185,7 +184,7 @@ async def test_no_request_is_held_for_a_question_that_would_be_of_no_use() -> No
     """A new prompt's, one that could start at once, one while no engine is there, one where nobody reads signatures."""
     for what in ("new", "free", "down", "gimbal"):
         front = Front({"free": "eldr", "gimbal": "gimbal"}.get(what, "pull"))
-        front.had += [] if what == "new" else [LONG.prompt]
+        front.had += [] if what == "new" else [LONG]
         front.is_free, front.is_up = what == "free", what != "down"
         if what == "free":
             with front.log.open([LONG], 60.0):
@@ -197,7 +196,7 @@ async def test_no_request_is_held_for_a_question_that_would_be_of_no_use() -> No
 
 async def test_what_ends_while_our_engine_is_asked_is_not_offered_and_questions_are_bounded() -> None:
     front = Front()
-    front.had.append(LONG.prompt)
+    front.had.append(LONG)
     front.log.capacity = 8 * MOST_ASKED
     with front.log.open([structs.replace(LONG, id=f"l{n}") for n in range(MOST_ASKED + 2)], 60.0):
         await front.settled()

@@ -124,23 +124,46 @@ async def test_a_full_request_log_says_when_to_come_back(engine: FakeEngine) -> 
         pass
 
 
-async def test_no_user_takes_all_the_room() -> None:
+def opened(request_log: RequestLog, stack: ExitStack, principal: str, users: int, n: int = 1) -> int:
+    """How many choices of so many users of the principal, in turn, are accepted, `n` at once."""
+    for number in range(1000):
+        user = f"{principal}/{number % users}"
+        some = [
+            msgspec.structs.replace(request(f"{principal} {number} {at}"), user=user, principal=principal)
+            for at in range(n)
+        ]
+        try:
+            stack.enter_context(request_log.open(some, 10))
+        except QueueFull:
+            return number * n
+    raise AssertionError("never full")
+
+
+@pytest.mark.parametrize("n", [1, 4, 16])
+@pytest.mark.parametrize("users", [24, 1000])
+async def test_no_principal_takes_all_the_room_whatever_users_it_names(users: int, n: int) -> None:
     request_log = RequestLog(100, lambda message: "engine", lambda place, message: None)
-
-    def opened(stack: ExitStack, user: str) -> int:
-        """How many requests of the user are accepted, one after the other."""
-        for number in range(1000):
-            one = msgspec.structs.replace(request(f"{user}{number}"), user=user)
-            try:
-                stack.enter_context(request_log.open([one], 10))
-            except QueueFull:
-                return number
-        raise AssertionError("never full")
-
     with ExitStack() as stack:
-        assert opened(stack, "greedy") == 80
-        assert opened(stack, "second") == 16
-        assert opened(stack, "third") >= 1
+        taken = opened(request_log, stack, "greedy", users, n)
+        assert 80 - n < taken <= 80
+        assert opened(request_log, stack, "second", 1) >= 15
+        assert opened(request_log, stack, "third", 1) >= 1
+        request_log.check_integrity()
+
+
+async def test_one_request_is_no_way_around_the_share_of_a_principal() -> None:
+    request_log = RequestLog(100, lambda message: "engine", lambda place, message: None)
+    some = [msgspec.structs.replace(request(str(at)), user="p", principal="p") for at in range(90)]
+    with pytest.raises(InvalidRequest, match="one user may ever have"), request_log.open(some, 10):
+        pass
+
+
+async def test_no_user_takes_all_that_its_principal_has() -> None:
+    request_log = RequestLog(100, lambda message: "engine", lambda place, message: None)
+    with ExitStack() as stack:
+        assert opened(request_log, stack, "one", 1) == request_log.capacity_per_user == 76
+        other = msgspec.structs.replace(request("other"), user="one/other", principal="one")
+        stack.enter_context(request_log.open([other], 10))
         request_log.check_integrity()
 
 

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from edgemoe.cluster.rpc.messages.choices import SignatureTable
 from edgemoe.front.requests.prefix_keys import PrefixKeys
 from edgemoe.front.requests.signatures import ENTRY_BYTES, MAX_BYTES, Signatures
+from edgemoe.types.request import Request, Sampling
 
 KEYS = PrefixKeys()
-FIRST = KEYS.prefix(range(200))  # a turn
-NEXT = KEYS.prefix(range(500))  # the one after it
-OTHER = KEYS.prefix([*range(64), *range(900, 1200)])  # of another conversation with the same opening
+
+
+def prefix(prompt: Iterable[int]) -> bytes:
+    return KEYS.prefix(Request(id="r", prompt=tuple(prompt), sampling=Sampling(), seed=1))
+
+
+FIRST = prefix(range(200))  # a turn
+NEXT = prefix(range(500))  # the one after it
+OTHER = prefix([*range(64), *range(900, 1200)])  # of another conversation with the same opening
 
 
 def table(mark: int, size: int = 8) -> SignatureTable:

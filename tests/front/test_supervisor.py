@@ -31,6 +31,7 @@ from edgemoe.front.listen import tcp_socket
 from edgemoe.front.main import Front
 from edgemoe.front.request_router import RequestRouter
 from edgemoe.front.supervisor import Supervisor
+from edgemoe.types.principal import Identity, uid_principal
 from edgemoe.types.request import Emission
 
 
@@ -542,12 +543,14 @@ async def test_tcp_asks_for_the_key_and_the_socket_does_not(tmp_path: Path, mode
 async def test_the_peer_on_the_socket_is_the_user(tmp_path: Path, model_dir: Path) -> None:
     settings = settings_for(tmp_path, model_dir)
     async with running(settings) as front, http_client(settings) as client:
-        for user, expected in ((None, f"uid:{os.getuid()}"), ("anna", f"uid:{os.getuid()}/anna")):
+        peer = uid_principal(os.getuid())
+        for user in (None, "anna"):
             body = {"prompt": "HANG@0", "user": user}
             waiting = asyncio.ensure_future(client.post("/v1/completions", json=body))
             await until(lambda: len(supervisor_of(front).request_log) == 1)
             (live,) = supervisor_of(front).request_log._live.values()
-            assert live.request.user == expected
+            assert live.identity == Identity.of(peer, user)
+            assert live.request.user.startswith(f"uid:{os.getuid()}")
             waiting.cancel()
             await until(lambda: not supervisor_of(front).request_log)
 

@@ -209,6 +209,8 @@ class Drive:
         seed: int = 7,
         choice: int = 0,
         user: str = "",
+        principal: str = "",
+        salt: bytes = b"",
         remaining_s: float = 1e6,
         waited_s: float = 0.0,
         **sampling: Any,
@@ -216,7 +218,16 @@ class Drive:
         if isinstance(grammar := sampling.get("grammar"), str):
             sampling.setdefault("grammar_trial", tried(grammar))
         chosen = Sampling(**{"temperature": 0.0, "max_tokens": 12, **sampling})
-        request = Request(id=name, prompt=tuple(prompt), sampling=chosen, seed=seed, choice=choice, user=user)
+        request = Request(
+            id=name,
+            prompt=tuple(prompt),
+            sampling=chosen,
+            seed=seed,
+            choice=choice,
+            user=user,
+            principal=principal,
+            salt=salt,
+        )
         self.engine.loop.submit(request, tuple(emitted), attempt, remaining_s, waited_s)
 
     def step(self) -> bool:

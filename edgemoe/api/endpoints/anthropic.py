@@ -92,7 +92,7 @@ def as_chat(body: MessagesBody) -> tuple[Chat, Origin]:
     chat = {
         **common,
         "n": 1,
-        "user": body.metadata.user_id if body.metadata else body.user,
+        "user": (body.metadata and body.metadata.user_id) or body.user,
         "stop": body.stop_sequences,
         "messages": messages,
         "tools": [_tool(tool, at) for at, tool in enumerate(body.tools or ())] or None,

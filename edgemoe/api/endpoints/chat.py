@@ -8,7 +8,7 @@ from edgemoe.api.dialects.dialect import Marks
 from edgemoe.api.dialects.table import begun_by
 from edgemoe.api.endpoints.openai_format import OpenAIFormat
 from edgemoe.api.generate.choice import Choice, Delta
-from edgemoe.api.generate.generation import Generation, Prompt, requests
+from edgemoe.api.generate.generation import Asker, Generation, Prompt, requests
 from edgemoe.api.generate.grammar import Form, GrammarChoice, free_grammar, response_grammar, tool_grammar
 from edgemoe.api.generate.sampling import counted, output_tokens, sampling
 from edgemoe.api.http.sse import call_body, chat_logprobs
@@ -25,7 +25,7 @@ GOES_ON = "<goes on here> "  # stands behind the text that an answer continues, 
 
 
 def prepare(
-    body: Chat, text: TextModel, limits: RequestLimits, model: str, user: str, prefix: str = "chatcmpl"
+    body: Chat, text: TextModel, limits: RequestLimits, model: str, asker: Asker, prefix: str = "chatcmpl"
 ) -> Generation:
     """Returns the generation that `body` asks for. Raises InvalidRequest.
 
@@ -47,7 +47,7 @@ def prepare(
     return Generation(
         prefix=prefix,
         model=model,
-        requests=requests([Prompt(tuple(prompt), settings)], n, body.seed, user),
+        requests=requests([Prompt(tuple(prompt), settings)], n, body.seed, asker),
         choices=[
             Choice(at, text.vocabulary, Stops(stop_strings(body.stop), settings.min_tokens), marks) for at in range(n)
         ],

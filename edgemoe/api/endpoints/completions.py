@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from edgemoe.api.endpoints.openai_format import OpenAIFormat
 from edgemoe.api.generate.choice import Choice, Delta
-from edgemoe.api.generate.generation import Generation, Prompt, requests
+from edgemoe.api.generate.generation import Asker, Generation, Prompt, requests
 from edgemoe.api.generate.grammar import response_grammar
 from edgemoe.api.generate.sampling import check_ids, output_tokens, sampling
 from edgemoe.api.http.sse import LogprobEntry, text_logprobs
@@ -23,7 +23,7 @@ MAX_PROMPTS = 1024
 MAX_CHOICES = 4096  # of all prompts together: far more than can wait, and few enough to be made before that is known
 
 
-def prepare(body: Completion, text: TextModel, limits: RequestLimits, model: str, user: str) -> Generation:
+def prepare(body: Completion, text: TextModel, limits: RequestLimits, model: str, asker: Asker) -> Generation:
     """Returns the generation that `body` asks for; its choice p * n + c is choice c of prompt p.
 
     Raises InvalidRequest.
@@ -54,7 +54,7 @@ def prepare(body: Completion, text: TextModel, limits: RequestLimits, model: str
     return Generation(
         prefix="cmpl",
         model=model,
-        requests=requests(ready, n, body.seed, user),
+        requests=requests(ready, n, body.seed, asker),
         choices=[
             Choice(at, text.vocabulary, Stops(stop_strings(body.stop), body.min_tokens or 0), prompt_only=not wanted)
             for at in range(n * len(tokens))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Iterable, Iterator
 from contextlib import aclosing
 from typing import Any
@@ -28,8 +29,10 @@ from edgemoe.api.http import responding as http
 from edgemoe.api.http.sse import event
 from edgemoe.api.metrics import Metrics
 from edgemoe.errors import QueueFull
+from edgemoe.policy.shares import fits
 from edgemoe.types.arrays import Json
 from edgemoe.types.glimpse import Glimpse
+from edgemoe.types.principal import Principal
 
 EVENTS = "/events"
 MOST_LOOKERS = 16  # at once
@@ -41,16 +44,16 @@ class LookEvents:
 
     def __init__(self, backend: Backend, metrics: Metrics) -> None:
         self._backend, self._metrics = backend, metrics
-        self.lookers = 0
+        self._lookers = Counter[Principal]()
 
-    def admit(self) -> None:
-        """Raises QueueFull where too many look."""
-        if self.lookers >= MOST_LOOKERS:
-            raise QueueFull(f"{MOST_LOOKERS} look already; close a page or an `edgemoe top`", retry_after_s=5.0)
+    def admit(self, principal: Principal) -> None:
+        """Raises QueueFull where too many look, of this principal or in all."""
+        if not fits(1, self._lookers[principal], MOST_LOOKERS - self._lookers.total()):
+            raise QueueFull("too many look already; close a page or an `edgemoe top`", retry_after_s=5.0)
 
-    async def __call__(self) -> AsyncGenerator[bytes, None]:
+    async def __call__(self, principal: Principal) -> AsyncGenerator[bytes, None]:
         """Yields what is new, every half second, until the daemon drains."""
-        self.lookers += 1
+        self._lookers[principal] += 1
         try:
             memory = LookerMemory(time.monotonic())
             yield event({"release": edgemoe.__version__}, "hello")
@@ -64,7 +67,8 @@ class LookEvents:
                 await asyncio.sleep(EVERY_S)
             yield event({}, "bye")
         finally:
-            self.lookers -= 1
+            self._lookers[principal] -= 1
+            self._lookers += Counter()  # drops zeros
 
     def _figures(self) -> dict[str, float]:
         return self._metrics.figures() | dict(self._backend.metrics())
@@ -75,10 +79,11 @@ async def look(request: Request) -> ASGIApp:
     if request.method == "HEAD":
         return Response(media_type="text/event-stream")
     events: LookEvents = request.app.state.api.events
-    events.admit()
+    principal: Principal = request.state.principal
+    events.admit(principal)
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        async with http.while_connected(receive), aclosing(events()) as some:
+        async with http.while_connected(receive), aclosing(events(principal)) as some:
             await http.stream(send, some)
 
     return answer

@@ -18,11 +18,20 @@ from edgemoe.api.generate.grammar_check import TriedGrammar
 from edgemoe.api.metrics import Clock, Metrics
 from edgemoe.errors import DeadlineExceeded, EngineUnavailable, InvalidRequest, QueueFull, RequestError
 from edgemoe.types.arrays import Json
+from edgemoe.types.principal import Identity
 from edgemoe.types.request import Emission, Request, Sampling
 
 ENGINE_ERRORS: dict[str, type[RequestError]] = {
     error.code: error for error in (DeadlineExceeded, EngineUnavailable) if error.code
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Asker:
+    """Whom a request is from, and the salt of its cached blocks."""
+
+    identity: Identity
+    salt: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +111,7 @@ class Generation:
         )
 
 
-def requests(prompts: Sequence[Prompt], n: int, seed: int | None, user: str) -> list[Request]:
+def requests(prompts: Sequence[Prompt], n: int, seed: int | None, asker: Asker) -> list[Request]:
     """Returns `n` requests for each prompt. Draws a seed where `seed` is None, so that a replay repeats the answer."""
     name = secrets.token_hex(8)
     return [
@@ -112,7 +121,9 @@ def requests(prompts: Sequence[Prompt], n: int, seed: int | None, user: str) -> 
             sampling=prompt.sampling,
             seed=(secrets.randbits(63) if seed is None else seed) & (2**64 - 1),
             choice=choice,
-            user=user,
+            user=asker.identity.user,
+            principal=asker.identity.principal,
+            salt=asker.salt,
         )
         for at, prompt in enumerate(prompts)
         for choice in range(n)

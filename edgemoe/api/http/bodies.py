@@ -1,13 +1,14 @@
 """Reads request bodies within one budget of memory, which covers each from its first byte until it has been decoded.
 
-Where all bodies together exceed the budget, the largest one that is still arriving is refused. A client that sends
-long bodies, or many that never end, therefore hinders only itself.
+Where all bodies together exceed the budget, or one principal's its share of what is left, the largest one that is still
+arriving of the principal with the most is refused. Who sends long bodies, or many that never end, hinders only itself.
 """
 
 from __future__ import annotations
 
 import asyncio
 import re
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from starlette.requests import ClientDisconnect, Request
 
 from edgemoe.api.http.responding import ClientGone
 from edgemoe.errors import QueueFull
+from edgemoe.policy import shares
+from edgemoe.types.principal import Principal
 
 STALL_S = 30.0  # without a byte of a body
 BODY_S, LEAST_BYTES_PER_S = 60.0, 1024  # that a body may take to come, and more at this rate
@@ -29,6 +32,7 @@ RETRY_S = 2.0
 class PendingBody:
     """One body that is being read or decoded."""
 
+    principal: Principal
     bytes: int = 0
     arriving: asyncio.Timeout | None = None
     gave_way: bool = False
@@ -42,17 +46,18 @@ class BodyBudget:
         self.held_bytes = 0
         self._max_bytes = max_bytes
         self._bodies: set[PendingBody] = set()
+        self._held = Counter[Principal]()  # bytes
 
     @contextmanager
-    def open(self) -> Iterator[PendingBody]:
+    def open(self, principal: Principal) -> Iterator[PendingBody]:
         """Yields a body to read, which counts against the budget until the `with` block ends."""
-        body = PendingBody()
+        body = PendingBody(principal)
         self._bodies.add(body)
         try:
             yield body
         finally:
             self._bodies.discard(body)
-            self.held_bytes -= body.bytes
+            self._count(body, -body.bytes)
 
     async def read(self, body: PendingBody, request: Request) -> bytes:
         """Reads a body. Raises HTTPException (413, 408), QueueFull where the budget is exceeded, and ClientGone."""
@@ -86,18 +91,29 @@ class BodyBudget:
     def _grow(self, body: PendingBody, size: int) -> None:
         if body.gave_way:
             return
-        body.bytes += size
-        self.held_bytes += size
-        while self.held_bytes > HELD * self._max_bytes:
-            arriving = [one for one in self._bodies if one.arriving is not None and not one.gave_way]
-            if not arriving:
-                return
-            largest = max(arriving, key=lambda one: one.bytes)
+        self._count(body, size)
+        while (largest := self._surplus()) is not None:
             largest.gave_way = True
-            self.held_bytes -= largest.bytes
-            largest.bytes = 0
+            self._count(largest, -largest.bytes)
             if largest.arriving is not None:
                 largest.arriving.reschedule(0)
+
+    def _surplus(self) -> PendingBody | None:
+        """Returns the body that is to give way; None while there is room."""
+        free = HELD * self._max_bytes - self.held_bytes
+        over = [
+            one
+            for one in self._bodies
+            if one.arriving is not None and not one.gave_way and not shares.fits(0, self._held[one.principal], free)
+        ]
+        return max(over, key=lambda one: (self._held[one.principal], one.bytes), default=None)
+
+    def _count(self, body: PendingBody, size: int) -> None:
+        body.bytes += size
+        self.held_bytes += size
+        self._held[body.principal] += size
+        if not self._held[body.principal]:
+            del self._held[body.principal]
 
     def _too_long(self) -> HTTPException:
         return HTTPException(413, f"the body is longer than {self._max_bytes} bytes (api.max_body_bytes)")

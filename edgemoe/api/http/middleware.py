@@ -13,12 +13,14 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from edgemoe.api.http import responding as http
+from edgemoe.api.http.clients import peer_address, principal_of_client
 from edgemoe.api.http.page import PAGE
 from edgemoe.api.http.slowdown import REFUSED, Slowdown
 from edgemoe.api.keys import ApiKey, KeyRing
 from edgemoe.api.metrics import Metrics
 from edgemoe.cluster.rpc.sparing_log import SparingLog
 from edgemoe.errors import EngineUnavailable, InvalidRequest, QueueFull, RequestError
+from edgemoe.types.principal import site_of
 
 log = logging.getLogger(__name__)
 
@@ -30,11 +32,13 @@ OPEN = ("/health", *PAGE)  # answered without a key: the state only, for monitor
 class Doorway:
     """Wraps the application: request ids, keys, unexpected errors, counts."""
 
-    def __init__(self, app: ASGIApp, keys: KeyRing | None, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, keys: KeyRing | None, metrics: Metrics, node: str) -> None:
+        """`node` is the name of this box among those of its cluster, "" of one on its own."""
         self._app = app
         self._keys = keys
         self._metrics = metrics
         self._slowdown, self._note = Slowdown(), SparingLog(log)
+        self._node = node
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -96,6 +100,7 @@ class Doorway:
             return response
         known, key = self._client(scope, headers)
         scope["state"] |= {"known": known, "key": key}
+        scope["state"]["principal"] = principal_of_client(scope, self._keys, key, self._node)
         if known or scope["path"] in OPEN:
             return None
         error = InvalidRequest("this listener needs `Authorization: Bearer KEY`", code="invalid_api_key")
@@ -114,7 +119,7 @@ class Doorway:
 
     async def _slow_down(self, scope: Scope, *, refused: bool) -> None:
         """Has a client without a key wait that asks much, and tells of keys that are refused."""
-        address = (scope.get("client") or ("",))[0]
+        address = site_of(peer_address(scope))
         if refused:
             self._metrics.refused_keys.inc()
             self._note(logging.WARNING, "a request without a valid key is refused", address, path=scope["path"][:100])

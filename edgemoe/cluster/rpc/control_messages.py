@@ -188,8 +188,8 @@ class EngineUse(Message, frozen=True, tag="EngineUse"):
 class RequestOffer(Message, frozen=True, tag="RequestOffer"):
     """Offers the leader a request that waits at its front, under a number of that front. No tokens are told.
 
-    `user` and `prefix` are hashes keyed with the cluster's secret; each of the prefix covers a piece of the prompt with
-    all before it.
+    `principal`, `user` and `prefix` are hashes keyed with the cluster's secret; each of the prefix covers a piece of
+    the prompt with all before it.
     """
 
     since = 2
@@ -198,12 +198,13 @@ class RequestOffer(Message, frozen=True, tag="RequestOffer"):
     prompt_tokens: Small
     max_tokens: TokenCount
     expected_tokens: TokenCount = 0  # of output
-    user: Sum64 = 0  # 0: nobody's
+    user: Sum64 = 0  # of a principal; 0: nobody's
     prefix: PrefixKeys = b""
     waited_ms: Milliseconds = 0.0
     remaining_ms: Milliseconds = 0.0  # that the offer stands
     signature: SignatureTable | None = None  # of its prompt, or of one that is likely to be like it
     stage: Literal["prefill", "decode"] = "prefill"  # decode: it is prefilled; answered at once, for good
+    principal: Sum64 = 0  # 0: the user is one, as of earlier releases
 
 
 class RequestGrant(Message, frozen=True, tag="RequestGrant"):

@@ -77,7 +77,7 @@ class EngineMeter:
         """Takes note of a request that goes to our engine, by that offer of a front."""
         if offer is not None:
             self._taken.append((time.monotonic(), offer))
-        prefix = self._keys.cached(message.request.prompt)
+        prefix = self._keys.cached(message.request)
         for at in range(0, len(prefix), KEY_BYTES):
             self._note_key(prefix[at : at + KEY_BYTES])
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from edgemoe.front.requests.submission import LoggedSubmission
 from edgemoe.policy.blame import Attempts
+from edgemoe.types.principal import Identity
 from edgemoe.types.request import Request
 
 
@@ -20,3 +21,7 @@ class LoggedRequest:
     attempt: int = 0  # 0: not yet submitted
     place: str = ""  # the engine that has it; "" while none does
     attempts: Attempts = field(default_factory=Attempts)
+    identity: Identity = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.identity = self.request.identity

@@ -99,7 +99,7 @@ class OfferedRequests:
                 return RouteChoice("", "again")
             at_once = bool(own_place) and self._meter.starts_at_once(message.request)
             here = at_once and self._may_stay(message.request)
-            if here and (not self._plane.leader or self._meter.knows(self._keys.cached(message.request.prompt))):
+            if here and (not self._plane.leader or self._meter.knows(self._keys.cached(message.request))):
                 return RouteChoice(own_place, "at once")
             if not self._plane.leader:
                 return RouteChoice("", "no leader")
@@ -160,7 +160,7 @@ class OfferedRequests:
         return self._route == "pull" or (self._route == "eldr" and self._signatures.of(*self._hashes(request)) is None)
 
     def _hashes(self, request: Request) -> tuple[int, bytes]:
-        return self._keys.user(request.user), self._keys.prefix(request.prompt)
+        return self._keys.name(request.user), self._keys.prefix(request)
 
     def _offer(self, message: Submit, at_once: bool, here: bool) -> None:
         """Offers a request; one that our engine could not begin at once, when that has told of its cached part."""
@@ -169,7 +169,7 @@ class OfferedRequests:
         one = OpenOffer(request.id, next(self._numbers), reign, time.monotonic() + WAIT_S, here)
         self._offers[request.id] = self._by_number[one.number] = one
         self.offered += 1
-        may_know = self.learns and not at_once and self._meter.begins_like(self._keys.cached(request.prompt))
+        may_know = self.learns and not at_once and self._meter.begins_like(self._keys.cached(request))
         if not may_know or not self._questions.ask(request, lambda cached: self._go_on(one, message, cached)):
             self._post(one, message, None)
 
@@ -216,11 +216,12 @@ class OfferedRequests:
             prompt_tokens=len(request.prompt),
             max_tokens=request.sampling.max_tokens,
             expected_tokens=int(min(self._requests.expected_tokens, request.sampling.max_tokens)),
-            user=self._keys.user(request.user),
-            prefix=self._keys.cached(request.prompt),
+            user=self._keys.name(request.user),
+            prefix=self._keys.cached(request),
             waited_ms=message.waited_ms,
             remaining_ms=WAIT_S * 1e3,
             signature=signature,
+            principal=self._keys.name(request.identity.principal),
         )
 
     async def _ask(self, one: OpenOffer, offer: RequestOffer) -> None:

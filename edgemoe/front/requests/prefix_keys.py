@@ -1,4 +1,4 @@
-"""Hashes of users and of the beginnings of prompts, keyed with a secret of the cluster.
+"""Hashes of principals, users and the beginnings of prompts, keyed with a secret of the cluster.
 
 They say to the leader which requests are alike, and nothing else: without the secret nobody can try out texts or names.
 """
@@ -8,9 +8,9 @@ from __future__ import annotations
 import hashlib
 import secrets
 import struct
-from collections.abc import Sequence
 
 from edgemoe.cluster.rpc.control_messages import MAX_PREFIX_KEYS, PREFIX_TOKENS, SECRET_BYTES
+from edgemoe.types.request import Request
 
 _pack = struct.Struct(f"<{PREFIX_TOKENS}I").pack
 KEY_BYTES = 8
@@ -24,20 +24,23 @@ class PrefixKeys:
         self._prefix_cache = prefix_cache
         self.secret = secrets.token_bytes(SECRET_BYTES)
 
-    def user(self, label: str) -> int:
-        """Returns a user's hash; 0 for nobody's."""
+    def name(self, label: str) -> int:
+        """Returns the hash of a principal's or a user's name; 0 for nobody's."""
         return int.from_bytes(self._hash(label.encode()), "little") if label else 0
 
-    def prefix(self, prompt: Sequence[int]) -> bytes:
-        """Returns the hashes of the prompt up to the ends of its whole pieces, as far as a message has room."""
-        keys = [b""]
+    def prefix(self, request: Request) -> bytes:
+        """Returns the hashes of the prompt up to the ends of its whole pieces, as far as a message has room.
+
+        Requests of another salt have other hashes, as they have other blocks.
+        """
+        prompt, keys = request.prompt, [self._hash(request.salt) if request.salt else b""]
         for begin in range(0, min(len(prompt), MAX_PREFIX_KEYS * PREFIX_TOKENS) - PREFIX_TOKENS + 1, PREFIX_TOKENS):
             keys.append(self._hash(keys[-1] + _pack(*prompt[begin : begin + PREFIX_TOKENS])))
-        return b"".join(keys)
+        return b"".join(keys[1:])
 
-    def cached(self, prompt: Sequence[int]) -> bytes:
+    def cached(self, request: Request) -> bytes:
         """Returns those hashes by which an engine may have the prompt; none where ours keeps no prompts."""
-        return self.prefix(prompt) if self._prefix_cache else b""
+        return self.prefix(request) if self._prefix_cache else b""
 
     def _hash(self, data: bytes) -> bytes:
         return hashlib.blake2b(data, key=self.secret, digest_size=KEY_BYTES).digest()

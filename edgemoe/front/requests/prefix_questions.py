@@ -39,7 +39,7 @@ class PrefixQuestions:
         name = request.id
         if name in self._open or len(self._open) >= MOST_ASKED:
             return False
-        if not self._tell(FindPrefix(request=name, prompt=request.prompt)):
+        if not self._tell(FindPrefix(request=name, prompt=request.prompt, salt=request.salt)):
             return False
         late = asyncio.get_running_loop().call_later(HOLD_S, self._give_up, name)
         self._open[name] = OpenQuestion(then, late)

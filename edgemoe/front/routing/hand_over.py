@@ -172,6 +172,7 @@ class HandOvers:
             attempt=message.attempt,
             node=moving.node,
             prompt=message.request.prompt + message.emitted,
+            salt=message.request.salt,
             remaining_ms=remaining_ms,
         )
         self._ways.send_pull(moving.target, pull)

@@ -30,7 +30,8 @@ class Offered:
     arrived_s: float
     max_tokens: int = 1
     expected_tokens: float = 0.0  # of output, at most `max_tokens`
-    user: str = ""  # keyed; "": nobody's
+    user: str = ""  # of a principal; keyed; "": nobody's
+    principal: str = ""  # likewise
     home: str = ""  # the engine beside its front
     prefix: tuple[int, ...] = ()  # keyed hashes of its blocks, in order
     key_tokens: int = BLOCK_TOKENS  # that each of these covers

@@ -161,7 +161,7 @@ async def test_what_is_not_as_it_must_be_is_found_and_changes_no_token(
     monkeypatch.setattr(kv_fetch, "WINDOW", 1)
     async with pair() as (p, d):
         whole = await p.say([])
-        keys = d.drive.engine.prefixes.keys(PROMPT)
+        keys = d.drive.engine.prefixes.keys(PROMPT, b"")
         p.spoil = lambda asked, answer: spoil(asked, answer) if asked.key == keys[1] else answer
         pulled = await d.pull("p")
         assert (pulled.why, pulled.blocks) == (why, 1)
@@ -221,7 +221,7 @@ async def test_parts_outside_of_an_entry_are_refused() -> None:
     async with pair() as (p, d):
         await p.say([])
         await d.pull("p")
-        key = d.drive.engine.prefixes.keys(PROMPT)[0]
+        key = d.drive.engine.prefixes.keys(PROMPT, b"")[0]
         size = p.prefixes.block_bytes
         for state, offset, count in ((False, size, 1), (False, 0, size + 1), (True, 0, 1), (False, 1 << 59, 4)):
             with pytest.raises(PeerRefused, match="no such part"):

@@ -15,6 +15,7 @@ from typing import Literal
 from edgemoe.engine.fairness import Fairness
 from edgemoe.policy.routing.dispatches import Dispatches
 from edgemoe.policy.routing.offers import EngineView, Offered, RoutingPolicy
+from edgemoe.types.principal import NOBODY
 from tools.simulate.serving.engine import Engine, EngineShape, Job
 from tools.simulate.serving.prefixes import PrefixCache
 
@@ -40,7 +41,7 @@ class Cluster:
     def serve(self, jobs: Sequence[Job]) -> None:
         """Runs the requests, which come in order of arrival, to their ends."""
         coming, report_s = list(reversed(jobs)), 0.0
-        self.lengths.join("")
+        self.lengths.join(NOBODY)
         while coming or self.offers or any(engine.busy for engine in self.engines.values()):
             next_s = min(coming[-1].offered.arrived_s if coming else math.inf, report_s)
             engine = min((e for e in self.engines.values() if e.busy), key=lambda e: e.now_s, default=None)
@@ -61,7 +62,7 @@ class Cluster:
         self._seen.pop(engine.place, None)
         engine.admit(self._expected)
         for job in engine.run(until_s):
-            self.lengths.finish("", job.output)
+            self.lengths.finish(NOBODY, job.output)
 
     def _report(self, now_s: float) -> float:
         if self.knowledge == "exact":
@@ -75,7 +76,7 @@ class Cluster:
 
     @property
     def _expected(self) -> float:
-        return self.lengths.expected_output("", 1 << 20)
+        return self.lengths.expected_output(NOBODY, 1 << 20)
 
     def _views(self, now_s: float) -> list[EngineView]:
         if self.knowledge == "exact":

@@ -11,9 +11,9 @@
     TurnsDown    an offer is not taken in: its front has too many here
 
 Which engine takes what, a `RoutingPolicy` decides. It sees of each user the next request only, as old as that has been
-the next, so that users take turns as in an engine's own queue (`policy.sjf`). What was granted since an engine's last
-word counts as there until it says so. Offers end by themselves; the requests stay with their fronts, so that nothing is
-lost with this queue.
+the next for its user and its principal, so that principals take turns as in an engine's own queue (`policy.sjf`), and
+so do the users of each. What was granted since an engine's last word counts as there until it says so. Offers end by
+themselves; the requests stay with their fronts, so that nothing is lost with this queue.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import numpy as np
 from edgemoe.cluster.control.requests.engine_memory import EngineMemory
 from edgemoe.cluster.control.requests.reading import offered_as
 from edgemoe.cluster.rpc.control_messages import EngineUse, RequestOffer
+from edgemoe.policy import shares
 from edgemoe.policy.route import node_of
 from edgemoe.policy.routing.dispatches import Dispatches
 from edgemoe.policy.routing.locality_band import LocalityBand
@@ -35,7 +36,7 @@ from edgemoe.policy.routing.offers import EngineView, Offered, RoutingPolicy
 from edgemoe.policy.routing.told import ModelSizes
 
 MAX_OFFERS = 512  # of one front
-MAX_TURNS = 4096  # users whose last turn is remembered
+MAX_TURNS = 4096  # principals, and users, whose last turn is remembered
 AGING_SHARE = 0.4  # of the speed of prefill, as in the engines
 MOST_HEADS = 64  # users whose next requests are compared, the longest waiting ones
 MOST_FORECAST_BYTES = 64 << 20  # of what is foreseen of those that wait; of more requests nothing is
@@ -91,6 +92,24 @@ class Waiting:
     number: int
     offered: Offered
     until_s: float
+
+
+class LastTurns:
+    """Owns when a request of each was granted last."""
+
+    def __init__(self) -> None:
+        self._at_s = OrderedDict[str, float]()
+
+    def note(self, name: str, now_s: float) -> None:
+        """Takes note that a request is granted."""
+        self._at_s[name] = now_s
+        self._at_s.move_to_end(name)
+        if len(self._at_s) > MAX_TURNS:
+            self._at_s.popitem(last=False)
+
+    def aged(self, name: str, arrived_s: float) -> float:
+        """Returns since when a request that arrived at `arrived_s` can have been the next one."""
+        return max(arrived_s, self._at_s.get(name, arrived_s))
 
 
 Event = Led | Offers | Withdraws | Uses | Serving | Waited
@@ -171,17 +190,19 @@ class OfferQueue:
         self._waiting: dict[str, Waiting] = {}  # by name, in order of arrival here
         self._dispatches = Dispatches()
         self._memories: dict[str, EngineMemory] = {}  # by place
-        self._turns: OrderedDict[str, float] = OrderedDict()  # user -> when a request of his was granted last
+        self._principals, self._users = LastTurns(), LastTurns()
 
     # --- what is known ----------------------------------------------------------------------------------------
 
     def _take_in(self, node: str, offer: RequestOffer, now_s: float) -> bool:
-        if node not in self._serving.nodes or sum(one.node == node for one in self._waiting.values()) >= MAX_OFFERS:
+        if node not in self._serving.nodes:
             return False
         name = _name(node, offer.number)
-        self._waiting[name] = Waiting(
-            node, offer.number, self._offered(name, offer, now_s), now_s + offer.remaining_ms / 1e3
-        )
+        offered = self._offered(name, offer, now_s)
+        waiting = [one.offered.principal for one in self._waiting.values() if one.node == node]
+        if not shares.fits(1, waiting.count(offered.principal), MAX_OFFERS - len(waiting)):
+            return False
+        self._waiting[name] = Waiting(node, offer.number, offered, now_s + offer.remaining_ms / 1e3)
         return True
 
     def _offered(self, name: str, offer: RequestOffer, now_s: float) -> Offered:
@@ -239,25 +260,40 @@ class OfferQueue:
         offered = one.offered
         self._dispatches.dispatch(offered, place, now_s)
         self._memories[place].note(offered.prefix)
-        self._turns[offered.user] = now_s
-        self._turns.move_to_end(offered.user)
-        if len(self._turns) > MAX_TURNS:
-            self._turns.popitem(last=False)
+        self._principals.note(offered.principal, now_s)
+        self._users.note(offered.user, now_s)
         return Grants(one.node, one.number, place, why)
 
     def _heads(self, views: list[EngineView], now_s: float) -> list[Offered]:
-        """Returns the next request of each user, the oldest first and not all; none is older than his last turn."""
-        speed = AGING_SHARE * float(np.mean([view.tokens_per_s for view in views]))
-        heads: dict[str, tuple[float, Offered]] = {}
-        for one in self._waiting.values():
-            offered = one.offered
-            key = offered.prompt_tokens - speed * (now_s - offered.arrived_s)
-            if offered.user not in heads or key < heads[offered.user][0]:
-                heads[offered.user] = key, offered
-        turns = self._turns
-        aged = [(max(one.arrived_s, turns.get(one.user, one.arrived_s)), one) for _, one in heads.values()]
+        """Returns the next request of each user, the oldest first and not all; none is older than its user's last turn.
+
+        Where several principals wait, each one's first is none the older than the principal's last turn, and those of
+        its other users are as if they had just come.
+        """
+        principals: dict[str, list[tuple[float, Offered]]] = {}
+        for head in self._heads_of_users(views, now_s):
+            since_s = self._users.aged(head.user, head.arrived_s)
+            principals.setdefault(head.principal, []).append((since_s, head))
+        aged: list[tuple[float, Offered]] = []
+        for principal, heads in principals.items():
+            heads.sort(key=lambda pair: pair[0])
+            if len(principals) > 1:
+                (since_s, first), *rest = heads
+                heads = [(self._principals.aged(principal, since_s), first), *((now_s, head) for _, head in rest)]
+            aged += heads
         aged.sort(key=lambda pair: pair[0])
         return [replace(one, arrived_s=since_s) for since_s, one in aged[:MOST_HEADS]]
+
+    def _heads_of_users(self, views: list[EngineView], now_s: float) -> list[Offered]:
+        speed = AGING_SHARE * float(np.mean([view.tokens_per_s for view in views]))
+        heads: dict[tuple[str, str], tuple[float, Offered]] = {}
+        for one in self._waiting.values():
+            offered = one.offered
+            name = offered.principal, offered.user
+            key = offered.prompt_tokens - speed * (now_s - offered.arrived_s)
+            if name not in heads or key < heads[name][0]:
+                heads[name] = key, offered
+        return [offered for _, offered in heads.values()]
 
     def check_integrity(self) -> None:
         """Raises AssertionError where the queue contradicts itself."""

@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Meta
 
 from edgemoe.cluster.rpc.protocol import Message
-from edgemoe.types.bounds import Attempt, Name, Seconds, ShareTable, Small, Tokens
+from edgemoe.types.bounds import Attempt, Name, Salt, Seconds, ShareTable, Small, Tokens
 
 ByteTable = Annotated[bytes, Meta(max_length=1 << 17)]  # of a model's experts, a byte each
 FAR = 3  # places of an expert beside the fastest: RAM, a peer's memory, the disk
@@ -58,6 +58,7 @@ class FindPrefix(Message, frozen=True, kw_only=True, tag="FindPrefix"):
     since = 2
     request: Name
     prompt: Tokens
+    salt: Salt = b""  # of the request
 
 
 class PrefixFound(Message, frozen=True, kw_only=True, tag="PrefixFound"):

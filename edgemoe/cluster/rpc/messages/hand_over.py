@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from edgemoe.cluster.rpc.messages.choices import SignatureTable
 from edgemoe.cluster.rpc.protocol import Message
-from edgemoe.types.bounds import Attempt, Milliseconds, Name, Small, Text, Tokens
+from edgemoe.types.bounds import Attempt, Milliseconds, Name, Salt, Small, Text, Tokens
 
 
 class LastChunk(Message, frozen=True, kw_only=True, tag="LastChunk"):
@@ -37,6 +37,7 @@ class PullPrefix(Message, frozen=True, kw_only=True, tag="PullPrefix"):
     attempt: Attempt
     node: Name  # whose engine has them
     prompt: Tokens
+    salt: Salt = b""  # of the request
     remaining_ms: Milliseconds = 60_000.0
 
 

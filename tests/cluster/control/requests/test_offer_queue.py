@@ -39,6 +39,7 @@ from edgemoe.policy.routing.locality_band import LocalityBand
 from edgemoe.policy.routing.offers import Assignment, EngineView, Offered
 from edgemoe.policy.routing.pull import Pull, PullLimits
 from edgemoe.policy.routing.told import ModelSizes, absent_bytes, shares_of
+from edgemoe.policy.shares import most_of
 
 NODES = ("a", "b", "c")
 SIZES = ModelSizes(1, 6)
@@ -46,7 +47,9 @@ SLOTS = 2
 nodes = st.sampled_from(NODES)
 
 
-def offer(number: int, tokens: int = 10, user: int = 0, stands_s: float = 10.0, waited_s: float = 0.0) -> RequestOffer:
+def offer(
+    number: int, tokens: int = 10, user: int = 0, stands_s: float = 10.0, waited_s: float = 0.0, principal: int = 0
+) -> RequestOffer:
     return RequestOffer(
         number,
         "m",
@@ -57,6 +60,7 @@ def offer(number: int, tokens: int = 10, user: int = 0, stands_s: float = 10.0, 
         prefix=bytes(8) + number.to_bytes(8, "little") + b"x",
         waited_ms=waited_s * 1e3,
         remaining_ms=stands_s * 1e3,
+        principal=principal,
     )
 
 
@@ -196,11 +200,29 @@ def test_users_take_turns_however_many_requests_one_of_them_has() -> None:
     assert order == [1, 9, 2, 3, 4, 5]
 
 
+def test_principals_take_turns_however_many_users_one_of_them_names() -> None:
+    queue, clock = queue_of("pull", "b", "c")
+    for number in range(1, 200):
+        queue.handle(Offers("a", offer(number, user=number, principal=1001, stands_s=1e3)))
+    clock.now_s += 1
+    for number in range(501, 504):
+        queue.handle(Offers("a", offer(number, user=number, principal=1002, stands_s=1e3)))
+    order: list[int] = []
+    while {501, 502, 503} - set(order) and len(order) < 100:
+        clock.now_s += 1
+        use = idle("a", slots=1, taken=[("a", number) for number in order])
+        order += [number for number, _ in granted(queue.handle(Uses("a", use)))]
+    assert len(order) <= 1 + 2 * 3, "each second turn is the other principal's"
+
+
 def test_what_one_box_offers_is_bounded_and_leaves_room_for_the_others() -> None:
     queue, _ = queue_of()
-    for number in range(MAX_OFFERS):
-        assert queue.handle(Offers("a", offer(number))) == []
-    assert queue.handle(Offers("a", offer(9999))) == [TurnsDown("a", 9999)]
+    for number in range(most_of(MAX_OFFERS)):
+        assert queue.handle(Offers("a", offer(number, user=number, principal=1))) == []
+    assert queue.handle(Offers("a", offer(9999, user=9999, principal=1))) == [TurnsDown("a", 9999)]
+    others = range(5000, 5000 + MAX_OFFERS)
+    taken = [number for number in others if not queue.handle(Offers("a", offer(number, user=number)))]
+    assert len(taken) == MAX_OFFERS - most_of(MAX_OFFERS)
     assert queue.handle(Offers("b", offer(1))) == []
     assert queue.handle(Offers("stranger", offer(1))) == [TurnsDown("stranger", 1)]
 

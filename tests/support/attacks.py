@@ -1,0 +1,92 @@
+"""Attacks of one principal on what others share with it, run against a daemon that listens by TCP with keys."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from edgemoe.api.keys import new_key
+from edgemoe.config.settings import Settings
+
+VICTIM_TOKENS = 60
+LONG = "A river runs to the sea and the sea is wide. " * 30  # some hundreds of tokens, in one prompt
+Bodies = Callable[[int], dict[str, Any]]
+
+# By name: the number of requests, and the body of each. No two prompts are alike.
+ATTACKS: dict[str, tuple[int, Bodies]] = {
+    "users": (24, lambda n: {"prompt": f"{n} is", "n": 16, "user": f"u{n}", "max_tokens": 400}),
+    "safety identifiers": (
+        24,
+        lambda n: {"prompt": f"{n} is", "n": 16, "safety_identifier": f"u{n}", "max_tokens": 400},
+    ),
+    "long prompts": (60, lambda n: {"prompt": f"{n} {LONG}", "user": f"u{n}", "max_tokens": 4}),
+    "many choices": (4, lambda n: {"prompt": f"{n} is", "n": 100, "max_tokens": 400}),
+    "many prompts": (3, lambda n: {"prompt": [f"{n} {m} is" for m in range(100)], "max_tokens": 400}),
+    "small requests": (1000, lambda n: {"prompt": f"{n} is", "user": f"u{n}", "max_tokens": 1}),
+}
+
+
+@dataclass(slots=True)
+class Stream:
+    """What a streamed answer's client saw."""
+
+    status: int
+    first_s: float  # from the question to the first token
+    gaps_s: list[float]
+
+
+def keys_of(file: Path, *names: str) -> dict[str, str]:
+    """Returns new keys by name."""
+    return {name: new_key(file, name).secret for name in names}
+
+
+@contextlib.asynccontextmanager
+async def client(settings: Settings, key: str) -> AsyncIterator[httpx.AsyncClient]:
+    """Yields a client that has the key."""
+    limits = httpx.Limits(max_connections=None)
+    headers = {"authorization": f"Bearer {key}"}
+    async with httpx.AsyncClient(
+        base_url=f"http://{settings.api.tcp}", timeout=300.0, headers=headers, limits=limits
+    ) as one:
+        yield one
+
+
+async def stream(http: httpx.AsyncClient, prompt: str, tokens: int = VICTIM_TOKENS) -> Stream:
+    """Streams an answer."""
+    body = {"prompt": prompt, "max_tokens": tokens, "stream": True, "ignore_eos": True}
+    began_s, times_s = time.monotonic(), list[float]()
+    async with http.stream("POST", "/v1/completions", json=body) as answer:
+        async for line in answer.aiter_lines():
+            if line.startswith("data: {"):
+                times_s.append(time.monotonic())
+    gaps_s = [after - before for before, after in pairwise(times_s)]
+    return Stream(answer.status_code, times_s[0] - began_s if times_s else 0.0, gaps_s)
+
+
+@contextlib.asynccontextmanager
+async def under(name: str, http: httpx.AsyncClient, statuses: list[int]) -> AsyncIterator[None]:
+    """Attacks while the `async with` block runs: each request is sent again once it is answered or refused."""
+    count, body = ATTACKS[name]
+    numbers: Iterator[int] = iter(range(1 << 30))
+
+    async def again() -> None:
+        while True:
+            answer = await http.post("/v1/completions", json=body(next(numbers)) | {"ignore_eos": True})
+            statuses.append(answer.status_code)
+            await asyncio.sleep(0.2 if answer.status_code == 429 else 0)
+
+    tasks = [asyncio.ensure_future(again()) for _ in range(min(count, 60))]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
