@@ -95,13 +95,17 @@ class EngineHandle:
                 )
             ends.pop_all()
         engine = cls(process, boot.boot_id, place)
-        engine._copying = asyncio.create_task(engine._copy(errors), name="engine's stderr")
+        engine.copy_errors(errors)
         assert process.stdin is not None
         with contextlib.suppress(ConnectionError):  # it has died already, which `ended` will tell
             process.stdin.write(msgspec.json.encode(boot))
             await process.stdin.drain()
         process.stdin.close()
         return engine
+
+    def copy_errors(self, errors: Any) -> None:
+        """Starts to copy what the engine writes to its stderr."""
+        self._copying = asyncio.create_task(self._copy(errors), name="engine's stderr")
 
     async def _copy(self, errors: Any) -> None:
         """Copies its stderr to ours, line by line, and keeps the last ones."""

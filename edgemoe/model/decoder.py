@@ -36,10 +36,6 @@ class Decoder:
             self._fused = FusedDecoder(spec, weights, kernels, rope)
         self._graphed: GraphedDecoder | None = None
 
-    def use_graphs(self) -> None:
-        """Computes steps of few tokens as CUDA graphs from now on, where every expert is in VRAM."""
-        self._graphed = GraphedDecoder(self.spec, self._weights, self._ropes, self.device)
-
     @classmethod
     def load(
         cls,
@@ -48,15 +44,22 @@ class Decoder:
         device: torch.device | str = "cpu",
         kernels: Kernels | None = None,
         progress: Callable[[float], object] = lambda _: None,
+        graphs: bool = False,
     ) -> Decoder:
         """Loads the weights from `dense.safetensors`. `kernels` are used on the CPU only. Raises StoreError.
 
-        `progress` is called with the share of layers that are loaded.
+        `progress` is called with the share of layers that are loaded. With `graphs` a GPU computes steps of few tokens
+        as CUDA graphs, where every expert is in VRAM.
         """
         device = torch.device(device)
         kernels = kernels if device.type == "cpu" else None
         by_torch = is_plain(spec) and not spec.dense_encoding  # what the fused kernels leave: prompts, unless encoded
-        return cls(spec, load_weights(spec, path, device, None if by_torch else kernels, progress), device, kernels)
+        progress(0.0)
+        weights = load_weights(spec, path, device, None if by_torch else kernels, progress)
+        decoder = cls(spec, weights, device, kernels)
+        if graphs and device.type == "cuda":
+            decoder._graphed = GraphedDecoder(spec, weights, decoder._ropes, device)
+        return decoder
 
     @property
     def embedding(self) -> Matrix:

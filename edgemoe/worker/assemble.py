@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import ParamSpec, Protocol
 
@@ -105,10 +106,8 @@ def assemble(settings: Settings, emit: Emit, say: Say) -> Assembly:
             say("kernels")
             kernels = Kernels(budgets.threads, geometry.bf16, kernel_dir(settings), _compiling(say, "kernels"))
             opened.callback(kernels.close)
-        say("weights")
-        decoder = Decoder.load(spec, directory / DENSE, device, kernels, lambda share: say("weights", share))
-        if device.type == "cuda" and settings.engine.cuda_graphs:
-            decoder.use_graphs()
+        progress, graphs = partial(say, "weights"), settings.engine.cuda_graphs
+        decoder = Decoder.load(spec, directory / DENSE, device, kernels, progress, graphs)
         say("experts")
         link(CODES, kernel_dir(settings), progress=_compiling(say, "experts"))
         activity = activity_of(settings, geometry, budgets)
