@@ -153,7 +153,9 @@ def make_folder(path: Path, mode: int = 0o777) -> None:
 
 
 def private_folder(path: Path) -> bool:
-    """Makes a folder that this user alone enters. False where it is another user's. Raises OSError."""
+    """Makes a folder that this user alone enters. False where it is another user's, or a link. Raises OSError."""
+    if path.is_symlink():
+        return False
     make_folder(path, 0o700)
     with _opened_folder(path) as folder:
         if os.fstat(folder).st_uid != os.geteuid():

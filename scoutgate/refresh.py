@@ -125,7 +125,7 @@ def main() -> None:
     options = parser.parse_args()
     try:
         records, store, target = from_settings(options.config, options.model)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise SystemExit(str(error)) from error
     work = Path(tempfile.mkdtemp(prefix="scoutgate-"))
     try:

@@ -90,7 +90,7 @@ def test_names_are_whole_where_output_goes_into_a_pipe(tmp_path: Path) -> None:
     narrow = subprocess.run(
         command, env=env | {"COLUMNS": "60"}, capture_output=True, text=True, timeout=60, check=True
     )
-    assert "…" not in narrow.stdout.splitlines()[3]
+    assert name in narrow.stdout
     (tmp_path / "stores" / name / MANIFEST).write_text("{}")
     assert main(["models", "verify", str(tmp_path / "stores" / name)]) == 1
 

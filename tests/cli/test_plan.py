@@ -7,7 +7,6 @@ import errno
 import json
 import os
 import re
-import tempfile
 import threading
 import time
 import weakref
@@ -127,10 +126,10 @@ def test_an_expert_larger_than_what_is_read_takes_longer_in_proportion(
 def test_a_disk_that_may_not_be_written_to_is_not_measured(
     why: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(**_: object) -> None:
+    def refuse(_: object) -> None:
         raise OSError(why, os.strerror(why))
 
-    monkeypatch.setattr(tempfile, "NamedTemporaryFile", refuse)
+    monkeypatch.setattr(disk, "NewFile", refuse)
     assert disk.read_times(tmp_path, [1 << 20, 2 << 20], (1, 8)) == [(), ()]
     assert disk.disk_rate(tmp_path) == 0
 

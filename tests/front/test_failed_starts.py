@@ -257,15 +257,15 @@ async def test_the_service_manager_is_told_and_keeps_the_daemon(
 async def test_a_request_that_is_cut_off_ends_in_its_own_form(
     tmp_path: Path, model_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As uvicorn does with what takes too long once the daemon stops."""
+    """As happens to what takes too long once the daemon stops."""
     settings = settings_for(tmp_path, model_dir)
     async with serving(settings, engine("signal.pause()")), http_client(settings) as client:
         await until(Path(settings.api.socket).exists)
         before = asyncio.all_tasks()
         asked = asyncio.ensure_future(client.post("/v1/messages", json=BODIES["/v1/messages"]))
-        await until(lambda: [t for t in asyncio.all_tasks() - before if "run_asgi" in repr(t)])
+        await until(lambda: [t for t in asyncio.all_tasks() - before if "HttpExchange.run" in repr(t)])
         for task in asyncio.all_tasks() - before:
-            if "run_asgi" in repr(task):
+            if "HttpExchange.run" in repr(task):
                 task.cancel()
         answer = await asked
         assert (answer.status_code, answer.json()["error"]["type"]) == (503, "overloaded_error")

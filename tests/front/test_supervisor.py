@@ -468,13 +468,13 @@ async def test_who_had_connected_before_the_end_is_told_of_it(
     tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connections, "LATE_S", 30.0)
-    ending, shutdown = asyncio.Event(), connections.Server.shutdown
+    ending, shutdown = asyncio.Event(), connections.Server._shut
 
-    async def noticed(server: connections.Server, sockets: Any = None) -> None:
+    async def noticed(server: connections.Server) -> None:
         ending.set()
-        await shutdown(server, sockets)
+        await shutdown(server)
 
-    monkeypatch.setattr(connections.Server, "shutdown", noticed)
+    monkeypatch.setattr(connections.Server, "_shut", noticed)
     settings = settings_for(tmp_path, model_dir)
     async with running(settings) as front:
         reader, writer = await asyncio.open_unix_connection(settings.api.socket)

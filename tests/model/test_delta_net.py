@@ -96,7 +96,7 @@ class Sequences:
             decode=False,
             states=uses,
         )
-        states = StepStates(batch, torch.device("cpu"))
+        states = StepStates.of(batch, torch.device("cpu"))
         step: Any = SimpleNamespace(states=states, kv=SimpleNamespace(states=self.cache), kernels=self._kernels)
         self.uses = dict(zip(present, uses, strict=True))
         out = self._layer.ours(torch.cat(chunks), step)

@@ -229,7 +229,7 @@ def test_what_cannot_be_had_or_served_is_refused_before_any_weights_are_fetched(
         ((NAME, "--revision", "v9"), "", "no such branch, tag or commit"),
         (("a/unknown",), "", "Mamba9ForCausalLM"),
         (("a/pickled",), "", "pickled weights are not fetched"),
-        (("a/huge",), "", "GB) more than the disk has"),
+        (("a/huge",), "", "TiB) more than the disk has"),
         ((NAME, "--experts", "int4,7=int8"), "", "there is no layer 7"),
         (("../../etc",), "", "no repository of the hub"),
     )

@@ -240,7 +240,11 @@ def sources(codes: Sequence[Code]) -> list[Path]:
     folders = {Path(__file__).parent, *(code.folder for code in codes), PACKAGE / "encodings"}
     files = {file for folder in folders for file in folder.rglob("*.py")}
     return sorted(
-        files | {PACKAGE / name for name in ("errors.py", "kernels/env.py", "types/encoding.py", "types/experts.py")}
+        files
+        | {
+            PACKAGE / name
+            for name in ("durable.py", "errors.py", "kernels/env.py", "types/encoding.py", "types/experts.py")
+        }
     )
 
 

@@ -367,9 +367,13 @@ def test_a_manifest_lists_nothing_before_its_file_is_on_disk(
 
     with opened(tmp_path / "store", Manifest.load(packed)) as store:
         monkeypatch.setattr(pulled_module, "sync", note)
-        for layer in range(len(store.whole.layers)):
-            store.begin_layer(layer, b"header")
-        assert synced == {store.directory / layer.file for layer in store.whole.layers}
+        flushed, flush = set[str](), os.fsync
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "fsync", lambda fd: (flushed.add(os.readlink(f"/proc/self/fd/{fd}")), flush(fd)))
+            for layer in range(len(store.whole.layers)):
+                store.begin_layer(layer, b"header")
+        files = [path for path in flushed if Path(path).parent == store.directory / "experts"]
+        assert len(files) == len(store.whole.layers), flushed
         synced.clear()
         pieces += store.missing()
         store.note(pieces.pop(0))

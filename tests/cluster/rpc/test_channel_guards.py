@@ -160,7 +160,7 @@ def test_a_secret_key_that_anybody_else_can_touch_is_refused(tmp_path: Path, mod
 def test_a_directory_of_another_user_is_not_made_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "run").mkdir(0o755)
     owner = os.getuid()
-    monkeypatch.setattr(os, "getuid", lambda: owner + 1)
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
     with pytest.raises(ServiceError, match="owned by the user"):
         private_directory(tmp_path / "run")
     assert (tmp_path / "run").stat().st_mode & 0o777 == 0o755
