@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import numpy as np
@@ -48,19 +50,25 @@ def test_a_file_without_a_sum_is_believed_near_what_is_known(tmp_path: Path) -> 
         EpochFence(tmp_path / "epoch", known=6)
 
 
-def test_an_epoch_that_cannot_be_kept_is_not_obeyed(tmp_path: Path) -> None:
+def full(_: int, __: object) -> int:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_an_epoch_that_cannot_be_kept_is_not_obeyed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fence = EpochFence(tmp_path / "epoch")
     fence.admit(3)
-    (tmp_path / "epoch").unlink(missing_ok=True)
-    (tmp_path / "epoch").mkdir()  # nothing can be written there
+    monkeypatch.setattr(os, "write", full)
     with pytest.raises(CoordUnavailable, match="epoch 4 cannot be kept"):
         fence.admit(4)
-    assert fence.highest == 3
+    assert fence.highest == EpochFence(tmp_path / "epoch").highest == 3
 
 
-def test_a_plan_that_cannot_be_kept_on_disk_is_gone_by_all_the_same(tmp_path: Path) -> None:
+def test_a_plan_that_cannot_be_kept_on_disk_is_gone_by_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     keeper = PlanStore(tmp_path / "plan")
-    (tmp_path / "plan").mkdir()
+    monkeypatch.setattr(os, "write", full)
     plan = PlacementPlan(1, 1, "m", 1, 8, ("a",), (pack_bits(np.ones((1, 8), bool)),))
     keeper.adopt(plan)
     assert keeper.plan == plan
+    assert PlanStore(tmp_path / "plan").plan is None
