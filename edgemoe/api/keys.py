@@ -87,7 +87,7 @@ class KeyRing:
         return self._keys[same.index(True)] if any(same) else None
 
     def principal(self, key: ApiKey) -> Principal:
-        """Returns who has the key: the same one at all boxes that list its secret, by whatever names."""
+        """Returns the principal of the key. Boxes that list the same secret name the same principal."""
         found = self._principals.get(key.secret)
         if found is None:
             found = self._principals[key.secret] = key_principal(key.secret)

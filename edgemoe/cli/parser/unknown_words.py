@@ -1,4 +1,4 @@
-"""Says what was likely meant by a command, an action or an option that there is not."""
+"""Suggests the nearest known word for an unknown command, action or option."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SHOWN_CHARS = 60  # of a word in an error
 
 
 def unknown_word(parser: CommandParser, words: Sequence[str]) -> str:
-    """Returns what is wrong with the first word that is no command, action or option; "" where all are known."""
+    """Returns an error text for the first unknown command, action or option; "" where all are known."""
     rest = list(words)
     while inner := dict(parser.inner()):
         if not rest or rest[0].startswith("-"):

@@ -101,7 +101,7 @@ class Lab:
         self._tiers: ExpertTiers | None = None
 
     def run(self, spec: ModelSpec, tokens: int, measure: Callable[[Ours], list[float]]) -> list[float]:
-        """Returns what is measured of a miniature, by its layers; it computes so many tokens in all sequences at most.
+        """Measures a miniature model by its layers, with at most that many tokens over all sequences.
 
         Raises CapacityError where the machine has not as much memory to spare: taken regardless, it would be the
         kernel that ends somebody, likely the engine.
