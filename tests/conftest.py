@@ -14,7 +14,7 @@ import hypothesis
 import pytest
 from support.power import Disk
 
-from edgemoe.kernels.env import WORKER_ENV
+from edgemoe.jit.env import WORKER_ENV
 
 SPINS = {"GOMP_SPINCOUNT": "2000"}  # tests multiply small matrices, often on a busy box
 for _name, _value in {**WORKER_ENV, **SPINS}.items():  # before anything loads torch

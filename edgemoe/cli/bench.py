@@ -27,7 +27,7 @@ from edgemoe.cli.output import console
 from edgemoe.cli.status import StatusSnapshot, take
 from edgemoe.config.loading import load
 from edgemoe.errors import ConfigError, EdgemoeError
-from edgemoe.kernels.env import WORKER_ENV
+from edgemoe.jit.env import WORKER_ENV
 from edgemoe.telemetry import metrics as names
 from edgemoe.telemetry.metrics import select
 from edgemoe.types.arrays import Json

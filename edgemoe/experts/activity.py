@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from edgemoe.experts.tiers.records import SharedRecord
-from edgemoe.kernels.cpu.intrinsics import INT, code, f32_at, fields, record, u8_at, u16_at
+from edgemoe.jit.intrinsics import INT, code, f32_at, fields, record, u8_at, u16_at
 from edgemoe.types.arrays import FloatArray
 from edgemoe.types.experts import ExpertGeometry
 from edgemoe.types.placement import ACTIVITY_HALF_LIFE_S, ACTIVITY_UNIT

@@ -14,7 +14,7 @@ import torch
 
 from edgemoe.families.records import Block, FeedForward, Heads, RopeSpec, RouterSpec
 from edgemoe.families.spec import ModelSpec
-from edgemoe.kernels.cpu.intrinsics import place_of
+from edgemoe.jit.intrinsics import place_of
 from edgemoe.kernels.cpu.runtime import EVERYTHING, Kernels
 from edgemoe.kernels.cpu.steps.decode_layer import HEAD, LAYER, STEP
 from edgemoe.kernels.cpu.steps.decode_step import WHOLE_STEP

@@ -27,7 +27,7 @@ from edgemoe.experts.build import CODES, ExpertTiers, TierMemory
 from edgemoe.experts.compute.moe import Fetching
 from edgemoe.experts.predict.scoutgate.forecaster import ScoutGateForecaster
 from edgemoe.families.spec import ModelSpec
-from edgemoe.kernels.cpu.object_cache import Compiling, link
+from edgemoe.jit.object_cache import Compiling, link
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model.decoder import Decoder
 from edgemoe.model.kv import KVCache

@@ -18,8 +18,8 @@ from edgemoe.cli.plan.subject import Variant, find
 from edgemoe.experts.build import CODES
 from edgemoe.families.spec import ModelSpec
 from edgemoe.families.table import FAMILIES
+from edgemoe.jit.object_cache import link
 from edgemoe.kernels.cpu import expert_math
-from edgemoe.kernels.cpu.object_cache import link
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.types.encoding import ENCODINGS
 

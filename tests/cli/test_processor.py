@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from edgemoe.kernels.env import PROCESSOR
+from edgemoe.jit.env import PROCESSOR
 
 QEMU = shutil.which("qemu-x86_64-static")
 COMMANDS = [("serve", "--model"), ("plan",), ("doctor", "--socket")]

@@ -6,7 +6,7 @@ import pytest
 from support.kept import KERNELS
 
 from edgemoe.experts.build import CODES
-from edgemoe.kernels.cpu.object_cache import link
+from edgemoe.jit.object_cache import link
 
 
 @pytest.fixture(scope="session", autouse=True)

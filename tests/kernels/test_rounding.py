@@ -10,10 +10,10 @@ import pytest
 import torch
 from llvmlite import ir
 
+from edgemoe.jit.intrinsics import F32, INT, code, f32_at, intrinsic, round_bf16, store_bf16, types
+from edgemoe.jit.object_cache import Code
+from edgemoe.jit.target import TARGET
 from edgemoe.kernels.cpu.gemm_tile import BFloat
-from edgemoe.kernels.cpu.intrinsics import F32, INT, code, f32_at, intrinsic, round_bf16, store_bf16, types
-from edgemoe.kernels.cpu.object_cache import Code
-from edgemoe.kernels.cpu.target import TARGET
 
 LANES = 8
 # Every upper half, with the lower halves in which the way of rounding shows: ties and what lies beside them.

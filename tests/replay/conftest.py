@@ -7,7 +7,7 @@ from support.kept import KERNELS
 
 from edgemoe.experts.build import CODES
 from edgemoe.experts.predict.next_use import link_predictor
-from edgemoe.kernels.cpu.object_cache import link
+from edgemoe.jit.object_cache import link
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -8,7 +8,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from edgemoe.kernels.env import WORKER_ENV
+from edgemoe.jit.env import WORKER_ENV
 
 
 def hanging(owner: Any, name: str) -> None:

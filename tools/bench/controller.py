@@ -18,7 +18,7 @@ from argparse import Namespace
 from pathlib import Path
 from statistics import mean
 
-from edgemoe.kernels.env import WORKER_ENV
+from edgemoe.jit.env import WORKER_ENV
 
 os.environ.update(WORKER_ENV)  # before anything loads torch
 

@@ -25,7 +25,7 @@ from functools import partial
 from statistics import median
 from typing import Any
 
-from edgemoe.kernels.env import WORKER_ENV
+from edgemoe.jit.env import WORKER_ENV
 
 ENVIRONMENT = dict(os.environ)  # transformers' process gets it as it is
 os.environ.update(WORKER_ENV)  # before anything loads torch

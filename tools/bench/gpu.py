@@ -30,7 +30,7 @@ from edgemoe.experts.build import CODES, ExpertTiers, TierMemory
 from edgemoe.experts.compute.moe import Fetching
 from edgemoe.families.config import spec_from_config
 from edgemoe.families.spec import ModelSpec, dense_shapes
-from edgemoe.kernels.cpu.object_cache import link
+from edgemoe.jit.object_cache import link
 from edgemoe.model.decoder import Decoder
 from edgemoe.policy.baselines import LRU
 from edgemoe.types.experts import Tier

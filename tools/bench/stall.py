@@ -31,7 +31,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from edgemoe.kernels.env import WORKER_ENV
+from edgemoe.jit.env import WORKER_ENV
 
 os.environ.update(WORKER_ENV)  # before anything loads torch
 

@@ -22,7 +22,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from edgemoe.kernels.env import WORKER_ENV
+from edgemoe.jit.env import WORKER_ENV
 
 os.environ.update(WORKER_ENV)  # before anything loads torch
 

@@ -51,6 +51,7 @@ FOLDERS = (
         "experts",
         "families",
         "front",
+        "jit",
         "kernels",
         "model",
         "policy",

@@ -53,7 +53,7 @@ def software() -> Iterator[Finding]:
 def processor() -> Iterator[Finding]:
     """Whether kernels can run here."""
     try:
-        from edgemoe.kernels.cpu.target import TARGET, check_processor  # loads LLVM
+        from edgemoe.jit.target import TARGET, check_processor  # loads LLVM
 
         check_processor()
     except UnsupportedProcessor as error:

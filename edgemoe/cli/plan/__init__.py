@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import os
 
-from edgemoe.kernels.env import WORKER_ENV
+from edgemoe.jit.env import WORKER_ENV
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs `edgemoe plan` with threads that wait as an engine's do, which is settled when torch is loaded."""
     os.environ.update(WORKER_ENV)
-    from edgemoe.kernels.cpu.target import check_processor
+    from edgemoe.jit.target import check_processor
 
     check_processor()
     from edgemoe.cli.plan.command import run as plan

@@ -18,7 +18,7 @@ from edgemoe.config.budgets import devices_of, runs_on_gpu
 from edgemoe.config.settings import Settings
 from edgemoe.errors import EdgemoeError, StoreError
 from edgemoe.experts.build import CODES
-from edgemoe.kernels.cpu.object_cache import link
+from edgemoe.jit.object_cache import link
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.store.catalog import find_stores, is_store
 from edgemoe.store.manifest import Manifest

@@ -27,7 +27,7 @@ from edgemoe.config.settings import Settings
 from edgemoe.config.sizes import format_rate, format_size
 from edgemoe.errors import CapacityError, ConfigError
 from edgemoe.experts.build import CODES
-from edgemoe.kernels.cpu.object_cache import link
+from edgemoe.jit.object_cache import link
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.rights import become_owner
 from edgemoe.telemetry import probes

@@ -23,9 +23,9 @@ from edgemoe.experts.build import ExpertTiers, TierMemory
 from edgemoe.experts.compute.moe import Fetching
 from edgemoe.families.config import spec_from_config
 from edgemoe.families.spec import ModelSpec, dense_shapes
-from edgemoe.kernels.cpu.intrinsics import chunk, fields, i64_at, record
+from edgemoe.jit.intrinsics import chunk, fields, i64_at, record
+from edgemoe.jit.thread_pool import parallel
 from edgemoe.kernels.cpu.runtime import Kernels
-from edgemoe.kernels.cpu.thread_pool import parallel
 from edgemoe.model.decoder import Decoder
 from edgemoe.model.kv import DTYPES
 from edgemoe.policy.baselines import LRU

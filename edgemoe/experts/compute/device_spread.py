@@ -22,7 +22,7 @@ from edgemoe.experts.tiers.prefetch_priority import PrefetchPriority
 from edgemoe.experts.tiers.records import SharedRecord
 from edgemoe.experts.tiers.residency import Residency
 from edgemoe.experts.transfer.loader import ExpertLoader
-from edgemoe.kernels.cpu.intrinsics import INT, code, f32_at, fields, i64_at, record
+from edgemoe.jit.intrinsics import INT, code, f32_at, fields, i64_at, record
 from edgemoe.types.arrays import FloatArray, IntArray
 from edgemoe.types.experts import ExpertGeometry, ExpertId, Move, Tier
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from edgemoe.experts.predict.next_use_step import ADOPTED, STATE, TRACKS, offset
 from edgemoe.experts.predict.routing_memory import MEMORY, NONE, append, pack, see, shift
-from edgemoe.kernels.cpu.intrinsics import (
+from edgemoe.jit.intrinsics import (
     atomic_load,
     atomic_store,
     carray,

@@ -21,7 +21,7 @@ import numpy as np
 
 from edgemoe.experts.predict.routing_memory import LOOKS
 from edgemoe.experts.tiers.records import SharedRecord
-from edgemoe.kernels.cpu.intrinsics import INT, carray, code, f32_at, fields, i64_at, jit, place_of, record
+from edgemoe.jit.intrinsics import INT, carray, code, f32_at, fields, i64_at, jit, place_of, record
 from edgemoe.kernels.cpu.vector import exp32, log32
 from edgemoe.policy.fusion import Calibration, Mix
 from edgemoe.types.arrays import BoolArray, FloatArray, IntArray

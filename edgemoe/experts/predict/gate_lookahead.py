@@ -16,7 +16,7 @@ import numpy as np
 from edgemoe.experts.predict.gate_hint import BINS, HEAR, HIGH, HINT, LOW, MISSING
 from edgemoe.experts.tiers.records import SharedRecord
 from edgemoe.experts.tiers.residency import Residency
-from edgemoe.kernels.cpu.intrinsics import place_of
+from edgemoe.jit.intrinsics import place_of
 from edgemoe.policy.fusion import Calibration
 from edgemoe.types.arrays import FloatArray, IntArray
 

@@ -34,8 +34,8 @@ from edgemoe.experts.predict.routing_memory import (
     SHARE_OF_PAST,
     RoutingMemory,
 )
-from edgemoe.kernels.cpu.intrinsics import place_of, sem_init
-from edgemoe.kernels.cpu.object_cache import link
+from edgemoe.jit.intrinsics import place_of, sem_init
+from edgemoe.jit.object_cache import link
 from edgemoe.types.arrays import FloatArray, IntArray
 
 MEMORY_BYTES = 64 << 20  # of recall

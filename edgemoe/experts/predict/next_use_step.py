@@ -24,7 +24,7 @@ from edgemoe.experts.predict.online_mlp import (
 )
 from edgemoe.experts.predict.own_history import OWN, add, describe
 from edgemoe.experts.predict.routing_memory import LOOKS, recall
-from edgemoe.kernels.cpu.intrinsics import (
+from edgemoe.jit.intrinsics import (
     INT,
     atomic_add,
     atomic_load,

@@ -48,7 +48,7 @@ from edgemoe.experts.predict.routing_memory import (
     see,
     select,
 )
-from edgemoe.kernels.cpu.intrinsics import (
+from edgemoe.jit.intrinsics import (
     INT,
     atomic_load,
     atomic_store,

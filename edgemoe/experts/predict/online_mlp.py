@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edgemoe.experts.predict.own_history import OWN
-from edgemoe.kernels.cpu.intrinsics import carray, f32_at, fields, i64_at, jit, place_of, record, u8_at
+from edgemoe.jit.intrinsics import carray, f32_at, fields, i64_at, jit, place_of, record, u8_at
 from edgemoe.types.arrays import FloatArray, IntArray
 
 Bytes = npt.NDArray[np.uint8]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from edgemoe.kernels.cpu.intrinsics import carray, f32_at, fields, i64_at, jit, record
+from edgemoe.jit.intrinsics import carray, f32_at, fields, i64_at, jit, record
 from edgemoe.kernels.cpu.vector import log32
 from edgemoe.types.arrays import FloatArray, IntArray
 

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from numba.core import types as numba_types
 
-from edgemoe.kernels.cpu.intrinsics import (
+from edgemoe.jit.intrinsics import (
     INT,
     carray,
     code,

@@ -8,7 +8,7 @@ import threading
 import numpy as np
 
 from edgemoe.experts.tiers.records import REQUEST, SharedRecord
-from edgemoe.kernels.cpu.intrinsics import place_of
+from edgemoe.jit.intrinsics import place_of
 from edgemoe.types.arrays import BoolArray, FloatArray, IntArray
 
 POOL_AT, LAYER, COUNT, MARKED, OURS = (place_of(REQUEST, name) for name in ("pool", "layer", "count", "marked", "ours"))

@@ -15,7 +15,7 @@ from edgemoe.experts.tiers.eviction import abandon, class_at, needs_ranks, relea
 from edgemoe.experts.tiers.extents import ADD_EXTENT, REMOVE_EXTENT
 from edgemoe.experts.tiers.fetches import fetch_from_disk, fetch_through_ram, join, mark, place, size_class
 from edgemoe.experts.tiers.records import CLASS, FORMER, HOME, NONE, POOL, REQUEST, STATE
-from edgemoe.kernels.cpu.intrinsics import INT, code, f32_at, i64_at, jit, record, u8_at
+from edgemoe.jit.intrinsics import INT, code, f32_at, i64_at, jit, record, u8_at
 
 RANKS, RAM_RANKS = 1, 2  # asked for by ACQUIRE
 ASKS = -2  # for ranks, by RESERVE

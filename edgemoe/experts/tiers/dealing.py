@@ -10,7 +10,7 @@ import numpy as np
 
 from edgemoe.experts.tiers.eviction import forget, release
 from edgemoe.experts.tiers.records import NONE, POOL, STATE
-from edgemoe.kernels.cpu.intrinsics import INT, code, i64_at, record
+from edgemoe.jit.intrinsics import INT, code, i64_at, record
 from edgemoe.types.arrays import IntArray
 
 

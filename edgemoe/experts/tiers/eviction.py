@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from edgemoe.experts.tiers.records import CLASS, FORMER, HOME, NONE, POOL, SHORTLIST, STATE, TRANSIENT, UNUSED
-from edgemoe.kernels.cpu.intrinsics import f32_at, i64_at, jit, record
+from edgemoe.jit.intrinsics import f32_at, i64_at, jit, record
 
 ALWAYS = np.inf  # utility of a demand, which replaces anything that is not needed now
 LAST = np.finfo(np.float32).max  # utility of a former home, which only a home replaces

@@ -9,7 +9,7 @@ from edgemoe.experts.tiers.eviction import class_at, evict, is_unpinned, may_go,
 from edgemoe.experts.tiers.records import CLASS, GONE, NONE, POOL, STATE
 from edgemoe.experts.tiers.slots import SlotPool
 from edgemoe.experts.tiers.waiters import Waiters
-from edgemoe.kernels.cpu.intrinsics import INT, code, i64_at, record
+from edgemoe.jit.intrinsics import INT, code, i64_at, record
 
 
 @code(INT, INT, INT, INT, INT, result=INT)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from edgemoe.experts.tiers.eviction import class_at, release, take
 from edgemoe.experts.tiers.records import CLASS, NONE, NVME, POOL, RAM, REQUEST, STATE, TRANSIENT, UNUSED
-from edgemoe.kernels.cpu.intrinsics import i64_at, jit, record, u8_at
+from edgemoe.jit.intrinsics import i64_at, jit, record, u8_at
 
 
 @jit

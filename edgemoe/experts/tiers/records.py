@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from edgemoe.kernels.cpu.intrinsics import fields
+from edgemoe.jit.intrinsics import fields
 from edgemoe.types.experts import Tier
 
 VRAM, RAM, NVME = map(int, Tier)  # plain numbers: to ask the enumeration for a member takes half a microsecond

@@ -41,7 +41,7 @@ from edgemoe.experts.tiers.records import NONE, STATE, SharedRecord
 from edgemoe.experts.tiers.slots import BoolArray, SlotClaim, SlotPool, Transfer
 from edgemoe.experts.tiers.tier_pools import TierPools
 from edgemoe.experts.tiers.waiters import Waiters
-from edgemoe.kernels.cpu.intrinsics import place_of
+from edgemoe.jit.intrinsics import place_of
 from edgemoe.types.arrays import IntArray
 from edgemoe.types.experts import Move, Tier
 

@@ -15,9 +15,7 @@ from functools import cache
 
 import numpy as np
 
-from edgemoe.kernels.cpu.encoded.kv_codes import load_code, make_code_rows, multiply_each
-from edgemoe.kernels.cpu.gemv import make_place, make_rows
-from edgemoe.kernels.cpu.intrinsics import (
+from edgemoe.jit.intrinsics import (
     INT,
     address_of,
     call_rows,
@@ -31,8 +29,10 @@ from edgemoe.kernels.cpu.intrinsics import (
     load_f32,
     record,
 )
-from edgemoe.kernels.cpu.object_cache import Code
-from edgemoe.kernels.cpu.thread_pool import parallel
+from edgemoe.jit.object_cache import Code
+from edgemoe.jit.thread_pool import parallel
+from edgemoe.kernels.cpu.encoded.kv_codes import load_code, make_code_rows, multiply_each
+from edgemoe.kernels.cpu.gemv import make_place, make_rows
 from edgemoe.kernels.cpu.vector import exp32, softmax
 
 BLOCK = 16  # tokens

@@ -11,9 +11,9 @@ from functools import cache
 
 import numpy as np
 
-from edgemoe.kernels.cpu.intrinsics import INT, address_of, chunk, code, f32_at, fields, i64_at, jit, record, summing
-from edgemoe.kernels.cpu.object_cache import Code
-from edgemoe.kernels.cpu.thread_pool import parallel
+from edgemoe.jit.intrinsics import INT, address_of, chunk, code, f32_at, fields, i64_at, jit, record, summing
+from edgemoe.jit.object_cache import Code
+from edgemoe.jit.thread_pool import parallel
 from edgemoe.kernels.cpu.vector import exp32, log32, norm_scale
 
 # The record of one call; arrays are addresses, of float32 where nothing else is said.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from edgemoe.kernels.cpu.intrinsics import (
+from edgemoe.jit.intrinsics import (
     INT,
     address_of,
     call_pack,
@@ -21,7 +21,7 @@ from edgemoe.kernels.cpu.intrinsics import (
     i64_at,
     record,
 )
-from edgemoe.kernels.cpu.thread_pool import parallel
+from edgemoe.jit.thread_pool import parallel
 from edgemoe.kernels.cpu.vector import activate, add_bias, widen
 
 # What is the same in the records of both kernels for experts; arrays are addresses.

@@ -13,11 +13,7 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
-from edgemoe.kernels.cpu.encoded.panels import borrow, give_back, make_scatter
-from edgemoe.kernels.cpu.experts_decode import LAYOUT
-from edgemoe.kernels.cpu.gemm_tile import make_fill, make_tile
-from edgemoe.kernels.cpu.gemv import LANES
-from edgemoe.kernels.cpu.intrinsics import (
+from edgemoe.jit.intrinsics import (
     INT,
     address_of,
     call_pack,
@@ -29,8 +25,12 @@ from edgemoe.kernels.cpu.intrinsics import (
     i64_at,
     record,
 )
-from edgemoe.kernels.cpu.object_cache import Code
-from edgemoe.kernels.cpu.thread_pool import parallel
+from edgemoe.jit.object_cache import Code
+from edgemoe.jit.thread_pool import parallel
+from edgemoe.kernels.cpu.encoded.panels import borrow, give_back, make_scatter
+from edgemoe.kernels.cpu.experts_decode import LAYOUT
+from edgemoe.kernels.cpu.gemm_tile import make_fill, make_tile
+from edgemoe.kernels.cpu.gemv import LANES
 from edgemoe.kernels.cpu.vector import activate, shift, widen
 
 GROUP = 2 * LANES  # tokens of a group at most

@@ -16,10 +16,10 @@ import llvmlite.binding as llvm
 import numpy as np
 from llvmlite import ir
 
+from edgemoe.jit.intrinsics import F32, I64, INT, cgutils, code, f32_at, intrinsic, jit, rounded, types, u32_at
+from edgemoe.jit.object_cache import Code
+from edgemoe.jit.target import TARGET
 from edgemoe.kernels.cpu.gemv import LANES, WIDE, multiply_add, prefetch
-from edgemoe.kernels.cpu.intrinsics import F32, I64, INT, cgutils, code, f32_at, intrinsic, jit, rounded, types, u32_at
-from edgemoe.kernels.cpu.object_cache import Code
-from edgemoe.kernels.cpu.target import TARGET
 
 PAIRS = TARGET.has("avx512f", "avx512bf16") and llvm.llvm_version_info >= (16,)
 ROWS = 8 if WIDE else 4  # rows whose sums for two vectors of columns fit into the registers

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 
-from edgemoe.kernels.cpu.intrinsics import (
+from edgemoe.jit.intrinsics import (
     F32,
     I64,
     INT,
@@ -33,8 +33,8 @@ from edgemoe.kernels.cpu.intrinsics import (
     load_f32,
     types,
 )
-from edgemoe.kernels.cpu.object_cache import Code
-from edgemoe.kernels.cpu.target import TARGET
+from edgemoe.jit.object_cache import Code
+from edgemoe.jit.target import TARGET
 
 WIDE = TARGET.has("avx512f")
 LANES = 16 if WIDE else 8  # float32 in a vector

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from functools import cache
 
+from edgemoe.jit.intrinsics import INT, address_of, call_rows, chunk, code, fields, record
+from edgemoe.jit.object_cache import Code
+from edgemoe.jit.thread_pool import parallel
 from edgemoe.kernels.cpu.gemv import make_rows
-from edgemoe.kernels.cpu.intrinsics import INT, address_of, call_rows, chunk, code, fields, record
-from edgemoe.kernels.cpu.object_cache import Code
-from edgemoe.kernels.cpu.thread_pool import parallel
 
 # The record of one call, out[t, g] = weight[g] . x[t, g]; arrays are addresses.
 # `weight` [groups, rows, n]; `x` [tokens, groups, n] float32, each vector of n packed; `out` [tokens, groups, rows]

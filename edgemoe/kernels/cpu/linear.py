@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from edgemoe.kernels.cpu.intrinsics import INT, address_of, call_rows, chunk, code, fields, jit, record
-from edgemoe.kernels.cpu.object_cache import Code
-from edgemoe.kernels.cpu.thread_pool import parallel
+from edgemoe.jit.intrinsics import INT, address_of, call_rows, chunk, code, fields, jit, record
+from edgemoe.jit.object_cache import Code
+from edgemoe.jit.thread_pool import parallel
 
 # The record of one call, out[t] = weight [rows, n] . x[index[t]]; arrays are addresses.
 # `line` bytes of a row; `multiply` the address of the code that multiplies rows; `x` packed for it, float32; `index`

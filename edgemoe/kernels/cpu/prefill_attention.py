@@ -16,11 +16,7 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 
-from edgemoe.kernels.cpu.decode_attention import BLOCK
-from edgemoe.kernels.cpu.encoded.kv_codes import make_decode_lines
-from edgemoe.kernels.cpu.gemm_tile import make_fill, make_tile, panel_words
-from edgemoe.kernels.cpu.gemv import LANES
-from edgemoe.kernels.cpu.intrinsics import (
+from edgemoe.jit.intrinsics import (
     F32,
     I64,
     INT,
@@ -44,8 +40,12 @@ from edgemoe.kernels.cpu.intrinsics import (
     u16_at,
     u32_at,
 )
-from edgemoe.kernels.cpu.object_cache import Code
-from edgemoe.kernels.cpu.thread_pool import parallel
+from edgemoe.jit.object_cache import Code
+from edgemoe.jit.thread_pool import parallel
+from edgemoe.kernels.cpu.decode_attention import BLOCK
+from edgemoe.kernels.cpu.encoded.kv_codes import make_decode_lines
+from edgemoe.kernels.cpu.gemm_tile import make_fill, make_tile, panel_words
+from edgemoe.kernels.cpu.gemv import LANES
 from edgemoe.kernels.cpu.vector import exp32
 
 TILE = 64  # tokens of context

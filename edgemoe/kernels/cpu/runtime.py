@@ -9,6 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from edgemoe.jit.intrinsics import place_of
+from edgemoe.jit.object_cache import Code, Compiling, link, silent
+from edgemoe.jit.thread_pool import HELP, PAUSES, ThreadPool
 from edgemoe.kernels.cpu import decode_attention as attention
 from edgemoe.kernels.cpu import experts_decode as experts
 from edgemoe.kernels.cpu import experts_prefill as prefill_experts
@@ -22,12 +25,9 @@ from edgemoe.kernels.cpu.encoded.row_code import RowCode, make_row_code
 from edgemoe.kernels.cpu.experts_decode import EXPERTS, EXPERTS_CODE, run_experts
 from edgemoe.kernels.cpu.experts_prefill import PREFILL_EXPERTS, make_prefill_experts
 from edgemoe.kernels.cpu.grouped_linear import GROUPED, make_grouped_linear
-from edgemoe.kernels.cpu.intrinsics import place_of
 from edgemoe.kernels.cpu.linear import LINEAR, LINEAR_CODE, MATRIX, linear
-from edgemoe.kernels.cpu.object_cache import Code, Compiling, link, silent
 from edgemoe.kernels.cpu.prefill_attention import PREFILL, make_prefill_attention
 from edgemoe.kernels.cpu.steps.decode_step import make_step
-from edgemoe.kernels.cpu.thread_pool import HELP, PAUSES, ThreadPool
 from edgemoe.kernels.cpu.vector import make_pack_all, pack_for
 from edgemoe.types.encoding import BFLOAT16, FLOAT32, Encoding
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from edgemoe.kernels.cpu.gemv import make_place
-from edgemoe.kernels.cpu.intrinsics import (
+from edgemoe.jit.intrinsics import (
     INT,
     bits_of,
     call_pack,
@@ -23,7 +22,8 @@ from edgemoe.kernels.cpu.intrinsics import (
     summing,
     types,
 )
-from edgemoe.kernels.cpu.object_cache import Code
+from edgemoe.jit.object_cache import Code
+from edgemoe.kernels.cpu.gemv import make_place
 
 _LOG2E = np.float32(1.4426950408889634)
 _LN2_HIGH = np.float32(0.693145751953125)

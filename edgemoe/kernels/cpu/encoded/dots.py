@@ -13,11 +13,11 @@ from typing import Any
 from llvmlite import ir
 
 from edgemoe.encodings.rows import LANES, RUN
+from edgemoe.jit.intrinsics import F32, I64, cgutils, intrinsic, types
+from edgemoe.jit.object_cache import Code
 from edgemoe.kernels.cpu.encoded.packing import BASE
 from edgemoe.kernels.cpu.encoded.vectors import AVX512, Instructions, Products, Vectors
 from edgemoe.kernels.cpu.gemv import multiply_add, prefetch, rows_code
-from edgemoe.kernels.cpu.intrinsics import F32, I64, cgutils, intrinsic, types
-from edgemoe.kernels.cpu.object_cache import Code
 from edgemoe.types.encoding import LANE_COLUMNS, Encoding
 
 LINE_BYTES = 64

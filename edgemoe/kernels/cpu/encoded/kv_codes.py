@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 
+from edgemoe.jit.intrinsics import bits_of, f32_at, i8_at, jit, rounded, u8_at, u32_at
+from edgemoe.jit.object_cache import Code
 from edgemoe.kernels.cpu.gemm_tile import PAIRS
 from edgemoe.kernels.cpu.gemv import LANES, WIDEST, Emitter, make_dots, rows_code
-from edgemoe.kernels.cpu.intrinsics import bits_of, f32_at, i8_at, jit, rounded, u8_at, u32_at
-from edgemoe.kernels.cpu.object_cache import Code
 
 MOST = np.float32(127)
 _ROUNDER = np.float32(1.5 * 2**23)  # in a sum with it, the last bits of a small number are its nearest whole number

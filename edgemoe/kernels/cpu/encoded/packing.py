@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from edgemoe.encodings.rows import LANES, RUN
-from edgemoe.kernels.cpu.intrinsics import INT, bits_of, code, f32_at, i32_at, jit, u32_at
-from edgemoe.kernels.cpu.object_cache import Code
+from edgemoe.jit.intrinsics import INT, bits_of, code, f32_at, i32_at, jit, u32_at
+from edgemoe.jit.object_cache import Code
 from edgemoe.types.encoding import LANE_COLUMNS
 
 BASE = 255

@@ -8,9 +8,9 @@ from functools import cache
 import numpy as np
 
 from edgemoe.encodings.rows import LANES, RUN
+from edgemoe.jit.intrinsics import atomic_replace, atomic_store, f32_at, jit, rounded, u16_at
 from edgemoe.kernels.cpu.encoded.packing import lanes_of
 from edgemoe.kernels.cpu.gemm_tile import PAIRS
-from edgemoe.kernels.cpu.intrinsics import atomic_replace, atomic_store, f32_at, jit, rounded, u16_at
 from edgemoe.types.encoding import LANE_COLUMNS
 
 

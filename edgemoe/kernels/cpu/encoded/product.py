@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from functools import cache
 
+from edgemoe.jit.intrinsics import INT, address_of, call_pack, call_rows, chunk, code, f32_at, fields, record
+from edgemoe.jit.object_cache import Code
+from edgemoe.jit.thread_pool import parallel
 from edgemoe.kernels.cpu.encoded.panels import borrow, give_back, make_scatter
 from edgemoe.kernels.cpu.experts_prefill import GROUP, LINE
 from edgemoe.kernels.cpu.gemm_tile import make_tile
 from edgemoe.kernels.cpu.gemv import LANES
-from edgemoe.kernels.cpu.intrinsics import INT, address_of, call_pack, call_rows, chunk, code, f32_at, fields, record
-from edgemoe.kernels.cpu.object_cache import Code
-from edgemoe.kernels.cpu.thread_pool import parallel
 from edgemoe.kernels.cpu.vector import widen
 
 # The record of one call, out [tokens, rows] = x [tokens, n] . weight [rows, n] transposed; arrays are addresses.

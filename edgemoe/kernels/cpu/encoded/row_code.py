@@ -14,12 +14,12 @@ from pathlib import Path
 
 import numpy as np
 
+from edgemoe.jit.object_cache import Code, link
 from edgemoe.kernels.cpu.encoded.dots import make_encoded_rows
 from edgemoe.kernels.cpu.encoded.packing import make_pack_whole, pack_floats
 from edgemoe.kernels.cpu.encoded.unpacking import make_unpack
 from edgemoe.kernels.cpu.encoded.vectors import EVERY, PORTABLE, Instructions, excess_of
 from edgemoe.kernels.cpu.gemv import make_pack_some, make_rows
-from edgemoe.kernels.cpu.object_cache import Code, link
 from edgemoe.types.encoding import Encoding
 
 TRIAL_COLUMNS, TRIAL_BYTES = 2048, 1 << 20

@@ -9,9 +9,9 @@ from typing import Any
 from llvmlite import ir
 
 from edgemoe.encodings.rows import LANES, RUN
+from edgemoe.jit.intrinsics import I64, INT, cgutils, code, intrinsic, round_bf16, types
+from edgemoe.jit.object_cache import Code
 from edgemoe.kernels.cpu.encoded.vectors import I16, Instructions, Vectors
-from edgemoe.kernels.cpu.intrinsics import I64, INT, cgutils, code, intrinsic, round_bf16, types
-from edgemoe.kernels.cpu.object_cache import Code
 from edgemoe.types.encoding import LANE_COLUMNS, Encoding
 
 

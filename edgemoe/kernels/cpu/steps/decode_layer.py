@@ -11,10 +11,7 @@ from functools import cache
 
 import numpy as np
 
-from edgemoe.kernels.cpu.decode_attention import ATTENTION, BLOCK, make_attention
-from edgemoe.kernels.cpu.encoded.kv_codes import store_codes
-from edgemoe.kernels.cpu.gemv import make_place
-from edgemoe.kernels.cpu.intrinsics import (
+from edgemoe.jit.intrinsics import (
     INT,
     address_of,
     call_pack,
@@ -28,9 +25,12 @@ from edgemoe.kernels.cpu.intrinsics import (
     store_bf16,
     store_f32,
 )
+from edgemoe.jit.object_cache import Code
+from edgemoe.jit.thread_pool import parallel
+from edgemoe.kernels.cpu.decode_attention import ATTENTION, BLOCK, make_attention
+from edgemoe.kernels.cpu.encoded.kv_codes import store_codes
+from edgemoe.kernels.cpu.gemv import make_place
 from edgemoe.kernels.cpu.linear import LINEAR, LINEAR_CODE, MATRIX, multiply_matrix
-from edgemoe.kernels.cpu.object_cache import Code
-from edgemoe.kernels.cpu.thread_pool import parallel
 from edgemoe.kernels.cpu.vector import norm_scale, softmax, top_k, widen
 
 # The record of one step; arrays are addresses. `width` is the hidden size.

@@ -11,9 +11,9 @@ from functools import cache
 
 import numpy as np
 
+from edgemoe.jit.intrinsics import INT, address_of, call_chunk, code, f32_at, fields, i64_at, jit, record
+from edgemoe.jit.object_cache import Code
 from edgemoe.kernels.cpu.experts_decode import EXPERTS, run_experts
-from edgemoe.kernels.cpu.intrinsics import INT, address_of, call_chunk, code, f32_at, fields, i64_at, jit, record
-from edgemoe.kernels.cpu.object_cache import Code
 from edgemoe.kernels.cpu.steps.decode_layer import LAYER, STEP, make_layer
 
 # Where the experts of a layer are: `job` an EXPERTS record without what a step brings, `where` [experts] int64 the slot

@@ -17,8 +17,8 @@ import numba.np.numpy_support
 import numpy as np
 from llvmlite import ir
 
-from edgemoe.kernels.cpu.object_cache import Code, symbol_type
-from edgemoe.kernels.cpu.target import TARGET
+from edgemoe.jit.object_cache import Code, symbol_type
+from edgemoe.jit.target import TARGET
 
 I64 = ir.IntType(64)
 F32 = ir.FloatType()

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from edgemoe.kernels.cpu.intrinsics import (
+from edgemoe.jit.intrinsics import (
     INT,
     atomic_add,
     atomic_load,

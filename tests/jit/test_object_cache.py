@@ -16,8 +16,8 @@ import pytest
 from llvmlite import ir
 
 from edgemoe.errors import UnsupportedProcessor
-from edgemoe.kernels.cpu import object_cache
-from edgemoe.kernels.cpu.intrinsics import (
+from edgemoe.jit import object_cache
+from edgemoe.jit.intrinsics import (
     INT,
     address_of,
     call_chunk,
@@ -30,14 +30,15 @@ from edgemoe.kernels.cpu.intrinsics import (
     jit,
     types,
 )
-from edgemoe.kernels.cpu.object_cache import Code, link
-from edgemoe.kernels.cpu.target import TARGET
+from edgemoe.jit.object_cache import Code, link
+from edgemoe.jit.target import TARGET
+from edgemoe.kernels import cpu as kernels
 
 RUN = (
     "import sys\n"
     "from pathlib import Path\n"
     "from test_object_cache import make, result\n"
-    "from edgemoe.kernels.cpu.object_cache import link\n"
+    "from edgemoe.jit.object_cache import link\n"
     "codes = make()\n"
     "link(codes, Path(sys.argv[1]))\n"
     "print(result(codes[1]), 'compiled' in codes[1].__dict__)\n"
@@ -167,7 +168,8 @@ def test_code_that_calls_what_is_not_linked_is_an_error_that_names_it_and_the_pr
 
 def test_kept_code_is_found_by_every_text_that_may_be_in_it() -> None:
     read = {file.resolve() for file in object_cache.sources(make())}
-    for file in Path(object_cache.__file__).parent.rglob("*.py"):
+    folders = Path(object_cache.__file__).parent, Path(kernels.__file__).parent
+    for file in (file for folder in folders for file in folder.rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.ImportFrom) and str(node.module).startswith("edgemoe."):
                 names = [str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)]

@@ -30,14 +30,14 @@ from numba.core.runtime.nrt import rtsys
 
 from edgemoe.durable import make_folder, open_kept, remove_file, replace_file
 from edgemoe.errors import UnsupportedProcessor
-from edgemoe.kernels.cpu.target import TARGET
+from edgemoe.jit.target import TARGET
 
 log = logging.getLogger(__name__)
 types: Any = numba.types
 Compiling = Callable[[str, int, int], object]  # is told a function's name, how many are compiled, and of how many
 KEPT = 48  # object files in the directory at most: of other uses, versions, encodings or processors
 DIGEST_BYTES = 16
-PACKAGE = Path(__file__).parents[2]
+PACKAGE = Path(__file__).parents[1]
 TEMPORARY = ".tmp"
 COMPILE_S = 120.0  # how long an engine waits for another one that compiles
 SYMBOL = np.dtype("u4, u1, u1, u2, u8, u8").newbyteorder("<")
@@ -237,14 +237,10 @@ def _is_private(directory: Path) -> bool:
 
 def sources(codes: Sequence[Code]) -> list[Path]:
     """Returns the files whose text, constants included, may be in the machine code."""
-    folders = {Path(__file__).parent, *(code.folder for code in codes), PACKAGE / "encodings"}
-    files = {file for folder in folders for file in folder.rglob("*.py")}
+    inlined = {PACKAGE / name for name in ("jit", "kernels/cpu", "encodings")}
+    files = {file for folder in inlined | {code.folder for code in codes} for file in folder.rglob("*.py")}
     return sorted(
-        files
-        | {
-            PACKAGE / name
-            for name in ("durable.py", "errors.py", "kernels/env.py", "types/encoding.py", "types/experts.py")
-        }
+        files | {PACKAGE / name for name in ("durable.py", "errors.py", "types/encoding.py", "types/experts.py")}
     )
 
 
@@ -260,7 +256,7 @@ def _fingerprint(codes: Sequence[Code], variant: str) -> str:
 
 def _compile_each(codes: Sequence[Code], progress: Compiling) -> None:
     for done, code in enumerate(codes):
-        progress(code.name.removeprefix(f"{__package__}."), done, len(codes))
+        progress(code.name.removeprefix(f"{PACKAGE.name}."), done, len(codes))
         code.compiled  # noqa: B018 (compiles at the first use)
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import llvmlite.binding as llvm
 
 from edgemoe.errors import UnsupportedProcessor
-from edgemoe.kernels.env import PROCESSOR, read_processor
+from edgemoe.jit.env import PROCESSOR, read_processor
 
 NEEDED = ("avx2", "fma", "f16c")  # by x86-64; Intel has them since 2013 (Haswell), AMD since 2015 (Excavator)
 AVX2 = frozenset(NEEDED)

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgemoe.kernels.cpu.intrinsics import atomic_add, chunk, i64_at, pause
-from edgemoe.kernels.cpu.thread_pool import ThreadPool, parallel
+from edgemoe.jit.intrinsics import atomic_add, chunk, i64_at, pause
+from edgemoe.jit.thread_pool import ThreadPool, parallel
 
 
 @chunk

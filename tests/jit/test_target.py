@@ -9,12 +9,13 @@ import sys
 import pytest
 
 from edgemoe.errors import UnsupportedProcessor
-from edgemoe.kernels.cpu import target
-from edgemoe.kernels.cpu.target import ARM, X86, host, named
-from edgemoe.kernels.env import PROCESSOR
+from edgemoe.jit import target
+from edgemoe.jit.env import PROCESSOR
+from edgemoe.jit.target import ARM, X86, host, named
 
 ASK = (
-    "from edgemoe.kernels.cpu import gemm_tile, gemv, target\n"
+    "from edgemoe.jit import target\n"
+    "from edgemoe.kernels.cpu import gemm_tile, gemv\n"
     "from edgemoe.kernels.cpu.encoded.vectors import EVERY\n"
     "from edgemoe.kernels.cpu.vector import make_pack_all\n"
     "import llvmlite.binding as llvm\n"

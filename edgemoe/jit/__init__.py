@@ -1,0 +1,1 @@
+"""Compiles functions of numbers and addresses to machine code, keeps it on disk, and runs it on several threads."""
