@@ -30,7 +30,7 @@ from torch import Tensor
 
 from edgemoe.durable import NewFile, make_folder, remove_file, replace_file
 from edgemoe.experts.predict.scoutgate.model import NO_TOKEN, ScoutGateShape
-from edgemoe.types.conversation import conversation_of
+from edgemoe.types.request import conversation_of
 
 FORMAT = 1
 DTYPES = {

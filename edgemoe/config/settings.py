@@ -15,8 +15,8 @@ import msgspec
 from msgspec import Meta
 
 from edgemoe.types.bounds import is_port
-from edgemoe.types.phases import Phases
 from edgemoe.types.placement import PlacementPolicy
+from edgemoe.types.request import Phases
 
 Bytes = Annotated[int, Meta(ge=0, le=1 << 50)]
 Count = Annotated[int, Meta(ge=1, le=1 << 20)]

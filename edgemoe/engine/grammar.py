@@ -19,7 +19,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from edgemoe.errors import InvalidRequest
 from edgemoe.helper.turns import FairTurns
-from edgemoe.types.grammar_trial import PARSER_LIMITS, GrammarTrial
+from edgemoe.types.request import PARSER_LIMITS, GrammarTrial
 
 CACHED = 64  # compiled grammars kept; apps send the same schema again and again
 THREADS, EACH = 2, 1  # that compile, and of one principal's

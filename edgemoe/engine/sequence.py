@@ -9,8 +9,7 @@ import numpy as np
 
 from edgemoe.errors import StoreError
 from edgemoe.types.arrays import IntArray
-from edgemoe.types.conversation import conversation_of
-from edgemoe.types.request import Request, Sampling, TokenLogprob
+from edgemoe.types.request import Request, Sampling, TokenLogprob, conversation_of
 from edgemoe.types.step import BLOCK_TOKENS
 
 if TYPE_CHECKING:

@@ -29,8 +29,7 @@ from edgemoe.front.requests.open_offers import RouteChoice
 from edgemoe.front.routing.hand_over import HandOver, HandOvers, MovableRequests
 from edgemoe.policy.route import EngineLoad, node_of, route
 from edgemoe.ticking import until_tick
-from edgemoe.types.phases import Phases
-from edgemoe.types.request import Emission
+from edgemoe.types.request import Emission, Phases
 
 log = logging.getLogger(__name__)
 ASK_S = 2.0

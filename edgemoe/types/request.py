@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 from msgspec import Meta
 
 from edgemoe.types.bounds import (
     Attempt,
     Bias,
+    Bytes,
     Grammar,
     Label,
     Logprob,
@@ -31,8 +36,55 @@ from edgemoe.types.bounds import (
     Tokens,
     Word,
 )
-from edgemoe.types.grammar_trial import GrammarTrial, digest_of
 from edgemoe.types.principal import Identity, Principal
+
+DIGEST_BYTES = 16
+Digest = Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
+
+# llguidance's limits (LLParserLimits). What is not here has its default there.
+PARSER_LIMITS: dict[str, Any] = {
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 200_000,
+    "step_max_items": 50_000,
+    "max_items_in_row": 2_000,
+    "max_lexer_states": 100_000,  # of up to 400 bytes each
+    "max_grammar_size": 500_000,
+}
+
+
+class GrammarTrial(msgspec.Struct, frozen=True):
+    """Says that a grammar was compiled and a first mask computed within limits, by the served model's tokenizer."""
+
+    digest: Digest  # of the grammar
+    seconds: Seconds  # of a processor
+    bytes: Bytes  # that the compiled grammar takes
+
+
+def digest_of(grammar: str) -> bytes:
+    """Returns the digest of a serialised grammar."""
+    return hashlib.blake2b(grammar.encode(), digest_size=DIGEST_BYTES).digest()
+
+
+Phases = Literal["both", "prefill", "decode"]
+
+
+ENDING = 3  # tokens, with which a chat template ends every turn's prompt
+
+
+def conversation_of(prompt: Sequence[int] | npt.NDArray[np.integer]) -> int:
+    """Returns the same number, of 56 bits, for equal prompts and for all turns of a chat; 0 for an empty prompt.
+
+    It hashes the prompt up to where its last tokens occur first. A chat template ends the prompt of every turn with the
+    same tokens, those that begin an answer, so that this is the first turn's prompt. A template that ends its prompts
+    otherwise leaves each turn a conversation of its own.
+    """
+    tokens = np.asarray(prompt, "<i4")
+    if not len(tokens):
+        return 0
+    ending = min(ENDING, len(tokens))
+    windows = np.lib.stride_tricks.sliding_window_view(tokens, ending)
+    first = int((windows == tokens[-ending:]).all(axis=1).argmax())
+    return int.from_bytes(hashlib.blake2b(tokens[: first + ending].tobytes(), digest_size=7).digest(), "little")
 
 
 @dataclass(frozen=True, slots=True)

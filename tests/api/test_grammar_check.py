@@ -21,7 +21,7 @@ from edgemoe.api.schema import JsonSchema, ResponseFormat
 from edgemoe.api.text.tokenizer import TextModel
 from edgemoe.errors import EngineUnavailable, InvalidRequest
 from edgemoe.front.main import Front
-from edgemoe.types.grammar_trial import digest_of
+from edgemoe.types.request import digest_of
 
 
 def asked(schema: dict[str, Any]) -> GrammarChoice:

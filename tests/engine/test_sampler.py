@@ -26,8 +26,7 @@ from edgemoe.engine.sampling.sampler import Sampled, sample, uniform
 from edgemoe.engine.sampling.segmented_topk import crossing
 from edgemoe.engine.sequence import Sequence
 from edgemoe.errors import InvalidRequest
-from edgemoe.types.grammar_trial import GrammarTrial, digest_of
-from edgemoe.types.request import Request, Sampling
+from edgemoe.types.request import GrammarTrial, Request, Sampling, digest_of
 
 VOCAB = 50
 

@@ -16,8 +16,7 @@ from edgemoe.engine.runner import LoadedModel, Watchers
 from edgemoe.errors import MissingExpert
 from edgemoe.families.records import Attention, Block, FeedForward, Heads, Names, RopeSpec, RouterSpec
 from edgemoe.families.spec import ModelSpec
-from edgemoe.types.grammar_trial import GrammarTrial, digest_of
-from edgemoe.types.request import Emission, Request, Sampling
+from edgemoe.types.request import Emission, GrammarTrial, Request, Sampling, digest_of
 from edgemoe.types.routing import StepMeta, StepRouting
 from edgemoe.types.step import BLOCK_TOKENS, Batch
 

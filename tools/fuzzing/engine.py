@@ -38,8 +38,7 @@ from edgemoe.config.settings import MemorySettings, ModelSettings, Settings
 from edgemoe.errors import WireError
 from edgemoe.front.engine_handle import STOP_S, EngineHandle
 from edgemoe.front.main import WORKER
-from edgemoe.types.grammar_trial import digest_of
-from edgemoe.types.request import Emission, Request, Sampling
+from edgemoe.types.request import Emission, Request, Sampling, digest_of
 from tools.fuzzing.target import GROWTH_MB, rss_mb
 from tools.fuzzing.values import Values
 from tools.testbed.model import float32_demo

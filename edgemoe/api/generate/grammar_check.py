@@ -16,7 +16,7 @@ from edgemoe.errors import EngineUnavailable, HelperFailed, HelperMissing, Inval
 from edgemoe.helper.frames import Numbered
 from edgemoe.helper.pool import HelperPool
 from edgemoe.types.bounds import Grammar
-from edgemoe.types.grammar_trial import GrammarTrial
+from edgemoe.types.request import GrammarTrial
 
 MODULE = "edgemoe.api.generate.grammar_child"
 TRIAL_S = 3.0  # of a processor, for trying one grammar

@@ -13,7 +13,7 @@ from edgemoe.api.generate.grammar_check import MEMORY_BYTES, TRIAL_S, GrammarQue
 from edgemoe.guard import refuse_pickle
 from edgemoe.heap import used_bytes
 from edgemoe.helper.serving import bound_memory, serve
-from edgemoe.types.grammar_trial import PARSER_LIMITS, GrammarTrial, digest_of
+from edgemoe.types.request import PARSER_LIMITS, GrammarTrial, digest_of
 
 FUEL = LLParserLimits(initial_lexer_fuel=100_000)  # enough to find out whether anything matches
 

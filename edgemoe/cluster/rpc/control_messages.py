@@ -54,7 +54,7 @@ from edgemoe.types.bounds import (
     Words,
 )
 from edgemoe.types.glimpse import Glimpse
-from edgemoe.types.phases import Phases
+from edgemoe.types.request import Phases
 
 MAX_PAYLOAD_BYTES = 1 << 20  # of the agreement in one message
 MAX_UNWANTED = 2000  # requests named in one answer; the rest with the next
