@@ -27,7 +27,7 @@ from edgemoe.experts.predict.scoutgate.model import NO_TOKEN
 from edgemoe.rights import become_owner
 from edgemoe.store.manifest import Manifest
 from edgemoe.telemetry.recording import AHEAD, read_recording, recordings_in
-from edgemoe.types.routing import StepRouting
+from edgemoe.types.step import StepRouting
 from scoutgate.data import Meta, Routes, write
 
 QUIET_STEPS = 2000  # after which a request that took no part in steps is over

@@ -9,8 +9,7 @@ import torch
 
 from edgemoe.engine.scheduler import Work
 from edgemoe.types.arrays import IntArray
-from edgemoe.types.routing import StepMeta
-from edgemoe.types.step import BLOCK_TOKENS, Batch, StateUse
+from edgemoe.types.step import BLOCK_TOKENS, Batch, StateUse, StepMeta
 
 
 def describe(works: Sequence[Work]) -> StepMeta:

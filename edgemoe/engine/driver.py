@@ -15,8 +15,7 @@ from edgemoe.engine.state_slots import StateSlots
 from edgemoe.families.spec import ModelSpec
 from edgemoe.model.kv import KVCache
 from edgemoe.types.request import Request, Sampling
-from edgemoe.types.routing import StepMeta
-from edgemoe.types.step import BLOCK_TOKENS, Batch
+from edgemoe.types.step import BLOCK_TOKENS, Batch, StepMeta
 
 
 class SequenceDriver:

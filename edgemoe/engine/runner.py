@@ -18,8 +18,7 @@ from edgemoe.engine.blocks import BlockManager
 from edgemoe.engine.chunk_budget import ChunkBudget
 from edgemoe.engine.scheduler import Work
 from edgemoe.families.spec import ModelSpec
-from edgemoe.types.routing import StepMeta, StepRouting
-from edgemoe.types.step import Batch, Experts
+from edgemoe.types.step import Batch, Experts, StepMeta, StepRouting
 
 if TYPE_CHECKING:
     from edgemoe.engine.grammar import Grammars

@@ -22,7 +22,7 @@ from edgemoe.jit.intrinsics import INT, code, f32_at, fields, record, u8_at, u16
 from edgemoe.types.arrays import FloatArray
 from edgemoe.types.experts import ExpertGeometry
 from edgemoe.types.placement import ACTIVITY_HALF_LIFE_S, ACTIVITY_UNIT
-from edgemoe.types.routing import StepRouting
+from edgemoe.types.step import StepRouting
 
 MOST_WEIGHT = 2.0**20  # of a token; at more, counts and weights are scaled down
 MOST_HALVINGS = 100.0  # that are told apart: of what is older nothing is left, and float32 still holds such weights

@@ -25,8 +25,8 @@ from edgemoe.kernels.cpu.expert_math import ExpertMath
 from edgemoe.replay.simulated import Arrivals, NoMemory, SimulatedDisk, SimulatedLink, SimulatedWaiters, World
 from edgemoe.types.arrays import FloatArray, IntArray
 from edgemoe.types.experts import ExpertGeometry, ExpertId, LivePolicy, Move, Tier
-from edgemoe.types.routing import StepMeta, StepRouting
 from edgemoe.types.size_classes import SlabLayout
+from edgemoe.types.step import StepMeta, StepRouting
 
 NOTHING = torch.empty(0)
 

@@ -18,7 +18,7 @@ from edgemoe.replay.policies import MAKERS, Maker
 from edgemoe.replay.trace import Ids, Step, Trace, chosen
 from edgemoe.types.arrays import FloatArray
 from edgemoe.types.experts import CachePolicy, ExpertGeometry
-from edgemoe.types.routing import StepMeta
+from edgemoe.types.step import StepMeta
 
 
 @dataclass(slots=True)

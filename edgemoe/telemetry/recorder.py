@@ -25,7 +25,7 @@ from edgemoe.durable import create_file, make_folder, remove_file
 from edgemoe.errors import StoreError
 from edgemoe.telemetry.recording import AHEAD, LENGTH, MAGIC, OWN, SUFFIX, Header, RoutingBlock, upper_halves
 from edgemoe.types.arrays import FloatArray
-from edgemoe.types.routing import StepRouting
+from edgemoe.types.step import StepRouting
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from edgemoe.errors import StoreError
 from edgemoe.types.arrays import FloatArray, IntArray
-from edgemoe.types.routing import StepMeta, StepRouting
+from edgemoe.types.step import StepMeta, StepRouting
 
 MAGIC = b"EDGEMOE\x02"
 SUFFIX = ".routes"

@@ -22,7 +22,7 @@ from edgemoe.policy.ewma import EWMA
 from edgemoe.store.manifest import Manifest
 from edgemoe.types.experts import ExpertGeometry, LivePolicy
 from edgemoe.types.model_info import ServedModel
-from edgemoe.types.routing import StepMeta, StepRouting
+from edgemoe.types.step import StepMeta, StepRouting
 
 log = logging.getLogger(__name__)
 STATE = "%s.cache.safetensors"  # what the cache has learned, beside the store of that name

@@ -24,7 +24,7 @@ from edgemoe.engine.engine import Engine
 from edgemoe.errors import HandOverFailed
 from edgemoe.telemetry import metrics as names
 from edgemoe.telemetry.metrics import named
-from edgemoe.types.routing import StepMeta, StepRouting
+from edgemoe.types.step import StepMeta, StepRouting
 
 log = logging.getLogger(__name__)
 AT_ONCE, WAITING = 4, 256  # pulls

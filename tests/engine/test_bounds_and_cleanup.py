@@ -24,8 +24,7 @@ from edgemoe.engine.sampling.segmented_topk import pick
 from edgemoe.engine.scheduler import PROMPT_ROWS, Scheduler
 from edgemoe.engine.sequence import Sequence
 from edgemoe.types.request import Request, Sampling
-from edgemoe.types.routing import StepMeta
-from edgemoe.types.step import BLOCK_TOKENS
+from edgemoe.types.step import BLOCK_TOKENS, StepMeta
 
 
 @pytest.mark.parametrize(

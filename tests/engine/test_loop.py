@@ -20,8 +20,7 @@ from edgemoe.engine.grammar import Grammars
 from edgemoe.engine.validate import MAX_GRAMMAR_CHARS, check_request
 from edgemoe.errors import InvalidRequest, MissingExpert
 from edgemoe.types.request import Emission, Request, RequestLimits, Sampling
-from edgemoe.types.routing import StepRouting
-from edgemoe.types.step import BLOCK_TOKENS
+from edgemoe.types.step import BLOCK_TOKENS, StepRouting
 
 STYLES: list[dict[str, Any]] = [
     {},

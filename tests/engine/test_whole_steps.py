@@ -19,7 +19,7 @@ from edgemoe.kernels.cpu.expert_math import ExpertMath, WayLimits
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.store.packer import AS_IT_IS
 from edgemoe.store.wanted import WantedEncodings
-from edgemoe.types.routing import StepRouting
+from edgemoe.types.step import StepRouting
 
 EXPERTS, LAYERS, TOKENS = 18, 3, 24
 SEQUENCES = 5

@@ -9,7 +9,7 @@ from support.tiers_kit import SMALL, FileStore, Weights, running, small_tiers
 from edgemoe.policy.baselines import LRU
 from edgemoe.replay.box import BoxSpec
 from edgemoe.replay.run import Replay, ReplayedStep
-from edgemoe.types.routing import StepMeta, StepRouting
+from edgemoe.types.step import StepMeta, StepRouting
 
 STEPS, VRAM_SLOTS = 60, 7
 

@@ -11,7 +11,7 @@ import pytest
 from support.synthetic import EXPERTS, TOP_K, dataset, requests
 
 from edgemoe.experts.predict.scoutgate.model import NO_TOKEN, ScoutGateShape
-from edgemoe.types.routing import StepMeta, StepRouting
+from edgemoe.types.step import StepMeta, StepRouting
 from scoutgate.convert import public_meta, public_requests, requests_of
 from scoutgate.data import SPLITS, Batches, Meta, Recording, Routes, flat_ids, gather, k_hot, write
 

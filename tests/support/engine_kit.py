@@ -17,8 +17,7 @@ from edgemoe.errors import MissingExpert
 from edgemoe.families.records import Attention, Block, FeedForward, Heads, Names, RopeSpec, RouterSpec
 from edgemoe.families.spec import ModelSpec
 from edgemoe.types.request import Emission, GrammarTrial, Request, Sampling, digest_of
-from edgemoe.types.routing import StepMeta, StepRouting
-from edgemoe.types.step import BLOCK_TOKENS, Batch
+from edgemoe.types.step import BLOCK_TOKENS, Batch, StepMeta, StepRouting
 
 torch.set_num_threads(1)  # the matrices are tiny
 

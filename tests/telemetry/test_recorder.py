@@ -19,7 +19,7 @@ from edgemoe.replay.trace import load
 from edgemoe.telemetry import recorder as recorder_module
 from edgemoe.telemetry.recorder import BLOCK_STEPS, Recorder
 from edgemoe.telemetry.recording import AHEAD, MAGIC, OWN, SUFFIX, Header, read_recording, recordings_in
-from edgemoe.types.routing import StepMeta, StepRouting
+from edgemoe.types.step import StepMeta, StepRouting
 
 HEADER = Header("digest", 3, 16, 2)
 WITH_STATES = Header("digest", 3, 16, 2, hidden=6, bf16=True)

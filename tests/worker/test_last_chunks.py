@@ -11,7 +11,7 @@ from edgemoe.cluster.rpc.messages.choices import SignatureTable
 from edgemoe.cluster.rpc.messages.hand_over import LastChunk
 from edgemoe.policy.routing.told import shares_of
 from edgemoe.types.request import Request, Sampling
-from edgemoe.types.routing import StepMeta, StepRouting
+from edgemoe.types.step import StepMeta, StepRouting
 from edgemoe.worker.hand_over import LastChunks
 
 PROMPT = tuple(range(40))

@@ -35,7 +35,7 @@ from edgemoe.replay.run import Replay, ReplayedStep
 from edgemoe.replay.trace import Step, Trace, first, in_turn, load
 from edgemoe.types.arrays import IntArray
 from edgemoe.types.experts import CachePolicy
-from edgemoe.types.routing import StepMeta
+from edgemoe.types.step import StepMeta
 
 MODELS = {
     "deepseek-v2-lite-esft": ("intent", "law", "translation"),

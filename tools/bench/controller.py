@@ -38,7 +38,7 @@ from edgemoe.replay.trace import Trace, load
 from edgemoe.telemetry.metrics import LEARNED_SECONDS
 from edgemoe.types.arrays import FloatArray, IntArray
 from edgemoe.types.experts import LivePolicy
-from edgemoe.types.routing import StepRouting
+from edgemoe.types.step import StepRouting
 from tools.bench.stats import interval
 
 SHAPES = ((26, 64, 6), (48, 128, 8), (61, 256, 8))

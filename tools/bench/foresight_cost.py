@@ -40,7 +40,7 @@ from edgemoe.types.arrays import FloatArray
 from edgemoe.types.encoding import ENCODINGS
 from edgemoe.types.experts import ExpertGeometry
 from edgemoe.types.model_info import ServedModel
-from edgemoe.types.routing import StepMeta, StepRouting
+from edgemoe.types.step import StepMeta, StepRouting
 from tools.bench.controller import SHAPES, fill
 
 UNSCORED = 100  # tokens

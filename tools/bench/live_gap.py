@@ -49,7 +49,7 @@ from edgemoe.telemetry.recorder import Recorder
 from edgemoe.telemetry.recording import AHEAD, Header, read_recording
 from edgemoe.types.arrays import FloatArray
 from edgemoe.types.experts import ExpertGeometry
-from edgemoe.types.routing import StepRouting
+from edgemoe.types.step import StepRouting
 from tools.bench.stall import CONTENDERS, SEED, Model, Runner, learn, open_model
 from tools.bench.stats import interval
 

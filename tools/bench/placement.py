@@ -47,7 +47,7 @@ from edgemoe.policy.replacement.traffic import TrafficCounts
 from edgemoe.replay.trace import load
 from edgemoe.types.arrays import IntArray
 from edgemoe.types.experts import ExpertGeometry
-from edgemoe.types.routing import StepMeta, StepRouting
+from edgemoe.types.step import StepMeta, StepRouting
 from edgemoe.worker.cluster import MOST_PAIRS
 from tools.bench.rendezvous_bound import least_rendezvous
 

@@ -43,7 +43,7 @@ from edgemoe.store.manifest import Manifest
 from edgemoe.store.packer import ensure_store
 from edgemoe.telemetry.recorder import Filling, Recorder
 from edgemoe.types.request import Emission, Request, Sampling
-from edgemoe.types.routing import StepRouting
+from edgemoe.types.step import StepRouting
 from edgemoe.worker import assemble as worker
 from tools.bench.stats import interval
 

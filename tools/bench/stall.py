@@ -62,7 +62,7 @@ from edgemoe.telemetry.metrics import LEARNED_ETA, named
 from edgemoe.telemetry.recorder import Recorder
 from edgemoe.types.experts import ExpertGeometry, Store, Tier
 from edgemoe.types.model_info import ServedModel
-from edgemoe.types.routing import StepRouting
+from edgemoe.types.step import StepRouting
 from tools.bench.make_model import make_config
 from tools.bench.stats import interval
 from tools.demo_model import corpus

@@ -39,7 +39,7 @@ from edgemoe.replay.box import BoxSpec, Counts, ReplayBox
 from edgemoe.replay.run import Replay, ReplayedStep
 from edgemoe.telemetry.recorder import Recorder
 from edgemoe.telemetry.recording import Header
-from edgemoe.types.routing import StepRouting
+from edgemoe.types.step import StepRouting
 from tools.bench.live_gap import GB, recorded, teach
 from tools.bench.stall import SEED, Contender, Runner, learn, open_model
 from tools.bench.stats import interval

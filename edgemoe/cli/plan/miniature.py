@@ -31,7 +31,7 @@ from edgemoe.model.kv import DTYPES
 from edgemoe.policy.baselines import LRU
 from edgemoe.types.encoding import Encoding
 from edgemoe.types.experts import LivePolicy, Tier
-from edgemoe.types.routing import StepRouting
+from edgemoe.types.step import StepRouting
 
 STREAM = fields("address", "sums")
 STREAM_WORDS = 1 << 15

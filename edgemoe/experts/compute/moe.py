@@ -28,8 +28,7 @@ from edgemoe.kernels.cpu.steps.expert_table import ExpertTable
 from edgemoe.types.arrays import FloatArray, IntArray
 from edgemoe.types.experts import ExpertGeometry, ExpertId, Move, Tier
 from edgemoe.types.peers import work_units
-from edgemoe.types.routing import StepMeta, StepRouting
-from edgemoe.types.step import ExpertSlots
+from edgemoe.types.step import ExpertSlots, StepMeta, StepRouting
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from edgemoe.experts.compute.dispatch import Group
 from edgemoe.experts.tiers.slots import BoolArray
 from edgemoe.types.arrays import FloatArray, IntArray
 from edgemoe.types.experts import ExpertGeometry
-from edgemoe.types.routing import StepMeta, StepRouting
+from edgemoe.types.step import StepMeta, StepRouting
 
 
 class Observations:

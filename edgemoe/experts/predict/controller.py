@@ -25,7 +25,7 @@ from edgemoe.experts.tiers.residency import Residency
 from edgemoe.policy.baselines import LRU
 from edgemoe.types.arrays import FloatArray, IntArray
 from edgemoe.types.experts import ExpertGeometry
-from edgemoe.types.routing import StepMeta, StepRouting
+from edgemoe.types.step import StepMeta, StepRouting
 
 log = logging.getLogger(__name__)
 

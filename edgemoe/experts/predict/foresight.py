@@ -35,7 +35,7 @@ from edgemoe.telemetry import metrics as names
 from edgemoe.telemetry.metrics import named
 from edgemoe.types.arrays import FloatArray, IntArray
 from edgemoe.types.experts import ExpertGeometry
-from edgemoe.types.routing import StepMeta, StepRouting
+from edgemoe.types.step import StepMeta, StepRouting
 
 SHARE = 0.03  # of a step's time that `work` may cost, on average,
 STALL_SHARE = 0.2  # but of its stall, in which a core has nothing else to do

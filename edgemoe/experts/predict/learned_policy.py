@@ -15,7 +15,7 @@ from edgemoe.experts.predict.foresight import Foresight, share_of
 from edgemoe.experts.predict.fusion import Blend
 from edgemoe.experts.predict.next_use import Ids, NextUsePredictor
 from edgemoe.types.arrays import FloatArray, IntArray
-from edgemoe.types.routing import StepMeta, StepRouting
+from edgemoe.types.step import StepMeta, StepRouting
 
 Clock = Callable[[], float]
 

@@ -23,7 +23,7 @@ from edgemoe.experts.predict.next_use_step import TRACKS
 from edgemoe.experts.predict.online_mlp import DECAY
 from edgemoe.experts.predict.routing_memory import NONE, RoutingMemory
 from edgemoe.types.arrays import FloatArray, IntArray
-from edgemoe.types.routing import StepRouting
+from edgemoe.types.step import StepRouting
 
 NEIGHBOURS = 48  # tokens of the past that count, the likeliest
 WEIGHT = 0.4  # of the network's log odds against the online learner's; the best on the last part of a training half

@@ -25,8 +25,8 @@ from edgemoe.experts.tiers.slab import HostSlab
 from edgemoe.experts.tiers.slots import SlotPool, Transfer
 from edgemoe.policy.baselines import LRU
 from edgemoe.types.experts import Tier
-from edgemoe.types.routing import StepMeta
 from edgemoe.types.size_classes import SlabLayout
+from edgemoe.types.step import StepMeta
 
 STRIDE, SLOTS = 4096, 3
 COPY_S, KERNEL_PIECES = 2e-3, 5  # of one expert; of one layer

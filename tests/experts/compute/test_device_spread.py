@@ -18,7 +18,7 @@ from edgemoe.experts.compute import device_spread
 from edgemoe.experts.compute.device_spread import LEAST_GAIN, spread
 from edgemoe.experts.tiers.dealing import deal
 from edgemoe.types.arrays import FloatArray, IntArray
-from edgemoe.types.routing import StepMeta
+from edgemoe.types.step import StepMeta
 
 
 def together(pairs: FloatArray, device_of: IntArray) -> float:

@@ -13,7 +13,7 @@ from edgemoe.experts.build import ExpertTiers, TierMemory
 from edgemoe.experts.compute.emulated import DeviceTime
 from edgemoe.policy.baselines import LRU
 from edgemoe.types.experts import Tier
-from edgemoe.types.routing import StepMeta
+from edgemoe.types.step import StepMeta
 from tests.support.tiers_kit import SMALL, FileStore, Weights, emulated, running
 
 READ_S = 2e-3  # of one expert

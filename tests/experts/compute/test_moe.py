@@ -20,7 +20,7 @@ from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.store.packer import pack
 from edgemoe.store.reader import ExpertStore
 from edgemoe.types.experts import ExpertGeometry, ExpertId, Move, Tier
-from edgemoe.types.routing import StepMeta
+from edgemoe.types.step import StepMeta
 
 BUDGETS = [  # slots of RAM, of the devices; there are 24 experts
     (24, ()),

@@ -30,7 +30,7 @@ from edgemoe.experts.tiers.slots import SlotPool
 from edgemoe.telemetry import metrics as names
 from edgemoe.types.arrays import FloatArray
 from edgemoe.types.experts import ExpertGeometry, ExpertId, Move, Tier
-from edgemoe.types.routing import StepMeta, StepRouting
+from edgemoe.types.step import StepMeta, StepRouting
 
 L, E, K = 3, 12, 2
 SIZES = ExpertGeometry(L, E, K, hidden=16, width=16, dtype="float32")  # of one page, as slots are

@@ -14,7 +14,7 @@ from edgemoe.experts.predict.next_use import NextUsePredictor, link_predictor
 from edgemoe.experts.predict.next_use_step import TRACKS
 from edgemoe.replay.run import Replay, ReplayedStep
 from edgemoe.types.experts import ExpertGeometry
-from edgemoe.types.routing import StepMeta, StepRouting
+from edgemoe.types.step import StepMeta, StepRouting
 
 L, E, K = 3, 70, 4  # more experts than a word has bits
 Ids = npt.NDArray[np.int16]

@@ -17,7 +17,7 @@ from edgemoe.telemetry import metrics as names
 from edgemoe.telemetry.metrics import named
 from edgemoe.types.arrays import FloatArray, IntArray
 from edgemoe.types.experts import ExpertGeometry, ExpertId, Move, Tier
-from edgemoe.types.routing import StepMeta, StepRouting
+from edgemoe.types.step import StepMeta, StepRouting
 
 L, E, K = 3, 12, 2
 SIZES = ExpertGeometry(L, E, K, hidden=16, width=16, dtype="float32")

@@ -27,7 +27,7 @@ from edgemoe.telemetry import metrics as names
 from edgemoe.types.encoding import ENCODINGS
 from edgemoe.types.experts import ExpertGeometry
 from edgemoe.types.model_info import ServedModel
-from edgemoe.types.routing import StepMeta, StepRouting
+from edgemoe.types.step import StepMeta, StepRouting
 
 L, E, K, V, D = 3, 8, 2, 40, 16
 SIZES = ExpertGeometry(L, E, K, hidden=D, width=D, dtype="float32")

@@ -26,7 +26,7 @@ from edgemoe.telemetry import metrics as names
 from edgemoe.telemetry.metrics import named
 from edgemoe.types.arrays import BoolArray, FloatArray, IntArray
 from edgemoe.types.experts import ExpertGeometry
-from edgemoe.types.routing import StepMeta, StepRouting
+from edgemoe.types.step import StepMeta, StepRouting
 
 log = logging.getLogger(__name__)
 THIS_STEP, NEXT_STEP = 0, 1  # horizons of ScoutGate

@@ -29,7 +29,7 @@ from edgemoe.telemetry import metrics as names
 from edgemoe.telemetry.metrics import named
 from edgemoe.types.arrays import FloatArray, IntArray
 from edgemoe.types.model_info import ServedModel
-from edgemoe.types.routing import StepMeta, StepRouting
+from edgemoe.types.step import StepMeta, StepRouting
 
 NOTES = 64  # that may wait for the thread; older ones are dropped
 SAVE_S = 60.0  # between two times that the score is kept

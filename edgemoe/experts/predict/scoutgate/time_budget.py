@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from edgemoe.types.routing import StepRouting
+from edgemoe.types.step import StepRouting
 
 SHARE = 0.03  # of a step's time that forecasting may cost, on average,
 STALL_SHARE = 0.2  # but of its stall, in which a core has nothing else to do
