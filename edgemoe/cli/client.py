@@ -19,7 +19,7 @@ import httpx
 from edgemoe.config.loading import load
 from edgemoe.errors import EdgemoeError, ServiceError
 from edgemoe.types.arrays import Json
-from edgemoe.types.loading import loading_text
+from edgemoe.types.model_info import loading_text
 
 SERVICE_SOCKET = Path("/run/edgemoe/edgemoe.sock")
 _CONNECT_TIMEOUT_S, _SILENCE_TIMEOUT_S = 5.0, 900.0

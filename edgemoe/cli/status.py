@@ -21,8 +21,7 @@ from edgemoe.config.sizes import format_size
 from edgemoe.telemetry import metrics as names
 from edgemoe.telemetry.metrics import select
 from edgemoe.types.arrays import Json
-from edgemoe.types.loading import loading_text
-from edgemoe.types.model_info import encodings_text
+from edgemoe.types.model_info import encodings_text, loading_text
 
 WATCH_S = 2.0
 RATES_S = 1.0  # between two readings of counters

@@ -36,8 +36,7 @@ from edgemoe.front.request_router import RequestRouter
 from edgemoe.front.requests.submission import LoggedSubmission
 from edgemoe.front.restart_backoff import RestartBackoff, keeps_failing
 from edgemoe.ticking import until_tick
-from edgemoe.types.loading import loading_text
-from edgemoe.types.model_info import ModelInfo
+from edgemoe.types.model_info import ModelInfo, loading_text
 from edgemoe.types.request import Emission, Request, RequestLimits
 
 log = logging.getLogger(__name__)

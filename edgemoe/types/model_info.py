@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -49,3 +50,10 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     dense_encoding: Word = ""  # of the dense matrices; "": `dtype`
     kv_dtype: Word = ""  # of keys and values
     layer_bytes: LayerBytes = ()  # of an expert of each layer, as it lies in memory
+
+
+def loading_text(at: Mapping[str, Any]) -> str:
+    """Returns the phase, its share, what is under way, and the seconds of the phase, of /health's "loading"."""
+    share = f" {at['fraction']:.0%}" if at["fraction"] else ""
+    detail = f" ({at['detail']})" if at.get("detail") else ""
+    return f"{at['phase']}{share}{detail}, for {at.get('phase_s', 0.0):.0f} s"

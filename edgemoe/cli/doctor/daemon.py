@@ -15,7 +15,7 @@ from edgemoe.config.settings import ClusterSettings
 from edgemoe.errors import EdgemoeError
 from edgemoe.front.peers_list import listed
 from edgemoe.types.arrays import Json
-from edgemoe.types.loading import loading_text
+from edgemoe.types.model_info import loading_text
 
 REACH_S = 2.0
 NEAR_S, FAR_S = 1.0, 60.0  # by how much two boxes' clocks may be apart
