@@ -7,6 +7,10 @@ slow estimate; a fast one keeps the faster estimate.
 
 from __future__ import annotations
 
+import numpy as np
+
+from edgemoe.types.arrays import FloatArray, IntArray
+
 RECENT = 0.2  # weight of the newest measurement
 FADE_S = 10.0  # in which an old, slow estimate loses half its distance from the first assumption
 
@@ -29,3 +33,12 @@ class UnitTime:
         """Adds a measurement: a unit took `unit_s`."""
         expected_s = self.at(now_s)
         self.mean_s, self._measured_s = expected_s + RECENT * (unit_s - expected_s), now_s
+
+
+TOKENS_PER_READ = 8  # tokens that an expert computes in the time of reading its weights
+
+
+def work_units(offsets: IntArray) -> FloatArray:
+    """Returns the cost of computing each expert [n], in reads of one expert's weights; `offsets` [n + 1]."""
+    units: FloatArray = np.maximum(1.0, np.diff(offsets) / TOKENS_PER_READ).astype(np.float32)
+    return units

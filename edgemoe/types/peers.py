@@ -60,12 +60,3 @@ class ExpertPeers(Protocol):
 
     def call(self, node: str, work: ExpertWork, answers: SimpleQueue[RemoteCall]) -> RemoteCall:
         """Sends work to a peer. Puts the call into `answers` when it has a result or an error."""
-
-
-TOKENS_PER_READ = 8  # tokens that an expert computes in the time of reading its weights
-
-
-def work_units(offsets: IntArray) -> FloatArray:
-    """Returns the cost of computing each expert [n], in reads of one expert's weights; `offsets` [n + 1]."""
-    units: FloatArray = np.maximum(1.0, np.diff(offsets) / TOKENS_PER_READ).astype(np.float32)
-    return units

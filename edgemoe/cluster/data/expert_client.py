@@ -22,10 +22,11 @@ from edgemoe.cluster.rpc.envelope import Buffer
 from edgemoe.cluster.rpc.sparing_log import SparingLog
 from edgemoe.cluster.rpc.transport import Answer
 from edgemoe.errors import EdgemoeError, PeerRefused, PeerUnavailable
+from edgemoe.telemetry.unit_time import work_units
 from edgemoe.ticking import until_tick
 from edgemoe.types.arrays import BoolArray, FloatArray, IntArray
 from edgemoe.types.model_info import ServedModel
-from edgemoe.types.peers import ExpertWork, Offer, RemoteCall, work_units
+from edgemoe.types.peers import ExpertWork, Offer, RemoteCall
 
 log = logging.getLogger(__name__)
 HELLO_S = 1.0  # between hellos to each peer

@@ -20,9 +20,9 @@ from edgemoe.cluster.data.messages import CallMessage, Result
 from edgemoe.cluster.rpc.sparing_log import SparingLog
 from edgemoe.cluster.rpc.transport import Answer, Question
 from edgemoe.errors import EdgemoeError, PeerBusy, PeerRefused
-from edgemoe.telemetry.unit_time import UnitTime
+from edgemoe.telemetry.unit_time import UnitTime, work_units
 from edgemoe.types.experts import ExpertGeometry
-from edgemoe.types.peers import ExpertWork, work_units
+from edgemoe.types.peers import ExpertWork
 
 log = logging.getLogger(__name__)
 QUEUE_CALLS = 256  # that wait; beyond it calls are refused as busy

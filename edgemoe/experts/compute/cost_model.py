@@ -19,9 +19,8 @@ from edgemoe.experts.transfer.links import Clock, TierLink
 from edgemoe.experts.transfer.loader import ExpertLoader
 from edgemoe.policy.resolve import CostMatrix as CostArray
 from edgemoe.policy.resolve import Ways, finish_s, resolve
-from edgemoe.telemetry.unit_time import UnitTime
+from edgemoe.telemetry.unit_time import UnitTime, work_units
 from edgemoe.types.arrays import FloatArray, IntArray
-from edgemoe.types.peers import work_units
 
 COMPUTE, DISK, BULK, FIRST_LINK = range(4)  # channels; the links are followed by what the caller adds
 TOP, CPU, FIRST_ELSEWHERE = range(3)  # ways; TOP: on the fastest tier, which the expert is brought to

@@ -12,8 +12,8 @@ from edgemoe.experts.compute.dispatch import Compute, Group
 from edgemoe.experts.tiers.residency import Residency
 from edgemoe.experts.tiers.slots import BoolArray
 from edgemoe.kernels.cpu.expert_math import ExpertMath
+from edgemoe.telemetry.unit_time import work_units
 from edgemoe.types.arrays import IntArray
-from edgemoe.types.peers import work_units
 
 NO_SLOTS: IntArray = np.empty(0, np.int64)
 

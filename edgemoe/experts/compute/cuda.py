@@ -20,9 +20,9 @@ from edgemoe.experts.compute.gpu_calls import GpuCalls, ResidentSlots
 from edgemoe.experts.compute.pinning import ignore_progress
 from edgemoe.experts.tiers.slab import HostSlab
 from edgemoe.kernels.cpu.expert_math import ExpertMath
+from edgemoe.telemetry.unit_time import work_units
 from edgemoe.types.arrays import IntArray
 from edgemoe.types.experts import ExpertGeometry
-from edgemoe.types.peers import work_units
 from edgemoe.types.size_classes import SlabLayout
 
 

@@ -16,8 +16,8 @@ import torch
 from edgemoe.experts.compute.dispatch import Group, HostCompute, Spent
 from edgemoe.experts.transfer.links import Clock
 from edgemoe.kernels.cpu.expert_math import ExpertMath, ExpertSlab
+from edgemoe.telemetry.unit_time import work_units
 from edgemoe.types.arrays import IntArray
-from edgemoe.types.peers import work_units
 
 
 class DeviceTime:

@@ -25,9 +25,9 @@ from edgemoe.experts.tiers.slots import BoolArray
 from edgemoe.experts.transfer.idle_window import IdleWindow
 from edgemoe.experts.transfer.loader import ExpertLoader
 from edgemoe.kernels.cpu.steps.expert_table import ExpertTable
+from edgemoe.telemetry.unit_time import work_units
 from edgemoe.types.arrays import FloatArray, IntArray
 from edgemoe.types.experts import ExpertGeometry, ExpertId, Move, Tier
-from edgemoe.types.peers import work_units
 from edgemoe.types.step import ExpertSlots, StepMeta, StepRouting
 
 

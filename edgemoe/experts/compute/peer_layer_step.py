@@ -24,9 +24,10 @@ from edgemoe.experts.tiers.residency import Residency
 from edgemoe.experts.tiers.slots import BoolArray
 from edgemoe.policy.resolve import CostMatrix as CostArray
 from edgemoe.policy.resolve import Ways, candidates, resolve
+from edgemoe.telemetry.unit_time import work_units
 from edgemoe.types.arrays import FloatArray, IntArray
 from edgemoe.types.experts import ExpertGeometry, Tier
-from edgemoe.types.peers import ExpertPeers, ExpertWork, Offer, RemoteCall, work_units
+from edgemoe.types.peers import ExpertPeers, ExpertWork, Offer, RemoteCall
 
 HERE = -1
 # Calls on many rows are cut, so that both ways of the link and the peer work side by side: what the last part still
