@@ -6,18 +6,18 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, NamedTuple, Protocol
 
-from edgemoe.types.glimpse import Glimpse
 from edgemoe.types.model_info import ModelInfo
 from edgemoe.types.request import Emission, Request, RequestLimits
+from edgemoe.types.snapshot import EngineSnapshot
 
 State = Literal["loading", "ready", "draining", "failed", "stalled"]
 
 
-class Sight(NamedTuple):
+class BoxSnapshot(NamedTuple):
     """What is seen of a box's engine; `box` is its name, "" of one that is in no cluster."""
 
     box: str
-    glimpse: Glimpse | None  # None while nothing is known
+    snapshot: EngineSnapshot | None  # None while nothing is known
 
 
 class Submission(Protocol):
@@ -58,7 +58,7 @@ class Backend(Protocol):
         Raises ReloadRefused, EngineUnavailable.
         """
 
-    def look(self) -> Sequence[Sight]:
+    def look(self) -> Sequence[BoxSnapshot]:
         """Returns what engines show of themselves, this box's first, and asks them for more."""
 
     async def reach(self) -> Sequence[dict[str, Any]]:

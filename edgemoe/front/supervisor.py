@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from edgemoe.api.backend import Sight, State
+from edgemoe.api.backend import BoxSnapshot, State
 from edgemoe.cluster.rpc.control_messages import Shown
 from edgemoe.cluster.rpc.engine_messages import Emissions, FromEngine, Ready, Reload, Stop, ToCluster
 from edgemoe.cluster.rpc.sparing_log import SparingLog
@@ -125,7 +125,7 @@ class Supervisor:
         """Opens requests as RequestLog.open does."""
         return self.request_log.open(requests, timeout_s)
 
-    def look(self) -> Sequence[Sight]:
+    def look(self) -> Sequence[BoxSnapshot]:
         """Returns what engines show of themselves, and asks for more."""
         return self._lookout.look()
 

@@ -51,7 +51,7 @@ from edgemoe.types.request import Emission, Request, Sampling
 from edgemoe.types.step import BLOCK_TOKENS
 from edgemoe.worker.assemble import Assembly, assemble
 from edgemoe.worker.cluster import ClusterSide
-from edgemoe.worker.glimpses import Glimpses
+from edgemoe.worker.snapshot_feed import SnapshotFeed
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class Worker:
         self._stop_asked = asyncio.Event()
         self._reload_asked = asyncio.Event()
         self._side: ClusterSide | None = None  # towards other boxes
-        self._glimpses: Glimpses | None = None  # from when there is something to see
+        self._snapshots: SnapshotFeed | None = None  # from when there is something to see
 
     async def run(self) -> int:
         """Serves until stopped. Returns the exit status."""
@@ -109,8 +109,8 @@ class Worker:
                 self._side = ClusterSide(self._settings.cluster, self._boot.boot_id, assembly, self._wire.post)
                 self._side.listen()
                 helpers.append(tasks.create_task(self._side.run(), name="cluster"))
-            self._glimpses = Glimpses(assembly.engine, assembly.tiers, self._wire.post)
-            helpers.append(tasks.create_task(self._glimpses.run(), name="glimpses"))
+            self._snapshots = SnapshotFeed(assembly.engine, assembly.tiers, self._wire.post)
+            helpers.append(tasks.create_task(self._snapshots.run(), name="snapshots"))
             helpers.append(tasks.create_task(self._listen(assembly), name="listen"))
             await self._warm_up(assembly)
             refuse_pickle()
@@ -232,8 +232,8 @@ class Worker:
             case Ping():
                 self._wire.post(self._stats(assembly))
             case Show():
-                if self._glimpses is not None:
-                    self._glimpses.look()
+                if self._snapshots is not None:
+                    self._snapshots.look()
             case Reload():
                 self._reload_asked.set()
             case PeerList() | Plan() | PullPrefix() | FindPrefix():

@@ -17,7 +17,7 @@ import pytest
 import pytest_asyncio
 
 from edgemoe.api.app import Api, build
-from edgemoe.api.backend import Sight
+from edgemoe.api.backend import BoxSnapshot
 from edgemoe.api.endpoints.events import MOST_LOOKERS, LookerMemory, LookEvents
 from edgemoe.api.http.origins import Origins
 from edgemoe.api.http.page import FILES, PAGE
@@ -29,8 +29,8 @@ from edgemoe.config.settings import ApiSettings
 from edgemoe.errors import QueueFull
 from edgemoe.front.main import Front
 from edgemoe.policy.shares import most_of
-from edgemoe.types.glimpse import COMING, IN_RAM, ON_DISK, USE_BITS, Glimpse, ShownRequest
 from edgemoe.types.principal import Principal
+from edgemoe.types.snapshot import COMING, IN_RAM, ON_DISK, USE_BITS, EngineSnapshot, RequestProgress
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 KEY = {"authorization": "Bearer 0123456789abcdef"}
@@ -41,13 +41,13 @@ class Looked:
     """A backend that shows what it is given."""
 
     state = "ready"
-    sights: list[Sight] = []  # noqa: RUF012
+    snapshots: list[BoxSnapshot] = []  # noqa: RUF012
 
     def metrics(self) -> dict[str, float]:
         return {"edgemoe_num_requests_running": 1.0}
 
-    def look(self) -> list[Sight]:
-        return self.sights
+    def look(self) -> list[BoxSnapshot]:
+        return self.snapshots
 
     def describe(self) -> dict[str, Any]:
         return {"status": self.state}
@@ -210,10 +210,10 @@ async def test_events_have_nothing_of_what_users_say_or_are_answered(
 
 async def test_only_what_has_changed_is_told_again() -> None:
     memory, cells = LookerMemory(0.0), bytes((IN_RAM, IN_RAM | COMING | 9 << USE_BITS))
-    seen = Glimpse(layers=1, experts=2, cells=cells, requests=(ShownRequest("waiting", 1.0, 2, 0, 0),))
-    assert [box["cells"] for box in memory.boxes([Sight("a", seen), Sight("b", None)])] == [cells]
-    assert list(memory.boxes([Sight("a", seen)])) == []
-    (later,) = memory.boxes([Sight("a", msgspec.structs.replace(seen, requests=()))])
+    seen = EngineSnapshot(layers=1, experts=2, cells=cells, requests=(RequestProgress("waiting", 1.0, 2, 0, 0),))
+    assert [box["cells"] for box in memory.boxes([BoxSnapshot("a", seen), BoxSnapshot("b", None)])] == [cells]
+    assert list(memory.boxes([BoxSnapshot("a", seen)])) == []
+    (later,) = memory.boxes([BoxSnapshot("a", msgspec.structs.replace(seen, requests=()))])
     assert (later["requests"], "cells" in later) == ((), False)
     assert memory.state({"status": "ready"}, {"x": 1.0, "y": 2.0})["figures"] == {"x": 1.0, "y": 2.0}
     again = memory.state({"status": "ready"}, {"x": 1.0, "y": 3.0})

@@ -54,9 +54,9 @@ from edgemoe.cluster.rpc.messages.choices import (
 from edgemoe.cluster.rpc.messages.hand_over import LastChunk, PrefixPulled, PullPrefix
 from edgemoe.config.settings import Settings
 from edgemoe.policy.routing.told import shares_of
-from edgemoe.types.glimpse import IN_RAM, ON_DISK, Glimpse, ShownRequest
 from edgemoe.types.model_info import ModelInfo
 from edgemoe.types.request import Emission, Request, TokenLogprob
+from edgemoe.types.snapshot import IN_RAM, ON_DISK, EngineSnapshot, RequestProgress
 
 STEP_S = float(os.environ.get("SCRIPTED_STEP_S", "0.002"))
 CONTEXT = int(os.environ.get("SCRIPTED_CONTEXT", "4096"))
@@ -148,9 +148,9 @@ class Scripted:
             elif isinstance(message, Cancel):
                 self.running.pop(message.request, None)
             elif isinstance(message, Show):
-                requests = tuple(ShownRequest("decode", 0.0, 1, 1, one.index) for one in self.running.values())
+                requests = tuple(RequestProgress("decode", 0.0, 1, 1, one.index) for one in self.running.values())
                 cells = bytes((ON_DISK, IN_RAM)) * 8
-                self.end.post(Shown(Glimpse(layers=2, experts=8, cells=cells, requests=requests)))
+                self.end.post(Shown(EngineSnapshot(layers=2, experts=8, cells=cells, requests=requests)))
             elif isinstance(message, Reload):
                 self.end.post(Reloaded(message="loaded again"))
         stepping.cancel()

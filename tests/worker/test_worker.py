@@ -194,7 +194,7 @@ async def check_manners(child: Child) -> None:
     assert reloaded.refused
     assert "cache.scoutgate is not set" in reloaded.message
     child.tell(Show())
-    assert len((await child.hear(Shown)).glimpse.cells) == 3 * 6
+    assert len((await child.hear(Shown)).snapshot.cells) == 3 * 6
     child.process.send_signal(signal.SIGTERM)  # the front's business alone
     child.tell(Stop())
     assert await asyncio.wait_for(child.process.wait(), ANSWER_S) == 0

@@ -3,8 +3,8 @@
     hello   once: the release
     state   every second: the seconds since the first, figures by their metrics' names, and /health; only what has
             changed since the last one
-    box     twice a second, for each box whose engine shows itself: a `Glimpse`, its cells in base64; only where it has
-            changed, and with no cells where these are as they were
+    box     twice a second, for each box whose engine shows itself: an `EngineSnapshot`, its cells in base64; only
+            where it has changed, and with no cells where these are as they were
 
 Nothing is in them of what users wrote, or were answered.
 """
@@ -24,15 +24,15 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 import edgemoe
-from edgemoe.api.backend import Backend, Sight
+from edgemoe.api.backend import Backend, BoxSnapshot
 from edgemoe.api.http import responding as http
 from edgemoe.api.http.sse import event
 from edgemoe.api.metrics import Metrics
 from edgemoe.errors import QueueFull
 from edgemoe.policy.shares import fits
 from edgemoe.types.arrays import Json
-from edgemoe.types.glimpse import Glimpse
 from edgemoe.types.principal import Principal
+from edgemoe.types.snapshot import EngineSnapshot
 
 EVENTS = "/events"
 MOST_LOOKERS = 16  # at once
@@ -96,7 +96,7 @@ class LookerMemory:
         self._began_s = began_s
         self._figures: dict[str, float] = {}
         self._health: Json = {}
-        self._glimpses: dict[str, Glimpse] = {}
+        self._snapshots: dict[str, EngineSnapshot] = {}
 
     def state(self, health: Json, figures: dict[str, float]) -> Json:
         """Returns the body of a state."""
@@ -107,14 +107,14 @@ class LookerMemory:
         self._figures = figures
         return body
 
-    def boxes(self, sights: Iterable[Sight]) -> Iterator[Json]:
+    def boxes(self, snapshots: Iterable[BoxSnapshot]) -> Iterator[Json]:
         """Yields the bodies of boxes."""
-        for box, glimpse in sights:
-            told = self._glimpses.get(box)
-            if glimpse is None or glimpse == told:
+        for box, snapshot in snapshots:
+            told = self._snapshots.get(box)
+            if snapshot is None or snapshot == told:
                 continue
-            self._glimpses[box] = glimpse
-            body: Json = msgspec.to_builtins(glimpse, builtin_types=(bytes,))
-            if told is not None and told.cells == glimpse.cells:
+            self._snapshots[box] = snapshot
+            body: Json = msgspec.to_builtins(snapshot, builtin_types=(bytes,))
+            if told is not None and told.cells == snapshot.cells:
                 del body["cells"]
             yield {"box": box, **body}

@@ -1,4 +1,4 @@
-// Draws where every expert is: layers down, experts across, a byte each (edgemoe/types/glimpse.py says what is in it).
+// Draws where every expert is: layers down, experts across, a byte each (edgemoe/types/snapshot.py says what is in it).
 
 const PLACES = ["", "elsewhere", "on disk", "in RAM", "in VRAM"];
 const [ELSEWHERE, DISK, RAM, VRAM] = [1, 2, 3, 4];

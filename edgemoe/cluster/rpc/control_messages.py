@@ -53,8 +53,8 @@ from edgemoe.types.bounds import (
     TokenCount,
     Words,
 )
-from edgemoe.types.glimpse import Glimpse
 from edgemoe.types.request import Phases
+from edgemoe.types.snapshot import EngineSnapshot
 
 MAX_PAYLOAD_BYTES = 1 << 20  # of the agreement in one message
 MAX_UNWANTED = 2000  # requests named in one answer; the rest with the next
@@ -274,7 +274,7 @@ class Shown(Message, frozen=True, tag="Shown"):
     """Shows an engine; None where none has shown itself yet. From an engine to its front, too."""
 
     since = 2
-    glimpse: Glimpse | None = None
+    snapshot: EngineSnapshot | None = msgspec.field(default=None, name="glimpse")
 
 
 OfRequests = (

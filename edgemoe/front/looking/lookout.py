@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from edgemoe.api.backend import Sight
+from edgemoe.api.backend import BoxSnapshot
 from edgemoe.cluster.control.plane import ControlPlane
 from edgemoe.cluster.rpc.control_messages import EngineCard, Show, Shown
 from edgemoe.errors import EdgemoeError
 from edgemoe.front.own_engine import EngineDoor
-from edgemoe.types.glimpse import ELSEWHERE, IN_RAM, MAX_CELLS, NO_EXPERT, ON_DISK, Glimpse
 from edgemoe.types.placement import unpack_bits
+from edgemoe.types.snapshot import ELSEWHERE, IN_RAM, MAX_CELLS, NO_EXPERT, ON_DISK, EngineSnapshot
 
 log = logging.getLogger(__name__)
 ASK_EVERY_S, ASK_S = 1.0, 2.0
@@ -33,7 +33,7 @@ class Lookout:
         self._door, self._now = door, now
         self._plane: ControlPlane | None = None
         self._asked_s = self._asked_others_s = float("-inf")
-        self._seen: dict[str, tuple[float, Glimpse]] = {}  # by node: when, what
+        self._seen: dict[str, tuple[float, EngineSnapshot]] = {}  # by node: when, what
 
     def join(self, plane: ControlPlane) -> None:
         """Looks at the other boxes, too, from now on."""
@@ -43,17 +43,17 @@ class Lookout:
         """Takes what our engine shows."""
         self._keep(self._node, seen)
 
-    def look(self) -> list[Sight]:
+    def look(self) -> list[BoxSnapshot]:
         """Returns what is known of each box, ours first, and asks for more."""
         self._ask()
         self._ask_others()
-        sights = [Sight(self._node, self._fresh(self._node))]
+        snapshots = [BoxSnapshot(self._node, self._fresh(self._node))]
         for member in self._plane.state.members if self._plane is not None else ():
             node, card = member.peer.node, member.card
             engine = card.engine if card is not None else None
             if engine is not None and self._is_alive(node):
-                sights.append(Sight(node, self._fresh(node) or announced(engine)))
-        return sights
+                snapshots.append(BoxSnapshot(node, self._fresh(node) or announced(engine)))
+        return snapshots
 
     async def reach(self) -> list[dict[str, Any]]:
         """Returns which ports of other boxes answer, which of ours do there, and how their clocks are."""
@@ -71,14 +71,14 @@ class Lookout:
     def _is_alive(self, node: str) -> bool:
         return self._plane is not None and self._plane.state.members.is_alive(node)
 
-    def _fresh(self, node: str) -> Glimpse | None:
-        seen_s, glimpse = self._seen.get(node, (float("-inf"), None))
-        return glimpse if self._now() - seen_s < OLD_S else None
+    def _fresh(self, node: str) -> EngineSnapshot | None:
+        seen_s, snapshot = self._seen.get(node, (float("-inf"), None))
+        return snapshot if self._now() - seen_s < OLD_S else None
 
     def _keep(self, node: str, seen: Shown) -> None:
-        glimpse = seen.glimpse
-        if glimpse is not None and len(glimpse.cells) in (0, glimpse.layers * glimpse.experts):
-            self._seen[node] = (self._now(), glimpse)
+        snapshot = seen.snapshot
+        if snapshot is not None and len(snapshot.cells) in (0, snapshot.layers * snapshot.experts):
+            self._seen[node] = (self._now(), snapshot)
 
     def _ask(self) -> None:
         if self._now() - self._asked_s >= ASK_EVERY_S:
@@ -105,10 +105,10 @@ class Lookout:
                 self._keep(node, answer.message)
 
 
-def announced(engine: EngineCard) -> Glimpse:
+def announced(engine: EngineCard) -> EngineSnapshot:
     """Returns what a box has announced of its engine: what is on its disk, and what is at home in its RAM."""
     layers, experts = engine.layers, engine.experts
-    nothing = Glimpse(layers=layers, experts=experts, cells=b"")
+    nothing = EngineSnapshot(layers=layers, experts=experts, cells=b"")
     if layers * experts > MAX_CELLS:
         return nothing
     try:
@@ -119,4 +119,4 @@ def announced(engine: EngineCard) -> Glimpse:
     cells = np.where(exists, ELSEWHERE, NO_EXPERT).astype(np.uint8)
     cells[on_disk & exists] = ON_DISK
     cells[in_ram & exists] = IN_RAM
-    return Glimpse(layers=layers, experts=experts, cells=cells.tobytes())
+    return EngineSnapshot(layers=layers, experts=experts, cells=cells.tobytes())

@@ -23,7 +23,7 @@ Phase = Literal["waiting", "prefill", "decode", "paused"]
 TierCounts = Annotated[tuple[Count, ...], Meta(max_length=8)]
 
 
-class ShownRequest(msgspec.Struct, frozen=True):
+class RequestProgress(msgspec.Struct, frozen=True):
     """Says how far a request is; nothing of whose it is or what it says."""
 
     phase: Phase
@@ -33,7 +33,7 @@ class ShownRequest(msgspec.Struct, frozen=True):
     emitted: TokenCount
 
 
-class Glimpse(msgspec.Struct, frozen=True, kw_only=True):
+class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """An engine as it is at one moment."""
 
     layers: Small
@@ -41,4 +41,4 @@ class Glimpse(msgspec.Struct, frozen=True, kw_only=True):
     cells: Cells  # [L, E]; empty of a model that has more than MAX_CELLS
     served: TierCounts = ()  # expert calls so far, by the tier that had the expert: VRAM, RAM, NVMe
     tokens: Count = 0  # decoded so far
-    requests: Annotated[tuple[ShownRequest, ...], Meta(max_length=MAX_SHOWN)] = ()  # running, then waiting
+    requests: Annotated[tuple[RequestProgress, ...], Meta(max_length=MAX_SHOWN)] = ()  # running, then waiting

@@ -16,10 +16,10 @@ from edgemoe.cluster.rpc.control_messages import Shown
 from edgemoe.cluster.rpc.engine_messages import FromEngine
 from edgemoe.experts.build import ExpertTiers
 from edgemoe.types.experts import ExpertGeometry, Tier
-from edgemoe.types.glimpse import IN_RAM, IN_VRAM, ON_DISK, USE_BITS, Glimpse
+from edgemoe.types.snapshot import IN_RAM, IN_VRAM, ON_DISK, USE_BITS, EngineSnapshot
 from edgemoe.types.step import BLOCK_TOKENS
-from edgemoe.worker import glimpses as module
-from edgemoe.worker.glimpses import Glimpses
+from edgemoe.worker import snapshot_feed as module
+from edgemoe.worker.snapshot_feed import SnapshotFeed
 
 SIZES = ExpertGeometry(SPEC.layers, ROUTER.experts, ROUTER.top_k, hidden=32, width=24, dtype="float32")
 RAM, VRAM = 5, 2  # slots
@@ -35,16 +35,16 @@ def tiers() -> Iterator[ExpertTiers]:
         yield made
 
 
-def looking(drive: Drive, tiers: ExpertTiers) -> Glimpses:
-    return Glimpses(drive.engine, tiers, lambda _: None)
+def looking(drive: Drive, tiers: ExpertTiers) -> SnapshotFeed:
+    return SnapshotFeed(drive.engine, tiers, lambda _: None)
 
 
-def cells(seen: Glimpse) -> npt.NDArray[np.uint8]:
+def cells(seen: EngineSnapshot) -> npt.NDArray[np.uint8]:
     return np.frombuffer(seen.cells, np.uint8).reshape(seen.layers, seen.experts)
 
 
 def test_each_expert_is_shown_at_the_best_place_that_has_it(tiers: ExpertTiers) -> None:
-    seen = cells(looking(Drive(), tiers).glimpse())
+    seen = cells(looking(Drive(), tiers).snapshot())
     in_ram, in_vram = (tiers.residency.resident_mask(tier) for tier in (Tier.RAM, Tier.VRAM))
     assert in_vram.sum() == VRAM
     assert np.array_equal(seen, np.where(in_vram, IN_VRAM, np.where(in_ram, IN_RAM, ON_DISK)))
@@ -60,11 +60,11 @@ def test_use_is_what_the_blocks_say_that_were_filled_last(tiers: ExpertTiers, ch
     end = chunk // BLOCK_TOKENS
     counts = drive.engine.blocks.signatures[seq.blocks[max(0, end - 2) : end]].sum(axis=0)
     assert len(seq.blocks) > end
-    use = cells(eyes.glimpse()) >> USE_BITS
+    use = cells(eyes.snapshot()) >> USE_BITS
     assert np.array_equal(use > 0, counts > 0)
     assert [int(row[most]) for row, most in zip(use, counts.argmax(axis=1), strict=True)] == use.max(axis=1).tolist()
     drive.run()
-    assert np.array_equal(cells(eyes.glimpse()) >> USE_BITS, use), "what was seen stays while nothing runs"
+    assert np.array_equal(cells(eyes.snapshot()) >> USE_BITS, use), "what was seen stays while nothing runs"
 
 
 def test_requests_are_shown_by_how_far_they_are(tiers: ExpertTiers) -> None:
@@ -75,21 +75,21 @@ def test_requests_are_shown_by_how_far_they_are(tiers: ExpertTiers) -> None:
     told = []
     for _ in range(3):
         drive.step()
-        told.append([(one.phase, one.prompt_tokens, one.computed, one.emitted) for one in eyes.glimpse().requests])
+        told.append([(one.phase, one.prompt_tokens, one.computed, one.emitted) for one in eyes.snapshot().requests])
     waiting = ("waiting", 50, 0, 0)
     assert told == [
         [("prefill", 40, 32, 0), waiting],
         [("decode", 40, 40, 1), waiting],
         [("decode", 40, 41, 2), waiting],
     ]
-    assert eyes.glimpse().tokens == 1
+    assert eyes.snapshot().tokens == 1
 
 
 async def test_nothing_is_posted_but_for_a_while_after_somebody_looked(
     tiers: ExpertTiers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     posted: list[FromEngine] = []
-    eyes = Glimpses(Drive().engine, tiers, posted.append)
+    eyes = SnapshotFeed(Drive().engine, tiers, posted.append)
     running_on = asyncio.ensure_future(eyes.run())
     monkeypatch.setattr(module, "LOOK_S", 0.0)
     eyes.look()
@@ -99,5 +99,5 @@ async def test_nothing_is_posted_but_for_a_while_after_somebody_looked(
     monkeypatch.setattr(module, "LOOK_S", 60.0)
     eyes.look()
     await until(lambda: len(posted) > 1)
-    assert all(isinstance(one, Shown) and one.glimpse.cells for one in posted)
+    assert all(isinstance(one, Shown) and one.snapshot.cells for one in posted)
     running_on.cancel()

@@ -21,7 +21,7 @@ from edgemoe.engine.sequence import blocks_for
 from edgemoe.experts.build import ExpertTiers
 from edgemoe.types.arrays import BoolArray, FloatArray
 from edgemoe.types.experts import Tier
-from edgemoe.types.glimpse import (
+from edgemoe.types.snapshot import (
     COMING,
     ELSEWHERE,
     IN_RAM,
@@ -32,9 +32,9 @@ from edgemoe.types.glimpse import (
     NO_EXPERT,
     ON_DISK,
     USE_BITS,
-    Glimpse,
+    EngineSnapshot,
     Phase,
-    ShownRequest,
+    RequestProgress,
 )
 
 LOOK_S = 3.0  # that one Show lasts
@@ -44,8 +44,8 @@ SAMPLE_SEQUENCES, SAMPLE_BLOCKS = 32, 2  # whose use is looked at, and how many 
 MEAN_USE = 8  # in a cell, of what is used as much as the mean of its layer
 
 
-class Glimpses:
-    """Posts a glimpse every half second for LOOK_S after each `look`."""
+class SnapshotFeed:
+    """Posts a snapshot every half second for LOOK_S after each `look`."""
 
     def __init__(self, engine: Engine, tiers: ExpertTiers, post: Callable[[FromEngine], None]) -> None:
         self._engine, self._tiers, self._post = engine, tiers, post
@@ -64,15 +64,15 @@ class Glimpses:
             await self._asked.wait()
             self._asked.clear()
             while time.monotonic() < self._until_s:
-                self._post(Shown(self.glimpse()))
+                self._post(Shown(self.snapshot()))
                 await asyncio.sleep(EVERY_S)
 
-    def glimpse(self) -> Glimpse:
+    def snapshot(self) -> EngineSnapshot:
         """Returns the engine as it is."""
         residency, scheduler = self._tiers.residency, self._engine.scheduler
         self._note_use(scheduler.running[:SAMPLE_SEQUENCES])
         there = self._use.shape
-        return Glimpse(
+        return EngineSnapshot(
             layers=there[0],
             experts=there[1],
             cells=self._cells().tobytes() if there[0] * there[1] <= MAX_CELLS else b"",
@@ -119,13 +119,13 @@ def cells(
     return grid
 
 
-def shown(sequences: Iterable[RunningSequence]) -> tuple[ShownRequest, ...]:
+def shown(sequences: Iterable[RunningSequence]) -> tuple[RequestProgress, ...]:
     """Returns how far requests are, the first MAX_SHOWN of them."""
     now_s = time.monotonic()
     return tuple(_shown(seq, now_s) for seq, _ in zip(sequences, range(MAX_SHOWN), strict=False))
 
 
-def _shown(seq: RunningSequence, now_s: float) -> ShownRequest:
+def _shown(seq: RunningSequence, now_s: float) -> RequestProgress:
     phase: Phase
     if seq.decoding:
         phase = "decode"
@@ -133,4 +133,4 @@ def _shown(seq: RunningSequence, now_s: float) -> ShownRequest:
         phase = "prefill"
     else:
         phase = "paused" if seq.started else "waiting"
-    return ShownRequest(phase, max(0.0, now_s - seq.arrived_s), seq.prompt_tokens, seq.computed, max(0, seq.emitted))
+    return RequestProgress(phase, max(0.0, now_s - seq.arrived_s), seq.prompt_tokens, seq.computed, max(0, seq.emitted))
