@@ -99,8 +99,8 @@ LAYERS: dict[str, set[str]] = {
 COMPOSERS = {  # put rooms together, or are a process: may import any
     "__main__",
     "cli",
-    "cluster.control.planning.child",
-    "cluster.control.planning.fit_child",
+    "cluster.control.planning.placement_child",
+    "cluster.control.planning.fitting_child",
     "api.generate.grammar_child",
     "api.text.text_child",
     "front.main",

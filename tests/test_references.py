@@ -16,7 +16,7 @@ KEYS = re.findall(r"(?m)^\* \*\*([\w-]+)\*\*: ", REFERENCES.read_text())
 CITED = re.compile(r"(?<![\w\]\"'])\[([A-Z][\w-]{2,})(?:, [^]]+)?\](?!\()")
 BY_OTHER_MEANS = re.compile(
     r"\barXiv\b|\bet al\b|\bRFC \d|\b[Tt]he paper\b"
-    r"|\b[Dd]esign(?:'s)? page|\bdesign/|\bALGORITHMS\b|\bARCHITECTURE\b|\bfamilies\.md|\bfindings\b"
+    r"|\b[Dd]esign(?:'s)? page|(?<!docs/)\bdesign/|\bALGORITHMS\b|\bARCHITECTURE\b|\bfamilies\.md|\bfindings\b"
 )
 
 

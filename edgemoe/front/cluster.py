@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 
 from edgemoe import __version__
+from edgemoe.cluster.control.control_plane import ControlPlane
 from edgemoe.cluster.control.coordination.store import wait_event
-from edgemoe.cluster.control.plane import ControlPlane
 from edgemoe.cluster.rpc.control_messages import (
     Announce,
     Beat,

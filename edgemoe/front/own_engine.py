@@ -8,7 +8,7 @@ import operator
 import re
 from collections.abc import Container, Iterable
 
-from edgemoe.cluster.control.plane import ControlPlane
+from edgemoe.cluster.control.control_plane import ControlPlane
 from edgemoe.cluster.rpc.control_messages import EngineCard, LinkReport, Report
 from edgemoe.cluster.rpc.engine_messages import Holds, Listening, PeerSeen, ToEngine
 from edgemoe.cluster.rpc.ipc import FrontEnd

@@ -7,8 +7,8 @@ import logging
 from collections.abc import Mapping
 from pathlib import Path
 
-from edgemoe.cluster.control.membership import read_join
-from edgemoe.cluster.control.plane import ControlPlane
+from edgemoe.cluster.control.admission import read_join
+from edgemoe.cluster.control.control_plane import ControlPlane
 from edgemoe.cluster.rpc.keys import Peer, load_peers, load_secret
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.errors import ConfigError

@@ -17,7 +17,7 @@ from typing import Protocol
 
 import msgspec
 
-from edgemoe.cluster.control.plane import ControlPlane
+from edgemoe.cluster.control.control_plane import ControlPlane
 from edgemoe.cluster.rpc.control_messages import MAX_UNWANTED, Beat, Check, Dropped, Forward, RequestGrant, Taken
 from edgemoe.cluster.rpc.engine_messages import Cancel, Submit, ToEngine, encode
 from edgemoe.cluster.rpc.messages.choices import PrefixFound, PromptRead

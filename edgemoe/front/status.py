@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from edgemoe.cluster.control.members import Member, Members
+from edgemoe.cluster.control.control_plane import ControlPlane
+from edgemoe.cluster.control.membership import Member, Members
 from edgemoe.cluster.control.plan_store import PlanStore
-from edgemoe.cluster.control.plane import ControlPlane
 from edgemoe.cluster.rpc.control_messages import Announce, EngineCard
 from edgemoe.cluster.rpc.engine_messages import PeerSeen
 from edgemoe.front.hosted_requests import HostedRequests

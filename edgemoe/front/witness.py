@@ -10,7 +10,7 @@ import signal
 from pathlib import Path
 
 from edgemoe import __version__
-from edgemoe.cluster.control.plane import ControlPlane
+from edgemoe.cluster.control.control_plane import ControlPlane
 from edgemoe.cluster.rpc.control_messages import Announce
 from edgemoe.cluster.rpc.keys import load_secret
 from edgemoe.config.settings import ClusterSettings

@@ -13,7 +13,7 @@ from rich.console import Console
 
 import edgemoe.cli
 from edgemoe.cli.boxes import boxes
-from edgemoe.cluster.control.membership import read_join
+from edgemoe.cluster.control.admission import read_join
 from edgemoe.cluster.rpc.keys import generate, load_peers, load_secret
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.errors import ConfigError, ServiceError

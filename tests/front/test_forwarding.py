@@ -22,7 +22,7 @@ from support.front_kit import http_client, listed_boxes, openai_client, running
 from support.waiting import until
 from tokenizers import Tokenizer
 
-from edgemoe.cluster.control.plane import ControlPlane
+from edgemoe.cluster.control.control_plane import ControlPlane
 from edgemoe.cluster.control.requests.expert_fitting import FIRST
 from edgemoe.cluster.rpc.control_messages import CONTROL, MAX_UNWANTED, EngineCard, Forward, Taken, Tokens
 from edgemoe.cluster.rpc.engine_messages import Cancel, Emissions, Submit, decode_from_engine, encode

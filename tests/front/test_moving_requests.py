@@ -20,7 +20,7 @@ from support.front_kit import free_ports, http_client, listed_boxes, running
 from support.relays import Relays, relays
 from support.waiting import until
 
-from edgemoe.cluster.control import plane
+from edgemoe.cluster.control import control_plane as plane
 from edgemoe.cluster.control.requests import parcels
 from edgemoe.cluster.rpc.control_messages import Tokens
 from edgemoe.cluster.rpc.engine_messages import decode_from_engine

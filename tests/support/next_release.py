@@ -84,7 +84,7 @@ class NextState(Before):
 
 coord.CoordState = NextState  # type: ignore[misc]
 
-from edgemoe.cluster.control import plane
+from edgemoe.cluster.control import control_plane as plane
 from edgemoe.cluster.control.coordination.raft import RaftStore
 from edgemoe.cluster.rpc.transport import Answer, Question
 from edgemoe.config.settings import Settings

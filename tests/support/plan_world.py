@@ -8,8 +8,7 @@ import msgspec
 import numpy as np
 
 from edgemoe.cluster.control.coordination.store import PlanRef
-from edgemoe.cluster.control.placement import HomesView, Target
-from edgemoe.cluster.control.plan_care import (
+from edgemoe.cluster.control.plan_controller import (
     Action,
     Commit,
     Look,
@@ -19,7 +18,7 @@ from edgemoe.cluster.control.plan_care import (
     Solved,
     TookOver,
 )
-from edgemoe.cluster.control.planning.targets import make_target
+from edgemoe.cluster.control.planning.targets import HomesView, Target, make_target
 from edgemoe.cluster.rpc.control_messages import Announce, EngineCard, Report
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.errors import PlacementInfeasible

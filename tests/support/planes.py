@@ -11,9 +11,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from edgemoe.cluster.control.coordination.clock import since_boot
-from edgemoe.cluster.control.local_services import NoServices
-from edgemoe.cluster.control.plane import ControlPlane
+from edgemoe.cluster.control.control_plane import ControlPlane, NoServices
+from edgemoe.cluster.control.coordination.store import since_boot
 from edgemoe.cluster.rpc.control_messages import Announce, Beat, EngineCard, Report
 from edgemoe.cluster.rpc.keys import Peer, Secret, generate
 from edgemoe.config.settings import ClusterSettings

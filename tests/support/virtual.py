@@ -24,16 +24,13 @@ import numpy as np
 import pysyncobj.syncobj
 from pysyncobj.node import Node
 
-from edgemoe.cluster.control import leader as leading
-from edgemoe.cluster.control import plane as plane_module
-from edgemoe.cluster.control.coordination import choice as stores
+from edgemoe.cluster.control import control_plane, leader
+from edgemoe.cluster.control.control_plane import ControlPlane, NoServices
+from edgemoe.cluster.control.coordination import store_factory as stores
 from edgemoe.cluster.control.coordination.raft import BACK_S, RaftStore
 from edgemoe.cluster.control.coordination.store import PlanRef
-from edgemoe.cluster.control.local_services import NoServices
-from edgemoe.cluster.control.placement import PlanTask, Target
-from edgemoe.cluster.control.plane import ControlPlane
 from edgemoe.cluster.control.planning.solver import PlanSolver
-from edgemoe.cluster.control.planning.targets import make_target
+from edgemoe.cluster.control.planning.targets import PlanTask, Target, make_target
 from edgemoe.cluster.rpc.auth import AllowList
 from edgemoe.cluster.rpc.control_messages import CONTROL, Announce, EngineCard, Report
 from edgemoe.cluster.rpc.envelope import Envelope
@@ -483,12 +480,12 @@ def virtual_cluster(folder: Path, seed: int, nodes: Sequence[str] = ABC, voters:
     random.seed(seed)
     try:
         with (
-            mock.patch.object(plane_module, "Channel", Channel),
-            mock.patch.object(plane_module, "Transport", transport),
+            mock.patch.object(control_plane, "Channel", Channel),
+            mock.patch.object(control_plane, "Transport", transport),
             mock.patch.object(PlanSolver, "solve", lambda _solver, task: made.solve(task)),
             mock.patch.object(PlanSolver, "prepare", mock.AsyncMock()),
             mock.patch.object(stores, "RaftStore", type("Ticking", (Ticking,), {"cluster": made})),
-            mock.patch.object(leading, "random", SimpleNamespace(Random=lambda: random.Random(made.rng.random()))),
+            mock.patch.object(leader, "random", SimpleNamespace(Random=lambda: random.Random(made.rng.random()))),
             mock.patch.object(Node, "__hash__", lambda node: zlib.crc32(node.id.encode())),
             mock.patch.object(pysyncobj.syncobj, "monotonicTime", loop.time),
             mock.patch("os.fsync"),

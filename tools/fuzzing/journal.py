@@ -14,9 +14,8 @@ from typing import Any
 from unittest import mock
 
 from edgemoe.cluster.control.coordination import ops
-from edgemoe.cluster.control.coordination.journal import Journal
+from edgemoe.cluster.control.coordination.journal import Journal, StateSnapshot, write_snapshot
 from edgemoe.cluster.control.coordination.recovery import open_journal
-from edgemoe.cluster.control.coordination.snapshot import StateSnapshot, write_snapshot
 from edgemoe.cluster.control.coordination.store import CoordState, PlanRef
 
 WHATS = ("journal", "snapshot", "vote")

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import msgspec
 import zmq
 
-from edgemoe.cluster.control.members import BEAT_S
+from edgemoe.cluster.control.membership import BEAT_S
 from edgemoe.cluster.rpc import envelope
 from edgemoe.cluster.rpc.control_messages import Tokens, Welcome
 from edgemoe.cluster.rpc.engine_messages import Emissions, Submit, decode_to_engine, encode

@@ -1,4 +1,4 @@
-"""What this box says of itself, told to each of the others until it has taken note."""
+"""Sends to the other boxes: this box's announcement until each acknowledges it, beats to all, reports to the leader."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 import msgspec
 
+from edgemoe.cluster.control.control_state import ControlState, Told
 from edgemoe.cluster.control.coordination.store import PlanRef
-from edgemoe.cluster.control.members import Member
-from edgemoe.cluster.control.state import ControlState, Told
+from edgemoe.cluster.control.membership import Member
 from edgemoe.cluster.rpc.channel import Channel
-from edgemoe.cluster.rpc.control_messages import Beat, ControlMessage
+from edgemoe.cluster.rpc.control_messages import Beat, ControlMessage, Report
 from edgemoe.errors import PeerError, PeerRefused
 
 log = logging.getLogger(__name__)
@@ -83,3 +83,24 @@ class Announcer:
         beat = msgspec.structs.replace(load, leading=leading, seen=seen, plan_version=version, plan_digest=digest)
         for member in self._state.members:
             self._channel.tell(member.peer.node, msgspec.structs.replace(beat, unmet=member.card is None))
+
+
+REPORT_S = 10.0
+
+
+class Reporter:
+    """`run` until cancelled."""
+
+    def __init__(
+        self, state: ControlState, channel: Channel[ControlMessage], report: Callable[[], Report | None]
+    ) -> None:
+        """`report` returns None while there is nothing to report."""
+        self._state, self._channel, self._report = state, channel, report
+
+    async def run(self) -> None:
+        """Reports to whoever leads, while that is another box."""
+        while True:
+            leader = self._state.obedience.leader
+            if leader in self._state.members and (report := self._report()) is not None:
+                self._channel.tell(leader, report)
+            await asyncio.sleep(REPORT_S)

@@ -13,15 +13,15 @@ import logging
 import random
 from collections.abc import Callable
 
+from edgemoe.cluster.control.control_state import ControlState
 from edgemoe.cluster.control.coordination.raft import RaftStore
 from edgemoe.cluster.control.coordination.store import CoordStore, PlanRef, wait_event
-from edgemoe.cluster.control.election import Election
-from edgemoe.cluster.control.members import BEAT_S
-from edgemoe.cluster.control.placement import HomesView, PlanTask
-from edgemoe.cluster.control.plan_care import Action, Commit, Look, PlanCare, Prepare, Solve, Solved, TookOver
-from edgemoe.cluster.control.plan_exchange import PlanExchange
+from edgemoe.cluster.control.leadership import Election
+from edgemoe.cluster.control.membership import BEAT_S
+from edgemoe.cluster.control.plan_controller import Action, Commit, Look, PlanCare, Prepare, Solve, Solved, TookOver
+from edgemoe.cluster.control.plan_store import PlanExchange
 from edgemoe.cluster.control.planning.solver import PlanSolver
-from edgemoe.cluster.control.state import ControlState
+from edgemoe.cluster.control.planning.targets import HomesView, PlanTask
 from edgemoe.cluster.rpc.control_messages import Report
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.errors import CoordError, CoordUnavailable, PeerError, PlacementInfeasible

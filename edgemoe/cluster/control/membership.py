@@ -1,66 +1,117 @@
-"""Who is let in: the boxes in this box's own list, and those that a listed box vouches for.
-
-A box that joins is listed, without a vote, on one box of the cluster; the others take it from there, for as long as it
-stands there. The box that joins lists one box, and takes all others from that one.
-"""
+"""The boxes of the cluster as this one sees them: who is listed, who lives, what each has said of itself."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
-import msgspec
+from edgemoe.cluster.rpc.control_messages import Announce, Beat, Report
+from edgemoe.cluster.rpc.engine_messages import PeerEngine
+from edgemoe.cluster.rpc.keys import Peer
 
-from edgemoe.cluster.rpc.keys import Peer, check_peer
-from edgemoe.errors import ConfigError
-from edgemoe.types.bounds import MAX_NODES
-
-
-def let_in(
-    own: str, listed: Mapping[str, Peer], vouched: Iterable[tuple[str, tuple[Peer, ...]]], joining: bool
-) -> dict[str, Peer]:
-    """Other boxes by node. `vouched` is what boxes list; only the word of those that this one lists counts."""
-    found = {node: peer for node, peer in listed.items() if node != own}
-    keys = {key for peer in listed.values() for key in peer.keys}
-    for voucher, peers in vouched:
-        for peer in peers if voucher in listed else ():
-            welcome = (joining or not peer.voter) and peer.node not in found and keys.isdisjoint(peer.keys)
-            if welcome and peer.node != own and peer.address and len(found) < MAX_NODES - 1 and _is_sound(peer):
-                found[peer.node] = peer
-                keys.update(peer.keys)
-    return found
+BEAT_S = 0.4
+DEAD_S = 1.6  # without a beat
 
 
-def same_box(now: Peer | None, before: Peer) -> bool:
-    """Returns whether it is listed as before, but perhaps elsewhere, or with another key beside one that it had."""
-    if now is None or set(now.keys).isdisjoint(before.keys):
-        return False
-    return now == msgspec.structs.replace(before, address=now.address, key=now.key, new_key=now.new_key)
+@dataclass(slots=True)
+class Member:
+    """One other box."""
+
+    peer: Peer
+    boot: str = ""  # incarnation of its front, as of its last message
+    up: bool = False  # our connection to it stands
+    heard_s: float = float("-inf")
+    gone_s: float = float("-inf")  # since when it has not been alive
+    beat: Beat = field(default_factory=Beat)
+    card: Announce | None = None
+    card_boot: str = ""  # of which incarnation it is
+    report: Report | None = None  # its last one, which boxes send to the leader
+    acknowledged: int = 0  # our announcement that it has taken note of
+    refused: str = ""  # why it cannot take part
+
+    @property
+    def noted(self) -> bool:
+        """Returns whether `Members.watch` found it alive."""
+        return self.gone_s == float("inf")
 
 
-def with_addresses(listed: Mapping[str, Peer], announced: Mapping[str, str]) -> tuple[Peer, ...]:
-    """Returns the list to be announced: addresses that it leaves open, as the boxes said them themselves."""
-    return tuple(
-        peer if peer.address else msgspec.structs.replace(peer, address=announced.get(node, ""))
-        for node, peer in listed.items()
-    )
+class Members:
+    """The other boxes by node name. One owner, one event loop."""
 
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._members: dict[str, Member] = {}
 
-def read_join(text: str) -> Peer:
-    """Returns the box to join from "NODE,HOST:PORT,KEY". Raises ConfigError."""
-    parts = text.split(",")
-    if len(parts) != 3:
-        raise ConfigError(
-            f"cluster.join is {text!r}; write NODE,HOST:PORT,KEY of a box of the cluster, as its `edgemoe keygen` "
-            "printed it: nothing is said to a box whose key is not known"
-        )
-    peer = Peer(parts[0], parts[1], parts[2])
-    check_peer(peer, "cluster.join")
-    return peer
+    def __getitem__(self, node: str) -> Member:
+        return self._members[node]
 
+    def __contains__(self, node: object) -> bool:
+        return node in self._members
 
-def _is_sound(peer: Peer) -> bool:
-    try:
-        check_peer(peer, "")
-    except ConfigError:
-        return False
-    return True
+    def __iter__(self) -> Iterator[Member]:
+        return iter(self._members.values())
+
+    def add(self, peer: Peer) -> None:
+        """Adds a box that is listed from now on; replaces what was known under its name."""
+        self._members[peer.node] = Member(peer, gone_s=self._clock())
+
+    def remove(self, node: str) -> None:
+        del self._members[node]
+
+    def is_alive(self, node: str) -> bool:
+        """Returns whether it has been heard lately, on a connection that stands both ways."""
+        member = self._members[node]
+        return member.up and self._clock() - member.heard_s < DEAD_S
+
+    def alive(self) -> list[Member]:
+        """Returns the boxes that are."""
+        return [member for member in self if self.is_alive(member.peer.node)]
+
+    def watch(self) -> list[str]:
+        """Notes who is alive. Returns those that have come to life or died since the last call."""
+        changed = []
+        for member in self:
+            if self.is_alive(member.peer.node) != member.noted:
+                member.gone_s = self._clock() if member.noted else float("inf")
+                changed.append(member.peer.node)
+        return changed
+
+    def absent_s(self, node: str) -> float:
+        """For how long it has not been alive; 0 while it is."""
+        return max(0.0, self._clock() - self._members[node].gone_s)
+
+    def serving(self, model: str) -> dict[str, str]:
+        """Returns engines of others that take requests for that model, by digest: NODE:BOOT -> node."""
+        found = {}
+        for member in self:
+            engine = member.card.engine if member.card and not member.refused else None
+            takes = engine is not None and engine.model == model and engine.boot == member.beat.engine
+            if takes and self.is_alive(member.peer.node):
+                found[f"{member.peer.node}:{member.beat.engine}"] = member.peer.node
+        return found
+
+    def keys(self) -> dict[str, tuple[str, ...]]:
+        """Returns public keys of those that may take part."""
+        return {member.peer.node: member.peer.keys for member in self if not member.refused}
+
+    def engines(self) -> tuple[PeerEngine, ...]:
+        """Returns the engines that compute for others, with where to reach them and whether their front is heard.
+
+        That changes only with what `watch` returns. So whoever asks again at each change is never left with a silence
+        that had ended before it was noted.
+        """
+        found = []
+        for member in self:
+            engine = member.card.engine if member.card and not member.refused else None
+            if engine is not None and engine.shares and engine.boot:  # without one our engine reads none of the list
+                host = (member.peer.address or (member.card.address if member.card else "")).rpartition(":")[0]
+                found.append(
+                    PeerEngine(
+                        node=member.peer.node,
+                        boot=engine.boot,
+                        calls=f"{host}:{engine.calls_port}",
+                        bulk=f"{host}:{engine.bulk_port}",
+                        heard=member.noted,
+                    )
+                )
+        return tuple(found)

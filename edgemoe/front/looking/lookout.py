@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from edgemoe.api.backend import BoxSnapshot
-from edgemoe.cluster.control.plane import ControlPlane
+from edgemoe.cluster.control.control_plane import ControlPlane
 from edgemoe.cluster.rpc.control_messages import EngineCard, Show, Shown
 from edgemoe.errors import EdgemoeError
 from edgemoe.front.own_engine import EngineDoor

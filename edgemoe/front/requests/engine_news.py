@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 
+from edgemoe.cluster.control.control_plane import ControlPlane
 from edgemoe.cluster.control.coordination.store import wait_event
-from edgemoe.cluster.control.plane import ControlPlane
 from edgemoe.cluster.rpc.messages.choices import Choosing
 from edgemoe.front.requests.engine_use import EngineMeter
 from edgemoe.ticking import until_tick

@@ -17,7 +17,7 @@ from typing import Protocol
 
 from msgspec import structs
 
-from edgemoe.cluster.control.plane import ControlPlane
+from edgemoe.cluster.control.control_plane import ControlPlane
 from edgemoe.cluster.rpc.control_messages import MAX_TAKEN, RequestGrant, RequestOffer, Withdrawal
 from edgemoe.cluster.rpc.engine_messages import Submit, ToEngine
 from edgemoe.cluster.rpc.messages.choices import PrefixFound, PromptRead, SignatureTable

@@ -16,16 +16,15 @@ from support.etcd_process import etcd_cluster
 from support.planes import ABC, Front, card, fronts, led, planned
 from support.waiting import until
 
-from edgemoe.cluster.control import election, plan_care
+from edgemoe.cluster.control import leadership, plan_controller
+from edgemoe.cluster.control.control_plane import ControlPlane
+from edgemoe.cluster.control.control_state import Heard
 from edgemoe.cluster.control.coordination import etcd
-from edgemoe.cluster.control.coordination.clock import since_boot
+from edgemoe.cluster.control.coordination.election_rules import Agreement, voters_of
 from edgemoe.cluster.control.coordination.epoch_fence import MAX_LEAP, EpochFence
-from edgemoe.cluster.control.coordination.fingerprint import Agreement, voters_of
-from edgemoe.cluster.control.coordination.store import Single, View
-from edgemoe.cluster.control.election import Election
+from edgemoe.cluster.control.coordination.store import Single, View, since_boot
+from edgemoe.cluster.control.leadership import Election
 from edgemoe.cluster.control.plan_store import read_plan
-from edgemoe.cluster.control.plane import ControlPlane
-from edgemoe.cluster.control.state import Heard
 from edgemoe.cluster.rpc.control_messages import Announce, Beat
 from edgemoe.cluster.rpc.keys import Peer
 from edgemoe.config.settings import ClusterSettings
@@ -76,7 +75,7 @@ def test_a_box_that_joins_goes_by_what_the_box_says_that_it_joins() -> None:
 
 async def test_a_box_with_another_coordination_leads_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """d, without a vote, was given a copy of a single box's settings."""
-    monkeypatch.setattr(plan_care, "SETTLE_S", 0.2)
+    monkeypatch.setattr(plan_controller, "SETTLE_S", 0.2)
     async with fronts(tmp_path, "abcd") as found:
         four = list(found.values())
         first = await led(four)
@@ -247,7 +246,7 @@ async def step(work: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> N
         return None
 
     with monkeypatch.context() as patch:
-        patch.setattr(election.asyncio, "sleep", no_time)
+        patch.setattr(leadership.asyncio, "sleep", no_time)
         await work()  # type: ignore[misc]
 
 
@@ -290,7 +289,7 @@ async def test_the_clock_of_leases_goes_on_while_the_box_sleeps(
 async def test_a_leader_that_wakes_after_a_minute_does_not_lead_and_takes_nobody_for_alive(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan_care, "SETTLE_S", 0.2)
+    monkeypatch.setattr(plan_controller, "SETTLE_S", 0.2)
     async with fronts(tmp_path) as found:
         for node, front in found.items():
             front.has(card(f"engine-{node}"))

@@ -12,7 +12,7 @@ from support.planes import fronts, led
 from support.waiting import until
 
 from edgemoe.cluster.control import announcer
-from edgemoe.cluster.control.state import Told
+from edgemoe.cluster.control.control_state import Told
 
 
 async def test_a_box_that_does_not_answer_keeps_no_news_from_the_others() -> None:

@@ -21,12 +21,11 @@ from support.etcd_process import etcd_cluster
 from support.fake_link import FakeNet
 from support.waiting import until
 
-from edgemoe.cluster.control.coordination.clock import since_boot
 from edgemoe.cluster.control.coordination.etcd import EtcdStore
 from edgemoe.cluster.control.coordination.raft import RaftStore
-from edgemoe.cluster.control.coordination.raft_channel import RaftChannel
-from edgemoe.cluster.control.coordination.store import CoordState, CoordStore, PlanRef, Single, View
-from edgemoe.cluster.control.election import Election
+from edgemoe.cluster.control.coordination.raft_transport import RaftChannel
+from edgemoe.cluster.control.coordination.store import CoordState, CoordStore, PlanRef, Single, View, since_boot
+from edgemoe.cluster.control.leadership import Election
 from edgemoe.cluster.rpc.control_messages import CONTROL
 from edgemoe.cluster.rpc.transport import Question
 from edgemoe.errors import CoordUnavailable, PlanConflict, StaleEpoch

@@ -14,9 +14,15 @@ from support.power import Disk
 
 from edgemoe import durable
 from edgemoe.cluster.control.coordination import ops
-from edgemoe.cluster.control.coordination.journal import SEGMENT_BYTES, Damaged, Journal
+from edgemoe.cluster.control.coordination.journal import (
+    SEGMENT_BYTES,
+    Damaged,
+    Journal,
+    StateSnapshot,
+    read_snapshot,
+    write_snapshot,
+)
 from edgemoe.cluster.control.coordination.recovery import open_journal
-from edgemoe.cluster.control.coordination.snapshot import StateSnapshot, read_snapshot, write_snapshot
 from edgemoe.cluster.control.coordination.store import CoordState, PlanRef
 from edgemoe.cluster.rpc.protocol import SPOKEN
 

@@ -8,8 +8,7 @@ import pytest
 
 from edgemoe.cluster.control.coordination import ops
 from edgemoe.cluster.control.coordination.epoch_fence import EpochFence
-from edgemoe.cluster.control.coordination.journal import Damaged, Journal
-from edgemoe.cluster.control.coordination.snapshot import StateSnapshot, read_snapshot, write_snapshot
+from edgemoe.cluster.control.coordination.journal import Damaged, Journal, StateSnapshot, read_snapshot, write_snapshot
 from edgemoe.cluster.control.coordination.store import CoordState, PlanRef
 
 VOTERS = b"abcdefgh"

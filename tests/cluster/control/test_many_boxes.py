@@ -10,7 +10,7 @@ import pytest
 from support.planes import ABC
 from support.virtual import Cluster, virtual_cluster
 
-from edgemoe.cluster.control.members import BEAT_S
+from edgemoe.cluster.control.membership import BEAT_S
 from edgemoe.types.bounds import MAX_NODES
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

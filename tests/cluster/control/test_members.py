@@ -9,7 +9,7 @@ from support.planes import card
 
 from edgemoe.cluster.control.coordination.store import PlanRef
 from edgemoe.cluster.control.leader import Leader
-from edgemoe.cluster.control.members import DEAD_S, Members
+from edgemoe.cluster.control.membership import DEAD_S, Members
 from edgemoe.cluster.rpc.control_messages import Announce, Beat
 from edgemoe.cluster.rpc.keys import Peer
 from edgemoe.errors import PeerUnavailable

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from support.boxes import secret
 
-from edgemoe.cluster.control.membership import let_in
+from edgemoe.cluster.control.admission import let_in
 from edgemoe.cluster.rpc.keys import Peer
 from edgemoe.types.bounds import MAX_NODES
 

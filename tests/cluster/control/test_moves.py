@@ -11,7 +11,7 @@ import pytest
 from support.planes import ABC, EXPERTS, LAYERS
 from support.virtual import Cluster, virtual_cluster
 
-from edgemoe.cluster.control.placement import Target
+from edgemoe.cluster.control.planning.targets import Target
 from edgemoe.types.arrays import BoolArray
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

@@ -6,8 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from edgemoe.cluster.control.placement import ExpertHome, HomesView, PlanTask, plan_of, why_anew
-from edgemoe.cluster.control.planning.targets import make_target
+from edgemoe.cluster.control.planning.targets import ExpertHome, HomesView, PlanTask, make_target, plan_of, why_anew
 from edgemoe.cluster.rpc.control_messages import Announce, EngineCard
 from edgemoe.types.placement import pack_bits
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from support.plan_world import ALL, EXPERTS, LAYERS, NODES, NOTHING, ONCE, SETTINGS, Box, World, dealt
 
-from edgemoe.cluster.control.plan_care import (
+from edgemoe.cluster.control.plan_controller import (
     PREPARE_S,
     SOON_S,
     STALL_S,

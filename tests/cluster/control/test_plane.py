@@ -17,16 +17,15 @@ from support.etcd_process import Certificates, etcd_cluster, free_ports
 from support.planes import ALL, EXPERTS, LAYERS, NONE, Front, card, fronts, led, planned
 from support.waiting import until
 
-from edgemoe.cluster.control import plan_care, reporter
+from edgemoe.cluster.control import announcer, plan_controller
+from edgemoe.cluster.control.control_state import Heard, Looked
 from edgemoe.cluster.control.coordination import etcd
-from edgemoe.cluster.control.coordination.choice import make_store
-from edgemoe.cluster.control.coordination.clock import since_boot
 from edgemoe.cluster.control.coordination.epoch_fence import EpochFence
-from edgemoe.cluster.control.coordination.store import PlanRef, Single
-from edgemoe.cluster.control.placement import PlanTask, Target
+from edgemoe.cluster.control.coordination.store import PlanRef, Single, since_boot
+from edgemoe.cluster.control.coordination.store_factory import make_store
 from edgemoe.cluster.control.plan_store import PlanStore
 from edgemoe.cluster.control.planning import solver
-from edgemoe.cluster.control.state import Heard, Looked
+from edgemoe.cluster.control.planning.targets import PlanTask, Target
 from edgemoe.cluster.rpc.control_messages import Announce, Beat, GetPlan, Report
 from edgemoe.cluster.rpc.envelope import FRAMING, MAGIC, seal
 from edgemoe.cluster.rpc.keys import Peer, generate
@@ -44,7 +43,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptio
 @pytest_asyncio.fixture
 async def three(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[dict[str, Front]]:
     """Three fronts with engines, that have a leader and a plan."""
-    monkeypatch.setattr(plan_care, "SETTLE_S", 0.2)
+    monkeypatch.setattr(plan_controller, "SETTLE_S", 0.2)
     async with fronts(tmp_path, absent_s=ABSENT_S) as found:
         for node, front in found.items():
             front.has(card(f"engine-{node}"))
@@ -202,7 +201,7 @@ async def test_a_plan_that_does_not_fit_is_not_handed_out(three: dict[str, Front
 async def test_copies_are_made_anew_of_what_only_the_dead_boxs_disk_had(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan_care, "SETTLE_S", 0.2)
+    monkeypatch.setattr(plan_controller, "SETTLE_S", 0.2)
     thirds = {node: np.arange(LAYERS * EXPERTS).reshape(LAYERS, EXPERTS) % 3 == n for n, node in enumerate(ABC)}
     async with fronts(tmp_path, absent_s=1.0, replicas=2) as found:
         for node, front in found.items():
@@ -222,7 +221,7 @@ async def test_copies_are_made_anew_of_what_only_the_dead_boxs_disk_had(
 
 
 async def test_too_little_memory_is_said_and_mended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_care, "SETTLE_S", 0.1)
+    monkeypatch.setattr(plan_controller, "SETTLE_S", 0.1)
     async with fronts(tmp_path, ("a", "b"), coordination="single", leader="a") as found:
         found["a"].has(card("engine-a", room=3, disk=NONE, ram=ALL))
         found["b"].has(card("engine-b", room=3, disk=NONE, ram=ALL))
@@ -236,7 +235,7 @@ async def test_too_little_memory_is_said_and_mended(tmp_path: Path, monkeypatch:
 async def test_a_plan_whose_commit_nobody_answered_is_gone_by_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan_care, "SETTLE_S", 0.1)
+    monkeypatch.setattr(plan_controller, "SETTLE_S", 0.1)
     real, versions = Single.commit_plan, list[int]()
 
     async def unheard(store: Single, epoch: int, plan: PlanRef) -> None:
@@ -255,7 +254,7 @@ async def test_a_plan_whose_commit_nobody_answered_is_gone_by_all_the_same(
 async def test_a_plan_that_cannot_be_worked_out_is_said_and_asked_for_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan_care, "SETTLE_S", 0.1)
+    monkeypatch.setattr(plan_controller, "SETTLE_S", 0.1)
 
     def broken(task: PlanTask) -> Target:
         raise ZeroDivisionError("of what a box has said")
@@ -275,7 +274,7 @@ async def test_a_plan_that_cannot_be_worked_out_is_said_and_asked_for_again(
 async def test_what_cannot_be_read_of_a_report_does_not_end_who_leads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(plan_care, "SETTLE_S", 0.1)
+    monkeypatch.setattr(plan_controller, "SETTLE_S", 0.1)
     asked = list[str]()
 
     def broken(*_: Any) -> None:
@@ -284,7 +283,7 @@ async def test_what_cannot_be_read_of_a_report_does_not_end_who_leads(
 
     async with fronts(tmp_path, ("a", "b"), coordination="single", leader="a") as found:
         with monkeypatch.context() as patch:
-            patch.setattr(plan_care.PlanCare, "handle", broken)
+            patch.setattr(plan_controller.PlanCare, "handle", broken)
             for node in "ab":
                 found[node].has(card(f"engine-{node}", room=9, disk=NONE, ram=ALL))
             await until(lambda: len(asked) > 3)
@@ -466,7 +465,7 @@ async def test_two_boxes_need_a_leader_or_a_witness(tmp_path: Path, settings: di
 
 async def test_two_boxes_agree_by_an_etcd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of whose addresses the first does not answer."""
-    monkeypatch.setattr(plan_care, "SETTLE_S", 0.1)
+    monkeypatch.setattr(plan_controller, "SETTLE_S", 0.1)
     with etcd_cluster(tmp_path / "etcd", 1) as (urls, _):
         addresses = ",".join(["http://127.0.0.1:1", *urls])
         async with fronts(tmp_path, ("a", "b"), coordination="etcd", etcd=addresses, lease_s=2) as found:
@@ -525,7 +524,7 @@ async def test_boxes_agree_by_an_etcd_with_certificates_and_a_password_and_nobod
 
 
 async def test_a_witness_votes_and_holds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_care, "SETTLE_S", 0.1)
+    monkeypatch.setattr(plan_controller, "SETTLE_S", 0.1)
     async with fronts(tmp_path) as found:
         await led(list(found.values()))
         await found["c"].die()
@@ -587,7 +586,7 @@ async def test_what_goes_wrong_between_two_beats_costs_no_more_than_those(
 async def test_reports_go_to_the_leader_only_and_to_a_new_one_within_an_interval(
     three: dict[str, Front], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reporter, "REPORT_S", 0.1)
+    monkeypatch.setattr(announcer, "REPORT_S", 0.1)
     first = three["a"].plane.leader
     for node, front in three.items():
         front.reported = Report(model=node, tokens=3.0, chosen=bytes(2))

@@ -15,12 +15,11 @@ from support.fake_link import FakeNet
 from support.simulated import World, world
 
 from edgemoe.cluster.control.coordination import journal, ops
-from edgemoe.cluster.control.coordination.clock import since_boot
-from edgemoe.cluster.control.coordination.journal import Journal, voters_digest
+from edgemoe.cluster.control.coordination.journal import Journal, StateSnapshot, voters_digest, write_snapshot
 from edgemoe.cluster.control.coordination.raft import RaftStore, Replica
 from edgemoe.cluster.control.coordination.raft_transport import MAX_INBOX, MAX_INBOX_BYTES, MAX_MESSAGE_BYTES
 from edgemoe.cluster.control.coordination.recovery import Here, Recovery
-from edgemoe.cluster.control.coordination.snapshot import StateSnapshot, write_snapshot
+from edgemoe.cluster.control.coordination.store import since_boot
 from edgemoe.cluster.rpc.protocol import SPOKEN
 from edgemoe.errors import CoordUnavailable
 

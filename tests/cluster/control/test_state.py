@@ -13,9 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from support.planes import card
 
 from edgemoe.cluster.control.admission import Allow, Connect, Disconnect, Revoke
-from edgemoe.cluster.control.coordination.epoch_fence import EpochFence
-from edgemoe.cluster.control.plan_store import PlanStore
-from edgemoe.cluster.control.state import (
+from edgemoe.cluster.control.control_state import (
     Changed,
     ControlState,
     Event,
@@ -29,6 +27,8 @@ from edgemoe.cluster.control.state import (
     Said,
     Told,
 )
+from edgemoe.cluster.control.coordination.epoch_fence import EpochFence
+from edgemoe.cluster.control.plan_store import PlanStore
 from edgemoe.cluster.rpc.control_messages import Announce, Beat
 from edgemoe.cluster.rpc.keys import Peer
 from edgemoe.config.settings import ClusterSettings

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from support.planes import card, fronts
 
-from edgemoe.cluster.control.state import Heard
+from edgemoe.cluster.control.control_state import Heard
 from edgemoe.cluster.rpc.sparing_log import EVERY_S, MAX_KINDS, SparingLog
 from edgemoe.errors import PeerRefused
 

@@ -16,9 +16,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from edgemoe.cluster.control.coordination.clock import since_boot
-from edgemoe.cluster.control.local_services import NoServices
-from edgemoe.cluster.control.plane import ControlPlane
+from edgemoe.cluster.control.control_plane import ControlPlane, NoServices
+from edgemoe.cluster.control.coordination.store import since_boot
 from edgemoe.cluster.rpc.control_messages import Announce, Beat, EngineCard
 from edgemoe.cluster.rpc.keys import Peer, load_secret
 from edgemoe.config.settings import ClusterSettings

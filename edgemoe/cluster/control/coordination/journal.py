@@ -25,6 +25,7 @@ import pysyncobj.journal
 import xxhash
 from msgspec import Meta
 
+from edgemoe.cluster.control.coordination.store import CoordState
 from edgemoe.durable import NewFile, open_kept, read_plain, replace_file, write_all
 from edgemoe.types.bounds import Count, Word
 
@@ -268,3 +269,37 @@ def _read_vote(path: Path) -> tuple[int, str | None] | None:
 def voters_digest(voters: Sequence[str]) -> bytes:
     """Returns what members with the same voters have in common."""
     return xxhash.xxh3_64_digest("\n".join(sorted(voters)).encode())
+
+
+MAX_SNAPSHOT_BYTES = 1 << 20
+
+
+class StateSnapshot(msgspec.Struct, frozen=True):
+    """`state` after `last`, the entry that follows `before`."""
+
+    state: CoordState
+    last: Entry
+    before: Entry
+
+
+def write_snapshot(path: Path, snapshot: StateSnapshot) -> None:
+    """Raises OSError."""
+    replace_file(path, frame(msgspec.msgpack.encode(snapshot)))
+
+
+def read_snapshot(path: Path) -> StateSnapshot:
+    """Raises Damaged, OSError."""
+    return decode_snapshot(read_plain(path, MAX_SNAPSHOT_BYTES + 1))
+
+
+def decode_snapshot(content: bytes) -> StateSnapshot:
+    """Raises Damaged."""
+    if len(content) > MAX_SNAPSHOT_BYTES:
+        raise Damaged(f"more than {MAX_SNAPSHOT_BYTES} bytes")
+    try:
+        snapshot = msgspec.msgpack.decode(unframe(content), type=StateSnapshot)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise Damaged(str(error)) from error
+    if snapshot.last[1] != snapshot.before[1] + 1:
+        raise Damaged("its entries do not follow each other")
+    return snapshot

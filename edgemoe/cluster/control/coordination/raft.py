@@ -21,10 +21,16 @@ from pysyncobj.monotonic import monotonic
 from pysyncobj.node import Node
 
 from edgemoe.cluster.control.coordination import ops
-from edgemoe.cluster.control.coordination.journal import Damaged, Journal, voters_digest
+from edgemoe.cluster.control.coordination.journal import (
+    Damaged,
+    Journal,
+    StateSnapshot,
+    read_snapshot,
+    voters_digest,
+    write_snapshot,
+)
 from edgemoe.cluster.control.coordination.raft_transport import LinkTransport, RaftLink
 from edgemoe.cluster.control.coordination.recovery import ASK_S, open_journal
-from edgemoe.cluster.control.coordination.snapshot import StateSnapshot, read_snapshot, write_snapshot
 from edgemoe.cluster.control.coordination.store import CoordState, PlanRef, View, plan_outcome, wait_event
 from edgemoe.cluster.rpc.protocol import SPOKEN
 from edgemoe.cluster.rpc.sparing_log import SparingLog

@@ -21,8 +21,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from edgemoe.cluster.control.coordination.journal import Damaged, Entry, Journal
-from edgemoe.cluster.control.coordination.snapshot import read_snapshot
+from edgemoe.cluster.control.coordination.journal import Damaged, Entry, Journal, read_snapshot
 from edgemoe.durable import rename_file
 
 log = logging.getLogger(__name__)

@@ -1,15 +1,15 @@
-"""What boxes must agree on, a few bytes of it: leader and epoch, the plan's version and digest.
+"""The agreement between boxes: leader, epoch, and the plan's version and digest.
 
-`CoordStore` is the door; three engines stand behind it: `Single` (one box), `raft` (PySyncObj, embedded) and `etcd`
-(external). Leadership is an epoch that only rises; every change carries the epoch of the leader that makes it and is
-refused when a higher one exists. A leader holds a lease: it counts itself deposed when the last renewal that went
-well was sent longer ago than the lease, by its own clock, and nobody else may claim before that: a claim quotes the
-last renewal that the claimant knows of, and fails where there has been another.
+`CoordStore` is the interface, with three implementations: `Single` (one box), `raft` (embedded) and `etcd` (external).
+An epoch only rises; every change names its leader's epoch and is refused once a higher one exists. A leader deposes
+itself when its last successful renewal was sent longer ago than the lease. A claim names the last renewal that the
+claimant knows of and fails if there was another: so nobody claims while the lease lives.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -20,6 +20,11 @@ from edgemoe.cluster.control.coordination import ops
 from edgemoe.cluster.control.coordination.epoch_fence import MAX_LEAP
 from edgemoe.errors import PlanConflict, StaleEpoch
 from edgemoe.types.bounds import Count, Text, Word
+
+
+def since_boot() -> float:
+    """Returns seconds since boot, suspend included: a leader that wakes finds its lease lapsed."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class PlanRef(msgspec.Struct, frozen=True):

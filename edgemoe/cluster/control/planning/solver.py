@@ -11,17 +11,16 @@ import asyncio
 import sys
 from collections.abc import Callable, Sequence
 
-from edgemoe.cluster.control.placement import PlanTask, Target
 from edgemoe.cluster.control.planning.messages import ClusterAnswer, ClusterQuestion, PlacementAnswer
-from edgemoe.cluster.control.planning.targets import make_target, question, target_of
+from edgemoe.cluster.control.planning.targets import PlanTask, Target, make_target, question, target_of
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.errors import HelperFailed, PlacementInfeasible, PlanningFailed
 from edgemoe.helper.frames import Answered, Asked
 from edgemoe.helper.process import HelperProcess
 
 NICE = 10  # at 19 it would not come to an end where engines use every core all the time
-COMMAND = (sys.executable, "-m", "edgemoe.cluster.control.planning.child", str(NICE))
-FIT_COMMAND = (sys.executable, "-m", "edgemoe.cluster.control.planning.fit_child", str(NICE))
+COMMAND = (sys.executable, "-m", "edgemoe.cluster.control.planning.placement_child", str(NICE))
+FIT_COMMAND = (sys.executable, "-m", "edgemoe.cluster.control.planning.fitting_child", str(NICE))
 DEADLINE_S = 600.0  # of one answer, by a process that gets what others leave
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from edgemoe.cluster.control.control_state import ControlState
 from edgemoe.cluster.control.requests.expert_fitting import ExpertFitting
 from edgemoe.cluster.control.requests.offer_queue import (
     Action,
@@ -19,7 +20,6 @@ from edgemoe.cluster.control.requests.offer_queue import (
     Waited,
     Withdraws,
 )
-from edgemoe.cluster.control.state import ControlState
 from edgemoe.cluster.rpc.channel import Channel
 from edgemoe.cluster.rpc.control_messages import ControlMessage, EngineUse, RequestGrant, RequestOffer, Withdrawal
 from edgemoe.errors import PeerBusy, PeerRefused

@@ -18,11 +18,10 @@ from support.planes import card
 from support.reports import report
 from support.waiting import until
 
-from edgemoe.cluster.control.placement import ExpertHome, PlanTask, plan_of
-from edgemoe.cluster.control.planning.fitting import fit
+from edgemoe.cluster.control.planning.fitting_child import fit
 from edgemoe.cluster.control.planning.messages import ClusterQuestion
 from edgemoe.cluster.control.planning.solver import COMMAND, FIT_COMMAND, NICE, PlanSolver
-from edgemoe.cluster.control.planning.targets import make_target
+from edgemoe.cluster.control.planning.targets import ExpertHome, PlanTask, make_target, plan_of
 from edgemoe.cluster.rpc.messages.choices import EndedRequest, SignatureTable
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.errors import PlacementInfeasible, PlanningFailed
@@ -112,7 +111,7 @@ async def test_fits_and_placements_do_not_wait_for_each_other_and_who_has_fitted
     fits = [
         sys.executable,
         "-c",
-        noting + "runpy.run_module('edgemoe.cluster.control.planning.fit_child', None, '__main__')",
+        noting + "runpy.run_module('edgemoe.cluster.control.planning.fitting_child', None, '__main__')",
     ]
     busy = PlanSolver(SETTINGS, HANGS, fits)
     solving = asyncio.create_task(busy.solve(task()))
@@ -173,7 +172,7 @@ async def test_one_that_cannot_be_started_is_said_so_to_who_asks() -> None:
 
 
 UNCOMPILED = (
-    "import sys; from edgemoe.cluster.control.planning.child import PlacementQuestion, serve, solve; "
+    "import sys; from edgemoe.cluster.control.planning.placement_child import PlacementQuestion, serve, solve; "
     "serve(sys.stdin.buffer, sys.stdout.buffer, PlacementQuestion, solve)"
 )
 

@@ -7,7 +7,7 @@ import pytest
 from support.reports import report
 
 from edgemoe.cluster.control.planning.messages import PlacementAnswer, PlacementQuestion, QuestionedBox
-from edgemoe.cluster.control.planning.solving import solve
+from edgemoe.cluster.control.planning.placement_child import solve
 from edgemoe.cluster.rpc.control_messages import LinkReport
 from edgemoe.policy.placement.problem import Placement
 from edgemoe.policy.placement.score import RouteScore, score

@@ -14,7 +14,7 @@ import pytest_asyncio
 from support.planes import EXPERTS, LAYERS, Front, card, fronts
 from support.waiting import until
 
-from edgemoe.cluster.control.planning.fitting import fit
+from edgemoe.cluster.control.planning.fitting_child import fit
 from edgemoe.cluster.control.planning.messages import ClusterAnswer, ClusterQuestion
 from edgemoe.cluster.control.planning.solver import PlanSolver
 from edgemoe.cluster.control.requests import expert_fitting

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from edgemoe.cluster.control.planning.fitting import fit
+from edgemoe.cluster.control.planning.fitting_child import fit
 from edgemoe.cluster.control.planning.messages import MAX_REQUESTS, ClusterAnswer, ClusterQuestion
 from edgemoe.cluster.control.requests.expert_fitting import (
     FIRST,

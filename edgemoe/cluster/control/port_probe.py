@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from edgemoe.cluster.control.members import Member
-from edgemoe.cluster.control.state import ControlState
+from edgemoe.cluster.control.control_state import ControlState
+from edgemoe.cluster.control.membership import Member
 from edgemoe.cluster.rpc.channel import Channel
 from edgemoe.cluster.rpc.control_messages import ControlMessage
 from edgemoe.cluster.rpc.messages.reach import Reach, Reached

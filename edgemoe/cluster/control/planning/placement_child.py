@@ -1,22 +1,27 @@
-"""From what boxes have and report to where experts are to be. Imports Numba: for the solver's process."""
+"""The process that solves placements; `python -m` starts it with its niceness as argument. Imports Numba."""
 
 from __future__ import annotations
 
+import os
+import sys
 from dataclasses import replace
 
 import numpy as np
 
-from edgemoe.cluster.control.planning.messages import PlacementAnswer, PlacementQuestion
+from edgemoe.cluster.control.planning.messages import PlacementAnswer, PlacementQuestion, QuestionedBox
 from edgemoe.cluster.control.planning.observation import Observation, observe, successions
 from edgemoe.cluster.control.planning.targets import problem_of
+from edgemoe.cluster.rpc.control_messages import Report
 from edgemoe.errors import PlacementInfeasible
+from edgemoe.guard import refuse_pickle
+from edgemoe.helper.serving import serve
 from edgemoe.policy.placement.policies import Wishes, place
 from edgemoe.policy.placement.problem import PlacementProblem, Values, as_served, refuse_nowhere
 from edgemoe.policy.placement.rendezvous import costs_of, rendezvous_cost, routes_for
 from edgemoe.policy.placement.score import remote_calls
 from edgemoe.policy.replacement.nodes import refined_cost
 from edgemoe.types.arrays import BoolArray
-from edgemoe.types.placement import BY_SUCCESSIONS, pack_bits, unpack_bits
+from edgemoe.types.placement import ACTIVITY_UNIT, BY_SUCCESSIONS, pack_bits, unpack_bits
 
 
 def solve(asked: PlacementQuestion) -> PlacementAnswer:
@@ -68,3 +73,21 @@ def _cost(problem: PlacementProblem, wishes: Wishes, homes: BoolArray) -> float:
     if len(wishes.passed):
         return refined_cost(problem, placement, wishes.passed)
     return remote_calls(placement, problem.activations)
+
+
+def compile_all() -> None:
+    """Has everything compiled, by a small question: Numba unpickles what it keeps of its own while it compiles."""
+    layers, experts = 2, 4
+    chosen = np.full((layers, experts), ACTIVITY_UNIT // 2, "<u2").tobytes()
+    pairs = np.array([[layer, 0, 1, ACTIVITY_UNIT // 4] for layer in range(layers)], "<u2").tobytes()
+    everything = pack_bits(np.ones((layers, experts), np.bool_))
+    box = QuestionedBox((layers * experts,), everything, everything, everything, Report("", 1.0, chosen, pairs=pairs))
+    counts, sizes = (experts,) * layers, (1,) * layers
+    solve(PlacementQuestion(0, "rendezvous", layers, experts, counts, sizes, 1, 0.0, (box, box)))
+
+
+if __name__ == "__main__":
+    os.nice(int(sys.argv[1]))
+    compile_all()
+    refuse_pickle()
+    serve(sys.stdin.buffer, sys.stdout.buffer, PlacementQuestion, solve)

@@ -1,13 +1,17 @@
-"""From what requests chose to expert clusters. Imports SciPy: for the solver's process."""
+"""The process that fits expert clusters; `python -m` starts it with its niceness as argument. Imports SciPy."""
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterable
 
 import numpy as np
 
 from edgemoe.cluster.control.planning.messages import ClusterAnswer, ClusterQuestion
 from edgemoe.cluster.rpc.messages.choices import SignatureTable
+from edgemoe.guard import refuse_pickle
+from edgemoe.helper.serving import serve
 from edgemoe.policy.routing.cluster_fit import RecordedTraffic, fit_clusters
 from edgemoe.policy.routing.told import ModelSizes, counts_of
 from edgemoe.types.arrays import FloatArray
@@ -39,3 +43,9 @@ def fit(asked: ClusterQuestion) -> ClusterAnswer:
 def _counts(tables: Iterable[SignatureTable], sizes: ModelSizes) -> FloatArray:
     found = [counts_of(table.tokens, table.chosen, sizes) for table in tables]
     return np.stack([counts for counts in found if counts is not None])
+
+
+if __name__ == "__main__":
+    os.nice(int(sys.argv[1]))
+    refuse_pickle()
+    serve(sys.stdin.buffer, sys.stdout.buffer, ClusterQuestion, fit)

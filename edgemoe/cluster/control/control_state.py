@@ -18,10 +18,10 @@ from typing import NamedTuple
 import msgspec
 
 from edgemoe.cluster.control.admission import Admission, Admittance
+from edgemoe.cluster.control.coordination.election_rules import Agreement
 from edgemoe.cluster.control.coordination.epoch_fence import EpochFence
-from edgemoe.cluster.control.coordination.fingerprint import Agreement
-from edgemoe.cluster.control.members import Member, Members
-from edgemoe.cluster.control.obedience import Obedience
+from edgemoe.cluster.control.leadership import Obedience
+from edgemoe.cluster.control.membership import Member, Members
 from edgemoe.cluster.control.plan_store import PlanStore
 from edgemoe.cluster.rpc.control_messages import Announce, Beat, EngineCard, Report
 from edgemoe.cluster.rpc.keys import Peer

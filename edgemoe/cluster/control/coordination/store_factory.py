@@ -7,11 +7,11 @@ import ssl
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from edgemoe.cluster.control.coordination.election_rules import voters_of
 from edgemoe.cluster.control.coordination.epoch_fence import EpochFence
 from edgemoe.cluster.control.coordination.etcd import EtcdStore
-from edgemoe.cluster.control.coordination.fingerprint import voters_of
 from edgemoe.cluster.control.coordination.raft import RaftStore
-from edgemoe.cluster.control.coordination.raft_channel import RaftChannel
+from edgemoe.cluster.control.coordination.raft_transport import RaftChannel
 from edgemoe.cluster.control.coordination.store import CoordStore, Single
 from edgemoe.cluster.rpc.keys import Peer
 from edgemoe.config.settings import ClusterSettings

@@ -24,8 +24,8 @@ import msgspec
 import numpy as np
 
 from edgemoe.cluster.control.coordination.store import PlanRef
-from edgemoe.cluster.control.placement import ExpertHome, PlanTask, Target, plan_of, why_anew
 from edgemoe.cluster.control.planning.observation import bytes_per_s, tokens_per_s
+from edgemoe.cluster.control.planning.targets import ExpertHome, PlanTask, Target, plan_of, why_anew
 from edgemoe.cluster.rpc.control_messages import EngineCard, Report
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.policy.migration import Migration, copy_s, pays

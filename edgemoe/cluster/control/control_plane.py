@@ -1,12 +1,7 @@
-"""One box among the others, on the control channel: it says how it is, hears the others, follows the leader or leads.
+"""The control plane of one box: beats, announcements, the leader's plan and requests, over the control channel.
 
-    every beat   Beat to all; who has not been heard for DEAD_S is dead; a broken connection says so at once
-    on change    Announce to all, until each has taken note of it; again to who has none of it, by its beats
-    a follower   obeys a leader whose epoch is not below the highest it has ever seen (`fence`): fetches the plan that
-                 the leader names, checks its digest, keeps it on disk and hands it on
-    the leader   (`leader`) makes plans and has them agreed; it names the plan in its beats
-
-What follows from what is heard, `state` decides; here it is done. Without a leader all go on with the last plan.
+`control_state` decides, this module does the I/O. Without a leader every box goes on with the last plan.
+See docs/design/membership.md.
 """
 
 from __future__ import annotations
@@ -14,27 +9,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
 from edgemoe.cluster.control.admission import Allow, Connect, Disconnect, Revoke
-from edgemoe.cluster.control.announcer import Announcer
-from edgemoe.cluster.control.coordination.choice import make_store
-from edgemoe.cluster.control.coordination.clock import since_boot
-from edgemoe.cluster.control.coordination.epoch_fence import EpochFence
-from edgemoe.cluster.control.coordination.raft_channel import RaftChannel
-from edgemoe.cluster.control.leader import Leader
-from edgemoe.cluster.control.local_services import LocalServices, NoServices
-from edgemoe.cluster.control.members import BEAT_S
-from edgemoe.cluster.control.plan_exchange import PlanExchange
-from edgemoe.cluster.control.plan_store import PlanStore
-from edgemoe.cluster.control.planning.solver import PlanSolver
-from edgemoe.cluster.control.reach import PortReach
-from edgemoe.cluster.control.reporter import Reporter
-from edgemoe.cluster.control.requests.desk import RequestDesk
-from edgemoe.cluster.control.requests.parcels import Parcels
-from edgemoe.cluster.control.requests.policies import make_queue
-from edgemoe.cluster.control.state import (
+from edgemoe.cluster.control.announcer import Announcer, Reporter
+from edgemoe.cluster.control.control_state import (
     Action,
     BeatHeard,
     Changed,
@@ -50,6 +31,18 @@ from edgemoe.cluster.control.state import (
     Refuse,
     Said,
 )
+from edgemoe.cluster.control.coordination.epoch_fence import EpochFence
+from edgemoe.cluster.control.coordination.raft_transport import RaftChannel
+from edgemoe.cluster.control.coordination.store import since_boot
+from edgemoe.cluster.control.coordination.store_factory import make_store
+from edgemoe.cluster.control.leader import Leader
+from edgemoe.cluster.control.membership import BEAT_S
+from edgemoe.cluster.control.plan_store import PlanExchange, PlanStore
+from edgemoe.cluster.control.planning.solver import PlanSolver
+from edgemoe.cluster.control.port_probe import PortReach
+from edgemoe.cluster.control.requests.desk import RequestDesk
+from edgemoe.cluster.control.requests.parcels import Parcels
+from edgemoe.cluster.control.requests.policies import make_queue
 from edgemoe.cluster.rpc.auth import AllowList
 from edgemoe.cluster.rpc.channel import Channel
 from edgemoe.cluster.rpc.control_messages import (
@@ -80,6 +73,63 @@ from edgemoe.config.settings import ClusterSettings
 from edgemoe.durable import make_folder
 from edgemoe.errors import ConfigError, PeerRefused
 from edgemoe.ticking import until_tick
+from edgemoe.types.placement import PlacementPlan
+
+
+class LocalServices(Protocol):
+    """Stands for this box's engine and its requests."""
+
+    def load(self) -> Beat:
+        """Returns how busy it is; a beat's other fields are filled in later."""
+
+    def report(self) -> Report | None:
+        """Returns what the leader is told every ten seconds; None while there is no engine."""
+
+    def look_around(self) -> None:
+        """Members or their engines have changed."""
+
+    def hear_beat(self, node: str, beat: Beat) -> None:
+        """Takes note of how another box says that it is."""
+
+    def follow(self, plan: PlacementPlan) -> None:
+        """Goes by this plan from now on."""
+
+    def granted(self, grant: RequestGrant) -> None:
+        """Hears from the leader which engine takes a request that was offered. May be called while offering one."""
+
+    def check_room(self) -> None:
+        """Raises PeerBusy where our engine takes no request of another front."""
+
+    def serve(self, question: Question[ControlMessage]) -> Answer[ControlMessage]:
+        """Answers a Forward, Tokens, Check, Show or FindStore, and refuses others. Raises PeerError, WireError."""
+
+
+class NoServices:
+    """What runs on a witness."""
+
+    def load(self) -> Beat:
+        return Beat()
+
+    def report(self) -> Report | None:
+        return None
+
+    def look_around(self) -> None:
+        return None
+
+    def hear_beat(self, node: str, beat: Beat) -> None:
+        return None
+
+    def follow(self, plan: PlacementPlan) -> None:
+        return None
+
+    def granted(self, grant: RequestGrant) -> None:
+        return None
+
+    def check_room(self) -> None:
+        raise PeerRefused("no requests are served here")
+
+    def serve(self, question: Question[ControlMessage]) -> Answer[ControlMessage]:
+        raise PeerRefused("no requests are served here")
 
 
 class ControlPlane:
