@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from edgemoe.engine.blocks import BlockManager
-from edgemoe.engine.sequence import Sequence, blocks_for
+from edgemoe.engine.sequence import Sequence, SwappedBlocks, blocks_for
 
 
 class Copyable(Protocol):
@@ -28,16 +26,6 @@ class CopyableStates(Copyable, Protocol):
 
     @property
     def slot_bytes(self) -> int: ...
-
-
-class SwappedBlocks(NamedTuple):
-    """The keys, values, signatures and state that a paused sequence had computed."""
-
-    tokens: int
-    rows: torch.Tensor  # [n, ...] a KV block each
-    signatures: npt.NDArray[np.uint8]  # [n, L, E]
-    state: torch.Tensor | None  # [1, ...], where the model has states
-    size: int  # what it takes of the budget, in blocks
 
 
 class KVSwap:

@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING, Any
 from edgemoe.engine.runner import Runner
 from edgemoe.engine.sampling.sampler import Sampled
 from edgemoe.engine.scheduler import Scheduler, Work
-from edgemoe.engine.sequence import Sequence
+from edgemoe.engine.sequence import Sequence, check_request
 from edgemoe.engine.step import BROKEN, Steps
-from edgemoe.engine.validate import check_request
 from edgemoe.errors import (
     DeadlineExceeded,
     EdgemoeError,

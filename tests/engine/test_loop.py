@@ -17,7 +17,7 @@ from test_sampler import SCHEMA, byte_tokenizer
 
 from edgemoe.api.generate.grammar import MAX_GRAMMAR_BYTES
 from edgemoe.engine.grammar import Grammars
-from edgemoe.engine.validate import MAX_GRAMMAR_CHARS, check_request
+from edgemoe.engine.sequence import MAX_GRAMMAR_CHARS, check_request
 from edgemoe.errors import InvalidRequest, MissingExpert
 from edgemoe.types.request import Emission, Request, RequestLimits, Sampling
 from edgemoe.types.step import BLOCK_TOKENS, StepRouting
