@@ -12,13 +12,12 @@ from msgspec import structs
 
 from edgemoe.config.settings import EngineSettings
 from edgemoe.engine.blocks import BlockManager
-from edgemoe.engine.chunk_budget import ChunkBudget
 from edgemoe.engine.kv_swap import KVSwap
 from edgemoe.engine.loop import Emit, StepLoop
 from edgemoe.engine.metrics import engine_metrics
 from edgemoe.engine.prefix_transfer import PrefixTransfer
 from edgemoe.engine.runner import LoadedModel, Runner, Watchers
-from edgemoe.engine.scheduler import Scheduler
+from edgemoe.engine.scheduler import ChunkBudget, Scheduler
 from edgemoe.engine.state_slots import StateSlots
 from edgemoe.types.request import RequestLimits
 from edgemoe.types.step import BLOCK_TOKENS

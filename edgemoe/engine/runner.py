@@ -15,8 +15,7 @@ import torch
 
 from edgemoe.engine.batch import describe, make_batch, token_blocks
 from edgemoe.engine.blocks import BlockManager
-from edgemoe.engine.chunk_budget import ChunkBudget
-from edgemoe.engine.scheduler import Work
+from edgemoe.engine.scheduler import ChunkBudget, Work
 from edgemoe.families.spec import ModelSpec
 from edgemoe.types.step import Batch, Experts, StepMeta, StepRouting
 

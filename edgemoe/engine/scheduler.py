@@ -23,13 +23,60 @@ import numpy as np
 
 from edgemoe.config.settings import EngineSettings
 from edgemoe.engine.blocks import BlockManager
-from edgemoe.engine.chunk_budget import ChunkBudget
 from edgemoe.engine.fairness import Accounts, Fairness
 from edgemoe.engine.kv_swap import KVSwap
 from edgemoe.engine.sequence import Sequence, blocks_for
 from edgemoe.policy import sjf
 from edgemoe.types.principal import NOBODY, Identity
 from edgemoe.types.step import BLOCK_TOKENS
+
+MEMORY = 0.9  # weight of the past at each new step
+FIRST_GUESS_TOKENS_PER_S = 2000.0
+SHORTER = 0.7  # of every second chunk
+FIRST_CHUNK_TOKENS = 4 * BLOCK_TOKENS  # beside decoders, before anything is known
+
+
+class ChunkBudget:
+    """Fits the length of prefilling steps and turns it into a token budget."""
+
+    def __init__(self, step_tokens: int, aim_s: float) -> None:
+        """Allows at most `step_tokens` a step and aims for steps of `aim_s` seconds; 0 aims for no duration."""
+        self._most = step_tokens
+        self._aim_s = aim_s
+        self._sums = np.zeros((2, 3))  # of (1, n) times (1, n, seconds), decayed
+        self._shorter = False  # the next chunk
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Returns the prompt tokens per second of recent steps that prefilled."""
+        _, tokens, seconds = self._sums[0].tolist()
+        return tokens / seconds if seconds else FIRST_GUESS_TOKENS_PER_S
+
+    def observe(self, prefill_tokens: int, seconds: float) -> None:
+        """Adds the duration of a step that prefilled `prefill_tokens` to the fit."""
+        row = np.array([1.0, prefill_tokens])
+        self._sums = MEMORY * self._sums + np.outer(row, [*row, seconds])
+        self._shorter = not self._shorter
+
+    def prefill_tokens(self, decoding: int) -> int:
+        """Returns the prompt tokens that a step with `decoding` decoding sequences may prefill, at least one block."""
+        room = max(BLOCK_TOKENS, self._most - decoding)
+        if not decoding or not self._aim_s:
+            return room
+        chunk = self._chunk() * (SHORTER if self._shorter else 1.0)
+        return int(np.clip(chunk, BLOCK_TOKENS, room))
+
+    def _chunk(self) -> float:
+        (count, tokens, seconds), (_, squares, products) = self._sums.tolist()
+        if count == 0.0:
+            return FIRST_CHUNK_TOKENS
+        spread = count * squares - tokens * tokens
+        slope = seconds / tokens  # all steps alike: no fixed part to be seen
+        if spread > 1e-3 * tokens * tokens:
+            slope = min(max((count * products - tokens * seconds) / spread, slope / 3), slope)
+        fixed = (seconds - slope * tokens) / count
+        return max((self._aim_s - fixed) / slope, fixed / slope)
+
 
 AGING_SHARE = 0.4  # of the speed of prefill: overtaken for at most 2.5 times what one's own prompt takes
 PROMPT_ROWS = 64  # a step's tokens of prompts whose log probabilities are wanted: logits are large

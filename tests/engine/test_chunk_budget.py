@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from edgemoe.engine.chunk_budget import ChunkBudget
+from edgemoe.engine.scheduler import ChunkBudget
 
 AIM_S, STEP_TOKENS, PROMPT = 0.25, 512, 16384
 

@@ -12,9 +12,15 @@ from support.waiting import wait_until
 
 from edgemoe.config.settings import EngineSettings
 from edgemoe.engine.blocks import BlockManager
-from edgemoe.engine.chunk_budget import FIRST_CHUNK_TOKENS, ChunkBudget
 from edgemoe.engine.fairness import MAX_USERS, Fairness
-from edgemoe.engine.scheduler import AGING_SHARE, FIRST_SEQUENCE_TIMEOUT_S, Scheduler, Work
+from edgemoe.engine.scheduler import (
+    AGING_SHARE,
+    FIRST_CHUNK_TOKENS,
+    FIRST_SEQUENCE_TIMEOUT_S,
+    ChunkBudget,
+    Scheduler,
+    Work,
+)
 from edgemoe.engine.sequence import Sequence
 from edgemoe.policy.sjf import LEAD_S
 from edgemoe.types.principal import Identity, Principal

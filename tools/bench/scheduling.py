@@ -28,8 +28,7 @@ from rich.table import Table
 
 from edgemoe.config.settings import EngineSettings
 from edgemoe.engine.blocks import BlockManager
-from edgemoe.engine.chunk_budget import ChunkBudget
-from edgemoe.engine.scheduler import Scheduler
+from edgemoe.engine.scheduler import ChunkBudget, Scheduler
 from edgemoe.engine.sequence import Sequence
 from edgemoe.types.request import Request, Sampling
 from tools.bench.stats import interval
