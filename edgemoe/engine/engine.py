@@ -11,8 +11,7 @@ import torch
 from msgspec import structs
 
 from edgemoe.config.settings import EngineSettings
-from edgemoe.engine.blocks import BlockManager
-from edgemoe.engine.kv_swap import KVSwap
+from edgemoe.engine.blocks import BlockManager, KVSwap
 from edgemoe.engine.loop import Emit, StepLoop
 from edgemoe.engine.metrics import engine_metrics
 from edgemoe.engine.prefix_transfer import PrefixTransfer

@@ -22,9 +22,8 @@ from typing import NamedTuple
 import numpy as np
 
 from edgemoe.config.settings import EngineSettings
-from edgemoe.engine.blocks import BlockManager
+from edgemoe.engine.blocks import BlockManager, KVSwap
 from edgemoe.engine.fairness import Accounts, Fairness
-from edgemoe.engine.kv_swap import KVSwap
 from edgemoe.engine.sequence import Sequence, blocks_for
 from edgemoe.policy import sjf
 from edgemoe.types.principal import NOBODY, Identity

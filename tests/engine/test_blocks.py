@@ -9,8 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
-from edgemoe.engine.blocks import BlockManager, extend_keys
-from edgemoe.engine.kv_swap import KVSwap
+from edgemoe.engine.blocks import BlockManager, KVSwap, extend_keys
 from edgemoe.engine.sequence import Sequence, blocks_for
 from edgemoe.types.request import Request, Sampling
 from edgemoe.types.step import BLOCK_TOKENS

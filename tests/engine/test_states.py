@@ -17,8 +17,7 @@ from test_blocks import EXPERTS, LAYERS, Blocks, Memory, sequence
 from test_loop import STYLES
 
 from edgemoe.engine import state_slots
-from edgemoe.engine.blocks import BlockManager
-from edgemoe.engine.kv_swap import KVSwap
+from edgemoe.engine.blocks import BlockManager, KVSwap
 from edgemoe.engine.sequence import Sequence
 from edgemoe.engine.state_slots import StateSlots, is_kept, places_on_the_way
 from edgemoe.types.step import BLOCK_TOKENS, Batch
