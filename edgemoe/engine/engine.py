@@ -15,9 +15,9 @@ from edgemoe.engine.blocks import BlockManager, KVSwap
 from edgemoe.engine.loop import Emit, StepLoop
 from edgemoe.engine.metrics import engine_metrics
 from edgemoe.engine.prefix_transfer import PrefixTransfer
-from edgemoe.engine.runner import LoadedModel, Runner, Watchers
 from edgemoe.engine.scheduler import ChunkBudget, Scheduler
 from edgemoe.engine.state_slots import StateSlots
+from edgemoe.engine.step import LoadedModel, Runner, Watchers
 from edgemoe.types.request import RequestLimits
 from edgemoe.types.step import BLOCK_TOKENS
 

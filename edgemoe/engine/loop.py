@@ -16,11 +16,10 @@ from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from edgemoe.engine.runner import Runner
 from edgemoe.engine.sampling.sampler import Sampled
 from edgemoe.engine.scheduler import Scheduler, Work
 from edgemoe.engine.sequence import Sequence, check_request
-from edgemoe.engine.step import BROKEN, Steps
+from edgemoe.engine.step import BROKEN, Runner, Steps
 from edgemoe.errors import (
     DeadlineExceeded,
     EdgemoeError,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from edgemoe.engine.blocks import BlockManager
 from edgemoe.engine.loop import StepLoop
-from edgemoe.engine.runner import PHASES, Runner
 from edgemoe.engine.scheduler import Scheduler
+from edgemoe.engine.step import PHASES, Runner
 from edgemoe.telemetry import metrics as names
 from edgemoe.telemetry.metrics import named
 

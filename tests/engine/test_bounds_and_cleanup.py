@@ -17,12 +17,12 @@ from edgemoe.engine import loop, step
 from edgemoe.engine.blocks import BlockManager
 from edgemoe.engine.fairness import Accounts
 from edgemoe.engine.loop import StepLoop
-from edgemoe.engine.runner import Runner
 from edgemoe.engine.sampling import sampler
 from edgemoe.engine.sampling.sampler import sample
 from edgemoe.engine.sampling.segmented_topk import pick
 from edgemoe.engine.scheduler import PROMPT_ROWS, Scheduler
 from edgemoe.engine.sequence import Sequence
+from edgemoe.engine.step import Runner
 from edgemoe.types.request import Request, Sampling
 from edgemoe.types.step import BLOCK_TOKENS, StepMeta
 
