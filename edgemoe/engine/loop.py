@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from edgemoe.engine.sampling.sampler import Sampled
+from edgemoe.engine.sampler import Sampled
 from edgemoe.engine.scheduler import Scheduler, Work
 from edgemoe.engine.sequence import Sequence, check_request
 from edgemoe.engine.step import BROKEN, Runner, Steps

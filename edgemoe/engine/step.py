@@ -24,7 +24,7 @@ import numpy.typing as npt
 import torch
 
 from edgemoe.engine.blocks import BlockManager
-from edgemoe.engine.sampling.sampler import NOT_A_NUMBER, Sampled, sample, tell_prompt
+from edgemoe.engine.sampler import NOT_A_NUMBER, Sampled, sample, tell_prompt
 from edgemoe.engine.scheduler import ChunkBudget, Scheduler, Work
 from edgemoe.engine.sequence import Sequence
 from edgemoe.errors import EdgemoeError, RequestError, StoreError, code_of

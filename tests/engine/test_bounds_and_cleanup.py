@@ -13,13 +13,11 @@ from support.engine_kit import Drive, PlainDecoder, prompt
 from test_sampler import VOCAB, random_logits, sequence, tokens
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
-from edgemoe.engine import loop, step
+from edgemoe.engine import loop, sampler, step
 from edgemoe.engine.blocks import BlockManager
 from edgemoe.engine.fairness import Accounts
 from edgemoe.engine.loop import StepLoop
-from edgemoe.engine.sampling import sampler
-from edgemoe.engine.sampling.sampler import sample
-from edgemoe.engine.sampling.segmented_topk import pick
+from edgemoe.engine.sampler import pick, sample
 from edgemoe.engine.scheduler import PROMPT_ROWS, Scheduler
 from edgemoe.engine.sequence import Sequence
 from edgemoe.engine.step import Runner

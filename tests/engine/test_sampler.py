@@ -20,10 +20,9 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from edgemoe.engine import sampler
 from edgemoe.engine.grammar import Grammars, Matcher
-from edgemoe.engine.sampling import sampler
-from edgemoe.engine.sampling.sampler import Sampled, sample, uniform
-from edgemoe.engine.sampling.segmented_topk import crossing
+from edgemoe.engine.sampler import Sampled, crossing, sample, uniform
 from edgemoe.engine.sequence import Sequence
 from edgemoe.errors import InvalidRequest
 from edgemoe.types.request import GrammarTrial, Request, Sampling, digest_of

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from edgemoe.engine.sampling.sampler import Sampled, sample
+from edgemoe.engine.sampler import Sampled, sample
 from edgemoe.engine.sequence import Sequence
 from edgemoe.types.request import Request, Sampling
 

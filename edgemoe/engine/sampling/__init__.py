@@ -1,1 +1,0 @@
-"""The choice of the next tokens."""
