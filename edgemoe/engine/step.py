@@ -12,7 +12,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Rows
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from edgemoe.engine.grammar import Grammars
 
 
-def describe(works: Sequence[Work]) -> StepMeta:
+def describe(works: Rows[Work]) -> StepMeta:
     """Returns the works' next tokens laid end to end, with the sequence that each belongs to."""
     tokens: list[int] = []
     for seq, count in works:
@@ -52,7 +52,7 @@ def describe(works: Sequence[Work]) -> StepMeta:
     )
 
 
-def make_batch(works: Sequence[Work], meta: StepMeta) -> Batch:
+def make_batch(works: Rows[Work], meta: StepMeta) -> Batch:
     """Returns the decoder's batch, which asks for logits of two kinds of tokens, sequence by sequence.
 
     First those of `prompt_logprob_positions`, then the last token of the sequence where the step computes it.
@@ -80,7 +80,7 @@ def completes(work: Work) -> bool:
     return work.tokens == work.seq.uncomputed
 
 
-def token_blocks(works: Sequence[Work]) -> IntArray:
+def token_blocks(works: Rows[Work]) -> IntArray:
     """Returns the KV block of each of the step's tokens, [T]."""
     blocks: list[int] = []
     for seq, count in works:
@@ -135,7 +135,7 @@ class Watchers:
 class Computed(NamedTuple):
     """The result of a step's forward pass, which changes nothing until it is committed."""
 
-    works: Sequence[Work]
+    works: Rows[Work]
     logits: torch.Tensor  # float32 [R, V], of the rows that `make_batch` wants
     routing: StepRouting
     step_s: float
@@ -188,7 +188,7 @@ class Runner:
             self.started_s = None
 
     @torch.inference_mode()
-    def compute(self, works: Sequence[Work]) -> Computed:
+    def compute(self, works: Rows[Work]) -> Computed:
         """Runs the works' forward pass and changes nothing. Raises MissingExpert, CorruptExpert."""
         meta = describe(works)
         batch = make_batch(works, meta)
