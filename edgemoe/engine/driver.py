@@ -11,7 +11,7 @@ from edgemoe.engine.blocks import BlockManager
 from edgemoe.engine.scheduler import Work
 from edgemoe.engine.sequence import Sequence, blocks_for
 from edgemoe.engine.state_slots import StateSlots
-from edgemoe.engine.step import describe, make_batch
+from edgemoe.engine.steps import describe, make_batch
 from edgemoe.families.spec import ModelSpec
 from edgemoe.model.kv import KVCache
 from edgemoe.types.request import Request, Sampling

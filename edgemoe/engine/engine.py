@@ -16,7 +16,7 @@ from edgemoe.engine.loop import Emit, StepLoop
 from edgemoe.engine.prefix_transfer import PrefixTransfer
 from edgemoe.engine.scheduler import ChunkBudget, Scheduler
 from edgemoe.engine.state_slots import StateSlots
-from edgemoe.engine.step import PHASES, LoadedModel, Runner, Watchers
+from edgemoe.engine.steps import PHASES, LoadedModel, Runner, Watchers
 from edgemoe.telemetry import metrics as names
 from edgemoe.telemetry.metrics import named
 from edgemoe.types.request import RequestLimits

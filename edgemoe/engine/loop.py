@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from edgemoe.engine.sampler import Sampled
 from edgemoe.engine.scheduler import Scheduler, Work
 from edgemoe.engine.sequence import Sequence, check_request
-from edgemoe.engine.step import BROKEN, Runner, Steps
+from edgemoe.engine.steps import BROKEN, Runner, Steps
 from edgemoe.errors import (
     DeadlineExceeded,
     EdgemoeError,

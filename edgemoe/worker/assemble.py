@@ -20,7 +20,7 @@ from edgemoe.config.settings import Settings
 from edgemoe.engine.engine import Engine, EngineBudget
 from edgemoe.engine.grammar import Grammars
 from edgemoe.engine.loop import Emit
-from edgemoe.engine.step import LoadedModel, Watchers
+from edgemoe.engine.steps import LoadedModel, Watchers
 from edgemoe.errors import CapacityError
 from edgemoe.experts.activity import ActivityCounter
 from edgemoe.experts.build import CODES, ExpertTiers, TierMemory

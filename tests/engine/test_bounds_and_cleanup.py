@@ -13,14 +13,15 @@ from support.engine_kit import Drive, PlainDecoder, prompt
 from test_sampler import VOCAB, random_logits, sequence, tokens
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
-from edgemoe.engine import loop, sampler, step
+from edgemoe.engine import loop, sampler
+from edgemoe.engine import steps as step
 from edgemoe.engine.blocks import BlockManager
 from edgemoe.engine.fairness import Accounts
 from edgemoe.engine.loop import StepLoop
 from edgemoe.engine.sampler import pick, sample
 from edgemoe.engine.scheduler import PROMPT_ROWS, Scheduler
 from edgemoe.engine.sequence import Sequence
-from edgemoe.engine.step import Runner
+from edgemoe.engine.steps import Runner
 from edgemoe.types.request import Request, Sampling
 from edgemoe.types.step import BLOCK_TOKENS, StepMeta
 

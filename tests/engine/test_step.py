@@ -15,7 +15,8 @@ from support.engine_kit import SPEC, Drive, PlainDecoder, plain_model, prompt
 from test_loop import STYLES
 from test_sampler import byte_tokenizer
 
-from edgemoe.engine import loop, sampler, step
+from edgemoe.engine import loop, sampler
+from edgemoe.engine import steps as step
 from edgemoe.engine.grammar import Grammars, Matcher
 from edgemoe.types.request import Sampling
 from edgemoe.types.step import Batch

@@ -12,7 +12,7 @@ import torch
 from edgemoe.config.settings import EngineSettings
 from edgemoe.engine.engine import Engine, EngineBudget
 from edgemoe.engine.grammar import Grammars
-from edgemoe.engine.step import LoadedModel, Watchers
+from edgemoe.engine.steps import LoadedModel, Watchers
 from edgemoe.errors import MissingExpert
 from edgemoe.families.records import Attention, Block, FeedForward, Heads, Names, RopeSpec, RouterSpec
 from edgemoe.families.spec import ModelSpec

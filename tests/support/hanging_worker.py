@@ -27,7 +27,7 @@ def hanging(owner: Any, name: str) -> None:
 
 if __name__ == "__main__":
     os.environ.update(WORKER_ENV)  # before anything loads torch
-    from edgemoe.engine import step
+    from edgemoe.engine import steps as step
     from edgemoe.model.decoder import Decoder
     from edgemoe.worker.__main__ import main
 
