@@ -160,7 +160,7 @@ def led_by_b(tell: Callable[[EngineUse], None], lost: Sequence[bool] = ()) -> An
     return SimpleNamespace(
         leader="b",
         leading=0,
-        state=SimpleNamespace(node="a", members=["b"], obedience=SimpleNamespace(reign=("b", 5))),
+        state=SimpleNamespace(node="a", members=["b"], leader_tracker=SimpleNamespace(current=("b", 5))),
         channel=SimpleNamespace(tell=told),
     )
 
@@ -186,7 +186,7 @@ def test_a_leader_that_has_led_in_between_no_longer_is_told_everything_again() -
     news.tell()
     news.tell()
     assert [len(one.prefixes) // 8 for one in told] == [2]
-    plane.state.obedience.reign = "b", 7  # the same box, which knows nothing any more
+    plane.state.leader_tracker.current = "b", 7  # the same box, which knows nothing any more
     news.tell()
     assert [(len(one.prefixes) // 8, one.choices) for one in told] == [(2, CHOICES)] * 2
 
@@ -216,7 +216,7 @@ def test_the_leader_is_told_at_once_of_what_changes_soon_of_a_busy_engine_and_se
         assert told[-1] <= began_s + GAP_S + LOOK_S + 1e-6
         engine.held.clear()
         await asyncio.sleep(1)
-        plane.leader, plane.state.obedience.reign = "c", ("c", 6)
+        plane.leader, plane.state.leader_tracker.current = "c", ("c", 6)
         began_s = loop.time()
         news.look()
         await asyncio.sleep(GAP_S)

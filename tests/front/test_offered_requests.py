@@ -41,7 +41,7 @@ class Front:
         self.taken_back: list[int] = []
         plane: Any = SimpleNamespace(
             leader="b",
-            state=SimpleNamespace(node="a", model="m", obedience=SimpleNamespace(reign=("b", 5))),
+            state=SimpleNamespace(node="a", model="m", leader_tracker=SimpleNamespace(current=("b", 5))),
             channel=self,
         )
         keys = PrefixKeys(prefix_cache)
@@ -87,7 +87,7 @@ async def test_a_request_waits_for_a_leader_only_while_that_leads_in_the_same_ep
         await front.settled()
         front.log.replay()
         assert front.choices == [WAITS, WAITS]
-        front.plane.state.obedience.reign = "b", 7
+        front.plane.state.leader_tracker.current = "b", 7
         front.log.replay()
         assert front.choices[2:] == [NO_LEADER]
         assert len(front.offered) == 1
@@ -111,7 +111,7 @@ async def test_the_word_of_an_epoch_that_is_over_is_not_followed() -> None:
     with front.log.open([REQUEST], 60.0):
         await front.settled()
         (offer,) = front.offered
-        front.plane.state.obedience.reign = "b", 7
+        front.plane.state.leader_tracker.current = "b", 7
         front.offers.hear(RequestGrant(offer.number, "x:1"))
         assert (front.log.place_of("r"), front.taken_back) == (("", 0), [offer.number])
 

@@ -10,15 +10,15 @@ import numpy as np
 from edgemoe.cluster.control.coordination.store import PlanRef
 from edgemoe.cluster.control.plan_controller import (
     Action,
-    Commit,
-    Look,
-    PlanCare,
-    Prepare,
-    Solve,
-    Solved,
-    TookOver,
+    ClusterObserved,
+    CommitPlacement,
+    LeadershipTaken,
+    PlacementSolved,
+    PlanController,
+    PrepareSolver,
+    SolvePlacement,
 )
-from edgemoe.cluster.control.planning.targets import HomesView, Target, make_target
+from edgemoe.cluster.control.planning.targets import HomeInventory, PlacementTarget, make_target
 from edgemoe.cluster.rpc.control_messages import Announce, EngineCard, Report
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.errors import PlacementInfeasible
@@ -70,11 +70,11 @@ class World:
         self.boxes = {node: Box(node) for node in nodes}
         self.settings, self.now_s, self.epoch = settings, 100.0, 0
         self.agreed: PlacementPlan | None = None
-        self.committed: list[Commit] = []
+        self.committed: list[CommitPlacement] = []
         self.prepared_s: list[float] = []  # when the solver was told to get ready
         self.slow = False  # the solver answers when `answers` is called
-        self.asked: Solve | None = None
-        self.wanted: Target | None = None  # what a look for a better plan finds
+        self.asked: SolvePlacement | None = None
+        self.wanted: PlacementTarget | None = None  # what a look for a better plan finds
         self.reports: dict[str, Report] = {}
         for box in self.boxes.values():
             box.report()
@@ -83,10 +83,10 @@ class World:
     def leads(self) -> None:
         """Another box leads, which knows nothing but what is agreed and reported."""
         self.epoch += 1
-        self.care, self.view = PlanCare(self.settings), HomesView()
-        self.care.handle(TookOver(self.epoch))
+        self.care, self.view = PlanController(self.settings), HomeInventory()
+        self.care.handle(LeadershipTaken(self.epoch))
 
-    def look(self) -> Look | None:
+    def look(self) -> ClusterObserved | None:
         cards = {
             node: Announce("1", "box", "", engine=box.card, leaving=box.leaving) for node, box in self.boxes.items()
         }
@@ -96,7 +96,7 @@ class World:
         away = {node: 0.0 if box.alive else self.now_s - box.gone_s + 0.001 for node, box in self.boxes.items()}
         boxes = self.view.look(cards, away.__getitem__, serving, self.now_s)
         ref = PlanRef(self.agreed.version, self.agreed.digest()) if self.agreed else None
-        return Look(self.now_s, ref, self.agreed, serving, boxes, self.reports)
+        return ClusterObserved(self.now_s, ref, self.agreed, serving, boxes, self.reports)
 
     def step(self) -> None:
         """The leader looks, and does what it has decided."""
@@ -107,23 +107,23 @@ class World:
             actions = [more for action in actions for more in self.perform(action)]
 
     def perform(self, action: Action) -> list[Action]:
-        if isinstance(action, Prepare):
+        if isinstance(action, PrepareSolver):
             self.prepared_s.append(self.now_s)
             return []
-        if isinstance(action, Commit):
+        if isinstance(action, CommitPlacement):
             self.commit(action)
             return []
-        if isinstance(action, Solve) and self.slow:
+        if isinstance(action, SolvePlacement) and self.slow:
             self.asked = action
             return []
         return self.answer(action)
 
-    def answer(self, action: Solve) -> list[Action]:
+    def answer(self, action: SolvePlacement) -> list[Action]:
         try:
             found = make_target(action.task) if action.task.urgent or self.wanted is None else self.wanted
         except PlacementInfeasible as error:
-            return self.care.handle(Solved(action.number, None, str(error)))
-        return self.care.handle(Solved(action.number, found))
+            return self.care.handle(PlacementSolved(action.number, None, str(error)))
+        return self.care.handle(PlacementSolved(action.number, found))
 
     def answers(self) -> None:
         """The solver has found what it was asked for last, and the leader looks before it hears of that."""
@@ -134,7 +134,7 @@ class World:
         while actions:
             actions = [more for action in actions for more in self.perform(action)]
 
-    def commit(self, action: Commit) -> None:
+    def commit(self, action: CommitPlacement) -> None:
         plan = action.plan
         assert plan.version == (self.agreed.version + 1 if self.agreed else 1)
         assert plan.epoch == self.epoch
@@ -169,7 +169,7 @@ class World:
 
     def wants(self, homes: dict[str, BoolArray], now_s: float = 2.0, then_s: float = 1.0) -> None:
         found = np.stack([homes[node] for node in sorted(homes)])
-        self.wanted = Target(
+        self.wanted = PlacementTarget(
             tuple(sorted(homes)), found, np.zeros_like(found), np.zeros_like(found[0], np.float32), now_s, then_s
         )
 

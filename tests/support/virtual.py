@@ -30,7 +30,7 @@ from edgemoe.cluster.control.coordination import store_factory as stores
 from edgemoe.cluster.control.coordination.raft import BACK_S, RaftStore
 from edgemoe.cluster.control.coordination.store import PlanRef
 from edgemoe.cluster.control.planning.solver import PlanSolver
-from edgemoe.cluster.control.planning.targets import PlanTask, Target, make_target
+from edgemoe.cluster.control.planning.targets import PlacementTarget, PlacementTask, make_target
 from edgemoe.cluster.rpc.auth import AllowList
 from edgemoe.cluster.rpc.control_messages import CONTROL, Announce, EngineCard, Report
 from edgemoe.cluster.rpc.envelope import Envelope
@@ -309,14 +309,14 @@ class Cluster:
         self.states: dict[int, str] = {}  # entries applied -> digest of the state
         self.boxes = {node: Box(self, node) for node in nodes}
         self.pinning = False  # engines pin, one expert after the other, and say so
-        self.better: Target | None = None  # what looks for a better plan find
+        self.better: PlacementTarget | None = None  # what looks for a better plan find
         self.step, self.role = "", ""  # at which step of a move somebody dies: leader or follower
         self.killed = ""  # who did
         self.lost: list[tuple[str, list[int]]] = []  # last pinned copies that a command had a box drop
 
     # --- engines ----------------------------------------------------------------------------------------------
 
-    async def solve(self, task: PlanTask) -> Target:
+    async def solve(self, task: PlacementTask) -> PlacementTarget:
         """At once: threads know nothing of this time."""
         for box in self.boxes.values():
             if box.plane is not None and box.plane.leading:

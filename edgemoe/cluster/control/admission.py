@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from edgemoe.cluster.control.coordination.election_rules import Agreement
+from edgemoe.cluster.control.coordination.election_rules import ElectionRules
 from edgemoe.cluster.control.membership import Member, Members
 from edgemoe.cluster.rpc.control_messages import Announce
 from edgemoe.cluster.rpc.keys import Peer, check_peer
@@ -25,35 +25,35 @@ log = logging.getLogger(__name__)
 VOUCHED_S = 3600.0  # for which the word of a box that is gone still lets others in
 
 
-class Allow(NamedTuple):
+class AllowKeys(NamedTuple):
     """These keys, and no others of that box, are let in."""
 
     node: str
     keys: tuple[str, ...]
 
 
-class Revoke(NamedTuple):
+class RevokeKeys(NamedTuple):
     """None of that box's keys is let in."""
 
     node: str
 
 
-class Connect(NamedTuple):
+class ConnectPeer(NamedTuple):
     peer: Peer
 
 
-class Disconnect(NamedTuple):
+class DisconnectPeer(NamedTuple):
     node: str
 
 
-Admittance = Allow | Revoke | Connect | Disconnect
+AccessInstruction = AllowKeys | RevokeKeys | ConnectPeer | DisconnectPeer
 
 
 class Admission:
     """Keeps members by this box's list, `listed`, and by what the boxes on it list."""
 
     def __init__(
-        self, settings: ClusterSettings, listed: Mapping[str, Peer], agreement: Agreement, members: Members
+        self, settings: ClusterSettings, listed: Mapping[str, Peer], agreement: ElectionRules, members: Members
     ) -> None:
         self.listed = dict(listed)
         self._node, self._joining = settings.node, bool(settings.join)
@@ -61,18 +61,18 @@ class Admission:
         self._lapsed: frozenset[str] = frozenset()
         self._say = SparingLog(log)
 
-    def renew(self) -> tuple[list[str], list[Admittance]]:
+    def renew(self) -> tuple[list[str], list[AccessInstruction]]:
         """Has all be as listed and vouched for now. Returns who was sent away, and what is to be done."""
-        members, actions = self._members, list[Admittance]()
+        members, actions = self._members, list[AccessInstruction]()
         self._lapsed = self._lapsed_vouchers()
         vouched = [
             (m.peer.node, m.card.listed) for m in members if m.card is not None and m.peer.node not in self._lapsed
         ]
-        wanted = let_in(self._node, self.listed, vouched, joining=self._joining)
-        gone = [m.peer.node for m in members if not same_box(wanted.get(m.peer.node), m.peer)]
+        wanted = select_peers(self._node, self.listed, vouched, joining=self._joining)
+        gone = [m.peer.node for m in members if not is_same_box(wanted.get(m.peer.node), m.peer)]
         for node in gone:
             self._say(logging.INFO, "box is no longer listed as it was", node)
-            actions += [Revoke(node), Disconnect(node)]
+            actions += [RevokeKeys(node), DisconnectPeer(node)]
             members.remove(node)
         for node, peer in wanted.items():
             if node not in members:
@@ -81,9 +81,9 @@ class Admission:
                 continue
             member = members[node]
             member.peer = peer
-            actions.append(Allow(node, peer.keys))
+            actions.append(AllowKeys(node, peer.keys))
             if address := peer.address or (member.card.address if member.card else ""):
-                actions.append(Connect(msgspec.structs.replace(peer, address=address)))
+                actions.append(ConnectPeer(msgspec.structs.replace(peer, address=address)))
         return gone, actions
 
     def is_due(self) -> bool:
@@ -93,30 +93,30 @@ class Admission:
     def announced_list(self) -> tuple[Peer, ...]:
         """This box's list, as the others are to hear it."""
         announced = {m.peer.node: m.card.address for m in self._members if m.card is not None}
-        return with_addresses(self.listed, announced)
+        return fill_addresses(self.listed, announced)
 
-    def meet(self, member: Member, card: Announce) -> tuple[bool, list[Admittance]]:
+    def meet(self, member: Member, card: Announce) -> tuple[bool, list[AccessInstruction]]:
         """Takes note of what a box says of itself. Returns whether others may be let in by it, and what is to be done.
 
         Raises ConfigError for an address that cannot be one.
         """
-        before, actions = member.card, list[Admittance]()
+        before, actions = member.card, list[AccessInstruction]()
         if not member.peer.address and card.address != (before.address if before else ""):
             with_address = msgspec.structs.replace(member.peer, address=card.address)
             check_peer(with_address, f"what {member.peer.node} says of itself")
-            actions.append(Connect(with_address))
+            actions.append(ConnectPeer(with_address))
         member.card, member.card_boot, member.refused = card, member.boot, ""
         if member.peer.node in self.listed:
             self._agreement.follow(card.agreement)
         return card.listed != (before.listed if before else ()) or not member.peer.address, actions
 
-    def objection(self, node: str, card: Announce, model: str, release: str) -> str:
+    def reject_reason(self, node: str, card: Announce, model: str, release: str) -> str:
         """Returns why that box cannot take part, by what it says of itself; "" where it can.
 
         `model` is the digest of the one served here, by that `release`.
         """
         theirs = card.engine.model if card.engine else ""
-        if why := self._agreement.objection(node, card.agreement):
+        if why := self._agreement.reject_reason(node, card.agreement):
             return why
         if not model or not theirs or model == theirs:
             return ""
@@ -133,7 +133,7 @@ class Admission:
         return frozenset(m.peer.node for m in members if m.card and members.absent_s(m.peer.node) > VOUCHED_S)
 
 
-def let_in(
+def select_peers(
     own: str, listed: Mapping[str, Peer], vouched: Iterable[tuple[str, tuple[Peer, ...]]], joining: bool
 ) -> dict[str, Peer]:
     """Other boxes by node. `vouched` is what boxes list; only the word of those that this one lists counts."""
@@ -148,14 +148,14 @@ def let_in(
     return found
 
 
-def same_box(now: Peer | None, before: Peer) -> bool:
+def is_same_box(now: Peer | None, before: Peer) -> bool:
     """Returns whether it is listed as before, but perhaps elsewhere, or with another key beside one that it had."""
     if now is None or set(now.keys).isdisjoint(before.keys):
         return False
     return now == msgspec.structs.replace(before, address=now.address, key=now.key, new_key=now.new_key)
 
 
-def with_addresses(listed: Mapping[str, Peer], announced: Mapping[str, str]) -> tuple[Peer, ...]:
+def fill_addresses(listed: Mapping[str, Peer], announced: Mapping[str, str]) -> tuple[Peer, ...]:
     """Returns the list to be announced: addresses that it leaves open, as the boxes said them themselves."""
     return tuple(
         peer if peer.address else msgspec.structs.replace(peer, address=announced.get(node, ""))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from edgemoe.cluster.control.control_state import ControlState, Told
+from edgemoe.cluster.control.control_state import AnnouncementAnswered, ControlState
 from edgemoe.cluster.control.coordination.store import PlanRef
 from edgemoe.cluster.control.membership import Member
 from edgemoe.cluster.rpc.channel import Channel
@@ -24,7 +24,9 @@ REMIND_S = 3600.0
 class Announcer:
     """Tells the others of the state's card."""
 
-    def __init__(self, state: ControlState, channel: Channel[ControlMessage], tell: Callable[[Told], None]) -> None:
+    def __init__(
+        self, state: ControlState, channel: Channel[ControlMessage], tell: Callable[[AnnouncementAnswered], None]
+    ) -> None:
         """`tell` gets what came of it."""
         self._state, self._channel, self._tell = state, channel, tell
         self._due = asyncio.Event()
@@ -71,11 +73,11 @@ class Announcer:
         try:
             await self._channel.ask(node, self._state.card, timeout_s=ASK_S, aside=aside)
         except PeerRefused as error:
-            self._tell(Told(node, serial, str(error)))
+            self._tell(AnnouncementAnswered(node, serial, str(error)))
         except PeerError as error:
             log.debug("announcement not delivered", extra={"peer": node, "why": str(error)})
         else:
-            self._tell(Told(node, serial))
+            self._tell(AnnouncementAnswered(node, serial))
 
     def beat(self, load: Beat, leading: int, seen: int, plan: PlanRef | None) -> None:
         """Tells everybody how this box is: how busy, in which epoch it leads, and which it has seen."""
@@ -100,7 +102,7 @@ class Reporter:
     async def run(self) -> None:
         """Reports to whoever leads, while that is another box."""
         while True:
-            leader = self._state.obedience.leader
+            leader = self._state.leader_tracker.leader
             if leader in self._state.members and (report := self._report()) is not None:
                 self._channel.tell(leader, report)
             await asyncio.sleep(REPORT_S)

@@ -13,23 +13,23 @@ from typing import Protocol
 
 import msgspec
 
-from edgemoe.cluster.control.admission import Allow, Connect, Disconnect, Revoke
+from edgemoe.cluster.control.admission import AllowKeys, ConnectPeer, DisconnectPeer, RevokeKeys
 from edgemoe.cluster.control.announcer import Announcer, Reporter
 from edgemoe.cluster.control.control_state import (
     Action,
-    BeatHeard,
-    Changed,
+    AnnouncementChanged,
+    CheckPlan,
+    ConnectionLost,
+    ConnectionOpened,
     ControlState,
+    DeliverBeat,
     Event,
-    Foreign,
-    Heard,
-    Listed,
-    Looked,
-    News,
-    PeerDown,
-    PeerUp,
-    Refuse,
-    Said,
+    MessageReceived,
+    PeerFoundIncompatible,
+    PeersListChanged,
+    PublishMembers,
+    RefuseMessage,
+    TimerFired,
 )
 from edgemoe.cluster.control.coordination.epoch_fence import EpochFence
 from edgemoe.cluster.control.coordination.raft_transport import RaftChannel
@@ -39,7 +39,7 @@ from edgemoe.cluster.control.leader import Leader
 from edgemoe.cluster.control.membership import BEAT_S
 from edgemoe.cluster.control.plan_store import PlanExchange, PlanStore
 from edgemoe.cluster.control.planning.solver import PlanSolver
-from edgemoe.cluster.control.port_probe import PortReach
+from edgemoe.cluster.control.port_probe import PortProber
 from edgemoe.cluster.control.requests.desk import RequestDesk
 from edgemoe.cluster.control.requests.parcels import Parcels
 from edgemoe.cluster.control.requests.policies import make_queue
@@ -160,7 +160,7 @@ class ControlPlane:
         self.exchange = PlanExchange(plans, fence, self.channel, self._local.follow)
         self._announcer = Announcer(self.state, self.channel, self._handle)
         self._reporter = Reporter(self.state, self.channel, self._local.report)
-        self.reach, self.parcels = PortReach(self.state, self.channel), Parcels(self.channel, self._local.check_room)
+        self.reach, self.parcels = PortProber(self.state, self.channel), Parcels(self.channel, self._local.check_room)
         self._link = RaftChannel(self.channel, [name for name in peers if name != settings.node])
         self._solver = PlanSolver(settings)
         queue, fitting = make_queue(settings, self._solver.fit, clock)
@@ -208,7 +208,7 @@ class ControlPlane:
 
     def list(self, peers: Mapping[str, Peer]) -> None:
         """From now on these are the boxes that are listed; who is no longer let in is cut off at once."""
-        self._handle(Listed(peers))
+        self._handle(PeersListChanged(peers))
 
     def spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         """Spawns a task that lives as long as `run`, at most. An unexpected exception ends that task alone."""
@@ -219,7 +219,7 @@ class ControlPlane:
 
     def say(self, announce: Announce) -> None:
         """Takes this for what the box is from now on."""
-        self._handle(Said(announce))
+        self._handle(AnnouncementChanged(announce))
 
     async def leave(self, still: bool = False) -> None:
         """Gives leadership back and tells everybody that this box goes; `still` while its engine still serves them."""
@@ -237,7 +237,7 @@ class ControlPlane:
     @property
     def leader(self) -> str:
         """Returns whom this box obeys, itself perhaps; "" while there is nobody."""
-        return self.state.obedience.leader
+        return self.state.leader_tracker.leader
 
     @property
     def leading(self) -> int:
@@ -265,7 +265,7 @@ class ControlPlane:
         if isinstance(message, FetchParcel):
             return self.parcels.serve(question.peer, message)
         told = message if isinstance(message, Beat | Announce | Report) else None
-        self._handle(Heard(question.peer, question.boot, told))
+        self._handle(MessageReceived(question.peer, question.boot, told))
         match message:
             case RaftPayload():
                 self._link.deliver(question.peer, message)
@@ -294,15 +294,15 @@ class ControlPlane:
         return None
 
     def _up(self, node: str) -> None:
-        self._handle(PeerUp(node))
+        self._handle(ConnectionOpened(node))
         self._link.up(node)
 
     def _down(self, node: str) -> None:
         self._link.down(node)
-        self._handle(PeerDown(node))
+        self._handle(ConnectionLost(node))
 
     def _foreign(self, node: str, why: str) -> None:
-        self._handle(Foreign(node, why))
+        self._handle(PeerFoundIncompatible(node, why))
 
     def _handle(self, event: Event) -> None:
         self._perform(self.state.handle(event))
@@ -312,23 +312,23 @@ class ControlPlane:
         """Raises PeerRefused where one of them is to refuse."""
         for action in actions:
             match action:
-                case Allow(node, keys):
+                case AllowKeys(node, keys):
                     self._transport.allowed.allow(node, *keys)
-                case Revoke(node):
+                case RevokeKeys(node):
                     self._transport.allowed.revoke(node)
-                case Connect(peer):
+                case ConnectPeer(peer):
                     self.channel.connect(peer)
-                case Disconnect(node):
+                case DisconnectPeer(node):
                     self.channel.disconnect(node)
-                case BeatHeard(node, beat):
+                case DeliverBeat(node, beat):
                     self._local.hear_beat(node, beat)
-                case News():
+                case CheckPlan():
                     self._news.set()
-                case Changed():
+                case PublishMembers():
                     self._news.set()
                     self._local.look_around()
                     self.desk.look()
-                case Refuse(why):
+                case RefuseMessage(why):
                     raise PeerRefused(why)
 
     # --- saying -----------------------------------------------------------------------------------------------
@@ -336,7 +336,7 @@ class ControlPlane:
     async def _beat_on(self) -> None:
         while True:
             with self.channel.mishaps.contained(self.state.node):
-                self._handle(Looked())
+                self._handle(TimerFired())
                 self.desk.look()
                 self.beat()
             await asyncio.sleep(until_tick(BEAT_S))

@@ -17,10 +17,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from edgemoe.cluster.control.admission import Admission, Admittance
-from edgemoe.cluster.control.coordination.election_rules import Agreement
+from edgemoe.cluster.control.admission import AccessInstruction, Admission
+from edgemoe.cluster.control.coordination.election_rules import ElectionRules
 from edgemoe.cluster.control.coordination.epoch_fence import EpochFence
-from edgemoe.cluster.control.leadership import Obedience
+from edgemoe.cluster.control.leadership import LeaderTracker
 from edgemoe.cluster.control.membership import Member, Members
 from edgemoe.cluster.control.plan_store import PlanStore
 from edgemoe.cluster.rpc.control_messages import Announce, Beat, EngineCard, Report
@@ -31,22 +31,22 @@ from edgemoe.config.settings import ClusterSettings
 log = logging.getLogger(__name__)
 
 
-class PeerUp(NamedTuple):
+class ConnectionOpened(NamedTuple):
     node: str
 
 
-class PeerDown(NamedTuple):
+class ConnectionLost(NamedTuple):
     node: str
 
 
-class Foreign(NamedTuple):
+class PeerFoundIncompatible(NamedTuple):
     """That box's words cannot be read."""
 
     node: str
     why: str
 
 
-class Heard(NamedTuple):
+class MessageReceived(NamedTuple):
     """A message of an incarnation of a box that is a member; None: one that is for others to act on."""
 
     node: str
@@ -54,7 +54,7 @@ class Heard(NamedTuple):
     message: Beat | Announce | Report | None
 
 
-class Told(NamedTuple):
+class AnnouncementAnswered(NamedTuple):
     """A box has taken note of the announcement of that serial number, or refused it."""
 
     node: str
@@ -62,41 +62,50 @@ class Told(NamedTuple):
     refused: str = ""
 
 
-class Listed(NamedTuple):
+class PeersListChanged(NamedTuple):
     peers: Mapping[str, Peer]
 
 
-class Said(NamedTuple):
+class AnnouncementChanged(NamedTuple):
     card: Announce
 
 
-class Looked(NamedTuple):
+class TimerFired(NamedTuple):
     pass
 
 
-class BeatHeard(NamedTuple):
+class DeliverBeat(NamedTuple):
     """The front is to hear of it."""
 
     node: str
     beat: Beat
 
 
-class News(NamedTuple):
+class CheckPlan(NamedTuple):
     """There may be another plan to go by."""
 
 
-class Changed(NamedTuple):
+class PublishMembers(NamedTuple):
     """Members or their engines are not as before."""
 
 
-class Refuse(NamedTuple):
+class RefuseMessage(NamedTuple):
     """What was heard is answered with a refusal."""
 
     why: str
 
 
-Event = PeerUp | PeerDown | Foreign | Heard | Told | Listed | Said | Looked
-Action = Admittance | BeatHeard | News | Changed | Refuse
+Event = (
+    ConnectionOpened
+    | ConnectionLost
+    | PeerFoundIncompatible
+    | MessageReceived
+    | AnnouncementAnswered
+    | PeersListChanged
+    | AnnouncementChanged
+    | TimerFired
+)
+Action = AccessInstruction | DeliverBeat | CheckPlan | PublishMembers | RefuseMessage
 
 
 class ControlState:
@@ -114,8 +123,8 @@ class ControlState:
         """`card` is what this box says of itself. Raises ConfigError."""
         self.node, self.plans, self.fence, self.clock = settings.node, plans, fence, clock
         self.members = Members(clock)
-        agreement = Agreement(settings, peers)
-        self.obedience = Obedience(fence, agreement, self._refuse)
+        agreement = ElectionRules(settings, peers)
+        self.leader_tracker = LeaderTracker(fence, agreement, self._refuse)
         self.card = msgspec.structs.replace(card, agreement=agreement.words)
         self.model = card.engine.model if card.engine else ""  # digest; of the last engine, where there is none
         self.serial = 1  # of the announcement
@@ -129,26 +138,26 @@ class ControlState:
         Raises ConfigError for a box that announces an address that cannot be one.
         """
         match event:
-            case Heard():
+            case MessageReceived():
                 self._hear(event)
-            case PeerUp(node) if node in self.members:
+            case ConnectionOpened(node) if node in self.members:
                 member = self.members[node]
                 member.up, member.acknowledged = True, 0
-                self._actions.append(News())
-            case PeerDown(node) if node in self.members:
+                self._actions.append(CheckPlan())
+            case ConnectionLost(node) if node in self.members:
                 self.members[node].up = False
                 self._watch()
-            case Foreign(node, why):
+            case PeerFoundIncompatible(node, why):
                 self._refuse(node, why)
-            case Told(node) if node in self.members:
+            case AnnouncementAnswered(node) if node in self.members:
                 self._note_told(self.members[node], event)
-            case Listed(peers):
+            case PeersListChanged(peers):
                 self._admission.listed = dict(peers)
                 self._let_in()
-                self._actions.append(Changed())
-            case Said(card):
+                self._actions.append(PublishMembers())
+            case AnnouncementChanged(card):
                 self._change_card(card)
-            case Looked():
+            case TimerFired():
                 self._watch()
             case _:
                 log.debug("of a box that is no longer listed", extra={"node": event.node})
@@ -179,7 +188,7 @@ class ControlState:
 
     # --- hearing ----------------------------------------------------------------------------------------------
 
-    def _hear(self, heard: Heard) -> None:
+    def _hear(self, heard: MessageReceived) -> None:
         member = self.members[heard.node]
         if member.boot != heard.boot:
             member.boot, member.acknowledged = heard.boot, 0
@@ -194,16 +203,16 @@ class ControlState:
     def _hear_beat(self, member: Member, beat: Beat) -> None:
         node, before = member.peer.node, member.beat
         member.heard_s, member.beat = self.clock(), beat
-        self._actions.append(BeatHeard(node, beat))
+        self._actions.append(DeliverBeat(node, beat))
         if beat.leading != before.leading or beat.plan_digest != before.plan_digest:
-            self._actions.append(News())
+            self._actions.append(CheckPlan())
         if beat.engine != before.engine:
-            self._actions.append(Changed())
+            self._actions.append(PublishMembers())
         if beat.unmet:
             member.acknowledged = 0
         if not member.noted:
             self._watch()
-        self.obedience.hear(member, before)
+        self.leader_tracker.hear(member, before)
 
     def _meet(self, member: Member, card: Announce) -> None:
         """Takes note of what a box says of itself, and whether it can take part: not one of another model."""
@@ -212,29 +221,29 @@ class ControlState:
         self._actions += actions
         if may_let_in:
             self._let_in()
-        member.refused = self._admission.objection(member.peer.node, card, self.model, self.card.release)
+        member.refused = self._admission.reject_reason(member.peer.node, card, self.model, self.card.release)
         if member.refused and was != member.refused:
             self._say(logging.ERROR, "a box cannot take part", member.peer.node, why=member.refused)
-        self._actions.append(Changed())
+        self._actions.append(PublishMembers())
         if member.refused:
-            self._actions.append(Refuse(member.refused))
+            self._actions.append(RefuseMessage(member.refused))
 
     def _refuse(self, node: str, why: str) -> None:
         if node in self.members and self.members[node].refused != why:
             self.members[node].refused = why
-            self._actions.append(Changed())
+            self._actions.append(PublishMembers())
 
     def _watch(self) -> None:
         """Takes note of who has come and gone."""
         if self._admission.is_due():
             self._let_in()
-            self._actions.append(Changed())
+            self._actions.append(PublishMembers())
         for node in self.members.watch():
             alive = self.members.is_alive(node)
             self._say(logging.INFO, "box is here" if alive else "box is gone", node)
             if not alive:
-                self.obedience.leave(node)
-            self._actions.append(Changed())
+                self.leader_tracker.leave(node)
+            self._actions.append(PublishMembers())
 
     # --- saying -----------------------------------------------------------------------------------------------
 
@@ -242,7 +251,7 @@ class ControlState:
         gone, actions = self._admission.renew()
         self._actions += actions
         for node in gone:
-            self.obedience.leave(node)
+            self.leader_tracker.leave(node)
         self._change_card(msgspec.structs.replace(self.card, listed=self._admission.announced_list()))
 
     def _change_card(self, card: Announce) -> None:
@@ -250,9 +259,9 @@ class ControlState:
             self.card = card
             self.model = card.engine.model if card.engine else self.model
             self.serial += 1
-            self._actions.append(News())
+            self._actions.append(CheckPlan())
 
-    def _note_told(self, member: Member, told: Told) -> None:
+    def _note_told(self, member: Member, told: AnnouncementAnswered) -> None:
         member.acknowledged = told.serial
         if told.refused and member.refused != told.refused:
             self._say(logging.ERROR, "a box refuses us", member.peer.node, why=told.refused)

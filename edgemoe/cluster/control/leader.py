@@ -18,10 +18,19 @@ from edgemoe.cluster.control.coordination.raft import RaftStore
 from edgemoe.cluster.control.coordination.store import CoordStore, PlanRef, wait_event
 from edgemoe.cluster.control.leadership import Election
 from edgemoe.cluster.control.membership import BEAT_S
-from edgemoe.cluster.control.plan_controller import Action, Commit, Look, PlanCare, Prepare, Solve, Solved, TookOver
+from edgemoe.cluster.control.plan_controller import (
+    Action,
+    ClusterObserved,
+    CommitPlacement,
+    LeadershipTaken,
+    PlacementSolved,
+    PlanController,
+    PrepareSolver,
+    SolvePlacement,
+)
 from edgemoe.cluster.control.plan_store import PlanExchange
 from edgemoe.cluster.control.planning.solver import PlanSolver
-from edgemoe.cluster.control.planning.targets import HomesView, PlanTask
+from edgemoe.cluster.control.planning.targets import HomeInventory, PlacementTask
 from edgemoe.cluster.rpc.control_messages import Report
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.errors import CoordError, CoordUnavailable, PeerError, PlacementInfeasible
@@ -50,7 +59,7 @@ class Leader:
         self.settled = False  # it goes by the plan that is agreed, and may name it
         self._store, self._state, self._exchange, self._solver = store, state, exchange, solver
         self._beat, self._report = beat, report
-        self._care, self._homes = PlanCare(settings), HomesView()
+        self._care, self._homes = PlanController(settings), HomeInventory()
         self._epoch = 0  # in which this box has taken over
         self._hindrance = ""  # what kept the last step from going through
         self._answered = asyncio.Event()  # there is a solution, or this box leads, or no longer
@@ -69,7 +78,7 @@ class Leader:
         self._electing: asyncio.Task[None] | None = None
         self._joined = False  # the agreement
         self._proposed: PlacementPlan | None = None  # the last one, of which nobody may have heard yet
-        self._solved: list[Solved] = []
+        self._solved: list[PlacementSolved] = []
         self._solving: set[asyncio.Task[None]] = set()
 
     @property
@@ -90,7 +99,7 @@ class Leader:
         return self._store.agreed() if self._joined and isinstance(self._store, RaftStore) else None
 
     def _leaps(self) -> str:
-        return self._state.fence.objection(self._store.view().epoch) if self._joined else ""
+        return self._state.fence.reject_reason(self._store.view().epoch) if self._joined else ""
 
     async def run(self) -> None:
         """Runs until cancelled."""
@@ -136,7 +145,7 @@ class Leader:
                 elif not epoch and self._epoch:
                     log.info("no longer leading", extra={"epoch": self._epoch})
                     self._begin(0)
-                    state.obedience.leave(state.node)
+                    state.leader_tracker.leave(state.node)
                 if self._epoch:
                     await self._care_for_plan(group, self._epoch)
                 self._hindrance = ""
@@ -159,14 +168,14 @@ class Leader:
         log.info("leading", extra={"epoch": epoch})
         self._begin(epoch)
         self.settled = False
-        self._state.obedience.obey(self._state.node, epoch)
+        self._state.leader_tracker.obey(self._state.node, epoch)
         self._beat()
 
     def _begin(self, epoch: int) -> None:
         self._epoch = epoch
         self._stop_solving()
         self._homes.forget()
-        self._care.handle(TookOver(epoch))
+        self._care.handle(LeadershipTaken(epoch))
 
     async def _care_for_plan(self, group: asyncio.TaskGroup, epoch: int) -> None:
         state, plans, agreed = self._state, self._state.plans, self._store.view().plan
@@ -185,8 +194,8 @@ class Leader:
             return
         now_s = state.clock()
         boxes = self._homes.look(state.cards(), state.absent_s, serving, now_s)
-        look = Look(now_s, agreed, held, serving, boxes, self._reports())
-        event: Look | Solved | None = look
+        look = ClusterObserved(now_s, agreed, held, serving, boxes, self._reports())
+        event: ClusterObserved | PlacementSolved | None = look
         while event is not None:
             for action in self._care.handle(event):
                 if await self._perform(action, group, epoch):
@@ -201,16 +210,16 @@ class Leader:
     async def _perform(self, action: Action, group: asyncio.TaskGroup, epoch: int) -> bool:
         """Returns whether there is another plan now, and all is to be looked at again."""
         match action:
-            case Prepare():
+            case PrepareSolver():
                 await self._solver.prepare()
                 return False
-            case Solve(number, task):
+            case SolvePlacement(number, task):
                 self._stop_solving()
                 solving = group.create_task(self._find(number, task))
                 self._solving.add(solving)
                 solving.add_done_callback(self._solving.discard)
                 return False
-            case Commit(plan, why):
+            case CommitPlacement(plan, why):
                 self._proposed = plan  # whether it was agreed on may become known later
                 await self._store.commit_plan(epoch, PlanRef(plan.version, plan.digest()))
                 self.settled = True
@@ -219,14 +228,14 @@ class Leader:
                 self._beat()
                 return True
 
-    async def _find(self, number: int, task: PlanTask) -> None:
+    async def _find(self, number: int, task: PlacementTask) -> None:
         try:
-            solved = Solved(number, await self._solver.solve(task))
+            solved = PlacementSolved(number, await self._solver.solve(task))
         except (PlacementInfeasible, CoordError) as error:
-            solved = Solved(number, None, str(error))
+            solved = PlacementSolved(number, None, str(error))
         except Exception as error:  # of what one box has said, which must not end the leader
             log.exception("no plan could be worked out")
-            solved = Solved(number, None, f"no plan could be worked out: {error!r}")
+            solved = PlacementSolved(number, None, f"no plan could be worked out: {error!r}")
         self._solved.append(solved)
         self._answered.set()
 

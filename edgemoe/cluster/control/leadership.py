@@ -7,7 +7,7 @@ import logging
 import random
 from collections.abc import Callable
 
-from edgemoe.cluster.control.coordination.election_rules import Agreement
+from edgemoe.cluster.control.coordination.election_rules import ElectionRules
 from edgemoe.cluster.control.coordination.epoch_fence import EpochFence
 from edgemoe.cluster.control.coordination.store import CoordStore
 from edgemoe.cluster.control.membership import Member
@@ -30,7 +30,7 @@ class Election:
         clock: Callable[[], float],
         rng: random.Random,
         above: Callable[[], int] = lambda: 0,
-        hindered: Callable[[], bool] = lambda: False,
+        is_hindered: Callable[[], bool] = lambda: False,
         changed: Callable[[], None] = lambda: None,
     ) -> None:
         """`above` is the highest epoch that is known of: the ones claimed here are higher, none while `hindered`.
@@ -38,7 +38,7 @@ class Election:
         `changed` is called where it leads, or no longer; not where that is only by the clock.
         """
         self._store, self._node, self._clock, self._rng = store, node, clock, rng
-        self._above, self._hindered, self._changed = above, hindered, changed
+        self._above, self._hindered, self._changed = above, is_hindered, changed
         self._epoch = 0
         self._until = float("-inf")
 
@@ -106,20 +106,20 @@ class Election:
 MAX_HEARSAY = 1000  # epochs above what is known: so often no leader starts without keeping its state
 
 
-class Obedience:
+class LeaderTracker:
     """`leader` is the node that is obeyed, this one perhaps; "" while there is none."""
 
-    def __init__(self, fence: EpochFence, agreement: Agreement, refuse: Callable[[str, str], None]) -> None:
+    def __init__(self, fence: EpochFence, agreement: ElectionRules, refuse: Callable[[str, str], None]) -> None:
         """`refuse` is told of a box whose epoch cannot be right, and why."""
         self.leader = ""
         self.stale = 0  # leaders of an epoch that is over, not obeyed
-        self.unentitled = 0  # beats of boxes that lead though they may not, not obeyed
+        self.unentitled_beats = 0  # beats of boxes that lead though they may not, not obeyed
         self._fence, self._agreement, self._refuse = fence, agreement, refuse
         self.epoch = 0  # in which it obeyed last
         self._say = SparingLog(log)
 
     @property
-    def reign(self) -> tuple[str, int]:
+    def current(self) -> tuple[str, int]:
         """Returns who is obeyed, and in which epoch: of what it was told in another one it knows nothing any more."""
         return self.leader, self.epoch
 
@@ -153,14 +153,14 @@ class Obedience:
         node, beat = member.peer.node, member.beat
         if member.refused or member.card is None or member.card_boot != member.boot:
             return False
-        may_lead = self._agreement.lets_lead(node, member.card.agreement)
+        may_lead = self._agreement.may_lead(node, member.card.agreement)
         try:
             if self._fence.highest < beat.seen and (may_lead or self._is_told(beat.seen)):
                 self._fence.admit(beat.seen)
             if not beat.leading:
                 return False
             if not may_lead:
-                self.unentitled += 1
+                self.unentitled_beats += 1
                 raise PeerRefused(f"{node} is none of those that may lead")
             self._fence.admit(beat.leading)
             return True

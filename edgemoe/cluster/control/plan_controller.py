@@ -25,7 +25,13 @@ import numpy as np
 
 from edgemoe.cluster.control.coordination.store import PlanRef
 from edgemoe.cluster.control.planning.observation import bytes_per_s, tokens_per_s
-from edgemoe.cluster.control.planning.targets import ExpertHome, PlanTask, Target, plan_of, why_anew
+from edgemoe.cluster.control.planning.targets import (
+    ExpertHome,
+    PlacementTarget,
+    PlacementTask,
+    make_plan,
+    replan_reason,
+)
 from edgemoe.cluster.rpc.control_messages import EngineCard, Report
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.policy.migration import Migration, copy_s, pays
@@ -40,20 +46,20 @@ PREPARE_S = 60.0  # before a better plan is looked for, the solver gets ready
 SOON_S = 30.0  # after a plan made in haste, a better one is looked for
 
 
-class TookOver(NamedTuple):
+class LeadershipTaken(NamedTuple):
     epoch: int
 
 
-class Solved(NamedTuple):
+class PlacementSolved(NamedTuple):
     """The answer to the task of that number; without a target, why there is none."""
 
     number: int
-    target: Target | None
+    target: PlacementTarget | None
     why: str = ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Look:
+class ClusterObserved:
     """What the leader sees at a moment."""
 
     now_s: float
@@ -69,25 +75,25 @@ class Look:
         return self.agreed.version + 1 if self.agreed else 1
 
 
-class Prepare(NamedTuple):
+class PrepareSolver(NamedTuple):
     pass
 
 
-class Solve(NamedTuple):
+class SolvePlacement(NamedTuple):
     number: int
-    task: PlanTask
+    task: PlacementTask
 
 
-class Commit(NamedTuple):
+class CommitPlacement(NamedTuple):
     plan: PlacementPlan
     why: str
 
 
-Event = TookOver | Look | Solved
-Action = Prepare | Solve | Commit
+Event = LeadershipTaken | ClusterObserved | PlacementSolved
+Action = PrepareSolver | SolvePlacement | CommitPlacement
 
 
-class PlanCare:
+class PlanController:
     """One owner."""
 
     def __init__(self, settings: ClusterSettings) -> None:
@@ -103,20 +109,20 @@ class PlanCare:
     def handle(self, event: Event) -> list[Action]:
         """Takes note of what has happened. Returns what is to be done."""
         match event:
-            case TookOver(epoch):
+            case LeadershipTaken(epoch):
                 self._epoch = epoch
                 self._forget()
                 return []
-            case Look():
+            case ClusterObserved():
                 return self._look_at(event)
-            case Solved():
+            case PlacementSolved():
                 return self._take(event)
 
     def _forget(self) -> None:
         self._no_plan = self._late = ""
-        self._look: Look | None = None
+        self._look: ClusterObserved | None = None
         self._due = ("", 0.0)  # why a new plan is due, and since when
-        self._task: PlanTask | None = None  # being solved
+        self._task: PlacementTask | None = None  # being solved
         self._number += 1  # what comes yet is the answer to no task
         self._review_s = float("inf")  # when a better plan is looked for
         self._prepared_s = float("-inf")  # the one of these times for which the solver was told to get ready
@@ -125,12 +131,12 @@ class PlanCare:
 
     # --- looking ----------------------------------------------------------------------------------------------
 
-    def _look_at(self, look: Look) -> list[Action]:
+    def _look_at(self, look: ClusterObserved) -> list[Action]:
         first = self._look is None
         self._look = look
         if first:
             self._review_s, self._steps = look.now_s + self._settings.migrate_s, _steps(look)
-        why = why_anew(look.plan, look.engine, look.boxes, self._settings.absent_s)
+        why = replan_reason(look.plan, look.engine, look.boxes, self._settings.absent_s)
         if why != self._due[0]:
             self._due = (why, look.now_s)
             self._no_plan = self._no_plan if why else ""  # the plan in force will do again
@@ -146,10 +152,10 @@ class PlanCare:
         actions: list[Action] = []
         if self._settings.migrate_s and self._prepared_s < self._review_s <= look.now_s + PREPARE_S:
             self._prepared_s = self._review_s
-            actions.append(Prepare())
+            actions.append(PrepareSolver())
         return actions + self._go_on(look, look.plan) if look.plan.goal else actions
 
-    def _has_run(self, look: Look) -> bool:
+    def _has_run(self, look: ClusterObserved) -> bool:
         """Returns whether a box has run so many steps that what follows what is to be looked at again [Gimbal, tau]."""
         if not self._settings.migrate_steps or self._settings.placement not in BY_SUCCESSIONS:
             return False
@@ -159,18 +165,18 @@ class PlanCare:
                 return True
         return False
 
-    def _solve(self, look: Look, *, urgent: bool) -> list[Action]:
+    def _solve(self, look: ClusterObserved, *, urgent: bool) -> list[Action]:
         if self._task is not None and (self._task.urgent or not urgent):
             return []
         self._number += 1
-        self._task = PlanTask(look.engine, look.boxes, self._settings.replicas, look.reports, look.plan, urgent)
-        return [Solve(self._number, self._task)]
+        self._task = PlacementTask(look.engine, look.boxes, self._settings.replicas, look.reports, look.plan, urgent)
+        return [SolvePlacement(self._number, self._task)]
 
     # --- moving -----------------------------------------------------------------------------------------------
 
-    def _go_on(self, look: Look, plan: PlacementPlan) -> list[Action]:
+    def _go_on(self, look: ClusterObserved, plan: PlacementPlan) -> list[Action]:
         """Commits the next step of the migration under way, if it is time."""
-        moving = _migration(look, plan, Target(plan.nodes, plan.goal_homes, plan.disk_homes, _heat(look)))
+        moving = _migration(look, plan, PlacementTarget(plan.nodes, plan.goal_homes, plan.disk_homes, _heat(look)))
         arrived = ((look.agreed.digest if look.agreed else "", int(np.count_nonzero(moving.pinned))), look.now_s)
         if arrived[0] != self._arrived[0]:
             self._arrived = arrived
@@ -185,7 +191,7 @@ class PlanCare:
             return [self._step(look, plan, homes, homes, "a migration ends")]
         return []
 
-    def _take(self, solved: Solved) -> list[Action]:
+    def _take(self, solved: PlacementSolved) -> list[Action]:
         """Begins to move to what was found, from whatever is in force now."""
         task, look = self._task, self._look
         if solved.number != self._number or task is None or look is None:
@@ -204,7 +210,7 @@ class PlanCare:
             return []  # it was found for a cluster that is another now
         self._no_plan = ""
         moving = _migration(look, look.plan, target)
-        plan = plan_of(look.engine, target, self._epoch, look.version)
+        plan = make_plan(look.engine, target, self._epoch, look.version)
         if task.urgent:
             soon_s = look.now_s + SOON_S
             if soon_s < self._review_s:
@@ -224,7 +230,9 @@ class PlanCare:
             return []
         return [self._step(look, plan, homes, target.homes, gain)]
 
-    def _step(self, look: Look, plan: PlacementPlan, homes: BoolArray, goal: BoolArray, why: str) -> Commit:
+    def _step(
+        self, look: ClusterObserved, plan: PlacementPlan, homes: BoolArray, goal: BoolArray, why: str
+    ) -> CommitPlacement:
         """Returns the plan with these homes [N, L, E] on the way to `goal`."""
         step = msgspec.structs.replace(
             plan,
@@ -233,10 +241,10 @@ class PlanCare:
             homes=tuple(map(pack_bits, homes)),
             goal=tuple(map(pack_bits, goal)) if (goal != homes).any() else (),
         )
-        return Commit(step, why)
+        return CommitPlacement(step, why)
 
 
-def _steps(look: Look) -> dict[str, int]:
+def _steps(look: ClusterObserved) -> dict[str, int]:
     return {node: report.steps for node, report in look.reports.items()}
 
 
@@ -245,7 +253,7 @@ def _all_there(plan: PlacementPlan, boxes: tuple[ExpertHome, ...]) -> bool:
     return there.issuperset(plan.nodes)
 
 
-def _migration(look: Look, plan: PlacementPlan | None, target: Target) -> Migration:
+def _migration(look: ClusterObserved, plan: PlacementPlan | None, target: PlacementTarget) -> Migration:
     """States a migration of the homes in force to the target's.
 
     A box that the plan does not name goes on with the homes that it has.
@@ -266,7 +274,7 @@ def _migration(look: Look, plan: PlacementPlan | None, target: Target) -> Migrat
     return Migration(now, pinned, goal, room, target.heat, np.asarray(target.disk.any(axis=0)), sizes)
 
 
-def _heat(look: Look) -> FloatArray:
+def _heat(look: ClusterObserved) -> FloatArray:
     """Returns how often each expert [L, E] is chosen, by all reports of this model."""
     shape = look.engine.layers, look.engine.experts
     heat = np.zeros(shape, np.float32)

@@ -20,7 +20,7 @@ TRY_S, ASK_S = 2.0, 5.0
 FRESH_S = 5.0  # for so long what was found is told again instead of being looked for
 
 
-class PortReach:
+class PortProber:
     """One owner, one event loop. Only ports that a listed box itself has announced are tried."""
 
     def __init__(self, state: ControlState, channel: Channel[ControlMessage]) -> None:

@@ -38,7 +38,7 @@ class EngineNews:
 
     def look(self) -> None:
         """Takes note of who leads, and which engine is ours."""
-        if (self._plane.state.obedience.reign, self._meter.engine) != self._told[0][:2]:
+        if (self._plane.state.leader_tracker.current, self._meter.engine) != self._told[0][:2]:
             self._changed.set()
 
     async def wait(self, busy: bool) -> None:
@@ -50,7 +50,7 @@ class EngineNews:
     def tell(self) -> None:
         """Tells the leader, where it has changed or is a while ago."""
         plane, meter, now = self._plane, self._meter, time.monotonic()
-        reign = plane.state.obedience.reign
+        reign = plane.state.leader_tracker.current
         self._idle = True
         if not plane.leader or not any(plane.state.members):
             return

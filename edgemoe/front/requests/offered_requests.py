@@ -122,7 +122,7 @@ class OfferedRequests:
     def hear(self, grant: RequestGrant) -> None:
         """Takes the leader's word about an offer; that of one who leads no longer is none."""
         one = self._by_number.get(grant.number)
-        if one is None or one.over or one.reign != self._plane.state.obedience.reign:
+        if one is None or one.over or one.reign != self._plane.state.leader_tracker.current:
             self.withdraw([grant.number])
         elif grant.place and not one.place:
             self._grant(one, grant)
@@ -165,7 +165,7 @@ class OfferedRequests:
     def _offer(self, message: Submit, at_once: bool, here: bool) -> None:
         """Offers a request; one that our engine could not begin at once, when that has told of its cached part."""
         request = message.request
-        reign = self._plane.state.obedience.reign
+        reign = self._plane.state.leader_tracker.current
         one = OpenOffer(request.id, next(self._numbers), reign, time.monotonic() + WAIT_S, here)
         self._offers[request.id] = self._by_number[one.number] = one
         self.offered += 1
@@ -272,7 +272,7 @@ class OfferedRequests:
             return RouteChoice("", "again")
         if one.place and not one.over:
             return RouteChoice(one.place, one.why)
-        if not one.over and one.reign != self._plane.state.obedience.reign:
+        if not one.over and one.reign != self._plane.state.leader_tracker.current:
             one.over = "no leader"
         if not one.over and time.monotonic() > one.until_s:
             one.over = "too long"

@@ -18,11 +18,11 @@ from support.waiting import until
 
 from edgemoe.cluster.control import leadership, plan_controller
 from edgemoe.cluster.control.control_plane import ControlPlane
-from edgemoe.cluster.control.control_state import Heard
+from edgemoe.cluster.control.control_state import MessageReceived
 from edgemoe.cluster.control.coordination import etcd
-from edgemoe.cluster.control.coordination.election_rules import Agreement, voters_of
+from edgemoe.cluster.control.coordination.election_rules import ElectionRules, voters_of
 from edgemoe.cluster.control.coordination.epoch_fence import MAX_LEAP, EpochFence
-from edgemoe.cluster.control.coordination.store import Single, View, since_boot
+from edgemoe.cluster.control.coordination.store import AgreementView, SingleBoxStore, since_boot
 from edgemoe.cluster.control.leadership import Election
 from edgemoe.cluster.control.plan_store import read_plan
 from edgemoe.cluster.rpc.control_messages import Announce, Beat
@@ -43,34 +43,34 @@ def test_five_vote_at_most_the_first_of_the_list() -> None:
 
 
 def test_boxes_agree_only_where_mode_voters_and_leader_are_the_same() -> None:
-    three = Agreement(ClusterSettings(node="a", coordination="raft"), peers(*ABC))
-    same = Agreement(ClusterSettings(node="d", coordination="raft"), peers("c", "b", "a"))
+    three = ElectionRules(ClusterSettings(node="a", coordination="raft"), peers(*ABC))
+    same = ElectionRules(ClusterSettings(node="d", coordination="raft"), peers("c", "b", "a"))
     assert three.words == same.words == "raft: a b c"
-    assert three.lets_lead("b", same.words)
-    assert not three.lets_lead("d", same.words)
+    assert three.may_lead("b", same.words)
+    assert not three.may_lead("d", same.words)
     others = [
-        Agreement(ClusterSettings(node="d", coordination="raft"), peers(*"abcde")),
-        Agreement(ClusterSettings(node="d", coordination="single"), peers(*ABC)),
-        Agreement(ClusterSettings(node="d", coordination="single", leader="a"), peers(*ABC)),
-        Agreement(ClusterSettings(node="d", coordination="etcd", etcd="http://e"), peers(*ABC)),
+        ElectionRules(ClusterSettings(node="d", coordination="raft"), peers(*"abcde")),
+        ElectionRules(ClusterSettings(node="d", coordination="single"), peers(*ABC)),
+        ElectionRules(ClusterSettings(node="d", coordination="single", leader="a"), peers(*ABC)),
+        ElectionRules(ClusterSettings(node="d", coordination="etcd", etcd="http://e"), peers(*ABC)),
     ]
     for other in others:
-        assert not three.lets_lead("a", other.words)
-        assert "decides by" in three.objection("d", other.words)
-        assert "decides by" in other.objection("a", three.words)
+        assert not three.may_lead("a", other.words)
+        assert "decides by" in three.reject_reason("d", other.words)
+        assert "decides by" in other.reject_reason("a", three.words)
     long = peers(*(f"{n}{'x' * 62}" for n in range(9)))
-    assert len(Agreement(ClusterSettings(node="a", coordination="raft"), long).words) <= 400  # as Announce has it
+    assert len(ElectionRules(ClusterSettings(node="a", coordination="raft"), long).words) <= 400  # as Announce has it
 
 
 def test_a_box_that_joins_goes_by_what_the_box_says_that_it_joins() -> None:
-    joining = Agreement(ClusterSettings(node="d", join="a,127.0.0.1:1,k"), peers("a"))
-    assert joining.words == "" == joining.objection("a", "raft: a b c")
-    assert not joining.lets_lead("b", "raft: a b c")
+    joining = ElectionRules(ClusterSettings(node="d", join="a,127.0.0.1:1,k"), peers("a"))
+    assert joining.words == "" == joining.reject_reason("a", "raft: a b c")
+    assert not joining.may_lead("b", "raft: a b c")
     joining.follow("raft: a b c")
     assert joining.words == ""
-    assert joining.lets_lead("b", "raft: a b c")
-    assert not joining.lets_lead("b", "single: b")
-    assert not joining.lets_lead("e", "")
+    assert joining.may_lead("b", "raft: a b c")
+    assert not joining.may_lead("b", "single: b")
+    assert not joining.may_lead("e", "")
 
 
 async def test_a_box_with_another_coordination_leads_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +105,7 @@ async def test_a_box_without_a_vote_that_says_it_leads_is_not_obeyed(tmp_path: P
         await until(lambda: a.state.members["d"].card is not None)
         found["d"].plane.beat = lambda: None  # type: ignore[method-assign]
         found["d"].plane.channel.tell("a", Beat(leading=epoch + 3))
-        await until(lambda: a.state.obedience.unentitled == 1)
+        await until(lambda: a.state.leader_tracker.unentitled_beats == 1)
         assert (a.leader, a.state.fence.highest) == (first, epoch)
 
 
@@ -114,10 +114,10 @@ async def test_nobody_is_obeyed_before_it_has_said_what_it_goes_by(tmp_path: Pat
         await led(list(found.values()))
         a, member = found["a"].plane, found["a"].plane.state.members["b"]
         card, member.card = member.card, None
-        a.state.handle(Heard("b", member.boot, Beat(leading=a.state.fence.highest + 1)))
+        a.state.handle(MessageReceived("b", member.boot, Beat(leading=a.state.fence.highest + 1)))
         assert a.leader != "b"
         member.card, member.boot = card, "another"  # as which it may go by something else
-        a.state.handle(Heard("b", member.boot, Beat(leading=a.state.fence.highest + 1)))
+        a.state.handle(MessageReceived("b", member.boot, Beat(leading=a.state.fence.highest + 1)))
         assert a.leader != "b"
 
 
@@ -220,14 +220,14 @@ def test_a_plan_of_another_digest_than_agreed_is_refused() -> None:
 # --- clocks ---------------------------------------------------------------------------------------------------
 
 
-class Slow(Single):
+class Slow(SingleBoxStore):
     """Answers `delay_s` after it was asked, by a clock that only it moves."""
 
     def __init__(self) -> None:
         super().__init__(epoch=0)
-        self.now, self.delay_s, self.shown = 100.0, 2.0, View()
+        self.now, self.delay_s, self.shown = 100.0, 2.0, AgreementView()
 
-    def view(self) -> View:
+    def view(self) -> AgreementView:
         return self.shown
 
     async def claim(self, node: str, above: int) -> int:
@@ -268,7 +268,7 @@ async def test_a_lease_counts_from_when_it_was_asked_for(monkeypatch: pytest.Mon
 async def test_nobody_claims_while_hindered(monkeypatch: pytest.MonkeyPatch) -> None:
     store = Slow()
     store._event.set()
-    one = Election(store, "me", lambda: store.now, random.Random(1), hindered=lambda: True)
+    one = Election(store, "me", lambda: store.now, random.Random(1), is_hindered=lambda: True)
     await step(one._follow, monkeypatch)
     assert one.epoch() == 0
 

@@ -12,7 +12,7 @@ from support.planes import fronts, led
 from support.waiting import until
 
 from edgemoe.cluster.control import announcer
-from edgemoe.cluster.control.control_state import Told
+from edgemoe.cluster.control.control_state import AnnouncementAnswered
 
 
 async def test_a_box_that_does_not_answer_keeps_no_news_from_the_others() -> None:
@@ -25,7 +25,7 @@ async def test_a_box_that_does_not_answer_keeps_no_news_from_the_others() -> Non
         heard.append((node, state.serial))
         await asyncio.sleep(3600.0 if node == "c" else 0.0)
 
-    def tell(told: Told) -> None:
+    def tell(told: AnnouncementAnswered) -> None:
         members[told.node].acknowledged = told.serial
 
     telling = announcer.Announcer(state, SimpleNamespace(ask=ask), tell)  # type: ignore[arg-type]

@@ -24,7 +24,14 @@ from support.waiting import until
 from edgemoe.cluster.control.coordination.etcd import EtcdStore
 from edgemoe.cluster.control.coordination.raft import RaftStore
 from edgemoe.cluster.control.coordination.raft_transport import RaftChannel
-from edgemoe.cluster.control.coordination.store import CoordState, CoordStore, PlanRef, Single, View, since_boot
+from edgemoe.cluster.control.coordination.store import (
+    AgreementView,
+    CoordState,
+    CoordStore,
+    PlanRef,
+    SingleBoxStore,
+    since_boot,
+)
 from edgemoe.cluster.control.leadership import Election
 from edgemoe.cluster.rpc.control_messages import CONTROL
 from edgemoe.cluster.rpc.transport import Question
@@ -175,7 +182,7 @@ async def leader(elections: list[Election], among: set[int], within_s: float = 2
 
 async def test_a_single_box_always_leads_and_goes_on_from_the_epoch_that_it_kept() -> None:
     kept: list[int] = []
-    store = Single(epoch=7, on_epoch=kept.append)
+    store = SingleBoxStore(epoch=7, on_epoch=kept.append)
     epoch = await store.claim("me", 0)
     assert epoch == 8
     assert kept == [8]
@@ -289,5 +296,5 @@ async def test_whatever_answers_in_etcds_place_makes_it_unavailable_and_nothing_
         monkeypatch.setattr(store._client, "post", post)
         with pytest.raises(CoordUnavailable):
             await store.claim("a", 0)
-        assert store.view() == View()
+        assert store.view() == AgreementView()
     await store.close()

@@ -16,8 +16,8 @@ from edgemoe import durable
 from edgemoe.cluster.control.coordination import ops
 from edgemoe.cluster.control.coordination.journal import (
     SEGMENT_BYTES,
-    Damaged,
     Journal,
+    JournalDamaged,
     StateSnapshot,
     read_snapshot,
     write_snapshot,
@@ -138,7 +138,7 @@ def test_a_snapshot_that_is_damaged_or_lost_is_put_aside_with_the_journal(tmp_pa
 def test_a_snapshot_that_says_more_than_can_be_is_not_believed(tmp_path: Path, wrong: CoordState) -> None:
     for state in (CoordState(1, "b", PlanRef(1, "d"), 1), wrong):
         write_snapshot(tmp_path / "raft.snapshot", StateSnapshot(state, ENTRIES[5], ENTRIES[4]))
-        with pytest.raises(Damaged) if state is wrong else contextlib.nullcontext():
+        with pytest.raises(JournalDamaged) if state is wrong else contextlib.nullcontext():
             read_snapshot(tmp_path / "raft.snapshot")
 
 
@@ -269,5 +269,5 @@ def test_an_epoch_that_leaps_is_claimed_by_nobody() -> None:
 
 def test_damage_is_no_error_of_the_daemon(tmp_path: Path) -> None:
     (empty := tmp_path / "empty").touch()
-    with pytest.raises(Damaged):
+    with pytest.raises(JournalDamaged):
         read_snapshot(empty)

@@ -8,7 +8,13 @@ import pytest
 
 from edgemoe.cluster.control.coordination import ops
 from edgemoe.cluster.control.coordination.epoch_fence import EpochFence
-from edgemoe.cluster.control.coordination.journal import Damaged, Journal, StateSnapshot, read_snapshot, write_snapshot
+from edgemoe.cluster.control.coordination.journal import (
+    Journal,
+    JournalDamaged,
+    StateSnapshot,
+    read_snapshot,
+    write_snapshot,
+)
 from edgemoe.cluster.control.coordination.store import CoordState, PlanRef
 
 VOTERS = b"abcdefgh"
@@ -51,7 +57,7 @@ def test_a_journal_and_a_vote_lie_on_disk_for_ever_as_they_do_now(tmp_path: Path
     assert (read.getCurrentTerm(), read.getVotedForNodeId()) == (3, "b")
     read.close()
     file.write_bytes((JOURNAL + DISOWNED).ljust(size, b"\0"))
-    with pytest.raises(Damaged, match=r"^x$"):
+    with pytest.raises(JournalDamaged, match=r"^x$"):
         Journal(tmp_path, VOTERS)
 
 

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from support.boxes import secret
 
-from edgemoe.cluster.control.admission import let_in
+from edgemoe.cluster.control.admission import select_peers
 from edgemoe.cluster.rpc.keys import Peer
 from edgemoe.types.bounds import MAX_NODES
 
@@ -19,7 +19,7 @@ LISTED = {"b": B}
 
 def test_only_the_word_of_a_box_that_this_one_lists_lets_others_in() -> None:
     vouched = [("c", (D,)), ("b", (B, C)), ("c", (D,)), ("nobody", (D,))]
-    assert let_in("a", LISTED, vouched, joining=False) == {"b": B, "c": C}
+    assert select_peers("a", LISTED, vouched, joining=False) == {"b": B, "c": C}
 
 
 @pytest.mark.parametrize(
@@ -41,15 +41,15 @@ def test_only_the_word_of_a_box_that_this_one_lists_lets_others_in() -> None:
 )
 def test_nobody_is_let_in_by_anothers_word_who_votes_is_known_already_or_cannot_be(wrong: dict[str, object]) -> None:
     other = msgspec.structs.replace(C, **wrong)
-    assert let_in("a", LISTED, [("b", (other, D))], joining=False) == {"b": B, "d": D}
+    assert select_peers("a", LISTED, [("b", (other, D))], joining=False) == {"b": B, "d": D}
 
 
 def test_who_joins_takes_voters_too_from_the_box_that_it_joins() -> None:
     voter = msgspec.structs.replace(C, voter=True)
-    assert let_in("a", LISTED, [("b", (voter,))], joining=True) == {"b": B, "c": voter}
+    assert select_peers("a", LISTED, [("b", (voter,))], joining=True) == {"b": B, "c": voter}
 
 
 def test_no_word_lets_in_more_boxes_than_there_may_be() -> None:
     many = tuple(msgspec.structs.replace(C, node=f"n{n}", key=secret().public.decode()) for n in range(MAX_NODES))
-    found = let_in("a", LISTED, [("b", many)], joining=False)
+    found = select_peers("a", LISTED, [("b", many)], joining=False)
     assert [*found] == ["b", *(f"n{n}" for n in range(MAX_NODES - 2))]

@@ -11,7 +11,7 @@ import pytest
 from support.planes import ABC, EXPERTS, LAYERS
 from support.virtual import Cluster, virtual_cluster
 
-from edgemoe.cluster.control.planning.targets import Target
+from edgemoe.cluster.control.planning.targets import PlacementTarget
 from edgemoe.types.arrays import BoolArray
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -88,7 +88,9 @@ def die_and_move_on(folder: Path, seed: int, step: str, role: str, away_s: float
         run(cluster.until(lambda: pinned(cluster)))
         goal = next(turned(shift) for shift in range(3) if not (turned(shift) & homes(cluster)).any())
         cluster.step, cluster.role = step, role
-        cluster.better = Target(ABC, goal, np.zeros_like(goal), np.zeros((LAYERS, EXPERTS), np.float32), 1.0, 0.5)
+        cluster.better = PlacementTarget(
+            ABC, goal, np.zeros_like(goal), np.zeros((LAYERS, EXPERTS), np.float32), 1.0, 0.5
+        )
         run(cluster.until(lambda: bool(cluster.killed)))
         run(cluster.pass_time(away_s))
         box = cluster.boxes[cluster.killed]

@@ -6,7 +6,14 @@ import msgspec
 import numpy as np
 import pytest
 
-from edgemoe.cluster.control.planning.targets import ExpertHome, HomesView, PlanTask, make_target, plan_of, why_anew
+from edgemoe.cluster.control.planning.targets import (
+    ExpertHome,
+    HomeInventory,
+    PlacementTask,
+    make_plan,
+    make_target,
+    replan_reason,
+)
 from edgemoe.cluster.rpc.control_messages import Announce, EngineCard
 from edgemoe.types.placement import pack_bits
 
@@ -19,14 +26,14 @@ def test_what_a_layer_does_not_have_is_nobody_s() -> None:
     engine = card((6, 2, 4))
     exists = np.arange(6) < np.array([6, 2, 4])[:, None]
     boxes = tuple(ExpertHome(node, (6,), exists) for node in "ab")
-    homes = make_target(PlanTask(engine, boxes, 1)).homes
+    homes = make_target(PlacementTask(engine, boxes, 1)).homes
     assert (homes[0] ^ homes[1] == exists).all()
 
 
 @pytest.mark.parametrize("stated", [(), (6,), (6, 6, 6, 6)])
 def test_without_a_number_for_each_layer_all_have_as_many(stated: tuple[int, ...]) -> None:
     boxes = tuple(ExpertHome(node, (9,), np.ones((3, 6), np.bool_)) for node in "ab")
-    homes = make_target(PlanTask(card(stated), boxes, 1)).homes
+    homes = make_target(PlacementTask(card(stated), boxes, 1)).homes
     assert (homes[0] ^ homes[1]).all()
 
 
@@ -37,7 +44,7 @@ SIZES = (4096, 8192, 4096)  # of an expert, by layer
 def test_experts_of_each_size_are_placed_in_the_room_for_that_size(rooms: tuple[tuple[int, ...], ...]) -> None:
     engine = msgspec.structs.replace(card(()), layer_bytes=SIZES)
     boxes = tuple(ExpertHome(node, room, np.ones((3, 6), np.bool_)) for node, room in zip("ab", rooms, strict=True))
-    homes = make_target(PlanTask(engine, boxes, 1)).homes
+    homes = make_target(PlacementTask(engine, boxes, 1)).homes
     assert homes.any(axis=0).all()
     for box, (small, large) in zip(homes, rooms, strict=True):
         assert box[[0, 2]].sum() <= small
@@ -48,13 +55,13 @@ def test_experts_of_each_size_are_placed_in_the_room_for_that_size(rooms: tuple[
 def test_a_plan_goes_on_while_there_is_room_for_each_size(rooms: tuple[int, ...], why: str) -> None:
     engine = msgspec.structs.replace(card(()), layer_bytes=SIZES)
     whole = np.ones((3, 6), np.bool_)
-    plan = plan_of(engine, make_target(PlanTask(engine, (ExpertHome("a", (12, 6), whole),), 1)), 1, 1)
-    assert why_anew(plan, engine, (ExpertHome("a", rooms, whole),), 5.0) == why
+    plan = make_plan(engine, make_target(PlacementTask(engine, (ExpertHome("a", (12, 6), whole),), 1)), 1, 1)
+    assert replan_reason(plan, engine, (ExpertHome("a", rooms, whole),), 5.0) == why
 
 
 @pytest.mark.parametrize(("rooms", "seen"), [((7, 3), (7, 3)), ((), (0, 0)), ((10,), (0, 0)), ((1, 2, 3), (0, 0))])
 def test_room_that_is_not_told_by_size_is_none(rooms: tuple[int, ...], seen: tuple[int, ...]) -> None:
     bits = pack_bits(np.ones((3, 6), np.bool_))
     engine = msgspec.structs.replace(card(()), layer_bytes=SIZES, rooms=rooms, disk=bits, ram=bits)
-    (box,) = HomesView().look({"a": Announce("1", "box", "", engine=engine)}, lambda _: 0.0, engine, 0.0)
+    (box,) = HomeInventory().look({"a": Announce("1", "box", "", engine=engine)}, lambda _: 0.0, engine, 0.0)
     assert box.rooms == seen

@@ -14,9 +14,9 @@ from edgemoe.cluster.control.plan_controller import (
     PREPARE_S,
     SOON_S,
     STALL_S,
-    Solve,
-    Solved,
-    TookOver,
+    LeadershipTaken,
+    PlacementSolved,
+    SolvePlacement,
 )
 from edgemoe.cluster.control.planning.targets import make_target
 from edgemoe.cluster.rpc.control_messages import Report
@@ -283,10 +283,10 @@ def test_an_answer_for_another_plan_or_another_leader_is_dropped() -> None:
     look = world.look()
     assert look is not None
     (asked,) = world.care.handle(look)
-    assert isinstance(asked, Solve)
+    assert isinstance(asked, SolvePlacement)
     found = make_target(asked.task)
-    world.care.handle(TookOver(2))
-    assert world.care.handle(Solved(asked.number, found)) == []
+    world.care.handle(LeadershipTaken(2))
+    assert world.care.handle(PlacementSolved(asked.number, found)) == []
 
 
 def test_a_plan_that_is_found_while_a_box_dies_does_not_count_on_the_copies_that_died() -> None:

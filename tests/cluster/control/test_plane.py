@@ -18,14 +18,14 @@ from support.planes import ALL, EXPERTS, LAYERS, NONE, Front, card, fronts, led,
 from support.waiting import until
 
 from edgemoe.cluster.control import announcer, plan_controller
-from edgemoe.cluster.control.control_state import Heard, Looked
+from edgemoe.cluster.control.control_state import MessageReceived, TimerFired
 from edgemoe.cluster.control.coordination import etcd
 from edgemoe.cluster.control.coordination.epoch_fence import EpochFence
-from edgemoe.cluster.control.coordination.store import PlanRef, Single, since_boot
+from edgemoe.cluster.control.coordination.store import PlanRef, SingleBoxStore, since_boot
 from edgemoe.cluster.control.coordination.store_factory import make_store
 from edgemoe.cluster.control.plan_store import PlanStore
 from edgemoe.cluster.control.planning import solver
-from edgemoe.cluster.control.planning.targets import PlanTask, Target
+from edgemoe.cluster.control.planning.targets import PlacementTarget, PlacementTask
 from edgemoe.cluster.rpc.control_messages import Announce, Beat, GetPlan, Report
 from edgemoe.cluster.rpc.envelope import FRAMING, MAGIC, seal
 from edgemoe.cluster.rpc.keys import Peer, generate
@@ -101,11 +101,11 @@ async def test_a_deposed_leader_is_not_obeyed(three: dict[str, Front]) -> None:
     plane, other = three[leader].plane, next(n for n in ABC if n != leader)
     target = three[next(n for n in ABC if n not in (leader, other))].plane
     target.state.fence.admit(plane.state.fence.highest + 5)
-    stale, ref = target.state.obedience.stale, target.state.plans.ref
+    stale, ref = target.state.leader_tracker.stale, target.state.plans.ref
     three[other].plane.channel.tell(
         target.state.node, Beat(leading=plane.state.fence.highest, plan_version=9, plan_digest="0" * 64)
     )
-    await until(lambda: target.state.obedience.stale > stale)
+    await until(lambda: target.state.leader_tracker.stale > stale)
     await until(lambda: target.leader == "")
     assert target.state.plans.ref == ref
 
@@ -189,7 +189,7 @@ async def test_an_address_that_cannot_be_one_is_not_taken_from_the_box_itself(th
     a.list({**three["a"].peers, "d": d})
     member = a.state.members["d"]
     with pytest.raises(ConfigError, match="HOST:PORT"):
-        a.state.handle(Heard("d", "boot", Announce(release="1", role="box", address="no host:1")))
+        a.state.handle(MessageReceived("d", "boot", Announce(release="1", role="box", address="no host:1")))
     assert member.card is None
 
 
@@ -236,14 +236,14 @@ async def test_a_plan_whose_commit_nobody_answered_is_gone_by_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plan_controller, "SETTLE_S", 0.1)
-    real, versions = Single.commit_plan, list[int]()
+    real, versions = SingleBoxStore.commit_plan, list[int]()
 
-    async def unheard(store: Single, epoch: int, plan: PlanRef) -> None:
+    async def unheard(store: SingleBoxStore, epoch: int, plan: PlanRef) -> None:
         await real(store, epoch, plan)
         versions.append(plan.version)
         raise CoordUnavailable("no answer in time")
 
-    monkeypatch.setattr(Single, "commit_plan", unheard)
+    monkeypatch.setattr(SingleBoxStore, "commit_plan", unheard)
     async with fronts(tmp_path, ("a", "b"), coordination="single", leader="a") as found:
         for node in "ab":
             found[node].has(card(f"engine-{node}", room=9, disk=NONE, ram=ALL))
@@ -256,7 +256,7 @@ async def test_a_plan_that_cannot_be_worked_out_is_said_and_asked_for_again(
 ) -> None:
     monkeypatch.setattr(plan_controller, "SETTLE_S", 0.1)
 
-    def broken(task: PlanTask) -> Target:
+    def broken(task: PlacementTask) -> PlacementTarget:
         raise ZeroDivisionError("of what a box has said")
 
     with monkeypatch.context() as patch:
@@ -283,7 +283,7 @@ async def test_what_cannot_be_read_of_a_report_does_not_end_who_leads(
 
     async with fronts(tmp_path, ("a", "b"), coordination="single", leader="a") as found:
         with monkeypatch.context() as patch:
-            patch.setattr(plan_controller.PlanCare, "handle", broken)
+            patch.setattr(plan_controller.PlanController, "handle", broken)
             for node in "ab":
                 found[node].has(card(f"engine-{node}", room=9, disk=NONE, ram=ALL))
             await until(lambda: len(asked) > 3)
@@ -407,10 +407,10 @@ async def test_the_word_of_a_box_that_is_gone_lets_others_in_for_an_hour_and_no_
     await a.die()
     await until(lambda: not b.plane.state.members.is_alive("a"))
     b.ahead_s += 3500
-    b.plane._handle(Looked())
+    b.plane._handle(TimerFired())
     assert "d" in b.plane.state.members
     b.ahead_s += 200
-    b.plane._handle(Looked())
+    b.plane._handle(TimerFired())
     assert "d" not in b.plane.state.members
     assert b.plane._transport.allowed.name_of(d.key.encode()) is None
     await a.start()

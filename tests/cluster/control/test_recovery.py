@@ -18,7 +18,7 @@ from edgemoe.cluster.control.coordination import journal, ops
 from edgemoe.cluster.control.coordination.journal import Journal, StateSnapshot, voters_digest, write_snapshot
 from edgemoe.cluster.control.coordination.raft import RaftStore, Replica
 from edgemoe.cluster.control.coordination.raft_transport import MAX_INBOX, MAX_INBOX_BYTES, MAX_MESSAGE_BYTES
-from edgemoe.cluster.control.coordination.recovery import Here, Recovery
+from edgemoe.cluster.control.coordination.recovery import LogEndReply, Recovery
 from edgemoe.cluster.control.coordination.store import since_boot
 from edgemoe.cluster.rpc.protocol import SPOKEN
 from edgemoe.errors import CoordUnavailable
@@ -338,10 +338,10 @@ def test_a_vote_is_given_only_to_who_has_what_the_others_have_and_in_no_term_tha
     recovery = Recovery(journal, ["a", "c"], lambda: 0.0)
     asked = recovery.asks()
     assert asked is not None
-    recovery.hear("a", Here(asked.nonce, term=7, last_log_term=6, last_log_index=40))
-    recovery.hear("c", Here(b"of another incarnation", 7, 6, 40))
+    recovery.hear("a", LogEndReply(asked.nonce, term=7, last_log_term=6, last_log_index=40))
+    recovery.hear("c", LogEndReply(b"of another incarnation", 7, 6, 40))
     assert not recovery.may_vote(8, 6, 40)
-    recovery.hear("c", Here(asked.nonce, term=5, last_log_term=5, last_log_index=90))
+    recovery.hear("c", LogEndReply(asked.nonce, term=5, last_log_term=5, last_log_index=90))
     assert recovery.may_vote(8, 6, 40)
     assert not recovery.may_vote(7, 6, 40)
     assert not recovery.may_vote(8, 6, 39)

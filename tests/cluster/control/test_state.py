@@ -12,20 +12,20 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from support.planes import card
 
-from edgemoe.cluster.control.admission import Allow, Connect, Disconnect, Revoke
+from edgemoe.cluster.control.admission import AllowKeys, ConnectPeer, DisconnectPeer, RevokeKeys
 from edgemoe.cluster.control.control_state import (
-    Changed,
+    AnnouncementAnswered,
+    AnnouncementChanged,
+    ConnectionLost,
+    ConnectionOpened,
     ControlState,
     Event,
-    Foreign,
-    Heard,
-    Listed,
-    Looked,
-    PeerDown,
-    PeerUp,
-    Refuse,
-    Said,
-    Told,
+    MessageReceived,
+    PeerFoundIncompatible,
+    PeersListChanged,
+    PublishMembers,
+    RefuseMessage,
+    TimerFired,
 )
 from edgemoe.cluster.control.coordination.epoch_fence import EpochFence
 from edgemoe.cluster.control.plan_store import PlanStore
@@ -69,17 +69,17 @@ class AnyWords(RuleBasedStateMachine):
     def perform(self, actions: list) -> None:  # type: ignore[type-arg]
         for action in actions:
             match action:
-                case Allow(node, keys):
+                case AllowKeys(node, keys):
                     self.allowed[node] = keys
-                case Revoke(node):
+                case RevokeKeys(node):
                     self.allowed.pop(node, None)
-                case Connect(peer):
+                case ConnectPeer(peer):
                     self.connected[peer.node] = peer.address
-                case Disconnect(node):
+                case DisconnectPeer(node):
                     self.connected.pop(node, None)
-                case Changed():
+                case PublishMembers():
                     self.told = self.seen()
-        assert not any(isinstance(action, Refuse) for action in actions[:-1])
+        assert not any(isinstance(action, RefuseMessage) for action in actions[:-1])
 
     def do(self, event: Event) -> None:
         highest = self.fence.highest
@@ -88,24 +88,24 @@ class AnyWords(RuleBasedStateMachine):
 
     def hear(self, node: str, boot: str, message: Beat | Announce) -> None:
         if node in self.state.members:  # all others are refused before
-            self.do(Heard(node, boot, message))
+            self.do(MessageReceived(node, boot, message))
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 2.0, 4000.0]))
     def time_passes(self, seconds: float) -> None:
         self.now_s += seconds
-        self.do(Looked())
+        self.do(TimerFired())
 
     @rule(node=OTHERS, up=st.booleans())
     def a_connection_comes_or_goes(self, node: str, up: bool) -> None:
-        self.do(PeerUp(node) if up else PeerDown(node))
+        self.do(ConnectionOpened(node) if up else ConnectionLost(node))
 
     @rule(node=OTHERS, boot=BOOTS, leading=st.integers(0, 6), unmet=st.booleans())
     def a_box_beats(self, node: str, boot: str, leading: int, unmet: bool) -> None:
-        before = self.state.obedience.leader
+        before = self.state.leader_tracker.leader
         highest = self.fence.highest
         self.hear(node, boot, Beat(leading=leading, seen=leading, engine=f"engine-{node}", unmet=unmet))
         assert node != "d" or self.fence.highest == highest  # who may not lead ends nobody's leadership
-        if self.state.obedience.leader == node and before != node:
+        if self.state.leader_tracker.leader == node and before != node:
             member = self.state.members[node]
             assert 0 < leading >= highest
             assert member.card is not None
@@ -123,24 +123,24 @@ class AnyWords(RuleBasedStateMachine):
 
     @rule(node=OTHERS, serial=st.integers(1, 9), refused=st.sampled_from(["", "no"]))
     def a_box_has_been_told(self, node: str, serial: int, refused: str) -> None:
-        self.do(Told(node, serial, refused))
+        self.do(AnnouncementAnswered(node, serial, refused))
 
     @rule(node=OTHERS)
     def a_box_cannot_be_read(self, node: str) -> None:
-        self.do(Foreign(node, "another protocol"))
+        self.do(PeerFoundIncompatible(node, "another protocol"))
 
     @rule(guest=st.booleans(), turned=st.booleans(), without=st.sampled_from(["", "c"]))
     def another_list_is_read(self, guest: bool, turned: bool, without: str) -> None:
         peers = {node: peer for node, peer in VOTERS.items() if node != without}
         if turned:
             peers["b"] = msgspec.structs.replace(peers["b"], new_key="z" * 40)
-        self.do(Listed(peers | ({"d": GUEST} if guest else {})))
+        self.do(PeersListChanged(peers | ({"d": GUEST} if guest else {})))
 
     @rule(room=st.integers(0, 3))
     def this_box_is_another(self, room: int) -> None:
         serial, engine = self.state.serial, card("engine-a", room=room)
         changes = engine != self.state.card.engine
-        self.do(Said(msgspec.structs.replace(self.state.card, engine=engine)))
+        self.do(AnnouncementChanged(msgspec.structs.replace(self.state.card, engine=engine)))
         assert (self.state.serial > serial) == changes
 
     @invariant()
@@ -150,7 +150,7 @@ class AnyWords(RuleBasedStateMachine):
 
     @invariant()
     def whom_it_obeys_is_a_member(self) -> None:
-        leader = self.state.obedience.leader
+        leader = self.state.leader_tracker.leader
         assert leader in ("", "a") or leader in self.state.members
 
     @invariant()

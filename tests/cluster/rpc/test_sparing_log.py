@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from support.planes import card, fronts
 
-from edgemoe.cluster.control.control_state import Heard
+from edgemoe.cluster.control.control_state import MessageReceived
 from edgemoe.cluster.rpc.sparing_log import EVERY_S, MAX_KINDS, SparingLog
 from edgemoe.errors import PeerRefused
 
@@ -55,5 +55,5 @@ async def test_a_peer_that_always_has_another_fault_does_not_fill_the_log(
         for n in range(FLOOD):
             engine = msgspec.structs.replace(card(f"engine {n}"), model=f"theirs {n}")
             with pytest.raises(PeerRefused):
-                plane._handle(Heard("b", "boot", msgspec.structs.replace(said, engine=engine)))
+                plane._handle(MessageReceived("b", "boot", msgspec.structs.replace(said, engine=engine)))
     assert 0 < caplog.text.count("a box cannot take part") < 20

@@ -15,7 +15,7 @@ def voters_of(peers: Mapping[str, Peer]) -> list[str]:
     return sorted([node for node, peer in peers.items() if peer.voter][:MAX_VOTERS])
 
 
-class Agreement:
+class ElectionRules:
     """What this box goes by. On a box that joins `words` are those of the box that it joins, "" before it is heard."""
 
     def __init__(self, settings: ClusterSettings, peers: Mapping[str, Peer]) -> None:
@@ -43,11 +43,11 @@ class Agreement:
         """Returns whether nobody leads but the one box that is named."""
         return self._leaders is not None and len(self._leaders) == 1
 
-    def lets_lead(self, node: str, words: str) -> bool:
+    def may_lead(self, node: str, words: str) -> bool:
         """Returns whether a box that said `words` of its agreement may lead."""
         return words != "" and words == self._words and (self._leaders is None or node in self._leaders)
 
-    def objection(self, node: str, words: str) -> str:
+    def reject_reason(self, node: str, words: str) -> str:
         """Returns why a box cannot take part that said `words`; "" where it can. A box that joins says nothing."""
         if not words or not self._words or words == self._words:
             return ""

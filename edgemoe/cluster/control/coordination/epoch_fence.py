@@ -36,7 +36,7 @@ class EpochFence:
         Raises StaleEpoch where a higher one was seen, EpochLeap where it cannot be right, CoordUnavailable where it
         cannot be kept; nothing is done then.
         """
-        if (why := self.objection(epoch)) != "":
+        if (why := self.reject_reason(epoch)) != "":
             raise EpochLeap(why)
         if epoch < self._highest:
             raise StaleEpoch(f"a command of epoch {epoch} is not obeyed: epoch {self._highest} has been seen")
@@ -47,7 +47,7 @@ class EpochFence:
                 raise CoordUnavailable(f"{self._path}: epoch {epoch} cannot be kept: {error.strerror}") from error
             self._highest = epoch
 
-    def objection(self, epoch: int) -> str:
+    def reject_reason(self, epoch: int) -> str:
         """Returns why `epoch` cannot be right; "" where it can."""
         if epoch <= self._highest + MAX_LEAP:
             return ""

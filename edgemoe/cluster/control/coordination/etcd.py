@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import msgspec
 
-from edgemoe.cluster.control.coordination.store import PlanRef, View, wait_event
+from edgemoe.cluster.control.coordination.store import AgreementView, PlanRef, wait_event
 from edgemoe.errors import CoordUnavailable, PlanConflict, StaleEpoch
 from edgemoe.types.bounds import Count, Word
 
@@ -44,7 +44,7 @@ class EtcdStore:
         self._user, self._password = user, password
         self._client = httpx.AsyncClient(verify=tls or True, timeout=self.lease_s / 3)
         self._event = asyncio.Event()
-        self._view = View()
+        self._view = AgreementView()
         self._revisions: dict[str, int] = {}  # in which each key was last changed
         self._lease = 0
         self._watcher: asyncio.Task[None] | None = None
@@ -60,7 +60,7 @@ class EtcdStore:
             await asyncio.gather(self._watcher, return_exceptions=True)
         await self._client.aclose()
 
-    def view(self) -> View:
+    def view(self) -> AgreementView:
         return self._view
 
     async def changed(self, timeout_s: float) -> None:
@@ -145,7 +145,7 @@ class EtcdStore:
             epoch = msgspec.convert(int(values.get("epoch", "0")), Count)
             leader = msgspec.convert(values.get("leader", ""), Word)
         self._revisions = revisions
-        self._view = View(epoch, leader, _plan(values.get("plan")))
+        self._view = AgreementView(epoch, leader, _plan(values.get("plan")))
         self._event.set()
         return revision
 

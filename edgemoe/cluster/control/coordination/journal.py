@@ -39,7 +39,7 @@ _HEAD = struct.Struct("<I8s")
 Entry = tuple[Annotated[bytes, Meta(max_length=MAX_RECORD_BYTES)], Count, Count]  # command, index, term
 
 
-class Damaged(Exception):
+class JournalDamaged(Exception):
     """A file that is not as this release wrote it; the message says in what."""
 
 
@@ -50,7 +50,7 @@ class Journal(pysyncobj.journal.Journal):  # type: ignore[misc]
     """
 
     def __init__(self, directory: Path, voters: bytes) -> None:
-        """Reads or begins the journal that these voters keep. Raises Damaged, OSError."""
+        """Reads or begins the journal that these voters keep. Raises JournalDamaged, OSError."""
         self.whole = False  # nothing that it ever promised is missing
         self.failed = False
         self._path, self._vote_path = directory / "raft.journal", directory / "raft.vote"
@@ -193,31 +193,31 @@ class Journal(pysyncobj.journal.Journal):  # type: ignore[misc]
             return os.dup(file.fd), len(data), size
 
     def _read(self) -> int:
-        """Takes in the file; returns where its records end. Raises Damaged."""
+        """Takes in the file; returns where its records end. Raises JournalDamaged."""
         self._size = os.fstat(self._fd).st_size
         data = os.pread(self._fd, self._size, 0)
         if data.startswith(OLD_MAGIC):
-            raise Damaged("it is of an earlier release, which must run on no box of the cluster any more")
+            raise JournalDamaged("it is of an earlier release, which must run on no box of the cluster any more")
         if not data.startswith(MAGIC) or self._size % SEGMENT_BYTES or len(data) != self._size:
-            raise Damaged(f"{self._size} bytes that are no whole journal")
+            raise JournalDamaged(f"{self._size} bytes that are no whole journal")
         end = len(MAGIC)
         for end, (kind, *fields) in _records(data):  # noqa: B007
             match kind, fields:
                 case "voters", [bytes(voters)]:
                     if voters != self._voters:
-                        raise Damaged("other voters kept it")
+                        raise JournalDamaged("other voters kept it")
                 case "entry", [bytes(command), int(index), int(term)]:
                     if self._entries and index != self._entries[-1][1] + 1:
-                        raise Damaged(f"entry {index} follows entry {self._entries[-1][1]}")
+                        raise JournalDamaged(f"entry {index} follows entry {self._entries[-1][1]}")
                     self._entries.append((command, index, term))
                 case "keep", [int(first)]:
                     del self._entries[first:]
                 case "whole", []:
                     self.whole = True
                 case "disowned", [str(why)]:
-                    raise Damaged(why)
+                    raise JournalDamaged(why)
                 case _:
-                    raise Damaged(f"a record {kind!r}")
+                    raise JournalDamaged(f"a record {kind!r}")
         return end
 
 
@@ -228,18 +228,18 @@ def _record(record: list[Any]) -> bytes:
 
 
 def _records(data: bytes) -> Iterator[tuple[int, list[Any]]]:
-    """Each record with where it ends. Raises Damaged."""
+    """Each record with where it ends. Raises JournalDamaged."""
     at = len(MAGIC)
     while at + _HEAD.size <= len(data) and data[at : at + 4] != b"\0\0\0\0":
         size, checksum = _HEAD.unpack_from(data, at)
         at += _HEAD.size
         body = data[at : at + size]
         if len(body) != size or xxhash.xxh3_64_digest(body) != checksum:
-            raise Damaged(f"the record at byte {at} is damaged")
+            raise JournalDamaged(f"the record at byte {at} is damaged")
         at += size
         yield at, msgspec.msgpack.decode(body, type=list[Any])
     if data.count(0, at) != len(data) - at:
-        raise Damaged(f"something follows the last record, which ends at byte {at}")
+        raise JournalDamaged(f"something follows the last record, which ends at byte {at}")
 
 
 def frame(data: bytes) -> bytes:
@@ -248,10 +248,10 @@ def frame(data: bytes) -> bytes:
 
 
 def unframe(content: bytes) -> bytes:
-    """Raises Damaged."""
+    """Raises JournalDamaged."""
     data = content[len(MAGIC) + 8 :]
     if content[: len(MAGIC)] != MAGIC or content[len(MAGIC) : len(MAGIC) + 8] != xxhash.xxh3_64_digest(data):
-        raise Damaged(f"{len(content)} bytes that are not what was written")
+        raise JournalDamaged(f"{len(content)} bytes that are not what was written")
     return data
 
 
@@ -261,7 +261,7 @@ def _read_vote(path: Path) -> tuple[int, str | None] | None:
         return msgspec.msgpack.decode(unframe(read_plain(path, MAX_RECORD_BYTES)), type=tuple[Count, Word | None])
     except FileNotFoundError:
         return None
-    except (Damaged, msgspec.MsgspecError) as error:
+    except (JournalDamaged, msgspec.MsgspecError) as error:
         log.error("the vote kept on disk is not used", extra={"file": str(path), "why": str(error)})
         return None
 
@@ -288,18 +288,18 @@ def write_snapshot(path: Path, snapshot: StateSnapshot) -> None:
 
 
 def read_snapshot(path: Path) -> StateSnapshot:
-    """Raises Damaged, OSError."""
+    """Raises JournalDamaged, OSError."""
     return decode_snapshot(read_plain(path, MAX_SNAPSHOT_BYTES + 1))
 
 
 def decode_snapshot(content: bytes) -> StateSnapshot:
-    """Raises Damaged."""
+    """Raises JournalDamaged."""
     if len(content) > MAX_SNAPSHOT_BYTES:
-        raise Damaged(f"more than {MAX_SNAPSHOT_BYTES} bytes")
+        raise JournalDamaged(f"more than {MAX_SNAPSHOT_BYTES} bytes")
     try:
         snapshot = msgspec.msgpack.decode(unframe(content), type=StateSnapshot)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise Damaged(str(error)) from error
+        raise JournalDamaged(str(error)) from error
     if snapshot.last[1] != snapshot.before[1] + 1:
-        raise Damaged("its entries do not follow each other")
+        raise JournalDamaged("its entries do not follow each other")
     return snapshot

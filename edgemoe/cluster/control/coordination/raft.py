@@ -22,8 +22,8 @@ from pysyncobj.node import Node
 
 from edgemoe.cluster.control.coordination import ops
 from edgemoe.cluster.control.coordination.journal import (
-    Damaged,
     Journal,
+    JournalDamaged,
     StateSnapshot,
     read_snapshot,
     voters_digest,
@@ -31,7 +31,7 @@ from edgemoe.cluster.control.coordination.journal import (
 )
 from edgemoe.cluster.control.coordination.raft_transport import LinkTransport, RaftLink
 from edgemoe.cluster.control.coordination.recovery import ASK_S, open_journal
-from edgemoe.cluster.control.coordination.store import CoordState, PlanRef, View, plan_outcome, wait_event
+from edgemoe.cluster.control.coordination.store import AgreementView, CoordState, PlanRef, plan_outcome, wait_event
 from edgemoe.cluster.rpc.protocol import SPOKEN
 from edgemoe.cluster.rpc.sparing_log import SparingLog
 from edgemoe.durable import make_folder
@@ -149,7 +149,7 @@ class Replica(SyncObj):  # type: ignore[misc]
     def _restore(self, file_name: str) -> tuple[Any, ...]:
         try:
             snapshot = read_snapshot(Path(file_name))
-        except (Damaged, OSError):
+        except (JournalDamaged, OSError):
             self.journal.failed = True  # the good one has been replaced already: all is read anew
             raise
         self.state, self.renewed_at = snapshot.state, self._clock()  # its last renewal may be a moment ago
@@ -200,7 +200,7 @@ class RaftStore:
         if self._thread:
             await asyncio.to_thread(self._thread.join, 5.0)
 
-    def view(self) -> View:
+    def view(self) -> AgreementView:
         replica = self._joined()
         lives = self._clock() - max(replica.renewed_at, self._started_at) < self.lease_s
         return replica.state.view(lease_lives=lives)

@@ -25,9 +25,9 @@ from pysyncobj.node import Node
 from pysyncobj.poller import POLL_EVENT_TYPE, Poller
 from pysyncobj.transport import Transport
 
-from edgemoe.cluster.control.coordination.journal import MAX_SNAPSHOT_BYTES, Damaged, Journal, decode_snapshot
+from edgemoe.cluster.control.coordination.journal import MAX_SNAPSHOT_BYTES, Journal, JournalDamaged, decode_snapshot
 from edgemoe.cluster.control.coordination.ops import MAX_OP_BYTES
-from edgemoe.cluster.control.coordination.recovery import MAX_COUNT, Count, Here, Recovery, Where
+from edgemoe.cluster.control.coordination.recovery import MAX_COUNT, Count, LogEndQuery, LogEndReply, Recovery
 from edgemoe.cluster.rpc.channel import Channel
 from edgemoe.cluster.rpc.control_messages import ControlMessage, RaftPayload
 from edgemoe.cluster.rpc.protocol import SPOKEN
@@ -86,7 +86,9 @@ class _Response(_RaftMessage, tag="apply_command_response"):
     log_term: Count | UnsetType = UNSET
 
 
-RaftMessage = _RequestVote | _ResponseVote | _AppendEntries | _NextNodeIdx | _ApplyCommand | _Response | Where | Here
+RaftMessage = (
+    _RequestVote | _ResponseVote | _AppendEntries | _NextNodeIdx | _ApplyCommand | _Response | LogEndQuery | LogEndReply
+)
 _decoder: msgspec.msgpack.Decoder[RaftMessage] = msgspec.msgpack.Decoder(RaftMessage)
 
 
@@ -210,10 +212,10 @@ class LinkTransport(Transport):  # type: ignore[misc]
 
     def _take(self, name: str, message: RaftMessage) -> None:
         match message:
-            case Where():
+            case LogEndQuery():
                 self._link.send(name, self._voters + msgspec.msgpack.encode(self.recovery.answer(message)))
                 return
-            case Here():
+            case LogEndReply():
                 waited = bool(self.recovery.waits_for)
                 self.recovery.hear(name, message)
                 if waited and not self.recovery.waits_for:
@@ -272,7 +274,7 @@ class LinkTransport(Transport):  # type: ignore[misc]
             return None
         try:
             _, index, term = decode_snapshot(self._snapshot).last
-        except Damaged as error:
+        except JournalDamaged as error:
             self._reject(name, f"a snapshot: {error}")
             return None
         agreed = max(self._sync_obj.raftCommitIndex, self._sync_obj.raftLastApplied)

@@ -21,7 +21,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from edgemoe.cluster.control.coordination.journal import Damaged, Entry, Journal, read_snapshot
+from edgemoe.cluster.control.coordination.journal import Entry, Journal, JournalDamaged, read_snapshot
 from edgemoe.durable import rename_file
 
 log = logging.getLogger(__name__)
@@ -31,13 +31,13 @@ MAX_COUNT = 1 << 62
 Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 
 
-class Where(msgspec.Struct, frozen=True, tag="where", tag_field="type"):
+class LogEndQuery(msgspec.Struct, frozen=True, tag="where", tag_field="type"):
     """Asks how far a log goes. `nonce` is this incarnation's."""
 
     nonce: Annotated[bytes, Meta(max_length=16)]
 
 
-class Here(msgspec.Struct, frozen=True, tag="here", tag_field="type"):
+class LogEndReply(msgspec.Struct, frozen=True, tag="here", tag_field="type"):
     """The answer to Where."""
 
     nonce: Annotated[bytes, Meta(max_length=16)]
@@ -51,7 +51,7 @@ def open_journal(directory: Path, voters: bytes) -> Journal:
     journal, snapshot = directory / "raft.journal", directory / "raft.snapshot"
     try:
         return _open_together(directory, voters, journal, snapshot)
-    except Damaged as error:
+    except JournalDamaged as error:
         log.error(
             "the agreement's journal cannot be used and is put aside; this box votes again once it has caught up",
             extra={"directory": str(directory), "why": str(error)},
@@ -63,15 +63,15 @@ def open_journal(directory: Path, voters: bytes) -> Journal:
 
 
 def _open_together(directory: Path, voters: bytes, journal: Path, snapshot: Path) -> Journal:
-    """Raises Damaged, OSError."""
+    """Raises JournalDamaged, OSError."""
     if snapshot.exists() and not journal.exists():
-        raise Damaged("the journal is missing")
+        raise JournalDamaged("the journal is missing")
     opened = Journal(directory, voters)
     try:
         before = read_snapshot(snapshot).before if snapshot.exists() else None
         if not _fits(opened, before):
-            raise Damaged("journal and snapshot do not fit together")
-    except Damaged:
+            raise JournalDamaged("journal and snapshot do not fit together")
+    except JournalDamaged:
         opened.close()
         raise
     if before is not None:
@@ -92,7 +92,7 @@ class Recovery:
     def __init__(self, journal: Journal, others: Collection[str], clock: Callable[[], float]) -> None:
         self._journal, self._others, self._clock = journal, others, clock
         self._nonce = secrets.token_bytes(8)
-        self._heard: dict[str, Here] = {}
+        self._heard: dict[str, LogEndReply] = {}
         self._asked_s = float("-inf")
         self._sworn = 0  # the highest term in which a vote may be forgotten
 
@@ -101,18 +101,18 @@ class Recovery:
         """Returns the voters without whose word it does not vote; none once it may."""
         return [] if self._journal.whole else [node for node in self._others if node not in self._heard]
 
-    def asks(self) -> Where | None:
+    def asks(self) -> LogEndQuery | None:
         """Returns what those are to be asked now, if anything."""
         if not self.waits_for or self._clock() - self._asked_s < ASK_S:
             return None
         self._asked_s = self._clock()
-        return Where(self._nonce)
+        return LogEndQuery(self._nonce)
 
-    def answer(self, asked: Where) -> Here:
+    def answer(self, asked: LogEndQuery) -> LogEndReply:
         _, index, term = self._journal[-1]
-        return Here(asked.nonce, self._journal.term, term, index)
+        return LogEndReply(asked.nonce, self._journal.term, term, index)
 
-    def hear(self, node: str, here: Here) -> None:
+    def hear(self, node: str, here: LogEndReply) -> None:
         if here.nonce == self._nonce and not self._journal.whole:
             self._heard[node] = here
             self._sworn = max(self._sworn, here.term)

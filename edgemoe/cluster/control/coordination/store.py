@@ -34,7 +34,7 @@ class PlanRef(msgspec.Struct, frozen=True):
     digest: Text
 
 
-class View(msgspec.Struct, frozen=True):
+class AgreementView(msgspec.Struct, frozen=True):
     """What this box knows of the agreement. `leader` is "" while there is none or its lease has lapsed."""
 
     epoch: Count = 0
@@ -57,7 +57,7 @@ class CoordStore(Protocol):
     async def close(self) -> None:
         """Leaves it; what was agreed stays."""
 
-    def view(self) -> View:
+    def view(self) -> AgreementView:
         """Returns the last known state; never waits."""
 
     async def changed(self, timeout_s: float) -> None:
@@ -127,8 +127,8 @@ class CoordState:
         self.plan = plan
         return "ok"
 
-    def view(self, lease_lives: bool) -> View:
-        return View(self.epoch, self.leader if lease_lives else "", self.plan)
+    def view(self, lease_lives: bool) -> AgreementView:
+        return AgreementView(self.epoch, self.leader if lease_lives else "", self.plan)
 
     def _holds(self, epoch: int) -> bool:
         return epoch == self.epoch and self.leader != ""
@@ -142,7 +142,7 @@ def plan_outcome(outcome: str, epoch: int, plan: PlanRef, present: PlanRef | Non
         raise PlanConflict(f"plan {plan.version} does not follow the present plan {present and present.version}")
 
 
-class Single:
+class SingleBoxStore:
     """The agreement of a box with itself: always the leader, nothing to lose."""
 
     def __init__(self, epoch: int, on_epoch: Callable[[int], None] = lambda _: None) -> None:
@@ -159,7 +159,7 @@ class Single:
     async def close(self) -> None:
         return None
 
-    def view(self) -> View:
+    def view(self) -> AgreementView:
         return self._state.view(lease_lives=True)
 
     async def changed(self, timeout_s: float) -> None:

@@ -12,7 +12,7 @@ from edgemoe.cluster.control.coordination.epoch_fence import EpochFence
 from edgemoe.cluster.control.coordination.etcd import EtcdStore
 from edgemoe.cluster.control.coordination.raft import RaftStore
 from edgemoe.cluster.control.coordination.raft_transport import RaftChannel
-from edgemoe.cluster.control.coordination.store import CoordStore, Single
+from edgemoe.cluster.control.coordination.store import CoordStore, SingleBoxStore
 from edgemoe.cluster.rpc.keys import Peer
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.errors import ConfigError
@@ -39,7 +39,7 @@ def make_store(
                 raise ConfigError(
                     "several boxes need a leader: set cluster.leader to the same node on all, or cluster.coordination"
                 )
-            return Single(fence.highest, fence.admit) if settings.leader in ("", node) else None
+            return SingleBoxStore(fence.highest, fence.admit) if settings.leader in ("", node) else None
         case "raft":
             voters = voters_of(peers)
             if node not in voters:

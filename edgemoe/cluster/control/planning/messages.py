@@ -36,7 +36,7 @@ MAX_REQUESTS = 1000  # that clusters are fitted to
 Table = Annotated[bytes, Meta(max_length=MAX_FRAME_BYTES)]
 
 
-class QuestionedBox(msgspec.Struct, frozen=True):
+class PlacementBox(msgspec.Struct, frozen=True):
     """Describes a box as a home of experts."""
 
     rooms: Counts  # experts of each size, the smallest first
@@ -56,7 +56,7 @@ class PlacementQuestion(Numbered, frozen=True):
     layer_bytes: LayerBytes
     replicas: Count
     isolation: Rate
-    boxes: Annotated[tuple[QuestionedBox, ...], Meta(max_length=MAX_NODES)]
+    boxes: Annotated[tuple[PlacementBox, ...], Meta(max_length=MAX_NODES)]
     horizon_s: Rate = 0.0  # for which a move is to pay; 0: moves cost nothing
 
 

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from edgemoe.cluster.control.planning.messages import ClusterAnswer, ClusterQuestion, PlacementAnswer
-from edgemoe.cluster.control.planning.targets import PlanTask, Target, make_target, question, target_of
+from edgemoe.cluster.control.planning.targets import PlacementTarget, PlacementTask, make_target, question, read_target
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.errors import HelperFailed, PlacementInfeasible, PlanningFailed
 from edgemoe.helper.frames import Answered, Asked
@@ -48,7 +48,7 @@ class PlanSolver:
         if self._settings.placement != "uniform":
             await self._solving.prepare()
 
-    async def solve(self, task: PlanTask) -> Target:
+    async def solve(self, task: PlacementTask) -> PlacementTarget:
         """Returns the placement for the task: the plain one where that is urgent, else the settings' policy's.
 
         Raises PlacementInfeasible, PlanningFailed.
@@ -63,7 +63,7 @@ class PlanSolver:
         )
         if solved.infeasible:
             raise PlacementInfeasible(solved.infeasible, solved.missing_bytes)
-        return await asyncio.to_thread(target_of, task, asked, solved)
+        return await asyncio.to_thread(read_target, task, asked, solved)
 
     async def fit(self, asked: ClusterQuestion) -> ClusterAnswer:
         """Returns expert clusters; the question's number is given here. Raises PlanningFailed."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from edgemoe.cluster.control.planning.messages import PlacementAnswer, PlacementQuestion, QuestionedBox
+from edgemoe.cluster.control.planning.messages import PlacementAnswer, PlacementBox, PlacementQuestion
 from edgemoe.cluster.control.planning.observation import Observation, observe
 from edgemoe.cluster.rpc.control_messages import Announce, EngineCard, Report
 from edgemoe.errors import PlacementInfeasible
@@ -36,7 +36,7 @@ class ExpertHome:
         return self.disk is not None and not self.absent_s and not self.leaving
 
 
-class HomesView:
+class HomeInventory:
     """Sees boxes as homes. Remembers since when they have been without an engine."""
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class HomesView:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PlanTask:
+class PlacementTask:
     """What a placement is made from."""
 
     engine: EngineCard
@@ -84,7 +84,7 @@ class PlanTask:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Target:
+class PlacementTarget:
     """Where experts are to be at home."""
 
     nodes: tuple[str, ...]
@@ -96,7 +96,7 @@ class Target:
     policy: PlacementPolicy = "uniform"
 
 
-def why_anew(plan: PlacementPlan | None, engine: EngineCard, boxes: Sequence[ExpertHome], absent_s: float) -> str:
+def replan_reason(plan: PlacementPlan | None, engine: EngineCard, boxes: Sequence[ExpertHome], absent_s: float) -> str:
     """Returns why a new plan is due for the model that the engine serves.
 
     "" while the present one will do, or something may still come back.
@@ -127,7 +127,7 @@ def _taken(plan: PlacementPlan, node: str, engine: EngineCard) -> list[int]:
     return [int(homes[layers].sum()) for layers in layers_of_sizes(engine.bytes_of_layers)]
 
 
-def plan_of(engine: EngineCard, target: Target, epoch: int, version: int) -> PlacementPlan:
+def make_plan(engine: EngineCard, target: PlacementTarget, epoch: int, version: int) -> PlacementPlan:
     """Returns the plan of these homes for the engine's model."""
     return PlacementPlan(
         epoch,
@@ -163,7 +163,7 @@ def _has(engine: EngineCard, serving: EngineCard) -> tuple[BoolArray | None, Boo
 
 
 def question(
-    task: PlanTask, policy: PlacementPolicy = "uniform", isolation: float = 0.0, horizon_s: float = 0.0
+    task: PlacementTask, policy: PlacementPolicy = "uniform", isolation: float = 0.0, horizon_s: float = 0.0
 ) -> PlacementQuestion:
     """Returns the task as the solver is asked. Raises PlacementInfeasible where no box can be a home."""
     engine, there, now = task.engine, task.there, task.now
@@ -172,7 +172,7 @@ def question(
         raise PlacementInfeasible("no box has room for experts yet", layers * experts * engine.expert_bytes)
     none = np.zeros((layers, experts), np.bool_)
     boxes = tuple(
-        QuestionedBox(
+        PlacementBox(
             rooms=box.rooms,
             disk=pack_bits(none if box.disk is None else box.disk),
             ram=pack_bits(none if box.ram is None else box.ram),
@@ -214,16 +214,18 @@ def problem_of(asked: PlacementQuestion, seen: Observation) -> PlacementProblem:
     )
 
 
-def make_target(task: PlanTask) -> Target:
+def make_target(task: PlacementTask) -> PlacementTarget:
     """Returns the uniform placement over the boxes that are there. Raises PlacementInfeasible."""
     asked = question(task)
     seen = observe([box.report for box in asked.boxes], asked.layers, asked.experts)
     rooms = [box.rooms for box in asked.boxes]
     placement = by_size(problem_of(asked, seen), asked.layer_bytes, rooms, lambda part, _: uniform(part, task.replicas))
-    return Target(tuple(box.node for box in task.there), placement.homes, placement.disk, _heat(seen), policy="uniform")
+    return PlacementTarget(
+        tuple(box.node for box in task.there), placement.homes, placement.disk, _heat(seen), policy="uniform"
+    )
 
 
-def target_of(task: PlanTask, asked: PlacementQuestion, solved: PlacementAnswer) -> Target:
+def read_target(task: PlacementTask, asked: PlacementQuestion, solved: PlacementAnswer) -> PlacementTarget:
     """Returns the solver's answer as the leader has it. Raises ValueError for one that does not fit the question."""
     homes, disk = (
         np.stack([unpack_bits(each, asked.layers, asked.experts) for each in bits])
@@ -233,7 +235,7 @@ def target_of(task: PlanTask, asked: PlacementQuestion, solved: PlacementAnswer)
     known = task.now is not None and solved.known
     now_s, then_s = (solved.now_s, solved.then_s) if known else (math.nan, math.nan)
     nodes = tuple(box.node for box in task.there)
-    return Target(nodes, homes, disk, _heat(seen), now_s, then_s, solved.policy)
+    return PlacementTarget(nodes, homes, disk, _heat(seen), now_s, then_s, solved.policy)
 
 
 def _heat(seen: Observation) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:

@@ -125,7 +125,7 @@ class RequestDesk:
 
     def _is_deposed(self) -> bool:
         """Returns whether another box is obeyed: who cannot be sure of its lease for a moment may lead on."""
-        return self._state.obedience.leader not in ("", self._state.node)
+        return self._state.leader_tracker.leader not in ("", self._state.node)
 
     def _serving(self) -> Serving:
         state, members = self._state, self._state.members

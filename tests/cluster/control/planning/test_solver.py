@@ -21,7 +21,7 @@ from support.waiting import until
 from edgemoe.cluster.control.planning.fitting_child import fit
 from edgemoe.cluster.control.planning.messages import ClusterQuestion
 from edgemoe.cluster.control.planning.solver import COMMAND, FIT_COMMAND, NICE, PlanSolver
-from edgemoe.cluster.control.planning.targets import ExpertHome, PlanTask, make_target, plan_of
+from edgemoe.cluster.control.planning.targets import ExpertHome, PlacementTask, make_plan, make_target
 from edgemoe.cluster.rpc.messages.choices import EndedRequest, SignatureTable
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.errors import PlacementInfeasible, PlanningFailed
@@ -42,7 +42,7 @@ async def solver() -> AsyncIterator[PlanSolver]:
     await made.close()
 
 
-def task(room: int = 6, disk: BoolArray = ALL, *, urgent: bool = False, reports: bool = True) -> PlanTask:
+def task(room: int = 6, disk: BoolArray = ALL, *, urgent: bool = False, reports: bool = True) -> PlacementTask:
     """Two boxes: a's requests choose the last experts only, b's the first."""
     choices = {"a": [(3, 4), (4, 5), (5, 3)], "b": [(0, 1), (1, 2), (2, 0)]}
     told = {
@@ -51,9 +51,9 @@ def task(room: int = 6, disk: BoolArray = ALL, *, urgent: bool = False, reports:
         if reports
     }
     boxes = tuple(ExpertHome(node, (room,) if room else (), disk, np.zeros_like(disk)) for node in choices)
-    plain = PlanTask(card("engine"), boxes, 1)
-    now = plan_of(plain.engine, make_target(plain), 1, 1) if room else None
-    return PlanTask(plain.engine, boxes, 1, told, now, urgent)
+    plain = PlacementTask(card("engine"), boxes, 1)
+    now = make_plan(plain.engine, make_target(plain), 1, 1) if room else None
+    return PlacementTask(plain.engine, boxes, 1, told, now, urgent)
 
 
 async def test_experts_move_to_those_whose_requests_choose_them(solver: PlanSolver) -> None:
@@ -62,7 +62,7 @@ async def test_experts_move_to_those_whose_requests_choose_them(solver: PlanSolv
     assert found.homes[:, 0].tolist() == [[False] * 3 + [True] * 3, [True] * 3 + [False] * 3]
     assert found.then_s < 0.01 * found.now_s
     assert (found.heat > 0).all()
-    plan = plan_of(card("engine"), found, 2, 7)
+    plan = make_plan(card("engine"), found, 2, 7)
     assert (plan.policy, plan.format, plan.disk) == ("rendezvous", PLAN_FORMAT, ())
 
 
@@ -209,7 +209,7 @@ async def test_what_follows_what_comes_to_lie_together_and_then_stays(mortal: Pl
     assert (found.homes.sum(axis=0) == 1).all()
     assert (found.homes[:, 1] == np.roll(found.homes[:, 0], 1, axis=1)).all()
     assert found.then_s < found.now_s
-    again = await mortal.solve(replace(asked, now=plan_of(asked.engine, found, 1, 2)))
+    again = await mortal.solve(replace(asked, now=make_plan(asked.engine, found, 1, 2)))
     np.testing.assert_array_equal(again.homes, found.homes)
     assert again.then_s == again.now_s
 

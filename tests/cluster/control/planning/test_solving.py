@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from support.reports import report
 
-from edgemoe.cluster.control.planning.messages import PlacementAnswer, PlacementQuestion, QuestionedBox
+from edgemoe.cluster.control.planning.messages import PlacementAnswer, PlacementBox, PlacementQuestion
 from edgemoe.cluster.control.planning.placement_child import solve
 from edgemoe.cluster.rpc.control_messages import LinkReport
 from edgemoe.policy.placement.problem import Placement
@@ -33,7 +33,7 @@ def test_the_longer_an_expert_takes_elsewhere_the_fewer_are_computed_there() -> 
         links = (LinkReport("x", 0.001, 1e8, unit_s),)
         told = [report(each, EXPERTS, links=links) for each in routes]
         boxes = tuple(
-            QuestionedBox((room,), whole, none, homes=none, report=each)
+            PlacementBox((room,), whole, none, homes=none, report=each)
             for room, each in zip((24, 24, 40), told, strict=True)
         )
         sizes = (1000,) * LAYERS
@@ -57,7 +57,7 @@ def test_a_plan_for_a_short_time_moves_little_and_saves_more_than_copying_costs(
     now = [(np.arange(LAYERS * EXPERTS) % 3 == n).reshape(LAYERS, EXPERTS) for n in range(3)]
     rooms = [int(each.sum()) for each in now]
     boxes = tuple(
-        QuestionedBox((room,), pack_bits(whole), pack_bits(has), pack_bits(has), each)
+        PlacementBox((room,), pack_bits(whole), pack_bits(has), pack_bits(has), each)
         for room, has, each in zip(rooms, now, told, strict=True)
     )
     moved, gained = [], []
@@ -83,7 +83,7 @@ def test_a_plan_is_measured_by_the_same_rule_before_and_after_it_is_in_force() -
     whole, none = (pack_bits(np.full((LAYERS, EXPERTS), there)) for there in (True, False))
 
     def solved(policy: str, now: tuple[bytes, ...]) -> PlacementAnswer:
-        boxes = tuple(QuestionedBox((8,), whole, none, has, each) for has, each in zip(now, told, strict=True))
+        boxes = tuple(PlacementBox((8,), whole, none, has, each) for has, each in zip(now, told, strict=True))
         sizes = (1000,) * LAYERS
         return solve(PlacementQuestion(1, policy, LAYERS, EXPERTS, (EXPERTS,) * LAYERS, sizes, 1, 0.0, boxes, 300.0))
 
@@ -102,7 +102,7 @@ def test_an_expert_that_is_nowhere_has_the_answer_say_so(policy: str) -> None:
     there = np.ones((LAYERS, EXPERTS), np.bool_)
     there[1, 3] = False
     none = pack_bits(np.zeros((LAYERS, EXPERTS), np.bool_))
-    boxes = tuple(QuestionedBox((40,), pack_bits(there), none, none, each) for each in told)
+    boxes = tuple(PlacementBox((40,), pack_bits(there), none, none, each) for each in told)
     sizes = (1000,) * LAYERS
     answer = solve(PlacementQuestion(1, policy, LAYERS, EXPERTS, (EXPERTS,) * LAYERS, sizes, 1, 0.0, boxes))
     assert "1 experts are on no box's disk, nor in its memory, the first is expert 3 of layer 1" in answer.infeasible
