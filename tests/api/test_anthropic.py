@@ -12,7 +12,7 @@ import httpx2
 import pytest
 import pytest_asyncio
 
-from edgemoe.api.dialects.pieces import OutputPiece, ToolCall
+from edgemoe.api.dialects.tool_calls import OutputPiece, ToolCall
 from edgemoe.api.endpoints.anthropic import MessagesBody, as_chat
 from edgemoe.api.endpoints.anthropic_format import _tool_use
 from edgemoe.api.schema import convert

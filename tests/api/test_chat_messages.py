@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from edgemoe.api.dialects.pieces import OutputPiece, ToolCall
-from edgemoe.api.dialects.table import HARMONY
+from edgemoe.api.dialects.dialect import HARMONY
+from edgemoe.api.dialects.tool_calls import OutputPiece, ToolCall
 from edgemoe.api.endpoints.anthropic_format import _block
 from edgemoe.api.schema import ChatMessage, Tool
 from edgemoe.api.text.chat_messages import for_template, tools_for_template

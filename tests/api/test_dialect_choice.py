@@ -13,11 +13,9 @@ from support.dialect_templates import TEMPLATES
 from support.front_kit import byte_level_tokenizer, write_model
 from support.grammars import first, tool_grammar
 
-from edgemoe.api.dialects.dialect import Marks
-from edgemoe.api.dialects.parser import Parser
-from edgemoe.api.dialects.pieces import OutputPiece
-from edgemoe.api.dialects.table import GEMMA, HARMONY, HERMES, KIMI, begun_by, dialect_of
-from edgemoe.api.dialects.values import as_json, kinds
+from edgemoe.api.dialects.dialect import GEMMA, HARMONY, HERMES, KIMI, Marks, begun_by, dialect_of
+from edgemoe.api.dialects.output_parser import Parser
+from edgemoe.api.dialects.tool_calls import OutputPiece, as_json, kinds
 from edgemoe.api.endpoints.chat import prepare, render
 from edgemoe.api.generate.generation import Asker
 from edgemoe.api.generate.grammar import Form

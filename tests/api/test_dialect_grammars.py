@@ -14,10 +14,9 @@ from support.dialect_kit import ANSWER, FUNCTIONS, SAMPLES, Sample, tokenizer
 from support.grammars import free_grammar, response_grammar, tool_grammar
 from test_grammar import accepts
 
-from edgemoe.api.dialects.call_forms import BracedCall, ParameterCall
 from edgemoe.api.dialects.dialect import Begun, Marks
-from edgemoe.api.dialects.parser import Parser
-from edgemoe.api.dialects.values import kinds
+from edgemoe.api.dialects.output_parser import Parser
+from edgemoe.api.dialects.tool_calls import BracedCall, ParameterCall, kinds
 from edgemoe.api.generate.grammar import Form
 from edgemoe.api.schema import Function, JsonSchema, ResponseFormat, Tool, convert
 from edgemoe.api.text.detokenize import Vocabulary

@@ -11,12 +11,10 @@ from hypothesis import strategies as st
 from support.dialect_kit import ANSWER, ARGUMENTS, FUNCTIONS, SAMPLES, THOUGHT, Sample
 from test_text_parts import cut
 
-from edgemoe.api.dialects.dialect import Begun, Marks
+from edgemoe.api.dialects.dialect import DIALECTS, Begun, Marks
 from edgemoe.api.dialects.growing_text import MAX_HELD
-from edgemoe.api.dialects.open_call import Functions
-from edgemoe.api.dialects.parser import Parser
-from edgemoe.api.dialects.pieces import Pieces
-from edgemoe.api.dialects.table import DIALECTS
+from edgemoe.api.dialects.output_parser import Parser
+from edgemoe.api.dialects.tool_calls import Functions, Pieces
 
 EACH = pytest.mark.parametrize("sample", SAMPLES.values(), ids=SAMPLES.keys())
 CUTS = st.lists(st.integers(0, 1000), max_size=60)

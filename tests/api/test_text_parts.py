@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from support.front_kit import MARKS, byte_level_tokenizer
 from tokenizers import Tokenizer, decoders, models
 
-from edgemoe.api.dialects.dialect import Begun, Marks
-from edgemoe.api.dialects.parser import Parser
-from edgemoe.api.dialects.pieces import Pieces
-from edgemoe.api.dialects.table import HERMES
+from edgemoe.api.dialects.dialect import HERMES, Begun, Marks
+from edgemoe.api.dialects.output_parser import Parser
+from edgemoe.api.dialects.tool_calls import Pieces
 from edgemoe.api.generate.choice import Choice, Delta
 from edgemoe.api.http.sse import event
 from edgemoe.api.text.detokenize import SPACE, Detokenizer, Vocabulary

@@ -10,7 +10,7 @@ import pytest
 from safetensors import safe_open
 from tokenizers import Tokenizer
 
-from edgemoe.api.dialects.table import dialect_of
+from edgemoe.api.dialects.dialect import dialect_of
 from edgemoe.api.text.chat_template import ChatTemplate
 from edgemoe.demo import model_path
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
-from edgemoe.api.dialects import table
+from edgemoe.api.dialects import dialect as table
 from edgemoe.api.dialects.dialect import Begun, Dialect
 from support.front_kit import byte_level_tokenizer
 

@@ -8,7 +8,7 @@ from typing import Any
 from llguidance import LLTokenizer
 from tokenizers import AddedToken
 
-from edgemoe.api.dialects import table
+from edgemoe.api.dialects import dialect as table
 from edgemoe.api.generate import grammar
 from edgemoe.api.generate.grammar import GrammarChoice
 from edgemoe.api.generate.grammar_check import GrammarQuestion, judged

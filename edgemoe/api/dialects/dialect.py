@@ -1,12 +1,19 @@
-"""The records that describe a dialect, and what one output may hold of it."""
+"""Describes the dialects in which model families write reasoning and tool calls, and chooses a model's dialect.
+
+Sources: [Hermes], [Harmony], [Qwen-XML], [GLM-4], [MiniMax-M2], [Gemma-4], [DeepSeek], [Kimi-K2], [Response-Template].
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Container
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
-from edgemoe.api.dialects.call_forms import CallForm
-from edgemoe.api.dialects.open_call import Functions
+import msgspec
+
+from edgemoe.api.dialects.tool_calls import BracedCall, CallForm, Functions, NamedCall, ObjectCall, ParameterCall
+from edgemoe.types.arrays import Json
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,3 +94,207 @@ class Marks:
         think = self.dialect.think if self.think else ()
         calls = self.dialect.call_marks if self.calls else ()
         return tuple(dict.fromkeys(filter(None, (*think, *calls, *(self.dialect.others if self.trims else ())))))
+
+
+class ChannelMarks:
+    """The special tokens of outputs that are messages with headers [Harmony]."""
+
+    START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
+    END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
+    ENDS = (END, CALL, RETURN)
+    ALL = (START, CHANNEL, CONSTRAIN, MESSAGE, *ENDS)
+
+
+HERMES = Dialect(
+    name="hermes",
+    signs=("<tool_call>",),
+    call=ObjectCall("<tool_call>", "</tool_call>"),
+)
+HARMONY = Dialect(
+    name="harmony",
+    signs=("<|channel|>", "<|message|>"),
+    call=None,
+    think=("<|channel|>analysis<|message|>", ChannelMarks.END),
+    ends=(ChannelMarks.RETURN, ChannelMarks.CALL),
+    others=ChannelMarks.ALL,
+    history=HistoryForm(
+        describes_tools=True,
+        reasoning="thinking",
+        one_call_a_message=True,
+        efforts=(("none", "low"), ("minimal", "low"), ("xhigh", "high"), ("max", "high")),
+    ),
+)
+QWEN_XML = Dialect(
+    name="qwen-xml",
+    signs=("<tool_call>", "<function="),
+    call=ParameterCall(
+        begin="<tool_call>",
+        before_name="<function=",
+        after_name=">",
+        before_key="<parameter=",
+        after_key=(">",),
+        after_value="</parameter>",
+        end=("</function>", "</tool_call>"),
+        layout=True,
+    ),
+    lone_begin="<function=",
+)
+GLM = Dialect(
+    name="glm",
+    signs=("<tool_call>", "<arg_key>"),
+    call=ParameterCall(
+        begin="<tool_call>",
+        before_name="",
+        after_name="",
+        before_key="<arg_key>",
+        after_key=("</arg_key>", "<arg_value>"),
+        after_value="</arg_value>",
+        end=("</tool_call>",),
+    ),
+    ends=("<|user|>", "<|observation|>"),
+)
+MINIMAX = Dialect(
+    name="minimax",
+    signs=("<minimax:tool_call>",),
+    call=ParameterCall(
+        begin='<invoke name="',
+        before_name="",
+        after_name='">',
+        before_key='<parameter name="',
+        after_key=('">',),
+        after_value="</parameter>",
+        end=("</invoke>",),
+        layout=True,
+    ),
+    section=CallSection("<minimax:tool_call>", "</minimax:tool_call>"),
+)
+GEMMA = Dialect(
+    name="gemma",
+    signs=("<|tool_call>", "<|channel>"),
+    call=BracedCall("<|tool_call>", before_name="call:", quote='<|"|>', end="<tool_call|>"),
+    think=("<|channel>thought\n", "<channel|>"),
+    thinks_anywhere=True,
+    ends=("<turn|>", "<|tool_response>"),
+    others=("<|channel>",),
+    history=HistoryForm(results_in_call=True),
+)
+_DEEPSEEK = CallSection("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+DEEPSEEK = Dialect(
+    name="deepseek",
+    signs=("<｜tool▁calls▁begin｜>",),
+    call=NamedCall("<｜tool▁call▁begin｜>", after_name="<｜tool▁sep｜>", end="<｜tool▁call▁end｜>"),
+    section=_DEEPSEEK,
+    calls_while_thinking=True,
+    history=HistoryForm(arguments_as_text=True),
+)
+DEEPSEEK_R1 = Dialect(
+    name="deepseek-r1",
+    signs=("<｜tool▁calls▁begin｜>", "```json"),
+    call=NamedCall(
+        "<｜tool▁call▁begin｜>",
+        before_name="function<｜tool▁sep｜>",
+        after_name="\n```json",
+        fence="```",
+        end="<｜tool▁call▁end｜>",
+    ),
+    section=_DEEPSEEK,
+    others=("<｜tool▁sep｜>",),
+    calls_while_thinking=True,
+    history=HistoryForm(arguments_as_text=True),
+)
+KIMI = Dialect(
+    name="kimi",
+    signs=("<|tool_calls_section_begin|>",),
+    call=NamedCall(
+        "<|tool_call_begin|>",
+        after_name="<|tool_call_argument_begin|>",
+        end="<|tool_call_end|>",
+        names_are_ids=True,
+    ),
+    section=CallSection("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+    calls_while_thinking=True,
+)
+
+DIALECTS = (HARMONY, GEMMA, MINIMAX, KIMI, DEEPSEEK_R1, DEEPSEEK, GLM, QWEN_XML, HERMES)  # the first that fits counts
+TAIL = 64  # characters at a prompt's end that show whether it has opened reasoning
+
+
+def dialect_of(template: str, tokens: Container[str], response: Json | None = None) -> Dialect:
+    """Returns the dialect of a chat template, else of a response template, else of added tokens, else Hermes."""
+    known: tuple[Container[str], ...] = (template, msgspec.json.encode(response).decode().replace("\\", ""), tokens)
+    spoken = (dialect for place in known for dialect in DIALECTS if all(sign in place for sign in dialect.signs))
+    dialect = next(spoken, HERMES)
+    return dialect_from(response, HERMES) if response is not None and dialect is HERMES else dialect
+
+
+def begun_by(prompt: str, dialect: Dialect, template: str, continued: bool) -> Begun:
+    """Returns what the end of `prompt`, which a chat template has made, has begun and the output goes on with.
+
+    With `continued` the prompt ends within a message.
+    """
+    begin, end = (mark.rstrip() for mark in dialect.think)
+    if dialect.call is None:
+        last = prompt[prompt.rfind(ChannelMarks.START) :]
+        if ChannelMarks.MESSAGE not in last or ChannelMarks.END in last:
+            return "open"
+        return "reasoning" if begin in last else "text"
+    tail = prompt[-TAIL:].rstrip()
+    if begin in template and tail.endswith(begin):
+        return "reasoning"
+    if continued:
+        return "text"
+    return "answer" if begin not in template or tail.endswith(end) else "open"
+
+
+MAX_MARK = 64  # characters
+WHOLE = "{content}"
+PART = re.compile(r"\{content\.(\w{1,64})\}")
+
+
+class ResponseField(msgspec.Struct, frozen=True):
+    """A field of a response template. What is not read here is left out."""
+
+    open: Any = None
+    close: Any = None
+    content: Any = "text"
+    transform: Any = None
+
+
+class ResponseTemplate(msgspec.Struct, frozen=True):
+    """The fields of an answer."""
+
+    fields: dict[str, ResponseField] = {}
+
+
+def dialect_from(template: Json, otherwise: Dialect) -> Dialect:
+    """Returns the dialect of a response template, with the marks of `otherwise` where it has none that can be read."""
+    try:
+        fields = msgspec.convert(template, ResponseTemplate).fields
+    except msgspec.ValidationError:
+        return otherwise
+    think = _marks(fields.get("reasoning_content") or fields.get("thinking")) or otherwise.think
+    called = fields.get("tool_calls")
+    call = _call(called) if called is not None else None
+    return Dialect("response-template", signs=(), call=call or otherwise.call, think=think)
+
+
+def _marks(field: ResponseField | None) -> tuple[str, str] | None:
+    texts = (field.open, field.close) if field is not None else ()
+    if not texts or not all(isinstance(one, str) and 0 < len(one) <= MAX_MARK for one in texts):
+        return None
+    return str(texts[0]), str(texts[1])
+
+
+def _call(field: ResponseField) -> ObjectCall | None:
+    marks = _marks(field)
+    if marks is None or field.content != "json":
+        return None
+    function = field.transform.get("function") if isinstance(field.transform, dict) else None
+    if function == WHOLE:
+        return ObjectCall(*marks)
+    if not isinstance(function, dict):
+        return None
+    keys = [PART.fullmatch(str(function.get(key))) for key in ("name", "arguments")]
+    if keys[0] is None or keys[1] is None:
+        return None
+    return ObjectCall(*marks, name=keys[0][1], arguments=(keys[1][1],))

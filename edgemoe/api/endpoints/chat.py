@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from edgemoe.api.dialects.dialect import Marks
-from edgemoe.api.dialects.table import begun_by
+from edgemoe.api.dialects.dialect import Marks, begun_by
 from edgemoe.api.endpoints.openai_format import OpenAIFormat
 from edgemoe.api.generate.choice import Choice, Delta
 from edgemoe.api.generate.generation import Asker, Generation, Prompt, requests

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from edgemoe.api.dialects.pieces import OutputPiece, ToolCall
+from edgemoe.api.dialects.tool_calls import OutputPiece, ToolCall
 from edgemoe.api.endpoints.responses import ResponsesBody, new_id
 from edgemoe.api.generate.choice import Delta
 from edgemoe.api.generate.generation import Generation

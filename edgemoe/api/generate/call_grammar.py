@@ -8,10 +8,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from edgemoe.api.dialects import channels
-from edgemoe.api.dialects.call_forms import BracedCall, NamedCall, ObjectCall, ParameterCall
-from edgemoe.api.dialects.dialect import Dialect
-from edgemoe.api.dialects.values import TEXT, kinds, properties, required, resolved
+from edgemoe.api.dialects.dialect import ChannelMarks, Dialect
+from edgemoe.api.dialects.tool_calls import (
+    TEXT,
+    BracedCall,
+    NamedCall,
+    ObjectCall,
+    ParameterCall,
+    kinds,
+    properties,
+    required,
+    resolved,
+)
 from edgemoe.api.generate.lark import AS_IN_TEMPLATES, BREAK, COMPACT, SPACED, Rules, json_rule, literal, one_of
 from edgemoe.api.schema import Tool
 from edgemoe.types.arrays import Json
@@ -54,9 +62,9 @@ def _call(rules: Rules, dialect: Dialect, tool: Tool, strict: bool) -> str:
 
 def _header(rules: Rules, name: str) -> str:
     """Returns the term for the header of a call: the recipient stands before the channel or behind it."""
-    channel, to = rules.mark(f"{channels.CHANNEL}commentary"), literal(f" to=functions.{name}")
-    kind = f'(" "? {rules.mark(channels.CONSTRAIN)}? "json")?'
-    return f"({channel} {to} | {to} {channel}) {kind} {rules.mark(channels.MESSAGE)}"
+    channel, to = rules.mark(f"{ChannelMarks.CHANNEL}commentary"), literal(f" to=functions.{name}")
+    kind = f'(" "? {rules.mark(ChannelMarks.CONSTRAIN)}? "json")?'
+    return f"({channel} {to} | {to} {channel}) {kind} {rules.mark(ChannelMarks.MESSAGE)}"
 
 
 def _object(form: ObjectCall, name: str, schema: Json) -> Json:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from edgemoe.api.dialects.dialect import Marks
-from edgemoe.api.dialects.parser import Parser
-from edgemoe.api.dialects.pieces import Pieces
-from edgemoe.api.dialects.table import HERMES
+from edgemoe.api.dialects.dialect import HERMES, Marks
+from edgemoe.api.dialects.output_parser import Parser
+from edgemoe.api.dialects.tool_calls import Pieces
 from edgemoe.api.text.detokenize import Detokenizer, Vocabulary
 from edgemoe.api.text.stop_strings import Stops
 from edgemoe.types.request import Emission, TokenLogprob

@@ -13,9 +13,7 @@ from dataclasses import dataclass
 
 from llguidance import regex_to_lark
 
-from edgemoe.api.dialects import channels
-from edgemoe.api.dialects.dialect import Begun, Dialect
-from edgemoe.api.dialects.table import HERMES
+from edgemoe.api.dialects.dialect import HERMES, Begun, ChannelMarks, Dialect
 from edgemoe.api.generate.call_grammar import call_rules
 from edgemoe.api.generate.lark import ANY_TEXT, BREAK, Rules, json_rule
 from edgemoe.api.generate.schema_bounds import check_pattern, check_schema
@@ -67,9 +65,9 @@ class Form:
 
     def _in_channels(self, rules: Rules, answer: str, instead: str) -> str:
         def header(channel: str) -> str:
-            return rules.mark(f"{channels.CHANNEL}{channel}{channels.MESSAGE}")
+            return rules.mark(f"{ChannelMarks.CHANNEL}{channel}{ChannelMarks.MESSAGE}")
 
-        end = f'{rules.text_until(channels.END)} {rules.mark(channels.START)} "assistant"'
+        end = f'{rules.text_until(ChannelMarks.END)} {rules.mark(ChannelMarks.START)} "assistant"'
         if self.begun == "text":
             return f"start: {answer or instead}\n{rules}"
         rest = " | ".join(filter(None, (f"{header('final')} {answer}" if answer else "", instead)))

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 import edgemoe
-from edgemoe.api.dialects.pieces import OutputPiece
+from edgemoe.api.dialects.tool_calls import OutputPiece
 from edgemoe.api.generate.choice import Delta
 from edgemoe.api.text.detokenize import Detokenizer, Vocabulary
 from edgemoe.types.arrays import Json

@@ -13,7 +13,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from edgemoe.api.dialects.table import dialect_of
+from edgemoe.api.dialects.dialect import dialect_of
 from edgemoe.api.schema import RequestBody, convert
 from edgemoe.api.text.chat_template import ChatTemplate, special_tokens
 from edgemoe.api.text.detokenize import Vocabulary

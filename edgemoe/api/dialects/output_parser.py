@@ -1,0 +1,302 @@
+"""Splits an output into text, reasoning and tool calls while it streams.
+
+Text that may still become a mark is held back. A tool call is passed on as it arrives, once its function is known to be
+offered; one that turns out malformed is shown as text from there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Container
+from functools import partial
+
+from edgemoe.api.dialects.dialect import ChannelMarks, Marks
+from edgemoe.api.dialects.growing_text import MAX_NAME, GrowingText, Malformed, Reading, copy_value
+from edgemoe.api.dialects.tool_calls import Kind, OpenCall, OutputPiece, Pieces
+
+
+class OutputReader:
+    """Passes on what a parser has recognised. `special` are the marks that are never shown."""
+
+    def __init__(self, marks: Marks, special: tuple[str, ...]) -> None:
+        self.source = GrowingText()
+        self.marks = marks
+        self.special = special
+        self.kind: Kind = "text"  # what is being read
+        self._taken = 0  # calls
+        self._begun = 0  # calls, broken ones among them
+        self._out = Pieces()
+        self._fresh = marks.trims and marks.begun != "text"  # white space that comes next is layout
+        self._between = ""
+        self._shown: set[Kind] = set()
+        self._call: OpenCall | None = None
+
+    @property
+    def done(self) -> bool:
+        """Returns whether all tool calls that may be taken have come, so that the rest is ignored."""
+        return 0 < self._taken == self.marks.calls
+
+    @property
+    def takes_calls(self) -> bool:
+        """Returns whether another tool call may be taken."""
+        return self._taken < self.marks.calls
+
+    def collected(self) -> Pieces:
+        """Returns what was recognised since the last call."""
+        if self._call is not None:
+            self._call.say()
+        collected, self._out = self._out, Pieces()
+        return collected
+
+    def begin(self, kind: Kind, between: str = "") -> None:
+        """Begins text or reasoning, with `between` before it where there was some of the same kind."""
+        self.kind = kind
+        self._fresh = self.marks.trims
+        self._between = between if kind in self._shown else ""
+
+    def show(self, text: str) -> None:
+        """Passes on text, or reasoning, without special marks."""
+        if text := self._laid_out(text):
+            self._out.add(OutputPiece(self.kind, text))
+            self._fresh, self._between = False, ""
+            self._shown.add(self.kind)
+
+    def _laid_out(self, text: str) -> str:
+        """Returns what is shown of text that comes next."""
+        text = self._without_special(text)
+        text = text.lstrip() if self._fresh else text
+        return self._between + text if text else ""
+
+    def _without_special(self, text: str) -> str:
+        for name in self.special:
+            text = text.replace(name, "")
+        return text
+
+    def _add_call(self, piece: OutputPiece) -> None:
+        piece.raw = self._laid_out(piece.raw) if piece.begins else self._without_special(piece.raw)
+        self._out.add(piece)
+
+    def show_read(self) -> None:
+        """Passes on all that was read and not passed on."""
+        self.show(self.source.take())
+
+    def skip_read(self) -> None:
+        """Omits all that was read and not passed on."""
+        self.source.take()
+
+    def copy(self, marks: tuple[str, ...]) -> Reading[str]:
+        """Passes on what comes before the first of `marks`, and reads that. Returns it; "" at the end."""
+
+        def pass_on(_: str) -> None:
+            self.show_read()
+
+        return (yield from self.source.copy(marks, pass_on, self.marks.trims))
+
+    def call(self, read: Callable[[GrowingText, OpenCall], Reading[None]]) -> Reading[bool]:
+        """Reads one call by `read`. Returns False, having shown what was read, where it is none."""
+        self._call = call = OpenCall(self.source, self._add_call, self.marks.functions, self._begun)
+        try:
+            yield from read(self.source, call)
+            call.complete()
+        except Malformed:
+            if call.said:  # it is text, which goes on
+                self._fresh, self._between = False, ""
+                self._shown.add("text")
+            self.show(call.give_up())
+            return False
+        finally:
+            self._call = None
+            self._begun += call.said
+        self._taken += 1
+        return True
+
+
+def read_tagged(output: OutputReader) -> Reading[None]:
+    """Reads one output to its end."""
+    marks, (begin_think, end_think) = output.marks, output.marks.dialect.think
+    if marks.begun == "reasoning":
+        output.kind = "reasoning"
+    elif marks.begun == "open" and (yield from _thinks_first(output)):
+        output.begin("reasoning")
+    while mark := (yield from output.copy(_next_marks(output))):
+        if mark in _call_begins(output):
+            output.source.unread(len(mark) if mark == marks.dialect.lone_begin else 0)
+            if (yield from _calls(output)):
+                output.begin("text")
+        elif mark == begin_think and output.kind == "text" and marks.dialect.thinks_anywhere and marks.think:
+            output.skip_read()
+            output.begin("reasoning")
+        elif mark == end_think and output.kind == "reasoning":
+            output.skip_read()
+            output.begin("text")
+        else:
+            output.show_read()  # a special token out of place
+    if output.kind == "reasoning":
+        output.show(output.source.take().rstrip())
+    output.show_read()
+
+
+def _thinks_first(output: OutputReader) -> Reading[bool]:
+    """Reads the mark that begins reasoning where it comes first. Otherwise nothing but layout is read."""
+    source, (begin_think, _) = output.source, output.marks.dialect.think
+    try:
+        yield from source.space()
+        found = yield from source.accept(begin_think)
+    except Malformed:  # too much white space
+        found = ""
+    if found:
+        output.skip_read()
+    else:
+        output.show_read()
+    return bool(found)
+
+
+def _call_begins(output: OutputReader) -> tuple[str, ...]:
+    dialect = output.marks.dialect
+    if dialect.call is None or not output.takes_calls:
+        return ()
+    if output.kind == "reasoning" and not dialect.calls_while_thinking:
+        return ()
+    return dialect.section.begin if dialect.section else dialect.call.begin, dialect.lone_begin
+
+
+def _next_marks(output: OutputReader) -> tuple[str, ...]:
+    marks, (begin_think, end_think) = output.marks, output.marks.dialect.think
+    if output.kind == "reasoning":
+        think = end_think
+    else:
+        think = begin_think if marks.think and marks.dialect.thinks_anywhere else ""
+    return tuple(dict.fromkeys(filter(None, (think, *_call_begins(output), *output.special))))
+
+
+def _calls(output: OutputReader) -> Reading[bool]:
+    """Reads a call, or all of a section. Returns whether there was any; what is none is shown."""
+    dialect, source, any_call = output.marks.dialect, output.source, False
+    assert dialect.call is not None
+    if dialect.section is None:
+        return (yield from output.call(dialect.call.read))
+    while output.takes_calls:
+        try:
+            yield from source.space()
+            found = yield from source.accept(dialect.call.begin, dialect.section.end)
+        except Malformed:  # too much white space
+            found = ""
+        if found == dialect.section.end and any_call:
+            output.skip_read()
+            break
+        if found != dialect.call.begin:
+            output.show_read()
+            break
+        if not (yield from output.call(dialect.call.read)):
+            break
+        any_call = True
+    return any_call
+
+
+HEADER = re.compile(
+    r"(?:<\|start\|>\s*assistant)?\s*(?:to=(?P<to>[^\s<]+)\s*)?(?:<\|channel\|>\s*(?P<channel>\w+)\s*)?"
+    r"(?:to=(?P<for>[^\s<]+)\s*)?(?:(?:<\|constrain\|>)?\s*\w+\s*)?"
+)
+BETWEEN_MESSAGES = "\n\n"
+
+
+def read_channels(output: OutputReader) -> Reading[None]:
+    """Reads one output to its end."""
+    if output.marks.begun in ("reasoning", "text"):
+        yield from _copy(output, "reasoning" if output.marks.begun == "reasoning" else "text")
+    while (yield from output.source.next()):
+        yield from _message(output, *(yield from _header(output)))
+
+
+def _header(output: OutputReader) -> Reading[tuple[str, str]]:
+    """Reads a header. Returns the channel and the recipient; "" for what is not there, as where there is no header."""
+    source = output.source
+    try:
+        yield from source.space()
+        if not (yield from source.begins(ChannelMarks.START, ChannelMarks.CHANNEL, ChannelMarks.CONSTRAIN, "to=")):
+            raise Malformed
+        header = HEADER.fullmatch((yield from source.until(ChannelMarks.MESSAGE, 2 * MAX_NAME)))
+        if header is None:
+            raise Malformed
+    except Malformed:
+        yield from source.accept(ChannelMarks.START)
+        output.begin("text", BETWEEN_MESSAGES)
+        output.show_read()
+        return "", ""
+    return header["channel"] or "", header["to"] or header["for"] or ""
+
+
+def _message(output: OutputReader, channel: str, recipient: str) -> Reading[None]:
+    """Reads the content of a message, and the mark that ends it."""
+    kind: Kind = "reasoning" if channel == "analysis" and not recipient else "text"
+    output.begin(kind, BETWEEN_MESSAGES)
+    if recipient and output.takes_calls:
+        if (yield from output.call(partial(_call, recipient.removeprefix("functions.")))):
+            return
+    elif recipient:
+        output.show_read()
+    else:
+        output.skip_read()
+    yield from _copy(output, kind)
+
+
+def _copy(output: OutputReader, kind: Kind) -> Reading[None]:
+    """Passes on content up to the mark that ends it, or the next message."""
+    output.kind = kind
+    marks = tuple(dict.fromkeys((*ChannelMarks.ENDS, ChannelMarks.START, *output.special)))
+    while mark := (yield from output.copy(marks)):
+        if mark in ChannelMarks.ENDS:
+            output.skip_read()
+            return
+        if mark == ChannelMarks.START:
+            output.source.unread(len(mark))
+            return
+        output.show_read()
+    if output.kind == "reasoning":
+        output.show(output.source.take().rstrip())
+    output.show_read()
+
+
+def _call(name: str, source: GrowingText, call: OpenCall) -> Reading[None]:
+    call.begin(name)
+    yield from source.space()
+    if (yield from source.next()) != "{":
+        raise Malformed
+    yield from copy_value(source, call.write)
+    yield from source.space()
+    if not (yield from source.accept(*ChannelMarks.ENDS)) and (yield from source.next()):
+        raise Malformed
+
+
+class Parser:
+    """Parses one output."""
+
+    def __init__(self, marks: Marks, special: Container[str] = ()) -> None:
+        """Starts a parser. `special` are names of special tokens, which answers do not show."""
+        self._output = OutputReader(marks, tuple(name for name in marks.names if name in special))
+        read = read_channels if marks.dialect.call is None else read_tagged
+        self._reading = read(self._output)
+        next(self._reading, None)
+
+    @property
+    def reasoning(self) -> bool:
+        """Returns whether the text so far ends within reasoning."""
+        return self._output.kind == "reasoning"
+
+    @property
+    def done(self) -> bool:
+        """Returns whether all tool calls that may be taken have come, so that the rest is ignored."""
+        return self._output.done
+
+    def feed(self, text: str) -> Pieces:
+        """Adds text. Returns what can be classified now and was not returned before."""
+        if text:
+            self._output.source.push(text)
+            next(self._reading, None)
+        return self._output.collected()
+
+    def flush(self) -> Pieces:
+        """Returns the rest at the end of the output."""
+        self._output.source.end()
+        next(self._reading, None)
+        return self._output.collected()

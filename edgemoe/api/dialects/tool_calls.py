@@ -1,0 +1,483 @@
+"""Parses tool calls in each form that models write them in, while they stream.
+
+A form's `read` begins behind its first mark, and raises Malformed where the text is no call. A call is passed on in
+pieces, none before its function is known to be one that the request offers.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import msgspec
+
+from edgemoe.api.dialects.growing_text import (
+    MAX_DEPTH,
+    MAX_HELD,
+    MAX_NAME,
+    GrowingText,
+    Malformed,
+    Reading,
+    Write,
+    bounded,
+    copy_string,
+    copy_value,
+    is_object,
+    is_scalar,
+    quoted,
+    string,
+)
+from edgemoe.types.arrays import Json
+
+Kind = Literal["text", "reasoning", "call"]
+Ended = Literal["", "complete", "broken"]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """Names one tool call. `index` counts the calls of the answer."""
+
+    index: int
+    name: str
+    id: str = field(default_factory=lambda: f"call_{secrets.token_hex(12)}")
+
+
+@dataclass(slots=True)
+class OutputPiece:
+    """A part of the output. A call's `text` is JSON text of its arguments, and `raw` what the model wrote for it."""
+
+    kind: Kind
+    text: str
+    call: ToolCall | None = None
+    raw: str = ""
+    begins: bool = False  # the call's first piece
+    ended: Ended = ""  # what became of the call, in its last piece
+
+    def __bool__(self) -> bool:
+        return bool(self.text or self.begins or self.ended)
+
+
+class Pieces:
+    """Collects pieces. Those that belong together are joined."""
+
+    def __init__(self) -> None:
+        self._pieces: list[OutputPiece] = []
+
+    def __iter__(self) -> Iterator[OutputPiece]:
+        return iter(self._pieces)
+
+    def __bool__(self) -> bool:
+        return bool(self._pieces)
+
+    def add(self, piece: OutputPiece) -> None:
+        """Appends what follows."""
+        last = self._pieces[-1] if self._pieces else None
+        if last is not None and last.kind == piece.kind and last.call is piece.call:
+            last.text += piece.text
+            last.raw += piece.raw
+            last.ended = last.ended or piece.ended
+        elif piece or piece.raw:
+            self._pieces.append(OutputPiece(piece.kind, piece.text, piece.call, piece.raw, piece.begins, piece.ended))
+
+    def extend(self, other: Pieces) -> None:
+        """Appends all pieces of `other`."""
+        for piece in other:
+            self.add(piece)
+
+    def of(self, kind: Kind) -> list[OutputPiece]:
+        """Returns the pieces of one kind."""
+        return [piece for piece in self._pieces if piece.kind == kind]
+
+    def text(self, kind: Kind = "text") -> str:
+        """Returns the text of all pieces of one kind."""
+        return "".join(piece.text for piece in self._pieces if piece.kind == kind)
+
+    def settle(self) -> None:
+        """Turns calls that were not completed back into the text that the model wrote."""
+        pieces, self._pieces = self._pieces, []
+        for piece in pieces:
+            kept = piece.kind != "call" or piece.ended == "complete"
+            self.add(piece if kept else OutputPiece("text", piece.raw))
+
+
+Functions = Mapping[str, Json | None]  # the parameters' schema of each function that may be called
+
+
+class OpenCall:
+    """Collects the arguments of one call."""
+
+    def __init__(
+        self, source: GrowingText, emit: Callable[[OutputPiece], None], functions: Functions | None, index: int
+    ) -> None:
+        self._source = source
+        self._emit = emit
+        self._functions = functions
+        self._index = index
+        self._call: ToolCall | None = None
+        self._new = False
+        self._unsaid: list[tuple[str, int]] = []  # texts, and how much of the source was read at each
+
+    @property
+    def begun(self) -> bool:
+        """Returns whether the function is known."""
+        return self._call is not None
+
+    @property
+    def said(self) -> bool:
+        """Returns whether a piece of the call was passed on."""
+        return self.begun and not self._new
+
+    @property
+    def parameters(self) -> Json:
+        """Returns the schema of the function's parameters; {} where there is none."""
+        return (self._functions or {}).get(self._call.name if self._call else "") or {}
+
+    def begin(self, name: str, id: str = "") -> None:
+        """Names the function, once. Raises Malformed where it was not offered."""
+        if self.begun or not name or (self._functions is not None and name not in self._functions):
+            raise Malformed
+        self._call = ToolCall(self._index, name, id) if id else ToolCall(self._index, name)
+        self._new = True
+
+    def write(self, text: str) -> None:
+        """Appends JSON text to the arguments: what was read of the source so far."""
+        self._unsaid.append((text, self._source.read))
+
+    def say(self) -> None:
+        """Passes on the arguments that are known, but not what may end them: those of a broken call are never whole."""
+        held = self._unsaid[-1:] if self._unsaid and self._unsaid[-1][0].endswith("}") else []
+        said = self._unsaid[: len(self._unsaid) - len(held)]
+        if self._call is not None and said:
+            self._add(said, said[-1][1], "")
+            self._unsaid = [(text, read - said[-1][1]) for text, read in held]
+
+    def complete(self) -> None:
+        """Ends the call, which has been read to its end."""
+        assert self._call is not None
+        self._add(self._unsaid, self._source.read, "complete")
+
+    def give_up(self) -> str:
+        """Ends a call that cannot be read on. Returns the text that was read of it and is not in any piece."""
+        if self.said:
+            self._emit(OutputPiece("call", "", self._call, ended="broken"))
+        return self._source.take()
+
+    def _add(self, said: list[tuple[str, int]], read: int, ended: Ended) -> None:
+        arguments = "".join(text for text, _ in said)
+        self._emit(OutputPiece("call", arguments, self._call, self._source.take(read), begins=self._new, ended=ended))
+        self._new = False
+
+
+TEXT = frozenset({"string"})
+MAX_NESTED = 16  # references that are followed one after the other
+MAX_SCHEMAS = 64  # that are looked at to find a type
+WORDS = {"True": "true", "False": "false", "None": "null"}  # as templates in Python print them
+OF_VALUES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
+
+
+def resolved(schema: Any, root: Any) -> Json:
+    """Returns `schema`, or what its `$ref` within `root` points to; {} where it is no object."""
+    for _ in range(MAX_NESTED):
+        if not isinstance(schema, Mapping) or not isinstance(path := schema.get("$ref"), str):
+            break
+        schema = root if path.startswith("#") else None
+        for key in filter(None, path[1:].split("/")):
+            schema = schema.get(key) if isinstance(schema, Mapping) else None
+    return dict(schema) if isinstance(schema, Mapping) else {}
+
+
+def properties(parameters: Any) -> dict[str, Any]:
+    """Returns the schemas of a function's parameters by name."""
+    found = resolved(parameters, parameters).get("properties")
+    return dict(found) if isinstance(found, Mapping) else {}
+
+
+def required(parameters: Any) -> frozenset[str]:
+    """Returns the names of the parameters that must be given."""
+    listed = resolved(parameters, parameters).get("required")
+    return frozenset(name for name in listed if isinstance(name, str)) if isinstance(listed, list) else frozenset()
+
+
+def kinds(schema: Any, root: Any) -> frozenset[str]:
+    """Returns the JSON types that a value may have; empty where the schema does not say."""
+    found: set[str] = set()
+    schemas = deque([schema])
+    for _ in range(MAX_SCHEMAS):
+        if not schemas:
+            break
+        one = resolved(schemas.popleft(), root)
+        found |= _own_kinds(one)
+        for union in ("anyOf", "oneOf", "allOf"):
+            schemas.extend(one[union][:MAX_SCHEMAS] if isinstance(one.get(union), list) else ())
+    return frozenset(found)
+
+
+def _own_kinds(schema: Json) -> set[str]:
+    declared = schema.get("type")
+    if declared is not None:
+        return {one for one in (declared if isinstance(declared, list) else [declared]) if isinstance(one, str)}
+    listed = schema.get("enum", [schema["const"]] if "const" in schema else [])
+    return {kind_of(value) for value in listed} if isinstance(listed, list) else set()
+
+
+def kind_of(value: Any) -> str:
+    """Returns the JSON type of a value."""
+    return "null" if value is None else OF_VALUES[type(value)]
+
+
+def as_json(text: str, allowed: frozenset[str]) -> str:
+    """Returns `text` as JSON: the value that it writes where a value of that type is allowed, else a string."""
+    if allowed <= TEXT:
+        return quoted(text)
+    word = text.strip()
+    try:
+        value = msgspec.json.decode(WORDS.get(word, word))
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        return quoted(text)
+    kind = kind_of(value)
+    if kind in allowed or (kind == "integer" and "number" in allowed):
+        return msgspec.json.encode(value).decode()
+    if kind == "number" and "integer" in allowed and value.is_integer():
+        return str(int(value))
+    return quoted(text)
+
+
+class CallForm(Protocol):
+    """How a call is written: `begin` is its first mark."""
+
+    @property
+    def begin(self) -> str: ...
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """Returns all that may be special tokens of a tokenizer."""
+
+    def read(self, source: GrowingText, call: OpenCall) -> Reading[None]:
+        """Reads a call from behind `begin` on."""
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectCall:
+    """One JSON object with the function's name and its arguments (Hermes, Qwen3)."""
+
+    begin: str
+    end: str
+    name: str = "name"
+    arguments: tuple[str, ...] = ("arguments", "parameters")
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        return self.begin, self.end
+
+    def read(self, source: GrowingText, call: OpenCall) -> Reading[None]:
+        held: list[str] = []  # arguments that come before the name
+        yield from source.expect("{")
+        given = False
+        while True:
+            yield from source.space()
+            key = yield from string(source)
+            yield from source.expect(":")
+            yield from source.space()
+            if key == self.name:
+                call.begin((yield from string(source)))
+            elif key in self.arguments and not given:
+                given = True
+                yield from _arguments(source, call.write if call.begun else bounded(held))
+            else:
+                yield from copy_value(source, bounded([]))
+            yield from source.space()
+            if not (yield from source.accept(",")):
+                break
+        yield from source.expect("}", self.end)
+        if not call.begun:
+            raise Malformed
+        if held or not given:
+            call.write("".join(held) or "{}")
+
+
+def _arguments(source: GrowingText, write: Write) -> Reading[None]:
+    """Reads arguments: an object, text that holds one, or null for none."""
+    match (yield from source.next()):
+        case "{":
+            yield from copy_value(source, write)
+        case '"':
+            text = yield from string(source, MAX_HELD)
+            if not is_object(text):
+                raise Malformed
+            write(text)
+        case _:
+            yield from copy_value(source, bounded([]))
+            write("{}")
+
+
+@dataclass(frozen=True, slots=True)
+class NamedCall:
+    """The function's name between marks, then its arguments as JSON (DeepSeek, Kimi-K2)."""
+
+    begin: str
+    after_name: str
+    end: str
+    before_name: str = ""
+    fence: str = ""  # stands behind the arguments, before `end`
+    names_are_ids: bool = False  # "functions.NAME:NUMBER" is the call's id
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        return self.begin, self.after_name, self.end
+
+    def read(self, source: GrowingText, call: OpenCall) -> Reading[None]:
+        if self.before_name:
+            yield from source.expect(self.before_name)
+        name = (yield from source.until(self.after_name)).strip()
+        if self.names_are_ids:
+            call.begin(name.removeprefix("functions.").rpartition(":")[0] or name, name)
+        else:
+            call.begin(name)
+        yield from source.space()
+        if (yield from source.next()) != "{":
+            raise Malformed
+        yield from copy_value(source, call.write)
+        yield from source.expect(*filter(None, (self.fence, self.end)))
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterCall:
+    """The function's name, then each parameter between marks, as text (Qwen3-Coder, GLM-4.5, MiniMax-M2)."""
+
+    begin: str
+    before_name: str
+    after_name: str  # "": the name ends where a parameter or the end begins
+    before_key: str
+    after_key: tuple[str, ...]
+    after_value: str
+    end: tuple[str, ...]  # only the first must be there
+    layout: bool = False  # one line break on either side of a value is layout
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        return self.begin, self.before_key, *self.after_key, self.after_value, *self.end
+
+    def read(self, source: GrowingText, call: OpenCall) -> Reading[None]:
+        call.begin((yield from self._name(source)))
+        keys: set[str] = set()
+        while True:
+            yield from source.space()
+            if not (yield from source.accept(self.before_key)):
+                break
+            key = (yield from source.until(self.after_key[0])).strip()
+            if key in keys:
+                raise Malformed
+            yield from source.expect(*self.after_key[1:])
+            call.write(f"{', ' if keys else '{'}{quoted(key)}: ")
+            keys.add(key)
+            yield from self._value(source, call, key)
+        yield from source.expect(self.end[0])
+        for mark in self.end[1:]:
+            yield from source.space()
+            yield from source.accept(mark)
+        call.write("}" if keys else "{}")
+
+    def _name(self, source: GrowingText) -> Reading[str]:
+        if self.before_name:
+            yield from source.expect(self.before_name)
+        if self.after_name:
+            return (yield from source.until(self.after_name)).strip()
+        parts: list[str] = []
+        mark = yield from source.copy((self.before_key, self.end[0]), bounded(parts, MAX_NAME))
+        source.unread(len(mark))
+        return "".join(parts).strip()
+
+    def _value(self, source: GrowingText, call: OpenCall, key: str) -> Reading[None]:
+        if self.layout:
+            yield from source.accept("\n")
+        ends = (f"\n{self.after_value}", self.after_value) if self.layout else (self.after_value,)
+        allowed = kinds(properties(call.parameters).get(key), call.parameters)
+        if allowed <= TEXT:
+            yield from _text(source, call.write, ends)
+            return
+        parts: list[str] = []
+        if not (yield from source.copy(ends, bounded(parts))):
+            raise Malformed
+        call.write(as_json("".join(parts), allowed))
+
+
+@dataclass(frozen=True, slots=True)
+class BracedCall:
+    """The function's name, then braces with bare keys and with strings between marks of their own (Gemma 4)."""
+
+    begin: str
+    before_name: str
+    quote: str
+    end: str
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        return self.begin, self.quote, self.end
+
+    def read(self, source: GrowingText, call: OpenCall) -> Reading[None]:
+        yield from source.expect(self.before_name)
+        name = yield from source.until("{")
+        source.unread(1)
+        call.begin(name.strip())
+        yield from self._value(source, call.write, 0)
+        yield from source.expect(self.end)
+
+    def _value(self, source: GrowingText, write: Write, depth: int) -> Reading[None]:
+        if depth > MAX_DEPTH:
+            raise Malformed
+        match (yield from source.accept("{", "[", self.quote)):
+            case "{":
+                yield from self._members(source, write, "{", "}", depth)
+            case "[":
+                yield from self._members(source, write, "[", "]", depth)
+            case self.quote:
+                yield from _text(source, write, (self.quote,))
+            case _ if (yield from source.next()) == '"':
+                yield from copy_string(source, write)
+            case _:
+                text = (yield from source.run(BARE, MAX_NAME)).strip()
+                if not text:
+                    raise Malformed
+                word = WORDS.get(text, text)
+                write(word if is_scalar(word) else quoted(text))
+
+    def _members(self, source: GrowingText, write: Write, begin: str, end: str, depth: int) -> Reading[None]:
+        between = begin
+        while True:
+            yield from source.space()
+            if between == begin and (yield from source.accept(end)):
+                write(begin + end)
+                return
+            write(between)
+            if begin == "{":
+                write(f"{quoted((yield from self._key(source)))}: ")
+                yield from source.space()
+            yield from self._value(source, write, depth + 1)
+            yield from source.space()
+            if not (yield from source.accept(",")):
+                break
+            between = ", "
+        yield from source.expect(end)
+        write(end)
+
+    def _key(self, source: GrowingText) -> Reading[str]:
+        if (yield from source.accept(self.quote)):
+            key = yield from source.until(self.quote)
+            yield from source.expect(":")
+            return key
+        return (yield from source.until(":")).strip().strip('"')
+
+
+BARE = re.compile(r"[^,{}\[\]<\n]*")
+
+
+def _text(source: GrowingText, write: Write, ends: tuple[str, ...]) -> Reading[None]:
+    """Reads text up to one of `ends`, which it passes on as a JSON string."""
+    write('"')
+    if not (yield from source.copy(ends, lambda text: write(quoted(text)[1:-1]))):
+        raise Malformed
+    write('"')
