@@ -28,8 +28,7 @@ from edgemoe.api.endpoints.events import EVENTS, LookEvents, look
 from edgemoe.api.endpoints.owner import reach, reload
 from edgemoe.api.endpoints.responses_format import ResponsesFormat
 from edgemoe.api.generate.generation import Asker, Format, Generation, run
-from edgemoe.api.generate.grammar_check import GrammarChecker, grammar_command
-from edgemoe.api.generate.origin import Origin
+from edgemoe.api.generate.grammar_trial import GrammarChecker, grammar_command
 from edgemoe.api.http import responding as http
 from edgemoe.api.http.bodies import BodyBudget
 from edgemoe.api.http.middleware import Doorway
@@ -37,7 +36,7 @@ from edgemoe.api.http.origins import OriginCheck, Origins
 from edgemoe.api.http.page import PAGE, page
 from edgemoe.api.keys import KeyRing
 from edgemoe.api.metrics import CONTENT_TYPE, Metrics
-from edgemoe.api.schema import Chat, Completion, Detokenize, RequestBody, Tokenize, read
+from edgemoe.api.schema import Chat, Completion, Detokenize, Origin, RequestBody, Tokenize, read
 from edgemoe.api.text.bounded_text import BoundedText
 from edgemoe.api.text.tokenizer import TextModel
 from edgemoe.config.settings import ApiSettings

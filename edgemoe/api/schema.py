@@ -1,15 +1,16 @@
-"""Decodes the bodies that apps send. Refusals name the field at fault.
+"""Decodes the bodies that apps send. A refusal names the field at fault, as the client wrote it.
 
-Unknown fields are ignored, because clients of other servers send many. A field that is known but not supported is
-refused where its value would change the answer (REFUSED). The rest of OpenAI's fields (`metadata`, `store`,
-`service_tier`, `prediction`, `prompt_cache_key`, ...) have no effect here.
+Unknown fields are ignored. A known but unsupported field is refused if its value would change the answer (REFUSED).
+The rest of OpenAI's fields (`metadata`, `store`, `service_tier`, `prediction`, ...) have no effect.
 """
 
 from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -245,11 +246,11 @@ def check_parts(body: bytes) -> None:
 def refuse_unsupported(body: bytes) -> None:
     """Raises InvalidRequest for the first unsupported field whose value would change the answer."""
     found = _read(lambda: msgspec.json.decode(body, type=Unsupported))
-    for field, neutral in REFUSED.items():
-        raw = bytes(getattr(found, field))
+    for name, neutral in REFUSED.items():
+        raw = bytes(getattr(found, name))
         if raw not in (b"", b"null") and (len(raw) > NEUTRAL_BYTES or msgspec.json.decode(raw) not in neutral):
-            message = f"{field} is not supported by this server; leave it out"
-            raise InvalidRequest(message, param=field, code="unsupported_parameter")
+            message = f"{name} is not supported by this server; leave it out"
+            raise InvalidRequest(message, param=name, code="unsupported_parameter")
 
 
 def _read(make: Callable[[], T]) -> T:
@@ -282,3 +283,41 @@ def _missing(reason: str) -> str:
 def stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
     """Returns the stop strings without empty ones."""
     return tuple(text for text in ([stop] if isinstance(stop, str) else stop or ()) if text)
+
+
+_MESSAGE = re.compile(r"\bmessages\[(\d+)\]")
+_TOOL = re.compile(r"^(tools\[\d+\])\.function\b")  # in both other APIs tools are flat objects
+
+
+@dataclass(slots=True)
+class Origin:
+    """Maps Chat's fields to the client's names, and each message to its path in the client's body."""
+
+    fields: Mapping[str, str]
+    messages: list[str] = field(default_factory=list)
+
+    @contextmanager
+    def named(self) -> Iterator[None]:
+        """Renames the fields in an InvalidRequest that the `with` block raises."""
+        try:
+            yield
+        except InvalidRequest as error:
+            param = self._own(error.param) if error.param else None
+            message = str(error)
+            if error.param and param and message.startswith(error.param):
+                message = param + message.removeprefix(error.param)
+            else:
+                message = _MESSAGE.sub(self._place, message)
+            renamed = type(error)(message, param=param, code=error.code)
+            raise renamed from error
+
+    def _own(self, path: str) -> str:
+        path = _TOOL.sub(r"\1", _MESSAGE.sub(self._place, path))
+        for name, own in self.fields.items():
+            if path == name or path.startswith((f"{name}.", f"{name}[")):
+                return own + path.removeprefix(name)
+        return path
+
+    def _place(self, match: re.Match[str]) -> str:
+        at = int(match[1])
+        return self.messages[at] if at < len(self.messages) else match[0]

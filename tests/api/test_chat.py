@@ -14,8 +14,7 @@ from support.front_kit import openai_client, ready
 from support.waiting import until
 
 from edgemoe.api.endpoints.chat import ChatFormat, render
-from edgemoe.api.generate.choice import Delta
-from edgemoe.api.generate.generation import Generation
+from edgemoe.api.generate.generation import Delta, Generation
 from edgemoe.api.http import responding
 from edgemoe.api.schema import Chat, convert
 from edgemoe.api.text.tokenizer import TextModel

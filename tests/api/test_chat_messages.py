@@ -9,8 +9,7 @@ from edgemoe.api.dialects.dialect import HARMONY
 from edgemoe.api.dialects.tool_calls import OutputPiece, ToolCall
 from edgemoe.api.endpoints.anthropic_format import _block
 from edgemoe.api.schema import ChatMessage, Tool
-from edgemoe.api.text.chat_messages import for_template, tools_for_template
-from edgemoe.api.text.chat_template import ChatTemplate
+from edgemoe.api.text.chat_template import ChatTemplate, for_template, tools_for_template
 from edgemoe.errors import InvalidRequest
 
 

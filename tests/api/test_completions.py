@@ -12,8 +12,7 @@ import openai
 import pytest
 from support.waiting import until
 
-from edgemoe.api.generate.choice import Choice
-from edgemoe.api.generate.generation import Asker, Generation, Prompt, requests
+from edgemoe.api.generate.generation import Asker, Choice, Generation, Prompt, requests
 from edgemoe.api.text.bounded_text import BoundedModel
 from edgemoe.api.text.tokenizer import TextModel
 from edgemoe.types.principal import NOBODY

@@ -20,8 +20,7 @@ from edgemoe.api.endpoints.chat import prepare, render
 from edgemoe.api.generate.generation import Asker
 from edgemoe.api.generate.grammar import Form
 from edgemoe.api.schema import Chat, Tool, convert
-from edgemoe.api.text.detokenize import Vocabulary
-from edgemoe.api.text.tokenizer import TextModel
+from edgemoe.api.text.tokenizer import TextModel, Vocabulary
 from edgemoe.types.principal import NOBODY
 from edgemoe.types.request import RequestLimits
 

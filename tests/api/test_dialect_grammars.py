@@ -19,7 +19,7 @@ from edgemoe.api.dialects.output_parser import Parser
 from edgemoe.api.dialects.tool_calls import BracedCall, ParameterCall, kinds
 from edgemoe.api.generate.grammar import Form
 from edgemoe.api.schema import Function, JsonSchema, ResponseFormat, Tool, convert
-from edgemoe.api.text.detokenize import Vocabulary
+from edgemoe.api.text.tokenizer import Vocabulary
 from edgemoe.errors import InvalidRequest
 
 EACH = pytest.mark.parametrize("sample", SAMPLES.values(), ids=SAMPLES.keys())

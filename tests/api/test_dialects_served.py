@@ -17,8 +17,7 @@ from test_anthropic import anthropic_client
 
 from edgemoe.api.endpoints.chat import render
 from edgemoe.api.schema import Chat, convert
-from edgemoe.api.text.detokenize import Vocabulary
-from edgemoe.api.text.tokenizer import TextModel
+from edgemoe.api.text.tokenizer import TextModel, Vocabulary
 from edgemoe.front.main import Front
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

@@ -16,7 +16,7 @@ import pytest_asyncio
 from support.waiting import until
 
 from edgemoe.api.generate.grammar import GrammarChoice, response_grammar
-from edgemoe.api.generate.grammar_check import GrammarChecker, grammar_command
+from edgemoe.api.generate.grammar_trial import GrammarChecker, grammar_command
 from edgemoe.api.schema import JsonSchema, ResponseFormat
 from edgemoe.api.text.tokenizer import TextModel
 from edgemoe.errors import EngineUnavailable, InvalidRequest

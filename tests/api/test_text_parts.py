@@ -14,10 +14,9 @@ from tokenizers import Tokenizer, decoders, models
 from edgemoe.api.dialects.dialect import HERMES, Begun, Marks
 from edgemoe.api.dialects.output_parser import Parser
 from edgemoe.api.dialects.tool_calls import Pieces
-from edgemoe.api.generate.choice import Choice, Delta
+from edgemoe.api.generate.generation import Choice, Delta
 from edgemoe.api.http.sse import event
-from edgemoe.api.text.detokenize import SPACE, Detokenizer, Vocabulary
-from edgemoe.api.text.stop_strings import Stops, held_back
+from edgemoe.api.text.tokenizer import SPACE, Detokenizer, Stops, Vocabulary, held_back
 from edgemoe.types.request import Emission
 
 TOKENIZER = byte_level_tokenizer()

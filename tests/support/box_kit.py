@@ -9,7 +9,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
-from edgemoe.api.text.detokenize import Vocabulary
+from edgemoe.api.text.tokenizer import Vocabulary
 from support.box_processes import Box
 from support.checkpoints import tiny_checkpoint
 from support.front_kit import byte_level_tokenizer, write_model

@@ -11,8 +11,7 @@ from tokenizers import AddedToken
 from edgemoe.api.dialects import dialect as table
 from edgemoe.api.generate import grammar
 from edgemoe.api.generate.grammar import GrammarChoice
-from edgemoe.api.generate.grammar_check import GrammarQuestion, judged
-from edgemoe.api.generate.grammar_child import GrammarTrials
+from edgemoe.api.generate.grammar_trial import GrammarQuestion, GrammarTrials, judged
 from edgemoe.errors import InvalidRequest
 from support.dialect_kit import TOKEN
 from support.front_kit import byte_level_tokenizer

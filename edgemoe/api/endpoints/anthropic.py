@@ -12,8 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from edgemoe.api import schema
-from edgemoe.api.generate.origin import Origin
-from edgemoe.api.schema import Chat, convert
+from edgemoe.api.schema import Chat, Origin, convert
 from edgemoe.errors import InvalidRequest
 from edgemoe.types.arrays import Json
 

@@ -8,8 +8,7 @@ from typing import Any
 import msgspec
 
 from edgemoe.api.dialects.tool_calls import OutputPiece
-from edgemoe.api.generate.choice import Delta
-from edgemoe.api.generate.generation import Generation
+from edgemoe.api.generate.generation import Delta, Generation
 from edgemoe.api.http.refusals import anthropic_error
 from edgemoe.api.http.sse import event
 from edgemoe.errors import RequestError

@@ -6,15 +6,22 @@ from collections.abc import Iterable
 
 from edgemoe.api.dialects.dialect import Marks, begun_by
 from edgemoe.api.endpoints.openai_format import OpenAIFormat
-from edgemoe.api.generate.choice import Choice, Delta
-from edgemoe.api.generate.generation import Asker, Generation, Prompt, requests
+from edgemoe.api.generate.generation import (
+    Asker,
+    Choice,
+    Delta,
+    Generation,
+    Prompt,
+    counted,
+    output_tokens,
+    requests,
+    sampling,
+)
 from edgemoe.api.generate.grammar import Form, GrammarChoice, free_grammar, response_grammar, tool_grammar
-from edgemoe.api.generate.sampling import counted, output_tokens, sampling
 from edgemoe.api.http.sse import call_body, chat_logprobs
 from edgemoe.api.schema import Chat, NamedTool, Tool, stop_strings
-from edgemoe.api.text.chat_messages import for_template, tools_for_template
-from edgemoe.api.text.stop_strings import Stops
-from edgemoe.api.text.tokenizer import TextModel
+from edgemoe.api.text.chat_template import for_template, tools_for_template
+from edgemoe.api.text.tokenizer import Stops, TextModel
 from edgemoe.errors import InvalidRequest
 from edgemoe.types.arrays import Json
 from edgemoe.types.request import RequestLimits

@@ -5,15 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from edgemoe.api.endpoints.openai_format import OpenAIFormat
-from edgemoe.api.generate.choice import Choice, Delta
-from edgemoe.api.generate.generation import Asker, Generation, Prompt, requests
+from edgemoe.api.generate.generation import (
+    Asker,
+    Choice,
+    Delta,
+    Generation,
+    Prompt,
+    check_ids,
+    output_tokens,
+    requests,
+    sampling,
+)
 from edgemoe.api.generate.grammar import response_grammar
-from edgemoe.api.generate.sampling import check_ids, output_tokens, sampling
 from edgemoe.api.http.sse import LogprobEntry, text_logprobs
 from edgemoe.api.schema import Completion, stop_strings
-from edgemoe.api.text.detokenize import Detokenizer
-from edgemoe.api.text.stop_strings import Stops
-from edgemoe.api.text.tokenizer import TextModel
+from edgemoe.api.text.tokenizer import Detokenizer, Stops, TextModel
 from edgemoe.errors import InvalidRequest
 from edgemoe.types.arrays import Json
 from edgemoe.types.request import RequestLimits

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from edgemoe.api.endpoints.chat import prompt_of
-from edgemoe.api.generate.sampling import check_ids, counted
+from edgemoe.api.generate.generation import check_ids, counted
 from edgemoe.api.schema import Chat, Detokenize, Tokenize
 from edgemoe.api.text.tokenizer import TextModel
 from edgemoe.errors import InvalidRequest

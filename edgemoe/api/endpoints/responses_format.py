@@ -7,8 +7,7 @@ from typing import Any
 
 from edgemoe.api.dialects.tool_calls import OutputPiece, ToolCall
 from edgemoe.api.endpoints.responses import ResponsesBody, new_id
-from edgemoe.api.generate.choice import Delta
-from edgemoe.api.generate.generation import Generation
+from edgemoe.api.generate.generation import Delta, Generation
 from edgemoe.api.http.refusals import error_body
 from edgemoe.api.http.sse import event
 from edgemoe.errors import RequestError

@@ -1,10 +1,10 @@
-"""Runs one generating HTTP request on the backend and turns its emissions into deltas."""
+"""Runs one generating HTTP request: its sampling, its choices, and the deltas of text that emissions become."""
 
 from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -12,14 +12,204 @@ from typing import Protocol
 from msgspec import structs
 
 from edgemoe.api.backend import Backend
-from edgemoe.api.generate.choice import Choice, Delta
+from edgemoe.api.dialects.dialect import HERMES, Marks
+from edgemoe.api.dialects.output_parser import Parser
+from edgemoe.api.dialects.tool_calls import Pieces
 from edgemoe.api.generate.grammar import GrammarChoice
-from edgemoe.api.generate.grammar_check import TriedGrammar
+from edgemoe.api.generate.grammar_trial import TriedGrammar
 from edgemoe.api.metrics import Clock, Metrics
+from edgemoe.api.schema import RequestBody
+from edgemoe.api.text.tokenizer import Detokenizer, Stops, TextModel, Vocabulary
 from edgemoe.errors import DeadlineExceeded, EngineUnavailable, InvalidRequest, QueueFull, RequestError
 from edgemoe.types.arrays import Json
 from edgemoe.types.principal import Identity
-from edgemoe.types.request import Emission, Request, Sampling
+from edgemoe.types.request import Emission, Request, RequestLimits, Sampling, TokenLogprob
+
+COUNTED = 8  # contexts: of a longer text tokens are not even counted
+
+
+def sampling(
+    body: RequestBody,
+    text: TextModel,
+    *,
+    max_tokens: int,
+    vocab: int,
+    logprobs: int | None = None,
+    prompt_logprobs: int | None = None,
+) -> Sampling:
+    """Returns the Sampling of `body`, with the model's defaults for absent fields. Raises InvalidRequest."""
+    min_tokens = body.min_tokens or 0
+    if min_tokens > max_tokens:
+        raise InvalidRequest(f"min_tokens: {min_tokens} is more than the {max_tokens} allowed", param="min_tokens")
+    check_ids(body.logit_bias or {}, vocab, "logit_bias")
+    check_ids(body.stop_token_ids or (), vocab, "stop_token_ids")
+    defaults = text.defaults
+    eos = () if body.ignore_eos else (token for token in text.eos if token < vocab)
+    return Sampling(
+        temperature=float(_or(body.temperature, defaults.get("temperature", 1.0))),
+        top_p=float(_or(body.top_p, defaults.get("top_p", 1.0))),
+        top_k=max(0, int(_or(body.top_k, defaults.get("top_k", 0)))),
+        min_p=float(_or(body.min_p, defaults.get("min_p", 0.0))),
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        repetition_penalty=float(_or(body.repetition_penalty, defaults.get("repetition_penalty", 1.0))),
+        logit_bias=dict(body.logit_bias or {}),
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        stop_token_ids=tuple(dict.fromkeys([*eos, *(body.stop_token_ids or ())])),
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+    )
+
+
+def counted(text: TextModel, given: str, add_special_tokens: bool, limits: RequestLimits, param: str) -> list[int]:
+    """Returns the token ids of `given`, which may have `COUNTED` contexts. Raises InvalidRequest."""
+    most_tokens = COUNTED * limits.context_tokens
+    ids = text.encode(given, add_special_tokens, most_tokens)
+    if len(ids) > most_tokens:
+        raise InvalidRequest(
+            f"This model's maximum context length is {limits.context_tokens} tokens, and {param} has more than "
+            f"{most_tokens}: give it in parts",
+            param=param,
+            code="context_length_exceeded",
+        )
+    return ids
+
+
+def output_tokens(prompt: Sequence[int], limits: RequestLimits, param: str, wanted_tokens: int | None) -> int:
+    """Returns how many tokens may follow `prompt`: `wanted_tokens`, or fewer where the context ends before.
+
+    Without `wanted_tokens` they are all that the context has room for. Raises InvalidRequest where the prompt is empty
+    or fills the context.
+    """
+    if not prompt:
+        raise InvalidRequest(f"{param}: the prompt is empty", param=param)
+    if len(prompt) >= limits.context_tokens:
+        raise InvalidRequest(
+            f"This model's maximum context length is {limits.context_tokens} tokens, prompt and answer together, "
+            f"and the prompt has at least {len(prompt)}: shorten it",
+            param=param,
+            code="context_length_exceeded",
+        )
+    room_tokens = limits.context_tokens - len(prompt)
+    return room_tokens if wanted_tokens is None else min(wanted_tokens, room_tokens)
+
+
+def check_ids(ids: Sequence[int] | Mapping[int, float], vocab: int, param: str) -> None:
+    """Raises InvalidRequest where a token id is not in the model's vocabulary."""
+    if ids and max(ids) >= vocab:
+        raise InvalidRequest(f"{param}: token {max(ids)} is not one of the model's {vocab}", param=param)
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else value
+
+
+@dataclass(slots=True)
+class Delta:
+    """What is new in one choice. `finish` is "", "stop", "length" or "tool_calls"."""
+
+    choice: int
+    pieces: Pieces = field(default_factory=Pieces)
+    logprobs: list[Emission] = field(default_factory=list)
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # from the second token on
+    finish: str = ""
+
+    @property
+    def text(self) -> str:
+        """Returns the text of the answer."""
+        return self.pieces.text("text")
+
+    @property
+    def reasoning(self) -> str:
+        """Returns the text of the reasoning."""
+        return self.pieces.text("reasoning")
+
+    def add(self, other: Delta) -> None:
+        """Appends what follows this delta."""
+        self.pieces.extend(other.pieces)
+        self.logprobs += other.logprobs
+        self.prompt_logprobs = self.prompt_logprobs or other.prompt_logprobs
+        self.finish = self.finish or other.finish
+
+    def __bool__(self) -> bool:
+        return bool(self.pieces or self.finish)
+
+
+class Choice:
+    """Holds the front's state of one choice, which follows from the tokens taken so far."""
+
+    def __init__(
+        self,
+        index: int,
+        vocabulary: Vocabulary,
+        stops: Stops | None = None,
+        marks: Marks | None = None,
+        prompt_only: bool = False,
+    ):
+        """Starts a choice. With `prompt_only` it shows no token, only the log probabilities of the prompt.
+
+        These arrive with the first token, which is then dropped.
+        """
+        self.index = index
+        self._prompt_only = prompt_only
+        self.tokens = 0
+        self.reasoning_tokens = 0
+        self.cached_tokens = 0
+        self.finish = ""
+        marks = marks or Marks(HERMES)
+        self._detokenizer = Detokenizer(vocabulary, shown=marks.names)
+        self._stops = stops or Stops()
+        self._parser = Parser(marks, vocabulary.special)
+        self._called = False
+        self._delta = Delta(index)
+
+    @property
+    def stop_string(self) -> str:
+        """Returns the stop string that ended the text, or ""."""
+        return self._stops.matched
+
+    def take(self, emission: Emission) -> bool:
+        """Adds one emission. Must not be called once `finish` is set.
+
+        Returns True where the text has ended in a way that the engine cannot know: a stop string, the last tool call.
+        """
+        if emission.index == 0:
+            self.cached_tokens = emission.cached_tokens
+            self._delta.prompt_logprobs = emission.prompt_logprobs
+        if emission.token is not None and not self._prompt_only:
+            self._token(emission, emission.token)
+        if emission.finish and not self.finish:
+            rest = "" if self._stops.stopped else self._stops.feed(self._detokenizer.flush()) + self._stops.flush()
+            self._end("length" if self._prompt_only else emission.finish, rest)
+        return bool(self.finish) and not emission.finish
+
+    def delta(self) -> Delta:
+        """Returns what is new since the last call; falsy where there is nothing to show yet."""
+        if not self._delta:
+            return Delta(self.index)
+        delta, self._delta = self._delta, Delta(self.index)
+        return delta
+
+    def _token(self, emission: Emission, token: int) -> None:
+        self.tokens += 1
+        self.reasoning_tokens += self._parser.reasoning
+        if emission.logprob is not None:
+            self._delta.logprobs.append(emission)
+        self._add(self._parser.feed(self._stops.feed(self._detokenizer.feed(token))))
+        if self._stops.stopped or self._parser.done:
+            self._end("stop", "")
+
+    def _end(self, reason: str, rest: str) -> None:
+        self._add(self._parser.feed(rest))
+        if not self._parser.done:
+            self._add(self._parser.flush())
+        self.finish = self._delta.finish = "tool_calls" if self._called and reason == "stop" else reason
+
+    def _add(self, pieces: Pieces) -> None:
+        self._called = self._called or any(piece.ended == "complete" for piece in pieces)
+        self._delta.pieces.extend(pieces)
+
 
 ENGINE_ERRORS: dict[str, type[RequestError]] = {
     error.code: error for error in (DeadlineExceeded, EngineUnavailable) if error.code

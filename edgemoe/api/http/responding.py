@@ -13,8 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Send
 
-from edgemoe.api.generate.choice import Delta
-from edgemoe.api.generate.generation import Format, Generation, collect
+from edgemoe.api.generate.generation import Delta, Format, Generation, collect
 from edgemoe.api.http.refusals import anthropic_error, error_body
 from edgemoe.errors import InvalidRequest, RequestError
 from edgemoe.types.arrays import Json

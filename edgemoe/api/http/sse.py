@@ -9,8 +9,8 @@ import msgspec
 
 import edgemoe
 from edgemoe.api.dialects.tool_calls import OutputPiece
-from edgemoe.api.generate.choice import Delta
-from edgemoe.api.text.detokenize import Detokenizer, Vocabulary
+from edgemoe.api.generate.generation import Delta
+from edgemoe.api.text.tokenizer import Detokenizer, Vocabulary
 from edgemoe.types.arrays import Json
 from edgemoe.types.request import Emission
 

@@ -1,15 +1,16 @@
-"""Renders and tokenizes prompts in bounded processes: templates and tokenizers come with a checkpoint.
+"""Renders and tokenizes prompts in child processes with bounded time and memory; the child is this module's `main`.
 
-A template is a program, and a tokenizer has regular expressions, which may take for ever and any memory. What takes
-more than `TEXT_S` of a processor or `MEMORY_BYTES` ends its process, and costs only its request.
+Templates and tokenizers come with a checkpoint: a template is a program, and a tokenizer's regular expressions may take
+any time. A prompt beyond `TEXT_S` or `MEMORY_BYTES` ends its child process and fails alone.
 """
 
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,12 +20,15 @@ from msgspec import Meta
 from edgemoe.api.text.chat_template import ChatTemplate
 from edgemoe.api.text.tokenizer import LETTERS, TextModel
 from edgemoe.errors import CheckpointError, EngineUnavailable, HelperFailed, HelperMissing, InvalidRequest
+from edgemoe.guard import refuse_pickle
+from edgemoe.heap import give_back
 from edgemoe.helper.frames import MAX_FRAME_BYTES, Numbered
 from edgemoe.helper.pool import HelperPool
+from edgemoe.helper.serving import bound_addresses, bound_memory, serve
 from edgemoe.types.arrays import Json
 from edgemoe.types.bounds import Count
 
-MODULE = "edgemoe.api.text.text_child"
+MODULE = "edgemoe.api.text.bounded_text"
 TEXT_S = 2.0  # of a processor, for one prompt
 TEXT_S_PER_BYTE = 2e-6  # more, which is four times what it takes
 DEADLINE_S = 60.0  # by the clock, on a machine that does much else
@@ -148,3 +152,73 @@ class BoundedTemplate(ChatTemplate):
         asked = RenderQuestion(0, given, shown, more, add_generation_prompt)
         self._model.rendered = answer = self._model.ask(asked, "messages")
         return answer.text
+
+
+LOAD_S = 20.0  # of a processor, for reading the model's files; jinja works constants out, too
+LOAD_BYTES = 3 << 30
+LONG_CHARS = 1 << 20  # of a text after which memory is given back
+
+
+class Prompts:
+    """Renders and tokenizes with one model's files."""
+
+    def __init__(self, model: TextModel) -> None:
+        """Compiles the template. Raises CheckpointError where it is not valid."""
+        self._model = model
+        if model.template is not None:
+            _ = model.template.compiled
+        model.encode("a", add_special_tokens=False)  # which starts its thread
+
+    def answer(self, asked: RenderQuestion | EncodeQuestion) -> TextAnswer:
+        """Returns the prompt's text, or its tokens."""
+        try:
+            if isinstance(asked, RenderQuestion):
+                text = self._rendered(asked)
+                short = len(text) <= SHORT_CHARS
+                whole = self._model.encode(text, False) if short else []
+                return TextAnswer(asked.number, text=text, is_encoded=short, ids=array(IDS, whole).tobytes())
+            ids = self._model.encode(asked.text, asked.add_special_tokens, asked.most_tokens)
+        except InvalidRequest as error:
+            return TextAnswer(asked.number, refusal=str(error) or "the prompt cannot be made", param=error.param)
+        found = TextAnswer(asked.number, ids=array(IDS, ids).tobytes())
+        if len(asked.text) > LONG_CHARS:
+            give_back()
+        return found
+
+    def _rendered(self, asked: RenderQuestion) -> str:
+        assert self._model.template is not None, "its parent has it, too"
+        messages, tools, extra = map(msgspec.json.decode, (asked.messages, asked.tools, asked.extra))
+        begin = asked.add_generation_prompt
+        text = self._model.template.render(messages, tools, add_generation_prompt=begin, extra=extra)
+        if len(text) > MAX_PROMPT_CHARS:
+            raise InvalidRequest(
+                f"messages: the model's chat template makes {len(text)} characters of them, more than the "
+                f"{MAX_PROMPT_CHARS} allowed",
+                param="messages",
+            )
+        return text
+
+
+def _answering(directory: Path) -> Callable[[RenderQuestion | EncodeQuestion], TextAnswer]:
+    """Returns what answers questions; where the model's files cannot be read, with why."""
+    try:
+        return Prompts(TextModel(directory)).answer
+    except CheckpointError as error:
+        why = str(error)
+        return lambda asked: TextAnswer(asked.number, refusal=why)
+
+
+def main() -> None:
+    """Answers its parent's questions."""
+    bound_addresses(LOAD_BYTES)
+    signal.setitimer(signal.ITIMER_PROF, LOAD_S)
+    answer = _answering(Path(sys.argv[1]))
+    signal.setitimer(signal.ITIMER_PROF, 0.0)
+    refuse_pickle()
+    bound_memory(MEMORY_BYTES)
+    kinds: Any = RenderQuestion | EncodeQuestion
+    serve(sys.stdin.buffer, sys.stdout.buffer, kinds, answer, TEXT_S, TEXT_S_PER_BYTE)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,26 +1,146 @@
-"""Loads a model's tokenizer, chat template, end-of-sequence tokens and sampling defaults.
+"""Converts text to tokens and back by the files beside a model's weights; matches stop strings.
 
-Reads the files beside the weights: tokenizer.json, tokenizer_config.json, generation_config.json, config.json and the
-chat template. Needs neither weights nor torch.
+Reads tokenizer.json, tokenizer_config.json, generation_config.json, config.json and the chat template, without weights
+and torch. Detokenizing takes constant work per token and never splits a character.
 """
 
 from __future__ import annotations
 
+import codecs
 import json
 import logging
+import re
+from collections.abc import Iterable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
 from edgemoe.api.dialects.dialect import dialect_of
+from edgemoe.api.dialects.growing_text import held_back
 from edgemoe.api.schema import RequestBody, convert
 from edgemoe.api.text.chat_template import ChatTemplate, special_tokens
-from edgemoe.api.text.detokenize import Vocabulary
 from edgemoe.errors import CheckpointError, InvalidRequest
 from edgemoe.types.arrays import Json
 
 log = logging.getLogger(__name__)
+
+SPACE = "\u2581"
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+def byte_alphabet() -> dict[str, int]:
+    """Returns the byte of each printable character of GPT-2's alphabet (openai/gpt-2, encoder.py, bytes_to_unicode)."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    shifted = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(256 + at): byte for at, byte in enumerate(shifted)}
+
+
+def _is_byte_level(tokenizer: Tokenizer) -> bool:
+    """Whether tokens are written in GPT-2's alphabet, as their decoder says: others have tokens of its letters, too."""
+    if tokenizer.decoder is None:
+        return tokenizer.token_to_id("\u0120") is not None
+    return b'"ByteLevel"' in tokenizer.decoder.__getstate__()  # its JSON
+
+
+class Vocabulary:
+    """Maps tokens to bytes. `added` are the names of added tokens, `special` the ids of special ones by name."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._added = {i: token.content for i, token in tokenizer.get_added_tokens_decoder().items()}
+        self.special = {token.content: i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+        self.added = frozenset(self._added.values())
+        self._special_ids = frozenset(self.special.values())
+        self._alphabet = byte_alphabet() if _is_byte_level(tokenizer) else None
+        self.bytes_of = lru_cache(maxsize=1 << 14)(self._bytes_of)
+
+    def _bytes_of(self, token: int) -> bytes:
+        """Returns the bytes of a token: an added token's name, and none for an unknown id."""
+        if (name := self._added.get(token)) is not None:
+            return name.encode()
+        piece = self._tokenizer.id_to_token(token)
+        if piece is None:
+            return b""
+        if self._alphabet is not None:
+            return bytes(self._alphabet[letter] for letter in piece if letter in self._alphabet)
+        if byte := _BYTE.fullmatch(piece):
+            return bytes([int(byte[1], 16)])
+        return piece.replace(SPACE, " ").encode()
+
+    def name(self, token: int) -> str:
+        """Returns a token's text, or "bytes:\\xe2\\x80" where its bytes are not UTF-8, as OpenAI does."""
+        raw = self.bytes_of(token)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+    def is_special(self, token: int) -> bool:
+        """Returns whether the token is special, so that texts do not show it."""
+        return token in self._special_ids
+
+    def text(self, tokens: Iterable[int], skip_special: bool = False) -> str:
+        """Returns the text of `tokens`; invalid UTF-8 becomes U+FFFD."""
+        kept = (token for token in tokens if not (skip_special and token in self._special_ids))
+        return b"".join(map(self.bytes_of, kept)).decode(errors="replace")
+
+
+class Detokenizer:
+    """Converts one growing text. Omits special tokens, except those named in `shown`."""
+
+    def __init__(self, vocabulary: Vocabulary, shown: Iterable[str] = ()) -> None:
+        self._vocabulary = vocabulary
+        self._shown = frozenset(vocabulary.special.get(name, -1) for name in shown)
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def feed(self, token: int) -> str:
+        """Returns the characters that this token completes."""
+        if self._vocabulary.is_special(token) and token not in self._shown:
+            return ""
+        return self._decoder.decode(self._vocabulary.bytes_of(token))
+
+    def flush(self) -> str:
+        """Returns U+FFFD where the text ends within a character, else ""."""
+        return self._decoder.decode(b"", final=True)
+
+
+class Stops:
+    """Passes text on up to the first complete stop string, and holds back what may become one."""
+
+    def __init__(self, strings: tuple[str, ...] = (), unsearched: int = 0) -> None:
+        """Looks for `strings` in what comes after the first `unsearched` texts, as vLLM does for `min_tokens`."""
+        self.strings = strings
+        self._unsearched = unsearched
+        self.matched = ""  # the stop string that has ended the text
+        self._held = ""
+
+    @property
+    def stopped(self) -> bool:
+        """Returns whether a stop string has ended the text."""
+        return bool(self.matched)
+
+    def feed(self, text: str) -> str:
+        """Adds `text`. Returns the text, held back or new, that cannot belong to a stop string."""
+        self._unsearched -= 1
+        if not self.strings or self.stopped or self._unsearched >= 0:
+            return "" if self.stopped else text
+        text = self._held + text
+        found = [(at + len(stop), at, stop) for stop in self.strings if (at := text.find(stop)) >= 0]
+        if found:
+            _, at, self.matched = min(found)
+            self._held = ""
+            return text[:at]
+        keep = held_back(text, self.strings)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def flush(self) -> str:
+        """Returns what was held back, at the end of the text."""
+        text, self._held = self._held, ""
+        return text
+
 
 LETTERS, MARGIN = 8, 1.25  # of a text that are looked at first, for each token allowed; what is clearly more
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")

@@ -1,24 +1,31 @@
-"""Has grammars tried in processes of their own, because a schema of 150 bytes can take minutes and gigabytes.
+"""Tries grammars in bounded child processes: a schema of 150 bytes can take minutes and gigabytes to compile.
 
-A trial compiles the grammar with the served model's tokenizer and computes a first mask, as the engine will. It is
-refused where it takes more than `TRIAL_S` of a processor or `MEMORY_BYTES`, and delays only the same principal's.
+A trial compiles the grammar with the model's tokenizer and computes a first mask, as the engine will. A grammar beyond
+`TRIAL_S` or `MEMORY_BYTES` is refused, and delays only its principal. The child process is this module's `main`.
 """
 
 from __future__ import annotations
 
+import re
+import resource
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
 from edgemoe.api.generate.grammar import GrammarChoice
 from edgemoe.errors import EngineUnavailable, HelperFailed, HelperMissing, InvalidRequest
+from edgemoe.guard import refuse_pickle
+from edgemoe.heap import used_bytes
 from edgemoe.helper.frames import Numbered
 from edgemoe.helper.pool import HelperPool
+from edgemoe.helper.serving import bound_memory, serve
 from edgemoe.types.bounds import Grammar
-from edgemoe.types.request import GrammarTrial
+from edgemoe.types.request import PARSER_LIMITS, GrammarTrial, digest_of
 
-MODULE = "edgemoe.api.generate.grammar_child"
+MODULE = "edgemoe.api.generate.grammar_trial"
 TRIAL_S = 3.0  # of a processor, for trying one grammar
 DEADLINE_S = 20.0  # by the clock, on a machine that does much else
 MEMORY_BYTES = 128 << 20  # beyond what the process has with its tokenizer
@@ -109,3 +116,63 @@ def judged(verdict: GrammarVerdict, param: str) -> TriedGrammar:
     if verdict.trial is None:
         raise InvalidRequest(f"{param} cannot be honoured: {verdict.reason}", param=param, code="invalid_grammar")
     return TriedGrammar(verdict.grammar, verdict.trial)
+
+
+FUEL = LLParserLimits(initial_lexer_fuel=100_000)  # enough to find out whether anything matches
+
+
+class GrammarTrials:
+    """Tries grammars with a tokenizer."""
+
+    def __init__(self, tokenizer: LLTokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def check(self, asked: GrammarQuestion) -> GrammarVerdict:
+        """Returns whether the grammar can be honoured."""
+        if asked.term and not _matchable(asked.term):
+            return GrammarVerdict(asked.number, unmatched=True)
+        grammar = str(LLMatcher.grammar_from_lark(asked.lark))
+        if error := LLMatcher.validate_grammar(grammar):
+            return GrammarVerdict(asked.number, reason=_reason(error))
+        before_s, before_bytes = _cpu_s(), used_bytes()
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LLParserLimits(**PARSER_LIMITS))
+        if not matcher.is_error():
+            matcher.compute_bitmask()
+        if matcher.is_error():
+            return GrammarVerdict(asked.number, reason=_reason(matcher.get_error()))
+        trial = GrammarTrial(digest_of(grammar), _cpu_s() - before_s, max(0, used_bytes() - before_bytes))
+        return GrammarVerdict(asked.number, grammar, trial)
+
+
+def _matchable(term: str) -> bool:
+    """Whether some text matches, as far as `FUEL` tells; yes where it is not well formed, which is reported else."""
+    grammar = str(LLMatcher.grammar_from_lark(f"start: {term}"))
+    if LLMatcher.validate_grammar(grammar):
+        return True
+    matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0, limits=FUEL)
+    if not matcher.is_error():
+        matcher.compute_logit_bias()
+    return not (matcher.is_error() and "NoExtension" in matcher.get_error())
+
+
+def _reason(error: str) -> str:
+    """What is wrong, without the place in the text and the parser's state."""
+    return re.sub(r"^\d+\(\d+\): ", "", error.splitlines()[0])
+
+
+def _cpu_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def main() -> None:
+    """Answers its parent's questions."""
+    directory, eos = Path(sys.argv[1]), [int(one) for one in sys.argv[2:]]
+    trials = GrammarTrials(LLTokenizer((directory / "tokenizer.json").read_text(), eos_token=eos or None))
+    refuse_pickle()
+    bound_memory(MEMORY_BYTES)
+    serve(sys.stdin.buffer, sys.stdout.buffer, GrammarQuestion, trials.check, TRIAL_S)
+
+
+if __name__ == "__main__":
+    main()
