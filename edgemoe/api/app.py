@@ -22,18 +22,17 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 import edgemoe
 from edgemoe.api.backend import Backend
 from edgemoe.api.endpoints import anthropic, chat, completions, responses
-from edgemoe.api.endpoints import models_and_tokens as tokens
-from edgemoe.api.endpoints.anthropic_format import MessageFormat
+from edgemoe.api.endpoints import service as tokens
+from edgemoe.api.endpoints.anthropic import MessageFormat
 from edgemoe.api.endpoints.events import EVENTS, LookEvents, look
-from edgemoe.api.endpoints.owner import reach, reload
-from edgemoe.api.endpoints.responses_format import ResponsesFormat
+from edgemoe.api.endpoints.responses import ResponsesFormat
+from edgemoe.api.endpoints.service import reach, reload
 from edgemoe.api.generate.generation import Asker, Format, Generation, run
 from edgemoe.api.generate.grammar_trial import GrammarChecker, grammar_command
 from edgemoe.api.http import responding as http
 from edgemoe.api.http.bodies import BodyBudget
 from edgemoe.api.http.middleware import Doorway
-from edgemoe.api.http.origins import OriginCheck, Origins
-from edgemoe.api.http.page import PAGE, page
+from edgemoe.api.http.page import PAGE, OriginCheck, Origins, page
 from edgemoe.api.keys import KeyRing
 from edgemoe.api.metrics import CONTENT_TYPE, Metrics
 from edgemoe.api.schema import Chat, Completion, Detokenize, Origin, RequestBody, Tokenize, read

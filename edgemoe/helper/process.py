@@ -1,6 +1,7 @@
-"""A process that answers one question at a time: started when it is told to or asked, killed where it does not answer.
+"""Child processes that answer one question at a time, so that work without bounds can be ended: both sides.
 
-One that dies, is late or answers with something else is killed; the next question starts another.
+A frame is a length of four bytes and so many bytes of msgpack. A process that dies, is late, takes too much memory or
+answers something else is killed; the next question starts another.
 """
 
 from __future__ import annotations
@@ -8,14 +9,39 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import resource
+import select
+import signal
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from pathlib import Path
+from typing import BinaryIO, TypeVar
 
 import msgspec
 from msgspec import structs
 
 from edgemoe.errors import HelperFailed, HelperMissing
-from edgemoe.helper.frames import LENGTH_BYTES, MAX_FRAME_BYTES, Answered, Asked, frame
+from edgemoe.helper.turns import TaskTurns
+from edgemoe.types.bounds import Count
+
+MAX_FRAME_BYTES = 64 << 20
+LENGTH_BYTES = 4
+
+
+class Numbered(msgspec.Struct, frozen=True):
+    """Carries the number of a question, which its answer repeats."""
+
+    number: Count
+
+
+Asked = TypeVar("Asked", bound=Numbered)
+Answered = TypeVar("Answered", bound=Numbered)
+
+
+def frame(message: Numbered) -> bytes:
+    """Returns the message as it is sent."""
+    body = msgspec.msgpack.encode(message)
+    return len(body).to_bytes(LENGTH_BYTES, "big") + body
+
 
 LIBRARIES = ("OMP", "OPENBLAS", "NUMBA", "RAYON")
 ONE_CORE = {**{f"{name}_NUM_THREADS": "1" for name in LIBRARIES}, "TOKENIZERS_PARALLELISM": "false"}
@@ -134,3 +160,96 @@ async def _kill(process: asyncio.subprocess.Process) -> None:
     with contextlib.suppress(ProcessLookupError):
         process.kill()
     await process.wait()
+
+
+PROCESSES = 2  # so that one principal's work, however long, leaves one to the others
+EACH = 1
+
+
+class HelperPool:
+    """Owns up to PROCESSES processes, started as they are needed. `close` after use. One event loop."""
+
+    def __init__(self, command: Sequence[str], deadline_s: float) -> None:
+        """`deadline_s` is how long one answer may take, by the clock; the process has bounds of its own."""
+        self._turns = TaskTurns(PROCESSES, EACH)
+        self._helpers = [HelperProcess(command, deadline_s, quick=True) for _ in range(PROCESSES)]
+        self._free = list(reversed(self._helpers))
+
+    @property
+    def busy(self) -> bool:
+        """Returns whether somebody waits for an answer."""
+        return len(self._free) < PROCESSES
+
+    @property
+    def pids(self) -> list[int]:
+        """Returns the processes that wait for a question."""
+        return [helper.pid for helper in self._helpers if helper.pid is not None]
+
+    async def ask(
+        self,
+        asked: Asked,
+        kind: type[Answered],
+        fits: Callable[[Answered], object] = lambda _: True,
+        principal: str = "",
+    ) -> Answered:
+        """Returns the answer, once it is the principal's turn.
+
+        Raises HelperFailed unless it `fits`, HelperMissing where there is no process to ask.
+        """
+        async with self._turns.turn(principal):
+            helper = self._free.pop()  # the one used last: a second is started only where two are needed
+            try:
+                return await helper.ask(asked, kind, fits)
+            finally:
+                self._free.append(helper)
+
+    async def prepare(self) -> None:
+        """Starts one process, so that the first question does not wait for it."""
+        await self._helpers[0].prepare()
+
+    async def close(self) -> None:
+        """Ends the processes."""
+        await asyncio.gather(*(helper.close() for helper in self._helpers))
+
+
+IDLE_S = 3600.0
+PAGE_BYTES = resource.getpagesize()
+
+
+def serve(
+    asked: BinaryIO,
+    answers: BinaryIO,
+    kind: type[Asked],
+    answer: Callable[[Asked], Answered],
+    cpu_s: float = 0.0,
+    cpu_s_per_byte: float = 0.0,
+) -> None:
+    """Answers until there is no more to read, or nobody has asked for long.
+
+    Between a question and its answer nothing else comes. An answer that takes more than `cpu_s` of processors, and
+    `cpu_s_per_byte` of its question, ends the process, in whatever code it is; 0 is no bound.
+    """
+    while select.select([asked], [], [], IDLE_S)[0]:
+        length = asked.read(LENGTH_BYTES)
+        if len(length) < LENGTH_BYTES:
+            return
+        size = int.from_bytes(length, "big")
+        assert size <= MAX_FRAME_BYTES, "its parent sends no more"
+        body = asked.read(size)
+        signal.setitimer(signal.ITIMER_PROF, cpu_s + cpu_s_per_byte * size)
+        answered = frame(answer(msgspec.msgpack.decode(body, type=kind)))
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        answers.write(answered)
+        answers.flush()
+
+
+def bound_memory(more_bytes: int) -> None:
+    """Lets this process have so many bytes of addresses beyond those that it has now."""
+    bound_addresses(int(Path("/proc/self/statm").read_text().split()[0]) * PAGE_BYTES + more_bytes)
+
+
+def bound_addresses(most_bytes: int) -> None:
+    """Lets this process have so many bytes of addresses, or fewer where it may not have as many."""
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    soft = most_bytes if hard == resource.RLIM_INFINITY else min(most_bytes, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (soft, hard))

@@ -13,8 +13,7 @@ import pytest
 import pytest_asyncio
 
 from edgemoe.api.dialects.tool_calls import OutputPiece, ToolCall
-from edgemoe.api.endpoints.anthropic import MessagesBody, as_chat
-from edgemoe.api.endpoints.anthropic_format import _tool_use
+from edgemoe.api.endpoints.anthropic import MessagesBody, _tool_use, as_chat
 from edgemoe.api.schema import convert
 from edgemoe.config.settings import Settings
 from edgemoe.errors import EngineUnavailable

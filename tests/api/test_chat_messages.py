@@ -7,7 +7,7 @@ import pytest
 
 from edgemoe.api.dialects.dialect import HARMONY
 from edgemoe.api.dialects.tool_calls import OutputPiece, ToolCall
-from edgemoe.api.endpoints.anthropic_format import _block
+from edgemoe.api.endpoints.anthropic import _block
 from edgemoe.api.schema import ChatMessage, Tool
 from edgemoe.api.text.chat_template import ChatTemplate, for_template, tools_for_template
 from edgemoe.errors import InvalidRequest

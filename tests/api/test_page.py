@@ -19,8 +19,7 @@ import pytest_asyncio
 from edgemoe.api.app import Api, build
 from edgemoe.api.backend import BoxSnapshot
 from edgemoe.api.endpoints.events import MOST_LOOKERS, LookerMemory, LookEvents
-from edgemoe.api.http.origins import Origins
-from edgemoe.api.http.page import FILES, PAGE
+from edgemoe.api.http.page import FILES, PAGE, Origins
 from edgemoe.api.keys import KeyRing
 from edgemoe.api.metrics import Metrics
 from edgemoe.api.text.bounded_text import BoundedText, text_command

@@ -15,7 +15,7 @@ from edgemoe.api.dialects.dialect import HERMES, Begun, Marks
 from edgemoe.api.dialects.output_parser import Parser
 from edgemoe.api.dialects.tool_calls import Pieces
 from edgemoe.api.generate.generation import Choice, Delta
-from edgemoe.api.http.sse import event
+from edgemoe.api.http.responding import event
 from edgemoe.api.text.tokenizer import SPACE, Detokenizer, Stops, Vocabulary, held_back
 from edgemoe.types.request import Emission
 

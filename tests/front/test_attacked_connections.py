@@ -382,7 +382,7 @@ async def test_what_anyone_can_cause_is_told_sparingly_with_the_address(
 
 
 async def test_wrong_keys_are_slowed_by_address_and_nobody_else(tmp_path: Path) -> None:
-    from edgemoe.api.http.slowdown import AT_ONCE, LONGEST_S, MOST_ADDRESSES, PER_S, REFUSED, Slowdown
+    from edgemoe.api.http.middleware import AT_ONCE, LONGEST_S, MOST_ADDRESSES, PER_S, REFUSED, Slowdown
 
     now = [0.0]
     slow = Slowdown(lambda: now[0])

@@ -9,14 +9,13 @@ import time
 import pytest
 
 from edgemoe.errors import HelperFailed
-from edgemoe.helper.frames import Numbered
-from edgemoe.helper.pool import HelperPool
+from edgemoe.helper.process import HelperPool, Numbered
 
 CHILD = """
 import sys
 import msgspec
-from edgemoe.helper.frames import Numbered
-from edgemoe.helper.serving import bound_memory, serve
+from edgemoe.helper.process import Numbered
+from edgemoe.helper.process import bound_memory, serve
 class Question(Numbered, frozen=True):
     code: str
 class Answer(Numbered, frozen=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from edgemoe.api.dialects.dialect import Marks, begun_by
-from edgemoe.api.endpoints.openai_format import OpenAIFormat
+from edgemoe.api.endpoints.openai_format import OpenAIFormat, call_body, chat_logprobs
 from edgemoe.api.generate.generation import (
     Asker,
     Choice,
@@ -18,7 +18,6 @@ from edgemoe.api.generate.generation import (
     sampling,
 )
 from edgemoe.api.generate.grammar import Form, GrammarChoice, free_grammar, response_grammar, tool_grammar
-from edgemoe.api.http.sse import call_body, chat_logprobs
 from edgemoe.api.schema import Chat, NamedTool, Tool, stop_strings
 from edgemoe.api.text.chat_template import for_template, tools_for_template
 from edgemoe.api.text.tokenizer import Stops, TextModel

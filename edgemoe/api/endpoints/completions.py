@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from edgemoe.api.endpoints.openai_format import OpenAIFormat
+from edgemoe.api.endpoints.openai_format import LogprobEntry, OpenAIFormat, text_logprobs
 from edgemoe.api.generate.generation import (
     Asker,
     Choice,
@@ -17,7 +17,6 @@ from edgemoe.api.generate.generation import (
     sampling,
 )
 from edgemoe.api.generate.grammar import response_grammar
-from edgemoe.api.http.sse import LogprobEntry, text_logprobs
 from edgemoe.api.schema import Completion, stop_strings
 from edgemoe.api.text.tokenizer import Detokenizer, Stops, TextModel
 from edgemoe.errors import InvalidRequest

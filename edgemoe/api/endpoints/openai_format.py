@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from edgemoe.api.generate.generation import Generation
-from edgemoe.api.http.refusals import error_body
-from edgemoe.api.http.sse import DONE, FINGERPRINT, event
+import edgemoe
+from edgemoe.api.dialects.tool_calls import OutputPiece
+from edgemoe.api.generate.generation import Delta, Generation
+from edgemoe.api.http.responding import DONE, error_body, event
 from edgemoe.api.schema import Chat, Completion
+from edgemoe.api.text.tokenizer import Detokenizer, Vocabulary
 from edgemoe.errors import RequestError
 from edgemoe.types.arrays import Json
+from edgemoe.types.request import Emission
+
+LEAST = -9999.0  # stands for minus infinity, which JSON cannot express
+FINGERPRINT = f"edgemoe-{edgemoe.__version__}"
+LogprobEntry = tuple[int, float | None, tuple[tuple[int, float], ...]]  # a token, its logprob, the most probable tokens
 
 
 class OpenAIFormat:
@@ -44,3 +51,55 @@ class OpenAIFormat:
         head = self._head(self.chunk_object) | {"choices": choices}
         head |= {"timings": self._job.timings()} if last else {}
         return event(head | {"usage": usage} if self._usage else head)
+
+
+def call_body(piece: OutputPiece) -> Json:
+    """Returns OpenAI's tool call object, or what follows the one that has begun."""
+    if piece.call is None or not piece.begins:
+        return {"function": {"arguments": piece.text}}
+    return {"id": piece.call.id, "type": "function", "function": {"name": piece.call.name, "arguments": piece.text}}
+
+
+def chat_logprobs(delta: Delta, vocabulary: Vocabulary) -> Json | None:
+    """Returns the `logprobs` of a chat choice; None where there are none."""
+    if not delta.logprobs:
+        return None
+    return {"content": [_logprob(emission, vocabulary) for emission in delta.logprobs], "refusal": None}
+
+
+def _logprob(emission: Emission, vocabulary: Vocabulary) -> Json:
+    top = [_token(token, logprob, vocabulary) for token, logprob in emission.top]
+    return {**_token(emission.token or 0, emission.logprob or 0.0, vocabulary), "top_logprobs": top}
+
+
+def _token(token: int, logprob: float, vocabulary: Vocabulary) -> Json:
+    return {
+        "token": vocabulary.name(token),
+        "logprob": max(logprob, LEAST),
+        "bytes": list(vocabulary.bytes_of(token)),
+    }
+
+
+def text_logprobs(
+    tokens: Iterable[LogprobEntry], vocabulary: Vocabulary, text: Detokenizer, offset: int
+) -> tuple[Json, int]:
+    """Returns the `logprobs` of a completion's tokens, and the text offset after them.
+
+    `text` has been fed the tokens before. `offset` is the text offset of the first token, in whole characters.
+    """
+    offsets, scored = [], list(tokens)
+    for token, _, _ in scored:
+        offsets.append(offset)
+        offset += len(text.feed(token))
+    body = {
+        "tokens": [vocabulary.name(token) for token, _, _ in scored],
+        "token_logprobs": [None if logprob is None else max(logprob, LEAST) for _, logprob, _ in scored],
+        "top_logprobs": [None if logprob is None else _top(top, vocabulary) for _, logprob, top in scored],
+        "text_offset": offsets,
+    }
+    return body, offset
+
+
+def _top(top: Iterable[tuple[int, float]], vocabulary: Vocabulary) -> dict[str, float]:
+    """Returns the most probable tokens by name; the more probable one counts where names are equal."""
+    return {vocabulary.name(token): max(logprob, LEAST) for token, logprob in reversed(tuple(top))}

@@ -19,9 +19,7 @@ from edgemoe.api.generate.grammar import GrammarChoice
 from edgemoe.errors import EngineUnavailable, HelperFailed, HelperMissing, InvalidRequest
 from edgemoe.guard import refuse_pickle
 from edgemoe.heap import used_bytes
-from edgemoe.helper.frames import Numbered
-from edgemoe.helper.pool import HelperPool
-from edgemoe.helper.serving import bound_memory, serve
+from edgemoe.helper.process import HelperPool, Numbered, bound_memory, serve
 from edgemoe.types.bounds import Grammar
 from edgemoe.types.request import PARSER_LIMITS, GrammarTrial, digest_of
 

@@ -1,4 +1,4 @@
-"""Names every request, checks the key where one is needed, and counts how the request ended."""
+"""Wraps the application: request ids, keys, principals, slow answers to clients without a key, errors, counts."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import asyncio
 import logging
 import re
 import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -13,16 +16,71 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from edgemoe.api.http import responding as http
-from edgemoe.api.http.clients import peer_address, principal_of_client
 from edgemoe.api.http.page import PAGE
-from edgemoe.api.http.slowdown import REFUSED, Slowdown
 from edgemoe.api.keys import ApiKey, KeyRing
 from edgemoe.api.metrics import Metrics
 from edgemoe.cluster.rpc.sparing_log import SparingLog
 from edgemoe.errors import EngineUnavailable, InvalidRequest, QueueFull, RequestError
-from edgemoe.types.principal import site_of
+from edgemoe.types.principal import Principal, address_principal, site_of, uid_principal
 
 log = logging.getLogger(__name__)
+
+
+def principal_of_client(scope: Scope, keys: KeyRing | None, key: ApiKey | None, node: str) -> Principal:
+    """Returns the principal of a request's client, which gave `key` if any. No field or header of it is looked at."""
+    if key is not None and keys is not None:
+        return keys.principal(key)
+    uid = scope["state"].get("peer_uid")
+    if uid is not None:
+        return uid_principal(uid, node)
+    return address_principal(peer_address(scope), node)
+
+
+def peer_address(scope: Scope) -> str:
+    """Returns the address at the other end of the connection; "" of a Unix socket."""
+    client = scope.get("client")
+    return client[0] if client else ""
+
+
+PER_S, AT_ONCE = 50.0, 200.0  # requests of one address without a key
+ALL_PER_S, ALL_AT_ONCE = 200.0, 400.0  # of all addresses together
+REFUSED = 5.0  # requests that one with a wrong key counts as
+LONGEST_S = 5.0
+MOST_ADDRESSES = 4096  # remembered; the one that asked longest ago is forgotten
+
+
+class _Bucket:
+    """Counts down from `most` requests, which come back at `per_s`."""
+
+    __slots__ = ("_left", "_most", "_per_s", "_seen_s")
+
+    def __init__(self, per_s: float, most: float) -> None:
+        self._per_s, self._most, self._left, self._seen_s = per_s, most, most, float("inf")
+
+    def take(self, cost: float, now_s: float) -> float:
+        """Takes `cost` requests. Returns the seconds until they are there."""
+        self._left = min(self._most, self._left + self._per_s * max(0.0, now_s - self._seen_s)) - cost
+        self._left, self._seen_s = max(self._left, -LONGEST_S * self._per_s), now_s
+        return max(0.0, -self._left / self._per_s)
+
+
+class Slowdown:
+    """Counts requests by address. One for an application."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._all = _Bucket(ALL_PER_S, ALL_AT_ONCE)
+        self._left: OrderedDict[str, _Bucket] = OrderedDict()
+
+    def delay_s(self, address: str, cost: float = 1.0) -> float:
+        """Counts one request of an address. Returns how long its answer has to wait."""
+        own = self._left.pop(address, None) or _Bucket(PER_S, AT_ONCE)
+        self._left[address] = own
+        if len(self._left) > MOST_ADDRESSES:
+            self._left.popitem(last=False)
+        now = self._clock()
+        return max(own.take(cost, now), self._all.take(cost, now))
+
 
 LAST_SEND_S = 1.0  # that the last words to a client may take
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")

@@ -1,4 +1,4 @@
-"""Sends answers, and notices when a client hangs up."""
+"""Sends answers: JSON bodies, server-sent events, errors in each API's form; notices when a client hangs up."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
+from typing import Any
 
 import msgspec
 from starlette.exceptions import HTTPException
@@ -14,11 +15,33 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Send
 
 from edgemoe.api.generate.generation import Delta, Format, Generation, collect
-from edgemoe.api.http.refusals import anthropic_error, error_body
 from edgemoe.errors import InvalidRequest, RequestError
 from edgemoe.types.arrays import Json
 
 log = logging.getLogger(__name__)
+
+ANTHROPIC_KINDS = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def error_body(error: RequestError) -> Json:
+    """Returns OpenAI's error object."""
+    return {"error": {"message": str(error), "type": error.kind, "param": error.param, "code": error.code}}
+
+
+def anthropic_error(error: RequestError) -> Json:
+    """Returns Anthropic's error object, with the field at fault in its message."""
+    message = str(error) if not error.param or error.param in str(error) else f"{error.param}: {error}"
+    kind = ANTHROPIC_KINDS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": message}}
+
 
 SEND_S = 60.0  # longest that a client may leave a part of its answer unread
 QUIET_S = 30.0  # that a stream says nothing before its first token
@@ -29,7 +52,19 @@ EVENT_STREAM = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
+DONE = b"data: [DONE]\n\n"
+# line ends to clients that split a stream as Python splits a text; JSON may hold them within strings only
+LINE_ENDS = tuple((mark.encode(), f"\\u{ord(mark):04x}".encode()) for mark in "\x85\u2028\u2029")
+_encode = msgspec.json.Encoder().encode
 KINDS = {401: "authentication_error", 429: "rate_limit_error"}
+
+
+def event(value: Any, name: str = "") -> bytes:
+    """Returns one server-sent event with `value` as JSON."""
+    head, body = f"event: {name}\n".encode() if name else b"", _encode(value)
+    for mark, escaped in LINE_ENDS:
+        body = body.replace(mark, escaped)
+    return b"".join((head, b"data: ", body, b"\n\n"))
 
 
 class ClientGone(Exception):

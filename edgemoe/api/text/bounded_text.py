@@ -22,9 +22,7 @@ from edgemoe.api.text.tokenizer import LETTERS, TextModel
 from edgemoe.errors import CheckpointError, EngineUnavailable, HelperFailed, HelperMissing, InvalidRequest
 from edgemoe.guard import refuse_pickle
 from edgemoe.heap import give_back
-from edgemoe.helper.frames import MAX_FRAME_BYTES, Numbered
-from edgemoe.helper.pool import HelperPool
-from edgemoe.helper.serving import bound_addresses, bound_memory, serve
+from edgemoe.helper.process import MAX_FRAME_BYTES, HelperPool, Numbered, bound_addresses, bound_memory, serve
 from edgemoe.types.arrays import Json
 from edgemoe.types.bounds import Count
 

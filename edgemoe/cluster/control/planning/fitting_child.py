@@ -11,7 +11,7 @@ import numpy as np
 from edgemoe.cluster.control.planning.messages import ClusterAnswer, ClusterQuestion
 from edgemoe.cluster.rpc.messages.choices import SignatureTable
 from edgemoe.guard import refuse_pickle
-from edgemoe.helper.serving import serve
+from edgemoe.helper.process import serve
 from edgemoe.policy.routing.cluster_fit import RecordedTraffic, fit_clusters
 from edgemoe.policy.routing.told import ModelSizes, counts_of
 from edgemoe.types.arrays import FloatArray

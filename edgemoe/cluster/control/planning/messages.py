@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from edgemoe.cluster.rpc.control_messages import Report
 from edgemoe.cluster.rpc.messages.choices import EndedRequest
-from edgemoe.helper.frames import MAX_FRAME_BYTES, Numbered
+from edgemoe.helper.process import MAX_FRAME_BYTES, Numbered
 from edgemoe.types.bounds import (
     MAX_NODES,
     Bitmap,

@@ -15,8 +15,7 @@ from edgemoe.cluster.control.planning.messages import ClusterAnswer, ClusterQues
 from edgemoe.cluster.control.planning.targets import PlacementTarget, PlacementTask, make_target, question, read_target
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.errors import HelperFailed, PlacementInfeasible, PlanningFailed
-from edgemoe.helper.frames import Answered, Asked
-from edgemoe.helper.process import HelperProcess
+from edgemoe.helper.process import Answered, Asked, HelperProcess
 
 NICE = 10  # at 19 it would not come to an end where engines use every core all the time
 COMMAND = (sys.executable, "-m", "edgemoe.cluster.control.planning.placement_child", str(NICE))

@@ -1,9 +1,14 @@
-"""Answers GET /v1/models, POST /tokenize and POST /detokenize."""
+"""Answers what is not generation: models, tokens, health, metrics, and what the owner of the socket may ask."""
 
 from __future__ import annotations
 
 import time
 
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from edgemoe.api.backend import Backend
 from edgemoe.api.endpoints.chat import prompt_of
 from edgemoe.api.generate.generation import check_ids, counted
 from edgemoe.api.schema import Chat, Detokenize, Tokenize
@@ -51,3 +56,20 @@ def detokenize(body: Detokenize, text: TextModel, limits: RequestLimits) -> Json
         )
     check_ids(body.tokens, limits.vocab, "tokens")
     return {"prompt": text.vocabulary.text(body.tokens)}
+
+
+async def reload(request: Request) -> Response:
+    """Loads again what can be changed while serving, and says what is in use now."""
+    return JSONResponse({"message": await _backend(request).reload()})
+
+
+async def reach(request: Request) -> Response:
+    """Tells how this box and the others reach each other."""
+    return JSONResponse({"boxes": await _backend(request).reach()})
+
+
+def _backend(request: Request) -> Backend:
+    if getattr(request.state, "peer_uid", None) is None:
+        raise HTTPException(404, "this is for clients of the Unix socket")
+    backend: Backend = request.app.state.api.backend
+    return backend
