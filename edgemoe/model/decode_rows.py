@@ -16,12 +16,11 @@ from edgemoe.families.records import RopeSpec
 from edgemoe.families.spec import ModelSpec
 from edgemoe.kernels.cpu.runtime import EVERYTHING
 from edgemoe.model.attention import StepAttention
-from edgemoe.model.kv import DTYPES, CodedKV, KVCache
+from edgemoe.model.kv import DTYPES, CodedKV, KVCache, StepStates
 from edgemoe.model.layers.step import StepContext
 from edgemoe.model.rope import Rope
 from edgemoe.model.row_layers import RowCalls, compute
 from edgemoe.model.scores import Scores
-from edgemoe.model.states import StepStates
 from edgemoe.model.weights import Weights
 from edgemoe.types.step import BLOCK_TOKENS, Batch, ExpertSlots
 

@@ -14,10 +14,9 @@ from edgemoe.errors import StoreError
 from edgemoe.families.records import Attention
 from edgemoe.families.spec import ModelSpec, dense_shapes
 from edgemoe.kernels.cpu.runtime import Kernels
-from edgemoe.model.kv import DTYPES
+from edgemoe.model.kv import DTYPES, zeros
 from edgemoe.model.layers.matrix import Matrix
 from edgemoe.model.layers.norm import Norm
-from edgemoe.model.memory import zeros
 from edgemoe.types.encoding import ENCODINGS
 
 ALIGNMENT = 64  # bytes: a cache line, and the widest vector

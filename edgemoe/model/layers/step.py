@@ -11,9 +11,8 @@ from edgemoe.families.records import RopeSpec
 from edgemoe.families.spec import ModelSpec
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model.attention import StepAttention
-from edgemoe.model.kv import KVCache
+from edgemoe.model.kv import KVCache, StepStates
 from edgemoe.model.rope import Angles, Rope
-from edgemoe.model.states import StepStates
 from edgemoe.types.step import Batch
 
 
