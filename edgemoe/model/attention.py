@@ -7,17 +7,62 @@ the context and not with its square.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
-from torch.nn.functional import pad
+from torch.nn.functional import pad, scaled_dot_product_attention
 
-from edgemoe.kernels.cpu.runtime import Kernels, Paged
-from edgemoe.model.kv import KVCache
-from edgemoe.model.scores import Scores, attend
+from edgemoe.families.records import RopeSpec
+from edgemoe.families.spec import ModelSpec
+from edgemoe.kernels.cpu.runtime import EVERYTHING, Kernels, Paged
+from edgemoe.model.kv import KVCache, StepStates
+from edgemoe.model.rope import Angles, Rope
 from edgemoe.types.arrays import IntArray
 from edgemoe.types.step import BLOCK_TOKENS, Batch
+
+WIDER = 8  # elements that a sink adds to a head: one would do, but the fast kernels want multiples of 8
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scores:
+    """What the scores of queries and keys are multiplied with, which tokens have one, and each head's sink."""
+
+    scale: float
+    window: int = EVERYTHING  # tokens that a token sees, itself among them
+    sinks: torch.Tensor | None = None  # [heads] float32: one more score, whose value is zero
+
+
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scores: Scores, sinks: torch.Tensor | None
+) -> torch.Tensor:
+    """Returns the attention [S, heads, t, D] of q [S, heads, t, D] to k and v [S, kv_heads, n, D].
+
+    `mask` is of the n keys, after one more where there are sinks; `sinks` are shaped like q without S and D.
+    """
+    width = v.shape[-1]
+    if sinks is not None:
+        q, k, v = _with_sinks(q, k, v, sinks / scores.scale)
+    grouped = q.shape[1] != k.shape[1]
+    result = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scores.scale, enable_gqa=grouped)
+    return result[..., :width]
+
+
+def _with_sinks(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, products: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Puts a key before all others, whose product with each query is given and whose value is zero.
+
+    It comes first, so that a mask that is aligned at the last key lets every query see it.
+    """
+    q = pad(q, (0, WIDER))
+    q[..., -WIDER] = products
+    k, v = pad(k, (0, WIDER, 1, 0)), pad(v, (0, WIDER, 1, 0))
+    k[..., 0, -WIDER] = 1
+    return q, k, v
+
 
 QUERY_TILE = 512  # tokens
 
@@ -222,3 +267,48 @@ def paged(heads: int, kv: KVCache, layer: int, scores: Scores) -> Paged:
         sinks=0 if scores.sinks is None else scores.sinks.data_ptr(),
         codes=keys.dtype == torch.int8,
     )
+
+
+class StepContext:
+    """One step's attention, states and cache, and what is computed from its positions once for all layers."""
+
+    def __init__(
+        self,
+        kv: KVCache,
+        kernels: Kernels | None,
+        attention: StepAttention,
+        states: Callable[[], StepStates],
+        angles: Callable[[RopeSpec], Angles],
+    ) -> None:
+        """`states` and `angles` are called once for what layers ask for."""
+        self.kv, self.kernels, self.attention = kv, kernels, attention
+        self._find_states, self._find_angles = states, angles
+        self._angles: dict[RopeSpec, Angles] = {}
+
+    @classmethod
+    def of(cls, batch: Batch, kv: KVCache, kernels: Kernels | None, ropes: Mapping[RopeSpec, Rope]) -> StepContext:
+        """Returns the context of a batch of any sequences."""
+        return cls(
+            kv,
+            kernels,
+            StepAttention(batch, kv, kernels),
+            lambda: StepStates.of(batch, kv.data.device),
+            lambda rope: ropes[rope](batch.positions),
+        )
+
+    @cached_property
+    def states(self) -> StepStates:
+        """Returns which rows of the step lead from which state to which."""
+        return self._find_states()
+
+    def angles(self, rope: RopeSpec) -> Angles:
+        """Returns cos and sin [T, dims / 2] of the step's positions."""
+        if rope not in self._angles:
+            self._angles[rope] = self._find_angles(rope)
+        return self._angles[rope]
+
+
+def ropes_of(spec: ModelSpec, device: torch.device) -> dict[RopeSpec, Rope]:
+    """Returns the rotary embeddings of a model's layers."""
+    records = {attention.rope for attention in spec.attention if attention.rope is not None}
+    return {record: Rope(record, device) for record in records}

@@ -15,12 +15,10 @@ import torch
 from edgemoe.families.records import RopeSpec
 from edgemoe.families.spec import ModelSpec
 from edgemoe.kernels.cpu.runtime import EVERYTHING
-from edgemoe.model.attention import StepAttention
+from edgemoe.model.attention import Scores, StepAttention, StepContext
 from edgemoe.model.kv import DTYPES, CodedKV, KVCache, StepStates
-from edgemoe.model.layers.step import StepContext
 from edgemoe.model.rope import Rope
 from edgemoe.model.row_layers import RowCalls, compute
-from edgemoe.model.scores import Scores
 from edgemoe.model.weights import Weights
 from edgemoe.types.step import BLOCK_TOKENS, Batch, ExpertSlots
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.functional import linear
 
+from edgemoe.model.attention import StepContext
 from edgemoe.model.kv import CodedKV
 from edgemoe.model.layers.blocks import DecoderLayer, ExpertCalls, SerialLayer
 from edgemoe.model.layers.dense_attention import DenseAttention
@@ -17,7 +18,6 @@ from edgemoe.model.layers.feed_forward import ExpertLayer
 from edgemoe.model.layers.gate import Gate
 from edgemoe.model.layers.matrix import Matrix
 from edgemoe.model.layers.norm import Norm
-from edgemoe.model.layers.step import StepContext
 
 if TYPE_CHECKING:
     from edgemoe.model.decode_rows import RowAttention, RowExperts

@@ -11,9 +11,8 @@ import torch
 from edgemoe.families.kv_layout import KVLayout, KVRow
 from edgemoe.kernels.cpu.runtime import EVERYTHING, Kernels
 from edgemoe.model import attention
-from edgemoe.model.attention import StepAttention
+from edgemoe.model.attention import Scores, StepAttention
 from edgemoe.model.kv import CodedKV, KVCache
-from edgemoe.model.scores import Scores
 from edgemoe.types.step import BLOCK_TOKENS, Batch
 
 HEADS, KV_HEADS, DIM, LAYER = 6, 2, 16, 1

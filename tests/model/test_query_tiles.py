@@ -11,7 +11,7 @@ import torch
 from support.tiny_models import FAMILIES, Session, Tiny
 
 from edgemoe.model import attention
-from edgemoe.model.scores import Scores
+from edgemoe.model.attention import Scores
 
 
 @pytest.mark.parametrize("mask", ["in memory", "lower right"])

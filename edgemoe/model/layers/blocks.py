@@ -8,13 +8,13 @@ from typing import Protocol
 
 import torch
 
+from edgemoe.model.attention import StepContext
 from edgemoe.model.kv import DTYPES
 from edgemoe.model.layers.feed_forward import ExpertLayer, Mlp
 from edgemoe.model.layers.gate import Gate
 from edgemoe.model.layers.mechanisms import MECHANISMS, Mechanism
 from edgemoe.model.layers.norm import Norm
 from edgemoe.model.layers.reader import LayerPlace
-from edgemoe.model.layers.step import StepContext
 from edgemoe.types.step import Experts
 
 

@@ -6,11 +6,10 @@ import torch
 from torch.nn.functional import rms_norm
 
 from edgemoe.kernels.cpu.runtime import EVERYTHING
+from edgemoe.model.attention import Scores, StepContext
 from edgemoe.model.layers.norm import Norm
 from edgemoe.model.layers.reader import LayerPlace
-from edgemoe.model.layers.step import StepContext
 from edgemoe.model.rope import Angles, half_split, turn
-from edgemoe.model.scores import Scores
 
 
 class DenseAttention:

@@ -15,13 +15,11 @@ import torch
 
 from edgemoe.families.latent import LatentHeads
 from edgemoe.kernels.cpu.runtime import Kernels, Paged
-from edgemoe.model.attention import Prefill, prompt_by_kernel, prompt_in_tiles
+from edgemoe.model.attention import Prefill, Scores, StepContext, prompt_by_kernel, prompt_in_tiles
 from edgemoe.model.layers.matrix import FEW_TOKENS
 from edgemoe.model.layers.norm import Norm
 from edgemoe.model.layers.reader import LayerPlace
-from edgemoe.model.layers.step import StepContext
 from edgemoe.model.rope import Angles, half_split, turn
-from edgemoe.model.scores import Scores
 from edgemoe.types.step import BLOCK_TOKENS
 
 NORM_EPS = 1e-6  # of latents, whatever the model's own is

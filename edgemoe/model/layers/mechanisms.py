@@ -7,11 +7,11 @@ from typing import Protocol
 
 import torch
 
+from edgemoe.model.attention import StepContext
 from edgemoe.model.layers.delta_net import DeltaNet
 from edgemoe.model.layers.dense_attention import DenseAttention
 from edgemoe.model.layers.latent_attention import LatentAttention
 from edgemoe.model.layers.reader import LayerPlace
-from edgemoe.model.layers.step import StepContext
 
 
 class Mechanism(Protocol):
