@@ -13,11 +13,9 @@ from edgemoe.errors import StoreError
 from edgemoe.families.records import Block
 from edgemoe.families.spec import ModelSpec
 from edgemoe.kernels.cpu.runtime import Kernels
+from edgemoe.model.dense_weights import LayerPlace, Matrix, Norm, WeightReader
 from edgemoe.model.layers.blocks import DecoderLayer, make_layer
 from edgemoe.model.layers.gate import Gate
-from edgemoe.model.layers.matrix import Matrix
-from edgemoe.model.layers.norm import Norm
-from edgemoe.model.layers.reader import LayerPlace, WeightReader
 
 
 @dataclass(frozen=True, slots=True)

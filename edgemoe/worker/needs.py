@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from edgemoe.config.budgets import ModelNeeds
 from edgemoe.families.spec import ModelSpec
-from edgemoe.model.layers.reader import decoded_bytes
+from edgemoe.model.dense_weights import decoded_bytes
 from edgemoe.types.step import BLOCK_TOKENS
 
 

@@ -33,7 +33,7 @@ from edgemoe.experts.predict.learned_policy import LearnedPolicy
 from edgemoe.experts.predict.scoutgate import export
 from edgemoe.experts.predict.scoutgate.forecaster import ScoutGateForecaster
 from edgemoe.experts.predict.scoutgate.model import ScoutGate, ScoutGateShape
-from edgemoe.model.layers.matrix import Matrix
+from edgemoe.model.dense_weights import Matrix
 from edgemoe.policy.baselines import LRU
 from edgemoe.replay.box import BoxSpec, ReplayBox
 from edgemoe.types.arrays import FloatArray

@@ -9,12 +9,11 @@ from typing import Protocol
 import torch
 
 from edgemoe.model.attention import StepContext
+from edgemoe.model.dense_weights import LayerPlace, Norm
 from edgemoe.model.kv import DTYPES
 from edgemoe.model.layers.feed_forward import ExpertLayer, Mlp
 from edgemoe.model.layers.gate import Gate
 from edgemoe.model.layers.mechanisms import MECHANISMS, Mechanism
-from edgemoe.model.layers.norm import Norm
-from edgemoe.model.layers.reader import LayerPlace
 from edgemoe.types.step import Experts
 
 

@@ -23,9 +23,8 @@ from edgemoe.families.delta import DeltaHeads
 from edgemoe.kernels.cpu.delta_step import DELTA, scratch_floats
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model.attention import StepContext
+from edgemoe.model.dense_weights import LayerPlace, Matrix
 from edgemoe.model.kv import LayerStates, StepStates
-from edgemoe.model.layers.matrix import Matrix
-from edgemoe.model.layers.reader import LayerPlace
 
 CHUNK = 64  # tokens
 KERNEL_TOKENS = 16  # at most; with more, torch's products are faster

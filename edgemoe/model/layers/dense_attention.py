@@ -7,8 +7,7 @@ from torch.nn.functional import rms_norm
 
 from edgemoe.kernels.cpu.runtime import EVERYTHING
 from edgemoe.model.attention import Scores, StepContext
-from edgemoe.model.layers.norm import Norm
-from edgemoe.model.layers.reader import LayerPlace
+from edgemoe.model.dense_weights import LayerPlace, Norm
 from edgemoe.model.rope import Angles, half_split, turn
 
 

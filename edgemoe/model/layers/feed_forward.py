@@ -6,8 +6,8 @@ import torch
 from torch.nn.functional import linear
 
 from edgemoe.kernels.cpu.expert_math import activated
+from edgemoe.model.dense_weights import LayerPlace
 from edgemoe.model.layers.gate import Gate
-from edgemoe.model.layers.reader import LayerPlace
 
 
 class Mlp:

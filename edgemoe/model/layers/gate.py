@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import linear, rms_norm
 
-from edgemoe.model.layers.reader import LayerPlace
+from edgemoe.model.dense_weights import LayerPlace
 
 
 class Gate:

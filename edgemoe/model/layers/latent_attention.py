@@ -16,9 +16,7 @@ import torch
 from edgemoe.families.latent import LatentHeads
 from edgemoe.kernels.cpu.runtime import Kernels, Paged
 from edgemoe.model.attention import Prefill, Scores, StepContext, prompt_by_kernel, prompt_in_tiles
-from edgemoe.model.layers.matrix import FEW_TOKENS
-from edgemoe.model.layers.norm import Norm
-from edgemoe.model.layers.reader import LayerPlace
+from edgemoe.model.dense_weights import FEW_TOKENS, LayerPlace, Norm
 from edgemoe.model.rope import Angles, half_split, turn
 from edgemoe.types.step import BLOCK_TOKENS
 

@@ -8,10 +8,10 @@ from typing import Protocol
 import torch
 
 from edgemoe.model.attention import StepContext
+from edgemoe.model.dense_weights import LayerPlace
 from edgemoe.model.layers.delta_net import DeltaNet
 from edgemoe.model.layers.dense_attention import DenseAttention
 from edgemoe.model.layers.latent_attention import LatentAttention
-from edgemoe.model.layers.reader import LayerPlace
 
 
 class Mechanism(Protocol):

@@ -22,7 +22,7 @@ from edgemoe.experts.predict.scoutgate import export
 from edgemoe.experts.predict.scoutgate.forecaster import ScoutGateForecaster, fitting
 from edgemoe.experts.predict.scoutgate.model import ScoutGate, ScoutGateShape
 from edgemoe.experts.predict.scoutgate.tables import ForecastTables, TokenWindow
-from edgemoe.model.layers.matrix import Matrix
+from edgemoe.model.dense_weights import Matrix
 from edgemoe.telemetry import metrics as names
 from edgemoe.types.encoding import ENCODINGS
 from edgemoe.types.experts import ExpertGeometry
