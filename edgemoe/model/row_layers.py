@@ -12,11 +12,10 @@ from torch.nn.functional import linear
 
 from edgemoe.model.attention import StepContext
 from edgemoe.model.dense_weights import Matrix, Norm
+from edgemoe.model.feed_forward import ExpertLayer, Gate
 from edgemoe.model.kv import CodedKV
 from edgemoe.model.layers.blocks import DecoderLayer, ExpertCalls, SerialLayer
 from edgemoe.model.layers.dense_attention import DenseAttention
-from edgemoe.model.layers.feed_forward import ExpertLayer
-from edgemoe.model.layers.gate import Gate
 
 if TYPE_CHECKING:
     from edgemoe.model.decode_rows import RowAttention, RowExperts

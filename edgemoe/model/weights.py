@@ -14,8 +14,8 @@ from edgemoe.families.records import Block
 from edgemoe.families.spec import ModelSpec
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model.dense_weights import LayerPlace, Matrix, Norm, WeightReader
+from edgemoe.model.feed_forward import Gate
 from edgemoe.model.layers.blocks import DecoderLayer, make_layer
-from edgemoe.model.layers.gate import Gate
 
 
 @dataclass(frozen=True, slots=True)

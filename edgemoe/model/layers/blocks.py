@@ -10,9 +10,8 @@ import torch
 
 from edgemoe.model.attention import StepContext
 from edgemoe.model.dense_weights import LayerPlace, Norm
+from edgemoe.model.feed_forward import ExpertLayer, Gate, Mlp
 from edgemoe.model.kv import DTYPES
-from edgemoe.model.layers.feed_forward import ExpertLayer, Mlp
-from edgemoe.model.layers.gate import Gate
 from edgemoe.model.layers.mechanisms import MECHANISMS, Mechanism
 from edgemoe.types.step import Experts
 
