@@ -16,10 +16,10 @@ from edgemoe.families.records import RopeSpec
 from edgemoe.families.spec import ModelSpec
 from edgemoe.kernels.cpu.runtime import EVERYTHING
 from edgemoe.model.attention import Scores, StepAttention, StepContext
+from edgemoe.model.decoder_layers import Weights
 from edgemoe.model.kv import DTYPES, CodedKV, KVCache, StepStates
 from edgemoe.model.rope import Rope
 from edgemoe.model.row_layers import RowCalls, compute
-from edgemoe.model.weights import Weights
 from edgemoe.types.step import BLOCK_TOKENS, Batch, ExpertSlots
 
 ROWS = (1, 2, 4, 8, 16)  # tokens of a step; one of another number is filled up with copies of its first

@@ -14,12 +14,11 @@ import torch
 from edgemoe.families.spec import ModelSpec
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model.attention import StepContext, ropes_of
+from edgemoe.model.decoder_layers import ExpertCalls, Weights, load_weights
 from edgemoe.model.dense_weights import FEW_TOKENS, Matrix
 from edgemoe.model.fused import FusedDecoder, is_plain
 from edgemoe.model.graphed import GraphedDecoder
 from edgemoe.model.kv import DTYPES, KVCache
-from edgemoe.model.layers.blocks import ExpertCalls
-from edgemoe.model.weights import Weights, load_weights
 from edgemoe.types.step import Batch, Experts
 
 

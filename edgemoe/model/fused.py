@@ -19,12 +19,11 @@ from edgemoe.kernels.cpu.runtime import EVERYTHING, Kernels
 from edgemoe.kernels.cpu.steps.decode_layer import HEAD, LAYER, STEP
 from edgemoe.kernels.cpu.steps.decode_step import WHOLE_STEP
 from edgemoe.model.attention import Scores, block_tables, paged
+from edgemoe.model.decoder_layers import DecoderLayer, SerialLayer, Weights
 from edgemoe.model.dense_weights import FEW_TOKENS, Matrix
 from edgemoe.model.kv import DTYPES, KVCache
-from edgemoe.model.layers.blocks import DecoderLayer, SerialLayer
 from edgemoe.model.layers.dense_attention import DenseAttention
 from edgemoe.model.rope import Rope
-from edgemoe.model.weights import Weights
 from edgemoe.types.step import Batch, ExpertPlaces, Experts
 
 Record = npt.NDArray[Any]

@@ -15,9 +15,9 @@ import torch
 from edgemoe.families.records import RopeSpec
 from edgemoe.families.spec import ModelSpec
 from edgemoe.model.decode_rows import DecodeRows, rows_for
+from edgemoe.model.decoder_layers import Weights
 from edgemoe.model.kv import KVCache
 from edgemoe.model.rope import Rope
-from edgemoe.model.weights import Weights
 from edgemoe.types.arrays import IntArray
 from edgemoe.types.step import Batch, Experts, ExpertSlots
 

@@ -11,10 +11,10 @@ import torch
 from torch.nn.functional import linear
 
 from edgemoe.model.attention import StepContext
+from edgemoe.model.decoder_layers import DecoderLayer, ExpertCalls, SerialLayer
 from edgemoe.model.dense_weights import Matrix, Norm
 from edgemoe.model.feed_forward import ExpertLayer, Gate
 from edgemoe.model.kv import CodedKV
-from edgemoe.model.layers.blocks import DecoderLayer, ExpertCalls, SerialLayer
 from edgemoe.model.layers.dense_attention import DenseAttention
 
 if TYPE_CHECKING:

@@ -1,19 +1,41 @@
-"""What a layer does with the residual: attention, then experts or a dense network; Gemma has both at once [Gemma-4]."""
+"""What computes a layer's attention, by the mechanism that its record names."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import torch
+from safetensors import SafetensorError, safe_open
 
+from edgemoe.errors import StoreError
+from edgemoe.families.records import Block
+from edgemoe.families.spec import ModelSpec
+from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model.attention import StepContext
-from edgemoe.model.dense_weights import LayerPlace, Norm
+from edgemoe.model.dense_weights import LayerPlace, Matrix, Norm, WeightReader
 from edgemoe.model.feed_forward import ExpertLayer, Gate, Mlp
 from edgemoe.model.kv import DTYPES
-from edgemoe.model.layers.mechanisms import MECHANISMS, Mechanism
+from edgemoe.model.layers.delta_net import DeltaNet
+from edgemoe.model.layers.dense_attention import DenseAttention
+from edgemoe.model.layers.latent_attention import LatentAttention
 from edgemoe.types.step import Experts
+
+
+class Mechanism(Protocol):
+    """Computes one layer's attention, or what stands in its place."""
+
+    def __call__(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:
+        """Returns the output [T, H] for normalised `x` [T, H], both in the model's dtype; fills the cache."""
+
+
+MECHANISMS: dict[str, Callable[[LayerPlace], Mechanism]] = {
+    "delta": DeltaNet,
+    "dense": DenseAttention,
+    "latent": LatentAttention,
+}
 
 
 class ExpertCalls:
@@ -115,4 +137,56 @@ def make_layer(place: LayerPlace) -> DecoderLayer:
         feed_forward=Mlp(place, "mlp") if dense else ExpertLayer(place),
         factor=spec.block.residual,
         dtype=DTYPES[spec.dtype],
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    embed: Matrix  # [V, H]
+    layers: tuple[DecoderLayer, ...]
+    norm: Norm
+    head: Matrix  # [V, H], the embedding itself where they are tied
+
+    @property
+    def gates(self) -> tuple[Gate, ...]:
+        """Returns the gates of the layers that have experts."""
+        return tuple(layer.gate for layer in self.layers if layer.gate is not None)
+
+    def logits(self, last: torch.Tensor, block: Block) -> torch.Tensor:
+        """Returns the logits [R, V] of normalised hidden states [R, H], float32, bounded as the block's record says."""
+        logits = self.head(last).float()
+        if block.logits != 1.0:
+            logits = logits * block.logits
+        return torch.tanh(logits / block.soft_cap) * block.soft_cap if block.soft_cap else logits
+
+
+def load_weights(
+    spec: ModelSpec,
+    path: Path,
+    device: torch.device,
+    kernels: Kernels | None,
+    progress: Callable[[float], object] = lambda _: None,
+) -> Weights:
+    """Copies the weights from the file at `path` to `device`; `kernels` multiply single tokens. Raises StoreError.
+
+    `progress` is called with the share of layers that are loaded.
+    """
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            return _assemble(spec, WeightReader(spec, path, file, device, kernels), progress)
+    except (OSError, SafetensorError) as error:
+        raise StoreError(f"{path}: the dense weights cannot be read ({error}); pack the checkpoint again") from error
+
+
+def _assemble(spec: ModelSpec, read: WeightReader, progress: Callable[[float], object]) -> Weights:
+    embed = read.matrix("model.embed_tokens.weight")
+    layers = []
+    for layer in range(spec.layers):
+        progress(layer / spec.layers)
+        layers.append(make_layer(LayerPlace(spec, layer, read)))
+    return Weights(
+        embed=embed,
+        layers=tuple(layers),
+        norm=read.norm("model.norm.weight"),
+        head=embed if spec.block.tied else read.matrix("lm_head.weight"),
     )
