@@ -10,16 +10,288 @@ import logging
 from collections.abc import Callable, Mapping
 
 import numpy as np
+import numpy.typing as npt
 import torch
+from torch.nn.functional import linear
 
 from edgemoe.families.records import RopeSpec
 from edgemoe.families.spec import ModelSpec
-from edgemoe.model.decode_rows import DecodeRows, rows_for
-from edgemoe.model.decoder_layers import Weights
-from edgemoe.model.kv import KVCache
+from edgemoe.kernels.cpu.runtime import EVERYTHING
+from edgemoe.model.attention import Scores, StepAttention, StepContext
+from edgemoe.model.decoder_layers import DecoderLayer, ExpertCalls, SerialLayer, Weights
+from edgemoe.model.dense_weights import Matrix, Norm
+from edgemoe.model.feed_forward import ExpertLayer, Gate
+from edgemoe.model.kv import DTYPES, CodedKV, KVCache, StepStates
+from edgemoe.model.layers.dense_attention import DenseAttention
 from edgemoe.model.rope import Rope
 from edgemoe.types.arrays import IntArray
-from edgemoe.types.step import Batch, Experts, ExpertSlots
+from edgemoe.types.step import BLOCK_TOKENS, Batch, Experts, ExpertSlots
+
+
+def compute(layer: DecoderLayer, residual: torch.Tensor, step: StepContext, calls: RowCalls) -> None:
+    """Adds to `residual` [T, H] float32 what the layer computes."""
+    if not isinstance(layer, SerialLayer):
+        layer(residual, step, calls)
+        return
+    if isinstance(layer.attention, DenseAttention) and _places_heads(layer.attention, step):
+        _attend(layer, layer.attention, residual, step)
+    else:
+        residual.add_(layer.attention(layer.norm(residual).to(layer.dtype), step), alpha=layer.factor)
+    if isinstance(layer.feed_forward, ExpertLayer) and _is_chosen_by_kernel(layer.feed_forward.gate):
+        calls.add_experts(layer, layer.feed_forward, residual)
+    else:
+        layer.feed_in(residual, calls)
+
+
+def _places_heads(attention: DenseAttention, step: StepContext) -> bool:
+    """Returns whether one kernel turns the attention's heads and writes them to the cache."""
+    return attention.heads.qk_norm != "full" and not isinstance(step.kv.layers[attention.number], CodedKV)
+
+
+def _is_chosen_by_kernel(gate: Gate) -> bool:
+    router = gate.router
+    grouped = router.top_groups != router.groups
+    return gate.input_scale is None and not (grouped and router.experts & (router.experts - 1))
+
+
+def _attend(layer: SerialLayer, attention: DenseAttention, residual: torch.Tensor, step: StepContext) -> None:
+    from edgemoe.kernels.gpu import decode_dense
+
+    rows: RowAttention = step.attention  # type: ignore[assignment]
+    heads = attention.heads
+    how = decode_dense.HeadPlaces(
+        None if attention.q_norm is None else attention.q_norm.weight,
+        None if attention.k_norm is None else attention.k_norm.weight,
+        attention.eps,
+        heads.count,
+        heads.kv_count,
+        heads.dim,
+        0 if attention.rope is None else attention.rope.dims,
+        heads.clip,
+        heads.norm_after_rope,
+        heads.v_norm,
+        heads.v_is_k,
+    )
+    given = product(residual, attention.qkv, layer.norm, attention.qkv_bias, layer.dtype)
+    q = residual.new_empty((len(residual), heads.count, heads.dim), dtype=layer.dtype)
+    angles = None if attention.rope is None else step.angles(attention.rope)
+    pages = step.kv.layers[attention.number]
+    decode_dense.placed(given, how, angles, rows.blocks, rows.positions, pages, q)
+    attended = rows.single(attention.number, q, attention.scores).flatten(1)
+    if heads.output_gate:
+        attended = attended * given[:, attention.ends[-1] * heads.dim :].sigmoid().to(layer.dtype)
+    add_product(residual, attended, attention.o, attention.o_bias, layer.factor)
+
+
+def product(x: torch.Tensor, matrix: Matrix, norm: Norm, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """Returns float32 rows x [T, H], normalised, times a matrix, [T, R], of few rows in float32."""
+    from edgemoe.kernels.gpu import decode_dense
+
+    if len(x) > decode_dense.MOST_ROWS:
+        return linear(norm(x).to(dtype), matrix.rows, bias)
+    out = x.new_empty((len(x), len(matrix)))
+    decode_dense.multiplied(x, matrix.rows, out, decode_dense.Product(norm.weight, norm.eps, bias))
+    return out
+
+
+def add_product(to: torch.Tensor, x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None, factor: float) -> None:
+    """Adds x [T, C] times a matrix, times `factor`, to float32 rows [T, R]."""
+    from edgemoe.kernels.gpu import decode_dense
+
+    if len(x) > decode_dense.MOST_ROWS:
+        to.add_(linear(x, matrix.rows, bias), alpha=factor)
+    else:
+        decode_dense.multiplied(x, matrix.rows, to, decode_dense.Product(bias=bias, add=True, factor=factor))
+
+
+class RowCalls(ExpertCalls):
+    """Calls the experts of a step of few rows, layer after layer."""
+
+    def __init__(self, experts: RowExperts, gates: tuple[Gate, ...]) -> None:
+        super().__init__(experts, gates, forecast=False)
+        self._rows = experts
+
+    def add_experts(self, layer: SerialLayer, experts: ExpertLayer, residual: torch.Tensor) -> None:
+        """Adds what the layer's experts and what its tokens share compute to `residual`."""
+        from edgemoe.kernels.gpu import decode_dense, experts_decode
+
+        gate, number, rows, slots = experts.gate, self._number, len(residual), self._rows.slots
+        self._number += 1
+        kind, router = slots.kind(number), gate.router
+        few = rows <= decode_dense.MOST_ROWS
+        hidden = None
+        if not few or experts.has_shared:
+            hidden = layer.post_norm(residual).to(layer.dtype)
+        if few:
+            logits, planes = residual.new_empty((rows, router.experts)), torch.empty_like(residual)
+            norm, rounded = layer.post_norm, layer.dtype == torch.bfloat16
+            with_planes = decode_dense.Product(norm.weight, norm.eps, planes=planes, kind=kind, rounded=rounded)
+            decode_dense.multiplied(residual, gate.weight, logits, with_planes)
+        else:
+            assert hidden is not None
+            logits = linear(hidden.to(gate.weight.dtype), gate.weight).float()
+            planes = experts_decode.in_planes(hidden, kind)
+        how = decode_dense.ExpertChoice(
+            router.top_k,
+            router.score == "softmax",
+            gate.logit_bias,
+            gate.selection_bias,
+            gate.expert_scale,
+            router.renormalise,
+            router.least_mass,
+            router.scale,
+            router.groups,
+            router.top_groups,
+            router.group_score == "top2",
+        )
+        ids, shares = self._rows.ids[number], self._rows.weights[number]
+        decode_dense.chosen(logits, how, ids, shares)
+        shared = experts.shared(hidden) if hidden is not None else None
+        slots.add(number, planes, ids, shares, residual, layer.factor)
+        if shared is not None:
+            residual.add_(shared, alpha=layer.factor)
+
+
+ROWS = (1, 2, 4, 8, 16)  # tokens of a step; one of another number is filled up with copies of its first
+FIELDS = ("tokens", "positions", "contexts", "begins", "reads", "writes")
+
+
+def rows_for(tokens: int) -> int:
+    """Returns the rows of a step of so many tokens, at most the last of ROWS."""
+    return next(rows for rows in ROWS if tokens <= rows)
+
+
+class RowInputs:
+    """What one step of T rows is told: numbers of each row, then the rows' block tables, one after the other."""
+
+    def __init__(self, rows: int, blocks: int, device: torch.device) -> None:
+        """`blocks` are the most that a sequence may have."""
+        self.rows, self._most = rows, rows * blocks
+        head = len(FIELDS) * rows
+        self._there = torch.zeros(head + self._most, dtype=torch.int64, device=device)
+        here = torch.zeros(head + self._most, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._here, self._staged = here, here.numpy()
+        self._fields: dict[str, npt.NDArray[np.int64]] = dict(
+            zip(FIELDS, self._staged[:head].reshape(-1, rows), strict=True)
+        )
+        self.tokens, self.positions, self.contexts, self.begins, self.reads, self.writes = self._there[:head].view(
+            -1, rows
+        )
+        self.tables = self._there[head:]
+
+    def fits(self, batch: Batch) -> bool:
+        """Returns whether the batch's block tables have room."""
+        return sum(map(len, batch.block_tables)) <= self._most
+
+    def fill(self, batch: Batch) -> None:
+        """Copies a batch of at most T tokens, each of another sequence, to the GPU; does not wait for it."""
+        count, at, fields = len(batch.context_lens), len(FIELDS) * self.rows, self._fields
+        fields["tokens"][:count], fields["positions"][:count] = (
+            batch.tokens.numpy(force=True),
+            batch.positions.numpy(force=True),
+        )
+        fields["contexts"][:count] = batch.context_lens
+        for row, (table, context) in enumerate(zip(batch.block_tables, batch.context_lens, strict=True)):
+            needed = -(-context // BLOCK_TOKENS)
+            self._staged[at : at + needed] = table[:needed]
+            fields["begins"][row] = at - len(FIELDS) * self.rows
+            at += needed
+        if batch.states:
+            fields["reads"][:count] = [use.read for use in batch.states]
+            fields["writes"][:count] = [use.writes[-1][1] for use in batch.states]
+        for field in fields.values():
+            field[count:] = field[0]
+        self._there[:at].copy_(self._here[:at], non_blocking=True)
+
+
+class RowAttention(StepAttention):
+    """Computes the attention of single tokens by kernels that read blocks, contexts and places from the inputs."""
+
+    def __init__(self, inputs: RowInputs, kv: KVCache) -> None:
+        from edgemoe.kernels.gpu import decode_attention
+
+        self._kernels, self._kv, self._inputs, self._attention = None, kv, inputs, decode_attention
+        self.prefills, self.single_rows = [], torch.arange(inputs.rows, device=kv.data.device)
+        self.positions = inputs.positions
+        self.blocks = self._blocks = inputs.tables[inputs.begins + inputs.positions // BLOCK_TOKENS]
+        self._places = inputs.positions % BLOCK_TOKENS
+        decode_attention.clear_begun(kv.data, self._blocks, inputs.positions)
+
+    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores) -> torch.Tensor:
+        self.store(layer, k, v)
+        return self.single(layer, q, scores).flatten(1)
+
+    def single(self, layer: int, q: torch.Tensor, scores: Scores) -> torch.Tensor:
+        pages, inputs = self._kv.layers[layer], self._inputs
+        key_scales, value_scales = (pages.key_scales, pages.value_scales) if isinstance(pages, CodedKV) else (None,) * 2
+        window = 0 if scores.window == EVERYTHING else scores.window
+        lie = self._attention.PagedLayer(
+            pages.keys, pages.values, key_scales, value_scales, scores.scale, window, scores.sinks
+        )
+        return self._attention.decode_attention(q.contiguous(), lie, inputs.tables, inputs.begins, inputs.contexts)  # type: ignore[no-any-return]
+
+
+class RowExperts:
+    """Calls experts where they lie in the GPU's memory, and keeps what the gates chose: ids and weights [L, T, k]."""
+
+    lookahead, places = range(0), None
+
+    def __init__(self, spec: ModelSpec, slots: ExpertSlots, rows: int, device: torch.device) -> None:
+        geometry, self.slots = spec.geometry, slots
+        shape = geometry.layers, rows, geometry.top_k
+        self.ids = torch.zeros(shape, dtype=torch.int64, device=device)
+        self.weights = torch.zeros(shape, dtype=torch.float32, device=device)
+
+    def forward(self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        self.ids[layer], self.weights[layer] = ids, weights
+        return self.slots.forward(layer, hidden, self.ids[layer], self.weights[layer])
+
+    def hint(self, layer: int, probs: torch.Tensor) -> None:
+        raise AssertionError("nothing is foreseen where nothing is missing")
+
+    def computed(self, ids: torch.Tensor, weights: torch.Tensor, served: int) -> None:
+        raise AssertionError("the step that it is part of is told of")
+
+
+class DecodeRows:
+    """One step of T rows: its inputs, the launches that compute it, and what they leave."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: Weights,
+        ropes: Mapping[RopeSpec, Rope],
+        kv: KVCache,
+        slots: ExpertSlots,
+        rows: int,
+    ) -> None:
+        self._spec, self._weights, self._ropes, self._kv = spec, weights, ropes, kv
+        device = kv.data.device
+        most = min(kv.blocks, -(-spec.context_tokens // BLOCK_TOKENS))
+        self.inputs = RowInputs(rows, most, device)
+        self.experts = RowExperts(spec, slots, rows, device)
+        self.logits = torch.empty((rows, spec.vocab), dtype=torch.float32, device=device)
+
+    def launch(self) -> None:
+        """Computes logits [T, V] of the inputs. Does not wait for the GPU."""
+        inputs, kv, block = self.inputs, self._kv, self._spec.block
+        attention = RowAttention(inputs, kv)
+        step = StepContext(
+            kv,
+            None,
+            attention,
+            lambda: StepStates(attention.single_rows, inputs.reads, inputs.writes),
+            lambda rope: self._ropes[rope](inputs.positions),
+        )
+        residual = self._weights.embed.pick(inputs.tokens)
+        if block.embedding != 1.0:
+            residual *= block.embedding
+        calls = RowCalls(self.experts, self._weights.gates)
+        for layer in self._weights.layers:
+            compute(layer, residual, step, calls)
+        last = self._weights.norm(residual).to(DTYPES[self._spec.dtype])
+        self.logits.copy_(self._weights.logits(last, block))
+
 
 log = logging.getLogger(__name__)
 

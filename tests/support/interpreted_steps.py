@@ -26,7 +26,7 @@ from triton.runtime.interpreter import InterpreterBuilder
 from edgemoe.experts.compute.gpu_calls import ResidentSlots
 from edgemoe.kernels.gpu import decode_attention
 from edgemoe.model import graphed
-from edgemoe.model.decode_rows import DecodeRows
+from edgemoe.model.graphed import DecodeRows
 from edgemoe.types.experts import ExpertGeometry
 from edgemoe.types.size_classes import SlabLayout
 from support.interpreted import widened
