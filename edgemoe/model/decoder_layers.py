@@ -15,12 +15,12 @@ from edgemoe.families.records import Block
 from edgemoe.families.spec import ModelSpec
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model.attention import StepContext
+from edgemoe.model.delta_net import DeltaNet
+from edgemoe.model.dense_attention import DenseAttention
 from edgemoe.model.dense_weights import LayerPlace, Matrix, Norm, WeightReader
 from edgemoe.model.feed_forward import ExpertLayer, Gate, Mlp
 from edgemoe.model.kv import DTYPES
-from edgemoe.model.layers.delta_net import DeltaNet
-from edgemoe.model.layers.dense_attention import DenseAttention
-from edgemoe.model.layers.latent_attention import LatentAttention
+from edgemoe.model.latent_attention import LatentAttention
 from edgemoe.types.step import Experts
 
 

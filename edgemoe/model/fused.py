@@ -20,9 +20,9 @@ from edgemoe.kernels.cpu.steps.decode_layer import HEAD, LAYER, STEP
 from edgemoe.kernels.cpu.steps.decode_step import WHOLE_STEP
 from edgemoe.model.attention import Scores, block_tables, paged
 from edgemoe.model.decoder_layers import DecoderLayer, SerialLayer, Weights
+from edgemoe.model.dense_attention import DenseAttention
 from edgemoe.model.dense_weights import FEW_TOKENS, Matrix
 from edgemoe.model.kv import DTYPES, KVCache
-from edgemoe.model.layers.dense_attention import DenseAttention
 from edgemoe.model.rope import Rope
 from edgemoe.types.step import Batch, ExpertPlaces, Experts
 

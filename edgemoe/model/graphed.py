@@ -19,10 +19,10 @@ from edgemoe.families.spec import ModelSpec
 from edgemoe.kernels.cpu.runtime import EVERYTHING
 from edgemoe.model.attention import Scores, StepAttention, StepContext
 from edgemoe.model.decoder_layers import DecoderLayer, ExpertCalls, SerialLayer, Weights
+from edgemoe.model.dense_attention import DenseAttention
 from edgemoe.model.dense_weights import Matrix, Norm
 from edgemoe.model.feed_forward import ExpertLayer, Gate
 from edgemoe.model.kv import DTYPES, CodedKV, KVCache, StepStates
-from edgemoe.model.layers.dense_attention import DenseAttention
 from edgemoe.model.rope import Rope
 from edgemoe.types.arrays import IntArray
 from edgemoe.types.step import BLOCK_TOKENS, Batch, Experts, ExpertSlots

@@ -13,9 +13,9 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDel
 
 from edgemoe.families.delta import DeltaHeads
 from edgemoe.kernels.cpu.runtime import Kernels
+from edgemoe.model.delta_net import DeltaNet
 from edgemoe.model.dense_weights import Matrix
 from edgemoe.model.kv import StateCache, StepStates
-from edgemoe.model.layers.delta_net import DeltaNet
 from edgemoe.types.encoding import ENCODINGS
 from edgemoe.types.step import Batch, StateUse
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.tiny_models import Session, Tiny
 
-from edgemoe.model.layers import latent_attention
+from edgemoe.model import latent_attention
 
 
 @pytest.mark.parametrize("fused", [True, False], ids=["kernels", "torch"])
