@@ -18,7 +18,7 @@ import torch
 
 from edgemoe.engine.blocks import SUMMED, BlockManager, extend_keys
 from edgemoe.engine.state_slots import StateSlots
-from edgemoe.families.kv_layout import KVLayout
+from edgemoe.families.spec import KVLayout
 from edgemoe.types.arrays import IntArray
 from edgemoe.types.step import BLOCK_TOKENS
 

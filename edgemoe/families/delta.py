@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from edgemoe.errors import CheckpointError, UnsupportedModel
-from edgemoe.families.kv_layout import KVRow
 from edgemoe.families.layers import FULL, LINEAR, layer_count, stated_kinds
 from edgemoe.families.read import Config, integer
-from edgemoe.families.records import Attention, Heads, Tensors
+from edgemoe.families.spec import Attention, Heads, KVRow, Tensors
 
 MOST_TAPS = 64
 Layers = Callable[[Config, Attention], tuple[Attention, ...]]

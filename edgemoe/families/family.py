@@ -8,7 +8,7 @@ from typing import Any
 
 from edgemoe.families.layers import alike, first_dense, shared_width
 from edgemoe.families.read import Config, choice, flag, number, whole
-from edgemoe.families.records import Attention, Heads, Names
+from edgemoe.families.spec import Attention, Heads, Names
 
 Given = Mapping[str, Any]  # a record's field -> its value, or a function of the configuration
 PLAIN = Names()

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from edgemoe.errors import CheckpointError, UnsupportedModel
-from edgemoe.families.kv_layout import KVRow
 from edgemoe.families.read import Config, Read, choice, integer, real, whole
-from edgemoe.families.records import Heads, Tensors
 from edgemoe.families.rope_config import rope_table
+from edgemoe.families.spec import Heads, KVRow, Tensors
 
 MOST_WIDTH = 1 << 14
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from edgemoe.errors import CheckpointError, UnsupportedModel
 from edgemoe.families.read import Config, choice, integer, whole
-from edgemoe.families.records import Attention
+from edgemoe.families.spec import Attention
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 MOST_LAYERS = 1 << 12

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from edgemoe.families.records import ExpertNames, Shape
-from edgemoe.families.spec import ModelSpec
+from edgemoe.families.spec import ExpertNames, ModelSpec, Shape
 from edgemoe.types.experts import ExpertGeometry
 
 

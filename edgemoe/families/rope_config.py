@@ -9,7 +9,7 @@ from typing import Any
 
 from edgemoe.errors import CheckpointError, UnsupportedModel
 from edgemoe.families.read import Config, integer, real
-from edgemoe.families.records import RopeSpec
+from edgemoe.families.spec import RopeSpec
 
 THETA = 1e4
 KINDS = ("default", "linear", "proportional", "yarn")

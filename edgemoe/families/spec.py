@@ -2,12 +2,240 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import ClassVar, NamedTuple
 
-from edgemoe.families.kv_layout import KVLayout
-from edgemoe.families.records import Attention, Block, FeedForward, Names, RouterSpec, Shape, Tensors
-from edgemoe.types.experts import DTYPE_BYTES, ExpertGeometry
+from edgemoe.types.experts import DTYPE_BYTES, SILU, Activation, ExpertGeometry
 from edgemoe.types.step import BLOCK_TOKENS
+
+ALIGNMENT = 64  # bytes: a cache line
+SCALE_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class KVRow:
+    """One layer's keys and values in a block. Without heads it is empty: the layer keeps none."""
+
+    kv_heads: int = 0
+    key_width: int = 0  # elements
+    value_width: int = 0
+    dtype: str = "float32"
+    values_in_keys: bool = False  # a value is the first part of its key
+    int8: bool = False  # lines are codes with a scale, and stand for numbers of `dtype`
+    offset: int = 0  # bytes from the start of the block
+
+    @property
+    def key_bytes(self) -> int:
+        return self._bytes(self.key_width)
+
+    @property
+    def value_bytes(self) -> int:
+        """Of the values that lie behind the keys."""
+        if self.values_in_keys:
+            return 0
+        return self._bytes(self.value_width)
+
+    def _bytes(self, width: int) -> int:
+        line = width + SCALE_BYTES if self.int8 else width * DTYPE_BYTES[self.dtype]
+        return self.kv_heads * BLOCK_TOKENS * line
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """The rows of all layers, one after the other."""
+
+    rows: tuple[KVRow, ...]
+    block_bytes: int
+
+    @classmethod
+    def of(cls, rows: Iterable[KVRow]) -> KVLayout:
+        """Gives each row its offset."""
+        placed, offset = [], 0
+        for row in rows:
+            placed.append(replace(row, offset=offset))
+            size = row.key_bytes + row.value_bytes
+            offset += -(-size // ALIGNMENT) * ALIGNMENT
+        return cls(tuple(placed), offset)
+
+
+Shape = tuple[int, ...]
+Tensors = Iterator[tuple[str, Shape]]  # names after the layer's prefix, as transformers 5 spells them
+
+
+class ExpertNames(NamedTuple):
+    """Says where a checkpoint has the experts of a layer: each by itself, or all of them stacked."""
+
+    gate_up: str  # [E, 2I, H]
+    down: str  # [E, H, I]
+    base: str  # of one expert's tensors, before its number
+    projections: tuple[str, str, str]
+    transposed: bool = False  # stacks are [E, H, 2I] and [E, I, H]
+    interleaved: bool = False  # in stacks, gate and up take turns
+
+    def separate(self, expert: int) -> tuple[str, str, str]:
+        """Returns the tensors of one expert: gate [I, H], up [I, H] and down [H, I]."""
+        gate, up, down = self.projections
+        return tuple(f"{self.base}.{expert}.{part}.weight" for part in (gate, up, down))  # type: ignore[return-value]
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """How checkpoints of a family name their tensors. Our names are those of transformers 5.
+
+    `renames` holds (part of our name, the same part in checkpoints), each of which may apply or not.
+    `skipped` are regular expressions of tensors that have no place here; `{layers}` is the number of layers.
+    """
+
+    renames: tuple[tuple[str, str], ...] = ()
+    skipped: tuple[str, ...] = ()
+    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    transposed: bool = False  # see ExpertNames
+    interleaved: bool = False
+
+    def spellings(self, name: str) -> tuple[str, ...]:
+        """Returns `name` in every way in which checkpoints may write it, ours first."""
+        found = [name]
+        for ours, theirs in self.renames:
+            found += [each.replace(ours, theirs, 1) for each in found if ours in each]
+        return tuple(dict.fromkeys(found))
+
+    def experts(self, layer: int) -> ExpertNames:
+        """Returns the names of the experts' tensors of a layer, which is counted among all layers."""
+        base = f"model.layers.{layer}.mlp.experts"
+        stacks = f"{base}.gate_up_proj", f"{base}.down_proj"
+        return ExpertNames(*stacks, base, self.projections, self.transposed, self.interleaved)
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """The heads of one layer's attention. Subclasses are other mechanisms, with fields of their own."""
+
+    mechanism: ClassVar[str] = "dense"
+
+    count: int
+    kv_count: int
+    dim: int
+    qk_norm: str = "none"  # "none" | "head": each head by itself | "full": all heads of a token together
+    norm_after_rope: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    scale: float = 0.0  # of scores; 0: dim ** -0.5
+    clip: float = 0.0  # bounds queries, keys and values before rotary embedding; 0: none
+    window: int = 0  # tokens that a token sees, itself among them; 0: all
+    sinks: bool = False  # each head has one more score, whose value is zero
+    v_norm: bool = False  # values are normalised, without weights
+    v_is_k: bool = False  # a value is what its key is before norm and rotary embedding
+    output_gate: bool = False  # a head's output is weighted by a sigmoid; its rows follow the head's queries'
+
+    @property
+    def state_floats(self) -> int:
+        """Returns the numbers in the layer's state, 0 where keys and values are all that it keeps."""
+        return 0
+
+    @property
+    def kv(self) -> KVRow:
+        """Returns what the layer keeps, in whatever type."""
+        return KVRow(self.kv_count, self.dim, self.dim)
+
+    def tensors(self, hidden: int) -> Tensors:
+        """Yields name and shape of the layer's tensors."""
+        queries, keys = self.count * self.dim, self.kv_count * self.dim
+        asked = 2 * queries if self.output_gate else queries
+        parts = (("q", asked), ("k", keys), ("v", keys))[: 2 if self.v_is_k else 3]
+        for part, rows in parts:
+            yield f"self_attn.{part}_proj.weight", (rows, hidden)
+        yield "self_attn.o_proj.weight", (hidden, queries)
+        if self.qkv_bias:
+            for part, rows in parts:
+                yield f"self_attn.{part}_proj.bias", (rows,)
+        if self.o_bias:
+            yield "self_attn.o_proj.bias", (hidden,)
+        if self.qk_norm != "none":
+            full = self.qk_norm == "full"
+            yield "self_attn.q_norm.weight", (queries if full else self.dim,)
+            yield "self_attn.k_norm.weight", (keys if full else self.dim,)
+        if self.sinks:
+            yield "self_attn.sinks", (self.count,)
+
+
+@dataclass(frozen=True, slots=True)
+class RopeSpec:
+    """Rotary embedding: `kind` "default", "linear", "proportional" or "yarn".
+
+    The fields from `original_tokens` on are YaRN's.
+    """
+
+    theta: float
+    dims: int  # of a head that turn, the first ones
+    interleaved: bool = False  # neighbours form pairs, else the two halves do
+    kind: str = "default"
+    factor: float = 1.0
+    share: float = 1.0  # of the frequencies, the first ones, that are not zero
+    original_tokens: int = 0
+    attention_factor: float = 1.0  # multiplies cos and sin
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """What one layer attends with. Layers that are alike share one record."""
+
+    heads: Heads
+    rope: RopeSpec | None  # None: positions are not embedded
+
+
+@dataclass(frozen=True, slots=True)
+class RouterSpec:
+    """How a layer's gate chooses `top_k` of its experts.
+
+    A softmax of the chosen logits alone is a softmax of all that is renormalised, so there is no switch for it.
+    """
+
+    experts: int
+    top_k: int
+    score: str = "softmax"  # of logits: "softmax" | "sigmoid"
+    float32: bool = False  # the product with the gate is one of float32
+    logit_bias: bool = False
+    selection_bias: bool = False  # is added to scores where experts are chosen, and not where they are weighted
+    renormalise: bool = False  # a token's weights sum to 1
+    least_mass: float = 0.0  # what weights are divided by at least
+    scale: float = 1.0  # of weights
+    groups: int = 1  # experts form groups, of which only `top_groups` are looked at
+    top_groups: int = 1
+    group_score: str = "max"  # "max": the best expert's | "top2": the two best experts' together
+    input_norm: bool = False  # the gate reads the residual, normalised and scaled by a vector over the root of its size
+    expert_scale: bool = False  # each expert has a factor of its weights
+
+
+@dataclass(frozen=True, slots=True)
+class FeedForward:
+    """What follows attention in a block: experts, or one dense network in some layers."""
+
+    width: int  # of an expert
+    activation: Activation = SILU
+    expert_biases: bool = False
+    dense_layers: frozenset[int] = frozenset()
+    dense_width: int = 0
+    shared_width: int = 0  # of a network that every token uses beside its experts; 0: none
+    shared_gate: bool = False  # its output is weighted by a sigmoid
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """What ties layers together: norms, and the factors of embedding, residual and logits."""
+
+    eps: float
+    tied: bool = False  # the head is the embedding
+    unit_offset: bool = False  # norms multiply by 1 + weight
+    embedding: float = 1.0
+    residual: float = 1.0
+    logits: float = 1.0
+    parallel: bool = False  # a dense network runs beside the experts, and norms stand around each part
+    soft_cap: float = 0.0  # bounds logits by tanh; 0: none
+
 
 STATE_ITEM_BYTES = 4  # float32 whatever the model's dtype, because rounding adds up over a sequence
 

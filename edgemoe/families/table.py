@@ -22,7 +22,7 @@ from edgemoe.families.family import (
 from edgemoe.families.latent import LATENT, LatentHeads
 from edgemoe.families.layers import by_type, by_type_below, outside_interval, sparse_steps, typed_layers
 from edgemoe.families.read import choice, flag, inverse, number, same, times, whole
-from edgemoe.families.records import Names
+from edgemoe.families.spec import Names
 from edgemoe.families.windowed import alternating, clamped_swiglu, gemma, root_of_hidden
 from edgemoe.types.experts import Activation
 

@@ -10,8 +10,8 @@ from typing import Any
 from edgemoe.errors import CheckpointError, UnsupportedModel
 from edgemoe.families.layers import FULL, SLIDING, layer_count, stated_kinds
 from edgemoe.families.read import Config, integer, real
-from edgemoe.families.records import Attention
 from edgemoe.families.rope_config import read_rope
+from edgemoe.families.spec import Attention
 from edgemoe.types.bounds import is_number
 from edgemoe.types.experts import Activation
 

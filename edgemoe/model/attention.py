@@ -15,8 +15,7 @@ import numpy as np
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from edgemoe.families.records import RopeSpec
-from edgemoe.families.spec import ModelSpec
+from edgemoe.families.spec import ModelSpec, RopeSpec
 from edgemoe.kernels.cpu.runtime import EVERYTHING, Kernels, Paged
 from edgemoe.model.kv import KVCache, StepStates
 from edgemoe.model.rope import Angles, Rope

@@ -11,8 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from edgemoe.errors import StoreError
-from edgemoe.families.records import Block
-from edgemoe.families.spec import ModelSpec
+from edgemoe.families.spec import Block, ModelSpec
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model.attention import StepContext
 from edgemoe.model.delta_net import DeltaNet

@@ -14,8 +14,7 @@ from torch.nn.functional import linear, rms_norm
 
 from edgemoe.encodings.codec import unpack
 from edgemoe.errors import StoreError
-from edgemoe.families.records import Attention
-from edgemoe.families.spec import ModelSpec, dense_shapes
+from edgemoe.families.spec import Attention, ModelSpec, dense_shapes
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model.kv import DTYPES, zeros
 from edgemoe.types.encoding import ENCODINGS, Encoding

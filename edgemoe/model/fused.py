@@ -12,8 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from edgemoe.families.records import Block, FeedForward, Heads, RopeSpec, RouterSpec
-from edgemoe.families.spec import ModelSpec
+from edgemoe.families.spec import Block, FeedForward, Heads, ModelSpec, RopeSpec, RouterSpec
 from edgemoe.jit.intrinsics import place_of
 from edgemoe.kernels.cpu.runtime import EVERYTHING, Kernels
 from edgemoe.kernels.cpu.steps.decode_layer import HEAD, LAYER, STEP

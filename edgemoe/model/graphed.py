@@ -14,8 +14,7 @@ import numpy.typing as npt
 import torch
 from torch.nn.functional import linear
 
-from edgemoe.families.records import RopeSpec
-from edgemoe.families.spec import ModelSpec
+from edgemoe.families.spec import ModelSpec, RopeSpec
 from edgemoe.kernels.cpu.runtime import EVERYTHING
 from edgemoe.model.attention import Scores, StepAttention, StepContext
 from edgemoe.model.decoder_layers import DecoderLayer, ExpertCalls, SerialLayer, Weights

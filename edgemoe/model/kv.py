@@ -13,8 +13,7 @@ import numpy as np
 import torch
 
 from edgemoe.families.delta import DeltaHeads
-from edgemoe.families.kv_layout import SCALE_BYTES, KVLayout, KVRow
-from edgemoe.families.spec import ModelSpec
+from edgemoe.families.spec import SCALE_BYTES, KVLayout, KVRow, ModelSpec
 from edgemoe.types.step import BLOCK_TOKENS, Batch
 
 

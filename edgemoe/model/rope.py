@@ -9,7 +9,7 @@ import math
 
 import torch
 
-from edgemoe.families.records import RopeSpec
+from edgemoe.families.spec import RopeSpec
 
 Angles = tuple[torch.Tensor, torch.Tensor]  # cos and sin [T, dims / 2]
 

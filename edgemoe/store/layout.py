@@ -16,8 +16,7 @@ from typing import Any
 from edgemoe.errors import CheckpointError, UnsupportedModel
 from edgemoe.families.config import decoder_config, spec_from_config
 from edgemoe.families.recipe import SourceRows, expert_recipes
-from edgemoe.families.records import Shape
-from edgemoe.families.spec import ModelSpec, dense_shapes
+from edgemoe.families.spec import ModelSpec, Shape, dense_shapes
 from edgemoe.store.checkpoint import ITEM_BYTES, Checkpoint
 from edgemoe.store.manifest import DENSE, Manifest, layer_file
 from edgemoe.store.pieces import Piece, Run, pieces_of

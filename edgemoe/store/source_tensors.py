@@ -7,8 +7,7 @@ from dataclasses import replace
 
 from edgemoe.errors import CheckpointError, UnsupportedModel
 from edgemoe.families.recipe import SourceRows
-from edgemoe.families.records import Shape
-from edgemoe.families.spec import ModelSpec
+from edgemoe.families.spec import ModelSpec, Shape
 from edgemoe.store.checkpoint import Checkpoint
 from edgemoe.store.quantized import UNUSED, find_source, has_source
 from edgemoe.store.sources import Source

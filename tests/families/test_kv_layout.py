@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from edgemoe.families.kv_layout import KVLayout, KVRow
+from edgemoe.families.spec import KVLayout, KVRow
 
 
 def test_rows_of_unlike_layers_lie_one_after_the_other_on_whole_cache_lines() -> None:

@@ -11,10 +11,8 @@ import transformers
 
 from edgemoe.errors import CheckpointError, UnsupportedModel
 from edgemoe.families.config import spec_from_config
-from edgemoe.families.kv_layout import KVRow
 from edgemoe.families.latent import LatentHeads
-from edgemoe.families.records import RouterSpec
-from edgemoe.families.spec import dense_shapes
+from edgemoe.families.spec import KVRow, RouterSpec, dense_shapes
 
 V2_LITE = {  # DeepSeek-V2-Lite
     "architectures": ["DeepseekV2ForCausalLM"],

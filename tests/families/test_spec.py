@@ -16,9 +16,18 @@ from edgemoe.errors import CheckpointError, UnsupportedModel
 from edgemoe.families.config import spec_from_config
 from edgemoe.families.family import Family
 from edgemoe.families.layers import SLIDING
-from edgemoe.families.records import Attention, Block, FeedForward, Heads, Names, RopeSpec, RouterSpec
 from edgemoe.families.rope_config import THETA, read_rope
-from edgemoe.families.spec import ModelSpec, dense_shapes
+from edgemoe.families.spec import (
+    Attention,
+    Block,
+    FeedForward,
+    Heads,
+    ModelSpec,
+    Names,
+    RopeSpec,
+    RouterSpec,
+    dense_shapes,
+)
 from edgemoe.families.table import FAMILIES, REFUSED
 from edgemoe.model.rope import frequencies
 

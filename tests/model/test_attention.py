@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from edgemoe.families.kv_layout import KVLayout, KVRow
+from edgemoe.families.spec import KVLayout, KVRow
 from edgemoe.kernels.cpu.runtime import EVERYTHING, Kernels
 from edgemoe.model import attention
 from edgemoe.model.attention import Scores, StepAttention

@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.tiny_models import FAMILIES, Session, Tiny
 
-from edgemoe.families.records import Attention
+from edgemoe.families.spec import Attention
 from edgemoe.model.fused import is_plain
 
 MakeTiny = Callable[..., Tiny]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from edgemoe.families.kv_layout import KVLayout, KVRow
+from edgemoe.families.spec import KVLayout, KVRow
 from edgemoe.model.kv import KVCache
 
 

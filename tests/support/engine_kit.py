@@ -14,8 +14,7 @@ from edgemoe.engine.engine import Engine, EngineBudget
 from edgemoe.engine.grammar import Grammars
 from edgemoe.engine.steps import LoadedModel, Watchers
 from edgemoe.errors import MissingExpert
-from edgemoe.families.records import Attention, Block, FeedForward, Heads, Names, RopeSpec, RouterSpec
-from edgemoe.families.spec import ModelSpec
+from edgemoe.families.spec import Attention, Block, FeedForward, Heads, ModelSpec, Names, RopeSpec, RouterSpec
 from edgemoe.types.request import Emission, GrammarTrial, Request, Sampling, digest_of
 from edgemoe.types.step import BLOCK_TOKENS, Batch, StepMeta, StepRouting
 

@@ -20,8 +20,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from edgemoe.families.config import spec_from_config
-from edgemoe.families.records import ExpertNames
-from edgemoe.families.spec import ModelSpec, dense_shapes
+from edgemoe.families.spec import ExpertNames, ModelSpec, dense_shapes
 
 PIECE = 1 << 22  # elements drawn at once
 SHARD_BYTES = 1 << 30

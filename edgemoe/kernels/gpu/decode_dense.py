@@ -336,7 +336,7 @@ def choose(  # type: ignore[no-untyped-def]
 
 
 class ExpertChoice(NamedTuple):
-    """States how experts are chosen by the logits of their gate (see `families.records.RouterSpec`)."""
+    """States how experts are chosen by the logits of their gate (see `families.spec.RouterSpec`)."""
 
     top_k: int
     softmax: bool
