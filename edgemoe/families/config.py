@@ -11,8 +11,7 @@ from typing import Any
 
 from edgemoe.errors import CheckpointError, UnsupportedModel
 from edgemoe.families.family import Family, Given
-from edgemoe.families.read import Config, choice, flag, integer, number, whole
-from edgemoe.families.rope_config import read_rope
+from edgemoe.families.read import Config, choice, flag, integer, number, read_rope, whole
 from edgemoe.families.spec import Attention, Block, FeedForward, Heads, ModelSpec, RouterSpec
 from edgemoe.families.table import FAMILIES, REFUSED
 from edgemoe.types.experts import DTYPE_BYTES, SILU

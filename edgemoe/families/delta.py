@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from edgemoe.errors import CheckpointError, UnsupportedModel
-from edgemoe.families.layers import FULL, LINEAR, layer_count, stated_kinds
-from edgemoe.families.read import Config, integer
+from edgemoe.families.read import FULL, LINEAR, Config, integer, layer_count, stated_kinds
 from edgemoe.families.spec import Attention, Heads, KVRow, Tensors
 
 MOST_TAPS = 64

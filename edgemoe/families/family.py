@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from edgemoe.families.layers import alike, first_dense, shared_width
-from edgemoe.families.read import Config, choice, flag, number, whole
+from edgemoe.families.read import Config, alike, choice, first_dense, flag, number, shared_width, whole
 from edgemoe.families.spec import Attention, Heads, Names
 
 Given = Mapping[str, Any]  # a record's field -> its value, or a function of the configuration

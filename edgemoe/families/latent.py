@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from edgemoe.errors import CheckpointError, UnsupportedModel
-from edgemoe.families.read import Config, Read, choice, integer, real, whole
-from edgemoe.families.rope_config import rope_table
+from edgemoe.families.read import Config, Read, choice, integer, real, rope_table, whole
 from edgemoe.families.spec import Heads, KVRow, Tensors
 
 MOST_WIDTH = 1 << 14

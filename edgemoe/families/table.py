@@ -20,8 +20,20 @@ from edgemoe.families.family import (
     limited,
 )
 from edgemoe.families.latent import LATENT, LatentHeads
-from edgemoe.families.layers import by_type, by_type_below, outside_interval, sparse_steps, typed_layers
-from edgemoe.families.read import choice, flag, inverse, number, same, times, whole
+from edgemoe.families.read import (
+    by_type,
+    by_type_below,
+    choice,
+    flag,
+    inverse,
+    number,
+    outside_interval,
+    same,
+    sparse_steps,
+    times,
+    typed_layers,
+    whole,
+)
 from edgemoe.families.spec import Names
 from edgemoe.families.windowed import alternating, clamped_swiglu, gemma, root_of_hidden
 from edgemoe.types.experts import Activation

@@ -8,9 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from edgemoe.errors import CheckpointError, UnsupportedModel
-from edgemoe.families.layers import FULL, SLIDING, layer_count, stated_kinds
-from edgemoe.families.read import Config, integer, real
-from edgemoe.families.rope_config import read_rope
+from edgemoe.families.read import FULL, SLIDING, Config, integer, layer_count, read_rope, real, stated_kinds
 from edgemoe.families.spec import Attention
 from edgemoe.types.bounds import is_number
 from edgemoe.types.experts import Activation

@@ -15,8 +15,7 @@ from transformers.models.hunyuan_v1_moe.modeling_hunyuan_v1_moe import HunYuanMo
 from edgemoe.errors import CheckpointError, UnsupportedModel
 from edgemoe.families.config import spec_from_config
 from edgemoe.families.family import Family
-from edgemoe.families.layers import SLIDING
-from edgemoe.families.rope_config import THETA, read_rope
+from edgemoe.families.read import SLIDING, THETA, read_rope
 from edgemoe.families.spec import (
     Attention,
     Block,

@@ -10,7 +10,7 @@ import transformers
 
 from edgemoe.errors import CheckpointError, UnsupportedModel
 from edgemoe.families.config import spec_from_config
-from edgemoe.families.layers import FULL, SLIDING
+from edgemoe.families.read import FULL, SLIDING
 from edgemoe.families.recipe import expert_recipes
 from edgemoe.families.spec import dense_shapes
 from edgemoe.store.layout import precision
