@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from edgemoe.families.delta import delta_layers
 from edgemoe.families.family import (
     BEYOND,
     BIASES,
@@ -19,7 +18,15 @@ from edgemoe.families.family import (
     Family,
     limited,
 )
-from edgemoe.families.latent import LATENT, LatentHeads
+from edgemoe.families.mechanisms import (
+    LATENT,
+    LatentHeads,
+    alternating,
+    clamped_swiglu,
+    delta_layers,
+    gemma,
+    root_of_hidden,
+)
 from edgemoe.families.read import (
     by_type,
     by_type_below,
@@ -35,7 +42,6 @@ from edgemoe.families.read import (
     whole,
 )
 from edgemoe.families.spec import Names
-from edgemoe.families.windowed import alternating, clamped_swiglu, gemma, root_of_hidden
 from edgemoe.types.experts import Activation
 
 GELU = Activation("gelu_tanh")

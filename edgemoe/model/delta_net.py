@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 from torch.nn.functional import linear, rms_norm, silu, softplus
 
-from edgemoe.families.delta import DeltaHeads
+from edgemoe.families.mechanisms import DeltaHeads
 from edgemoe.kernels.cpu.delta_step import DELTA, scratch_floats
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model.attention import StepContext

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from edgemoe.families.delta import DeltaHeads
+from edgemoe.families.mechanisms import DeltaHeads
 from edgemoe.families.spec import SCALE_BYTES, KVLayout, KVRow, ModelSpec
 from edgemoe.types.step import BLOCK_TOKENS, Batch
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from edgemoe.families.latent import LatentHeads
+from edgemoe.families.mechanisms import LatentHeads
 from edgemoe.kernels.cpu.runtime import Kernels, Paged
 from edgemoe.model.attention import Prefill, Scores, StepContext, prompt_by_kernel, prompt_in_tiles
 from edgemoe.model.dense_weights import FEW_TOKENS, LayerPlace, Norm

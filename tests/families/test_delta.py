@@ -11,7 +11,7 @@ from support.checkpoints import GATED_DELTA, SIZES, tiny_checkpoint
 
 from edgemoe.errors import CheckpointError, UnsupportedModel
 from edgemoe.families.config import spec_from_config
-from edgemoe.families.delta import DeltaHeads
+from edgemoe.families.mechanisms import DeltaHeads
 from edgemoe.families.spec import ModelSpec
 from edgemoe.store.packer import pack
 

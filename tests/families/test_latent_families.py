@@ -11,7 +11,7 @@ import transformers
 
 from edgemoe.errors import CheckpointError, UnsupportedModel
 from edgemoe.families.config import spec_from_config
-from edgemoe.families.latent import LatentHeads
+from edgemoe.families.mechanisms import LatentHeads
 from edgemoe.families.spec import KVRow, RouterSpec, dense_shapes
 
 V2_LITE = {  # DeepSeek-V2-Lite

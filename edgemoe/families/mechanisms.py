@@ -1,0 +1,310 @@
+"""The record of multi-head latent attention [DeepSeek-V2, 2.1], and how configurations write it."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from edgemoe.errors import CheckpointError, UnsupportedModel
+from edgemoe.families.read import (
+    FULL,
+    LINEAR,
+    SLIDING,
+    Config,
+    Read,
+    choice,
+    integer,
+    layer_count,
+    read_rope,
+    real,
+    rope_table,
+    stated_kinds,
+    whole,
+)
+from edgemoe.families.spec import Attention, Heads, KVRow, Tensors
+from edgemoe.types.bounds import is_number
+from edgemoe.types.experts import Activation
+
+MOST_WIDTH = 1 << 14
+
+
+@dataclass(frozen=True, slots=True)
+class LatentHeads(Heads):
+    """The heads of one layer. A token's keys and values are made of `rank` numbers and `dim` that turn.
+
+    `dim` is what rotary embedding turns of a head's key: the same for all heads.
+    """
+
+    mechanism: ClassVar[str] = "latent"
+
+    query_rank: int = 0  # 0: queries are made of the hidden state at once
+    rank: int = 0
+    plain: int = 0  # of a head's key, what rotary embedding leaves alone
+    value: int = 0  # of a head's value
+
+    @property
+    def key(self) -> int:
+        """The width of a head's key."""
+        return self.plain + self.dim
+
+    @property
+    def kv(self) -> KVRow:
+        return KVRow(1, self.rank + self.dim, self.rank, values_in_keys=True)
+
+    def tensors(self, hidden: int) -> Tensors:
+        queries = self.count * self.key
+        if self.query_rank:
+            yield "self_attn.q_a_proj.weight", (self.query_rank, hidden)
+            yield "self_attn.q_a_layernorm.weight", (self.query_rank,)
+            yield "self_attn.q_b_proj.weight", (queries, self.query_rank)
+        else:
+            yield "self_attn.q_proj.weight", (queries, hidden)
+        yield "self_attn.kv_a_proj_with_mqa.weight", (self.rank + self.dim, hidden)
+        yield "self_attn.kv_a_layernorm.weight", (self.rank,)
+        yield "self_attn.kv_b_proj.weight", (self.count * (self.plain + self.value), self.rank)
+        yield "self_attn.o_proj.weight", (hidden, self.count * self.value)
+
+
+def _width(key: str, default: int | None = None) -> Read:
+    """Returns a reader of a width: even, and not beyond reason."""
+    read = whole(key, default=default)
+
+    def width(config: Config) -> int:
+        value: int = read(config)
+        if value % 2 or value > MOST_WIDTH:
+            raise CheckpointError(f"config.json: {key} must be even and at most {MOST_WIDTH}, not {value}")
+        return value
+
+    return width
+
+
+def _value(config: Config) -> int:
+    """Returns the width of a value, which lies in a line as wide as a key."""
+    value, key = (
+        integer(config, "v_head_dim"),
+        integer(config, "qk_nope_head_dim") + integer(config, "qk_rope_head_dim"),
+    )
+    if value > key:
+        raise UnsupportedModel(f"config.json: v_head_dim = {value} is not supported: at most that of keys, {key}")
+    return value
+
+
+def _scale(config: Config) -> float:
+    """Returns what scores are multiplied with: by YaRN, mscale_all_dim's share counts twice."""
+    scale = float((integer(config, "qk_nope_head_dim") + integer(config, "qk_rope_head_dim")) ** -0.5)
+    given = rope_table(config)
+    if (given.get("rope_type") or given.get("type") or "default") != "default" and given.get("mscale_all_dim"):
+        factor = real(given, "factor")
+        scale *= (1.0 if factor <= 1.0 else 0.1 * real(given, "mscale_all_dim") * math.log(factor) + 1.0) ** 2
+    return scale
+
+
+LATENT = {  # how configurations write the record
+    "kv_count": whole("num_attention_heads"),
+    "dim": whole("qk_rope_head_dim"),
+    "query_rank": _width("q_lora_rank", default=0),
+    "rank": _width("kv_lora_rank"),
+    "plain": _width("qk_nope_head_dim"),
+    "value": _value,
+    "scale": _scale,
+    "qkv_bias": choice("attention_bias", {False: False}, False),
+}
+
+
+MOST_TAPS = 64
+Layers = Callable[[Config, Attention], tuple[Attention, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaHeads(Heads):
+    """The heads of a gated delta net: `count` of values, `kv_count` of queries and keys, `dim` those of a key head.
+
+    Each key head serves count / kv_count value heads in a row.
+    """
+
+    mechanism: ClassVar[str] = "delta"
+
+    value_dim: int = 0
+    taps: int = 4  # tokens that the convolution sees, the current one among them
+    grouped: bool = False  # the input projections are two, in each of which a key head's rows lie together
+
+    @property
+    def keys(self) -> int:
+        """Returns the width of all queries, or of all keys."""
+        return self.kv_count * self.dim
+
+    @property
+    def values(self) -> int:
+        return self.count * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Returns the width of the convolution: queries, keys, values."""
+        return 2 * self.keys + self.values
+
+    @property
+    def state_floats(self) -> int:
+        """Returns the numbers in a layer's state: the convolution's tail, and a matrix for each value head."""
+        return (self.taps - 1) * self.channels + self.count * self.dim * self.value_dim
+
+    @property
+    def kv(self) -> KVRow:
+        return KVRow()
+
+    def tensors(self, hidden: int) -> Tensors:
+        if self.grouped:
+            yield "linear_attn.in_proj_qkvz.weight", (self.channels + self.values, hidden)
+            yield "linear_attn.in_proj_ba.weight", (2 * self.count, hidden)
+        else:
+            yield "linear_attn.in_proj_qkv.weight", (self.channels, hidden)
+            yield "linear_attn.in_proj_z.weight", (self.values, hidden)
+            yield "linear_attn.in_proj_b.weight", (self.count, hidden)
+            yield "linear_attn.in_proj_a.weight", (self.count, hidden)
+        yield "linear_attn.conv1d.weight", (self.channels, 1, self.taps)
+        yield "linear_attn.A_log", (self.count,)
+        yield "linear_attn.dt_bias", (self.count,)
+        yield "linear_attn.norm.weight", (self.value_dim,)
+        yield "linear_attn.out_proj.weight", (hidden, self.values)
+
+    def order(self) -> tuple[list[int], list[int]]:
+        """Returns where queries, keys, values and gates, then betas and decays, lie in the grouped projections."""
+        share = self.count // self.kv_count
+        sizes = (self.dim, self.dim, share * self.value_dim, share * self.value_dim)
+        return _ungrouped(sizes, self.kv_count), _ungrouped((share, share), self.kv_count)
+
+
+def _ungrouped(sizes: tuple[int, ...], groups: int) -> list[int]:
+    """Returns the rows of groups with parts of these sizes, part by part."""
+    starts = [sum(sizes[:n]) for n in range(len(sizes))]
+    return [
+        group * sum(sizes) + start + row
+        for start, size in zip(starts, sizes, strict=True)
+        for group in range(groups)
+        for row in range(size)
+    ]
+
+
+def delta_layers(grouped: bool) -> Layers:
+    """Returns the reader of layers that are gated delta nets where the configuration does not say otherwise."""
+
+    def read(config: Config, attention: Attention) -> tuple[Attention, ...]:
+        heads = DeltaHeads(
+            count=integer(config, "linear_num_value_heads", default=32),
+            kv_count=integer(config, "linear_num_key_heads", default=16),
+            dim=integer(config, "linear_key_head_dim", default=128),
+            value_dim=integer(config, "linear_value_head_dim", default=128),
+            taps=integer(config, "linear_conv_kernel_dim", default=4),
+            grouped=grouped,
+        )
+        if not 2 <= heads.taps <= MOST_TAPS:
+            raise CheckpointError(f"config.json: linear_conv_kernel_dim = {heads.taps} is none of 2 to {MOST_TAPS}")
+        kinds = {FULL: attention, LINEAR: replace(attention, heads=heads, rope=None)}
+        return tuple(kinds[kind] for kind in _kinds(config))
+
+    return read
+
+
+def _kinds(config: Config) -> list[str]:
+    """Returns what each layer is: as stated, else every fourth is attention."""
+    kinds = stated_kinds(config, "layer_types", (FULL, LINEAR))
+    if kinds is None:
+        every = integer(config, "full_attention_interval", default=4)
+        kinds = [LINEAR if (layer + 1) % every else FULL for layer in range(layer_count(config))]
+    if FULL not in kinds:
+        raise UnsupportedModel(f"config.json: layer_types has no {FULL}; a model without any is not supported")
+    return kinds
+
+
+GEMMA_PERIOD = 6  # the last of so many layers sees all
+GEMMA_WIDE = 512  # elements of its heads
+GEMMA_ROPE: dict[str, dict[str, Any]] = {
+    SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+    FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+}
+GEMMA_LACKS = {  # what other Gemmas have, and the values that say that this one has not
+    "enable_moe_block": (True,),
+    "hidden_size_per_layer_input": (0, None),
+    "num_kv_shared_layers": (0, None),
+    "use_double_wide_mlp": (False, None),
+    "use_bidirectional_attention": (None, "vision"),  # between the tokens of an image, which are refused
+}
+
+
+def alternating(config: Config, attention: Attention) -> tuple[Attention, ...]:
+    """Gives every other layer a window, the first one among them, where nothing else is said."""
+    full = replace(attention, heads=replace(attention.heads, window=0))
+    return tuple(full if kind == FULL else attention for kind in _kinds(config, period=2))
+
+
+def gemma(config: Config, attention: Attention) -> tuple[Attention, ...]:
+    """Gives full layers their own heads and rotary embedding. Raises UnsupportedModel for other Gemmas."""
+    for key, known in GEMMA_LACKS.items():
+        if config.get(key) not in known:
+            raise UnsupportedModel(f"config.json: {key} = {str(config.get(key))[:80]!r} is not supported")
+    kinds = _kinds(config, GEMMA_PERIOD)
+    if kinds[-1] != FULL:
+        raise CheckpointError(f"config.json: layer_types must end in {FULL!r}")
+    made = {kind: _gemma_layer(config, attention, kind) for kind in (SLIDING, FULL)}
+    own = config.get("per_layer_config")
+    if own is None:
+        return tuple(made[kind] for kind in kinds)
+    if not isinstance(own, Mapping) or not all(is_number(str(each)) for each in own):
+        raise CheckpointError(f"config.json: per_layer_config must be a table by layer, not {str(own)[:80]!r}")
+    numbered = {int(layer): each for layer, each in own.items()}  # written with as many digits as the last one
+    return tuple(_overridden(made[kind], numbered.get(layer, {})) for layer, kind in enumerate(kinds))
+
+
+def clamped_swiglu(config: Config) -> Activation:
+    """Returns gpt-oss's activation."""
+    alpha, limit = real(config, "swiglu_alpha", default=1.702), real(config, "swiglu_limit", default=7.0)
+    return Activation("clamped_swiglu", alpha, limit)
+
+
+def root_of_hidden(config: Config) -> float:
+    """Returns the factor of Gemma's embedding: a number of the weights' type, as the model was trained with."""
+    root = integer(config, "hidden_size") ** 0.5
+    if str(config.get("dtype") or config.get("torch_dtype")).endswith("float32"):
+        return float(root)
+    bits: int = struct.unpack("<I", struct.pack("<f", root))[0]
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+    factor: float = struct.unpack("<f", struct.pack("<I", rounded))[0]
+    return factor
+
+
+def _kinds(config: Config, period: int) -> list[str]:
+    """Returns each layer's kind: what is said, or all SLIDING but every `period`-th."""
+    kinds = stated_kinds(config, "layer_types", (FULL, SLIDING))
+    if kinds is None:
+        return [SLIDING if (layer + 1) % period else FULL for layer in range(layer_count(config))]
+    return kinds
+
+
+def _gemma_layer(config: Config, attention: Attention, kind: str) -> Attention:
+    heads, ropes = attention.heads, config.get("rope_parameters") or GEMMA_ROPE
+    if not isinstance(ropes, Mapping) or not all(isinstance(ropes.get(each), Mapping) for each in (SLIDING, FULL)):
+        raise CheckpointError(f"config.json: rope_parameters must have a table for {SLIDING!r} and one for {FULL!r}")
+    if kind == FULL:
+        usual = GEMMA_WIDE if config.get("per_layer_config") is None else heads.dim
+        heads = replace(heads, window=0, dim=integer(config, "global_head_dim", default=usual))
+        if config.get("attention_k_eq_v"):
+            kv_count = integer(config, "num_global_key_value_heads", default=heads.kv_count)
+            heads = replace(heads, kv_count=kv_count, v_is_k=True)
+    rope, _ = read_rope({**config, "rope_parameters": ropes[kind], "rope_scaling": None}, {}, heads.dim)
+    return Attention(heads, rope)
+
+
+def _overridden(attention: Attention, own: Any) -> Attention:
+    """Returns what a layer attends with where transformers 5 has written down what is its own."""
+    if not isinstance(own, Mapping):
+        raise CheckpointError(f"config.json: per_layer_config must have tables, not {str(own)[:80]!r}")
+    if not own:
+        return attention
+    heads, rope = attention.heads, attention.rope
+    dim = integer(own, "head_dim", default=heads.dim)
+    kv_count = integer(own, "num_key_value_heads", default=heads.kv_count)
+    if rope is not None and rope.dims == heads.dim:
+        rope = replace(rope, dims=dim)
+    return Attention(replace(heads, dim=dim, kv_count=kv_count), rope)
