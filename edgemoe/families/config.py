@@ -10,10 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 from edgemoe.errors import CheckpointError, UnsupportedModel
-from edgemoe.families.family import Family, Given
 from edgemoe.families.read import Config, choice, flag, integer, number, read_rope, whole
 from edgemoe.families.spec import Attention, Block, FeedForward, Heads, ModelSpec, RouterSpec
-from edgemoe.families.table import FAMILIES, REFUSED
+from edgemoe.families.table import FAMILIES, REFUSED, Family, Given
 from edgemoe.types.experts import DTYPE_BYTES, SILU
 
 MAX_EXPERTS = 1 << 17  # of all layers together

@@ -14,7 +14,6 @@ from transformers.models.hunyuan_v1_moe.modeling_hunyuan_v1_moe import HunYuanMo
 
 from edgemoe.errors import CheckpointError, UnsupportedModel
 from edgemoe.families.config import spec_from_config
-from edgemoe.families.family import Family
 from edgemoe.families.read import SLIDING, THETA, read_rope
 from edgemoe.families.spec import (
     Attention,
@@ -27,7 +26,7 @@ from edgemoe.families.spec import (
     RouterSpec,
     dense_shapes,
 )
-from edgemoe.families.table import FAMILIES, REFUSED
+from edgemoe.families.table import FAMILIES, REFUSED, Family
 from edgemoe.model.rope import frequencies
 
 QWEN4 = {  # Qwen3-30B-A3B, as transformers 4 wrote it
