@@ -202,13 +202,13 @@ def delta_layers(grouped: bool) -> Layers:
         if not 2 <= heads.taps <= MOST_TAPS:
             raise CheckpointError(f"config.json: linear_conv_kernel_dim = {heads.taps} is none of 2 to {MOST_TAPS}")
         kinds = {FULL: attention, LINEAR: replace(attention, heads=heads, rope=None)}
-        return tuple(kinds[kind] for kind in _kinds(config))
+        return tuple(kinds[kind] for kind in _delta_kinds(config))
 
     return read
 
 
-def _kinds(config: Config) -> list[str]:
-    """Returns what each layer is: as stated, else every fourth is attention."""
+def _delta_kinds(config: Config) -> list[str]:
+    """Returns each layer's kind, FULL or LINEAR: as stated, else every fourth is FULL."""
     kinds = stated_kinds(config, "layer_types", (FULL, LINEAR))
     if kinds is None:
         every = integer(config, "full_attention_interval", default=4)
@@ -236,7 +236,7 @@ GEMMA_LACKS = {  # what other Gemmas have, and the values that say that this one
 def alternating(config: Config, attention: Attention) -> tuple[Attention, ...]:
     """Gives every other layer a window, the first one among them, where nothing else is said."""
     full = replace(attention, heads=replace(attention.heads, window=0))
-    return tuple(full if kind == FULL else attention for kind in _kinds(config, period=2))
+    return tuple(full if kind == FULL else attention for kind in _window_kinds(config, period=2))
 
 
 def gemma(config: Config, attention: Attention) -> tuple[Attention, ...]:
@@ -244,7 +244,7 @@ def gemma(config: Config, attention: Attention) -> tuple[Attention, ...]:
     for key, known in GEMMA_LACKS.items():
         if config.get(key) not in known:
             raise UnsupportedModel(f"config.json: {key} = {str(config.get(key))[:80]!r} is not supported")
-    kinds = _kinds(config, GEMMA_PERIOD)
+    kinds = _window_kinds(config, GEMMA_PERIOD)
     if kinds[-1] != FULL:
         raise CheckpointError(f"config.json: layer_types must end in {FULL!r}")
     made = {kind: _gemma_layer(config, attention, kind) for kind in (SLIDING, FULL)}
@@ -274,7 +274,7 @@ def root_of_hidden(config: Config) -> float:
     return factor
 
 
-def _kinds(config: Config, period: int) -> list[str]:
+def _window_kinds(config: Config, period: int) -> list[str]:
     """Returns each layer's kind: what is said, or all SLIDING but every `period`-th."""
     kinds = stated_kinds(config, "layer_types", (FULL, SLIDING))
     if kinds is None:
