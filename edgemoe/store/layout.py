@@ -15,14 +15,12 @@ from typing import Any
 
 from edgemoe.errors import CheckpointError, UnsupportedModel
 from edgemoe.families.config import decoder_config, spec_from_config
-from edgemoe.families.recipe import SourceRows, expert_recipes
 from edgemoe.families.spec import ModelSpec, Shape, dense_shapes
 from edgemoe.store.checkpoint import ITEM_BYTES, Checkpoint
 from edgemoe.store.manifest import DENSE, Manifest, layer_file
-from edgemoe.store.pieces import Piece, Run, pieces_of
+from edgemoe.store.pieces import Piece, Run, SourceTensors, expert_recipes, pieces_of
 from edgemoe.store.quantized import check_method
-from edgemoe.store.source_tensors import SourceTensors
-from edgemoe.store.sources import Source
+from edgemoe.store.sources import Source, SourceRows
 from edgemoe.store.wanted import KEEP, WantedEncodings
 from edgemoe.types.encoding import ENCODINGS, FLOAT32, Encoding
 from edgemoe.types.experts import padded

@@ -2,13 +2,122 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
-from edgemoe.families.recipe import SourceRows
-from edgemoe.store.checkpoint import Tensor
-from edgemoe.store.sources import Source, Transform, transforms
+from edgemoe.errors import CheckpointError, UnsupportedModel
+from edgemoe.families.spec import ExpertNames, ModelSpec, Shape
+from edgemoe.store.checkpoint import Checkpoint, Tensor
+from edgemoe.store.quantized import UNUSED, find_source, has_source
+from edgemoe.store.sources import Source, SourceRows, Transform, transforms
 from edgemoe.types.encoding import Encoding
+from edgemoe.types.experts import ExpertGeometry
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertRecipe:
+    """One expert: gate rows and up rows, down rows, and its biases."""
+
+    gate_up: tuple[SourceRows, ...]
+    down: tuple[SourceRows, ...]
+    biases: tuple[SourceRows, ...] = ()
+
+
+def expert_recipes(spec: ModelSpec, layer: int, has: Callable[[str], bool]) -> Iterator[ExpertRecipe]:
+    """Yields the experts of a layer, which is counted among all. `has` tells whether the checkpoint has a tensor."""
+    names, geometry = spec.names.experts(layer), spec.geometry
+    if has(names.gate_up):
+        for expert in range(geometry.experts):
+            yield _of_stack(names, geometry, expert)
+        return
+    rows = (geometry.width, geometry.hidden)
+    for expert in range(geometry.experts):
+        gate, up, last = names.separate(expert)
+        yield ExpertRecipe((SourceRows(gate, rows), SourceRows(up, rows)), (SourceRows(last, geometry.down_shape),))
+
+
+def _of_stack(names: ExpertNames, geometry: ExpertGeometry, expert: int) -> ExpertRecipe:
+    gate_up = _matrix(names.gate_up, geometry.gate_up_shape, names, geometry, expert)
+    down = _matrix(names.down, geometry.down_shape, names, geometry, expert)
+    biases: tuple[SourceRows, ...] = ()
+    if geometry.biases:
+        both, last = (
+            SourceRows(f"{name}_bias", (geometry.experts, rows), (expert,))
+            for name, rows in ((names.gate_up, 2 * geometry.width), (names.down, geometry.hidden))
+        )
+        biases = (*_gate_and_up(both, names), last)
+    return ExpertRecipe(_gate_and_up(gate_up, names), (down,), biases)
+
+
+def _matrix(name: str, shape: Shape, names: ExpertNames, geometry: ExpertGeometry, expert: int) -> SourceRows:
+    stored = shape[::-1] if names.transposed else shape
+    return SourceRows(name, (geometry.experts, *stored), (expert,), names.transposed)
+
+
+def _gate_and_up(both: SourceRows, names: ExpertNames) -> tuple[SourceRows, ...]:
+    """Puts the rows, or elements, of gate before those of up."""
+    if not names.interleaved:
+        return (both,)
+    return replace(both, rows=range(0, both.count, 2)), replace(both, rows=range(1, both.count, 2))
+
+
+IGNORED = ("rotary_emb.inv_freq",)  # buffers that old checkpoints carry and that follow from the configuration
+
+
+class SourceTensors:
+    """Finds tensors, each once; `rounded` counts those that are float16 and become bfloat16."""
+
+    def __init__(self, checkpoint: Checkpoint, spec: ModelSpec) -> None:
+        self.rounded = 0
+        self._spec, self._checkpoint = spec, checkpoint
+        self._left = dict(checkpoint.tensors)
+        self._stacks: dict[str, Source] = {}
+
+    def has(self, name: str) -> bool:
+        """Returns whether a tensor is there that has not been taken."""
+        return any(has_source(self._left, spelling) for spelling in self._spec.names.spellings(name))
+
+    def take(self, name: str, shape: Shape) -> Source:
+        """Returns a tensor. Raises CheckpointError and UnsupportedModel where it is not as it should be."""
+        found = [each for each in self._spec.names.spellings(name) if has_source(self._left, each)]
+        where = self._checkpoint.directory
+        if not found:
+            raise CheckpointError(f"{where}: tensor {name} is missing; its shape should be {list(shape)}")
+        if len(found) > 1:
+            raise CheckpointError(f"{where}: {' and '.join(found)} are the same tensor")
+        source = find_source(self._left, found[0], shape, self._checkpoint.config)
+        for tensor in (source.codes, source.scales):
+            if tensor is not None:
+                del self._left[tensor.name]
+        self.rounded += source.kind == "F16"
+        return source
+
+    def rows(self, take: SourceRows) -> tuple[Source, SourceRows]:
+        """Returns where some rows lie; of MXFP4 a stack's matrices are [rows, columns], however others spell them."""
+        stored = take
+        if take.transposed and any(f"{each}_blocks" in self._left for each in self._spec.names.spellings(take.source)):
+            *lead, columns, rows = take.shape
+            stored = replace(take, shape=(*lead, rows, columns), transposed=False)
+        if not take.index:
+            return self.take(take.source, stored.shape), stored
+        if take.source not in self._stacks:
+            self._stacks[take.source] = self.take(take.source, stored.shape)
+        source = self._stacks[take.source]
+        return source, replace(take, shape=source.shape, transposed=take.transposed and source.kind != "mxfp4")
+
+    def refuse_leftovers(self) -> None:
+        """Raises UnsupportedModel where tensors are left that the configuration does not ask for."""
+        ignored = (*IGNORED, "lm_head.weight") if self._spec.block.tied else IGNORED
+        if self._checkpoint.config.get("quantization_config"):
+            ignored = (*ignored, *UNUSED)
+        skipped = [pattern.replace("{layers}", str(self._spec.layers)) for pattern in self._spec.names.skipped]
+        left = [name for name in self._left if not name.endswith(ignored)]
+        if left := [name for name in left if not any(re.match(pattern, name) for pattern in skipped)]:
+            raise UnsupportedModel(
+                f"{self._checkpoint.directory}: {len(left)} tensors have no place in a {self._spec.architecture} "
+                f"of this configuration, such as {left[0]!r}"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 
 from edgemoe.encodings.codec import E2M1, E4M3, from_bf16, pack, place
-from edgemoe.families.recipe import SourceRows
 from edgemoe.store.checkpoint import Tensor
 from edgemoe.types.encoding import Encoding
 
@@ -25,6 +24,28 @@ Read = Callable[[Tensor, int, int], Bytes]  # so many bytes of a tensor, from an
 PLAIN = {"F32": "float32", "BF16": "bfloat16", "F16": "bfloat16"}  # safetensors dtype -> the encoding that keeps it
 EXPONENTS = ("U8", "F8_E8M0")  # types of scales that are powers of two
 TRANSFORM_WEIGHTS = 1 << 22  # of one transformation, where rows may be cut
+
+
+@dataclass(frozen=True, slots=True)
+class SourceRows:
+    """Rows of a source matrix, or elements of a source vector."""
+
+    source: str  # the tensor's name in the family's newest spelling, unquantised
+    shape: Shape  # of the whole source tensor
+    index: tuple[int, ...] = ()  # which matrix of a stack
+    transposed: bool = False  # the source holds [columns, rows]
+    rows: range | None = None  # which of the matrix, in this order; None: all
+
+    @property
+    def matrix(self) -> Shape:
+        """Returns the shape after `index` and transposition, before `rows`."""
+        shape = self.shape[len(self.index) :]
+        return shape[::-1] if self.transposed else shape
+
+    @property
+    def count(self) -> int:
+        """Returns how many rows, or elements, it yields."""
+        return self.matrix[0] if self.rows is None else len(self.rows)
 
 
 @dataclass(frozen=True, slots=True)

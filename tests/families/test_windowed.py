@@ -11,9 +11,9 @@ import transformers
 from edgemoe.errors import CheckpointError, UnsupportedModel
 from edgemoe.families.config import spec_from_config
 from edgemoe.families.read import FULL, SLIDING
-from edgemoe.families.recipe import expert_recipes
 from edgemoe.families.spec import dense_shapes
 from edgemoe.store.layout import precision
+from edgemoe.store.pieces import expert_recipes
 from edgemoe.types.experts import Activation
 
 GPT_OSS: dict[str, Any] = {  # openai/gpt-oss-20b
