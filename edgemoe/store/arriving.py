@@ -51,7 +51,7 @@ from edgemoe.store.packer import (
     told_as_store_error,
 )
 from edgemoe.store.pieces import Copy, Run
-from edgemoe.store.quantized import check_method, quantisation
+from edgemoe.store.sources import check_method, quantisation
 from edgemoe.store.wanted import WantedEncodings
 from edgemoe.store.writer import check_scales, intact, write_file
 from edgemoe.types.arrays import Json

@@ -19,8 +19,7 @@ from edgemoe.families.spec import ModelSpec, Shape, dense_shapes
 from edgemoe.store.checkpoint import ITEM_BYTES, Checkpoint
 from edgemoe.store.manifest import DENSE, Manifest, layer_file
 from edgemoe.store.pieces import Piece, Run, SourceTensors, expert_recipes, pieces_of
-from edgemoe.store.quantized import check_method
-from edgemoe.store.sources import Source, SourceRows
+from edgemoe.store.sources import Source, SourceRows, check_method
 from edgemoe.store.wanted import KEEP, WantedEncodings
 from edgemoe.types.encoding import ENCODINGS, FLOAT32, Encoding
 from edgemoe.types.experts import padded

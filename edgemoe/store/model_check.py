@@ -16,7 +16,7 @@ from edgemoe.families.config import spec_from_config
 from edgemoe.families.spec import ModelSpec
 from edgemoe.store.checkpoint import CONFIG, read_json
 from edgemoe.store.layout import precision
-from edgemoe.store.quantized import check_method, quantisation
+from edgemoe.store.sources import check_method, quantisation
 
 GGUF_MAGIC = b"GGUF"
 GGUF_HEAD_BYTES = 1 << 16  # of the file, in which the first keys lie

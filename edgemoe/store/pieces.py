@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from edgemoe.errors import CheckpointError, UnsupportedModel
 from edgemoe.families.spec import ExpertNames, ModelSpec, Shape
 from edgemoe.store.checkpoint import Checkpoint, Tensor
-from edgemoe.store.quantized import UNUSED, find_source, has_source
-from edgemoe.store.sources import Source, SourceRows, Transform, transforms
+from edgemoe.store.sources import UNUSED, Source, SourceRows, Transform, find_source, has_source, transforms
 from edgemoe.types.encoding import Encoding
 from edgemoe.types.experts import ExpertGeometry
 

@@ -24,8 +24,8 @@ from edgemoe.errors import CheckpointError, ConfigError, StoreError, Unsupported
 from edgemoe.store.consistency import spec_of
 from edgemoe.store.manifest import JOURNAL, MANIFEST, Manifest
 from edgemoe.store.packer import ensure_store, pack
-from edgemoe.store.quantized import check_method
 from edgemoe.store.reader import ExpertStore
+from edgemoe.store.sources import check_method
 from edgemoe.store.verify import verify_weights
 from edgemoe.store.wanted import WantedEncodings
 from edgemoe.types.encoding import ENCODINGS

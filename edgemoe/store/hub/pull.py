@@ -27,7 +27,7 @@ from edgemoe.store.hub.listing import HubFile, Listing
 from edgemoe.store.layout import precision
 from edgemoe.store.manifest import MANIFEST, finish_clearing
 from edgemoe.store.packer import AS_IT_IS, SPARE_BYTES, Progress, place_of, silent, told_as_store_error
-from edgemoe.store.quantized import check_method
+from edgemoe.store.sources import check_method
 from edgemoe.store.wanted import KEEP, WantedEncodings
 from edgemoe.types.encoding import ENCODINGS
 
