@@ -14,10 +14,10 @@ from edgemoe.store.arriving import arriving_store, pack_arrived
 from edgemoe.store.catalog import is_store
 from edgemoe.store.checkpoint import Checkpoint, check_tokenizer
 from edgemoe.store.files import ARRIVING, lock_store
+from edgemoe.store.layout import WantedEncodings
 from edgemoe.store.manifest import MANIFEST
 from edgemoe.store.model_check import spec_at
 from edgemoe.store.packer import AS_IT_IS, Progress, ensure_store, pack, place_of, told_as_store_error
-from edgemoe.store.wanted import WantedEncodings
 from edgemoe.telemetry.log import configure
 
 MOST_TEXT_BYTES = 16 << 20

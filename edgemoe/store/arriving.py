@@ -38,7 +38,7 @@ from edgemoe.store.checkpoint import (
     weight_files,
 )
 from edgemoe.store.files import lock_store
-from edgemoe.store.layout import FilePlan, plan, plan_layer
+from edgemoe.store.layout import FilePlan, WantedEncodings, plan, plan_layer
 from edgemoe.store.manifest import JOURNAL, MANIFEST, SHARDS, Manifest, clear
 from edgemoe.store.packer import (
     AS_IT_IS,
@@ -52,7 +52,6 @@ from edgemoe.store.packer import (
 )
 from edgemoe.store.pieces import Copy, Run
 from edgemoe.store.sources import check_method, quantisation
-from edgemoe.store.wanted import WantedEncodings
 from edgemoe.store.writer import check_scales, intact, write_file
 from edgemoe.types.arrays import Json
 

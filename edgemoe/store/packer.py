@@ -22,7 +22,7 @@ from edgemoe.durable import make_folder, remove_file, replace_file
 from edgemoe.errors import StoreError, StoreInUse, StoreVersionError
 from edgemoe.store.checkpoint import Checkpoint
 from edgemoe.store.files import ARRIVING, LOCK, checksum, lock_holder, lock_store
-from edgemoe.store.layout import FilePlan, Layout, plan
+from edgemoe.store.layout import FilePlan, Layout, WantedEncodings, plan
 from edgemoe.store.manifest import (
     DENSE,
     JOURNAL,
@@ -39,7 +39,6 @@ from edgemoe.store.manifest import (
     content_digest,
     finish_clearing,
 )
-from edgemoe.store.wanted import WantedEncodings
 from edgemoe.store.writer import check_scales, copy_file, intact, write_file
 
 Progress = Callable[[int, int], None]  # (bytes done, bytes in all)

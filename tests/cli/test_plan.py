@@ -30,9 +30,9 @@ from edgemoe.errors import EdgemoeError
 from edgemoe.experts.build import ExpertTiers
 from edgemoe.experts.compute.cost_model import WORTH_S
 from edgemoe.kernels.cpu.runtime import Kernels
+from edgemoe.store.layout import WantedEncodings
 from edgemoe.store.manifest import Manifest
 from edgemoe.store.packer import pack
-from edgemoe.store.wanted import WantedEncodings
 from edgemoe.telemetry import probes
 from edgemoe.types.machine import Gpu, Machine
 

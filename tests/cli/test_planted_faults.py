@@ -23,9 +23,9 @@ from support.waiting import until
 from edgemoe.cli.doctor.remedies import REMEDIES
 from edgemoe.cluster.rpc.keys import generate, load_peers
 from edgemoe.demo import model_path
+from edgemoe.store.layout import WantedEncodings
 from edgemoe.store.manifest import Manifest
 from edgemoe.store.packer import pack
-from edgemoe.store.wanted import WantedEncodings
 from tools.testbed.limits import Group, Limits
 
 ROOT = Path(__file__).parents[2]

@@ -17,8 +17,8 @@ from support.waiting import wait_until
 
 from edgemoe.kernels.cpu.expert_math import ExpertMath, WayLimits
 from edgemoe.kernels.cpu.runtime import Kernels
+from edgemoe.store.layout import WantedEncodings
 from edgemoe.store.packer import AS_IT_IS
-from edgemoe.store.wanted import WantedEncodings
 from edgemoe.types.step import StepRouting
 
 EXPERTS, LAYERS, TOKENS = 18, 3, 24

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from edgemoe.cli.parser import build_parser
 from edgemoe.families.table import FAMILIES, REFUSED
-from edgemoe.store.wanted import WantedEncodings
+from edgemoe.store.layout import WantedEncodings
 
 ROOT = Path(__file__).parents[2]
 MODELS, README = ((ROOT / name).read_text() for name in ("docs/models.md", "README.md"))

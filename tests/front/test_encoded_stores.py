@@ -20,9 +20,9 @@ from edgemoe.config.settings import MemorySettings
 from edgemoe.demo import model_path
 from edgemoe.front.main import WORKER, Front
 from edgemoe.store.consistency import spec_of
+from edgemoe.store.layout import WantedEncodings
 from edgemoe.store.manifest import Manifest
 from edgemoe.store.packer import pack
-from edgemoe.store.wanted import WantedEncodings
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 PROMPTS = ["def main(argv):\n    ", "The file system", "12 + 30 =", 'msgid "Cancel"\nmsgstr "']

@@ -13,8 +13,8 @@ from support.synthetic import EXPERTS, checkpoint, dataset
 from edgemoe.demo import model_path
 from edgemoe.experts.predict.scoutgate import export
 from edgemoe.experts.predict.scoutgate.model import ScoutGate, ScoutGateShape
+from edgemoe.store.layout import WantedEncodings
 from edgemoe.store.packer import pack
-from edgemoe.store.wanted import WantedEncodings
 from scoutgate.data import Recording
 from scoutgate.embedding import load_embedding
 from scoutgate.evaluate import Judged, judge_run, plot, positions_for, table

@@ -22,9 +22,9 @@ from edgemoe.store.arriving import arriving_store, pack_arrived
 from edgemoe.store.catalog import remove, verify
 from edgemoe.store.checkpoint import read_header
 from edgemoe.store.files import is_in_use
+from edgemoe.store.layout import WantedEncodings
 from edgemoe.store.manifest import JOURNAL, MANIFEST, SHARDS, Manifest
 from edgemoe.store.packer import AS_IT_IS, pack
-from edgemoe.store.wanted import WantedEncodings
 
 Make = Callable[..., Path]
 SHAPE = {"hidden_size": 64, "moe_intermediate_size": 32, "head_dim": 16}

@@ -22,12 +22,12 @@ from edgemoe.encodings.codec import pack as encode
 from edgemoe.encodings.codec import unpack
 from edgemoe.errors import CheckpointError, ConfigError, StoreError, UnsupportedModel
 from edgemoe.store.consistency import spec_of
+from edgemoe.store.layout import WantedEncodings
 from edgemoe.store.manifest import JOURNAL, MANIFEST, Manifest
 from edgemoe.store.packer import ensure_store, pack
 from edgemoe.store.reader import ExpertStore
 from edgemoe.store.sources import check_method
 from edgemoe.store.verify import verify_weights
-from edgemoe.store.wanted import WantedEncodings
 from edgemoe.types.encoding import ENCODINGS
 
 Make = Callable[..., Path]

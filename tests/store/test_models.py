@@ -18,10 +18,10 @@ from edgemoe.config.settings import ModelSettings, Settings
 from edgemoe.errors import CheckpointError, CorruptExpert, StoreError
 from edgemoe.store import catalog as models
 from edgemoe.store.files import LOCK, note_use
+from edgemoe.store.layout import WantedEncodings
 from edgemoe.store.manifest import JOURNAL, MANIFEST, Manifest
 from edgemoe.store.packer import ensure_store, pack
 from edgemoe.store.reader import ExpertStore
-from edgemoe.store.wanted import WantedEncodings
 
 Make = Callable[..., Path]
 CODED = WantedEncodings.parse("int4", "int8")

@@ -10,8 +10,8 @@ from support.checkpoints import gemma_that_sees, mxfp4_checkpoint, tiny_checkpoi
 
 from edgemoe.encodings.codec import unpack
 from edgemoe.store.consistency import spec_of
+from edgemoe.store.layout import WantedEncodings
 from edgemoe.store.packer import pack
-from edgemoe.store.wanted import WantedEncodings
 from edgemoe.types.encoding import MXFP4
 
 

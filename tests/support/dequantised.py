@@ -11,8 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from edgemoe.encodings.codec import pack, unpack
-from edgemoe.store.layout import MATRICES
-from edgemoe.store.wanted import WantedEncodings
+from edgemoe.store.layout import MATRICES, WantedEncodings
 from edgemoe.types.encoding import ENCODINGS
 
 

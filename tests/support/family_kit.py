@@ -15,10 +15,10 @@ from edgemoe.model.decoder import Decoder
 from edgemoe.model.kv import KVCache
 from edgemoe.policy.baselines import LRU
 from edgemoe.store.consistency import spec_of
+from edgemoe.store.layout import WantedEncodings
 from edgemoe.store.manifest import DENSE
 from edgemoe.store.packer import AS_IT_IS, pack
 from edgemoe.store.reader import ExpertStore
-from edgemoe.store.wanted import WantedEncodings
 from edgemoe.types.experts import Tier, padded
 from support.engine_kit import Drive, Model, prompt
 from support.tiers_kit import running

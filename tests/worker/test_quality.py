@@ -18,10 +18,9 @@ from edgemoe.demo import model_path
 from edgemoe.errors import ConfigError
 from edgemoe.model.decoder import Decoder
 from edgemoe.store.checkpoint import Checkpoint
-from edgemoe.store.layout import plan
+from edgemoe.store.layout import WantedEncodings, plan
 from edgemoe.store.manifest import DENSE, Manifest
 from edgemoe.store.packer import AS_IT_IS, pack, silent
-from edgemoe.store.wanted import WantedEncodings
 from edgemoe.worker.quality import Quality, TextModel, TextReader, compare, original, stored, summary
 from tools.demo_model import arithmetic, chat
 

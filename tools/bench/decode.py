@@ -36,7 +36,7 @@ from edgemoe.cli.plan.miniature import Ours, random_decoder, resident_tiers, wit
 from edgemoe.families.config import spec_from_config  # noqa: E402
 from edgemoe.families.spec import ModelSpec  # noqa: E402
 from edgemoe.kernels.cpu.runtime import Kernels  # noqa: E402
-from edgemoe.store.wanted import CHOICES, KEEP  # noqa: E402
+from edgemoe.store.layout import CHOICES, KEEP  # noqa: E402
 from tools.bench.make_model import make_config  # noqa: E402
 from tools.bench.oracle import Oracle, spawn  # noqa: E402
 

@@ -11,8 +11,8 @@ from edgemoe.config.settings import Settings
 from edgemoe.config.sizes import parse_rate
 from edgemoe.errors import ConfigError
 from edgemoe.rights import become_owner
+from edgemoe.store.layout import WantedEncodings
 from edgemoe.store.packer import Progress
-from edgemoe.store.wanted import WantedEncodings
 from edgemoe.telemetry.log import configure
 
 

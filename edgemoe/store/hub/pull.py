@@ -24,11 +24,10 @@ from edgemoe.store.checkpoint import CONFIG, INDEX, SINGLE, TOKENIZER, Checkpoin
 from edgemoe.store.files import ARRIVING, lock_store
 from edgemoe.store.hub.hub import Hub
 from edgemoe.store.hub.listing import HubFile, Listing
-from edgemoe.store.layout import precision
+from edgemoe.store.layout import KEEP, WantedEncodings, precision
 from edgemoe.store.manifest import MANIFEST, finish_clearing
 from edgemoe.store.packer import AS_IT_IS, SPARE_BYTES, Progress, place_of, silent, told_as_store_error
 from edgemoe.store.sources import check_method
-from edgemoe.store.wanted import KEEP, WantedEncodings
 from edgemoe.types.encoding import ENCODINGS
 
 FOLDER = ".hub"

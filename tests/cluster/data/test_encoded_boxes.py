@@ -13,8 +13,8 @@ from support.dequantised import dequantised
 from support.engines import EXPERTS, LAYERS, EngineBox, adopt, peers_of, plan_for, prompts, running
 from support.waiting import wait_until
 
+from edgemoe.store.layout import WantedEncodings
 from edgemoe.store.packer import pack
-from edgemoe.store.wanted import WantedEncodings
 
 SHAPE = {"hidden_size": 64, "moe_intermediate_size": 32, "head_dim": 16}
 TOTAL, TOKENS = LAYERS * EXPERTS, 64
