@@ -9,8 +9,7 @@ from safetensors import SafetensorError, safe_open
 
 from edgemoe.encodings.codec import unpack
 from edgemoe.errors import EdgemoeError
-from edgemoe.store.consistency import spec_of
-from edgemoe.store.manifest import Manifest
+from edgemoe.store.manifest import Manifest, spec_of
 from edgemoe.types.encoding import ENCODINGS
 from scoutgate.data import Recording
 

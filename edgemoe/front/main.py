@@ -40,8 +40,7 @@ from edgemoe.front.request_router import RequestRouter
 from edgemoe.front.supervisor import Supervisor
 from edgemoe.guard import refuse_pickle
 from edgemoe.heap import give_back, give_back_often, keep_freed, settle
-from edgemoe.store.manifest import MANIFEST, Manifest
-from edgemoe.store.verify import verify_copies
+from edgemoe.store.manifest import MANIFEST, Manifest, verify_copies
 from edgemoe.ticking import until_tick
 
 log = logging.getLogger(__name__)

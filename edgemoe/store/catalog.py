@@ -21,13 +21,11 @@ from edgemoe.config.sizes import format_size
 from edgemoe.durable import remove_file, remove_tree
 from edgemoe.errors import CheckpointError, StoreError
 from edgemoe.store.checkpoint import check_tokenizer
-from edgemoe.store.consistency import spec_of
 from edgemoe.store.files import ARRIVING, is_in_use, last_used_s, lock_store, page_memory
-from edgemoe.store.manifest import JOURNAL, MANIFEST, Manifest, model_of
+from edgemoe.store.manifest import JOURNAL, MANIFEST, Manifest, model_of, spec_of, verify_copy, verify_weights
 from edgemoe.store.model_check import demand_path, missing_part, spec_at
 from edgemoe.store.packer import Progress, ensure_store, silent
 from edgemoe.store.reader import ExpertStore
-from edgemoe.store.verify import verify_copy, verify_weights
 from edgemoe.types.experts import padded
 from edgemoe.types.model_info import commonest_first, encodings_text
 

@@ -7,8 +7,10 @@ configuration and tokenizer files. An expert that is not listed is absent, which
 from __future__ import annotations
 
 import contextlib
+import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Self
@@ -18,9 +20,11 @@ from msgspec import Meta
 
 from edgemoe.durable import remove_file, remove_tree, replace_file, sync
 from edgemoe.errors import CorruptExpert, StoreError, StoreVersionError
-from edgemoe.store.files import checksum, file_bytes, lock_store
+from edgemoe.families.config import spec_from_config
+from edgemoe.families.spec import ModelSpec, dense_shapes
+from edgemoe.store.files import PageFile, checksum, file_bytes, header_bytes, lock_store, range_checksum
 from edgemoe.types.arrays import Json
-from edgemoe.types.encoding import ENCODINGS
+from edgemoe.types.encoding import BFLOAT16, ENCODINGS
 from edgemoe.types.experts import PAGE_BYTES, padded
 
 VERSION = 2
@@ -248,3 +252,105 @@ def clear(store: Path) -> None:
 def model_of(store: str) -> str:
     """Returns a store's name, as the packer makes it, without version and fingerprint."""
     return re.sub(r"-v\d+-[0-9a-f]{12}$", "", store)
+
+
+def spec_of(manifest: Manifest) -> ModelSpec:
+    """Returns the model of a store, whose files hold what it takes.
+
+    So memory that is reserved by the configuration is bounded by the files' sizes. Raises UnsupportedModel,
+    CheckpointError, and StoreError where they contradict each other.
+    """
+    spec = spec_from_config(manifest.spec_config)
+    experts = tuple(layer.encoding or manifest.dtype for layer in manifest.layers)
+    if any(encoding != manifest.dtype for encoding in experts):
+        spec = replace(spec, encodings=experts)
+    spec = replace(spec, dense_encoding=manifest.dense.encoding)
+    geometry = spec.geometry
+    if len(manifest.layers) != geometry.layers:
+        raise _contradiction(manifest, f"{len(manifest.layers)} layers of experts", f"{geometry.layers}")
+    for layer, entry in enumerate(manifest.layers):
+        count, expert_bytes = geometry.experts_of(layer), geometry.expert_bytes(layer)
+        for expert in entry.experts:
+            if expert.expert >= count:
+                raise _contradiction(manifest, f"an expert {expert.expert} of layer {layer}", f"{count} experts")
+            if expert.bytes != expert_bytes:
+                found = f"{expert.bytes} bytes for expert {expert.expert} of layer {layer}"
+                raise _contradiction(manifest, found, f"{expert_bytes} bytes an expert")
+    encoding = ENCODINGS.get(manifest.dense.encoding, BFLOAT16)
+    least_bytes = sum(map(math.prod, dense_shapes(spec).values())) * encoding.bits // 8
+    if manifest.dense.bytes < least_bytes:
+        raise _contradiction(manifest, f"{manifest.dense.bytes} bytes of dense weights", f"{least_bytes} or more")
+    return spec
+
+
+def _contradiction(manifest: Manifest, found: str, configured: str) -> StoreError:
+    return StoreError(
+        f"{MANIFEST} of {manifest.name[:80]} has {found}, its configuration says {configured}; "
+        "pack the checkpoint again"
+    )
+
+
+THREADS = 4  # that read and hash blocks of one file
+READ_BY_NAME = (".json", ".jinja")  # files that are used because they are there, whoever put them there
+
+
+def verify_weights(directory: Path, entry: LayerEntry | DenseEntry) -> None:
+    """Compares a weight file's header, and all dense weights, with the manifest. Raises StoreError."""
+    _verify(directory, entry, direct=True)
+
+
+def verify_dense(directory: Path, entry: DenseEntry, tell: Callable[[float], None]) -> None:
+    """Compares the dense weights with the manifest and leaves them in the page cache, for who loads them next.
+
+    `tell` hears which share is done. Raises StoreError.
+    """
+    _verify(directory, entry, direct=False, tell=tell)
+
+
+def _verify(
+    directory: Path, entry: LayerEntry | DenseEntry, *, direct: bool, tell: Callable[[float], None] | None = None
+) -> None:
+    path = directory / entry.file
+    try:
+        with PageFile(path, direct=direct) as file:
+            start = min(header_bytes(file), entry.bytes)
+            intact = range_checksum(file, 0, start) == entry.header
+            if intact and isinstance(entry, DenseEntry):
+                found = range_checksum(file, start, entry.bytes - start, threads=THREADS, tell=tell)
+                intact = found == entry.xxh3_128
+    except (OSError, EOFError) as error:
+        raise StoreError(f"{path} cannot be read: {error}") from error
+    if not intact:
+        raise _damaged(path)
+
+
+def verify_copy(directory: Path, entry: CopyEntry) -> None:
+    """Compares one file that came from the checkpoint as it is. Raises StoreError."""
+    path = directory / entry.file
+    try:
+        with PageFile(path, direct=False) as file:
+            found = range_checksum(file, 0, entry.bytes)
+    except (OSError, EOFError) as error:
+        raise StoreError(f"{path} cannot be read: {error}") from error
+    if found != entry.xxh3_128:
+        raise _damaged(path)
+
+
+def verify_copies(directory: Path, manifest: Manifest) -> None:
+    """Compares configuration, tokenizer and chat template with the manifest, before anything reads them.
+
+    Raises StoreError, for a file of their kind that the manifest does not know too.
+    """
+    for entry in manifest.files:
+        verify_copy(directory, entry)
+    known = {MANIFEST, JOURNAL, *(entry.file for entry in manifest.files)}
+    for path in sorted(directory.iterdir()):
+        if path.suffix in READ_BY_NAME and path.name not in known:
+            raise StoreError(f"{path} is not part of this store; remove it, or pack a checkpoint that has it")
+
+
+def _damaged(path: Path) -> StoreError:
+    return StoreError(
+        f"{path} is damaged: its checksum is wrong; `edgemoe models verify {path.parent}` lists all that is, "
+        "packing the checkpoint again mends it"
+    )

@@ -31,11 +31,9 @@ from edgemoe.jit.object_cache import Compiling, link
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model.decoder import Decoder
 from edgemoe.model.kv import KVCache
-from edgemoe.store.consistency import spec_of
 from edgemoe.store.files import note_use
-from edgemoe.store.manifest import DENSE, Manifest
+from edgemoe.store.manifest import DENSE, Manifest, spec_of, verify_copies, verify_dense
 from edgemoe.store.reader import ExpertStore
-from edgemoe.store.verify import verify_copies, verify_dense
 from edgemoe.telemetry import probes
 from edgemoe.telemetry.recorder import Recorder
 from edgemoe.telemetry.recording import Header

@@ -24,10 +24,9 @@ from edgemoe.kernels.cpu.encoded.layout import ExpertLayout
 from edgemoe.kernels.cpu.expert_math import ExpertMath, ExpertSlab
 from edgemoe.model.decoder import Decoder
 from edgemoe.store.checkpoint import Checkpoint
-from edgemoe.store.consistency import spec_of
 from edgemoe.store.files import page_memory
 from edgemoe.store.layout import Layout, plan
-from edgemoe.store.manifest import DENSE, Manifest
+from edgemoe.store.manifest import DENSE, Manifest, spec_of
 from edgemoe.store.packer import AS_IT_IS, Progress
 from edgemoe.store.reader import ExpertStore
 from edgemoe.store.writer import CheckpointReader, write_file

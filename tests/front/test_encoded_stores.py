@@ -19,9 +19,8 @@ from edgemoe.cli import main
 from edgemoe.config.settings import MemorySettings
 from edgemoe.demo import model_path
 from edgemoe.front.main import WORKER, Front
-from edgemoe.store.consistency import spec_of
 from edgemoe.store.layout import WantedEncodings
-from edgemoe.store.manifest import Manifest
+from edgemoe.store.manifest import Manifest, spec_of
 from edgemoe.store.packer import pack
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

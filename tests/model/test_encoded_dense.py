@@ -12,9 +12,8 @@ from support.tiny_models import ResidentExperts, Session, Tiny
 
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model.decoder import Decoder
-from edgemoe.store.consistency import spec_of
 from edgemoe.store.layout import WantedEncodings
-from edgemoe.store.manifest import DENSE
+from edgemoe.store.manifest import DENSE, spec_of
 from edgemoe.store.packer import pack
 
 SIZES = {"hidden_size": 128, "moe_intermediate_size": 32, "head_dim": 32}

@@ -21,13 +21,11 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from edgemoe.encodings.codec import pack as encode
 from edgemoe.encodings.codec import unpack
 from edgemoe.errors import CheckpointError, ConfigError, StoreError, UnsupportedModel
-from edgemoe.store.consistency import spec_of
 from edgemoe.store.layout import WantedEncodings
-from edgemoe.store.manifest import JOURNAL, MANIFEST, Manifest
+from edgemoe.store.manifest import JOURNAL, MANIFEST, Manifest, spec_of, verify_weights
 from edgemoe.store.packer import ensure_store, pack
 from edgemoe.store.reader import ExpertStore
 from edgemoe.store.sources import check_method
-from edgemoe.store.verify import verify_weights
 from edgemoe.types.encoding import ENCODINGS
 
 Make = Callable[..., Path]

@@ -17,9 +17,8 @@ from support.waiting import wait_until
 from edgemoe.errors import StoreError, StoreInUse
 from edgemoe.store import packer as packer_module
 from edgemoe.store.files import lock_store
-from edgemoe.store.manifest import JOURNAL, MANIFEST, SHARDS, Manifest
+from edgemoe.store.manifest import JOURNAL, MANIFEST, SHARDS, Manifest, verify_copies
 from edgemoe.store.packer import ensure_store, pack
-from edgemoe.store.verify import verify_copies
 
 Make = Callable[..., Path]
 

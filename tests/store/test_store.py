@@ -16,9 +16,8 @@ from safetensors.torch import load_file
 
 from edgemoe.errors import CorruptExpert, MissingExpert, StoreError
 from edgemoe.store import files
-from edgemoe.store.consistency import spec_of
 from edgemoe.store.files import BLOCK_BYTES, checksum, combine, lock_store, page_memory
-from edgemoe.store.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest
+from edgemoe.store.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest, spec_of
 from edgemoe.store.packer import pack
 from edgemoe.store.reader import ExpertStore
 from edgemoe.types.experts import PAGE_BYTES, padded

@@ -15,9 +15,8 @@ from edgemoe.config.settings import MemorySettings, ModelSettings, Settings
 from edgemoe.errors import StoreError
 from edgemoe.front.main import Front
 from edgemoe.store.files import BLOCK_BYTES, checksum
-from edgemoe.store.manifest import DENSE, DenseEntry, Manifest
+from edgemoe.store.manifest import DENSE, DenseEntry, Manifest, verify_copies, verify_dense, verify_weights
 from edgemoe.store.packer import pack
-from edgemoe.store.verify import verify_copies, verify_dense, verify_weights
 from edgemoe.worker.assemble import assemble
 
 Make = Callable[..., Path]

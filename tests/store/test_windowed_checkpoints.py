@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 from support.checkpoints import gemma_that_sees, mxfp4_checkpoint, tiny_checkpoint
 
 from edgemoe.encodings.codec import unpack
-from edgemoe.store.consistency import spec_of
 from edgemoe.store.layout import WantedEncodings
+from edgemoe.store.manifest import spec_of
 from edgemoe.store.packer import pack
 from edgemoe.types.encoding import MXFP4
 

@@ -24,8 +24,7 @@ from edgemoe.config.settings import (
 )
 from edgemoe.policy.placement.problem import PlacementProblem, by_size
 from edgemoe.policy.placement.uniform import uniform
-from edgemoe.store.consistency import spec_of
-from edgemoe.store.manifest import Manifest
+from edgemoe.store.manifest import Manifest, spec_of
 from edgemoe.types.placement import PlacementPlan, PlacementPolicy, pack_bits
 from edgemoe.types.request import Emission, Request, Sampling
 from edgemoe.worker.assemble import assemble

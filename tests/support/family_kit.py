@@ -14,9 +14,8 @@ from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model.decoder import Decoder
 from edgemoe.model.kv import KVCache
 from edgemoe.policy.baselines import LRU
-from edgemoe.store.consistency import spec_of
 from edgemoe.store.layout import WantedEncodings
-from edgemoe.store.manifest import DENSE
+from edgemoe.store.manifest import DENSE, spec_of
 from edgemoe.store.packer import AS_IT_IS, pack
 from edgemoe.store.reader import ExpertStore
 from edgemoe.types.experts import Tier, padded

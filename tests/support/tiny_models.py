@@ -15,8 +15,7 @@ from edgemoe.families.spec import ModelSpec
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model.decoder import Decoder
 from edgemoe.model.kv import KVCache
-from edgemoe.store.consistency import spec_of
-from edgemoe.store.manifest import DENSE
+from edgemoe.store.manifest import DENSE, spec_of
 from edgemoe.store.packer import pack
 from edgemoe.types.experts import SILU, Activation
 from edgemoe.types.step import BLOCK_TOKENS, Batch, StateUse

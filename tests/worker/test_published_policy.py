@@ -17,8 +17,7 @@ from edgemoe.config.settings import (
     ModelSettings,
     Settings,
 )
-from edgemoe.store.consistency import spec_of
-from edgemoe.store.manifest import Manifest
+from edgemoe.store.manifest import Manifest, spec_of
 from edgemoe.store.packer import pack
 from edgemoe.telemetry.metrics import LEARNED_MOVES
 from edgemoe.types.request import Emission, Request, Sampling

@@ -26,12 +26,10 @@ from edgemoe.errors import EdgemoeError
 from edgemoe.families.config import spec_from_config
 from edgemoe.families.spec import dense_shapes
 from edgemoe.store import catalog as models
-from edgemoe.store.consistency import spec_of
 from edgemoe.store.files import page_memory
-from edgemoe.store.manifest import MANIFEST, Manifest
+from edgemoe.store.manifest import MANIFEST, Manifest, spec_of, verify_copies, verify_dense
 from edgemoe.store.packer import pack
 from edgemoe.store.reader import ExpertStore
-from edgemoe.store.verify import verify_copies, verify_dense
 from tools.fuzzing.trees import spoil, text_of
 
 WHATS = ("files", "manifest", "checkpoint")

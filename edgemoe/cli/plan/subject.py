@@ -8,9 +8,8 @@ from pathlib import Path
 
 from edgemoe.families.spec import ModelSpec, dense_shapes
 from edgemoe.store.catalog import is_store, resolve
-from edgemoe.store.consistency import spec_of
 from edgemoe.store.layout import MATRICES
-from edgemoe.store.manifest import Manifest
+from edgemoe.store.manifest import Manifest, spec_of
 from edgemoe.store.model_check import spec_at
 from edgemoe.types.encoding import ENCODINGS, Encoding
 

@@ -31,9 +31,8 @@ from edgemoe.durable import (
 )
 from edgemoe.errors import StoreError
 from edgemoe.store.checkpoint import COPIED_FILES
-from edgemoe.store.consistency import spec_of
 from edgemoe.store.files import LOCK, PageFile, lock_store, range_checksum
-from edgemoe.store.manifest import DENSE, JOURNAL, MANIFEST, Manifest, clear, content_digest, layer_file
+from edgemoe.store.manifest import DENSE, JOURNAL, MANIFEST, Manifest, clear, content_digest, layer_file, spec_of
 from edgemoe.store.packer import SPARE_BYTES, told_as_store_error
 from edgemoe.types.experts import padded
 

@@ -11,7 +11,7 @@ from support.checkpoints import partial_store
 from support.engines import EngineBox, adopt, plan_for, running
 from support.tiny_models import FAMILIES, SIZES
 
-from edgemoe.store.consistency import spec_of
+from edgemoe.store.manifest import spec_of
 from edgemoe.store.packer import pack
 
 TOKENS = 64

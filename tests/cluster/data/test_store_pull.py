@@ -36,9 +36,8 @@ from edgemoe.config.settings import ClusterSettings
 from edgemoe.errors import PeerRefused, StoreError
 from edgemoe.experts.compute.peer_compute import ExpertShelf
 from edgemoe.store.catalog import describe, verify
-from edgemoe.store.consistency import spec_of
 from edgemoe.store.files import page_memory
-from edgemoe.store.manifest import MANIFEST, Manifest
+from edgemoe.store.manifest import MANIFEST, Manifest, spec_of
 from edgemoe.store.packer import pack, silent
 from edgemoe.store.peers import pulled as pulled_module
 from edgemoe.store.peers import served as served_module
