@@ -11,12 +11,11 @@ from edgemoe.cli.serve import read_settings, show_progress
 from edgemoe.errors import ConfigError
 from edgemoe.rights import become_owner
 from edgemoe.store.arriving import arriving_store, pack_arrived
-from edgemoe.store.catalog import is_store
+from edgemoe.store.catalog import is_store, spec_at
 from edgemoe.store.checkpoint import Checkpoint, check_tokenizer
 from edgemoe.store.files import ARRIVING, lock_store
 from edgemoe.store.layout import WantedEncodings
 from edgemoe.store.manifest import MANIFEST
-from edgemoe.store.model_check import spec_at
 from edgemoe.store.packer import AS_IT_IS, Progress, ensure_store, pack, place_of, told_as_store_error
 from edgemoe.telemetry.log import configure
 

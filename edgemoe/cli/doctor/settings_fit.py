@@ -13,8 +13,7 @@ from edgemoe.config.settings import Settings
 from edgemoe.config.sizes import format_size
 from edgemoe.errors import CheckpointError, ServiceError, StoreError
 from edgemoe.front.listen import bound_socket
-from edgemoe.store.catalog import resolve
-from edgemoe.store.model_check import demand_path, missing_part
+from edgemoe.store.catalog import demand_path, missing_part, resolve
 from edgemoe.types.machine import Machine
 
 LEAST_FILES = 1024  # each client and each file of a store is one

@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from edgemoe.families.spec import ModelSpec, dense_shapes
-from edgemoe.store.catalog import is_store, resolve
+from edgemoe.store.catalog import is_store, resolve, spec_at
 from edgemoe.store.layout import MATRICES
 from edgemoe.store.manifest import Manifest, spec_of
-from edgemoe.store.model_check import spec_at
 from edgemoe.types.encoding import ENCODINGS, Encoding
 
 CHOICES = (("int8", ""), ("int4", ""), ("int4", "int8"))  # experts, dense: what a checkpoint can be packed in besides
