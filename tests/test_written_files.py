@@ -29,8 +29,7 @@ from edgemoe.config.settings import RecordSettings
 from edgemoe.errors import ConfigError, EdgemoeError
 from edgemoe.front.listen import sole_owner, unix_socket
 from edgemoe.store.files import lock_holder, lock_store, note_use
-from edgemoe.store.hub.listing import HubFile
-from edgemoe.store.hub.partial import Partial
+from edgemoe.store.hub import HubFile, Partial
 from edgemoe.store.manifest import clear
 from edgemoe.telemetry.recorder import Recorder
 from edgemoe.telemetry.recording import Header

@@ -12,7 +12,7 @@ from edgemoe.config.settings import Settings
 from edgemoe.experts.activity import ActivityCounter
 from edgemoe.experts.compute.peer_compute import ExpertShelf
 from edgemoe.store.files import checksum
-from edgemoe.store.peers.served import ServedPieces
+from edgemoe.store.peer_copy import ServedPieces
 from edgemoe.store.reader import ExpertStore
 from edgemoe.types.experts import ExpertGeometry
 from edgemoe.types.model_info import ServedModel

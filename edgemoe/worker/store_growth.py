@@ -9,7 +9,7 @@ from pathlib import Path
 from edgemoe.errors import StoreError
 from edgemoe.experts.compute.peer_compute import ExpertShelf
 from edgemoe.store.manifest import MANIFEST, Manifest
-from edgemoe.store.peers.served import ServedPieces
+from edgemoe.store.peer_copy import ServedPieces
 from edgemoe.store.reader import ExpertStore
 from edgemoe.types.arrays import BoolArray
 

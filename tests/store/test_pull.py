@@ -19,7 +19,7 @@ from support.waiting import wait_until
 
 from edgemoe.errors import HubError, StoreInUse
 from edgemoe.store.catalog import find_stores, remove, verify
-from edgemoe.store.hub.listing import Listing, check_names
+from edgemoe.store.hub import Listing, check_names
 from edgemoe.store.layout import WantedEncodings
 from edgemoe.store.manifest import JOURNAL, SHARDS, Manifest
 from edgemoe.store.packer import AS_IT_IS, pack

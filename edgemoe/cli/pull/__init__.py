@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _from_hub(args: argparse.Namespace, settings: Settings, progress: Progress) -> Path:
-    from edgemoe.store.hub.pull import pull
+    from edgemoe.store.download import pull
 
     if args.rate:
         raise ConfigError("--rate is for --from-peers")

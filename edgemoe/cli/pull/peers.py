@@ -22,7 +22,7 @@ from edgemoe.errors import ConfigError, PeerRefused, StoreError
 from edgemoe.front.peers_list import listed
 from edgemoe.store.manifest import model_of
 from edgemoe.store.packer import Progress
-from edgemoe.store.peers.pulled import check, merged, opened
+from edgemoe.store.peer_copy import check, merged, opened
 
 
 async def pull(settings: ClusterSettings, store_dir: Path, model: str, rate: float, progress: Progress) -> Path:

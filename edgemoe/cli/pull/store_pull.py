@@ -13,7 +13,7 @@ from edgemoe.cli.pull.boxes import StoreBox, StoreFinder, experts_of
 from edgemoe.errors import PeerError, PeerRefused, StoreError
 from edgemoe.store.files import checksum
 from edgemoe.store.packer import Progress
-from edgemoe.store.peers.pulled import ExpertPiece, PulledStore, absent
+from edgemoe.store.peer_copy import ExpertPiece, PulledStore, absent
 
 log = logging.getLogger(__name__)
 LANES = 2  # pieces that come from one box at once

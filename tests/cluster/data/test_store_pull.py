@@ -35,14 +35,12 @@ from edgemoe.cluster.rpc.transport import Answer, Question, Transport
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.errors import PeerRefused, StoreError
 from edgemoe.experts.compute.peer_compute import ExpertShelf
+from edgemoe.store import peer_copy as peer_copy_module
 from edgemoe.store.catalog import describe, verify
 from edgemoe.store.files import page_memory
 from edgemoe.store.manifest import MANIFEST, Manifest, spec_of
 from edgemoe.store.packer import pack, silent
-from edgemoe.store.peers import pulled as pulled_module
-from edgemoe.store.peers import served as served_module
-from edgemoe.store.peers.pulled import ExpertPiece, PulledStore, opened
-from edgemoe.store.peers.served import ServedPieces
+from edgemoe.store.peer_copy import ExpertPiece, PulledStore, ServedPieces, opened
 from edgemoe.store.reader import ExpertStore
 from edgemoe.types.experts import padded
 from edgemoe.worker.store_growth import StoreGrowth
@@ -337,7 +335,7 @@ def test_a_manifest_that_takes_long_to_save_takes_nothing_back(
 
     with opened(tmp_path / "store", Manifest.load(packed)) as store:
         first, second, *_ = store.missing()
-        monkeypatch.setattr(pulled_module, "sync", slow)
+        monkeypatch.setattr(peer_copy_module, "sync", slow)
         store.note(first)
         saving = threading.Thread(target=store.save)
         saving.start()
@@ -365,7 +363,7 @@ def test_a_manifest_lists_nothing_before_its_file_is_on_disk(
                 store.note(pieces.pop())
 
     with opened(tmp_path / "store", Manifest.load(packed)) as store:
-        monkeypatch.setattr(pulled_module, "sync", note)
+        monkeypatch.setattr(peer_copy_module, "sync", note)
         flushed, flush = set[str](), os.fsync
         with monkeypatch.context() as patched:
             patched.setattr(os, "fsync", lambda fd: (flushed.add(os.readlink(f"/proc/self/fd/{fd}")), flush(fd)))
@@ -401,7 +399,7 @@ def test_a_disk_without_room_for_what_is_to_come_is_told_before_anything_comes(
     with opened(tmp_path / "store", Manifest.load(packed)) as store:
         store.check_room()
         disk = SimpleNamespace(f_bavail=1, f_frsize=4096)
-        monkeypatch.setattr(pulled_module.os, "statvfs", lambda _: disk)
+        monkeypatch.setattr(peer_copy_module.os, "statvfs", lambda _: disk)
         with pytest.raises(StoreError, match="more than the disk has; free them, or name another"):
             store.check_room()
 
@@ -418,13 +416,13 @@ async def test_pieces_that_come_while_others_are_looked_up_are_handed_out(
     packed: Path, copy_of: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory, whole = copy_of("a", 1 / 3), Manifest.load(packed)
-    pieces, look_up = ServedPieces(directory, Manifest.load(directory)), served_module._pieces
+    pieces, look_up = ServedPieces(directory, Manifest.load(directory)), peer_copy_module._pieces
 
     def meanwhile(folder: Path, manifest: Manifest) -> Iterator[object]:
         pieces.grow(whole)
         yield from look_up(folder, manifest)
 
-    monkeypatch.setattr(served_module, "_pieces", meanwhile)
+    monkeypatch.setattr(peer_copy_module, "_pieces", meanwhile)
     await pieces.part(whole.entry(0, 0).xxh3_128, 0, 10)
     monkeypatch.undo()
     last = whole.entry(2, 5)

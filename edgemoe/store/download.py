@@ -22,8 +22,7 @@ from edgemoe.families.spec import ModelSpec, dense_shapes
 from edgemoe.store.arriving import pack_arrived
 from edgemoe.store.checkpoint import CONFIG, INDEX, SINGLE, TOKENIZER, Checkpoint, read_json, weight_files
 from edgemoe.store.files import ARRIVING, lock_store
-from edgemoe.store.hub.hub import Hub
-from edgemoe.store.hub.listing import HubFile, Listing
+from edgemoe.store.hub import Hub, HubFile, Listing
 from edgemoe.store.layout import KEEP, WantedEncodings, precision
 from edgemoe.store.manifest import MANIFEST, finish_clearing
 from edgemoe.store.packer import AS_IT_IS, SPARE_BYTES, Progress, place_of, silent, told_as_store_error

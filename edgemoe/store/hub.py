@@ -1,0 +1,343 @@
+"""What a repository of the hub has, as the hub lists it, and which of its files a store is made from.
+
+Nothing in a listing is trusted: names are compared with those that are wanted, sizes and lengths have bounds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import logging
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Annotated, Self
+from urllib.parse import quote
+
+import msgspec
+import xxhash
+from huggingface_hub import constants, get_token, hf_hub_url
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from huggingface_hub.file_download import http_get
+from huggingface_hub.utils.tqdm import disable_progress_bars
+from msgspec import Meta
+
+import edgemoe
+from edgemoe.durable import open_kept, remove_file, rename_file
+from edgemoe.errors import EdgemoeError, HubError, StoreError
+from edgemoe.store.checkpoint import COPIED_FILES, INDEX, MAX_JSON_BYTES, SINGLE
+from edgemoe.store.files import BLOCK_BYTES
+
+if TYPE_CHECKING:
+    from hashlib import _Hash
+
+MOST_LISTED_BYTES = 32 << 20
+MOST_SHARDS = 4096
+SHARD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}\.safetensors")
+REPOSITORY = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,95}(/[A-Za-z0-9][A-Za-z0-9_.-]{0,95})?")
+REVISION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./-]{0,199}")
+
+Size = Annotated[int, Meta(ge=0, le=1 << 50)]
+
+
+class _Large(msgspec.Struct):
+    """A file that git keeps apart, by its hash."""
+
+    sha256: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+    size: Size
+
+
+class _Listed(msgspec.Struct):
+    """One file as the hub lists it."""
+
+    rfilename: Annotated[str, Meta(max_length=4096)]
+    size: Size | None = None
+    blobId: Annotated[str, Meta(pattern="^[0-9a-f]{40}$")] | None = None
+    lfs: _Large | None = None
+
+
+class _Answer(msgspec.Struct):
+    """What the hub says of a repository."""
+
+    sha: Annotated[str, Meta(pattern="^[0-9a-f]{40}$")]
+    siblings: Annotated[tuple[_Listed, ...], Meta(max_length=100_000)] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class HubFile:
+    """One file of a repository. `digest` is its sha256, or for small ones git's hash, which covers the size too."""
+
+    name: str
+    bytes: int
+    digest: str
+
+    def hasher(self) -> _Hash:
+        """Returns what makes `digest` out of the file's bytes."""
+        if len(self.digest) == 64:
+            return hashlib.sha256()
+        return hashlib.sha1(b"blob %d\0" % self.bytes, usedforsecurity=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """The files of one commit that can be of use."""
+
+    repository: str
+    commit: str
+    files: dict[str, HubFile]
+
+    @classmethod
+    def read(cls, repository: str, text: bytes) -> Listing:
+        """Raises HubError for an answer that makes no sense, or a repository without safetensors."""
+        try:
+            answer = msgspec.json.decode(text, type=_Answer)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise HubError(f"{repository}: what the hub says of it cannot be read: {error}") from error
+        files = {listed.name: listed for listed in _useful(answer)}
+        for file in files.values():
+            if file.name in (*COPIED_FILES, INDEX) and file.bytes > MAX_JSON_BYTES:
+                raise HubError(f"{repository}: {file.name} is too large ({file.bytes} bytes)")
+        listing = cls(repository, answer.sha, files)
+        if not listing.shards and INDEX not in files:
+            raise HubError(
+                f"{repository} has no safetensors files in its first folder; pickled weights are not fetched, since "
+                "they can run code when they are loaded"
+            )
+        return listing
+
+    @property
+    def shards(self) -> tuple[HubFile, ...]:
+        """Returns every safetensors file: those that the index names may be fewer."""
+        return tuple(file for name, file in sorted(self.files.items()) if SHARD.fullmatch(name))
+
+    @property
+    def copied(self) -> tuple[HubFile, ...]:
+        """Returns configuration, tokenizer and templates."""
+        return tuple(self.files[name] for name in COPIED_FILES if name in self.files)
+
+    @property
+    def is_indexed(self) -> bool:
+        return SINGLE not in self.files and INDEX in self.files
+
+    @property
+    def fingerprint(self) -> str:
+        """Returns what changes when any of the files does, and with nothing else in the repository."""
+        digest = xxhash.xxh3_128()
+        for name, file in sorted(self.files.items()):
+            digest.update(f"{name} {file.bytes} {file.digest}\n".encode())
+        return str(digest.hexdigest())
+
+    def file(self, name: str) -> HubFile:
+        """Raises HubError where the repository does not have it."""
+        if name not in self.files:
+            raise HubError(f"{self.repository} has no {name}; is it a model as transformers saves it?")
+        return self.files[name]
+
+
+def check_names(repository: str, revision: str) -> None:
+    """Raises HubError for what cannot be a repository's name, or that of a branch, tag or commit."""
+    if not REPOSITORY.fullmatch(repository) or ".." in repository or "--" in repository:
+        raise HubError(f"{repository[:200]!r} is no repository of the hub; it is called OWNER/NAME")
+    if not REVISION.fullmatch(revision) or ".." in revision:
+        raise HubError(f"{revision[:200]!r} is no branch, tag or commit")
+
+
+def _useful(answer: _Answer) -> Iterator[HubFile]:
+    shards = 0
+    for listed in answer.siblings:
+        name, large = listed.rfilename, listed.lfs
+        if not SHARD.fullmatch(name) and name not in (*COPIED_FILES, INDEX):
+            continue
+        if (shards := shards + 1) > MOST_SHARDS:
+            raise HubError(f"the repository has more than {MOST_SHARDS} files of weights")
+        size, digest = (large.size, large.sha256) if large else (listed.size, listed.blobId)
+        if size is None or digest is None:
+            raise HubError(f"the hub names no size and hash of {name}, so that it could not be verified")
+        yield HubFile(name, size, digest)
+
+
+Tell = Callable[[int], None]  # of bytes more; fewer where some are fetched again
+
+
+class Partial:
+    """A file under a temporary name until `finish` finds it whole; what the hub's library writes into."""
+
+    def __init__(self, file: HubFile, directory: Path, tell: Tell) -> None:
+        """Opens what is there of the file, and reads it. Raises OSError."""
+        self._file, self._path, self._tell = file, directory / file.name, tell
+        self._temporary = directory / f"{file.name}.{file.digest[:16]}.part"
+        self._position, self._digest = 0, file.hasher()
+        self._opened = os.fdopen(open_kept(self._temporary, 0o644), "r+b")
+        self._opened.seek(0)
+        while block := self._opened.read(BLOCK_BYTES):
+            self._count(block)
+        if self._position > file.bytes:
+            self.start_over()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._opened.close()
+        if not self._position:
+            remove_file(self._temporary, missing_ok=True)
+
+    @property
+    def is_complete(self) -> bool:
+        return self._position == self._file.bytes
+
+    def write(self, data: bytes) -> int:
+        """Writes what came next. Raises StoreError; HubError where there is more than the file is said to have."""
+        if self._position + len(data) > self._file.bytes:
+            raise HubError(f"{self._file.name}: the hub sends more than the {self._file.bytes} bytes that it names")
+        try:
+            self._opened.write(data)
+        except OSError as error:  # told apart here from what the connection may raise
+            raise StoreError(f"{self._temporary}: {error.strerror}; fetching stopped, run it again") from error
+        self._count(data)
+        return len(data)
+
+    def tell(self) -> int:
+        """Returns how many bytes there are."""
+        return self._position
+
+    def seek(self, position: int, whence: int = os.SEEK_SET) -> int:
+        """Goes back to the start, the only place that there is to go to."""
+        if (position, whence) != (0, os.SEEK_SET):
+            raise OSError(f"{self._temporary} is written from its start, or at its end")
+        self.start_over()
+        return 0
+
+    def truncate(self) -> int:
+        """Ends the file where it is."""
+        return self._opened.truncate(self._position)
+
+    def start_over(self) -> None:
+        """Throws away what has come."""
+        self._tell(-self._position)
+        self._opened.seek(0)
+        self._opened.truncate(0)
+        self._position, self._digest = 0, self._file.hasher()
+
+    def finish(self) -> bool:
+        """Gives the file its name; false, with nothing left of it, where its bytes are not those that the hub names."""
+        if self._digest.hexdigest() != self._file.digest:
+            self.start_over()
+            return False
+        self._opened.flush()
+        os.fsync(self._opened.fileno())
+        rename_file(self._temporary, self._path.name)
+        return True
+
+    def _count(self, data: bytes) -> None:
+        self._digest.update(data)
+        self._position += len(data)
+        self._tell(len(data))
+
+
+TRIES = 4  # without a byte more
+FIRST_PAUSE_S = 1.0  # doubled each time
+TOKEN = "set HF_TOKEN, or log in with `hf auth login`"
+log = logging.getLogger(__name__)
+
+
+class _Bounded(io.BytesIO):
+    """Memory for an answer that may not be endless."""
+
+    def write(self, data: bytes) -> int:  # type: ignore[override]
+        if self.tell() + len(data) > MOST_LISTED_BYTES:
+            raise HubError("the hub's answer is too long to be a listing of files")
+        return super().write(data)
+
+
+class Hub:
+    """The hub that HF_ENDPOINT names, for whom HF_TOKEN (or the token that was saved) names."""
+
+    def __init__(self) -> None:
+        disable_progress_bars()
+        self._headers = {"User-Agent": f"edgemoe/{edgemoe.__version__}", "Accept-Encoding": "identity"}
+        if token := get_token():
+            self._headers["Authorization"] = f"Bearer {token}"
+
+    def look(self, repository: str, revision: str) -> Listing:
+        """Returns what a branch, tag or commit has. Raises HubError."""
+        check_names(repository, revision)
+        url = f"{constants.ENDPOINT}/api/models/{repository}/revision/{quote(revision, safe='')}?blobs=true"
+        for pause_s in _pauses():
+            answer = _Bounded()
+            if self._get(url, answer, repository, last=pause_s is None):
+                return Listing.read(repository, answer.getvalue())
+            time.sleep(pause_s or 0.0)
+        raise AssertionError("the last try raises")
+
+    def fetch(self, listing: Listing, file: HubFile, directory: Path, tell: Tell) -> None:
+        """Has a file in the directory, verified; what was there of it is not fetched again.
+
+        Raises HubError, StoreError, OSError.
+        """
+        url = hf_hub_url(listing.repository, file.name, revision=listing.commit)
+        with Partial(file, directory, tell) as partial:
+            for again in (True, False):
+                self._fill(url, partial, file)
+                if partial.finish():
+                    return
+                log.warning("what came of a file is damaged", extra={"file": file.name, "again": again})
+        raise HubError(
+            f"{listing.repository}: {file.name} came damaged twice: its hash is not {file.digest}, as the hub says; "
+            "something on the way changes it"
+        )
+
+    def _fill(self, url: str, partial: Partial, file: HubFile) -> None:
+        while not partial.is_complete:
+            for pause_s in _pauses():
+                before = partial.tell()
+                self._get(url, partial, file.name, last=pause_s is None)
+                if partial.is_complete or partial.tell() > before:
+                    break
+                if pause_s is None:
+                    raise HubError(f"{file.name}: the hub sends nothing more after {before} of {file.bytes} bytes")
+                time.sleep(pause_s)
+
+    def _get(self, url: str, into: _Bounded | Partial, what: str, *, last: bool) -> bool:
+        """Gets what is at a URL from where `into` ends. False where it may come another time; raises HubError."""
+        try:
+            http_get(url, into, resume_size=into.tell(), headers=self._headers)  # type: ignore[arg-type]
+        except EdgemoeError:
+            raise
+        except HfHubHTTPError as error:
+            if error.response.status_code < 500 or last:
+                raise HubError(_told(error, what)) from error
+        except Exception as error:  # whatever the library's transport raises, which depends on its release
+            if last:
+                raise HubError(f"{what}: {constants.ENDPOINT} cannot be reached: {error}; run it again") from error
+            log.warning("the hub does not answer", extra={"file": what, "why": str(error)[:200]})
+        else:
+            return True
+        return False
+
+
+def _pauses() -> list[float | None]:
+    """Returns how long to wait after each try; None after the last."""
+    return [FIRST_PAUSE_S * 2**number for number in range(TRIES - 1)] + [None]
+
+
+def _told(error: HfHubHTTPError, what: str) -> str:
+    endpoint, status = constants.ENDPOINT, error.response.status_code
+    if isinstance(error, GatedRepoError):
+        return f"{what}: its owner lets in who has agreed to its terms; do so at {endpoint}, and {TOKEN}"
+    if isinstance(error, RevisionNotFoundError):
+        return f"{what}: {endpoint} has the repository, but no such branch, tag or commit"
+    if isinstance(error, RepositoryNotFoundError):
+        return f"{what} is not at {endpoint}, or is private; check its name, and for a private one {TOKEN}"
+    if status == 401:
+        return f"{what}: {endpoint} refuses the token; {TOKEN}"
+    return f"{what}: {endpoint} answers {status}; run it again, or check the name and the token"
