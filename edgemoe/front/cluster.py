@@ -92,7 +92,7 @@ class ClusterFront:
         )
         self.hosted_requests = HostedRequests(self.plane.channel, self._door.send, self.plane.spawn)
         self._keys = PrefixKeys(whole.engine.prefix_cache)
-        self._work = OwnWork(requests, self.hosted_requests, lambda: self.plane.announce.leaving)
+        self._work = OwnWork(requests, self.hosted_requests, lambda: self.plane.announcement.leaving)
         self._meter = EngineMeter(self._keys, self._work.facts, self._work.held)
         self._offers = OfferedRequests(
             self.plane, settings.route, requests.log, self._meter, self._keys, self.plane.spawn, self._door.send
@@ -142,7 +142,7 @@ class ClusterFront:
                 self._peers = PeerList()
                 self._tell_peers()
                 if self.plane.state.plans.plan is not None:
-                    self.follow(self.plane.state.plans.plan)
+                    self.follow_plan(self.plane.state.plans.plan)
             case Holds():
                 self._engine.holds = message
                 self._announce()
@@ -172,7 +172,7 @@ class ClusterFront:
             self._offers.news.changed()
         return self.hosted_requests.take(items)
 
-    def granted(self, grant: RequestGrant) -> None:
+    def on_grant(self, grant: RequestGrant) -> None:
         """Takes the leader's word about a request that was offered."""
         asyncio.get_running_loop().call_soon(self._offers.hear, grant)  # not within another request's offer
 
@@ -256,7 +256,7 @@ class ClusterFront:
 
     # --- the others -------------------------------------------------------------------------------------------
 
-    def look_around(self) -> None:
+    def on_members_changed(self) -> None:
         """Acts on what has changed, or may have, about members or their engines."""
         self._news.set()
         self._tell_peers()
@@ -269,7 +269,7 @@ class ClusterFront:
 
     def _announce(self) -> None:
         engine = self._engine.card(self.settings.share_experts)
-        self.plane.say(msgspec.structs.replace(self.plane.announce, engine=engine))
+        self.plane.set_announcement(msgspec.structs.replace(self.plane.announcement, engine=engine))
 
     def _tell_peers(self) -> None:
         if self._engine.listening is None or not self.settings.share_experts:
@@ -278,7 +278,7 @@ class ClusterFront:
         if peers != self._peers and self._door.tell(peers):
             self._peers = peers
 
-    def hear_beat(self, node: str, beat: Beat) -> None:
+    def on_beat(self, node: str, beat: Beat) -> None:
         """Takes note of how another box says that it is."""
         self._places.hear(node, beat)
         if beat.secret and node == self.plane.leader and beat.secret != self._keys.secret:
@@ -289,7 +289,7 @@ class ClusterFront:
         """Returns what the leader is told; None until our engine has said what its requests choose."""
         return self._engine.report()
 
-    def follow(self, plan: PlacementPlan) -> None:
+    def follow_plan(self, plan: PlacementPlan) -> None:
         """Has our engine go by this plan."""
         listening = self._engine.listening
         if listening is not None and self.settings.share_experts and plan.model == listening.model.digest:

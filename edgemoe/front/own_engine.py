@@ -129,7 +129,7 @@ def is_handed_over(plane: ControlPlane) -> bool:
     """Returns whether the boxes that stay hold every expert that ours holds, or there is none."""
     members = plane.state.members
     staying = [m.card for m in members if m.card is not None and not m.card.leaving and members.is_alive(m.peer.node)]
-    return all_held(plane.announce.engine, [card.engine for card in staying])
+    return all_held(plane.announcement.engine, [card.engine for card in staying])
 
 
 def all_held(ours: EngineCard | None, others: Iterable[EngineCard | None]) -> bool:

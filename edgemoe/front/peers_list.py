@@ -49,7 +49,7 @@ async def follow_list(settings: ClusterSettings, plane: ControlPlane) -> None:
                 peers = listed(settings)
                 if not peers:  # a file that is just being written
                     raise ConfigError(f"{settings.peers_file}: lists nobody; stop the daemon to take its box out")
-                plane.list(peers)
+                plane.set_peers(peers)
                 log.info("list of peers read again", extra={"file": settings.peers_file})
             except ConfigError as error:
                 log.error("the list of peers is left as it was", extra={"why": str(error)})

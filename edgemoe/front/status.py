@@ -42,9 +42,9 @@ def describe(plane: ControlPlane, seen: Mapping[str, PeerSeen], load: EngineLoad
         "unentitled_beats": plane.state.leader_tracker.unentitled_beats,
         "plan": None if plan is None else _plan(plan, digest),
         "agreed": None if agreed is None else {"entries": agreed[0], "digest": agreed[1]},
-        "trouble": plane.trouble,
+        "trouble": plane.blocker,
         "members": [
-            _box(plane.state.node, "here", plane.announce, plane.state.plans)
+            _box(plane.state.node, "here", plane.announcement, plane.state.plans)
             | {"requests": load.requests if load is not None else 0},
             *(_member(plane, member, seen.get(member.peer.node)) for member in plane.state.members),
         ],

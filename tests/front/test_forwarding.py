@@ -305,7 +305,7 @@ async def test_a_box_leaves_once_the_others_have_what_only_it_had(two: tuple[Set
         a_plane, b_plane = cluster_of(a).plane, cluster_of(b).plane
 
         def has(plane: ControlPlane, disk: int) -> None:
-            plane.say(msgspec.structs.replace(plane.announce, engine=engine_with(disk)))
+            plane.set_announcement(msgspec.structs.replace(plane.announcement, engine=engine_with(disk)))
 
         has(a_plane, 0b0011)
         has(b_plane, 0b1110)
@@ -348,7 +348,7 @@ async def test_a_front_whose_address_is_written_in_another_way_keeps_its_request
         streams = await streams_once(has_guests(b), a, expected)
         peers = listed(two[1].cluster)
         moved = msgspec.structs.replace(peers["a"], address=peers["a"].address.replace("127.0.0.1", "localhost"))
-        cluster_of(b).plane.list({**peers, "a": moved})
+        cluster_of(b).plane.set_peers({**peers, "a": moved})
         assert len(cluster_of(b).hosted_requests)
         assert await asyncio.wait_for(streams, 60) == expected
 

@@ -59,7 +59,7 @@ class Front:
         self.withdrawn: list[int] = []
         plane: Any = SimpleNamespace(
             state=SimpleNamespace(node="p", model="m", members=self.members),
-            announce=SimpleNamespace(serves=role),
+            announcement=SimpleNamespace(serves=role),
             channel=self,
             parcels=Parcels(self, lambda: None),  # type: ignore[arg-type]
         )

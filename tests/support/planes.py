@@ -86,15 +86,15 @@ class Front(NoServices):
         """The engine comes up, or ends."""
         self.engine = engine
         if (plan := self.plane.state.plans.plan) is not None and engine is not None:
-            self.follow(plan)
-        self.plane.say(msgspec.structs.replace(self.plane.announce, engine=self.engine))
+            self.follow_plan(plan)
+        self.plane.set_announcement(msgspec.structs.replace(self.plane.announcement, engine=self.engine))
 
-    def follow(self, plan: PlacementPlan) -> None:
+    def follow_plan(self, plan: PlacementPlan) -> None:
         ref, engine = self.plane.state.plans.ref, self.engine
         if ref is not None and engine is not None and engine.model == plan.model and self.node in plan.nodes:
             ram = pack_bits(plan.homes_of(self.node))
             self.engine = msgspec.structs.replace(engine, ram=ram, plan=ref.digest)
-            self.plane.say(msgspec.structs.replace(self.plane.announce, engine=self.engine))
+            self.plane.set_announcement(msgspec.structs.replace(self.plane.announcement, engine=self.engine))
 
     def load(self) -> Beat:
         return self.busy
@@ -102,7 +102,7 @@ class Front(NoServices):
     def report(self) -> Report | None:
         return self.reported
 
-    def hear_beat(self, node: str, beat: Beat) -> None:
+    def on_beat(self, node: str, beat: Beat) -> None:
         self.hears(node, beat)
 
     @property

@@ -240,7 +240,7 @@ class Box(NoServices):
         plane.listen()
         self.plane, self.task = plane, asyncio.ensure_future(plane.run())
 
-    def follow(self, plan: PlacementPlan) -> None:
+    def follow_plan(self, plan: PlacementPlan) -> None:
         self.cluster.adopted(self, plan)
         self.cluster.at("adopted", self)
         if self.cluster.pinning:
@@ -267,8 +267,8 @@ class Box(NoServices):
         assert self.plane is not None
         plan = self.obeys.digest() if self.obeys is not None else ""
         engine = msgspec.structs.replace(card(f"engine-{self.node}", 12), ram=pack_bits(self.pins), plan=plan)
-        if engine != self.plane.announce.engine:
-            self.plane.say(msgspec.structs.replace(self.plane.announce, engine=engine))
+        if engine != self.plane.announcement.engine:
+            self.plane.set_announcement(msgspec.structs.replace(self.plane.announcement, engine=engine))
             self.cluster.at("told", self)
 
     async def die(self) -> None:
@@ -430,7 +430,7 @@ class Cluster:
         while not condition():
             assert self.loop.time() < ends, {
                 node: box.plane
-                and (box.plane.leader, box.plane.state.fence.highest, box.plane.trouble, box.plane.state.plans.ref)
+                and (box.plane.leader, box.plane.state.fence.highest, box.plane.blocker, box.plane.state.plans.ref)
                 for node, box in self.boxes.items()
             }
             await self.pass_time(0.1)

@@ -38,26 +38,28 @@ class Announcer:
             while True:
                 await self._due.wait()
                 self._due.clear()
-                for member in self._state.late():
+                for member in self._state.unacknowledged():
                     if member.peer.node not in self._telling:
                         self._telling.add(member.peer.node)
                         group.create_task(self._keep_telling(member.peer.node))
 
     async def _keep_telling(self, node: str) -> None:
         """Tells one box until it has taken note of the latest, or is gone."""
-        while (member := next((one for one in self._state.late() if one.peer.node == node), None)) is not None:
+        while (
+            member := next((one for one in self._state.unacknowledged() if one.peer.node == node), None)
+        ) is not None:
             serial = self._state.serial
-            await self.introduce(member)
+            await self.announce_to(member)
             if member.acknowledged != serial:
                 await asyncio.sleep(RETRY_S)
         self._telling.discard(node)
 
     def look(self) -> None:
         """Takes note that something has happened, after which there may be somebody to tell."""
-        if self._state.late():
+        if self._state.unacknowledged():
             self._due.set()
 
-    async def remind(self) -> None:
+    async def reannounce(self) -> None:
         """Tells everybody again each hour, by each connection, until cancelled.
 
         What heartbeats bring counts as unread until a message is read, and one without messages is cut after days.
@@ -65,9 +67,9 @@ class Announcer:
         while True:
             await asyncio.sleep(REMIND_S)
             members = [member for member in self._state.members if member.up]
-            await asyncio.gather(*(self.introduce(member, aside) for member in members for aside in (False, True)))
+            await asyncio.gather(*(self.announce_to(member, aside) for member in members for aside in (False, True)))
 
-    async def introduce(self, member: Member, aside: bool = False) -> None:
+    async def announce_to(self, member: Member, aside: bool = False) -> None:
         """Tells one box, once."""
         node, serial = member.peer.node, self._state.serial
         try:

@@ -85,16 +85,16 @@ class LocalServices(Protocol):
     def report(self) -> Report | None:
         """Returns what the leader is told every ten seconds; None while there is no engine."""
 
-    def look_around(self) -> None:
+    def on_members_changed(self) -> None:
         """Members or their engines have changed."""
 
-    def hear_beat(self, node: str, beat: Beat) -> None:
+    def on_beat(self, node: str, beat: Beat) -> None:
         """Takes note of how another box says that it is."""
 
-    def follow(self, plan: PlacementPlan) -> None:
+    def follow_plan(self, plan: PlacementPlan) -> None:
         """Goes by this plan from now on."""
 
-    def granted(self, grant: RequestGrant) -> None:
+    def on_grant(self, grant: RequestGrant) -> None:
         """Hears from the leader which engine takes a request that was offered. May be called while offering one."""
 
     def check_room(self) -> None:
@@ -113,16 +113,16 @@ class NoServices:
     def report(self) -> Report | None:
         return None
 
-    def look_around(self) -> None:
+    def on_members_changed(self) -> None:
         return None
 
-    def hear_beat(self, node: str, beat: Beat) -> None:
+    def on_beat(self, node: str, beat: Beat) -> None:
         return None
 
-    def follow(self, plan: PlacementPlan) -> None:
+    def follow_plan(self, plan: PlacementPlan) -> None:
         return None
 
-    def granted(self, grant: RequestGrant) -> None:
+    def on_grant(self, grant: RequestGrant) -> None:
         return None
 
     def check_room(self) -> None:
@@ -157,14 +157,17 @@ class ControlPlane:
         self.channel: Channel[ControlMessage] = Channel(
             self._transport, "control", CONTROL, self._serve, ChannelSettings(heartbeat_s=0.5, aside=True)
         )
-        self.exchange = PlanExchange(plans, fence, self.channel, self._local.follow)
+        self.exchange = PlanExchange(plans, fence, self.channel, self._local.follow_plan)
         self._announcer = Announcer(self.state, self.channel, self._handle)
         self._reporter = Reporter(self.state, self.channel, self._local.report)
-        self.reach, self.parcels = PortProber(self.state, self.channel), Parcels(self.channel, self._local.check_room)
+        self.port_prober, self.parcels = (
+            PortProber(self.state, self.channel),
+            Parcels(self.channel, self._local.check_room),
+        )
         self._link = RaftChannel(self.channel, [name for name in peers if name != settings.node])
         self._solver = PlanSolver(settings)
         queue, fitting = make_queue(settings, self._solver.fit, clock)
-        self.desk = RequestDesk(self.state, self.channel, queue, lambda: self.leading, self._local.granted, fitting)
+        self.desk = RequestDesk(self.state, self.channel, queue, lambda: self.leading, self._local.on_grant, fitting)
         self._leader: Leader | None = None
         try:
             if (store := make_store(settings, peers, fence, self._link, clock)) is not None:
@@ -195,7 +198,13 @@ class ControlPlane:
         """Runs until cancelled."""
         try:
             async with asyncio.TaskGroup() as self._group:
-                tells = [self._announcer.run, self._announcer.remind, self._reporter.run, self._beat_on, self.desk.run]
+                tells = [
+                    self._announcer.run,
+                    self._announcer.reannounce,
+                    self._reporter.run,
+                    self._beat_on,
+                    self.desk.run,
+                ]
                 leads = [self._leader.run] if self._leader is not None else []
                 for run in [self._transport.run, self.channel.run, *tells, *leads]:
                     self._group.create_task(run())
@@ -206,7 +215,7 @@ class ControlPlane:
                 await self._leader.close()
             self._transport.close()
 
-    def list(self, peers: Mapping[str, Peer]) -> None:
+    def set_peers(self, peers: Mapping[str, Peer]) -> None:
         """From now on these are the boxes that are listed; who is no longer let in is cut off at once."""
         self._handle(PeersListChanged(peers))
 
@@ -217,20 +226,20 @@ class ControlPlane:
         task.add_done_callback(lambda _: work.close())  # where it was cancelled before its first step
         return task
 
-    def say(self, announce: Announce) -> None:
+    def set_announcement(self, announce: Announce) -> None:
         """Takes this for what the box is from now on."""
         self._handle(AnnouncementChanged(announce))
 
     async def leave(self, still: bool = False) -> None:
         """Gives leadership back and tells everybody that this box goes; `still` while its engine still serves them."""
-        engine = self.announce.engine if still else None
-        self.say(msgspec.structs.replace(self.announce, leaving=True, engine=engine))
+        engine = self.announcement.engine if still else None
+        self.set_announcement(msgspec.structs.replace(self.announcement, leaving=True, engine=engine))
         if self._leader is not None:
             await self._leader.resign()
-        await asyncio.gather(*map(self._announcer.introduce, self.state.members.alive()))
+        await asyncio.gather(*map(self._announcer.announce_to, self.state.members.alive()))
 
     @property
-    def announce(self) -> Announce:
+    def announcement(self) -> Announce:
         """Returns what this box says of itself."""
         return self.state.card
 
@@ -245,9 +254,9 @@ class ControlPlane:
         return self._leader.epoch if self._leader is not None else 0
 
     @property
-    def trouble(self) -> str:
+    def blocker(self) -> str:
         """Returns why there is no new plan, as far as this box leads."""
-        return self._leader.trouble if self._leader is not None else ""
+        return self._leader.blocker if self._leader is not None else ""
 
     @property
     def agreed(self) -> tuple[int, str] | None:
@@ -276,7 +285,7 @@ class ControlPlane:
             case Withdrawal():
                 self.desk.withdraw(question.peer, message)
             case RequestGrant() if question.peer == self.leader:
-                self._local.granted(message)
+                self._local.on_grant(message)
             case Beat() | Report() | RequestGrant():
                 return None
             case Announce():
@@ -284,7 +293,7 @@ class ControlPlane:
             case GetPlan(digest=digest):
                 return Answer(PlanIs(), [memoryview(self.state.plans.bytes_of(digest))])
             case Reach():
-                return Answer(await self.reach.answer(question.peer))
+                return Answer(await self.port_prober.answer(question.peer))
             case Forward(parcel=Parcel() as parcel):
                 return self._local.serve(await self.parcels.fetch(question, parcel))
             case Forward() | Tokens() | Check() | Show():
@@ -321,12 +330,12 @@ class ControlPlane:
                 case DisconnectPeer(node):
                     self.channel.disconnect(node)
                 case DeliverBeat(node, beat):
-                    self._local.hear_beat(node, beat)
+                    self._local.on_beat(node, beat)
                 case CheckPlan():
                     self._news.set()
                 case PublishMembers():
                     self._news.set()
-                    self._local.look_around()
+                    self._local.on_members_changed()
                     self.desk.look()
                 case RefuseMessage(why):
                     raise PeerRefused(why)

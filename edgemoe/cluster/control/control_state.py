@@ -170,7 +170,7 @@ class ControlState:
         actions, self._actions = self._actions, []
         return actions
 
-    def late(self) -> list[Member]:
+    def unacknowledged(self) -> list[Member]:
         """Returns who can be told of this box's announcement and has not been."""
         return [member for member in self.members if member.up and member.acknowledged != self.serial]
 

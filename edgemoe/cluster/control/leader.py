@@ -89,9 +89,9 @@ class Leader:
         return self._epoch if self._election.epoch() == self._epoch else 0
 
     @property
-    def trouble(self) -> str:
+    def blocker(self) -> str:
         """Returns why nobody is elected with this box's vote, or there is no new plan."""
-        return self._leaps() or (self._joined and self._store.trouble) or self._care.trouble
+        return self._leaps() or (self._joined and self._store.blocker) or self._care.blocker
 
     @property
     def agreed(self) -> tuple[int, str] | None:

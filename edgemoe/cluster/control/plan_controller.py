@@ -102,7 +102,7 @@ class PlanController:
         self._forget()
 
     @property
-    def trouble(self) -> str:
+    def blocker(self) -> str:
         """Returns why there is no new plan, or what keeps the one in force from being reached."""
         return self._no_plan or self._late
 

@@ -35,12 +35,12 @@ class PortProber:
         unreached = await self._try(node)
         return Reached(came_s=came_s, answered_s=self.wall(), unreached=unreached)
 
-    async def look(self) -> list[dict[str, Any]]:
+    async def probe_all(self) -> list[dict[str, Any]]:
         """Returns of each box that is alive which lanes are dead from here, which from there, and its clock."""
         alive = self._state.members.alive()
-        return list(await asyncio.gather(*(self._look_at(member.peer.node) for member in alive)))
+        return list(await asyncio.gather(*(self._probe(member.peer.node) for member in alive)))
 
-    async def _look_at(self, node: str) -> dict[str, Any]:
+    async def _probe(self, node: str) -> dict[str, Any]:
         unreached = self._try(node)
         asked_s, began_s = self.wall(), time.monotonic()
         trying = asyncio.ensure_future(unreached)
@@ -49,7 +49,7 @@ class PortProber:
             there: dict[str, Any] = {"why": "it answers something else"}
             if isinstance(answer, Reached):
                 there = {"from_there": list(answer.unreached)}
-                there |= clock(asked_s, answer, asked_s + time.monotonic() - began_s)
+                there |= clock_offset(asked_s, answer, asked_s + time.monotonic() - began_s)
         except EdgemoeError as error:
             there = {"why": str(error)}
         return {"node": node, "from_here": list(await trying)} | there
@@ -60,13 +60,13 @@ class PortProber:
             tried_s, found = self._tried.get(node, (float("-inf"), ()))
             if time.monotonic() - tried_s >= FRESH_S and node in self._state.members:
                 lanes = lanes_of(self._state.members[node])
-                answers = await asyncio.gather(*(answers_at(*place) for place in lanes.values()))
+                answers = await asyncio.gather(*(is_open(*place) for place in lanes.values()))
                 found = tuple(lane for lane, answer in zip(lanes, answers, strict=True) if not answer)
                 self._tried[node] = time.monotonic(), found
             return found
 
 
-def clock(asked_s: float, answer: Reached, heard_s: float) -> dict[str, float]:
+def clock_offset(asked_s: float, answer: Reached, heard_s: float) -> dict[str, float]:
     """Returns by how much the other clock is ahead, and how far from that it may be: half of what the way took."""
     ahead_s = ((answer.came_s - asked_s) + (answer.answered_s - heard_s)) / 2
     way_s = (heard_s - asked_s) - (answer.answered_s - answer.came_s)
@@ -84,7 +84,7 @@ def lanes_of(member: Member) -> dict[str, tuple[str, int]]:
     return lanes
 
 
-async def answers_at(host: str, port: int) -> bool:
+async def is_open(host: str, port: int) -> bool:
     """Returns whether somebody listens there; nothing is said to them."""
     try:
         async with asyncio.timeout(TRY_S):

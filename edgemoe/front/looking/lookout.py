@@ -57,7 +57,7 @@ class Lookout:
 
     async def reach(self) -> list[dict[str, Any]]:
         """Returns which ports of other boxes answer, which of ours do there, and how their clocks are."""
-        return await self._plane.reach.look() if self._plane is not None else []
+        return await self._plane.port_prober.probe_all() if self._plane is not None else []
 
     def answer(self) -> Shown:
         """Returns what another front is shown of our engine, which is asked for more."""

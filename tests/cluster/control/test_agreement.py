@@ -154,7 +154,7 @@ async def test_an_epoch_in_etcd_that_leaps_or_is_none_is_claimed_by_nobody(tmp_p
         httpx.post(f"{urls[0]}/v3/kv/put", json=put).raise_for_status()
         async with fronts(tmp_path, ("a", "b"), coordination="etcd", etcd=urls[0], lease_s=2) as found:
             a, b = found["a"].plane, found["b"].plane
-            await until(lambda: "is more than" in a.trouble and "is more than" in b.trouble)
+            await until(lambda: "is more than" in a.blocker and "is more than" in b.blocker)
             assert (a.leading, b.leading, a.state.fence.highest) == (0, 0, 0)
             httpx.post(f"{urls[0]}/v3/kv/put", json=put | {"value": etcd._encode("seven")}).raise_for_status()
             httpx.post(f"{urls[0]}/v3/kv/put", json=put | {"value": etcd._encode("7")}).raise_for_status()

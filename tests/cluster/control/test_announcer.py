@@ -18,7 +18,7 @@ from edgemoe.cluster.control.control_state import AnnouncementAnswered
 async def test_a_box_that_does_not_answer_keeps_no_news_from_the_others() -> None:
     members = {node: SimpleNamespace(peer=SimpleNamespace(node=node), acknowledged=0) for node in "bc"}
     state = SimpleNamespace(serial=1, card=None)
-    state.late = lambda: [one for one in members.values() if one.acknowledged != state.serial]
+    state.unacknowledged = lambda: [one for one in members.values() if one.acknowledged != state.serial]
     heard: list[tuple[str, int]] = []
 
     async def ask(node: str, *_: Any, **__: Any) -> None:

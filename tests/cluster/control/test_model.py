@@ -110,7 +110,7 @@ class ClusterOfThree(RuleBasedStateMachine):
         box = self.cluster.boxes[node]
         box.engine = card(f"engine-{node}-{room}", room) if room else None
         if box.plane is not None and box.sound:
-            box.plane.say(msgspec.structs.replace(box.plane.announce, engine=box.engine))
+            box.plane.set_announcement(msgspec.structs.replace(box.plane.announcement, engine=box.engine))
 
     @rule(node=NODES)
     def forgets_old_entries(self, node: str) -> None:
@@ -132,7 +132,7 @@ class ClusterOfThree(RuleBasedStateMachine):
                 if box.plane is None:
                     self.do(box.start())
                 else:
-                    box.plane.say(msgspec.structs.replace(box.plane.announce, engine=box.engine))
+                    box.plane.set_announcement(msgspec.structs.replace(box.plane.announcement, engine=box.engine))
             self.do(cluster.until(cluster.settled))
             assert max(cluster.plans) == cluster.boxes["a"].plane.state.plans.ref.version  # type: ignore[union-attr]
         finally:

@@ -48,7 +48,7 @@ def pinned(cluster: Cluster) -> bool:
     for box in cluster.boxes.values():
         if box.plane is None or (plan := box.plane.state.plans.plan) is None or plan.goal:
             return False
-        engine = box.plane.announce.engine
+        engine = box.plane.announcement.engine
         if engine is None or engine.plan != plan.digest() or (box.pins != plan.homes_of(box.node)).any():
             return False
     return cluster.settled()

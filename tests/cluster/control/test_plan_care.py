@@ -241,11 +241,11 @@ def test_a_box_that_does_not_acknowledge_keeps_the_others_former_homes_alive_and
     world.boxes["a"].pin = lambda count: None  # type: ignore[method-assign]
     world.passes(SETTINGS.migrate_s + 3 * STALL_S)
     assert (world.agreed.homes_of("b") == before).all()
-    assert world.care.trouble == "experts do not move on: a have not said that they pinned theirs"
+    assert world.care.blocker == "experts do not move on: a have not said that they pinned theirs"
     del world.boxes["a"].pin  # type: ignore[attr-defined]
     world.passes(5.0)
     assert not world.agreed.homes_of("b").any()
-    assert not world.care.trouble
+    assert not world.care.blocker
 
 
 def test_what_kept_a_plan_from_being_found_is_over_once_the_one_in_force_will_do(
@@ -268,10 +268,10 @@ def test_what_kept_a_plan_from_being_found_is_over_once_the_one_in_force_will_do
     gone = world.boxes["c"]
     gone.alive, gone.gone_s = False, world.now_s
     world.passes(10.0)
-    assert "2 boxes hold 8 of 12 experts in memory" in world.care.trouble
+    assert "2 boxes hold 8 of 12 experts in memory" in world.care.blocker
     gone.alive = True
     world.passes(5.0)
-    assert not world.care.trouble
+    assert not world.care.blocker
 
 
 def test_an_answer_for_another_plan_or_another_leader_is_dropped() -> None:

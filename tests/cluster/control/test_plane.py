@@ -48,7 +48,7 @@ async def three(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
         for node, front in found.items():
             front.has(card(f"engine-{node}"))
         await planned(list(found.values()), ABC)
-        await until(lambda: not any(front.plane.state.late() for front in found.values()))
+        await until(lambda: not any(front.plane.state.unacknowledged() for front in found.values()))
         yield found
 
 
@@ -225,11 +225,11 @@ async def test_too_little_memory_is_said_and_mended(tmp_path: Path, monkeypatch:
     async with fronts(tmp_path, ("a", "b"), coordination="single", leader="a") as found:
         found["a"].has(card("engine-a", room=3, disk=NONE, ram=ALL))
         found["b"].has(card("engine-b", room=3, disk=NONE, ram=ALL))
-        await until(lambda: "600 bytes missing" in found["a"].plane.trouble)
+        await until(lambda: "600 bytes missing" in found["a"].plane.blocker)
         await until(lambda: found["b"].plane.leader == "a")
         found["b"].has(card("engine-b", room=9, disk=NONE, ram=ALL))
         await planned(list(found.values()), ("a", "b"))
-        assert not found["a"].plane.trouble
+        assert not found["a"].plane.blocker
 
 
 async def test_a_plan_whose_commit_nobody_answered_is_gone_by_all_the_same(
@@ -264,11 +264,11 @@ async def test_a_plan_that_cannot_be_worked_out_is_said_and_asked_for_again(
         async with fronts(tmp_path, ("a", "b"), coordination="single", leader="a") as found:
             for node in "ab":
                 found[node].has(card(f"engine-{node}", room=9, disk=NONE, ram=ALL))
-            await until(lambda: "of what a box has said" in found["a"].plane.trouble)
+            await until(lambda: "of what a box has said" in found["a"].plane.blocker)
             await until(lambda: found["b"].plane.leader == "a")
             patch.undo()
             await planned(list(found.values()), ("a", "b"))
-            assert not found["a"].plane.trouble
+            assert not found["a"].plane.blocker
 
 
 async def test_what_cannot_be_read_of_a_report_does_not_end_who_leads(
@@ -386,10 +386,10 @@ async def test_a_box_that_joins_is_let_in_by_all_for_as_long_as_one_lists_it(
     await d.start()
     try:
         d.has(card("engine-d"))
-        a.plane.list({**a.peers, "d": Peer("d", "", joining.key, voter=False)})
+        a.plane.set_peers({**a.peers, "d": Peer("d", "", joining.key, voter=False)})
         await planned([*three.values(), d], [*ABC, "d"])
         await until(lambda: {engine.node for engine in d.plane.state.members.engines()} == set(ABC))
-        a.plane.list(a.peers)
+        a.plane.set_peers(a.peers)
         await until(lambda: all("d" not in front.plane.state.members for front in three.values()))
         assert not any(front.plane._transport.allowed.name_of(joining.key.encode()) for front in three.values())
         await planned(list(three.values()), ABC)
@@ -402,7 +402,7 @@ async def test_the_word_of_a_box_that_is_gone_lets_others_in_for_an_hour_and_no_
 ) -> None:
     a, b, key = three["a"], three["b"], generate(tmp_path / "d.key")
     d = Peer("d", "127.0.0.1:9", key.public.decode(), voter=False)
-    a.plane.list({**a.peers, "d": d})
+    a.plane.set_peers({**a.peers, "d": d})
     await until(lambda: "d" in b.plane.state.members)
     await a.die()
     await until(lambda: not b.plane.state.members.is_alive("a"))
@@ -414,7 +414,7 @@ async def test_the_word_of_a_box_that_is_gone_lets_others_in_for_an_hour_and_no_
     assert "d" not in b.plane.state.members
     assert b.plane._transport.allowed.name_of(d.key.encode()) is None
     await a.start()
-    a.plane.list({**a.peers, "d": d})
+    a.plane.set_peers({**a.peers, "d": d})
     await until(lambda: "d" in b.plane.state.members)
 
 
@@ -428,7 +428,7 @@ async def test_a_box_changes_its_key_while_both_are_listed_and_nobody_else_is_cu
     alone = {**a.peers, "c": msgspec.structs.replace(a.peers["c"], key=new.public.decode())}
     await until(lambda: all(member.up for front in three.values() for member in front.plane.state.members))
     for front in three.values():
-        front.plane.list(both)
+        front.plane.set_peers(both)
     assert all(member.up for front in three.values() for member in front.plane.state.members)
     assert a.plane.state.members.keys()["c"] == (old.public.decode(), new.public.decode())
     await c.die()
@@ -438,7 +438,7 @@ async def test_a_box_changes_its_key_while_both_are_listed_and_nobody_else_is_cu
     await planned(list(three.values()), ABC)
     await until(lambda: all(member.up for front in three.values() for member in front.plane.state.members))
     for front in three.values():
-        front.plane.list(alone)
+        front.plane.set_peers(alone)
     assert all(member.up for front in three.values() for member in front.plane.state.members)
     assert a.plane._transport.allowed.name_of(old.public) is None
     assert a.plane._transport.allowed.name_of(new.public) == "c"
@@ -446,7 +446,7 @@ async def test_a_box_changes_its_key_while_both_are_listed_and_nobody_else_is_cu
 
 async def test_a_listed_box_that_is_struck_out_is_cut_off_whoever_else_lists_it(three: dict[str, Front]) -> None:
     a = three["a"]
-    a.plane.list({node: peer for node, peer in a.peers.items() if node != "b"})
+    a.plane.set_peers({node: peer for node, peer in a.peers.items() if node != "b"})
     assert "b" not in a.plane.state.members
     with pytest.raises(PeerError):
         await three["b"].plane.channel.ask("a", GetPlan(""), timeout_s=1)
@@ -543,10 +543,10 @@ async def test_a_witness_votes_and_holds_nothing(tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize("noticed", [True, False])
 async def test_a_box_that_was_not_listed_for_a_while_is_known_again(three: dict[str, Front], noticed: bool) -> None:
     a, b = three["a"], three["b"]
-    a.plane.list({node: peer for node, peer in a.peers.items() if node != "b"})
+    a.plane.set_peers({node: peer for node, peer in a.peers.items() if node != "b"})
     if noticed:
         await until(lambda: not b.plane.state.members.is_alive("a"))  # whose connection to a stands all the while
-    a.plane.list(a.peers)
+    a.plane.set_peers(a.peers)
     assert a.plane.state.members["b"].card is None
     await until(lambda: {e.node for e in a.plane.state.members.engines() if e.heard} == {"b", "c"})
 
@@ -554,11 +554,11 @@ async def test_a_box_that_was_not_listed_for_a_while_is_known_again(three: dict[
 async def test_a_box_that_is_listed_elsewhere_for_a_while_stays_known(three: dict[str, Front]) -> None:
     a, b = three["a"], three["b"]
     known = a.plane.state.members["b"].card
-    a.plane.list({**a.peers, "b": msgspec.structs.replace(a.peers["b"], address="127.0.0.1:1")})
+    a.plane.set_peers({**a.peers, "b": msgspec.structs.replace(a.peers["b"], address="127.0.0.1:1")})
     assert not a.plane.state.members["b"].up
     assert (a.plane.state.members["b"].boot, a.plane.state.members["b"].card) == ("boot-b-1", known)
     assert b.plane.state.members.is_alive("a")
-    a.plane.list(a.peers)
+    a.plane.set_peers(a.peers)
     await until(lambda: a.plane.state.members["b"].up and b.plane.state.members["a"].up)
     assert a.plane.state.members["b"].boot == "boot-b-1"
 

@@ -41,17 +41,17 @@ async def test_a_port_that_is_dead_is_told_by_lane_and_direction_and_clocks_are_
             alive = {"calls_port": port_of(calls), "bulk_port": port_of(bulk)}
             a.has(msgspec.structs.replace(card("one"), **alive | {"bulk_port": 1}))
             b.has(msgspec.structs.replace(card("two"), **alive | {"calls_port": 1}))
-            b.plane.reach.wall = lambda: time.time() + AHEAD_S
+            b.plane.port_prober.wall = lambda: time.time() + AHEAD_S
             await until(lambda: heard(a, "b") and heard(b, "a") and heard(c, "a"))
             await until(lambda: a.plane.state.members.is_alive("c"))
-            row, other = await a.plane.reach.look()
+            row, other = await a.plane.port_prober.probe_all()
             assert (other["node"], other["from_here"], other["from_there"]) == ("c", [], ["bulk"])
             assert (row["node"], row["from_here"], row["from_there"]) == ("b", ["calls"], ["bulk"])
             assert abs(row["ahead_s"] - AHEAD_S) <= row["within_s"] + 0.05
             await b.die()
             await c.die()
             await until(lambda: not any(map(a.plane.state.members.is_alive, "bc")))
-            assert await a.plane.reach.look() == []
+            assert await a.plane.port_prober.probe_all() == []
 
 
 def test_what_a_box_says_of_itself_is_bounded() -> None:

@@ -50,7 +50,7 @@ async def test_a_peer_that_always_has_another_fault_does_not_fill_the_log(
 ) -> None:
     async with fronts(tmp_path) as found:
         plane = found["a"].plane
-        said = found["b"].plane.announce
+        said = found["b"].plane.announcement
         plane.state.model = "ours"
         for n in range(FLOOD):
             engine = msgspec.structs.replace(card(f"engine {n}"), model=f"theirs {n}")

@@ -72,22 +72,22 @@ class Box(NoServices):
         self.plane.listen()
 
     def load(self) -> Beat:
-        card = self.plane.announce.engine
+        card = self.plane.announcement.engine
         return Beat(engine=card.boot, requests=1, slots=32, capacity=64) if card is not None else Beat()
 
-    def hear_beat(self, node: str, beat: Beat) -> None:
+    def on_beat(self, node: str, beat: Beat) -> None:
         self.beats += 1
 
-    def look_around(self) -> None:
+    def on_members_changed(self) -> None:
         self.looks += 1
 
-    def follow(self, plan: PlacementPlan) -> None:
+    def follow_plan(self, plan: PlacementPlan) -> None:
         ref = self.plane.state.plans.ref
         if ref is not None and self.node in plan.nodes:
             self.says(engine_card(self.node, self.boxes, pack_bits(plan.homes_of(self.node)), ref.digest))
 
     def says(self, engine: EngineCard) -> None:
-        self.plane.say(msgspec.structs.replace(self.plane.announce, engine=engine))
+        self.plane.set_announcement(msgspec.structs.replace(self.plane.announcement, engine=engine))
 
 
 def core_speed() -> float:
@@ -137,7 +137,7 @@ def sample(box: Box) -> dict[str, Any]:
         "granted": plane.desk.queue.granted,
         "planned": len(plane.state.plans.plan.nodes) if plane.state.plans.plan else 0,
         "digest": plane.state.plans.ref.digest if plane.state.plans.ref else "",
-        "untold": len(plane.state.late()),
+        "untold": len(plane.state.unacknowledged()),
         **tcp,
     }
 

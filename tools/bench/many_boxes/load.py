@@ -41,7 +41,7 @@ class Load:
 
     @property
     def fronts(self) -> list[Box]:
-        return [box for box in self.crowd.boxes.values() if box.plane.announce.engine is not None]
+        return [box for box in self.crowd.boxes.values() if box.plane.announcement.engine is not None]
 
     def use(self, box: Box, **fields: Any) -> None:
         use = EngineUse(

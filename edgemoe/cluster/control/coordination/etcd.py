@@ -39,7 +39,7 @@ class EtcdStore:
         password: str = "",
     ) -> None:
         self.lease_s = float(max(2, round(lease_s)))  # etcd's leases are whole seconds
-        self.trouble, self._token = "", ""
+        self.blocker, self._token = "", ""
         self._endpoints, self._prefix = list(endpoints), prefix
         self._user, self._password = user, password
         self._client = httpx.AsyncClient(verify=tls or True, timeout=self.lease_s / 3)

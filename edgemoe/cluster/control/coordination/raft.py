@@ -230,7 +230,7 @@ class RaftStore:
         plan_outcome(outcome, epoch, plan, self.view().plan)
 
     @property
-    def trouble(self) -> str:
+    def blocker(self) -> str:
         """Returns why this box has no vote now; "" while it has one."""
         if self._replica is None or self._replica.journal.failed:
             return f"{self._directory} cannot be written: this box takes no part in the agreement"

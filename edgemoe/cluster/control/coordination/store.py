@@ -48,7 +48,7 @@ class CoordStore(Protocol):
     lease_s: float
 
     @property
-    def trouble(self) -> str:
+    def blocker(self) -> str:
         """Returns why this box has no part in it at the moment; "" while it has."""
 
     async def start(self) -> None:
@@ -151,7 +151,7 @@ class SingleBoxStore:
         self._state = CoordState(epoch=epoch)
         self._on_epoch = on_epoch
         self._event = asyncio.Event()
-        self.trouble = ""
+        self.blocker = ""
 
     async def start(self) -> None:
         return None
