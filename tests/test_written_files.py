@@ -23,11 +23,11 @@ from edgemoe.api.keys import new_key
 from edgemoe.cli import systemd_units
 from edgemoe.cluster.control.coordination.epoch_fence import EpochFence
 from edgemoe.cluster.control.coordination.journal import Journal
-from edgemoe.cluster.rpc.ipc import private_directory
 from edgemoe.cluster.rpc.keys import generate
 from edgemoe.config.settings import RecordSettings
 from edgemoe.errors import ConfigError, EdgemoeError
 from edgemoe.front.listen import sole_owner, unix_socket
+from edgemoe.ipc.engine_socket import private_directory
 from edgemoe.store.files import lock_holder, lock_store, note_use
 from edgemoe.store.hub import HubFile, Partial
 from edgemoe.store.manifest import clear

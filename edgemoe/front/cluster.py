@@ -12,37 +12,20 @@ import msgspec
 from edgemoe import __version__
 from edgemoe.cluster.control.control_plane import ControlPlane
 from edgemoe.cluster.control.coordination.store import wait_event
-from edgemoe.cluster.rpc.control_messages import (
+from edgemoe.cluster.control.messages import (
     Announce,
     Beat,
     Check,
     ControlMessage,
     Dropped,
+    FindStore,
     Forward,
     Report,
     RequestGrant,
-    Show,
     Taken,
     Tokens,
 )
-from edgemoe.cluster.rpc.engine_messages import (
-    Cancel,
-    Emissions,
-    Holds,
-    Listening,
-    PeerList,
-    PeerSeen,
-    Plan,
-    Submit,
-    ToCluster,
-    decode_from_engine,
-    decode_to_engine,
-)
 from edgemoe.cluster.rpc.keys import load_secret
-from edgemoe.cluster.rpc.messages.activity import Activity
-from edgemoe.cluster.rpc.messages.choices import Choosing, PrefixFound, PromptRead
-from edgemoe.cluster.rpc.messages.find_store import FindStore
-from edgemoe.cluster.rpc.messages.hand_over import LastChunk, PrefixPulled, PullPrefix
 from edgemoe.cluster.rpc.transport import Answer, Question
 from edgemoe.config.settings import Settings
 from edgemoe.errors import PeerBusy, PeerRefused
@@ -57,6 +40,27 @@ from edgemoe.front.requests.offered_requests import OfferedRequests
 from edgemoe.front.requests.own_work import OwnWork
 from edgemoe.front.requests.prefix_keys import PrefixKeys
 from edgemoe.front.router import Router
+from edgemoe.ipc.messages import (
+    Activity,
+    Cancel,
+    Choosing,
+    Emissions,
+    Holds,
+    LastChunk,
+    Listening,
+    PeerList,
+    PeerSeen,
+    Plan,
+    PrefixFound,
+    PrefixPulled,
+    PromptRead,
+    PullPrefix,
+    Show,
+    Submit,
+    ToCluster,
+    decode_from_engine,
+    decode_to_engine,
+)
 from edgemoe.telemetry.probes import look
 from edgemoe.types.placement import PlacementPlan
 from edgemoe.types.request import Emission

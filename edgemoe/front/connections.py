@@ -19,8 +19,8 @@ from typing import Any
 
 from starlette.types import ASGIApp
 
-from edgemoe.cluster.rpc.sparing_log import SparingLog
 from edgemoe.front.http_connection import ConnectionHub, HttpConnection
+from edgemoe.telemetry.rate_limited_log import RateLimitedLog
 from edgemoe.types.principal import site_of
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class Server:
     def __init__(self, app: ASGIApp, sockets: Sequence[socket.socket], max_connections: int) -> None:
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self.max_connections = min(max_connections, files // 2)
-        self._note = SparingLog(log)
+        self._note = RateLimitedLog(log)
         self._hub = ConnectionHub(app, self._note)
         self._ends = asyncio.Event()
         self._sockets = list(sockets)

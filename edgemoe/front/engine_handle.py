@@ -15,8 +15,9 @@ from typing import Any
 
 import msgspec
 
-from edgemoe.cluster.rpc.control_messages import Shown
-from edgemoe.cluster.rpc.engine_messages import (
+from edgemoe.config.settings import Settings
+from edgemoe.front.engine_death import Death, LastLines
+from edgemoe.ipc.messages import (
     PLACE_BYTES,
     Boot,
     Emissions,
@@ -26,13 +27,12 @@ from edgemoe.cluster.rpc.engine_messages import (
     Ready,
     Refused,
     Reloaded,
+    Shown,
     Stats,
     ToCluster,
 )
-from edgemoe.cluster.rpc.protocol import SPOKEN
-from edgemoe.config.settings import Settings
-from edgemoe.front.engine_death import Death, LastLines
 from edgemoe.telemetry.log import goes_to_journal
+from edgemoe.wire.protocol import SPOKEN
 
 log = logging.getLogger(__name__)
 LOOK_S = 0.25  # between two looks at an engine

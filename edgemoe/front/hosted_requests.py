@@ -20,13 +20,22 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from edgemoe.cluster.control.messages import ControlMessage, Taken, Tokens
 from edgemoe.cluster.rpc.channel import Channel
-from edgemoe.cluster.rpc.control_messages import ControlMessage, Taken, Tokens
-from edgemoe.cluster.rpc.engine_messages import Cancel, Emissions, Submit, ToEngine, encode
-from edgemoe.cluster.rpc.messages.choices import PrefixFound, PromptRead
-from edgemoe.cluster.rpc.messages.hand_over import LastChunk, PrefixPulled, PullPrefix
 from edgemoe.errors import EdgemoeError, PeerBusy, PeerError, PeerRefused, Unsendable, WireError
 from edgemoe.front.requests.engine_use import HeldRequest
+from edgemoe.ipc.messages import (
+    Cancel,
+    Emissions,
+    LastChunk,
+    PrefixFound,
+    PrefixPulled,
+    PromptRead,
+    PullPrefix,
+    Submit,
+    ToEngine,
+    encode,
+)
 from edgemoe.types.bounds import USER_CHARS
 from edgemoe.types.principal import Principal, as_told_by
 from edgemoe.types.request import Emission, Request

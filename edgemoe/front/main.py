@@ -25,7 +25,6 @@ from edgemoe.api.keys import KeyRing
 from edgemoe.api.metrics import Metrics
 from edgemoe.api.text.bounded_text import BoundedText, text_command
 from edgemoe.api.text.tokenizer import TextModel
-from edgemoe.cluster.rpc.ipc import FrontEnd, private_directory
 from edgemoe.config.paths import beside
 from edgemoe.config.settings import Settings
 from edgemoe.durable import remove_file
@@ -40,6 +39,7 @@ from edgemoe.front.request_router import RequestRouter
 from edgemoe.front.supervisor import Supervisor
 from edgemoe.guard import refuse_pickle
 from edgemoe.heap import give_back, give_back_often, keep_freed, settle
+from edgemoe.ipc.engine_socket import FrontEnd, private_directory
 from edgemoe.store.manifest import MANIFEST, Manifest, verify_copies
 from edgemoe.ticking import until_tick
 

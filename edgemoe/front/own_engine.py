@@ -9,13 +9,11 @@ import re
 from collections.abc import Container, Iterable
 
 from edgemoe.cluster.control.control_plane import ControlPlane
-from edgemoe.cluster.rpc.control_messages import EngineCard, LinkReport, Report
-from edgemoe.cluster.rpc.engine_messages import Holds, Listening, PeerSeen, ToEngine
-from edgemoe.cluster.rpc.ipc import FrontEnd
-from edgemoe.cluster.rpc.messages.activity import Activity
-from edgemoe.cluster.rpc.messages.find_store import StoreAt
+from edgemoe.cluster.control.messages import EngineCard, LinkReport, Report, StoreAt
 from edgemoe.errors import PeerBusy, PeerOutdated, PeerRefused, WireError
 from edgemoe.front.engine_handle import EngineHandle
+from edgemoe.ipc.engine_socket import FrontEnd
+from edgemoe.ipc.messages import Activity, Holds, Listening, PeerSeen, ToEngine
 from edgemoe.types.bounds import MAX_NODES
 
 log = logging.getLogger(__name__)

@@ -17,11 +17,11 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-from edgemoe.cluster.rpc.engine_messages import Cancel, Submit
 from edgemoe.errors import DeadlineExceeded, EngineCrashed, InvalidRequest, QueueFull, RequestError
 from edgemoe.front.requests.engine_use import HeldRequest
 from edgemoe.front.requests.logged_request import LoggedRequest
 from edgemoe.front.requests.submission import LoggedSubmission
+from edgemoe.ipc.messages import Cancel, Submit
 from edgemoe.policy import shares
 from edgemoe.types.request import Emission, Request
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Protocol
 
-from edgemoe.cluster.rpc.engine_messages import Cancel, Limits, Submit
 from edgemoe.config.settings import EngineSettings
 from edgemoe.front.own_engine import EngineDoor
 from edgemoe.front.request_log import RequestLog
+from edgemoe.ipc.messages import Cancel, Limits, Submit
 
 
 class OtherEngines(Protocol):

@@ -18,15 +18,13 @@ from typing import Protocol
 import msgspec
 
 from edgemoe.cluster.control.control_plane import ControlPlane
-from edgemoe.cluster.rpc.control_messages import MAX_UNWANTED, Beat, Check, Dropped, Forward, RequestGrant, Taken
-from edgemoe.cluster.rpc.engine_messages import Cancel, Submit, ToEngine, encode
-from edgemoe.cluster.rpc.messages.choices import PrefixFound, PromptRead
-from edgemoe.cluster.rpc.messages.hand_over import PullPrefix
+from edgemoe.cluster.control.messages import MAX_UNWANTED, Beat, Check, Dropped, Forward, RequestGrant, Taken
 from edgemoe.errors import EdgemoeError
 from edgemoe.front.hosted_requests import RequestNews
 from edgemoe.front.requests.offered_requests import NO_WORD, OfferedRequests
 from edgemoe.front.requests.open_offers import RouteChoice
 from edgemoe.front.routing.hand_over import HandOver, HandOvers, MovableRequests
+from edgemoe.ipc.messages import Cancel, PrefixFound, PromptRead, PullPrefix, Submit, ToEngine, encode
 from edgemoe.policy.route import EngineLoad, node_of, route
 from edgemoe.ticking import until_tick
 from edgemoe.types.request import Emission, Phases

@@ -7,12 +7,12 @@ from typing import Any, Literal
 
 from edgemoe.cluster.control.control_plane import ControlPlane
 from edgemoe.cluster.control.membership import Member, Members
+from edgemoe.cluster.control.messages import Announce, EngineCard
 from edgemoe.cluster.control.plan_store import PlanStore
-from edgemoe.cluster.rpc.control_messages import Announce, EngineCard
-from edgemoe.cluster.rpc.engine_messages import PeerSeen
 from edgemoe.front.hosted_requests import HostedRequests
 from edgemoe.front.requests.offered_requests import OfferedRequests
 from edgemoe.front.router import Router
+from edgemoe.ipc.messages import PeerSeen
 from edgemoe.policy.route import EngineLoad
 from edgemoe.telemetry import metrics as names
 from edgemoe.types.placement import PlacementPlan

@@ -24,9 +24,6 @@ from typing import Any, Protocol
 import msgspec
 
 from edgemoe.api.backend import BoxSnapshot, State
-from edgemoe.cluster.rpc.control_messages import Shown
-from edgemoe.cluster.rpc.engine_messages import Emissions, FromEngine, Ready, Reload, Stop, ToCluster
-from edgemoe.cluster.rpc.sparing_log import SparingLog
 from edgemoe.config.settings import Settings
 from edgemoe.errors import ConfigError, EngineUnavailable, ReloadRefused, RequestError, ServiceError
 from edgemoe.front.engine_death import Death, FailedStarts
@@ -35,6 +32,8 @@ from edgemoe.front.looking.lookout import Lookout
 from edgemoe.front.request_router import RequestRouter
 from edgemoe.front.requests.submission import LoggedSubmission
 from edgemoe.front.restart_backoff import RestartBackoff, keeps_failing
+from edgemoe.ipc.messages import Emissions, FromEngine, Ready, Reload, Shown, Stop, ToCluster
+from edgemoe.telemetry.rate_limited_log import RateLimitedLog
 from edgemoe.ticking import until_tick
 from edgemoe.types.model_info import ModelInfo, loading_text
 from edgemoe.types.request import Emission, Request, RequestLimits
@@ -84,7 +83,7 @@ class Supervisor:
         self.starts = 0
         self.why = ""  # what ended the last engine
         self._command, self._lookout, self._cluster = command, lookout, cluster
-        self._backoff, self._say = RestartBackoff(settings.service), SparingLog(log)
+        self._backoff, self._say = RestartBackoff(settings.service), RateLimitedLog(log)
         self._failed_starts = FailedStarts(settings.service.max_restarts)
         self._cannot_start: FailedStarts | None = None  # while no start is tried
         self._try_again = asyncio.Event()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from edgemoe import __version__
 from edgemoe.cluster.control.control_plane import ControlPlane
-from edgemoe.cluster.rpc.control_messages import Announce
+from edgemoe.cluster.control.messages import Announce
 from edgemoe.cluster.rpc.keys import load_secret
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.front.peers_list import address_of, follow_list, listed

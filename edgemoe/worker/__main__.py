@@ -9,9 +9,9 @@ import sys
 
 import msgspec
 
-from edgemoe.cluster.rpc.engine_messages import Boot
 from edgemoe.config.settings import Settings
 from edgemoe.heap import give_back_often
+from edgemoe.ipc.messages import Boot
 from edgemoe.jit.env import WORKER_ENV
 from edgemoe.telemetry.log import configure, goes_to_journal
 from edgemoe.worker.process import settle

@@ -18,24 +18,17 @@ from itertools import islice
 import numpy as np
 import numpy.typing as npt
 
-from edgemoe.cluster.rpc.engine_messages import FromEngine, Submit
-from edgemoe.cluster.rpc.messages.choices import (
-    MOST_ENDED,
-    Choosing,
-    EndedRequest,
-    EngineChoices,
-    PromptRead,
-    SignatureTable,
-)
 from edgemoe.engine.engine import Engine
 from edgemoe.engine.sequence import Sequence, blocks_for
 from edgemoe.experts.build import ExpertTiers
+from edgemoe.ipc.messages import Choosing, FromEngine, PromptRead, Submit
 from edgemoe.policy.routing.by_experts import PromptForecast
 from edgemoe.policy.routing.expert_union import absence
 from edgemoe.policy.routing.step_times import StepTimes
 from edgemoe.policy.routing.told import absent_bytes, shares_of
 from edgemoe.ticking import until_tick
 from edgemoe.types.arrays import FloatArray, IntArray
+from edgemoe.types.expert_signatures import MOST_ENDED, EndedRequest, EngineChoices, SignatureTable
 from edgemoe.types.experts import Tier
 from edgemoe.types.step import BLOCK_TOKENS
 

@@ -11,16 +11,24 @@ from pathlib import Path
 import numpy as np
 
 from edgemoe.cluster.data.plane import DataPlane, OwnExperts
-from edgemoe.cluster.rpc.engine_messages import Cancel, FromEngine, Holds, Listening, PeerList, PeerSeen, Plan
 from edgemoe.cluster.rpc.keys import load_secret
-from edgemoe.cluster.rpc.messages.activity import Activity
-from edgemoe.cluster.rpc.messages.choices import FindPrefix
-from edgemoe.cluster.rpc.messages.hand_over import PullPrefix
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.errors import CapacityError
 from edgemoe.experts.compute.peer_compute import PeerCompute
 from edgemoe.experts.tiers.eviction import ALWAYS
 from edgemoe.experts.tiers.prefetch_priority import PrefetchPriority
+from edgemoe.ipc.messages import (
+    Activity,
+    Cancel,
+    FindPrefix,
+    FromEngine,
+    Holds,
+    Listening,
+    PeerList,
+    PeerSeen,
+    Plan,
+    PullPrefix,
+)
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.telemetry import metrics as names
 from edgemoe.telemetry.metrics import named

@@ -17,13 +17,12 @@ import numpy as np
 import numpy.typing as npt
 
 from edgemoe.cluster.data.kv_fetch import REASONS, Entry, KVFetcher
-from edgemoe.cluster.rpc.engine_messages import FromEngine, Submit
-from edgemoe.cluster.rpc.messages.choices import SignatureTable
-from edgemoe.cluster.rpc.messages.hand_over import LastChunk, PrefixPulled, PullPrefix
 from edgemoe.engine.engine import Engine
 from edgemoe.errors import HandOverFailed
+from edgemoe.ipc.messages import FromEngine, LastChunk, PrefixPulled, PullPrefix, Submit
 from edgemoe.telemetry import metrics as names
 from edgemoe.telemetry.metrics import named
+from edgemoe.types.expert_signatures import SignatureTable
 from edgemoe.types.step import StepMeta, StepRouting
 
 log = logging.getLogger(__name__)

@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from edgemoe.cluster.rpc.engine_messages import FromEngine
-from edgemoe.cluster.rpc.messages.choices import FindPrefix, PrefixFound, SignatureTable
 from edgemoe.engine.engine import Engine
+from edgemoe.ipc.messages import FindPrefix, FromEngine, PrefixFound
 from edgemoe.policy.routing.told import shares_of
+from edgemoe.types.expert_signatures import SignatureTable
 
 WAITING = 64  # questions; of more the front hears that there is nothing
 

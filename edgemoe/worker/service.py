@@ -16,36 +16,36 @@ from pathlib import Path
 
 import torch
 
-from edgemoe.cluster.rpc.control_messages import Show
-from edgemoe.cluster.rpc.engine_messages import (
+from edgemoe.config.settings import Settings
+from edgemoe.errors import ConfigError, EdgemoeError, ServiceError, WireError, first_of
+from edgemoe.guard import refuse_pickle
+from edgemoe.heap import settle
+from edgemoe.ipc.engine_socket import EngineEnd, end_of
+from edgemoe.ipc.messages import (
     PLACE_BYTES,
     Boot,
     Cancel,
     Drain,
     Emissions,
     Failed,
+    FindPrefix,
     Limits,
     Loading,
     PeerList,
     Ping,
     Plan,
+    PullPrefix,
     Ready,
     Refused,
     Reload,
     Reloaded,
+    Show,
     Stats,
     Stop,
     Submit,
     ToEngine,
 )
-from edgemoe.cluster.rpc.ipc import EngineEnd, end_of
-from edgemoe.cluster.rpc.messages.choices import FindPrefix
-from edgemoe.cluster.rpc.messages.hand_over import PullPrefix
-from edgemoe.cluster.rpc.sparing_log import SparingLog
-from edgemoe.config.settings import Settings
-from edgemoe.errors import ConfigError, EdgemoeError, ServiceError, WireError, first_of
-from edgemoe.guard import refuse_pickle
-from edgemoe.heap import settle
+from edgemoe.telemetry.rate_limited_log import RateLimitedLog
 from edgemoe.ticking import until_tick
 from edgemoe.types.request import Emission, Request, Sampling
 from edgemoe.types.step import BLOCK_TOKENS
@@ -70,7 +70,7 @@ class Worker:
         self._boot, self._settings, self._parent = boot, settings, parent
         self._loop = asyncio.get_running_loop()
         self._wire = EngineEnd(boot.address, boot.boot_id, boot.speaks)
-        self._loading, self._log = Loading(phase="start"), SparingLog(log)
+        self._loading, self._log = Loading(phase="start"), RateLimitedLog(log)
         self._warm: asyncio.Future[Emission] = self._loop.create_future()
         self._stop_asked = asyncio.Event()
         self._reload_asked = asyncio.Event()

@@ -13,12 +13,11 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from edgemoe.cluster.rpc.control_messages import Shown
-from edgemoe.cluster.rpc.engine_messages import FromEngine
 from edgemoe.engine.engine import Engine
 from edgemoe.engine.sequence import Sequence as RunningSequence
 from edgemoe.engine.sequence import blocks_for
 from edgemoe.experts.build import ExpertTiers
+from edgemoe.ipc.messages import FromEngine, Shown
 from edgemoe.types.arrays import BoolArray, FloatArray
 from edgemoe.types.experts import Tier
 from edgemoe.types.snapshot import (

@@ -11,8 +11,8 @@ import pytest
 
 from edgemoe.api.keys import new_key
 from edgemoe.cli import main
-from edgemoe.cluster.rpc.ipc import private_directory
 from edgemoe.front.listen import sole_owner, tcp_socket, unix_socket
+from edgemoe.ipc.engine_socket import private_directory
 
 DENSE = {
     "architectures": ["LlamaForCausalLM"],

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from edgemoe.cluster.rpc.control_messages import LinkReport, Report
+from edgemoe.cluster.control.messages import LinkReport, Report
 from edgemoe.experts import activity
 from edgemoe.experts.activity import ActivityCounter
 from edgemoe.types.bounds import MAX_NODES

@@ -11,15 +11,15 @@ import msgspec
 import pytest
 from support.virtual import VirtualLoop
 
-from edgemoe.cluster.rpc.control_messages import CONTROL, MAX_PREFIX_KEYS, MAX_TAKEN, PREFIX_TOKENS, EngineUse
-from edgemoe.cluster.rpc.engine_messages import Submit
+from edgemoe.cluster.control.messages import CONTROL, MAX_PREFIX_KEYS, MAX_TAKEN, PREFIX_TOKENS, EngineUse
 from edgemoe.cluster.rpc.envelope import MAX_ENVELOPE_BYTES
-from edgemoe.cluster.rpc.messages.choices import MOST_ENDED, Choosing, EndedRequest, EngineChoices, SignatureTable
 from edgemoe.front.requests import engine_news, engine_use
 from edgemoe.front.requests.engine_news import GAP_S, LOOK_S, REPEAT_S, EngineNews
 from edgemoe.front.requests.engine_use import MAX_UNTOLD, EngineFacts, EngineMeter, HeldRequest
 from edgemoe.front.requests.prefix_keys import PrefixKeys
+from edgemoe.ipc.messages import Choosing, Submit
 from edgemoe.telemetry import metrics as names
+from edgemoe.types.expert_signatures import MOST_ENDED, EndedRequest, EngineChoices, SignatureTable
 from edgemoe.types.request import Request, Sampling
 from edgemoe.types.step import BLOCK_TOKENS
 

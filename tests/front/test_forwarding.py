@@ -23,10 +23,8 @@ from support.waiting import until
 from tokenizers import Tokenizer
 
 from edgemoe.cluster.control.control_plane import ControlPlane
+from edgemoe.cluster.control.messages import CONTROL, MAX_UNWANTED, EngineCard, Forward, Taken, Tokens
 from edgemoe.cluster.control.requests.expert_fitting import FIRST
-from edgemoe.cluster.rpc.control_messages import CONTROL, MAX_UNWANTED, EngineCard, Forward, Taken, Tokens
-from edgemoe.cluster.rpc.engine_messages import Cancel, Emissions, Submit, decode_from_engine, encode
-from edgemoe.cluster.rpc.messages.hand_over import PullPrefix
 from edgemoe.cluster.rpc.transport import Answer, Question
 from edgemoe.config.settings import Route, Settings
 from edgemoe.errors import PeerBusy, PeerRefused, PeerUnavailable
@@ -37,6 +35,7 @@ from edgemoe.front.main import Front
 from edgemoe.front.peers_list import listed
 from edgemoe.front.router import Router
 from edgemoe.front.supervisor import Supervisor
+from edgemoe.ipc.messages import Cancel, Emissions, PullPrefix, Submit, decode_from_engine, encode
 from edgemoe.telemetry import metrics as names
 from edgemoe.types.bounds import REQUEST_CHARS, USER_CHARS
 from edgemoe.types.request import Emission, Request, Sampling

@@ -6,11 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
-from edgemoe.cluster.rpc.engine_messages import Cancel, Submit
-from edgemoe.cluster.rpc.messages.choices import SignatureTable
-from edgemoe.cluster.rpc.messages.hand_over import LastChunk, PrefixPulled, PullPrefix
 from edgemoe.front.request_log import RequestLog
 from edgemoe.front.routing.hand_over import ANSWER_S, MOST_ATTEMPTS, PULL_S, HandOver, HandOvers
+from edgemoe.ipc.messages import Cancel, LastChunk, PrefixPulled, PullPrefix, Submit
+from edgemoe.types.expert_signatures import SignatureTable
 from edgemoe.types.request import Emission, Request, Sampling
 
 PROMPT = tuple(range(40))

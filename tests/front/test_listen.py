@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from edgemoe.cluster.rpc.ipc import FrontEnd
 from edgemoe.errors import ServiceError
 from edgemoe.front.listen import PATH_BYTES, sole_owner, tcp_socket, unix_socket
 from edgemoe.front.notify import Notifier, passed_sockets
+from edgemoe.ipc.engine_socket import FrontEnd
 
 
 def test_the_socket_is_for_owner_and_group(tmp_path: Path) -> None:

@@ -21,14 +21,13 @@ from support.relays import Relays, relays
 from support.waiting import until
 
 from edgemoe.cluster.control import control_plane as plane
+from edgemoe.cluster.control.messages import Tokens
 from edgemoe.cluster.control.requests import parcels
-from edgemoe.cluster.rpc.control_messages import Tokens
-from edgemoe.cluster.rpc.engine_messages import decode_from_engine
-from edgemoe.cluster.rpc.messages.hand_over import PrefixPulled
 from edgemoe.cluster.rpc.transport import Answer, ChannelSettings
 from edgemoe.errors import PeerUnavailable
 from edgemoe.front.main import Front
 from edgemoe.front.routing import hand_over
+from edgemoe.ipc.messages import PrefixPulled, decode_from_engine
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 ROLES = {"p": "prefill", "d": "decode", "e": "decode"}

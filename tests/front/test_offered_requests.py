@@ -10,9 +10,7 @@ import pytest
 from msgspec import structs
 from support.waiting import until
 
-from edgemoe.cluster.rpc.control_messages import RequestGrant, RequestOffer, Withdrawal
-from edgemoe.cluster.rpc.engine_messages import Submit, ToEngine
-from edgemoe.cluster.rpc.messages.choices import FindPrefix, PrefixFound, PromptRead, SignatureTable
+from edgemoe.cluster.control.messages import RequestGrant, RequestOffer, Withdrawal
 from edgemoe.cluster.rpc.transport import Answer
 from edgemoe.errors import PeerUnavailable
 from edgemoe.front.request_log import RequestLog
@@ -21,6 +19,8 @@ from edgemoe.front.requests.offered_requests import HERE_S, OfferedRequests
 from edgemoe.front.requests.open_offers import RouteChoice
 from edgemoe.front.requests.prefix_keys import PrefixKeys
 from edgemoe.front.requests.prefix_questions import MOST_ASKED
+from edgemoe.ipc.messages import FindPrefix, PrefixFound, PromptRead, Submit, ToEngine
+from edgemoe.types.expert_signatures import SignatureTable
 from edgemoe.types.request import Request, Sampling
 
 pytestmark = pytest.mark.asyncio

@@ -5,10 +5,9 @@ from __future__ import annotations
 import msgspec
 from support.model_info import MODEL
 
-from edgemoe.cluster.rpc.control_messages import Report
-from edgemoe.cluster.rpc.engine_messages import Listening, PeerSeen
-from edgemoe.cluster.rpc.messages.activity import Activity
+from edgemoe.cluster.control.messages import Report
 from edgemoe.front.own_engine import OwnEngine
+from edgemoe.ipc.messages import Activity, Listening, PeerSeen
 
 SAID = Activity(
     tokens=1.0,

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgemoe.cluster.rpc.engine_messages import Cancel, Submit, ToEngine
 from edgemoe.errors import DeadlineExceeded, EngineCrashed, InvalidRequest, QueueFull, RequestError
 from edgemoe.front.request_log import PATIENCE_S, RequestLog
 from edgemoe.front.requests.submission import LoggedSubmission
+from edgemoe.ipc.messages import Cancel, Submit, ToEngine
 from edgemoe.policy.blame import DEATHS, FRUITLESS_ATTEMPTS, FURTHER_TOKENS
 from edgemoe.types.request import Emission, Request, Sampling
 

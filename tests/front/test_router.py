@@ -10,19 +10,18 @@ from typing import Any
 import msgspec
 import pytest
 
+from edgemoe.cluster.control.messages import Beat, Forward, RequestGrant, Taken
 from edgemoe.cluster.control.requests.parcels import Parcels
-from edgemoe.cluster.rpc.control_messages import Beat, Forward, RequestGrant, Taken
-from edgemoe.cluster.rpc.engine_messages import Cancel, Submit, ToEngine, decode_to_engine
-from edgemoe.cluster.rpc.messages.hand_over import LastChunk, PrefixPulled, PullPrefix
-from edgemoe.cluster.rpc.protocol import SPOKEN
 from edgemoe.cluster.rpc.transport import Answer
 from edgemoe.errors import PeerBusy
 from edgemoe.front import router as router_module
 from edgemoe.front.request_log import RequestLog
 from edgemoe.front.requests.open_offers import RouteChoice
 from edgemoe.front.router import Router
+from edgemoe.ipc.messages import Cancel, LastChunk, PrefixPulled, PullPrefix, Submit, ToEngine, decode_to_engine
 from edgemoe.policy.route import EngineLoad
 from edgemoe.types.request import Request, Sampling
+from edgemoe.wire.protocol import SPOKEN
 
 pytestmark = pytest.mark.asyncio
 REQUEST = Request(id="r", prompt=tuple(range(40)), sampling=Sampling(max_tokens=50), seed=1)

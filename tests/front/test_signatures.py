@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from edgemoe.cluster.rpc.messages.choices import SignatureTable
 from edgemoe.front.requests.prefix_keys import PrefixKeys
 from edgemoe.front.requests.signatures import ENTRY_BYTES, MAX_BYTES, Signatures
+from edgemoe.types.expert_signatures import SignatureTable
 from edgemoe.types.request import Request, Sampling
 
 KEYS = PrefixKeys()

@@ -18,9 +18,6 @@ import pytest
 from support.front_kit import SCRIPTED, http_client, openai_client, ready, running, settings_for
 from support.waiting import until
 
-from edgemoe.cluster.rpc.engine_messages import Emissions, Failed, Stats
-from edgemoe.cluster.rpc.ipc import EngineEnd
-from edgemoe.cluster.rpc.protocol import SPOKEN
 from edgemoe.config.settings import ServiceSettings
 from edgemoe.errors import EngineUnavailable, ServiceError
 from edgemoe.front import connections, restart_backoff
@@ -31,8 +28,11 @@ from edgemoe.front.listen import tcp_socket
 from edgemoe.front.main import Front
 from edgemoe.front.request_router import RequestRouter
 from edgemoe.front.supervisor import Supervisor
+from edgemoe.ipc.engine_socket import EngineEnd
+from edgemoe.ipc.messages import Emissions, Failed, Stats
 from edgemoe.types.principal import Identity, uid_principal
 from edgemoe.types.request import Emission
+from edgemoe.wire.protocol import SPOKEN
 
 
 @pytest.fixture

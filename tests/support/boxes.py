@@ -12,8 +12,8 @@ import zmq
 from edgemoe.cluster.rpc.auth import AllowList
 from edgemoe.cluster.rpc.channel import Channel
 from edgemoe.cluster.rpc.keys import Peer, Secret
-from edgemoe.cluster.rpc.protocol import Language, Message, Versions
 from edgemoe.cluster.rpc.transport import Answer, ChannelSettings, Failure, Question, Transport
+from edgemoe.wire.protocol import Language, Message, Versions
 
 
 class Echo(Message, frozen=True, tag="Echo"):

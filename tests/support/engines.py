@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from edgemoe.cluster.rpc.engine_messages import FromEngine, Listening, PeerEngine, PeerList, Plan
 from edgemoe.cluster.rpc.keys import Secret, generate
 from edgemoe.config.settings import (
     ClusterSettings,
@@ -22,6 +21,7 @@ from edgemoe.config.settings import (
     ModelSettings,
     Settings,
 )
+from edgemoe.ipc.messages import FromEngine, Listening, PeerEngine, PeerList, Plan
 from edgemoe.policy.placement.problem import PlacementProblem, by_size
 from edgemoe.policy.placement.uniform import uniform
 from edgemoe.store.manifest import Manifest, spec_of

@@ -26,12 +26,12 @@ import msgspec
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from edgemoe.cluster.rpc import protocol
+from edgemoe.wire import protocol
 
 protocol.SPOKEN = protocol.Versions(protocol.SPOKEN.lowest, protocol.SPOKEN.highest + 1)
 
-from edgemoe.cluster.rpc import control_messages
-from edgemoe.cluster.rpc.protocol import Language, Message
+from edgemoe.cluster.control import messages as control_messages
+from edgemoe.wire.protocol import Language, Message
 
 
 class Greet(Message, frozen=True, tag="Greet"):

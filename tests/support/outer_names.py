@@ -14,15 +14,15 @@ from msgspec import NODEFAULT, inspect
 
 from edgemoe.cluster.control.coordination.raft_transport import RaftMessage
 from edgemoe.cluster.control.coordination.store import PlanRef
+from edgemoe.cluster.control.messages import CONTROL
 from edgemoe.cluster.data.messages import BULK, CALLS
-from edgemoe.cluster.rpc.control_messages import CONTROL
-from edgemoe.cluster.rpc.engine_messages import FROM_ENGINE, TO_ENGINE, Boot
 from edgemoe.cluster.rpc.envelope import Envelope
 from edgemoe.cluster.rpc.keys import Peer
-from edgemoe.cluster.rpc.protocol import SPOKEN, Language
+from edgemoe.ipc.messages import FROM_ENGINE, TO_ENGINE, Boot
 from edgemoe.store.manifest import Manifest
 from edgemoe.telemetry.recording import Header, RoutingBlock
 from edgemoe.types.placement import PlacementPlan
+from edgemoe.wire.protocol import SPOKEN, Language
 
 GOLDEN = Path(__file__).with_name("protocol.json")
 LANGUAGES: dict[str, Language[Any]] = {

@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 
 from edgemoe.cluster.control.coordination.store import PlanRef
+from edgemoe.cluster.control.messages import Announce, EngineCard, Report
 from edgemoe.cluster.control.plan_controller import (
     Action,
     ClusterObserved,
@@ -19,7 +20,6 @@ from edgemoe.cluster.control.plan_controller import (
     SolvePlacement,
 )
 from edgemoe.cluster.control.planning.targets import HomeInventory, PlacementTarget, make_target
-from edgemoe.cluster.rpc.control_messages import Announce, EngineCard, Report
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.errors import PlacementInfeasible
 from edgemoe.types.arrays import BoolArray

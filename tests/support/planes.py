@@ -13,7 +13,7 @@ import numpy as np
 
 from edgemoe.cluster.control.control_plane import ControlPlane, NoServices
 from edgemoe.cluster.control.coordination.store import since_boot
-from edgemoe.cluster.rpc.control_messages import Announce, Beat, EngineCard, Report
+from edgemoe.cluster.control.messages import Announce, Beat, EngineCard, Report
 from edgemoe.cluster.rpc.keys import Peer, Secret, generate
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.types.placement import PlacementPlan, pack_bits

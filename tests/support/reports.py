@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from edgemoe.cluster.rpc.control_messages import Report
+from edgemoe.cluster.control.messages import Report
 from edgemoe.policy.placement.pairs import Routes, heaviest_pairs
 from edgemoe.policy.replacement.traffic import TrafficCounts
 from edgemoe.types.placement import ACTIVITY_UNIT

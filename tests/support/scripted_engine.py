@@ -23,37 +23,36 @@ import msgspec
 import numpy as np
 from tokenizers import Tokenizer
 
-from edgemoe.cluster.rpc.control_messages import Show, Shown
-from edgemoe.cluster.rpc.engine_messages import (
+from edgemoe.config.settings import Settings
+from edgemoe.ipc.engine_socket import EngineEnd
+from edgemoe.ipc.messages import (
     Boot,
     Cancel,
+    Choosing,
     Drain,
     Emissions,
     Failed,
+    FindPrefix,
     Holds,
+    LastChunk,
     Limits,
     Listening,
     Loading,
+    PrefixFound,
+    PrefixPulled,
+    PromptRead,
+    PullPrefix,
     Ready,
     Reload,
     Reloaded,
+    Show,
+    Shown,
     Stats,
     Stop,
     Submit,
 )
-from edgemoe.cluster.rpc.ipc import EngineEnd
-from edgemoe.cluster.rpc.messages.choices import (
-    Choosing,
-    EndedRequest,
-    EngineChoices,
-    FindPrefix,
-    PrefixFound,
-    PromptRead,
-    SignatureTable,
-)
-from edgemoe.cluster.rpc.messages.hand_over import LastChunk, PrefixPulled, PullPrefix
-from edgemoe.config.settings import Settings
 from edgemoe.policy.routing.told import shares_of
+from edgemoe.types.expert_signatures import EndedRequest, EngineChoices, SignatureTable
 from edgemoe.types.model_info import ModelInfo
 from edgemoe.types.request import Emission, Request, TokenLogprob
 from edgemoe.types.snapshot import IN_RAM, ON_DISK, EngineSnapshot, RequestProgress

@@ -29,19 +29,19 @@ from edgemoe.cluster.control.control_plane import ControlPlane, NoServices
 from edgemoe.cluster.control.coordination import store_factory as stores
 from edgemoe.cluster.control.coordination.raft import BACK_S, RaftStore
 from edgemoe.cluster.control.coordination.store import PlanRef
+from edgemoe.cluster.control.messages import CONTROL, Announce, EngineCard, Report
 from edgemoe.cluster.control.planning.solver import PlanSolver
 from edgemoe.cluster.control.planning.targets import PlacementTarget, PlacementTask, make_target
 from edgemoe.cluster.rpc.auth import AllowList
-from edgemoe.cluster.rpc.control_messages import CONTROL, Announce, EngineCard, Report
 from edgemoe.cluster.rpc.envelope import Envelope
 from edgemoe.cluster.rpc.keys import Peer, Secret
 from edgemoe.cluster.rpc.mishaps import Mishaps
-from edgemoe.cluster.rpc.protocol import SPOKEN
 from edgemoe.cluster.rpc.transport import Answer, Question
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.errors import CoordUnavailable, EdgemoeError, PeerRefused, PeerUnavailable
 from edgemoe.types.arrays import BoolArray
 from edgemoe.types.placement import PlacementPlan, pack_bits
+from edgemoe.wire.protocol import SPOKEN
 from support.planes import ABC, EXPERTS, LAYERS, card
 
 LATENCY_S = 0.003

@@ -10,8 +10,8 @@ import pytest
 
 from edgemoe.cluster.data.messages import Chunk, KVPart
 from edgemoe.cluster.rpc import envelope
-from edgemoe.cluster.rpc.engine_messages import TO_ENGINE
 from edgemoe.errors import WireError
+from edgemoe.ipc.messages import TO_ENGINE
 from tools.fuzzing.channel import fuzz
 from tools.fuzzing.messages import LANGUAGES, PASSED_ON, ChannelMessages, read
 from tools.fuzzing.values import Values

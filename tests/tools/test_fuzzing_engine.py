@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from edgemoe.cluster.rpc.engine_messages import TO_ENGINE
+from edgemoe.ipc.messages import TO_ENGINE
 from tools.fuzzing.engine import Messages, frame_of, fuzz
 
 

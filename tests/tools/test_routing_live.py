@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from edgemoe.cluster.control.messages import EngineUse
 from edgemoe.cluster.control.requests import engine_memory
-from edgemoe.cluster.rpc.control_messages import EngineUse
-from edgemoe.cluster.rpc.messages.choices import EngineChoices
 from edgemoe.policy.routing.by_experts import DecodeTimes, UnionTerm
 from edgemoe.policy.routing.offers import EngineView, Offered
 from edgemoe.policy.routing.told import ModelSizes
+from edgemoe.types.expert_signatures import EngineChoices
 from tools.bench.prism.models import STAND_INS, WORDS, Model, words_of
 from tools.bench.routing_live.__main__ import main
 from tools.bench.routing_live.plots import draw

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 from support.engine_kit import SPEC, Drive, prompt
 
-from edgemoe.cluster.rpc.engine_messages import FromEngine, Submit
-from edgemoe.cluster.rpc.messages.choices import SignatureTable
-from edgemoe.cluster.rpc.messages.hand_over import LastChunk
+from edgemoe.ipc.messages import FromEngine, LastChunk, Submit
 from edgemoe.policy.routing.told import shares_of
+from edgemoe.types.expert_signatures import SignatureTable
 from edgemoe.types.request import Request, Sampling
 from edgemoe.types.step import StepMeta, StepRouting
 from edgemoe.worker.hand_over import LastChunks

@@ -12,9 +12,8 @@ from support.engine_kit import ROUTER, SPEC, Drive, prompt
 from support.tiers_kit import FileStore, Weights, running, small_tiers
 from support.waiting import until, wait_until
 
-from edgemoe.cluster.rpc.control_messages import Shown
-from edgemoe.cluster.rpc.engine_messages import FromEngine
 from edgemoe.experts.build import ExpertTiers
+from edgemoe.ipc.messages import FromEngine, Shown
 from edgemoe.types.experts import ExpertGeometry, Tier
 from edgemoe.types.snapshot import IN_RAM, IN_VRAM, ON_DISK, USE_BITS, EngineSnapshot
 from edgemoe.types.step import BLOCK_TOKENS

@@ -18,8 +18,17 @@ from support.checkpoints import tiny_checkpoint
 from support.kept import STORES
 from support.waiting import wait_until
 
-from edgemoe.cluster.rpc.control_messages import Show, Shown
-from edgemoe.cluster.rpc.engine_messages import (
+from edgemoe.config.settings import (
+    DeviceSettings,
+    EngineSettings,
+    LogSettings,
+    MemorySettings,
+    ModelSettings,
+    RecordSettings,
+    Settings,
+)
+from edgemoe.ipc.engine_socket import FrontEnd
+from edgemoe.ipc.messages import (
     Boot,
     Cancel,
     Drain,
@@ -31,25 +40,17 @@ from edgemoe.cluster.rpc.engine_messages import (
     Ready,
     Reload,
     Reloaded,
+    Show,
+    Shown,
     Stats,
     Stop,
     Submit,
     ToEngine,
 )
-from edgemoe.cluster.rpc.ipc import FrontEnd
-from edgemoe.cluster.rpc.protocol import SPOKEN
-from edgemoe.config.settings import (
-    DeviceSettings,
-    EngineSettings,
-    LogSettings,
-    MemorySettings,
-    ModelSettings,
-    RecordSettings,
-    Settings,
-)
 from edgemoe.store.packer import pack
 from edgemoe.telemetry.recording import read_recording
 from edgemoe.types.request import Emission, Request, Sampling
+from edgemoe.wire.protocol import SPOKEN
 
 M = TypeVar("M", bound=FromEngine)
 START_S, ANSWER_S = 120, 30

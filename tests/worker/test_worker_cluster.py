@@ -16,24 +16,7 @@ from support.checkpoints import tiny_checkpoint
 from support.kept import STORES
 from test_worker import EXPERT_BYTES, START_S, Child
 
-from edgemoe.cluster.rpc.engine_messages import (
-    Boot,
-    Cancel,
-    Holds,
-    Listening,
-    PeerEngine,
-    PeerList,
-    PeerSeen,
-    PullPrefix,
-    Ready,
-    Submit,
-)
-from edgemoe.cluster.rpc.ipc import FrontEnd
 from edgemoe.cluster.rpc.keys import Secret, generate
-from edgemoe.cluster.rpc.messages.activity import Activity
-from edgemoe.cluster.rpc.messages.choices import Choosing, FindPrefix, PrefixFound, PromptRead
-from edgemoe.cluster.rpc.messages.hand_over import PrefixPulled
-from edgemoe.cluster.rpc.protocol import SPOKEN
 from edgemoe.config.settings import (
     ClusterSettings,
     EngineSettings,
@@ -42,11 +25,31 @@ from edgemoe.config.settings import (
     ModelSettings,
     Settings,
 )
+from edgemoe.ipc.engine_socket import FrontEnd
+from edgemoe.ipc.messages import (
+    Activity,
+    Boot,
+    Cancel,
+    Choosing,
+    FindPrefix,
+    Holds,
+    Listening,
+    PeerEngine,
+    PeerList,
+    PeerSeen,
+    PrefixFound,
+    PrefixPulled,
+    PromptRead,
+    PullPrefix,
+    Ready,
+    Submit,
+)
 from edgemoe.policy.routing.told import ModelSizes, counts_of
 from edgemoe.store.manifest import Manifest
 from edgemoe.store.packer import pack
 from edgemoe.types.placement import unpack_bits
 from edgemoe.types.request import Request, Sampling
+from edgemoe.wire.protocol import SPOKEN
 
 LAYERS, EXPERTS, TOP_K = 3, 6, 2
 SIZES = ModelSizes(LAYERS, EXPERTS)

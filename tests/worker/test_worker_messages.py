@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from edgemoe.cluster.rpc.engine_messages import Boot, Drain, Emissions, Loading, Stats, Submit
-from edgemoe.cluster.rpc.ipc import FrontEnd
-from edgemoe.cluster.rpc.protocol import SPOKEN
 from edgemoe.config.settings import Settings
+from edgemoe.ipc.engine_socket import FrontEnd
+from edgemoe.ipc.messages import Boot, Drain, Emissions, Loading, Stats, Submit
 from edgemoe.types.request import Request, Sampling
+from edgemoe.wire.protocol import SPOKEN
 from edgemoe.worker.service import Worker
 
 

@@ -37,21 +37,21 @@ from edgemoe.cluster.data.messages import Call
 from edgemoe.cluster.data.plane import DataPlane, OwnExperts
 from edgemoe.cluster.rpc import question_server
 from edgemoe.cluster.rpc.channel import Channel
-from edgemoe.cluster.rpc.engine_messages import PeerEngine
 from edgemoe.cluster.rpc.keys import Peer, Secret
-from edgemoe.cluster.rpc.protocol import Language, Message
 from edgemoe.cluster.rpc.transport import Answer, Failure, Question
 from edgemoe.engine.prefix_transfer import ByteArray
 from edgemoe.errors import StoreError
 from edgemoe.experts.build import ExpertTiers, TierMemory
 from edgemoe.experts.compute.dispatch import Group
 from edgemoe.experts.compute.peer_compute import PeerCompute
+from edgemoe.ipc.messages import PeerEngine
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.policy.baselines import LRU
 from edgemoe.types.experts import ExpertGeometry, ExpertId, Tier
 from edgemoe.types.model_info import ServedModel
 from edgemoe.types.peers import ExpertWork, RemoteCall
 from edgemoe.types.placement import PlacementPlan, pack_bits
+from edgemoe.wire.protocol import Language, Message
 from edgemoe.worker.home_moves import TURN_S, HomeMoves
 from tools.bench.stats import core_s
 from tools.testbed.bed import Bed

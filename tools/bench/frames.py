@@ -27,15 +27,15 @@ import numpy as np
 import xxhash
 import zmq
 
+from edgemoe.cluster.control.messages import CONTROL, Announce, Beat, RaftPayload
 from edgemoe.cluster.data.messages import BULK, CALLS, Call, Fetch, Hello
 from edgemoe.cluster.rpc import envelope
 from edgemoe.cluster.rpc.auth import AllowList
 from edgemoe.cluster.rpc.channel import Channel
-from edgemoe.cluster.rpc.control_messages import CONTROL, Announce, Beat, RaftPayload
 from edgemoe.cluster.rpc.envelope import Envelope, seal, unseal
 from edgemoe.cluster.rpc.keys import Secret
-from edgemoe.cluster.rpc.protocol import Language
 from edgemoe.cluster.rpc.transport import Answer, Question, Transport
+from edgemoe.wire.protocol import Language
 
 CHANNELS: dict[str, Language[Any]] = {"control": CONTROL, "calls": CALLS, "bulk": BULK}
 MARK = 5.0e5  # the remaining_ms of messages whose sums are right

@@ -25,8 +25,8 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from edgemoe.cluster.control.messages import Announce, GetPlan
 from edgemoe.cluster.data.messages import Fetch, Hello
-from edgemoe.cluster.rpc.control_messages import Announce, GetPlan
 from edgemoe.cluster.rpc.envelope import seal
 from edgemoe.cluster.rpc.keys import load_secret
 from tools.testbed.daemons import BULK_PORT, CALLS_PORT, CONTROL_PORT, Cluster, Daemon

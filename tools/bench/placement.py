@@ -29,8 +29,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from edgemoe.cluster.control.messages import Report
 from edgemoe.cluster.control.planning.observation import observe, successions
-from edgemoe.cluster.rpc.control_messages import Report
 from edgemoe.experts.activity import ActivityCounter
 from edgemoe.policy.placement.eplb import eplb
 from edgemoe.policy.placement.exact import exact

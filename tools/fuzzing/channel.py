@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 import zmq
 
-from edgemoe.cluster.rpc.control_messages import Announce, Beat, EngineCard, EngineUse
+from edgemoe.cluster.control.messages import Announce, Beat, EngineCard, EngineUse
 from edgemoe.demo import model_path
 from tools.fuzzing.messages import ChannelMessages
 from tools.fuzzing.peer import HostilePeer

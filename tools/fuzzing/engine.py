@@ -21,8 +21,12 @@ from typing import Any
 import msgspec
 from llguidance import LLMatcher
 
-from edgemoe.cluster.rpc import protocol
-from edgemoe.cluster.rpc.engine_messages import (
+from edgemoe.config.settings import MemorySettings, ModelSettings, Settings
+from edgemoe.errors import WireError
+from edgemoe.front.engine_handle import STOP_S, EngineHandle
+from edgemoe.front.main import WORKER
+from edgemoe.ipc.engine_socket import FrontEnd
+from edgemoe.ipc.messages import (
     FRAMING,
     MAGIC,
     TO_ENGINE,
@@ -33,12 +37,8 @@ from edgemoe.cluster.rpc.engine_messages import (
     Submit,
     decode_to_engine,
 )
-from edgemoe.cluster.rpc.ipc import FrontEnd
-from edgemoe.config.settings import MemorySettings, ModelSettings, Settings
-from edgemoe.errors import WireError
-from edgemoe.front.engine_handle import STOP_S, EngineHandle
-from edgemoe.front.main import WORKER
 from edgemoe.types.request import Emission, Request, Sampling, digest_of
+from edgemoe.wire import protocol
 from tools.fuzzing.target import GROWTH_MB, rss_mb
 from tools.fuzzing.values import Values
 from tools.testbed.model import float32_demo

@@ -10,21 +10,22 @@ from typing import Any
 import msgspec
 import xxhash
 
+from edgemoe.cluster.control.messages import CONTROL, Forward, Tokens
 from edgemoe.cluster.data.messages import BULK, CALLS
 from edgemoe.cluster.rpc import envelope
-from edgemoe.cluster.rpc.control_messages import CONTROL, Forward, Tokens
-from edgemoe.cluster.rpc.engine_messages import (
+from edgemoe.errors import WireError
+from edgemoe.ipc.messages import (
     FRAMING,
     FROM_ENGINE,
     MAGIC,
     TO_ENGINE,
     Emissions,
+    LastChunk,
+    PrefixPulled,
     decode_from_engine,
     decode_to_engine,
 )
-from edgemoe.cluster.rpc.messages.hand_over import LastChunk, PrefixPulled
-from edgemoe.cluster.rpc.protocol import SPOKEN, Language
-from edgemoe.errors import WireError
+from edgemoe.wire.protocol import SPOKEN, Language
 from tools.fuzzing.values import Values
 
 LANGUAGES: dict[str, Language[Any]] = {"control": CONTROL, "calls": CALLS, "bulk": BULK}

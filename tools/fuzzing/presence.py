@@ -15,12 +15,12 @@ import msgspec
 import zmq
 
 from edgemoe.cluster.control.membership import BEAT_S
+from edgemoe.cluster.control.messages import Tokens, Welcome
 from edgemoe.cluster.rpc import envelope
-from edgemoe.cluster.rpc.control_messages import Tokens, Welcome
-from edgemoe.cluster.rpc.engine_messages import Emissions, Submit, decode_to_engine, encode
 from edgemoe.cluster.rpc.keys import Secret
 from edgemoe.cluster.rpc.transport import Failure
 from edgemoe.errors import WireError
+from edgemoe.ipc.messages import Emissions, Submit, decode_to_engine, encode
 from edgemoe.types.request import Emission
 from tools.fuzzing.messages import ChannelMessages
 from tools.fuzzing.peer import dial, id_of, kind_of

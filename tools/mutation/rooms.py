@@ -58,7 +58,7 @@ FOLDERS = (
         "replay",
         "store",
     ),
-    *("telemetry", "worker", "cluster/control", "cluster/data", "cluster/rpc"),
+    *("telemetry", "worker", "cluster/control", "cluster/data", "cluster/rpc", "wire", "ipc"),
 )  # of the package, each with its tests in the folder of the same name
 ROOMS = {Path(name).name: Room((f"edgemoe/{name}",), (f"tests/{name}/**/test_*.py",)) for name in FOLDERS} | {
     "kernels": Room(("edgemoe/kernels",), ("tests/kernels/**/test_*.py", "tests/engine/test_whole_steps.py")),

@@ -19,8 +19,8 @@ from edgemoe.api.http import responding as http
 from edgemoe.api.http.page import PAGE
 from edgemoe.api.keys import ApiKey, KeyRing
 from edgemoe.api.metrics import Metrics
-from edgemoe.cluster.rpc.sparing_log import SparingLog
 from edgemoe.errors import EngineUnavailable, InvalidRequest, QueueFull, RequestError
+from edgemoe.telemetry.rate_limited_log import RateLimitedLog
 from edgemoe.types.principal import Principal, address_principal, site_of, uid_principal
 
 log = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ class Doorway:
         self._app = app
         self._keys = keys
         self._metrics = metrics
-        self._slowdown, self._note = Slowdown(), SparingLog(log)
+        self._slowdown, self._note = Slowdown(), RateLimitedLog(log)
         self._node = node
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -10,12 +10,11 @@ from typing import Any
 
 import msgspec
 
+from edgemoe.cluster.control.messages import ControlMessage, FindStore, StoreAt, Welcome
 from edgemoe.cluster.data.messages import BulkMessage
 from edgemoe.cluster.data.store_fetch import PieceChannel
 from edgemoe.cluster.rpc.channel import Channel
-from edgemoe.cluster.rpc.control_messages import ControlMessage, Welcome
 from edgemoe.cluster.rpc.keys import Peer
-from edgemoe.cluster.rpc.messages.find_store import FindStore, StoreAt
 from edgemoe.errors import PeerError, PeerRefused, PeerUnavailable, StoreError
 from edgemoe.store.manifest import MAX_MANIFEST_BYTES, Manifest, model_of
 

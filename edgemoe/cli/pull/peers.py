@@ -9,13 +9,12 @@ from typing import Any
 
 from edgemoe.cli.pull.boxes import ASK_S, StoreFinder
 from edgemoe.cli.pull.store_pull import StorePull
+from edgemoe.cluster.control.messages import CONTROL, ControlMessage, StoreAt
 from edgemoe.cluster.data.messages import BULK, BulkMessage
 from edgemoe.cluster.data.store_fetch import Pace, PieceChannel
 from edgemoe.cluster.rpc.auth import AllowList
 from edgemoe.cluster.rpc.channel import Channel
-from edgemoe.cluster.rpc.control_messages import CONTROL, ControlMessage
 from edgemoe.cluster.rpc.keys import load_secret
-from edgemoe.cluster.rpc.messages.find_store import StoreAt
 from edgemoe.cluster.rpc.transport import Answer, ChannelSettings, Question, Transport
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.errors import ConfigError, PeerRefused, StoreError

@@ -14,11 +14,11 @@ import msgspec
 
 from edgemoe.cluster.control.coordination.election_rules import ElectionRules
 from edgemoe.cluster.control.membership import Member, Members
-from edgemoe.cluster.rpc.control_messages import Announce
+from edgemoe.cluster.control.messages import Announce
 from edgemoe.cluster.rpc.keys import Peer, check_peer
-from edgemoe.cluster.rpc.sparing_log import SparingLog
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.errors import ConfigError
+from edgemoe.telemetry.rate_limited_log import RateLimitedLog
 from edgemoe.types.bounds import MAX_NODES
 
 log = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class Admission:
         self._node, self._joining = settings.node, bool(settings.join)
         self._agreement, self._members = agreement, members
         self._lapsed: frozenset[str] = frozenset()
-        self._say = SparingLog(log)
+        self._say = RateLimitedLog(log)
 
     def renew(self) -> tuple[list[str], list[AccessInstruction]]:
         """Has all be as listed and vouched for now. Returns who was sent away, and what is to be done."""

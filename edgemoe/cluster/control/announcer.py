@@ -11,8 +11,8 @@ import msgspec
 from edgemoe.cluster.control.control_state import AnnouncementAnswered, ControlState
 from edgemoe.cluster.control.coordination.store import PlanRef
 from edgemoe.cluster.control.membership import Member
+from edgemoe.cluster.control.messages import Beat, ControlMessage, Report
 from edgemoe.cluster.rpc.channel import Channel
-from edgemoe.cluster.rpc.control_messages import Beat, ControlMessage, Report
 from edgemoe.errors import PeerError, PeerRefused
 
 log = logging.getLogger(__name__)

@@ -37,6 +37,28 @@ from edgemoe.cluster.control.coordination.store import since_boot
 from edgemoe.cluster.control.coordination.store_factory import make_store
 from edgemoe.cluster.control.leader import Leader
 from edgemoe.cluster.control.membership import BEAT_S
+from edgemoe.cluster.control.messages import (
+    CONTROL,
+    Announce,
+    Beat,
+    Check,
+    ControlMessage,
+    EngineUse,
+    FetchParcel,
+    FindStore,
+    Forward,
+    GetPlan,
+    Parcel,
+    PlanIs,
+    RaftPayload,
+    Reach,
+    Report,
+    RequestGrant,
+    RequestOffer,
+    Tokens,
+    Welcome,
+    Withdrawal,
+)
 from edgemoe.cluster.control.plan_store import PlanExchange, PlanStore
 from edgemoe.cluster.control.planning.solver import PlanSolver
 from edgemoe.cluster.control.port_probe import PortProber
@@ -45,33 +67,12 @@ from edgemoe.cluster.control.requests.parcels import Parcels
 from edgemoe.cluster.control.requests.policies import make_queue
 from edgemoe.cluster.rpc.auth import AllowList
 from edgemoe.cluster.rpc.channel import Channel
-from edgemoe.cluster.rpc.control_messages import (
-    CONTROL,
-    Announce,
-    Beat,
-    Check,
-    ControlMessage,
-    EngineUse,
-    Forward,
-    GetPlan,
-    PlanIs,
-    RaftPayload,
-    Report,
-    RequestGrant,
-    RequestOffer,
-    Show,
-    Tokens,
-    Welcome,
-    Withdrawal,
-)
 from edgemoe.cluster.rpc.keys import Peer, Secret
-from edgemoe.cluster.rpc.messages.find_store import FindStore
-from edgemoe.cluster.rpc.messages.parcels import FetchParcel, Parcel
-from edgemoe.cluster.rpc.messages.reach import Reach
 from edgemoe.cluster.rpc.transport import Answer, ChannelSettings, Question, Transport
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.durable import make_folder
 from edgemoe.errors import ConfigError, PeerRefused
+from edgemoe.ipc.messages import Show
 from edgemoe.ticking import until_tick
 from edgemoe.types.placement import PlacementPlan
 

@@ -22,11 +22,11 @@ from edgemoe.cluster.control.coordination.election_rules import ElectionRules
 from edgemoe.cluster.control.coordination.epoch_fence import EpochFence
 from edgemoe.cluster.control.leadership import LeaderTracker
 from edgemoe.cluster.control.membership import Member, Members
+from edgemoe.cluster.control.messages import Announce, Beat, EngineCard, Report
 from edgemoe.cluster.control.plan_store import PlanStore
-from edgemoe.cluster.rpc.control_messages import Announce, Beat, EngineCard, Report
 from edgemoe.cluster.rpc.keys import Peer
-from edgemoe.cluster.rpc.sparing_log import SparingLog
 from edgemoe.config.settings import ClusterSettings
+from edgemoe.telemetry.rate_limited_log import RateLimitedLog
 
 log = logging.getLogger(__name__)
 
@@ -130,7 +130,7 @@ class ControlState:
         self.serial = 1  # of the announcement
         self._admission = Admission(settings, peers, agreement, self.members)
         self._actions: list[Action] = []
-        self._say = SparingLog(log)
+        self._say = RateLimitedLog(log)
 
     def handle(self, event: Event) -> list[Action]:
         """Takes note of what has happened. Returns what is to be done, in order.

@@ -18,6 +18,7 @@ from edgemoe.cluster.control.coordination.raft import RaftStore
 from edgemoe.cluster.control.coordination.store import CoordStore, PlanRef, wait_event
 from edgemoe.cluster.control.leadership import Election
 from edgemoe.cluster.control.membership import BEAT_S
+from edgemoe.cluster.control.messages import Report
 from edgemoe.cluster.control.plan_controller import (
     Action,
     ClusterObserved,
@@ -31,7 +32,6 @@ from edgemoe.cluster.control.plan_controller import (
 from edgemoe.cluster.control.plan_store import PlanExchange
 from edgemoe.cluster.control.planning.solver import PlanSolver
 from edgemoe.cluster.control.planning.targets import HomeInventory, PlacementTask
-from edgemoe.cluster.rpc.control_messages import Report
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.errors import CoordError, CoordUnavailable, PeerError, PlacementInfeasible
 from edgemoe.ticking import until_tick

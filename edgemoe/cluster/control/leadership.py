@@ -11,9 +11,9 @@ from edgemoe.cluster.control.coordination.election_rules import ElectionRules
 from edgemoe.cluster.control.coordination.epoch_fence import EpochFence
 from edgemoe.cluster.control.coordination.store import CoordStore
 from edgemoe.cluster.control.membership import Member
-from edgemoe.cluster.rpc.control_messages import Beat
-from edgemoe.cluster.rpc.sparing_log import SparingLog
+from edgemoe.cluster.control.messages import Beat
 from edgemoe.errors import CoordError, CoordUnavailable, EpochLeap, PeerRefused, StaleEpoch
+from edgemoe.telemetry.rate_limited_log import RateLimitedLog
 
 log = logging.getLogger(__name__)
 MARGIN = 0.1  # share of the lease by which a leader steps down early, for clocks that run apart
@@ -116,7 +116,7 @@ class LeaderTracker:
         self.unentitled_beats = 0  # beats of boxes that lead though they may not, not obeyed
         self._fence, self._agreement, self._refuse = fence, agreement, refuse
         self.epoch = 0  # in which it obeyed last
-        self._say = SparingLog(log)
+        self._say = RateLimitedLog(log)
 
     @property
     def current(self) -> tuple[str, int]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from edgemoe.cluster.rpc.control_messages import Announce, Beat, Report
-from edgemoe.cluster.rpc.engine_messages import PeerEngine
+from edgemoe.cluster.control.messages import Announce, Beat, Report
 from edgemoe.cluster.rpc.keys import Peer
+from edgemoe.ipc.messages import PeerEngine
 
 BEAT_S = 0.4
 DEAD_S = 1.6  # without a beat

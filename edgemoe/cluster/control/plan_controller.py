@@ -24,6 +24,7 @@ import msgspec
 import numpy as np
 
 from edgemoe.cluster.control.coordination.store import PlanRef
+from edgemoe.cluster.control.messages import EngineCard, Report
 from edgemoe.cluster.control.planning.observation import bytes_per_s, tokens_per_s
 from edgemoe.cluster.control.planning.targets import (
     ExpertHome,
@@ -32,7 +33,6 @@ from edgemoe.cluster.control.planning.targets import (
     make_plan,
     replan_reason,
 )
-from edgemoe.cluster.rpc.control_messages import EngineCard, Report
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.policy.migration import Migration, copy_s, pays
 from edgemoe.types.arrays import BoolArray, FloatArray

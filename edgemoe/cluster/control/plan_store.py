@@ -12,11 +12,11 @@ import msgspec
 from edgemoe.cluster.control.coordination.epoch_fence import EpochFence
 from edgemoe.cluster.control.coordination.store import PlanRef, wait_event
 from edgemoe.cluster.control.membership import BEAT_S
+from edgemoe.cluster.control.messages import Beat, ControlMessage, GetPlan, PlanIs
 from edgemoe.cluster.rpc.channel import Channel
-from edgemoe.cluster.rpc.control_messages import Beat, ControlMessage, GetPlan, PlanIs
-from edgemoe.cluster.rpc.sparing_log import SparingLog
 from edgemoe.durable import replace_file
 from edgemoe.errors import PeerError, PeerRefused
+from edgemoe.telemetry.rate_limited_log import RateLimitedLog
 from edgemoe.types.bounds import MAX_NODES
 from edgemoe.types.placement import PlacementPlan, digest_of
 
@@ -102,7 +102,7 @@ class PlanExchange:
     ) -> None:
         """`follow` is told of each plan that is gone by."""
         self._plans, self._fence, self._channel, self._follow = plans, fence, channel, follow
-        self._say = SparingLog(log)
+        self._say = RateLimitedLog(log)
 
     async def run(self, news: asyncio.Event, leader: Callable[[], tuple[str, Beat] | None]) -> None:
         """Fetches the plan that the leader names, by its last beat, whenever it is not the one held."""

@@ -10,9 +10,8 @@ from typing import Any
 
 from edgemoe.cluster.control.control_state import ControlState
 from edgemoe.cluster.control.membership import Member
+from edgemoe.cluster.control.messages import ControlMessage, Reach, Reached
 from edgemoe.cluster.rpc.channel import Channel
-from edgemoe.cluster.rpc.control_messages import ControlMessage
-from edgemoe.cluster.rpc.messages.reach import Reach, Reached
 from edgemoe.errors import EdgemoeError
 from edgemoe.types.bounds import is_port
 

@@ -19,9 +19,9 @@ from edgemoe.cluster.data.messages import Call, CallMessage, Hello, Result
 from edgemoe.cluster.data.peer_estimate import SMALL_BYTES, PeerEstimate
 from edgemoe.cluster.rpc.channel import Channel
 from edgemoe.cluster.rpc.envelope import Buffer
-from edgemoe.cluster.rpc.sparing_log import SparingLog
 from edgemoe.cluster.rpc.transport import Answer
 from edgemoe.errors import EdgemoeError, PeerRefused, PeerUnavailable
+from edgemoe.telemetry.rate_limited_log import RateLimitedLog
 from edgemoe.telemetry.unit_time import work_units
 from edgemoe.ticking import until_tick
 from edgemoe.types.arrays import BoolArray, FloatArray, IntArray
@@ -46,7 +46,7 @@ class ExpertClient:
         self._loop = asyncio.get_running_loop()
         self._group: asyncio.TaskGroup | None = None
         self._numbers = itertools.count()
-        self._say = SparingLog(log)
+        self._say = RateLimitedLog(log)
         channel.on_up, channel.on_down = self._up, self._down
 
     # --- the compute thread's side --------------------------------------------------------------------------

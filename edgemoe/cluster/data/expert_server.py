@@ -17,9 +17,9 @@ from queue import SimpleQueue
 from typing import Any, Protocol
 
 from edgemoe.cluster.data.messages import CallMessage, Result
-from edgemoe.cluster.rpc.sparing_log import SparingLog
 from edgemoe.cluster.rpc.transport import Answer, Question
 from edgemoe.errors import EdgemoeError, PeerBusy, PeerRefused
+from edgemoe.telemetry.rate_limited_log import RateLimitedLog
 from edgemoe.telemetry.unit_time import UnitTime, work_units
 from edgemoe.types.experts import ExpertGeometry
 from edgemoe.types.peers import ExpertWork
@@ -60,7 +60,7 @@ class ExpertServer:
         self.served = self.shed = self.batches = 0
         self.busy_s = 0.0
         self._geometry, self._host = geometry, host
-        self._say = SparingLog(log)
+        self._say = RateLimitedLog(log)
         self._loop = asyncio.get_running_loop()
         self._pending = self._bytes = 0  # calls that wait or are computed; touched on the loop only
         self._units = 0.0

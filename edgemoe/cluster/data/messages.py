@@ -20,7 +20,6 @@ import xxhash
 from msgspec import Meta
 
 from edgemoe.cluster.rpc.envelope import Buffer
-from edgemoe.cluster.rpc.protocol import Language, Message
 from edgemoe.cluster.rpc.transport import Failure
 from edgemoe.errors import PeerRefused
 from edgemoe.types.arrays import BoolArray
@@ -29,6 +28,7 @@ from edgemoe.types.experts import ExpertGeometry
 from edgemoe.types.model_info import ServedModel
 from edgemoe.types.peers import ExpertWork
 from edgemoe.types.placement import pack_bits, unpack_bits
+from edgemoe.wire.protocol import Language, Message
 
 CHUNK_BYTES = 1 << 20  # of an expert in one message
 PART_BYTES = 4 << 20  # of an entry of the prefix cache in one message

@@ -17,12 +17,12 @@ from edgemoe.cluster.data.messages import BULK, CALLS, BulkMessage, Call, CallMe
 from edgemoe.cluster.data.store_fetch import PieceSource, StorePieceServer
 from edgemoe.cluster.rpc.auth import AllowList
 from edgemoe.cluster.rpc.channel import Channel
-from edgemoe.cluster.rpc.engine_messages import PeerEngine
 from edgemoe.cluster.rpc.keys import Peer, Secret
 from edgemoe.cluster.rpc.question_server import Later
-from edgemoe.cluster.rpc.sparing_log import SparingLog
 from edgemoe.cluster.rpc.transport import Answer, ChannelSettings, Question, Transport
 from edgemoe.errors import PeerRefused
+from edgemoe.ipc.messages import PeerEngine
+from edgemoe.telemetry.rate_limited_log import RateLimitedLog
 from edgemoe.types.model_info import ServedModel
 
 log = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class DataPlane:
         self.kv_fetcher = KVFetcher(self._bulk_channel, own.prefixes, timeout_s)
         self.calls = ExpertClient(self._calls_channel, own.model, own.holdings, timeout_s)
         own.store.join(self._bulk_channel, lambda: self.calls.peers, timeout_s)
-        self._say = SparingLog(log)
+        self._say = RateLimitedLog(log)
         self._known: dict[PeerEngine, tuple[str, ...]] = {}  # with their keys
 
     def bind(self, host: str, calls_port: int = 0, bulk_port: int = 0) -> tuple[int, int]:

@@ -14,7 +14,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils import z85
 
-from edgemoe.cluster.rpc.sparing_log import SparingLog
+from edgemoe.telemetry.rate_limited_log import RateLimitedLog
 
 log = logging.getLogger(__name__)
 ENDPOINT = "inproc://zeromq.zap.01"
@@ -52,7 +52,7 @@ class Authenticator:
 
     def __init__(self, context: zmq.asyncio.Context, allowed: AllowList) -> None:
         self._allowed = allowed
-        self._say = SparingLog(log)
+        self._say = RateLimitedLog(log)
         self._socket = context.socket(zmq.REP)
         self._socket.set(zmq.LINGER, 0)
         self._socket.bind(ENDPOINT)

@@ -24,11 +24,11 @@ from edgemoe.cluster.rpc.intake import Intake
 from edgemoe.cluster.rpc.keys import Peer
 from edgemoe.cluster.rpc.mishaps import Mishaps
 from edgemoe.cluster.rpc.peer_links import PeerLink, PeerLinks
-from edgemoe.cluster.rpc.protocol import Language
 from edgemoe.cluster.rpc.question_server import QuestionServer, Serve
 from edgemoe.cluster.rpc.sockets import hand
 from edgemoe.cluster.rpc.transport import Answer, Asked, ChannelSettings, Transport
 from edgemoe.errors import EdgemoeError, PeerRefused, PeerUnavailable, Unsendable, WireError
+from edgemoe.wire.protocol import Language
 
 M = TypeVar("M")
 ASKED_AT_ONCE = 48  # questions to one peer; further ones wait for credits

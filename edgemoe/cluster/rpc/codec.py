@@ -8,9 +8,9 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from edgemoe.cluster.rpc.envelope import Buffer, Envelope, seal, unseal
-from edgemoe.cluster.rpc.protocol import Language, Versions, check_known
 from edgemoe.cluster.rpc.transport import Failure, Transport
 from edgemoe.errors import WireError, WireVersionError
+from edgemoe.wire.protocol import Language, Versions, check_known
 
 M = TypeVar("M")
 

@@ -18,10 +18,10 @@ import msgspec
 import xxhash
 from msgspec import Meta
 
-from edgemoe.cluster.rpc import protocol
-from edgemoe.cluster.rpc.protocol import UNREADABLE, Versions
 from edgemoe.errors import WireError, WireVersionError
 from edgemoe.types.bounds import Count, Sum64
+from edgemoe.wire import protocol
+from edgemoe.wire.protocol import UNREADABLE, Versions
 
 MAGIC = b"EMPR"
 FRAMING = 2

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 import zmq
 
-from edgemoe.cluster.rpc.sparing_log import SparingLog
+from edgemoe.telemetry.rate_limited_log import RateLimitedLog
 from edgemoe.ticking import until_tick
 from edgemoe.types.bounds import MAX_NODES
 
@@ -57,7 +57,7 @@ class Intake:
 
     def __init__(self, channel: str, limit_bytes: int) -> None:
         self.cut = 0
-        self._say = SparingLog(log)
+        self._say = RateLimitedLog(log)
         self._channel, self._limit_bytes = channel, limit_bytes
         self._known: dict[int, _Connection] = {}
 

@@ -6,8 +6,8 @@ import logging
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 
-from edgemoe.cluster.rpc.sparing_log import SparingLog
 from edgemoe.errors import WireError
+from edgemoe.telemetry.rate_limited_log import RateLimitedLog
 
 log = logging.getLogger(__name__)
 
@@ -19,7 +19,7 @@ class Mishaps:
         self.rejected = 0  # messages that could not be read or came from an unknown sender
         self.failed = 0  # messages whose handling raised an unexpected error
         self._channel = channel
-        self._say = SparingLog(log)
+        self._say = RateLimitedLog(log)
 
     def reject(self, peer: str, error: WireError) -> None:
         self.rejected += 1

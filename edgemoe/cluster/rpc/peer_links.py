@@ -22,9 +22,9 @@ from edgemoe.cluster.rpc.intake import Intake
 from edgemoe.cluster.rpc.keys import Peer
 from edgemoe.cluster.rpc.mishaps import Mishaps
 from edgemoe.cluster.rpc.sockets import MessageReader, Socket, until_closed, watch
-from edgemoe.cluster.rpc.sparing_log import SparingLog
 from edgemoe.cluster.rpc.transport import Answer, Asked, ChannelSettings, Credits, Failure, Transport
 from edgemoe.errors import EdgemoeError, PeerUnavailable, WireError
+from edgemoe.telemetry.rate_limited_log import RateLimitedLog
 
 log = logging.getLogger(__name__)
 M = TypeVar("M")
@@ -118,7 +118,7 @@ class PeerLinks(Generic[M]):
         self._transport, self._codec, self._settings = transport, codec, settings
         self._intake, self._mishaps = intake, mishaps
         self._on_up, self._on_down = on_up, on_down
-        self._say = SparingLog(log)
+        self._say = RateLimitedLog(log)
         self._links: dict[str, PeerLink[M]] = {}
         self._group: asyncio.TaskGroup | None = None
 

@@ -12,14 +12,14 @@ import zmq
 import zmq.asyncio
 from msgspec import Meta
 
-from edgemoe.cluster.rpc import protocol
 from edgemoe.cluster.rpc.auth import AllowList, Authenticator
 from edgemoe.cluster.rpc.envelope import MAX_TENSOR_BYTES, Envelope
 from edgemoe.cluster.rpc.keys import Secret
-from edgemoe.cluster.rpc.protocol import Message, Versions
 from edgemoe.cluster.rpc.sockets import Socket
 from edgemoe.errors import EdgemoeError, PeerBusy, PeerError, PeerOutdated, PeerRefused, UnknownMessage
 from edgemoe.types.bounds import Word
+from edgemoe.wire import protocol
+from edgemoe.wire.protocol import Message, Versions
 
 M = TypeVar("M")
 HWM_MESSAGES = 256  # to be sent to one peer

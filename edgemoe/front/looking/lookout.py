@@ -15,9 +15,10 @@ import numpy as np
 
 from edgemoe.api.backend import BoxSnapshot
 from edgemoe.cluster.control.control_plane import ControlPlane
-from edgemoe.cluster.rpc.control_messages import EngineCard, Show, Shown
+from edgemoe.cluster.control.messages import EngineCard
 from edgemoe.errors import EdgemoeError
 from edgemoe.front.own_engine import EngineDoor
+from edgemoe.ipc.messages import Show, Shown
 from edgemoe.types.placement import unpack_bits
 from edgemoe.types.snapshot import ELSEWHERE, IN_RAM, MAX_CELLS, NO_EXPERT, ON_DISK, EngineSnapshot
 

@@ -7,8 +7,8 @@ import time
 
 from edgemoe.cluster.control.control_plane import ControlPlane
 from edgemoe.cluster.control.coordination.store import wait_event
-from edgemoe.cluster.rpc.messages.choices import Choosing
 from edgemoe.front.requests.engine_use import EngineMeter
+from edgemoe.ipc.messages import Choosing
 from edgemoe.ticking import until_tick
 
 LOOK_S = 0.05  # at most, between looks at what our engine has to do, while it has anything

@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 from msgspec import structs
 
-from edgemoe.cluster.rpc.control_messages import MAX_PREFIX_KEYS, MAX_TAKEN, EngineUse
-from edgemoe.cluster.rpc.engine_messages import Submit
-from edgemoe.cluster.rpc.messages.choices import MOST_ENDED, Choosing, EndedRequest, EngineChoices
+from edgemoe.cluster.control.messages import MAX_PREFIX_KEYS, MAX_TAKEN, EngineUse
 from edgemoe.front.requests.prefix_keys import KEY_BYTES, PrefixKeys
+from edgemoe.ipc.messages import Choosing, Submit
 from edgemoe.telemetry import metrics as names
+from edgemoe.types.expert_signatures import MOST_ENDED, EndedRequest, EngineChoices
 from edgemoe.types.request import Request
 from edgemoe.types.step import BLOCK_TOKENS
 

@@ -18,9 +18,7 @@ from typing import Protocol
 from msgspec import structs
 
 from edgemoe.cluster.control.control_plane import ControlPlane
-from edgemoe.cluster.rpc.control_messages import MAX_TAKEN, RequestGrant, RequestOffer, Withdrawal
-from edgemoe.cluster.rpc.engine_messages import Submit, ToEngine
-from edgemoe.cluster.rpc.messages.choices import PrefixFound, PromptRead, SignatureTable
+from edgemoe.cluster.control.messages import MAX_TAKEN, RequestGrant, RequestOffer, Withdrawal
 from edgemoe.config.settings import Route
 from edgemoe.errors import PeerError
 from edgemoe.front.requests.engine_news import EngineNews
@@ -29,8 +27,10 @@ from edgemoe.front.requests.open_offers import OpenOffer, RouteChoice
 from edgemoe.front.requests.prefix_keys import PrefixKeys
 from edgemoe.front.requests.prefix_questions import PrefixQuestions
 from edgemoe.front.requests.signatures import Signatures, more_telling
+from edgemoe.ipc.messages import PrefixFound, PromptRead, Submit, ToEngine
 from edgemoe.policy.route import Rule
 from edgemoe.policy.routing.locality_band import BAND_REASONS
+from edgemoe.types.expert_signatures import SignatureTable
 from edgemoe.types.request import Request
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ import hashlib
 import secrets
 import struct
 
-from edgemoe.cluster.rpc.control_messages import MAX_PREFIX_KEYS, PREFIX_TOKENS, SECRET_BYTES
+from edgemoe.cluster.control.messages import MAX_PREFIX_KEYS, PREFIX_TOKENS, SECRET_BYTES
 from edgemoe.types.request import Request
 
 _pack = struct.Struct(f"<{PREFIX_TOKENS}I").pack

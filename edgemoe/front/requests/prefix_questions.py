@@ -9,8 +9,8 @@ import asyncio
 from collections.abc import Callable
 from typing import NamedTuple
 
-from edgemoe.cluster.rpc.engine_messages import ToEngine
-from edgemoe.cluster.rpc.messages.choices import FindPrefix, PrefixFound, SignatureTable
+from edgemoe.ipc.messages import FindPrefix, PrefixFound, ToEngine
+from edgemoe.types.expert_signatures import SignatureTable
 from edgemoe.types.request import Request
 
 HOLD_S = 0.05  # that an offer waits for our engine's answer

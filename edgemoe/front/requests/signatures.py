@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from edgemoe.cluster.rpc.messages.choices import SignatureTable
 from edgemoe.front.requests.prefix_keys import KEY_BYTES, PrefixKeys
+from edgemoe.types.expert_signatures import SignatureTable
 
 MAX_BYTES = 16 << 20  # of all that is remembered; the longest unused goes first
 ENTRY_BYTES = 256  # of an entry beside its table's bytes

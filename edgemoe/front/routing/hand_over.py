@@ -21,10 +21,9 @@ from typing import Protocol
 
 import msgspec
 
-from edgemoe.cluster.rpc.engine_messages import Cancel, Submit
-from edgemoe.cluster.rpc.messages.choices import SignatureTable
-from edgemoe.cluster.rpc.messages.hand_over import LastChunk, PrefixPulled, PullPrefix
+from edgemoe.ipc.messages import Cancel, LastChunk, PrefixPulled, PullPrefix, Submit
 from edgemoe.policy.route import node_of
+from edgemoe.types.expert_signatures import SignatureTable
 
 log = logging.getLogger(__name__)
 PULL_S = 60.0  # that a box has to fetch a prompt's blocks, the end of whose computation it waits for

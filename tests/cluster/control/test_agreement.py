@@ -24,8 +24,8 @@ from edgemoe.cluster.control.coordination.election_rules import ElectionRules, v
 from edgemoe.cluster.control.coordination.epoch_fence import MAX_LEAP, EpochFence
 from edgemoe.cluster.control.coordination.store import AgreementView, SingleBoxStore, since_boot
 from edgemoe.cluster.control.leadership import Election
+from edgemoe.cluster.control.messages import Announce, Beat
 from edgemoe.cluster.control.plan_store import read_plan
-from edgemoe.cluster.rpc.control_messages import Announce, Beat
 from edgemoe.cluster.rpc.keys import Peer
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.errors import CoordUnavailable, EpochLeap, PeerRefused, ServiceError

@@ -33,7 +33,7 @@ from edgemoe.cluster.control.coordination.store import (
     since_boot,
 )
 from edgemoe.cluster.control.leadership import Election
-from edgemoe.cluster.rpc.control_messages import CONTROL
+from edgemoe.cluster.control.messages import CONTROL
 from edgemoe.cluster.rpc.transport import Question
 from edgemoe.errors import CoordUnavailable, PlanConflict, StaleEpoch
 

@@ -24,7 +24,7 @@ from edgemoe.cluster.control.coordination.journal import (
 )
 from edgemoe.cluster.control.coordination.recovery import open_journal
 from edgemoe.cluster.control.coordination.store import CoordState, PlanRef
-from edgemoe.cluster.rpc.protocol import SPOKEN
+from edgemoe.wire.protocol import SPOKEN
 
 VOTERS = b"abcdefgh"
 ENTRIES = [(ops.encode(ops.Renew(n)), n, n // 4) for n in range(1, 12)]

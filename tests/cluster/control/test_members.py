@@ -10,7 +10,7 @@ from support.planes import card
 from edgemoe.cluster.control.coordination.store import PlanRef
 from edgemoe.cluster.control.leader import Leader
 from edgemoe.cluster.control.membership import DEAD_S, Members
-from edgemoe.cluster.rpc.control_messages import Announce, Beat
+from edgemoe.cluster.control.messages import Announce, Beat
 from edgemoe.cluster.rpc.keys import Peer
 from edgemoe.errors import PeerUnavailable
 

@@ -6,6 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from edgemoe.cluster.control.messages import Announce, EngineCard
 from edgemoe.cluster.control.planning.targets import (
     ExpertHome,
     HomeInventory,
@@ -14,7 +15,6 @@ from edgemoe.cluster.control.planning.targets import (
     make_target,
     replan_reason,
 )
-from edgemoe.cluster.rpc.control_messages import Announce, EngineCard
 from edgemoe.types.placement import pack_bits
 
 

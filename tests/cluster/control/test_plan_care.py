@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from support.plan_world import ALL, EXPERTS, LAYERS, NODES, NOTHING, ONCE, SETTINGS, Box, World, dealt
 
+from edgemoe.cluster.control.messages import Report
 from edgemoe.cluster.control.plan_controller import (
     PREPARE_S,
     SOON_S,
@@ -19,7 +20,6 @@ from edgemoe.cluster.control.plan_controller import (
     SolvePlacement,
 )
 from edgemoe.cluster.control.planning.targets import make_target
-from edgemoe.cluster.rpc.control_messages import Report
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.policy.migration import Migration, copy_s, pays
 from edgemoe.types.placement import pack_bits

@@ -23,10 +23,10 @@ from edgemoe.cluster.control.coordination import etcd
 from edgemoe.cluster.control.coordination.epoch_fence import EpochFence
 from edgemoe.cluster.control.coordination.store import PlanRef, SingleBoxStore, since_boot
 from edgemoe.cluster.control.coordination.store_factory import make_store
+from edgemoe.cluster.control.messages import Announce, Beat, GetPlan, Report
 from edgemoe.cluster.control.plan_store import PlanStore
 from edgemoe.cluster.control.planning import solver
 from edgemoe.cluster.control.planning.targets import PlacementTarget, PlacementTask
-from edgemoe.cluster.rpc.control_messages import Announce, Beat, GetPlan, Report
 from edgemoe.cluster.rpc.envelope import FRAMING, MAGIC, seal
 from edgemoe.cluster.rpc.keys import Peer, generate
 from edgemoe.config.settings import ClusterSettings

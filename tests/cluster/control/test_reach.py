@@ -11,7 +11,7 @@ import pytest
 from support.planes import Front, card, fronts
 from support.waiting import until
 
-from edgemoe.cluster.rpc.messages.reach import Reached
+from edgemoe.cluster.control.messages import Reached
 
 # PySyncObj leaves the file open that it has read its journal's place from
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

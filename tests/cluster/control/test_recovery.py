@@ -20,8 +20,8 @@ from edgemoe.cluster.control.coordination.raft import RaftStore, Replica
 from edgemoe.cluster.control.coordination.raft_transport import MAX_INBOX, MAX_INBOX_BYTES, MAX_MESSAGE_BYTES
 from edgemoe.cluster.control.coordination.recovery import LogEndReply, Recovery
 from edgemoe.cluster.control.coordination.store import since_boot
-from edgemoe.cluster.rpc.protocol import SPOKEN
 from edgemoe.errors import CoordUnavailable
+from edgemoe.wire.protocol import SPOKEN
 
 ABC = ("a", "b", "c")
 

@@ -28,8 +28,8 @@ from edgemoe.cluster.control.control_state import (
     TimerFired,
 )
 from edgemoe.cluster.control.coordination.epoch_fence import EpochFence
+from edgemoe.cluster.control.messages import Announce, Beat
 from edgemoe.cluster.control.plan_store import PlanStore
-from edgemoe.cluster.rpc.control_messages import Announce, Beat
 from edgemoe.cluster.rpc.keys import Peer
 from edgemoe.config.settings import ClusterSettings
 

@@ -20,13 +20,13 @@ from edgemoe.cluster.data.expert_server import QUEUE_CALLS, ExpertServer
 from edgemoe.cluster.data.messages import CALLS, Call, Hello, Result
 from edgemoe.cluster.data.peer_estimate import PeerEstimate
 from edgemoe.cluster.rpc.envelope import Envelope
-from edgemoe.cluster.rpc.protocol import SPOKEN
 from edgemoe.cluster.rpc.transport import Answer, Question
 from edgemoe.errors import PeerBusy, PeerRefused
 from edgemoe.telemetry import unit_time
 from edgemoe.types.experts import ExpertGeometry
 from edgemoe.types.model_info import ServedModel
 from edgemoe.types.peers import ExpertWork, Offer, RemoteCall
+from edgemoe.wire.protocol import SPOKEN
 
 SIZES = ExpertGeometry(layers=2, experts=8, top_k=2, hidden=4, width=21, dtype="float32")
 MODEL = ServedModel("d" * 32, SIZES)

@@ -14,9 +14,9 @@ from support.checkpoints import partial_store, tiny_checkpoint
 from support.engines import EXPERTS, LAYERS, EngineBox, adopt, meet, peers_of, plan_for, prompts, running
 from support.waiting import wait_until
 
-from edgemoe.cluster.rpc.engine_messages import Holds, PeerList, PeerSeen, Plan
 from edgemoe.experts.compute import device_spread
 from edgemoe.experts.compute import peer_layer_step as remote
+from edgemoe.ipc.messages import Holds, PeerList, PeerSeen, Plan
 from edgemoe.store.packer import pack
 from edgemoe.types.arrays import BoolArray
 from edgemoe.types.placement import pack_bits, unpack_bits

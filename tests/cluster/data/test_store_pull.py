@@ -24,13 +24,12 @@ from support.waiting import until
 
 from edgemoe.cli.pull import peers, store_pull
 from edgemoe.cli.pull.peers import pull
+from edgemoe.cluster.control.messages import CONTROL, ControlMessage, FindStore, StoreAt
 from edgemoe.cluster.data.messages import BULK, BulkMessage, FetchPiece
 from edgemoe.cluster.data.store_fetch import Pace, StorePieceServer
 from edgemoe.cluster.rpc.auth import AllowList
 from edgemoe.cluster.rpc.channel import Channel
-from edgemoe.cluster.rpc.control_messages import CONTROL, ControlMessage
 from edgemoe.cluster.rpc.keys import Secret, generate, load_peers
-from edgemoe.cluster.rpc.messages.find_store import FindStore, StoreAt
 from edgemoe.cluster.rpc.transport import Answer, Question, Transport
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.errors import PeerRefused, StoreError

@@ -12,10 +12,10 @@ from msgspec import inspect
 from support.outer_names import LANGUAGES, RAFT, STRUCTS
 
 from edgemoe.cluster.control.coordination.journal import StateSnapshot
-from edgemoe.cluster.rpc.control_messages import MAX_UNWANTED, Taken
-from edgemoe.cluster.rpc.engine_messages import Submit, decode_to_engine, encode
+from edgemoe.cluster.control.messages import MAX_UNWANTED, Taken
 from edgemoe.cluster.rpc.envelope import MAX_ENVELOPE_BYTES, seal
 from edgemoe.errors import WireError
+from edgemoe.ipc.messages import Submit, decode_to_engine, encode
 from edgemoe.types import bounds
 from edgemoe.types.request import Request, Sampling
 

@@ -23,10 +23,10 @@ from edgemoe.cluster.rpc import transport as net_module
 from edgemoe.cluster.rpc.auth import AllowList
 from edgemoe.cluster.rpc.channel import ASKED_AT_ONCE, Channel
 from edgemoe.cluster.rpc.envelope import FRAMING, MAGIC, MAX_ENVELOPE_BYTES, MAX_TENSOR_BYTES, seal, unseal
-from edgemoe.cluster.rpc.protocol import Message
 from edgemoe.cluster.rpc.transport import FAILURE_CHARS, Answer, Question, Transport
 from edgemoe.errors import ConfigError, PeerBusy, PeerRefused, PeerUnavailable, WireError, WireVersionError
 from edgemoe.types.bounds import MAX_NODES
+from edgemoe.wire.protocol import Message
 
 
 def pair(serve: Any = None, **channel: Any) -> tuple[Box, Box]:

@@ -20,10 +20,10 @@ from edgemoe.cluster.data.messages import Call
 from edgemoe.cluster.rpc import keys
 from edgemoe.cluster.rpc.auth import ENDPOINT
 from edgemoe.cluster.rpc.envelope import MAX_FRAMES, MAX_TENSOR_BYTES, seal, unseal
-from edgemoe.cluster.rpc.ipc import private_directory
 from edgemoe.cluster.rpc.keys import Peer, Secret
 from edgemoe.cluster.rpc.transport import Answer, Credits, Failure, Question
 from edgemoe.errors import ConfigError, PeerRefused, ServiceError, WireError
+from edgemoe.ipc.engine_socket import private_directory
 from edgemoe.types.experts import ExpertGeometry
 
 

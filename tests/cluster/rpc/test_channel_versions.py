@@ -12,8 +12,8 @@ from support.waiting import until
 
 from edgemoe.cluster.rpc import envelope
 from edgemoe.cluster.rpc.envelope import seal
-from edgemoe.cluster.rpc.protocol import SPOKEN, Language, Message, Versions
 from edgemoe.errors import PeerOutdated, PeerRefused, PeerUnavailable
+from edgemoe.wire.protocol import SPOKEN, Language, Message, Versions
 
 NEXT = Versions(SPOKEN.lowest, SPOKEN.highest + 1)
 

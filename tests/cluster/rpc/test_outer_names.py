@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from support.outer_names import GOLDEN, LANGUAGES, breaks, outer_names
 
-from edgemoe.cluster.rpc.protocol import SPOKEN
+from edgemoe.wire.protocol import SPOKEN
 
 KEPT: dict[str, Any] = json.loads(GOLDEN.read_text())
 PLACES = KEPT[str(SPOKEN.highest)]["recording's header"]["places"]

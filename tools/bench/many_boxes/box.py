@@ -18,7 +18,7 @@ import numpy as np
 
 from edgemoe.cluster.control.control_plane import ControlPlane, NoServices
 from edgemoe.cluster.control.coordination.store import since_boot
-from edgemoe.cluster.rpc.control_messages import Announce, Beat, EngineCard
+from edgemoe.cluster.control.messages import Announce, Beat, EngineCard
 from edgemoe.cluster.rpc.keys import Peer, load_secret
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.types.placement import PlacementPlan, pack_bits

@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from edgemoe.cluster.rpc.control_messages import EngineUse, GetPlan, Report, RequestGrant, RequestOffer
-from edgemoe.cluster.rpc.messages.choices import EngineChoices, SignatureTable
+from edgemoe.cluster.control.messages import EngineUse, GetPlan, Report, RequestGrant, RequestOffer
 from edgemoe.errors import PeerError
+from edgemoe.types.expert_signatures import EngineChoices, SignatureTable
 from tools.bench.many_boxes.box import EXPERTS, LAYERS, MODEL, OWN, Box, bits, engine_card
 from tools.bench.many_boxes.crowd import Crowd
 

@@ -13,7 +13,7 @@ from typing import Annotated, ClassVar
 import msgspec
 from msgspec import Meta
 
-from edgemoe.cluster.rpc.protocol import SPOKEN
+from edgemoe.wire.protocol import SPOKEN
 
 MAX_OP_BYTES = 4096
 

@@ -32,10 +32,10 @@ from edgemoe.cluster.control.coordination.journal import (
 from edgemoe.cluster.control.coordination.raft_transport import LinkTransport, RaftLink
 from edgemoe.cluster.control.coordination.recovery import ASK_S, open_journal
 from edgemoe.cluster.control.coordination.store import AgreementView, CoordState, PlanRef, plan_outcome, wait_event
-from edgemoe.cluster.rpc.protocol import SPOKEN
-from edgemoe.cluster.rpc.sparing_log import SparingLog
 from edgemoe.durable import make_folder
 from edgemoe.errors import CoordUnavailable, StaleEpoch
+from edgemoe.telemetry.rate_limited_log import RateLimitedLog
+from edgemoe.wire.protocol import SPOKEN
 
 log = logging.getLogger(__name__)
 BACK_S = 1.0  # before a member that could not write tries again
@@ -58,7 +58,7 @@ class Replica(SyncObj):  # type: ignore[misc]
         voters = voters_digest([name, *others])
         self.journal: Journal = open_journal(directory, voters)
         self.state = CoordState()
-        self._say = SparingLog(log)
+        self._say = RateLimitedLog(log)
         self.skipped = 0  # operations that this release cannot read, or that are none
         self.renewed_at = clock()
         self.on_applied: Callable[[], None] = lambda: None

@@ -28,10 +28,10 @@ from pysyncobj.transport import Transport
 from edgemoe.cluster.control.coordination.journal import MAX_SNAPSHOT_BYTES, Journal, JournalDamaged, decode_snapshot
 from edgemoe.cluster.control.coordination.ops import MAX_OP_BYTES
 from edgemoe.cluster.control.coordination.recovery import MAX_COUNT, Count, LogEndQuery, LogEndReply, Recovery
+from edgemoe.cluster.control.messages import ControlMessage, RaftPayload
 from edgemoe.cluster.rpc.channel import Channel
-from edgemoe.cluster.rpc.control_messages import ControlMessage, RaftPayload
-from edgemoe.cluster.rpc.protocol import SPOKEN
-from edgemoe.cluster.rpc.sparing_log import SparingLog
+from edgemoe.telemetry.rate_limited_log import RateLimitedLog
+from edgemoe.wire.protocol import SPOKEN
 
 log = logging.getLogger(__name__)
 MAX_MESSAGE_BYTES = 1 << 20
@@ -124,7 +124,7 @@ class LinkTransport(Transport):  # type: ignore[misc]
         clock: Callable[[], float],
     ) -> None:
         super().__init__(sync_obj, None, [])
-        self._say = SparingLog(log)
+        self._say = RateLimitedLog(log)
         self.rejected = 0  # messages that were not read, or that PySyncObj failed over
         self.recovery = Recovery(journal, others, clock)
         self._sync_obj, self._link, self._journal, self._voters = sync_obj, link, journal, voters

@@ -9,12 +9,12 @@ from collections.abc import Iterable
 import numpy as np
 
 from edgemoe.cluster.control.planning.messages import ClusterAnswer, ClusterQuestion
-from edgemoe.cluster.rpc.messages.choices import SignatureTable
 from edgemoe.guard import refuse_pickle
 from edgemoe.helper.process import serve
 from edgemoe.policy.routing.cluster_fit import RecordedTraffic, fit_clusters
 from edgemoe.policy.routing.told import ModelSizes, counts_of
 from edgemoe.types.arrays import FloatArray
+from edgemoe.types.expert_signatures import SignatureTable
 
 
 def fit(asked: ClusterQuestion) -> ClusterAnswer:

@@ -13,8 +13,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from edgemoe.cluster.rpc.control_messages import Report
-from edgemoe.cluster.rpc.messages.choices import EndedRequest
+from edgemoe.cluster.control.messages import Report
 from edgemoe.helper.process import MAX_FRAME_BYTES, Numbered
 from edgemoe.types.bounds import (
     MAX_NODES,
@@ -30,6 +29,7 @@ from edgemoe.types.bounds import (
     Small,
     Word,
 )
+from edgemoe.types.expert_signatures import EndedRequest
 from edgemoe.types.placement import PlacementPolicy
 
 MAX_REQUESTS = 1000  # that clusters are fitted to

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from edgemoe.cluster.rpc.control_messages import Report
+from edgemoe.cluster.control.messages import Report
 from edgemoe.types.arrays import IntArray
 from edgemoe.types.placement import ACTIVITY_HALF_LIFE_S, ACTIVITY_UNIT
 

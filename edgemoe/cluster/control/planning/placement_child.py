@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import numpy as np
 
+from edgemoe.cluster.control.messages import Report
 from edgemoe.cluster.control.planning.messages import PlacementAnswer, PlacementBox, PlacementQuestion
 from edgemoe.cluster.control.planning.observation import Observation, observe, successions
 from edgemoe.cluster.control.planning.targets import problem_of
-from edgemoe.cluster.rpc.control_messages import Report
 from edgemoe.errors import PlacementInfeasible
 from edgemoe.guard import refuse_pickle
 from edgemoe.helper.process import serve

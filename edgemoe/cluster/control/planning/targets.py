@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from edgemoe.cluster.control.messages import Announce, EngineCard, Report
 from edgemoe.cluster.control.planning.messages import PlacementAnswer, PlacementBox, PlacementQuestion
 from edgemoe.cluster.control.planning.observation import Observation, observe
-from edgemoe.cluster.rpc.control_messages import Announce, EngineCard, Report
 from edgemoe.errors import PlacementInfeasible
 from edgemoe.policy.placement.problem import PlacementProblem, by_size
 from edgemoe.policy.placement.uniform import uniform

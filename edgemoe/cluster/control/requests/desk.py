@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 from edgemoe.cluster.control.control_state import ControlState
+from edgemoe.cluster.control.messages import ControlMessage, EngineUse, RequestGrant, RequestOffer, Withdrawal
 from edgemoe.cluster.control.requests.expert_fitting import ExpertFitting
 from edgemoe.cluster.control.requests.offer_queue import (
     Action,
@@ -21,7 +22,6 @@ from edgemoe.cluster.control.requests.offer_queue import (
     Withdraws,
 )
 from edgemoe.cluster.rpc.channel import Channel
-from edgemoe.cluster.rpc.control_messages import ControlMessage, EngineUse, RequestGrant, RequestOffer, Withdrawal
 from edgemoe.errors import PeerBusy, PeerRefused
 from edgemoe.policy.routing.told import ModelSizes
 from edgemoe.ticking import until_tick

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 
+from edgemoe.cluster.control.messages import EngineUse
 from edgemoe.cluster.control.requests.reading import keys_of
-from edgemoe.cluster.rpc.control_messages import EngineUse
-from edgemoe.cluster.rpc.messages.choices import EngineChoices
 from edgemoe.policy.routing.offers import EngineView
 from edgemoe.policy.routing.told import MOST_S, ModelSizes, experts_of, resident_of, union_of
 from edgemoe.types.arrays import FloatArray
+from edgemoe.types.expert_signatures import EngineChoices
 
 MAX_KEYS = 4096  # of prompts; the longest unused go first, as they do in the engine's cache
 TOKENS_PER_S = 1000.0  # of prefill, of an engine that has not measured it

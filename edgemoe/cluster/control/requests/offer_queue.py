@@ -25,9 +25,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from edgemoe.cluster.control.messages import EngineUse, RequestOffer
 from edgemoe.cluster.control.requests.engine_memory import EngineMemory
 from edgemoe.cluster.control.requests.reading import offered_as
-from edgemoe.cluster.rpc.control_messages import EngineUse, RequestOffer
 from edgemoe.policy import shares
 from edgemoe.policy.route import node_of
 from edgemoe.policy.routing.dispatches import Dispatches

@@ -22,9 +22,16 @@ from dataclasses import dataclass, replace
 
 from msgspec import structs
 
+from edgemoe.cluster.control.messages import (
+    KEY_BYTES,
+    PARCEL_PART_BYTES,
+    ControlMessage,
+    FetchParcel,
+    Forward,
+    Parcel,
+    ParcelPart,
+)
 from edgemoe.cluster.rpc.channel import Channel
-from edgemoe.cluster.rpc.control_messages import ControlMessage, Forward
-from edgemoe.cluster.rpc.messages.parcels import KEY_BYTES, PARCEL_PART_BYTES, FetchParcel, Parcel, ParcelPart
 from edgemoe.cluster.rpc.transport import Answer, Question
 from edgemoe.errors import PeerBusy, PeerRefused, PeerUnavailable
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from edgemoe.cluster.rpc.control_messages import PREFIX_TOKENS, RequestOffer
+from edgemoe.cluster.control.messages import PREFIX_TOKENS, RequestOffer
 from edgemoe.policy.routing.by_experts import PromptForecast
 from edgemoe.policy.routing.offers import Offered
 from edgemoe.policy.routing.told import ModelSizes, counts_of

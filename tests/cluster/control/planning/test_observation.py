@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from support.reports import report
 
+from edgemoe.cluster.control.messages import LinkReport, Report
 from edgemoe.cluster.control.planning.observation import BYTES_PER_S, CALL_S, observe, successions
-from edgemoe.cluster.rpc.control_messages import LinkReport, Report
 from edgemoe.types.placement import ACTIVITY_HALF_LIFE_S
 
 LAYERS, EXPERTS, TOP_K = 2, 6, 2

@@ -22,10 +22,10 @@ from edgemoe.cluster.control.planning.fitting_child import fit
 from edgemoe.cluster.control.planning.messages import ClusterQuestion
 from edgemoe.cluster.control.planning.solver import COMMAND, FIT_COMMAND, NICE, PlanSolver
 from edgemoe.cluster.control.planning.targets import ExpertHome, PlacementTask, make_plan, make_target
-from edgemoe.cluster.rpc.messages.choices import EndedRequest, SignatureTable
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.errors import PlacementInfeasible, PlanningFailed
 from edgemoe.types.arrays import BoolArray
+from edgemoe.types.expert_signatures import EndedRequest, SignatureTable
 from edgemoe.types.placement import PLAN_FORMAT
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]

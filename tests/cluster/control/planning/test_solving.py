@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from support.reports import report
 
+from edgemoe.cluster.control.messages import LinkReport
 from edgemoe.cluster.control.planning.messages import PlacementAnswer, PlacementBox, PlacementQuestion
 from edgemoe.cluster.control.planning.placement_child import solve
-from edgemoe.cluster.rpc.control_messages import LinkReport
 from edgemoe.policy.placement.problem import Placement
 from edgemoe.policy.placement.score import RouteScore, score
 from edgemoe.types.arrays import BoolArray

@@ -14,13 +14,13 @@ import pytest_asyncio
 from support.planes import EXPERTS, LAYERS, Front, card, fronts
 from support.waiting import until
 
+from edgemoe.cluster.control.messages import Beat, EngineUse, RequestOffer
 from edgemoe.cluster.control.planning.fitting_child import fit
 from edgemoe.cluster.control.planning.messages import ClusterAnswer, ClusterQuestion
 from edgemoe.cluster.control.planning.solver import PlanSolver
 from edgemoe.cluster.control.requests import expert_fitting
-from edgemoe.cluster.rpc.control_messages import Beat, EngineUse, RequestOffer
-from edgemoe.cluster.rpc.messages.choices import EndedRequest, SignatureTable
 from edgemoe.errors import PeerBusy, PeerRefused
+from edgemoe.types.expert_signatures import EndedRequest, SignatureTable
 
 USE = EngineUse(engine="x", slots=2, capacity=4, blocks=100, free_blocks=100)
 # PySyncObj leaves the file open that it has read its journal's place from

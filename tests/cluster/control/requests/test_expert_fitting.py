@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from edgemoe.cluster.control.messages import EngineUse, RequestOffer
 from edgemoe.cluster.control.planning.fitting_child import fit
 from edgemoe.cluster.control.planning.messages import MAX_REQUESTS, ClusterAnswer, ClusterQuestion
 from edgemoe.cluster.control.requests.expert_fitting import (
@@ -20,12 +21,11 @@ from edgemoe.cluster.control.requests.expert_fitting import (
 )
 from edgemoe.cluster.control.requests.offer_queue import Grants, Led, OfferQueue, Offers, Serving, Uses
 from edgemoe.cluster.control.requests.policies import make_queue
-from edgemoe.cluster.rpc.control_messages import EngineUse, RequestOffer
-from edgemoe.cluster.rpc.messages.choices import EndedRequest, SignatureTable
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.errors import PlanningFailed
 from edgemoe.policy.routing.told import ModelSizes, shares_of
 from edgemoe.types.arrays import IntArray
+from edgemoe.types.expert_signatures import EndedRequest, SignatureTable
 
 pytestmark = pytest.mark.asyncio
 LAYERS, EXPERTS, TOP_K, SLOTS = 2, 12, 2, 4

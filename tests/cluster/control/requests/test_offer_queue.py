@@ -12,6 +12,7 @@ from hypothesis import settings as chosen
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from edgemoe.cluster.control.messages import EngineUse, RequestOffer
 from edgemoe.cluster.control.planning.messages import ClusterAnswer, ClusterQuestion
 from edgemoe.cluster.control.requests.offer_queue import (
     MAX_OFFERS,
@@ -29,8 +30,6 @@ from edgemoe.cluster.control.requests.offer_queue import (
     Withdraws,
 )
 from edgemoe.cluster.control.requests.policies import make_queue
-from edgemoe.cluster.rpc.control_messages import EngineUse, RequestOffer
-from edgemoe.cluster.rpc.messages.choices import EngineChoices, SignatureTable
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.errors import PlanningFailed
 from edgemoe.policy.routing.baselines import fewest
@@ -40,6 +39,7 @@ from edgemoe.policy.routing.offers import Assignment, EngineView, Offered
 from edgemoe.policy.routing.pull import Pull, PullLimits
 from edgemoe.policy.routing.told import ModelSizes, absent_bytes, shares_of
 from edgemoe.policy.shares import most_of
+from edgemoe.types.expert_signatures import EngineChoices, SignatureTable
 
 NODES = ("a", "b", "c")
 SIZES = ModelSizes(1, 6)

@@ -12,14 +12,23 @@ import pytest
 from support.boxes import Box, running, secret
 from support.waiting import until
 
+from edgemoe.cluster.control.messages import (
+    CONTROL,
+    KEY_BYTES,
+    PARCEL_PART_BYTES,
+    Beat,
+    FetchParcel,
+    Forward,
+    Parcel,
+    ParcelPart,
+    Taken,
+)
 from edgemoe.cluster.control.requests import parcels as parcels_module
 from edgemoe.cluster.control.requests.parcels import MOST_PARCELS, SHORT_BYTES, Parcels
 from edgemoe.cluster.rpc.channel import ASKED_AT_ONCE
-from edgemoe.cluster.rpc.control_messages import CONTROL, Beat, Forward, Taken
-from edgemoe.cluster.rpc.messages.parcels import KEY_BYTES, PARCEL_PART_BYTES, FetchParcel, Parcel, ParcelPart
-from edgemoe.cluster.rpc.protocol import Versions
 from edgemoe.cluster.rpc.transport import Answer, Question
 from edgemoe.errors import PeerBusy, PeerError, PeerRefused
+from edgemoe.wire.protocol import Versions
 
 LONG = bytes(range(256)) * (2 * PARCEL_PART_BYTES // 256) + b"end"
 Spoil = Callable[[FetchParcel, Answer[Any]], Any]

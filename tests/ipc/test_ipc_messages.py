@@ -8,10 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.model_info import MODEL
 
-from edgemoe.cluster.rpc import engine_messages as messages
-from edgemoe.cluster.rpc.engine_messages import (
+from edgemoe.errors import UnknownMessage, WireError, WireVersionError
+from edgemoe.ipc import messages
+from edgemoe.ipc.messages import (
     FRAMING,
     MAGIC,
+    Activity,
     Cancel,
     Drain,
     Emissions,
@@ -30,10 +32,8 @@ from edgemoe.cluster.rpc.engine_messages import (
     decode_to_engine,
     encode,
 )
-from edgemoe.cluster.rpc.messages.activity import Activity
-from edgemoe.cluster.rpc.protocol import SPOKEN
-from edgemoe.errors import UnknownMessage, WireError, WireVersionError
 from edgemoe.types.request import Emission, Request, Sampling
+from edgemoe.wire.protocol import SPOKEN
 
 SAMPLING = Sampling(temperature=0.5, logit_bias={3: -1.5}, stop_token_ids=(1, 2), grammar="start: /a/", logprobs=2)
 HEADER = MAGIC + bytes((FRAMING, *SPOKEN))

@@ -13,11 +13,11 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from edgemoe.cluster.rpc import ipc
-from edgemoe.cluster.rpc.engine_messages import MAGIC, Emissions, Ping, Refused, Stats, Stop, encode
-from edgemoe.cluster.rpc.ipc import EngineEnd, FrontEnd, private_directory
-from edgemoe.cluster.rpc.protocol import SPOKEN, Message, Versions
 from edgemoe.errors import PeerOutdated, ServiceError, WireError
+from edgemoe.ipc import engine_socket as ipc
+from edgemoe.ipc.engine_socket import EngineEnd, FrontEnd, private_directory
+from edgemoe.ipc.messages import MAGIC, Emissions, Ping, Refused, Stats, Stop, encode
+from edgemoe.wire.protocol import SPOKEN, Message, Versions
 
 NEXT = Versions(SPOKEN.lowest, SPOKEN.highest + 1)
 

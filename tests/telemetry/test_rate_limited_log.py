@@ -10,15 +10,15 @@ import pytest
 from support.planes import card, fronts
 
 from edgemoe.cluster.control.control_state import MessageReceived
-from edgemoe.cluster.rpc.sparing_log import EVERY_S, MAX_KINDS, SparingLog
 from edgemoe.errors import PeerRefused
+from edgemoe.telemetry.rate_limited_log import EVERY_S, MAX_KINDS, RateLimitedLog
 
 log = logging.getLogger("edgemoe.test")
 FLOOD = 1000
 
 
 def test_a_flood_is_logged_at_powers_of_two_of_each_peer_and_line(caplog: pytest.LogCaptureFixture) -> None:
-    say = SparingLog(log, lambda: 0.0)
+    say = RateLimitedLog(log, lambda: 0.0)
     for _ in range(FLOOD):
         say(logging.WARNING, "one", "a", why="w")
         say(logging.WARNING, "one", "b")
@@ -30,7 +30,7 @@ def test_a_flood_is_logged_at_powers_of_two_of_each_peer_and_line(caplog: pytest
 
 def test_what_comes_once_a_minute_is_always_logged(caplog: pytest.LogCaptureFixture) -> None:
     now_s = [0.0]
-    say = SparingLog(log, lambda: now_s[0])
+    say = RateLimitedLog(log, lambda: now_s[0])
     for _ in range(100):
         say(logging.WARNING, "rare", "a")
         now_s[0] += EVERY_S
@@ -38,7 +38,7 @@ def test_what_comes_once_a_minute_is_always_logged(caplog: pytest.LogCaptureFixt
 
 
 def test_invented_names_fill_neither_log_nor_memory(caplog: pytest.LogCaptureFixture) -> None:
-    say = SparingLog(log, lambda: 0.0)
+    say = RateLimitedLog(log, lambda: 0.0)
     for n in range(10 * MAX_KINDS):
         say(logging.WARNING, "line", f"name {n}")
     assert len(caplog.records) < MAX_KINDS + 20

@@ -21,7 +21,9 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from edgemoe.cluster.rpc.engine_messages import (
+from edgemoe.durable import private_folder
+from edgemoe.errors import PeerOutdated, ServiceError, WireError
+from edgemoe.ipc.messages import (
     MAX_FRAME_BYTES,
     Emissions,
     FromEngine,
@@ -34,11 +36,9 @@ from edgemoe.cluster.rpc.engine_messages import (
     encode,
     versions_of,
 )
-from edgemoe.cluster.rpc.protocol import SPOKEN, UNREADABLE, Versions, check_known, tag_of
-from edgemoe.durable import private_folder
-from edgemoe.errors import PeerOutdated, ServiceError, WireError
 from edgemoe.types.bounds import Attempt, Name
 from edgemoe.types.request import Emission
+from edgemoe.wire.protocol import SPOKEN, UNREADABLE, Versions, check_known, tag_of
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ MAX_KINDS = 256  # (line, peer) pairs counted separately; beyond it a line's pee
 EVERY_S = 60.0
 
 
-class SparingLog:
+class RateLimitedLog:
     """Logs each line, by peer, the 1st, 2nd, 4th, 8th, ... time, and EVERY_S after the last logged one."""
 
     def __init__(self, log: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:

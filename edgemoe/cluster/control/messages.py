@@ -21,18 +21,16 @@ A leader's messages carry its epoch in Beat.leading.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal, Self, get_args
 
 import msgspec
+import xxhash
 from msgspec import Meta
 
+from edgemoe.cluster.rpc.envelope import MAX_TENSOR_BYTES, Buffer
 from edgemoe.cluster.rpc.keys import Peer
-from edgemoe.cluster.rpc.messages.choices import EndedRequests, EngineChoices, SignatureTable
-from edgemoe.cluster.rpc.messages.find_store import FindStore, StoreAt
-from edgemoe.cluster.rpc.messages.parcels import FetchParcel, Parcel, ParcelPart
-from edgemoe.cluster.rpc.messages.reach import Reach, Reached
-from edgemoe.cluster.rpc.protocol import Language, Message
 from edgemoe.cluster.rpc.transport import Failure
+from edgemoe.ipc.messages import Show, Shown
 from edgemoe.types.bounds import (
     MAX_NODES,
     Bitmap,
@@ -53,14 +51,19 @@ from edgemoe.types.bounds import (
     TokenCount,
     Words,
 )
+from edgemoe.types.expert_signatures import EndedRequests, EngineChoices, SignatureTable
 from edgemoe.types.request import Phases
-from edgemoe.types.snapshot import EngineSnapshot
+from edgemoe.wire.protocol import Language, Message
 
 MAX_PAYLOAD_BYTES = 1 << 20  # of the agreement in one message
 MAX_UNWANTED = 2000  # requests named in one answer; the rest with the next
 MAX_TAKEN = 256  # offers named as taken or withdrawn in one message
 MAX_PREFIX_KEYS = 512  # of one prompt, or in one message; eight bytes each
 PREFIX_TOKENS, SECRET_BYTES = 64, 16  # of a prompt that each key of its prefix adds to those before; of a secret
+PARCEL_PART_BYTES = 64 << 10  # in one message: few enough that a heartbeat behind them is not late on a slow link
+KEY_BYTES = 16
+ParcelKey = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
+WallSeconds = Annotated[float, Meta(ge=0, le=1e12)]  # since 1970
 PrefixKeys = Annotated[bytes, Meta(max_length=8 * MAX_PREFIX_KEYS)]
 OfferNames = Annotated[tuple[tuple[Text, Count], ...], Meta(max_length=MAX_TAKEN)]  # (node, number)
 RequestAttempts = Annotated[tuple[tuple[Text, Count], ...], Meta(max_length=MAX_UNWANTED)]  # (request, attempt)
@@ -233,6 +236,38 @@ class PlanIs(Message, frozen=True, tag="PlanIs"):
     """Carries the plan's bytes as its tensor."""
 
 
+class Parcel(msgspec.Struct, frozen=True):
+    """A frame of so many bytes. The checksum is of the key and all of them."""
+
+    key: ParcelKey
+    bytes: Annotated[int, Meta(ge=1, le=MAX_TENSOR_BYTES)]
+    checksum: Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
+
+    @classmethod
+    def of(cls, key: ParcelKey, frame: Buffer) -> Self:
+        """Returns the name of a frame."""
+        return cls(key, len(frame), _checksum(key, frame))
+
+    def is_intact(self, frame: Buffer) -> bool:
+        """Returns whether these bytes are the frame."""
+        return self.checksum == _checksum(self.key, frame)
+
+
+class FetchParcel(Message, frozen=True, tag="FetchParcel"):
+    """Asks for `bytes` bytes from `offset`."""
+
+    since = 2
+    key: ParcelKey
+    offset: Bytes
+    bytes: Annotated[int, Meta(ge=1, le=PARCEL_PART_BYTES)]
+
+
+class ParcelPart(Message, frozen=True, tag="ParcelPart"):
+    """Carries the bytes asked for."""
+
+    since = 2
+
+
 class Forward(Message, frozen=True, tag="Forward"):
     """Carries as its tensor, or names, a frame for an engine that serves this model: Submit, Cancel or PullPrefix."""
 
@@ -264,17 +299,35 @@ class Dropped(Message, frozen=True, tag="Dropped"):
     requests: RequestAttempts = ()
 
 
-class Show(Message, frozen=True, tag="Show"):
-    """Asks an engine to show itself for a while; from a front to its engine, too."""
+class Reach(Message, frozen=True, tag="Reach"):
+    """Asks a box to try the asker's ports."""
 
     since = 2
 
 
-class Shown(Message, frozen=True, tag="Shown"):
-    """Shows an engine; None where none has shown itself yet. From an engine to its front, too."""
+class Reached(Message, frozen=True, tag="Reached"):
+    """Names the lanes whose ports did not answer, and the time when the question came and when it was answered."""
 
     since = 2
-    snapshot: EngineSnapshot | None = msgspec.field(default=None, name="glimpse")
+    came_s: WallSeconds
+    answered_s: WallSeconds
+    unreached: Words = ()
+
+
+class FindStore(Message, frozen=True, tag="FindStore"):
+    """Asks which store the box's engine serves."""
+
+    since = 2
+
+
+class StoreAt(Message, frozen=True, tag="StoreAt"):
+    """Names a store, and the port on which its pieces are to be had."""
+
+    since = 2
+    bulk_port: Port
+    model: Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]  # digest
+    name: Text  # as clients call it
+    store: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$", max_length=255)]  # its directory's name
 
 
 OfRequests = (
@@ -283,3 +336,9 @@ OfRequests = (
 OfBoxes = RaftPayload | Beat | Announce | Welcome | Report | EngineUse | GetPlan | PlanIs | Reach | Reached
 ControlMessage = OfRequests | OfBoxes | Show | Shown | FindStore | StoreAt | Failure
 CONTROL: Language[ControlMessage] = Language(*get_args(ControlMessage))
+
+
+def _checksum(key: bytes, frame: Buffer) -> str:
+    digest = xxhash.xxh3_128(key)
+    digest.update(frame)
+    return digest.hexdigest()

@@ -20,12 +20,6 @@ from typing import Annotated, Any, get_args
 import msgspec
 from msgspec import Meta
 
-from edgemoe.cluster.rpc import protocol
-from edgemoe.cluster.rpc.control_messages import Show, Shown
-from edgemoe.cluster.rpc.messages.activity import Activity
-from edgemoe.cluster.rpc.messages.choices import Choosing, FindPrefix, PrefixFound, PromptRead
-from edgemoe.cluster.rpc.messages.hand_over import LastChunk, PrefixPulled, PullPrefix
-from edgemoe.cluster.rpc.protocol import Language, Message, Versions
 from edgemoe.errors import WireError, WireVersionError
 from edgemoe.types.bounds import (
     MAX_NODES,
@@ -37,16 +31,24 @@ from edgemoe.types.bounds import (
     LongText,
     Milliseconds,
     Name,
+    PairTable,
     Port,
     Rate,
+    Salt,
     Seconds,
     Share,
+    ShareTable,
+    Small,
     Text,
     Tokens,
 )
+from edgemoe.types.expert_signatures import EndedRequests, EngineChoices, SignatureTable
 from edgemoe.types.model_info import ModelInfo
 from edgemoe.types.placement import PlacementPlan
 from edgemoe.types.request import Emission, Request
+from edgemoe.types.snapshot import EngineSnapshot
+from edgemoe.wire import protocol
+from edgemoe.wire.protocol import Language, Message, Versions
 
 MAGIC = b"EMOE"
 FRAMING = 2
@@ -158,6 +160,95 @@ class PeerSeen(Message, frozen=True, kw_only=True, tag="PeerSeen"):
     unit_s: Seconds = 0.0  # that the peer takes to compute one unit of work; 0 until measured
 
 
+class Activity(Message, frozen=True, kw_only=True, tag="Activity"):
+    """What this engine's own requests chose of late, as shares of their tokens in units of 1 / 65535.
+
+    `chosen` is uint16 [L, E], as is `computed`, of steps; `pairs` uint16 [P, 4]: layer, both experts, share; the
+    heaviest of each layer. `resident` are the experts in memory, at home or not. Sent every ten seconds.
+    """
+
+    tokens: Annotated[float, Meta(ge=0, le=1e15)]  # with decay
+    chosen: ShareTable
+    pairs: PairTable = b""
+    resident: Bitmap = b""
+    passed: PairTable = b""  # in place of pairs: an expert, and one of the next layer
+    steps: Count = 0  # of this engine
+    tokens_per_s: Rate = 0.0  # of late, however short a time has been counted
+    computed: ShareTable = b""
+    steps_per_token: Rate = 0.0
+
+
+class FindPrefix(Message, frozen=True, kw_only=True, tag="FindPrefix"):
+    """Asks what the experts are that the part of a waiting request's prompt chose which the prefix cache has."""
+
+    since = 2
+    request: Name
+    prompt: Tokens
+    salt: Salt = b""  # of the request
+
+
+class PrefixFound(Message, frozen=True, kw_only=True, tag="PrefixFound"):
+    """Answers FindPrefix with the sum over the prompt's cached blocks; None where there are none."""
+
+    since = 2
+    request: Name
+    signature: SignatureTable | None = None
+
+
+class PromptRead(Message, frozen=True, kw_only=True, tag="PromptRead"):
+    """Says which experts a prompt's whole blocks chose, those that came from the prefix cache included."""
+
+    since = 2
+    request: Name
+    attempt: Attempt
+    signature: SignatureTable
+
+
+class Choosing(Message, frozen=True, kw_only=True, tag="Choosing"):
+    """Says what an engine's requests are expected to choose. Sent on change, a few times a second at most."""
+
+    since = 2
+    choices: EngineChoices
+    ended: EndedRequests = ()
+
+
+class LastChunk(Message, frozen=True, kw_only=True, tag="LastChunk"):
+    """Says of a request submitted with `hand_over` that the last of its tokens so far are, or have just been, computed.
+
+    Before they are, where most of the prompt was computed by steps before: by then its signature says enough.
+    """
+
+    since = 2
+    request: Name
+    attempt: Attempt
+    signature: SignatureTable | None = None
+
+
+class PullPrefix(Message, frozen=True, kw_only=True, tag="PullPrefix"):
+    """Asks the engine to fetch the blocks of this prompt from a peer's, those that are still computed there too.
+
+    Answered with PrefixPulled, after `remaining_ms` at the latest. Only the prefix cache keeps what comes of it.
+    """
+
+    since = 2
+    request: Name
+    attempt: Attempt
+    node: Name  # whose engine has them
+    prompt: Tokens
+    salt: Salt = b""  # of the request
+    remaining_ms: Milliseconds = 60_000.0
+
+
+class PrefixPulled(Message, frozen=True, kw_only=True, tag="PrefixPulled"):
+    """Says how many of a prompt's blocks are here. `why` is "" where all are, else the reason in a word."""
+
+    since = 2
+    request: Name
+    attempt: Attempt
+    blocks: Small = 0
+    why: Text = ""
+
+
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of the engine, which follow from its memory budgets."""
 
@@ -198,6 +289,19 @@ class Stats(Message, frozen=True, kw_only=True, tag="Stats"):
 
     values: Annotated[dict[LongText, Finite], Meta(max_length=MAX_METRICS)]
     step_s: Seconds = 0.0
+
+
+class Show(Message, frozen=True, tag="Show"):
+    """Asks an engine to show itself for a while; from a front to its engine, too."""
+
+    since = 2
+
+
+class Shown(Message, frozen=True, tag="Shown"):
+    """Shows an engine; None where none has shown itself yet. From an engine to its front, too."""
+
+    since = 2
+    snapshot: EngineSnapshot | None = msgspec.field(default=None, name="glimpse")
 
 
 class Reloaded(Message, frozen=True, kw_only=True, tag="Reloaded"):

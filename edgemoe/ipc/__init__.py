@@ -1,0 +1,1 @@
+"""Messages and the socket between the front and the engine of one box."""

@@ -1,0 +1,1 @@
+"""The base class of every message between processes, decoding by tag, and protocol versions."""
