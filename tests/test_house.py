@@ -8,6 +8,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
+from support.prose import nodes_of, text_of, tree_of
+
 ROOT = Path(__file__).parents[1]
 FILES = sorted(path for folder in ("edgemoe", "scoutgate") for path in (ROOT / folder).rglob("*.py"))
 FILE_LINES, FUNCTION_LINES = 500, 60
@@ -19,14 +21,12 @@ KERNELS = {  # of GPUs, one launch each, whose parameters take a line each
 
 def classes(file: Path) -> Iterator[str]:
     """The public ones of a module's top level."""
-    yield from (
-        node.name for node in ast.parse(file.read_text()).body if isinstance(node, ast.ClassDef) and node.name[0] != "_"
-    )
+    yield from (node.name for node in tree_of(file).body if isinstance(node, ast.ClassDef) and node.name[0] != "_")
 
 
 def functions(file: Path) -> Iterator[tuple[str, int]]:
     """Name and lines of each, decorators and docstring included."""
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in nodes_of(file):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
             yield node.name, (node.end_lineno or first) - first + 1
@@ -35,7 +35,7 @@ def functions(file: Path) -> Iterator[tuple[str, int]]:
 def too_long() -> Iterator[str]:
     for file in FILES:
         name = str(file.relative_to(ROOT))
-        if len(file.read_text().splitlines()) > FILE_LINES:
+        if len(text_of(file).splitlines()) > FILE_LINES:
             yield name
         yield from (
             f"{name}::{function}"
@@ -53,7 +53,7 @@ MOST_PARAMETERS = 7  # self left out; what goes together is a dataclass
 
 def parameters(file: Path) -> Iterator[tuple[str, int]]:
     """Functions and how many parameters each takes; compiled ones, which take plain arrays, left out."""
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in nodes_of(file):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             if any(ast.unparse(decorator).startswith("njit") for decorator in node.decorator_list):
                 continue
@@ -85,12 +85,12 @@ def privates_inside(made: ast.ClassDef) -> Iterator[ast.Attribute]:
 
 def reached_into(file: Path) -> Iterator[str]:
     """Private attributes of objects that are not of the file's own classes; modules of the standard library may."""
-    tree = ast.parse(file.read_text())
-    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
-    modules = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    nodes = nodes_of(file)
+    classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
+    modules = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     mine = {"self", "cls", "super()", *(modules & sys.stdlib_module_names), *(node.name for node in classes)}
     own = {each for node in classes for each in privates_inside(node)}
-    private = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr[0] == "_")
+    private = (node for node in nodes if isinstance(node, ast.Attribute) and node.attr[0] == "_")
     for node in private:
         if (
             node.attr[:2] != "__"

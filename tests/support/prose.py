@@ -1,32 +1,43 @@
-"""What is written for people: the docstrings and comments of sources, and the pages."""
+"""Docstrings and comments of sources, and text of pages, each file read and parsed once."""
 
 from __future__ import annotations
 
 import ast
-import io
+import functools
 import re
-import tokenize
-from collections.abc import Iterator
 from pathlib import Path
+
+from tools.prose_check import comments, docstrings, statements
 
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted(path for folder in ("edgemoe", "scoutgate", "tools") for path in (ROOT / folder).rglob("*.py"))
-DOCS = sorted((ROOT / "docs").glob("*.md"))
+DOCS = sorted((ROOT / "docs").rglob("*.md"))
 FIGURES = sorted((ROOT / "tools/bench/results").glob("*.md"))
-PAGES = [ROOT / "README.md", *DOCS, ROOT / "tools/bench/RESULTS.md", *FIGURES]
+TOP_PAGES = [path for path in sorted(ROOT.glob("*.md")) if path.name != "CHANGELOG.md"]
+PAGES = [*TOP_PAGES, *DOCS, ROOT / "tools/bench/RESULTS.md", *FIGURES]
 
 
-def prose(path: Path) -> Iterator[tuple[int, str]]:
-    """Line and text of every docstring and comment of a source; all of a page but its code."""
-    text = path.read_text()
+@functools.cache
+def text_of(path: Path) -> str:
+    return path.read_text()
+
+
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(text_of(path), str(path))
+
+
+@functools.cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    """Returns all nodes of a source's tree, which must not be changed."""
+    return list(ast.walk(tree_of(path)))
+
+
+@functools.cache
+def prose(path: Path) -> list[tuple[int, str]]:
+    """Returns line and text of every docstring and comment of a source; of a page, its text without code."""
     if path.suffix == ".md":
-        yield 1, re.sub(r"(?s)```.*?```|`[^`]*`", "", text)
-        return
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and (
-            said := ast.get_docstring(node)
-        ):
-            yield node.body[0].lineno, said
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type == tokenize.COMMENT:
-            yield token.start[0], token.string
+        return [(1, re.sub(r"(?s)```.*?```|`[^`]*`", "", text_of(path)))]
+    tree = tree_of(path)
+    found = [*docstrings(path, tree, list(statements(tree))), *comments(path, text_of(path))]
+    return [(passage.line, passage.text) for passage in found]
