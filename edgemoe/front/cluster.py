@@ -25,8 +25,8 @@ from edgemoe.cluster.control.messages import (
     Taken,
     Tokens,
 )
+from edgemoe.cluster.rpc.envelope import Answer, Question
 from edgemoe.cluster.rpc.keys import load_secret
-from edgemoe.cluster.rpc.transport import Answer, Question
 from edgemoe.config.settings import Settings
 from edgemoe.errors import PeerBusy, PeerRefused
 from edgemoe.front import status as about

@@ -25,7 +25,7 @@ from tokenizers import Tokenizer
 from edgemoe.cluster.control.control_plane import ControlPlane
 from edgemoe.cluster.control.messages import CONTROL, MAX_UNWANTED, EngineCard, Forward, Taken, Tokens
 from edgemoe.cluster.control.requests.expert_fitting import FIRST
-from edgemoe.cluster.rpc.transport import Answer, Question
+from edgemoe.cluster.rpc.envelope import Answer, Question
 from edgemoe.config.settings import Route, Settings
 from edgemoe.errors import PeerBusy, PeerRefused, PeerUnavailable
 from edgemoe.front import hosted_requests as hosted_module

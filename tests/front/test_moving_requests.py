@@ -23,7 +23,8 @@ from support.waiting import until
 from edgemoe.cluster.control import control_plane as plane
 from edgemoe.cluster.control.messages import Tokens
 from edgemoe.cluster.control.requests import parcels
-from edgemoe.cluster.rpc.transport import Answer, ChannelSettings
+from edgemoe.cluster.rpc.envelope import Answer
+from edgemoe.cluster.rpc.transport import ChannelSettings
 from edgemoe.errors import PeerUnavailable
 from edgemoe.front.main import Front
 from edgemoe.front.routing import hand_over

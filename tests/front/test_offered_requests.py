@@ -11,7 +11,7 @@ from msgspec import structs
 from support.waiting import until
 
 from edgemoe.cluster.control.messages import RequestGrant, RequestOffer, Withdrawal
-from edgemoe.cluster.rpc.transport import Answer
+from edgemoe.cluster.rpc.envelope import Answer
 from edgemoe.errors import PeerUnavailable
 from edgemoe.front.request_log import RequestLog
 from edgemoe.front.requests import offered_requests

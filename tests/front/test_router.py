@@ -12,7 +12,7 @@ import pytest
 
 from edgemoe.cluster.control.messages import Beat, Forward, RequestGrant, Taken
 from edgemoe.cluster.control.requests.parcels import Parcels
-from edgemoe.cluster.rpc.transport import Answer
+from edgemoe.cluster.rpc.envelope import Answer
 from edgemoe.errors import PeerBusy
 from edgemoe.front import router as router_module
 from edgemoe.front.request_log import RequestLog

@@ -9,10 +9,10 @@ from typing import Any
 
 import zmq
 
-from edgemoe.cluster.rpc.auth import AllowList
 from edgemoe.cluster.rpc.channel import Channel
-from edgemoe.cluster.rpc.keys import Peer, Secret
-from edgemoe.cluster.rpc.transport import Answer, ChannelSettings, Failure, Question, Transport
+from edgemoe.cluster.rpc.envelope import Answer, Failure, Question
+from edgemoe.cluster.rpc.keys import AllowList, Peer, Secret
+from edgemoe.cluster.rpc.transport import ChannelSettings, Transport
 from edgemoe.wire.protocol import Language, Message, Versions
 
 

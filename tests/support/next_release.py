@@ -86,7 +86,7 @@ coord.CoordState = NextState  # type: ignore[misc]
 
 from edgemoe.cluster.control import control_plane as plane
 from edgemoe.cluster.control.coordination.raft import RaftStore
-from edgemoe.cluster.rpc.transport import Answer, Question
+from edgemoe.cluster.rpc.envelope import Answer, Question
 from edgemoe.config.settings import Settings
 from edgemoe.errors import CoordError, PeerError
 from edgemoe.front.engine_handle import EngineHandle

@@ -32,11 +32,9 @@ from edgemoe.cluster.control.coordination.store import PlanRef
 from edgemoe.cluster.control.messages import CONTROL, Announce, EngineCard, Report
 from edgemoe.cluster.control.planning.solver import PlanSolver
 from edgemoe.cluster.control.planning.targets import PlacementTarget, PlacementTask, make_target
-from edgemoe.cluster.rpc.auth import AllowList
-from edgemoe.cluster.rpc.envelope import Envelope
-from edgemoe.cluster.rpc.keys import Peer, Secret
-from edgemoe.cluster.rpc.mishaps import Mishaps
-from edgemoe.cluster.rpc.transport import Answer, Question
+from edgemoe.cluster.rpc.envelope import Answer, Envelope, Question
+from edgemoe.cluster.rpc.keys import AllowList, Peer, Secret
+from edgemoe.cluster.rpc.transport import ErrorCounter
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.errors import CoordUnavailable, EdgemoeError, PeerRefused, PeerUnavailable
 from edgemoe.types.arrays import BoolArray
@@ -72,7 +70,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self.jumping.now
 
 
-class HiddenNowhere(Mishaps):
+class HiddenNowhere(ErrorCounter):
     """What would cost one message alone ends the test."""
 
     def fail(self, peer: str) -> None:

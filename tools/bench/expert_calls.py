@@ -35,10 +35,10 @@ import zmq
 from edgemoe.cluster.data.expert_fetch import PeerStore
 from edgemoe.cluster.data.messages import Call
 from edgemoe.cluster.data.plane import DataPlane, OwnExperts
-from edgemoe.cluster.rpc import question_server
+from edgemoe.cluster.rpc import channel as rpc_channel
 from edgemoe.cluster.rpc.channel import Channel
+from edgemoe.cluster.rpc.envelope import Answer, Failure, Question
 from edgemoe.cluster.rpc.keys import Peer, Secret
-from edgemoe.cluster.rpc.transport import Answer, Failure, Question
 from edgemoe.engine.prefix_transfer import ByteArray
 from edgemoe.errors import StoreError
 from edgemoe.experts.build import ExpertTiers, TierMemory
@@ -71,7 +71,7 @@ def leave_out_curve(peer_key: str) -> None:
             really_set(socket, option, value)
 
     zmq.Socket.set = set_others  # type: ignore[assignment, method-assign]
-    question_server.key_of = lambda frame: peer_key.encode()  # type: ignore[attr-defined]
+    rpc_channel.key_of = lambda frame: peer_key.encode()  # type: ignore[attr-defined]
 
 
 class Echo(Message, frozen=True, tag="Echo"):

@@ -30,11 +30,10 @@ import zmq
 from edgemoe.cluster.control.messages import CONTROL, Announce, Beat, RaftPayload
 from edgemoe.cluster.data.messages import BULK, CALLS, Call, Fetch, Hello
 from edgemoe.cluster.rpc import envelope
-from edgemoe.cluster.rpc.auth import AllowList
 from edgemoe.cluster.rpc.channel import Channel
-from edgemoe.cluster.rpc.envelope import Envelope, seal, unseal
-from edgemoe.cluster.rpc.keys import Secret
-from edgemoe.cluster.rpc.transport import Answer, Question, Transport
+from edgemoe.cluster.rpc.envelope import Answer, Envelope, Question, seal, unseal
+from edgemoe.cluster.rpc.keys import AllowList, Secret
+from edgemoe.cluster.rpc.transport import Transport
 from edgemoe.wire.protocol import Language
 
 CHANNELS: dict[str, Language[Any]] = {"control": CONTROL, "calls": CALLS, "bulk": BULK}

@@ -12,8 +12,8 @@ import msgspec
 import zmq
 
 from edgemoe.cluster.rpc import envelope
+from edgemoe.cluster.rpc.envelope import Failure
 from edgemoe.cluster.rpc.keys import Secret
-from edgemoe.cluster.rpc.transport import Failure
 from tools.fuzzing.messages import ChannelMessages
 
 SEND_S = 300  # that the box has to read what is under way

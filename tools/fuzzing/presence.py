@@ -17,8 +17,8 @@ import zmq
 from edgemoe.cluster.control.membership import BEAT_S
 from edgemoe.cluster.control.messages import Tokens, Welcome
 from edgemoe.cluster.rpc import envelope
+from edgemoe.cluster.rpc.envelope import Failure
 from edgemoe.cluster.rpc.keys import Secret
-from edgemoe.cluster.rpc.transport import Failure
 from edgemoe.errors import WireError
 from edgemoe.ipc.messages import Emissions, Submit, decode_to_engine, encode
 from edgemoe.types.request import Emission

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from edgemoe.cluster.data.kv_fetch import KVFetchServer
-from edgemoe.cluster.rpc.transport import Answer, Question
+from edgemoe.cluster.rpc.envelope import Answer, Question
 from edgemoe.front.engine_handle import EngineHandle
 
 SPOILT_EVERY = 40

@@ -12,10 +12,10 @@ from edgemoe.cli.pull.store_pull import StorePull
 from edgemoe.cluster.control.messages import CONTROL, ControlMessage, StoreAt
 from edgemoe.cluster.data.messages import BULK, BulkMessage
 from edgemoe.cluster.data.store_fetch import Pace, PieceChannel
-from edgemoe.cluster.rpc.auth import AllowList
 from edgemoe.cluster.rpc.channel import Channel
-from edgemoe.cluster.rpc.keys import load_secret
-from edgemoe.cluster.rpc.transport import Answer, ChannelSettings, Question, Transport
+from edgemoe.cluster.rpc.envelope import Answer, Question
+from edgemoe.cluster.rpc.keys import AllowList, load_secret
+from edgemoe.cluster.rpc.transport import ChannelSettings, Transport
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.errors import ConfigError, PeerRefused, StoreError
 from edgemoe.front.peers_list import listed

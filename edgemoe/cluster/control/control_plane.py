@@ -65,10 +65,10 @@ from edgemoe.cluster.control.port_probe import PortProber
 from edgemoe.cluster.control.requests.desk import RequestDesk
 from edgemoe.cluster.control.requests.parcels import Parcels
 from edgemoe.cluster.control.requests.policies import make_queue
-from edgemoe.cluster.rpc.auth import AllowList
 from edgemoe.cluster.rpc.channel import Channel
-from edgemoe.cluster.rpc.keys import Peer, Secret
-from edgemoe.cluster.rpc.transport import Answer, ChannelSettings, Question, Transport
+from edgemoe.cluster.rpc.envelope import Answer, Question
+from edgemoe.cluster.rpc.keys import AllowList, Peer, Secret
+from edgemoe.cluster.rpc.transport import ChannelSettings, Transport
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.durable import make_folder
 from edgemoe.errors import ConfigError, PeerRefused

@@ -27,9 +27,8 @@ import msgspec
 import xxhash
 from msgspec import Meta
 
-from edgemoe.cluster.rpc.envelope import MAX_TENSOR_BYTES, Buffer
+from edgemoe.cluster.rpc.envelope import MAX_TENSOR_BYTES, Buffer, Failure
 from edgemoe.cluster.rpc.keys import Peer
-from edgemoe.cluster.rpc.transport import Failure
 from edgemoe.ipc.messages import Show, Shown
 from edgemoe.types.bounds import (
     MAX_NODES,

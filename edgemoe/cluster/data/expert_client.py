@@ -18,8 +18,7 @@ import numpy as np
 from edgemoe.cluster.data.messages import Call, CallMessage, Hello, Result
 from edgemoe.cluster.data.peer_estimate import SMALL_BYTES, PeerEstimate
 from edgemoe.cluster.rpc.channel import Channel
-from edgemoe.cluster.rpc.envelope import Buffer
-from edgemoe.cluster.rpc.transport import Answer
+from edgemoe.cluster.rpc.envelope import Answer, Buffer
 from edgemoe.errors import EdgemoeError, PeerRefused, PeerUnavailable
 from edgemoe.telemetry.rate_limited_log import RateLimitedLog
 from edgemoe.telemetry.unit_time import work_units

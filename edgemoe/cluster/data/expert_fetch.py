@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 from edgemoe.cluster.data.messages import CHUNK_BYTES, BulkMessage, Chunk, Fetch
 from edgemoe.cluster.data.peer_estimate import READ_BYTES_PER_S, PeerEstimate
 from edgemoe.cluster.rpc.channel import Channel
-from edgemoe.cluster.rpc.transport import Answer, Question
+from edgemoe.cluster.rpc.envelope import Answer, Question
 from edgemoe.errors import CorruptExpert, MissingExpert, PeerError, PeerRefused, PeerUnavailable
 from edgemoe.types.experts import ExpertGeometry, ExpertId, Store
 

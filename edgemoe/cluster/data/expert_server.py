@@ -17,7 +17,7 @@ from queue import SimpleQueue
 from typing import Any, Protocol
 
 from edgemoe.cluster.data.messages import CallMessage, Result
-from edgemoe.cluster.rpc.transport import Answer, Question
+from edgemoe.cluster.rpc.envelope import Answer, Question
 from edgemoe.errors import EdgemoeError, PeerBusy, PeerRefused
 from edgemoe.telemetry.rate_limited_log import RateLimitedLog
 from edgemoe.telemetry.unit_time import UnitTime, work_units

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from edgemoe.cluster.data.expert_fetch import first_of
 from edgemoe.cluster.data.messages import PART_BYTES, BulkMessage, Fetch, FetchKV, KVPart
 from edgemoe.cluster.rpc.channel import Channel
-from edgemoe.cluster.rpc.transport import Answer, Question
+from edgemoe.cluster.rpc.envelope import Answer, Question
 from edgemoe.errors import HandOverFailed, PeerBusy, PeerError, PeerRefused, PeerUnavailable
 
 WINDOW = 4  # entries under way

@@ -19,8 +19,7 @@ import numpy as np
 import xxhash
 from msgspec import Meta
 
-from edgemoe.cluster.rpc.envelope import Buffer
-from edgemoe.cluster.rpc.transport import Failure
+from edgemoe.cluster.rpc.envelope import Buffer, Failure
 from edgemoe.errors import PeerRefused
 from edgemoe.types.arrays import BoolArray
 from edgemoe.types.bounds import Bitmap, Bytes, Count, Seconds, Small, Word

@@ -15,11 +15,10 @@ from edgemoe.cluster.data.expert_server import ExpertOwner, ExpertServer
 from edgemoe.cluster.data.kv_fetch import KVFetcher, KVFetchServer, PrefixSource
 from edgemoe.cluster.data.messages import BULK, CALLS, BulkMessage, Call, CallMessage, FetchKV, FetchPiece, Hello
 from edgemoe.cluster.data.store_fetch import PieceSource, StorePieceServer
-from edgemoe.cluster.rpc.auth import AllowList
-from edgemoe.cluster.rpc.channel import Channel
-from edgemoe.cluster.rpc.keys import Peer, Secret
-from edgemoe.cluster.rpc.question_server import Later
-from edgemoe.cluster.rpc.transport import Answer, ChannelSettings, Question, Transport
+from edgemoe.cluster.rpc.channel import Channel, Later
+from edgemoe.cluster.rpc.envelope import Answer, Question
+from edgemoe.cluster.rpc.keys import AllowList, Peer, Secret
+from edgemoe.cluster.rpc.transport import ChannelSettings, Transport
 from edgemoe.errors import PeerRefused
 from edgemoe.ipc.messages import PeerEngine
 from edgemoe.telemetry.rate_limited_log import RateLimitedLog

@@ -14,7 +14,7 @@ from typing import Protocol
 from edgemoe.cluster.data.expert_fetch import first_of
 from edgemoe.cluster.data.messages import CHUNK_BYTES, BulkMessage, Fetch, FetchPiece, PiecePart
 from edgemoe.cluster.rpc.channel import Channel
-from edgemoe.cluster.rpc.transport import Answer
+from edgemoe.cluster.rpc.envelope import Answer
 from edgemoe.errors import PeerError, PeerRefused, PeerUnavailable
 
 WINDOW = 4  # parts of one piece under way; one where they are as small as can be

@@ -12,23 +12,35 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import Annotated
+from dataclasses import dataclass
+from typing import Annotated, Any, Generic, TypeVar
 
 import msgspec
 import xxhash
 from msgspec import Meta
 
-from edgemoe.errors import WireError, WireVersionError
-from edgemoe.types.bounds import Count, Sum64
+from edgemoe.errors import (
+    EdgemoeError,
+    PeerBusy,
+    PeerError,
+    PeerOutdated,
+    PeerRefused,
+    UnknownMessage,
+    WireError,
+    WireVersionError,
+)
+from edgemoe.types.bounds import Count, Sum64, Word
 from edgemoe.wire import protocol
-from edgemoe.wire.protocol import UNREADABLE, Versions
+from edgemoe.wire.protocol import UNREADABLE, Language, Message, Versions, check_known
 
+M = TypeVar("M")
 MAGIC = b"EMPR"
 FRAMING = 2
 MAX_FRAMES = 16
 MAX_ENVELOPE_BYTES = 1 << 20
 MAX_TENSOR_BYTES = 64 << 20
 MAX_REMAINING_MS = 600_000.0
+FAILURE_CHARS = 1024  # of a failure's text; the rest is cut
 HEAD = struct.Struct("<4sB8s")
 
 Buffer = bytes | bytearray | memoryview
@@ -101,3 +113,91 @@ def _check_tensors(envelope: Envelope, tensors: Sequence[Buffer]) -> None:
     for n, (tensor, size, wanted) in enumerate(zip(tensors, envelope.sizes, envelope.sums, strict=True)):
         if memoryview(tensor).nbytes != size or xxhash.xxh3_64_intdigest(tensor) != wanted:
             raise WireError(f"tensor {n} of {size} bytes changed on the way")
+
+
+class Failure(Message, frozen=True, tag="Failure"):
+    """The answer to a question that was not served. Part of every channel's language.
+
+    `kind` is "busy", "unknown" for a message that this release does not have, "failed" where serving raised an
+    unexpected error, or "refused". Any other kind counts as "refused".
+    """
+
+    kind: Word
+    message: Annotated[str, Meta(max_length=FAILURE_CHARS)]
+
+    @classmethod
+    def of(cls, error: Exception) -> Failure:
+        """Returns the answer to a question whose serving raised `error`."""
+        text = str(error) if isinstance(error, EdgemoeError) else f"it went wrong: {error!r}"
+        kinds = ((PeerBusy, "busy"), (UnknownMessage, "unknown"), (EdgemoeError, "refused"), (Exception, "failed"))
+        text = text[:FAILURE_CHARS].encode("utf-8", "replace").decode()  # a file's name may hold what no text can
+        return cls(next(kind for of, kind in kinds if isinstance(error, of)), text)
+
+    def error(self, node: str) -> PeerError:
+        """Returns the error to raise where `node` was asked."""
+        kind = {"busy": PeerBusy, "unknown": PeerOutdated}.get(self.kind, PeerRefused)
+        return kind(f"{node}: {self.message}")
+
+
+@dataclass(frozen=True, slots=True)
+class Question(Generic[M]):
+    """A message from a peer, which expects an answer unless envelope.id is 0."""
+
+    peer: str
+    boot: str
+    envelope: Envelope
+    message: M
+    tensors: Sequence[memoryview]
+    deadline: float  # by the loop's clock
+
+
+@dataclass(frozen=True, slots=True)
+class Answer(Generic[M]):
+    message: M
+    tensors: Sequence[memoryview] = ()
+
+
+class Codec(Generic[M]):
+    """Seals messages for peers and opens theirs."""
+
+    def __init__(self, node: str, speaks: Versions, channel: str, language: Language[M], message_bytes: int) -> None:
+        self.channel = channel
+        self._node, self._own, self._language = node, speaks, language
+        self._message_bytes = message_bytes
+        self._speaks: dict[str, Versions] = {}  # by each peer's last message
+
+    def version(self, node: str) -> int:
+        """Returns the highest protocol version that both speak; our lowest while the peer has named none."""
+        theirs = self._speaks.get(node)
+        return self._own.common(theirs) if theirs is not None else self._own.lowest
+
+    def forget(self, node: str) -> None:
+        """Forgets a peer's versions, because it may come back as another release."""
+        self._speaks.pop(node, None)
+
+    def seal(self, node: str, body: msgspec.Struct, tensors: Sequence[Buffer], **fields: Any) -> list[Buffer]:
+        """Returns the frames of a message for a peer. Raises WireError, PeerOutdated."""
+        check_known(body, self.version(node), node)
+        frames = seal(body, tensors, speaks=self._own, **fields)
+        if (size := sum(memoryview(frame).nbytes for frame in frames)) > self._message_bytes:
+            raise WireError(f"a message of {size} bytes; {self._message_bytes} pass over {self.channel}")
+        return frames
+
+    def seal_failure(self, error: Exception, id: int = 0) -> list[Buffer]:
+        """For whoever asked, known or not: every version has it."""
+        return seal(Failure.of(error), id=id, answer=True, speaks=self._own)
+
+    def open(self, node: str, frames: Sequence[memoryview]) -> Envelope:
+        """Returns the checked envelope of a message. Raises WireError, or WireVersionError without a common version."""
+        envelope = unseal(frames)
+        if not self._own.common(envelope.speaks):
+            raise WireVersionError(
+                f"{node} speaks versions {envelope.speaks} of the protocol, "
+                f"{self._node} {self._own}: run neighbouring releases"
+            )
+        self._speaks[node] = envelope.speaks
+        return envelope
+
+    def read(self, envelope: Envelope) -> M:
+        """Returns the message in an envelope. Raises WireError."""
+        return self._language.read(envelope.body)

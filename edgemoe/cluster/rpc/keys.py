@@ -17,6 +17,7 @@ import re
 import stat
 import struct
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -63,6 +64,30 @@ class Peer(msgspec.Struct, frozen=True):
     def turned(self) -> Peer:
         """Returns the same box with its other key first."""
         return msgspec.structs.replace(self, key=self.new_key, new_key=self.key) if self.new_key else self
+
+
+class AllowList:
+    """Maps public keys to node names. May change while connections are open."""
+
+    def __init__(self, keys: Mapping[str, tuple[str, ...]]) -> None:
+        """Allows `keys`: node names with their Z85 public keys, each of which is valid."""
+        self.replace(keys)
+
+    def replace(self, keys: Mapping[str, tuple[str, ...]]) -> None:
+        """Allows these keys from now on, and no others."""
+        self._names = {key.encode(): name for name, its in keys.items() for key in its}
+
+    def allow(self, node: str, *keys: str) -> None:
+        """Allows these keys for that node from now on, and no others of it."""
+        self.revoke(node)
+        self._names |= {key.encode(): node for key in keys}
+
+    def revoke(self, node: str) -> None:
+        self._names = {key: name for key, name in self._names.items() if name != node}
+
+    def name_of(self, key: bytes) -> str | None:
+        """Returns the node that this Z85 key belongs to; None where it is not allowed."""
+        return self._names.get(key)
 
 
 class _Entry(Peer, frozen=True, forbid_unknown_fields=True):

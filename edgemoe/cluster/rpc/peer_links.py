@@ -9,20 +9,28 @@ import asyncio
 import contextlib
 import logging
 import secrets
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from edgemoe.cluster.rpc import intake
-from edgemoe.cluster.rpc.codec import Codec
-from edgemoe.cluster.rpc.intake import Intake
+from edgemoe.cluster.rpc import connection_guard as intake
+from edgemoe.cluster.rpc.connection_guard import Intake
+from edgemoe.cluster.rpc.envelope import Answer, Codec, Failure
 from edgemoe.cluster.rpc.keys import Peer
-from edgemoe.cluster.rpc.mishaps import Mishaps
-from edgemoe.cluster.rpc.sockets import MessageReader, Socket, until_closed, watch
-from edgemoe.cluster.rpc.transport import Answer, Asked, ChannelSettings, Credits, Failure, Transport
+from edgemoe.cluster.rpc.transport import (
+    ChannelSettings,
+    ErrorCounter,
+    MessageReader,
+    Socket,
+    Transport,
+    until_closed,
+    watch,
+)
 from edgemoe.errors import EdgemoeError, PeerUnavailable, WireError
 from edgemoe.telemetry.rate_limited_log import RateLimitedLog
 
@@ -32,6 +40,47 @@ RECONNECT_MS = 250
 REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH  # the peer refuses our key
 NOT_MET = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL  # e.g. the peer has another key
 EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | REFUSED | NOT_MET | intake.EVENTS
+
+
+@dataclass(slots=True, eq=False)
+class Asked(Generic[M]):
+    """A question of ours that has not ended: it waits for credits, and then for its answer.
+
+    `send` sends it, and may raise EdgemoeError. `done` is called once.
+    """
+
+    id: int
+    send: Callable[[], None]
+    done: Callable[[Answer[M] | EdgemoeError], None]
+    deadline: asyncio.TimerHandle | None = None
+    credits_bytes: int = 0  # that it has taken
+
+
+class Credits:
+    """Limits the bytes under way to one peer. A question larger than the limit takes all credits."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit = self._free = limit_bytes
+        self._waiting: deque[tuple[int, Callable[[int], None]]] = deque()
+        self._passing = False
+
+    def take(self, size_bytes: int, then: Callable[[int], None]) -> None:
+        """Calls `then` with what to give back once `size_bytes` may be sent: now, or after those who wait."""
+        self._waiting.append((min(size_bytes, self._limit), then))
+        self.give(0)
+
+    def give(self, size_bytes: int) -> None:
+        self._free += size_bytes
+        if self._passing:  # whoever is called below gave back at once
+            return
+        self._passing = True
+        try:
+            while self._waiting and self._waiting[0][0] <= self._free:
+                size_bytes, then = self._waiting.popleft()
+                self._free -= size_bytes
+                then(size_bytes)
+        finally:
+            self._passing = False
 
 
 class PeerLink(Generic[M]):
@@ -111,7 +160,7 @@ class PeerLinks(Generic[M]):
         codec: Codec[M],
         settings: ChannelSettings,
         intake: Intake,
-        mishaps: Mishaps,
+        mishaps: ErrorCounter,
         on_up: Callable[[str], None],
         on_down: Callable[[str], None],
     ) -> None:

@@ -1,114 +1,39 @@
-"""Types that all channels of a process share: questions, answers, failures, credits, the ZeroMQ context."""
+"""What the channels of one process share: the ZeroMQ context, keys, authentication, sockets and how they are read.
+
+Connections are authenticated by ZeroMQ's protocol [ZAP] and an allow-list of CURVE public keys. The key becomes the
+connection's User-Id, which ZeroMQ attaches to every frame; its owner is looked up for each frame, so that a revoked
+key is refused at once on open connections too.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Any
 
 import zmq
 import zmq.asyncio
-from msgspec import Meta
+from zmq.utils import z85
 
-from edgemoe.cluster.rpc.auth import AllowList, Authenticator
-from edgemoe.cluster.rpc.envelope import MAX_TENSOR_BYTES, Envelope
-from edgemoe.cluster.rpc.keys import Secret
-from edgemoe.cluster.rpc.sockets import Socket
-from edgemoe.errors import EdgemoeError, PeerBusy, PeerError, PeerOutdated, PeerRefused, UnknownMessage
-from edgemoe.types.bounds import Word
+from edgemoe.cluster.rpc.envelope import MAX_FRAMES, MAX_TENSOR_BYTES, Buffer
+from edgemoe.cluster.rpc.keys import AllowList, Secret
+from edgemoe.errors import WireError
+from edgemoe.telemetry.rate_limited_log import RateLimitedLog
 from edgemoe.wire import protocol
-from edgemoe.wire.protocol import Message, Versions
+from edgemoe.wire.protocol import Versions
 
-M = TypeVar("M")
+log = logging.getLogger(__name__)
+ENDPOINT = "inproc://zeromq.zap.01"
 HWM_MESSAGES = 256  # to be sent to one peer
 DEAF_MS = 3000  # without a TCP acknowledgement, after which a connection counts as broken
 CURVE_BYTES = 33  # that encryption adds to a frame
-FAILURE_CHARS = 1024  # of a failure's text; the rest is cut
-
-
-class Failure(Message, frozen=True, tag="Failure"):
-    """The answer to a question that was not served. Part of every channel's language.
-
-    `kind` is "busy", "unknown" for a message that this release does not have, "failed" where serving raised an
-    unexpected error, or "refused". Any other kind counts as "refused".
-    """
-
-    kind: Word
-    message: Annotated[str, Meta(max_length=FAILURE_CHARS)]
-
-    @classmethod
-    def of(cls, error: Exception) -> Failure:
-        """Returns the answer to a question whose serving raised `error`."""
-        text = str(error) if isinstance(error, EdgemoeError) else f"it went wrong: {error!r}"
-        kinds = ((PeerBusy, "busy"), (UnknownMessage, "unknown"), (EdgemoeError, "refused"), (Exception, "failed"))
-        text = text[:FAILURE_CHARS].encode("utf-8", "replace").decode()  # a file's name may hold what no text can
-        return cls(next(kind for of, kind in kinds if isinstance(error, of)), text)
-
-    def error(self, node: str) -> PeerError:
-        """Returns the error to raise where `node` was asked."""
-        kind = {"busy": PeerBusy, "unknown": PeerOutdated}.get(self.kind, PeerRefused)
-        return kind(f"{node}: {self.message}")
-
-
-@dataclass(frozen=True, slots=True)
-class Question(Generic[M]):
-    """A message from a peer, which expects an answer unless envelope.id is 0."""
-
-    peer: str
-    boot: str
-    envelope: Envelope
-    message: M
-    tensors: Sequence[memoryview]
-    deadline: float  # by the loop's clock
-
-
-@dataclass(frozen=True, slots=True)
-class Answer(Generic[M]):
-    message: M
-    tensors: Sequence[memoryview] = ()
-
-
-@dataclass(slots=True, eq=False)
-class Asked(Generic[M]):
-    """A question of ours that has not ended: it waits for credits, and then for its answer.
-
-    `send` sends it, and may raise EdgemoeError. `done` is called once.
-    """
-
-    id: int
-    send: Callable[[], None]
-    done: Callable[[Answer[M] | EdgemoeError], None]
-    deadline: asyncio.TimerHandle | None = None
-    credits_bytes: int = 0  # that it has taken
-
-
-class Credits:
-    """Limits the bytes under way to one peer. A question larger than the limit takes all credits."""
-
-    def __init__(self, limit_bytes: int) -> None:
-        self._limit = self._free = limit_bytes
-        self._waiting: deque[tuple[int, Callable[[int], None]]] = deque()
-        self._passing = False
-
-    def take(self, size_bytes: int, then: Callable[[int], None]) -> None:
-        """Calls `then` with what to give back once `size_bytes` may be sent: now, or after those who wait."""
-        self._waiting.append((min(size_bytes, self._limit), then))
-        self.give(0)
-
-    def give(self, size_bytes: int) -> None:
-        self._free += size_bytes
-        if self._passing:  # whoever is called below gave back at once
-            return
-        self._passing = True
-        try:
-            while self._waiting and self._waiting[0][0] <= self._free:
-                size_bytes, then = self._waiting.popleft()
-                self._free -= size_bytes
-                then(size_bytes)
-        finally:
-            self._passing = False
+BURST = 16  # messages read before other tasks run
+# as plain numbers, because flags are slow to combine
+EVENTS, READABLE, AT_ONCE, MORE = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.DONTWAIT), int(zmq.DONTWAIT | zmq.SNDMORE)
+Socket = zmq.Socket[bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,3 +84,171 @@ class Transport:
         """Frees the context. Must be called after every channel is closed."""
         self.authenticator.close()
         self.context.term()
+
+
+class Authenticator:
+    """Answers ZeroMQ's authentication requests of one context, while `run` runs.
+
+    Must be made before any server socket is bound.
+    """
+
+    def __init__(self, context: zmq.asyncio.Context, allowed: AllowList) -> None:
+        self._allowed = allowed
+        self._say = RateLimitedLog(log)
+        self._socket = context.socket(zmq.REP)
+        self._socket.set(zmq.LINGER, 0)
+        self._socket.bind(ENDPOINT)
+        self.refused = 0
+
+    async def run(self) -> None:
+        while True:
+            question = await self._socket.recv_multipart()
+            await self._socket.send_multipart(self._answer(question))
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
+
+    def _answer(self, question: list[bytes]) -> list[bytes]:
+        """Returns the reply: version, request id, status, text, user id, metadata."""
+        request_id = question[1] if len(question) > 1 else b""
+        if len(question) == 7 and question[0] == b"1.0" and question[5] == b"CURVE" and len(question[6]) == 32:
+            key = z85.encode(question[6])
+            if self._allowed.name_of(key) is not None:
+                return [b"1.0", request_id, b"200", b"OK", key, b""]
+            self._say(logging.WARNING, "a connection with an unlisted key was refused", key=key.decode())
+        self.refused += 1
+        return [b"1.0", request_id, b"400", b"unknown key", b"", b""]
+
+
+class ErrorCounter:
+    """Counts failed messages; each failure affects its message alone."""
+
+    def __init__(self, channel: str) -> None:
+        self.rejected = 0  # messages that could not be read or came from an unknown sender
+        self.failed = 0  # messages whose handling raised an unexpected error
+        self._channel = channel
+        self._say = RateLimitedLog(log)
+
+    def reject(self, peer: str, error: WireError) -> None:
+        self.rejected += 1
+        self._say(logging.WARNING, "message dropped", peer, channel=self._channel, why=str(error))
+
+    @contextmanager
+    def contained(self, peer: str) -> Iterator[None]:
+        """What the `with` block raises ends that block alone."""
+        try:
+            yield
+        except Exception:
+            self.fail(peer)
+
+    async def contain(self, peer: str, work: Coroutine[None, None, None]) -> None:
+        """Runs what one message or request has to do; what it raises ends nothing else."""
+        with self.contained(peer):
+            await work
+
+    def fail(self, peer: str) -> None:
+        """Counts and logs the unexpected exception that is being handled."""
+        self.failed += 1
+        self._say(
+            logging.ERROR, "a message failed here", peer, channel=self._channel, failed=self.failed, exc_info=True
+        )
+
+
+def who(identity: bytes) -> tuple[str, str]:
+    """Returns the node and the incarnation that a connection's identity claims."""
+    node, boot, *_ = [*identity.decode("ascii", "replace").split(":"), ""]
+    return node, boot
+
+
+def key_of(frame: zmq.Frame) -> bytes:
+    """Returns the authenticated public key of the connection that a frame came by."""
+    return str(frame.get("User-Id")).encode()
+
+
+def fd_of(frame: zmq.Frame) -> int:
+    """Returns the file descriptor of the connection that a frame came by."""
+    return int(frame.get(zmq.SRCFD))
+
+
+def watch(socket: Socket, events: int) -> zmq.asyncio.Socket:
+    """Returns the socket on which `socket` says what becomes of its connections.
+
+    It takes in any number of events: at its usual mark ZeroMQ's own thread would wait for somebody to read them, and
+    whoever closes `socket`, which reads no more, would wait for that thread for ever.
+    """
+    monitor: Any = socket.get_monitor_socket(events)  # of the context's own kind
+    assert isinstance(monitor, zmq.asyncio.Socket)
+    monitor.set(zmq.RCVHWM, 0)
+    return monitor
+
+
+class MessageReader:
+    """Reads the messages of a socket that arrive, on the running loop, until closed.
+
+    ZeroMQ says once that there are some. Whatever is done with a socket may use that up, so that `look` must follow.
+    """
+
+    def __init__(self, socket: Socket, take: Callable[[Sequence[zmq.Frame], bool], None]) -> None:
+        """`take` gets each message, and whether others wait; it must not raise."""
+        self._socket, self._take = socket, take
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._soon = False  # it reads in a moment anyway
+
+    def start(self) -> None:
+        """Reads from now on."""
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._socket.FD, self._read)
+        self.look()
+
+    def look(self) -> None:
+        """Reads in a moment what has arrived meanwhile."""
+        if self._loop is not None and not self._soon and _waiting(self._socket):
+            self._soon = True
+            self._loop.call_soon(self._read)
+
+    def close(self) -> None:
+        """Reads no more. Must be called before the socket is closed."""
+        if self._loop is not None and not self._socket.closed:
+            self._loop.remove_reader(self._socket.FD)
+        self._loop = None
+
+    def _read(self) -> None:
+        self._soon = False
+        for _ in range(BURST):
+            if self._loop is None or not _waiting(self._socket):
+                return
+            self._take(_receive(self._socket), _waiting(self._socket))
+        self.look()
+
+
+def _waiting(socket: Socket) -> bool:
+    return bool(int(socket.get(EVENTS)) & READABLE)
+
+
+def _receive(socket: Socket) -> Sequence[zmq.Frame]:
+    frames = [socket.recv(AT_ONCE, copy=False)]
+    while frames[-1].more:
+        frames.append(socket.recv(AT_ONCE, copy=False))
+    return frames
+
+
+def hand(socket: Socket, frames: Sequence[Buffer]) -> None:
+    """Hands a message to ZeroMQ without waiting. Raises zmq.ZMQError (Again: not connected, or the queue is full)."""
+    assert len(frames) <= MAX_FRAMES + 2
+    for frame in frames[:-1]:
+        socket.send(frame, MORE, copy=False)
+    socket.send(frames[-1], AT_ONCE, copy=False)
+
+
+async def until_closed(read: Callable[[], Awaitable[None]]) -> None:
+    """Runs a reader until its socket is closed, without raising the error that this causes.
+
+    The reader is made here: a task that is cancelled before its first step would leave one behind that nobody awaits.
+    """
+    try:
+        await read()
+    except (zmq.ContextTerminated, asyncio.CancelledError):
+        raise
+    except zmq.ZMQError as error:
+        if error.errno != zmq.ENOTSOCK:
+            raise

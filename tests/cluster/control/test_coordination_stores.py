@@ -34,7 +34,7 @@ from edgemoe.cluster.control.coordination.store import (
 )
 from edgemoe.cluster.control.leadership import Election
 from edgemoe.cluster.control.messages import CONTROL
-from edgemoe.cluster.rpc.transport import Question
+from edgemoe.cluster.rpc.envelope import Question
 from edgemoe.errors import CoordUnavailable, PlanConflict, StaleEpoch
 
 NAMES = ["a", "b", "c"]

@@ -19,8 +19,7 @@ from edgemoe.cluster.data.expert_client import ExpertClient
 from edgemoe.cluster.data.expert_server import QUEUE_CALLS, ExpertServer
 from edgemoe.cluster.data.messages import CALLS, Call, Hello, Result
 from edgemoe.cluster.data.peer_estimate import PeerEstimate
-from edgemoe.cluster.rpc.envelope import Envelope
-from edgemoe.cluster.rpc.transport import Answer, Question
+from edgemoe.cluster.rpc.envelope import Answer, Envelope, Question
 from edgemoe.errors import PeerBusy, PeerRefused
 from edgemoe.telemetry import unit_time
 from edgemoe.types.experts import ExpertGeometry

@@ -19,7 +19,7 @@ from support.waiting import until
 from edgemoe.cluster.data import kv_fetch, messages
 from edgemoe.cluster.data.kv_fetch import Entry, KVFetcher, KVFetchServer
 from edgemoe.cluster.data.messages import BULK, FetchKV, KVPart
-from edgemoe.cluster.rpc.transport import Answer, Question
+from edgemoe.cluster.rpc.envelope import Answer, Question
 from edgemoe.errors import PeerRefused
 from edgemoe.ipc.messages import PrefixPulled, PullPrefix
 from edgemoe.worker import hand_over

@@ -16,7 +16,7 @@ from edgemoe.cluster.data import expert_server as server
 from edgemoe.cluster.data.expert_client import ExpertClient
 from edgemoe.cluster.data.expert_server import ExpertServer
 from edgemoe.cluster.data.messages import Hello, Result
-from edgemoe.cluster.rpc.transport import Answer
+from edgemoe.cluster.rpc.envelope import Answer
 from edgemoe.errors import MissingExpert, PeerBusy, PeerRefused, PeerUnavailable, WireError
 from edgemoe.types.peers import ExpertWork, RemoteCall
 

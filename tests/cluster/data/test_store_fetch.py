@@ -11,7 +11,7 @@ from support.virtual import VirtualLoop
 
 from edgemoe.cluster.data.messages import CHUNK_BYTES, FetchPiece, PiecePart
 from edgemoe.cluster.data.store_fetch import FIRST_BYTES, Pace, PieceChannel
-from edgemoe.cluster.rpc.transport import Answer
+from edgemoe.cluster.rpc.envelope import Answer
 from edgemoe.errors import PeerUnavailable
 
 LANES, TIMEOUT_S = 2, 10.0

@@ -27,10 +27,10 @@ from edgemoe.cli.pull.peers import pull
 from edgemoe.cluster.control.messages import CONTROL, ControlMessage, FindStore, StoreAt
 from edgemoe.cluster.data.messages import BULK, BulkMessage, FetchPiece
 from edgemoe.cluster.data.store_fetch import Pace, StorePieceServer
-from edgemoe.cluster.rpc.auth import AllowList
 from edgemoe.cluster.rpc.channel import Channel
-from edgemoe.cluster.rpc.keys import Secret, generate, load_peers
-from edgemoe.cluster.rpc.transport import Answer, Question, Transport
+from edgemoe.cluster.rpc.envelope import Answer, Question
+from edgemoe.cluster.rpc.keys import AllowList, Secret, generate, load_peers
+from edgemoe.cluster.rpc.transport import Transport
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.errors import PeerRefused, StoreError
 from edgemoe.experts.compute.peer_compute import ExpertShelf

@@ -19,11 +19,21 @@ from support.boxes import LANGUAGE, Box, Echo, echo, running, secret
 from support.waiting import until
 
 from edgemoe.cluster.rpc import keys
-from edgemoe.cluster.rpc import transport as net_module
-from edgemoe.cluster.rpc.auth import AllowList
+from edgemoe.cluster.rpc import transport as rpc_transport
 from edgemoe.cluster.rpc.channel import ASKED_AT_ONCE, Channel
-from edgemoe.cluster.rpc.envelope import FRAMING, MAGIC, MAX_ENVELOPE_BYTES, MAX_TENSOR_BYTES, seal, unseal
-from edgemoe.cluster.rpc.transport import FAILURE_CHARS, Answer, Question, Transport
+from edgemoe.cluster.rpc.envelope import (
+    FAILURE_CHARS,
+    FRAMING,
+    MAGIC,
+    MAX_ENVELOPE_BYTES,
+    MAX_TENSOR_BYTES,
+    Answer,
+    Question,
+    seal,
+    unseal,
+)
+from edgemoe.cluster.rpc.keys import AllowList
+from edgemoe.cluster.rpc.transport import Transport
 from edgemoe.errors import ConfigError, PeerBusy, PeerRefused, PeerUnavailable, WireError, WireVersionError
 from edgemoe.types.bounds import MAX_NODES
 from edgemoe.wire.protocol import Message
@@ -578,7 +588,7 @@ async def test_a_box_that_there_are_no_sockets_for_costs_nobody_else(
             super().__init__()
             self.set(zmq.MAX_SOCKETS, 12)
 
-    monkeypatch.setattr(net_module.zmq.asyncio, "Context", Few)
+    monkeypatch.setattr(rpc_transport.zmq.asyncio, "Context", Few)
     a, b = pair()
     monkeypatch.undo()
     async with running(a, b):

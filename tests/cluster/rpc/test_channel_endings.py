@@ -32,7 +32,7 @@ BOX = """
 import asyncio, sys
 from support.boxes import Box, running
 from edgemoe.cluster.rpc.keys import Secret
-from edgemoe.cluster.rpc.transport import Answer
+from edgemoe.cluster.rpc.envelope import Answer
 
 async def serve(question):
     if question.message.text == "stall":

@@ -18,10 +18,10 @@ from support.waiting import until
 
 from edgemoe.cluster.data.messages import Call
 from edgemoe.cluster.rpc import keys
-from edgemoe.cluster.rpc.auth import ENDPOINT
-from edgemoe.cluster.rpc.envelope import MAX_FRAMES, MAX_TENSOR_BYTES, seal, unseal
+from edgemoe.cluster.rpc.envelope import MAX_FRAMES, MAX_TENSOR_BYTES, Answer, Failure, Question, seal, unseal
 from edgemoe.cluster.rpc.keys import Peer, Secret
-from edgemoe.cluster.rpc.transport import Answer, Credits, Failure, Question
+from edgemoe.cluster.rpc.peer_links import Credits
+from edgemoe.cluster.rpc.transport import ENDPOINT
 from edgemoe.errors import ConfigError, PeerRefused, ServiceError, WireError
 from edgemoe.ipc.engine_socket import private_directory
 from edgemoe.types.experts import ExpertGeometry

@@ -17,10 +17,9 @@ from support.boxes import Box, Echo, running, secret
 from support.virtual import VirtualLoop
 from support.waiting import until
 
-from edgemoe.cluster.rpc.envelope import seal
-from edgemoe.cluster.rpc.intake import CALM_S, CONNECTIONS, LOOK_S, SILENT, Intake
+from edgemoe.cluster.rpc.connection_guard import CALM_S, CONNECTIONS, LOOK_S, SILENT, Intake
+from edgemoe.cluster.rpc.envelope import Answer, Question, seal
 from edgemoe.cluster.rpc.keys import Peer, Secret
-from edgemoe.cluster.rpc.transport import Answer, Question
 from edgemoe.errors import PeerRefused
 
 MESSAGE_BYTES = 1 << 20

@@ -32,7 +32,7 @@ from edgemoe.cluster.control.messages import (
     ParcelPart,
 )
 from edgemoe.cluster.rpc.channel import Channel
-from edgemoe.cluster.rpc.transport import Answer, Question
+from edgemoe.cluster.rpc.envelope import Answer, Question
 from edgemoe.errors import PeerBusy, PeerRefused, PeerUnavailable
 
 SHORT_BYTES = 16 << 10  # of a frame that travels in its message: some four thousand tokens

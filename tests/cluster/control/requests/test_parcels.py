@@ -26,7 +26,7 @@ from edgemoe.cluster.control.messages import (
 from edgemoe.cluster.control.requests import parcels as parcels_module
 from edgemoe.cluster.control.requests.parcels import MOST_PARCELS, SHORT_BYTES, Parcels
 from edgemoe.cluster.rpc.channel import ASKED_AT_ONCE
-from edgemoe.cluster.rpc.transport import Answer, Question
+from edgemoe.cluster.rpc.envelope import Answer, Question
 from edgemoe.errors import PeerBusy, PeerError, PeerRefused
 from edgemoe.wire.protocol import Versions
 
