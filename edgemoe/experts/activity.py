@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from edgemoe.experts.tiers.records import SharedRecord
+from edgemoe.experts.tiers.residency_records import SharedRecord
 from edgemoe.jit.intrinsics import INT, code, f32_at, fields, record, u8_at, u16_at
 from edgemoe.types.arrays import FloatArray
 from edgemoe.types.experts import ExpertGeometry

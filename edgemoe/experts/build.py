@@ -15,28 +15,26 @@ from edgemoe.config.budgets import DeviceBudget
 from edgemoe.errors import ConfigError
 from edgemoe.experts.activity import CODES as ACTIVITY_CODES
 from edgemoe.experts.activity import ActivityCounter
-from edgemoe.experts.compute.cost_model import CostModel
-from edgemoe.experts.compute.cpu_experts import CpuExperts
+from edgemoe.experts.compute.cpu_experts import CostModel, CpuExperts
+from edgemoe.experts.compute.cuda_link import ignore_progress
 from edgemoe.experts.compute.device_spread import CODES as SPREAD_CODES
 from edgemoe.experts.compute.device_spread import DeviceSpread
-from edgemoe.experts.compute.dispatch import Compute, HostCompute
-from edgemoe.experts.compute.emulated import DeviceTime, EmulatedCompute
+from edgemoe.experts.compute.dispatch import Compute, DeviceTime, EmulatedCompute, HostCompute
 from edgemoe.experts.compute.moe import AS_USUAL, Fetching, TieredExperts
 from edgemoe.experts.compute.peer_layer_step import PeerExperts
-from edgemoe.experts.compute.pinning import ignore_progress
-from edgemoe.experts.metrics import tier_metrics
 from edgemoe.experts.predict.gate_hint import CODES as HINT_CODES
-from edgemoe.experts.tiers.calls import CODES as TIER_CODES
-from edgemoe.experts.tiers.prefetch_priority import PrefetchPriority
 from edgemoe.experts.tiers.residency import Residency
+from edgemoe.experts.tiers.residency_ops import CODES as TIER_CODES
 from edgemoe.experts.tiers.slab import HostSlab, layout_in
-from edgemoe.experts.tiers.slots import SlotPool
-from edgemoe.experts.transfer.kept_costs import KeptCosts
+from edgemoe.experts.tiers.slots import PrefetchPriority, SlotPool, TierUsage
+from edgemoe.experts.transfer.link_stats import KeptCosts
 from edgemoe.experts.transfer.links import EmulatedLink, TierLink
 from edgemoe.experts.transfer.loader import ExpertLoader
 from edgemoe.kernels.cpu.encoded.layout import ExpertLayout
 from edgemoe.kernels.cpu.expert_math import ExpertMath, ExpertSlab
 from edgemoe.kernels.cpu.runtime import Kernels
+from edgemoe.telemetry import metrics as names
+from edgemoe.telemetry.metrics import named
 from edgemoe.types.arrays import BoolArray
 from edgemoe.types.experts import ExpertGeometry, ExpertId, LivePolicy, Move, Store, Tier
 from edgemoe.types.peers import ExpertPeers
@@ -211,3 +209,37 @@ def _matrices(slab: HostSlab, geometry: ExpertGeometry) -> list[tuple[ExpertSlab
     ]
     views = {kind: ExpertSlab(torch.from_numpy(slab.slots(kind[0])), kind[1], geometry.bf16) for kind in set(kinds)}
     return [(views[kind], slab.layout.first(kind[0])) for kind in kinds]
+
+
+def tier_metrics(tiers: ExpertTiers) -> dict[str, float]:
+    """Counts hits, moves, stalls, slabs and links. From any thread."""
+    residency = tiers.residency
+    metrics: dict[str, float] = {}
+    for tier in Tier:
+        name = tier.name.lower()
+        slower = sum(residency.served[tier + 1 :])
+        if tier >= residency.fastest:
+            metrics[named(names.TIER_HITS, tier=name)] = residency.served[tier]
+            metrics[named(names.TIER_MISSES, tier=name)] = slower
+            metrics[named(names.STALL_SECONDS, tier=name)] = tiers.experts.stall_s[tier]
+    metrics |= _slab(Tier.RAM, residency.usage(Tier.RAM), "nvme")
+    if residency.fastest is Tier.VRAM:
+        metrics[names.CPU_EXPERTS] = tiers.experts.cpu_experts.experts
+        metrics |= _slab(Tier.VRAM, residency.usage(Tier.VRAM), "ram")
+    for link, stats in tiers.link_stats.items():
+        metrics[named(names.LINK_RATE, link=link)] = stats.bytes_per_s
+        metrics[named(names.LINK_IDLE, link=link)] = stats.idle_share
+    return metrics
+
+
+def _slab(tier: Tier, usage: TierUsage, source: str) -> dict[str, float]:
+    name = tier.name.lower()
+    way = {"from": source, "to": name}
+    return {
+        named(names.TIER_SLOTS, tier=name): usage.slots,
+        named(names.TIER_BYTES, tier=name): usage.size_bytes,
+        named(names.TIER_EXPERTS, tier=name): usage.used,
+        named(names.BYTES_MOVED, **way): usage.moved_bytes,
+        named(names.PREFETCHES, **way): usage.prefetched,
+        named(names.PREFETCH_WASTED, tier=name): usage.wasted_bytes,
+    }

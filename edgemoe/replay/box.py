@@ -12,14 +12,12 @@ import numpy as np
 import torch
 
 from edgemoe.errors import ConfigError
-from edgemoe.experts.compute.cost_model import CostModel
-from edgemoe.experts.compute.cpu_experts import CpuExperts
+from edgemoe.experts.compute.cpu_experts import CostModel, CpuExperts
 from edgemoe.experts.compute.dispatch import Group, Spent
 from edgemoe.experts.compute.moe import Fetching, TieredExperts
-from edgemoe.experts.tiers.prefetch_priority import PrefetchPriority
-from edgemoe.experts.tiers.records import VRAM
 from edgemoe.experts.tiers.residency import Residency
-from edgemoe.experts.tiers.slots import SlotPool
+from edgemoe.experts.tiers.residency_records import VRAM
+from edgemoe.experts.tiers.slots import PrefetchPriority, SlotPool
 from edgemoe.experts.transfer.loader import ExpertLoader
 from edgemoe.kernels.cpu.expert_math import ExpertMath
 from edgemoe.replay.simulated import Arrivals, NoMemory, SimulatedDisk, SimulatedLink, SimulatedWaiters, World

@@ -14,10 +14,9 @@ from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
-from edgemoe.experts.tiers.slots import Transfer
-from edgemoe.experts.tiers.waiters import Waiters
-from edgemoe.experts.transfer.links import LinkStats, TransferListener
-from edgemoe.experts.transfer.pieces import PieceSchedule, pieces_of
+from edgemoe.experts.tiers.slots import Transfer, Waiters
+from edgemoe.experts.transfer.link_stats import LinkStats
+from edgemoe.experts.transfer.links import PieceSchedule, TransferListener, pieces_of
 from edgemoe.types.experts import ExpertGeometry
 from edgemoe.types.size_classes import SlabLayout
 

@@ -16,7 +16,7 @@ from edgemoe.config.settings import ClusterSettings
 from edgemoe.errors import CapacityError
 from edgemoe.experts.compute.peer_compute import PeerCompute
 from edgemoe.experts.tiers.eviction import ALWAYS
-from edgemoe.experts.tiers.prefetch_priority import PrefetchPriority
+from edgemoe.experts.tiers.slots import PrefetchPriority
 from edgemoe.ipc.messages import (
     Activity,
     Cancel,

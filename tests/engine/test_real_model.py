@@ -20,7 +20,7 @@ from support.waiting import wait_until
 
 from edgemoe.config.budgets import DeviceBudget
 from edgemoe.experts.build import ExpertTiers, TierMemory
-from edgemoe.experts.tiers.prefetch_priority import PrefetchPriority
+from edgemoe.experts.tiers.slots import PrefetchPriority
 from edgemoe.families.config import spec_from_config
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model.decoder import Decoder

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from support.kept import STORES
 
-from edgemoe.experts.compute.gpu_calls import ROWS
+from edgemoe.experts.compute.cuda import ROWS
 from edgemoe.kernels.gpu import experts as gpu_experts
 from edgemoe.kernels.gpu import experts_decode
 from edgemoe.types.encoding import ENCODINGS

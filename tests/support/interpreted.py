@@ -19,8 +19,8 @@ import triton.language as tl
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from edgemoe.encodings.codec import pack
+from edgemoe.experts.compute.cuda import GpuCalls, block_rows, blocks_of
 from edgemoe.experts.compute.dispatch import Group
-from edgemoe.experts.compute.gpu_calls import GpuCalls, block_rows, blocks_of
 from edgemoe.kernels.cpu.encoded.layout import ExpertLayout
 from edgemoe.kernels.cpu.expert_math import ExpertSlab, one_by_one
 from edgemoe.kernels.gpu import experts as gpu_experts

@@ -13,7 +13,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 import numpy as np
 import torch
 
-from edgemoe.experts.compute.gpu_calls import ResidentSlots
+from edgemoe.experts.compute.cuda import ResidentSlots
 from edgemoe.kernels.gpu import experts_decode
 from edgemoe.types.encoding import ENCODINGS
 from edgemoe.types.experts import SILU, Activation, ExpertGeometry

@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import InterpreterBuilder
 
-from edgemoe.experts.compute.gpu_calls import ResidentSlots
+from edgemoe.experts.compute.cuda import ResidentSlots
 from edgemoe.kernels.gpu import decode_attention
 from edgemoe.model import graphed
 from edgemoe.model.graphed import DecodeRows

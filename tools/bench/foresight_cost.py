@@ -27,7 +27,7 @@ os.environ.update(WORKER_ENV)  # before anything loads torch
 import numpy as np
 import torch
 
-from edgemoe.experts.compute.prefetch_requester import PrefetchRequester
+from edgemoe.experts.compute.moe import PrefetchRequester
 from edgemoe.experts.predict.controller import LearnedRanks
 from edgemoe.experts.predict.learned_policy import LearnedPolicy
 from edgemoe.experts.predict.scoutgate import export

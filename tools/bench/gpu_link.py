@@ -24,9 +24,8 @@ import xxhash
 
 from edgemoe.config.budgets import DeviceBudget
 from edgemoe.experts.build import ExpertTiers, TierMemory
-from edgemoe.experts.compute import cuda_link, pinning
-from edgemoe.experts.compute.cuda_link import CudaLink, Order, copy_async
-from edgemoe.experts.compute.pinning import Pinning
+from edgemoe.experts.compute import cuda_link
+from edgemoe.experts.compute.cuda_link import CudaLink, Order, Pinning, copy_async
 from edgemoe.experts.tiers.slab import HostSlab
 from edgemoe.experts.tiers.slots import SlotPool, Transfer
 from edgemoe.policy.baselines import LRU
@@ -103,25 +102,25 @@ PINNINGS = {  # threads, bytes of a slice, whether the pages are found before
 def pinned(device: torch.device, threads: int, slice_bytes: int, populate: bool) -> float:
     """Returns the rate at which fresh memory is registered."""
     host = HostSlab(SlabLayout.even(PINNED_BYTES // 4096, 4096))
-    kept = pinning.THREADS, pinning.SLICE_BYTES, pinning.POPULATE_WRITE
-    pinning.THREADS, pinning.SLICE_BYTES = threads, slice_bytes
-    pinning.POPULATE_WRITE = kept[2] if populate else 0
+    kept = cuda_link.THREADS, cuda_link.SLICE_BYTES, cuda_link.POPULATE_WRITE
+    cuda_link.THREADS, cuda_link.SLICE_BYTES = threads, slice_bytes
+    cuda_link.POPULATE_WRITE = kept[2] if populate else 0
     began_s = time.perf_counter()
     done = Pinning(host, device)
     seconds = time.perf_counter() - began_s
     ok = host.pinned
     done.release()
-    pinning.THREADS, pinning.SLICE_BYTES, pinning.POPULATE_WRITE = kept
+    cuda_link.THREADS, cuda_link.SLICE_BYTES, cuda_link.POPULATE_WRITE = kept
     return host.size_bytes / seconds / 1e9 if ok else 0.0
 
 
 def whole(host: HostSlab, device: torch.device) -> Pinning:
     """Registers memory at once: a copy may begin anywhere in it."""
-    kept, pinning.SLICE_BYTES = pinning.SLICE_BYTES, host.size_bytes
+    kept, cuda_link.SLICE_BYTES = cuda_link.SLICE_BYTES, host.size_bytes
     try:
         return Pinning(host, device)
     finally:
-        pinning.SLICE_BYTES = kept
+        cuda_link.SLICE_BYTES = kept
 
 
 def rate(size_bytes: int, deed: Callable[[], object]) -> float:

@@ -38,7 +38,7 @@ from edgemoe.config.settings import RecordSettings
 from edgemoe.experts.predict.controller import restored
 from edgemoe.experts.predict.learned_policy import LearnedPolicy
 from edgemoe.experts.predict.next_use import NextUsePredictor
-from edgemoe.experts.transfer.idle_window import IdleWindow
+from edgemoe.experts.transfer.link_prefetch import IdleWindow
 from edgemoe.policy.baselines import LFRU, LFU, LRU, Belady
 from edgemoe.replay.bound import ByteBelady
 from edgemoe.replay.box import BoxSpec

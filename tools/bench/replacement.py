@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from edgemoe.experts.compute.device_spread import spread
-from edgemoe.experts.tiers.dealing import deal
+from edgemoe.experts.tiers.assignments import deal
 from edgemoe.policy.placement.pairs import Routes
 from edgemoe.policy.placement.prism import prism
 from edgemoe.policy.placement.problem import PlacementProblem

@@ -14,10 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from edgemoe.experts.tiers.prefetch_priority import PrefetchPriority
 from edgemoe.experts.tiers.residency import Residency
 from edgemoe.experts.tiers.slab import HostSlab
-from edgemoe.experts.tiers.slots import SlotPool, Transfer
+from edgemoe.experts.tiers.slots import PrefetchPriority, SlotPool, Transfer
 from edgemoe.experts.transfer.loader import ExpertLoader
 from edgemoe.types.arrays import FloatArray, IntArray
 from edgemoe.types.experts import ExpertId, Move, Tier

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from edgemoe.experts.compute.cost_model import WORTH_S
+from edgemoe.experts.compute.cpu_experts import WORTH_S
 
 HELD = (0.0, 0.10, 0.25, 0.50, 0.75, 1.0)
 MISSES = {"usual": (1.0, 0.55, 0.31, 0.13, 0.04, 0.0), "even": tuple(1 - held for held in HELD)}

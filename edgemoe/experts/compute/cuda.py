@@ -11,19 +11,145 @@ from collections import deque
 from collections.abc import Callable
 from typing import Self
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from edgemoe.errors import CapacityError, ConfigError
-from edgemoe.experts.compute.cuda_link import MARKS, CudaLink, Order, moment
+from edgemoe.experts.compute.cuda_link import MARKS, CudaLink, Order, ignore_progress, moment
 from edgemoe.experts.compute.dispatch import Group, Spent
-from edgemoe.experts.compute.gpu_calls import GpuCalls, ResidentSlots
-from edgemoe.experts.compute.pinning import ignore_progress
 from edgemoe.experts.tiers.slab import HostSlab
 from edgemoe.kernels.cpu.expert_math import ExpertMath
 from edgemoe.telemetry.unit_time import work_units
 from edgemoe.types.arrays import IntArray
 from edgemoe.types.experts import ExpertGeometry
 from edgemoe.types.size_classes import SlabLayout
+
+ROWS = (16, 32, 64)  # calls of one expert that one program computes
+
+
+class GpuCalls:
+    """Runs two kernels for all experts of a layer. Writes each call's output to a row of its own, [T * k, H]."""
+
+    def __init__(self, slab: torch.Tensor, layout: SlabLayout, geometry: ExpertGeometry) -> None:
+        """Compiles the kernels for all block sizes. Raises what Triton raises."""
+        from edgemoe.kernels.gpu import experts as gpu_experts
+
+        self._experts, self._block_shape = gpu_experts.experts, gpu_experts.block_shape
+        self._slab, self._geometry = slab.view(-1), geometry
+        classes = layout.classes.layer_class
+        self._first = [layout.first(size_class) for size_class in classes]  # slot, by layer
+        self._constants = [
+            gpu_experts.constants(geometry, layer, layout.slot_bytes(size_class))
+            for layer, size_class in enumerate(classes)
+        ]
+        dtype = torch.bfloat16 if geometry.bf16 else torch.float32
+        hidden = torch.zeros((1, geometry.hidden), dtype=dtype, device=slab.device)
+        for calls in ROWS:
+            repeated = np.zeros(calls, np.int64)  # the same call of one token, repeated
+            group = Group(repeated[:1], np.array([0, calls]), repeated, repeated, np.zeros(calls, np.float32))
+            out = torch.zeros((geometry.top_k, geometry.hidden), device=slab.device)
+            for layer in {tuple(each.values()): layer for layer, each in enumerate(self._constants)}.values():
+                self.add(layer, repeated[:1] + self._first[layer], group, hidden, out)
+
+    def add(self, layer: int, slots: IntArray, group: Group, hidden: torch.Tensor, out: torch.Tensor) -> None:
+        """Writes the weighted outputs of the group's calls of a layer."""
+        rows = block_rows(int(np.diff(group.offsets).max()))
+        blocks = blocks_of(slots - self._first[layer], group.offsets, rows)
+        parts = [blocks.ravel(), group.calls.astype(np.int32), group.weights.view(np.int32)]
+        starts = np.cumsum([0, *(-(-len(part) // 4) * 4 for part in parts)])  # 16-byte aligned, as Triton likes it
+        packed = np.zeros(starts[-1], np.int32)
+        for start, part in zip(starts, parts, strict=False):
+            packed[start : start + len(part)] = part
+        there = torch.from_numpy(packed).to(hidden.device, non_blocking=True)
+        on_gpu = [there[start : start + len(part)] for start, part in zip(starts.tolist(), parts, strict=False)]
+        with torch.cuda.device(hidden.device):
+            self._experts(
+                hidden,
+                self._slab,
+                out,
+                on_gpu[0].view(-1, 3),
+                on_gpu[1],
+                on_gpu[2].view(torch.float32),
+                self._constants[layer],
+                self._block_shape(self._geometry, layer, rows),
+            )
+
+
+class ResidentSlots:
+    """Computes experts of few tokens that are all in a GPU's slab. Implements `ExpertSlots`."""
+
+    def __init__(
+        self,
+        slab: torch.Tensor,
+        layout: SlabLayout,
+        geometry: ExpertGeometry,
+        where: IntArray,
+        settle: Callable[[], None],
+    ) -> None:
+        """`where` [L, E] is the slot of each expert, NONE of one that is missing. `settle` waits for copies into it."""
+        from edgemoe.kernels.gpu import experts as gpu_experts
+        from edgemoe.kernels.gpu import experts_decode
+
+        self._compute, self._slab, self._where, self._settle = experts_decode, slab.view(-1), where, settle
+        classes = layout.classes.layer_class
+        self._first = np.array([layout.first(size_class) for size_class in classes])[:, None]
+        self._exists, self._seen = geometry.exists, np.full(where.shape, -1, np.int64)
+        self._constants = [
+            gpu_experts.constants(geometry, layer, layout.slot_bytes(size_class))
+            for layer, size_class in enumerate(classes)
+        ]
+        self._slots = torch.zeros(where.shape, dtype=torch.int32, device=slab.device)
+
+    def renew(self) -> bool:
+        if np.array_equal(self._where, self._seen):
+            return True
+        seen = self._where.copy()
+        if (seen[self._exists] < 0).any():
+            return False
+        self._settle()
+        self._slots.copy_(torch.from_numpy(np.where(self._exists, seen - self._first, 0).astype(np.int32)))
+        self._seen = seen
+        return True
+
+    def forward(self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
+        self.add(layer, self._compute.in_planes(hidden, self.kind(layer)), ids, weights, out, 1.0)
+        return out
+
+    def kind(self, layer: int) -> int:
+        return int(self._constants[layer]["KIND"])
+
+    def add(
+        self,
+        layer: int,
+        planes: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        to: torch.Tensor,
+        factor: float,
+    ) -> None:
+        compute, sizes = self._compute, self._constants[layer]
+        calls = torch.empty((ids.numel(), sizes["hidden"]), dtype=torch.float32, device=planes.device)
+        compute.experts_decode(planes, self._slab, self._slots[layer], ids, weights, sizes, calls)
+        compute.add_sums(calls, to, ids.shape[1], factor)
+
+
+def blocks_of(slots: IntArray, offsets: IntArray, rows: int) -> npt.NDArray[np.int32]:
+    """Returns each slot's calls in blocks of at most `rows`: slot, first call, last call + 1, [B, 3]."""
+    counts = -(-np.diff(offsets) // rows)
+    expert = np.repeat(np.arange(len(slots)), counts)
+    within = np.arange(len(expert)) - np.repeat(np.cumsum(counts) - counts, counts)
+    first = offsets[expert] + within * rows
+    return np.stack([slots[expert], first, np.minimum(first + rows, offsets[expert + 1])], axis=1).astype(np.int32)
+
+
+def block_rows(calls: int) -> int:
+    """Returns the rows of a block where an expert has at most `calls` calls."""
+    return next((rows for rows in ROWS if calls <= rows), ROWS[-1])
+
+
+# Holds and computes experts on an NVIDIA GPU: a slab of slots, and products from it.
 
 
 def open_cuda(

@@ -12,8 +12,8 @@ import numpy as np
 
 from edgemoe.errors import MissingExpert
 from edgemoe.experts.compute.dispatch import Compute, Group
-from edgemoe.experts.tiers.records import NONE, NVME, RAM
 from edgemoe.experts.tiers.residency import Residency
+from edgemoe.experts.tiers.residency_records import NONE, NVME, RAM
 from edgemoe.experts.tiers.slots import BoolArray, SlotClaim, Transfer
 from edgemoe.experts.transfer.loader import ExpertLoader
 from edgemoe.types.arrays import IntArray

@@ -10,19 +10,15 @@ import numpy.typing as npt
 import torch
 
 from edgemoe.experts.compute.cpu_experts import CpuExperts
-from edgemoe.experts.compute.device_spread import DeviceSpread
+from edgemoe.experts.compute.device_spread import DeviceSpread, Rebalancing
 from edgemoe.experts.compute.dispatch import Compute, Group
 from edgemoe.experts.compute.layer_step import DeviceShare, LayerStep
-from edgemoe.experts.compute.observations import Observations
 from edgemoe.experts.compute.peer_layer_step import PeerExperts
-from edgemoe.experts.compute.prefetch_requester import NOBODY, PrefetchRequester
-from edgemoe.experts.compute.rebalancing import Rebalancing
-from edgemoe.experts.predict.gate_lookahead import MOST_CALLS
+from edgemoe.experts.predict.gate_lookahead import MOST_CALLS, GateLookAhead
 from edgemoe.experts.tiers.eviction import ALWAYS
-from edgemoe.experts.tiers.prefetch_priority import PrefetchPriority
 from edgemoe.experts.tiers.residency import Residency
-from edgemoe.experts.tiers.slots import BoolArray
-from edgemoe.experts.transfer.idle_window import IdleWindow
+from edgemoe.experts.tiers.slots import BoolArray, PrefetchPriority
+from edgemoe.experts.transfer.link_prefetch import IdleWindow
 from edgemoe.experts.transfer.loader import ExpertLoader
 from edgemoe.kernels.cpu.steps.expert_table import ExpertTable
 from edgemoe.telemetry.unit_time import work_units
@@ -288,3 +284,117 @@ class TieredExperts:
         if whole and self._fetching.prefetch and layer + 1 < self.geometry.layers:
             everybody = np.arange(self.geometry.experts_of(layer + 1))
             self._requester.replace(layer + 1, everybody, PrefetchPriority.PREFILL_ONLY)
+
+
+# Collects the gates' choices of one step.
+
+
+class Observations:
+    """Collects the gates' choices of one step, layer by layer."""
+
+    def __init__(self, meta: StepMeta, geometry: ExpertGeometry, clock: Callable[[], float]) -> None:
+        self.meta = meta
+        self.decode: BoolArray | None = None  # [T] rows of decoding sequences, where there are others
+        if not meta.decode.all():
+            self.decode = np.repeat(meta.decode, meta.query_lens)
+        self._geometry = geometry
+        self.ids = np.full((geometry.layers, len(meta.tokens), geometry.top_k), -1, np.int16)  # until a layer has run
+        self.weights = np.empty(self.ids.shape, np.float32)
+        self.hints: dict[int, FloatArray] = {}
+        self.hidden: FloatArray | None = None
+        self.stall_s = 0.0
+        self._clock, self._began_s = clock, clock()
+
+    def observe(self, layer: int, ids: IntArray, weights: FloatArray) -> None:
+        """Adds one layer's choice, [T, k]."""
+        self.ids[layer] = ids
+        self.weights[layer] = weights
+
+    def hint(self, layer: int, distance: int, probs: FloatArray) -> None:
+        """Adds a forecast of `layer`'s choice from `distance` layers before it, [T, E]."""
+        if distance not in self.hints:
+            self.hints[distance] = np.zeros((len(self.ids), len(probs), self._geometry.experts), np.float32)
+        self.hints[distance][layer, :, : probs.shape[1]] = probs
+
+    def keep(self, layer: int, hidden: torch.Tensor) -> None:
+        """Adds what a layer's experts are given, [T, H], where the step only decodes."""
+        if self.decode is not None:
+            return
+        if self.hidden is None:
+            self.hidden = np.empty((len(self.ids), len(hidden), self._geometry.hidden), np.float32)
+        self.hidden[layer] = hidden.float().numpy(force=True)
+
+    def prefill_only(self, ids: IntArray, group: Group) -> BoolArray | None:
+        """Returns which of the group's experts only prefill needs, [n]; None where the step only decodes."""
+        if self.decode is None:
+            return None
+        return ~np.isin(group.experts, ids[self.decode])
+
+    def routing(self) -> StepRouting:
+        """Returns the whole step, which ends now."""
+        return StepRouting(
+            meta=self.meta,
+            ids=self.ids,
+            weights=self.weights,
+            hints=self.hints,
+            step_s=self._clock() - self._began_s,
+            stall_s=self.stall_s,
+            hidden=self.hidden,
+        )
+
+
+# Requests, on the compute thread, the likely experts of the layers to come, until the layer runs.
+
+NOBODY: IntArray = np.empty(0, np.int64)
+TIERS, NEAR = tuple(Tier), PrefetchPriority.NEAR  # to ask an enumeration for a member takes a while
+
+
+class PrefetchRequester:
+    """Knows the prefetch requests of each priority that the loader has at present. Compute thread only."""
+
+    def __init__(self, residency: Residency, loader: ExpertLoader, top_k: int) -> None:
+        self._residency, self._loader = residency, loader
+        self._ahead = GateLookAhead(residency, top_k)
+        self._foresee, self._fastest = residency.policy.foresee, residency.fastest
+        self._requested: dict[PrefetchPriority, int] = {}  # priorities with prefetch requests, and the layer of these
+
+    def demand(self, layer: int, chosen: IntArray) -> None:
+        """Learns from what the gate of a layer chose [T, k], and cancels the requests for layers up to it."""
+        self._ahead.learn(layer, chosen)
+        if self._requested:
+            self._drop(layer)
+
+    def hear(self, layer: int, probs: FloatArray) -> None:
+        """Learns from a hint [T, E], and requests the missing experts that it makes likely, the likeliest first."""
+        moves: list[Move] = []
+        if (likely := self._ahead.hear(layer, probs)) is not None:
+            missing = self._ahead.missing(*self._foresee(layer, *likely))
+            fastest = self._fastest
+            moves = [
+                Move(ExpertId(layer, expert), TIERS[tier], fastest, utility, chance)
+                for expert, tier, chance, utility in missing
+            ]
+        self._request(layer, moves, NEAR)
+
+    def replace(self, layer: int, experts: IntArray, priority: PrefetchPriority) -> None:
+        """Replaces the requests of one priority by the missing ones of `experts` [n], all of them certain."""
+        tiers = zip(experts.tolist(), self._residency.tiers_of(layer, experts).tolist(), strict=True)
+        moves = [
+            Move(ExpertId(layer, expert), TIERS[tier], self._fastest, ALWAYS)
+            for expert, tier in tiers
+            if tier != self._fastest
+        ]
+        self._request(layer, moves, priority)
+
+    def _request(self, layer: int, moves: list[Move], priority: PrefetchPriority) -> None:
+        """Replaces the requests of one priority, if there is any, before or now."""
+        if moves or priority in self._requested:
+            self._loader.prefetch(moves, priority)
+            self._requested.pop(priority, None)
+            if moves:
+                self._requested[priority] = layer
+
+    def _drop(self, layer: int) -> None:
+        """Cancels prefetch requests for layers that have started."""
+        for priority in [priority for priority, requested in self._requested.items() if requested <= layer]:
+            self._request(layer, [], priority)

@@ -13,8 +13,8 @@ import torch
 
 from edgemoe.experts.compute.dispatch import Group
 from edgemoe.experts.compute.moe import TieredExperts
-from edgemoe.experts.tiers.records import NONE
 from edgemoe.experts.tiers.residency import Residency
+from edgemoe.experts.tiers.residency_records import NONE
 from edgemoe.experts.tiers.slab import HostSlab
 from edgemoe.store.files import page_memory
 from edgemoe.store.manifest import Manifest

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from edgemoe.errors import MissingExpert
-from edgemoe.experts.compute.cost_model import BULK, COMPUTE, DISK, FIRST_ELSEWHERE, TOP, CostModel
+from edgemoe.experts.compute.cpu_experts import BULK, COMPUTE, DISK, FIRST_ELSEWHERE, TOP, CostModel
 from edgemoe.experts.compute.dispatch import Group
 from edgemoe.experts.tiers.residency import Residency
 from edgemoe.experts.tiers.slots import BoolArray

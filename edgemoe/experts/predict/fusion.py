@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from edgemoe.experts.predict.routing_memory import LOOKS
-from edgemoe.experts.tiers.records import SharedRecord
+from edgemoe.experts.tiers.residency_records import SharedRecord
 from edgemoe.jit.intrinsics import INT, carray, code, f32_at, fields, i64_at, jit, place_of, record
 from edgemoe.kernels.cpu.vector import exp32, log32
 from edgemoe.policy.fusion import Calibration, Mix

@@ -9,7 +9,7 @@ import math
 
 import numpy as np
 
-from edgemoe.experts.tiers.records import NVME, POOL, RAM, STATE
+from edgemoe.experts.tiers.residency_records import NVME, POOL, RAM, STATE
 from edgemoe.jit.intrinsics import INT, code, f32_at, fields, i64_at, jit, record, u8_at
 
 LOW, HIGH, BINS = -4.0, 3.0, 29  # of the margin, in nats

@@ -14,8 +14,8 @@ from collections.abc import Iterable
 import numpy as np
 
 from edgemoe.experts.predict.gate_hint import BINS, HEAR, HIGH, HINT, LOW, MISSING
-from edgemoe.experts.tiers.records import SharedRecord
 from edgemoe.experts.tiers.residency import Residency
+from edgemoe.experts.tiers.residency_records import SharedRecord
 from edgemoe.jit.intrinsics import place_of
 from edgemoe.policy.fusion import Calibration
 from edgemoe.types.arrays import FloatArray, IntArray

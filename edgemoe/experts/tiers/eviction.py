@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from edgemoe.experts.tiers.records import CLASS, FORMER, HOME, NONE, POOL, SHORTLIST, STATE, TRANSIENT, UNUSED
+from edgemoe.experts.tiers.residency_records import CLASS, FORMER, HOME, NONE, POOL, SHORTLIST, STATE, TRANSIENT, UNUSED
 from edgemoe.jit.intrinsics import f32_at, i64_at, jit, record
 
 ALWAYS = np.inf  # utility of a demand, which replaces anything that is not needed now

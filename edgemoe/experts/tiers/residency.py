@@ -1,12 +1,8 @@
-"""Knows where every expert is: in RAM, in a device, or on its way.
+"""Knows which tier holds each expert, and moves experts between RAM, the devices and NVMe.
 
-An expert is in a tier when `where` names its slot there. While it is on its way, `coming` does. A slot is pinned by
-what needs it to stay: a forward that computes from it, a load that fills it, a copy that reads from it.
-Evicting only forgets: weights are read-only, so nothing is copied back. With containment, every expert in a device is
-in RAM too; dropping it from RAM drops it from the device.
-
-What is where lies in arrays, and each change of them is one compiled call (see `calls`, which says what the lock is).
-Transfers are messages: made when one can start, and handed to all who wait when it has ended.
+Each change is one compiled operation (`residency_ops`, whose header says what the lock is). A `Transfer` is handed out
+when it can start; when it has ended, every thread that waits for it receives it.
+The states of an expert and their transitions: docs/design/residency.md.
 """
 
 from __future__ import annotations
@@ -18,32 +14,103 @@ from typing import Self
 
 import numpy as np
 
-from edgemoe.experts.tiers import calls
-from edgemoe.experts.tiers.call_records import (
+from edgemoe.experts.tiers import residency_ops
+from edgemoe.experts.tiers.assignments import Dealing, Extents, HomeExperts, deal
+from edgemoe.experts.tiers.residency_ops import ASKS, RAM_RANKS, RANKS
+from edgemoe.experts.tiers.residency_records import (
     COUNT,
     FLAGS,
     LAYER,
     LIMIT,
+    NONE,
+    NVME,
     OURS,
     POOL_AT,
+    RAM,
     RAM_RANKS_AT,
     RANKS_AT,
     SEEN,
     START_COUNT,
+    STATE,
+    VRAM,
     CallRecords,
+    SharedRecord,
 )
-from edgemoe.experts.tiers.calls import ASKS, RAM_RANKS, RANKS
-from edgemoe.experts.tiers.dealing import Dealing
-from edgemoe.experts.tiers.extents import Extents
-from edgemoe.experts.tiers.home_experts import HomeExperts
-from edgemoe.experts.tiers.prefetch_priority import PrefetchPriority
-from edgemoe.experts.tiers.records import NONE, STATE, SharedRecord
-from edgemoe.experts.tiers.slots import BoolArray, SlotClaim, SlotPool, Transfer
-from edgemoe.experts.tiers.tier_pools import TierPools
-from edgemoe.experts.tiers.waiters import Waiters
+from edgemoe.experts.tiers.slots import BoolArray, PrefetchPriority, SlotClaim, SlotPool, TierUsage, Transfer, Waiters
 from edgemoe.jit.intrinsics import place_of
 from edgemoe.types.arrays import IntArray
-from edgemoe.types.experts import Move, Tier
+from edgemoe.types.experts import LivePolicy, Move, Tier
+
+
+class TierPools:
+    """The pool of RAM and that of each device; experts are dealt to devices in proportion to their memory."""
+
+    def __init__(self, ram: SlotPool, devices: Sequence[SlotPool]) -> None:
+        """`devices` is empty where RAM is the top tier."""
+        self.ram = ram
+        self.devices = tuple(devices)
+        self.tops = self.devices or (ram,)
+        self.device_of = deal(ram.where.shape, [pool.layout.size_bytes for pool in self.tops])  # [L, E]
+        for index, pool in enumerate((ram, *self.devices)):
+            pool.join(index)
+
+    def all_on_top(self, layer: int, experts: IntArray) -> bool:
+        """Whether all of the experts [n] are in the device that computes them."""
+        if len(self.tops) == 1:
+            return NONE not in self.tops[0].where[layer].take(experts).tolist()
+        homes = self.device_of[layer, experts]
+        return all((pool.where[layer, experts[homes == i]] >= 0).all() for i, pool in enumerate(self.tops))
+
+    @property
+    def fastest(self) -> Tier:
+        """The tier that experts are computed from where there is room."""
+        return self.tops[0].tier
+
+    @property
+    def policy(self) -> LivePolicy:
+        """The one that ranks what the fastest tier has."""
+        return self.tops[0].policy
+
+    def slots_of(self, device: int, layer: int) -> int:
+        """Slots of one device for experts of a layer; of RAM where there is none."""
+        pool = self.tops[device]
+        return pool.slots_of(pool.layout.classes.layer_class[layer])
+
+    @property
+    def has_all(self) -> bool:
+        """Whether the fastest tier has every expert now, and for good: with so many slots it evicts none."""
+        classes = self.ram.layout.classes
+        for size_class, count in enumerate(classes.counts):
+            if sum(pool.slots_of(size_class) for pool in self.tops) < count:
+                return False
+        return sum(int((pool.where >= 0).sum()) for pool in self.tops) == sum(classes.counts)
+
+    def resident_mask(self, tier: Tier = Tier.RAM) -> BoolArray:
+        """Which experts [L, E] the tier has now."""
+        mask: BoolArray = np.logical_or.reduce([pool.where >= 0 for pool in self._pools(tier)])
+        return mask
+
+    def missing_from_ram(self, layer: int, experts: IntArray) -> BoolArray:
+        """Which of the experts [n] are not in RAM now."""
+        missing: BoolArray = self.ram.where[layer].take(experts) < 0
+        return missing
+
+    def usage(self, tier: Tier) -> TierUsage:
+        """The tier's slots and what has moved."""
+        usages = [pool.usage for pool in self._pools(tier)]
+        return TierUsage(*(sum(usage[i] for usage in usages) for i in range(len(TierUsage._fields))))
+
+    def tiers_of(self, layer: int, experts: IntArray) -> IntArray:
+        """The fastest tier that has each of the experts [n] now."""
+        tiers = np.where(self.ram.where[layer].take(experts) >= 0, RAM, NVME)
+        for i, pool in enumerate(self.devices):
+            here = (self.device_of[layer].take(experts) == i) & (pool.where[layer].take(experts) >= 0)
+            tiers[here] = VRAM
+        return tiers
+
+    def _pools(self, tier: Tier) -> Sequence[SlotPool]:
+        return self.devices if tier is Tier.VRAM else (self.ram,)
+
 
 CHECKS = 1000  # of integrity, until one finds that nothing has changed meanwhile
 NOW, VERSION, CHANGES = (place_of(STATE, name) for name in ("layer", "version", "changes"))
@@ -79,9 +146,9 @@ class Residency(TierPools):
         self.extents = Extents(self.address, self._waiters)
         self._records = CallRecords(self.address, experts)
         self._pin_all, self._acquire, self._unpin = (
-            calls.PIN_ALL.call_briefly,
-            calls.ACQUIRE.call_briefly,
-            calls.UNPIN.call_briefly,
+            residency_ops.PIN_ALL.call_briefly,
+            residency_ops.ACQUIRE.call_briefly,
+            residency_ops.UNPIN.call_briefly,
         )
 
     def for_peers(self) -> Self:
@@ -105,7 +172,7 @@ class Residency(TierPools):
         """Opens a layer-step. Tells the policies the distinct experts [n] that decoding tokens demand of the layer."""
         self._tell_policies(layer, demanded)
         if self._ours:
-            calls.BEGIN.call_briefly(self.address, layer)
+            residency_ops.BEGIN.call_briefly(self.address, layer)
 
     def pin_if_all_resident(
         self, device: int, layer: int, experts: IntArray, prefill_only: BoolArray | None
@@ -176,7 +243,7 @@ class Residency(TierPools):
         call = self._records.mine
         n = call.set(self.ram.index, layer, experts, prefill_only)
         call.fields[OURS] = self._ours
-        calls.PIN.call_briefly(call.address)
+        residency_ops.PIN.call_briefly(call.address)
         return call.slots[n].copy()
 
     def wait_for_change(self, version: int, timeout_s: float) -> bool:
@@ -200,7 +267,7 @@ class Residency(TierPools):
         fields = (call := self._records.mine).fields
         fields[POOL_AT], fields[LAYER], call.ids[1][0], fields[FLAGS] = pool.index, layer, expert, priority.flags
         call.worths[0], call.worths[1], fields[RANKS_AT] = priority.utility(move.score), move.score, 0
-        while (slot := calls.RESERVE.call_briefly(call.address)) == ASKS:
+        while (slot := residency_ops.RESERVE.call_briefly(call.address)) == ASKS:
             ranks = pool.ranks(self._layer)
             fields[RANKS_AT] = ranks.address
         source, near = int(call.slots[1][0]), priority.for_one_layer
@@ -208,7 +275,7 @@ class Residency(TierPools):
 
     def arrive(self, load: Transfer) -> Sequence[Transfer]:
         """Records that the load's bytes are in place. Returns the copies that waited for them, their source pinned."""
-        copy_slot, demanded = divmod(calls.ARRIVE.call_briefly(self.address, load.pool.index, load.slot), 2)
+        copy_slot, demanded = divmod(residency_ops.ARRIVE.call_briefly(self.address, load.pool.index, load.slot), 2)
         self._tell(load, bool(demanded))
         return (self._copy_after(load, copy_slot - 1),) if copy_slot else ()
 
@@ -218,7 +285,7 @@ class Residency(TierPools):
 
     def fail(self, load: Transfer, error: Exception) -> None:
         """Ends the load, and the copies that waited for it, with `error`. Their slots become free once unpinned."""
-        copy_slot, demanded = divmod(calls.FAIL.call_briefly(self.address, load.pool.index, load.slot), 2)
+        copy_slot, demanded = divmod(residency_ops.FAIL.call_briefly(self.address, load.pool.index, load.slot), 2)
         load.error = error
         self._tell(load, bool(demanded))
         if copy_slot:
@@ -228,14 +295,14 @@ class Residency(TierPools):
 
     def withdraw(self, load: Transfer) -> bool:
         """Drops a prefetch to a device unless it is demanded. Returns whether it did; its source stays pinned."""
-        gone = bool(calls.WITHDRAW.call_briefly(self.address, load.pool.index, load.slot))
+        gone = bool(residency_ops.WITHDRAW.call_briefly(self.address, load.pool.index, load.slot))
         if gone:
             self._waiters.wake()
         return gone
 
     def pin(self, layer: int, expert: int) -> int:
         """Pins an expert in RAM until `unpin`. Returns its slot; NONE where the expert is not in RAM."""
-        return int(calls.HOLD.call_briefly(self.address, layer * self.ram.experts + expert))
+        return int(residency_ops.HOLD.call_briefly(self.address, layer * self.ram.experts + expert))
 
     # --- integrity ----------------------------------------------------------------------------------------------
 

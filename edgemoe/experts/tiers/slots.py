@@ -1,14 +1,20 @@
-"""One tier's slots on one device: their experts, pins and flags, and which are free. Used by residency only."""
+"""Tracks the slots of one tier on one device: their experts, pins and flags, and which are free.
+
+Only residency changes a pool. `Transfer` is one load into a slot; `PrefetchPriority` orders requests for loads.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import enum
+import threading
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from edgemoe.experts.tiers.records import CLASS, GONE, NONE, POOL, SHORTLIST, SharedRecord
+from edgemoe.experts.tiers.eviction import ALWAYS
+from edgemoe.experts.tiers.residency_records import CLASS, GONE, NONE, POOL, SHORTLIST, TRANSIENT, UNUSED, SharedRecord
 from edgemoe.types.arrays import FloatArray, IntArray
 from edgemoe.types.experts import LivePolicy, Tier
 from edgemoe.types.size_classes import SlabLayout
@@ -262,3 +268,54 @@ class SlotPool:
         ends = [start + size for start, size in places]
         assert all(end <= start for end, (start, _) in zip(ends, places[1:], strict=False)), "two slots overlap"
         assert not ends or ends[-1] <= layout.size_bytes, "a slot ends behind the slab"
+
+
+class Waiters:
+    """Knows how many threads wait, so that nobody takes a lock where none does."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._changed = threading.Condition()
+
+    def wake(self) -> None:
+        """Wakes all."""
+        if self.count:
+            with self._changed:
+                self._changed.notify_all()
+
+    def wait_for(self, changed: Callable[[], bool], timeout_s: float) -> bool:
+        """Waits until `changed`. Returns False where it has not within `timeout_s`."""
+        with self._changed:
+            self.count += 1  # before looking, so that no change goes unnoticed
+            try:
+                return self._changed.wait_for(changed, timeout_s)
+            finally:
+                self.count -= 1
+
+
+PREFILL_ONLY_UTILITY = -1e29  # prefetched for prefill only: replaces prefill-only experts only
+
+
+class PrefetchPriority(enum.IntEnum):
+    """The reason of a prefetch request. Lower numbers are served first."""
+
+    NEAR = 0  # the layers that come next
+    PREFILL_ONLY = 1  # the next layer of a prefill
+    HOME = 2  # what the boxes agreed to keep here
+    USED = 3  # what the CPU has just computed in a device's stead
+    FAR = 4  # everything later: the controller's
+    FILL = 5  # anything, into slots that are free
+
+    @property
+    def for_one_layer(self) -> bool:
+        """Returns whether such a prefetch is in vain once its layer has run without it."""
+        return self in (PrefetchPriority.NEAR, PrefetchPriority.PREFILL_ONLY)
+
+    @property
+    def flags(self) -> int:
+        """Returns the flags of the slot that the expert is loaded into."""
+        return (UNUSED, UNUSED | TRANSIENT, 0, 0, UNUSED, TRANSIENT)[self]
+
+    def utility(self, score: float) -> float:
+        """Returns the utility of a request with `score`, which replaces experts of lower rank."""
+        return (score, PREFILL_ONLY_UTILITY, ALWAYS, ALWAYS, score, -ALWAYS)[self]

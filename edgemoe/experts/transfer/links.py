@@ -1,118 +1,118 @@
-"""Links between tiers, which move experts in pieces, and the rates and costs measured on them."""
+"""Links from RAM to devices: their interface, and the emulated link, which moves experts in pieces at a stated rate."""
 
 from __future__ import annotations
 
 import math
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
 
 from edgemoe.errors import MissingExpert
 from edgemoe.experts.tiers.slab import HostSlab
 from edgemoe.experts.tiers.slots import Transfer
-from edgemoe.experts.transfer.pieces import PIECE_BYTES, PieceSchedule, pieces_of
+from edgemoe.experts.transfer.link_stats import Clock, LinkStats
 
-Clock = Callable[[], float]
-Wait = Callable[[threading.Condition, float | None], object]  # until notified, or for so many seconds
-RECENT, KEPT = 32, 8.0  # transfers: whose single rates are remembered; that an earlier start's record weighs as much as
+PIECE_BYTES = 256 << 10  # least size of one of several pieces; none has twice as much
+EARLY = 1e-6  # of a piece: so close to its start, none has begun
 
 
-class LinkStats:
-    """Measures rate, cost and idle share of one link by its transfers; recent ones count most.
+def pieces_of(size_bytes: float) -> int:
+    """Returns the number of pieces that so many bytes are moved in."""
+    return max(1, int(size_bytes // PIECE_BYTES))
 
-    Transfers may overlap: each is charged the time since the one before it ended, so that the sum is the time
-    that the link was busy.
-    """
 
-    decay = 0.98  # weight of all earlier transfers against the next one
-    memory_s = 1.0  # how far back `idle_share` looks
-
-    def __init__(self, clock: Clock = time.monotonic) -> None:
-        self._clock = clock
-        self._active = 0
-        self._mark_s = clock()  # up to here busy time is accounted for
-        self._busy_share = 0.0  # at _busy_at_s
-        self._busy_at_s = self._mark_s
-        self._sums = [0.0] * 5  # decayed n, bytes, seconds, bytes^2, bytes * seconds
-        self._rates: deque[float] = deque(maxlen=RECENT)  # bytes/s
-
-    def begin(self) -> None:
-        """Notes the start of a transfer."""
-        if not self._active:
-            self._mark_s = self._clock()
-        self._active += 1
-
-    def end(self, size_bytes: int, seconds: float | None = None) -> None:
-        """Adds a transfer that ended; `seconds` is its time where the link has a clock of its own."""
-        now = self._clock()
-        self._active -= 1
-        self.observe(size_bytes, now - self._mark_s if seconds is None else seconds)
-        self._mark_s = now
-
-    def abort(self) -> None:
-        """Drops a transfer that failed."""
-        self._active -= 1
-        self._mark_s = self._clock()
-
-    def observe(self, size_bytes: int, seconds: float) -> None:
-        """Adds a transfer of known duration that ends now."""
-        self._rates.append(size_bytes / max(seconds, 1e-9))
-        new = (1.0, size_bytes, seconds, size_bytes * size_bytes, size_bytes * seconds)
-        self._sums = [self.decay * old + x for old, x in zip(self._sums, new, strict=True)]
-        now = self._clock()
-        kept = math.exp(-(now - self._busy_at_s) / self.memory_s)
-        self._busy_share = min(1.0, kept * self._busy_share + 1.0 - math.exp(-seconds / self.memory_s))
-        self._busy_at_s = now
+class Urgent(Protocol):
+    """Is moved over a link."""
 
     @property
-    def bytes_per_s(self) -> float:
-        """Returns bytes over busy time; 0 before the first transfer."""
-        return self._sums[1] / self._sums[2] if self._sums[2] > 0 else 0.0
+    def urgency(self) -> int:
+        """Returns what it overtakes: anything of less. It may grow meanwhile."""
+
+
+Load = TypeVar("Load", bound=Urgent)
+
+
+class PieceSchedule(Generic[Load]):
+    """Orders the transfers of a link that takes `piece_s` for each of the `pieces` of a largest expert."""
+
+    def __init__(self, pieces: int, piece_s: float) -> None:
+        self.pieces, self.piece_s = pieces, piece_s
+        self._left: dict[Load, float] = {}  # pieces that are still to come, in the order of coming
+        self._ended: list[Load] = []  # and not taken yet
+        self._running: Load | None = None
+        self._since_s = 0.0  # from when on the pieces that are left of it move
 
     @property
-    def unhindered_bytes_per_s(self) -> float:
-        """Returns the rate that a quarter of the last transfers exceeded; 0 before the first.
+    def running(self) -> Load | None:
+        """Returns what moves, or will once the piece under way has ended."""
+        return self._running
 
-        Slower transfers mostly ended on time, but the thread that notices their end had to wait for the processor.
+    @property
+    def loads(self) -> list[Load]:
+        """Returns what has not arrived, in the order of coming."""
+        return list(self._left)
+
+    @property
+    def end_s(self) -> float:
+        """Returns when the next transfer ends if nothing comes; inf where none is under way."""
+        if self._running is None:
+            return math.inf
+        return self._since_s + self._left[self._running] * self.piece_s
+
+    def add(self, load: Load, now_s: float, share: float = 1.0) -> None:
+        """Takes a transfer. It waits for the piece under way of a less urgent one, and for what is as urgent.
+
+        `share` is its size among the largest experts'.
         """
-        rates = sorted(self._rates)
-        return rates[-(len(rates) // 4) - 1] if rates else 0.0
+        self._advance(now_s)
+        self._left[load] = self.pieces * share
+        if self._running is None:
+            self._choose(max(now_s, self._since_s))
+        elif load.urgency > self._running.urgency:
+            self._interrupt(now_s)
 
-    @property
-    def seconds(self) -> float:
-        """Returns the mean busy time of a transfer; 0 before the first."""
-        return self._sums[2] / self._sums[0] if self._sums[0] > 0 else 0.0
+    def drop(self, load: Load, now_s: float) -> None:
+        """Forgets a transfer that is in `loads`; its piece under way still ends."""
+        boundary_s = self._boundary_s(now_s)[1]
+        del self._left[load]
+        if load is self._running:
+            self._choose(boundary_s)
 
-    @property
-    def idle_share(self) -> float:
-        """Returns the share of about the last second in which the link was idle."""
-        if self._active:
-            return 0.0
-        return 1.0 - self._busy_share * math.exp(-(self._clock() - self._busy_at_s) / self.memory_s)
+    def take_ended(self, now_s: float) -> list[Load]:
+        """Returns the transfers that have ended by now, each once, in order."""
+        self._advance(now_s)
+        ended, self._ended = self._ended, []
+        return ended
 
-    def cost(self) -> tuple[float, float]:
-        """Returns (seconds per transfer, seconds per byte) by least squares. The first is 0 if all sizes are equal."""
-        n, x, y, xx, xy = self._sums
-        if not n or not x:
-            return 0.0, 0.0
-        spread = n * xx - x * x
-        if spread <= 1e-9 * n * xx:
-            return 0.0, y / x
-        slope = max(0.0, (n * xy - x * y) / spread)
-        return max(0.0, (y - slope * x) / n), slope
+    def _advance(self, now_s: float) -> None:
+        while self._running is not None and (end_s := self.end_s) <= now_s:
+            self._ended.append(self._running)
+            del self._left[self._running]
+            self._choose(end_s)
 
-    @property
-    def record(self) -> list[float]:
-        """Returns what rate and cost are worked out from, for `restore`."""
-        return self._sums.copy()
+    def _choose(self, at_s: float) -> None:
+        """Begins the first of the most urgent."""
+        self._running = max(self._left, key=lambda load: load.urgency, default=None)
+        self._since_s = at_s
 
-    def restore(self, record: Sequence[float]) -> None:
-        """Goes on from an earlier record, that of one transfer at least."""
-        share = min(1.0, KEPT / record[0])
-        self._sums = [share * each for each in record]
-        self._rates.append(self.bytes_per_s)
+    def _interrupt(self, now_s: float) -> None:
+        """Chooses anew when the piece under way has ended."""
+        assert self._running is not None
+        moved, at_s = self._boundary_s(now_s)
+        if moved < self._left[self._running]:  # else it is its last, and it ends then anyway
+            self._left[self._running] -= moved
+            self._choose(at_s)
+
+    def _boundary_s(self, now_s: float) -> tuple[int, float]:
+        """Returns the pieces that will have moved once the one under way has ended, and when that is."""
+        moved = max(0, math.ceil((now_s - self._since_s) / self.piece_s - EARLY)) if self.piece_s else 0
+        return moved, self._since_s + moved * self.piece_s
+
+
+# Links between tiers, which move experts in pieces, and the rates and costs measured on them.
+
+Wait = Callable[[threading.Condition, float | None], object]  # until notified, or for so many seconds
 
 
 class TransferListener(Protocol):

@@ -19,13 +19,12 @@ from queue import SimpleQueue
 import numpy as np
 
 from edgemoe.errors import MissingExpert, StoreError
-from edgemoe.experts.tiers.prefetch_priority import PrefetchPriority
 from edgemoe.experts.tiers.residency import Residency
 from edgemoe.experts.tiers.slab import HostSlab
-from edgemoe.experts.tiers.slots import Transfer
-from edgemoe.experts.transfer.copies_ahead import CopiesAhead
-from edgemoe.experts.transfer.idle_window import IdleWindow, ReadGap
-from edgemoe.experts.transfer.links import Clock, LinkStats, TierLink
+from edgemoe.experts.tiers.slots import PrefetchPriority, Transfer
+from edgemoe.experts.transfer.link_prefetch import CopiesAhead, IdleWindow, ReadGap
+from edgemoe.experts.transfer.link_stats import Clock, LinkStats
+from edgemoe.experts.transfer.links import TierLink
 from edgemoe.types.arrays import BoolArray, IntArray
 from edgemoe.types.experts import ExpertId, Move, Store, Tier
 

@@ -19,16 +19,14 @@ from edgemoe.config.budgets import DeviceBudget
 from edgemoe.errors import CapacityError, ConfigError
 from edgemoe.experts.build import ExpertTiers, TierMemory
 from edgemoe.experts.compute import cuda_link
-from edgemoe.experts.compute.cuda import CudaCompute, open_cuda
+from edgemoe.experts.compute.cuda import CudaCompute, blocks_of, open_cuda
 from edgemoe.experts.compute.cuda_link import CudaLink, Order
 from edgemoe.experts.compute.dispatch import Group
-from edgemoe.experts.compute.gpu_calls import blocks_of
 from edgemoe.experts.compute.moe import Fetching
 from edgemoe.experts.tiers.eviction import ALWAYS
-from edgemoe.experts.tiers.prefetch_priority import PrefetchPriority
 from edgemoe.experts.tiers.residency import Residency
 from edgemoe.experts.tiers.slab import HostSlab
-from edgemoe.experts.tiers.slots import SlotPool, Transfer
+from edgemoe.experts.tiers.slots import PrefetchPriority, SlotPool, Transfer
 from edgemoe.experts.transfer.links import TierLink
 from edgemoe.policy.baselines import LRU
 from edgemoe.types.experts import ExpertGeometry, ExpertId, Move, Tier

@@ -15,7 +15,7 @@ from support.tiers_kit import SMALL
 from support.waiting import wait_until
 
 from edgemoe.experts.compute import cuda
-from edgemoe.experts.compute.cost_model import CostModel
+from edgemoe.experts.compute.cpu_experts import CostModel
 from edgemoe.experts.compute.cuda import CudaCompute
 from edgemoe.experts.compute.cuda_link import CudaLink, Order
 from edgemoe.experts.compute.dispatch import Compute, Group, Spent

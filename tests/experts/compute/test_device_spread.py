@@ -16,7 +16,7 @@ from support.waiting import wait_until
 from edgemoe.experts.activity import ActivityCounter
 from edgemoe.experts.compute import device_spread
 from edgemoe.experts.compute.device_spread import LEAST_GAIN, spread
-from edgemoe.experts.tiers.dealing import deal
+from edgemoe.experts.tiers.assignments import deal
 from edgemoe.types.arrays import FloatArray, IntArray
 from edgemoe.types.step import StepMeta
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from edgemoe.experts.build import ExpertTiers, TierMemory
-from edgemoe.experts.compute.emulated import DeviceTime
+from edgemoe.experts.compute.dispatch import DeviceTime
 from edgemoe.policy.baselines import LRU
 from edgemoe.types.experts import Tier
 from edgemoe.types.step import StepMeta

@@ -15,7 +15,7 @@ from support.waiting import wait_until
 
 from edgemoe.errors import CapacityError, CorruptExpert, MissingExpert
 from edgemoe.experts.build import ExpertTiers
-from edgemoe.experts.tiers.prefetch_priority import PrefetchPriority
+from edgemoe.experts.tiers.slots import PrefetchPriority
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.store.packer import pack
 from edgemoe.store.reader import ExpertStore

@@ -14,7 +14,7 @@ import torch
 
 from edgemoe.errors import MissingExpert, PeerUnavailable
 from edgemoe.experts.compute import peer_layer_step as remote
-from edgemoe.experts.compute.cost_model import FIRST_ELSEWHERE, FIRST_LINK, CostModel
+from edgemoe.experts.compute.cpu_experts import FIRST_ELSEWHERE, FIRST_LINK, CostModel
 from edgemoe.experts.compute.dispatch import Group
 from edgemoe.experts.compute.peer_layer_step import PeerExperts
 from edgemoe.policy import resolve as resolution

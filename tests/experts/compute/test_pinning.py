@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from edgemoe.experts.compute import pinning
-from edgemoe.experts.compute.pinning import Pinning
+from edgemoe.experts.compute import cuda_link
+from edgemoe.experts.compute.cuda_link import Pinning
 from edgemoe.experts.tiers.slab import HostSlab
 from edgemoe.types.experts import ExpertGeometry
 from edgemoe.types.size_classes import SlabLayout
@@ -50,7 +50,7 @@ class FakeCudart:
 
 @pytest.fixture(params=["one size", "two sizes"])
 def slab(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> HostSlab:
-    monkeypatch.setattr(pinning, "SLICE_BYTES", 40_000)
+    monkeypatch.setattr(cuda_link, "SLICE_BYTES", 40_000)
     layout = SlabLayout.even(50, 4096) if request.param == "one size" else SlabLayout.within(200_000, TWO_SIZES)
     assert layout is not None
     return HostSlab(layout)
@@ -114,6 +114,6 @@ def test_the_limit_of_locked_memory_is_raised_as_far_as_it_may(slab: HostSlab, m
         getrlimit=lambda _: (8 << 20, 64 << 30),
         setrlimit=lambda _, pair: limits.append(pair),
     )
-    monkeypatch.setattr(pinning, "resource", said)
+    monkeypatch.setattr(cuda_link, "resource", said)
     Pinning(slab, GPU)
     assert limits == [(64 << 30, 64 << 30)]

@@ -7,7 +7,7 @@ from queue import SimpleQueue
 import numpy as np
 import pytest
 
-from edgemoe.experts.compute.rebalancing import EVERY, Rebalancing
+from edgemoe.experts.compute.device_spread import EVERY, Rebalancing
 from edgemoe.experts.tiers.residency import Residency
 from edgemoe.experts.tiers.slots import SlotPool
 from edgemoe.policy.baselines import LRU

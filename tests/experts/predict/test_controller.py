@@ -24,9 +24,8 @@ from edgemoe.experts.predict.planning.prefetch_planner import LEAST_CHANCE, WIND
 from edgemoe.experts.predict.planning.prices import MOST_MOVES
 from edgemoe.experts.predict.routing_memory import LOOKS
 from edgemoe.experts.predict.scoutgate.forecaster import ScoutGateForecast
-from edgemoe.experts.tiers.prefetch_priority import PrefetchPriority
 from edgemoe.experts.tiers.residency import Residency
-from edgemoe.experts.tiers.slots import SlotPool
+from edgemoe.experts.tiers.slots import PrefetchPriority, SlotPool
 from edgemoe.telemetry import metrics as names
 from edgemoe.types.arrays import FloatArray
 from edgemoe.types.experts import ExpertGeometry, ExpertId, Move, Tier

@@ -7,9 +7,8 @@ import pytest
 
 from edgemoe.experts.predict.gate_hint import TINY
 from edgemoe.experts.predict.gate_lookahead import GateLookAhead
-from edgemoe.experts.tiers.prefetch_priority import PrefetchPriority
 from edgemoe.experts.tiers.residency import Residency
-from edgemoe.experts.tiers.slots import SlotPool
+from edgemoe.experts.tiers.slots import PrefetchPriority, SlotPool
 from edgemoe.policy.baselines import LRU
 from edgemoe.policy.fusion import Calibration
 from edgemoe.types.experts import ExpertId, Move, Tier

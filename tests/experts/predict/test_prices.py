@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from edgemoe.experts.predict.planning.prices import Prices
-from edgemoe.experts.tiers.prefetch_priority import PrefetchPriority
 from edgemoe.experts.tiers.residency import Residency
-from edgemoe.experts.tiers.slots import SlotPool
+from edgemoe.experts.tiers.slots import PrefetchPriority, SlotPool
 from edgemoe.policy.baselines import LRU
 from edgemoe.types.experts import PAGE_BYTES, ExpertGeometry, ExpertId, Move, Tier
 from edgemoe.types.size_classes import SlabLayout

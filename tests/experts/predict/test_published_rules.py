@@ -9,9 +9,8 @@ import pytest
 
 from edgemoe.experts.predict.planning.published_rules import PublishedRules
 from edgemoe.experts.predict.scoutgate.forecaster import ScoutGateForecast
-from edgemoe.experts.tiers.prefetch_priority import PrefetchPriority
 from edgemoe.experts.tiers.residency import Residency
-from edgemoe.experts.tiers.slots import SlotPool
+from edgemoe.experts.tiers.slots import PrefetchPriority, SlotPool
 from edgemoe.policy.ewma import PublishedPolicy
 from edgemoe.telemetry import metrics as names
 from edgemoe.telemetry.metrics import named

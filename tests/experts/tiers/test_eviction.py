@@ -11,7 +11,7 @@ from support.waiting import wait_until
 from test_residency import Desk, E, L, Ranks, prefetch_request
 
 from edgemoe.errors import CapacityError
-from edgemoe.experts.tiers.prefetch_priority import PrefetchPriority
+from edgemoe.experts.tiers.slots import PrefetchPriority
 from edgemoe.types.arrays import BoolArray
 from edgemoe.types.experts import Tier
 

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from edgemoe.experts.tiers.eviction import ALWAYS, LAST, TRANSIENT_KEY
-from edgemoe.experts.tiers.prefetch_priority import PrefetchPriority
-from edgemoe.experts.tiers.records import TRANSIENT, UNUSED
 from edgemoe.experts.tiers.residency import Residency
-from edgemoe.experts.tiers.slots import SlotPool, Transfer
+from edgemoe.experts.tiers.residency_records import TRANSIENT, UNUSED
+from edgemoe.experts.tiers.slots import PrefetchPriority, SlotPool, Transfer
 from edgemoe.types.arrays import BoolArray, FloatArray, IntArray
 from edgemoe.types.experts import PAGE_BYTES, ExpertGeometry, ExpertId, Move, Tier
 from edgemoe.types.size_classes import SlabLayout

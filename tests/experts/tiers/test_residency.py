@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgemoe.experts.tiers.eviction import ALWAYS
-from edgemoe.experts.tiers.prefetch_priority import PrefetchPriority
 from edgemoe.experts.tiers.residency import Residency
-from edgemoe.experts.tiers.slots import SlotClaim, SlotPool, Transfer
+from edgemoe.experts.tiers.slots import PrefetchPriority, SlotClaim, SlotPool, Transfer
 from edgemoe.policy.baselines import LRU
 from edgemoe.types.arrays import BoolArray, FloatArray, IntArray
 from edgemoe.types.experts import CachePolicy, ExpertId, Move, Tier

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from edgemoe.experts.transfer.idle_window import AWAY, IdleWindow, ReadGap
+from edgemoe.experts.transfer.link_prefetch import AWAY, IdleWindow, ReadGap
 
 
 class Clock:

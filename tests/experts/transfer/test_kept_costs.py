@@ -10,8 +10,7 @@ import pytest
 from support.tiers_kit import SMALL, FileStore, Weights, emulated, running
 
 from edgemoe.experts.build import ExpertTiers, TierMemory
-from edgemoe.experts.transfer.kept_costs import KeptCosts
-from edgemoe.experts.transfer.links import KEPT, LinkStats
+from edgemoe.experts.transfer.link_stats import KEPT, KeptCosts, LinkStats
 from edgemoe.policy.baselines import LRU
 from edgemoe.types.experts import Tier
 

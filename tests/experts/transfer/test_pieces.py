@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from edgemoe.experts.transfer.pieces import PIECE_BYTES, PieceSchedule, pieces_of
+from edgemoe.experts.transfer.links import PIECE_BYTES, PieceSchedule, pieces_of
 
 
 class Load:

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from edgemoe.experts.transfer.idle_window import IdleWindow
-from edgemoe.experts.transfer.pieces import PieceSchedule, pieces_of
+from edgemoe.experts.transfer.link_prefetch import IdleWindow
+from edgemoe.experts.transfer.links import PieceSchedule, pieces_of
 
 EXPERT_BYTES, LAYERS, STEPS, COMPUTE_S = 9.44e6, 8, 150, 4e-4
 CHANCES = (0.002, 0.1, 0.3, 0.6, 0.9)

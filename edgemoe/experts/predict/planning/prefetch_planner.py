@@ -9,8 +9,8 @@ import numpy as np
 
 from edgemoe.experts.predict.next_use import NextUsePredictor
 from edgemoe.experts.predict.planning.prices import MeasuredCosts, Prices
-from edgemoe.experts.tiers.prefetch_priority import PrefetchPriority
 from edgemoe.experts.tiers.residency import Residency
+from edgemoe.experts.tiers.slots import PrefetchPriority
 from edgemoe.policy.movement import WATCHED, NeedRecord, Watched
 from edgemoe.types.arrays import BoolArray, FloatArray, IntArray
 from edgemoe.types.experts import ExpertGeometry, Move, Tier

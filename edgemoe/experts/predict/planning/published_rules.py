@@ -18,8 +18,8 @@ from edgemoe.experts.predict.fusion import Forecaster
 from edgemoe.experts.predict.next_use import Ids
 from edgemoe.experts.predict.planning.prefetch_planner import PrefetchRequests
 from edgemoe.experts.predict.planning.prices import Prices
-from edgemoe.experts.tiers.prefetch_priority import PrefetchPriority
 from edgemoe.experts.tiers.residency import Residency
+from edgemoe.experts.tiers.slots import PrefetchPriority
 from edgemoe.policy.ewma import PublishedPolicy
 from edgemoe.policy.fusion import Mix
 from edgemoe.telemetry import metrics as names
