@@ -20,7 +20,7 @@ from test_layering import FILES, ROOT
 
 from edgemoe import durable, rights
 from edgemoe.api.keys import new_key
-from edgemoe.cli import systemd_units
+from edgemoe.cli import service as systemd_units
 from edgemoe.cluster.control.coordination.epoch_fence import EpochFence
 from edgemoe.cluster.control.coordination.journal import Journal
 from edgemoe.cluster.rpc.keys import generate
@@ -52,7 +52,7 @@ ALLOWED = {  # module -> what it may do, and why
     "edgemoe/cluster/rpc/keys.py": {"replace"},
     "edgemoe/worker/process.py": {"write_text"},  # of /proc
     "edgemoe/cli/__init__.py": {"O_WRONLY"},  # of /dev/null
-    "edgemoe/cli/plan/miniature.py": {"save_file"},  # in a new folder of its own in /tmp
+    "edgemoe/cli/plan/measure.py": {"save_file"},  # in a new folder of its own in /tmp
     "edgemoe/store/writer.py": {"O_WRONLY"},  # a second descriptor of a file that durable has opened
     "scoutgate/refresh.py": {"rmtree"},  # of a new folder of its own in /tmp
     "scoutgate/data.py": {"tofile"},  # to a file that durable has opened

@@ -22,11 +22,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 import edgemoe
 from edgemoe.api.backend import Backend
 from edgemoe.api.endpoints import anthropic, chat, completions, responses
-from edgemoe.api.endpoints import service as tokens
+from edgemoe.api.endpoints import queries as tokens
 from edgemoe.api.endpoints.anthropic import MessageFormat
 from edgemoe.api.endpoints.events import EVENTS, LookEvents, look
+from edgemoe.api.endpoints.queries import reach, reload
 from edgemoe.api.endpoints.responses import ResponsesFormat
-from edgemoe.api.endpoints.service import reach, reload
 from edgemoe.api.generate.generation import Asker, Format, Generation, run
 from edgemoe.api.generate.grammar_trial import GrammarChecker, grammar_command
 from edgemoe.api.http import responding as http

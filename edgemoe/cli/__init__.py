@@ -52,8 +52,7 @@ def _readable(word: str) -> str:
 
 
 def _run(words: list[str]) -> int:
-    from edgemoe.cli.parser import build_parser, complete
-    from edgemoe.cli.parser.unknown_words import unknown_word
+    from edgemoe.cli.parser import build_parser, complete, unknown_word
 
     parser = build_parser()
     if not words:

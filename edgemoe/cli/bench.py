@@ -33,7 +33,7 @@ from edgemoe.telemetry.metrics import select
 from edgemoe.types.arrays import Json
 
 if TYPE_CHECKING:
-    from edgemoe.cli.plan.bounds import Bound
+    from edgemoe.cli.plan.command import Bound
 
 STREAMS = (1, 4, 16)
 ROUNDS = 3  # of as many requests as there are streams
@@ -132,7 +132,7 @@ async def _one(client: httpx.AsyncClient, prompt_tokens: int, tokens: int, vocab
 def _allowed(now: StatusSnapshot, args: argparse.Namespace) -> tuple[list[Bound], str]:
     """Returns what this machine allows, or why that is not known; measured now, while the daemon has nothing to do."""
     os.environ.update(WORKER_ENV)  # threads wait as an engine's do, which is settled when torch is loaded
-    from edgemoe.cli.plan.bounds import bounds
+    from edgemoe.cli.plan.command import bounds
 
     settings = load(Path(args.config) if args.config else None, args.set).settings
     try:

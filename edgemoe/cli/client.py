@@ -1,4 +1,4 @@
-"""Talks to a daemon by HTTP over its Unix socket, and turns errors into EdgemoeErrors."""
+"""Talks to a daemon by HTTP over its Unix socket; turns errors into EdgemoeErrors. Runs `edgemoe reload`."""
 
 from __future__ import annotations
 
@@ -222,3 +222,13 @@ def _way_in(path: Path) -> str:
             "start one of your own with `edgemoe serve`"
         )
     return f"join its group: sudo usermod --append --groups {group} $USER, then log in again"
+
+
+def reload(args: argparse.Namespace) -> int:
+    """Runs `edgemoe reload`: the daemon loads its ScoutGate export again. Prints which export is in use.
+
+    Raises EdgemoeError where the old export stays, or no daemon answers.
+    """
+    with Client(socket_of(args)) as client:
+        print(client.post("/reload")["message"])
+    return 0

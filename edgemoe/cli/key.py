@@ -1,4 +1,4 @@
-"""Runs `edgemoe key`: makes, shows, lists and removes the keys of clients that come by TCP."""
+"""Runs `edgemoe key`, for the keys of TCP clients, and `edgemoe keygen`, for a box's key in a cluster."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from rich.table import Table
 
 from edgemoe.api.keys import new_key, read_keys, remove_key
 from edgemoe.cli.output import console
+from edgemoe.cluster.rpc.keys import Peer, check_peer, generate
 from edgemoe.config.loading import load
 from edgemoe.errors import ServiceError
 from edgemoe.rights import become_owner
 
+PLACEHOLDERS = {"node": "NODE", "address": "HOST:PORT"}
 FIRST = "default"  # name of the key that `edgemoe serve` makes where there is none
 
 
@@ -55,3 +57,16 @@ def _list(file: Path, *, as_json: bool) -> None:
         for key in keys:
             table.add_row(key.name, str(key.at_once or "any number"))
         console().print(table)
+
+
+def keygen(args: argparse.Namespace) -> int:
+    """Writes a secret key (0600) and prints the entry for the other boxes' lists of peers."""
+    path = Path(args.file)
+    become_owner(path)
+    node, address = args.node or PLACEHOLDERS["node"], args.address or PLACEHOLDERS["address"]
+    check_peer(Peer(args.node or "node", args.address or "host:1", "." * 40), path)
+    secret = generate(path)
+    key = secret.public.decode()
+    print(f'[[peer]]\nnode = "{node}"\naddress = "{address}"\nkey = "{key}"')
+    print(f"# to join the cluster by this box: edgemoe serve --join '{node},{address},{key}'")
+    return 0

@@ -1,8 +1,9 @@
-"""Runs `edgemoe serve`."""
+"""Runs `edgemoe serve`, and `edgemoe witness`, which only votes."""
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import logging
 import os
@@ -21,7 +22,8 @@ from edgemoe.cli.key import FIRST
 from edgemoe.config.loading import Loaded, Value, load
 from edgemoe.config.paths import default_socket
 from edgemoe.config.settings import Settings
-from edgemoe.errors import UnsupportedProcessor
+from edgemoe.errors import ConfigError, UnsupportedProcessor
+from edgemoe.guard import refuse_pickle
 from edgemoe.rights import become_owner
 from edgemoe.store.packer import Progress
 from edgemoe.telemetry.log import configure, goes_to_journal
@@ -57,6 +59,20 @@ def serve(args: argparse.Namespace) -> int:
         tcp=tcp,
         reread=lambda: read_settings(args).settings,
     )
+
+
+def witness(args: argparse.Namespace) -> int:
+    """Votes in the cluster's elections until a signal ends it."""
+    from edgemoe.front.witness import witness as vote
+
+    settings = load(Path(args.config) if args.config else None, args.set).settings
+    if settings.cluster.coordination != "raft" or not settings.cluster.node:
+        raise ConfigError('a witness needs cluster.node and cluster.coordination = "raft": nothing else has voters')
+    configure(settings.log, journal=goes_to_journal(os.environ))
+    become_owner(Path(settings.cluster.state_dir), env=os.environ)
+    refuse_pickle()
+    asyncio.run(vote(settings.cluster))
+    return 0
 
 
 def check_processor() -> None:

@@ -15,7 +15,7 @@ from support.chromium import DESKTOP, PHONE, WHERE, WITHOUT, Tab, browser
 from support.front_kit import STORES, free_ports, running, settings_for
 from support.waiting import until
 
-from edgemoe.cli.look.dashboard import Passage, listen, serve
+from edgemoe.cli.dashboard import Passage, listen, serve
 from edgemoe.config.settings import DeviceSettings, MemorySettings
 from edgemoe.demo import model_path
 from edgemoe.front.main import WORKER

@@ -12,11 +12,10 @@ from pathlib import Path
 import pytest
 
 from edgemoe.cli import client, main
+from edgemoe.cli.doctor.checks import Finding
 from edgemoe.cli.doctor.command import picture
-from edgemoe.cli.doctor.remedies import Finding
 from edgemoe.cli.output import console
-from edgemoe.cli.parser import build_parser, complete
-from edgemoe.cli.parser.options import CommandParser
+from edgemoe.cli.parser import CommandParser, build_parser, complete
 
 
 def every(parser: CommandParser, *path: str) -> Iterator[tuple[tuple[str, ...], CommandParser]]:
@@ -180,7 +179,7 @@ def test_config_tells_one_value_to_a_script(tmp_path: Path, capsys: pytest.Captu
 def test_service_says_what_it_would_do(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("edgemoe.cli.systemd_units._PRIVATE_TO_UNIT", ())  # wherever this tree lies
+    monkeypatch.setattr("edgemoe.cli.service._PRIVATE_TO_UNIT", ())  # wherever this tree lies
     assert exit_code("service", "install", "--dry-run", "--root", str(tmp_path)) == 0
     said = capsys.readouterr().out
     assert "would write" in said

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from edgemoe.cli import main
-from edgemoe.cli.parser.completion import scripts
+from edgemoe.cli.completion import scripts
 
 LINES = (  # what is typed, and words that are offered
     ("edgemoe mod", {"models"}),

@@ -17,7 +17,7 @@ import pytest
 import pytest_asyncio
 from support.front_kit import running, settings_for, write_model
 
-from edgemoe.cli.look.dashboard import Passage, listen
+from edgemoe.cli.dashboard import Passage, listen
 from edgemoe.errors import ServiceError
 from edgemoe.front.main import Front
 

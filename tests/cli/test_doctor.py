@@ -18,9 +18,8 @@ import pytest
 from support import fake_nvml
 
 from edgemoe.cli import main
-from edgemoe.cli.doctor import box
-from edgemoe.cli.doctor.daemon import daemon, members, neighbours
-from edgemoe.cli.doctor.remedies import REMEDIES, page
+from edgemoe.cli.doctor import checks as box
+from edgemoe.cli.doctor.checks import REMEDIES, daemon, members, neighbours, page
 from edgemoe.cluster.rpc.keys import generate
 from edgemoe.config.sizes import parse_size
 from edgemoe.demo import model_path
@@ -55,7 +54,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packed: Path) -> Path:
 def has_room(monkeypatch: pytest.MonkeyPatch, free: int = 100 << 30, total: int = 200 << 30) -> None:
     """Every disk has so many bytes free, of so many."""
     blocks = SimpleNamespace(f_frsize=4096, f_bavail=free // 4096, f_blocks=total // 4096)
-    monkeypatch.setattr("edgemoe.cli.doctor.box.os.statvfs", lambda _: blocks)
+    monkeypatch.setattr("edgemoe.cli.doctor.checks.os.statvfs", lambda _: blocks)
 
 
 def examined(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, Any]]:
@@ -289,7 +288,7 @@ def planted(home: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> list[str
         (home / "edgemoe/kernels").mkdir(mode=0o777)
         (home / "edgemoe/kernels").chmod(0o777)
     if fault == "open-files":
-        monkeypatch.setattr("edgemoe.cli.doctor.settings_fit.resource.getrlimit", lambda _: (64, 64))
+        monkeypatch.setattr("edgemoe.cli.doctor.checks.resource.getrlimit", lambda _: (64, 64))
     return {
         "model": ["--set", f"model.path={home}/gone/model"],
         "mount": ["--set", f"model.store_dir={home}/usb/stores"],

@@ -18,11 +18,11 @@ import pytest
 from support.kept import KERNELS
 
 from edgemoe.cli import bench, main
-from edgemoe.cli.plan import disk, rates, speed
+from edgemoe.cli.plan import disk, speed
+from edgemoe.cli.plan import measure as rates
 from edgemoe.cli.plan.command import Planner, Wish
-from edgemoe.cli.plan.miniature import resident_tiers
-from edgemoe.cli.plan.rates import LayerTimes, Rates
-from edgemoe.cli.plan.subject import find
+from edgemoe.cli.plan.measure import LayerTimes, Rates, resident_tiers
+from edgemoe.cli.plan.speed import find
 from edgemoe.cli.status import StatusSnapshot
 from edgemoe.config.settings import DeviceSettings, MemorySettings, Settings
 from edgemoe.demo import model_path
@@ -185,7 +185,7 @@ def test_what_was_measured_is_not_lost_where_the_stores_may_not_be_read(monkeypa
         raise PermissionError(errno.EACCES, "Permission denied", "/var/lib/edgemoe/stores")
 
     monkeypatch.setattr(bench, "WORKER_ENV", {})
-    monkeypatch.setattr("edgemoe.cli.plan.bounds.bounds", refuse)
+    monkeypatch.setattr("edgemoe.cli.plan.command.bounds", refuse)
     now = StatusSnapshot("", {"model": {}}, {})
     found, why = bench._allowed(now, argparse.Namespace(config=None, set=[], prompt=8, tokens=8))
     assert not found

@@ -13,8 +13,8 @@ from support.kept import KERNELS
 from support.tiny_models import FAMILIES as TINY
 from support.tiny_models import SIZES
 
-from edgemoe.cli.plan import rates
-from edgemoe.cli.plan.subject import Variant, find
+from edgemoe.cli.plan import measure as rates
+from edgemoe.cli.plan.speed import Variant, find
 from edgemoe.experts.build import CODES
 from edgemoe.families.spec import ModelSpec
 from edgemoe.families.table import FAMILIES

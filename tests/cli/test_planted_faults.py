@@ -20,7 +20,7 @@ from support.front_kit import free_ports
 from support.kept import STORES
 from support.waiting import until
 
-from edgemoe.cli.doctor.remedies import REMEDIES
+from edgemoe.cli.doctor.checks import REMEDIES
 from edgemoe.cluster.rpc.keys import generate, load_peers
 from edgemoe.demo import model_path
 from edgemoe.store.layout import WantedEncodings

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from edgemoe.cli import systemd_units as service
-from edgemoe.cli.systemd_units import Options, install, planned_files, status, templates, uninstall
+from edgemoe.cli import service
+from edgemoe.cli.service import Options, install, planned_files, status, templates, uninstall
 from edgemoe.errors import ServiceError
 
 needs_systemd = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not here")

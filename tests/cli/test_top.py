@@ -14,8 +14,7 @@ import pytest_asyncio
 from support.front_kit import http_client, running, settings_for, write_model
 from support.waiting import until
 
-from edgemoe.cli.look.live import Live
-from edgemoe.cli.look.top import Top
+from edgemoe.cli.top import Live, Top
 from edgemoe.front.main import Front
 from edgemoe.telemetry import metrics as names
 from edgemoe.telemetry.metrics import named

@@ -10,9 +10,7 @@ from pathlib import Path
 import pytest
 
 from edgemoe.cli import main
-from edgemoe.cli.parser import build_parser
-from edgemoe.cli.parser.options import CommandParser
-from edgemoe.cli.parser.unknown_words import MEANT, unknown_word
+from edgemoe.cli.parser import MEANT, CommandParser, build_parser, unknown_word
 
 
 def commands(parser: CommandParser, before: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], CommandParser]]:

@@ -20,7 +20,7 @@ from support.waiting import until
 
 from edgemoe.api.app import build
 from edgemoe.cli.client import Client
-from edgemoe.cli.doctor.daemon import daemon
+from edgemoe.cli.doctor.checks import daemon
 from edgemoe.cli.status import render, take
 from edgemoe.config.settings import Settings
 from edgemoe.errors import ServiceError

@@ -172,7 +172,7 @@ def full_memory(path: Path) -> None:
 
 def step(args: Namespace) -> None:
     """Everything is resident, so that the steps differ by the controller alone."""
-    from edgemoe.cli.plan.miniature import Ours
+    from edgemoe.cli.plan.measure import Ours
     from tools.bench.make_model import make_config
 
     shape = {"layers": 48, "hidden": args.hidden, "heads": 8, "kv_heads": 2, "head_dim": 64, "experts": 128}

@@ -32,7 +32,7 @@ os.environ.update(WORKER_ENV)  # before anything loads torch
 
 import torch  # noqa: E402
 
-from edgemoe.cli.plan.miniature import Ours, random_decoder, resident_tiers, with_encodings  # noqa: E402
+from edgemoe.cli.plan.measure import Ours, random_decoder, resident_tiers, with_encodings  # noqa: E402
 from edgemoe.families.config import spec_from_config  # noqa: E402
 from edgemoe.families.spec import ModelSpec  # noqa: E402
 from edgemoe.kernels.cpu.runtime import Kernels  # noqa: E402

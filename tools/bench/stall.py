@@ -41,7 +41,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from edgemoe import demo
-from edgemoe.cli.plan.miniature import RandomStore, random_decoder
+from edgemoe.cli.plan.measure import RandomStore, random_decoder
 from edgemoe.config.budgets import DeviceBudget
 from edgemoe.engine.driver import SequenceDriver
 from edgemoe.experts.build import ExpertTiers, TierMemory

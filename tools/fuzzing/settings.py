@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 
-from edgemoe.cli.settings import as_toml
-from edgemoe.cli.systemd_units import templates
+from edgemoe.cli.service import templates
+from edgemoe.cli.show_config import as_toml
 from edgemoe.config.loading import flatten, load
 from edgemoe.config.settings import DeviceSettings, Settings
 from edgemoe.errors import ConfigError

@@ -14,9 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from edgemoe.cli.client import socket_of
-from edgemoe.cli.doctor import box, settings_fit
-from edgemoe.cli.doctor.daemon import boxes, daemon, unit
-from edgemoe.cli.doctor.remedies import REMEDIES, Finding
+from edgemoe.cli.doctor import checks
+from edgemoe.cli.doctor.checks import REMEDIES, Finding
 from edgemoe.cli.output import console
 from edgemoe.cli.plan.disk import disk_rate
 from edgemoe.config.loading import load
@@ -39,11 +38,11 @@ def run(args: argparse.Namespace) -> int:
 
 def examine(args: argparse.Namespace) -> Iterator[Finding]:
     """Looks at everything that the settings name. Keys and users' text are in no finding."""
-    yield from looked("versions", box.software)
-    yield from looked("processor", box.processor)
+    yield from looked("versions", checks.software)
+    yield from looked("processor", checks.processor)
     machine = probes.look(visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"))
-    yield from looked("gpu", lambda: box.gpus(machine))
-    yield from looked("memory", lambda: box.memory(machine))
+    yield from looked("gpu", lambda: checks.gpus(machine))
+    yield from looked("memory", lambda: checks.memory(machine))
     try:
         loaded = load(Path(args.config) if args.config else None, args.set)
         path = socket_of(args)
@@ -53,20 +52,20 @@ def examine(args: argparse.Namespace) -> Iterator[Finding]:
     settings = loaded.settings
     files = ", ".join(map(str, loaded.files)) or "no file; all defaults"
     yield Finding("settings", "warning" if loaded.warnings else "pass", "; ".join(loaded.warnings) or files)
-    yield from looked("disk", lambda: box.disk(Path(settings.model.store_dir), disk_rate))
-    yield from looked("clock", lambda: box.clock(box.dated(settings), time.time()))
-    yield from looked("store", lambda: box.stores(settings, verify=args.verify))
-    yield from looked("keys", lambda: box.keys(loaded))
-    yield from looked("model", lambda: settings_fit.model(loaded))
-    yield from looked("device", lambda: settings_fit.devices(settings, machine))
-    yield from looked("memory", lambda: settings_fit.budgets(settings, machine))
-    yield from looked("kernels", lambda: settings_fit.kernels(settings))
-    yield from looked("open-files", lambda: settings_fit.open_files(settings))
-    found, health = daemon(path)
-    yield from looked("port", lambda: settings_fit.port(settings, runs=bool(health)))
+    yield from looked("disk", lambda: checks.disk(Path(settings.model.store_dir), disk_rate))
+    yield from looked("clock", lambda: checks.clock(checks.dated(settings), time.time()))
+    yield from looked("store", lambda: checks.stores(settings, verify=args.verify))
+    yield from looked("keys", lambda: checks.keys(loaded))
+    yield from looked("model", lambda: checks.model(loaded))
+    yield from looked("device", lambda: checks.devices(settings, machine))
+    yield from looked("memory", lambda: checks.budgets(settings, machine))
+    yield from looked("kernels", lambda: checks.kernels(settings))
+    yield from looked("open-files", lambda: checks.open_files(settings))
+    found, health = checks.daemon(path)
+    yield from looked("port", lambda: checks.port(settings, runs=bool(health)))
     yield from found
-    yield from looked("unit", unit)
-    yield from looked("peer-list", lambda: boxes(settings.cluster, health))
+    yield from looked("unit", checks.unit)
+    yield from looked("peer-list", lambda: checks.boxes(settings.cluster, health))
 
 
 def looked(check: str, look: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""Runs `edgemoe plan`: what lies where, how fast it will be, what limits it, and what would help most."""
+"""Runs `edgemoe plan`: where weights lie, how fast the model will be, what limits it, and what would help most."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -18,19 +18,23 @@ from rich.table import Table
 from edgemoe.cli.output import console
 from edgemoe.cli.plan import speed
 from edgemoe.cli.plan.disk import ROOM_BYTES, read_times
-from edgemoe.cli.plan.paces import model_of, rest_bytes
-from edgemoe.cli.plan.rates import LayerTimes, Rates, measure_layers, memory_rate
-from edgemoe.cli.plan.subject import Subject, Variant, find
+from edgemoe.cli.plan.measure import LayerTimes, Rates, decode_times, measure_layers, memory_rate
+from edgemoe.cli.plan.speed import Subject, Variant, find, model_of, rest_bytes
 from edgemoe.config.budgets import Budgets, devices_of, resolve_budgets, runs_on_gpu
 from edgemoe.config.loading import load
 from edgemoe.config.settings import Settings
 from edgemoe.config.sizes import format_rate, format_size
-from edgemoe.errors import CapacityError, ConfigError
+from edgemoe.errors import CapacityError, ConfigError, EdgemoeError, StoreError
 from edgemoe.experts.build import CODES
 from edgemoe.jit.object_cache import link
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.rights import become_owner
+from edgemoe.store.catalog import find_stores, is_store
+from edgemoe.store.manifest import Manifest
+from edgemoe.telemetry import metrics as names
 from edgemoe.telemetry import probes
+from edgemoe.telemetry.metrics import select
+from edgemoe.types.arrays import Json
 from edgemoe.types.machine import Machine
 from edgemoe.types.size_classes import SlabLayout
 from edgemoe.worker.assemble import kernel_dir
@@ -269,3 +273,65 @@ def _picture(
 
 def _boxes(boxes: int) -> str:
     return "this machine" if boxes == 1 else f"{boxes} boxes like this one"
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """Of one number of streams: seconds a token, tokens a second of all, and what takes most of a step."""
+
+    streams: int
+    per_output_token_s: float
+    tokens_per_s: float
+    limit: str
+
+
+def bounds(
+    settings: Settings, model: Json, metrics: Mapping[str, float], streams: Sequence[int], context_tokens: int
+) -> list[Bound]:
+    """Returns the bounds of a daemon's model, as its /health and /metrics tell of it, on a machine that is idle.
+
+    Raises StoreError where its store is not found, its experts are on a GPU, or a disk cannot be measured, and
+    CapacityError where memory does not allow to measure.
+    """
+    machine = probes.look(visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"))
+    if runs_on_gpu(devices_of(settings, machine)):
+        raise StoreError("what a GPU allows is not foretold")
+    (variant,) = find(str(served_store(settings, str(model["digest"]))), Path(settings.model.store_dir)).variants()
+    threads = settings.engine.threads or machine.cpus
+    torch.set_num_threads(threads)
+    kernels = Kernels(threads, variant.spec.dtype == "bfloat16", kernel_dir(settings))
+    link(CODES, kernel_dir(settings))
+    places = _places_of(settings, variant, metrics, memory_rate(kernels))
+    rest_s = rest_bytes(variant) / places.memory_bytes_per_s
+    read_bytes = context_tokens / 2 * variant.spec.kv_bytes_per_token
+    found = []
+    for count, layer_s in zip(streams, decode_times(variant.spec, kernels, streams), strict=True):
+        work = speed.StepWork(count, layer_s, rest_s, count * read_bytes)
+        times = speed.step(model_of(variant), work, places, "usual")
+        found.append(Bound(count, times.total_s, count / times.total_s, times.limit))
+    return found
+
+
+def served_store(settings: Settings, digest: str) -> Path:
+    """Returns the store of that content. Raises StoreError."""
+    named = Path(settings.model.path or "/nowhere")
+    for store in ([named] if is_store(named) else []) + find_stores(settings.model.store_dir):
+        try:
+            if Manifest.read(store).digest == digest:
+                return store
+        except (EdgemoeError, OSError):  # another one, unfinished or damaged
+            continue
+    raise StoreError(f"the daemon's store is not among those in {settings.model.store_dir}")
+
+
+def _places_of(
+    settings: Settings, variant: Variant, metrics: Mapping[str, float], memory_bytes_per_s: float
+) -> speed.Places:
+    count = variant.spec.geometry.count
+    ram, vram = (min(1.0, select(metrics, names.TIER_SLOTS, tier=tier) / count) for tier in ("ram", "vram"))
+    link = settings.device[0].link_bytes_per_s or select(metrics, names.LINK_RATE, link="0")
+    size, directory = variant.spec.geometry.largest_bytes, Path(settings.model.store_dir)
+    (disk_s,) = read_times(directory, [size], speed.READ_AT_ONCE) if ram < 1 else [()]
+    if ram < 1 and not disk_s:
+        raise StoreError(f"the disk of {directory} was not measured: it may not be written to, or is full")
+    return speed.Places(vram or ram, ram, link if vram else 0.0, disk_s, memory_bytes_per_s)

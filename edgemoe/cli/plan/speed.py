@@ -1,19 +1,103 @@
-"""How fast a model will be, from rates of the machine and what memory holds of its experts. Pure.
+"""Foretells a model's speed from the machine's rates and the share of its experts in memory. Pure but for `find`.
 
-A step takes what its layers take with every expert in memory, and what missing experts take on their way. How many
-are missing is read from a curve that was fixed before, from other models' routing: the mean miss ratio of the policy
-`learned` on recordings of DeepSeek-V2-Lite and GPT-OSS-20B, as in tools/bench/results/cache_replay.md. A model whose
-gates choose evenly, as random weights do, misses what is not held: `even`.
+A step takes its layers' time with every expert in memory, plus the time that missing experts take to arrive. The miss
+ratio is read from a curve fixed beforehand: the mean of the policy `learned` on recordings of DeepSeek-V2-Lite and
+GPT-OSS-20B (tools/bench/results/cache_replay.md). `even` is for gates that choose evenly, as random weights do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
 from edgemoe.experts.compute.cpu_experts import WORTH_S
+from edgemoe.families.spec import ModelSpec, dense_shapes
+from edgemoe.store.catalog import is_store, resolve, spec_at
+from edgemoe.store.layout import MATRICES
+from edgemoe.store.manifest import Manifest, spec_of
+from edgemoe.types.encoding import ENCODINGS, Encoding
+
+CHOICES = (("int8", ""), ("int4", ""), ("int4", "int8"))  # experts, dense: what a checkpoint can be packed in besides
+HEADER_BYTES = 160  # of one tensor in a file's header, about
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A model in one encoding, and how to get it so."""
+
+    label: str
+    spec: ModelSpec
+    packing: str  # options of `edgemoe pack`; "" is the model as it is
+
+    @property
+    def dense_bytes(self) -> int:
+        """Returns the size of the file of dense weights, to about a page."""
+        shapes = dense_shapes(self.spec)
+        return sum(dense_size(self.spec, name, shape) + HEADER_BYTES for name, shape in shapes.items())
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A model: its name, its spec as it is, and its store where it has one."""
+
+    name: str
+    spec: ModelSpec
+    store: Path | None
+
+    def variants(self) -> Iterator[Variant]:
+        """Yields the model as it is, then what it can be packed in; a store is what it is."""
+        yield Variant(_label(self.spec), self.spec, "")
+        if self.store is not None:
+            return
+        for experts, dense in CHOICES:
+            geometry = self.spec.geometry
+            if ENCODINGS[experts].fits(geometry.hidden) and ENCODINGS[experts].fits(geometry.width):
+                spec = replace(self.spec, encodings=(experts,) * geometry.layers, dense_encoding=dense)
+                if (_label(spec)) != _label(self.spec):
+                    yield Variant(_label(spec), spec, f"--experts {experts}" + (f" --dense {dense}" if dense else ""))
+
+
+def find(name: str, store_dir: Path) -> Subject:
+    """Returns the model in a checkpoint's folder, a packed store (by name, too) or a config.json.
+
+    Raises CheckpointError, UnsupportedModel, StoreError.
+    """
+    path = Path(name).expanduser()
+    if path.exists() and not is_store(path):
+        about = path.absolute()
+        return Subject(about.parent.name if about.is_file() else about.name, spec_at(path), None)
+    store = resolve(name, store_dir)
+    return Subject(store.name, spec_of(Manifest.read(store)), store)
+
+
+def dense_size(spec: ModelSpec, name: str, shape: tuple[int, ...]) -> int:
+    """Returns the bytes of one dense tensor as it is stored."""
+    *rows, columns = shape
+    size = dense_encoding(spec, name, columns).row_bytes(columns)
+    for count in rows:
+        size *= count
+    return size
+
+
+def layer_bytes(spec: ModelSpec, layer: int) -> int:
+    """Returns the bytes of a layer's dense tensors as they are stored."""
+    shapes = dense_shapes(spec).items()
+    return sum(dense_size(spec, name, shape) for name, shape in shapes if f".layers.{layer}." in name)
+
+
+def dense_encoding(spec: ModelSpec, name: str, columns: int) -> Encoding:
+    """Returns what a dense tensor is stored in."""
+    encoded = ENCODINGS[spec.dense_encoding or spec.dtype]
+    return encoded if name.endswith(MATRICES) and encoded.fits(columns) else ENCODINGS[spec.dtype]
+
+
+def _label(spec: ModelSpec) -> str:
+    experts = spec.encodings[0] if spec.encodings else spec.dtype
+    return experts + (f", dense {spec.dense_encoding}" if spec.dense_encoding else "")
+
 
 HELD = (0.0, 0.10, 0.25, 0.50, 0.75, 1.0)
 MISSES = {"usual": (1.0, 0.55, 0.31, 0.13, 0.04, 0.0), "even": tuple(1 - held for held in HELD)}
@@ -109,3 +193,21 @@ def distinct(model: Model, tokens: int) -> float:
 
 def _missed(held: float, curve: str) -> float:
     return float(np.interp(held, HELD, MISSES[curve]))
+
+
+def model_of(variant: Variant) -> Model:
+    """Returns the sizes that speed depends on."""
+    geometry = variant.spec.geometry
+    return Model(geometry.layers, geometry.experts, geometry.top_k, geometry.largest_bytes)
+
+
+def rest_bytes(variant: Variant) -> float:
+    """Returns the bytes that a step reads outside the layers that were measured: the head, and dense layers."""
+    spec = variant.spec
+    inside = {f"model.layers.{layer}." for layer in spec.expert_layers}
+    total = 0
+    for name, shape in dense_shapes(spec).items():
+        layer = ".".join(name.split(".")[:3]) + "."
+        if layer not in inside and ("embed_tokens" not in name or spec.block.tied):
+            total += dense_size(spec, name, shape)
+    return total

@@ -22,8 +22,8 @@ from support.checkpoints import partial_store, tiny_checkpoint
 from support.etcd_process import free_ports
 from support.waiting import until
 
-from edgemoe.cli.pull import peers, store_pull
-from edgemoe.cli.pull.peers import pull
+from edgemoe.cli import store_download
+from edgemoe.cli.store_download import pull
 from edgemoe.cluster.control.messages import CONTROL, ControlMessage, FindStore, StoreAt
 from edgemoe.cluster.data.messages import BULK, BulkMessage, FetchPiece
 from edgemoe.cluster.data.store_fetch import Pace, StorePieceServer
@@ -211,7 +211,7 @@ async def test_what_cannot_be_read_on_the_only_box_that_has_it_ends_the_pull(
     tmp_path: Path, copy_of: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, part: str, told: str
 ) -> None:
     for wait in ("RETRY_S", "LOOK_S"):
-        monkeypatch.setattr(store_pull, wait, 0.01)
+        monkeypatch.setattr(store_download, wait, 0.01)
     async with house(tmp_path, a=copy_of("a")) as made:
         manifest, pieces = made.boxes["a"].manifest, made.boxes["a"].pieces
         unreadable = manifest.entry(1, 2).xxh3_128 if part == "expert" else manifest.dense.xxh3_128
@@ -495,7 +495,7 @@ async def test_heartbeats_wait_behind_no_piece(
         beats[name] = made._settings.heartbeat_s
         return made
 
-    monkeypatch.setattr(peers, "Channel", noted)
+    monkeypatch.setattr(store_download, "Channel", noted)
     async with house(tmp_path, a=copy_of("a")) as made:
         await made.pull()
     assert beats == {"control": 0.5, "bulk": 0.0}

@@ -1,21 +1,129 @@
-"""One pull of a store from several boxes at once, by pieces."""
+"""Downloads a store from the other boxes of a cluster: from all that have it at once, each piece verified.
+
+Boxes are found on the control channel; pieces come over the bulk channel.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from edgemoe.cli.pull.boxes import StoreBox, StoreFinder, experts_of
-from edgemoe.errors import PeerError, PeerRefused, StoreError
+import msgspec
+
+from edgemoe.cluster.control.messages import CONTROL, ControlMessage, FindStore, StoreAt, Welcome
+from edgemoe.cluster.data.messages import BULK, BulkMessage
+from edgemoe.cluster.data.store_fetch import Pace, PieceChannel
+from edgemoe.cluster.rpc.channel import Channel
+from edgemoe.cluster.rpc.envelope import Answer, Question
+from edgemoe.cluster.rpc.keys import AllowList, Peer, load_secret
+from edgemoe.cluster.rpc.transport import ChannelSettings, Transport
+from edgemoe.config.settings import ClusterSettings
+from edgemoe.errors import ConfigError, PeerError, PeerRefused, PeerUnavailable, StoreError
+from edgemoe.front.peers_list import listed
 from edgemoe.store.files import checksum
+from edgemoe.store.manifest import MAX_MANIFEST_BYTES, Manifest, model_of
 from edgemoe.store.packer import Progress
-from edgemoe.store.peer_copy import ExpertPiece, PulledStore, absent
+from edgemoe.store.peer_copy import ExpertPiece, PulledStore, absent, check, merged, opened
 
 log = logging.getLogger(__name__)
+
+MEET_S, ASK_S = 5.0, 10.0
+
+
+@dataclass(slots=True)
+class StoreBox:
+    """A box that has the store, or some of it."""
+
+    peer: Peer
+    offer: StoreAt
+    manifest: Manifest
+    has: set[str]  # checksums of experts
+    looked_s: float = field(default_factory=time.monotonic)
+
+
+class StoreFinder:
+    """Meets boxes, on both channels."""
+
+    def __init__(
+        self, control: Channel[ControlMessage], bulk: Channel[BulkMessage], pieces: PieceChannel, model: str
+    ) -> None:
+        self.pieces = pieces
+        self._control, self._bulk, self._model = control, bulk, model
+
+    async def find(self, peers: dict[str, Peer]) -> list[StoreBox]:
+        """Returns the boxes that have the model. Raises StoreError saying why none has."""
+        found = await asyncio.gather(*map(self._meet, peers.values()), return_exceptions=True)
+        boxes = [each for each in found if isinstance(each, StoreBox)]
+        for each in found:
+            if not isinstance(each, StoreBox | PeerError | StoreError):
+                raise each
+        if not boxes:
+            raise StoreError(f"no box has {self._model}: " + "; ".join(map(str, found)))
+        if len({box.offer.model for box in boxes}) > 1:
+            raise StoreError(f"boxes have different models of the name {self._model}; name one by its store")
+        return boxes
+
+    async def locate(self, peer: Peer) -> StoreAt:
+        """Connects to what a box serves. Raises PeerError, StoreError where it is another model."""
+        self._control.connect(peer)
+        await _until_up(self._control, peer.node)
+        with suppress(PeerRefused):  # any answer tells which versions it speaks
+            await self._control.ask(peer.node, Welcome(), timeout_s=ASK_S)
+        answer = (await self._control.ask(peer.node, FindStore(), timeout_s=ASK_S)).message
+        if not isinstance(answer, StoreAt):
+            raise PeerRefused(f"{peer.node} answered with something else")
+        if not _is_called(answer, self._model):
+            raise StoreError(f"{peer.node} serves {answer.name} ({answer.store})")
+        host = peer.address.rpartition(":")[0]
+        self._bulk.connect(msgspec.structs.replace(peer, address=f"{host}:{answer.bulk_port}"))
+        await _until_up(self._bulk, peer.node)
+        await self.pieces.greet(peer.node)
+        return answer
+
+    async def manifest(self, peer: Peer, offer: StoreAt) -> Manifest:
+        """Returns what a box has. Raises PeerError, StoreError."""
+        text = await self.pieces.small(peer.node, offer.model, MAX_MANIFEST_BYTES)
+        manifest = Manifest.parse(text, f"what {peer.node} has")
+        if manifest.digest != offer.model:
+            raise StoreError(f"{peer.node} names model {offer.model[:12]} and has {manifest.digest[:12]}")
+        return manifest
+
+    def is_up(self, node: str) -> bool:
+        return self._bulk.is_up(node)
+
+    async def _meet(self, peer: Peer) -> StoreBox:
+        offer = await self.locate(peer)
+        manifest = await self.manifest(peer, offer)
+        return StoreBox(peer, offer, manifest, experts_of(manifest))
+
+
+def experts_of(manifest: Manifest) -> set[str]:
+    """Returns the checksums of the experts that a manifest lists."""
+    return {entry.xxh3_128 for layer in manifest.layers for entry in layer.experts}
+
+
+def _is_called(offer: StoreAt, model: str) -> bool:
+    names = (offer.name, offer.store, model_of(offer.store), offer.model)
+    return model in names
+
+
+async def _until_up(channel: Channel[Any], node: str) -> None:
+    ends = time.monotonic() + MEET_S
+    while not channel.is_up(node):
+        if time.monotonic() > ends:
+            why = "is its daemon up, and is this box in its list?"
+            raise PeerUnavailable(f"{node} cannot be reached on its {channel.name} channel; {why}")
+        await asyncio.sleep(0.02)
+
+
 LANES = 2  # pieces that come from one box at once
 RETRY_S, LOOK_S = 1.0, 5.0
 STALLED_S = 30.0  # without a byte from any box
@@ -250,3 +358,44 @@ def check_complete(store: PulledStore, bad: dict[str, set[str]]) -> None:
         )
     if count := absent(store.whole):
         raise StoreError(f"{store.directory}: {count} experts are on no box; run it again when one has them")
+
+
+async def pull(settings: ClusterSettings, store_dir: Path, model: str, rate: float, progress: Progress) -> Path:
+    """Returns the store of `model`, with every expert that any box has. Raises StoreError, PeerError, ConfigError."""
+    if not settings.node:
+        raise ConfigError("--from-peers: this box is in no cluster; set cluster.node, key_file, listen and peers_file")
+    peers = {name: peer for name, peer in listed(settings).items() if name != settings.node and peer.address}
+    if not peers:
+        raise StoreError(
+            "there is no other box to pull from: set cluster.join, or list one with its address in peers_file"
+        )
+    transport = Transport(settings.node, secrets.token_hex(8), load_secret(Path(settings.key_file)), AllowList({}))
+    control: Channel[ControlMessage] = Channel(transport, "control", CONTROL, _refuse, ChannelSettings(heartbeat_s=0.5))
+    # no heartbeats on bulk: over a slow link they would wait behind a part of a piece until they time out
+    bulk: Channel[BulkMessage] = Channel(transport, "bulk", BULK, _refuse)
+    work = [transport.run(), control.run(), bulk.run()]
+    running = [asyncio.ensure_future(each) for each in work]
+    try:
+        finder = StoreFinder(control, bulk, PieceChannel(bulk, Pace(rate), ASK_S), model)
+        boxes = await finder.find(peers)
+        whole = merged([box.manifest for box in boxes])
+        check(whole)
+        directory = store_dir / _name_of(boxes[0].offer)
+        with opened(directory, whole) as store:
+            store.check_room()
+            await StorePull(finder, boxes, store, progress).run()
+        return directory
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        transport.close()
+
+
+def _name_of(offer: StoreAt) -> str:
+    """Returns what the store is called here: as there, where that is a store's name."""
+    return offer.store if model_of(offer.store) != offer.store else f"{offer.store}-v2-{offer.model[:12]}"
+
+
+async def _refuse(question: Question[Any]) -> Answer[Any] | None:
+    raise PeerRefused("nothing is served here")

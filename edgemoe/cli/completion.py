@@ -6,8 +6,7 @@ import argparse
 import shlex
 from collections.abc import Iterator, Sequence
 
-from edgemoe.cli.parser import build_parser
-from edgemoe.cli.parser.options import CommandParser
+from edgemoe.cli.parser import CommandParser, build_parser
 from edgemoe.config.loading import flatten
 from edgemoe.config.settings import Settings
 

@@ -1,7 +1,7 @@
-"""Runs `edgemoe dashboard`: shows a daemon's page on a loopback port, with a token that dies with the command.
+"""Runs `edgemoe dashboard`: proxies a daemon's page on a loopback port, with a token that ends with the command.
 
-The token stands in the address's fragment, which browsers keep to themselves; the page takes it for its key. What comes
-with the token is handed to the daemon's Unix socket, in the name of who runs the command.
+The token stands in the address's fragment, which browsers do not send; the page uses it as its key. Requests with the
+token are passed to the daemon's Unix socket, as the user who runs the command.
 """
 
 from __future__ import annotations

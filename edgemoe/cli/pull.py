@@ -1,4 +1,4 @@
-"""Has a model on this box, packed: `edgemoe pull`, from the hub or from the other boxes of a cluster."""
+"""Runs `edgemoe pull`: downloads a model, packed, from the hub or from the other boxes of a cluster."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _from_hub(args: argparse.Namespace, settings: Settings, progress: Progress) 
 
 
 def _from_peers(args: argparse.Namespace, settings: Settings, progress: Progress) -> Path:
-    from edgemoe.cli.pull.peers import pull
+    from edgemoe.cli.store_download import pull
 
     if (args.experts, args.dense, args.revision) != ("keep", "keep", "main"):
         raise ConfigError("--from-peers takes the store as the boxes have it: without --experts, --dense, --revision")

@@ -1,1 +1,0 @@
-"""Streams text from the daemon: `edgemoe chat` and `edgemoe generate`."""
