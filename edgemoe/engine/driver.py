@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from edgemoe.engine.blocks import BlockManager
-from edgemoe.engine.scheduler import Work
+from edgemoe.engine.scheduler import ScheduledWork
 from edgemoe.engine.sequence import Sequence, blocks_for
 from edgemoe.engine.state_slots import StateSlots
 from edgemoe.engine.steps import describe, make_batch
@@ -48,7 +48,7 @@ class SequenceDriver:
             while len(seq.tokens) > len(seq.blocks) * BLOCK_TOKENS:
                 self._blocks.append(seq)
             self._blocks.prepare(seq, len(chunk))
-            works.append(Work(seq, len(chunk)))
+            works.append(ScheduledWork(seq, len(chunk)))
         meta = describe(works)
         batch = make_batch(works, meta)
         for seq, tokens in works:

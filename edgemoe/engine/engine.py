@@ -16,14 +16,16 @@ from edgemoe.engine.loop import Emit, StepLoop
 from edgemoe.engine.prefix_transfer import PrefixTransfer
 from edgemoe.engine.scheduler import ChunkBudget, Scheduler
 from edgemoe.engine.state_slots import StateSlots
-from edgemoe.engine.steps import PHASES, LoadedModel, Runner, Watchers
+from edgemoe.engine.steps import PHASES, ForwardRunner, LoadedModel, StepObservers
 from edgemoe.telemetry import metrics as names
 from edgemoe.telemetry.metrics import named
 from edgemoe.types.request import RequestLimits
 from edgemoe.types.step import BLOCK_TOKENS
 
 
-def engine_metrics(loop: StepLoop, scheduler: Scheduler, runner: Runner, blocks: BlockManager) -> dict[str, float]:
+def engine_metrics(
+    loop: StepLoop, scheduler: Scheduler, runner: ForwardRunner, blocks: BlockManager
+) -> dict[str, float]:
     """Returns numbers of queues, blocks, steps and ended requests by metric name. May be called while a step runs."""
     metrics: dict[str, float] = {
         names.QUEUE_DEPTH: len(scheduler.waiting),
@@ -46,7 +48,7 @@ def engine_metrics(loop: StepLoop, scheduler: Scheduler, runner: Runner, blocks:
     return metrics
 
 
-NOBODY = Watchers()
+NOBODY = StepObservers()
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,7 @@ class Engine:
         budget: EngineBudget,
         emit: Emit,
         *,
-        watchers: Watchers = NOBODY,
+        watchers: StepObservers = NOBODY,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         spec, grammars, states = model.spec, model.grammars, None
@@ -93,7 +95,7 @@ class Engine:
             block_bytes = BLOCK_TOKENS * spec.kv_bytes_per_token
             kv_swap = KVSwap(model.kv, self.blocks, block_bytes, budget.kv_swap_bytes, model.kv.states)
         self.scheduler = Scheduler(settings, self.blocks, chunk_budget, kv_swap)
-        self.runner = Runner(model, self.blocks, chunk_budget, watchers)
+        self.runner = ForwardRunner(model, self.blocks, chunk_budget, watchers)
         self.loop = StepLoop(
             self.scheduler, self.runner, self.limits, emit, grammars, clock, budget.missing_expert_timeout_s
         )

@@ -22,49 +22,49 @@ MAX_USERS = 128  # of a principal
 
 
 @dataclass(slots=True)
-class Account:
+class ServiceAccount:
     """What is remembered of a principal, or of one of its users."""
 
     requests: int = 0  # waiting or running
     service: float = 0.0
     turn_s: float = 0.0  # when its latest request was admitted
     output_tokens: float | None = None  # of a user
-    users: Accounts | None = field(default=None, repr=False)  # of a principal
+    users: ServiceAccounts | None = field(default=None, repr=False)  # of a principal
 
 
-class Accounts:
+class ServiceAccounts:
     """Owns the accounts of those among whom something is shared out: all principals, or one's users."""
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self._known: OrderedDict[str, Account] = OrderedDict()
+        self._known: OrderedDict[str, ServiceAccount] = OrderedDict()
         self._present: set[str] = set()  # with a request here
 
-    def __getitem__(self, name: str) -> Account:
+    def __getitem__(self, name: str) -> ServiceAccount:
         return self._known[name]
 
     def __len__(self) -> int:
         return len(self._known)
 
-    def find(self, name: str) -> Account | None:
+    def find(self, name: str) -> ServiceAccount | None:
         """Returns the account of this name, if it is remembered."""
         return self._known.get(name)
 
-    def leads(self, names: Iterable[str]) -> list[float]:
+    def service_ahead(self, names: Iterable[str]) -> list[float]:
         """Returns the service of each beyond that of the least served one with a request, in prefilled tokens."""
         least = self._least_service()
         return [self._known[name].service - least for name in names]
 
-    def heading_since(self, name: str, arrived_s: float) -> float:
+    def head_of_line_since(self, name: str, arrived_s: float) -> float:
         """Returns since when a request that arrived at `arrived_s` can have been the first of this one's line.
 
         That is its arrival, or the latest admission where it is later.
         """
         return max(arrived_s, self._known[name].turn_s)
 
-    def join(self, name: str) -> Account:
+    def add_request(self, name: str) -> ServiceAccount:
         """Counts a request that arrived. One that comes back gets no credit for the time away."""
-        account = self._known.setdefault(name, Account())
+        account = self._known.setdefault(name, ServiceAccount())
         if account.requests == 0:
             account.service = max(account.service, self._least_service())
         account.requests += 1
@@ -73,7 +73,7 @@ class Accounts:
         self._forget()
         return account
 
-    def leave(self, name: str) -> None:
+    def remove_request(self, name: str) -> None:
         """Counts a request as gone."""
         account = self._known[name]
         account.requests -= 1
@@ -99,10 +99,10 @@ class Fairness:
     """Owns what is remembered of principals and users: service, length of answers, requests here."""
 
     def __init__(self) -> None:
-        self.principals = Accounts(MAX_PRINCIPALS)
+        self.principals = ServiceAccounts(MAX_PRINCIPALS)
         self._output_tokens = FIRST_GUESS_TOKENS
 
-    def users(self, principal: str) -> Accounts:
+    def users(self, principal: str) -> ServiceAccounts:
         """Returns the accounts of a principal's users."""
         users = self.principals[principal].users
         assert users is not None
@@ -115,29 +115,29 @@ class Fairness:
         mean = self._output_tokens if user is None or user.output_tokens is None else user.output_tokens
         return min(mean, float(max_tokens))
 
-    def join(self, identity: Identity) -> None:
+    def add_request(self, identity: Identity) -> None:
         """Counts a request that arrived."""
-        principal = self.principals.join(identity.principal)
+        principal = self.principals.add_request(identity.principal)
         if principal.users is None:
-            principal.users = Accounts(MAX_USERS)
-        principal.users.join(identity.user)
+            principal.users = ServiceAccounts(MAX_USERS)
+        principal.users.add_request(identity.user)
 
-    def leave(self, identity: Identity) -> None:
+    def remove_request(self, identity: Identity) -> None:
         """Counts a request as gone."""
-        self.users(identity.principal).leave(identity.user)
-        self.principals.leave(identity.principal)
+        self.users(identity.principal).remove_request(identity.user)
+        self.principals.remove_request(identity.principal)
 
-    def take_turn(self, identity: Identity, now_s: float) -> None:
+    def note_admission(self, identity: Identity, now_s: float) -> None:
         """Notes when a request of the user was admitted."""
         for account in self._accounts(identity):
             account.turn_s = now_s
 
-    def serve(self, identity: Identity, prompt_tokens: int, output_tokens: int) -> None:
+    def add_service(self, identity: Identity, prompt_tokens: int, output_tokens: int) -> None:
         """Adds tokens that were computed for the user to its service and its principal's."""
         for account in self._accounts(identity):
             account.service += prompt_tokens + OUTPUT_WEIGHT * output_tokens
 
-    def finish(self, identity: Identity, output_tokens: int) -> None:
+    def add_answer(self, identity: Identity, output_tokens: int) -> None:
         """Adds the length of an answer that ended by itself to the means of the user and of all."""
         user = self.users(identity.principal)[identity.user]
         mean = self._output_tokens if user.output_tokens is None else user.output_tokens
@@ -153,5 +153,5 @@ class Fairness:
         for principal, users in principals.items():
             self.users(principal).check_integrity(users)
 
-    def _accounts(self, identity: Identity) -> tuple[Account, Account]:
+    def _accounts(self, identity: Identity) -> tuple[ServiceAccount, ServiceAccount]:
         return self.principals[identity.principal], self.users(identity.principal)[identity.user]

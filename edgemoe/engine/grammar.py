@@ -36,7 +36,7 @@ class CompiledGrammar:
     def __init__(self, matcher: LLMatcher, own_bytes: int) -> None:
         self.matcher, self.own_bytes = matcher, max(LEAST_BYTES, own_bytes)
         self.masks_s = 0.0  # of a processor, that its masks have taken
-        self.told_bytes = self.own_bytes  # when the budget was last looked at
+        self.reported_bytes = self.own_bytes  # when the budget was last looked at
 
     @property
     def bytes(self) -> int:
@@ -44,17 +44,17 @@ class CompiledGrammar:
         return self.own_bytes + min(GROWTH_BYTES, int(GROWTH_BYTES_PER_S * self.masks_s))
 
 
-class Matcher:
+class GrammarMatcher:
     """Tracks one sequence's position in its grammar."""
 
     def __init__(
-        self, grammar: CompiledGrammar, emitted: Sequence[int], grew: Callable[[CompiledGrammar], None]
+        self, grammar: CompiledGrammar, emitted: Sequence[int], on_growth: Callable[[CompiledGrammar], None]
     ) -> None:
         """Starts after the tokens emitted so far. Raises InvalidRequest where they do not follow the grammar.
 
-        `grew` is told of each further LEAST_BYTES, and raises InvalidRequest where the grammar has grown too large.
+        Calls `on_growth` for each further LEAST_BYTES; it raises InvalidRequest where the grammar is too large.
         """
-        self._grammar, self._grew = grammar, grew
+        self._grammar, self._on_growth = grammar, on_growth
         self._matcher = grammar.matcher.deep_copy()
         self._masks_s, self._tokens = 0.0, 0
         for token in emitted:
@@ -65,21 +65,21 @@ class Matcher:
         """Sets bit t of `mask` [V / 32] for each token t that may come next. Raises InvalidRequest."""
         began_s = time.thread_time()
         self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-        self._took(time.thread_time() - began_s)
+        self._add_time(time.thread_time() - began_s)
 
     def accept(self, token: int) -> None:
         """Advances by `token`. Raises InvalidRequest where the grammar does not allow it."""
         began_s = time.thread_time()
         self._tokens += 1
         self._matcher.consume_token(token)
-        self._took(time.thread_time() - began_s)
+        self._add_time(time.thread_time() - began_s)
 
     @property
     def finished(self) -> bool:
         """Returns whether the grammar is complete, so that only the end may follow."""
         return bool(self._matcher.is_stopped())
 
-    def _took(self, seconds: float) -> None:
+    def _add_time(self, seconds: float) -> None:
         self._masks_s += seconds
         self._grammar.masks_s += seconds
         self._check()
@@ -89,9 +89,9 @@ class Matcher:
                 f"and {MASKS_S:g} s and {MASK_S:g} s a token are allowed; simplify the schema",
                 code="invalid_grammar",
             )
-        if self._grammar.bytes - self._grammar.told_bytes >= LEAST_BYTES:
-            self._grammar.told_bytes = self._grammar.bytes
-            self._grew(self._grammar)
+        if self._grammar.bytes - self._grammar.reported_bytes >= LEAST_BYTES:
+            self._grammar.reported_bytes = self._grammar.bytes
+            self._on_growth(self._grammar)
 
     def _check(self) -> None:
         if self._matcher.is_error():
@@ -103,10 +103,10 @@ class CompileJob:
 
     def __init__(self, grammar: str, own_bytes: int, emitted: Sequence[int]) -> None:
         self.grammar, self.own_bytes, self.emitted = grammar, own_bytes, emitted
-        self.future: Future[Matcher] = Future()
+        self.future: Future[GrammarMatcher] = Future()
 
 
-class Grammars:
+class GrammarCompiler:
     """Compiles grammars on threads of its own, by principals in turn: a complex one delays no step."""
 
     def __init__(self, tokenizer: LLTokenizer) -> None:
@@ -124,7 +124,7 @@ class Grammars:
 
     def matcher(
         self, grammar: str, emitted: Sequence[int], trial: GrammarTrial | None = None, principal: str = ""
-    ) -> Future[Matcher]:
+    ) -> Future[GrammarMatcher]:
         """Returns a future matcher that has accepted the tokens emitted so far. The future raises InvalidRequest.
 
         One that is cancelled before its turn is not compiled.
@@ -132,13 +132,13 @@ class Grammars:
         job = CompileJob(grammar, 0 if trial is None else trial.bytes, emitted)
         with self._lock:
             self._turns.put(principal, job)
-        self._threads.submit(self._run)
+        self._threads.submit(self._run_jobs)
         return job.future
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _run(self) -> None:
+    def _run_jobs(self) -> None:
         """Does all jobs whose turn it is; one whose principal has another under way comes after that, in its thread."""
         while True:
             with self._lock:
@@ -148,14 +148,14 @@ class Grammars:
             (principal, job), began_s = turn, time.monotonic()
             try:
                 if job.future.set_running_or_notify_cancel():
-                    self._settle(job)
+                    self._resolve(job)
             finally:
                 with self._lock:
                     self._turns.end(principal, time.monotonic() - began_s)
 
-    def _settle(self, job: CompileJob) -> None:
+    def _resolve(self, job: CompileJob) -> None:
         try:
-            found = Matcher(self._compiled(job), job.emitted, self._grew)
+            found = GrammarMatcher(self._compiled(job), job.emitted, self._on_growth)
         except InvalidRequest as error:
             job.future.set_exception(error.with_traceback(None))  # which would keep the grammar
         except BaseException as error:
@@ -174,7 +174,7 @@ class Grammars:
             self._all.add(compiled)
             while len(self._kept) > CACHED:
                 self._kept.popitem(last=False)
-        self._grew(compiled)
+        self._on_growth(compiled)
         return compiled
 
     def _compile(self, grammar: str) -> LLMatcher:
@@ -183,7 +183,7 @@ class Grammars:
             raise InvalidRequest(f"the grammar is not valid: {_reason(compiled)}", code="invalid_grammar")
         return compiled
 
-    def _grew(self, grammar: CompiledGrammar) -> None:
+    def _on_growth(self, grammar: CompiledGrammar) -> None:
         """Forgets grammars while all exceed the budget. Raises InvalidRequest where `grammar` is the largest then."""
         with self._lock:
             while self.bytes > BUDGET_BYTES and self._kept:

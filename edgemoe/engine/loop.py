@@ -16,10 +16,10 @@ from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from edgemoe.engine.sampler import Sampled
-from edgemoe.engine.scheduler import Scheduler, Work
+from edgemoe.engine.sampler import SampledToken
+from edgemoe.engine.scheduler import ScheduledWork, Scheduler
 from edgemoe.engine.sequence import Sequence, check_request
-from edgemoe.engine.steps import BROKEN, Runner, Steps
+from edgemoe.engine.steps import FATAL_ERRORS, ForwardRunner, StepRunner
 from edgemoe.errors import (
     DeadlineExceeded,
     EdgemoeError,
@@ -32,7 +32,7 @@ from edgemoe.errors import (
 from edgemoe.types.request import Emission, Request, RequestLimits
 
 if TYPE_CHECKING:
-    from edgemoe.engine.grammar import Grammars, Matcher
+    from edgemoe.engine.grammar import GrammarCompiler, GrammarMatcher
 
 Emit = Callable[[list[Emission]], None]
 MAX_INBOX = 8192  # messages that wait for the end of the step
@@ -46,10 +46,10 @@ class StepLoop:
     def __init__(
         self,
         scheduler: Scheduler,
-        runner: Runner,
+        runner: ForwardRunner,
         limits: RequestLimits,
         emit: Emit,
-        grammars: Grammars | None = None,
+        grammars: GrammarCompiler | None = None,
         clock: Callable[[], float] = time.monotonic,
         missing_expert_timeout_s: float = 0.0,
     ) -> None:
@@ -59,7 +59,7 @@ class StepLoop:
         """
         self.finished = Counter[str]()  # by reason: stop | length | error | cancelled
         self._missing_expert_timeout_s = missing_expert_timeout_s
-        self.steps, self._runner = Steps(runner, scheduler), runner
+        self.steps, self._runner = StepRunner(runner, scheduler), runner
         self._scheduler, self._limits = scheduler, limits
         self._emit, self._grammars, self._clock = emit, grammars, clock
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
@@ -100,22 +100,22 @@ class StepLoop:
         """Runs steps until stopped, and sleeps while there is nothing to do."""
         while not self._stopped:
             if not self.step():
-                self._wait()
+                self._sleep()
 
     def step(self) -> bool:
         """Takes what has arrived and computes one step. Returns False if nothing could be computed."""
         with self._runner.in_step():
-            self._take()
+            self._run_inbox()
             now_s = self._clock()
             for seq in self._scheduler.expired(now_s):
                 late = DeadlineExceeded("the deadline passed before the answer was complete")
-                self._end(seq, "error", seq.missing_expert or late)
+                self._finish(seq, "error", seq.missing_expert or late)
             works = [] if self._stopped else self._scheduler.schedule(now_s)
-            self._compute(works)
-            self._flush()
+            self._compute_step(works)
+            self._flush_emissions()
             return any(work.seq.missing_expert is None or not work.seq.blocks for work in works)  # or it made room
 
-    def _wait(self) -> None:
+    def _sleep(self) -> None:
         now_s, requests = self._clock(), self._requests.values()
         ends = [now_s + RETRY_S if seq.missing_expert else seq.deadline_s for seq in requests]
         timeout_s = min(LONGEST_WAIT_S, max(0.0, min(ends) - now_s)) if ends else None
@@ -123,11 +123,11 @@ class StepLoop:
             with suppress(Empty):
                 self._inbox.get(timeout=timeout_s)()
 
-    def _take(self) -> None:
+    def _run_inbox(self) -> None:
         for _ in range(self._inbox.qsize()):
             self._inbox.get()()
 
-    def _flush(self) -> None:
+    def _flush_emissions(self) -> None:
         if self._out:
             out, self._out = self._out, []
             self._emit(out)
@@ -139,75 +139,77 @@ class StepLoop:
         if older is not None and older.attempt >= seq.attempt:
             return
         if older is not None:
-            self._forget(older)
-        with self._costs(seq):
+            self._remove(older)
+        with self._failing_alone(seq):
             emitted = seq.tokens[seq.prompt_tokens :]
             check_request(seq.request, emitted, self._limits, grammars=self._grammars is not None)
             if self._draining:
                 raise EngineUnavailable("the engine is shutting down")
-            self._queue(seq)
+            self._enqueue(seq)
 
-    def _queue(self, seq: Sequence) -> None:
-        if finish := self._finish_of(seq):
-            self._put_end(seq, finish)
+    def _enqueue(self, seq: Sequence) -> None:
+        if finish := self._length_finish(seq):
+            self._emit_end(seq, finish)
             return
         self._requests[seq.request.id] = seq
         if refused := self._scheduler.add(seq):
             self._refuse(refused)
         if refused is not seq:
-            self._compile(seq)
+            self._start_compiling(seq)
 
-    def _compile(self, seq: Sequence) -> None:
+    def _start_compiling(self, seq: Sequence) -> None:
         if (grammar := seq.sampling.grammar) is not None and self._grammars is not None:
             emitted, who = seq.tokens[seq.prompt_tokens :], seq.identity.principal
             seq.compiling = self._grammars.matcher(grammar, emitted, seq.sampling.grammar_trial, who)
-            seq.compiling.add_done_callback(lambda future: self._inbox.put(lambda: self._compiled(seq, future)))
+            seq.compiling.add_done_callback(
+                lambda future: self._inbox.put(lambda: self._on_grammar_compiled(seq, future))
+            )
 
-    def _compiled(self, seq: Sequence, compiling: Future[Matcher]) -> None:
+    def _on_grammar_compiled(self, seq: Sequence, compiling: Future[GrammarMatcher]) -> None:
         if self._requests.get(seq.request.id) is not seq or compiling.cancelled():
             return
-        with self._costs(seq):
+        with self._failing_alone(seq):
             seq.matcher = compiling.result()
             seq.ready = True
             if seq.matcher.finished:
-                self._end(seq, "stop")
+                self._finish(seq, "stop")
 
     def _refuse(self, seq: Sequence) -> None:
         error = QueueFull("the queue is full; try again later", retry_after_s=self._scheduler.retry_after_s())
         if (known := self._requests.get(seq.request.id)) is seq:
             del self._requests[seq.request.id]
         elif known is not None and known.attempt < seq.attempt:
-            self._forget(known)
-        self._put_end(seq, "error", error)
+            self._remove(known)
+        self._emit_end(seq, "error", error)
 
     def _cancel(self, request: str, attempt: int) -> None:
         if (seq := self._requests.get(request)) is not None and seq.attempt == attempt:
             self.finished["cancelled"] += 1
-            self._forget(seq)
+            self._remove(seq)
 
-    def _forget(self, seq: Sequence) -> None:
+    def _remove(self, seq: Sequence) -> None:
         self._scheduler.remove(seq)
         del self._requests[seq.request.id]
 
-    def _end(self, seq: Sequence, finish: str, error: EdgemoeError | None = None) -> None:
-        self._forget(seq)
-        self._put_end(seq, finish, error)
+    def _finish(self, seq: Sequence, finish: str, error: EdgemoeError | None = None) -> None:
+        self._remove(seq)
+        self._emit_end(seq, finish, error)
 
     @contextmanager
-    def _costs(self, seq: Sequence) -> Iterator[None]:
+    def _failing_alone(self, seq: Sequence) -> Iterator[None]:
         """Ends `seq` alone with what is raised inside the `with` block."""
         try:
             yield
-        except BROKEN:
+        except FATAL_ERRORS:
             raise
         except Exception as raised:
             error = self.steps.blame(seq, raised)
             if self._requests.get(seq.request.id) is seq:
-                self._forget(seq)
-            self._put_end(seq, "error", error)
+                self._remove(seq)
+            self._emit_end(seq, "error", error)
 
-    def _put_end(self, seq: Sequence, finish: str, error: EdgemoeError | None = None) -> None:
-        self._put(
+    def _emit_end(self, seq: Sequence, finish: str, error: EdgemoeError | None = None) -> None:
+        self._add_emission(
             seq,
             index=seq.emitted,
             finish=finish,
@@ -216,7 +218,7 @@ class StepLoop:
             retry_after_s=error.retry_after_s if isinstance(error, QueueFull) else 0.0,
         )
 
-    def _put(self, seq: Sequence, *, index: int, **fields: Any) -> None:
+    def _add_emission(self, seq: Sequence, *, index: int, **fields: Any) -> None:
         cached_tokens = seq.cached_tokens or 0 if index == seq.first_index else 0
         self._out.append(
             Emission(
@@ -233,60 +235,62 @@ class StepLoop:
 
     # --- the step
 
-    def _compute(self, works: list[Work]) -> None:
+    def _compute_step(self, works: list[ScheduledWork]) -> None:
         """Computes one step; sequences whose expert was missing in the last one run alone, after the others."""
         alone = [work for work in works if work.seq.missing_expert]
         if whole := [work for work in works if not work.seq.missing_expert]:
-            self._run(whole)
+            self._run_works(whole)
         for work in alone:
-            self._run([work])
+            self._run_works([work])
 
-    def _run(self, works: list[Work]) -> None:
+    def _run_works(self, works: list[ScheduledWork]) -> None:
         blamed = self.steps.blamed
         for seq, sampled in self.steps.run(works):
             if isinstance(sampled, StoreError):
-                self._lack(seq, sampled)
+                self._retry_or_fail(seq, sampled)
                 continue
             seq.missing_expert = None
-            if isinstance(sampled, Sampled):
-                with self._costs(seq):
-                    self._deliver(seq, sampled)
+            if isinstance(sampled, SampledToken):
+                with self._failing_alone(seq):
+                    self._deliver_token(seq, sampled)
             elif sampled is not None and not self.steps.restart(seq, sampled):
-                self._end(seq, "error", sampled)
+                self._finish(seq, "error", sampled)
         if self.steps.blamed > blamed:
             self.check_integrity()
 
-    def _lack(self, seq: Sequence, error: StoreError) -> None:
+    def _retry_or_fail(self, seq: Sequence, error: StoreError) -> None:
         """Keeps the request for a retry, or ends it where the expert is damaged or has been missing for too long."""
         now_s = self._clock()
         seq.missing_since_s = seq.missing_since_s if seq.missing_expert else now_s
         seq.missing_expert = error
         if not isinstance(error, MissingExpert) or now_s - seq.missing_since_s >= self._missing_expert_timeout_s:
-            self._end(seq, "error", error)
+            self._finish(seq, "error", error)
 
-    def _deliver(self, seq: Sequence, sampled: Sampled) -> None:
+    def _deliver_token(self, seq: Sequence, sampled: SampledToken) -> None:
         """Adds the token, or ends `seq`. What may raise (the grammar) comes before anything is changed."""
         stopped = sampled.token in seq.sampling.stop_token_ids
         if seq.matcher is not None and not stopped:
             seq.matcher.accept(sampled.token)
         complete = seq.matcher is not None and seq.matcher.finished
         if stopped:
-            self._scheduler.fairness.finish(seq.identity, seq.emitted)
-            self._end(seq, "stop")
+            self._scheduler.fairness.add_answer(seq.identity, seq.emitted)
+            self._finish(seq, "stop")
         else:
-            self._append(seq, sampled, complete)
+            self._append_token(seq, sampled, complete)
 
-    def _append(self, seq: Sequence, sampled: Sampled, complete: bool) -> None:
+    def _append_token(self, seq: Sequence, sampled: SampledToken, complete: bool) -> None:
         index = seq.emitted
         seq.tokens.append(sampled.token)
-        self._scheduler.fairness.serve(seq.identity, 0, 1)
-        finish = "stop" if complete else self._finish_of(seq)
+        self._scheduler.fairness.add_service(seq.identity, 0, 1)
+        finish = "stop" if complete else self._length_finish(seq)
         if finish:
-            self._scheduler.fairness.finish(seq.identity, seq.emitted)
-            self._forget(seq)
-        self._put(seq, index=index, token=sampled.token, logprob=sampled.logprob, top=sampled.top, finish=finish)
+            self._scheduler.fairness.add_answer(seq.identity, seq.emitted)
+            self._remove(seq)
+        self._add_emission(
+            seq, index=index, token=sampled.token, logprob=sampled.logprob, top=sampled.top, finish=finish
+        )
 
-    def _finish_of(self, seq: Sequence) -> str:
+    def _length_finish(self, seq: Sequence) -> str:
         """Returns "length" if `seq` has reached its longest length, else ""."""
         if seq.emitted >= seq.sampling.max_tokens or len(seq.tokens) >= self._limits.context_tokens:
             return "length"

@@ -19,13 +19,13 @@ from edgemoe.errors import InvalidRequest, RequestError
 from edgemoe.types.request import Request, TokenLogprob
 
 if TYPE_CHECKING:
-    from edgemoe.engine.grammar import Matcher
+    from edgemoe.engine.grammar import GrammarMatcher
 
 RUN = 64
 DIGIT_BITS = 10
 
 
-def runs(rows: torch.Tensor, fill: float = -torch.inf) -> torch.Tensor:
+def in_runs(rows: torch.Tensor, fill: float = -torch.inf) -> torch.Tensor:
     """Returns `rows` [R, V] as [R, n, 64], padded with `fill`; a view where no padding is needed."""
     missing = -rows.shape[1] % RUN
     if missing:
@@ -39,7 +39,7 @@ def largest(rows: torch.Tensor, peaks: torch.Tensor) -> torch.Tensor:
     `peaks` [R, n] are the maxima of the runs.
     """
     run = peaks.argmax(dim=-1)
-    return run * RUN + _of(rows, run).argmax(dim=-1)
+    return run * RUN + _run_of(rows, run).argmax(dim=-1)
 
 
 def richest(rows: torch.Tensor, count: int) -> torch.Tensor:
@@ -68,7 +68,7 @@ def pick(weights: torch.Tensor, point: torch.Tensor) -> torch.Tensor:
     cumulated = sums.cumsum(dim=-1)
     target = _below(point * cumulated[:, -1:], cumulated)
     run = torch.searchsorted(cumulated, target, right=True)
-    inside = _of(weights, run[:, 0]).double().cumsum(dim=-1)
+    inside = _run_of(weights, run[:, 0]).double().cumsum(dim=-1)
     rest = target - (cumulated - sums).gather(1, run)
     return run[:, 0] * RUN + torch.searchsorted(inside, _below(rest, inside), right=True)[:, 0]
 
@@ -91,7 +91,7 @@ def crossing(row: torch.Tensor, amounts: torch.Tensor, goal: float) -> tuple[flo
     return float(torch.tensor(found, dtype=torch.int32).view(torch.float32)), above
 
 
-def _of(rows: torch.Tensor, run: torch.Tensor) -> torch.Tensor:
+def _run_of(rows: torch.Tensor, run: torch.Tensor) -> torch.Tensor:
     """Returns one run of each row, [R, 64]."""
     return rows[torch.arange(len(rows), device=rows.device), run]
 
@@ -107,10 +107,10 @@ NOT_A_NUMBER = "not_a_number"  # the error's code where the model's scores are n
 LEAST_LOGPROB = -9999.0  # stands for minus infinity in messages
 CANDIDATES = 256  # most probable tokens that are tried first where top_p alone limits the choice
 
-Uints = npt.NDArray[np.uint64]
+UintArray = npt.NDArray[np.uint64]
 
 
-class Sampled(NamedTuple):
+class SampledToken(NamedTuple):
     """The token chosen for one row, with the log probabilities that its request asked for."""
 
     token: int
@@ -119,12 +119,12 @@ class Sampled(NamedTuple):
 
 
 @torch.inference_mode()
-def sample(logits: torch.Tensor, rows: Rows[Sequence]) -> list[Sampled | RequestError]:
+def sample(logits: torch.Tensor, rows: Rows[Sequence]) -> list[SampledToken | RequestError]:
     """Returns one token per row of `logits` [R, V], or an error where no token can be chosen. Overwrites `logits`."""
     reported = [row for row, seq in enumerate(rows) if seq.sampling.logprobs is not None]
     logprobs = torch.log_softmax(logits[reported], dim=-1) if reported else None
     failed = adjust(logits, rows)
-    peaks = runs(logits).amax(dim=-1)  # [R, n]
+    peaks = in_runs(logits).amax(dim=-1)  # [R, n]
     best = peaks.amax(dim=-1)  # NaN where there is one in the row
     for row in (~best.isfinite()).nonzero()[:, 0].tolist():
         failed.setdefault(row, _nothing_to_choose(float(best[row])))
@@ -132,17 +132,19 @@ def sample(logits: torch.Tensor, rows: Rows[Sequence]) -> list[Sampled | Request
     warm = [row for row, seq in enumerate(rows) if seq.sampling.temperature >= GREEDY_BELOW]
     tokens = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
     if len(warm) < len(rows):
-        tokens[:] = largest(runs(logits), peaks)
+        tokens[:] = largest(in_runs(logits), peaks)
     if warm:
         hot = _select(logits, warm)
         hot -= best[warm, None]
         tokens[warm] = _draw(hot, [rows[row].request for row in warm], [rows[row].emitted for row in warm])
     drawn = tokens.tolist()
-    chosen: list[Sampled | RequestError] = [failed.get(row) or Sampled(token) for row, token in enumerate(drawn)]
+    chosen: list[SampledToken | RequestError] = [
+        failed.get(row) or SampledToken(token) for row, token in enumerate(drawn)
+    ]
     if logprobs is not None:
         for row, log in zip(reported, logprobs, strict=True):
             if row not in failed:
-                chosen[row] = _tell(drawn[row], log, rows[row].sampling.logprobs or 0)
+                chosen[row] = _with_logprobs(drawn[row], log, rows[row].sampling.logprobs or 0)
     return chosen
 
 
@@ -152,27 +154,27 @@ def _nothing_to_choose(best: float) -> RequestError:
     return RequestError(f"the model's scores for the next token are not numbers ({best})", code=NOT_A_NUMBER)
 
 
-def _tell(token: int, logprobs: torch.Tensor, count: int) -> Sampled:
-    ((logprob, best),) = _likeliest(logprobs[None], [token], count)
-    return Sampled(token, logprob, best)
+def _with_logprobs(token: int, logprobs: torch.Tensor, count: int) -> SampledToken:
+    ((logprob, best),) = _chosen_and_top(logprobs[None], [token], count)
+    return SampledToken(token, logprob, best)
 
 
 @torch.inference_mode()
-def tell_prompt(seq: Sequence, logits: torch.Tensor, places: range) -> list[TokenLogprob]:
+def prompt_logprobs_of(seq: Sequence, logits: torch.Tensor, places: range) -> list[TokenLogprob]:
     """Returns the log probabilities of the prompt tokens that follow `places`, from the logits [n, V] there."""
     following = [seq.tokens[place + 1] for place in places]
-    return _likeliest(torch.log_softmax(logits, dim=-1), following, seq.sampling.prompt_logprobs or 0)
+    return _chosen_and_top(torch.log_softmax(logits, dim=-1), following, seq.sampling.prompt_logprobs or 0)
 
 
-def _likeliest(logprobs: torch.Tensor, chosen: Rows[int], count: int) -> list[TokenLogprob]:
+def _chosen_and_top(logprobs: torch.Tensor, chosen: Rows[int], count: int) -> list[TokenLogprob]:
     """Returns for each row [n, V] the log probability of the chosen token, and the `count` most probable tokens."""
-    values, tokens = top(runs(logprobs), min(count, logprobs.shape[1]))
-    of_chosen = _finite(logprobs[torch.arange(len(logprobs)), list(chosen)])
-    best = [tuple(zip(*row, strict=True)) for row in zip(tokens.tolist(), _finite(values), strict=True)]
+    values, tokens = top(in_runs(logprobs), min(count, logprobs.shape[1]))
+    of_chosen = _finite_lists(logprobs[torch.arange(len(logprobs)), list(chosen)])
+    best = [tuple(zip(*row, strict=True)) for row in zip(tokens.tolist(), _finite_lists(values), strict=True)]
     return list(zip(of_chosen, best, strict=True))
 
 
-def _finite(logprobs: torch.Tensor) -> list[Any]:
+def _finite_lists(logprobs: torch.Tensor) -> list[Any]:
     """Returns lists; minus infinity becomes LEAST_LOGPROB, because JSON and messages have no infinity."""
     return logprobs.nan_to_num(nan=LEAST_LOGPROB).clamp(min=LEAST_LOGPROB).tolist()
 
@@ -216,7 +218,7 @@ def _penalise(logits: torch.Tensor, seq: Sequence) -> None:
     logits[torch.from_numpy(tokens).to(logits.device)] -= torch.from_numpy(penalty).to(logits)
 
 
-def _forbid(logits: torch.Tensor, matcher: Matcher) -> None:
+def _forbid(logits: torch.Tensor, matcher: GrammarMatcher) -> None:
     mask = np.zeros(-(-len(logits) // 32), np.int32)
     matcher.fill(mask)
     allowed = np.unpackbits(mask.view(np.uint8), count=len(logits), bitorder="little")
@@ -233,7 +235,7 @@ def _draw(logits: torch.Tensor, requests: Rows[Request], positions: Rows[int]) -
     """
     chosen = [request.sampling for request in requests]
     logits.div_(_column([s.temperature for s in chosen], logits)).exp_()
-    weights = runs(logits, fill=0.0)  # 1 for the most probable token
+    weights = in_runs(logits, fill=0.0)  # 1 for the most probable token
     point = torch.from_numpy(uniform(requests, positions)).to(logits.device)[:, None]
     tokens = torch.empty(len(chosen), dtype=torch.int64, device=logits.device)
     cut = [row for row, s in enumerate(chosen) if s.top_k or s.top_p < 1.0 or s.min_p > 0.0]
@@ -303,7 +305,7 @@ def _column(values: Rows[float], like: torch.Tensor) -> torch.Tensor:
 
 def uniform(requests: Rows[Request], positions: Rows[int]) -> npt.NDArray[np.float64]:
     """Returns random numbers [R] in [0, 1): hashes of (seed, choice, position) by splitmix64, chained."""
-    mixed: Uints = np.zeros(len(requests), np.uint64)
+    mixed: UintArray = np.zeros(len(requests), np.uint64)
     for part in (
         [request.seed & (1 << 64) - 1 for request in requests],
         [request.choice for request in requests],
@@ -313,7 +315,7 @@ def uniform(requests: Rows[Request], positions: Rows[int]) -> npt.NDArray[np.flo
     return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def _splitmix64(state: Uints) -> Uints:
+def _splitmix64(state: UintArray) -> UintArray:
     """Hashes as in Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (2014)."""
     z = state + np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -23,7 +23,7 @@ import numpy as np
 
 from edgemoe.config.settings import EngineSettings
 from edgemoe.engine.blocks import BlockManager, KVSwap
-from edgemoe.engine.fairness import Accounts, Fairness
+from edgemoe.engine.fairness import Fairness, ServiceAccounts
 from edgemoe.engine.sequence import Sequence, blocks_for
 from edgemoe.policy import sjf
 from edgemoe.types.principal import NOBODY, Identity
@@ -82,24 +82,24 @@ PROMPT_ROWS = 64  # a step's tokens of prompts whose log probabilities are wante
 FIRST_SEQUENCE_TIMEOUT_S = 2.0  # one with nothing running waits at most this long before another's surplus is paused
 
 
-class Work(NamedTuple):
+class ScheduledWork(NamedTuple):
     """One sequence and the number of its tokens that the step computes."""
 
     seq: Sequence
     tokens: int
 
 
-class Waiter(NamedTuple):
+class PrefillWork(NamedTuple):
     """A waiting request and the tokens that it has to prefill."""
 
     seq: Sequence
     tokens: int
 
 
-class Head(NamedTuple):
+class LineHead(NamedTuple):
     """The request that is next, and its sorting keys among its principal's users and among principals."""
 
-    waiter: Waiter
+    waiter: PrefillWork
     user_key: float = 0.0
     principal_key: float = 0.0
 
@@ -148,14 +148,14 @@ class Scheduler:
 
         That is the newest request of the user who has the most waiting, of the principal that has.
         """
-        self.fairness.join(seq.identity)
+        self.fairness.add_request(seq.identity)
         insort(self.waiting, seq, key=lambda other: other.arrived_s)
         if len(self.waiting) + len(self.running) <= self._settings.max_queue + self._settings.max_sequences:
             return None
         new = [other for other in self.waiting if not other.started and not other.emitted]
         if not new:
             return None
-        refused = _surplus(new)
+        refused = _newest_of_largest(new)
         self.remove(refused)
         return refused
 
@@ -165,7 +165,7 @@ class Scheduler:
         self._blocks.close(seq)
         if self._kv_swap:
             self._kv_swap.drop(seq)
-        self.fairness.leave(seq.identity)
+        self.fairness.remove_request(seq.identity)
         if seq.compiling:
             seq.compiling.cancel()
 
@@ -174,23 +174,23 @@ class Scheduler:
         self._blocks.forget(seq.keys)
         self._requeue(seq)
 
-    def schedule(self, now_s: float) -> list[Work]:
+    def schedule(self, now_s: float) -> list[ScheduledWork]:
         """Returns the next step's work, decoding sequences first. Every token has a place in a KV block."""
-        self._grow()
+        self._extend_decoding()
         if self.waiting:
             self._admit(now_s)
-        decoding = [Work(seq, 1) for seq in self.running if seq.decoding]
-        works = decoding + self._chunks(now_s, self._chunk_budget.prefill_tokens(len(decoding)))
+        decoding = [ScheduledWork(seq, 1) for seq in self.running if seq.decoding]
+        works = decoding + self._schedule_prefills(now_s, self._chunk_budget.prefill_tokens(len(decoding)))
         for seq, tokens in works:
             self._blocks.prepare(seq, tokens)
         return works
 
     # --- running
 
-    def _grow(self) -> None:
+    def _extend_decoding(self) -> None:
         for seq in [seq for seq in self.running if seq.decoding]:
             while seq.blocks and not self._blocks.can_append(seq):
-                self._pause(_surplus(self.running))
+                self._pause(_newest_of_largest(self.running))
             if seq.blocks:
                 self._blocks.append(seq)
 
@@ -204,63 +204,63 @@ class Scheduler:
         self._blocks.close(seq)
         insort(self.waiting, seq, key=lambda other: other.arrived_s)
 
-    def _chunks(self, now_s: float, budget: int) -> list[Work]:
+    def _schedule_prefills(self, now_s: float, budget: int) -> list[ScheduledWork]:
         works, rows = [], PROMPT_ROWS
-        for waiter in self._in_order([Waiter(seq, seq.uncomputed) for seq in self._prefilling()], now_s):
+        for waiter in self._in_order([PrefillWork(seq, seq.uncomputed) for seq in self._prefilling_sequences()], now_s):
             reports = waiter.seq.wants_prompt_logprobs
             tokens = min(budget, waiter.tokens, rows if reports else waiter.tokens)
             if waiter.seq.missing_expert is None:  # else it runs alone, and again and again
                 budget -= tokens
                 rows -= tokens * reports
             if tokens:
-                works.append(Work(waiter.seq, tokens))
+                works.append(ScheduledWork(waiter.seq, tokens))
         return works
 
-    def _prefilling(self) -> list[Sequence]:
+    def _prefilling_sequences(self) -> list[Sequence]:
         return [seq for seq in self.running if not seq.decoding]
 
     # --- admission
 
     def _admit(self, now_s: float) -> None:
-        lines = self._lines(now_s)
+        lines = self._lines_by_user(now_s)
         while lines:
-            head = self._next(lines, now_s)
+            head = self._next_head(lines, now_s)
             seq, tokens = head.waiter
             if not seq.ready or self._prefix_in_flight(seq):
-                self._advance(lines, seq)
+                self._pop_head(lines, seq)
             elif not self._fits(seq):
-                if (displaced := self._displaceable(head, now_s)) is not None:
+                if (displaced := self._sequence_to_pause(head, now_s)) is not None:
                     self._pause(displaced)
                 return
             elif not self._would_get_tokens(seq, tokens, now_s):
                 return
             else:
-                self._start(seq, now_s)
-                self._advance(lines, seq)
+                self._start_running(seq, now_s)
+                self._pop_head(lines, seq)
 
     @property
-    def _shares_out(self) -> bool:
+    def _is_fair(self) -> bool:
         """Returns whether principals and users take turns; by other rules all stand in one line."""
         return self._settings.scheduler == "linear"
 
-    def _lines(self, now_s: float) -> dict[Identity, deque[Waiter]]:
+    def _lines_by_user(self, now_s: float) -> dict[Identity, deque[PrefillWork]]:
         """Returns each user's requests in order, resumed ones first."""
-        lines: dict[Identity, deque[Waiter]] = {}
-        waiters = self._in_order([Waiter(seq, self._to_compute(seq)) for seq in self.waiting], now_s)
+        lines: dict[Identity, deque[PrefillWork]] = {}
+        waiters = self._in_order([PrefillWork(seq, self._tokens_to_prefill(seq)) for seq in self.waiting], now_s)
         for waiter in sorted(waiters, key=lambda waiter: not waiter.seq.started):
-            lines.setdefault(self._line_of(waiter.seq), deque()).append(waiter)
+            lines.setdefault(self._line_key(waiter.seq), deque()).append(waiter)
         return lines
 
-    def _line_of(self, seq: Sequence) -> Identity:
-        return seq.identity if self._shares_out else NOBODY
+    def _line_key(self, seq: Sequence) -> Identity:
+        return seq.identity if self._is_fair else NOBODY
 
-    def _advance(self, lines: dict[Identity, deque[Waiter]], seq: Sequence) -> None:
-        line = lines[self._line_of(seq)]
+    def _pop_head(self, lines: dict[Identity, deque[PrefillWork]], seq: Sequence) -> None:
+        line = lines[self._line_key(seq)]
         line.popleft()
         if not line:
-            del lines[self._line_of(seq)]
+            del lines[self._line_key(seq)]
 
-    def _in_order(self, waiters: list[Waiter], now_s: float) -> list[Waiter]:
+    def _in_order(self, waiters: list[PrefillWork], now_s: float) -> list[PrefillWork]:
         """Orders `waiters`, which come by arrival, by the rule chosen in the settings."""
         if len(waiters) < 2:
             return waiters
@@ -270,35 +270,37 @@ class Scheduler:
         ranks = sjf.order(tokens, waited_s, chosen.scheduler, self.aging_tokens_per_s, chosen.aging_threshold_s)
         return [waiters[i] for i in ranks]
 
-    def _next(self, lines: dict[Identity, deque[Waiter]], now_s: float) -> Head:
+    def _next_head(self, lines: dict[Identity, deque[PrefillWork]], now_s: float) -> LineHead:
         """Returns the request that is next: the first one of the principal's user whose turn it is."""
-        if not self._shares_out:
-            return Head(lines[NOBODY][0])
-        lines_of: dict[str, dict[str, Waiter]] = {}
+        if not self._is_fair:
+            return LineHead(lines[NOBODY][0])
+        lines_of: dict[str, dict[str, PrefillWork]] = {}
         for identity, line in lines.items():
             lines_of.setdefault(identity.principal, {})[identity.user] = line[0]
         users = {
-            principal: self._first(heads, self.fairness.users(principal), now_s)
+            principal: self._head_in_turn(heads, self.fairness.users(principal), now_s)
             for principal, heads in lines_of.items()
         }
         heads = {principal: waiter for principal, (waiter, _) in users.items()}
-        waiter, key = self._first(heads, self.fairness.principals, now_s)
-        return Head(waiter, users[waiter.seq.identity.principal][1], key)
+        waiter, key = self._head_in_turn(heads, self.fairness.principals, now_s)
+        return LineHead(waiter, users[waiter.seq.identity.principal][1], key)
 
-    def _first(self, heads: dict[str, Waiter], accounts: Accounts, now_s: float) -> tuple[Waiter, float]:
+    def _head_in_turn(
+        self, heads: dict[str, PrefillWork], accounts: ServiceAccounts, now_s: float
+    ) -> tuple[PrefillWork, float]:
         """Returns the head, of these by name, whose turn it is, and its sorting key."""
         waiters = list(heads.values())
-        headed_s = [accounts.heading_since(name, head.seq.arrived_s) for name, head in heads.items()]
+        headed_s = [accounts.head_of_line_since(name, head.seq.arrived_s) for name, head in heads.items()]
         keys = sjf.keys(
             np.array([waiter.tokens for waiter in waiters]),
-            np.array(accounts.leads(heads)),
+            np.array(accounts.service_ahead(heads)),
             now_s - np.array(headed_s),
             self.aging_tokens_per_s,
         )
         best = int(np.argmin(keys))
         return waiters[best], float(keys[best])
 
-    def _to_compute(self, seq: Sequence) -> int:
+    def _tokens_to_prefill(self, seq: Sequence) -> int:
         known = seq.swapped.tokens if seq.swapped else self._blocks.known(seq) * BLOCK_TOKENS
         return len(seq.tokens) - known
 
@@ -308,7 +310,7 @@ class Scheduler:
         missing = seq.keys[known : known + 1]
         if seq.swapped or not missing:
             return False
-        promised = (other for other in self._prefilling() if other.computed // BLOCK_TOKENS <= known)
+        promised = (other for other in self._prefilling_sequences() if other.computed // BLOCK_TOKENS <= known)
         return any(other.keys[known : known + 1] == missing for other in promised)
 
     def _fits(self, seq: Sequence) -> bool:
@@ -324,14 +326,14 @@ class Scheduler:
         tokens = sum(max(0.0, expected(seq.identity, seq.sampling.max_tokens) - seq.emitted) for seq in seqs)
         return blocks_for(int(self._settings.output_reserve * tokens))
 
-    def _displaceable(self, head: Head, now_s: float) -> Sequence | None:
+    def _sequence_to_pause(self, head: LineHead, now_s: float) -> Sequence | None:
         """Returns the sequence that is to make room for the request that is next; None where it has to wait.
 
         Where its principal has nothing running, that is one of a principal with several; where only its user has
         nothing, one of another user of the same principal. It must have waited FIRST_SEQUENCE_TIMEOUT_S. Rules by which
         nobody takes turns know no such thing: what was displaced would be next again.
         """
-        if not self._shares_out:
+        if not self._is_fair:
             return None
         principal, user = head.waiter.seq.identity.principal, head.waiter.seq.identity.user
         own = [other for other in self.running if other.identity.principal == principal]
@@ -341,30 +343,30 @@ class Scheduler:
         else:
             accounts, name, key, among = self.fairness.principals, principal, head.principal_key, self.running
             held = Counter(other.identity.principal for other in self.running)
-        waited_s = now_s - accounts.heading_since(name, head.waiter.seq.arrived_s)
+        waited_s = now_s - accounts.head_of_line_since(name, head.waiter.seq.arrived_s)
         may = key <= 0.0 and not held[name] and max(held.values()) > 1 and waited_s >= FIRST_SEQUENCE_TIMEOUT_S
-        return _surplus(among) if may else None
+        return _newest_of_largest(among) if may else None
 
     def _would_get_tokens(self, seq: Sequence, tokens: int, now_s: float) -> bool:
         budget = self._chunk_budget.prefill_tokens(sum(other.decoding for other in self.running))
-        mine = Waiter(seq, tokens)
-        others = (other for other in self._prefilling() if other.missing_expert is None)
-        ordered = self._in_order([*(Waiter(other, other.uncomputed) for other in others), mine], now_s)
+        mine = PrefillWork(seq, tokens)
+        others = (other for other in self._prefilling_sequences() if other.missing_expert is None)
+        ordered = self._in_order([*(PrefillWork(other, other.uncomputed) for other in others), mine], now_s)
         return sum(waiter.tokens for waiter in ordered[: ordered.index(mine)]) < budget
 
-    def _start(self, seq: Sequence, now_s: float) -> None:
+    def _start_running(self, seq: Sequence, now_s: float) -> None:
         self.waiting.remove(seq)
         self._blocks.open(seq)
         if seq.cached_tokens is None:
             seq.cached_tokens = min(seq.computed, seq.prompt_tokens)
             self.prefix_tokens["hit"] += seq.computed
             self.prefix_tokens["miss"] += seq.uncomputed
-            self.fairness.serve(seq.identity, seq.uncomputed, 0)
+            self.fairness.add_service(seq.identity, seq.uncomputed, 0)
         if self._kv_swap:
             self._kv_swap.restore(seq)
         self.running.append(seq)
         seq.started = True
-        self.fairness.take_turn(seq.identity, now_s)
+        self.fairness.note_admission(seq.identity, now_s)
         self._gap_s += 0.1 * (now_s - max(self._admitted_s, seq.arrived_s) - self._gap_s)
         self._admitted_s = now_s
 
@@ -381,7 +383,7 @@ class Scheduler:
             self._kv_swap.check_integrity(self.waiting)
 
 
-def _surplus(seqs: list[Sequence]) -> Sequence:
+def _newest_of_largest(seqs: list[Sequence]) -> Sequence:
     """Returns the newest of these, which come by age, of the principal with the most of them and its user with most."""
     principals = Counter(seq.identity.principal for seq in seqs)
     users = Counter(seq.identity for seq in seqs)

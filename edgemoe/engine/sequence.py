@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from edgemoe.engine.grammar import Matcher
+    from edgemoe.engine.grammar import GrammarMatcher
 
 MAX_GRAMMAR_CHARS = 1 << 22  # serialised; that is a few times what a front makes of the longest one that it takes
 
@@ -115,8 +115,8 @@ class Sequence:
         self.cached_tokens: int | None = None  # supplied by the prefix cache at the first admission
         self.started = False  # has been admitted once
         self.ready = request.sampling.grammar is None  # its grammar, if it has one, is compiled
-        self.compiling: Future[Matcher] | None = None
-        self.matcher: Matcher | None = None  # its position in the grammar
+        self.compiling: Future[GrammarMatcher] | None = None
+        self.matcher: GrammarMatcher | None = None  # its position in the grammar
         self.restarted = False  # has been computed again because its scores were no numbers
         self.swapped: SwappedBlocks | None = None
         self.missing_expert: StoreError | None = None  # why its last step failed, if it did

@@ -24,8 +24,8 @@ import numpy.typing as npt
 import torch
 
 from edgemoe.engine.blocks import BlockManager
-from edgemoe.engine.sampler import NOT_A_NUMBER, Sampled, sample, tell_prompt
-from edgemoe.engine.scheduler import ChunkBudget, Scheduler, Work
+from edgemoe.engine.sampler import NOT_A_NUMBER, SampledToken, prompt_logprobs_of, sample
+from edgemoe.engine.scheduler import ChunkBudget, ScheduledWork, Scheduler
 from edgemoe.engine.sequence import Sequence
 from edgemoe.errors import EdgemoeError, RequestError, StoreError, code_of
 from edgemoe.families.spec import ModelSpec
@@ -34,10 +34,10 @@ from edgemoe.types.request import Request, Sampling, TokenLogprob
 from edgemoe.types.step import BLOCK_TOKENS, Batch, Experts, StateUse, StepMeta, StepRouting
 
 if TYPE_CHECKING:
-    from edgemoe.engine.grammar import Grammars
+    from edgemoe.engine.grammar import GrammarCompiler
 
 
-def describe(works: Rows[Work]) -> StepMeta:
+def describe(works: Rows[ScheduledWork]) -> StepMeta:
     """Returns the works' next tokens laid end to end, with the sequence that each belongs to."""
     tokens: list[int] = []
     for seq, count in works:
@@ -52,7 +52,7 @@ def describe(works: Rows[Work]) -> StepMeta:
     )
 
 
-def make_batch(works: Rows[Work], meta: StepMeta) -> Batch:
+def make_batch(works: Rows[ScheduledWork], meta: StepMeta) -> Batch:
     """Returns the decoder's batch, which asks for logits of two kinds of tokens, sequence by sequence.
 
     First those of `prompt_logprob_positions`, then the last token of the sequence where the step computes it.
@@ -75,12 +75,12 @@ def make_batch(works: Rows[Work], meta: StepMeta) -> Batch:
     )
 
 
-def completes(work: Work) -> bool:
+def completes(work: ScheduledWork) -> bool:
     """Returns whether the step computes the sequence's last token, so that the next one can be sampled."""
     return work.tokens == work.seq.uncomputed
 
 
-def token_blocks(works: Rows[Work]) -> IntArray:
+def token_blocks(works: Rows[ScheduledWork]) -> IntArray:
     """Returns the KV block of each of the step's tokens, [T]."""
     blocks: list[int] = []
     for seq, count in works:
@@ -120,11 +120,11 @@ class LoadedModel:
     experts: StepExperts
     kv: Any  # of as many blocks and, in its `states`, slots as the engine's budget has
     device: torch.device
-    grammars: Grammars | None = None
+    grammars: GrammarCompiler | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Watchers:
+class StepObservers:
     """Who is told of steps, on the compute thread."""
 
     observe: Callable[[StepRouting], None] | None = None  # what the gates chose
@@ -132,16 +132,16 @@ class Watchers:
     expect: Callable[[StepMeta, npt.NDArray[np.int16]], None] | None = None
 
 
-class Computed(NamedTuple):
+class ForwardResult(NamedTuple):
     """The result of a step's forward pass, which changes nothing until it is committed."""
 
-    works: Rows[Work]
+    works: Rows[ScheduledWork]
     logits: torch.Tensor  # float32 [R, V], of the rows that `make_batch` wants
     routing: StepRouting
     step_s: float
 
 
-class Runner:
+class ForwardRunner:
     """Runs forward passes, commits them, and counts steps, seconds, tokens and experts."""
 
     def __init__(
@@ -149,7 +149,7 @@ class Runner:
         model: LoadedModel,
         blocks: BlockManager,
         chunk_budget: ChunkBudget,
-        watchers: Watchers,
+        watchers: StepObservers,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         # by phase ("prefill" where a prompt is in the step): steps, seconds, experts touched in all layers, and tokens
@@ -188,7 +188,7 @@ class Runner:
             self.started_s = None
 
     @torch.inference_mode()
-    def compute(self, works: Rows[Work]) -> Computed:
+    def compute(self, works: Rows[ScheduledWork]) -> ForwardResult:
         """Runs the works' forward pass and changes nothing. Raises MissingExpert, CorruptExpert."""
         meta = describe(works)
         batch = make_batch(works, meta)
@@ -197,9 +197,9 @@ class Runner:
         if self._watchers.expect is not None:
             self._watchers.expect(meta, ids)
         logits = self._model.decoder.forward(batch, self._model.kv, self._model.experts)
-        return Computed(works, logits, self._model.experts.end_step(), self._clock() - started_s)
+        return ForwardResult(works, logits, self._model.experts.end_step(), self._clock() - started_s)
 
-    def commit(self, step: Computed) -> None:
+    def commit(self, step: ForwardResult) -> None:
         """Counts the step's tokens as computed, adds to the totals, and hands the gates' choices to `observe`."""
         works, _, routing, step_s = step
         meta = routing.meta
@@ -213,14 +213,14 @@ class Runner:
         phase = "prefill" if prompt_tokens else "decode"
         self.totals["steps", phase] += 1
         self.totals["seconds", phase] += step_s
-        self.totals["experts", phase] += _active(routing)
+        self.totals["experts", phase] += _count_active_experts(routing)
         self.totals["tokens", "prefill"] += prompt_tokens
         self.totals["tokens", "decode"] += decoding
         if self._watchers.observe is not None:
             self._watchers.observe(routing)
 
 
-def _active(routing: StepRouting) -> int:
+def _count_active_experts(routing: StepRouting) -> int:
     """Counts the distinct experts that the step touched, summed over layers."""
     layers = len(routing.ids)
     touched = np.zeros((layers, int(routing.ids.max()) + 1), np.bool_)
@@ -230,48 +230,48 @@ def _active(routing: StepRouting) -> int:
 
 log = logging.getLogger(__name__)
 
-BROKEN = (MemoryError, torch.AcceleratorError)  # never one request's fault
-NOBODYS = Request(id="\0nobody's", prompt=(0,), sampling=Sampling(), seed=0)
+FATAL_ERRORS = (MemoryError, torch.AcceleratorError)  # never one request's fault
+PROBE_REQUEST = Request(id="\0nobody's", prompt=(0,), sampling=Sampling(), seed=0)
 
 
-class Outcome(NamedTuple):
+class SequenceOutcome(NamedTuple):
     """A step's result for one sequence: a token, an error, or None while its prompt is not all computed."""
 
     seq: Sequence
-    sampled: Sampled | EdgemoeError | None
+    sampled: SampledToken | EdgemoeError | None
 
 
-class Attempt(NamedTuple):
+class UncommittedStep(NamedTuple):
     """A step that is computed and sampled, but not committed."""
 
-    computed: Computed
+    computed: ForwardResult
     prompt_logprobs: list[tuple[Sequence, list[TokenLogprob]]]
-    outcomes: list[Outcome]
+    outcomes: list[SequenceOutcome]
 
 
-class Steps:
+class StepRunner:
     """Runs steps for the loop, and finds the sequence at fault when one fails."""
 
-    def __init__(self, runner: Runner, scheduler: Scheduler) -> None:
+    def __init__(self, runner: ForwardRunner, scheduler: Scheduler) -> None:
         self.blamed = 0  # requests that ended because of what they raised
         self._runner, self._scheduler = runner, scheduler
 
-    def run(self, works: Rows[Work], again: bool = False) -> list[Outcome]:
+    def run(self, works: Rows[ScheduledWork], again: bool = False) -> list[SequenceOutcome]:
         """Computes and commits one step, or several smaller ones after a failure.
 
         `again` says that these works were part of a step that failed. Raises what breaks the engine.
         """
         try:
-            attempt = self._attempt(works)
-        except BROKEN:
+            attempt = self._compute_and_sample(works)
+        except FATAL_ERRORS:
             raise
         except StoreError as error:
             if len(works) == 1:
-                return [Outcome(works[0].seq, error)]
+                return [SequenceOutcome(works[0].seq, error)]
             size = 1  # each failure may have waited for other boxes
         except Exception as error:
             if len(works) == 1 and again:
-                return [self._condemn(works[0].seq, error)]
+                return [self._blame_after_probe(works[0].seq, error)]
             size = -(-len(works) // 2)
         else:
             return self._commit(attempt)
@@ -304,32 +304,34 @@ class Steps:
         why = f"the engine cannot go on with this request: {type(error).__name__}; see its log"
         return RequestError(why, code="request_failed")
 
-    def _attempt(self, works: Rows[Work]) -> Attempt:
+    def _compute_and_sample(self, works: Rows[ScheduledWork]) -> UncommittedStep:
         computed = self._runner.compute(works)
         prompt_logprobs, logits, row = [], computed.logits, 0
         last: list[int] = []
         for work in works:
             if places := work.seq.prompt_logprob_positions(work.tokens):
-                prompt_logprobs.append((work.seq, tell_prompt(work.seq, logits[row : row + len(places)], places)))
+                prompt_logprobs.append(
+                    (work.seq, prompt_logprobs_of(work.seq, logits[row : row + len(places)], places))
+                )
             row += len(places) + completes(work)
             last += [row - 1] * completes(work)
         done = [work.seq for work in works if completes(work)]
         sampled = iter(sample(logits[last] if prompt_logprobs else logits, done) if done else ())
-        outcomes = [Outcome(work.seq, next(sampled) if completes(work) else None) for work in works]
-        return Attempt(computed, prompt_logprobs, outcomes)
+        outcomes = [SequenceOutcome(work.seq, next(sampled) if completes(work) else None) for work in works]
+        return UncommittedStep(computed, prompt_logprobs, outcomes)
 
-    def _commit(self, attempt: Attempt) -> list[Outcome]:
+    def _commit(self, attempt: UncommittedStep) -> list[SequenceOutcome]:
         """Keeps what was computed. Runs no code that a request's settings can make raise."""
         self._runner.commit(attempt.computed)
         for seq, lines in attempt.prompt_logprobs:
             seq.prompt_logprobs += lines
         return attempt.outcomes
 
-    def _condemn(self, seq: Sequence, error: Exception) -> Outcome:
+    def _blame_after_probe(self, seq: Sequence, error: Exception) -> SequenceOutcome:
         """Returns the sequence's error if a probe token can be computed. Raises what the probe raises otherwise."""
-        probe = Sequence(NOBODYS, (), 1, 0.0, math.inf)
+        probe = Sequence(PROBE_REQUEST, (), 1, 0.0, math.inf)
         probe.blocks = seq.blocks[-1:]  # not shared: the sequence has still to write to it
         probe.next_states = [(1, slot) for _, slot in seq.next_states[-1:]]  # as little
         with contextlib.suppress(StoreError):  # an expert that is not here does not mean that the engine is broken
-            self._attempt([Work(probe, 1)])
-        return Outcome(seq, self.blame(seq, error))
+            self._compute_and_sample([ScheduledWork(probe, 1)])
+        return SequenceOutcome(seq, self.blame(seq, error))

@@ -18,9 +18,9 @@ from edgemoe.api.text.tokenizer import TextModel
 from edgemoe.config.budgets import Budgets, resolve_budgets
 from edgemoe.config.settings import Settings
 from edgemoe.engine.engine import Engine, EngineBudget
-from edgemoe.engine.grammar import Grammars
+from edgemoe.engine.grammar import GrammarCompiler
 from edgemoe.engine.loop import Emit
-from edgemoe.engine.steps import LoadedModel, Watchers
+from edgemoe.engine.steps import LoadedModel, StepObservers
 from edgemoe.errors import CapacityError
 from edgemoe.experts.activity import ActivityCounter
 from edgemoe.experts.build import CODES, ExpertTiers, TierMemory
@@ -217,7 +217,7 @@ def _watchers(
     scoutgate: ScoutGateForecaster | None,
     activity: ActivityCounter | None,
     sharing: Sharing | None,
-) -> Watchers:
+) -> StepObservers:
     """Returns who hears of each step, in this order."""
     observers: list[Callable[[StepRouting], None]] = []
     if controller is not None:
@@ -231,7 +231,7 @@ def _watchers(
     if sharing is not None:
         observers.append(sharing.last_chunks.read)
     expecting = (scoutgate, controller, sharing.last_chunks if sharing is not None else None)
-    return Watchers(_to_all(observers), _to_all([each.look for each in expecting if each is not None]))
+    return StepObservers(_to_all(observers), _to_all([each.look for each in expecting if each is not None]))
 
 
 def _to_all(listeners: Sequence[Callable[P, None]]) -> Callable[P, None] | None:
@@ -250,9 +250,9 @@ def _engine(
     budgets: Budgets,
     decoder: Decoder,
     tiers: ExpertTiers,
-    grammars: Grammars | None,
+    grammars: GrammarCompiler | None,
     emit: Emit,
-    watchers: Watchers,
+    watchers: StepObservers,
 ) -> Engine:
     spec, on_gpu = decoder.spec, decoder.device.type == "cuda"
     signature_bytes = spec.geometry.layers * spec.geometry.experts
@@ -271,10 +271,10 @@ def _engine(
     )
 
 
-def _grammars(directory: Path, spec: ModelSpec) -> Grammars | None:
+def _grammars(directory: Path, spec: ModelSpec) -> GrammarCompiler | None:
     """Returns the compiler of grammars, or None where the model has no tokenizer."""
     tokenizer = directory / "tokenizer.json"
     if not tokenizer.is_file():
         return None
     ends = list(TextModel(directory).eos) or None
-    return Grammars(LLTokenizer(tokenizer.read_text(), n_vocab=spec.vocab, eos_token=ends))
+    return GrammarCompiler(LLTokenizer(tokenizer.read_text(), n_vocab=spec.vocab, eos_token=ends))

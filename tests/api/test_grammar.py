@@ -1,4 +1,4 @@
-"""Grammars accept what was asked for, and nothing else; what cannot be honoured is refused before the engine."""
+"""GrammarCompiler accept what was asked for, and nothing else; what cannot be honoured is refused before the engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Grammars are tried in processes of their own, which end with one that takes too long or too much memory."""
+"""GrammarCompiler are tried in processes of their own, which end with one that takes too long or too much memory."""
 
 from __future__ import annotations
 

@@ -16,19 +16,25 @@ from transformers.generation.logits_process import RepetitionPenaltyLogitsProces
 from edgemoe.engine import loop, sampler
 from edgemoe.engine import steps as step
 from edgemoe.engine.blocks import BlockManager
-from edgemoe.engine.fairness import Accounts
+from edgemoe.engine.fairness import ServiceAccounts
 from edgemoe.engine.loop import StepLoop
 from edgemoe.engine.sampler import pick, sample
 from edgemoe.engine.scheduler import PROMPT_ROWS, Scheduler
 from edgemoe.engine.sequence import Sequence
-from edgemoe.engine.steps import Runner
+from edgemoe.engine.steps import ForwardRunner
 from edgemoe.types.request import Request, Sampling
 from edgemoe.types.step import BLOCK_TOKENS, StepMeta
 
 
 @pytest.mark.parametrize(
     ("owner", "stage"),
-    [(PlainDecoder, "forward"), (step, "sample"), (Runner, "commit"), (Scheduler, "schedule"), (StepLoop, "_deliver")],
+    [
+        (PlainDecoder, "forward"),
+        (step, "sample"),
+        (ForwardRunner, "commit"),
+        (Scheduler, "schedule"),
+        (StepLoop, "_deliver_token"),
+    ],
 )
 def test_a_step_has_an_age_wherever_it_is_and_none_is_computing_between_steps(
     owner: Any, stage: str, monkeypatch: pytest.MonkeyPatch
@@ -164,13 +170,13 @@ def test_what_is_swapped_out_is_freed_when_its_request_is_cancelled() -> None:
 
 
 def test_who_comes_back_has_no_credit_from_having_been_away() -> None:
-    users = Accounts(9)
-    users.join("idle")
-    users.leave("idle")
-    users.join("busy")
+    users = ServiceAccounts(9)
+    users.add_request("idle")
+    users.remove_request("idle")
+    users.add_request("busy")
     users["busy"].service += 1000
-    users.join("idle")
-    assert users.leads(["idle", "busy"]) == [0.0, 0.0]
+    users.add_request("idle")
+    assert users.service_ahead(["idle", "busy"]) == [0.0, 0.0]
 
 
 @pytest.mark.parametrize(("length", "emitted", "code"), [(500, 12, ""), (500, 13, "context_length_exceeded")])
@@ -207,7 +213,7 @@ def test_the_repetition_penalty_is_that_of_transformers(penalty: float) -> None:
 def test_a_deadline_may_be_at_the_end_of_time() -> None:
     drive, ended = Drive(), []
     drive.submit(remaining_s=float("inf"))
-    drive.engine.loop._take()
+    drive.engine.loop._run_inbox()
     (seq,) = drive.engine.scheduler.waiting
     seq.ready = False  # as while its grammar is being compiled: the loop sleeps until something comes
     thread = drive.engine.start(1, ended.append)
@@ -216,4 +222,4 @@ def test_a_deadline_may_be_at_the_end_of_time() -> None:
     assert ended == [None]
     drive.engine.loop._stopped = False
     drive.engine.loop._inbox.put(lambda: None)
-    drive.engine.loop._wait()  # raises OverflowError where the wait is as long as the deadline
+    drive.engine.loop._sleep()  # raises OverflowError where the wait is as long as the deadline

@@ -16,7 +16,7 @@ from support.waiting import wait_until
 from test_sampler import SCHEMA, byte_tokenizer
 
 from edgemoe.api.generate.grammar import MAX_GRAMMAR_BYTES
-from edgemoe.engine.grammar import Grammars
+from edgemoe.engine.grammar import GrammarCompiler
 from edgemoe.engine.sequence import MAX_GRAMMAR_CHARS, check_request
 from edgemoe.errors import InvalidRequest, MissingExpert
 from edgemoe.types.request import Emission, Request, RequestLimits, Sampling
@@ -407,7 +407,7 @@ def test_output_under_a_grammar_is_valid_and_the_same_after_a_replay() -> None:
     wanted = {"grammar": grammar, "temperature": 2.0, "max_tokens": 200, "stop_token_ids": (256,), "seed": 5}
 
     def output(**more: Any) -> list[int]:
-        drive = Drive(grammars=Grammars(engine_side))
+        drive = Drive(grammars=GrammarCompiler(engine_side))
         drive.submit(**wanted, **more)
         drive.submit(name="other", temperature=1.0)
         wait_until(lambda: any(one.request == "r" and one.finish for one in drive.emitted), meanwhile=drive.step)
@@ -423,7 +423,7 @@ def test_output_under_a_grammar_is_valid_and_the_same_after_a_replay() -> None:
 
 
 def test_a_broken_grammar_fails_its_request_only() -> None:
-    drive = Drive(grammars=Grammars(byte_tokenizer()[1]))
+    drive = Drive(grammars=GrammarCompiler(byte_tokenizer()[1]))
     drive.submit(name="bad", grammar='{"grammars": [{"lark_grammar": "start: ("}]}')
     drive.submit(name="good")
     wait_until(lambda: len([one for one in drive.emitted if one.finish]) == 2, meanwhile=drive.step)
@@ -435,7 +435,7 @@ def test_a_broken_grammar_fails_its_request_only() -> None:
 def test_a_grammar_of_a_request_that_is_over_is_not_compiled() -> None:
     gate, begun, compiled = threading.Event(), threading.Event(), list[str]()
 
-    class Slow(Grammars):
+    class Slow(GrammarCompiler):
         def _compile(self, grammar: str) -> LLMatcher:
             begun.set()
             assert gate.wait(20)

@@ -21,8 +21,8 @@ from transformers.generation.logits_process import (
 )
 
 from edgemoe.engine import sampler
-from edgemoe.engine.grammar import Grammars, Matcher
-from edgemoe.engine.sampler import Sampled, crossing, sample, uniform
+from edgemoe.engine.grammar import GrammarCompiler, GrammarMatcher
+from edgemoe.engine.sampler import SampledToken, crossing, sample, uniform
 from edgemoe.engine.sequence import Sequence
 from edgemoe.errors import InvalidRequest
 from edgemoe.types.request import GrammarTrial, Request, Sampling, digest_of
@@ -40,8 +40,8 @@ def random_logits(rows: int, vocab: int = VOCAB, seed: int = 0) -> torch.Tensor:
     return 3 * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed))
 
 
-def tokens(sampled: list[Sampled | InvalidRequest]) -> list[int]:
-    return [one.token for one in sampled if isinstance(one, Sampled)]
+def tokens(sampled: list[SampledToken | InvalidRequest]) -> list[int]:
+    return [one.token for one in sampled if isinstance(one, SampledToken)]
 
 
 SETTINGS: list[dict[str, Any]] = [
@@ -194,8 +194,8 @@ def test_log_probabilities_are_the_models_own_and_the_chosen_one_is_told_even_if
         logits.clone(),
         [sequence(logprobs=2, logit_bias={worst: 1000.0}, temperature=0.0), sequence(logprobs=0, temperature=0.0)],
     )
-    assert isinstance(forced, Sampled)
-    assert isinstance(plain, Sampled)
+    assert isinstance(forced, SampledToken)
+    assert isinstance(plain, SampledToken)
     assert forced.token == worst
     assert forced.logprob == pytest.approx(expected[0, worst].item())
     assert [token for token, _ in forced.top] == expected[0].topk(2).indices.tolist()
@@ -231,7 +231,7 @@ SCHEMA = {
 }
 
 
-def generate(grammars: Grammars, grammar: str, seed: int, cut: int | None = None) -> list[int]:
+def generate(grammars: GrammarCompiler, grammar: str, seed: int, cut: int | None = None) -> list[int]:
     """Random logits under a grammar up to its end; with `cut`, started again from the first so many tokens."""
     output: list[int] = []
     seq = sequence(seed=seed, grammar=grammar, stop_token_ids=(256,))
@@ -240,7 +240,7 @@ def generate(grammars: Grammars, grammar: str, seed: int, cut: int | None = None
         if len(output) == cut:
             seq.matcher = grammars.matcher(grammar, output).result()
         (chosen,) = sample(random_logits(1, 264, seed=seed * 1000 + len(output)), [seq])
-        assert isinstance(chosen, Sampled)
+        assert isinstance(chosen, SampledToken)
         if chosen.token == 256:
             break
         seq.matcher.accept(chosen.token)
@@ -251,7 +251,7 @@ def generate(grammars: Grammars, grammar: str, seed: int, cut: int | None = None
 
 def test_output_under_a_json_schema_is_always_valid_json_of_that_schema() -> None:
     tokenizer, engine_side = byte_tokenizer(('{"', '":', "true"))
-    grammars = Grammars(engine_side)
+    grammars = GrammarCompiler(engine_side)
     grammar = LLMatcher.grammar_from_json_schema(SCHEMA)
     seen = set()
     for seed in range(12):
@@ -266,7 +266,7 @@ def test_output_under_a_json_schema_is_always_valid_json_of_that_schema() -> Non
 
 
 def test_a_grammar_taken_up_again_at_any_token_goes_on_as_before() -> None:
-    grammars = Grammars(byte_tokenizer()[1])
+    grammars = GrammarCompiler(byte_tokenizer()[1])
     grammar = LLMatcher.grammar_from_json_schema(SCHEMA)
     whole = generate(grammars, grammar, seed=3)
     for cut in range(0, len(whole), 7):
@@ -275,7 +275,7 @@ def test_a_grammar_taken_up_again_at_any_token_goes_on_as_before() -> None:
 
 
 def test_a_regex_is_followed_to_the_letter() -> None:
-    grammars = Grammars(byte_tokenizer()[1])
+    grammars = GrammarCompiler(byte_tokenizer()[1])
     tokenizer, _ = byte_tokenizer()
     for seed in range(5):
         text = tokenizer.decode(generate(grammars, LLMatcher.grammar_from_regex("(ab|cd){2}[0-9]{3}x"), seed))
@@ -285,7 +285,7 @@ def test_a_regex_is_followed_to_the_letter() -> None:
 
 
 def test_a_broken_grammar_and_tokens_that_break_one_are_errors_of_that_request() -> None:
-    grammars = Grammars(byte_tokenizer()[1])
+    grammars = GrammarCompiler(byte_tokenizer()[1])
     with pytest.raises(InvalidRequest, match="not valid"):
         grammars.matcher('{"grammars": [{"lark_grammar": "start: ("}]}', []).result()
     with pytest.raises(InvalidRequest, match="cannot be followed") as refused:
@@ -311,7 +311,7 @@ def test_the_number_that_is_crossed_is_the_one_that_sorting_finds(seed: int) -> 
 
 
 def test_masks_that_take_too_long_end_their_request_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    grammars = Grammars(byte_tokenizer()[1])
+    grammars = GrammarCompiler(byte_tokenizer()[1])
     slow, quick = (grammars.matcher(LLMatcher.grammar_from_regex(f"[a-z]{{{n}}}"), []).result() for n in (90, 91))
     mask = np.zeros(264 // 32 + 1, np.int32)
     now_s = 0.0
@@ -348,9 +348,9 @@ def test_masks_that_take_too_long_end_their_request_and_no_other(monkeypatch: py
 
 def test_all_compiled_grammars_have_one_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("edgemoe.engine.grammar.BUDGET_BYTES", 10 << 20)
-    grammars = Grammars(byte_tokenizer()[1])
+    grammars = GrammarCompiler(byte_tokenizer()[1])
 
-    def matcher(n: int, megabytes: int) -> Matcher:
+    def matcher(n: int, megabytes: int) -> GrammarMatcher:
         grammar = str(LLMatcher.grammar_from_regex(f"[a-z]{{{n}}}"))
         return grammars.matcher(grammar, [], GrammarTrial(digest_of(grammar), 0.1, megabytes << 20)).result()
 

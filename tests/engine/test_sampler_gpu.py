@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from edgemoe.engine.sampler import Sampled, sample
+from edgemoe.engine.sampler import SampledToken, sample
 from edgemoe.engine.sequence import Sequence
 from edgemoe.types.request import Request, Sampling
 
@@ -32,7 +32,7 @@ def test_a_gpu_picks_the_tokens_that_the_cpu_picks(vocab: int) -> None:
         rows.append(Sequence(request, (5, 6), 1, 0.0, 1e9))
     pairs = zip(sample(logits.cuda(), rows), sample(logits.clone(), rows), strict=True)
     for ours, expected in pairs:
-        assert isinstance(ours, Sampled)
-        assert isinstance(expected, Sampled)
+        assert isinstance(ours, SampledToken)
+        assert isinstance(expected, SampledToken)
         assert ours.token == expected.token
         assert ours.logprob == pytest.approx(expected.logprob, abs=1e-4)

@@ -18,8 +18,8 @@ from edgemoe.engine.scheduler import (
     FIRST_CHUNK_TOKENS,
     FIRST_SEQUENCE_TIMEOUT_S,
     ChunkBudget,
+    ScheduledWork,
     Scheduler,
-    Work,
 )
 from edgemoe.engine.sequence import Sequence
 from edgemoe.policy.sjf import LEAD_S
@@ -58,7 +58,7 @@ class Engine:
         self.refused = self.scheduler.add(seq)
         return seq
 
-    def step(self) -> list[Work]:
+    def step(self) -> list[ScheduledWork]:
         """Schedules and computes one step."""
         works = self.scheduler.schedule(self.now_s)
         self.now_s += self.step_s
@@ -66,10 +66,10 @@ class Engine:
             self.blocks.advance(seq, tokens)
             if not seq.uncomputed:
                 seq.tokens.append(1)
-                self.scheduler.fairness.serve(seq.identity, 0, 1)
+                self.scheduler.fairness.add_service(seq.identity, 0, 1)
                 self.first_s.setdefault(seq.request.id, self.now_s)
                 if seq.emitted >= seq.sampling.max_tokens:
-                    self.scheduler.fairness.finish(seq.identity, seq.emitted)
+                    self.scheduler.fairness.add_answer(seq.identity, seq.emitted)
                     self.scheduler.remove(seq)
                     self.finished.append(seq.request.id)
         self.scheduler.check_integrity()
@@ -82,7 +82,7 @@ class Engine:
             self.step()
 
 
-def names(works: list[Work]) -> list[str]:
+def names(works: list[ScheduledWork]) -> list[str]:
     return [work.seq.request.id for work in works]
 
 
@@ -196,7 +196,7 @@ def test_the_reserve_follows_what_the_users_answers_have_been() -> None:
     for _ in range(60):
         engine.submit(4, output=3, user="brief")
     engine.run()
-    engine.scheduler.fairness.join(alone("brief"))
+    engine.scheduler.fairness.add_request(alone("brief"))
     expected = engine.scheduler.fairness.expected_output
     assert expected(alone("brief"), 1000) == pytest.approx(3, abs=1)
     assert expected(alone("brief"), 2) == 2
@@ -468,14 +468,14 @@ def test_users_of_a_principal_take_turns_within_it() -> None:
 def test_what_is_remembered_of_users_is_bounded_and_flushes_nobody_elses() -> None:
     fairness = Fairness()
     regular = Identity(Principal("v"), "v")
-    fairness.join(regular)
-    fairness.serve(regular, 1000, 0)
-    fairness.leave(regular)
+    fairness.add_request(regular)
+    fairness.add_service(regular, 1000, 0)
+    fairness.remove_request(regular)
     for n in range(3 * MAX_USERS):
         other = Identity(Principal("m"), f"m/{n}")
-        fairness.join(other)
-        fairness.serve(other, 10, 0)
-        fairness.leave(other)
+        fairness.add_request(other)
+        fairness.add_service(other, 10, 0)
+        fairness.remove_request(other)
     assert len(fairness.users("m")) == MAX_USERS
     assert fairness.principals["v"].service == 1000
     assert fairness.principals["m"].service == 30 * MAX_USERS, "another name is no way to be forgotten"
@@ -490,7 +490,7 @@ def test_users_who_were_away_have_no_credit() -> None:
         engine.step()
     engine.submit(10, user="away")
     engine.submit(10, user="new")
-    assert engine.scheduler.fairness.principals.leads(["busy", "away", "new"]) == [0.0, 0.0, 0.0]
+    assert engine.scheduler.fairness.principals.service_ahead(["busy", "away", "new"]) == [0.0, 0.0, 0.0]
 
 
 def test_aging_keeps_step_with_the_speed_of_the_engine_unless_it_is_stated() -> None:

@@ -127,8 +127,8 @@ class Served(RuleBasedStateMachine):
 
     def _arrive(self) -> None:
         """What was said is taken in, as before a step, so that what is emitted of it is known to come after it."""
-        self.drive.engine.loop._take()
-        self.drive.engine.loop._flush()
+        self.drive.engine.loop._run_inbox()
+        self.drive.engine.loop._flush_emissions()
         self._hear()
 
     def _hear(self) -> None:

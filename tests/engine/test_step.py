@@ -17,7 +17,7 @@ from test_sampler import byte_tokenizer
 
 from edgemoe.engine import loop, sampler
 from edgemoe.engine import steps as step
-from edgemoe.engine.grammar import Grammars, Matcher
+from edgemoe.engine.grammar import GrammarCompiler, GrammarMatcher
 from edgemoe.types.request import Sampling
 from edgemoe.types.step import Batch
 
@@ -99,7 +99,7 @@ STAGES = [
     (sampler, "_penalise", {}),
     (sampler, "_draw", {}),
     (sampler, "_penalise_repetition", {"repetition_penalty": 1.2}),
-    (step, "tell_prompt", {"prompt_logprobs": 1}),
+    (step, "prompt_logprobs_of", {"prompt_logprobs": 1}),
     (loop, "check_request", {}),
 ]
 
@@ -133,9 +133,9 @@ def test_a_grammar_that_fails_within_fails_its_request_alone(
             raise ZeroDivisionError("the test says so")
         return real(*_)
 
-    real = Matcher.__dict__[stage].fget if stage == "finished" else getattr(Matcher, stage)
-    monkeypatch.setattr(Matcher, stage, property(fails) if stage == "finished" else fails)
-    drive = Drive(grammars=Grammars(byte_tokenizer()[1]))
+    real = GrammarMatcher.__dict__[stage].fget if stage == "finished" else getattr(GrammarMatcher, stage)
+    monkeypatch.setattr(GrammarMatcher, stage, property(fails) if stage == "finished" else fails)
+    drive = Drive(grammars=GrammarCompiler(byte_tokenizer()[1]))
     company(drive)
     for n in range(1 + after * (stage == "__init__")):
         drive.submit(prompt(30, 99), f"bad{n}", grammar=GRAMMAR, max_tokens=20)

@@ -11,8 +11,8 @@ import torch
 
 from edgemoe.config.settings import EngineSettings
 from edgemoe.engine.engine import Engine, EngineBudget
-from edgemoe.engine.grammar import Grammars
-from edgemoe.engine.steps import LoadedModel, Watchers
+from edgemoe.engine.grammar import GrammarCompiler
+from edgemoe.engine.steps import LoadedModel, StepObservers
 from edgemoe.errors import MissingExpert
 from edgemoe.families.spec import Attention, Block, FeedForward, Heads, ModelSpec, Names, RopeSpec, RouterSpec
 from edgemoe.types.request import Emission, GrammarTrial, Request, Sampling, digest_of
@@ -174,7 +174,7 @@ class Drive:
     def __init__(
         self,
         blocks: int = 64,
-        grammars: Grammars | None = None,
+        grammars: GrammarCompiler | None = None,
         model: Model | None = None,
         missing_expert_timeout_s: float = 0.0,
         observe: Callable[[StepRouting], None] | None = None,
@@ -193,7 +193,7 @@ class Drive:
             EngineBudget(blocks, model.spec.context_tokens, 1 << 20, slots, missing_expert_timeout_s),
             self.emitted.extend,
             clock=lambda: self.now_s,
-            watchers=Watchers(observe, expect),
+            watchers=StepObservers(observe, expect),
         )
 
     def submit(

@@ -114,11 +114,11 @@ def _emit(scheduler: Scheduler, seq: Sequence, now_s: float, first_s: npt.NDArra
     """Gives the sequence a token, its first one at `first_s` [n], or ends it."""
     n = int(seq.request.id)
     seq.tokens.append(0)
-    scheduler.fairness.serve(seq.identity, 0, 1)
+    scheduler.fairness.add_service(seq.identity, 0, 1)
     if np.isnan(first_s[n]):
         first_s[n] = now_s
     if seq.emitted >= load.output[n]:
-        scheduler.fairness.finish(seq.identity, seq.emitted)
+        scheduler.fairness.add_answer(seq.identity, seq.emitted)
         scheduler.remove(seq)
 
 

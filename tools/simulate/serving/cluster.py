@@ -41,7 +41,7 @@ class Cluster:
     def serve(self, jobs: Sequence[Job]) -> None:
         """Runs the requests, which come in order of arrival, to their ends."""
         coming, report_s = list(reversed(jobs)), 0.0
-        self.lengths.join(NOBODY)
+        self.lengths.add_request(NOBODY)
         while coming or self.offers or any(engine.busy for engine in self.engines.values()):
             next_s = min(coming[-1].offered.arrived_s if coming else math.inf, report_s)
             engine = min((e for e in self.engines.values() if e.busy), key=lambda e: e.now_s, default=None)
@@ -62,7 +62,7 @@ class Cluster:
         self._seen.pop(engine.place, None)
         engine.admit(self._expected)
         for job in engine.run(until_s):
-            self.lengths.finish(NOBODY, job.output)
+            self.lengths.add_answer(NOBODY, job.output)
 
     def _report(self, now_s: float) -> float:
         if self.knowledge == "exact":
