@@ -11,8 +11,8 @@ from typing import Any
 
 from edgemoe.errors import CheckpointError, UnsupportedModel
 from edgemoe.families.read import Config, choice, flag, integer, number, read_rope, whole
-from edgemoe.families.spec import Attention, Block, FeedForward, Heads, ModelSpec, RouterSpec
-from edgemoe.families.table import FAMILIES, REFUSED, Family, Given
+from edgemoe.families.spec import AttentionHeads, BlockSpec, FeedForwardSpec, LayerAttention, ModelSpec, RouterSpec
+from edgemoe.families.table import FAMILIES, REFUSED, Family, FieldSources
 from edgemoe.types.experts import DTYPE_BYTES, SILU
 
 MAX_EXPERTS = 1 << 17  # of all layers together
@@ -31,22 +31,22 @@ def _window(config: Config) -> int:
 
 
 # What configurations call most things; a family names what it calls otherwise.
-HEADS: Given = {
+HEADS: FieldSources = {
     "count": whole("num_attention_heads"),
     "kv_count": whole("num_key_value_heads", default=whole("num_attention_heads")),
     "dim": whole("head_dim", default=_head_dim),
     "window": _window,
 }
-ROUTER: Given = {
+ROUTER: FieldSources = {
     "experts": whole("num_local_experts", "num_experts"),
     "top_k": whole("num_experts_per_tok"),
     "renormalise": flag("norm_topk_prob"),
 }
-FEED_FORWARD: Given = {
+FEED_FORWARD: FieldSources = {
     "width": whole("moe_intermediate_size"),
     "activation": choice("hidden_act", {"silu": SILU}, SILU),
 }
-BLOCK: Given = {"eps": number("rms_norm_eps", default=1e-6), "tied": flag("tie_word_embeddings")}
+BLOCK: FieldSources = {"eps": number("rms_norm_eps", default=1e-6), "tied": flag("tie_word_embeddings")}
 
 
 def spec_from_config(config: Config) -> ModelSpec:
@@ -65,10 +65,10 @@ def spec_from_config(config: Config) -> ModelSpec:
         dtype=_dtype(config),
         context_tokens=context_tokens,
         names=family.names,
-        attention=family.layers(config, Attention(heads, rope)),
+        attention=family.layers(config, LayerAttention(heads, rope)),
         router=RouterSpec(**_read(config, ROUTER, family.router)),
-        feed_forward=FeedForward(**_read(config, FEED_FORWARD, family.feed_forward)),
-        block=Block(**_read(config, BLOCK, family.block)),
+        feed_forward=FeedForwardSpec(**_read(config, FEED_FORWARD, family.feed_forward)),
+        block=BlockSpec(**_read(config, BLOCK, family.block)),
     )
     _check_sizes(spec)
     return spec
@@ -79,7 +79,7 @@ def decoder_config(config: Config) -> Config:
     return _decoder_part(config, _family(config))
 
 
-def _read(config: Config, common: Given, given: Given) -> dict[str, Any]:
+def _read(config: Config, common: FieldSources, given: FieldSources) -> dict[str, Any]:
     return {field: value(config) if callable(value) else value for field, value in {**common, **given}.items()}
 
 
@@ -156,7 +156,7 @@ def _check_sizes(spec: ModelSpec) -> None:
             raise CheckpointError(f"config.json: {what}")
 
 
-def _check_heads(heads: Heads) -> None:
+def _check_heads(heads: AttentionHeads) -> None:
     _bound("num_attention_heads", heads.count, 1 << 14)
     _bound("head_dim", heads.dim, 1 << 14)
     if heads.count % heads.kv_count:

@@ -14,7 +14,7 @@ from edgemoe.families.read import (
     LINEAR,
     SLIDING,
     Config,
-    Read,
+    ConfigReader,
     choice,
     integer,
     layer_count,
@@ -24,7 +24,7 @@ from edgemoe.families.read import (
     stated_kinds,
     whole,
 )
-from edgemoe.families.spec import Attention, Heads, KVRow, Tensors
+from edgemoe.families.spec import AttentionHeads, KVRow, LayerAttention, Tensors
 from edgemoe.types.bounds import is_number
 from edgemoe.types.experts import Activation
 
@@ -32,7 +32,7 @@ MOST_WIDTH = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
-class LatentHeads(Heads):
+class LatentHeads(AttentionHeads):
     """The heads of one layer. A token's keys and values are made of `rank` numbers and `dim` that turn.
 
     `dim` is what rotary embedding turns of a head's key: the same for all heads.
@@ -68,7 +68,7 @@ class LatentHeads(Heads):
         yield "self_attn.o_proj.weight", (hidden, self.count * self.value)
 
 
-def _width(key: str, default: int | None = None) -> Read:
+def _width(key: str, default: int | None = None) -> ConfigReader:
     """Returns a reader of a width: even, and not beyond reason."""
     read = whole(key, default=default)
 
@@ -115,11 +115,11 @@ LATENT = {  # how configurations write the record
 
 
 MOST_TAPS = 64
-Layers = Callable[[Config, Attention], tuple[Attention, ...]]
+Layers = Callable[[Config, LayerAttention], tuple[LayerAttention, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class DeltaHeads(Heads):
+class DeltaHeads(AttentionHeads):
     """The heads of a gated delta net: `count` of values, `kv_count` of queries and keys, `dim` those of a key head.
 
     Each key head serves count / kv_count value heads in a row.
@@ -190,7 +190,7 @@ def _ungrouped(sizes: tuple[int, ...], groups: int) -> list[int]:
 def delta_layers(grouped: bool) -> Layers:
     """Returns the reader of layers that are gated delta nets where the configuration does not say otherwise."""
 
-    def read(config: Config, attention: Attention) -> tuple[Attention, ...]:
+    def read(config: Config, attention: LayerAttention) -> tuple[LayerAttention, ...]:
         heads = DeltaHeads(
             count=integer(config, "linear_num_value_heads", default=32),
             kv_count=integer(config, "linear_num_key_heads", default=16),
@@ -233,13 +233,13 @@ GEMMA_LACKS = {  # what other Gemmas have, and the values that say that this one
 }
 
 
-def alternating(config: Config, attention: Attention) -> tuple[Attention, ...]:
+def alternating(config: Config, attention: LayerAttention) -> tuple[LayerAttention, ...]:
     """Gives every other layer a window, the first one among them, where nothing else is said."""
     full = replace(attention, heads=replace(attention.heads, window=0))
     return tuple(full if kind == FULL else attention for kind in _window_kinds(config, period=2))
 
 
-def gemma(config: Config, attention: Attention) -> tuple[Attention, ...]:
+def gemma(config: Config, attention: LayerAttention) -> tuple[LayerAttention, ...]:
     """Gives full layers their own heads and rotary embedding. Raises UnsupportedModel for other Gemmas."""
     for key, known in GEMMA_LACKS.items():
         if config.get(key) not in known:
@@ -282,7 +282,7 @@ def _window_kinds(config: Config, period: int) -> list[str]:
     return kinds
 
 
-def _gemma_layer(config: Config, attention: Attention, kind: str) -> Attention:
+def _gemma_layer(config: Config, attention: LayerAttention, kind: str) -> LayerAttention:
     heads, ropes = attention.heads, config.get("rope_parameters") or GEMMA_ROPE
     if not isinstance(ropes, Mapping) or not all(isinstance(ropes.get(each), Mapping) for each in (SLIDING, FULL)):
         raise CheckpointError(f"config.json: rope_parameters must have a table for {SLIDING!r} and one for {FULL!r}")
@@ -293,10 +293,10 @@ def _gemma_layer(config: Config, attention: Attention, kind: str) -> Attention:
             kv_count = integer(config, "num_global_key_value_heads", default=heads.kv_count)
             heads = replace(heads, kv_count=kv_count, v_is_k=True)
     rope, _ = read_rope({**config, "rope_parameters": ropes[kind], "rope_scaling": None}, {}, heads.dim)
-    return Attention(heads, rope)
+    return LayerAttention(heads, rope)
 
 
-def _overridden(attention: Attention, own: Any) -> Attention:
+def _overridden(attention: LayerAttention, own: Any) -> LayerAttention:
     """Returns what a layer attends with where transformers 5 has written down what is its own."""
     if not isinstance(own, Mapping):
         raise CheckpointError(f"config.json: per_layer_config must have tables, not {str(own)[:80]!r}")
@@ -307,4 +307,4 @@ def _overridden(attention: Attention, own: Any) -> Attention:
     kv_count = integer(own, "num_key_value_heads", default=heads.kv_count)
     if rope is not None and rope.dims == heads.dim:
         rope = replace(rope, dims=dim)
-    return Attention(replace(heads, dim=dim, kv_count=kv_count), rope)
+    return LayerAttention(replace(heads, dim=dim, kv_count=kv_count), rope)

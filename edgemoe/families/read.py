@@ -11,10 +11,10 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from edgemoe.errors import CheckpointError, UnsupportedModel
-from edgemoe.families.spec import Attention, RopeSpec
+from edgemoe.families.spec import LayerAttention, RopeSpec
 
 Config = Mapping[str, Any]
-Read = Callable[[Config], Any]
+ConfigReader = Callable[[Config], Any]
 N = TypeVar("N", int, float)
 LEAST_REAL, MOST_REAL = 1e-30, 1e30
 
@@ -27,7 +27,7 @@ def real(config: Config, *keys: str, default: float | None = None) -> float:
     return _number(config, keys, default, float)
 
 
-def same(key: str, default: int | None = None) -> Read:
+def same(key: str, default: int | None = None) -> ConfigReader:
     """Returns a reader of a positive integer that may be listed for each layer, if it is the same for all."""
 
     def read(config: Config) -> int:
@@ -43,7 +43,7 @@ def same(key: str, default: int | None = None) -> Read:
     return read
 
 
-def whole(*keys: str, default: int | Read | None = None) -> Read:
+def whole(*keys: str, default: int | ConfigReader | None = None) -> ConfigReader:
     """Returns a reader of the first of `keys` that is set: a positive integer, or 0 where 0 is the default."""
 
     def read(config: Config) -> int:
@@ -55,27 +55,27 @@ def whole(*keys: str, default: int | Read | None = None) -> Read:
     return read
 
 
-def number(*keys: str, default: float | None = None) -> Read:
+def number(*keys: str, default: float | None = None) -> ConfigReader:
     """Returns a reader of the first of `keys` that is set: a positive number, or the default, whatever it is."""
     return lambda config: default if _first(config, keys) is None and default is not None else real(config, *keys)
 
 
-def times(key: str, count: str, default: int) -> Read:
+def times(key: str, count: str, default: int) -> ConfigReader:
     """Returns a reader of a size times how often it is there."""
     return lambda config: 0 if config.get(count, default) == 0 else integer(config, key) * same(count, default)(config)
 
 
-def inverse(key: str) -> Read:
+def inverse(key: str) -> ConfigReader:
     """Returns a reader of what a positive number divides by; 1 where it is not set."""
     return lambda config: 1.0 / real(config, key, default=1.0)
 
 
-def flag(key: str, default: bool = False) -> Read:
+def flag(key: str, default: bool = False) -> ConfigReader:
     """Returns a reader of true or false."""
     return lambda config: choice(key, {True: True, False: False}, default)(config)
 
 
-def choice(key: str, values: Mapping[Any, Any], default: Any) -> Read:
+def choice(key: str, values: Mapping[Any, Any], default: Any) -> ConfigReader:
     """Returns a reader of one of a few values: what `values` has for it, or `default` where it is not set."""
 
     def read(config: Config) -> Any:
@@ -126,7 +126,7 @@ def read_rope(config: Config, family: Mapping[str, Any], head_dim: int) -> tuple
     if kind == "proportional":
         share, factor = real(given, "partial_rotary_factor", default=1.0), real(given, "factor", default=1.0)
         return RopeSpec(theta, head_dim, kind=kind, factor=factor, share=share), context_tokens
-    plain = RopeSpec(theta, _dims(config, given, family, head_dim), _said(family, "interleaved", config))
+    plain = RopeSpec(theta, _dims(config, given, family, head_dim), _switch(family, "interleaved", config))
     if kind == "default":
         return plain, context_tokens
     if theta <= 1.0:
@@ -177,7 +177,7 @@ def _dims(config: Config, given: Config, family: Mapping[str, Any], head_dim: in
     return dims
 
 
-def _said(family: Mapping[str, Any], field: str, config: Config) -> bool:
+def _switch(family: Mapping[str, Any], field: str, config: Config) -> bool:
     """Returns what the family, or the configuration in its stead, says of a switch."""
     value = family.get(field, False)
     return bool(value(config) if callable(value) else value)
@@ -223,7 +223,7 @@ def stated_kinds(config: Config, key: str, known: tuple[str, str]) -> list[str] 
     return kinds
 
 
-def alike(config: Config, attention: Attention) -> tuple[Attention, ...]:
+def same_attention(config: Config, attention: LayerAttention) -> tuple[LayerAttention, ...]:
     return (attention,) * layer_count(config)
 
 
@@ -246,7 +246,7 @@ def shared_width(config: Config) -> int:
     return width
 
 
-def by_type(config: Config, attention: Attention) -> tuple[Attention, ...]:
+def by_type(config: Config, attention: LayerAttention) -> tuple[LayerAttention, ...]:
     """Gives the window to the layers whose type says so: of older configurations, those from `max_window_layers` on."""
     kinds = stated_kinds(config, "layer_types", (FULL, SLIDING))
     if kinds is None:
@@ -256,7 +256,7 @@ def by_type(config: Config, attention: Attention) -> tuple[Attention, ...]:
     return _by_kind(kinds, attention)
 
 
-def by_type_below(config: Config, attention: Attention) -> tuple[Attention, ...]:
+def by_type_below(config: Config, attention: LayerAttention) -> tuple[LayerAttention, ...]:
     """As `by_type`, but that older configurations mean every other layer below `max_window_layers`, the first too."""
     kinds = stated_kinds(config, "layer_types", (FULL, SLIDING))
     if kinds is None:
@@ -265,7 +265,7 @@ def by_type_below(config: Config, attention: Attention) -> tuple[Attention, ...]
     return _by_kind(kinds, attention)
 
 
-def _by_kind(kinds: list[str], attention: Attention) -> tuple[Attention, ...]:
+def _by_kind(kinds: list[str], attention: LayerAttention) -> tuple[LayerAttention, ...]:
     full = replace(attention, heads=replace(attention.heads, window=0))
     return tuple(full if kind == FULL else attention for kind in kinds)
 

@@ -80,7 +80,7 @@ class ExpertNames(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Names:
+class TensorNames:
     """How checkpoints of a family name their tensors. Our names are those of transformers 5.
 
     `renames` holds (part of our name, the same part in checkpoints), each of which may apply or not.
@@ -108,7 +108,7 @@ class Names:
 
 
 @dataclass(frozen=True, slots=True)
-class Heads:
+class AttentionHeads:
     """The heads of one layer's attention. Subclasses are other mechanisms, with fields of their own."""
 
     mechanism: ClassVar[str] = "dense"
@@ -180,10 +180,10 @@ class RopeSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Attention:
+class LayerAttention:
     """What one layer attends with. Layers that are alike share one record."""
 
-    heads: Heads
+    heads: AttentionHeads
     rope: RopeSpec | None  # None: positions are not embedded
 
 
@@ -211,7 +211,7 @@ class RouterSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class FeedForward:
+class FeedForwardSpec:
     """What follows attention in a block: experts, or one dense network in some layers."""
 
     width: int  # of an expert
@@ -224,7 +224,7 @@ class FeedForward:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class BlockSpec:
     """What ties layers together: norms, and the factors of embedding, residual and logits."""
 
     eps: float
@@ -250,11 +250,11 @@ class ModelSpec:
     hidden: int
     dtype: str  # "float32" | "bfloat16"
     context_tokens: int
-    names: Names
-    attention: tuple[Attention, ...]  # of each layer
+    names: TensorNames
+    attention: tuple[LayerAttention, ...]  # of each layer
     router: RouterSpec
-    feed_forward: FeedForward
-    block: Block
+    feed_forward: FeedForwardSpec
+    block: BlockSpec
     encodings: tuple[str, ...] = ()  # of each layer's experts, as the store has them; (): `dtype` for all
     dense_encoding: str = ""  # of the dense matrices that are stored as bytes; "": none is
     kv_int8: bool = False  # keys and values are kept in int8, whatever `dtype`

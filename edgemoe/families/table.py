@@ -17,7 +17,6 @@ from edgemoe.families.mechanisms import (
 )
 from edgemoe.families.read import (
     Config,
-    alike,
     by_type,
     by_type_below,
     choice,
@@ -27,25 +26,26 @@ from edgemoe.families.read import (
     number,
     outside_interval,
     same,
+    same_attention,
     shared_width,
     sparse_steps,
     times,
     typed_layers,
     whole,
 )
-from edgemoe.families.spec import Attention, Heads, Names
+from edgemoe.families.spec import AttentionHeads, LayerAttention, TensorNames
 from edgemoe.types.experts import Activation
 
-Given = Mapping[str, Any]  # a record's field -> its value, or a function of the configuration
-PLAIN = Names()
-BIASES: Given = {"qkv_bias": flag("attention_bias"), "o_bias": flag("attention_bias")}
+FieldSources = Mapping[str, Any]  # a record's field -> its value, or a function of the configuration
+PLAIN = TensorNames()
+BIASES: FieldSources = {"qkv_bias": flag("attention_bias"), "o_bias": flag("attention_bias")}
 SHARED_EXPERT = (".shared_experts.", ".shared_expert.")
-GATED_HEADS: Given = {
+GATED_HEADS: FieldSources = {
     "qk_norm": "head",
     "output_gate": True,
     **BIASES,
 }
-GATED_SHARED: Given = {"shared_width": whole("shared_expert_intermediate_size"), "shared_gate": True}
+GATED_SHARED: FieldSources = {"shared_width": whole("shared_expert_intermediate_size"), "shared_gate": True}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,27 +55,29 @@ class Family:
     name: str  # `model_type` of the configuration
     architecture: str
     section: str = ""  # of the configuration, that has the decoder; "": the configuration itself
-    names: Names = PLAIN
-    mechanism: type[Heads] = Heads  # the record of its heads
-    layers: Callable[[Config, Attention], tuple[Attention, ...]] = alike  # what each layer attends with
-    heads: Given = field(default_factory=dict)
-    rope: Given = field(default_factory=dict)
-    router: Given = field(default_factory=dict)
-    feed_forward: Given = field(default_factory=dict)
-    block: Given = field(default_factory=dict)
+    names: TensorNames = PLAIN
+    mechanism: type[AttentionHeads] = AttentionHeads  # the record of its heads
+    layers: Callable[[Config, LayerAttention], tuple[LayerAttention, ...]] = (
+        same_attention  # what each layer attends with
+    )
+    heads: FieldSources = field(default_factory=dict)
+    rope: FieldSources = field(default_factory=dict)
+    router: FieldSources = field(default_factory=dict)
+    feed_forward: FieldSources = field(default_factory=dict)
+    block: FieldSources = field(default_factory=dict)
 
 
-def limited(key: str) -> Callable[[Config], int]:
+def expert_groups(key: str) -> Callable[[Config], int]:
     """Returns a reader of DeepSeek-V2's groups of experts, which count where its method says so."""
     methods = {"greedy": False, "group_limited_greedy": True}
     return lambda config: whole(key, default=1)(config) if choice("topk_method", methods, False)(config) else 1
 
 
 MIXTRAL: tuple[tuple[str, str], ...] = ((".mlp.", ".block_sparse_moe."),)
-EPS: Given = {"eps": number("rms_norm_eps", default=1e-5), "tied": flag("tie_word_embeddings")}
+NORM_AND_TIES: FieldSources = {"eps": number("rms_norm_eps", default=1e-5), "tied": flag("tie_word_embeddings")}
 SIGMOID = choice("scoring_func", {"sigmoid": "sigmoid"}, "sigmoid")
-BEYOND = r"model\.layers\.{layers}\."  # layers behind the last one, for predicting several tokens
-CORRECTED: Given = {  # DeepSeek-V3's router [DeepSeek-V3, 2.1.2]
+EXTRA_LAYERS = r"model\.layers\.{layers}\."  # layers behind the last one, for predicting several tokens
+DEEPSEEK_V3_ROUTER: FieldSources = {  # DeepSeek-V3's router [DeepSeek-V3, 2.1.2]
     "experts": whole("n_routed_experts"),
     "score": SIGMOID,
     "float32": True,
@@ -87,14 +89,18 @@ CORRECTED: Given = {  # DeepSeek-V3's router [DeepSeek-V3, 2.1.2]
     "top_groups": whole("topk_group", default=1),
     "group_score": "top2",
 }
-SHARED: Given = {"dense_layers": first_dense, "dense_width": whole("intermediate_size"), "shared_width": shared_width}
+SHARED_EXPERTS: FieldSources = {
+    "dense_layers": first_dense,
+    "dense_width": whole("intermediate_size"),
+    "shared_width": shared_width,
+}
 
 
 GELU = Activation("gelu_tanh")
 GEMMA_4 = Family(
     name="gemma4_text",
     architecture="Gemma4ForCausalLM",
-    names=Names(
+    names=TensorNames(
         renames=(
             ("model.", "model.language_model."),
             (".mlp.gate.weight", ".router.proj.weight"),
@@ -124,23 +130,23 @@ FAMILIES: dict[str, Family] = {
         Family(
             name="mixtral",
             architecture="MixtralForCausalLM",
-            names=Names(renames=MIXTRAL, projections=("w1", "w3", "w2")),
+            names=TensorNames(renames=MIXTRAL, projections=("w1", "w3", "w2")),
             rope={"theta": 1e6},
             router={"renormalise": True},
             feed_forward={"width": whole("intermediate_size")},
-            block=EPS,
+            block=NORM_AND_TIES,
         ),
         Family(
             name="olmoe",
             architecture="OlmoeForCausalLM",
             heads={**BIASES, "qk_norm": "full", "clip": number("clip_qkv", default=0.0)},
             feed_forward={"width": whole("intermediate_size")},
-            block=EPS,
+            block=NORM_AND_TIES,
         ),
         Family(
             name="qwen2_moe",
             architecture="Qwen2MoeForCausalLM",
-            names=Names(renames=(SHARED_EXPERT,)),
+            names=TensorNames(renames=(SHARED_EXPERT,)),
             layers=by_type_below,
             heads={"qkv_bias": flag("qkv_bias", default=True)},
             feed_forward={
@@ -152,22 +158,22 @@ FAMILIES: dict[str, Family] = {
         Family(
             name="glm4_moe",
             architecture="Glm4MoeForCausalLM",
-            names=Names(skipped=(BEYOND,)),
+            names=TensorNames(skipped=(EXTRA_LAYERS,)),
             heads={
                 "qkv_bias": flag("attention_bias"),
                 "qk_norm": choice("use_qk_norm", {True: "head", False: "none"}, "none"),
             },
             rope={"partial": 0.5},
-            router=CORRECTED,
-            feed_forward=SHARED,
-            block=EPS,
+            router=DEEPSEEK_V3_ROUTER,
+            feed_forward=SHARED_EXPERTS,
+            block=NORM_AND_TIES,
         ),
         Family(
             name="minimax_m2",
             architecture="MiniMaxM2ForCausalLM",
-            names=Names(
+            names=TensorNames(
                 renames=((".gate.e_score_correction_bias", ".e_score_correction_bias"), *MIXTRAL),
-                skipped=(BEYOND,),
+                skipped=(EXTRA_LAYERS,),
                 projections=("w1", "w3", "w2"),
             ),
             heads={"qk_norm": choice("use_qk_norm", {True: "full"}, "full")},
@@ -178,7 +184,7 @@ FAMILIES: dict[str, Family] = {
         Family(
             name="granitemoe",
             architecture="GraniteMoeForCausalLM",
-            names=Names(
+            names=TensorNames(
                 renames=(
                     (".mlp.gate.weight", ".mlp.router.layer.weight"),
                     (".mlp.experts.gate_up_proj", ".mlp.input_linear.weight"),
@@ -200,13 +206,13 @@ FAMILIES: dict[str, Family] = {
             architecture="Dots1ForCausalLM",
             layers=by_type,
             heads={**BIASES, "qk_norm": "head"},
-            router={**CORRECTED, "score": "sigmoid", "renormalise": flag("norm_topk_prob")},
-            feed_forward=SHARED,
+            router={**DEEPSEEK_V3_ROUTER, "score": "sigmoid", "renormalise": flag("norm_topk_prob")},
+            feed_forward=SHARED_EXPERTS,
         ),
         Family(
             name="hunyuan_v1_moe",
             architecture="HunYuanMoEV1ForCausalLM",
-            names=Names(
+            names=TensorNames(
                 renames=(
                     ("q_norm", "query_layernorm"),
                     ("k_norm", "key_layernorm"),
@@ -221,12 +227,12 @@ FAMILIES: dict[str, Family] = {
                 "dense_layers": choice("moe_layer_num_skipped", {0: frozenset()}, frozenset()),
                 "shared_width": times("intermediate_size", "num_shared_expert", 1),
             },
-            block=EPS,
+            block=NORM_AND_TIES,
         ),
         Family(
             name="ernie4_5_moe",
             architecture="Ernie4_5_MoeForCausalLM",
-            names=Names(
+            names=TensorNames(
                 renames=((".mlp.gate.e_score", ".mlp.moe_statics.e_score"),),
                 skipped=("model\\.mtp_",),
             ),
@@ -264,49 +270,49 @@ FAMILIES: dict[str, Family] = {
                 "float32": True,
                 "renormalise": choice("norm_topk_prob", {False: False}, False),
                 "scale": number("routed_scaling_factor", default=1.0),
-                "groups": limited("n_group"),
-                "top_groups": limited("topk_group"),
+                "groups": expert_groups("n_group"),
+                "top_groups": expert_groups("topk_group"),
             },
-            feed_forward=SHARED,
+            feed_forward=SHARED_EXPERTS,
         ),
         Family(  # Kimi-K2 too
             name="deepseek_v3",
             architecture="DeepseekV3ForCausalLM",
-            names=Names(skipped=(BEYOND,)),
+            names=TensorNames(skipped=(EXTRA_LAYERS,)),
             mechanism=LatentHeads,
             heads=LATENT,
             rope={"interleaved": flag("rope_interleave", default=True)},
-            router=CORRECTED,
-            feed_forward=SHARED,
+            router=DEEPSEEK_V3_ROUTER,
+            feed_forward=SHARED_EXPERTS,
         ),
         Family(
             name="glm4_moe_lite",
             architecture="Glm4MoeLiteForCausalLM",
-            names=Names(skipped=(BEYOND,)),
+            names=TensorNames(skipped=(EXTRA_LAYERS,)),
             mechanism=LatentHeads,
             heads=LATENT,
             rope={"interleaved": flag("rope_interleave", default=True)},
-            router=CORRECTED,
-            feed_forward={**SHARED, "dense_layers": typed_layers},
-            block=EPS,
+            router=DEEPSEEK_V3_ROUTER,
+            feed_forward={**SHARED_EXPERTS, "dense_layers": typed_layers},
+            block=NORM_AND_TIES,
         ),
         Family(
             name="gpt_oss",
             architecture="GptOssForCausalLM",
-            names=Names(renames=((".mlp.gate.", ".mlp.router."),), transposed=True, interleaved=True),
+            names=TensorNames(renames=((".mlp.gate.", ".mlp.router."),), transposed=True, interleaved=True),
             layers=alternating,
             heads={"sinks": True, "qkv_bias": flag("attention_bias", True), "o_bias": flag("attention_bias", True)},
             rope={"theta": 1.5e5},
             router={"logit_bias": True, "renormalise": True},
             feed_forward={"width": whole("intermediate_size"), "activation": clamped_swiglu, "expert_biases": True},
-            block=EPS,
+            block=NORM_AND_TIES,
         ),
         GEMMA_4,
         replace(GEMMA_4, name="gemma4", architecture="Gemma4ForConditionalGeneration", section="text_config"),
         Family(
             name="qwen3_next",
             architecture="Qwen3NextForCausalLM",
-            names=Names(renames=(SHARED_EXPERT,), skipped=(r"mtp\.",)),
+            names=TensorNames(renames=(SHARED_EXPERT,), skipped=(r"mtp\.",)),
             layers=delta_layers(grouped=True),
             heads=GATED_HEADS,
             rope={"partial": 0.25},
@@ -323,7 +329,7 @@ FAMILIES: dict[str, Family] = {
                 name=name,
                 architecture=architecture,
                 section=section,
-                names=Names(renames=(SHARED_EXPERT, *renames), skipped=(r"mtp\.", r"model\.visual\.")),
+                names=TensorNames(renames=(SHARED_EXPERT, *renames), skipped=(r"mtp\.", r"model\.visual\.")),
                 layers=delta_layers(grouped=False),
                 heads=GATED_HEADS,
                 rope={"partial": 0.25},

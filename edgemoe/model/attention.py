@@ -18,7 +18,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from edgemoe.families.spec import ModelSpec, RopeSpec
 from edgemoe.kernels.cpu.runtime import EVERYTHING, Kernels, Paged
 from edgemoe.model.kv import KVCache, StepStates
-from edgemoe.model.rope import Angles, Rope
+from edgemoe.model.rope import Angles, RotaryEmbedding
 from edgemoe.types.arrays import IntArray
 from edgemoe.types.step import BLOCK_TOKENS, Batch
 
@@ -26,7 +26,7 @@ WIDER = 8  # elements that a sink adds to a head: one would do, but the fast ker
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Scores:
+class AttentionScores:
     """What the scores of queries and keys are multiplied with, which tokens have one, and each head's sink."""
 
     scale: float
@@ -35,7 +35,12 @@ class Scores:
 
 
 def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scores: Scores, sinks: torch.Tensor | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor,
+    scores: AttentionScores,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Returns the attention [S, heads, t, D] of q [S, heads, t, D] to k and v [S, kv_heads, n, D].
 
@@ -67,7 +72,7 @@ QUERY_TILE = 512  # tokens
 
 
 @dataclass(frozen=True, slots=True)
-class Prefill:
+class PrefillChunk:
     """One sequence's chunk: rows first:after of the step, which are the last of its `context` tokens."""
 
     first: int
@@ -101,7 +106,7 @@ class StepAttention:
         self.single_rows = torch.tensor([starts[s] for s in single], dtype=torch.int64, device=self._device)
         self._tables, self._contexts = block_tables(batch, single)
         self.prefills = [
-            Prefill(starts[s], starts[s + 1], batch.context_lens[s], self._tensor(batch.block_tables[s]))
+            PrefillChunk(starts[s], starts[s + 1], batch.context_lens[s], self._tensor(batch.block_tables[s]))
             for s, length in enumerate(batch.query_lens)
             if length > 1
         ]
@@ -130,7 +135,9 @@ class StepAttention:
         if begun:
             self._kv.data[self._tensor(begun)] = 0
 
-    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores) -> torch.Tensor:
+    def __call__(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: AttentionScores
+    ) -> torch.Tensor:
         """Stores k and v [T, kv_heads, D] and returns the attention [T, heads * D] of q [T, heads, D].
 
         All are in the model's dtype, q and k after rotary embedding.
@@ -147,25 +154,27 @@ class StepAttention:
         """Writes the step's keys [T, kv_heads, D] and its values, None where they are stored in the keys."""
         self._kv.layers[layer].store(self._blocks, self._places, k, v)
 
-    def prompt(self, layer: int, prefill: Prefill, q: torch.Tensor, scores: Scores) -> torch.Tensor:
+    def prompt(self, layer: int, prefill: PrefillChunk, q: torch.Tensor, scores: AttentionScores) -> torch.Tensor:
         """Returns the attention [t, heads, value width] of one prefill's queries [t, heads, D]."""
         if self._kernels is None:
             return self._gathered_prompt(layer, prefill, q, scores)
         pages = paged(q.shape[1], self._kv, layer, scores)
         return prompt_by_kernel(self._kernels, q, prefill.blocks.numpy(), prefill.context, pages)
 
-    def single(self, layer: int, q: torch.Tensor, scores: Scores) -> torch.Tensor:
+    def single(self, layer: int, q: torch.Tensor, scores: AttentionScores) -> torch.Tensor:
         """Returns the attention [S, heads, value width] of the step's single queries [S, heads, D]."""
         attended = self._gathered if self._kernels is None else self._by_kernel
         return attended(layer, q, scores).to(q.dtype)
 
-    def past(self, layer: int, prefill: Prefill) -> torch.Tensor:
+    def past(self, layer: int, prefill: PrefillChunk) -> torch.Tensor:
         """Returns a copy of the keys of one prefill's whole context, [kv_heads, context, D]."""
         needed = -(-prefill.context // BLOCK_TOKENS)
         pages = self._kv.layers[layer].read_keys(prefill.blocks[:needed])
         return pages.transpose(0, 1).flatten(1, 2)[:, : prefill.context]
 
-    def _gathered_prompt(self, layer: int, prefill: Prefill, q: torch.Tensor, scores: Scores) -> torch.Tensor:
+    def _gathered_prompt(
+        self, layer: int, prefill: PrefillChunk, q: torch.Tensor, scores: AttentionScores
+    ) -> torch.Tensor:
         begin = max(0, prefill.context - (prefill.after - prefill.first) + 1 - scores.window) // BLOCK_TOKENS
         needed = -(-prefill.context // BLOCK_TOKENS)
         pages = self._pages(layer, prefill.blocks[begin:needed])  # [n, kv_heads, 16, D] each
@@ -178,7 +187,7 @@ class StepAttention:
         kept = self._kv.layers[layer]
         return kept.read_keys(blocks), kept.read_values(blocks)
 
-    def _by_kernel(self, layer: int, q: torch.Tensor, scores: Scores) -> torch.Tensor:
+    def _by_kernel(self, layer: int, q: torch.Tensor, scores: AttentionScores) -> torch.Tensor:
         assert self._kernels is not None
         pages = paged(q.shape[1], self._kv, layer, scores)
         out = torch.empty((len(q), pages.heads, pages.value_dim), dtype=torch.float32)
@@ -186,7 +195,7 @@ class StepAttention:
         self._kernels.attend(q.data_ptr(), len(q), self._tables, self._contexts, pages, out.data_ptr())
         return out
 
-    def _gathered(self, layer: int, q: torch.Tensor, scores: Scores) -> torch.Tensor:
+    def _gathered(self, layer: int, q: torch.Tensor, scores: AttentionScores) -> torch.Tensor:
         """Returns the attention of single queries; those of one KV head's group form the query dimension."""
         blocks, mask = self._gather_plan(scores.window)
         pages = self._pages(layer, blocks)  # [S, n, kv_heads, 16, D] each
@@ -218,7 +227,7 @@ def prompt_by_kernel(kernels: Kernels, q: torch.Tensor, table: IntArray, context
     return out
 
 
-def prompt_in_tiles(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: Scores) -> torch.Tensor:
+def prompt_in_tiles(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: AttentionScores) -> torch.Tensor:
     """Returns the attention [t, heads, D] of a context's last queries to its keys and values [1, kv_heads, n, D]."""
     tiles, seen = [], keys.shape[2]
     for first in range(0, len(q), QUERY_TILE):
@@ -229,7 +238,7 @@ def prompt_in_tiles(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, s
     return torch.cat(tiles)
 
 
-def _tile(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: Scores) -> torch.Tensor:
+def _tile(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: AttentionScores) -> torch.Tensor:
     """Returns the attention [t, heads, D] of at most QUERY_TILE queries, the last of which has the last key."""
     queries, sinks = q.transpose(0, 1)[None], scores.sinks  # [1, heads, t, D]
     mask = causal_mask(len(q), keys.shape[2], scores, q.device)
@@ -237,7 +246,7 @@ def _tile(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: Sco
     return attend(queries, keys, values, mask, scores, each)[0].transpose(0, 1)
 
 
-def causal_mask(queries: int, keys: int, scores: Scores, device: torch.device) -> torch.Tensor:
+def causal_mask(queries: int, keys: int, scores: AttentionScores, device: torch.device) -> torch.Tensor:
     """Returns which keys, a sink before them, the last queries see. On a GPU without a window it takes no memory."""
     before = 0 if scores.sinks is None else 1
     if device.type == "cuda" and keys <= scores.window:
@@ -248,7 +257,7 @@ def causal_mask(queries: int, keys: int, scores: Scores, device: torch.device) -
     return pad((past >= 0) & (past < scores.window), (before, 0), value=True)
 
 
-def paged(heads: int, kv: KVCache, layer: int, scores: Scores) -> Paged:
+def paged(heads: int, kv: KVCache, layer: int, scores: AttentionScores) -> Paged:
     """Returns where a layer's keys and values lie, and how they are attended to, for the kernel."""
     pages = kv.layers[layer]
     keys = pages.keys
@@ -285,7 +294,9 @@ class StepContext:
         self._angles: dict[RopeSpec, Angles] = {}
 
     @classmethod
-    def of(cls, batch: Batch, kv: KVCache, kernels: Kernels | None, ropes: Mapping[RopeSpec, Rope]) -> StepContext:
+    def of(
+        cls, batch: Batch, kv: KVCache, kernels: Kernels | None, ropes: Mapping[RopeSpec, RotaryEmbedding]
+    ) -> StepContext:
         """Returns the context of a batch of any sequences."""
         return cls(
             kv,
@@ -307,7 +318,7 @@ class StepContext:
         return self._angles[rope]
 
 
-def ropes_of(spec: ModelSpec, device: torch.device) -> dict[RopeSpec, Rope]:
+def ropes_of(spec: ModelSpec, device: torch.device) -> dict[RopeSpec, RotaryEmbedding]:
     """Returns the rotary embeddings of a model's layers."""
     records = {attention.rope for attention in spec.attention if attention.rope is not None}
-    return {record: Rope(record, device) for record in records}
+    return {record: RotaryEmbedding(record, device) for record in records}

@@ -14,8 +14,8 @@ import torch
 from edgemoe.families.spec import ModelSpec
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model.attention import StepContext, ropes_of
-from edgemoe.model.decoder_layers import ExpertCalls, Weights, load_weights
-from edgemoe.model.dense_weights import FEW_TOKENS, Matrix
+from edgemoe.model.decoder_layers import DenseWeights, ExpertCalls, load_weights
+from edgemoe.model.dense_weights import FEW_TOKENS, DenseMatrix
 from edgemoe.model.fused import FusedDecoder, is_plain
 from edgemoe.model.graphed import GraphedDecoder
 from edgemoe.model.kv import DTYPES, KVCache
@@ -25,7 +25,9 @@ from edgemoe.types.step import Batch, Experts
 class Decoder:
     """Computes logits from dense weights that it owns; the experts and the KV cache are passed to each call."""
 
-    def __init__(self, spec: ModelSpec, weights: Weights, device: torch.device, kernels: Kernels | None = None) -> None:
+    def __init__(
+        self, spec: ModelSpec, weights: DenseWeights, device: torch.device, kernels: Kernels | None = None
+    ) -> None:
         self.spec, self.device = spec, device
         self._weights, self.kernels = weights, kernels
         self._ropes, self._gates = ropes_of(spec, device), weights.gates
@@ -61,7 +63,7 @@ class Decoder:
         return decoder
 
     @property
-    def embedding(self) -> Matrix:
+    def embedding(self) -> DenseMatrix:
         """Returns the token embedding, [V, H], on the decoder's device. Not to be changed."""
         return self._weights.embed
 
@@ -82,7 +84,7 @@ class Decoder:
             return logits
         batch = batch.to(self.device)
         step, block = StepContext.of(batch, kv, self.kernels, self._ropes), self.spec.block
-        residual = self._weights.embed.pick(batch.tokens)
+        residual = self._weights.embed.rows_at(batch.tokens)
         if block.embedding != 1.0:
             residual *= block.embedding
         called = ExpertCalls(experts, self._gates, batch.decode)

@@ -11,26 +11,26 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from edgemoe.errors import StoreError
-from edgemoe.families.spec import Block, ModelSpec
+from edgemoe.families.spec import BlockSpec, ModelSpec
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model.attention import StepContext
 from edgemoe.model.delta_net import DeltaNet
 from edgemoe.model.dense_attention import DenseAttention
-from edgemoe.model.dense_weights import LayerPlace, Matrix, Norm, WeightReader
+from edgemoe.model.dense_weights import DenseMatrix, LayerReader, Norm, WeightReader
 from edgemoe.model.feed_forward import ExpertLayer, Gate, Mlp
 from edgemoe.model.kv import DTYPES
 from edgemoe.model.latent_attention import LatentAttention
 from edgemoe.types.step import Experts
 
 
-class Mechanism(Protocol):
-    """Computes one layer's attention, or what stands in its place."""
+class AttentionMechanism(Protocol):
+    """Computes one layer's attention, or its replacement (a delta net)."""
 
     def __call__(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:
         """Returns the output [T, H] for normalised `x` [T, H], both in the model's dtype; fills the cache."""
 
 
-MECHANISMS: dict[str, Callable[[LayerPlace], Mechanism]] = {
+ATTENTION_MECHANISMS: dict[str, Callable[[LayerReader], AttentionMechanism]] = {
     "delta": DeltaNet,
     "dense": DenseAttention,
     "latent": LatentAttention,
@@ -70,7 +70,7 @@ class SerialLayer:
     """A layer of two parts, each with a norm before it. Matrices are in the model's dtype, norms in float32."""
 
     norm: Norm
-    attention: Mechanism
+    attention: AttentionMechanism
     post_norm: Norm
     feed_forward: ExpertLayer | Mlp
     factor: float  # of what is added to the residual
@@ -97,14 +97,14 @@ class SerialLayer:
 class ParallelLayer:
     """A layer whose dense network and experts read the same residual, with norms before and after each part."""
 
-    def __init__(self, place: LayerPlace) -> None:
-        self._attention = MECHANISMS[place.attention.heads.mechanism](place)
-        self._dense = Mlp(place, "mlp.shared_experts")
-        self.gate, self._dtype = Gate(place), DTYPES[place.spec.dtype]
-        self._scalar = place.read("layer_scalar", dtype=torch.float32)
+    def __init__(self, reader: LayerReader) -> None:
+        self._attention = ATTENTION_MECHANISMS[reader.attention.heads.mechanism](reader)
+        self._dense = Mlp(reader, "mlp.shared_experts")
+        self.gate, self._dtype = Gate(reader), DTYPES[reader.spec.dtype]
+        self._scalar = reader.read("layer_scalar", dtype=torch.float32)
 
         def norm(name: str) -> Norm:
-            return place.norm(f"{name}.weight")
+            return reader.norm(f"{name}.weight")
 
         self._before_attention, self._after_attention = norm("input_layernorm"), norm("post_attention_layernorm")
         self._before_dense = norm("pre_feedforward_layernorm")
@@ -123,35 +123,35 @@ class ParallelLayer:
         residual *= self._scalar
 
 
-def make_layer(place: LayerPlace) -> DecoderLayer:
+def make_layer(reader: LayerReader) -> DecoderLayer:
     """Reads a layer's weights."""
-    spec = place.spec
+    spec = reader.spec
     if spec.block.parallel:
-        return ParallelLayer(place)
-    dense = place.number in spec.feed_forward.dense_layers
+        return ParallelLayer(reader)
+    dense = reader.number in spec.feed_forward.dense_layers
     return SerialLayer(
-        norm=place.norm("input_layernorm.weight"),
-        attention=MECHANISMS[place.attention.heads.mechanism](place),
-        post_norm=place.norm("post_attention_layernorm.weight"),
-        feed_forward=Mlp(place, "mlp") if dense else ExpertLayer(place),
+        norm=reader.norm("input_layernorm.weight"),
+        attention=ATTENTION_MECHANISMS[reader.attention.heads.mechanism](reader),
+        post_norm=reader.norm("post_attention_layernorm.weight"),
+        feed_forward=Mlp(reader, "mlp") if dense else ExpertLayer(reader),
         factor=spec.block.residual,
         dtype=DTYPES[spec.dtype],
     )
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
-    embed: Matrix  # [V, H]
+class DenseWeights:
+    embed: DenseMatrix  # [V, H]
     layers: tuple[DecoderLayer, ...]
     norm: Norm
-    head: Matrix  # [V, H], the embedding itself where they are tied
+    head: DenseMatrix  # [V, H], the embedding itself where they are tied
 
     @property
     def gates(self) -> tuple[Gate, ...]:
         """Returns the gates of the layers that have experts."""
         return tuple(layer.gate for layer in self.layers if layer.gate is not None)
 
-    def logits(self, last: torch.Tensor, block: Block) -> torch.Tensor:
+    def logits(self, last: torch.Tensor, block: BlockSpec) -> torch.Tensor:
         """Returns the logits [R, V] of normalised hidden states [R, H], float32, bounded as the block's record says."""
         logits = self.head(last).float()
         if block.logits != 1.0:
@@ -165,7 +165,7 @@ def load_weights(
     device: torch.device,
     kernels: Kernels | None,
     progress: Callable[[float], object] = lambda _: None,
-) -> Weights:
+) -> DenseWeights:
     """Copies the weights from the file at `path` to `device`; `kernels` multiply single tokens. Raises StoreError.
 
     `progress` is called with the share of layers that are loaded.
@@ -177,13 +177,13 @@ def load_weights(
         raise StoreError(f"{path}: the dense weights cannot be read ({error}); pack the checkpoint again") from error
 
 
-def _assemble(spec: ModelSpec, read: WeightReader, progress: Callable[[float], object]) -> Weights:
+def _assemble(spec: ModelSpec, read: WeightReader, progress: Callable[[float], object]) -> DenseWeights:
     embed = read.matrix("model.embed_tokens.weight")
     layers = []
     for layer in range(spec.layers):
         progress(layer / spec.layers)
-        layers.append(make_layer(LayerPlace(spec, layer, read)))
-    return Weights(
+        layers.append(make_layer(LayerReader(spec, layer, read)))
+    return DenseWeights(
         embed=embed,
         layers=tuple(layers),
         norm=read.norm("model.norm.weight"),

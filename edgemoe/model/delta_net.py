@@ -23,7 +23,7 @@ from edgemoe.families.mechanisms import DeltaHeads
 from edgemoe.kernels.cpu.delta_step import DELTA, scratch_floats
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model.attention import StepContext
-from edgemoe.model.dense_weights import LayerPlace, Matrix
+from edgemoe.model.dense_weights import DenseMatrix, LayerReader
 from edgemoe.model.kv import LayerStates, StepStates
 
 CHUNK = 64  # tokens
@@ -35,13 +35,13 @@ NORM_EPS = 1e-6  # of queries and keys, whatever the model's own is
 class DeltaWeights:
     """One layer's weights: matrices in the model's dtype, the others in float32."""
 
-    project: Matrix  # [channels + values, H]: queries, keys, values, output gate
+    project: DenseMatrix  # [channels + values, H]: queries, keys, values, output gate
     own: torch.Tensor  # [2 * count, H]: beta and decay of each value head
     convolution: torch.Tensor  # [taps, channels], the current token's last
     rates: torch.Tensor  # [value_heads]: exp(A_log)
     dt_bias: torch.Tensor  # [value_heads]
     norm: torch.Tensor  # [value_dim]
-    out: Matrix  # [H, values]
+    out: DenseMatrix  # [H, values]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,27 +61,31 @@ class DeltaInputs:
 class DeltaNet:
     """One layer's gated delta net."""
 
-    def __init__(self, place: LayerPlace) -> None:
-        heads = place.attention.heads
+    def __init__(self, reader: LayerReader) -> None:
+        heads = reader.attention.heads
         assert isinstance(heads, DeltaHeads)
-        self._heads, self._eps, self._number = heads, place.spec.block.eps, place.spec.state_layers.index(place.number)
+        self._heads, self._eps, self._number = (
+            heads,
+            reader.spec.block.eps,
+            reader.spec.state_layers.index(reader.number),
+        )
         if heads.grouped:
-            project = place.matrix("linear_attn.in_proj_qkvz.weight")
-            own = place.read("linear_attn.in_proj_ba.weight")
+            project = reader.matrix("linear_attn.in_proj_qkvz.weight")
+            own = reader.read("linear_attn.in_proj_ba.weight")
             for rows, order in zip((project.rows, own), heads.order(), strict=True):
                 rows.copy_(rows[order])
         else:
-            project = place.matrix("linear_attn.in_proj_qkv.weight", "linear_attn.in_proj_z.weight")
-            own = place.read("linear_attn.in_proj_b.weight", "linear_attn.in_proj_a.weight")
-        taps = place.read("linear_attn.conv1d.weight", dtype=torch.float32)
+            project = reader.matrix("linear_attn.in_proj_qkv.weight", "linear_attn.in_proj_z.weight")
+            own = reader.read("linear_attn.in_proj_b.weight", "linear_attn.in_proj_a.weight")
+        taps = reader.read("linear_attn.conv1d.weight", dtype=torch.float32)
         self._weights = DeltaWeights(
             project=project,
             own=own,
             convolution=taps[:, 0].T.contiguous(),
-            rates=place.read("linear_attn.A_log", dtype=torch.float32).exp_(),
-            dt_bias=place.read("linear_attn.dt_bias", dtype=torch.float32),
-            norm=place.read("linear_attn.norm.weight"),
-            out=place.matrix("linear_attn.out_proj.weight"),
+            rates=reader.read("linear_attn.A_log", dtype=torch.float32).exp_(),
+            dt_bias=reader.read("linear_attn.dt_bias", dtype=torch.float32),
+            norm=reader.read("linear_attn.norm.weight"),
+            out=reader.matrix("linear_attn.out_proj.weight"),
         )
         self._record = self._fixed()
 
@@ -89,7 +93,7 @@ class DeltaNet:
         """Returns the output [T, H] for normalised `x` [T, H], both in the model's dtype, and writes the states."""
         assert step.kv.states is not None
         layer = step.kv.states.layer(self._number)
-        if step.kernels is not None and not step.states.stretches and len(x) <= KERNEL_TOKENS:
+        if step.kernels is not None and not step.states.spans and len(x) <= KERNEL_TOKENS:
             return self._by_kernel(x, step.states, layer, step.kernels)
         return self._by_torch(x, step.states, layer)
 
@@ -102,7 +106,7 @@ class DeltaNet:
         if len(step.rows):
             memory, out[step.rows] = recur(inputs.rows(step.rows), states.matrices[step.reads])
             states.matrices[step.writes] = memory
-        for part in step.stretches:
+        for part in step.spans:
             rows = slice(part.first, part.after)
             states.matrices[part.write], out[rows] = chunked(inputs.rows(rows), states.matrices[part.read])
         gated = rms_norm(out, out.shape[-1:], weights.norm, self._eps) * silu(gate.float().view_as(out))
@@ -138,7 +142,7 @@ class DeltaNet:
             window = torch.cat([states.tails[step.reads], mixed[step.rows, None]], dim=1)  # [S, taps, channels]
             out[step.rows] = (window * convolution).sum(1)
             states.tails[step.writes] = window[:, 1:]
-        for part in step.stretches:
+        for part in step.spans:
             line = torch.cat([states.tails[part.read], mixed[part.first : part.after]])  # [taps - 1 + t, channels]
             count = part.after - part.first
             taps = (line[tap : tap + count] * weight for tap, weight in enumerate(convolution))
@@ -160,7 +164,7 @@ class DeltaNet:
         )
 
 
-def _product(matrix: Matrix, x: torch.Tensor, kernels: Kernels) -> torch.Tensor:
+def _product(matrix: DenseMatrix, x: torch.Tensor, kernels: Kernels) -> torch.Tensor:
     """Returns x [T, C] times the matrix transposed, float32 [T, R]."""
     return _multiply(matrix.rows, x, kernels) if matrix.plain else matrix(x).float()
 

@@ -6,36 +6,36 @@ import torch
 from torch.nn.functional import rms_norm
 
 from edgemoe.kernels.cpu.runtime import EVERYTHING
-from edgemoe.model.attention import Scores, StepContext
-from edgemoe.model.dense_weights import LayerPlace, Norm
-from edgemoe.model.rope import Angles, half_split, turn
+from edgemoe.model.attention import AttentionScores, StepContext
+from edgemoe.model.dense_weights import LayerReader, Norm
+from edgemoe.model.rope import Angles, half_split, rotate
 
 
 class DenseAttention:
     """The attention of one layer."""
 
-    def __init__(self, place: LayerPlace) -> None:
-        heads = place.attention.heads
-        self.number, self.heads, self.rope = place.number, heads, place.attention.rope
-        self.eps = place.spec.block.eps
+    def __init__(self, reader: LayerReader) -> None:
+        heads = reader.attention.heads
+        self.number, self.heads, self.rope = reader.number, heads, reader.attention.rope
+        self.eps = reader.spec.block.eps
         qkv = [f"self_attn.{part}_proj" for part in ("qk" if heads.v_is_k else "qkv")]
-        self.qkv = place.matrix(
+        self.qkv = reader.matrix(
             *(f"{name}.weight" for name in qkv)
         )  # queries, keys, values if any, output gates if any
-        self.o = place.matrix("self_attn.o_proj.weight")  # [H, count dim]
-        self.qkv_bias = place.read(*(f"{name}.bias" for name in qkv)) if heads.qkv_bias else None
-        self.o_bias = place.read("self_attn.o_proj.bias") if heads.o_bias else None
+        self.o = reader.matrix("self_attn.o_proj.weight")  # [H, count dim]
+        self.qkv_bias = reader.read(*(f"{name}.bias" for name in qkv)) if heads.qkv_bias else None
+        self.o_bias = reader.read("self_attn.o_proj.bias") if heads.o_bias else None
         self.q_norm = self.k_norm = None
         if heads.qk_norm != "none":
-            self.q_norm, self.k_norm = (place.norm(f"self_attn.{part}_norm.weight") for part in "qk")
+            self.q_norm, self.k_norm = (reader.norm(f"self_attn.{part}_norm.weight") for part in "qk")
         keys = heads.count + heads.kv_count
         self.ends = (heads.count, keys, keys if heads.v_is_k else keys + heads.kv_count)
         if heads.output_gate:
             self._order_gates()
         if self.rope is not None and self.rope.interleaved:
             self._order_pairs(self.rope.dims)
-        sinks = place.read("self_attn.sinks", dtype=torch.float32) if heads.sinks else None
-        self.scores = Scores(heads.scale or heads.dim**-0.5, heads.window or EVERYTHING, sinks)
+        sinks = reader.read("self_attn.sinks", dtype=torch.float32) if heads.sinks else None
+        self.scores = AttentionScores(heads.scale or heads.dim**-0.5, heads.window or EVERYTHING, sinks)
 
     def _order_pairs(self, dims: int) -> None:
         """Reorders the rows of queries and keys so that pairs lie in the two halves."""
@@ -84,7 +84,7 @@ class DenseAttention:
         if heads.clip:
             part = part.clamp(-heads.clip, heads.clip)
         if angles is not None:
-            part = turn(part, *angles)
+            part = rotate(part, *angles)
         if norm is not None and heads.norm_after_rope:
             part = self._normalise(part, norm)
         return part

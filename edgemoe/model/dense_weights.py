@@ -14,7 +14,7 @@ from torch.nn.functional import linear, rms_norm
 
 from edgemoe.encodings.codec import unpack
 from edgemoe.errors import StoreError
-from edgemoe.families.spec import Attention, ModelSpec, dense_shapes
+from edgemoe.families.spec import LayerAttention, ModelSpec, dense_shapes
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model.kv import DTYPES, zeros
 from edgemoe.types.encoding import ENCODINGS, Encoding
@@ -35,7 +35,7 @@ FEW_TOKENS = 16  # at most; with more, torch's products are faster, or tiles of 
 UNPACKED_WEIGHTS = 1 << 22  # at a time
 
 
-class Matrix:
+class DenseMatrix:
     """Multiplies vectors with a matrix [R, C]. Its rows are numbers where it is `plain`, else bytes [R, row_bytes]."""
 
     def __init__(self, rows: torch.Tensor, encoding: Encoding, columns: int, kernels: Kernels | None = None) -> None:
@@ -68,7 +68,7 @@ class Matrix:
         for first in range(0, len(self), step):
             torch.mm(x, self._unpacked(self.rows[first : first + step]).T, out=out[:, first : first + step])
 
-    def pick(self, numbers: torch.Tensor) -> torch.Tensor:
+    def rows_at(self, numbers: torch.Tensor) -> torch.Tensor:
         """Returns the rows of these numbers [n], float32 [n, C]."""
         rows = self.rows[numbers]
         return rows.float() if self.plain else self._unpacked(rows)
@@ -126,20 +126,20 @@ class WeightReader:
         weight = self(name)
         return Norm(weight.add_(1.0) if self._block.unit_offset else weight, self._block.eps)
 
-    def matrix(self, *names: str) -> Matrix:
+    def matrix(self, *names: str) -> DenseMatrix:
         """Returns the matrices of these names, one below the other. Only the CPU computes from encoded rows."""
         stored = [self._stored(name) for name in names]
         if stored[0].dtype != torch.uint8 or self._device.type != "cpu":
-            return Matrix(self(*names), self._plain, self._shapes[names[0]][1], self._kernels)
+            return DenseMatrix(self(*names), self._plain, self._shapes[names[0]][1], self._kernels)
         matrix = self._encoded(names, stored)
         matrix.rows = self._take(matrix.rows.shape, torch.uint8).copy_(matrix.rows)
         return matrix
 
-    def _encoded(self, names: Sequence[str], stored: Sequence[torch.Tensor]) -> Matrix:
+    def _encoded(self, names: Sequence[str], stored: Sequence[torch.Tensor]) -> DenseMatrix:
         assert self._encoding is not None
         rows = zeros([sum(len(part) for part in stored), stored[0].shape[1]], torch.uint8, "cpu")
         torch.cat(list(stored), out=rows)
-        return Matrix(rows, self._encoding, self._shapes[names[0]][1], self._kernels)
+        return DenseMatrix(rows, self._encoding, self._shapes[names[0]][1], self._kernels)
 
     def _take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         start = self._taken
@@ -161,7 +161,7 @@ class WeightReader:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerPlace:
+class LayerReader:
     """Where a part of the decoder stands: in which layer of which model, and what reads its weights."""
 
     spec: ModelSpec
@@ -169,7 +169,7 @@ class LayerPlace:
     reader: WeightReader
 
     @property
-    def attention(self) -> Attention:
+    def attention(self) -> LayerAttention:
         return self.spec.attention[self.number]
 
     def read(self, *names: str, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -180,7 +180,7 @@ class LayerPlace:
         """Returns a norm of this layer. Raises StoreError."""
         return self.reader.norm(*self._full([name]))
 
-    def matrix(self, *names: str) -> Matrix:
+    def matrix(self, *names: str) -> DenseMatrix:
         """Returns matrices of this layer, one below the other, encoded or not. Raises StoreError."""
         return self.reader.matrix(*self._full(names))
 

@@ -6,27 +6,27 @@ import torch
 from torch.nn.functional import linear, rms_norm
 
 from edgemoe.kernels.cpu.expert_math import activated
-from edgemoe.model.dense_weights import LayerPlace
+from edgemoe.model.dense_weights import LayerReader
 
 
 class Gate:
     """The gate of one layer."""
 
-    def __init__(self, place: LayerPlace) -> None:
-        self.router = router = place.spec.router
-        self.weight = place.read("mlp.gate.weight", dtype=torch.float32 if router.float32 else None)  # [E, H]
+    def __init__(self, reader: LayerReader) -> None:
+        self.router = router = reader.spec.router
+        self.weight = reader.read("mlp.gate.weight", dtype=torch.float32 if router.float32 else None)  # [E, H]
         self.logit_bias: torch.Tensor | None = None  # [E] float32
         self.selection_bias = None
         if router.logit_bias:
-            self.logit_bias = place.read("mlp.gate.bias", dtype=torch.float32)
+            self.logit_bias = reader.read("mlp.gate.bias", dtype=torch.float32)
         self.input_scale = self.expert_scale = None
         if router.input_norm:
-            self._eps, root = place.spec.block.eps, place.spec.hidden**-0.5
-            self.input_scale = place.read("mlp.gate.scale", dtype=torch.float32) * root
+            self._eps, root = reader.spec.block.eps, reader.spec.hidden**-0.5
+            self.input_scale = reader.read("mlp.gate.scale", dtype=torch.float32) * root
         if router.expert_scale:
-            self.expert_scale = place.read("mlp.gate.per_expert_scale", dtype=torch.float32)
+            self.expert_scale = reader.read("mlp.gate.per_expert_scale", dtype=torch.float32)
         if router.selection_bias:
-            self.selection_bias = place.read("mlp.gate.e_score_correction_bias", dtype=torch.float32)
+            self.selection_bias = reader.read("mlp.gate.e_score_correction_bias", dtype=torch.float32)
 
     def route(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the chosen experts' ids [T, k] and weights [T, k] float32 for `hidden` [T, H]."""
@@ -77,10 +77,10 @@ class Gate:
 class Mlp:
     """Computes a gated network: down(activation(gate x) * up x)."""
 
-    def __init__(self, place: LayerPlace, prefix: str) -> None:
-        self._gate_up = place.matrix(f"{prefix}.gate_proj.weight", f"{prefix}.up_proj.weight")  # [2I, H]
-        self._down = place.matrix(f"{prefix}.down_proj.weight")  # [H, I]
-        self._activation = place.spec.feed_forward.activation
+    def __init__(self, reader: LayerReader, prefix: str) -> None:
+        self._gate_up = reader.matrix(f"{prefix}.gate_proj.weight", f"{prefix}.up_proj.weight")  # [2I, H]
+        self._down = reader.matrix(f"{prefix}.down_proj.weight")  # [H, I]
+        self._activation = reader.spec.feed_forward.activation
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = self._gate_up(x).chunk(2, dim=-1)
@@ -90,11 +90,11 @@ class Mlp:
 class ExpertLayer:
     """The gate of a layer with experts, and what its tokens share."""
 
-    def __init__(self, place: LayerPlace) -> None:
-        feed_forward = place.spec.feed_forward
-        self.gate = Gate(place)
-        self._shared = Mlp(place, "mlp.shared_experts") if feed_forward.shared_width else None
-        self._shared_gate = place.read("mlp.shared_expert_gate.weight") if feed_forward.shared_gate else None
+    def __init__(self, reader: LayerReader) -> None:
+        feed_forward = reader.spec.feed_forward
+        self.gate = Gate(reader)
+        self._shared = Mlp(reader, "mlp.shared_experts") if feed_forward.shared_width else None
+        self._shared_gate = reader.read("mlp.shared_expert_gate.weight") if feed_forward.shared_gate else None
 
     @property
     def has_shared(self) -> bool:

@@ -12,17 +12,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from edgemoe.families.spec import Block, FeedForward, Heads, ModelSpec, RopeSpec, RouterSpec
+from edgemoe.families.spec import AttentionHeads, BlockSpec, FeedForwardSpec, ModelSpec, RopeSpec, RouterSpec
 from edgemoe.jit.intrinsics import place_of
 from edgemoe.kernels.cpu.runtime import EVERYTHING, Kernels
 from edgemoe.kernels.cpu.steps.decode_layer import HEAD, LAYER, STEP
 from edgemoe.kernels.cpu.steps.decode_step import WHOLE_STEP
-from edgemoe.model.attention import Scores, block_tables, paged
-from edgemoe.model.decoder_layers import DecoderLayer, SerialLayer, Weights
+from edgemoe.model.attention import AttentionScores, block_tables, paged
+from edgemoe.model.decoder_layers import DecoderLayer, DenseWeights, SerialLayer
 from edgemoe.model.dense_attention import DenseAttention
-from edgemoe.model.dense_weights import FEW_TOKENS, Matrix
+from edgemoe.model.dense_weights import FEW_TOKENS, DenseMatrix
 from edgemoe.model.kv import DTYPES, KVCache
-from edgemoe.model.rope import Rope
+from edgemoe.model.rope import RotaryEmbedding
 from edgemoe.types.step import Batch, ExpertPlaces, Experts
 
 Record = npt.NDArray[Any]
@@ -33,7 +33,7 @@ def is_plain(spec: ModelSpec) -> bool:
     """Returns whether the kernels have everything that the model's records ask for."""
     first, router, block = spec.attention[0], spec.router, spec.block
     heads, rope, feed_forward = first.heads, first.rope, spec.feed_forward
-    known = Heads(
+    known = AttentionHeads(
         heads.count, heads.kv_count, heads.dim, heads.qk_norm, False, heads.qkv_bias, heads.o_bias, sinks=heads.sinks
     )
     logit_bias, activation, expert_biases = router.logit_bias, feed_forward.activation, feed_forward.expert_biases
@@ -47,18 +47,18 @@ def is_plain(spec: ModelSpec) -> bool:
         and rope.dims == heads.dim
         and router == RouterSpec(router.experts, router.top_k, logit_bias=logit_bias, renormalise=router.renormalise)
         and feed_forward
-        == FeedForward(feed_forward.width, activation, expert_biases, dense_width=feed_forward.dense_width)
-        and block == Block(block.eps, block.tied)
+        == FeedForwardSpec(feed_forward.width, activation, expert_biases, dense_width=feed_forward.dense_width)
+        and block == BlockSpec(block.eps, block.tied)
     )
 
 
 class FusedDecoder:
     """Computes logits by the kernels. Fills the layers' records once, and the step's record at each step."""
 
-    def __init__(self, spec: ModelSpec, weights: Weights, kernels: Kernels, rope: Rope) -> None:
+    def __init__(self, spec: ModelSpec, weights: DenseWeights, kernels: Kernels, rope: RotaryEmbedding) -> None:
         self._spec, self._weights, self._kernels, self._rope = spec, weights, kernels, rope
         self._heads, self._gates = spec.attention[0].heads, weights.gates
-        self._scores = Scores(
+        self._scores = AttentionScores(
             self._heads.dim**-0.5, max(attention.heads.window or EVERYTHING for attention in spec.attention)
         )
         self._vectors: list[torch.Tensor] = []  # float32, of which records have addresses
@@ -94,7 +94,7 @@ class FusedDecoder:
         record["step"] = self._step.ctypes.data
         record["norm"], record["post_norm"] = layer.norm.weight.data_ptr(), layer.post_norm.weight.data_ptr()
         record["qkv"], record["o"] = self._matrix(attention.qkv), self._matrix(attention.o)
-        record["gate"] = self._matrix(Matrix(gate.weight, self._kernels.dtype, self._spec.hidden))
+        record["gate"] = self._matrix(DenseMatrix(gate.weight, self._kernels.dtype, self._spec.hidden))
         for name, bias in (
             ("qkv_bias", attention.qkv_bias),
             ("o_bias", attention.o_bias),
@@ -111,7 +111,7 @@ class FusedDecoder:
             )
         return record
 
-    def _matrix(self, matrix: Matrix) -> int:
+    def _matrix(self, matrix: DenseMatrix) -> int:
         """Returns the address of a matrix's MATRIX record, which this object keeps."""
         code = self._kernels.row_code(matrix.encoding)
         self._matrices.append(self._kernels.matrix(matrix.rows.data_ptr(), len(matrix), matrix.columns, code))
@@ -122,7 +122,7 @@ class FusedDecoder:
         spec, step, tokens = self._spec, self._step, len(batch.tokens)
         tables, contexts = block_tables(batch, list(range(tokens)))
         cos, sin = self._rope(batch.positions)
-        residual = self._weights.embed.pick(batch.tokens)
+        residual = self._weights.embed.rows_at(batch.tokens)
         hidden = torch.empty((tokens, spec.hidden), dtype=DTYPES[spec.dtype])
         ids = torch.empty((spec.layers, tokens, spec.router.top_k), dtype=torch.int64)
         weights = torch.empty((spec.layers, tokens, spec.router.top_k), dtype=torch.float32)

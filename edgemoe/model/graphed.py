@@ -16,13 +16,13 @@ from torch.nn.functional import linear
 
 from edgemoe.families.spec import ModelSpec, RopeSpec
 from edgemoe.kernels.cpu.runtime import EVERYTHING
-from edgemoe.model.attention import Scores, StepAttention, StepContext
-from edgemoe.model.decoder_layers import DecoderLayer, ExpertCalls, SerialLayer, Weights
+from edgemoe.model.attention import AttentionScores, StepAttention, StepContext
+from edgemoe.model.decoder_layers import DecoderLayer, DenseWeights, ExpertCalls, SerialLayer
 from edgemoe.model.dense_attention import DenseAttention
-from edgemoe.model.dense_weights import Matrix, Norm
+from edgemoe.model.dense_weights import DenseMatrix, Norm
 from edgemoe.model.feed_forward import ExpertLayer, Gate
 from edgemoe.model.kv import DTYPES, CodedKV, KVCache, StepStates
-from edgemoe.model.rope import Rope
+from edgemoe.model.rope import RotaryEmbedding
 from edgemoe.types.arrays import IntArray
 from edgemoe.types.step import BLOCK_TOKENS, Batch, Experts, ExpertSlots
 
@@ -82,7 +82,9 @@ def _attend(layer: SerialLayer, attention: DenseAttention, residual: torch.Tenso
     add_product(residual, attended, attention.o, attention.o_bias, layer.factor)
 
 
-def product(x: torch.Tensor, matrix: Matrix, norm: Norm, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+def product(
+    x: torch.Tensor, matrix: DenseMatrix, norm: Norm, bias: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
     """Returns float32 rows x [T, H], normalised, times a matrix, [T, R], of few rows in float32."""
     from edgemoe.kernels.gpu import decode_dense
 
@@ -93,7 +95,9 @@ def product(x: torch.Tensor, matrix: Matrix, norm: Norm, bias: torch.Tensor | No
     return out
 
 
-def add_product(to: torch.Tensor, x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None, factor: float) -> None:
+def add_product(
+    to: torch.Tensor, x: torch.Tensor, matrix: DenseMatrix, bias: torch.Tensor | None, factor: float
+) -> None:
     """Adds x [T, C] times a matrix, times `factor`, to float32 rows [T, R]."""
     from edgemoe.kernels.gpu import decode_dense
 
@@ -216,11 +220,13 @@ class RowAttention(StepAttention):
         self._places = inputs.positions % BLOCK_TOKENS
         decode_attention.clear_begun(kv.data, self._blocks, inputs.positions)
 
-    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores) -> torch.Tensor:
+    def __call__(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: AttentionScores
+    ) -> torch.Tensor:
         self.store(layer, k, v)
         return self.single(layer, q, scores).flatten(1)
 
-    def single(self, layer: int, q: torch.Tensor, scores: Scores) -> torch.Tensor:
+    def single(self, layer: int, q: torch.Tensor, scores: AttentionScores) -> torch.Tensor:
         pages, inputs = self._kv.layers[layer], self._inputs
         key_scales, value_scales = (pages.key_scales, pages.value_scales) if isinstance(pages, CodedKV) else (None,) * 2
         window = 0 if scores.window == EVERYTHING else scores.window
@@ -258,8 +264,8 @@ class DecodeRows:
     def __init__(
         self,
         spec: ModelSpec,
-        weights: Weights,
-        ropes: Mapping[RopeSpec, Rope],
+        weights: DenseWeights,
+        ropes: Mapping[RopeSpec, RotaryEmbedding],
         kv: KVCache,
         slots: ExpertSlots,
         rows: int,
@@ -282,7 +288,7 @@ class DecodeRows:
             lambda: StepStates(attention.single_rows, inputs.reads, inputs.writes),
             lambda rope: self._ropes[rope](inputs.positions),
         )
-        residual = self._weights.embed.pick(inputs.tokens)
+        residual = self._weights.embed.rows_at(inputs.tokens)
         if block.embedding != 1.0:
             residual *= block.embedding
         calls = RowCalls(self.experts, self._weights.gates)
@@ -341,7 +347,9 @@ class GraphedStep:
 class GraphedDecoder:
     """Keeps the graphs of one decoder, by rows."""
 
-    def __init__(self, spec: ModelSpec, weights: Weights, ropes: Mapping[RopeSpec, Rope], device: torch.device) -> None:
+    def __init__(
+        self, spec: ModelSpec, weights: DenseWeights, ropes: Mapping[RopeSpec, RotaryEmbedding], device: torch.device
+    ) -> None:
         self._spec, self._weights, self._ropes, self._device = spec, weights, ropes, device
         self._steps: dict[int, GraphedStep] = {}
         self._made_for: tuple[KVCache, ExpertSlots] | None = None

@@ -76,7 +76,7 @@ class StateCache:
         self.data.index_copy_(0, index, rows.to(self.data.device))
 
 
-class Stretch(NamedTuple):
+class TokenSpan(NamedTuple):
     """A run of one sequence's tokens: rows first:after of the step, and the slots of the states before and after."""
 
     first: int
@@ -87,12 +87,12 @@ class Stretch(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepStates:
-    """Says which rows of a step lead from which slot to which: sequences of one token together, others in stretches."""
+    """Says which rows of a step lead from which slot to which: sequences of one token together, others in spans."""
 
     rows: torch.Tensor  # [S] of sequences of one token
     reads: torch.Tensor  # [S] slots
     writes: torch.Tensor  # [S] slots
-    stretches: Sequence[Stretch] = ()
+    spans: Sequence[TokenSpan] = ()
 
     @classmethod
     def of(cls, batch: Batch, device: torch.device) -> StepStates:
@@ -101,14 +101,14 @@ class StepStates:
         used = list(zip(batch.states, starts, batch.query_lens, strict=False))
         single = [(start, use.read, use.writes[-1][1]) for use, start, count in used if count == 1]
         columns = torch.tensor(single, dtype=torch.int64).view(-1, 3).T.contiguous().to(device)
-        stretches: list[Stretch] = []
+        spans: list[TokenSpan] = []
         for use, start, count in used:
             done, read = 0, use.read
             for after, slot in use.writes if count > 1 else ():
-                stretches.append(Stretch(start + done, start + after, read, slot))
+                spans.append(TokenSpan(start + done, start + after, read, slot))
                 done, read = after, slot
         rows, reads, writes = columns.unbind(0)
-        return cls(rows, reads, writes, stretches)
+        return cls(rows, reads, writes, spans)
 
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -15,9 +15,9 @@ import torch
 
 from edgemoe.families.mechanisms import LatentHeads
 from edgemoe.kernels.cpu.runtime import Kernels, Paged
-from edgemoe.model.attention import Prefill, Scores, StepContext, prompt_by_kernel, prompt_in_tiles
-from edgemoe.model.dense_weights import FEW_TOKENS, LayerPlace, Norm
-from edgemoe.model.rope import Angles, half_split, turn
+from edgemoe.model.attention import AttentionScores, PrefillChunk, StepContext, prompt_by_kernel, prompt_in_tiles
+from edgemoe.model.dense_weights import FEW_TOKENS, LayerReader, Norm
+from edgemoe.model.rope import Angles, half_split, rotate
 from edgemoe.types.step import BLOCK_TOKENS
 
 NORM_EPS = 1e-6  # of latents, whatever the model's own is
@@ -27,22 +27,22 @@ EXPANDED_BYTES = 32 << 20  # keys and values of a context that are computed at a
 class LatentAttention:
     """The attention of one layer."""
 
-    def __init__(self, place: LayerPlace) -> None:
-        self._number, rope = place.number, place.attention.rope
-        assert isinstance(place.attention.heads, LatentHeads)
+    def __init__(self, reader: LayerReader) -> None:
+        self._number, rope = reader.number, reader.attention.rope
+        assert isinstance(reader.attention.heads, LatentHeads)
         assert rope is not None
-        self._heads, self._rope = place.attention.heads, rope
+        self._heads, self._rope = reader.attention.heads, rope
         self._query_latent = self._query_norm = None
         if self._heads.query_rank:
-            self._query_latent = place.matrix("self_attn.q_a_proj.weight")  # [query_rank, H]
-            self._query_norm = Norm(place.read("self_attn.q_a_layernorm.weight"), NORM_EPS)
+            self._query_latent = reader.matrix("self_attn.q_a_proj.weight")  # [query_rank, H]
+            self._query_norm = Norm(reader.read("self_attn.q_a_layernorm.weight"), NORM_EPS)
         query = "q_b_proj" if self._heads.query_rank else "q_proj"
-        self._query = place.matrix(f"self_attn.{query}.weight")  # [count * key, query_rank or H]
-        self._latent = place.matrix("self_attn.kv_a_proj_with_mqa.weight")  # [rank + dim, H]
-        self._norm = Norm(place.read("self_attn.kv_a_layernorm.weight"), NORM_EPS)
-        self._keys, self._values = self._expansion(place.read("self_attn.kv_b_proj.weight"))
-        self._out = place.matrix("self_attn.o_proj.weight")  # [H, count * value]
-        self._scores = Scores(self._heads.scale)
+        self._query = reader.matrix(f"self_attn.{query}.weight")  # [count * key, query_rank or H]
+        self._latent = reader.matrix("self_attn.kv_a_proj_with_mqa.weight")  # [rank + dim, H]
+        self._norm = Norm(reader.read("self_attn.kv_a_layernorm.weight"), NORM_EPS)
+        self._keys, self._values = self._expansion(reader.read("self_attn.kv_b_proj.weight"))
+        self._out = reader.matrix("self_attn.o_proj.weight")  # [H, count * value]
+        self._scores = AttentionScores(self._heads.scale)
         if rope.interleaved:
             self._order_pairs()
 
@@ -85,12 +85,12 @@ class LatentAttention:
             x = self._query_norm(self._query_latent(x).float()).to(x.dtype)
         q = self._query(x).view(len(x), heads.count, heads.key)
         plain, turned = q.tensor_split([heads.plain], dim=-1)
-        return torch.cat((plain, turn(turned.float(), *angles).to(q.dtype)), dim=-1)
+        return torch.cat((plain, rotate(turned.float(), *angles).to(q.dtype)), dim=-1)
 
     def _latents(self, x: torch.Tensor, angles: Angles) -> torch.Tensor:
         """Returns what the cache keeps of the tokens, [T, 1, rank + dim]."""
         latent, turned = self._latent(x).float()[:, None].tensor_split([self._heads.rank], dim=-1)
-        return torch.cat((self._norm(latent), turn(turned, *angles)), dim=-1).to(x.dtype)
+        return torch.cat((self._norm(latent), rotate(turned, *angles)), dim=-1).to(x.dtype)
 
     def _single(self, q: torch.Tensor, step: StepContext) -> torch.Tensor:
         """Returns the mean values [S, count, value] for the step's single queries [S, count, key]."""
@@ -106,7 +106,7 @@ class LatentAttention:
         """Returns mean values [T, count, value] of mean latents [T, count, rank]."""
         return by_head(latents, self._values, kernels)
 
-    def _prompt(self, prefill: Prefill, q: torch.Tensor, step: StepContext) -> torch.Tensor:
+    def _prompt(self, prefill: PrefillChunk, q: torch.Tensor, step: StepContext) -> torch.Tensor:
         """Returns the mean values [t, count, value] of one prefill's queries [t, count, key]."""
         heads, tokens, context = self._heads, len(q), prefill.context
         change = heads.rank * (heads.plain + heads.value)  # products of a token's and a head's change of widths

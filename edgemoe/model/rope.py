@@ -14,7 +14,7 @@ from edgemoe.families.spec import RopeSpec
 Angles = tuple[torch.Tensor, torch.Tensor]  # cos and sin [T, dims / 2]
 
 
-class Rope:
+class RotaryEmbedding:
     """Computes cos and sin of positions."""
 
     def __init__(self, rope: RopeSpec, device: torch.device) -> None:
@@ -27,7 +27,7 @@ class Rope:
         return angles.cos() * self._scale, angles.sin() * self._scale
 
 
-def turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotates the first dims of heads x [T, heads, D] by cos and sin [T, dims / 2]."""
     dims = 2 * cos.shape[-1]
     low, high = x[..., :dims].chunk(2, dim=-1)

@@ -16,14 +16,14 @@ from edgemoe.errors import CheckpointError, UnsupportedModel
 from edgemoe.families.config import spec_from_config
 from edgemoe.families.read import SLIDING, THETA, read_rope
 from edgemoe.families.spec import (
-    Attention,
-    Block,
-    FeedForward,
-    Heads,
+    AttentionHeads,
+    BlockSpec,
+    FeedForwardSpec,
+    LayerAttention,
     ModelSpec,
-    Names,
     RopeSpec,
     RouterSpec,
+    TensorNames,
     dense_shapes,
 )
 from edgemoe.families.table import FAMILIES, REFUSED, Family
@@ -89,11 +89,11 @@ def test_qwen3_30b_as_published() -> None:
         hidden=2048,
         dtype="bfloat16",
         context_tokens=40960,
-        names=Names(),
-        attention=(Attention(Heads(32, 4, 128, qk_norm="head"), RopeSpec(1e6, 128)),) * 48,
+        names=TensorNames(),
+        attention=(LayerAttention(AttentionHeads(32, 4, 128, qk_norm="head"), RopeSpec(1e6, 128)),) * 48,
         router=RouterSpec(128, 8, renormalise=True),
-        feed_forward=FeedForward(768, dense_width=6144),
-        block=Block(1e-6),
+        feed_forward=FeedForwardSpec(768, dense_width=6144),
+        block=BlockSpec(1e-6),
     )
     assert spec.geometry.expert_bytes(0) == 3 * 2048 * 768 * 2
     assert spec.kv_bytes_per_token == 2 * 48 * 4 * 128 * 2
@@ -101,8 +101,8 @@ def test_qwen3_30b_as_published() -> None:
 
 def test_mixtral_8x7b_as_published() -> None:
     spec = spec_from_config(MIXTRAL4)
-    assert spec.attention == (Attention(Heads(32, 8, 128), RopeSpec(1e6, 128)),) * 32
-    assert (spec.feed_forward, spec.router) == (FeedForward(14336), RouterSpec(8, 2, renormalise=True))
+    assert spec.attention == (LayerAttention(AttentionHeads(32, 8, 128), RopeSpec(1e6, 128)),) * 32
+    assert (spec.feed_forward, spec.router) == (FeedForwardSpec(14336), RouterSpec(8, 2, renormalise=True))
 
 
 @pytest.mark.parametrize("config", [QWEN4, MIXTRAL4], ids=["qwen3", "mixtral"])

@@ -11,7 +11,7 @@ import torch
 from edgemoe.families.spec import KVLayout, KVRow
 from edgemoe.kernels.cpu.runtime import EVERYTHING, Kernels
 from edgemoe.model import attention
-from edgemoe.model.attention import Scores, StepAttention
+from edgemoe.model.attention import AttentionScores, StepAttention
 from edgemoe.model.kv import CodedKV, KVCache
 from edgemoe.types.step import BLOCK_TOKENS, Batch
 
@@ -22,7 +22,7 @@ CONTEXT = 150
 class Sequences:
     """Random queries, keys and values of several sequences, and their attention by definition."""
 
-    def __init__(self, count: int, scores: Scores, *, int8: bool = False) -> None:
+    def __init__(self, count: int, scores: AttentionScores, *, int8: bool = False) -> None:
         generator = torch.Generator().manual_seed(count)
         self.q = torch.randn(count, CONTEXT, HEADS, DIM, generator=generator)
         self.k, self.v = torch.randn(2, count, CONTEXT, KV_HEADS, DIM, generator=generator)
@@ -76,7 +76,7 @@ def test_attention_is_that_of_its_definition(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(attention, "QUERY_TILE", 32)
-    three = Sequences(3, Scores(0.4, window, torch.linspace(-4, 6, HEADS) if with_sinks else None), int8=int8)
+    three = Sequences(3, AttentionScores(0.4, window, torch.linspace(-4, 6, HEADS) if with_sinks else None), int8=int8)
     steps = [(1, 40, 5), (1, 1, 1), (64, 70, 1), (34, 1, 129), (1, 1, 1), (49, 37, 13)]
     assert [sum(counts) for counts in zip(*steps, strict=True)] == [CONTEXT] * 3
     found: list[list[torch.Tensor]] = [[], [], []]
@@ -91,6 +91,6 @@ def test_attention_is_that_of_its_definition(
 def test_a_window_gives_the_same_however_the_prompt_is_cut() -> None:
     results = []
     for cuts in ([0, 150], [0, 1, 33, 34, 150]):
-        one = Sequences(1, Scores(0.4, 20, torch.zeros(HEADS)))
+        one = Sequences(1, AttentionScores(0.4, 20, torch.zeros(HEADS)))
         results.append(torch.cat([one.step([after - first], None) for first, after in pairwise(cuts)]))
     torch.testing.assert_close(*results, atol=1e-6, rtol=1e-6)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.tiny_models import FAMILIES, Session, Tiny
 
-from edgemoe.families.spec import Attention
+from edgemoe.families.spec import LayerAttention
 from edgemoe.model.fused import is_plain
 
 MakeTiny = Callable[..., Tiny]
@@ -83,7 +83,7 @@ def test_the_kernels_run_what_they_have_everything_for(
     assert is_plain(spec)
     assert not is_plain(replace(spec, block=replace(spec.block, residual=0.5)))
     assert not is_plain(replace(spec, router=replace(spec.router, score="sigmoid")))
-    for other in (Attention(first.heads, None), replace(first, heads=replace(first.heads, clip=1.0))):
+    for other in (LayerAttention(first.heads, None), replace(first, heads=replace(first.heads, clip=1.0))):
         assert not is_plain(replace(spec, attention=(other, *spec.attention[1:])))
         assert not is_plain(replace(spec, attention=(other,) * spec.layers))
 

@@ -14,7 +14,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDel
 from edgemoe.families.mechanisms import DeltaHeads
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model.delta_net import DeltaNet
-from edgemoe.model.dense_weights import Matrix
+from edgemoe.model.dense_weights import DenseMatrix
 from edgemoe.model.kv import StateCache, StepStates
 from edgemoe.types.encoding import ENCODINGS
 from edgemoe.types.step import Batch, StateUse
@@ -35,9 +35,9 @@ class Place:
     def read(self, *names: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         return torch.cat([self._state[name.removeprefix("linear_attn.")] for name in names])
 
-    def matrix(self, *names: str) -> Matrix:
+    def matrix(self, *names: str) -> DenseMatrix:
         rows = self.read(*names)
-        return Matrix(rows, ENCODINGS["float32"], rows.shape[1])
+        return DenseMatrix(rows, ENCODINGS["float32"], rows.shape[1])
 
 
 class Layer:

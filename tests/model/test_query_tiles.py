@@ -11,7 +11,7 @@ import torch
 from support.tiny_models import FAMILIES, Session, Tiny
 
 from edgemoe.model import attention
-from edgemoe.model.attention import Scores
+from edgemoe.model.attention import AttentionScores
 
 
 @pytest.mark.parametrize("mask", ["in memory", "lower right"])
@@ -21,7 +21,7 @@ def test_a_prompt_of_several_tiles_equals_transformers(
 ) -> None:
     tiny, made = make_tiny(family, fused=False), attention.causal_mask
 
-    def on_a_gpu(queries: int, keys: int, scores: Scores, device: torch.device) -> torch.Tensor:
+    def on_a_gpu(queries: int, keys: int, scores: AttentionScores, device: torch.device) -> torch.Tensor:
         """A GPU's mask, which the CPU can take as well."""
         gpu: Any = SimpleNamespace(type="cuda")
         return made(queries, keys, scores, gpu if keys <= scores.window else device)

@@ -14,7 +14,16 @@ from edgemoe.engine.engine import Engine, EngineBudget
 from edgemoe.engine.grammar import GrammarCompiler
 from edgemoe.engine.steps import LoadedModel, StepObservers
 from edgemoe.errors import MissingExpert
-from edgemoe.families.spec import Attention, Block, FeedForward, Heads, ModelSpec, Names, RopeSpec, RouterSpec
+from edgemoe.families.spec import (
+    AttentionHeads,
+    BlockSpec,
+    FeedForwardSpec,
+    LayerAttention,
+    ModelSpec,
+    RopeSpec,
+    RouterSpec,
+    TensorNames,
+)
 from edgemoe.types.request import Emission, GrammarTrial, Request, Sampling, digest_of
 from edgemoe.types.step import BLOCK_TOKENS, Batch, StepMeta, StepRouting
 
@@ -27,11 +36,11 @@ SPEC = ModelSpec(
     hidden=32,
     dtype="float32",
     context_tokens=512,
-    names=Names(),
-    attention=(Attention(Heads(2, 2, 16), RopeSpec(1e4, 16)),) * 2,
+    names=TensorNames(),
+    attention=(LayerAttention(AttentionHeads(2, 2, 16), RopeSpec(1e4, 16)),) * 2,
     router=RouterSpec(6, 2, renormalise=True),
-    feed_forward=FeedForward(16),
-    block=Block(1e-6, tied=True),
+    feed_forward=FeedForwardSpec(16),
+    block=BlockSpec(1e-6, tied=True),
 )
 HEADS, ROUTER = SPEC.attention[0].heads, SPEC.router
 

@@ -33,7 +33,7 @@ from edgemoe.experts.predict.learned_policy import LearnedPolicy
 from edgemoe.experts.predict.scoutgate import export
 from edgemoe.experts.predict.scoutgate.forecaster import ScoutGateForecaster
 from edgemoe.experts.predict.scoutgate.model import ScoutGate, ScoutGateShape
-from edgemoe.model.dense_weights import Matrix
+from edgemoe.model.dense_weights import DenseMatrix
 from edgemoe.policy.baselines import LRU
 from edgemoe.replay.box import BoxSpec, ReplayBox
 from edgemoe.types.arrays import FloatArray
@@ -148,7 +148,7 @@ def scoutgate(shape: tuple[int, int, int], tokens: int, variant: str) -> float:
     with tempfile.TemporaryDirectory() as folder:
         one = (torch.ones(2 * layers), torch.zeros(2 * layers))
         export.write(Path(folder), gate, one, model, {})
-        embedding = Matrix(torch.randn(VOCAB, HIDDEN).to(torch.bfloat16), ENCODINGS["bfloat16"], HIDDEN)
+        embedding = DenseMatrix(torch.randn(VOCAB, HIDDEN).to(torch.bfloat16), ENCODINGS["bfloat16"], HIDDEN)
         forecaster = ScoutGateForecaster(ServedModel("digest", sizes), "tokenizer", embedding, clock)
         with closing(forecaster):
             forecaster.load(Path(folder))

@@ -22,7 +22,7 @@ class TokenEmbedding(Protocol):
     def __len__(self) -> int:
         """Returns V."""
 
-    def pick(self, numbers: torch.Tensor) -> torch.Tensor:
+    def rows_at(self, numbers: torch.Tensor) -> torch.Tensor:
         """Returns the rows of these numbers [n], float32 [n, H]."""
 
 
@@ -52,7 +52,7 @@ class ForecastTables:
         with torch.inference_mode():
             projected = torch.empty(len(embedding), gate.shape.projection, dtype=torch.float16)
             for numbers in torch.split(torch.arange(len(embedding)), CHUNK):
-                projected[numbers] = gate.project(embedding.pick(numbers).cpu()).half()
+                projected[numbers] = gate.project(embedding.rows_at(numbers).cpu()).half()
             towers, own = gate.towers()
             scale = export.scale.repeat_interleave(experts)
             towers, own = towers * scale[:, None], own * scale + export.shift.repeat_interleave(experts)
