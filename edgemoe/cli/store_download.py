@@ -11,14 +11,13 @@ import secrets
 import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Coroutine
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from edgemoe.cluster.control.messages import CONTROL, ControlMessage, FindStore, StoreAt, Welcome
+from edgemoe.cluster.control.messages import CONTROL, ControlMessage, FindStore, StoreAt
 from edgemoe.cluster.data.messages import BULK, BulkMessage
 from edgemoe.cluster.data.store_fetch import Pace, PieceChannel
 from edgemoe.cluster.rpc.channel import Channel
@@ -75,8 +74,6 @@ class StoreFinder:
         """Connects to what a box serves. Raises PeerError, StoreError where it is another model."""
         self._control.connect(peer)
         await _until_up(self._control, peer.node)
-        with suppress(PeerRefused):  # any answer tells which versions it speaks
-            await self._control.ask(peer.node, Welcome(), timeout_s=ASK_S)
         answer = (await self._control.ask(peer.node, FindStore(), timeout_s=ASK_S)).message
         if not isinstance(answer, StoreAt):
             raise PeerRefused(f"{peer.node} answered with something else")
@@ -85,7 +82,6 @@ class StoreFinder:
         host = peer.address.rpartition(":")[0]
         self._bulk.connect(msgspec.structs.replace(peer, address=f"{host}:{answer.bulk_port}"))
         await _until_up(self._bulk, peer.node)
-        await self.pieces.greet(peer.node)
         return answer
 
     async def manifest(self, peer: Peer, offer: StoreAt) -> Manifest:

@@ -181,7 +181,6 @@ class Activity(Message, frozen=True, kw_only=True, tag="Activity"):
 class FindPrefix(Message, frozen=True, kw_only=True, tag="FindPrefix"):
     """Asks what the experts are that the part of a waiting request's prompt chose which the prefix cache has."""
 
-    since = 2
     request: Name
     prompt: Tokens
     salt: Salt = b""  # of the request
@@ -190,7 +189,6 @@ class FindPrefix(Message, frozen=True, kw_only=True, tag="FindPrefix"):
 class PrefixFound(Message, frozen=True, kw_only=True, tag="PrefixFound"):
     """Answers FindPrefix with the sum over the prompt's cached blocks; None where there are none."""
 
-    since = 2
     request: Name
     signature: SignatureTable | None = None
 
@@ -198,7 +196,6 @@ class PrefixFound(Message, frozen=True, kw_only=True, tag="PrefixFound"):
 class PromptRead(Message, frozen=True, kw_only=True, tag="PromptRead"):
     """Says which experts a prompt's whole blocks chose, those that came from the prefix cache included."""
 
-    since = 2
     request: Name
     attempt: Attempt
     signature: SignatureTable
@@ -207,7 +204,6 @@ class PromptRead(Message, frozen=True, kw_only=True, tag="PromptRead"):
 class Choosing(Message, frozen=True, kw_only=True, tag="Choosing"):
     """Says what an engine's requests are expected to choose. Sent on change, a few times a second at most."""
 
-    since = 2
     choices: EngineChoices
     ended: EndedRequests = ()
 
@@ -218,7 +214,6 @@ class LastChunk(Message, frozen=True, kw_only=True, tag="LastChunk"):
     Before they are, where most of the prompt was computed by steps before: by then its signature says enough.
     """
 
-    since = 2
     request: Name
     attempt: Attempt
     signature: SignatureTable | None = None
@@ -230,7 +225,6 @@ class PullPrefix(Message, frozen=True, kw_only=True, tag="PullPrefix"):
     Answered with PrefixPulled, after `remaining_ms` at the latest. Only the prefix cache keeps what comes of it.
     """
 
-    since = 2
     request: Name
     attempt: Attempt
     node: Name  # whose engine has them
@@ -242,7 +236,6 @@ class PullPrefix(Message, frozen=True, kw_only=True, tag="PullPrefix"):
 class PrefixPulled(Message, frozen=True, kw_only=True, tag="PrefixPulled"):
     """Says how many of a prompt's blocks are here. `why` is "" where all are, else the reason in a word."""
 
-    since = 2
     request: Name
     attempt: Attempt
     blocks: Small = 0
@@ -294,13 +287,10 @@ class Stats(Message, frozen=True, kw_only=True, tag="Stats"):
 class Show(Message, frozen=True, tag="Show"):
     """Asks an engine to show itself for a while; from a front to its engine, too."""
 
-    since = 2
-
 
 class Shown(Message, frozen=True, tag="Shown"):
     """Shows an engine; None where none has shown itself yet. From an engine to its front, too."""
 
-    since = 2
     snapshot: EngineSnapshot | None = msgspec.field(default=None, name="glimpse")
 
 

@@ -170,7 +170,6 @@ class EngineUse(Message, frozen=True, tag="EngineUse"):
     `prefixes` are new since the last one: keyed hashes of the prompts that it has had.
     """
 
-    since = 2
     engine: Text = ""  # boot
     slots: Small = 0  # requests that run at once
     capacity: Small = 0  # that may be there, waiting ones included
@@ -194,7 +193,6 @@ class RequestOffer(Message, frozen=True, tag="RequestOffer"):
     the prompt with all before it.
     """
 
-    since = 2
     number: Count
     model: Text  # digest
     prompt_tokens: Small
@@ -206,13 +204,12 @@ class RequestOffer(Message, frozen=True, tag="RequestOffer"):
     remaining_ms: Milliseconds = 0.0  # that the offer stands
     signature: SignatureTable | None = None  # of its prompt, or of one that is likely to be like it
     stage: Literal["prefill", "decode"] = "prefill"  # decode: it is prefilled; answered at once, for good
-    principal: Sum64 = 0  # 0: the user is one, as of earlier releases
+    principal: Sum64 = 0  # 0: not stated
 
 
 class RequestGrant(Message, frozen=True, tag="RequestGrant"):
     """Says which engine takes the request of that offer: NODE:BOOT, or "" while none has room; perhaps why."""
 
-    since = 2
     number: Count
     place: Text = ""
     why: Text = ""
@@ -221,7 +218,6 @@ class RequestGrant(Message, frozen=True, tag="RequestGrant"):
 class Withdrawal(Message, frozen=True, tag="Withdrawal"):
     """Takes offers back, whether they wait or were granted and have come to nothing."""
 
-    since = 2
     numbers: Annotated[tuple[Count, ...], Meta(max_length=MAX_TAKEN)]
 
 
@@ -255,7 +251,6 @@ class Parcel(msgspec.Struct, frozen=True):
 class FetchParcel(Message, frozen=True, tag="FetchParcel"):
     """Asks for `bytes` bytes from `offset`."""
 
-    since = 2
     key: ParcelKey
     offset: Bytes
     bytes: Annotated[int, Meta(ge=1, le=PARCEL_PART_BYTES)]
@@ -263,8 +258,6 @@ class FetchParcel(Message, frozen=True, tag="FetchParcel"):
 
 class ParcelPart(Message, frozen=True, tag="ParcelPart"):
     """Carries the bytes asked for."""
-
-    since = 2
 
 
 class Forward(Message, frozen=True, tag="Forward"):
@@ -301,13 +294,10 @@ class Dropped(Message, frozen=True, tag="Dropped"):
 class Reach(Message, frozen=True, tag="Reach"):
     """Asks a box to try the asker's ports."""
 
-    since = 2
-
 
 class Reached(Message, frozen=True, tag="Reached"):
     """Names the lanes whose ports did not answer, and the time when the question came and when it was answered."""
 
-    since = 2
     came_s: WallSeconds
     answered_s: WallSeconds
     unreached: Words = ()
@@ -316,13 +306,10 @@ class Reached(Message, frozen=True, tag="Reached"):
 class FindStore(Message, frozen=True, tag="FindStore"):
     """Asks which store the box's engine serves."""
 
-    since = 2
-
 
 class StoreAt(Message, frozen=True, tag="StoreAt"):
     """Names a store, and the port on which its pieces are to be had."""
 
-    since = 2
     bulk_port: Port
     model: Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]  # digest
     name: Text  # as clients call it

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edgemoe.cluster.data.expert_fetch import first_of
-from edgemoe.cluster.data.messages import PART_BYTES, BulkMessage, Fetch, FetchKV, KVPart
+from edgemoe.cluster.data.messages import PART_BYTES, BulkMessage, FetchKV, KVPart
 from edgemoe.cluster.rpc.channel import Channel
 from edgemoe.cluster.rpc.envelope import Answer, Question
 from edgemoe.errors import HandOverFailed, PeerBusy, PeerError, PeerRefused, PeerUnavailable
@@ -120,7 +120,6 @@ class KVFetcher:
         raise HandOverFailed(reason, why)
 
     async def _fetch(self, node: str, keys: Sequence[bytes]) -> None:
-        await self._greet(node)
         here = next((n for n, key in enumerate(keys) if not self._source.has(key, False)), len(keys))
         for first in range(here, len(keys), WINDOW):
             group = range(first, min(first + WINDOW, len(keys)))
@@ -129,14 +128,6 @@ class KVFetcher:
                 self.blocks += 1
         if keys and self._source.state_bytes and not self._source.has(keys[-1], True):
             await self._keep(keys, await self._entry(node, keys[-1], state=True), state=True)
-
-    async def _greet(self, node: str) -> None:
-        """Has the peer say which versions it speaks, where it has not: any answer tells."""
-        if self._channel.version(node) < FetchKV.since:
-            try:
-                await self._channel.ask(node, Fetch(0, 0, 0, 1), timeout_s=self._timeout_s)
-            except PeerRefused:
-                return
 
     async def _keep(self, keys: Sequence[bytes], data: ByteArray, *, state: bool) -> None:
         if not await self._source.take_in(keys, data, state):

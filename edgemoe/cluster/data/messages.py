@@ -131,7 +131,6 @@ class FetchKV(Message, frozen=True, tag="FetchKV"):
     `encoding` is a digest of the model and of how its keys, values and states lie in bytes.
     """
 
-    since = 2
     encoding: Word
     key: BlockKey
     state: bool
@@ -145,7 +144,6 @@ class KVPart(Message, frozen=True, tag="KVPart"):
     The checksum is of the key, the generation and the offset too, so that no part is taken for another.
     """
 
-    since = 2
     generation: Count
     checksum: Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
 
@@ -164,7 +162,6 @@ class FetchPiece(Message, frozen=True, tag="FetchPiece"):
     The model's digest stands for the store's manifest.
     """
 
-    since = 2
     digest: Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
     offset: Bytes
     bytes: Annotated[int, Meta(ge=1, le=CHUNK_BYTES)]
@@ -173,7 +170,6 @@ class FetchPiece(Message, frozen=True, tag="FetchPiece"):
 class PiecePart(Message, frozen=True, tag="PiecePart"):
     """Carries the bytes asked for, fewer where the piece ends before; `size` is that of the whole piece."""
 
-    since = 2
     size: Bytes
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from edgemoe.cluster.data.expert_fetch import first_of
-from edgemoe.cluster.data.messages import CHUNK_BYTES, BulkMessage, Fetch, FetchPiece, PiecePart
+from edgemoe.cluster.data.messages import CHUNK_BYTES, BulkMessage, FetchPiece, PiecePart
 from edgemoe.cluster.rpc.channel import Channel
 from edgemoe.cluster.rpc.envelope import Answer
 from edgemoe.errors import PeerError, PeerRefused, PeerUnavailable
@@ -71,14 +71,6 @@ class PieceChannel:
         self.bytes = 0  # that came
         self._channel, self._pace, self._timeout_s = channel, pace, timeout_s
         self._part_bytes = defaultdict[str, int](lambda: FIRST_BYTES)  # asked for at once, by box
-
-    async def greet(self, node: str) -> None:
-        """Has the peer say which versions it speaks, where it has not: any answer tells. Raises PeerError."""
-        if self._channel.version(node) < FetchPiece.since:
-            try:
-                await self._channel.ask(node, Fetch(1 << 24, 0, 0, 1), timeout_s=self._timeout_s)
-            except PeerRefused:
-                return
 
     async def small(self, node: str, digest: str, most_bytes: int) -> bytes:
         """Returns a piece of unknown size. Raises PeerError, also where it is longer than `most_bytes`."""

@@ -67,12 +67,9 @@ class Parcels:
         return len(self._waiting)
 
     async def forward(self, node: str, asked: Forward, frame: bytes, wanted: Callable[[], bool]) -> None:
-        """Returns once that box's front has taken the frame. Raises PeerError.
-
-        A front that knows no parcels gets every frame in its message.
-        """
+        """Returns once that box's front has taken the frame. Raises PeerError."""
         channel = self._channel
-        if len(frame) <= SHORT_BYTES or channel.version(node) < FetchParcel.since:
+        if len(frame) <= SHORT_BYTES:
             await channel.ask(node, asked, [frame], timeout_s=ASK_S)
             return
         loop, turns = asyncio.get_running_loop(), self._turns[node]

@@ -266,12 +266,6 @@ async def test_only_the_box_that_is_told_of_a_parcel_gets_it_and_only_what_is_in
         await sending
 
 
-async def test_a_front_of_the_first_version_gets_long_frames_in_their_messages() -> None:
-    async with pair(Versions(1, 1)) as (a, b):
-        await a.send(LONG)
-        assert (b.taken, a.heard) == ([LONG], [])
-
-
 @pytest.mark.parametrize("size", [0, (64 << 20) + 1])
 def test_a_parcel_of_a_size_that_cannot_be_is_not_read(size: int) -> None:
     told = {"key": bytes(KEY_BYTES), "bytes": size, "checksum": "0" * 32}
