@@ -287,9 +287,9 @@ def code_of(error: EdgemoeError) -> str:
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(error).__name__).lower()
 
 
-def first_of(group: BaseExceptionGroup[BaseException]) -> BaseException:
+def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
     """Returns the error of a group to tell: one of ours if there is one in it."""
     leaves: list[BaseException] = []
     for error in group.exceptions:
-        leaves.append(first_of(error) if isinstance(error, BaseExceptionGroup) else error)
+        leaves.append(first_error(error) if isinstance(error, BaseExceptionGroup) else error)
     return next((error for error in leaves if isinstance(error, EdgemoeError)), leaves[0])

@@ -32,7 +32,7 @@ from edgemoe.store.files import lock_holder, lock_store, note_use
 from edgemoe.store.hub import HubFile, Partial
 from edgemoe.store.manifest import clear
 from edgemoe.telemetry.recorder import Recorder
-from edgemoe.telemetry.recording import Header
+from edgemoe.telemetry.recording import RecordingHeader
 
 NOBODY = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="plants as another user, which takes root")
@@ -172,7 +172,9 @@ def _locks(folder: Path) -> None:
 
 
 def _record(folder: Path) -> None:
-    Recorder(RecordSettings(dir=str(folder), file_bytes=4096, max_bytes=4096), Header("digest", 3, 16, 2)).close()
+    Recorder(
+        RecordSettings(dir=str(folder), file_bytes=4096, max_bytes=4096), RecordingHeader("digest", 3, 16, 2)
+    ).close()
 
 
 def _clear(folder: Path) -> None:
@@ -187,8 +189,8 @@ def _in_use(folder: Path) -> None:
 
 
 def _units(folder: Path) -> None:
-    systemd_units.install(systemd_units.Options(root=folder, start=False))
-    systemd_units.uninstall(systemd_units.Options(root=folder))
+    systemd_units.install(systemd_units.InstallOptions(root=folder, start=False))
+    systemd_units.uninstall(systemd_units.InstallOptions(root=folder))
 
 
 def _export(folder: Path) -> None:

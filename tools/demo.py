@@ -20,7 +20,7 @@ from rich.console import Console
 
 from edgemoe import demo
 from edgemoe.cli.client import Client, WaitingLine
-from edgemoe.cli.status import take, tier_table
+from edgemoe.cli.status import take_snapshot, tier_table
 from edgemoe.config.sizes import format_size
 from edgemoe.errors import EdgemoeError, ServiceError
 from edgemoe.store.manifest import Manifest
@@ -62,7 +62,7 @@ def demonstrate(socket: Path, log: Path, question: str, max_tokens: int) -> None
         console.print(f"Ready after {time.monotonic() - began_s:.1f} s, at {socket}\n")
         answer(socket, question, max_tokens)
         time.sleep(FIGURES_S)
-        metrics = take(client, socket).metrics
+        metrics = take_snapshot(client, socket).metrics
     console.print(tier_table(metrics))
     moved = (f"{format_size(select(metrics, BYTES_MOVED, **{'from': a, 'to': b}))} {a} to {b}" for a, b in HOPS)
     console.print(f"[bold]Bytes moved[/] {', '.join(moved)}")

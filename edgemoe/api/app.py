@@ -24,18 +24,18 @@ from edgemoe.api.backend import Backend
 from edgemoe.api.endpoints import anthropic, chat, completions, responses
 from edgemoe.api.endpoints import queries as tokens
 from edgemoe.api.endpoints.anthropic import MessageFormat
-from edgemoe.api.endpoints.events import EVENTS, LookEvents, look
+from edgemoe.api.endpoints.events import EVENTS, EventStreams, stream_events
 from edgemoe.api.endpoints.queries import reach, reload
 from edgemoe.api.endpoints.responses import ResponsesFormat
-from edgemoe.api.generate.generation import Asker, Format, Generation, run
+from edgemoe.api.generate.generation import AnswerFormat, Generation, RequestSender, run_generation
 from edgemoe.api.generate.grammar_trial import GrammarChecker, grammar_command
 from edgemoe.api.http import responding as http
 from edgemoe.api.http.bodies import BodyBudget
-from edgemoe.api.http.middleware import Doorway
+from edgemoe.api.http.middleware import RequestMiddleware
 from edgemoe.api.http.page import PAGE, OriginCheck, Origins, page
 from edgemoe.api.keys import KeyRing
 from edgemoe.api.metrics import CONTENT_TYPE, Metrics
-from edgemoe.api.schema import Chat, Completion, Detokenize, Origin, RequestBody, Tokenize, read
+from edgemoe.api.schema import Chat, Completion, Detokenize, FieldNames, RequestBody, Tokenize, read
 from edgemoe.api.text.bounded_text import BoundedText
 from edgemoe.api.text.tokenizer import TextModel
 from edgemoe.config.settings import ApiSettings
@@ -72,10 +72,10 @@ class Api:
     thread_turns: TaskTurns = field(default_factory=lambda: TaskTurns(PREPARE_THREADS, PREPARE_EACH))
     large_turns: TaskTurns = field(default_factory=lambda: TaskTurns(1, 1))
     bodies: BodyBudget = field(init=False)
-    events: LookEvents = field(init=False)
+    events: EventStreams = field(init=False)
 
     def __post_init__(self) -> None:
-        self.events = LookEvents(self.backend, self.metrics)
+        self.events = EventStreams(self.backend, self.metrics)
         self.bodies = BodyBudget(self.settings.max_body_bytes)
         self.grammars = GrammarChecker(grammar_command(self.text.directory, self.text.eos))
 
@@ -129,7 +129,7 @@ def build(api: Api) -> Starlette:
         Route("/health", _health),
         Route("/reach", reach),
         Route("/metrics", _metrics),
-        Route(EVENTS, look),
+        Route(EVENTS, stream_events),
         *(Route(path, page) for path in PAGE),
     ]
     settings = api.settings
@@ -137,7 +137,7 @@ def build(api: Api) -> Starlette:
         routes=routes,
         middleware=[
             *_cors(settings.cors_origins),
-            Middleware(Doorway, keys=api.keys, metrics=api.metrics, node=api.node),
+            Middleware(RequestMiddleware, keys=api.keys, metrics=api.metrics, node=api.node),
             Middleware(OriginCheck, origins=Origins(settings.cors_origins, settings.hosts), guarded={*PAGE, EVENTS}),
         ],
         exception_handlers={HTTPException: http.http_error, EdgemoeError: _edgemoe_error},
@@ -163,7 +163,7 @@ def _cors(origins: Sequence[str]) -> list[Middleware]:
 
 # --- generating -----------------------------------------------------------------------------------------------
 
-Prepared = tuple[Generation, Format, bool, Origin]
+Prepared = tuple[Generation, AnswerFormat, bool, FieldNames]
 
 
 class PrepareContext(NamedTuple):
@@ -197,7 +197,7 @@ def _generating(prepare: Prepare) -> Callable[[Request], Any]:
                         job.constrain(await api.grammars.first(job.grammar, principal))
                 del raw
             async with http.while_connected(receive):
-                deltas = run(job, api.backend, api.metrics, api.settings.request_timeout_s)
+                deltas = run_generation(job, api.backend, api.metrics, api.settings.request_timeout_s)
                 await http.reply(send, job, form, deltas, stream)
 
         return answer
@@ -208,13 +208,13 @@ def _generating(prepare: Prepare) -> Callable[[Request], Any]:
 def _prepare_chat(asked: PrepareContext, raw: bytes) -> Prepared:
     body = read(raw, Chat)
     job = chat.prepare(body, asked.text, asked.limits, _name(asked, body), _asker(asked, body))
-    return job, chat.ChatFormat(job, body, asked.text), bool(body.stream), Origin({})
+    return job, chat.ChatFormat(job, body, asked.text), bool(body.stream), FieldNames({})
 
 
 def _prepare_completion(asked: PrepareContext, raw: bytes) -> Prepared:
     body = read(raw, Completion)
     job = completions.prepare(body, asked.text, asked.limits, _name(asked, body), _asker(asked, body))
-    return job, completions.CompletionFormat(job, body, asked.text), bool(body.stream), Origin({})
+    return job, completions.CompletionFormat(job, body, asked.text), bool(body.stream), FieldNames({})
 
 
 def _prepare_response(asked: PrepareContext, raw: bytes) -> Prepared:
@@ -248,10 +248,10 @@ def _served(api: Api, name: str | None, info: ModelInfo) -> str:
     return info.id
 
 
-def _asker(asked: PrepareContext, body: RequestBody) -> Asker:
+def _asker(asked: PrepareContext, body: RequestBody) -> RequestSender:
     """Returns whom a request is from. What its body says divides what the principal has, and nothing more."""
     salt = cache_salt_of(asked.principal, body.cache_salt, shared=asked.api.shares_prefixes)
-    return Asker(Identity.of(asked.principal, body.user or body.safety_identifier), salt)
+    return RequestSender(Identity.of(asked.principal, body.user or body.safety_identifier), salt)
 
 
 # --- the rest ---------------------------------------------------------------------------------------------------

@@ -58,7 +58,7 @@ class Metrics:
 
     def counter(self, name: str, help_text: str, value: Callable[[], float]) -> None:
         """Registers a counter that shows `value()`, which must never decrease. `name` ends in _total."""
-        self._registry.register(Counted(name, help_text, self.model, value))
+        self._registry.register(MirroredCounter(name, help_text, self.model, value))
 
     def figures(self) -> dict[str, float]:
         """Returns the front's own metrics by full name, without the model_name label."""
@@ -75,7 +75,7 @@ def _full_name(name: str, labels: Mapping[str, str]) -> str:
     return f"{name}{{{inside}}}" if inside else name
 
 
-class Counted(Collector):
+class MirroredCounter(Collector):
     """Shows a counter that is kept elsewhere."""
 
     def __init__(self, name: str, help_text: str, model: str, value: Callable[[], float]) -> None:
@@ -89,7 +89,7 @@ class Counted(Collector):
         yield family
 
 
-class Clock:
+class GenerationClock:
     """Times the choices of one generation from its acceptance."""
 
     def __init__(self, metrics: Metrics) -> None:

@@ -29,7 +29,7 @@ Tokens = Annotated[int, Meta(ge=0, le=1 << 31)]
 Limit = Annotated[int, Meta(ge=1, le=1 << 31)]
 TokenId = Annotated[int, Meta(ge=0, le=1 << 31)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
-Choices = Annotated[int, Meta(ge=1, le=128)]
+ChoiceCount = Annotated[int, Meta(ge=1, le=128)]
 StopText = Annotated[str, Meta(max_length=1024)]
 Label = Annotated[str, Meta(max_length=512)]
 Role = Literal["system", "developer", "user", "assistant", "tool"]
@@ -88,7 +88,7 @@ class RequestBody(msgspec.Struct, frozen=True, kw_only=True):
     user: Label | None = None
     safety_identifier: Label | None = None  # OpenAI's later name of `user`
     cache_salt: Annotated[str, Meta(min_length=1, max_length=512)] | None = None  # as vLLM's
-    n: Choices | None = None
+    n: ChoiceCount | None = None
     stream: bool | None = None
 
 
@@ -136,7 +136,7 @@ class CalledFunction(msgspec.Struct, frozen=True, kw_only=True):
     arguments: str | dict[str, Any] | None = None
 
 
-class Called(msgspec.Struct, frozen=True, kw_only=True):
+class PastToolCall(msgspec.Struct, frozen=True, kw_only=True):
     id: str | None = None
     type: str = "function"
     function: CalledFunction
@@ -153,7 +153,7 @@ class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
     name: Label | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None  # another name of reasoning_content
-    tool_calls: Annotated[list[Called], Meta(max_length=MAX_CALLS)] | None = None
+    tool_calls: Annotated[list[PastToolCall], Meta(max_length=MAX_CALLS)] | None = None
     tool_call_id: str | None = None
 
 
@@ -290,7 +290,7 @@ _TOOL = re.compile(r"^(tools\[\d+\])\.function\b")  # in both other APIs tools a
 
 
 @dataclass(slots=True)
-class Origin:
+class FieldNames:
     """Maps Chat's fields to the client's names, and each message to its path in the client's body."""
 
     fields: Mapping[str, str]

@@ -52,13 +52,13 @@ def _readable(word: str) -> str:
 
 
 def _run(words: list[str]) -> int:
-    from edgemoe.cli.parser import build_parser, complete, unknown_word
+    from edgemoe.cli.parser import add_default_action, build_parser, unknown_word
 
     parser = build_parser()
     if not words:
         parser.print_help()
         return 0
-    words = complete(words)
+    words = add_default_action(words)
     if wrong := unknown_word(parser, words):
         parser.error(wrong)
     args, rest = parser.parse_known_args(words)

@@ -24,7 +24,7 @@ from rich.table import Table
 import edgemoe
 from edgemoe.cli.client import Client, socket_of
 from edgemoe.cli.output import console
-from edgemoe.cli.status import StatusSnapshot, take
+from edgemoe.cli.status import StatusSnapshot, take_snapshot
 from edgemoe.config.loading import load
 from edgemoe.errors import ConfigError, EdgemoeError
 from edgemoe.jit.env import WORKER_ENV
@@ -33,7 +33,7 @@ from edgemoe.telemetry.metrics import select
 from edgemoe.types.arrays import Json
 
 if TYPE_CHECKING:
-    from edgemoe.cli.plan.command import Bound
+    from edgemoe.cli.plan.command import SpeedBound
 
 STREAMS = (1, 4, 16)
 ROUNDS = 3  # of as many requests as there are streams
@@ -51,7 +51,7 @@ class StreamTimes:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class StreamRow:
     """Medians over the requests of one number of streams; tokens a second of all of them together."""
 
     streams: int
@@ -66,12 +66,12 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--prompt is 1 at least, --tokens 2")
     socket = socket_of(args)
     with Client(socket) as client:
-        before = take(client, socket)
+        before = take_snapshot(client, socket)
         if before.health.get("status") != "ready":
             raise EdgemoeError(f"the daemon at {socket} is {before.health.get('status')}; wait until it is ready")
         vocab = int(json.loads(client.text("/tokenizer_info"))["vocab_size"])
         rows = [asyncio.run(measure(socket, streams, args.prompt, args.tokens, vocab)) for streams in STREAMS]
-        after = take(client, socket)
+        after = take_snapshot(client, socket)
     allowed, why = _allowed(after, args)
     if args.json:
         print(
@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-async def measure(socket: Path, streams: int, prompt_tokens: int, tokens: int, vocab: int) -> Row:
+async def measure(socket: Path, streams: int, prompt_tokens: int, tokens: int, vocab: int) -> StreamRow:
     """Returns the figures of so many streams at once, each of random prompts, which no cache knows."""
     transport = httpx.AsyncHTTPTransport(uds=str(socket), limits=httpx.Limits(max_connections=None))
     async with httpx.AsyncClient(transport=transport, base_url="http://edgemoe", timeout=SILENCE_S) as client:
@@ -92,7 +92,7 @@ async def measure(socket: Path, streams: int, prompt_tokens: int, tokens: int, v
             asked = (_one(client, prompt_tokens, tokens, vocab) for _ in range(streams))
             seen += await asyncio.gather(*asked)
         taken_s = time.perf_counter() - began_s
-    return Row(
+    return StreamRow(
         streams,
         statistics.median(each.first_s for each in seen),
         statistics.median(each.per_token_s for each in seen),
@@ -129,7 +129,7 @@ async def _one(client: httpx.AsyncClient, prompt_tokens: int, tokens: int, vocab
     return StreamTimes(first_s, (total_s - first_s) / max(1, counted - 1), counted, total_s)
 
 
-def _allowed(now: StatusSnapshot, args: argparse.Namespace) -> tuple[list[Bound], str]:
+def _allowed(now: StatusSnapshot, args: argparse.Namespace) -> tuple[list[SpeedBound], str]:
     """Returns what this machine allows, or why that is not known; measured now, while the daemon has nothing to do."""
     os.environ.update(WORKER_ENV)  # threads wait as an engine's do, which is settled when torch is loaded
     from edgemoe.cli.plan.command import bounds
@@ -151,7 +151,7 @@ def tiers(before: StatusSnapshot, after: StatusSnapshot) -> dict[str, float]:
     return {tier: round(count / calls, 4) for tier, count in served.items() if calls}
 
 
-def _report(before: StatusSnapshot, after: StatusSnapshot, rows: Sequence[Row], args: argparse.Namespace) -> Json:
+def _report(before: StatusSnapshot, after: StatusSnapshot, rows: Sequence[StreamRow], args: argparse.Namespace) -> Json:
     return {
         "edgemoe": edgemoe.__version__,
         "model": after.health.get("model"),
@@ -165,9 +165,9 @@ def _report(before: StatusSnapshot, after: StatusSnapshot, rows: Sequence[Row], 
 def _picture(
     before: StatusSnapshot,
     after: StatusSnapshot,
-    rows: Sequence[Row],
+    rows: Sequence[StreamRow],
     args: argparse.Namespace,
-    allowed: Sequence[Bound],
+    allowed: Sequence[SpeedBound],
 ) -> Group:
     model = after.health.get("model") or {}
     table = Table(title=f"{model.get('id')}: prompts of {args.prompt} tokens, answers of {args.tokens}")

@@ -80,7 +80,7 @@ class Conversation:
         return f"{len(self.said)} messages are in {name}"
 
 
-def hold(talk: Conversation) -> None:
+def converse(talk: Conversation) -> None:
     """Asks and answers until the user ends it. On a terminal a refusal of the daemon ends nothing."""
     to_terminal = sys.stdin.isatty()
     with _line_editing() if to_terminal else contextlib.nullcontext():
@@ -161,7 +161,7 @@ def chat(args: argparse.Namespace) -> int:
         if args.message is not None:
             talk.ask(args.message)
         else:
-            hold(talk)
+            converse(talk)
     return 0
 
 

@@ -49,11 +49,11 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(f"From another machine: ssh -L {port}:{LOOPBACK}:{port} HOST, then the same address.", flush=True)
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(serve(Passage(path, token, port), listener))
+        asyncio.run(serve(DashboardProxy(path, token, port), listener))
     return 0
 
 
-async def serve(passage: Passage, listener: socket.socket) -> None:
+async def serve(passage: DashboardProxy, listener: socket.socket) -> None:
     """Serves until a signal ends it."""
     config = uvicorn.Config(
         passage,
@@ -78,7 +78,7 @@ def listen(port: int) -> socket.socket:
         raise ServiceError(f"cannot listen on {LOOPBACK}:{port}: {error}; give another --port, or none") from error
 
 
-class Passage:
+class DashboardProxy:
     """The application between browser and daemon."""
 
     def __init__(self, path: Path, token: str, port: int) -> None:

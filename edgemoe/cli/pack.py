@@ -21,7 +21,7 @@ from edgemoe.telemetry.log import configure
 
 MOST_TEXT_BYTES = 16 << 20
 MOST_NAMES = 3  # of missing shards that are told
-LOOK_S = 2.0  # between looks for shards that have arrived
+POLL_S = 2.0  # between looks for shards that have arrived
 
 
 def run(args: argparse.Namespace) -> int:
@@ -88,7 +88,7 @@ def _pack_arriving(
             if missing != told:
                 print(f"waiting for {_some(missing)}", file=sys.stderr)
                 told = missing
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
             missing = pack_arrived(args.checkpoint, store, progress, wanted, delete=args.delete_shards).missing
     return ()
 

@@ -11,7 +11,7 @@ import edgemoe
 from edgemoe.cli import help_texts as texts
 
 
-class Plain(argparse.RawDescriptionHelpFormatter):
+class PlainHelpFormatter(argparse.RawDescriptionHelpFormatter):
     """Keeps the lines of texts, and gives options more room than argparse does."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -45,7 +45,11 @@ class CommandParser(argparse.ArgumentParser):
 def command(subparsers: Any, name: str, handler: str, summary: str, epilog: str = "") -> CommandParser:
     """Adds a command, or an action of one, and returns its parser. `handler` is the "module:function" that runs it."""
     parser: CommandParser = subparsers.add_parser(
-        name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.", epilog=epilog, formatter_class=Plain
+        name,
+        help=summary,
+        description=f"{summary[0].upper()}{summary[1:]}.",
+        epilog=epilog,
+        formatter_class=PlainHelpFormatter,
     )
     parser.set_defaults(handler=handler, passes_arguments=False)
     return parser
@@ -311,7 +315,7 @@ def _encoding_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dense", metavar="ENCODING", default="keep", help="of all other matrices, likewise")
 
 
-MEANT = {  # what other programs call it -> what does it here
+SYNONYMS = {  # what other programs call it -> what does it here
     "run": "edgemoe serve",
     "start": "edgemoe serve",
     "list": "edgemoe models",
@@ -351,8 +355,8 @@ def _unknown_option(parser: CommandParser, words: Sequence[str]) -> str:
 def _nearest(word: str, known: Sequence[str], before: str) -> str:
     """Returns the end of an error, which suggests a known word."""
     close = difflib.get_close_matches(word[:SHOWN_CHARS], known, n=1, cutoff=0.5)
-    if word in MEANT and before == "edgemoe":
-        return f"; here that is {MEANT[word]}"
+    if word in SYNONYMS and before == "edgemoe":
+        return f"; here that is {SYNONYMS[word]}"
     if close:
         return f"; did you mean {f'{before} {close[0]}'.strip()}?"
     return f"; there are {', '.join(known)}" if before else ""
@@ -370,13 +374,16 @@ GROUPS: tuple[tuple[str, tuple[Callable[[Any], None], ...]], ...] = (
     ("Several boxes", (keygen, witness)),
     ("Tools", (completion, replay)),
 )
-UNSAID = {"models": "list", "service": "status", "key": "list"}  # the action that is meant where none is given
+DEFAULT_ACTIONS = {"models": "list", "service": "status", "key": "list"}  # the action that is meant where none is given
 
 
 def build_parser() -> CommandParser:
     """Returns the parser. Each command's namespace has `handler`, the "module:function" that runs it."""
     parser = CommandParser(
-        prog="edgemoe", usage="edgemoe COMMAND [OPTION ...]", epilog=texts.AFTER_OVERVIEW, formatter_class=Plain
+        prog="edgemoe",
+        usage="edgemoe COMMAND [OPTION ...]",
+        epilog=texts.AFTER_OVERVIEW,
+        formatter_class=PlainHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"edgemoe {edgemoe.__version__}")
     found = parser.add_subparsers(
@@ -390,11 +397,15 @@ def build_parser() -> CommandParser:
     return parser
 
 
-def complete(words: Sequence[str]) -> list[str]:
+def add_default_action(words: Sequence[str]) -> list[str]:
     """Returns a command line with the action that is meant, where a command has actions and none is given."""
     said = list(words)
-    if said and said[0] in UNSAID and (len(said) == 1 or (said[1][:1] == "-" and said[1] not in ("-h", "--help"))):
-        said.insert(1, UNSAID[said[0]])
+    if (
+        said
+        and said[0] in DEFAULT_ACTIONS
+        and (len(said) == 1 or (said[1][:1] == "-" and said[1] not in ("-h", "--help")))
+    ):
+        said.insert(1, DEFAULT_ACTIONS[said[0]])
     return said
 
 

@@ -38,7 +38,7 @@ _COMMAND_TIMEOUT_S = 90.0
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class InstallOptions:
     """Options of an installation. Files are written under `root`; commands run only where that is "/"."""
 
     root: Path = Path("/")
@@ -50,7 +50,7 @@ class Options:
 
 
 @dataclass(frozen=True, slots=True)
-class File:
+class InstalledFile:
     """A file to install; `keep` leaves an existing one unchanged, on uninstall too."""
 
     path: Path
@@ -64,7 +64,7 @@ def templates() -> Path:
     return found if found.is_dir() else Path(__file__).parents[2] / "systemd"
 
 
-def planned_files(options: Options) -> list[File]:
+def planned_files(options: InstallOptions) -> list[InstalledFile]:
     """Returns every file of an installation, paths without `root`. Raises ServiceError for invalid options."""
     model = _existing(options.model, "--model") if options.model else None
     folder = templates()
@@ -75,24 +75,24 @@ def planned_files(options: Options) -> list[File]:
     learn = _with(_read(folder / LEARNING[0]), "ExecStart", _joined(refresh))
     learn = _with(learn, "ConditionPathExists", str(options.config).replace("%", "%%"))
     files = [
-        File(_SYSTEM / UNITS[0], _with(serve, "ExecReload", reload)),
-        File(_SYSTEM / UNITS[1], _with(_read(folder / UNITS[1]), "SocketGroup", options.socket_group)),
-        File(_SYSTEM / LEARNING[0], _with(learn, "ExecStartPost", f"-{reload}")),
-        File(_SYSTEM / LEARNING[1], _read(folder / LEARNING[1])),
-        File(Path("/etc/sysusers.d/edgemoe.conf"), _read(folder / "sysusers.conf")),
-        File(Path("/etc/tmpfiles.d/edgemoe.conf"), _read(folder / "tmpfiles.conf")),
-        File(options.config, _read(folder / "edgemoe.toml"), keep=True),
+        InstalledFile(_SYSTEM / UNITS[0], _with(serve, "ExecReload", reload)),
+        InstalledFile(_SYSTEM / UNITS[1], _with(_read(folder / UNITS[1]), "SocketGroup", options.socket_group)),
+        InstalledFile(_SYSTEM / LEARNING[0], _with(learn, "ExecStartPost", f"-{reload}")),
+        InstalledFile(_SYSTEM / LEARNING[1], _read(folder / LEARNING[1])),
+        InstalledFile(Path("/etc/sysusers.d/edgemoe.conf"), _read(folder / "sysusers.conf")),
+        InstalledFile(Path("/etc/tmpfiles.d/edgemoe.conf"), _read(folder / "tmpfiles.conf")),
+        InstalledFile(options.config, _read(folder / "edgemoe.toml"), keep=True),
     ]
     stated = _stated(options)
     lines = [f"BindReadOnlyPaths={_escaped(bind)}\n" for bind in _binds(options, model or _model_of(stated), stated)]
     lines += [f"{_way(place)}={_escaped(f'-{place}')}\n" for place in _written(stated)]
     if lines:
         text = "# What the service reads under /home or /root, and writes outside of /var/lib/edgemoe.\n[Service]\n"
-        files += [File(path, text + "".join(lines)) for path in _paths_files(Path("/"))]
+        files += [InstalledFile(path, text + "".join(lines)) for path in _paths_files(Path("/"))]
     return files
 
 
-def install(options: Options) -> list[str]:
+def install(options: InstallOptions) -> list[str]:
     """Installs all files and starts the service. Returns a line for each thing done. Raises ServiceError."""
     files = planned_files(options)
     done = [_place(file, options) for file in files]
@@ -105,7 +105,7 @@ def install(options: Options) -> list[str]:
     return done + _run_all(commands, options)
 
 
-def uninstall(options: Options) -> list[str]:
+def uninstall(options: InstallOptions) -> list[str]:
     """Stops the service and removes its files; settings and packed stores stay. Returns a line for each thing done."""
     done = _run_all([["systemctl", "disable", "--now", *UNITS, LEARNING[1]]], options, tolerant=True)
     done += [_take_away(path, options) for path in _ours(options.root)]
@@ -147,7 +147,7 @@ def _ours(root: Path) -> list[Path]:
     return [path for path in (*_paths(root), *_paths_files(root)) if path.is_file()]
 
 
-def _take_away(path: Path, options: Options) -> str:
+def _take_away(path: Path, options: InstallOptions) -> str:
     if not options.dry_run:
         remove_file(path)
         if path.parent.name.endswith(".service.d") and not any(path.parent.iterdir()):
@@ -155,7 +155,7 @@ def _take_away(path: Path, options: Options) -> str:
     return f"remove {path}"
 
 
-def _place(file: File, options: Options) -> str:
+def _place(file: InstalledFile, options: InstallOptions) -> str:
     path = options.root / file.path.relative_to("/")
     if file.keep and path.exists():
         return f"keep {path}"
@@ -182,7 +182,7 @@ def _with(text: str, key: str, value: str) -> str:
     return replaced
 
 
-def _command(options: Options, model: Path | None) -> str:
+def _command(options: InstallOptions, model: Path | None) -> str:
     words = [str(_program()), "serve", "--config", str(options.config)]
     words += ["--model", str(model)] if model else []
     return _joined(words)
@@ -217,7 +217,7 @@ def _existing(path: str, option: str) -> Path:
     return found
 
 
-def _stated(options: Options) -> Mapping[str, Any]:
+def _stated(options: InstallOptions) -> Mapping[str, Any]:
     """Returns the values that the settings file states, by "section.key"; none where there is no file yet."""
     file = options.root / options.config.relative_to("/")
     if not file.is_file():
@@ -232,7 +232,7 @@ def _model_of(stated: Mapping[str, Any]) -> Path | None:
     return model if os.path.isdir(model) else None
 
 
-def _binds(options: Options, model: Path | None, stated: Mapping[str, Any]) -> list[str]:
+def _binds(options: InstallOptions, model: Path | None, stated: Mapping[str, Any]) -> list[str]:
     """Returns what the service reads but ProtectHome hides: Python, this package, settings, their files, model.
 
     A model in Hugging Face's cache consists of links into a directory of blobs, which is included. A file that the
@@ -273,7 +273,7 @@ def _installation() -> list[Path]:
 # --- commands --------------------------------------------------------------------------------------------------
 
 
-def _run_all(commands: Sequence[Sequence[str]], options: Options, *, tolerant: bool = False) -> list[str]:
+def _run_all(commands: Sequence[Sequence[str]], options: InstallOptions, *, tolerant: bool = False) -> list[str]:
     if options.root != Path("/"):
         return []
     done = []
@@ -315,9 +315,9 @@ def run(args: argparse.Namespace) -> int:
         print("\n".join(f"{thing:{width}}  {state}" for thing, state in rows))
         return 0
     if args.action == "uninstall":
-        options = Options(root=Path(args.root), dry_run=args.dry_run)
+        options = InstallOptions(root=Path(args.root), dry_run=args.dry_run)
     else:
-        options = Options(
+        options = InstallOptions(
             root=Path(args.root),
             model=args.model,
             config=Path(args.config).absolute(),

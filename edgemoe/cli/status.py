@@ -197,7 +197,7 @@ def run(args: argparse.Namespace) -> int:
         picture = _cluster if args.cluster else _daemon
         if args.watch:
             _watch(client, socket, picture)
-        snapshot = take(client, socket)
+        snapshot = take_snapshot(client, socket)
         if not args.json:
             console().print(picture(client, socket))
     if args.json:
@@ -210,7 +210,7 @@ def run(args: argparse.Namespace) -> int:
     return 0 if snapshot.health.get("status") == "ready" else 1
 
 
-def take(client: Client, socket: Path) -> StatusSnapshot:
+def take_snapshot(client: Client, socket: Path) -> StatusSnapshot:
     """Reads the daemon's /health and /metrics."""
     health = json.loads(client.text("/health", accept_unavailable=True))
     return StatusSnapshot(str(socket), health, names.parse(client.text("/metrics")))
@@ -222,13 +222,13 @@ def render(snapshot: StatusSnapshot) -> RenderableType:
 
 
 def _daemon(client: Client, socket: Path) -> RenderableType:
-    return render(take(client, socket))
+    return render(take_snapshot(client, socket))
 
 
 def _cluster(client: Client, socket: Path) -> RenderableType:
-    before, began_s = take(client, socket).metrics, time.monotonic()
+    before, began_s = take_snapshot(client, socket).metrics, time.monotonic()
     time.sleep(RATES_S)
-    now = take(client, socket)
+    now = take_snapshot(client, socket)
     return boxes(now.health, before, now.metrics, time.monotonic() - began_s)
 
 

@@ -121,14 +121,14 @@ async def _until_up(channel: Channel[Any], node: str) -> None:
 
 
 LANES = 2  # pieces that come from one box at once
-RETRY_S, LOOK_S = 1.0, 5.0
+RETRY_S, REFRESH_S = 1.0, 5.0
 STALLED_S = 30.0  # without a byte from any box
 MOST_REFUSALS = 3  # of one piece by one box, which then counts as damaged there
 SAVE_S = 2.0  # between manifests, at least
 MOST_SMALL_BYTES = 64 << 20
 
 
-class StorePull:
+class StoreDownload:
     """One pull: lanes to each box take pieces from one list, which those that fail go back to."""
 
     def __init__(self, finder: StoreFinder, boxes: list[StoreBox], store: PulledStore, progress: Progress) -> None:
@@ -286,7 +286,7 @@ class StorePull:
 
     async def _look_again(self, box: StoreBox) -> None:
         """Looks whether a box that had not all has more by now."""
-        if self._todo and time.monotonic() - box.looked_s > LOOK_S:
+        if self._todo and time.monotonic() - box.looked_s > REFRESH_S:
             box.looked_s = time.monotonic()
             box.has = experts_of(await self._finder.manifest(box.peer, box.offer))
 
@@ -379,7 +379,7 @@ async def pull(settings: ClusterSettings, store_dir: Path, model: str, rate: flo
         directory = store_dir / _name_of(boxes[0].offer)
         with opened(directory, whole) as store:
             store.check_room()
-            await StorePull(finder, boxes, store, progress).run()
+            await StoreDownload(finder, boxes, store, progress).run()
         return directory
     finally:
         for task in running:

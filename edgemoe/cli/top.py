@@ -36,7 +36,7 @@ BUCKET = 'le="'
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class FigureReading:
     """All figures at one moment."""
 
     t: float
@@ -44,12 +44,12 @@ class Reading:
 
 
 @dataclass(slots=True)
-class Live:
+class LiveFigures:
     """Takes events one by one."""
 
     health: Json = field(default_factory=dict)
     boxes: dict[str, Json] = field(default_factory=dict)
-    readings: deque[Reading] = field(default_factory=deque)
+    readings: deque[FigureReading] = field(default_factory=deque)
 
     def take(self, name: str, data: Json) -> None:
         """Adds an event."""
@@ -58,7 +58,7 @@ class Live:
             self.boxes.clear()
         elif name == "state":
             self.health = data.get("health", self.health)
-            self.readings.append(Reading(data["t"], {**self.figures, **data["figures"]}))
+            self.readings.append(FigureReading(data["t"], {**self.figures, **data["figures"]}))
             while self.readings[0].t < data["t"] - KEPT_S:
                 self.readings.popleft()
         elif name == "box":
@@ -107,7 +107,7 @@ class Live:
             low, below = bound, count
         return low
 
-    def _span(self, seconds: float) -> tuple[Reading | None, Reading | None]:
+    def _span(self, seconds: float) -> tuple[FigureReading | None, FigureReading | None]:
         if len(self.readings) < 2:
             return None, None
         after = self.readings[-1]
@@ -132,7 +132,7 @@ BAR = 12  # columns
 MOST_REQUESTS = 12
 
 
-def heading_panel(live: Live, trouble: str = "") -> RenderableType:
+def heading_panel(live: LiveFigures, trouble: str = "") -> RenderableType:
     """Returns a line that says what is served and how it is."""
     if trouble:
         return Text(trouble, "bold red")
@@ -150,12 +150,12 @@ def heading_panel(live: Live, trouble: str = "") -> RenderableType:
     return line
 
 
-def tokens_per_s(live: Live) -> float:
+def tokens_per_s(live: LiveFigures) -> float:
     """Returns how many tokens are answered in a second."""
     return live.rate(names.STEP_TOKENS, 3.0, phase="decode")
 
 
-def summary_panel(live: Live) -> RenderableType:
+def summary_panel(live: LiveFigures) -> RenderableType:
     """Returns speeds, latencies, the queue and the KV cache."""
     blocks = live.get(names.KV_BLOCKS)
     used = live.get(names.KV_BLOCKS_REFERENCED) / blocks if blocks else 0.0
@@ -172,7 +172,7 @@ def summary_panel(live: Live) -> RenderableType:
     return table
 
 
-def tiers_panel(live: Live) -> RenderableType:
+def tiers_panel(live: LiveFigures) -> RenderableType:
     """Returns where experts are, what of the calls each tier serves, and what moves."""
     calls = sum(live.rate(names.TIER_HITS, 10.0, tier=tier) for tier in TIERS)
     table = _table("Tier", "Experts", "Calls, 10 s", "Bytes in", "Link busy", "Stalls")
@@ -193,7 +193,7 @@ def tiers_panel(live: Live) -> RenderableType:
     return table
 
 
-def requests_panel(live: Live) -> RenderableType:
+def requests_panel(live: LiveFigures) -> RenderableType:
     """Returns a line for each request, with its phase."""
     found = live.requests
     if not found:
@@ -215,7 +215,7 @@ def requests_panel(live: Live) -> RenderableType:
     return table
 
 
-def boxes_panel(live: Live, cluster: Json) -> RenderableType:
+def boxes_panel(live: LiveFigures, cluster: Json) -> RenderableType:
     """Returns the boxes, their links, who leads, what is on the way, and where requests went and why."""
     table = _table("Box", "State", "At home", "Moving", "Requests", "Trip", "Link")
     for member in cluster["members"]:
@@ -254,7 +254,7 @@ def _table(first: str, *others: str) -> Table:
     return table
 
 
-def _quantiles(live: Live, family: str) -> str:
+def _quantiles(live: LiveFigures, family: str) -> str:
     half, most = live.quantile(family, 0.5), live.quantile(family, 0.95)
     return f"{_time(half)}, 95 % in {_time(most)}" if half is not None and most is not None else "none in a minute"
 
@@ -263,11 +263,11 @@ def _time(seconds: float) -> str:
     return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
-def _queue(live: Live) -> str:
+def _queue(live: LiveFigures) -> str:
     return f"{live.get(names.REQUESTS_RUNNING):.0f} running, {live.get(names.QUEUE_DEPTH):.0f} waiting"
 
 
-def _moved(live: Live, source: str, tier: str) -> float:
+def _moved(live: LiveFigures, source: str, tier: str) -> float:
     return live.rate(names.BYTES_MOVED, 5.0, **{"from": source, "to": tier})
 
 
@@ -283,11 +283,11 @@ def run(args: argparse.Namespace) -> int:
     path = socket_of(args)
     with Client(path) as client:
         client.text("/version")  # says what to do where no daemon answers
-    Top(path).run()
+    TopScreen(path).run()
     return 0
 
 
-class Top(App[None]):
+class TopScreen(App[None]):
     """The screen."""
 
     CSS = """
@@ -304,7 +304,7 @@ class Top(App[None]):
 
     def __init__(self, path: Path) -> None:
         super().__init__()
-        self._path, self.live = path, Live()
+        self._path, self.live = path, LiveFigures()
         self._speeds: deque[float] = deque([0.0], KEPT)
 
     def compose(self) -> ComposeResult:

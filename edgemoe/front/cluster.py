@@ -61,7 +61,7 @@ from edgemoe.ipc.messages import (
     decode_from_engine,
     decode_to_engine,
 )
-from edgemoe.telemetry.probes import look
+from edgemoe.telemetry.probes import probe_machine
 from edgemoe.types.placement import PlacementPlan
 from edgemoe.types.request import Emission
 
@@ -89,7 +89,7 @@ class ClusterFront:
                 role="box",
                 address=address_of(settings),
                 devices=tuple(device.kind for device in whole.device),
-                ram_bytes=look().ram_total_bytes,
+                ram_bytes=probe_machine().ram_total_bytes,
                 serves=settings.role,
             ),
             local=self,

@@ -28,7 +28,7 @@ from edgemoe.api.text.tokenizer import TextModel
 from edgemoe.config.paths import beside
 from edgemoe.config.settings import Settings
 from edgemoe.durable import remove_file
-from edgemoe.errors import EngineUnavailable, RequestError, first_of
+from edgemoe.errors import EngineUnavailable, RequestError, first_error
 from edgemoe.front.cluster import ClusterFront
 from edgemoe.front.connections import Server
 from edgemoe.front.listen import bound_socket, clear_path, listening, sole_owner, unix_socket
@@ -81,7 +81,7 @@ def run(
     try:
         asyncio.run(Front(settings, command, on_ready=on_ready, tcp=tcp, reread=reread).serve_with_signals())
     except BaseExceptionGroup as group:
-        raise first_of(group) from group
+        raise first_error(group) from group
     return 0
 
 

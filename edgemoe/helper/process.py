@@ -27,17 +27,17 @@ MAX_FRAME_BYTES = 64 << 20
 LENGTH_BYTES = 4
 
 
-class Numbered(msgspec.Struct, frozen=True):
+class NumberedMessage(msgspec.Struct, frozen=True):
     """Carries the number of a question, which its answer repeats."""
 
     number: Count
 
 
-Asked = TypeVar("Asked", bound=Numbered)
-Answered = TypeVar("Answered", bound=Numbered)
+Asked = TypeVar("Asked", bound=NumberedMessage)
+Answered = TypeVar("Answered", bound=NumberedMessage)
 
 
-def frame(message: Numbered) -> bytes:
+def frame(message: NumberedMessage) -> bytes:
     """Returns the message as it is sent."""
     body = msgspec.msgpack.encode(message)
     return len(body).to_bytes(LENGTH_BYTES, "big") + body

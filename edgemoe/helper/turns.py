@@ -18,7 +18,7 @@ Job = TypeVar("Job")
 
 
 @dataclass(slots=True)
-class Principal(Generic[Job]):
+class WaitingPrincipal(Generic[Job]):
     """One principal's waiting work and the time that it has had."""
 
     used_s: float
@@ -32,7 +32,7 @@ class FairTurns(Generic[Job]):
     def __init__(self, places: int, each: int) -> None:
         """Lets `places` run at once, `each` of one principal at most."""
         self._free, self._each = places, each
-        self._principals: dict[str, Principal[Job]] = {}
+        self._principals: dict[str, WaitingPrincipal[Job]] = {}
         self._level_s = 0.0  # the time that whoever was served last had had
 
     def __len__(self) -> int:
@@ -41,7 +41,7 @@ class FairTurns(Generic[Job]):
 
     def put(self, principal: str, job: Job) -> None:
         """Queues work."""
-        one = self._principals.setdefault(principal, Principal(self._level_s))
+        one = self._principals.setdefault(principal, WaitingPrincipal(self._level_s))
         if not one.running and not one.waiting:
             one.used_s = max(one.used_s, self._level_s)
         one.waiting.append(job)
@@ -78,7 +78,7 @@ class FairTurns(Generic[Job]):
         return True
 
 
-class Place(NamedTuple):
+class TakenPlace(NamedTuple):
     """A place that is taken."""
 
     end: Callable[[], None]  # gives it back, once
@@ -95,7 +95,7 @@ class TaskTurns:
         """Counts the tasks that wait."""
         return len(self._turns)
 
-    async def begin(self, principal: str) -> Place:
+    async def begin(self, principal: str) -> TakenPlace:
         """Waits for the principal's turn. Returns its place, which is its own until `end`."""
         waiter = asyncio.get_running_loop().create_future()
         self._turns.put(principal, waiter)
@@ -113,7 +113,7 @@ class TaskTurns:
             self._turns.end(principal, time.monotonic() - began_s)
             self._grant()
 
-        return Place(end)
+        return TakenPlace(end)
 
     @contextlib.asynccontextmanager
     async def turn(self, principal: str) -> AsyncIterator[None]:

@@ -21,7 +21,7 @@ _FASTEST_STATES = 2  # of 16; in the slower ones a GPU has little or nothing to 
 _UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as a number near 2^63
 
 
-def look(root: Path = Path("/"), visible_devices: str | None = None) -> Machine:
+def probe_machine(root: Path = Path("/"), visible_devices: str | None = None) -> Machine:
     """Returns what this process may use. `visible_devices` is the value of CUDA_VISIBLE_DEVICES, if set."""
     memory = psutil.virtual_memory()
     total, available = memory.total, memory.available

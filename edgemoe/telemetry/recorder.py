@@ -23,7 +23,7 @@ import numpy.typing as npt
 from edgemoe.config.settings import RecordSettings
 from edgemoe.durable import create_file, make_folder, remove_file
 from edgemoe.errors import StoreError
-from edgemoe.telemetry.recording import AHEAD, LENGTH, MAGIC, OWN, SUFFIX, Header, RoutingBlock, upper_halves
+from edgemoe.telemetry.recording import AHEAD, LENGTH, MAGIC, OWN, SUFFIX, RecordingHeader, RoutingBlock, upper_halves
 from edgemoe.types.arrays import FloatArray
 from edgemoe.types.step import StepRouting
 
@@ -35,7 +35,7 @@ WAITING_BYTES = 64 << 20  # that may wait for the writer; beyond it steps are dr
 FLUSH_S = 5.0  # longest that a step waits for its block to fill
 
 
-class Extra:
+class ExtraRows:
     """Collects what only some steps have, [L, U, width] of their U tokens."""
 
     def __init__(self, layers: int, tokens: int, width: int, dtype: npt.DTypeLike) -> None:
@@ -62,10 +62,10 @@ class Extra:
         return self.rows[:, : self._tokens]
 
 
-class Filling:
+class BlockBuffer:
     """Collects the steps of one block."""
 
-    def __init__(self, header: Header, tokens: int, extra: int) -> None:
+    def __init__(self, header: RecordingHeader, tokens: int, extra: int) -> None:
         """Allocates room for `tokens` tokens, and for hints and hidden states of `extra` of them."""
         self.requests: list[tuple[str, ...]] = []
         self._rows = self._tokens = 0
@@ -75,12 +75,12 @@ class Filling:
         self._ids = np.empty((header.layers, tokens, header.top_k), np.int16)
         self._weights = np.empty((header.layers, tokens, header.top_k), np.float32)
         layers, experts, hidden = header.layers, header.experts, header.hidden
-        self._extra: dict[str, Extra] = {}
+        self._extra: dict[str, ExtraRows] = {}
         if header.hints:
-            self._extra["hints"] = Extra(layers, extra, experts, "<f2")
+            self._extra["hints"] = ExtraRows(layers, extra, experts, "<f2")
         if hidden:
-            self._extra["gates"] = Extra(layers, extra, experts, "<f2")
-            self._extra["hidden"] = Extra(layers, extra, hidden, "<u2" if header.bf16 else "<f4")
+            self._extra["gates"] = ExtraRows(layers, extra, experts, "<f2")
+            self._extra["hidden"] = ExtraRows(layers, extra, hidden, "<u2" if header.bf16 else "<f4")
 
     @property
     def bytes(self) -> int:
@@ -129,7 +129,7 @@ class Filling:
         )
 
 
-def flags_of(extra: Extra | None) -> bytes:
+def flags_of(extra: ExtraRows | None) -> bytes:
     """Returns which steps have any, as the file has it."""
     return b"" if extra is None else np.array(extra.has, np.bool_).tobytes()
 
@@ -142,7 +142,7 @@ def extra_rows(step: StepRouting) -> dict[str, FloatArray | None]:
 class Recorder:
     """Owns the newest file and the thread that writes it. `add` never waits; `close` writes what is left."""
 
-    def __init__(self, settings: RecordSettings, header: Header) -> None:
+    def __init__(self, settings: RecordSettings, header: RecordingHeader) -> None:
         """Opens a file and starts the thread. Raises StoreError where the directory cannot be written."""
         self.dropped = 0  # steps lost because the writer was too slow
         self._settings, self._header = settings, header
@@ -160,7 +160,7 @@ class Recorder:
         token_bytes = header.layers * 6 * header.top_k + 33 + self._extra_bytes
         self._room = max(1, block_bytes // token_bytes)  # tokens
         self._filling = self._empty()
-        self._full: deque[Filling] = deque()
+        self._full: deque[BlockBuffer] = deque()
         self._lock, self._closed = threading.Lock(), False
         self._wake = threading.Condition(self._lock)
         self._thread = threading.Thread(target=self._run, name="recorder", daemon=True)
@@ -174,9 +174,9 @@ class Recorder:
                 return
             self._filling.add(step)
 
-    def _empty(self, tokens: int = 0, extra: int = 0) -> Filling:
+    def _empty(self, tokens: int = 0, extra: int = 0) -> BlockBuffer:
         """Returns a block with room for the usual number of tokens, at least so many."""
-        return Filling(self._header, max(self._room, tokens), max(self._room, extra))
+        return BlockBuffer(self._header, max(self._room, tokens), max(self._room, extra))
 
     def _begin_block(self, step: StepRouting) -> bool:
         """Hands the current block to the writer and begins one with room for the step.
@@ -216,10 +216,10 @@ class Recorder:
             if self._file is not None:
                 self._file.close()
 
-    def _put(self, filled: Filling) -> None:
+    def _put(self, filled: BlockBuffer) -> None:
         self._write(filled.block())
 
-    def _take(self) -> Filling | None:
+    def _take(self) -> BlockBuffer | None:
         """Returns the next block, full or not; None after `close`."""
         with self._wake:
             self._wake.wait_for(lambda: self._closed or self._full, FLUSH_S)

@@ -1,7 +1,7 @@
 """Recordings of routing: the format of their files, and how they are read.
 
 A file is MAGIC, then blocks: four bytes of length (little-endian) and a zlib stream of that length, which holds a
-MessagePack array. The first block of a file is a `Header`, each other one is a `RoutingBlock`.
+MessagePack array. The first block of a file is a `RecordingHeader`, each other one is a `RoutingBlock`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LENGTH = struct.Struct("<I")
 T = TypeVar("T")
 
 
-class Header(msgspec.Struct, frozen=True, array_like=True):
+class RecordingHeader(msgspec.Struct, frozen=True, array_like=True):
     """The model that a file's steps were recorded from."""
 
     digest: str  # of the model
@@ -71,7 +71,7 @@ def _is_begun_only(path: Path) -> bool:
         return not head.strip(b"\0") or (MAGIC.startswith(head) and not _block(path, file))
 
 
-def read_recording(path: Path) -> tuple[Header, Iterator[StepRouting]]:
+def read_recording(path: Path) -> tuple[RecordingHeader, Iterator[StepRouting]]:
     """Returns a recording's header and its steps in order. Raises StoreError.
 
     A file that a crash cut short ends with its last complete block.
@@ -79,13 +79,13 @@ def read_recording(path: Path) -> tuple[Header, Iterator[StepRouting]]:
     with path.open("rb") as file:
         if file.read(len(MAGIC)) != MAGIC:
             raise StoreError(f"{path} is no recording of routing, or of a later version")
-        header = _decode(path, _block(path, file), Header)
+        header = _decode(path, _block(path, file), RecordingHeader)
     if min(header.layers, header.experts, header.top_k, header.hidden + 1) < 1 or header.top_k > header.experts:
         raise StoreError(f"{path} is damaged: {header}")
     return header, _steps(path, header)
 
 
-def _steps(path: Path, header: Header) -> Iterator[StepRouting]:
+def _steps(path: Path, header: RecordingHeader) -> Iterator[StepRouting]:
     with path.open("rb") as file:
         file.seek(len(MAGIC))
         _block(path, file)
@@ -134,7 +134,7 @@ def _decode(path: Path, data: bytes, kind: type[T]) -> T:
         raise StoreError(f"{path} is damaged: {error}") from error
 
 
-def _unpack(path: Path, header: Header, block: RoutingBlock) -> Iterator[StepRouting]:
+def _unpack(path: Path, header: RecordingHeader, block: RoutingBlock) -> Iterator[StepRouting]:
     """Yields a block's steps. Raises StoreError."""
     try:
         query_lens = np.frombuffer(block.query_lens, "<i4").astype(np.int64)
@@ -173,7 +173,7 @@ def _unpack(path: Path, header: Header, block: RoutingBlock) -> Iterator[StepRou
 
 
 def _extra(
-    header: Header, block: RoutingBlock, counts: IntArray
+    header: RecordingHeader, block: RoutingBlock, counts: IntArray
 ) -> list[tuple[dict[int, FloatArray], FloatArray | None]]:
     """Returns the hints and the hidden states of each step, of so many tokens. Raises ValueError."""
 

@@ -36,7 +36,7 @@ from edgemoe.store.manifest import DENSE, Manifest, spec_of, verify_copies, veri
 from edgemoe.store.reader import ExpertStore
 from edgemoe.telemetry import probes
 from edgemoe.telemetry.recorder import Recorder
-from edgemoe.telemetry.recording import Header
+from edgemoe.telemetry.recording import RecordingHeader
 from edgemoe.types.experts import ExpertGeometry, LivePolicy, Tier
 from edgemoe.types.machine import Machine
 from edgemoe.types.model_info import ModelInfo, ServedModel, commonest_first
@@ -147,7 +147,7 @@ def _compiling(say: Say, phase: str) -> Compiling:
 
 
 def _machine() -> Machine:
-    return probes.look(visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"))
+    return probes.probe_machine(visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
 def _info(settings: Settings, manifest: Manifest, spec: ModelSpec) -> ModelInfo:
@@ -208,7 +208,7 @@ def _recorder(settings: Settings, served: ServedModel) -> Recorder | None:
         return None
     sizes, record = served.geometry, settings.record
     more = record.hints, sizes.hidden * record.hidden, sizes.bf16
-    return Recorder(record, Header(served.digest, sizes.layers, sizes.experts, sizes.top_k, *more))
+    return Recorder(record, RecordingHeader(served.digest, sizes.layers, sizes.experts, sizes.top_k, *more))
 
 
 def _watchers(

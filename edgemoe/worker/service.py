@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from edgemoe.config.settings import Settings
-from edgemoe.errors import ConfigError, EdgemoeError, ServiceError, WireError, first_of
+from edgemoe.errors import ConfigError, EdgemoeError, ServiceError, WireError, first_error
 from edgemoe.guard import refuse_pickle
 from edgemoe.heap import settle
 from edgemoe.ipc.engine_socket import EngineEnd, end_of
@@ -83,7 +83,7 @@ class Worker:
         try:
             await self._serve()
         except BaseExceptionGroup as group:
-            error = first_of(group)
+            error = first_error(group)
         if error is not None:
             known = isinstance(error, EdgemoeError)
             log.error(f"engine failed: {error}", exc_info=None if known else error)

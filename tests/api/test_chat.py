@@ -14,7 +14,7 @@ from support.front_kit import openai_client, ready
 from support.waiting import until
 
 from edgemoe.api.endpoints.chat import ChatFormat, render
-from edgemoe.api.generate.generation import Delta, Generation
+from edgemoe.api.generate.generation import ChoiceDelta, Generation
 from edgemoe.api.http import responding
 from edgemoe.api.schema import Chat, convert
 from edgemoe.api.text.tokenizer import TextModel
@@ -280,7 +280,7 @@ async def test_an_error_after_that_is_an_event(text_model: TextModel, monkeypatc
         if len(sent) == 3:
             waits.set()
 
-    async def deltas() -> AsyncGenerator[list[Delta], None]:
+    async def deltas() -> AsyncGenerator[list[ChoiceDelta], None]:
         await waits.wait()
         raise DeadlineExceeded("too late")
         yield []

@@ -12,7 +12,7 @@ import openai
 import pytest
 from support.waiting import until
 
-from edgemoe.api.generate.generation import Asker, Choice, Generation, Prompt, requests
+from edgemoe.api.generate.generation import CompletionChoice, Generation, RequestSender, TokenizedPrompt, requests
 from edgemoe.api.text.bounded_text import BoundedModel
 from edgemoe.api.text.tokenizer import TextModel
 from edgemoe.types.principal import NOBODY
@@ -169,9 +169,9 @@ async def test_health_and_metrics_are_readable(http: httpx.AsyncClient) -> None:
 
 
 async def test_cached_tokens_of_a_prompt_are_counted_once_whatever_its_choices(text_model: TextModel) -> None:
-    ready = [Prompt((1, 2, 3, 4), Sampling()), Prompt((5, 6, 7), Sampling())]
-    asked = requests(ready, 3, 0, Asker(NOBODY, b""))
-    choices = [Choice(at, text_model.vocabulary) for at in range(6)]
+    ready = [TokenizedPrompt((1, 2, 3, 4), Sampling()), TokenizedPrompt((5, 6, 7), Sampling())]
+    asked = requests(ready, 3, 0, RequestSender(NOBODY, b""))
+    choices = [CompletionChoice(at, text_model.vocabulary) for at in range(6)]
     job = Generation("cmpl", "tiny", asked, choices, prompt_tokens=7)
     for choice, request in zip(choices, asked, strict=True):
         choice.take(Emission(request=request.id, attempt=1, index=0, token=65, cached_tokens=len(request.prompt) - 1))

@@ -13,12 +13,12 @@ from support.dialect_templates import TEMPLATES
 from support.front_kit import byte_level_tokenizer, write_model
 from support.grammars import first, tool_grammar
 
-from edgemoe.api.dialects.dialect import GEMMA, HARMONY, HERMES, KIMI, Marks, begun_by, dialect_of
-from edgemoe.api.dialects.output_parser import Parser
+from edgemoe.api.dialects.dialect import GEMMA, HARMONY, HERMES, KIMI, OutputMarks, begun_by, dialect_of
+from edgemoe.api.dialects.output_parser import OutputParser
 from edgemoe.api.dialects.tool_calls import OutputPiece, as_json, kinds
 from edgemoe.api.endpoints.chat import prepare, render
-from edgemoe.api.generate.generation import Asker
-from edgemoe.api.generate.grammar import Form
+from edgemoe.api.generate.generation import RequestSender
+from edgemoe.api.generate.grammar import AnswerForm
 from edgemoe.api.schema import Chat, Tool, convert
 from edgemoe.api.text.tokenizer import TextModel, Vocabulary
 from edgemoe.types.principal import NOBODY
@@ -64,7 +64,7 @@ def test_a_response_template_tells_the_dialect(tmp_path: Path) -> None:
         }
     }
     dialect = dialect_of("", (), own)
-    parser = Parser(Marks(dialect, "open", 8, FUNCTIONS))
+    parser = OutputParser(OutputMarks(dialect, "open", 8, FUNCTIONS))
     pieces = parser.feed('<mull>so</mull>Yes.<act>{"tool": "now", "input": {}}</act>')
     assert [(piece.kind, piece.text) for piece in pieces] == [("reasoning", "so"), ("text", "Yes."), ("call", "{}")]
     (write_model(tmp_path, "{{ messages }}") / "tokenizer_config.json").write_text(
@@ -92,7 +92,7 @@ def test_structured_output_starts_at_the_answer(sample: Sample, tmp_path: Path) 
 
     def accepted(effort: str, output: str, **options: Any) -> bool:
         asked = {"messages": messages, "response_format": FORMAT, "reasoning_effort": effort, **options}
-        job = prepare(convert(asked, Chat), model, LIMITS, "tiny", Asker(NOBODY, b""))
+        job = prepare(convert(asked, Chat), model, LIMITS, "tiny", RequestSender(NOBODY, b""))
         grammar = first(job.grammar)
         assert grammar is not None
         matcher = LLMatcher(LLTokenizer(tokenizer(sample.dialect).to_str()), grammar, log_level=0)
@@ -116,7 +116,7 @@ def test_a_prompt_that_ends_within_a_message_of_a_channel_goes_on_with_it() -> N
     assert begun_by(begun, HARMONY, "", False) == "open"
     assert begun_by(f"{begun}<|channel|>analysis<|message|>so", HARMONY, "", True) == "reasoning"
     assert begun_by(f"{begun}<|channel|>final<|message|>It is", HARMONY, "", True) == "text"
-    pieces = Parser(Marks(HARMONY, "text")).feed(" raining.<|return|>")
+    pieces = OutputParser(OutputMarks(HARMONY, "text")).feed(" raining.<|return|>")
     assert pieces.text() == " raining."
 
 
@@ -161,7 +161,7 @@ def test_kimi_has_its_own_names_of_calls_back(tmp_path: Path) -> None:
     prompt = render(chat(TURN), [], model_of(SAMPLES["kimi"], tmp_path))
     assert '<|tool_call_begin|>functions.now:1<|tool_call_argument_begin|>{"n": 1}' in prompt
     assert "## Return of functions.now:1" in prompt
-    pieces = Parser(Marks(KIMI, "answer", 8, FUNCTIONS)).feed(SAMPLES["kimi"].calls)
+    pieces = OutputParser(OutputMarks(KIMI, "answer", 8, FUNCTIONS)).feed(SAMPLES["kimi"].calls)
     assert [piece.call.id for piece in pieces.of("call") if piece.call] == ["functions.weather:0", "functions.now:1"]
 
 
@@ -221,14 +221,14 @@ def test_text_becomes_what_the_schema_says(schema: Any, text: str, value: Any) -
 def test_a_call_without_line_breaks_is_read_too() -> None:
     glm = SAMPLES["glm"].dialect
     text = "<tool_call>weather<arg_key>city</arg_key><arg_value> K </arg_value></tool_call><tool_call>now</tool_call>"
-    pieces = Parser(Marks(glm, "answer", 8, FUNCTIONS)).feed(text)
+    pieces = OutputParser(OutputMarks(glm, "answer", 8, FUNCTIONS)).feed(text)
     assert [piece.text for piece in pieces.of("call")] == ['{"city": " K "}', "{}"]
 
 
 @pytest.mark.parametrize("end", ["</function>\n</tool_call>", "</function>", "</function>\n\n"])
 def test_a_call_of_qwen_that_lacks_its_first_or_last_mark_is_one(end: str) -> None:
     text = f"So:\n<function=weather>\n<parameter=city>\nK\n</parameter>\n{end}<function=now>{end}"
-    pieces = whole(Parser(Marks(SAMPLES["qwen-xml"].dialect, "answer", 8, FUNCTIONS)), text)
+    pieces = whole(OutputParser(OutputMarks(SAMPLES["qwen-xml"].dialect, "answer", 8, FUNCTIONS)), text)
     assert [(piece.kind, piece.text) for piece in pieces] == [
         ("text", "So:"),
         ("call", '{"city": "K"}'),
@@ -246,15 +246,15 @@ HEADERS = [
 
 @pytest.mark.parametrize("header", HEADERS)
 def test_a_call_of_harmony_has_its_recipient_anywhere_in_the_header(header: str) -> None:
-    pieces = whole(Parser(Marks(HARMONY, "open", 8, FUNCTIONS)), f"{header}{{}}")
+    pieces = whole(OutputParser(OutputMarks(HARMONY, "open", 8, FUNCTIONS)), f"{header}{{}}")
     assert [piece.call.name for piece in pieces if piece.call] == ["now"]
-    form = Form(Vocabulary(tokenizer(HARMONY)).added, HARMONY, "open")
+    form = AnswerForm(Vocabulary(tokenizer(HARMONY)).added, HARMONY, "open")
     grammar = tool_grammar([convert({"function": {"name": "now"}}, Tool)], True, form)
     matcher = LLMatcher(LLTokenizer(tokenizer(HARMONY).to_str()), grammar, log_level=0)
     assert matcher.consume_tokens(tokenizer(HARMONY).encode(f"{header}{{}}").ids)
 
 
-def whole(parser: Parser, text: str) -> list[OutputPiece]:
+def whole(parser: OutputParser, text: str) -> list[OutputPiece]:
     pieces = parser.feed(text)
     pieces.extend(parser.flush())
     return list(pieces)
@@ -262,7 +262,7 @@ def whole(parser: Parser, text: str) -> list[OutputPiece]:
 
 def test_gemma_may_think_again_behind_a_call() -> None:
     text = "<|channel>thought\na<channel|>x<|tool_call>call:now{}<tool_call|><|channel>thought\nb<channel|>y"
-    pieces = Parser(Marks(GEMMA, "open", 8, FUNCTIONS)).feed(text)
+    pieces = OutputParser(OutputMarks(GEMMA, "open", 8, FUNCTIONS)).feed(text)
     assert [piece.kind for piece in pieces] == ["reasoning", "text", "call", "reasoning", "text"]
 
 
@@ -271,7 +271,7 @@ def test_the_tokenizer_of_the_other_tests_speaks_hermes() -> None:
 
 
 def test_whether_text_is_within_reasoning_is_known_as_it_comes() -> None:
-    parser = Parser(Marks(SAMPLES["qwen-xml"].dialect, "open", 8, FUNCTIONS))
+    parser = OutputParser(OutputMarks(SAMPLES["qwen-xml"].dialect, "open", 8, FUNCTIONS))
     for text, reasoning in (("<think>Hm", True), (", well", True), ("</think>It", False), (" rains.", False)):
         parser.feed(text)
         assert parser.reasoning == reasoning

@@ -14,16 +14,16 @@ from support.dialect_kit import ANSWER, FUNCTIONS, SAMPLES, Sample, tokenizer
 from support.grammars import free_grammar, response_grammar, tool_grammar
 from test_grammar import accepts
 
-from edgemoe.api.dialects.dialect import Begun, Marks
-from edgemoe.api.dialects.output_parser import Parser
-from edgemoe.api.dialects.tool_calls import BracedCall, ParameterCall, kinds
-from edgemoe.api.generate.grammar import Form
+from edgemoe.api.dialects.dialect import OutputMarks, OutputStart
+from edgemoe.api.dialects.output_parser import OutputParser
+from edgemoe.api.dialects.tool_calls import BracedForm, ParameterForm, kinds
+from edgemoe.api.generate.grammar import AnswerForm
 from edgemoe.api.schema import Function, JsonSchema, ResponseFormat, Tool, convert
 from edgemoe.api.text.tokenizer import Vocabulary
 from edgemoe.errors import InvalidRequest
 
 EACH = pytest.mark.parametrize("sample", SAMPLES.values(), ids=SAMPLES.keys())
-TEXTUAL = [sample for sample in SAMPLES.values() if isinstance(sample.dialect.call, BracedCall | ParameterCall)]
+TEXTUAL = [sample for sample in SAMPLES.values() if isinstance(sample.dialect.call, BracedForm | ParameterForm)]
 TOOLS = [Tool(function=Function(name=name, parameters=parameters)) for name, parameters in FUNCTIONS.items()]
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
 OBJECT = ResponseFormat(type="json_schema", json_schema=JsonSchema(schema=SCHEMA))
@@ -40,8 +40,8 @@ def accepts_tokens(sample: Sample, grammar: str | None, text: str) -> bool:
     return matcher.consume_tokens(tokenizer(sample.dialect).encode(text).ids) and matcher.is_accepting()
 
 
-def form(sample: Sample, begun: Begun | None = None) -> Form:
-    return Form(Vocabulary(tokenizer(sample.dialect)).added, sample.dialect, begun or sample.begun)
+def form(sample: Sample, begun: OutputStart | None = None) -> AnswerForm:
+    return AnswerForm(Vocabulary(tokenizer(sample.dialect)).added, sample.dialect, begun or sample.begun)
 
 
 @EACH
@@ -96,7 +96,7 @@ def test_any_schema_is_kept_to_or_refused(sample: Sample, schema: Any) -> None:
     with contextlib.suppress(InvalidRequest):
         tool_grammar([tool], True, form(sample))
     assert free_grammar([tool], True, form(sample)) is not None
-    parser = Parser(Marks(sample.dialect, "answer", 8, {"f": tool.function.parameters}))
+    parser = OutputParser(OutputMarks(sample.dialect, "answer", 8, {"f": tool.function.parameters}))
     parser.feed(sample.written("f", "a"))
     parser.flush()
 
@@ -127,7 +127,7 @@ def test_a_format_begins_with_the_answer(sample: Sample) -> None:
 
 @EACH
 def test_where_marks_are_no_tokens_they_are_written_out(sample: Sample) -> None:
-    plain = Form((), sample.dialect, sample.begun)
+    plain = AnswerForm((), sample.dialect, sample.begun)
     assert free_grammar(TOOLS, True, plain) is None
     assert accepts(tool_grammar(TOOLS, True, plain), sample.thought + sample.only_calls)
     assert accepts(response_grammar(OBJECT, plain), sample.thought + sample.said('{"a":1}'))

@@ -11,25 +11,27 @@ from hypothesis import strategies as st
 from support.dialect_kit import ANSWER, ARGUMENTS, FUNCTIONS, SAMPLES, THOUGHT, Sample
 from test_text_parts import cut
 
-from edgemoe.api.dialects.dialect import DIALECTS, Begun, Marks
+from edgemoe.api.dialects.dialect import DIALECTS, OutputMarks, OutputStart
 from edgemoe.api.dialects.growing_text import MAX_HELD
-from edgemoe.api.dialects.output_parser import Parser
-from edgemoe.api.dialects.tool_calls import Functions, Pieces
+from edgemoe.api.dialects.output_parser import OutputParser
+from edgemoe.api.dialects.tool_calls import OfferedFunctions, OutputPieces
 
 EACH = pytest.mark.parametrize("sample", SAMPLES.values(), ids=SAMPLES.keys())
 CUTS = st.lists(st.integers(0, 1000), max_size=60)
 
 
-def parsed(sample: Sample, chunks: list[str], functions: Functions | None = FUNCTIONS, begun: Begun = "open") -> Pieces:
+def parsed(
+    sample: Sample, chunks: list[str], functions: OfferedFunctions | None = FUNCTIONS, begun: OutputStart = "open"
+) -> OutputPieces:
     """All pieces, those of unfinished calls as they came."""
-    parser, whole = Parser(Marks(sample.dialect, begun, 8, functions)), Pieces()
+    parser, whole = OutputParser(OutputMarks(sample.dialect, begun, 8, functions)), OutputPieces()
     for chunk in chunks:
         whole.extend(parser.feed(chunk))
     whole.extend(parser.flush())
     return whole
 
 
-def summary(pieces: Pieces) -> list[tuple[str, str, str]]:
+def summary(pieces: OutputPieces) -> list[tuple[str, str, str]]:
     return [(piece.kind, piece.call.name if piece.call else "", piece.text) for piece in pieces]
 
 
@@ -51,7 +53,7 @@ def test_reasoning_answer_and_calls_come_out_right_wherever_it_is_cut(sample: Sa
 
 @EACH
 def test_arguments_come_while_they_are_written(sample: Sample) -> None:
-    parser = Parser(Marks(sample.dialect, sample.begun, 8, FUNCTIONS))
+    parser = OutputParser(OutputMarks(sample.dialect, sample.begun, 8, FUNCTIONS))
     pieces = [piece for letter in sample.output for piece in parser.feed(letter).of("call")]
     first = [piece for piece in pieces if piece.call and piece.call.index == 0]
     assert [piece.begins for piece in first] == [True] + [False] * (len(first) - 1)
@@ -64,7 +66,7 @@ def unspaced(text: str) -> str:
     return "".join(text.split())
 
 
-def assert_all_there(sample: Sample, output: str, pieces: Pieces) -> None:
+def assert_all_there(sample: Sample, output: str, pieces: OutputPieces) -> None:
     """Every letter of `output` is in one piece, in order, but for the marks around reasoning and calls."""
     written = [unspaced(piece.raw if piece.kind == "call" else piece.text) for piece in pieces]
     dialect, rest = sample.dialect, unspaced(output)
@@ -123,7 +125,7 @@ def fragments(sample: Sample) -> st.SearchStrategy[str]:
 @EACH
 @given(data=st.data(), borders=CUTS, begun=st.sampled_from(["open", "reasoning", "answer", "text"]))
 def test_anything_at_all_is_read_the_same_whole_and_in_pieces(
-    sample: Sample, data: st.DataObject, borders: list[int], begun: Begun
+    sample: Sample, data: st.DataObject, borders: list[int], begun: OutputStart
 ) -> None:
     output = data.draw(fragments(sample))
     pieces, whole = parsed(sample, cut(output, borders), begun=begun), parsed(sample, [output], begun=begun)
@@ -147,7 +149,7 @@ def test_only_functions_that_were_offered_are_called(sample: Sample) -> None:
 def test_what_never_ends_is_not_held_back_for_ever(sample: Sample) -> None:
     first = sample.calls.index("weather")
     for endless in (sample.calls[:first] + "x" * 4 * MAX_HELD, sample.calls[:first] + " " * 4 * MAX_HELD + "x"):
-        parser = Parser(Marks(sample.dialect, "answer", 8, FUNCTIONS))
+        parser = OutputParser(OutputMarks(sample.dialect, "answer", 8, FUNCTIONS))
         shown = sum(len(parser.feed(chunk).text()) for chunk in cut(endless, list(range(0, len(endless), 1000))))
         assert shown > MAX_HELD
 

@@ -10,7 +10,7 @@ from support.front_kit import MARKS, byte_level_tokenizer
 from support.grammars import free_grammar, response_grammar, tool_grammar
 from tokenizers import Tokenizer
 
-from edgemoe.api.generate.grammar import Form
+from edgemoe.api.generate.grammar import AnswerForm
 from edgemoe.api.schema import Function, JsonSchema, ResponseFormat, Tool
 from edgemoe.errors import InvalidRequest
 
@@ -73,11 +73,11 @@ def test_free_text_needs_no_grammar() -> None:
 
 def test_reasoning_may_come_first_where_the_model_reasons() -> None:
     asked = form(type="json_object")
-    grammar = response_grammar(asked, Form(begun="open"))
+    grammar = response_grammar(asked, AnswerForm(begun="open"))
     assert accepts(grammar, '<think>\nfirst {"no"} \n</think>\n\n{"a":1}')
     assert accepts(grammar, '{"a":1}')
     assert not accepts(response_grammar(asked), '<think>\n</think>{"a":1}')
-    begun = response_grammar(asked, Form(begun="reasoning"))
+    begun = response_grammar(asked, AnswerForm(begun="reasoning"))
     assert accepts(begun, 'more thought</think>\n{"a":1}')
     assert not accepts(begun, '{"a":1}')
 
@@ -107,24 +107,24 @@ def test_a_regex_that_nothing_matches_is_refused_in_one_line(regex: str) -> None
 
 @pytest.mark.parametrize("tokenizer", [TOKENIZER, SPECIAL], ids=["added", "special"])
 def test_free_text_may_end_in_calls_to_what_was_offered_and_to_nothing_else(tokenizer: Tokenizer) -> None:
-    grammar = free_grammar(TOOLS, True, Form(MARKS, begun="open"))
+    grammar = free_grammar(TOOLS, True, AnswerForm(MARKS, begun="open"))
     one, two = call("one", {"item": "a"}), call("two", {})
     for good in ("", "just text", "<think>hm</think>\n\nyes", f"let me see\n{one}", f"{two}\n{one}"):
         assert accepts_tokens(grammar, good, tokenizer), good
     for bad in (call("three", {}), call("one", {"item": "z"}), "<tool_call>what", f"{one} and more"):
         assert not accepts_tokens(grammar, bad, tokenizer), bad
-    assert not accepts_tokens(free_grammar(TOOLS, False, Form(MARKS)), f"{two}\n{one}", tokenizer)
+    assert not accepts_tokens(free_grammar(TOOLS, False, AnswerForm(MARKS)), f"{two}\n{one}", tokenizer)
 
 
 def test_tools_whose_schema_cannot_be_followed_are_kept_to_by_name() -> None:
     odd = Tool(function=Function(name="odd", parameters={"type": "object", "$ref": "http://x/y"}))
-    grammar = free_grammar([odd], True, Form(MARKS))
+    grammar = free_grammar([odd], True, AnswerForm(MARKS))
     assert accepts_tokens(grammar, call("odd", {"anything": 1}))
     assert not accepts_tokens(grammar, call("even", {"anything": 1}))
 
 
 def test_nothing_tells_a_call_from_text_where_its_marks_are_no_tokens() -> None:
-    assert free_grammar(TOOLS, True, Form()) is None
+    assert free_grammar(TOOLS, True, AnswerForm()) is None
 
 
 def test_a_tool_call_must_fit_its_tool() -> None:
@@ -135,12 +135,14 @@ def test_a_tool_call_must_fit_its_tool() -> None:
     assert not accepts(grammar, call("three", {}))
     assert not accepts(grammar, "no call")
     assert not accepts(tool_grammar(TOOLS, several=False), call("two", {}) + "\n" + call("two", {}))
-    assert accepts(tool_grammar(TOOLS, several=False, form=Form(begun="open")), "<think>hm</think>\n" + call("two", {}))
+    assert accepts(
+        tool_grammar(TOOLS, several=False, form=AnswerForm(begun="open")), "<think>hm</think>\n" + call("two", {})
+    )
 
 
 @pytest.mark.parametrize("thinking", [False, True])
 def test_marks_that_are_tokens_are_accepted_as_tokens(thinking: bool) -> None:
-    form = Form(MARKS, begun="reasoning" if thinking else "open")
+    form = AnswerForm(MARKS, begun="reasoning" if thinking else "open")
     thought = "so <b> it is\n" if thinking else "<think>\nso <b> it is\n"
     schema = response_grammar(ResponseFormat(type="json_object"), form)
     assert accepts_tokens(schema, thought + '</think>\n\n{"a":1}')

@@ -18,7 +18,7 @@ import pytest_asyncio
 
 from edgemoe.api.app import Api, build
 from edgemoe.api.backend import BoxSnapshot
-from edgemoe.api.endpoints.events import MOST_LOOKERS, LookerMemory, LookEvents
+from edgemoe.api.endpoints.events import MOST_STREAMS, EventStreams, StreamMemory
 from edgemoe.api.http.page import FILES, PAGE, Origins
 from edgemoe.api.keys import KeyRing
 from edgemoe.api.metrics import Metrics
@@ -208,7 +208,7 @@ async def test_events_have_nothing_of_what_users_say_or_are_answered(
 
 
 async def test_only_what_has_changed_is_told_again() -> None:
-    memory, cells = LookerMemory(0.0), bytes((IN_RAM, IN_RAM | COMING | 9 << USE_BITS))
+    memory, cells = StreamMemory(0.0), bytes((IN_RAM, IN_RAM | COMING | 9 << USE_BITS))
     seen = EngineSnapshot(layers=1, experts=2, cells=cells, requests=(RequestProgress("waiting", 1.0, 2, 0, 0),))
     assert [box["cells"] for box in memory.boxes([BoxSnapshot("a", seen), BoxSnapshot("b", None)])] == [cells]
     assert list(memory.boxes([BoxSnapshot("a", seen)])) == []
@@ -220,8 +220,8 @@ async def test_only_what_has_changed_is_told_again() -> None:
 
 
 async def test_no_principal_takes_all_the_places_of_those_who_look() -> None:
-    events = LookEvents(Looked(), Metrics())  # type: ignore[arg-type]
-    streams = [events(Principal("m")) for _ in range(most_of(MOST_LOOKERS))]
+    events = EventStreams(Looked(), Metrics())  # type: ignore[arg-type]
+    streams = [events(Principal("m")) for _ in range(most_of(MOST_STREAMS))]
     for stream in streams:
         events.admit(Principal("m"))
         await anext(stream)
@@ -234,8 +234,8 @@ async def test_no_principal_takes_all_the_places_of_those_who_look() -> None:
 
 async def test_so_many_may_look_and_they_are_sent_home_when_the_daemon_drains() -> None:
     backend = Looked()
-    events = LookEvents(backend, Metrics())  # type: ignore[arg-type]
-    streams = [events(Principal(str(n))) for n in range(MOST_LOOKERS)]
+    events = EventStreams(backend, Metrics())  # type: ignore[arg-type]
+    streams = [events(Principal(str(n))) for n in range(MOST_STREAMS)]
     for n, stream in enumerate(streams):
         events.admit(Principal(str(n)))
         await anext(stream)

@@ -15,7 +15,7 @@ from support.chromium import DESKTOP, PHONE, WHERE, WITHOUT, Tab, browser
 from support.front_kit import STORES, free_ports, running, settings_for
 from support.waiting import until
 
-from edgemoe.cli.dashboard import Passage, listen, serve
+from edgemoe.cli.dashboard import DashboardProxy, listen, serve
 from edgemoe.config.settings import DeviceSettings, MemorySettings
 from edgemoe.demo import model_path
 from edgemoe.front.main import WORKER
@@ -166,7 +166,7 @@ async def boxes(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[list[
 async def test_any_box_shows_all_boxes_to_who_has_the_token(tab: Tab, boxes: list[Box]) -> None:
     with listen(0) as listener:
         port = listener.getsockname()[1]
-        serving = asyncio.ensure_future(serve(Passage(boxes[0].socket, "token-of-this-once", port), listener))
+        serving = asyncio.ensure_future(serve(DashboardProxy(boxes[0].socket, "token-of-this-once", port), listener))
         await tab.go("about:blank")
         await tab.shape()
         await tab.go(f"http://127.0.0.1:{port}/#token-of-this-once")

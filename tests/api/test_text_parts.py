@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from support.front_kit import MARKS, byte_level_tokenizer
 from tokenizers import Tokenizer, decoders, models
 
-from edgemoe.api.dialects.dialect import HERMES, Begun, Marks
-from edgemoe.api.dialects.output_parser import Parser
-from edgemoe.api.dialects.tool_calls import Pieces
-from edgemoe.api.generate.generation import Choice, Delta
+from edgemoe.api.dialects.dialect import HERMES, OutputMarks, OutputStart
+from edgemoe.api.dialects.output_parser import OutputParser
+from edgemoe.api.dialects.tool_calls import OutputPieces
+from edgemoe.api.generate.generation import ChoiceDelta, CompletionChoice
 from edgemoe.api.http.responding import event
-from edgemoe.api.text.tokenizer import SPACE, Detokenizer, Stops, Vocabulary, held_back
+from edgemoe.api.text.tokenizer import SPACE, Detokenizer, StopMatcher, Vocabulary, held_back
 from edgemoe.types.request import Emission
 
 TOKENIZER = byte_level_tokenizer()
@@ -31,7 +31,7 @@ def cut(text: str, borders: list[int]) -> list[str]:
     return [text[a:b] for a, b in itertools.pairwise(places)]
 
 
-def stopped(stops: Stops, chunks: list[str]) -> str:
+def stopped(stops: StopMatcher, chunks: list[str]) -> str:
     return "".join(map(stops.feed, chunks)) + ("" if stops.stopped else stops.flush())
 
 
@@ -40,7 +40,7 @@ BORDERS = st.lists(st.integers(0, 200), max_size=12)
 
 @given(st.text("abc", max_size=40), st.lists(st.text("abc", min_size=1, max_size=4), max_size=3), BORDERS)
 def test_stop_strings_match_as_they_would_in_the_whole_text(text: str, strings: list[str], borders: list[int]) -> None:
-    chunked = Stops(tuple(strings))
+    chunked = StopMatcher(tuple(strings))
     passed = stopped(chunked, cut(text, borders))
     found = [(text.find(stop) + len(stop), text.find(stop)) for stop in strings if stop in text]
     assert chunked.stopped == bool(found)
@@ -48,7 +48,7 @@ def test_stop_strings_match_as_they_would_in_the_whole_text(text: str, strings: 
 
 
 def test_what_could_become_a_stop_string_is_held_back_and_no_more() -> None:
-    stops = Stops(("STOP",))
+    stops = StopMatcher(("STOP",))
     assert stops.feed("abST") == "ab"
     assert stops.feed("Ox") == "STOx"
     assert stops.feed("yS") == "y"
@@ -56,7 +56,7 @@ def test_what_could_become_a_stop_string_is_held_back_and_no_more() -> None:
 
 
 def test_no_stop_string_is_looked_for_in_the_first_tokens() -> None:
-    stops = Stops(("STOP",), 2)
+    stops = StopMatcher(("STOP",), 2)
     assert [stops.feed(text) for text in ("STOP", "aST", "OP", "STOP!")] == ["STOP", "aST", "OP", ""]
     assert stops.stopped
 
@@ -120,12 +120,12 @@ def test_byte_fallback_tokens_join_into_characters() -> None:
     assert tokenizer.decode(ids) == " Hi 🦊H"
 
 
-def marks(calls: int = 0, begun: Begun = "answer", functions: str | None = None) -> Marks:
-    return Marks(HERMES, begun, calls, None if functions is None else dict.fromkeys(functions))
+def marks(calls: int = 0, begun: OutputStart = "answer", functions: str | None = None) -> OutputMarks:
+    return OutputMarks(HERMES, begun, calls, None if functions is None else dict.fromkeys(functions))
 
 
-def parsed(marks: Marks, chunks: list[str]) -> Pieces:
-    parser, whole = Parser(marks), Pieces()
+def parsed(marks: OutputMarks, chunks: list[str]) -> OutputPieces:
+    parser, whole = OutputParser(marks), OutputPieces()
     for chunk in chunks:
         whole.extend(parser.feed(chunk))
     whole.extend(parser.flush())
@@ -151,7 +151,9 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 @given(borders=BORDERS)
-def test_the_parts_do_not_depend_on_the_chunks(case: tuple[str, Marks, str, str, int], borders: list[int]) -> None:
+def test_the_parts_do_not_depend_on_the_chunks(
+    case: tuple[str, OutputMarks, str, str, int], borders: list[int]
+) -> None:
     text, marks, answer, reasoning, calls = case
     pieces = parsed(marks, cut(text, borders))
     assert (pieces.text(), pieces.text("reasoning"), len(pieces.of("call"))) == (answer, reasoning, calls)
@@ -172,7 +174,7 @@ def without_marks(text: str) -> str:
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_marks_that_are_special_tokens_are_heeded_and_never_shown(case: tuple[str, Marks, str, str, int]) -> None:
+def test_marks_that_are_special_tokens_are_heeded_and_never_shown(case: tuple[str, OutputMarks, str, str, int]) -> None:
     text, marks, answer, reasoning, calls = case
     choice, deltas, _ = choice_of(text, marks=marks, tokenizer=SPECIAL)
     shown, thought = "".join(delta.text for delta in deltas), "".join(delta.reasoning for delta in deltas)
@@ -190,9 +192,9 @@ def test_special_marks_out_of_place_are_left_out(stray: str) -> None:
 
 
 def choice_of(
-    text: str, *, stops: tuple[str, ...] = (), marks: Marks | None = None, tokenizer: Tokenizer = TOKENIZER
-) -> tuple[Choice, list[Delta], bool]:
-    choice, deltas, early = Choice(0, Vocabulary(tokenizer), Stops(stops), marks), [], False
+    text: str, *, stops: tuple[str, ...] = (), marks: OutputMarks | None = None, tokenizer: Tokenizer = TOKENIZER
+) -> tuple[CompletionChoice, list[ChoiceDelta], bool]:
+    choice, deltas, early = CompletionChoice(0, Vocabulary(tokenizer), StopMatcher(stops), marks), [], False
     for index, token in enumerate(tokenizer.encode(text).ids):
         early = choice.take(Emission(request="r", attempt=1, index=index, token=token, logprob=-1.0))
         deltas.append(choice.delta())
@@ -219,7 +221,7 @@ def test_what_was_held_back_for_a_stop_string_or_a_mark_comes_with_the_end() -> 
 
 @pytest.mark.parametrize("finish", ["stop", "length"])
 def test_where_the_prompt_alone_is_wanted_nothing_else_is_said(finish: str) -> None:
-    choice = Choice(0, VOCABULARY, prompt_only=True)
+    choice = CompletionChoice(0, VOCABULARY, prompt_only=True)
     choice.take(Emission(request="r", attempt=1, index=0, token=65, finish=finish))
     assert (choice.delta().text, choice.tokens, choice.finish) == ("", 0, "length")
 

@@ -17,7 +17,7 @@ import pytest
 import pytest_asyncio
 from support.front_kit import running, settings_for, write_model
 
-from edgemoe.cli.dashboard import Passage, listen
+from edgemoe.cli.dashboard import DashboardProxy, listen
 from edgemoe.errors import ServiceError
 from edgemoe.front.main import Front
 
@@ -35,7 +35,7 @@ async def front(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Front
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def browser(front: Front) -> AsyncIterator[httpx.AsyncClient]:
-    passage = Passage(Path(front.settings.api.socket), TOKEN, PORT)
+    passage = DashboardProxy(Path(front.settings.api.socket), TOKEN, PORT)
     transport = httpx.ASGITransport(passage)
     async with httpx.AsyncClient(transport=transport, base_url=f"http://127.0.0.1:{PORT}", timeout=30.0) as client:
         yield client
@@ -78,7 +78,7 @@ async def test_other_names_and_other_sites_get_nothing(
 
 
 async def test_a_daemon_that_has_gone_is_named(tmp_path: Path) -> None:
-    passage = Passage(tmp_path / "none.sock", TOKEN, PORT)
+    passage = DashboardProxy(tmp_path / "none.sock", TOKEN, PORT)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(passage), base_url=f"http://127.0.0.1:{PORT}") as client:
         answer = await client.get("/version", headers=KEY)
     await passage.close()

@@ -183,7 +183,7 @@ def test_a_gpu_whose_link_is_not_what_it_could_be_is_found(
     link: dict[str, int], state: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake_nvml.install(monkeypatch.setattr, **link)
-    (found,) = (each for each in box.gpus(probes.look()) if each.check == "gpu-link")
+    (found,) = (each for each in box.gpus(probes.probe_machine()) if each.check == "gpu-link")
     assert (found.state, "of 4 x16" in found.said) == (state, True)
 
 

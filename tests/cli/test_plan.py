@@ -20,9 +20,9 @@ from support.kept import KERNELS
 from edgemoe.cli import bench, main
 from edgemoe.cli.plan import disk, speed
 from edgemoe.cli.plan import measure as rates
-from edgemoe.cli.plan.command import Planner, Wish
-from edgemoe.cli.plan.measure import LayerTimes, Rates, resident_tiers
-from edgemoe.cli.plan.speed import find
+from edgemoe.cli.plan.command import Planner, PlanOptions
+from edgemoe.cli.plan.measure import LayerTimes, MachineRates, resident_tiers
+from edgemoe.cli.plan.speed import find_model
 from edgemoe.cli.status import StatusSnapshot
 from edgemoe.config.settings import DeviceSettings, MemorySettings, Settings
 from edgemoe.demo import model_path
@@ -37,11 +37,11 @@ from edgemoe.telemetry import probes
 from edgemoe.types.machine import Gpu, Machine
 
 MODEL = model_path()
-MODEL_SIZES = speed.Model(layers=10, experts=64, top_k=4, expert_bytes=1 << 20)
+MODEL_SIZES = speed.PlannedSizes(layers=10, experts=64, top_k=4, expert_bytes=1 << 20)
 WORK = speed.StepWork(tokens=1, layer_s=1e-3, head_s=1e-3, read_bytes=0.0)
 DISK_S = tuple(1e-4 + count * (1 << 20) / 1e9 for count in speed.READ_AT_ONCE)
-RATES = Rates(1e10, 1e9, 0.0)
-ALL = speed.Places(top=1.0, ram=1.0, link_bytes_per_s=0.0, disk_s=DISK_S, memory_bytes_per_s=1e10)
+RATES = MachineRates(1e10, 1e9, 0.0)
+ALL = speed.TierShares(top=1.0, ram=1.0, link_bytes_per_s=0.0, disk_s=DISK_S, memory_bytes_per_s=1e10)
 
 
 @pytest.mark.parametrize("wanted", [("keep", "keep"), ("int8", "keep"), ("int4", "int8")])
@@ -52,8 +52,10 @@ def test_a_configuration_alone_tells_the_sizes_that_the_store_will_have(
     pack(MODEL, tmp_path / "store", wanted=WantedEncodings.parse(experts, dense))
     manifest = Manifest.load(tmp_path / "store")
     options = "" if experts == "keep" else f"--experts {experts}" + (f" --dense {dense}" if dense != "keep" else "")
-    (planned,) = (each for each in find(str(MODEL / "config.json"), tmp_path).variants() if each.packing == options)
-    (packed,) = find(str(tmp_path / "store"), tmp_path).variants()
+    (planned,) = (
+        each for each in find_model(str(MODEL / "config.json"), tmp_path).variants() if each.packing == options
+    )
+    (packed,) = find_model(str(tmp_path / "store"), tmp_path).variants()
     assert planned.spec == packed.spec
     assert planned.spec.geometry.expert_bytes(0) == manifest.layers[0].experts[0].bytes
     assert planned.dense_bytes == pytest.approx(manifest.dense.bytes, rel=0.02, abs=8192)
@@ -63,7 +65,7 @@ def test_a_configuration_in_half_precision_is_planned_as_it_will_be_packed(tmp_p
     config = json.loads((MODEL / "config.json").read_text())
     config.pop("dtype", None)
     (tmp_path / "config.json").write_text(json.dumps(config | {"torch_dtype": "float16"}))
-    assert find(str(tmp_path / "config.json"), tmp_path).spec.dtype == "bfloat16"
+    assert find_model(str(tmp_path / "config.json"), tmp_path).spec.dtype == "bfloat16"
 
 
 def test_what_is_no_model_is_refused_by_name(tmp_path: Path) -> None:
@@ -75,7 +77,7 @@ def test_what_is_no_model_is_refused_by_name(tmp_path: Path) -> None:
     ):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(EdgemoeError, match=why):
-            find(str(tmp_path), tmp_path)
+            find_model(str(tmp_path), tmp_path)
 
 
 def test_more_sequences_than_can_be_measured_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -135,10 +137,10 @@ def test_a_disk_that_may_not_be_written_to_is_not_measured(
 
 
 def test_what_needs_a_disk_that_was_not_measured_is_not_foretold(tmp_path: Path) -> None:
-    (variant, *_) = find(str(MODEL / "config.json"), tmp_path).variants()
+    (variant, *_) = find_model(str(MODEL / "config.json"), tmp_path).variants()
     settings = Settings(memory=MemorySettings(ram_bytes=2 << 20))
     planner = Planner(
-        Wish(64, 1, 32, 1, "usual"), settings, Machine(16 << 30, 16 << 30, 2, None), Rates(1e10, 0.0, 0.0)
+        PlanOptions(64, 1, 32, 1, "usual"), settings, Machine(16 << 30, 16 << 30, 2, None), MachineRates(1e10, 0.0, 0.0)
     )
     found = planner.forecast(variant, LayerTimes(1e-6, 1e-6, 1, 1e-6, 32))
     assert found.on_disk > 0
@@ -148,12 +150,14 @@ def test_what_needs_a_disk_that_was_not_measured_is_not_foretold(tmp_path: Path)
 def test_a_machine_without_the_memory_to_measure_is_told_so_and_nothing_is_allocated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (variant, *_) = find(str(MODEL / "config.json"), tmp_path).variants()
+    (variant, *_) = find_model(str(MODEL / "config.json"), tmp_path).variants()
     machine = Machine(16 << 30, rates.SPARE_BYTES + 1024, 2, None)
-    monkeypatch.setattr(probes, "look", lambda: machine)
+    monkeypatch.setattr(probes, "probe_machine", lambda: machine)
     (times,) = rates.measure_layers([variant], cast(Kernels, None), 1, 32, lambda _: None)  # touches no kernel
     assert re.fullmatch("measuring takes .* of memory, and 1.* can be spared", times.why)
-    planner = Planner(Wish(64, 1, 32, 1, "usual"), Settings(), replace(machine, ram_available_bytes=8 << 30), RATES)
+    planner = Planner(
+        PlanOptions(64, 1, 32, 1, "usual"), Settings(), replace(machine, ram_available_bytes=8 << 30), RATES
+    )
     found = planner.forecast(variant, times)
     assert (found.why, found.in_ram, found.tokens_per_s) == ("", 1, 0)
     assert found.limit == f"not foretold: {times.why}"
@@ -172,7 +176,7 @@ def test_a_model_that_was_measured_leaves_no_memory_and_no_thread(
     monkeypatch.setattr(rates, "random_decoder", lambda *_: None)
     monkeypatch.setattr(rates, "_time_s", lambda *_: 1.0)
     monkeypatch.setattr(rates, "_feed", lambda *_: 1.0)
-    (variant, *_) = find(str(MODEL / "config.json"), tmp_path).variants()
+    (variant, *_) = find_model(str(MODEL / "config.json"), tmp_path).variants()
     before = threading.enumerate()
     (times,) = rates.measure_layers([variant], cast(Kernels, None), 1, 32, lambda _: None)
     assert times.decode_s > 0
@@ -199,10 +203,10 @@ def test_a_prompt_touches_nearly_every_expert_and_a_token_its_own() -> None:
 
 @pytest.mark.parametrize(("kind", "limit"), [("auto", "not foretold for a GPU"), ("cpu", "memory and processor")])
 def test_a_box_with_a_gpu_is_foretold_where_the_settings_leave_it_alone(kind: str, limit: str, tmp_path: Path) -> None:
-    (variant, *_) = find(str(MODEL / "config.json"), tmp_path).variants()
+    (variant, *_) = find_model(str(MODEL / "config.json"), tmp_path).variants()
     settings = Settings(device=(DeviceSettings(kind=kind),))
     machine = Machine(16 << 30, 16 << 30, 2, None, (Gpu(0, "a GPU", 8 << 30, 8 << 30),))
-    planner = Planner(Wish(64, 1, 32, 1, "usual"), settings, machine, Rates(1e10, 1e9, 1e10))
+    planner = Planner(PlanOptions(64, 1, 32, 1, "usual"), settings, machine, MachineRates(1e10, 1e9, 1e10))
     assert planner.forecast(variant, LayerTimes(1e-6, 1e-6, 1, 1e-6, 32, DISK_S)).limit == limit
 
 

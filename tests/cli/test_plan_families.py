@@ -14,7 +14,7 @@ from support.tiny_models import FAMILIES as TINY
 from support.tiny_models import SIZES
 
 from edgemoe.cli.plan import measure as rates
-from edgemoe.cli.plan.speed import Variant, find
+from edgemoe.cli.plan.speed import ModelVariant, find_model
 from edgemoe.experts.build import CODES
 from edgemoe.families.spec import ModelSpec
 from edgemoe.families.table import FAMILIES
@@ -41,10 +41,10 @@ def tiny_config(family: str, dtype: str) -> dict[str, Any]:
 
 def tiny_spec(family: str, dtype: str, directory: Path) -> ModelSpec:
     (directory / "config.json").write_text(json.dumps(tiny_config(family, dtype)))
-    return find(str(directory), directory).spec
+    return find_model(str(directory), directory).spec
 
 
-def check(variants: list[Variant], kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+def check(variants: list[ModelVariant], kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     said = list[str]()
     monkeypatch.setattr(rates, "BUDGET_S", 0.1)
     monkeypatch.setattr(expert_math, "TRIED_TOKENS", (1, 64))
@@ -67,7 +67,7 @@ def test_every_family_is_measured_as_it_is_and_in_what_it_can_be_packed_in(
     family: str, kernels: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = tiny_spec(family, kernels.dtype.name, tmp_path)
-    variants = list(find(str(tmp_path), tmp_path).variants())
+    variants = list(find_model(str(tmp_path), tmp_path).variants())
     assert [each.spec.geometry.encoding(0).name for each in variants] == [spec.dtype, "int8", "int4", "int4"]
     check(variants, kernels, monkeypatch)
 
@@ -81,5 +81,5 @@ def test_every_encoding_is_measured(
     variants = []
     for dense in ("", encoding) if encoding in ("int4", "int8") else ("",):
         encoded = replace(spec, encodings=(encoding,) * spec.geometry.layers, dense_encoding=dense)
-        variants.append(Variant(f"{encoding} {dense}", encoded, ""))
+        variants.append(ModelVariant(f"{encoding} {dense}", encoded, ""))
     check(variants, kernels, monkeypatch)

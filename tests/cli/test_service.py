@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from edgemoe.cli import service
-from edgemoe.cli.service import Options, install, planned_files, status, templates, uninstall
+from edgemoe.cli.service import InstallOptions, install, planned_files, status, templates, uninstall
 from edgemoe.errors import ServiceError
 
 needs_systemd = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not here")
@@ -29,10 +29,10 @@ def model_dir(tmp_path: Path) -> Path:
 
 
 def test_install_puts_every_file_in_place_and_uninstall_leaves_settings_only(tmp_path: Path) -> None:
-    done = install(Options(root=tmp_path))
+    done = install(InstallOptions(root=tmp_path))
     assert all(line.startswith("write ") for line in done)
     assert {state for _, state in status(tmp_path)} == {"installed"}
-    uninstall(Options(root=tmp_path))
+    uninstall(InstallOptions(root=tmp_path))
     left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
     assert left == {"etc/edgemoe/edgemoe.toml"}
     assert {state for _, state in status(tmp_path)} == {"missing"}
@@ -42,17 +42,17 @@ def test_a_settings_file_that_is_there_is_never_touched(tmp_path: Path) -> None:
     mine = tmp_path / "etc/edgemoe/edgemoe.toml"
     mine.parent.mkdir(parents=True)
     mine.write_text("[engine]\nthreads = 3\n")
-    assert f"keep {mine}" in install(Options(root=tmp_path))
+    assert f"keep {mine}" in install(InstallOptions(root=tmp_path))
     assert "threads = 3" in mine.read_text()
 
 
 def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
-    assert install(Options(root=tmp_path, dry_run=True))
+    assert install(InstallOptions(root=tmp_path, dry_run=True))
     assert not list(tmp_path.iterdir())
 
 
 def test_the_unit_runs_this_installation_on_the_given_model_and_settings(tmp_path: Path) -> None:
-    options = Options(model=str(model_dir(tmp_path)), config=Path("/etc/edgemoe/other.toml"), socket_group="llm")
+    options = InstallOptions(model=str(model_dir(tmp_path)), config=Path("/etc/edgemoe/other.toml"), socket_group="llm")
     texts = {file.path.name: file.text for file in planned_files(options)}
     command = re.findall(r"(?m)^ExecStart=(.*)$", texts["edgemoe.service"])[0]
     program = Path(sys.executable).with_name("edgemoe")
@@ -73,7 +73,9 @@ def test_what_lies_under_home_is_bound_into_the_service(tmp_path: Path, monkeypa
     (tmp_path / "blobs/weights").touch()
     model = model_dir(tmp_path)
     (model / "model.safetensors").symlink_to("../blobs/weights")
-    paths = next(file.text for file in planned_files(Options(model=str(model))) if file.path.name == "paths.conf")
+    paths = next(
+        file.text for file in planned_files(InstallOptions(model=str(model))) if file.path.name == "paths.conf"
+    )
     assert f'BindReadOnlyPaths="{tmp_path}/my $model 100%%"\n' in paths
     assert f"BindReadOnlyPaths={tmp_path}/blobs\n" in paths
 
@@ -83,7 +85,7 @@ def test_what_lies_among_temporary_files_is_refused_with_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     monkeypatch.setattr(service, "_PRIVATE_TO_UNIT", (str(tmp_path),))
-    options = Options(root=tmp_path / "root")
+    options = InstallOptions(root=tmp_path / "root")
     if what == "the model":
         options = replace(options, model=str(model_dir(tmp_path)))
     elif what == "--config":
@@ -96,7 +98,7 @@ def test_what_lies_among_temporary_files_is_refused_with_the_reason(
 
 
 def test_settings_under_home_are_bound_into_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
-    options = Options(config=Path("/home/alice/edgemoe.toml"))
+    options = InstallOptions(config=Path("/home/alice/edgemoe.toml"))
     paths = next(file.text for file in planned_files(options) if file.path.name == "paths.conf")
     assert "BindReadOnlyPaths=/home/alice/edgemoe.toml\n" in paths
 
@@ -104,7 +106,7 @@ def test_settings_under_home_are_bound_into_the_service(monkeypatch: pytest.Monk
 def test_folders_that_the_settings_have_it_write_to_are_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Again with each installation, and no longer where they are not named any more."""
     monkeypatch.setattr(service, "_HIDDEN_BY_UNIT", ("/home",))
-    options = Options(root=tmp_path)
+    options = InstallOptions(root=tmp_path)
     file = tmp_path / "etc/edgemoe/edgemoe.toml"
     file.parent.mkdir(parents=True)
     file.write_text(
@@ -137,7 +139,7 @@ def test_what_the_settings_have_it_read_under_home_is_bound(tmp_path: Path, monk
         '[cluster]\nnode = "box"\nlisten = "192.0.2.7:7540"\nkey_file = "/home/alice/box.key"\n'
         'peers_file = "/etc/edgemoe/peers.toml"\netcd_ca = "/home/alice/forecaster/ca.pem"\n'
     )
-    options = Options(config=tmp_path / "edgemoe.toml")
+    options = InstallOptions(config=tmp_path / "edgemoe.toml")
     paths = next(file.text for file in planned_files(options) if file.path.name == "paths.conf")
     assert [line for line in paths.splitlines() if line.startswith("Bind")] == [
         f"BindReadOnlyPaths={tmp_path}/home/model",
@@ -159,28 +161,28 @@ def test_what_the_settings_have_it_read_among_temporary_files_is_refused(
     (tmp_path / "tmp/model").mkdir(parents=True)
     (tmp_path / "edgemoe.toml").write_text(setting.format(tmp_path / "tmp"))
     with pytest.raises(ServiceError, match=f"{what} lies in {tmp_path}/tmp/.*which a service does not see"):
-        planned_files(Options(config=tmp_path / "edgemoe.toml"))
+        planned_files(InstallOptions(config=tmp_path / "edgemoe.toml"))
 
 
 def test_nightly_training_goes_by_the_settings_that_are_named(tmp_path: Path) -> None:
-    texts = {file.path.name: file.text for file in planned_files(Options(config=Path("/srv/e.toml")))}
+    texts = {file.path.name: file.text for file in planned_files(InstallOptions(config=Path("/srv/e.toml")))}
     assert "ConditionPathExists=/srv/e.toml\n" in texts["edgemoe-scoutgate.service"]
 
 
 def test_an_installed_service_is_started_again_with_what_is_new() -> None:
-    done = install(Options(dry_run=True))
+    done = install(InstallOptions(dry_run=True))
     assert "run systemctl restart --no-block edgemoe.socket edgemoe.service" in done
 
 
 def test_a_model_that_is_not_there_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(ServiceError, match="is not a directory"):
-        install(Options(root=tmp_path, model="/nowhere"))
+        install(InstallOptions(root=tmp_path, model="/nowhere"))
     assert not list(tmp_path.iterdir())
 
 
 @needs_systemd
 def test_the_units_pass_systemds_own_verification(tmp_path: Path) -> None:
-    install(Options(root=tmp_path, model=str(model_dir(tmp_path))))
+    install(InstallOptions(root=tmp_path, model=str(model_dir(tmp_path))))
     installed = [str(path) for path in (tmp_path / "etc/systemd/system").glob("edgemoe*") if path.is_file()]
     for units in (installed, [str(templates() / unit) for unit in (*service.UNITS, *service.LEARNING)]):
         done = subprocess.run(

@@ -14,7 +14,7 @@ import pytest_asyncio
 from support.front_kit import http_client, running, settings_for, write_model
 from support.waiting import until
 
-from edgemoe.cli.top import Live, Top
+from edgemoe.cli.top import LiveFigures, TopScreen
 from edgemoe.front.main import Front
 from edgemoe.telemetry import metrics as names
 from edgemoe.telemetry.metrics import named
@@ -31,18 +31,18 @@ async def front(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Front
         yield front
 
 
-def screen(top: Top) -> str:
+def screen(top: TopScreen) -> str:
     """What the terminal shows."""
     lines = top.screen._compositor.render_strips()
     return "\n".join("".join(segment.text for segment in strip) for strip in lines)
 
 
-async def shows(top: Top, *words: str) -> None:
+async def shows(top: TopScreen, *words: str) -> None:
     await until(lambda: all(word in screen(top) for word in words), 20.0)
 
 
 async def test_the_screen_shows_a_daemon_that_works(front: Front) -> None:
-    top = Top(Path(front.settings.api.socket))
+    top = TopScreen(Path(front.settings.api.socket))
     async with top.run_test(size=(WIDTH, HEIGHT)) as pilot, http_client(front.settings) as http:
         await shows(top, "tiny", "ready", "Nobody asks anything just now.", "2 layers of 8 experts, float32")
         body = {"prompt": "xylophone", "max_tokens": 4000}
@@ -60,7 +60,7 @@ async def test_the_screen_shows_a_daemon_that_works(front: Front) -> None:
 async def test_a_daemon_that_has_gone_is_looked_for_again(tmp_path: Path) -> None:
     folder = tmp_path
     settings = settings_for(folder, write_model(folder / "model"))
-    top = Top(Path(settings.api.socket))
+    top = TopScreen(Path(settings.api.socket))
     async with top.run_test(size=(WIDTH, HEIGHT)):
         await shows(top, "does not answer")
         async with running(settings):
@@ -69,7 +69,7 @@ async def test_a_daemon_that_has_gone_is_looked_for_again(tmp_path: Path) -> Non
 
 
 async def test_boxes_and_tiers_fit_into_80_columns() -> None:
-    top = Top(Path("/nowhere"))
+    top = TopScreen(Path("/nowhere"))
     async with top.run_test(size=(WIDTH, HEIGHT)):
         for name, data in cluster_events():
             top.live.take(name, data)
@@ -102,7 +102,7 @@ def cluster_events() -> list[tuple[str, dict[str, Any]]]:
 
 
 async def test_rates_and_quantiles_are_of_what_came_between_two_states() -> None:
-    live = Live()
+    live = LiveFigures()
     buckets = {f'wait_bucket{{le="{bound}"}}': 5.0 for bound in ("0.1", "1.0", "+Inf")}
     live.take("state", {"t": 0.0, "figures": {"x": 10.0, **buckets}, "health": {}})
     assert (live.rate("x", 5.0), live.quantile("wait", 0.5)) == (0.0, None)

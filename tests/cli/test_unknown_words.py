@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from edgemoe.cli import main
-from edgemoe.cli.parser import MEANT, CommandParser, build_parser, unknown_word
+from edgemoe.cli.parser import SYNONYMS, CommandParser, build_parser, unknown_word
 
 
 def commands(parser: CommandParser, before: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], CommandParser]]:
@@ -65,7 +65,7 @@ def test_what_is_right_is_not_refused(words: tuple[str, ...]) -> None:
     assert not unknown_word(PARSER, [*words, *inner[:1], *([] if inner else [*options, "--", "--anything"])])
 
 
-@pytest.mark.parametrize("word", [*MEANT, "serv", "xyzzy", "x" * 10_000])
+@pytest.mark.parametrize("word", [*SYNONYMS, "serv", "xyzzy", "x" * 10_000])
 def test_the_command_line_ends_with_the_suggestion(word: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main([word])

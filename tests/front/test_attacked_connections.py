@@ -21,7 +21,7 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from support.waiting import until
 
-from edgemoe.api.http.middleware import Doorway
+from edgemoe.api.http.middleware import RequestMiddleware
 from edgemoe.api.keys import KeyRing
 from edgemoe.api.metrics import Metrics
 from edgemoe.front import http_connection
@@ -124,7 +124,9 @@ async def serving(tmp_path: Path, max_connections: int = 1024, path: Path | None
         Route("/stream", _stream),
         Route("/gone", counted.gone, methods=["GET", "POST"]),
     ]
-    app = Starlette(routes=routes, middleware=[Middleware(Doorway, keys=KeyRing(file), metrics=metrics, node="")])
+    app = Starlette(
+        routes=routes, middleware=[Middleware(RequestMiddleware, keys=KeyRing(file), metrics=metrics, node="")]
+    )
     listeners = [tcp_socket("127.0.0.1:0"), *([unix_socket(path)] if path else [])]
     port = listeners[0].getsockname()[1]
     server = Server(app, listeners, max_connections)

@@ -21,7 +21,7 @@ from support.waiting import until
 from edgemoe.api.app import build
 from edgemoe.cli.client import Client
 from edgemoe.cli.doctor.checks import daemon
-from edgemoe.cli.status import render, take
+from edgemoe.cli.status import render, take_snapshot
 from edgemoe.config.settings import Settings
 from edgemoe.errors import ServiceError
 from edgemoe.front import engine_handle, restart_backoff, supervisor
@@ -174,7 +174,7 @@ async def test_every_endpoint_gives_the_reason_in_its_own_form_and_every_command
         assert reason in [one.said for one in found if one.check == "engine" and one.state == "failure"]
         with Client(socket_path) as terminal:
             console = Console(width=4000, file=io.StringIO())
-            console.print(render(await asyncio.to_thread(take, terminal, socket_path)))
+            console.print(render(await asyncio.to_thread(take_snapshot, terminal, socket_path)))
             with pytest.raises(ServiceError) as chat:
                 await asyncio.to_thread(terminal.wait_while_loading, print)
         assert isinstance(console.file, io.StringIO)

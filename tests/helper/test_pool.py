@@ -9,7 +9,7 @@ import time
 import pytest
 
 from edgemoe.errors import HelperFailed
-from edgemoe.helper.process import HelperPool, Numbered
+from edgemoe.helper.process import HelperPool, NumberedMessage
 
 CHILD = """
 import sys
@@ -27,11 +27,11 @@ serve(sys.stdin.buffer, sys.stdout.buffer, Question, answer, 0.3)
 """
 
 
-class Question(Numbered, frozen=True):
+class Question(NumberedMessage, frozen=True):
     code: str
 
 
-class Answer(Numbered, frozen=True):
+class Answer(NumberedMessage, frozen=True):
     value: str
 
 

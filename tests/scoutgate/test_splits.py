@@ -9,7 +9,7 @@ from support.engine_kit import SPEC, Drive, prompt
 
 from edgemoe.config.settings import RecordSettings
 from edgemoe.telemetry.recorder import Recorder
-from edgemoe.telemetry.recording import Header, read_recording
+from edgemoe.telemetry.recording import RecordingHeader, read_recording
 from edgemoe.types.request import conversation_of
 from scoutgate.convert import requests_of
 from scoutgate.data import Routes
@@ -23,7 +23,7 @@ def recorded(directory: Path, *rounds: list[list[int]]) -> list[Routes]:
     """What is recorded of an engine that is sent the rounds' prompts, each round when the one before has ended."""
     recorder = Recorder(
         RecordSettings(dir=str(directory)),
-        Header("digest", SPEC.geometry.layers, SPEC.geometry.experts, SPEC.geometry.top_k),
+        RecordingHeader("digest", SPEC.geometry.layers, SPEC.geometry.experts, SPEC.geometry.top_k),
     )
     drive = Drive(blocks=400, observe=recorder.add)
     for number, prompts in enumerate(rounds):

@@ -295,7 +295,7 @@ def test_the_command_says_what_is_missing_and_prints_the_store_when_it_is_whole(
 def test_the_command_waits_for_shards_that_are_still_to_come(
     whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("edgemoe.cli.pack.LOOK_S", 0.05)
+    monkeypatch.setattr("edgemoe.cli.pack.POLL_S", 0.05)
     fetching, codes = Fetching(whole, tmp_path / "source"), []
     (fetching.directory / "tokenizer.json").write_text("{}")
     command = ["pack", str(fetching.directory), str(tmp_path / "store"), "--wait", "--delete-shards"]

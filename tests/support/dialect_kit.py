@@ -10,7 +10,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 
 from edgemoe.api.dialects import dialect as table
-from edgemoe.api.dialects.dialect import Begun, Dialect
+from edgemoe.api.dialects.dialect import Dialect, OutputStart
 from support.front_kit import byte_level_tokenizer
 
 WEATHER: dict[str, Any] = {
@@ -42,7 +42,7 @@ class Sample:
     calls: str
     prompt_end: str = ""  # of a prompt that leaves it to the model whether to reason
     answer: str = ANSWER
-    begun: Begun = "open"
+    begun: OutputStart = "open"
     one_call: bool = False  # an output ends with its first call
 
     @property

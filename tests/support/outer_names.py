@@ -20,7 +20,7 @@ from edgemoe.cluster.rpc.envelope import Envelope
 from edgemoe.cluster.rpc.keys import Peer
 from edgemoe.ipc.messages import FROM_ENGINE, TO_ENGINE, Boot
 from edgemoe.store.manifest import Manifest
-from edgemoe.telemetry.recording import Header, RoutingBlock
+from edgemoe.telemetry.recording import RecordingHeader, RoutingBlock
 from edgemoe.types.placement import PlacementPlan
 from edgemoe.wire.protocol import SPOKEN, Language
 
@@ -40,7 +40,7 @@ STRUCTS: dict[str, type[msgspec.Struct]] = {
     "plan named in the agreement": PlanRef,
     "manifest.json": Manifest,
     "peers.toml": Peer,
-    "recording's header": Header,
+    "recording's header": RecordingHeader,
     "recording's block": RoutingBlock,
 }
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from edgemoe.telemetry.probes import _visible, look
+from edgemoe.telemetry.probes import _visible, probe_machine
 
 MIB = 1 << 20
 
@@ -18,7 +18,7 @@ def write(root: Path, files: dict[str, str]) -> Path:
 
 
 def test_without_limits_the_machine_is_the_hardware(tmp_path: Path) -> None:
-    machine = look(tmp_path)
+    machine = probe_machine(tmp_path)
     assert machine.cpus == len(os.sched_getaffinity(0))
     assert machine.ram_available_bytes <= machine.ram_total_bytes
 
@@ -34,7 +34,7 @@ def test_a_v2_memory_limit_counts_without_droppable_page_cache(tmp_path: Path) -
             f"{group}/memory.stat": f"anon 1\ninactive_file {20 * MIB}\n",
         },
     )
-    machine = look(root)
+    machine = probe_machine(root)
     assert machine.ram_total_bytes == 100 * MIB
     assert machine.ram_available_bytes == 60 * MIB
 
@@ -49,7 +49,7 @@ def test_a_limit_of_a_parent_group_counts(tmp_path: Path) -> None:
             "sys/fs/cgroup/a/memory.current": f"{10 * MIB}",
         },
     )
-    assert look(root).ram_available_bytes == 40 * MIB
+    assert probe_machine(root).ram_available_bytes == 40 * MIB
 
 
 @pytest.mark.parametrize("path", ["/docker/abc", "/"])
@@ -63,7 +63,7 @@ def test_a_v1_memory_limit_counts_also_where_the_path_is_the_hosts(tmp_path: Pat
             "sys/fs/cgroup/memory/memory.stat": f"total_inactive_file {10 * MIB}\n",
         },
     )
-    assert look(root).ram_available_bytes == 60 * MIB
+    assert probe_machine(root).ram_available_bytes == 60 * MIB
 
 
 def test_no_v1_limit_is_a_number_too_large_to_mean_one(tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_no_v1_limit_is_a_number_too_large_to_mean_one(tmp_path: Path) -> None:
             "sys/fs/cgroup/memory/memory.usage_in_bytes": "0",
         },
     )
-    assert look(root).ram_total_bytes < 1 << 60
+    assert probe_machine(root).ram_total_bytes < 1 << 60
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_no_v1_limit_is_a_number_too_large_to_mean_one(tmp_path: Path) -> None:
     ],
 )
 def test_a_cpu_quota_counts_in_whole_cores(tmp_path: Path, files: dict[str, str]) -> None:
-    assert look(write(tmp_path, files)).cpus == 1
+    assert probe_machine(write(tmp_path, files)).cpus == 1
 
 
 def test_visible_devices_are_numbered_as_cuda_does() -> None:

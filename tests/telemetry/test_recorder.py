@@ -18,11 +18,11 @@ from edgemoe.errors import StoreError
 from edgemoe.replay.trace import load
 from edgemoe.telemetry import recorder as recorder_module
 from edgemoe.telemetry.recorder import BLOCK_STEPS, Recorder
-from edgemoe.telemetry.recording import AHEAD, MAGIC, OWN, SUFFIX, Header, read_recording, recordings_in
+from edgemoe.telemetry.recording import AHEAD, MAGIC, OWN, SUFFIX, RecordingHeader, read_recording, recordings_in
 from edgemoe.types.step import StepMeta, StepRouting
 
-HEADER = Header("digest", 3, 16, 2)
-WITH_STATES = Header("digest", 3, 16, 2, hidden=6, bf16=True)
+HEADER = RecordingHeader("digest", 3, 16, 2)
+WITH_STATES = RecordingHeader("digest", 3, 16, 2, hidden=6, bf16=True)
 
 
 def step(seed: int, decode: tuple[bool, ...] = (True, False), lens: tuple[int, ...] = (1, 4)) -> StepRouting:
@@ -76,7 +76,7 @@ def hinted(number: int, tokens: int) -> StepRouting:
 def test_hints_come_back_where_they_are_asked_for(tmp_path: Path) -> None:
     steps = [hinted(number, tokens=1 + number % 5) for number in range(2 * BLOCK_STEPS)]
     for asked in (True, False):
-        header = Header("digest", 3, 16, 2, hints=asked)
+        header = RecordingHeader("digest", 3, 16, 2, hints=asked)
         recorder = Recorder(RecordSettings(dir=str(tmp_path / str(asked)), file_bytes=100_000), header)
         for each in steps:
             recorder.add(each)
@@ -106,7 +106,7 @@ def with_states(number: int, tokens: int, bf16: bool) -> StepRouting:
 @pytest.mark.parametrize("hints", [True, False])
 def test_hidden_states_come_back_exactly(hints: bool, bf16: bool, tmp_path: Path) -> None:
     steps = [with_states(number, 1 + number % 5, bf16) for number in range(BLOCK_STEPS + 100)]
-    header = Header("digest", 3, 16, 2, hints, 6, bf16)
+    header = RecordingHeader("digest", 3, 16, 2, hints, 6, bf16)
     recorder = Recorder(RecordSettings(dir=str(tmp_path), file_bytes=100_000), header)
     for each in steps:
         recorder.add(each)
@@ -125,7 +125,9 @@ def test_a_step_with_more_hidden_states_than_may_wait_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recorder_module, "WAITING_BYTES", 300_000)
-    recorder = Recorder(RecordSettings(dir=str(tmp_path), file_bytes=10_000), Header("digest", 3, 16, 2, False, 6))
+    recorder = Recorder(
+        RecordSettings(dir=str(tmp_path), file_bytes=10_000), RecordingHeader("digest", 3, 16, 2, False, 6)
+    )
     small, large = with_states(0, 2, False), with_states(0, 3000, False)
     for each in (small, large, small):
         recorder.add(each)
@@ -238,7 +240,11 @@ def test_a_damaged_recording_is_refused(where: str, tmp_path: Path) -> None:
         (length,) = struct.unpack("<I", data[at : at + 4])
         data = data[:at] + struct.pack("<I", length - 4) + data[at + 4 : at + length]
     else:
-        header = {"shape": Header("digest", 3, 16, 3), "expert": Header("digest", 3, 4, 2), "states": HEADER}[where]
+        header = {
+            "shape": RecordingHeader("digest", 3, 16, 3),
+            "expert": RecordingHeader("digest", 3, 4, 2),
+            "states": HEADER,
+        }[where]
         block, rest = zlib.compress(msgspec.msgpack.encode(header)), data[len(MAGIC) :]
         (length,) = struct.unpack("<I", rest[:4])
         data = bytearray(MAGIC + struct.pack("<I", len(block)) + block) + rest[4 + length :]

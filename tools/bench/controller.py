@@ -172,7 +172,7 @@ def full_memory(path: Path) -> None:
 
 def step(args: Namespace) -> None:
     """Everything is resident, so that the steps differ by the controller alone."""
-    from edgemoe.cli.plan.measure import Ours
+    from edgemoe.cli.plan.measure import ResidentModel
     from tools.bench.make_model import make_config
 
     shape = {"layers": 48, "hidden": args.hidden, "heads": 8, "kv_heads": 2, "head_dim": 64, "experts": 128}
@@ -182,7 +182,7 @@ def step(args: Namespace) -> None:
     torch.manual_seed(0)
     lru = LRU(48, 128)
     switch = Switch(lru)
-    ours = Ours.plain(config, args.threads, switch)
+    ours = ResidentModel.plain(config, args.threads, switch)
     tiers = ours.tiers.experts
     with tempfile.TemporaryDirectory() as scratch:
         full_memory(Path(scratch) / "state")

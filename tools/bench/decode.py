@@ -32,7 +32,7 @@ os.environ.update(WORKER_ENV)  # before anything loads torch
 
 import torch  # noqa: E402
 
-from edgemoe.cli.plan.measure import Ours, random_decoder, resident_tiers, with_encodings  # noqa: E402
+from edgemoe.cli.plan.measure import ResidentModel, random_decoder, resident_tiers, with_encodings  # noqa: E402
 from edgemoe.families.config import spec_from_config  # noqa: E402
 from edgemoe.families.spec import ModelSpec  # noqa: E402
 from edgemoe.kernels.cpu.runtime import Kernels  # noqa: E402
@@ -45,7 +45,7 @@ PAUSE_S = 0.03  # between contenders: threads of the one before stop spinning
 Pair = tuple[str, str]  # encodings of experts and of dense weights, as asked for
 
 
-def contenders(args: argparse.Namespace, spec: ModelSpec) -> dict[Pair, Ours]:
+def contenders(args: argparse.Namespace, spec: ModelSpec) -> dict[Pair, ResidentModel]:
     """One for each pair of encodings; those of one encoding share their experts, or their dense weights."""
     kernels = Kernels(args.threads, spec.dtype == "bfloat16")
 
@@ -56,7 +56,7 @@ def contenders(args: argparse.Namespace, spec: ModelSpec) -> dict[Pair, Ours]:
     tiers = {name: resident_tiers(model(name, KEEP), kernels) for name in args.experts.split(",")}
     decoders = {name: random_decoder(model(KEEP, name), kernels) for name in args.dense.split(",")}
     return {
-        (experts, dense): Ours(model(experts, dense), kernels, decoder, tier)
+        (experts, dense): ResidentModel(model(experts, dense), kernels, decoder, tier)
         for dense, decoder in decoders.items()
         for experts, tier in tiers.items()
     }
@@ -87,7 +87,7 @@ def others(args: argparse.Namespace, config: dict[str, Any], stack: ExitStack) -
 
 
 def measure(
-    args: argparse.Namespace, ours: Mapping[Pair, Ours], rivals: Mapping[str, Other], batch: int
+    args: argparse.Namespace, ours: Mapping[Pair, ResidentModel], rivals: Mapping[str, Other], batch: int
 ) -> dict[str, Any]:
     """Times of a step of each contender with `batch` sequences."""
     prompt = torch.randint(0, args.vocab, (batch, CONTEXT))
@@ -113,7 +113,7 @@ def measure(
 
 def report(
     batch: int,
-    ours: Mapping[Pair, Ours],
+    ours: Mapping[Pair, ResidentModel],
     taken: Mapping[Pair, list[tuple[float, float, float]]],
     theirs: Mapping[str, float],
 ) -> dict[str, Any]:
@@ -138,7 +138,7 @@ def report(
     return {"batch": batch, "edgemoe": found, "others_ms": {name: round(value, 2) for name, value in theirs.items()}}
 
 
-def measure_prompts(args: argparse.Namespace, ours: Mapping[Pair, Ours]) -> dict[str, Any]:
+def measure_prompts(args: argparse.Namespace, ours: Mapping[Pair, ResidentModel]) -> dict[str, Any]:
     """Milliseconds of a prompt of each contender, alone, and its speed in times of the first's."""
     taken: dict[Pair, list[float]] = {pair: [] for pair in ours}
     for round_ in range(-1, args.rounds):

@@ -46,7 +46,7 @@ from edgemoe.replay.policies import next_uses
 from edgemoe.replay.run import Replay, ReplayedStep
 from edgemoe.replay.trace import Trace
 from edgemoe.telemetry.recorder import Recorder
-from edgemoe.telemetry.recording import AHEAD, Header, read_recording
+from edgemoe.telemetry.recording import AHEAD, RecordingHeader, read_recording
 from edgemoe.types.arrays import FloatArray
 from edgemoe.types.experts import ExpertGeometry
 from edgemoe.types.step import StepRouting
@@ -100,7 +100,7 @@ class PaidPolicy(LearnedPolicy):
 def run_live(model: Model, setting: Setting, state: Path, lesson: list[StepRouting], scratch: Path) -> dict[str, Live]:
     """All contenders in turns."""
     args, geometry = setting.args, model.spec.geometry
-    header = Header("", geometry.layers, geometry.experts, geometry.top_k, hints=True)
+    header = RecordingHeader("", geometry.layers, geometry.experts, geometry.top_k, hints=True)
     share = Namespace(**{**vars(args), "share": setting.capacity})
     with ExitStack() as open_:
         runners, recorders, rounds = {}, [], dict[str, list[dict[str, Any]]]()

@@ -41,7 +41,7 @@ from edgemoe.config.settings import (
 )
 from edgemoe.store.manifest import Manifest
 from edgemoe.store.packer import ensure_store
-from edgemoe.telemetry.recorder import Filling, Recorder
+from edgemoe.telemetry.recorder import BlockBuffer, Recorder
 from edgemoe.types.request import Emission, Request, Sampling
 from edgemoe.types.step import StepRouting
 from edgemoe.worker import assemble as worker
@@ -72,7 +72,7 @@ class Timed(Recorder):
         self.handed.append((began_s, time.perf_counter()))
         self.decoding.append(bool(step.meta.decode.all()))
 
-    def _put(self, filled: Filling) -> None:
+    def _put(self, filled: BlockBuffer) -> None:
         began_s = time.perf_counter()
         super()._put(filled)
         self.written.append(len(filled.requests))

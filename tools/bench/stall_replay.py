@@ -38,7 +38,7 @@ from edgemoe.policy.ewma import EWMA, PublishedPolicy
 from edgemoe.replay.box import BoxSpec, Counts, ReplayBox
 from edgemoe.replay.run import Replay, ReplayedStep
 from edgemoe.telemetry.recorder import Recorder
-from edgemoe.telemetry.recording import Header
+from edgemoe.telemetry.recording import RecordingHeader
 from edgemoe.types.step import StepRouting
 from tools.bench.live_gap import GB, recorded, teach
 from tools.bench.stall import SEED, Contender, Runner, learn, open_model
@@ -84,7 +84,7 @@ def record(args: Namespace, scratch: Path) -> Lesson:
             Runner(model, Contender("lru", gate=True), 1e15, settings, None, hints=True),
             model.spec.geometry,
         )
-        header = Header("", geometry.layers, geometry.experts, geometry.top_k, hints=True)
+        header = RecordingHeader("", geometry.layers, geometry.experts, geometry.top_k, hints=True)
         folder = scratch / "steps"
         with closing(runner):
             runner.recorder = Recorder(RecordSettings(dir=str(folder), max_bytes=1 << 33, file_bytes=1 << 31), header)

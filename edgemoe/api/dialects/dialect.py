@@ -12,12 +12,19 @@ from typing import Any, Literal
 
 import msgspec
 
-from edgemoe.api.dialects.tool_calls import BracedCall, CallForm, Functions, NamedCall, ObjectCall, ParameterCall
+from edgemoe.api.dialects.tool_calls import (
+    BracedForm,
+    NamedForm,
+    ObjectForm,
+    OfferedFunctions,
+    ParameterForm,
+    ToolCallForm,
+)
 from edgemoe.types.arrays import Json
 
 
 @dataclass(frozen=True, slots=True)
-class CallSection:
+class ToolCallSection:
     """Marks around all calls of one answer."""
 
     begin: str
@@ -42,9 +49,9 @@ class Dialect:
 
     name: str
     signs: tuple[str, ...]  # it is spoken where a chat template, or a tokenizer, has all of these
-    call: CallForm | None  # None: the output is messages with headers, which name a channel and a recipient
+    call: ToolCallForm | None  # None: the output is messages with headers, which name a channel and a recipient
     think: tuple[str, str] = ("<think>", "</think>")
-    section: CallSection | None = None
+    section: ToolCallSection | None = None
     lone_begin: str = ""  # a mark inside a call that begins one, too: some models leave out what is before it
     thinks_anywhere: bool = False  # not only at the start
     calls_while_thinking: bool = False  # a call ends reasoning that was not closed
@@ -66,17 +73,17 @@ class Dialect:
 
 
 # What the prompt has begun: nothing, so that reasoning may come first; reasoning; the answer; or even text of it.
-Begun = Literal["open", "reasoning", "answer", "text"]
+OutputStart = Literal["open", "reasoning", "answer", "text"]
 
 
 @dataclass(frozen=True, slots=True)
-class Marks:
+class OutputMarks:
     """Selects what to recognise in one output. With all off, the whole output is the answer."""
 
     dialect: Dialect
-    begun: Begun = "answer"
+    begun: OutputStart = "answer"
     calls: int = 0  # most tool calls to take
-    functions: Functions | None = None  # those that a call may name; None: any
+    functions: OfferedFunctions | None = None  # those that a call may name; None: any
 
     @property
     def think(self) -> bool:
@@ -108,7 +115,7 @@ class ChannelMarks:
 HERMES = Dialect(
     name="hermes",
     signs=("<tool_call>",),
-    call=ObjectCall("<tool_call>", "</tool_call>"),
+    call=ObjectForm("<tool_call>", "</tool_call>"),
 )
 HARMONY = Dialect(
     name="harmony",
@@ -127,7 +134,7 @@ HARMONY = Dialect(
 QWEN_XML = Dialect(
     name="qwen-xml",
     signs=("<tool_call>", "<function="),
-    call=ParameterCall(
+    call=ParameterForm(
         begin="<tool_call>",
         before_name="<function=",
         after_name=">",
@@ -142,7 +149,7 @@ QWEN_XML = Dialect(
 GLM = Dialect(
     name="glm",
     signs=("<tool_call>", "<arg_key>"),
-    call=ParameterCall(
+    call=ParameterForm(
         begin="<tool_call>",
         before_name="",
         after_name="",
@@ -156,7 +163,7 @@ GLM = Dialect(
 MINIMAX = Dialect(
     name="minimax",
     signs=("<minimax:tool_call>",),
-    call=ParameterCall(
+    call=ParameterForm(
         begin='<invoke name="',
         before_name="",
         after_name='">',
@@ -166,23 +173,23 @@ MINIMAX = Dialect(
         end=("</invoke>",),
         layout=True,
     ),
-    section=CallSection("<minimax:tool_call>", "</minimax:tool_call>"),
+    section=ToolCallSection("<minimax:tool_call>", "</minimax:tool_call>"),
 )
 GEMMA = Dialect(
     name="gemma",
     signs=("<|tool_call>", "<|channel>"),
-    call=BracedCall("<|tool_call>", before_name="call:", quote='<|"|>', end="<tool_call|>"),
+    call=BracedForm("<|tool_call>", before_name="call:", quote='<|"|>', end="<tool_call|>"),
     think=("<|channel>thought\n", "<channel|>"),
     thinks_anywhere=True,
     ends=("<turn|>", "<|tool_response>"),
     others=("<|channel>",),
     history=HistoryForm(results_in_call=True),
 )
-_DEEPSEEK = CallSection("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+_DEEPSEEK = ToolCallSection("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
 DEEPSEEK = Dialect(
     name="deepseek",
     signs=("<｜tool▁calls▁begin｜>",),
-    call=NamedCall("<｜tool▁call▁begin｜>", after_name="<｜tool▁sep｜>", end="<｜tool▁call▁end｜>"),
+    call=NamedForm("<｜tool▁call▁begin｜>", after_name="<｜tool▁sep｜>", end="<｜tool▁call▁end｜>"),
     section=_DEEPSEEK,
     calls_while_thinking=True,
     history=HistoryForm(arguments_as_text=True),
@@ -190,7 +197,7 @@ DEEPSEEK = Dialect(
 DEEPSEEK_R1 = Dialect(
     name="deepseek-r1",
     signs=("<｜tool▁calls▁begin｜>", "```json"),
-    call=NamedCall(
+    call=NamedForm(
         "<｜tool▁call▁begin｜>",
         before_name="function<｜tool▁sep｜>",
         after_name="\n```json",
@@ -205,13 +212,13 @@ DEEPSEEK_R1 = Dialect(
 KIMI = Dialect(
     name="kimi",
     signs=("<|tool_calls_section_begin|>",),
-    call=NamedCall(
+    call=NamedForm(
         "<|tool_call_begin|>",
         after_name="<|tool_call_argument_begin|>",
         end="<|tool_call_end|>",
         names_are_ids=True,
     ),
-    section=CallSection("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+    section=ToolCallSection("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
     calls_while_thinking=True,
 )
 
@@ -227,7 +234,7 @@ def dialect_of(template: str, tokens: Container[str], response: Json | None = No
     return dialect_from(response, HERMES) if response is not None and dialect is HERMES else dialect
 
 
-def begun_by(prompt: str, dialect: Dialect, template: str, continued: bool) -> Begun:
+def begun_by(prompt: str, dialect: Dialect, template: str, continued: bool) -> OutputStart:
     """Returns what the end of `prompt`, which a chat template has made, has begun and the output goes on with.
 
     With `continued` the prompt ends within a message.
@@ -285,16 +292,16 @@ def _marks(field: ResponseField | None) -> tuple[str, str] | None:
     return str(texts[0]), str(texts[1])
 
 
-def _call(field: ResponseField) -> ObjectCall | None:
+def _call(field: ResponseField) -> ObjectForm | None:
     marks = _marks(field)
     if marks is None or field.content != "json":
         return None
     function = field.transform.get("function") if isinstance(field.transform, dict) else None
     if function == WHOLE:
-        return ObjectCall(*marks)
+        return ObjectForm(*marks)
     if not isinstance(function, dict):
         return None
     keys = [PART.fullmatch(str(function.get(key))) for key in ("name", "arguments")]
     if keys[0] is None or keys[1] is None:
         return None
-    return ObjectCall(*marks, name=keys[0][1], arguments=(keys[1][1],))
+    return ObjectForm(*marks, name=keys[0][1], arguments=(keys[1][1],))

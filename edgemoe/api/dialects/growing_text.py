@@ -20,7 +20,7 @@ MAX_NAME = 256  # characters of a function's or parameter's name, or of a header
 MAX_HELD = 1 << 16  # characters that may be held back until it is known what they are
 
 
-class Malformed(Exception):
+class MalformedOutput(Exception):
     """Raised where the text is not what the parser expects."""
 
 
@@ -90,7 +90,7 @@ class GrowingText:
         while True:
             found += self.part(pattern)
             if len(found) > limit:
-                raise Malformed
+                raise MalformedOutput
             if self._at < len(self._text) or not (yield from self.more()):
                 return found
 
@@ -105,7 +105,7 @@ class GrowingText:
         """Reads one character that matches `pattern`. Returns it. Raises Malformed."""
         letter = yield from self.next()
         if not letter or not pattern.fullmatch(letter):
-            raise Malformed
+            raise MalformedOutput
         self._at += 1
         return letter
 
@@ -133,7 +133,7 @@ class GrowingText:
         for one in wanted:
             yield from self.space()
             if not (yield from self.accept(one)):
-                raise Malformed
+                raise MalformedOutput
 
     def until(self, mark: str, limit: int = MAX_NAME) -> Reading[str]:
         """Reads up to `mark`, and it. Returns what is before.
@@ -143,7 +143,7 @@ class GrowingText:
         longest = limit + len(mark)
         while (at := self._text.find(mark, self._at, self._at + longest)) < 0:
             if len(self._text) - self._at >= longest or not (yield from self.more()):
-                raise Malformed
+                raise MalformedOutput
         before, self._at = self._text[self._at : at], at + len(mark)
         return before
 
@@ -226,7 +226,7 @@ def quoted(text: str) -> str:
 def copy_value(source: GrowingText, write: Write, depth: int = 0) -> Reading[None]:
     """Reads one JSON value and passes it to `write` as it comes. Raises Malformed."""
     if depth > MAX_DEPTH:
-        raise Malformed
+        raise MalformedOutput
     match (yield from source.next()):
         case '"':
             yield from copy_string(source, write)
@@ -235,7 +235,7 @@ def copy_value(source: GrowingText, write: Write, depth: int = 0) -> Reading[Non
         case _:
             text = yield from source.run(SCALAR, MAX_NAME)
             if not is_scalar(text):
-                raise Malformed
+                raise MalformedOutput
             write(text)
 
 
@@ -262,7 +262,7 @@ def _copy_container(source: GrowingText, write: Write, depth: int) -> Reading[No
 
 def _copy(source: GrowingText, write: Write, mark: str) -> Reading[None]:
     if not (yield from source.accept(mark)):
-        raise Malformed
+        raise MalformedOutput
     write(mark)
 
 
@@ -286,7 +286,7 @@ def copy_string(source: GrowingText, write: Write) -> Reading[None]:
         if found == '"':
             return
         if not found:
-            raise Malformed
+            raise MalformedOutput
         if found == "\\u":
             for _ in range(4):
                 write((yield from source.one(HEX)))
@@ -299,7 +299,7 @@ def string(source: GrowingText, limit: int = MAX_NAME) -> Reading[str]:
     try:
         return str(msgspec.json.decode("".join(parts)))
     except (msgspec.MsgspecError, UnicodeError):
-        raise Malformed from None
+        raise MalformedOutput from None
 
 
 def bounded(parts: list[str], limit: int = MAX_HELD) -> Write:
@@ -310,7 +310,7 @@ def bounded(parts: list[str], limit: int = MAX_HELD) -> Write:
         nonlocal size
         size += len(text)
         if size > limit:
-            raise Malformed
+            raise MalformedOutput
         parts.append(text)
 
     return write

@@ -10,26 +10,26 @@ import re
 from collections.abc import Callable, Container
 from functools import partial
 
-from edgemoe.api.dialects.dialect import ChannelMarks, Marks
-from edgemoe.api.dialects.growing_text import MAX_NAME, GrowingText, Malformed, Reading, copy_value
-from edgemoe.api.dialects.tool_calls import Kind, OpenCall, OutputPiece, Pieces
+from edgemoe.api.dialects.dialect import ChannelMarks, OutputMarks
+from edgemoe.api.dialects.growing_text import MAX_NAME, GrowingText, MalformedOutput, Reading, copy_value
+from edgemoe.api.dialects.tool_calls import OutputPiece, OutputPieces, PieceKind, ToolCallBuilder
 
 
 class OutputReader:
     """Passes on what a parser has recognised. `special` are the marks that are never shown."""
 
-    def __init__(self, marks: Marks, special: tuple[str, ...]) -> None:
+    def __init__(self, marks: OutputMarks, special: tuple[str, ...]) -> None:
         self.source = GrowingText()
         self.marks = marks
         self.special = special
-        self.kind: Kind = "text"  # what is being read
+        self.kind: PieceKind = "text"  # what is being read
         self._taken = 0  # calls
         self._begun = 0  # calls, broken ones among them
-        self._out = Pieces()
+        self._out = OutputPieces()
         self._fresh = marks.trims and marks.begun != "text"  # white space that comes next is layout
         self._between = ""
-        self._shown: set[Kind] = set()
-        self._call: OpenCall | None = None
+        self._shown: set[PieceKind] = set()
+        self._call: ToolCallBuilder | None = None
 
     @property
     def done(self) -> bool:
@@ -41,14 +41,14 @@ class OutputReader:
         """Returns whether another tool call may be taken."""
         return self._taken < self.marks.calls
 
-    def collected(self) -> Pieces:
+    def collected(self) -> OutputPieces:
         """Returns what was recognised since the last call."""
         if self._call is not None:
             self._call.say()
-        collected, self._out = self._out, Pieces()
+        collected, self._out = self._out, OutputPieces()
         return collected
 
-    def begin(self, kind: Kind, between: str = "") -> None:
+    def begin(self, kind: PieceKind, between: str = "") -> None:
         """Begins text or reasoning, with `between` before it where there was some of the same kind."""
         self.kind = kind
         self._fresh = self.marks.trims
@@ -92,13 +92,13 @@ class OutputReader:
 
         return (yield from self.source.copy(marks, pass_on, self.marks.trims))
 
-    def call(self, read: Callable[[GrowingText, OpenCall], Reading[None]]) -> Reading[bool]:
+    def call(self, read: Callable[[GrowingText, ToolCallBuilder], Reading[None]]) -> Reading[bool]:
         """Reads one call by `read`. Returns False, having shown what was read, where it is none."""
-        self._call = call = OpenCall(self.source, self._add_call, self.marks.functions, self._begun)
+        self._call = call = ToolCallBuilder(self.source, self._add_call, self.marks.functions, self._begun)
         try:
             yield from read(self.source, call)
             call.complete()
-        except Malformed:
+        except MalformedOutput:
             if call.said:  # it is text, which goes on
                 self._fresh, self._between = False, ""
                 self._shown.add("text")
@@ -142,7 +142,7 @@ def _thinks_first(output: OutputReader) -> Reading[bool]:
     try:
         yield from source.space()
         found = yield from source.accept(begin_think)
-    except Malformed:  # too much white space
+    except MalformedOutput:  # too much white space
         found = ""
     if found:
         output.skip_read()
@@ -179,7 +179,7 @@ def _calls(output: OutputReader) -> Reading[bool]:
         try:
             yield from source.space()
             found = yield from source.accept(dialect.call.begin, dialect.section.end)
-        except Malformed:  # too much white space
+        except MalformedOutput:  # too much white space
             found = ""
         if found == dialect.section.end and any_call:
             output.skip_read()
@@ -214,11 +214,11 @@ def _header(output: OutputReader) -> Reading[tuple[str, str]]:
     try:
         yield from source.space()
         if not (yield from source.begins(ChannelMarks.START, ChannelMarks.CHANNEL, ChannelMarks.CONSTRAIN, "to=")):
-            raise Malformed
+            raise MalformedOutput
         header = HEADER.fullmatch((yield from source.until(ChannelMarks.MESSAGE, 2 * MAX_NAME)))
         if header is None:
-            raise Malformed
-    except Malformed:
+            raise MalformedOutput
+    except MalformedOutput:
         yield from source.accept(ChannelMarks.START)
         output.begin("text", BETWEEN_MESSAGES)
         output.show_read()
@@ -228,7 +228,7 @@ def _header(output: OutputReader) -> Reading[tuple[str, str]]:
 
 def _message(output: OutputReader, channel: str, recipient: str) -> Reading[None]:
     """Reads the content of a message, and the mark that ends it."""
-    kind: Kind = "reasoning" if channel == "analysis" and not recipient else "text"
+    kind: PieceKind = "reasoning" if channel == "analysis" and not recipient else "text"
     output.begin(kind, BETWEEN_MESSAGES)
     if recipient and output.takes_calls:
         if (yield from output.call(partial(_call, recipient.removeprefix("functions.")))):
@@ -240,7 +240,7 @@ def _message(output: OutputReader, channel: str, recipient: str) -> Reading[None
     yield from _copy(output, kind)
 
 
-def _copy(output: OutputReader, kind: Kind) -> Reading[None]:
+def _copy(output: OutputReader, kind: PieceKind) -> Reading[None]:
     """Passes on content up to the mark that ends it, or the next message."""
     output.kind = kind
     marks = tuple(dict.fromkeys((*ChannelMarks.ENDS, ChannelMarks.START, *output.special)))
@@ -257,21 +257,21 @@ def _copy(output: OutputReader, kind: Kind) -> Reading[None]:
     output.show_read()
 
 
-def _call(name: str, source: GrowingText, call: OpenCall) -> Reading[None]:
+def _call(name: str, source: GrowingText, call: ToolCallBuilder) -> Reading[None]:
     call.begin(name)
     yield from source.space()
     if (yield from source.next()) != "{":
-        raise Malformed
+        raise MalformedOutput
     yield from copy_value(source, call.write)
     yield from source.space()
     if not (yield from source.accept(*ChannelMarks.ENDS)) and (yield from source.next()):
-        raise Malformed
+        raise MalformedOutput
 
 
-class Parser:
+class OutputParser:
     """Parses one output."""
 
-    def __init__(self, marks: Marks, special: Container[str] = ()) -> None:
+    def __init__(self, marks: OutputMarks, special: Container[str] = ()) -> None:
         """Starts a parser. `special` are names of special tokens, which answers do not show."""
         self._output = OutputReader(marks, tuple(name for name in marks.names if name in special))
         read = read_channels if marks.dialect.call is None else read_tagged
@@ -288,14 +288,14 @@ class Parser:
         """Returns whether all tool calls that may be taken have come, so that the rest is ignored."""
         return self._output.done
 
-    def feed(self, text: str) -> Pieces:
+    def feed(self, text: str) -> OutputPieces:
         """Adds text. Returns what can be classified now and was not returned before."""
         if text:
             self._output.source.push(text)
             next(self._reading, None)
         return self._output.collected()
 
-    def flush(self) -> Pieces:
+    def flush(self) -> OutputPieces:
         """Returns the rest at the end of the output."""
         self._output.source.end()
         next(self._reading, None)

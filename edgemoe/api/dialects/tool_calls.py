@@ -20,7 +20,7 @@ from edgemoe.api.dialects.growing_text import (
     MAX_HELD,
     MAX_NAME,
     GrowingText,
-    Malformed,
+    MalformedOutput,
     Reading,
     Write,
     bounded,
@@ -33,8 +33,8 @@ from edgemoe.api.dialects.growing_text import (
 )
 from edgemoe.types.arrays import Json
 
-Kind = Literal["text", "reasoning", "call"]
-Ended = Literal["", "complete", "broken"]
+PieceKind = Literal["text", "reasoning", "call"]
+ToolCallEnd = Literal["", "complete", "broken"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,18 +50,18 @@ class ToolCall:
 class OutputPiece:
     """A part of the output. A call's `text` is JSON text of its arguments, and `raw` what the model wrote for it."""
 
-    kind: Kind
+    kind: PieceKind
     text: str
     call: ToolCall | None = None
     raw: str = ""
     begins: bool = False  # the call's first piece
-    ended: Ended = ""  # what became of the call, in its last piece
+    ended: ToolCallEnd = ""  # what became of the call, in its last piece
 
     def __bool__(self) -> bool:
         return bool(self.text or self.begins or self.ended)
 
 
-class Pieces:
+class OutputPieces:
     """Collects pieces. Those that belong together are joined."""
 
     def __init__(self) -> None:
@@ -83,16 +83,16 @@ class Pieces:
         elif piece or piece.raw:
             self._pieces.append(OutputPiece(piece.kind, piece.text, piece.call, piece.raw, piece.begins, piece.ended))
 
-    def extend(self, other: Pieces) -> None:
+    def extend(self, other: OutputPieces) -> None:
         """Appends all pieces of `other`."""
         for piece in other:
             self.add(piece)
 
-    def of(self, kind: Kind) -> list[OutputPiece]:
+    def of(self, kind: PieceKind) -> list[OutputPiece]:
         """Returns the pieces of one kind."""
         return [piece for piece in self._pieces if piece.kind == kind]
 
-    def text(self, kind: Kind = "text") -> str:
+    def text(self, kind: PieceKind = "text") -> str:
         """Returns the text of all pieces of one kind."""
         return "".join(piece.text for piece in self._pieces if piece.kind == kind)
 
@@ -104,14 +104,14 @@ class Pieces:
             self.add(piece if kept else OutputPiece("text", piece.raw))
 
 
-Functions = Mapping[str, Json | None]  # the parameters' schema of each function that may be called
+OfferedFunctions = Mapping[str, Json | None]  # the parameters' schema of each function that may be called
 
 
-class OpenCall:
+class ToolCallBuilder:
     """Collects the arguments of one call."""
 
     def __init__(
-        self, source: GrowingText, emit: Callable[[OutputPiece], None], functions: Functions | None, index: int
+        self, source: GrowingText, emit: Callable[[OutputPiece], None], functions: OfferedFunctions | None, index: int
     ) -> None:
         self._source = source
         self._emit = emit
@@ -139,7 +139,7 @@ class OpenCall:
     def begin(self, name: str, id: str = "") -> None:
         """Names the function, once. Raises Malformed where it was not offered."""
         if self.begun or not name or (self._functions is not None and name not in self._functions):
-            raise Malformed
+            raise MalformedOutput
         self._call = ToolCall(self._index, name, id) if id else ToolCall(self._index, name)
         self._new = True
 
@@ -166,7 +166,7 @@ class OpenCall:
             self._emit(OutputPiece("call", "", self._call, ended="broken"))
         return self._source.take()
 
-    def _add(self, said: list[tuple[str, int]], read: int, ended: Ended) -> None:
+    def _add(self, said: list[tuple[str, int]], read: int, ended: ToolCallEnd) -> None:
         arguments = "".join(text for text, _ in said)
         self._emit(OutputPiece("call", arguments, self._call, self._source.take(read), begins=self._new, ended=ended))
         self._new = False
@@ -246,7 +246,7 @@ def as_json(text: str, allowed: frozenset[str]) -> str:
     return quoted(text)
 
 
-class CallForm(Protocol):
+class ToolCallForm(Protocol):
     """How a call is written: `begin` is its first mark."""
 
     @property
@@ -256,12 +256,12 @@ class CallForm(Protocol):
     def marks(self) -> tuple[str, ...]:
         """Returns all that may be special tokens of a tokenizer."""
 
-    def read(self, source: GrowingText, call: OpenCall) -> Reading[None]:
+    def read(self, source: GrowingText, call: ToolCallBuilder) -> Reading[None]:
         """Reads a call from behind `begin` on."""
 
 
 @dataclass(frozen=True, slots=True)
-class ObjectCall:
+class ObjectForm:
     """One JSON object with the function's name and its arguments (Hermes, Qwen3)."""
 
     begin: str
@@ -273,7 +273,7 @@ class ObjectCall:
     def marks(self) -> tuple[str, ...]:
         return self.begin, self.end
 
-    def read(self, source: GrowingText, call: OpenCall) -> Reading[None]:
+    def read(self, source: GrowingText, call: ToolCallBuilder) -> Reading[None]:
         held: list[str] = []  # arguments that come before the name
         yield from source.expect("{")
         given = False
@@ -294,7 +294,7 @@ class ObjectCall:
                 break
         yield from source.expect("}", self.end)
         if not call.begun:
-            raise Malformed
+            raise MalformedOutput
         if held or not given:
             call.write("".join(held) or "{}")
 
@@ -307,7 +307,7 @@ def _arguments(source: GrowingText, write: Write) -> Reading[None]:
         case '"':
             text = yield from string(source, MAX_HELD)
             if not is_object(text):
-                raise Malformed
+                raise MalformedOutput
             write(text)
         case _:
             yield from copy_value(source, bounded([]))
@@ -315,7 +315,7 @@ def _arguments(source: GrowingText, write: Write) -> Reading[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class NamedCall:
+class NamedForm:
     """The function's name between marks, then its arguments as JSON (DeepSeek, Kimi-K2)."""
 
     begin: str
@@ -329,7 +329,7 @@ class NamedCall:
     def marks(self) -> tuple[str, ...]:
         return self.begin, self.after_name, self.end
 
-    def read(self, source: GrowingText, call: OpenCall) -> Reading[None]:
+    def read(self, source: GrowingText, call: ToolCallBuilder) -> Reading[None]:
         if self.before_name:
             yield from source.expect(self.before_name)
         name = (yield from source.until(self.after_name)).strip()
@@ -339,13 +339,13 @@ class NamedCall:
             call.begin(name)
         yield from source.space()
         if (yield from source.next()) != "{":
-            raise Malformed
+            raise MalformedOutput
         yield from copy_value(source, call.write)
         yield from source.expect(*filter(None, (self.fence, self.end)))
 
 
 @dataclass(frozen=True, slots=True)
-class ParameterCall:
+class ParameterForm:
     """The function's name, then each parameter between marks, as text (Qwen3-Coder, GLM-4.5, MiniMax-M2)."""
 
     begin: str
@@ -361,7 +361,7 @@ class ParameterCall:
     def marks(self) -> tuple[str, ...]:
         return self.begin, self.before_key, *self.after_key, self.after_value, *self.end
 
-    def read(self, source: GrowingText, call: OpenCall) -> Reading[None]:
+    def read(self, source: GrowingText, call: ToolCallBuilder) -> Reading[None]:
         call.begin((yield from self._name(source)))
         keys: set[str] = set()
         while True:
@@ -370,7 +370,7 @@ class ParameterCall:
                 break
             key = (yield from source.until(self.after_key[0])).strip()
             if key in keys:
-                raise Malformed
+                raise MalformedOutput
             yield from source.expect(*self.after_key[1:])
             call.write(f"{', ' if keys else '{'}{quoted(key)}: ")
             keys.add(key)
@@ -391,7 +391,7 @@ class ParameterCall:
         source.unread(len(mark))
         return "".join(parts).strip()
 
-    def _value(self, source: GrowingText, call: OpenCall, key: str) -> Reading[None]:
+    def _value(self, source: GrowingText, call: ToolCallBuilder, key: str) -> Reading[None]:
         if self.layout:
             yield from source.accept("\n")
         ends = (f"\n{self.after_value}", self.after_value) if self.layout else (self.after_value,)
@@ -401,12 +401,12 @@ class ParameterCall:
             return
         parts: list[str] = []
         if not (yield from source.copy(ends, bounded(parts))):
-            raise Malformed
+            raise MalformedOutput
         call.write(as_json("".join(parts), allowed))
 
 
 @dataclass(frozen=True, slots=True)
-class BracedCall:
+class BracedForm:
     """The function's name, then braces with bare keys and with strings between marks of their own (Gemma 4)."""
 
     begin: str
@@ -418,7 +418,7 @@ class BracedCall:
     def marks(self) -> tuple[str, ...]:
         return self.begin, self.quote, self.end
 
-    def read(self, source: GrowingText, call: OpenCall) -> Reading[None]:
+    def read(self, source: GrowingText, call: ToolCallBuilder) -> Reading[None]:
         yield from source.expect(self.before_name)
         name = yield from source.until("{")
         source.unread(1)
@@ -428,7 +428,7 @@ class BracedCall:
 
     def _value(self, source: GrowingText, write: Write, depth: int) -> Reading[None]:
         if depth > MAX_DEPTH:
-            raise Malformed
+            raise MalformedOutput
         match (yield from source.accept("{", "[", self.quote)):
             case "{":
                 yield from self._members(source, write, "{", "}", depth)
@@ -441,7 +441,7 @@ class BracedCall:
             case _:
                 text = (yield from source.run(BARE, MAX_NAME)).strip()
                 if not text:
-                    raise Malformed
+                    raise MalformedOutput
                 word = WORDS.get(text, text)
                 write(word if is_scalar(word) else quoted(text))
 
@@ -479,5 +479,5 @@ def _text(source: GrowingText, write: Write, ends: tuple[str, ...]) -> Reading[N
     """Reads text up to one of `ends`, which it passes on as a JSON string."""
     write('"')
     if not (yield from source.copy(ends, lambda text: write(quoted(text)[1:-1]))):
-        raise Malformed
+        raise MalformedOutput
     write('"')

@@ -13,9 +13,9 @@ from msgspec import Meta
 
 from edgemoe.api import schema
 from edgemoe.api.dialects.tool_calls import OutputPiece
-from edgemoe.api.generate.generation import Delta, Generation
+from edgemoe.api.generate.generation import ChoiceDelta, Generation
 from edgemoe.api.http.responding import anthropic_error, event
-from edgemoe.api.schema import Chat, Origin, convert
+from edgemoe.api.schema import Chat, FieldNames, convert
 from edgemoe.errors import InvalidRequest, RequestError
 from edgemoe.types.arrays import Json
 
@@ -35,7 +35,7 @@ class ContentBlock(msgspec.Struct, frozen=True, kw_only=True):
     content: str | Annotated[list[dict[str, Any]], Meta(max_length=schema.MAX_CONTENT_PARTS)] | None = None
 
 
-class Turn(msgspec.Struct, frozen=True, kw_only=True):
+class MessageTurn(msgspec.Struct, frozen=True, kw_only=True):
     role: Literal["user", "assistant"]
     content: str | Annotated[list[ContentBlock], Meta(max_length=schema.MAX_CONTENT_PARTS)]
 
@@ -74,7 +74,7 @@ class OutputConfig(msgspec.Struct, frozen=True, kw_only=True):
 class MessagesBody(schema.RequestBody, frozen=True, kw_only=True):
     """The body of both endpoints; count_tokens needs no `max_tokens`."""
 
-    messages: Annotated[list[Turn], Meta(min_length=1, max_length=schema.MAX_MESSAGES)]
+    messages: Annotated[list[MessageTurn], Meta(min_length=1, max_length=schema.MAX_MESSAGES)]
     system: str | Annotated[list[ContentBlock], Meta(max_length=schema.MAX_CONTENT_PARTS)] | None = None
     stop_sequences: Annotated[list[schema.StopText], Meta(max_length=16)] | None = None
     tools: Annotated[list[CustomTool], Meta(max_length=schema.MAX_TOOLS)] | None = None
@@ -85,9 +85,9 @@ class MessagesBody(schema.RequestBody, frozen=True, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-def as_chat(body: MessagesBody) -> tuple[Chat, Origin]:
+def as_chat(body: MessagesBody) -> tuple[Chat, FieldNames]:
     """Returns the equivalent chat request, and the origin of its fields. Raises InvalidRequest."""
-    origin = Origin(FIELDS)
+    origin = FieldNames(FIELDS)
     messages = _messages(body, origin)
     choice, thinking = body.tool_choice, body.thinking is not None and body.thinking.type != "disabled"
     common = {field: getattr(body, field) for field in schema.RequestBody.__struct_fields__}
@@ -110,7 +110,7 @@ def as_chat(body: MessagesBody) -> tuple[Chat, Origin]:
         return convert(chat, Chat), origin
 
 
-def _messages(body: MessagesBody, origin: Origin) -> list[Json]:
+def _messages(body: MessagesBody, origin: FieldNames) -> list[Json]:
     messages: list[Json] = []
     if body.system:
         messages.append({"role": "system", "content": _text(body.system, "system")})
@@ -123,7 +123,7 @@ def _messages(body: MessagesBody, origin: Origin) -> list[Json]:
     return messages
 
 
-def _turn(turn: Turn, where: str) -> list[Json]:
+def _turn(turn: MessageTurn, where: str) -> list[Json]:
     """Returns one turn as messages; each tool result is a message of its own, before the user's text."""
     if isinstance(turn.content, str):
         return [{"role": turn.role, "content": turn.content}]
@@ -198,7 +198,7 @@ class MessageFormat:
         self._blocks = 0
         self._begun = False
 
-    def events(self, deltas: list[Delta]) -> Iterable[bytes]:
+    def events(self, deltas: list[ChoiceDelta]) -> Iterable[bytes]:
         if not self._begun:
             self._begun = True
             yield self._event("message_start", message=self._message([]))
@@ -215,7 +215,7 @@ class MessageFormat:
     def error(self, error: RequestError) -> Iterable[bytes]:
         yield event(anthropic_error(error), "error")
 
-    def whole(self, choices: list[Delta]) -> Json:
+    def whole(self, choices: list[ChoiceDelta]) -> Json:
         (delta,) = choices
         return self._message([_block(piece) for piece in delta.pieces]) | self._stop()
 

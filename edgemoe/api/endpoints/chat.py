@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from edgemoe.api.dialects.dialect import Marks, begun_by
+from edgemoe.api.dialects.dialect import OutputMarks, begun_by
 from edgemoe.api.endpoints.openai_format import OpenAIFormat, call_body, chat_logprobs
 from edgemoe.api.generate.generation import (
-    Asker,
-    Choice,
-    Delta,
+    ChoiceDelta,
+    CompletionChoice,
     Generation,
-    Prompt,
-    counted,
+    RequestSender,
+    TokenizedPrompt,
+    encode_counted,
     output_tokens,
     requests,
     sampling,
 )
-from edgemoe.api.generate.grammar import Form, GrammarChoice, free_grammar, response_grammar, tool_grammar
+from edgemoe.api.generate.grammar import AnswerForm, GrammarChoice, free_grammar, response_grammar, tool_grammar
 from edgemoe.api.schema import Chat, NamedTool, Tool, stop_strings
 from edgemoe.api.text.chat_template import for_template, tools_for_template
-from edgemoe.api.text.tokenizer import Stops, TextModel
+from edgemoe.api.text.tokenizer import StopMatcher, TextModel
 from edgemoe.errors import InvalidRequest
 from edgemoe.types.arrays import Json
 from edgemoe.types.request import RequestLimits
@@ -30,7 +30,7 @@ GOES_ON = "<goes on here> "  # stands behind the text that an answer continues, 
 
 
 def prepare(
-    body: Chat, text: TextModel, limits: RequestLimits, model: str, asker: Asker, prefix: str = "chatcmpl"
+    body: Chat, text: TextModel, limits: RequestLimits, model: str, asker: RequestSender, prefix: str = "chatcmpl"
 ) -> Generation:
     """Returns the generation that `body` asks for. Raises InvalidRequest.
 
@@ -52,9 +52,10 @@ def prepare(
     return Generation(
         prefix=prefix,
         model=model,
-        requests=requests([Prompt(tuple(prompt), settings)], n, body.seed, asker),
+        requests=requests([TokenizedPrompt(tuple(prompt), settings)], n, body.seed, asker),
         choices=[
-            Choice(at, text.vocabulary, Stops(stop_strings(body.stop), settings.min_tokens), marks) for at in range(n)
+            CompletionChoice(at, text.vocabulary, StopMatcher(stop_strings(body.stop), settings.min_tokens), marks)
+            for at in range(n)
         ],
         prompt_tokens=len(prompt),
         grammar=_grammar(body, tools, marks, text),
@@ -63,7 +64,7 @@ def prepare(
 
 def prompt_of(body: Chat, text: TextModel, limits: RequestLimits) -> list[int]:
     """Returns the tokens of the prompt. Raises InvalidRequest."""
-    return counted(text, render(body, _tools(body)[0], text), False, limits, "messages")
+    return encode_counted(text, render(body, _tools(body)[0], text), False, limits, "messages")
 
 
 def render(body: Chat, tools: list[Tool], text: TextModel) -> str:
@@ -124,11 +125,11 @@ def _continued(rendered: str) -> str:
     return prompt if rest.startswith(" ") else prompt.rstrip()
 
 
-def _marks(body: Chat, prompt: str, text: TextModel, calls: int, tools: list[Tool]) -> Marks:
+def _marks(body: Chat, prompt: str, text: TextModel, calls: int, tools: list[Tool]) -> OutputMarks:
     functions = {tool.function.name: tool.function.parameters for tool in tools}
     template = text.template.text if text.template is not None else ""
     begun = begun_by(prompt, text.dialect, template, bool(body.continue_final_message))
-    return Marks(text.dialect, begun, calls, functions)
+    return OutputMarks(text.dialect, begun, calls, functions)
 
 
 def _tools(body: Chat) -> tuple[list[Tool], int]:
@@ -148,8 +149,8 @@ def _tools(body: Chat) -> tuple[list[Tool], int]:
     return tools, 1 if body.parallel_tool_calls is False else MANY_CALLS
 
 
-def _grammar(body: Chat, tools: list[Tool], marks: Marks, text: TextModel) -> GrammarChoice | None:
-    form = Form(text.vocabulary.added, text.dialect, marks.begun)
+def _grammar(body: Chat, tools: list[Tool], marks: OutputMarks, text: TextModel) -> GrammarChoice | None:
+    form = AnswerForm(text.vocabulary.added, text.dialect, marks.begun)
     if isinstance(body.tool_choice, NamedTool) or (tools and body.tool_choice == "required"):
         return tool_grammar(tools, marks.calls > 1, form)
     if tools and (body.response_format is None or body.response_format.type == "text"):
@@ -173,7 +174,7 @@ class ChatFormat(OpenAIFormat):
         self._vocabulary = text.vocabulary
         self._begun: set[int] = set()
 
-    def events(self, deltas: list[Delta]) -> Iterable[bytes]:
+    def events(self, deltas: list[ChoiceDelta]) -> Iterable[bytes]:
         for delta in deltas:
             if delta.choice not in self._begun:
                 self._begun.add(delta.choice)
@@ -183,7 +184,7 @@ class ChatFormat(OpenAIFormat):
             choice = self._choice(delta.choice, self._delta(delta), logprobs, delta.finish or None)
             yield self._chunk([choice], last=last)
 
-    def whole(self, choices: list[Delta]) -> Json:
+    def whole(self, choices: list[ChoiceDelta]) -> Json:
         return self._head("chat.completion") | {
             "choices": [
                 {
@@ -201,7 +202,7 @@ class ChatFormat(OpenAIFormat):
     def _choice(self, index: int, delta: Json, logprobs: Json | None, finish: str | None) -> Json:
         return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
 
-    def _delta(self, delta: Delta) -> Json:
+    def _delta(self, delta: ChoiceDelta) -> Json:
         body: Json = {}
         if delta.text:
             body["content"] = delta.text
@@ -212,7 +213,7 @@ class ChatFormat(OpenAIFormat):
         return body
 
 
-def _message(delta: Delta) -> Json:
+def _message(delta: ChoiceDelta) -> Json:
     calls = delta.pieces.of("call")
     message: Json = {
         "role": "assistant",

@@ -6,11 +6,11 @@ from collections.abc import Iterable
 
 from edgemoe.api.endpoints.openai_format import LogprobEntry, OpenAIFormat, text_logprobs
 from edgemoe.api.generate.generation import (
-    Asker,
-    Choice,
-    Delta,
+    ChoiceDelta,
+    CompletionChoice,
     Generation,
-    Prompt,
+    RequestSender,
+    TokenizedPrompt,
     check_ids,
     output_tokens,
     requests,
@@ -18,7 +18,7 @@ from edgemoe.api.generate.generation import (
 )
 from edgemoe.api.generate.grammar import response_grammar
 from edgemoe.api.schema import Completion, stop_strings
-from edgemoe.api.text.tokenizer import Detokenizer, Stops, TextModel
+from edgemoe.api.text.tokenizer import Detokenizer, StopMatcher, TextModel
 from edgemoe.errors import InvalidRequest
 from edgemoe.types.arrays import Json
 from edgemoe.types.request import RequestLimits
@@ -28,7 +28,7 @@ MAX_PROMPTS = 1024
 MAX_CHOICES = 4096  # of all prompts together: far more than can wait, and few enough to be made before that is known
 
 
-def prepare(body: Completion, text: TextModel, limits: RequestLimits, model: str, asker: Asker) -> Generation:
+def prepare(body: Completion, text: TextModel, limits: RequestLimits, model: str, asker: RequestSender) -> Generation:
     """Returns the generation that `body` asks for; its choice p * n + c is choice c of prompt p.
 
     Raises InvalidRequest.
@@ -43,7 +43,7 @@ def prepare(body: Completion, text: TextModel, limits: RequestLimits, model: str
             "max_tokens: 0 is for echo, which shows the prompt", param="max_tokens", code="invalid_value"
         )
     ready = [
-        Prompt(
+        TokenizedPrompt(
             tuple(prompt),
             sampling(
                 body,
@@ -61,7 +61,9 @@ def prepare(body: Completion, text: TextModel, limits: RequestLimits, model: str
         model=model,
         requests=requests(ready, n, body.seed, asker),
         choices=[
-            Choice(at, text.vocabulary, Stops(stop_strings(body.stop), body.min_tokens or 0), prompt_only=not wanted)
+            CompletionChoice(
+                at, text.vocabulary, StopMatcher(stop_strings(body.stop), body.min_tokens or 0), prompt_only=not wanted
+            )
             for at in range(n * len(tokens))
         ],
         prompt_tokens=sum(map(len, tokens)),
@@ -107,17 +109,17 @@ class CompletionFormat(OpenAIFormat):
         self._offsets = [0] * len(job.choices)
         self._prompt_logprobs_due = [bool(body.echo) and body.logprobs is not None] * len(job.choices)
 
-    def events(self, deltas: list[Delta]) -> Iterable[bytes]:
+    def events(self, deltas: list[ChoiceDelta]) -> Iterable[bytes]:
         for delta in deltas:
             echo, self._echoes[delta.choice] = self._echoes[delta.choice], ""
             yield self._chunk([self._choice(delta, echo)], last=self._job.finished and delta is deltas[-1])
 
-    def whole(self, choices: list[Delta]) -> Json:
+    def whole(self, choices: list[ChoiceDelta]) -> Json:
         done = [self._choice(delta, self._echoes[delta.choice]) for delta in choices]
         rest = {"choices": done, "usage": self._job.usage(), "timings": self._job.timings()}
         return self._head(self.chunk_object) | rest
 
-    def _choice(self, delta: Delta, echo: str) -> Json:
+    def _choice(self, delta: ChoiceDelta, echo: str) -> Json:
         logprobs, at = None, delta.choice
         tokens: list[LogprobEntry] = [(one.token or 0, one.logprob, one.top) for one in delta.logprobs]
         if self._prompt_logprobs_due[at]:

@@ -35,11 +35,11 @@ from edgemoe.types.principal import Principal
 from edgemoe.types.snapshot import EngineSnapshot
 
 EVENTS = "/events"
-MOST_LOOKERS = 16  # at once
+MOST_STREAMS = 16  # at once
 EVERY_S, STATE_EVERY = 0.5, 2  # seconds between looks, and looks between states
 
 
-class LookEvents:
+class EventStreams:
     """Yields events to each who looks. One for an application."""
 
     def __init__(self, backend: Backend, metrics: Metrics) -> None:
@@ -48,14 +48,14 @@ class LookEvents:
 
     def admit(self, principal: Principal) -> None:
         """Raises QueueFull where too many look, of this principal or in all."""
-        if not fits(1, self._lookers[principal], MOST_LOOKERS - self._lookers.total()):
+        if not fits(1, self._lookers[principal], MOST_STREAMS - self._lookers.total()):
             raise QueueFull("too many look already; close a page or an `edgemoe top`", retry_after_s=5.0)
 
     async def __call__(self, principal: Principal) -> AsyncGenerator[bytes, None]:
         """Yields what is new, every half second, until the daemon drains."""
         self._lookers[principal] += 1
         try:
-            memory = LookerMemory(time.monotonic())
+            memory = StreamMemory(time.monotonic())
             yield event({"release": edgemoe.__version__}, "hello")
             rounds = 0
             while self._backend.state != "draining":
@@ -74,11 +74,11 @@ class LookEvents:
         return self._metrics.figures() | dict(self._backend.metrics())
 
 
-async def look(request: Request) -> ASGIApp:
+async def stream_events(request: Request) -> ASGIApp:
     """Answers with events for as long as somebody looks; to HEAD with none. Raises QueueFull."""
     if request.method == "HEAD":
         return Response(media_type="text/event-stream")
-    events: LookEvents = request.app.state.api.events
+    events: EventStreams = request.app.state.api.events
     principal: Principal = request.state.principal
     events.admit(principal)
 
@@ -89,7 +89,7 @@ async def look(request: Request) -> ASGIApp:
     return answer
 
 
-class LookerMemory:
+class StreamMemory:
     """Remembers what one looker has been told, and tells what has changed."""
 
     def __init__(self, began_s: float) -> None:

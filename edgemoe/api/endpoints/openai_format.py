@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import edgemoe
 from edgemoe.api.dialects.tool_calls import OutputPiece
-from edgemoe.api.generate.generation import Delta, Generation
+from edgemoe.api.generate.generation import ChoiceDelta, Generation
 from edgemoe.api.http.responding import DONE, error_body, event
 from edgemoe.api.schema import Chat, Completion
 from edgemoe.api.text.tokenizer import Detokenizer, Vocabulary
@@ -60,7 +60,7 @@ def call_body(piece: OutputPiece) -> Json:
     return {"id": piece.call.id, "type": "function", "function": {"name": piece.call.name, "arguments": piece.text}}
 
 
-def chat_logprobs(delta: Delta, vocabulary: Vocabulary) -> Json | None:
+def chat_logprobs(delta: ChoiceDelta, vocabulary: Vocabulary) -> Json | None:
     """Returns the `logprobs` of a chat choice; None where there are none."""
     if not delta.logprobs:
         return None

@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, Response
 
 from edgemoe.api.backend import Backend
 from edgemoe.api.endpoints.chat import prompt_of
-from edgemoe.api.generate.generation import check_ids, counted
+from edgemoe.api.generate.generation import check_ids, encode_counted
 from edgemoe.api.schema import Chat, Detokenize, Tokenize
 from edgemoe.api.text.tokenizer import TextModel
 from edgemoe.errors import InvalidRequest
@@ -40,7 +40,7 @@ def tokenize(body: Tokenize, text: TextModel, limits: RequestLimits) -> Json:
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("give either prompt or messages", param="prompt")
     if body.messages is None:
-        ids = counted(text, body.prompt or "", body.add_special_tokens, limits, "prompt")
+        ids = encode_counted(text, body.prompt or "", body.add_special_tokens, limits, "prompt")
     else:
         own = {name: getattr(body, name) for name in Tokenize.__struct_fields__ if name in Chat.__struct_fields__}
         ids = prompt_of(Chat(**own), text, limits)

@@ -14,9 +14,9 @@ from msgspec import Meta
 
 from edgemoe.api import schema
 from edgemoe.api.dialects.tool_calls import OutputPiece, ToolCall
-from edgemoe.api.generate.generation import Delta, Generation
+from edgemoe.api.generate.generation import ChoiceDelta, Generation
 from edgemoe.api.http.responding import error_body, event
-from edgemoe.api.schema import Chat, Origin, convert
+from edgemoe.api.schema import Chat, FieldNames, convert
 from edgemoe.errors import InvalidRequest, RequestError
 from edgemoe.types.arrays import Json
 
@@ -62,14 +62,14 @@ class ResponsesBody(schema.RequestBody, frozen=True, kw_only=True):
     prompt: dict[str, Any] | None = None
 
 
-def as_chat(body: ResponsesBody) -> tuple[Chat, Origin]:
+def as_chat(body: ResponsesBody) -> tuple[Chat, FieldNames]:
     """Returns the equivalent chat request, and the origin of its fields. Raises InvalidRequest."""
     for field in NEEDS_STORE:
         if getattr(body, field) is not None:
             raise InvalidRequest(f"{field}: nothing is stored here; send the whole input", param=field)
     if body.background:
         raise InvalidRequest("background: nothing is stored here; ask for a stream", param="background")
-    origin = Origin(FIELDS)
+    origin = FieldNames(FIELDS)
     messages = _messages(body.input, origin)
     if body.instructions:
         messages.insert(0, {"role": "system", "content": body.instructions})
@@ -91,7 +91,7 @@ def as_chat(body: ResponsesBody) -> tuple[Chat, Origin]:
         return convert(chat, Chat), origin
 
 
-def _messages(given: str | list[dict[str, Any]], origin: Origin) -> list[Json]:
+def _messages(given: str | list[dict[str, Any]], origin: FieldNames) -> list[Json]:
     if isinstance(given, str):
         origin.messages.append("input")
         return [{"role": "user", "content": given}]
@@ -159,7 +159,7 @@ def new_id(kind: str) -> str:
     return f"{kind}_{secrets.token_hex(12)}"
 
 
-class Item:
+class ResponseItem:
     """Collects an open output item: a message or reasoning, whose one part grows, or a call, whose arguments do."""
 
     def __init__(self, kind: str, index: int, call: ToolCall | None = None) -> None:
@@ -194,12 +194,12 @@ class ResponsesFormat:
         self._job = job
         self._body = body
         self._output: list[Json] = []
-        self._item: Item | None = None
+        self._item: ResponseItem | None = None
         self._sequence = 0
         self._begun = False
         self._finish = ""
 
-    def events(self, deltas: list[Delta]) -> Iterable[bytes]:
+    def events(self, deltas: list[ChoiceDelta]) -> Iterable[bytes]:
         if not self._begun:
             self._begun = True
             yield self._event("response.created", response=self._response("in_progress"))
@@ -217,14 +217,14 @@ class ResponsesFormat:
         failed = {"code": body["code"] or body["type"], "message": body["message"]}
         yield self._event("response.failed", response=self._response("failed") | {"error": failed})
 
-    def whole(self, choices: list[Delta]) -> Json:
+    def whole(self, choices: list[ChoiceDelta]) -> Json:
         for _ in self._delta(choices[0]):
             pass
         for _ in self._close():
             pass
         return self._response("incomplete" if self._finish == "length" else "completed")
 
-    def _delta(self, delta: Delta) -> Iterator[bytes]:
+    def _delta(self, delta: ChoiceDelta) -> Iterator[bytes]:
         for piece in delta.pieces:
             if piece.call is not None:
                 yield from self._call(piece, piece.call)
@@ -235,7 +235,7 @@ class ResponsesFormat:
     def _grow(self, kind: str, text: str) -> Iterator[bytes]:
         if self._item is None or self._item.kind != kind:
             yield from self._close()
-            self._item = Item(kind, len(self._output))
+            self._item = ResponseItem(kind, len(self._output))
             yield self._about("response.output_item.added", self._item.index, item=self._item.body("in_progress"))
             yield self._inside("response.content_part.added", self._item, part=self._item.part())
         self._item.text += text
@@ -254,7 +254,7 @@ class ResponsesFormat:
     def _call(self, piece: OutputPiece, call: ToolCall) -> Iterator[bytes]:
         if piece.begins:
             yield from self._close()
-            self._item = Item("function_call", len(self._output), call)
+            self._item = ResponseItem("function_call", len(self._output), call)
             yield self._about("response.output_item.added", self._item.index, item=self._item.body("in_progress"))
         assert self._item is not None
         self._item.text += piece.text
@@ -272,7 +272,7 @@ class ResponsesFormat:
         self._output.append(item)
         yield self._about("response.output_item.done", len(self._output) - 1, item=item)
 
-    def _inside(self, kind: str, item: Item, **fields: Any) -> bytes:
+    def _inside(self, kind: str, item: ResponseItem, **fields: Any) -> bytes:
         return self._about(kind, item.index, item_id=item.id, content_index=0, **fields)
 
     def _about(self, kind: str, index: int, **fields: Any) -> bytes:

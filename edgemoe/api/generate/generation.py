@@ -12,20 +12,20 @@ from typing import Protocol
 from msgspec import structs
 
 from edgemoe.api.backend import Backend
-from edgemoe.api.dialects.dialect import HERMES, Marks
-from edgemoe.api.dialects.output_parser import Parser
-from edgemoe.api.dialects.tool_calls import Pieces
+from edgemoe.api.dialects.dialect import HERMES, OutputMarks
+from edgemoe.api.dialects.output_parser import OutputParser
+from edgemoe.api.dialects.tool_calls import OutputPieces
 from edgemoe.api.generate.grammar import GrammarChoice
 from edgemoe.api.generate.grammar_trial import TriedGrammar
-from edgemoe.api.metrics import Clock, Metrics
+from edgemoe.api.metrics import GenerationClock, Metrics
 from edgemoe.api.schema import RequestBody
-from edgemoe.api.text.tokenizer import Detokenizer, Stops, TextModel, Vocabulary
+from edgemoe.api.text.tokenizer import Detokenizer, StopMatcher, TextModel, Vocabulary
 from edgemoe.errors import DeadlineExceeded, EngineUnavailable, InvalidRequest, QueueFull, RequestError
 from edgemoe.types.arrays import Json
 from edgemoe.types.principal import Identity
 from edgemoe.types.request import Emission, Request, RequestLimits, Sampling, TokenLogprob
 
-COUNTED = 8  # contexts: of a longer text tokens are not even counted
+MOST_CONTEXTS = 8  # contexts: of a longer text tokens are not even counted
 
 
 def sampling(
@@ -62,9 +62,11 @@ def sampling(
     )
 
 
-def counted(text: TextModel, given: str, add_special_tokens: bool, limits: RequestLimits, param: str) -> list[int]:
-    """Returns the token ids of `given`, which may have `COUNTED` contexts. Raises InvalidRequest."""
-    most_tokens = COUNTED * limits.context_tokens
+def encode_counted(
+    text: TextModel, given: str, add_special_tokens: bool, limits: RequestLimits, param: str
+) -> list[int]:
+    """Returns the token ids of `given`, which may have `MOST_CONTEXTS` contexts. Raises InvalidRequest."""
+    most_tokens = MOST_CONTEXTS * limits.context_tokens
     ids = text.encode(given, add_special_tokens, most_tokens)
     if len(ids) > most_tokens:
         raise InvalidRequest(
@@ -106,11 +108,11 @@ def _or(value: float | None, default: float) -> float:
 
 
 @dataclass(slots=True)
-class Delta:
+class ChoiceDelta:
     """What is new in one choice. `finish` is "", "stop", "length" or "tool_calls"."""
 
     choice: int
-    pieces: Pieces = field(default_factory=Pieces)
+    pieces: OutputPieces = field(default_factory=OutputPieces)
     logprobs: list[Emission] = field(default_factory=list)
     prompt_logprobs: tuple[TokenLogprob, ...] = ()  # from the second token on
     finish: str = ""
@@ -125,7 +127,7 @@ class Delta:
         """Returns the text of the reasoning."""
         return self.pieces.text("reasoning")
 
-    def add(self, other: Delta) -> None:
+    def add(self, other: ChoiceDelta) -> None:
         """Appends what follows this delta."""
         self.pieces.extend(other.pieces)
         self.logprobs += other.logprobs
@@ -136,15 +138,15 @@ class Delta:
         return bool(self.pieces or self.finish)
 
 
-class Choice:
+class CompletionChoice:
     """Holds the front's state of one choice, which follows from the tokens taken so far."""
 
     def __init__(
         self,
         index: int,
         vocabulary: Vocabulary,
-        stops: Stops | None = None,
-        marks: Marks | None = None,
+        stops: StopMatcher | None = None,
+        marks: OutputMarks | None = None,
         prompt_only: bool = False,
     ):
         """Starts a choice. With `prompt_only` it shows no token, only the log probabilities of the prompt.
@@ -157,12 +159,12 @@ class Choice:
         self.reasoning_tokens = 0
         self.cached_tokens = 0
         self.finish = ""
-        marks = marks or Marks(HERMES)
+        marks = marks or OutputMarks(HERMES)
         self._detokenizer = Detokenizer(vocabulary, shown=marks.names)
-        self._stops = stops or Stops()
-        self._parser = Parser(marks, vocabulary.special)
+        self._stops = stops or StopMatcher()
+        self._parser = OutputParser(marks, vocabulary.special)
         self._called = False
-        self._delta = Delta(index)
+        self._delta = ChoiceDelta(index)
 
     @property
     def stop_string(self) -> str:
@@ -184,11 +186,11 @@ class Choice:
             self._end("length" if self._prompt_only else emission.finish, rest)
         return bool(self.finish) and not emission.finish
 
-    def delta(self) -> Delta:
+    def delta(self) -> ChoiceDelta:
         """Returns what is new since the last call; falsy where there is nothing to show yet."""
         if not self._delta:
-            return Delta(self.index)
-        delta, self._delta = self._delta, Delta(self.index)
+            return ChoiceDelta(self.index)
+        delta, self._delta = self._delta, ChoiceDelta(self.index)
         return delta
 
     def _token(self, emission: Emission, token: int) -> None:
@@ -206,7 +208,7 @@ class Choice:
             self._add(self._parser.flush())
         self.finish = self._delta.finish = "tool_calls" if self._called and reason == "stop" else reason
 
-    def _add(self, pieces: Pieces) -> None:
+    def _add(self, pieces: OutputPieces) -> None:
         self._called = self._called or any(piece.ended == "complete" for piece in pieces)
         self._delta.pieces.extend(pieces)
 
@@ -217,7 +219,7 @@ ENGINE_ERRORS: dict[str, type[RequestError]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Asker:
+class RequestSender:
     """Whom a request is from, and the salt of its cached blocks."""
 
     identity: Identity
@@ -225,17 +227,17 @@ class Asker:
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class TokenizedPrompt:
     """The tokens of one prompt and how to continue it."""
 
     tokens: tuple[int, ...]
     sampling: Sampling
 
 
-class Format(Protocol):
+class AnswerFormat(Protocol):
     """Writes deltas in the form of one endpoint."""
 
-    def events(self, deltas: list[Delta]) -> Iterable[bytes]:
+    def events(self, deltas: list[ChoiceDelta]) -> Iterable[bytes]:
         """Yields server-sent events for what is new."""
 
     def end(self) -> Iterable[bytes]:
@@ -244,7 +246,7 @@ class Format(Protocol):
     def error(self, error: RequestError) -> Iterable[bytes]:
         """Yields the last events of a stream that ended in `error`."""
 
-    def whole(self, choices: list[Delta]) -> Json:
+    def whole(self, choices: list[ChoiceDelta]) -> Json:
         """Returns the body of an answer that is not streamed, from one delta per choice, in order."""
 
 
@@ -255,12 +257,12 @@ class Generation:
     prefix: str  # of its id: "chatcmpl", "cmpl", "resp", "msg"
     model: str
     requests: list[Request]
-    choices: list[Choice]
+    choices: list[CompletionChoice]
     prompt_tokens: int
     grammar: GrammarChoice | None = None  # to be checked
     id: str = field(default="")
     created: int = field(default_factory=lambda: int(time.time()))
-    clock: Clock | None = None  # set when it starts to run
+    clock: GenerationClock | None = None  # set when it starts to run
 
     def __post_init__(self) -> None:
         self.id = self.id or f"{self.prefix}-{secrets.token_hex(12)}"
@@ -301,7 +303,7 @@ class Generation:
         )
 
 
-def requests(prompts: Sequence[Prompt], n: int, seed: int | None, asker: Asker) -> list[Request]:
+def requests(prompts: Sequence[TokenizedPrompt], n: int, seed: int | None, asker: RequestSender) -> list[Request]:
     """Returns `n` requests for each prompt. Draws a seed where `seed` is None, so that a replay repeats the answer."""
     name = secrets.token_hex(8)
     return [
@@ -320,16 +322,16 @@ def requests(prompts: Sequence[Prompt], n: int, seed: int | None, asker: Asker) 
     ]
 
 
-async def run(
+async def run_generation(
     job: Generation, backend: Backend, metrics: Metrics, timeout_s: float
-) -> AsyncGenerator[list[Delta], None]:
+) -> AsyncGenerator[list[ChoiceDelta], None]:
     """Yields the deltas of all choices as they arrive. Raises RequestError."""
     choices = {request.id: choice for request, choice in zip(job.requests, job.choices, strict=True)}
     with backend.open(job.requests, timeout_s) as ticket:
-        clock = job.clock = Clock(metrics)
+        clock = job.clock = GenerationClock(metrics)
         metrics.prompt_tokens.inc(job.prompt_tokens)
         async for emissions in ticket:
-            touched: dict[str, Choice] = {}
+            touched: dict[str, CompletionChoice] = {}
             for emission in emissions:
                 choice = choices[emission.request]
                 if choice.finish:
@@ -343,9 +345,9 @@ async def run(
                 yield deltas
 
 
-async def collect(job: Generation, deltas: AsyncGenerator[list[Delta], None]) -> list[Delta]:
+async def collect_deltas(job: Generation, deltas: AsyncGenerator[list[ChoiceDelta], None]) -> list[ChoiceDelta]:
     """Returns each choice's deltas joined into one, in order of choices."""
-    whole = [Delta(choice.index) for choice in job.choices]
+    whole = [ChoiceDelta(choice.index) for choice in job.choices]
     async with aclosing(deltas):
         async for some in deltas:
             for delta in some:

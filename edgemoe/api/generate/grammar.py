@@ -15,8 +15,8 @@ from typing import Any
 
 from llguidance import regex_to_lark
 
-from edgemoe.api.dialects.dialect import HERMES, Begun, ChannelMarks, Dialect
-from edgemoe.api.generate.tool_call_grammar import ANY_TEXT, BREAK, Rules, call_rules, json_rule
+from edgemoe.api.dialects.dialect import HERMES, ChannelMarks, Dialect, OutputStart
+from edgemoe.api.generate.tool_call_grammar import ANY_TEXT, BREAK, LarkRules, json_rule, tool_call_rules
 from edgemoe.api.schema import ResponseFormat, Tool
 from edgemoe.errors import InvalidRequest
 
@@ -145,23 +145,23 @@ class GrammarChoice:
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class AnswerForm:
     """Describes what may surround the constrained part."""
 
     tokens: Container[str] = ()  # names of the tokenizer's added tokens
     dialect: Dialect = HERMES
-    begun: Begun = "answer"
+    begun: OutputStart = "answer"
 
     @property
     def has_tokens(self) -> bool:
         """Returns whether the marks around calls are tokens."""
         return all(mark in self.tokens for mark in self.dialect.around_calls)
 
-    def rules(self) -> Rules:
+    def rules(self) -> LarkRules:
         """Returns an empty set of rules."""
-        return Rules(self.tokens, (*self.dialect.think, *self.dialect.call_marks, *self.dialect.others))
+        return LarkRules(self.tokens, (*self.dialect.think, *self.dialect.call_marks, *self.dialect.others))
 
-    def around(self, rules: Rules, answer: str, instead: str = "") -> str:
+    def around(self, rules: LarkRules, answer: str, instead: str = "") -> str:
         """Returns the whole grammar of an `answer`, or of what may come `instead`, without the answer's header."""
         if self.dialect.call is None:
             return self._in_channels(rules, answer, instead)
@@ -173,7 +173,7 @@ class Form:
         think = f"{think} layout" if self.begun == "reasoning" else f"({BREAK} {rules.mark(begin)} {think} layout)?"
         return f"start: {think} body\nbody: {body}\n{LAYOUT}\n{rules}"
 
-    def _in_channels(self, rules: Rules, answer: str, instead: str) -> str:
+    def _in_channels(self, rules: LarkRules, answer: str, instead: str) -> str:
         def header(channel: str) -> str:
             return rules.mark(f"{ChannelMarks.CHANNEL}{channel}{ChannelMarks.MESSAGE}")
 
@@ -187,7 +187,7 @@ class Form:
 
 
 def response_grammar(
-    asked: ResponseFormat | None, form: Form = Form(), tools: Sequence[Tool] = (), several: bool = False
+    asked: ResponseFormat | None, form: AnswerForm = AnswerForm(), tools: Sequence[Tool] = (), several: bool = False
 ) -> GrammarChoice | None:
     """Returns the grammar of `response_format`; None for free text. Raises InvalidRequest.
 
@@ -219,22 +219,22 @@ def response_grammar(
     return GrammarChoice((*either, alone), "response_format", term=term)
 
 
-def tool_grammar(tools: Sequence[Tool], several: bool, form: Form = Form()) -> GrammarChoice:
+def tool_grammar(tools: Sequence[Tool], several: bool, form: AnswerForm = AnswerForm()) -> GrammarChoice:
     """Returns the grammar of one call, or `several`, to any of `tools`. Raises InvalidRequest."""
     _check_tools(tools)
     rules = form.rules()
-    calls = rules.add("calls", call_rules(rules, form.dialect, tools, several, strict=True))
+    calls = rules.add("calls", tool_call_rules(rules, form.dialect, tools, several, strict=True))
     return GrammarChoice((_bounded(form.around(rules, "", calls), "tools"),), "tools")
 
 
-def free_grammar(tools: Sequence[Tool], several: bool, form: Form = Form()) -> GrammarChoice | None:
+def free_grammar(tools: Sequence[Tool], several: bool, form: AnswerForm = AnswerForm()) -> GrammarChoice | None:
     """Returns a grammar of free text that may end in calls to any of `tools`.
 
     It constrains names, and arguments too where their schemas can be honoured. Returns None where the tokenizer has no
     tokens for the marks of calls, because a call cannot then be distinguished from text.
     """
 
-    def text_or(rules: Rules, calls: str) -> str:
+    def text_or(rules: LarkRules, calls: str) -> str:
         rules.add("PLAIN", ANY_TEXT)
         return (
             form.around(rules, "PLAIN", calls) if form.dialect.call is None else form.around(rules, f"PLAIN {calls}?")
@@ -246,7 +246,7 @@ def free_grammar(tools: Sequence[Tool], several: bool, form: Form = Form()) -> G
 
 
 def _with_calls(
-    tools: Sequence[Tool], several: bool, form: Form, whole: Callable[[Rules, str], str]
+    tools: Sequence[Tool], several: bool, form: AnswerForm, whole: Callable[[LarkRules, str], str]
 ) -> tuple[str, ...]:
     """Returns the grammars that `whole` makes of rules, and of the name of that for calls.
 
@@ -258,7 +258,7 @@ def _with_calls(
             if strict:
                 _check_tools(tools)
             rules = form.rules()
-            calls = rules.add("calls", call_rules(rules, form.dialect, tools, several, strict))
+            calls = rules.add("calls", tool_call_rules(rules, form.dialect, tools, several, strict))
             larks.append(_bounded(whole(rules, calls), "tools"))
     return tuple(larks)
 

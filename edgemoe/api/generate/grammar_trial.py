@@ -19,7 +19,7 @@ from edgemoe.api.generate.grammar import GrammarChoice
 from edgemoe.errors import EngineUnavailable, HelperFailed, HelperMissing, InvalidRequest
 from edgemoe.guard import refuse_pickle
 from edgemoe.heap import used_bytes
-from edgemoe.helper.process import HelperPool, Numbered, bound_memory, serve
+from edgemoe.helper.process import HelperPool, NumberedMessage, bound_memory, serve
 from edgemoe.types.bounds import Grammar
 from edgemoe.types.request import PARSER_LIMITS, GrammarTrial, digest_of
 
@@ -29,14 +29,14 @@ DEADLINE_S = 20.0  # by the clock, on a machine that does much else
 MEMORY_BYTES = 128 << 20  # beyond what the process has with its tokenizer
 
 
-class GrammarQuestion(Numbered, frozen=True):
+class GrammarQuestion(NumberedMessage, frozen=True):
     """Asks whether a Lark grammar can be honoured; `term`, where there is one, has to match some text."""
 
     lark: str
     term: str = ""
 
 
-class GrammarVerdict(Numbered, frozen=True):
+class GrammarVerdict(NumberedMessage, frozen=True):
     """Answers with the serialised grammar and its trial, or with why it cannot be honoured."""
 
     grammar: str = ""

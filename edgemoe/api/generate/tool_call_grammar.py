@@ -16,10 +16,10 @@ import msgspec
 from edgemoe.api.dialects.dialect import ChannelMarks, Dialect
 from edgemoe.api.dialects.tool_calls import (
     TEXT,
-    BracedCall,
-    NamedCall,
-    ObjectCall,
-    ParameterCall,
+    BracedForm,
+    NamedForm,
+    ObjectForm,
+    ParameterForm,
     kinds,
     properties,
     required,
@@ -55,7 +55,7 @@ def one_of(terms: Iterable[str]) -> str:
     return f"({' | '.join(terms)})"
 
 
-class Rules:
+class LarkRules:
     """Collects a grammar's rules. `tokens` are the names of the tokenizer's added tokens, `marks` a dialect's."""
 
     def __init__(self, tokens: Container[str], marks: Iterable[str]) -> None:
@@ -106,7 +106,7 @@ KEY = r"/[^<>{}:=\"\n]{1,64}/"
 ANY_OBJECT: Json = {"type": "object"}
 
 
-def call_rules(rules: Rules, dialect: Dialect, tools: Sequence[Tool], several: bool, strict: bool) -> str:
+def tool_call_rules(rules: LarkRules, dialect: Dialect, tools: Sequence[Tool], several: bool, strict: bool) -> str:
     """Adds the rules of one call, or `several`, to any of `tools`. Returns the term for all of it."""
     calls = one_of(rules.named("call", _tool_call(rules, dialect, tool, strict)) for tool in tools)
     if dialect.call is None:  # whose every call ends the answer
@@ -118,33 +118,33 @@ def call_rules(rules: Rules, dialect: Dialect, tools: Sequence[Tool], several: b
     return f"{rules.mark(section.begin)} {BREAK} {many} {BREAK} {rules.mark(section.end)}"
 
 
-def _tool_call(rules: Rules, dialect: Dialect, tool: Tool, strict: bool) -> str:
+def _tool_call(rules: LarkRules, dialect: Dialect, tool: Tool, strict: bool) -> str:
     name = tool.function.name
     schema: Json = (strict and tool.function.parameters) or ANY_OBJECT
     match dialect.call:
         case None:
             return f"{_header(rules, name)} {json_rule(schema, SPACED)}"
-        case ObjectCall() as form:
+        case ObjectForm() as form:
             body = json_rule(_object(form, name, schema), AS_IN_TEMPLATES)
             return f'{rules.mark(form.begin)} "\\n" {body} "\\n" {rules.mark(form.end)}'
-        case NamedCall() as form:
+        case NamedForm() as form:
             return _named(rules, form, name, schema)
-        case ParameterCall() as form:
+        case ParameterForm() as form:
             return _with_parameters(rules, form, name, schema)
-        case BracedCall() as form:
+        case BracedForm() as form:
             return _braced(rules, form, name, schema)
         case other:
             raise AssertionError(f"no grammar for {other}")
 
 
-def _header(rules: Rules, name: str) -> str:
+def _header(rules: LarkRules, name: str) -> str:
     """Returns the term for the header of a call: the recipient stands before the channel or behind it."""
     channel, to = rules.mark(f"{ChannelMarks.CHANNEL}commentary"), literal(f" to=functions.{name}")
     kind = f'(" "? {rules.mark(ChannelMarks.CONSTRAIN)}? "json")?'
     return f"({channel} {to} | {to} {channel}) {kind} {rules.mark(ChannelMarks.MESSAGE)}"
 
 
-def _object(form: ObjectCall, name: str, schema: Json) -> Json:
+def _object(form: ObjectForm, name: str, schema: Json) -> Json:
     shared: Json = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     return {
         **shared,  # "#/$defs/..." is relative to the whole schema
@@ -155,14 +155,14 @@ def _object(form: ObjectCall, name: str, schema: Json) -> Json:
     }
 
 
-def _named(rules: Rules, form: NamedCall, name: str, schema: Json) -> str:
+def _named(rules: LarkRules, form: NamedForm, name: str, schema: Json) -> str:
     given = f"{literal(f'functions.{name}:')} /[0-9]{{1,4}}/" if form.names_are_ids else literal(name)
     fence = (' "\\n"', f' "\\n" {literal(form.fence)}') if form.fence else ("", "")
     head = f"{rules.mark(form.begin + form.before_name)} {given} {rules.mark(form.after_name)}{fence[0]}"
     return f"{head} {json_rule(schema, SPACED)}{fence[1]} {rules.mark(form.end)}"
 
 
-def _with_parameters(rules: Rules, form: ParameterCall, name: str, schema: Json) -> str:
+def _with_parameters(rules: LarkRules, form: ParameterForm, name: str, schema: Json) -> str:
     terms = [rules.mark(form.begin), BREAK if form.before_name else "", rules.mark(form.before_name + name)]
     terms += [rules.mark(form.after_name), BREAK]
     given = properties(schema)
@@ -176,7 +176,7 @@ def _with_parameters(rules: Rules, form: ParameterCall, name: str, schema: Json)
     return " ".join(filter(None, [*terms, ends]))
 
 
-def _parameter(rules: Rules, form: ParameterCall, key: str, schema: Any, root: Json) -> str:
+def _parameter(rules: LarkRules, form: ParameterForm, key: str, schema: Any, root: Json) -> str:
     between = f" {BREAK} ".join(map(rules.mark, form.after_key))
     head = f"{rules.mark(form.before_key)} {key} {between}{' ' + BREAK if form.layout else ''}"
     end = f"{BREAK if form.layout else ''} {rules.mark(form.after_value)}"
@@ -201,7 +201,7 @@ def _texts(schema: Any, root: Json) -> str:
     return one_of(map(literal, listed))
 
 
-def _braced(rules: Rules, form: BracedCall, name: str, schema: Json) -> str:
+def _braced(rules: LarkRules, form: BracedForm, name: str, schema: Json) -> str:
     quote, anything = rules.mark(form.quote), _anything(rules, form)
     given = properties(schema)
     needed = required(schema)
@@ -221,7 +221,7 @@ def _braced(rules: Rules, form: BracedCall, name: str, schema: Json) -> str:
     return f'{rules.mark(form.begin)} {literal(f"{form.before_name}{name}{{")} {inside} "}}" {rules.mark(form.end)}'
 
 
-def _in_order(rules: Rules, members: Sequence[tuple[str, bool]]) -> str:
+def _in_order(rules: LarkRules, members: Sequence[tuple[str, bool]]) -> str:
     """Returns the term for members in order with commas between them; those that are not required may be missing."""
     choices: list[str] = []
     optional, rest = True, ""
@@ -232,7 +232,7 @@ def _in_order(rules: Rules, members: Sequence[tuple[str, bool]]) -> str:
     return one_of(choices) + ("?" if optional else "")
 
 
-def _anything(rules: Rules, form: BracedCall) -> str:
+def _anything(rules: LarkRules, form: BracedForm) -> str:
     if "\nany_value: " not in f"\n{rules}":
         text = f"{rules.mark(form.quote)} {rules.text_until(form.quote)}"
         rules.add("member_any", f'{KEY} ":" any_value')

@@ -87,7 +87,7 @@ REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 OPEN = ("/health", *PAGE)  # answered without a key: the state only, for monitors, and the page, which asks for a key
 
 
-class Doorway:
+class RequestMiddleware:
     """Wraps the application: request ids, keys, unexpected errors, counts."""
 
     def __init__(self, app: ASGIApp, keys: KeyRing | None, metrics: Metrics, node: str) -> None:

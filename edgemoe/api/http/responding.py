@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Send
 
-from edgemoe.api.generate.generation import Delta, Format, Generation, collect
+from edgemoe.api.generate.generation import AnswerFormat, ChoiceDelta, Generation, collect_deltas
 from edgemoe.errors import InvalidRequest, RequestError
 from edgemoe.types.arrays import Json
 
@@ -96,7 +96,7 @@ async def while_connected(receive: Receive) -> AsyncIterator[None]:
 
 
 async def reply(
-    send: Send, job: Generation, form: Format, deltas: AsyncGenerator[list[Delta], None], stream: bool
+    send: Send, job: Generation, form: AnswerFormat, deltas: AsyncGenerator[list[ChoiceDelta], None], stream: bool
 ) -> None:
     """Sends the answer. Raises RequestError only while nothing has been sent.
 
@@ -104,7 +104,7 @@ async def reply(
     what is silent for a minute, which a long prompt may take.
     """
     if not stream:
-        body = msgspec.json.encode(form.whole(await collect(job, deltas)))
+        body = msgspec.json.encode(form.whole(await collect_deltas(job, deltas)))
         await _start(send, 200, [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))])
         await _send(send, body, more=False)
         return
@@ -127,7 +127,7 @@ async def reply(
 
 
 @asynccontextmanager
-async def _coming(deltas: AsyncGenerator[list[Delta], None]) -> AsyncIterator[asyncio.Future[list[Delta]]]:
+async def _coming(deltas: AsyncGenerator[list[ChoiceDelta], None]) -> AsyncIterator[asyncio.Future[list[ChoiceDelta]]]:
     """Yields the first deltas, which are still to come."""
     first = asyncio.ensure_future(anext(deltas, []))
     try:
@@ -137,7 +137,7 @@ async def _coming(deltas: AsyncGenerator[list[Delta], None]) -> AsyncIterator[as
         await asyncio.wait([first])
 
 
-async def _within(future: asyncio.Future[list[Delta]], seconds: float) -> bool:
+async def _within(future: asyncio.Future[list[ChoiceDelta]], seconds: float) -> bool:
     return bool((await asyncio.wait([future], timeout=seconds))[0])
 
 

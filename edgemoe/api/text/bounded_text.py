@@ -22,7 +22,7 @@ from edgemoe.api.text.tokenizer import LETTERS, TextModel
 from edgemoe.errors import CheckpointError, EngineUnavailable, HelperFailed, HelperMissing, InvalidRequest
 from edgemoe.guard import refuse_pickle
 from edgemoe.heap import give_back
-from edgemoe.helper.process import MAX_FRAME_BYTES, HelperPool, Numbered, bound_addresses, bound_memory, serve
+from edgemoe.helper.process import MAX_FRAME_BYTES, HelperPool, NumberedMessage, bound_addresses, bound_memory, serve
 from edgemoe.types.arrays import Json
 from edgemoe.types.bounds import Count
 
@@ -36,7 +36,7 @@ SHORT_CHARS = 32 << 10  # of a prompt that is tokenized as it is rendered, which
 IDS = "I"  # 32 bits
 
 
-class RenderQuestion(Numbered, frozen=True, tag="render"):
+class RenderQuestion(NumberedMessage, frozen=True, tag="render"):
     """Asks for a prompt of messages, and its tokens where it is short. JSON, which has integers of any length."""
 
     messages: bytes
@@ -45,7 +45,7 @@ class RenderQuestion(Numbered, frozen=True, tag="render"):
     add_generation_prompt: bool
 
 
-class EncodeQuestion(Numbered, frozen=True, tag="encode"):
+class EncodeQuestion(NumberedMessage, frozen=True, tag="encode"):
     """Asks for the tokens of a text."""
 
     text: str
@@ -53,7 +53,7 @@ class EncodeQuestion(Numbered, frozen=True, tag="encode"):
     most_tokens: Count | None
 
 
-class TextAnswer(Numbered, frozen=True):
+class TextAnswer(NumberedMessage, frozen=True):
     """Answers with a text or token ids, or with why there are none."""
 
     text: str = ""
@@ -157,7 +157,7 @@ LOAD_BYTES = 3 << 30
 LONG_CHARS = 1 << 20  # of a text after which memory is given back
 
 
-class Prompts:
+class PromptMaker:
     """Renders and tokenizes with one model's files."""
 
     def __init__(self, model: TextModel) -> None:
@@ -200,7 +200,7 @@ class Prompts:
 def _answering(directory: Path) -> Callable[[RenderQuestion | EncodeQuestion], TextAnswer]:
     """Returns what answers questions; where the model's files cannot be read, with why."""
     try:
-        return Prompts(TextModel(directory)).answer
+        return PromptMaker(TextModel(directory)).answer
     except CheckpointError as error:
         why = str(error)
         return lambda asked: TextAnswer(asked.number, refusal=why)

@@ -22,7 +22,7 @@ import jinja2.sandbox
 import msgspec
 
 from edgemoe.api.dialects.dialect import HistoryForm
-from edgemoe.api.schema import Called, ChatMessage, ContentPart, Tool
+from edgemoe.api.schema import ChatMessage, ContentPart, PastToolCall, Tool
 from edgemoe.errors import CheckpointError, InvalidRequest
 from edgemoe.types.arrays import Json
 
@@ -73,7 +73,7 @@ def _text(content: str | list[ContentPart] | None, where: str) -> str:
     return "".join(part.text or "" for part in content)
 
 
-def _call(call: Called, as_text: bool) -> Json:
+def _call(call: PastToolCall, as_text: bool) -> Json:
     arguments: Any = call.function.arguments
     if as_text:
         arguments = arguments if isinstance(arguments, str) else msgspec.json.encode(arguments or {}).decode()

@@ -106,7 +106,7 @@ class Detokenizer:
         return self._decoder.decode(b"", final=True)
 
 
-class Stops:
+class StopMatcher:
     """Passes text on up to the first complete stop string, and holds back what may become one."""
 
     def __init__(self, strings: tuple[str, ...] = (), unsearched: int = 0) -> None:

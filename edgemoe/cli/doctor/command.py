@@ -38,11 +38,11 @@ def run(args: argparse.Namespace) -> int:
 
 def examine(args: argparse.Namespace) -> Iterator[Finding]:
     """Looks at everything that the settings name. Keys and users' text are in no finding."""
-    yield from looked("versions", checks.software)
-    yield from looked("processor", checks.processor)
-    machine = probes.look(visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"))
-    yield from looked("gpu", lambda: checks.gpus(machine))
-    yield from looked("memory", lambda: checks.memory(machine))
+    yield from run_check("versions", checks.software)
+    yield from run_check("processor", checks.processor)
+    machine = probes.probe_machine(visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"))
+    yield from run_check("gpu", lambda: checks.gpus(machine))
+    yield from run_check("memory", lambda: checks.memory(machine))
     try:
         loaded = load(Path(args.config) if args.config else None, args.set)
         path = socket_of(args)
@@ -52,23 +52,23 @@ def examine(args: argparse.Namespace) -> Iterator[Finding]:
     settings = loaded.settings
     files = ", ".join(map(str, loaded.files)) or "no file; all defaults"
     yield Finding("settings", "warning" if loaded.warnings else "pass", "; ".join(loaded.warnings) or files)
-    yield from looked("disk", lambda: checks.disk(Path(settings.model.store_dir), disk_rate))
-    yield from looked("clock", lambda: checks.clock(checks.dated(settings), time.time()))
-    yield from looked("store", lambda: checks.stores(settings, verify=args.verify))
-    yield from looked("keys", lambda: checks.keys(loaded))
-    yield from looked("model", lambda: checks.model(loaded))
-    yield from looked("device", lambda: checks.devices(settings, machine))
-    yield from looked("memory", lambda: checks.budgets(settings, machine))
-    yield from looked("kernels", lambda: checks.kernels(settings))
-    yield from looked("open-files", lambda: checks.open_files(settings))
+    yield from run_check("disk", lambda: checks.disk(Path(settings.model.store_dir), disk_rate))
+    yield from run_check("clock", lambda: checks.clock(checks.dated(settings), time.time()))
+    yield from run_check("store", lambda: checks.stores(settings, verify=args.verify))
+    yield from run_check("keys", lambda: checks.keys(loaded))
+    yield from run_check("model", lambda: checks.model(loaded))
+    yield from run_check("device", lambda: checks.devices(settings, machine))
+    yield from run_check("memory", lambda: checks.budgets(settings, machine))
+    yield from run_check("kernels", lambda: checks.kernels(settings))
+    yield from run_check("open-files", lambda: checks.open_files(settings))
     found, health = checks.daemon(path)
-    yield from looked("port", lambda: checks.port(settings, runs=bool(health)))
+    yield from run_check("port", lambda: checks.port(settings, runs=bool(health)))
     yield from found
-    yield from looked("unit", checks.unit)
-    yield from looked("peer-list", lambda: checks.boxes(settings.cluster, health))
+    yield from run_check("unit", checks.unit)
+    yield from run_check("peer-list", lambda: checks.boxes(settings.cluster, health))
 
 
-def looked(check: str, look: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
+def run_check(check: str, look: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
     """Yields what one look finds; where it cannot go on, that is a finding, and the others go on."""
     try:
         yield from look()

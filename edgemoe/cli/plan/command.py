@@ -18,8 +18,8 @@ from rich.table import Table
 from edgemoe.cli.output import console
 from edgemoe.cli.plan import speed
 from edgemoe.cli.plan.disk import ROOM_BYTES, read_times
-from edgemoe.cli.plan.measure import LayerTimes, Rates, decode_times, measure_layers, memory_rate
-from edgemoe.cli.plan.speed import Subject, Variant, find, model_of, rest_bytes
+from edgemoe.cli.plan.measure import LayerTimes, MachineRates, decode_times, measure_layers, memory_rate
+from edgemoe.cli.plan.speed import ModelVariant, PlannedModel, find_model, model_of, rest_bytes
 from edgemoe.config.budgets import Budgets, devices_of, resolve_budgets, runs_on_gpu
 from edgemoe.config.loading import load
 from edgemoe.config.settings import Settings
@@ -45,7 +45,7 @@ MORE_BYTES = 16 << 30  # of RAM, in what would help
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class PlanOptions:
     """What the forecast is for."""
 
     context_tokens: int
@@ -56,7 +56,7 @@ class Wish:
 
 
 @dataclass(frozen=True, slots=True)
-class Forecast:
+class SpeedForecast:
     """One encoding on this machine. Bytes, shares of all experts, seconds; `why` says why it does not fit."""
 
     encoding: str
@@ -79,16 +79,16 @@ class Forecast:
 class Planner:
     """Holds what all forecasts share: the question, the settings, the machine and its rates."""
 
-    question: Wish
+    question: PlanOptions
     settings: Settings
     machine: Machine
-    rates: Rates
+    rates: MachineRates
 
-    def forecast(self, variant: Variant, times: LayerTimes, more_bytes: int = 0, boxes: int = 0) -> Forecast:
+    def forecast(self, variant: ModelVariant, times: LayerTimes, more_bytes: int = 0, boxes: int = 0) -> SpeedForecast:
         """Returns what to expect, with more RAM than there is, or on so many boxes."""
         question, needs = self.question, needs_of(variant.spec, variant.dense_bytes)
         kv_bytes = question.sequences * (question.context_tokens * needs.kv_bytes_per_token + needs.state_bytes)
-        found = Forecast(variant.label, variant.packing, needs.dense_bytes, kv_bytes, needs.experts.all_bytes)
+        found = SpeedForecast(variant.label, variant.packing, needs.dense_bytes, kv_bytes, needs.experts.all_bytes)
         free_bytes = self.machine.ram_available_bytes + more_bytes
         try:
             budgets = resolve_budgets(self.settings, replace(self.machine, ram_available_bytes=free_bytes), needs)
@@ -107,7 +107,9 @@ class Planner:
         )
         return self._timed(found, variant, times, places)
 
-    def _timed(self, found: Forecast, variant: Variant, times: LayerTimes, places: speed.Places) -> Forecast:
+    def _timed(
+        self, found: SpeedForecast, variant: ModelVariant, times: LayerTimes, places: speed.TierShares
+    ) -> SpeedForecast:
         if runs_on_gpu(devices_of(self.settings, self.machine)):
             return replace(found, limit="not foretold for a GPU")
         if times.why:
@@ -119,7 +121,7 @@ class Planner:
         rest_s = rest_bytes(variant) / self.rates.memory_bytes_per_s
         context_bytes = question.context_tokens / 2 * spec.kv_bytes_per_token
 
-        def step(tokens: int, layer_s: float, context: float) -> speed.Times:
+        def step(tokens: int, layer_s: float, context: float) -> speed.PlannedStep:
             return speed.step(model, speed.StepWork(tokens, layer_s, rest_s, context), places, question.curve)
 
         one = step(1, times.decode_s, context_bytes)
@@ -133,16 +135,16 @@ class Planner:
             limit=one.limit,
         )
 
-    def _places(self, budgets: Budgets, boxes: int, disk_s: tuple[float, ...]) -> speed.Places:
+    def _places(self, budgets: Budgets, boxes: int, disk_s: tuple[float, ...]) -> speed.TierShares:
         device = next((device for device in budgets.devices if device.kind != "cpu"), None)
         ram = _share(budgets, budgets.ram_bytes)
         top = ram if device is None else _share(budgets, device.expert_bytes)
         link = device.link_bytes_per_s if device is not None else 0.0
         rates = self.rates
-        return speed.Places(top, ram, link, disk_s, rates.memory_bytes_per_s, boxes)
+        return speed.TierShares(top, ram, link, disk_s, rates.memory_bytes_per_s, boxes)
 
 
-class Phases:
+class PhaseReport:
     """Says on standard error what is done now, and how long the phase before has taken."""
 
     def __init__(self) -> None:
@@ -165,10 +167,10 @@ def run(args: argparse.Namespace) -> int:
         )
     settings = load(Path(args.config) if args.config else None, args.set).settings
     become_owner(Path(settings.model.store_dir))
-    subject = find(args.model, Path(settings.model.store_dir))
+    subject = find_model(args.model, Path(settings.model.store_dir))
     context = args.context or min(subject.spec.context_tokens, 4096)
-    question = Wish(context, args.sequences, args.prompt, args.boxes, args.routing)
-    planner, measured = _measure(subject, question, settings, Phases())
+    question = PlanOptions(context, args.sequences, args.prompt, args.boxes, args.routing)
+    planner, measured = _measure(subject, question, settings, PhaseReport())
     forecasts = [planner.forecast(*each) for each in measured]
     advice = list(advise(planner, measured, forecasts))
     if args.json:
@@ -179,10 +181,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measure(
-    subject: Subject, question: Wish, settings: Settings, say: Phases
-) -> tuple[Planner, list[tuple[Variant, LayerTimes]]]:
+    subject: PlannedModel, question: PlanOptions, settings: Settings, say: PhaseReport
+) -> tuple[Planner, list[tuple[ModelVariant, LayerTimes]]]:
     """Returns what this machine does, and what it takes for each encoding of the model."""
-    machine, stores = probes.look(visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES")), settings.model.store_dir
+    machine, stores = (
+        probes.probe_machine(visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES")),
+        settings.model.store_dir,
+    )
     threads = settings.engine.threads or machine.cpus
     torch.set_num_threads(threads)
     say("preparing kernels")
@@ -196,7 +201,7 @@ def _measure(
     reads = read_times(Path(stores), sizes, speed.READ_AT_ONCE)
     disk_bytes_per_s = speed.READ_AT_ONCE[-1] * sizes[0] / reads[0][-1] if reads[0] else 0.0
     device = settings.device[0]
-    rates = Rates(device.memory_bytes_per_s or memory_rate(kernels), disk_bytes_per_s, device.link_bytes_per_s)
+    rates = MachineRates(device.memory_bytes_per_s or memory_rate(kernels), disk_bytes_per_s, device.link_bytes_per_s)
     chunk = min(question.prompt_tokens, settings.engine.step_tokens)
     times = measure_layers(variants, kernels, question.sequences, chunk, say)
     say("")
@@ -207,7 +212,7 @@ def _measure(
 
 
 def advise(
-    planner: Planner, measured: Sequence[tuple[Variant, LayerTimes]], forecasts: Sequence[Forecast]
+    planner: Planner, measured: Sequence[tuple[ModelVariant, LayerTimes]], forecasts: Sequence[SpeedForecast]
 ) -> Iterator[tuple[str, float]]:
     """Yields what could be changed and how many times as fast the model would be then, the greatest gain first."""
     now = forecasts[0]
@@ -228,7 +233,7 @@ def _share(budgets: Budgets, size_bytes: int) -> float:
 
 
 def _as_json(
-    subject: Subject, planner: Planner, forecasts: Sequence[Forecast], advice: Sequence[tuple[str, float]]
+    subject: PlannedModel, planner: Planner, forecasts: Sequence[SpeedForecast], advice: Sequence[tuple[str, float]]
 ) -> dict[str, object]:
     return {
         "model": subject.name,
@@ -242,7 +247,7 @@ def _as_json(
 
 
 def _picture(
-    subject: Subject, planner: Planner, forecasts: Sequence[Forecast], advice: Sequence[tuple[str, float]]
+    subject: PlannedModel, planner: Planner, forecasts: Sequence[SpeedForecast], advice: Sequence[tuple[str, float]]
 ) -> Group:
     question, rates, geometry = planner.question, planner.rates, subject.spec.geometry
     table = Table(title=f"{subject.name} ({subject.spec.family}) on {_boxes(question.boxes)}")
@@ -276,7 +281,7 @@ def _boxes(boxes: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Bound:
+class SpeedBound:
     """Of one number of streams: seconds a token, tokens a second of all, and what takes most of a step."""
 
     streams: int
@@ -287,16 +292,18 @@ class Bound:
 
 def bounds(
     settings: Settings, model: Json, metrics: Mapping[str, float], streams: Sequence[int], context_tokens: int
-) -> list[Bound]:
+) -> list[SpeedBound]:
     """Returns the bounds of a daemon's model, as its /health and /metrics tell of it, on a machine that is idle.
 
     Raises StoreError where its store is not found, its experts are on a GPU, or a disk cannot be measured, and
     CapacityError where memory does not allow to measure.
     """
-    machine = probes.look(visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"))
+    machine = probes.probe_machine(visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"))
     if runs_on_gpu(devices_of(settings, machine)):
         raise StoreError("what a GPU allows is not foretold")
-    (variant,) = find(str(served_store(settings, str(model["digest"]))), Path(settings.model.store_dir)).variants()
+    (variant,) = find_model(
+        str(served_store(settings, str(model["digest"]))), Path(settings.model.store_dir)
+    ).variants()
     threads = settings.engine.threads or machine.cpus
     torch.set_num_threads(threads)
     kernels = Kernels(threads, variant.spec.dtype == "bfloat16", kernel_dir(settings))
@@ -308,7 +315,7 @@ def bounds(
     for count, layer_s in zip(streams, decode_times(variant.spec, kernels, streams), strict=True):
         work = speed.StepWork(count, layer_s, rest_s, count * read_bytes)
         times = speed.step(model_of(variant), work, places, "usual")
-        found.append(Bound(count, times.total_s, count / times.total_s, times.limit))
+        found.append(SpeedBound(count, times.total_s, count / times.total_s, times.limit))
     return found
 
 
@@ -325,8 +332,8 @@ def served_store(settings: Settings, digest: str) -> Path:
 
 
 def _places_of(
-    settings: Settings, variant: Variant, metrics: Mapping[str, float], memory_bytes_per_s: float
-) -> speed.Places:
+    settings: Settings, variant: ModelVariant, metrics: Mapping[str, float], memory_bytes_per_s: float
+) -> speed.TierShares:
     count = variant.spec.geometry.count
     ram, vram = (min(1.0, select(metrics, names.TIER_SLOTS, tier=tier) / count) for tier in ("ram", "vram"))
     link = settings.device[0].link_bytes_per_s or select(metrics, names.LINK_RATE, link="0")
@@ -334,4 +341,4 @@ def _places_of(
     (disk_s,) = read_times(directory, [size], speed.READ_AT_ONCE) if ram < 1 else [()]
     if ram < 1 and not disk_s:
         raise StoreError(f"the disk of {directory} was not measured: it may not be written to, or is full")
-    return speed.Places(vram or ram, ram, link if vram else 0.0, disk_s, memory_bytes_per_s)
+    return speed.TierShares(vram or ram, ram, link if vram else 0.0, disk_s, memory_bytes_per_s)

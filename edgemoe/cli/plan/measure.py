@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from safetensors.torch import save_file
 
-from edgemoe.cli.plan.speed import Variant, dense_encoding, dense_size, layer_bytes
+from edgemoe.cli.plan.speed import ModelVariant, dense_encoding, dense_size, layer_bytes
 from edgemoe.config.sizes import format_size
 from edgemoe.encodings.codec import pack
 from edgemoe.engine.driver import SequenceDriver
@@ -134,14 +134,14 @@ def dense_bytes(spec: ModelSpec) -> int:
     return total
 
 
-class Ours:
+class ResidentModel:
     """A decoder over tiers whose RAM holds every expert."""
 
     def __init__(self, spec: ModelSpec, kernels: Kernels, decoder: Decoder, tiers: ExpertTiers) -> None:
         self.spec, self.kernels, self.decoder, self.tiers = spec, kernels, decoder, tiers
 
     @classmethod
-    def plain(cls, config: dict[str, Any], threads: int, policy: LivePolicy | None = None) -> Ours:
+    def plain(cls, config: dict[str, Any], threads: int, policy: LivePolicy | None = None) -> ResidentModel:
         """Makes a model without encodings."""
         spec = spec_from_config(config)
         kernels = Kernels(threads, spec.dtype == "bfloat16")
@@ -216,7 +216,7 @@ class LayerTimes:
 
 
 @dataclass(frozen=True, slots=True)
-class Rates:
+class MachineRates:
     """Of the machine. A link is the one to the first device; 0 where there is none, or nothing to measure it on."""
 
     memory_bytes_per_s: float
@@ -225,19 +225,19 @@ class Rates:
 
 
 def measure_layers(
-    variants: Sequence[Variant], kernels: Kernels, sequences: int, prompt_tokens: int, say: Say
+    variants: Sequence[ModelVariant], kernels: Kernels, sequences: int, prompt_tokens: int, say: Say
 ) -> list[LayerTimes]:
     """Returns for each variant of a model the times of a layer, on random weights of the same shapes.
 
     Takes about `BUDGET_S`, and what it takes to make the weights. Where memory or `DEADLINE_S` do not allow it, the
     times say why instead.
     """
-    lab, share_s, found = Lab(kernels), BUDGET_S / len(variants) / 4, list[LayerTimes]()
+    lab, share_s, found = LayerBench(kernels), BUDGET_S / len(variants) / 4, list[LayerTimes]()
     tokens, ends_s = max(sequences * (MOST_STEPS + WARM_STEPS), prompt_tokens), time.monotonic() + DEADLINE_S
     for number, variant in enumerate(variants, 1):
         experts = variant.spec.router.experts
 
-        def measure(model: Ours, experts: int = experts) -> list[float]:
+        def measure(model: ResidentModel, experts: int = experts) -> list[float]:
             decode_s = [_decode_s(model, count, share_s) for count in (1, sequences)]
             return [*decode_s, _prompt_s(model, experts, prompt_tokens, 2 * share_s)]
 
@@ -258,20 +258,20 @@ def measure_layers(
 
 def decode_times(spec: ModelSpec, kernels: Kernels, streams: Sequence[int]) -> list[float]:
     """Returns the seconds of a layer for a token of each of so many sequences. Raises CapacityError."""
-    lab, tokens = Lab(kernels), max(streams) * (MOST_STEPS + WARM_STEPS)
+    lab, tokens = LayerBench(kernels), max(streams) * (MOST_STEPS + WARM_STEPS)
     times = lab.run(spec, tokens, lambda model: [_decode_s(model, count, BOUND_S) for count in streams])
     lab.close()
     return times
 
 
-class Lab:
+class LayerBench:
     """Makes small models of random weights, one at a time. Those whose experts are alike use the same ones."""
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
         self._tiers: ExpertTiers | None = None
 
-    def run(self, spec: ModelSpec, tokens: int, measure: Callable[[Ours], list[float]]) -> list[float]:
+    def run(self, spec: ModelSpec, tokens: int, measure: Callable[[ResidentModel], list[float]]) -> list[float]:
         """Measures a miniature model by its layers, with at most that many tokens over all sequences.
 
         Raises CapacityError where the machine has not as much memory to spare: taken regardless, it would be the
@@ -283,14 +283,14 @@ class Lab:
         dense = sum(dense_size(small, name, shape) for name, shape in dense_shapes(small).items())
         # dense weights are made, written and read, which may all be in memory at once
         needed = 3 * dense + tokens * small.kv_bytes_per_token + (0 if self._tiers else small.geometry.all_bytes)
-        free = probes.look().ram_available_bytes - SPARE_BYTES
+        free = probes.probe_machine().ram_available_bytes - SPARE_BYTES
         if needed > free:
             raise CapacityError(
                 f"measuring takes {format_size(needed)} of memory, and {format_size(max(0, free))} can be spared"
             )
         if self._tiers is None:
             self._tiers = resident_tiers(small, self._kernels)
-        model = Ours(small, self._kernels, random_decoder(small, self._kernels), self._tiers)
+        model = ResidentModel(small, self._kernels, random_decoder(small, self._kernels), self._tiers)
         return [taken_s / small.layers for taken_s in measure(model)]
 
     def close(self) -> None:
@@ -335,14 +335,14 @@ def _period(spec: ModelSpec) -> int:
     return most
 
 
-def _decode_s(model: Ours, sequences: int, budget_s: float) -> float:
+def _decode_s(model: ResidentModel, sequences: int, budget_s: float) -> float:
     """Returns the time of a step."""
     model.begin(sequences, MOST_STEPS + WARM_STEPS)
     _feed(model, sequences, WARM_STEPS)
     return _time_s(lambda: _feed(model, sequences, 1), budget_s)
 
 
-def _prompt_s(model: Ours, experts: int, tokens: int, budget_s: float) -> float:
+def _prompt_s(model: ResidentModel, experts: int, tokens: int, budget_s: float) -> float:
     """Returns the time of a prompt in layers of `experts` experts.
 
     The prompt that is timed is shorter by as much as the miniature has fewer experts, so that each has as many tokens.
@@ -367,7 +367,7 @@ def _time_s(timed: Callable[[], float], budget_s: float) -> float:
     return sorted(taken)[len(taken) // 4]
 
 
-def _feed(model: Ours, sequences: int, tokens: int) -> float:
+def _feed(model: ResidentModel, sequences: int, tokens: int) -> float:
     """Returns the seconds of a step of random tokens."""
     given = torch.randint(0, model.spec.vocab, (sequences, tokens))
     began_s = time.perf_counter()

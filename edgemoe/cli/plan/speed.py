@@ -1,4 +1,4 @@
-"""Foretells a model's speed from the machine's rates and the share of its experts in memory. Pure but for `find`.
+"""Foretells a model's speed from the machine's rates and the share of its experts in memory. Pure but for `find_model`.
 
 A step takes its layers' time with every expert in memory, plus the time that missing experts take to arrive. The miss
 ratio is read from a curve fixed beforehand: the mean of the policy `learned` on recordings of DeepSeek-V2-Lite and
@@ -25,7 +25,7 @@ HEADER_BYTES = 160  # of one tensor in a file's header, about
 
 
 @dataclass(frozen=True, slots=True)
-class Variant:
+class ModelVariant:
     """A model in one encoding, and how to get it so."""
 
     label: str
@@ -40,16 +40,16 @@ class Variant:
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class PlannedModel:
     """A model: its name, its spec as it is, and its store where it has one."""
 
     name: str
     spec: ModelSpec
     store: Path | None
 
-    def variants(self) -> Iterator[Variant]:
+    def variants(self) -> Iterator[ModelVariant]:
         """Yields the model as it is, then what it can be packed in; a store is what it is."""
-        yield Variant(_label(self.spec), self.spec, "")
+        yield ModelVariant(_label(self.spec), self.spec, "")
         if self.store is not None:
             return
         for experts, dense in CHOICES:
@@ -57,10 +57,12 @@ class Subject:
             if ENCODINGS[experts].fits(geometry.hidden) and ENCODINGS[experts].fits(geometry.width):
                 spec = replace(self.spec, encodings=(experts,) * geometry.layers, dense_encoding=dense)
                 if (_label(spec)) != _label(self.spec):
-                    yield Variant(_label(spec), spec, f"--experts {experts}" + (f" --dense {dense}" if dense else ""))
+                    yield ModelVariant(
+                        _label(spec), spec, f"--experts {experts}" + (f" --dense {dense}" if dense else "")
+                    )
 
 
-def find(name: str, store_dir: Path) -> Subject:
+def find_model(name: str, store_dir: Path) -> PlannedModel:
     """Returns the model in a checkpoint's folder, a packed store (by name, too) or a config.json.
 
     Raises CheckpointError, UnsupportedModel, StoreError.
@@ -68,9 +70,9 @@ def find(name: str, store_dir: Path) -> Subject:
     path = Path(name).expanduser()
     if path.exists() and not is_store(path):
         about = path.absolute()
-        return Subject(about.parent.name if about.is_file() else about.name, spec_at(path), None)
+        return PlannedModel(about.parent.name if about.is_file() else about.name, spec_at(path), None)
     store = resolve(name, store_dir)
-    return Subject(store.name, spec_of(Manifest.read(store)), store)
+    return PlannedModel(store.name, spec_of(Manifest.read(store)), store)
 
 
 def dense_size(spec: ModelSpec, name: str, shape: tuple[int, ...]) -> int:
@@ -117,7 +119,7 @@ class StepWork:
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class PlannedSizes:
     """The sizes that speed depends on."""
 
     layers: int  # with experts
@@ -127,7 +129,7 @@ class Model:
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class TierShares:
     """Shares of all experts in each tier, and how fast those below move."""
 
     top: float  # held where they are computed
@@ -139,7 +141,7 @@ class Places:
 
 
 @dataclass(frozen=True, slots=True)
-class Times:
+class PlannedStep:
     """Where the seconds of a step go."""
 
     compute_s: float
@@ -163,7 +165,7 @@ class Times:
         return max(parts, key=lambda name: parts[name])
 
 
-def step(model: Model, work: StepWork, places: Places, curve: str) -> Times:
+def step(model: PlannedSizes, work: StepWork, places: TierShares, curve: str) -> PlannedStep:
     """Returns the seconds of one step."""
     touched = model.layers * distinct(model, work.tokens)
     held, below = min(1.0, places.top * places.boxes), min(1.0, places.ram * places.boxes)
@@ -175,7 +177,7 @@ def step(model: Model, work: StepWork, places: Places, curve: str) -> Times:
         link_s = model.layers * min(by_link_s, WORTH_S)  # from there on the CPU computes what is in RAM
     disk_s = model.layers * read_s(absent / model.layers, places.disk_s) if places.disk_s else 0.0
     boxes_s = model.layers * REMOTE_S if places.boxes > 1 and places.top < 1 else 0.0
-    return Times(compute_s, link_s, disk_s, boxes_s)
+    return PlannedStep(compute_s, link_s, disk_s, boxes_s)
 
 
 def read_s(experts: float, disk_s: Sequence[float]) -> float:
@@ -186,7 +188,7 @@ def read_s(experts: float, disk_s: Sequence[float]) -> float:
     return float(np.interp(experts, (0, *READ_AT_ONCE), (0.0, *disk_s)))
 
 
-def distinct(model: Model, tokens: int) -> float:
+def distinct(model: PlannedSizes, tokens: int) -> float:
     """Returns how many experts of a layer so many tokens touch, on average, where they choose evenly."""
     return model.experts * (1 - (1 - model.top_k / model.experts) ** tokens)
 
@@ -195,13 +197,13 @@ def _missed(held: float, curve: str) -> float:
     return float(np.interp(held, HELD, MISSES[curve]))
 
 
-def model_of(variant: Variant) -> Model:
+def model_of(variant: ModelVariant) -> PlannedSizes:
     """Returns the sizes that speed depends on."""
     geometry = variant.spec.geometry
-    return Model(geometry.layers, geometry.experts, geometry.top_k, geometry.largest_bytes)
+    return PlannedSizes(geometry.layers, geometry.experts, geometry.top_k, geometry.largest_bytes)
 
 
-def rest_bytes(variant: Variant) -> float:
+def rest_bytes(variant: ModelVariant) -> float:
     """Returns the bytes that a step reads outside the layers that were measured: the head, and dense layers."""
     spec = variant.spec
     inside = {f"model.layers.{layer}." for layer in spec.expert_layers}

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from edgemoe.cluster.control.messages import Report
-from edgemoe.helper.process import MAX_FRAME_BYTES, Numbered
+from edgemoe.helper.process import MAX_FRAME_BYTES, NumberedMessage
 from edgemoe.types.bounds import (
     MAX_NODES,
     Bitmap,
@@ -46,7 +46,7 @@ class PlacementBox(msgspec.Struct, frozen=True):
     report: Report | None = None
 
 
-class PlacementQuestion(Numbered, frozen=True):
+class PlacementQuestion(NumberedMessage, frozen=True):
     """Asks for a placement."""
 
     policy: PlacementPolicy
@@ -60,7 +60,7 @@ class PlacementQuestion(Numbered, frozen=True):
     horizon_s: Rate = 0.0  # for which a move is to pay; 0: moves cost nothing
 
 
-class PlacementAnswer(Numbered, frozen=True):
+class PlacementAnswer(NumberedMessage, frozen=True):
     """Answers with each box's homes in memory and on disk, and how long requests wait for others."""
 
     homes: Annotated[tuple[Bitmap, ...], Meta(max_length=MAX_NODES)] = ()
@@ -73,7 +73,7 @@ class PlacementAnswer(Numbered, frozen=True):
     missing_bytes: Bytes = 0
 
 
-class ClusterQuestion(Numbered, frozen=True):
+class ClusterQuestion(NumberedMessage, frozen=True):
     """Asks for expert clusters of these requests.
 
     `before` has the engine whose cluster each was in till now, -1 where that is gone; () where there were no clusters.
@@ -86,7 +86,7 @@ class ClusterQuestion(Numbered, frozen=True):
     before: Annotated[tuple[Annotated[int, Meta(ge=-1, lt=MAX_NODES)], ...], Meta(max_length=MAX_REQUESTS)] = ()
 
 
-class ClusterAnswer(Numbered, frozen=True):
+class ClusterAnswer(NumberedMessage, frozen=True):
     """Answers with clusters: float32 tables of weights [L, E], centroids [K, L * E] and what is decoded [K, L, E].
 
     `similarity` and `spread` are those of the requests to the nearest, `nearest` how many of them each is.
