@@ -12,8 +12,9 @@ from edgemoe.errors import ConfigError
 from edgemoe.rights import become_owner
 from edgemoe.store.arriving import arriving_store, pack_arrived
 from edgemoe.store.catalog import is_store, spec_at
-from edgemoe.store.checkpoint import Checkpoint, check_tokenizer
+from edgemoe.store.checkpoint import check_tokenizer
 from edgemoe.store.files import ARRIVING, lock_store
+from edgemoe.store.gguf.checkpoint_of_gguf import gguf_at, open_checkpoint
 from edgemoe.store.layout import WantedEncodings
 from edgemoe.store.manifest import MANIFEST
 from edgemoe.store.packer import AS_IT_IS, Progress, ensure_store, pack, place_of, told_as_store_error
@@ -38,6 +39,10 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"{source} is a packed store, which stays as it is; name the checkpoint that is to be packed")
     if not is_store(source):
         spec_at(source)
+    if (args.wait or args.delete_shards) and gguf_at(source) is not None:
+        raise ConfigError(
+            "--wait and --delete-shards are for shards of safetensors; fetch the whole GGUF, then pack it"
+        )
     check_tokenizer(source)
     with show_progress(f"packing {args.checkpoint}") as progress:
         if args.wait or args.delete_shards:
@@ -67,7 +72,7 @@ def _pack_in_place(checkpoint: str, store_dir: Path, wanted: WantedEncodings, pr
     source = Path(checkpoint).expanduser()
     if (source / MANIFEST).is_file():
         return source
-    place = place_of(store_dir, Checkpoint.open(source), wanted)
+    place = place_of(store_dir, open_checkpoint(source), wanted)
     finished = (place / MANIFEST).is_file()
     store = ensure_store(source, store_dir, progress, wanted)
     if finished:

@@ -19,12 +19,13 @@ from edgemoe import demo
 from edgemoe.config.settings import ModelSettings
 from edgemoe.config.sizes import format_size
 from edgemoe.durable import remove_file, remove_tree
-from edgemoe.errors import CheckpointError, StoreError, UnsupportedModel
+from edgemoe.errors import CheckpointError, StoreError
 from edgemoe.families.config import spec_from_config
 from edgemoe.families.spec import ModelSpec
 from edgemoe.store.checkpoint import CONFIG, check_tokenizer, read_json
 from edgemoe.store.files import ARRIVING, is_in_use, last_used_s, lock_store, page_memory
-from edgemoe.store.layout import precision
+from edgemoe.store.gguf.checkpoint_of_gguf import gguf_at, open_checkpoint
+from edgemoe.store.layout import WantedEncodings, plan, precision
 from edgemoe.store.manifest import JOURNAL, MANIFEST, Manifest, model_of, spec_of, verify_copy, verify_weights
 from edgemoe.store.packer import Progress, ensure_store, silent
 from edgemoe.store.reader import ExpertStore
@@ -32,11 +33,6 @@ from edgemoe.store.sources import check_method, quantisation
 from edgemoe.types.experts import padded
 from edgemoe.types.model_info import commonest_first, encodings_text
 
-GGUF_MAGIC = b"GGUF"
-GGUF_HEAD_BYTES = 1 << 16  # of the file, in which the first keys lie
-GGUF_ARCHITECTURE = b"general.architecture" + (8).to_bytes(4, "little")  # a key, and the type of a string
-MOST_NAME_BYTES = 64
-CHECKPOINT = "fetch the model's safetensors instead (`edgemoe pull OWNER/NAME`); `--experts int4` makes them as small"
 KEPT = {"mxfp4": "mxfp4", "fp8": "fp8"}  # quant_method -> what its experts are kept in
 
 
@@ -46,12 +42,12 @@ def spec_at(path: Path) -> ModelSpec:
     Raises CheckpointError and UnsupportedModel, saying what lies there instead and what to do.
     """
     demand_path(path)
-    if path.is_file() and gguf_architecture(path) is not None:
-        raise UnsupportedModel(_gguf(path, path))
+    if gguf_at(path) is not None:
+        checkpoint = open_checkpoint(path)
+        laid = plan(checkpoint, WantedEncodings()).spec
+        spec = spec_from_config({**checkpoint.config, "dtype": laid.dtype})
+        return replace(spec, encodings=laid.encodings, dense_encoding=laid.dense_encoding)
     if path.is_dir() and not (path / CONFIG).is_file():
-        found = next(iter(sorted(path.glob("*.gguf"))), None)
-        if found is not None:
-            raise UnsupportedModel(_gguf(path, found))
         raise CheckpointError(f"{path} has no {CONFIG}: is this a model's folder?")
     config = read_json(path / CONFIG if path.is_dir() else path)
     check_method(config)
@@ -69,26 +65,6 @@ def demand_path(path: Path) -> None:
     """Raises CheckpointError where a path is not there."""
     if missing := missing_part(path):
         raise CheckpointError(f"{path} is not there: {missing} is missing; is the path right, and its disk mounted?")
-
-
-def gguf_architecture(path: Path) -> str | None:
-    """Returns what a GGUF file says its architecture is, "" where its head does not say; None of another file."""
-    try:
-        with path.open("rb") as file:
-            head = file.read(GGUF_HEAD_BYTES)
-    except OSError:
-        return None
-    if not head.startswith(GGUF_MAGIC):
-        return None
-    _, key, rest = head.partition(GGUF_ARCHITECTURE)
-    length = int.from_bytes(rest[:8], "little")
-    return rest[8 : 8 + length].decode("ascii", "replace") if key and length <= MOST_NAME_BYTES else ""
-
-
-def _gguf(named: Path, file: Path) -> str:
-    of = gguf_architecture(file)
-    what = f"{named} is a GGUF" if named == file else f"{named} has GGUF files only"
-    return f"{what}{f' of {of}' if of else ''}, which cannot be read yet; {CHECKPOINT}"
 
 
 def _kept(config: Mapping[str, Any]) -> str:

@@ -69,6 +69,7 @@ class Checkpoint:
     tensors: dict[str, Tensor]
     copied: tuple[Path, ...]  # files that the store keeps as they are
     fingerprint: str
+    made: tuple[tuple[str, bytes], ...] = ()  # names and contents of files that the store keeps besides
 
     @classmethod
     def open(cls, directory: str | Path) -> Checkpoint:
@@ -93,6 +94,8 @@ class Checkpoint:
         path = self.directory.resolve()
         if path == demo.FOLDER.resolve():
             return demo.NAME
+        if path.suffix == ".gguf":
+            return re.sub(r"-\d{5}-of-\d{5}$", "", path.stem)
         if path.parent.name == "snapshots" and path.parent.parent.name.startswith("models--"):
             return path.parent.parent.name.split("--")[-1]
         return path.name

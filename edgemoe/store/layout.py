@@ -17,8 +17,11 @@ from edgemoe.errors import CheckpointError, ConfigError, UnsupportedModel
 from edgemoe.families.config import decoder_config, spec_from_config
 from edgemoe.families.spec import ModelSpec, Shape, dense_shapes
 from edgemoe.store.checkpoint import ITEM_BYTES, Checkpoint
+from edgemoe.store.gguf.checkpoint_of_gguf import GgufCheckpoint
+from edgemoe.store.gguf.gguf_tensors import GgufTensors
+from edgemoe.store.gguf.gguf_values import BlockSource
 from edgemoe.store.manifest import DENSE, Manifest, layer_file
-from edgemoe.store.pieces import Piece, Run, SourceTensors, expert_recipes, pieces_of
+from edgemoe.store.pieces import Piece, Run, SourceTensors, pieces_of
 from edgemoe.store.sources import Source, SourceRows, check_method
 from edgemoe.types.bounds import is_number
 from edgemoe.types.encoding import ENCODINGS, FLOAT32, Encoding
@@ -168,9 +171,9 @@ def plan(checkpoint: Checkpoint, wanted: WantedEncodings) -> Layout:
             f"{checkpoint.directory}: config.json promises {spec.layers} layers, the files hold only "
             f"{len(checkpoint.tensors)} tensors"
         )
-    tensors = SourceTensors(checkpoint, spec)
+    tensors = _finder(checkpoint, spec)
     dense = {name: tensors.take(name, shape) for name, shape in dense_shapes(spec).items()}
-    layers = [_experts(tensors, spec, layer) for layer in spec.expert_layers]
+    layers = [_experts(tensors, layer) for layer in spec.expert_layers]
     tensors.refuse_leftovers()
     unfit: list[str] = []
     dtype = _dtype(checkpoint, layers, wanted)
@@ -194,7 +197,7 @@ def precision(config: Mapping[str, Any]) -> str:
 def plan_layer(checkpoint: Checkpoint, wanted: WantedEncodings, number: int) -> FilePlan:
     """Plans one file of experts as `plan` does, from the tensors of its layer alone. Raises the same."""
     spec = spec_from_config({**checkpoint.config, "dtype": "bfloat16"})
-    layer = _experts(SourceTensors(checkpoint, spec), spec, spec.expert_layers[number])
+    layer = _experts(_finder(checkpoint, spec), spec.expert_layers[number])
     spec = replace(spec, dtype=_dtype(checkpoint, [layer], wanted))
     encoding = _layer_encoding(layer, number, spec, wanted, [])
     if encoding != spec.dtype:
@@ -220,10 +223,19 @@ class _Expert:
     biases: tuple[Rows, ...]
 
 
-def _experts(tensors: SourceTensors, spec: ModelSpec, layer: int) -> list[_Expert]:
+Finder = SourceTensors | GgufTensors
+
+
+def _finder(checkpoint: Checkpoint, spec: ModelSpec) -> Finder:
+    if isinstance(checkpoint, GgufCheckpoint):
+        return GgufTensors(checkpoint.model, spec)
+    return SourceTensors(checkpoint, spec)
+
+
+def _experts(tensors: Finder, layer: int) -> list[_Expert]:
     return [
         _Expert(*(tuple(map(tensors.rows, part)) for part in (recipe.gate_up, recipe.down, recipe.biases)))
-        for recipe in expert_recipes(spec, layer, tensors.has)
+        for recipe in tensors.experts(layer)
     ]
 
 
@@ -232,14 +244,9 @@ def _matrices(layer: Sequence[_Expert]) -> Iterator[Rows]:
 
 
 def _dtype(checkpoint: Checkpoint, layers: Sequence[Sequence[_Expert]], wanted: WantedEncodings) -> str:
-    """The type of hidden states: that of plain experts; of quantised ones, what the configuration says."""
-    sources = {source.kind: source for layer in layers for source, _ in _matrices(layer)}
-    kinds = {source.kept_as for source in sources.values()}
-    if len(kinds) > 1:
-        raise CheckpointError(f"{checkpoint.directory}: experts of several types ({', '.join(sorted(kinds))})")
-    kept = next(iter(kinds))
-    if kept not in STORED_AS:
-        kept = precision(checkpoint.config)
+    """Returns the type of hidden states: that of plain experts; where all are quantised, what config.json says."""
+    plain = {source.kept_as for layer in layers for source, _ in _matrices(layer) if source.kept_as in STORED_AS}
+    kept = plain.pop() if len(plain) == 1 else "bfloat16" if plain else precision(checkpoint.config)
     return "bfloat16" if wanted.dense == "bfloat16" else kept
 
 
@@ -248,10 +255,13 @@ def _layer_encoding(
 ) -> str:
     geometry = spec.geometry
     name = wanted.of_layer(number, geometry.layers)
-    kept = next(source.kept_as for source, _ in _matrices(layer))
+    kinds = {source.kept_as for source, _ in _matrices(layer)}
+    kept = max(kinds, key=lambda kind: (ENCODINGS[kind].bits, kind))  # the finest, where they are several
+    kept = spec.dtype if len(kinds) > 1 and kept in STORED_AS else kept
     if name == KEEP:
         for source, take in _matrices(layer):
-            _demand_kept(source, take)
+            if len(kinds) == 1 and not isinstance(source, BlockSource):
+                _demand_kept(source, take)
         return kept
     if ENCODINGS[name].fits(geometry.hidden) and ENCODINGS[name].fits(geometry.width):
         return name

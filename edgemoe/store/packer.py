@@ -21,8 +21,10 @@ from edgemoe.config.sizes import format_size
 from edgemoe.durable import make_folder, remove_file, replace_file
 from edgemoe.errors import StoreError, StoreInUse, StoreVersionError
 from edgemoe.store.checkpoint import Checkpoint
-from edgemoe.store.files import ARRIVING, LOCK, checksum, lock_holder, lock_store
+from edgemoe.store.files import ARRIVING, LOCK, Checksum, checksum, lock_holder, lock_store
+from edgemoe.store.gguf.checkpoint_of_gguf import open_checkpoint
 from edgemoe.store.layout import FilePlan, Layout, WantedEncodings, plan
+from edgemoe.store.loss import encoded_anew
 from edgemoe.store.manifest import (
     DENSE,
     JOURNAL,
@@ -66,7 +68,7 @@ def ensure_store(
     if (path / MANIFEST).is_file():
         finish_clearing(path)
         return path
-    checkpoint = Checkpoint.open(path)
+    checkpoint = open_checkpoint(path)
     store = place_of(Path(store_dir).expanduser(), checkpoint, wanted)
     waiting, seen, since_s = False, None, time.monotonic()
     while not (store / MANIFEST).is_file():
@@ -127,7 +129,7 @@ def pack(
     Raises CheckpointError or UnsupportedModel for the checkpoint; StoreError where `dest_dir` holds something else,
     is in use, or has too little room.
     """
-    checkpoint = Checkpoint.open(source_dir)
+    checkpoint = open_checkpoint(source_dir)
     layout = plan(checkpoint, wanted)
     dest = Path(dest_dir).expanduser()
     with told_as_store_error(dest):
@@ -175,11 +177,14 @@ class _Packer:
             log.warning("%d float16 tensors are rounded to bfloat16", self._layout.rounded)
         for name in self._layout.unfit:
             log.warning("%s cannot be encoded so, for its rows are no multiples of 32; it keeps its type", name)
+        for line in encoded_anew(self._layout.layers):
+            log.warning("%s", line)
         kept = self._keep(finished)
         self._check_room(kept)
         check_scales(file for file in self._files if file.file not in kept)
         digests = [kept.get(file.file) or write_file(file, self._store, self._advance) for file in self._files]
         copies = tuple(self._copy(path) for path in self._checkpoint.copied)
+        copies += tuple(self._made(name, content) for name, content in self._checkpoint.made)
         manifest = self._manifest(digests, copies)
         manifest.save(self._store)
         clear(self._store)
@@ -246,6 +251,12 @@ class _Packer:
     def _copy(self, path: Path) -> CopyEntry:
         digest = copy_file(path, self._store / path.name)
         return CopyEntry(file=path.name, bytes=(self._store / path.name).stat().st_size, xxh3_128=digest)
+
+    def _made(self, name: str, content: bytes) -> CopyEntry:
+        replace_file(self._store / name, content, 0o644)
+        digest = Checksum()
+        digest.update(content)
+        return CopyEntry(file=name, bytes=len(content), xxh3_128=digest.hexdigest())
 
     def _manifest(self, digests: Sequence[tuple[str, ...]], copies: tuple[CopyEntry, ...]) -> Manifest:
         layout, config = self._layout, self._checkpoint.config

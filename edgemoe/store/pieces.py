@@ -105,6 +105,10 @@ class SourceTensors:
         source = self._stacks[take.source]
         return source, replace(take, shape=source.shape, transposed=take.transposed and source.kind != "mxfp4")
 
+    def experts(self, layer: int) -> Iterator[ExpertRecipe]:
+        """Yields the experts of a layer, which is counted among all."""
+        return expert_recipes(self._spec, layer, self.has)
+
     def refuse_leftovers(self) -> None:
         """Raises UnsupportedModel where tensors are left that the configuration does not ask for."""
         ignored = (*IGNORED, "lm_head.weight") if self._spec.block.tied else IGNORED

@@ -148,6 +148,12 @@ class Transform:
     def _columns(self) -> int:
         return self.take.matrix[-1] if len(self.take.matrix) > 1 else 1
 
+    def values(self, read: Read) -> Floats:
+        """Returns the rows of a matrix as the source has them, float32 [n, C]."""
+        chosen = self._chosen()
+        rows = self.source.weights(self.source.number(self.take.index), chosen[0], chosen[-1] + 1, read)
+        return rows[:: chosen.step]
+
     def run(self, read: Read) -> Bytes:
         """Returns the bytes of the rows, one after the other."""
         source, index, chosen = self.source, self.source.number(self.take.index), self._chosen()

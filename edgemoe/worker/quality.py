@@ -23,9 +23,9 @@ from edgemoe.families.spec import ModelSpec
 from edgemoe.kernels.cpu.encoded.layout import ExpertLayout
 from edgemoe.kernels.cpu.expert_math import ExpertMath, ExpertSlab
 from edgemoe.model.decoder import Decoder
-from edgemoe.store.checkpoint import Checkpoint
 from edgemoe.store.files import page_memory
-from edgemoe.store.layout import Layout, plan
+from edgemoe.store.gguf.checkpoint_of_gguf import GgufCheckpoint, open_checkpoint
+from edgemoe.store.layout import Layout, WantedEncodings, plan
 from edgemoe.store.manifest import DENSE, Manifest, spec_of
 from edgemoe.store.packer import AS_IT_IS, Progress
 from edgemoe.store.reader import ExpertStore
@@ -33,6 +33,7 @@ from edgemoe.store.writer import CheckpointReader, write_file
 
 WINDOW_TOKENS = 512  # of text that is read at a time, without what came before
 MOST_TOKENS = 8192  # of a text that are read
+IN_BFLOAT16 = WantedEncodings("bfloat16", "bfloat16")  # of a GGUF, which few encodings keep as it is
 ReadExpert = Callable[[int, int, memoryview], None]
 
 
@@ -55,7 +56,7 @@ class Quality:
 
 def compare(store: Path, checkpoint: Path, text: str, progress: Progress) -> Quality:
     """Returns how a store differs from its checkpoint. Raises StoreError, CheckpointError, ConfigError."""
-    manifest, source = Manifest.load(store), Checkpoint.open(checkpoint)
+    manifest, source = Manifest.load(store), open_checkpoint(checkpoint)
     if manifest.source != source.fingerprint:
         raise ConfigError(f"{store} was packed from another checkpoint than {checkpoint}, or that has changed since")
     ids = TextModel(store).encode(text, add_special_tokens=False)[:MOST_TOKENS]
@@ -63,7 +64,9 @@ def compare(store: Path, checkpoint: Path, text: str, progress: Progress) -> Qua
         raise ConfigError("the text to check with is empty; name a file with a few thousand words")
     with ExitStack() as opened, torch.inference_mode():
         ours = opened.enter_context(stored(store, manifest))
-        theirs = opened.enter_context(original(plan(source, AS_IT_IS)))
+        theirs = opened.enter_context(
+            original(plan(source, IN_BFLOAT16 if isinstance(source, GgufCheckpoint) else AS_IT_IS))
+        )
         return summary(ids, theirs, ours, progress)
 
 

@@ -54,9 +54,10 @@ def folder_of(config: dict[str, Any] | None, **files: bytes) -> Any:
 
 
 REFUSED = {
-    "a GGUF file": (file_of(gguf("qwen3moe"), "x.gguf"), ("GGUF of qwen3moe", "edgemoe pull")),
-    "a GGUF file that was cut": (file_of(b"GGUF\3", "x.gguf"), ("is a GGUF", "edgemoe pull")),
-    "a folder of GGUFs": (folder_of(None, x_gguf=gguf("gpt-oss")), ("GGUF files only of gpt-oss", "edgemoe pull")),
+    "a GGUF file": (file_of(gguf("mamba"), "x.gguf"), ("GGUF of mamba", "supported are", "qwen3moe")),
+    "a GGUF file that was cut": (file_of(b"GGUF\3", "x.gguf"), ("x.gguf is cut short", "fetch it again")),
+    "a folder of a GGUF": (folder_of(None, x_gguf=gguf("llama4")), ("GGUF of llama4", "supported are")),
+    "a folder of GGUFs": (folder_of(None, x_gguf=gguf("a"), y_gguf=gguf("b")), ("2 models", "x.gguf, y.gguf")),
     "an MLX folder": (folder_of({**MOE, "quantization": MLX}), ("MLX", "edgemoe pull")),
     "an MLX folder of today": (folder_of({**MOE, "quantization_config": MLX}), ("MLX", "edgemoe pull")),
     "a dense model": (folder_of(DENSE), ("LlamaForCausalLM is a dense model", "Qwen3MoeForCausalLM")),

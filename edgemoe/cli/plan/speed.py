@@ -16,6 +16,7 @@ import numpy as np
 from edgemoe.experts.compute.cpu_experts import WORTH_S
 from edgemoe.families.spec import ModelSpec, dense_shapes
 from edgemoe.store.catalog import is_store, resolve, spec_at
+from edgemoe.store.checkpoint import CONFIG
 from edgemoe.store.layout import MATRICES
 from edgemoe.store.manifest import Manifest, spec_of
 from edgemoe.types.encoding import ENCODINGS, Encoding
@@ -70,7 +71,8 @@ def find_model(name: str, store_dir: Path) -> PlannedModel:
     path = Path(name).expanduser()
     if path.exists() and not is_store(path):
         about = path.absolute()
-        return PlannedModel(about.parent.name if about.is_file() else about.name, spec_at(path), None)
+        is_config = about.is_file() and about.name == CONFIG
+        return PlannedModel(about.parent.name if is_config else about.name, spec_at(path), None)
     store = resolve(name, store_dir)
     return PlannedModel(store.name, spec_of(Manifest.read(store)), store)
 

@@ -1,0 +1,1 @@
+"""Reads GGUF files: container, values, model and tokenizer."""

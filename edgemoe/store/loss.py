@@ -1,0 +1,32 @@
+"""Tells what encoding the weights of a GGUF anew loses, by one expert of each kind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from edgemoe.encodings.codec import unpack
+from edgemoe.store.gguf.gguf_values import BlockSource
+from edgemoe.store.layout import FilePlan
+from edgemoe.store.sources import Transform
+from edgemoe.store.writer import CheckpointReader
+
+
+def encoded_anew(layers: Sequence[FilePlan]) -> Iterator[str]:
+    """Yields a line for each pair of types where experts are encoded anew: how far weights are off, of their size."""
+    samples: dict[tuple[str, str], Transform] = {}
+    for layer in layers:
+        for piece in layer.runs[0].pieces:
+            if not isinstance(piece, Transform) or not isinstance(piece.source, BlockSource):
+                continue
+            if piece.encoding.group and not piece.source.keeps(piece.encoding):
+                samples.setdefault((piece.source.kind, piece.encoding.name), piece)
+    with CheckpointReader() as reader:
+        for (kind, encoding), piece in samples.items():
+            wanted = piece.values(reader.stretch)
+            rows = piece.run(reader.stretch).reshape(len(wanted), -1)
+            off = unpack(rows, piece.encoding, wanted.shape[1]) - wanted
+            size = float(np.sqrt(np.square(wanted, dtype=np.float64).mean()))
+            share = float(np.sqrt(np.square(off, dtype=np.float64).mean())) / size if size else 0.0
+            yield f"experts in {kind} are encoded anew in {encoding}: weights are {100 * share:.2g} % of their size off"

@@ -1,0 +1,226 @@
+"""GGUF files of every family become the same store as the checkpoint that they were made of."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.numpy import load_file
+from support.front_kit import byte_level_tokenizer, write_model
+from support.gguf_files import ARCHITECTURES, gguf_checkpoint, write_gguf
+from tokenizers import Tokenizer
+
+from edgemoe.encodings.codec import unpack
+from edgemoe.errors import CheckpointError, UnsupportedModel
+from edgemoe.families.config import spec_from_config
+from edgemoe.families.table import FAMILIES
+from edgemoe.store.catalog import spec_at
+from edgemoe.store.checkpoint import Tensor
+from edgemoe.store.gguf.checkpoint_of_gguf import open_checkpoint
+from edgemoe.store.gguf.gguf_file import VALUE_TYPES, open_gguf
+from edgemoe.store.gguf.gguf_models import GGUF_FAMILIES, config_of
+from edgemoe.store.gguf.gguf_values import decode
+from edgemoe.store.manifest import DENSE, Manifest
+from edgemoe.store.packer import pack
+from edgemoe.store.reader import ExpertStore
+from edgemoe.types.encoding import ENCODINGS
+
+FAMILIES_HERE = sorted(ARCHITECTURES)
+TEXTS = ("Hello, world!\n\n  two  spaces", "1234567 äöü \u4f60\u597d", "it's \ta\r\n", "")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A checkpoint of each family, made when it is first asked for."""
+    return {"": tmp_path_factory.mktemp("gguf")}
+
+
+def checkpoint_of(made: dict[str, Path], family: str) -> Path:
+    if family not in made:
+        vocab = byte_level_tokenizer().get_vocab_size()
+        folder = gguf_checkpoint(family, made[""] / family, vocab)
+        config = (folder / "config.json").read_text()
+        write_model(folder)
+        (folder / "config.json").write_text(config)
+        made[family] = folder
+    return made[family]
+
+
+def test_every_family_has_an_architecture_of_gguf() -> None:
+    inner = {"Gemma4ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"}  # in a file without its eyes
+    named = {family.architecture for family in GGUF_FAMILIES.values()} | {"DeepseekV2ForCausalLM"}
+    assert set(FAMILIES) - inner - {"Glm4MoeLiteForCausalLM"} == named  # GLM-4.7-Flash is one of deepseek2
+    assert set(ARCHITECTURES.values()) == set(GGUF_FAMILIES)
+
+
+@pytest.mark.parametrize("family", FAMILIES_HERE)
+def test_a_gguf_says_the_same_of_the_model(family: str, made: dict[str, Path], tmp_path: Path) -> None:
+    checkpoint = checkpoint_of(made, family)
+    spec = spec_at(write_gguf(family, checkpoint, tmp_path / "m.gguf"))
+    wanted = spec_from_config(json.loads((checkpoint / "config.json").read_text()))
+    for field in ("vocab", "hidden", "dtype", "context_tokens", "attention", "router", "feed_forward", "block"):
+        assert getattr(spec, field) == getattr(wanted, field), field
+
+
+@pytest.mark.parametrize("family", FAMILIES_HERE)
+def test_a_gguf_packs_to_the_same_weights(family: str, made: dict[str, Path], tmp_path: Path) -> None:
+    checkpoint = checkpoint_of(made, family)
+    ours = pack(write_gguf(family, checkpoint, tmp_path / "m.gguf"), tmp_path / "ours")
+    wanted = pack(checkpoint, tmp_path / "wanted")
+    experts = [[entry.xxh3_128 for layer in store.layers for entry in layer.experts] for store in (ours, wanted)]
+    assert experts[0] == experts[1]
+    found, expected = load_file(tmp_path / "ours" / DENSE), load_file(tmp_path / "wanted" / DENSE)
+    assert set(found) == set(expected)
+    for name, weights in expected.items():
+        undone = name.endswith(("norm.weight", "A_log"))  # one taken away, or a logarithm: rounded in the last place
+        np.testing.assert_allclose(found[name], weights, rtol=0, atol=1e-6 if undone else 0, err_msg=name)
+
+
+QUANTIZABLE = [  # by the library
+    each.name for each in VALUE_TYPES.values() if each.block in (1, 32) and each.name != "IQ4_NL"
+]
+
+
+@pytest.mark.parametrize("kind", QUANTIZABLE)
+def test_types_of_experts(kind: str, made: dict[str, Path], tmp_path: Path) -> None:
+    """What is in a store is what the type says, rounded to the encoding that keeps it; MXFP4 and plain ones exactly."""
+    checkpoint = checkpoint_of(made, "mixtral")
+    path = write_gguf("mixtral", checkpoint, tmp_path / "m.gguf", kind)
+    manifest = pack(path, tmp_path / "store")
+    tensor = open_gguf(path).tensors["blk.1.ffn_down_exps.weight"]
+    wanted = decode(_bytes(tensor).reshape(6 * 64, -1), kind).reshape(6, 64, 96)[3]
+    encoding = ENCODINGS[manifest.layers[1].encoding or manifest.dtype]
+    with safe_open(tmp_path / "store" / manifest.layers[1].file, "pt") as file:
+        held = file.get_tensor("experts.3.down_proj")
+    found = unpack(held.view(torch.uint8).numpy().reshape(64, -1), encoding, 96)
+    off = np.abs(found - wanted).max() / np.abs(wanted).max()
+    assert encoding.name == {"F32": "float32", "F16": "bfloat16", "BF16": "bfloat16", "MXFP4": "mxfp4"}.get(
+        kind, "int4" if VALUE_TYPES_BY_NAME[kind].bytes / 4 < 5 else "int8"
+    )
+    assert (
+        off
+        <= {"float32": 0, "bfloat16": 2.0**-8 if kind == "F16" else 0, "mxfp4": 0, "int8": 0.01, "int4": 0.1}[
+            encoding.name
+        ]
+    )
+
+
+VALUE_TYPES_BY_NAME = {each.name: each for each in VALUE_TYPES.values()}
+
+
+def _bytes(tensor: Tensor) -> np.ndarray:
+    with tensor.file.open("rb") as file:
+        file.seek(tensor.offset)
+        return np.frombuffer(file.read(tensor.bytes), np.uint8)
+
+
+@pytest.mark.parametrize("kind", [each.name for each in VALUE_TYPES.values()])
+def test_sizes_of_types_are_those_of_the_format(kind: str) -> None:
+    value_type = VALUE_TYPES_BY_NAME[kind]
+    number = gguf.GGMLQuantizationType[kind]
+    assert VALUE_TYPES[number.value] is value_type
+    assert gguf.GGML_QUANT_SIZES[number] == (value_type.block, value_type.bytes)
+
+
+def test_a_tokenizer_of_a_gguf_says_the_same(made: dict[str, Path], tmp_path: Path) -> None:
+    checkpoint = checkpoint_of(made, "qwen3_moe")
+    files = dict(open_checkpoint(write_gguf("qwen3_moe", checkpoint, tmp_path / "m.gguf")).made)
+    ours, wanted = (
+        Tokenizer.from_str(files["tokenizer.json"].decode()),
+        Tokenizer.from_file(str(checkpoint / "tokenizer.json")),
+    )
+    for text in TEXTS:
+        ids = ours.encode(text, add_special_tokens=False).ids
+        assert ours.decode(ids, skip_special_tokens=False) == text
+        assert sorted(ours.get_vocab().items()) >= sorted(wanted.get_vocab().items()) or ids
+
+
+def test_split_files_are_one_model(made: dict[str, Path], tmp_path: Path) -> None:
+    checkpoint = checkpoint_of(made, "qwen3_moe")
+    whole = open_gguf(write_gguf("qwen3_moe", checkpoint, tmp_path / "m.gguf"))
+    names = sorted(whole.tensors)
+    for number, mine in enumerate((names[::2], names[1::2]), 1):
+        writer = gguf.GGUFWriter(tmp_path / f"s-{number:05}-of-00002.gguf", "qwen3moe")
+        if number == 1:
+            _copy_metadata(writer, tmp_path / "m.gguf")
+        for name in mine:
+            tensor = whole.tensors[name]
+            writer.add_tensor(name, decode(_bytes(tensor)[None], "F32").reshape(tensor.shape))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    for path in (tmp_path / "s-00001-of-00002.gguf", tmp_path / "s-00002-of-00002.gguf"):
+        model = open_gguf(path)
+        assert sorted(model.tensors) == names
+        assert config_of(model) == config_of(whole)
+    (tmp_path / "s-00001-of-00002.gguf").unlink()
+    with pytest.raises(CheckpointError, match=r"s-00001-of-00002\.gguf is missing"):
+        open_gguf(tmp_path / "s-00002-of-00002.gguf")
+
+
+def _copy_metadata(writer: gguf.GGUFWriter, path: Path) -> None:
+    for field in gguf.GGUFReader(path).fields.values():
+        if field.name.startswith("GGUF.") or field.name == "general.architecture":
+            continue
+        kind = field.types[0]
+        inner = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
+        writer.add_key_value(field.name, field.contents(), kind, sub_type=inner)
+
+
+def test_a_folder_with_one_model_is_that_model(made: dict[str, Path], tmp_path: Path) -> None:
+    checkpoint = checkpoint_of(made, "qwen3_moe")
+    (tmp_path / "mmproj-model.gguf").write_bytes(b"GGUF")
+    path = write_gguf("qwen3_moe", checkpoint, tmp_path / "model-Q8_0.gguf")
+    assert open_checkpoint(tmp_path).name == "model-Q8_0"
+    path.with_name("model-Q4_0.gguf").write_bytes(path.read_bytes())
+    with pytest.raises(CheckpointError, match=r"2 models; name one of model-Q4_0\.gguf, model-Q8_0\.gguf"):
+        open_checkpoint(tmp_path)
+
+
+def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
+    for architecture, words in (("qwen2", "GGUF of qwen2"), ("clip", "GGUF of clip"), ("mamba", "GGUF of mamba")):
+        writer = gguf.GGUFWriter(tmp_path / "x.gguf", architecture)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        with pytest.raises(UnsupportedModel, match=f"{words}, which cannot be read; supported are .*qwen3moe"):
+            spec_at(tmp_path / "x.gguf")
+
+
+@pytest.mark.parametrize("part", range(40))
+def test_a_cut_or_changed_file_is_refused(part: int, made: dict[str, Path], tmp_path: Path) -> None:
+    """Whatever bytes of the head say, the answer is an error with a name, or a model of the same size."""
+    if "whole" not in made:
+        made["whole"] = write_gguf("qwen3_moe", checkpoint_of(made, "qwen3_moe"), made[""] / "whole.gguf")
+    data = made["whole"].read_bytes()
+    rng = np.random.default_rng(part)
+    path = tmp_path / "x.gguf"
+    path.write_bytes(data[: int(rng.integers(1, len(data)))])
+    with pytest.raises((CheckpointError, UnsupportedModel)):
+        spec_at(path)
+    for _ in range(25):
+        changed = bytearray(data)
+        for at in rng.integers(0, 24_000, 3):
+            size = int(rng.choice([1, 4, 8]))
+            value = int(rng.choice([0, 1, 2**31, 2**63, 2**64 - 1])) % 2 ** (8 * size)
+            changed[at : at + size] = value.to_bytes(size, "little")
+        path.write_bytes(changed)
+        with contextlib.suppress(CheckpointError, UnsupportedModel):
+            assert spec_at(path).hidden
+
+
+def test_weights_and_experts_are_read_back(made: dict[str, Path], tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    manifest = pack(write_gguf("qwen3_moe", checkpoint_of(made, "qwen3_moe"), tmp_path / "m.gguf"), store)
+    assert Manifest.load(store) == manifest
+    with ExpertStore(store, manifest) as opened:
+        assert opened is not None
+    assert {file.file for file in manifest.files} >= {"config.json", "tokenizer.json", "tokenizer_config.json"}
