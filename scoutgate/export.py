@@ -10,7 +10,7 @@ import argparse
 from pathlib import Path
 
 from edgemoe.errors import EdgemoeError
-from edgemoe.experts.predict.scoutgate.export import RECORD, WEIGHTS, write
+from edgemoe.experts.predict.scoutgate.export import RECORD, WEIGHTS, write_export
 from edgemoe.rights import become_owner
 from scoutgate.evaluate import judge_run
 
@@ -27,7 +27,7 @@ def main() -> None:
         judged = judge_run(options.run, options.data, options.model)
     except (ValueError, EdgemoeError) as error:
         raise SystemExit(str(error)) from error
-    write(options.to, judged.gate, judged.calibration, judged.model, judged.metrics)
+    write_export(options.to, judged.gate, judged.calibration, judged.model, judged.metrics)
     print(f"wrote {options.to / WEIGHTS} and {options.to / RECORD}")
 
 

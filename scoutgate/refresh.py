@@ -18,7 +18,7 @@ import numpy as np
 from edgemoe.config.loading import load
 from edgemoe.durable import NewFile, make_folder
 from edgemoe.errors import EdgemoeError
-from edgemoe.experts.predict.scoutgate import export
+from edgemoe.experts.predict.scoutgate.export import its_and_ours, read_export, write_export
 from edgemoe.rights import become_owner
 from edgemoe.store.catalog import progress_bar, store_of
 from scoutgate import baselines, calibrate, train
@@ -50,12 +50,12 @@ def most_for(recording: Recording) -> int:
 def export_log_loss(directory: Path, recording: Recording, model: Path) -> float | None:
     """Of an export's calibrated forecasts for the test split; None where it is not there or not for this model."""
     try:
-        found = export.read(directory)
+        found = read_export(directory)
     except ValueError:
         return None
     embedding, meta, shape = embedding_for(recording, model), recording.meta, found.shape
     for what, ours in (("digest", meta.digest), ("tokenizer", meta.tokenizer)):
-        its, wanted = export.its_and_ours(found.record, what, ours)
+        its, wanted = its_and_ours(found.record, what, ours)
         if its != wanted:
             return None
     if (shape.experts, shape.top_k, shape.embedding) != (meta.experts, meta.top_k, embedding.shape[1]) or shape.hidden:
@@ -99,7 +99,7 @@ def refresh(data: Path, model: Path, target: Path, run: Path, max_minutes: float
     old = export_log_loss(target, recording, model)
     better = old is None or new < old * (1 - LEAST_GAIN)
     if better:
-        export.write(target, judged.gate, judged.calibration, judged.model, judged.metrics)
+        write_export(target, judged.gate, judged.calibration, judged.model, judged.metrics)
     return RefreshResult(new, old, better)
 
 

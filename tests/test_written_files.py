@@ -196,9 +196,11 @@ def _units(folder: Path) -> None:
 def _export(folder: Path) -> None:
     import torch
 
-    from edgemoe.experts.predict.scoutgate.export import put
+    from edgemoe.experts.predict.scoutgate.export import write_tensors
 
-    put(folder / "out" / "scoutgate.safetensors", folder / "out" / "scoutgate.json", {"a": torch.zeros(2)}, {})
+    write_tensors(
+        folder / "out" / "scoutgate.safetensors", folder / "out" / "scoutgate.json", {"a": torch.zeros(2)}, {}
+    )
 
 
 def _data(folder: Path) -> None:

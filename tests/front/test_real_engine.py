@@ -28,7 +28,7 @@ from support.waiting import until
 
 from edgemoe.config.settings import CacheSettings, DeviceSettings, MemorySettings
 from edgemoe.demo import model_path
-from edgemoe.experts.predict.scoutgate import export
+from edgemoe.experts.predict.scoutgate.export import WEIGHTS, write_export
 from edgemoe.experts.predict.scoutgate.model import ScoutGate, ScoutGateShape
 from edgemoe.front import engine_handle as engine
 from edgemoe.front.main import WORKER, Front
@@ -151,12 +151,12 @@ async def test_a_forecaster_is_loaded_midstream_and_a_bad_one_refused(
     before = total(front)
     streaming = asyncio.ensure_future(texts(front, 6, 120))
     await until(lambda: total(front) > before + 60, 30)
-    export.write(folder, ScoutGate(shape), calibration, {"id": "tiny"}, {})
+    write_export(folder, ScoutGate(shape), calibration, {"id": "tiny"}, {})
     assert (await http.post("/reload")).json() == {"message": f"the ScoutGate in {folder} is in use"}
     assert supervisor_of(front).request_log._live
-    export.write(folder, ScoutGate(shape), calibration, {"id": "another", "digest": "another"}, {})
+    write_export(folder, ScoutGate(shape), calibration, {"id": "another", "digest": "another"}, {})
     assert "for another" in (await http.post("/reload")).json()["error"]["message"]
-    (folder / export.WEIGHTS).write_bytes(b"torn")
+    (folder / WEIGHTS).write_bytes(b"torn")
     assert "damaged" in (await http.post("/reload")).json()["error"]["message"]
     assert await streaming == expected
     values = supervisor_of(front).metrics()

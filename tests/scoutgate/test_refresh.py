@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from support.synthetic import checkpoint, dataset
 
-from edgemoe.experts.predict.scoutgate import export
+from edgemoe.experts.predict.scoutgate.export import RECORD
 from edgemoe.store.manifest import Manifest
 from scoutgate import refresh
 from scoutgate.data import Recording
@@ -40,16 +40,16 @@ def test_a_forecaster_is_replaced_by_a_better_one_and_kept_from_a_worse(folder: 
     better = learn(folder, "second", 12)
     assert better.replaced
     assert better.old == pytest.approx(first.new, rel=0.02)  # judged as it will be used
-    kept = (folder / "export" / export.RECORD).read_text()
+    kept = (folder / "export" / RECORD).read_text()
     worse = learn(folder, "third", 1)
     assert not worse.replaced
-    assert (folder / "export" / export.RECORD).read_text() == kept
+    assert (folder / "export" / RECORD).read_text() == kept
 
 
 @pytest.mark.parametrize("key", ["digest", "tokenizer"])
 def test_a_forecaster_that_the_daemon_would_refuse_is_replaced(folder: Path, key: str) -> None:
     assert learn(folder, "first", 12).replaced
-    record = folder / "export" / export.RECORD
+    record = folder / "export" / RECORD
     held = json.loads(record.read_text())
     held["model"][key] = "another"
     record.write_text(json.dumps(held))

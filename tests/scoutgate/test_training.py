@@ -11,7 +11,7 @@ import torch
 from support.synthetic import EXPERTS, checkpoint, dataset
 
 from edgemoe.demo import model_path
-from edgemoe.experts.predict.scoutgate import export
+from edgemoe.experts.predict.scoutgate.export import read_export, write_export
 from edgemoe.experts.predict.scoutgate.model import ScoutGate, ScoutGateShape
 from edgemoe.store.layout import WantedEncodings
 from edgemoe.store.packer import pack
@@ -74,8 +74,8 @@ def test_metrics_become_a_table_and_a_picture(judged: Judged, tmp_path: Path) ->
 
 
 def test_an_export_gives_the_same_forecasts(judged: Judged, tmp_path: Path) -> None:
-    export.write(tmp_path, judged.gate, judged.calibration, judged.model, judged.metrics)
-    back = export.read(tmp_path)
+    write_export(tmp_path, judged.gate, judged.calibration, judged.model, judged.metrics)
+    back = read_export(tmp_path)
     assert back.record["model"] == {"id": "tests/synthetic", "digest": "d1", "tokenizer": "t1"}
     projected, present = torch.randn(4, 8, 128), torch.ones(4, 8, dtype=torch.bool)
     with torch.no_grad():

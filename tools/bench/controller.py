@@ -25,10 +25,10 @@ os.environ.update(WORKER_ENV)  # before anything loads torch
 import numpy as np
 import torch
 
-from edgemoe.experts.predict import saved_state
 from edgemoe.experts.predict.controller import Controller, Kept
 from edgemoe.experts.predict.learned_policy import LearnedPolicy
 from edgemoe.experts.predict.next_use import NextUsePredictor
+from edgemoe.experts.predict.saved_state import write_state
 from edgemoe.policy.baselines import LRU
 from edgemoe.replay.box import BoxSpec
 from edgemoe.replay.command import BASELINES, YARDSTICKS
@@ -167,7 +167,7 @@ def full_memory(path: Path) -> None:
     """Saves a state in which every token costs what it costs in the long run."""
     predictor = NextUsePredictor(48, 128, 8)
     fill(predictor)
-    saved_state.write(path, predictor.learned())
+    write_state(path, predictor.learned())
 
 
 def step(args: Namespace) -> None:

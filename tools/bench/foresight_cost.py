@@ -30,7 +30,7 @@ import torch
 from edgemoe.experts.compute.moe import PrefetchRequester
 from edgemoe.experts.predict.controller import LearnedRanks
 from edgemoe.experts.predict.learned_policy import LearnedPolicy
-from edgemoe.experts.predict.scoutgate import export
+from edgemoe.experts.predict.scoutgate.export import write_export
 from edgemoe.experts.predict.scoutgate.forecaster import ScoutGateForecaster
 from edgemoe.experts.predict.scoutgate.model import ScoutGate, ScoutGateShape
 from edgemoe.model.dense_weights import DenseMatrix
@@ -147,7 +147,7 @@ def scoutgate(shape: tuple[int, int, int], tokens: int, variant: str) -> float:
     ids, _ = routes(shape, 20)
     with tempfile.TemporaryDirectory() as folder:
         one = (torch.ones(2 * layers), torch.zeros(2 * layers))
-        export.write(Path(folder), gate, one, model, {})
+        write_export(Path(folder), gate, one, model, {})
         embedding = DenseMatrix(torch.randn(VOCAB, HIDDEN).to(torch.bfloat16), ENCODINGS["bfloat16"], HIDDEN)
         forecaster = ScoutGateForecaster(ServedModel("digest", sizes), "tokenizer", embedding, clock)
         with closing(forecaster):

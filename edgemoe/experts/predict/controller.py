@@ -16,11 +16,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from edgemoe.experts.predict import saved_state
 from edgemoe.experts.predict.foresight import Foresight
 from edgemoe.experts.predict.fusion import Blend, Forecaster
 from edgemoe.experts.predict.next_use import Ids, NextUsePredictor, link_predictor
 from edgemoe.experts.predict.planning.prefetch_planner import PrefetchRequests
+from edgemoe.experts.predict.saved_state import read_state, write_state
 from edgemoe.experts.tiers.residency import Residency
 from edgemoe.policy.baselines import LRU
 from edgemoe.types.arrays import FloatArray, IntArray
@@ -170,7 +170,7 @@ class Controller:
         if self._kept.state is None or step == saved_step:
             return step
         try:
-            saved_state.write(self._kept.state, foresight.predictor.learned() | foresight.blend.learned())
+            write_state(self._kept.state, foresight.predictor.learned() | foresight.blend.learned())
         except OSError as error:
             log.warning(f"what the cache learned could not be saved to {self._kept.state}: {error}")
         return step
@@ -180,7 +180,7 @@ def restored(predictor: NextUsePredictor, file: Path | None) -> tuple[NextUsePre
     """Returns a new predictor and blend that go on from a file, if there is one; says so where it does not fit."""
     blend = Blend()
     if file is not None and file.exists():
-        saved = saved_state.read(file)
+        saved = read_state(file)
         if saved is None or not predictor.restore(saved):
             log.warning(f"{file} is no state of this model's cache; learning begins anew")
         else:

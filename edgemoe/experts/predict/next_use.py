@@ -17,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 
 from edgemoe.experts.predict import online_mlp as learner
-from edgemoe.experts.predict import saved_state
 from edgemoe.experts.predict.alignment import MOST, PROMPT, PROMPTS
 from edgemoe.experts.predict.fusion import BINS as SHARES
 from edgemoe.experts.predict.fusion import FORESEE, HORIZONS, SAMPLE, AwaitedForecast
@@ -34,6 +33,7 @@ from edgemoe.experts.predict.routing_memory import (
     SHARE_OF_PAST,
     RoutingMemory,
 )
+from edgemoe.experts.predict.saved_state import has_memory_for, has_weights_like, refill_memory
 from edgemoe.jit.intrinsics import place_of, sem_init
 from edgemoe.jit.object_cache import link
 from edgemoe.types.arrays import FloatArray, IntArray
@@ -263,10 +263,10 @@ class NextUsePredictor:
         """
         memory = self.memory
         shape = [self.layers, self.experts, self.top_k]
-        if not saved_state.remembers(saved, shape, memory.words, memory.slots):
+        if not has_memory_for(saved, shape, memory.words, memory.slots):
             return False
-        saved_state.refill(saved, memory)
-        if saved_state.fits(saved, self._adapted()):
+        refill_memory(saved, memory)
+        if has_weights_like(saved, self._adapted()):
             self.history.restore(saved, self.step)
             self.learner.restore(saved["weights"])
         START.call(self.address)

@@ -26,7 +26,7 @@ from safetensors.torch import load
 from torch import Tensor, nn
 from torch.nn import functional
 
-from edgemoe.experts.predict.scoutgate.export import get, put
+from edgemoe.experts.predict.scoutgate.export import read_tensors, write_tensors
 
 WEIGHTS, RECORD = "nextuse.safetensors", "nextuse.json"  # of an export, beside ScoutGate's
 LAGS = 4  # tokens before the running one that are seen each for itself
@@ -157,12 +157,12 @@ class NextUseNet(nn.Module):
 def write_export(directory: Path, network: NextUseNet, model: dict[str, str], metrics: dict[str, Any]) -> None:
     """Writes an export; the JSON last, so that a half-written one is refused."""
     record = {"shape": network.shape.as_dict(), "model": model, "metrics": metrics}
-    put(directory / WEIGHTS, directory / RECORD, network.state_dict(), record)
+    write_tensors(directory / WEIGHTS, directory / RECORD, network.state_dict(), record)
 
 
 def read_export(directory: Path) -> NextUseNet:
     """Raises ValueError, saying what is wrong, where the directory holds no whole export of this format."""
-    record, data = get(directory / WEIGHTS, directory / RECORD, "next-use network")
+    record, data = read_tensors(directory / WEIGHTS, directory / RECORD, "next-use network")
     try:
         network = NextUseNet(NextUseShape.from_dict(record["shape"]))
         network.load_state_dict(load(data))

@@ -16,12 +16,12 @@ from edgemoe.experts.predict.routing_memory import NONE, RoutingMemory
 Arrays = Mapping[str, Any]
 
 
-def write(path: Path, arrays: Arrays) -> None:
+def write_state(path: Path, arrays: Arrays) -> None:
     """Whole or not at all, and for the owner only. Raises OSError."""
     replace_file(path, save(dict(arrays)))
 
 
-def read(path: Path) -> Arrays | None:
+def read_state(path: Path) -> Arrays | None:
     """The arrays; None where it is no such file."""
     try:
         arrays: Arrays = load_file(path)
@@ -30,7 +30,7 @@ def read(path: Path) -> Arrays | None:
     return arrays
 
 
-def remembers(saved: Arrays, shape: Sequence[int], words: int, slots: int) -> bool:
+def has_memory_for(saved: Arrays, shape: Sequence[int], words: int, slots: int) -> bool:
     """Whether a state has a sound memory of this model's tokens."""
     if any(name not in saved for name in ("shape", "chosen", "before", "written")):
         return False
@@ -47,7 +47,7 @@ def remembers(saved: Arrays, shape: Sequence[int], words: int, slots: int) -> bo
     )
 
 
-def fits(saved: Arrays, learned: Arrays) -> bool:
+def has_weights_like(saved: Arrays, learned: Arrays) -> bool:
     """Whether the rest of it is whole and sound: `learned` are arrays like those that it should have."""
     return all(
         name in saved
@@ -58,7 +58,7 @@ def fits(saved: Arrays, learned: Arrays) -> bool:
     ) and bool((saved["visits"] > 0).all())
 
 
-def refill(saved: Arrays, memory: RoutingMemory) -> None:
+def refill_memory(saved: Arrays, memory: RoutingMemory) -> None:
     """Fills the memory, token by token from the oldest on; that of the file may have been smaller."""
     chosen, before = saved["chosen"].view(np.uint64), saved["before"]
     start = int(saved["written"][0]) % max(1, len(before))

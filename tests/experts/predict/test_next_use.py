@@ -12,10 +12,10 @@ from safetensors.torch import save_file
 from support.kept import KERNELS
 
 from edgemoe.experts.predict import routing_memory as recall
-from edgemoe.experts.predict import saved_state as state
 from edgemoe.experts.predict.next_use import NextUsePredictor, link_predictor
 from edgemoe.experts.predict.online_mlp import LEARNING_RATE
 from edgemoe.experts.predict.routing_memory import DECAY, HORIZON_TOKENS, NONE, RoutingMemory
+from edgemoe.experts.predict.saved_state import read_state, write_state
 
 L, E, K = 3, 70, 4  # more experts than a word has bits
 Ids = npt.NDArray[np.int64]
@@ -180,8 +180,8 @@ def test_without_looks_what_was_aligned_moves_on_with_the_text() -> None:
 def test_what_was_learned_survives_a_restart(tmp_path: Path) -> None:
     before, after = NextUsePredictor(L, E, K), NextUsePredictor(L, E, K)
     drive(before, text(9, 80))
-    state.write(tmp_path / "state.safetensors", before.learned())
-    assert after.restore(state.read(tmp_path / "state.safetensors"))
+    write_state(tmp_path / "state.safetensors", before.learned())
+    assert after.restore(read_state(tmp_path / "state.safetensors"))
     assert np.array_equal(after.memory.soon[:80], before.memory.soon[:80])
     assert np.array_equal(after.memory.before[:80], before.memory.before[:80])
     assert np.array_equal(after.learner.weights, before.learner.weights)
@@ -201,8 +201,8 @@ def test_a_ring_that_has_come_round_survives_too(slots: int, tmp_path: Path, mon
     drive(before, text(10, 75))
     monkeypatch.setattr("edgemoe.experts.predict.next_use.MOST_SLOTS", slots)
     after = NextUsePredictor(L, E, K)
-    state.write(tmp_path / "state", before.learned())
-    assert after.restore(state.read(tmp_path / "state"))
+    write_state(tmp_path / "state", before.learned())
+    assert after.restore(read_state(tmp_path / "state"))
     turn = 75 % 32
     assert np.array_equal(after.memory.chosen[:, :, :32], np.roll(before.memory.chosen, -turn, axis=2))
     assert after.memory.filled == 32
@@ -229,13 +229,13 @@ def test_a_state_that_does_not_fit_is_left_alone(damage: str, tmp_path: Path) ->
     elif damage == "bfloat16":
         save_file({"shape": torch.zeros(3, dtype=torch.bfloat16)}, path)
     elif damage == "other model":
-        state.write(path, NextUsePredictor(L, E + 1, K).learned())
+        write_state(path, NextUsePredictor(L, E + 1, K).learned())
     elif damage == "out of range":
         other = NextUsePredictor(L, E, K)
         drive(other, text(11, 5))
         learned = other.learned()
-        state.write(path, learned | {"before": np.full_like(learned["before"], 1000)})
-    assert not fresh.restore(state.read(path) or {})
+        write_state(path, learned | {"before": np.full_like(learned["before"], 1000)})
+    assert not fresh.restore(read_state(path) or {})
     assert fresh.memory.filled == 0
 
 

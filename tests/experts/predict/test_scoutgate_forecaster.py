@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from edgemoe.config.settings import CacheSettings, ModelSettings, Settings
 from edgemoe.errors import ConfigError
-from edgemoe.experts.predict.scoutgate import export
+from edgemoe.experts.predict.scoutgate.export import RECORD, WEIGHTS, write_export
 from edgemoe.experts.predict.scoutgate.forecaster import ScoutGateForecaster, fitting
 from edgemoe.experts.predict.scoutgate.model import ScoutGate, ScoutGateShape
 from edgemoe.experts.predict.scoutgate.tables import ForecastTables, TokenWindow
@@ -44,7 +44,7 @@ def embedding(width: int = D) -> Matrix:
 def exported(folder: Path, *, variant: str = "source", hidden: int = 0, model: dict[str, str] = MODEL) -> Path:
     torch.manual_seed(2)
     shape = ScoutGateShape((E,) * L, K, D, hidden, variant=variant)
-    export.write(folder, ScoutGate(shape), (torch.full((2 * L,), 0.8), torch.full((2 * L,), -0.1)), model, PROMISED)
+    write_export(folder, ScoutGate(shape), (torch.full((2 * L,), 0.8), torch.full((2 * L,), -0.1)), model, PROMISED)
     return folder
 
 
@@ -203,11 +203,11 @@ def test_an_export_that_cannot_be_fed_or_read_is_refused(tmp_path: Path) -> None
         fitting(exported(tmp_path / "a"), SERVED, "tokenizer", embedding(D + 1))
     with pytest.raises(ConfigError, match="hidden states"):
         fitting(exported(tmp_path / "b", variant="context", hidden=4), SERVED, "tokenizer", embedding())
-    record = exported(tmp_path / "c") / export.RECORD
+    record = exported(tmp_path / "c") / RECORD
     record.write_text(json.dumps({**json.loads(record.read_text()), "sha256": "0"}))
     with pytest.raises(ConfigError, match="damaged"):
         fitting(tmp_path / "c", SERVED, "tokenizer", embedding())
-    (tmp_path / "c" / export.WEIGHTS).write_bytes(b"garbage")
+    (tmp_path / "c" / WEIGHTS).write_bytes(b"garbage")
     digest = hashlib.sha256(b"garbage").hexdigest()
     record.write_text(json.dumps({**json.loads(record.read_text()), "sha256": digest}))
     with pytest.raises(ConfigError, match="cannot be used"):
@@ -312,7 +312,7 @@ def test_an_export_is_loaded_beside_the_engines_embedding_without_another_copy_o
     vocabulary, width = 100_000, 256  # its own part of each token is 128 half floats wide
     served = ServedModel("digest", replace(SIZES, hidden=width))
     table = torch.zeros(vocabulary, width, dtype=torch.bfloat16)
-    export.write(
+    write_export(
         tmp_path,
         ScoutGate(ScoutGateShape((E,) * L, K, width)),
         (torch.ones(2 * L), torch.zeros(2 * L)),

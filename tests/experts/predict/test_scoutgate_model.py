@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from edgemoe.experts.predict.scoutgate import export
+from edgemoe.experts.predict.scoutgate.export import RECORD, WEIGHTS, read_export, write_export
 from edgemoe.experts.predict.scoutgate.model import ScoutGate, ScoutGateShape, cardinality
 
 SHAPE = ScoutGateShape((3, 5), top_k=2, embedding=12)
@@ -62,28 +62,28 @@ def test_the_context_variant_hears_of_the_previous_experts() -> None:
 
 def written(folder: Path) -> Path:
     count = SHAPE.horizons * SHAPE.layers
-    export.write(folder, gate(), (torch.ones(count), torch.zeros(count)), MODEL, {"recall": 1.0})
+    write_export(folder, gate(), (torch.ones(count), torch.zeros(count)), MODEL, {"recall": 1.0})
     return folder
 
 
 def test_an_export_holds_no_pickle_and_comes_back(tmp_path: Path) -> None:
-    back = export.read(written(tmp_path))
-    assert {p.name for p in tmp_path.iterdir()} == {export.WEIGHTS, export.RECORD}
+    back = read_export(written(tmp_path))
+    assert {p.name for p in tmp_path.iterdir()} == {WEIGHTS, RECORD}
     assert back.shape == SHAPE
     for name, value in gate().state_dict().items():
         torch.testing.assert_close(back.gate.state_dict()[name], value)
 
 
 def test_flipped_or_missing_weights_are_refused(tmp_path: Path) -> None:
-    file = written(tmp_path) / export.WEIGHTS
+    file = written(tmp_path) / WEIGHTS
     data = bytearray(file.read_bytes())
     data[-5] ^= 1
     file.write_bytes(bytes(data))
     with pytest.raises(ValueError, match="damaged"):
-        export.read(tmp_path)
+        read_export(tmp_path)
     file.unlink()
     with pytest.raises(ValueError, match="not a ScoutGate export"):
-        export.read(tmp_path)
+        read_export(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -104,14 +104,14 @@ def test_flipped_or_missing_weights_are_refused(tmp_path: Path) -> None:
     ],
 )
 def test_a_foreign_record_is_refused_with_a_reason(tmp_path: Path, change: dict[str, object], message: str) -> None:
-    file = written(tmp_path) / export.RECORD
+    file = written(tmp_path) / RECORD
     file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
     with pytest.raises(ValueError, match=message):
-        export.read(tmp_path)
+        read_export(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "nonsense", '"x"'])
 def test_a_record_that_is_no_record_is_refused(tmp_path: Path, text: str) -> None:
-    (written(tmp_path) / export.RECORD).write_text(text)
+    (written(tmp_path) / RECORD).write_text(text)
     with pytest.raises(ValueError, match=r"scoutgate|ScoutGate"):
-        export.read(tmp_path)
+        read_export(tmp_path)

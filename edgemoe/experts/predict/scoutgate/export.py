@@ -43,7 +43,7 @@ class Export:
         return self.gate.shape
 
 
-def write(
+def write_export(
     directory: Path, gate: ScoutGate, calibration: tuple[Tensor, Tensor], model: dict[str, str], metrics: dict[str, Any]
 ) -> None:
     """Writes an export; the JSON last, so that a half-written one is refused."""
@@ -52,10 +52,10 @@ def write(
         "shape": gate.shape.as_dict(), "model": model,
         "calibration": {"scale": scale.tolist(), "shift": shift.tolist()}, "metrics": metrics,
     }  # fmt: skip
-    put(directory / WEIGHTS, directory / RECORD, gate.state_dict(), record)
+    write_tensors(directory / WEIGHTS, directory / RECORD, gate.state_dict(), record)
 
 
-def put(weights: Path, record: Path, values: Mapping[str, Tensor], told: dict[str, Any]) -> None:
+def write_tensors(weights: Path, record: Path, values: Mapping[str, Tensor], told: dict[str, Any]) -> None:
     """Writes tensors and what is told of them, with format and hash; the JSON last."""
     make_folder(weights.parent)
     data = save({name: value.detach().cpu().float().contiguous() for name, value in values.items()})
@@ -64,9 +64,9 @@ def put(weights: Path, record: Path, values: Mapping[str, Tensor], told: dict[st
     replace_file(record, (json.dumps({"format": FORMAT, "sha256": digest, **told}, indent=1) + "\n").encode(), 0o644)
 
 
-def read(directory: Path) -> Export:
+def read_export(directory: Path) -> Export:
     """Raises ValueError, saying what is wrong, where the directory holds no whole export of this format."""
-    record, data = get(directory / WEIGHTS, directory / RECORD, "ScoutGate")
+    record, data = read_tensors(directory / WEIGHTS, directory / RECORD, "ScoutGate")
     try:
         gate = ScoutGate(ScoutGateShape.from_dict(record["shape"]))
         gate.load_state_dict(load(data))
@@ -75,7 +75,7 @@ def read(directory: Path) -> Export:
             raise ValueError("the calibration does not fit the shape")
         if not all(t.isfinite().all() for t in (*gate.state_dict().values(), scale, shift)):
             raise ValueError("it holds numbers that are not finite")
-        if not 0.0 <= promised(record) < math.inf:
+        if not 0.0 <= promised_loss(record) < math.inf:
             raise ValueError("its log-loss is no number")
         if not all(isinstance(v, str) for v in record["model"].values()):
             raise ValueError("the model is not named")
@@ -90,14 +90,14 @@ def its_and_ours(record: dict[str, Any], what: str, ours: str) -> tuple[str, str
     return its, ours or its
 
 
-def promised(record: dict[str, Any]) -> float:
+def promised_loss(record: dict[str, Any]) -> float:
     """Returns the log-loss of this token's forecast on held-out requests; 0 where the export does not say."""
     figures = record["metrics"].get("horizons", {}).get("this_token", {}).get("scoutgate", {})
     return float(figures.get("log_loss", 0.0))
 
 
-def get(weights: Path, record: Path, what: str) -> tuple[dict[str, Any], bytes]:
-    """What `put` wrote, the tensors as safetensors. Raises ValueError where it is not whole, or no export of `what`."""
+def read_tensors(weights: Path, record: Path, what: str) -> tuple[dict[str, Any], bytes]:
+    """Returns the record and the safetensors bytes of an export. Raises ValueError if it is incomplete."""
     try:
         told = json.loads(record.read_text())
         if weights.stat().st_size > MAX_WEIGHTS_BYTES:

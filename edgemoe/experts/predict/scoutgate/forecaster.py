@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 
 from edgemoe.errors import ConfigError
-from edgemoe.experts.predict.scoutgate.export import Export, its_and_ours, read
+from edgemoe.experts.predict.scoutgate.export import Export, its_and_ours, read_export
 from edgemoe.experts.predict.scoutgate.score import ForecastScore, read_scores, write_scores
 from edgemoe.experts.predict.scoutgate.tables import ForecastTables, TokenEmbedding, TokenWindow
 from edgemoe.experts.predict.scoutgate.time_budget import TimeBudget
@@ -50,7 +50,7 @@ def fitting(directory: Path, served: ServedModel, tokenizer: str, embedding: Tok
     `tokenizer` is the checksum of tokenizer.json, as in the store's manifest. An empty digest or checksum fits all.
     """
     try:
-        export = read(directory)
+        export = read_export(directory)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     shape, model, ours = export.shape, export.record["model"], served.geometry
@@ -148,7 +148,7 @@ class ScoutGateForecaster:
         tables, live = self._tables, self._live[:1]
         if tables is None or not live:
             return 0.0
-        promised = tables.promised
+        promised = tables.promised_loss
         if live[0].weight < 64 or not promised:
             return 1.0
         return float(np.clip(2 - live[0].loss / live[0].weight / promised, 0, 1))

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from edgemoe.experts.predict.scoutgate.export import Export, promised
+from edgemoe.experts.predict.scoutgate.export import Export, promised_loss
 from edgemoe.types.arrays import FloatArray, IntArray
 
 CHUNK = 8192  # rows of the embedding projected at once
@@ -59,8 +59,8 @@ class ForecastTables:
             return cls(export, projected, towers.T.contiguous(), own, experts)
 
     @property
-    def promised(self) -> float:
-        return promised(self.export.record)
+    def promised_loss(self) -> float:
+        return promised_loss(self.export.record)
 
     def probs(self, tracks: list[TokenWindow]) -> FloatArray:
         """Calibrated forecasts for each sequence, [S, horizons, L, E]."""
