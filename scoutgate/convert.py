@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edgemoe.errors import EdgemoeError
-from edgemoe.experts.predict.scoutgate.model import NO_TOKEN
+from edgemoe.experts.predict.scoutgate_model import NO_TOKEN
 from edgemoe.rights import become_owner
 from edgemoe.store.manifest import Manifest
 from edgemoe.telemetry.recording import AHEAD, read_recording, recordings_in

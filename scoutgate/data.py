@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from edgemoe.durable import NewFile, make_folder, remove_file, replace_file
-from edgemoe.experts.predict.scoutgate.model import NO_TOKEN, ScoutGateShape
+from edgemoe.experts.predict.scoutgate_model import NO_TOKEN, ScoutGateShape
 from edgemoe.types.request import conversation_of
 
 FORMAT = 1

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from edgemoe.durable import replace_file
 from edgemoe.errors import EdgemoeError
-from edgemoe.experts.predict.scoutgate.model import ScoutGate, ScoutGateShape
+from edgemoe.experts.predict.scoutgate_model import ScoutGate, ScoutGateShape
 from edgemoe.rights import become_owner
 from scoutgate import baselines, calibrate
 from scoutgate.baselines import FloatArray, IntArray, Predictor

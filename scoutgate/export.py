@@ -1,7 +1,7 @@
 """Exports a trained ScoutGate for a daemon.
 
 `python -m scoutgate.export --run DIR --data DIR --model DIR --to DIR` calibrates the best weights on the validation
-split, judges them on the test split, and writes what `edgemoe.experts.predict.scoutgate.export` reads.
+split, judges them on the test split, and writes what `edgemoe.experts.predict.scoutgate_model` reads.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import argparse
 from pathlib import Path
 
 from edgemoe.errors import EdgemoeError
-from edgemoe.experts.predict.scoutgate.export import RECORD, WEIGHTS, write_export
+from edgemoe.experts.predict.scoutgate_model import RECORD, WEIGHTS, write_export
 from edgemoe.rights import become_owner
 from scoutgate.evaluate import judge_run
 

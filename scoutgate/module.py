@@ -17,7 +17,7 @@ from torch import Tensor
 
 from edgemoe.durable import replace_file
 from edgemoe.experts.predict.next_use_model import NextUseNet
-from edgemoe.experts.predict.scoutgate.model import ScoutGate, ScoutGateShape, cardinality
+from edgemoe.experts.predict.scoutgate_model import ScoutGate, ScoutGateShape, cardinality
 from scoutgate.data import Inputs, k_hot
 
 Network = ScoutGate | NextUseNet

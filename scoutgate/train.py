@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 
 from edgemoe.durable import make_folder
 from edgemoe.errors import EdgemoeError
-from edgemoe.experts.predict.scoutgate.model import VARIANTS, ScoutGateShape
+from edgemoe.experts.predict.scoutgate_model import VARIANTS, ScoutGateShape
 from edgemoe.rights import become_owner
 from scoutgate.data import Batches, Recording
 from scoutgate.embedding import embedding_for

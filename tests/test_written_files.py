@@ -196,7 +196,7 @@ def _units(folder: Path) -> None:
 def _export(folder: Path) -> None:
     import torch
 
-    from edgemoe.experts.predict.scoutgate.export import write_tensors
+    from edgemoe.experts.predict.scoutgate_model import write_tensors
 
     write_tensors(
         folder / "out" / "scoutgate.safetensors", folder / "out" / "scoutgate.json", {"a": torch.zeros(2)}, {}

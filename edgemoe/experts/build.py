@@ -22,7 +22,7 @@ from edgemoe.experts.compute.device_spread import DeviceSpread
 from edgemoe.experts.compute.dispatch import Compute, DeviceTime, EmulatedCompute, HostCompute
 from edgemoe.experts.compute.moe import AS_USUAL, Fetching, TieredExperts
 from edgemoe.experts.compute.peer_layer_step import PeerExperts
-from edgemoe.experts.predict.gate_hint import CODES as HINT_CODES
+from edgemoe.experts.predict.gate_lookahead import CODES as HINT_CODES
 from edgemoe.experts.tiers.residency import Residency
 from edgemoe.experts.tiers.residency_ops import CODES as TIER_CODES
 from edgemoe.experts.tiers.slab import HostSlab, layout_in

@@ -23,7 +23,7 @@ def _belady(trace: Trace, batch: int) -> CachePolicy:
 
 def learned(hysteresis: float) -> Maker:
     """`learned`, which prefetches what ranks so much higher than what goes for it."""
-    from edgemoe.experts.predict.learned_policy import LearnedPolicy  # imports numba
+    from edgemoe.experts.predict.predictive_policy import LearnedPolicy  # imports numba
 
     return lambda trace, batch: LearnedPolicy(trace.layers, trace.experts, trace.top_k, hysteresis=hysteresis)
 

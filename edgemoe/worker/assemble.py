@@ -25,7 +25,7 @@ from edgemoe.errors import CapacityError
 from edgemoe.experts.activity import ActivityCounter
 from edgemoe.experts.build import CODES, ExpertTiers, TierMemory
 from edgemoe.experts.compute.moe import Fetching
-from edgemoe.experts.predict.scoutgate.forecaster import ScoutGateForecaster
+from edgemoe.experts.predict.scoutgate_forecaster import ScoutGateForecaster
 from edgemoe.families.spec import ModelSpec
 from edgemoe.jit.object_cache import Compiling, link
 from edgemoe.kernels.cpu.runtime import Kernels

@@ -12,10 +12,9 @@ from edgemoe.config.settings import Settings
 from edgemoe.errors import ConfigError
 from edgemoe.experts.predict.controller import Controller, Kept
 from edgemoe.experts.predict.next_use import Ids
-from edgemoe.experts.predict.planning.prefetch_planner import PrefetchRequests
-from edgemoe.experts.predict.planning.published_rules import PublishedRules
-from edgemoe.experts.predict.scoutgate.forecaster import ScoutGateForecaster
-from edgemoe.experts.predict.scoutgate.tables import TokenEmbedding
+from edgemoe.experts.predict.prefetch_planner import PrefetchRequests
+from edgemoe.experts.predict.scoutgate_forecaster import ScoutGateForecaster, TokenEmbedding
+from edgemoe.experts.predict.two_tier import PublishedRules
 from edgemoe.experts.tiers.residency import Residency
 from edgemoe.policy import baselines
 from edgemoe.policy.ewma import EWMA

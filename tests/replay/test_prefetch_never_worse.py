@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from support.replay_kit import random_trace
 
-from edgemoe.experts.predict.learned_policy import LearnedPolicy
+from edgemoe.experts.predict.predictive_policy import LearnedPolicy
 from edgemoe.policy.baselines import LRU
 from edgemoe.replay.box import BoxSpec, Counts
 from edgemoe.replay.run import Replay, ReplayedStep

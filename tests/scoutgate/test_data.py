@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from support.synthetic import EXPERTS, TOP_K, dataset, requests
 
-from edgemoe.experts.predict.scoutgate.model import NO_TOKEN, ScoutGateShape
+from edgemoe.experts.predict.scoutgate_model import NO_TOKEN, ScoutGateShape
 from edgemoe.types.step import StepMeta, StepRouting
 from scoutgate.convert import public_meta, public_requests, requests_of
 from scoutgate.data import SPLITS, Batches, Meta, Recording, Routes, flat_ids, gather, k_hot, write

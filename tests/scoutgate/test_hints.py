@@ -14,7 +14,7 @@ from support.synthetic import EMBEDDING, EXPERTS, TOP_K, VOCAB, requests
 from support.tiers_kit import running
 
 from edgemoe.config.settings import EngineSettings, MemorySettings, ModelSettings, RecordSettings, Settings
-from edgemoe.experts.predict.scoutgate.model import ScoutGate, ScoutGateShape
+from edgemoe.experts.predict.scoutgate_model import ScoutGate, ScoutGateShape
 from edgemoe.store.packer import pack
 from edgemoe.telemetry.recording import AHEAD, OWN, read_recording
 from edgemoe.types.request import Emission, Request, Sampling

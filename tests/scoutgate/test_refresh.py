@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from support.synthetic import checkpoint, dataset
 
-from edgemoe.experts.predict.scoutgate.export import RECORD
+from edgemoe.experts.predict.scoutgate_model import RECORD
 from edgemoe.store.manifest import Manifest
 from scoutgate import refresh
 from scoutgate.data import Recording

@@ -11,8 +11,7 @@ import torch
 from support.synthetic import EXPERTS, checkpoint, dataset
 
 from edgemoe.demo import model_path
-from edgemoe.experts.predict.scoutgate.export import read_export, write_export
-from edgemoe.experts.predict.scoutgate.model import ScoutGate, ScoutGateShape
+from edgemoe.experts.predict.scoutgate_model import ScoutGate, ScoutGateShape, read_export, write_export
 from edgemoe.store.layout import WantedEncodings
 from edgemoe.store.packer import pack
 from scoutgate.data import Recording

@@ -26,8 +26,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from edgemoe.experts.predict.learned_policy import LearnedPolicy
 from edgemoe.experts.predict.next_use import link_predictor
+from edgemoe.experts.predict.predictive_policy import LearnedPolicy
 from edgemoe.replay.bound import ByteBelady
 from edgemoe.replay.box import BoxSpec
 from edgemoe.replay.policies import MAKERS, Maker

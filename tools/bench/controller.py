@@ -26,9 +26,8 @@ import numpy as np
 import torch
 
 from edgemoe.experts.predict.controller import Controller, Kept
-from edgemoe.experts.predict.learned_policy import LearnedPolicy
-from edgemoe.experts.predict.next_use import NextUsePredictor
-from edgemoe.experts.predict.saved_state import write_state
+from edgemoe.experts.predict.next_use import NextUsePredictor, write_state
+from edgemoe.experts.predict.predictive_policy import LearnedPolicy
 from edgemoe.policy.baselines import LRU
 from edgemoe.replay.box import BoxSpec
 from edgemoe.replay.command import BASELINES, YARDSTICKS

@@ -29,10 +29,9 @@ import torch
 
 from edgemoe.experts.compute.moe import PrefetchRequester
 from edgemoe.experts.predict.controller import LearnedRanks
-from edgemoe.experts.predict.learned_policy import LearnedPolicy
-from edgemoe.experts.predict.scoutgate.export import write_export
-from edgemoe.experts.predict.scoutgate.forecaster import ScoutGateForecaster
-from edgemoe.experts.predict.scoutgate.model import ScoutGate, ScoutGateShape
+from edgemoe.experts.predict.predictive_policy import LearnedPolicy
+from edgemoe.experts.predict.scoutgate_forecaster import ScoutGateForecaster
+from edgemoe.experts.predict.scoutgate_model import ScoutGate, ScoutGateShape, write_export
 from edgemoe.model.dense_weights import DenseMatrix
 from edgemoe.policy.baselines import LRU
 from edgemoe.replay.box import BoxSpec, ReplayBox

@@ -36,8 +36,8 @@ import torch
 
 from edgemoe.config.settings import RecordSettings
 from edgemoe.experts.predict.controller import restored
-from edgemoe.experts.predict.learned_policy import LearnedPolicy
 from edgemoe.experts.predict.next_use import NextUsePredictor
+from edgemoe.experts.predict.predictive_policy import LearnedPolicy
 from edgemoe.experts.transfer.link_prefetch import IdleWindow
 from edgemoe.policy.baselines import LFRU, LFU, LRU, Belady
 from edgemoe.replay.bound import ByteBelady

@@ -47,8 +47,8 @@ from edgemoe.engine.driver import SequenceDriver
 from edgemoe.experts.build import ExpertTiers, TierMemory
 from edgemoe.experts.compute.moe import Fetching
 from edgemoe.experts.predict.controller import Controller, Kept
-from edgemoe.experts.predict.planning.published_rules import PublishedRules
-from edgemoe.experts.predict.scoutgate.forecaster import ScoutGateForecaster
+from edgemoe.experts.predict.scoutgate_forecaster import ScoutGateForecaster
+from edgemoe.experts.predict.two_tier import PublishedRules
 from edgemoe.families.config import spec_from_config
 from edgemoe.families.spec import ModelSpec
 from edgemoe.kernels.cpu.runtime import Kernels

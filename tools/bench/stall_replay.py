@@ -31,8 +31,8 @@ import torch
 
 from edgemoe.config.settings import RecordSettings
 from edgemoe.experts.predict.controller import restored
-from edgemoe.experts.predict.learned_policy import LearnedPolicy
 from edgemoe.experts.predict.next_use import NextUsePredictor
+from edgemoe.experts.predict.predictive_policy import LearnedPolicy
 from edgemoe.policy.baselines import LRU
 from edgemoe.policy.ewma import EWMA, PublishedPolicy
 from edgemoe.replay.box import BoxSpec, Counts, ReplayBox

@@ -16,11 +16,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from edgemoe.experts.predict.foresight import Foresight
 from edgemoe.experts.predict.fusion import Blend, Forecaster
-from edgemoe.experts.predict.next_use import Ids, NextUsePredictor, link_predictor
-from edgemoe.experts.predict.planning.prefetch_planner import PrefetchRequests
-from edgemoe.experts.predict.saved_state import read_state, write_state
+from edgemoe.experts.predict.next_use import Ids, NextUsePredictor, link_predictor, read_state, write_state
+from edgemoe.experts.predict.predictive_policy import Foresight
+from edgemoe.experts.predict.prefetch_planner import PrefetchRequests
 from edgemoe.experts.tiers.residency import Residency
 from edgemoe.policy.baselines import LRU
 from edgemoe.types.arrays import FloatArray, IntArray

@@ -1,8 +1,7 @@
-"""Time to next use of every expert, learned from nothing while serving.
+"""Predicts the time to the next use of every expert, learned while serving, and saves the learned state.
 
-`scores` ranks all experts by decay^time to their next need, time in steps and parts of a step: a layer that is still
-to run in this step comes sooner than one that has run (W of [Two-Tier, 4.1], with its gamma measured in steps). Bounded
-memory; the state survives restarts. The work is compiled (`next_use_step`, `next_use_work`), and kept as machine code.
+Source of the score: W of [Two-Tier, 4.1], with gamma per step: decay^time to the next need, in steps and parts of a
+step. Memory is bounded. The work is compiled (`next_use_step`, `next_use_work`). See docs/design/prediction.md.
 """
 
 from __future__ import annotations
@@ -15,28 +14,93 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save
 
+from edgemoe.durable import replace_file
 from edgemoe.experts.predict import online_mlp as learner
-from edgemoe.experts.predict.alignment import MOST, PROMPT, PROMPTS
 from edgemoe.experts.predict.fusion import BINS as SHARES
 from edgemoe.experts.predict.fusion import FORESEE, HORIZONS, SAMPLE, AwaitedForecast
-from edgemoe.experts.predict.next_use_step import FOLLOW, LOG_DECAY, MARK, START, STATE, STEP, TRACKS, WIDEST
-from edgemoe.experts.predict.next_use_work import AWAITED, FINISHED, WORK
-from edgemoe.experts.predict.online_mlp import FEATURES, OnlineMLP
-from edgemoe.experts.predict.own_history import OwnHistory
-from edgemoe.experts.predict.routing_memory import (
-    ALIGNED,
-    APPEND,
-    BINS,
-    LOOKS,
-    NONE,
-    SHARE_OF_PAST,
-    RoutingMemory,
+from edgemoe.experts.predict.next_use_step import (
+    FOLLOW,
+    LOG_DECAY,
+    MARK,
+    MOST,
+    PROMPT,
+    PROMPTS,
+    START,
+    STATE,
+    STEP,
+    TRACKS,
+    WIDEST,
 )
-from edgemoe.experts.predict.saved_state import has_memory_for, has_weights_like, refill_memory
+from edgemoe.experts.predict.next_use_work import AWAITED, FINISHED, WORK
+from edgemoe.experts.predict.online_mlp import FEATURES, OnlineMLP, OwnHistory
+from edgemoe.experts.predict.routing_memory import ALIGNED, APPEND, BINS, LOOKS, NONE, SHARE_OF_PAST, RoutingMemory
 from edgemoe.jit.intrinsics import place_of, sem_init
 from edgemoe.jit.object_cache import link
 from edgemoe.types.arrays import FloatArray, IntArray
+
+Arrays = Mapping[str, Any]
+
+
+def write_state(path: Path, arrays: Arrays) -> None:
+    """Whole or not at all, and for the owner only. Raises OSError."""
+    replace_file(path, save(dict(arrays)))
+
+
+def read_state(path: Path) -> Arrays | None:
+    """The arrays; None where it is no such file."""
+    try:
+        arrays: Arrays = load_file(path)
+    except (OSError, SafetensorError, ValueError, TypeError, AttributeError, KeyError):  # of types that NumPy lacks
+        return None
+    return arrays
+
+
+def has_memory_for(saved: Arrays, shape: Sequence[int], words: int, slots: int) -> bool:
+    """Whether a state has a sound memory of this model's tokens."""
+    if any(name not in saved for name in ("shape", "chosen", "before", "written")):
+        return False
+    before, chosen = saved["before"], saved["chosen"]
+    filled = before.size
+    return (
+        saved["shape"].tolist() == list(shape)
+        and before.dtype == chosen.dtype == np.int64
+        and chosen.shape == (shape[0], words, filled)
+        and filled <= slots
+        and (filled == 0 or (before.min() >= NONE and before.max() < filled))
+        and saved["written"].shape == (1,)
+        and not _beyond(chosen, shape[1])
+    )
+
+
+def has_weights_like(saved: Arrays, learned: Arrays) -> bool:
+    """Whether the rest of it is whole and sound: `learned` are arrays like those that it should have."""
+    return all(
+        name in saved
+        and saved[name].shape == ours.shape
+        and saved[name].dtype == ours.dtype
+        and np.isfinite(saved[name]).all()
+        for name, ours in learned.items()
+    ) and bool((saved["visits"] > 0).all())
+
+
+def refill_memory(saved: Arrays, memory: RoutingMemory) -> None:
+    """Fills the memory, token by token from the oldest on; that of the file may have been smaller."""
+    chosen, before = saved["chosen"].view(np.uint64), saved["before"]
+    start = int(saved["written"][0]) % max(1, len(before))
+    memory.clear()
+    moved = {NONE: NONE}
+    for old in [*range(start, len(before)), *range(start)]:
+        moved[old] = memory.append(np.ascontiguousarray(chosen[:, :, old]), moved.get(int(before[old]), NONE))
+
+
+def _beyond(chosen: Any, experts: int) -> bool:
+    """Whether bits are set of experts that there are not."""
+    used = experts % 64
+    return bool(used) and bool((chosen.view(np.uint64)[:, -1] >> np.uint64(used)).any())
+
 
 MEMORY_BYTES = 64 << 20  # of recall
 MOST_SLOTS = 32768  # tokens: a kind of text that comes back after 8,000 others is known still

@@ -26,7 +26,7 @@ from safetensors.torch import load
 from torch import Tensor, nn
 from torch.nn import functional
 
-from edgemoe.experts.predict.scoutgate.export import read_tensors, write_tensors
+from edgemoe.experts.predict.scoutgate_model import read_tensors, write_tensors
 
 WEIGHTS, RECORD = "nextuse.safetensors", "nextuse.json"  # of an export, beside ScoutGate's
 LAGS = 4  # tokens before the running one that are seen each for itself

@@ -16,11 +16,11 @@ import torch
 from numba import njit
 
 from edgemoe.errors import ConfigError
-from edgemoe.experts.predict.learned_policy import LearnedPolicy
 from edgemoe.experts.predict.next_use import MEMORY_BYTES, MOST_SLOTS
 from edgemoe.experts.predict.next_use_model import AFTER, FLOOR, FROM_HERE, PAST, NextUseNet
 from edgemoe.experts.predict.next_use_step import TRACKS
 from edgemoe.experts.predict.online_mlp import DECAY
+from edgemoe.experts.predict.predictive_policy import LearnedPolicy
 from edgemoe.experts.predict.routing_memory import NONE, RoutingMemory
 from edgemoe.types.arrays import FloatArray, IntArray
 from edgemoe.types.step import StepRouting

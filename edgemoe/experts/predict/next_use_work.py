@@ -10,7 +10,6 @@ import math
 
 import numpy as np
 
-from edgemoe.experts.predict.alignment import begin_sequence, begin_token, match_of, remember, take_prompts
 from edgemoe.experts.predict.fusion import NEXT_STEP, SAMPLE
 from edgemoe.experts.predict.next_use_step import (
     AT_REST,
@@ -30,11 +29,16 @@ from edgemoe.experts.predict.next_use_step import (
     STOP,
     TRACKS,
     WIDEST,
+    begin_sequence,
+    begin_token,
     due,
     follow,
     horizon_of,
+    match_of,
     refresh_all,
+    remember,
     step_of,
+    take_prompts,
 )
 from edgemoe.experts.predict.online_mlp import FEATURES, HORIZON_STEPS, LEARNER, draw, learn, note
 from edgemoe.experts.predict.routing_memory import (

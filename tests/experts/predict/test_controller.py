@@ -15,15 +15,14 @@ from support.kept import KERNELS
 from support.waiting import wait_until
 
 from edgemoe.experts.predict import controller as module
-from edgemoe.experts.predict import foresight
+from edgemoe.experts.predict import predictive_policy as foresight
 from edgemoe.experts.predict.controller import Controller, Kept
 from edgemoe.experts.predict.fusion import NEXT_LAYER
-from edgemoe.experts.predict.learned_policy import LearnedPolicy
 from edgemoe.experts.predict.next_use import NextUsePredictor
-from edgemoe.experts.predict.planning.prefetch_planner import LEAST_CHANCE, WINDOW, Plans
-from edgemoe.experts.predict.planning.prices import MOST_MOVES
+from edgemoe.experts.predict.predictive_policy import LearnedPolicy
+from edgemoe.experts.predict.prefetch_planner import LEAST_CHANCE, MOST_MOVES, WINDOW, Plans
 from edgemoe.experts.predict.routing_memory import LOOKS
-from edgemoe.experts.predict.scoutgate.forecaster import ScoutGateForecast
+from edgemoe.experts.predict.scoutgate_forecaster import ScoutGateForecast
 from edgemoe.experts.tiers.residency import Residency
 from edgemoe.experts.tiers.slots import PrefetchPriority, SlotPool
 from edgemoe.telemetry import metrics as names

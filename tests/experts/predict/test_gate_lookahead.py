@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from edgemoe.experts.predict.gate_hint import TINY
-from edgemoe.experts.predict.gate_lookahead import GateLookAhead
+from edgemoe.experts.predict.gate_lookahead import TINY, GateLookAhead
 from edgemoe.experts.tiers.residency import Residency
 from edgemoe.experts.tiers.slots import PrefetchPriority, SlotPool
 from edgemoe.policy.baselines import LRU

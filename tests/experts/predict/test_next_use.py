@@ -12,10 +12,9 @@ from safetensors.torch import save_file
 from support.kept import KERNELS
 
 from edgemoe.experts.predict import routing_memory as recall
-from edgemoe.experts.predict.next_use import NextUsePredictor, link_predictor
+from edgemoe.experts.predict.next_use import NextUsePredictor, link_predictor, read_state, write_state
 from edgemoe.experts.predict.online_mlp import LEARNING_RATE
 from edgemoe.experts.predict.routing_memory import DECAY, HORIZON_TOKENS, NONE, RoutingMemory
-from edgemoe.experts.predict.saved_state import read_state, write_state
 
 L, E, K = 3, 70, 4  # more experts than a word has bits
 Ids = npt.NDArray[np.int64]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from edgemoe.experts.predict.planning.prices import Prices
+from edgemoe.experts.predict.prefetch_planner import Prices
 from edgemoe.experts.tiers.residency import Residency
 from edgemoe.experts.tiers.slots import PrefetchPriority, SlotPool
 from edgemoe.policy.baselines import LRU

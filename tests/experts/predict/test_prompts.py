@@ -7,11 +7,10 @@ import numpy.typing as npt
 import pytest
 from support.kept import KERNELS
 
-from edgemoe.experts.predict.alignment import MOST, PROMPTS
 from edgemoe.experts.predict.controller import Controller, Kept
-from edgemoe.experts.predict.learned_policy import LearnedPolicy
 from edgemoe.experts.predict.next_use import NextUsePredictor, link_predictor
-from edgemoe.experts.predict.next_use_step import TRACKS
+from edgemoe.experts.predict.next_use_step import MOST, PROMPTS, TRACKS
+from edgemoe.experts.predict.predictive_policy import LearnedPolicy
 from edgemoe.replay.run import Replay, ReplayedStep
 from edgemoe.types.experts import ExpertGeometry
 from edgemoe.types.step import StepMeta, StepRouting

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 
-from edgemoe.experts.predict.planning.published_rules import PublishedRules
-from edgemoe.experts.predict.scoutgate.forecaster import ScoutGateForecast
+from edgemoe.experts.predict.scoutgate_forecaster import ScoutGateForecast
+from edgemoe.experts.predict.two_tier import PublishedRules
 from edgemoe.experts.tiers.residency import Residency
 from edgemoe.experts.tiers.slots import PrefetchPriority, SlotPool
 from edgemoe.policy.ewma import PublishedPolicy

@@ -18,10 +18,8 @@ from torch.utils._pytree import tree_leaves
 
 from edgemoe.config.settings import CacheSettings, ModelSettings, Settings
 from edgemoe.errors import ConfigError
-from edgemoe.experts.predict.scoutgate.export import RECORD, WEIGHTS, write_export
-from edgemoe.experts.predict.scoutgate.forecaster import ScoutGateForecaster, fitting
-from edgemoe.experts.predict.scoutgate.model import ScoutGate, ScoutGateShape
-from edgemoe.experts.predict.scoutgate.tables import ForecastTables, TokenWindow
+from edgemoe.experts.predict.scoutgate_forecaster import ForecastTables, ScoutGateForecaster, TokenWindow, fitting
+from edgemoe.experts.predict.scoutgate_model import RECORD, WEIGHTS, ScoutGate, ScoutGateShape, write_export
 from edgemoe.model.dense_weights import Matrix
 from edgemoe.telemetry import metrics as names
 from edgemoe.types.encoding import ENCODINGS
@@ -175,7 +173,7 @@ def test_a_damaged_score_is_begun_anew(damaged: str, tmp_path: Path) -> None:
 
 
 def test_what_it_remembers_is_bounded(scoutgate: ScoutGateForecaster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edgemoe.experts.predict.scoutgate.forecaster.TRACKS", 5)
+    monkeypatch.setattr("edgemoe.experts.predict.scoutgate_forecaster.TRACKS", 5)
     for number in range(20):
         run(scoutgate, meta((f"r{number}",), [[1]], [0], [True]), np.zeros((L, 1, K), int))
     assert len(scoutgate._tracks) == 5

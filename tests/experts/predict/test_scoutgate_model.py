@@ -8,8 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from edgemoe.experts.predict.scoutgate.export import RECORD, WEIGHTS, read_export, write_export
-from edgemoe.experts.predict.scoutgate.model import ScoutGate, ScoutGateShape, cardinality
+from edgemoe.experts.predict.scoutgate_model import (
+    RECORD,
+    WEIGHTS,
+    ScoutGate,
+    ScoutGateShape,
+    cardinality,
+    read_export,
+    write_export,
+)
 
 SHAPE = ScoutGateShape((3, 5), top_k=2, embedding=12)
 MODEL = {"id": "m", "digest": "d", "tokenizer": "t"}

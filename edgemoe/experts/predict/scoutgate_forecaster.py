@@ -1,35 +1,181 @@
-"""ScoutGate in the engine: forecasts of the experts to come, made on a thread of its own.
+"""Runs ScoutGate beside the engine [Two-Tier, 4.2]: forecasts on a thread of its own, and their live score.
 
-Source: [Two-Tier, 4.2]. The compute thread only leaves notes: `look` before
-a step's first layer, `learn` after its last. The thread keeps each sequence's last tokens, forecasts all layers of this
-token and the next, publishes the batch's forecast, and keeps score of what came true. Beyond its share of the steps'
-time it forecasts every so many steps only. Where its forecasts get worse than the export promised, `trust` falls from 1
-towards 0, and fusion weighs them less.
+The compute thread only posts notes when a step begins and ends. The thread stays within a share of the steps' time.
+If forecasts get worse than the export promised, `trust` falls from 1 towards 0.
 """
 
 from __future__ import annotations
 
+import json
+import logging
+import math
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from edgemoe.durable import replace_file
 from edgemoe.errors import ConfigError
-from edgemoe.experts.predict.scoutgate.export import Export, its_and_ours, read_export
-from edgemoe.experts.predict.scoutgate.score import ForecastScore, read_scores, write_scores
-from edgemoe.experts.predict.scoutgate.tables import ForecastTables, TokenEmbedding, TokenWindow
-from edgemoe.experts.predict.scoutgate.time_budget import TimeBudget
+from edgemoe.experts.predict.scoutgate_model import Export, its_and_ours, promised_loss, read_export
 from edgemoe.telemetry import metrics as names
 from edgemoe.telemetry.metrics import named
 from edgemoe.types.arrays import FloatArray, IntArray
 from edgemoe.types.model_info import ServedModel
 from edgemoe.types.step import StepMeta, StepRouting
+
+log = logging.getLogger(__name__)
+
+DECAY = 0.998  # of the live score, per forecast
+
+
+@dataclass(slots=True)
+class ForecastScore:
+    """Decayed score of one horizon's forecasts."""
+
+    weight: float = 1e-9
+    hits: float = 0.0
+    loss: float = 0.0
+    forecast: float = 0.0
+    happened: float = 0.0
+
+    def add(self, p: FloatArray, hot: FloatArray, top_k: int) -> None:
+        """One sequence's forecast and outcome, [L, E] each."""
+        safe = np.clip(p, 1e-6, 1 - 1e-6)
+        top = np.argpartition(-p, top_k - 1, axis=1)[:, :top_k]
+        hits = np.take_along_axis(hot, top, 1).mean()
+        loss = -np.where(hot > 0, np.log(safe), np.log1p(-safe)).mean()
+        for name, value in (
+            ("weight", 1.0),
+            ("hits", hits),
+            ("loss", loss),
+            ("forecast", p.sum()),
+            ("happened", hot.sum()),
+        ):
+            setattr(self, name, getattr(self, name) * DECAY + float(value))
+
+
+def write_scores(file: Path, export: str, scores: Sequence[ForecastScore]) -> None:
+    """Keeps the scores of an export, which its hash names. Logs where that fails."""
+    try:
+        replace_file(file, json.dumps({"export": export, "scores": [asdict(score) for score in scores]}).encode())
+    except OSError as error:
+        log.warning(f"how good forecasts were is not kept: {error}")
+
+
+def read_scores(file: Path, export: str, horizons: int) -> list[ForecastScore]:
+    """Returns what was kept of this export, by horizon; fresh scores where the file is of another one, or none."""
+    try:
+        kept = json.loads(file.read_text())
+        scores = [ForecastScore(**{name: float(value) for name, value in each.items()}) for each in kept["scores"]]
+        usable = all(math.isfinite(value) and value >= 0 for each in scores for value in asdict(each).values())
+        if usable and kept["export"] == export and len(scores) == horizons and all(each.weight for each in scores):
+            return scores
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        pass  # it begins anew: nothing but the trust in an export is lost
+    return [ForecastScore() for _ in range(horizons)]
+
+
+CHUNK = 8192  # rows of the embedding projected at once
+
+
+class TokenEmbedding(Protocol):
+    """The main model's embedding [V, H], as its decoder has it, encoded or not."""
+
+    columns: int  # H
+
+    def __len__(self) -> int:
+        """Returns V."""
+
+    def rows_at(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Returns the rows of these numbers [n], float32 [n, H]."""
+
+
+@dataclass(slots=True)
+class TokenWindow:
+    """One sequence: its last tokens, and the experts of the very last."""
+
+    tokens: deque[int]
+    end: int = 0  # position after the last token
+    previous: IntArray | None = None  # [L * k], counted through all layers
+
+
+@dataclass(frozen=True, slots=True)
+class ForecastTables:
+    """What no token changes, worked out once. `projected` [V, d_proj] is step 3 of the whole vocabulary."""
+
+    export: Export
+    projected: torch.Tensor
+    towers: torch.Tensor  # [rank, horizons * L * E], calibration's scale included
+    own: torch.Tensor  # [horizons * L * E]
+    experts: int = field(default=0)
+
+    @classmethod
+    def of(cls, export: Export, embedding: TokenEmbedding) -> ForecastTables:
+        """Works them out from the embedding on any device, of which it decodes or copies a chunk at a time."""
+        gate, experts = export.gate, export.shape.experts[0]
+        with torch.inference_mode():
+            projected = torch.empty(len(embedding), gate.shape.projection, dtype=torch.float16)
+            for numbers in torch.split(torch.arange(len(embedding)), CHUNK):
+                projected[numbers] = gate.project(embedding.rows_at(numbers).cpu()).half()
+            towers, own = gate.towers()
+            scale = export.scale.repeat_interleave(experts)
+            towers, own = towers * scale[:, None], own * scale + export.shift.repeat_interleave(experts)
+            return cls(export, projected, towers.T.contiguous(), own, experts)
+
+    @property
+    def promised_loss(self) -> float:
+        return promised_loss(self.export.record)
+
+    def probs(self, tracks: list[TokenWindow]) -> FloatArray:
+        """Calibrated forecasts for each sequence, [S, horizons, L, E]."""
+        shape = self.export.shape
+        window = torch.full((len(tracks), shape.window), -1)
+        previous = torch.full((len(tracks), shape.layers * shape.top_k), shape.total)
+        for row, track in enumerate(tracks):
+            window[row, shape.window - len(track.tokens) :] = torch.tensor(list(track.tokens))
+            if track.previous is not None:
+                previous[row] = torch.from_numpy(track.previous)
+        z = self.projected[window.clamp_min(0)].float()
+        summary = self.export.gate.summary(z, window >= 0, previous, None)
+        logits = torch.addmm(self.own, summary, self.towers)
+        probs: FloatArray = logits.sigmoid().view(len(tracks), shape.horizons, shape.layers, self.experts).numpy()
+        return probs
+
+
+SHARE = 0.03  # of a step's time that forecasting may cost, on average,
+STALL_SHARE = 0.2  # but of its stall, in which a core has nothing else to do
+SAVED_STEPS = 8  # of that may be saved up
+
+
+class TimeBudget:
+    """Counts what is spent against what the steps allow. For the thread whose time `clock` tells."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._spent_s = self._credit_s = 0.0  # up to the latest step's end, and what may be spent from there on
+
+    @property
+    def overdrawn(self) -> bool:
+        """Returns whether more was spent, up to the latest step's end, than its share."""
+        return self._credit_s < 0
+
+    def begin(self) -> None:
+        """Starts anew; what was spent before does not count."""
+        self._spent_s, self._credit_s = self._clock(), 0.0
+
+    def end_step(self, routing: StepRouting) -> None:
+        """Adds a step's share, and takes off what was spent since the step before ended."""
+        spent_s, self._spent_s = self._spent_s, self._clock()
+        share_s = SHARE * (routing.step_s - routing.stall_s) + STALL_SHARE * routing.stall_s
+        self._credit_s = min(self._credit_s + share_s - (self._spent_s - spent_s), SAVED_STEPS * share_s)
+
 
 NOTES = 64  # that may wait for the thread; older ones are dropped
 SAVE_S = 60.0  # between two times that the score is kept

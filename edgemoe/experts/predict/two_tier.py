@@ -1,10 +1,7 @@
-"""The source's rules whole: EWMA and ScoutGate in one chance, reuse distance, prices with hysteresis, the floor.
+"""The `two-tier` cache policy: the source's rules [Two-Tier, 4], run on the compute thread at the end of each step.
 
-Source: [Two-Tier, 4]. It is there to be compared with, so it does its work on the compute thread, at the end of a step.
-An expert is admitted ahead of need where it is worth (1 + h) lambda a byte, and takes the place of one that is worth
-less than (1 - h) lambda only; what a layer needs is always admitted, and the least worth goes for it. Eta is not left
-to the hand: it is the one with the least log-loss lately. Where a tier does not hold one token's experts, the densest
-stay and the others stream.
+EWMA and ScoutGate are fused into one chance. An expert is admitted ahead of need above (1 + h) lambda a byte, and
+replaces one below (1 - h) lambda. Where we differ: eta is the value with the least recent log-loss, not a setting.
 """
 
 from __future__ import annotations
@@ -16,8 +13,7 @@ import numpy as np
 
 from edgemoe.experts.predict.fusion import Forecaster
 from edgemoe.experts.predict.next_use import Ids
-from edgemoe.experts.predict.planning.prefetch_planner import PrefetchRequests
-from edgemoe.experts.predict.planning.prices import Prices
+from edgemoe.experts.predict.prefetch_planner import PrefetchRequests, Prices
 from edgemoe.experts.tiers.residency import Residency
 from edgemoe.experts.tiers.slots import PrefetchPriority
 from edgemoe.policy.ewma import PublishedPolicy

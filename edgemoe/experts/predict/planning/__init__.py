@@ -1,1 +1,0 @@
-"""What is brought up ahead of need, and by which prices."""

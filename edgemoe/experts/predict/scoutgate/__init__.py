@@ -1,1 +1,0 @@
-"""ScoutGate in the engine: its network, its export and the forecaster that uses them."""
