@@ -166,7 +166,7 @@ class ClusterFront:
             self._meter.forget(engine=True)
             self.hosted_requests.engine_ended()
             self._announce()
-        self.plane.beat()
+        self.plane.send_beat()
 
     # --- requests ---------------------------------------------------------------------------------------------
 

@@ -126,8 +126,8 @@ class OwnEngine:
 def is_handed_over(plane: ControlPlane) -> bool:
     """Returns whether the boxes that stay hold every expert that ours holds, or there is none."""
     members = plane.state.members
-    staying = [m.card for m in members if m.card is not None and not m.card.leaving and members.is_alive(m.peer.node)]
-    return all_held(plane.announcement.engine, [card.engine for card in staying])
+    announced = [m.announcement for m in members if m.announcement is not None and members.is_alive(m.peer.node)]
+    return all_held(plane.announcement.engine, [each.engine for each in announced if not each.leaving])
 
 
 def all_held(ours: EngineCard | None, others: Iterable[EngineCard | None]) -> bool:

@@ -230,7 +230,7 @@ class Router:
     def _role(self, place: str) -> Phases:
         """Returns what the box does of requests."""
         node = node_of(place)
-        card = self._plane.state.members[node].card if node else self._plane.announcement
+        card = self._plane.state.members[node].announcement if node else self._plane.announcement
         return card.serves if card is not None else "both"
 
     def _load(self, place: str, node: str) -> EngineLoad:

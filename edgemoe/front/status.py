@@ -23,11 +23,11 @@ STATES: tuple[State, ...] = ("here", "gone", "leaving", "refused")
 
 def state_of(members: Members, member: Member) -> State:
     """Returns how another box is."""
-    if member.refused:
+    if member.refusal:
         return "refused"
     if not members.is_alive(member.peer.node):
         return "gone"
-    return "leaving" if member.card is not None and member.card.leaving else "here"
+    return "leaving" if member.announcement is not None and member.announcement.leaving else "here"
 
 
 def describe(plane: ControlPlane, seen: Mapping[str, PeerSeen], load: EngineLoad | None) -> dict[str, Any]:
@@ -96,9 +96,9 @@ def _plan(plan: PlacementPlan, digest: str) -> dict[str, Any]:
 
 def _member(plane: ControlPlane, member: Member, link: PeerSeen | None) -> dict[str, Any]:
     node = member.peer.node
-    return _box(node, state_of(plane.state.members, member), member.card, plane.state.plans) | {
-        "address": member.peer.address or (member.card.address if member.card else ""),
-        "why": member.refused,
+    return _box(node, state_of(plane.state.members, member), member.announcement, plane.state.plans) | {
+        "address": member.peer.address or (member.announcement.address if member.announcement else ""),
+        "why": member.refusal,
         "gone_s": plane.state.members.absent_s(node),
         "requests": member.beat.requests,
         "latency_s": link.latency_s if link is not None else None,

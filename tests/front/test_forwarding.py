@@ -308,10 +308,10 @@ async def test_a_box_leaves_once_the_others_have_what_only_it_had(two: tuple[Set
 
         has(a_plane, 0b0011)
         has(b_plane, 0b1110)
-        await until(lambda: a_plane.state.members["b"].card.engine is not None, 30)
+        await until(lambda: a_plane.state.members["b"].announcement.engine is not None, 30)
         leaving = asyncio.ensure_future(cluster_of(a).hand_over())
-        await until(lambda: b_plane.state.members["a"].card.leaving, 30)
-        assert b_plane.state.members["a"].card.engine is not None  # it is still there to be fetched from
+        await until(lambda: b_plane.state.members["a"].announcement.leaving, 30)
+        assert b_plane.state.members["a"].announcement.engine is not None  # it is still there to be fetched from
         assert not leaving.done()
         has(b_plane, 0b1111)
         await leaving

@@ -39,7 +39,7 @@ class Members:
 
     def __getitem__(self, node: str) -> Any:
         self.looked_at += 1
-        return SimpleNamespace(beat=self.beats[node], card=SimpleNamespace(serves="decode"))
+        return SimpleNamespace(beat=self.beats[node], announcement=SimpleNamespace(serves="decode"))
 
 
 class Front:

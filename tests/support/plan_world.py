@@ -10,9 +10,9 @@ import numpy as np
 from edgemoe.cluster.control.coordination.store import PlanRef
 from edgemoe.cluster.control.messages import Announce, EngineCard, Report
 from edgemoe.cluster.control.plan_controller import (
-    Action,
     ClusterObserved,
     CommitPlacement,
+    Instruction,
     LeadershipTaken,
     PlacementSolved,
     PlanController,
@@ -94,7 +94,7 @@ class World:
         if serving is None:
             return None
         away = {node: 0.0 if box.alive else self.now_s - box.gone_s + 0.001 for node, box in self.boxes.items()}
-        boxes = self.view.look(cards, away.__getitem__, serving, self.now_s)
+        boxes = self.view.update(cards, away.__getitem__, serving, self.now_s)
         ref = PlanRef(self.agreed.version, self.agreed.digest()) if self.agreed else None
         return ClusterObserved(self.now_s, ref, self.agreed, serving, boxes, self.reports)
 
@@ -106,7 +106,7 @@ class World:
         while actions:
             actions = [more for action in actions for more in self.perform(action)]
 
-    def perform(self, action: Action) -> list[Action]:
+    def perform(self, action: Instruction) -> list[Instruction]:
         if isinstance(action, PrepareSolver):
             self.prepared_s.append(self.now_s)
             return []
@@ -118,7 +118,7 @@ class World:
             return []
         return self.answer(action)
 
-    def answer(self, action: SolvePlacement) -> list[Action]:
+    def answer(self, action: SolvePlacement) -> list[Instruction]:
         try:
             found = make_target(action.task) if action.task.urgent or self.wanted is None else self.wanted
         except PlacementInfeasible as error:

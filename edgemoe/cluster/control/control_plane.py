@@ -16,7 +16,6 @@ import msgspec
 from edgemoe.cluster.control.admission import AllowKeys, ConnectPeer, DisconnectPeer, RevokeKeys
 from edgemoe.cluster.control.announcer import Announcer, Reporter
 from edgemoe.cluster.control.control_state import (
-    Action,
     AnnouncementChanged,
     CheckPlan,
     ConnectionLost,
@@ -24,6 +23,7 @@ from edgemoe.cluster.control.control_state import (
     ControlState,
     DeliverBeat,
     Event,
+    Instruction,
     MessageReceived,
     PeerFoundIncompatible,
     PeersListChanged,
@@ -78,35 +78,35 @@ from edgemoe.types.placement import PlacementPlan
 
 
 class LocalServices(Protocol):
-    """Stands for this box's engine and its requests."""
+    """This box's engine and requests, as the control plane drives them."""
 
     def load(self) -> Beat:
-        """Returns how busy it is; a beat's other fields are filled in later."""
+        """Returns a beat that states the engine's load; the control plane fills in the other fields."""
 
     def report(self) -> Report | None:
-        """Returns what the leader is told every ten seconds; None while there is no engine."""
+        """Returns the report for the leader; None while there is no engine."""
 
     def on_members_changed(self) -> None:
-        """Members or their engines have changed."""
+        """Acts on a change of members or of their engines."""
 
     def on_beat(self, node: str, beat: Beat) -> None:
-        """Takes note of how another box says that it is."""
+        """Stores the load that another box states."""
 
     def follow_plan(self, plan: PlacementPlan) -> None:
-        """Goes by this plan from now on."""
+        """Follows this plan from now on."""
 
     def on_grant(self, grant: RequestGrant) -> None:
-        """Hears from the leader which engine takes a request that was offered. May be called while offering one."""
+        """Submits an offered request to the engine that the leader names. May be called during the offer itself."""
 
     def check_room(self) -> None:
-        """Raises PeerBusy where our engine takes no request of another front."""
+        """Raises PeerBusy if our engine takes no more requests of other fronts."""
 
     def serve(self, question: Question[ControlMessage]) -> Answer[ControlMessage]:
-        """Answers a Forward, Tokens, Check, Show or FindStore, and refuses others. Raises PeerError, WireError."""
+        """Answers a Forward, Tokens, Check, Show or FindStore; refuses the rest. Raises PeerError, WireError."""
 
 
 class NoServices:
-    """What runs on a witness."""
+    """The services of a witness, which has no engine."""
 
     def load(self) -> Beat:
         return Beat()
@@ -134,7 +134,7 @@ class NoServices:
 
 
 class ControlPlane:
-    """Made on the front's event loop; `run` until cancelled, after `leave`."""
+    """Connects one box to the others. Made on the front's event loop; call `leave` before `run` is cancelled."""
 
     def __init__(
         self,
@@ -142,17 +142,17 @@ class ControlPlane:
         boot: str,
         secret: Secret,
         peers: Mapping[str, Peer],
-        announce: Announce,
+        announcement: Announce,
         clock: Callable[[], float] = since_boot,
         local: LocalServices | None = None,
     ) -> None:
-        """`peers` are all boxes that are listed, this one perhaps among them. Raises ConfigError, ServiceError."""
+        """`peers` is this box's list of peers, perhaps with this box in it. Raises ConfigError, ServiceError."""
         directory = Path(settings.state_dir)
         make_folder(directory, 0o700)
         plans = PlanStore(directory / "plan")
         fence = EpochFence(directory / "epoch", plans.plan.epoch if plans.plan else 0)
-        self.state = ControlState(settings, peers, announce, plans, fence, clock)
-        self._settings, self._local, self._news = settings, local or NoServices(), asyncio.Event()
+        self.state = ControlState(settings, peers, announcement, plans, fence, clock)
+        self._settings, self._local, self._plan_due = settings, local or NoServices(), asyncio.Event()
         self._group: asyncio.TaskGroup | None = None
         self._transport = Transport(settings.node, boot, secret, AllowList({}))
         self.channel: Channel[ControlMessage] = Channel(
@@ -161,10 +161,8 @@ class ControlPlane:
         self.exchange = PlanExchange(plans, fence, self.channel, self._local.follow_plan)
         self._announcer = Announcer(self.state, self.channel, self._handle)
         self._reporter = Reporter(self.state, self.channel, self._local.report)
-        self.port_prober, self.parcels = (
-            PortProber(self.state, self.channel),
-            Parcels(self.channel, self._local.check_room),
-        )
+        self.port_prober = PortProber(self.state, self.channel)
+        self.parcels = Parcels(self.channel, self._local.check_room)
         self._link = RaftChannel(self.channel, [name for name in peers if name != settings.node])
         self._solver = PlanSolver(settings)
         queue, fitting = make_queue(settings, self._solver.fit, clock)
@@ -178,38 +176,38 @@ class ControlPlane:
                     self.state,
                     self.exchange,
                     self._solver,
-                    beat=self.beat,
-                    report=self._local.report,
+                    send_beat=self.send_beat,
+                    make_report=self._local.report,
                 )
         except ConfigError:
             self.channel.close()
             self._transport.close()
             raise
-        self.channel.on_up, self.channel.on_down, self.channel.on_foreign = self._up, self._down, self._foreign
-        self._perform(self.state.begin())
+        self.channel.on_up, self.channel.on_down, self.channel.on_foreign = self._on_up, self._on_down, self._on_foreign
+        self._perform(self.state.start())
 
-    # --- what the front calls ---------------------------------------------------------------------------------
+    # --- for the front ----------------------------------------------------------------------------------------
 
     def listen(self) -> None:
-        """Opens the channel. Raises PeerRefused where the address cannot be had."""
+        """Opens the channel at `cluster.listen`. Raises PeerRefused if the address cannot be bound."""
         host, _, port = self._settings.listen.rpartition(":")
         self.channel.bind(host.strip("[]"), int(port))
 
     async def run(self) -> None:
-        """Runs until cancelled."""
+        """Runs the box's part in the cluster until cancelled."""
         try:
             async with asyncio.TaskGroup() as self._group:
-                tells = [
+                senders = [
                     self._announcer.run,
                     self._announcer.reannounce,
                     self._reporter.run,
-                    self._beat_on,
+                    self._keep_beating,
                     self.desk.run,
                 ]
-                leads = [self._leader.run] if self._leader is not None else []
-                for run in [self._transport.run, self.channel.run, *tells, *leads]:
+                leaders = [self._leader.run] if self._leader is not None else []
+                for run in [self._transport.run, self.channel.run, *senders, *leaders]:
                     self._group.create_task(run())
-                self._group.create_task(self.exchange.run(self._news, self._leader_beat))
+                self._group.create_task(self.exchange.run(self._plan_due, self._leader_beat))
         finally:
             await self._solver.close()
             if self._leader is not None:
@@ -217,22 +215,22 @@ class ControlPlane:
             self._transport.close()
 
     def set_peers(self, peers: Mapping[str, Peer]) -> None:
-        """From now on these are the boxes that are listed; who is no longer let in is cut off at once."""
+        """Replaces this box's list of peers. A box that is no longer let in is cut off at once."""
         self._handle(PeersListChanged(peers))
 
     def spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
-        """Spawns a task that lives as long as `run`, at most. An unexpected exception ends that task alone."""
+        """Spawns a task that ends with `run` at the latest. An unexpected exception ends that task alone."""
         assert self._group is not None
         task = self._group.create_task(self.channel.mishaps.contain(self.state.node, work))
-        task.add_done_callback(lambda _: work.close())  # where it was cancelled before its first step
+        task.add_done_callback(lambda _: work.close())  # if it was cancelled before its first step
         return task
 
-    def set_announcement(self, announce: Announce) -> None:
-        """Takes this for what the box is from now on."""
-        self._handle(AnnouncementChanged(announce))
+    def set_announcement(self, announcement: Announce) -> None:
+        """Announces this to the others from now on."""
+        self._handle(AnnouncementChanged(announcement))
 
     async def leave(self, still: bool = False) -> None:
-        """Gives leadership back and tells everybody that this box goes; `still` while its engine still serves them."""
+        """Resigns from leadership and announces that this box leaves; `still` if its engine serves on for now."""
         engine = self.announcement.engine if still else None
         self.set_announcement(msgspec.structs.replace(self.announcement, leaving=True, engine=engine))
         if self._leader is not None:
@@ -241,41 +239,41 @@ class ControlPlane:
 
     @property
     def announcement(self) -> Announce:
-        """Returns what this box says of itself."""
-        return self.state.card
+        """This box's announcement."""
+        return self.state.announcement
 
     @property
     def leader(self) -> str:
-        """Returns whom this box obeys, itself perhaps; "" while there is nobody."""
+        """The node that this box follows, perhaps its own; "" while there is no leader."""
         return self.state.leader_tracker.leader
 
     @property
     def leading(self) -> int:
-        """Returns the epoch in which this box leads; 0 while it does not."""
+        """The epoch in which this box leads; 0 while it does not."""
         return self._leader.epoch if self._leader is not None else 0
 
     @property
     def blocker(self) -> str:
-        """Returns why there is no new plan, as far as this box leads."""
+        """Why there is no new plan, or no vote of this box; "" if nothing is wrong. For boxes that vote or lead."""
         return self._leader.blocker if self._leader is not None else ""
 
     @property
     def agreed(self) -> tuple[int, str] | None:
-        """Entries of the embedded agreement that were applied here, and their state's digest; None without one."""
+        """Number of entries that the embedded agreement applied here, and its state's digest; None without one."""
         return self._leader.agreed if self._leader is not None else None
 
-    # --- hearing ----------------------------------------------------------------------------------------------
+    # --- receiving --------------------------------------------------------------------------------------------
 
     async def _serve(self, question: Question[ControlMessage]) -> Answer[ControlMessage] | None:
         if question.peer not in self.state.members:
             raise PeerRefused(f"{question.peer} is no longer listed by {self.state.node}")
         message = question.message
-        if isinstance(message, FindStore | Welcome):  # of a command beside that box's daemon, not of the daemon
+        if isinstance(message, FindStore | Welcome):  # from a command beside that box's daemon, not from the daemon
             return self._local.serve(question)
         if isinstance(message, FetchParcel):
             return self.parcels.serve(question.peer, message)
-        told = message if isinstance(message, Beat | Announce | Report) else None
-        self._handle(MessageReceived(question.peer, question.boot, told))
+        of_state = message if isinstance(message, Beat | Announce | Report) else None
+        self._handle(MessageReceived(question.peer, question.boot, of_state))
         match message:
             case RaftPayload():
                 self._link.deliver(question.peer, message)
@@ -303,25 +301,25 @@ class ControlPlane:
                 raise PeerRefused("not a question")
         return None
 
-    def _up(self, node: str) -> None:
+    def _on_up(self, node: str) -> None:
         self._handle(ConnectionOpened(node))
         self._link.up(node)
 
-    def _down(self, node: str) -> None:
+    def _on_down(self, node: str) -> None:
         self._link.down(node)
         self._handle(ConnectionLost(node))
 
-    def _foreign(self, node: str, why: str) -> None:
+    def _on_foreign(self, node: str, why: str) -> None:
         self._handle(PeerFoundIncompatible(node, why))
 
     def _handle(self, event: Event) -> None:
         self._perform(self.state.handle(event))
-        self._announcer.look()
+        self._announcer.wake()
 
-    def _perform(self, actions: Sequence[Action]) -> None:
-        """Raises PeerRefused where one of them is to refuse."""
-        for action in actions:
-            match action:
+    def _perform(self, instructions: Sequence[Instruction]) -> None:
+        """Performs instructions. Raises PeerRefused for RefuseMessage."""
+        for instruction in instructions:
+            match instruction:
                 case AllowKeys(node, keys):
                     self._transport.allowed.allow(node, *keys)
                 case RevokeKeys(node):
@@ -333,28 +331,29 @@ class ControlPlane:
                 case DeliverBeat(node, beat):
                     self._local.on_beat(node, beat)
                 case CheckPlan():
-                    self._news.set()
+                    self._plan_due.set()
                 case PublishMembers():
-                    self._news.set()
+                    self._plan_due.set()
                     self._local.on_members_changed()
                     self.desk.look()
                 case RefuseMessage(why):
                     raise PeerRefused(why)
 
-    # --- saying -----------------------------------------------------------------------------------------------
+    # --- sending ----------------------------------------------------------------------------------------------
 
-    async def _beat_on(self) -> None:
+    async def _keep_beating(self) -> None:
         while True:
             with self.channel.mishaps.contained(self.state.node):
                 self._handle(TimerFired())
                 self.desk.look()
-                self.beat()
+                self.send_beat()
             await asyncio.sleep(until_tick(BEAT_S))
 
-    def beat(self) -> None:
-        """Tells everybody how this box is."""
-        ref = self.state.plans.ref if self._leader is None or not self.leading or self._leader.settled else None
-        self._announcer.beat(self._local.load(), self.leading, self.state.fence.highest, ref)
+    def send_beat(self) -> None:
+        """Sends a beat to all other boxes."""
+        may_name = self._leader is None or not self.leading or self._leader.follows_agreed_plan
+        ref = self.state.plans.ref if may_name else None
+        self._announcer.send_beats(self._local.load(), self.leading, self.state.fence.highest, ref)
 
     def _leader_beat(self) -> tuple[str, Beat] | None:
         leader, members = self.leader, self.state.members

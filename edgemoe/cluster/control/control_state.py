@@ -1,12 +1,7 @@
-"""What this box knows of the others, says of itself, and whom it obeys: events in, actions out. `plane` performs them.
+"""The control plane's decisions: events in, instructions out. `control_plane` feeds and performs them.
 
-    PeerUp, PeerDown, Foreign   of a connection, or of words that cannot be read
-    Heard                       a Beat, Announce or Report
-    Told                        what came of announcing this box to one of the others
-    Listed, Said                the list of peers, or this box, is another now
-    Looked                      time has passed
-
-Clock, epoch file and plan are given to it: nothing is obeyed that could not be remembered.
+Holds the other boxes' membership, this box's own announcement and the leader that this box follows. Clock, epoch file
+and plan are passed in: no leader is followed whose epoch could not be kept on disk.
 """
 
 from __future__ import annotations
@@ -21,7 +16,7 @@ from edgemoe.cluster.control.admission import AccessInstruction, Admission
 from edgemoe.cluster.control.coordination.election_rules import ElectionRules
 from edgemoe.cluster.control.coordination.epoch_fence import EpochFence
 from edgemoe.cluster.control.leadership import LeaderTracker
-from edgemoe.cluster.control.membership import Member, Members
+from edgemoe.cluster.control.membership import Member, Members, Trigger
 from edgemoe.cluster.control.messages import Announce, Beat, EngineCard, Report
 from edgemoe.cluster.control.plan_store import PlanStore
 from edgemoe.cluster.rpc.keys import Peer
@@ -30,69 +25,58 @@ from edgemoe.telemetry.rate_limited_log import RateLimitedLog
 
 log = logging.getLogger(__name__)
 
+# --- events ------------------------------------------------------------------------------------------------------
+
 
 class ConnectionOpened(NamedTuple):
+    """Our connection to a box works."""
+
     node: str
 
 
 class ConnectionLost(NamedTuple):
+    """Our connection to a box broke."""
+
     node: str
 
 
 class PeerFoundIncompatible(NamedTuple):
-    """That box's words cannot be read."""
+    """A box sent messages of a protocol version that this release cannot read."""
 
     node: str
     why: str
 
 
 class MessageReceived(NamedTuple):
-    """A message of an incarnation of a box that is a member; None: one that is for others to act on."""
+    """A member's front sent a message; None stands for a message that others handle."""
 
     node: str
-    boot: str
+    boot: str  # incarnation of that front
     message: Beat | Announce | Report | None
 
 
 class AnnouncementAnswered(NamedTuple):
-    """A box has taken note of the announcement of that serial number, or refused it."""
+    """A box acknowledged our announcement of that serial number, or refused it."""
 
     node: str
     serial: int
-    refused: str = ""
+    refusal: str = ""
 
 
 class PeersListChanged(NamedTuple):
+    """This box's list of peers was read again."""
+
     peers: Mapping[str, Peer]
 
 
 class AnnouncementChanged(NamedTuple):
-    card: Announce
+    """This box has something else to announce."""
+
+    announcement: Announce
 
 
 class TimerFired(NamedTuple):
-    pass
-
-
-class DeliverBeat(NamedTuple):
-    """The front is to hear of it."""
-
-    node: str
-    beat: Beat
-
-
-class CheckPlan(NamedTuple):
-    """There may be another plan to go by."""
-
-
-class PublishMembers(NamedTuple):
-    """Members or their engines are not as before."""
-
-
-class RefuseMessage(NamedTuple):
-    """What was heard is answered with a refusal."""
-
-    why: str
+    """Time has passed: boxes may have disappeared, vouchers lapsed."""
 
 
 Event = (
@@ -105,164 +89,202 @@ Event = (
     | AnnouncementChanged
     | TimerFired
 )
-Action = AccessInstruction | DeliverBeat | CheckPlan | PublishMembers | RefuseMessage
+
+# --- instructions ------------------------------------------------------------------------------------------------
+
+
+class DeliverBeat(NamedTuple):
+    """Pass a box's beat to this box's services."""
+
+    node: str
+    beat: Beat
+
+
+class CheckPlan(NamedTuple):
+    """Compare the leader's plan with the plan held; it may be another one."""
+
+
+class PublishMembers(NamedTuple):
+    """Tell this box's services that members or their engines have changed."""
+
+
+class RefuseMessage(NamedTuple):
+    """Answer the received message with a refusal."""
+
+    why: str
+
+
+Instruction = AccessInstruction | DeliverBeat | CheckPlan | PublishMembers | RefuseMessage
 
 
 class ControlState:
-    """One owner, one event loop."""
+    """The state of one box's control plane. Lives on one event loop."""
 
     def __init__(
         self,
         settings: ClusterSettings,
         peers: Mapping[str, Peer],
-        card: Announce,
+        announcement: Announce,
         plans: PlanStore,
         fence: EpochFence,
         clock: Callable[[], float],
     ) -> None:
-        """`card` is what this box says of itself. Raises ConfigError."""
+        """`peers` is this box's list of peers, `announcement` its first announcement."""
         self.node, self.plans, self.fence, self.clock = settings.node, plans, fence, clock
         self.members = Members(clock)
-        agreement = ElectionRules(settings, peers)
-        self.leader_tracker = LeaderTracker(fence, agreement, self._refuse)
-        self.card = msgspec.structs.replace(card, agreement=agreement.words)
-        self.model = card.engine.model if card.engine else ""  # digest; of the last engine, where there is none
+        rules = ElectionRules(settings, peers)
+        self.leader_tracker = LeaderTracker(fence, rules)
+        self.announcement = msgspec.structs.replace(announcement, agreement=rules.words)
+        self.model = announcement.engine.model if announcement.engine else ""  # digest; of the last engine, once gone
         self.serial = 1  # of the announcement
-        self._admission = Admission(settings, peers, agreement, self.members)
-        self._actions: list[Action] = []
+        self._admission = Admission(settings, peers, rules, self.members)
+        self._instructions: list[Instruction] = []
         self._say = RateLimitedLog(log)
 
-    def handle(self, event: Event) -> list[Action]:
-        """Takes note of what has happened. Returns what is to be done, in order.
+    def start(self) -> list[Instruction]:
+        """Lets in the boxes on the list of peers. Returns instructions."""
+        self._update_members()
+        return self._take_instructions()
 
-        Raises ConfigError for a box that announces an address that cannot be one.
+    def handle(self, event: Event) -> list[Instruction]:
+        """Updates the state. Returns instructions, in order.
+
+        Raises ConfigError for a box that announces an impossible address.
         """
         match event:
             case MessageReceived():
-                self._hear(event)
+                self._on_message(event)
             case ConnectionOpened(node) if node in self.members:
                 member = self.members[node]
                 member.up, member.acknowledged = True, 0
-                self._actions.append(CheckPlan())
+                self._instructions.append(CheckPlan())
             case ConnectionLost(node) if node in self.members:
                 self.members[node].up = False
-                self._watch()
+                self._update_presence()
             case PeerFoundIncompatible(node, why):
-                self._refuse(node, why)
+                if node in self.members:
+                    self._reject(self.members[node], why)
             case AnnouncementAnswered(node) if node in self.members:
-                self._note_told(self.members[node], event)
+                self._on_answer(self.members[node], event)
             case PeersListChanged(peers):
                 self._admission.listed = dict(peers)
-                self._let_in()
-                self._actions.append(PublishMembers())
-            case AnnouncementChanged(card):
-                self._change_card(card)
+                self._update_members()
+                self._instructions.append(PublishMembers())
+            case AnnouncementChanged(announcement):
+                self._change_announcement(announcement)
             case TimerFired():
-                self._watch()
+                self._update_presence()
             case _:
-                log.debug("of a box that is no longer listed", extra={"node": event.node})
-        actions, self._actions = self._actions, []
-        return actions
-
-    def begin(self) -> list[Action]:
-        """Lets in who is listed at the start. Returns what is to be done."""
-        self._let_in()
-        actions, self._actions = self._actions, []
-        return actions
+                log.debug("event of a box that is no longer listed", extra={"node": event.node})
+        return self._take_instructions()
 
     def unacknowledged(self) -> list[Member]:
-        """Returns who can be told of this box's announcement and has not been."""
+        """Returns the boxes that can be reached and have not acknowledged our latest announcement."""
         return [member for member in self.members if member.up and member.acknowledged != self.serial]
 
     def serving(self) -> EngineCard | None:
         """Returns an engine that serves the cluster's model: this box's, or another's while this one has none."""
-        return next((card.engine for card in self.cards().values() if card is not None and card.engine), None)
+        announced = self.announcements().values()
+        return next((each.engine for each in announced if each is not None and each.engine), None)
 
-    def cards(self) -> dict[str, Announce | None]:
-        """Returns what each box that can take part has said of itself, this one included."""
-        return {self.node: self.card} | {m.peer.node: m.card for m in self.members if not m.refused}
+    def announcements(self) -> dict[str, Announce | None]:
+        """Returns the announcement of each box that can take part, this one included."""
+        others = {member.peer.node: member.announcement for member in self.members if member.can_take_part}
+        return {self.node: self.announcement} | others
 
     def absent_s(self, node: str) -> float:
-        """For how long that box has not been alive; 0 while it is, and for this one."""
+        """Returns the time for which a box has not been present; 0 for this box and for unknown ones."""
         return self.members.absent_s(node) if node in self.members else 0.0
 
-    # --- hearing ----------------------------------------------------------------------------------------------
+    def _take_instructions(self) -> list[Instruction]:
+        instructions, self._instructions = self._instructions, []
+        return instructions
 
-    def _hear(self, heard: MessageReceived) -> None:
-        member = self.members[heard.node]
-        if member.boot != heard.boot:
-            member.boot, member.acknowledged = heard.boot, 0
-        match heard.message:
+    # --- messages ---------------------------------------------------------------------------------------------
+
+    def _on_message(self, received: MessageReceived) -> None:
+        member = self.members[received.node]
+        if member.boot != received.boot:
+            member.boot, member.acknowledged = received.boot, 0
+        match received.message:
             case Beat() as beat:
-                self._hear_beat(member, beat)
-            case Announce() as card:
-                self._meet(member, card)
+                self._on_beat(member, beat)
+            case Announce() as announcement:
+                self._on_announcement(member, announcement)
             case Report() as report:
                 member.report = report
 
-    def _hear_beat(self, member: Member, beat: Beat) -> None:
+    def _on_beat(self, member: Member, beat: Beat) -> None:
         node, before = member.peer.node, member.beat
         member.heard_s, member.beat = self.clock(), beat
-        self._actions.append(DeliverBeat(node, beat))
+        self._instructions.append(DeliverBeat(node, beat))
         if beat.leading != before.leading or beat.plan_digest != before.plan_digest:
-            self._actions.append(CheckPlan())
+            self._instructions.append(CheckPlan())
         if beat.engine != before.engine:
-            self._actions.append(PublishMembers())
+            self._instructions.append(PublishMembers())
         if beat.unmet:
             member.acknowledged = 0
-        if not member.noted:
-            self._watch()
-        self.leader_tracker.hear(member, before)
+        if not member.is_present:
+            self._update_presence()
+        if node not in self.members or self.members[node] is not member:
+            return  # it was struck just now: the word of its voucher has lapsed
+        if why := self.leader_tracker.on_beat(member, before):
+            self._reject(member, why)
 
-    def _meet(self, member: Member, card: Announce) -> None:
-        """Takes note of what a box says of itself, and whether it can take part: not one of another model."""
-        was = member.refused
-        may_let_in, actions = self._admission.meet(member, card)
-        self._actions += actions
-        if may_let_in:
-            self._let_in()
-        member.refused = self._admission.reject_reason(member.peer.node, card, self.model, self.card.release)
-        if member.refused and was != member.refused:
-            self._say(logging.ERROR, "a box cannot take part", member.peer.node, why=member.refused)
-        self._actions.append(PublishMembers())
-        if member.refused:
-            self._actions.append(RefuseMessage(member.refused))
+    def _on_announcement(self, member: Member, announcement: Announce) -> None:
+        """Accepts or rejects a box by its announcement; a box that serves another model is rejected."""
+        before = member.refusal
+        members_change, instructions = self._admission.on_announcement(member, announcement)
+        self._instructions += instructions
+        why = self._admission.reject_reason(
+            member.peer.node, announcement, self.model, release=self.announcement.release
+        )
+        self.members.move(member, Trigger.REJECTED if why else Trigger.ACCEPTED, why)
+        if why and why != before:
+            self._say(logging.ERROR, "a box cannot take part", member.peer.node, why=why)
+        if members_change:
+            self._update_members()
+        self._instructions.append(PublishMembers())
+        if why:
+            self._instructions.append(RefuseMessage(why))
 
-    def _refuse(self, node: str, why: str) -> None:
-        if node in self.members and self.members[node].refused != why:
-            self.members[node].refused = why
-            self._actions.append(PublishMembers())
+    def _on_answer(self, member: Member, answer: AnnouncementAnswered) -> None:
+        member.acknowledged = answer.serial
+        if answer.refusal and member.refusal != answer.refusal:
+            self._say(logging.ERROR, "a box refuses us", member.peer.node, why=answer.refusal)
+            self._reject(member, answer.refusal)
 
-    def _watch(self) -> None:
-        """Takes note of who has come and gone."""
+    # --- members ----------------------------------------------------------------------------------------------
+
+    def _reject(self, member: Member, why: str) -> None:
+        if member.refusal != why:
+            self.members.move(member, Trigger.REJECTED, why)
+            self._instructions.append(PublishMembers())
+
+    def _update_presence(self) -> None:
+        """Notices boxes that have appeared or disappeared, and vouchers whose word has lapsed."""
         if self._admission.is_due():
-            self._let_in()
-            self._actions.append(PublishMembers())
-        for node in self.members.watch():
-            alive = self.members.is_alive(node)
-            self._say(logging.INFO, "box is here" if alive else "box is gone", node)
-            if not alive:
-                self.leader_tracker.leave(node)
-            self._actions.append(PublishMembers())
+            self._update_members()
+            self._instructions.append(PublishMembers())
+        for node in self.members.update_presence():
+            present = self.members[node].is_present
+            self._say(logging.INFO, "box is here" if present else "box is gone", node)
+            if not present:
+                self.leader_tracker.unfollow(node)
+            self._instructions.append(PublishMembers())
 
-    # --- saying -----------------------------------------------------------------------------------------------
+    def _update_members(self) -> None:
+        """Admits and strikes boxes; announces this box's list again if it has changed."""
+        struck, instructions = self._admission.update_members()
+        self._instructions += instructions
+        for node in struck:
+            self.leader_tracker.unfollow(node)
+        listed = self._admission.list_to_announce()
+        self._change_announcement(msgspec.structs.replace(self.announcement, listed=listed))
 
-    def _let_in(self) -> None:
-        gone, actions = self._admission.renew()
-        self._actions += actions
-        for node in gone:
-            self.leader_tracker.leave(node)
-        self._change_card(msgspec.structs.replace(self.card, listed=self._admission.announced_list()))
-
-    def _change_card(self, card: Announce) -> None:
-        if card != self.card:
-            self.card = card
-            self.model = card.engine.model if card.engine else self.model
+    def _change_announcement(self, announcement: Announce) -> None:
+        if announcement != self.announcement:
+            self.announcement = announcement
+            self.model = announcement.engine.model if announcement.engine else self.model
             self.serial += 1
-            self._actions.append(CheckPlan())
-
-    def _note_told(self, member: Member, told: AnnouncementAnswered) -> None:
-        member.acknowledged = told.serial
-        if told.refused and member.refused != told.refused:
-            self._say(logging.ERROR, "a box refuses us", member.peer.node, why=told.refused)
-            self._refuse(member.peer.node, told.refused)
+            self._instructions.append(CheckPlan())

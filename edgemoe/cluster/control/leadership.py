@@ -1,4 +1,4 @@
-"""Leadership: `Election` keeps this box the leader while it can, `Obedience` tracks which leader this box obeys."""
+"""Leadership: `Election` makes this box the leader and keeps it so; `LeaderTracker` knows the leader to follow."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from edgemoe.errors import CoordError, CoordUnavailable, EpochLeap, PeerRefused,
 from edgemoe.telemetry.rate_limited_log import RateLimitedLog
 
 log = logging.getLogger(__name__)
-MARGIN = 0.1  # share of the lease by which a leader steps down early, for clocks that run apart
+MARGIN = 0.1  # share of the lease by which a leader steps down early, as clocks differ
 RENEWALS = 4  # per lease
+MAX_UNVERIFIED_LEAP = 1000  # epochs; no leader restarts that often without its state
 
 
 class Election:
-    """Runs for leader as `node` for as long as `run` runs. `epoch` answers whether it leads now."""
+    """Runs for leader as `node` while `run` runs. Works with every CoordStore."""
 
     def __init__(
         self,
@@ -33,31 +34,31 @@ class Election:
         is_hindered: Callable[[], bool] = lambda: False,
         changed: Callable[[], None] = lambda: None,
     ) -> None:
-        """`above` is the highest epoch that is known of: the ones claimed here are higher, none while `hindered`.
+        """`above` returns the highest known epoch, which every claim exceeds. Claims nothing while `is_hindered`.
 
-        `changed` is called where it leads, or no longer; not where that is only by the clock.
+        Calls `changed` when this box starts or stops leading, except when its lease runs out by the clock alone.
         """
         self._store, self._node, self._clock, self._rng = store, node, clock, rng
-        self._above, self._hindered, self._changed = above, is_hindered, changed
+        self._above, self._is_hindered, self._changed = above, is_hindered, changed
         self._epoch = 0
         self._until = float("-inf")
 
     def epoch(self) -> int:
-        """Returns the epoch in which this box leads at this moment; 0 when it does not, or can no longer be sure."""
+        """Returns the epoch in which this box leads at this moment; 0 once it does not, or cannot be sure."""
         return self._epoch if self._clock() < self._until else 0
 
     async def run(self) -> None:
-        """Claims and renews until cancelled; then resigns."""
+        """Claims and renews the leadership until cancelled; then resigns."""
         try:
             while True:
-                await (self._lead() if self._epoch else self._follow())
+                await (self._lead() if self._epoch else self._await_vacancy())
         finally:
             if epoch := self.epoch():
                 self._until = float("-inf")
                 await self._resign(epoch)
 
-    async def _follow(self) -> None:
-        if self._store.view().leader or self._hindered():
+    async def _await_vacancy(self) -> None:
+        if self._store.view().leader or self._is_hindered():
             await self._store.changed(self._store.lease_s / RENEWALS)
             return
         await asyncio.sleep(self._rng.uniform(0, self._store.lease_s / 10))
@@ -65,7 +66,7 @@ class Election:
             return
         sent = self._clock()
         try:
-            self._hold(await self._store.claim(self._node, self._above()), sent)
+            self._extend(await self._store.claim(self._node, self._above()), sent)
         except (StaleEpoch, CoordUnavailable) as error:
             log.debug("claim refused", extra={"why": str(error)})
             await asyncio.sleep(self._store.lease_s / 10)
@@ -75,7 +76,7 @@ class Election:
         try:
             async with asyncio.timeout(max(0.0, self._until - sent)):
                 await self._store.renew(self._epoch)
-            self._hold(self._epoch, sent)
+            self._extend(self._epoch, sent)
             await asyncio.sleep(self._store.lease_s / RENEWALS)
         except StaleEpoch:
             self._step_down()
@@ -85,10 +86,11 @@ class Election:
             else:
                 await asyncio.sleep(self._store.lease_s / 20)
 
-    def _hold(self, epoch: int, sent: float) -> None:
-        known, self._epoch = self._epoch, epoch
+    def _extend(self, epoch: int, sent: float) -> None:
+        """Leads in `epoch` for a lease from `sent`, when the claim or renewal was sent."""
+        before, self._epoch = self._epoch, epoch
         self._until = sent + self._store.lease_s * (1 - MARGIN)
-        if epoch != known:
+        if epoch != before:
             self._changed()
 
     def _step_down(self) -> None:
@@ -103,71 +105,78 @@ class Election:
             log.info("could not resign; the lease will lapse", extra={"epoch": epoch, "why": str(error)})
 
 
-MAX_HEARSAY = 1000  # epochs above what is known: so often no leader starts without keeping its state
-
-
 class LeaderTracker:
-    """`leader` is the node that is obeyed, this one perhaps; "" while there is none."""
+    """Knows the leader that this box follows: one that may lead, in an epoch not below the highest ever seen.
 
-    def __init__(self, fence: EpochFence, agreement: ElectionRules, refuse: Callable[[str, str], None]) -> None:
-        """`refuse` is told of a box whose epoch cannot be right, and why."""
+    `leader` is its node, perhaps this one; "" while there is none.
+    """
+
+    def __init__(self, fence: EpochFence, rules: ElectionRules) -> None:
         self.leader = ""
-        self.stale = 0  # leaders of an epoch that is over, not obeyed
-        self.unentitled_beats = 0  # beats of boxes that lead though they may not, not obeyed
-        self._fence, self._agreement, self._refuse = fence, agreement, refuse
-        self.epoch = 0  # in which it obeyed last
+        self.epoch = 0  # in which it last followed a leader
+        self.stale = 0  # leading beats of epochs that are over
+        self.unentitled_beats = 0  # leading beats of boxes that may not lead
+        self._fence, self._rules = fence, rules
         self._say = RateLimitedLog(log)
 
     @property
     def current(self) -> tuple[str, int]:
-        """Returns who is obeyed, and in which epoch: of what it was told in another one it knows nothing any more."""
+        """The leader and its epoch. In another epoch even the same leader knows nothing of what it was told before."""
         return self.leader, self.epoch
 
-    def obey(self, node: str, epoch: int) -> None:
-        """Obeys that box, this one perhaps, from now on."""
+    def follow_leader(self, node: str, epoch: int) -> None:
+        """Follows that box, perhaps this one, from now on."""
         self.leader, self.epoch = node, epoch
 
-    def hear(self, member: Member, before: Beat) -> None:
-        """Takes note of whether that box leads, by its beat; `before` is the one before it."""
-        node, epoch = member.peer.node, member.beat.leading
-        if self._obeys(member, before):
-            if (node, epoch) != (self.leader, self.epoch):
-                log.info("leader", extra={"node": node, "epoch": epoch})
-            self.obey(node, epoch)
-        else:
-            self.leave(node)
-
-    def leave(self, node: str) -> None:
-        """Obeys that box no longer."""
+    def unfollow(self, node: str) -> None:
+        """Follows that box no longer."""
         if self.leader == node:
             self.leader = ""
 
-    def _is_told(self, epoch: int) -> bool:
-        """Returns whether to believe that epoch of a box that may not lead, whose word would end whoever leads.
+    def on_beat(self, member: Member, before: Beat) -> str:
+        """Follows the member if its beat says that it leads and it may, else not. `before` is the beat before.
 
-        A fixed leader that lost its state has nobody else to ask.
+        Returns why the box cannot take part: its epoch is impossible. Otherwise "".
         """
-        return self._agreement.is_fixed and epoch <= self._fence.highest + MAX_HEARSAY
-
-    def _obeys(self, member: Member, before: Beat) -> bool:
-        node, beat = member.peer.node, member.beat
-        if member.refused or member.card is None or member.card_boot != member.boot:
-            return False
-        may_lead = self._agreement.may_lead(node, member.card.agreement)
+        node, epoch = member.peer.node, member.beat.leading
         try:
-            if self._fence.highest < beat.seen and (may_lead or self._is_told(beat.seen)):
-                self._fence.admit(beat.seen)
-            if not beat.leading:
-                return False
-            if not may_lead:
-                self.unentitled_beats += 1
-                raise PeerRefused(f"{node} is none of those that may lead")
-            self._fence.admit(beat.leading)
-            return True
+            leads = self._admits(member)
         except EpochLeap as error:
-            self._refuse(node, str(error))
+            self.unfollow(node)
+            return str(error)
         except (CoordError, PeerRefused) as error:
             self.stale += isinstance(error, StaleEpoch)
-            if before.leading != beat.leading:
+            if before.leading != epoch:
                 self._say(logging.WARNING, "a leader is not obeyed", node, why=str(error))
-        return False
+            leads = False
+        if not leads:
+            self.unfollow(node)
+            return ""
+        if (node, epoch) != self.current:
+            log.info("leader", extra={"node": node, "epoch": epoch})
+        self.follow_leader(node, epoch)
+        return ""
+
+    def _admits(self, member: Member) -> bool:
+        """Whether the member leads and may. Keeps the epochs that it names. Raises CoordError, PeerRefused."""
+        node, beat = member.peer.node, member.beat
+        if not member.can_take_part or member.announcement is None or member.announced_boot != member.boot:
+            return False
+        may_lead = self._rules.may_lead(node, member.announcement.agreement)
+        if self._fence.highest < beat.seen and (may_lead or self._believes(beat.seen)):
+            self._fence.admit(beat.seen)
+        if not beat.leading:
+            return False
+        if not may_lead:
+            self.unentitled_beats += 1
+            raise PeerRefused(f"{node} is none of the boxes that may lead")
+        self._fence.admit(beat.leading)
+        return True
+
+    def _believes(self, epoch: int) -> bool:
+        """Whether to accept a higher epoch from a box that may not lead.
+
+        A fixed leader that lost its state learns its epoch from nobody else. With an elected leader, one lie would end
+        its leadership.
+        """
+        return self._rules.is_fixed and epoch <= self._fence.highest + MAX_UNVERIFIED_LEAP

@@ -1,42 +1,125 @@
-"""The boxes of the cluster as this one sees them: who is listed, who lives, what each has said of itself."""
+"""The other boxes as this box sees them: one state machine for each, in the table `TRANSITIONS`.
+
+`control_state` turns events into triggers and returns the instructions. docs/design/membership.md tells the whole.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 
 from edgemoe.cluster.control.messages import Announce, Beat, Report
 from edgemoe.cluster.rpc.keys import Peer
 from edgemoe.ipc.messages import PeerEngine
 
-BEAT_S = 0.4
-DEAD_S = 1.6  # without a beat
+BEAT_S = 0.4  # between two beats of a box
+DEAD_S = 1.6  # without a beat, after which a box counts as absent
+
+
+class BoxState(Enum):
+    """The state of another box, seen from this one."""
+
+    UNKNOWN = "unknown"  # not let in: none of its keys is accepted, and it has no `Member`
+    EXPECTED = "expected"  # let in; neither alive nor ever announced
+    JOINING = "joining"  # alive; its announcement has not arrived yet
+    MEMBER = "member"  # alive, announced and able to take part
+    ABSENT = "absent"  # announced and able to take part, but not alive
+    REFUSED = "refused"  # alive, but unable to take part
+    REFUSED_ABSENT = "refused and absent"
+
+
+class Trigger(Enum):
+    """An occurrence that moves a box from state to state."""
+
+    ADMITTED = "admitted"  # by this box's list of peers, or by a listed box that vouches for it
+    STRUCK = "struck"  # from the lists, or listed with other keys
+    APPEARED = "appeared"  # beats arrive on a connection that works both ways
+    DISAPPEARED = "disappeared"  # the connection broke, or no beat came for DEAD_S
+    ACCEPTED = "accepted"  # its announcement fits this cluster
+    REJECTED = "rejected"  # its announcement does not fit, its messages are unreadable, or it rejected ours
+
+
+TRANSITIONS: Mapping[BoxState, Mapping[Trigger, BoxState]] = {
+    BoxState.UNKNOWN: {
+        Trigger.ADMITTED: BoxState.EXPECTED,
+    },
+    BoxState.EXPECTED: {
+        Trigger.APPEARED: BoxState.JOINING,
+        Trigger.ACCEPTED: BoxState.ABSENT,
+        Trigger.REJECTED: BoxState.REFUSED_ABSENT,
+        Trigger.STRUCK: BoxState.UNKNOWN,
+    },
+    BoxState.JOINING: {
+        Trigger.DISAPPEARED: BoxState.EXPECTED,
+        Trigger.ACCEPTED: BoxState.MEMBER,
+        Trigger.REJECTED: BoxState.REFUSED,
+        Trigger.STRUCK: BoxState.UNKNOWN,
+    },
+    BoxState.MEMBER: {
+        Trigger.DISAPPEARED: BoxState.ABSENT,
+        Trigger.ACCEPTED: BoxState.MEMBER,
+        Trigger.REJECTED: BoxState.REFUSED,
+        Trigger.STRUCK: BoxState.UNKNOWN,
+    },
+    BoxState.ABSENT: {
+        Trigger.APPEARED: BoxState.MEMBER,
+        Trigger.ACCEPTED: BoxState.ABSENT,
+        Trigger.REJECTED: BoxState.REFUSED_ABSENT,
+        Trigger.STRUCK: BoxState.UNKNOWN,
+    },
+    BoxState.REFUSED: {
+        Trigger.DISAPPEARED: BoxState.REFUSED_ABSENT,
+        Trigger.ACCEPTED: BoxState.MEMBER,
+        Trigger.REJECTED: BoxState.REFUSED,
+        Trigger.STRUCK: BoxState.UNKNOWN,
+    },
+    BoxState.REFUSED_ABSENT: {
+        Trigger.APPEARED: BoxState.REFUSED,
+        Trigger.ACCEPTED: BoxState.ABSENT,
+        Trigger.REJECTED: BoxState.REFUSED_ABSENT,
+        Trigger.STRUCK: BoxState.UNKNOWN,
+    },
+}
+PRESENT = {BoxState.JOINING, BoxState.MEMBER, BoxState.REFUSED}
+CANNOT_TAKE_PART = {BoxState.REFUSED, BoxState.REFUSED_ABSENT}
 
 
 @dataclass(slots=True)
 class Member:
-    """One other box."""
+    """Another box that is let in: its state, and the last of each message that it sent."""
 
     peer: Peer
-    boot: str = ""  # incarnation of its front, as of its last message
-    up: bool = False  # our connection to it stands
-    heard_s: float = float("-inf")
-    gone_s: float = float("-inf")  # since when it has not been alive
+    state: BoxState
+    absent_since_s: float  # while it is not present
+    boot: str = ""  # incarnation of its front that sent the last message
+    up: bool = False  # whether our connection to it works
+    heard_s: float = float("-inf")  # time of its last beat
     beat: Beat = field(default_factory=Beat)
-    card: Announce | None = None
-    card_boot: str = ""  # of which incarnation it is
-    report: Report | None = None  # its last one, which boxes send to the leader
-    acknowledged: int = 0  # our announcement that it has taken note of
-    refused: str = ""  # why it cannot take part
+    announcement: Announce | None = None
+    announced_boot: str = ""  # incarnation that sent the announcement
+    report: Report | None = None  # sent to the leader only
+    acknowledged: int = 0  # serial number of our announcement that it has acknowledged
+    refusal: str = ""  # why it cannot take part
 
     @property
-    def noted(self) -> bool:
-        """Returns whether `Members.watch` found it alive."""
-        return self.gone_s == float("inf")
+    def is_present(self) -> bool:
+        """Whether `Members.update_presence` last found the box alive."""
+        return self.state in PRESENT
+
+    @property
+    def can_take_part(self) -> bool:
+        """Whether nothing is known that keeps the box out of the cluster's work."""
+        return self.state not in CANNOT_TAKE_PART
+
+    @property
+    def address(self) -> str:
+        """HOST:PORT of its control channel, listed or announced; "" while unknown."""
+        return self.peer.address or (self.announcement.address if self.announcement else "")
 
 
 class Members:
-    """The other boxes by node name. One owner, one event loop."""
+    """The other boxes that are let in, by node name. Lives on one event loop."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -51,67 +134,79 @@ class Members:
     def __iter__(self) -> Iterator[Member]:
         return iter(self._members.values())
 
-    def add(self, peer: Peer) -> None:
-        """Adds a box that is listed from now on; replaces what was known under its name."""
-        self._members[peer.node] = Member(peer, gone_s=self._clock())
+    # --- transitions ------------------------------------------------------------------------------------------
 
-    def remove(self, node: str) -> None:
-        del self._members[node]
+    def admit(self, peer: Peer) -> None:
+        """Lets a box in."""
+        state = TRANSITIONS[BoxState.UNKNOWN][Trigger.ADMITTED]
+        self._members[peer.node] = Member(peer, state, absent_since_s=self._clock())
+
+    def strike(self, node: str) -> None:
+        """Forgets a box and everything it said."""
+        self.move(self._members.pop(node), Trigger.STRUCK)
+
+    def move(self, member: Member, trigger: Trigger, refusal: str = "") -> None:
+        """Moves a box as the table says; `refusal` is the reason of a rejection."""
+        member.state = TRANSITIONS[member.state][trigger]
+        if trigger is Trigger.DISAPPEARED:
+            member.absent_since_s = self._clock()
+        elif trigger in (Trigger.ACCEPTED, Trigger.REJECTED):
+            member.refusal = refusal
+
+    def update_presence(self) -> list[str]:
+        """Moves the boxes that have appeared or disappeared since the last call; returns their names."""
+        changed = [member for member in self if self.is_alive(member.peer.node) != member.is_present]
+        for member in changed:
+            self.move(member, Trigger.DISAPPEARED if member.is_present else Trigger.APPEARED)
+        return [member.peer.node for member in changed]
+
+    # --- questions --------------------------------------------------------------------------------------------
 
     def is_alive(self, node: str) -> bool:
-        """Returns whether it has been heard lately, on a connection that stands both ways."""
+        """Whether a beat came within the last DEAD_S, and our connection to the box works."""
         member = self._members[node]
         return member.up and self._clock() - member.heard_s < DEAD_S
 
     def alive(self) -> list[Member]:
-        """Returns the boxes that are."""
+        """Returns the boxes that are alive at this moment."""
         return [member for member in self if self.is_alive(member.peer.node)]
 
-    def watch(self) -> list[str]:
-        """Notes who is alive. Returns those that have come to life or died since the last call."""
-        changed = []
-        for member in self:
-            if self.is_alive(member.peer.node) != member.noted:
-                member.gone_s = self._clock() if member.noted else float("inf")
-                changed.append(member.peer.node)
-        return changed
-
     def absent_s(self, node: str) -> float:
-        """For how long it has not been alive; 0 while it is."""
-        return max(0.0, self._clock() - self._members[node].gone_s)
+        """Returns the time for which the box has not been present; 0 while it is."""
+        member = self._members[node]
+        return 0.0 if member.is_present else max(0.0, self._clock() - member.absent_since_s)
 
     def serving(self, model: str) -> dict[str, str]:
-        """Returns engines of others that take requests for that model, by digest: NODE:BOOT -> node."""
+        """Returns the other boxes' engines that take requests for the model of that digest: NODE:BOOT -> node."""
         found = {}
         for member in self:
-            engine = member.card.engine if member.card and not member.refused else None
+            engine = member.announcement.engine if member.announcement and member.can_take_part else None
             takes = engine is not None and engine.model == model and engine.boot == member.beat.engine
             if takes and self.is_alive(member.peer.node):
                 found[f"{member.peer.node}:{member.beat.engine}"] = member.peer.node
         return found
 
     def keys(self) -> dict[str, tuple[str, ...]]:
-        """Returns public keys of those that may take part."""
-        return {member.peer.node: member.peer.keys for member in self if not member.refused}
+        """Returns the public keys of the boxes that can take part."""
+        return {member.peer.node: member.peer.keys for member in self if member.can_take_part}
 
     def engines(self) -> tuple[PeerEngine, ...]:
-        """Returns the engines that compute for others, with where to reach them and whether their front is heard.
+        """Returns the engines that compute for others: addresses, and whether their fronts are present.
 
-        That changes only with what `watch` returns. So whoever asks again at each change is never left with a silence
-        that had ended before it was noted.
+        The answer changes only when `update_presence` moves a box. A caller that asks after each move misses none.
         """
         found = []
         for member in self:
-            engine = member.card.engine if member.card and not member.refused else None
-            if engine is not None and engine.shares and engine.boot:  # without one our engine reads none of the list
-                host = (member.peer.address or (member.card.address if member.card else "")).rpartition(":")[0]
+            engine = member.announcement.engine if member.announcement and member.can_take_part else None
+            if engine is not None and engine.shares and engine.boot:  # our engine rejects a list with an empty boot
+                host = member.address.rpartition(":")[0]
                 found.append(
                     PeerEngine(
                         node=member.peer.node,
                         boot=engine.boot,
                         calls=f"{host}:{engine.calls_port}",
                         bulk=f"{host}:{engine.bulk_port}",
-                        heard=member.noted,
+                        heard=member.is_present,
                     )
                 )
         return tuple(found)

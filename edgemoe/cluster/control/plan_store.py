@@ -25,7 +25,7 @@ MAX_PLAN_BYTES = 4 << 20
 
 
 class PlanStore:
-    """`plan` and its name `ref`, or None. One owner, one event loop."""
+    """Holds `plan` and its name `ref`, None without a plan, in memory and on disk. Lives on one event loop."""
 
     def __init__(self, path: Path) -> None:
         self.plan: PlacementPlan | None = None
@@ -42,12 +42,12 @@ class PlanStore:
         self._hold(plan, data)
 
     def is_newer_than(self, plan: PlacementPlan) -> bool:
-        """Returns whether a later plan for the same model is held already."""
+        """Whether a later plan for the same model is held."""
         held = self.plan
         return held is not None and held.model == plan.model and (held.epoch, held.version) > (plan.epoch, plan.version)
 
     def adopt(self, plan: PlacementPlan, data: bytes = b"") -> None:
-        """Goes by this plan from now on, also where it cannot be kept on disk; `data` is what it was read from."""
+        """Holds this plan from now on, even if the disk fails. `data` are its encoded bytes, if received."""
         data = data or msgspec.msgpack.encode(plan)
         self._hold(plan, data)
         try:
@@ -56,18 +56,18 @@ class PlanStore:
             log.error("the plan is forgotten at the next start", extra={"file": str(self._path), "why": error.strerror})
 
     def bytes_of(self, digest: str) -> bytes:
-        """Returns the plan of that digest, to be sent. Raises PeerRefused where it is another's."""
+        """Returns the encoded plan of that digest, to be sent. Raises PeerRefused if another plan is held."""
         if self.plan is None or self.ref is None or self.ref.digest != digest:
-            raise PeerRefused(f"the plan {digest[:12]} is not here")
+            raise PeerRefused(f"the plan {digest[:12]} is not held here")
         return self._data
 
     def _hold(self, plan: PlacementPlan, data: bytes) -> None:
-        """The bytes are kept as they came: a later release may have written more into them than is read here."""
+        """Keeps the bytes as received: a later release may have written fields that this one does not read."""
         self.plan, self.ref, self._data = plan, PlanRef(plan.version, digest_of(data)), data
 
 
 def read_plan(data: bytes | memoryview, digest: str = "") -> PlacementPlan:
-    """Returns a plan from its bytes, checked; `digest` is what it must have, if given. Raises PeerRefused."""
+    """Decodes and checks a plan; `digest`, if given, must be its digest. Raises PeerRefused."""
     if len(data) > MAX_PLAN_BYTES:
         raise PeerRefused(f"a plan of {len(data)} bytes; {MAX_PLAN_BYTES} are read")
     try:
@@ -91,28 +91,28 @@ RETRY_S = 0.5
 
 
 class PlanExchange:
-    """Fetches plans over the channel, and goes by those that the fence lets through."""
+    """Fetches plans over the channel, and adopts each plan that the epoch fence admits."""
 
     def __init__(
         self,
         plans: PlanStore,
         fence: EpochFence,
         channel: Channel[ControlMessage],
-        follow: Callable[[PlacementPlan], None],
+        on_plan: Callable[[PlacementPlan], None],
     ) -> None:
-        """`follow` is told of each plan that is gone by."""
-        self._plans, self._fence, self._channel, self._follow = plans, fence, channel, follow
+        """Calls `on_plan` with each adopted plan."""
+        self._plans, self._fence, self._channel, self._on_plan = plans, fence, channel, on_plan
         self._say = RateLimitedLog(log)
 
-    async def run(self, news: asyncio.Event, leader: Callable[[], tuple[str, Beat] | None]) -> None:
-        """Fetches the plan that the leader names, by its last beat, whenever it is not the one held."""
+    async def run(self, due: asyncio.Event, leader: Callable[[], tuple[str, Beat] | None]) -> None:
+        """Fetches the plan that the leader's last beat names, whenever another one is held, until cancelled."""
         while True:
-            await wait_event(news, BEAT_S)
-            if (named := leader()) is not None and not await self.follow(*named):
+            await wait_event(due, BEAT_S)
+            if (named := leader()) is not None and not await self.fetch_if_new(*named):
                 await asyncio.sleep(RETRY_S)
 
-    async def follow(self, leader: str, named: Beat) -> bool:
-        """Goes by the plan that the leader's beat names, where it is not the one held; False where it cannot be had."""
+    async def fetch_if_new(self, leader: str, named: Beat) -> bool:
+        """Adopts the plan that the leader's beat names, unless it is held. Returns whether it is held now."""
         held = self._plans.ref.digest if self._plans.ref else ""
         if not named.plan_digest or named.plan_digest == held:
             return True
@@ -125,7 +125,7 @@ class PlanExchange:
         return True
 
     async def fetch(self, node: str, digest: str) -> tuple[PlacementPlan, bytes]:
-        """Returns the plan of that digest from that box, and the bytes that it is of. Raises PeerError."""
+        """Returns the plan of that digest from that box, and its encoded bytes. Raises PeerError."""
         answer = await self._channel.ask(node, GetPlan(digest), timeout_s=ASK_S)
         if not isinstance(answer.message, PlanIs) or len(answer.tensors) != 1:
             raise PeerRefused(f"{node} answered with something else than a plan")
@@ -133,9 +133,9 @@ class PlanExchange:
         return read_plan(data, digest), data
 
     def adopt(self, plan: PlacementPlan, epoch: int, data: bytes = b"") -> None:
-        """Goes by the plan of a leader of this epoch; `data` is what it was read from, where it was received.
+        """Adopts the plan of a leader of this epoch. `data` are the bytes it was received as, if it was.
 
-        Raises PeerRefused for a plan of a later epoch, one of a deposed leader, and one older than what is held.
+        Raises PeerRefused for a plan of a later epoch, of a deposed leader, or older than the plan held.
         """
         if not plan.epoch <= epoch or epoch < self._fence.highest:
             raise PeerRefused(
@@ -148,4 +148,4 @@ class PlanExchange:
         assert self._plans.ref is not None
         fields = {"version": plan.version, "epoch": plan.epoch, "digest": self._plans.ref.digest, "leading": epoch}
         log.info("plan", extra=fields | {"nodes": ",".join(plan.nodes)})
-        self._follow(plan)
+        self._on_plan(plan)

@@ -1,4 +1,4 @@
-"""Whether boxes reach each other's ports, in both directions, and how far apart their clocks are; for who asks."""
+"""Probes whether boxes reach each other's ports, in both directions, and how far apart their clocks are."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from edgemoe.errors import EdgemoeError
 from edgemoe.types.bounds import is_port
 
 TRY_S, ASK_S = 2.0, 5.0
-FRESH_S = 5.0  # for so long what was found is told again instead of being looked for
+FRESH_S = 5.0  # within which a result is used again
 
 
 class PortProber:
-    """One owner, one event loop. Only ports that a listed box itself has announced are tried."""
+    """Probes the ports that members have announced, and no others. Lives on one event loop."""
 
     def __init__(self, state: ControlState, channel: Channel[ControlMessage]) -> None:
         self._state, self._channel = state, channel
         self.wall: Callable[[], float] = time.time
-        self._tried: dict[str, tuple[float, tuple[str, ...]]] = {}  # by node: when, lanes that did not answer
+        self._tried: dict[str, tuple[float, tuple[str, ...]]] = {}  # by node: time, lanes that did not answer
         self._locks: dict[str, asyncio.Lock] = {}
 
     async def answer(self, node: str) -> Reached:
-        """Returns what that box asks for."""
+        """Answers a box that asks whether its ports can be reached from here."""
         came_s = self.wall()
         unreached = await self._try(node)
         return Reached(came_s=came_s, answered_s=self.wall(), unreached=unreached)
 
     async def probe_all(self) -> list[dict[str, Any]]:
-        """Returns of each box that is alive which lanes are dead from here, which from there, and its clock."""
+        """Returns, for each box that is alive, the lanes dead from here and from there, and its clock offset."""
         alive = self._state.members.alive()
         return list(await asyncio.gather(*(self._probe(member.peer.node) for member in alive)))
 
@@ -45,7 +45,7 @@ class PortProber:
         trying = asyncio.ensure_future(unreached)
         try:
             answer = (await self._channel.ask(node, Reach(), timeout_s=ASK_S)).message
-            there: dict[str, Any] = {"why": "it answers something else"}
+            there: dict[str, Any] = {"why": "its answer is of another kind"}
             if isinstance(answer, Reached):
                 there = {"from_there": list(answer.unreached)}
                 there |= clock_offset(asked_s, answer, asked_s + time.monotonic() - began_s)
@@ -54,7 +54,7 @@ class PortProber:
         return {"node": node, "from_here": list(await trying)} | there
 
     async def _try(self, node: str) -> tuple[str, ...]:
-        """Returns the lanes of that box that do not answer; tried once at a time, and seldom."""
+        """Returns the lanes of that box that do not answer; one probe at a time, at most one in FRESH_S."""
         async with self._locks.setdefault(node, asyncio.Lock()):
             tried_s, found = self._tried.get(node, (float("-inf"), ()))
             if time.monotonic() - tried_s >= FRESH_S and node in self._state.members:
@@ -66,17 +66,17 @@ class PortProber:
 
 
 def clock_offset(asked_s: float, answer: Reached, heard_s: float) -> dict[str, float]:
-    """Returns by how much the other clock is ahead, and how far from that it may be: half of what the way took."""
+    """Returns how far the other clock is ahead, and the error bound: half of the round trip."""
     ahead_s = ((answer.came_s - asked_s) + (answer.answered_s - heard_s)) / 2
     way_s = (heard_s - asked_s) - (answer.answered_s - answer.came_s)
     return {"ahead_s": ahead_s, "within_s": max(0.0, way_s) / 2}
 
 
 def lanes_of(member: Member) -> dict[str, tuple[str, int]]:
-    """Returns host and port of each lane that the box listens on, as far as it has said so."""
-    host, _, port = (member.peer.address or (member.card.address if member.card else "")).rpartition(":")
+    """Returns host and port of each lane that the box has announced."""
+    host, _, port = member.address.rpartition(":")
     host = host.strip("[]")
-    engine = member.card.engine if member.card is not None else None
+    engine = member.announcement.engine if member.announcement is not None else None
     lanes = {"control": (host, int(port))} if is_port(port) and host else {}
     if lanes and engine is not None:
         lanes |= {"calls": (host, engine.calls_port), "bulk": (host, engine.bulk_port)}
@@ -84,7 +84,7 @@ def lanes_of(member: Member) -> dict[str, tuple[str, int]]:
 
 
 async def is_open(host: str, port: int) -> bool:
-    """Returns whether somebody listens there; nothing is said to them."""
+    """Whether a process listens there; sends nothing."""
     try:
         async with asyncio.timeout(TRY_S):
             _, writer = await asyncio.open_connection(host, port)

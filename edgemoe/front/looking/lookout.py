@@ -50,7 +50,7 @@ class Lookout:
         self._ask_others()
         snapshots = [BoxSnapshot(self._node, self._fresh(self._node))]
         for member in self._plane.state.members if self._plane is not None else ():
-            node, card = member.peer.node, member.card
+            node, card = member.peer.node, member.announcement
             engine = card.engine if card is not None else None
             if engine is not None and self._is_alive(node):
                 snapshots.append(BoxSnapshot(node, self._fresh(node) or announced(engine)))

@@ -66,7 +66,7 @@ def test_a_box_that_joins_goes_by_what_the_box_says_that_it_joins() -> None:
     joining = ElectionRules(ClusterSettings(node="d", join="a,127.0.0.1:1,k"), peers("a"))
     assert joining.words == "" == joining.reject_reason("a", "raft: a b c")
     assert not joining.may_lead("b", "raft: a b c")
-    joining.follow("raft: a b c")
+    joining.adopt("raft: a b c")
     assert joining.words == ""
     assert joining.may_lead("b", "raft: a b c")
     assert not joining.may_lead("b", "single: b")
@@ -88,8 +88,8 @@ async def test_a_box_with_another_coordination_leads_nobody(tmp_path: Path, monk
         for node in ABC:
             found[node].hears = lambda _n, _b, plane=found[node].plane: obeyed.add(plane.leader)
         await until(lambda: all(found[n].plane.state.members["d"].beat.leading > 0 for n in ABC))
-        await until(lambda: "'raft: a b c'" in d.plane.state.members["a"].refused)
-        await until(lambda: all("'single: d'" in found[n].plane.state.members["d"].refused for n in ABC))
+        await until(lambda: "'raft: a b c'" in d.plane.state.members["a"].refusal)
+        await until(lambda: all("'single: d'" in found[n].plane.state.members["d"].refusal for n in ABC))
         heard = found["a"].plane.state.members["d"].heard_s
         await until(lambda: found["a"].plane.state.members["d"].heard_s > heard + 1)
         assert obeyed <= {first, ""}
@@ -102,8 +102,8 @@ async def test_a_box_without_a_vote_that_says_it_leads_is_not_obeyed(tmp_path: P
     async with fronts(tmp_path, "abcd") as found:
         first = await led(list(found.values()))
         a, epoch = found["a"].plane, found["a"].plane.state.fence.highest
-        await until(lambda: a.state.members["d"].card is not None)
-        found["d"].plane.beat = lambda: None  # type: ignore[method-assign]
+        await until(lambda: a.state.members["d"].announcement is not None)
+        found["d"].plane.send_beat = lambda: None  # type: ignore[method-assign]
         found["d"].plane.channel.tell("a", Beat(leading=epoch + 3))
         await until(lambda: a.state.leader_tracker.unentitled_beats == 1)
         assert (a.leader, a.state.fence.highest) == (first, epoch)
@@ -113,10 +113,10 @@ async def test_nobody_is_obeyed_before_it_has_said_what_it_goes_by(tmp_path: Pat
     async with fronts(tmp_path) as found:
         await led(list(found.values()))
         a, member = found["a"].plane, found["a"].plane.state.members["b"]
-        card, member.card = member.card, None
+        card, member.announcement = member.announcement, None
         a.state.handle(MessageReceived("b", member.boot, Beat(leading=a.state.fence.highest + 1)))
         assert a.leader != "b"
-        member.card, member.boot = card, "another"  # as which it may go by something else
+        member.announcement, member.boot = card, "another"  # as which it may go by something else
         a.state.handle(MessageReceived("b", member.boot, Beat(leading=a.state.fence.highest + 1)))
         assert a.leader != "b"
 
@@ -143,8 +143,8 @@ async def test_a_box_whose_epoch_leaps_is_refused_and_the_others_go_on(tmp_path:
         other, bad = (node for node in ABC if node != first)
         plane, epoch = found[other].plane, found[other].plane.state.fence.highest
         found[bad].plane.state.fence._highest = 1 << 61
-        await until(lambda: "is more than" in plane.state.members[bad].refused)
-        await until(lambda: "is more than" in found[first].plane.state.members[bad].refused)
+        await until(lambda: "is more than" in plane.state.members[bad].refusal)
+        await until(lambda: "is more than" in found[first].plane.state.members[bad].refusal)
         assert (plane.state.fence.highest, plane.leader) == (epoch, first)
 
 
@@ -254,7 +254,7 @@ async def test_a_lease_counts_from_when_it_was_asked_for(monkeypatch: pytest.Mon
     store = Slow()
     one = Election(store, "me", lambda: store.now, random.Random(1))
     asked = store.now
-    await step(one._follow, monkeypatch)
+    await step(one._await_vacancy, monkeypatch)
     for _ in range(3):
         assert one.epoch() == 1
         store.now = asked + 0.9 * store.lease_s
@@ -269,7 +269,7 @@ async def test_nobody_claims_while_hindered(monkeypatch: pytest.MonkeyPatch) -> 
     store = Slow()
     store._event.set()
     one = Election(store, "me", lambda: store.now, random.Random(1), is_hindered=lambda: True)
-    await step(one._follow, monkeypatch)
+    await step(one._await_vacancy, monkeypatch)
     assert one.epoch() == 0
 
 

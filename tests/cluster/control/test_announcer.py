@@ -17,7 +17,7 @@ from edgemoe.cluster.control.control_state import AnnouncementAnswered
 
 async def test_a_box_that_does_not_answer_keeps_no_news_from_the_others() -> None:
     members = {node: SimpleNamespace(peer=SimpleNamespace(node=node), acknowledged=0) for node in "bc"}
-    state = SimpleNamespace(serial=1, card=None)
+    state = SimpleNamespace(serial=1, announcement=None)
     state.unacknowledged = lambda: [one for one in members.values() if one.acknowledged != state.serial]
     heard: list[tuple[str, int]] = []
 
@@ -32,7 +32,7 @@ async def test_a_box_that_does_not_answer_keeps_no_news_from_the_others() -> Non
     running = asyncio.create_task(telling.run())
     for serial in (1, 2, 3):
         state.serial = serial
-        telling.look()
+        telling.wake()
         await until(lambda: ("b", serial) in heard and members["b"].acknowledged == serial)  # noqa: B023
     assert heard.count(("c", 1)) == len(heard) - 3 == 1
     running.cancel()
@@ -43,7 +43,7 @@ async def test_something_is_read_on_every_connection_again_and_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or heartbeats, which nobody reads, add up to what a connection may not have unread."""
-    monkeypatch.setattr(announcer, "REMIND_S", 0.2)
+    monkeypatch.setattr(announcer, "REANNOUNCE_S", 0.2)
     async with fronts(tmp_path, ("a", "b"), ("a",), coordination="single", leader="a") as found:
         await led([*found.values()])
         intakes = [one.plane.channel.intake for one in found.values()]

@@ -26,32 +26,32 @@ class Clock:
 def test_a_silence_that_ends_before_anybody_noted_it_is_told_to_no_engine() -> None:
     clock = Clock()
     members = Members(clock)
-    members.add(Peer("a", "127.0.0.1:1", "key"))
+    members.admit(Peer("a", "127.0.0.1:1", "key"))
     member = members["a"]
-    member.card = Announce(release="1", role="box", address="127.0.0.1:1", engine=card("engine-a"))
+    member.announcement = Announce(release="1", role="box", address="127.0.0.1:1", engine=card("engine-a"))
     member.up, member.heard_s = True, clock.now_s
-    assert members.watch() == ["a"]
+    assert members.update_presence() == ["a"]
     told = members.engines()
     assert told[0].heard
     clock.now_s += 2 * DEAD_S  # and something else has the list made now
     assert members.engines() == told
     member.heard_s = clock.now_s
-    assert members.watch() == []  # so nobody makes it again
+    assert members.update_presence() == []  # so nobody makes it again
     assert members.engines() == told
 
 
 def test_a_silence_that_was_noted_is_told() -> None:
     clock = Clock()
     members = Members(clock)
-    members.add(Peer("a", "127.0.0.1:1", "key"))
-    members["a"].card = Announce(release="1", role="box", address="127.0.0.1:1", engine=card("engine-a"))
+    members.admit(Peer("a", "127.0.0.1:1", "key"))
+    members["a"].announcement = Announce(release="1", role="box", address="127.0.0.1:1", engine=card("engine-a"))
     members["a"].up, members["a"].heard_s = True, clock.now_s
-    assert members.watch() == ["a"]
+    assert members.update_presence() == ["a"]
     clock.now_s += 2 * DEAD_S
-    assert members.watch() == ["a"]
+    assert members.update_presence() == ["a"]
     assert not members.engines()[0].heard
     members["a"].heard_s = clock.now_s
-    assert members.watch() == ["a"]
+    assert members.update_presence() == ["a"]
     assert members.engines()[0].heard
 
 
@@ -59,9 +59,9 @@ def boxes(*nodes: str, beat: Beat) -> Members:
     """All alive, with an engine, and of the same beat."""
     members = Members(lambda: 0.0)
     for node in nodes:
-        members.add(Peer(node, "127.0.0.1:1", "key"))
+        members.admit(Peer(node, "127.0.0.1:1", "key"))
         members[node].up, members[node].heard_s, members[node].beat = True, 0.0, beat
-        members[node].card = Announce(release="1", role="box", address="127.0.0.1:1", engine=card("engine"))
+        members[node].announcement = Announce(release="1", role="box", address="127.0.0.1:1", engine=card("engine"))
     return members
 
 
@@ -76,11 +76,11 @@ async def test_boxes_that_come_while_a_plan_is_looked_for_end_nothing() -> None:
     async def fetch(node: str, _digest: str) -> None:
         asked.append(node)
         await asyncio.sleep(0)
-        members.add(Peer(f"{node}-new", "127.0.0.1:1", "key"))
+        members.admit(Peer(f"{node}-new", "127.0.0.1:1", "key"))
         raise PeerUnavailable("it has died")
 
     leader = object.__new__(Leader)
     leader._proposed = None
     leader._state, leader._exchange = SimpleNamespace(members=members), SimpleNamespace(fetch=fetch)  # type: ignore
-    assert await leader._look_for(PlanRef(1, "digest")) is None
+    assert await leader._find_plan(PlanRef(1, "digest")) is None
     assert asked == ["a", "b"]

@@ -63,5 +63,5 @@ def test_a_plan_goes_on_while_there_is_room_for_each_size(rooms: tuple[int, ...]
 def test_room_that_is_not_told_by_size_is_none(rooms: tuple[int, ...], seen: tuple[int, ...]) -> None:
     bits = pack_bits(np.ones((3, 6), np.bool_))
     engine = msgspec.structs.replace(card(()), layer_bytes=SIZES, rooms=rooms, disk=bits, ram=bits)
-    (box,) = HomeInventory().look({"a": Announce("1", "box", "", engine=engine)}, lambda _: 0.0, engine, 0.0)
+    (box,) = HomeInventory().update({"a": Announce("1", "box", "", engine=engine)}, lambda _: 0.0, engine, 0.0)
     assert box.rooms == seen

@@ -30,7 +30,7 @@ def port_of(listener: socket.socket) -> int:
 def heard(front: Front, other: str) -> bool:
     """It has all that the other says of itself."""
     members = front.plane.state.members
-    known = members[other].card
+    known = members[other].announcement
     return members.is_alive(other) and known is not None and known.engine is not None
 
 

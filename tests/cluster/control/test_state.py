@@ -55,7 +55,7 @@ class AnyWords(RuleBasedStateMachine):
         own = Announce("1", "box", "127.0.0.1:1", engine=card("engine-a"))
         self.state = ControlState(SETTINGS, VOTERS, own, PlanStore(folder / "plan"), self.fence, lambda: self.now_s)
         self.told = self.seen()
-        self.perform(self.state.begin())
+        self.perform(self.state.start())
         self.told = self.seen()
 
     def teardown(self) -> None:
@@ -108,15 +108,15 @@ class AnyWords(RuleBasedStateMachine):
         if self.state.leader_tracker.leader == node and before != node:
             member = self.state.members[node]
             assert 0 < leading >= highest
-            assert member.card is not None
-            assert member.card_boot == boot
+            assert member.announcement is not None
+            assert member.announced_boot == boot
             assert node != "d"
 
     @rule(
         node=OTHERS, boot=st.sampled_from("xy"), model=st.sampled_from("mn"), vouches=st.booleans(), own=st.booleans()
     )
     def a_box_announces_itself(self, node: str, boot: str, model: str, vouches: bool, own: bool) -> None:
-        words = self.state.card.agreement if own else "single: b"
+        words = self.state.announcement.agreement if own else "single: b"
         listed = (*VOTERS.values(), GUEST) if vouches else ()
         engine = card(f"engine-{node}", model=model * 32)
         self.hear(node, boot, Announce("1", "box", "127.0.0.1:9", engine=engine, agreement=words, listed=listed))
@@ -139,8 +139,8 @@ class AnyWords(RuleBasedStateMachine):
     @rule(room=st.integers(0, 3))
     def this_box_is_another(self, room: int) -> None:
         serial, engine = self.state.serial, card("engine-a", room=room)
-        changes = engine != self.state.card.engine
-        self.do(AnnouncementChanged(msgspec.structs.replace(self.state.card, engine=engine)))
+        changes = engine != self.state.announcement.engine
+        self.do(AnnouncementChanged(msgspec.structs.replace(self.state.announcement, engine=engine)))
         assert (self.state.serial > serial) == changes
 
     @invariant()

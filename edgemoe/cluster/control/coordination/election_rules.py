@@ -56,7 +56,7 @@ class ElectionRules:
             "and the voters of peers_file the same on all boxes"
         )
 
-    def follow(self, words: str) -> None:
+    def adopt(self, words: str) -> None:
         """Goes by what the box says that this one joins."""
         if self._joins:
             self._words = words

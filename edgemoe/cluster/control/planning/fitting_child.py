@@ -18,7 +18,7 @@ from edgemoe.types.expert_signatures import SignatureTable
 
 
 def fit(asked: ClusterQuestion) -> ClusterAnswer:
-    """Returns clusters of the requests, as large as their engines have slots. All tables are of the model's sizes."""
+    """Returns one cluster of requests for each engine, sized by its slots. All tables have the model's sizes."""
     sizes, requests = ModelSizes(asked.layers, asked.experts), asked.requests
     traffic = RecordedTraffic(
         _counts((one.prompt for one in requests), sizes),

@@ -1,9 +1,9 @@
-"""What the leader's front and its helpers say to each other.
+"""Messages between the leader's front and its helper processes.
 
-PlacementQuestion  to one: the boxes, what they report, the homes of now
-PlacementAnswer    back: homes, and how long requests wait for others by them; or why there are none
-ClusterQuestion    to the other: what requests chose, and which engines there are
-ClusterAnswer      back: expert clusters, one for each engine
+PlacementQuestion  to the placement process: boxes, their reports, the homes in force
+PlacementAnswer    homes and waiting times, or the reason why there are none
+ClusterQuestion    to the fitting process: the experts that requests chose, and the engines
+ClusterAnswer      expert clusters, one for each engine
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from edgemoe.types.bounds import (
 from edgemoe.types.expert_signatures import EndedRequest
 from edgemoe.types.placement import PlacementPolicy
 
-MAX_REQUESTS = 1000  # that clusters are fitted to
+MAX_REQUESTS = 1000  # in one fit
 Table = Annotated[bytes, Meta(max_length=MAX_FRAME_BYTES)]
 
 
 class PlacementBox(msgspec.Struct, frozen=True):
     """Describes a box as a home of experts."""
 
-    rooms: Counts  # experts of each size, the smallest first
+    rooms: Counts  # for experts of each size, the smallest first
     disk: Bitmap
     ram: Bitmap
-    homes: Bitmap = b""  # of now; empty: there is no plan yet
+    homes: Bitmap = b""  # in force; empty without a plan
     report: Report | None = None
 
 
@@ -57,17 +57,17 @@ class PlacementQuestion(NumberedMessage, frozen=True):
     replicas: Count
     isolation: Rate
     boxes: Annotated[tuple[PlacementBox, ...], Meta(max_length=MAX_NODES)]
-    horizon_s: Rate = 0.0  # for which a move is to pay; 0: moves cost nothing
+    horizon_s: Rate = 0.0  # within which a move must pay; 0: moves cost nothing
 
 
 class PlacementAnswer(NumberedMessage, frozen=True):
-    """Answers with each box's homes in memory and on disk, and how long requests wait for others."""
+    """Carries each box's homes in memory and on disk, and how long requests wait for peers."""
 
     homes: Annotated[tuple[Bitmap, ...], Meta(max_length=MAX_NODES)] = ()
     disk: Annotated[tuple[Bitmap, ...], Meta(max_length=MAX_NODES)] = ()
-    now_s: Rate = 0.0  # by the homes of now, seconds a second
-    then_s: Rate = 0.0  # by these homes
-    known: bool = False  # whether there is anything to go by for that
+    now_s: Rate = 0.0  # waiting per second under the homes in force
+    then_s: Rate = 0.0  # the same under these homes
+    known: bool = False  # whether any reports support the two times
     policy: PlacementPolicy = "uniform"
     infeasible: LongText = ""
     missing_bytes: Bytes = 0
@@ -76,7 +76,7 @@ class PlacementAnswer(NumberedMessage, frozen=True):
 class ClusterQuestion(NumberedMessage, frozen=True):
     """Asks for expert clusters of these requests.
 
-    `before` has the engine whose cluster each was in till now, -1 where that is gone; () where there were no clusters.
+    `before` has each request's former cluster by engine, -1 if that engine is gone; () if there were no clusters.
     """
 
     layers: Small
@@ -87,9 +87,10 @@ class ClusterQuestion(NumberedMessage, frozen=True):
 
 
 class ClusterAnswer(NumberedMessage, frozen=True):
-    """Answers with clusters: float32 tables of weights [L, E], centroids [K, L * E] and what is decoded [K, L, E].
+    """Carries float32 tables: weights [L, E], centroids [K, L * E] and decoded choices [K, L, E].
 
-    `similarity` and `spread` are those of the requests to the nearest, `nearest` how many of them each is.
+    `similarity` and `spread` describe the requests' distances to their nearest clusters. `nearest` counts the requests
+    of each cluster.
     """
 
     weights: Table
@@ -98,5 +99,5 @@ class ClusterAnswer(NumberedMessage, frozen=True):
     similarity: Finite
     spread: Finite
     nearest: Annotated[tuple[Small, ...], Meta(max_length=MAX_NODES)]
-    chosen: Word  # which weights these are
-    rho: Finite  # how well they foretold, for requests that they were not chosen by, who decodes alike
+    chosen: Word  # name of the weighting
+    rho: Finite  # rank correlation between predicted and actual similarity, on held-out requests

@@ -1,4 +1,4 @@
-"""What boxes report, as the arrays that placement policies work on. What does not fit the model counts as not said."""
+"""Turns the boxes' reports into the arrays of placement policies. A report that does not fit the model is ignored."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from edgemoe.cluster.control.messages import Report
 from edgemoe.types.arrays import IntArray
 from edgemoe.types.placement import ACTIVITY_HALF_LIFE_S, ACTIVITY_UNIT
 
-CALL_S = 1e-3  # of a call to another box, where none has been measured
-BYTES_PER_S = 100e6  # of a link, likewise
+CALL_S = 1e-3  # of a call to another box, until one has been measured
+BYTES_PER_S = 100e6  # of a link, until measured
 LEAST_CALL_S = 1e-6
-PAIR = 4  # numbers
+PAIR = 4  # numbers in a row
 Values = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Observation:
-    """States what requests chose of late. Counts are in shares of the tokens a second of the box that has most."""
+    """The experts that requests chose of late. Counts are shares of the token rate of the busiest box."""
 
-    activations: Values  # [N, L, E] 0 of who reports nothing
-    computed: Values  # [N, L, E] once for a step; as `activations` of a box that does not say
-    steps_per_token: Values  # [N] 1 of a box that does not say
-    pairs: tuple[IntArray, ...]  # of each node, [P, 4]: layer, both experts, how often they were chosen together
-    call_s: Values  # [N] what a call to another box takes
-    expert_share: float  # of that, what the other box takes for one expert; 0 where it was not measured
-    top_k: int  # experts that a token chooses of a layer; 0 where nothing is known
-    per_s: float  # that a count of one happens, times a second
-    bytes_per_s: Values  # [N] that a box's links carry
+    activations: Values  # [N, L, E], 0 for a box without a report
+    computed: Values  # [N, L, E] as `activations`, counted once a step; equal to them if not reported
+    steps_per_token: Values  # [N], 1 if not reported
+    pairs: tuple[IntArray, ...]  # of each node, [P, 4]: layer, two experts, times chosen together
+    call_s: Values  # [N] of a call to another box
+    expert_share: float  # of `call_s`, for computing one expert there; 0 until measured
+    top_k: int  # experts that a token chooses in a layer; 0 without reports
+    per_s: float  # events per second that a count of one stands for
+    bytes_per_s: Values  # [N] of a box's links
 
 
 def observe(reports: Sequence[Report | None], layers: int, experts: int) -> Observation:
-    """Returns what the boxes' reports say of a model of L layers of E experts."""
+    """Returns the reports' observation of a model of L layers of E experts."""
     fits = [each and len(each.chosen) == 2 * layers * experts and tokens_per_s(each) > 0 for each in reports]
     fitting = [each if fit else None for each, fit in zip(reports, fits, strict=True)]
     rates = [tokens_per_s(each) if each else 0.0 for each in fitting]
@@ -74,30 +74,30 @@ def observe(reports: Sequence[Report | None], layers: int, experts: int) -> Obse
 
 
 def bytes_per_s(report: Report | None) -> float:
-    """Returns what a box's links carry, by its own report."""
+    """Returns the mean throughput of a box's links, by its own report."""
     measured = [link.bytes_per_s for link in report.links if link.bytes_per_s] if report else []
     return float(np.mean(measured)) if measured else BYTES_PER_S
 
 
 def tokens_per_s(report: Report) -> float:
-    """Returns a box's tokens a second; of one that does not say, those that its count comes to in the end."""
+    """Returns a box's tokens a second; if not reported, the rate that its decayed count implies."""
     return report.tokens_per_s or report.tokens * math.log(2) / ACTIVITY_HALF_LIFE_S
 
 
 def _pairs(report: Report, weight: float, shape: tuple[int, ...]) -> IntArray:
-    """A box's pairs by layer."""
+    """Returns a box's pairs [P, 4], in order of layers."""
     _, layers, experts = shape
     pairs = _rows(report.pairs, (layers, experts, experts))
     pairs = pairs[pairs[:, 1] != pairs[:, 2]]
     pairs[:, 3] = np.rint(pairs[:, 3] * weight)
-    pairs = pairs[pairs[:, 3] > 0]  # with next to no requests: 0 would say that they are never together
+    pairs = pairs[pairs[:, 3] > 0]  # a rounded 0 would mean: never chosen together
     return np.asarray(pairs[np.argsort(pairs[:, 0], kind="stable")], np.int64)
 
 
 def successions(reports: Sequence[Report | None], seen: Observation) -> Values:
-    """Returns how often tokens chose an expert, and then one of the next layer, [L - 1, E, E], in the counts of `seen`.
+    """Returns how often a token chose one expert and then another in the next layer [L - 1, E, E], in counts of `seen`.
 
-    Those that are not listed share what is left of the count in the way that chance would.
+    Pairs that a report does not list share the rest of the count in proportion to chance.
     """
     _, layers, experts = seen.activations.shape
     passed = np.zeros((max(0, layers - 1), experts, experts))
@@ -116,7 +116,7 @@ def successions(reports: Sequence[Report | None], seen: Observation) -> Values:
 
 
 def _rows(table: bytes, below: tuple[int, ...]) -> IntArray:
-    """A table's rows whose first three numbers are below these."""
+    """Returns the rows [P, 4] of a table with the first three numbers below these bounds."""
     whole = table[: len(table) // (2 * PAIR) * 2 * PAIR]
     rows = np.frombuffer(whole, "<u2").reshape(-1, PAIR).astype(np.int64)
     return np.asarray(rows[(rows[:, :3] < below).all(axis=1)], np.int64)

@@ -25,13 +25,13 @@ from edgemoe.types.placement import ACTIVITY_UNIT, BY_SUCCESSIONS, pack_bits, un
 
 
 def solve(asked: PlacementQuestion) -> PlacementAnswer:
-    """Returns the placement by the policy that is asked for, and what it saves against the homes of now."""
+    """Returns the placement by the policy asked for, with the waiting time that it saves."""
     reports = [box.report for box in asked.boxes]
     seen = observe(reports, asked.layers, asked.experts)
     problem = problem_of(asked, seen)
     costs = costs_of(seen.expert_share, asked.isolation, seen.call_s / seen.call_s.mean())
     costs = replace(costs, computed=seen.computed, steps_per_token=seen.steps_per_token)
-    policy = asked.policy if seen.top_k else "uniform"  # where nothing is known of what is chosen
+    policy = asked.policy if seen.top_k else "uniform"  # if no box has reported any choices
     wishes = Wishes([], costs, asked.replicas)
     now = np.stack([unpack_bits(box.homes, asked.layers, asked.experts) for box in asked.boxes])
     if policy == "rendezvous":
@@ -60,13 +60,13 @@ def solve(asked: PlacementQuestion) -> PlacementAnswer:
 
 
 def _stay(asked: PlacementQuestion, seen: Observation, now: BoolArray, now_cost: float) -> Values:
-    """What it costs to give up a home of now: as much as copying another one there does, see `migration.pays`."""
+    """Returns the cost [N, L, E] of giving up a home: that of copying another expert there, see `migration.pays`."""
     copying_s = np.array(asked.layer_bytes) / seen.bytes_per_s[:, None]  # [N, L]
     return np.asarray(now * (now_cost * copying_s / asked.horizon_s)[:, :, None], np.float64)
 
 
 def _cost(problem: PlacementProblem, wishes: Wishes, homes: BoolArray) -> float:
-    """What the policy is to make small, of all that is counted: rendezvous, calls and cuts, or calls."""
+    """Returns the cost that the policy minimizes: rendezvous, remote calls and cuts, or remote calls."""
     placement = as_served(problem, homes)
     if wishes.routes:
         return rendezvous_cost(problem, wishes.routes, placement, wishes.costs)
@@ -76,7 +76,7 @@ def _cost(problem: PlacementProblem, wishes: Wishes, homes: BoolArray) -> float:
 
 
 def compile_all() -> None:
-    """Has everything compiled, by a small question: Numba unpickles what it keeps of its own while it compiles."""
+    """Compiles all kernels by a small question, before pickle is refused: Numba unpickles its own data to compile."""
     layers, experts = 2, 4
     chosen = np.full((layers, experts), ACTIVITY_UNIT // 2, "<u2").tobytes()
     pairs = np.array([[layer, 0, 1, ACTIVITY_UNIT // 4] for layer in range(layers)], "<u2").tobytes()

@@ -1,4 +1,4 @@
-"""From what boxes announce and report to a placement task, to the solver's question, and back to a plan. Pure."""
+"""Turns announcements and reports into a placement task and the solver's question, and its answer into a plan. Pure."""
 
 from __future__ import annotations
 
@@ -21,89 +21,94 @@ from edgemoe.types.placement import PLAN_FORMAT, PlacementPlan, PlacementPolicy,
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertHome:
-    """A box as a home of experts, and which it has. Without `disk` nothing is known of it yet."""
+    """A box as a home of experts. `disk` and `ram` are None until its engine has announced them."""
 
     node: str
-    rooms: tuple[int, ...] = ()  # experts of each size, the smallest first
+    rooms: tuple[int, ...] = ()  # for experts of each size, the smallest first
     disk: BoolArray | None = None  # [L, E]
-    ram: BoolArray | None = None
+    ram: BoolArray | None = None  # [L, E] pinned there by the plan of digest `plan`
     absent_s: float = 0.0
     leaving: bool = False
-    plan: str = ""  # digest of the plan by which `ram` is at home there
+    plan: str = ""
 
     @property
-    def there(self) -> bool:
+    def is_available(self) -> bool:
+        """Whether the box is present, stays, and has announced its experts."""
         return self.disk is not None and not self.absent_s and not self.leaving
 
 
 class HomeInventory:
-    """Sees boxes as homes. Remembers since when they have been without an engine."""
+    """Lists the boxes that are or could be homes. Remembers since when each has been without an engine."""
 
     def __init__(self) -> None:
-        self._bare: dict[str, float] = {}
+        self._engineless_since_s: dict[str, float] = {}
 
-    def forget(self) -> None:
-        """Begins anew."""
-        self._bare.clear()
+    def reset(self) -> None:
+        """Forgets all boxes."""
+        self._engineless_since_s.clear()
 
-    def look(
-        self, cards: Mapping[str, Announce | None], absent_s: Callable[[str], float], serving: EngineCard, now_s: float
+    def update(
+        self,
+        announcements: Mapping[str, Announce | None],
+        absent_s: Callable[[str], float],
+        serving: EngineCard,
+        now_s: float,
     ) -> tuple[ExpertHome, ...]:
-        """Returns every box that is or could be a home, by what they have said of themselves."""
+        """Returns every box that is or could be a home, by its announcement."""
         boxes = []
-        for node, card in cards.items():
-            engine = card.engine if card is not None else None
-            if card is not None and (card.role == "witness" or (engine is not None and not engine.shares)):
+        for node, announced in announcements.items():
+            engine = announced.engine if announced is not None else None
+            if announced is not None and (announced.role == "witness" or (engine is not None and not engine.shares)):
                 continue
             away_s = absent_s(node)
-            disk, ram = _has(engine, serving) if engine is not None else (None, None)
+            disk, ram = _experts_of(engine, serving) if engine is not None else (None, None)
             if disk is not None:
-                self._bare.pop(node, None)
-            else:  # nothing to go by: as good as away
-                away_s = max(away_s, now_s - self._bare.setdefault(node, now_s), 1e-3)
+                self._engineless_since_s.pop(node, None)
+            else:  # without an engine the box counts as absent
+                away_s = max(away_s, now_s - self._engineless_since_s.setdefault(node, now_s), 1e-3)
             rooms, plan = (_rooms(engine, serving), engine.plan) if engine is not None else ((), "")
-            boxes.append(ExpertHome(node, rooms, disk, ram, away_s, card is not None and card.leaving, plan))
+            boxes.append(ExpertHome(node, rooms, disk, ram, away_s, announced is not None and announced.leaving, plan))
         return tuple(boxes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlacementTask:
-    """What a placement is made from."""
+    """A placement to find: the boxes, their reports, and the plan in force."""
 
     engine: EngineCard
     boxes: tuple[ExpertHome, ...]
     replicas: int
-    reports: Mapping[str, Report] = field(default_factory=dict)  # the latest of each box that has sent one
+    reports: Mapping[str, Report] = field(default_factory=dict)  # the latest of each box
     now: PlacementPlan | None = None  # in force
-    urgent: bool = True  # the present plan cannot go on; else a better one is looked for
+    urgent: bool = True  # the plan in force is not valid any more; otherwise the task is to find a better one
 
     @property
-    def there(self) -> list[ExpertHome]:
-        """Returns the boxes that can be homes now, in order of their names."""
-        return [box for box in sorted(self.boxes, key=lambda box: box.node) if box.there and any(box.rooms)]
+    def available(self) -> list[ExpertHome]:
+        """The boxes that can be homes now, in order of their names."""
+        return [box for box in sorted(self.boxes, key=lambda box: box.node) if box.is_available and any(box.rooms)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlacementTarget:
-    """Where experts are to be at home."""
+    """The homes that the leader wants for every expert."""
 
     nodes: tuple[str, ...]
     homes: BoolArray  # [N, L, E] in memory
-    disk: BoolArray  # [N, L, E] on disk, as no memory holds them
-    heat: FloatArray  # [L, E] how often each is chosen in all: the hottest are moved first
-    now_s: float = math.nan  # that requests wait for peers, a second, under the plan in force; nan: not known
-    then_s: float = math.nan  # under this one
+    disk: BoolArray  # [N, L, E] on disk, for experts that no memory holds
+    heat: FloatArray  # [L, E] how often each is chosen; the most used move first
+    now_s: float = math.nan  # waiting for peers per second under the plan in force; nan: unknown
+    then_s: float = math.nan  # the same under this target
     policy: PlacementPolicy = "uniform"
 
 
 def replan_reason(plan: PlacementPlan | None, engine: EngineCard, boxes: Sequence[ExpertHome], absent_s: float) -> str:
     """Returns why a new plan is due for the model that the engine serves.
 
-    "" while the present one will do, or something may still come back.
+    "" if the plan is valid, or while an absent box may still come back.
     """
     known = {box.node: box for box in boxes}
     if plan is None or (plan.model, plan.layers, plan.experts) != (engine.model, engine.layers, engine.experts):
-        awaited = [box for box in boxes if not box.there and not box.leaving and box.absent_s < absent_s]
+        awaited = [box for box in boxes if not box.is_available and not box.leaving and box.absent_s < absent_s]
         return "" if awaited else "there is none for this model"
     for node in plan.nodes:
         box = known.get(node)
@@ -113,22 +118,26 @@ def replan_reason(plan: PlacementPlan | None, engine: EngineCard, boxes: Sequenc
             return f"{node} is gone"
         if box.disk is not None and (np.array(_taken(plan, node, engine)) > box.rooms).any():
             return f"{node} has less room"
-    if any(not box.there and not box.leaving and box.node in plan.nodes for box in boxes):
-        return ""  # one of them may come back in a moment; then all is decided at once
+    if any(not box.is_available and not box.leaving and box.node in plan.nodes for box in boxes):
+        return ""  # it may come back in a moment; then one plan covers all changes
     return next(
-        (f"{box.node} has joined" for box in boxes if box.there and any(box.rooms) and box.node not in plan.nodes),
+        (
+            f"{box.node} has joined"
+            for box in boxes
+            if box.is_available and any(box.rooms) and box.node not in plan.nodes
+        ),
         "",
     )
 
 
 def _taken(plan: PlacementPlan, node: str, engine: EngineCard) -> list[int]:
-    """Returns how many experts of each size are at home at a node."""
+    """Returns how many experts of each size a node is home to."""
     homes = plan.homes_of(node)
     return [int(homes[layers].sum()) for layers in layers_of_sizes(engine.bytes_of_layers)]
 
 
 def make_plan(engine: EngineCard, target: PlacementTarget, epoch: int, version: int) -> PlacementPlan:
-    """Returns the plan of these homes for the engine's model."""
+    """Returns the plan of the target's homes for the engine's model."""
     return PlacementPlan(
         epoch,
         version,
@@ -144,15 +153,15 @@ def make_plan(engine: EngineCard, target: PlacementTarget, epoch: int, version: 
 
 
 def _rooms(engine: EngineCard, serving: EngineCard) -> tuple[int, ...]:
-    """Returns how many experts of each size of the serving model can be at home there; none where that is not said."""
+    """Returns how many experts of each size of the serving model fit there; zeros if the engine does not say."""
     sizes = len(set(serving.bytes_of_layers))
     if len(engine.rooms) == sizes:
         return engine.rooms
     return (engine.budget_experts,) if sizes == 1 else (0,) * sizes
 
 
-def _has(engine: EngineCard, serving: EngineCard) -> tuple[BoolArray | None, BoolArray | None]:
-    """Returns experts [L, E] on the engine's disk and at home in its memory; None where it serves another model."""
+def _experts_of(engine: EngineCard, serving: EngineCard) -> tuple[BoolArray | None, BoolArray | None]:
+    """Returns the experts [L, E] on the engine's disk and pinned in its memory; None if it serves another model."""
     if engine.model != serving.model:
         return None, None
     try:
@@ -162,11 +171,11 @@ def _has(engine: EngineCard, serving: EngineCard) -> tuple[BoolArray | None, Boo
         return None, None
 
 
-def question(
+def make_question(
     task: PlacementTask, policy: PlacementPolicy = "uniform", isolation: float = 0.0, horizon_s: float = 0.0
 ) -> PlacementQuestion:
-    """Returns the task as the solver is asked. Raises PlacementInfeasible where no box can be a home."""
-    engine, there, now = task.engine, task.there, task.now
+    """Returns the solver's question. Raises PlacementInfeasible if no box can be a home."""
+    engine, there, now = task.engine, task.available, task.now
     layers, experts = engine.layers, engine.experts
     if not there:
         raise PlacementInfeasible("no box has room for experts yet", layers * experts * engine.expert_bytes)
@@ -177,7 +186,7 @@ def question(
             disk=pack_bits(none if box.disk is None else box.disk),
             ram=pack_bits(none if box.ram is None else box.ram),
             homes=pack_bits(none if now is None else now.homes_of(box.node)),
-            report=_fitting(task.reports.get(box.node), engine.model),
+            report=_of_model(task.reports.get(box.node), engine.model),
         )
         for box in there
     )
@@ -195,12 +204,12 @@ def question(
     )
 
 
-def _fitting(report: Report | None, model: str) -> Report | None:
+def _of_model(report: Report | None, model: str) -> Report | None:
     return report if report is not None and report.model == model else None
 
 
 def problem_of(asked: PlacementQuestion, seen: Observation) -> PlacementProblem:
-    """Returns what the boxes have in memory and on disk, and what they ask for."""
+    """Returns the placement problem: slots, experts in memory and on disk, and activations."""
     layers, experts = asked.layers, asked.experts
     exists: BoolArray = np.arange(experts) < np.array(asked.layer_experts, np.int64)[:, None]
     return PlacementProblem(
@@ -215,18 +224,18 @@ def problem_of(asked: PlacementQuestion, seen: Observation) -> PlacementProblem:
 
 
 def make_target(task: PlacementTask) -> PlacementTarget:
-    """Returns the uniform placement over the boxes that are there. Raises PlacementInfeasible."""
-    asked = question(task)
+    """Returns the uniform placement over the available boxes. Raises PlacementInfeasible."""
+    asked = make_question(task)
     seen = observe([box.report for box in asked.boxes], asked.layers, asked.experts)
     rooms = [box.rooms for box in asked.boxes]
     placement = by_size(problem_of(asked, seen), asked.layer_bytes, rooms, lambda part, _: uniform(part, task.replicas))
     return PlacementTarget(
-        tuple(box.node for box in task.there), placement.homes, placement.disk, _heat(seen), policy="uniform"
+        tuple(box.node for box in task.available), placement.homes, placement.disk, _heat(seen), policy="uniform"
     )
 
 
 def read_target(task: PlacementTask, asked: PlacementQuestion, solved: PlacementAnswer) -> PlacementTarget:
-    """Returns the solver's answer as the leader has it. Raises ValueError for one that does not fit the question."""
+    """Returns the target that the solver answered. Raises ValueError if the answer does not fit the question."""
     homes, disk = (
         np.stack([unpack_bits(each, asked.layers, asked.experts) for each in bits])
         for bits in (solved.homes, solved.disk)
@@ -234,7 +243,7 @@ def read_target(task: PlacementTask, asked: PlacementQuestion, solved: Placement
     seen = observe([box.report for box in asked.boxes], asked.layers, asked.experts)
     known = task.now is not None and solved.known
     now_s, then_s = (solved.now_s, solved.then_s) if known else (math.nan, math.nan)
-    nodes = tuple(box.node for box in task.there)
+    nodes = tuple(box.node for box in task.available)
     return PlacementTarget(nodes, homes, disk, _heat(seen), now_s, then_s, solved.policy)
 
 

@@ -129,10 +129,10 @@ class RequestDesk:
 
     def _serving(self) -> Serving:
         state, members = self._state, self._state.members
-        nodes = {m.peer.node for m in members if members.is_alive(m.peer.node) and not m.refused}
-        engines = {place: members[node].card for place, node in members.serving(state.model).items()}
-        if state.card.engine is not None:
-            engines[f"{state.node}:{state.card.engine.boot}"] = state.card
+        nodes = {m.peer.node for m in members if members.is_alive(m.peer.node) and m.can_take_part}
+        engines = {place: members[node].announcement for place, node in members.serving(state.model).items()}
+        if state.announcement.engine is not None:
+            engines[f"{state.node}:{state.announcement.engine.boot}"] = state.announcement
         engine = state.serving()  # ours, where there is one: another's may err
         sizes = ModelSizes(engine.layers, engine.experts) if engine is not None else ModelSizes()
         reading = [place for place, card in engines.items() if card is not None and card.serves != "decode"]

@@ -77,7 +77,7 @@ async def test_a_moment_without_a_sure_lease_costs_no_offer_and_another_leader_a
     desk._epoch = lambda: 0
     with pytest.raises(PeerRefused):
         desk.ask("a", offer(2))
-    plane.state.leader_tracker.obey("b", epoch + 1)
+    plane.state.leader_tracker.follow_leader("b", epoch + 1)
     desk.look()
     assert not len(desk.queue)
     desk._epoch = lambda: epoch + 2
