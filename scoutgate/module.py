@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import lightning as L
 import torch
@@ -16,11 +16,22 @@ from safetensors.torch import save
 from torch import Tensor
 
 from edgemoe.durable import replace_file
-from edgemoe.experts.predict.next_use_model import NextUseNet
 from edgemoe.experts.predict.scoutgate_model import ScoutGate, ScoutGateShape, cardinality
 from scoutgate.data import Inputs, k_hot
 
-Network = ScoutGate | NextUseNet
+
+class NetworkShape(Protocol):
+    """The sizes of a network, as its export records them."""
+
+    def as_dict(self) -> dict[str, Any]: ...
+
+
+class TrainedNetwork(Protocol):
+    """A network whose best weights are kept."""
+
+    @property
+    def shape(self) -> NetworkShape: ...
+    def state_dict(self) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True)
@@ -103,7 +114,7 @@ class ScoutGateModule(Scheduled):
 class KeepBest(L.Callback):
     """Writes the weights of the best validation so far as safetensors, which is all that export and evaluate read."""
 
-    def __init__(self, directory: Path, network: Network, describe: Callable[[], dict[str, object]]) -> None:
+    def __init__(self, directory: Path, network: TrainedNetwork, describe: Callable[[], dict[str, object]]) -> None:
         self.directory, self.network, self.describe, self.best = directory, network, describe, math.inf
 
     def state_dict(self) -> dict[str, float]:

@@ -32,8 +32,8 @@ def nextuse(directory: Path) -> Maker:
     """`learned` with the trained network that was exported to `directory`. Raises ConfigError where there is none."""
     import torch  # takes seconds
 
-    from edgemoe.experts.predict.next_use_model import read_export
-    from edgemoe.experts.predict.next_use_network import NetworkPolicy
+    from tools.research.cache.next_use.model import read_export
+    from tools.research.cache.next_use.network import NetworkPolicy
 
     torch.set_num_threads(1)  # its products are small
     try:

@@ -1,8 +1,8 @@
 """What a cluster of three boxes does when something happens to one: a table of faults, trial by trial.
 
-    python -m tools.bench.faults --log tools/bench/faults.jsonl --minutes 60  # what the table lacks, as far as it comes
+    python -m tools.bench.faults --log tools/research/results/faults.jsonl --minutes 60  # what the table lacks, as far as it comes
     python -m tools.bench.faults --rows kill-peer,leader-stop --disk two-thirds --trials 10 --beside 2
-    python -m tools.bench.faults --log tools/bench/faults.jsonl --table       # of what has been logged
+    python -m tools.bench.faults --log tools/research/results/faults.jsonl --table       # of what has been logged
 
 Needs root. Each trial is seeded by its row and number: which box, which prompts, when. Prompts are random tokens and
 all answers differ; what one box alone says, with all experts in memory, in float32, is what must come out. A trial is

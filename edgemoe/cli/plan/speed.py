@@ -2,7 +2,7 @@
 
 A step takes its layers' time with every expert in memory, plus the time that missing experts take to arrive. The miss
 ratio is read from a curve fixed beforehand: the mean of the policy `learned` on recordings of DeepSeek-V2-Lite and
-GPT-OSS-20B (tools/bench/results/cache_replay.md). `even` is for gates that choose evenly, as random weights do.
+GPT-OSS-20B (tools/research/results/cache_replay.md). `even` is for gates that choose evenly, as random weights do.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from edgemoe.policy.placement.rendezvous import (
 )
 from edgemoe.policy.placement.rendezvous_search import begin, descend
 from edgemoe.policy.placement.score import remote_calls, score
-from tools.bench.rendezvous_bound import least_rendezvous, most_whole
+from tools.research.placement.rendezvous_bound import least_rendezvous, most_whole
 
 
 def tokens_of(rng: np.random.Generator, nodes: int, tokens: int, layers: int, experts: int, top_k: int) -> list[Routes]:

@@ -1,0 +1,1 @@
+"""Studies of expert placement: other policies, exact bounds, Prism's evaluation."""

@@ -1,0 +1,21 @@
+"""A daemon whose leader takes all experts for in place everywhere: pull with marginal union, without residency.
+
+python -m tools.research.routing.blind.residency serve --config FILE      as `python -m edgemoe` would
+"""
+
+from __future__ import annotations
+
+import runpy
+from collections.abc import Sequence
+
+from edgemoe.cluster.control.requests import engine_memory
+from edgemoe.policy.routing.told import ModelSizes
+
+
+def unheard(far: bytes, far_s: Sequence[float], sizes: ModelSizes) -> None:
+    """Returns what an engine says of where its experts are: nothing."""
+
+
+if __name__ == "__main__":
+    engine_memory.resident_of = unheard  # type: ignore[attr-defined]
+    runpy.run_module("edgemoe", run_name="__main__", alter_sys=True)

@@ -1,0 +1,24 @@
+"""A daemon whose leader does not count what experts cost: pull without marginal union and residency.
+
+python -m tools.research.routing.blind.union serve --config FILE      as `python -m edgemoe` would
+"""
+
+from __future__ import annotations
+
+import runpy
+from collections.abc import Sequence
+
+import numpy as np
+
+from edgemoe.policy.routing.by_experts import UnionTerm
+from edgemoe.policy.routing.offers import EngineView, Offered, Values
+
+
+def nothing(self: UnionTerm, offers: Sequence[Offered], views: Sequence[EngineView]) -> Values:
+    """Returns no costs."""
+    return np.zeros((len(views), len(offers)))
+
+
+if __name__ == "__main__":
+    UnionTerm.__call__ = nothing  # type: ignore[method-assign]
+    runpy.run_module("edgemoe", run_name="__main__", alter_sys=True)

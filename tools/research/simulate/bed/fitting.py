@@ -1,0 +1,121 @@
+"""What the test bed's boxes take, fitted to runs.
+
+A box's processor is a share of a core, held back in periods of 10 ms. Everything on it takes from that share: what it
+does with nothing to do, requests, steps, layers, rows, experts, calls made and answered. Beside that calls and requests
+take a while in which no processor is used; and experts take the devices' time, which is stated. The costs are found by
+simulating the runs. What is made small is how far boxes' mean latencies, core seconds and decode steps are from what
+was measured, in logarithms; and how far costs are from where the search begins, so that those that runs do not tell
+apart stay together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from scipy.optimize import least_squares
+
+from edgemoe.policy.placement.score import masks_of
+from tools.research.placement.prism.plans import DEVICES, NODES
+from tools.research.simulate.bed.runs import BedRun
+from tools.research.simulate.events import CORE_S, DECODE_S, DECODE_STEPS, Cluster, Host, Result, simulate
+from tools.research.simulate.heap import Numbers
+from tools.testbed.bed import RATE_MBIT
+
+SEQUENCES = 16  # that step together at a box, as the runs have it
+FREEDOM = 3.0  # how far a cost may go, as a logarithm, for what 1 of a figure's is worth
+LEAST_SHARE = 0.05  # of a core
+MOST = 4  # rounds of the search
+SEARCHES = 4
+
+
+class BedCosts(NamedTuple):
+    """Seconds of a processor, but for `idle` and `wait_s`."""
+
+    idle: float = 0.04  # of a core that a box takes with nothing to do
+    request_s: float = 5e-3
+    step_s: float = 5e-3
+    layer_s: float = 5e-4  # its attention and gate
+    prompt_s: float = 2e-3  # of a layer more, in steps that have prompts
+    row_s: float = 2e-5  # of each token in a layer
+    expert_s: float = 5e-5
+    call_s: float = 8e-4  # of each that a box makes
+    serve_s: float = 8e-4  # of each that it answers
+    wait_s: float = 1e-3  # of a call or its answer on its way, beside the link; nobody's processor
+    front_s: float = 3e-2  # of a request from and to its client; nobody's processor
+
+
+def cluster_of(run: BedRun, costs: BedCosts) -> Cluster:
+    """Returns the run's boxes at these costs."""
+    host = Host(
+        np.maximum(run.cores - costs.idle, LEAST_SHARE),
+        SEQUENCES,
+        costs.request_s,
+        costs.step_s,
+        costs.prompt_s,
+        costs.call_s,
+        costs.serve_s,
+        np.array(DEVICES),
+        run.read_s,
+    )
+    link_s = run.row_bytes * 8 / (RATE_MBIT * 1e6)
+    device = np.where(run.inside, 0, -1).astype(np.int8)
+    ones = np.ones(len(run.cores), np.int64)
+    times = (costs.layer_s, costs.row_s, 0.0, costs.expert_s, 0.0, link_s, costs.wait_s)
+    return Cluster(masks_of(run.homes), device, ones, *times, host)
+
+
+def took_s(run: BedRun, costs: BedCosts) -> tuple[Numbers, Result]:
+    """Returns what each request takes, simulated, and what else comes of it."""
+    result = simulate(run.prompts, cluster_of(run, costs))
+    return result.end_s - run.prompts.at_s + costs.front_s, result
+
+
+def box_figures(run: BedRun, costs: BedCosts) -> Numbers:
+    """Returns each box's mean latency, core seconds, and seconds of a decode step, simulated, [3, N]."""
+    took, result = took_s(run, costs)
+    boxes = result.boxes
+    means = [took[run.prompts.server == box].mean() for box in range(len(NODES))]
+    core_s = boxes[:, CORE_S] + costs.idle * lasted_s(run)
+    return np.array([means, core_s, boxes[:, DECODE_S] / np.maximum(boxes[:, DECODE_STEPS], 1.0)])
+
+
+def lasted_s(run: BedRun) -> float:
+    """Returns from when to when boxes' figures were taken."""
+    return float(np.max(run.prompts.at_s + run.latency_s))
+
+
+def measured_figures(run: BedRun) -> Numbers:
+    """Returns the same, measured."""
+    boxes = [run.record["boxes"][node] for node in NODES]
+    took = run.latency_s
+    means = [took[run.prompts.server == box].mean() for box in range(len(NODES))]
+    steps = [box["decode_s"] / max(box["decode_steps"], 1.0) for box in boxes]
+    return np.array([means, [box["core_s"] for box in boxes], steps])
+
+
+def fit(runs: Sequence[BedRun], most: int = MOST) -> BedCosts:
+    """Returns the costs of these runs, after so many rounds of the search at most."""
+    start = np.log(np.array(BedCosts()))
+    measured = [np.log(np.maximum(measured_figures(run), 1e-6)) for run in runs]
+
+    def residuals(logs: Numbers) -> Numbers:
+        costs = BedCosts(*np.exp(logs).tolist())
+        apart = [np.log(box_figures(run, costs)) - seen for run, seen in zip(runs, measured, strict=True)]
+        latency, core, step = np.moveaxis(np.array(apart), 1, 0)
+        alike, own = (latency + step) / 2, np.concatenate([latency - step, core])  # the machine's speed moves `alike`
+        return np.concatenate([np.ravel(alike), np.ravel(own), (logs - start) / FREEDOM])
+
+    found = least_squares(residuals, start, diff_step=0.05, loss="soft_l1", max_nfev=most)
+    return BedCosts(*np.exp(found.x).tolist())
+
+
+def at_speed_of(run: BedRun, costs: BedCosts) -> BedCosts:
+    """Returns the costs as slow as the machine was in that run, by its decode steps: all but `idle` times a factor."""
+    factor = 1.0
+    for _ in range(SEARCHES):
+        slower = BedCosts(costs.idle, *(factor * each for each in costs[1:]))
+        simulated, measured = box_figures(run, slower)[2], measured_figures(run)[2]
+        factor *= float(np.exp(np.log(np.maximum(measured, 1e-6) / np.maximum(simulated, 1e-6)).mean()))
+    return BedCosts(costs.idle, *(factor * each for each in costs[1:]))

@@ -1,1 +1,0 @@
-"""The simulator held against the test bed: runs of `tools.bench.prism`, simulated with the same requests."""
