@@ -44,8 +44,6 @@ def serve(args: argparse.Namespace) -> int:
     loaded = read_settings(args)
     configure(loaded.settings.log, journal=goes_to_journal(os.environ))
     log.info("settings read", extra={"files": ",".join(map(str, loaded.files)), "set": " ".join(args.set)})
-    for warning in loaded.warnings:
-        log.warning(warning)
     become_owner(*_written(loaded.settings), env=os.environ)
     if loaded.settings.api.tcp:
         _have_a_key(loaded)

@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import msgspec
 
 from edgemoe.config.paths import PATHS, fill_paths, search_path
-from edgemoe.config.settings import FORMER_POLICIES, DeviceSettings, Settings, faults
+from edgemoe.config.settings import DeviceSettings, Settings, faults
 from edgemoe.config.sizes import parse_rate, parse_size
 from edgemoe.errors import ConfigError
 
@@ -28,7 +28,9 @@ MAX_FILE_BYTES = 1 << 20
 NOT_TOML = (ValueError, RecursionError)  # what tomllib raises, also for overlong numbers and deep nesting
 SHOWN_CHARS = 120  # of a key or a value in an error
 MOST_FAULTS = 20  # of settings that are told at once
-FORMER_VALUES = {"cache.policy": FORMER_POLICIES}  # still taken
+RENAMED = {  # values that an error gives the present name of
+    "cache.policy": {"published": "two-tier"},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,6 @@ class Value:
 
     value: Any
     origin: str
-    former: str = ""  # what is stated, where that is a name of a former release
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,6 @@ class Loaded:
     settings: Settings
     origins: Mapping[str, str]
     files: tuple[Path, ...]
-    warnings: tuple[str, ...]
 
 
 def load(
@@ -78,10 +78,7 @@ def load(
     wrong.raise_all()
     settings = fill_paths(settings, env, root)
     origins = {key: stated[key].origin if key in stated else "default" for key in flatten(settings)}
-    warnings = (
-        f"{one.origin}: {key} = {one.former!r} is called {one.value!r} now" for key, one in stated.items() if one.former
-    )
-    return Loaded(settings, origins, files, tuple(warnings))
+    return Loaded(settings, origins, files)
 
 
 class Wrong:
@@ -186,18 +183,12 @@ def _set_values(sets: Iterable[str], wrong: Wrong) -> Iterator[tuple[str, Value]
 def _checked(values: Iterable[tuple[str, Value]], wrong: Wrong) -> dict[str, Value]:
     """Returns values converted to their fields' types, without those that are wrong."""
     found: dict[str, Value] = {}
-    for key, stated in values:
-        value = _with_todays_name(key, stated)
+    for key, value in values:
         try:
-            found[key] = Value(_convert(key, value), value.origin, value.former)
+            found[key] = Value(_convert(key, value), value.origin)
         except ConfigError as error:
             wrong.add(key, str(error))
     return found
-
-
-def _with_todays_name(key: str, stated: Value) -> Value:
-    names, word = FORMER_VALUES.get(key, {}), stated.value
-    return Value(names[word], stated.origin, word) if isinstance(word, str) and word in names else stated
 
 
 def _convert(key: str, stated: Value) -> Any:
@@ -215,6 +206,8 @@ def _convert(key: str, stated: Value) -> Any:
     except (ConfigError, msgspec.ValidationError, OverflowError, UnicodeError) as error:
         choices = get_args(expected) if get_origin(expected) is Literal else ()
         hint = f"; one of {', '.join(choices)}" if choices else ""
+        if isinstance(value, str) and (now := RENAMED.get(key, {}).get(value)):
+            hint += f"; what was {value!r} is {now!r}"
         raise ConfigError(
             f"{stated.origin}: {key} = {_shown(stated.value)}: {str(error)[-SHOWN_CHARS:]}{hint}"
         ) from None

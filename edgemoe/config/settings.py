@@ -72,11 +72,8 @@ class EngineSettings(Section, frozen=True, kw_only=True):
     threads: Natural = 0  # compute threads; 0: all cores that the process may use
 
 
-FORMER_POLICIES = {"paper": "published", "full": "learned"}  # what a former release called them -> their names now
-
-
 class CacheSettings(Section, frozen=True, kw_only=True):
-    policy: Literal["lru", "lfu", "lfru", "ewma", "published", "learned"] = "learned"
+    policy: Literal["learned", "two-tier", "lru"] = "learned"
     containment: bool = True  # what is in VRAM is in RAM too
     prefetch: bool = True
     hysteresis: Share = 0.1

@@ -41,26 +41,18 @@ class Verdict(NamedTuple):
 class Watermark:
     """One tier's price. Pure: the caller says what is where."""
 
-    def __init__(
-        self, capacity_bytes: int, *, hysteresis: float = 0.1, published: bool = False, rate: float = 0.1
-    ) -> None:
-        """`published` is the source's rule on resident bytes, with its fixed `rate` (relative to the mean density)."""
+    def __init__(self, capacity_bytes: int, *, hysteresis: float = 0.1) -> None:
         self.capacity_bytes, self.hysteresis = capacity_bytes, hysteresis
-        self.price = 0.0
-        self._published, self._rate = published, rate
+        self.price = 0.0  # lambda
         self._step, self._way = FIRST_STEP, 0
 
     def demanded_bytes(self, b: FloatArray, sizes: IntArray) -> int:
         """Bytes of all experts that are worth the present price."""
         return int(sizes[b >= self.price].sum()) if self.price > 0 else int(sizes.sum())
 
-    def update(self, b: FloatArray, sizes: IntArray, resident_bytes: int = 0) -> None:
-        """One step of the price; densities and sizes have one shape. `resident_bytes` is for the published rule."""
+    def update(self, b: FloatArray, sizes: IntArray) -> None:
+        """Moves the price one step, by densities and sizes of the same shape."""
         typical = float(b.mean())
-        if self._published:
-            excess = (resident_bytes - self.capacity_bytes) / self.capacity_bytes
-            self.price = max(0.0, self.price + self._rate * typical * excess)
-            return
         excess = (self.demanded_bytes(b, sizes) - self.capacity_bytes) / self.capacity_bytes
         way = 0 if abs(excess) <= SLACK else 1 if excess > 0 else -1
         if way and self._way:

@@ -1,4 +1,4 @@
-"""Belady's bound by bytes, of what a tier that loads on demand misses. Imports numba."""
+"""Belady's optimum, and its bound by bytes for experts of several sizes. Imports numba."""
 
 from __future__ import annotations
 
@@ -7,8 +7,27 @@ import numpy.typing as npt
 from numba import njit
 
 from edgemoe.replay.box import Counts
-from edgemoe.types.arrays import IntArray
+from edgemoe.types.arrays import FloatArray, IntArray
 from edgemoe.types.experts import ExpertGeometry
+
+
+class Belady:
+    """Ranks experts by their next use: the optimum for equal sizes without bypass [Belady]. Knows the future."""
+
+    def __init__(self, layers: int, experts: int, next_use: IntArray, offsets: IntArray) -> None:
+        """`next_use` [N]: for each demand in trace order, the step that demands the same expert again (or a step
+        beyond the end); `offsets` [steps + 1]: where each step's demands start."""
+        self._next_use, self._offsets = next_use, offsets
+        self._step = 0
+        self._next = np.full((layers, experts), np.iinfo(np.int64).max >> 1, dtype=np.int64)  # [L, E]
+
+    def touch(self, layer: int, experts: IntArray) -> None:
+        start, end = self._offsets[self._step], self._offsets[self._step + 1]
+        self._next[layer, experts] = self._next_use[start:end]
+        self._step += 1
+
+    def rank(self, layer: int) -> FloatArray:
+        return (self._step - self._next).astype(np.float32)
 
 
 class ByteBelady:

@@ -129,11 +129,6 @@ class ReplayBox:
         """Lets the time between two steps pass."""
         self.world.pass_s(self._machine.between_s)
 
-    def missing(self, layer: int, experts: IntArray) -> IntArray:
-        """Returns those of the experts [n] that are not in VRAM."""
-        missing: IntArray = experts[self.residency.tiers_of(layer, experts) != VRAM]
-        return missing
-
     @property
     def counts(self) -> Counts:
         vram, ram = self.residency.usage(Tier.VRAM), self.residency.usage(Tier.RAM)

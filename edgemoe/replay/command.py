@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,17 +14,18 @@ from edgemoe.errors import ConfigError
 from edgemoe.replay import parsing
 
 if TYPE_CHECKING:
-    from edgemoe.replay.policies import Maker
+    from edgemoe.replay.box import BoxSpec
+    from edgemoe.replay.policies import PolicyMaker
     from edgemoe.replay.run import ReplayMetrics
     from edgemoe.replay.trace import Trace
 
-BASELINES = ("lru", "lfu", "lfru")
-YARDSTICKS = (*BASELINES, "belady")  # what gap_closed is measured with
+BASELINES = ("lru",)  # gap_closed is the share of the way from the best of them to the bound
+BOUND = "belady"
 Row = dict[str, Any]
 
 _EPILOG = """\
 Examples:
-  edgemoe replay law.ids.csv.gz --capacity 0.25,0.5 --policies lru,lfru,belady,learned --score-from 0.5
+  edgemoe replay law.ids.csv.gz --capacity 0.25,0.5 --policies lru,belady,two-tier,learned --score-from 0.5
   edgemoe replay /var/lib/edgemoe/recordings --capacity 0.1,0.25,0.5,0.75 --plot stall.png
 Several files are taken in turn, a request of each. miss_ratio and gap_closed are those of one tier that loads on
 demand; stall and bytes those of a box with RAM, links and, unless --no-prefetch, prefetch.
@@ -41,14 +42,18 @@ def main(argv: Sequence[str]) -> int:
     )
     add_arguments(parser)
     options = parser.parse_args(argv)
-    rows, trace = replay_all(options)
+    show(*replay_all(options), options)
+    return 0
+
+
+def show(rows: Sequence[Row], trace: Trace, options: argparse.Namespace) -> None:
+    """Prints the rows, as JSON where that is asked for, and draws them where a picture is."""
     if options.plot:
         plot(rows, Path(options.plot))
     if options.json:
         print(json.dumps({"trace": describe(trace, options), "results": rows}))
     else:
         print(table(rows, describe(trace, options)))
-    return 0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--capacity", type=parsing.shares, default=[0.25, 0.5], help="shares of all experts (default 0.25,0.5)"
     )
     parser.add_argument(
-        "--policies", type=parsing.names, default=[*YARDSTICKS, "ewma", "learned"], help="names, commas between"
+        "--policies", type=parsing.names, default=["lru", "two-tier", "learned", BOUND], help="names, commas between"
     )
     parser.add_argument(
         "--score-from", type=parsing.start, default=0.0, metavar="SHARE", help="leave the tokens before it out"
@@ -71,12 +76,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=parsing.count, default=0, metavar="N", help="replay the first N tokens only")
     parser.add_argument(
         "--experts", type=parsing.count, default=0, metavar="N", help="per layer (default: from the trace)"
-    )
-    parser.add_argument(
-        "--next-use",
-        type=Path,
-        metavar="DIR",
-        help="export of a trained network, for the policy nextuse: learned with it",
     )
     parser.add_argument("--without-template", action="store_true", help="leave out tokens that requests share in place")
     box = parser.add_argument_group("the box")
@@ -113,10 +112,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plot", metavar="FILE.png", help="stall against capacity; needs matplotlib")
 
 
-def replay_all(options: argparse.Namespace) -> tuple[list[Row], Trace]:
-    """A row for each capacity and policy, in the order asked for."""
-    from edgemoe.replay.box import BoxSpec
-    from edgemoe.replay.policies import learned, nextuse
+def replay_all(
+    options: argparse.Namespace, more: Mapping[str, PolicyMaker] | None = None, baselines: Sequence[str] = BASELINES
+) -> tuple[list[Row], Trace]:
+    """Returns a row for each capacity and policy, in the order asked for, and the trace.
+
+    `more` are policies besides the served ones; `baselines` are those that gap_closed starts from.
+    """
+    from edgemoe.replay.policies import learned
     from edgemoe.replay.run import replay
     from edgemoe.replay.trace import load
 
@@ -125,8 +128,25 @@ def replay_all(options: argparse.Namespace) -> tuple[list[Row], Trace]:
     )
     total = trace.layers * trace.experts
     slots = [max(1, round(share * total)) for share in options.capacity]
+    machine = machine_of(options, trace)
+    names = list(dict.fromkeys([*options.policies, *baselines, BOUND]))
+    makers: dict[str, PolicyMaker] = {"learned": learned(options.hysteresis), **(more or {})}
+    metrics = {name: replay(trace, name, slots, options.batch, options.score_from, machine, makers) for name in names}
+    rows = []
+    for i, share in enumerate(options.capacity):
+        missed = {name: each[i].missed_bytes for name, each in metrics.items()}
+        best = min(missed[name] for name in baselines)
+        for name in options.policies:
+            rows.append(row_of(share, name, metrics[name][i], (best, missed[BOUND]), options))
+    return rows, trace
+
+
+def machine_of(options: argparse.Namespace, trace: Trace) -> BoxSpec:
+    """Returns the box that the options describe. Raises ConfigError where its layers are not the trace's."""
+    from edgemoe.replay.box import BoxSpec
+
     sizes = layer_sizes(options.expert_bytes, trace.layers)
-    machine = BoxSpec(
+    return BoxSpec(
         compute_s=options.layer_ms / 1000,
         expert_bytes=round(sum(sizes) / len(sizes)),
         layer_bytes=sizes if len(set(sizes)) > 1 else (),
@@ -135,19 +155,6 @@ def replay_all(options: argparse.Namespace) -> tuple[list[Row], Trace]:
         ram_share=options.ram,
         prefetch=not options.no_prefetch,
     )
-    names = list(dict.fromkeys([*options.policies, *YARDSTICKS]))
-    if "nextuse" in names and not options.next_use:
-        raise ConfigError("the policy nextuse needs a trained network: name its export with --next-use")
-    more: dict[str, Maker] = {"learned": learned(options.hysteresis)}
-    if options.next_use:
-        more["nextuse"] = nextuse(options.next_use)
-    metrics = {name: replay(trace, name, slots, options.batch, options.score_from, machine, more) for name in names}
-    rows = []
-    for i, share in enumerate(options.capacity):
-        missed = {name: each[i].missed_bytes for name, each in metrics.items()}
-        for name in options.policies:
-            rows.append(_row(share, name, metrics[name][i], missed, options))
-    return rows, trace
 
 
 def layer_sizes(stated: Sequence[tuple[int, int]], layers: int) -> tuple[int, ...]:
@@ -160,15 +167,12 @@ def layer_sizes(stated: Sequence[tuple[int, int]], layers: int) -> tuple[int, ..
     return sizes
 
 
-def _row(
-    share: float,
-    name: str,
-    metrics: ReplayMetrics,
-    missed: dict[str, int],
-    options: argparse.Namespace,
+def row_of(
+    share: float, name: str, metrics: ReplayMetrics, missed: tuple[int, int], options: argparse.Namespace
 ) -> Row:
-    best = min(missed[baseline] for baseline in BASELINES)
-    gap = best - missed["belady"]
+    """Returns the row of one policy at one capacity. `missed` has the bytes of the best baseline and of the bound."""
+    best, least = missed
+    gap = best - least
     steps = max(1, metrics.steps)
     box = metrics.box
     of_box = {
@@ -181,14 +185,14 @@ def _row(
         "moves_per_token": round(box.moves / steps, 4),
         "objective_s": round(box.stall_s + options.alpha * box.to_vram_bytes + options.beta * box.to_ram_bytes, 6),
     }
-    has_box = box.to_vram_bytes or not metrics.misses  # libcachesim's policies have none
+    has_box = box.to_vram_bytes or not metrics.misses
     return {
         "capacity": share,
         "policy": name,
         "miss_ratio": round(metrics.missed_bytes / max(1, metrics.demanded_bytes), 6),
         "bytes_missed": metrics.missed_bytes,
         **(of_box if has_box else dict.fromkeys(of_box)),
-        "gap_closed": round((best - missed[name]) / gap, 4) if gap else 0.0,
+        "gap_closed": round((best - metrics.missed_bytes) / gap, 4) if gap else 0.0,
     }
 
 

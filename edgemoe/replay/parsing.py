@@ -3,33 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import math
 
-from edgemoe.config.settings import FORMER_POLICIES
 from edgemoe.config.sizes import parse_rate, parse_size
 from edgemoe.errors import ConfigError
 from edgemoe.types.bounds import is_number
-
-log = logging.getLogger(__name__)
 
 MOST_LAYERS = 1 << 10
 
 
 def names(text: str) -> list[str]:
     """Returns the policies that are named, each once."""
-    found = list(dict.fromkeys(_todays_name(name.strip().lower()) for name in text.split(",") if name.strip()))
+    found = list(dict.fromkeys(name.strip().lower() for name in text.split(",") if name.strip()))
     if not found:
         raise argparse.ArgumentTypeError("name at least one policy")
     return found
-
-
-def _todays_name(policy: str) -> str:
-    """Warns where that is another."""
-    name = FORMER_POLICIES.get(policy, policy)
-    if name != policy:
-        log.warning(f"--policies: {policy!r} is called {name!r} now")
-    return name
 
 
 def shares(text: str) -> list[float]:

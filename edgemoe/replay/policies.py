@@ -3,61 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 
-from edgemoe.errors import ConfigError
-from edgemoe.policy import baselines
-from edgemoe.policy.ewma import EWMA, PublishedPolicy
+from edgemoe.policy.ewma import EWMA
+from edgemoe.policy.recency import LRU
+from edgemoe.replay.bound import Belady
 from edgemoe.replay.trace import Trace, chosen
 from edgemoe.types.arrays import IntArray
 from edgemoe.types.experts import CachePolicy
 
-Maker = Callable[[Trace, int], CachePolicy]  # of a trace and its batch size
+PolicyMaker = Callable[[Trace, int], CachePolicy]  # from a trace and its batch size
 
 
-def _belady(trace: Trace, batch: int) -> CachePolicy:
-    return baselines.Belady(trace.layers, trace.experts, *next_uses(trace, batch))
-
-
-def learned(hysteresis: float) -> Maker:
-    """`learned`, which prefetches what ranks so much higher than what goes for it."""
+def learned(hysteresis: float) -> PolicyMaker:
+    """Returns the maker of `learned`, which prefetches what ranks by so much above what it replaces."""
     from edgemoe.experts.predict.predictive_policy import LearnedPolicy  # imports numba
 
     return lambda trace, batch: LearnedPolicy(trace.layers, trace.experts, trace.top_k, hysteresis=hysteresis)
 
 
-def nextuse(directory: Path) -> Maker:
-    """`learned` with the trained network that was exported to `directory`. Raises ConfigError where there is none."""
-    import torch  # takes seconds
-
-    from tools.research.cache.next_use.model import read_export
-    from tools.research.cache.next_use.network import NetworkPolicy
-
-    torch.set_num_threads(1)  # its products are small
-    try:
-        network = read_export(directory)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    return lambda trace, batch: NetworkPolicy(network, trace.layers, trace.experts, trace.top_k)
-
-
-MAKERS: dict[str, Maker] = {
-    "fifo": lambda trace, batch: baselines.FIFO(trace.layers, trace.experts),
-    "lru": lambda trace, batch: baselines.LRU(trace.layers, trace.experts),
-    "lfu": lambda trace, batch: baselines.LFU(trace.layers, trace.experts),
-    "lfru": lambda trace, batch: baselines.LFRU(trace.layers, trace.experts),
-    "random": lambda trace, batch: baselines.Random(trace.layers, trace.experts),
-    "belady": _belady,
-    "ewma": lambda trace, batch: EWMA(trace.layers, trace.experts, trace.top_k),
-    "published": lambda trace, batch: PublishedPolicy(trace.layers, trace.experts, trace.top_k),
+MAKERS: dict[str, PolicyMaker] = {
+    "lru": lambda trace, batch: LRU(trace.layers, trace.experts),
+    "two-tier": lambda trace, batch: EWMA(trace.layers, trace.experts, trace.top_k),  # without ScoutGate and prefetch
     "learned": lambda trace, batch: learned(0.1)(trace, batch),
+    "belady": lambda trace, batch: Belady(trace.layers, trace.experts, *next_uses(trace, batch)),
 }
 
 
 def next_uses(trace: Trace, batch: int) -> tuple[IntArray, IntArray]:
-    """For each demand [N] the layer-step that needs the same expert next; where each layer-step's demands start."""
+    """Returns the layer-step of each demand's next use, [N], and where each layer-step's demands start, [steps + 1]."""
     demands = [
         layer * trace.experts + chosen(step.ids[:, layer])
         for step in trace.steps(batch)

@@ -11,10 +11,9 @@ import numpy as np
 import torch
 
 from edgemoe.errors import ConfigError
-from edgemoe.replay import libcachesim
 from edgemoe.replay.bound import ByteBelady
 from edgemoe.replay.box import BoxSpec, Counts, ReplayBox, TraceRanks
-from edgemoe.replay.policies import MAKERS, Maker
+from edgemoe.replay.policies import MAKERS, PolicyMaker
 from edgemoe.replay.trace import Ids, Step, Trace, chosen
 from edgemoe.types.arrays import FloatArray
 from edgemoe.types.experts import CachePolicy, ExpertGeometry
@@ -59,8 +58,7 @@ class Replay:
         self.bounds: list[ByteBelady] = []
         self._geometry = geometry
         self._begin, self._end = getattr(policy, "begin", None), getattr(policy, "end", None)
-        self._route, self._loaded = getattr(policy, "route", None), getattr(policy, "loaded", None)
-        self._prefilled = getattr(policy, "prefilled", None)
+        self._route, self._prefilled = getattr(policy, "route", None), getattr(policy, "prefilled", None)
 
     def add(self, capacity_bytes: int, machine: BoxSpec, *, prefetch: bool, plans: bool = True) -> ReplayBox:
         """Returns a new box; one that prefetches does so by hints, and by the policy's plans if it makes `plans`."""
@@ -101,8 +99,6 @@ class Replay:
         if len(experts):
             if self._route:
                 self._route(routed)
-            if self._loaded:
-                self._loaded(layer, self.boxes[0].missing(layer, experts))
             self.policy.touch(layer, experts)
         self.ranks.ranks = self.policy.rank(layer)
         for bound in self.bounds:
@@ -117,7 +113,7 @@ def replay(
     batch: int,
     score_from: float,
     machine: BoxSpec,
-    more: Mapping[str, Maker] | None = None,
+    more: Mapping[str, PolicyMaker] | None = None,
 ) -> list[ReplayMetrics]:
     """Figures for each capacity in `slots`; steps before `score_from` of the tokens are run, not scored.
 
@@ -127,18 +123,10 @@ def replay(
     """
     makers = {**MAKERS, **(more or {})}
     if name not in makers:
-        if machine.layer_bytes:
-            raise ConfigError(f"libcachesim's policies know one size of experts; replay {name!r} with one")
-        return libcachesim.replay(trace, name, slots, batch, score_from, machine.expert_bytes)
+        raise ConfigError(f"there is no policy {name!r} to replay; there are {', '.join(makers)}")
     geometry = machine.geometry(trace.layers, trace.experts, trace.top_k)
     capacities = [each * geometry.all_bytes // geometry.count for each in slots]
-    # fifo has to see what its cache loads
-    parts = [[each] for each in capacities] if name == "fifo" else [capacities]
-    return [
-        metrics
-        for part in parts
-        for metrics in _scored(trace, makers[name](trace, batch), part, (batch, score_from), machine, name == "belady")
-    ]
+    return _scored(trace, makers[name](trace, batch), capacities, (batch, score_from), machine, name == "belady")
 
 
 def _scored(

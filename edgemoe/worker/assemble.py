@@ -31,6 +31,7 @@ from edgemoe.jit.object_cache import Compiling, link
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model.decoder import Decoder
 from edgemoe.model.kv import KVCache
+from edgemoe.policy.recency import LRU
 from edgemoe.store.files import note_use
 from edgemoe.store.manifest import DENSE, Manifest, spec_of, verify_copies, verify_dense
 from edgemoe.store.reader import ExpertStore
@@ -40,8 +41,9 @@ from edgemoe.telemetry.recording import RecordingHeader
 from edgemoe.types.experts import ExpertGeometry, LivePolicy, Tier
 from edgemoe.types.machine import Machine
 from edgemoe.types.model_info import ModelInfo, ServedModel, commonest_first
-from edgemoe.types.step import BLOCK_TOKENS, StepRouting
-from edgemoe.worker.cache_policy import POLICIES, Foreseeing, costs_file, foreseeing, scoutgate_for
+from edgemoe.types.step import StepRouting
+from edgemoe.types.step import BLOCK_TOKENS
+from edgemoe.worker.cache_policy import Foreseeing, costs_file, foreseeing, scoutgate_for
 from edgemoe.worker.needs import needs_of
 from edgemoe.worker.sharing import Sharing, activity_of, sharing_of
 
@@ -114,7 +116,7 @@ def assemble(settings: Settings, emit: Emit, say: Say) -> Assembly:
             opened.callback(scoutgate.close)
         name = "lru" if budgets.all_fit else settings.cache.policy
         controller = foreseeing(name, settings, geometry, directory, scoutgate, kernel_dir(settings))
-        policy = controller.policy if controller else POLICIES[name](geometry)
+        policy = controller.policy if controller else LRU(geometry.layers, geometry.experts)
         memory = _memory(settings, budgets, say)
         tiers = _tiers(settings, geometry, memory, store, sharing, kernels, policy)
         opened.callback(tiers.close)

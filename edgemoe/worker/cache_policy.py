@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -14,10 +13,8 @@ from edgemoe.experts.predict.controller import Controller, Kept
 from edgemoe.experts.predict.next_use import Ids
 from edgemoe.experts.predict.prefetch_planner import PrefetchRequests
 from edgemoe.experts.predict.scoutgate_forecaster import ScoutGateForecaster, TokenEmbedding
-from edgemoe.experts.predict.two_tier import PublishedRules
+from edgemoe.experts.predict.two_tier import TwoTierPolicy
 from edgemoe.experts.tiers.residency import Residency
-from edgemoe.policy import baselines
-from edgemoe.policy.ewma import EWMA
 from edgemoe.store.manifest import Manifest
 from edgemoe.types.experts import ExpertGeometry, LivePolicy
 from edgemoe.types.model_info import ServedModel
@@ -26,12 +23,6 @@ from edgemoe.types.step import StepMeta, StepRouting
 log = logging.getLogger(__name__)
 STATE = "%s.cache.safetensors"  # what the cache has learned, beside the store of that name
 SCORES, COSTS = ".scoutgate.json", ".costs.json"  # how good ScoutGate's forecasts were, what loads take, beside that
-POLICIES: dict[str, Callable[[ExpertGeometry], LivePolicy]] = {  # all but "learned" and "published"
-    "lru": lambda sizes: baselines.LRU(sizes.layers, sizes.experts),
-    "lfu": lambda sizes: baselines.LFU(sizes.layers, sizes.experts),
-    "lfru": lambda sizes: baselines.LFRU(sizes.layers, sizes.experts),
-    "ewma": lambda sizes: EWMA(sizes.layers, sizes.experts, sizes.top_k),
-}
 
 
 class Foreseeing(Protocol):
@@ -58,8 +49,8 @@ def foreseeing(
 
     `kernels` keeps compiled code.
     """
-    if name == "published":
-        return PublishedRules(geometry, hysteresis=settings.cache.hysteresis, forecaster=scoutgate)
+    if name == "two-tier":
+        return TwoTierPolicy(geometry, hysteresis=settings.cache.hysteresis, forecaster=scoutgate)
     if name != "learned":
         return None
     return Controller(

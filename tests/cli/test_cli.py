@@ -206,15 +206,6 @@ def test_removing_a_store_needs_a_yes(
     assert store.exists()
 
 
-def test_serve_says_which_settings_go_by_a_former_name(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("edgemoe.store.catalog.store_of", lambda model, progress: model)
-    monkeypatch.setattr("edgemoe.front.main.run", lambda settings, **_: 0)
-    assert exit_code("serve", "--set", "cache.policy=paper") == 0
-    assert "WARNING --set: cache.policy = 'paper' is called 'published' now" in capfd.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("mine", "service", "used"), [(1, 1, "mine"), (1, 0, "mine"), (0, 1, "service"), (0, 0, "mine")]
 )

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from edgemoe.config.loading import flatten, load
+from edgemoe.config.loading import RENAMED, flatten, load
 from edgemoe.config.paths import default_keys, default_socket, fill_paths
 from edgemoe.config.settings import Settings
 from edgemoe.errors import ConfigError
@@ -36,7 +36,7 @@ def test_sizes_and_rates_are_written_with_units(tmp_path: Path) -> None:
 
 def test_set_wins_over_the_file_and_every_origin_is_kept(tmp_path: Path) -> None:
     file = tmp_path / "edgemoe.toml"
-    file.write_text('# mine\n[engine]\nthreads = 3\n\n[cache]\npolicy = "lfu"\n')
+    file.write_text('# mine\n[engine]\nthreads = 3\n\n[cache]\npolicy = "lru"\n')
     loaded = load(file, ["engine.threads=5", "memory.kv_bytes=64MiB", "model.name=3"], env=ENV)
     assert loaded.settings.engine.threads == 5
     assert loaded.settings.memory.kv_bytes == 64 << 20
@@ -86,7 +86,7 @@ def test_a_single_device_table_is_a_device(tmp_path: Path) -> None:
         ("[memory]\nram_bytes = '12Gb'", "edgemoe.toml:2: memory.ram_bytes = '12Gb': '12Gb' is not a size"),
         (
             "[cache]\npolicy = 'lruu'",
-            "edgemoe.toml:2: cache.policy = 'lruu': Invalid enum value 'lruu'; one of lru, lfu",
+            "edgemoe.toml:2: cache.policy = 'lruu': Invalid enum value 'lruu'; one of learned, two-tier, lru",
         ),
         ("[engine\n", "edgemoe.toml is not TOML"),
         ("[api]\ntcp = '80'\napi_key_file = 'x'", "write HOST:PORT"),
@@ -245,14 +245,14 @@ def test_bounds_hold_at_the_bound(tmp_path: Path, key: str, most: int) -> None:
         load(None, [f"{key}={most + 1}"], env={}, root=tmp_path)
 
 
-@pytest.mark.parametrize(("former", "today"), [("full", "learned"), ("paper", "published")])
-def test_a_former_name_of_a_policy_is_taken_and_the_new_one_told(tmp_path: Path, former: str, today: str) -> None:
+@pytest.mark.parametrize(("key", "former"), [(key, former) for key, names in RENAMED.items() for former in names])
+def test_a_former_value_is_refused_with_its_present_name(tmp_path: Path, key: str, former: str) -> None:
+    section, _, name = key.partition(".")
     file = tmp_path / "edgemoe.toml"
-    file.write_text(f'[cache]\npolicy = "{former}"\n')
-    loaded = load(file, env=ENV)
-    assert loaded.settings.cache.policy == today
-    assert loaded.warnings == (f"{file}:2: cache.policy = '{former}' is called '{today}' now",)
-    assert not load(file, [f"cache.policy={today}"], env=ENV).warnings
+    file.write_text(f'[{section}]\n{name} = "{former}"\n')
+    with pytest.raises(ConfigError, match=f"{file}:2.*what was '{former}' is '{RENAMED[key][former]}'"):
+        load(file, env=ENV)
+    load(None, [f"{key}={RENAMED[key][former]}"], env={}, root=tmp_path)
 
 
 def test_all_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -60,18 +58,6 @@ def test_a_tier_with_room_for_all_costs_nothing_in_the_end() -> None:
     for _ in range(200):
         mark.update(b, sizes)
     assert mark.demanded_bytes(b, sizes) == sizes.sum()
-
-
-def test_the_sources_own_rule_can_only_let_the_price_fall() -> None:
-    b, sizes = workload(5)
-    mark = Watermark(int(0.25 * sizes.sum()), published=True)
-    mark.price = float(b.max())
-    prices = [mark.price]
-    for _ in range(100):
-        mark.update(b, sizes, resident_bytes=int(0.9 * mark.capacity_bytes))
-        prices.append(mark.price)
-    assert all(later <= earlier for earlier, later in pairwise(prices))
-    assert mark.price < prices[0]
 
 
 def test_hysteresis_lowers_moves() -> None:

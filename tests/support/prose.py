@@ -12,7 +12,7 @@ from tools.prose_check import comments, docstrings, statements
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted(path for folder in ("edgemoe", "scoutgate", "tools") for path in (ROOT / folder).rglob("*.py"))
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
-FIGURES = sorted((ROOT / "tools/bench/results").glob("*.md"))
+FIGURES = sorted(page for room in ("bench", "research") for page in (ROOT / "tools" / room / "results").glob("*.md"))
 TOP_PAGES = [path for path in sorted(ROOT.glob("*.md")) if path.name != "CHANGELOG.md"]
 PAGES = [*TOP_PAGES, *DOCS, ROOT / "tools/bench/RESULTS.md", *FIGURES]
 

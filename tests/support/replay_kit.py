@@ -38,14 +38,11 @@ def naive_misses(events: list[Event], capacity: int, name: str) -> int:
     """Demand misses of an event-atomic cache; the one in the lowest slot goes where several rank lowest."""
     resident: dict[tuple[int, int], int] = {}  # and their slots
     last: dict[tuple[int, int], int] = {}
-    loaded: dict[tuple[int, int], int] = {}
     count: Counter[tuple[int, int]] = Counter()
     misses = 0
     for now, (layer, experts) in enumerate(events):
         needed = [(layer, e) for e in experts]
         for key in needed:
-            if key not in resident:
-                loaded[key] = now
             last[key] = now
             count[key] += 1
         for key in needed:
@@ -57,12 +54,12 @@ def naive_misses(events: list[Event], capacity: int, name: str) -> int:
                 others = sorted(resident.keys() - set(needed), key=resident.__getitem__)
                 if not others:
                     continue
-                slot = resident.pop(min(others, key=lambda x: _worth(name, x, now, last, count, loaded, events)))
+                slot = resident.pop(min(others, key=lambda x: _worth(name, x, now, last, count, events)))
             resident[key] = slot
     return misses
 
 
-def _worth(name, key, now, last, count, loaded, events) -> float:  # type: ignore[no-untyped-def]
+def _worth(name, key, now, last, count, events) -> float:  # type: ignore[no-untyped-def]
     age = now - last[key]
     if name == "lru":
         return -age
@@ -70,7 +67,5 @@ def _worth(name, key, now, last, count, loaded, events) -> float:  # type: ignor
         return count[key] + 1 / (1 + age)
     if name == "lfru":
         return float(np.float32(count[key] / (1 + age)))
-    if name == "fifo":
-        return loaded[key]
     later = (t for t in range(now + 1, len(events)) if events[t][0] == key[0] and key[1] in events[t][1])
     return -next(later, 10**9)  # belady

@@ -49,7 +49,7 @@ def said(store: Path, policy: str) -> tuple[list[int], dict[str, float]]:
         loop.submit(Request(id="r", prompt=(5, 6, 7, 8, 9), sampling=sampling, seed=1), (), 1, 60.0)
         while not any(one.finish for one in emitted):
             loop.step()
-        assert assembly.controller is None or policy == "published"
+        assert assembly.controller is None or policy == "two-tier"
         metrics = assembly.controller.metrics() if assembly.controller is not None else {}
     assembly.close()
     return [one.token for one in emitted if one.token is not None], metrics
@@ -57,7 +57,7 @@ def said(store: Path, policy: str) -> tuple[list[int], dict[str, float]]:
 
 def test_the_sources_rules_plan_and_change_no_token(store: Path) -> None:
     tokens, _ = said(store, "lru")
-    again, metrics = said(store, "published")
+    again, metrics = said(store, "two-tier")
     assert again == tokens
     assert len(tokens) == 60
     assert metrics[LEARNED_MOVES] > 0

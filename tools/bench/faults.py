@@ -1,8 +1,8 @@
 """What a cluster of three boxes does when something happens to one: a table of faults, trial by trial.
 
-    python -m tools.bench.faults --log tools/research/results/faults.jsonl --minutes 60  # what the table lacks, as far as it comes
+    python -m tools.bench.faults --log faults.jsonl --minutes 60  # what the table lacks, as far as it comes
     python -m tools.bench.faults --rows kill-peer,leader-stop --disk two-thirds --trials 10 --beside 2
-    python -m tools.bench.faults --log tools/research/results/faults.jsonl --table       # of what has been logged
+    python -m tools.bench.faults --log faults.jsonl --table  # of what has been logged
 
 Needs root. Each trial is seeded by its row and number: which box, which prompts, when. Prompts are random tokens and
 all answers differ; what one box alone says, with all experts in memory, in float32, is what must come out. A trial is
@@ -46,7 +46,7 @@ WANTED = {"two-thirds": 200, "all": 50}  # trials of each row
 CALM_EVERY = 10  # trials, the first of which asks undisturbed too
 EXPERTS = 192  # of the demo model
 PROMPTS = 16
-POLICY = "ewma"  # every box has its homes in memory: what else would be worth keeping costs each start seconds to learn
+POLICY = "lru"  # every box has its homes in memory: what else would be worth keeping costs each start seconds to learn
 # --- running ----------------------------------------------------------------------------------------------------
 
 

@@ -48,19 +48,18 @@ from edgemoe.experts.build import ExpertTiers, TierMemory
 from edgemoe.experts.compute.moe import Fetching
 from edgemoe.experts.predict.controller import Controller, Kept
 from edgemoe.experts.predict.scoutgate_forecaster import ScoutGateForecaster
-from edgemoe.experts.predict.two_tier import PublishedRules
+from edgemoe.experts.predict.two_tier import TwoTierPolicy
 from edgemoe.families.config import spec_from_config
 from edgemoe.families.spec import ModelSpec
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model.decoder import Decoder
-from edgemoe.policy.baselines import LRU
-from edgemoe.policy.ewma import EWMA
+from edgemoe.policy.recency import LRU
 from edgemoe.store.manifest import DENSE, Manifest
 from edgemoe.store.packer import pack
 from edgemoe.store.reader import ExpertStore
 from edgemoe.telemetry.metrics import LEARNED_ETA, named
 from edgemoe.telemetry.recorder import Recorder
-from edgemoe.types.experts import ExpertGeometry, Store, Tier
+from edgemoe.types.experts import Store, Tier
 from edgemoe.types.model_info import ServedModel
 from edgemoe.types.step import StepRouting
 from tools.bench.make_model import make_config
@@ -87,10 +86,9 @@ ETAS = [named(LEARNED_ETA, horizon=horizon) for horizon in ("0", "1", "gate")]
 CONTENDERS = {
     "lru": Contender("lru"),
     "lru + prefetch": Contender("lru", gate=True),
-    "published": Contender("published"),
-    "published + prefetch": Contender("published", gate=True, plans=True),
-    "published + ScoutGate": Contender("published", gate=True, plans=True, scoutgate=True),
-    "ewma": Contender("ewma"),
+    "two-tier": Contender("two-tier"),
+    "two-tier + prefetch": Contender("two-tier", gate=True, plans=True),
+    "two-tier + ScoutGate": Contender("two-tier", gate=True, plans=True, scoutgate=True),
     "learned": Contender("learned"),
     "learned + prefetch": Contender("learned", gate=True, plans=True),
     "recall": Contender("learned", plans=True),
@@ -99,7 +97,7 @@ CONTENDERS = {
 }
 PAIRS = (
     ("lru + prefetch", "lru"),
-    ("published + prefetch", "published"),
+    ("two-tier + prefetch", "two-tier"),
     ("learned + prefetch", "learned"),
     ("learned", "lru"),
 )
@@ -202,9 +200,9 @@ class Runner:
                 geometry.layers, geometry.experts, geometry.top_k, kept=Kept(state), forecaster=self.scoutgate
             )
             self.controller.wait_idle(120)
-        self.rules = PublishedRules(geometry, forecaster=self.scoutgate) if contender.policy == "published" else None
+        self.rules = TwoTierPolicy(geometry, forecaster=self.scoutgate) if contender.policy == "two-tier" else None
         self.foreseeing = self.controller or self.rules
-        policy = self.foreseeing.policy if self.foreseeing else _policy(contender.policy, geometry)
+        policy = self.foreseeing.policy if self.foreseeing else LRU(geometry.layers, geometry.experts)
         self.policy = policy
         total, store = geometry.all_bytes, model.store
         if args.ram < 1:
@@ -305,12 +303,6 @@ class Runner:
                 self.controller.look(routing.meta, routing.ids)
                 self.controller.observe(replace(routing, step_s=1.0))
                 self.controller.wait_idle(10)
-
-
-def _policy(name: str, sizes: ExpertGeometry) -> LRU | EWMA:
-    if name == "lru":
-        return LRU(sizes.layers, sizes.experts)
-    return EWMA(sizes.layers, sizes.experts, sizes.top_k)
 
 
 def measure(model: Model, args: Namespace, state: Path, link: float, lesson: list[StepRouting]) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""Studies: compare the product with its sources' literal forms and with other methods, through the product's objects."""
+"""Studies that compare the product with its sources' literal forms and with other methods, using its own objects."""

@@ -15,8 +15,8 @@ from edgemoe.experts.predict.fusion import Forecaster
 from edgemoe.experts.predict.next_use import Ids
 from edgemoe.experts.predict.prefetch_planner import PrefetchRequests, Prices
 from edgemoe.experts.tiers.residency import Residency
+from edgemoe.policy.ewma import EWMA
 from edgemoe.experts.tiers.slots import PrefetchPriority
-from edgemoe.policy.ewma import PublishedPolicy
 from edgemoe.policy.fusion import Mix
 from edgemoe.telemetry import metrics as names
 from edgemoe.telemetry.metrics import named
@@ -35,7 +35,7 @@ class _Forecast(NamedTuple):
     scoutgate: FloatArray
 
 
-class PublishedRules:
+class TwoTierPolicy:
     """Implements `types.LivePolicy`; `look` and `observe` are told of the beginning and the end of each step."""
 
     def __init__(
@@ -45,7 +45,7 @@ class PublishedRules:
         self.mix = Mix(2)
         self.planned = 0  # moves
         self._geometry, self._hysteresis, self._forecaster = geometry, hysteresis, forecaster
-        self._ewma = PublishedPolicy(geometry.layers, geometry.experts, geometry.top_k)
+        self._ewma = EWMA(geometry.layers, geometry.experts, geometry.top_k)
         self._step = 0
         self._needed: BoolArray = np.zeros((geometry.layers, geometry.experts), np.bool_)  # in the running step
         self._pinned: BoolArray = np.zeros_like(self._needed)
@@ -58,7 +58,7 @@ class PublishedRules:
         self._tiers = Prices(residency, loader, geometry, self._hysteresis), loader
 
     @property
-    def policy(self) -> PublishedRules:
+    def policy(self) -> TwoTierPolicy:
         """Returns what residency asks."""
         return self
 

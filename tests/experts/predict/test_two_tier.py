@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from edgemoe.experts.predict.scoutgate_forecaster import ScoutGateForecast
-from edgemoe.experts.predict.two_tier import PublishedRules
+from edgemoe.experts.predict.two_tier import TwoTierPolicy
 from edgemoe.experts.tiers.residency import Residency
+from edgemoe.policy.ewma import EWMA
 from edgemoe.experts.tiers.slots import PrefetchPriority, SlotPool
-from edgemoe.policy.ewma import PublishedPolicy
 from edgemoe.telemetry import metrics as names
 from edgemoe.telemetry.metrics import named
 from edgemoe.types.arrays import FloatArray, IntArray
@@ -51,7 +51,7 @@ def meta(decode: bool = True) -> StepMeta:
     return StepMeta(("a",), np.ones(1, np.int64), np.array([decode]), np.zeros(1, np.int64), np.zeros(1, np.int64))
 
 
-def step(rules: PublishedRules, needs: IntArray = ALWAYS, knowing: Knowing | None = None) -> None:
+def step(rules: TwoTierPolicy, needs: IntArray = ALWAYS, knowing: Knowing | None = None) -> None:
     rules.look(meta())
     if knowing is not None:
         knowing.forecast = ScoutGateForecast(knowing.forecast.step + 1, knowing.probs)
@@ -66,7 +66,7 @@ def routing(decode: bool = True) -> StepRouting:
 
 def residency_of(vram_slots: int) -> Residency:
     """All experts are in RAM, none in VRAM."""
-    policy = PublishedPolicy(L, E, K)
+    policy = EWMA(L, E, K)
     residency = Residency(SlotPool(Tier.RAM, L, E, L * E, policy), [SlotPool(Tier.VRAM, L, E, vram_slots, policy)])
     for expert in (ExpertId(*divmod(key, E)) for key in range(L * E)):
         bring(residency, expert, Tier.NVME, Tier.RAM)
@@ -82,7 +82,7 @@ def bring(residency: Residency, expert: ExpertId, source: Tier, target: Tier) ->
 
 
 def test_without_scoutgate_ranks_are_those_of_the_averages_and_distances() -> None:
-    rules, plain = PublishedRules(SIZES), PublishedPolicy(L, E, K)
+    rules, plain = TwoTierPolicy(SIZES), EWMA(L, E, K)
     for _ in range(3):
         step(rules)
         for layer in range(L):
@@ -92,7 +92,7 @@ def test_without_scoutgate_ranks_are_those_of_the_averages_and_distances() -> No
 
 def test_a_scoutgate_that_knows_is_believed_more_with_every_step() -> None:
     knowing = Knowing()
-    rules, alone = PublishedRules(SIZES, forecaster=knowing), PublishedRules(SIZES)
+    rules, alone = TwoTierPolicy(SIZES, forecaster=knowing), TwoTierPolicy(SIZES)
     other = (ALWAYS + 6) % E
     for _ in range(5):
         step(rules, knowing=knowing)
@@ -100,7 +100,7 @@ def test_a_scoutgate_that_knows_is_believed_more_with_every_step() -> None:
     assert rules.metrics()[named(names.LEARNED_ETA, horizon="0")] > 0.5
     assert rules.metrics()[named(names.LEARNED_ETA, horizon="1")] > 0.5
 
-    def gap(of: PublishedRules) -> float:
+    def gap(of: TwoTierPolicy) -> float:
         ranks: FloatArray = of.rank(0)
         return float(ranks[1, ALWAYS[1]].min() - ranks[1, other[1]].max())
 
@@ -108,7 +108,7 @@ def test_a_scoutgate_that_knows_is_believed_more_with_every_step() -> None:
 
 
 def test_what_is_worth_its_price_is_asked_for_and_takes_the_place_of_what_is_not() -> None:
-    rules, loader = PublishedRules(SIZES, hysteresis=0.2), Loader()
+    rules, loader = TwoTierPolicy(SIZES, hysteresis=0.2), Loader()
     residency = residency_of(vram_slots=9)
     rules.attach(residency, loader, SIZES)
     for _ in range(60):
@@ -128,7 +128,7 @@ def test_what_is_worth_its_price_is_asked_for_and_takes_the_place_of_what_is_not
 
 
 def test_a_prompt_ends_what_was_planned() -> None:
-    rules, loader = PublishedRules(SIZES), Loader()
+    rules, loader = TwoTierPolicy(SIZES), Loader()
     rules.attach(residency_of(vram_slots=9), loader, SIZES)
     for _ in range(60):
         step(rules)
@@ -139,7 +139,7 @@ def test_a_prompt_ends_what_was_planned() -> None:
 
 
 def test_where_a_tier_does_not_hold_one_tokens_experts_the_densest_stay(caplog: pytest.LogCaptureFixture) -> None:
-    rules = PublishedRules(SIZES)
+    rules = TwoTierPolicy(SIZES)
     rules.attach(residency_of(vram_slots=4), Loader(), SIZES)  # a token needs six
     often = np.array([[0, 1], [0, 1], [0, 1]])
     for number in range(40):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from edgemoe.experts.tiers.eviction import ALWAYS
 from edgemoe.experts.tiers.residency import Residency
 from edgemoe.experts.tiers.slots import PrefetchPriority, SlotClaim, SlotPool, Transfer
-from edgemoe.policy.baselines import LRU
+from edgemoe.policy.recency import LRU
 from edgemoe.types.arrays import BoolArray, FloatArray, IntArray
 from edgemoe.types.experts import CachePolicy, ExpertId, Move, Tier
 

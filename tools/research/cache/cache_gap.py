@@ -30,12 +30,14 @@ from edgemoe.experts.predict.next_use import link_predictor
 from edgemoe.experts.predict.predictive_policy import LearnedPolicy
 from edgemoe.replay.bound import ByteBelady
 from edgemoe.replay.box import BoxSpec
-from edgemoe.replay.policies import MAKERS, Maker
+from edgemoe.replay.policies import MAKERS as SERVED
+from edgemoe.replay.policies import PolicyMaker
 from edgemoe.replay.run import Replay, ReplayedStep
 from edgemoe.replay.trace import Step, Trace, first, in_turn, load
 from edgemoe.types.arrays import IntArray
 from edgemoe.types.experts import CachePolicy
 from edgemoe.types.step import StepMeta
+from tools.research.cache.replay import MAKERS
 
 MODELS = {
     "deepseek-v2-lite-esft": ("intent", "law", "translation"),
@@ -129,7 +131,7 @@ def run_all(args: argparse.Namespace) -> None:
             work = workload(args, kind, order)
             trace = work.trace
             decoded = Trace([ids[int(args.prompt * len(ids)) :] for ids in trace.requests], trace.experts)
-            makers = {name: MAKERS[name] for name in YARDSTICKS}
+            makers = {name: (SERVED | MAKERS)[name] for name in YARDSTICKS}
             makers |= {f"{args.label}.{seed}": learned(seed) for seed in range(args.seeds)}
             for name, make in makers.items():
                 to, began_s = args.out / f"{kind}.{order}.{name}.npz", time.process_time()
@@ -140,7 +142,7 @@ def run_all(args: argparse.Namespace) -> None:
                     print(f"{to.stem}: {time.process_time() - began_s:.0f} s", flush=True)
 
 
-def learned(seed: int) -> Maker:
+def learned(seed: int) -> PolicyMaker:
     """Returns what makes the policy."""
     return lambda trace, batch: LearnedPolicy(trace.layers, trace.experts, trace.top_k, seed)
 

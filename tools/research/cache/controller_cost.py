@@ -1,8 +1,8 @@
 """What learning from every step costs, and what fewer looks at the memory cost in misses.
 
-python -m tools.research.cache.controller_cost cost                        processor time per token, memory of recall full
-python -m tools.research.cache.controller_cost start                       time until the policy is ready
-python -m tools.research.cache.controller_cost step [--rounds 9]           a model of 48 x 128 decodes with and without it, in turns
+python -m tools.research.cache.controller_cost cost  processor time per token, memory of recall full
+python -m tools.research.cache.controller_cost start  time until the policy is ready
+python -m tools.research.cache.controller_cost step [--rounds 9]  48 x 128 experts, with and without it
 python -m tools.research.cache.controller_cost looks TRACE... [--tokens N] gap closed with so many looks a step
 """
 
@@ -28,10 +28,9 @@ import torch
 from edgemoe.experts.predict.controller import Controller, Kept
 from edgemoe.experts.predict.next_use import NextUsePredictor, write_state
 from edgemoe.experts.predict.predictive_policy import LearnedPolicy
-from edgemoe.policy.baselines import LRU
+from edgemoe.policy.recency import LRU
 from edgemoe.replay.box import BoxSpec
-from edgemoe.replay.command import BASELINES, YARDSTICKS
-from edgemoe.replay.policies import Maker
+from edgemoe.replay.policies import PolicyMaker
 from edgemoe.replay.run import replay
 from edgemoe.replay.trace import Trace, load
 from edgemoe.telemetry.metrics import LEARNED_SECONDS
@@ -39,6 +38,7 @@ from edgemoe.types.arrays import FloatArray, IntArray
 from edgemoe.types.experts import LivePolicy
 from edgemoe.types.step import StepRouting
 from tools.bench.stats import interval
+from tools.research.cache.replay import BASELINES, MAKERS
 
 SHAPES = ((26, 64, 6), (48, 128, 8), (61, 256, 8))
 SHARES = (0.25, 0.5)
@@ -48,7 +48,7 @@ def looks(args: Namespace) -> None:
     """Share of the gap between the best of LRU, LFU and LFRU, and Belady's optimum, that is closed."""
     trace = load(args.traces, limit=args.tokens)
     print(f"{', '.join(file.name for file in args.traces)}, {trace.tokens} tokens, scored on the second half")
-    missed = {name: misses(trace, name) for name in YARDSTICKS}
+    missed = {name: misses(trace, name) for name in (*BASELINES, "belady")}
     best = [min(missed[name][i] for name in BASELINES) for i in range(len(SHARES))]
     print("| looks a step | gap closed at 25 % | 50 % |\n|---|---|---|")
     for each in (4.0, 3.0, 2.0, 1.0, 0.5, 0.25, 0.0):
@@ -72,16 +72,16 @@ class Sparing(LearnedPolicy):
         self.predictor.allow(int(self._due))  # whatever the budget says
 
 
-def sparing(looks: float, seed: int) -> Maker:
+def sparing(looks: float, seed: int) -> PolicyMaker:
     """Returns what makes a policy with so many looks a step."""
     return lambda trace, batch: Sparing(trace, looks, seed)
 
 
-def misses(trace: Trace, name: str, make: Maker | None = None) -> list[int]:
+def misses(trace: Trace, name: str, make: PolicyMaker | None = None) -> list[int]:
     """Of the second half, at each share."""
     slots = [round(share * trace.layers * trace.experts) for share in SHARES]
     machine = BoxSpec(1e-3, 1 << 20, 8e9, 3e9, 1.0, False)
-    return [each.misses for each in replay(trace, name, slots, 1, 0.5, machine, {name: make} if make else None)]
+    return [each.misses for each in replay(trace, name, slots, 1, 0.5, machine, {name: make} if make else MAKERS)]
 
 
 def cost(args: Namespace) -> None:

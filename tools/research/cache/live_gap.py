@@ -37,10 +37,10 @@ import torch
 from edgemoe.config.settings import RecordSettings
 from edgemoe.experts.predict.controller import restored
 from edgemoe.experts.predict.next_use import NextUsePredictor
+from edgemoe.policy.recency import LRU
 from edgemoe.experts.predict.predictive_policy import LearnedPolicy
 from edgemoe.experts.transfer.link_prefetch import IdleWindow
-from edgemoe.policy.baselines import LFRU, LFU, LRU, Belady
-from edgemoe.replay.bound import ByteBelady
+from edgemoe.replay.bound import Belady, ByteBelady
 from edgemoe.replay.box import BoxSpec
 from edgemoe.replay.policies import next_uses
 from edgemoe.replay.run import Replay, ReplayedStep
@@ -52,6 +52,7 @@ from edgemoe.types.experts import ExpertGeometry
 from edgemoe.types.step import StepRouting
 from tools.bench.stall import CONTENDERS, SEED, Model, Runner, learn, open_model
 from tools.bench.stats import interval
+from tools.research.cache.policies import LFRU, LFU
 
 NAMES = ("lru", "learned", "learned + prefetch")
 GB = 1e9

@@ -1,7 +1,7 @@
 """The cache policies on real traces: every table and picture of results/cache_replay.md.
 
-    python tools/research/cache/replay_tables.py TRACES --out DIR [--only NAME,...]    runs what is not in DIR yet (hours on one core)
-    python tools/research/cache/replay_tables.py TRACES --out DIR --report             prints the tables, draws the pictures
+    python tools/research/cache/replay_tables.py TRACES --out DIR [--only NAME,...]  runs what DIR lacks (hours)
+    python tools/research/cache/replay_tables.py TRACES --out DIR --report  prints the tables, draws the pictures
 
 TRACES is a folder with deepseek-v2-lite-esft/ and gpt-oss-20b-fingerprint/, tables `*.ids.csv.gz` in each.
 """
@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from edgemoe.replay.box import BoxSpec
-from edgemoe.replay.command import main as replay_command
 from edgemoe.replay.run import replay
 from edgemoe.replay.trace import load
+from tools.research.cache.replay import main as replay_command
 
 DEEPSEEK, GPT_OSS = "deepseek-v2-lite-esft", "gpt-oss-20b-fingerprint"
 TASKS = ("intent", "law", "translation")

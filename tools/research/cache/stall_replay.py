@@ -1,6 +1,6 @@
 """Stall per token in replay: what the demo model's experts cost behind links and disks that are simulated.
 
-    python -m tools.research.cache.stall_replay [--json] [--link 2,8,25] [--expert-bytes 9.44e6,2.36e6] [--ram 1] [--disk 1.3]
+    python -m tools.research.cache.stall_replay [--json] [--link 2,8,25] [--expert-bytes 9.44e6,2.36e6]
 
 The model decodes once, with all experts at hand, and its steps are recorded, gates' hints as well. Every contender is
 then replayed over them by the objects that serve, each from what --warm tokens had taught; only time, links, the disk
@@ -32,9 +32,10 @@ import torch
 from edgemoe.config.settings import RecordSettings
 from edgemoe.experts.predict.controller import restored
 from edgemoe.experts.predict.next_use import NextUsePredictor
+from edgemoe.policy.ewma import EWMA
 from edgemoe.experts.predict.predictive_policy import LearnedPolicy
-from edgemoe.policy.baselines import LRU
-from edgemoe.policy.ewma import EWMA, PublishedPolicy
+from edgemoe.policy.recency import LRU
+from edgemoe.policy.ewma import EWMA, EWMA
 from edgemoe.replay.box import BoxSpec, Counts, ReplayBox
 from edgemoe.replay.run import Replay, ReplayedStep
 from edgemoe.telemetry.recorder import Recorder
@@ -56,8 +57,7 @@ class Replayed(NamedTuple):
 CONTENDERS = {
     "LRU": Replayed("lru"),
     "LRU + gate": Replayed("lru", gate=True),
-    "EWMA": Replayed("ewma"),
-    "published": Replayed("published"),
+    "two-tier": Replayed("two-tier"),
     "learned": Replayed("learned"),
     "learned + gate": Replayed("learned", gate=True),
     "learned + plans": Replayed("learned", plans=True),
@@ -101,7 +101,7 @@ def policy_of(name: str, lesson: Lesson) -> Any:
         policy = LearnedPolicy(*lesson.shape)
         policy.start(*restored(NextUsePredictor(*lesson.shape), lesson.state))
         return policy
-    plain = {"lru": LRU(layers, experts), "ewma": EWMA(*lesson.shape), "published": PublishedPolicy(*lesson.shape)}
+    plain = {"lru": LRU(layers, experts), "two-tier": EWMA(*lesson.shape)}
     teach(plain[name], lesson.taught)
     return plain[name]
 

@@ -9,7 +9,7 @@ per token and layer (the fewest that have what is missing), the share of layers 
 of successions (an expert, then one of the next layer) that no server has together. Then the seconds on experts per
 token [Prism, Eq. 1], one token at a time, for links and computing as stated. `rendezvous` knows counts of pairs,
 `gimbal` and `columns` those of successions that reports have room for, `routes` whole routes. `bound` is what no
-placement's rendezvous on the seen half can be below (`tools/research/placement/rendezvous_bound.py`). Seconds to solve are those of
+placement's rendezvous on the seen half can be below (`rendezvous_bound`). Seconds to solve are those of
 a second run: the first has Numba compile. With `--scale NODES` the policies are timed on invented routing of 58 layers
 of 256 experts instead. The last line is one JSON object.
 """

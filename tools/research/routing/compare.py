@@ -1,10 +1,10 @@
 """Which engine runs which request: studies of the routing policies that the daemon has.
 
-    python -m tools.research.routing.compare --study eldr DATA      # decode workers, by the experts that requests choose [ELDR]
-    python -m tools.research.routing.compare --study gimbal DATA    # whole engines: TTFT, TPOT and prefix hits [Gimbal]
-    python -m tools.research.routing.compare --study both DATA      # whole engines whose steps take what their experts do
-    python -m tools.research.routing.compare --study known DATA     # the same, by what is known of a request when it is offered
-    python -m tools.research.routing.compare --study residency DATA # decode workers that have half of the experts in place
+    python -m tools.research.routing.compare --study eldr DATA  # decode workers, by experts [ELDR]
+    python -m tools.research.routing.compare --study gimbal DATA  # whole engines: TTFT, TPOT and prefix hits [Gimbal]
+    python -m tools.research.routing.compare --study both DATA  # whole engines whose steps take what their experts do
+    python -m tools.research.routing.compare --study known DATA  # the same, by what is known of a request
+    python -m tools.research.routing.compare --study residency DATA # decode workers with half of the experts
     python -m tools.research.routing.compare --study ablation DATA  # the default policy, and each part of it left out
 
 DATA holds the routing tables, the traces of arrivals and what LLMServingSim measured. The clock is simulated, so other

@@ -1,9 +1,9 @@
 """Large clusters, simulated [Prism, IV-C] on the daemon's placement policies and real routing of DeepSeek-V2-Lite.
 
-    python -m tools.research.simulate DATA scale        # GPUs, and how often prompts arrive [Prism, Fig. 8a]
-    python -m tools.research.simulate DATA bandwidth    # GPUs, and links [Prism, Fig. 8b]
-    python -m tools.research.simulate DATA policies     # placement policies, and the links' delay
-    python -m tools.research.simulate DATA testbed --log prism.jsonl    # held against what `tools.research.placement.prism` measured
+    python -m tools.research.simulate DATA scale  # GPUs, and how often prompts arrive [Prism, Fig. 8a]
+    python -m tools.research.simulate DATA bandwidth  # GPUs, and links [Prism, Fig. 8b]
+    python -m tools.research.simulate DATA policies  # placement policies, and the links' delay
+    python -m tools.research.simulate DATA testbed --log prism.jsonl  # against `placement.prism`
 
 DATA holds the routing tables and LLMServingSim's measured profile. Servers have 1, 1 and 2 GPUs in turn, each with room
 for a share of the experts; every server has a task and its own arrivals. Figures are means over `--seeds`; spreads are

@@ -12,8 +12,6 @@ import torch
 
 from edgemoe.errors import ConfigError
 from edgemoe.replay.box import BoxSpec
-from edgemoe.replay.command import main as replay_command
-from edgemoe.replay.policies import nextuse
 from edgemoe.replay.run import replay
 from edgemoe.replay.trace import Trace
 from scoutgate.module import Recipe
@@ -30,6 +28,8 @@ from tools.research.cache.next_use.model import (
     write_export,
 )
 from tools.research.cache.next_use.network import NetworkPolicy
+from tools.research.cache.replay import main as replay_command
+from tools.research.cache.replay import nextuse
 
 L, E, K = 3, 12, 2
 SHAPE = NextUseShape(L, E, K, looks=3, token=16, context=16, key=8, rank=8, hidden=4)

@@ -1,7 +1,7 @@
 """Trains the next-use network from routing traces, with Lightning, and exports it:
 
     python -m tools.research.cache.next_use.train FILE... --share 0.5 --out DIR --to DIR [--max-minutes N]
-    edgemoe replay FILE... --score-from 0.5 --policies learned,nextuse --next-use DIR
+    python -m tools.research.cache.replay FILE... --score-from 0.5 --policies learned,nextuse --next-use DIR
 
 FILEs are what `edgemoe replay` takes, in its order; `--share` leaves the tokens after it unseen. The last 12 % of the
 rest choose the best weights. A killed run goes on where its last short epoch ended.

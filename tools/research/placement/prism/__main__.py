@@ -1,8 +1,8 @@
 """Prism's evaluation [Prism, IV] on the test bed: seven placements under the same requests, and what each comes to.
 
-    python -m tools.research.placement.prism --list                                    # the runs, and how long they will take
-    python -m tools.research.placement.prism --prompts DIR --log prism.jsonl --minutes 30       # goes on where it ended
-    python -m tools.research.placement.prism --prompts DIR --log prism.jsonl --parts long       # the run of 30 minutes
+    python -m tools.research.placement.prism --list  # the runs, and how long they will take
+    python -m tools.research.placement.prism --prompts DIR --log prism.jsonl --minutes 30  # goes on where it ended
+    python -m tools.research.placement.prism --prompts DIR --log prism.jsonl --parts long  # the run of 30 minutes
     python -m tools.research.placement.prism --prompts DIR --log prism.jsonl --parts moving --seeds 5
     python -m tools.research.placement.prism --log prism.jsonl --table --plots plots
 

@@ -1,1 +1,1 @@
-"""The simulator held against the test bed: runs of `tools.research.placement.prism`, simulated with the same requests."""
+"""The simulator compared with the test bed: runs of `placement.prism`, simulated with the same requests."""

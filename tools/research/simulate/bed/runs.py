@@ -1,4 +1,4 @@
-"""A run of `tools.research.placement.prism`, as the simulator takes it: its requests, their routes, and where experts were.
+"""A run of `placement.prism`, as the simulator takes it: its requests, their routes, and where experts were.
 
 A box has in memory the homes that the run's method gave it, and in the rest of its memory what its requests choose
 most. Others ask it for its homes only. Neither plans that change while a run goes on are simulated nor what boxes

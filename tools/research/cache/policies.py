@@ -1,0 +1,77 @@
+"""Cache policies for comparison with the served ones, and literal variants of the sources' rules."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from edgemoe.policy.ewma import EWMA
+from edgemoe.policy.recency import LRU
+from edgemoe.policy.watermark import Watermark
+from edgemoe.types.arrays import FloatArray, IntArray
+
+
+class CountingPolicy(LRU):
+    """Counts how often each expert was used, besides when."""
+
+    def __init__(self, layers: int, experts: int) -> None:
+        super().__init__(layers, experts)
+        self.count: npt.NDArray[np.int64] = np.zeros((layers, experts), dtype=np.int64)  # [L, E]
+
+    def touch(self, layer: int, experts: IntArray) -> None:
+        super().touch(layer, experts)
+        self.count[layer, experts] += 1
+
+
+class LFU(CountingPolicy):
+    """Ranks experts by how often they were used since the start, then by their last use."""
+
+    def rank(self, layer: int) -> FloatArray:
+        recency = 1.0 / (1.0 + self.age())  # below 1: decides between equal counts only
+        return (self.count + recency).astype(np.float32)
+
+
+class LFRU(CountingPolicy):
+    """Ranks experts by frequency over age."""
+
+    def rank(self, layer: int) -> FloatArray:
+        return (self.count / (1.0 + self.age())).astype(np.float32)
+
+
+class RandomPolicy:
+    """Ranks experts at random: the floor of all policies."""
+
+    def __init__(self, layers: int, experts: int, seed: int = 0) -> None:
+        self._shape = (layers, experts)
+        self._random = np.random.default_rng(seed)
+
+    def touch(self, layer: int, experts: IntArray) -> None:
+        pass
+
+    def rank(self, layer: int) -> FloatArray:
+        return self._random.random(self._shape, dtype=np.float32)
+
+
+class CyclicEWMA(EWMA):
+    """Ranks a layer that has just run as the farthest, where the source's W has it as the nearest."""
+
+    @staticmethod
+    def reuse_weights(layer: int, layers: int, gamma: float) -> FloatArray:
+        distance = (np.arange(layers) - layer) % layers  # [L]
+        distance[layer] = layers
+        weights: FloatArray = np.exp(-gamma * distance).astype(np.float32)
+        return weights
+
+
+class ResidentWatermark(Watermark):
+    """Moves the price by resident bytes, as [Two-Tier, 4.3] writes it; they never exceed capacity, so it only falls."""
+
+    def __init__(self, capacity_bytes: int, *, hysteresis: float = 0.1, rate: float = 0.1) -> None:
+        """`rate` is the size of a step, relative to the mean density."""
+        super().__init__(capacity_bytes, hysteresis=hysteresis)
+        self._rate = rate
+
+    def update_resident(self, b: FloatArray, resident_bytes: int) -> None:
+        """Makes one step of the price, by densities [L, E] and the bytes that are resident."""
+        excess = (resident_bytes - self.capacity_bytes) / self.capacity_bytes
+        self.price = max(0.0, self.price + self._rate * float(b.mean()) * excess)

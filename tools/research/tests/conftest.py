@@ -1,0 +1,16 @@
+"""Fixtures of the studies' tests: compiled code is kept between runs."""
+
+from __future__ import annotations
+
+import pytest
+from support.kept import KERNELS
+
+from edgemoe.experts.build import CODES
+from edgemoe.experts.predict.next_use import link_predictor
+from edgemoe.kernels.cpu.object_cache import link
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _calls() -> None:
+    link(CODES, KERNELS)
+    link_predictor(KERNELS)
