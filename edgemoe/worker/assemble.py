@@ -41,8 +41,7 @@ from edgemoe.telemetry.recording import RecordingHeader
 from edgemoe.types.experts import ExpertGeometry, LivePolicy, Tier
 from edgemoe.types.machine import Machine
 from edgemoe.types.model_info import ModelInfo, ServedModel, commonest_first
-from edgemoe.types.step import StepRouting
-from edgemoe.types.step import BLOCK_TOKENS
+from edgemoe.types.step import BLOCK_TOKENS, StepRouting
 from edgemoe.worker.cache_policy import Foreseeing, costs_file, foreseeing, scoutgate_for
 from edgemoe.worker.needs import needs_of
 from edgemoe.worker.sharing import Sharing, activity_of, sharing_of
