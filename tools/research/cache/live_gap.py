@@ -37,7 +37,6 @@ import torch
 from edgemoe.config.settings import RecordSettings
 from edgemoe.experts.predict.controller import restored
 from edgemoe.experts.predict.next_use import NextUsePredictor
-from edgemoe.policy.recency import LRU
 from edgemoe.experts.predict.predictive_policy import LearnedPolicy
 from edgemoe.experts.transfer.link_prefetch import IdleWindow
 from edgemoe.policy.recency import LRU
