@@ -297,7 +297,7 @@ class FieldNames:
     messages: list[str] = field(default_factory=list)
 
     @contextmanager
-    def named(self) -> Iterator[None]:
+    def renamed(self) -> Iterator[None]:
         """Renames the fields in an InvalidRequest that the `with` block raises."""
         try:
             yield

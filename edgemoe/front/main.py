@@ -20,9 +20,10 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from edgemoe.api.app import Api, build
+from edgemoe.api.app import build
 from edgemoe.api.keys import KeyRing
 from edgemoe.api.metrics import Metrics
+from edgemoe.api.resources import Api
 from edgemoe.api.text.bounded_text import BoundedText, text_command
 from edgemoe.api.text.tokenizer import TextModel
 from edgemoe.config.paths import beside

@@ -14,7 +14,7 @@ from support.front_kit import openai_client, ready
 from support.waiting import until
 
 from edgemoe.api.endpoints.chat import ChatFormat, render
-from edgemoe.api.generate.generation import ChoiceDelta, Generation
+from edgemoe.api.generate.generation import ChoiceDelta, Generation, PreparedAnswer
 from edgemoe.api.http import responding
 from edgemoe.api.schema import Chat, convert
 from edgemoe.api.text.tokenizer import TextModel
@@ -288,7 +288,7 @@ async def test_an_error_after_that_is_an_event(text_model: TextModel, monkeypatc
     body = convert({"messages": ask(), "stream": True}, Chat)
     job = Generation("chatcmpl", "tiny", [], [], 1)
     async with asyncio.timeout(30):
-        await responding.reply(send, job, ChatFormat(job, body, text_model), deltas(), True)
+        await responding.reply(send, PreparedAnswer(job, ChatFormat(job, body, text_model), True), deltas())
     assert sent[1:3] == [b": waiting\n\n"] * 2
     assert b"too late" in sent[-1]
 

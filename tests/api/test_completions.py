@@ -12,11 +12,12 @@ import openai
 import pytest
 from support.waiting import until
 
-from edgemoe.api.generate.generation import CompletionChoice, Generation, RequestSender, TokenizedPrompt, requests
+from edgemoe.api.generate.generation import CompletionChoice, Generation, RequestContext, TokenizedPrompt
+from edgemoe.api.schema import Completion, convert
 from edgemoe.api.text.bounded_text import BoundedModel
 from edgemoe.api.text.tokenizer import TextModel
 from edgemoe.types.principal import NOBODY
-from edgemoe.types.request import Emission, Sampling
+from edgemoe.types.request import Emission, RequestLimits, Sampling
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -170,11 +171,13 @@ async def test_health_and_metrics_are_readable(http: httpx.AsyncClient) -> None:
 
 async def test_cached_tokens_of_a_prompt_are_counted_once_whatever_its_choices(text_model: TextModel) -> None:
     ready = [TokenizedPrompt((1, 2, 3, 4), Sampling()), TokenizedPrompt((5, 6, 7), Sampling())]
-    asked = requests(ready, 3, 0, RequestSender(NOBODY, b""))
+    limits = RequestLimits(context_tokens=64, vocab=300)
+    context = RequestContext(text_model, "tiny", (), limits, NOBODY.principal, shares_prefixes=False)
+    asked = context.engine_requests(convert({"prompt": "a", "n": 3, "seed": 0}, Completion), ready)
     choices = [CompletionChoice(at, text_model.vocabulary) for at in range(6)]
     job = Generation("cmpl", "tiny", asked, choices, prompt_tokens=7)
     for choice, request in zip(choices, asked, strict=True):
-        choice.take(Emission(request=request.id, attempt=1, index=0, token=65, cached_tokens=len(request.prompt) - 1))
+        choice.add(Emission(request=request.id, attempt=1, index=0, token=65, cached_tokens=len(request.prompt) - 1))
     assert job.usage()["prompt_tokens_details"] == {"cached_tokens": 3 + 2}
     assert job.usage()["completion_tokens"] == 6
 

@@ -16,8 +16,8 @@ from support.grammars import first, tool_grammar
 from edgemoe.api.dialects.dialect import GEMMA, HARMONY, HERMES, KIMI, OutputMarks, begun_by, dialect_of
 from edgemoe.api.dialects.output_parser import OutputParser
 from edgemoe.api.dialects.tool_calls import OutputPiece, as_json, kinds
-from edgemoe.api.endpoints.chat import prepare, render
-from edgemoe.api.generate.generation import RequestSender
+from edgemoe.api.endpoints.chat import chat_generation, render
+from edgemoe.api.generate.generation import RequestContext
 from edgemoe.api.generate.grammar import AnswerForm
 from edgemoe.api.schema import Chat, Tool, convert
 from edgemoe.api.text.tokenizer import TextModel, Vocabulary
@@ -92,7 +92,8 @@ def test_structured_output_starts_at_the_answer(sample: Sample, tmp_path: Path) 
 
     def accepted(effort: str, output: str, **options: Any) -> bool:
         asked = {"messages": messages, "response_format": FORMAT, "reasoning_effort": effort, **options}
-        job = prepare(convert(asked, Chat), model, LIMITS, "tiny", RequestSender(NOBODY, b""))
+        context = RequestContext(model, "tiny", (), LIMITS, NOBODY.principal, shares_prefixes=False)
+        job = chat_generation(convert(asked, Chat), context, "chatcmpl")
         grammar = first(job.grammar)
         assert grammar is not None
         matcher = LLMatcher(LLTokenizer(tokenizer(sample.dialect).to_str()), grammar, log_level=0)

@@ -10,10 +10,10 @@ import httpx
 import pytest
 from support.waiting import until
 
-from edgemoe.api.app import PREPARE_THREADS
 from edgemoe.api.http import bodies
 from edgemoe.api.http import responding as answering
 from edgemoe.api.http.bodies import HELD
+from edgemoe.api.resources import PREPARE_THREADS
 from edgemoe.front.main import Front
 from edgemoe.policy.shares import most_of
 from edgemoe.types.principal import uid_principal

@@ -16,12 +16,13 @@ import openai
 import pytest
 import pytest_asyncio
 
-from edgemoe.api.app import Api, build
+from edgemoe.api.app import build
 from edgemoe.api.backend import BoxSnapshot
 from edgemoe.api.endpoints.events import MOST_STREAMS, EventStreams, StreamMemory
 from edgemoe.api.http.page import FILES, PAGE, Origins
 from edgemoe.api.keys import KeyRing
 from edgemoe.api.metrics import Metrics
+from edgemoe.api.resources import Api
 from edgemoe.api.text.bounded_text import BoundedText, text_command
 from edgemoe.api.text.tokenizer import TextModel
 from edgemoe.config.settings import ApiSettings

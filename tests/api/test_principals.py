@@ -11,8 +11,9 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from edgemoe.api.app import Api, build
+from edgemoe.api.app import build
 from edgemoe.api.keys import KeyRing
+from edgemoe.api.resources import Api
 from edgemoe.api.text.bounded_text import BoundedText, text_command
 from edgemoe.api.text.tokenizer import TextModel
 from edgemoe.config.settings import ApiSettings

@@ -129,7 +129,7 @@ def parsed(marks: OutputMarks, chunks: list[str]) -> OutputPieces:
     for chunk in chunks:
         whole.extend(parser.feed(chunk))
     whole.extend(parser.flush())
-    whole.settle()
+    whole.drop_broken_calls()
     return whole
 
 
@@ -196,12 +196,12 @@ def choice_of(
 ) -> tuple[CompletionChoice, list[ChoiceDelta], bool]:
     choice, deltas, early = CompletionChoice(0, Vocabulary(tokenizer), StopMatcher(stops), marks), [], False
     for index, token in enumerate(tokenizer.encode(text).ids):
-        early = choice.take(Emission(request="r", attempt=1, index=index, token=token, logprob=-1.0))
+        early = choice.add(Emission(request="r", attempt=1, index=index, token=token, logprob=-1.0))
         deltas.append(choice.delta())
         if choice.finish:
             break
     else:
-        choice.take(Emission(request="r", attempt=1, index=choice.tokens, finish="stop"))
+        choice.add(Emission(request="r", attempt=1, index=choice.tokens, finish="stop"))
         deltas.append(choice.delta())
     return choice, deltas, early
 
@@ -222,7 +222,7 @@ def test_what_was_held_back_for_a_stop_string_or_a_mark_comes_with_the_end() -> 
 @pytest.mark.parametrize("finish", ["stop", "length"])
 def test_where_the_prompt_alone_is_wanted_nothing_else_is_said(finish: str) -> None:
     choice = CompletionChoice(0, VOCABULARY, prompt_only=True)
-    choice.take(Emission(request="r", attempt=1, index=0, token=65, finish=finish))
+    choice.add(Emission(request="r", attempt=1, index=0, token=65, finish=finish))
     assert (choice.delta().text, choice.tokens, choice.finish) == ("", 0, "length")
 
 

@@ -13,9 +13,10 @@ from msgspec import Meta
 
 from edgemoe.api import schema
 from edgemoe.api.dialects.tool_calls import OutputPiece
-from edgemoe.api.generate.generation import ChoiceDelta, Generation
+from edgemoe.api.endpoints.chat import chat_generation
+from edgemoe.api.generate.generation import ChoiceDelta, Generation, PreparedAnswer, RequestContext
 from edgemoe.api.http.responding import anthropic_error, event
-from edgemoe.api.schema import Chat, FieldNames, convert
+from edgemoe.api.schema import Chat, FieldNames, convert, read
 from edgemoe.errors import InvalidRequest, RequestError
 from edgemoe.types.arrays import Json
 
@@ -85,10 +86,21 @@ class MessagesBody(schema.RequestBody, frozen=True, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
+def prepare(context: RequestContext, raw: bytes) -> PreparedAnswer:
+    """Decodes a body of POST /v1/messages and prepares its generation. Raises InvalidRequest."""
+    body = read(raw, MessagesBody)
+    if body.max_tokens is None:
+        raise InvalidRequest("max_tokens: is missing", param="max_tokens", code="missing_required_parameter")
+    chat, fields = as_chat(body)
+    with fields.renamed():
+        generation = chat_generation(chat, context, "msg")
+    return PreparedAnswer(generation, MessageFormat(generation), bool(body.stream), fields)
+
+
 def as_chat(body: MessagesBody) -> tuple[Chat, FieldNames]:
-    """Returns the equivalent chat request, and the origin of its fields. Raises InvalidRequest."""
-    origin = FieldNames(FIELDS)
-    messages = _messages(body, origin)
+    """Returns the equivalent chat request, and the client's names of its fields. Raises InvalidRequest."""
+    fields = FieldNames(FIELDS)
+    messages = _messages(body, fields)
     choice, thinking = body.tool_choice, body.thinking is not None and body.thinking.type != "disabled"
     common = {field: getattr(body, field) for field in schema.RequestBody.__struct_fields__}
     chat = {
@@ -106,20 +118,20 @@ def as_chat(body: MessagesBody) -> tuple[Chat, FieldNames]:
     }
     if messages[-1]["role"] == "assistant" and messages[-1]["content"] and "tool_calls" not in messages[-1]:
         chat |= {"continue_final_message": True, "add_generation_prompt": False}
-    with origin.named():
-        return convert(chat, Chat), origin
+    with fields.renamed():
+        return convert(chat, Chat), fields
 
 
-def _messages(body: MessagesBody, origin: FieldNames) -> list[Json]:
+def _messages(body: MessagesBody, fields: FieldNames) -> list[Json]:
     messages: list[Json] = []
     if body.system:
         messages.append({"role": "system", "content": _text(body.system, "system")})
-        origin.messages.append("system")
+        fields.messages.append("system")
     for at, turn in enumerate(body.messages):
         where = f"messages[{at}]"
         for message in _turn(turn, where):
             messages.append(message)
-            origin.messages.append(where)
+            fields.messages.append(where)
     return messages
 
 
@@ -192,8 +204,8 @@ REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 class MessageFormat:
     """Writes deltas as message events, or joined as one message."""
 
-    def __init__(self, job: Generation) -> None:
-        self._job = job
+    def __init__(self, generation: Generation) -> None:
+        self._generation = generation
         self._open = ""  # kind of the open block; "": none is open
         self._blocks = 0
         self._begun = False
@@ -206,13 +218,13 @@ class MessageFormat:
             for piece in delta.pieces:
                 yield from self._call(piece) if piece.call else self._grow(BLOCKS[piece.kind], piece.text)
 
-    def end(self) -> Iterable[bytes]:
+    def closing_events(self) -> Iterable[bytes]:
         yield from self.events([])  # message_start, where there was no delta
         yield from self._close()
         yield self._event("message_delta", delta=self._stop(), usage=self._usage())
         yield self._event("message_stop")
 
-    def error(self, error: RequestError) -> Iterable[bytes]:
+    def error_events(self, error: RequestError) -> Iterable[bytes]:
         yield event(anthropic_error(error), "error")
 
     def whole(self, choices: list[ChoiceDelta]) -> Json:
@@ -249,10 +261,10 @@ class MessageFormat:
 
     def _message(self, content: list[Json]) -> Json:
         return {
-            "id": self._job.id.replace("-", "_"),
+            "id": self._generation.id.replace("-", "_"),
             "type": "message",
             "role": "assistant",
-            "model": self._job.model,
+            "model": self._generation.model,
             "content": content,
             "stop_reason": None,
             "stop_sequence": None,
@@ -260,19 +272,19 @@ class MessageFormat:
         }
 
     def _stop(self) -> Json:
-        choice = self._job.choices[0]
+        choice = self._generation.choices[0]
         if choice.stop_string:
             return {"stop_reason": "stop_sequence", "stop_sequence": choice.stop_string}
         return {"stop_reason": REASONS.get(choice.finish, choice.finish), "stop_sequence": None}
 
     def _usage(self) -> Json:
-        job = self._job
-        cached = min(job.cached_tokens(), job.prompt_tokens)
+        generation = self._generation
+        cached = min(generation.cached_tokens(), generation.prompt_tokens)
         return {
-            "input_tokens": job.prompt_tokens - cached,
+            "input_tokens": generation.prompt_tokens - cached,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": cached,
-            "output_tokens": job.choices[0].tokens,
+            "output_tokens": generation.choices[0].tokens,
         }
 
 

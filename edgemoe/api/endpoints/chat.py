@@ -1,24 +1,25 @@
-"""Prepares generations for POST /v1/chat/completions, and writes their answers as OpenAI's objects."""
+"""POST /v1/chat/completions: prepares generations, and writes their answers as OpenAI's objects."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from edgemoe.api.dialects.dialect import OutputMarks, begun_by
-from edgemoe.api.endpoints.openai_format import OpenAIFormat, call_body, chat_logprobs
+from edgemoe.api.endpoints.openai_format import OpenAIFormat, chat_logprobs, tool_call_body
 from edgemoe.api.generate.generation import (
     ChoiceDelta,
     CompletionChoice,
     Generation,
-    RequestSender,
+    PreparedAnswer,
+    RequestContext,
     TokenizedPrompt,
     encode_counted,
     output_tokens,
-    requests,
     sampling,
 )
 from edgemoe.api.generate.grammar import AnswerForm, GrammarChoice, free_grammar, response_grammar, tool_grammar
-from edgemoe.api.schema import Chat, NamedTool, Tool, stop_strings
+from edgemoe.api.schema import Chat, NamedTool, Tool, read, stop_strings
 from edgemoe.api.text.chat_template import for_template, tools_for_template
 from edgemoe.api.text.tokenizer import StopMatcher, TextModel
 from edgemoe.errors import InvalidRequest
@@ -26,19 +27,30 @@ from edgemoe.types.arrays import Json
 from edgemoe.types.request import RequestLimits
 
 MANY_CALLS = 128
-GOES_ON = "<goes on here> "  # stands behind the text that an answer continues, until the prompt is rendered
+CONTINUATION = "<goes on here> "  # stands after the text that an answer continues, until the prompt is rendered
 
 
-def prepare(
-    body: Chat, text: TextModel, limits: RequestLimits, model: str, asker: RequestSender, prefix: str = "chatcmpl"
-) -> Generation:
-    """Returns the generation that `body` asks for. Raises InvalidRequest.
+def prepare(context: RequestContext, raw: bytes) -> PreparedAnswer:
+    """Decodes a body of POST /v1/chat/completions and prepares its generation. Raises InvalidRequest."""
+    body = read(raw, Chat)
+    generation = chat_generation(body, context, "chatcmpl")
+    return PreparedAnswer(generation, ChatFormat(generation, body, context.text), bool(body.stream))
 
-    Renders and tokenizes the prompt, and writes the grammar.
-    """
-    tools, calls = _tools(body)
+
+def chat_generation(body: Chat, context: RequestContext, prefix: str) -> Generation:
+    """Returns the generation that a chat asks for: prompt, sampling, choices, grammar. Raises InvalidRequest."""
+    context.check_model(body.model)
+    text, limits = context.text, context.limits
+    if body.top_logprobs is not None and not body.logprobs:
+        raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
+    tools, most_calls = offered_tools(body)
     prompt_text = render(body, tools, text)
-    marks = _marks(body, prompt_text, text, calls, tools)
+    marks = OutputMarks(
+        text.dialect,
+        begun_by(prompt_text, text.dialect, text.template_text, bool(body.continue_final_message)),
+        most_calls,
+        {tool.function.name: tool.function.parameters for tool in tools},
+    )
     prompt = text.encode(prompt_text, add_special_tokens=False, most_tokens=limits.context_tokens)
     wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     settings = sampling(
@@ -46,94 +58,30 @@ def prepare(
         text,
         max_tokens=output_tokens(prompt, limits, "messages", wanted),
         vocab=limits.vocab,
-        logprobs=_logprobs(body),
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
-    n = body.n or 1
+    stops = stop_strings(body.stop)
     return Generation(
         prefix=prefix,
-        model=model,
-        requests=requests([TokenizedPrompt(tuple(prompt), settings)], n, body.seed, asker),
+        model=context.model,
+        requests=context.engine_requests(body, [TokenizedPrompt(tuple(prompt), settings)]),
         choices=[
-            CompletionChoice(at, text.vocabulary, StopMatcher(stop_strings(body.stop), settings.min_tokens), marks)
-            for at in range(n)
+            CompletionChoice(at, text.vocabulary, StopMatcher(stops, settings.min_tokens), marks)
+            for at in range(body.n or 1)
         ],
         prompt_tokens=len(prompt),
-        grammar=_grammar(body, tools, marks, text),
+        grammar=chat_grammar(body, tools, marks, text),
     )
 
 
-def prompt_of(body: Chat, text: TextModel, limits: RequestLimits) -> list[int]:
-    """Returns the tokens of the prompt. Raises InvalidRequest."""
-    return encode_counted(text, render(body, _tools(body)[0], text), False, limits, "messages")
+def tokenize_prompt(body: Chat, text: TextModel, limits: RequestLimits) -> list[int]:
+    """Returns the tokens of a chat's prompt, for clients that count them. Raises InvalidRequest."""
+    tools, _ = offered_tools(body)
+    return encode_counted(text, render(body, tools, text), False, limits, "messages")
 
 
-def render(body: Chat, tools: list[Tool], text: TextModel) -> str:
-    """Returns the prompt as text. Raises InvalidRequest."""
-    if text.template is None:
-        raise InvalidRequest("this model has no chat template; use /v1/completions", code="no_chat_template")
-    if tools and not text.template.takes_tools:
-        raise InvalidRequest("tools: this model's chat template has no place for tools", param="tools")
-    extra = _variables(body, text)
-    history = text.dialect.history
-    messages, shown = for_template(body.messages, history), tools_for_template(tools, history)
-    if body.continue_final_message:
-        marked = [*messages[:-1], messages[-1] | {"content": _to_go_on(body, messages[-1]) + GOES_ON}]
-        return _continued(text.template.render(marked, shown, add_generation_prompt=False, extra=extra))
-    begin = body.add_generation_prompt is not False
-    return text.template.render(messages, shown, add_generation_prompt=begin, extra=extra)
-
-
-def _variables(body: Chat, text: TextModel) -> Json:
-    """Returns what the template is given beside messages and tools.
-
-    Families have different variables for thinking: `enable_thinking`, `thinking`, `reasoning_effort`. What is said by
-    one is said by all.
-    """
-    extra, efforts = dict(body.chat_template_kwargs or {}), dict(text.dialect.history.efforts)
-    effort = body.reasoning_effort if body.reasoning_effort is not None else extra.get("reasoning_effort")
-    thinks = extra.get("enable_thinking", extra.get("thinking", None if effort is None else effort != "none"))
-    if effort is None and thinks is False:
-        effort = efforts.get("none")
-    if effort is not None:
-        if not isinstance(effort, str):
-            message = "chat_template_kwargs.reasoning_effort is text"
-            raise InvalidRequest(message, param="chat_template_kwargs", code="invalid_type")
-        extra["reasoning_effort"] = efforts.get(effort, effort)
-    if thinks is not None:
-        extra = {"enable_thinking": thinks, "thinking": thinks} | extra
-    return extra
-
-
-def _to_go_on(body: Chat, last: Json) -> str:
-    """Returns the last message's text, which the answer continues. Raises InvalidRequest."""
-    if body.add_generation_prompt:
-        message = "continue_final_message goes on with the last message: set add_generation_prompt to false"
-        raise InvalidRequest(message, param="continue_final_message")
-    content = str(last["content"])
-    if not content.strip():
-        message = "continue_final_message: the last message has no text to go on with"
-        raise InvalidRequest(message, param="continue_final_message")
-    return content
-
-
-def _continued(rendered: str) -> str:
-    """Returns the prompt up to where the last message goes on; without white space that the template trims there."""
-    prompt, mark, rest = rendered.rpartition(GOES_ON.strip())
-    if not mark:
-        message = "continue_final_message: the model's chat template leaves the last message out"
-        raise InvalidRequest(message, param="continue_final_message")
-    return prompt if rest.startswith(" ") else prompt.rstrip()
-
-
-def _marks(body: Chat, prompt: str, text: TextModel, calls: int, tools: list[Tool]) -> OutputMarks:
-    functions = {tool.function.name: tool.function.parameters for tool in tools}
-    template = text.template.text if text.template is not None else ""
-    begun = begun_by(prompt, text.dialect, template, bool(body.continue_final_message))
-    return OutputMarks(text.dialect, begun, calls, functions)
-
-
-def _tools(body: Chat) -> tuple[list[Tool], int]:
-    """Returns the tools to show to the model, and the most calls to take. Raises InvalidRequest."""
+def offered_tools(body: Chat) -> tuple[list[Tool], int]:
+    """Returns the tools that the prompt shows to the model, and the most calls it may make. Raises InvalidRequest."""
     tools, choice = body.tools or [], body.tool_choice
     if isinstance(choice, NamedTool):
         tools = [tool for tool in tools if tool.function.name == choice.function.name]
@@ -149,19 +97,74 @@ def _tools(body: Chat) -> tuple[list[Tool], int]:
     return tools, 1 if body.parallel_tool_calls is False else MANY_CALLS
 
 
-def _grammar(body: Chat, tools: list[Tool], marks: OutputMarks, text: TextModel) -> GrammarChoice | None:
+def render(body: Chat, tools: list[Tool], text: TextModel) -> str:
+    """Returns the prompt as text. Raises InvalidRequest."""
+    if text.template is None:
+        raise InvalidRequest("this model has no chat template; use /v1/completions", code="no_chat_template")
+    if tools and not text.template.takes_tools:
+        raise InvalidRequest("tools: this model's chat template has no place for tools", param="tools")
+    history = text.dialect.history
+    variables = _template_variables(body.chat_template_kwargs or {}, body.reasoning_effort, dict(history.efforts))
+    messages, shown = for_template(body.messages, history), tools_for_template(tools, history)
+    begin = body.add_generation_prompt is not False
+    if not body.continue_final_message:
+        return text.template.render(messages, shown, add_generation_prompt=begin, extra=variables)
+    if body.add_generation_prompt:
+        message = "continue_final_message goes on with the last message: set add_generation_prompt to false"
+        raise InvalidRequest(message, param="continue_final_message")
+    marked = [*messages[:-1], messages[-1] | {"content": _continued_text(messages[-1]) + CONTINUATION}]
+    rendered = text.template.render(marked, shown, add_generation_prompt=False, extra=variables)
+    return _up_to_continuation(rendered)
+
+
+def _template_variables(given: Json, effort: str | None, efforts: Mapping[str, str]) -> Json:
+    """Returns the template's variables beside messages and tools: the client's, with one setting of thinking for all.
+
+    Families have different variables for thinking: `enable_thinking`, `thinking`, `reasoning_effort`. The client's
+    setting of one sets the others. `efforts` maps OpenAI's reasoning efforts to the model's.
+    """
+    variables = dict(given)
+    asked: Any = variables.get("reasoning_effort") if effort is None else effort
+    thinks = variables.get("enable_thinking", variables.get("thinking", None if asked is None else asked != "none"))
+    if asked is None and thinks is False:
+        asked = efforts.get("none")
+    if asked is not None:
+        if not isinstance(asked, str):
+            message = "chat_template_kwargs.reasoning_effort is text"
+            raise InvalidRequest(message, param="chat_template_kwargs", code="invalid_type")
+        variables["reasoning_effort"] = efforts.get(asked, asked)
+    if thinks is not None:
+        variables = {"enable_thinking": thinks, "thinking": thinks} | variables
+    return variables
+
+
+def _continued_text(last: Json) -> str:
+    """Returns the last message's text, which the answer continues. Raises InvalidRequest."""
+    content = str(last["content"])
+    if not content.strip():
+        message = "continue_final_message: the last message has no text to go on with"
+        raise InvalidRequest(message, param="continue_final_message")
+    return content
+
+
+def _up_to_continuation(rendered: str) -> str:
+    """Returns the prompt up to CONTINUATION, without white space that the template trims there."""
+    prompt, mark, rest = rendered.rpartition(CONTINUATION.strip())
+    if not mark:
+        message = "continue_final_message: the model's chat template leaves the last message out"
+        raise InvalidRequest(message, param="continue_final_message")
+    return prompt if rest.startswith(" ") else prompt.rstrip()
+
+
+def chat_grammar(body: Chat, tools: list[Tool], marks: OutputMarks, text: TextModel) -> GrammarChoice | None:
+    """Returns the grammar that a chat's answer must follow; None for free text. Raises InvalidRequest."""
     form = AnswerForm(text.vocabulary.added, text.dialect, marks.begun)
+    several = marks.calls > 1
     if isinstance(body.tool_choice, NamedTool) or (tools and body.tool_choice == "required"):
-        return tool_grammar(tools, marks.calls > 1, form)
+        return tool_grammar(tools, several, form)
     if tools and (body.response_format is None or body.response_format.type == "text"):
-        return free_grammar(tools, marks.calls > 1, form)
-    return response_grammar(body.response_format, form, tools, marks.calls > 1)
-
-
-def _logprobs(body: Chat) -> int | None:
-    if body.top_logprobs is not None and not body.logprobs:
-        raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
-    return (body.top_logprobs or 0) if body.logprobs else None
+        return free_grammar(tools, several, form)
+    return response_grammar(body.response_format, form, tools, several)
 
 
 class ChatFormat(OpenAIFormat):
@@ -169,8 +172,8 @@ class ChatFormat(OpenAIFormat):
 
     chunk_object = "chat.completion.chunk"
 
-    def __init__(self, job: Generation, body: Chat, text: TextModel) -> None:
-        super().__init__(job, body)
+    def __init__(self, generation: Generation, body: Chat, text: TextModel) -> None:
+        super().__init__(generation, body.stream_options)
         self._vocabulary = text.vocabulary
         self._begun: set[int] = set()
 
@@ -180,7 +183,7 @@ class ChatFormat(OpenAIFormat):
                 self._begun.add(delta.choice)
                 yield self._chunk([self._choice(delta.choice, {"role": "assistant", "content": ""}, None, None)])
             logprobs = chat_logprobs(delta, self._vocabulary)
-            last = self._job.finished and delta is deltas[-1]
+            last = self._generation.finished and delta is deltas[-1]
             choice = self._choice(delta.choice, self._delta(delta), logprobs, delta.finish or None)
             yield self._chunk([choice], last=last)
 
@@ -195,8 +198,8 @@ class ChatFormat(OpenAIFormat):
                 }
                 for delta in choices
             ],
-            "usage": self._job.usage(),
-            "timings": self._job.timings(),
+            "usage": self._generation.usage(),
+            "timings": self._generation.timings(),
         }
 
     def _choice(self, index: int, delta: Json, logprobs: Json | None, finish: str | None) -> Json:
@@ -209,7 +212,7 @@ class ChatFormat(OpenAIFormat):
         if delta.reasoning:
             body["reasoning_content"] = body["reasoning"] = delta.reasoning
         if calls := delta.pieces.of("call"):
-            body["tool_calls"] = [{"index": piece.call.index, **call_body(piece)} for piece in calls if piece.call]
+            body["tool_calls"] = [{"index": piece.call.index, **tool_call_body(piece)} for piece in calls if piece.call]
         return body
 
 
@@ -223,5 +226,5 @@ def _message(delta: ChoiceDelta) -> Json:
     if delta.reasoning:
         message["reasoning_content"] = message["reasoning"] = delta.reasoning
     if calls:
-        message["tool_calls"] = [call_body(piece) for piece in calls]
+        message["tool_calls"] = [tool_call_body(piece) for piece in calls]
     return message

@@ -1,4 +1,4 @@
-"""Prepares generations for POST /v1/completions, and writes their answers as OpenAI's objects."""
+"""POST /v1/completions: prepares generations, and writes their answers as OpenAI's objects."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from edgemoe.api.generate.generation import (
     ChoiceDelta,
     CompletionChoice,
     Generation,
-    RequestSender,
+    PreparedAnswer,
+    RequestContext,
     TokenizedPrompt,
     check_ids,
     output_tokens,
-    requests,
     sampling,
 )
 from edgemoe.api.generate.grammar import response_grammar
-from edgemoe.api.schema import Completion, stop_strings
+from edgemoe.api.schema import Completion, read, stop_strings
 from edgemoe.api.text.tokenizer import Detokenizer, StopMatcher, TextModel
 from edgemoe.errors import InvalidRequest
 from edgemoe.types.arrays import Json
@@ -25,14 +25,23 @@ from edgemoe.types.request import RequestLimits
 
 DEFAULT_TOKENS = 16  # OpenAI's default
 MAX_PROMPTS = 1024
-MAX_CHOICES = 4096  # of all prompts together: far more than can wait, and few enough to be made before that is known
+MAX_CHOICES = 4096  # of all prompts together: far more than can wait, few enough to make before they are refused
 
 
-def prepare(body: Completion, text: TextModel, limits: RequestLimits, model: str, asker: RequestSender) -> Generation:
-    """Returns the generation that `body` asks for; its choice p * n + c is choice c of prompt p.
+def prepare(context: RequestContext, raw: bytes) -> PreparedAnswer:
+    """Decodes a body of POST /v1/completions and prepares its generation. Raises InvalidRequest."""
+    body = read(raw, Completion)
+    generation = completion_generation(body, context)
+    return PreparedAnswer(generation, CompletionFormat(generation, body, context.text), bool(body.stream))
+
+
+def completion_generation(body: Completion, context: RequestContext) -> Generation:
+    """Returns the generation that a completion asks for; its choice p * n + c is choice c of prompt p.
 
     Raises InvalidRequest.
     """
+    context.check_model(body.model)
+    text, limits = context.text, context.limits
     tokens, n = prompts(body.prompt, text, limits), body.n or 1
     if len(tokens) * n > MAX_CHOICES:
         raise InvalidRequest(f"{len(tokens)} prompts with n = {n} are more than {MAX_CHOICES} choices", param="n")
@@ -56,14 +65,13 @@ def prepare(body: Completion, text: TextModel, limits: RequestLimits, model: str
         )
         for prompt in tokens
     ]
+    stops, min_tokens = stop_strings(body.stop), body.min_tokens or 0
     return Generation(
         prefix="cmpl",
-        model=model,
-        requests=requests(ready, n, body.seed, asker),
+        model=context.model,
+        requests=context.engine_requests(body, ready),
         choices=[
-            CompletionChoice(
-                at, text.vocabulary, StopMatcher(stop_strings(body.stop), body.min_tokens or 0), prompt_only=not wanted
-            )
+            CompletionChoice(at, text.vocabulary, StopMatcher(stops, min_tokens), prompt_only=not wanted)
             for at in range(n * len(tokens))
         ],
         prompt_tokens=sum(map(len, tokens)),
@@ -99,24 +107,26 @@ class CompletionFormat(OpenAIFormat):
 
     chunk_object = "text_completion"
 
-    def __init__(self, job: Generation, body: Completion, text: TextModel) -> None:
-        super().__init__(job, body)
+    def __init__(self, generation: Generation, body: Completion, text: TextModel) -> None:
+        super().__init__(generation, body.stream_options)
         self._vocabulary = text.vocabulary
         n = body.n or 1
-        echoes = [text.vocabulary.text(one.prompt, skip_special=True) if body.echo else "" for one in job.requests[::n]]
+        echoes = [
+            text.vocabulary.text(one.prompt, skip_special=True) if body.echo else "" for one in generation.requests[::n]
+        ]
         self._echoes = [echo for echo in echoes for _ in range(n)]
-        self._texts = [Detokenizer(text.vocabulary) for _ in job.choices]
-        self._offsets = [0] * len(job.choices)
-        self._prompt_logprobs_due = [bool(body.echo) and body.logprobs is not None] * len(job.choices)
+        self._texts = [Detokenizer(text.vocabulary) for _ in generation.choices]
+        self._offsets = [0] * len(generation.choices)
+        self._prompt_logprobs_due = [bool(body.echo) and body.logprobs is not None] * len(generation.choices)
 
     def events(self, deltas: list[ChoiceDelta]) -> Iterable[bytes]:
         for delta in deltas:
             echo, self._echoes[delta.choice] = self._echoes[delta.choice], ""
-            yield self._chunk([self._choice(delta, echo)], last=self._job.finished and delta is deltas[-1])
+            yield self._chunk([self._choice(delta, echo)], last=self._generation.finished and delta is deltas[-1])
 
     def whole(self, choices: list[ChoiceDelta]) -> Json:
         done = [self._choice(delta, self._echoes[delta.choice]) for delta in choices]
-        rest = {"choices": done, "usage": self._job.usage(), "timings": self._job.timings()}
+        rest = {"choices": done, "usage": self._generation.usage(), "timings": self._generation.timings()}
         return self._head(self.chunk_object) | rest
 
     def _choice(self, delta: ChoiceDelta, echo: str) -> Json:
@@ -124,7 +134,7 @@ class CompletionFormat(OpenAIFormat):
         tokens: list[LogprobEntry] = [(one.token or 0, one.logprob, one.top) for one in delta.logprobs]
         if self._prompt_logprobs_due[at]:
             self._prompt_logprobs_due[at] = False
-            first, *rest = self._job.requests[at].prompt
+            first, *rest = self._generation.requests[at].prompt
             of_rest = zip(rest, delta.prompt_logprobs, strict=True)
             tokens = [(first, None, ()), *((token, *likely) for token, likely in of_rest), *tokens]
         if tokens:

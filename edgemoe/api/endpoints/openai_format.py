@@ -8,7 +8,7 @@ import edgemoe
 from edgemoe.api.dialects.tool_calls import OutputPiece
 from edgemoe.api.generate.generation import ChoiceDelta, Generation
 from edgemoe.api.http.responding import DONE, error_body, event
-from edgemoe.api.schema import Chat, Completion
+from edgemoe.api.schema import StreamOptions
 from edgemoe.api.text.tokenizer import Detokenizer, Vocabulary
 from edgemoe.errors import RequestError
 from edgemoe.types.arrays import Json
@@ -24,36 +24,36 @@ class OpenAIFormat:
 
     chunk_object: str
 
-    def __init__(self, job: Generation, body: Chat | Completion) -> None:
-        self._job = job
-        self._usage = bool(body.stream_options and body.stream_options.include_usage)
+    def __init__(self, generation: Generation, options: StreamOptions | None) -> None:
+        self._generation = generation
+        self._usage = bool(options and options.include_usage)
 
-    def end(self) -> Iterable[bytes]:
+    def closing_events(self) -> Iterable[bytes]:
         if self._usage:
-            yield self._chunk([], self._job.usage(), last=True)
+            yield self._chunk([], self._generation.usage(), last=True)
         yield DONE
 
-    def error(self, error: RequestError) -> Iterable[bytes]:
+    def error_events(self, error: RequestError) -> Iterable[bytes]:
         yield event(error_body(error))
         yield DONE
 
     def _head(self, kind: str) -> Json:
-        job = self._job
+        generation = self._generation
         return {
-            "id": job.id,
+            "id": generation.id,
             "object": kind,
-            "created": job.created,
-            "model": job.model,
+            "created": generation.created,
+            "model": generation.model,
             "system_fingerprint": FINGERPRINT,
         }
 
     def _chunk(self, choices: list[Json], usage: Json | None = None, last: bool = False) -> bytes:
         head = self._head(self.chunk_object) | {"choices": choices}
-        head |= {"timings": self._job.timings()} if last else {}
+        head |= {"timings": self._generation.timings()} if last else {}
         return event(head | {"usage": usage} if self._usage else head)
 
 
-def call_body(piece: OutputPiece) -> Json:
+def tool_call_body(piece: OutputPiece) -> Json:
     """Returns OpenAI's tool call object, or what follows the one that has begun."""
     if piece.call is None or not piece.begins:
         return {"function": {"arguments": piece.text}}

@@ -14,9 +14,10 @@ from msgspec import Meta
 
 from edgemoe.api import schema
 from edgemoe.api.dialects.tool_calls import OutputPiece, ToolCall
-from edgemoe.api.generate.generation import ChoiceDelta, Generation
+from edgemoe.api.endpoints.chat import chat_generation
+from edgemoe.api.generate.generation import ChoiceDelta, Generation, PreparedAnswer, RequestContext
 from edgemoe.api.http.responding import error_body, event
-from edgemoe.api.schema import Chat, FieldNames, convert
+from edgemoe.api.schema import Chat, FieldNames, convert, read
 from edgemoe.errors import InvalidRequest, RequestError
 from edgemoe.types.arrays import Json
 
@@ -62,18 +63,27 @@ class ResponsesBody(schema.RequestBody, frozen=True, kw_only=True):
     prompt: dict[str, Any] | None = None
 
 
+def prepare(context: RequestContext, raw: bytes) -> PreparedAnswer:
+    """Decodes a body of POST /v1/responses and prepares its generation. Raises InvalidRequest."""
+    body = read(raw, ResponsesBody)
+    chat, fields = as_chat(body)
+    with fields.renamed():
+        generation = chat_generation(chat, context, "resp")
+    return PreparedAnswer(generation, ResponsesFormat(generation, body), bool(body.stream), fields)
+
+
 def as_chat(body: ResponsesBody) -> tuple[Chat, FieldNames]:
-    """Returns the equivalent chat request, and the origin of its fields. Raises InvalidRequest."""
+    """Returns the equivalent chat request, and the client's names of its fields. Raises InvalidRequest."""
     for field in NEEDS_STORE:
         if getattr(body, field) is not None:
             raise InvalidRequest(f"{field}: nothing is stored here; send the whole input", param=field)
     if body.background:
         raise InvalidRequest("background: nothing is stored here; ask for a stream", param="background")
-    origin = FieldNames(FIELDS)
-    messages = _messages(body.input, origin)
+    fields = FieldNames(FIELDS)
+    messages = _messages(body.input, fields)
     if body.instructions:
         messages.insert(0, {"role": "system", "content": body.instructions})
-        origin.messages.insert(0, "instructions")
+        fields.messages.insert(0, "instructions")
     common = {field: getattr(body, field) for field in schema.RequestBody.__struct_fields__}
     chat = {
         **common,
@@ -87,18 +97,18 @@ def as_chat(body: ResponsesBody) -> tuple[Chat, FieldNames]:
         "reasoning_effort": body.reasoning.effort if body.reasoning else None,
         "chat_template_kwargs": body.chat_template_kwargs,
     }
-    with origin.named():
-        return convert(chat, Chat), origin
+    with fields.renamed():
+        return convert(chat, Chat), fields
 
 
-def _messages(given: str | list[dict[str, Any]], origin: FieldNames) -> list[Json]:
+def _messages(given: str | list[dict[str, Any]], fields: FieldNames) -> list[Json]:
     if isinstance(given, str):
-        origin.messages.append("input")
+        fields.messages.append("input")
         return [{"role": "user", "content": given}]
     messages: list[Json] = []
     reasoning = ""  # of the assistant's message that follows
     for at, item in enumerate(given):
-        origin.messages += [f"input[{at - 1}]"] * (len(messages) - len(origin.messages))
+        fields.messages += [f"input[{at - 1}]"] * (len(messages) - len(fields.messages))
         match item.get("type", "message"):
             case "message":
                 messages.append({"role": item.get("role"), "content": item.get("content")})
@@ -116,7 +126,7 @@ def _messages(given: str | list[dict[str, Any]], origin: FieldNames) -> list[Jso
                 reasoning += _reasoning(item)
             case other:
                 raise InvalidRequest(f"input[{at}]: a {other!r} item cannot be read here", param=f"input[{at}].type")
-    origin.messages += [f"input[{len(given) - 1}]"] * (len(messages) - len(origin.messages))
+    fields.messages += [f"input[{len(given) - 1}]"] * (len(messages) - len(fields.messages))
     return messages
 
 
@@ -190,8 +200,8 @@ class ResponseItem:
 class ResponsesFormat:
     """Writes deltas as response events, or joined as one response object."""
 
-    def __init__(self, job: Generation, body: ResponsesBody) -> None:
-        self._job = job
+    def __init__(self, generation: Generation, body: ResponsesBody) -> None:
+        self._generation = generation
         self._body = body
         self._output: list[Json] = []
         self._item: ResponseItem | None = None
@@ -207,12 +217,12 @@ class ResponsesFormat:
         for delta in deltas:
             yield from self._delta(delta)
 
-    def end(self) -> Iterable[bytes]:
+    def closing_events(self) -> Iterable[bytes]:
         yield from self._close()
         status = "incomplete" if self._finish == "length" else "completed"
         yield self._event(f"response.{status}", response=self._response(status))
 
-    def error(self, error: RequestError) -> Iterable[bytes]:
+    def error_events(self, error: RequestError) -> Iterable[bytes]:
         body = error_body(error)["error"]
         failed = {"code": body["code"] or body["type"], "message": body["message"]}
         yield self._event("response.failed", response=self._response("failed") | {"error": failed})
@@ -283,13 +293,13 @@ class ResponsesFormat:
         return event({"type": kind, "sequence_number": number, **fields}, kind)
 
     def _response(self, status: str) -> Json:
-        job, body = self._job, self._body
+        generation, body = self._generation, self._body
         return {
-            "id": job.id.replace("-", "_"),
+            "id": generation.id.replace("-", "_"),
             "object": "response",
-            "created_at": job.created,
+            "created_at": generation.created,
             "status": status,
-            "model": job.model,
+            "model": generation.model,
             "output": list(self._output),
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
@@ -300,18 +310,18 @@ class ResponsesFormat:
             "previous_response_id": None,
             "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
             "store": False,
-            "temperature": job.requests[0].sampling.temperature,
+            "temperature": generation.requests[0].sampling.temperature,
             "text": {"format": {"type": body.text.format.type if body.text and body.text.format else "text"}},
             "tool_choice": body.tool_choice or "auto",
             "tools": body.tools or [],
-            "top_p": job.requests[0].sampling.top_p,
+            "top_p": generation.requests[0].sampling.top_p,
             "truncation": "disabled",
             "usage": None if status == "in_progress" else self._usage(),
             "user": body.user,
         }
 
     def _usage(self) -> Json:
-        usage = self._job.usage()
+        usage = self._generation.usage()
         return {
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": usage["prompt_tokens_details"],

@@ -18,14 +18,15 @@ from edgemoe.api.dialects.tool_calls import OutputPieces
 from edgemoe.api.generate.grammar import GrammarChoice
 from edgemoe.api.generate.grammar_trial import TriedGrammar
 from edgemoe.api.metrics import GenerationClock, Metrics
-from edgemoe.api.schema import RequestBody
+from edgemoe.api.schema import FieldNames, RequestBody
 from edgemoe.api.text.tokenizer import Detokenizer, StopMatcher, TextModel, Vocabulary
-from edgemoe.errors import DeadlineExceeded, EngineUnavailable, InvalidRequest, QueueFull, RequestError
+from edgemoe.errors import DeadlineExceeded, EngineUnavailable, InvalidRequest, ModelNotFound, QueueFull, RequestError
 from edgemoe.types.arrays import Json
-from edgemoe.types.principal import Identity
+from edgemoe.types.principal import Identity, Principal, cache_salt_of
 from edgemoe.types.request import Emission, Request, RequestLimits, Sampling, TokenLogprob
 
-MOST_CONTEXTS = 8  # contexts: of a longer text tokens are not even counted
+ANY_MODEL = "*"  # among aliases: every name
+MOST_CONTEXTS = 8  # a text of more tokens than this many contexts is refused uncounted
 
 
 def sampling(
@@ -171,7 +172,7 @@ class CompletionChoice:
         """Returns the stop string that ended the text, or ""."""
         return self._stops.matched
 
-    def take(self, emission: Emission) -> bool:
+    def add(self, emission: Emission) -> bool:
         """Adds one emission. Must not be called once `finish` is set.
 
         Returns True where the text has ended in a way that the engine cannot know: a stop string, the last tool call.
@@ -219,19 +220,51 @@ ENGINE_ERRORS: dict[str, type[RequestError]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class RequestSender:
-    """Whom a request is from, and the salt of its cached blocks."""
-
-    identity: Identity
-    salt: bytes
-
-
-@dataclass(frozen=True, slots=True)
 class TokenizedPrompt:
-    """The tokens of one prompt and how to continue it."""
+    """Holds the tokens of one prompt and how to continue it."""
 
     tokens: tuple[int, ...]
     sampling: Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class RequestContext:
+    """Describes the served model and the client that a body's request is prepared for."""
+
+    text: TextModel  # renders and tokenizes for this client
+    model: str  # the served model's id
+    aliases: tuple[str, ...]  # further names of the model; ANY_MODEL: every name
+    limits: RequestLimits
+    principal: Principal
+    shares_prefixes: bool  # all principals share cached prefixes
+
+    def check_model(self, name: str | None) -> None:
+        """Raises ModelNotFound for a name that is neither the served model's nor an alias (api.aliases)."""
+        if name not in (None, self.model, *self.aliases) and ANY_MODEL not in self.aliases:
+            raise ModelNotFound(f"the model {name!r} is not served here; {self.model!r} is", param="model")
+
+    def engine_requests(self, body: RequestBody, prompts: Sequence[TokenizedPrompt]) -> list[Request]:
+        """Returns `body.n` requests for each prompt. Draws a seed if the body has none, so that a retry repeats it.
+
+        A user that the body names divides the principal's share, and gives the request no other rights.
+        """
+        identity = Identity.of(self.principal, body.user or body.safety_identifier)
+        salt = cache_salt_of(self.principal, body.cache_salt, shared=self.shares_prefixes)
+        name = secrets.token_hex(8)
+        return [
+            Request(
+                id=f"{name}-{at}-{choice}",
+                prompt=prompt.tokens,
+                sampling=prompt.sampling,
+                seed=(secrets.randbits(63) if body.seed is None else body.seed) & (2**64 - 1),
+                choice=choice,
+                user=identity.user,
+                principal=identity.principal,
+                salt=salt,
+            )
+            for at, prompt in enumerate(prompts)
+            for choice in range(body.n or 1)
+        ]
 
 
 class AnswerFormat(Protocol):
@@ -240,10 +273,10 @@ class AnswerFormat(Protocol):
     def events(self, deltas: list[ChoiceDelta]) -> Iterable[bytes]:
         """Yields server-sent events for what is new."""
 
-    def end(self) -> Iterable[bytes]:
+    def closing_events(self) -> Iterable[bytes]:
         """Yields the last events of a complete stream."""
 
-    def error(self, error: RequestError) -> Iterable[bytes]:
+    def error_events(self, error: RequestError) -> Iterable[bytes]:
         """Yields the last events of a stream that ended in `error`."""
 
     def whole(self, choices: list[ChoiceDelta]) -> Json:
@@ -303,62 +336,53 @@ class Generation:
         )
 
 
-def requests(prompts: Sequence[TokenizedPrompt], n: int, seed: int | None, asker: RequestSender) -> list[Request]:
-    """Returns `n` requests for each prompt. Draws a seed where `seed` is None, so that a replay repeats the answer."""
-    name = secrets.token_hex(8)
-    return [
-        Request(
-            id=f"{name}-{at}-{choice}",
-            prompt=prompt.tokens,
-            sampling=prompt.sampling,
-            seed=(secrets.randbits(63) if seed is None else seed) & (2**64 - 1),
-            choice=choice,
-            user=asker.identity.user,
-            principal=asker.identity.principal,
-            salt=asker.salt,
-        )
-        for at, prompt in enumerate(prompts)
-        for choice in range(n)
-    ]
+@dataclass(frozen=True, slots=True)
+class PreparedAnswer:
+    """Holds a generation that is ready to run, and the way to write its answer."""
+
+    generation: Generation
+    answer_format: AnswerFormat
+    is_stream: bool
+    fields: FieldNames = field(default_factory=lambda: FieldNames({}))
 
 
 async def run_generation(
-    job: Generation, backend: Backend, metrics: Metrics, timeout_s: float
+    generation: Generation, backend: Backend, metrics: Metrics, timeout_s: float
 ) -> AsyncGenerator[list[ChoiceDelta], None]:
     """Yields the deltas of all choices as they arrive. Raises RequestError."""
-    choices = {request.id: choice for request, choice in zip(job.requests, job.choices, strict=True)}
-    with backend.open(job.requests, timeout_s) as ticket:
-        clock = job.clock = GenerationClock(metrics)
-        metrics.prompt_tokens.inc(job.prompt_tokens)
-        async for emissions in ticket:
+    choices = {request.id: choice for request, choice in zip(generation.requests, generation.choices, strict=True)}
+    with backend.open(generation.requests, timeout_s) as submission:
+        clock = generation.clock = GenerationClock(metrics)
+        metrics.prompt_tokens.inc(generation.prompt_tokens)
+        async for emissions in submission:
             touched: dict[str, CompletionChoice] = {}
             for emission in emissions:
                 choice = choices[emission.request]
                 if choice.finish:
                     continue
-                _check(emission)
+                _raise_engine_error(emission)
                 touched[emission.request] = choice
-                if choice.take(emission):
-                    ticket.cancel(emission.request)
+                if choice.add(emission):
+                    submission.cancel(emission.request)
                 clock.emitted(emission, ended=bool(choice.finish))
             if deltas := [delta for choice in touched.values() if (delta := choice.delta())]:
                 yield deltas
 
 
-async def collect_deltas(job: Generation, deltas: AsyncGenerator[list[ChoiceDelta], None]) -> list[ChoiceDelta]:
+async def collect_deltas(generation: Generation, deltas: AsyncGenerator[list[ChoiceDelta], None]) -> list[ChoiceDelta]:
     """Returns each choice's deltas joined into one, in order of choices."""
-    whole = [ChoiceDelta(choice.index) for choice in job.choices]
+    whole = [ChoiceDelta(choice.index) for choice in generation.choices]
     async with aclosing(deltas):
         async for some in deltas:
             for delta in some:
                 whole[delta.choice].add(delta)
     for delta in whole:
-        delta.pieces.settle()
+        delta.pieces.drop_broken_calls()
     return whole
 
 
-def _check(emission: Emission) -> None:
-    """Raises the RequestError that the engine ended a request with."""
+def _raise_engine_error(emission: Emission) -> None:
+    """Raises the RequestError that the engine ended a request with, if the emission has one."""
     if emission.finish != "error":
         return
     message = emission.error or "the engine could not go on with this request"

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Send
 
-from edgemoe.api.generate.generation import AnswerFormat, ChoiceDelta, Generation, collect_deltas
+from edgemoe.api.generate.generation import ChoiceDelta, PreparedAnswer, collect_deltas
 from edgemoe.errors import InvalidRequest, RequestError
 from edgemoe.types.arrays import Json
 
@@ -95,40 +95,41 @@ async def while_connected(receive: Receive) -> AsyncIterator[None]:
         raise ClientGone from None
 
 
-async def reply(
-    send: Send, job: Generation, form: AnswerFormat, deltas: AsyncGenerator[list[ChoiceDelta], None], stream: bool
-) -> None:
+async def reply(send: Send, prepared: PreparedAnswer, deltas: AsyncGenerator[list[ChoiceDelta], None]) -> None:
     """Sends the answer. Raises RequestError only while nothing has been sent.
 
-    A stream that has no token for QUIET_S begins without, and has a comment so often: proxies and clients give up on
-    what is silent for a minute, which a long prompt may take.
+    A stream without a token for QUIET_S begins without one, and gets a comment as often: proxies and clients give up
+    on a connection that is silent for a minute, which a long prompt may take.
     """
-    if not stream:
-        body = msgspec.json.encode(form.whole(await collect_deltas(job, deltas)))
+    generation, answer_format = prepared.generation, prepared.answer_format
+    if not prepared.is_stream:
+        body = msgspec.json.encode(answer_format.whole(await collect_deltas(generation, deltas)))
         await _start(send, 200, [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))])
         await _send(send, body, more=False)
         return
-    async with aclosing(deltas), _coming(deltas) as first:
-        waiting = not await _within(first, QUIET_S)
+    async with aclosing(deltas), _first_deltas(deltas) as first:
+        waiting = not await _is_done_within(first, QUIET_S)
         if not waiting:
             first.result()  # an error before the first token is answered with its own status
         await _start(send, 200, EVENT_STREAM)
         while waiting:
             await _send(send, WAITING)
-            waiting = not await _within(first, QUIET_S)
+            waiting = not await _is_done_within(first, QUIET_S)
         try:
-            await _send(send, b"".join(form.events(first.result())))
+            await _send(send, b"".join(answer_format.events(first.result())))
             async for some in deltas:
-                await _send(send, b"".join(form.events(some)))
+                await _send(send, b"".join(answer_format.events(some)))
         except RequestError as error:
-            await _send(send, b"".join(form.error(error)), more=False)
+            await _send(send, b"".join(answer_format.error_events(error)), more=False)
             return
-    await _send(send, b"".join(form.end()), more=False)
+    await _send(send, b"".join(answer_format.closing_events()), more=False)
 
 
 @asynccontextmanager
-async def _coming(deltas: AsyncGenerator[list[ChoiceDelta], None]) -> AsyncIterator[asyncio.Future[list[ChoiceDelta]]]:
-    """Yields the first deltas, which are still to come."""
+async def _first_deltas(
+    deltas: AsyncGenerator[list[ChoiceDelta], None],
+) -> AsyncIterator[asyncio.Future[list[ChoiceDelta]]]:
+    """Yields a future of the first deltas; cancels it when the block ends."""
     first = asyncio.ensure_future(anext(deltas, []))
     try:
         yield first
@@ -137,7 +138,7 @@ async def _coming(deltas: AsyncGenerator[list[ChoiceDelta], None]) -> AsyncItera
         await asyncio.wait([first])
 
 
-async def _within(future: asyncio.Future[list[ChoiceDelta]], seconds: float) -> bool:
+async def _is_done_within(future: asyncio.Future[list[ChoiceDelta]], seconds: float) -> bool:
     return bool((await asyncio.wait([future], timeout=seconds))[0])
 
 

@@ -158,8 +158,9 @@ class TextModel:
         self.vocabulary = Vocabulary(self._tokenizer)
         self.template = ChatTemplate.load(directory, tokenizer_config)
         response = tokenizer_config.get("response_template")
+        self.template_text = self.template.text if self.template is not None else ""
         self.dialect = dialect_of(
-            self.template.text if self.template else "",
+            self.template_text,
             self.vocabulary.added,
             response if isinstance(response, dict) else None,
         )

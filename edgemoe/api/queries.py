@@ -1,0 +1,175 @@
+"""Answers requests that generate nothing: models, tokens, health, metrics, and requests of the socket's owner."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+import edgemoe
+from edgemoe.api.endpoints import anthropic
+from edgemoe.api.endpoints.chat import tokenize_prompt
+from edgemoe.api.generate.generation import ANY_MODEL, RequestContext, check_ids, encode_counted
+from edgemoe.api.http import responding as http
+from edgemoe.api.metrics import CONTENT_TYPE
+from edgemoe.api.resources import Api
+from edgemoe.api.schema import Chat, Detokenize, Tokenize, read
+from edgemoe.errors import InvalidRequest, ModelNotFound
+from edgemoe.types.arrays import Json
+from edgemoe.types.model_info import ModelInfo
+from edgemoe.types.principal import Principal
+
+R = TypeVar("R", Tokenize, Detokenize, anthropic.MessagesBody)
+
+_STARTED = int(time.time())
+
+
+async def list_models(request: Request) -> Response:
+    """Answers GET /v1/models with the served model and its aliases."""
+    api = _api(request)
+    info, limits = await api.backend.model()
+    card = _model_card(info, limits.context_tokens)
+    aliases = [name for name in api.settings.aliases if name not in (ANY_MODEL, info.id)]
+    return JSONResponse({"object": "list", "data": [card, *(card | {"id": name, "root": info.id} for name in aliases)]})
+
+
+async def describe_model(request: Request) -> Response:
+    """Answers GET /v1/models/NAME. Raises ModelNotFound."""
+    api = _api(request)
+    info, limits = await api.backend.model()
+    (await api.context(request.state.principal)).check_model(request.path_params["name"])
+    return JSONResponse(_model_card(info, limits.context_tokens))
+
+
+def _model_card(info: ModelInfo, context_tokens: int) -> Json:
+    """Returns OpenAI's model object, with context length, family, digest and dtype added."""
+    return {
+        "id": info.id,
+        "object": "model",
+        "created": _STARTED,
+        "owned_by": "edgemoe",
+        "max_model_len": context_tokens,
+        "family": info.family,
+        "digest": info.digest,
+        "dtype": info.dtype,
+    }
+
+
+async def refuse_embeddings(request: Request) -> Response:
+    """Raises ModelNotFound: a generating model has no embeddings."""
+    raise ModelNotFound("the model served here has no embeddings", code="no_embeddings")
+
+
+# --- tokens ------------------------------------------------------------------------------------------------------
+
+
+async def tokenize(request: Request) -> Response:
+    """Answers POST /tokenize with the token ids of a text, or of messages rendered by the chat template."""
+    return await _answer_in_thread(request, Tokenize, _tokenized)
+
+
+async def detokenize(request: Request) -> Response:
+    """Answers POST /detokenize with the text of token ids, special tokens included."""
+    return await _answer_in_thread(request, Detokenize, _detokenized)
+
+
+async def count_tokens(request: Request) -> Response:
+    """Answers POST /v1/messages/count_tokens with the length of a prompt."""
+    return await _answer_in_thread(request, anthropic.MessagesBody, _counted)
+
+
+async def _answer_in_thread(request: Request, kind: type[R], work: Callable[[R, RequestContext], Json]) -> Response:
+    """Decodes the body as a `kind` and answers with `work(body, context)`, both in a thread."""
+    api = _api(request)
+    principal: Principal = request.state.principal
+
+    def decode_and_work(context: RequestContext, raw: bytes) -> Response:
+        body = read(raw, kind)
+        context.check_model(body.model)
+        return JSONResponse(work(body, context))
+
+    with api.bodies.open(principal) as body:
+        raw = await api.bodies.read(body, request)
+        async with http.while_connected(request.receive), api.large(raw, principal):
+            return await api.in_thread(principal, decode_and_work, await api.context(principal), raw)
+
+
+def _tokenized(body: Tokenize, context: RequestContext) -> Json:
+    text, limits = context.text, context.limits
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidRequest("give either prompt or messages", param="prompt")
+    if body.messages is None:
+        ids = encode_counted(text, body.prompt or "", body.add_special_tokens, limits, "prompt")
+    else:
+        own = {name: getattr(body, name) for name in Tokenize.__struct_fields__ if name in Chat.__struct_fields__}
+        ids = tokenize_prompt(Chat(**own), text, limits)
+    return {"count": len(ids), "max_model_len": limits.context_tokens, "tokens": ids}
+
+
+def _detokenized(body: Detokenize, context: RequestContext) -> Json:
+    limits = context.limits
+    if len(body.tokens) > limits.context_tokens:
+        raise InvalidRequest(
+            f"This model's maximum context length is {limits.context_tokens} tokens, and there are {len(body.tokens)}",
+            param="tokens",
+        )
+    check_ids(body.tokens, limits.vocab, "tokens")
+    return {"prompt": context.text.vocabulary.text(body.tokens)}
+
+
+def _counted(body: anthropic.MessagesBody, context: RequestContext) -> Json:
+    plain, fields = anthropic.as_chat(body)
+    with fields.renamed():
+        return {"input_tokens": len(tokenize_prompt(plain, context.text, context.limits))}
+
+
+# --- the daemon --------------------------------------------------------------------------------------------------
+
+
+async def version(request: Request) -> Response:
+    """Answers GET /version."""
+    return JSONResponse({"version": edgemoe.__version__})
+
+
+async def tokenizer_info(request: Request) -> Response:
+    """Answers GET /tokenizer_info with the tokenizer's configuration, chat template and dialect."""
+    return JSONResponse(_api(request).text.about())
+
+
+async def health(request: Request) -> Response:
+    """Answers GET /health: the state only, to a client without a key; status 503 unless the daemon is ready."""
+    backend = _api(request).backend
+    about = backend.describe() if request.state.known else {"status": backend.state}
+    return JSONResponse(about, 200 if backend.state == "ready" else 503)
+
+
+async def metrics(request: Request) -> Response:
+    """Answers GET /metrics."""
+    api = _api(request)
+    return Response(api.metrics.render(api.backend.metrics()), media_type=CONTENT_TYPE)
+
+
+async def reload(request: Request) -> Response:
+    """Answers POST /reload, by the Unix socket only: reloads settings and exports that can change while serving."""
+    return JSONResponse({"message": await _owner_api(request).backend.reload()})
+
+
+async def reach(request: Request) -> Response:
+    """Answers GET /reach, by the Unix socket only: how this box and the others reach each other."""
+    return JSONResponse({"boxes": await _owner_api(request).backend.reach()})
+
+
+def _api(request: Request) -> Api:
+    api: Api = request.app.state.api
+    return api
+
+
+def _owner_api(request: Request) -> Api:
+    """Returns the application's Api. Raises HTTPException (404) for a request that came by TCP."""
+    if getattr(request.state, "peer_uid", None) is None:
+        raise HTTPException(404, "this is for clients of the Unix socket")
+    return _api(request)
