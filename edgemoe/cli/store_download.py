@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from edgemoe.cluster.control.messages import CONTROL, ControlMessage, FindStore, StoreAt
+from edgemoe.cluster.control.messages import CONTROL, ControlMessage, StoreLocationReply, StoreLocationRequest
 from edgemoe.cluster.data.messages import BULK, BulkMessage
 from edgemoe.cluster.data.store_fetch import Pace, PieceChannel
 from edgemoe.cluster.rpc.channel import Channel
@@ -42,7 +42,7 @@ class StoreBox:
     """A box that has the store, or some of it."""
 
     peer: Peer
-    offer: StoreAt
+    offer: StoreLocationReply
     manifest: Manifest
     has: set[str]  # checksums of experts
     looked_s: float = field(default_factory=time.monotonic)
@@ -70,12 +70,12 @@ class StoreFinder:
             raise StoreError(f"boxes have different models of the name {self._model}; name one by its store")
         return boxes
 
-    async def locate(self, peer: Peer) -> StoreAt:
+    async def locate(self, peer: Peer) -> StoreLocationReply:
         """Connects to what a box serves. Raises PeerError, StoreError where it is another model."""
         self._control.connect(peer)
         await _until_up(self._control, peer.node)
-        answer = (await self._control.ask(peer.node, FindStore(), timeout_s=ASK_S)).message
-        if not isinstance(answer, StoreAt):
+        answer = (await self._control.ask(peer.node, StoreLocationRequest(), timeout_s=ASK_S)).message
+        if not isinstance(answer, StoreLocationReply):
             raise PeerRefused(f"{peer.node} answered with something else")
         if not _is_called(answer, self._model):
             raise StoreError(f"{peer.node} serves {answer.name} ({answer.store})")
@@ -84,7 +84,7 @@ class StoreFinder:
         await _until_up(self._bulk, peer.node)
         return answer
 
-    async def manifest(self, peer: Peer, offer: StoreAt) -> Manifest:
+    async def manifest(self, peer: Peer, offer: StoreLocationReply) -> Manifest:
         """Returns what a box has. Raises PeerError, StoreError."""
         text = await self.pieces.small(peer.node, offer.model, MAX_MANIFEST_BYTES)
         manifest = Manifest.parse(text, f"what {peer.node} has")
@@ -106,7 +106,7 @@ def experts_of(manifest: Manifest) -> set[str]:
     return {entry.xxh3_128 for layer in manifest.layers for entry in layer.experts}
 
 
-def _is_called(offer: StoreAt, model: str) -> bool:
+def _is_called(offer: StoreLocationReply, model: str) -> bool:
     names = (offer.name, offer.store, model_of(offer.store), offer.model)
     return model in names
 
@@ -388,7 +388,7 @@ async def pull(settings: ClusterSettings, store_dir: Path, model: str, rate: flo
         transport.close()
 
 
-def _name_of(offer: StoreAt) -> str:
+def _name_of(offer: StoreLocationReply) -> str:
     """Returns what the store is called here: as there, where that is a store's name."""
     return offer.store if model_of(offer.store) != offer.store else f"{offer.store}-v2-{offer.model[:12]}"
 

@@ -14,16 +14,16 @@ from edgemoe.cluster.control.control_plane import ControlPlane
 from edgemoe.cluster.control.coordination.store import wait_event
 from edgemoe.cluster.control.messages import (
     Announce,
-    Beat,
-    Check,
+    BoxReport,
     ControlMessage,
-    Dropped,
-    FindStore,
-    Forward,
-    Report,
+    ForwardedEmissions,
+    ForwardedFrame,
+    FrameAccepted,
+    Heartbeat,
+    LostRequestsQuery,
+    LostRequestsReply,
     RequestGrant,
-    Taken,
-    Tokens,
+    StoreLocationRequest,
 )
 from edgemoe.cluster.rpc.envelope import Answer, Question
 from edgemoe.cluster.rpc.keys import load_secret
@@ -41,21 +41,21 @@ from edgemoe.front.requests.own_work import OwnWork
 from edgemoe.front.requests.prefix_keys import PrefixKeys
 from edgemoe.front.router import Router
 from edgemoe.ipc.messages import (
-    Activity,
     Cancel,
-    Choosing,
+    ChannelsOpened,
     Emissions,
-    Holds,
-    LastChunk,
-    Listening,
+    ExpertActivity,
+    ExpertDemandReport,
+    FetchPrefixKV,
+    HeldExperts,
+    LastChunkStarted,
+    PeerLinkMeasured,
     PeerList,
-    PeerSeen,
     Plan,
-    PrefixFound,
-    PrefixPulled,
-    PromptRead,
-    PullPrefix,
-    Show,
+    PrefixKVFetched,
+    PrefixSignatureReply,
+    PromptSignature,
+    SnapshotRequest,
     Submit,
     ToCluster,
     decode_from_engine,
@@ -141,22 +141,22 @@ class ClusterFront:
     def hear(self, boot: str, message: ToCluster) -> None:
         """Takes what our engine says of itself and its links."""
         match message:
-            case Listening():
+            case ChannelsOpened():
                 self._engine.listens(boot, message)
                 self._peers = PeerList()
                 self._tell_peers()
                 if self.plane.state.plans.plan is not None:
                     self.follow_plan(self.plane.state.plans.plan)
-            case Holds():
+            case HeldExperts():
                 self._engine.holds = message
                 self._announce()
-            case PeerSeen():
+            case PeerLinkMeasured():
                 self._engine.seen[message.node] = message
-            case Activity():
+            case ExpertActivity():
                 self._engine.activity = message
-            case Choosing():
+            case ExpertDemandReport():
                 self._offers.news.hear(message)
-            case LastChunk() | PrefixPulled() | PromptRead() | PrefixFound():
+            case LastChunkStarted() | PrefixKVFetched() | PromptSignature() | PrefixSignatureReply():
                 self._pass_on(message)
 
     def engine_changed(self) -> None:
@@ -191,17 +191,19 @@ class ClusterFront:
         self.hosted_requests.submit(question.peer, question.boot, submit)
         self._meter.note(submit, (question.peer, offer) if offer else None)
         self._offers.news.changed()
-        return Answer(Taken())
+        return Answer(FrameAccepted())
 
-    def load(self) -> Beat:
+    def load(self) -> Heartbeat:
         """Returns what our beats say of how busy this box is."""
         self._requests.replay()  # what was turned away everywhere, or is where nobody serves any more
         self._offers.news.look()
         load = self._work.load()
         secret = self._keys.secret if self.plane.leading else b""
         if load is None or self._work.is_going:
-            return Beat(secret=secret)
-        return Beat(engine=load.place, requests=load.requests, slots=load.slots, capacity=load.capacity, secret=secret)
+            return Heartbeat(secret=secret)
+        return Heartbeat(
+            engine=load.place, requests=load.requests, slots=load.slots, capacity=load.capacity, secret=secret
+        )
 
     def _pass_on(self, message: RequestNews) -> None:
         """Acts on what our engine says of a request, or passes it on to the front whose it is."""
@@ -218,38 +220,38 @@ class ClusterFront:
 
     def serve(self, question: Question[ControlMessage]) -> Answer[ControlMessage]:
         """Answers what another front has for our engine, or its engine for us. Raises PeerError, WireError."""
-        if isinstance(question.message, Show):
+        if isinstance(question.message, SnapshotRequest):
             return Answer(self._lookout.answer())
-        if isinstance(question.message, FindStore):
+        if isinstance(question.message, StoreLocationRequest):
             return Answer(self._engine.store_at(self._store, shared=self.settings.share_experts))
-        if isinstance(question.message, Check):
+        if isinstance(question.message, LostRequestsQuery):
             if question.message.engine != self._door.place:
                 raise PeerRefused("that engine is no more")
             missing = self.hosted_requests.missing(question.peer, question.boot, question.message.requests)
-            return Answer(Dropped(missing))
+            return Answer(LostRequestsReply(missing))
         if len(question.tensors) != 1:
             raise PeerRefused("a message without its frame")
-        if isinstance(question.message, Forward) and question.message.model != self.plane.state.model:
+        if isinstance(question.message, ForwardedFrame) and question.message.model != self.plane.state.model:
             raise PeerRefused(f"another model is served here: {self.plane.state.model[:12]}")
-        if isinstance(question.message, Tokens):
+        if isinstance(question.message, ForwardedEmissions):
             match decode_from_engine(question.tensors[0]):
                 case Emissions(items=items):
                     return Answer(self._places.take(question.peer, items))
-                case LastChunk() | PrefixPulled() | PromptRead() as news:
+                case LastChunkStarted() | PrefixKVFetched() | PromptSignature() as news:
                     self._places.learn(news, question.peer)
-                    return Answer(Taken())
+                    return Answer(FrameAccepted())
         else:
             match decode_to_engine(question.tensors[0]):
                 case Submit() as submit:
-                    assert isinstance(question.message, Forward)
+                    assert isinstance(question.message, ForwardedFrame)
                     return self._host(question, submit, question.message.offer)
-                case PullPrefix() as pull:
+                case FetchPrefixKV() as pull:
                     self.check_room()
                     self.hosted_requests.pull(question.peer, question.boot, pull)
-                    return Answer(Taken())
+                    return Answer(FrameAccepted())
                 case Cancel() as cancel:
                     self.hosted_requests.cancel(question.peer, question.boot, cancel.request, cancel.attempt)
-                    return Answer(Taken())
+                    return Answer(FrameAccepted())
         raise PeerRefused("a frame of another kind")
 
     def check_room(self) -> None:
@@ -282,14 +284,14 @@ class ClusterFront:
         if peers != self._peers and self._door.tell(peers):
             self._peers = peers
 
-    def on_beat(self, node: str, beat: Beat) -> None:
+    def on_beat(self, node: str, beat: Heartbeat) -> None:
         """Takes note of how another box says that it is."""
         self._places.hear(node, beat)
         if beat.secret and node == self.plane.leader and beat.secret != self._keys.secret:
             self._keys.secret = beat.secret
             self._meter.forget()
 
-    def report(self) -> Report | None:
+    def report(self) -> BoxReport | None:
         """Returns what the leader is told; None until our engine has said what its requests choose."""
         return self._engine.report()
 

@@ -24,15 +24,15 @@ from edgemoe.ipc.messages import (
     Failed,
     FromEngine,
     Loading,
+    MessageRefused,
     Ready,
-    Refused,
     Reloaded,
-    Shown,
+    SnapshotReply,
     Stats,
     ToCluster,
 )
 from edgemoe.telemetry.log import goes_to_journal
-from edgemoe.wire.protocol import SPOKEN
+from edgemoe.wire.protocol import PROTOCOL_VERSIONS
 
 log = logging.getLogger(__name__)
 LOOK_S = 0.25  # between two looks at an engine
@@ -78,7 +78,7 @@ class EngineHandle:
             boot = Boot(
                 boot_id=secrets.token_hex(8),
                 address=address,
-                speaks=SPOKEN,
+                speaks=PROTOCOL_VERSIONS,
                 settings=values,
                 place_fd=place.fd,
             )
@@ -119,7 +119,7 @@ class EngineHandle:
         finally:
             transport.close()
 
-    def note(self, message: FromEngine | None) -> Emissions | Ready | Shown | ToCluster | None:
+    def note(self, message: FromEngine | None) -> Emissions | Ready | SnapshotReply | ToCluster | None:
         """Remembers what the engine says of itself, None where it is unreadable; returns what is for others."""
         self.heard = time.monotonic()
         match message:
@@ -130,7 +130,7 @@ class EngineHandle:
             case Failed():
                 self.failed = message
                 self._told_failed.set()
-            case Refused():
+            case MessageRefused():
                 log.warning("the engine cannot read what was sent", extra={"what": message.what, "why": message.why})
             case Ready():
                 self.ready = message

@@ -20,18 +20,18 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from edgemoe.cluster.control.messages import ControlMessage, Taken, Tokens
+from edgemoe.cluster.control.messages import ControlMessage, ForwardedEmissions, FrameAccepted
 from edgemoe.cluster.rpc.channel import Channel
 from edgemoe.errors import EdgemoeError, PeerBusy, PeerError, PeerRefused, Unsendable, WireError
 from edgemoe.front.requests.engine_use import HeldRequest
 from edgemoe.ipc.messages import (
     Cancel,
     Emissions,
-    LastChunk,
-    PrefixFound,
-    PrefixPulled,
-    PromptRead,
-    PullPrefix,
+    FetchPrefixKV,
+    LastChunkStarted,
+    PrefixKVFetched,
+    PrefixSignatureReply,
+    PromptSignature,
     Submit,
     ToEngine,
     encode,
@@ -45,7 +45,7 @@ GIVEN_UP_S = 5.0
 ASK_S, RETRY_S = 2.0, 0.1
 BATCH = 2000  # emissions in one message
 MOST_PULLS = 256  # of one front: far more than its requests that are to move here at once
-RequestNews = LastChunk | PrefixPulled | PromptRead | PrefixFound
+RequestNews = LastChunkStarted | PrefixKVFetched | PromptSignature | PrefixSignatureReply
 
 
 @dataclass(slots=True, eq=False)
@@ -164,7 +164,7 @@ class HostedRequests:
                     self._pass_on(hosted, msgspec.structs.replace(one, request=hosted.request))
         return ours
 
-    def pull(self, node: str, boot: str, message: PullPrefix) -> None:
+    def pull(self, node: str, boot: str, message: FetchPrefixKV) -> None:
         """Has our engine fetch the blocks of a request that this front means to hand over. Raises PeerBusy."""
         front, name = self._front_of(node, boot), f"{node}/{next(self._numbers)}"
         self._end_pulls_for(front, message.request, message.attempt)
@@ -178,7 +178,7 @@ class HostedRequests:
         """Passes on what is about a request of another front; returns False for one of our own."""
         if "/" not in message.request:
             return False
-        pulled = isinstance(message, PrefixPulled)
+        pulled = isinstance(message, PrefixKVFetched)
         about = self._pulls.pop(message.request, None) if pulled else self._hosted_requests.get(message.request)
         if about is not None:
             self._spawn(self._tell(about.front, msgspec.structs.replace(message, request=about.request)))
@@ -245,7 +245,7 @@ class HostedRequests:
         frame, ends_s = encode(message), time.monotonic() + GIVEN_UP_S
         while self._fronts.get(front.node) is front:
             try:
-                await self._channel.ask(front.node, Tokens(), [frame], timeout_s=ASK_S)
+                await self._channel.ask(front.node, ForwardedEmissions(), [frame], timeout_s=ASK_S)
                 return
             except PeerError as error:
                 if isinstance(error, PeerRefused) or time.monotonic() > ends_s:
@@ -259,7 +259,7 @@ class HostedRequests:
             batch = front.outbox[:size]
             try:
                 frame = encode(Emissions(items=batch))
-                answer = await self._channel.ask(front.node, Tokens(), [frame], timeout_s=ASK_S)
+                answer = await self._channel.ask(front.node, ForwardedEmissions(), [frame], timeout_s=ASK_S)
             except (WireError, Unsendable) as error:
                 if len(batch) == 1:
                     front.outbox[0] = _too_large(batch[0], error)
@@ -276,7 +276,7 @@ class HostedRequests:
                 continue
             failing_s = None
             del front.outbox[: len(batch)]
-            if isinstance(answer.message, Taken):
+            if isinstance(answer.message, FrameAccepted):
                 for request, attempt in answer.message.unwanted:
                     self.cancel(front.node, front.boot, request, attempt)
 

@@ -9,11 +9,11 @@ import re
 from collections.abc import Container, Iterable
 
 from edgemoe.cluster.control.control_plane import ControlPlane
-from edgemoe.cluster.control.messages import EngineCard, LinkReport, Report, StoreAt
+from edgemoe.cluster.control.messages import BoxReport, EngineDescription, LinkReport, StoreLocationReply
 from edgemoe.errors import PeerBusy, PeerOutdated, PeerRefused, WireError
 from edgemoe.front.engine_handle import EngineHandle
 from edgemoe.ipc.engine_socket import FrontEnd
-from edgemoe.ipc.messages import Activity, Holds, Listening, PeerSeen, ToEngine
+from edgemoe.ipc.messages import ChannelsOpened, ExpertActivity, HeldExperts, PeerLinkMeasured, ToEngine
 from edgemoe.types.bounds import MAX_NODES
 
 log = logging.getLogger(__name__)
@@ -52,23 +52,25 @@ class OwnEngine:
 
     def __init__(self) -> None:
         self.boot = ""
-        self.listening: Listening | None = None
-        self.holds: Holds | None = None
-        self.seen: dict[str, PeerSeen] = {}  # its links to other engines, by node
-        self.activity: Activity | None = None
+        self.listening: ChannelsOpened | None = None
+        self.holds: HeldExperts | None = None
+        self.seen: dict[str, PeerLinkMeasured] = {}  # its links to other engines, by node
+        self.activity: ExpertActivity | None = None
 
-    def listens(self, boot: str, listening: Listening) -> None:
+    def listens(self, boot: str, listening: ChannelsOpened) -> None:
         """Takes note of an incarnation that has opened its channels."""
         self.boot, self.listening, self.holds, self.activity = boot, listening, None, None
 
-    def store_at(self, store: str, *, shared: bool) -> StoreAt:
+    def store_at(self, store: str, *, shared: bool) -> StoreLocationReply:
         """Returns where the pieces of the store in that folder are to be had. Raises PeerBusy, PeerRefused."""
         if not shared:
             raise PeerRefused("this box shares nothing (cluster.share_experts)")
         if self.listening is None:
             raise PeerBusy("the engine here is still starting; try again in a moment")
         model, name = self.listening.model, re.sub(r"[^A-Za-z0-9_.-]+", "-", store).lstrip(".-") or "store"
-        return StoreAt(bulk_port=self.listening.bulk_port, model=model.digest, name=model.id[:256], store=name[:255])
+        return StoreLocationReply(
+            bulk_port=self.listening.bulk_port, model=model.digest, name=model.id[:256], store=name[:255]
+        )
 
     def ended(self) -> None:
         """Forgets what one that has ended held."""
@@ -79,12 +81,12 @@ class OwnEngine:
         """Forgets its links to all other boxes."""
         self.seen = {node: seen for node, seen in self.seen.items() if node in nodes}
 
-    def card(self, shares: bool) -> EngineCard | None:
+    def card(self, shares: bool) -> EngineDescription | None:
         """Returns what the others are told of it; None until it has said where it listens and what it holds."""
         if (ports := self.listening) is None or (holds := self.holds) is None:
             return None
         model = ports.model
-        return EngineCard(
+        return EngineDescription(
             boot=self.boot,
             calls_port=ports.calls_port,
             bulk_port=ports.bulk_port,
@@ -103,12 +105,12 @@ class OwnEngine:
             rooms=holds.rooms,
         )
 
-    def report(self) -> Report | None:
+    def report(self) -> BoxReport | None:
         """Returns what the leader is told of it; None until it has said what its requests choose."""
         if (listening := self.listening) is None or (activity := self.activity) is None:
             return None
         links = [LinkReport(seen.node, seen.latency_s, seen.bytes_per_s, seen.unit_s) for seen in self.seen.values()]
-        return Report(
+        return BoxReport(
             model=listening.model.digest,
             tokens=activity.tokens,
             chosen=activity.chosen,
@@ -130,13 +132,13 @@ def is_handed_over(plane: ControlPlane) -> bool:
     return all_held(plane.announcement.engine, [each.engine for each in announced if not each.leaving])
 
 
-def all_held(ours: EngineCard | None, others: Iterable[EngineCard | None]) -> bool:
+def all_held(ours: EngineDescription | None, others: Iterable[EngineDescription | None]) -> bool:
     """Returns whether others' engines hold every expert that ours holds, or there is no other to hold any."""
     cards = list(others)
     there = functools.reduce(operator.or_, map(_experts, cards), 0)
     return not any(cards) or not _experts(ours) & ~there
 
 
-def _experts(engine: EngineCard | None) -> int:
+def _experts(engine: EngineDescription | None) -> int:
     """Those that an engine can hand out, as bits."""
     return 0 if engine is None else int.from_bytes(engine.disk, "little") | int.from_bytes(engine.ram, "little")

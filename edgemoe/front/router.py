@@ -18,13 +18,21 @@ from typing import Protocol
 import msgspec
 
 from edgemoe.cluster.control.control_plane import ControlPlane
-from edgemoe.cluster.control.messages import MAX_UNWANTED, Beat, Check, Dropped, Forward, RequestGrant, Taken
+from edgemoe.cluster.control.messages import (
+    MAX_UNWANTED,
+    ForwardedFrame,
+    FrameAccepted,
+    Heartbeat,
+    LostRequestsQuery,
+    LostRequestsReply,
+    RequestGrant,
+)
 from edgemoe.errors import EdgemoeError
 from edgemoe.front.hosted_requests import RequestNews
 from edgemoe.front.requests.offered_requests import NO_WORD, OfferedRequests
 from edgemoe.front.requests.open_offers import RouteChoice
 from edgemoe.front.routing.hand_over import HandOver, HandOvers, MovableRequests
-from edgemoe.ipc.messages import Cancel, PrefixFound, PromptRead, PullPrefix, Submit, ToEngine, encode
+from edgemoe.ipc.messages import Cancel, FetchPrefixKV, PrefixSignatureReply, PromptSignature, Submit, ToEngine, encode
 from edgemoe.policy.route import EngineLoad, node_of, route
 from edgemoe.ticking import until_tick
 from edgemoe.types.request import Emission, Phases
@@ -161,7 +169,7 @@ class Router:
         own = self._own()
         return place in self.elsewhere() or (own is not None and own.place == place)
 
-    def send_pull(self, place: str, message: PullPrefix) -> None:
+    def send_pull(self, place: str, message: FetchPrefixKV) -> None:
         """Asks the engine there to fetch a prompt's blocks."""
         if (node := self.elsewhere().get(place)) is not None:
             self._spawn(self._pull(place, node, message))
@@ -184,12 +192,12 @@ class Router:
 
     def learn(self, message: RequestNews, node: str = "") -> None:
         """Acts on what an engine says of a request of ours; `node` is its box, if that is another."""
-        if isinstance(message, PromptRead | PrefixFound):
+        if isinstance(message, PromptSignature | PrefixSignatureReply):
             self._offers.learn(message)
         else:
             self.hand_overs.hear(node, message)
 
-    def take(self, node: str, items: list[Emission]) -> Taken:
+    def take(self, node: str, items: list[Emission]) -> FrameAccepted:
         """Delivers what a request of ours has emitted over there; says which of it nobody waits for."""
         wanted, unwanted = [], {}
         for one in items:
@@ -199,7 +207,7 @@ class Router:
             elif not one.finish:
                 unwanted[one.request] = one.attempt
         self._requests.take(wanted)
-        return Taken(tuple(unwanted.items())[:MAX_UNWANTED])
+        return FrameAccepted(tuple(unwanted.items())[:MAX_UNWANTED])
 
     async def check(self) -> None:
         """Has what another box no longer has run again. Until cancelled."""
@@ -215,7 +223,7 @@ class Router:
                     asked.setdefault(place, []).append((name, attempt))
             await asyncio.gather(*(self._check(place, nodes[place], some) for place, some in asked.items()))
 
-    def hear(self, node: str, beat: Beat) -> None:
+    def hear(self, node: str, beat: Heartbeat) -> None:
         """Takes note of how a box says that it is."""
         self._ours[node] = self._requests.count_at(f"{node}:{beat.engine}")
         self._offers.news.look()
@@ -253,13 +261,13 @@ class Router:
                 self.cancel(place, Cancel(request=name, attempt=attempt))
 
     async def _check(self, place: str, node: str, requests: list[tuple[str, int]]) -> None:
-        question = Check(place.removeprefix(f"{node}:"), tuple(requests[:MAX_UNWANTED]))
+        question = LostRequestsQuery(place.removeprefix(f"{node}:"), tuple(requests[:MAX_UNWANTED]))
         try:
             answer = await self._plane.channel.ask(node, question, timeout_s=ASK_S)
         except EdgemoeError as error:
             log.debug("what has become of requests is not known", extra={"peer": node, "why": str(error)})
             return
-        if not isinstance(answer.message, Dropped):
+        if not isinstance(answer.message, LostRequestsReply):
             return
         # what has ended meanwhile is missing there too
         lost = [one for one in answer.message.requests if self._requests.place_of(one[0]) == (place, one[1])]
@@ -274,10 +282,10 @@ class Router:
         self, node: str, message: ToEngine, offer: int = 0, wanted: Callable[[], bool] = lambda: True
     ) -> None:
         """Hands a message to another box's engine, by way of its front. Raises EdgemoeError where it is not taken."""
-        asked = Forward(self._plane.state.model, offer)
+        asked = ForwardedFrame(self._plane.state.model, offer)
         await self._plane.parcels.forward(node, asked, encode(message), wanted)
 
-    async def _pull(self, place: str, node: str, message: PullPrefix) -> None:
+    async def _pull(self, place: str, node: str, message: FetchPrefixKV) -> None:
         name, attempt = message.request, message.attempt
         try:
             await self._send(node, message, 0, lambda: self.hand_overs.awaits(name, attempt, place))

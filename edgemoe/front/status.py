@@ -7,12 +7,12 @@ from typing import Any, Literal
 
 from edgemoe.cluster.control.control_plane import ControlPlane
 from edgemoe.cluster.control.membership import Member, Members
-from edgemoe.cluster.control.messages import Announce, EngineCard
+from edgemoe.cluster.control.messages import Announce, EngineDescription
 from edgemoe.cluster.control.plan_store import PlanStore
 from edgemoe.front.hosted_requests import HostedRequests
 from edgemoe.front.requests.offered_requests import OfferedRequests
 from edgemoe.front.router import Router
-from edgemoe.ipc.messages import PeerSeen
+from edgemoe.ipc.messages import PeerLinkMeasured
 from edgemoe.policy.route import EngineLoad
 from edgemoe.telemetry import metrics as names
 from edgemoe.types.placement import PlacementPlan
@@ -30,7 +30,7 @@ def state_of(members: Members, member: Member) -> State:
     return "leaving" if member.announcement is not None and member.announcement.leaving else "here"
 
 
-def describe(plane: ControlPlane, seen: Mapping[str, PeerSeen], load: EngineLoad | None) -> dict[str, Any]:
+def describe(plane: ControlPlane, seen: Mapping[str, PeerLinkMeasured], load: EngineLoad | None) -> dict[str, Any]:
     """`seen` are the links between our engine and others', by node; `load` is our engine's."""
     plan, ref, agreed = plane.state.plans.plan, plane.state.plans.ref, plane.agreed
     digest = ref.digest if ref is not None else ""
@@ -94,7 +94,7 @@ def _plan(plan: PlacementPlan, digest: str) -> dict[str, Any]:
     }
 
 
-def _member(plane: ControlPlane, member: Member, link: PeerSeen | None) -> dict[str, Any]:
+def _member(plane: ControlPlane, member: Member, link: PeerLinkMeasured | None) -> dict[str, Any]:
     node = member.peer.node
     return _box(node, state_of(plane.state.members, member), member.announcement, plane.state.plans) | {
         "address": member.peer.address or (member.announcement.address if member.announcement else ""),
@@ -127,7 +127,7 @@ def _box(node: str, state: State, card: Announce | None, plans: PlanStore) -> di
     }
 
 
-def _moves(node: str, engine: EngineCard | None, plans: PlanStore) -> dict[str, int]:
+def _moves(node: str, engine: EngineDescription | None, plans: PlanStore) -> dict[str, int]:
     """Counts experts that the box has not yet said are pinned, and those that it will give up for it."""
     plan, ref = plans.plan, plans.ref
     if plan is None or ref is None or node not in plan.nodes:

@@ -32,7 +32,7 @@ from edgemoe.front.looking.lookout import Lookout
 from edgemoe.front.request_router import RequestRouter
 from edgemoe.front.requests.submission import LoggedSubmission
 from edgemoe.front.restart_backoff import RestartBackoff, keeps_failing
-from edgemoe.ipc.messages import Emissions, FromEngine, Ready, Reload, Shown, Stop, ToCluster
+from edgemoe.ipc.messages import Emissions, FromEngine, Ready, Reload, SnapshotReply, Stop, ToCluster
 from edgemoe.telemetry.rate_limited_log import RateLimitedLog
 from edgemoe.ticking import until_tick
 from edgemoe.types.model_info import ModelInfo, loading_text
@@ -209,7 +209,7 @@ class Supervisor:
                     self._on_ready(ready)
             case Emissions(items=items):
                 self.request_log.take(items if self._cluster is None else self._cluster.take(items))
-            case Shown() as seen:
+            case SnapshotReply() as seen:
                 self._lookout.note(seen)
             case None:
                 pass

@@ -27,7 +27,7 @@ from edgemoe.ipc.messages import (
     MAX_FRAME_BYTES,
     Emissions,
     FromEngine,
-    Refused,
+    MessageRefused,
     Submit,
     ToEngine,
     body_of,
@@ -38,7 +38,7 @@ from edgemoe.ipc.messages import (
 )
 from edgemoe.types.bounds import Attempt, Name
 from edgemoe.types.request import Emission
-from edgemoe.wire.protocol import SPOKEN, UNREADABLE, Versions, check_known, tag_of
+from edgemoe.wire.protocol import PROTOCOL_VERSIONS, UNREADABLE, Versions, check_known, tag_of
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ RETRY_S = 0.01  # between tries to hand ZeroMQ a message while its queue is full
 class FrontEnd:
     """Sends to engines by boot id, and yields the messages of all of them."""
 
-    def __init__(self, directory: Path, speaks: Versions = SPOKEN) -> None:
+    def __init__(self, directory: Path, speaks: Versions = PROTOCOL_VERSIONS) -> None:
         path = private_directory(directory) / "engine.ipc"
         if len(os.fsencode(path)) > zmq.IPC_PATH_MAX_LEN:
             why = f"too long for a socket ({zmq.IPC_PATH_MAX_LEN} bytes)"
@@ -112,7 +112,9 @@ class FrontEnd:
 class EngineEnd:
     """Posts to the front and yields its messages. Made in the engine's event loop; any thread may `post`."""
 
-    def __init__(self, address: str, boot_id: str, front: Versions = SPOKEN, speaks: Versions = SPOKEN) -> None:
+    def __init__(
+        self, address: str, boot_id: str, front: Versions = PROTOCOL_VERSIONS, speaks: Versions = PROTOCOL_VERSIONS
+    ) -> None:
         """Connects to the front at `address`. `front` are the versions that the front speaks, `speaks` ours."""
         self.unreadable = 0  # frames refused
         self._speaks, self._common = speaks, speaks.common(front)
@@ -190,13 +192,13 @@ class _Submitted(msgspec.Struct):
     type: str = ""
 
 
-def refusal(frame: bytes, error: Exception) -> Refused:
+def refusal(frame: bytes, error: Exception) -> MessageRefused:
     """Returns the answer to a frame that cannot be read."""
     try:
         tag = tag_of(body_of(frame))
     except WireError:
         tag = ""
-    return Refused(what=tag[:64], why=str(error)[:WHY_CHARS])
+    return MessageRefused(what=tag[:64], why=str(error)[:WHY_CHARS])
 
 
 def end_of_unreadable(frame: bytes, why: str) -> Emission | None:
@@ -222,7 +224,7 @@ def end_of(submit: Submit | _Submitted, error: str, code: str) -> Emission:
     )
 
 
-def _log_refusal(whose: str, refused: Refused, count: int) -> None:
+def _log_refusal(whose: str, refused: MessageRefused, count: int) -> None:
     if count & (count - 1) == 0:  # 1, 2, 4, 8, ...: a flood does not fill the log
         log.warning(f"a message of the {whose} cannot be read", extra={"what": refused.what, "why": refused.why})
 

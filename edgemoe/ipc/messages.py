@@ -1,16 +1,8 @@
-"""Defines and encodes the messages between a front and an engine. One frame is one message.
+"""Messages between a front and the engine of its box, and how a frame carries one.
 
     frame = magic (4 bytes) | framing (1) | lowest, highest version that the sender speaks (1, 1) | msgpack of a message
 
-Frames are checked: length, magic, versions, tag, every field's type and bound. `decode_*` raise WireError
-(WireVersionError where no version is common, UnknownMessage for a tag of another release) and nothing else. Receivers
-answer an invalid frame with Refused, or with the end of the one request that it was about.
-
-    front -> engine   Submit Cancel Drain Stop Ping Show Reload Refused, and among several boxes Peers Plan and others
-    engine -> front   Loading* Ready (Emissions | Stats | Shown | Reloaded)*; Refused; Failed before it exits
-                      among several boxes Listening once before Ready, then Holds, PeerSeen and others of `messages`
-
-Times are remaining or elapsed, never clock readings, so that a message means the same on any machine.
+Receivers answer an invalid frame with MessageRefused, or end the one request that it was about. Times are durations.
 """
 
 from __future__ import annotations
@@ -42,7 +34,7 @@ from edgemoe.types.bounds import (
     Text,
     Tokens,
 )
-from edgemoe.types.expert_signatures import EndedRequests, EngineChoices, SignatureTable
+from edgemoe.types.expert_signatures import EndedRequests, ExpertDemand, ExpertSignature
 from edgemoe.types.model_info import ModelInfo
 from edgemoe.types.placement import PlacementPlan
 from edgemoe.types.request import Emission, Request
@@ -63,8 +55,8 @@ class Submit(Message, frozen=True, kw_only=True, tag="Submit"):
     """Runs `request` from its prompt and the tokens `emitted` so far; the next index is `len(emitted)`.
 
     `attempt` counts this front's submissions of the request, from 1; every Emission carries it back. `waited_ms` is the
-    time since the front took the request in. With `hand_over` the front wants LastChunk: another box is to go on; with
-    `signature` it wants PromptRead.
+    time since the front received the request. `hand_over` asks for LastChunkStarted, because another box is to decode;
+    `signature` asks for PromptSignature.
     """
 
     request: Request
@@ -132,7 +124,7 @@ class Plan(Message, frozen=True, kw_only=True, tag="Plan"):
     digest: Text = ""  # of the plan, as boxes name it
 
 
-class Listening(Message, frozen=True, kw_only=True, tag="Listening"):
+class ChannelsOpened(Message, frozen=True, kw_only=True, tag="Listening"):
     """Announces the ports of the engine's channels, and the model that it is loading."""
 
     calls_port: Port
@@ -140,7 +132,7 @@ class Listening(Message, frozen=True, kw_only=True, tag="Listening"):
     model: ModelInfo
 
 
-class Holds(Message, frozen=True, kw_only=True, tag="Holds"):
+class HeldExperts(Message, frozen=True, kw_only=True, tag="Holds"):
     """Experts on the disk, and those at home in memory: verified, they stay. On change, at most once a second."""
 
     disk: Bitmap
@@ -150,7 +142,7 @@ class Holds(Message, frozen=True, kw_only=True, tag="Holds"):
     rooms: Counts = ()  # how many of each size can be at home here, the smallest first
 
 
-class PeerSeen(Message, frozen=True, kw_only=True, tag="PeerSeen"):
+class PeerLinkMeasured(Message, frozen=True, kw_only=True, tag="PeerSeen"):
     """The link to a peer as measured: a round trip, bytes per second, computing. At most once a second for each."""
 
     node: Name
@@ -160,7 +152,7 @@ class PeerSeen(Message, frozen=True, kw_only=True, tag="PeerSeen"):
     unit_s: Seconds = 0.0  # that the peer takes to compute one unit of work; 0 until measured
 
 
-class Activity(Message, frozen=True, kw_only=True, tag="Activity"):
+class ExpertActivity(Message, frozen=True, kw_only=True, tag="Activity"):
     """What this engine's own requests chose of late, as shares of their tokens in units of 1 / 65535.
 
     `chosen` is uint16 [L, E], as is `computed`, of steps; `pairs` uint16 [P, 4]: layer, both experts, share; the
@@ -178,7 +170,7 @@ class Activity(Message, frozen=True, kw_only=True, tag="Activity"):
     steps_per_token: Rate = 0.0
 
 
-class FindPrefix(Message, frozen=True, kw_only=True, tag="FindPrefix"):
+class PrefixSignatureRequest(Message, frozen=True, kw_only=True, tag="FindPrefix"):
     """Asks what the experts are that the part of a waiting request's prompt chose which the prefix cache has."""
 
     request: Name
@@ -186,29 +178,29 @@ class FindPrefix(Message, frozen=True, kw_only=True, tag="FindPrefix"):
     salt: Salt = b""  # of the request
 
 
-class PrefixFound(Message, frozen=True, kw_only=True, tag="PrefixFound"):
-    """Answers FindPrefix with the sum over the prompt's cached blocks; None where there are none."""
+class PrefixSignatureReply(Message, frozen=True, kw_only=True, tag="PrefixFound"):
+    """Answers PrefixSignatureRequest with the sum over the prompt's cached blocks; None where there are none."""
 
     request: Name
-    signature: SignatureTable | None = None
+    signature: ExpertSignature | None = None
 
 
-class PromptRead(Message, frozen=True, kw_only=True, tag="PromptRead"):
+class PromptSignature(Message, frozen=True, kw_only=True, tag="PromptRead"):
     """Says which experts a prompt's whole blocks chose, those that came from the prefix cache included."""
 
     request: Name
     attempt: Attempt
-    signature: SignatureTable
+    signature: ExpertSignature
 
 
-class Choosing(Message, frozen=True, kw_only=True, tag="Choosing"):
+class ExpertDemandReport(Message, frozen=True, kw_only=True, tag="Choosing"):
     """Says what an engine's requests are expected to choose. Sent on change, a few times a second at most."""
 
-    choices: EngineChoices
+    choices: ExpertDemand
     ended: EndedRequests = ()
 
 
-class LastChunk(Message, frozen=True, kw_only=True, tag="LastChunk"):
+class LastChunkStarted(Message, frozen=True, kw_only=True, tag="LastChunk"):
     """Says of a request submitted with `hand_over` that the last of its tokens so far are, or have just been, computed.
 
     Before they are, where most of the prompt was computed by steps before: by then its signature says enough.
@@ -216,13 +208,13 @@ class LastChunk(Message, frozen=True, kw_only=True, tag="LastChunk"):
 
     request: Name
     attempt: Attempt
-    signature: SignatureTable | None = None
+    signature: ExpertSignature | None = None
 
 
-class PullPrefix(Message, frozen=True, kw_only=True, tag="PullPrefix"):
+class FetchPrefixKV(Message, frozen=True, kw_only=True, tag="PullPrefix"):
     """Asks the engine to fetch the blocks of this prompt from a peer's, those that are still computed there too.
 
-    Answered with PrefixPulled, after `remaining_ms` at the latest. Only the prefix cache keeps what comes of it.
+    Answered with PrefixKVFetched, after `remaining_ms` at the latest. Only the prefix cache keeps what comes of it.
     """
 
     request: Name
@@ -233,7 +225,7 @@ class PullPrefix(Message, frozen=True, kw_only=True, tag="PullPrefix"):
     remaining_ms: Milliseconds = 60_000.0
 
 
-class PrefixPulled(Message, frozen=True, kw_only=True, tag="PrefixPulled"):
+class PrefixKVFetched(Message, frozen=True, kw_only=True, tag="PrefixPulled"):
     """Says how many of a prompt's blocks are here. `why` is "" where all are, else the reason in a word."""
 
     request: Name
@@ -284,11 +276,11 @@ class Stats(Message, frozen=True, kw_only=True, tag="Stats"):
     step_s: Seconds = 0.0
 
 
-class Show(Message, frozen=True, tag="Show"):
+class SnapshotRequest(Message, frozen=True, tag="Show"):
     """Asks an engine to show itself for a while; from a front to its engine, too."""
 
 
-class Shown(Message, frozen=True, tag="Shown"):
+class SnapshotReply(Message, frozen=True, tag="Shown"):
     """Shows an engine; None where none has shown itself yet. From an engine to its front, too."""
 
     snapshot: EngineSnapshot | None = msgspec.field(default=None, name="glimpse")
@@ -309,7 +301,7 @@ class Failed(Message, frozen=True, kw_only=True, tag="Failed"):
     fatal: bool = False
 
 
-class Refused(Message, frozen=True, kw_only=True, tag="Refused"):
+class MessageRefused(Message, frozen=True, kw_only=True, tag="Refused"):
     """Names by tag a message that could not be read, and why. Sent by either side."""
 
     what: Text
@@ -327,11 +319,32 @@ class Boot(msgspec.Struct, frozen=True, kw_only=True):
     place_fd: Annotated[int, Meta(ge=-1, le=1 << 20)] = -1
 
 
-ToEngine = Submit | Cancel | Drain | Stop | Ping | Show | Reload | PeerList | Plan | PullPrefix | FindPrefix | Refused
+ToEngine = (
+    Submit
+    | Cancel
+    | Drain
+    | Stop
+    | Ping
+    | SnapshotRequest
+    | Reload
+    | PeerList
+    | Plan
+    | FetchPrefixKV
+    | PrefixSignatureRequest
+    | MessageRefused
+)
 ToCluster = (
-    Listening | Holds | PeerSeen | Activity | LastChunk | PrefixPulled | PromptRead | PrefixFound | Choosing
+    ChannelsOpened
+    | HeldExperts
+    | PeerLinkMeasured
+    | ExpertActivity
+    | LastChunkStarted
+    | PrefixKVFetched
+    | PromptSignature
+    | PrefixSignatureReply
+    | ExpertDemandReport
 )  # for other boxes' sake
-FromEngine = Loading | Ready | Emissions | Stats | Shown | Reloaded | Failed | ToCluster | Refused
+FromEngine = Loading | Ready | Emissions | Stats | SnapshotReply | Reloaded | Failed | ToCluster | MessageRefused
 TO_ENGINE: Language[ToEngine] = Language(*get_args(ToEngine))
 FROM_ENGINE: Language[FromEngine] = Language(*get_args(FromEngine))
 
@@ -340,7 +353,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 def encode(message: Message, speaks: Versions | None = None) -> bytes:
     """Returns the frame of `message`. Raises WireError where it would exceed MAX_FRAME_BYTES."""
-    frame = MAGIC + bytes((FRAMING, *(speaks or protocol.SPOKEN))) + _encoder.encode(message)
+    frame = MAGIC + bytes((FRAMING, *(speaks or protocol.PROTOCOL_VERSIONS))) + _encoder.encode(message)
     if len(frame) > MAX_FRAME_BYTES:
         raise WireError(f"{type(message).__name__} of {len(frame)} bytes is over the {MAX_FRAME_BYTES} of a frame")
     return frame
@@ -372,9 +385,9 @@ def versions_of(frame: bytes | memoryview) -> Versions:
 def body_of(frame: bytes | memoryview) -> memoryview:
     """Returns the encoded message in a frame. Raises WireError."""
     theirs = versions_of(frame)
-    if not protocol.SPOKEN.common(theirs):
+    if not protocol.PROTOCOL_VERSIONS.common(theirs):
         raise WireVersionError(
-            f"the other side speaks versions {theirs} of the protocol and this one {protocol.SPOKEN}; "
+            f"the other side speaks versions {theirs} of the protocol and this one {protocol.PROTOCOL_VERSIONS}; "
             "run neighbouring releases of edgemoe"
         )
     return memoryview(frame)[_HEADER_BYTES:]

@@ -15,7 +15,7 @@ FarSeconds = Annotated[tuple[Seconds, ...], Meta(max_length=FAR)]
 MOST_ENDED = 4  # requests that one message tells of; there is no need to know all
 
 
-class SignatureTable(msgspec.Struct, frozen=True):
+class ExpertSignature(msgspec.Struct, frozen=True):
     """An expert signature: what so many tokens chose, as shares of them in units of 1 / 65535, uint16 [L, E]."""
 
     tokens: Small
@@ -25,14 +25,14 @@ class SignatureTable(msgspec.Struct, frozen=True):
 class EndedRequest(msgspec.Struct, frozen=True):
     """What a request chose that has ended. Which one that was is not said."""
 
-    prompt: SignatureTable
-    answer: SignatureTable
+    prompt: ExpertSignature
+    answer: ExpertSignature
 
 
 EndedRequests = Annotated[tuple[EndedRequest, ...], Meta(max_length=MOST_ENDED)]
 
 
-class EngineChoices(msgspec.Struct, frozen=True):
+class ExpertDemand(msgspec.Struct, frozen=True):
     """What an engine's step is expected to load. Tables are uint8 [L, E]."""
 
     absent: ByteTable  # how likely none of those that run chooses the expert, in units of 1 / 255

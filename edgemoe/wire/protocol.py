@@ -38,7 +38,7 @@ class Versions(NamedTuple):
         return f"{self.lowest} to {self.highest}"
 
 
-SPOKEN = Versions(1, 1)  # those of this release
+PROTOCOL_VERSIONS = Versions(1, 1)  # those of this release
 
 
 class Message(msgspec.Struct, frozen=True, tag_field="type", omit_defaults=True):

@@ -21,14 +21,14 @@ import numpy.typing as npt
 from edgemoe.engine.engine import Engine
 from edgemoe.engine.sequence import Sequence, blocks_for
 from edgemoe.experts.build import ExpertTiers
-from edgemoe.ipc.messages import Choosing, FromEngine, PromptRead, Submit
+from edgemoe.ipc.messages import ExpertDemandReport, FromEngine, PromptSignature, Submit
 from edgemoe.policy.routing.by_experts import PromptForecast
 from edgemoe.policy.routing.expert_union import absence
 from edgemoe.policy.routing.step_times import StepTimes
 from edgemoe.policy.routing.told import absent_bytes, shares_of
 from edgemoe.ticking import until_tick
 from edgemoe.types.arrays import FloatArray, IntArray
-from edgemoe.types.expert_signatures import MOST_ENDED, EndedRequest, EngineChoices, SignatureTable
+from edgemoe.types.expert_signatures import MOST_ENDED, EndedRequest, ExpertDemand, ExpertSignature
 from edgemoe.types.experts import Tier
 from edgemoe.types.step import BLOCK_TOKENS
 
@@ -64,7 +64,7 @@ class Choices:
         self._tells_ended, self._chosen = ended, dict[Key, Chosen]()
         self._wanted: OrderedDict[Key, bool] = OrderedDict()
         self._times = StepTimes()
-        self._said: EngineChoices | None = None
+        self._said: ExpertDemand | None = None
 
     def want(self, message: Submit) -> None:
         """Has the front told what this request's prompt chose, if it asks for it."""
@@ -101,7 +101,7 @@ class Choices:
             if absent is None and _is_read(seq) and (counts := self._counts(seq)).any():
                 absent = absence(self._forecast.chance(counts))
                 if self._wanted.pop(key, False):
-                    answer.append(PromptRead(request=key[0], attempt=key[1], signature=self._table(counts)))
+                    answer.append(PromptSignature(request=key[0], attempt=key[1], signature=self._table(counts)))
             union += self._unread if absent is None else absent
             if absent is not None:
                 known[key] = absent
@@ -109,7 +109,7 @@ class Choices:
         choices, ended = self._choices(union), self._ended(there)
         if ended or choices != self._said:
             self._said = choices
-            answer.append(Choosing(choices=choices, ended=ended))
+            answer.append(ExpertDemandReport(choices=choices, ended=ended))
         return answer
 
     def _ended(self, there: Iterable[Sequence]) -> tuple[EndedRequest, ...]:
@@ -133,13 +133,13 @@ class Choices:
             one.blocks = full
         return one
 
-    def signature_of(self, request: str) -> SignatureTable | None:
+    def signature_of(self, request: str) -> ExpertSignature | None:
         """Returns what a running request's computed tokens chose. On the compute thread."""
         seq = next((seq for seq in self._engine.scheduler.running if seq.request.id == request), None)
         return None if seq is None else self._table(self._engine.blocks.signature(seq))
 
-    def _table(self, counts: IntArray) -> SignatureTable:
-        return SignatureTable(*shares_of(counts, self._top_k))
+    def _table(self, counts: IntArray) -> ExpertSignature:
+        return ExpertSignature(*shares_of(counts, self._top_k))
 
     def _counts(self, seq: Sequence) -> IntArray:
         """Returns what the prompt's whole blocks chose, hit or computed; where it has none, its only one so far."""
@@ -151,11 +151,11 @@ class Choices:
         total = self._engine.blocks.total(blocks)
         return total if seq.blocks[begin:end] == blocks else np.zeros_like(total)
 
-    def _choices(self, union: FloatArray) -> EngineChoices:
+    def _choices(self, union: FloatArray) -> ExpertDemand:
         totals = self._engine.runner.totals
         self._times.look(*(totals[kind, "decode"] for kind in ("steps", "seconds", "experts")))
         step_s, expert_s = self._times.times()
-        return EngineChoices(absent_bytes(union), self._far().tobytes(), self._far_s(), step_s, expert_s)
+        return ExpertDemand(absent_bytes(union), self._far().tobytes(), self._far_s(), step_s, expert_s)
 
     def _far(self) -> npt.NDArray[np.uint8]:
         """Returns from where each expert [L, E] has to be reached."""

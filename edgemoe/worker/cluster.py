@@ -18,16 +18,16 @@ from edgemoe.experts.compute.peer_compute import PeerCompute
 from edgemoe.experts.tiers.eviction import ALWAYS
 from edgemoe.experts.tiers.slots import PrefetchPriority
 from edgemoe.ipc.messages import (
-    Activity,
     Cancel,
-    FindPrefix,
+    ChannelsOpened,
+    ExpertActivity,
+    FetchPrefixKV,
     FromEngine,
-    Holds,
-    Listening,
+    HeldExperts,
+    PeerLinkMeasured,
     PeerList,
-    PeerSeen,
     Plan,
-    PullPrefix,
+    PrefixSignatureRequest,
 )
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.telemetry import metrics as names
@@ -93,7 +93,7 @@ class ClusterSide:
         """Opens the channels and posts their ports. Raises PeerRefused where an address cannot be used."""
         host = self._settings.listen.rpartition(":")[0] or "0.0.0.0"
         calls, bulk = self.plane.bind(host.strip("[]"), self._settings.calls_port, self._settings.bulk_port)
-        self._post(Listening(calls_port=calls, bulk_port=bulk, model=self._info))
+        self._post(ChannelsOpened(calls_port=calls, bulk_port=bulk, model=self._info))
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -113,16 +113,16 @@ class ClusterSide:
         if self._kernels is not None:
             self._kernels.close()
 
-    def obey(self, message: PeerList | Plan | PullPrefix | FindPrefix | Cancel) -> None:
+    def obey(self, message: PeerList | Plan | FetchPrefixKV | PrefixSignatureRequest | Cancel) -> None:
         """Carries out a message of the front."""
         match message:
             case PeerList():
                 self.plane.set_peers(message.keys, message.engines)
             case Plan():
                 self._adopt(message)
-            case PullPrefix():
+            case FetchPrefixKV():
                 self._pulls.obey(message)
-            case FindPrefix():
+            case PrefixSignatureRequest():
                 self._prefix_sums.ask(message)
             case Cancel():
                 self._pulls.cancel(message.request, message.attempt)
@@ -214,13 +214,13 @@ class ClusterSide:
 
     async def _report(self) -> None:
         """Posts to the front what experts are here, when that has changed, and the state of the links."""
-        announced: Holds | None = None
+        announced: HeldExperts | None = None
         while True:
             await self._sharing.growth.look(self._tiers.on_disk)
             # other experts in RAM may be evicted at any time, so plans cannot rely on them
             ram, disk = self._tiers.residency.homes.in_ram(), self._tiers.on_disk
             rooms = self._tiers.residency.homes.rooms
-            holds = Holds(
+            holds = HeldExperts(
                 disk=pack_bits(disk), ram=pack_bits(ram), budget_experts=sum(rooms), plan=self._digest, rooms=rooms
             )
             if holds != announced:
@@ -229,7 +229,7 @@ class ClusterSide:
                 self._post(holds)
             for peer in self.plane.calls.peers.values():
                 if peer.reachable:
-                    seen = PeerSeen(
+                    seen = PeerLinkMeasured(
                         node=peer.node,
                         boot=peer.boot,
                         latency_s=peer.latency_s,
@@ -248,7 +248,7 @@ class ClusterSide:
             shares = await asyncio.to_thread(self._sharing.activity.shares, MOST_PAIRS)
             resident = pack_bits(self._tiers.residency.resident_mask())
             self._post(
-                Activity(
+                ExpertActivity(
                     tokens=shares.tokens,
                     chosen=shares.chosen.tobytes(),
                     pairs=shares.pairs.tobytes(),

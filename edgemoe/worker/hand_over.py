@@ -1,8 +1,4 @@
-"""Prefill and decode apart, as an engine sees it: tells when prompts end, and fetches what other engines computed.
-
-here     LastChunks hears of each step before and after it runs, and posts LastChunk for requests whose front wants it
-there    Pulls fetches whole blocks while that step computes the rest, then the rest, and posts PrefixPulled
-"""
+"""Moves requests from prefill on one engine to decode on another: announces the last chunk, fetches KV blocks."""
 
 from __future__ import annotations
 
@@ -19,17 +15,17 @@ import numpy.typing as npt
 from edgemoe.cluster.data.kv_fetch import REASONS, Entry, KVFetcher
 from edgemoe.engine.engine import Engine
 from edgemoe.errors import HandOverFailed
-from edgemoe.ipc.messages import FromEngine, LastChunk, PrefixPulled, PullPrefix, Submit
+from edgemoe.ipc.messages import FetchPrefixKV, FromEngine, LastChunkStarted, PrefixKVFetched, Submit
 from edgemoe.telemetry import metrics as names
 from edgemoe.telemetry.metrics import named
-from edgemoe.types.expert_signatures import SignatureTable
+from edgemoe.types.expert_signatures import ExpertSignature
 from edgemoe.types.step import StepMeta, StepRouting
 
 log = logging.getLogger(__name__)
 AT_ONCE, WAITING = 4, 256  # pulls
 MOST_AWAITED = 1 << 14  # prompts whose end a front wants to know of
 Post = Callable[[FromEngine], None]
-SignatureOf = Callable[[str], SignatureTable | None]
+SignatureOf = Callable[[str], ExpertSignature | None]
 
 
 class LastChunks:
@@ -58,12 +54,15 @@ class LastChunks:
             self._wanted.pop(request, None)
 
     def look(self, meta: StepMeta, _ids: npt.NDArray[np.int16]) -> None:
-        """Posts LastChunk for the requests whose last token this step computes, and whose most tokens others did."""
+        """Posts LastChunkStarted for requests whose prefill this step ends.
+
+        Only for those most of whose prompt earlier steps computed; the others follow after the step.
+        """
         if self._wanted:
             self._tell(meta, 0.5)
 
     def read(self, routing: StepRouting) -> None:
-        """Posts LastChunk for the others whose last token this step has computed."""
+        """Posts LastChunkStarted for the others whose last token this step has computed."""
         if self._wanted:
             self._tell(routing.meta, 0.0)
 
@@ -73,7 +72,7 @@ class LastChunks:
             wanted = self._wanted.get(request)
             if wanted is not None and end >= wanted[1] and end + 1 - tokens >= share * (end + 1):
                 self._wanted.pop(request, None)
-                self._post(LastChunk(request=request, attempt=wanted[0], signature=self._signature_of(request)))
+                self._post(LastChunkStarted(request=request, attempt=wanted[0], signature=self._signature_of(request)))
 
 
 class EnginePrefixes:
@@ -118,15 +117,15 @@ class EnginePrefixes:
 
 @dataclass(slots=True, eq=False)
 class PrefixPull:
-    """A PullPrefix message."""
+    """A FetchPrefixKV message."""
 
-    message: PullPrefix
+    message: FetchPrefixKV
     ends_s: float  # by which to answer
     scope: asyncio.Timeout | None = None  # in which it is carried out
 
 
 class Pulls:
-    """Carries out PullPrefix messages, a few at a time."""
+    """Carries out FetchPrefixKV messages, a few at a time."""
 
     def __init__(self, engine: Engine, fetcher: KVFetcher, post: Post) -> None:
         self._engine, self._fetcher, self._post = engine, fetcher, post
@@ -134,7 +133,7 @@ class Pulls:
         self._waiting: asyncio.Queue[PrefixPull] = asyncio.Queue(WAITING)
         self._wanted: dict[tuple[str, int], PrefixPull] = {}  # by request and attempt
 
-    def obey(self, message: PullPrefix) -> None:
+    def obey(self, message: FetchPrefixKV) -> None:
         """Queues a pull, or refuses it where too many wait."""
         if self._waiting.full():
             self._answer(message, 0, "busy")
@@ -193,5 +192,5 @@ class Pulls:
             log.warning("a prefix did not come", extra={"peer": message.node}, exc_info=True)
         return self._engine.prefixes.known(keys), why
 
-    def _answer(self, message: PullPrefix, blocks: int, why: str) -> None:
-        self._post(PrefixPulled(request=message.request, attempt=message.attempt, blocks=blocks, why=why))
+    def _answer(self, message: FetchPrefixKV, blocks: int, why: str) -> None:
+        self._post(PrefixKVFetched(request=message.request, attempt=message.attempt, blocks=blocks, why=why))

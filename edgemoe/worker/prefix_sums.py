@@ -10,9 +10,9 @@ import asyncio
 from collections.abc import Callable
 
 from edgemoe.engine.engine import Engine
-from edgemoe.ipc.messages import FindPrefix, FromEngine, PrefixFound
+from edgemoe.ipc.messages import FromEngine, PrefixSignatureReply, PrefixSignatureRequest
 from edgemoe.policy.routing.told import shares_of
-from edgemoe.types.expert_signatures import SignatureTable
+from edgemoe.types.expert_signatures import ExpertSignature
 
 WAITING = 64  # questions; of more the front hears that there is nothing
 
@@ -22,12 +22,12 @@ class PrefixSums:
 
     def __init__(self, engine: Engine, top_k: int, post: Callable[[FromEngine], None]) -> None:
         self._engine, self._top_k, self._post = engine, top_k, post
-        self._waiting: asyncio.Queue[FindPrefix] = asyncio.Queue(WAITING)
+        self._waiting: asyncio.Queue[PrefixSignatureRequest] = asyncio.Queue(WAITING)
 
-    def ask(self, message: FindPrefix) -> None:
+    def ask(self, message: PrefixSignatureRequest) -> None:
         """Queues a question."""
         if self._waiting.full():
-            self._post(PrefixFound(request=message.request))
+            self._post(PrefixSignatureReply(request=message.request))
         else:
             self._waiting.put_nowait(message)
 
@@ -37,8 +37,8 @@ class PrefixSums:
             message = await self._waiting.get()
             self._post(await asyncio.to_thread(self._look, message))
 
-    def _look(self, message: FindPrefix) -> PrefixFound:
+    def _look(self, message: PrefixSignatureRequest) -> PrefixSignatureReply:
         prompt = message.prompt[: self._engine.limits.context_tokens]
         tokens, counts = self._engine.prefixes.signature(prompt, message.salt)
-        found = SignatureTable(*shares_of(counts, self._top_k)) if tokens else None
-        return PrefixFound(request=message.request, signature=found)
+        found = ExpertSignature(*shares_of(counts, self._top_k)) if tokens else None
+        return PrefixSignatureReply(request=message.request, signature=found)

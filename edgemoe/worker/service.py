@@ -28,18 +28,18 @@ from edgemoe.ipc.messages import (
     Drain,
     Emissions,
     Failed,
-    FindPrefix,
+    FetchPrefixKV,
     Limits,
     Loading,
+    MessageRefused,
     PeerList,
     Ping,
     Plan,
-    PullPrefix,
+    PrefixSignatureRequest,
     Ready,
-    Refused,
     Reload,
     Reloaded,
-    Show,
+    SnapshotRequest,
     Stats,
     Stop,
     Submit,
@@ -231,17 +231,17 @@ class Worker:
                 loop.drain()
             case Ping():
                 self._wire.post(self._stats(assembly))
-            case Show():
+            case SnapshotRequest():
                 if self._snapshots is not None:
                     self._snapshots.look()
             case Reload():
                 self._reload_asked.set()
-            case PeerList() | Plan() | PullPrefix() | FindPrefix():
+            case PeerList() | Plan() | FetchPrefixKV() | PrefixSignatureRequest():
                 if self._side is not None:
                     self._side.obey(message)
             case Stop():
                 self._stop_asked.set()
-            case Refused():
+            case MessageRefused():
                 log.warning("the front cannot read what was sent", extra={"what": message.what, "why": message.why})
 
     async def _report(self, assembly: Assembly) -> None:

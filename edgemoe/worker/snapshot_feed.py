@@ -17,7 +17,7 @@ from edgemoe.engine.engine import Engine
 from edgemoe.engine.sequence import Sequence as RunningSequence
 from edgemoe.engine.sequence import blocks_for
 from edgemoe.experts.build import ExpertTiers
-from edgemoe.ipc.messages import FromEngine, Shown
+from edgemoe.ipc.messages import FromEngine, SnapshotReply
 from edgemoe.types.arrays import BoolArray, FloatArray
 from edgemoe.types.experts import Tier
 from edgemoe.types.snapshot import (
@@ -63,7 +63,7 @@ class SnapshotFeed:
             await self._asked.wait()
             self._asked.clear()
             while time.monotonic() < self._until_s:
-                self._post(Shown(self.snapshot()))
+                self._post(SnapshotReply(self.snapshot()))
                 await asyncio.sleep(EVERY_S)
 
     def snapshot(self) -> EngineSnapshot:

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from edgemoe.cluster.control.messages import LinkReport, Report
+from edgemoe.cluster.control.messages import BoxReport, LinkReport
 from edgemoe.experts import activity
 from edgemoe.experts.activity import ActivityCounter
 from edgemoe.types.bounds import MAX_NODES
@@ -170,10 +170,10 @@ def test_what_is_told_of_a_large_model_fits_into_a_report() -> None:
     told = counted.shares(MOST_PAIRS)
     links = tuple(LinkReport("n" * 60, 1e-3, 1e9, 1e-3) for _ in range(MAX_NODES))
     tables = told.chosen.tobytes(), told.pairs.tobytes(), bytes(58 * 32), links, told.passed.tobytes()
-    said = Report("m" * 64, told.tokens, *tables, 1 << 40, computed=told.computed.tobytes())
+    said = BoxReport("m" * 64, told.tokens, *tables, 1 << 40, computed=told.computed.tobytes())
     assert len(told.passed) > MOST_PAIRS - 58
     assert len(encoded := msgspec.msgpack.encode(said)) < 256 << 10
-    assert msgspec.msgpack.decode(encoded, type=Report) == said
+    assert msgspec.msgpack.decode(encoded, type=BoxReport) == said
 
 
 def test_of_the_pairs_the_heaviest_of_each_layer_are_told() -> None:

@@ -11,19 +11,19 @@ import msgspec
 import pytest
 from support.virtual import VirtualLoop
 
-from edgemoe.cluster.control.messages import CONTROL, MAX_PREFIX_KEYS, MAX_TAKEN, PREFIX_TOKENS, EngineUse
+from edgemoe.cluster.control.messages import CONTROL, MAX_PREFIX_KEYS, MAX_TAKEN, PREFIX_TOKENS, EngineStatus
 from edgemoe.cluster.rpc.envelope import MAX_ENVELOPE_BYTES
 from edgemoe.front.requests import engine_news, engine_use
 from edgemoe.front.requests.engine_news import GAP_S, LOOK_S, REPEAT_S, EngineNews
 from edgemoe.front.requests.engine_use import MAX_UNTOLD, EngineFacts, EngineMeter, HeldRequest
 from edgemoe.front.requests.prefix_keys import PrefixKeys
-from edgemoe.ipc.messages import Choosing, Submit
+from edgemoe.ipc.messages import ExpertDemandReport, Submit
 from edgemoe.telemetry import metrics as names
-from edgemoe.types.expert_signatures import MOST_ENDED, EndedRequest, EngineChoices, SignatureTable
+from edgemoe.types.expert_signatures import MOST_ENDED, EndedRequest, ExpertDemand, ExpertSignature
 from edgemoe.types.request import Request, Sampling
 from edgemoe.types.step import BLOCK_TOKENS
 
-CHOICES = EngineChoices(b"\xff" * 6, bytes(6), (0.0, 0.001, 0.01), 0.01, 1e-4)
+CHOICES = ExpertDemand(b"\xff" * 6, bytes(6), (0.0, 0.001, 0.01), 0.01, 1e-4)
 
 
 def request(tokens: int, first: int = 0) -> Request:
@@ -85,7 +85,7 @@ def test_an_engine_that_keeps_no_prompts_offers_no_keys_and_needs_no_others_word
     meter = EngineMeter(keys, lambda: None, list)
     prompt = request(3 * PREFIX_TOKENS)
     meter.note(Submit(request=prompt, attempt=1))
-    assert meter.news(EngineUse()).prefixes == b""
+    assert meter.news(EngineStatus()).prefixes == b""
     assert keys.cached(prompt) == b""
     assert meter.knows(keys.cached(prompt))
     assert len(keys.prefix(prompt)) == 3 * 8  # by which prompts are alike
@@ -101,7 +101,7 @@ def test_blocks_that_requests_share_are_counted_once_as_the_engine_says() -> Non
 
 def test_prefixes_are_told_once_within_the_bounds_of_a_message_and_again_to_another_leader() -> None:
     engine = Engine()
-    engine.meter.hear(Choosing(choices=CHOICES))
+    engine.meter.hear(ExpertDemandReport(choices=CHOICES))
     idle = engine.meter.use()
     for n in range(2 * MAX_TAKEN):
         engine.meter.note(Submit(request=request(3 * PREFIX_TOKENS, n)), ("a", n))
@@ -116,13 +116,13 @@ def test_prefixes_are_told_once_within_the_bounds_of_a_message_and_again_to_anot
 
 def test_requests_that_have_ended_are_told_once_a_few_at_a_time_and_never_more_than_a_message_takes() -> None:
     engine = Engine()
-    idle, small = engine.meter.use(), SignatureTable(1, bytes(2))
-    engine.meter.hear(Choosing(choices=CHOICES, ended=(EndedRequest(small, small),) * MOST_ENDED))
-    engine.meter.hear(Choosing(choices=CHOICES, ended=(EndedRequest(small, small),)))
+    idle, small = engine.meter.use(), ExpertSignature(1, bytes(2))
+    engine.meter.hear(ExpertDemandReport(choices=CHOICES, ended=(EndedRequest(small, small),) * MOST_ENDED))
+    engine.meter.hear(ExpertDemandReport(choices=CHOICES, ended=(EndedRequest(small, small),)))
     assert [len(engine.meter.news(idle).ended) for _ in range(3)] == [MOST_ENDED, 1, 0]
-    large = SignatureTable(1, bytes(1 << 18))
+    large = ExpertSignature(1, bytes(1 << 18))
     for _ in range(100):
-        engine.meter.hear(Choosing(choices=CHOICES, ended=(EndedRequest(large, large),) * MOST_ENDED))
+        engine.meter.hear(ExpertDemandReport(choices=CHOICES, ended=(EndedRequest(large, large),) * MOST_ENDED))
     told = [engine.meter.news(idle) for _ in range(MAX_UNTOLD)]
     assert [len(one.ended) for one in told] == [1] * MAX_UNTOLD
     assert all(len(msgspec.msgpack.encode(one)) < MAX_ENVELOPE_BYTES for one in told)
@@ -147,11 +147,11 @@ def test_hashes_are_the_same_for_the_same_beginning_and_mean_nothing_without_the
     assert others.prefix(request(200)) == long
 
 
-def led_by_b(tell: Callable[[EngineUse], None], lost: Sequence[bool] = ()) -> Any:
+def led_by_b(tell: Callable[[EngineStatus], None], lost: Sequence[bool] = ()) -> Any:
     """What box a knows where b leads; `lost` says which of the first words to b do not leave."""
     ways = iter(lost)
 
-    def told(node: str, use: EngineUse) -> bool:
+    def told(node: str, use: EngineStatus) -> bool:
         if next(ways, False):
             return False
         tell(use)
@@ -167,10 +167,10 @@ def led_by_b(tell: Callable[[EngineUse], None], lost: Sequence[bool] = ()) -> An
 
 def test_what_did_not_reach_the_leader_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_news, "REPEAT_S", 0.0)
-    engine, told = Engine(), list[EngineUse]()
+    engine, told = Engine(), list[EngineStatus]()
     news = EngineNews(led_by_b(told.append, lost=[True]), engine.meter)
     engine.meter.note(Submit(request=request(2 * PREFIX_TOKENS)))
-    engine.meter.hear(Choosing(choices=CHOICES))
+    engine.meter.hear(ExpertDemandReport(choices=CHOICES))
     news.tell()
     assert not told
     news.tell()
@@ -178,11 +178,11 @@ def test_what_did_not_reach_the_leader_is_told_again(monkeypatch: pytest.MonkeyP
 
 
 def test_a_leader_that_has_led_in_between_no_longer_is_told_everything_again() -> None:
-    engine, told = Engine(), list[EngineUse]()
+    engine, told = Engine(), list[EngineStatus]()
     plane = led_by_b(told.append)
     news = EngineNews(plane, engine.meter)
     engine.meter.note(Submit(request=request(2 * PREFIX_TOKENS)))
-    engine.meter.hear(Choosing(choices=CHOICES))
+    engine.meter.hear(ExpertDemandReport(choices=CHOICES))
     news.tell()
     news.tell()
     assert [len(one.prefixes) // 8 for one in told] == [2]

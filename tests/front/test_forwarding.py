@@ -23,7 +23,14 @@ from support.waiting import until
 from tokenizers import Tokenizer
 
 from edgemoe.cluster.control.control_plane import ControlPlane
-from edgemoe.cluster.control.messages import CONTROL, MAX_UNWANTED, EngineCard, Forward, Taken, Tokens
+from edgemoe.cluster.control.messages import (
+    CONTROL,
+    MAX_UNWANTED,
+    EngineDescription,
+    ForwardedEmissions,
+    ForwardedFrame,
+    FrameAccepted,
+)
 from edgemoe.cluster.control.requests.expert_fitting import FIRST
 from edgemoe.cluster.rpc.envelope import Answer, Question
 from edgemoe.config.settings import Route, Settings
@@ -35,7 +42,7 @@ from edgemoe.front.main import Front
 from edgemoe.front.peers_list import listed
 from edgemoe.front.router import Router
 from edgemoe.front.supervisor import Supervisor
-from edgemoe.ipc.messages import Cancel, Emissions, PullPrefix, Submit, decode_from_engine, encode
+from edgemoe.ipc.messages import Cancel, Emissions, FetchPrefixKV, Submit, decode_from_engine, encode
 from edgemoe.telemetry import metrics as names
 from edgemoe.types.bounds import REQUEST_CHARS, USER_CHARS
 from edgemoe.types.request import Emission, Request, Sampling
@@ -283,8 +290,8 @@ async def hosted_requests(client: httpx.AsyncClient) -> int:
     return int(json.loads((await client.get("/health")).text)["cluster"]["members"][0]["requests"])
 
 
-def engine_with(disk: int) -> EngineCard:
-    return EngineCard(
+def engine_with(disk: int) -> EngineDescription:
+    return EngineDescription(
         boot="engine",
         calls_port=1,
         bulk_port=2,
@@ -363,7 +370,7 @@ async def test_tokens_whose_receipts_are_lost_are_not(
 
         async def lossy(node: str, body: msgspec.Struct, *args: Any, **options: Any) -> Answer[Any]:
             answer = await ask(node, body, *args, **options)
-            if isinstance(body, Tokens) and not dropped():
+            if isinstance(body, ForwardedEmissions) and not dropped():
                 raise PeerUnavailable("no answer came in time")
             return answer
 
@@ -380,10 +387,10 @@ async def test_a_hosted_request_fits_whatever_its_front_calls_it(
         channel, model, pid = cluster_of(a).plane.channel, cluster_of(a).plane.state.model, engine_pid(b)
         name = "x" * letters
         request = Request(id=name, prompt=(1, 2), sampling=Sampling(max_tokens=5000), seed=1)
-        pull = PullPrefix(request=name, attempt=1, node="a", prompt=(1, 2))
+        pull = FetchPrefixKV(request=name, attempt=1, node="a", prompt=(1, 2))
         for message in (Submit(request=request, remaining_ms=9e4), pull, Cancel(request=name, attempt=1)):
-            answer = await channel.ask("b", Forward(model), [encode(message)], timeout_s=5)
-            assert isinstance(answer.message, Taken)
+            answer = await channel.ask("b", ForwardedFrame(model), [encode(message)], timeout_s=5)
+            assert isinstance(answer.message, FrameAccepted)
         assert not len(cluster_of(b).hosted_requests)
         assert not cluster_of(b).hosted_requests._pulls
         assert engine_pid(b) == pid
@@ -401,9 +408,11 @@ async def test_names_that_our_engine_could_not_read_are_refused_at_the_door(
         user = "u" * (USER_CHARS - len("a/") + longer)
         name = "x" * (REQUEST_CHARS - len("a/") + longer)
         request = Request(id=name, prompt=silent, sampling=Sampling(), seed=1, user=user)
-        asked = channel.ask("b", Forward(model), [encode(Submit(request=request, remaining_ms=9e4))], timeout_s=5)
+        asked = channel.ask(
+            "b", ForwardedFrame(model), [encode(Submit(request=request, remaining_ms=9e4))], timeout_s=5
+        )
         with pytest.raises(PeerRefused, match="too long") if longer else nullcontext():
-            assert isinstance((await asked).message, Taken)
+            assert isinstance((await asked).message, FrameAccepted)
         assert await texts(b, 1)
         assert len(cluster_of(b).hosted_requests) == 1 - longer
         assert "cannot read" not in caplog.text
@@ -417,7 +426,7 @@ async def test_an_emission_that_no_message_can_carry_ends_its_request_alone() ->
         message = decode_from_engine(question.tensors[0])
         assert isinstance(message, Emissions)
         told.extend(message.items)
-        return Answer(Taken())
+        return Answer(FrameAccepted())
 
     keys = {"a": secret(), "b": secret()}
     a, b = (Box(node, keys[node], keys, serve=serve, language=CONTROL, message_bytes=2000) for node in keys)
@@ -451,16 +460,16 @@ def test_what_a_box_says_is_unwanted_is_bounded() -> None:
 
 
 def test_what_one_front_has_fetched_at_once_is_bounded_and_asked_for_again_is_no_more() -> None:
-    sent: list[PullPrefix | Cancel] = []
+    sent: list[FetchPrefixKV | Cancel] = []
     hosted = HostedRequests(None, lambda message: not sent.append(message), None)  # type: ignore[arg-type]
 
     def pull(node: str, number: int) -> None:
-        about = PullPrefix(request=f"r{number}", attempt=1, node="c", prompt=(1,) * 64, remaining_ms=1000.0)
+        about = FetchPrefixKV(request=f"r{number}", attempt=1, node="c", prompt=(1,) * 64, remaining_ms=1000.0)
         hosted.pull(node, "boot", about)
 
     for _ in range(3):
         pull("b", 0)
-    assert [type(message).__name__ for message in sent] == ["PullPrefix", *["Cancel", "PullPrefix"] * 2]
+    assert [type(message).__name__ for message in sent] == ["FetchPrefixKV", *["Cancel", "FetchPrefixKV"] * 2]
     for number in range(1, MOST_PULLS):
         pull("b", number)
     with pytest.raises(PeerBusy):

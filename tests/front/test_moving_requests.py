@@ -21,14 +21,14 @@ from support.relays import Relays, relays
 from support.waiting import until
 
 from edgemoe.cluster.control import control_plane as plane
-from edgemoe.cluster.control.messages import Tokens
+from edgemoe.cluster.control.messages import ForwardedEmissions
 from edgemoe.cluster.control.requests import parcels
 from edgemoe.cluster.rpc.envelope import Answer
 from edgemoe.cluster.rpc.transport import ChannelSettings
 from edgemoe.errors import PeerUnavailable
 from edgemoe.front.main import Front
 from edgemoe.front.routing import hand_over
-from edgemoe.ipc.messages import PrefixPulled, decode_from_engine
+from edgemoe.ipc.messages import PrefixKVFetched, decode_from_engine
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 ROLES = {"p": "prefill", "d": "decode", "e": "decode"}
@@ -151,7 +151,7 @@ async def test_what_an_engine_says_of_a_request_is_told_again_until_it_is_heard(
         ask, failed = channel.ask, list[bool]()
 
         async def lossy(node: str, body: msgspec.Struct, tensors: Any = (), **options: Any) -> Answer[Any]:
-            news = isinstance(body, Tokens) and isinstance(decode_from_engine(tensors[0]), PrefixPulled)
+            news = isinstance(body, ForwardedEmissions) and isinstance(decode_from_engine(tensors[0]), PrefixKVFetched)
             if not news or failed:
                 return await ask(node, body, tensors, **options)  # type: ignore[no-any-return]
             failed.append(True)

@@ -10,7 +10,7 @@ import pytest
 from msgspec import structs
 from support.waiting import until
 
-from edgemoe.cluster.control.messages import RequestGrant, RequestOffer, Withdrawal
+from edgemoe.cluster.control.messages import OfferWithdrawal, RequestGrant, RequestOffer
 from edgemoe.cluster.rpc.envelope import Answer
 from edgemoe.errors import PeerUnavailable
 from edgemoe.front.request_log import RequestLog
@@ -19,8 +19,8 @@ from edgemoe.front.requests.offered_requests import HERE_S, OfferedRequests
 from edgemoe.front.requests.open_offers import RouteChoice
 from edgemoe.front.requests.prefix_keys import PrefixKeys
 from edgemoe.front.requests.prefix_questions import MOST_ASKED
-from edgemoe.ipc.messages import FindPrefix, PrefixFound, PromptRead, Submit, ToEngine
-from edgemoe.types.expert_signatures import SignatureTable
+from edgemoe.ipc.messages import PrefixSignatureReply, PrefixSignatureRequest, PromptSignature, Submit, ToEngine
+from edgemoe.types.expert_signatures import ExpertSignature
 from edgemoe.types.request import Request, Sampling
 
 pytestmark = pytest.mark.asyncio
@@ -36,7 +36,7 @@ class Front:
         self, route: Any = "pull", knows: bool = True, silent: bool = False, prefix_cache: bool = True
     ) -> None:
         self.offered: list[RequestOffer] = []
-        self.asked: list[FindPrefix] = []
+        self.asked: list[PrefixSignatureRequest] = []
         self.is_up, self.is_free, self.had = True, False, list[Request]()
         self.taken_back: list[int] = []
         plane: Any = SimpleNamespace(
@@ -56,7 +56,7 @@ class Front:
         self.offers = OfferedRequests(plane, route, self.log, meter, keys, asyncio.ensure_future, self.tell_here)
 
     def tell_here(self, message: ToEngine) -> bool:
-        assert isinstance(message, FindPrefix)
+        assert isinstance(message, PrefixSignatureRequest)
         if self.is_up:
             self.asked.append(message)
         return self.is_up
@@ -73,7 +73,7 @@ class Front:
             raise PeerUnavailable("it says nothing")
         return Answer(RequestGrant(offer.number))
 
-    def tell(self, node: str, message: Withdrawal) -> None:
+    def tell(self, node: str, message: OfferWithdrawal) -> None:
         self.taken_back += message.numbers
 
     async def settled(self) -> None:
@@ -125,7 +125,7 @@ async def test_the_leaders_word_is_followed_at_once() -> None:
 
 
 LONG = Request(id="l", prompt=tuple(range(400)), sampling=Sampling(max_tokens=50), seed=1, user="u")
-CACHED, FEW, ALIKE = SignatureTable(100, b"cached"), SignatureTable(96, b"few"), SignatureTable(300, b"alike")
+CACHED, FEW, ALIKE = ExpertSignature(100, b"cached"), ExpertSignature(96, b"few"), ExpertSignature(300, b"alike")
 
 
 async def test_a_waiting_requests_offer_has_what_the_cached_part_of_its_prompt_chose() -> None:
@@ -134,9 +134,9 @@ async def test_a_waiting_requests_offer_has_what_the_cached_part_of_its_prompt_c
     with front.log.open([LONG], 60.0):
         await front.settled()
         assert (front.choices, front.offered) == ([WAITS], [])
-        assert front.asked == [FindPrefix(request="l", prompt=LONG.prompt)]
+        assert front.asked == [PrefixSignatureRequest(request="l", prompt=LONG.prompt)]
         for _ in range(2):
-            front.offers.learn(PrefixFound(request="l", signature=CACHED))
+            front.offers.learn(PrefixSignatureReply(request="l", signature=CACHED))
             await front.settled()
         assert [offer.signature for offer in front.offered] == [CACHED]
         assert front.offers.forecast == {"cached": 1, "alike": 0}
@@ -149,12 +149,12 @@ async def test_where_little_of_it_is_cached_or_the_answer_is_late_an_alike_promp
     front = Front()
     front.had.append(LONG)
     with front.log.open([LONG], 60.0):
-        front.offers.learn(PromptRead(request="l", attempt=1, signature=ALIKE))
+        front.offers.learn(PromptSignature(request="l", attempt=1, signature=ALIKE))
     with front.log.open([structs.replace(LONG, id="m")], 60.0):
         if found is not None:
-            front.offers.learn(PrefixFound(request="m", signature=found))
+            front.offers.learn(PrefixSignatureReply(request="m", signature=found))
         await until(lambda: front.offered)
-        front.offers.learn(PrefixFound(request="m", signature=CACHED))
+        front.offers.learn(PrefixSignatureReply(request="m", signature=CACHED))
         await front.settled()
         assert [offer.signature for offer in front.offered] == [ALIKE]
         assert front.offers.forecast == {"cached": 0, "alike": 1}
@@ -164,7 +164,7 @@ async def test_where_our_engine_keeps_no_prompts_none_is_offered_by_its_keys_but
     for keeps in (True, False):
         front = Front(prefix_cache=keeps)
         with front.log.open([LONG], 60.0):
-            front.offers.learn(PromptRead(request="l", attempt=1, signature=ALIKE))
+            front.offers.learn(PromptSignature(request="l", attempt=1, signature=ALIKE))
         with front.log.open([structs.replace(LONG, id="m")], 60.0):
             await front.settled()
             (_, offer) = front.offered
@@ -175,7 +175,7 @@ async def test_little_is_better_than_nothing() -> None:
     front = Front()
     front.had.append(LONG)
     with front.log.open([LONG], 60.0):
-        front.offers.learn(PrefixFound(request="l", signature=FEW))
+        front.offers.learn(PrefixSignatureReply(request="l", signature=FEW))
         await front.settled()
         assert [offer.signature for offer in front.offered] == [FEW]
 
@@ -188,7 +188,7 @@ async def test_no_request_is_held_for_a_question_that_would_be_of_no_use() -> No
         front.is_free, front.is_up = what == "free", what != "down"
         if what == "free":
             with front.log.open([LONG], 60.0):
-                front.offers.learn(PromptRead(request="l", attempt=1, signature=ALIKE))
+                front.offers.learn(PromptSignature(request="l", attempt=1, signature=ALIKE))
         with front.log.open([structs.replace(LONG, id="m")], 60.0):
             await front.settled()
             assert (len(front.offered), front.asked) == (1, []), what
@@ -201,7 +201,7 @@ async def test_what_ends_while_our_engine_is_asked_is_not_offered_and_questions_
     with front.log.open([structs.replace(LONG, id=f"l{n}") for n in range(MOST_ASKED + 2)], 60.0):
         await front.settled()
         assert (len(front.asked), len(front.offered)) == (MOST_ASKED, 2)
-    front.offers.learn(PrefixFound(request="l0", signature=CACHED))
+    front.offers.learn(PrefixSignatureReply(request="l0", signature=CACHED))
     await front.settled()
     assert len(front.offered) == 2
 

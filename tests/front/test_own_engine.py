@@ -5,11 +5,11 @@ from __future__ import annotations
 import msgspec
 from support.model_info import MODEL
 
-from edgemoe.cluster.control.messages import Report
+from edgemoe.cluster.control.messages import BoxReport
 from edgemoe.front.own_engine import OwnEngine
-from edgemoe.ipc.messages import Activity, Listening, PeerSeen
+from edgemoe.ipc.messages import ChannelsOpened, ExpertActivity, PeerLinkMeasured
 
-SAID = Activity(
+SAID = ExpertActivity(
     tokens=1.0,
     chosen=b"ab",
     pairs=b"bc",
@@ -24,7 +24,7 @@ SAID = Activity(
 
 def test_a_report_has_all_that_the_engine_said_of_its_requests() -> None:
     own = OwnEngine()
-    own.listens("boot", Listening(calls_port=1, bulk_port=1, model=MODEL))
+    own.listens("boot", ChannelsOpened(calls_port=1, bulk_port=1, model=MODEL))
     own.activity = SAID
     told = own.report()
     assert told is not None
@@ -32,22 +32,22 @@ def test_a_report_has_all_that_the_engine_said_of_its_requests() -> None:
     fields = msgspec.structs.asdict(SAID)
     assert all(fields.values()), "each has a value of its own"
     assert {name: getattr(told, name) for name in fields} == fields
-    assert fields.keys() <= set(Report.__struct_fields__)
+    assert fields.keys() <= set(BoxReport.__struct_fields__)
 
 
 def test_there_is_no_report_before_the_engine_has_said_anything() -> None:
     own = OwnEngine()
     assert own.report() is None
-    own.listens("boot", Listening(calls_port=1, bulk_port=1, model=MODEL))
+    own.listens("boot", ChannelsOpened(calls_port=1, bulk_port=1, model=MODEL))
     assert own.report() is None
 
 
 def test_links_to_boxes_that_have_left_are_not_reported() -> None:
     own = OwnEngine()
-    own.listens("boot", Listening(calls_port=1, bulk_port=1, model=MODEL))
+    own.listens("boot", ChannelsOpened(calls_port=1, bulk_port=1, model=MODEL))
     own.activity = SAID
     for node in ("a", "b"):
-        own.seen[node] = PeerSeen(node=node, boot="boot", latency_s=0.001, bytes_per_s=1e8, unit_s=0.0)
+        own.seen[node] = PeerLinkMeasured(node=node, boot="boot", latency_s=0.001, bytes_per_s=1e8, unit_s=0.0)
     own.keep_links({"b": "boot"})
     told = own.report()
     assert told is not None

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from edgemoe.cluster.control.messages import Beat, Forward, RequestGrant, Taken
+from edgemoe.cluster.control.messages import ForwardedFrame, FrameAccepted, Heartbeat, RequestGrant
 from edgemoe.cluster.control.requests.parcels import Parcels
 from edgemoe.cluster.rpc.envelope import Answer
 from edgemoe.errors import PeerBusy
@@ -18,10 +18,18 @@ from edgemoe.front import router as router_module
 from edgemoe.front.request_log import RequestLog
 from edgemoe.front.requests.open_offers import RouteChoice
 from edgemoe.front.router import Router
-from edgemoe.ipc.messages import Cancel, LastChunk, PrefixPulled, PullPrefix, Submit, ToEngine, decode_to_engine
+from edgemoe.ipc.messages import (
+    Cancel,
+    FetchPrefixKV,
+    LastChunkStarted,
+    PrefixKVFetched,
+    Submit,
+    ToEngine,
+    decode_to_engine,
+)
 from edgemoe.policy.route import EngineLoad
 from edgemoe.types.request import Request, Sampling
-from edgemoe.wire.protocol import SPOKEN
+from edgemoe.wire.protocol import PROTOCOL_VERSIONS
 
 pytestmark = pytest.mark.asyncio
 REQUEST = Request(id="r", prompt=tuple(range(40)), sampling=Sampling(max_tokens=50), seed=1)
@@ -32,7 +40,7 @@ class Members:
 
     def __init__(self) -> None:
         self.there, self.looked_at = True, 0
-        self.beats = {"d": Beat(engine="1", slots=4, capacity=10)}
+        self.beats = {"d": Heartbeat(engine="1", slots=4, capacity=10)}
 
     def serving(self, model: str) -> dict[str, str]:
         return {f"{node}:{beat.engine}": node for node, beat in self.beats.items()} if self.there else {}
@@ -49,7 +57,7 @@ class Front:
         self.members, self.own, self.own_requests = Members(), True, 0
         self.choice = RouteChoice("", "no leader")
         self.again = RequestGrant(77, "d:1")
-        self.asked: list[tuple[Forward, ToEngine]] = []
+        self.asked: list[tuple[ForwardedFrame, ToEngine]] = []
         self.here: list[ToEngine] = []
         self.over: list[str] = []  # requests whose offers came to nothing
         self.busy = False  # d
@@ -71,14 +79,14 @@ class Front:
     # --- the channel
 
     def version(self, node: str) -> int:
-        return SPOKEN.highest
+        return PROTOCOL_VERSIONS.highest
 
-    async def ask(self, node: str, asked: Forward, frames: Sequence[bytes], timeout_s: float) -> Answer[Any]:
+    async def ask(self, node: str, asked: ForwardedFrame, frames: Sequence[bytes], timeout_s: float) -> Answer[Any]:
         if self.busy and node == "d":
             raise PeerBusy("there is no room")
         await self.arrives.wait()
         self.asked.append((asked, decode_to_engine(frames[0])))
-        return Answer(Taken())
+        return Answer(FrameAccepted())
 
     # --- offers
 
@@ -123,7 +131,7 @@ async def settled() -> None:
 
 async def test_an_engine_may_call_itself_what_it_will() -> None:
     front = Front("both")
-    front.members.beats["d"] = Beat(engine="x:y:z", slots=4, capacity=10)
+    front.members.beats["d"] = Heartbeat(engine="x:y:z", slots=4, capacity=10)
     with front.log.open([REQUEST], 60.0):
         assert front.log.place_of("r") == ("boot", 1)
         assert not front.over
@@ -136,12 +144,12 @@ async def test_an_engine_may_call_itself_what_it_will() -> None:
 async def test_what_is_handed_over_comes_by_the_offer_that_the_leader_counts_it_by() -> None:
     front = Front()
     with front.log.open([REQUEST], 60.0):
-        front.router.learn(LastChunk(request="r", attempt=1))
+        front.router.learn(LastChunkStarted(request="r", attempt=1))
         await settled()
-        front.router.learn(PrefixPulled(request="r", attempt=1, blocks=2), "d")
+        front.router.learn(PrefixKVFetched(request="r", attempt=1, blocks=2), "d")
         await settled()
         (pull, pulled), (forward, moved) = front.asked
-        assert (isinstance(pulled, PullPrefix), pull.offer) == (True, 0)
+        assert (isinstance(pulled, FetchPrefixKV), pull.offer) == (True, 0)
         assert isinstance(moved, Submit)
         assert (moved.attempt, forward.offer) == (2, 77)
         assert isinstance(front.here[-1], Cancel)
@@ -152,9 +160,9 @@ async def test_a_box_that_the_leader_did_not_name_decodes_by_no_offer() -> None:
     front = Front()
     front.again = RequestGrant(77, "x:9")
     with front.log.open([REQUEST], 60.0):
-        front.router.learn(LastChunk(request="r", attempt=1))
+        front.router.learn(LastChunkStarted(request="r", attempt=1))
         await settled()
-        front.router.learn(PrefixPulled(request="r", attempt=1, blocks=2), "d")
+        front.router.learn(PrefixKVFetched(request="r", attempt=1, blocks=2), "d")
         await settled()
         assert [forward.offer for forward, _ in front.asked] == [0, 0]
 
@@ -171,7 +179,7 @@ async def test_an_engine_that_turned_something_away_is_asked_again_a_moment_late
     with front.log.open([REQUEST], 60.0):
         front.busy = True
         if what == "a prefix":
-            front.router.learn(LastChunk(request="r", attempt=1))
+            front.router.learn(LastChunkStarted(request="r", attempt=1))
         await settled()
         assert not front.router.is_open("d:1")
         now_s += router_module.AVOID_S + 0.1
@@ -181,14 +189,14 @@ async def test_an_engine_that_turned_something_away_is_asked_again_a_moment_late
 @pytest.mark.parametrize("running", [0, 4])
 async def test_where_one_box_does_not_fetch_a_requests_blocks_another_one_with_a_free_slot_does(running: int) -> None:
     front = Front()
-    front.members.beats["e"] = Beat(engine="2", slots=4, capacity=10, requests=running)
+    front.members.beats["e"] = Heartbeat(engine="2", slots=4, capacity=10, requests=running)
     with front.log.open([REQUEST], 60.0):
         front.busy = True
-        front.router.learn(LastChunk(request="r", attempt=1))
+        front.router.learn(LastChunkStarted(request="r", attempt=1))
         await settled()
         assert front.withdrawn == [77], "the leader counts on the first one no more"
         assert len(front.asked) == len(front.router.hand_overs) == (0 if running else 1)
-        front.router.learn(PrefixPulled(request="r", attempt=1, blocks=2), "e")
+        front.router.learn(PrefixKVFetched(request="r", attempt=1, blocks=2), "e")
         await settled()
         assert front.log.place_of("r") == (("boot", 1) if running else ("e:2", 2))
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from edgemoe.front.requests.prefix_keys import PrefixKeys
 from edgemoe.front.requests.signatures import ENTRY_BYTES, MAX_BYTES, Signatures
-from edgemoe.types.expert_signatures import SignatureTable
+from edgemoe.types.expert_signatures import ExpertSignature
 from edgemoe.types.request import Request, Sampling
 
 KEYS = PrefixKeys()
@@ -21,8 +21,8 @@ NEXT = prefix(range(500))  # the one after it
 OTHER = prefix([*range(64), *range(900, 1200)])  # of another conversation with the same opening
 
 
-def table(mark: int, size: int = 8) -> SignatureTable:
-    return SignatureTable(10, bytes([mark]) * size)
+def table(mark: int, size: int = 8) -> ExpertSignature:
+    return ExpertSignature(10, bytes([mark]) * size)
 
 
 def test_a_conversations_next_turn_is_taken_for_the_one_before_whoever_asks() -> None:

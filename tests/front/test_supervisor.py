@@ -32,7 +32,7 @@ from edgemoe.ipc.engine_socket import EngineEnd
 from edgemoe.ipc.messages import Emissions, Failed, Stats
 from edgemoe.types.principal import Identity, uid_principal
 from edgemoe.types.request import Emission
-from edgemoe.wire.protocol import SPOKEN
+from edgemoe.wire.protocol import PROTOCOL_VERSIONS
 
 
 @pytest.fixture
@@ -354,7 +354,7 @@ async def test_what_an_engine_says_unreadably_is_a_sign_of_life(tmp_path: Path, 
         assert engine is not None
         os.kill(engine.process.pid, signal.SIGSTOP)
         await asyncio.sleep(0.2)  # what it had said is read
-        end, refused = EngineEnd(wire.address, engine.boot_id + "x", SPOKEN), wire.undecodable
+        end, refused = EngineEnd(wire.address, engine.boot_id + "x", PROTOCOL_VERSIONS), wire.undecodable
         engine.boot_id, first = engine.boot_id + "x", engine.heard
         end.post(msgspec.structs.replace(Stats(values={}), values={"edgemoe_x": float("nan")}))
         await until(lambda: wire.undecodable > refused)

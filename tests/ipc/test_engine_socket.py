@@ -16,10 +16,10 @@ import pytest
 from edgemoe.errors import PeerOutdated, ServiceError, WireError
 from edgemoe.ipc import engine_socket as ipc
 from edgemoe.ipc.engine_socket import EngineEnd, FrontEnd, private_directory
-from edgemoe.ipc.messages import MAGIC, Emissions, Ping, Refused, Stats, Stop, encode
-from edgemoe.wire.protocol import SPOKEN, Message, Versions
+from edgemoe.ipc.messages import MAGIC, Emissions, MessageRefused, Ping, Stats, Stop, encode
+from edgemoe.wire.protocol import PROTOCOL_VERSIONS, Message, Versions
 
-NEXT = Versions(SPOKEN.lowest, SPOKEN.highest + 1)
+NEXT = Versions(PROTOCOL_VERSIONS.lowest, PROTOCOL_VERSIONS.highest + 1)
 
 
 @pytest.fixture
@@ -133,7 +133,7 @@ async def test_an_engine_refuses_what_it_does_not_know_and_lives(front: FrontEnd
     async with asyncio.timeout(5):
         assert await anext(heard) == Ping()
         _, refused = await anext(said)
-    assert isinstance(refused, Refused)
+    assert isinstance(refused, MessageRefused)
     assert (refused.what, engine.unreadable) == ("Pong", 1)
     await engine.close()
 
@@ -160,7 +160,7 @@ async def test_the_end_of_a_request_that_cannot_be_read_can_be(
         assert isinstance(told, Emissions)
         assert [(one.request, one.attempt, one.finish) for one in told.items] == [(ended, 2, "error")]
     else:
-        assert isinstance(told, Refused)
+        assert isinstance(told, MessageRefused)
     assert front.undecodable == 0
     await engine.close()
 
@@ -172,7 +172,7 @@ async def test_a_front_refuses_what_it_does_not_know(front: FrontEnd) -> None:
     async with asyncio.timeout(5):
         assert await anext(said) == ("boot-1", None)
         refused = await anext(engine.messages())
-    assert isinstance(refused, Refused)
+    assert isinstance(refused, MessageRefused)
     assert refused.what == "Stets"
     engine.post(Stats(values={}))
     assert (await anext(said))[1] == Stats(values={})

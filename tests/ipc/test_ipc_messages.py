@@ -13,10 +13,10 @@ from edgemoe.ipc import messages
 from edgemoe.ipc.messages import (
     FRAMING,
     MAGIC,
-    Activity,
     Cancel,
     Drain,
     Emissions,
+    ExpertActivity,
     Failed,
     Limits,
     Loading,
@@ -33,10 +33,10 @@ from edgemoe.ipc.messages import (
     encode,
 )
 from edgemoe.types.request import Emission, Request, Sampling
-from edgemoe.wire.protocol import SPOKEN
+from edgemoe.wire.protocol import PROTOCOL_VERSIONS
 
 SAMPLING = Sampling(temperature=0.5, logit_bias={3: -1.5}, stop_token_ids=(1, 2), grammar="start: /a/", logprobs=2)
-HEADER = MAGIC + bytes((FRAMING, *SPOKEN))
+HEADER = MAGIC + bytes((FRAMING, *PROTOCOL_VERSIONS))
 REQUEST = Request(id="r-0-0", prompt=(1, 2, 3), sampling=SAMPLING, seed=2**64 - 1, user="uid:1000/é")
 TO_ENGINE = [
     Submit(request=REQUEST, emitted=(5, 6), attempt=3, remaining_ms=12.5),
@@ -53,7 +53,7 @@ FROM_ENGINE = [
     Stats(values={'edgemoe_tier_hits_total{tier="vram"}': 3.0}, step_s=0.5),
     Failed(error="StoreError", message="no store", fatal=True),
     Reloaded(message="the old one stays", refused=True),
-    Activity(tokens=12.5, chosen=bytes(8), pairs=bytes(16), resident=b"\x03"),
+    ExpertActivity(tokens=12.5, chosen=bytes(8), pairs=bytes(16), resident=b"\x03"),
 ]
 
 

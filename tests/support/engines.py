@@ -21,7 +21,7 @@ from edgemoe.config.settings import (
     ModelSettings,
     Settings,
 )
-from edgemoe.ipc.messages import FromEngine, Listening, PeerEngine, PeerList, Plan
+from edgemoe.ipc.messages import ChannelsOpened, FromEngine, PeerEngine, PeerList, Plan
 from edgemoe.policy.placement.problem import PlacementProblem, by_size
 from edgemoe.policy.placement.uniform import uniform
 from edgemoe.store.manifest import Manifest, spec_of
@@ -103,7 +103,7 @@ class EngineBox:
 
     @property
     def engine_of(self) -> PeerEngine:
-        ports = next(message for message in self.told if isinstance(message, Listening))
+        ports = next(message for message in self.told if isinstance(message, ChannelsOpened))
         return PeerEngine(
             node=self.node,
             boot=self.boot,

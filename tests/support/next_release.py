@@ -28,7 +28,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from edgemoe.wire import protocol
 
-protocol.SPOKEN = protocol.Versions(protocol.SPOKEN.lowest, protocol.SPOKEN.highest + 1)
+protocol.PROTOCOL_VERSIONS = protocol.Versions(
+    protocol.PROTOCOL_VERSIONS.lowest, protocol.PROTOCOL_VERSIONS.highest + 1
+)
 
 from edgemoe.cluster.control import messages as control_messages
 from edgemoe.wire.protocol import Language, Message
@@ -37,18 +39,18 @@ from edgemoe.wire.protocol import Language, Message
 class Greet(Message, frozen=True, tag="Greet"):
     """What the release before does not have."""
 
-    since = protocol.SPOKEN.highest
+    since = protocol.PROTOCOL_VERSIONS.highest
     words: control_messages.Text = ""
 
 
-class Beat(control_messages.Beat, frozen=True, tag="Beat"):
+class Beat(control_messages.Heartbeat, frozen=True, tag="Beat"):
     """With what the release before does not know."""
 
     mood: control_messages.Text = "fine"
 
 
 kept = [kind for tag, kind in control_messages.CONTROL.messages.items() if tag != "Beat"]
-control_messages.Beat = Beat  # type: ignore[misc]
+control_messages.Heartbeat = Beat  # type: ignore[misc]
 control_messages.CONTROL = Language(*kept, Beat, Greet)
 
 from dataclasses import dataclass
@@ -61,7 +63,7 @@ from edgemoe.cluster.control.coordination import store as coord
 class Mark(msgspec.Struct, frozen=True, array_like=True, tag="mark"):
     """One more is counted."""
 
-    SINCE: ClassVar[int] = protocol.SPOKEN.highest
+    SINCE: ClassVar[int] = protocol.PROTOCOL_VERSIONS.highest
     epoch: ops.Count
 
 

@@ -22,7 +22,7 @@ from edgemoe.ipc.messages import FROM_ENGINE, TO_ENGINE, Boot
 from edgemoe.store.manifest import Manifest
 from edgemoe.telemetry.recording import RecordingHeader, RoutingBlock
 from edgemoe.types.placement import PlacementPlan
-from edgemoe.wire.protocol import SPOKEN, Language
+from edgemoe.wire.protocol import PROTOCOL_VERSIONS, Language
 
 GOLDEN = Path(__file__).with_name("protocol.json")
 LANGUAGES: dict[str, Language[Any]] = {
@@ -123,4 +123,6 @@ def breaks(old: Any, new: Any, where: str = "") -> list[str]:
 
 if __name__ == "__main__":
     golden = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {}
-    GOLDEN.write_text(json.dumps(golden | {str(SPOKEN.highest): outer_names()}, indent=1, sort_keys=True) + "\n")
+    GOLDEN.write_text(
+        json.dumps(golden | {str(PROTOCOL_VERSIONS.highest): outer_names()}, indent=1, sort_keys=True) + "\n"
+    )

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from edgemoe.cluster.control.coordination.store import PlanRef
-from edgemoe.cluster.control.messages import Announce, EngineCard, Report
+from edgemoe.cluster.control.messages import Announce, BoxReport, EngineDescription
 from edgemoe.cluster.control.plan_controller import (
     ClusterObserved,
     CommitPlacement,
@@ -45,7 +45,7 @@ class Box:
     leaving: bool = False
     plan: PlacementPlan | None = None
     pins: BoolArray = field(default_factory=NOTHING.copy)
-    card: EngineCard | None = None  # as it was last reported
+    card: EngineDescription | None = None  # as it was last reported
 
     def obey(self, plan: PlacementPlan) -> None:
         self.plan = plan
@@ -75,7 +75,7 @@ class World:
         self.slow = False  # the solver answers when `answers` is called
         self.asked: SolvePlacement | None = None
         self.wanted: PlacementTarget | None = None  # what a look for a better plan finds
-        self.reports: dict[str, Report] = {}
+        self.reports: dict[str, BoxReport] = {}
         for box in self.boxes.values():
             box.report()
         self.leads()

@@ -13,7 +13,7 @@ import numpy as np
 
 from edgemoe.cluster.control.control_plane import ControlPlane, NoServices
 from edgemoe.cluster.control.coordination.store import since_boot
-from edgemoe.cluster.control.messages import Announce, Beat, EngineCard, Report
+from edgemoe.cluster.control.messages import Announce, BoxReport, EngineDescription, Heartbeat
 from edgemoe.cluster.rpc.keys import Peer, Secret, generate
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.types.placement import PlacementPlan, pack_bits
@@ -26,8 +26,8 @@ ALL = pack_bits(np.ones((LAYERS, EXPERTS), np.bool_))
 NONE = bytes(len(ALL))
 
 
-def card(boot: str, room: int = 6, model: str = "m" * 32, disk: bytes = ALL, ram: bytes = NONE) -> EngineCard:
-    return EngineCard(
+def card(boot: str, room: int = 6, model: str = "m" * 32, disk: bytes = ALL, ram: bytes = NONE) -> EngineDescription:
+    return EngineDescription(
         boot=boot,
         calls_port=1,
         bulk_port=2,
@@ -55,13 +55,13 @@ class Front(NoServices):
             **{"coordination": "raft", "replicas": 1, "lease_s": 1.0, **settings},
         )
         self.peers, self.starts = peers, 0
-        self.engine: EngineCard | None = None
+        self.engine: EngineDescription | None = None
         self.role: Any = "box"
         self.task: asyncio.Future[None] | None = None
         self.ahead_s = 0.0  # by which its clock has jumped
-        self.busy = Beat()
-        self.reported: Report | None = None
-        self.hears: Callable[[str, Beat], Any] = lambda _node, _beat: None
+        self.busy = Heartbeat()
+        self.reported: BoxReport | None = None
+        self.hears: Callable[[str, Heartbeat], Any] = lambda _node, _beat: None
 
     def clock(self) -> float:
         return since_boot() + self.ahead_s
@@ -82,7 +82,7 @@ class Front(NoServices):
             self.task.cancel()
             await asyncio.gather(self.task, return_exceptions=True)
 
-    def has(self, engine: EngineCard | None) -> None:
+    def has(self, engine: EngineDescription | None) -> None:
         """The engine comes up, or ends."""
         self.engine = engine
         if (plan := self.plane.state.plans.plan) is not None and engine is not None:
@@ -96,13 +96,13 @@ class Front(NoServices):
             self.engine = msgspec.structs.replace(engine, ram=ram, plan=ref.digest)
             self.plane.set_announcement(msgspec.structs.replace(self.plane.announcement, engine=self.engine))
 
-    def load(self) -> Beat:
+    def load(self) -> Heartbeat:
         return self.busy
 
-    def report(self) -> Report | None:
+    def report(self) -> BoxReport | None:
         return self.reported
 
-    def on_beat(self, node: str, beat: Beat) -> None:
+    def on_beat(self, node: str, beat: Heartbeat) -> None:
         self.hears(node, beat)
 
     @property

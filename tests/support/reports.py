@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from edgemoe.cluster.control.messages import Report
+from edgemoe.cluster.control.messages import BoxReport
 from edgemoe.policy.placement.pairs import Routes, heaviest_pairs
 from edgemoe.policy.replacement.traffic import TrafficCounts
 from edgemoe.types.placement import ACTIVITY_UNIT
 
 
-def report(routes: Routes, experts: int, model: str = "m" * 32, *, successions: bool = False, **more: Any) -> Report:
+def report(routes: Routes, experts: int, model: str = "m" * 32, *, successions: bool = False, **more: Any) -> BoxReport:
     """Returns the report of a box whose requests had these routes [T, L, k], all lately."""
     tokens, layers, _ = routes.shape
     chosen = np.stack([np.bincount(routes[:, layer].ravel(), minlength=experts) for layer in range(layers)])
@@ -26,4 +26,4 @@ def report(routes: Routes, experts: int, model: str = "m" * 32, *, successions: 
         listed = np.argwhere(passed > 0)
         table = np.column_stack([listed, np.minimum(passed[tuple(listed.T)] * ACTIVITY_UNIT // tokens, ACTIVITY_UNIT)])
         more["passed"] = table.astype("<u2").tobytes()
-    return Report(model, float(tokens), shares.astype("<u2").tobytes(), pairs=pairs.astype("<u2").tobytes(), **more)
+    return BoxReport(model, float(tokens), shares.astype("<u2").tobytes(), pairs=pairs.astype("<u2").tobytes(), **more)

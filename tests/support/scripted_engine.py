@@ -28,31 +28,31 @@ from edgemoe.ipc.engine_socket import EngineEnd
 from edgemoe.ipc.messages import (
     Boot,
     Cancel,
-    Choosing,
+    ChannelsOpened,
     Drain,
     Emissions,
+    ExpertDemandReport,
     Failed,
-    FindPrefix,
-    Holds,
-    LastChunk,
+    FetchPrefixKV,
+    HeldExperts,
+    LastChunkStarted,
     Limits,
-    Listening,
     Loading,
-    PrefixFound,
-    PrefixPulled,
-    PromptRead,
-    PullPrefix,
+    PrefixKVFetched,
+    PrefixSignatureReply,
+    PrefixSignatureRequest,
+    PromptSignature,
     Ready,
     Reload,
     Reloaded,
-    Show,
-    Shown,
+    SnapshotReply,
+    SnapshotRequest,
     Stats,
     Stop,
     Submit,
 )
 from edgemoe.policy.routing.told import shares_of
-from edgemoe.types.expert_signatures import EndedRequest, EngineChoices, SignatureTable
+from edgemoe.types.expert_signatures import EndedRequest, ExpertDemand, ExpertSignature
 from edgemoe.types.model_info import ModelInfo
 from edgemoe.types.request import Emission, Request, TokenLogprob
 from edgemoe.types.snapshot import IN_RAM, ON_DISK, EngineSnapshot, RequestProgress
@@ -61,13 +61,13 @@ STEP_S = float(os.environ.get("SCRIPTED_STEP_S", "0.002"))
 CONTEXT = int(os.environ.get("SCRIPTED_CONTEXT", "4096"))
 COMMAND = re.compile(r"(SAY|FAIL|LOSE|MISS)\{(.*?)\}END|(DIE|HANG|REST)@(\d+)|(DIE-ALWAYS)", re.S)
 
-CHOICES = EngineChoices(b"\x80" * 16, bytes(16), (), 0.002, 1e-4)
+CHOICES = ExpertDemand(b"\x80" * 16, bytes(16), (), 0.002, 1e-4)
 
 
-def signature(request: Request) -> SignatureTable:
+def signature(request: Request) -> ExpertSignature:
     """What its prompt chose: the first experts or the last, by the parity of its seed."""
     chosen = [4, 4, 0, 0, 0, 0, 0, 0][:: -1 if request.seed % 2 else 1]
-    return SignatureTable(*shares_of(np.tile(chosen, (2, 1)), 2))
+    return ExpertSignature(*shares_of(np.tile(chosen, (2, 1)), 2))
 
 
 def refusal(submit: Submit) -> Emission:
@@ -121,9 +121,9 @@ class Scripted:
         limits = Limits(context_tokens=CONTEXT, kv_tokens=1 << 20, max_sequences=self.slots, max_queue=self.queue)
         if self.node:
             none = bytes(2)
-            self.end.post(Listening(calls_port=1, bulk_port=1, model=info))
-            self.end.post(Holds(disk=none, ram=none, budget_experts=0))
-            self.end.post(Choosing(choices=CHOICES))
+            self.end.post(ChannelsOpened(calls_port=1, bulk_port=1, model=info))
+            self.end.post(HeldExperts(disk=none, ram=none, budget_experts=0))
+            self.end.post(ExpertDemandReport(choices=CHOICES))
         self.end.post(Ready(boot_id=self.boot.boot_id, model=info, limits=limits))
         stepping, draining = asyncio.ensure_future(self.step_for_ever()), False
         async for message in self.end.messages():
@@ -137,30 +137,30 @@ class Scripted:
                 self.running[message.request.id] = self.accept(message)
                 if message.signature:
                     name, attempt = message.request.id, message.attempt
-                    self.end.post(PromptRead(request=name, attempt=attempt, signature=signature(message.request)))
+                    self.end.post(PromptSignature(request=name, attempt=attempt, signature=signature(message.request)))
                 if message.hand_over:
-                    self.end.post(LastChunk(request=message.request.id, attempt=message.attempt))
-            elif isinstance(message, FindPrefix):
-                self.end.post(PrefixFound(request=message.request))
-            elif isinstance(message, PullPrefix):
+                    self.end.post(LastChunkStarted(request=message.request.id, attempt=message.attempt))
+            elif isinstance(message, PrefixSignatureRequest):
+                self.end.post(PrefixSignatureReply(request=message.request))
+            elif isinstance(message, FetchPrefixKV):
                 self.pull(message)
             elif isinstance(message, Cancel):
                 self.running.pop(message.request, None)
-            elif isinstance(message, Show):
+            elif isinstance(message, SnapshotRequest):
                 requests = tuple(RequestProgress("decode", 0.0, 1, 1, one.index) for one in self.running.values())
                 cells = bytes((ON_DISK, IN_RAM)) * 8
-                self.end.post(Shown(EngineSnapshot(layers=2, experts=8, cells=cells, requests=requests)))
+                self.end.post(SnapshotReply(EngineSnapshot(layers=2, experts=8, cells=cells, requests=requests)))
             elif isinstance(message, Reload):
                 self.end.post(Reloaded(message="loaded again"))
         stepping.cancel()
         await self.end.close()
 
-    def pull(self, message: PullPrefix) -> None:
+    def pull(self, message: FetchPrefixKV) -> None:
         """Says that all blocks have come, or what the prompt wants said."""
         commands = self.commands(self.text(message.prompt))
         if self.node not in commands.get("LOSE", ""):
             why = "missing" if self.node in commands.get("MISS", "") else ""
-            self.end.post(PrefixPulled(request=message.request, attempt=message.attempt, blocks=1, why=why))
+            self.end.post(PrefixKVFetched(request=message.request, attempt=message.attempt, blocks=1, why=why))
 
     def text(self, prompt: tuple[int, ...]) -> str:
         return self.tokenizer.decode(list(prompt), skip_special_tokens=False)
@@ -186,7 +186,7 @@ class Scripted:
             for name in there.keys() - self.running.keys():
                 if there[name].submit.signature:
                     table = signature(there[name].submit.request)
-                    self.end.post(Choosing(choices=CHOICES, ended=(EndedRequest(table, table),)))
+                    self.end.post(ExpertDemandReport(choices=CHOICES, ended=(EndedRequest(table, table),)))
             if (steps := steps + 1) % 20 == 0:
                 self.end.post(Stats(values={"edgemoe_num_requests_running": float(len(self.running))}))
 

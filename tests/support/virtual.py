@@ -29,7 +29,7 @@ from edgemoe.cluster.control.control_plane import ControlPlane, NoServices
 from edgemoe.cluster.control.coordination import store_factory as stores
 from edgemoe.cluster.control.coordination.raft import BACK_S, RaftStore
 from edgemoe.cluster.control.coordination.store import PlanRef
-from edgemoe.cluster.control.messages import CONTROL, Announce, EngineCard, Report
+from edgemoe.cluster.control.messages import CONTROL, Announce, BoxReport, EngineDescription
 from edgemoe.cluster.control.planning.solver import PlanSolver
 from edgemoe.cluster.control.planning.targets import PlacementTarget, PlacementTask, make_target
 from edgemoe.cluster.rpc.envelope import Answer, Envelope, Question
@@ -39,7 +39,7 @@ from edgemoe.config.settings import ClusterSettings
 from edgemoe.errors import CoordUnavailable, EdgemoeError, PeerRefused, PeerUnavailable
 from edgemoe.types.arrays import BoolArray
 from edgemoe.types.placement import PlacementPlan, pack_bits
-from edgemoe.wire.protocol import SPOKEN
+from edgemoe.wire.protocol import PROTOCOL_VERSIONS
 from support.planes import ABC, EXPERTS, LAYERS, card
 
 LATENCY_S = 0.003
@@ -116,7 +116,7 @@ class Channel:
         return node in self.up
 
     def version(self, _node: str) -> int:
-        return SPOKEN.highest
+        return PROTOCOL_VERSIONS.highest
 
     def tell(self, node: str, body: Any, _tensors: Sequence[Any] = ()) -> bool:
         if node in self.up:
@@ -147,7 +147,7 @@ class Channel:
         other = self.cluster.channels.get(node)
         if other is None or (self.transport.node, node) in self.cluster.cuts or self.transport.node not in other.wanted:
             return None
-        envelope = Envelope(0, False, SPOKEN, 0.0, (), (), msgspec.Raw())
+        envelope = Envelope(0, False, PROTOCOL_VERSIONS, 0.0, (), (), msgspec.Raw())
         message = CONTROL.read(data)
         answer: Answer[Any] | None = await other.serve(
             Question(self.transport.node, self.transport.boot, envelope, message, (), 0.0)
@@ -215,7 +215,7 @@ class Box(NoServices):
         self.plane: ControlPlane | None = None
         self.sound = True  # its settings are like the others'
         self.settings: dict[str, Any] = {}
-        self.engine: EngineCard | None = card(f"engine-{node}", 12)
+        self.engine: EngineDescription | None = card(f"engine-{node}", 12)
         self.obeys: PlacementPlan | None = None  # its engine
         self.pins = np.zeros((LAYERS, EXPERTS), np.bool_)  # what that holds at home
 
@@ -257,7 +257,7 @@ class Box(NoServices):
                 self.pins.ravel()[missing[0]] = True
                 self.cluster.at("pinned", self)
 
-    def report(self) -> Report | None:
+    def report(self) -> BoxReport | None:
         return None
 
     def tell(self) -> None:

@@ -8,7 +8,7 @@ import random
 import msgspec
 import pytest
 
-from edgemoe.cluster.data.messages import Chunk, KVPart
+from edgemoe.cluster.data.messages import ExpertChunk, KVPart
 from edgemoe.cluster.rpc import envelope
 from edgemoe.errors import WireError
 from edgemoe.ipc.messages import TO_ENGINE
@@ -16,7 +16,7 @@ from tools.fuzzing.channel import fuzz
 from tools.fuzzing.messages import LANGUAGES, PASSED_ON, ChannelMessages, read
 from tools.fuzzing.values import Values
 
-CHECKED = {Chunk, KVPart}  # whose checksum is a pattern
+CHECKED = {ExpertChunk, KVPart}  # whose checksum is a pattern
 
 
 @pytest.mark.parametrize("channel", LANGUAGES)

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from support.engine_kit import SPEC, Drive, prompt
 
-from edgemoe.ipc.messages import FromEngine, LastChunk, Submit
+from edgemoe.ipc.messages import FromEngine, LastChunkStarted, Submit
 from edgemoe.policy.routing.told import shares_of
-from edgemoe.types.expert_signatures import SignatureTable
+from edgemoe.types.expert_signatures import ExpertSignature
 from edgemoe.types.request import Request, Sampling
 from edgemoe.types.step import StepMeta, StepRouting
 from edgemoe.worker.hand_over import LastChunks
@@ -36,7 +36,7 @@ def test_the_end_of_a_prompt_is_told_before_its_step_where_most_is_computed_and_
     assert not told
     for _ in range(2):
         chunks.look(step(30, 40), NO_IDS)
-    assert told == [LastChunk(request="r", attempt=1)]
+    assert told == [LastChunkStarted(request="r", attempt=1)]
 
 
 @pytest.mark.parametrize(("computed", "told_before"), [(0, 0), (19, 0), (20, 1)])
@@ -61,7 +61,7 @@ def test_nothing_is_told_of_an_attempt_that_is_cancelled() -> None:
     chunks.want(submit(2))
     chunks.forget("r", 1)
     chunks.look(step(30, 40), NO_IDS)
-    assert told == [LastChunk(request="r", attempt=2)]
+    assert told == [LastChunkStarted(request="r", attempt=2)]
 
 
 @pytest.mark.parametrize(
@@ -74,9 +74,9 @@ def test_the_signature_told_is_of_all_of_a_prompt_or_of_what_steps_before_the_la
     told, chunks = list[FromEngine](), LastChunks()
     drive = Drive(observe=chunks.read, expect=chunks.look, step_tokens=step_tokens)
 
-    def signature_of(request: str) -> SignatureTable:
+    def signature_of(request: str) -> ExpertSignature:
         (seq,) = drive.engine.scheduler.running
-        return SignatureTable(*shares_of(drive.engine.blocks.signature(seq), SPEC.router.top_k))
+        return ExpertSignature(*shares_of(drive.engine.blocks.signature(seq), SPEC.router.top_k))
 
     chunks.attach(told.append, signature_of)
     asked = Request(id="r", prompt=tuple(prompt(100)), sampling=Sampling(max_tokens=4), seed=1)
@@ -84,6 +84,6 @@ def test_the_signature_told_is_of_all_of_a_prompt_or_of_what_steps_before_the_la
     drive.submit(asked.prompt, max_tokens=4)
     drive.run()
     (last,) = told
-    assert isinstance(last, LastChunk)
+    assert isinstance(last, LastChunkStarted)
     assert last.signature is not None
     assert last.signature.tokens == known

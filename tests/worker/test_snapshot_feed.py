@@ -13,7 +13,7 @@ from support.tiers_kit import FileStore, Weights, running, small_tiers
 from support.waiting import until, wait_until
 
 from edgemoe.experts.build import ExpertTiers
-from edgemoe.ipc.messages import FromEngine, Shown
+from edgemoe.ipc.messages import FromEngine, SnapshotReply
 from edgemoe.types.experts import ExpertGeometry, Tier
 from edgemoe.types.snapshot import IN_RAM, IN_VRAM, ON_DISK, USE_BITS, EngineSnapshot
 from edgemoe.types.step import BLOCK_TOKENS
@@ -98,5 +98,5 @@ async def test_nothing_is_posted_but_for_a_while_after_somebody_looked(
     monkeypatch.setattr(module, "LOOK_S", 60.0)
     eyes.look()
     await until(lambda: len(posted) > 1)
-    assert all(isinstance(one, Shown) and one.snapshot.cells for one in posted)
+    assert all(isinstance(one, SnapshotReply) and one.snapshot.cells for one in posted)
     running_on.cancel()

@@ -40,8 +40,8 @@ from edgemoe.ipc.messages import (
     Ready,
     Reload,
     Reloaded,
-    Show,
-    Shown,
+    SnapshotReply,
+    SnapshotRequest,
     Stats,
     Stop,
     Submit,
@@ -50,7 +50,7 @@ from edgemoe.ipc.messages import (
 from edgemoe.store.packer import pack
 from edgemoe.telemetry.recording import read_recording
 from edgemoe.types.request import Emission, Request, Sampling
-from edgemoe.wire.protocol import SPOKEN
+from edgemoe.wire.protocol import PROTOCOL_VERSIONS
 
 M = TypeVar("M", bound=FromEngine)
 START_S, ANSWER_S = 120, 30
@@ -110,7 +110,7 @@ async def worker(store: Path, runtime: Path) -> AsyncIterator[Child]:
         log=LogSettings(level="warning"),
     )
     boot_id, values = secrets.token_hex(8), msgspec.to_builtins(settings)
-    boot = Boot(boot_id=boot_id, address=wire.address, speaks=SPOKEN, settings=values)
+    boot = Boot(boot_id=boot_id, address=wire.address, speaks=PROTOCOL_VERSIONS, settings=values)
     command = (sys.executable, "-m", "edgemoe.worker")
     process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE)
     assert process.stdin is not None
@@ -194,8 +194,8 @@ async def check_manners(child: Child) -> None:
     reloaded = await child.hear(Reloaded)
     assert reloaded.refused
     assert "cache.scoutgate is not set" in reloaded.message
-    child.tell(Show())
-    assert len((await child.hear(Shown)).snapshot.cells) == 3 * 6
+    child.tell(SnapshotRequest())
+    assert len((await child.hear(SnapshotReply)).snapshot.cells) == 3 * 6
     child.process.send_signal(signal.SIGTERM)  # the front's business alone
     child.tell(Stop())
     assert await asyncio.wait_for(child.process.wait(), ANSWER_S) == 0

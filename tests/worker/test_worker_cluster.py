@@ -27,20 +27,20 @@ from edgemoe.config.settings import (
 )
 from edgemoe.ipc.engine_socket import FrontEnd
 from edgemoe.ipc.messages import (
-    Activity,
     Boot,
     Cancel,
-    Choosing,
-    FindPrefix,
-    Holds,
-    Listening,
+    ChannelsOpened,
+    ExpertActivity,
+    ExpertDemandReport,
+    FetchPrefixKV,
+    HeldExperts,
     PeerEngine,
+    PeerLinkMeasured,
     PeerList,
-    PeerSeen,
-    PrefixFound,
-    PrefixPulled,
-    PromptRead,
-    PullPrefix,
+    PrefixKVFetched,
+    PrefixSignatureReply,
+    PrefixSignatureRequest,
+    PromptSignature,
     Ready,
     Submit,
 )
@@ -49,7 +49,7 @@ from edgemoe.store.manifest import Manifest
 from edgemoe.store.packer import pack
 from edgemoe.types.placement import unpack_bits
 from edgemoe.types.request import Request, Sampling
-from edgemoe.wire.protocol import SPOKEN
+from edgemoe.wire.protocol import PROTOCOL_VERSIONS
 
 LAYERS, EXPERTS, TOP_K = 3, 6, 2
 SIZES = ModelSizes(LAYERS, EXPERTS)
@@ -77,7 +77,10 @@ async def worker(node: str, store: Path, slots: int, runtime: Path) -> AsyncIter
         ),
     )
     boot = Boot(
-        boot_id=secrets.token_hex(8), address=wire.address, speaks=SPOKEN, settings=msgspec.to_builtins(settings)
+        boot_id=secrets.token_hex(8),
+        address=wire.address,
+        speaks=PROTOCOL_VERSIONS,
+        settings=msgspec.to_builtins(settings),
     )
     command = (sys.executable, "-m", "edgemoe.worker")
     process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE)
@@ -93,7 +96,7 @@ async def worker(node: str, store: Path, slots: int, runtime: Path) -> AsyncIter
         wire.close()
 
 
-def engine(node: str, ports: Listening) -> PeerEngine:
+def engine(node: str, ports: ChannelsOpened) -> PeerEngine:
     return PeerEngine(
         node=node,
         boot="boot",
@@ -117,12 +120,12 @@ async def helped(tmp_path: Path) -> AsyncIterator[tuple[Child, Child]]:
         worker("a", tmp_path / "part", 4, tmp_path) as (a, a_key),
         worker("b", tmp_path / "whole", LAYERS * EXPERTS, tmp_path) as (b, b_key),
     ):
-        a_ports, b_ports = [await box.hear(Listening, START_S) for box in (a, b)]
+        a_ports, b_ports = [await box.hear(ChannelsOpened, START_S) for box in (a, b)]
         for box in (a, b):
             await box.hear(Ready, START_S)
         a.tell(PeerList(keys={"b": (b_key.public.decode(),)}, engines=(engine("b", b_ports),)))
         b.tell(PeerList(keys={"a": (a_key.public.decode(),)}, engines=(engine("a", a_ports),)))
-        assert (await a.hear(PeerSeen)).node == "b"
+        assert (await a.hear(PeerLinkMeasured)).node == "b"
         yield a, b
 
 
@@ -134,15 +137,15 @@ async def test_a_box_with_few_experts_says_what_its_helper_says_until_that_is_ki
         assert await a.tokens("r") == wanted
         await check_what_it_says_of_choices(a)
         prompt = await check_that_a_prompt_has_one_signature(a)
-        b.tell(PullPrefix(request="pulled", attempt=1, node="a", prompt=prompt))
-        assert await b.hear(PrefixPulled) == PrefixPulled(request="pulled", attempt=1, blocks=6)
+        b.tell(FetchPrefixKV(request="pulled", attempt=1, node="a", prompt=prompt))
+        assert await b.hear(PrefixKVFetched) == PrefixKVFetched(request="pulled", attempt=1, blocks=6)
         b.process.kill()
         await b.process.wait()
         a.tell(submit("again"))
         end = await a.end()
         assert (end.finish, end.error_code) == ("error", "missing_expert")
         Manifest.load(tmp_path / "whole").save(tmp_path / "part")  # where the bytes have been all the time
-        while not unpack_bits((await a.hear(Holds)).disk, LAYERS, EXPERTS).all():
+        while not unpack_bits((await a.hear(HeldExperts)).disk, LAYERS, EXPERTS).all():
             pass
         a.tell(submit("whole"))
         assert await a.tokens("whole") == wanted
@@ -153,15 +156,15 @@ async def check_what_it_says_of_choices(a: Child) -> None:
     sampling = Sampling(temperature=0.0, max_tokens=900)
     request = Request(id="long", prompt=(3, 30, 60, 9), sampling=sampling, seed=1)
     a.tell(Submit(request=request, remaining_ms=60_000, signature=True))
-    read = await a.hear(PromptRead)
+    read = await a.hear(PromptSignature)
     assert (read.request, read.attempt) == ("long", 1)
     assert 4 <= read.signature.tokens <= 16  # the prompt, and what has filled its one block meanwhile
     counts = counts_of(read.signature.tokens, read.signature.chosen, SIZES)
     assert counts is not None
     np.testing.assert_allclose(counts.sum(axis=1), read.signature.tokens * TOP_K, rtol=1e-3)
-    here = await a.hear(Choosing)
+    here = await a.hear(ExpertDemandReport)
     while set(here.choices.absent) == {255}:
-        here = await a.hear(Choosing)
+        here = await a.hear(ExpertDemandReport)
     far = np.frombuffer(here.choices.far, np.uint8).reshape(LAYERS, EXPERTS)
     assert 0 < (far == 0).sum() <= 4
     assert set(far[far > 0].tolist()) == {2}, "box b has the others in memory"
@@ -169,7 +172,7 @@ async def check_what_it_says_of_choices(a: Child) -> None:
     await a.tokens("long", 40)
     looks = 0
     while not here.ended:
-        here, looks = await a.hear(Choosing), looks + 1
+        here, looks = await a.hear(ExpertDemandReport), looks + 1
         if looks == 2:  # it has read on since
             a.tell(Cancel(request="long", attempt=1))
     (ended,) = here.ended
@@ -181,19 +184,19 @@ async def check_what_it_says_of_choices(a: Child) -> None:
         assert counts is not None
         np.testing.assert_allclose(counts.sum(axis=1), told.tokens * TOP_K, rtol=1e-3)
     while set(here.choices.absent) != {255}:
-        here = await a.hear(Choosing)
+        here = await a.hear(ExpertDemandReport)
 
 
 async def check_that_a_prompt_has_one_signature(a: Child) -> tuple[int, ...]:
     """Computed, and from the prefix cache; and that is what the front is told of it before. Returns the prompt."""
     prompt = tuple(int(token) for token in np.random.default_rng(5).integers(3, 90, 103))
-    read = list[PromptRead]()
+    read = list[PromptSignature]()
     for name in ("computed", "cached"):
-        a.tell(FindPrefix(request=name, prompt=prompt))
-        found = await a.hear(PrefixFound)
+        a.tell(PrefixSignatureRequest(request=name, prompt=prompt))
+        found = await a.hear(PrefixSignatureReply)
         request = Request(id=name, prompt=prompt, sampling=Sampling(temperature=0.0, max_tokens=800), seed=1)
         a.tell(Submit(request=request, remaining_ms=60_000, signature=True))
-        read.append(await a.hear(PromptRead))
+        read.append(await a.hear(PromptSignature))
         a.tell(Cancel(request=name, attempt=1))
         assert (found.request, read[-1].request) == (name, name)
         assert found.signature == (read[0].signature if name == "cached" else None)
@@ -207,7 +210,7 @@ async def test_an_engine_says_what_it_holds(tmp_path: Path) -> None:
     pack(tiny_checkpoint("qwen3_moe", tmp_path / "checkpoint"), tmp_path / "part")
     without_experts(tmp_path / "part")
     async with worker("a", tmp_path / "part", 8, tmp_path) as (a, _):
-        holds = await a.hear(Holds, START_S)
+        holds = await a.hear(HeldExperts, START_S)
         disk = unpack_bits(holds.disk, LAYERS, EXPERTS)
         np.testing.assert_array_equal(disk, np.tile(np.arange(EXPERTS) == 0, (LAYERS, 1)))
         assert holds.budget_experts == 6
@@ -218,13 +221,13 @@ async def test_an_engine_says_what_its_requests_chose_and_not_what_it_computed_f
     async with helped(tmp_path) as (a, b):
         a.tell(submit("r"))
         await a.tokens("r")
-        asked = await a.hear(Activity, START_S)
+        asked = await a.hear(ExpertActivity, START_S)
         for _ in range(3):  # one may have been under way
-            asked = asked if asked.tokens else await a.hear(Activity, START_S)
+            asked = asked if asked.tokens else await a.hear(ExpertActivity, START_S)
         assert 20 < asked.tokens < 28  # four of the prompt, 24 less the last, with decay; none of the warm-up
         chosen = np.frombuffer(asked.chosen, np.uint16).reshape(LAYERS, EXPERTS)
         np.testing.assert_allclose(chosen.sum(axis=1), TOP_K * 65535, rtol=1e-3)
         pairs = np.frombuffer(asked.pairs, np.uint16).reshape(-1, 4)
         assert pairs[:, 3].sum() == pytest.approx(LAYERS * TOP_K * (TOP_K - 1) / 2 * 65535, rel=1e-2)
         for _ in range(3):
-            assert not (await b.hear(Activity, START_S)).tokens  # it computed for a, and was asked nothing
+            assert not (await b.hear(ExpertActivity, START_S)).tokens  # it computed for a, and was asked nothing

@@ -14,7 +14,7 @@ from edgemoe.config.settings import Settings
 from edgemoe.ipc.engine_socket import FrontEnd
 from edgemoe.ipc.messages import Boot, Drain, Emissions, Loading, Stats, Submit
 from edgemoe.types.request import Request, Sampling
-from edgemoe.wire.protocol import SPOKEN
+from edgemoe.wire.protocol import PROTOCOL_VERSIONS
 from edgemoe.worker.service import Worker
 
 
@@ -37,7 +37,7 @@ async def test_a_message_that_an_engine_fails_over_costs_that_message_alone(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     wire, loop = FrontEnd(tmp_path / "run"), FalteringLoop()
-    boot = Boot(boot_id="boot-1", address=wire.address, speaks=SPOKEN, settings={})
+    boot = Boot(boot_id="boot-1", address=wire.address, speaks=PROTOCOL_VERSIONS, settings={})
     worker = Worker(boot, Settings(), os.getpid())
     assembly: Any = SimpleNamespace(engine=SimpleNamespace(loop=loop), sharing=None)
     listening = asyncio.ensure_future(worker._listen(assembly))
@@ -70,7 +70,7 @@ async def test_a_message_that_an_engine_fails_over_costs_that_message_alone(
 
 async def test_figures_that_cannot_be_told_cost_no_engine(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     wire = FrontEnd(tmp_path / "run")
-    boot = Boot(boot_id="boot-1", address=wire.address, speaks=SPOKEN, settings={})
+    boot = Boot(boot_id="boot-1", address=wire.address, speaks=PROTOCOL_VERSIONS, settings={})
     worker = Worker(boot, Settings(), os.getpid())
     runner = SimpleNamespace(standstill_s=lambda: 7.0)
     assembly: Any = SimpleNamespace(engine=SimpleNamespace(runner=runner))  # without metrics

@@ -33,7 +33,7 @@ import torch
 import zmq
 
 from edgemoe.cluster.data.expert_fetch import PeerStore
-from edgemoe.cluster.data.messages import Call
+from edgemoe.cluster.data.messages import ExpertCall
 from edgemoe.cluster.data.plane import DataPlane, OwnExperts
 from edgemoe.cluster.rpc import channel as rpc_channel
 from edgemoe.cluster.rpc.channel import Channel
@@ -244,7 +244,7 @@ def measure(box: Box, pid: int, geometry: ExpertGeometry, rows: int, experts: in
     peer.measure_work = lambda units, seconds: served.append(seconds)  # type: ignore[method-assign]
     for _ in range(rounds):
         work = work_of(geometry, rows, experts, rng)
-        _, tensors = Call.of(work)
+        _, tensors = ExpertCall.of(work)
         began_s = time.perf_counter()
         box.plane.calls.call("server", work, answers)
         call = answers.get(timeout=10)

@@ -27,8 +27,8 @@ import numpy as np
 import xxhash
 import zmq
 
-from edgemoe.cluster.control.messages import CONTROL, Announce, Beat, RaftPayload
-from edgemoe.cluster.data.messages import BULK, CALLS, Call, Fetch, Hello
+from edgemoe.cluster.control.messages import CONTROL, Announce, Heartbeat, RaftPayload
+from edgemoe.cluster.data.messages import BULK, CALLS, ExpertCall, FetchExpert, Hello
 from edgemoe.cluster.rpc import envelope
 from edgemoe.cluster.rpc.channel import Channel
 from edgemoe.cluster.rpc.envelope import Answer, Envelope, Question, seal, unseal
@@ -96,15 +96,15 @@ def originals() -> dict[str, list[tuple[msgspec.Struct, list[bytes]]]]:
     bits = bytes(24)
     return {
         "control": [
-            (Beat(), []),
+            (Heartbeat(), []),
             (Announce(release="1", role="box", address="192.0.2.1:1", devices=("cpu",)), []),
             (RaftPayload(b"append entries" * 9), []),
         ],
         "calls": [
             (Hello("d" * 32, 6, 32, 768, 147456, bits, bits), [b"probe" * 50]),
-            (Call(1, 1, 2, 2), [bytes(768), index]),
+            (ExpertCall(1, 1, 2, 2), [bytes(768), index]),
         ],
-        "bulk": [(Fetch(1, 2, 0, 4096), [])],
+        "bulk": [(FetchExpert(1, 2, 0, 4096), [])],
     }
 
 

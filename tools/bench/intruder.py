@@ -25,8 +25,8 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from edgemoe.cluster.control.messages import Announce, GetPlan
-from edgemoe.cluster.data.messages import Fetch, Hello
+from edgemoe.cluster.control.messages import Announce, PlanRequest
+from edgemoe.cluster.data.messages import FetchExpert, Hello
 from edgemoe.cluster.rpc.envelope import seal
 from edgemoe.cluster.rpc.keys import load_secret
 from tools.testbed.daemons import BULK_PORT, CALLS_PORT, CONTROL_PORT, Cluster, Daemon
@@ -35,9 +35,9 @@ KINDS = ("wrong", "unlisted", "name", "server", "revoked", "replaced")
 INTRUDER, GUEST = "x", "y"  # boxes that are listed and have no daemon; the second one's key is always in order
 LISTEN_S, LONG_S = 0.3, 15.0
 QUESTIONS: dict[int, list[msgspec.Struct]] = {
-    CONTROL_PORT: [GetPlan("0"), Announce(release="0", role="box", address="192.0.2.1:1")],
+    CONTROL_PORT: [PlanRequest("0"), Announce(release="0", role="box", address="192.0.2.1:1")],
     CALLS_PORT: [Hello("0" * 32, 1, 1, 1, 1, b"\0", b"\0")],
-    BULK_PORT: [Fetch(0, 0, 0, 4096)],
+    BULK_PORT: [FetchExpert(0, 0, 0, 4096)],
 }
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 import zmq
 
-from edgemoe.cluster.control.messages import Announce, Beat, EngineCard, EngineUse
+from edgemoe.cluster.control.messages import Announce, EngineDescription, EngineStatus, Heartbeat
 from edgemoe.demo import model_path
 from tools.fuzzing.messages import ChannelMessages
 from tools.fuzzing.peer import HostilePeer
@@ -133,7 +133,7 @@ def presence(box: Target, peer: HostilePeer, seed: int) -> Iterator[Presence]:
     lies = ChannelMessages("control", random.Random(~seed), hints(box))
     made = Presence("control", peer.boot, box.keys["control"], box.own.public, address, box.peer_port, lies)
     layers, experts = model["layers"], model["experts"]
-    engine = EngineCard(
+    engine = EngineDescription(
         boot=ENGINE,
         calls_port=CLOSED_PORT,
         bulk_port=CLOSED_PORT,
@@ -147,8 +147,8 @@ def presence(box: Target, peer: HostilePeer, seed: int) -> Iterator[Presence]:
         shares=True,
     )
     card = Announce("0", "box", f"127.0.0.1:{box.peer_port}", engine=engine, agreement=AGREEMENT)
-    use = EngineUse(engine=ENGINE, slots=8, capacity=64, blocks=4096, free_blocks=4096, tokens_per_s=1e6)
-    made.begin([card, Beat(engine=ENGINE, slots=8, capacity=64), use])
+    use = EngineStatus(engine=ENGINE, slots=8, capacity=64, blocks=4096, free_blocks=4096, tokens_per_s=1e6)
+    made.begin([card, Heartbeat(engine=ENGINE, slots=8, capacity=64), use])
     try:
         yield made
     finally:

@@ -94,7 +94,7 @@ def greet(number: int) -> Submit:
 def frame_of(body: dict[str, Any]) -> bytes:
     """The message as it is sent; b"" where none can be made of it."""
     try:
-        return MAGIC + bytes((FRAMING, *protocol.SPOKEN)) + msgspec.msgpack.encode(body)
+        return MAGIC + bytes((FRAMING, *protocol.PROTOCOL_VERSIONS)) + msgspec.msgpack.encode(body)
     except (RecursionError, OverflowError):
         return b""
 

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import xxhash
 
-from edgemoe.cluster.control.messages import CONTROL, Forward, Tokens
+from edgemoe.cluster.control.messages import CONTROL, ForwardedEmissions, ForwardedFrame
 from edgemoe.cluster.data.messages import BULK, CALLS
 from edgemoe.cluster.rpc import envelope
 from edgemoe.errors import WireError
@@ -20,12 +20,12 @@ from edgemoe.ipc.messages import (
     MAGIC,
     TO_ENGINE,
     Emissions,
-    LastChunk,
-    PrefixPulled,
+    LastChunkStarted,
+    PrefixKVFetched,
     decode_from_engine,
     decode_to_engine,
 )
-from edgemoe.wire.protocol import SPOKEN, Language
+from edgemoe.wire.protocol import PROTOCOL_VERSIONS, Language
 from tools.fuzzing.values import Values
 
 LANGUAGES: dict[str, Language[Any]] = {"control": CONTROL, "calls": CALLS, "bulk": BULK}
@@ -33,7 +33,7 @@ SURE = ("boot", "model", "seen")  # without which a peer's engine takes no reque
 MOOD = 1000
 VERSIONS: tuple[list[int], ...] = ([1, 255], [200, 255], [255, 1], [0, 0], [])
 HELLO = ("model", "layers", "experts", "row_bytes", "expert_bytes", "ram", "disk")
-PASSED_ON = (Emissions, LastChunk, PrefixPulled)  # what a box takes of another one's engine
+PASSED_ON = (Emissions, LastChunkStarted, PrefixKVFetched)  # what a box takes of another one's engine
 
 
 class ChannelMessages:
@@ -65,7 +65,7 @@ class ChannelMessages:
         row: list[Any] = [
             asked or rng.choice((0, rng.randrange(1, 1 << 20), (1 << 62) - 1)),
             rng.random() < (0.97 if asked else 0.03),
-            rng.choice(VERSIONS) if self._foreign and rng.random() < 0.1 else list(SPOKEN),
+            rng.choice(VERSIONS) if self._foreign and rng.random() < 0.1 else list(PROTOCOL_VERSIONS),
             rng.choice((0.0, 1.0, 2000.0, 600_000.0)),
             sizes,
             sums,
@@ -116,7 +116,7 @@ class ChannelMessages:
 
     def _frame(self, kind: type[Any]) -> bytes:
         try:
-            return MAGIC + bytes((FRAMING, *SPOKEN)) + msgspec.msgpack.encode(self._values.message(kind))
+            return MAGIC + bytes((FRAMING, *PROTOCOL_VERSIONS)) + msgspec.msgpack.encode(self._values.message(kind))
         except RecursionError:
             return MAGIC
 
@@ -141,8 +141,8 @@ class ChannelMessages:
 def read(channel: str, frames: Sequence[bytes]) -> Any:
     """Returns what the box makes of a message. Raises WireError."""
     message = LANGUAGES[channel].read(envelope.unseal(frames).body)
-    if isinstance(message, Forward | Tokens) and len(frames) > 1:
-        return (decode_to_engine if isinstance(message, Forward) else decode_from_engine)(frames[1])
+    if isinstance(message, ForwardedFrame | ForwardedEmissions) and len(frames) > 1:
+        return (decode_to_engine if isinstance(message, ForwardedFrame) else decode_from_engine)(frames[1])
     return message
 
 

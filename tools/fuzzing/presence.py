@@ -15,7 +15,7 @@ import msgspec
 import zmq
 
 from edgemoe.cluster.control.membership import BEAT_S
-from edgemoe.cluster.control.messages import Tokens, Welcome
+from edgemoe.cluster.control.messages import ForwardedEmissions, Welcome
 from edgemoe.cluster.rpc import envelope
 from edgemoe.cluster.rpc.envelope import Failure
 from edgemoe.cluster.rpc.keys import Secret
@@ -87,7 +87,7 @@ class Presence:
                 Emission(request=late.request.id, attempt=late.attempt, index=index, token=7, finish=finish)
                 for index, finish in enumerate(("", "", "length"), len(late.emitted))
             ]
-            self._voice.send_multipart(envelope.seal(Tokens(), [encode(Emissions(items=items))], id=1))
+            self._voice.send_multipart(envelope.seal(ForwardedEmissions(), [encode(Emissions(items=items))], id=1))
         while self._voice.poll(0):
             self._voice.recv_multipart()
 

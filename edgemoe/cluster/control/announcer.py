@@ -11,7 +11,7 @@ import msgspec
 from edgemoe.cluster.control.control_state import AnnouncementAnswered, ControlState
 from edgemoe.cluster.control.coordination.store import PlanRef
 from edgemoe.cluster.control.membership import Member
-from edgemoe.cluster.control.messages import Beat, ControlMessage, Report
+from edgemoe.cluster.control.messages import BoxReport, ControlMessage, Heartbeat
 from edgemoe.cluster.rpc.channel import Channel
 from edgemoe.errors import PeerError, PeerRefused
 
@@ -83,7 +83,7 @@ class Announcer:
         else:
             self._on_answer(AnnouncementAnswered(node, serial))
 
-    def send_beats(self, load: Beat, leading: int, seen: int, plan: PlanRef | None) -> None:
+    def send_beats(self, load: Heartbeat, leading: int, seen: int, plan: PlanRef | None) -> None:
         """Sends a beat to all boxes: load, the epoch in which this box leads, the highest epoch seen, its plan."""
         version, digest = (plan.version, plan.digest) if plan else (0, "")
         beat = msgspec.structs.replace(load, leading=leading, seen=seen, plan_version=version, plan_digest=digest)
@@ -95,7 +95,7 @@ class Reporter:
     """Reports to the leader, at intervals, the experts that this box's requests choose and the state of its links."""
 
     def __init__(
-        self, state: ControlState, channel: Channel[ControlMessage], make_report: Callable[[], Report | None]
+        self, state: ControlState, channel: Channel[ControlMessage], make_report: Callable[[], BoxReport | None]
     ) -> None:
         """`make_report` returns None while there is nothing to report."""
         self._state, self._channel, self._make_report = state, channel, make_report

@@ -40,24 +40,24 @@ from edgemoe.cluster.control.membership import BEAT_S
 from edgemoe.cluster.control.messages import (
     CONTROL,
     Announce,
-    Beat,
-    Check,
+    BoxReport,
     ControlMessage,
-    EngineUse,
+    EngineStatus,
     FetchParcel,
-    FindStore,
-    Forward,
-    GetPlan,
+    ForwardedEmissions,
+    ForwardedFrame,
+    Heartbeat,
+    LostRequestsQuery,
+    OfferWithdrawal,
     Parcel,
-    PlanIs,
+    PlanReply,
+    PlanRequest,
+    PortProbeRequest,
     RaftPayload,
-    Reach,
-    Report,
     RequestGrant,
     RequestOffer,
-    Tokens,
+    StoreLocationRequest,
     Welcome,
-    Withdrawal,
 )
 from edgemoe.cluster.control.plan_store import PlanExchange, PlanStore
 from edgemoe.cluster.control.planning.solver import PlanSolver
@@ -72,7 +72,7 @@ from edgemoe.cluster.rpc.transport import ChannelSettings, Transport
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.durable import make_folder
 from edgemoe.errors import ConfigError, PeerRefused
-from edgemoe.ipc.messages import Show
+from edgemoe.ipc.messages import SnapshotRequest
 from edgemoe.ticking import until_tick
 from edgemoe.types.placement import PlacementPlan
 
@@ -80,16 +80,16 @@ from edgemoe.types.placement import PlacementPlan
 class LocalServices(Protocol):
     """This box's engine and requests, as the control plane drives them."""
 
-    def load(self) -> Beat:
+    def load(self) -> Heartbeat:
         """Returns a beat that states the engine's load; the control plane fills in the other fields."""
 
-    def report(self) -> Report | None:
+    def report(self) -> BoxReport | None:
         """Returns the report for the leader; None while there is no engine."""
 
     def on_members_changed(self) -> None:
         """Acts on a change of members or of their engines."""
 
-    def on_beat(self, node: str, beat: Beat) -> None:
+    def on_beat(self, node: str, beat: Heartbeat) -> None:
         """Stores the load that another box states."""
 
     def follow_plan(self, plan: PlacementPlan) -> None:
@@ -102,22 +102,22 @@ class LocalServices(Protocol):
         """Raises PeerBusy if our engine takes no more requests of other fronts."""
 
     def serve(self, question: Question[ControlMessage]) -> Answer[ControlMessage]:
-        """Answers a Forward, Tokens, Check, Show or FindStore; refuses the rest. Raises PeerError, WireError."""
+        """Answers messages about requests, snapshots and stores; refuses others. Raises PeerError, WireError."""
 
 
 class NoServices:
     """The services of a witness, which has no engine."""
 
-    def load(self) -> Beat:
-        return Beat()
+    def load(self) -> Heartbeat:
+        return Heartbeat()
 
-    def report(self) -> Report | None:
+    def report(self) -> BoxReport | None:
         return None
 
     def on_members_changed(self) -> None:
         return None
 
-    def on_beat(self, node: str, beat: Beat) -> None:
+    def on_beat(self, node: str, beat: Heartbeat) -> None:
         return None
 
     def follow_plan(self, plan: PlacementPlan) -> None:
@@ -268,34 +268,36 @@ class ControlPlane:
         if question.peer not in self.state.members:
             raise PeerRefused(f"{question.peer} is no longer listed by {self.state.node}")
         message = question.message
-        if isinstance(message, FindStore | Welcome):  # from a command beside that box's daemon, not from the daemon
+        if isinstance(
+            message, StoreLocationRequest | Welcome
+        ):  # from a command beside that box's daemon, not from the daemon
             return self._local.serve(question)
         if isinstance(message, FetchParcel):
             return self.parcels.serve(question.peer, message)
-        of_state = message if isinstance(message, Beat | Announce | Report) else None
+        of_state = message if isinstance(message, Heartbeat | Announce | BoxReport) else None
         self._handle(MessageReceived(question.peer, question.boot, of_state))
         match message:
             case RaftPayload():
                 self._link.deliver(question.peer, message)
             case RequestOffer():
                 return Answer(self.desk.ask(question.peer, message))
-            case EngineUse():
+            case EngineStatus():
                 self.desk.hear(question.peer, message)
-            case Withdrawal():
+            case OfferWithdrawal():
                 self.desk.withdraw(question.peer, message)
             case RequestGrant() if question.peer == self.leader:
                 self._local.on_grant(message)
-            case Beat() | Report() | RequestGrant():
+            case Heartbeat() | BoxReport() | RequestGrant():
                 return None
             case Announce():
                 return Answer(Welcome())
-            case GetPlan(digest=digest):
-                return Answer(PlanIs(), [memoryview(self.state.plans.bytes_of(digest))])
-            case Reach():
+            case PlanRequest(digest=digest):
+                return Answer(PlanReply(), [memoryview(self.state.plans.bytes_of(digest))])
+            case PortProbeRequest():
                 return Answer(await self.port_prober.answer(question.peer))
-            case Forward(parcel=Parcel() as parcel):
+            case ForwardedFrame(parcel=Parcel() as parcel):
                 return self._local.serve(await self.parcels.fetch(question, parcel))
-            case Forward() | Tokens() | Check() | Show():
+            case ForwardedFrame() | ForwardedEmissions() | LostRequestsQuery() | SnapshotRequest():
                 return self._local.serve(question)
             case _:
                 raise PeerRefused("not a question")
@@ -355,6 +357,6 @@ class ControlPlane:
         ref = self.state.plans.ref if may_name else None
         self._announcer.send_beats(self._local.load(), self.leading, self.state.fence.highest, ref)
 
-    def _leader_beat(self) -> tuple[str, Beat] | None:
+    def _leader_beat(self) -> tuple[str, Heartbeat] | None:
         leader, members = self.leader, self.state.members
         return (leader, members[leader].beat) if leader in members else None

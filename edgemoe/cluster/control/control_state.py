@@ -17,7 +17,7 @@ from edgemoe.cluster.control.coordination.election_rules import ElectionRules
 from edgemoe.cluster.control.coordination.epoch_fence import EpochFence
 from edgemoe.cluster.control.leadership import LeaderTracker
 from edgemoe.cluster.control.membership import Member, Members, Trigger
-from edgemoe.cluster.control.messages import Announce, Beat, EngineCard, Report
+from edgemoe.cluster.control.messages import Announce, BoxReport, EngineDescription, Heartbeat
 from edgemoe.cluster.control.plan_store import PlanStore
 from edgemoe.cluster.rpc.keys import Peer
 from edgemoe.config.settings import ClusterSettings
@@ -52,7 +52,7 @@ class MessageReceived(NamedTuple):
 
     node: str
     boot: str  # incarnation of that front
-    message: Beat | Announce | Report | None
+    message: Heartbeat | Announce | BoxReport | None
 
 
 class AnnouncementAnswered(NamedTuple):
@@ -97,7 +97,7 @@ class DeliverBeat(NamedTuple):
     """Pass a box's beat to this box's services."""
 
     node: str
-    beat: Beat
+    beat: Heartbeat
 
 
 class CheckPlan(NamedTuple):
@@ -182,7 +182,7 @@ class ControlState:
         """Returns the boxes that can be reached and have not acknowledged our latest announcement."""
         return [member for member in self.members if member.up and member.acknowledged != self.serial]
 
-    def serving(self) -> EngineCard | None:
+    def serving(self) -> EngineDescription | None:
         """Returns an engine that serves the cluster's model: this box's, or another's while this one has none."""
         announced = self.announcements().values()
         return next((each.engine for each in announced if each is not None and each.engine), None)
@@ -207,14 +207,14 @@ class ControlState:
         if member.boot != received.boot:
             member.boot, member.acknowledged = received.boot, 0
         match received.message:
-            case Beat() as beat:
+            case Heartbeat() as beat:
                 self._on_beat(member, beat)
             case Announce() as announcement:
                 self._on_announcement(member, announcement)
-            case Report() as report:
+            case BoxReport() as report:
                 member.report = report
 
-    def _on_beat(self, member: Member, beat: Beat) -> None:
+    def _on_beat(self, member: Member, beat: Heartbeat) -> None:
         node, before = member.peer.node, member.beat
         member.heard_s, member.beat = self.clock(), beat
         self._instructions.append(DeliverBeat(node, beat))

@@ -17,7 +17,7 @@ from edgemoe.cluster.control.coordination.raft import RaftStore
 from edgemoe.cluster.control.coordination.store import CoordStore, PlanRef, wait_event
 from edgemoe.cluster.control.leadership import Election
 from edgemoe.cluster.control.membership import BEAT_S
-from edgemoe.cluster.control.messages import Report
+from edgemoe.cluster.control.messages import BoxReport
 from edgemoe.cluster.control.plan_controller import (
     ClusterObserved,
     CommitPlacement,
@@ -52,7 +52,7 @@ class Leader:
         solver: PlanSolver,
         *,
         send_beat: Callable[[], None],
-        make_report: Callable[[], Report | None],
+        make_report: Callable[[], BoxReport | None],
     ) -> None:
         """`make_report` returns the report that this box would send to another leader."""
         self.follows_agreed_plan = False  # while it leads; only then may its beats name the plan
@@ -205,7 +205,7 @@ class Leader:
                     return  # placements solved meanwhile are handled in the next round
             event = self._solved.pop(0) if self._solved else None
 
-    def _reports(self) -> dict[str, Report]:
+    def _reports(self) -> dict[str, BoxReport]:
         own, members = self._make_report(), self._state.members
         reports = {m.peer.node: m.report for m in members if m.report is not None and m.can_take_part}
         return reports if own is None else {self._state.node: own, **reports}

@@ -11,7 +11,7 @@ from edgemoe.cluster.control.coordination.election_rules import ElectionRules
 from edgemoe.cluster.control.coordination.epoch_fence import EpochFence
 from edgemoe.cluster.control.coordination.store import CoordStore
 from edgemoe.cluster.control.membership import Member
-from edgemoe.cluster.control.messages import Beat
+from edgemoe.cluster.control.messages import Heartbeat
 from edgemoe.errors import CoordError, CoordUnavailable, EpochLeap, PeerRefused, StaleEpoch
 from edgemoe.telemetry.rate_limited_log import RateLimitedLog
 
@@ -133,7 +133,7 @@ class LeaderTracker:
         if self.leader == node:
             self.leader = ""
 
-    def on_beat(self, member: Member, before: Beat) -> str:
+    def on_beat(self, member: Member, before: Heartbeat) -> str:
         """Follows the member if its beat says that it leads and it may, else not. `before` is the beat before.
 
         Returns why the box cannot take part: its epoch is impossible. Otherwise "".

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from edgemoe.cluster.control.messages import Announce, Beat, Report
+from edgemoe.cluster.control.messages import Announce, BoxReport, Heartbeat
 from edgemoe.cluster.rpc.keys import Peer
 from edgemoe.ipc.messages import PeerEngine
 
@@ -95,10 +95,10 @@ class Member:
     boot: str = ""  # incarnation of its front that sent the last message
     up: bool = False  # whether our connection to it works
     heard_s: float = float("-inf")  # time of its last beat
-    beat: Beat = field(default_factory=Beat)
+    beat: Heartbeat = field(default_factory=Heartbeat)
     announcement: Announce | None = None
     announced_boot: str = ""  # incarnation that sent the announcement
-    report: Report | None = None  # sent to the leader only
+    report: BoxReport | None = None  # sent to the leader only
     acknowledged: int = 0  # serial number of our announcement that it has acknowledged
     refusal: str = ""  # why it cannot take part
 

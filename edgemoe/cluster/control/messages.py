@@ -1,22 +1,6 @@
-"""Messages of the control channel, from front to front.
+"""Messages of the control channel, between the fronts of boxes. Requests name their reply in their docstring.
 
-    Beat         sent several times a second: the box lives; whether it leads, which plan it follows, how busy it is
-    Announce     asked on change, or where a Beat wants it; answered Welcome (or refused): what the box is and has
-    Report       sent to the leader every ten seconds, without an answer: what requests choose, how the links are
-    EngineUse    sent to the leader when it has changed, without an answer: what a box's engine has to do
-    RequestOffer asked of the leader for a request that waits, answered RequestGrant: where it runs, or sent one later
-    Withdrawal   sent to the leader, without an answer: offers that do not stand, or whose engine would not take them
-    GetPlan      answered PlanIs, with the plan as a tensor
-    Forward      a frame for the other box's engine, as it would go to our own, as a tensor; answered Taken
-    FetchParcel  asked where a Forward names a long frame instead, answered ParcelPart: a part of that frame
-    Tokens       what that engine emits, likewise; answered Taken, which names requests that are not wanted any more
-    Check        asked once a second of boxes that run requests of ours, answered Dropped: those they do not have
-    Show         asked once a second while somebody looks here, answered Shown: what the box's engine shows of itself
-    Reach        asked where somebody wants to know, answered Reached: which of our ports the box reaches, its clock
-    FindStore    asked by a command beside a daemon, answered StoreAt: which store the box serves, and where
-    RaftPayload  sent without an answer: messages of the embedded Raft
-
-A leader's messages carry its epoch in Beat.leading.
+A leader's messages carry its epoch in Heartbeat.leading.
 """
 
 from __future__ import annotations
@@ -29,7 +13,7 @@ from msgspec import Meta
 
 from edgemoe.cluster.rpc.envelope import MAX_TENSOR_BYTES, Buffer, Failure
 from edgemoe.cluster.rpc.keys import Peer
-from edgemoe.ipc.messages import Show, Shown
+from edgemoe.ipc.messages import SnapshotReply, SnapshotRequest
 from edgemoe.types.bounds import (
     MAX_NODES,
     Bitmap,
@@ -50,7 +34,7 @@ from edgemoe.types.bounds import (
     TokenCount,
     Words,
 )
-from edgemoe.types.expert_signatures import EndedRequests, EngineChoices, SignatureTable
+from edgemoe.types.expert_signatures import EndedRequests, ExpertDemand, ExpertSignature
 from edgemoe.types.request import Phases
 from edgemoe.wire.protocol import Language, Message
 
@@ -69,13 +53,13 @@ RequestAttempts = Annotated[tuple[tuple[Text, Count], ...], Meta(max_length=MAX_
 
 
 class RaftPayload(Message, frozen=True, tag="RaftPayload"):
-    """A message between the members of the embedded agreement; opaque here."""
+    """Carries a message between members of the embedded Raft, encoded by that. No reply."""
 
     data: Annotated[bytes, Meta(max_length=MAX_PAYLOAD_BYTES)]
 
 
-class Beat(Message, frozen=True, tag="Beat"):
-    """A sign of life. `leading` is the epoch in which the box leads, 0 if it does not."""
+class Heartbeat(Message, frozen=True, tag="Beat"):
+    """Says several times a second that the box lives. `leading` is the epoch it leads in, 0 if none. No reply."""
 
     leading: Count = 0
     seen: Count = 0  # the highest epoch that the box knows of
@@ -89,7 +73,7 @@ class Beat(Message, frozen=True, tag="Beat"):
     secret: Annotated[bytes, Meta(max_length=SECRET_BYTES)] = b""  # the leader's: it hashes users and prefixes
 
 
-class EngineCard(msgspec.Struct, frozen=True):
+class EngineDescription(msgspec.Struct, frozen=True):
     """Describes an engine that has opened its channels."""
 
     boot: Text
@@ -121,14 +105,14 @@ class EngineCard(msgspec.Struct, frozen=True):
 
 
 class Announce(Message, frozen=True, tag="Announce"):
-    """Describes a box: release, role, address, memory, engine, peers."""
+    """Describes a box, on change or where a Heartbeat asks for it. Reply: Welcome."""
 
     release: Text
     role: Literal["box", "witness"]
     address: Text  # HOST:PORT of its control channel
     devices: Annotated[tuple[Text, ...], Meta(max_length=64)] = ()
     ram_bytes: Bytes = 0
-    engine: EngineCard | None = None
+    engine: EngineDescription | None = None
     leaving: bool = False
     agreement: Annotated[str, Meta(max_length=400)] = ""  # how it elects a leader; "" of a box that joins
     listed: Annotated[tuple[Peer, ...], Meta(max_length=MAX_NODES)] = ()  # peers that it allows
@@ -136,7 +120,7 @@ class Announce(Message, frozen=True, tag="Announce"):
 
 
 class Welcome(Message, frozen=True, tag="Welcome"):
-    """Confirms an announcement."""
+    """Confirms an Announce."""
 
 
 class LinkReport(msgspec.Struct, frozen=True):
@@ -148,8 +132,8 @@ class LinkReport(msgspec.Struct, frozen=True):
     unit_s: Seconds = 0.0  # that the box takes to compute one unit of work; 0 until measured
 
 
-class Report(Message, frozen=True, tag="Report"):
-    """Tells the leader, and nobody else, what a box's own requests choose (see Activity) and how its links are."""
+class BoxReport(Message, frozen=True, tag="Report"):
+    """Reports the experts chosen (see ExpertActivity) and the links to the leader alone every ten seconds. No reply."""
 
     model: Text  # digest
     tokens: Annotated[float, Meta(ge=0, le=1e15)]  # that the tables are shares of
@@ -164,10 +148,10 @@ class Report(Message, frozen=True, tag="Report"):
     steps_per_token: Rate = 0.0  # likewise
 
 
-class EngineUse(Message, frozen=True, tag="EngineUse"):
-    """Tells the leader, and nobody else, what a box's engine has to do; with an empty `engine`, that it takes nothing.
+class EngineStatus(Message, frozen=True, tag="EngineUse"):
+    """Reports the load of a box's engine to the leader alone, on change. No reply.
 
-    `prefixes` are new since the last one: keyed hashes of the prompts that it has had.
+    An empty `engine` says that it accepts no requests. `prefixes` are keyed hashes of the prompts since the last one.
     """
 
     engine: Text = ""  # boot
@@ -182,15 +166,15 @@ class EngineUse(Message, frozen=True, tag="EngineUse"):
     tokens_per_s: Rate = 0.0  # of prefill; 0 until measured
     taken: OfferNames = ()  # offers that have reached it lately
     prefixes: PrefixKeys = b""
-    choices: EngineChoices | None = None  # where they have changed
+    choices: ExpertDemand | None = None  # where they have changed
     ended: EndedRequests = ()  # some of the requests that have
 
 
 class RequestOffer(Message, frozen=True, tag="RequestOffer"):
-    """Offers the leader a request that waits at its front, under a number of that front. No tokens are told.
+    """Offers the leader a request that waits at its front, without its tokens. Reply: RequestGrant, at once or later.
 
-    `principal`, `user` and `prefix` are hashes keyed with the cluster's secret; each of the prefix covers a piece of
-    the prompt with all before it.
+    `number` is the front's. `principal`, `user` and `prefix` are hashes keyed with the cluster's secret. Each hash of
+    the prefix covers a piece of the prompt and all pieces before it.
     """
 
     number: Count
@@ -202,37 +186,40 @@ class RequestOffer(Message, frozen=True, tag="RequestOffer"):
     prefix: PrefixKeys = b""
     waited_ms: Milliseconds = 0.0
     remaining_ms: Milliseconds = 0.0  # that the offer stands
-    signature: SignatureTable | None = None  # of its prompt, or of one that is likely to be like it
+    signature: ExpertSignature | None = None  # of its prompt, or of one that is likely to be like it
     stage: Literal["prefill", "decode"] = "prefill"  # decode: it is prefilled; answered at once, for good
     principal: Sum64 = 0  # 0: not stated
 
 
 class RequestGrant(Message, frozen=True, tag="RequestGrant"):
-    """Says which engine takes the request of that offer: NODE:BOOT, or "" while none has room; perhaps why."""
+    """Names the engine that takes the offered request (NODE:BOOT, "" while none has room), and the reason if any."""
 
     number: Count
     place: Text = ""
     why: Text = ""
 
 
-class Withdrawal(Message, frozen=True, tag="Withdrawal"):
-    """Takes offers back, whether they wait or were granted and have come to nothing."""
+class OfferWithdrawal(Message, frozen=True, tag="Withdrawal"):
+    """Withdraws offers: those that wait, and granted ones that the engine did not start. No reply."""
 
     numbers: Annotated[tuple[Count, ...], Meta(max_length=MAX_TAKEN)]
 
 
-class GetPlan(Message, frozen=True, tag="GetPlan"):
-    """Asks for the plan of this digest."""
+class PlanRequest(Message, frozen=True, tag="GetPlan"):
+    """Asks for the plan with this digest. Reply: PlanReply."""
 
     digest: Text
 
 
-class PlanIs(Message, frozen=True, tag="PlanIs"):
-    """Carries the plan's bytes as its tensor."""
+class PlanReply(Message, frozen=True, tag="PlanIs"):
+    """Carries the encoded plan as its tensor."""
 
 
 class Parcel(msgspec.Struct, frozen=True):
-    """A frame of so many bytes. The checksum is of the key and all of them."""
+    """Names a long frame that waits at the sender. The checksum covers the key and the frame.
+
+    Each sending draws a new key, so that no part of an earlier frame is taken for one of this.
+    """
 
     key: ParcelKey
     bytes: Annotated[int, Meta(ge=1, le=MAX_TENSOR_BYTES)]
@@ -249,7 +236,7 @@ class Parcel(msgspec.Struct, frozen=True):
 
 
 class FetchParcel(Message, frozen=True, tag="FetchParcel"):
-    """Asks for `bytes` bytes from `offset`."""
+    """Asks on the second connection for `bytes` bytes of a long frame from `offset`. Reply: ParcelPart."""
 
     key: ParcelKey
     offset: Bytes
@@ -257,58 +244,61 @@ class FetchParcel(Message, frozen=True, tag="FetchParcel"):
 
 
 class ParcelPart(Message, frozen=True, tag="ParcelPart"):
-    """Carries the bytes asked for."""
+    """Carries that part as its tensor."""
 
 
-class Forward(Message, frozen=True, tag="Forward"):
-    """Carries as its tensor, or names, a frame for an engine that serves this model: Submit, Cancel or PullPrefix."""
+class ForwardedFrame(Message, frozen=True, tag="Forward"):
+    """Brings a frame (Submit, Cancel or FetchPrefixKV) for the engine that serves this model. Reply: FrameAccepted.
+
+    The tensor is the frame. A long frame is named by `parcel` instead, and the receiver fetches it with FetchParcel.
+    """
 
     model: Text  # digest
     offer: Count = 0  # number of the offer by which it comes; 0: by none
     parcel: Parcel | None = None  # the frame, where it is long
 
 
-class Tokens(Message, frozen=True, tag="Tokens"):
-    """Carries as its tensor a frame from an engine: Emissions."""
+class ForwardedEmissions(Message, frozen=True, tag="Tokens"):
+    """Carries a frame of Emissions from an engine as its tensor. Reply: FrameAccepted."""
 
 
-class Taken(Message, frozen=True, tag="Taken"):
-    """Confirms a Forward or Tokens. `unwanted` are the (request, attempt) that nobody waits for."""
+class FrameAccepted(Message, frozen=True, tag="Taken"):
+    """Confirms a ForwardedFrame or ForwardedEmissions. `unwanted` are the (request, attempt) nobody waits for."""
 
     unwanted: RequestAttempts = ()
 
 
-class Check(Message, frozen=True, tag="Check"):
-    """Asks which of these requests, by (request, attempt), the engine of that boot does not have."""
+class LostRequestsQuery(Message, frozen=True, tag="Check"):
+    """Asks once a second which (request, attempt) the engine of that boot has lost. Reply: LostRequestsReply."""
 
     engine: Text
     requests: RequestAttempts
 
 
-class Dropped(Message, frozen=True, tag="Dropped"):
-    """Names requests that neither run nor are on their way back; their owner must run them again."""
+class LostRequestsReply(Message, frozen=True, tag="Dropped"):
+    """Names requests that neither run here nor are on their way back: their owner runs them again."""
 
     requests: RequestAttempts = ()
 
 
-class Reach(Message, frozen=True, tag="Reach"):
-    """Asks a box to try the asker's ports."""
+class PortProbeRequest(Message, frozen=True, tag="Reach"):
+    """Asks a box to connect to the asker's ports. Reply: PortProbeReply."""
 
 
-class Reached(Message, frozen=True, tag="Reached"):
-    """Names the lanes whose ports did not answer, and the time when the question came and when it was answered."""
+class PortProbeReply(Message, frozen=True, tag="Reached"):
+    """Names the channels whose ports did not answer, with the times of arrival and answer by this box's clock."""
 
     came_s: WallSeconds
     answered_s: WallSeconds
     unreached: Words = ()
 
 
-class FindStore(Message, frozen=True, tag="FindStore"):
-    """Asks which store the box's engine serves."""
+class StoreLocationRequest(Message, frozen=True, tag="FindStore"):
+    """Asks which store the box's engine serves. Reply: StoreLocationReply."""
 
 
-class StoreAt(Message, frozen=True, tag="StoreAt"):
-    """Names a store, and the port on which its pieces are to be had."""
+class StoreLocationReply(Message, frozen=True, tag="StoreAt"):
+    """Names the served store, and the port of the bulk channel that has its pieces."""
 
     bulk_port: Port
     model: Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]  # digest
@@ -317,10 +307,32 @@ class StoreAt(Message, frozen=True, tag="StoreAt"):
 
 
 OfRequests = (
-    RequestOffer | RequestGrant | Withdrawal | Forward | FetchParcel | ParcelPart | Tokens | Taken | Check | Dropped
+    RequestOffer
+    | RequestGrant
+    | OfferWithdrawal
+    | ForwardedFrame
+    | FetchParcel
+    | ParcelPart
+    | ForwardedEmissions
+    | FrameAccepted
+    | LostRequestsQuery
+    | LostRequestsReply
 )
-OfBoxes = RaftPayload | Beat | Announce | Welcome | Report | EngineUse | GetPlan | PlanIs | Reach | Reached
-ControlMessage = OfRequests | OfBoxes | Show | Shown | FindStore | StoreAt | Failure
+OfBoxes = (
+    RaftPayload
+    | Heartbeat
+    | Announce
+    | Welcome
+    | BoxReport
+    | EngineStatus
+    | PlanRequest
+    | PlanReply
+    | PortProbeRequest
+    | PortProbeReply
+)
+ControlMessage = (
+    OfRequests | OfBoxes | SnapshotRequest | SnapshotReply | StoreLocationRequest | StoreLocationReply | Failure
+)
 CONTROL: Language[ControlMessage] = Language(*get_args(ControlMessage))
 
 

@@ -12,7 +12,7 @@ import msgspec
 from edgemoe.cluster.control.coordination.epoch_fence import EpochFence
 from edgemoe.cluster.control.coordination.store import PlanRef, wait_event
 from edgemoe.cluster.control.membership import BEAT_S
-from edgemoe.cluster.control.messages import Beat, ControlMessage, GetPlan, PlanIs
+from edgemoe.cluster.control.messages import ControlMessage, Heartbeat, PlanReply, PlanRequest
 from edgemoe.cluster.rpc.channel import Channel
 from edgemoe.durable import replace_file
 from edgemoe.errors import PeerError, PeerRefused
@@ -104,14 +104,14 @@ class PlanExchange:
         self._plans, self._fence, self._channel, self._on_plan = plans, fence, channel, on_plan
         self._say = RateLimitedLog(log)
 
-    async def run(self, due: asyncio.Event, leader: Callable[[], tuple[str, Beat] | None]) -> None:
+    async def run(self, due: asyncio.Event, leader: Callable[[], tuple[str, Heartbeat] | None]) -> None:
         """Fetches the plan that the leader's last beat names, whenever another one is held, until cancelled."""
         while True:
             await wait_event(due, BEAT_S)
             if (named := leader()) is not None and not await self.fetch_if_new(*named):
                 await asyncio.sleep(RETRY_S)
 
-    async def fetch_if_new(self, leader: str, named: Beat) -> bool:
+    async def fetch_if_new(self, leader: str, named: Heartbeat) -> bool:
         """Adopts the plan that the leader's beat names, unless it is held. Returns whether it is held now."""
         held = self._plans.ref.digest if self._plans.ref else ""
         if not named.plan_digest or named.plan_digest == held:
@@ -126,8 +126,8 @@ class PlanExchange:
 
     async def fetch(self, node: str, digest: str) -> tuple[PlacementPlan, bytes]:
         """Returns the plan of that digest from that box, and its encoded bytes. Raises PeerError."""
-        answer = await self._channel.ask(node, GetPlan(digest), timeout_s=ASK_S)
-        if not isinstance(answer.message, PlanIs) or len(answer.tensors) != 1:
+        answer = await self._channel.ask(node, PlanRequest(digest), timeout_s=ASK_S)
+        if not isinstance(answer.message, PlanReply) or len(answer.tensors) != 1:
             raise PeerRefused(f"{node} answered with something else than a plan")
         data = bytes(answer.tensors[0])
         return read_plan(data, digest), data

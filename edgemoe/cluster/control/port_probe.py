@@ -10,7 +10,7 @@ from typing import Any
 
 from edgemoe.cluster.control.control_state import ControlState
 from edgemoe.cluster.control.membership import Member
-from edgemoe.cluster.control.messages import ControlMessage, Reach, Reached
+from edgemoe.cluster.control.messages import ControlMessage, PortProbeReply, PortProbeRequest
 from edgemoe.cluster.rpc.channel import Channel
 from edgemoe.errors import EdgemoeError
 from edgemoe.types.bounds import is_port
@@ -28,11 +28,11 @@ class PortProber:
         self._tried: dict[str, tuple[float, tuple[str, ...]]] = {}  # by node: time, lanes that did not answer
         self._locks: dict[str, asyncio.Lock] = {}
 
-    async def answer(self, node: str) -> Reached:
+    async def answer(self, node: str) -> PortProbeReply:
         """Answers a box that asks whether its ports can be reached from here."""
         came_s = self.wall()
         unreached = await self._try(node)
-        return Reached(came_s=came_s, answered_s=self.wall(), unreached=unreached)
+        return PortProbeReply(came_s=came_s, answered_s=self.wall(), unreached=unreached)
 
     async def probe_all(self) -> list[dict[str, Any]]:
         """Returns, for each box that is alive, the lanes dead from here and from there, and its clock offset."""
@@ -44,9 +44,9 @@ class PortProber:
         asked_s, began_s = self.wall(), time.monotonic()
         trying = asyncio.ensure_future(unreached)
         try:
-            answer = (await self._channel.ask(node, Reach(), timeout_s=ASK_S)).message
+            answer = (await self._channel.ask(node, PortProbeRequest(), timeout_s=ASK_S)).message
             there: dict[str, Any] = {"why": "its answer is of another kind"}
-            if isinstance(answer, Reached):
+            if isinstance(answer, PortProbeReply):
                 there = {"from_there": list(answer.unreached)}
                 there |= clock_offset(asked_s, answer, asked_s + time.monotonic() - began_s)
         except EdgemoeError as error:
@@ -65,7 +65,7 @@ class PortProber:
             return found
 
 
-def clock_offset(asked_s: float, answer: Reached, heard_s: float) -> dict[str, float]:
+def clock_offset(asked_s: float, answer: PortProbeReply, heard_s: float) -> dict[str, float]:
     """Returns how far the other clock is ahead, and the error bound: half of the round trip."""
     ahead_s = ((answer.came_s - asked_s) + (answer.answered_s - heard_s)) / 2
     way_s = (heard_s - asked_s) - (answer.answered_s - answer.came_s)

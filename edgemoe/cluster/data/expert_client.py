@@ -15,7 +15,7 @@ from queue import SimpleQueue
 
 import numpy as np
 
-from edgemoe.cluster.data.messages import Call, CallMessage, Hello, Result
+from edgemoe.cluster.data.messages import CallMessage, ExpertCall, ExpertResult, Hello
 from edgemoe.cluster.data.peer_estimate import SMALL_BYTES, PeerEstimate
 from edgemoe.cluster.rpc.channel import Channel
 from edgemoe.cluster.rpc.envelope import Answer, Buffer
@@ -68,7 +68,7 @@ class ExpertClient:
     def call(self, node: str, work: ExpertWork, answers: SimpleQueue[RemoteCall]) -> RemoteCall:
         """Sends work to a peer. Puts the call into `answers` when it has a result or an error."""
         call = RemoteCall(node, work, time.monotonic())
-        self._loop.call_soon_threadsafe(self._ask, call, *Call.of(work), answers)
+        self._loop.call_soon_threadsafe(self._ask, call, *ExpertCall.of(work), answers)
         return call
 
     # --- the loop's side ------------------------------------------------------------------------------------
@@ -146,7 +146,9 @@ class ExpertClient:
         else:
             work.close()
 
-    def _ask(self, call: RemoteCall, body: Call, tensors: Sequence[Buffer], answers: SimpleQueue[RemoteCall]) -> None:
+    def _ask(
+        self, call: RemoteCall, body: ExpertCall, tensors: Sequence[Buffer], answers: SimpleQueue[RemoteCall]
+    ) -> None:
         peer, number = self.peers.get(call.node), next(self._numbers)
         if peer is None or self._group is None:
             why = f"{call.node} is no member any more" if peer is None else "the engine is stopping"
@@ -181,7 +183,7 @@ class ExpertClient:
     ) -> None:
         if isinstance(outcome, Answer):
             sizes = [tensor.nbytes for tensor in outcome.tensors]
-            if isinstance(outcome.message, Result) and sizes == [call.work.hidden.nbytes]:
+            if isinstance(outcome.message, ExpertResult) and sizes == [call.work.hidden.nbytes]:
                 call.result = outcome.tensors[0]
                 self._measure(peer, call, outcome.message.served_s, absent)
                 return

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
-from edgemoe.cluster.data.messages import CHUNK_BYTES, BulkMessage, Chunk, Fetch
+from edgemoe.cluster.data.messages import CHUNK_BYTES, BulkMessage, ExpertChunk, FetchExpert
 from edgemoe.cluster.data.peer_estimate import READ_BYTES_PER_S, PeerEstimate
 from edgemoe.cluster.rpc.channel import Channel
 from edgemoe.cluster.rpc.envelope import Answer, Question
@@ -55,7 +55,7 @@ class ExpertFetchServer:
 
     async def serve(self, question: Question[BulkMessage]) -> Answer[BulkMessage]:
         fetch, sizes = question.message, self._geometry
-        if not isinstance(fetch, Fetch):
+        if not isinstance(fetch, FetchExpert):
             raise PeerRefused("not a question")
         end = fetch.offset + fetch.bytes
         there = fetch.layer < sizes.layers and fetch.expert < sizes.experts_of(fetch.layer)
@@ -66,7 +66,7 @@ class ExpertFetchServer:
             raise PeerRefused(f"expert {fetch.expert} of layer {fetch.layer} is not here")
         part = await self._shelf.part(fetch.layer, fetch.expert, fetch.offset, fetch.bytes)
         self.sent_bytes += len(part)
-        return Answer(Chunk(wanted), [memoryview(part)])
+        return Answer(ExpertChunk(wanted), [memoryview(part)])
 
 
 class PeerStore:
@@ -162,8 +162,8 @@ class PeerStore:
             size = min(most, len(into) - start)
             async with window:
                 assert self._channel is not None
-                answer = await self._channel.ask(node, Fetch(layer, expert, start, size), timeout_s=timeout_s)
-            if not isinstance(answer.message, Chunk) or [t.nbytes for t in answer.tensors] != [size]:
+                answer = await self._channel.ask(node, FetchExpert(layer, expert, start, size), timeout_s=timeout_s)
+            if not isinstance(answer.message, ExpertChunk) or [t.nbytes for t in answer.tensors] != [size]:
                 raise PeerRefused(f"{node} answered a fetch with something else")
             sums.add(answer.message.checksum)
             into[start : start + size] = answer.tensors[0]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, Protocol
 
-from edgemoe.cluster.data.messages import CallMessage, Result
+from edgemoe.cluster.data.messages import CallMessage, ExpertResult
 from edgemoe.cluster.rpc.envelope import Answer, Question
 from edgemoe.errors import EdgemoeError, PeerBusy, PeerRefused
 from edgemoe.telemetry.rate_limited_log import RateLimitedLog
@@ -90,7 +90,7 @@ class ExpertServer:
         units = float(work_units(work.offsets).sum())
         small = not self._pending and units * self._unit_time.mean_s < AT_ONCE_S
         if small and (sums := self._compute_at_once(work, units)) is not None:
-            return Answer(Result(time.monotonic() - began_s), [sums])
+            return Answer(ExpertResult(time.monotonic() - began_s), [sums])
         job = QueuedCall(work, units, question.deadline, self._loop.create_future())
         self._admit(job)
         self._pending += 1
@@ -107,7 +107,7 @@ class ExpertServer:
             self.shed += 1
             raise
         self.served += 1
-        return Answer(Result(time.monotonic() - began_s), [sums])
+        return Answer(ExpertResult(time.monotonic() - began_s), [sums])
 
     def _leave(self, job: QueuedCall) -> None:
         self._pending -= 1

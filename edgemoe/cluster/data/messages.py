@@ -67,7 +67,7 @@ class Hello(Message, frozen=True, tag="Hello"):
             raise PeerRefused(f"{node} tells its experts wrongly: {error}") from error
 
 
-class Call(Message, frozen=True, tag="Call"):
+class ExpertCall(Message, frozen=True, tag="Call"):
     """Asks to compute `experts` experts of a layer, `calls` calls in all, on `rows` rows."""
 
     layer: Small
@@ -104,13 +104,13 @@ class Call(Message, frozen=True, tag="Call"):
         return ExpertWork(self.layer, experts, offsets, row, weights, hidden)
 
 
-class Result(Message, frozen=True, tag="Result"):
+class ExpertResult(Message, frozen=True, tag="Result"):
     """Carries a call's sums; `served_s` is the time from the call's arrival to this answer."""
 
     served_s: Seconds
 
 
-class Fetch(Message, frozen=True, tag="Fetch"):
+class FetchExpert(Message, frozen=True, tag="Fetch"):
     """Asks for `bytes` bytes of one expert from `offset`."""
 
     layer: Small
@@ -119,7 +119,7 @@ class Fetch(Message, frozen=True, tag="Fetch"):
     bytes: Annotated[int, Meta(ge=1, le=CHUNK_BYTES)]
 
 
-class Chunk(Message, frozen=True, tag="Chunk"):
+class ExpertChunk(Message, frozen=True, tag="Chunk"):
     """Carries the bytes asked for, and the checksum of the whole expert."""
 
     checksum: Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
@@ -173,8 +173,8 @@ class PiecePart(Message, frozen=True, tag="PiecePart"):
     size: Bytes
 
 
-CallMessage = Hello | Call | Result | Failure
-BulkMessage = Fetch | Chunk | FetchKV | KVPart | FetchPiece | PiecePart | Failure
+CallMessage = Hello | ExpertCall | ExpertResult | Failure
+BulkMessage = FetchExpert | ExpertChunk | FetchKV | KVPart | FetchPiece | PiecePart | Failure
 CALLS: Language[CallMessage] = Language(*get_args(CallMessage))
 BULK: Language[BulkMessage] = Language(*get_args(BulkMessage))
 

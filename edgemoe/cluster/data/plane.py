@@ -13,7 +13,7 @@ from edgemoe.cluster.data.expert_client import ExpertClient, Holdings
 from edgemoe.cluster.data.expert_fetch import ExpertFetchServer, ExpertSource, PeerStore
 from edgemoe.cluster.data.expert_server import ExpertOwner, ExpertServer
 from edgemoe.cluster.data.kv_fetch import KVFetcher, KVFetchServer, PrefixSource
-from edgemoe.cluster.data.messages import BULK, CALLS, BulkMessage, Call, CallMessage, FetchKV, FetchPiece, Hello
+from edgemoe.cluster.data.messages import BULK, CALLS, BulkMessage, CallMessage, ExpertCall, FetchKV, FetchPiece, Hello
 from edgemoe.cluster.data.store_fetch import PieceSource, StorePieceServer
 from edgemoe.cluster.rpc.channel import Channel, Later
 from edgemoe.cluster.rpc.envelope import Answer, Question
@@ -120,7 +120,7 @@ class DataPlane:
 
     def _serve(self, question: Question[CallMessage]) -> Answer[CallMessage] | Later[CallMessage]:
         match question.message:
-            case Call():
+            case ExpertCall():
                 return self.server.serve(question)
             case Hello() as hello:
                 return Answer(self.calls.learn(question.peer, hello))

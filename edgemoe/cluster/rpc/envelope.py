@@ -81,7 +81,7 @@ def seal(
         raise WireError(f"{len(sizes)} tensors of up to {max(sizes)} bytes: too many or too large for one message")
     sums = tuple(xxhash.xxh3_64_intdigest(t) for t in tensors)
     raw = msgspec.Raw(_encoder.encode(body))
-    packed = _encoder.encode(Envelope(id, answer, speaks or protocol.SPOKEN, remaining_ms, sizes, sums, raw))
+    packed = _encoder.encode(Envelope(id, answer, speaks or protocol.PROTOCOL_VERSIONS, remaining_ms, sizes, sums, raw))
     if len(packed) > MAX_ENVELOPE_BYTES:
         raise WireError(f"a {type(body).__name__} of {len(packed)} bytes; {MAX_ENVELOPE_BYTES} fit into an envelope")
     return [HEAD.pack(MAGIC, FRAMING, xxhash.xxh3_64_digest(packed)) + packed, *tensors]

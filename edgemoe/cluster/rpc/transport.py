@@ -54,7 +54,7 @@ class Transport:
         self, node: str, boot: str, secret: Secret, allowed: AllowList, speaks: Versions | None = None
     ) -> None:
         self.node, self.boot, self.secret, self.allowed = node, boot, secret, allowed
-        self.speaks = speaks or protocol.SPOKEN
+        self.speaks = speaks or protocol.PROTOCOL_VERSIONS
         self.context = zmq.asyncio.Context()
         self.authenticator = Authenticator(self.context, allowed)
 

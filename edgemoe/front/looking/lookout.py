@@ -15,10 +15,10 @@ import numpy as np
 
 from edgemoe.api.backend import BoxSnapshot
 from edgemoe.cluster.control.control_plane import ControlPlane
-from edgemoe.cluster.control.messages import EngineCard
+from edgemoe.cluster.control.messages import EngineDescription
 from edgemoe.errors import EdgemoeError
 from edgemoe.front.own_engine import EngineDoor
-from edgemoe.ipc.messages import Show, Shown
+from edgemoe.ipc.messages import SnapshotReply, SnapshotRequest
 from edgemoe.types.placement import unpack_bits
 from edgemoe.types.snapshot import ELSEWHERE, IN_RAM, MAX_CELLS, NO_EXPERT, ON_DISK, EngineSnapshot
 
@@ -40,7 +40,7 @@ class Lookout:
         """Looks at the other boxes, too, from now on."""
         self._plane = plane
 
-    def note(self, seen: Shown) -> None:
+    def note(self, seen: SnapshotReply) -> None:
         """Takes what our engine shows."""
         self._keep(self._node, seen)
 
@@ -60,10 +60,10 @@ class Lookout:
         """Returns which ports of other boxes answer, which of ours do there, and how their clocks are."""
         return await self._plane.port_prober.probe_all() if self._plane is not None else []
 
-    def answer(self) -> Shown:
+    def answer(self) -> SnapshotReply:
         """Returns what another front is shown of our engine, which is asked for more."""
         self._ask()
-        return Shown(self._fresh(self._node))
+        return SnapshotReply(self._fresh(self._node))
 
     @property
     def _node(self) -> str:
@@ -76,7 +76,7 @@ class Lookout:
         seen_s, snapshot = self._seen.get(node, (float("-inf"), None))
         return snapshot if self._now() - seen_s < OLD_S else None
 
-    def _keep(self, node: str, seen: Shown) -> None:
+    def _keep(self, node: str, seen: SnapshotReply) -> None:
         snapshot = seen.snapshot
         if snapshot is not None and len(snapshot.cells) in (0, snapshot.layers * snapshot.experts):
             self._seen[node] = (self._now(), snapshot)
@@ -84,7 +84,7 @@ class Lookout:
     def _ask(self) -> None:
         if self._now() - self._asked_s >= ASK_EVERY_S:
             self._asked_s = self._now()
-            self._door.send(Show())
+            self._door.send(SnapshotRequest())
 
     def _ask_others(self) -> None:
         if self._plane is None or self._now() - self._asked_others_s < ASK_EVERY_S:
@@ -98,15 +98,15 @@ class Lookout:
 
     async def _ask_other(self, plane: ControlPlane, node: str) -> None:
         try:
-            answer = await plane.channel.ask(node, Show(), timeout_s=ASK_S)
+            answer = await plane.channel.ask(node, SnapshotRequest(), timeout_s=ASK_S)
         except EdgemoeError as error:
             log.debug("a box shows nothing", extra={"peer": node, "why": str(error)})
         else:
-            if isinstance(answer.message, Shown) and node in plane.state.members:
+            if isinstance(answer.message, SnapshotReply) and node in plane.state.members:
                 self._keep(node, answer.message)
 
 
-def announced(engine: EngineCard) -> EngineSnapshot:
+def announced(engine: EngineDescription) -> EngineSnapshot:
     """Returns what a box has announced of its engine: what is on its disk, and what is at home in its RAM."""
     layers, experts = engine.layers, engine.experts
     nothing = EngineSnapshot(layers=layers, experts=experts, cells=b"")

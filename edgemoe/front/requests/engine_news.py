@@ -8,7 +8,7 @@ import time
 from edgemoe.cluster.control.control_plane import ControlPlane
 from edgemoe.cluster.control.coordination.store import wait_event
 from edgemoe.front.requests.engine_use import EngineMeter
-from edgemoe.ipc.messages import Choosing
+from edgemoe.ipc.messages import ExpertDemandReport
 from edgemoe.ticking import until_tick
 
 LOOK_S = 0.05  # at most, between looks at what our engine has to do, while it has anything
@@ -31,7 +31,7 @@ class EngineNews:
         """Takes note that our engine has something more or less to do."""
         self._changed.set()
 
-    def hear(self, message: Choosing) -> None:
+    def hear(self, message: ExpertDemandReport) -> None:
         """Takes what our engine says of its requests' choices."""
         self._meter.hear(message)
         self._changed.set()

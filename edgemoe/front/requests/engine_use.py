@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 from msgspec import structs
 
-from edgemoe.cluster.control.messages import MAX_PREFIX_KEYS, MAX_TAKEN, EngineUse
+from edgemoe.cluster.control.messages import MAX_PREFIX_KEYS, MAX_TAKEN, EngineStatus
 from edgemoe.front.requests.prefix_keys import KEY_BYTES, PrefixKeys
-from edgemoe.ipc.messages import Choosing, Submit
+from edgemoe.ipc.messages import ExpertDemandReport, Submit
 from edgemoe.telemetry import metrics as names
-from edgemoe.types.expert_signatures import MOST_ENDED, EndedRequest, EngineChoices
+from edgemoe.types.expert_signatures import MOST_ENDED, EndedRequest, ExpertDemand
 from edgemoe.types.request import Request
 from edgemoe.types.step import BLOCK_TOKENS
 
@@ -58,11 +58,11 @@ class EngineMeter:
         self._taken: deque[tuple[float, tuple[str, int]]] = deque(maxlen=MAX_TAKEN)
         self._prefixes: OrderedDict[bytes, None] = OrderedDict()  # known, the latest last
         self._untold: OrderedDict[bytes, None] = OrderedDict()  # of these
-        self.choices: EngineChoices | None = None  # as the engine said last
-        self._told: EngineChoices | None = None
+        self.choices: ExpertDemand | None = None  # as the engine said last
+        self._told: ExpertDemand | None = None
         self._ended: deque[EndedRequest] = deque(maxlen=MAX_UNTOLD)  # not told yet
 
-    def hear(self, message: Choosing) -> None:
+    def hear(self, message: ExpertDemandReport) -> None:
         """Takes what the engine says of its requests' choices."""
         self.choices = message.choices
         self._ended.extend(message.ended)
@@ -85,11 +85,11 @@ class EngineMeter:
         """Returns whether our engine has had a prompt with such a beginning; `prefix` is as it is offered."""
         return prefix[:KEY_BYTES] in self._prefixes
 
-    def use(self) -> EngineUse:
+    def use(self) -> EngineStatus:
         """Returns what the engine has to do. What else there is to tell is added by `news`."""
         facts = self._facts()
         if facts is None:
-            return EngineUse()
+            return EngineStatus()
         held = list(self._held())
         waiting = [one for one in held if not one.emitted]
         blocks = facts.kv_tokens // BLOCK_TOKENS
@@ -97,7 +97,7 @@ class EngineMeter:
         said = facts.stats.get(names.KV_BLOCKS_REFERENCED, float(most)) + sum(map(_blocks, waiting))
         rest = sum(max(0.0, min(facts.expected_tokens, one.max_tokens) - one.emitted) for one in held)
         since_s = time.monotonic() - TAKEN_S
-        return EngineUse(
+        return EngineStatus(
             engine=facts.boot,
             slots=facts.slots,
             capacity=facts.capacity,
@@ -126,7 +126,7 @@ class EngineMeter:
         keys = [prefix[at : at + KEY_BYTES] for at in range(0, len(prefix), KEY_BYTES)]
         return 2 * sum(key in self._prefixes for key in keys) >= len(keys)
 
-    def news(self, use: EngineUse, again: bool = False) -> EngineUse:
+    def news(self, use: EngineStatus, again: bool = False) -> EngineStatus:
         """Returns that with prefixes, choices and ended requests not told yet, and counts these as told.
 
         As many as fit. With `again` choices are among them in any case: the leader may not have known the engine when

@@ -18,7 +18,7 @@ from typing import Protocol
 from msgspec import structs
 
 from edgemoe.cluster.control.control_plane import ControlPlane
-from edgemoe.cluster.control.messages import MAX_TAKEN, RequestGrant, RequestOffer, Withdrawal
+from edgemoe.cluster.control.messages import MAX_TAKEN, OfferWithdrawal, RequestGrant, RequestOffer
 from edgemoe.config.settings import Route
 from edgemoe.errors import PeerError
 from edgemoe.front.requests.engine_news import EngineNews
@@ -27,10 +27,10 @@ from edgemoe.front.requests.open_offers import OpenOffer, RouteChoice
 from edgemoe.front.requests.prefix_keys import PrefixKeys
 from edgemoe.front.requests.prefix_questions import PrefixQuestions
 from edgemoe.front.requests.signatures import Signatures, more_telling
-from edgemoe.ipc.messages import PrefixFound, PromptRead, Submit, ToEngine
+from edgemoe.ipc.messages import PrefixSignatureReply, PromptSignature, Submit, ToEngine
 from edgemoe.policy.route import Rule
 from edgemoe.policy.routing.locality_band import BAND_REASONS
-from edgemoe.types.expert_signatures import SignatureTable
+from edgemoe.types.expert_signatures import ExpertSignature
 from edgemoe.types.request import Request
 
 log = logging.getLogger(__name__)
@@ -133,9 +133,9 @@ class OfferedRequests:
         """Returns whether engines are to say what prompts chose."""
         return self._route in ("pull", "eldr")
 
-    def learn(self, message: PromptRead | PrefixFound) -> None:
+    def learn(self, message: PromptSignature | PrefixSignatureReply) -> None:
         """Takes what an engine says that a prompt of ours chose, or its cached part."""
-        if isinstance(message, PrefixFound):
+        if isinstance(message, PrefixSignatureReply):
             self._questions.hear(message)
         elif (request := self._requests.request_of(message.request)) is not None:
             self._signatures.note(*self._hashes(request), message.signature)
@@ -173,14 +173,14 @@ class OfferedRequests:
         if not may_know or not self._questions.ask(request, lambda cached: self._go_on(one, message, cached)):
             self._post(one, message, None)
 
-    def _go_on(self, one: OpenOffer, message: Submit, cached: SignatureTable | None) -> None:
+    def _go_on(self, one: OpenOffer, message: Submit, cached: ExpertSignature | None) -> None:
         """Offers a request of which our engine was asked."""
         if self._requests.is_live(one.request):
             self._post(one, message, cached)
             if one.place or one.over:
                 self._requests.submit_waiting(one.request)
 
-    def _post(self, one: OpenOffer, message: Submit, cached: SignatureTable | None) -> None:
+    def _post(self, one: OpenOffer, message: Submit, cached: ExpertSignature | None) -> None:
         plane, (leader, _) = self._plane, one.reign
         alike = self._signatures.of(*self._hashes(message.request))
         known = more_telling(cached, alike, len(message.request.prompt))
@@ -207,7 +207,7 @@ class OfferedRequests:
         one.place, one.why = grant.place, grant.why if grant.why in BAND_REASONS else "granted"
         self.granted += bool(grant.place)
 
-    def _told_of(self, message: Submit, number: int, signature: SignatureTable | None) -> RequestOffer:
+    def _told_of(self, message: Submit, number: int, signature: ExpertSignature | None) -> RequestOffer:
         """Returns what the leader is told of a request."""
         request = message.request
         return RequestOffer(
@@ -239,7 +239,7 @@ class OfferedRequests:
             self._requests.submit_waiting(one.request)
 
     def offer_again(
-        self, message: Submit, signature: SignatureTable | None, then: Callable[[RequestGrant], None]
+        self, message: Submit, signature: ExpertSignature | None, then: Callable[[RequestGrant], None]
     ) -> None:
         """Tells `then` which engine the leader has go on with a request that is prefilled; "" without its word."""
         leader, node = self._plane.leader, self._plane.state.node
@@ -281,7 +281,7 @@ class OfferedRequests:
 
     def withdraw(self, numbers: list[int]) -> None:
         """Tells the leader of offers that stand no more, or have come to nothing."""
-        message, leader = Withdrawal(tuple(numbers[:MAX_TAKEN])), self._plane.leader
+        message, leader = OfferWithdrawal(tuple(numbers[:MAX_TAKEN])), self._plane.leader
         if leader == self._plane.state.node:
             self._plane.desk.withdraw(leader, message)
         elif leader:

@@ -9,13 +9,13 @@ import asyncio
 from collections.abc import Callable
 from typing import NamedTuple
 
-from edgemoe.ipc.messages import FindPrefix, PrefixFound, ToEngine
-from edgemoe.types.expert_signatures import SignatureTable
+from edgemoe.ipc.messages import PrefixSignatureReply, PrefixSignatureRequest, ToEngine
+from edgemoe.types.expert_signatures import ExpertSignature
 from edgemoe.types.request import Request
 
 HOLD_S = 0.05  # that an offer waits for our engine's answer
 MOST_ASKED = 64  # questions without an answer
-Then = Callable[[SignatureTable | None], None]
+Then = Callable[[ExpertSignature | None], None]
 
 
 class OpenQuestion(NamedTuple):
@@ -39,13 +39,13 @@ class PrefixQuestions:
         name = request.id
         if name in self._open or len(self._open) >= MOST_ASKED:
             return False
-        if not self._tell(FindPrefix(request=name, prompt=request.prompt, salt=request.salt)):
+        if not self._tell(PrefixSignatureRequest(request=name, prompt=request.prompt, salt=request.salt)):
             return False
         late = asyncio.get_running_loop().call_later(HOLD_S, self._give_up, name)
         self._open[name] = OpenQuestion(then, late)
         return True
 
-    def hear(self, message: PrefixFound) -> None:
+    def hear(self, message: PrefixSignatureReply) -> None:
         """Takes the engine's answer."""
         if (one := self._open.pop(message.request, None)) is not None:
             self.answered += 1

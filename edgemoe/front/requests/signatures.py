@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from edgemoe.front.requests.prefix_keys import KEY_BYTES, PrefixKeys
-from edgemoe.types.expert_signatures import SignatureTable
+from edgemoe.types.expert_signatures import ExpertSignature
 
 MAX_BYTES = 16 << 20  # of all that is remembered; the longest unused goes first
 ENTRY_BYTES = 256  # of an entry beside its table's bytes
@@ -20,10 +20,10 @@ class Signatures:
 
     def __init__(self, keys: PrefixKeys) -> None:
         self._keys, self._secret = keys, keys.secret
-        self._known: OrderedDict[bytes | int, SignatureTable] = OrderedDict()
+        self._known: OrderedDict[bytes | int, ExpertSignature] = OrderedDict()
         self._bytes = 0
 
-    def note(self, user: int, prefix: bytes, signature: SignatureTable) -> None:
+    def note(self, user: int, prefix: bytes, signature: ExpertSignature) -> None:
         """Remembers what a prompt chose; `user` and `prefix` are hashes as they are offered."""
         self._look()
         for key in (prefix[-KEY_BYTES:], user):
@@ -34,7 +34,7 @@ class Signatures:
         while self._bytes > MAX_BYTES:
             self._drop(next(iter(self._known)))
 
-    def of(self, user: int, prefix: bytes) -> SignatureTable | None:
+    def of(self, user: int, prefix: bytes) -> ExpertSignature | None:
         """Returns what the prompt of a request is likely to choose."""
         self._look()
         keys: list[bytes | int] = [prefix[at : at + KEY_BYTES] for at in range(0, len(prefix), KEY_BYTES)]
@@ -54,12 +54,12 @@ class Signatures:
             self._bytes -= _bytes(known)
 
 
-def more_telling(cached: SignatureTable | None, alike: SignatureTable | None, tokens: int) -> SignatureTable | None:
+def more_telling(cached: ExpertSignature | None, alike: ExpertSignature | None, tokens: int) -> ExpertSignature | None:
     """Returns what says more of a prompt of so many tokens: what its cached part chose, or what an alike prompt did."""
     if cached is None or (alike is not None and cached.tokens < TELLING_SHARE * tokens):
         return alike
     return cached
 
 
-def _bytes(signature: SignatureTable) -> int:
+def _bytes(signature: ExpertSignature) -> int:
     return ENTRY_BYTES + len(signature.chosen)

@@ -1,8 +1,8 @@
 """Hands this front's requests over to boxes that decode, from boxes that only prefill.
 
-    Submit(hand_over) -> the box that prefills       LastChunk <- it, when the end of the prompt is computed
+    Submit(hand_over) -> the box that prefills       LastChunkStarted <- it, when the end of the prompt is computed
     RequestOffer(decode) -> the leader               RequestGrant <- it: who decodes; without it the least loaded
-    PullPrefix -> a box that decodes                 PrefixPulled <- it, when it has every block
+    FetchPrefixKV -> a box that decodes                 PrefixKVFetched <- it, when it has every block
     Submit with the tokens so far -> it, Cancel -> the box that prefilled
 
 Until the last line the request goes on where it is, so a hand-over that fails costs no time and no token. Where the
@@ -21,9 +21,9 @@ from typing import Protocol
 
 import msgspec
 
-from edgemoe.ipc.messages import Cancel, LastChunk, PrefixPulled, PullPrefix, Submit
+from edgemoe.ipc.messages import Cancel, FetchPrefixKV, LastChunkStarted, PrefixKVFetched, Submit
 from edgemoe.policy.route import node_of
-from edgemoe.types.expert_signatures import SignatureTable
+from edgemoe.types.expert_signatures import ExpertSignature
 
 log = logging.getLogger(__name__)
 PULL_S = 60.0  # that a box has to fetch a prompt's blocks, the end of whose computation it waits for
@@ -54,7 +54,7 @@ class EngineWays(Protocol):
     def is_there(self, place: str) -> bool:
         """Returns whether there is that engine, as far as is known, whatever it takes."""
 
-    def send_pull(self, place: str, message: PullPrefix) -> None:
+    def send_pull(self, place: str, message: FetchPrefixKV) -> None:
         """Asks the engine there to fetch a prompt's blocks."""
 
     def recall(self, place: str, message: Cancel, offer: int = 0) -> None:
@@ -69,7 +69,7 @@ class HandOver:
     place: str
     node: str  # of that place
     told: bool = False  # its prompt's end
-    signature: SignatureTable | None = None  # of its prompt
+    signature: ExpertSignature | None = None  # of its prompt
     target: str = ""  # that fetches its blocks
     offer: int = 0  # by which the leader named that; 0: by none
     until_s: float = 0.0  # when the target must have answered
@@ -112,7 +112,7 @@ class HandOvers:
         moving = self._expected(request, attempt)
         return moving is not None and moving.target == place
 
-    def hear(self, node: str, message: LastChunk | PrefixPulled) -> None:
+    def hear(self, node: str, message: LastChunkStarted | PrefixKVFetched) -> None:
         """Acts on what the engine of that box ("": our own) says of a request of ours.
 
         News of another attempt, or of a box that has no part in it, are of no use; nor is what was heard before.
@@ -120,14 +120,14 @@ class HandOvers:
         if (moving := self._expected(message.request, message.attempt)) is None:
             return
         match message:
-            case LastChunk(signature=signature) if _is_of(moving.place, node) and not moving.told:
+            case LastChunkStarted(signature=signature) if _is_of(moving.place, node) and not moving.told:
                 moving.told, moving.signature = True, signature
                 self._choose(moving)
-            case PrefixPulled(why=why) if moving.target and _is_of(moving.target, node):
+            case PrefixKVFetched(why=why) if moving.target and _is_of(moving.target, node):
                 self._try_next(moving, why) if why else self._move(moving)
 
     def unsent(self, request: str, attempt: int, place: str) -> None:
-        """Takes note of a PullPrefix that did not arrive."""
+        """Takes note of a FetchPrefixKV that did not arrive."""
         if self.awaits(request, attempt, place):
             self._try_next(self._under_way[request], "lost")
 
@@ -166,7 +166,7 @@ class HandOvers:
         remaining_ms = min(1e3 * PULL_S, message.remaining_ms)
         moving.target, moving.offer = target, offer
         moving.until_s = self._now() + remaining_ms / 1e3 + ANSWER_S
-        pull = PullPrefix(
+        pull = FetchPrefixKV(
             request=message.request.id,
             attempt=message.attempt,
             node=moving.node,

@@ -24,7 +24,7 @@ from edgemoe.cluster.control.coordination.election_rules import ElectionRules, v
 from edgemoe.cluster.control.coordination.epoch_fence import MAX_LEAP, EpochFence
 from edgemoe.cluster.control.coordination.store import AgreementView, SingleBoxStore, since_boot
 from edgemoe.cluster.control.leadership import Election
-from edgemoe.cluster.control.messages import Announce, Beat
+from edgemoe.cluster.control.messages import Announce, Heartbeat
 from edgemoe.cluster.control.plan_store import read_plan
 from edgemoe.cluster.rpc.keys import Peer
 from edgemoe.config.settings import ClusterSettings
@@ -104,7 +104,7 @@ async def test_a_box_without_a_vote_that_says_it_leads_is_not_obeyed(tmp_path: P
         a, epoch = found["a"].plane, found["a"].plane.state.fence.highest
         await until(lambda: a.state.members["d"].announcement is not None)
         found["d"].plane.send_beat = lambda: None  # type: ignore[method-assign]
-        found["d"].plane.channel.tell("a", Beat(leading=epoch + 3))
+        found["d"].plane.channel.tell("a", Heartbeat(leading=epoch + 3))
         await until(lambda: a.state.leader_tracker.unentitled_beats == 1)
         assert (a.leader, a.state.fence.highest) == (first, epoch)
 
@@ -114,10 +114,10 @@ async def test_nobody_is_obeyed_before_it_has_said_what_it_goes_by(tmp_path: Pat
         await led(list(found.values()))
         a, member = found["a"].plane, found["a"].plane.state.members["b"]
         card, member.announcement = member.announcement, None
-        a.state.handle(MessageReceived("b", member.boot, Beat(leading=a.state.fence.highest + 1)))
+        a.state.handle(MessageReceived("b", member.boot, Heartbeat(leading=a.state.fence.highest + 1)))
         assert a.leader != "b"
         member.announcement, member.boot = card, "another"  # as which it may go by something else
-        a.state.handle(MessageReceived("b", member.boot, Beat(leading=a.state.fence.highest + 1)))
+        a.state.handle(MessageReceived("b", member.boot, Heartbeat(leading=a.state.fence.highest + 1)))
         assert a.leader != "b"
 
 

@@ -24,7 +24,7 @@ from edgemoe.cluster.control.coordination.journal import (
 )
 from edgemoe.cluster.control.coordination.recovery import open_journal
 from edgemoe.cluster.control.coordination.store import CoordState, PlanRef
-from edgemoe.wire.protocol import SPOKEN
+from edgemoe.wire.protocol import PROTOCOL_VERSIONS
 
 VOTERS = b"abcdefgh"
 ENTRIES = [(ops.encode(ops.Renew(n)), n, n // 4) for n in range(1, 12)]
@@ -252,7 +252,7 @@ def test_operations_lie_in_journals_for_ever_as_they_do_now(op: ops.Op) -> None:
 def test_an_operation_of_a_later_release_and_one_that_is_none_are_read_as_nothing() -> None:
     good = ops.encode(ops.Renew(7))
     rng = random.Random(5)
-    later = bytes([SPOKEN.highest + 1]) + good[1:]
+    later = bytes([PROTOCOL_VERSIONS.highest + 1]) + good[1:]
     for data in (b"", b"\0" + good[1:], later, good[:-1], good + b"\0", good[:1] + b"\x91\xa4none", b"\1" * 5000):
         assert ops.decode(data) is None
     assert ops.decode(bytes([1]) + msgspec.msgpack.encode(["renew", 1 << 63])) is None

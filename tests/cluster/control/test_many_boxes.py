@@ -54,7 +54,7 @@ def test_many_boxes_obey_another_leader_as_soon_as_three_do(tmp_path: Path, boxe
         cluster.loop.run_until_complete(cluster.pass_time(3.0))
         cluster.said.clear()
         cluster.loop.run_until_complete(cluster.pass_time(4.0))
-        beats = cluster.said.pop("Beat")
+        beats = cluster.said.pop("Heartbeat")
         assert beats <= boxes * (boxes - 1) * (4.0 / BEAT_S + 1)
         assert cluster.said.keys() <= {"RaftPayload"}
         assert cluster.loop.run_until_complete(without_a_leader_s(cluster)) < 5.0

@@ -10,7 +10,7 @@ from support.planes import card
 from edgemoe.cluster.control.coordination.store import PlanRef
 from edgemoe.cluster.control.leader import Leader
 from edgemoe.cluster.control.membership import DEAD_S, Members
-from edgemoe.cluster.control.messages import Announce, Beat
+from edgemoe.cluster.control.messages import Announce, Heartbeat
 from edgemoe.cluster.rpc.keys import Peer
 from edgemoe.errors import PeerUnavailable
 
@@ -55,7 +55,7 @@ def test_a_silence_that_was_noted_is_told() -> None:
     assert members.engines()[0].heard
 
 
-def boxes(*nodes: str, beat: Beat) -> Members:
+def boxes(*nodes: str, beat: Heartbeat) -> Members:
     """All alive, with an engine, and of the same beat."""
     members = Members(lambda: 0.0)
     for node in nodes:
@@ -66,12 +66,12 @@ def boxes(*nodes: str, beat: Beat) -> Members:
 
 
 def test_an_engine_that_calls_itself_by_anothers_name_is_one_more_and_takes_nothing_from_it() -> None:
-    found = boxes("a", "b", beat=Beat(engine="engine")).serving("m" * 32)
+    found = boxes("a", "b", beat=Heartbeat(engine="engine")).serving("m" * 32)
     assert found == {"a:engine": "a", "b:engine": "b"}
 
 
 async def test_boxes_that_come_while_a_plan_is_looked_for_end_nothing() -> None:
-    members, asked = boxes("a", "b", beat=Beat(plan_digest="digest")), list[str]()
+    members, asked = boxes("a", "b", beat=Heartbeat(plan_digest="digest")), list[str]()
 
     async def fetch(node: str, _digest: str) -> None:
         asked.append(node)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from support.plan_world import ALL, EXPERTS, LAYERS, NODES, NOTHING, ONCE, SETTINGS, Box, World, dealt
 
-from edgemoe.cluster.control.messages import Report
+from edgemoe.cluster.control.messages import BoxReport
 from edgemoe.cluster.control.plan_controller import (
     PREPARE_S,
     SOON_S,
@@ -215,17 +215,17 @@ def test_boxes_steps_bring_a_look_for_a_better_plan_where_placement_goes_by_what
     """A box that has run so many since the last look; one whose engine was started anew counts from 0."""
     for placement, looks in (("gimbal", True), ("prism", False)):
         world = World("abc", msgspec.structs.replace(ONCE, placement=placement, migrate_s=1e6, migrate_steps=300))
-        world.reports = {"a": Report("m", 1.0, b"", steps=290), "b": Report("m", 1.0, b"", steps=9000)}
+        world.reports = {"a": BoxReport("m", 1.0, b"", steps=290), "b": BoxReport("m", 1.0, b"", steps=9000)}
         world.passes(5.0)
         for shift, (a, b, due) in enumerate([(589, 9299, 0), (590, 9299, 1), (600, 299, 0), (600, 300, 1)]):
             before = len(world.committed)
             world.wants(dealt("abc", 1 + shift))
-            world.reports = {"a": Report("m", 1.0, b"", steps=a), "b": Report("m", 1.0, b"", steps=b)}
+            world.reports = {"a": BoxReport("m", 1.0, b"", steps=a), "b": BoxReport("m", 1.0, b"", steps=b)}
             world.passes(10.0)
             assert len(world.committed) - before == (2 * due if looks else 0), (placement, a, b)
         before = len(world.committed)
         world.wants(dealt("abc", 1), now_s=1.0, then_s=0.96)
-        world.reports = {"a": Report("m", 1.0, b"", steps=9000)}
+        world.reports = {"a": BoxReport("m", 1.0, b"", steps=9000)}
         world.passes(10.0)
         assert len(world.committed) == before, "nothing is gained"
 
@@ -311,10 +311,10 @@ def test_steps_of_a_box_that_had_not_been_heard_of_are_none_since_the_last_look(
     world.leads()
     world.passes(2.0)
     world.slow = True
-    world.reports = {"b": Report("m", 1.0, b"", steps=10**6)}
+    world.reports = {"b": BoxReport("m", 1.0, b"", steps=10**6)}
     world.passes(2.0)
     assert world.asked is None
-    world.reports = {"b": Report("m", 1.0, b"", steps=10**6 + 100)}
+    world.reports = {"b": BoxReport("m", 1.0, b"", steps=10**6 + 100)}
     world.passes(2.0)
     assert world.asked is not None
 

@@ -23,7 +23,7 @@ from edgemoe.cluster.control.coordination import etcd
 from edgemoe.cluster.control.coordination.epoch_fence import EpochFence
 from edgemoe.cluster.control.coordination.store import PlanRef, SingleBoxStore, since_boot
 from edgemoe.cluster.control.coordination.store_factory import make_store
-from edgemoe.cluster.control.messages import Announce, Beat, GetPlan, Report
+from edgemoe.cluster.control.messages import Announce, BoxReport, Heartbeat, PlanRequest
 from edgemoe.cluster.control.plan_store import PlanStore
 from edgemoe.cluster.control.planning import solver
 from edgemoe.cluster.control.planning.targets import PlacementTarget, PlacementTask
@@ -103,7 +103,7 @@ async def test_a_deposed_leader_is_not_obeyed(three: dict[str, Front]) -> None:
     target.state.fence.admit(plane.state.fence.highest + 5)
     stale, ref = target.state.leader_tracker.stale, target.state.plans.ref
     three[other].plane.channel.tell(
-        target.state.node, Beat(leading=plane.state.fence.highest, plan_version=9, plan_digest="0" * 64)
+        target.state.node, Heartbeat(leading=plane.state.fence.highest, plan_version=9, plan_digest="0" * 64)
     )
     await until(lambda: target.state.leader_tracker.stale > stale)
     await until(lambda: target.leader == "")
@@ -157,7 +157,7 @@ async def test_another_version_of_the_protocol_is_shown_as_refused_until_it_spea
     three: dict[str, Front],
 ) -> None:
     a, b = three["a"].plane, three["b"].plane
-    head = bytearray(seal(Beat())[0])
+    head = bytearray(seal(Heartbeat())[0])
     head[len(MAGIC)] = FRAMING + 1
     a.channel._links["b"].socket.send_multipart([bytes(head)])
     await until(lambda: f"framing {FRAMING + 1}" in b.state.members["a"].refusal)
@@ -168,7 +168,7 @@ async def test_another_version_of_the_protocol_is_shown_as_refused_until_it_spea
 
 async def test_no_request_goes_to_another_model_even_while_our_own_engine_is_down(three: dict[str, Front]) -> None:
     for node, front in three.items():
-        front.busy = Beat(engine=f"engine-{node}", slots=1, capacity=1)
+        front.busy = Heartbeat(engine=f"engine-{node}", slots=1, capacity=1)
     a = three["a"].plane
     await until(lambda: a.state.members.serving(a.state.model) == {"b:engine-b": "b", "c:engine-c": "c"})
     three["c"].has(card("engine-c", model="x" * 32))
@@ -184,7 +184,7 @@ async def test_no_request_goes_to_another_model_even_while_our_own_engine_is_dow
     )
     assert a.state.members["c"].refusal
     assert a.state.members.serving(a.state.model) == {"b:engine-b": "b"}
-    three["b"].busy = Beat(engine="restarted", slots=1, capacity=1)
+    three["b"].busy = Heartbeat(engine="restarted", slots=1, capacity=1)
     await until(lambda: a.state.members["b"].beat.engine == "restarted")
     assert not a.state.members.serving(a.state.model)  # until it has said what that engine serves
 
@@ -201,7 +201,7 @@ async def test_an_address_that_cannot_be_one_is_not_taken_from_the_box_itself(th
 
 async def test_a_plan_that_does_not_fit_is_not_handed_out(three: dict[str, Front]) -> None:
     with pytest.raises(PeerRefused, match="is not held here"):
-        await three["a"].plane.channel.ask("b", GetPlan("0" * 64), timeout_s=2)
+        await three["a"].plane.channel.ask("b", PlanRequest("0" * 64), timeout_s=2)
 
 
 async def test_copies_are_made_anew_of_what_only_the_dead_boxs_disk_had(
@@ -455,7 +455,7 @@ async def test_a_listed_box_that_is_struck_out_is_cut_off_whoever_else_lists_it(
     a.plane.set_peers({node: peer for node, peer in a.peers.items() if node != "b"})
     assert "b" not in a.plane.state.members
     with pytest.raises(PeerError):
-        await three["b"].plane.channel.ask("a", GetPlan(""), timeout_s=1)
+        await three["b"].plane.channel.ask("a", PlanRequest(""), timeout_s=1)
     assert three["c"].plane.state.members.is_alive("b")
 
 
@@ -576,7 +576,7 @@ async def test_what_goes_wrong_between_two_beats_costs_no_more_than_those(
         a, b, wrong = found["a"].plane, found["b"], list[str]()
         await led([*found.values()])
 
-        def load() -> Beat:
+        def load() -> Heartbeat:
             wrong.append("again")
             raise KeyError("nobody has foreseen that")
 
@@ -595,7 +595,7 @@ async def test_reports_go_to_the_leader_only_and_to_a_new_one_within_an_interval
     monkeypatch.setattr(announcer, "REPORT_S", 0.1)
     first = three["a"].plane.leader
     for node, front in three.items():
-        front.reported = Report(model=node, tokens=3.0, chosen=bytes(2))
+        front.reported = BoxReport(model=node, tokens=3.0, chosen=bytes(2))
         front.plane.spawn(front.plane._reporter.run())  # the first one waits ten seconds
     others = [node for node in ABC if node != first]
     leader = three[first].plane

@@ -11,7 +11,7 @@ import pytest
 from support.planes import Front, card, fronts
 from support.waiting import until
 
-from edgemoe.cluster.control.messages import Reached
+from edgemoe.cluster.control.messages import PortProbeReply
 
 # PySyncObj leaves the file open that it has read its journal's place from
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -58,4 +58,4 @@ def test_what_a_box_says_of_itself_is_bounded() -> None:
     for wrong in ({"came_s": -1.0}, {"came_s": 1e300}, {"unreached": ["x"] * 17}):
         told = {"type": "Reached", "came_s": 1.0, "answered_s": 1.0, "unreached": []} | wrong
         with pytest.raises(msgspec.ValidationError):
-            msgspec.convert(told, Reached)
+            msgspec.convert(told, PortProbeReply)

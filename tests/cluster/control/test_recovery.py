@@ -21,7 +21,7 @@ from edgemoe.cluster.control.coordination.raft_transport import MAX_INBOX, MAX_I
 from edgemoe.cluster.control.coordination.recovery import LogEndReply, Recovery
 from edgemoe.cluster.control.coordination.store import since_boot
 from edgemoe.errors import CoordUnavailable
-from edgemoe.wire.protocol import SPOKEN
+from edgemoe.wire.protocol import PROTOCOL_VERSIONS
 
 ABC = ("a", "b", "c")
 
@@ -266,7 +266,7 @@ def test_an_operation_of_a_later_release_is_passed_over_by_all_alike(abc: World)
     abc.start()
     abc.until(lambda: whole(abc))
     epoch = abc.claim("a")
-    assert abc.agree("a", bytes([SPOKEN.highest + 1]) + msgspec.msgpack.encode(["advise", 3])) is None
+    assert abc.agree("a", bytes([PROTOCOL_VERSIONS.highest + 1]) + msgspec.msgpack.encode(["advise", 3])) is None
     assert abc.agree("b", b"\xc1 none at all") is None
     plan = abc.commit("a", "after")
     assert epoch == 1

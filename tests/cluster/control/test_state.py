@@ -28,7 +28,7 @@ from edgemoe.cluster.control.control_state import (
     TimerFired,
 )
 from edgemoe.cluster.control.coordination.epoch_fence import EpochFence
-from edgemoe.cluster.control.messages import Announce, Beat
+from edgemoe.cluster.control.messages import Announce, Heartbeat
 from edgemoe.cluster.control.plan_store import PlanStore
 from edgemoe.cluster.rpc.keys import Peer
 from edgemoe.config.settings import ClusterSettings
@@ -86,7 +86,7 @@ class AnyWords(RuleBasedStateMachine):
         self.perform(self.state.handle(event))
         assert self.fence.highest >= highest
 
-    def hear(self, node: str, boot: str, message: Beat | Announce) -> None:
+    def hear(self, node: str, boot: str, message: Heartbeat | Announce) -> None:
         if node in self.state.members:  # all others are refused before
             self.do(MessageReceived(node, boot, message))
 
@@ -103,7 +103,7 @@ class AnyWords(RuleBasedStateMachine):
     def a_box_beats(self, node: str, boot: str, leading: int, unmet: bool) -> None:
         before = self.state.leader_tracker.leader
         highest = self.fence.highest
-        self.hear(node, boot, Beat(leading=leading, seen=leading, engine=f"engine-{node}", unmet=unmet))
+        self.hear(node, boot, Heartbeat(leading=leading, seen=leading, engine=f"engine-{node}", unmet=unmet))
         assert node != "d" or self.fence.highest == highest  # who may not lead ends nobody's leadership
         if self.state.leader_tracker.leader == node and before != node:
             member = self.state.members[node]

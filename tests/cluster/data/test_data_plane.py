@@ -17,7 +17,7 @@ from support.waiting import until
 
 from edgemoe.cluster.data.expert_client import ExpertClient
 from edgemoe.cluster.data.expert_server import QUEUE_CALLS, ExpertServer
-from edgemoe.cluster.data.messages import CALLS, Call, Hello, Result
+from edgemoe.cluster.data.messages import CALLS, ExpertCall, ExpertResult, Hello
 from edgemoe.cluster.data.peer_estimate import PeerEstimate
 from edgemoe.cluster.rpc.envelope import Answer, Envelope, Question
 from edgemoe.errors import PeerBusy, PeerRefused
@@ -25,7 +25,7 @@ from edgemoe.telemetry import unit_time
 from edgemoe.types.experts import ExpertGeometry
 from edgemoe.types.model_info import ServedModel
 from edgemoe.types.peers import ExpertWork, Offer, RemoteCall
-from edgemoe.wire.protocol import SPOKEN
+from edgemoe.wire.protocol import PROTOCOL_VERSIONS
 
 SIZES = ExpertGeometry(layers=2, experts=8, top_k=2, hidden=4, width=21, dtype="float32")
 MODEL = ServedModel("d" * 32, SIZES)
@@ -40,8 +40,8 @@ def work(layer: int = 1, rows: int = 3, seed: int = 0) -> ExpertWork:
     return ExpertWork(layer, np.array([2, 5]), np.array([0, rows, 2 * rows]), index, weights, hidden)
 
 
-def frames(asked: ExpertWork) -> tuple[Call, list[memoryview]]:
-    call, tensors = Call.of(asked)
+def frames(asked: ExpertWork) -> tuple[ExpertCall, list[memoryview]]:
+    call, tensors = ExpertCall.of(asked)
     return call, [memoryview(bytes(t)) for t in tensors]
 
 
@@ -71,7 +71,13 @@ def test_a_call_that_cannot_be_is_refused_and_never_computed() -> None:
         assert read.offsets.tolist() == sorted(read.offsets.tolist())
         assert np.isfinite(read.weights).all()
     assert 0 < survived < 3000
-    for bad in (Call(9, 3, 2, 6), Call(1, 4, 2, 6), Call(1, 3, 3, 6), Call(1, 3, 2, 7), Call(1, 3, 9, 6)):
+    for bad in (
+        ExpertCall(9, 3, 2, 6),
+        ExpertCall(1, 4, 2, 6),
+        ExpertCall(1, 3, 3, 6),
+        ExpertCall(1, 3, 2, 7),
+        ExpertCall(1, 3, 9, 6),
+    ):
         with pytest.raises(PeerRefused):
             bad.work([hidden, index], SIZES)
     with pytest.raises(PeerRefused):
@@ -100,7 +106,7 @@ class Gate:
 
 def question(asked: ExpertWork, within_s: float = 10.0) -> Question[Any]:
     call, tensors = frames(asked)
-    envelope = Envelope(1, False, SPOKEN, within_s * 1e3, (), (), b"")  # type: ignore[arg-type]
+    envelope = Envelope(1, False, PROTOCOL_VERSIONS, within_s * 1e3, (), (), b"")  # type: ignore[arg-type]
     return Question("peer", "boot", envelope, call, tensors, asyncio.get_running_loop().time() + within_s)
 
 
@@ -122,7 +128,7 @@ async def test_waiting_calls_of_a_layer_are_computed_together() -> None:
     answers = await asyncio.gather(first, *rest)
     assert host.batches == [[0], [0, 0, 0], [1, 1, 1]]
     for n, answer in enumerate(answers[1:]):
-        assert isinstance(answer.message, Result)
+        assert isinstance(answer.message, ExpertResult)
         assert bytes(answer.tensors[0]) == work(seed=n).hidden.tobytes()
     await asyncio.to_thread(server.close)
 
@@ -175,7 +181,7 @@ async def test_a_server_that_was_slow_once_does_not_send_big_calls_away_for_ever
     with pytest.raises(PeerBusy, match="in time"):  # while something is computed, nothing fades
         server.serve(question(work(rows=10_000), within_s=10))
     host.open.set()
-    assert isinstance((await big).message, Result)
+    assert isinstance((await big).message, ExpertResult)
     await asyncio.to_thread(server.close)
 
 
@@ -259,7 +265,7 @@ class SlowReader:
         return False
 
     def post(self, node: str, body: Any, tensors: Sequence[Any], *, timeout_s: float, done: Any) -> None:
-        done(Answer(Result(2.0), [memoryview(tensors[0])]))
+        done(Answer(ExpertResult(2.0), [memoryview(tensors[0])]))
 
 
 async def test_what_a_peer_read_for_a_call_does_not_make_its_computing_look_slow() -> None:

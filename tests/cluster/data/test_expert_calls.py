@@ -16,7 +16,7 @@ from support.waiting import wait_until
 
 from edgemoe.experts.compute import device_spread
 from edgemoe.experts.compute import peer_layer_step as remote
-from edgemoe.ipc.messages import Holds, PeerList, PeerSeen, Plan
+from edgemoe.ipc.messages import HeldExperts, PeerLinkMeasured, PeerList, Plan
 from edgemoe.store.packer import pack
 from edgemoe.types.arrays import BoolArray
 from edgemoe.types.placement import pack_bits, unpack_bits
@@ -337,8 +337,10 @@ def test_what_is_in_memory_in_passing_is_not_what_a_box_holds_for_the_others(sto
         a.generate(prompts()[:1])
         wait_until(lambda: (a.tiers.residency.resident_mask() & ~homes).any())
         before = len(a.told)
-        wait_until(lambda: sum(isinstance(one, PeerSeen) for one in a.told[before:]) > 1)  # at the end of a report
-        held = next(one for one in reversed(a.told) if isinstance(one, Holds))
+        wait_until(
+            lambda: sum(isinstance(one, PeerLinkMeasured) for one in a.told[before:]) > 1
+        )  # at the end of a report
+        held = next(one for one in reversed(a.told) if isinstance(one, HeldExperts))
         np.testing.assert_array_equal(unpack_bits(held.ram, LAYERS, EXPERTS), homes)
 
 

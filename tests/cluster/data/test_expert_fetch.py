@@ -12,7 +12,7 @@ import xxhash
 
 from edgemoe.cluster.data import expert_fetch as bulk
 from edgemoe.cluster.data.expert_fetch import ExpertFetchServer, PeerStore
-from edgemoe.cluster.data.messages import CHUNK_BYTES, Chunk, Fetch, Result
+from edgemoe.cluster.data.messages import CHUNK_BYTES, ExpertChunk, ExpertResult, FetchExpert
 from edgemoe.cluster.data.peer_estimate import PeerEstimate
 from edgemoe.cluster.rpc.envelope import Answer
 from edgemoe.errors import CorruptExpert, MissingExpert, PeerRefused
@@ -34,16 +34,16 @@ class BulkChannel:
         self.answered = dict.fromkeys(chunk_s, 0)
         self.size_bytes = 0  # of an expert
         self.checksum = ""  # of it
-        self.lies: dict[str, Callable[[Fetch, Chunk, bytes], Answer[Any]]] = {}
+        self.lies: dict[str, Callable[[FetchExpert, ExpertChunk, bytes], Answer[Any]]] = {}
         self.under_way = self.most_under_way = 0  # bytes
 
-    async def ask(self, node: str, fetch: Fetch, *, timeout_s: float) -> Answer[Any]:
+    async def ask(self, node: str, fetch: FetchExpert, *, timeout_s: float) -> Answer[Any]:
         self.under_way += fetch.bytes
         self.most_under_way = max(self.most_under_way, self.under_way)
         await asyncio.sleep(self.chunk_s[node])
         self.under_way -= fetch.bytes
         self.answered[node] += 1
-        chunk, part = Chunk(self.checksum), b"\7" * fetch.bytes
+        chunk, part = ExpertChunk(self.checksum), b"\7" * fetch.bytes
         if node in self.lies:
             return self.lies[node](fetch, chunk, part)
         return Answer(chunk, [memoryview(part)])
@@ -167,38 +167,38 @@ async def test_the_only_source_is_given_up_where_it_crawls_on_and_on(monkeypatch
     assert 0 < channel.answered["b"] < chunks
 
 
-def damaged(fetch: Fetch, chunk: Chunk, part: bytes) -> Answer[Any]:
+def damaged(fetch: FetchExpert, chunk: ExpertChunk, part: bytes) -> Answer[Any]:
     """Other bytes than the right checksum is of."""
     return Answer(chunk, [memoryview(b"\0" + part[1:])])
 
 
-def agreeing(fetch: Fetch, chunk: Chunk, part: bytes) -> Answer[Any]:
+def agreeing(fetch: FetchExpert, chunk: ExpertChunk, part: bytes) -> Answer[Any]:
     """Zeros, with the checksum of as many zeros."""
-    return Answer(Chunk(checksum(bytes(CHUNK_BYTES * 5 // 2))), [memoryview(bytes(fetch.bytes))])
+    return Answer(ExpertChunk(checksum(bytes(CHUNK_BYTES * 5 // 2))), [memoryview(bytes(fetch.bytes))])
 
 
-def changing(fetch: Fetch, chunk: Chunk, part: bytes) -> Answer[Any]:
-    return Answer(Chunk(f"{fetch.offset:032x}"), [memoryview(part)])
+def changing(fetch: FetchExpert, chunk: ExpertChunk, part: bytes) -> Answer[Any]:
+    return Answer(ExpertChunk(f"{fetch.offset:032x}"), [memoryview(part)])
 
 
-def short(fetch: Fetch, chunk: Chunk, part: bytes) -> Answer[Any]:
+def short(fetch: FetchExpert, chunk: ExpertChunk, part: bytes) -> Answer[Any]:
     return Answer(chunk, [memoryview(part[:-1])])
 
 
-def long(fetch: Fetch, chunk: Chunk, part: bytes) -> Answer[Any]:
+def long(fetch: FetchExpert, chunk: ExpertChunk, part: bytes) -> Answer[Any]:
     return Answer(chunk, [memoryview(part + b"\7")])
 
 
-def none(fetch: Fetch, chunk: Chunk, part: bytes) -> Answer[Any]:
+def none(fetch: FetchExpert, chunk: ExpertChunk, part: bytes) -> Answer[Any]:
     return Answer(chunk, [])
 
 
-def two(fetch: Fetch, chunk: Chunk, part: bytes) -> Answer[Any]:
+def two(fetch: FetchExpert, chunk: ExpertChunk, part: bytes) -> Answer[Any]:
     return Answer(chunk, [memoryview(part), memoryview(part)])
 
 
-def another(fetch: Fetch, chunk: Chunk, part: bytes) -> Answer[Any]:
-    return Answer(Result(1.0), [memoryview(part)])
+def another(fetch: FetchExpert, chunk: ExpertChunk, part: bytes) -> Answer[Any]:
+    return Answer(ExpertResult(1.0), [memoryview(part)])
 
 
 @pytest.mark.parametrize("lie", [damaged, agreeing, changing, short, long, none, two, another])
@@ -263,18 +263,24 @@ async def test_parts_of_an_expert_are_handed_out_up_to_its_last_byte_and_no_furt
     assert SIZES.expert_bytes(0) == 96
     shelf = FullShelf(bytes(range(96)))
     server = ExpertFetchServer(shelf, SIZES)
-    answer = await server.serve(asked(Fetch(0, 0, 86, 10)))
-    assert answer.message == Chunk(checksum(bytes(range(96))))
+    answer = await server.serve(asked(FetchExpert(0, 0, 86, 10)))
+    assert answer.message == ExpertChunk(checksum(bytes(range(96))))
     assert [bytes(part) for part in answer.tensors] == [bytes(range(86, 96))]
     assert server.sent_bytes == 10
-    wrong = [Fetch(0, 0, 86, 11), Fetch(0, 0, 96, 1), Fetch(0, 0, 1 << 40, 1), Fetch(2, 0, 0, 1), Fetch(0, 3, 0, 1)]
+    wrong = [
+        FetchExpert(0, 0, 86, 11),
+        FetchExpert(0, 0, 96, 1),
+        FetchExpert(0, 0, 1 << 40, 1),
+        FetchExpert(2, 0, 0, 1),
+        FetchExpert(0, 3, 0, 1),
+    ]
     for fetch in wrong:
         with pytest.raises(PeerRefused, match="no such part"):
             await server.serve(asked(fetch))
     with pytest.raises(PeerRefused, match="not here"):
-        await server.serve(asked(Fetch(1, 2, 0, 1)))
+        await server.serve(asked(FetchExpert(1, 2, 0, 1)))
     with pytest.raises(PeerRefused, match="not a question"):
-        await server.serve(asked(Chunk("0" * 32)))
+        await server.serve(asked(ExpertChunk("0" * 32)))
     assert shelf.asked == [(86, 10)]
     assert server.sent_bytes == 10
 

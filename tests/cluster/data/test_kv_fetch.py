@@ -21,7 +21,7 @@ from edgemoe.cluster.data.kv_fetch import Entry, KVFetcher, KVFetchServer
 from edgemoe.cluster.data.messages import BULK, FetchKV, KVPart
 from edgemoe.cluster.rpc.envelope import Answer, Question
 from edgemoe.errors import PeerRefused
-from edgemoe.ipc.messages import PrefixPulled, PullPrefix
+from edgemoe.ipc.messages import FetchPrefixKV, PrefixKVFetched
 from edgemoe.worker import hand_over
 from edgemoe.worker.hand_over import EnginePrefixes, Pulls
 
@@ -48,10 +48,12 @@ class EngineBox:
             raise PeerRefused("there are no experts here")
         return self.spoil(question.message, await self.server.serve(question, question.message))
 
-    async def pull(self, node: str, seconds: float = 20.0) -> PrefixPulled:
+    async def pull(self, node: str, seconds: float = 20.0) -> PrefixKVFetched:
         """What comes of fetching PROMPT's blocks."""
         before = len(self.said)
-        self.pulls.obey(PullPrefix(request="r", attempt=1, node=node, prompt=tuple(PROMPT), remaining_ms=seconds * 1e3))
+        self.pulls.obey(
+            FetchPrefixKV(request="r", attempt=1, node=node, prompt=tuple(PROMPT), remaining_ms=seconds * 1e3)
+        )
         await until(lambda: len(self.said) > before)
         return self.said[-1]  # type: ignore[no-any-return]
 
@@ -115,7 +117,7 @@ async def test_whole_blocks_come_while_the_rest_is_computed() -> None:
 
         decoder.forward = halting
         p.drive.submit(PROMPT, "r", max_tokens=TOKENS)
-        d.pulls.obey(PullPrefix(request="r", attempt=1, node="p", prompt=tuple(PROMPT)))
+        d.pulls.obey(FetchPrefixKV(request="r", attempt=1, node="p", prompt=tuple(PROMPT)))
         await until(lambda: d.fetcher.blocks == 0 and p.server.sent_bytes >= 3 * p.prefixes.block_bytes)
         assert not d.said
         gate.set()
@@ -186,7 +188,7 @@ async def test_a_pull_that_is_called_off_ends_at_once_and_holds_nothing_up(monke
     monkeypatch.setattr(hand_over, "AT_ONCE", 1)
     async with pair() as (p, d):
         for name in ("ends", "waits", "again"):
-            d.pulls.obey(PullPrefix(request=name, attempt=1, node="p", prompt=tuple(PROMPT)))
+            d.pulls.obey(FetchPrefixKV(request=name, attempt=1, node="p", prompt=tuple(PROMPT)))
         await until(lambda: d.box.channel.waiting() > 0)  # for blocks that are not there yet
         d.pulls.cancel("ends", 2)
         for name in ("waits", "ends"):

@@ -15,7 +15,7 @@ from test_data_plane import MODEL, SIZES, Gate, question, served, work
 from edgemoe.cluster.data import expert_server as server
 from edgemoe.cluster.data.expert_client import ExpertClient
 from edgemoe.cluster.data.expert_server import ExpertServer
-from edgemoe.cluster.data.messages import Hello, Result
+from edgemoe.cluster.data.messages import ExpertResult, Hello
 from edgemoe.cluster.rpc.envelope import Answer
 from edgemoe.errors import MissingExpert, PeerBusy, PeerRefused, PeerUnavailable, WireError
 from edgemoe.types.peers import ExpertWork, RemoteCall
@@ -44,7 +44,7 @@ class LyingChannel:
 def honest(body: Any, tensors: Sequence[Any]) -> Answer[Any]:
     if isinstance(body, Hello):
         return Answer(body)
-    return Answer(Result(0.001), [memoryview(tensors[0])])
+    return Answer(ExpertResult(0.001), [memoryview(tensors[0])])
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ async def ask(calls: ExpertClient, reply: Reply) -> RemoteCall:
 
 
 def sized(*sizes: int) -> Reply:
-    return lambda *_: Answer(Result(0.001), [memoryview(bytes(size)) for size in sizes])
+    return lambda *_: Answer(ExpertResult(0.001), [memoryview(bytes(size)) for size in sizes])
 
 
 def raising(error: Exception) -> Reply:

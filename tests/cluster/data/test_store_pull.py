@@ -24,7 +24,7 @@ from support.waiting import until
 
 from edgemoe.cli import store_download
 from edgemoe.cli.store_download import pull
-from edgemoe.cluster.control.messages import CONTROL, ControlMessage, FindStore, StoreAt
+from edgemoe.cluster.control.messages import CONTROL, ControlMessage, StoreLocationReply, StoreLocationRequest
 from edgemoe.cluster.data.messages import BULK, BulkMessage, FetchPiece
 from edgemoe.cluster.data.store_fetch import Pace, StorePieceServer
 from edgemoe.cluster.rpc.channel import Channel
@@ -70,9 +70,9 @@ class Box:
             self._transport.close()
 
     async def _name(self, question: Question[ControlMessage]) -> Answer[ControlMessage]:
-        if not isinstance(question.message, FindStore):
+        if not isinstance(question.message, StoreLocationRequest):
             raise PeerRefused("not a question")
-        return Answer(StoreAt(self._bulk_port, self.manifest.digest, "m", NAME))
+        return Answer(StoreLocationReply(self._bulk_port, self.manifest.digest, "m", NAME))
 
     async def _give(self, question: Question[BulkMessage]) -> Answer[BulkMessage]:
         if not isinstance(question.message, FetchPiece):

@@ -12,7 +12,7 @@ from msgspec import inspect
 from support.outer_names import LANGUAGES, RAFT, STRUCTS
 
 from edgemoe.cluster.control.coordination.journal import StateSnapshot
-from edgemoe.cluster.control.messages import MAX_UNWANTED, Taken
+from edgemoe.cluster.control.messages import MAX_UNWANTED, FrameAccepted
 from edgemoe.cluster.rpc.envelope import MAX_ENVELOPE_BYTES, seal
 from edgemoe.errors import WireError
 from edgemoe.ipc.messages import Submit, decode_to_engine, encode
@@ -101,5 +101,5 @@ def test_sampling_that_cannot_be_is_refused(wrong: dict[str, Any]) -> None:
 
 def test_as_many_unwanted_requests_as_are_named_fit_into_an_envelope() -> None:
     name = "n" * bounds.REQUEST_CHARS
-    taken = Taken(tuple((name, 1 << 31) for _ in range(MAX_UNWANTED)))
+    taken = FrameAccepted(tuple((name, 1 << 31) for _ in range(MAX_UNWANTED)))
     assert memoryview(seal(taken)[0]).nbytes < MAX_ENVELOPE_BYTES

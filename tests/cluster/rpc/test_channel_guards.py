@@ -16,7 +16,7 @@ import zmq.asyncio
 from support.boxes import Box, Echo, running, secret
 from support.waiting import until
 
-from edgemoe.cluster.data.messages import Call
+from edgemoe.cluster.data.messages import ExpertCall
 from edgemoe.cluster.rpc import keys
 from edgemoe.cluster.rpc.envelope import MAX_FRAMES, MAX_TENSOR_BYTES, Answer, Failure, Question, seal, unseal
 from edgemoe.cluster.rpc.keys import Peer, Secret
@@ -176,6 +176,6 @@ def test_a_call_that_contradicts_itself_is_refused(experts: Any, counts: Any, ro
     index = np.array([*experts, *counts, *rows, 0, 0], np.int32)
     hidden = memoryview(bytes(3 * 16))
     good = np.array([2, 5, 1, 1, 0, 1, 0, 0], np.int32)
-    assert Call(1, 3, 2, 2).work([hidden, good.data.cast("B")], sizes).experts.tolist() == [2, 5]
+    assert ExpertCall(1, 3, 2, 2).work([hidden, good.data.cast("B")], sizes).experts.tolist() == [2, 5]
     with pytest.raises(PeerRefused, match="cannot be"):
-        Call(1, 3, 2, 2).work([hidden, index.data.cast("B")], sizes)
+        ExpertCall(1, 3, 2, 2).work([hidden, index.data.cast("B")], sizes)

@@ -13,9 +13,9 @@ from support.waiting import until
 from edgemoe.cluster.rpc import envelope
 from edgemoe.cluster.rpc.envelope import seal
 from edgemoe.errors import PeerOutdated, PeerRefused, PeerUnavailable
-from edgemoe.wire.protocol import SPOKEN, Language, Message, Versions
+from edgemoe.wire.protocol import PROTOCOL_VERSIONS, Language, Message, Versions
 
-NEXT = Versions(SPOKEN.lowest, SPOKEN.highest + 1)
+NEXT = Versions(PROTOCOL_VERSIONS.lowest, PROTOCOL_VERSIONS.highest + 1)
 
 
 class NextEcho(Message, frozen=True, tag="Echo"):
@@ -63,7 +63,7 @@ async def test_a_message_of_the_next_release_is_not_sent_to_one_who_lacks_it() -
         with pytest.raises(PeerOutdated, match="does not know Wave"):  # also before it has said what it speaks
             await a.channel.ask("b", Wave(), timeout_s=5)
         await a.channel.ask("b", NextEcho("x"), timeout_s=5)
-        assert a.channel.version("b") == SPOKEN.highest
+        assert a.channel.version("b") == PROTOCOL_VERSIONS.highest
         with pytest.raises(PeerOutdated, match="does not know Wave"):
             await a.channel.ask("b", Wave(), timeout_s=5)
         assert not a.channel.tell("b", Wave())

@@ -10,18 +10,18 @@ import msgspec
 import pytest
 from support.outer_names import GOLDEN, LANGUAGES, breaks, outer_names
 
-from edgemoe.wire.protocol import SPOKEN
+from edgemoe.wire.protocol import PROTOCOL_VERSIONS
 
 KEPT: dict[str, Any] = json.loads(GOLDEN.read_text())
-PLACES = KEPT[str(SPOKEN.highest)]["recording's header"]["places"]
+PLACES = KEPT[str(PROTOCOL_VERSIONS.highest)]["recording's header"]["places"]
 MESSAGES = [kind for language in LANGUAGES.values() for kind in language.messages.values()]
 
 
 def test_everything_is_called_outside_what_it_was_called() -> None:
     now = json.loads(json.dumps(outer_names()))
-    for version in range(SPOKEN.lowest, SPOKEN.highest):
+    for version in range(PROTOCOL_VERSIONS.lowest, PROTOCOL_VERSIONS.highest):
         assert breaks(KEPT[str(version)], now) == []
-    assert now == KEPT[str(SPOKEN.highest)], (
+    assert now == KEPT[str(PROTOCOL_VERSIONS.highest)], (
         "what was released cannot change: raise protocol.SPOKEN for additions, then run tests/support/outer_names.py"
     )
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from edgemoe.cluster.control.control_plane import ControlPlane, NoServices
 from edgemoe.cluster.control.coordination.store import since_boot
-from edgemoe.cluster.control.messages import Announce, Beat, EngineCard
+from edgemoe.cluster.control.messages import Announce, EngineDescription, Heartbeat
 from edgemoe.cluster.rpc.keys import Peer, load_secret
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.types.placement import PlacementPlan, pack_bits
@@ -34,8 +34,8 @@ def bits(share: float, seed: int = 0) -> bytes:
     return pack_bits(np.random.default_rng(seed).random((LAYERS, EXPERTS)) < share)
 
 
-def engine_card(node: str, boxes: int, ram: bytes = b"", plan: str = "") -> EngineCard:
-    return EngineCard(
+def engine_card(node: str, boxes: int, ram: bytes = b"", plan: str = "") -> EngineDescription:
+    return EngineDescription(
         boot=f"engine-{node}",
         calls_port=7541,
         bulk_port=7542,
@@ -71,11 +71,11 @@ class Box(NoServices):
         self.plane = ControlPlane(settings, f"boot-{node}", secret, peers, announce, since_boot, self)
         self.plane.listen()
 
-    def load(self) -> Beat:
+    def load(self) -> Heartbeat:
         card = self.plane.announcement.engine
-        return Beat(engine=card.boot, requests=1, slots=32, capacity=64) if card is not None else Beat()
+        return Heartbeat(engine=card.boot, requests=1, slots=32, capacity=64) if card is not None else Heartbeat()
 
-    def on_beat(self, node: str, beat: Beat) -> None:
+    def on_beat(self, node: str, beat: Heartbeat) -> None:
         self.beats += 1
 
     def on_members_changed(self) -> None:
@@ -86,7 +86,7 @@ class Box(NoServices):
         if ref is not None and self.node in plan.nodes:
             self.says(engine_card(self.node, self.boxes, pack_bits(plan.homes_of(self.node)), ref.digest))
 
-    def says(self, engine: EngineCard) -> None:
+    def says(self, engine: EngineDescription) -> None:
         self.plane.set_announcement(msgspec.structs.replace(self.plane.announcement, engine=engine))
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from edgemoe.cluster.control.messages import EngineUse, GetPlan, Report, RequestGrant, RequestOffer
+from edgemoe.cluster.control.messages import BoxReport, EngineStatus, PlanRequest, RequestGrant, RequestOffer
 from edgemoe.errors import PeerError
-from edgemoe.types.expert_signatures import EngineChoices, SignatureTable
+from edgemoe.types.expert_signatures import ExpertDemand, ExpertSignature
 from tools.bench.many_boxes.box import EXPERTS, LAYERS, MODEL, OWN, Box, bits, engine_card
 from tools.bench.many_boxes.crowd import Crowd
 
@@ -33,9 +33,9 @@ class Load:
         self.rng = np.random.default_rng(1)
         table = self.rng.integers(0, 255, LAYERS * EXPERTS, np.uint8).tobytes()
         places = self.rng.integers(0, 4, LAYERS * EXPERTS, np.uint8).tobytes()
-        self.choices = EngineChoices(table, places, (1e-4, 1e-3, 1e-2), 0.01, 1e-5)
-        self.signature = SignatureTable(500, self.rng.integers(0, 4000, LAYERS * EXPERTS, np.uint16).tobytes())
-        self.report = Report(
+        self.choices = ExpertDemand(table, places, (1e-4, 1e-3, 1e-2), 0.01, 1e-5)
+        self.signature = ExpertSignature(500, self.rng.integers(0, 4000, LAYERS * EXPERTS, np.uint16).tobytes())
+        self.report = BoxReport(
             model=MODEL, tokens=1e4, chosen=bytes(2 * LAYERS * EXPERTS), pairs=bytes(192 << 10), resident=bits(0.5)
         )
 
@@ -44,7 +44,7 @@ class Load:
         return [box for box in self.crowd.boxes.values() if box.plane.announcement.engine is not None]
 
     def use(self, box: Box, **fields: Any) -> None:
-        use = EngineUse(
+        use = EngineStatus(
             f"engine-{box.node}", 32, 64, running=4, blocks=4000, free_blocks=3000, tokens_per_s=2000.0, **fields
         )
         box.plane.channel.tell(OWN, use)
@@ -61,7 +61,7 @@ class Load:
         await asyncio.sleep(0.2)
         return count
 
-    async def request(self, box: Box, signature: SignatureTable | None) -> None:
+    async def request(self, box: Box, signature: ExpertSignature | None) -> None:
         """An offer, and what the engine says that gets it: it is here, it has a token, it has ended."""
         offer = RequestOffer(
             next(self.numbers),
@@ -96,7 +96,7 @@ class Load:
         """All fetch the plan at once."""
         digest = (await self.crowd.sample())["digest"]
         fronts = self.fronts
-        asked = (box.plane.channel.ask(OWN, GetPlan(digest), timeout_s=10.0) for box in fronts)
+        asked = (box.plane.channel.ask(OWN, PlanRequest(digest), timeout_s=10.0) for box in fronts)
         await asyncio.gather(*asked)
         return len(fronts)
 

@@ -29,7 +29,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from edgemoe.cluster.control.messages import Report
+from edgemoe.cluster.control.messages import BoxReport
 from edgemoe.cluster.control.planning.observation import observe, successions
 from edgemoe.experts.activity import ActivityCounter
 from edgemoe.policy.placement.eplb import eplb
@@ -100,7 +100,7 @@ def passed_told(routes: Sequence[Routes], experts: int) -> Values:
     reports = []
     for tokens in routes:
         told = counted(tokens, experts, successions=True).shares(MOST_PAIRS)
-        reports.append(Report("", told.tokens, told.chosen.tobytes(), passed=told.passed.tobytes()))
+        reports.append(BoxReport("", told.tokens, told.chosen.tobytes(), passed=told.passed.tobytes()))
     return successions(reports, observe(reports, routes[0].shape[1], experts))
 
 

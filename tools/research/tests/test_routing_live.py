@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgemoe.cluster.control.messages import EngineUse
+from edgemoe.cluster.control.messages import EngineStatus
 from edgemoe.cluster.control.requests import engine_memory
 from edgemoe.policy.routing.by_experts import DecodeTimes, UnionTerm
 from edgemoe.policy.routing.offers import EngineView, Offered
 from edgemoe.policy.routing.told import ModelSizes
-from edgemoe.types.expert_signatures import EngineChoices
+from edgemoe.types.expert_signatures import ExpertDemand
 from tools.research.placement.prism.models import STAND_INS, WORDS, Model, words_of
 from tools.research.routing.blind import residency, union
 from tools.research.routing.live.__main__ import main
@@ -101,8 +101,8 @@ def test_blind_leaders_know_less_by_so_much(monkeypatch: pytest.MonkeyPatch) -> 
 
 def told(place: str, far: bytes) -> EngineView:
     """What is known of an engine that has said where its experts are."""
-    choices = EngineChoices(b"\xff" * 4, far, (1.0,), 1.0, 0.1)
-    use = EngineUse(engine="x", slots=4, capacity=8, blocks=64, free_blocks=64, choices=choices)
+    choices = ExpertDemand(b"\xff" * 4, far, (1.0,), 1.0, 0.1)
+    use = EngineStatus(engine="x", slots=4, capacity=8, blocks=64, free_blocks=64, choices=choices)
     return engine_memory.EngineMemory().hear(place, use, ModelSizes(1, 4), 0.0)
 
 

@@ -13,7 +13,7 @@ from typing import Annotated, ClassVar
 import msgspec
 from msgspec import Meta
 
-from edgemoe.wire.protocol import SPOKEN
+from edgemoe.wire.protocol import PROTOCOL_VERSIONS
 
 MAX_OP_BYTES = 4096
 
@@ -65,7 +65,7 @@ def encode(op: Op) -> bytes:
 
 def decode(data: bytes) -> Op | None:
     """Returns the operation; None for one of a later version, and for what is none at all. Raises nothing."""
-    if not 0 < len(data) <= MAX_OP_BYTES or not 1 <= data[0] <= SPOKEN.highest:
+    if not 0 < len(data) <= MAX_OP_BYTES or not 1 <= data[0] <= PROTOCOL_VERSIONS.highest:
         return None
     try:
         op = _decoder.decode(data[1:])

@@ -35,7 +35,7 @@ from edgemoe.cluster.control.coordination.store import AgreementView, CoordState
 from edgemoe.durable import make_folder
 from edgemoe.errors import CoordUnavailable, StaleEpoch
 from edgemoe.telemetry.rate_limited_log import RateLimitedLog
-from edgemoe.wire.protocol import SPOKEN
+from edgemoe.wire.protocol import PROTOCOL_VERSIONS
 
 log = logging.getLogger(__name__)
 BACK_S = 1.0  # before a member that could not write tries again
@@ -169,7 +169,7 @@ class RaftStore:
         lease_s: float = 1.5,
         *,
         clock: Callable[[], float],
-        readable: Callable[[], int] = lambda: SPOKEN.highest,
+        readable: Callable[[], int] = lambda: PROTOCOL_VERSIONS.highest,
     ) -> None:
         """`readable` is the version of the protocol that every voter is known to speak."""
         self.lease_s = lease_s

@@ -31,7 +31,7 @@ from edgemoe.cluster.control.coordination.recovery import MAX_COUNT, Count, LogE
 from edgemoe.cluster.control.messages import ControlMessage, RaftPayload
 from edgemoe.cluster.rpc.channel import Channel
 from edgemoe.telemetry.rate_limited_log import RateLimitedLog
-from edgemoe.wire.protocol import SPOKEN
+from edgemoe.wire.protocol import PROTOCOL_VERSIONS
 
 log = logging.getLogger(__name__)
 MAX_MESSAGE_BYTES = 1 << 20
@@ -337,7 +337,7 @@ class RaftChannel:
 
     def readable(self, nodes: Sequence[str]) -> int:
         """Returns the version of the protocol that all of these are known to speak."""
-        return min((self._channel.version(node) for node in nodes), default=SPOKEN.highest)
+        return min((self._channel.version(node) for node in nodes), default=PROTOCOL_VERSIONS.highest)
 
     def deliver(self, node: str, message: RaftPayload) -> None:
         self._on_message(node, message.data)

@@ -14,7 +14,7 @@ from edgemoe.helper.process import serve
 from edgemoe.policy.routing.cluster_fit import RecordedTraffic, fit_clusters
 from edgemoe.policy.routing.told import ModelSizes, counts_of
 from edgemoe.types.arrays import FloatArray
-from edgemoe.types.expert_signatures import SignatureTable
+from edgemoe.types.expert_signatures import ExpertSignature
 
 
 def fit(asked: ClusterQuestion) -> ClusterAnswer:
@@ -40,7 +40,7 @@ def fit(asked: ClusterQuestion) -> ClusterAnswer:
     )
 
 
-def _counts(tables: Iterable[SignatureTable], sizes: ModelSizes) -> FloatArray:
+def _counts(tables: Iterable[ExpertSignature], sizes: ModelSizes) -> FloatArray:
     found = [counts_of(table.tokens, table.chosen, sizes) for table in tables]
     return np.stack([counts for counts in found if counts is not None])
 

@@ -13,7 +13,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from edgemoe.cluster.control.messages import Report
+from edgemoe.cluster.control.messages import BoxReport
 from edgemoe.helper.process import MAX_FRAME_BYTES, NumberedMessage
 from edgemoe.types.bounds import (
     MAX_NODES,
@@ -43,7 +43,7 @@ class PlacementBox(msgspec.Struct, frozen=True):
     disk: Bitmap
     ram: Bitmap
     homes: Bitmap = b""  # in force; empty without a plan
-    report: Report | None = None
+    report: BoxReport | None = None
 
 
 class PlacementQuestion(NumberedMessage, frozen=True):

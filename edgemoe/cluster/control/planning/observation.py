@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from edgemoe.cluster.control.messages import Report
+from edgemoe.cluster.control.messages import BoxReport
 from edgemoe.types.arrays import IntArray
 from edgemoe.types.placement import ACTIVITY_HALF_LIFE_S, ACTIVITY_UNIT
 
@@ -35,7 +35,7 @@ class Observation:
     bytes_per_s: Values  # [N] of a box's links
 
 
-def observe(reports: Sequence[Report | None], layers: int, experts: int) -> Observation:
+def observe(reports: Sequence[BoxReport | None], layers: int, experts: int) -> Observation:
     """Returns the reports' observation of a model of L layers of E experts."""
     fits = [each and len(each.chosen) == 2 * layers * experts and tokens_per_s(each) > 0 for each in reports]
     fitting = [each if fit else None for each, fit in zip(reports, fits, strict=True)]
@@ -73,18 +73,18 @@ def observe(reports: Sequence[Report | None], layers: int, experts: int) -> Obse
     )
 
 
-def bytes_per_s(report: Report | None) -> float:
+def bytes_per_s(report: BoxReport | None) -> float:
     """Returns the mean throughput of a box's links, by its own report."""
     measured = [link.bytes_per_s for link in report.links if link.bytes_per_s] if report else []
     return float(np.mean(measured)) if measured else BYTES_PER_S
 
 
-def tokens_per_s(report: Report) -> float:
+def tokens_per_s(report: BoxReport) -> float:
     """Returns a box's tokens a second; if not reported, the rate that its decayed count implies."""
     return report.tokens_per_s or report.tokens * math.log(2) / ACTIVITY_HALF_LIFE_S
 
 
-def _pairs(report: Report, weight: float, shape: tuple[int, ...]) -> IntArray:
+def _pairs(report: BoxReport, weight: float, shape: tuple[int, ...]) -> IntArray:
     """Returns a box's pairs [P, 4], in order of layers."""
     _, layers, experts = shape
     pairs = _rows(report.pairs, (layers, experts, experts))
@@ -94,7 +94,7 @@ def _pairs(report: Report, weight: float, shape: tuple[int, ...]) -> IntArray:
     return np.asarray(pairs[np.argsort(pairs[:, 0], kind="stable")], np.int64)
 
 
-def successions(reports: Sequence[Report | None], seen: Observation) -> Values:
+def successions(reports: Sequence[BoxReport | None], seen: Observation) -> Values:
     """Returns how often a token chose one expert and then another in the next layer [L - 1, E, E], in counts of `seen`.
 
     Pairs that a report does not list share the rest of the count in proportion to chance.

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from edgemoe.cluster.control.messages import Report
+from edgemoe.cluster.control.messages import BoxReport
 from edgemoe.cluster.control.planning.messages import PlacementAnswer, PlacementBox, PlacementQuestion
 from edgemoe.cluster.control.planning.observation import Observation, observe, successions
 from edgemoe.cluster.control.planning.targets import problem_of
@@ -81,7 +81,7 @@ def compile_all() -> None:
     chosen = np.full((layers, experts), ACTIVITY_UNIT // 2, "<u2").tobytes()
     pairs = np.array([[layer, 0, 1, ACTIVITY_UNIT // 4] for layer in range(layers)], "<u2").tobytes()
     everything = pack_bits(np.ones((layers, experts), np.bool_))
-    box = PlacementBox((layers * experts,), everything, everything, everything, Report("", 1.0, chosen, pairs=pairs))
+    box = PlacementBox((layers * experts,), everything, everything, everything, BoxReport("", 1.0, chosen, pairs=pairs))
     counts, sizes = (experts,) * layers, (1,) * layers
     solve(PlacementQuestion(0, "rendezvous", layers, experts, counts, sizes, 1, 0.0, (box, box)))
 

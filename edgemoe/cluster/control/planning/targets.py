@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from edgemoe.cluster.control.messages import Announce, EngineCard, Report
+from edgemoe.cluster.control.messages import Announce, BoxReport, EngineDescription
 from edgemoe.cluster.control.planning.messages import PlacementAnswer, PlacementBox, PlacementQuestion
 from edgemoe.cluster.control.planning.observation import Observation, observe
 from edgemoe.errors import PlacementInfeasible
@@ -51,7 +51,7 @@ class HomeInventory:
         self,
         announcements: Mapping[str, Announce | None],
         absent_s: Callable[[str], float],
-        serving: EngineCard,
+        serving: EngineDescription,
         now_s: float,
     ) -> tuple[ExpertHome, ...]:
         """Returns every box that is or could be a home, by its announcement."""
@@ -75,10 +75,10 @@ class HomeInventory:
 class PlacementTask:
     """A placement to find: the boxes, their reports, and the plan in force."""
 
-    engine: EngineCard
+    engine: EngineDescription
     boxes: tuple[ExpertHome, ...]
     replicas: int
-    reports: Mapping[str, Report] = field(default_factory=dict)  # the latest of each box
+    reports: Mapping[str, BoxReport] = field(default_factory=dict)  # the latest of each box
     now: PlacementPlan | None = None  # in force
     urgent: bool = True  # the plan in force is not valid any more; otherwise the task is to find a better one
 
@@ -101,7 +101,9 @@ class PlacementTarget:
     policy: PlacementPolicy = "uniform"
 
 
-def replan_reason(plan: PlacementPlan | None, engine: EngineCard, boxes: Sequence[ExpertHome], absent_s: float) -> str:
+def replan_reason(
+    plan: PlacementPlan | None, engine: EngineDescription, boxes: Sequence[ExpertHome], absent_s: float
+) -> str:
     """Returns why a new plan is due for the model that the engine serves.
 
     "" if the plan is valid, or while an absent box may still come back.
@@ -130,13 +132,13 @@ def replan_reason(plan: PlacementPlan | None, engine: EngineCard, boxes: Sequenc
     )
 
 
-def _taken(plan: PlacementPlan, node: str, engine: EngineCard) -> list[int]:
+def _taken(plan: PlacementPlan, node: str, engine: EngineDescription) -> list[int]:
     """Returns how many experts of each size a node is home to."""
     homes = plan.homes_of(node)
     return [int(homes[layers].sum()) for layers in layers_of_sizes(engine.bytes_of_layers)]
 
 
-def make_plan(engine: EngineCard, target: PlacementTarget, epoch: int, version: int) -> PlacementPlan:
+def make_plan(engine: EngineDescription, target: PlacementTarget, epoch: int, version: int) -> PlacementPlan:
     """Returns the plan of the target's homes for the engine's model."""
     return PlacementPlan(
         epoch,
@@ -152,7 +154,7 @@ def make_plan(engine: EngineCard, target: PlacementTarget, epoch: int, version: 
     )
 
 
-def _rooms(engine: EngineCard, serving: EngineCard) -> tuple[int, ...]:
+def _rooms(engine: EngineDescription, serving: EngineDescription) -> tuple[int, ...]:
     """Returns how many experts of each size of the serving model fit there; zeros if the engine does not say."""
     sizes = len(set(serving.bytes_of_layers))
     if len(engine.rooms) == sizes:
@@ -160,7 +162,7 @@ def _rooms(engine: EngineCard, serving: EngineCard) -> tuple[int, ...]:
     return (engine.budget_experts,) if sizes == 1 else (0,) * sizes
 
 
-def _experts_of(engine: EngineCard, serving: EngineCard) -> tuple[BoolArray | None, BoolArray | None]:
+def _experts_of(engine: EngineDescription, serving: EngineDescription) -> tuple[BoolArray | None, BoolArray | None]:
     """Returns the experts [L, E] on the engine's disk and pinned in its memory; None if it serves another model."""
     if engine.model != serving.model:
         return None, None
@@ -204,7 +206,7 @@ def make_question(
     )
 
 
-def _of_model(report: Report | None, model: str) -> Report | None:
+def _of_model(report: BoxReport | None, model: str) -> BoxReport | None:
     return report if report is not None and report.model == model else None
 
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 from edgemoe.cluster.control.control_state import ControlState
-from edgemoe.cluster.control.messages import ControlMessage, EngineUse, RequestGrant, RequestOffer, Withdrawal
+from edgemoe.cluster.control.messages import ControlMessage, EngineStatus, OfferWithdrawal, RequestGrant, RequestOffer
 from edgemoe.cluster.control.requests.expert_fitting import ExpertFitting
 from edgemoe.cluster.control.requests.offer_queue import (
     Action,
@@ -85,12 +85,12 @@ class RequestDesk:
         self._perform(others)
         return answer
 
-    def withdraw(self, node: str, message: Withdrawal) -> None:
+    def withdraw(self, node: str, message: OfferWithdrawal) -> None:
         """Takes note of offers that do not stand."""
         if self._leads(node):
             self._perform(self._handle(Withdraws(node, message.numbers)))
 
-    def hear(self, node: str, use: EngineUse) -> None:
+    def hear(self, node: str, use: EngineStatus) -> None:
         """Takes note of what an engine has to do."""
         if self._leads(node, use.engine):
             self._perform(self._handle(Uses(node, use)))

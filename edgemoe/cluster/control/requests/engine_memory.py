@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from edgemoe.cluster.control.messages import EngineUse
+from edgemoe.cluster.control.messages import EngineStatus
 from edgemoe.cluster.control.requests.reading import keys_of
 from edgemoe.policy.routing.offers import EngineView
 from edgemoe.policy.routing.told import MOST_S, ModelSizes, experts_of, resident_of, union_of
 from edgemoe.types.arrays import FloatArray
-from edgemoe.types.expert_signatures import EngineChoices
+from edgemoe.types.expert_signatures import ExpertDemand
 
 MAX_KEYS = 4096  # of prompts; the longest unused go first, as they do in the engine's cache
 TOKENS_PER_S = 1000.0  # of prefill, of an engine that has not measured it
-NO_CHOICES = EngineChoices(b"", b"", (), 0.0, 0.0)
+NO_CHOICES = ExpertDemand(b"", b"", (), 0.0, 0.0)
 
 
 class EngineMemory:
@@ -40,7 +40,7 @@ class EngineMemory:
         if new:
             self._prefixes = frozenset(known)
 
-    def hear(self, place: str, use: EngineUse, sizes: ModelSizes, now_s: float) -> EngineView:
+    def hear(self, place: str, use: EngineStatus, sizes: ModelSizes, now_s: float) -> EngineView:
         """Takes the engine's report. Returns what is known of it now."""
         self.note(keys_of(use.prefixes))
         if use.choices is not None:

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from edgemoe.cluster.control.messages import EngineUse, RequestOffer
+from edgemoe.cluster.control.messages import EngineStatus, RequestOffer
 from edgemoe.cluster.control.requests.engine_memory import EngineMemory
 from edgemoe.cluster.control.requests.reading import offered_as
 from edgemoe.policy import shares
@@ -58,7 +58,7 @@ class Withdraws(NamedTuple):
 
 class Uses(NamedTuple):
     node: str
-    use: EngineUse
+    use: EngineStatus
 
 
 class Serving(NamedTuple):
@@ -212,7 +212,7 @@ class OfferQueue:
     def _home(self, name: str) -> str:
         return next((place for place in self._memories if node_of(place) == node_of(name)), "")
 
-    def _hear(self, node: str, use: EngineUse, now_s: float) -> None:
+    def _hear(self, node: str, use: EngineStatus, now_s: float) -> None:
         place = f"{node}:{use.engine}"
         for other in [known for known in self._memories if known.startswith(f"{node}:") and known != place]:
             self._drop(other)

@@ -27,7 +27,7 @@ from edgemoe.cluster.control.messages import (
     PARCEL_PART_BYTES,
     ControlMessage,
     FetchParcel,
-    Forward,
+    ForwardedFrame,
     Parcel,
     ParcelPart,
 )
@@ -66,7 +66,7 @@ class Parcels:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    async def forward(self, node: str, asked: Forward, frame: bytes, wanted: Callable[[], bool]) -> None:
+    async def forward(self, node: str, asked: ForwardedFrame, frame: bytes, wanted: Callable[[], bool]) -> None:
         """Returns once that box's front has taken the frame. Raises PeerError."""
         channel = self._channel
         if len(frame) <= SHORT_BYTES:

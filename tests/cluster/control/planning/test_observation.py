@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from support.reports import report
 
-from edgemoe.cluster.control.messages import LinkReport, Report
+from edgemoe.cluster.control.messages import BoxReport, LinkReport
 from edgemoe.cluster.control.planning.observation import BYTES_PER_S, CALL_S, observe, successions
 from edgemoe.types.placement import ACTIVITY_HALF_LIFE_S
 
@@ -80,7 +80,7 @@ def test_successions_are_those_that_were_told_and_of_the_others_what_is_left() -
 
 def test_successions_of_experts_that_there_are_not_are_passed_over() -> None:
     table = np.array([[1, 0, 0, 9], [0, 6, 1, 9], [0, 1, 6, 9], [0, 2, 3, 9]], "<u2").tobytes()
-    told = Report("m", 30.0, np.full((LAYERS, EXPERTS), 20000, "<u2").tobytes(), passed=table + b"123")
+    told = BoxReport("m", 30.0, np.full((LAYERS, EXPERTS), 20000, "<u2").tobytes(), passed=table + b"123")
     seen = observe([told], LAYERS, EXPERTS)
     passed = successions([told], seen)
     assert passed[0, 2, 3] < 0.1 * np.delete(passed.ravel(), 2 * EXPERTS + 3).min()
@@ -90,14 +90,14 @@ def test_successions_of_experts_that_there_are_not_are_passed_over() -> None:
 @pytest.mark.parametrize(
     "told",
     [
-        Report("m", 30.0, b"\0" * 7),
-        Report("m", 0.0, b"\1" * 2 * LAYERS * EXPERTS),
-        Report("m", 5e-324, b"\1" * 2 * LAYERS * EXPERTS),
-        Report("m", 30.0, b"", pairs=b"\0" * 16),
+        BoxReport("m", 30.0, b"\0" * 7),
+        BoxReport("m", 0.0, b"\1" * 2 * LAYERS * EXPERTS),
+        BoxReport("m", 5e-324, b"\1" * 2 * LAYERS * EXPERTS),
+        BoxReport("m", 30.0, b"", pairs=b"\0" * 16),
     ],
     ids=["another shape", "no tokens", "next to none", "pairs alone"],
 )
-def test_what_does_not_fit_counts_as_not_said(told: Report) -> None:
+def test_what_does_not_fit_counts_as_not_said(told: BoxReport) -> None:
     seen = observe([told, report(routes((0, 1)), 6)], LAYERS, EXPERTS)
     assert not seen.activations[0].any()
     assert not len(seen.pairs[0])
@@ -108,7 +108,7 @@ def test_what_does_not_fit_counts_as_not_said(told: Report) -> None:
 
 def test_pairs_of_experts_that_there_are_not_are_passed_over() -> None:
     pairs = np.array([[1, 2, 3, 9], [0, 0, 1, 9], [0, 6, 1, 9], [2, 0, 1, 9], [0, 3, 3, 9]], np.uint16).tobytes()
-    told = Report("m", 30.0, np.full((LAYERS, EXPERTS), 20000, np.uint16).tobytes(), pairs=pairs)
+    told = BoxReport("m", 30.0, np.full((LAYERS, EXPERTS), 20000, np.uint16).tobytes(), pairs=pairs)
     cut_off = msgspec.structs.replace(told, pairs=pairs + b"123")
     for each in (told, cut_off):
         assert observe([each], LAYERS, EXPERTS).pairs[0].tolist() == [[0, 0, 1, 9], [1, 2, 3, 9]]
@@ -117,7 +117,7 @@ def test_pairs_of_experts_that_there_are_not_are_passed_over() -> None:
 def test_pairs_of_a_box_with_next_to_no_requests_are_no_pairs_that_never_are() -> None:
     pairs = np.array([[0, 0, 1, 900], [1, 2, 3, 900]], np.uint16).tobytes()
     busy, idle = (
-        Report("m", rate, np.full((LAYERS, EXPERTS), 20000, np.uint16).tobytes(), pairs=pairs) for rate in (1e5, 1.0)
+        BoxReport("m", rate, np.full((LAYERS, EXPERTS), 20000, np.uint16).tobytes(), pairs=pairs) for rate in (1e5, 1.0)
     )
     seen = observe([busy, idle], LAYERS, EXPERTS)
     assert len(seen.pairs[0]) == 2

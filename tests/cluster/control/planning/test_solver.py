@@ -25,7 +25,7 @@ from edgemoe.cluster.control.planning.targets import ExpertHome, PlacementTask, 
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.errors import PlacementInfeasible, PlanningFailed
 from edgemoe.types.arrays import BoolArray
-from edgemoe.types.expert_signatures import EndedRequest, SignatureTable
+from edgemoe.types.expert_signatures import EndedRequest, ExpertSignature
 from edgemoe.types.placement import PLAN_FORMAT
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
@@ -81,7 +81,7 @@ async def test_without_reports_nothing_is_said_of_what_it_saves(solver: PlanSolv
 
 def cluster_question() -> ClusterQuestion:
     """Forty requests that choose the first two experts, and forty that choose the last."""
-    tables = [SignatureTable(30, np.tile(np.array(shares, "<u2"), (LAYERS, 1)).tobytes()) for shares in KINDS]
+    tables = [ExpertSignature(30, np.tile(np.array(shares, "<u2"), (LAYERS, 1)).tobytes()) for shares in KINDS]
     requests = tuple(EndedRequest(table, table) for table in tables) * 40
     return ClusterQuestion(0, LAYERS, EXPERTS, requests, (4, 4), (1, 0) * 40)
 

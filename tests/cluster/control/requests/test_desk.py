@@ -14,15 +14,15 @@ import pytest_asyncio
 from support.planes import EXPERTS, LAYERS, Front, card, fronts
 from support.waiting import until
 
-from edgemoe.cluster.control.messages import Beat, EngineUse, RequestOffer
+from edgemoe.cluster.control.messages import EngineStatus, Heartbeat, RequestOffer
 from edgemoe.cluster.control.planning.fitting_child import fit
 from edgemoe.cluster.control.planning.messages import ClusterAnswer, ClusterQuestion
 from edgemoe.cluster.control.planning.solver import PlanSolver
 from edgemoe.cluster.control.requests import expert_fitting
 from edgemoe.errors import PeerBusy, PeerRefused
-from edgemoe.types.expert_signatures import EndedRequest, SignatureTable
+from edgemoe.types.expert_signatures import EndedRequest, ExpertSignature
 
-USE = EngineUse(engine="x", slots=2, capacity=4, blocks=100, free_blocks=100)
+USE = EngineStatus(engine="x", slots=2, capacity=4, blocks=100, free_blocks=100)
 # PySyncObj leaves the file open that it has read its journal's place from
 pytestmark = [pytest.mark.asyncio, pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")]
 
@@ -108,13 +108,13 @@ async def test_how_many_experts_there_are_a_leader_knows_by_its_own_engine(tmp_p
         plane = found["a"].plane
         found["a"].has(card("x"))
         found["b"].has(wrong)
-        found["b"].busy = Beat(engine="y", slots=1, capacity=1)
+        found["b"].busy = Heartbeat(engine="y", slots=1, capacity=1)
         await until(lambda: plane.leading and plane.state.members.serving("m" * 32))
         plane.desk.look()
         assert plane.desk.queue.sizes == (LAYERS, EXPERTS)
 
 
-TABLES = [SignatureTable(30, np.tile(np.array(shares, "<u2"), (LAYERS, 1)).tobytes()) for shares in np.eye(6) * 65535]
+TABLES = [ExpertSignature(30, np.tile(np.array(shares, "<u2"), (LAYERS, 1)).tobytes()) for shares in np.eye(6) * 65535]
 
 
 async def test_an_engine_that_starts_again_keeps_its_cluster_while_others_are_being_fitted(
@@ -135,7 +135,7 @@ async def test_an_engine_that_starts_again_keeps_its_cluster_while_others_are_be
 
         async def serves(boot: str) -> None:
             found["b"].has(card(boot))
-            found["b"].busy = Beat(engine=boot, slots=2, capacity=4)
+            found["b"].busy = Heartbeat(engine=boot, slots=2, capacity=4)
             await until(lambda: f"b:{boot}" in plane.state.members.serving("m" * 32))
             desk.look()
             desk.hear("b", msgspec.structs.replace(USE, engine=boot))

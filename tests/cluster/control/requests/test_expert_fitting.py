@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from edgemoe.cluster.control.messages import EngineUse, RequestOffer
+from edgemoe.cluster.control.messages import EngineStatus, RequestOffer
 from edgemoe.cluster.control.planning.fitting_child import fit
 from edgemoe.cluster.control.planning.messages import MAX_REQUESTS, ClusterAnswer, ClusterQuestion
 from edgemoe.cluster.control.requests.expert_fitting import (
@@ -25,7 +25,7 @@ from edgemoe.config.settings import ClusterSettings
 from edgemoe.errors import PlanningFailed
 from edgemoe.policy.routing.told import ModelSizes, shares_of
 from edgemoe.types.arrays import IntArray
-from edgemoe.types.expert_signatures import EndedRequest, SignatureTable
+from edgemoe.types.expert_signatures import EndedRequest, ExpertSignature
 
 pytestmark = pytest.mark.asyncio
 LAYERS, EXPERTS, TOP_K, SLOTS = 2, 12, 2, 4
@@ -35,11 +35,11 @@ CHOSEN: dict[Kind, int] = {"low": 0, "mid": 4, "high": 8}  # the first of the fo
 RNG = np.random.default_rng(3)
 
 
-def chosen(kind: Kind, tokens: int) -> SignatureTable:
+def chosen(kind: Kind, tokens: int) -> ExpertSignature:
     counts: IntArray = np.zeros((LAYERS, EXPERTS), np.int64)
     for layer in range(LAYERS):
         counts[layer, CHOSEN[kind] : CHOSEN[kind] + 4] = RNG.multinomial(tokens * TOP_K, [0.4, 0.3, 0.2, 0.1])
-    return SignatureTable(*shares_of(counts, TOP_K))
+    return ExpertSignature(*shares_of(counts, TOP_K))
 
 
 def ended(*kinds: Kind, times: int = 1) -> list[EndedRequest]:
@@ -72,7 +72,7 @@ class Leader:
         self.queue.handle(Serving(frozenset(nodes), places, self.sizes, places))
         for node in nodes:
             fixed = {"engine": boot, "slots": SLOTS, "capacity": 100, "blocks": 1000, "free_blocks": 1000}
-            self.queue.handle(Uses(node, msgspec.convert({"type": "EngineUse", **fixed, **more}, EngineUse)))
+            self.queue.handle(Uses(node, msgspec.convert({"type": "EngineUse", **fixed, **more}, EngineStatus)))
 
     def grants(self, kind: Kind | None, stage: Literal["prefill", "decode"] = "prefill") -> tuple[str, str]:
         """Returns which engine takes a request like this, and why; it does not stay there."""
@@ -207,18 +207,18 @@ async def test_who_cannot_be_fitted_to_is_tried_again_after_a_while() -> None:
 async def test_tables_of_no_use_are_left_out_and_large_ones_bounded() -> None:
     leader = Leader()
     good = ended("low")[0]
-    empty = SignatureTable(0, good.prompt.chosen)
-    short = SignatureTable(5, b"x")
+    empty = ExpertSignature(0, good.prompt.chosen)
+    short = ExpertSignature(5, b"x")
     leader.fitting.hear([EndedRequest(good.prompt, each) for each in (empty, short)] * FIRST)
-    leader.fitting.hear([EndedRequest(SignatureTable(0, b""), SignatureTable(0, b""))] * FIRST)
+    leader.fitting.hear([EndedRequest(ExpertSignature(0, b""), ExpertSignature(0, b""))] * FIRST)
     assert await leader.looks() == 0
-    dark = SignatureTable(9, bytes(2 * LAYERS * EXPERTS))
+    dark = ExpertSignature(9, bytes(2 * LAYERS * EXPERTS))
     leader.fitting.hear([EndedRequest(dark, dark)] * FIRST)
     assert await leader.looks() == 1, "none of them chose anything"
     assert leader.grants("low")[1] in ("nearest", "in band")
     layers = 1 << 17
     leader.sizes = ModelSizes(layers, 1)
     leader.serve("a", "b")
-    large = SignatureTable(9, bytes(2 * layers))
+    large = ExpertSignature(9, bytes(2 * layers))
     leader.fitting.hear([EndedRequest(large, large)] * 200)
     assert leader.fitting.kept * 4 * layers <= MOST_BYTES

@@ -12,7 +12,7 @@ from hypothesis import settings as chosen
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from edgemoe.cluster.control.messages import EngineUse, RequestOffer
+from edgemoe.cluster.control.messages import EngineStatus, RequestOffer
 from edgemoe.cluster.control.planning.messages import ClusterAnswer, ClusterQuestion
 from edgemoe.cluster.control.requests.offer_queue import (
     MAX_OFFERS,
@@ -39,7 +39,7 @@ from edgemoe.policy.routing.offers import Assignment, EngineView, Offered
 from edgemoe.policy.routing.pull import Pull, PullLimits
 from edgemoe.policy.routing.told import ModelSizes, absent_bytes, shares_of
 from edgemoe.policy.shares import most_of
-from edgemoe.types.expert_signatures import EngineChoices, SignatureTable
+from edgemoe.types.expert_signatures import ExpertDemand, ExpertSignature
 
 NODES = ("a", "b", "c")
 SIZES = ModelSizes(1, 6)
@@ -64,9 +64,9 @@ def offer(
     )
 
 
-def idle(node: str, **has: object) -> EngineUse:
+def idle(node: str, **has: object) -> EngineStatus:
     fixed = {"engine": f"{node}1", "slots": SLOTS, "capacity": 10, "blocks": 1000, "free_blocks": 1000}
-    return msgspec.convert({"type": "EngineUse", **fixed, **has}, EngineUse)
+    return msgspec.convert({"type": "EngineUse", **fixed, **has}, EngineStatus)
 
 
 def everybody(*gone: str) -> Serving:
@@ -230,7 +230,7 @@ def test_what_one_box_offers_is_bounded_and_leaves_room_for_the_others() -> None
 def test_an_engine_that_has_gone_gets_nothing_even_if_it_comes_back_until_it_says_how_it_is() -> None:
     queue, _ = queue_of("pull", "b", "c")
     queue.handle(Uses("a", idle("a")))
-    queue.handle(Uses("a", EngineUse()))
+    queue.handle(Uses("a", EngineStatus()))
     assert granted(queue.handle(Offers("a", offer(1)))) == []
     assert granted(queue.handle(Uses("a", idle("a")))) == [(1, "a:a1")]
 
@@ -266,7 +266,7 @@ def test_a_request_is_pulled_by_its_own_box_or_by_that_of_its_user_for_a_while()
 
 COUNTS, SMALLS = st.sampled_from([0, 1, 1 << 62]), st.sampled_from([0, 1, 1 << 24])
 USES = st.builds(
-    EngineUse,
+    EngineStatus,
     engine=st.sampled_from(["a1", "x"]),
     **dict.fromkeys(("slots", "capacity", "running", "waiting"), SMALLS),
     **dict.fromkeys(("prefill_tokens", "remaining_tokens", "blocks", "free_blocks"), COUNTS),
@@ -276,7 +276,7 @@ USES = st.builds(
     choices=st.one_of(
         st.none(),
         st.builds(
-            EngineChoices,
+            ExpertDemand,
             st.sampled_from([b"", bytes(6), b"\xff" * 6, bytes(7)]),
             st.sampled_from([b"", bytes(6), b"\xff" * 6]),
             st.sampled_from([(), (1e9,), (0.0, 1e9, 0.1)]),
@@ -297,7 +297,7 @@ OFFERS = st.builds(
     waited_ms=st.sampled_from([0.0, 1e9]),
     remaining_ms=st.sampled_from([0.0, 1e9]),
     signature=st.one_of(
-        st.none(), st.builds(SignatureTable, SMALLS, st.sampled_from([b"", bytes(12), b"\xff" * 12, bytes(13)]))
+        st.none(), st.builds(ExpertSignature, SMALLS, st.sampled_from([b"", bytes(12), b"\xff" * 12, bytes(13)]))
     ),
 )
 SIZED = st.sampled_from([everybody()._replace(sizes=sizes) for sizes in (SIZES, ModelSizes(2, 6), ModelSizes())])
@@ -306,11 +306,13 @@ SIZED = st.sampled_from([everybody()._replace(sizes=sizes) for sizes in (SIZES, 
 @pytest.mark.parametrize("route", ["pull", "eldr", "gimbal", "published"])
 @given(said=st.lists(st.one_of(USES, OFFERS, SIZED), min_size=2, max_size=6))
 @chosen(max_examples=40, deadline=None)
-def test_whatever_a_box_may_say_the_queue_goes_on(route: str, said: list[EngineUse | RequestOffer | Serving]) -> None:
+def test_whatever_a_box_may_say_the_queue_goes_on(
+    route: str, said: list[EngineStatus | RequestOffer | Serving]
+) -> None:
     queue, clock = queue_of(route)
     for message in said:
         match message:
-            case EngineUse():
+            case EngineStatus():
                 queue.handle(Uses("a", message))
             case RequestOffer():
                 queue.handle(Offers("a", message))
@@ -326,7 +328,7 @@ def test_whatever_a_box_may_say_the_queue_goes_on(route: str, said: list[EngineU
 
 def foreseen(number: int, sizes: ModelSizes) -> RequestOffer:
     """An offer of a user of its own, whose experts are foreseen."""
-    signature = SignatureTable(*shares_of(np.full(sizes, 5.0), 2))
+    signature = ExpertSignature(*shares_of(np.full(sizes, 5.0), 2))
     return msgspec.structs.replace(offer(number, user=number), signature=signature)
 
 
@@ -377,11 +379,11 @@ def test_a_prompt_whose_beginning_an_engine_has_goes_there() -> None:
     assert granted(queue.handle(Offers("a", long))) == [(1, "c:c1")]
 
 
-def choosing(*experts: int, far: tuple[int, ...] = ()) -> EngineChoices:
+def choosing(*experts: int, far: tuple[int, ...] = ()) -> ExpertDemand:
     """An engine whose requests choose these of the six, and which has to fetch those that are `far`."""
     chosen, places = np.zeros((1, 6), np.float32), np.zeros(6, np.uint8)
     chosen[0, list(experts)], places[list(far)] = 0.99, 3
-    return EngineChoices(absent_bytes(np.log1p(-chosen)), places.tobytes(), (0.0, 0.0, 0.1), 0.01, 0.01)
+    return ExpertDemand(absent_bytes(np.log1p(-chosen)), places.tobytes(), (0.0, 0.0, 0.1), 0.01, 0.01)
 
 
 @pytest.mark.parametrize(
@@ -392,14 +394,14 @@ def choosing(*experts: int, far: tuple[int, ...] = ()) -> EngineChoices:
     ],
 )
 def test_a_request_goes_where_its_experts_are_loaded_anyway_or_in_place(
-    choices: dict[str, EngineChoices], place: str
+    choices: dict[str, ExpertDemand], place: str
 ) -> None:
     queue, _ = queue_of()
     for node in NODES:
         busy = idle(node, running=1, remaining_tokens=50)
         queue.handle(Uses(node, msgspec.structs.replace(busy, choices=choices[node])))
         queue.handle(Uses(node, busy))  # what has not changed is not told again
-    signature = SignatureTable(*shares_of(np.array([[500, 500, 0, 0, 0, 0]]), 2))
+    signature = ExpertSignature(*shares_of(np.array([[500, 500, 0, 0, 0, 0]]), 2))
     like = msgspec.structs.replace(offer(1), signature=signature)
     assert granted(queue.handle(Offers("a", like))) == [(1, place)]
     gone = queue.handle(everybody(place[0]))
@@ -414,7 +416,7 @@ def test_what_is_prefilled_goes_on_at_once_where_its_experts_are_loaded_and_the_
     queue.handle(Serving(frozenset(NODES), frozenset({"a:a1"}), SIZES, frozenset({"b:b1", "c:c1"})))
     for node, here in {"a": choosing(0, 1), "b": choosing(2, 3), "c": choosing(0, 1)}.items():
         queue.handle(Uses(node, msgspec.structs.replace(idle(node, running=1, slots=3), choices=here)))
-    signature = SignatureTable(*shares_of(np.array([[500, 500, 0, 0, 0, 0]]), 2))
+    signature = ExpertSignature(*shares_of(np.array([[500, 500, 0, 0, 0, 0]]), 2))
     asked = [msgspec.structs.replace(offer(n), signature=signature, stage="decode") for n in range(1, 6)]
     assert [queue.decoder("a", one) for one in asked] == ["c:c1", "c:c1", "b:b1", "b:b1", ""]
     assert queue.decoder("nobody", asked[0]) == ""

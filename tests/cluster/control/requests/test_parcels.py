@@ -16,12 +16,12 @@ from edgemoe.cluster.control.messages import (
     CONTROL,
     KEY_BYTES,
     PARCEL_PART_BYTES,
-    Beat,
     FetchParcel,
-    Forward,
+    ForwardedFrame,
+    FrameAccepted,
+    Heartbeat,
     Parcel,
     ParcelPart,
-    Taken,
 )
 from edgemoe.cluster.control.requests import parcels as parcels_module
 from edgemoe.cluster.control.requests.parcels import MOST_PARCELS, SHORT_BYTES, Parcels
@@ -55,11 +55,11 @@ class Front:
             case FetchParcel() as asked:
                 answer = self.spoil(asked, self.parcels.serve(question.peer, asked))
                 return await answer if asyncio.iscoroutine(answer) else answer
-            case Forward(parcel=Parcel() as parcel):
+            case ForwardedFrame(parcel=Parcel() as parcel):
                 question = await self.parcels.fetch(question, parcel)
-        if isinstance(question.message, Forward):
+        if isinstance(question.message, ForwardedFrame):
             self.taken.append(bytes(question.tensors[0]))
-        return Answer(Taken())
+        return Answer(FrameAccepted())
 
     def hold_back(self) -> asyncio.Event:
         """Sends no part until the event is set."""
@@ -73,7 +73,7 @@ class Front:
         return go_on
 
     async def send(self, frame: bytes, wanted: Callable[[], bool] = lambda: True) -> None:
-        await self.parcels.forward("b", Forward("m", 3), frame, wanted)
+        await self.parcels.forward("b", ForwardedFrame("m", 3), frame, wanted)
 
 
 @asynccontextmanager
@@ -86,7 +86,7 @@ async def pair(speaks: Versions | None = None) -> AsyncIterator[tuple[Front, Fro
         b.box.channel.connect(a.box.peer)
         await until(lambda: all(links.is_up("b") for links in a.box.channel._all_links))
         await until(lambda: all(links.is_up("a") for links in b.box.channel._all_links))
-        await a.box.channel.ask("b", Beat(), timeout_s=5)  # any answer says what the other speaks
+        await a.box.channel.ask("b", Heartbeat(), timeout_s=5)  # any answer says what the other speaks
         await until(lambda: not b.box.channel.waiting())
         a.heard, b.heard = [], []
         yield a, b
@@ -116,8 +116,8 @@ async def test_a_message_overtakes_a_long_frame_that_is_on_its_way() -> None:
         sending = asyncio.create_task(a.send(LONG))
         await until(lambda: len(a.heard) == 2)
         for _ in range(3):
-            await b.box.channel.ask("a", Beat(), timeout_s=5)
-            await a.box.channel.ask("b", Beat(), timeout_s=5)
+            await b.box.channel.ask("a", Heartbeat(), timeout_s=5)
+            await a.box.channel.ask("b", Heartbeat(), timeout_s=5)
         assert (b.taken, sending.done()) == ([], False)
         go_on.set()
         await sending
@@ -133,7 +133,7 @@ async def test_short_messages_overtake_however_many_long_frames_are_on_their_way
         go_on, frames = a.hold_back(), 3 * ASKED_AT_ONCE // 2
         sending = [asyncio.create_task(a.send(LONG)) for _ in range(frames)]
         await until(lambda: len(a.heard) == MOST_PARCELS)
-        await a.box.channel.ask("b", Beat(), timeout_s=5)
+        await a.box.channel.ask("b", Heartbeat(), timeout_s=5)
         await a.send(b"x")
         assert b.taken == [b"x"]
         go_on.set()
@@ -168,7 +168,7 @@ def short(_asked: FetchParcel, answer: Answer[Any]) -> Answer[Any]:
 
 
 def another(_asked: FetchParcel, answer: Answer[Any]) -> Answer[Any]:
-    return Answer(Taken(), answer.tensors)
+    return Answer(FrameAccepted(), answer.tensors)
 
 
 def again(asked: FetchParcel, answer: Answer[Any]) -> Answer[Any]:
@@ -287,7 +287,7 @@ async def test_one_box_takes_no_more_room_than_it_leaves_to_others(monkeypatch: 
 
     def fetch(node: str) -> asyncio.Task[Any]:
         deadline = asyncio.get_running_loop().time() + 60
-        question = Question(node, "boot", None, Forward("m", 3), [], deadline)  # type: ignore[arg-type]
+        question = Question(node, "boot", None, ForwardedFrame("m", 3), [], deadline)  # type: ignore[arg-type]
         return asyncio.create_task(parcels.fetch(question, Parcel.of(bytes(KEY_BYTES), bytes(SHORT_BYTES))))
 
     hostile = [fetch("a") for _ in range(20)]
