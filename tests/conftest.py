@@ -10,9 +10,10 @@ import logging
 import os
 from collections.abc import Iterator
 
-import hypothesis
 import pytest
+from support.examples import register_profiles
 from support.power import Disk
+from support.time_budget import TimeBudget
 
 from edgemoe.jit.env import WORKER_ENV
 
@@ -20,10 +21,17 @@ SPINS = {"GOMP_SPINCOUNT": "2000"}  # tests multiply small matrices, often on a 
 for _name, _value in {**WORKER_ENV, **SPINS}.items():  # before anything loads torch
     os.environ.setdefault(_name, _value)
 
-# The same examples in every run, and no clock: what a busy box does to an example's time is no failure.
-TOO_SLOW = hypothesis.HealthCheck.too_slow
-hypothesis.settings.register_profile("gate", deadline=None, derandomize=True, suppress_health_check=[TOO_SLOW])
-hypothesis.settings.load_profile("gate")
+register_profiles()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--budget-s", type=float, help="run the shortest tests, as many as this number of seconds allows")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.pluginmanager.hasplugin("cacheprovider"):
+        config.pluginmanager.register(TimeBudget(config), "time-budget")
+
 
 SLOW_TIMEOUT_S = 3600  # of slow tests that state none themselves
 

@@ -12,6 +12,7 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 from support.waiting import until
 
 from edgemoe.api.schema import REFUSED, Chat, Completion
@@ -231,7 +232,7 @@ def bodies(kind: type, **known: st.SearchStrategy[Any]) -> st.SearchStrategy[dic
 
 CHATS = bodies(Chat, messages=st.lists(MESSAGE, min_size=1, max_size=3) | VALUES)
 TEXTS = bodies(Completion, prompt=st.text(max_size=12) | st.lists(st.integers(-1, 400), max_size=5) | VALUES)
-FUZZ = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FUZZ = settings(max_examples=examples(30), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 async def _no_500(http: httpx.AsyncClient, path: str, body: Any) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
+from support.examples import examples
 
 from edgemoe.engine.blocks import BlockManager, KVSwap, extend_keys
 from edgemoe.engine.sequence import Sequence, blocks_for
@@ -137,7 +138,7 @@ class Blocks(RuleBasedStateMachine):
         self.kv_swap.check_integrity(self.sequences)
 
 
-Blocks.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+Blocks.TestCase.settings = settings(max_examples=examples(20), stateful_step_count=40, deadline=None)
 TestBlocks = Blocks.TestCase
 
 

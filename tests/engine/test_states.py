@@ -12,6 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 from support.engine_kit import SPEC, Drive, PlainDecoder, prompt
+from support.examples import examples
 from support.states_kit import SLOTS, PlainStates, StatefulDecoder, stateful_model
 from test_blocks import EXPERTS, LAYERS, Blocks, Memory, sequence
 from test_loop import STYLES
@@ -297,5 +298,5 @@ class BlocksAndStates(Blocks):
             assert self.blocks.keys(sequence(known), len(known) // BLOCK_TOKENS)[-1] == key
 
 
-BlocksAndStates.TestCase.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
+BlocksAndStates.TestCase.settings = settings(max_examples=examples(30), stateful_step_count=50, deadline=None)
 TestBlocksAndStates = BlocksAndStates.TestCase

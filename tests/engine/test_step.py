@@ -12,6 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher
 from support.engine_kit import SPEC, Drive, PlainDecoder, plain_model, prompt
+from support.examples import examples
 from test_loop import STYLES
 from test_sampler import byte_tokenizer
 
@@ -284,7 +285,7 @@ SAMPLINGS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=examples(20), deadline=None, derandomize=True)
 @given(st.lists(SAMPLINGS, min_size=1, max_size=4), st.integers(1, 40))
 @example([{"top_p": 0.0, "max_tokens": 2, "temperature": 1.0}, {"top_p": 1e-50, "max_tokens": 2}], 5)
 def test_every_parameter_may_be_at_its_bounds(chosen: list[dict[str, Any]], length: int) -> None:

@@ -7,6 +7,7 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from edgemoe.policy.movement import Side, plan
 from edgemoe.policy.watermark import Watermark, density, floor, miss_cost
@@ -86,7 +87,7 @@ def test_a_tier_below_the_working_set_pins_the_densest_and_leaves_room_to_stream
     assert not floor(b, sizes, capacity, working_set_bytes=capacity).any()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(st.integers(0, 1 << 30), st.floats(0.05, 0.9), st.floats(0, 0.4), st.booleans())
 def test_capacity_and_containment_hold_whatever_happens(seed: int, share: float, h: float, containment: bool) -> None:
     random = np.random.default_rng(seed)

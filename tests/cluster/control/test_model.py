@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from support.examples import examples
 from support.planes import ABC, card
 from support.virtual import virtual_cluster
 
@@ -144,7 +145,9 @@ QUIET = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too
 
 
 def test_whatever_happens_one_leader_is_obeyed_and_nothing_agreed_is_lost() -> None:
-    short = hypothesis.settings(max_examples=120, stateful_step_count=20, suppress_health_check=QUIET, deadline=None)
+    short = hypothesis.settings(
+        max_examples=examples(60), stateful_step_count=20, suppress_health_check=QUIET, deadline=None
+    )
     hypothesis.stateful.run_state_machine_as_test(ClusterOfThree, settings=short)
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from support.examples import examples
 from support.plan_world import ALL, EXPERTS, LAYERS, NODES, NOTHING, ONCE, SETTINGS, Box, World, dealt
 
 from edgemoe.cluster.control.messages import BoxReport
@@ -128,7 +129,7 @@ class AnythingHappens(RuleBasedStateMachine):
 
 
 def test_whatever_happens_no_plan_drops_a_last_pinned_copy() -> None:
-    many = hypothesis.settings(max_examples=100, stateful_step_count=40, deadline=None)
+    many = hypothesis.settings(max_examples=examples(50), stateful_step_count=40, deadline=None)
     hypothesis.stateful.run_state_machine_as_test(AnythingHappens, settings=many)
 
 

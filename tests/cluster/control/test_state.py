@@ -10,6 +10,7 @@ import hypothesis
 import msgspec
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from support.examples import examples
 from support.planes import card
 
 from edgemoe.cluster.control.admission import AllowKeys, ConnectPeer, DisconnectPeer, RevokeKeys
@@ -159,5 +160,5 @@ class AnyWords(RuleBasedStateMachine):
 
 
 def test_whatever_others_say_the_state_stays_whole() -> None:
-    many = hypothesis.settings(max_examples=150, stateful_step_count=30, deadline=None)
+    many = hypothesis.settings(max_examples=examples(75), stateful_step_count=30, deadline=None)
     hypothesis.stateful.run_state_machine_as_test(AnyWords, settings=many)

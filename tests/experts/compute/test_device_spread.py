@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 from support.tiers_kit import SMALL, FileStore, Weights, running, small_tiers
 from support.waiting import wait_until
 
@@ -27,7 +28,7 @@ def together(pairs: FloatArray, device_of: IntArray) -> float:
     return float(both[device_of[:, None] == device_of].sum())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(st.integers(2, 4), st.integers(4, 14), st.integers(0, 2**32 - 1))
 def test_pairs_on_one_device_become_fewer_until_no_exchange_saves_more(devices: int, experts: int, seed: int) -> None:
     rng = np.random.default_rng(seed)

@@ -7,6 +7,7 @@ from queue import SimpleQueue
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from edgemoe.experts.tiers.eviction import ALWAYS
 from edgemoe.experts.tiers.residency import Residency
@@ -369,7 +370,7 @@ OPERATIONS = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(workplaces(), OPERATIONS)
 def test_any_sequence_of_operations_keeps_count(
     desk: Desk, operations: list[tuple[str, int, list[int], float]]

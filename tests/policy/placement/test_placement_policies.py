@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from edgemoe.errors import PlacementInfeasible
 from edgemoe.policy.placement.cover import protect
@@ -76,7 +77,7 @@ def problems(draw: st.DrawFn) -> PlacementProblem:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(problem=problems())
 def test_every_expert_has_a_home_and_no_device_more_than_it_holds(name: str, problem: PlacementProblem) -> None:
     short = problem.activations[0].size - int(problem.room.sum())
@@ -96,7 +97,7 @@ def test_every_expert_has_a_home_and_no_device_more_than_it_holds(name: str, pro
 
 
 @pytest.mark.parametrize("name", [name for name in POLICIES if name != "exact"])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(problem=problems())
 def test_nothing_makes_fewer_remote_calls_than_exact(name: str, problem: PlacementProblem) -> None:
     if problem.activations[0].size > problem.room.sum() and not problem.from_disk:
@@ -132,7 +133,7 @@ def test_a_nodes_devices_share_the_load_of_each_layer() -> None:
         assert sorted(activations[0, layer][devices[layer] == d].sum() for d in (0, 1)) == [7, 9]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(
     problem=problems(), replicas=st.integers(1, 3), sizes=st.lists(st.sampled_from([10, 25]), min_size=3, max_size=3)
 )

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from edgemoe.policy.placement.policies import Wishes, place
 from edgemoe.policy.placement.prism import prism
@@ -32,7 +33,7 @@ def clusters(draw: st.DrawFn) -> tuple[PlacementProblem, Values]:
     return PlacementProblem(slots, activations, 10, on_disk, from_disk=True), passed
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(cluster=clusters())
 def test_a_refined_plan_costs_no_more_and_leaves_nodes_and_experts_their_numbers(
     cluster: tuple[PlacementProblem, Values],
@@ -45,7 +46,7 @@ def test_a_refined_plan_costs_no_more_and_leaves_nodes_and_experts_their_numbers
     np.testing.assert_array_equal(after.disk, before.disk)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(cluster=clusters(), price=st.floats(0.0, 3.0))
 def test_no_exchange_is_left_that_pays(cluster: tuple[PlacementProblem, Values], price: float) -> None:
     """Against a plain count of every exchange's cost."""
@@ -99,7 +100,7 @@ def test_columns_go_through_all_layers_together_and_the_strongest_pair_to_the_la
     assert placement.homes[1, 0, [0, 4]].all(), "the least asked for, but they follow each other"
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(cluster=clusters())
 def test_columns_that_no_node_has_room_for_are_covered_all_the_same(cluster: tuple[PlacementProblem, Values]) -> None:
     problem, passed = cluster

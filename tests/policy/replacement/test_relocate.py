@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from edgemoe.policy.replacement.oracle import optimum
 from edgemoe.policy.replacement.relocate import anchored, published, relocate
@@ -37,7 +38,7 @@ def test_counts_are_of_experts_chosen_and_of_pairs_in_layers_that_follow() -> No
     assert traffic.columns[3].tolist() == [1.5, 0, 0, 1.5]
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(15))
 @given(seed=st.integers(0, 1000), devices=st.integers(2, 3), price=st.floats(0.0, 2.0))
 def test_every_exchange_pays_for_itself_and_leaves_each_device_its_number_of_experts(
     seed: int, devices: int, price: float

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import settings as chosen
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from support.examples import examples
 
 from edgemoe.cluster.control.messages import EngineStatus, RequestOffer
 from edgemoe.cluster.control.planning.messages import ClusterAnswer, ClusterQuestion
@@ -178,7 +179,7 @@ class Cluster(RuleBasedStateMachine):
         assert all(len(there) <= SLOTS for there in self.at.values())
 
 
-Cluster.TestCase.settings = chosen(max_examples=20, stateful_step_count=30, deadline=None)
+Cluster.TestCase.settings = chosen(max_examples=examples(15), stateful_step_count=30, deadline=None)
 TestQueue = Cluster.TestCase
 
 
@@ -305,7 +306,7 @@ SIZED = st.sampled_from([everybody()._replace(sizes=sizes) for sizes in (SIZES, 
 
 @pytest.mark.parametrize("route", ["pull", "eldr", "gimbal", "published"])
 @given(said=st.lists(st.one_of(USES, OFFERS, SIZED), min_size=2, max_size=6))
-@chosen(max_examples=40, deadline=None)
+@chosen(max_examples=examples(20), deadline=None)
 def test_whatever_a_box_may_say_the_queue_goes_on(
     route: str, said: list[EngineStatus | RequestOffer | Serving]
 ) -> None:
