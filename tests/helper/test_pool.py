@@ -14,11 +14,10 @@ from edgemoe.helper.process import HelperPool, NumberedMessage
 CHILD = """
 import sys
 import msgspec
-from edgemoe.helper.process import Numbered
-from edgemoe.helper.process import bound_memory, serve
-class Question(Numbered, frozen=True):
+from edgemoe.helper.process import NumberedMessage, bound_memory, serve
+class Question(NumberedMessage, frozen=True):
     code: str
-class Answer(Numbered, frozen=True):
+class Answer(NumberedMessage, frozen=True):
     value: str
 def answer(asked):
     return Answer(asked.number, str(eval(asked.code)))
