@@ -47,6 +47,9 @@ A message says what was wrong, where, and what to do about it.
 from __future__ import annotations
 
 import re
+from typing import TypeVar
+
+E = TypeVar("E", bound=BaseException)
 
 
 class EdgemoeError(Exception):
@@ -287,9 +290,9 @@ def code_of(error: EdgemoeError) -> str:
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(error).__name__).lower()
 
 
-def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Returns the error of a group to tell: one of ours if there is one in it."""
-    leaves: list[BaseException] = []
+def first_error(group: BaseExceptionGroup[E]) -> E:
+    """Returns the error of a group to report: the first EdgemoeError if there is one, else the first of all."""
+    leaves: list[E] = []
     for error in group.exceptions:
         leaves.append(first_error(error) if isinstance(error, BaseExceptionGroup) else error)
     return next((error for error in leaves if isinstance(error, EdgemoeError)), leaves[0])

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from edgemoe.cluster.data.plane import DataPlane, OwnExperts
+from edgemoe.cluster.data.data_plane import DataPlane, OwnExperts
 from edgemoe.cluster.rpc.keys import load_secret
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.errors import CapacityError

@@ -32,9 +32,9 @@ import numpy as np
 import torch
 import zmq
 
+from edgemoe.cluster.data.data_plane import DataPlane, OwnExperts
 from edgemoe.cluster.data.expert_fetch import PeerStore
 from edgemoe.cluster.data.messages import ExpertCall
-from edgemoe.cluster.data.plane import DataPlane, OwnExperts
 from edgemoe.cluster.rpc import channel as rpc_channel
 from edgemoe.cluster.rpc.channel import Channel
 from edgemoe.cluster.rpc.envelope import Answer, Failure, Question

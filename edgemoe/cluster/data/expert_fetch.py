@@ -9,16 +9,15 @@ import asyncio
 import logging
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import Protocol
 
+from edgemoe.cluster.data.expert_client import READ_BYTES_PER_S, PeerEstimate
 from edgemoe.cluster.data.messages import CHUNK_BYTES, BulkMessage, ExpertChunk, FetchExpert
-from edgemoe.cluster.data.peer_estimate import READ_BYTES_PER_S, PeerEstimate
 from edgemoe.cluster.rpc.channel import Channel
 from edgemoe.cluster.rpc.envelope import Answer, Question
-from edgemoe.errors import CorruptExpert, MissingExpert, PeerError, PeerRefused, PeerUnavailable
+from edgemoe.errors import CorruptExpert, MissingExpert, PeerError, PeerRefused, PeerUnavailable, first_error
 from edgemoe.types.experts import ExpertGeometry, ExpertId, Store
 
-E = TypeVar("E", bound=Exception)
 log = logging.getLogger(__name__)
 WINDOW = 4  # chunks of one expert under way
 FETCHES = 4  # experts of one peer under way
@@ -174,7 +173,7 @@ class PeerStore:
                 for start in range(0, len(into), most):
                     group.create_task(chunk(start))
         except* PeerError as errors:
-            failure = first_of(errors)
+            failure = first_error(errors)
         except* TimeoutError:
             failure = PeerUnavailable(f"{node} did not bring the expert within {within_s:.3g} s")
         if failure is not None:
@@ -189,9 +188,3 @@ class PeerStore:
             self.refused += 1
             raise CorruptExpert(f"from {node}", layer, expert, f"its checksum is {found}, not {wanted}")
         self._shelf.learn(layer, expert, wanted)
-
-
-def first_of(errors: BaseExceptionGroup[E]) -> E:
-    """Returns the first error in a group, whose groups may be nested."""
-    first = errors.exceptions[0]
-    return first_of(first) if isinstance(first, BaseExceptionGroup) else first

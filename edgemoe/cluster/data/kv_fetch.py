@@ -15,11 +15,10 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from edgemoe.cluster.data.expert_fetch import first_of
 from edgemoe.cluster.data.messages import PART_BYTES, BulkMessage, FetchKV, KVPart
 from edgemoe.cluster.rpc.channel import Channel
 from edgemoe.cluster.rpc.envelope import Answer, Question
-from edgemoe.errors import HandOverFailed, PeerBusy, PeerError, PeerRefused, PeerUnavailable
+from edgemoe.errors import HandOverFailed, PeerBusy, PeerError, PeerRefused, PeerUnavailable, first_error
 
 WINDOW = 4  # entries under way
 READS = 4  # entries that are copied at once for peers
@@ -140,7 +139,7 @@ class KVFetcher:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(self._entry(node, key, state=False)) for key in keys]
         except* PeerError as errors:
-            failure = first_of(errors)
+            failure = first_error(errors)
         if failure is not None:
             raise failure
         return [task.result() for task in tasks]

@@ -11,11 +11,10 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Protocol
 
-from edgemoe.cluster.data.expert_fetch import first_of
 from edgemoe.cluster.data.messages import CHUNK_BYTES, BulkMessage, FetchPiece, PiecePart
 from edgemoe.cluster.rpc.channel import Channel
 from edgemoe.cluster.rpc.envelope import Answer
-from edgemoe.errors import PeerError, PeerRefused, PeerUnavailable
+from edgemoe.errors import PeerError, PeerRefused, PeerUnavailable, first_error
 
 WINDOW = 4  # parts of one piece under way; one where they are as small as can be
 FIRST_BYTES = 64 << 10  # of the first part from a box, and of any part at least
@@ -103,7 +102,7 @@ class PieceChannel:
                 for at, task in coming:
                     take(at, await task)
         except* (PeerError, OSError) as errors:
-            failure = first_of(errors)
+            failure = first_error(errors)
         if failure is not None:
             raise failure
 

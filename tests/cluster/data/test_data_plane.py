@@ -15,10 +15,9 @@ import pytest
 from support.boxes import Box, running, secret
 from support.waiting import until
 
-from edgemoe.cluster.data.expert_client import ExpertClient
+from edgemoe.cluster.data.expert_client import ExpertClient, PeerEstimate
 from edgemoe.cluster.data.expert_server import QUEUE_CALLS, ExpertServer
 from edgemoe.cluster.data.messages import CALLS, ExpertCall, ExpertResult, Hello
-from edgemoe.cluster.data.peer_estimate import PeerEstimate
 from edgemoe.cluster.rpc.envelope import Answer, Envelope, Question
 from edgemoe.errors import PeerBusy, PeerRefused
 from edgemoe.telemetry import unit_time

@@ -11,9 +11,9 @@ import pytest
 import xxhash
 
 from edgemoe.cluster.data import expert_fetch as bulk
+from edgemoe.cluster.data.expert_client import PeerEstimate
 from edgemoe.cluster.data.expert_fetch import ExpertFetchServer, PeerStore
 from edgemoe.cluster.data.messages import CHUNK_BYTES, ExpertChunk, ExpertResult, FetchExpert
-from edgemoe.cluster.data.peer_estimate import PeerEstimate
 from edgemoe.cluster.rpc.envelope import Answer
 from edgemoe.errors import CorruptExpert, MissingExpert, PeerRefused
 from edgemoe.types.experts import ExpertGeometry
