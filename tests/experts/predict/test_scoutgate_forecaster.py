@@ -20,7 +20,7 @@ from edgemoe.config.settings import CacheSettings, ModelSettings, Settings
 from edgemoe.errors import ConfigError
 from edgemoe.experts.predict.scoutgate_forecaster import ForecastTables, ScoutGateForecaster, TokenWindow, fitting
 from edgemoe.experts.predict.scoutgate_model import RECORD, WEIGHTS, ScoutGate, ScoutGateShape, write_export
-from edgemoe.model.dense_weights import Matrix
+from edgemoe.model.dense_weights import DenseMatrix
 from edgemoe.telemetry import metrics as names
 from edgemoe.types.encoding import ENCODINGS
 from edgemoe.types.experts import ExpertGeometry
@@ -34,9 +34,9 @@ MODEL = {"id": "the model", "digest": "digest", "tokenizer": "tokenizer"}
 PROMISED = {"horizons": {"this_token": {"scoutgate": {"log_loss": 0.4}}}}
 
 
-def embedding(width: int = D) -> Matrix:
+def embedding(width: int = D) -> DenseMatrix:
     rows = torch.randn(V, width, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
-    return Matrix(rows, ENCODINGS["bfloat16"], width)
+    return DenseMatrix(rows, ENCODINGS["bfloat16"], width)
 
 
 def exported(folder: Path, *, variant: str = "source", hidden: int = 0, model: dict[str, str] = MODEL) -> Path:
@@ -317,7 +317,7 @@ def test_an_export_is_loaded_beside_the_engines_embedding_without_another_copy_o
         MODEL,
         PROMISED,
     )
-    scoutgate = ScoutGateForecaster(served, "tokenizer", Matrix(table, ENCODINGS["bfloat16"], width))
+    scoutgate = ScoutGateForecaster(served, "tokenizer", DenseMatrix(table, ENCODINGS["bfloat16"], width))
     with Held() as held:
         scoutgate.load(tmp_path)
     scoutgate.close()
