@@ -29,7 +29,7 @@ from edgemoe.errors import ConfigError, EdgemoeError
 from edgemoe.front.listen import sole_owner, unix_socket
 from edgemoe.ipc.engine_socket import private_directory
 from edgemoe.store.files import lock_holder, lock_store, note_use
-from edgemoe.store.hub import HubFile, Partial
+from edgemoe.store.hub import HubFile, PartialFile
 from edgemoe.store.manifest import clear
 from edgemoe.telemetry.recorder import Recorder
 from edgemoe.telemetry.recording import RecordingHeader
@@ -158,7 +158,7 @@ def _journal(folder: Path) -> None:
 
 
 def _partial(folder: Path) -> None:
-    with Partial(HubFile("model.safetensors", 3, "a" * 64), folder, lambda _: None) as partial:
+    with PartialFile(HubFile("model.safetensors", 3, "a" * 64), folder, lambda _: None) as partial:
         partial.write(b"abc")
         partial.finish()
 

@@ -17,7 +17,7 @@ from edgemoe.store.files import ARRIVING, lock_store
 from edgemoe.store.gguf.checkpoint_of_gguf import gguf_at, open_checkpoint
 from edgemoe.store.layout import WantedEncodings
 from edgemoe.store.manifest import MANIFEST
-from edgemoe.store.packer import AS_IT_IS, Progress, ensure_store, pack, place_of, told_as_store_error
+from edgemoe.store.packer import AS_IT_IS, Progress, ensure_store, os_errors_as_store_error, pack, place_of
 from edgemoe.telemetry.log import configure
 
 MOST_TEXT_BYTES = 16 << 20
@@ -88,7 +88,7 @@ def _pack_arriving(
     missing = pack_arrived(args.checkpoint, store, progress, wanted, delete=args.delete_shards).missing
     if not missing or not args.wait:
         return missing
-    with told_as_store_error(store), lock_store(store, exclusive=True, lock=ARRIVING):
+    with os_errors_as_store_error(store), lock_store(store, exclusive=True, lock=ARRIVING):
         while missing:
             if missing != told:
                 print(f"waiting for {_some(missing)}", file=sys.stderr)

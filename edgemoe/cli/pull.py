@@ -28,12 +28,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _from_hub(args: argparse.Namespace, settings: Settings, progress: Progress) -> Path:
-    from edgemoe.store.download import pull
+    from edgemoe.store.download import download
 
     if args.rate:
         raise ConfigError("--rate is for --from-peers")
     wanted = WantedEncodings.parse(args.experts, args.dense)
-    return pull(args.model, settings.model.store_dir, wanted, progress, revision=args.revision)
+    return download(args.model, settings.model.store_dir, wanted, progress, revision=args.revision)
 
 
 def _from_peers(args: argparse.Namespace, settings: Settings, progress: Progress) -> Path:

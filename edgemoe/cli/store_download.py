@@ -30,7 +30,7 @@ from edgemoe.front.peers_list import listed
 from edgemoe.store.files import checksum
 from edgemoe.store.manifest import MAX_MANIFEST_BYTES, Manifest, model_of
 from edgemoe.store.packer import Progress
-from edgemoe.store.peer_copy import ExpertPiece, PulledStore, absent, check, merged, opened
+from edgemoe.store.peer_copy import ExpertPiece, PeerCopy, check_manifest, count_unlisted, merge_manifests, open_copy
 
 log = logging.getLogger(__name__)
 
@@ -131,7 +131,7 @@ MOST_SMALL_BYTES = 64 << 20
 class StoreDownload:
     """One pull: lanes to each box take pieces from one list, which those that fail go back to."""
 
-    def __init__(self, finder: StoreFinder, boxes: list[StoreBox], store: PulledStore, progress: Progress) -> None:
+    def __init__(self, finder: StoreFinder, boxes: list[StoreBox], store: PeerCopy, progress: Progress) -> None:
         self._finder, self._boxes, self._store, self._progress = finder, boxes, store, progress
         self._todo: deque[ExpertPiece] = deque()
         self._bad: dict[str, set[str]] = {}  # a piece's checksum -> boxes where it is damaged
@@ -198,7 +198,7 @@ class StoreDownload:
         kept = False
         try:
             await self._finder.pieces.large(box.peer.node, piece.digest, piece.bytes, take)
-            kept = await asyncio.to_thread(self._store.accept, piece)
+            kept = await asyncio.to_thread(self._store.is_intact, piece)
             if not kept:
                 self._damaged(box, piece.digest, what)
         except PeerRefused:
@@ -208,7 +208,7 @@ class StoreDownload:
         finally:
             self._under_way -= 1
             if kept:
-                self._store.note(piece)
+                self._store.mark_present(piece)
             else:
                 self._todo.append(piece)
                 self._tell(-came)
@@ -294,7 +294,7 @@ class StoreDownload:
         """Saves what has come, now and then. Raises PeerError where nothing comes any more."""
         while True:
             await asyncio.sleep(0.2)
-            if time.monotonic() - self._saved_s > SAVE_S and self._store.has_news and self._store.has_dense:
+            if time.monotonic() - self._saved_s > SAVE_S and self._store.has_unsaved and self._store.has_dense:
                 began_s = time.monotonic()
                 await asyncio.to_thread(self._store.save)
                 self._saved_s = time.monotonic() + 10 * (time.monotonic() - began_s)
@@ -343,7 +343,7 @@ async def _together(works: list[Coroutine[Any, Any, None]], first: Coroutine[Any
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def check_complete(store: PulledStore, bad: dict[str, set[str]]) -> None:
+def check_complete(store: PeerCopy, bad: dict[str, set[str]]) -> None:
     """Raises StoreError where pieces are missing, with the boxes where they are damaged."""
     if not store.is_whole:
         left = list(store.missing())
@@ -352,7 +352,7 @@ def check_complete(store: PulledStore, bad: dict[str, set[str]]) -> None:
             f"{store.directory}: {len(left)} experts are damaged on every box that has them ({', '.join(nodes)}); "
             "`edgemoe models verify` there names them"
         )
-    if count := absent(store.whole):
+    if count := count_unlisted(store.whole):
         raise StoreError(f"{store.directory}: {count} experts are on no box; run it again when one has them")
 
 
@@ -374,10 +374,10 @@ async def pull(settings: ClusterSettings, store_dir: Path, model: str, rate: flo
     try:
         finder = StoreFinder(control, bulk, PieceChannel(bulk, Pace(rate), ASK_S), model)
         boxes = await finder.find(peers)
-        whole = merged([box.manifest for box in boxes])
-        check(whole)
+        whole = merge_manifests([box.manifest for box in boxes])
+        check_manifest(whole)
         directory = store_dir / _name_of(boxes[0].offer)
-        with opened(directory, whole) as store:
+        with open_copy(directory, whole) as store:
             store.check_room()
             await StoreDownload(finder, boxes, store, progress).run()
         return directory

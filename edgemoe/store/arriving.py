@@ -25,8 +25,8 @@ from edgemoe.store.checkpoint import (
     CONFIG,
     INDEX,
     Checkpoint,
+    CheckpointTensor,
     FileStat,
-    Tensor,
     check_index,
     copied_files,
     file_stat,
@@ -45,18 +45,18 @@ from edgemoe.store.packer import (
     IDENTITY,
     Progress,
     finish,
+    no_progress,
+    os_errors_as_store_error,
     place_of,
-    silent,
     start_over,
-    told_as_store_error,
 )
-from edgemoe.store.pieces import Copy, Run
+from edgemoe.store.pieces import ByteRun, TensorCopy
 from edgemoe.store.sources import check_method, quantisation
 from edgemoe.store.writer import check_scales, intact, write_file
 from edgemoe.types.arrays import Json
 
 
-class Arrival(NamedTuple):
+class PackingState(NamedTuple):
     """How far a store has come: finished where no shard is missing."""
 
     store: Path
@@ -77,27 +77,30 @@ class _Shard:
 
     about: FileStat
     header: bytes
-    tensors: dict[str, Tensor]  # where they lie in the shard
-    left: dict[str, Tensor] | None  # where those lie that are kept of it; None: the shard itself is still there
+    tensors: dict[str, CheckpointTensor]  # where they lie in the shard
+    left: (
+        dict[str, CheckpointTensor] | None
+    )  # where those lie that are kept of it; None: the shard itself is still there
 
 
 def pack_arrived(
     source_dir: str | Path,
     dest_dir: str | Path,
-    progress: Progress = silent,
+    progress: Progress = no_progress,
     wanted: WantedEncodings = AS_IT_IS,
     *,
     delete: bool = False,
-) -> Arrival:
-    """Packs what has arrived of a checkpoint, whose config.json and index have to be there; finishes with the last.
+) -> PackingState:
+    """Packs the shards that have arrived of a checkpoint, and finishes the store with the last one.
 
-    With `delete` every shard is deleted as soon as the store no longer needs it. Run again it goes on, also where it
-    was killed. A shard that is cut short counts as missing. Raises CheckpointError and UnsupportedModel for what is
-    there, StoreError where `dest_dir` holds something else, is in use, or has too little room.
+    `source_dir` must have config.json and the index. With `delete` each shard is deleted as soon as the store has its
+    tensors. A run that was killed is continued by the next. A shard that is cut short counts as missing. Raises
+    CheckpointError and UnsupportedModel for the checkpoint; StoreError where `dest_dir` holds something else, is in
+    use, or has too little room.
     """
     store = Path(dest_dir).expanduser()
     arriving = _Arriving(Path(source_dir).expanduser(), store, wanted, progress)
-    with told_as_store_error(store):
+    with os_errors_as_store_error(store):
         make_folder(store)
         with lock_store(store, exclusive=True):
             return arriving.run(delete=delete)
@@ -131,10 +134,10 @@ class _Arriving:
         self._files: list[Path] = []
         self._weight_map: Json = {}
 
-    def run(self, *, delete: bool) -> Arrival:
+    def run(self, *, delete: bool) -> PackingState:
         if self._is_finished():
             self._check_again(delete=delete)
-            return Arrival(self._store, ())
+            return PackingState(self._store, ())
         self._begin()
         self._files, self._weight_map = weight_files(self._source)
         shards, is_indexed = dict(self._arrived()), bool(self._weight_map)
@@ -150,7 +153,7 @@ class _Arriving:
             for path in self._files:
                 if delete and path.is_file():
                     _delete(path)
-        return Arrival(self._store, missing)
+        return PackingState(self._store, missing)
 
     def _is_finished(self) -> bool:
         if not (self._store / MANIFEST).is_file():
@@ -220,14 +223,14 @@ class _Arriving:
                     check_index(own, tensors)
                     yield path, _Shard(file_stat(path), header, tensors, None)
 
-    def _left(self, path: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _left(self, path: Path, tensors: dict[str, CheckpointTensor]) -> dict[str, CheckpointTensor]:
         """Returns the tensors that are kept of a shard, where they lie now."""
         kept = self._kept / path.name
         return {n: replace(tensors[n], file=kept, offset=place.offset) for n, place in read_header(kept).items()}
 
     def _checkpoint(self, shards: dict[Path, _Shard], *, whole: bool = False) -> Checkpoint:
         """Returns the checkpoint as far as it has arrived; its fingerprint is that of the shards as they came."""
-        original: dict[str, Tensor] = {}
+        original: dict[str, CheckpointTensor] = {}
         for path in self._files:
             if path in shards:
                 original |= shards[path].tensors
@@ -269,7 +272,7 @@ class _Arriving:
             replace_file(self._kept / f"{path.name}.json", msgspec.json.encode(record), 0o644)
             places = shard.tensors if shard.left is None else shard.left
             kept = sorted((replace(places[name], dtype="U8") for name in names), key=lambda tensor: tensor.name)
-            copies = Run(tuple(Copy(tensor, 0, tensor.bytes) for tensor in kept))
+            copies = ByteRun(tuple(TensorCopy(tensor, 0, tensor.bytes) for tensor in kept))
             entries = tuple((tensor.name, "U8", (tensor.bytes,)) for tensor in kept)
             write_file(FilePlan(f"{SHARDS}/{path.name}", entries, (copies,)), self._store, lambda _: None)
             shard = replace(shard, left=self._left(path, shard.tensors))

@@ -27,7 +27,7 @@ from edgemoe.store.files import ARRIVING, is_in_use, last_used_s, lock_store, pa
 from edgemoe.store.gguf.checkpoint_of_gguf import gguf_at, open_checkpoint
 from edgemoe.store.layout import WantedEncodings, plan, precision
 from edgemoe.store.manifest import JOURNAL, MANIFEST, Manifest, model_of, spec_of, verify_copy, verify_weights
-from edgemoe.store.packer import Progress, ensure_store, silent
+from edgemoe.store.packer import Progress, ensure_store, no_progress
 from edgemoe.store.reader import ExpertStore
 from edgemoe.store.sources import check_method, quantisation
 from edgemoe.types.experts import padded
@@ -41,7 +41,7 @@ def spec_at(path: Path) -> ModelSpec:
 
     Raises CheckpointError and UnsupportedModel, saying what lies there instead and what to do.
     """
-    demand_path(path)
+    check_path_exists(path)
     if gguf_at(path) is not None:
         checkpoint = open_checkpoint(path)
         laid = plan(checkpoint, WantedEncodings()).spec
@@ -56,14 +56,14 @@ def spec_at(path: Path) -> ModelSpec:
     return replace(spec, encodings=(kept,) * spec.geometry.layers) if kept else spec
 
 
-def missing_part(path: Path) -> Path | None:
+def first_missing_part(path: Path) -> Path | None:
     """Returns the first folder or file of a path that is not there; None where all is."""
     return next((each for each in (*reversed(path.parents), path) if not each.exists()), None)
 
 
-def demand_path(path: Path) -> None:
+def check_path_exists(path: Path) -> None:
     """Raises CheckpointError where a path is not there."""
-    if missing := missing_part(path):
+    if missing := first_missing_part(path):
         raise CheckpointError(f"{path} is not there: {missing} is missing; is the path right, and its disk mounted?")
 
 
@@ -120,8 +120,8 @@ def resolve(name: str, store_dir: str | Path) -> Path:
         if is_store(path):
             return path
     if (path := Path(name).expanduser()) != Path(path.name):
-        demand_path(path)
-    if missing := missing_part(Path(store_dir).expanduser()):
+        check_path_exists(path)
+    if missing := first_missing_part(Path(store_dir).expanduser()):
         raise StoreError(
             f"no store of the name {name!r}: {missing}, where model.store_dir lies, is missing; is its disk mounted?"
         )
@@ -232,7 +232,7 @@ def describe(path: Path) -> StoreCard:
     )
 
 
-def verify(store: str | Path, progress: Progress = silent) -> list[StoreError]:
+def verify(store: str | Path, progress: Progress = no_progress) -> list[StoreError]:
     """Reads the whole store and returns everything that is wrong with it."""
     store = Path(store)
     faults: list[StoreError] = []

@@ -49,7 +49,7 @@ ITEM_BYTES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Tensor:
+class CheckpointTensor:
     """One tensor of a safetensors file: `bytes` from `offset` of the file."""
 
     file: Path
@@ -66,7 +66,7 @@ class Checkpoint:
 
     directory: Path
     config: Json
-    tensors: dict[str, Tensor]
+    tensors: dict[str, CheckpointTensor]
     copied: tuple[Path, ...]  # files that the store keeps as they are
     fingerprint: str
     made: tuple[tuple[str, bytes], ...] = ()  # names and contents of files that the store keeps besides
@@ -125,7 +125,7 @@ def read_json(path: Path) -> Json:
     return found
 
 
-def read_header(path: Path) -> dict[str, Tensor]:
+def read_header(path: Path) -> dict[str, CheckpointTensor]:
     """Returns the tensors of one safetensors file, by name. Raises CheckpointError."""
     header, size = header_of(path)
     return parse_header(header, path, size)
@@ -147,7 +147,7 @@ def header_of(path: Path) -> tuple[bytes, int]:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
 
 
-def parse_header(header: bytes, path: Path, file_bytes: int) -> dict[str, Tensor]:
+def parse_header(header: bytes, path: Path, file_bytes: int) -> dict[str, CheckpointTensor]:
     """Checks a safetensors header against the size of its file. Raises CheckpointError."""
     try:
         entries = json.loads(header, object_pairs_hook=_unique)
@@ -178,7 +178,7 @@ class _Entry(msgspec.Struct, forbid_unknown_fields=True):
     data_offsets: tuple[int, int]
 
 
-def _tensor(path: Path, name: str, raw: Any, start: int) -> Tensor:
+def _tensor(path: Path, name: str, raw: Any, start: int) -> CheckpointTensor:
     try:
         entry = msgspec.convert(raw, _Entry)
     except (msgspec.ValidationError, UnicodeError) as error:
@@ -191,7 +191,7 @@ def _tensor(path: Path, name: str, raw: Any, start: int) -> Tensor:
     if math.prod(entry.shape) * ITEM_BYTES[entry.dtype] != end - begin:
         what = f"tensor {name!r} of shape {list(entry.shape)} and type {entry.dtype}"
         raise CheckpointError(f"{path}: {what} cannot take {end - begin} bytes")
-    return Tensor(path, name, entry.dtype, entry.shape, start + begin, end - begin)
+    return CheckpointTensor(path, name, entry.dtype, entry.shape, start + begin, end - begin)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> Json:
@@ -235,8 +235,8 @@ def _shard(directory: Path, name: str) -> Path:
     return directory / name
 
 
-def _merge(headers: dict[Path, dict[str, Tensor]]) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = {}
+def _merge(headers: dict[Path, dict[str, CheckpointTensor]]) -> dict[str, CheckpointTensor]:
+    tensors: dict[str, CheckpointTensor] = {}
     for path, found in headers.items():
         for name, tensor in found.items():
             if name in tensors:
@@ -245,7 +245,7 @@ def _merge(headers: dict[Path, dict[str, Tensor]]) -> dict[str, Tensor]:
     return tensors
 
 
-def check_index(weight_map: Json, tensors: dict[str, Tensor]) -> None:
+def check_index(weight_map: Json, tensors: dict[str, CheckpointTensor]) -> None:
     for name, file in weight_map.items():
         if name not in tensors or tensors[name].file.name != file:
             raise CheckpointError(f"{INDEX} says that tensor {name!r} is in {file}; it is not there")
@@ -269,7 +269,7 @@ def file_stat(path: Path) -> FileStat:
     return FileStat(path.name, found.st_size, found.st_mtime_ns)
 
 
-def fingerprint_of(files: Iterable[FileStat], tensors: dict[str, Tensor]) -> str:
+def fingerprint_of(files: Iterable[FileStat], tensors: dict[str, CheckpointTensor]) -> str:
     """Returns what changes when any of the files does, or where their tensors lie."""
     digest = xxhash.xxh3_128()
     for file in files:

@@ -22,21 +22,21 @@ from edgemoe.families.spec import ModelSpec, dense_shapes
 from edgemoe.store.arriving import pack_arrived
 from edgemoe.store.checkpoint import CONFIG, INDEX, SINGLE, TOKENIZER, Checkpoint, read_json, weight_files
 from edgemoe.store.files import ARRIVING, lock_store
-from edgemoe.store.hub import Hub, HubFile, Listing
+from edgemoe.store.hub import Hub, HubFile, RepositoryListing
 from edgemoe.store.layout import KEEP, WantedEncodings, precision
 from edgemoe.store.manifest import MANIFEST, finish_clearing
-from edgemoe.store.packer import AS_IT_IS, SPARE_BYTES, Progress, place_of, silent, told_as_store_error
+from edgemoe.store.packer import AS_IT_IS, SPARE_BYTES, Progress, no_progress, os_errors_as_store_error, place_of
 from edgemoe.store.sources import check_method
 from edgemoe.types.encoding import ENCODINGS
 
 FOLDER = ".hub"
 
 
-def pull(
+def download(
     repository: str,
     store_dir: str | Path,
     wanted: WantedEncodings = AS_IT_IS,
-    progress: Progress = silent,
+    progress: Progress = no_progress,
     *,
     revision: str = "main",
 ) -> Path:
@@ -45,7 +45,7 @@ def pull(
     Raises HubError, CheckpointError, UnsupportedModel, StoreError, ConfigError.
     """
     hub, directory = Hub(), Path(store_dir).expanduser()
-    listing = hub.look(repository, revision)
+    listing = hub.list_repository(repository, revision)
     owner = f"models--{repository.replace('/', '--')}"
     source = directory / FOLDER / owner / "snapshots" / listing.fingerprint[:12]
     store = place_of(directory, Checkpoint(source, {}, {}, (), listing.fingerprint), wanted)
@@ -53,19 +53,21 @@ def pull(
         finish_clearing(store)
         if not source.exists():
             return store
-    with told_as_store_error(source, "pulling"):
+    with os_errors_as_store_error(source, "pulling"):
         make_folder(source)
         with lock_store(source, exclusive=True):
             if not (store / MANIFEST).is_file():
-                _Pull(hub, listing, source, store, wanted).run(progress)
+                _Download(hub, listing, source, store, wanted).run(progress)
             remove_tree(source)
     return store
 
 
-class _Pull:
-    """One run of `pull`, under the lock of the folder that files come to."""
+class _Download:
+    """One run of `download`, under the lock of the folder that files come to."""
 
-    def __init__(self, hub: Hub, listing: Listing, source: Path, store: Path, wanted: WantedEncodings) -> None:
+    def __init__(
+        self, hub: Hub, listing: RepositoryListing, source: Path, store: Path, wanted: WantedEncodings
+    ) -> None:
         self._hub, self._listing, self._source, self._store, self._wanted = hub, listing, source, store, wanted
         self._ended = threading.Event()
         self._done_bytes = 0
@@ -83,7 +85,7 @@ class _Pull:
         for file in self._listing.copied:
             self._fetch(file)
 
-        def tell(more_bytes: int) -> None:
+        def report(more_bytes: int) -> None:
             if self._ended.is_set():
                 raise HubError("stopped")
             self._done_bytes += more_bytes
@@ -93,13 +95,13 @@ class _Pull:
         with lock_store(self._store, exclusive=True, lock=ARRIVING):
             missing = self._missing(shards)
             self._done_bytes = total_bytes - sum(shard.bytes for shard in missing)
-            self._fetch_and_pack(missing, tell)
+            self._fetch_and_pack(missing, report)
         if not (self._store / MANIFEST).is_file():
             raise StoreError(f"{self._store} was removed while it was pulled; run it again")
 
-    def _fetch(self, file: HubFile, tell: Callable[[int], None] = lambda _: None) -> None:
+    def _fetch(self, file: HubFile, report: Callable[[int], None] = lambda _: None) -> None:
         if not (self._source / file.name).is_file():  # which has its name only once it is whole
-            self._hub.fetch(self._listing, file, self._source, tell)
+            self._hub.fetch(self._listing, file, self._source, report)
 
     def _shards(self) -> tuple[HubFile, ...]:
         """Returns the files of weights, which are those that the index names where there is one. Raises HubError."""
@@ -116,18 +118,18 @@ class _Pull:
         """Packs what has come, deletes it, and returns what has not come."""
         if not self._listing.is_indexed and not (self._source / shards[0].name).is_file():
             return tuple(shards)
-        names = pack_arrived(self._source, self._store, silent, self._wanted, delete=True).missing
+        names = pack_arrived(self._source, self._store, no_progress, self._wanted, delete=True).missing
         return tuple(shard for shard in shards if shard.name in names)
 
-    def _fetch_and_pack(self, missing: Sequence[HubFile], tell: Callable[[int], None]) -> None:
+    def _fetch_and_pack(self, missing: Sequence[HubFile], report: Callable[[int], None]) -> None:
         """Fetches shard after shard and packs each, while the next one comes where the disk has room for two."""
         with ThreadPoolExecutor(1, "hub") as fetcher:
             try:
                 fetching: Future[None] | None = None
                 for shard, following in zip(missing, (*missing[1:], None), strict=True):
-                    (fetching or fetcher.submit(self._fetch, shard, tell)).result()
+                    (fetching or fetcher.submit(self._fetch, shard, report)).result()
                     ahead = following is not None and _free_bytes(self._source) > 3 * max(shard.bytes, following.bytes)
-                    fetching = fetcher.submit(self._fetch, following, tell) if ahead and following else None
+                    fetching = fetcher.submit(self._fetch, following, report) if ahead and following else None
                     if shard in self._missing([shard]):
                         raise HubError(f"{self._listing.repository}: {shard.name} ends before its tensors do")
             finally:

@@ -35,7 +35,7 @@ LOCK_WAIT_S = 2.0
 Buffer = bytes | bytearray | memoryview
 
 
-class Checksum:
+class BlockChecksum:
     """xxh3-128 of a run of bytes; where it is longer than one block, of its blocks' digests.
 
     So the blocks of a large expert can be read and verified side by side.
@@ -71,7 +71,7 @@ def combine(block_digests: list[bytes]) -> str:
 
 def checksum(data: Buffer) -> str:
     """Returns what the manifest says of `data`: use it to verify an expert that came from a peer."""
-    whole = Checksum()
+    whole = BlockChecksum()
     whole.update(data)
     return whole.hexdigest()
 
@@ -136,9 +136,9 @@ def page_memory(size_bytes: int) -> memoryview:
 
 
 def range_checksum(
-    file: PageFile, offset: int, size_bytes: int, *, threads: int = 1, tell: Callable[[float], None] | None = None
+    file: PageFile, offset: int, size_bytes: int, *, threads: int = 1, report: Callable[[float], None] | None = None
 ) -> str:
-    """Returns the checksum of a run of a file, read by so many threads; `tell` hears which share is done.
+    """Returns the checksum of a run of a file, read by `threads` threads. Calls `report` with the share done.
 
     Raises OSError, and EOFError where the file is too short.
     """
@@ -161,8 +161,8 @@ def range_checksum(
             if len(ahead) == 2 * threads:
                 digests.append(ahead.popleft().result())
             ahead.append(pool.submit(digest, block))
-            if tell is not None:
-                tell(block.start / size_bytes)
+            if report is not None:
+                report(block.start / size_bytes)
         digests += [done.result() for done in ahead]
     return combine(digests)
 

@@ -88,7 +88,7 @@ class HubFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Listing:
+class RepositoryListing:
     """The files of one commit that can be of use."""
 
     repository: str
@@ -96,7 +96,7 @@ class Listing:
     files: dict[str, HubFile]
 
     @classmethod
-    def read(cls, repository: str, text: bytes) -> Listing:
+    def read(cls, repository: str, text: bytes) -> RepositoryListing:
         """Raises HubError for an answer that makes no sense, or a repository without safetensors."""
         try:
             answer = msgspec.json.decode(text, type=_Answer)
@@ -165,15 +165,15 @@ def _useful(answer: _Answer) -> Iterator[HubFile]:
         yield HubFile(name, size, digest)
 
 
-Tell = Callable[[int], None]  # of bytes more; fewer where some are fetched again
+ReportBytes = Callable[[int], None]  # of bytes more; fewer where some are fetched again
 
 
-class Partial:
+class PartialFile:
     """A file under a temporary name until `finish` finds it whole; what the hub's library writes into."""
 
-    def __init__(self, file: HubFile, directory: Path, tell: Tell) -> None:
+    def __init__(self, file: HubFile, directory: Path, report: ReportBytes) -> None:
         """Opens what is there of the file, and reads it. Raises OSError."""
-        self._file, self._path, self._tell = file, directory / file.name, tell
+        self._file, self._path, self._report = file, directory / file.name, report
         self._temporary = directory / f"{file.name}.{file.digest[:16]}.part"
         self._position, self._digest = 0, file.hasher()
         self._opened = os.fdopen(open_kept(self._temporary, 0o644), "r+b")
@@ -223,7 +223,7 @@ class Partial:
 
     def start_over(self) -> None:
         """Throws away what has come."""
-        self._tell(-self._position)
+        self._report(-self._position)
         self._opened.seek(0)
         self._opened.truncate(0)
         self._position, self._digest = 0, self._file.hasher()
@@ -241,7 +241,7 @@ class Partial:
     def _count(self, data: bytes) -> None:
         self._digest.update(data)
         self._position += len(data)
-        self._tell(len(data))
+        self._report(len(data))
 
 
 TRIES = 4  # without a byte more
@@ -268,24 +268,24 @@ class Hub:
         if token := get_token():
             self._headers["Authorization"] = f"Bearer {token}"
 
-    def look(self, repository: str, revision: str) -> Listing:
+    def list_repository(self, repository: str, revision: str) -> RepositoryListing:
         """Returns what a branch, tag or commit has. Raises HubError."""
         check_names(repository, revision)
         url = f"{constants.ENDPOINT}/api/models/{repository}/revision/{quote(revision, safe='')}?blobs=true"
         for pause_s in _pauses():
             answer = _Bounded()
             if self._get(url, answer, repository, last=pause_s is None):
-                return Listing.read(repository, answer.getvalue())
+                return RepositoryListing.read(repository, answer.getvalue())
             time.sleep(pause_s or 0.0)
         raise AssertionError("the last try raises")
 
-    def fetch(self, listing: Listing, file: HubFile, directory: Path, tell: Tell) -> None:
+    def fetch(self, listing: RepositoryListing, file: HubFile, directory: Path, report: ReportBytes) -> None:
         """Has a file in the directory, verified; what was there of it is not fetched again.
 
         Raises HubError, StoreError, OSError.
         """
         url = hf_hub_url(listing.repository, file.name, revision=listing.commit)
-        with Partial(file, directory, tell) as partial:
+        with PartialFile(file, directory, report) as partial:
             for again in (True, False):
                 self._fill(url, partial, file)
                 if partial.finish():
@@ -296,7 +296,7 @@ class Hub:
             "something on the way changes it"
         )
 
-    def _fill(self, url: str, partial: Partial, file: HubFile) -> None:
+    def _fill(self, url: str, partial: PartialFile, file: HubFile) -> None:
         while not partial.is_complete:
             for pause_s in _pauses():
                 before = partial.tell()
@@ -307,7 +307,7 @@ class Hub:
                     raise HubError(f"{file.name}: the hub sends nothing more after {before} of {file.bytes} bytes")
                 time.sleep(pause_s)
 
-    def _get(self, url: str, into: _Bounded | Partial, what: str, *, last: bool) -> bool:
+    def _get(self, url: str, into: _Bounded | PartialFile, what: str, *, last: bool) -> bool:
         """Gets what is at a URL from where `into` ends. False where it may come another time; raises HubError."""
         try:
             http_get(url, into, resume_size=into.tell(), headers=self._headers)  # type: ignore[arg-type]

@@ -21,8 +21,8 @@ from edgemoe.store.gguf.checkpoint_of_gguf import GgufCheckpoint
 from edgemoe.store.gguf.gguf_tensors import GgufTensors
 from edgemoe.store.gguf.gguf_values import BlockSource
 from edgemoe.store.manifest import DENSE, Manifest, layer_file
-from edgemoe.store.pieces import Piece, Run, SourceTensors, pieces_of
-from edgemoe.store.sources import Source, SourceRows, check_method
+from edgemoe.store.pieces import ByteRun, FilePiece, SourceTensors, file_pieces
+from edgemoe.store.sources import SourceRows, SourceTensor, check_method
 from edgemoe.types.bounds import is_number
 from edgemoe.types.encoding import ENCODINGS, FLOAT32, Encoding
 from edgemoe.types.experts import ExpertGeometry, padded
@@ -108,7 +108,7 @@ class FilePlan:
 
     file: str
     tensors: tuple[tuple[str, str, Shape], ...]
-    runs: tuple[Run, ...]
+    runs: tuple[ByteRun, ...]
 
     def header(self, digests: Sequence[str]) -> bytes:
         """Returns the safetensors header with the runs' checksums in it; whole pages, whatever the checksums."""
@@ -139,7 +139,7 @@ class FilePlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class StoreLayout:
     """The weight files of a store. `spec` has the precision and the encodings of what they hold."""
 
     spec: ModelSpec
@@ -159,7 +159,7 @@ class Layout:
         return (manifest.dtype, manifest.encodings) == (self.spec.dtype, self.encodings)
 
 
-def plan(checkpoint: Checkpoint, wanted: WantedEncodings) -> Layout:
+def plan(checkpoint: Checkpoint, wanted: WantedEncodings) -> StoreLayout:
     """Finds every tensor that the configuration asks for, and checks its shape and whether it can be encoded so.
 
     Raises UnsupportedModel and CheckpointError, naming the tensor, what was expected and what was found.
@@ -172,7 +172,7 @@ def plan(checkpoint: Checkpoint, wanted: WantedEncodings) -> Layout:
             f"{len(checkpoint.tensors)} tensors"
         )
     tensors = _finder(checkpoint, spec)
-    dense = {name: tensors.take(name, shape) for name, shape in dense_shapes(spec).items()}
+    dense = {name: tensors.claim(name, shape) for name, shape in dense_shapes(spec).items()}
     layers = [_experts(tensors, layer) for layer in spec.expert_layers]
     tensors.refuse_leftovers()
     unfit: list[str] = []
@@ -184,7 +184,7 @@ def plan(checkpoint: Checkpoint, wanted: WantedEncodings) -> Layout:
     dense_file, encoding = _dense_plan(dense, spec, wanted, unfit)
     spec = replace(spec, dense_encoding=encoding)
     files = (_layer_plan(layer, number, spec) for number, layer in enumerate(layers))
-    return Layout(spec, dense_file, tuple(files), tensors.rounded, tuple(unfit))
+    return StoreLayout(spec, dense_file, tuple(files), tensors.rounded, tuple(unfit))
 
 
 def precision(config: Mapping[str, Any]) -> str:
@@ -213,7 +213,7 @@ def tensor_bytes(dtype: str, shape: Shape) -> int:
     return size
 
 
-Rows = tuple[Source, SourceRows]
+Rows = tuple[SourceTensor, SourceRows]
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +234,7 @@ def _finder(checkpoint: Checkpoint, spec: ModelSpec) -> Finder:
 
 def _experts(tensors: Finder, layer: int) -> list[_Expert]:
     return [
-        _Expert(*(tuple(map(tensors.rows, part)) for part in (recipe.gate_up, recipe.down, recipe.biases)))
+        _Expert(*(tuple(map(tensors.locate, part)) for part in (recipe.gate_up, recipe.down, recipe.biases)))
         for recipe in tensors.experts(layer)
     ]
 
@@ -259,9 +259,9 @@ def _layer_encoding(
     kept = max(kinds, key=lambda kind: (ENCODINGS[kind].bits, kind))  # the finest, where they are several
     kept = spec.dtype if len(kinds) > 1 and kept in STORED_AS else kept
     if name == KEEP:
-        for source, take in _matrices(layer):
+        for source, selection in _matrices(layer):
             if len(kinds) == 1 and not isinstance(source, BlockSource):
-                _demand_kept(source, take)
+                _demand_kept(source, selection)
         return kept
     if ENCODINGS[name].fits(geometry.hidden) and ENCODINGS[name].fits(geometry.width):
         return name
@@ -269,12 +269,12 @@ def _layer_encoding(
     return kept if kept in STORED_AS else spec.dtype
 
 
-def _demand_kept(source: Source, take: SourceRows) -> None:
+def _demand_kept(source: SourceTensor, selection: SourceRows) -> None:
     """Raises UnsupportedModel where codes cannot be kept as they are."""
     if source.plain:
         return
     encoding = ENCODINGS[source.kept_as]
-    if not source.keeps(encoding) or take.transposed or not encoding.fits(source.shape[-1]):
+    if not source.keeps(encoding) or selection.transposed or not encoding.fits(source.shape[-1]):
         raise UnsupportedModel(
             f"{source.codes.file}: {source.name} cannot be kept in {source.kept_as}, for its scales serve "
             f"{source.block[1]} of {source.shape[-1]} columns; name an encoding, as in --experts int8"
@@ -282,13 +282,13 @@ def _demand_kept(source: Source, take: SourceRows) -> None:
 
 
 def _dense_plan(
-    found: dict[str, Source], spec: ModelSpec, wanted: WantedEncodings, unfit: list[str]
+    found: dict[str, SourceTensor], spec: ModelSpec, wanted: WantedEncodings, unfit: list[str]
 ) -> tuple[FilePlan, str]:
-    stored: list[tuple[str, str, Shape, tuple[Piece, ...]]] = []
+    stored: list[tuple[str, str, Shape, tuple[FilePiece, ...]]] = []
     encoded: set[str] = set()
     for name, source in found.items():
         encoding = _dense_encoding(name, source, spec, wanted, unfit)
-        pieces = pieces_of(source, SourceRows(name, source.shape), encoding)
+        pieces = file_pieces(source, SourceRows(name, source.shape), encoding)
         if dtype := STORED_AS.get(encoding.name):
             stored.append((name, dtype, source.shape, pieces))
             continue
@@ -299,12 +299,14 @@ def _dense_plan(
             f"dense weights in several encodings ({', '.join(sorted(encoded))}); name one: --dense int8"
         )
     stored.sort(key=lambda entry: -ITEM_BYTES[entry[1]])  # so that all are aligned
-    run = Run(tuple(itertools.chain.from_iterable(pieces for *_, pieces in stored)))
+    run = ByteRun(tuple(itertools.chain.from_iterable(pieces for *_, pieces in stored)))
     tensors = tuple((name, dtype, shape) for name, dtype, shape, _ in stored)
     return FilePlan(DENSE, tensors, (run,)), "".join(encoded)
 
 
-def _dense_encoding(name: str, source: Source, spec: ModelSpec, wanted: WantedEncodings, unfit: list[str]) -> Encoding:
+def _dense_encoding(
+    name: str, source: SourceTensor, spec: ModelSpec, wanted: WantedEncodings, unfit: list[str]
+) -> Encoding:
     usual = ENCODINGS[source.kept_as if source.plain else spec.dtype]
     if len(source.shape) != 2 or not name.endswith(MATRICES):
         return usual
@@ -321,7 +323,7 @@ def _layer_plan(layer: Sequence[_Expert], number: int, spec: ModelSpec) -> FileP
     geometry = spec.geometry
     encoding = geometry.encoding(number)
     entries: list[tuple[str, str, Shape]] = []
-    runs: list[Run] = []
+    runs: list[ByteRun] = []
     for index, expert in enumerate(layer):
         name = f"experts.{index}"
         entries.append(_entry(f"{name}.gate_up_proj", encoding, geometry.gate_up_shape))
@@ -330,8 +332,8 @@ def _layer_plan(layer: Sequence[_Expert], number: int, spec: ModelSpec) -> FileP
         if expert.biases:
             entries.append((f"{name}.biases", "F32", (geometry.bias_bytes // 4,)))
             parts += [(rows, FLOAT32) for rows in expert.biases]
-        pieces = tuple(itertools.chain.from_iterable(pieces_of(*rows, each) for rows, each in parts))
-        run = Run(pieces, padded(geometry.expert_bytes(number)) - geometry.expert_bytes(number))
+        pieces = tuple(itertools.chain.from_iterable(file_pieces(*rows, each) for rows, each in parts))
+        run = ByteRun(pieces, padded(geometry.expert_bytes(number)) - geometry.expert_bytes(number))
         assert run.bytes == geometry.expert_bytes(number)
         if run.padding:
             entries.append((f"pad.{index}", "U8", (run.padding,)))

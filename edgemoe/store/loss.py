@@ -9,16 +9,16 @@ import numpy as np
 from edgemoe.encodings.codec import unpack
 from edgemoe.store.gguf.gguf_values import BlockSource
 from edgemoe.store.layout import FilePlan
-from edgemoe.store.sources import Transform
+from edgemoe.store.sources import EncodedRows
 from edgemoe.store.writer import CheckpointReader
 
 
 def encoded_anew(layers: Sequence[FilePlan]) -> Iterator[str]:
     """Yields a line for each pair of types where experts are encoded anew: how far weights are off, of their size."""
-    samples: dict[tuple[str, str], Transform] = {}
+    samples: dict[tuple[str, str], EncodedRows] = {}
     for layer in layers:
         for piece in layer.runs[0].pieces:
-            if not isinstance(piece, Transform) or not isinstance(piece.source, BlockSource):
+            if not isinstance(piece, EncodedRows) or not isinstance(piece.source, BlockSource):
                 continue
             if piece.encoding.group and not piece.source.keeps(piece.encoding):
                 samples.setdefault((piece.source.kind, piece.encoding.name), piece)

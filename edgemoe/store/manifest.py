@@ -299,16 +299,16 @@ def verify_weights(directory: Path, entry: LayerEntry | DenseEntry) -> None:
     _verify(directory, entry, direct=True)
 
 
-def verify_dense(directory: Path, entry: DenseEntry, tell: Callable[[float], None]) -> None:
+def verify_dense(directory: Path, entry: DenseEntry, report: Callable[[float], None]) -> None:
     """Compares the dense weights with the manifest and leaves them in the page cache, for who loads them next.
 
-    `tell` hears which share is done. Raises StoreError.
+    Calls `report` with the share done. Raises StoreError.
     """
-    _verify(directory, entry, direct=False, tell=tell)
+    _verify(directory, entry, direct=False, report=report)
 
 
 def _verify(
-    directory: Path, entry: LayerEntry | DenseEntry, *, direct: bool, tell: Callable[[float], None] | None = None
+    directory: Path, entry: LayerEntry | DenseEntry, *, direct: bool, report: Callable[[float], None] | None = None
 ) -> None:
     path = directory / entry.file
     try:
@@ -316,7 +316,7 @@ def _verify(
             start = min(header_bytes(file), entry.bytes)
             intact = range_checksum(file, 0, start) == entry.header
             if intact and isinstance(entry, DenseEntry):
-                found = range_checksum(file, start, entry.bytes - start, threads=THREADS, tell=tell)
+                found = range_checksum(file, start, entry.bytes - start, threads=THREADS, report=report)
                 intact = found == entry.xxh3_128
     except (OSError, EOFError) as error:
         raise StoreError(f"{path} cannot be read: {error}") from error

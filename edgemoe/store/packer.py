@@ -21,9 +21,9 @@ from edgemoe.config.sizes import format_size
 from edgemoe.durable import make_folder, remove_file, replace_file
 from edgemoe.errors import StoreError, StoreInUse, StoreVersionError
 from edgemoe.store.checkpoint import Checkpoint
-from edgemoe.store.files import ARRIVING, LOCK, Checksum, checksum, lock_holder, lock_store
+from edgemoe.store.files import ARRIVING, LOCK, BlockChecksum, checksum, lock_holder, lock_store
 from edgemoe.store.gguf.checkpoint_of_gguf import open_checkpoint
-from edgemoe.store.layout import FilePlan, Layout, WantedEncodings, plan
+from edgemoe.store.layout import FilePlan, StoreLayout, WantedEncodings, plan
 from edgemoe.store.loss import encoded_anew
 from edgemoe.store.manifest import (
     DENSE,
@@ -53,12 +53,12 @@ SPARE_BYTES = 16 << 20  # manifest, directories
 log = logging.getLogger(__name__)
 
 
-def silent(done_bytes: int, total_bytes: int) -> None:
+def no_progress(done_bytes: int, total_bytes: int) -> None:
     """Shows no progress."""
 
 
 def ensure_store(
-    path: str | Path, store_dir: str | Path, progress: Progress = silent, wanted: WantedEncodings = AS_IT_IS
+    path: str | Path, store_dir: str | Path, progress: Progress = no_progress, wanted: WantedEncodings = AS_IT_IS
 ) -> Path:
     """Returns the store of a model: `path` itself where it is one, else one under `store_dir`, packed if need be.
 
@@ -117,7 +117,7 @@ def _stalled(store: Path) -> str:
 def pack(
     source_dir: str | Path,
     dest_dir: str | Path,
-    progress: Progress = silent,
+    progress: Progress = no_progress,
     wanted: WantedEncodings = AS_IT_IS,
     *,
     again: bool = True,
@@ -132,7 +132,7 @@ def pack(
     checkpoint = open_checkpoint(source_dir)
     layout = plan(checkpoint, wanted)
     dest = Path(dest_dir).expanduser()
-    with told_as_store_error(dest):
+    with os_errors_as_store_error(dest):
         make_folder(dest)
         with lock_store(dest, exclusive=True):
             if not again and (dest / MANIFEST).is_file():
@@ -141,7 +141,7 @@ def pack(
 
 
 @contextlib.contextmanager
-def told_as_store_error(dest: Path, work: str = "packing") -> Iterator[None]:
+def os_errors_as_store_error(dest: Path, work: str = "packing") -> Iterator[None]:
     """Turns what the system refuses into a StoreError that says which work stopped, and what to do."""
     try:
         yield
@@ -162,7 +162,7 @@ def finish(checkpoint: Checkpoint, wanted: WantedEncodings, store: Path, progres
 class _Packer:
     """One run of `pack`, under the store's lock."""
 
-    def __init__(self, checkpoint: Checkpoint, layout: Layout, store: Path, progress: Progress) -> None:
+    def __init__(self, checkpoint: Checkpoint, layout: StoreLayout, store: Path, progress: Progress) -> None:
         self._checkpoint, self._layout, self._store, self._progress = checkpoint, layout, store, progress
         self._done_bytes = 0
         self._total_bytes = sum(run.bytes for file in self._files for run in file.runs)
@@ -254,7 +254,7 @@ class _Packer:
 
     def _made(self, name: str, content: bytes) -> CopyEntry:
         replace_file(self._store / name, content, 0o644)
-        digest = Checksum()
+        digest = BlockChecksum()
         digest.update(content)
         return CopyEntry(file=name, bytes=len(content), xxh3_128=digest.hexdigest())
 

@@ -45,7 +45,7 @@ from edgemoe.store.manifest import (
     layer_file,
     spec_of,
 )
-from edgemoe.store.packer import SPARE_BYTES, told_as_store_error
+from edgemoe.store.packer import SPARE_BYTES, os_errors_as_store_error
 from edgemoe.types.experts import padded
 
 FOLDER = "pulled"
@@ -64,8 +64,8 @@ class ExpertPiece:
     digest: str
 
 
-class PulledStore:
-    """A store on its way here. Made under `opened`."""
+class PeerCopy:
+    """A store on its way here. Made under `open_copy`."""
 
     def __init__(self, directory: Path, whole: Manifest) -> None:
         """`whole` lists all that boxes have; what is here besides stays. Raises StoreError."""
@@ -78,7 +78,7 @@ class PulledStore:
             found = Manifest.load(directory)
             if found.digest != whole.digest:
                 raise StoreError(f"{directory} is the store of another model ({found.name}); remove it first")
-            self.whole = merged([whole, found])
+            self.whole = merge_manifests([whole, found])
             self._have = [set(layer.by_expert) for layer in found.layers]
 
     @property
@@ -166,19 +166,19 @@ class PulledStore:
         finally:
             os.close(fd)
 
-    def accept(self, piece: ExpertPiece) -> bool:
+    def is_intact(self, piece: ExpertPiece) -> bool:
         """Takes an expert for one that is here; false where its checksum is wrong."""
         with PageFile(self.directory / piece.file, direct=False) as file:
             return range_checksum(file, piece.offset, piece.bytes) == piece.digest
 
-    def note(self, piece: ExpertPiece) -> None:
+    def mark_present(self, piece: ExpertPiece) -> None:
         """Lists an expert in the next manifest."""
         with self._noting:
             self._have[piece.layer].add(piece.expert)
             self._changed.add(piece.file)
 
     @property
-    def has_news(self) -> bool:
+    def has_unsaved(self) -> bool:
         """Whether the manifest lacks an expert that is here."""
         return bool(self._changed)
 
@@ -198,9 +198,9 @@ class PulledStore:
 
 
 @contextlib.contextmanager
-def opened(directory: Path, whole: Manifest) -> Iterator[PulledStore]:
+def open_copy(directory: Path, whole: Manifest) -> Iterator[PeerCopy]:
     """Holds a store that is pulled against removal and a second pull; a daemon may serve it. Raises StoreError."""
-    with told_as_store_error(directory, "pulling"), contextlib.ExitStack() as held:
+    with os_errors_as_store_error(directory, "pulling"), contextlib.ExitStack() as held:
         for folder in (FOLDER, "experts"):
             make_folder(directory / folder)
         held.enter_context(lock_store(directory / FOLDER, exclusive=True))
@@ -208,13 +208,13 @@ def opened(directory: Path, whole: Manifest) -> Iterator[PulledStore]:
         held.enter_context(lock_store(directory, exclusive=False))
         if not (directory / MANIFEST).is_file():
             replace_file(directory / JOURNAL, msgspec.json.encode({"pulled": whole.digest}), 0o644)
-        store = PulledStore(directory, whole)
+        store = PeerCopy(directory, whole)
         yield store
         if store.is_whole:
             remove_tree(directory / FOLDER)
 
 
-def merged(manifests: Sequence[Manifest]) -> Manifest:
+def merge_manifests(manifests: Sequence[Manifest]) -> Manifest:
     """Returns the manifest of what boxes have together. Raises StoreError where they are not of one model."""
     first = manifests[0]
     for other in manifests[1:]:
@@ -229,7 +229,7 @@ def merged(manifests: Sequence[Manifest]) -> Manifest:
     return msgspec.structs.replace(first, layers=tuple(layers))
 
 
-def check(whole: Manifest) -> None:
+def check_manifest(whole: Manifest) -> None:
     """Raises StoreError for a manifest of other boxes that cannot be, or is not of the model whose digest it names."""
     name = f"what boxes list of {whole.name}"
     if whole.dense.file != DENSE or any(copied.file not in COPIED_FILES for copied in whole.files):
@@ -242,11 +242,14 @@ def check(whole: Manifest) -> None:
         if layer.file != layer_file(number) or max(ends, default=0) > layer.bytes:
             raise StoreError(f"{name} has an impossible layer {number}")
     digests = [whole.dense.xxh3_128, *(entry.xxh3_128 for layer in whole.layers for entry in layer.experts)]
-    if not absent(whole) and content_digest(whole.config, whole.dtype, whole.encodings, digests) != whole.digest:
+    if (
+        not count_unlisted(whole)
+        and content_digest(whole.config, whole.dtype, whole.encodings, digests) != whole.digest
+    ):
         raise StoreError(f"{name} is not the model {whole.digest[:12]} that they name")
 
 
-def absent(whole: Manifest) -> int:
+def count_unlisted(whole: Manifest) -> int:
     """Returns how many of the model's experts are not listed."""
     geometry = spec_of(whole).geometry
     return sum(geometry.experts_of(number) - len(layer.experts) for number, layer in enumerate(whole.layers))
@@ -269,7 +272,7 @@ class _Place(NamedTuple):
     bytes: int
 
 
-class ServedPieces:
+class StorePieces:
     """The pieces of one store. Used on one event loop; reads pass by the page cache where they can."""
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:

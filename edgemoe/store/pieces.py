@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 from edgemoe.errors import CheckpointError, UnsupportedModel
 from edgemoe.families.spec import ExpertNames, ModelSpec, Shape
-from edgemoe.store.checkpoint import Checkpoint, Tensor
-from edgemoe.store.sources import UNUSED, Source, SourceRows, Transform, find_source, has_source, transforms
+from edgemoe.store.checkpoint import Checkpoint, CheckpointTensor
+from edgemoe.store.sources import UNUSED, EncodedRows, SourceRows, SourceTensor, find_source, has_source, transforms
 from edgemoe.types.encoding import Encoding
 from edgemoe.types.experts import ExpertGeometry
 
@@ -71,13 +71,13 @@ class SourceTensors:
         self.rounded = 0
         self._spec, self._checkpoint = spec, checkpoint
         self._left = dict(checkpoint.tensors)
-        self._stacks: dict[str, Source] = {}
+        self._stacks: dict[str, SourceTensor] = {}
 
     def has(self, name: str) -> bool:
         """Returns whether a tensor is there that has not been taken."""
         return any(has_source(self._left, spelling) for spelling in self._spec.names.spellings(name))
 
-    def take(self, name: str, shape: Shape) -> Source:
+    def claim(self, name: str, shape: Shape) -> SourceTensor:
         """Returns a tensor. Raises CheckpointError and UnsupportedModel where it is not as it should be."""
         found = [each for each in self._spec.names.spellings(name) if has_source(self._left, each)]
         where = self._checkpoint.directory
@@ -92,18 +92,22 @@ class SourceTensors:
         self.rounded += source.kind == "F16"
         return source
 
-    def rows(self, take: SourceRows) -> tuple[Source, SourceRows]:
+    def locate(self, selection: SourceRows) -> tuple[SourceTensor, SourceRows]:
         """Returns where some rows lie; of MXFP4 a stack's matrices are [rows, columns], however others spell them."""
-        stored = take
-        if take.transposed and any(f"{each}_blocks" in self._left for each in self._spec.names.spellings(take.source)):
-            *lead, columns, rows = take.shape
-            stored = replace(take, shape=(*lead, rows, columns), transposed=False)
-        if not take.index:
-            return self.take(take.source, stored.shape), stored
-        if take.source not in self._stacks:
-            self._stacks[take.source] = self.take(take.source, stored.shape)
-        source = self._stacks[take.source]
-        return source, replace(take, shape=source.shape, transposed=take.transposed and source.kind != "mxfp4")
+        stored = selection
+        if selection.transposed and any(
+            f"{each}_blocks" in self._left for each in self._spec.names.spellings(selection.source)
+        ):
+            *lead, columns, rows = selection.shape
+            stored = replace(selection, shape=(*lead, rows, columns), transposed=False)
+        if not selection.index:
+            return self.claim(selection.source, stored.shape), stored
+        if selection.source not in self._stacks:
+            self._stacks[selection.source] = self.claim(selection.source, stored.shape)
+        source = self._stacks[selection.source]
+        return source, replace(
+            selection, shape=source.shape, transposed=selection.transposed and source.kind != "mxfp4"
+        )
 
     def experts(self, layer: int) -> Iterator[ExpertRecipe]:
         """Yields the experts of a layer, which is counted among all."""
@@ -124,22 +128,22 @@ class SourceTensors:
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
+class TensorCopy:
     """Consecutive bytes of a source tensor."""
 
-    tensor: Tensor
+    tensor: CheckpointTensor
     offset: int  # in the tensor
     bytes: int
 
 
-Piece = Copy | Transform
+FilePiece = TensorCopy | EncodedRows
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ByteRun:
     """Consecutive bytes of a file of the store that have one checksum; `padding` zeros follow."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[FilePiece, ...]
     padding: int = 0
 
     @property
@@ -147,10 +151,10 @@ class Run:
         return sum(piece.bytes for piece in self.pieces)
 
     @property
-    def tensors(self) -> Iterator[Tensor]:
+    def tensors(self) -> Iterator[CheckpointTensor]:
         """Yields the tensors that it is made of, some of them several times."""
         for piece in self.pieces:
-            if isinstance(piece, Copy):
+            if isinstance(piece, TensorCopy):
                 yield piece.tensor
                 continue
             yield piece.source.codes
@@ -158,13 +162,13 @@ class Run:
                 yield piece.source.scales
 
 
-def pieces_of(source: Source, take: SourceRows, encoding: Encoding) -> tuple[Piece, ...]:
+def file_pieces(source: SourceTensor, selection: SourceRows, encoding: Encoding) -> tuple[FilePiece, ...]:
     """Returns the pieces that hold these rows in an encoding: a copy where they lie so already."""
-    whole = take.rows is None and not take.transposed
+    whole = selection.rows is None and not selection.transposed
     if whole and source.plain and source.kept_as == encoding.name:
         count = 1
-        for length in source.shape[: len(take.index)]:
+        for length in source.shape[: len(selection.index)]:
             count *= length
         size = source.codes.bytes // count
-        return (Copy(source.codes, source.number(take.index) * size, size),)
-    return transforms(source, take, encoding)
+        return (TensorCopy(source.codes, source.number(selection.index) * size, size),)
+    return transforms(source, selection, encoding)

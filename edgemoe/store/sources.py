@@ -16,13 +16,13 @@ import numpy.typing as npt
 
 from edgemoe.encodings.codec import E2M1, E4M3, from_bf16, pack, place
 from edgemoe.errors import CheckpointError, UnsupportedModel
-from edgemoe.store.checkpoint import Tensor
+from edgemoe.store.checkpoint import CheckpointTensor
 from edgemoe.types.encoding import Encoding
 
 Shape = tuple[int, ...]
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
-Read = Callable[[Tensor, int, int], Bytes]  # so many bytes of a tensor, from an offset in it
+ReadBytes = Callable[[CheckpointTensor, int, int], Bytes]  # so many bytes of a tensor, from an offset in it
 PLAIN = {"F32": "float32", "BF16": "bfloat16", "F16": "bfloat16"}  # safetensors dtype -> the encoding that keeps it
 EXPONENTS = ("U8", "F8_E8M0")  # types of scales that are powers of two
 TRANSFORM_WEIGHTS = 1 << 22  # of one transformation, where rows may be cut
@@ -51,7 +51,7 @@ class SourceRows:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class SourceTensor:
     """Where a tensor's numbers lie.
 
     `kind` is a plain safetensors dtype, the name of an encoding, or "uint8": int8 plus 128.
@@ -60,8 +60,8 @@ class Source:
     name: str
     shape: Shape  # of the weights
     kind: str
-    codes: Tensor
-    scales: Tensor | None = None
+    codes: CheckpointTensor
+    scales: CheckpointTensor | None = None
     block: tuple[int, int] = (1, 1)  # rows and columns that share a scale
 
     @property
@@ -84,13 +84,15 @@ class Source:
     def _rows(self) -> int:
         return self.shape[-2] if len(self.shape) > 1 else 1
 
-    def _stretch(self, tensor: Tensor, lines: int, index: int, first: int, after: int, read: Read) -> Bytes:
+    def _stretch(
+        self, tensor: CheckpointTensor, lines: int, index: int, first: int, after: int, read: ReadBytes
+    ) -> Bytes:
         """Reads lines first:after of matrix `index` of a tensor whose matrices have so many lines."""
         line_bytes = tensor.bytes // max(1, math.prod(self.shape[:-2]) * lines)
         found = read(tensor, (index * lines + first) * line_bytes, (after - first) * line_bytes)
         return found.reshape(after - first, line_bytes)
 
-    def values(self, index: int, first: int, after: int, read: Read) -> tuple[Bytes, Floats]:
+    def values(self, index: int, first: int, after: int, read: ReadBytes) -> tuple[Bytes, Floats]:
         """Returns codes [n, C] and their scales [n, groups] of rows first:after of matrix `index`."""
         assert self.scales is not None
         lines = self._stretch(self.codes, self._rows, index, first, after, read)
@@ -103,7 +105,7 @@ class Source:
         scales = _numbers(raw, self.scales.dtype)
         return codes[:, : self.shape[-1]], scales[np.arange(first, after) // tall - begin]
 
-    def weights(self, index: int, first: int, after: int, read: Read) -> Floats:
+    def weights(self, index: int, first: int, after: int, read: ReadBytes) -> Floats:
         """Returns rows first:after of matrix `index`, float32 [n, C]."""
         if self.plain:
             return _numbers(self._stretch(self.codes, self._rows, index, first, after, read), self.kind)
@@ -123,19 +125,19 @@ class Source:
         fits = not encoding.group or wide % encoding.group == 0 or wide >= self.shape[-1]
         return not self.plain and self.kept_as == encoding.name and fits
 
-    def encoded(self, index: int, first: int, after: int, encoding: Encoding, read: Read) -> Bytes:
+    def encoded(self, index: int, first: int, after: int, encoding: Encoding, read: ReadBytes) -> Bytes:
         """Returns rows first:after in an encoding that `keeps` them."""
         codes, scales = self.values(index, first, after, read)
         return place(codes, self._spread(scales, encoding.group), encoding)
 
 
 @dataclass(frozen=True, slots=True)
-class Transform:
+class EncodedRows:
     """Some rows of a source, in an encoding."""
 
-    source: Source
-    take: SourceRows
-    first: int  # of the rows that `take` says
+    source: SourceTensor
+    selection: SourceRows
+    first: int  # of the rows that `selection` says
     after: int
     encoding: Encoding
 
@@ -146,21 +148,21 @@ class Transform:
 
     @property
     def _columns(self) -> int:
-        return self.take.matrix[-1] if len(self.take.matrix) > 1 else 1
+        return self.selection.matrix[-1] if len(self.selection.matrix) > 1 else 1
 
-    def values(self, read: Read) -> Floats:
+    def values(self, read: ReadBytes) -> Floats:
         """Returns the rows of a matrix as the source has them, float32 [n, C]."""
         chosen = self._chosen()
-        rows = self.source.weights(self.source.number(self.take.index), chosen[0], chosen[-1] + 1, read)
+        rows = self.source.weights(self.source.number(self.selection.index), chosen[0], chosen[-1] + 1, read)
         return rows[:: chosen.step]
 
-    def run(self, read: Read) -> Bytes:
+    def run(self, read: ReadBytes) -> Bytes:
         """Returns the bytes of the rows, one after the other."""
-        source, index, chosen = self.source, self.source.number(self.take.index), self._chosen()
-        if len(self.take.matrix) == 1:
+        source, index, chosen = self.source, self.source.number(self.selection.index), self._chosen()
+        if len(self.selection.matrix) == 1:
             line = source.weights(0, index, index + 1, read)[0, chosen.start : chosen.stop : chosen.step]
             return pack(line[:, None], self.encoding).ravel()
-        if self.take.transposed:
+        if self.selection.transposed:
             whole = source.weights(index, 0, source.shape[-2], read)
             return pack(whole.T[chosen.start : chosen.stop : chosen.step], self.encoding).ravel()
         low, after, picked = chosen[0], chosen[-1] + 1, slice(None, None, chosen.step)
@@ -169,17 +171,18 @@ class Transform:
         return pack(source.weights(index, low, after, read)[picked], self.encoding).ravel()
 
     def _chosen(self) -> range:
-        rows = range(self.take.matrix[0]) if self.take.rows is None else self.take.rows
+        rows = range(self.selection.matrix[0]) if self.selection.rows is None else self.selection.rows
         return rows[self.first : self.after]
 
 
-def transforms(source: Source, take: SourceRows, encoding: Encoding) -> tuple[Transform, ...]:
+def transforms(source: SourceTensor, selection: SourceRows, encoding: Encoding) -> tuple[EncodedRows, ...]:
     """Cuts the rows into transformations of bounded size; a transposed matrix is read whole by each."""
-    columns = take.matrix[-1] if len(take.matrix) > 1 else 1
+    columns = selection.matrix[-1] if len(selection.matrix) > 1 else 1
     step = max(1, TRANSFORM_WEIGHTS // max(1, columns))
-    step = take.count if len(take.matrix) == 1 else step
+    step = selection.count if len(selection.matrix) == 1 else step
     return tuple(
-        Transform(source, take, first, min(first + step, take.count), encoding) for first in range(0, take.count, step)
+        EncodedRows(source, selection, first, min(first + step, selection.count), encoding)
+        for first in range(0, selection.count, step)
     )
 
 
@@ -282,7 +285,9 @@ def _compressed_faults(given: Mapping[str, Any]) -> list[str]:
     return faults
 
 
-def find_source(left: Mapping[str, Tensor], name: str, shape: Shape, config: Mapping[str, Any]) -> Source:
+def find_source(
+    left: Mapping[str, CheckpointTensor], name: str, shape: Shape, config: Mapping[str, Any]
+) -> SourceTensor:
     """Returns the tensor of this name, which is there.
 
     Raises CheckpointError and UnsupportedModel where it is of another shape or type.
@@ -296,7 +301,7 @@ def find_source(left: Mapping[str, Tensor], name: str, shape: Shape, config: Map
         tensor = replace(tensor, shape=shape)
     _demand_shape(tensor, shape)
     if tensor.dtype in PLAIN:
-        return Source(name, shape, tensor.dtype, tensor)
+        return SourceTensor(name, shape, tensor.dtype, tensor)
     scales = left.get(f"{name}_scale_inv") or left.get(f"{name}_scale")
     if tensor.dtype not in KINDS or scales is None:
         raise UnsupportedModel(
@@ -307,12 +312,12 @@ def find_source(left: Mapping[str, Tensor], name: str, shape: Shape, config: Map
     return _scaled(name, shape, KINDS[tensor.dtype], tensor, scales, _block_size(config))
 
 
-def has_source(left: Mapping[str, Tensor], name: str) -> bool:
+def has_source(left: Mapping[str, CheckpointTensor], name: str) -> bool:
     """Returns whether the checkpoint has the tensor, in whatever form."""
     return any(f"{name}{end}" in left for end in ("", "_blocks", "_packed"))
 
 
-def _demand_shape(tensor: Tensor, shape: Shape) -> None:
+def _demand_shape(tensor: CheckpointTensor, shape: Shape) -> None:
     if tensor.shape != shape:
         raise CheckpointError(
             f"{tensor.file}: tensor {tensor.name} should have the shape {list(shape)} by config.json, "
@@ -320,7 +325,7 @@ def _demand_shape(tensor: Tensor, shape: Shape) -> None:
         )
 
 
-def _mxfp4(left: Mapping[str, Tensor], name: str, shape: Shape, blocks: Tensor) -> Source:
+def _mxfp4(left: Mapping[str, CheckpointTensor], name: str, shape: Shape, blocks: CheckpointTensor) -> SourceTensor:
     scales = left.get(f"{name}_scales")
     if scales is None:
         raise CheckpointError(f"{blocks.file}: tensor {name}_blocks is there, but not {name}_scales")
@@ -328,10 +333,10 @@ def _mxfp4(left: Mapping[str, Tensor], name: str, shape: Shape, blocks: Tensor) 
     _demand_shape(scales, (*shape[:-1], -(-shape[-1] // 32)))
     if blocks.dtype != "U8" or scales.dtype not in EXPONENTS:
         raise UnsupportedModel(f"{blocks.file}: tensor {name}_blocks is of types {blocks.dtype} and {scales.dtype}")
-    return Source(name, shape, "mxfp4", blocks, scales, (1, 32))
+    return SourceTensor(name, shape, "mxfp4", blocks, scales, (1, 32))
 
 
-def _packed(left: Mapping[str, Tensor], name: str, shape: Shape, packed: Tensor) -> Source:
+def _packed(left: Mapping[str, CheckpointTensor], name: str, shape: Shape, packed: CheckpointTensor) -> SourceTensor:
     if f"{name}_zero_point" in left or f"{name}_g_idx" in left:
         raise UnsupportedModel(f"{packed.file}: {name} has zero points or reordered columns, which cannot be read")
     scales = left.get(f"{name}_scale")
@@ -346,7 +351,9 @@ def _packed(left: Mapping[str, Tensor], name: str, shape: Shape, packed: Tensor)
     return _scaled(name, shape, kind, packed, scales, None)
 
 
-def _scaled(name: str, shape: Shape, kind: str, codes: Tensor, scales: Tensor, block: tuple[int, int] | None) -> Source:
+def _scaled(
+    name: str, shape: Shape, kind: str, codes: CheckpointTensor, scales: CheckpointTensor, block: tuple[int, int] | None
+) -> SourceTensor:
     """Returns the source whose scales are one for all, for each row, for groups of a row, or for blocks."""
     if scales.dtype not in SCALE_TYPES:
         raise UnsupportedModel(f"{scales.file}: scales {scales.name} are of type {scales.dtype}")
@@ -355,14 +362,14 @@ def _scaled(name: str, shape: Shape, kind: str, codes: Tensor, scales: Tensor, b
     rows, columns = shape[-2:]
     lead, found = shape[:-2], scales.shape[len(shape) - 2 :] if len(scales.shape) == len(shape) else scales.shape
     if found in ((), (1,), (1, 1)) and not lead:
-        return Source(name, shape, kind, codes, scales, (rows, columns))
+        return SourceTensor(name, shape, kind, codes, scales, (rows, columns))
     if scales.shape[:-2] != lead or len(found) not in (1, 2):
         found = (0, 0)
     tall, wide = found if len(found) == 2 else (found[0], 1)
     if block is not None and (tall, wide) == (-(-rows // block[0]), -(-columns // block[1])):
-        return Source(name, shape, kind, codes, scales, block)
+        return SourceTensor(name, shape, kind, codes, scales, block)
     if tall == rows and wide and columns % wide == 0:
-        return Source(name, shape, kind, codes, scales, (1, columns // wide))
+        return SourceTensor(name, shape, kind, codes, scales, (1, columns // wide))
     raise CheckpointError(
         f"{scales.file}: scales {scales.name} of shape {list(scales.shape)} do not fit weights of {list(shape)}"
     )

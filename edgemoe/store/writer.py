@@ -18,11 +18,11 @@ import numpy.typing as npt
 
 from edgemoe.durable import NewFile
 from edgemoe.errors import CheckpointError
-from edgemoe.store.checkpoint import Tensor
+from edgemoe.store.checkpoint import CheckpointTensor
 from edgemoe.store.files import (
     BLOCK_BYTES,
+    BlockChecksum,
     Buffer,
-    Checksum,
     PageFile,
     blocks,
     open_direct,
@@ -30,8 +30,8 @@ from edgemoe.store.files import (
     range_checksum,
 )
 from edgemoe.store.layout import NO_DIGEST, FilePlan
-from edgemoe.store.pieces import Piece, Run
-from edgemoe.store.sources import EXPONENTS, Transform
+from edgemoe.store.pieces import ByteRun, FilePiece
+from edgemoe.store.sources import EXPONENTS, EncodedRows
 from edgemoe.types.experts import PAGE_BYTES, padded
 
 NO_NUMBER = 255  # as an exponent
@@ -43,7 +43,7 @@ class _Span(NamedTuple):
     """At most a block of a copy, or a whole transformation; `run` counts the file's runs."""
 
     run: int
-    piece: Piece
+    piece: FilePiece
     offset: int
     bytes: int
 
@@ -53,7 +53,7 @@ def write_file(plan: FilePlan, directory: Path, advance: Callable[[int], None]) 
 
     The file gets its name when it is whole and on disk. `advance` is told of bytes written. Raises CheckpointError.
     """
-    digests = [Checksum() for _ in plan.runs]
+    digests = [BlockChecksum() for _ in plan.runs]
     with _Output(directory / plan.file) as output, CheckpointReader() as source:
         output.write(plan.header([NO_DIGEST] * len(plan.runs)))
         ends = [start + run.bytes for start, run in zip(plan.offsets(), plan.runs, strict=True)]
@@ -70,7 +70,7 @@ def write_file(plan: FilePlan, directory: Path, advance: Callable[[int], None]) 
 
 def check_scales(plans: Iterable[FilePlan]) -> None:
     """Reads the exponents that files will be made of. Raises CheckpointError where one stands for no number."""
-    pieces = (piece for plan in plans for run in plan.runs for piece in run.pieces if isinstance(piece, Transform))
+    pieces = (piece for plan in plans for run in plan.runs for piece in run.pieces if isinstance(piece, EncodedRows))
     scales = {piece.source.scales for piece in pieces}
     with CheckpointReader() as reader:
         for tensor in sorted((each for each in scales if each is not None), key=lambda each: each.name):
@@ -100,7 +100,7 @@ def intact(store: Path, file: FilePlan, *, thorough: bool) -> tuple[str, ...] | 
 
 def copy_file(source: Path, target: Path) -> str:
     """Copies a small file as durably as the weights; returns its checksum."""
-    digest = Checksum()
+    digest = BlockChecksum()
     with _Output(target) as output, source.open("rb") as file:
         while block := file.read(BLOCK_BYTES):
             digest.update(block)
@@ -188,7 +188,7 @@ class CheckpointReader:
         for file in self._files.values():
             file.close()
 
-    def read(self, runs: Sequence[Run]) -> Iterator[tuple[int, memoryview]]:
+    def read(self, runs: Sequence[ByteRun]) -> Iterator[tuple[int, memoryview]]:
         """Yields the runs' bytes in order, as stored, with the run's index; a block is valid until the next."""
         pending: deque[Future[tuple[int, memoryview]]] = deque()
         for span, buffer in zip(_spans(runs), cycle(self._buffers), strict=False):
@@ -199,7 +199,7 @@ class CheckpointReader:
             yield pending.popleft().result()
 
     def _make(self, span: _Span, buffer: memoryview) -> tuple[int, memoryview]:
-        if isinstance(span.piece, Transform):
+        if isinstance(span.piece, EncodedRows):
             return span.run, span.piece.run(self.stretch).data.cast("B")
         tensor = span.piece.tensor
         block = self._read(tensor, span.offset, span.bytes, buffer)
@@ -207,12 +207,12 @@ class CheckpointReader:
             block[:] = to_bfloat16(np.frombuffer(block, np.float16)).data.cast("B")
         return span.run, block
 
-    def stretch(self, tensor: Tensor, offset: int, size: int) -> npt.NDArray[np.uint8]:
+    def stretch(self, tensor: CheckpointTensor, offset: int, size: int) -> npt.NDArray[np.uint8]:
         """Returns some bytes of a tensor. Raises CheckpointError."""
         room = page_memory(padded(size) + PAGE_BYTES)
         return np.frombuffer(self._read(tensor, offset, size, room), np.uint8)
 
-    def _read(self, tensor: Tensor, offset: int, size: int, room: memoryview) -> memoryview:
+    def _read(self, tensor: CheckpointTensor, offset: int, size: int, room: memoryview) -> memoryview:
         """Reads the pages that a stretch of a tensor lies in; returns the stretch."""
         start = tensor.offset + offset
         before = start % PAGE_BYTES
@@ -229,10 +229,10 @@ class CheckpointReader:
             return self._files[path]
 
 
-def _spans(runs: Sequence[Run]) -> Iterator[_Span]:
+def _spans(runs: Sequence[ByteRun]) -> Iterator[_Span]:
     for index, run in enumerate(runs):
         for piece in run.pieces:
-            if isinstance(piece, Transform):
+            if isinstance(piece, EncodedRows):
                 yield _Span(index, piece, 0, piece.bytes)
                 continue
             for block in blocks(piece.bytes):

@@ -25,7 +25,7 @@ from edgemoe.kernels.cpu.expert_math import ExpertMath, ExpertSlab
 from edgemoe.model.decoder import Decoder
 from edgemoe.store.files import page_memory
 from edgemoe.store.gguf.checkpoint_of_gguf import GgufCheckpoint, open_checkpoint
-from edgemoe.store.layout import Layout, WantedEncodings, plan
+from edgemoe.store.layout import StoreLayout, WantedEncodings, plan
 from edgemoe.store.manifest import DENSE, Manifest, spec_of
 from edgemoe.store.packer import AS_IT_IS, Progress
 from edgemoe.store.reader import ExpertStore
@@ -123,7 +123,7 @@ def stored(store: Path, manifest: Manifest) -> Iterator[TextReader]:
 
 
 @contextmanager
-def original(layout: Layout) -> Iterator[TextReader]:
+def original(layout: StoreLayout) -> Iterator[TextReader]:
     """Opens a checkpoint; its dense weights go through a temporary file. Raises CheckpointError."""
     spec = _in_float32(layout.spec)
     with tempfile.TemporaryDirectory() as scratch, CheckpointReader() as reader:

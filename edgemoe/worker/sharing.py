@@ -12,7 +12,7 @@ from edgemoe.config.settings import Settings
 from edgemoe.experts.activity import ActivityCounter
 from edgemoe.experts.compute.peer_compute import ExpertShelf
 from edgemoe.store.files import checksum
-from edgemoe.store.peer_copy import ServedPieces
+from edgemoe.store.peer_copy import StorePieces
 from edgemoe.store.reader import ExpertStore
 from edgemoe.types.experts import ExpertGeometry
 from edgemoe.types.model_info import ServedModel
@@ -29,7 +29,7 @@ class Sharing(NamedTuple):
     store: PeerStore
     activity: ActivityCounter
     last_chunks: LastChunks
-    pieces: ServedPieces
+    pieces: StorePieces
     growth: StoreGrowth
 
 
@@ -48,7 +48,7 @@ def sharing_of(
     """Returns it for a store, its parts idle yet; None where the box is in no cluster."""
     if not settings.cluster.node or activity is None:
         return None
-    shelf, pieces = ExpertShelf(store.manifest, store, served.geometry), ServedPieces(directory, store.manifest)
+    shelf, pieces = ExpertShelf(store.manifest, store, served.geometry), StorePieces(directory, store.manifest)
     peers = PeerStore(store, shelf, checksum, served.geometry)
     return Sharing(
         served,

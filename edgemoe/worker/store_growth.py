@@ -9,7 +9,7 @@ from pathlib import Path
 from edgemoe.errors import StoreError
 from edgemoe.experts.compute.peer_compute import ExpertShelf
 from edgemoe.store.manifest import MANIFEST, Manifest
-from edgemoe.store.peer_copy import ServedPieces
+from edgemoe.store.peer_copy import StorePieces
 from edgemoe.store.reader import ExpertStore
 from edgemoe.types.arrays import BoolArray
 
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 class StoreGrowth:
     """Follows a store's manifest. Used on the event loop."""
 
-    def __init__(self, directory: Path, store: ExpertStore, shelf: ExpertShelf, pieces: ServedPieces) -> None:
+    def __init__(self, directory: Path, store: ExpertStore, shelf: ExpertShelf, pieces: StorePieces) -> None:
         self._file = directory / MANIFEST
         self._store, self._shelf, self._pieces = store, shelf, pieces
         self._seen = self._stamp()

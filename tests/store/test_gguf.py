@@ -21,7 +21,7 @@ from edgemoe.errors import CheckpointError, UnsupportedModel
 from edgemoe.families.config import spec_from_config
 from edgemoe.families.table import FAMILIES
 from edgemoe.store.catalog import spec_at
-from edgemoe.store.checkpoint import Tensor
+from edgemoe.store.checkpoint import CheckpointTensor
 from edgemoe.store.gguf.checkpoint_of_gguf import open_checkpoint
 from edgemoe.store.gguf.gguf_file import VALUE_TYPES, open_gguf
 from edgemoe.store.gguf.gguf_models import GGUF_FAMILIES, config_of
@@ -114,7 +114,7 @@ def test_types_of_experts(kind: str, made: dict[str, Path], tmp_path: Path) -> N
 VALUE_TYPES_BY_NAME = {each.name: each for each in VALUE_TYPES.values()}
 
 
-def _bytes(tensor: Tensor) -> np.ndarray:
+def _bytes(tensor: CheckpointTensor) -> np.ndarray:
     with tensor.file.open("rb") as file:
         file.seek(tensor.offset)
         return np.frombuffer(file.read(tensor.bytes), np.uint8)

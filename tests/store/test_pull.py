@@ -19,7 +19,7 @@ from support.waiting import wait_until
 
 from edgemoe.errors import HubError, StoreInUse
 from edgemoe.store.catalog import find_stores, remove, verify
-from edgemoe.store.hub import Listing, check_names
+from edgemoe.store.hub import RepositoryListing, check_names
 from edgemoe.store.layout import WantedEncodings
 from edgemoe.store.manifest import JOURNAL, SHARDS, Manifest
 from edgemoe.store.packer import AS_IT_IS, pack
@@ -257,7 +257,7 @@ def test_what_cannot_be_had_or_served_is_refused_before_any_weights_are_fetched(
 )
 def test_a_listing_that_makes_no_sense_is_refused(text: bytes) -> None:
     with pytest.raises(HubError):
-        Listing.read("a/b", text)
+        RepositoryListing.read("a/b", text)
 
 
 @pytest.mark.parametrize("name", ["", "/a", "a/../b", "a/b/c", "a b", "a--b/c", "a/b\n", "a/" + "b" * 97])

@@ -20,7 +20,7 @@ from edgemoe.model.decoder import Decoder
 from edgemoe.store.checkpoint import Checkpoint
 from edgemoe.store.layout import WantedEncodings, plan
 from edgemoe.store.manifest import DENSE, Manifest
-from edgemoe.store.packer import AS_IT_IS, pack, silent
+from edgemoe.store.packer import AS_IT_IS, no_progress, pack
 from edgemoe.worker.quality import Quality, TextModel, TextReader, compare, original, stored, summary
 from tools.demo_model import arithmetic, chat
 
@@ -35,7 +35,7 @@ def text() -> str:
 
 def quality(tmp_path: Path, text: str, experts: str, dense: str) -> Quality:
     pack(model_path(), tmp_path, wanted=WantedEncodings.parse(experts, dense))
-    return compare(tmp_path, model_path(), text, silent)
+    return compare(tmp_path, model_path(), text, no_progress)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_keys_and_values_in_int8_foretell_nearly_the_same(tmp_path: Path, text: 
     with torch.inference_mode(), stored(tmp_path, manifest) as plain, stored(tmp_path, manifest) as coded:
         spec = replace(coded.decoder.spec, kv_int8=True)
         coded = TextReader(Decoder.load(spec, tmp_path / DENSE), coded.experts)
-        found = summary(ids, plain, coded, silent)
+        found = summary(ids, plain, coded, no_progress)
     assert 0 < found.divergence < 3e-4, found
     assert found.same_top > 0.988, found
 
@@ -73,7 +73,7 @@ def test_every_family_can_be_compared_with_its_checkpoint(family: str, tmp_path:
     checkpoint, ids = tiny_checkpoint(family, tmp_path / "checkpoint"), list(range(40))
     manifest, layout = pack(checkpoint, tmp_path / "store"), plan(Checkpoint.open(checkpoint), AS_IT_IS)
     with torch.inference_mode(), original(layout) as theirs, stored(tmp_path / "store", manifest) as ours:
-        found = summary(ids, theirs, ours, silent)
+        found = summary(ids, theirs, ours, no_progress)
     assert found.divergence == pytest.approx(0, abs=1e-6)
     assert found.same_top == 1
 
@@ -85,7 +85,7 @@ def test_fp8_in_blocks_foretells_nearly_the_same_as_what_it_was_made_from(tmp_pa
     assert {*manifest.encodings} == {"fp8", ""}
     layout, ids = plan(Checkpoint.open(model_path()), AS_IT_IS), TextModel(model_path()).encode(text, False)
     with torch.inference_mode(), original(layout) as theirs, stored(tmp_path / "store", manifest) as ours:
-        found = summary(ids, theirs, ours, silent)
+        found = summary(ids, theirs, ours, no_progress)
     assert 0 < found.divergence < 0.001, found
     assert found.same_top > 0.975, found
 
@@ -122,4 +122,4 @@ def test_another_checkpoint_than_the_stores_is_refused(tmp_path: Path, text: str
     other = shutil.copytree(model_path(), tmp_path / "other")
     (other / "config.json").touch()
     with pytest.raises(ConfigError, match="packed from another checkpoint"):
-        compare(tmp_path / "store", other, text, silent)
+        compare(tmp_path / "store", other, text, no_progress)

@@ -30,7 +30,7 @@ from edgemoe.errors import CheckpointError, EdgemoeError, ServiceError, StoreErr
 from edgemoe.front.listen import bound_socket
 from edgemoe.front.peers_list import listed
 from edgemoe.store import catalog
-from edgemoe.store.catalog import demand_path, missing_part, resolve
+from edgemoe.store.catalog import check_path_exists, first_missing_part, resolve
 from edgemoe.store.manifest import MANIFEST, Manifest
 from edgemoe.types.arrays import Json
 from edgemoe.types.machine import Machine
@@ -293,7 +293,7 @@ def port(settings: Settings, *, runs: bool) -> Iterator[Finding]:
 def model(loaded: Loaded) -> Iterator[Finding]:
     """Whether model.path and model.store_dir are there. A folder of stores that is the default is made when needed."""
     named, store_dir = loaded.settings.model, Path(loaded.settings.model.store_dir)
-    missing = missing_part(store_dir.parent)
+    missing = first_missing_part(store_dir.parent)
     if missing and loaded.origins["model.store_dir"] != "default":
         yield Finding("model", "failure", f"model.store_dir is {store_dir}, but {missing} is missing")
     if not named.path:
@@ -301,7 +301,7 @@ def model(loaded: Loaded) -> Iterator[Finding]:
     path = Path(named.path).expanduser()
     try:
         if path != Path(path.name):
-            demand_path(path)
+            check_path_exists(path)
         elif not path.exists():
             path = resolve(named.path, store_dir)
     except (CheckpointError, StoreError) as error:

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edgemoe.errors import CheckpointError, ShardCutShort, UnsupportedModel
-from edgemoe.store.checkpoint import Tensor
+from edgemoe.store.checkpoint import CheckpointTensor
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -95,7 +95,7 @@ class GgufModel:
 
     files: tuple[Path, ...]
     metadata: dict[str, Value]
-    tensors: dict[str, Tensor]
+    tensors: dict[str, CheckpointTensor]
 
     @property
     def architecture(self) -> str:
@@ -146,7 +146,7 @@ def model_files(path: Path) -> tuple[Path, ...]:
     return files
 
 
-def read_head(path: Path) -> tuple[dict[str, Value], dict[str, Tensor]]:
+def read_head(path: Path) -> tuple[dict[str, Value], dict[str, CheckpointTensor]]:
     """Returns a file's metadata and tensors. Raises CheckpointError and UnsupportedModel."""
     try:
         with path.open("rb") as file:
@@ -162,7 +162,7 @@ class _Head:
         self._path, self._file, self._at = path, file, 0
         self._file_bytes = os.fstat(file.fileno()).st_size
 
-    def read(self) -> tuple[dict[str, Value], dict[str, Tensor]]:
+    def read(self) -> tuple[dict[str, Value], dict[str, CheckpointTensor]]:
         if self._take(4) != MAGIC:
             raise CheckpointError(f"{self._path} is no GGUF file")
         version = self._integer("<I")
@@ -217,9 +217,9 @@ class _Head:
 
     def _placed(
         self, table: list[tuple[str, tuple[int, ...], int, int]], start: int, alignment: int
-    ) -> dict[str, Tensor]:
+    ) -> dict[str, CheckpointTensor]:
         """Returns the tensors with their places in the file, none of which overlap."""
-        found: dict[str, Tensor] = {}
+        found: dict[str, CheckpointTensor] = {}
         for name, shape, kind, offset in table:
             self._demand(name not in found, f"the tensor {name!r} twice")
             value_type = VALUE_TYPES.get(kind)
@@ -235,7 +235,7 @@ class _Head:
                     f"{self._path} is cut short: tensor {name!r} ends at {start + offset + size} of "
                     f"{self._file_bytes} bytes; fetch it again"
                 )
-            found[name] = Tensor(self._path, name, value_type.name, shape, start + offset, size)
+            found[name] = CheckpointTensor(self._path, name, value_type.name, shape, start + offset, size)
         end = start
         for tensor in sorted(found.values(), key=lambda each: each.offset):
             self._demand(tensor.offset >= end, f"tensor {tensor.name!r}, which overlaps another")

@@ -9,7 +9,7 @@ from dataclasses import replace
 from edgemoe.errors import CheckpointError, UnsupportedModel
 from edgemoe.families.mechanisms import DeltaHeads, LatentHeads
 from edgemoe.families.spec import ModelSpec, Shape
-from edgemoe.store.checkpoint import Tensor
+from edgemoe.store.checkpoint import CheckpointTensor
 from edgemoe.store.gguf.gguf_file import GgufModel
 from edgemoe.store.gguf.gguf_models import GgufFamily, family_of
 from edgemoe.store.gguf.gguf_values import (
@@ -25,7 +25,7 @@ from edgemoe.store.gguf.gguf_values import (
     rows_to,
 )
 from edgemoe.store.pieces import ExpertRecipe
-from edgemoe.store.sources import PLAIN, Source, SourceRows
+from edgemoe.store.sources import PLAIN, SourceRows, SourceTensor
 
 TOP = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}
 TOP["lm_head.weight"] = "output.weight"
@@ -87,10 +87,10 @@ class GgufTensors:
     def __init__(self, model: GgufModel, spec: ModelSpec) -> None:
         self._model, self._spec, self._family = model, spec, family_of(model)
         self._left = dict(model.tensors)
-        self._stacks: dict[str, Source] = {}
+        self._stacks: dict[str, SourceTensor] = {}
         self.rounded = sum(tensor.dtype == "F16" for tensor in model.tensors.values())
 
-    def take(self, name: str, shape: Shape) -> Source:
+    def claim(self, name: str, shape: Shape) -> SourceTensor:
         """Returns the tensor of a name in transformers' spelling. Raises CheckpointError where it is missing or odd."""
         found = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
         if not found:
@@ -99,11 +99,11 @@ class GgufTensors:
         names, undo = self._of_layer(layer, part, shape)
         return self._source(name, shape, tuple(f"blk.{layer}.{each}" for each in names), undo)
 
-    def rows(self, take: SourceRows) -> tuple[Source, SourceRows]:
-        """Returns where rows of an expert lie, of a stack whose GGUF name `take` has."""
-        if take.source not in self._stacks:
-            self._stacks[take.source] = self._source(take.source, take.shape, (take.source,), None)
-        return self._stacks[take.source], take
+    def locate(self, selection: SourceRows) -> tuple[SourceTensor, SourceRows]:
+        """Returns where rows of an expert lie, of a stack whose GGUF name `selection` has."""
+        if selection.source not in self._stacks:
+            self._stacks[selection.source] = self._source(selection.source, selection.shape, (selection.source,), None)
+        return self._stacks[selection.source], selection
 
     def experts(self, layer: int) -> Iterator[ExpertRecipe]:
         """Yields the experts of a layer, which is counted among all."""
@@ -170,7 +170,7 @@ class GgufTensors:
     def _has(self, layer: int, name: str) -> bool:
         return f"blk.{layer}.{name}" in self._left
 
-    def _source(self, name: str, shape: Shape, found: tuple[str, ...], undo: Undo | None) -> Source:
+    def _source(self, name: str, shape: Shape, found: tuple[str, ...], undo: Undo | None) -> SourceTensor:
         """Returns the source of a tensor made of these; of one in a fused matrix, too. Raises CheckpointError."""
         if found[0] not in self._model.tensors and (cut := self._fused(found[0], shape)) is not None:
             fused, piece = cut
@@ -193,9 +193,9 @@ class GgufTensors:
                 f"but has {list(tensor.shape)}"
             )
         tensor = replace(tensor, shape=shape)
-        return (Source if tensor.dtype in PLAIN else BlockSource)(name, shape, tensor.dtype, tensor)
+        return (SourceTensor if tensor.dtype in PLAIN else BlockSource)(name, shape, tensor.dtype, tensor)
 
-    def _fused(self, name: str, shape: Shape) -> tuple[Tensor, Undo] | None:
+    def _fused(self, name: str, shape: Shape) -> tuple[CheckpointTensor, Undo] | None:
         """Returns the matrix of queries, keys and values together, and how to take one of them out of it."""
         found = QKV.fullmatch(name)
         if not found or f"{found[1]}.attn_qkv.{found[3]}" not in self._model.tensors:
@@ -216,7 +216,7 @@ class GgufTensors:
             if (part := re.fullmatch(r"self_attn\.([qkv])_proj\.weight", name)) is not None:
                 yield part[1], shape
 
-    def _demand_size(self, shape: Shape, tensors: list[Tensor]) -> None:
+    def _demand_size(self, shape: Shape, tensors: list[CheckpointTensor]) -> None:
         wanted, held = 1, 0
         for length in shape:
             wanted *= length

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from edgemoe.encodings.codec import from_bf16, place
-from edgemoe.store.checkpoint import Tensor
-from edgemoe.store.sources import PLAIN, Bytes, Floats, Read, Source
+from edgemoe.store.checkpoint import CheckpointTensor
+from edgemoe.store.sources import PLAIN, Bytes, Floats, ReadBytes, SourceTensor
 from edgemoe.types.encoding import INT4, INT8, MXFP4, Encoding
 
 MOST_INT4_BITS = 5.0  # a weight; types of fewer bits are encoded anew in int4, others in int8
@@ -33,7 +33,7 @@ def decode(rows: Bytes, kind: str) -> Floats:
     return found
 
 
-def whole(tensor: Tensor, read: Read) -> Floats:
+def whole(tensor: CheckpointTensor, read: ReadBytes) -> Floats:
     """Returns a tensor, in its shape."""
     lines = 1
     for length in tensor.shape[:-1]:
@@ -43,7 +43,7 @@ def whole(tensor: Tensor, read: Read) -> Floats:
 
 
 @dataclass(frozen=True, slots=True)
-class BlockSource(Source):
+class BlockSource(SourceTensor):
     """A matrix, or a stack of them, in one of GGUF's types of blocks. `kind` is the type's name."""
 
     @property
@@ -63,10 +63,10 @@ class BlockSource(Source):
     def keeps(self, encoding: Encoding) -> bool:
         return self.kind == "MXFP4" and encoding is MXFP4
 
-    def weights(self, index: int, first: int, after: int, read: Read) -> Floats:
+    def weights(self, index: int, first: int, after: int, read: ReadBytes) -> Floats:
         return decode(self._stretch(self.codes, self._rows, index, first, after, read), self.kind)
 
-    def encoded(self, index: int, first: int, after: int, encoding: Encoding, read: Read) -> Bytes:
+    def encoded(self, index: int, first: int, after: int, encoding: Encoding, read: ReadBytes) -> Bytes:
         lines = self._stretch(self.codes, self._rows, index, first, after, read)
         blocks = lines.reshape(len(lines), -1, MXFP4_BLOCK_BYTES)
         halves = blocks[:, :, 1:]
@@ -76,10 +76,10 @@ class BlockSource(Source):
 
 
 @dataclass(frozen=True, slots=True)
-class MadeSource(Source):
+class MadeSource(SourceTensor):
     """A matrix or vector that `undo` makes of whole tensors of the file."""
 
-    parts: tuple[Tensor, ...] = ()
+    parts: tuple[CheckpointTensor, ...] = ()
     undo: Undo = np.asarray
 
     @property
@@ -93,7 +93,7 @@ class MadeSource(Source):
     def keeps(self, encoding: Encoding) -> bool:
         return False
 
-    def weights(self, index: int, first: int, after: int, read: Read) -> Floats:
+    def weights(self, index: int, first: int, after: int, read: ReadBytes) -> Floats:
         made = self.undo(*(whole(part, read) for part in self.parts)).reshape(-1, self.shape[-1])
         return np.ascontiguousarray(made[first:after], np.float32)
 

@@ -38,8 +38,8 @@ from edgemoe.store import peer_copy as peer_copy_module
 from edgemoe.store.catalog import describe, verify
 from edgemoe.store.files import page_memory
 from edgemoe.store.manifest import MANIFEST, Manifest, spec_of
-from edgemoe.store.packer import pack, silent
-from edgemoe.store.peer_copy import ExpertPiece, PulledStore, ServedPieces, opened
+from edgemoe.store.packer import no_progress, pack
+from edgemoe.store.peer_copy import ExpertPiece, PeerCopy, StorePieces, open_copy
 from edgemoe.store.reader import ExpertStore
 from edgemoe.types.experts import padded
 from edgemoe.worker.store_growth import StoreGrowth
@@ -54,7 +54,7 @@ class Box:
         self.manifest = Manifest.load(store)
         self.asked: list[str] = []
         transport = Transport(node, f"boot-{node}", key, AllowList({"c": (guest,)}))
-        self.pieces = StorePieceServer(ServedPieces(store, self.manifest))
+        self.pieces = StorePieceServer(StorePieces(store, self.manifest))
         control: Channel[ControlMessage] = Channel(transport, "control", CONTROL, self._name)
         bulk: Channel[BulkMessage] = Channel(transport, "bulk", BULK, self._give)
         control.bind("127.0.0.1", port)
@@ -106,7 +106,7 @@ class House:
         )
 
     async def pull(self, model: str = "m", rate: float = 0.0) -> Path:
-        return await pull(self.settings, self.stores_dir, model, rate, silent)
+        return await pull(self.settings, self.stores_dir, model, rate, no_progress)
 
     def words(self, *more: str) -> list[str]:
         given = {"model.store_dir": self.stores_dir} | {
@@ -316,7 +316,7 @@ async def test_a_disk_that_fills_up_ends_a_pull_with_a_word_of_what_to_do(
     async with house(tmp_path, a=copy_of("a"), b=copy_of("b")) as made:
         for write in ("write", "add_dense"):
             with monkeypatch.context() as planted:
-                planted.setattr(PulledStore, write, full)
+                planted.setattr(PeerCopy, write, full)
                 with pytest.raises(StoreError, match="No space left on device; pulling stopped, run it again"):
                     await made.pull()
         assert verify(await made.pull()) == []
@@ -332,14 +332,14 @@ def test_a_manifest_that_takes_long_to_save_takes_nothing_back(
         begun.set()
         other_saved.wait(0.3)
 
-    with opened(tmp_path / "store", Manifest.load(packed)) as store:
+    with open_copy(tmp_path / "store", Manifest.load(packed)) as store:
         first, second, *_ = store.missing()
         monkeypatch.setattr(peer_copy_module, "sync", slow)
-        store.note(first)
+        store.mark_present(first)
         saving = threading.Thread(target=store.save)
         saving.start()
         assert begun.wait(10)
-        store.note(second)
+        store.mark_present(second)
         store.save()
         other_saved.set()
         saving.join()
@@ -359,9 +359,9 @@ def test_a_manifest_lists_nothing_before_its_file_is_on_disk(
             synced.add(path)
         for _ in range(4):  # they come while the first ones are saved
             if pieces:
-                store.note(pieces.pop())
+                store.mark_present(pieces.pop())
 
-    with opened(tmp_path / "store", Manifest.load(packed)) as store:
+    with open_copy(tmp_path / "store", Manifest.load(packed)) as store:
         monkeypatch.setattr(peer_copy_module, "sync", note)
         flushed, flush = set[str](), os.fsync
         with monkeypatch.context() as patched:
@@ -372,8 +372,8 @@ def test_a_manifest_lists_nothing_before_its_file_is_on_disk(
         assert len(files) == len(store.whole.layers), flushed
         synced.clear()
         pieces += store.missing()
-        store.note(pieces.pop(0))
-        while store.has_news:
+        store.mark_present(pieces.pop(0))
+        while store.has_unsaved:
             synced.clear()
             before = listed(store)
             store.save()
@@ -385,7 +385,7 @@ def test_a_manifest_lists_nothing_before_its_file_is_on_disk(
 
 def test_dense_weights_go_on_where_they_ended(tmp_path: Path, packed: Path) -> None:
     """Unless their file begins otherwise than the header that the boxes have."""
-    with opened(tmp_path / "store", Manifest.load(packed)) as store:
+    with open_copy(tmp_path / "store", Manifest.load(packed)) as store:
         assert store.begin_dense(b"header") == 0
         store.add_dense(memoryview(b"seven b"))
         assert store.begin_dense(b"header") == 7
@@ -395,7 +395,7 @@ def test_dense_weights_go_on_where_they_ended(tmp_path: Path, packed: Path) -> N
 def test_a_disk_without_room_for_what_is_to_come_is_told_before_anything_comes(
     tmp_path: Path, packed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with opened(tmp_path / "store", Manifest.load(packed)) as store:
+    with open_copy(tmp_path / "store", Manifest.load(packed)) as store:
         store.check_room()
         disk = SimpleNamespace(f_bavail=1, f_frsize=4096)
         monkeypatch.setattr(peer_copy_module.os, "statvfs", lambda _: disk)
@@ -403,7 +403,7 @@ def test_a_disk_without_room_for_what_is_to_come_is_told_before_anything_comes(
             store.check_room()
 
 
-def listed(store: PulledStore) -> set[tuple[str, int]]:
+def listed(store: PeerCopy) -> set[tuple[str, int]]:
     """Files and experts in its manifest."""
     if not (store.directory / MANIFEST).is_file():
         return set()
@@ -415,7 +415,7 @@ async def test_pieces_that_come_while_others_are_looked_up_are_handed_out(
     packed: Path, copy_of: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory, whole = copy_of("a", 1 / 3), Manifest.load(packed)
-    pieces, look_up = ServedPieces(directory, Manifest.load(directory)), peer_copy_module._pieces
+    pieces, look_up = StorePieces(directory, Manifest.load(directory)), peer_copy_module._pieces
 
     def meanwhile(folder: Path, manifest: Manifest) -> Iterator[object]:
         pieces.grow(whole)
@@ -433,7 +433,7 @@ async def test_an_engine_uses_what_comes_into_its_store(packed: Path, copy_of: C
     manifest = Manifest.load(directory)
     with ExpertStore(directory, manifest) as store:
         shelf = ExpertShelf(manifest, store, spec_of(manifest).geometry)
-        pieces, on_disk = ServedPieces(directory, manifest), shelf.on_disk()
+        pieces, on_disk = StorePieces(directory, manifest), shelf.on_disk()
         growth = StoreGrowth(directory, store, shelf, pieces)
         await growth.look(on_disk)
         assert on_disk.sum() == 6
@@ -458,7 +458,7 @@ async def test_an_engine_keeps_on_using_what_a_manifest_lists_no_more(
     with ExpertStore(directory, manifest) as store:
         shelf = ExpertShelf(manifest, store, spec_of(manifest).geometry)
         on_disk = shelf.on_disk()
-        growth = StoreGrowth(directory, store, shelf, ServedPieces(directory, manifest))
+        growth = StoreGrowth(directory, store, shelf, StorePieces(directory, manifest))
         Manifest.load(copy_of("b", 2 / 3)).save(directory)
         await growth.look(on_disk)
         assert on_disk.all()
