@@ -28,6 +28,7 @@ class DecodeTimes(NamedTuple):
 
 
 MOST_ENGINES = 256  # that a term remembers
+SURE = 1 - 2**-20  # the highest chance that enters a logarithm
 UNMEASURED = DecodeTimes(0.0, 0.0)  # of engines that have not measured their steps: experts cost nothing there
 
 
@@ -124,6 +125,6 @@ def engine_step(view: EngineView, like: FloatArray, times: DecodeTimes) -> Engin
         seconds += view.resident
     absent = view.union
     if absent is None:  # it does not say: as if its requests had nothing in common
-        each = np.rint(like.sum(axis=1, keepdims=True)) / like.shape[1]
+        each = np.minimum(np.rint(like.sum(axis=1, keepdims=True)) / like.shape[1], SURE)
         absent = np.broadcast_to(view.requests * np.log1p(-each), like.shape)
     return step_of(seconds, absent.astype(np.float32, copy=False), view.requests, view.step_s or times.step_s)

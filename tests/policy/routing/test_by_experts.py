@@ -81,6 +81,13 @@ def test_an_engine_that_does_not_say_counts_as_full_of_different_requests() -> N
     assert costs[0] > costs[1]
 
 
+@pytest.mark.parametrize("requests", [0, 1, 4])
+def test_a_request_that_chooses_every_expert_costs_a_finite_time(requests: int) -> None:
+    view = replace(engine("a"), union=None, running=requests)
+    chance = np.ones((LAYERS, EXPERTS), np.float32)
+    assert np.isfinite(engine_step(view, chance, TIMES).cost_s(chance))
+
+
 def test_engines_with_room_take_what_fits_their_experts_even_if_it_came_later() -> None:
     policy = Pull(PullLimits(), UnionTerm(TIMES))
     full, open_ = engine("a", LOW, LOW, slots=2), engine("b", HIGH, HIGH)
