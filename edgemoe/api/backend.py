@@ -1,4 +1,4 @@
-"""The protocol between the application and whatever runs its requests."""
+"""The protocol between the application and the front, which runs its requests."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ State = Literal["loading", "ready", "draining", "failed", "stalled"]
 
 
 class BoxSnapshot(NamedTuple):
-    """What is seen of a box's engine; `box` is its name, "" of one that is in no cluster."""
+    """The latest snapshot of a box's engine. `box` is its name; "" outside a cluster."""
 
     box: str
     snapshot: EngineSnapshot | None  # None while nothing is known
 
 
 class Submission(Protocol):
-    """The accepted requests of one HTTP request. Iterates over what they emit."""
+    """The accepted requests of one HTTP request. Iterates over their emissions."""
 
     def __aiter__(self) -> AsyncIterator[list[Emission]]:
         """Yields lists of all emissions since the last one, in order, until each request has finished.
@@ -34,7 +34,7 @@ class Submission(Protocol):
 
 
 class Backend(Protocol):
-    """Runs requests. Leaving the context of `open` cancels those that still run."""
+    """Runs requests. Leaving the context of `open` cancels requests that still run."""
 
     @property
     def state(self) -> State:
@@ -53,13 +53,13 @@ class Backend(Protocol):
         """Accepts requests that all end within `timeout_s`. Raises QueueFull, EngineUnavailable."""
 
     async def reload(self) -> str:
-        """Reloads what can be changed while serving. Returns a message that says what is in use now.
+        """Reloads exports and settings that can change while serving. Returns a message naming those now in use.
 
         Raises ReloadRefused, EngineUnavailable.
         """
 
-    def look(self) -> Sequence[BoxSnapshot]:
-        """Returns what engines show of themselves, this box's first, and asks them for more."""
+    def snapshots(self) -> Sequence[BoxSnapshot]:
+        """Returns the latest snapshot of each box's engine, this box's first, and requests the next ones."""
 
     async def reach(self) -> Sequence[dict[str, Any]]:
         """Returns how this box and the others of its cluster reach each other; tries it, where it was not lately."""

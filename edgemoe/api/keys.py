@@ -1,7 +1,7 @@
 """The keys that clients of a TCP port give: a private file of them, and the ring that the daemon checks against.
 
-A line of the file is `NAME KEY`, or `NAME KEY REQUESTS`, where no more than so many of its requests may run at once; a
-key alone has no limit and is called by its place. What follows a # at a line's begin is a comment.
+A line of the file is `NAME KEY`, or `NAME KEY REQUESTS`, the most of its requests that may run at once. A key alone has
+no limit and is named by its line number. A line that begins with # is a comment.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class KeyRing:
             self._running[key.name] -= 1
 
     def _refresh(self) -> None:
-        """Reads a file that has changed. One that is unfit lets nobody in, until it is mended."""
+        """Reads a file that has changed. An unfit file admits no client until it is corrected."""
         if (stamp := self._stamp()) == self._seen:
             return
         self._seen, self._keys = stamp, ()
@@ -162,7 +162,7 @@ def _key(words: list[str], number: int, file: Path) -> ApiKey:
 
 
 def _write(file: Path, lines: list[str]) -> None:
-    """Replaces the file. It stays its owner's, so that a service can read what root has written."""
+    """Replaces the file. It keeps its owner, so that a service can read a file that root has written."""
     try:
         make_folder(file.parent, 0o700)
         known = (file if file.exists() else file.parent).stat()

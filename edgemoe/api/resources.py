@@ -1,4 +1,4 @@
-"""Holds what the endpoints of one application share, and the fair turns of the threads that prepare requests."""
+"""Holds the resources that an application's endpoints share, with the fair turns of the threads for requests."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from msgspec import Meta
 from edgemoe.errors import InvalidRequest
 from edgemoe.types.bounds import Repetition
 
-MAX_PARTS = 100_000  # lists, objects and fields of one body, those that are passed over included
+MAX_PARTS = 100_000  # lists, objects and fields of one body, ignored ones included
 MAX_MESSAGES, MAX_CONTENT_PARTS, MAX_TOOLS, MAX_CALLS = 4096, 4096, 1024, 256
 NEUTRAL_BYTES = 64  # of an unsupported field's value that may be without effect
 _TEXTS = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
@@ -34,7 +34,7 @@ StopText = Annotated[str, Meta(max_length=1024)]
 Label = Annotated[str, Meta(max_length=512)]
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
-# field -> values without effect; any other is refused. OpenAI's fields first, then those of other servers.
+# field -> values without effect; any other is refused. OpenAI's fields first, then other servers' fields.
 REFUSED: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "best_of": (1,),
@@ -217,7 +217,7 @@ _one_at_a_time = threading.Lock()  # msgspec crashes where two threads are the f
 
 
 def read(body: bytes, kind: type[T]) -> T:
-    """Returns the JSON object in `body` as a `kind`; fields that it does not have are passed over.
+    """Returns the JSON object in `body` as a `kind`; fields that it does not have are ignored.
 
     Raises InvalidRequest with the path of the first invalid field.
     """

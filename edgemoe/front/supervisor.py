@@ -124,7 +124,7 @@ class Supervisor:
         """Opens requests as RequestLog.open does."""
         return self.request_log.open(requests, timeout_s)
 
-    def look(self) -> Sequence[BoxSnapshot]:
+    def snapshots(self) -> Sequence[BoxSnapshot]:
         """Returns what engines show of themselves, and asks for more."""
         return self._lookout.look()
 

@@ -41,13 +41,13 @@ class Looked:
     """A backend that shows what it is given."""
 
     state = "ready"
-    snapshots: list[BoxSnapshot] = []  # noqa: RUF012
+    shown: list[BoxSnapshot] = []  # noqa: RUF012
 
     def metrics(self) -> dict[str, float]:
         return {"edgemoe_num_requests_running": 1.0}
 
-    def look(self) -> list[BoxSnapshot]:
-        return self.snapshots
+    def snapshots(self) -> list[BoxSnapshot]:
+        return self.shown
 
     def describe(self) -> dict[str, Any]:
         return {"status": self.state}

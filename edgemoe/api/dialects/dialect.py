@@ -48,15 +48,15 @@ class Dialect:
     """How a family of models writes reasoning and tool calls."""
 
     name: str
-    signs: tuple[str, ...]  # it is spoken where a chat template, or a tokenizer, has all of these
+    signs: tuple[str, ...]  # a chat template, or a tokenizer, that contains them all is of this dialect
     call: ToolCallForm | None  # None: the output is messages with headers, which name a channel and a recipient
     think: tuple[str, str] = ("<think>", "</think>")
     section: ToolCallSection | None = None
-    lone_begin: str = ""  # a mark inside a call that begins one, too: some models leave out what is before it
+    lone_begin: str = ""  # a mark inside a call that also begins one: some models omit the mark before it
     thinks_anywhere: bool = False  # not only at the start
     calls_while_thinking: bool = False  # a call ends reasoning that was not closed
-    ends: tuple[str, ...] = ()  # tokens that end an answer, beside those that the model's files name
-    others: tuple[str, ...] = ()  # special tokens that the parser must see, beside the marks
+    ends: tuple[str, ...] = ()  # tokens that end an answer, beside the end tokens in the model's files
+    others: tuple[str, ...] = ()  # further special tokens that the parser must see
     history: HistoryForm = field(default=HistoryForm())
 
     @property
@@ -72,18 +72,18 @@ class Dialect:
         return (*self.call.marks, *self.around_calls) if self.call else ()
 
 
-# What the prompt has begun: nothing, so that reasoning may come first; reasoning; the answer; or even text of it.
+# The part that the prompt has begun: none, so that reasoning may come first; reasoning; the answer; text of it.
 OutputStart = Literal["open", "reasoning", "answer", "text"]
 
 
 @dataclass(frozen=True, slots=True)
 class OutputMarks:
-    """Selects what to recognise in one output. With all off, the whole output is the answer."""
+    """Selects the marks to recognise in one output. With all off, the whole output is the answer."""
 
     dialect: Dialect
     begun: OutputStart = "answer"
-    calls: int = 0  # most tool calls to take
-    functions: OfferedFunctions | None = None  # those that a call may name; None: any
+    calls: int = 0  # most tool calls to accept
+    functions: OfferedFunctions | None = None  # functions that a call may name; None: any
 
     @property
     def think(self) -> bool:
@@ -235,7 +235,7 @@ def dialect_of(template: str, tokens: Container[str], response: Json | None = No
 
 
 def begun_by(prompt: str, dialect: Dialect, template: str, continued: bool) -> OutputStart:
-    """Returns what the end of `prompt`, which a chat template has made, has begun and the output goes on with.
+    """Returns the part of an output that the end of `prompt`, made by a chat template, has begun.
 
     With `continued` the prompt ends within a message.
     """
@@ -259,7 +259,7 @@ PART = re.compile(r"\{content\.(\w{1,64})\}")
 
 
 class ResponseField(msgspec.Struct, frozen=True):
-    """A field of a response template. What is not read here is left out."""
+    """A field of a response template. Fields without a reader here are left out."""
 
     open: Any = None
     close: Any = None

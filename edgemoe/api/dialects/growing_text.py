@@ -1,7 +1,7 @@
 """Reads a text that still grows, by parsers written as if it were whole, and copies JSON out of it.
 
-A parser is a generator that yields where it needs more text. Text that it has read stays in the buffer until it is
-taken, so that an attempt that fails can be shown as text.
+A parser is a generator that yields when it needs more text. Text that it has read stays in the buffer until it is
+cut off, so that an attempt that fails can be shown as text.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ T = TypeVar("T")
 Reading = Generator[None, None, T]
 
 MAX_NAME = 256  # characters of a function's or parameter's name, or of a header
-MAX_HELD = 1 << 16  # characters that may be held back until it is known what they are
+MAX_HELD = 1 << 16  # characters that may be held back before they are classified
 
 
 class MalformedOutput(Exception):
-    """Raised where the text is not what the parser expects."""
+    """Raised when a parser meets text that it does not expect."""
 
 
 def held_back(text: str, marks: Iterable[str]) -> int:
@@ -37,7 +37,7 @@ def _overlap(text: str, mark: str) -> int:
 
 
 class GrowingText:
-    """Holds the text that was not taken yet, and the place that the parser has read up to."""
+    """Holds the text that was not cut off yet, and the place that the parser has read up to."""
 
     def __init__(self) -> None:
         self._text = ""
@@ -46,28 +46,28 @@ class GrowingText:
         self._ended = False
 
     def push(self, text: str) -> None:
-        """Appends `text`."""
+        """Appends text that has arrived."""
         self._text += text
         self._pushed += len(text)
 
     def end(self) -> None:
-        """Declares that no more text comes."""
+        """Marks the text as complete: no more is pushed."""
         self._ended = True
 
     @property
     def read(self) -> int:
-        """Returns how many characters were read and not taken."""
+        """Returns how many characters were read and not cut off."""
         return self._at
 
-    def take(self, size: int | None = None) -> str:
-        """Returns what was read since the last call, or the first `size` characters of it."""
+    def cut(self, size: int | None = None) -> str:
+        """Removes and returns the text that was read, or its first `size` characters."""
         size = self._at if size is None else size
         taken, self._text = self._text[:size], self._text[size:]
         self._at -= size
         return taken
 
     def unread(self, size: int) -> None:
-        """Makes the last `size` characters, which were read and not taken, unread."""
+        """Makes the last `size` characters, which were read and not cut off, unread."""
         self._at -= size
 
     def more(self) -> Reading[bool]:
@@ -95,7 +95,7 @@ class GrowingText:
                 return found
 
     def part(self, pattern: re.Pattern[str]) -> str:
-        """Reads all of what has come that matches `pattern`, of single characters."""
+        """Reads the characters that have arrived and match `pattern`, which is of single characters."""
         match = pattern.match(self._text, self._at)
         found = match[0] if match else ""
         self._at += len(found)
@@ -114,7 +114,7 @@ class GrowingText:
         return (yield from self.run(SPACE))
 
     def begins(self, *wanted: str) -> Reading[str]:
-        """Returns which of `wanted` comes next, without reading it; "" for none."""
+        """Returns the one of `wanted` that comes next, without reading it; "" for none."""
         while True:
             rest = self._text[self._at : self._at + max(map(len, wanted))]
             if found := next((one for one in wanted if rest.startswith(one)), ""):
@@ -136,7 +136,7 @@ class GrowingText:
                 raise MalformedOutput
 
     def until(self, mark: str, limit: int = MAX_NAME) -> Reading[str]:
-        """Reads up to `mark`, and it. Returns what is before.
+        """Reads up to `mark`, and it. Returns the text before it.
 
         Raises Malformed, having read nothing, where there is no mark within `limit` characters.
         """
@@ -148,10 +148,10 @@ class GrowingText:
         return before
 
     def copy(self, marks: tuple[str, ...], write: Callable[[str], None], trim: bool = False) -> Reading[str]:
-        """Reads what comes before the first of `marks`, which it passes to `write` as it comes, and the mark.
+        """Reads up to and including the first of `marks`; passes the text before it to `write` as it arrives.
 
-        Returns the mark; "" at the end, where what may begin a mark is read, but not passed on. With `trim`, nor is
-        white space before a mark.
+        Returns the mark. At the end of the text returns "", and keeps a possible beginning of a mark from `write`.
+        With `trim`, white space before a mark is kept from `write`, too.
         """
         while True:
             at, mark = _first(self._text, marks, self._at)
@@ -174,7 +174,7 @@ SPACE = re.compile(r"\s*")
 
 
 def _first(text: str, marks: tuple[str, ...], start: int) -> tuple[int, str]:
-    """Returns where the first mark begins, and the longest that begins there; (-1, "") where there is none."""
+    """Returns the position of the first mark and the longest mark that begins there; (-1, "") for none."""
     match = _any_of(marks).search(text, start)
     return (match.start(), match[0]) if match else (-1, "")
 
@@ -190,7 +190,7 @@ def _may_grow(text: str, marks: tuple[str, ...]) -> bool:
 
 
 def _trimmed(text: str, start: int, end: int) -> int:
-    """Returns `end`, or where the white space before it begins; what is long is no layout."""
+    """Returns `end` moved before the white space that precedes it, by MAX_NAME characters at most."""
     return max(start + len(text[start:end].rstrip()), end - MAX_NAME)
 
 
@@ -293,7 +293,7 @@ def copy_string(source: GrowingText, write: Write) -> Reading[None]:
 
 
 def string(source: GrowingText, limit: int = MAX_NAME) -> Reading[str]:
-    """Reads one JSON string. Returns what it says. Raises Malformed, also past `limit` characters."""
+    """Reads one JSON string. Returns the decoded text. Raises Malformed, also past `limit` characters."""
     parts: list[str] = []
     yield from copy_string(source, bounded(parts, limit))
     try:

@@ -1,7 +1,7 @@
 """Splits an output into text, reasoning and tool calls while it streams.
 
 Text that may still become a mark is held back. A tool call is passed on as it arrives, once its function is known to be
-offered; one that turns out malformed is shown as text from there.
+offered. The rest of a call that turns out malformed is shown as text.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from edgemoe.api.dialects.tool_calls import OutputPiece, OutputPieces, PieceKind
 
 
 class OutputReader:
-    """Passes on what a parser has recognised. `special` are the marks that are never shown."""
+    """Collects the pieces that a parser has recognised. `special` are the marks that are never shown."""
 
     def __init__(self, marks: OutputMarks, special: tuple[str, ...]) -> None:
         self.source = GrowingText()
         self.marks = marks
         self.special = special
-        self.kind: PieceKind = "text"  # what is being read
+        self.kind: PieceKind = "text"  # the kind of text being read
         self._taken = 0  # calls
-        self._begun = 0  # calls, broken ones among them
+        self._begun = 0  # calls, including broken ones
         self._out = OutputPieces()
         self._fresh = marks.trims and marks.begun != "text"  # white space that comes next is layout
         self._between = ""
@@ -42,7 +42,7 @@ class OutputReader:
         return self._taken < self.marks.calls
 
     def collected(self) -> OutputPieces:
-        """Returns what was recognised since the last call."""
+        """Returns the pieces recognised since the last call."""
         if self._call is not None:
             self._call.say()
         collected, self._out = self._out, OutputPieces()
@@ -62,7 +62,7 @@ class OutputReader:
             self._shown.add(self.kind)
 
     def _laid_out(self, text: str) -> str:
-        """Returns what is shown of text that comes next."""
+        """Returns the part of the next text that clients see."""
         text = self._without_special(text)
         text = text.lstrip() if self._fresh else text
         return self._between + text if text else ""
@@ -78,14 +78,14 @@ class OutputReader:
 
     def show_read(self) -> None:
         """Passes on all that was read and not passed on."""
-        self.show(self.source.take())
+        self.show(self.source.cut())
 
     def skip_read(self) -> None:
         """Omits all that was read and not passed on."""
-        self.source.take()
+        self.source.cut()
 
     def copy(self, marks: tuple[str, ...]) -> Reading[str]:
-        """Passes on what comes before the first of `marks`, and reads that. Returns it; "" at the end."""
+        """Passes on the text before the first of `marks`, and reads the mark. Returns it; "" at the end."""
 
         def pass_on(_: str) -> None:
             self.show_read()
@@ -93,7 +93,7 @@ class OutputReader:
         return (yield from self.source.copy(marks, pass_on, self.marks.trims))
 
     def call(self, read: Callable[[GrowingText, ToolCallBuilder], Reading[None]]) -> Reading[bool]:
-        """Reads one call by `read`. Returns False, having shown what was read, where it is none."""
+        """Reads one call by `read`. Shows the text that was read and returns False if it is malformed."""
         self._call = call = ToolCallBuilder(self.source, self._add_call, self.marks.functions, self._begun)
         try:
             yield from read(self.source, call)
@@ -132,7 +132,7 @@ def read_tagged(output: OutputReader) -> Reading[None]:
         else:
             output.show_read()  # a special token out of place
     if output.kind == "reasoning":
-        output.show(output.source.take().rstrip())
+        output.show(output.source.cut().rstrip())
     output.show_read()
 
 
@@ -170,7 +170,7 @@ def _next_marks(output: OutputReader) -> tuple[str, ...]:
 
 
 def _calls(output: OutputReader) -> Reading[bool]:
-    """Reads a call, or all of a section. Returns whether there was any; what is none is shown."""
+    """Reads a call, or all of a section. Returns whether there was a call; other text is shown."""
     dialect, source, any_call = output.marks.dialect, output.source, False
     assert dialect.call is not None
     if dialect.section is None:
@@ -209,7 +209,7 @@ def read_channels(output: OutputReader) -> Reading[None]:
 
 
 def _header(output: OutputReader) -> Reading[tuple[str, str]]:
-    """Reads a header. Returns the channel and the recipient; "" for what is not there, as where there is no header."""
+    """Reads a header. Returns its channel and recipient; "" for each that is missing."""
     source = output.source
     try:
         yield from source.space()
@@ -253,7 +253,7 @@ def _copy(output: OutputReader, kind: PieceKind) -> Reading[None]:
             return
         output.show_read()
     if output.kind == "reasoning":
-        output.show(output.source.take().rstrip())
+        output.show(output.source.cut().rstrip())
     output.show_read()
 
 
@@ -289,7 +289,7 @@ class OutputParser:
         return self._output.done
 
     def feed(self, text: str) -> OutputPieces:
-        """Adds text. Returns what can be classified now and was not returned before."""
+        """Adds text. Returns the pieces that can be classified now and were not returned before."""
         if text:
             self._output.source.push(text)
             next(self._reading, None)

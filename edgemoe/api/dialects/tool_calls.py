@@ -48,21 +48,21 @@ class ToolCall:
 
 @dataclass(slots=True)
 class OutputPiece:
-    """A part of the output. A call's `text` is JSON text of its arguments, and `raw` what the model wrote for it."""
+    """A part of the output. A call's `text` is JSON text of its arguments, and `raw` the text that the model wrote."""
 
     kind: PieceKind
     text: str
     call: ToolCall | None = None
     raw: str = ""
     begins: bool = False  # the call's first piece
-    ended: ToolCallEnd = ""  # what became of the call, in its last piece
+    ended: ToolCallEnd = ""  # how the call ended, in its last piece
 
     def __bool__(self) -> bool:
         return bool(self.text or self.begins or self.ended)
 
 
 class OutputPieces:
-    """Collects pieces. Those that belong together are joined."""
+    """Collects pieces. Adjacent pieces of one text or call are joined."""
 
     def __init__(self) -> None:
         self._pieces: list[OutputPiece] = []
@@ -74,7 +74,7 @@ class OutputPieces:
         return bool(self._pieces)
 
     def add(self, piece: OutputPiece) -> None:
-        """Appends what follows."""
+        """Appends a piece, joined to the last one if both are of one text or call."""
         last = self._pieces[-1] if self._pieces else None
         if last is not None and last.kind == piece.kind and last.call is piece.call:
             last.text += piece.text
@@ -144,11 +144,11 @@ class ToolCallBuilder:
         self._new = True
 
     def write(self, text: str) -> None:
-        """Appends JSON text to the arguments: what was read of the source so far."""
+        """Appends JSON text to the arguments, and notes how far the source was read for it."""
         self._unsaid.append((text, self._source.read))
 
     def say(self) -> None:
-        """Passes on the arguments that are known, but not what may end them: those of a broken call are never whole."""
+        """Passes on the known arguments, but no text that may end them: a broken call's arguments never look whole."""
         held = self._unsaid[-1:] if self._unsaid and self._unsaid[-1][0].endswith("}") else []
         said = self._unsaid[: len(self._unsaid) - len(held)]
         if self._call is not None and said:
@@ -164,11 +164,11 @@ class ToolCallBuilder:
         """Ends a call that cannot be read on. Returns the text that was read of it and is not in any piece."""
         if self.said:
             self._emit(OutputPiece("call", "", self._call, ended="broken"))
-        return self._source.take()
+        return self._source.cut()
 
     def _add(self, said: list[tuple[str, int]], read: int, ended: ToolCallEnd) -> None:
         arguments = "".join(text for text, _ in said)
-        self._emit(OutputPiece("call", arguments, self._call, self._source.take(read), begins=self._new, ended=ended))
+        self._emit(OutputPiece("call", arguments, self._call, self._source.cut(read), begins=self._new, ended=ended))
         self._new = False
 
 
@@ -180,7 +180,7 @@ OF_VALUES = {bool: "boolean", int: "integer", float: "number", str: "string", li
 
 
 def resolved(schema: Any, root: Any) -> Json:
-    """Returns `schema`, or what its `$ref` within `root` points to; {} where it is no object."""
+    """Returns `schema`, or the target of its `$ref` within `root`; {} where that is no object."""
     for _ in range(MAX_NESTED):
         if not isinstance(schema, Mapping) or not isinstance(path := schema.get("$ref"), str):
             break

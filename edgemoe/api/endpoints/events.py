@@ -1,12 +1,7 @@
-"""What goes on, as server-sent events, for the page and for `edgemoe top`.
+"""Streams the daemon's state as server-sent events, for the page and for `edgemoe top`; without users' text.
 
-    hello   once: the release
-    state   every second: the seconds since the first, figures by their metrics' names, and /health; only what has
-            changed since the last one
-    box     twice a second, for each box whose engine shows itself: an `EngineSnapshot`, its cells in base64; only
-            where it has changed, and with no cells where these are as they were
-
-Nothing is in them of what users wrote, or were answered.
+`hello` once: the release. `state` each second: seconds since the first, changed figures, changed /health. `box` twice a
+second for each box: its `EngineSnapshot` if changed, cells in base64 unless as before. `bye` when the daemon drains.
 """
 
 from __future__ import annotations
@@ -36,30 +31,30 @@ from edgemoe.types.snapshot import EngineSnapshot
 
 EVENTS = "/events"
 MOST_STREAMS = 16  # at once
-EVERY_S, STATE_EVERY = 0.5, 2  # seconds between looks, and looks between states
+EVERY_S, STATE_EVERY = 0.5, 2  # seconds between rounds, and rounds between states
 
 
 class EventStreams:
-    """Yields events to each who looks. One for an application."""
+    """Yields events to each client that watches. One for an application."""
 
     def __init__(self, backend: Backend, metrics: Metrics) -> None:
         self._backend, self._metrics = backend, metrics
-        self._lookers = Counter[Principal]()
+        self._watchers = Counter[Principal]()
 
     def admit(self, principal: Principal) -> None:
-        """Raises QueueFull where too many look, of this principal or in all."""
-        if not fits(1, self._lookers[principal], MOST_STREAMS - self._lookers.total()):
-            raise QueueFull("too many look already; close a page or an `edgemoe top`", retry_after_s=5.0)
+        """Raises QueueFull if too many clients watch, of this principal or in all."""
+        if not fits(1, self._watchers[principal], MOST_STREAMS - self._watchers.total()):
+            raise QueueFull("too many clients watch already; close a page or an `edgemoe top`", retry_after_s=5.0)
 
     async def __call__(self, principal: Principal) -> AsyncGenerator[bytes, None]:
-        """Yields what is new, every half second, until the daemon drains."""
-        self._lookers[principal] += 1
+        """Yields events of the changes, every half second, until the daemon drains."""
+        self._watchers[principal] += 1
         try:
             memory = StreamMemory(time.monotonic())
             yield event({"release": edgemoe.__version__}, "hello")
             rounds = 0
             while self._backend.state != "draining":
-                some = [event(box, "box") for box in memory.boxes(self._backend.look())]
+                some = [event(box, "box") for box in memory.boxes(self._backend.snapshots())]
                 if rounds % STATE_EVERY == 0:
                     some.append(event(memory.state(self._backend.describe(), self._figures()), "state"))
                 rounds += 1
@@ -67,15 +62,15 @@ class EventStreams:
                 await asyncio.sleep(EVERY_S)
             yield event({}, "bye")
         finally:
-            self._lookers[principal] -= 1
-            self._lookers += Counter()  # drops zeros
+            self._watchers[principal] -= 1
+            self._watchers += Counter()  # drops zeros
 
     def _figures(self) -> dict[str, float]:
         return self._metrics.figures() | dict(self._backend.metrics())
 
 
 async def stream_events(request: Request) -> ASGIApp:
-    """Answers with events for as long as somebody looks; to HEAD with none. Raises QueueFull."""
+    """Answers with events until the client leaves; to HEAD with none. Raises QueueFull."""
     if request.method == "HEAD":
         return Response(media_type="text/event-stream")
     events: EventStreams = request.app.state.api.events
@@ -90,7 +85,7 @@ async def stream_events(request: Request) -> ASGIApp:
 
 
 class StreamMemory:
-    """Remembers what one looker has been told, and tells what has changed."""
+    """Remembers the state that one stream has sent, and returns the changes since."""
 
     def __init__(self, began_s: float) -> None:
         self._began_s = began_s

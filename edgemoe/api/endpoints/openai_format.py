@@ -1,4 +1,4 @@
-"""What OpenAI's two older endpoints have in common: one head for every object, and how streams end."""
+"""Writes the objects that OpenAI's chat and completions share: heads, stream ends, tool calls, logprobs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LogprobEntry = tuple[int, float | None, tuple[tuple[int, float], ...]]  # a toke
 
 
 class OpenAIFormat:
-    """Writes the chunks of a stream, its last ones included. `chunk_object` is what a chunk calls itself."""
+    """Writes the chunks of a stream, its last ones included. `chunk_object` is the chunks' `object` field."""
 
     chunk_object: str
 
@@ -54,7 +54,7 @@ class OpenAIFormat:
 
 
 def tool_call_body(piece: OutputPiece) -> Json:
-    """Returns OpenAI's tool call object, or what follows the one that has begun."""
+    """Returns OpenAI's tool call object, or the next arguments of one that has begun."""
     if piece.call is None or not piece.begins:
         return {"function": {"arguments": piece.text}}
     return {"id": piece.call.id, "type": "function", "function": {"name": piece.call.name, "arguments": piece.text}}

@@ -137,7 +137,7 @@ def _reasoning(item: dict[str, Any]) -> str:
 
 
 def _with_reasoning(message: Json, reasoning: str) -> str:
-    """Adds the reasoning to a message of the assistant's. Returns what is left for the next one: nothing."""
+    """Adds the reasoning to a message of the assistant's. Returns "", the reasoning left for the next one."""
     if reasoning and message["role"] == "assistant":
         message["reasoning_content"] = reasoning
     return ""
@@ -170,7 +170,7 @@ def new_id(kind: str) -> str:
 
 
 class ResponseItem:
-    """Collects an open output item: a message or reasoning, whose one part grows, or a call, whose arguments do."""
+    """Collects an open output item: the text of a message or of reasoning, or the arguments of a call."""
 
     def __init__(self, kind: str, index: int, call: ToolCall | None = None) -> None:
         self.kind = kind  # "message" | "reasoning" | "function_call"

@@ -110,7 +110,7 @@ def _or(value: float | None, default: float) -> float:
 
 @dataclass(slots=True)
 class ChoiceDelta:
-    """What is new in one choice. `finish` is "", "stop", "length" or "tool_calls"."""
+    """Holds the new pieces of one choice. `finish` is "", "stop", "length" or "tool_calls"."""
 
     choice: int
     pieces: OutputPieces = field(default_factory=OutputPieces)
@@ -129,7 +129,7 @@ class ChoiceDelta:
         return self.pieces.text("reasoning")
 
     def add(self, other: ChoiceDelta) -> None:
-        """Appends what follows this delta."""
+        """Appends the delta that follows this one."""
         self.pieces.extend(other.pieces)
         self.logprobs += other.logprobs
         self.prompt_logprobs = self.prompt_logprobs or other.prompt_logprobs
@@ -140,7 +140,7 @@ class ChoiceDelta:
 
 
 class CompletionChoice:
-    """Holds the front's state of one choice, which follows from the tokens taken so far."""
+    """Turns the emissions of one choice into text, reasoning, tool calls, logprobs and a finish reason."""
 
     def __init__(
         self,
@@ -175,7 +175,7 @@ class CompletionChoice:
     def add(self, emission: Emission) -> bool:
         """Adds one emission. Must not be called once `finish` is set.
 
-        Returns True where the text has ended in a way that the engine cannot know: a stop string, the last tool call.
+        Returns True if the text has ended by a stop string or the last tool call, which the engine cannot know.
         """
         if emission.index == 0:
             self.cached_tokens = emission.cached_tokens
@@ -188,7 +188,7 @@ class CompletionChoice:
         return bool(self.finish) and not emission.finish
 
     def delta(self) -> ChoiceDelta:
-        """Returns what is new since the last call; falsy where there is nothing to show yet."""
+        """Returns the delta since the last call; falsy while there is nothing to show."""
         if not self._delta:
             return ChoiceDelta(self.index)
         delta, self._delta = self._delta, ChoiceDelta(self.index)
@@ -271,7 +271,7 @@ class AnswerFormat(Protocol):
     """Writes deltas in the form of one endpoint."""
 
     def events(self, deltas: list[ChoiceDelta]) -> Iterable[bytes]:
-        """Yields server-sent events for what is new."""
+        """Yields server-sent events for the deltas."""
 
     def closing_events(self) -> Iterable[bytes]:
         """Yields the last events of a complete stream."""
@@ -285,7 +285,7 @@ class AnswerFormat(Protocol):
 
 @dataclass(slots=True)
 class Generation:
-    """Holds what one HTTP request asks for, ready to run."""
+    """Holds the engine requests and choices of one HTTP request, ready to run."""
 
     prefix: str  # of its id: "chatcmpl", "cmpl", "resp", "msg"
     model: str
@@ -308,7 +308,7 @@ class Generation:
                 self.requests[at] = structs.replace(each, sampling=sampling)
 
     def usage(self) -> Json:
-        """Returns OpenAI's usage object for what has been generated so far."""
+        """Returns OpenAI's usage object for the tokens generated so far."""
         completion = sum(choice.tokens for choice in self.choices)
         return {
             "prompt_tokens": self.prompt_tokens,
@@ -319,7 +319,7 @@ class Generation:
         }
 
     def timings(self) -> Json:
-        """Returns llama.cpp's timings object for what has been generated so far."""
+        """Returns llama.cpp's timings object for the tokens generated so far."""
         return self.clock.timings(self.prompt_tokens, self.cached_tokens()) if self.clock is not None else {}
 
     @property

@@ -84,7 +84,7 @@ def repetitions(pattern: str) -> int:
 
 
 def _walk(schema: Any, where: str) -> Iterator[tuple[Any, str, int]]:
-    """Yields every value within, with its path and depth; a list's or an object's before those in it."""
+    """Yields every value within a schema, with its path and depth; containers come before their members."""
     stack: list[tuple[Any, str, int]] = [(schema, where, 0)]
     while stack:
         value, path, depth = stack.pop()
@@ -116,7 +116,7 @@ def _check_keywords(schema: Mapping[str, Any], path: str) -> None:
 
 def _check_multiple(multiple: Any, where: str) -> None:
     if isinstance(multiple, bool) or not isinstance(multiple, int | float):
-        return  # which is refused as what it is
+        return  # llguidance refuses it with a message of its own
     try:
         digits = int("".join(map(str, Decimal(repr(multiple)).normalize().as_tuple().digits)))
         whole = int(multiple) if multiple >= 1 else 0
@@ -146,7 +146,7 @@ class GrammarChoice:
 
 @dataclass(frozen=True, slots=True)
 class AnswerForm:
-    """Describes what may surround the constrained part."""
+    """Describes the marks, reasoning and headers that may surround the constrained part."""
 
     tokens: Container[str] = ()  # names of the tokenizer's added tokens
     dialect: Dialect = HERMES
@@ -162,7 +162,7 @@ class AnswerForm:
         return LarkRules(self.tokens, (*self.dialect.think, *self.dialect.call_marks, *self.dialect.others))
 
     def around(self, rules: LarkRules, answer: str, instead: str = "") -> str:
-        """Returns the whole grammar of an `answer`, or of what may come `instead`, without the answer's header."""
+        """Returns the whole grammar of an `answer`, or of the term that may come `instead`, which has no header."""
         if self.dialect.call is None:
             return self._in_channels(rules, answer, instead)
         body = " | ".join(filter(None, (answer, instead)))

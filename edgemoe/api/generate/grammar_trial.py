@@ -26,7 +26,7 @@ from edgemoe.types.request import PARSER_LIMITS, GrammarTrial, digest_of
 MODULE = "edgemoe.api.generate.grammar_trial"
 TRIAL_S = 3.0  # of a processor, for trying one grammar
 DEADLINE_S = 20.0  # by the clock, on a machine that does much else
-MEMORY_BYTES = 128 << 20  # beyond what the process has with its tokenizer
+MEMORY_BYTES = 128 << 20  # beyond the memory of a process with its tokenizer
 
 
 class GrammarQuestion(NumberedMessage, frozen=True):
@@ -91,7 +91,7 @@ class GrammarChecker:
         return None
 
     async def close(self) -> None:
-        """Ends the processes."""
+        """Ends the child processes."""
         await self._helpers.close()
 
     async def _tried(self, lark: str, choice: GrammarChoice, principal: str) -> TriedGrammar:
@@ -154,7 +154,7 @@ def _matchable(term: str) -> bool:
 
 
 def _reason(error: str) -> str:
-    """What is wrong, without the place in the text and the parser's state."""
+    """Returns the message of an error, without its position in the text and the parser's state."""
     return re.sub(r"^\d+\(\d+\): ", "", error.splitlines()[0])
 
 

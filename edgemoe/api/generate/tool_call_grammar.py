@@ -222,7 +222,7 @@ def _braced(rules: LarkRules, form: BracedForm, name: str, schema: Json) -> str:
 
 
 def _in_order(rules: LarkRules, members: Sequence[tuple[str, bool]]) -> str:
-    """Returns the term for members in order with commas between them; those that are not required may be missing."""
+    """Returns the term for members in order with commas between them; optional members may be missing."""
     choices: list[str] = []
     optional, rest = True, ""
     for name, needed in reversed(members):

@@ -1,1 +1,1 @@
-"""What every request has in common: bodies, the key, events, hanging up, metrics."""
+"""Handles every request alike: bodies, keys, origins, answers, clients that hang up, counts."""

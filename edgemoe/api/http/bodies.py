@@ -1,7 +1,7 @@
 """Reads request bodies within one budget of memory, which covers each from its first byte until it has been decoded.
 
-Where all bodies together exceed the budget, or one principal's its share of what is left, the largest one that is still
-arriving of the principal with the most is refused. Who sends long bodies, or many that never end, hinders only itself.
+Where all bodies exceed the budget, or one principal's bodies its share of the rest, one body is refused. It is the
+largest still arriving of the principal with the most. A client of long or endless bodies hinders only itself.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class BodyBudget:
         finally:
             body.arriving = None
         if body.gave_way:
-            raise QueueFull("there is no memory for so many long bodies at once; try again", retry_after_s=RETRY_S)
+            raise QueueFull("the request bodies in progress fill the memory for them; try again", retry_after_s=RETRY_S)
         return bytes(whole)
 
     def _grow(self, body: PendingBody, size: int) -> None:
@@ -99,7 +99,7 @@ class BodyBudget:
                 largest.arriving.reschedule(0)
 
     def _surplus(self) -> PendingBody | None:
-        """Returns the body that is to give way; None while there is room."""
+        """Returns the body to refuse; None while there is room."""
         free = HELD * self._max_bytes - self.held_bytes
         over = [
             one

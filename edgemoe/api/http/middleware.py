@@ -57,8 +57,8 @@ class _Bucket:
     def __init__(self, per_s: float, most: float) -> None:
         self._per_s, self._most, self._left, self._seen_s = per_s, most, most, float("inf")
 
-    def take(self, cost: float, now_s: float) -> float:
-        """Takes `cost` requests. Returns the seconds until they are there."""
+    def spend(self, cost: float, now_s: float) -> float:
+        """Spends `cost` requests. Returns the seconds until the bucket has them."""
         self._left = min(self._most, self._left + self._per_s * max(0.0, now_s - self._seen_s)) - cost
         self._left, self._seen_s = max(self._left, -LONGEST_S * self._per_s), now_s
         return max(0.0, -self._left / self._per_s)
@@ -79,7 +79,7 @@ class Slowdown:
         if len(self._left) > MOST_ADDRESSES:
             self._left.popitem(last=False)
         now = self._clock()
-        return max(own.take(cost, now), self._all.take(cost, now))
+        return max(own.spend(cost, now), self._all.spend(cost, now))
 
 
 LAST_SEND_S = 1.0  # that the last words to a client may take
@@ -91,7 +91,7 @@ class RequestMiddleware:
     """Wraps the application: request ids, keys, unexpected errors, counts."""
 
     def __init__(self, app: ASGIApp, keys: KeyRing | None, metrics: Metrics, node: str) -> None:
-        """`node` is the name of this box among those of its cluster, "" of one on its own."""
+        """Takes `node`, the name of this box in its cluster; "" outside a cluster."""
         self._app = app
         self._keys = keys
         self._metrics = metrics
@@ -176,7 +176,7 @@ class RequestMiddleware:
         return found is not None, found
 
     async def _slow_down(self, scope: Scope, *, refused: bool) -> None:
-        """Has a client without a key wait that asks much, and tells of keys that are refused."""
+        """Delays a client without a key that sends many requests; logs and counts refused keys."""
         address = site_of(peer_address(scope))
         if refused:
             self._metrics.refused_keys.inc()
@@ -184,7 +184,7 @@ class RequestMiddleware:
         await asyncio.sleep(self._slowdown.delay_s(address, REFUSED if refused else 1.0))
 
     def _counted(self, scope: Scope) -> AbstractContextManager[None]:
-        """Counts what a key's client has the daemon do. Raises QueueFull beyond the key's limit."""
+        """Counts the running POST requests of a key. Raises QueueFull beyond the key's limit."""
         key = scope["state"]["key"]
         return (
             nullcontext() if key is None or self._keys is None or scope["method"] != "POST" else self._keys.running(key)

@@ -61,7 +61,7 @@ LOCAL_DOMAINS = ("local", "lan", "home", "internal", "home.arpa")  # of a box's 
 
 
 class Origins:
-    """Knows this machine's names, those in `api.hosts`, and the pages that `api.cors_origins` lists."""
+    """Holds this machine's names, the names in `api.hosts`, and the origins in `api.cors_origins`."""
 
     def __init__(self, listed: Sequence[str] = (), hosts: Sequence[str] = ()) -> None:
         self._listed = frozenset(listed)
@@ -103,11 +103,11 @@ def _hostname(address: str) -> str | None:
 class OriginCheck:
     """Refuses other sites' pages, and the daemon's own page under a name that is not this machine's.
 
-    Stands behind the Doorway, which knows whether a key was given.
+    Runs inside RequestMiddleware, which checks the key.
     """
 
     def __init__(self, app: ASGIApp, origins: Origins, guarded: Collection[str]) -> None:
-        """`guarded` are the paths that need a Host of ours by TCP."""
+        """Takes `guarded`, the paths that need a Host header of this machine by TCP."""
         self._app, self._origins, self._guarded = app, origins, guarded
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

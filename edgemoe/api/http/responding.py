@@ -98,8 +98,8 @@ async def while_connected(receive: Receive) -> AsyncIterator[None]:
 async def reply(send: Send, prepared: PreparedAnswer, deltas: AsyncGenerator[list[ChoiceDelta], None]) -> None:
     """Sends the answer. Raises RequestError only while nothing has been sent.
 
-    A stream without a token for QUIET_S begins without one, and gets a comment as often: proxies and clients give up
-    on a connection that is silent for a minute, which a long prompt may take.
+    A stream that has no token after QUIET_S begins without one, and gets a comment as often. Proxies and clients
+    give up on a connection that is silent for a minute, and a long prompt may take longer.
     """
     generation, answer_format = prepared.generation, prepared.answer_format
     if not prepared.is_stream:

@@ -28,9 +28,9 @@ from edgemoe.types.bounds import Count
 
 MODULE = "edgemoe.api.text.bounded_text"
 TEXT_S = 2.0  # of a processor, for one prompt
-TEXT_S_PER_BYTE = 2e-6  # more, which is four times what it takes
+TEXT_S_PER_BYTE = 2e-6  # more for each byte of a prompt: four times the usual
 DEADLINE_S = 60.0  # by the clock, on a machine that does much else
-MEMORY_BYTES = 1 << 30  # beyond what the process has with its tokenizer: a megabyte of text takes a hundred
+MEMORY_BYTES = 1 << 30  # beyond a process with its tokenizer: a megabyte of text takes a hundred
 MAX_PROMPT_CHARS = 16 << 20  # that a template may make
 SHORT_CHARS = 32 << 10  # of a prompt that is tokenized as it is rendered, which saves a question
 IDS = "I"  # 32 bits
@@ -91,7 +91,7 @@ class BoundedText:
             raise CheckpointError(answer.refusal)
 
     async def close(self) -> None:
-        """Ends the processes."""
+        """Ends the child processes."""
         await self.helpers.close()
 
 
@@ -198,7 +198,7 @@ class PromptMaker:
 
 
 def _answering(directory: Path) -> Callable[[RenderQuestion | EncodeQuestion], TextAnswer]:
-    """Returns what answers questions; where the model's files cannot be read, with why."""
+    """Returns the function that answers questions; if the model's files cannot be read, it answers with the reason."""
     try:
         return PromptMaker(TextModel(directory)).answer
     except CheckpointError as error:

@@ -93,13 +93,13 @@ def _decoded(text: str) -> Any:
 def _one_call_each(messages: list[Json]) -> Iterator[Json]:
     """Yields the messages, with a message of its own for each call, which its result follows.
 
-    Such templates have one place for what is said before a call: text goes there behind the reasoning.
+    Such templates have one place for text before a call: the answer's text goes there, after the reasoning.
     """
     moved: set[int] = set()
     for number, message in enumerate(messages, start=1):
         calls = message.get("tool_calls", ())
         following = takewhile(lambda one: one["role"] == "tool", messages[number:] if calls else ())
-        results = {one.get("tool_call_id"): one for one in following}  # ids may begin anew with each turn
+        results = {one.get("tool_call_id"): one for one in following}  # ids may repeat in each turn
         if calls and message["content"] and message.get("thinking"):
             message |= {"thinking": f"{message['thinking']}\n\n{message['content']}", "content": ""}
         for at, call in enumerate(calls):

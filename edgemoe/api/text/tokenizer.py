@@ -38,7 +38,7 @@ def byte_alphabet() -> dict[str, int]:
 
 
 def _is_byte_level(tokenizer: Tokenizer) -> bool:
-    """Whether tokens are written in GPT-2's alphabet, as their decoder says: others have tokens of its letters, too."""
+    """Returns whether the decoder reads GPT-2's alphabet; tokens of other tokenizers may have its letters, too."""
     if tokenizer.decoder is None:
         return tokenizer.token_to_id("\u0120") is not None
     return b'"ByteLevel"' in tokenizer.decoder.__getstate__()  # its JSON
@@ -107,10 +107,10 @@ class Detokenizer:
 
 
 class StopMatcher:
-    """Passes text on up to the first complete stop string, and holds back what may become one."""
+    """Passes text on up to the first complete stop string, and holds back a possible beginning of one."""
 
     def __init__(self, strings: tuple[str, ...] = (), unsearched: int = 0) -> None:
-        """Looks for `strings` in what comes after the first `unsearched` texts, as vLLM does for `min_tokens`."""
+        """Looks for `strings` after the first `unsearched` texts, as vLLM does for `min_tokens`."""
         self.strings = strings
         self._unsearched = unsearched
         self.matched = ""  # the stop string that has ended the text
@@ -137,12 +137,12 @@ class StopMatcher:
         return text[: len(text) - keep]
 
     def flush(self) -> str:
-        """Returns what was held back, at the end of the text."""
+        """Returns the text held back, when no more comes."""
         text, self._held = self._held, ""
         return text
 
 
-LETTERS, MARGIN = 8, 1.25  # of a text that are looked at first, for each token allowed; what is clearly more
+LETTERS, MARGIN = 8, 1.25  # characters encoded first, for each token allowed; by how much a text must exceed that
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
