@@ -1,8 +1,8 @@
 """Writes files and folders: the only module that does, so that nobody else can have root write where root should not.
 
 A folder is reached by no link of another user, and used by its descriptor. A new file has a random name until it is
-whole and fsynced: after a crash or power loss the old one is there, or the new one. A file that is written in place has
-to be a plain one. What root makes belongs to the owner of the folder that it is in.
+whole and fsynced: a crash or power loss leaves the old file or the new one. A file written in place must be a plain
+one. A file that root makes belongs to the owner of its folder.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class NewFile:
     """
 
     def __init__(self, path: Path, mode: int = 0o600, owner: tuple[int, int] | None = None) -> None:
-        """`owner` is (uid, gid); None is the folder's where root makes it, else the user."""
+        """Takes the owner as (uid, gid); None is the folder's owner if root makes the file, else the user."""
         self.path, self._temporary = path, f"{path.name}.{secrets.token_hex(8)}{TEMPORARY}"
         with contextlib.ExitStack() as held:
             self._folder = held.enter_context(_opened_folder(path.parent))
@@ -43,7 +43,7 @@ class NewFile:
             with _naming(path):
                 self.fd = os.open(self._temporary, flags, 0o600, dir_fd=self._folder)
             held.callback(self._discard)
-            os.fchmod(self.fd, mode)  # whatever the umask is: others read what is for others
+            os.fchmod(self.fd, mode)  # against the umask: a public file stays readable
             if (belongs := owner or _heir(self._folder)) is not None:
                 os.fchown(self.fd, *belongs)
             self._held = held.pop_all()
@@ -55,7 +55,7 @@ class NewFile:
         self._held.close()
 
     def put_in_place(self) -> None:
-        """Has the bytes on the disk, then the name, in place of whatever has it."""
+        """Flushes the bytes to disk, then gives the file its name, replacing a file of that name."""
         os.fsync(self.fd)
         with _naming(self.path):
             os.replace(self._temporary, self.path.name, src_dir_fd=self._folder, dst_dir_fd=self._folder)
@@ -68,7 +68,7 @@ class NewFile:
 
 
 def replace_file(path: Path, data: bytes, mode: int = 0o600, owner: tuple[int, int] | None = None) -> None:
-    """Makes `data` the file's content, `owner` (uid, gid) its owner. Raises OSError; what was there then still is."""
+    """Makes `data` the file's content, `owner` (uid, gid) its owner. Raises OSError; the old content then stays."""
     _sweep(path)
     with NewFile(path, mode, owner) as file:
         write_all(file.fd, data)
@@ -107,7 +107,7 @@ def open_kept(path: Path, mode: int = 0o600, *, writable: bool = True) -> int:
 
 
 def read_plain(path: Path, most_bytes: int) -> bytes:
-    """Returns a file's first bytes, never waiting for a pipe. Raises OSError for what is no file."""
+    """Returns a file's first bytes, never waiting for a pipe. Raises OSError for anything but a plain file."""
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(fd, "rb") as file:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -185,7 +185,7 @@ def write_all(fd: int, data: bytes | memoryview) -> None:
 
 
 def sync(path: Path) -> None:
-    """Has a file's bytes, or what was renamed in a directory, outlast power loss. Raises OSError."""
+    """Flushes a file, or a directory's entries, so that they outlast power loss. Raises OSError."""
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -228,7 +228,7 @@ def open_folder(path: Path) -> int:
 def owner_above(path: Path) -> tuple[int, int] | None:
     """Returns (uid, gid) of the uppermost folder or link on the way to `path` that is not root's; None where all are.
 
-    Whoever owns it decides what the path leads to. Folders that are missing belong to nobody yet.
+    Its owner decides the target of the path. Folders that are missing belong to nobody yet.
     """
     at, left = Path("/"), list(reversed(path.absolute().parts[1:]))
     trusted = {0, at.stat().st_uid}
@@ -275,7 +275,7 @@ def _create(folder: int, name: str, mode: int) -> int:
 
 
 def _heir(folder: int) -> tuple[int, int] | None:
-    """Returns to whom what is made in a folder is to belong; None where that is who makes it."""
+    """Returns the (uid, gid) that a new file in a folder must get; None if the process has them already."""
     about = os.fstat(folder)
     return (about.st_uid, about.st_gid) if os.geteuid() == 0 and about.st_uid else None
 

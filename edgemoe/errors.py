@@ -1,47 +1,6 @@
-"""Every error that edgemoe raises on purpose.
+"""Defines every error that edgemoe raises on purpose, as one tree below EdgemoeError.
 
-    EdgemoeError
-    |-- ConfigError             a setting that is unknown, of the wrong type or impossible
-    |-- CheckpointError         a Hugging Face checkpoint that cannot be packed or loaded
-    |   |-- UnsupportedModel    an architecture, or a variant of one, that the decoder does not have
-    |   `-- ShardCutShort       a file of it has not arrived whole
-    |-- HubError                a repository that cannot be had from the hub
-    |-- StoreError              a packed store that cannot be used
-    |   |-- StoreVersionError   written by another version of the format
-    |   |-- StoreInUse          another process packs, serves or removes it
-    |   |-- CorruptExpert       bytes on disk (or from a peer) that differ from the manifest
-    |   `-- MissingExpert       an expert that is nowhere to be had
-    |-- CapacityError           a memory budget too small for what it must hold
-    |   `-- PlacementInfeasible the boxes together cannot hold every expert
-    |-- RequestError            one request failed; carries the HTTP status and the OpenAI error type
-    |   |-- InvalidRequest      400: the request itself is wrong
-    |   |-- ModelNotFound       404
-    |   |-- QueueFull           429: carries retry_after_s
-    |   |-- ReloadRefused       409: what was to be loaded again cannot be used
-    |   |-- DeadlineExceeded    504
-    |   |-- EngineCrashed       500: engines ended while they worked on it; not to be tried again
-    |   `-- EngineUnavailable   503: no engine, and none coming back in time
-    |-- WireError               a message between processes that cannot be sent or read
-    |   |-- WireVersionError    sent by another version of the protocol
-    |   `-- UnknownMessage      a message that this release does not have
-    |-- PeerError               something asked of another box did not come about
-    |   |-- PeerUnavailable     not connected, or no answer in time
-    |   |-- PeerBusy            it has too much to do to answer in time
-    |   `-- PeerRefused         it will not: another version, model or epoch, or an error of its own
-    |       |-- PeerOutdated    it runs a release that does not know what is asked
-    |       `-- Unsendable      what is asked is larger than any message; nothing was sent
-    |-- CoordError              the boxes' agreement on leader, members and plan
-    |   |-- CoordUnavailable    it cannot be reached; the outcome of a change is unknown
-    |   |-- StaleEpoch          the epoch that a command or change was made in is over
-    |   |-- PlanningFailed      no placement could be worked out this time
-    |   |-- EpochLeap           an epoch so far above all known ones that it can only be damage
-    |   `-- PlanConflict        another plan was committed in between
-    |-- UnsupportedProcessor    the processor lacks what the kernels need
-    |-- HelperFailed            a helper process gave no answer that can be used
-    |   `-- HelperMissing       there is none, and none can be started
-    `-- ServiceError            the daemon, its socket or its unit files
-
-A message says what was wrong, where, and what to do about it.
+A message names the fault, its place, and the remedy.
 """
 
 from __future__ import annotations
@@ -61,7 +20,7 @@ class ConfigError(EdgemoeError):
 
 
 class UnsupportedProcessor(EdgemoeError):
-    """The processor, or code compiled for it, lacks what the kernels need."""
+    """The processor, or code compiled for it, lacks instructions that the kernels need."""
 
 
 class CheckpointError(EdgemoeError):
@@ -93,7 +52,7 @@ class StoreInUse(StoreError):
 
 
 class CorruptExpert(StoreError):
-    """The bytes of one expert differ from what the manifest promises."""
+    """The bytes of one expert differ from the manifest's checksum."""
 
     def __init__(self, file: str, layer: int, expert: int, why: str) -> None:
         super().__init__(
@@ -112,7 +71,7 @@ class MissingExpert(StoreError):
 
 
 class CapacityError(EdgemoeError):
-    """A memory budget is too small for what it must hold."""
+    """A memory budget is too small for its contents."""
 
 
 class PlacementInfeasible(CapacityError):
@@ -169,7 +128,7 @@ class QueueFull(RequestError):
 
 
 class ReloadRefused(RequestError):
-    """What was to be loaded again cannot be used; what was in use before still is."""
+    """A reload failed; the settings and exports in use before stay in use."""
 
     status = 409
     kind = "invalid_request_error"
@@ -232,11 +191,11 @@ class PeerRefused(PeerError):
 
 
 class PeerOutdated(PeerRefused):
-    """The box runs a release that does not know what is asked."""
+    """The box runs a release that does not know the question."""
 
 
 class Unsendable(PeerRefused):
-    """What the other box was to be asked fits into no message; nothing was sent."""
+    """The question for another box is larger than any message; nothing was sent."""
 
 
 class HandOverFailed(PeerError):

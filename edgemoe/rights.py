@@ -14,7 +14,7 @@ OF_A_USER = ("XDG_CONFIG_HOME", "XDG_CACHE_HOME", "XDG_STATE_HOME", "XDG_DATA_HO
 
 
 def become_owner(*paths: Path, env: MutableMapping[str, str] | None = None) -> None:
-    """Gives up root's rights for those of the user whose folders lead to `paths`; none where these are root's.
+    """Gives up root's rights for the rights of the user who owns the folders of `paths`, unless that is root.
 
     A link or a file that this user has planted there then leads root nowhere. `env` gets the user's home directory.
     Raises ConfigError where the paths are of several users.

@@ -70,7 +70,7 @@ class Api:
 
         def free(_: Future[R]) -> None:
             with contextlib.suppress(RuntimeError):  # the daemon has ended meanwhile: the loop is closed
-                loop.call_soon_threadsafe(place.end)
+                loop.call_soon_threadsafe(place.give_back)
 
         future.add_done_callback(free)
         return await asyncio.wrap_future(future)

@@ -1,4 +1,4 @@
-"""The `edgemoe` command. Imports only what the command needs, so that `--help` is fast."""
+"""The `edgemoe` command. Imports only the modules of the command that runs, so that `--help` is fast."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit code: 0, 1 for a failure, 2 for wrong usage or settings."""
     words = [_readable(word) for word in (sys.argv[1:] if argv is None else argv)]
     for stream in (sys.stdin, sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # what it cannot read or show costs a "?", not the command
+        if isinstance(stream, io.TextIOWrapper):  # text that a stream cannot encode costs a "?", not the command
             stream.reconfigure(errors="replace")
     try:
         return _run(words)
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _readable(word: str) -> str:
-    """Returns a word of the command line with what is not UTF-8 replaced, unless it names something that is there."""
+    """Returns a word of the command line; bytes that are not UTF-8 are replaced unless it names an existing file."""
     clean = word.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
     return word if clean == word or os.path.exists(word) else clean
 

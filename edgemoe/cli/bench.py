@@ -1,6 +1,6 @@
-"""Runs `edgemoe bench`: how fast the running daemon answers at 1, 4 and 16 streams, through its public door.
+"""Runs `edgemoe bench`: how fast the running daemon answers at 1, 4 and 16 streams, through its API.
 
-Beside what was measured stands what this machine allows, by what `edgemoe plan` goes by.
+Beside the measured times stand the times that this machine allows, from the model of `edgemoe plan`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SILENCE_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class StreamTimes:
-    """What one request saw, in seconds."""
+    """Holds the times of one request, in seconds."""
 
     first_s: float
     per_token_s: float
@@ -83,10 +83,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def measure(socket: Path, streams: int, prompt_tokens: int, tokens: int, vocab: int) -> StreamRow:
-    """Returns the figures of so many streams at once, each of random prompts, which no cache knows."""
+    """Returns the figures of `streams` concurrent streams with random prompts, which no cache holds."""
     transport = httpx.AsyncHTTPTransport(uds=str(socket), limits=httpx.Limits(max_connections=None))
     async with httpx.AsyncClient(transport=transport, base_url="http://edgemoe", timeout=SILENCE_S) as client:
-        await _one(client, 8, 2, vocab)  # what comes first pays for what comes once
+        await _one(client, 8, 2, vocab)  # the first request pays for caches and compilation
         began_s, seen = time.perf_counter(), list[StreamTimes]()
         for _ in range(ROUNDS):
             asked = (_one(client, prompt_tokens, tokens, vocab) for _ in range(streams))
@@ -130,8 +130,8 @@ async def _one(client: httpx.AsyncClient, prompt_tokens: int, tokens: int, vocab
 
 
 def _allowed(now: StatusSnapshot, args: argparse.Namespace) -> tuple[list[SpeedBound], str]:
-    """Returns what this machine allows, or why that is not known; measured now, while the daemon has nothing to do."""
-    os.environ.update(WORKER_ENV)  # threads wait as an engine's do, which is settled when torch is loaded
+    """Returns the bounds of this machine, or the reason they are unknown; measured while the daemon is idle."""
+    os.environ.update(WORKER_ENV)  # threads wait as an engine's do; torch reads this when it is loaded
     from edgemoe.cli.plan.command import bounds
 
     settings = load(Path(args.config) if args.config else None, args.set).settings
@@ -142,7 +142,7 @@ def _allowed(now: StatusSnapshot, args: argparse.Namespace) -> tuple[list[SpeedB
 
 
 def tiers(before: StatusSnapshot, after: StatusSnapshot) -> dict[str, float]:
-    """Returns which share of expert calls each tier has served meanwhile."""
+    """Returns the share of expert calls that each tier served between two snapshots."""
     served = {
         tier: select(after.metrics, names.TIER_HITS, tier=tier) - select(before.metrics, names.TIER_HITS, tier=tier)
         for tier in ("vram", "ram", "nvme")

@@ -36,7 +36,7 @@ def socket_of(args: argparse.Namespace) -> Path:
 
 
 class Client:
-    """Sends requests to a daemon. Raises EdgemoeErrors that say what to do."""
+    """Sends requests to a daemon. Raises EdgemoeErrors with advice."""
 
     def __init__(self, path: Path) -> None:
         self._socket = path
@@ -59,7 +59,7 @@ class Client:
 
         With `accept_unavailable` a 503 is no error: /health answers so while the model is loading.
         """
-        self._knock()
+        self._check_access()
         try:
             response = self._http.get(path)
         except httpx.HTTPError as error:
@@ -71,7 +71,7 @@ class Client:
     def is_ready(self) -> bool:
         """Returns whether the daemon answers and takes requests."""
         try:
-            self._knock()
+            self._check_access()
             return self._http.get("/health").is_success
         except (ServiceError, httpx.HTTPError):
             return False
@@ -101,7 +101,7 @@ class Client:
 
     def post(self, path: str) -> Json:
         """Returns the answer to an empty POST."""
-        self._knock()
+        self._check_access()
         try:
             response = self._http.post(path)
         except httpx.HTTPError as error:
@@ -113,7 +113,7 @@ class Client:
 
     def stream(self, path: str, body: Json) -> Iterator[Json]:
         """Yields the events of a streaming POST. Closing the iterator cancels the request."""
-        self._knock()
+        self._check_access()
         try:
             with self._http.stream("POST", path, json=body | {"stream": True}) as response:
                 if response.is_error:
@@ -125,8 +125,8 @@ class Client:
         except httpx.HTTPError as error:
             raise self._broken_off(error) from error
 
-    def _knock(self) -> None:
-        """Raises ServiceError, which says what to do, where no daemon answers or access is denied."""
+    def _check_access(self) -> None:
+        """Raises ServiceError, with advice, if no daemon answers or access is denied."""
         with socket.socket(socket.AF_UNIX) as knocking:
             knocking.settimeout(_CONNECT_TIMEOUT_S)
             try:
@@ -151,7 +151,7 @@ def starting_text(health: Json) -> str:
 
 
 class WaitingLine:
-    """Shows on stderr what is waited for: one line that changes on a terminal, else a line a phase or ten seconds."""
+    """Shows on stderr how loading proceeds: one changing line on a terminal, else a line a phase or ten seconds."""
 
     def __init__(self) -> None:
         self._terminal, self._shown, self._shown_s = sys.stderr.isatty(), "", 0.0
@@ -167,8 +167,8 @@ class WaitingLine:
             print(f"the model is loading: {text}", file=sys.stderr, flush=True)
         self._shown = phase
 
-    def end(self) -> None:
-        """Takes the line away from a terminal."""
+    def clear(self) -> None:
+        """Clears the line from a terminal."""
         if self._terminal and self._shown:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
 
@@ -179,7 +179,7 @@ def wait_for_engine(client: Client) -> None:
     try:
         client.wait_while_loading(line.show, lambda: False)
     finally:
-        line.end()
+        line.clear()
 
 
 def _is_named(path: Path) -> bool:
@@ -198,7 +198,7 @@ def _event(text: str) -> Json:
 
 
 def refusal(response: httpx.Response) -> EdgemoeError:
-    """Returns what an answer that is an error says."""
+    """Returns the error of a response with an error status."""
     try:
         message = response.json()["error"]["message"]
     except (ValueError, KeyError, TypeError):
@@ -207,7 +207,7 @@ def refusal(response: httpx.Response) -> EdgemoeError:
 
 
 def _way_in(path: Path) -> str:
-    """Returns what to do about a socket that the user may not use.
+    """Returns advice about a socket that the user may not use.
 
     Does not suggest to join root's group or another user's private group.
     """

@@ -1,4 +1,4 @@
-"""Runs `edgemoe completion`: writes what makes bash, zsh or fish complete the commands, from the parser itself."""
+"""Runs `edgemoe completion`: writes a completion script for bash, zsh or fish, generated from the parser."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from edgemoe.cli.parser import CommandParser, build_parser
 from edgemoe.config.loading import flatten
 from edgemoe.config.settings import Settings
 
-Words = list[tuple[str, str]]  # a word, and what it is for
+Words = list[tuple[str, str]]  # a word and its purpose
 
 
 def run(args: argparse.Namespace) -> int:
@@ -27,7 +27,7 @@ def scripts() -> dict[str, str]:
 
 
 def _places(parser: CommandParser, path: tuple[str, ...]) -> Iterator[tuple[str, Words]]:
-    """Yields what may be typed after each command, the innermost first, so that the first that fits is right."""
+    """Yields each command line's beginning and the words that may follow, innermost first: the first match is right."""
     for name, inner in parser.inner():
         yield from _places(inner, (*path, name))
     yield "".join(f"{word} " for word in path), list(parser.words())

@@ -30,7 +30,7 @@ HELP = """\
 
 @dataclass(slots=True)
 class Conversation:
-    """What has been said. `answer` streams the model's answer to messages, prints it and returns it."""
+    """Holds the messages so far. `answer` streams the model's answer to messages, prints it and returns it."""
 
     answer: Callable[[list[Json], bool], str]
     system: str = ""
@@ -39,7 +39,7 @@ class Conversation:
 
     @property
     def messages(self) -> list[Json]:
-        """Returns what the model is given."""
+        """Returns the messages for the model, the system message first."""
         return ([{"role": "system", "content": self.system}] if self.system else []) + self.said
 
     def ask(self, question: str) -> None:
@@ -51,8 +51,8 @@ class Conversation:
             self.said.pop()
             raise
 
-    def obey(self, name: str, rest: str) -> bool:
-        """Does what a command says. Returns whether the conversation goes on."""
+    def run_command(self, name: str, rest: str) -> bool:
+        """Runs a slash command. Returns whether the conversation continues."""
         if name == "system":
             self.system = rest or self.system
             print(self.system or "The model is told nothing first.", file=sys.stderr)
@@ -68,7 +68,7 @@ class Conversation:
         return name != "quit"
 
     def _save(self, name: str) -> str:
-        """Writes the conversation to a new file that is the user's alone, and returns what became of it."""
+        """Writes the conversation to a new private file. Returns a line that reports the outcome."""
         if not name:
             return "Name a file: /save FILE"
         parts = [f"## {message['role']}\n\n{message['content']}\n" for message in self.messages]
@@ -88,7 +88,7 @@ def converse(talk: Conversation) -> None:
             print("/help shows the commands, Ctrl-D ends.", file=sys.stderr)
         for line in _lines("> " if to_terminal else ""):
             if command := COMMAND.fullmatch(line):
-                if not talk.obey(command[1], (command[2] or "").strip()):
+                if not talk.run_command(command[1], (command[2] or "").strip()):
                     return
                 continue
             try:
@@ -102,7 +102,7 @@ def converse(talk: Conversation) -> None:
 
 
 def _lines(prompt: str) -> Iterator[str]:
-    """Yields what is typed, empty lines left out; Ctrl-C drops a line."""
+    """Yields the lines that the user types, without empty ones; Ctrl-C drops a line."""
     while True:
         try:
             line = input(prompt).strip()
@@ -142,7 +142,7 @@ _SAMPLING = ("max_tokens", "temperature", "top_p", "seed", "stop")
 
 
 def generate(args: argparse.Namespace) -> int:
-    """Continues one prompt."""
+    """Runs `edgemoe generate`: continues one prompt."""
     if args.prompt is None and sys.stdin.isatty():
         raise ConfigError('give a prompt, as in `edgemoe generate "Once upon a time"`, or pipe one in')
     prompt = sys.stdin.read() if args.prompt is None else args.prompt
@@ -154,7 +154,7 @@ def generate(args: argparse.Namespace) -> int:
 
 
 def chat(args: argparse.Namespace) -> int:
-    """Prints one answer, or holds a conversation."""
+    """Runs `edgemoe chat`: prints one answer, or holds a conversation."""
     with Client(socket_of(args)) as client:
         wait_for_engine(client)
         talk = Conversation(partial(_answer, client, args), args.system or "", args.stats)

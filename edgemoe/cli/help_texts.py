@@ -1,4 +1,4 @@
-"""What the help of each command says below its options: examples, and what one has to know."""
+"""Holds the texts that each command's help shows below its options: examples and advice."""
 
 from __future__ import annotations
 

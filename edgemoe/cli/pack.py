@@ -1,4 +1,4 @@
-"""Runs `edgemoe pack`."""
+"""Runs `edgemoe pack`: converts a Hugging Face checkpoint to a store."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from edgemoe.store.packer import AS_IT_IS, Progress, ensure_store, os_errors_as_
 from edgemoe.telemetry.log import configure
 
 MOST_TEXT_BYTES = 16 << 20
-MOST_NAMES = 3  # of missing shards that are told
-POLL_S = 2.0  # between looks for shards that have arrived
+MOST_NAMES = 3  # of missing shards that a message lists
+POLL_S = 2.0  # between checks for shards that have arrived
 
 
 def run(args: argparse.Namespace) -> int:
-    """Packs one checkpoint, prints the path of the store, and what its encodings cost where that is asked for."""
+    """Packs one checkpoint, prints the path of the store, and with --check the loss of its encodings."""
     settings = read_settings(args).settings
     configure(settings.log)
     become_owner(Path(args.store or settings.model.store_dir))
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     text = _read(Path(args.check)) if args.check else ""
     source = Path(args.checkpoint).expanduser()
     if (source / MANIFEST).is_file() and (wanted != AS_IT_IS or args.store or args.wait or args.delete_shards):
-        raise ConfigError(f"{source} is a packed store, which stays as it is; name the checkpoint that is to be packed")
+        raise ConfigError(f"{source} is a packed store, which stays as it is; name the checkpoint to pack")
     if not is_store(source):
         spec_at(source)
     if (args.wait or args.delete_shards) and gguf_at(source) is not None:
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _pack_in_place(checkpoint: str, store_dir: Path, wanted: WantedEncodings, progress: Progress) -> Path:
-    """Packs it to its place below `store_dir`; a store that was finished is verified, and what is damaged mended."""
+    """Packs a checkpoint to its place below `store_dir`. Verifies a finished store and packs damaged parts again."""
     source = Path(checkpoint).expanduser()
     if (source / MANIFEST).is_file():
         return source
@@ -83,7 +83,7 @@ def _pack_in_place(checkpoint: str, store_dir: Path, wanted: WantedEncodings, pr
 def _pack_arriving(
     args: argparse.Namespace, store: Path, wanted: WantedEncodings, progress: Progress
 ) -> tuple[str, ...]:
-    """Packs the shards that are there, and with --wait those that come. Returns those that are missing."""
+    """Packs the shards that have arrived, and with --wait later ones, too. Returns the names of missing shards."""
     told: tuple[str, ...] = ()
     missing = pack_arrived(args.checkpoint, store, progress, wanted, delete=args.delete_shards).missing
     if not missing or not args.wait:

@@ -19,7 +19,7 @@ class PlainHelpFormatter(argparse.RawDescriptionHelpFormatter):
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser that tells what it takes."""
+    """A parser that lists its words and inner commands, for completion and suggestions."""
 
     def words(self) -> Iterator[tuple[str, str]]:
         """Yields each long option, choice and command that may stand on the line, with its help."""
@@ -56,12 +56,12 @@ def command(subparsers: Any, name: str, handler: str, summary: str, epilog: str 
 
 
 def actions(parser: argparse.ArgumentParser) -> Any:
-    """Returns where a command's actions are added, each by `command`; which one was given is `action`."""
+    """Returns the subparsers for a command's actions; the namespace's `action` names the one given."""
     return parser.add_subparsers(dest="action", metavar="ACTION", required=True, title="actions")
 
 
 def settings_options(parser: argparse.ArgumentParser) -> None:
-    """Adds where settings come from."""
+    """Adds the options that name and override settings."""
     parser.add_argument("--config", metavar="FILE", help="read settings from this file only")
     parser.add_argument(
         "--set", metavar="KEY=VALUE", action="append", default=[], help="one setting, as in memory.ram_bytes=12GiB"
@@ -69,13 +69,13 @@ def settings_options(parser: argparse.ArgumentParser) -> None:
 
 
 def client_options(parser: argparse.ArgumentParser) -> None:
-    """Adds what finds the daemon."""
+    """Adds the options that find the daemon."""
     parser.add_argument("--socket", metavar="PATH", help="the daemon's socket (default: as in the settings)")
     settings_options(parser)
 
 
 def sampling_options(parser: argparse.ArgumentParser, max_tokens: int | None = None) -> None:
-    """Adds what a request may ask for, and what finds the daemon."""
+    """Adds the sampling options of a request, and the options that find the daemon."""
     until = max_tokens or "what the context allows"
     parser.add_argument(
         "--max-tokens", type=int, metavar="N", default=max_tokens, help=f"longest answer, in tokens (default: {until})"
@@ -91,7 +91,7 @@ SERVICE_CONFIG = "/etc/edgemoe/edgemoe.toml"
 
 
 def serve(subparsers: Any) -> None:
-    """Adds `edgemoe serve`."""
+    """Adds the command `edgemoe serve`."""
     parser = command(subparsers, "serve", "edgemoe.cli.serve:serve", "run the daemon in the foreground", texts.SERVE)
     parser.add_argument("--model", metavar="DIR", help="a packed store, a Hugging Face checkpoint, or a store's name")
     parser.add_argument("--socket", metavar="PATH", help="where the API listens")
@@ -102,7 +102,7 @@ def serve(subparsers: Any) -> None:
 
 
 def pack(subparsers: Any) -> None:
-    """Adds `edgemoe pack`."""
+    """Adds the command `edgemoe pack`."""
     parser = command(
         subparsers, "pack", "edgemoe.cli.pack:run", "turn a Hugging Face checkpoint into a store", texts.PACK
     )
@@ -116,7 +116,7 @@ def pack(subparsers: Any) -> None:
 
 
 def pull(subparsers: Any) -> None:
-    """Adds `edgemoe pull`."""
+    """Adds the command `edgemoe pull`."""
     summary = "fetch a model from the hub, packing it on the way, or a store from other boxes"
     parser = command(subparsers, "pull", "edgemoe.cli.pull:run", summary, texts.PULL)
     parser.add_argument("model", metavar="MODEL", help="OWNER/NAME on the hub; with --from-peers, as boxes call it")
@@ -143,14 +143,14 @@ def models(subparsers: Any) -> None:
 
 
 def generate(subparsers: Any) -> None:
-    """Adds `edgemoe generate`."""
+    """Adds the command `edgemoe generate`."""
     parser = command(subparsers, "generate", "edgemoe.cli.conversation:generate", "continue a prompt", texts.GENERATE)
     parser.add_argument("prompt", metavar="PROMPT", nargs="?", help="read from standard input if not given")
     sampling_options(parser, max_tokens=128)
 
 
 def chat(subparsers: Any) -> None:
-    """Adds `edgemoe chat`."""
+    """Adds the command `edgemoe chat`."""
     parser = command(subparsers, "chat", "edgemoe.cli.conversation:chat", "hold a conversation", texts.CHAT)
     parser.add_argument("message", metavar="MESSAGE", nargs="?", help="one question instead of a conversation")
     parser.add_argument("--system", metavar="TEXT", help="what the model is told first")
@@ -159,7 +159,7 @@ def chat(subparsers: Any) -> None:
 
 
 def status(subparsers: Any) -> None:
-    """Adds `edgemoe status`."""
+    """Adds the command `edgemoe status`."""
     parser = command(subparsers, "status", "edgemoe.cli.status:run", "show the running daemon", texts.STATUS)
     parser.add_argument("--json", action="store_true", help="for programs")
     parser.add_argument("--watch", action="store_true", help="keep redrawing")
@@ -170,13 +170,13 @@ def status(subparsers: Any) -> None:
 
 
 def top(subparsers: Any) -> None:
-    """Adds `edgemoe top`."""
+    """Adds the command `edgemoe top`."""
     summary = "watch the running daemon in the terminal"
     client_options(command(subparsers, "top", "edgemoe.cli.top:run", summary, texts.TOP))
 
 
 def dashboard(subparsers: Any) -> None:
-    """Adds `edgemoe dashboard`."""
+    """Adds the command `edgemoe dashboard`."""
     summary = "show the running daemon's page in a browser"
     parser = command(subparsers, "dashboard", "edgemoe.cli.dashboard:run", summary, texts.DASHBOARD)
     parser.add_argument(
@@ -187,13 +187,13 @@ def dashboard(subparsers: Any) -> None:
 
 
 def reload(subparsers: Any) -> None:
-    """Adds `edgemoe reload`."""
+    """Adds the command `edgemoe reload`."""
     summary = "have the running daemon load its forecaster of experts again"
     client_options(command(subparsers, "reload", "edgemoe.cli.client:reload", summary, texts.RELOAD))
 
 
 def config(subparsers: Any) -> None:
-    """Adds `edgemoe config`."""
+    """Adds the command `edgemoe config`."""
     parser = command(subparsers, "config", "edgemoe.cli.show_config:run", "show the settings in force", texts.CONFIG)
     parser.add_argument("key", metavar="KEY", nargs="?", help="print the value of this one alone")
     parser.add_argument("--changed", action="store_true", help="only what differs from the defaults")
@@ -222,14 +222,14 @@ def service(subparsers: Any) -> None:
 
 
 def replay(subparsers: Any) -> None:
-    """Adds `edgemoe replay`."""
+    """Adds the command `edgemoe replay`."""
     summary = "replay a recorded routing trace through cache policies"
     parser = subparsers.add_parser("replay", help=summary, description=f"{summary.capitalize()}.", add_help=False)
     parser.set_defaults(handler="edgemoe.replay:main", passes_arguments=True)
 
 
 def plan(subparsers: Any) -> None:
-    """Adds `edgemoe plan`."""
+    """Adds the command `edgemoe plan`."""
     summary = "tell whether a model fits here, and how fast it will be"
     parser = command(subparsers, "plan", "edgemoe.cli.plan:run", summary, texts.PLAN)
     parser.add_argument("model", metavar="MODEL", help="a checkpoint's folder, a packed store, or only a config.json")
@@ -245,7 +245,7 @@ def plan(subparsers: Any) -> None:
 
 
 def bench(subparsers: Any) -> None:
-    """Adds `edgemoe bench`."""
+    """Adds the command `edgemoe bench`."""
     summary = "measure the running daemon at 1, 4 and 16 streams"
     parser = command(subparsers, "bench", "edgemoe.cli.bench:run", summary, texts.BENCH)
     parser.add_argument("--prompt", type=int, metavar="N", default=128, help="tokens of a prompt (default: 128)")
@@ -255,7 +255,7 @@ def bench(subparsers: Any) -> None:
 
 
 def doctor(subparsers: Any) -> None:
-    """Adds `edgemoe doctor`."""
+    """Adds the command `edgemoe doctor`."""
     summary = "find what is wrong on this box, and say what to do"
     parser = command(subparsers, "doctor", "edgemoe.cli.doctor.command:run", summary, texts.DOCTOR)
     parser.add_argument("--verify", action="store_true", help="read the whole store and compare every checksum")
@@ -264,7 +264,7 @@ def doctor(subparsers: Any) -> None:
 
 
 def keygen(subparsers: Any) -> None:
-    """Adds `edgemoe keygen`."""
+    """Adds the command `edgemoe keygen`."""
     parser = command(
         subparsers, "keygen", "edgemoe.cli.key:keygen", "make this box's key for a cluster of boxes", texts.KEYGEN
     )
@@ -274,7 +274,7 @@ def keygen(subparsers: Any) -> None:
 
 
 def witness(subparsers: Any) -> None:
-    """Adds `edgemoe witness`."""
+    """Adds the command `edgemoe witness`."""
     parser = command(
         subparsers, "witness", "edgemoe.cli.serve:witness", "vote among boxes, without a model", texts.WITNESS
     )
@@ -282,7 +282,7 @@ def witness(subparsers: Any) -> None:
 
 
 def completion(subparsers: Any) -> None:
-    """Adds `edgemoe completion`."""
+    """Adds the command `edgemoe completion`."""
     summary = "print what makes a shell complete these commands"
     parser = command(subparsers, "completion", "edgemoe.cli.completion:run", summary, texts.COMPLETION)
     parser.add_argument("shell", choices=("bash", "zsh", "fish"))
@@ -308,14 +308,14 @@ def key(subparsers: Any) -> None:
 
 
 def _encoding_options(parser: argparse.ArgumentParser) -> None:
-    """Adds what a store's weights are to be encoded in."""
+    """Adds the options for the encodings of a store's weights."""
     parser.add_argument(
         "--experts", metavar="ENCODING[,LAYER=ENCODING...]", default="keep", help="int4, int8, bf16 or keep (default)"
     )
     parser.add_argument("--dense", metavar="ENCODING", default="keep", help="of all other matrices, likewise")
 
 
-SYNONYMS = {  # what other programs call it -> what does it here
+SYNONYMS = {  # other programs' word for a command -> the command here
     "run": "edgemoe serve",
     "start": "edgemoe serve",
     "list": "edgemoe models",
@@ -374,7 +374,7 @@ GROUPS: tuple[tuple[str, tuple[Callable[[Any], None], ...]], ...] = (
     ("Several boxes", (keygen, witness)),
     ("Tools", (completion, replay)),
 )
-DEFAULT_ACTIONS = {"models": "list", "service": "status", "key": "list"}  # the action that is meant where none is given
+DEFAULT_ACTIONS = {"models": "list", "service": "status", "key": "list"}  # of a command given without an action
 
 
 def build_parser() -> CommandParser:
@@ -398,7 +398,7 @@ def build_parser() -> CommandParser:
 
 
 def add_default_action(words: Sequence[str]) -> list[str]:
-    """Returns a command line with the action that is meant, where a command has actions and none is given."""
+    """Returns a command line with the default action added to a command that is given without one."""
     said = list(words)
     if (
         said

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 LOG_EVERY_S = 5.0
 ASK_S = 60.0  # that LLVM may take to load
-LOCAL, PORT = "127.0.0.1", 8080  # where --port or --host is given without the other
+LOCAL, PORT = "127.0.0.1", 8080  # defaults if only one of --port and --host is given
 EVERYWHERE = ("0.0.0.0", "[::]")
 
 
@@ -98,7 +98,7 @@ def _written(settings: Settings) -> tuple[Path, ...]:
 
 
 def ready_text(settings: Settings) -> str:
-    """Returns where the model is to be had, and what to do next."""
+    """Returns the addresses of the model, and the commands to try next."""
     api, places = settings.api, []
     if api.tcp:
         places.append(f"{url_of(api.tcp)}/v1 (`edgemoe key show` prints the key)")

@@ -1,7 +1,7 @@
 """Runs `edgemoe service`: installs the package's unit files, removes them, and reports their state.
 
-An installation is planned as a list of (path, text), then written, so that --dry-run and --root DIR show and test what
-it does. An existing settings file is never changed.
+An installation is planned as a list of (path, text), then written, so that --dry-run and --root DIR show and test the
+same steps. An existing settings file is never changed.
 """
 
 from __future__ import annotations
@@ -100,7 +100,9 @@ def install(options: InstallOptions) -> list[str]:
     done += [_take_away(path, options) for path in _ours(options.root) if path not in planned]
     commands = [["systemd-sysusers"], ["systemd-tmpfiles", "--create", "edgemoe.conf"], ["systemctl", "daemon-reload"]]
     commands.append(["systemctl", "enable", *UNITS])
-    if options.start:  # again where it runs, by what is installed now; without waiting: a new model is packed first
+    if (
+        options.start
+    ):  # restarts a running service with the new units; without waiting, because a new model is packed first
         commands.append(["systemctl", "restart", "--no-block", *reversed(UNITS)])
     return done + _run_all(commands, options)
 
@@ -233,7 +235,7 @@ def _model_of(stated: Mapping[str, Any]) -> Path | None:
 
 
 def _binds(options: InstallOptions, model: Path | None, stated: Mapping[str, Any]) -> list[str]:
-    """Returns what the service reads but ProtectHome hides: Python, this package, settings, their files, model.
+    """Returns the paths that the service reads and ProtectHome hides: Python, the package, settings, files, model.
 
     A model in Hugging Face's cache consists of links into a directory of blobs, which is included. A file that the
     settings name need not be there yet, which "-" says to systemd. Raises ServiceError for paths in temporary
@@ -245,10 +247,10 @@ def _binds(options: InstallOptions, model: Path | None, stated: Mapping[str, Any
     for path, what in (own | dict.fromkeys(parts, "the model") | files).items():
         if any(path.resolve().is_relative_to(place) for place in _PRIVATE_TO_UNIT):
             raise ServiceError(
-                f"{what} lies in {path}, which a service does not see and which is emptied some day; "
-                "move it, to /opt or /srv for example, and install the service from there"
+                f"{what} lies in {path}, which a service does not see and which is emptied some day. "
+                "Move it, to /opt or /srv for example, and install the service from there"
             )
-    written = _written(stated)  # what lies there is seen with its folder, and stays writable
+    written = _written(stated)  # files there are visible with their folder, and stay writable
     needed = [*own, *(path for path in (*parts, *files) if not any(map(path.is_relative_to, written)))]
     hidden = [path for path in dict.fromkeys(needed) if any(map(path.is_relative_to, _HIDDEN_BY_UNIT))]
     return [f"-{path}" if path in files else str(path) for path in hidden]

@@ -54,7 +54,7 @@ def _cluster_heading(cluster: Json) -> Text:
 
 
 def planned(cluster: Json) -> str:
-    """Returns which plan is followed, and how much of it is still under way."""
+    """Returns the plan in force, and the number of experts that still move."""
     if not (plan := cluster.get("plan")):
         return "no plan yet"
     policy = f" ({plan['policy']})" if plan.get("policy") else ""
@@ -146,7 +146,7 @@ def _calls(before: Mapping[str, float], after: Mapping[str, float], seconds: flo
 
 
 def offers(after: Mapping[str, float]) -> str:
-    """Returns what became of requests that were offered to the leader, and what waits with it."""
+    """Returns the outcome of requests that were offered to the leader, and the requests that wait there."""
     return (
         f"{select(after, names.OFFERS_OPEN):,.0f} wait for the leader's word, "
         f"{select(after, names.GRANTED):,.0f} of {select(after, names.OFFERED):,.0f} got it; "
@@ -166,7 +166,7 @@ def clusters(after: Mapping[str, float]) -> str:
 
 
 def routes(after: Mapping[str, float]) -> str:
-    """Returns where this box's requests went and why, the commonest first."""
+    """Returns the destinations of this box's requests with the reasons, the most frequent first."""
     routes = sorted(((count, name) for name, count in after.items() if name.startswith(names.ROUTED)), reverse=True)
     labels = [(count, dict(re.findall(r'(\w+)="([^"]*)"', name))) for count, name in routes]
     return ", ".join(f"{count:,.0f} {label['to']} ({label['why']})" for count, label in labels) or "none yet"
@@ -268,14 +268,14 @@ def _heading(snapshot: StatusSnapshot) -> RenderableType:
 
 
 def _precision(model: Json) -> str:
-    """Returns the encodings of weights, and what keys and values are kept in where that is another type."""
+    """Returns the encodings of weights, and the type of keys and values if it differs."""
     dtype, kv = model["dtype"], model.get("kv_dtype")
     weights = encodings_text(model.get("encodings", ()), model.get("dense_encoding", ""), dtype)
     return f"{weights}; KV {kv}" if kv and kv != dtype else weights
 
 
 def tier_table(metrics: Mapping[str, float]) -> Table:
-    """Returns a table with a row per tier: what it holds, its share of expert calls, bytes copied into it, stalls."""
+    """Returns a table with a row per tier: its experts, share of expert calls, bytes copied into it, stalls."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for column in ("Tier", "Experts", "Slab", "Calls served", "Share", "Bytes in", "Stalls"):
         table.add_column(column, justify="left" if column == "Tier" else "right")

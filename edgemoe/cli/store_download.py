@@ -71,7 +71,7 @@ class StoreFinder:
         return boxes
 
     async def locate(self, peer: Peer) -> StoreLocationReply:
-        """Connects to what a box serves. Raises PeerError, StoreError where it is another model."""
+        """Connects to a box and returns its offer. Raises PeerError, StoreError if it serves another model."""
         self._control.connect(peer)
         await _until_up(self._control, peer.node)
         answer = (await self._control.ask(peer.node, StoreLocationRequest(), timeout_s=ASK_S)).message
@@ -85,7 +85,7 @@ class StoreFinder:
         return answer
 
     async def manifest(self, peer: Peer, offer: StoreLocationReply) -> Manifest:
-        """Returns what a box has. Raises PeerError, StoreError."""
+        """Returns the manifest of a box's store. Raises PeerError, StoreError."""
         text = await self.pieces.small(peer.node, offer.model, MAX_MANIFEST_BYTES)
         manifest = Manifest.parse(text, f"what {peer.node} has")
         if manifest.digest != offer.model:
@@ -129,7 +129,7 @@ MOST_SMALL_BYTES = 64 << 20
 
 
 class StoreDownload:
-    """One pull: lanes to each box take pieces from one list, which those that fail go back to."""
+    """Downloads one store: each box's lanes take pieces from one list, to which failed pieces return."""
 
     def __init__(self, finder: StoreFinder, boxes: list[StoreBox], store: PeerCopy, progress: Progress) -> None:
         self._finder, self._boxes, self._store, self._progress = finder, boxes, store, progress
@@ -155,7 +155,7 @@ class StoreDownload:
         await asyncio.to_thread(self._store.save)
         check_complete(self._store, self._bad)
 
-    # --- what a lane does -------------------------------------------------------------------------------------
+    # --- a lane's work ----------------------------------------------------------------------------------------
 
     async def _lane(self, box: StoreBox) -> None:
         node = box.peer.node
@@ -166,18 +166,18 @@ class StoreDownload:
                     box.offer = await self._finder.locate(box.peer)
                 if self._dense and node not in self._bad.get(self._store.whole.dense.xxh3_128, ()):
                     self._dense = False
-                    await self._take_dense(box)
+                    await self._fetch_dense(box)
                 elif (piece := self._next(box)) is not None:
-                    await self._take(box, piece)
+                    await self._fetch_piece(box, piece)
                 else:
                     await asyncio.sleep(0.1)
-                    await self._look_again(box)
+                    await self._refresh_offer(box)
             except (PeerError, StoreError) as error:
                 log.warning("a box does not give what was asked for", extra={"box": node, "why": str(error)})
                 await asyncio.sleep(RETRY_S)
 
     def _next(self, box: StoreBox) -> ExpertPiece | None:
-        """Takes the next piece that this box has."""
+        """Removes and returns the next piece that this box has; None for none."""
         for _ in range(len(self._todo)):
             piece = self._todo.popleft()
             if piece.digest in box.has and box.peer.node not in self._bad.get(piece.digest, ()):
@@ -185,19 +185,19 @@ class StoreDownload:
             self._todo.append(piece)
         return None
 
-    async def _take(self, box: StoreBox, piece: ExpertPiece) -> None:
+    async def _fetch_piece(self, box: StoreBox, piece: ExpertPiece) -> None:
         self._under_way += 1
         what, came = f"expert {piece.expert} of layer {piece.layer}", 0
 
-        def take(offset: int, part: memoryview) -> None:
+        def write_part(offset: int, part: memoryview) -> None:
             nonlocal came
             self._store.write(piece, offset, part)
             came += len(part)
-            self._hear(len(part))
+            self._note_arrival(len(part))
 
         kept = False
         try:
-            await self._finder.pieces.large(box.peer.node, piece.digest, piece.bytes, take)
+            await self._finder.pieces.large(box.peer.node, piece.digest, piece.bytes, write_part)
             kept = await asyncio.to_thread(self._store.is_intact, piece)
             if not kept:
                 self._damaged(box, piece.digest, what)
@@ -211,14 +211,14 @@ class StoreDownload:
                 self._store.mark_present(piece)
             else:
                 self._todo.append(piece)
-                self._tell(-came)
+                self._show_progress(-came)
 
     def _damaged(self, box: StoreBox, digest: str, what: str) -> None:
         self._bad.setdefault(digest, set()).add(box.peer.node)
         log.error("a piece is damaged there; it is taken from another box", extra={"box": box.peer.node, "piece": what})
 
     def _refused(self, box: StoreBox, digest: str, what: str) -> None:
-        """Counts what may be there later, or cannot be read there."""
+        """Counts a box's refusals of a piece, which may be there later or be unreadable there."""
         key = digest, box.peer.node
         self._refusals[key] += 1
         if self._refusals[key] == MOST_REFUSALS:
@@ -241,24 +241,24 @@ class StoreDownload:
         self._heard_s = time.monotonic()
         return data
 
-    async def _take_dense(self, box: StoreBox) -> None:
+    async def _fetch_dense(self, box: StoreBox) -> None:
         store, entry = self._store, self._store.whole.dense
         self._under_way += 1
         done, came = store.has_dense, 0
 
-        def take(_: int, part: memoryview) -> None:
+        def append_part(_: int, part: memoryview) -> None:
             nonlocal came
             store.add_dense(part)
             came += len(part)
-            self._hear(len(part))
+            self._note_arrival(len(part))
 
         try:
             if not done:
                 header = self._dense_header = self._dense_header or await self._small(box, entry.header, entry.file)
                 start = came = store.begin_dense(header)
-                self._tell(start)
+                self._show_progress(start)
                 size = entry.bytes - len(header)
-                await self._finder.pieces.large(box.peer.node, entry.xxh3_128, size, take, start)
+                await self._finder.pieces.large(box.peer.node, entry.xxh3_128, size, append_part, start)
                 done = await asyncio.to_thread(store.finish_dense, len(header))
                 if not done and not start:  # else the first part came from another
                     self._damaged(box, entry.xxh3_128, entry.file)
@@ -269,10 +269,10 @@ class StoreDownload:
             self._under_way -= 1
             self._dense = not done
             if not done:
-                self._tell(-came)
+                self._show_progress(-came)
 
     async def _from_any(self, work: Callable[[StoreBox], Awaitable[None]]) -> None:
-        """Has one box after the other do it until one has. Raises what the last one raised."""
+        """Does the work with one box after the other until one succeeds. Raises the last box's error."""
         for number, box in enumerate(self._boxes, start=1):
             try:
                 await work(box)
@@ -284,14 +284,14 @@ class StoreDownload:
 
     # --- around it --------------------------------------------------------------------------------------------
 
-    async def _look_again(self, box: StoreBox) -> None:
-        """Looks whether a box that had not all has more by now."""
+    async def _refresh_offer(self, box: StoreBox) -> None:
+        """Fetches the manifest of a box again, which may have more pieces by now."""
         if self._todo and time.monotonic() - box.looked_s > REFRESH_S:
             box.looked_s = time.monotonic()
             box.has = experts_of(await self._finder.manifest(box.peer, box.offer))
 
     async def _watch(self) -> None:
-        """Saves what has come, now and then. Raises PeerError where nothing comes any more."""
+        """Saves the manifest of arrived pieces from time to time. Raises StoreError if nothing arrives for long."""
         while True:
             await asyncio.sleep(0.2)
             if time.monotonic() - self._saved_s > SAVE_S and self._store.has_unsaved and self._store.has_dense:
@@ -301,11 +301,11 @@ class StoreDownload:
             if time.monotonic() - self._heard_s > STALLED_S:
                 raise StoreError(
                     f"nothing came for {STALLED_S:.0f} s, and {len(self._todo)} pieces are missing; see that the "
-                    "boxes are up, and run it again: what has come is kept"
+                    "boxes are up, and run it again: arrived pieces are kept"
                 )
 
     async def _all_came(self) -> None:
-        """Returns when nothing is to come, or what is left is damaged wherever it is."""
+        """Returns once nothing is missing, or the rest is damaged on every box that has it."""
         while True:
             await asyncio.sleep(0.05)
             if self._under_way:
@@ -321,17 +321,17 @@ class StoreDownload:
         nodes = {box.peer.node for box in self._boxes if is_dense or digest in box.has}
         return bool(bad) and bad >= nodes | {node for refused, node in self._refusals if refused == digest}
 
-    def _hear(self, more_bytes: int) -> None:
+    def _note_arrival(self, more_bytes: int) -> None:
         self._heard_s = time.monotonic()
-        self._tell(more_bytes)
+        self._show_progress(more_bytes)
 
-    def _tell(self, more_bytes: int) -> None:
+    def _show_progress(self, more_bytes: int) -> None:
         self._done_bytes += more_bytes
         self._progress(min(self._done_bytes, self._total_bytes), self._total_bytes)
 
 
 async def _together(works: list[Coroutine[Any, Any, None]], first: Coroutine[Any, Any, None]) -> None:
-    """Runs these until `first` ends. Raises what one of them raises."""
+    """Runs all until `first` ends or one raises. Raises that error."""
     tasks = [asyncio.ensure_future(work) for work in (first, *works)]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -389,7 +389,7 @@ async def pull(settings: ClusterSettings, store_dir: Path, model: str, rate: flo
 
 
 def _name_of(offer: StoreLocationReply) -> str:
-    """Returns what the store is called here: as there, where that is a store's name."""
+    """Returns the store's name here: its name there, if that is a store's name."""
     return offer.store if model_of(offer.store) != offer.store else f"{offer.store}-v2-{offer.model[:12]}"
 
 

@@ -1,4 +1,4 @@
-"""Runs `edgemoe top`: redraws what the daemon does each second, from the same events as the page."""
+"""Runs `edgemoe top`: redraws the daemon's state each second, from the same events as the page."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ class FigureReading:
 
 @dataclass(slots=True)
 class LiveFigures:
-    """Takes events one by one."""
+    """Holds the daemon's figures over the last minute, its /health and its boxes, from events."""
 
     health: Json = field(default_factory=dict)
     boxes: dict[str, Json] = field(default_factory=dict)
     readings: deque[FigureReading] = field(default_factory=deque)
 
-    def take(self, name: str, data: Json) -> None:
-        """Adds an event."""
+    def add_event(self, name: str, data: Json) -> None:
+        """Updates the figures from one event."""
         if name == "hello":
             self.readings.clear()
             self.boxes.clear()
@@ -89,7 +89,7 @@ class LiveFigures:
         return max(0.0, after.figures.get(name, 0.0) - before.figures.get(name, 0.0)) / (after.t - before.t)
 
     def quantile(self, family: str, share: float) -> float | None:
-        """Returns a quantile of what a histogram got in the last minute; None where it got nothing."""
+        """Returns a quantile of a histogram's observations in the last minute; None for none."""
         before, after = self._span(60.0)
         if before is None or after is None:
             return None
@@ -116,7 +116,7 @@ class LiveFigures:
 
 
 def model_of(health: Json) -> dict[str, Any]:
-    """Returns what is known of the served model."""
+    """Returns /health's description of the served model; {} while it is unknown."""
     return health.get("model") or {}
 
 
@@ -133,7 +133,7 @@ MOST_REQUESTS = 12
 
 
 def heading_panel(live: LiveFigures, trouble: str = "") -> RenderableType:
-    """Returns a line that says what is served and how it is."""
+    """Returns a line with the served model and the daemon's state."""
     if trouble:
         return Text(trouble, "bold red")
     health = live.health
@@ -173,7 +173,7 @@ def summary_panel(live: LiveFigures) -> RenderableType:
 
 
 def tiers_panel(live: LiveFigures) -> RenderableType:
-    """Returns where experts are, what of the calls each tier serves, and what moves."""
+    """Returns a panel of the experts in each tier, its share of calls, and its transfers."""
     calls = sum(live.rate(names.TIER_HITS, 10.0, tier=tier) for tier in TIERS)
     table = _table("Tier", "Experts", "Calls, 10 s", "Bytes in", "Link busy", "Stalls")
     for tier, (name, colour, source) in TIERS.items():
@@ -216,7 +216,7 @@ def requests_panel(live: LiveFigures) -> RenderableType:
 
 
 def boxes_panel(live: LiveFigures, cluster: Json) -> RenderableType:
-    """Returns the boxes, their links, who leads, what is on the way, and where requests went and why."""
+    """Returns a panel of boxes, links, the leader, moving experts, and the routes of requests."""
     table = _table("Box", "State", "At home", "Moving", "Requests", "Trip", "Link")
     for member in cluster["members"]:
         node, state = member["node"], member["state"]
@@ -282,13 +282,13 @@ def run(args: argparse.Namespace) -> int:
         raise ServiceError("this needs a terminal; `edgemoe status --json` is for programs")
     path = socket_of(args)
     with Client(path) as client:
-        client.text("/version")  # says what to do where no daemon answers
+        client.text("/version")  # raises an error with advice if no daemon answers
     TopScreen(path).run()
     return 0
 
 
 class TopScreen(App[None]):
-    """The screen."""
+    """The screen of `edgemoe top`: a heading, panels, and a curve of the speed."""
 
     CSS = """
     Screen { background: $background; }
@@ -308,7 +308,7 @@ class TopScreen(App[None]):
         self._speeds: deque[float] = deque([0.0], KEPT)
 
     def compose(self) -> ComposeResult:
-        """Yields the panels."""
+        """Yields the widgets from top to bottom."""
         yield Static(id="heading")
         with VerticalScroll():
             yield Static(id="summary")
@@ -319,7 +319,7 @@ class TopScreen(App[None]):
         yield Footer()
 
     def on_mount(self) -> None:
-        """Begins to listen."""
+        """Starts to read the daemon's events."""
         self.show()
         self.run_worker(self.listen())
 
@@ -328,7 +328,7 @@ class TopScreen(App[None]):
         while True:
             try:
                 async for name, data in events(self._path):
-                    self.live.take(name, data)
+                    self.live.add_event(name, data)
                     if name == "state":
                         self._speeds.append(tokens_per_s(self.live))
                         self.show()
@@ -337,7 +337,7 @@ class TopScreen(App[None]):
             await asyncio.sleep(AGAIN_S)
 
     def show(self, trouble: str = "") -> None:
-        """Draws what is known."""
+        """Redraws all panels; the heading shows `trouble` if there is any."""
         live = self.live
         self.query_one("#heading", Static).update(heading_panel(live, trouble))
         self.query_one("#summary", Static).update(summary_panel(live))

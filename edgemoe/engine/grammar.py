@@ -142,7 +142,7 @@ class GrammarCompiler:
         """Does all jobs whose turn it is; one whose principal has another under way comes after that, in its thread."""
         while True:
             with self._lock:
-                turn = self._turns.take()
+                turn = self._turns.next_job()
             if turn is None:
                 return
             (principal, job), began_s = turn, time.monotonic()
@@ -151,7 +151,7 @@ class GrammarCompiler:
                     self._resolve(job)
             finally:
                 with self._lock:
-                    self._turns.end(principal, time.monotonic() - began_s)
+                    self._turns.give_back(principal, time.monotonic() - began_s)
 
     def _resolve(self, job: CompileJob) -> None:
         try:

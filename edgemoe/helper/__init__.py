@@ -1,1 +1,1 @@
-"""Processes that answer one question at a time, so that what may take long, or too much memory, can be ended."""
+"""Runs unbounded work in child processes that answer one question at a time, and shares places fairly."""

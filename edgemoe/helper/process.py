@@ -1,7 +1,7 @@
 """Child processes that answer one question at a time, so that work without bounds can be ended: both sides.
 
-A frame is a length of four bytes and so many bytes of msgpack. A process that dies, is late, takes too much memory or
-answers something else is killed; the next question starts another.
+A frame is a length of four bytes and a msgpack body of that length. A process that dies, is late, takes too much
+memory or answers something else is killed; the next question starts another.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ LIBRARIES = ("OMP", "OPENBLAS", "NUMBA", "RAYON")
 ONE_CORE = {**{f"{name}_NUM_THREADS": "1" for name in LIBRARIES}, "TOKENIZERS_PARALLELISM": "false"}
 T = TypeVar("T")
 END_S = 2.0  # that the process has to end by itself
-START_S = 30.0  # that a process may take to read what it needs, before its first answer
+START_S = 30.0  # that a process may take to load its files before its first answer
 
 
 class HelperProcess:
     """Owns one process. `close` after use. One event loop."""
 
     def __init__(self, command: Sequence[str], deadline_s: float, *, quick: bool = False) -> None:
-        """`deadline_s` is how long one answer may take; the first one of a process may take START_S more.
+        """Takes the deadline of one answer; the first answer of a process may take START_S more.
 
         Messages are encoded and decoded on threads, unless these are `quick`.
         """
@@ -79,9 +79,9 @@ class HelperProcess:
     async def prepare(self) -> None:
         """Starts the process where there is none. Never waits for an answer that is under way."""
         if self.busy:
-            return  # whoever asks has started it
+            return  # the question under way has started it
         async with self._one:
-            with contextlib.suppress(OSError):  # whoever asks is told
+            with contextlib.suppress(OSError):  # the next question reports it
                 self._process = await self._started()
 
     async def ask(self, asked: Asked, kind: type[Answered], fits: Callable[[Answered], object]) -> Answered:
@@ -94,7 +94,7 @@ class HelperProcess:
             return await self._ask(structs.replace(asked, number=self._number), kind, fits)
 
     async def close(self) -> None:
-        """Ends the process."""
+        """Ends the child process, by closing its input, else by a signal."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -170,7 +170,7 @@ class HelperPool:
     """Owns up to PROCESSES processes, started as they are needed. `close` after use. One event loop."""
 
     def __init__(self, command: Sequence[str], deadline_s: float) -> None:
-        """`deadline_s` is how long one answer may take, by the clock; the process has bounds of its own."""
+        """Takes the deadline of one answer by the clock; the process has bounds of its own."""
         self._turns = TaskTurns(PROCESSES, EACH)
         self._helpers = [HelperProcess(command, deadline_s, quick=True) for _ in range(PROCESSES)]
         self._free = list(reversed(self._helpers))
@@ -208,7 +208,7 @@ class HelperPool:
         await self._helpers[0].prepare()
 
     async def close(self) -> None:
-        """Ends the processes."""
+        """Ends all child processes."""
         await asyncio.gather(*(helper.close() for helper in self._helpers))
 
 
@@ -226,8 +226,8 @@ def serve(
 ) -> None:
     """Answers until there is no more to read, or nobody has asked for long.
 
-    Between a question and its answer nothing else comes. An answer that takes more than `cpu_s` of processors, and
-    `cpu_s_per_byte` of its question, ends the process, in whatever code it is; 0 is no bound.
+    Between a question and its answer nothing else comes. An answer may take `cpu_s` of processors, and
+    `cpu_s_per_byte` for each byte of its question; the kernel ends a process that takes more. 0 is no bound.
     """
     while select.select([asked], [], [], IDLE_S)[0]:
         length = asked.read(LENGTH_BYTES)
@@ -244,12 +244,12 @@ def serve(
 
 
 def bound_memory(more_bytes: int) -> None:
-    """Lets this process have so many bytes of addresses beyond those that it has now."""
+    """Limits this process to `more_bytes` of addresses beyond its present ones."""
     bound_addresses(int(Path("/proc/self/statm").read_text().split()[0]) * PAGE_BYTES + more_bytes)
 
 
 def bound_addresses(most_bytes: int) -> None:
-    """Lets this process have so many bytes of addresses, or fewer where it may not have as many."""
+    """Limits this process to `most_bytes` of addresses, or fewer if its hard limit is lower."""
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     soft = most_bytes if hard == resource.RLIM_INFINITY else min(most_bytes, hard)
     resource.setrlimit(resource.RLIMIT_AS, (soft, hard))

@@ -1,7 +1,7 @@
 """Shares few places among principals: next comes the one that has had the least time, with few places at once each.
 
-Start-time fair queueing (Goyal, Vin and Cheng 1996), by the time that work took: one whose work takes long comes later,
-a newcomer starts level with the one that was served last.
+Start-time fair queueing (Goyal, Vin and Cheng 1996), by the time that work took. A principal with long work comes
+later; a newcomer starts level with the principal served last.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ class FairTurns(Generic[Job]):
         """Lets `places` run at once, `each` of one principal at most."""
         self._free, self._each = places, each
         self._principals: dict[str, WaitingPrincipal[Job]] = {}
-        self._level_s = 0.0  # the time that whoever was served last had had
+        self._level_s = 0.0  # the time used by the principal served last
 
     def __len__(self) -> int:
         """Counts the work that waits."""
         return sum(len(one.waiting) for one in self._principals.values())
 
     def put(self, principal: str, job: Job) -> None:
-        """Queues work."""
+        """Queues a principal's work."""
         one = self._principals.setdefault(principal, WaitingPrincipal(self._level_s))
         if not one.running and not one.waiting:
             one.used_s = max(one.used_s, self._level_s)
         one.waiting.append(job)
 
-    def take(self) -> tuple[str, Job] | None:
-        """Returns the work that is to begin now and its principal; None while there is no place, or nothing for it."""
+    def next_job(self) -> tuple[str, Job] | None:
+        """Removes and returns the next work to begin, with its principal; None without a place or work."""
         ready = [name for name, one in self._principals.items() if one.waiting and one.running < self._each]
         if not self._free or not ready:
             return None
@@ -58,8 +58,8 @@ class FairTurns(Generic[Job]):
         self._level_s = max(self._level_s, one.used_s)
         return name, one.waiting.popleft()
 
-    def end(self, principal: str, took_s: float) -> None:
-        """Gives a place back after so much time."""
+    def give_back(self, principal: str, took_s: float) -> None:
+        """Gives a place back, and charges `took_s` to its principal."""
         one = self._principals[principal]
         self._free += 1
         one.running -= 1
@@ -81,7 +81,7 @@ class FairTurns(Generic[Job]):
 class TakenPlace(NamedTuple):
     """A place that is taken."""
 
-    end: Callable[[], None]  # gives it back, once
+    give_back: Callable[[], None]  # called once
 
 
 class TaskTurns:
@@ -96,7 +96,7 @@ class TaskTurns:
         return len(self._turns)
 
     async def begin(self, principal: str) -> TakenPlace:
-        """Waits for the principal's turn. Returns its place, which is its own until `end`."""
+        """Waits for the principal's turn. Returns its place, which is its own until `give_back`."""
         waiter = asyncio.get_running_loop().create_future()
         self._turns.put(principal, waiter)
         self._grant()
@@ -104,16 +104,16 @@ class TaskTurns:
             await waiter
         except asyncio.CancelledError:
             if not self._turns.drop(principal, waiter):  # it has its turn already
-                self._turns.end(principal, 0.0)
+                self._turns.give_back(principal, 0.0)
                 self._grant()
             raise
         began_s = time.monotonic()
 
-        def end() -> None:
-            self._turns.end(principal, time.monotonic() - began_s)
+        def give_back() -> None:
+            self._turns.give_back(principal, time.monotonic() - began_s)
             self._grant()
 
-        return TakenPlace(end)
+        return TakenPlace(give_back)
 
     @contextlib.asynccontextmanager
     async def turn(self, principal: str) -> AsyncIterator[None]:
@@ -122,12 +122,12 @@ class TaskTurns:
         try:
             yield
         finally:
-            place.end()
+            place.give_back()
 
     def _grant(self) -> None:
-        while (granted := self._turns.take()) is not None:
+        while (granted := self._turns.next_job()) is not None:
             waiter = granted[1]
             if waiter.cancelled():  # its task has not run since
-                self._turns.end(granted[0], 0.0)
+                self._turns.give_back(granted[0], 0.0)
             else:
                 waiter.set_result(None)

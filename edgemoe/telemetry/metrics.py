@@ -1,4 +1,4 @@
-"""Names the engine's metrics: what the engine sends, /metrics shows and `edgemoe status` reads.
+"""Names the engine's metrics: the engine sends them, /metrics shows them, `edgemoe status` reads.
 
 A figure is a number under its final Prometheus name, labels included. Families that end in _total never decrease.
 """
@@ -86,7 +86,7 @@ ROUTED = "edgemoe_routed_requests_total"  # {to,why}: this box's requests by whe
 OFFERED = "edgemoe_offered_requests_total"  # this box's requests, to the leader
 GRANTED = "edgemoe_granted_requests_total"  # of these, with an engine named by it
 OFFERS_FORECAST = (
-    "edgemoe_forecast_offers_total"  # {by}: of these, with what chose of the experts: cached (part) | alike (prompt)
+    "edgemoe_forecast_offers_total"  # {by}: of these, by the source of experts: cached (part) | alike (prompt)
 )
 OFFERS_OPEN = "edgemoe_offered_requests"  # this box's, that wait for the leader's word
 OFFER_QUEUE = "edgemoe_leader_queue_requests"  # all boxes', that wait with this box, while it leads

@@ -22,7 +22,10 @@ _UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as a number near 2^63
 
 
 def probe_machine(root: Path = Path("/"), visible_devices: str | None = None) -> Machine:
-    """Returns what this process may use. `visible_devices` is the value of CUDA_VISIBLE_DEVICES, if set."""
+    """Returns the memory, processors and GPUs that this process may use.
+
+    `visible_devices` is the value of CUDA_VISIBLE_DEVICES, if set.
+    """
     memory = psutil.virtual_memory()
     total, available = memory.total, memory.available
     for limit, used in _memory_limits(root):

@@ -1,7 +1,6 @@
-"""Records what the gates chose at each step, in compressed files that are bounded and rotated.
+"""Records the routing of each step, in compressed files that are bounded and rotated.
 
-Recordings hold what users wrote: files are 0600, the oldest are deleted first, and recording is off unless it is
-configured.
+Recordings hold users' texts: files are 0600, the oldest are deleted first, and recording is off unless configured.
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ FLUSH_S = 5.0  # longest that a step waits for its block to fill
 
 
 class ExtraRows:
-    """Collects what only some steps have, [L, U, width] of their U tokens."""
+    """Collects rows that only some steps have, [L, U, width] of their U tokens."""
 
     def __init__(self, layers: int, tokens: int, width: int, dtype: npt.DTypeLike) -> None:
-        """Allocates room for so many tokens. uint16 are the upper halves of float32."""
+        """Allocates room for `tokens` tokens. Rows of uint16 are the upper halves of float32."""
         self.has: list[bool] = []  # of each step
         self.rows: npt.NDArray[Any] = np.empty((layers, tokens, width), dtype)
         self._tokens = 0
@@ -130,17 +129,17 @@ class BlockBuffer:
 
 
 def flags_of(extra: ExtraRows | None) -> bytes:
-    """Returns which steps have any, as the file has it."""
+    """Returns a flag for each step that has such rows, as bytes of the file."""
     return b"" if extra is None else np.array(extra.has, np.bool_).tobytes()
 
 
 def extra_rows(step: StepRouting) -> dict[str, FloatArray | None]:
-    """Returns what only some steps have, by its name in `RoutingBlock`."""
+    """Returns the rows that only some steps have, by their names in `RoutingBlock`."""
     return {"hints": step.hints.get(AHEAD), "gates": step.hints.get(OWN), "hidden": step.hidden}
 
 
 class Recorder:
-    """Owns the newest file and the thread that writes it. `add` never waits; `close` writes what is left."""
+    """Owns the newest file and the thread that writes it. `add` never waits; `close` writes the last block."""
 
     def __init__(self, settings: RecordSettings, header: RecordingHeader) -> None:
         """Opens a file and starts the thread. Raises StoreError where the directory cannot be written."""
@@ -175,7 +174,7 @@ class Recorder:
             self._filling.add(step)
 
     def _empty(self, tokens: int = 0, extra: int = 0) -> BlockBuffer:
-        """Returns a block with room for the usual number of tokens, at least so many."""
+        """Returns an empty block with room for the usual number of tokens, or for `tokens` if that is more."""
         return BlockBuffer(self._header, max(self._room, tokens), max(self._room, extra))
 
     def _begin_block(self, step: StepRouting) -> bool:
@@ -194,7 +193,7 @@ class Recorder:
         return True
 
     def close(self) -> None:
-        """Writes what is left and ends the thread."""
+        """Writes the last block and ends the thread."""
         with self._wake:
             self._closed = True
             self._wake.notify()
@@ -204,7 +203,7 @@ class Recorder:
 
     def _run(self) -> None:
         try:
-            while (filled := self._take()) is not None:
+            while (filled := self._next_block()) is not None:
                 if filled.requests:
                     self._put(filled)
         except OSError as error:
@@ -219,7 +218,7 @@ class Recorder:
     def _put(self, filled: BlockBuffer) -> None:
         self._write(filled.block())
 
-    def _take(self) -> BlockBuffer | None:
+    def _next_block(self) -> BlockBuffer | None:
         """Returns the next block, full or not; None after `close`."""
         with self._wake:
             self._wake.wait_for(lambda: self._closed or self._full, FLUSH_S)

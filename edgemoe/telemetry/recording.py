@@ -36,8 +36,8 @@ class RecordingHeader(msgspec.Struct, frozen=True, array_like=True):
     layers: int
     experts: int
     top_k: int
-    hints: bool = False  # steps that only decode hold what each gate said a layer early
-    hidden: int = 0  # width of the hidden states in steps that only decode, with what gates made of them; 0: none
+    hints: bool = False  # steps that only decode hold each gate's output a layer early
+    hidden: int = 0  # width of the hidden states, with gate outputs, in steps that only decode; 0: none
     bf16: bool = False  # these are bfloat16, else float32
 
 
@@ -56,11 +56,11 @@ class RoutingBlock(msgspec.Struct, frozen=True, array_like=True):
     hints: bytes = b""  # [L, U, E] float16, of the U tokens of these steps; see `AHEAD`
     stated: bytes = b""  # [steps] bool, which of them have hidden states; empty where none has
     gates: bytes = b""  # [L, V, E] float16, of the V tokens of these steps; see `OWN`
-    hidden: bytes = b""  # [L, V, H] float32, or the upper halves of such numbers; what each layer's experts are given
+    hidden: bytes = b""  # [L, V, H] float32, or the upper halves of such numbers; the input of each layer's experts
 
 
 def recordings_in(folder: Path) -> list[Path]:
-    """Returns a folder's recordings, the oldest first, without those that a crash ended within their header."""
+    """Returns a folder's recordings, the oldest first, without files that a crash ended within their header."""
     return [path for path in sorted(folder.glob(f"*{SUFFIX}")) if not _is_begun_only(path)]
 
 
@@ -96,7 +96,7 @@ def _steps(path: Path, header: RecordingHeader) -> Iterator[StepRouting]:
 def _block(path: Path, file: BinaryIO) -> bytes:
     """Returns the next block, decompressed; empty at the end, or where the last one is incomplete.
 
-    Power loss may leave zeros in place of what was written last.
+    Power loss may leave zeros in place of the bytes written last.
     """
     prefix = file.read(LENGTH.size)
     if len(prefix) < LENGTH.size:
@@ -157,7 +157,7 @@ def _unpack(path: Path, header: RecordingHeader, block: RoutingBlock) -> Iterato
     try:
         extra = _extra(header, block, np.diff(ends, prepend=0))
     except ValueError as error:
-        raise StoreError(f"{path} is damaged: a block's hints or hidden states are not those of its steps") from error
+        raise StoreError(f"{path} is damaged: a block's hints or hidden states do not fit its steps") from error
     for requests, row_end, end, (hints, hidden) in zip(block.requests, row_ends, ends, extra, strict=True):
         rows = slice(row_end - len(requests), row_end)
         at = slice(end - int(query_lens[rows].sum()), end)
@@ -175,7 +175,7 @@ def _unpack(path: Path, header: RecordingHeader, block: RoutingBlock) -> Iterato
 def _extra(
     header: RecordingHeader, block: RoutingBlock, counts: IntArray
 ) -> list[tuple[dict[int, FloatArray], FloatArray | None]]:
-    """Returns the hints and the hidden states of each step, of so many tokens. Raises ValueError."""
+    """Returns the hints and hidden states of each step; `counts` are the steps' tokens. Raises ValueError."""
 
     def parts(rows: bytes, flags: bytes, width: int, dtype: str) -> list[npt.NDArray[Any] | None]:
         has = np.frombuffer(flags or bytes(len(counts)), np.bool_)

@@ -1,6 +1,6 @@
 """Estimates how long a unit of something takes: a decayed mean of measurements.
 
-Work avoids what looks slow, so that it would never be measured again. An estimate slower than the first assumption
+Work avoids a slow path, which would then never be measured again. An estimate slower than the first assumption
 therefore drifts back to that assumption while nothing is measured, until it is tried again. A slow trial restores the
 slow estimate; a fast one keeps the faster estimate.
 """

@@ -72,7 +72,7 @@ async def test_boxes_and_tiers_fit_into_80_columns() -> None:
     top = TopScreen(Path("/nowhere"))
     async with top.run_test(size=(WIDTH, HEIGHT)):
         for name, data in cluster_events():
-            top.live.take(name, data)
+            top.live.add_event(name, data)
         top.show()
         await shows(top, "kitchen", "this box, leads", "cellar", "gone", "+3 -1", "4.0 ms", "VRAM", "56 of 56", "62.5%")
         await shows(
@@ -104,13 +104,13 @@ def cluster_events() -> list[tuple[str, dict[str, Any]]]:
 async def test_rates_and_quantiles_are_of_what_came_between_two_states() -> None:
     live = LiveFigures()
     buckets = {f'wait_bucket{{le="{bound}"}}': 5.0 for bound in ("0.1", "1.0", "+Inf")}
-    live.take("state", {"t": 0.0, "figures": {"x": 10.0, **buckets}, "health": {}})
+    live.add_event("state", {"t": 0.0, "figures": {"x": 10.0, **buckets}, "health": {}})
     assert (live.rate("x", 5.0), live.quantile("wait", 0.5)) == (0.0, None)
     later = {'wait_bucket{le="0.1"}': 6.0, 'wait_bucket{le="1.0"}': 9.0, 'wait_bucket{le="+Inf"}': 9.0}
-    live.take("state", {"t": 2.0, "figures": {"x": 16.0, **later}})
+    live.add_event("state", {"t": 2.0, "figures": {"x": 16.0, **later}})
     assert live.rate("x", 5.0) == 3.0
     assert live.quantile("wait", 0.25) == pytest.approx(0.1)
     assert live.quantile("wait", 1.0) == pytest.approx(1.0)
-    live.take("hello", {})
-    live.take("state", {"t": 0.0, "figures": {"x": 1.0}})
+    live.add_event("hello", {})
+    live.add_event("state", {"t": 0.0, "figures": {"x": 1.0}})
     assert (live.rate("x", 5.0), live.get("x")) == (0.0, 1.0)

@@ -14,11 +14,11 @@ def test_whoever_has_had_the_least_time_comes_next() -> None:
     turns.put("bob", "b0")
     order = []
     for took_s in (5.0, 0.1, 0.1, 5.0):
-        taken = turns.take()
+        taken = turns.next_job()
         assert taken is not None
-        assert turns.take() is None, "there is one place"
+        assert turns.next_job() is None, "there is one place"
         order.append(taken[1])
-        turns.end(taken[0], took_s)
+        turns.give_back(taken[0], took_s)
         if taken[1] == "b0":
             turns.put("bob", "b1")
     assert order == ["m0", "b0", "b1", "m1"]
@@ -29,12 +29,12 @@ def test_one_principal_leaves_a_place_to_the_others() -> None:
     turns = FairTurns[str](places=2, each=1)
     for job in ("m0", "m1"):
         turns.put("mallory", job)
-    assert turns.take() == ("mallory", "m0")
-    assert turns.take() is None
+    assert turns.next_job() == ("mallory", "m0")
+    assert turns.next_job() is None
     turns.put("bob", "b0")
-    assert turns.take() == ("bob", "b0")
-    turns.end("mallory", 1.0)
-    assert turns.take() == ("mallory", "m1")
+    assert turns.next_job() == ("bob", "b0")
+    turns.give_back("mallory", 1.0)
+    assert turns.next_job() == ("mallory", "m1")
 
 
 def test_a_newcomer_has_no_credit_for_the_time_before() -> None:
@@ -42,15 +42,15 @@ def test_a_newcomer_has_no_credit_for_the_time_before() -> None:
     turns.put("old", 0)
     for at in range(1, 100):
         turns.put("old", at)
-        assert turns.take() == ("old", at - 1)
-        turns.end("old", 1.0)
+        assert turns.next_job() == ("old", at - 1)
+        turns.give_back("old", 1.0)
     turns.put("new", 0)
     order = []
     for _ in range(3):
-        taken = turns.take()
+        taken = turns.next_job()
         assert taken is not None
         order.append(taken[0])
-        turns.end(taken[0], 1.0)
+        turns.give_back(taken[0], 1.0)
         turns.put(taken[0], 0)
     assert set(order) == {"old", "new"}
 
@@ -59,13 +59,13 @@ def test_what_has_gone_is_forgotten() -> None:
     turns = FairTurns[int](places=1, each=1)
     for at in range(1000):
         turns.put(f"principal {at}", at)
-        assert turns.take() is not None
-        turns.end(f"principal {at}", 0.0)
+        assert turns.next_job() is not None
+        turns.give_back(f"principal {at}", 0.0)
     assert len(turns._principals) <= 1
     turns.put("a", 1)
     assert turns.drop("a", 1)
     assert not turns.drop("a", 1)
-    assert turns.take() is None
+    assert turns.next_job() is None
 
 
 async def test_tasks_that_are_cancelled_give_their_turns_back() -> None:

@@ -1,1 +1,1 @@
-"""Examines this box and says what is wrong with it, and what to do: `edgemoe doctor`."""
+"""Finds faults of this box and its settings, and names a remedy for each: `edgemoe doctor`."""

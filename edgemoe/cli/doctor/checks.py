@@ -41,7 +41,7 @@ State = Literal["pass", "warning", "failure"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What one look found."""
+    """The result of one check."""
 
     check: str  # a key of REMEDIES
     state: State
@@ -119,7 +119,7 @@ DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def software() -> Iterator[Finding]:
-    """Versions of Python, edgemoe and what it needs."""
+    """Checks the versions of Python and edgemoe, and that its requirements are installed."""
     missing = []
     try:
         required = importlib.metadata.requires("edgemoe") or ()
@@ -139,7 +139,7 @@ def software() -> Iterator[Finding]:
 
 
 def processor() -> Iterator[Finding]:
-    """Whether kernels can run here."""
+    """Checks whether the processor can run the kernels."""
     try:
         from edgemoe.jit.target import TARGET, check_processor  # loads LLVM
 
@@ -151,7 +151,7 @@ def processor() -> Iterator[Finding]:
 
 
 def gpus(machine: Machine) -> Iterator[Finding]:
-    """GPUs, and whether torch can use them."""
+    """Checks the GPUs, and whether torch can use them."""
     if machine.gpus:
         names = ", ".join(f"{gpu.name} ({format_size(gpu.free_bytes)} free)" for gpu in machine.gpus)
         usable = "+cpu" not in _version("torch")
@@ -166,7 +166,7 @@ def gpus(machine: Machine) -> Iterator[Finding]:
 
 
 def links(machine: Machine) -> Iterator[Finding]:
-    """Each GPU's link to the host, which every expert that is not on it goes over."""
+    """Checks each GPU's link to the host, over which experts from RAM reach it."""
     for gpu in machine.gpus:
         if (link := gpu.link) is None:
             yield Finding("gpu-link", "pass", f"the driver does not tell {gpu.name}'s link")
@@ -178,7 +178,7 @@ def links(machine: Machine) -> Iterator[Finding]:
 
 
 def memory(machine: Machine) -> Iterator[Finding]:
-    """RAM that is free for this process, and how much of it may be locked."""
+    """Checks the RAM that is free for this process, and the limit of locked memory."""
     free, total = machine.ram_available_bytes, machine.ram_total_bytes
     said = f"{format_size(free)} of {format_size(total)} free, {machine.cpus} cores"
     yield Finding("memory", "pass" if free >= LEAST_RAM_BYTES else "warning", said)
@@ -192,7 +192,7 @@ def memory(machine: Machine) -> Iterator[Finding]:
 
 
 def disk(store_dir: Path, rate: Callable[[Path], float]) -> Iterator[Finding]:
-    """Room and speed where the stores lie. `rate` measures bytes a second."""
+    """Checks free space and speed of the stores' disk. `rate` measures bytes a second."""
     place = next(each for each in (store_dir, *store_dir.parents) if each.exists())
     found = os.statvfs(place)
     free, total = found.f_bavail * found.f_frsize, max(1, found.f_blocks * found.f_frsize)
@@ -209,7 +209,7 @@ def disk(store_dir: Path, rate: Callable[[Path], float]) -> Iterator[Finding]:
 
 
 def clock(files: Iterator[Path], now_s: float) -> Iterator[Finding]:
-    """Whether this box's files are older than now."""
+    """Checks the dates of this box's files: none may be after `now_s`."""
     ahead = {file: file.stat().st_mtime - now_s for file in files if file.exists()}
     latest = max(ahead, key=lambda file: ahead[file], default=None)
     if latest is not None and ahead[latest] > AHEAD_S:
@@ -219,7 +219,7 @@ def clock(files: Iterator[Path], now_s: float) -> Iterator[Finding]:
 
 
 def stores(settings: Settings, *, verify: bool) -> Iterator[Finding]:
-    """The store that is served, or all of them: sizes, and with `verify` every checksum."""
+    """Checks the served store, or all stores: their manifests, and with `verify` every checksum."""
     path = Path(settings.model.path)
     found = [path] if settings.model.path and catalog.is_store(path) else catalog.find_stores(settings.model.store_dir)
     for store in found:
@@ -241,7 +241,7 @@ def stores(settings: Settings, *, verify: bool) -> Iterator[Finding]:
 
 
 def keys(loaded: Loaded) -> Iterator[Finding]:
-    """The files of keys, as far as the settings use them. The default file is made by `edgemoe serve`."""
+    """Checks the key files that the settings use. `edgemoe serve` makes the default one."""
     api, cluster = loaded.settings.api, loaded.settings.cluster
     readers: list[tuple[Path, Callable[[Path], object]]] = []
     there = Path(api.api_key_file).exists()
@@ -261,7 +261,7 @@ def keys(loaded: Loaded) -> Iterator[Finding]:
 
 
 def dated(settings: Settings) -> Iterator[Path]:
-    """Files that were written in the past."""
+    """Yields files that were written in the past."""
     yield Path(edgemoe.__file__)
     stores_found = catalog.find_stores(settings.model.store_dir)
     yield from (store / MANIFEST for store in (*stores_found, Path(settings.model.path or "/nowhere")))
@@ -279,7 +279,7 @@ OTHERS_MAY_WRITE = 0o022
 
 
 def port(settings: Settings, *, runs: bool) -> Iterator[Finding]:
-    """The address of api.tcp, where no daemon of these settings has it: it must be free."""
+    """Checks the address of api.tcp: it must be free, unless a daemon with these settings runs."""
     if not settings.api.tcp or runs:
         return
     try:
@@ -394,7 +394,7 @@ def _described(health: Json, release: str, path: Path) -> Iterator[Finding]:
 
 
 def neighbours(boxes: list[Json]) -> Iterator[Finding]:
-    """What the daemon and those of the other boxes found of each other's ports and clocks."""
+    """Checks the ports and clocks of other boxes, as the daemons have probed each other."""
     for each in boxes:
         node = each["node"]
         if why := each.get("why"):
@@ -417,7 +417,7 @@ def _clock(node: str, ahead_s: float, within_s: float) -> Finding:
 
 
 def unit() -> Iterator[Finding]:
-    """The service, where it is installed."""
+    """Checks the state of the installed systemd units."""
     rows = dict(systemd_units.status())
     if not systemd_units.is_installed():
         yield Finding("unit", "pass", "not installed as a service")
@@ -427,7 +427,7 @@ def unit() -> Iterator[Finding]:
 
 
 def boxes(settings: ClusterSettings, health: Json) -> Iterator[Finding]:
-    """The list of peers, their ports from here, and whether they are heard; `health` is the daemon's."""
+    """Checks the list of peers, their ports from here, and the members in the daemon's `health`."""
     if not settings.node:
         return
     try:
@@ -446,7 +446,7 @@ def boxes(settings: ClusterSettings, health: Json) -> Iterator[Finding]:
 
 
 def members(cluster: Json) -> Iterator[Finding]:
-    """What the daemon says of the other boxes and of who leads."""
+    """Checks the members and the leader that the daemon reports."""
     for member in cluster.get("members", [])[1:]:
         state, why = member.get("state"), member.get("why")
         release = member.get("release")

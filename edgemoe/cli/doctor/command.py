@@ -1,4 +1,4 @@
-"""Runs `edgemoe doctor`: every look, a line each, with the remedy where something is wrong."""
+"""Runs `edgemoe doctor`: every check, a line each, with the remedy of a fault."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ COLOURS = {"pass": "green", "warning": "yellow", "failure": "red"}
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints what was found. Returns 1 if anything fails."""
+    """Prints the findings. Returns 1 if any is a failure."""
     found = list(examine(args))
     if args.json:
         rows = [asdict(each) | ({} if each.state == "pass" else {"remedy": REMEDIES[each.check]}) for each in found]
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def examine(args: argparse.Namespace) -> Iterator[Finding]:
-    """Looks at everything that the settings name. Keys and users' text are in no finding."""
+    """Checks everything that the settings name. No finding holds keys or users' text."""
     yield from run_check("versions", checks.software)
     yield from run_check("processor", checks.processor)
     machine = probes.probe_machine(visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"))
@@ -68,14 +68,14 @@ def examine(args: argparse.Namespace) -> Iterator[Finding]:
     yield from run_check("peer-list", lambda: checks.boxes(settings.cluster, health))
 
 
-def run_check(check: str, look: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
-    """Yields what one look finds; where it cannot go on, that is a finding, and the others go on."""
+def run_check(name: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
+    """Yields the findings of one check. A check that fails itself is a finding, too; the other checks go on."""
     try:
-        yield from look()
+        yield from check()
     except PermissionError as error:
-        yield Finding("permission", "warning", f"{check}: you may not look at {error.filename}")
+        yield Finding("permission", "warning", f"{name}: you may not look at {error.filename}")
     except (EdgemoeError, OSError, LookupError, TypeError, ValueError) as error:
-        yield Finding(check, "failure", f"it cannot be looked at: {error or type(error).__name__}")
+        yield Finding(name, "failure", f"it cannot be looked at: {error or type(error).__name__}")
 
 
 def picture(found: list[Finding]) -> Table:

@@ -1,4 +1,4 @@
-"""Runs `edgemoe plan`: where weights lie, how fast the model will be, what limits it, and what would help most."""
+"""Runs `edgemoe plan`: the tiers that hold the weights, the model's speed and its limit, and the best remedies."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ from edgemoe.worker.assemble import kernel_dir
 from edgemoe.worker.needs import needs_of
 
 MOST_SEQUENCES = 1024  # whose steps are measured
-MORE_BYTES = 16 << 30  # of RAM, in what would help
+MORE_BYTES = 16 << 30  # of RAM, in one of the remedies
 
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
-    """What the forecast is for."""
+    """The load to plan for: context, sequences, prompt, boxes, and the curve of misses."""
 
     context_tokens: int
     sequences: int
@@ -77,7 +77,7 @@ class SpeedForecast:
 
 @dataclass(frozen=True, slots=True)
 class Planner:
-    """Holds what all forecasts share: the question, the settings, the machine and its rates."""
+    """Forecasts encodings for one question, with the settings, the machine and its rates."""
 
     question: PlanOptions
     settings: Settings
@@ -85,7 +85,7 @@ class Planner:
     rates: MachineRates
 
     def forecast(self, variant: ModelVariant, times: LayerTimes, more_bytes: int = 0, boxes: int = 0) -> SpeedForecast:
-        """Returns what to expect, with more RAM than there is, or on so many boxes."""
+        """Returns the forecast of a variant, with `more_bytes` of RAM added, or on `boxes` boxes."""
         question, needs = self.question, needs_of(variant.spec, variant.dense_bytes)
         kv_bytes = question.sequences * (question.context_tokens * needs.kv_bytes_per_token + needs.state_bytes)
         found = SpeedForecast(variant.label, variant.packing, needs.dense_bytes, kv_bytes, needs.experts.all_bytes)
@@ -145,7 +145,7 @@ class Planner:
 
 
 class PhaseReport:
-    """Says on standard error what is done now, and how long the phase before has taken."""
+    """Reports on standard error the present phase, and the duration of the one before."""
 
     def __init__(self) -> None:
         self._began_s, self._phase = time.monotonic(), ""
@@ -183,7 +183,7 @@ def run(args: argparse.Namespace) -> int:
 def _measure(
     subject: PlannedModel, question: PlanOptions, settings: Settings, say: PhaseReport
 ) -> tuple[Planner, list[tuple[ModelVariant, LayerTimes]]]:
-    """Returns what this machine does, and what it takes for each encoding of the model."""
+    """Returns a planner with this machine's rates, and the layer times of each encoding of the model."""
     machine, stores = (
         probes.probe_machine(visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES")),
         settings.model.store_dir,
@@ -214,7 +214,7 @@ def _measure(
 def advise(
     planner: Planner, measured: Sequence[tuple[ModelVariant, LayerTimes]], forecasts: Sequence[SpeedForecast]
 ) -> Iterator[tuple[str, float]]:
-    """Yields what could be changed and how many times as fast the model would be then, the greatest gain first."""
+    """Yields possible changes, each with the factor by which the model would be faster; the greatest first."""
     now = forecasts[0]
     tried = [(f"edgemoe pack {each.packing}", each) for each in forecasts[1:]]
     tried.append((f"{format_size(MORE_BYTES)} more RAM", planner.forecast(*measured[0], more_bytes=MORE_BYTES)))
@@ -282,7 +282,7 @@ def _boxes(boxes: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SpeedBound:
-    """Of one number of streams: seconds a token, tokens a second of all, and what takes most of a step."""
+    """The speed of one number of streams: seconds a token, tokens a second of all, and the step's longest part."""
 
     streams: int
     per_output_token_s: float
@@ -295,12 +295,12 @@ def bounds(
 ) -> list[SpeedBound]:
     """Returns the bounds of a daemon's model, as its /health and /metrics tell of it, on a machine that is idle.
 
-    Raises StoreError where its store is not found, its experts are on a GPU, or a disk cannot be measured, and
-    CapacityError where memory does not allow to measure.
+    Raises StoreError if its store is not found, its experts are on a GPU, or a disk cannot be measured. Raises
+    CapacityError if there is not enough memory to measure.
     """
     machine = probes.probe_machine(visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"))
     if runs_on_gpu(devices_of(settings, machine)):
-        raise StoreError("what a GPU allows is not foretold")
+        raise StoreError("bounds are known for CPUs only, and these experts run on a GPU")
     (variant,) = find_model(
         str(served_store(settings, str(model["digest"]))), Path(settings.model.store_dir)
     ).variants()
@@ -328,7 +328,9 @@ def served_store(settings: Settings, digest: str) -> Path:
                 return store
         except (EdgemoeError, OSError):  # another one, unfinished or damaged
             continue
-    raise StoreError(f"the daemon's store is not among those in {settings.model.store_dir}")
+    raise StoreError(
+        f"the daemon's store is not in {settings.model.store_dir}; name the daemon's settings with --config"
+    )
 
 
 def _places_of(

@@ -29,7 +29,7 @@ def disk_rate(directory: Path) -> float:
 
 
 def read_times(directory: Path, expert_bytes: Sequence[int], at_once: Sequence[int]) -> list[tuple[float, ...]]:
-    """Returns for each size what so many experts take that are read at once, in seconds; (): not measured."""
+    """Returns for each size the seconds of reading 1, 2, ... (`at_once`) experts at once; (): not measured."""
     with probe_file(directory) as path:
         if path is None:
             return [()] * len(expert_bytes)
@@ -41,9 +41,9 @@ def read_times(directory: Path, expert_bytes: Sequence[int], at_once: Sequence[i
 
 
 def _together_s(file: PageFile, threads: ThreadPoolExecutor, size: int, count: int) -> float:
-    """Returns the median of reading `count` experts at once, each from a place of its own.
+    """Returns the median time of reading `count` experts at once, each from a place of its own.
 
-    Of experts that the file does not hold so many of, parts are read, and what is missing is reckoned.
+    If the file is too small for `count` whole experts, reads parts of them and scales the time.
     """
     whole = padded(size)
     size = min(whole, DISK_BYTES // count)

@@ -75,7 +75,7 @@ class RandomStore:
         return self._geometry.expert_bytes(layer)
 
     async def read(self, layer: int, expert: int, into: memoryview) -> None:
-        """The same rows for all, in an order of their own."""
+        """Fills `into` with rows that all experts share, in an order of this expert's own."""
         target, at = np.frombuffer(into, np.uint8), 0
         for rows in self._made[self._geometry.encoding(layer)]:
             turn = (layer * 977 + expert * 131) % len(rows)
@@ -126,7 +126,7 @@ def random_decoder(spec: ModelSpec, kernels: Kernels) -> Decoder:
 
 
 def dense_bytes(spec: ModelSpec) -> int:
-    """Read once a step, whatever the batch; of an untied embedding only a row."""
+    """Returns the bytes of dense weights that a step reads, without an untied embedding."""
     total = 0
     for name, (*rows, columns) in dense_shapes(spec).items():
         if "embed_tokens" not in name or spec.block.tied:
@@ -148,18 +148,18 @@ class ResidentModel:
         return cls(spec, kernels, random_decoder(spec, kernels), resident_tiers(spec, kernels, policy))
 
     def begin(self, batch: int, most: int) -> None:
-        """Empty caches for so many sequences of so many tokens."""
+        """Makes empty caches for `batch` sequences of at most `most` tokens."""
         self._sequences = SequenceDriver(self.spec, batch, most)
 
     def feed(self, tokens: torch.Tensor) -> StepRouting:
-        """One step of tokens [batch, n]; what its gates chose."""
+        """Runs one step of tokens [batch, n]. Returns its routing."""
         meta, batch = self._sequences.step(tokens.tolist())
         self.tiers.experts.begin_step(meta)
         self.decoder.forward(batch, self._sequences.cache, self.tiers.experts).argmax(-1)
         return self.tiers.experts.end_step()
 
     def decode(self, steps: torch.Tensor) -> tuple[float, float]:
-        """Seconds and bytes of a step, on average; `steps` is [n, batch, 1]."""
+        """Returns the mean seconds and bytes of a step; `steps` is [n, batch, 1]."""
         start = time.perf_counter()
         routings = [self.feed(step) for step in steps]
         taken = (time.perf_counter() - start) / len(steps)
@@ -167,7 +167,7 @@ class ResidentModel:
         return taken, touched / len(steps) * self.spec.geometry.expert_bytes(0) + dense_bytes(self.spec)
 
     def stream(self, size_bytes: int) -> float:
-        """Seconds to read so many bytes of experts, in one go and as fast as the box can."""
+        """Returns the seconds of reading `size_bytes` of experts at once, as fast as the box can."""
         slab = self.tiers.ram.bytes
         taken = min(size_bytes, slab.nbytes)
         first = np.random.randint(0, slab.nbytes - taken + 1) & ~4095
@@ -175,7 +175,7 @@ class ResidentModel:
 
 
 def stream_bytes_per_s(kernels: Kernels, size_bytes: int) -> float:
-    """Returns the rate of reading so many bytes of memory once, by all threads."""
+    """Returns the rate at which all threads together read `size_bytes` of memory once."""
     memory = np.ones(size_bytes, np.uint8)
     return _streamed(kernels, memory.ctypes.data, size_bytes)
 
@@ -192,19 +192,19 @@ def _streamed(kernels: Kernels, address: int, size_bytes: int) -> float:
 COLD_BYTES = 128 << 20  # of weights that a step reads before it reads the same again: more than a processor caches
 EXPERT_BYTES = 512 << 20  # of experts, as far as a step's own allow
 LEAST_LAYERS, MOST_LAYERS, VOCAB = 2, 8, 512  # the head is counted apart
-BUDGET_S = 6.0  # of all timed steps together; what has not been timed once is timed all the same
+BUDGET_S = 6.0  # of all timed steps together; each time is measured at least once
 DEADLINE_S = 35.0  # after which no further encoding is measured
 BOUND_S = 1.0  # of the timed steps of one number of sequences
 MEMORY_ROUNDS, MOST_STEPS, WARM_STEPS = 5, 200, 8
 LEAST_PROMPT = 64  # tokens of a prompt that is timed in place of a longer one
 SPARE_BYTES = 256 << 20  # left to all else on the machine while something is measured
 
-Say = Callable[[str], None]  # reports what is measured now
+Say = Callable[[str], None]  # reports the present measurement
 
 
 @dataclass(frozen=True, slots=True)
 class LayerTimes:
-    """What one layer takes with every expert in memory, in seconds, and how many of its experts a step touched."""
+    """The seconds of one layer with every expert in memory: decoding, a batch, a prompt."""
 
     decode_s: float  # one token of one sequence
     batch_s: float  # one token of each of `sequences`
@@ -229,8 +229,8 @@ def measure_layers(
 ) -> list[LayerTimes]:
     """Returns for each variant of a model the times of a layer, on random weights of the same shapes.
 
-    Takes about `BUDGET_S`, and what it takes to make the weights. Where memory or `DEADLINE_S` do not allow it, the
-    times say why instead.
+    Takes about `BUDGET_S`, and the time to make the weights. If memory or `DEADLINE_S` do not allow it, the times
+    hold the reason instead.
     """
     lab, share_s, found = LayerBench(kernels), BUDGET_S / len(variants) / 4, list[LayerTimes]()
     tokens, ends_s = max(sequences * (MOST_STEPS + WARM_STEPS), prompt_tokens), time.monotonic() + DEADLINE_S
@@ -257,7 +257,7 @@ def measure_layers(
 
 
 def decode_times(spec: ModelSpec, kernels: Kernels, streams: Sequence[int]) -> list[float]:
-    """Returns the seconds of a layer for a token of each of so many sequences. Raises CapacityError."""
+    """Returns the seconds of a layer for one token of each sequence, by number of sequences. Raises CapacityError."""
     lab, tokens = LayerBench(kernels), max(streams) * (MOST_STEPS + WARM_STEPS)
     times = lab.run(spec, tokens, lambda model: [_decode_s(model, count, BOUND_S) for count in streams])
     lab.close()
@@ -265,7 +265,7 @@ def decode_times(spec: ModelSpec, kernels: Kernels, streams: Sequence[int]) -> l
 
 
 class LayerBench:
-    """Makes small models of random weights, one at a time. Those whose experts are alike use the same ones."""
+    """Makes small models of random weights, one at a time. Models with equal expert shapes share their experts."""
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
@@ -294,13 +294,13 @@ class LayerBench:
         return [taken_s / small.layers for taken_s in measure(model)]
 
     def close(self) -> None:
-        """Frees the experts."""
+        """Frees the memory of the experts."""
         self._tiers = None
         gc.collect()  # tiers refer to each other in circles
 
 
 def miniature(spec: ModelSpec) -> ModelSpec:
-    """Returns the last layers of a model with some of their experts, whatever its dense weights are encoded in.
+    """Returns the last layers of a model with some of their experts; their number ignores the dense encoding.
 
     The layers are so many that a token finds no weights in the processor's cache, as in the whole model.
     """
@@ -357,9 +357,9 @@ def _prompt_s(model: ResidentModel, experts: int, tokens: int, budget_s: float) 
 
 
 def _time_s(timed: Callable[[], float], budget_s: float) -> float:
-    """Returns the lower quartile of what is measured in `budget_s`, and at least once.
+    """Returns the lower quartile of the times measured in `budget_s`, at least one.
 
-    It leaves out most of what others on the machine delay, and the steps that happen to find much in the cache.
+    It leaves out steps that other processes delay, and most steps that happen to find much in the cache.
     """
     taken, began_s = [timed()], time.perf_counter()
     while len(taken) < MOST_STEPS and time.perf_counter() - began_s < budget_s:

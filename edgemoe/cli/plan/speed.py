@@ -1,8 +1,8 @@
-"""Foretells a model's speed from the machine's rates and the share of its experts in memory. Pure but for `find_model`.
+"""Forecasts a model's speed from the machine's rates and the share of its experts in memory. Pure but for `find_model`.
 
 A step takes its layers' time with every expert in memory, plus the time that missing experts take to arrive. The miss
-ratio is read from a curve fixed beforehand: the mean of the policy `learned` on recordings of DeepSeek-V2-Lite and
-GPT-OSS-20B (tools/research/results/cache_replay.md). `even` is for gates that choose evenly, as random weights do.
+ratio is read from a fixed curve: the mean of the policy `learned` on recordings of two models
+(tools/research/results/cache_replay.md). `even` is for gates that choose evenly, as random weights do.
 """
 
 from __future__ import annotations
@@ -21,7 +21,11 @@ from edgemoe.store.layout import MATRICES
 from edgemoe.store.manifest import Manifest, spec_of
 from edgemoe.types.encoding import ENCODINGS, Encoding
 
-CHOICES = (("int8", ""), ("int4", ""), ("int4", "int8"))  # experts, dense: what a checkpoint can be packed in besides
+CHOICES = (
+    ("int8", ""),
+    ("int4", ""),
+    ("int4", "int8"),
+)  # encodings of experts and dense weights that a checkpoint can be packed in
 HEADER_BYTES = 160  # of one tensor in a file's header, about
 
 
@@ -49,7 +53,7 @@ class PlannedModel:
     store: Path | None
 
     def variants(self) -> Iterator[ModelVariant]:
-        """Yields the model as it is, then what it can be packed in; a store is what it is."""
+        """Yields the model as it is, then its possible encodings; a store has only its own."""
         yield ModelVariant(_label(self.spec), self.spec, "")
         if self.store is not None:
             return
@@ -93,7 +97,7 @@ def layer_bytes(spec: ModelSpec, layer: int) -> int:
 
 
 def dense_encoding(spec: ModelSpec, name: str, columns: int) -> Encoding:
-    """Returns what a dense tensor is stored in."""
+    """Returns the encoding of a stored dense tensor."""
     encoded = ENCODINGS[spec.dense_encoding or spec.dtype]
     return encoded if name.endswith(MATRICES) and encoded.fits(columns) else ENCODINGS[spec.dtype]
 
@@ -112,7 +116,7 @@ REMOTE_S = 1e-3  # that a layer waits for the boxes it calls, side by side
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """What a step of one kind has to do. `layer_s` is of one layer with every expert in memory."""
+    """The work of a step of one kind. `layer_s` is of one layer with every expert in memory."""
 
     tokens: int  # in the step
     layer_s: float
@@ -144,7 +148,7 @@ class TierShares:
 
 @dataclass(frozen=True, slots=True)
 class PlannedStep:
-    """Where the seconds of a step go."""
+    """The seconds of a step, by cause."""
 
     compute_s: float
     link_s: float
@@ -157,7 +161,7 @@ class PlannedStep:
 
     @property
     def limit(self) -> str:
-        """Returns what takes most of it."""
+        """Returns the cause that takes most of the step."""
         parts = {
             "memory and processor": self.compute_s,
             "link": self.link_s,
@@ -176,14 +180,14 @@ def step(model: PlannedSizes, work: StepWork, places: TierShares, curve: str) ->
     link_s = 0.0
     if places.link_bytes_per_s:
         by_link_s = missed / model.layers * model.expert_bytes / places.link_bytes_per_s
-        link_s = model.layers * min(by_link_s, WORTH_S)  # from there on the CPU computes what is in RAM
+        link_s = model.layers * min(by_link_s, WORTH_S)  # beyond that the CPU computes experts from RAM
     disk_s = model.layers * read_s(absent / model.layers, places.disk_s) if places.disk_s else 0.0
     boxes_s = model.layers * REMOTE_S if places.boxes > 1 and places.top < 1 else 0.0
     return PlannedStep(compute_s, link_s, disk_s, boxes_s)
 
 
 def read_s(experts: float, disk_s: Sequence[float]) -> float:
-    """Returns the seconds of reading so many experts that a layer lacks: few at once do not keep a disk busy."""
+    """Returns the seconds of reading a layer's missing experts: few at once do not keep a disk busy."""
     most = READ_AT_ONCE[-1]
     if experts > most:
         return disk_s[-1] * experts / most
@@ -191,7 +195,7 @@ def read_s(experts: float, disk_s: Sequence[float]) -> float:
 
 
 def distinct(model: PlannedSizes, tokens: int) -> float:
-    """Returns how many experts of a layer so many tokens touch, on average, where they choose evenly."""
+    """Returns the mean number of a layer's experts that `tokens` tokens touch if gates choose evenly."""
     return model.experts * (1 - (1 - model.top_k / model.experts) ** tokens)
 
 
