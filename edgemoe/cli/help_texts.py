@@ -54,8 +54,11 @@ another hub. --experts and --dense are those of `edgemoe pack`.
 With --from-peers the store comes from the boxes in this box's list of peers that serve it: pieces from several at once,
 each compared with its checksum. A daemon can serve what has come once the dense weights are there (docs/cluster.md).
 
+Of a repository with GGUF files one is fetched, which --quant names where there are several.
+
 Examples:
   edgemoe pull Qwen/Qwen3-30B-A3B
+  edgemoe pull Qwen/Qwen3-30B-A3B-GGUF --quant Q4_K_M
   edgemoe pull Qwen/Qwen3-30B-A3B --experts int4 --dense int8
   edgemoe pull Qwen/Qwen3-30B-A3B --revision refs/pr/5
   edgemoe pull --from-peers Qwen3-30B-A3B-int4

@@ -123,6 +123,7 @@ def pull(subparsers: Any) -> None:
     parser.add_argument("--from-peers", action="store_true", help="from the boxes of this cluster that have it")
     parser.add_argument("--rate", metavar="BYTES/s", help="with --from-peers, as in 40MB/s (default: no limit)")
     parser.add_argument("--revision", metavar="NAME", default="main", help="a branch, tag or commit (default: main)")
+    parser.add_argument("--quant", metavar="NAME", default="", help="one of a repository's GGUF files, as in Q4_K_M")
     _encoding_options(parser)
     settings_options(parser)
 

@@ -33,13 +33,15 @@ def _from_hub(args: argparse.Namespace, settings: Settings, progress: Progress) 
     if args.rate:
         raise ConfigError("--rate is for --from-peers")
     wanted = WantedEncodings.parse(args.experts, args.dense)
-    return download(args.model, settings.model.store_dir, wanted, progress, revision=args.revision)
+    return download(args.model, settings.model.store_dir, wanted, progress, revision=args.revision, quant=args.quant)
 
 
 def _from_peers(args: argparse.Namespace, settings: Settings, progress: Progress) -> Path:
     from edgemoe.cli.store_download import pull
 
-    if (args.experts, args.dense, args.revision) != ("keep", "keep", "main"):
-        raise ConfigError("--from-peers takes the store as the boxes have it: without --experts, --dense, --revision")
+    if (args.experts, args.dense, args.revision, args.quant) != ("keep", "keep", "main", ""):
+        raise ConfigError(
+            "--from-peers takes the store as the boxes have it: without --experts, --dense, --revision, --quant"
+        )
     rate = parse_rate(args.rate) if args.rate else 0.0
     return asyncio.run(pull(settings.cluster, Path(settings.model.store_dir).expanduser(), args.model, rate, progress))

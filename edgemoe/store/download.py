@@ -25,11 +25,12 @@ from edgemoe.store.files import ARRIVING, lock_store
 from edgemoe.store.hub import Hub, HubFile, RepositoryListing
 from edgemoe.store.layout import KEEP, WantedEncodings, precision
 from edgemoe.store.manifest import MANIFEST, finish_clearing
-from edgemoe.store.packer import AS_IT_IS, SPARE_BYTES, Progress, no_progress, os_errors_as_store_error, place_of
+from edgemoe.store.packer import AS_IT_IS, SPARE_BYTES, Progress, no_progress, os_errors_as_store_error, pack, place_of
 from edgemoe.store.sources import check_method
 from edgemoe.types.encoding import ENCODINGS
 
 FOLDER = ".hub"
+STORE_OF_GGUF = 2  # times the bytes of the files, at most: of Q2 in int4, and of dense weights in bfloat16
 
 
 def download(
@@ -39,16 +40,21 @@ def download(
     progress: Progress = no_progress,
     *,
     revision: str = "main",
+    quant: str = "",
 ) -> Path:
     """Returns the store of a repository, fetched and packed as far as it is not. `progress` is told of weights.
 
+    `quant` names one of the repository's GGUF models, as in "Q4_K_M"; where there is one alone, it need not be named.
     Raises HubError, CheckpointError, UnsupportedModel, StoreError, ConfigError.
     """
     hub, directory = Hub(), Path(store_dir).expanduser()
     listing = hub.list_repository(repository, revision)
+    is_gguf = bool(quant) or (not listing.shards and not listing.is_indexed)
+    listing = listing.chosen(quant) if is_gguf else listing
     owner = f"models--{repository.replace('/', '--')}"
     source = directory / FOLDER / owner / "snapshots" / listing.fingerprint[:12]
-    store = place_of(directory, Checkpoint(source, {}, {}, (), listing.fingerprint), wanted)
+    named = source / next(iter(listing.files.values())).local if is_gguf else source
+    store = place_of(directory, Checkpoint(named, {}, {}, (), listing.fingerprint), wanted)
     if (store / MANIFEST).is_file():
         finish_clearing(store)
         if not source.exists():
@@ -57,7 +63,8 @@ def download(
         make_folder(source)
         with lock_store(source, exclusive=True):
             if not (store / MANIFEST).is_file():
-                _Download(hub, listing, source, store, wanted).run(progress)
+                run = _Download(hub, listing, source, store, wanted)
+                (run.run_gguf if is_gguf else run.run)(progress)
             remove_tree(source)
     return store
 
@@ -99,8 +106,22 @@ class _Download:
         if not (self._store / MANIFEST).is_file():
             raise StoreError(f"{self._store} was removed while it was pulled; run it again")
 
+    def run_gguf(self, progress: Progress) -> None:
+        """Fetches all files of a GGUF model, then packs them."""
+        files = tuple(self._listing.files.values())
+        total_bytes = sum(file.bytes for file in files)
+        self._check_room(STORE_OF_GGUF * total_bytes + total_bytes)
+
+        def report(more_bytes: int) -> None:
+            self._done_bytes += more_bytes
+            progress(self._done_bytes, total_bytes)
+
+        for file in files:
+            self._fetch(file, report)
+        pack(self._source / files[0].local, self._store, progress, self._wanted)
+
     def _fetch(self, file: HubFile, report: Callable[[int], None] = lambda _: None) -> None:
-        if not (self._source / file.name).is_file():  # which has its name only once it is whole
+        if not (self._source / file.local).is_file():  # which has its name only once it is whole
             self._hub.fetch(self._listing, file, self._source, report)
 
     def _shards(self) -> tuple[HubFile, ...]:

@@ -12,7 +12,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Self
@@ -32,6 +32,7 @@ from huggingface_hub.utils.tqdm import disable_progress_bars
 from msgspec import Meta
 
 import edgemoe
+from edgemoe.config.sizes import format_size
 from edgemoe.durable import open_kept, remove_file, rename_file
 from edgemoe.errors import EdgemoeError, HubError, StoreError
 from edgemoe.store.checkpoint import COPIED_FILES, INDEX, MAX_JSON_BYTES, SINGLE
@@ -43,6 +44,10 @@ if TYPE_CHECKING:
 MOST_LISTED_BYTES = 32 << 20
 MOST_SHARDS = 4096
 SHARD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}\.safetensors")
+GGUF = re.compile(r"([A-Za-z0-9_][A-Za-z0-9_.-]{0,100}/)?[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}\.gguf")
+BESIDE_MODELS = ("mmproj", "mtp-", "imatrix")  # beginnings of the names of GGUF files that are no language model
+SPLIT = re.compile(r"-\d{5}-of-\d{5}$")
+QUANT = re.compile(r"(?:^|[-._])((?:UD-)?(?:I?Q\d\w*|TQ\d\w*|BF16|F16|F32|MXFP4\w*|NVFP4\w*))$", re.IGNORECASE)
 REPOSITORY = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,95}(/[A-Za-z0-9][A-Za-z0-9_.-]{0,95})?")
 REVISION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./-]{0,199}")
 
@@ -80,6 +85,11 @@ class HubFile:
     bytes: int
     digest: str
 
+    @property
+    def local(self) -> str:
+        """Returns the name without the folder that it may lie in."""
+        return self.name.rpartition("/")[2]
+
     def hasher(self) -> _Hash:
         """Returns what makes `digest` out of the file's bytes."""
         if len(self.digest) == 64:
@@ -107,9 +117,9 @@ class RepositoryListing:
             if file.name in (*COPIED_FILES, INDEX) and file.bytes > MAX_JSON_BYTES:
                 raise HubError(f"{repository}: {file.name} is too large ({file.bytes} bytes)")
         listing = cls(repository, answer.sha, files)
-        if not listing.shards and INDEX not in files:
+        if not listing.shards and INDEX not in files and not listing.quants:
             raise HubError(
-                f"{repository} has no safetensors files in its first folder; pickled weights are not fetched, since "
+                f"{repository} has neither safetensors nor GGUF files; pickled weights are not fetched, since "
                 "they can run code when they are loaded"
             )
         return listing
@@ -118,6 +128,31 @@ class RepositoryListing:
     def shards(self) -> tuple[HubFile, ...]:
         """Returns every safetensors file: those that the index names may be fewer."""
         return tuple(file for name, file in sorted(self.files.items()) if SHARD.fullmatch(name))
+
+    @property
+    def quants(self) -> dict[str, tuple[HubFile, ...]]:
+        """Returns the GGUF models by their quantisation, such as "Q4_K_M", each with all of its files."""
+        found: dict[str, list[HubFile]] = {}
+        for path, file in sorted(self.files.items()):
+            stem = path.rpartition("/")[2].removesuffix(".gguf")
+            if GGUF.fullmatch(path) and not stem.startswith(BESIDE_MODELS):
+                whole = SPLIT.sub("", stem)
+                named = QUANT.search(whole)
+                found.setdefault(named[1].upper() if named else whole, []).append(file)
+        return {quant: tuple(files) for quant, files in found.items()}
+
+    def chosen(self, quant: str) -> Self:
+        """Returns the listing of one of the GGUF models alone: the one named, or the only one. Raises HubError."""
+        found = self.quants
+        sizes = ", ".join(f"{name} ({format_size(sum(file.bytes for file in files))})" for name, files in found.items())
+        if not found:
+            raise HubError(f"{self.repository} has no GGUF files; leave --quant out, and say --experts int4 if need be")
+        if not quant and len(found) > 1:
+            raise HubError(f"{self.repository} has {len(found)} GGUF models; name one with --quant: {sizes}")
+        files = found.get(quant.upper()) if quant else next(iter(found.values()))
+        if files is None:
+            raise HubError(f"{self.repository} has no GGUF called {quant[:80]!r}; it has {sizes}")
+        return replace(self, files={file.name: file for file in files})
 
     @property
     def copied(self) -> tuple[HubFile, ...]:
@@ -155,7 +190,7 @@ def _useful(answer: _Answer) -> Iterator[HubFile]:
     shards = 0
     for listed in answer.siblings:
         name, large = listed.rfilename, listed.lfs
-        if not SHARD.fullmatch(name) and name not in (*COPIED_FILES, INDEX):
+        if not SHARD.fullmatch(name) and not GGUF.fullmatch(name) and name not in (*COPIED_FILES, INDEX):
             continue
         if (shards := shards + 1) > MOST_SHARDS:
             raise HubError(f"the repository has more than {MOST_SHARDS} files of weights")
@@ -173,8 +208,8 @@ class PartialFile:
 
     def __init__(self, file: HubFile, directory: Path, report: ReportBytes) -> None:
         """Opens what is there of the file, and reads it. Raises OSError."""
-        self._file, self._path, self._report = file, directory / file.name, report
-        self._temporary = directory / f"{file.name}.{file.digest[:16]}.part"
+        self._file, self._path, self._report = file, directory / file.local, report
+        self._temporary = directory / f"{file.local}.{file.digest[:16]}.part"
         self._position, self._digest = 0, file.hasher()
         self._opened = os.fdopen(open_kept(self._temporary, 0o644), "r+b")
         self._opened.seek(0)

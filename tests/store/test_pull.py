@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import pytest
 from safetensors.torch import load_file, save_file
+from support.gguf_files import gguf_checkpoint, write_gguf
 from support.hub import LocalHub, Repository, local_hub
 from support.waiting import wait_until
 
@@ -266,3 +267,33 @@ def test_names_that_could_leave_the_folder_are_refused(name: str) -> None:
         check_names(name, "main")
     with pytest.raises(HubError):
         check_names("a/b", f"../{name}")
+
+
+def test_one_gguf_of_a_repository_is_fetched_and_packed(hub: LocalHub, puller: Puller, tmp_path: Path) -> None:
+    folder = tmp_path / "repository"
+    (folder / "BF16").mkdir(parents=True)
+    checkpoint = gguf_checkpoint("qwen3_moe", tmp_path / "checkpoint", 300)
+    for kind in ("Q8_0", "BF16"):
+        name = f"Tiny-{kind}.gguf" if kind == "Q8_0" else f"BF16/Tiny-{kind}-00001-of-00001.gguf"
+        write_gguf("qwen3_moe", checkpoint, folder / name, kind)
+    (folder / "mmproj-F16.gguf").write_bytes(b"GGUF")
+    hub.repositories[NAME] = Repository(folder)
+    (several, unknown) = puller.run((NAME,)), puller.run((NAME, "--quant", "Q4_K_M"))
+    assert "2 GGUF models; name one with --quant: BF16 (" in several[0].err
+    assert "no GGUF called 'Q4_K_M'; it has BF16 (" in unknown[0].err
+    for quant in ("q8_0", "BF16"):
+        (done,) = puller.run((NAME, "--quant", quant))
+        assert done.code == 0, done.err
+        store = Path(done.out.strip())
+        assert store.name.startswith(f"Tiny-{quant.upper()}-v2-")
+        assert verify(store) == []
+        (again,) = puller.run((NAME, "--quant", quant))
+        assert again.out == done.out
+    assert len(hub.fetched("Tiny-Q8_0.gguf")) == 2, "at the hub, and where it redirects to"
+    assert not [path for path in (puller.stores / ".hub").rglob("*") if path.is_file()]
+
+
+def test_a_repository_without_ggufs_has_no_quantisation_to_name(hub: LocalHub, puller: Puller, published: Path) -> None:
+    hub.repositories[NAME] = Repository(published)
+    (done,) = puller.run((NAME, "--quant", "Q4_K_M"))
+    assert "has no GGUF files; leave --quant out" in done.err

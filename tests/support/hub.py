@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
-LARGE = (".safetensors", "tokenizer.json")  # what git-lfs keeps, and another host serves
+LARGE = (".safetensors", ".gguf", "tokenizer.json")  # what git-lfs keeps, and another host serves
 PIECE_BYTES = 1 << 20
 
 
@@ -117,7 +117,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.hub.asked.append(Asked(path, start, self.token))
         if listed := re.fullmatch(r"/api/models/(.+)/revision/(.+)", path):
             self._list(*listed.groups())
-        elif file := re.fullmatch(r"/(cdn/)?(.+)/resolve/([0-9a-f]{40})/([^/]+)", path):
+        elif file := re.fullmatch(r"/(cdn/)?(.+)/resolve/([0-9a-f]{40})/([^/]+(?:/[^/]+)?)", path):
             self._give(file[2], file[3], file[4], start, is_elsewhere=bool(file[1]))
         else:
             self._refuse(404, "RepoNotFound")
