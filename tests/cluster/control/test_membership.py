@@ -1,55 +1,432 @@
-"""Who is let in by whose word."""
+"""The membership of other boxes: the table of transitions, random orders of events, and the questions asked of it."""
 
 from __future__ import annotations
 
+import asyncio
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
+from unittest import mock
+
+import hypothesis
 import msgspec
 import pytest
-from support.boxes import secret
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from support.planes import card
 
-from edgemoe.cluster.control.admission import select_peers
-from edgemoe.cluster.rpc.keys import Peer
-from edgemoe.types.bounds import MAX_NODES
-
-KEYS = [secret().public.decode() for _ in range(4)]
-B = Peer("b", "192.0.2.2:1", KEYS[0])
-C = Peer("c", "192.0.2.3:1", KEYS[1], voter=False)
-D = Peer("d", "192.0.2.4:1", KEYS[2], voter=False)
-LISTED = {"b": B}
-
-
-def test_only_the_word_of_a_box_that_this_one_lists_lets_others_in() -> None:
-    vouched = [("c", (D,)), ("b", (B, C)), ("c", (D,)), ("nobody", (D,))]
-    assert select_peers("a", LISTED, vouched, joining=False) == {"b": B, "c": C}
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"voter": True},
-        {"node": "a"},
-        {"node": "b"},
-        {"node": "not a name"},
-        {"address": ""},
-        {"address": "nowhere"},
-        {"key": KEYS[0]},
-        {"new_key": KEYS[0]},
-        {"key": "short"},
-    ],
-    ids=lambda wrong: " ".join(f"{name}={value}" for name, value in wrong.items()).replace(
-        KEYS[0], "a key that is there"
-    ),
+from edgemoe.cluster.control.admission import AllowKeys, ConnectPeer, DisconnectPeer, RevokeKeys
+from edgemoe.cluster.control.control_state import (
+    AnnouncementAnswered,
+    AnnouncementChanged,
+    CheckPlan,
+    ConnectionLost,
+    ConnectionOpened,
+    ControlState,
+    DeliverBeat,
+    Event,
+    Instruction,
+    MessageReceived,
+    PeerFoundIncompatible,
+    PeersListChanged,
+    PublishMembers,
+    RefuseMessage,
+    TimerFired,
 )
-def test_nobody_is_let_in_by_anothers_word_who_votes_is_known_already_or_cannot_be(wrong: dict[str, object]) -> None:
-    other = msgspec.structs.replace(C, **wrong)
-    assert select_peers("a", LISTED, [("b", (other, D))], joining=False) == {"b": B, "d": D}
+from edgemoe.cluster.control.coordination.epoch_fence import MAX_LEAP, EpochFence
+from edgemoe.cluster.control.coordination.store import PlanRef
+from edgemoe.cluster.control.leader import Leader
+from edgemoe.cluster.control.membership import (
+    CANNOT_TAKE_PART,
+    DEAD_S,
+    PRESENT,
+    TRANSITIONS,
+    BoxState,
+    Member,
+    Members,
+    Trigger,
+)
+from edgemoe.cluster.control.messages import Announce, Heartbeat, BoxReport
+from edgemoe.cluster.control.plan_store import PlanStore
+from edgemoe.cluster.rpc.keys import Peer
+from edgemoe.config.settings import ClusterSettings
+from edgemoe.errors import PeerUnavailable
+
+# --- the table ---------------------------------------------------------------------------------------------------
+
+ROWS = {(state, trigger) for state, row in TRANSITIONS.items() for trigger in row}
+LET_IN = [state for state in BoxState if state is not BoxState.UNKNOWN]
 
 
-def test_who_joins_takes_voters_too_from_the_box_that_it_joins() -> None:
-    voter = msgspec.structs.replace(C, voter=True)
-    assert select_peers("a", LISTED, [("b", (voter,))], joining=True) == {"b": B, "c": voter}
+def standing(state: BoxState) -> str:
+    """Whether a box that is let in has announced itself, and can take part."""
+    if state in CANNOT_TAKE_PART:
+        return "refused"
+    return "new" if state in (BoxState.EXPECTED, BoxState.JOINING) else "accepted"
 
 
-def test_no_word_lets_in_more_boxes_than_there_may_be() -> None:
-    many = tuple(msgspec.structs.replace(C, node=f"n{n}", key=secret().public.decode()) for n in range(MAX_NODES))
-    found = select_peers("a", LISTED, [("b", many)], joining=False)
-    assert [*found] == ["b", *(f"n{n}" for n in range(MAX_NODES - 2))]
+@pytest.mark.parametrize("state", LET_IN)
+def test_presence_and_standing_change_apart_and_each_state_is_one_pair_of_them(state: BoxState) -> None:
+    after = TRANSITIONS[state]
+    present = state in PRESENT
+    came_or_went = Trigger.DISAPPEARED if present else Trigger.APPEARED
+    assert set(after) == {came_or_went, Trigger.ACCEPTED, Trigger.REJECTED, Trigger.STRUCK}
+    assert ((after[came_or_went] in PRESENT), standing(after[came_or_went])) == (not present, standing(state))
+    assert ((after[Trigger.ACCEPTED] in PRESENT), standing(after[Trigger.ACCEPTED])) == (present, "accepted")
+    assert ((after[Trigger.REJECTED] in PRESENT), standing(after[Trigger.REJECTED])) == (present, "refused")
+    assert after[Trigger.STRUCK] is BoxState.UNKNOWN
+
+
+def test_a_box_is_let_in_as_one_that_is_neither_present_nor_announced() -> None:
+    assert TRANSITIONS[BoxState.UNKNOWN] == {Trigger.ADMITTED: BoxState.EXPECTED}
+    assert set(TRANSITIONS) == set(BoxState)
+
+
+# --- random orders of events -------------------------------------------------------------------------------------
+
+OTHERS = st.sampled_from(["b", "c", "d"])
+BOOTS = st.sampled_from("xy")
+KEYS = {node: node * 40 for node in "abcd"}
+SETTINGS = ClusterSettings(node="a", coordination="raft", listen="127.0.0.1:1")
+VOTERS = {node: Peer(node, f"127.0.0.1:{n + 1}", KEYS[node]) for n, node in enumerate("abc")}
+GUEST = Peer("d", "127.0.0.1:9", KEYS["d"], voter=False)
+WORDS = "raft: a b c"
+VOUCHED_S = 3600.0
+
+
+@dataclass
+class Expected:
+    """The history of a box since it was let in, as far as its state depends on it."""
+
+    up: bool = False
+    beat_s: float = float("-inf")
+    present: bool = False
+    left_s: float = 0.0  # since when it has not been present
+    boot: str = ""
+    announced_boot: str | None = None
+    refused: bool = False
+    report: BoxReport | None = None
+    acknowledged: int = 0
+
+    @property
+    def state(self) -> BoxState:
+        if self.refused:
+            return BoxState.REFUSED if self.present else BoxState.REFUSED_ABSENT
+        if self.announced_boot is None:
+            return BoxState.JOINING if self.present else BoxState.EXPECTED
+        return BoxState.MEMBER if self.present else BoxState.ABSENT
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """Box a, with messages of b, c and perhaps d in any order; `expected` keeps their histories apart from it."""
+
+    taken: ClassVar[set[tuple[BoxState, Trigger]]] = set()  # rows of the table, by all runs
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = tempfile.TemporaryDirectory()
+        self.patches = [mock.patch("os.fsync"), mock.patch.object(Members, "move", self.recorded(Members.move))]
+        for patch in self.patches:
+            patch.start()
+        folder = Path(self.folder.name)
+        self.now_s = 100.0
+        self.allowed: dict[str, tuple[str, ...]] = {}
+        self.connected: dict[str, str] = {}
+        self.expected: dict[str, Expected] = {}
+        self.fence = EpochFence(folder / "epoch")
+        own = Announce("1", "box", "127.0.0.1:1", engine=card("engine-a"))
+        self.state = ControlState(SETTINGS, VOTERS, own, PlanStore(folder / "plan"), self.fence, lambda: self.now_s)
+        self.perform(self.state.start())
+        self.published = self.visible()
+
+    def recorded(self, move: Callable[..., None]) -> Callable[..., None]:
+        def moved(members: Members, member: Member, trigger: Trigger, refusal: str = "") -> None:
+            self.taken.add((member.state, trigger))
+            move(members, member, trigger, refusal)
+
+        return moved
+
+    def teardown(self) -> None:
+        for patch in self.patches:
+            patch.stop()
+        self.folder.cleanup()
+
+    def visible(self) -> object:
+        """The members as this box's services see them."""
+        return self.state.members.keys(), self.state.members.engines()
+
+    def perform(self, instructions: list[Instruction]) -> None:
+        for instruction in instructions:
+            match instruction:
+                case AllowKeys(node, keys):
+                    self.expected.setdefault(node, Expected(left_s=self.now_s))
+                    self.allowed[node] = keys
+                case RevokeKeys(node):
+                    del self.allowed[node], self.expected[node]
+                case ConnectPeer(peer):
+                    self.connected[peer.node] = peer.address
+                case DisconnectPeer(node):
+                    self.connected.pop(node, None)
+                case PublishMembers():
+                    self.published = self.visible()
+        assert not any(isinstance(instruction, RefuseMessage) for instruction in instructions[:-1])
+
+    def do(self, event: Event) -> list[Instruction]:
+        highest = self.fence.highest
+        instructions = self.state.handle(event)
+        self.perform(instructions)
+        assert self.fence.highest >= highest
+        return instructions
+
+    def update_presence(self) -> None:
+        for box in self.expected.values():
+            present = box.up and self.now_s - box.beat_s < DEAD_S
+            if box.present and not present:
+                box.left_s = self.now_s
+            box.present = present
+
+    def receive(self, node: str, boot: str, message: Heartbeat | Announce | BoxReport | None) -> list[Instruction]:
+        box = self.expected[node]
+        if box.boot != boot:
+            box.boot, box.acknowledged = boot, 0
+        return self.do(MessageReceived(node, boot, message))
+
+    # --- events -----------------------------------------------------------------------------------------------
+
+    @initialize(guest=st.booleans(), alive=st.booleans(), announced=st.booleans())
+    def begin(self, guest: bool, alive: bool, announced: bool) -> None:
+        """Begins with boxes that are let in alone, alive, announced, or both."""
+        self.another_list_is_read(guest, turned=False, without="")
+        for node in list(self.expected) if alive else ():
+            self.a_connection_opens(node)
+            self.a_box_beats(node, "x", leading=0, unmet=False)
+        for node in list(self.expected) if announced else ():
+            self.a_box_announces_itself(node, "x", "m", vouches=False, fits=True)
+
+    @rule(seconds=st.sampled_from([0.1, 1.0, 2.0, 2 * VOUCHED_S]))
+    def time_passes(self, seconds: float) -> None:
+        self.now_s += seconds
+        self.update_presence()
+        self.do(TimerFired())
+
+    @rule(node=OTHERS)
+    def a_connection_opens(self, node: str) -> None:
+        instructions = self.do(ConnectionOpened(node))
+        if node in self.expected:
+            self.expected[node].up, self.expected[node].acknowledged = True, 0
+            assert CheckPlan() in instructions
+
+    @rule(node=OTHERS)
+    def a_connection_breaks(self, node: str) -> None:
+        if node in self.expected:
+            self.expected[node].up = False
+            self.update_presence()
+        self.do(ConnectionLost(node))
+
+    @rule(node=OTHERS, boot=BOOTS, leading=st.integers(0, 6), unmet=st.booleans())
+    def a_box_beats(self, node: str, boot: str, leading: int, unmet: bool) -> None:
+        if (box := self.expected.get(node)) is None:
+            return  # the plane refuses its messages
+        before, highest = self.state.leader_tracker.leader, self.fence.highest
+        beat = Heartbeat(leading=leading, seen=leading, engine=f"engine-{node}", unmet=unmet)
+        box.beat_s = self.now_s
+        if not box.present:
+            self.update_presence()
+        instructions = self.receive(node, boot, beat)
+        assert DeliverBeat(node, beat) in instructions
+        if unmet:
+            box.acknowledged = 0
+        assert node != "d" or self.fence.highest == highest  # a box that may not lead ends no leadership
+        may_follow = node != "d" and box.announced_boot == boot and not box.refused and 0 < leading >= highest
+        if node in self.expected:
+            assert (self.state.leader_tracker.leader == node) == may_follow
+        if before != self.state.leader_tracker.leader:
+            assert self.state.leader_tracker.leader in ("", node)
+
+    @rule(node=OTHERS, boot=BOOTS)
+    def a_box_names_an_impossible_epoch(self, node: str, boot: str) -> None:
+        if (box := self.expected.get(node)) is None:
+            return
+        box.beat_s = self.now_s
+        if not box.present:
+            self.update_presence()
+        believed = node != "d" and box.announced_boot == boot and not box.refused
+        box.refused |= believed
+        self.receive(node, boot, Heartbeat(seen=2 * MAX_LEAP, engine=f"engine-{node}"))
+        assert self.state.leader_tracker.leader != node
+
+    @rule(node=OTHERS, boot=BOOTS, model=st.sampled_from("mmn"), vouches=st.booleans(), fits=st.booleans())
+    def a_box_announces_itself(self, node: str, boot: str, model: str, vouches: bool, fits: bool) -> None:
+        if (box := self.expected.get(node)) is None:
+            return
+        words = WORDS if fits else "single: b"
+        listed = (*VOTERS.values(), GUEST) if vouches else ()
+        engine = card(f"engine-{node}", model=model * 32)
+        box.announced_boot, box.refused = boot, not fits or model == "n"
+        announce = Announce("1", "box", "127.0.0.1:9", engine=engine, agreement=words, listed=listed)
+        instructions = self.receive(node, boot, announce)
+        assert isinstance(instructions[-1], RefuseMessage) == box.refused
+
+    @rule(node=OTHERS, boot=BOOTS, tokens=st.integers(1, 9))
+    def a_box_reports(self, node: str, boot: str, tokens: int) -> None:
+        if (box := self.expected.get(node)) is not None:
+            box.report = BoxReport("m" * 32, float(tokens), b"")
+            assert self.receive(node, boot, box.report) == []
+
+    @rule(node=OTHERS, boot=BOOTS)
+    def a_box_asks_for_something(self, node: str, boot: str) -> None:
+        if node in self.expected:
+            assert self.receive(node, boot, None) == []
+
+    @rule(node=OTHERS, behind=st.integers(0, 1), refusal=st.sampled_from(["", "no"]))
+    def a_box_answers_our_announcement(self, node: str, behind: int, refusal: str) -> None:
+        serial = self.state.serial - behind
+        if (box := self.expected.get(node)) is not None:
+            box.acknowledged = serial
+            box.refused |= refusal != ""
+        self.do(AnnouncementAnswered(node, serial, refusal))
+
+    @rule(node=OTHERS)
+    def a_box_speaks_another_protocol(self, node: str) -> None:
+        if node in self.expected:
+            self.expected[node].refused = True
+        self.do(PeerFoundIncompatible(node, "another protocol"))
+
+    @rule(guest=st.booleans(), turned=st.booleans(), without=st.sampled_from(["", "c"]))
+    def another_list_is_read(self, guest: bool, turned: bool, without: str) -> None:
+        peers = {node: peer for node, peer in VOTERS.items() if node != without}
+        if turned:
+            peers["b"] = msgspec.structs.replace(peers["b"], new_key="z" * 40)
+        peers |= {"d": GUEST} if guest else {}
+        self.do(PeersListChanged(peers))
+        assert set(peers) - {"a"} <= set(self.expected) <= {*peers, "d"}
+
+    @rule(room=st.integers(0, 3))
+    def this_box_announces_another_engine(self, room: int) -> None:
+        serial, engine = self.state.serial, card("engine-a", room=room)
+        changes = engine != self.state.announcement.engine
+        self.do(AnnouncementChanged(msgspec.structs.replace(self.state.announcement, engine=engine)))
+        assert (self.state.serial > serial) == changes
+
+    # --- invariants -------------------------------------------------------------------------------------------
+
+    @invariant()
+    def each_box_is_in_the_state_of_its_history(self) -> None:
+        assert {member.peer.node: member.state for member in self.state.members} == {
+            node: box.state for node, box in self.expected.items()
+        }
+
+    @invariant()
+    def the_reason_of_a_refusal_is_known_as_long_as_it_lasts(self) -> None:
+        assert all((member.refusal != "") == (not member.can_take_part) for member in self.state.members)
+
+    @invariant()
+    def the_last_report_and_acknowledgement_are_kept(self) -> None:
+        for member in self.state.members:
+            box = self.expected[member.peer.node]
+            assert (member.report, member.acknowledged) == (box.report, box.acknowledged)
+        late = {node for node, box in self.expected.items() if box.up and box.acknowledged != self.state.serial}
+        assert {member.peer.node for member in self.state.unacknowledged()} == late
+
+    @invariant()
+    def members_are_let_in_and_no_other_box(self) -> None:
+        assert self.allowed == {member.peer.node: member.peer.keys for member in self.state.members}
+        assert self.connected.keys() <= self.allowed.keys()
+
+    @invariant()
+    def a_box_counts_as_absent_from_when_it_disappeared(self) -> None:
+        for node, box in self.expected.items():
+            assert self.state.absent_s(node) == (0.0 if box.present else self.now_s - box.left_s)
+
+    @invariant()
+    def only_a_member_is_followed(self) -> None:
+        leader = self.state.leader_tracker.leader
+        assert leader in ("", "a") or leader in self.state.members
+
+    @invariant()
+    def services_know_of_every_change(self) -> None:
+        assert self.published == self.visible()
+
+
+def test_in_any_order_of_events_each_box_is_in_the_state_of_its_history_and_every_transition_is_taken() -> None:
+    AnyOrder.taken.clear()
+    many = hypothesis.settings(max_examples=150, stateful_step_count=30, deadline=None)
+    hypothesis.stateful.run_state_machine_as_test(AnyOrder, settings=many)
+    assert AnyOrder.taken == ROWS - {(BoxState.UNKNOWN, Trigger.ADMITTED)}
+
+
+# --- questions ---------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_a_silence_that_ends_before_anybody_noted_it_is_told_to_no_engine() -> None:
+    clock = Clock()
+    members = Members(clock)
+    members.admit(Peer("a", "127.0.0.1:1", "key"))
+    member = members["a"]
+    member.announcement = Announce(release="1", role="box", address="127.0.0.1:1", engine=card("engine-a"))
+    member.up, member.heard_s = True, clock.now_s
+    assert members.update_presence() == ["a"]
+    told = members.engines()
+    assert told[0].heard
+    clock.now_s += 2 * DEAD_S  # and something else has the list made now
+    assert members.engines() == told
+    member.heard_s = clock.now_s
+    assert members.update_presence() == []  # so nobody makes it again
+    assert members.engines() == told
+
+
+def test_a_silence_that_was_noted_is_told() -> None:
+    clock = Clock()
+    members = Members(clock)
+    members.admit(Peer("a", "127.0.0.1:1", "key"))
+    members["a"].announcement = Announce(release="1", role="box", address="127.0.0.1:1", engine=card("engine-a"))
+    members["a"].up, members["a"].heard_s = True, clock.now_s
+    assert members.update_presence() == ["a"]
+    clock.now_s += 2 * DEAD_S
+    assert members.update_presence() == ["a"]
+    assert not members.engines()[0].heard
+    members["a"].heard_s = clock.now_s
+    assert members.update_presence() == ["a"]
+    assert members.engines()[0].heard
+
+
+def boxes(*nodes: str, beat: Heartbeat) -> Members:
+    """All alive, with an engine, and of the same beat."""
+    members = Members(lambda: 0.0)
+    for node in nodes:
+        members.admit(Peer(node, "127.0.0.1:1", "key"))
+        members[node].up, members[node].heard_s, members[node].beat = True, 0.0, beat
+        members[node].announcement = Announce(release="1", role="box", address="127.0.0.1:1", engine=card("engine"))
+    return members
+
+
+def test_an_engine_that_calls_itself_by_anothers_name_is_one_more_and_takes_nothing_from_it() -> None:
+    found = boxes("a", "b", beat=Heartbeat(engine="engine")).serving("m" * 32)
+    assert found == {"a:engine": "a", "b:engine": "b"}
+
+
+async def test_boxes_that_come_while_a_plan_is_looked_for_end_nothing() -> None:
+    members, asked = boxes("a", "b", beat=Heartbeat(plan_digest="digest")), list[str]()
+
+    async def fetch(node: str, _digest: str) -> None:
+        asked.append(node)
+        await asyncio.sleep(0)
+        members.admit(Peer(f"{node}-new", "127.0.0.1:1", "key"))
+        raise PeerUnavailable("it has died")
+
+    leader = object.__new__(Leader)
+    leader._proposed = None
+    leader._state, leader._exchange = SimpleNamespace(members=members), SimpleNamespace(fetch=fetch)  # type: ignore
+    assert await leader._find_plan(PlanRef(1, "digest")) is None
+    assert asked == ["a", "b"]

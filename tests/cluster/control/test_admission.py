@@ -1,0 +1,55 @@
+"""Who is let in by whose word."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from support.boxes import secret
+
+from edgemoe.cluster.control.admission import select_peers
+from edgemoe.cluster.rpc.keys import Peer
+from edgemoe.types.bounds import MAX_NODES
+
+KEYS = [secret().public.decode() for _ in range(4)]
+B = Peer("b", "192.0.2.2:1", KEYS[0])
+C = Peer("c", "192.0.2.3:1", KEYS[1], voter=False)
+D = Peer("d", "192.0.2.4:1", KEYS[2], voter=False)
+LISTED = {"b": B}
+
+
+def test_only_the_word_of_a_box_that_this_one_lists_lets_others_in() -> None:
+    vouched = [("c", (D,)), ("b", (B, C)), ("c", (D,)), ("nobody", (D,))]
+    assert select_peers("a", LISTED, vouched, joining=False) == {"b": B, "c": C}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"voter": True},
+        {"node": "a"},
+        {"node": "b"},
+        {"node": "not a name"},
+        {"address": ""},
+        {"address": "nowhere"},
+        {"key": KEYS[0]},
+        {"new_key": KEYS[0]},
+        {"key": "short"},
+    ],
+    ids=lambda wrong: " ".join(f"{name}={value}" for name, value in wrong.items()).replace(
+        KEYS[0], "a key that is there"
+    ),
+)
+def test_nobody_is_let_in_by_anothers_word_who_votes_is_known_already_or_cannot_be(wrong: dict[str, object]) -> None:
+    other = msgspec.structs.replace(C, **wrong)
+    assert select_peers("a", LISTED, [("b", (other, D))], joining=False) == {"b": B, "d": D}
+
+
+def test_who_joins_takes_voters_too_from_the_box_that_it_joins() -> None:
+    voter = msgspec.structs.replace(C, voter=True)
+    assert select_peers("a", LISTED, [("b", (voter,))], joining=True) == {"b": B, "c": voter}
+
+
+def test_no_word_lets_in_more_boxes_than_there_may_be() -> None:
+    many = tuple(msgspec.structs.replace(C, node=f"n{n}", key=secret().public.decode()) for n in range(MAX_NODES))
+    found = select_peers("a", LISTED, [("b", many)], joining=False)
+    assert [*found] == ["b", *(f"n{n}" for n in range(MAX_NODES - 2))]
