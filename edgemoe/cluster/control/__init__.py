@@ -1,1 +1,1 @@
-"""Who leads, who is a member, which plan holds. Runs in the front; imports no torch."""
+"""The control plane of a cluster: membership, leadership, the placement plan, and requests offered to the leader."""

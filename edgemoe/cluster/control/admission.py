@@ -175,7 +175,7 @@ def read_join(text: str) -> Peer:
     if len(parts) != 3:
         raise ConfigError(
             f"cluster.join is {text!r}; write NODE,HOST:PORT,KEY of a box of the cluster, as its `edgemoe keygen` "
-            "printed it: a box talks to known keys only"
+            "printed it"
         )
     peer = Peer(parts[0], parts[1], parts[2])
     check_peer(peer, "cluster.join")

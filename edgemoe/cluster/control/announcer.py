@@ -97,7 +97,7 @@ class Reporter:
     def __init__(
         self, state: ControlState, channel: Channel[ControlMessage], make_report: Callable[[], BoxReport | None]
     ) -> None:
-        """`make_report` returns None while there is nothing to report."""
+        """Calls `make_report`, which returns None while there is nothing to report."""
         self._state, self._channel, self._make_report = state, channel, make_report
 
     async def run(self) -> None:

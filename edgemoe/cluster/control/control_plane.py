@@ -146,7 +146,7 @@ class ControlPlane:
         clock: Callable[[], float] = since_boot,
         local: LocalServices | None = None,
     ) -> None:
-        """`peers` is this box's list of peers, perhaps with this box in it. Raises ConfigError, ServiceError."""
+        """Reads plan and epoch; `peers` is this box's list, perhaps with itself. Raises ConfigError, ServiceError."""
         directory = Path(settings.state_dir)
         make_folder(directory, 0o700)
         plans = PlanStore(directory / "plan")

@@ -129,7 +129,7 @@ class ControlState:
         fence: EpochFence,
         clock: Callable[[], float],
     ) -> None:
-        """`peers` is this box's list of peers, `announcement` its first announcement."""
+        """Begins with `peers`, this box's list of peers, and its first announcement."""
         self.node, self.plans, self.fence, self.clock = settings.node, plans, fence, clock
         self.members = Members(clock)
         rules = ElectionRules(settings, peers)

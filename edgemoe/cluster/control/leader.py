@@ -54,7 +54,7 @@ class Leader:
         send_beat: Callable[[], None],
         make_report: Callable[[], BoxReport | None],
     ) -> None:
-        """`make_report` returns the report that this box would send to another leader."""
+        """Uses `make_report` for the report that this box would send to another leader."""
         self.follows_agreed_plan = False  # while it leads; only then may its beats name the plan
         self._store, self._state, self._exchange, self._solver = store, state, exchange, solver
         self._send_beat, self._make_report = send_beat, make_report

@@ -34,7 +34,7 @@ class Election:
         is_hindered: Callable[[], bool] = lambda: False,
         changed: Callable[[], None] = lambda: None,
     ) -> None:
-        """`above` returns the highest known epoch, which every claim exceeds. Claims nothing while `is_hindered`.
+        """Claims epochs above that of `above()`, the highest known, and none while `is_hindered()`.
 
         Calls `changed` when this box starts or stops leading, except when its lease runs out by the clock alone.
         """
@@ -121,15 +121,15 @@ class LeaderTracker:
 
     @property
     def current(self) -> tuple[str, int]:
-        """The leader and its epoch. In another epoch even the same leader knows nothing of what it was told before."""
+        """The leader and its epoch. A leader of a new epoch has forgotten earlier offers."""
         return self.leader, self.epoch
 
     def follow_leader(self, node: str, epoch: int) -> None:
-        """Follows that box, perhaps this one, from now on."""
+        """Sets the leader to follow, perhaps this box itself."""
         self.leader, self.epoch = node, epoch
 
     def unfollow(self, node: str) -> None:
-        """Follows that box no longer."""
+        """Stops following that box."""
         if self.leader == node:
             self.leader = ""
 

@@ -137,7 +137,7 @@ class Members:
     # --- transitions ------------------------------------------------------------------------------------------
 
     def admit(self, peer: Peer) -> None:
-        """Lets a box in."""
+        """Adds a box that is let in."""
         state = TRANSITIONS[BoxState.UNKNOWN][Trigger.ADMITTED]
         self._members[peer.node] = Member(peer, state, absent_since_s=self._clock())
 

@@ -56,8 +56,8 @@ def test_boxes_agree_only_where_mode_voters_and_leader_are_the_same() -> None:
     ]
     for other in others:
         assert not three.may_lead("a", other.words)
-        assert "decides by" in three.reject_reason("d", other.words)
-        assert "decides by" in other.reject_reason("a", three.words)
+        assert "elects its leader by" in three.reject_reason("d", other.words)
+        assert "elects its leader by" in other.reject_reason("a", three.words)
     long = peers(*(f"{n}{'x' * 62}" for n in range(9)))
     assert len(ElectionRules(ClusterSettings(node="a", coordination="raft"), long).words) <= 400  # as Announce has it
 

@@ -159,7 +159,7 @@ def test_a_snapshot_that_comes_late_takes_back_nothing_that_a_member_has(abc: Wo
     had, applied = member.journal[:], member.raftLastApplied
     for part in ((late, True, False), (b"", False, True)):
         said = {"type": "append_entries", "term": term, "commit_index": applied, "serialized": part}
-        member.transport._hear(leader, voters_digest(ABC) + msgspec.msgpack.encode(said))
+        member.transport._on_payload(leader, voters_digest(ABC) + msgspec.msgpack.encode(said))
     assert member.journal[:] == had
     assert member.raftLastApplied == applied
     assert member.state.renewals == 20
@@ -336,19 +336,19 @@ def test_a_vote_is_given_only_to_who_has_what_the_others_have_and_in_no_term_tha
     journal = Journal(tmp_path, b"abcdefgh")
     journal.add(b"\1", 1, 0)
     recovery = Recovery(journal, ["a", "c"], lambda: 0.0)
-    asked = recovery.asks()
+    asked = recovery.next_query()
     assert asked is not None
-    recovery.hear("a", LogEndReply(asked.nonce, term=7, last_log_term=6, last_log_index=40))
-    recovery.hear("c", LogEndReply(b"of another incarnation", 7, 6, 40))
+    recovery.on_reply("a", LogEndReply(asked.nonce, term=7, last_log_term=6, last_log_index=40))
+    recovery.on_reply("c", LogEndReply(b"of another incarnation", 7, 6, 40))
     assert not recovery.may_vote(8, 6, 40)
-    recovery.hear("c", LogEndReply(asked.nonce, term=5, last_log_term=5, last_log_index=90))
+    recovery.on_reply("c", LogEndReply(asked.nonce, term=5, last_log_term=5, last_log_index=90))
     assert recovery.may_vote(8, 6, 40)
     assert not recovery.may_vote(7, 6, 40)
     assert not recovery.may_vote(8, 6, 39)
     assert not recovery.may_vote(8, 5, 90)
     journal.add(b"\1", 2, 8)
-    assert not recovery.follow(9, 2)  # agreed by an earlier leader
-    assert recovery.follow(8, 2)
+    assert not recovery.on_agreed(9, 2)  # agreed by an earlier leader
+    assert recovery.on_agreed(8, 2)
     assert journal.whole
     assert journal.getVotedForNodeId() == ""  # in term 8 it may have voted
     assert not recovery.may_vote(8, 8, 2)
@@ -465,6 +465,6 @@ async def test_no_operation_is_proposed_that_a_voter_does_not_read(tmp_path: Pat
     transport = FakeNet(list(ABC))
     store = RaftStore("a", ["b", "c"], tmp_path, transport.links["a"], clock=since_boot, readable=lambda: 0)
     await store.start()
-    with pytest.raises(CoordUnavailable, match="not every voter knows what Renew means"):
+    with pytest.raises(CoordUnavailable, match="not every voter knows the operation Renew"):
         await store.renew(1)
     await store.close()

@@ -1,1 +1,1 @@
-"""What boxes must agree on, kept by one box, an embedded Raft or etcd."""
+"""The agreement between boxes on leader, epoch and plan: kept by one box, an embedded Raft, or etcd."""

@@ -1,4 +1,4 @@
-"""How a box decides who leads, in words that every other box's must equal: mode, and whom it lets lead."""
+"""The rules by which a box accepts a leader, as text that must be equal on all boxes: mode, and boxes that may lead."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Mapping
 from edgemoe.cluster.rpc.keys import Peer
 from edgemoe.config.settings import ClusterSettings
 
-MAX_VOTERS = 5  # each change waits for most of them; more would cost, and two may die
+MAX_VOTERS = 5  # each change waits for a majority; with five, two may die
 
 
 def voters_of(peers: Mapping[str, Peer]) -> list[str]:
-    """Returns the nodes that vote: the first five of the list that may."""
+    """Returns the nodes that vote: the first five on the list that are marked as voters."""
     return sorted([node for node, peer in peers.items() if peer.voter][:MAX_VOTERS])
 
 
 class ElectionRules:
-    """What this box goes by. On a box that joins `words` are those of the box that it joins, "" before it is heard."""
+    """This box's rules. A box that joins adopts the words of its seed, and has none before it has heard them."""
 
     def __init__(self, settings: ClusterSettings, peers: Mapping[str, Peer]) -> None:
         self._leaders: frozenset[str] | None = None  # anybody
@@ -35,28 +35,28 @@ class ElectionRules:
 
     @property
     def words(self) -> str:
-        """Returns the words that the others are told; a box that joins has none of its own."""
+        """The words that this box announces; "" on a box that joins."""
         return "" if self._joins else self._words
 
     @property
     def is_fixed(self) -> bool:
-        """Returns whether nobody leads but the one box that is named."""
+        """Whether the settings name the one box that leads."""
         return self._leaders is not None and len(self._leaders) == 1
 
     def may_lead(self, node: str, words: str) -> bool:
-        """Returns whether a box that said `words` of its agreement may lead."""
+        """Whether a box that announced `words` may lead."""
         return words != "" and words == self._words and (self._leaders is None or node in self._leaders)
 
     def reject_reason(self, node: str, words: str) -> str:
-        """Returns why a box cannot take part that said `words`; "" where it can. A box that joins says nothing."""
+        """Returns why a box that announced `words` cannot take part; "" if it can. A box that joins announces ""."""
         if not words or not self._words or words == self._words:
             return ""
         return (
-            f"{node} decides by {words!r} who leads, this box by {self._words!r}; make cluster.coordination, leader "
-            "and the voters of peers_file the same on all boxes"
+            f"{node} elects its leader by {words!r}, this box by {self._words!r}; make cluster.coordination, leader and "
+            "the voters of peers_file the same on all boxes"
         )
 
     def adopt(self, words: str) -> None:
-        """Goes by what the box says that this one joins."""
+        """Adopts the words of the seed, if this box joins by one."""
         if self._joins:
             self._words = words

@@ -1,8 +1,7 @@
-"""The highest epoch that this box has seen, kept in a small fsynced file: no lower one is ever obeyed again.
+"""The highest epoch that this box has seen, kept in a small fsynced file: a leader of a lower one is never followed.
 
-    EPOCH SUM     in the file: the number, and the xxh3-64 sum of its digits in hexadecimal
-
-A file without a sum, as 0.1's first builds wrote it, is believed where its number is not far above what else is known.
+The file holds the number and the xxh3-64 sum of its digits in hexadecimal. Early builds wrote no sum: such a file is
+accepted if its number is not far above the epoch of the plan beside it.
 """
 
 from __future__ import annotations
@@ -14,15 +13,15 @@ import xxhash
 from edgemoe.durable import read_plain, replace_file
 from edgemoe.errors import CoordUnavailable, EpochLeap, ServiceError, StaleEpoch
 
-MAX_LEAP = 10**6  # above what is known: more elections than that nobody has missed
+MAX_LEAP = 10**6  # above the highest known epoch; no box misses more elections than that
 MAX_FILE_BYTES = 64
 
 
 class EpochFence:
-    """Admits epochs that do not fall. Survives kill -9 and, as far as the disk keeps its word, power loss."""
+    """Admits epochs that do not fall. Survives kill -9, and power loss if the disk honours fsync."""
 
     def __init__(self, path: Path, known: int = 0) -> None:
-        """`known` is an epoch that this box has seen by other evidence. Raises ServiceError for a damaged file."""
+        """Reads the file; `known` is an epoch known from elsewhere. Raises ServiceError for a damaged file."""
         self._path, self._known = path, known
         self._highest = self._read()
 
@@ -31,10 +30,9 @@ class EpochFence:
         return self._highest
 
     def admit(self, epoch: int) -> None:
-        """Remembers `epoch` before anything is done in its name.
+        """Keeps `epoch` on disk, before this box acts in its name.
 
-        Raises StaleEpoch where a higher one was seen, EpochLeap where it cannot be right, CoordUnavailable where it
-        cannot be kept; nothing is done then.
+        Raises StaleEpoch if a higher one was seen, EpochLeap if it is impossible, CoordUnavailable if the disk fails.
         """
         if (why := self.reject_reason(epoch)) != "":
             raise EpochLeap(why)
@@ -48,7 +46,7 @@ class EpochFence:
             self._highest = epoch
 
     def reject_reason(self, epoch: int) -> str:
-        """Returns why `epoch` cannot be right; "" where it can."""
+        """Returns why `epoch` is impossible; "" if it is possible."""
         if epoch <= self._highest + MAX_LEAP:
             return ""
         return (

@@ -1,4 +1,4 @@
-"""The agreement kept by an external etcd, through its JSON gateway, for clusters that have outgrown the embedded one.
+"""The agreement kept by an external etcd, through its JSON gateway.
 
 The leader is the key `leader`, held by a lease; `epoch` is a key of its own, which stays. Every change is one
 transaction that compares both. Renewals are lease keep-alives.
@@ -45,7 +45,7 @@ class EtcdStore:
         self._client = httpx.AsyncClient(verify=tls or True, timeout=self.lease_s / 3)
         self._event = asyncio.Event()
         self._view = AgreementView()
-        self._revisions: dict[str, int] = {}  # in which each key was last changed
+        self._revisions: dict[str, int] = {}  # of each key's last change
         self._lease = 0
         self._watcher: asyncio.Task[None] | None = None
 
@@ -128,12 +128,12 @@ class EtcdStore:
         raise StaleEpoch(f"plan {plan.version} was not committed: epoch {epoch} is over")
 
     def _unchanged(self, name: str) -> dict[str, Any]:
-        """That the key is as it was when last read, or absent as it was."""
+        """Returns an etcd comparison: the key is unchanged since our last read."""
         revision = str(self._revisions.get(name, 0))
         return {"key": self._key(name), "target": "MOD", "result": "EQUAL", "modRevision": revision}
 
     async def _refresh(self) -> int:
-        """Reads everything anew. Returns the revision that it is true for."""
+        """Reads all keys. Returns the revision that they belong to."""
         end = self._prefix[:-1] + chr(ord(self._prefix[-1]) + 1)
         asked = {"key": _encode(self._prefix), "rangeEnd": _encode(end), "limit": str(MAX_KEYS)}
         answer = await self._post("kv/range", asked)
@@ -150,7 +150,7 @@ class EtcdStore:
         return revision
 
     async def _watch(self, revision: int) -> None:
-        """Reads anew whenever something changed; goes on for ever, over any error."""
+        """Reads all keys again at each change, until cancelled; survives every error."""
         while True:
             try:
                 revision = await self._watch_once(revision)
@@ -182,7 +182,7 @@ class EtcdStore:
         return revision
 
     async def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """One call, tried once on every endpoint. A call whose outcome is unknown is not repeated elsewhere."""
+        """Makes one call, tried once on every endpoint. A call whose outcome is unknown is not repeated elsewhere."""
         failure: Exception | None = None
         renewed = path == "auth/authenticate"  # its own refusal is final
         for _ in range(len(self._endpoints) + (not renewed)):
@@ -198,7 +198,7 @@ class EtcdStore:
             except (httpx.ConnectError, httpx.ConnectTimeout) as error:
                 self._endpoints.append(self._endpoints.pop(0))
                 failure = error
-            except (httpx.HTTPError, OSError) as error:  # ssl.SSLError comes as it is where the other end refuses us
+            except (httpx.HTTPError, OSError) as error:  # ssl.SSLError is not wrapped when the server refuses us
                 raise CoordUnavailable(f"etcd at {self._endpoints[0]}: {path}: {error!r}") from error
         raise CoordUnavailable(f"no etcd of {', '.join(self._endpoints)} answers: {failure!r}") from failure
 
@@ -219,7 +219,7 @@ class EtcdStore:
 
 @contextlib.contextmanager
 def _readable(path: str) -> Iterator[None]:
-    """What answers there may be no etcd."""
+    """Turns an unexpected form of answer into CoordUnavailable: the server may be no etcd."""
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError) as error:  # DecodeError and binascii.Error are ValueErrors

@@ -1,12 +1,8 @@
-"""What a member of the embedded agreement has promised: its log, its vote, and the state up to where the log begins.
+"""The memory of a member of the embedded agreement: its log, its vote and its snapshot, in checksummed files.
 
-    raft.journal    magic, then records, then zeros up to a multiple of SEGMENT_BYTES, which are allocated beforehand
-    record          length (4) | xxh3-64 of the body (8) | body: msgpack array, its kind first
-    raft.vote, raft.snapshot    magic | xxh3-64 of the rest (8) | msgpack
-
-A byte that is cut off or flipped anywhere is noticed. What is damaged is put aside, and the member comes back as one
-that remembers nothing (`Journal.whole` is False): see `recovery`. The vote is fsynced before it is given; the log is
-not, so that it outlives the process but, for its last entries, not a power loss.
+`_append` and `_write_new` give the formats. Any cut or flipped byte is noticed; a damaged file is put aside, and the
+member comes back without memory (`Journal.whole` is False), see `recovery`. A vote is fsynced before it is given. The
+log is not: it survives the end of the process, but its last entries may not survive a power loss.
 """
 
 from __future__ import annotations
@@ -34,24 +30,25 @@ MAGIC = b"edgemoe raft 1\0\0"
 OLD_MAGIC = b"PYSYNCOBJ"
 SEGMENT_BYTES = 1 << 20
 MAX_RECORD_BYTES = 1 << 16
-_HEAD = struct.Struct("<I8s")
+_HEAD = struct.Struct("<I8s")  # length and xxh3-64 of a record's body, a msgpack array with its kind first
 
 Entry = tuple[Annotated[bytes, Meta(max_length=MAX_RECORD_BYTES)], Count, Count]  # command, index, term
 
 
 class JournalDamaged(Exception):
-    """A file that is not as this release wrote it; the message says in what."""
+    """A file differs from the form in which this release writes it; the message says how."""
 
 
 class Journal(pysyncobj.journal.Journal):  # type: ignore[misc]
-    """PySyncObj's log on disk. Every change is written before it is made; one that cannot be raises OSError.
+    """PySyncObj's log on disk: magic, records, and zeros up to a multiple of SEGMENT_BYTES, allocated beforehand.
 
-    From then on `failed`: what is in memory may lack what is on disk, and whoever holds it opens it anew.
+    Every change is written first, then made in memory. A failed write raises OSError and sets `failed`: memory and disk
+    may differ, and the owner must open the journal again.
     """
 
     def __init__(self, directory: Path, voters: bytes) -> None:
-        """Reads or begins the journal that these voters keep. Raises JournalDamaged, OSError."""
-        self.whole = False  # nothing that it ever promised is missing
+        """Reads the journal of these voters, or begins one. Raises JournalDamaged, OSError."""
+        self.whole = False  # true while no promise of this member is missing
         self.failed = False
         self._path, self._vote_path = directory / "raft.journal", directory / "raft.vote"
         self._voters = voters
@@ -93,7 +90,7 @@ class Journal(pysyncobj.journal.Journal):  # type: ignore[misc]
         del self._entries[first:]
 
     def deleteEntriesTo(self, first: int) -> None:
-        """Forgets what the snapshot has. Where there is no room to do so, the journal stays as long as it is."""
+        """Drops the entries that the snapshot has. On a full disk the journal stays as long as it is."""
         kept = self._entries[first:]
         try:
             fd, end, size = self._write_new(kept, self.whole)
@@ -119,7 +116,7 @@ class Journal(pysyncobj.journal.Journal):  # type: ignore[misc]
         return self._voted
 
     def setRaftCommitIndex(self, index: int) -> None:
-        """Not kept: whoever leads says it again."""
+        """Keeps nothing: every leader sends it again."""
 
     def getRaftCommitIndex(self) -> int:
         return 1
@@ -134,28 +131,28 @@ class Journal(pysyncobj.journal.Journal):  # type: ignore[misc]
     # --- ours -------------------------------------------------------------------------------------------------
 
     def term_at(self, index: int) -> int:
-        """Returns the term of that entry; 0 where it is not here."""
+        """Returns the term of that entry; 0 if the journal lacks it."""
         at = index - self._entries[0][1] if self._entries else -1
         return self._entries[at][2] if 0 <= at < len(self._entries) else 0
 
     def after(self, index: int, term: int) -> list[Entry] | None:
-        """Returns the entries that follow that one; None where it is not here."""
+        """Returns the entries after that one; None if the journal lacks it."""
         at = index - self._entries[0][1] if self._entries else -1
         here = 0 <= at < len(self._entries) and self._entries[at][2] == term
         return self._entries[at + 1 :] if here else None
 
     def disown(self, why: str) -> None:
-        """Marks the journal as wrong: whoever opens the journal anew finds it damaged."""
+        """Marks the journal as wrong: it counts as damaged when it is opened again."""
         self._append(["disowned", why])
         self.failed = True
 
     def mark_whole(self) -> None:
-        """From now on this member remembers all that it promises."""
+        """Marks the journal as complete: from now on this member remembers all its promises."""
         self._append(["whole"])
         self.whole = True
 
     def align(self, before: Entry) -> None:
-        """Forgets what lies before the snapshot's first entry, where a crash came in between."""
+        """Drops entries before the snapshot's first, which a crash may have left."""
         if before in self._entries[1:]:
             self.deleteEntriesTo(self._entries.index(before))
 
@@ -175,13 +172,13 @@ class Journal(pysyncobj.journal.Journal):  # type: ignore[misc]
         self._end += len(data)
 
     def _take_back(self, size_bytes: int) -> None:
-        """Nothing stays of what was written in part."""
+        """Clears a record that was written in part."""
         with contextlib.suppress(OSError):
             os.ftruncate(self._fd, self._size)
             os.pwrite(self._fd, bytes(min(size_bytes, self._size - self._end)), self._end)
 
     def _write_new(self, entries: list[Entry], whole: bool) -> tuple[int, int, int]:
-        """A journal of these entries in place of the present one: descriptor, end, size. Raises OSError."""
+        """Replaces the journal by one of these entries. Returns descriptor, end and size. Raises OSError."""
         records: list[list[Any]] = [["voters", self._voters], *(["entry", *entry] for entry in entries)]
         records += [["whole"]] if whole else []
         data = MAGIC + b"".join(map(_record, records))
@@ -193,19 +190,19 @@ class Journal(pysyncobj.journal.Journal):  # type: ignore[misc]
             return os.dup(file.fd), len(data), size
 
     def _read(self) -> int:
-        """Takes in the file; returns where its records end. Raises JournalDamaged."""
+        """Reads the file; returns the offset after its last record. Raises JournalDamaged."""
         self._size = os.fstat(self._fd).st_size
         data = os.pread(self._fd, self._size, 0)
         if data.startswith(OLD_MAGIC):
-            raise JournalDamaged("it is of an earlier release, which must run on no box of the cluster any more")
+            raise JournalDamaged("an earlier release wrote it; no box of the cluster may run that release any more")
         if not data.startswith(MAGIC) or self._size % SEGMENT_BYTES or len(data) != self._size:
-            raise JournalDamaged(f"{self._size} bytes that are no whole journal")
+            raise JournalDamaged(f"its {self._size} bytes are no whole journal")
         end = len(MAGIC)
         for end, (kind, *fields) in _records(data):  # noqa: B007
             match kind, fields:
                 case "voters", [bytes(voters)]:
                     if voters != self._voters:
-                        raise JournalDamaged("other voters kept it")
+                        raise JournalDamaged("it belongs to other voters")
                 case "entry", [bytes(command), int(index), int(term)]:
                     if self._entries and index != self._entries[-1][1] + 1:
                         raise JournalDamaged(f"entry {index} follows entry {self._entries[-1][1]}")
@@ -217,7 +214,7 @@ class Journal(pysyncobj.journal.Journal):  # type: ignore[misc]
                 case "disowned", [str(why)]:
                     raise JournalDamaged(why)
                 case _:
-                    raise JournalDamaged(f"a record {kind!r}")
+                    raise JournalDamaged(f"it has a record of unknown kind {kind!r}")
         return end
 
 
@@ -228,7 +225,7 @@ def _record(record: list[Any]) -> bytes:
 
 
 def _records(data: bytes) -> Iterator[tuple[int, list[Any]]]:
-    """Each record with where it ends. Raises JournalDamaged."""
+    """Yields each record with the offset of its end. Raises JournalDamaged."""
     at = len(MAGIC)
     while at + _HEAD.size <= len(data) and data[at : at + 4] != b"\0\0\0\0":
         size, checksum = _HEAD.unpack_from(data, at)
@@ -239,24 +236,24 @@ def _records(data: bytes) -> Iterator[tuple[int, list[Any]]]:
         at += size
         yield at, msgspec.msgpack.decode(body, type=list[Any])
     if data.count(0, at) != len(data) - at:
-        raise JournalDamaged(f"something follows the last record, which ends at byte {at}")
+        raise JournalDamaged(f"bytes follow the last record, which ends at byte {at}")
 
 
 def frame(data: bytes) -> bytes:
-    """Returns a small file's content around `data`."""
+    """Returns the content of a small file: magic, xxh3-64 of `data`, `data`."""
     return MAGIC + xxhash.xxh3_64_digest(data) + data
 
 
 def unframe(content: bytes) -> bytes:
-    """Raises JournalDamaged."""
+    """Returns the data of a small file. Raises JournalDamaged."""
     data = content[len(MAGIC) + 8 :]
     if content[: len(MAGIC)] != MAGIC or content[len(MAGIC) : len(MAGIC) + 8] != xxhash.xxh3_64_digest(data):
-        raise JournalDamaged(f"{len(content)} bytes that are not what was written")
+        raise JournalDamaged(f"its {len(content)} bytes fail their checksum")
     return data
 
 
 def _read_vote(path: Path) -> tuple[int, str | None] | None:
-    """Term and vote; None where none is kept, or none that can be read. Raises OSError."""
+    """Returns term and vote; None if the file is missing or unreadable. Raises OSError."""
     try:
         return msgspec.msgpack.decode(unframe(read_plain(path, MAX_RECORD_BYTES)), type=tuple[Count, Word | None])
     except FileNotFoundError:
@@ -267,7 +264,7 @@ def _read_vote(path: Path) -> tuple[int, str | None] | None:
 
 
 def voters_digest(voters: Sequence[str]) -> bytes:
-    """Returns what members with the same voters have in common."""
+    """Returns the digest that members with the same voters share."""
     return xxhash.xxh3_64_digest("\n".join(sorted(voters)).encode())
 
 
@@ -275,7 +272,7 @@ MAX_SNAPSHOT_BYTES = 1 << 20
 
 
 class StateSnapshot(msgspec.Struct, frozen=True):
-    """`state` after `last`, the entry that follows `before`."""
+    """The state after applying entry `last`; `before` is the entry preceding it."""
 
     state: CoordState
     last: Entry
@@ -283,19 +280,19 @@ class StateSnapshot(msgspec.Struct, frozen=True):
 
 
 def write_snapshot(path: Path, snapshot: StateSnapshot) -> None:
-    """Raises OSError."""
+    """Replaces the snapshot on disk. Raises OSError."""
     replace_file(path, frame(msgspec.msgpack.encode(snapshot)))
 
 
 def read_snapshot(path: Path) -> StateSnapshot:
-    """Raises JournalDamaged, OSError."""
+    """Reads the snapshot on disk. Raises JournalDamaged, OSError."""
     return decode_snapshot(read_plain(path, MAX_SNAPSHOT_BYTES + 1))
 
 
 def decode_snapshot(content: bytes) -> StateSnapshot:
-    """Raises JournalDamaged."""
+    """Decodes and checks a snapshot file's content. Raises JournalDamaged."""
     if len(content) > MAX_SNAPSHOT_BYTES:
-        raise JournalDamaged(f"more than {MAX_SNAPSHOT_BYTES} bytes")
+        raise JournalDamaged(f"it has more than {MAX_SNAPSHOT_BYTES} bytes")
     try:
         snapshot = msgspec.msgpack.decode(unframe(content), type=StateSnapshot)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

@@ -32,7 +32,7 @@ class Claim(msgspec.Struct, frozen=True, array_like=True, tag="claim"):
 
 
 class Renew(msgspec.Struct, frozen=True, array_like=True, tag="renew"):
-    """The lease of `epoch` begins anew."""
+    """The leader of `epoch` renews its lease."""
 
     SINCE: ClassVar[int] = 1
     epoch: Count
@@ -64,7 +64,7 @@ def encode(op: Op) -> bytes:
 
 
 def decode(data: bytes) -> Op | None:
-    """Returns the operation; None for one of a later version, and for what is none at all. Raises nothing."""
+    """Returns the operation; None for a later version or for data that is no operation. Raises nothing."""
     if not 0 < len(data) <= MAX_OP_BYTES or not 1 <= data[0] <= PROTOCOL_VERSIONS.highest:
         return None
     try:

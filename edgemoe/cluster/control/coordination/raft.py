@@ -1,8 +1,8 @@
 """The embedded agreement: PySyncObj's Raft over our own links, with our own journal, operations and snapshots.
 
-What PySyncObj would pickle, or number by the order of its methods' names, is replaced here: its log holds operations
-(`ops`), its files are checksummed (`journal`), its messages are checked (`raft_link`). A member that cannot write
-leaves the agreement, and comes back from what is on disk as soon as it can.
+PySyncObj would pickle, and number operations by the order of its methods' names. Here the log holds operations (`ops`),
+files are checksummed (`journal`), and messages are checked (`raft_transport`). A member whose disk fails leaves the
+agreement, and returns from its files as soon as it can write again.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from edgemoe.telemetry.rate_limited_log import RateLimitedLog
 from edgemoe.wire.protocol import PROTOCOL_VERSIONS
 
 log = logging.getLogger(__name__)
-BACK_S = 1.0  # before a member that could not write tries again
+BACK_S = 1.0  # between two tries to write again
 OPERATION = 0  # PySyncObj's types of entries
 NO_OPERATION = b"\1"
 
@@ -75,7 +75,7 @@ class Replica(SyncObj):  # type: ignore[misc]
             raftMinTimeout=lease_s * 0.4,
             raftMaxTimeout=lease_s * 2 / 3,
             leaderFallbackTimeout=lease_s * 2 / 3,
-            connectionTimeout=lease_s,  # of connections that it does not make here; it wants more than raftMaxTimeout
+            connectionTimeout=lease_s,  # for connections that it never makes here; it must exceed raftMaxTimeout
             commandsWaitLeader=False,
             commandsQueueSize=1000,
             dynamicMembershipChange=False,
@@ -100,7 +100,7 @@ class Replica(SyncObj):  # type: ignore[misc]
         """The one that PySyncObj makes, in memory, is not used."""
 
     def _SyncObj__doApplyCommand(self, command: bytes) -> Any:
-        """PySyncObj's unpickles a call. This one is total: what cannot be read changes nothing, and is counted."""
+        """Applies an operation in place of PySyncObj, which unpickles a call. Counts and skips an unreadable one."""
         if command[:1] == NO_OPERATION:
             return None
         op = ops.decode(command[1:]) if command[:1] == bytes([OPERATION]) else None
@@ -122,11 +122,11 @@ class Replica(SyncObj):  # type: ignore[misc]
         return found
 
     def propose(self, op: bytes, done: Callable[[Any, int], None]) -> None:
-        """`done(answer, failure)` on PySyncObj's thread; never where the outcome stays unknown."""
+        """Proposes an operation. Calls `done(answer, failure)` on PySyncObj's thread once the outcome is known."""
         self._applyCommand(op, done, OPERATION)
 
     def tick(self, longest_s: float = ASK_S) -> bool:
-        """One step, then waits until something is due or comes; False once journal or snapshot cannot be used."""
+        """Takes one step, then waits for a timer or a message. Returns False once the files cannot be used."""
         try:
             self.doTick(min(longest_s, self._rest_s()))
             self.transport.recover(self.raftCurrentTerm, self.raftCommitIndex)
@@ -137,7 +137,7 @@ class Replica(SyncObj):  # type: ignore[misc]
         return not self.journal.failed
 
     def _rest_s(self) -> float:
-        """Returns for how long nothing is due but what messages bring; a box that hears nobody stands for nothing."""
+        """Returns the time until a timer is due. A box without connections does not stand for election."""
         leads, hears = self._isLeader(), self._SyncObj__connectedNodes
         due_s = self._SyncObj__newAppendEntriesTime if leads else self._SyncObj__raftElectionDeadline
         return max(0.0, due_s - monotonic()) if leads or hears else ASK_S
@@ -150,7 +150,7 @@ class Replica(SyncObj):  # type: ignore[misc]
         try:
             snapshot = read_snapshot(Path(file_name))
         except (JournalDamaged, OSError):
-            self.journal.failed = True  # the good one has been replaced already: all is read anew
+            self.journal.failed = True  # it has replaced the good one already, so all files are read again
             raise
         self.state, self.renewed_at = snapshot.state, self._clock()  # its last renewal may be a moment ago
         self.on_applied()
@@ -171,7 +171,7 @@ class RaftStore:
         clock: Callable[[], float],
         readable: Callable[[], int] = lambda: PROTOCOL_VERSIONS.highest,
     ) -> None:
-        """`readable` is the version of the protocol that every voter is known to speak."""
+        """Calls `readable` for the version of the protocol that every voter is known to speak."""
         self.lease_s = lease_s
         self._name, self._peers, self._directory, self._link = name, tuple(peers), directory, link
         self._clock, self._readable = clock, readable
@@ -231,7 +231,7 @@ class RaftStore:
 
     @property
     def blocker(self) -> str:
-        """Returns why this box has no vote now; "" while it has one."""
+        """Why this box has no vote now; "" while it has one."""
         if self._replica is None or self._replica.journal.failed:
             return f"{self._directory} cannot be written: this box takes no part in the agreement"
         waits_for = self._replica.transport.recovery.waits_for
@@ -247,13 +247,15 @@ class RaftStore:
         return self._replica
 
     async def _agree(self, op: ops.Op) -> Any:
-        """Has the operation applied by all; its answer once a majority has it."""
+        """Has the operation agreed. Returns its answer once a majority has it."""
         if self._readable() < op.SINCE:
-            raise CoordUnavailable(f"not every voter knows what {type(op).__name__} means: bring all to this release")
+            raise CoordUnavailable(
+                f"not every voter knows the operation {type(op).__name__}: bring all boxes to this release"
+            )
         future: asyncio.Future[Any] = self._loop.create_future()
 
         def done(answer: Any, failure: int) -> None:
-            self._loop.call_soon_threadsafe(self._settle, future, answer, failure)
+            self._loop.call_soon_threadsafe(self._resolve, future, answer, failure)
 
         self._joined().propose(ops.encode(op), done)
         try:
@@ -263,7 +265,7 @@ class RaftStore:
             raise CoordUnavailable(f"no majority of the members answered within {self.lease_s:g} s") from error
 
     @staticmethod
-    def _settle(future: asyncio.Future[Any], answer: Any, failure: int) -> None:
+    def _resolve(future: asyncio.Future[Any], answer: Any, failure: int) -> None:
         if future.done():
             return
         if failure == FAIL_REASON.SUCCESS:
@@ -272,7 +274,7 @@ class RaftStore:
             future.set_exception(CoordUnavailable(f"the members could not agree now (reason {failure})"))
 
     def _open(self) -> Replica:
-        """Raises OSError."""
+        """Makes the replica from its files. Raises OSError."""
         replica = Replica(self._name, self._peers, self._directory, self._link, self.lease_s, self._clock)
         replica.on_applied = self._post_change
         return replica
@@ -287,13 +289,13 @@ class RaftStore:
                 continue
             log.error("the journal cannot be used; leaving the agreement", extra={"directory": str(self._directory)})
             replica.destroy()
-            if (found := self._come_back()) is None:
+            if (found := self._reopen()) is None:
                 return
             replica = self._replica = found
         replica.destroy()
 
-    def _come_back(self) -> Replica | None:
-        """A replica from what is on disk, as soon as it can be written; None once closed."""
+    def _reopen(self) -> Replica | None:
+        """Returns a replica made from the files, as soon as the disk can be written; None once closed."""
         while not self._stop.wait(BACK_S):
             try:
                 return self._open()

@@ -1,9 +1,8 @@
-"""PySyncObj's messages over our own authenticated links: read strictly, bounded, kept apart by who votes.
+"""PySyncObj's messages over our own authenticated links, in place of its TCP port and its pickles: checked and bounded.
 
     payload = digest of the voters (8) | msgpack map: type, fields
 
-PySyncObj would open a TCP port of its own and unpickle what arrives there. What members with other voters say is not
-heard: two lists never make one majority.
+A message of a member with other voters is dropped, so that two lists of voters never form one majority.
 """
 
 from __future__ import annotations
@@ -104,13 +103,13 @@ class RaftLink(Protocol):
         on_up: Callable[[str], None],
         on_down: Callable[[str], None],
     ) -> None:
-        """Names who is told of messages and connections; at once told of those that stand already."""
+        """Sets the callbacks for messages and connections; calls `on_up` at once for connections that exist."""
 
 
 class LinkTransport(Transport):  # type: ignore[misc]
-    """Carries PySyncObj's messages over a RaftLink, and delivers what arrives on PySyncObj's own thread.
+    """Carries PySyncObj's messages over a RaftLink, and delivers received ones on PySyncObj's own thread.
 
-    To PySyncObj a member that may not vote is connected to nobody, so that it never stands for election.
+    A member that may not vote reports no connections to PySyncObj, so that it never stands for election.
     """
 
     def __init__(
@@ -125,7 +124,7 @@ class LinkTransport(Transport):  # type: ignore[misc]
     ) -> None:
         super().__init__(sync_obj, None, [])
         self._say = RateLimitedLog(log)
-        self.rejected = 0  # messages that were not read, or that PySyncObj failed over
+        self.rejected = 0  # messages that were unreadable, or that PySyncObj failed on
         self.recovery = Recovery(journal, others, clock)
         self._sync_obj, self._link, self._journal, self._voters = sync_obj, link, journal, voters
         self._nodes = {name: Node(name) for name in others}
@@ -134,7 +133,7 @@ class LinkTransport(Transport):  # type: ignore[misc]
         self._inbox_bytes = 0
         self._counting = threading.Lock()  # the bytes, on two threads
         self._snapshot = b""  # as far as it has come
-        self._shared = MAX_COUNT  # up to which entry the log is the leader's, while a message of its is taken in
+        self._shared = MAX_COUNT  # the last entry shared with the leader, while its message is handled
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller = poller
         self._poller.subscribe(self._wake, self._deliver, POLL_EVENT_TYPE.READ)
@@ -147,7 +146,7 @@ class LinkTransport(Transport):  # type: ignore[misc]
         )
 
     def send(self, node: Node, message: dict[str, Any]) -> bool:
-        if self._journal.failed:  # what could not be kept is not promised
+        if self._journal.failed:  # a promise that the disk did not keep is not sent
             return False
         if message["type"] == "next_node_idx":
             next_index = min(message["next_node_idx"], self._shared + 1)
@@ -155,15 +154,15 @@ class LinkTransport(Transport):  # type: ignore[misc]
         return self._link.send(node.id, self._voters + msgspec.msgpack.encode(message))
 
     def recover(self, term: int, agreed: int) -> None:
-        """Once a tick: asks for what is missing before this member may vote; see `Recovery`."""
+        """Asks for the replies that this member needs before it may vote; called once a tick. See `Recovery`."""
         if self._journal.whole:
             return
-        if (asked := self.recovery.asks()) is not None:
-            for node in self.recovery.waits_for:  # where there is no connection nothing is sent
+        if (asked := self.recovery.next_query()) is not None:
+            for node in self.recovery.waits_for:  # without a connection nothing is sent
                 self._link.send(node, self._voters + msgspec.msgpack.encode(asked))
-        if self.recovery.follow(term, agreed):
+        if self.recovery.on_agreed(term, agreed):
             log.info("this box has caught up and votes again", extra={"term": term})
-            self._let_stand()
+            self._allow_candidacy()
 
     def destroy(self) -> None:
         self._link.listen(lambda _n, _p: None, lambda _n: None, lambda _n: None)
@@ -197,30 +196,30 @@ class LinkTransport(Transport):  # type: ignore[misc]
                 self._up.discard(name)
                 self._onNodeDisconnected(self._nodes[name])
             else:
-                self._hear(name, payload)
+                self._on_payload(name, payload)
 
-    def _hear(self, name: str, payload: bytes) -> None:
-        """One message; whatever it is, it costs no more than itself."""
+    def _on_payload(self, name: str, payload: bytes) -> None:
+        """Handles one message. A bad message is dropped and harms nothing else."""
         if payload[: len(self._voters)] != self._voters:
             self._reject(name, "it names other voters")
             return
         try:
             message = _decoder.decode(payload[len(self._voters) :])
-            self._take(name, message)
-        except Exception as error:  # PySyncObj believes what members say
+            self._on_message(name, message)
+        except Exception as error:  # PySyncObj does not check messages
             self._reject(name, repr(error))
 
-    def _take(self, name: str, message: RaftMessage) -> None:
+    def _on_message(self, name: str, message: RaftMessage) -> None:
         match message:
             case LogEndQuery():
                 self._link.send(name, self._voters + msgspec.msgpack.encode(self.recovery.answer(message)))
                 return
             case LogEndReply():
                 waited = bool(self.recovery.waits_for)
-                self.recovery.hear(name, message)
+                self.recovery.on_reply(name, message)
                 if waited and not self.recovery.waits_for:
                     log.info("every voter has said how far its log goes; this box votes")
-                    self._let_stand()
+                    self._allow_candidacy()
                 return
             case _RequestVote() if not self.recovery.may_vote(
                 message.term, message.last_log_term, message.last_log_index
@@ -230,20 +229,20 @@ class LinkTransport(Transport):  # type: ignore[misc]
                 self._reject(name, "entries that do not follow each other")
                 return
             case _AppendEntries() if message.term >= self._sync_obj.raftCurrentTerm:
-                self._append(name, message)
+                self._on_append(name, message)
                 return
             case _NextNodeIdx() if message.term not in (UNSET, self._sync_obj.raftCurrentTerm):
-                return  # what it said to an earlier leader may hold no more
+                return  # a reply to an earlier leader may be outdated
         self._onMessageReceived(self._nodes[name], _as_map(message))
 
-    def _append(self, name: str, message: _AppendEntries) -> None:
-        """What a leader sends. Of the log it takes away only what contradicts that, and nothing that was agreed.
+    def _on_append(self, name: str, message: _AppendEntries) -> None:
+        """Appends a leader's entries; removes only entries that contradict them, and never an agreed one.
 
-        PySyncObj would delete all that follows `prevLogIdx`: where a message came late, or in parts, entries among it
-        that this member has said it keeps. It would also take entries for agreed that it shares with no leader.
+        PySyncObj would delete every entry after `prevLogIdx`, even acknowledged ones if the message came late or in
+        parts. It would also count entries as agreed that no leader shares.
         """
         if isinstance(message.serialized, tuple):
-            message.serialized = self._wanted(name, *message.serialized)
+            message.serialized = self._collect_snapshot(name, *message.serialized)
         sync, before, term, entries = self._sync_obj, message.prevLogIdx, message.prevLogTerm, message.entries
         have = self._journal.after(before, term) if isinstance(before, int) and isinstance(term, int) else None
         if not isinstance(before, int) or entries is UNSET or have is None:
@@ -264,10 +263,10 @@ class LinkTransport(Transport):  # type: ignore[misc]
         finally:
             self._shared = MAX_COUNT
 
-    def _wanted(self, name: str, part: bytes, first: bool, last: bool) -> tuple[bytes, bool, bool] | None:
-        """The snapshot, once all its parts are here, for PySyncObj to replace the log by it.
+    def _collect_snapshot(self, name: str, part: bytes, first: bool, last: bool) -> tuple[bytes, bool, bool] | None:
+        """Collects parts; returns the snapshot once complete, by which PySyncObj replaces the log.
 
-        None where the log has what it has: one that comes late would take back what was promised since.
+        Returns None while it is incomplete, or if the log has its entries: a late snapshot would take back promises.
         """
         self._snapshot = part if first else self._snapshot[:MAX_SNAPSHOT_BYTES] + part
         if not last:
@@ -280,7 +279,7 @@ class LinkTransport(Transport):  # type: ignore[misc]
         agreed = max(self._sync_obj.raftCommitIndex, self._sync_obj.raftLastApplied)
         return (self._snapshot, True, True) if index > agreed and self._journal.term_at(index) != term else None
 
-    def _let_stand(self) -> None:
+    def _allow_candidacy(self) -> None:
         for name in self._up:
             self._onNodeConnected(self._nodes[name])
 
@@ -290,7 +289,7 @@ class LinkTransport(Transport):  # type: ignore[misc]
 
 
 def _is_sound(message: _AppendEntries) -> bool:
-    """Whether the entries follow `prevLogIdx` one by one, in terms that do not exceed the leader's."""
+    """Whether the entries follow `prevLogIdx` one by one, in terms up to the leader's."""
     if message.entries is UNSET:
         return message.serialized is not UNSET
     if not isinstance(before := message.prevLogIdx, int):
@@ -300,7 +299,7 @@ def _is_sound(message: _AppendEntries) -> bool:
 
 
 def _as_map(message: Any) -> dict[str, Any]:
-    """The message as PySyncObj knows it."""
+    """Returns the message in PySyncObj's form."""
     fields = {name: value for name, value in msgspec.structs.asdict(message).items() if value is not UNSET}
     return {"type": type(message).__struct_config__.tag, **fields}
 
@@ -308,7 +307,7 @@ def _as_map(message: Any) -> dict[str, Any]:
 class RaftChannel:
     """A RaftLink over a control channel. Made on the channel's loop; `send` may be called from any thread.
 
-    Whoever serves the channel hands RaftPayloads to `deliver`, and its ups and downs to `up` and `down`.
+    The control plane passes RaftPayloads to `deliver`, and changes of connections to `up` and `down`.
     """
 
     def __init__(self, channel: Channel[ControlMessage], nodes: list[str]) -> None:

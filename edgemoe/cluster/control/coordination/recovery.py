@@ -1,13 +1,8 @@
-"""A member of the embedded agreement that does not remember what it has promised, and how it gets its vote back.
+"""How a member of the embedded agreement that lost its memory, or is new, gets its vote back [Raft].
 
-[Raft] stands on members that remember their log and their vote. One whose disk was lost or damaged, or that is new,
-takes in what a leader sends, but neither votes nor stands for election until either
-
-    a leader has it caught up: its log reaches an entry that was agreed in that leader's own term; as that leader was
-    elected by a majority that remembers, this is all that the member can ever have agreed to; or
-    every other voter has said how far its log goes: from then on it votes as if its own went as far as the furthest.
-
-So an agreed entry outlives the loss of one disk and a later death. A new cluster begins once all its voters are there.
+Such a member stores a leader's log, but neither votes nor stands for election. It votes again once a leader has caught
+it up to an entry of that leader's term. Or once every other voter has said how far its log goes; it then votes as
+if it had the longest log. `Recovery` says why this is safe.
 """
 
 from __future__ import annotations
@@ -32,13 +27,13 @@ Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 
 
 class LogEndQuery(msgspec.Struct, frozen=True, tag="where", tag_field="type"):
-    """Asks how far a log goes. `nonce` is this incarnation's."""
+    """Asks for the last entry of a member's log. `nonce` belongs to the incarnation that asks."""
 
     nonce: Annotated[bytes, Meta(max_length=16)]
 
 
 class LogEndReply(msgspec.Struct, frozen=True, tag="here", tag_field="type"):
-    """The answer to Where."""
+    """Answers a LogEndQuery."""
 
     nonce: Annotated[bytes, Meta(max_length=16)]
     term: Count
@@ -47,7 +42,7 @@ class LogEndReply(msgspec.Struct, frozen=True, tag="here", tag_field="type"):
 
 
 def open_journal(directory: Path, voters: bytes) -> Journal:
-    """Returns the journal that these voters keep; one that remembers nothing where it is damaged. Raises OSError."""
+    """Returns the journal of these voters; an empty one if it is damaged, which is put aside. Raises OSError."""
     journal, snapshot = directory / "raft.journal", directory / "raft.snapshot"
     try:
         return _open_together(directory, voters, journal, snapshot)
@@ -63,7 +58,7 @@ def open_journal(directory: Path, voters: bytes) -> Journal:
 
 
 def _open_together(directory: Path, voters: bytes, journal: Path, snapshot: Path) -> Journal:
-    """Raises JournalDamaged, OSError."""
+    """Opens journal and snapshot and joins them. Raises JournalDamaged, OSError."""
     if snapshot.exists() and not journal.exists():
         raise JournalDamaged("the journal is missing")
     opened = Journal(directory, voters)
@@ -80,55 +75,62 @@ def _open_together(directory: Path, voters: bytes, journal: Path, snapshot: Path
 
 
 def _fits(journal: Journal, before: Entry | None) -> bool:
-    """Whether the log goes on from the snapshot, or ends before it."""
+    """Whether the log continues the snapshot, or ends before it."""
     if before is None:
         return not len(journal) or journal[0][1] == 1
     return not len(journal) or journal[-1][1] < before[1] or before in journal[:]
 
 
 class Recovery:
-    """What a member that is not whole knows of the others' logs. Used on the agreement's thread only."""
+    """Keeps the replies of the other voters until this member may vote. Used on the agreement's thread only.
+
+    A majority that remembers elected the leader. So an entry agreed in its term covers all that this member can ever
+    have agreed to. An agreed entry thus outlives the loss of one disk and a later death. A new cluster begins once
+    all its voters are there.
+    """
 
     def __init__(self, journal: Journal, others: Collection[str], clock: Callable[[], float]) -> None:
         self._journal, self._others, self._clock = journal, others, clock
         self._nonce = secrets.token_bytes(8)
-        self._heard: dict[str, LogEndReply] = {}
+        self._replies: dict[str, LogEndReply] = {}
         self._asked_s = float("-inf")
-        self._sworn = 0  # the highest term in which a vote may be forgotten
+        self._sworn = 0  # the highest term in which this member may have voted
 
     @property
     def waits_for(self) -> list[str]:
-        """Returns the voters without whose word it does not vote; none once it may."""
-        return [] if self._journal.whole else [node for node in self._others if node not in self._heard]
+        """The voters that have not replied yet; none once this member may vote."""
+        return [] if self._journal.whole else [node for node in self._others if node not in self._replies]
 
-    def asks(self) -> LogEndQuery | None:
-        """Returns what those are to be asked now, if anything."""
+    def next_query(self) -> LogEndQuery | None:
+        """Returns the query to send to the voters in `waits_for` now, or None."""
         if not self.waits_for or self._clock() - self._asked_s < ASK_S:
             return None
         self._asked_s = self._clock()
         return LogEndQuery(self._nonce)
 
     def answer(self, asked: LogEndQuery) -> LogEndReply:
+        """Returns the end of this member's log."""
         _, index, term = self._journal[-1]
         return LogEndReply(asked.nonce, self._journal.term, term, index)
 
-    def hear(self, node: str, here: LogEndReply) -> None:
-        if here.nonce == self._nonce and not self._journal.whole:
-            self._heard[node] = here
-            self._sworn = max(self._sworn, here.term)
+    def on_reply(self, node: str, reply: LogEndReply) -> None:
+        """Keeps a voter's reply to this incarnation's query."""
+        if reply.nonce == self._nonce and not self._journal.whole:
+            self._replies[node] = reply
+            self._sworn = max(self._sworn, reply.term)
 
-    def follow(self, term: int, agreed: int) -> bool:
-        """Takes note that in `term` the log is agreed up to entry `agreed`. True where that gives the vote back."""
+    def on_agreed(self, term: int, agreed: int) -> bool:
+        """Gives the vote back if `agreed`, the last agreed entry, is of `term`. Returns whether it did."""
         if self._journal.whole or not term or self._journal.term_at(agreed) != term:
             return False
         self._sworn = max(self._sworn, term)
         if self._journal.getVotedForNodeId() is None:
-            self._journal.setCurrentTerm(term, "")  # nor in a later incarnation is this term voted in
+            self._journal.setCurrentTerm(term, "")  # so that no later incarnation votes in this term
         self._journal.mark_whole()
         return True
 
     def may_vote(self, term: int, last_log_term: int, last_log_index: int) -> bool:
-        """Returns whether it may consider a candidate whose log goes that far."""
-        furthest = max(((s.last_log_term, s.last_log_index) for s in self._heard.values()), default=(0, 0))
+        """Whether this member may vote for a candidate with that last entry."""
+        furthest = max(((s.last_log_term, s.last_log_index) for s in self._replies.values()), default=(0, 0))
         reaches = self._journal.whole or (last_log_term, last_log_index) >= furthest
         return not self.waits_for and term > self._sworn and reaches

@@ -35,7 +35,7 @@ class PlanRef(msgspec.Struct, frozen=True):
 
 
 class AgreementView(msgspec.Struct, frozen=True):
-    """What this box knows of the agreement. `leader` is "" while there is none or its lease has lapsed."""
+    """The agreement as this box knows it. `leader` is "" while there is none or its lease has lapsed."""
 
     epoch: Count = 0
     leader: Word = ""
@@ -49,13 +49,13 @@ class CoordStore(Protocol):
 
     @property
     def blocker(self) -> str:
-        """Returns why this box has no part in it at the moment; "" while it has."""
+        """Why this box cannot take part at the moment; "" while it can."""
 
     async def start(self) -> None:
-        """Joins the agreement. Raises CoordUnavailable where it cannot be reached."""
+        """Joins the agreement. Raises CoordUnavailable if it cannot be reached."""
 
     async def close(self) -> None:
-        """Leaves it; what was agreed stays."""
+        """Leaves the agreement, which keeps its state."""
 
     def view(self) -> AgreementView:
         """Returns the last known state; never waits."""
@@ -101,7 +101,7 @@ class CoordState:
                 return self.commit_plan(op.epoch, op.version, op.digest)
 
     def claim(self, node: str, epoch: int, expect_epoch: int, expect_renewals: int) -> int:
-        """`epoch`, or 0 where the epoch or the last renewal is no longer the expected one, or the epoch leaps."""
+        """Returns `epoch`; 0 if epoch or renewals are not the expected ones, or the epoch leaps."""
         expected = (self.epoch, self.renewals) == (expect_epoch, expect_renewals)
         if expected and expect_epoch < epoch <= expect_epoch + MAX_LEAP:
             self.epoch, self.leader = epoch, node
@@ -118,7 +118,7 @@ class CoordState:
         return True
 
     def commit_plan(self, epoch: int, version: int, digest: str) -> str:
-        """ "ok", "stale" or "conflict"."""
+        """Commits a plan; answers "ok", "stale" or "conflict"."""
         if not self._holds(epoch):
             return "stale"
         plan = PlanRef(version, digest)
@@ -135,7 +135,7 @@ class CoordState:
 
 
 def plan_outcome(outcome: str, epoch: int, plan: PlanRef, present: PlanRef | None) -> None:
-    """Raises what `CoordState.commit_plan` answered."""
+    """Raises the error that an answer of `CoordState.commit_plan` stands for, if any."""
     if outcome == "stale":
         raise StaleEpoch(f"plan {plan.version} was not committed: epoch {epoch} is over")
     if outcome == "conflict":
@@ -143,11 +143,11 @@ def plan_outcome(outcome: str, epoch: int, plan: PlanRef, present: PlanRef | Non
 
 
 class SingleBoxStore:
-    """The agreement of a box with itself: always the leader, nothing to lose."""
+    """The agreement of one box with itself, which always leads."""
 
     def __init__(self, epoch: int, on_epoch: Callable[[int], None] = lambda _: None) -> None:
-        """`epoch` is the highest that this box has seen; `on_epoch` keeps a higher one."""
-        self.lease_s = 10.0  # nobody waits for it to lapse
+        """Begins above `epoch`, the highest that this box has seen; calls `on_epoch` with each higher one."""
+        self.lease_s = 10.0  # no other box waits for it
         self._state = CoordState(epoch=epoch)
         self._on_epoch = on_epoch
         self._event = asyncio.Event()

@@ -1,4 +1,4 @@
-"""The agreement that the settings ask for."""
+"""Makes the agreement that the settings ask for."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from edgemoe.cluster.rpc.keys import Peer
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.errors import ConfigError
 
-RAFT_VOTERS = 3  # fewer cannot lose one
+RAFT_VOTERS = 3  # with fewer, none may fail
 
 
 def make_store(
@@ -27,7 +27,7 @@ def make_store(
     link: RaftChannel,
     clock: Callable[[], float],
 ) -> CoordStore | None:
-    """None where this box has no part in the agreement and follows whoever leads. Raises ConfigError."""
+    """Returns the agreement; None if this box has no part in it and only follows. Raises ConfigError."""
     node = settings.node
     if settings.join and settings.coordination != "etcd":
         return None

@@ -1,1 +1,1 @@
-"""From what boxes report to a placement: solved in a process of its own, beside the loop that renews the lease."""
+"""Placements: from the boxes' reports to a solved plan, in processes beside the loop that renews the lease."""

@@ -1,9 +1,7 @@
 """Messages between the leader's front and its helper processes.
 
-PlacementQuestion  to the placement process: boxes, their reports, the homes in force
-PlacementAnswer    homes and waiting times, or the reason why there are none
-ClusterQuestion    to the fitting process: the experts that requests chose, and the engines
-ClusterAnswer      expert clusters, one for each engine
+The placement process answers a PlacementQuestion (boxes, reports, homes in force) with a PlacementAnswer. The fitting
+process answers a ClusterQuestion (experts that requests chose, engines) with a ClusterAnswer.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class HomeInventory:
         self._engineless_since_s: dict[str, float] = {}
 
     def reset(self) -> None:
-        """Forgets all boxes."""
+        """Forgets since when boxes have been without engines."""
         self._engineless_since_s.clear()
 
     def update(
@@ -80,7 +80,7 @@ class PlacementTask:
     replicas: int
     reports: Mapping[str, BoxReport] = field(default_factory=dict)  # the latest of each box
     now: PlacementPlan | None = None  # in force
-    urgent: bool = True  # the plan in force is not valid any more; otherwise the task is to find a better one
+    urgent: bool = True  # the plan in force is not valid any more; otherwise a better one is wanted
 
     @property
     def available(self) -> list[ExpertHome]:
