@@ -16,6 +16,7 @@ import msgspec
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from support.examples import examples
 from support.planes import card
 
 from edgemoe.cluster.control.admission import AllowKeys, ConnectPeer, DisconnectPeer, RevokeKeys
@@ -49,7 +50,7 @@ from edgemoe.cluster.control.membership import (
     Members,
     Trigger,
 )
-from edgemoe.cluster.control.messages import Announce, Heartbeat, BoxReport
+from edgemoe.cluster.control.messages import Announce, BoxReport, Heartbeat
 from edgemoe.cluster.control.plan_store import PlanStore
 from edgemoe.cluster.rpc.keys import Peer
 from edgemoe.config.settings import ClusterSettings
@@ -106,7 +107,10 @@ class Expected:
     present: bool = False
     left_s: float = 0.0  # since when it has not been present
     boot: str = ""
+    engine: str = ""  # of its last beat
     announced_boot: str | None = None
+    model: str = ""  # announced
+    vouches: bool = False  # for box d
     refused: bool = False
     report: BoxReport | None = None
     acknowledged: int = 0
@@ -136,6 +140,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.allowed: dict[str, tuple[str, ...]] = {}
         self.connected: dict[str, str] = {}
         self.expected: dict[str, Expected] = {}
+        self.listed = set(VOTERS)
         self.fence = EpochFence(folder / "epoch")
         own = Announce("1", "box", "127.0.0.1:1", engine=card("engine-a"))
         self.state = ControlState(SETTINGS, VOTERS, own, PlanStore(folder / "plan"), self.fence, lambda: self.now_s)
@@ -157,6 +162,11 @@ class AnyOrder(RuleBasedStateMachine):
     def visible(self) -> object:
         """The members as this box's services see them."""
         return self.state.members.keys(), self.state.members.engines()
+
+    def vouched_for(self) -> bool:
+        """Whether box d is let in: it stands on this box's list, or on that of a listed box whose word counts."""
+        vouchers = [box for node, box in self.expected.items() if node in self.listed and box.vouches]
+        return "d" in self.listed or any(box.present or self.now_s - box.left_s <= VOUCHED_S for box in vouchers)
 
     def perform(self, instructions: list[Instruction]) -> None:
         for instruction in instructions:
@@ -181,12 +191,16 @@ class AnyOrder(RuleBasedStateMachine):
         assert self.fence.highest >= highest
         return instructions
 
-    def update_presence(self) -> None:
-        for box in self.expected.values():
+    def update_presence(self) -> set[str]:
+        """Returns the boxes that have disappeared since the last update."""
+        gone = set()
+        for node, box in self.expected.items():
             present = box.up and self.now_s - box.beat_s < DEAD_S
             if box.present and not present:
                 box.left_s = self.now_s
+                gone.add(node)
             box.present = present
+        return gone
 
     def receive(self, node: str, boot: str, message: Heartbeat | Announce | BoxReport | None) -> list[Instruction]:
         box = self.expected[node]
@@ -196,21 +210,23 @@ class AnyOrder(RuleBasedStateMachine):
 
     # --- events -----------------------------------------------------------------------------------------------
 
-    @initialize(guest=st.booleans(), alive=st.booleans(), announced=st.booleans())
-    def begin(self, guest: bool, alive: bool, announced: bool) -> None:
-        """Begins with boxes that are let in alone, alive, announced, or both."""
+    @initialize(guest=st.booleans(), alive=st.booleans(), announced=st.integers(0, 2))
+    def begin(self, guest: bool, alive: bool, announced: int) -> None:
+        """Begins with boxes that are only let in, or also alive, announced once or twice, or both."""
         self.another_list_is_read(guest, turned=False, without="")
         for node in list(self.expected) if alive else ():
             self.a_connection_opens(node)
             self.a_box_beats(node, "x", leading=0, unmet=False)
-        for node in list(self.expected) if announced else ():
+        for node in list(self.expected) * announced:
             self.a_box_announces_itself(node, "x", "m", vouches=False, fits=True)
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 2.0, 2 * VOUCHED_S]))
     def time_passes(self, seconds: float) -> None:
         self.now_s += seconds
-        self.update_presence()
+        gone = self.update_presence()
         self.do(TimerFired())
+        assert self.state.leader_tracker.leader not in gone
+        assert ("d" in self.expected) == self.vouched_for()
 
     @rule(node=OTHERS)
     def a_connection_opens(self, node: str) -> None:
@@ -221,22 +237,26 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(node=OTHERS)
     def a_connection_breaks(self, node: str) -> None:
+        gone = set()
         if node in self.expected:
             self.expected[node].up = False
-            self.update_presence()
+            gone = self.update_presence()
         self.do(ConnectionLost(node))
+        assert self.state.leader_tracker.leader not in gone
 
-    @rule(node=OTHERS, boot=BOOTS, leading=st.integers(0, 6), unmet=st.booleans())
-    def a_box_beats(self, node: str, boot: str, leading: int, unmet: bool) -> None:
+    @rule(node=OTHERS, boot=BOOTS, leading=st.integers(0, 6), unmet=st.booleans(), serves=st.booleans())
+    def a_box_beats(self, node: str, boot: str, leading: int, unmet: bool, serves: bool = True) -> None:
         if (box := self.expected.get(node)) is None:
             return  # the plane refuses its messages
         before, highest = self.state.leader_tracker.leader, self.fence.highest
-        beat = Heartbeat(leading=leading, seen=leading, engine=f"engine-{node}", unmet=unmet)
+        beat = Heartbeat(leading=leading, seen=leading, engine=f"engine-{node}" if serves else "", unmet=unmet)
         box.beat_s = self.now_s
         if not box.present:
             self.update_presence()
         instructions = self.receive(node, boot, beat)
         assert DeliverBeat(node, beat) in instructions
+        assert PublishMembers() in instructions or box.engine == beat.engine
+        box.engine = beat.engine
         if unmet:
             box.acknowledged = 0
         assert node != "d" or self.fence.highest == highest  # a box that may not lead ends no leadership
@@ -255,10 +275,16 @@ class AnyOrder(RuleBasedStateMachine):
             self.update_presence()
         believed = node != "d" and box.announced_boot == boot and not box.refused
         box.refused |= believed
-        self.receive(node, boot, Heartbeat(seen=2 * MAX_LEAP, engine=f"engine-{node}"))
+        self.receive(node, boot, Heartbeat(seen=2 * MAX_LEAP, engine=box.engine))
         assert self.state.leader_tracker.leader != node
 
-    @rule(node=OTHERS, boot=BOOTS, model=st.sampled_from("mmn"), vouches=st.booleans(), fits=st.booleans())
+    @rule(
+        node=OTHERS,
+        boot=BOOTS,
+        model=st.sampled_from("mmn"),
+        vouches=st.booleans(),
+        fits=st.sampled_from([True, True, False]),
+    )
     def a_box_announces_itself(self, node: str, boot: str, model: str, vouches: bool, fits: bool) -> None:
         if (box := self.expected.get(node)) is None:
             return
@@ -266,9 +292,11 @@ class AnyOrder(RuleBasedStateMachine):
         listed = (*VOTERS.values(), GUEST) if vouches else ()
         engine = card(f"engine-{node}", model=model * 32)
         box.announced_boot, box.refused = boot, not fits or model == "n"
+        box.model, box.vouches = model, vouches
         announce = Announce("1", "box", "127.0.0.1:9", engine=engine, agreement=words, listed=listed)
         instructions = self.receive(node, boot, announce)
         assert isinstance(instructions[-1], RefuseMessage) == box.refused
+        assert ("d" in self.expected) == self.vouched_for()
 
     @rule(node=OTHERS, boot=BOOTS, tokens=st.integers(1, 9))
     def a_box_reports(self, node: str, boot: str, tokens: int) -> None:
@@ -301,8 +329,10 @@ class AnyOrder(RuleBasedStateMachine):
         if turned:
             peers["b"] = msgspec.structs.replace(peers["b"], new_key="z" * 40)
         peers |= {"d": GUEST} if guest else {}
+        self.listed = set(peers)
         self.do(PeersListChanged(peers))
-        assert set(peers) - {"a"} <= set(self.expected) <= {*peers, "d"}
+        assert set(self.expected) - {"d"} == self.listed - {"a", "d"}
+        assert ("d" in self.expected) == self.vouched_for()
 
     @rule(room=st.integers(0, 3))
     def this_box_announces_another_engine(self, room: int) -> None:
@@ -322,6 +352,16 @@ class AnyOrder(RuleBasedStateMachine):
     @invariant()
     def the_reason_of_a_refusal_is_known_as_long_as_it_lasts(self) -> None:
         assert all((member.refusal != "") == (not member.can_take_part) for member in self.state.members)
+
+    @invariant()
+    def boxes_that_can_take_part_are_listed_for_calls_and_alive_ones_for_requests(self) -> None:
+        members, able = self.state.members, {node: box for node, box in self.expected.items() if not box.refused}
+        announced = {node: box for node, box in able.items() if box.announced_boot is not None}
+        assert members.keys() == {node: self.allowed[node] for node in able}
+        assert {each.node: each.heard for each in members.engines()} == {n: box.present for n, box in announced.items()}
+        alive = {n: box for n, box in announced.items() if box.up and self.now_s - box.beat_s < DEAD_S}
+        serving = {f"{n}:{box.engine}": n for n, box in alive.items() if box.engine and box.model == "m"}
+        assert members.serving("m" * 32) == serving
 
     @invariant()
     def the_last_report_and_acknowledgement_are_kept(self) -> None:
@@ -353,7 +393,7 @@ class AnyOrder(RuleBasedStateMachine):
 
 def test_in_any_order_of_events_each_box_is_in_the_state_of_its_history_and_every_transition_is_taken() -> None:
     AnyOrder.taken.clear()
-    many = hypothesis.settings(max_examples=150, stateful_step_count=30, deadline=None)
+    many = hypothesis.settings(max_examples=examples(150), stateful_step_count=30, deadline=None)
     hypothesis.stateful.run_state_machine_as_test(AnyOrder, settings=many)
     assert AnyOrder.taken == ROWS - {(BoxState.UNKNOWN, Trigger.ADMITTED)}
 
@@ -430,3 +470,21 @@ async def test_boxes_that_come_while_a_plan_is_looked_for_end_nothing() -> None:
     leader._state, leader._exchange = SimpleNamespace(members=members), SimpleNamespace(fetch=fetch)  # type: ignore
     assert await leader._find_plan(PlanRef(1, "digest")) is None
     assert asked == ["a", "b"]
+
+
+def test_a_box_that_is_struck_by_its_own_beat_is_not_followed(tmp_path: Path) -> None:
+    """The box that vouched for it has been absent for too long by then, and nobody has looked since."""
+    clock = Clock()
+    settings = ClusterSettings(node="a", coordination="etcd", listen="127.0.0.1:1")
+    own = Announce("1", "box", "127.0.0.1:1")
+    listed = {node: VOTERS[node] for node in "ab"}
+    state = ControlState(settings, listed, own, PlanStore(tmp_path / "plan"), EpochFence(tmp_path / "epoch"), clock)
+    state.start()
+    vouches = Announce("1", "box", "", agreement=state.announcement.agreement, listed=(GUEST,))
+    state.handle(MessageReceived("b", "x", vouches))
+    state.handle(ConnectionOpened("d"))
+    state.handle(MessageReceived("d", "x", Announce("1", "box", "", agreement=state.announcement.agreement)))
+    clock.now_s += VOUCHED_S + 1
+    state.handle(MessageReceived("d", "x", Heartbeat(leading=1, seen=1)))
+    assert "d" not in state.members
+    assert state.leader_tracker.leader == ""

@@ -52,8 +52,8 @@ class ElectionRules:
         if not words or not self._words or words == self._words:
             return ""
         return (
-            f"{node} elects its leader by {words!r}, this box by {self._words!r}; make cluster.coordination, leader and "
-            "the voters of peers_file the same on all boxes"
+            f"{node} elects its leader by {words!r}, this box by {self._words!r}; make cluster.coordination, leader "
+            "and the voters of peers_file the same on all boxes"
         )
 
     def adopt(self, words: str) -> None:
