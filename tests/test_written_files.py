@@ -22,7 +22,7 @@ from edgemoe import durable, rights
 from edgemoe.api.keys import new_key
 from edgemoe.cli import service as systemd_units
 from edgemoe.cluster.control.coordination.epoch_fence import EpochFence
-from edgemoe.cluster.control.coordination.journal import Journal
+from edgemoe.cluster.control.coordination.raft_journal import Journal
 from edgemoe.cluster.rpc.keys import generate
 from edgemoe.config.settings import RecordSettings
 from edgemoe.errors import ConfigError, EdgemoeError

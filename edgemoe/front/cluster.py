@@ -11,7 +11,7 @@ import msgspec
 
 from edgemoe import __version__
 from edgemoe.cluster.control.control_plane import ControlPlane
-from edgemoe.cluster.control.coordination.store import wait_event
+from edgemoe.cluster.control.coordination.coord_store import wait_event
 from edgemoe.cluster.control.messages import (
     Announce,
     BoxReport,

@@ -56,8 +56,8 @@ control_messages.CONTROL = Language(*kept, Beat, Greet)
 from dataclasses import dataclass
 from typing import ClassVar
 
+from edgemoe.cluster.control.coordination import coord_store as coord
 from edgemoe.cluster.control.coordination import ops
-from edgemoe.cluster.control.coordination import store as coord
 
 
 class Mark(msgspec.Struct, frozen=True, array_like=True, tag="mark"):

@@ -12,8 +12,8 @@ from typing import Any, get_args
 import msgspec
 from msgspec import NODEFAULT, inspect
 
+from edgemoe.cluster.control.coordination.coord_store import PlanRef
 from edgemoe.cluster.control.coordination.raft_transport import RaftMessage
-from edgemoe.cluster.control.coordination.store import PlanRef
 from edgemoe.cluster.control.messages import CONTROL
 from edgemoe.cluster.data.messages import BULK, CALLS
 from edgemoe.cluster.rpc.envelope import Envelope

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from edgemoe.cluster.control.coordination.store import PlanRef
+from edgemoe.cluster.control.coordination.coord_store import PlanRef
 from edgemoe.cluster.control.messages import Announce, BoxReport, EngineDescription
 from edgemoe.cluster.control.plan_controller import (
     ClusterObserved,

@@ -13,8 +13,8 @@ from unittest import mock
 import pysyncobj.syncobj
 
 from edgemoe.cluster.control.coordination import ops
+from edgemoe.cluster.control.coordination.coord_store import PlanRef
 from edgemoe.cluster.control.coordination.raft import Replica
-from edgemoe.cluster.control.coordination.store import PlanRef
 from support.fake_link import FakeNet
 
 LEASE_S = 1.0

@@ -27,8 +27,8 @@ from pysyncobj.node import Node
 from edgemoe.cluster.control import control_plane, leader
 from edgemoe.cluster.control.control_plane import ControlPlane, NoServices
 from edgemoe.cluster.control.coordination import store_factory as stores
+from edgemoe.cluster.control.coordination.coord_store import PlanRef
 from edgemoe.cluster.control.coordination.raft import BACK_S, RaftStore
-from edgemoe.cluster.control.coordination.store import PlanRef
 from edgemoe.cluster.control.messages import CONTROL, Announce, BoxReport, EngineDescription
 from edgemoe.cluster.control.planning.solver import PlanSolver
 from edgemoe.cluster.control.planning.targets import PlacementTarget, PlacementTask, make_target

@@ -14,9 +14,9 @@ from typing import Any
 from unittest import mock
 
 from edgemoe.cluster.control.coordination import ops
-from edgemoe.cluster.control.coordination.journal import Journal, StateSnapshot, write_snapshot
+from edgemoe.cluster.control.coordination.coord_store import CoordState, PlanRef
+from edgemoe.cluster.control.coordination.raft_journal import Journal, StateSnapshot, write_snapshot
 from edgemoe.cluster.control.coordination.recovery import open_journal
-from edgemoe.cluster.control.coordination.store import CoordState, PlanRef
 
 WHATS = ("journal", "snapshot", "vote")
 VOTERS = b"abcdefgh"

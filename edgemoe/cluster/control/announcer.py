@@ -9,7 +9,7 @@ from collections.abc import Callable
 import msgspec
 
 from edgemoe.cluster.control.control_state import AnnouncementAnswered, ControlState
-from edgemoe.cluster.control.coordination.store import PlanRef
+from edgemoe.cluster.control.coordination.coord_store import PlanRef
 from edgemoe.cluster.control.membership import Member
 from edgemoe.cluster.control.messages import BoxReport, ControlMessage, Heartbeat
 from edgemoe.cluster.rpc.channel import Channel

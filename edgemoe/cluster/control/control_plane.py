@@ -31,9 +31,9 @@ from edgemoe.cluster.control.control_state import (
     RefuseMessage,
     TimerFired,
 )
+from edgemoe.cluster.control.coordination.coord_store import since_boot
 from edgemoe.cluster.control.coordination.epoch_fence import EpochFence
 from edgemoe.cluster.control.coordination.raft_transport import RaftChannel
-from edgemoe.cluster.control.coordination.store import since_boot
 from edgemoe.cluster.control.coordination.store_factory import make_store
 from edgemoe.cluster.control.leader import Leader
 from edgemoe.cluster.control.membership import BEAT_S

@@ -13,8 +13,8 @@ import random
 from collections.abc import Callable
 
 from edgemoe.cluster.control.control_state import ControlState
+from edgemoe.cluster.control.coordination.coord_store import CoordStore, PlanRef, wait_event
 from edgemoe.cluster.control.coordination.raft import RaftStore
-from edgemoe.cluster.control.coordination.store import CoordStore, PlanRef, wait_event
 from edgemoe.cluster.control.leadership import Election
 from edgemoe.cluster.control.membership import BEAT_S
 from edgemoe.cluster.control.messages import BoxReport

@@ -7,9 +7,9 @@ import logging
 import random
 from collections.abc import Callable
 
+from edgemoe.cluster.control.coordination.coord_store import CoordStore
 from edgemoe.cluster.control.coordination.election_rules import ElectionRules
 from edgemoe.cluster.control.coordination.epoch_fence import EpochFence
-from edgemoe.cluster.control.coordination.store import CoordStore
 from edgemoe.cluster.control.membership import Member
 from edgemoe.cluster.control.messages import Heartbeat
 from edgemoe.errors import CoordError, CoordUnavailable, EpochLeap, PeerRefused, StaleEpoch

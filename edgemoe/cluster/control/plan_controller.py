@@ -14,7 +14,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from edgemoe.cluster.control.coordination.store import PlanRef
+from edgemoe.cluster.control.coordination.coord_store import PlanRef
 from edgemoe.cluster.control.messages import BoxReport, EngineDescription
 from edgemoe.cluster.control.planning.observation import bytes_per_s, tokens_per_s
 from edgemoe.cluster.control.planning.targets import (

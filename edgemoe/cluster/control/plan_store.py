@@ -9,8 +9,8 @@ from pathlib import Path
 
 import msgspec
 
+from edgemoe.cluster.control.coordination.coord_store import PlanRef, wait_event
 from edgemoe.cluster.control.coordination.epoch_fence import EpochFence
-from edgemoe.cluster.control.coordination.store import PlanRef, wait_event
 from edgemoe.cluster.control.membership import BEAT_S
 from edgemoe.cluster.control.messages import ControlMessage, Heartbeat, PlanReply, PlanRequest
 from edgemoe.cluster.rpc.channel import Channel

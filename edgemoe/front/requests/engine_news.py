@@ -6,7 +6,7 @@ import asyncio
 import time
 
 from edgemoe.cluster.control.control_plane import ControlPlane
-from edgemoe.cluster.control.coordination.store import wait_event
+from edgemoe.cluster.control.coordination.coord_store import wait_event
 from edgemoe.front.requests.engine_use import EngineMeter
 from edgemoe.ipc.messages import ExpertDemandReport
 from edgemoe.ticking import until_tick

@@ -20,9 +20,9 @@ from edgemoe.cluster.control import leadership, plan_controller
 from edgemoe.cluster.control.control_plane import ControlPlane
 from edgemoe.cluster.control.control_state import MessageReceived
 from edgemoe.cluster.control.coordination import etcd
+from edgemoe.cluster.control.coordination.coord_store import AgreementView, SingleBoxStore, since_boot
 from edgemoe.cluster.control.coordination.election_rules import ElectionRules, voters_of
 from edgemoe.cluster.control.coordination.epoch_fence import MAX_LEAP, EpochFence
-from edgemoe.cluster.control.coordination.store import AgreementView, SingleBoxStore, since_boot
 from edgemoe.cluster.control.leadership import Election
 from edgemoe.cluster.control.messages import Announce, Heartbeat
 from edgemoe.cluster.control.plan_store import read_plan

@@ -21,10 +21,7 @@ from support.etcd_process import etcd_cluster
 from support.fake_link import FakeNet
 from support.waiting import until
 
-from edgemoe.cluster.control.coordination.etcd import EtcdStore
-from edgemoe.cluster.control.coordination.raft import RaftStore
-from edgemoe.cluster.control.coordination.raft_transport import RaftChannel
-from edgemoe.cluster.control.coordination.store import (
+from edgemoe.cluster.control.coordination.coord_store import (
     AgreementView,
     CoordState,
     CoordStore,
@@ -32,6 +29,9 @@ from edgemoe.cluster.control.coordination.store import (
     SingleBoxStore,
     since_boot,
 )
+from edgemoe.cluster.control.coordination.etcd import EtcdStore
+from edgemoe.cluster.control.coordination.raft import RaftStore
+from edgemoe.cluster.control.coordination.raft_transport import RaftChannel
 from edgemoe.cluster.control.leadership import Election
 from edgemoe.cluster.control.messages import CONTROL
 from edgemoe.cluster.rpc.envelope import Question

@@ -14,7 +14,8 @@ from support.power import Disk
 
 from edgemoe import durable
 from edgemoe.cluster.control.coordination import ops
-from edgemoe.cluster.control.coordination.journal import (
+from edgemoe.cluster.control.coordination.coord_store import CoordState, PlanRef
+from edgemoe.cluster.control.coordination.raft_journal import (
     SEGMENT_BYTES,
     Journal,
     JournalDamaged,
@@ -23,7 +24,6 @@ from edgemoe.cluster.control.coordination.journal import (
     write_snapshot,
 )
 from edgemoe.cluster.control.coordination.recovery import open_journal
-from edgemoe.cluster.control.coordination.store import CoordState, PlanRef
 from edgemoe.wire.protocol import PROTOCOL_VERSIONS
 
 VOTERS = b"abcdefgh"

@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 
 from edgemoe.cluster.control.coordination import ops
+from edgemoe.cluster.control.coordination.coord_store import CoordState, PlanRef
 from edgemoe.cluster.control.coordination.epoch_fence import EpochFence
-from edgemoe.cluster.control.coordination.journal import (
+from edgemoe.cluster.control.coordination.raft_journal import (
     Journal,
     JournalDamaged,
     StateSnapshot,
     read_snapshot,
     write_snapshot,
 )
-from edgemoe.cluster.control.coordination.store import CoordState, PlanRef
 
 VOTERS = b"abcdefgh"
 ENTRIES = [(ops.encode(ops.Renew(n)), n, 1) for n in (1, 2, 3)]

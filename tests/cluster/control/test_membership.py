@@ -37,8 +37,8 @@ from edgemoe.cluster.control.control_state import (
     RefuseMessage,
     TimerFired,
 )
+from edgemoe.cluster.control.coordination.coord_store import PlanRef
 from edgemoe.cluster.control.coordination.epoch_fence import MAX_LEAP, EpochFence
-from edgemoe.cluster.control.coordination.store import PlanRef
 from edgemoe.cluster.control.leader import Leader
 from edgemoe.cluster.control.membership import (
     CANNOT_TAKE_PART,

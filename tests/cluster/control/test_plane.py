@@ -20,8 +20,8 @@ from support.waiting import until
 from edgemoe.cluster.control import announcer, plan_controller
 from edgemoe.cluster.control.control_state import MessageReceived, TimerFired
 from edgemoe.cluster.control.coordination import etcd
+from edgemoe.cluster.control.coordination.coord_store import PlanRef, SingleBoxStore, since_boot
 from edgemoe.cluster.control.coordination.epoch_fence import EpochFence
-from edgemoe.cluster.control.coordination.store import PlanRef, SingleBoxStore, since_boot
 from edgemoe.cluster.control.coordination.store_factory import make_store
 from edgemoe.cluster.control.messages import Announce, BoxReport, Heartbeat, PlanRequest
 from edgemoe.cluster.control.plan_store import PlanStore

@@ -14,12 +14,12 @@ import pytest
 from support.fake_link import FakeNet
 from support.simulated import World, world
 
-from edgemoe.cluster.control.coordination import journal, ops
-from edgemoe.cluster.control.coordination.journal import Journal, StateSnapshot, voters_digest, write_snapshot
+from edgemoe.cluster.control.coordination import ops, raft_journal
+from edgemoe.cluster.control.coordination.coord_store import since_boot
 from edgemoe.cluster.control.coordination.raft import RaftStore, Replica
+from edgemoe.cluster.control.coordination.raft_journal import Journal, StateSnapshot, voters_digest, write_snapshot
 from edgemoe.cluster.control.coordination.raft_transport import MAX_INBOX, MAX_INBOX_BYTES, MAX_MESSAGE_BYTES
 from edgemoe.cluster.control.coordination.recovery import LogEndReply, Recovery
-from edgemoe.cluster.control.coordination.store import since_boot
 from edgemoe.errors import CoordUnavailable
 from edgemoe.wire.protocol import PROTOCOL_VERSIONS
 
@@ -222,14 +222,14 @@ def test_without_room_a_member_keeps_entries_in_its_journal_but_gives_no_vote(
     second, hit = (name for name in ABC if name != first)
     ends, third = (first, second) if votes else (second, first)
     assert abc.claim(ends) == 1
-    replace = journal.replace_file
+    replace = raft_journal.replace_file
 
     def full(path: Path, data: bytes) -> None:
         if path.is_relative_to(abc.directory / hit):
             raise OSError(28, "No space left on device")
         replace(path, data)
 
-    monkeypatch.setattr(journal, "replace_file", full)
+    monkeypatch.setattr(raft_journal, "replace_file", full)
     abc.stop(ends)
     assert abc.claim(third) == (0 if votes else 2)
     assert (hit in abc.running) is not votes
@@ -242,7 +242,7 @@ def test_a_member_whose_vote_could_not_be_kept_says_nothing_more(abc: World, mon
     asks, hit = abc.elected()[0], next(name for name in ABC if name not in abc.elected())
     link, said = abc.transport.links[hit], list[bytes]()
     monkeypatch.setattr(abc.transport.links[asks], "message", lambda _node, payload: said.append(payload))
-    replace, failed = journal.replace_file, list[Path]()
+    replace, failed = raft_journal.replace_file, list[Path]()
 
     def full_once(path: Path, data: bytes) -> None:
         if not failed:
@@ -250,7 +250,7 @@ def test_a_member_whose_vote_could_not_be_kept_says_nothing_more(abc: World, mon
             raise OSError(28, "No space left on device")
         replace(path, data)
 
-    monkeypatch.setattr(journal, "replace_file", full_once)
+    monkeypatch.setattr(raft_journal, "replace_file", full_once)
     last = abc.running[hit].journal[-1]
     asked = {"type": "request_vote", "term": 1000, "last_log_index": last[1], "last_log_term": last[2]}
     said.clear()

@@ -11,7 +11,7 @@ import pytest
 from msgspec import inspect
 from support.outer_names import LANGUAGES, RAFT, STRUCTS
 
-from edgemoe.cluster.control.coordination.journal import StateSnapshot
+from edgemoe.cluster.control.coordination.raft_journal import StateSnapshot
 from edgemoe.cluster.control.messages import MAX_UNWANTED, FrameAccepted
 from edgemoe.cluster.rpc.envelope import MAX_ENVELOPE_BYTES, seal
 from edgemoe.errors import WireError

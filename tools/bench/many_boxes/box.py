@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from edgemoe.cluster.control.control_plane import ControlPlane, NoServices
-from edgemoe.cluster.control.coordination.store import since_boot
+from edgemoe.cluster.control.coordination.coord_store import since_boot
 from edgemoe.cluster.control.messages import Announce, EngineDescription, Heartbeat
 from edgemoe.cluster.rpc.keys import Peer, load_secret
 from edgemoe.config.settings import ClusterSettings

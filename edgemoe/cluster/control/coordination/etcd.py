@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import msgspec
 
-from edgemoe.cluster.control.coordination.store import AgreementView, PlanRef, wait_event
+from edgemoe.cluster.control.coordination.coord_store import AgreementView, PlanRef, wait_event
 from edgemoe.errors import CoordUnavailable, PlanConflict, StaleEpoch
 from edgemoe.types.bounds import Count, Word
 

@@ -1,8 +1,8 @@
 """The embedded agreement: PySyncObj's Raft over our own links, with our own journal, operations and snapshots.
 
 PySyncObj would pickle, and number operations by the order of its methods' names. Here the log holds operations (`ops`),
-files are checksummed (`journal`), and messages are checked (`raft_transport`). A member whose disk fails leaves the
-agreement, and returns from its files as soon as it can write again.
+files are checksummed (`raft_journal`), and messages are checked (`raft_transport`). A member with a failed disk leaves
+the agreement, and returns from its files as soon as it can write again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,14 @@ from pysyncobj.monotonic import monotonic
 from pysyncobj.node import Node
 
 from edgemoe.cluster.control.coordination import ops
-from edgemoe.cluster.control.coordination.journal import (
+from edgemoe.cluster.control.coordination.coord_store import (
+    AgreementView,
+    CoordState,
+    PlanRef,
+    plan_outcome,
+    wait_event,
+)
+from edgemoe.cluster.control.coordination.raft_journal import (
     Journal,
     JournalDamaged,
     StateSnapshot,
@@ -31,7 +38,6 @@ from edgemoe.cluster.control.coordination.journal import (
 )
 from edgemoe.cluster.control.coordination.raft_transport import LinkTransport, RaftLink
 from edgemoe.cluster.control.coordination.recovery import ASK_S, open_journal
-from edgemoe.cluster.control.coordination.store import AgreementView, CoordState, PlanRef, plan_outcome, wait_event
 from edgemoe.durable import make_folder
 from edgemoe.errors import CoordUnavailable, StaleEpoch
 from edgemoe.telemetry.rate_limited_log import RateLimitedLog

@@ -24,8 +24,13 @@ from pysyncobj.node import Node
 from pysyncobj.poller import POLL_EVENT_TYPE, Poller
 from pysyncobj.transport import Transport
 
-from edgemoe.cluster.control.coordination.journal import MAX_SNAPSHOT_BYTES, Journal, JournalDamaged, decode_snapshot
 from edgemoe.cluster.control.coordination.ops import MAX_OP_BYTES
+from edgemoe.cluster.control.coordination.raft_journal import (
+    MAX_SNAPSHOT_BYTES,
+    Journal,
+    JournalDamaged,
+    decode_snapshot,
+)
 from edgemoe.cluster.control.coordination.recovery import MAX_COUNT, Count, LogEndQuery, LogEndReply, Recovery
 from edgemoe.cluster.control.messages import ControlMessage, RaftPayload
 from edgemoe.cluster.rpc.channel import Channel

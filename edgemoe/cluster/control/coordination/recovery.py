@@ -16,7 +16,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from edgemoe.cluster.control.coordination.journal import Entry, Journal, JournalDamaged, read_snapshot
+from edgemoe.cluster.control.coordination.raft_journal import Entry, Journal, JournalDamaged, read_snapshot
 from edgemoe.durable import rename_file
 
 log = logging.getLogger(__name__)

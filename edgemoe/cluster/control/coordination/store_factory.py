@@ -7,12 +7,12 @@ import ssl
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from edgemoe.cluster.control.coordination.coord_store import CoordStore, SingleBoxStore
 from edgemoe.cluster.control.coordination.election_rules import voters_of
 from edgemoe.cluster.control.coordination.epoch_fence import EpochFence
 from edgemoe.cluster.control.coordination.etcd import EtcdStore
 from edgemoe.cluster.control.coordination.raft import RaftStore
 from edgemoe.cluster.control.coordination.raft_transport import RaftChannel
-from edgemoe.cluster.control.coordination.store import CoordStore, SingleBoxStore
 from edgemoe.cluster.rpc.keys import Peer
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.errors import ConfigError

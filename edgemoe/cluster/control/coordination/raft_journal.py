@@ -21,7 +21,7 @@ import pysyncobj.journal
 import xxhash
 from msgspec import Meta
 
-from edgemoe.cluster.control.coordination.store import CoordState
+from edgemoe.cluster.control.coordination.coord_store import CoordState
 from edgemoe.durable import NewFile, open_kept, read_plain, replace_file, write_all
 from edgemoe.types.bounds import Count, Word
 
