@@ -30,16 +30,14 @@ from edgemoe.cluster.rpc.keys import load_secret
 from edgemoe.config.settings import Settings
 from edgemoe.errors import PeerBusy, PeerRefused
 from edgemoe.front import status as about
+from edgemoe.front.cluster_requests import ClusterRequests
 from edgemoe.front.hosted_requests import HostedRequests, RequestNews
 from edgemoe.front.looking.lookout import Lookout
-from edgemoe.front.own_engine import OwnEngine, is_handed_over
+from edgemoe.front.own_engine import EngineTracker, is_handed_over
 from edgemoe.front.peers_list import address_of, follow_list, listed
+from edgemoe.front.prompt_hints import PrefixKeys
+from edgemoe.front.request_events import EnginesChanged
 from edgemoe.front.request_router import RequestRouter
-from edgemoe.front.requests.engine_use import EngineMeter
-from edgemoe.front.requests.offered_requests import OfferedRequests
-from edgemoe.front.requests.own_work import OwnWork
-from edgemoe.front.requests.prefix_keys import PrefixKeys
-from edgemoe.front.router import Router
 from edgemoe.ipc.messages import (
     Cancel,
     ChannelsOpened,
@@ -74,8 +72,8 @@ class ClusterFront:
     def __init__(self, whole: Settings, requests: RequestRouter, lookout: Lookout) -> None:
         """Raises ConfigError, ServiceError."""
         self.settings = settings = whole.cluster
-        self._requests, self._door = requests, requests.door
-        self._engine, self._store = OwnEngine(), Path(whole.model.path).name
+        self._router, self._connection = requests, requests.connection
+        self._engine, self._store = EngineTracker(), Path(whole.model.path).name
         self._peers = PeerList()  # as our engine was told
         self._news = asyncio.Event()  # from other boxes
         self._known: set[str] = set()  # places elsewhere, as of the last look
@@ -94,23 +92,9 @@ class ClusterFront:
             ),
             local=self,
         )
-        self.hosted_requests = HostedRequests(self.plane.channel, self._door.send, self.plane.spawn)
-        self._keys = PrefixKeys(whole.engine.prefix_cache)
-        self._work = OwnWork(requests, self.hosted_requests, lambda: self.plane.announcement.leaving)
-        self._meter = EngineMeter(self._keys, self._work.facts, self._work.held)
-        self._offers = OfferedRequests(
-            self.plane, settings.route, requests.log, self._meter, self._keys, self.plane.spawn, self._door.send
-        )
-        self._places = Router(
-            self.plane,
-            self._offers,
-            requests.log,
-            self._work.load,
-            self._submit_here,
-            self._door.send,
-            self.plane.spawn,
-        )
-        requests.join(self._places)
+        self.hosted_requests = HostedRequests(self.plane.channel, self._connection.send, self.plane.spawn)
+        keys = PrefixKeys(whole.engine.prefix_cache)
+        self.requests = ClusterRequests(self.plane, settings.route, requests, self.hosted_requests, keys)
         self._lookout = lookout
         lookout.join(self.plane)
 
@@ -123,8 +107,8 @@ class ClusterFront:
         async with asyncio.TaskGroup() as group:
             group.create_task(self.plane.run())
             group.create_task(follow_list(self.settings, self.plane))
-            group.create_task(self._places.check())
-            group.create_task(self._offers.run())
+            group.create_task(self.requests.check())
+            group.create_task(self.requests.run())
 
     async def hand_over(self) -> None:
         """Tells the others that this box is about to go, and waits until they have every expert that it has."""
@@ -155,15 +139,15 @@ class ClusterFront:
             case ExpertActivity():
                 self._engine.activity = message
             case ExpertDemandReport():
-                self._offers.news.hear(message)
+                self.requests.reporter.on_choosing(message)
             case LastChunkStarted() | PrefixKVFetched() | PromptSignature() | PrefixSignatureReply():
                 self._pass_on(message)
 
     def engine_changed(self) -> None:
         """It takes requests now, or no longer; what one that has ended held is held no more."""
-        if self._door.place != self._engine.boot:
+        if self._connection.place != self._engine.boot:
             self._engine.ended()
-            self._meter.forget(engine=True)
+            self.requests.meter.forget(engine=True)
             self.hosted_requests.engine_ended()
             self._announce()
         self.plane.send_beat()
@@ -173,33 +157,27 @@ class ClusterFront:
     def take(self, items: list[Emission]) -> list[Emission]:
         """Passes on what our engine emits for other boxes; returns the rest."""
         if any(one.finish for one in items):
-            self._offers.news.changed()
+            self.requests.reporter.on_work_changed()
         return self.hosted_requests.take(items)
 
     def on_grant(self, grant: RequestGrant) -> None:
         """Takes the leader's word about a request that was offered."""
-        asyncio.get_running_loop().call_soon(self._offers.hear, grant)  # not within another request's offer
-
-    def _submit_here(self, message: Submit, offer: int) -> str:
-        if place := self._requests.submit_here(message):
-            self._meter.note(message, (self.plane.state.node, offer) if offer else None)
-            self._offers.news.changed()
-        return place
+        asyncio.get_running_loop().call_soon(self.requests.on_grant, grant)  # not within another request's offer
 
     def _host(self, question: Question[ControlMessage], submit: Submit, offer: int) -> Answer[ControlMessage]:
         self.check_room()
         self.hosted_requests.submit(question.peer, question.boot, submit)
-        self._meter.note(submit, (question.peer, offer) if offer else None)
-        self._offers.news.changed()
+        self.requests.meter.note(submit, (question.peer, offer) if offer else None)
+        self.requests.reporter.on_work_changed()
         return Answer(FrameAccepted())
 
     def load(self) -> Heartbeat:
         """Returns what our beats say of how busy this box is."""
-        self._requests.replay()  # what was turned away everywhere, or is where nobody serves any more
-        self._offers.news.look()
-        load = self._work.load()
-        secret = self._keys.secret if self.plane.leading else b""
-        if load is None or self._work.is_going:
+        self._router.handle(EnginesChanged())  # what was turned away everywhere is routed again
+        self.requests.reporter.on_beat()
+        load = self._router.machine.own_load()
+        secret = self.requests.keys.secret if self.plane.leading else b""
+        if load is None or self.requests.is_going:
             return Heartbeat(secret=secret)
         return Heartbeat(
             engine=load.place, requests=load.requests, slots=load.slots, capacity=load.capacity, secret=secret
@@ -208,15 +186,15 @@ class ClusterFront:
     def _pass_on(self, message: RequestNews) -> None:
         """Acts on what our engine says of a request, or passes it on to the front whose it is."""
         if not self.hosted_requests.tell(message):
-            self._places.learn(message)
+            self.requests.on_news(message)
 
     def metrics(self) -> dict[str, float]:
         """Numbers for /metrics by their final names."""
-        return about.metrics(self.plane, self._places, self.hosted_requests, self._offers)
+        return about.metrics(self.plane, self._router.machine, self.hosted_requests, self.requests.forecast)
 
     def describe(self) -> dict[str, Any]:
         """Members, leader, epoch and plan, for /health."""
-        return about.describe(self.plane, self._engine.seen, self._work.load())
+        return about.describe(self.plane, self._engine.seen, self._router.machine.own_load())
 
     def serve(self, question: Question[ControlMessage]) -> Answer[ControlMessage]:
         """Answers what another front has for our engine, or its engine for us. Raises PeerError, WireError."""
@@ -225,7 +203,7 @@ class ClusterFront:
         if isinstance(question.message, StoreLocationRequest):
             return Answer(self._engine.store_at(self._store, shared=self.settings.share_experts))
         if isinstance(question.message, LostRequestsQuery):
-            if question.message.engine != self._door.place:
+            if question.message.engine != self._connection.place:
                 raise PeerRefused("that engine is no more")
             missing = self.hosted_requests.missing(question.peer, question.boot, question.message.requests)
             return Answer(LostRequestsReply(missing))
@@ -236,9 +214,9 @@ class ClusterFront:
         if isinstance(question.message, ForwardedEmissions):
             match decode_from_engine(question.tensors[0]):
                 case Emissions(items=items):
-                    return Answer(self._places.take(question.peer, items))
+                    return Answer(self.requests.on_tokens(question.peer, items))
                 case LastChunkStarted() | PrefixKVFetched() | PromptSignature() as news:
-                    self._places.learn(news, question.peer)
+                    self.requests.on_news(news, question.peer)
                     return Answer(FrameAccepted())
         else:
             match decode_to_engine(question.tensors[0]):
@@ -256,8 +234,8 @@ class ClusterFront:
 
     def check_room(self) -> None:
         """Raises PeerBusy where our engine takes no request of another front."""
-        load = self._work.load()
-        if load is None or load.requests >= load.capacity or self._requests.draining:
+        load = self._router.machine.own_load()
+        if load is None or load.requests >= load.capacity or self._router.draining:
             raise PeerBusy("there is no room for another request here")
 
     # --- the others -------------------------------------------------------------------------------------------
@@ -269,9 +247,9 @@ class ClusterFront:
         boots = {member.peer.node: member.boot for member in self.plane.state.members}
         self.hosted_requests.keep(boots)
         self._engine.keep_links(boots)
-        if (places := set(self._places.places())) != self._known:
+        if (places := set(self.requests.others())) != self._known:
             self._known = places
-            self._requests.replay()
+            self._router.handle(EnginesChanged())
 
     def _announce(self) -> None:
         engine = self._engine.card(self.settings.share_experts)
@@ -281,15 +259,15 @@ class ClusterFront:
         if self._engine.listening is None or not self.settings.share_experts:
             return
         peers = PeerList(keys=self.plane.state.members.keys(), engines=self.plane.state.members.engines())
-        if peers != self._peers and self._door.tell(peers):
+        if peers != self._peers and self._connection.tell(peers):
             self._peers = peers
 
     def on_beat(self, node: str, beat: Heartbeat) -> None:
         """Takes note of how another box says that it is."""
-        self._places.hear(node, beat)
-        if beat.secret and node == self.plane.leader and beat.secret != self._keys.secret:
-            self._keys.secret = beat.secret
-            self._meter.forget()
+        self.requests.on_beat(node, beat)
+        if beat.secret and node == self.plane.leader and beat.secret != self.requests.keys.secret:
+            self.requests.keys.secret = beat.secret
+            self.requests.meter.forget()
 
     def report(self) -> BoxReport | None:
         """Returns what the leader is told; None until our engine has said what its requests choose."""
@@ -300,4 +278,4 @@ class ClusterFront:
         listening = self._engine.listening
         if listening is not None and self.settings.share_experts and plan.model == listening.model.digest:
             ref = self.plane.state.plans.ref
-            self._door.tell(Plan(plan=plan, digest=ref.digest if ref is not None else ""))
+            self._connection.tell(Plan(plan=plan, digest=ref.digest if ref is not None else ""))

@@ -23,7 +23,7 @@ import msgspec
 from edgemoe.cluster.control.messages import ControlMessage, ForwardedEmissions, FrameAccepted
 from edgemoe.cluster.rpc.channel import Channel
 from edgemoe.errors import EdgemoeError, PeerBusy, PeerError, PeerRefused, Unsendable, WireError
-from edgemoe.front.requests.engine_use import HeldRequest
+from edgemoe.front.request_table import HeldRequest
 from edgemoe.ipc.messages import (
     Cancel,
     Emissions,

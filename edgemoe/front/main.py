@@ -35,7 +35,7 @@ from edgemoe.front.connections import Server
 from edgemoe.front.listen import bound_socket, clear_path, listening, sole_owner, unix_socket
 from edgemoe.front.looking.lookout import Lookout
 from edgemoe.front.notify import Notifier, passed_sockets
-from edgemoe.front.own_engine import EngineDoor
+from edgemoe.front.own_engine import EngineConnection
 from edgemoe.front.request_router import RequestRouter
 from edgemoe.front.supervisor import Supervisor
 from edgemoe.guard import refuse_pickle
@@ -147,8 +147,8 @@ class Front:
             give_back()  # reading a large tokenizer leaves as much freed memory as it keeps
             wire = FrontEnd(runtime)
             held.callback(wire.close)
-            requests = RequestRouter(settings.engine, EngineDoor(wire))
-            lookout = Lookout(requests.door)
+            requests = RequestRouter(settings.engine, EngineConnection(wire))
+            lookout = Lookout(requests.connection)
             self.cluster = ClusterFront(settings, requests, lookout) if settings.cluster.node else None
             self.supervisor = supervisor = Supervisor(settings, requests, self._command, lookout, self.cluster)
             supervisor.ends_when_fatal = not self._notifier.is_heard  # which would start it again and again
@@ -196,7 +196,7 @@ class Front:
             if self.cluster is not None:
                 helpers.append(tasks.create_task(essential(self.cluster.run()), name="cluster"))
             await self._stopped[0].wait()
-            log.info("stopping", extra={"live": len(supervisor.request_log), "drain_s": self.settings.service.drain_s})
+            log.info("stopping", extra={"live": len(supervisor.requests), "drain_s": self.settings.service.drain_s})
             self._notifier.tell(STOPPING="1", STATUS="finishing running requests")
             await _either(self._wind_down(supervisor), self._stopped[1].wait())
             supervisor.stop()
@@ -278,15 +278,15 @@ class Front:
         return sockets
 
     def _show_metrics(self, supervisor: Supervisor) -> None:
-        request_log, gauge, counter = supervisor.request_log, self.metrics.gauge, self.metrics.counter
-        gauge("edgemoe_live_requests", "Choices accepted and not finished", lambda: len(request_log))
+        requests, gauge, counter = supervisor.requests.machine, self.metrics.gauge, self.metrics.counter
+        gauge("edgemoe_live_requests", "Choices accepted and not finished", lambda: len(requests))
         counter("edgemoe_engine_starts_total", "Engines started", lambda: supervisor.starts)
         counter(
             "edgemoe_replayed_requests_total",
             "Choices submitted again after an engine's end",
-            lambda: request_log.replayed,
+            lambda: requests.replayed,
         )
-        counter("edgemoe_stale_emissions_total", "Emissions of an attempt that is over", lambda: request_log.stale)
+        counter("edgemoe_stale_emissions_total", "Emissions of an attempt that is over", lambda: requests.stale)
         counter("edgemoe_integrity_errors_total", "Contradictions found in the front", lambda: self.integrity_errors)
 
 

@@ -19,7 +19,7 @@ from edgemoe.types.bounds import MAX_NODES
 log = logging.getLogger(__name__)
 
 
-class EngineDoor:
+class EngineConnection:
     """Hands messages to `engine`, which the supervisor replaces; None while there is none."""
 
     def __init__(self, wire: FrontEnd) -> None:
@@ -47,7 +47,7 @@ class EngineDoor:
         return True
 
 
-class OwnEngine:
+class EngineTracker:
     """The incarnation that spoke last; nothing is known of it until it listens."""
 
     def __init__(self) -> None:

@@ -1,76 +1,239 @@
-"""Which engine a request goes to, ours or another box's: between the request log and whoever takes its requests."""
+"""Performs what `RequestStateMachine` instructs: delivers tokens, and sends messages to engines and to the leader.
+
+What concerns other boxes, `ClusterRequests` performs; a box on its own has none.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
-from edgemoe.config.settings import EngineSettings
-from edgemoe.front.own_engine import EngineDoor
-from edgemoe.front.request_log import RequestLog
-from edgemoe.ipc.messages import Cancel, Limits, Submit
+from edgemoe.config.settings import EngineSettings, Route
+from edgemoe.errors import RequestError
+from edgemoe.front import request_events as events
+from edgemoe.front.own_engine import EngineConnection
+from edgemoe.front.request_state import RequestStateMachine
+from edgemoe.front.request_table import Surroundings
+from edgemoe.ipc.messages import Limits, Submit
+from edgemoe.policy.route import EngineLoad, node_of
+from edgemoe.types.request import Emission, Phases, Request
+
+log = logging.getLogger(__name__)
 
 
-class OtherEngines(Protocol):
-    """Engines of other boxes, and the choice between ours and them."""
+class ClientSubmission:
+    """The requests of one HTTP request: an async iterator over their emissions, in batches."""
 
-    def places(self) -> Collection[str]:
-        """Returns those that take requests."""
+    def __init__(self, cancel: Callable[[str], None], requests: Sequence[Request]) -> None:
+        """`cancel` ends a request."""
+        self.live = {request.id for request in requests}
+        self._cancel = cancel
+        self._items: list[Emission] = []
+        self._error: RequestError | None = None
+        self._changed = asyncio.Event()
 
-    def room(self) -> int:
-        """Returns how many requests of this front they have, and have room for."""
+    async def __aiter__(self) -> AsyncIterator[list[Emission]]:
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            if items := self._items:
+                self._items = []
+                yield items
+            if self._error is not None:
+                raise self._error.with_traceback(None)  # other clients may get the same one
+            if not self.live and not self._items:
+                return
 
-    def submit(self, message: Submit) -> str:
-        """Hands a request to the engine of choice, ours or another box's, and names it; "" where none takes it."""
+    def cancel(self, request: str) -> None:
+        """Ends one of the requests."""
+        self._cancel(request)
+        self._changed.set()
 
-    def cancel(self, place: str, message: Cancel) -> None:
-        """Has another box's engine forget a request."""
+    def deliver(self, emission: Emission) -> None:
+        """Hands over an emission. Called by the router."""
+        self._items.append(emission)
+        self._changed.set()
 
-    def ended(self, request: str) -> None:
-        """Takes note of a request of this front that has ended."""
+    def fail(self, error: RequestError) -> None:
+        """Ends the iteration with `error`, after what is already there. Called by the router."""
+        self._error = self._error or error
+        self._changed.set()
+
+
+class PeerInstructions(Surroundings, Protocol):
+    """Other boxes and the leader: known to the state machine, and told what it instructs."""
+
+    def perform(self, instruction: events.RequestInstruction) -> None:
+        """Sends to another box's engine, to the leader, or asks this box's engine about a prompt."""
+
+    def on_submitted_here(self, message: Submit, offer: int) -> None:
+        """Counts a request that went to this box's engine, by that offer to the leader."""
+
+
+class OneBox:
+    """The surroundings of a box on its own: its engine, and nobody else."""
+
+    node = ""
+    route: Route = "local"
+    leadership = ("", 0)
+
+    def __init__(self, connection: EngineConnection) -> None:
+        self._connection = connection
+
+    def own_place(self) -> str:
+        return self._connection.place
+
+    def hosted_count(self) -> int:
+        return 0
+
+    def others(self) -> Mapping[str, str]:
+        return {}
+
+    def reported(self, place: str, node: str) -> EngineLoad:
+        raise AssertionError(f"{node} is no box that this one knows")
+
+    def role(self, node: str) -> Phases:
+        return "both"
+
+    def starts_at_once(self, request: Request) -> bool:
+        return False
+
+    def knows_prompt(self, request: Request) -> bool:
+        return False
+
+    def may_have_cached(self, request: Request) -> bool:
+        return False
+
+    def has_signature(self, request: Request) -> bool:
+        return False
 
 
 class RequestRouter:
-    """Owns the request log. On a box of its own there is one place; `join` adds those of other boxes."""
+    """Owns the state machine of this front's requests, and the clients that wait for them."""
 
-    def __init__(self, settings: EngineSettings, door: EngineDoor) -> None:
-        self.door, self.slots = door, settings.max_sequences  # slots: requests that our engine runs at once
-        self.log = RequestLog(settings.max_sequences + settings.max_queue, self._submit, self._cancel)
+    def __init__(
+        self, settings: EngineSettings, connection: EngineConnection, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.connection = connection
         self.draining = False  # nothing more is taken here
-        self._others: OtherEngines | None = None
+        self.closed: RequestError | None = None  # why nothing is accepted
+        slots = settings.max_sequences
+        self.machine = RequestStateMachine(slots, slots + settings.max_queue, OneBox(connection), now)
+        self._now = now
+        self._peers: PeerInstructions | None = None
+        self._submissions: dict[str, ClientSubmission] = {}  # by request
+        self._events: deque[events.RequestEvent] = deque()
+        self._todo: deque[events.RequestInstruction] = deque()
+        self._is_handling = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def __len__(self) -> int:
+        return len(self.machine)
 
     def fit(self, limits: Limits) -> None:
-        """Takes what our engine says of itself: one may have room for fewer states than the settings allow."""
-        self.slots, self.log.capacity = limits.max_sequences, limits.max_sequences + limits.max_queue
+        """Takes the engine's own limits: it may have room for fewer sequences than the settings allow."""
+        self.machine.slots, self.machine.capacity = limits.max_sequences, limits.max_sequences + limits.max_queue
 
-    def join(self, others: OtherEngines) -> None:
-        """Hands requests to these engines too from now on."""
-        self._others = others
-        self.log.room_elsewhere, self.log.ended = others.room, others.ended
+    def join(self, peers: PeerInstructions) -> None:
+        """Routes requests to other boxes too from now on."""
+        self._peers = self.machine.surroundings = peers
 
     @property
     def elsewhere(self) -> Collection[str]:
         """Returns engines of other boxes that take requests."""
-        return () if self._others is None else self._others.places()
+        return self.machine.surroundings.others()
 
-    @property
-    def anywhere(self) -> bool:
-        """Returns whether requests may find an engine, perhaps another box's."""
-        return self._others is not None or bool(self.door.place)
+    @contextmanager
+    def open(self, requests: Sequence[Request], timeout_s: float) -> Iterator[ClientSubmission]:
+        """Accepts the requests; those that still run when the block is left are cancelled.
 
-    def submit_here(self, message: Submit) -> str:
-        """Hands a request to our own engine and names it; "" where it takes none."""
-        return self.door.place if self.door.send(message) else ""
+        Raises QueueFull, InvalidRequest (more than would ever fit), and the error in `closed`.
+        """
+        if self.closed is not None:
+            raise self.closed.with_traceback(None)  # raised again and again, it would keep every caller's frames
+        self.machine.check_room(requests)
+        submission = ClientSubmission(self.cancel, requests)
+        for request in requests:
+            self._submissions[request.id] = submission
+        self._idle.clear()
+        self.handle(events.RequestsAccepted(requests, self._now() + timeout_s))
+        try:
+            yield submission
+        finally:
+            for name in list(submission.live):
+                self.cancel(name)
 
-    def replay(self) -> None:
-        """Submits what no engine has that takes requests."""
-        self.log.replay([place for place in (self.door.place, *self.elsewhere) if place])
+    def cancel(self, request: str) -> None:
+        """Ends a request, for its engine too. Unknown ones have ended already."""
+        self._remove(request)
+        self.handle(events.RequestCancelled(request))
 
-    def _submit(self, message: Submit) -> str:
-        return self.submit_here(message) if self._others is None else self._others.submit(message)
+    def fail_all(self, error: RequestError) -> None:
+        """Ends every live request with `error`."""
+        self.handle(events.AllRequestsFailed(error))
 
-    def _cancel(self, place: str, message: Cancel) -> None:
-        if place == self.door.place:
-            self.door.send(message)
-        elif self._others is not None:
-            self._others.cancel(place, message)
+    async def empty(self) -> None:
+        """Waits until no request is alive."""
+        await self._idle.wait()
+
+    def handle(self, event: events.RequestEvent) -> None:
+        """Hands an event to the state machine and performs its instructions, those of nested events last."""
+        self._events.append(event)
+        if self._is_handling:
+            return
+        self._is_handling = True
+        try:
+            while self._events or self._todo:
+                while self._todo:
+                    self._perform(self._todo.popleft())
+                if self._events:
+                    self._todo.extend(self.machine.handle(self._events.popleft()))
+        finally:
+            self._is_handling = False
+            if not len(self.machine):
+                self._idle.set()
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError where the requests contradict themselves."""
+        self.machine.check_integrity()
+        assert self._idle.is_set() == (not len(self.machine)), "idle, with requests alive (or the other way round)"
+        assert len(self._submissions) == len(self.machine), "clients wait for requests that are not alive"
+        for name, submission in self._submissions.items():
+            assert name in submission.live, f"the client of {name} does not wait for it"
+
+    def _perform(self, instruction: events.RequestInstruction) -> None:
+        match instruction:
+            case events.DeliverToken(emission):
+                submission = self._submissions[emission.request]
+                if emission.finish:
+                    self._remove(emission.request)
+                submission.deliver(emission)
+            case events.FailRequest(request, error):
+                if (waiting := self._remove(request)) is not None:
+                    waiting.fail(error)
+            case events.SendSubmit(place, message, offer) if not node_of(place):
+                if place == self.connection.place and self.connection.send(message):
+                    if self._peers is not None:
+                        self._peers.on_submitted_here(message, offer)
+                else:
+                    self.handle(events.SubmitRefused(message.request.id, message.attempt, place))
+            case events.SendCancel(place, message) if not node_of(place):
+                if place == self.connection.place:
+                    self.connection.send(message)
+            case events.SendFetch(place, message) if not node_of(place):
+                if place != self.connection.place or not self.connection.send(message):
+                    self.handle(events.FetchRefused(message.request, message.attempt, place))
+            case _ if self._peers is not None:
+                self._peers.perform(instruction)
+
+    def _remove(self, request: str) -> ClientSubmission | None:
+        """Returns the client that waited for a request, which is over."""
+        if (submission := self._submissions.pop(request, None)) is not None:
+            submission.live.discard(request)
+        return submission

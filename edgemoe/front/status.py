@@ -10,8 +10,7 @@ from edgemoe.cluster.control.membership import Member, Members
 from edgemoe.cluster.control.messages import Announce, EngineDescription
 from edgemoe.cluster.control.plan_store import PlanStore
 from edgemoe.front.hosted_requests import HostedRequests
-from edgemoe.front.requests.offered_requests import OfferedRequests
-from edgemoe.front.router import Router
+from edgemoe.front.request_state import RequestStateMachine
 from edgemoe.ipc.messages import PeerLinkMeasured
 from edgemoe.policy.route import EngineLoad
 from edgemoe.telemetry import metrics as names
@@ -52,7 +51,7 @@ def describe(plane: ControlPlane, seen: Mapping[str, PeerLinkMeasured], load: En
 
 
 def metrics(
-    plane: ControlPlane, places: Router, hosted_requests: HostedRequests, offers: OfferedRequests
+    plane: ControlPlane, requests: RequestStateMachine, hosted_requests: HostedRequests, forecast: Mapping[str, int]
 ) -> dict[str, float]:
     """Returns numbers for /metrics by their final names."""
     state, queue, fitting = plane.state, plane.desk.queue, plane.desk.fitting
@@ -64,21 +63,21 @@ def metrics(
         names.CLUSTER_LEADING: float(plane.leading > 0),
         names.CLUSTER_PLAN: plan.version if plan is not None else 0,
         names.CLUSTER_STALE: state.leader_tracker.stale,
-        names.FORWARDED: places.forwarded,
-        names.FORGOTTEN: places.dropped,
-        names.HANDED_OVER: places.hand_overs.done,
+        names.FORWARDED: sum(count for (to, _), count in requests.routed.items() if to == "elsewhere"),
+        names.FORGOTTEN: requests.forgotten,
+        names.HANDED_OVER: requests.moved,
         names.HOSTED_REQUESTS: len(hosted_requests),
         names.HOSTED_REQUESTS_TOTAL: hosted_requests.served,
-        names.OFFERED: offers.offered,
-        names.GRANTED: offers.granted,
-        **{names.named(names.OFFERS_FORECAST, by=by): count for by, count in offers.forecast.items()},
-        names.OFFERS_OPEN: offers.waiting,
+        names.OFFERED: requests.offered,
+        names.GRANTED: requests.granted,
+        **{names.named(names.OFFERS_FORECAST, by=by): count for by, count in forecast.items()},
+        names.OFFERS_OPEN: requests.count_offered(),
         names.OFFER_QUEUE: len(queue),
         names.OFFER_QUEUE_GRANTED: queue.granted,
         names.EXPERT_CLUSTERS: len(clusters.slots) if clusters is not None else 0,
         names.EXPERT_CLUSTER_REQUESTS: clusters.requests if clusters is not None else 0,
         names.EXPERT_CLUSTER_FITS: fitting.fits if fitting is not None else 0,
-        **{names.named(names.ROUTED, to=to, why=why): count for (to, why), count in places.routed.items()},
+        **{names.named(names.ROUTED, to=to, why=why): count for (to, why), count in requests.routed.items()},
         **{names.named(names.CLUSTER_BOXES, state=each): states.count(each) for each in STATES},
     }
 

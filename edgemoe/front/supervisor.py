@@ -29,8 +29,8 @@ from edgemoe.errors import ConfigError, EngineUnavailable, ReloadRefused, Reques
 from edgemoe.front.engine_death import Death, FailedStarts
 from edgemoe.front.engine_handle import LOOK_S, STOP_S, EngineHandle
 from edgemoe.front.looking.lookout import Lookout
-from edgemoe.front.request_router import RequestRouter
-from edgemoe.front.requests.submission import LoggedSubmission
+from edgemoe.front.request_events import EnginesChanged, TimePassed, TokensEmitted
+from edgemoe.front.request_router import ClientSubmission, RequestRouter
 from edgemoe.front.restart_backoff import RestartBackoff, keeps_failing
 from edgemoe.ipc.messages import Emissions, FromEngine, Ready, Reload, SnapshotReply, Stop, ToCluster
 from edgemoe.telemetry.rate_limited_log import RateLimitedLog
@@ -77,8 +77,8 @@ class Supervisor:
         lookout: Lookout,
         cluster: Neighbours | None = None,
     ) -> None:
-        self.settings, self.request_log = settings, requests.log
-        self._requests, self._door = requests, requests.door
+        self.settings, self.requests = settings, requests
+        self._connection = requests.connection
         self._state: State = "loading"
         self.starts = 0
         self.why = ""  # what ended the last engine
@@ -98,21 +98,21 @@ class Supervisor:
 
     def metrics(self) -> Mapping[str, float]:
         """Returns the engine's metrics, as of its last Stats, and the cluster's."""
-        metrics = self._door.engine.stats.values if self._door.engine else {}
+        metrics = self._connection.engine.stats.values if self._connection.engine else {}
         return metrics if self._cluster is None else {**metrics, **self._cluster.metrics()}
 
     @property
     def state(self) -> State:
         """Returns how the server is: `stalled` where the engine is ready, and silent for longer than it ever is."""
-        stalls = self._door.engine is not None and self._door.engine.stalls
+        stalls = self._connection.engine is not None and self._connection.engine.stalls
         return "stalled" if self._state == "ready" and stalls else self._state
 
     async def model(self) -> tuple[ModelInfo, RequestLimits]:
         """Returns the model and the limits of a request. Waits for the first engine. Raises EngineUnavailable."""
         deadline = time.monotonic() + self.settings.api.request_timeout_s
         while self._served is None:
-            if self.request_log.closed is not None:
-                raise self.request_log.closed.with_traceback(None)  # as RequestLog raises it
+            if self.requests.closed is not None:
+                raise self.requests.closed.with_traceback(None)  # as RequestRouter raises it
             try:
                 async with asyncio.timeout(deadline - time.monotonic()):
                     await self._changed.wait()
@@ -120,9 +120,9 @@ class Supervisor:
                 raise EngineUnavailable(f"the model is still loading{self._how_far()}; try again") from None
         return self._served
 
-    def open(self, requests: Sequence[Request], timeout_s: float) -> AbstractContextManager[LoggedSubmission]:
-        """Opens requests as RequestLog.open does."""
-        return self.request_log.open(requests, timeout_s)
+    def open(self, requests: Sequence[Request], timeout_s: float) -> AbstractContextManager[ClientSubmission]:
+        """Opens requests as RequestRouter.open does."""
+        return self.requests.open(requests, timeout_s)
 
     def snapshots(self) -> Sequence[BoxSnapshot]:
         """Returns what engines show of themselves, and asks for more."""
@@ -136,11 +136,11 @@ class Supervisor:
         """Returns how the server is in a line, for the service manager."""
         if self._cannot_start is not None:
             return f"{self.state}: {self._cannot_start.reason}"
-        return f"{self.state}{self._how_far() if self.state == 'loading' else ''}, {len(self.request_log)} requests"
+        return f"{self.state}{self._how_far() if self.state == 'loading' else ''}, {len(self.requests)} requests"
 
     def describe(self) -> dict[str, Any]:
         """Returns the body of /health."""
-        engine, served = self._door.engine, self._served
+        engine, served = self._connection.engine, self._served
         loading = engine.describe_loading() if engine and self._state in ("loading", "draining") else None
         about = {} if self._cluster is None else {"cluster": self._cluster.describe()}
         return about | {
@@ -150,10 +150,10 @@ class Supervisor:
             "cannot_start": self._cannot_start.describe() if self._cannot_start else None,
             "engine": {"pid": engine.process.pid if engine else None, "starts": self.starts, "last_end": self.why},
             "requests": {
-                "live": len(self.request_log),
-                "capacity": self.request_log.room,
-                "capacity_per_principal": self.request_log.capacity_per_principal,
-                "capacity_per_user": self.request_log.capacity_per_user,
+                "live": len(self.requests),
+                "capacity": self.requests.machine.room,
+                "capacity_per_principal": self.requests.machine.capacity_per_principal,
+                "capacity_per_user": self.requests.machine.capacity_per_user,
             },
         }
 
@@ -166,8 +166,8 @@ class Supervisor:
         async with self._reloading:
             if self._state == "failed":
                 return await self._start_again()
-            engine = self._door.engine
-            if engine is None or not self._door.send(Reload()):
+            engine = self._connection.engine
+            if engine is None or not self._connection.send(Reload()):
                 raise EngineUnavailable(
                     "no engine is ready to load anything again; one that starts loads what is there"
                 )
@@ -188,13 +188,13 @@ class Supervisor:
             death = await self._incarnation()
             self.why = death.said
             if not self._stopping:
-                log.error("engine ended", extra={"why": self.why, "live": len(self.request_log)})
+                log.error("engine ended", extra={"why": self.why, "live": len(self.requests)})
                 await self._after(death)
 
     async def listen(self) -> None:
         """Acts on what engines say, for as long as it runs."""
-        async for boot_id, message in self._door.wire.messages():
-            engine = self._door.engine
+        async for boot_id, message in self._connection.wire.messages():
+            engine = self._connection.engine
             if engine is None or boot_id != engine.boot_id:
                 continue  # an earlier incarnation's last words
             try:
@@ -208,7 +208,7 @@ class Supervisor:
                 if engine.serving:  # it has not died meanwhile
                     self._on_ready(ready)
             case Emissions(items=items):
-                self.request_log.take(items if self._cluster is None else self._cluster.take(items))
+                self.requests.handle(TokensEmitted("", items if self._cluster is None else self._cluster.take(items)))
             case SnapshotReply() as seen:
                 self._lookout.note(seen)
             case None:
@@ -219,43 +219,47 @@ class Supervisor:
 
     async def drain(self, drain_s: float) -> None:
         """Lets running requests finish for `drain_s`, ends the rest with an error, and stops the engine."""
-        self.request_log.closed = SHUTTING_DOWN
-        self._requests.draining = True
+        self.requests.closed = SHUTTING_DOWN
+        self.requests.draining = True
         self._change("draining")
         try:
             async with asyncio.timeout(drain_s):
-                await self.request_log.empty()
+                await self.requests.empty()
         except TimeoutError:
-            log.warning("requests were cut off by the drain deadline", extra={"live": len(self.request_log)})
-            self.request_log.fail_all(SHUTTING_DOWN)
+            log.warning("requests were cut off by the drain deadline", extra={"live": len(self.requests)})
+            self.requests.fail_all(SHUTTING_DOWN)
         self._stopping = True
-        if self._door.engine is not None:
-            await self._door.engine.exits(STOP_S if self._door.send(Stop()) else 0.0)
+        if self._connection.engine is not None:
+            await self._connection.engine.exits(STOP_S if self._connection.send(Stop()) else 0.0)
 
     def stop(self, why: RequestError = SHUTTING_DOWN) -> None:
         """Ends every request with an error and starts no further engine; `run` is still to be cancelled."""
-        self._stopping, self.request_log.closed = True, why
-        self.request_log.fail_all(why)
+        self._stopping, self.requests.closed = True, why
+        self.requests.fail_all(why)
         self._pulse()  # who waits for the first engine is told
 
     def check_integrity(self) -> None:
         """Raises AssertionError where request log and engine contradict each other."""
-        self.request_log.check_integrity()
-        assert self.state != "ready" or (self._door.engine is not None and self._door.engine.ready is not None)
+        self.requests.check_integrity()
+        assert self.state != "ready" or (
+            self._connection.engine is not None and self._connection.engine.ready is not None
+        )
 
     async def _incarnation(self) -> Death:
         """One engine, from start to end; how it ended."""
         self.starts += 1
         try:
-            engine = self._door.engine = await EngineHandle.start(self._command, self.settings, self._door.wire.address)
+            engine = self._connection.engine = await EngineHandle.start(
+                self._command, self.settings, self._connection.wire.address
+            )
         except OSError as error:  # no memory for another process, say
-            self._door.engine = None
+            self._connection.engine = None
             return Death("spawn", f"it cannot be started: {error}", "start")
         log.info("engine started", extra={"pid": engine.process.pid, "start": self.starts})
         ended = asyncio.ensure_future(engine.ended())
         try:
             while not (await asyncio.wait([ended], timeout=until_tick(LOOK_S)))[0]:
-                self.request_log.expire()
+                self.requests.handle(TimePassed())
                 engine.log_loading()
                 if why := engine.hangs():
                     log.error("engine hangs", extra={"why": why})
@@ -268,7 +272,7 @@ class Supervisor:
                 self._change("loading")
             self._engine_changed()
             while not await engine.gone(LOOK_S):
-                self.request_log.expire()
+                self.requests.handle(TimePassed())
 
     async def _after(self, death: Death) -> None:
         """Waits for the time of the next start."""
@@ -280,15 +284,15 @@ class Supervisor:
     async def _pause(self) -> None:
         """Waits before the next start."""
         now = time.monotonic()
-        delay_s, gives_up = self._backoff.after_death(now, self.request_log.blamed)
+        delay_s, gives_up = self._backoff.after_death(now, self.requests.machine.blamed)
         if gives_up:
             self._give_up(delay_s)
         until = now + delay_s
         while not self._stopping and not self._try_again.is_set() and time.monotonic() < until:
-            self.request_log.expire()
+            self.requests.handle(TimePassed())
             if self.state == "failed":
                 error = keeps_failing(self.why, until - time.monotonic())
-                self.request_log.closed = None if self._requests.elsewhere else error
+                self.requests.closed = None if self.requests.elsewhere else error
             await asyncio.sleep(min(LOOK_S, max(0.0, until - time.monotonic())))
         self._go_on()
 
@@ -303,7 +307,7 @@ class Supervisor:
         log.error(reason)
         error = EngineUnavailable(reason, code="engine_failed", retry_after_s=CANNOT_START_S)
         if self._state != "draining":
-            self.request_log.closed = error
+            self.requests.closed = error
             self._change("failed")
         while not self._stopping and not self._try_again.is_set():
             with contextlib.suppress(TimeoutError):
@@ -321,7 +325,7 @@ class Supervisor:
         if self._try_again.is_set() or self._served is None:
             self._try_again.clear()
             if self._state == "failed":
-                self.request_log.closed = None
+                self.requests.closed = None
                 self._change("loading")
 
     async def _start_again(self) -> str:
@@ -342,7 +346,7 @@ class Supervisor:
         return changed
 
     def _how_far(self) -> str:
-        engine = self._door.engine
+        engine = self._connection.engine
         at = engine.describe_loading() if engine is not None else None
         last = f"the engine before it ended: {self.why}" if self.why else ""
         told = [loading_text(at)] if at is not None else []
@@ -350,29 +354,29 @@ class Supervisor:
 
     def _give_up(self, delay_s: float) -> None:
         error = keeps_failing(self.why, delay_s)
-        elsewhere = self._requests.elsewhere
+        elsewhere = self.requests.elsewhere
         if not elsewhere:
-            self.request_log.fail_all(error)
+            self.requests.fail_all(error)
         if self.state != "draining":
-            self.request_log.closed = None if elsewhere else error
+            self.requests.closed = None if elsewhere else error
             self._change("failed")
 
     def _on_ready(self, ready: Ready) -> None:
         context_tokens = min(ready.limits.context_tokens, ready.limits.kv_tokens)
         self._served = (ready.model, RequestLimits(context_tokens, ready.model.vocab))
-        self._requests.fit(ready.limits)
-        fields = {"model": ready.model.id, "context_tokens": context_tokens, "replayed": len(self.request_log)}
+        self.requests.fit(ready.limits)
+        fields = {"model": ready.model.id, "context_tokens": context_tokens, "replayed": len(self.requests)}
         log.info("engine ready", extra=fields)
         if self.state != "draining":
-            self.request_log.closed = None
+            self.requests.closed = None
             self._change("ready")
         self._engine_changed()
 
     def _engine_changed(self) -> None:
         if self._cluster is not None:
             self._cluster.engine_changed()
-        if self._requests.anywhere:
-            self._requests.replay()
+        if self._cluster is not None or self._connection.place:  # else nobody can take them before the next start
+            self.requests.handle(EnginesChanged())
 
     def _change(self, state: State) -> None:
         self._state = state

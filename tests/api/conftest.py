@@ -33,7 +33,7 @@ async def front(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> As
     async with running(settings) as front:
         yield front
         assert front.supervisor is not None
-        assert not len(front.supervisor.request_log)
+        assert not len(front.supervisor.requests)
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")

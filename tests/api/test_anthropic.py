@@ -210,7 +210,7 @@ async def test_a_stream_that_fails_says_so_as_an_event(front: Front, http: httpx
     async with http.stream("POST", PATH, json=body) as answer:
         lines = answer.aiter_lines()
         assert await anext(lines) == "event: message_start"
-        front.supervisor.request_log.fail_all(EngineUnavailable("gone"))
+        front.supervisor.requests.fail_all(EngineUnavailable("gone"))
         events = [json.loads(line[6:]) async for line in lines if line.startswith("data: ")]
     assert events[-1] == {"type": "error", "error": {"type": "overloaded_error", "message": "gone"}}
 

@@ -238,13 +238,13 @@ async def test_many_at_once_each_get_their_own(client: openai.AsyncOpenAI) -> No
 
 async def test_a_client_that_hangs_up_is_forgotten_at_once(front: Front, http: httpx.AsyncClient) -> None:
     assert front.supervisor is not None
-    request_log = front.supervisor.request_log
+    requests = front.supervisor.requests
     for stream in (True, False):
         body = {"messages": ask("HANG@3"), "max_tokens": 50, "stream": stream}
         request = asyncio.ensure_future(http.post("/v1/chat/completions", json=body))
-        await until(lambda: len(request_log) == 1)
+        await until(lambda: len(requests) == 1)
         request.cancel()
-        await until(lambda: len(request_log) == 0)
+        await until(lambda: len(requests) == 0)
     await until(lambda: front.supervisor.metrics().get("edgemoe_num_requests_running") == 0)  # type: ignore[union-attr]
 
 

@@ -88,12 +88,12 @@ async def test_a_body_with_two_lengths_is_refused(front: Front) -> None:
 async def test_a_stream_that_nobody_reads_ends_its_request(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answering, "SEND_S", 0.2)
     assert front.supervisor is not None
-    request_log = front.supervisor.request_log
+    requests = front.supervisor.requests
     body = b'{"prompt": "HANG@3000", "max_tokens": 3500, "n": 30, "stream": true}'
     _, writer = await asyncio.open_unix_connection(front.settings.api.socket, limit=1)
     writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
-    await until(lambda: len(request_log) == 30)
-    await until(lambda: len(request_log) == 0, 60)  # they would hang for ever
+    await until(lambda: len(requests) == 30)
+    await until(lambda: len(requests) == 0, 60)  # they would hang for ever
     writer.close()
 
 

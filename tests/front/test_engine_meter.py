@@ -13,10 +13,18 @@ from support.virtual import VirtualLoop
 
 from edgemoe.cluster.control.messages import CONTROL, MAX_PREFIX_KEYS, MAX_TAKEN, PREFIX_TOKENS, EngineStatus
 from edgemoe.cluster.rpc.envelope import MAX_ENVELOPE_BYTES
-from edgemoe.front.requests import engine_news, engine_use
-from edgemoe.front.requests.engine_news import GAP_S, LOOK_S, REPEAT_S, EngineNews
-from edgemoe.front.requests.engine_use import MAX_UNTOLD, EngineFacts, EngineMeter, HeldRequest
-from edgemoe.front.requests.prefix_keys import PrefixKeys
+from edgemoe.front import engine_meter
+from edgemoe.front.engine_meter import (
+    GAP_S,
+    LOOK_S,
+    MAX_UNREPORTED,
+    REPEAT_S,
+    EngineFacts,
+    EngineMeter,
+    EngineUseReporter,
+)
+from edgemoe.front.prompt_hints import PrefixKeys
+from edgemoe.front.request_table import HeldRequest
 from edgemoe.ipc.messages import ExpertDemandReport, Submit
 from edgemoe.telemetry import metrics as names
 from edgemoe.types.expert_signatures import MOST_ENDED, EndedRequest, ExpertDemand, ExpertSignature
@@ -72,12 +80,12 @@ def test_an_engine_knows_a_prompt_of_which_it_has_had_half_of_the_whole_pieces()
 def test_of_too_many_prompts_the_one_that_was_used_last_longest_ago_is_forgotten(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(engine_use, "MAX_PREFIXES", 2)
+    monkeypatch.setattr(engine_meter, "MAX_PREFIXES", 2)
     meter, keys = Engine().meter, [bytes([number]) * 8 for number in range(3)]
     for key in (keys[0], keys[1], keys[0], keys[2]):
         meter._note_key(key)
     assert list(meter._prefixes) == [keys[0], keys[2]]
-    assert keys[1] not in meter._untold
+    assert keys[1] not in meter._unreported
 
 
 def test_an_engine_that_keeps_no_prompts_offers_no_keys_and_needs_no_others_word_for_them() -> None:
@@ -85,7 +93,7 @@ def test_an_engine_that_keeps_no_prompts_offers_no_keys_and_needs_no_others_word
     meter = EngineMeter(keys, lambda: None, list)
     prompt = request(3 * PREFIX_TOKENS)
     meter.note(Submit(request=prompt, attempt=1))
-    assert meter.news(EngineStatus()).prefixes == b""
+    assert meter.report(EngineStatus()).prefixes == b""
     assert keys.cached(prompt) == b""
     assert meter.knows(keys.cached(prompt))
     assert len(keys.prefix(prompt)) == 3 * 8  # by which prompts are alike
@@ -101,32 +109,32 @@ def test_blocks_that_requests_share_are_counted_once_as_the_engine_says() -> Non
 
 def test_prefixes_are_told_once_within_the_bounds_of_a_message_and_again_to_another_leader() -> None:
     engine = Engine()
-    engine.meter.hear(ExpertDemandReport(choices=CHOICES))
+    engine.meter.on_choosing(ExpertDemandReport(choices=CHOICES))
     idle = engine.meter.use()
     for n in range(2 * MAX_TAKEN):
         engine.meter.note(Submit(request=request(3 * PREFIX_TOKENS, n)), ("a", n))
-    said = [engine.meter.news(idle) for _ in range(4)]
+    said = [engine.meter.report(idle) for _ in range(4)]
     assert [len(one.prefixes) // 8 for one in said] == [MAX_PREFIX_KEYS] * 3 + [0]
     assert [one.choices for one in said] == [CHOICES, None, None, None]
-    assert engine.meter.news(idle, again=True).choices == CHOICES
+    assert engine.meter.report(idle, again=True).choices == CHOICES
     assert CONTROL.read(msgspec.msgpack.encode(said[0])) == said[0]
-    engine.meter.retell()
-    assert engine.meter.news(idle) == said[0]
+    engine.meter.mark_unreported()
+    assert engine.meter.report(idle) == said[0]
 
 
 def test_requests_that_have_ended_are_told_once_a_few_at_a_time_and_never_more_than_a_message_takes() -> None:
     engine = Engine()
     idle, small = engine.meter.use(), ExpertSignature(1, bytes(2))
-    engine.meter.hear(ExpertDemandReport(choices=CHOICES, ended=(EndedRequest(small, small),) * MOST_ENDED))
-    engine.meter.hear(ExpertDemandReport(choices=CHOICES, ended=(EndedRequest(small, small),)))
-    assert [len(engine.meter.news(idle).ended) for _ in range(3)] == [MOST_ENDED, 1, 0]
+    engine.meter.on_choosing(ExpertDemandReport(choices=CHOICES, ended=(EndedRequest(small, small),) * MOST_ENDED))
+    engine.meter.on_choosing(ExpertDemandReport(choices=CHOICES, ended=(EndedRequest(small, small),)))
+    assert [len(engine.meter.report(idle).ended) for _ in range(3)] == [MOST_ENDED, 1, 0]
     large = ExpertSignature(1, bytes(1 << 18))
     for _ in range(100):
-        engine.meter.hear(ExpertDemandReport(choices=CHOICES, ended=(EndedRequest(large, large),) * MOST_ENDED))
-    told = [engine.meter.news(idle) for _ in range(MAX_UNTOLD)]
-    assert [len(one.ended) for one in told] == [1] * MAX_UNTOLD
+        engine.meter.on_choosing(ExpertDemandReport(choices=CHOICES, ended=(EndedRequest(large, large),) * MOST_ENDED))
+    told = [engine.meter.report(idle) for _ in range(MAX_UNREPORTED)]
+    assert [len(one.ended) for one in told] == [1] * MAX_UNREPORTED
     assert all(len(msgspec.msgpack.encode(one)) < MAX_ENVELOPE_BYTES for one in told)
-    assert engine.meter.news(idle).ended == ()
+    assert engine.meter.report(idle).ended == ()
 
 
 def test_hashes_are_the_same_for_the_same_beginning_and_mean_nothing_without_the_secret() -> None:
@@ -166,40 +174,40 @@ def led_by_b(tell: Callable[[EngineStatus], None], lost: Sequence[bool] = ()) ->
 
 
 def test_what_did_not_reach_the_leader_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_news, "REPEAT_S", 0.0)
+    monkeypatch.setattr(engine_meter, "REPEAT_S", 0.0)
     engine, told = Engine(), list[EngineStatus]()
-    news = EngineNews(led_by_b(told.append, lost=[True]), engine.meter)
+    reporter = EngineUseReporter(led_by_b(told.append, lost=[True]), engine.meter)
     engine.meter.note(Submit(request=request(2 * PREFIX_TOKENS)))
-    engine.meter.hear(ExpertDemandReport(choices=CHOICES))
-    news.tell()
+    engine.meter.on_choosing(ExpertDemandReport(choices=CHOICES))
+    reporter.report()
     assert not told
-    news.tell()
+    reporter.report()
     assert [(len(one.prefixes) // 8, one.choices) for one in told] == [(2, CHOICES)]
 
 
 def test_a_leader_that_has_led_in_between_no_longer_is_told_everything_again() -> None:
     engine, told = Engine(), list[EngineStatus]()
     plane = led_by_b(told.append)
-    news = EngineNews(plane, engine.meter)
+    reporter = EngineUseReporter(plane, engine.meter)
     engine.meter.note(Submit(request=request(2 * PREFIX_TOKENS)))
-    engine.meter.hear(ExpertDemandReport(choices=CHOICES))
-    news.tell()
-    news.tell()
+    engine.meter.on_choosing(ExpertDemandReport(choices=CHOICES))
+    reporter.report()
+    reporter.report()
     assert [len(one.prefixes) // 8 for one in told] == [2]
     plane.state.leader_tracker.current = "b", 7  # the same box, which knows nothing any more
-    news.tell()
+    reporter.report()
     assert [(len(one.prefixes) // 8, one.choices) for one in told] == [(2, CHOICES)] * 2
 
 
 def test_the_leader_is_told_at_once_of_what_changes_soon_of_a_busy_engine_and_seldom_of_an_idle_one() -> None:
     engine, loop, told = Engine(), VirtualLoop(), list[float]()
     plane = led_by_b(lambda _use: told.append(loop.time()))
-    news, looks = EngineNews(plane, engine.meter), list[float]()
+    reporter, looks = EngineUseReporter(plane, engine.meter), list[float]()
 
     async def follow() -> None:
         while True:
-            await news.wait(False)
-            news.tell()
+            await reporter.wait(False)
+            reporter.report()
             looks.append(loop.time())
 
     async def run() -> None:
@@ -208,7 +216,7 @@ def test_the_leader_is_told_at_once_of_what_changes_soon_of_a_busy_engine_and_se
         assert len(looks) <= 10 / REPEAT_S + 2
         began_s = loop.time()
         engine.held.append(HeldRequest(10, 0, 100))
-        news.changed()
+        reporter.on_work_changed()
         await asyncio.sleep(GAP_S)
         assert told[-1] == pytest.approx(began_s, abs=GAP_S)
         engine.held[0] = HeldRequest(10, 1, 100)  # of which nobody says anything
@@ -218,11 +226,11 @@ def test_the_leader_is_told_at_once_of_what_changes_soon_of_a_busy_engine_and_se
         await asyncio.sleep(1)
         plane.leader, plane.state.leader_tracker.current = "c", ("c", 6)
         began_s = loop.time()
-        news.look()
+        reporter.on_beat()
         await asyncio.sleep(GAP_S)
         assert told[-1] == pytest.approx(began_s, abs=GAP_S)
         count = len(looks)
-        news.look()
+        reporter.on_beat()
         await asyncio.sleep(0.2)
         assert len(looks) <= count + 1
         following.cancel()

@@ -33,14 +33,17 @@ from edgemoe.cluster.control.messages import (
 )
 from edgemoe.cluster.control.requests.expert_fitting import FIRST
 from edgemoe.cluster.rpc.envelope import Answer, Question
-from edgemoe.config.settings import Route, Settings
+from edgemoe.config.settings import EngineSettings, Route, Settings
 from edgemoe.errors import PeerBusy, PeerRefused, PeerUnavailable
 from edgemoe.front import hosted_requests as hosted_module
 from edgemoe.front import restart_backoff
+from edgemoe.front.cluster_requests import ClusterRequests
 from edgemoe.front.hosted_requests import MOST_PULLS, HostedRequests
 from edgemoe.front.main import Front
+from edgemoe.front.own_engine import EngineConnection
 from edgemoe.front.peers_list import listed
-from edgemoe.front.router import Router
+from edgemoe.front.prompt_hints import PrefixKeys
+from edgemoe.front.request_router import RequestRouter
 from edgemoe.front.supervisor import Supervisor
 from edgemoe.ipc.messages import Cancel, Emissions, FetchPrefixKV, Submit, decode_from_engine, encode
 from edgemoe.telemetry import metrics as names
@@ -80,7 +83,7 @@ def engine_pid(front: Front) -> int:
 @asynccontextmanager
 async def both(two: tuple[Settings, Settings]) -> AsyncIterator[tuple[Front, Front]]:
     async with running(two[0]) as a, running(two[1]) as b:
-        await until(lambda: len(cluster_of(a)._places.places()) == len(cluster_of(b)._places.places()) == 1, 30)
+        await until(lambda: len(cluster_of(a).requests.others()) == len(cluster_of(b).requests.others()) == 1, 30)
         yield a, b
 
 
@@ -145,11 +148,11 @@ async def test_one_boxs_full_queue_turns_nobody_away_and_answers_are_the_same_by
         expected = await texts(b, 10)
         assert await texts(a, 10) == expected
         assert cluster_of(b).hosted_requests.served >= 8
-        offers, why = cluster_of(a)._offers, {why for _, why in cluster_of(a)._places.routed}
+        requests, why = cluster_of(a).requests, {why for _, why in supervisor_of(a).requests.machine.routed}
         assert why == {"rule"} if route in ("local", "spread") else "granted" in why
         if route == "pull":
             assert await texts(a, 10) == expected
-            assert sum(offers.forecast.values()) > 0, "what a user's prompts chose before is known"
+            assert sum(requests.forecast.values()) > 0, "what a user's prompts chose before is known"
             leader = next(cluster_of(one) for one in (a, b) if cluster_of(one).plane.leading)
             views = leader.plane.desk.queue._dispatches.views
             await until(lambda: all(view.union is not None for view in views()))
@@ -167,9 +170,9 @@ async def test_requests_go_by_expert_clusters_once_these_are_fitted_and_answers_
         while fitting.kept < FIRST:
             assert await texts(a, 10, users=2) == expected
         await until(lambda: fitting.fits, 300)
-        before = cluster_of(a)._places.routed.copy()
+        before = supervisor_of(a).requests.machine.routed.copy()
         assert await texts(a, 10, users=2) == expected
-        since = cluster_of(a)._places.routed - before
+        since = supervisor_of(a).requests.machine.routed - before
         assert {to for to, _ in since} == {"here", "elsewhere"}
         assert {why for _, why in since} <= {"nearest", "in band"}
         assert since["here", "nearest"] + since["elsewhere", "nearest"] >= 8
@@ -184,10 +187,10 @@ async def test_who_waits_for_a_leader_that_dies_is_answered_all_the_same(two: tu
         expected = await texts(front, 8)
         with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as leader:
             try:
-                offers, log = cluster_of(front)._offers, supervisor_of(front).request_log
+                log = supervisor_of(front).requests.machine
                 await until(lambda: cluster_of(front).plane.leader == "a", 30)
-                (there,) = await until(cluster_of(front)._places.places, 30)
-                streams = await streams_once(lambda: offers.waiting >= 2 and log.count_at(there), front, expected)
+                (there,) = await until(cluster_of(front).requests.others, 30)
+                streams = await streams_once(lambda: log.count_offered() >= 2 and log.count_at(there), front, expected)
                 leader.kill()
                 assert await asyncio.wait_for(streams, 60) == expected
             finally:
@@ -243,12 +246,12 @@ async def test_a_forwarded_stream_outlives_the_whole_box_it_runs_on(
     async with running(two[0]) as a:
         with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as b:
             try:
-                (place,) = await until(cluster_of(a)._places.places, 30)
-                expected, request_log = await texts(a), supervisor_of(a).request_log
+                (place,) = await until(cluster_of(a).requests.others, 30)
+                expected, requests = await texts(a), supervisor_of(a).requests.machine
 
                 def begun() -> bool:
                     """Whether requests are there whose ends cannot be on their way yet."""
-                    return any(held.emitted < TOKENS // 4 for held in request_log.held_at(place))
+                    return any(held.emitted < TOKENS // 4 for held in requests.held_at(place))
 
                 async with http_client(two[1]) as other:
 
@@ -256,12 +259,12 @@ async def test_a_forwarded_stream_outlives_the_whole_box_it_runs_on(
                         return await hosted_requests(other) > 0 and begun()
 
                     streams = await streams_once(runs_there, a, expected)
-                before = request_log.replayed  # a box unheard for long is left, too
+                before = requests.replayed  # a box unheard for long is left, too
                 if not noticed:
                     cluster_of(a)._known = set()
                 b.kill()
                 assert await asyncio.wait_for(streams, 60) == expected
-                assert request_log.replayed > before
+                assert requests.replayed > before
             finally:
                 b.kill()
 
@@ -271,7 +274,7 @@ async def test_what_waits_for_the_leaders_word_is_finished_when_a_box_drains(two
     a, b = (routed(one, "pull", max_sequences=1) for one in two)
     async with both((a, b)) as (front, _):
         expected = await texts(front, 6)
-        log = supervisor_of(front).request_log
+        log = supervisor_of(front).requests.machine
 
         def all_in() -> bool:
             return len(log) == len(expected) and log.count_at("") >= 2 and log.count_at(engine_of(front)) > 0
@@ -282,7 +285,7 @@ async def test_what_waits_for_the_leaders_word_is_finished_when_a_box_drains(two
 
 
 def engine_of(front: Front) -> str:
-    return str(supervisor_of(front)._door.place)
+    return str(supervisor_of(front)._connection.place)
 
 
 async def hosted_requests(client: httpx.AsyncClient) -> int:
@@ -445,16 +448,10 @@ async def test_an_emission_that_no_message_can_carry_ends_its_request_alone() ->
 
 
 def test_what_a_box_says_is_unwanted_is_bounded() -> None:
-    class Nothing:
-        def place_of(self, request: str) -> tuple[str, int]:
-            return "", 0
-
-        def take(self, emissions: list[Emission]) -> None:
-            assert not emissions
-
-    places = Router(None, None, Nothing(), lambda: None, lambda *_: "", lambda _: False, None)  # type: ignore[arg-type]
+    router: Any = RequestRouter(EngineSettings(), EngineConnection(None))  # type: ignore[arg-type]
+    requests = ClusterRequests(None, "spread", router, None, PrefixKeys())  # type: ignore[arg-type]
     items = [Emission(request=f"r{n}", attempt=1, index=0, token=1) for n in range(MAX_UNWANTED + 1)]
-    taken = places.take("b", items)
+    taken = requests.on_tokens("b", items)
     assert len(taken.unwanted) == MAX_UNWANTED
     assert CONTROL.read(msgspec.msgpack.encode(taken)) == taken
 

@@ -23,11 +23,10 @@ from support.waiting import until
 from edgemoe.cluster.control import control_plane as plane
 from edgemoe.cluster.control.messages import ForwardedEmissions
 from edgemoe.cluster.control.requests import parcels
-from edgemoe.cluster.rpc.envelope import Answer
-from edgemoe.cluster.rpc.transport import ChannelSettings
+from edgemoe.cluster.rpc.envelope import Answer, ChannelSettings
 from edgemoe.errors import PeerUnavailable
+from edgemoe.front import request_state
 from edgemoe.front.main import Front
-from edgemoe.front.routing import hand_over
 from edgemoe.ipc.messages import PrefixKVFetched, decode_from_engine
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -49,13 +48,13 @@ class Boxes:
     @property
     def moved(self) -> int:
         """Requests that were handed over."""
-        return sum(self[node]._places.hand_overs.done for node in ROLES)
+        return sum(self[node]._router.machine.moved for node in ROLES)
 
     @property
     def left(self) -> list[int]:
         """What there is yet of requests, pulls and parcels."""
         hosts = [self[node].hosted_requests for node in ROLES]
-        held = [self[node].plane.parcels for node in ROLES] + [self[node]._places.hand_overs for node in ROLES]
+        held = [self[node].plane.parcels for node in ROLES] + [self[node]._router.machine for node in ROLES]
         return [len(one) for one in hosts] + [len(one._pulls) for one in hosts] + [len(one) for one in held]
 
     def decoded(self, node: str) -> int:
@@ -64,8 +63,8 @@ class Boxes:
 
     def idle(self, node: str) -> bool:
         """Whether no other box has anything to do, as far as that one knows."""
-        places = self[node]._places
-        return not any(load.requests for load in places._loads(places.elsewhere()))
+        machine = self[node]._router.machine
+        return not any(load.requests for load in machine._loads(machine.surroundings.others()))
 
     def heard(self) -> list[float]:
         """When boxes heard each other last."""
@@ -100,7 +99,7 @@ async def boxes(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> As
             front = running(msgspec.structs.replace(one, cluster=cluster, engine=engine))
             fronts[node] = await stack.enter_async_context(front)
         all_ = Boxes(fronts, between)
-        await until(lambda: all(len(all_[node]._places.places()) == 2 for node in ROLES), 30)
+        await until(lambda: all(len(all_[node].requests.others()) == 2 for node in ROLES), 30)
         yield all_
         await until(lambda: not any(all_.left))
 
@@ -135,13 +134,13 @@ async def test_blocks_that_one_box_does_not_get_come_to_the_other_one(
 ) -> None:
     """The engine of d, the first of idle ones, says that it misses them, or says nothing."""
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(hand_over, "PULL_S", 1.0)
-    monkeypatch.setattr(hand_over, "ANSWER_S", 1.0)
+    monkeypatch.setattr(request_state, "FETCH_S", 1.0)
+    monkeypatch.setattr(request_state, "ANSWER_S", 1.0)
     await until(lambda: boxes.idle("p"))
     before, moved = boxes.decoded("e"), boxes.moved
     assert len(await boxes.ask("p", f"{fault}{{d}}END REST@3")) == TOKENS
     assert (boxes.moved, boxes.decoded("e")) == (moved + 1, before + 1)
-    assert "blocks of a request did not come" in caplog.text
+    assert "KV blocks were not fetched" in caplog.text
 
 
 async def test_what_an_engine_says_of_a_request_is_told_again_until_it_is_heard(
@@ -172,7 +171,7 @@ async def test_what_an_engine_says_of_a_request_is_told_again_until_it_is_heard(
 
 async def test_who_hangs_up_has_nothing_fetched_any_more(boxes: Boxes, monkeypatch: pytest.MonkeyPatch) -> None:
     """At once, not when its front next looks."""
-    monkeypatch.setattr(hand_over.HandOvers, "look", lambda _self: None)
+    monkeypatch.setattr(request_state.RequestStateMachine, "_on_time", lambda _self: None)
     body = {"model": "tiny", "prompt": "LOSE{de}END REST@3", "max_tokens": 50}
     hosts = [boxes[node].hosted_requests for node in "de"]
     async with http_client(boxes.fronts["p"].settings) as client:

@@ -85,7 +85,7 @@ def supervisor_of(front: Front) -> Supervisor:
 
 def total(front: Front) -> int:
     """Tokens emitted by the requests that are alive."""
-    return sum(len(live.emitted) for live in supervisor_of(front).request_log._live.values())
+    return sum(len(live.emitted) for live in supervisor_of(front).requests.machine._live.values())
 
 
 async def texts(front: Front, count: int, max_tokens: int) -> list[str]:
@@ -109,12 +109,12 @@ async def texts(front: Front, count: int, max_tokens: int) -> list[str]:
 
 async def test_a_kill_midstream_leaves_every_text_as_it_would_have_been(front: Front) -> None:
     expected = await texts(front, 6, 120)
-    request_log = supervisor_of(front).request_log
+    requests = supervisor_of(front).requests
     dying = asyncio.ensure_future(texts(front, 6, 120))
     await until(lambda: total(front) > 100, 30)
     os.kill(supervisor_of(front).describe()["engine"]["pid"], signal.SIGKILL)
     assert await dying == expected
-    assert request_log.replayed
+    assert requests.machine.replayed
 
 
 async def test_a_compute_thread_that_hangs_is_noticed_and_every_text_goes_on_as_it_would_have(
@@ -152,7 +152,7 @@ async def test_a_forecaster_is_loaded_midstream_and_a_bad_one_refused(
     await until(lambda: total(front) > before + 60, 30)
     write_export(folder, ScoutGate(shape), calibration, {"id": "tiny"}, {})
     assert (await http.post("/reload")).json() == {"message": f"the ScoutGate in {folder} is in use"}
-    assert supervisor_of(front).request_log._live
+    assert supervisor_of(front).requests.machine._live
     write_export(folder, ScoutGate(shape), calibration, {"id": "another", "digest": "another"}, {})
     assert "for another" in (await http.post("/reload")).json()["error"]["message"]
     (folder / WEIGHTS).write_bytes(b"torn")
@@ -177,7 +177,7 @@ async def test_a_hundred_requests_with_rude_clients_leave_nothing_behind(front: 
 
     assert set(await asyncio.gather(*map(one, range(100)))) <= {0, 200}
     supervisor = supervisor_of(front)
-    await until(lambda: not supervisor.request_log)
+    await until(lambda: not supervisor.requests)
     for figure in (names.REQUESTS_RUNNING, names.QUEUE_DEPTH, names.KV_BLOCKS_REFERENCED):
         await until(lambda figure=figure: supervisor.metrics()[figure] == 0)  # type: ignore[misc]
     assert not [name for name, value in supervisor.metrics().items() if "integrity" in name and value]
@@ -264,4 +264,4 @@ async def test_the_demo_model_answers_on_through_three_kills(tmp_path_factory: p
             events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
             assert events[-1]["usage"]["completion_tokens"] == 400
             assert events[-2]["choices"][0]["finish_reason"] == "length"
-        assert supervisor_of(front).request_log.gaps == 0
+        assert supervisor_of(front).requests.machine.gaps == 0

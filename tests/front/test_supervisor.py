@@ -26,6 +26,7 @@ from edgemoe.front import supervisor as supervisor_module
 from edgemoe.front.engine_handle import EngineHandle
 from edgemoe.front.listen import tcp_socket
 from edgemoe.front.main import Front
+from edgemoe.front.request_events import RequestEvent, TokensEmitted
 from edgemoe.front.request_router import RequestRouter
 from edgemoe.front.supervisor import Supervisor
 from edgemoe.ipc.engine_socket import EngineEnd
@@ -53,7 +54,7 @@ def engine_pid(front: Front) -> int:
 
 def emitted(front: Front) -> int:
     """Tokens of the requests that are alive."""
-    return sum(len(live.emitted) for live in supervisor_of(front).request_log._live.values())
+    return sum(len(live.emitted) for live in supervisor_of(front).requests.machine._live.values())
 
 
 async def text_of(client: openai.AsyncOpenAI, prompt: str, **options: Any) -> str:
@@ -74,7 +75,7 @@ async def test_killing_the_engine_again_and_again_changes_no_text(tmp_path: Path
             os.kill(engine_pid(front), signal.SIGKILL)
             await until(lambda: supervisor_of(front).starts > start)  # noqa: B023
         assert await streams == expected
-        assert supervisor_of(front).request_log.replayed >= 3
+        assert supervisor_of(front).requests.machine.replayed >= 3
 
 
 async def test_an_engine_that_hangs_is_replaced(
@@ -85,7 +86,7 @@ async def test_an_engine_that_hangs_is_replaced(
     async with running(settings) as front, openai_client(settings) as client:
         first = engine_pid(front)
         stream = asyncio.ensure_future(text_of(client, "go", max_tokens=200, seed=1))
-        await until(lambda: len(supervisor_of(front).request_log) == 1)
+        await until(lambda: len(supervisor_of(front).requests) == 1)
         os.kill(first, signal.SIGSTOP)
         text = await stream
         assert engine_pid(front) != first
@@ -102,12 +103,12 @@ async def test_requests_of_an_engine_that_cannot_even_be_killed_end_by_their_dea
     async with running(settings) as front, http_client(settings) as client:
         first, kill = engine_pid(front), EngineHandle.kill
         asked = asyncio.ensure_future(client.post("/v1/completions", json={"prompt": "HANG@0", "max_tokens": 9}))
-        await until(lambda: len(supervisor_of(front).request_log) == 1)
+        await until(lambda: len(supervisor_of(front).requests) == 1)
         with monkeypatch.context() as patch:
             patch.setattr(EngineHandle, "kill", lambda engine: setattr(engine, "_killed", True))
             os.kill(first, signal.SIGSTOP)
             assert (await asked).status_code == 504
-            assert not supervisor_of(front)._door.place
+            assert not supervisor_of(front)._connection.place
             assert supervisor_of(front).starts == 1, "none beside one that is there still"
         os.kill(first, signal.SIGKILL)
         await until(lambda: supervisor_of(front).starts == 2 and supervisor_of(front).state == "ready")
@@ -137,14 +138,14 @@ async def test_with_its_engine_failed_a_box_takes_requests_while_another_box_ser
     async with running(settings) as front:
         places = set[str]()
         monkeypatch.setattr(RequestRouter, "elsewhere", property(lambda _: places))
-        request_log = supervisor_of(front).request_log
+        requests = supervisor_of(front).requests
         os.kill(engine_pid(front), signal.SIGKILL)
-        await until(lambda: request_log.closed is not None)
+        await until(lambda: requests.closed is not None)
         for _ in range(2):
             places.add("a-box")
-            await until(lambda: request_log.closed is None)
+            await until(lambda: requests.closed is None)
             places.clear()
-            await until(lambda: request_log.closed is not None)
+            await until(lambda: requests.closed is not None)
 
 
 async def test_who_is_told_that_the_engine_keeps_failing_is_told_until_when(
@@ -188,9 +189,9 @@ async def test_what_an_earlier_engine_says_is_not_obeyed(tmp_path: Path, model_d
     settings = settings_for(tmp_path, model_dir)
     async with running(settings) as front, http_client(settings) as client:
         waiting = asyncio.ensure_future(client.post("/v1/completions", json={"prompt": "HANG@0"}))
-        await until(lambda: len(supervisor_of(front).request_log) == 1)
-        (live,) = supervisor_of(front).request_log._live.values()
-        late = EngineEnd(supervisor_of(front)._door.wire.address, "earlier")
+        await until(lambda: len(supervisor_of(front).requests) == 1)
+        (live,) = supervisor_of(front).requests.machine._live.values()
+        late = EngineEnd(supervisor_of(front)._connection.wire.address, "earlier")
         last = Emission(request=live.request.id, attempt=live.attempt, index=0, finish="stop")
         late.post(Emissions(items=[last]))
         late.post(Failed(error="Late", message="from beyond"))
@@ -198,7 +199,7 @@ async def test_what_an_earlier_engine_says_is_not_obeyed(tmp_path: Path, model_d
         fresh = await client.post("/v1/completions", json={"prompt": "SAY{a}END"})  # by then they have been read
         assert fresh.status_code == 200
         assert not waiting.done()
-        engine = supervisor_of(front)._door.engine
+        engine = supervisor_of(front)._connection.engine
         assert engine is not None
         assert engine.failed is None
         waiting.cancel()
@@ -211,18 +212,18 @@ async def test_a_message_of_the_engine_that_goes_wrong_costs_that_message_alone(
     settings = settings_for(tmp_path, model_dir)
     async with running(settings) as front, openai_client(settings) as client:
         text = await text_of(client, "go", max_tokens=100, seed=1)
-        log, taken = supervisor_of(front).request_log, []
-        take = log.take
+        requests, taken = supervisor_of(front).requests, []
+        handle = requests.handle
 
-        def wrong(emissions: list[Emission]) -> None:
-            taken.append(emissions)
-            if len(taken) == 3:
+        def wrong(event: RequestEvent) -> None:
+            taken.append(isinstance(event, TokensEmitted))
+            if taken[-1] and sum(taken) == 3:
                 raise KeyError("nobody has foreseen that")
-            take(emissions)
+            handle(event)
 
-        monkeypatch.setattr(log, "take", wrong)
+        monkeypatch.setattr(requests, "handle", wrong)
         assert await text_of(client, "go", max_tokens=100, seed=1) == text
-        assert log.gaps
+        assert requests.machine.gaps
         assert supervisor_of(front).starts == 1
     assert caplog.text.count("a message of the engine failed here") == 1
 
@@ -252,7 +253,7 @@ async def test_too_many_deaths_end_in_errors_and_a_later_start_makes_good(
     settings = settings_for(tmp_path, model_dir, service=window)
     async with running(settings) as front, http_client(settings) as client:
         waiting = asyncio.ensure_future(client.post("/v1/completions", json={"prompt": "HANG@0"}))
-        await until(lambda: len(supervisor_of(front).request_log) == 1)
+        await until(lambda: len(supervisor_of(front).requests) == 1)
         for _ in range(2):
             await until(lambda: ready(front))
             os.kill(engine_pid(front), signal.SIGKILL)
@@ -266,7 +267,7 @@ async def test_too_many_deaths_end_in_errors_and_a_later_start_makes_good(
         assert refused.status_code == 503
         assert "is started again in" in refused.json()["error"]["message"]
         ahead_s[0] = 400.0
-        log = supervisor_of(front).request_log
+        log = supervisor_of(front).requests
         await until(lambda: isinstance(log.closed, EngineUnavailable) and log.closed.retry_after_s <= 200.0)
         ahead_s[0] = 600.0
         await until(lambda: ready(front))
@@ -314,7 +315,7 @@ async def test_an_engine_that_cannot_start_for_a_while_is_waited_for_once_one_ha
     async with running(settings) as front, openai_client(settings) as client:
         monkeypatch.setenv("SCRIPTED_FATAL", "1")
         waiting = asyncio.ensure_future(text_of(client, "go", max_tokens=200, seed=1))
-        await until(lambda: len(supervisor_of(front).request_log) == 1)
+        await until(lambda: len(supervisor_of(front).requests) == 1)
         os.kill(engine_pid(front), signal.SIGKILL)
         await until(lambda: supervisor_of(front).starts >= 3)
         assert supervisor_of(front).state == "loading"
@@ -325,18 +326,18 @@ async def test_an_engine_that_cannot_start_for_a_while_is_waited_for_once_one_ha
 async def test_an_engine_says_how_many_it_runs_and_keeps(tmp_path: Path, model_dir: Path) -> None:
     async with running(settings_for(tmp_path, model_dir)) as front:
         supervisor = supervisor_of(front)
-        engine = supervisor._door.engine
+        engine = supervisor._connection.engine
         assert engine is not None
         assert engine.ready is not None
         limits = msgspec.structs.replace(engine.ready.limits, max_sequences=7, max_queue=5)
         supervisor._hear(engine, msgspec.structs.replace(engine.ready, limits=limits))
-        assert (supervisor._requests.slots, supervisor.request_log.capacity) == (7, 12)
+        assert (supervisor.requests.machine.slots, supervisor.requests.machine.capacity) == (7, 12)
 
 
 async def test_an_engine_that_has_died_is_not_ready_whatever_it_said(tmp_path: Path, model_dir: Path) -> None:
     async with running(settings_for(tmp_path, model_dir)) as front:
         supervisor = supervisor_of(front)
-        engine = supervisor._door.engine
+        engine = supervisor._connection.engine
         assert engine is not None
         last_words = engine.ready
         engine.kill()
@@ -350,7 +351,7 @@ async def test_an_engine_that_has_died_is_not_ready_whatever_it_said(tmp_path: P
 
 async def test_what_an_engine_says_unreadably_is_a_sign_of_life(tmp_path: Path, model_dir: Path) -> None:
     async with running(settings_for(tmp_path, model_dir)) as front:
-        engine, wire = supervisor_of(front)._door.engine, supervisor_of(front)._door.wire
+        engine, wire = supervisor_of(front)._connection.engine, supervisor_of(front)._connection.wire
         assert engine is not None
         os.kill(engine.process.pid, signal.SIGSTOP)
         await asyncio.sleep(0.2)  # what it had said is read
@@ -439,13 +440,13 @@ async def test_a_full_queue_is_a_429(tmp_path: Path, model_dir: Path) -> None:
     async with running(settings) as front, http_client(settings) as client:
         body = {"prompt": "HANG@0"}
         waiting = [asyncio.ensure_future(client.post("/v1/completions", json=body)) for _ in range(2)]
-        await until(lambda: len(supervisor_of(front).request_log) == 2)
+        await until(lambda: len(supervisor_of(front).requests) == 2)
         full = await client.post("/v1/completions", json=body)
         assert (full.status_code, full.json()["error"]["type"]) == (429, "rate_limit_error")
         assert int(full.headers["retry-after"]) >= 1
         for one in waiting:
             one.cancel()
-        await until(lambda: not supervisor_of(front).request_log)
+        await until(lambda: not supervisor_of(front).requests)
 
 
 async def test_draining_finishes_what_runs_and_refuses_the_rest(tmp_path: Path, model_dir: Path) -> None:
@@ -453,7 +454,7 @@ async def test_draining_finishes_what_runs_and_refuses_the_rest(tmp_path: Path, 
     async with running(settings) as front, http_client(settings) as client:
         body = {"prompt": "go", "max_tokens": 300, "seed": 1}
         running_one = asyncio.ensure_future(client.post("/v1/completions", json=body))
-        await until(lambda: len(supervisor_of(front).request_log) == 1)
+        await until(lambda: len(supervisor_of(front).requests) == 1)
         front.stop()
         await until(lambda: supervisor_of(front).state == "draining")
         assert (await client.get("/health")).json()["status"] == "draining"
@@ -485,7 +486,7 @@ async def test_a_drain_that_takes_too_long_ends_in_errors(tmp_path: Path, model_
     settings = settings_for(tmp_path, model_dir, service={"drain_s": 0.2})
     async with running(settings) as front, http_client(settings) as client:
         stuck = asyncio.ensure_future(client.post("/v1/completions", json={"prompt": "HANG@0"}))
-        await until(lambda: len(supervisor_of(front).request_log) == 1)
+        await until(lambda: len(supervisor_of(front).requests) == 1)
         front.stop()
         assert (await stuck).status_code == 503
 
@@ -505,7 +506,7 @@ async def test_a_hundred_requests_with_rude_clients_leave_nothing_behind(tmp_pat
 
         statuses = await asyncio.gather(*map(one, range(100)))
         assert set(statuses) <= {0, 200}
-        await until(lambda: not supervisor_of(front).request_log)
+        await until(lambda: not supervisor_of(front).requests)
         await until(lambda: supervisor_of(front).metrics().get("edgemoe_num_requests_running") == 0)
         supervisor_of(front).check_integrity()
     assert len(asyncio.all_tasks()) <= tasks_before
@@ -537,17 +538,17 @@ async def test_the_peer_on_the_socket_is_the_user(tmp_path: Path, model_dir: Pat
         for user in (None, "anna"):
             body = {"prompt": "HANG@0", "user": user}
             waiting = asyncio.ensure_future(client.post("/v1/completions", json=body))
-            await until(lambda: len(supervisor_of(front).request_log) == 1)
-            (live,) = supervisor_of(front).request_log._live.values()
+            await until(lambda: len(supervisor_of(front).requests) == 1)
+            (live,) = supervisor_of(front).requests.machine._live.values()
             assert live.identity == Identity.of(peer, user)
             assert live.request.user.startswith(f"uid:{os.getuid()}")
             waiting.cancel()
-            await until(lambda: not supervisor_of(front).request_log)
+            await until(lambda: not supervisor_of(front).requests)
 
 
 async def test_what_the_request_log_refuses_is_what_the_client_is_told(tmp_path: Path, model_dir: Path) -> None:
     async with running(settings_for(tmp_path, model_dir)) as front:
-        supervisor_of(front).request_log.closed = EngineUnavailable("closed for today", code="holiday")
+        supervisor_of(front).requests.closed = EngineUnavailable("closed for today", code="holiday")
         async with http_client(front.settings) as client:
             answer = await client.post("/v1/completions", json={"prompt": "x"})
         assert answer.json()["error"] == {

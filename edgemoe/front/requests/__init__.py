@@ -1,1 +1,0 @@
-"""Requests of this front: who waits for them, and where they are to run."""

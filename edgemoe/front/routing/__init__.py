@@ -1,1 +1,0 @@
-"""Where requests run: the choice of an engine, and moves from one to another."""
