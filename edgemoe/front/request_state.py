@@ -140,8 +140,7 @@ class RequestStateMachine(RequestTable):
                 is_replay = True
             if record.place or record.state is RequestState.SUSPECT:
                 self._go(record, RequestState.QUEUED)
-            if record.id == self._on_trial:
-                self._on_trial = ""
+            self._on_trial = "" if record.id == self._on_trial else self._on_trial
         for record in lost:
             if record.state is not RequestState.DONE and not record.attempts.allowed:
                 self._blame(record)

@@ -3,7 +3,7 @@
 Three engines in a row that end at about the same token of a request are its doing; one without another request counts
 twice. So are five that end however far apart, unless it once got further than in any attempt that ended with its
 engine: who fells an engine every so many tokens does not. After its first such end a request is a suspect, and goes on
-alone (`RequestLog`), so that those that were merely there are told apart, and nobody else sees the second end.
+alone (`RequestStateMachine`), so that those that were merely there are told apart, and nobody else sees the second end.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class Members(dict[str, Any]):
     """Box d, whose engine takes requests while it is there."""
 
     def __init__(self) -> None:
-        super().__init__(d=SimpleNamespace(beat=Heartbeat(engine="x:y:z", slots=4, capacity=10), card=None))
+        super().__init__(d=SimpleNamespace(beat=Heartbeat(engine="x:y:z", slots=4, capacity=10), announcement=None))
 
     def serving(self, model: str) -> dict[str, str]:
         return {f"{node}:{member.beat.engine}": node for node, member in self.items()}
