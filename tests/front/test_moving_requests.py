@@ -23,7 +23,8 @@ from support.waiting import until
 from edgemoe.cluster.control import control_plane as plane
 from edgemoe.cluster.control.messages import ForwardedEmissions
 from edgemoe.cluster.control.requests import parcels
-from edgemoe.cluster.rpc.envelope import Answer, ChannelSettings
+from edgemoe.cluster.rpc.envelope import Answer
+from edgemoe.cluster.rpc.transport import ChannelSettings
 from edgemoe.errors import PeerUnavailable
 from edgemoe.front import request_state
 from edgemoe.front.main import Front
