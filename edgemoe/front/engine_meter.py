@@ -15,7 +15,7 @@ from typing import NamedTuple
 from msgspec import structs
 
 from edgemoe.cluster.control.control_plane import ControlPlane
-from edgemoe.cluster.control.coordination.store import wait_event
+from edgemoe.cluster.control.coordination.coord_store import wait_event
 from edgemoe.cluster.control.messages import MAX_PREFIX_KEYS, MAX_TAKEN, EngineStatus
 from edgemoe.front.prompt_hints import KEY_BYTES, PrefixKeys
 from edgemoe.front.request_table import HeldRequest
