@@ -116,7 +116,7 @@ class Announce(Message, frozen=True, tag="Announce"):
     leaving: bool = False
     agreement: Annotated[str, Meta(max_length=400)] = ""  # how it elects a leader; "" of a box that joins
     listed: Annotated[tuple[Peer, ...], Meta(max_length=MAX_NODES)] = ()  # peers that it allows
-    serves: Phases = "both"  # what its engine does of requests
+    serves: Phases = "both"  # the phases of requests that its engine computes
 
 
 class Welcome(Message, frozen=True, tag="Welcome"):
@@ -159,14 +159,14 @@ class EngineStatus(Message, frozen=True, tag="EngineUse"):
     capacity: Small = 0  # that may be there, waiting ones included
     running: Small = 0  # that have a token
     waiting: Small = 0  # that have none
-    prefill_tokens: Count = 0  # of the prompts of those that wait
-    remaining_tokens: Count = 0  # of output, that those there are expected to write yet
+    prefill_tokens: Count = 0  # of waiting requests' prompts
+    remaining_tokens: Count = 0  # of output that the requests there will probably still write
     blocks: Count = 0  # for keys and values
     free_blocks: Count = 0
     tokens_per_s: Rate = 0.0  # of prefill; 0 until measured
     taken: OfferNames = ()  # offers that have reached it lately
     prefixes: PrefixKeys = b""
-    choices: ExpertDemand | None = None  # where they have changed
+    choices: ExpertDemand | None = None  # None: unchanged
     ended: EndedRequests = ()  # some of the requests that have
 
 
@@ -200,7 +200,7 @@ class RequestGrant(Message, frozen=True, tag="RequestGrant"):
 
 
 class OfferWithdrawal(Message, frozen=True, tag="Withdrawal"):
-    """Withdraws offers: those that wait, and granted ones that the engine did not start. No reply."""
+    """Withdraws offers: waiting ones, and granted ones that the engine did not start. No reply."""
 
     numbers: Annotated[tuple[Count, ...], Meta(max_length=MAX_TAKEN)]
 

@@ -1,4 +1,4 @@
-"""Who is let in by whose word."""
+"""Boxes let in by this box's list, and by the lists of boxes on it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may lead, in which epochs, and for how long by which clock."""
+"""Boxes that may lead, the epochs in which they do, and leases by the box's clock."""
 
 from __future__ import annotations
 
@@ -240,7 +240,7 @@ class Slow(SingleBoxStore):
 
 
 async def step(work: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
-    """One turn of an election, without its pauses."""
+    """Runs one turn of an election, without its pauses."""
 
     async def no_time(_: float) -> None:
         return None

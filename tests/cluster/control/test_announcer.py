@@ -1,4 +1,4 @@
-"""What a box says of itself: to each of the others, whoever does not answer, and again and again."""
+"""Announcements: to each box, even if another does not answer, and again each hour."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ async def test_a_box_that_does_not_answer_keeps_no_news_from_the_others() -> Non
         heard.append((node, state.serial))
         await asyncio.sleep(3600.0 if node == "c" else 0.0)
 
-    def tell(told: AnnouncementAnswered) -> None:
+    def on_answer(told: AnnouncementAnswered) -> None:
         members[told.node].acknowledged = told.serial
 
-    telling = announcer.Announcer(state, SimpleNamespace(ask=ask), tell)  # type: ignore[arg-type]
+    telling = announcer.Announcer(state, SimpleNamespace(ask=ask), on_answer)  # type: ignore[arg-type]
     running = asyncio.create_task(telling.run())
     for serial in (1, 2, 3):
         state.serial = serial
@@ -42,7 +42,7 @@ async def test_a_box_that_does_not_answer_keeps_no_news_from_the_others() -> Non
 async def test_something_is_read_on_every_connection_again_and_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Or heartbeats, which nobody reads, add up to what a connection may not have unread."""
+    """Otherwise unread heartbeats add up to the limit of unread bytes of a connection."""
     monkeypatch.setattr(announcer, "REANNOUNCE_S", 0.2)
     async with fronts(tmp_path, ("a", "b"), ("a",), coordination="single", leader="a") as found:
         await led([*found.values()])

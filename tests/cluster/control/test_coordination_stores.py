@@ -56,7 +56,7 @@ async def stores(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterato
 
 @asynccontextmanager
 async def raft_links() -> AsyncIterator[dict[str, RaftChannel]]:
-    """Control channels between three boxes, authenticated and all."""
+    """Opens authenticated control channels between three boxes."""
     keys = {name: secret() for name in NAMES}
     links: dict[str, RaftChannel] = {}
 
@@ -170,7 +170,7 @@ class TestContract:
 
 
 async def leader(elections: list[Election], among: set[int], within_s: float = 20.0) -> int:
-    """Waits for exactly one leader and returns who it is; two at once fail the test."""
+    """Waits for exactly one leader and returns its node; two at once fail the test."""
 
     def leading() -> list[int]:
         found = [n for n in among if elections[n].epoch()]
@@ -204,7 +204,7 @@ def test_a_claim_that_does_not_know_of_the_last_renewal_fails() -> None:
 
 
 def raft_stores(folder: Path, transport: FakeNet) -> list[RaftStore]:
-    """A member at each end."""
+    """Makes a Raft member at each end of the link."""
     others = {name: [other for other in NAMES if other != name] for name in NAMES}
     return [RaftStore(name, others[name], folder / name, transport.links[name], clock=since_boot) for name in NAMES]
 

@@ -1,4 +1,4 @@
-"""The epoch fence."""
+"""The highest epoch seen, kept on disk: no lower one is admitted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a member of the embedded agreement keeps on disk: cut, flipped, full, of another release."""
+"""The files of a member of the embedded agreement: cut, flipped, on a full disk, of another release."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def filled(directory: Path) -> Journal:
-    """A journal that remembers all, with some entries."""
+    """Makes a journal with some entries that remembers all its promises."""
     journal = Journal(directory, VOTERS)
     for entry in ENTRIES:
         journal.add(*entry)
@@ -118,7 +118,7 @@ def test_a_snapshot_that_is_damaged_or_lost_is_put_aside_with_the_journal(tmp_pa
         again.close()
         assert not (tmp_path / "raft.snapshot").exists()
     (tmp_path / "raft.journal").write_bytes(good["raft.journal"])
-    assert len(open_journal(tmp_path, VOTERS)) == 0  # what came before its first entry is nowhere
+    assert len(open_journal(tmp_path, VOTERS)) == 0  # entries before its first one are nowhere
     (tmp_path / "raft.snapshot").write_bytes(good["raft.snapshot"])
     (tmp_path / "raft.journal").unlink()
     assert not open_journal(tmp_path, VOTERS).whole
@@ -143,7 +143,7 @@ def test_a_snapshot_that_says_more_than_can_be_is_not_believed(tmp_path: Path, w
 
 
 def test_a_crash_between_snapshot_and_cutting_the_journal_loses_no_entry(tmp_path: Path) -> None:
-    """PySyncObj would take the journal for another one, and drop what follows the snapshot."""
+    """PySyncObj would take the journal for another one, and drop the entries after the snapshot."""
     filled(tmp_path).close()
     write_snapshot(tmp_path / "raft.snapshot", StateSnapshot(CoordState(), ENTRIES[5], ENTRIES[4]))
     again = open_journal(tmp_path, VOTERS)

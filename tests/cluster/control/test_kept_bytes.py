@@ -1,4 +1,4 @@
-"""What a box keeps of the agreement is read by every later release: the bytes that lie on disks now, written out."""
+"""Every later release reads the files of the agreement: their bytes of today, written out."""
 
 from __future__ import annotations
 

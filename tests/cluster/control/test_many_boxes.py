@@ -1,4 +1,4 @@
-"""Many boxes in virtual time: how long they are without a leader, and what they say to each other."""
+"""Many boxes in virtual time: the time without a leader, and the messages between them."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ async def start(cluster: Cluster) -> None:
 
 
 def refs(cluster: Cluster) -> set[object]:
-    """The plans that boxes go by."""
+    """Returns the plans that boxes follow."""
     return {box.plane.state.plans.ref for box in cluster.boxes.values() if box.plane is not None}
 
 
 async def without_a_leader_s(cluster: Cluster) -> float:
-    """From the death of the leader until all others obey another."""
+    """Returns the time from the leader's death until all others follow another."""
     first = next(box.plane.leader for box in cluster.boxes.values() if box.plane is not None)
     await cluster.boxes[first].die()
     died_s = cluster.loop.time()

@@ -160,7 +160,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.folder.cleanup()
 
     def visible(self) -> object:
-        """The members as this box's services see them."""
+        """Returns the members as this box's services see them."""
         return self.state.members.keys(), self.state.members.engines()
 
     def vouched_for(self) -> bool:
@@ -442,7 +442,7 @@ def test_a_silence_that_was_noted_is_told() -> None:
 
 
 def boxes(*nodes: str, beat: Heartbeat) -> Members:
-    """All alive, with an engine, and of the same beat."""
+    """Makes boxes that are alive, with an engine, and with this beat."""
     members = Members(lambda: 0.0)
     for node in nodes:
         members.admit(Peer(node, "127.0.0.1:1", "key"))

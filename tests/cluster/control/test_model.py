@@ -1,4 +1,4 @@
-"""A cluster of three that anything may happen to, against what must hold; see `virtual` for what does."""
+"""A cluster of three with random faults, against invariants; `support.virtual` lists them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class ClusterOfThree(RuleBasedStateMachine):
 
     @rule(source=NODES, sink=NODES)
     def is_cut(self, source: str, sink: str) -> None:
-        """One way: what goes the other way still arrives, until both notice."""
+        """Cuts one direction: messages of the other one still arrive, until both boxes notice."""
         if source != sink:
             self.cluster.cuts.add((source, sink))
             self.cluster.join_up()
@@ -73,7 +73,7 @@ class ClusterOfThree(RuleBasedStateMachine):
 
     @rule(node=NODES)
     def sleeps_for_a_minute(self, node: str) -> None:
-        """Its clock jumps between two beats."""
+        """Moves its clock by a minute between two beats."""
         self.cluster.boxes[node].ahead_s += 60.0
 
     @precondition(lambda self: all(box.whole for box in self.cluster.boxes.values()))
@@ -88,7 +88,7 @@ class ClusterOfThree(RuleBasedStateMachine):
     @precondition(lambda self: all(box.whole for box in self.cluster.boxes.values()))
     @rule(node=NODES, at=st.floats(0, 1, exclude_max=True))
     def loses_its_power(self, node: str, at: float) -> None:
-        """What was written last to its journal is gone, or garbage."""
+        """Damages the end of its journal: bytes are lost or wrong."""
         box = self.cluster.boxes[node]
         self.do(box.die())
         journal = box.directory / "raft.journal"
@@ -119,7 +119,7 @@ class ClusterOfThree(RuleBasedStateMachine):
             store._joined().forceLogCompaction()
 
     def teardown(self) -> None:
-        """Whatever happened: once all is well again they agree, on no less than before."""
+        """Ends the faults: then all boxes agree, and keep everything agreed before."""
         if not hasattr(self, "made"):
             return
         try:

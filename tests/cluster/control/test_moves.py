@@ -38,13 +38,13 @@ def collected() -> Iterator[None]:
 
 
 def turned(shift: int) -> BoolArray:
-    """Each expert at one box, in turn."""
+    """Returns homes with each expert at one box, in turn."""
     which = (np.arange(LAYERS * EXPERTS).reshape(LAYERS, EXPERTS) + shift) % len(ABC)
     return np.stack([which == n for n in range(len(ABC))])
 
 
 def pinned(cluster: Cluster) -> bool:
-    """Every engine holds what it is to hold, has said so, and nothing is on the way."""
+    """Whether every engine holds and announces its homes, and no migration is in progress."""
     for box in cluster.boxes.values():
         if box.plane is None or (plan := box.plane.state.plans.plan) is None or plan.goal:
             return False

@@ -1,4 +1,4 @@
-"""What the leader decides about the plan, against boxes that pin, report, die and come back whenever they like."""
+"""The leader's decisions about the plan, with boxes that pin, report, die and return at random."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class AnythingHappens(RuleBasedStateMachine):
         assert versions == list(range(1, len(versions) + 1))
 
     def teardown(self) -> None:
-        """Once all is well every expert is pinned, acknowledged, and nothing is under way."""
+        """Ends the faults: then every expert is pinned and acknowledged, and no migration is left."""
         world = self.world
         world.wanted, world.slow = None, False
         world.answers()
@@ -213,7 +213,7 @@ def test_the_solver_gets_ready_once_a_minute_before_it_is_asked() -> None:
 
 
 def test_boxes_steps_bring_a_look_for_a_better_plan_where_placement_goes_by_what_follows_what() -> None:
-    """A box that has run so many since the last look; one whose engine was started anew counts from 0."""
+    """Counts a box's steps since the last review; a restarted engine counts from 0."""
     for placement, looks in (("gimbal", True), ("prism", False)):
         world = World("abc", msgspec.structs.replace(ONCE, placement=placement, migrate_s=1e6, migrate_steps=300))
         world.reports = {"a": BoxReport("m", 1.0, b"", steps=290), "b": BoxReport("m", 1.0, b"", steps=9000)}
@@ -321,7 +321,7 @@ def test_steps_of_a_box_that_had_not_been_heard_of_are_none_since_the_last_look(
 
 
 def test_where_memory_is_full_copies_of_copies_make_room() -> None:
-    """Two of three boxes have the same; one of them gives it up for what only the third has."""
+    """Two of three boxes have the same experts; one gives them up for experts that only the third has."""
     first, second = np.array([[True, False]]), np.array([[False, True]])
     homes = np.stack([first, first, second])
     goal = np.stack([second, second, first])

@@ -35,7 +35,7 @@ from edgemoe.front import status as about
 from edgemoe.types.placement import PlacementPlan, digest_of, pack_bits
 
 ABC = ("a", "b", "c")
-ABSENT_S = 1000.0  # no test takes so long: who is to be gone for long is made so
+ABSENT_S = 1000.0  # longer than any test: `time_passes_without` moves the time back
 # PySyncObj leaves the file open that it has read its journal's place from
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
@@ -53,7 +53,7 @@ async def three(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
 
 
 async def time_passes_without(gone: str, fronts: list[Front]) -> None:
-    """From now on that box has been gone for long."""
+    """Moves back the time at which that box disappeared."""
     await until(lambda: not any(front.plane.state.members[gone].is_present for front in fronts))
     for front in fronts:
         front.plane.state.members[gone].absent_since_s -= ABSENT_S
@@ -186,7 +186,7 @@ async def test_no_request_goes_to_another_model_even_while_our_own_engine_is_dow
     assert a.state.members.serving(a.state.model) == {"b:engine-b": "b"}
     three["b"].busy = Heartbeat(engine="restarted", slots=1, capacity=1)
     await until(lambda: a.state.members["b"].beat.engine == "restarted")
-    assert not a.state.members.serving(a.state.model)  # until it has said what that engine serves
+    assert not a.state.members.serving(a.state.model)  # until it has announced that engine's model
 
 
 async def test_an_address_that_cannot_be_one_is_not_taken_from_the_box_itself(three: dict[str, Front]) -> None:
@@ -263,14 +263,14 @@ async def test_a_plan_that_cannot_be_worked_out_is_said_and_asked_for_again(
     monkeypatch.setattr(plan_controller, "SETTLE_S", 0.1)
 
     def broken(task: PlacementTask) -> PlacementTarget:
-        raise ZeroDivisionError("of what a box has said")
+        raise ZeroDivisionError("of a box's message")
 
     with monkeypatch.context() as patch:
         patch.setattr(solver, "make_target", broken)
         async with fronts(tmp_path, ("a", "b"), coordination="single", leader="a") as found:
             for node in "ab":
                 found[node].has(card(f"engine-{node}", room=9, disk=NONE, ram=ALL))
-            await until(lambda: "of what a box has said" in found["a"].plane.blocker)
+            await until(lambda: "of a box's message" in found["a"].plane.blocker)
             await until(lambda: found["b"].plane.leader == "a")
             patch.undo()
             await planned(list(found.values()), ("a", "b"))
@@ -285,7 +285,7 @@ async def test_what_cannot_be_read_of_a_report_does_not_end_who_leads(
 
     def broken(*_: Any) -> None:
         asked.append("again")
-        raise KeyError("what a box has said")
+        raise KeyError("a box's message")
 
     async with fronts(tmp_path, ("a", "b"), coordination="single", leader="a") as found:
         with monkeypatch.context() as patch:
@@ -332,7 +332,7 @@ async def test_a_plan_older_than_what_is_held_is_not_gone_by(three: dict[str, Fr
 
 
 async def test_a_plan_of_a_later_release_is_kept_and_handed_on_as_it_came(three: dict[str, Front]) -> None:
-    """With what it has beside the fields that are read here, so that all name it alike, also after a restart."""
+    """Keeps fields that this release does not read, so that all boxes compute one digest, even after a restart."""
     first = await led(list(three.values()))
     await planned(list(three.values()), ABC)
     a, b = (front for node, front in three.items() if node != first)

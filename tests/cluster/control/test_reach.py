@@ -19,7 +19,7 @@ AHEAD_S = 300.0
 
 
 def listening() -> socket.socket:
-    """A port whose connections the kernel makes; nobody accepts them."""
+    """Opens a port: the kernel accepts connections, the process does not."""
     return socket.create_server(("127.0.0.1", 0))
 
 
@@ -28,7 +28,7 @@ def port_of(listener: socket.socket) -> int:
 
 
 def heard(front: Front, other: str) -> bool:
-    """It has all that the other says of itself."""
+    """Whether it has the other's announcement with an engine."""
     members = front.plane.state.members
     known = members[other].announcement
     return members.is_alive(other) and known is not None and known.engine is not None

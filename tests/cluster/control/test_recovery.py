@@ -72,7 +72,7 @@ def test_a_new_agreement_begins_once_all_voters_are_there_and_then_a_majority_is
 
 
 def test_what_was_agreed_outlives_one_lost_disk_and_a_later_death(abc: World) -> None:
-    """a and b agree while c is cut off; b loses its disk, a dies: b and c alone know too little to agree on more."""
+    """a and b agree while c is cut off. b loses its disk and a dies: b and c alone know too little to agree."""
     abc.start()
     abc.until(lambda: whole(abc))
     abc.transport.isolate("c")
@@ -236,7 +236,7 @@ def test_without_room_a_member_keeps_entries_in_its_journal_but_gives_no_vote(
 
 
 def test_a_member_whose_vote_could_not_be_kept_says_nothing_more(abc: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not even where there is room again when it is asked a second time: it begins anew from what is on its disk."""
+    """It does not vote even if there is room again at the second request: it starts again from its files."""
     abc.start()
     abc.until(lambda: whole(abc) and abc.elected())
     asks, hit = abc.elected()[0], next(name for name in ABC if name not in abc.elected())
@@ -355,15 +355,15 @@ def test_a_vote_is_given_only_to_who_has_what_the_others_have_and_in_no_term_tha
     assert recovery.may_vote(9, 1, 1)  # PySyncObj compares the logs from here on
 
 
-def hear(made: World, name: str, source: str, **said: object) -> None:
-    """As if `source` had sent it."""
+def deliver(made: World, name: str, source: str, **said: object) -> None:
+    """Delivers a message as if the source had sent it."""
     transport = made.running[name].transport
     made.transport.links[name].message(source, voters_digest(ABC) + msgspec.msgpack.encode(said))
     transport._deliver(0, 0)
 
 
 def follower_of(made: World) -> tuple[str, str]:
-    """A leader, and a member that has applied all that it has; the third is down."""
+    """Stops one member; returns the leader and a member that has applied all its entries."""
     made.start()
     made.until(lambda: whole(made))
     epoch = made.claim("a")
@@ -384,17 +384,17 @@ def test_a_late_message_of_the_leader_takes_no_entries_away(abc: World) -> None:
     _, index, term = had[2]
     abc.transport.links[first].message = lambda _node, payload: said.append(msgspec.msgpack.decode(payload[8:]))
     late = {"type": "append_entries", "term": member.raftCurrentTerm, "commit_index": 2}
-    hear(abc, other, first, **late, prevLogIdx=index, prevLogTerm=term, entries=had[3:5])
+    deliver(abc, other, first, **late, prevLogIdx=index, prevLogTerm=term, entries=had[3:5])
     assert member.journal[:] == had
     assert said[-1]["next_node_idx"] == had[4][1] + 1
     more = (b"\1", had[-1][1] + 1, member.raftCurrentTerm)
-    hear(abc, other, first, **late, prevLogIdx=index, prevLogTerm=term, entries=[*had[3:], more])
+    deliver(abc, other, first, **late, prevLogIdx=index, prevLogTerm=term, entries=[*had[3:], more])
     assert member.journal[:] == [*had, more]
     assert said[-1]["next_node_idx"] == more[1] + 1
     other_term = (b"\1", more[1], member.raftCurrentTerm + 1)
     late["term"] = member.raftCurrentTerm + 1
-    hear(abc, other, first, **late, prevLogIdx=had[-1][1], prevLogTerm=had[-1][2], entries=[other_term])
-    assert member.journal[:] == [*had, other_term]  # what was not agreed yet gives way
+    deliver(abc, other, first, **late, prevLogIdx=had[-1][1], prevLogTerm=had[-1][2], entries=[other_term])
+    assert member.journal[:] == [*had, other_term]  # an entry that is not agreed gives way
 
 
 def test_a_member_that_applied_what_its_leader_has_otherwise_is_as_one_that_is_damaged(abc: World) -> None:
@@ -404,7 +404,7 @@ def test_a_member_that_applied_what_its_leader_has_otherwise_is_as_one_that_is_d
     wrong = (b"\1", index + 1, term)
     message = {"type": "append_entries", "term": member.raftCurrentTerm, "commit_index": index + 1}
     assert member.journal[4] != wrong
-    hear(abc, other, first, **message, prevLogIdx=index, prevLogTerm=term, entries=[wrong])
+    deliver(abc, other, first, **message, prevLogIdx=index, prevLogTerm=term, entries=[wrong])
     assert member.journal[4] != wrong
     abc.step()
     assert other not in abc.running
@@ -420,10 +420,10 @@ def test_entries_are_taken_for_agreed_only_where_they_are_the_leaders(abc: World
     applied = member.raftLastApplied
     member.journal.add(b"\1", applied + 1, member.raftCurrentTerm)
     said = {"type": "append_entries", "term": member.raftCurrentTerm, "commit_index": applied + 9}
-    hear(abc, other, first, **said, serialized=None)
+    deliver(abc, other, first, **said, serialized=None)
     assert member.raftCommitIndex == applied
     last = member.journal[-2]
-    hear(abc, other, first, **said, prevLogIdx=last[1], prevLogTerm=last[2], entries=[])
+    deliver(abc, other, first, **said, prevLogIdx=last[1], prevLogTerm=last[2], entries=[])
     assert member.raftCommitIndex == applied
 
 
@@ -432,9 +432,9 @@ def test_what_was_said_to_a_leader_counts_in_its_term_only(abc: World) -> None:
     leader = abc.running[first]
     ahead = leader.journal[-1][1] + 100
     said = {"type": "next_node_idx", "next_node_idx": ahead, "reset": False, "success": True}
-    hear(abc, first, other, **said, term=leader.raftCurrentTerm - 1)
+    deliver(abc, first, other, **said, term=leader.raftCurrentTerm - 1)
     assert leader.getStatus()[f"match_idx_server_{other}"] < ahead - 1
-    hear(abc, first, other, **said, term=leader.raftCurrentTerm)
+    deliver(abc, first, other, **said, term=leader.raftCurrentTerm)
     assert leader.getStatus()[f"match_idx_server_{other}"] == ahead - 1
 
 

@@ -1,4 +1,4 @@
-"""What boxes report becomes counts that can be compared, whatever one of them says."""
+"""Reports of boxes become comparable counts, even if one of them is wrong."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LAYERS, EXPERTS, TOP_K = 2, 6, 2
 
 
 def routes(*choices: tuple[int, int], tokens: int = 30) -> np.ndarray:
-    """Tokens that choose these in both layers, one choice after the other."""
+    """Reports tokens that choose these experts in both layers, one choice after the other."""
     return np.array([[choices[each % len(choices)]] * LAYERS for each in range(tokens)], np.int16)
 
 

@@ -43,7 +43,7 @@ async def solver() -> AsyncIterator[PlanSolver]:
 
 
 def task(room: int = 6, disk: BoolArray = ALL, *, urgent: bool = False, reports: bool = True) -> PlacementTask:
-    """Two boxes: a's requests choose the last experts only, b's the first."""
+    """Returns two boxes: a's requests choose the last experts only, b's the first."""
     choices = {"a": [(3, 4), (4, 5), (5, 3)], "b": [(0, 1), (1, 2), (2, 0)]}
     told = {
         node: report(np.array([[each] * LAYERS for each in choices[node] * 20], np.int16), EXPERTS)
@@ -67,7 +67,7 @@ async def test_experts_move_to_those_whose_requests_choose_them(solver: PlanSolv
 
 
 async def test_what_waits_is_told_in_seconds(solver: PlanSolver) -> None:
-    """With uniform homes about half of what a token needs is away, so that it calls the other box at each layer."""
+    """With uniform homes about half of a token's experts are away, so that it calls the other box at each layer."""
     tokens_a_second = 2 * 60 / (600 / np.log(2))
     found = await solver.solve(task())
     assert 0.5 * LAYERS * tokens_a_second * 1e-3 < found.now_s <= 1.1 * LAYERS * tokens_a_second * 1e-3
@@ -80,7 +80,7 @@ async def test_without_reports_nothing_is_said_of_what_it_saves(solver: PlanSolv
 
 
 def cluster_question() -> ClusterQuestion:
-    """Forty requests that choose the first two experts, and forty that choose the last."""
+    """Asks to fit forty requests for the first two experts, and forty for the last."""
     tables = [ExpertSignature(30, np.tile(np.array(shares, "<u2"), (LAYERS, 1)).tobytes()) for shares in KINDS]
     requests = tuple(EndedRequest(table, table) for table in tables) * 40
     return ClusterQuestion(0, LAYERS, EXPERTS, requests, (4, 4), (1, 0) * 40)

@@ -1,4 +1,4 @@
-"""What a placement is made by, of all that boxes report."""
+"""The parts of the boxes' reports that decide a placement."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_the_longer_an_expert_takes_elsewhere_the_fewer_are_computed_there() -> 
 
 
 def test_a_plan_for_a_short_time_moves_little_and_saves_more_than_copying_costs() -> None:
-    """By `migration.pays`: what is copied keeps all waiting who wait for peers."""
+    """By `migration.pays`: copying delays every request that waits for peers."""
     rng = np.random.default_rng(1)
     taste = rng.normal(0, 2, (3, 1, LAYERS, EXPERTS))
     scores = taste + rng.gumbel(size=(3, 300, LAYERS, EXPERTS))
@@ -75,7 +75,7 @@ def test_a_plan_for_a_short_time_moves_little_and_saves_more_than_copying_costs(
 
 
 def test_a_plan_is_measured_by_the_same_rule_before_and_after_it_is_in_force() -> None:
-    """Where memory does not hold all experts, what is left is served from every disk that has it."""
+    """Experts that no memory holds are served from every disk that has them."""
     rng = np.random.default_rng(2)
     taste = rng.normal(0, 2, (4, 1, LAYERS, EXPERTS))
     scores = taste + rng.gumbel(size=(4, 300, LAYERS, EXPERTS))
