@@ -150,7 +150,7 @@ def suspend(trial: Trial) -> Record:
     """The leader stands still for longer than its lease, and goes on with requests of its own.
 
     A real suspend also stops the clock that counts from the start of the machine, or makes it jump; that part is what
-    tests/cluster/control/test_model.py tries.
+    tests/cluster/control/test_cluster_model.py tries.
     """
     hit, at_s = trial.leader(), [0.0]
     timers: list[threading.Timer] = []
