@@ -30,12 +30,12 @@ from edgemoe.config.paths import beside
 from edgemoe.config.settings import Settings
 from edgemoe.durable import remove_file
 from edgemoe.errors import EngineUnavailable, RequestError, first_error
-from edgemoe.front.cluster import ClusterFront
+from edgemoe.front.cluster_front import ClusterFront
+from edgemoe.front.cluster_snapshots import ClusterSnapshots
 from edgemoe.front.connections import Server
+from edgemoe.front.engine_tracker import EngineConnection
 from edgemoe.front.listen import bound_socket, clear_path, listening, sole_owner, unix_socket
-from edgemoe.front.looking.lookout import Lookout
 from edgemoe.front.notify import Notifier, passed_sockets
-from edgemoe.front.own_engine import EngineConnection
 from edgemoe.front.request_router import RequestRouter
 from edgemoe.front.supervisor import Supervisor
 from edgemoe.guard import refuse_pickle
@@ -148,9 +148,9 @@ class Front:
             wire = FrontEnd(runtime)
             held.callback(wire.close)
             requests = RequestRouter(settings.engine, EngineConnection(wire))
-            lookout = Lookout(requests.connection)
-            self.cluster = ClusterFront(settings, requests, lookout) if settings.cluster.node else None
-            self.supervisor = supervisor = Supervisor(settings, requests, self._command, lookout, self.cluster)
+            snapshots = ClusterSnapshots(requests.connection)
+            self.cluster = ClusterFront(settings, requests, snapshots) if settings.cluster.node else None
+            self.supervisor = supervisor = Supervisor(settings, requests, self._command, snapshots, self.cluster)
             supervisor.ends_when_fatal = not self._notifier.is_heard  # which would start it again and again
             supervisor.reread = self._reread or supervisor.reread
             self.api = api = Api(

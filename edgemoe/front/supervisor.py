@@ -26,9 +26,9 @@ import msgspec
 from edgemoe.api.backend import BoxSnapshot, State
 from edgemoe.config.settings import Settings
 from edgemoe.errors import ConfigError, EngineUnavailable, ReloadRefused, RequestError, ServiceError
-from edgemoe.front.engine_death import Death, FailedStarts
-from edgemoe.front.engine_handle import LOOK_S, STOP_S, EngineHandle
-from edgemoe.front.looking.lookout import Lookout
+from edgemoe.front.cluster_snapshots import ClusterSnapshots
+from edgemoe.front.engine_process import LOOK_S, STOP_S, EngineProcess
+from edgemoe.front.engine_starts import Death, FailedStarts
 from edgemoe.front.request_events import EnginesChanged, TimePassed, TokensEmitted
 from edgemoe.front.request_router import ClientSubmission, RequestRouter
 from edgemoe.front.restart_backoff import RestartBackoff, keeps_failing
@@ -74,7 +74,7 @@ class Supervisor:
         settings: Settings,
         requests: RequestRouter,
         command: Sequence[str],
-        lookout: Lookout,
+        snapshots: ClusterSnapshots,
         cluster: Neighbours | None = None,
     ) -> None:
         self.settings, self.requests = settings, requests
@@ -82,7 +82,7 @@ class Supervisor:
         self._state: State = "loading"
         self.starts = 0
         self.why = ""  # what ended the last engine
-        self._command, self._lookout, self._cluster = command, lookout, cluster
+        self._command, self._snapshots, self._cluster = command, snapshots, cluster
         self._backoff, self._say = RestartBackoff(settings.service), RateLimitedLog(log)
         self._failed_starts = FailedStarts(settings.service.max_restarts)
         self._cannot_start: FailedStarts | None = None  # while no start is tried
@@ -126,11 +126,11 @@ class Supervisor:
 
     def snapshots(self) -> Sequence[BoxSnapshot]:
         """Returns what engines show of themselves, and asks for more."""
-        return self._lookout.look()
+        return self._snapshots.look()
 
     async def reach(self) -> list[dict[str, Any]]:
         """Returns how this box and the others reach each other."""
-        return await self._lookout.reach()
+        return await self._snapshots.reach()
 
     def summary(self) -> str:
         """Returns how the server is in a line, for the service manager."""
@@ -202,7 +202,7 @@ class Supervisor:
             except Exception:  # of this message alone
                 self._say(logging.ERROR, "a message of the engine failed here", exc_info=True)
 
-    def _hear(self, engine: EngineHandle, message: FromEngine | None) -> None:
+    def _hear(self, engine: EngineProcess, message: FromEngine | None) -> None:
         match engine.note(message):
             case Ready() as ready:
                 if engine.serving:  # it has not died meanwhile
@@ -210,7 +210,7 @@ class Supervisor:
             case Emissions(items=items):
                 self.requests.handle(TokensEmitted("", items if self._cluster is None else self._cluster.take(items)))
             case SnapshotReply() as seen:
-                self._lookout.note(seen)
+                self._snapshots.note(seen)
             case None:
                 pass
             case news:
@@ -249,7 +249,7 @@ class Supervisor:
         """One engine, from start to end; how it ended."""
         self.starts += 1
         try:
-            engine = self._connection.engine = await EngineHandle.start(
+            engine = self._connection.engine = await EngineProcess.start(
                 self._command, self.settings, self._connection.wire.address
             )
         except OSError as error:  # no memory for another process, say

@@ -24,8 +24,9 @@ from edgemoe.cli.doctor.checks import daemon
 from edgemoe.cli.status import render, take_snapshot
 from edgemoe.config.settings import Settings
 from edgemoe.errors import ServiceError
-from edgemoe.front import engine_handle, restart_backoff, supervisor
-from edgemoe.front.engine_death import KEPT_LINES, LINE_CHARS, Death, FailedStarts, LastLines
+from edgemoe.front import engine_process as engine_handle
+from edgemoe.front import restart_backoff, supervisor
+from edgemoe.front.engine_starts import KEPT_LINES, LINE_CHARS, Death, FailedStarts, LastLines
 from edgemoe.front.main import Front
 
 PHASES = ("start", "verifying", "kernels", "weights", "experts", "warm-up")

@@ -38,9 +38,9 @@ from edgemoe.errors import PeerBusy, PeerRefused, PeerUnavailable
 from edgemoe.front import hosted_requests as hosted_module
 from edgemoe.front import restart_backoff
 from edgemoe.front.cluster_requests import ClusterRequests
+from edgemoe.front.engine_tracker import EngineConnection
 from edgemoe.front.hosted_requests import MOST_PULLS, HostedRequests
 from edgemoe.front.main import Front
-from edgemoe.front.own_engine import EngineConnection
 from edgemoe.front.peers_list import listed
 from edgemoe.front.prompt_hints import PrefixKeys
 from edgemoe.front.request_router import RequestRouter

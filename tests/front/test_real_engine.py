@@ -29,7 +29,7 @@ from support.waiting import until
 from edgemoe.config.settings import CacheSettings, DeviceSettings, MemorySettings
 from edgemoe.demo import model_path
 from edgemoe.experts.predict.scoutgate_model import WEIGHTS, ScoutGate, ScoutGateShape, write_export
-from edgemoe.front import engine_handle as engine
+from edgemoe.front import engine_process as engine
 from edgemoe.front.main import WORKER, Front
 from edgemoe.front.supervisor import Supervisor
 from edgemoe.store.manifest import Manifest

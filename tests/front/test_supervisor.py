@@ -21,9 +21,9 @@ from support.waiting import until
 from edgemoe.config.settings import ServiceSettings
 from edgemoe.errors import EngineUnavailable, ServiceError
 from edgemoe.front import connections, restart_backoff
-from edgemoe.front import engine_handle as engine_module
+from edgemoe.front import engine_process as engine_module
 from edgemoe.front import supervisor as supervisor_module
-from edgemoe.front.engine_handle import EngineHandle
+from edgemoe.front.engine_process import EngineProcess
 from edgemoe.front.listen import tcp_socket
 from edgemoe.front.main import Front
 from edgemoe.front.request_events import RequestEvent, TokensEmitted
@@ -101,18 +101,18 @@ async def test_requests_of_an_engine_that_cannot_even_be_killed_end_by_their_dea
     monkeypatch.setattr(engine_module, "SILENCE_S", 1.0)
     settings = settings_for(tmp_path, model_dir, api={"request_timeout_s": 3.0})
     async with running(settings) as front, http_client(settings) as client:
-        first, kill = engine_pid(front), EngineHandle.kill
+        first, kill = engine_pid(front), EngineProcess.kill
         asked = asyncio.ensure_future(client.post("/v1/completions", json={"prompt": "HANG@0", "max_tokens": 9}))
         await until(lambda: len(supervisor_of(front).requests) == 1)
         with monkeypatch.context() as patch:
-            patch.setattr(EngineHandle, "kill", lambda engine: setattr(engine, "_killed", True))
+            patch.setattr(EngineProcess, "kill", lambda engine: setattr(engine, "_killed", True))
             os.kill(first, signal.SIGSTOP)
             assert (await asked).status_code == 504
             assert not supervisor_of(front)._connection.place
             assert supervisor_of(front).starts == 1, "none beside one that is there still"
         os.kill(first, signal.SIGKILL)
         await until(lambda: supervisor_of(front).starts == 2 and supervisor_of(front).state == "ready")
-        assert EngineHandle.kill is kill
+        assert EngineProcess.kill is kill
 
 
 async def test_health_says_that_the_engine_is_stalled_while_it_is(
@@ -168,7 +168,7 @@ async def test_who_is_told_that_the_engine_keeps_failing_is_told_until_when(
 
 @pytest.mark.parametrize(("step_s", "hangs"), [(0.0, False), (179.0, False), (181.0, True)])
 async def test_an_engine_hangs_by_how_long_its_step_has_come_no_further_alone(step_s: float, hangs: bool) -> None:
-    engine = EngineHandle(None, "boot")  # type: ignore[arg-type]
+    engine = EngineProcess(None, "boot")  # type: ignore[arg-type]
     engine.note(Stats(values={}, step_s=step_s))
     assert bool(engine.hangs()) == hangs
 
@@ -176,7 +176,7 @@ async def test_an_engine_hangs_by_how_long_its_step_has_come_no_further_alone(st
 async def test_the_time_that_the_front_was_stopped_is_no_silence_of_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     now = time.monotonic()
     monkeypatch.setattr(engine_module.time, "monotonic", lambda: now)
-    engine = EngineHandle(None, "boot")  # type: ignore[arg-type]
+    engine = EngineProcess(None, "boot")  # type: ignore[arg-type]
     now += 1000.0  # nothing was read meanwhile, and no look taken
     assert not engine.hangs()
     looks = 0
@@ -387,7 +387,7 @@ async def test_only_an_engine_that_was_told_to_stop_is_blamed_for_not_stopping(
     tells: float, logs: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", "import time; time.sleep(60)", process_group=0)
-    await EngineHandle(process, "boot").exits(tells)
+    await EngineProcess(process, "boot").exits(tells)
     assert ("did not stop in time" in caplog.text) == logs
 
 

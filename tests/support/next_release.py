@@ -91,7 +91,7 @@ from edgemoe.cluster.control.coordination.raft import RaftStore
 from edgemoe.cluster.rpc.envelope import Answer, Question
 from edgemoe.config.settings import Settings
 from edgemoe.errors import CoordError, PeerError
-from edgemoe.front.engine_handle import EngineHandle
+from edgemoe.front.engine_process import EngineProcess
 
 figures = {"greeted": 0, "spared": 0, "moods": 0, "marked": 0, "withheld": 0}
 
@@ -135,16 +135,18 @@ class NextPlane(plane.ControlPlane):
 log = logging.getLogger(__name__)
 plane.ControlPlane = NextPlane  # type: ignore[misc]
 
-start = EngineHandle.start.__func__  # type: ignore[attr-defined]
+start = EngineProcess.start.__func__  # type: ignore[attr-defined]
 
 
-async def start_next(cls: type[EngineHandle], command: Sequence[str], settings: Settings, address: str) -> EngineHandle:
+async def start_next(
+    cls: type[EngineProcess], command: Sequence[str], settings: Settings, address: str
+) -> EngineProcess:
     """An engine of the next release, too."""
-    made: EngineHandle = await start(cls, (command[0], __file__, *command[1:]), settings, address)
+    made: EngineProcess = await start(cls, (command[0], __file__, *command[1:]), settings, address)
     return made
 
 
-EngineHandle.start = classmethod(start_next)  # type: ignore[assignment, method-assign]
+EngineProcess.start = classmethod(start_next)  # type: ignore[assignment, method-assign]
 
 if __name__ == "__main__":
     del sys.argv[0]

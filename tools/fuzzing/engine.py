@@ -23,7 +23,7 @@ from llguidance import LLMatcher
 
 from edgemoe.config.settings import MemorySettings, ModelSettings, Settings
 from edgemoe.errors import WireError
-from edgemoe.front.engine_handle import STOP_S, EngineHandle
+from edgemoe.front.engine_process import STOP_S, EngineProcess
 from edgemoe.front.main import WORKER
 from edgemoe.ipc.engine_socket import FrontEnd
 from edgemoe.ipc.messages import (
@@ -195,7 +195,7 @@ class RawFrontEnd(FrontEnd):
 class Target:
     """A running engine, spoken to as its front does."""
 
-    def __init__(self, engine: EngineHandle, wire: RawFrontEnd) -> None:
+    def __init__(self, engine: EngineProcess, wire: RawFrontEnd) -> None:
         self.engine, self.wire, self.followed = engine, wire, Followed()
 
     async def listen(self) -> None:
@@ -249,7 +249,7 @@ async def target() -> AsyncIterator[Target]:
             memory=MemorySettings(kv_bytes=KV_BYTES),
         )
         wire = RawFrontEnd(Path(name) / "run")
-        made = Target(await EngineHandle.start(WORKER, settings, wire.address), wire)
+        made = Target(await EngineProcess.start(WORKER, settings, wire.address), wire)
         listening = asyncio.ensure_future(made.listen())
         try:
             await made.until(lambda: made.engine.ready is not None, READY_S)

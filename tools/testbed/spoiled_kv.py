@@ -14,7 +14,7 @@ from typing import Any
 
 from edgemoe.cluster.data.kv_fetch import KVFetchServer
 from edgemoe.cluster.rpc.envelope import Answer, Question
-from edgemoe.front.engine_handle import EngineHandle
+from edgemoe.front.engine_process import EngineProcess
 
 SPOILT_EVERY = 40
 ENGINE = "edgemoe.worker"
@@ -33,18 +33,18 @@ async def serve_spoilt(self: KVFetchServer, question: Question[Any], asked: Any)
     return Answer(answer.message, [memoryview(part)])
 
 
-start = EngineHandle.start.__func__  # type: ignore[attr-defined]
+start = EngineProcess.start.__func__  # type: ignore[attr-defined]
 
 
-async def start_spoilt(cls: type[EngineHandle], command: Sequence[str], settings: Any, address: str) -> EngineHandle:
+async def start_spoilt(cls: type[EngineProcess], command: Sequence[str], settings: Any, address: str) -> EngineProcess:
     """Its engine is such a one, too."""
-    made: EngineHandle = await start(cls, (command[0], "-m", "tools.testbed.spoiled_kv", ENGINE), settings, address)
+    made: EngineProcess = await start(cls, (command[0], "-m", "tools.testbed.spoiled_kv", ENGINE), settings, address)
     return made
 
 
 if __name__ == "__main__":
     KVFetchServer.serve = serve_spoilt  # type: ignore[method-assign]
-    EngineHandle.start = classmethod(start_spoilt)  # type: ignore[assignment, method-assign]
+    EngineProcess.start = classmethod(start_spoilt)  # type: ignore[assignment, method-assign]
     if sys.argv[1:] == [ENGINE]:
         del sys.argv[1]
         runpy.run_module(ENGINE, run_name="__main__", alter_sys=True)

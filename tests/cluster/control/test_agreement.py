@@ -29,7 +29,7 @@ from edgemoe.cluster.control.plan_store import read_plan
 from edgemoe.cluster.rpc.keys import Peer
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.errors import CoordUnavailable, EpochLeap, PeerRefused, ServiceError
-from edgemoe.front import status as about
+from edgemoe.front import cluster_status as about
 from edgemoe.types.placement import PlacementPlan, pack_bits
 
 

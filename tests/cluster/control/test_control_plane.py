@@ -31,7 +31,7 @@ from edgemoe.cluster.rpc.envelope import FRAMING, MAGIC, seal
 from edgemoe.cluster.rpc.keys import Peer, generate
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.errors import ConfigError, CoordUnavailable, PeerError, PeerRefused
-from edgemoe.front import status as about
+from edgemoe.front import cluster_status as about
 from edgemoe.types.placement import PlacementPlan, digest_of, pack_bits
 
 ABC = ("a", "b", "c")

@@ -17,7 +17,7 @@ from edgemoe.api.backend import BoxSnapshot
 from edgemoe.cluster.control.control_plane import ControlPlane
 from edgemoe.cluster.control.messages import EngineDescription
 from edgemoe.errors import EdgemoeError
-from edgemoe.front.own_engine import EngineConnection
+from edgemoe.front.engine_tracker import EngineConnection
 from edgemoe.ipc.messages import SnapshotReply, SnapshotRequest
 from edgemoe.types.placement import unpack_bits
 from edgemoe.types.snapshot import ELSEWHERE, IN_RAM, MAX_CELLS, NO_EXPERT, ON_DISK, EngineSnapshot
@@ -27,7 +27,7 @@ ASK_EVERY_S, ASK_S = 1.0, 2.0
 OLD_S = 5.0  # after which what was seen is not shown any more
 
 
-class Lookout:
+class ClusterSnapshots:
     """One owner, one event loop. Ours is the box with the empty name where there is no cluster."""
 
     def __init__(self, door: EngineConnection, now: Callable[[], float] = time.monotonic) -> None:

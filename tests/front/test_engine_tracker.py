@@ -6,7 +6,7 @@ import msgspec
 from support.model_info import MODEL
 
 from edgemoe.cluster.control.messages import BoxReport
-from edgemoe.front.own_engine import EngineTracker
+from edgemoe.front.engine_tracker import EngineTracker
 from edgemoe.ipc.messages import ChannelsOpened, ExpertActivity, PeerLinkMeasured
 
 SAID = ExpertActivity(

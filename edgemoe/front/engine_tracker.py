@@ -11,7 +11,7 @@ from collections.abc import Container, Iterable
 from edgemoe.cluster.control.control_plane import ControlPlane
 from edgemoe.cluster.control.messages import BoxReport, EngineDescription, LinkReport, StoreLocationReply
 from edgemoe.errors import PeerBusy, PeerOutdated, PeerRefused, WireError
-from edgemoe.front.engine_handle import EngineHandle
+from edgemoe.front.engine_process import EngineProcess
 from edgemoe.ipc.engine_socket import FrontEnd
 from edgemoe.ipc.messages import ChannelsOpened, ExpertActivity, HeldExperts, PeerLinkMeasured, ToEngine
 from edgemoe.types.bounds import MAX_NODES
@@ -24,7 +24,7 @@ class EngineConnection:
 
     def __init__(self, wire: FrontEnd) -> None:
         self.wire = wire
-        self.engine: EngineHandle | None = None
+        self.engine: EngineProcess | None = None
 
     @property
     def place(self) -> str:

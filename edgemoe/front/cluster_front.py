@@ -29,11 +29,11 @@ from edgemoe.cluster.rpc.envelope import Answer, Question
 from edgemoe.cluster.rpc.keys import load_secret
 from edgemoe.config.settings import Settings
 from edgemoe.errors import PeerBusy, PeerRefused
-from edgemoe.front import status as about
+from edgemoe.front import cluster_status as about
 from edgemoe.front.cluster_requests import ClusterRequests
+from edgemoe.front.cluster_snapshots import ClusterSnapshots
+from edgemoe.front.engine_tracker import EngineTracker, is_handed_over
 from edgemoe.front.hosted_requests import HostedRequests, RequestNews
-from edgemoe.front.looking.lookout import Lookout
-from edgemoe.front.own_engine import EngineTracker, is_handed_over
 from edgemoe.front.peers_list import address_of, follow_list, listed
 from edgemoe.front.prompt_hints import PrefixKeys
 from edgemoe.front.request_events import EnginesChanged
@@ -69,7 +69,7 @@ LOOK_S = 1.0  # at most, between looks at what others have
 class ClusterFront:
     """Made on the front's event loop. `run` until cancelled, after `leave`."""
 
-    def __init__(self, whole: Settings, requests: RequestRouter, lookout: Lookout) -> None:
+    def __init__(self, whole: Settings, requests: RequestRouter, snapshots: ClusterSnapshots) -> None:
         """Raises ConfigError, ServiceError."""
         self.settings = settings = whole.cluster
         self._router, self._connection = requests, requests.connection
@@ -95,8 +95,8 @@ class ClusterFront:
         self.hosted_requests = HostedRequests(self.plane.channel, self._connection.send, self.plane.spawn)
         keys = PrefixKeys(whole.engine.prefix_cache)
         self.requests = ClusterRequests(self.plane, settings.route, requests, self.hosted_requests, keys)
-        self._lookout = lookout
-        lookout.join(self.plane)
+        self._snapshots = snapshots
+        snapshots.join(self.plane)
 
     def listen(self) -> None:
         """Opens the control channel. Raises PeerRefused where the address cannot be had."""
@@ -199,7 +199,7 @@ class ClusterFront:
     def serve(self, question: Question[ControlMessage]) -> Answer[ControlMessage]:
         """Answers what another front has for our engine, or its engine for us. Raises PeerError, WireError."""
         if isinstance(question.message, SnapshotRequest):
-            return Answer(self._lookout.answer())
+            return Answer(self._snapshots.answer())
         if isinstance(question.message, StoreLocationRequest):
             return Answer(self._engine.store_at(self._store, shared=self.settings.share_experts))
         if isinstance(question.message, LostRequestsQuery):

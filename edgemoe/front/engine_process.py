@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from edgemoe.config.settings import Settings
-from edgemoe.front.engine_death import Death, LastLines
+from edgemoe.front.engine_starts import Death, LastLines
 from edgemoe.ipc.messages import (
     PLACE_BYTES,
     Boot,
@@ -48,7 +48,7 @@ STOP_S = 5.0  # that an engine has to exit once it is told to
 READ_BYTES = 64 << 10
 
 
-class EngineHandle:
+class EngineProcess:
     """A running engine process."""
 
     def __init__(self, process: asyncio.subprocess.Process, boot_id: str, place: LoadingPlace | None = None) -> None:
@@ -69,7 +69,7 @@ class EngineHandle:
         self._copying: asyncio.Task[None] | None = None
 
     @classmethod
-    async def start(cls, command: Sequence[str], settings: Settings, address: str) -> EngineHandle:
+    async def start(cls, command: Sequence[str], settings: Settings, address: str) -> EngineProcess:
         """Starts `command` in a process group of its own and hands it its Boot. Its stderr goes through ours."""
         values = msgspec.to_builtins(settings)
         with contextlib.ExitStack() as ends:

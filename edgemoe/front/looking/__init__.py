@@ -1,1 +1,0 @@
-"""What is shown of this box and others to those who look."""
