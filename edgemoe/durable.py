@@ -1,7 +1,7 @@
 """Writes files and folders: the only module that does, so that nobody else can have root write where root should not.
 
 A folder is reached by no link of another user, and used by its descriptor. A new file has a random name until it is
-whole and fsynced: a crash or power loss leaves the old file or the new one. A file written in place must be a plain
+whole and fsynced. A crash leaves the old file or the new one. A file written in place must be a plain
 one. A file that root makes belongs to the owner of its folder.
 """
 
