@@ -26,7 +26,7 @@ from edgemoe.errors import EdgemoeError
 from edgemoe.experts.predict.scoutgate_model import NO_TOKEN
 from edgemoe.rights import become_owner
 from edgemoe.store.manifest import Manifest
-from edgemoe.telemetry.recording import AHEAD, read_recording, recordings_in
+from edgemoe.telemetry.routing_recording import AHEAD, read_recording, recordings_in
 from edgemoe.types.step import StepRouting
 from scoutgate.data import Meta, Routes, write
 

@@ -67,7 +67,7 @@ LAYERS: dict[str, set[str]] = {
     },
     "api.schema": {"types", "errors"},
     "api.backend": {"types", "errors"},
-    "api.keys": {"types", "durable", "errors"},
+    "api.api_keys": {"types", "durable", "errors"},
     "api.metrics": {"types", "errors", "api.backend"},
     "api.dialects": {"types"},
     "api.text": {"types", "errors", "guard", "heap", "helper", "api.schema", "api.dialects"},
@@ -86,7 +86,7 @@ LAYERS: dict[str, set[str]] = {
     "api.http": {
         "types",
         "errors",
-        "api.keys",
+        "api.api_keys",
         "api.schema",
         "api.metrics",
         "api.dialects",

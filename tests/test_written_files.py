@@ -19,8 +19,8 @@ import pytest
 from test_layering import FILES, ROOT
 
 from edgemoe import durable, rights
-from edgemoe.api.keys import new_key
-from edgemoe.cli import service as systemd_units
+from edgemoe.api.api_keys import new_key
+from edgemoe.cli import service_command as systemd_units
 from edgemoe.cluster.control.coordination.epoch_fence import EpochFence
 from edgemoe.cluster.control.coordination.raft_journal import Journal
 from edgemoe.cluster.rpc.keys import generate
@@ -32,7 +32,7 @@ from edgemoe.store.files import lock_holder, lock_store, note_use
 from edgemoe.store.hub import HubFile, PartialFile
 from edgemoe.store.manifest import clear
 from edgemoe.telemetry.recorder import Recorder
-from edgemoe.telemetry.recording import RecordingHeader
+from edgemoe.telemetry.routing_recording import RecordingHeader
 
 NOBODY = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="plants as another user, which takes root")

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from edgemoe import demo
 from edgemoe.cli.client import Client, WaitingLine
-from edgemoe.cli.status import take_snapshot, tier_table
+from edgemoe.cli.status_command import take_snapshot, tier_table
 from edgemoe.config.sizes import format_size
 from edgemoe.errors import EdgemoeError, ServiceError
 from edgemoe.store.manifest import Manifest

@@ -16,8 +16,9 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from edgemoe.api import queries
-from edgemoe.api.endpoints import anthropic, chat, completions, responses
-from edgemoe.api.endpoints.events import EVENTS, stream_events
+from edgemoe.api.endpoints import anthropic, completions, responses
+from edgemoe.api.endpoints import chat_completions as chat
+from edgemoe.api.endpoints.event_stream import EVENTS, stream_events
 from edgemoe.api.generate.generation import PreparedAnswer, RequestContext, run_generation
 from edgemoe.api.http import responding as http
 from edgemoe.api.http.middleware import RequestMiddleware

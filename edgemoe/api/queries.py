@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 
 import edgemoe
 from edgemoe.api.endpoints import anthropic
-from edgemoe.api.endpoints.chat import tokenize_prompt
+from edgemoe.api.endpoints.chat_completions import tokenize_prompt
 from edgemoe.api.generate.generation import ANY_MODEL, RequestContext, check_ids, encode_counted
 from edgemoe.api.http import responding as http
 from edgemoe.api.metrics import CONTENT_TYPE

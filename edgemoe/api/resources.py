@@ -9,12 +9,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from edgemoe.api.api_keys import KeyRing
 from edgemoe.api.backend import Backend
-from edgemoe.api.endpoints.events import EventStreams
+from edgemoe.api.endpoints.event_stream import EventStreams
 from edgemoe.api.generate.generation import RequestContext
 from edgemoe.api.generate.grammar_trial import GrammarChecker, grammar_command
 from edgemoe.api.http.bodies import BodyBudget
-from edgemoe.api.keys import KeyRing
 from edgemoe.api.metrics import Metrics
 from edgemoe.api.text.bounded_text import BoundedText
 from edgemoe.api.text.tokenizer import TextModel

@@ -24,7 +24,7 @@ from rich.table import Table
 import edgemoe
 from edgemoe.cli.client import Client, socket_of
 from edgemoe.cli.output import console
-from edgemoe.cli.status import StatusSnapshot, take_snapshot
+from edgemoe.cli.status_command import StatusSnapshot, take_snapshot
 from edgemoe.config.loading import load
 from edgemoe.errors import ConfigError, EdgemoeError
 from edgemoe.jit.env import WORKER_ENV

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from edgemoe.api.keys import new_key, read_keys, remove_key
+from edgemoe.api.api_keys import new_key, read_keys, remove_key
 from edgemoe.cli.output import console
 from edgemoe.cluster.rpc.keys import Peer, check_peer, generate
 from edgemoe.config.loading import load

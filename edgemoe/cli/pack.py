@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from edgemoe.cli.serve import read_settings, show_progress
+from edgemoe.cli.serve_command import read_settings, show_progress
 from edgemoe.errors import ConfigError
 from edgemoe.rights import become_owner
 from edgemoe.store.arriving import arriving_store, pack_arrived

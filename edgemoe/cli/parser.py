@@ -92,7 +92,9 @@ SERVICE_CONFIG = "/etc/edgemoe/edgemoe.toml"
 
 def serve(subparsers: Any) -> None:
     """Adds the command `edgemoe serve`."""
-    parser = command(subparsers, "serve", "edgemoe.cli.serve:serve", "run the daemon in the foreground", texts.SERVE)
+    parser = command(
+        subparsers, "serve", "edgemoe.cli.serve_command:serve", "run the daemon in the foreground", texts.SERVE
+    )
     parser.add_argument("--model", metavar="DIR", help="a packed store, a Hugging Face checkpoint, or a store's name")
     parser.add_argument("--socket", metavar="PATH", help="where the API listens")
     parser.add_argument("--host", metavar="HOST", help="listen by TCP, too, on this address (default: 127.0.0.1)")
@@ -118,7 +120,7 @@ def pack(subparsers: Any) -> None:
 def pull(subparsers: Any) -> None:
     """Adds the command `edgemoe pull`."""
     summary = "fetch a model from the hub, packing it on the way, or a store from other boxes"
-    parser = command(subparsers, "pull", "edgemoe.cli.pull:run", summary, texts.PULL)
+    parser = command(subparsers, "pull", "edgemoe.cli.pull_command:run", summary, texts.PULL)
     parser.add_argument("model", metavar="MODEL", help="OWNER/NAME on the hub; with --from-peers, as boxes call it")
     parser.add_argument("--from-peers", action="store_true", help="from the boxes of this cluster that have it")
     parser.add_argument("--rate", metavar="BYTES/s", help="with --from-peers, as in 40MB/s (default: no limit)")
@@ -130,7 +132,7 @@ def pull(subparsers: Any) -> None:
 
 def models(subparsers: Any) -> None:
     """Adds `edgemoe models` and its actions."""
-    handler = "edgemoe.cli.models:run"
+    handler = "edgemoe.cli.models_command:run"
     found = actions(command(subparsers, "models", handler, "list, verify or remove packed stores", texts.MODELS))
     listed = command(found, "list", handler, "list the packed stores on this box", texts.MODELS_LIST)
     listed.add_argument("--json", action="store_true", help="for programs")
@@ -161,7 +163,7 @@ def chat(subparsers: Any) -> None:
 
 def status(subparsers: Any) -> None:
     """Adds the command `edgemoe status`."""
-    parser = command(subparsers, "status", "edgemoe.cli.status:run", "show the running daemon", texts.STATUS)
+    parser = command(subparsers, "status", "edgemoe.cli.status_command:run", "show the running daemon", texts.STATUS)
     parser.add_argument("--json", action="store_true", help="for programs")
     parser.add_argument("--watch", action="store_true", help="keep redrawing")
     parser.add_argument(
@@ -205,7 +207,7 @@ def config(subparsers: Any) -> None:
 
 def service(subparsers: Any) -> None:
     """Adds `edgemoe service` and its actions."""
-    handler = "edgemoe.cli.service:run"
+    handler = "edgemoe.cli.service_command:run"
     found = actions(command(subparsers, "service", handler, "install, uninstall or show the service", texts.SERVICE))
     installed = command(found, "install", handler, "have systemd run the daemon", texts.SERVICE_INSTALL)
     installed.add_argument("--model", metavar="DIR", default="", help="what to serve (default: as in the settings)")
@@ -277,7 +279,7 @@ def keygen(subparsers: Any) -> None:
 def witness(subparsers: Any) -> None:
     """Adds the command `edgemoe witness`."""
     parser = command(
-        subparsers, "witness", "edgemoe.cli.serve:witness", "vote among boxes, without a model", texts.WITNESS
+        subparsers, "witness", "edgemoe.cli.serve_command:witness", "vote among boxes, without a model", texts.WITNESS
     )
     settings_options(parser)
 

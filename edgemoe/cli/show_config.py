@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from edgemoe.cli.service import templates
+from edgemoe.cli.service_command import templates
 from edgemoe.config.loading import flatten, load, nearest
 from edgemoe.config.sizes import format_rate, format_size
 from edgemoe.errors import ConfigError

@@ -23,7 +23,7 @@ from textual.containers import VerticalScroll
 from textual.widgets import Footer, Sparkline, Static
 
 from edgemoe.cli.client import Client, refusal, socket_of
-from edgemoe.cli.status import offers, planned, routes
+from edgemoe.cli.status_command import offers, planned, routes
 from edgemoe.config.sizes import format_rate
 from edgemoe.errors import EdgemoeError, ServiceError
 from edgemoe.telemetry import metrics as names

@@ -20,8 +20,8 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from edgemoe.api.api_keys import KeyRing
 from edgemoe.api.app import build
-from edgemoe.api.keys import KeyRing
 from edgemoe.api.metrics import Metrics
 from edgemoe.api.resources import Api
 from edgemoe.api.text.bounded_text import BoundedText, text_command

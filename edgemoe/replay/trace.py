@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edgemoe.errors import ConfigError, StoreError
-from edgemoe.telemetry.recording import SUFFIX, read_recording, recordings_in
+from edgemoe.telemetry.routing_recording import SUFFIX, read_recording, recordings_in
 from edgemoe.types.arrays import IntArray
 
 Ids = npt.NDArray[np.int16]

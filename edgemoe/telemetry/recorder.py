@@ -22,7 +22,16 @@ import numpy.typing as npt
 from edgemoe.config.settings import RecordSettings
 from edgemoe.durable import create_file, make_folder, remove_file
 from edgemoe.errors import StoreError
-from edgemoe.telemetry.recording import AHEAD, LENGTH, MAGIC, OWN, SUFFIX, RecordingHeader, RoutingBlock, upper_halves
+from edgemoe.telemetry.routing_recording import (
+    AHEAD,
+    LENGTH,
+    MAGIC,
+    OWN,
+    SUFFIX,
+    RecordingHeader,
+    RoutingBlock,
+    upper_halves,
+)
 from edgemoe.types.arrays import FloatArray
 from edgemoe.types.step import StepRouting
 

@@ -37,7 +37,7 @@ from edgemoe.store.manifest import DENSE, Manifest, spec_of, verify_copies, veri
 from edgemoe.store.reader import ExpertStore
 from edgemoe.telemetry import probes
 from edgemoe.telemetry.recorder import Recorder
-from edgemoe.telemetry.recording import RecordingHeader
+from edgemoe.telemetry.routing_recording import RecordingHeader
 from edgemoe.types.experts import ExpertGeometry, LivePolicy, Tier
 from edgemoe.types.machine import Machine
 from edgemoe.types.model_info import ModelInfo, ServedModel, commonest_first

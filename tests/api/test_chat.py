@@ -13,7 +13,7 @@ import pytest
 from support.front_kit import openai_client, ready
 from support.waiting import until
 
-from edgemoe.api.endpoints.chat import ChatFormat, render
+from edgemoe.api.endpoints.chat_completions import ChatFormat, render
 from edgemoe.api.generate.generation import ChoiceDelta, Generation, PreparedAnswer
 from edgemoe.api.http import responding
 from edgemoe.api.schema import Chat, convert

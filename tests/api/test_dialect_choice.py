@@ -16,9 +16,9 @@ from support.grammars import first, tool_grammar
 from edgemoe.api.dialects.dialect import GEMMA, HARMONY, HERMES, KIMI, OutputMarks, begun_by, dialect_of
 from edgemoe.api.dialects.output_parser import OutputParser
 from edgemoe.api.dialects.tool_calls import OutputPiece, as_json, kinds
-from edgemoe.api.endpoints.chat import chat_generation, render
+from edgemoe.api.endpoints.chat_completions import chat_generation, render
+from edgemoe.api.generate.answer_grammar import AnswerForm
 from edgemoe.api.generate.generation import RequestContext
-from edgemoe.api.generate.grammar import AnswerForm
 from edgemoe.api.schema import Chat, Tool, convert
 from edgemoe.api.text.tokenizer import TextModel, Vocabulary
 from edgemoe.types.principal import NOBODY

@@ -17,7 +17,7 @@ from test_grammar import accepts
 from edgemoe.api.dialects.dialect import OutputMarks, OutputStart
 from edgemoe.api.dialects.output_parser import OutputParser
 from edgemoe.api.dialects.tool_calls import BracedForm, ParameterForm, kinds
-from edgemoe.api.generate.grammar import AnswerForm
+from edgemoe.api.generate.answer_grammar import AnswerForm
 from edgemoe.api.schema import Function, JsonSchema, ResponseFormat, Tool, convert
 from edgemoe.api.text.tokenizer import Vocabulary
 from edgemoe.errors import InvalidRequest

@@ -15,7 +15,7 @@ from support.dialect_templates import TEMPLATES
 from support.front_kit import openai_client, running, settings_for, write_model
 from test_anthropic import anthropic_client
 
-from edgemoe.api.endpoints.chat import render
+from edgemoe.api.endpoints.chat_completions import render
 from edgemoe.api.schema import Chat, convert
 from edgemoe.api.text.tokenizer import TextModel, Vocabulary
 from edgemoe.front.main import Front

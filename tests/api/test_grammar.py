@@ -10,7 +10,7 @@ from support.front_kit import MARKS, byte_level_tokenizer
 from support.grammars import free_grammar, response_grammar, tool_grammar
 from tokenizers import Tokenizer
 
-from edgemoe.api.generate.grammar import AnswerForm
+from edgemoe.api.generate.answer_grammar import AnswerForm
 from edgemoe.api.schema import Function, JsonSchema, ResponseFormat, Tool
 from edgemoe.errors import InvalidRequest
 

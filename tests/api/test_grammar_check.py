@@ -15,7 +15,7 @@ import pytest
 import pytest_asyncio
 from support.waiting import until
 
-from edgemoe.api.generate.grammar import GrammarChoice, response_grammar
+from edgemoe.api.generate.answer_grammar import GrammarChoice, response_grammar
 from edgemoe.api.generate.grammar_trial import GrammarChecker, grammar_command
 from edgemoe.api.schema import JsonSchema, ResponseFormat
 from edgemoe.api.text.tokenizer import TextModel

@@ -16,11 +16,11 @@ import openai
 import pytest
 import pytest_asyncio
 
+from edgemoe.api.api_keys import KeyRing
 from edgemoe.api.app import build
 from edgemoe.api.backend import BoxSnapshot
-from edgemoe.api.endpoints.events import MOST_STREAMS, EventStreams, StreamMemory
+from edgemoe.api.endpoints.event_stream import MOST_STREAMS, EventStreams, StreamMemory
 from edgemoe.api.http.page import FILES, PAGE, Origins
-from edgemoe.api.keys import KeyRing
 from edgemoe.api.metrics import Metrics
 from edgemoe.api.resources import Api
 from edgemoe.api.text.bounded_text import BoundedText, text_command

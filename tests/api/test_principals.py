@@ -11,8 +11,8 @@ import httpx
 import pytest
 import pytest_asyncio
 
+from edgemoe.api.api_keys import KeyRing
 from edgemoe.api.app import build
-from edgemoe.api.keys import KeyRing
 from edgemoe.api.resources import Api
 from edgemoe.api.text.bounded_text import BoundedText, text_command
 from edgemoe.api.text.tokenizer import TextModel

@@ -12,8 +12,8 @@ import pytest
 import pytest_asyncio
 
 import edgemoe
+from edgemoe.api.api_keys import KeyRing, new_key, read_keys, remove_key
 from edgemoe.api.app import build
-from edgemoe.api.keys import KeyRing, new_key, read_keys, remove_key
 from edgemoe.api.resources import Api
 from edgemoe.api.text.bounded_text import BoundedText, text_command
 from edgemoe.api.text.tokenizer import TextModel

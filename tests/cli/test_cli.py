@@ -122,7 +122,7 @@ def test_what_the_system_refuses_is_one_clear_line_and_1(
     def refuse(*_: object) -> None:
         raise OSError(30, "Read-only file system", "/srv/x")
 
-    monkeypatch.setattr("edgemoe.cli.models.load", refuse)
+    monkeypatch.setattr("edgemoe.cli.models_command.load", refuse)
     assert exit_code("models") == 1
     assert capsys.readouterr().err == "edgemoe: /srv/x: Read-only file system\n"
 
@@ -179,7 +179,7 @@ def test_config_tells_one_value_to_a_script(tmp_path: Path, capsys: pytest.Captu
 def test_service_says_what_it_would_do(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("edgemoe.cli.service._PRIVATE_TO_UNIT", ())  # wherever this tree lies
+    monkeypatch.setattr("edgemoe.cli.service_command._PRIVATE_TO_UNIT", ())  # wherever this tree lies
     assert exit_code("service", "install", "--dry-run", "--root", str(tmp_path)) == 0
     said = capsys.readouterr().out
     assert "would write" in said

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 import edgemoe.cli
-from edgemoe.cli.status import boxes
+from edgemoe.cli.status_command import boxes
 from edgemoe.cluster.control.admission import read_join
 from edgemoe.cluster.rpc.keys import generate, load_peers, load_secret
 from edgemoe.config.settings import ClusterSettings

@@ -126,7 +126,7 @@ def test_the_readmes_commands_run_from_the_wheel_on_a_store_of_the_release_befor
     assert shell(f"{TALK}\n{CURL}").count("Paris") >= 2
     found = {row["check"]: row["state"] for row in json.loads(shell("edgemoe doctor --json || true"))}
     assert {found[check] for check in ("versions", "settings", "store", "daemon")} == {"pass"}
-    assert "systemd" in shell("python -c 'import edgemoe.cli.service as units; print(units.templates())'")
+    assert "systemd" in shell("python -c 'import edgemoe.cli.service_command as units; print(units.templates())'")
     assert '"version": 1' in (Path(env["HOME"]) / ".cache/edgemoe/stores" / STORE / "manifest.json").read_text()
 
 

@@ -23,7 +23,7 @@ from edgemoe.cli.plan import measure as rates
 from edgemoe.cli.plan.command import Planner, PlanOptions
 from edgemoe.cli.plan.measure import LayerTimes, MachineRates, resident_tiers
 from edgemoe.cli.plan.speed import find_model
-from edgemoe.cli.status import StatusSnapshot
+from edgemoe.cli.status_command import StatusSnapshot
 from edgemoe.config.settings import DeviceSettings, MemorySettings, Settings
 from edgemoe.demo import model_path
 from edgemoe.errors import EdgemoeError

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from edgemoe.api.keys import new_key
+from edgemoe.api.api_keys import new_key
 from edgemoe.cli import main
 from edgemoe.front.listen import sole_owner, tcp_socket, unix_socket
 from edgemoe.ipc.engine_socket import private_directory

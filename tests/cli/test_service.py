@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from edgemoe.cli import service
-from edgemoe.cli.service import InstallOptions, install, planned_files, status, templates, uninstall
+from edgemoe.cli import service_command as service
+from edgemoe.cli.service_command import InstallOptions, install, planned_files, status, templates, uninstall
 from edgemoe.errors import ServiceError
 
 needs_systemd = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not here")

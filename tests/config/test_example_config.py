@@ -5,7 +5,7 @@ import re
 import tomllib
 from pathlib import Path
 
-from edgemoe.cli.service import templates
+from edgemoe.cli.service_command import templates
 from edgemoe.config.loading import flatten, load
 from edgemoe.config.settings import Settings
 

@@ -15,7 +15,7 @@ from support.engine_kit import SPEC, Drive, prompt, tried
 from support.waiting import wait_until
 from test_sampler import SCHEMA, byte_tokenizer
 
-from edgemoe.api.generate.grammar import MAX_GRAMMAR_BYTES
+from edgemoe.api.generate.answer_grammar import MAX_GRAMMAR_BYTES
 from edgemoe.engine.grammar import GrammarCompiler
 from edgemoe.engine.sequence import MAX_GRAMMAR_CHARS, check_request
 from edgemoe.errors import InvalidRequest, MissingExpert

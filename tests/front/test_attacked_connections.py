@@ -21,8 +21,8 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from support.waiting import until
 
+from edgemoe.api.api_keys import KeyRing
 from edgemoe.api.http.middleware import RequestMiddleware
-from edgemoe.api.keys import KeyRing
 from edgemoe.api.metrics import Metrics
 from edgemoe.front import http_connection
 from edgemoe.front.connections import MOST_UNKNOWN, Server

@@ -21,7 +21,7 @@ from support.waiting import until
 from edgemoe.api.app import build
 from edgemoe.cli.client import Client
 from edgemoe.cli.doctor.checks import daemon
-from edgemoe.cli.status import render, take_snapshot
+from edgemoe.cli.status_command import render, take_snapshot
 from edgemoe.config.settings import Settings
 from edgemoe.errors import ServiceError
 from edgemoe.front import engine_process as engine_handle

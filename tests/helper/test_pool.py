@@ -9,12 +9,12 @@ import time
 import pytest
 
 from edgemoe.errors import HelperFailed
-from edgemoe.helper.process import HelperPool, NumberedMessage
+from edgemoe.helper.child_process import HelperPool, NumberedMessage
 
 CHILD = """
 import sys
 import msgspec
-from edgemoe.helper.process import NumberedMessage, bound_memory, serve
+from edgemoe.helper.child_process import NumberedMessage, bound_memory, serve
 class Question(NumberedMessage, frozen=True):
     code: str
 class Answer(NumberedMessage, frozen=True):

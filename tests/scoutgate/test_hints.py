@@ -16,7 +16,7 @@ from support.tiers_kit import running
 from edgemoe.config.settings import EngineSettings, MemorySettings, ModelSettings, RecordSettings, Settings
 from edgemoe.experts.predict.scoutgate_model import ScoutGate, ScoutGateShape
 from edgemoe.store.packer import pack
-from edgemoe.telemetry.recording import AHEAD, OWN, read_recording
+from edgemoe.telemetry.routing_recording import AHEAD, OWN, read_recording
 from edgemoe.types.request import Emission, Request, Sampling
 from edgemoe.worker.assemble import assemble
 from scoutgate.convert import recordings

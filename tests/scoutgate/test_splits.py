@@ -9,7 +9,7 @@ from support.engine_kit import SPEC, Drive, prompt
 
 from edgemoe.config.settings import RecordSettings
 from edgemoe.telemetry.recorder import Recorder
-from edgemoe.telemetry.recording import RecordingHeader, read_recording
+from edgemoe.telemetry.routing_recording import RecordingHeader, read_recording
 from edgemoe.types.request import conversation_of
 from scoutgate.convert import requests_of
 from scoutgate.data import Routes

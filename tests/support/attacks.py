@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from edgemoe.api.keys import new_key
+from edgemoe.api.api_keys import new_key
 from edgemoe.config.settings import Settings
 
 VICTIM_TOKENS = 60

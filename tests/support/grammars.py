@@ -9,8 +9,8 @@ from llguidance import LLTokenizer
 from tokenizers import AddedToken
 
 from edgemoe.api.dialects import dialect as table
-from edgemoe.api.generate import grammar
-from edgemoe.api.generate.grammar import GrammarChoice
+from edgemoe.api.generate import answer_grammar as grammar
+from edgemoe.api.generate.answer_grammar import GrammarChoice
 from edgemoe.api.generate.grammar_trial import GrammarQuestion, GrammarTrials, judged
 from edgemoe.errors import InvalidRequest
 from support.dialect_kit import TOKEN

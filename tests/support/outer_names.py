@@ -20,7 +20,7 @@ from edgemoe.cluster.rpc.envelope import Envelope
 from edgemoe.cluster.rpc.keys import Peer
 from edgemoe.ipc.messages import FROM_ENGINE, TO_ENGINE, Boot
 from edgemoe.store.manifest import Manifest
-from edgemoe.telemetry.recording import RecordingHeader, RoutingBlock
+from edgemoe.telemetry.routing_recording import RecordingHeader, RoutingBlock
 from edgemoe.types.placement import PlacementPlan
 from edgemoe.wire.protocol import PROTOCOL_VERSIONS, Language
 

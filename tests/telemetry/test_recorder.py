@@ -18,7 +18,15 @@ from edgemoe.errors import StoreError
 from edgemoe.replay.trace import load
 from edgemoe.telemetry import recorder as recorder_module
 from edgemoe.telemetry.recorder import BLOCK_STEPS, Recorder
-from edgemoe.telemetry.recording import AHEAD, MAGIC, OWN, SUFFIX, RecordingHeader, read_recording, recordings_in
+from edgemoe.telemetry.routing_recording import (
+    AHEAD,
+    MAGIC,
+    OWN,
+    SUFFIX,
+    RecordingHeader,
+    read_recording,
+    recordings_in,
+)
 from edgemoe.types.step import StepMeta, StepRouting
 
 HEADER = RecordingHeader("digest", 3, 16, 2)

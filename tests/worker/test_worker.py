@@ -48,7 +48,7 @@ from edgemoe.ipc.messages import (
     ToEngine,
 )
 from edgemoe.store.packer import pack
-from edgemoe.telemetry.recording import read_recording
+from edgemoe.telemetry.routing_recording import read_recording
 from edgemoe.types.request import Emission, Request, Sampling
 from edgemoe.wire.protocol import PROTOCOL_VERSIONS
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from edgemoe.cli.service import templates
+from edgemoe.cli.service_command import templates
 from edgemoe.cli.show_config import as_toml
 from edgemoe.config.loading import flatten, load
 from edgemoe.config.settings import DeviceSettings, Settings

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from edgemoe.api.endpoints.openai_format import LogprobEntry, OpenAIFormat, text_logprobs
+from edgemoe.api.generate.answer_grammar import response_grammar
 from edgemoe.api.generate.generation import (
     ChoiceDelta,
     CompletionChoice,
@@ -16,7 +17,6 @@ from edgemoe.api.generate.generation import (
     output_tokens,
     sampling,
 )
-from edgemoe.api.generate.grammar import response_grammar
 from edgemoe.api.schema import Completion, read, stop_strings
 from edgemoe.api.text.tokenizer import Detokenizer, StopMatcher, TextModel
 from edgemoe.errors import InvalidRequest

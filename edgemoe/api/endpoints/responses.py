@@ -14,7 +14,7 @@ from msgspec import Meta
 
 from edgemoe.api import schema
 from edgemoe.api.dialects.tool_calls import OutputPiece, ToolCall
-from edgemoe.api.endpoints.chat import chat_generation
+from edgemoe.api.endpoints.chat_completions import chat_generation
 from edgemoe.api.generate.generation import ChoiceDelta, Generation, PreparedAnswer, RequestContext
 from edgemoe.api.http.responding import error_body, event
 from edgemoe.api.schema import Chat, FieldNames, convert, read

@@ -15,7 +15,7 @@ from edgemoe.api.backend import Backend
 from edgemoe.api.dialects.dialect import HERMES, OutputMarks
 from edgemoe.api.dialects.output_parser import OutputParser
 from edgemoe.api.dialects.tool_calls import OutputPieces
-from edgemoe.api.generate.grammar import GrammarChoice
+from edgemoe.api.generate.answer_grammar import GrammarChoice
 from edgemoe.api.generate.grammar_trial import TriedGrammar
 from edgemoe.api.metrics import GenerationClock, Metrics
 from edgemoe.api.schema import FieldNames, RequestBody

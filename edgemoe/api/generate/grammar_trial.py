@@ -15,11 +15,11 @@ from typing import NamedTuple
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from edgemoe.api.generate.grammar import GrammarChoice
+from edgemoe.api.generate.answer_grammar import GrammarChoice
 from edgemoe.errors import EngineUnavailable, HelperFailed, HelperMissing, InvalidRequest
 from edgemoe.guard import refuse_pickle
 from edgemoe.heap import used_bytes
-from edgemoe.helper.process import HelperPool, NumberedMessage, bound_memory, serve
+from edgemoe.helper.child_process import HelperPool, NumberedMessage, bound_memory, serve
 from edgemoe.types.bounds import Grammar
 from edgemoe.types.request import PARSER_LIMITS, GrammarTrial, digest_of
 

@@ -15,9 +15,9 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from edgemoe.api.api_keys import ApiKey, KeyRing
 from edgemoe.api.http import responding as http
 from edgemoe.api.http.page import PAGE
-from edgemoe.api.keys import ApiKey, KeyRing
 from edgemoe.api.metrics import Metrics
 from edgemoe.errors import EngineUnavailable, InvalidRequest, QueueFull, RequestError
 from edgemoe.telemetry.rate_limited_log import RateLimitedLog

@@ -22,7 +22,14 @@ from edgemoe.api.text.tokenizer import LETTERS, TextModel
 from edgemoe.errors import CheckpointError, EngineUnavailable, HelperFailed, HelperMissing, InvalidRequest
 from edgemoe.guard import refuse_pickle
 from edgemoe.heap import give_back
-from edgemoe.helper.process import MAX_FRAME_BYTES, HelperPool, NumberedMessage, bound_addresses, bound_memory, serve
+from edgemoe.helper.child_process import (
+    MAX_FRAME_BYTES,
+    HelperPool,
+    NumberedMessage,
+    bound_addresses,
+    bound_memory,
+    serve,
+)
 from edgemoe.types.arrays import Json
 from edgemoe.types.bounds import Count
 

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Literal
 
 import edgemoe
-from edgemoe.api.keys import read_keys
-from edgemoe.cli import service as systemd_units
+from edgemoe.api.api_keys import read_keys
+from edgemoe.cli import service_command as systemd_units
 from edgemoe.cli.client import Client
 from edgemoe.cluster.rpc.keys import load_secret
 from edgemoe.config.loading import Loaded

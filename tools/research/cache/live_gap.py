@@ -46,7 +46,7 @@ from edgemoe.replay.policies import next_uses
 from edgemoe.replay.run import Replay, ReplayedStep
 from edgemoe.replay.trace import Trace
 from edgemoe.telemetry.recorder import Recorder
-from edgemoe.telemetry.recording import AHEAD, RecordingHeader, read_recording
+from edgemoe.telemetry.routing_recording import AHEAD, RecordingHeader, read_recording
 from edgemoe.types.arrays import FloatArray
 from edgemoe.types.experts import ExpertGeometry
 from edgemoe.types.step import StepRouting

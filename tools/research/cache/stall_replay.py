@@ -38,7 +38,7 @@ from edgemoe.policy.recency import LRU
 from edgemoe.replay.box import BoxSpec, Counts, ReplayBox
 from edgemoe.replay.run import Replay, ReplayedStep
 from edgemoe.telemetry.recorder import Recorder
-from edgemoe.telemetry.recording import RecordingHeader
+from edgemoe.telemetry.routing_recording import RecordingHeader
 from edgemoe.types.step import StepRouting
 from tools.bench.stall import SEED, Contender, Runner, learn, open_model
 from tools.bench.stats import interval

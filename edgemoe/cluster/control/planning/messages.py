@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from edgemoe.cluster.control.messages import BoxReport
-from edgemoe.helper.process import MAX_FRAME_BYTES, NumberedMessage
+from edgemoe.helper.child_process import MAX_FRAME_BYTES, NumberedMessage
 from edgemoe.types.bounds import (
     MAX_NODES,
     Bitmap,

@@ -14,7 +14,7 @@ from edgemoe.cluster.control.planning.observation import Observation, observe, s
 from edgemoe.cluster.control.planning.targets import problem_of
 from edgemoe.errors import PlacementInfeasible
 from edgemoe.guard import refuse_pickle
-from edgemoe.helper.process import serve
+from edgemoe.helper.child_process import serve
 from edgemoe.policy.placement.policies import Wishes, place
 from edgemoe.policy.placement.problem import PlacementProblem, Values, as_served, refuse_nowhere
 from edgemoe.policy.placement.rendezvous import costs_of, rendezvous_cost, routes_for

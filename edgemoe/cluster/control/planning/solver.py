@@ -20,7 +20,7 @@ from edgemoe.cluster.control.planning.targets import (
 )
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.errors import HelperFailed, PlacementInfeasible, PlanningFailed
-from edgemoe.helper.process import Answered, Asked, HelperProcess
+from edgemoe.helper.child_process import Answered, Asked, HelperProcess
 
 NICE = 10  # at 19 it would never finish while engines use every core
 COMMAND = (sys.executable, "-m", "edgemoe.cluster.control.planning.placement_child", str(NICE))

@@ -218,7 +218,7 @@ async def test_what_follows_what_comes_to_lie_together_and_then_stays(mortal: Pl
 async def test_clusters_of_another_number_of_engines_are_no_answer(engines: int) -> None:
     code = (
         "import sys; from edgemoe.cluster.control.planning.messages import ClusterAnswer; "
-        "from edgemoe.helper.process import frame; "
+        "from edgemoe.helper.child_process import frame; "
         f"sys.stdout.buffer.write(frame(ClusterAnswer(1, b'', b'', b'', 0.0, 0.0, (1,) * {engines}, 'counts', 0.0)))"
     )
     hopeless = PlanSolver(SETTINGS, fit_command=[sys.executable, "-c", code], deadline_s=20.0)

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from edgemoe.families.config import spec_from_config
 from edgemoe.policy.placement.pairs import Routes
 from edgemoe.store.manifest import Manifest
-from edgemoe.telemetry.recording import SUFFIX, read_recording
+from edgemoe.telemetry.routing_recording import SUFFIX, read_recording
 from edgemoe.types.experts import ExpertGeometry
 from tools.bench.faults import common
 from tools.research.placement.prism.models import Model, Prompts, prompts_of

@@ -7,6 +7,7 @@ from typing import Any
 
 from edgemoe.api.dialects.dialect import OutputMarks, begun_by
 from edgemoe.api.endpoints.openai_format import OpenAIFormat, chat_logprobs, tool_call_body
+from edgemoe.api.generate.answer_grammar import AnswerForm, GrammarChoice, free_grammar, response_grammar, tool_grammar
 from edgemoe.api.generate.generation import (
     ChoiceDelta,
     CompletionChoice,
@@ -18,7 +19,6 @@ from edgemoe.api.generate.generation import (
     output_tokens,
     sampling,
 )
-from edgemoe.api.generate.grammar import AnswerForm, GrammarChoice, free_grammar, response_grammar, tool_grammar
 from edgemoe.api.schema import Chat, NamedTool, Tool, read, stop_strings
 from edgemoe.api.text.chat_template import for_template, tools_for_template
 from edgemoe.api.text.tokenizer import StopMatcher, TextModel

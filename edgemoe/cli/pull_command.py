@@ -6,7 +6,7 @@ import argparse
 import asyncio
 from pathlib import Path
 
-from edgemoe.cli.serve import read_settings, show_progress
+from edgemoe.cli.serve_command import read_settings, show_progress
 from edgemoe.config.settings import Settings
 from edgemoe.config.sizes import parse_rate
 from edgemoe.errors import ConfigError

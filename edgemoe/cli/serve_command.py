@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from edgemoe.api.keys import new_key
+from edgemoe.api.api_keys import new_key
 from edgemoe.cli.key import FIRST
 from edgemoe.config.loading import Loaded, Value, load
 from edgemoe.config.paths import default_socket
