@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from edgemoe.cli.serve_command import read_settings, show_progress
@@ -30,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     settings = read_settings(args).settings
     configure(settings.log)
     become_owner(Path(args.store or settings.model.store_dir))
-    wanted = WantedEncodings.parse(args.experts, args.dense)
+    wanted = replace(WantedEncodings.parse(args.experts, args.dense), finite=not args.allow_nonfinite)
     if args.check and args.delete_shards:
         raise ConfigError("--check reads the checkpoint, whose shards --delete-shards deletes; drop one of the two")
     text = _read(Path(args.check)) if args.check else ""

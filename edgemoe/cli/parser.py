@@ -316,6 +316,7 @@ def _encoding_options(parser: argparse.ArgumentParser) -> None:
         "--experts", metavar="ENCODING[,LAYER=ENCODING...]", default="keep", help="int4, int8, bf16 or keep (default)"
     )
     parser.add_argument("--dense", metavar="ENCODING", default="keep", help="of all other matrices, likewise")
+    parser.add_argument("--allow-nonfinite", action="store_true", help="pack weights that are not numbers, too")
 
 
 SYNONYMS = {  # other programs' word for a command -> the command here

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 from edgemoe.cli.serve_command import read_settings, show_progress
@@ -32,7 +33,7 @@ def _from_hub(args: argparse.Namespace, settings: Settings, progress: Progress) 
 
     if args.rate:
         raise ConfigError("--rate is for --from-peers")
-    wanted = WantedEncodings.parse(args.experts, args.dense)
+    wanted = replace(WantedEncodings.parse(args.experts, args.dense), finite=not args.allow_nonfinite)
     return download(args.model, settings.model.store_dir, wanted, progress, revision=args.revision, quant=args.quant)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -38,6 +38,7 @@ class WantedEncodings:
     experts: str = KEEP
     dense: str = KEEP
     layers: tuple[tuple[str, str], ...] = ()  # "first", "last" or a layer's number, and its experts' encoding
+    finite: bool = field(default=True, compare=False)  # weights that are not numbers or infinite are refused
 
     @classmethod
     def parse(cls, experts: str, dense: str) -> WantedEncodings:
@@ -109,6 +110,7 @@ class FilePlan:
     file: str
     tensors: tuple[tuple[str, str, Shape], ...]
     runs: tuple[ByteRun, ...]
+    finite: bool = True  # weights that are not numbers or infinite are refused
 
     def header(self, digests: Sequence[str]) -> bytes:
         """Returns the safetensors header with the runs' checksums in it; whole pages, whatever the checksums."""
@@ -183,8 +185,8 @@ def plan(checkpoint: Checkpoint, wanted: WantedEncodings) -> StoreLayout:
         spec = replace(spec, encodings=tuple(chosen))
     dense_file, encoding = _dense_plan(dense, spec, wanted, unfit)
     spec = replace(spec, dense_encoding=encoding)
-    files = (_layer_plan(layer, number, spec) for number, layer in enumerate(layers))
-    return StoreLayout(spec, dense_file, tuple(files), tensors.rounded, tuple(unfit))
+    files = (replace(_layer_plan(layer, number, spec), finite=wanted.finite) for number, layer in enumerate(layers))
+    return StoreLayout(spec, replace(dense_file, finite=wanted.finite), tuple(files), tensors.rounded, tuple(unfit))
 
 
 def precision(config: Mapping[str, Any]) -> str:
@@ -202,7 +204,7 @@ def plan_layer(checkpoint: Checkpoint, wanted: WantedEncodings, number: int) -> 
     encoding = _layer_encoding(layer, number, spec, wanted, [])
     if encoding != spec.dtype:
         spec = replace(spec, encodings=(encoding,) * spec.geometry.layers)
-    return _layer_plan(layer, number, spec)
+    return replace(_layer_plan(layer, number, spec), finite=wanted.finite)
 
 
 def tensor_bytes(dtype: str, shape: Shape) -> int:

@@ -24,6 +24,7 @@ Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 ReadBytes = Callable[[CheckpointTensor, int, int], Bytes]  # so many bytes of a tensor, from an offset in it
 PLAIN = {"F32": "float32", "BF16": "bfloat16", "F16": "bfloat16"}  # safetensors dtype -> the encoding that keeps it
+E8M0_NAN = 255
 EXPONENTS = ("U8", "F8_E8M0")  # types of scales that are powers of two
 TRANSFORM_WEIGHTS = 1 << 22  # of one transformation, where rows may be cut
 
@@ -131,6 +132,26 @@ class SourceTensor:
         return place(codes, self._spread(scales, encoding.group), encoding)
 
 
+def not_finite(tensor: CheckpointTensor, name: str) -> CheckpointError:
+    """Returns the error of a tensor that has weights that are not numbers, or infinite."""
+    return CheckpointError(
+        f"{tensor.file}: tensor {name} has weights that are not numbers or infinite, with which a model "
+        "says nothing of use; fetch the file again, or pack with --allow-nonfinite"
+    )
+
+
+def _has_nonfinite(rows: Bytes, encoding: Encoding, columns: int) -> bool:
+    """Returns whether encoded rows, uint8 [R, row_bytes], have scales or codes that are not numbers or infinite."""
+    codes, scales = np.split(rows[:, : encoding.row_bytes(columns)], [encoding.code_bytes(columns)], axis=1)
+    if encoding.name == "mxfp4":
+        return bool((scales == E8M0_NAN).any())
+    if encoding.name == "fp8" and ((codes & 0x7F) == 0x7F).any():
+        return True
+    scales = np.ascontiguousarray(scales)
+    numbers = scales.view(np.float32) if encoding.scale_bytes == 4 else from_bf16(scales.view(np.uint16))
+    return not np.isfinite(numbers).all()
+
+
 @dataclass(frozen=True, slots=True)
 class EncodedRows:
     """Some rows of a source, in an encoding."""
@@ -156,19 +177,28 @@ class EncodedRows:
         rows = self.source.weights(self.source.number(self.selection.index), chosen[0], chosen[-1] + 1, read)
         return rows[:: chosen.step]
 
-    def run(self, read: ReadBytes) -> Bytes:
-        """Returns the bytes of the rows, one after the other."""
+    def run(self, read: ReadBytes, *, finite: bool = True) -> Bytes:
+        """Returns the bytes of the rows, one after the other.
+
+        Raises CheckpointError where a weight is not a number or infinite, if all must be `finite`.
+        """
         source, index, chosen = self.source, self.source.number(self.selection.index), self._chosen()
-        if len(self.selection.matrix) == 1:
-            line = source.weights(0, index, index + 1, read)[0, chosen.start : chosen.stop : chosen.step]
-            return pack(line[:, None], self.encoding).ravel()
-        if self.selection.transposed:
-            whole = source.weights(index, 0, source.shape[-2], read)
-            return pack(whole.T[chosen.start : chosen.stop : chosen.step], self.encoding).ravel()
         low, after, picked = chosen[0], chosen[-1] + 1, slice(None, None, chosen.step)
-        if source.keeps(self.encoding):
-            return source.encoded(index, low, after, self.encoding, read)[picked].ravel()
-        return pack(source.weights(index, low, after, read)[picked], self.encoding).ravel()
+        if len(self.selection.matrix) == 1:
+            rows = source.weights(0, index, index + 1, read)[0, chosen.start : chosen.stop : chosen.step][:, None]
+        elif self.selection.transposed:
+            rows = source.weights(index, 0, source.shape[-2], read).T[chosen.start : chosen.stop : chosen.step]
+        elif source.keeps(self.encoding):
+            kept = source.encoded(index, low, after, self.encoding, read)[picked]
+            if finite and _has_nonfinite(kept, self.encoding, source.shape[-1]):
+                raise not_finite(source.codes, source.name)
+            return kept.ravel()
+        else:
+            rows = source.weights(index, low, after, read)[picked]
+        if finite and not np.isfinite(rows).all():
+            raise not_finite(source.codes, source.name)
+        with np.errstate(invalid="ignore"):
+            return pack(rows, self.encoding).ravel()
 
     def _chosen(self) -> range:
         rows = range(self.selection.matrix[0]) if self.selection.rows is None else self.selection.rows

@@ -31,10 +31,11 @@ from edgemoe.store.files import (
 )
 from edgemoe.store.layout import NO_DIGEST, FilePlan
 from edgemoe.store.pieces import ByteRun, FilePiece
-from edgemoe.store.sources import EXPONENTS, EncodedRows
+from edgemoe.store.sources import EXPONENTS, EncodedRows, not_finite
 from edgemoe.types.experts import PAGE_BYTES, padded
 
 NO_NUMBER = 255  # as an exponent
+EXPONENT_BITS = {"F32": (np.uint32, 0x7F800000), "BF16": (np.uint16, 0x7F80), "F16": (np.uint16, 0x7C00)}
 log = logging.getLogger(__name__)
 AHEAD = 4  # blocks read, or encoded, before they are wanted
 
@@ -54,7 +55,7 @@ def write_file(plan: FilePlan, directory: Path, advance: Callable[[int], None]) 
     The file gets its name when it is whole and on disk. `advance` is told of bytes written. Raises CheckpointError.
     """
     digests = [BlockChecksum() for _ in plan.runs]
-    with _Output(directory / plan.file) as output, CheckpointReader() as source:
+    with _Output(directory / plan.file) as output, CheckpointReader(finite=plan.finite) as source:
         output.write(plan.header([NO_DIGEST] * len(plan.runs)))
         ends = [start + run.bytes for start, run in zip(plan.offsets(), plan.runs, strict=True)]
         for index, block in source.read(plan.runs):
@@ -174,7 +175,9 @@ class _Output:
 class CheckpointReader:
     """Reads a checkpoint's tensors, and encodes what is to be encoded, ahead of whoever consumes them."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, finite: bool = False) -> None:
+        """Refuses weights that are not numbers or infinite, if all must be `finite`."""
+        self._finite = finite
         self._files: dict[Path, PageFile] = {}
         self._opening = Lock()
         self._buffers = [page_memory(BLOCK_BYTES + PAGE_BYTES) for _ in range(1 + AHEAD)]
@@ -200,9 +203,11 @@ class CheckpointReader:
 
     def _make(self, span: _Span, buffer: memoryview) -> tuple[int, memoryview]:
         if isinstance(span.piece, EncodedRows):
-            return span.run, span.piece.run(self.stretch).data.cast("B")
+            return span.run, span.piece.run(self.stretch, finite=self._finite).data.cast("B")
         tensor = span.piece.tensor
         block = self._read(tensor, span.offset, span.bytes, buffer)
+        if self._finite and tensor.dtype in EXPONENT_BITS and _has_nonfinite(block, tensor.dtype):
+            raise not_finite(tensor, tensor.name)
         if tensor.dtype == "F16":
             block[:] = to_bfloat16(np.frombuffer(block, np.float16)).data.cast("B")
         return span.run, block
@@ -227,6 +232,12 @@ class CheckpointReader:
             if path not in self._files:
                 self._files[path] = PageFile(path)
             return self._files[path]
+
+
+def _has_nonfinite(block: memoryview, dtype: str) -> bool:
+    """Returns whether numbers, in their bytes, are not numbers or infinite: all bits of their exponents are set."""
+    kind, mask = EXPONENT_BITS[dtype]
+    return bool(((np.frombuffer(block, kind) & mask) == mask).any())
 
 
 def _spans(runs: Sequence[ByteRun]) -> Iterator[_Span]:

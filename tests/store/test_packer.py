@@ -6,11 +6,14 @@ import errno
 import fcntl
 import json
 import logging
+import math
 import os
 import random
+import re
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +22,8 @@ import torch
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 from safetensors.torch import load_file as load_torch
+from safetensors.torch import save_file as save_torch
+from support.quantised import ABOUT_FP8, block_fp8, compressed, is_expert, packed, quantise
 from support.waiting import wait_until
 
 from edgemoe.errors import CheckpointError, StoreError, StoreVersionError, UnsupportedModel
@@ -26,6 +31,7 @@ from edgemoe.families.config import spec_from_config
 from edgemoe.families.spec import dense_shapes
 from edgemoe.store.catalog import verify
 from edgemoe.store.files import lock_store
+from edgemoe.store.layout import WantedEncodings
 from edgemoe.store.manifest import JOURNAL, MANIFEST, Manifest
 from edgemoe.store.packer import ensure_store, pack
 from edgemoe.store.reader import ExpertStore
@@ -480,3 +486,43 @@ def test_writes_that_are_cut_short_are_gone_on_with(
     monkeypatch.setattr("edgemoe.store.writer.os.pwrite", not_direct)
     assert pack(checkpoint(), tmp_path / "cached").digest == whole.digest
     assert verify(tmp_path / "cached") == []
+
+
+NOT_FINITE = (math.nan, math.inf, -math.inf)
+PLACES = ("mlp.experts.3.up_proj.weight", "mlp.gate.weight", "input_layernorm.weight", "self_attn.k_proj.weight")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("wanted", ["keep", "int4", "int8", "bf16"])
+@pytest.mark.parametrize("place", [*(f"model.layers.1.{each}" for each in PLACES), "model.embed_tokens.weight"])
+def test_a_weight_that_is_no_number_is_refused_by_its_name(
+    checkpoint: Make, tmp_path: Path, place: str, wanted: str, dtype: torch.dtype
+) -> None:
+    source = shutil.copytree(checkpoint(dtype=dtype), tmp_path / "source")
+    tensors = load_torch(source / "model.safetensors")
+    tensors[place].view(-1)[7] = NOT_FINITE[len(place) % 3]
+    save_torch(tensors, source / "model.safetensors", {"format": "pt"})
+    encodings = WantedEncodings.parse(wanted, wanted)
+    with pytest.raises(CheckpointError, match=rf"tensor {re.escape(place)} has weights that are not numbers or infin"):
+        pack(source, tmp_path / "store", wanted=encodings)
+    assert not (tmp_path / "store" / MANIFEST).exists()
+    pack(source, tmp_path / "store", wanted=replace(encodings, finite=False))
+    assert (tmp_path / "store" / MANIFEST).exists()
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int4", "int8"])
+@pytest.mark.parametrize("wanted", ["keep", "int8"])
+def test_a_scale_or_code_that_is_no_number_is_refused(checkpoint: Make, tmp_path: Path, kind: str, wanted: str) -> None:
+    source = shutil.copytree(checkpoint(hidden_size=64, moe_intermediate_size=32), tmp_path / "source")
+    how, about = {
+        "fp8": (block_fp8, ABOUT_FP8),
+        "int4": (packed(4, 32), compressed("pack-quantized", num_bits=4, type="int", group_size=32, strategy="group")),
+        "int8": (packed(8, 32), compressed("pack-quantized", num_bits=8, type="int", group_size=32, strategy="group")),
+    }[kind]
+    quantise(source, how, about, is_expert)
+    tensors = load_torch(source / "model.safetensors")
+    name = next(name for name in tensors if ".experts.2.down_proj" in name and "scale" in name)
+    tensors[name].view(-1)[0] = math.nan
+    save_torch(tensors, source / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"experts\.2\.down_proj\.weight has weights that are not numbers"):
+        pack(source, tmp_path / "store", wanted=WantedEncodings.parse(wanted, "keep"))
