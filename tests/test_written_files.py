@@ -172,9 +172,7 @@ def _locks(folder: Path) -> None:
 
 
 def _record(folder: Path) -> None:
-    Recorder(
-        RecordSettings(dir=str(folder), file_bytes=4096, max_bytes=4096), RecordingHeader("digest", 3, 16, 2)
-    ).close()
+    Recorder(RecordSettings(dir=str(folder), max_bytes=4096), RecordingHeader("digest", 3, 16, 2), 4096).close()
 
 
 def _clear(folder: Path) -> None:

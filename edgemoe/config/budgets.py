@@ -18,6 +18,7 @@ from edgemoe.types.machine import Machine
 from edgemoe.types.size_classes import SizeClasses, SlabLayout
 from edgemoe.types.step import BLOCK_TOKENS
 
+VRAM_HEADROOM_BYTES = 1 << 30  # left free on each GPU
 TYPICAL_TOKENS = 1024  # prompt and answer of a typical request, for the default KV budget
 KV_SHARE = 0.25  # the default KV budget takes at most this part of what dense weights leave
 KV_SWAP_SHARE = 4  # the share of KV memory for swapping: one byte in so many of KV (a GPU's: of the host's headroom)
@@ -157,7 +158,7 @@ def _gpu_free(settings: Settings, machine: Machine, device: DeviceSettings) -> i
     if number >= len(machine.gpus):
         found = ", ".join(f"cuda:{gpu.index} ({gpu.name})" for gpu in machine.gpus) or "none"
         raise CapacityError(f"there is no {device.kind} on this machine; found: {found}")
-    return machine.gpus[number].free_bytes - settings.memory.vram_headroom_bytes
+    return machine.gpus[number].free_bytes - VRAM_HEADROOM_BYTES
 
 
 def _sequences(settings: Settings, needs: ModelNeeds, free: int, context_tokens: int) -> tuple[int, int]:

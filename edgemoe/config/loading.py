@@ -30,6 +30,9 @@ SHOWN_CHARS = 120  # of a key or a value in an error
 MOST_FAULTS = 20  # of settings that are told at once
 RENAMED = {  # values that an error gives the present name of
     "cache.policy": {"published": "two-tier"},
+    "cluster.placement": {"published": "prism"},
+    "cluster.route": {"published": "gimbal", "spread": "least", "local": "pull"},
+    "engine.scheduler": {"linear": "sjf", "gimbal": "sjf"},
 }
 
 

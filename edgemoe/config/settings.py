@@ -42,7 +42,6 @@ class MemorySettings(Section, frozen=True, kw_only=True):
     ram_bytes: Bytes = 0  # expert bytes kept in RAM; 0: free memory minus headroom
     kv_bytes: Bytes = 0  # keys and values; 0: enough for max_sequences of typical length, bounded by what is free
     headroom_bytes: Bytes = 1 << 30  # left free on the host when budgets are worked out
-    vram_headroom_bytes: Bytes = 1 << 30  # left free on each GPU
 
 
 class DeviceSettings(Section, frozen=True, kw_only=True):
@@ -60,10 +59,7 @@ class EngineSettings(Section, frozen=True, kw_only=True):
     mixed_step_s: Seconds = 0.25  # aim for steps that prefill beside decoding; 0: step_tokens alone decides
     max_queue: Count = 256  # waiting requests; beyond it 429
     context_tokens: Natural = 0  # 0: the model's own
-    scheduler: Literal["linear", "gimbal", "fcfs"] = "linear"
-    aging_tokens_per_s: Rate = 0.0  # linear aging: prefill that a second of waiting makes up for; 0: by speed
-    aging_threshold_s: Seconds = 5.0  # gimbal: age at which a request goes first
-    output_reserve: Share = 0.25  # share of the expected remaining output reserved in KV per running request
+    scheduler: Literal["sjf", "fcfs"] = "sjf"  # shortest job first with aging, or first come
     preemption: Literal["recompute", "park"] = "recompute"
     prefix_cache: bool = True
     share_prefixes: bool = False  # among keys and users of the machine: what one asks of a prompt tells of others'
@@ -76,7 +72,6 @@ class CacheSettings(Section, frozen=True, kw_only=True):
     policy: Literal["learned", "two-tier", "lru"] = "learned"
     containment: bool = True  # what is in VRAM is in RAM too
     prefetch: bool = True
-    hysteresis: Share = 0.1
     state_file: Text = ""  # learned state kept across restarts; "" is beside the store
     scoutgate: Text = ""  # folder of an exported ScoutGate; "" forecasts without one
 
@@ -102,7 +97,6 @@ class LogSettings(Section, frozen=True, kw_only=True):
 class RecordSettings(Section, frozen=True, kw_only=True):
     dir: Text = ""  # "" records nothing
     max_bytes: Bytes = 1 << 30  # oldest files go first
-    file_bytes: Bytes = 64 << 20
     hints: bool = False  # also what each gate says when it is asked a layer early, for scoutgate.evaluate
     hidden: bool = False  # also what each layer's gate and experts are given and what the gate makes of it
 
@@ -110,11 +104,10 @@ class RecordSettings(Section, frozen=True, kw_only=True):
 class ServiceSettings(Section, frozen=True, kw_only=True):
     runtime_dir: Text = ""  # 0700, holds the ipc sockets; "" is beside the API socket
     drain_s: Seconds = 30.0  # SIGTERM: how long running requests may take to finish
-    max_restarts: Natural = 5  # engine crashes within restart_window_s before giving up
-    restart_window_s: Seconds = 300.0
+    max_restarts: Natural = 5  # engine crashes within five minutes before giving up
 
 
-Route = Literal["pull", "eldr", "gimbal", "published", "local", "spread"]  # docs/cluster.md says what they are
+Route = Literal["pull", "gimbal", "eldr", "least"]  # docs/cluster.md says what they are
 
 
 class ClusterSettings(Section, frozen=True, kw_only=True):
@@ -137,19 +130,13 @@ class ClusterSettings(Section, frozen=True, kw_only=True):
     etcd_key: Text = ""
     placement: PlacementPolicy = "rendezvous"  # by which the leader looks for better plans
     replicas: Count = 2  # boxes that hold each expert, in memory or on disk, as far as there is room
-    isolation: Rate = 0.0  # what an expert counts that a box has not itself, as a share of a call to another box
     absent_s: Seconds = 30.0  # a box that has been gone for so long loses its homes to others
     migrate_s: Seconds = 300.0  # between looks for a better plan; 0: experts move only where they must
-    migrate_steps: Count = 3000  # of a box, likewise, where placement goes by successions; 0: by time alone
+    migrate_steps: Count = 3000  # of a box, between reviews of the plan of placement = gimbal, besides migrate_s
     migrate_bytes_per_s: Rate = 32e6  # at which, at most, experts come that have another home meanwhile; 0: no limit
-    migrate_gain: Share = 0.1  # of what requests wait for peers, by which a plan must be better
     share_experts: bool = True  # false: boxes pass whole requests on, and compute nothing for each other
     role: Phases = "both"  # prefill: requests go on at a box that decodes; decode: prompts go to one that does not
     route: Route = "pull"  # which engine a request goes to
-    route_kv_usage: Share = 0.9  # gimbal: of KV blocks, from which engines may count as uneven
-    route_kv_difference: Share = 0.1  # gimbal: in that usage, by which they are
-    route_load_tokens: Count = 3000  # gimbal: waiting prompt tokens by which engines differ that are unevenly loaded
-    route_affinity_s: Seconds = 600.0  # pull, gimbal: for which a user's engine is remembered
     calls_port: Annotated[int, Meta(ge=0, le=65535)] = 0  # of the channel for expert calls; 0: any free one
     bulk_port: Annotated[int, Meta(ge=0, le=65535)] = 0  # of the channel for experts themselves
     call_timeout_s: Annotated[float, Meta(gt=0, le=600)] = 5.0  # after which a call to another box has failed
@@ -181,8 +168,6 @@ def faults(settings: Settings) -> Iterator[str]:
         host, _, port = api.tcp.rpartition(":")
         if not host or not is_port(port):
             yield f'api.tcp is {api.tcp!r}; write HOST:PORT, as in "127.0.0.1:8080"'
-    if record.dir and record.file_bytes > record.max_bytes:
-        yield "record.file_bytes is larger than record.max_bytes; one file must fit the limit"
     for name, wanted in (("hints", record.hints), ("hidden", record.hidden)):
         if wanted and not record.dir:
             yield f"record.{name} is set, but record.dir is not: name the folder to record to, or drop it"

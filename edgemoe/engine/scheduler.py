@@ -78,6 +78,7 @@ class ChunkBudget:
 
 
 AGING_SHARE = 0.4  # of the speed of prefill: overtaken for at most 2.5 times what one's own prompt takes
+OUTPUT_RESERVE = 0.25  # share of a running request's expected remaining output that is reserved in KV
 PROMPT_ROWS = 64  # a step's tokens of prompts whose log probabilities are wanted: logits are large
 FIRST_SEQUENCE_TIMEOUT_S = 2.0  # one with nothing running waits at most this long before another's surplus is paused
 
@@ -113,6 +114,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []  # by arrival
         self.running: list[Sequence] = []  # by admission
         self.fairness = Fairness()
+        self.output_reserve = OUTPUT_RESERVE
         self.paused_total = Counter[str]()  # by way: park | recompute
         self.prefix_tokens = Counter[str]()  # by result: hit | miss
         self._settings = settings
@@ -135,7 +137,7 @@ class Scheduler:
     @property
     def aging_tokens_per_s(self) -> float:
         """Returns how many prefill tokens one second of waiting outweighs in the order of requests."""
-        return self._settings.aging_tokens_per_s or AGING_SHARE * self._chunk_budget.tokens_per_s
+        return AGING_SHARE * self._chunk_budget.tokens_per_s
 
     def retry_after_s(self) -> float:
         """Returns after how many seconds a refused request may find room in the queue."""
@@ -241,7 +243,7 @@ class Scheduler:
     @property
     def _is_fair(self) -> bool:
         """Returns whether principals and users take turns; by other rules all stand in one line."""
-        return self._settings.scheduler == "linear"
+        return self._settings.scheduler == "sjf"
 
     def _lines_by_user(self, now_s: float) -> dict[Identity, deque[PrefillWork]]:
         """Returns each user's requests in order, resumed ones first."""
@@ -266,8 +268,7 @@ class Scheduler:
             return waiters
         tokens = np.array([waiter.tokens for waiter in waiters])
         waited_s = now_s - np.array([waiter.seq.arrived_s for waiter in waiters])
-        chosen = self._settings
-        ranks = sjf.order(tokens, waited_s, chosen.scheduler, self.aging_tokens_per_s, chosen.aging_threshold_s)
+        ranks = sjf.order(tokens, waited_s, self._settings.scheduler, self.aging_tokens_per_s)
         return [waiters[i] for i in ranks]
 
     def _next_head(self, lines: dict[Identity, deque[PrefillWork]], now_s: float) -> LineHead:
@@ -324,7 +325,7 @@ class Scheduler:
         """Counts the blocks to keep free for the share of expected output that these have still to write."""
         expected = self.fairness.expected_output
         tokens = sum(max(0.0, expected(seq.identity, seq.sampling.max_tokens) - seq.emitted) for seq in seqs)
-        return blocks_for(int(self._settings.output_reserve * tokens))
+        return blocks_for(int(self.output_reserve * tokens))
 
     def _sequence_to_pause(self, head: LineHead, now_s: float) -> Sequence | None:
         """Returns the sequence that is to make room for the request that is next; None where it has to wait.

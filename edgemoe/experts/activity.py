@@ -26,7 +26,6 @@ from edgemoe.types.step import StepRouting
 
 MOST_WEIGHT = 2.0**20  # of a token; at more, counts and weights are scaled down
 MOST_HALVINGS = 100.0  # that are told apart: of what is older nothing is left, and float32 still holds such weights
-MOST_TOKENS = 2.0**22  # without decay; at more, counts are halved, to which float32 can always add 1
 LEAST_S = 10.0  # over which a rate is taken
 PAIRS_BYTES = 64 << 20  # of memory for pairs or successions; a model of more is counted without them
 Shares = np.ndarray[tuple[int, int], np.dtype[np.uint16]]
@@ -93,10 +92,9 @@ class ActivityCounter:
         clock: Callable[[], float] = time.monotonic,
         *,
         successions: bool = False,
-        half_life_s: float = ACTIVITY_HALF_LIFE_S,
     ) -> None:
-        """Counts pairs, or `successions`; with an infinite half-life all that came since `clear` alike."""
-        self._clock, self._tokens, self._steps, self._half_life_s = clock, 0.0, 0.0, half_life_s
+        """Counts pairs of experts that tokens chose together, or `successions`."""
+        self._clock, self._tokens, self._steps = clock, 0.0, 0.0
         self._since_s = self._began_s = clock()  # what is counted; weights
         self.steps = 0  # added
         layers, experts = geometry.layers, geometry.experts
@@ -120,9 +118,6 @@ class ActivityCounter:
         if weight > MOST_WEIGHT:
             self._scale_down(weight)
             weight = 1.0
-        if self._tokens > MOST_TOKENS and math.isinf(self._half_life_s):
-            self._scale_down(2.0)
-            self._since_s = self._clock() - self._counted_s() / 2
         ids = np.ascontiguousarray(routing.ids)
         self._weight[0], self._record["tokens"], self._record["ids"] = weight, ids.shape[1], ids.ctypes.data
         COUNT.call_briefly(self._record.address)
@@ -164,13 +159,11 @@ class ActivityCounter:
     def _counted_s(self) -> float:
         """Returns the seconds of which the counts are, with the same decay."""
         age_s = self._clock() - self._since_s
-        if math.isinf(self._half_life_s):
-            return age_s
-        return float(self._half_life_s / math.log(2) * (1 - 2.0 ** -(age_s / self._half_life_s)))
+        return float(ACTIVITY_HALF_LIFE_S / math.log(2) * (1 - 2.0 ** -(age_s / ACTIVITY_HALF_LIFE_S)))
 
     def _weight_now(self) -> float:
         """Returns what a token counts now: twice as much after each half-life."""
-        return float(2.0 ** min((self._clock() - self._began_s) / self._half_life_s, MOST_HALVINGS))
+        return float(2.0 ** min((self._clock() - self._began_s) / ACTIVITY_HALF_LIFE_S, MOST_HALVINGS))
 
     def _scale_down(self, weight: float) -> None:
         for counts in (self._chosen, self._computed, self._pairs, self._passed):

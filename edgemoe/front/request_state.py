@@ -39,7 +39,6 @@ ANSWER_S = 5.0  # that its answer may take beyond that
 MAX_ASKING = 64  # requests about whose cached part this box's engine is asked at once
 MAX_MOVED_ATTEMPTS = 8  # of a request; later attempts stay where they are
 MAX_TARGETS = 2  # engines that are to fetch the KV blocks of one attempt, one after the other
-BY_LOAD: frozenset[Route] = frozenset({"local", "spread"})  # routes without the leader
 
 
 class RequestStateMachine(RequestTable):
@@ -217,7 +216,7 @@ class RequestStateMachine(RequestTable):
         unasked = EngineChoice("", "stays" if stays else "alone")
         if (choice := self._choose(record, reading, others) if others else unasked) is None:
             return
-        place = choice.place or route(reading, "spread" if self.surroundings.route == "spread" else "local")
+        place = choice.place or route(reading, "least" if self.surroundings.route == "least" else "local")
         if not place and not others and not stays:
             place = own  # that has room for all that was accepted here
         if place:
@@ -240,7 +239,7 @@ class RequestStateMachine(RequestTable):
     ) -> EngineChoice | None:
         """Returns the leader's choice, or why load is to decide. None: the request is offered now."""
         around, offer = self.surroundings, record.offer
-        if around.route in BY_LOAD:
+        if around.route == "least":
             return EngineChoice("", "rule")
         own = next((load.place for load in reading if load.here), "")
         if offer is None:
@@ -355,7 +354,7 @@ class RequestStateMachine(RequestTable):
     def _ask_for_target(self, record: RequestRecord, move: PrefillMove) -> None:
         """Asks the leader who decodes; after a failed target, or without a leader, load decides."""
         leader, _ = move.leadership = self.surroundings.leadership
-        if self.surroundings.route in BY_LOAD or not leader or move.failed:
+        if self.surroundings.route == "least" or not leader or move.failed:
             self._choose_target(record, move, "")
             return
         move.offer = next(self._numbers)
@@ -373,7 +372,7 @@ class RequestStateMachine(RequestTable):
             if granted:
                 self._todo.append(events.SendWithdrawal(move.offer))
             move.offer = 0
-            target = route([load for load in loads if not move.failed or load.requests < load.slots], "spread")
+            target = route([load for load in loads if not move.failed or load.requests < load.slots], "least")
         if not target:
             self._stay(record)
             return

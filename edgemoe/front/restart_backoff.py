@@ -10,6 +10,7 @@ from edgemoe.errors import EngineUnavailable
 
 FIRST_DELAY_S = 0.1  # before a second start; doubles with each death within the window
 LONGEST_DELAY_S = 15.0
+WINDOW_S = 300.0  # in which deaths count
 DOUBLINGS = 10  # more than lead to the longest
 
 
@@ -38,11 +39,11 @@ class RestartBackoff:
             self._blamed = blamed
             deaths.clear()
         deaths.append(now)
-        while deaths and deaths[0] < now - service.restart_window_s:
+        while deaths and deaths[0] < now - WINDOW_S:
             deaths.popleft()
         delay_s = min(LONGEST_DELAY_S, FIRST_DELAY_S * 2.0 ** min(len(deaths) - 1, DOUBLINGS))
         if len(deaths) > service.max_restarts:
-            return Pause(max(LONGEST_DELAY_S, deaths[0] + service.restart_window_s - now), gives_up=True)
+            return Pause(max(LONGEST_DELAY_S, deaths[0] + WINDOW_S - now), gives_up=True)
         return Pause(delay_s, gives_up=False)
 
 

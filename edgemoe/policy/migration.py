@@ -19,6 +19,8 @@ import numpy as np
 
 from edgemoe.types.arrays import BoolArray, FloatArray, IntArray
 
+LEAST_GAIN = 0.1  # of the time that requests wait for peers, by which a plan must lower it
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Migration:
@@ -105,7 +107,7 @@ def copy_s(now: BoolArray, goal: BoolArray, layer_bytes: IntArray, bytes_per_s: 
     return float(((moves * layer_bytes).sum(axis=1) / bytes_per_s).sum())
 
 
-def pays(now_s: float, then_s: float, moving_s: float, horizon_s: float, margin: float) -> bool:
+def pays(now_s: float, then_s: float, moving_s: float, horizon_s: float, margin: float = LEAST_GAIN) -> bool:
     """Returns whether a migration gains [Prism, Eq. 4].
 
     `now_s` and `then_s` are seconds that requests wait for peers, a second, which is how many wait at a time; all of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-Rule = Literal["local", "spread"]
+Rule = Literal["local", "least"]
 
 
 class EngineLoad(NamedTuple):
@@ -27,7 +27,7 @@ def node_of(place: str) -> str:
 def route(loads: Sequence[EngineLoad], rule: Rule) -> str:
     """Returns the place to send a request to; "" where there is no room anywhere.
 
-    "local" keeps it on this box while that has room; "spread", and "local" beyond that, take the engine with the
+    "local" keeps it on this box while that has room; "least", and "local" beyond that, take the engine with the
     least requests for each that runs at once, this box's among equals.
     """
     free = [load for load in loads if load.requests < load.capacity]

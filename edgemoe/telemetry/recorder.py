@@ -39,6 +39,7 @@ log = logging.getLogger(__name__)
 
 BLOCK_STEPS = 1024  # steps per block; waking the writer costs the compute thread half a millisecond
 BLOCK_BYTES = 8 << 20  # of one block, if that is reached first
+FILE_BYTES = 64 << 20  # of one file; the oldest go first
 WAITING_BYTES = 64 << 20  # that may wait for the writer; beyond it steps are dropped and counted
 FLUSH_S = 5.0  # longest that a step waits for its block to fill
 
@@ -150,10 +151,11 @@ def extra_rows(step: StepRouting) -> dict[str, FloatArray | None]:
 class Recorder:
     """Owns the newest file and the thread that writes it. `add` never waits; `close` writes the last block."""
 
-    def __init__(self, settings: RecordSettings, header: RecordingHeader) -> None:
+    def __init__(self, settings: RecordSettings, header: RecordingHeader, file_bytes: int = FILE_BYTES) -> None:
         """Opens a file and starts the thread. Raises StoreError where the directory cannot be written."""
         self.dropped = 0  # steps lost because the writer was too slow
         self._settings, self._header = settings, header
+        self._file_bytes = min(file_bytes, settings.max_bytes)
         self._directory = Path(settings.dir)
         self._encode = msgspec.msgpack.Encoder().encode
         self._file: BinaryIO | None = None
@@ -162,7 +164,7 @@ class Recorder:
             self._open()
         except OSError as error:
             raise StoreError(f"cannot record to record.dir {self._directory}: {error.strerror}") from error
-        block_bytes = min(BLOCK_BYTES, settings.file_bytes)
+        block_bytes = min(BLOCK_BYTES, self._file_bytes)
         said = 2 * header.experts * (header.hints + (header.hidden > 0))  # bytes a token and layer
         self._extra_bytes = header.layers * (said + (2 if header.bf16 else 4) * header.hidden)
         token_bytes = header.layers * 6 * header.top_k + 33 + self._extra_bytes
@@ -242,9 +244,9 @@ class Recorder:
     def _write(self, steps: RoutingBlock) -> None:
         block = zlib.compress(self._encode(steps), 1)
         assert self._file is not None
-        if len(block) > self._settings.file_bytes:
+        if len(block) > self._file_bytes:
             self._make_room(len(block))
-        if self._file.tell() + len(block) > self._settings.file_bytes and self._file.tell() > len(MAGIC) + 512:
+        if self._file.tell() + len(block) > self._file_bytes and self._file.tell() > len(MAGIC) + 512:
             self._file.close()
             self._open()
         self._file.write(LENGTH.pack(len(block)) + block)
@@ -252,7 +254,7 @@ class Recorder:
 
     def _open(self) -> None:
         """Opens a new file, after making room for it. File names sort by age."""
-        self._make_room(self._settings.file_bytes)
+        self._make_room(self._file_bytes)
         name = f"{time.time_ns():020d}{SUFFIX}"
         self._file = os.fdopen(create_file(self._directory / name), "wb")
         block = zlib.compress(self._encode(self._header), 1)

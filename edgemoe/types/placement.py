@@ -12,11 +12,7 @@ from msgspec import Meta
 from edgemoe.types.arrays import BoolArray
 from edgemoe.types.bounds import MAX_NODES, Bitmap, Count, Small, Text, Word
 
-PlacementPolicy = Literal[
-    "uniform", "redundance", "smartmoe", "eplb", "published", "prism", "exact", "rendezvous", "gimbal", "columns"
-]
-BY_SUCCESSIONS: tuple[PlacementPolicy, ...] = ("gimbal", "columns")  # they go by what follows what in the next layer
-SINCE_CHANGE: tuple[PlacementPolicy, ...] = ("published",)  # they go by all that was chosen since the last new plan
+PlacementPolicy = Literal["rendezvous", "prism", "gimbal", "uniform"]
 ACTIVITY_HALF_LIFE_S = 600.0  # after which what a box's requests chose counts half
 ACTIVITY_UNIT = 65535  # a share of the tokens, in what is told of that
 

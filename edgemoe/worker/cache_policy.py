@@ -50,14 +50,13 @@ def foreseeing(
     `kernels` keeps compiled code.
     """
     if name == "two-tier":
-        return TwoTierPolicy(geometry, hysteresis=settings.cache.hysteresis, forecaster=scoutgate)
+        return TwoTierPolicy(geometry, forecaster=scoutgate)
     if name != "learned":
         return None
     return Controller(
         geometry.layers,
         geometry.experts,
         geometry.top_k,
-        hysteresis=settings.cache.hysteresis,
         kept=Kept(_state_file(settings, directory), kernels),
         forecaster=scoutgate,
     )

@@ -8,8 +8,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
-
 from edgemoe.cluster.data.data_plane import DataPlane, OwnExperts
 from edgemoe.cluster.rpc.keys import load_secret
 from edgemoe.config.settings import ClusterSettings
@@ -35,7 +33,7 @@ from edgemoe.telemetry.metrics import named
 from edgemoe.ticking import until_tick
 from edgemoe.types.arrays import BoolArray
 from edgemoe.types.experts import Move, Tier
-from edgemoe.types.placement import SINCE_CHANGE, PlacementPlan, pack_bits
+from edgemoe.types.placement import PlacementPlan, pack_bits
 from edgemoe.worker.assemble import Assembly
 from edgemoe.worker.choices import Choices
 from edgemoe.worker.hand_over import EnginePrefixes, Pulls
@@ -174,8 +172,6 @@ class ClusterSide:
         except (CapacityError, ValueError) as error:
             log.error("plan refused", extra={**fields, "why": str(error)})
             return
-        if self._settings.placement in SINCE_CHANGE and _is_another(plan, self.plan):
-            self._sharing.activity.clear()
         self.plan, self._digest, self._adopted_s = plan, message.digest, time.monotonic()
         log.info("plan adopted", extra={**fields, "homes": self._homes})
         self._fetch_homes()
@@ -261,8 +257,3 @@ class ClusterSide:
                 )
             )
             await asyncio.sleep(ACTIVITY_S)
-
-
-def _is_another(plan: PlacementPlan, before: PlacementPlan | None) -> bool:
-    """Returns whether a plan has other homes in the end than the one before; its steps have the same."""
-    return before is None or plan.nodes != before.nodes or not np.array_equal(plan.goal_homes, before.goal_homes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,7 +15,6 @@ from edgemoe.store.peer_copy import StorePieces
 from edgemoe.store.reader import ExpertStore
 from edgemoe.types.experts import ExpertGeometry
 from edgemoe.types.model_info import ServedModel
-from edgemoe.types.placement import ACTIVITY_HALF_LIFE_S, BY_SUCCESSIONS, SINCE_CHANGE
 from edgemoe.worker.hand_over import LastChunks
 from edgemoe.worker.store_growth import StoreGrowth
 
@@ -35,10 +33,8 @@ class Sharing(NamedTuple):
 
 def activity_of(settings: Settings, geometry: ExpertGeometry, budgets: Budgets) -> ActivityCounter | None:
     """Returns what counts choices where the boxes of a cluster, or several devices of one, share experts by them."""
-    placement = settings.cluster.placement
     if settings.cluster.node:
-        half_life_s = math.inf if placement in SINCE_CHANGE else ACTIVITY_HALF_LIFE_S
-        return ActivityCounter(geometry, successions=placement in BY_SUCCESSIONS, half_life_s=half_life_s)
+        return ActivityCounter(geometry, successions=settings.cluster.placement == "gimbal")
     return ActivityCounter(geometry) if len(budgets.devices) > 1 else None
 
 

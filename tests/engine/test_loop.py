@@ -17,6 +17,7 @@ from test_sampler import SCHEMA, byte_tokenizer
 
 from edgemoe.api.generate.answer_grammar import MAX_GRAMMAR_BYTES
 from edgemoe.engine.grammar import GrammarCompiler
+from edgemoe.engine.scheduler import Scheduler
 from edgemoe.engine.sequence import MAX_GRAMMAR_CHARS, check_request
 from edgemoe.errors import InvalidRequest, MissingExpert
 from edgemoe.types.request import Emission, Request, RequestLimits, Sampling
@@ -323,8 +324,9 @@ def test_an_error_that_nobody_makes_ends_the_loop_and_says_so() -> None:
 
 
 @pytest.mark.parametrize("waited_s", [0.0, 60.0])
-def test_a_request_that_comes_from_elsewhere_keeps_its_age(waited_s: float) -> None:
-    drive = Drive(max_sequences=1, aging_tokens_per_s=10.0)
+def test_a_request_that_comes_from_elsewhere_keeps_its_age(waited_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Scheduler, "aging_tokens_per_s", 10.0)
+    drive = Drive(max_sequences=1)
     drive.submit(name="running")
     drive.step()
     drive.submit([5, 6], "short")

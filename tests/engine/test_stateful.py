@@ -33,7 +33,7 @@ class Served(RuleBasedStateMachine):
 
     @initialize(
         preemption=st.sampled_from(["park", "recompute"]),
-        scheduler=st.sampled_from(["linear", "gimbal", "fcfs"]),
+        scheduler=st.sampled_from(["sjf", "fcfs"]),
         prefix_cache=st.booleans(),
     )
     def begin(self, **chosen: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 
 import msgspec
 import numpy as np
@@ -110,31 +109,6 @@ def test_after_weeks_without_a_request_only_what_comes_then_counts() -> None:
         found = counted.shares(10)
         assert found.tokens == pytest.approx(4)
         assert np.abs(found.chosen - chosen / 4 * ACTIVITY_UNIT).max() <= 1
-
-
-def test_without_decay_all_since_it_was_cleared_counts_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    rng, clock, steps = np.random.default_rng(4), Clock(), []
-    counted = ActivityCounter(GEOMETRY, clock, half_life_s=math.inf)
-    counted.add(step(rng, 50))
-    counted.clear()
-    for tokens in (1, 7, 2, 30):
-        steps.append((1.0, step(rng, tokens)))
-        clock.now_s += 10 * ACTIVITY_HALF_LIFE_S
-        counted.add(steps[-1][1])
-    _, chosen, _ = plain(steps)
-    found = counted.shares(10)
-    assert (found.tokens, found.tokens_per_s) == (40, pytest.approx(40 / (40 * ACTIVITY_HALF_LIFE_S)))
-    assert np.abs(found.chosen - chosen / 40 * ACTIVITY_UNIT).max() <= 1
-    monkeypatch.setattr(activity, "MOST_TOKENS", 39.0)
-    clock.now_s += 10 * ACTIVITY_HALF_LIFE_S
-    counted.add(each := step(rng, 10))
-    _, more, _ = plain([*((0.5, old) for _, old in steps), (1.0, each)])
-    found = counted.shares(10)
-    assert (found.tokens, found.tokens_per_s) == (30, pytest.approx(30 / (25 * ACTIVITY_HALF_LIFE_S)))
-    assert np.abs(found.chosen - more / 30 * ACTIVITY_UNIT).max() <= 1
-    assert found.steps_per_token == pytest.approx(3 / 30)
-    computed = sum((computed_in(old) for _, old in steps), 2 * computed_in(each)) / 2 / 3
-    assert np.abs(found.computed - computed * ACTIVITY_UNIT).max() <= 1
 
 
 def test_successions_are_those_of_each_token_by_itself() -> None:

@@ -248,7 +248,7 @@ async def test_a_box_that_turns_a_request_away_is_left_out() -> None:
 
 
 async def test_a_request_moves_between_boxes_by_the_messages_of_its_engines() -> None:
-    box = Box("spread", role="prefill")
+    box = Box("least", role="prefill")
     with box.open():
         assert isinstance(submit := box.here[-1], Submit)
         assert submit.hand_over
@@ -275,7 +275,7 @@ async def test_the_leader_is_asked_who_decodes_with_what_the_prompt_chose() -> N
 
 
 async def test_a_fetch_that_is_turned_away_leaves_the_request_where_it_is() -> None:
-    box = Box("spread", role="prefill")
+    box = Box("least", role="prefill")
     box.busy = True
     with box.open():
         box.requests.on_news(LastChunkStarted(request="r", attempt=1))

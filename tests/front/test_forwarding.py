@@ -62,7 +62,7 @@ def slow_engines(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def two(tmp_path: Path, model_dir: Path) -> tuple[Settings, Settings]:
     """Settings of two boxes that list each other."""
-    a, b = listed_boxes(tmp_path, model_dir, ("a", "b"), leader="a", route="spread")
+    a, b = listed_boxes(tmp_path, model_dir, ("a", "b"), leader="a", route="least")
     return a, b
 
 
@@ -149,7 +149,7 @@ async def test_one_boxs_full_queue_turns_nobody_away_and_answers_are_the_same_by
         assert await texts(a, 10) == expected
         assert cluster_of(b).hosted_requests.served >= 8
         requests, why = cluster_of(a).requests, {why for _, why in supervisor_of(a).requests.machine.routed}
-        assert why == {"rule"} if route in ("local", "spread") else "granted" in why
+        assert why == {"rule"} if route == "least" else "granted" in why
         if route == "pull":
             assert await texts(a, 10) == expected
             assert sum(requests.forecast.values()) > 0, "what a user's prompts chose before is known"
@@ -449,7 +449,7 @@ async def test_an_emission_that_no_message_can_carry_ends_its_request_alone() ->
 
 def test_what_a_box_says_is_unwanted_is_bounded() -> None:
     router: Any = RequestRouter(EngineSettings(), EngineConnection(None))  # type: ignore[arg-type]
-    requests = ClusterRequests(None, "spread", router, None, PrefixKeys())  # type: ignore[arg-type]
+    requests = ClusterRequests(None, "least", router, None, PrefixKeys())  # type: ignore[arg-type]
     items = [Emission(request=f"r{n}", attempt=1, index=0, token=1) for n in range(MAX_UNWANTED + 1)]
     taken = requests.on_tokens("b", items)
     assert len(taken.unwanted) == MAX_UNWANTED

@@ -84,7 +84,7 @@ async def boxes(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> As
     folder = tmp_path_factory.mktemp("apart")
     pairs = list(itertools.permutations(ROLES, 2))
     ways = dict(zip(pairs, free_ports(len(pairs)), strict=True))
-    made = listed_boxes(folder, model_dir, tuple(ROLES), ways, leader="p", route="spread")
+    made = listed_boxes(folder, model_dir, tuple(ROLES), ways, leader="p", route="least")
     async with AsyncExitStack() as stack:
         monkeypatch = stack.enter_context(pytest.MonkeyPatch.context())
         monkeypatch.setenv("SCRIPTED_CONTEXT", "65536")

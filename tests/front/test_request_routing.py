@@ -217,7 +217,7 @@ def test_an_answer_that_comes_once_the_request_is_elsewhere_or_over_moves_nothin
 
 
 def test_moves_are_no_fruitless_attempts_and_are_bounded() -> None:
-    world = apart("d", route="spread")
+    world = apart("d", route="least")
     world.accept("r")
     for _ in range(2 * MAX_MOVED_ATTEMPTS):
         place, attempt = world.machine.place_of("r")
@@ -358,7 +358,7 @@ def test_by_expert_clusters_only_a_request_of_unknown_experts_may_stay_unasked(a
 
 
 def test_an_engine_that_turned_something_away_is_asked_again_a_moment_later() -> None:
-    world = World("spread", {"d": "both"})
+    world = World("least", {"d": "both"})
     world.engines[OWN].is_up = False
     world.accept("r")
     world.happen(events.SubmitRefused("r", 1, "d:boot1"))
@@ -407,7 +407,7 @@ def test_a_request_for_its_prompts_log_probabilities_stays_here_while_there_is_a
 
 
 def test_another_boxs_load_is_what_it_said_and_what_of_ours_began_there_since() -> None:
-    world = World("spread", {"d": "both"}, slots=4)
+    world = World("least", {"d": "both"}, slots=4)
     world.hosted = 2
     world.loads["d"] = 1
     world.accept("r", "s", "t")  # 2/4 here, 1/4 there
@@ -430,7 +430,7 @@ def test_what_arrives_after_it_was_given_up_is_cancelled() -> None:
 
 def test_patience_ends_though_engines_are_looked_at_at_each_beat() -> None:
     """A suspect beside endless others, in a cluster whose beats look at all requests again."""
-    world = World("spread", {})
+    world = World("least", {})
     world.accept("old", "new")
     world.happen(world.emit("boot1", "old", 20) or events.TimePassed())
     world.die(OWN, is_back=True)

@@ -134,7 +134,8 @@ async def test_health_says_that_the_engine_is_stalled_while_it_is(
 async def test_with_its_engine_failed_a_box_takes_requests_while_another_box_serves(
     tmp_path: Path, model_dir: Path, quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = settings_for(tmp_path, model_dir, service={"max_restarts": 0, "restart_window_s": 60.0})
+    monkeypatch.setattr(restart_backoff, "WINDOW_S", 60.0)
+    settings = settings_for(tmp_path, model_dir, service={"max_restarts": 0})
     async with running(settings) as front:
         places = set[str]()
         monkeypatch.setattr(RequestRouter, "elsewhere", property(lambda _: places))
@@ -149,10 +150,10 @@ async def test_with_its_engine_failed_a_box_takes_requests_while_another_box_ser
 
 
 async def test_who_is_told_that_the_engine_keeps_failing_is_told_until_when(
-    tmp_path: Path, model_dir: Path, quick: None
+    tmp_path: Path, model_dir: Path, quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    window = {"max_restarts": 0, "restart_window_s": 60.0}
-    settings = settings_for(tmp_path, model_dir, service=window)
+    monkeypatch.setattr(restart_backoff, "WINDOW_S", 60.0)
+    settings = settings_for(tmp_path, model_dir, service={"max_restarts": 0})
     front = Front(settings, SCRIPTED, env={})
     serving = asyncio.ensure_future(front.serve())
     async with http_client(settings) as client:
@@ -249,8 +250,8 @@ async def test_too_many_deaths_end_in_errors_and_a_later_start_makes_good(
     ahead_s = [0.0]  # of the time between deaths
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead_s[0])
     monkeypatch.setattr(supervisor_module, "time", clock)
-    window = {"max_restarts": 1, "restart_window_s": 600.0}
-    settings = settings_for(tmp_path, model_dir, service=window)
+    monkeypatch.setattr(restart_backoff, "WINDOW_S", 600.0)
+    settings = settings_for(tmp_path, model_dir, service={"max_restarts": 1})
     async with running(settings) as front, http_client(settings) as client:
         waiting = asyncio.ensure_future(client.post("/v1/completions", json={"prompt": "HANG@0"}))
         await until(lambda: len(supervisor_of(front).requests) == 1)
@@ -286,8 +287,11 @@ async def test_requests_that_fell_engines_one_after_the_other_never_put_the_serv
         assert await text_of(client, "SAY{still here}END") == "still here"
 
 
-async def test_deaths_count_for_as_long_as_the_window_lasts(tmp_path: Path, model_dir: Path, quick: None) -> None:
-    settings = settings_for(tmp_path, model_dir, service={"max_restarts": 1, "restart_window_s": 0.2})
+async def test_deaths_count_for_as_long_as_the_window_lasts(
+    tmp_path: Path, model_dir: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(restart_backoff, "WINDOW_S", 0.2)
+    settings = settings_for(tmp_path, model_dir, service={"max_restarts": 1})
     async with running(settings) as front:
         for start in range(1, 5):
             await until(lambda: ready(front))
@@ -391,8 +395,9 @@ async def test_only_an_engine_that_was_told_to_stop_is_blamed_for_not_stopping(
     assert ("did not stop in time" in caplog.text) == logs
 
 
-def test_a_pause_has_an_end_however_many_deaths_there_were() -> None:
-    backoff = restart_backoff.RestartBackoff(ServiceSettings(max_restarts=5000, restart_window_s=1e6))
+def test_a_pause_has_an_end_however_many_deaths_there_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restart_backoff, "WINDOW_S", 1e6)
+    backoff = restart_backoff.RestartBackoff(ServiceSettings(max_restarts=5000))
     for death in range(1100):
         assert backoff.after_death(float(death), 0).delay_s <= restart_backoff.LONGEST_DELAY_S
 

@@ -12,6 +12,7 @@ import torch
 from edgemoe.config.settings import EngineSettings
 from edgemoe.engine.engine import Engine, EngineBudget
 from edgemoe.engine.grammar import GrammarCompiler
+from edgemoe.engine.scheduler import OUTPUT_RESERVE
 from edgemoe.engine.steps import LoadedModel, StepObservers
 from edgemoe.errors import MissingExpert
 from edgemoe.families.spec import (
@@ -188,6 +189,7 @@ class Drive:
         missing_expert_timeout_s: float = 0.0,
         observe: Callable[[StepRouting], None] | None = None,
         expect: Callable[[StepMeta, npt.NDArray[np.int16]], None] | None = None,
+        output_reserve: float = OUTPUT_RESERVE,
         **settings: Any,
     ) -> None:
         self.now_s = 0.0
@@ -204,6 +206,7 @@ class Drive:
             clock=lambda: self.now_s,
             watchers=StepObservers(observe, expect),
         )
+        self.engine.scheduler.output_reserve = output_reserve
 
     def submit(
         self,

@@ -8,7 +8,6 @@ import numpy as np
 
 from edgemoe.cluster.control.messages import BoxReport
 from edgemoe.policy.placement.pairs import Routes, heaviest_pairs
-from edgemoe.policy.replacement.traffic import TrafficCounts
 from edgemoe.types.placement import ACTIVITY_UNIT
 
 
@@ -20,9 +19,9 @@ def report(routes: Routes, experts: int, model: str = "m" * 32, *, successions: 
     pairs[:, 3] = np.minimum(pairs[:, 3] * ACTIVITY_UNIT // tokens, ACTIVITY_UNIT)
     shares = np.minimum(chosen * ACTIVITY_UNIT // tokens, ACTIVITY_UNIT)
     if successions:
-        counts = TrafficCounts(layers, experts)
-        counts.observe(routes)
-        pairs, passed = pairs[:0], counts.traffic().passed
+        chose = np.zeros((layers, tokens, experts))
+        np.put_along_axis(chose, routes.transpose(1, 0, 2).astype(np.int64), 1.0, axis=2)
+        pairs, passed = pairs[:0], chose[:-1].transpose(0, 2, 1) @ chose[1:]  # [L - 1, E, E]
         listed = np.argwhere(passed > 0)
         table = np.column_stack([listed, np.minimum(passed[tuple(listed.T)] * ACTIVITY_UNIT // tokens, ACTIVITY_UNIT)])
         more["passed"] = table.astype("<u2").tobytes()

@@ -57,7 +57,7 @@ def settings_of(folder: Path, model_dir: Path, names: Sequence[str], **cluster: 
             listen=f"127.0.0.1:{port}",
             peers_file=str(folder / "peers.toml"),
             state_dir=str(folder / name / "state"),
-            route="spread",
+            route="least",
             **cluster,
         )
         made.append(settings_for(folder / name, model_dir, cluster=own, service={"drain_s": 60.0}))

@@ -52,8 +52,10 @@ def step(seed: int, decode: tuple[bool, ...] = (True, False), lens: tuple[int, .
     )
 
 
-def record(directory: Path, steps: list[StepRouting], **limits: int) -> list[Path]:
-    recorder = Recorder(RecordSettings(dir=str(directory), **limits), HEADER)
+def record(
+    directory: Path, steps: list[StepRouting], file_bytes: int = FILE_BYTES, max_bytes: int = 1 << 30
+) -> list[Path]:
+    recorder = Recorder(RecordSettings(dir=str(directory), max_bytes=max_bytes), HEADER, file_bytes)
     for each in steps:
         recorder.add(each)
     recorder.close()
@@ -85,7 +87,7 @@ def test_hints_come_back_where_they_are_asked_for(tmp_path: Path) -> None:
     steps = [hinted(number, tokens=1 + number % 5) for number in range(2 * BLOCK_STEPS)]
     for asked in (True, False):
         header = RecordingHeader("digest", 3, 16, 2, hints=asked)
-        recorder = Recorder(RecordSettings(dir=str(tmp_path / str(asked)), file_bytes=100_000), header)
+        recorder = Recorder(RecordSettings(dir=str(tmp_path / str(asked))), header, 100_000)
         for each in steps:
             recorder.add(each)
         recorder.close()
@@ -115,7 +117,7 @@ def with_states(number: int, tokens: int, bf16: bool) -> StepRouting:
 def test_hidden_states_come_back_exactly(hints: bool, bf16: bool, tmp_path: Path) -> None:
     steps = [with_states(number, 1 + number % 5, bf16) for number in range(BLOCK_STEPS + 100)]
     header = RecordingHeader("digest", 3, 16, 2, hints, 6, bf16)
-    recorder = Recorder(RecordSettings(dir=str(tmp_path), file_bytes=100_000), header)
+    recorder = Recorder(RecordSettings(dir=str(tmp_path)), header, 100_000)
     for each in steps:
         recorder.add(each)
     recorder.close()
@@ -133,9 +135,7 @@ def test_a_step_with_more_hidden_states_than_may_wait_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recorder_module, "WAITING_BYTES", 300_000)
-    recorder = Recorder(
-        RecordSettings(dir=str(tmp_path), file_bytes=10_000), RecordingHeader("digest", 3, 16, 2, False, 6)
-    )
+    recorder = Recorder(RecordSettings(dir=str(tmp_path)), RecordingHeader("digest", 3, 16, 2, False, 6), 10_000)
     small, large = with_states(0, 2, False), with_states(0, 3000, False)
     for each in (small, large, small):
         recorder.add(each)
@@ -175,7 +175,7 @@ def test_no_more_than_the_bound_waits_for_the_writer(tmp_path: Path, monkeypatch
     go_on = threading.Event()
     write = Recorder._write
     monkeypatch.setattr(Recorder, "_write", lambda self, block: go_on.wait(20) and write(self, block))
-    recorder = Recorder(RecordSettings(dir=str(tmp_path), file_bytes=20_000), HEADER)
+    recorder = Recorder(RecordSettings(dir=str(tmp_path)), HEADER, 20_000)
     for number in range(400):
         recorder.add(step(number, (False,), (60,)))
     assert recorder.dropped > 100

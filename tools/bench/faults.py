@@ -101,7 +101,7 @@ def cluster(
     settings |= {"cluster.absent_s": kind.absent_s[0] if absent_s is None else absent_s}
     settings |= dict(kind.settings)
     if kind.spread:
-        settings["cluster.route"] = "spread"
+        settings["cluster.route"] = "least"
     own: dict[str, dict[str, object]] = {node: {"model.path": stores[node]} if stores else {} for node in NODES}
     for node, role in ROLES.items() if kind.apart else ():
         own[node]["cluster.role"] = role

@@ -90,7 +90,7 @@ def run_arm(arm: str, bed: Bed, folder: Path, store: Path, prompts: dict[str, li
         shares = arm == "together"
         more = {
             "cluster.share_experts": shares,
-            "cluster.route": "local" if shares else "spread",
+            "cluster.route": "pull" if shares else "least",
             "cluster.replicas": 1,
         }
         cluster = Cluster(bed, folder, settings | more)

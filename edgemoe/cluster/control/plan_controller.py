@@ -28,7 +28,7 @@ from edgemoe.config.settings import ClusterSettings
 from edgemoe.policy.migration import Migration, copy_s, pays
 from edgemoe.types.arrays import BoolArray, FloatArray
 from edgemoe.types.experts import layers_of_sizes
-from edgemoe.types.placement import BY_SUCCESSIONS, PlacementPlan, pack_bits
+from edgemoe.types.placement import PlacementPlan, pack_bits
 
 log = logging.getLogger(__name__)
 SETTLE_S = 1.0  # for which the reason of a new plan must last before one is made
@@ -154,7 +154,7 @@ class PlanController:
 
     def _have_steps_passed(self, seen: ClusterObserved) -> bool:
         """Whether a box has run `migrate_steps` since the last review [Gimbal, tau]."""
-        if not self._settings.migrate_steps or self._settings.placement not in BY_SUCCESSIONS:
+        if not self._settings.migrate_steps or self._settings.placement != "gimbal":
             return False
         for node, now in _steps(seen).items():
             before = self._steps.setdefault(node, now)  # a first report counts from now
@@ -218,7 +218,7 @@ class PlanController:
         sizes = np.array(seen.engine.bytes_of_layers)
         rates = np.array([bytes_per_s(seen.reports.get(node)) for node in target.nodes], np.float32)
         copying_s = copy_s(moving.now, target.homes, sizes, rates)
-        if not pays(target.now_s, target.then_s, copying_s, self._settings.migrate_s, self._settings.migrate_gain):
+        if not pays(target.now_s, target.then_s, copying_s, self._settings.migrate_s):
             saved = {"now_s": target.now_s, "then_s": target.then_s, "copying_s": copying_s}
             log.debug("a better plan would not pay", extra=saved)
             return []

@@ -1,19 +1,7 @@
 """The placement with the fewest peers called per token and layer. Imports Numba: for processes that solve.
 
-A layer waits for the slowest peer that it calls, and what a call takes is mostly its round trip, so peers are counted,
-the fewest that have what is missing, not experts. It pays to have all that a token may need of a layer in one place:
-each layer whole at one node, who calls then calls one peer, and room that is left for the (node, layer) sets of experts
-that serve most tokens whole. From there, and from `exact` where that is not far worse, a local search goes on.
-
-A step of many tokens, as of a prompt, calls a box once for all of them: so a rendezvous is shared by the tokens of a
-step, and a remote expert counts once for a step.
-
-`call_cost` is what a remote expert costs besides, as a share of a rendezvous: nearly nothing where links are slow
-against computing, half of it where an expert takes as long as the way there; the larger it is, the more the placement
-is that of `exact`. `isolation` is what an expert costs that
-the node has neither in memory nor on disk, likewise: the larger it is, the more of what its own requests need a node
-can compute when it is cut off from the others. `stay` is what it costs to give up a home of now: the search begins from
-these, too, and changes what is worth it.
+A layer waits for its slowest peer, and a call takes mostly its round trip. So peers are counted, the fewest that have
+the missing experts, not experts; a step's tokens share a call. docs/design/placement.md tells the search.
 """
 
 from __future__ import annotations
@@ -54,7 +42,6 @@ class RendezvousCosts:
     """States what is to be small besides rendezvous, and how much one counts."""
 
     call_cost: float = CALL_COST  # of a remote expert, as a share of a rendezvous
-    isolation: float = 0.0  # of one that is not on the node's disk either, likewise
     node_cost: Values | None = None  # [N] of a rendezvous of each node, as measured; None: all the same
     computed: Values | None = None  # [N, L, E] how often steps compute an expert; None: each token is a step
     steps_per_token: Values | None = None  # [N] likewise
@@ -62,9 +49,8 @@ class RendezvousCosts:
 
     def of_calls(self, problem: PlacementProblem) -> Values:
         """Returns what it costs that an expert is not at home at a node, [N, L, E]."""
-        away = np.where(problem.disks, self.call_cost, self.call_cost + self.isolation)
         computed = problem.activations if self.computed is None else self.computed
-        costs = np.asarray(away * computed * self.of_nodes(problem)[:, None, None], np.float64)
+        costs = np.asarray(self.call_cost * computed * self.of_nodes(problem)[:, None, None], np.float64)
         return costs if self.stay is None else costs + self.stay
 
     def of_layers(self, layers: IntArray) -> RendezvousCosts:
@@ -81,9 +67,9 @@ class RendezvousCosts:
         return self.of_nodes(problem) * (1.0 if self.steps_per_token is None else self.steps_per_token)
 
 
-def costs_of(expert_share: float, isolation: float = 0.0, node_cost: Values | None = None) -> RendezvousCosts:
+def costs_of(expert_share: float, node_cost: Values | None = None) -> RendezvousCosts:
     """Returns what counts where the share of a call's time is known that the other node takes for one expert."""
-    return RendezvousCosts(max(CALL_COST, expert_share), isolation, node_cost)
+    return RendezvousCosts(max(CALL_COST, expert_share), node_cost)
 
 
 def rendezvous(

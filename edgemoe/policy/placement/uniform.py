@@ -1,9 +1,7 @@
-"""Placements that know nothing of what is asked for, the literature's plain ones [Prism, IV-A].
+"""Spreads every expert once, evenly over layers and boxes in proportion to their memory, then again [Prism, IV-A].
 
-`uniform`: every expert once, spread evenly over layers and boxes in proportion to their memory, then again as often as
-wanted, as far as memory allows. Experts that a box has, on its disk or in its memory, are preferred there, so that
-nothing travels that need not; one that is on no disk stays with a box that has it in memory. `redundance`: experts at
-random, up to each box's memory.
+Experts stay where a box has them, on disk or in memory, so that no expert is copied without need. An expert that is on
+no disk stays with a box that has it in memory. Activations matter only to the order of further copies.
 """
 
 from __future__ import annotations
@@ -67,16 +65,3 @@ def _turns(problem: PlacementProblem, copy: int) -> list[tuple[int, int]]:
         return turns
     asked = problem.activations.sum(axis=0)
     return sorted(turns, key=lambda turn: -float(asked[turn]))
-
-
-def redundance(problem: PlacementProblem, rng: np.random.Generator) -> Placement:
-    """Returns every expert once in a random place, and random ones in the room that is left."""
-    disk = disk_homes(problem)
-    homes = np.zeros((len(disk), disk[0].size), np.bool_)
-    places = rng.permutation(np.repeat(np.arange(len(disk)), problem.room))
-    must = rng.permutation(np.flatnonzero(required(problem, disk).ravel()))
-    homes[places[: len(must)], must] = True
-    for node, room in enumerate(problem.room):
-        others = rng.permutation(np.flatnonzero(~homes[node] & problem.experts.ravel()))
-        homes[node, others[: int(room) - int(homes[node].sum())]] = True
-    return placed(problem, homes.reshape(disk.shape), disk)

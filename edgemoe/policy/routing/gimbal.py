@@ -1,10 +1,8 @@
 """Chooses an engine by KV usage, load and user affinity, at once.
 
-Source: [Gimbal, Algorithm 1], "DP Engine Selection Algorithm". The text looks at load whenever KV usage is not badly
-uneven, the pseudo-code only when some engine is over the threshold, where it equals round robin while KV is ample: the
-default is the text's order, the pseudo-code's is `published`. RunningLoad counts the prompt tokens that are not
-computed yet; the source's running and waiting tokens (`published`) count what lies in KV, too, which made the text's
-order worse than round robin.
+Source: [Gimbal, Algorithm 1], "DP Engine Selection Algorithm", in the order of its text, which looks at load whenever
+KV usage is not badly uneven. Load counts the prompt tokens that are not computed yet; the source counts resident tokens
+too, which made that order worse than round robin.
 """
 
 from __future__ import annotations
@@ -27,6 +25,9 @@ class GimbalThresholds:
     kv_difference: float = 0.1
     load_tokens: int = 3000
     affinity_s: float = 600.0
+
+
+DEFAULTS = GimbalThresholds()
 
 
 class UserPlaces:
@@ -54,8 +55,8 @@ class UserPlaces:
 class GimbalChoice:
     """Evens out what is uneven, and sends users where they were."""
 
-    def __init__(self, thresholds: GimbalThresholds, published: bool = False) -> None:
-        self._thresholds, self._published = thresholds, published
+    def __init__(self, thresholds: GimbalThresholds = DEFAULTS) -> None:
+        self._thresholds = thresholds
         self._turns = Turns()  # line 1
         self._users = UserPlaces(thresholds.affinity_s)
 
@@ -71,8 +72,6 @@ class GimbalChoice:
         over = most >= self._thresholds.kv_usage  # line 5
         if over and most - least.kv_usage >= self._thresholds.kv_difference:  # line 6
             return least
-        if self._published and not over:
-            return None
         idlest = min(open_, key=self._load)
         if max(map(self._load, open_)) - self._load(idlest) > self._thresholds.load_tokens:  # line 10
             return idlest
@@ -86,4 +85,4 @@ class GimbalChoice:
         return next((view for view in open_ if view.place == place), None)
 
     def _load(self, view: EngineView) -> int:
-        return view.resident_tokens if self._published else view.prefill_tokens
+        return view.prefill_tokens

@@ -344,24 +344,6 @@ def test_what_is_in_memory_in_passing_is_not_what_a_box_holds_for_the_others(sto
         np.testing.assert_array_equal(unpack_bits(held.ram, LAYERS, EXPERTS), homes)
 
 
-def test_by_the_published_policy_counts_begin_anew_with_each_plan_and_not_with_its_steps(
-    store: Path, tmp_path: Path
-) -> None:
-    a, b = boxes(store, tmp_path, [everything(), everything()], TOTAL // 2 + 2, placement="published")
-    assert a.assembly.activity is not None
-    with running(a, b):
-        plan = plan_for((a, b))
-        adopt(plan, a, b)
-        a.generate(prompts()[:1])
-        counted = a.assembly.activity.tokens
-        assert counted > 12
-        step = msgspec.structs.replace(plan, version=2, goal=plan.homes)
-        adopt(step, a, b)
-        assert a.assembly.activity.tokens == counted, "without decay"
-        adopt(msgspec.structs.replace(plan, version=3, homes=plan.homes[::-1]), a, b)
-        assert a.assembly.activity.tokens == 0
-
-
 def test_experts_change_a_box_s_devices_while_it_computes_for_itself_and_for_others(
     store: Path, alone: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

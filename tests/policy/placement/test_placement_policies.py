@@ -13,20 +13,17 @@ from support.examples import examples
 
 from edgemoe.errors import PlacementInfeasible
 from edgemoe.policy.placement.cover import protect
-from edgemoe.policy.placement.eplb import eplb
 from edgemoe.policy.placement.exact import exact
+from edgemoe.policy.placement.gimbal_placement import gimbal
 from edgemoe.policy.placement.pairs import Routes, heaviest_pairs
 from edgemoe.policy.placement.policies import POLICIES as POLICIES_BY_NAME
-from edgemoe.policy.placement.policies import Wishes, place
+from edgemoe.policy.placement.policies import PlacementFunction, PlacementOptions, place
 from edgemoe.policy.placement.prism import prism
-from edgemoe.policy.placement.prism_published import published
-from edgemoe.policy.placement.problem import Placement, PlacementProblem, slots_of
+from edgemoe.policy.placement.problem import Placement, PlacementProblem, Values, slots_of
 from edgemoe.policy.placement.rendezvous import RendezvousCosts, rendezvous, routes_for
 from edgemoe.policy.placement.score import remote_calls
-from edgemoe.policy.placement.smartmoe import smartmoe
-from edgemoe.policy.placement.uniform import redundance, uniform
+from edgemoe.policy.placement.uniform import uniform
 from edgemoe.types.experts import layers_of_sizes
-from edgemoe.types.placement import PlacementPolicy
 
 TOP_K = 2
 Policy = Callable[[PlacementProblem], Placement]
@@ -40,13 +37,16 @@ def drawn(problem: PlacementProblem, tokens: int = 12) -> list[Routes]:
     return list(np.argsort(-scores, axis=3)[..., :TOP_K].astype(np.int16))
 
 
+def passed_of(problem: PlacementProblem) -> Values:
+    """Successions of any kind, [L - 1, E, E]."""
+    _, layers, experts = problem.activations.shape
+    return np.random.default_rng(2).integers(0, 50, (layers - 1, experts, experts)).astype(np.float64)
+
+
 POLICIES: dict[str, Policy] = {
     "uniform": uniform,
-    "redundance": lambda problem: redundance(problem, np.random.default_rng(0)),
-    "smartmoe": smartmoe,
-    "eplb": eplb,
-    "published": published,
     "prism": prism,
+    "gimbal": lambda problem: gimbal(problem, passed_of(problem)),
     "exact": exact,
     "routes": lambda problem: rendezvous(problem, drawn(problem)),
     "pairs": lambda problem: rendezvous(
@@ -143,17 +143,17 @@ def test_boxes_enough_hold_each_expert_where_there_is_room_for_its_size(
     nodes, layers, experts = problem.activations.shape
     layer_bytes = sizes[:layers]
     counts = [len(part) * experts for part in layers_of_sizes(layer_bytes)]
-    wishes = Wishes(drawn(problem), RendezvousCosts(), replicas)
+    wishes = PlacementOptions(drawn(problem), RendezvousCosts(), replicas)
 
-    def placed(policy: PlacementPolicy, room: list[int]) -> Placement:
+    def placed(policy: PlacementFunction, room: list[int]) -> Placement:
         ours = replace(problem, slots=((sum(room),),) * nodes)
         return place(policy, ours, wishes, layer_bytes, [room] * nodes)
 
-    for policy in POLICIES_BY_NAME:
+    for policy in POLICIES_BY_NAME.values():
         placement = placed(policy, [2 * count for count in counts])
         assert ((placement.homes | problem.disks).sum(axis=0) >= min(replicas, nodes)).all()
     tight = [-(-count // nodes) + 2 for count in counts]
-    placement = placed("exact", tight)
+    placement = placed(POLICIES_BY_NAME["prism"], tight)
     assert placement.homes.any(axis=0).all()
     for part, room in zip(layers_of_sizes(layer_bytes), tight, strict=True):
         assert (placement.homes[:, part].sum(axis=(1, 2)) <= room).all()
@@ -185,7 +185,7 @@ def test_no_policy_gives_a_home_to_an_expert_that_a_layer_has_not_got(room: int)
     problem = PlacementProblem(((room,),) * 3, activations, TOP_K, exists=exists)
     pairs = np.array([[0, 1, 7, 50], [1, 2, 3, 50], [1, 3, 6, 50], [3, 4, 5, 50]])  # as boxes may say
     routes = routes_for(problem, [pairs] * 3, TOP_K, np.random.default_rng(0))
-    wishes = Wishes(routes, RendezvousCosts(), 2)
-    for policy in POLICIES_BY_NAME:
-        homes = place(policy, problem, wishes, [10] * 4, [[room]] * 3).homes
+    wishes = PlacementOptions(routes, RendezvousCosts(), 2)
+    for policy, function in POLICIES_BY_NAME.items():
+        homes = place(function, problem, wishes, [10] * 4, [[room]] * 3).homes
         assert (homes.any(axis=0) == exists).all(), policy

@@ -110,7 +110,7 @@ def run_live(model: Model, setting: Setting, state: Path, lesson: list[StepRouti
             runners[name] = runner = Runner(model, CONTENDERS[name], setting.link, share, own, hints=True)
             open_.enter_context(closing(runner))
             folder = str(scratch / name)
-            runner.recorder = Recorder(RecordSettings(dir=folder, max_bytes=1 << 33, file_bytes=1 << 31), header)
+            runner.recorder = Recorder(RecordSettings(dir=folder, max_bytes=1 << 33), header, 1 << 31)
             recorders.append(open_.enter_context(closing(runner.recorder)))
             if runner.controller is None:
                 runner.teach(lesson)

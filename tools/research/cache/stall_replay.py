@@ -86,7 +86,7 @@ def record(args: Namespace, scratch: Path) -> Lesson:
         header = RecordingHeader("", geometry.layers, geometry.experts, geometry.top_k, hints=True)
         folder = scratch / "steps"
         with closing(runner):
-            runner.recorder = Recorder(RecordSettings(dir=str(folder), max_bytes=1 << 33, file_bytes=1 << 31), header)
+            runner.recorder = Recorder(RecordSettings(dir=str(folder), max_bytes=1 << 33), header, 1 << 31)
             with closing(runner.recorder):
                 for number in range(args.unscored + args.rounds):
                     runner.run(1000 + number, args.tokens)

@@ -32,24 +32,25 @@ from rich.table import Table
 from edgemoe.cluster.control.messages import BoxReport
 from edgemoe.cluster.control.planning.observation import observe, successions
 from edgemoe.experts.activity import ActivityCounter
-from edgemoe.policy.placement.eplb import eplb
 from edgemoe.policy.placement.exact import exact
+from edgemoe.policy.placement.gimbal_placement import cut_between, gimbal
 from edgemoe.policy.placement.pairs import Routes, heaviest_pairs
 from edgemoe.policy.placement.prism import prism
-from edgemoe.policy.placement.prism_published import published
 from edgemoe.policy.placement.problem import Placement, PlacementProblem, Values
 from edgemoe.policy.placement.rendezvous import rendezvous, routes_for
 from edgemoe.policy.placement.score import LayerCosts, latency, remote_calls, score
-from edgemoe.policy.placement.smartmoe import smartmoe
-from edgemoe.policy.placement.uniform import redundance, uniform
-from edgemoe.policy.replacement.nodes import columns, cut_between, gimbal
-from edgemoe.policy.replacement.traffic import TrafficCounts
+from edgemoe.policy.placement.uniform import uniform
 from edgemoe.replay.trace import load
 from edgemoe.types.arrays import IntArray
 from edgemoe.types.experts import ExpertGeometry
 from edgemoe.types.step import StepMeta, StepRouting
 from edgemoe.worker.cluster import MOST_PAIRS
+from tools.research.placement.eplb import eplb
+from tools.research.placement.policies import columns, redundance
+from tools.research.placement.prism_paper import published
 from tools.research.placement.rendezvous_bound import least_rendezvous
+from tools.research.placement.smartmoe import smartmoe
+from tools.research.placement.traffic import TrafficCounts
 
 TASKS = ("intent", "law", "translation")
 DEVICES = ((1,), (1,), (1, 1))  # of each server, in equal parts

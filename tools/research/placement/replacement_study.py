@@ -28,16 +28,17 @@ import numpy as np
 
 from edgemoe.experts.compute.device_spread import spread
 from edgemoe.experts.tiers.assignments import deal
+from edgemoe.policy.placement.gimbal_placement import cut_between, gimbal
 from edgemoe.policy.placement.pairs import Routes
 from edgemoe.policy.placement.prism import prism
 from edgemoe.policy.placement.problem import PlacementProblem
 from edgemoe.policy.placement.score import score
-from edgemoe.policy.replacement.nodes import columns, cut_between, gimbal
-from edgemoe.policy.replacement.oracle import optimum
-from edgemoe.policy.replacement.relocate import anchored, published, relocate
-from edgemoe.policy.replacement.traffic import ExpertTraffic, RelocationPrices, TrafficCounts, cost, cut, loads
 from edgemoe.types.arrays import IntArray
 from tools.research.placement.placement_study import activations_of, counted, passed_in, passed_told
+from tools.research.placement.policies import columns
+from tools.research.placement.relocate import anchored, published, relocate
+from tools.research.placement.relocation_oracle import optimum
+from tools.research.placement.traffic import ExpertTraffic, RelocationPrices, TrafficCounts, cost, cut, loads
 from tools.research.simulate.workload import EXPERTS, TASKS, Task, tasks_of
 
 PAIRS = 32  # on the anchor, of the published form: the strongest

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from edgemoe.policy.routing.baselines import Push, Turns, least_requests
+from edgemoe.policy.routing.baselines import Push, Turns
 from edgemoe.policy.routing.by_experts import DecodeTimes, PromptForecast, UnionTerm
 from edgemoe.policy.routing.expert_union import absence
 from edgemoe.policy.routing.gimbal import GimbalChoice, GimbalThresholds
@@ -25,6 +25,7 @@ from edgemoe.policy.routing.offers import Assignment, EngineView, Offered, Routi
 from edgemoe.policy.routing.pull import Pull, PullLimits
 from edgemoe.types.arrays import FloatArray
 from tools.bench.stats import interval
+from tools.research.routing.policies import least_requests
 from tools.research.routing.routing_known import before
 from tools.research.routing.routing_residency import homes
 from tools.research.simulate.decode_pool import DecodeCosts
@@ -43,7 +44,7 @@ RATES = (0.9, 1.0)  # of saturation
 FAR = 4.0
 MOST_PROMPT = 16_384
 STRETCH, TURNS, STARTS = 4000, 3, 4000  # requests of the trace; of a user, among them; where a stretch may begin
-PULLED: dict[str, Any] = {"order": "linear", "output_reserve": 0.25}
+PULLED: dict[str, Any] = {"order": "sjf", "output_reserve": 0.25}
 FIGURES = ("ttft_mean_s", "ttft_p99_s", "tpot_p50_s", "tpot_p99_s", "experts", "hit_rate", "ended_per_s")
 
 

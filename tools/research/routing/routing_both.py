@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from edgemoe.policy.routing.baselines import Push, Turns, fewest, least_requests
+from edgemoe.policy.routing.baselines import Push, Turns, fewest
 from edgemoe.policy.routing.by_experts import BandChoice, DecodeTimes, PromptForecast, UnionChoice, UnionTerm
 from edgemoe.policy.routing.cluster_fit import fit_clusters
 from edgemoe.policy.routing.expert_clusters import ExpertClusters
@@ -23,6 +23,7 @@ from edgemoe.policy.routing.locality_band import BandRouting, LocalityBand
 from edgemoe.policy.routing.offers import RoutingPolicy
 from edgemoe.policy.routing.pull import Pull, PullLimits
 from edgemoe.types.arrays import FloatArray
+from tools.research.routing.policies import least_requests
 from tools.research.simulate.decode_pool import DecodeCosts
 from tools.research.simulate.decode_traffic import FIT_SHARE, MODELS, Source, recorded, sources_of, step_costs
 from tools.research.simulate.serving.cluster import cluster_of, jobs_of
@@ -35,7 +36,7 @@ from tools.research.simulate.serving.workload import Load, Trace, at_rate, azure
 ENGINES, SLOTS, REQUESTS = 4, 16, 600
 KV_TOKENS = {"ample": 1 << 22, "tight": 20_000}  # of an engine
 RATES = (0.6, 0.9, 1.0)  # of saturation
-PULLED: dict[str, Any] = {"order": "linear", "output_reserve": 0.25}
+PULLED: dict[str, Any] = {"order": "sjf", "output_reserve": 0.25}
 Run = tuple[Load, list[Source], ExpertClusters]
 
 

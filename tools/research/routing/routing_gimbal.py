@@ -16,11 +16,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from edgemoe.policy.routing.baselines import Push, Turns, fewest, least_requests
-from edgemoe.policy.routing.gimbal import GimbalChoice, GimbalThresholds
+from edgemoe.policy.routing.baselines import Push, Turns, fewest
+from edgemoe.policy.routing.gimbal import GimbalChoice
 from edgemoe.policy.routing.offers import RoutingPolicy
 from edgemoe.policy.routing.pull import Pull, PullLimits
 from tools.bench.stats import interval
+from tools.research.routing.policies import PseudoCodeGimbal, least_requests
 from tools.research.simulate.serving.cluster import Knowledge, cluster_of, jobs_of
 from tools.research.simulate.serving.engine import EngineShape
 from tools.research.simulate.serving.fitting import errors, fit, halves, of_one, read, times_of
@@ -43,7 +44,7 @@ KV_TOKENS = {"ample": 1 << 22, "tight": 40_000}  # of an engine
 ENGINES, SLOTS, REQUESTS = 4, 32, 1000
 SATURATING = 3000  # requests that are there from the start, to find the rate of saturation
 MOONCAKE_SLOTS, MOONCAKE_REQUESTS = 32, 2000
-PULLED: dict[str, Any] = {"order": "linear", "output_reserve": 0.25}
+PULLED: dict[str, Any] = {"order": "sjf", "output_reserve": 0.25}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ class Setting(NamedTuple):
 
 
 def algorithm_1(published: bool = False) -> RoutingPolicy:
-    return Push(GimbalChoice(GimbalThresholds(), published))
+    return Push(PseudoCodeGimbal() if published else GimbalChoice())
 
 
 def pull(**limits: Any) -> RoutingPolicy:

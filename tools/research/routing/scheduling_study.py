@@ -28,13 +28,15 @@ from rich.table import Table
 
 from edgemoe.config.settings import EngineSettings
 from edgemoe.engine.blocks import BlockManager
-from edgemoe.engine.scheduler import ChunkBudget, Scheduler
+from edgemoe.engine.scheduler import ChunkBudget, PrefillWork, Scheduler
 from edgemoe.engine.sequence import Sequence
 from edgemoe.types.request import Request, Sampling
 from tools.bench.stats import interval
+from tools.research.routing.queue_orders import QueueOrder, order
 
 console = Console(stderr=True)
-RULES = ("linear", "gimbal", "fcfs")
+THRESHOLD_S = 5.0  # at which age a request goes first [Gimbal, Algorithm 2]
+RULES: tuple[QueueOrder, ...] = ("sjf", "gimbal", "fcfs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +79,37 @@ def stretch_of(trace: Load, seed: int, count: int) -> Load:
     return Load(trace.at_s[part], trace.prompt[part], trace.output[part])
 
 
-def simulate(load: Load, settings: EngineSettings, costs: Costs, blocks: int) -> npt.NDArray[np.float64]:
-    """Seconds to the first token of each request, [n]."""
+class RuledScheduler(Scheduler):
+    """Orders the queue by a rule that may be one for comparison."""
+
+    def __init__(
+        self, settings: EngineSettings, blocks: BlockManager, budget: ChunkBudget, rule: QueueOrder, aging: float
+    ) -> None:
+        """`aging` is in tokens per second; 0: by the speed of prefill."""
+        super().__init__(
+            msgspec.structs.replace(settings, scheduler="fcfs" if rule == "gimbal" else rule), blocks, budget
+        )
+        self._rule, self._aging = rule, aging
+
+    @property
+    def aging_tokens_per_s(self) -> float:
+        return self._aging or super().aging_tokens_per_s
+
+    def _in_order(self, waiters: list[PrefillWork], now_s: float) -> list[PrefillWork]:
+        if self._rule != "gimbal" or len(waiters) < 2:
+            return super()._in_order(waiters, now_s)
+        tokens = np.array([waiter.tokens for waiter in waiters])
+        waited_s = now_s - np.array([waiter.seq.arrived_s for waiter in waiters])
+        return [waiters[i] for i in order(tokens, waited_s, "gimbal", self.aging_tokens_per_s, THRESHOLD_S)]
+
+
+def simulate(
+    load: Load, settings: EngineSettings, costs: Costs, blocks: int, rule: QueueOrder = "sjf", aging: float = 0.0
+) -> npt.NDArray[np.float64]:
+    """Returns the seconds to the first token of each request, [n]."""
     manager = BlockManager(blocks, layers=1, experts=1, prefix_cache=False)
     chunk_budget = ChunkBudget(settings.step_tokens, settings.mixed_step_s)
-    scheduler = Scheduler(settings, manager, chunk_budget)
+    scheduler = RuledScheduler(settings, manager, chunk_budget, rule, aging)
     first_s = np.full(len(load.at_s), np.nan)
     now_s, arrived = 0.0, 0
     while np.isnan(first_s).any() or not scheduler.idle:
@@ -142,7 +170,6 @@ def study(args: argparse.Namespace) -> dict[str, Any]:
         max_sequences=args.max_sequences,
         step_tokens=args.step_tokens,
         max_queue=10**6,
-        aging_tokens_per_s=args.aging_tokens_per_s,
     )
     blocks = args.kv_tokens // 16
     probe = stretch_of(trace, 10**6, args.requests)
@@ -151,7 +178,7 @@ def study(args: argparse.Namespace) -> dict[str, Any]:
     for seed in track(range(args.seeds), "seeds", console=console):
         load = stretch_of(trace, seed, args.requests).at_rate(rate)
         for rule in RULES:
-            ttft[rule].append(simulate(load, _with(settings, rule), costs, blocks))
+            ttft[rule].append(simulate(load, settings, costs, blocks, rule, args.aging_tokens_per_s))
     figures = {
         rule: {
             "mean_s": np.array([t.mean() for t in times]),
@@ -167,14 +194,10 @@ def study(args: argparse.Namespace) -> dict[str, Any]:
         "aging_tokens_per_s": args.aging_tokens_per_s,
         "seeds": args.seeds,
         "ttft": {r: {k: round(float(v.mean()), 3) for k, v in f.items()} for r, f in figures.items()},
-        "linear_against_fcfs": {k: paired(figures["linear"][k], figures["fcfs"][k]) for k in ("mean_s", "p99_s")},
-        "linear_against_gimbal": {k: paired(figures["linear"][k], figures["gimbal"][k]) for k in ("mean_s", "p99_s")},
+        "sjf_against_fcfs": {k: paired(figures["sjf"][k], figures["fcfs"][k]) for k in ("mean_s", "p99_s")},
+        "sjf_against_gimbal": {k: paired(figures["sjf"][k], figures["gimbal"][k]) for k in ("mean_s", "p99_s")},
         "gimbal_against_fcfs": {k: paired(figures["gimbal"][k], figures["fcfs"][k]) for k in ("mean_s", "p99_s")},
     }
-
-
-def _with(settings: EngineSettings, rule: str) -> EngineSettings:
-    return msgspec.structs.replace(settings, scheduler=rule)
 
 
 def show(result: dict[str, Any]) -> None:
@@ -200,7 +223,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--kv-tokens", type=int, default=65536)
     p.add_argument("--max-sequences", type=int, default=64)
     p.add_argument("--step-tokens", type=int, default=512)
-    p.add_argument("--aging-tokens-per-s", type=float, default=EngineSettings().aging_tokens_per_s)
+    p.add_argument("--aging-tokens-per-s", type=float, default=0.0)
     p.add_argument("--max-prompt-tokens", type=int, default=8192)
     p.add_argument("--json", action="store_true", help="only the JSON line, no table")
     return p

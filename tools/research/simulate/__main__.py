@@ -22,13 +22,13 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from edgemoe.types.placement import PlacementPolicy
+from tools.research.placement.policies import POLICIES
 from tools.research.simulate.bed.fitting import BedCosts
 from tools.research.simulate.bed.runs import read_runs
 from tools.research.simulate.bed.scoring import scored, summary
@@ -38,7 +38,6 @@ from tools.research.simulate.study import Setting, outcome, servers_of
 from tools.research.simulate.workload import EXPERT_NUMBERS, Task, poisson, tasks_of, traced
 
 TEST_BED = "testbed"
-POLICIES: tuple[PlacementPolicy, ...] = get_args(PlacementPolicy)
 console = Console(stderr=True)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from edgemoe.policy.routing.baselines import Anywhere, BetterOfTwo, ByLabel, Push, Turns, fewest, least_requests
+from edgemoe.policy.routing.baselines import Push, Turns, fewest
 from edgemoe.policy.routing.by_experts import BandChoice, DecodeTimes, PromptForecast, UnionChoice, UnionTerm
 from edgemoe.policy.routing.cluster_fit import fit_clusters
 from edgemoe.policy.routing.expert_clusters import ExpertClusters
@@ -20,6 +20,7 @@ from edgemoe.policy.routing.gimbal import GimbalChoice, GimbalThresholds
 from edgemoe.policy.routing.offers import RoutingPolicy
 from edgemoe.policy.routing.pull import Pull, PullLimits
 from edgemoe.types.arrays import FloatArray
+from tools.research.routing.policies import Anywhere, BetterOfTwo, ByLabel, least_requests
 from tools.research.simulate.decode_pool import DecodeOutcome
 from tools.research.simulate.decode_router import place, serve
 from tools.research.simulate.decode_traffic import Scene, recorded

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from edgemoe.policy.placement.pairs import heaviest_pairs
-from edgemoe.policy.placement.policies import Wishes, place
+from edgemoe.policy.placement.policies import PlacementOptions, place
 from edgemoe.policy.placement.problem import Placement, PlacementProblem
 from edgemoe.policy.placement.rendezvous import RendezvousCosts, routes_for
 from edgemoe.policy.placement.score import masks_of
-from edgemoe.types.placement import PlacementPolicy
+from tools.research.placement.policies import POLICIES
 from tools.research.simulate.costs import Costs
 from tools.research.simulate.events import Cluster, all_computing, simulate
 from tools.research.simulate.heap import Numbers
@@ -28,7 +28,7 @@ class Setting:
     """What is varied. One figure each."""
 
     gpus: int = 4
-    policy: PlacementPolicy = "rendezvous"
+    policy: str = "rendezvous"
     share: float = 0.35  # of a model's experts that a GPU has room for [Prism, IV-A]
     mbit_s: float = 500.0
     delay_s: float = 0.1e-3  # one way
@@ -58,7 +58,9 @@ def placed_by(setting: Setting, tasks: list[Task], servers: list[int]) -> Placem
     problem = PlacementProblem(tuple((room,) * gpus for gpus in servers), np.stack([counts[kind] for kind in kinds]))
     top_k = seen[0].shape[2]
     routes = routes_for(problem, [pairs[kind] for kind in kinds], top_k, np.random.default_rng(setting.seed))
-    return place(setting.policy, problem, Wishes(routes, RendezvousCosts(), 1), [1] * len(counts[0]), [])
+    return place(
+        POLICIES[setting.policy], problem, PlacementOptions(routes, RendezvousCosts(), 1), [1] * len(counts[0]), []
+    )
 
 
 def cluster_of(setting: Setting, placement: Placement, servers: list[int], costs: Costs) -> Cluster:

@@ -13,7 +13,6 @@ import pytest
 from safetensors.numpy import load_file
 
 from edgemoe.cluster.control.plan_store import read_plan
-from edgemoe.types.placement import PlacementPolicy
 from tools.research.placement.prism.__main__ import main
 from tools.research.placement.prism.models import STAND_INS, WORDS, Model, make_constructed, task_of, words_of
 from tools.research.placement.prism.moving import moving_runs, moving_s, took_s
@@ -91,7 +90,7 @@ def test_a_tasks_prompts_are_of_its_words() -> None:
 
 @pytest.mark.parametrize("method", [METHODS[0], *(pytest.param(each, marks=pytest.mark.slow) for each in METHODS[1:])])
 def test_boxes_start_by_the_methods_plan_within_their_memory(
-    method: PlacementPolicy, model: Model, routes: dict[str, Any], tmp_path: Path
+    method: str, model: Model, routes: dict[str, Any], tmp_path: Path
 ) -> None:
     profile = Profile({}, {}, routes, routes)
 

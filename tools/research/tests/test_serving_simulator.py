@@ -72,7 +72,7 @@ def test_every_request_ends_with_all_its_tokens_and_every_block_comes_back(
     requests = [offered(n, row[0], row[2], prefixes[n]) for n, row in enumerate(rows)]
     policy = Pull(PullLimits()) if pulled else Push(Turns())
     jobs = jobs_of(requests, [output for _, output, _ in rows])
-    shape = replace(SHAPE, order="linear", output_reserve=0.25, plans_ahead=plans_ahead)
+    shape = replace(SHAPE, order="sjf", output_reserve=0.25, plans_ahead=plans_ahead)
     cluster = cluster_of(2, shape, policy, knowledge, key_tokens=16)
     cluster.serve(jobs)
     ttft_s, tpot_s = times_of(jobs)

@@ -53,7 +53,6 @@ class PlacementQuestion(NumberedMessage, frozen=True):
     layer_experts: LayerCounts
     layer_bytes: LayerBytes
     replicas: Count
-    isolation: Rate
     boxes: Annotated[tuple[PlacementBox, ...], Meta(max_length=MAX_NODES)]
     horizon_s: Rate = 0.0  # within which a move must pay; 0: moves cost nothing
 

@@ -15,13 +15,12 @@ from edgemoe.cluster.control.planning.targets import problem_of
 from edgemoe.errors import PlacementInfeasible
 from edgemoe.guard import refuse_pickle
 from edgemoe.helper.child_process import serve
-from edgemoe.policy.placement.policies import Wishes, place
+from edgemoe.policy.placement.policies import POLICIES, PlacementOptions, place
 from edgemoe.policy.placement.problem import PlacementProblem, Values, as_served, refuse_nowhere
 from edgemoe.policy.placement.rendezvous import costs_of, rendezvous_cost, routes_for
 from edgemoe.policy.placement.score import remote_calls
-from edgemoe.policy.replacement.nodes import refined_cost
 from edgemoe.types.arrays import BoolArray
-from edgemoe.types.placement import ACTIVITY_UNIT, BY_SUCCESSIONS, pack_bits, unpack_bits
+from edgemoe.types.placement import ACTIVITY_UNIT, pack_bits, unpack_bits
 
 
 def solve(asked: PlacementQuestion) -> PlacementAnswer:
@@ -29,14 +28,14 @@ def solve(asked: PlacementQuestion) -> PlacementAnswer:
     reports = [box.report for box in asked.boxes]
     seen = observe(reports, asked.layers, asked.experts)
     problem = problem_of(asked, seen)
-    costs = costs_of(seen.expert_share, asked.isolation, seen.call_s / seen.call_s.mean())
+    costs = costs_of(seen.expert_share, seen.call_s / seen.call_s.mean())
     costs = replace(costs, computed=seen.computed, steps_per_token=seen.steps_per_token)
     policy = asked.policy if seen.top_k else "uniform"  # if no box has reported any choices
-    wishes = Wishes([], costs, asked.replicas)
+    wishes = PlacementOptions([], costs, asked.replicas)
     now = np.stack([unpack_bits(box.homes, asked.layers, asked.experts) for box in asked.boxes])
     if policy == "rendezvous":
         wishes = replace(wishes, routes=routes_for(problem, seen.pairs, seen.top_k, np.random.default_rng(0)))
-    elif policy in BY_SUCCESSIONS:
+    elif policy == "gimbal":
         wishes = replace(wishes, passed=successions(reports, seen))
     held = wishes
     try:
@@ -44,7 +43,7 @@ def solve(asked: PlacementQuestion) -> PlacementAnswer:
         now_cost = _cost(problem, wishes, now)
         if policy == "rendezvous" and asked.horizon_s and now.any():
             held = replace(wishes, costs=replace(costs, stay=_stay(asked, seen, now, now_cost)))
-        placement = place(policy, problem, held, asked.layer_bytes, [box.rooms for box in asked.boxes])
+        placement = place(POLICIES[policy], problem, held, asked.layer_bytes, [box.rooms for box in asked.boxes])
     except PlacementInfeasible as error:
         return PlacementAnswer(asked.number, infeasible=str(error), missing_bytes=error.missing_bytes)
     second = float(seen.per_s * seen.call_s.mean())
@@ -65,7 +64,7 @@ def _stay(asked: PlacementQuestion, seen: Observation, now: BoolArray, now_cost:
     return np.asarray(now * (now_cost * copying_s / asked.horizon_s)[:, :, None], np.float64)
 
 
-def _cost(problem: PlacementProblem, wishes: Wishes, homes: BoolArray) -> float:
+def _cost(problem: PlacementProblem, wishes: PlacementOptions, homes: BoolArray) -> float:
     """Returns the cost that the policy minimizes: rendezvous, remote calls and cuts, or remote calls."""
     placement = as_served(problem, homes)
     if wishes.routes:
@@ -83,7 +82,7 @@ def compile_all() -> None:
     everything = pack_bits(np.ones((layers, experts), np.bool_))
     box = PlacementBox((layers * experts,), everything, everything, everything, BoxReport("", 1.0, chosen, pairs=pairs))
     counts, sizes = (experts,) * layers, (1,) * layers
-    solve(PlacementQuestion(0, "rendezvous", layers, experts, counts, sizes, 1, 0.0, (box, box)))
+    solve(PlacementQuestion(0, "rendezvous", layers, experts, counts, sizes, 1, (box, box)))
 
 
 if __name__ == "__main__":

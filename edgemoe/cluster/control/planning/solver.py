@@ -60,7 +60,7 @@ class PlanSolver:
         settings = self._settings
         if task.urgent or settings.placement == "uniform":
             return await asyncio.to_thread(make_target, task)
-        asked = await asyncio.to_thread(make_question, task, settings.placement, settings.isolation, settings.migrate_s)
+        asked = await asyncio.to_thread(make_question, task, settings.placement, settings.migrate_s)
         boxes = len(asked.boxes)
         solved = await _answer(
             self._solving, asked, PlacementAnswer, lambda it: it.infeasible or len(it.homes) == len(it.disk) == boxes

@@ -174,7 +174,7 @@ def _experts_of(engine: EngineDescription, serving: EngineDescription) -> tuple[
 
 
 def make_question(
-    task: PlacementTask, policy: PlacementPolicy = "uniform", isolation: float = 0.0, horizon_s: float = 0.0
+    task: PlacementTask, policy: PlacementPolicy = "uniform", horizon_s: float = 0.0
 ) -> PlacementQuestion:
     """Returns the solver's question. Raises PlacementInfeasible if no box can be a home."""
     engine, there, now = task.engine, task.available, task.now
@@ -200,7 +200,6 @@ def make_question(
         layer_experts=engine.experts_of_layers,
         layer_bytes=engine.bytes_of_layers,
         replicas=task.replicas,
-        isolation=isolation,
         boxes=boxes,
         horizon_s=horizon_s,
     )

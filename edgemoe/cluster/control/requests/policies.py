@@ -9,7 +9,7 @@ from edgemoe.cluster.control.requests.offer_queue import OfferQueue
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.policy.routing.baselines import Push
 from edgemoe.policy.routing.by_experts import UNMEASURED, UnionChoice, UnionTerm
-from edgemoe.policy.routing.gimbal import GimbalChoice, GimbalThresholds
+from edgemoe.policy.routing.gimbal import GimbalChoice
 from edgemoe.policy.routing.locality_band import BandRouting, LocalityBand
 from edgemoe.policy.routing.offers import RoutingPolicy
 from edgemoe.policy.routing.pull import Pull, PullLimits
@@ -17,12 +17,9 @@ from edgemoe.policy.routing.pull import Pull, PullLimits
 
 def make_policy(settings: ClusterSettings, band: LocalityBand) -> RoutingPolicy:
     """Returns the policy by which this box decides while it leads; pull where its own requests ask nobody."""
-    pull = Pull(PullLimits(affinity_s=settings.route_affinity_s), UnionTerm(UNMEASURED))
-    if settings.route in ("gimbal", "published"):
-        thresholds = GimbalThresholds(
-            settings.route_kv_usage, settings.route_kv_difference, settings.route_load_tokens, settings.route_affinity_s
-        )
-        return Push(GimbalChoice(thresholds, published=settings.route == "published"))
+    if settings.route == "gimbal":
+        return Push(GimbalChoice())
+    pull = Pull(PullLimits(), UnionTerm(UNMEASURED))
     return BandRouting(band, pull) if settings.route == "eldr" else pull
 
 

@@ -35,6 +35,7 @@ from edgemoe.config.settings import ClusterSettings
 from edgemoe.errors import PlanningFailed
 from edgemoe.policy.routing.baselines import fewest
 from edgemoe.policy.routing.dispatches import FORGET_S
+from edgemoe.policy.routing.gimbal import GimbalThresholds
 from edgemoe.policy.routing.locality_band import LocalityBand
 from edgemoe.policy.routing.offers import Assignment, EngineView, Offered
 from edgemoe.policy.routing.pull import Pull, PullLimits
@@ -236,7 +237,7 @@ def test_an_engine_that_has_gone_gets_nothing_even_if_it_comes_back_until_it_say
     assert granted(queue.handle(Uses("a", idle("a")))) == [(1, "a:a1")]
 
 
-@pytest.mark.parametrize("route", ["gimbal", "published"])
+@pytest.mark.parametrize("route", ["gimbal"])
 def test_a_user_goes_where_he_went_before_by_whatever_front_until_that_is_long_ago(route: str) -> None:
     queue, clock = queue_of(route)
     for node in NODES:
@@ -245,7 +246,7 @@ def test_a_user_goes_where_he_went_before_by_whatever_front_until_that_is_long_a
     granted(queue.handle(Offers("a", offer(2, user=8))))
     (again,) = granted(queue.handle(Offers("b", offer(3, user=7))))
     assert again[1] == first[1]
-    clock.now_s += ClusterSettings().route_affinity_s + 1
+    clock.now_s += GimbalThresholds().affinity_s + 1
     places = {granted(queue.handle(Offers("c", offer(4 + n, user=7 + 10 * n))))[0][1] for n in range(3)}
     assert len(places) == 3
 
@@ -261,7 +262,7 @@ def test_a_request_is_pulled_by_its_own_box_or_by_that_of_its_user_for_a_while()
     queue.handle(Uses("b", idle("b", taken=[("b", 1)])))
     assert granted(queue.handle(Offers("c", asked(2)))) == [(2, "b:b1")]
     queue.handle(Uses("b", idle("b", taken=[("c", 2)])))
-    clock.now_s += ClusterSettings().route_affinity_s + 1
+    clock.now_s += GimbalThresholds().affinity_s + 1
     assert granted(queue.handle(Offers("c", asked(3)))) == [(3, "c:c1")]
 
 
@@ -304,7 +305,7 @@ OFFERS = st.builds(
 SIZED = st.sampled_from([everybody()._replace(sizes=sizes) for sizes in (SIZES, ModelSizes(2, 6), ModelSizes())])
 
 
-@pytest.mark.parametrize("route", ["pull", "eldr", "gimbal", "published"])
+@pytest.mark.parametrize("route", ["pull", "eldr", "gimbal"])
 @given(said=st.lists(st.one_of(USES, OFFERS, SIZED), min_size=2, max_size=6))
 @chosen(max_examples=examples(20), deadline=None)
 def test_whatever_a_box_may_say_the_queue_goes_on(

@@ -47,7 +47,7 @@ from tools.research.placement.prism.tables import skew_tables, tables
 PARTS = ("methods", "migration", "redirection", "share")
 LONG = "long"
 LONG_S, LONG_MIGRATE_S = 1800.0, 300.0
-MOVED = (("published", 60.0), ("published", 0.0), ("rendezvous", 60.0), ("rendezvous", 0.0))
+MOVED = (("prism", 60.0), ("prism", 0.0), ("rendezvous", 60.0), ("rendezvous", 0.0))
 HOW = {"share": measure_share, "moving": measure_moving}  # parts that are measured otherwise
 BESIDE = (ALONE, REDIRECT, "redundance", "rendezvous")
 

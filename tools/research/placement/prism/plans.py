@@ -1,35 +1,34 @@
 """Where each method puts experts by what is known beforehand, written where daemons look for the plan that they go by.
 
 All boxes start with the same plan on disk, as after a restart of all: the agreement that begins anew takes it up. From
-then on the leader looks for better ones by the same method, its setting `cluster.placement`.
+then on the leader looks for better ones by the same method, where that is one of `cluster.placement`, else by none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from edgemoe.policy.placement.pairs import Routes, heaviest_pairs
-from edgemoe.policy.placement.policies import Wishes, place
+from edgemoe.policy.placement.policies import PlacementOptions, place
 from edgemoe.policy.placement.problem import Placement, PlacementProblem, Values
 from edgemoe.policy.placement.rendezvous import costs_of, routes_for
 from edgemoe.store.manifest import Manifest
 from edgemoe.types.arrays import BoolArray
-from edgemoe.types.placement import BY_SUCCESSIONS, PLAN_FORMAT, PlacementPlan, PlacementPolicy, pack_bits
+from edgemoe.types.placement import PLAN_FORMAT, PlacementPlan, pack_bits
 from tools.research.placement.placement_study import activations_of
+from tools.research.placement.policies import POLICIES
 from tools.research.placement.prism.models import Model
 from tools.research.placement.prism.profile import PROMPT_TOKENS, Profile, geometry_of
 from tools.testbed.daemons import Cluster
 
 NODES = ("a", "b", "c")
 DEVICES = (1, 1, 2)  # of each box [Prism, IV-A]
-METHODS: tuple[PlacementPolicy, ...] = tuple(
-    each for each in get_args(PlacementPolicy) if each not in ("prism", *BY_SUCCESSIONS)
-)
+METHODS = tuple(each for each in POLICIES if each not in ("prism", "gimbal", "columns"))
 STILL = ("uniform", "redundance")  # methods that never migrate [Prism, IV-B]
 PAIRS = 900  # of a layer, the heaviest: what fits into a report
 
@@ -79,7 +78,7 @@ def steps_of(model: Model, setting: str, by_task: dict[str, Routes]) -> tuple[Va
     )
 
 
-def place_by(method: PlacementPolicy, model: Model, setting: str, profile: Profile) -> Placement:
+def place_by(method: str, model: Model, setting: str, profile: Profile) -> Placement:
     """Returns the method's placement for boxes that get the setting's tasks."""
     geometry = geometry_of(model.store)
     seen = mixed_routes(model, setting, profile.seen)
@@ -92,7 +91,7 @@ def place_by(method: PlacementPolicy, model: Model, setting: str, profile: Profi
         routes = routes_for(problem, pairs, geometry.top_k, np.random.default_rng(0))
     computed, steps_per_token = steps_of(model, setting, profile.seen)
     costs = replace(costs_of(model.expert_share), computed=computed * tokens, steps_per_token=steps_per_token)
-    return place(method, problem, Wishes(routes, costs, 1), [1] * geometry.layers, [])
+    return place(POLICIES[method], problem, PlacementOptions(routes, costs, 1), [1] * geometry.layers, [])
 
 
 def partly_remote(model: Model, remote: float) -> BoolArray:

@@ -19,10 +19,10 @@ import numpy as np
 from edgemoe.policy.placement.score import score
 from edgemoe.telemetry import metrics as names
 from edgemoe.types.arrays import BoolArray
-from edgemoe.types.placement import PlacementPolicy
 from tools.bench.fault_trial import clock
 from tools.bench.faults import POLICY, common
 from tools.bench.stats import core_s
+from tools.research.placement.policies import SERVED
 from tools.research.placement.prism.models import Model
 from tools.research.placement.prism.plans import (
     DEVICES,
@@ -113,11 +113,11 @@ def settings_of(model: Model, run: Run) -> dict[str, object]:
         "memory.kv_bytes": "16MiB",
         "engine.max_sequences": 16,
         "cache.policy": POLICY,
-        "cluster.placement": run.method if run.method in METHODS else "uniform",
-        "cluster.migrate_s": 0.0 if apart or run.method in STILL else run.migrate_s,
+        "cluster.placement": run.method if run.method in SERVED else "uniform",
+        "cluster.migrate_s": 0.0 if apart or run.method in STILL or run.method not in SERVED else run.migrate_s,
         "cluster.replicas": 1,
         "cluster.share_experts": not apart,
-        "cluster.route": "spread" if run.method == REDIRECT else "local",
+        "cluster.route": "least" if run.method == REDIRECT else "pull",
         "cluster.coordination": "single",
         "cluster.leader": NODES[-1],  # which has most: so the solver weighs on the same box in every run
     }
@@ -227,7 +227,7 @@ def measure(
     profile: Profile,
     machine: Machine,
     folder: Path,
-    first: PlacementPolicy | None = None,
+    first: str | None = None,
     goal: BoolArray | None = None,
 ) -> Record:
     """Returns what came of a run's requests. The first plan is by the run's method, or by another one; see `boxes`."""

@@ -42,7 +42,7 @@ def references(model: Model, work: Path) -> dict[int, str]:
     kept = work / f"answers-{model.name}-{sizes}-{Manifest.load(model.store).digest[:12]}.json"
     if not kept.exists():
         with Bed(["alone"]) as bed, tempfile.TemporaryDirectory(dir=work) as scratch:
-            alone = settings(model.store, Kind("local")) | {"cluster.node": ""}
+            alone = settings(model.store, Kind("pull")) | {"cluster.node": ""}
             daemon = Daemon(bed["alone"], Path(scratch), alone)
             try:
                 daemon.start()

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from edgemoe.policy.routing.baselines import Push, Turns, fewest
+from edgemoe.policy.routing.baselines import Push, fewest
 from edgemoe.policy.routing.offers import Offered, RoutingPolicy
 from edgemoe.policy.routing.pull import Pull, PullLimits
 from edgemoe.telemetry import metrics as names
@@ -96,7 +96,7 @@ def simulated(
         slots,
         int(daemons[0].metrics()[names.KV_BLOCKS]),
         step_tokens=STEP_TOKENS,
-        order="linear",
+        order="sjf",
         output_reserve=0.25,
     )
     expected = float(np.mean([one.output_tokens for one in requests]))
@@ -105,7 +105,7 @@ def simulated(
         for n, one in enumerate(requests)
     ]
     jobs = jobs_of(offered, [one.output_tokens for one in requests])
-    policies: dict[str, RoutingPolicy] = {"pull": Pull(PullLimits()), "spread": Push(fewest), "local": Push(Turns())}
+    policies: dict[str, RoutingPolicy] = {"pull": Pull(PullLimits()), "least": Push(fewest)}
     cluster_of(len(daemons), shape, policies[rule]).serve(jobs)
     ttft_s, tpot_s = times_of(jobs)
     long = np.array([job.output > 1 for job in jobs])

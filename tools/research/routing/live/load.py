@@ -36,7 +36,7 @@ REQUESTS = {"demo": 200, "constructed": 48}  # of a round
 APART = {"demo": 100, "constructed": 24}
 WARM, AT_ONCE = 40, 50  # requests before the first round; those whose rate is measured
 SHARES = (0.25, 0.5)  # of that rate, where prefill and decode may be apart
-LOADED, LOAD = ("pull", "spread", "local"), 0.5
+LOADED, LOAD = ("pull", "least"), 0.5
 KINDS = {"mixed": Kind(), "apart": Kind(apart=True)}
 HANDED = (names.HANDED_OVER, names.KV_PULL_FAILURES)
 

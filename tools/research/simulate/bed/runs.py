@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from edgemoe.types.arrays import BoolArray
-from edgemoe.types.placement import PlacementPolicy
 from tools.bench.fault_runs import read
 from tools.research.placement.placement_study import activations_of
 from tools.research.placement.prism.models import MODELS, Model
@@ -95,7 +94,7 @@ class BedRuns:
 
     def _homes(self, method: str, setting: str) -> BoolArray:
         if (method, setting) not in self.placed:
-            policy: PlacementPolicy = next(each for each in METHODS if each == method)
+            policy = next(each for each in METHODS if each == method)
             self.placed[method, setting] = place_by(policy, self.model, setting, self.profile).homes
         return self.placed[method, setting]
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
-from edgemoe.policy import sjf
 from edgemoe.policy.routing.expert_union import absence
 from edgemoe.policy.routing.offers import EngineView, Offered
 from edgemoe.types.arrays import FloatArray
+from tools.research.routing import queue_orders
+from tools.research.routing.queue_orders import QueueOrder
 from tools.research.simulate.serving.prefixes import PrefixCache
 from tools.research.simulate.serving.steps import (
     BLOCK,
@@ -36,7 +37,7 @@ class EngineShape:
     blocks: int = 1 << 20
     capacity: int = 1 << 20
     step_tokens: int = 2048
-    order: Literal["linear", "gimbal", "fcfs"] = "fcfs"
+    order: QueueOrder = "fcfs"
     aging_tokens_per_s: float = 1500.0
     threshold_s: float = 5.0
     output_reserve: float = 0.0  # of the expected remaining output, kept free in KV
@@ -197,7 +198,7 @@ class Engine:
         shape, self._stale = self.shape, False
         tokens = np.array([job.tokens - self._known_tokens(job) for job in self.waiting])
         waited_s = self.now_s - np.array([job.offered.arrived_s for job in self.waiting])
-        ranks = sjf.order(tokens, waited_s, shape.order, shape.aging_tokens_per_s, shape.threshold_s)
+        ranks = queue_orders.order(tokens, waited_s, shape.order, shape.aging_tokens_per_s, shape.threshold_s)
         ordered = [self.waiting[rank] for rank in ranks]
         self.waiting = sorted(ordered, key=lambda job: not job.emitted)
 

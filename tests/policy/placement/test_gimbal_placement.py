@@ -11,12 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.examples import examples
 
-from edgemoe.policy.placement.policies import Wishes, place
+from edgemoe.policy.placement.gimbal_placement import cut_between, exchanged, gimbal, refined_cost
+from edgemoe.policy.placement.policies import POLICIES, PlacementOptions, place
 from edgemoe.policy.placement.prism import prism
 from edgemoe.policy.placement.problem import Placement, PlacementProblem, Values
 from edgemoe.policy.placement.rendezvous import RendezvousCosts
-from edgemoe.policy.replacement.nodes import columns, cut_between, exchanged, gimbal, refined_cost
-from edgemoe.policy.replacement.traffic import ExpertTraffic, cut
 
 
 @st.composite
@@ -86,27 +85,9 @@ def test_a_cut_is_what_no_node_has_together() -> None:
     passed = np.arange(9.0).reshape(1, 3, 3)
     homes = np.asarray(home == np.arange(2)[:, None, None])
     plan = Placement(homes, np.where(homes, 0, -1).astype(np.int8), np.zeros_like(homes))
-    assert cut_between(plan, passed) == cut(home, ExpertTraffic(np.ones((2, 3)), passed)) == 2 + 3 + 4 + 6 + 7
+    assert cut_between(plan, passed) == 2 + 3 + 4 + 6 + 7
     homes[1, 1, 0] = True  # a replica beside those that go before it
     assert cut_between(plan, passed) == 2 + 4 + 7
-
-
-def test_columns_go_through_all_layers_together_and_the_strongest_pair_to_the_largest_node() -> None:
-    activations, passed = np.tile(np.array([1.0, 5, 4, 3, 2, 9]), (2, 2, 1)), np.zeros((1, 6, 6))
-    passed[0, 0, 4] = 8.0
-    placement = columns(PlacementProblem(((4,), (8,)), activations), passed)
-    assert (placement.homes[:, 0] == placement.homes[:, 1]).all()
-    assert (placement.homes.sum(axis=0) == 1).all()
-    assert placement.homes[1, 0, [0, 4]].all(), "the least asked for, but they follow each other"
-
-
-@settings(max_examples=examples(20), deadline=None)
-@given(cluster=clusters())
-def test_columns_that_no_node_has_room_for_are_covered_all_the_same(cluster: tuple[PlacementProblem, Values]) -> None:
-    problem, passed = cluster
-    placement = columns(problem, passed)
-    assert (placement.homes | placement.disk).any(axis=0).all()
-    assert (placement.homes.sum(axis=(1, 2)) <= problem.room).all()
 
 
 @pytest.mark.parametrize("sizes", [[10, 25, 10, 25], [10, 10, 25, 25]])
@@ -119,6 +100,6 @@ def test_successions_between_layers_of_two_sizes_are_passed_over(sizes: list[int
     passed[between] = 100 * rng.random((len(between), 6, 6))
     problem = PlacementProblem(((30,), (30,)), activations)
     rooms = [[8, 8], [8, 8]]
-    wishes = Wishes([np.zeros((1, 4, 2), np.int16)] * 2, RendezvousCosts(), 1)
-    with_them = place("gimbal", problem, replace(wishes, passed=passed), sizes, rooms)
-    np.testing.assert_array_equal(with_them.homes, place("gimbal", problem, wishes, sizes, rooms).homes)
+    wishes = PlacementOptions([np.zeros((1, 4, 2), np.int16)] * 2, RendezvousCosts(), 1)
+    with_them = place(POLICIES["gimbal"], problem, replace(wishes, passed=passed), sizes, rooms)
+    np.testing.assert_array_equal(with_them.homes, place(POLICIES["gimbal"], problem, wishes, sizes, rooms).homes)

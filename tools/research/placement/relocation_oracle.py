@@ -13,8 +13,8 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 
-from edgemoe.policy.replacement.traffic import ExpertTraffic, RelocationPrices
 from edgemoe.types.arrays import IntArray
+from tools.research.placement.traffic import ExpertTraffic, RelocationPrices
 
 
 class OptimalHomes(NamedTuple):

@@ -9,9 +9,9 @@ from __future__ import annotations
 import numpy as np
 
 from edgemoe.policy.placement.cover import cover
-from edgemoe.policy.placement.eplb import device_slots
 from edgemoe.policy.placement.packing import pack
 from edgemoe.policy.placement.problem import Placement, PlacementProblem, disk_homes, placed, required
+from tools.research.placement.eplb import device_slots
 
 
 def smartmoe(problem: PlacementProblem) -> Placement:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from edgemoe.policy.placement.eplb import device_slots, eplb, rebalance, replicate
 from edgemoe.policy.placement.packing import pack
 from edgemoe.policy.placement.problem import PlacementProblem
-from edgemoe.policy.placement.smartmoe import smartmoe
+from tools.research.placement.eplb import device_slots, eplb, rebalance, replicate
+from tools.research.placement.smartmoe import smartmoe
 
 # load of each expert, slots, groups, nodes, devices -> the expert in each slot
 CASES = {

@@ -1,25 +1,19 @@
-"""Places experts on nodes by what follows what in the next layer, besides what nodes ask for.
+"""Places experts on nodes by remote calls and by successions: which expert follows which in the next layer.
 
 Source: [Gimbal, Algorithm 3], which places experts on the devices of one machine. Between nodes it refines a plan of
-[Prism]: two nodes exchange experts of a layer while that lowers what the plan costs, so that each keeps how many of a
-layer's experts it has, and each expert how many homes. In place of even load (Eq. 12) stand the calls of a node's own
-requests to experts that it has not, which is what Prism's plan is for; successions count as cut where no node has both
-experts. `columns` is the source's form, in which an expert's number has one place in all layers (Eq. 2 to 4).
+[Prism]: two nodes exchange experts of a layer while that lowers the plan's cost. Remote calls take the place of even
+load (Eq. 12); a succession counts as cut where no node has both experts.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from edgemoe.policy.placement.cover import cover
 from edgemoe.policy.placement.prism import prism
-from edgemoe.policy.placement.problem import Placement, PlacementProblem, Values, disk_homes, placed, required
-from edgemoe.policy.replacement.relocate import by_columns
-from edgemoe.policy.replacement.traffic import ExpertTraffic
+from edgemoe.policy.placement.problem import Placement, PlacementProblem, Values, placed
 from edgemoe.types.arrays import BoolArray, IntArray
 
 CUT = 0.5  # of a remote call: what it counts that no node has an expert together with those that follow it
-PAIRS = 32  # of numbers, the strongest, that `columns` puts on the anchor
 ROUNDING = 1e-9  # of all that is asked for: a gain that counts
 
 
@@ -28,20 +22,6 @@ def gimbal(problem: PlacementProblem, passed: Values) -> Placement:
     start = prism(problem)
     homes = exchanged(start, problem.activations, passed * _price(problem, passed))
     return placed(problem, homes, start.disk)
-
-
-def columns(problem: PlacementProblem, passed: Values) -> Placement:
-    """Returns the literal placement: columns at the nodes that have room for whole ones, the rest where it fits.
-
-    The anchor is the node with the most room. There are no replicas, so memory that is left over stays empty.
-    """
-    disk = disk_homes(problem)
-    traffic = ExpertTraffic(problem.activations.sum(axis=0), passed)
-    home = by_columns(traffic, problem.room // disk.shape[1], int(np.argmax(problem.room)), PAIRS)
-    must = required(problem, disk)
-    homes = (home == np.arange(len(disk))[:, None])[:, None] & must
-    cover(problem, homes, must)
-    return placed(problem, homes, disk)
 
 
 def cut_between(placement: Placement, passed: Values) -> float:

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from edgemoe.policy.replacement.traffic import ExpertTraffic, RelocationPrices, Values, loads
 from edgemoe.types.arrays import IntArray
+from tools.research.placement.traffic import ExpertTraffic, RelocationPrices, Values, loads
 
 ROUNDING = 1e-9  # of the largest load: a gain that counts
 

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.examples import examples
 
-from edgemoe.policy.replacement.oracle import optimum
-from edgemoe.policy.replacement.relocate import anchored, published, relocate
-from edgemoe.policy.replacement.traffic import ExpertTraffic, RelocationPrices, TrafficCounts, cost, cut, loads, uneven
+from tools.research.placement.relocate import anchored, published, relocate
+from tools.research.placement.relocation_oracle import optimum
+from tools.research.placement.traffic import ExpertTraffic, RelocationPrices, TrafficCounts, cost, cut, loads, uneven
 
 
 def counted(seed: int, layers: int = 3, experts: int = 4, tokens: int = 60) -> ExpertTraffic:

@@ -1,0 +1,70 @@
+"""Choices of engines for comparison: chance, two choices, labels, vLLM's router, and Gimbal's pseudo-code."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+
+from edgemoe.policy.routing.baselines import fewest
+from edgemoe.policy.routing.gimbal import DEFAULTS, GimbalChoice, GimbalThresholds
+from edgemoe.policy.routing.offers import EngineView, Offered
+
+WAITING_WEIGHT = 4  # vllm/v1/engine/core_client.py, DPLBAsyncMPClient.get_core_engine_for_request
+
+
+class Anywhere:
+    """Chooses by chance."""
+
+    def __init__(self, random: Random) -> None:
+        self._random = random
+
+    def __call__(self, offered: Offered, open_: Sequence[EngineView], now_s: float) -> EngineView:
+        return self._random.choice(open_)
+
+
+class BetterOfTwo:
+    """Chooses two by chance and takes the one with fewer requests: power of two choices."""
+
+    def __init__(self, random: Random) -> None:
+        self._random = random
+
+    def __call__(self, offered: Offered, open_: Sequence[EngineView], now_s: float) -> EngineView:
+        return fewest(offered, self._random.sample(open_, min(2, len(open_))), now_s)
+
+
+class ByLabel:
+    """Sends each request to the engines of its label, the one with fewer requests: the domain oracle.
+
+    `engines_of` gives the places that a request's label has; where they are full, any is taken.
+    """
+
+    def __init__(self, engines_of: dict[str, frozenset[str]]) -> None:
+        self._engines_of = engines_of  # request -> places
+
+    def __call__(self, offered: Offered, open_: Sequence[EngineView], now_s: float) -> EngineView:
+        own = [view for view in open_ if view.place in self._engines_of.get(offered.request, ())]
+        return fewest(offered, own or open_, now_s)
+
+
+def least_requests(offered: Offered, open_: Sequence[EngineView], now_s: float) -> EngineView:
+    """Returns the engine with the least score, in which a waiting request weighs four times: vLLM's own router."""
+    return min(open_, key=lambda view: (WAITING_WEIGHT * view.waiting + view.running, view.place))
+
+
+class PseudoCodeGimbal(GimbalChoice):
+    """Chooses as the pseudo-code of [Gimbal, Algorithm 1], which differs from its text.
+
+    It looks at load only when some engine's KV usage is over the threshold, and counts resident tokens as load.
+    """
+
+    def __init__(self, thresholds: GimbalThresholds = DEFAULTS) -> None:
+        super().__init__(thresholds)
+        self._kv_usage = thresholds.kv_usage
+
+    def _by_need(self, open_: Sequence[EngineView]) -> EngineView | None:
+        if max(view.kv_usage for view in open_) < self._kv_usage:
+            return None
+        return super()._by_need(open_)
+
+    def _load(self, view: EngineView) -> int:
+        return view.resident_tokens
