@@ -79,7 +79,7 @@ class OneBox:
     """The surroundings of a box on its own: its engine, and nobody else."""
 
     node = ""
-    route: Route = "local"
+    route: Route = "pull"
     leadership = ("", 0)
 
     def __init__(self, connection: EngineConnection) -> None:

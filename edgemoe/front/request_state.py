@@ -11,7 +11,6 @@ import secrets
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from edgemoe.config.settings import Route
 from edgemoe.errors import DeadlineExceeded, EngineCrashed, RequestError
 from edgemoe.front import request_events as events
 from edgemoe.front.request_table import (
