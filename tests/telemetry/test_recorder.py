@@ -17,7 +17,7 @@ from edgemoe.config.settings import RecordSettings
 from edgemoe.errors import StoreError
 from edgemoe.replay.trace import load
 from edgemoe.telemetry import recorder as recorder_module
-from edgemoe.telemetry.recorder import BLOCK_STEPS, Recorder
+from edgemoe.telemetry.recorder import BLOCK_STEPS, FILE_BYTES, Recorder
 from edgemoe.telemetry.routing_recording import (
     AHEAD,
     MAGIC,

@@ -15,6 +15,7 @@ from edgemoe.cluster.control.planning.targets import problem_of
 from edgemoe.errors import PlacementInfeasible
 from edgemoe.guard import refuse_pickle
 from edgemoe.helper.child_process import serve
+from edgemoe.policy.placement.gimbal_placement import refined_cost
 from edgemoe.policy.placement.policies import POLICIES, PlacementOptions, place
 from edgemoe.policy.placement.problem import PlacementProblem, Values, as_served, refuse_nowhere
 from edgemoe.policy.placement.rendezvous import costs_of, rendezvous_cost, routes_for
