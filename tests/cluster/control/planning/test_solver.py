@@ -24,6 +24,7 @@ from edgemoe.cluster.control.planning.solver import COMMAND, FIT_COMMAND, NICE, 
 from edgemoe.cluster.control.planning.targets import ExpertHome, PlacementTask, make_plan, make_target
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.errors import PlacementInfeasible, PlanningFailed
+from edgemoe.helper import process
 from edgemoe.types.arrays import BoolArray
 from edgemoe.types.expert_signatures import EndedRequest, ExpertSignature
 from edgemoe.types.placement import PLAN_FORMAT
@@ -131,12 +132,12 @@ async def test_it_is_kept_and_takes_what_others_leave(solver: PlanSolver) -> Non
     first = solver.pid
     await solver.solve(task())
     assert solver.pid == first is not None
-    process = subprocess.Popen(COMMAND, stdin=subprocess.PIPE)
+    child = subprocess.Popen(COMMAND, stdin=subprocess.PIPE)
     try:
-        await until(lambda: os.getpriority(os.PRIO_PROCESS, process.pid) == min(19, os.nice(0) + NICE), 60.0)
+        await until(lambda: os.getpriority(os.PRIO_PROCESS, child.pid) == min(19, os.nice(0) + NICE), 60.0)
     finally:
-        process.kill()
-        process.communicate()
+        child.kill()
+        child.communicate()
 
 
 async def test_it_can_be_started_before_it_is_asked_and_is_not_where_nothing_is_ever_solved() -> None:
@@ -235,8 +236,11 @@ async def test_what_is_urgent_does_without_the_process() -> None:
 @pytest.mark.parametrize(
     "code", ["import time; time.sleep(100)", "print('x' * 99)", "raise SystemExit(3)", "import sys; sys.stdin.read()"]
 )
-async def test_one_that_hangs_dies_or_talks_nonsense_is_ended_and_said_so(code: str) -> None:
-    hopeless = PlanSolver(SETTINGS, [sys.executable, "-c", code], deadline_s=2.0)
+async def test_one_that_hangs_dies_or_talks_nonsense_is_ended_and_said_so(
+    code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "START_S", 0.5)  # which the first answer may take beside the deadline
+    hopeless = PlanSolver(SETTINGS, [sys.executable, "-c", code], deadline_s=0.5)
     with pytest.raises(PlanningFailed, match="solver's process"):
         await hopeless.solve(task())
     assert hopeless.pid is None
