@@ -218,7 +218,7 @@ class ClusterRequests:
         )
         if asked.leader == plane.state.node:
             try:
-                self._on_answer(asked.number, plane.desk.ask(asked.leader, offer))
+                self._on_answer(asked.number, plane.desk.on_offer(asked.leader, offer))
             except PeerError:
                 self._router.handle(events.OfferUnanswered(asked.number))
         else:
@@ -241,7 +241,7 @@ class ClusterRequests:
     def _withdraw(self, number: int) -> None:
         message, leader = OfferWithdrawal((number,)), self._plane.leader
         if leader == self._plane.state.node:
-            self._plane.desk.withdraw(leader, message)
+            self._plane.desk.on_withdrawal(leader, message)
         elif leader:
             self._plane.channel.tell(leader, message)
 

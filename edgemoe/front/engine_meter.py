@@ -219,7 +219,7 @@ class EngineUseReporter:
         again, self._reported = marks == self._reported[0], (marks, now)
         report = meter.report(use, again)
         if plane.leader == plane.state.node:
-            plane.desk.hear(plane.leader, report)
+            plane.desk.on_engine_status(plane.leader, report)
         elif not plane.channel.tell(plane.leader, report):
             meter.mark_unreported()
 

@@ -80,7 +80,7 @@ class Box:
             state=SimpleNamespace(node="p", model="m", members=Members(), leader_tracker=tracker),
             announcement=SimpleNamespace(serves=role, leaving=False),
             channel=self,
-            desk=SimpleNamespace(ask=self.decide, withdraw=self.tell),
+            desk=SimpleNamespace(on_offer=self.decide, on_withdrawal=self.tell),
             parcels=Parcels(self, lambda: None),  # type: ignore[arg-type]
             spawn=asyncio.ensure_future,
         )

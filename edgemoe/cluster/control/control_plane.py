@@ -62,9 +62,8 @@ from edgemoe.cluster.control.messages import (
 from edgemoe.cluster.control.plan_store import PlanExchange, PlanStore
 from edgemoe.cluster.control.planning.solver import PlanSolver
 from edgemoe.cluster.control.port_probe import PortProber
-from edgemoe.cluster.control.requests.desk import RequestDesk
 from edgemoe.cluster.control.requests.parcels import Parcels
-from edgemoe.cluster.control.requests.policies import make_queue
+from edgemoe.cluster.control.requests.request_desk import RequestDesk, make_queue
 from edgemoe.cluster.rpc.channel import Channel
 from edgemoe.cluster.rpc.envelope import Answer, Question
 from edgemoe.cluster.rpc.keys import AllowList, Peer, Secret
@@ -280,11 +279,11 @@ class ControlPlane:
             case RaftPayload():
                 self._link.deliver(question.peer, message)
             case RequestOffer():
-                return Answer(self.desk.ask(question.peer, message))
+                return Answer(self.desk.on_offer(question.peer, message))
             case EngineStatus():
-                self.desk.hear(question.peer, message)
+                self.desk.on_engine_status(question.peer, message)
             case OfferWithdrawal():
-                self.desk.withdraw(question.peer, message)
+                self.desk.on_withdrawal(question.peer, message)
             case RequestGrant() if question.peer == self.leader:
                 self._local.on_grant(message)
             case Heartbeat() | BoxReport() | RequestGrant():
@@ -337,7 +336,7 @@ class ControlPlane:
                 case PublishMembers():
                     self._plan_due.set()
                     self._local.on_members_changed()
-                    self.desk.look()
+                    self.desk.on_time()
                 case RefuseMessage(why):
                     raise PeerRefused(why)
 
@@ -347,7 +346,7 @@ class ControlPlane:
         while True:
             with self.channel.mishaps.contained(self.state.node):
                 self._handle(TimerFired())
-                self.desk.look()
+                self.desk.on_time()
                 self.send_beat()
             await asyncio.sleep(until_tick(BEAT_S))
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from edgemoe.cluster.control.messages import EngineStatus
-from edgemoe.cluster.control.requests import engine_memory
+from edgemoe.cluster.control.requests import offer_views
 from edgemoe.policy.routing.by_experts import DecodeTimes, UnionTerm
 from edgemoe.policy.routing.offers import EngineView, Offered
 from edgemoe.policy.routing.told import ModelSizes
@@ -90,7 +90,7 @@ def test_blind_leaders_know_less_by_so_much(monkeypatch: pytest.MonkeyPatch) -> 
     apart_s = {}
     for blind in (False, True):
         if blind:
-            monkeypatch.setattr(engine_memory, "resident_of", residency.unheard)
+            monkeypatch.setattr(offer_views, "resident_of", residency.unheard)
         views = [told(place, far) for place, far in (("far", b"\1\1\0\0"), ("near", b"\0\0\1\1"))]
         far, near = UnionTerm(DecodeTimes(1.0, 0.1))(offers, views)[:, 0]
         apart_s[blind] = far - near
@@ -103,7 +103,7 @@ def told(place: str, far: bytes) -> EngineView:
     """What is known of an engine that has said where its experts are."""
     choices = ExpertDemand(b"\xff" * 4, far, (1.0,), 1.0, 0.1)
     use = EngineStatus(engine="x", slots=4, capacity=8, blocks=64, free_blocks=64, choices=choices)
-    return engine_memory.EngineMemory().hear(place, use, ModelSizes(1, 4), 0.0)
+    return offer_views.EngineMemory().hear(place, use, ModelSizes(1, 4), 0.0)
 
 
 @pytest.mark.slow

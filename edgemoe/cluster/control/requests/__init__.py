@@ -1,1 +1,1 @@
-"""What the leader decides for requests: which engine takes one that waits."""
+"""The leader's part in routing: which engine takes an offered request."""

@@ -1,10 +1,8 @@
-"""Keeps expert clusters fitted to what requests choose, one for each engine that writes answers, while this box leads.
+"""Fits expert clusters, one for each engine that decodes, to the experts of ended requests while this box leads.
 
-Engines say what requests chose that have ended; clusters are fitted to the latest of these, by a process: first to
-FIRST of them, again to twice as many, where engines have come, changed their slots or gone for long, and where requests
-have drifted from what clusters were fitted to (`policy.routing.expert_clusters`). Each time clusters are given to
-engines so that few requests change theirs, and an engine that starts again keeps its own, while clusters are being
-fitted too. The next leader begins anew.
+Clusters are fitted in a child process: to the first FIRST requests, again to twice as many, when engines changed for
+long, and when requests drift (`policy.routing.expert_clusters`). Engines keep the clusters that move fewest requests.
+A new leader starts from nothing.
 """
 
 from __future__ import annotations
@@ -31,17 +29,17 @@ from edgemoe.types.expert_signatures import EndedRequest
 Fitter = Callable[[ClusterQuestion], Awaitable[ClusterAnswer]]  # raises PlanningFailed
 
 log = logging.getLogger(__name__)
-FIRST = 64  # requests that clusters are fitted to at first
-RECENT, EVERY = 64, 16  # requests in which drift is looked for, and after how many more it is again
-MOST_BYTES = 48 << 20  # of what requests chose; the oldest go
-SETTLE_S = 10.0  # for which engines must have been others than those that have clusters
-GONE_S = 120.0  # the same where none has come: who only starts again, and loads its model, keeps its cluster
-REFIT_S = 60.0  # at least, from one fit to the next by what requests choose, or after one that failed
+FIRST = 64  # requests for the first fit
+RECENT, EVERY = 64, 16  # requests that are tested for drift, and new requests between tests
+MOST_BYTES = 48 << 20  # of signatures; the oldest go
+SETTLE_S = 10.0  # for which engines must differ from the clusters' engines
+GONE_S = 120.0  # the same if no engine has come: one that restarts and loads its model keeps its cluster
+REFIT_S = 60.0  # at least, between fits because of requests, or after a failed fit
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FittedClusters:
-    """The clusters in force, and what they were fitted to."""
+    """The clusters in force, with the engines and requests that they were fitted to."""
 
     clusters: ExpertClusters
     slots: Mapping[str, int]  # of each cluster's engine, by its box
@@ -50,7 +48,7 @@ class FittedClusters:
 
 
 class ExpertFitting:
-    """Owns what requests chose that have ended. One event loop."""
+    """Owns the expert signatures of ended requests."""
 
     def __init__(
         self,
@@ -59,7 +57,7 @@ class ExpertFitting:
         fit: Fitter,
         clock: Callable[[], float],
     ) -> None:
-        """`band` is what follows the clusters."""
+        """`band` routes by the clusters."""
         self.fits = 0
         self.fitted: FittedClusters | None = None
         self._queue, self._band, self._fit, self._clock = queue, band, fit, clock
@@ -68,15 +66,15 @@ class ExpertFitting:
 
     @property
     def kept(self) -> int:
-        """Counts the requests that it knows of."""
+        """Counts the requests that are kept."""
         return len(self._requests)
 
     def forget(self) -> None:
-        """Knows nothing: this box leads anew, or no longer."""
+        """Forgets everything: this box leads in another epoch, or no longer."""
         self._forget()
 
-    def hear(self, ended: Iterable[EndedRequest]) -> None:
-        """Takes what requests chose; what cannot be of this model is left out."""
+    def add_ended(self, ended: Iterable[EndedRequest]) -> None:
+        """Adds the signatures of ended requests; drops those of other sizes than the model's."""
         self._check_model()
         table = 2 * self._sizes.layers * self._sizes.experts
         for one in ended:
@@ -86,16 +84,16 @@ class ExpertFitting:
         while len(self._requests) * 2 * table > MOST_BYTES:
             self._requests.popleft()
 
-    def follow(self) -> None:
-        """Has the band go by the places where the engines are now."""
+    def update_band(self) -> None:
+        """Tells the band the present places of the clusters' engines."""
         self._check_model()
         if self.fitted is not None:
             places = {node_of(place): place for place in self._queue.writers}
             self._band.follow(self.fitted.clusters, [places.get(node, node) for node in self.fitted.slots])
 
-    async def look(self) -> None:
-        """Looks whether clusters are to be fitted, and has that done."""
-        self.follow()
+    async def refit_if_due(self) -> None:
+        """Fits clusters if that is due."""
+        self.update_band()
         engines = {node_of(view.place): view for view in self._queue.writing()}
         if why := await self._why(engines):
             await self._refit(why, engines)
@@ -104,17 +102,17 @@ class ExpertFitting:
         self.fitted = None
         self._band.forget()
         self._requests: deque[EndedRequest] = deque(maxlen=MAX_REQUESTS)
-        self._new = 0  # since the last look for drift
-        self._as_fitted_s = self._failed_s = float("-inf")  # when engines were last those that have clusters
+        self._new = 0  # since the last test for drift
+        self._as_fitted_s = self._failed_s = float("-inf")  # when the engines were last the clusters' engines
 
     def _check_model(self) -> None:
-        """Forgets what another model's requests chose."""
+        """Forgets the signatures of another model."""
         if self._sizes != self._queue.sizes:
             self._sizes = self._queue.sizes
             self._forget()
 
     async def _why(self, engines: Mapping[str, EngineView]) -> str:
-        """Returns why clusters are to be fitted now; "" while they are not."""
+        """Returns the reason to fit clusters now; "" for none."""
         now_s, fitted, count = self._clock(), self.fitted, len(self._requests)
         if len(engines) < 2 or count < max(FIRST, len(engines)) or now_s - self._failed_s < REFIT_S:
             return ""
@@ -146,11 +144,11 @@ class ExpertFitting:
             self._failed_s = self._clock()
             return
         if requests is not self._requests:
-            return  # another leader's, or another model's
+            return  # the fit was for another leader or model
         self.fitted = FittedClusters(_clusters_of(asked, solved), slots, len(known), self._clock())
         self.fits += 1
         self._new, self._as_fitted_s = 0, self._clock()
-        self.follow()
+        self.update_band()
         told = {"why": why, "engines": len(slots), "requests": len(known), "weights": solved.chosen, "rho": solved.rho}
         log.info("expert clusters fitted", extra=told)
 
@@ -160,7 +158,7 @@ def _slots(engines: Mapping[str, EngineView]) -> dict[str, int]:
 
 
 def _counts(requests: Sequence[EndedRequest], sizes: ModelSizes) -> list[FloatArray]:
-    """Returns what their prompts chose."""
+    """Returns the expert counts of the requests' prompts."""
     found = [counts_of(one.prompt.tokens, one.prompt.chosen, sizes) for one in requests]
     return [counts for counts in found if counts is not None]
 
@@ -172,7 +170,7 @@ def _drifted(clusters: ExpertClusters, recent: Sequence[EndedRequest], sizes: Mo
 def _before(
     fitted: FittedClusters | None, requests: Sequence[EndedRequest], nodes: Sequence[str], sizes: ModelSizes
 ) -> tuple[int, ...]:
-    """Returns which engine's cluster each request was in, -1 where that is gone; () without clusters."""
+    """Returns the number of each request's engine by the former clusters, -1 if it is gone; () without clusters."""
     if fitted is None:
         return ()
     number = {node: at for at, node in enumerate(nodes)}

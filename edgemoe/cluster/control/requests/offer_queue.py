@@ -1,19 +1,8 @@
-"""The leader's queue of requests that wait at their fronts. Pure: events in, actions out; `desk` performs them.
+"""The leader's queue of offered requests: events in, actions out, no I/O. `RequestDesk` performs the actions.
 
-    Led          this box leads in another epoch now: what was offered is another leader's
-    Offers       a front offers a request
-    Withdraws    a front takes offers back
-    Uses         an engine has said what it has to do
-    Serving      these boxes are here, and these engines take requests
-    Waited       time has passed
-    ->
-    Grants       an engine takes the request of an offer
-    TurnsDown    an offer is not taken in: its front has too many here
-
-Which engine takes what, a `RoutingPolicy` decides. It sees of each user the next request only, as old as that has been
-the next for its user and its principal, so that principals take turns as in an engine's own queue (`policy.sjf`), and
-so do the users of each. What was granted since an engine's last word counts as there until it says so. Offers end by
-themselves; the requests stay with their fronts, so that nothing is lost with this queue.
+A `RoutingPolicy` assigns requests to engines. It sees the next request of each user, so that principals and their users
+take turns as in an engine's own queue (`policy.sjf`). A granted request counts as there until its engine reports it.
+Offers expire; the requests themselves stay with their fronts, so nothing is lost with this queue.
 """
 
 from __future__ import annotations
@@ -26,8 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from edgemoe.cluster.control.messages import EngineStatus, RequestOffer
-from edgemoe.cluster.control.requests.engine_memory import EngineMemory
-from edgemoe.cluster.control.requests.reading import offered_as
+from edgemoe.cluster.control.requests.offer_views import EngineMemory, offered_as
 from edgemoe.policy import shares
 from edgemoe.policy.route import node_of
 from edgemoe.policy.routing.dispatches import Dispatches
@@ -36,57 +24,71 @@ from edgemoe.policy.routing.offers import EngineView, Offered, RoutingPolicy
 from edgemoe.policy.routing.told import ModelSizes
 
 MAX_OFFERS = 512  # of one front
-MAX_TURNS = 4096  # principals, and users, whose last turn is remembered
-AGING_SHARE = 0.4  # of the speed of prefill, as in the engines
+MAX_TURNS = 4096  # principals, and users, whose last grant is remembered
+AGING_SHARE = 0.4  # of the prefill speed, as in the engines
 MOST_HEADS = 64  # users whose next requests are compared, the longest waiting ones
-MOST_FORECAST_BYTES = 64 << 20  # of what is foreseen of those that wait; of more requests nothing is
+MOST_FORECAST_BYTES = 64 << 20  # of expert forecasts of waiting offers; further offers get none
 
 
-class Led(NamedTuple):
+class LeadershipChanged(NamedTuple):
+    """This box leads in another epoch; earlier offers were another leader's."""
+
     epoch: int
 
 
-class Offers(NamedTuple):
+class RequestOffered(NamedTuple):
+    """A front offers a request."""
+
     node: str
     offer: RequestOffer
 
 
-class Withdraws(NamedTuple):
+class OfferWithdrawn(NamedTuple):
+    """A front withdraws offers."""
+
     node: str
     numbers: tuple[int, ...]
 
 
-class Uses(NamedTuple):
+class EngineReported(NamedTuple):
+    """A front reported the work of its engine."""
+
     node: str
     use: EngineStatus
 
 
-class Serving(NamedTuple):
+class ServingEngines(NamedTuple):
+    """The boxes that are here, and the engines that take requests, have changed."""
+
     nodes: frozenset[str]
     places: frozenset[str]
     sizes: ModelSizes = ModelSizes()  # of the model that they serve
-    writing: frozenset[str] = frozenset()  # engines that go on with what others have prefilled
+    writing: frozenset[str] = frozenset()  # engines that decode
 
 
-class Waited(NamedTuple):
-    pass
+class QueueTimePassed(NamedTuple):
+    """Some time has passed; the clock says how much."""
 
 
-class Grants(NamedTuple):
+class GrantOffer(NamedTuple):
+    """Tell a front which engine takes the request of its offer."""
+
     node: str
     number: int
     place: str
-    why: str = ""  # in a word, if anything is to be said of it
+    why: str = ""  # a word for the metrics, if any
 
 
-class TurnsDown(NamedTuple):
+class RefuseOffer(NamedTuple):
+    """Tell a front that it has too many offers here."""
+
     node: str
     number: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Waiting:
-    """An offer that stands."""
+class WaitingOffer:
+    """An offer that is not decided."""
 
     node: str
     number: int
@@ -95,63 +97,63 @@ class Waiting:
 
 
 class LastTurns:
-    """Owns when a request of each was granted last."""
+    """Owns the times at which each user, or principal, was granted a request last."""
 
     def __init__(self) -> None:
         self._at_s = OrderedDict[str, float]()
 
     def note(self, name: str, now_s: float) -> None:
-        """Takes note that a request is granted."""
+        """Records a grant to this user or principal."""
         self._at_s[name] = now_s
         self._at_s.move_to_end(name)
         if len(self._at_s) > MAX_TURNS:
             self._at_s.popitem(last=False)
 
     def aged(self, name: str, arrived_s: float) -> float:
-        """Returns since when a request that arrived at `arrived_s` can have been the next one."""
+        """Returns the later of a request's arrival and the last grant to the same user or principal."""
         return max(arrived_s, self._at_s.get(name, arrived_s))
 
 
-Event = Led | Offers | Withdraws | Uses | Serving | Waited
-Action = Grants | TurnsDown
+Event = LeadershipChanged | RequestOffered | OfferWithdrawn | EngineReported | ServingEngines | QueueTimePassed
+Action = GrantOffer | RefuseOffer
 
 
 class OfferQueue:
-    """One owner, one event loop."""
+    """Owns the offers that wait, and what is known of engines."""
 
     def __init__(self, policy: Callable[[], RoutingPolicy], band: LocalityBand, clock: Callable[[], float]) -> None:
-        """`policy` makes one that remembers nothing yet; `band` says who goes on with what is prefilled."""
+        """`policy` makes a fresh policy; `band` chooses the engine that decodes a prefilled request."""
         self.granted = 0
         self._make, self._band, self._clock = policy, band, clock
-        self._serving = Serving(frozenset(), frozenset())
+        self._serving = ServingEngines(frozenset(), frozenset())
         self._forget()
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def handle(self, event: Event) -> list[Action]:
-        """Takes note of what has happened. Returns what is to be done."""
+        """Updates the queue by an event. Returns the actions to perform."""
         now_s = self._clock()
         match event:
-            case Led():
+            case LeadershipChanged():
                 self._forget()
-            case Offers(node, offer):
+            case RequestOffered(node, offer):
                 if not self._take_in(node, offer, now_s):
-                    return [TurnsDown(node, offer.number)]
-            case Withdraws(node, numbers):
+                    return [RefuseOffer(node, offer.number)]
+            case OfferWithdrawn(node, numbers):
                 for number in numbers:
                     self._waiting.pop(_name(node, number), None)
                     self._dispatches.withdraw(_name(node, number))
-            case Uses(node, use):
+            case EngineReported(node, use):
                 self._hear(node, use, now_s)
-            case Serving():
+            case ServingEngines():
                 self._look_at(event)
-            case Waited():
+            case QueueTimePassed():
                 self._drop_ended(now_s)
         return self._assign(now_s)
 
     def decoder(self, node: str, offer: RequestOffer) -> str:
-        """Returns the engine that is to go on with a request that is prefilled; "" where none has room."""
+        """Chooses the engine that decodes a prefilled request; "" if none has room."""
         if node not in self._serving.nodes:
             return ""
         now_s = self._clock()
@@ -166,28 +168,28 @@ class OfferQueue:
         return place
 
     def writing(self) -> list[EngineView]:
-        """Returns how engines are that write answers."""
+        """Returns the state of the engines that decode."""
         return [view for view in self._dispatches.views() if view.place in self._serving.writing]
 
     @property
     def writers(self) -> frozenset[str]:
-        """Returns the engines that write answers, those that have said nothing yet included."""
+        """Returns the places of engines that decode, with or without a report."""
         return self._serving.writing
 
     @property
     def sizes(self) -> ModelSizes:
-        """Returns those of the model that is served."""
+        """Returns the sizes of the served model."""
         return self._serving.sizes
 
     @property
     def foreseen_bytes(self) -> int:
-        """Counts what tables of experts of those that wait take."""
+        """Counts the bytes of the expert forecasts of waiting offers."""
         tables = (table for one in self._waiting.values() for table in (one.offered.signature, one.offered.chance))
         return sum(table.nbytes for table in tables if table is not None)
 
     def _forget(self) -> None:
         self._policy = self._make()
-        self._waiting: dict[str, Waiting] = {}  # by name, in order of arrival here
+        self._waiting: dict[str, WaitingOffer] = {}  # by name, in order of arrival here
         self._dispatches = Dispatches()
         self._memories: dict[str, EngineMemory] = {}  # by place
         self._principals, self._users = LastTurns(), LastTurns()
@@ -202,7 +204,7 @@ class OfferQueue:
         waiting = [one.offered.principal for one in self._waiting.values() if one.node == node]
         if not shares.fits(1, waiting.count(offered.principal), MAX_OFFERS - len(waiting)):
             return False
-        self._waiting[name] = Waiting(node, offer.number, offered, now_s + offer.remaining_ms / 1e3)
+        self._waiting[name] = WaitingOffer(node, offer.number, offered, now_s + offer.remaining_ms / 1e3)
         return True
 
     def _offered(self, name: str, offer: RequestOffer, now_s: float) -> Offered:
@@ -219,13 +221,13 @@ class OfferQueue:
         if not use.engine or place not in self._serving.places | self._serving.writing:
             return
         memory = self._memories.setdefault(place, EngineMemory())
-        self._dispatches.hear(memory.hear(place, use, self._serving.sizes, now_s))
+        self._dispatches.hear(memory.on_report(place, use, self._serving.sizes, now_s))
 
-    def _look_at(self, serving: Serving) -> None:
+    def _look_at(self, serving: ServingEngines) -> None:
         for place in self._memories.keys() - serving.places - serving.writing:
             self._drop(place)
         self._waiting = {name: one for name, one in self._waiting.items() if one.node in serving.nodes}
-        if serving.sizes != self._serving.sizes:  # what was said of experts is of another model's
+        if serving.sizes != self._serving.sizes:  # forecasts are of another model's experts
             self._dispatches = Dispatches()
             self._waiting = {n: replace(one, offered=_unforeseen(one.offered)) for n, one in self._waiting.items()}
         self._serving = serving
@@ -237,7 +239,7 @@ class OfferQueue:
     # --- who goes where ---------------------------------------------------------------------------------------
 
     def _assign(self, now_s: float) -> list[Action]:
-        """Grants what engines with room take. While none has any, what waits costs an event nothing."""
+        """Grants offers to engines with room. While no engine has room, an event costs nothing for waiting offers."""
         actions: list[Action] = []
         while self._waiting and self._policy.takes(views := self._reading()):
             self._drop_ended(now_s)
@@ -255,20 +257,20 @@ class OfferQueue:
     def _reading(self) -> list[EngineView]:
         return [view for view in self._dispatches.views() if view.place in self._serving.places]
 
-    def _grant(self, one: Waiting, place: str, why: str, now_s: float) -> Grants:
+    def _grant(self, one: WaitingOffer, place: str, why: str, now_s: float) -> GrantOffer:
         self.granted += 1
         offered = one.offered
         self._dispatches.dispatch(offered, place, now_s)
         self._memories[place].note(offered.prefix)
         self._principals.note(offered.principal, now_s)
         self._users.note(offered.user, now_s)
-        return Grants(one.node, one.number, place, why)
+        return GrantOffer(one.node, one.number, place, why)
 
     def _heads(self, views: list[EngineView], now_s: float) -> list[Offered]:
-        """Returns the next request of each user, the oldest first and not all; none is older than its user's last turn.
+        """Returns the next request of each of MOST_HEADS users, the oldest first. Ages start at the user's last grant.
 
-        Where several principals wait, each one's first is none the older than the principal's last turn, and those of
-        its other users are as if they had just come.
+        If several principals wait, the age of a principal's first request starts at the principal's last grant, and
+        the requests of its other users count as new.
         """
         principals: dict[str, list[tuple[float, Offered]]] = {}
         for head in self._heads_of_users(views, now_s):
@@ -305,7 +307,7 @@ class OfferQueue:
 
 
 def _unforeseen(offered: Offered) -> Offered:
-    """Returns the request without what is foreseen of its experts."""
+    """Returns the request without a forecast of its experts."""
     return replace(offered, signature=None, chance=None)
 
 

@@ -1,15 +1,8 @@
-"""Forwards frames to other boxes' fronts, and takes theirs: short ones in the message, long ones as parcels.
+"""Forwards frames to other boxes' fronts and receives theirs: short ones in the message, long ones as parcels.
 
-A short frame is no longer than what the control lane carries anyway. A longer one waits here while its Forward is
-asked: the other front fetches it in parts by its second connection to us, and answers once it has acted on it. So
-however long prompts are, a beat or a message of the agreement waits for none of them. It is the fronts that do this and
-not their engines: requests are forwarded where engines share nothing, and while one's own is away.
-
-A box has MOST_PARCELS of ours on their way at most, for each is a question without an answer yet: tokens of other
-requests are questions, too, and a channel has only so many to one box.
-
-Parts come one after the other, each within PART_S; all are compared with the checksum that the Forward has. Whatever
-fails, fails the Forward, and the frame is forgotten on both sides.
+A front fetches a long frame in parts over a second connection, so that no beat waits behind a long prompt. Parts come
+one after the other, each within PART_S, and must match the checksum in the ForwardedFrame. If anything fails, the
+forward fails and both sides forget the frame. MOST_PARCELS bounds the unanswered questions to one box.
 """
 
 from __future__ import annotations
@@ -35,9 +28,9 @@ from edgemoe.cluster.rpc.channel import Channel
 from edgemoe.cluster.rpc.envelope import Answer, Question
 from edgemoe.errors import PeerBusy, PeerRefused, PeerUnavailable
 
-SHORT_BYTES = 16 << 10  # of a frame that travels in its message: some four thousand tokens
+SHORT_BYTES = 16 << 10  # longest frame that travels in its message: some four thousand tokens
 ASK_S = 2.0
-SLOWEST_BYTES_PER_S = 500_000  # at which a parcel still arrives in time
+SLOWEST_BYTES_PER_S = 500_000  # slowest link on which a parcel arrives in time
 PART_S = 2.0
 MOST_PARCELS = 16  # under way to one box; further ones wait
 MOST_BYTES = 128 << 20  # of parcels that are fetched at once
@@ -45,7 +38,7 @@ MOST_BYTES = 128 << 20  # of parcels that are fetched at once
 
 @dataclass(frozen=True, slots=True)
 class WaitingFrame:
-    """A frame that a box is to fetch, as long as it is `wanted`."""
+    """A frame that waits to be fetched by `node` as long as `wanted` returns true."""
 
     node: str
     frame: bytes
@@ -53,10 +46,10 @@ class WaitingFrame:
 
 
 class Parcels:
-    """Owns the frames on their way, in both directions. One event loop."""
+    """Owns the frames on their way, in both directions."""
 
     def __init__(self, channel: Channel[ControlMessage], check_room: Callable[[], None]) -> None:
-        """`check_room` raises PeerBusy where nothing is taken now."""
+        """`check_room` raises PeerBusy if no request is accepted now."""
         self.fetched_bytes = 0
         self._channel, self._check_room = channel, check_room
         self._waiting: dict[bytes, WaitingFrame] = {}
@@ -67,7 +60,7 @@ class Parcels:
         return len(self._waiting)
 
     async def forward(self, node: str, asked: ForwardedFrame, frame: bytes, wanted: Callable[[], bool]) -> None:
-        """Returns once that box's front has taken the frame. Raises PeerError."""
+        """Forwards a frame; returns once that box's front has accepted it. Raises PeerError."""
         channel = self._channel
         if len(frame) <= SHORT_BYTES:
             await channel.ask(node, asked, [frame], timeout_s=ASK_S)
@@ -102,7 +95,7 @@ class Parcels:
         """Returns the question with the frame that it names as its tensor. Raises PeerError."""
         self._check_room()
         held, free = self._coming[question.peer], MOST_BYTES - self._coming.total()
-        if parcel.bytes > free or (held and held + parcel.bytes > free):  # there always is some for the next box
+        if parcel.bytes > free or (held and held + parcel.bytes > free):  # there is always some room for the next box
             raise PeerBusy("too many long requests are on their way here")
         self._coming[question.peer] += parcel.bytes
         try:

@@ -19,8 +19,15 @@ from edgemoe.cluster.control.requests.expert_fitting import (
     SETTLE_S,
     ExpertFitting,
 )
-from edgemoe.cluster.control.requests.offer_queue import Grants, Led, OfferQueue, Offers, Serving, Uses
-from edgemoe.cluster.control.requests.policies import make_queue
+from edgemoe.cluster.control.requests.offer_queue import (
+    EngineReported,
+    GrantOffer,
+    LeadershipChanged,
+    OfferQueue,
+    RequestOffered,
+    ServingEngines,
+)
+from edgemoe.cluster.control.requests.request_desk import make_queue
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.errors import PlanningFailed
 from edgemoe.policy.routing.told import ModelSizes, shares_of
@@ -57,7 +64,7 @@ class Leader:
         assert made[1] is not None
         self.queue: OfferQueue = made[0]
         self.fitting: ExpertFitting = made[1]
-        self.queue.handle(Led(1))
+        self.queue.handle(LeadershipChanged(1))
         self.serve("a", "b")
 
     async def fit(self, asked: ClusterQuestion) -> ClusterAnswer:
@@ -69,10 +76,12 @@ class Leader:
     def serve(self, *nodes: str, boot: str = "1", **more: int) -> None:
         """These boxes' engines are here, and idle."""
         places = frozenset(f"{node}:{boot}" for node in nodes)
-        self.queue.handle(Serving(frozenset(nodes), places, self.sizes, places))
+        self.queue.handle(ServingEngines(frozenset(nodes), places, self.sizes, places))
         for node in nodes:
             fixed = {"engine": boot, "slots": SLOTS, "capacity": 100, "blocks": 1000, "free_blocks": 1000}
-            self.queue.handle(Uses(node, msgspec.convert({"type": "EngineUse", **fixed, **more}, EngineStatus)))
+            self.queue.handle(
+                EngineReported(node, msgspec.convert({"type": "EngineUse", **fixed, **more}, EngineStatus))
+            )
 
     def grants(self, kind: Kind | None, stage: Literal["prefill", "decode"] = "prefill") -> tuple[str, str]:
         """Returns which engine takes a request like this, and why; it does not stay there."""
@@ -82,8 +91,8 @@ class Leader:
         if stage == "decode":
             found = self.queue.decoder("a", asked), ""
         else:
-            (grant,) = self.queue.handle(Offers("a", asked))
-            assert isinstance(grant, Grants)
+            (grant,) = self.queue.handle(RequestOffered("a", asked))
+            assert isinstance(grant, GrantOffer)
             found = grant.place, grant.why
         self.now_s += 6.0  # for which a dispatch that nobody confirms counts
         self.serve(*sorted({view.place.split(":")[0] for view in self.queue.writing()}), boot=found[0].split(":")[1])
@@ -92,7 +101,7 @@ class Leader:
     async def looks(self, after_s: float = 0.0) -> int:
         """Returns how often clusters have been fitted."""
         self.now_s += after_s
-        await self.fitting.look()
+        await self.fitting.refit_if_due()
         return self.fitting.fits
 
     def engines(self) -> dict[Kind, str]:
@@ -102,10 +111,10 @@ class Leader:
 
 async def test_each_kind_has_its_engine_once_enough_requests_have_ended() -> None:
     leader = Leader()
-    leader.fitting.hear(ended("low", "high", times=FIRST // 2)[:-1])
+    leader.fitting.add_ended(ended("low", "high", times=FIRST // 2)[:-1])
     assert await leader.looks() == 0
     assert leader.grants("low")[1] == ""
-    leader.fitting.hear(ended("high"))
+    leader.fitting.add_ended(ended("high"))
     assert await leader.looks() == 1
     low, high = leader.grants("low"), leader.grants("high")
     assert {low[0], high[0]} == {"a:1", "b:1"}
@@ -117,12 +126,12 @@ async def test_each_kind_has_its_engine_once_enough_requests_have_ended() -> Non
 
 async def test_what_has_drifted_is_fitted_anew_and_who_stays_keeps_his_engine() -> None:
     leader = Leader()
-    leader.fitting.hear(ended("low", "high", times=100))
+    leader.fitting.add_ended(ended("low", "high", times=100))
     assert await leader.looks() == 1
     before = leader.engines()
-    leader.fitting.hear(ended("low", "high", times=32))
+    leader.fitting.add_ended(ended("low", "high", times=32))
     assert await leader.looks(REFIT_S) == 1, "they are as they were"
-    leader.fitting.hear(ended("low", "mid", times=32))
+    leader.fitting.add_ended(ended("low", "mid", times=32))
     assert await leader.looks(REFIT_S) == 2
     after = leader.engines()
     assert after["low"] == before["low"]
@@ -131,19 +140,19 @@ async def test_what_has_drifted_is_fitted_anew_and_who_stays_keeps_his_engine() 
 
 async def test_twice_as_many_requests_are_fitted_to_and_no_more_than_a_thousand_are_kept() -> None:
     leader = Leader()
-    leader.fitting.hear(ended("low", "high", times=FIRST // 2))
+    leader.fitting.add_ended(ended("low", "high", times=FIRST // 2))
     assert await leader.looks() == 1
-    leader.fitting.hear(ended("low", "high", times=FIRST // 2))
+    leader.fitting.add_ended(ended("low", "high", times=FIRST // 2))
     assert await leader.looks(REFIT_S / 2) == 1
     assert await leader.looks(REFIT_S / 2) == 2
-    leader.fitting.hear(ended("low", "high", times=MAX_REQUESTS))
+    leader.fitting.add_ended(ended("low", "high", times=MAX_REQUESTS))
     assert await leader.looks(REFIT_S) == 3
     assert [len(asked.requests) for asked in leader.asked] == [FIRST, 2 * FIRST, MAX_REQUESTS]
 
 
 async def test_an_engine_that_starts_again_keeps_its_cluster_and_one_that_comes_gets_one() -> None:
     leader = Leader()
-    leader.fitting.hear(ended("low", "mid", "high", times=40))
+    leader.fitting.add_ended(ended("low", "mid", "high", times=40))
     assert await leader.looks() == 1
     before = leader.engines()
     leader.serve("a", "b", boot="2")
@@ -162,7 +171,7 @@ async def test_an_engine_that_starts_again_keeps_its_cluster_and_one_that_comes_
     assert leader.asked[-1].slots == (12, 12, 12)
     await leader.looks()
     leader.serve("a", "b", boot="2", slots=3 * SLOTS)
-    leader.fitting.hear(ended("low", "mid", "high", times=200))
+    leader.fitting.add_ended(ended("low", "mid", "high", times=200))
     assert await leader.looks(REFIT_S) == 3, "it may be back"
     gone = next(kind for kind in CHOSEN if leader.engines()[kind] != leader.engines()["low"])
     assert leader.grants(gone)[1] in ("nearest", "in band"), "those that are left go on by theirs"
@@ -173,17 +182,17 @@ async def test_an_engine_that_starts_again_keeps_its_cluster_and_one_that_comes_
 
 async def test_a_new_leader_and_another_model_begin_anew() -> None:
     leader = Leader()
-    leader.fitting.hear(ended("low", "high", times=FIRST))
+    leader.fitting.add_ended(ended("low", "high", times=FIRST))
     assert await leader.looks() == 1
     leader.fitting.forget()
     assert leader.grants("low")[1] == ""
     assert leader.fitting.fitted is None
-    leader.fitting.hear(ended("low", "high", times=FIRST))
+    leader.fitting.add_ended(ended("low", "high", times=FIRST))
     assert await leader.looks() == 2
     leader.sizes = ModelSizes(LAYERS, EXPERTS + 1)
     leader.serve("a", "b")
     assert leader.grants("low")[1] == ""
-    leader.fitting.hear(ended("low", "high", times=FIRST))  # of the former model
+    leader.fitting.add_ended(ended("low", "high", times=FIRST))  # of the former model
     assert await leader.looks(REFIT_S) == 2
     assert leader.fitting.fitted is None
 
@@ -191,7 +200,7 @@ async def test_a_new_leader_and_another_model_begin_anew() -> None:
 async def test_who_cannot_be_fitted_to_is_tried_again_after_a_while() -> None:
     leader = Leader()
     leader.broken = True
-    leader.fitting.hear(ended("low", "high", times=FIRST))
+    leader.fitting.add_ended(ended("low", "high", times=FIRST))
     for wait_s in (0.0, REFIT_S / 2, REFIT_S / 2):
         await leader.looks(wait_s)
     assert (leader.fitting.fits, len(leader.asked)) == (0, 2)
@@ -200,7 +209,7 @@ async def test_who_cannot_be_fitted_to_is_tried_again_after_a_while() -> None:
     assert await leader.looks(REFIT_S) == 1
     one = Leader()
     one.serve("a")
-    one.fitting.hear(ended("low", "high", times=FIRST))
+    one.fitting.add_ended(ended("low", "high", times=FIRST))
     assert await one.looks() == 0, "there is nothing to choose between"
 
 
@@ -209,16 +218,16 @@ async def test_tables_of_no_use_are_left_out_and_large_ones_bounded() -> None:
     good = ended("low")[0]
     empty = ExpertSignature(0, good.prompt.chosen)
     short = ExpertSignature(5, b"x")
-    leader.fitting.hear([EndedRequest(good.prompt, each) for each in (empty, short)] * FIRST)
-    leader.fitting.hear([EndedRequest(ExpertSignature(0, b""), ExpertSignature(0, b""))] * FIRST)
+    leader.fitting.add_ended([EndedRequest(good.prompt, each) for each in (empty, short)] * FIRST)
+    leader.fitting.add_ended([EndedRequest(ExpertSignature(0, b""), ExpertSignature(0, b""))] * FIRST)
     assert await leader.looks() == 0
     dark = ExpertSignature(9, bytes(2 * LAYERS * EXPERTS))
-    leader.fitting.hear([EndedRequest(dark, dark)] * FIRST)
+    leader.fitting.add_ended([EndedRequest(dark, dark)] * FIRST)
     assert await leader.looks() == 1, "none of them chose anything"
     assert leader.grants("low")[1] in ("nearest", "in band")
     layers = 1 << 17
     leader.sizes = ModelSizes(layers, 1)
     leader.serve("a", "b")
     large = ExpertSignature(9, bytes(2 * layers))
-    leader.fitting.hear([EndedRequest(large, large)] * 200)
+    leader.fitting.add_ended([EndedRequest(large, large)] * 200)
     assert leader.fitting.kept * 4 * layers <= MOST_BYTES

@@ -20,17 +20,17 @@ from edgemoe.cluster.control.requests.offer_queue import (
     MOST_FORECAST_BYTES,
     MOST_HEADS,
     Action,
-    Grants,
-    Led,
+    EngineReported,
+    GrantOffer,
+    LeadershipChanged,
     OfferQueue,
-    Offers,
-    Serving,
-    TurnsDown,
-    Uses,
-    Waited,
-    Withdraws,
+    OfferWithdrawn,
+    QueueTimePassed,
+    RefuseOffer,
+    RequestOffered,
+    ServingEngines,
 )
-from edgemoe.cluster.control.requests.policies import make_queue
+from edgemoe.cluster.control.requests.request_desk import make_queue
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.errors import PlanningFailed
 from edgemoe.policy.routing.baselines import fewest
@@ -71,9 +71,9 @@ def idle(node: str, **has: object) -> EngineStatus:
     return msgspec.convert({"type": "EngineUse", **fixed, **has}, EngineStatus)
 
 
-def everybody(*gone: str) -> Serving:
+def everybody(*gone: str) -> ServingEngines:
     here = [node for node in NODES if node not in gone]
-    return Serving(frozenset(here), frozenset(f"{node}:{node}1" for node in here), SIZES)
+    return ServingEngines(frozenset(here), frozenset(f"{node}:{node}1" for node in here), SIZES)
 
 
 class Clock:
@@ -92,7 +92,7 @@ def queue_of(route: str = "pull", *gone: str) -> tuple[OfferQueue, Clock]:
     settings = ClusterSettings(route=route)  # type: ignore[arg-type]
     queue, fitting = make_queue(settings, _never, clock)
     assert (fitting is not None) == (route == "eldr")
-    queue.handle(Led(1))
+    queue.handle(LeadershipChanged(1))
     queue.handle(everybody(*gone))
     return queue, clock
 
@@ -112,7 +112,7 @@ class Cluster(RuleBasedStateMachine):
 
     def act(self, actions: list[Action]) -> None:
         for action in actions:
-            if isinstance(action, TurnsDown):
+            if isinstance(action, RefuseOffer):
                 del self.open[action.node, action.number]
                 continue
             assert self.open.pop((action.node, action.number)) >= self.clock.now_s, "it stood no more, or was granted"
@@ -125,14 +125,14 @@ class Cluster(RuleBasedStateMachine):
     def offers(self, node: str, tokens: int, user: int, stands_s: float) -> None:
         self.numbers += 1
         self.open[node, self.numbers] = self.clock.now_s + stands_s
-        self.act(self.queue.handle(Offers(node, offer(self.numbers, tokens, user, stands_s))))
+        self.act(self.queue.handle(RequestOffered(node, offer(self.numbers, tokens, user, stands_s))))
 
     @rule(data=st.data())
     def withdraws(self, data: st.DataObject) -> None:
         if self.open:
             node, number = data.draw(st.sampled_from(sorted(self.open)))
             del self.open[node, number]
-            self.act(self.queue.handle(Withdraws(node, (number,))))
+            self.act(self.queue.handle(OfferWithdrawn(node, (number,))))
 
     @rule(node=nodes, ends=st.integers(0, SLOTS), names_all=st.booleans())
     def says_how_it_is(self, node: str, ends: int, names_all: bool) -> None:
@@ -146,12 +146,12 @@ class Cluster(RuleBasedStateMachine):
         self.at[node] = [*running, *self.new[node]]
         self.known.add(node)
         use = idle(node, running=len(running), taken=reached, free_blocks=1000 - 10 * len(running))
-        self.act(self.queue.handle(Uses(node, use)))
+        self.act(self.queue.handle(EngineReported(node, use)))
 
     @rule(seconds=st.floats(0, 4))
     def waits(self, seconds: float) -> None:
         self.clock.now_s += seconds
-        self.act(self.queue.handle(Waited()))
+        self.act(self.queue.handle(QueueTimePassed()))
         self.open = {name: until for name, until in self.open.items() if until > self.clock.now_s}
 
     @rule(node=nodes)
@@ -167,7 +167,7 @@ class Cluster(RuleBasedStateMachine):
         self.open.clear()
         self.known.clear()
         self.new = {node: {} for node in NODES}
-        self.act(self.queue.handle(Led(2)))
+        self.act(self.queue.handle(LeadershipChanged(2)))
 
     @invariant()
     def what_stands_is_what_was_offered_and_is_still_wanted(self) -> None:
@@ -185,69 +185,69 @@ TestQueue = Cluster.TestCase
 
 
 def granted(actions: list[Action]) -> list[tuple[int, str]]:
-    return [(action.number, action.place) for action in actions if isinstance(action, Grants)]
+    return [(action.number, action.place) for action in actions if isinstance(action, GrantOffer)]
 
 
 def test_users_take_turns_however_many_requests_one_of_them_has() -> None:
     queue, clock = queue_of("pull", "b", "c")
     for number in range(1, 6):
-        queue.handle(Offers("a", offer(number, user=1)))
+        queue.handle(RequestOffered("a", offer(number, user=1)))
     clock.now_s += 1
-    queue.handle(Offers("a", offer(9, user=2)))
+    queue.handle(RequestOffered("a", offer(9, user=2)))
     order: list[int] = []
     while len(queue):
         clock.now_s += 1
         use = idle("a", slots=1, taken=[("a", number) for number in order])
-        order += [number for number, _ in granted(queue.handle(Uses("a", use)))]
+        order += [number for number, _ in granted(queue.handle(EngineReported("a", use)))]
     assert order == [1, 9, 2, 3, 4, 5]
 
 
 def test_principals_take_turns_however_many_users_one_of_them_names() -> None:
     queue, clock = queue_of("pull", "b", "c")
     for number in range(1, 200):
-        queue.handle(Offers("a", offer(number, user=number, principal=1001, stands_s=1e3)))
+        queue.handle(RequestOffered("a", offer(number, user=number, principal=1001, stands_s=1e3)))
     clock.now_s += 1
     for number in range(501, 504):
-        queue.handle(Offers("a", offer(number, user=number, principal=1002, stands_s=1e3)))
+        queue.handle(RequestOffered("a", offer(number, user=number, principal=1002, stands_s=1e3)))
     order: list[int] = []
     while {501, 502, 503} - set(order) and len(order) < 100:
         clock.now_s += 1
         use = idle("a", slots=1, taken=[("a", number) for number in order])
-        order += [number for number, _ in granted(queue.handle(Uses("a", use)))]
+        order += [number for number, _ in granted(queue.handle(EngineReported("a", use)))]
     assert len(order) <= 1 + 2 * 3, "each second turn is the other principal's"
 
 
 def test_what_one_box_offers_is_bounded_and_leaves_room_for_the_others() -> None:
     queue, _ = queue_of()
     for number in range(most_of(MAX_OFFERS)):
-        assert queue.handle(Offers("a", offer(number, user=number, principal=1))) == []
-    assert queue.handle(Offers("a", offer(9999, user=9999, principal=1))) == [TurnsDown("a", 9999)]
+        assert queue.handle(RequestOffered("a", offer(number, user=number, principal=1))) == []
+    assert queue.handle(RequestOffered("a", offer(9999, user=9999, principal=1))) == [RefuseOffer("a", 9999)]
     others = range(5000, 5000 + MAX_OFFERS)
-    taken = [number for number in others if not queue.handle(Offers("a", offer(number, user=number)))]
+    taken = [number for number in others if not queue.handle(RequestOffered("a", offer(number, user=number)))]
     assert len(taken) == MAX_OFFERS - most_of(MAX_OFFERS)
-    assert queue.handle(Offers("b", offer(1))) == []
-    assert queue.handle(Offers("stranger", offer(1))) == [TurnsDown("stranger", 1)]
+    assert queue.handle(RequestOffered("b", offer(1))) == []
+    assert queue.handle(RequestOffered("stranger", offer(1))) == [RefuseOffer("stranger", 1)]
 
 
 def test_an_engine_that_has_gone_gets_nothing_even_if_it_comes_back_until_it_says_how_it_is() -> None:
     queue, _ = queue_of("pull", "b", "c")
-    queue.handle(Uses("a", idle("a")))
-    queue.handle(Uses("a", EngineStatus()))
-    assert granted(queue.handle(Offers("a", offer(1)))) == []
-    assert granted(queue.handle(Uses("a", idle("a")))) == [(1, "a:a1")]
+    queue.handle(EngineReported("a", idle("a")))
+    queue.handle(EngineReported("a", EngineStatus()))
+    assert granted(queue.handle(RequestOffered("a", offer(1)))) == []
+    assert granted(queue.handle(EngineReported("a", idle("a")))) == [(1, "a:a1")]
 
 
 @pytest.mark.parametrize("route", ["gimbal"])
 def test_a_user_goes_where_he_went_before_by_whatever_front_until_that_is_long_ago(route: str) -> None:
     queue, clock = queue_of(route)
     for node in NODES:
-        queue.handle(Uses(node, idle(node)))
-    (first,) = granted(queue.handle(Offers("a", offer(1, user=7))))
-    granted(queue.handle(Offers("a", offer(2, user=8))))
-    (again,) = granted(queue.handle(Offers("b", offer(3, user=7))))
+        queue.handle(EngineReported(node, idle(node)))
+    (first,) = granted(queue.handle(RequestOffered("a", offer(1, user=7))))
+    granted(queue.handle(RequestOffered("a", offer(2, user=8))))
+    (again,) = granted(queue.handle(RequestOffered("b", offer(3, user=7))))
     assert again[1] == first[1]
     clock.now_s += GimbalThresholds().affinity_s + 1
-    places = {granted(queue.handle(Offers("c", offer(4 + n, user=7 + 10 * n))))[0][1] for n in range(3)}
+    places = {granted(queue.handle(RequestOffered("c", offer(4 + n, user=7 + 10 * n))))[0][1] for n in range(3)}
     assert len(places) == 3
 
 
@@ -257,13 +257,13 @@ def test_a_request_is_pulled_by_its_own_box_or_by_that_of_its_user_for_a_while()
 
     queue, clock = queue_of()
     for node in NODES:
-        queue.handle(Uses(node, idle(node)))
-    assert granted(queue.handle(Offers("b", asked(1)))) == [(1, "b:b1")]
-    queue.handle(Uses("b", idle("b", taken=[("b", 1)])))
-    assert granted(queue.handle(Offers("c", asked(2)))) == [(2, "b:b1")]
-    queue.handle(Uses("b", idle("b", taken=[("c", 2)])))
+        queue.handle(EngineReported(node, idle(node)))
+    assert granted(queue.handle(RequestOffered("b", asked(1)))) == [(1, "b:b1")]
+    queue.handle(EngineReported("b", idle("b", taken=[("b", 1)])))
+    assert granted(queue.handle(RequestOffered("c", asked(2)))) == [(2, "b:b1")]
+    queue.handle(EngineReported("b", idle("b", taken=[("c", 2)])))
     clock.now_s += GimbalThresholds().affinity_s + 1
-    assert granted(queue.handle(Offers("c", asked(3)))) == [(3, "c:c1")]
+    assert granted(queue.handle(RequestOffered("c", asked(3)))) == [(3, "c:c1")]
 
 
 COUNTS, SMALLS = st.sampled_from([0, 1, 1 << 62]), st.sampled_from([0, 1, 1 << 24])
@@ -309,23 +309,23 @@ SIZED = st.sampled_from([everybody()._replace(sizes=sizes) for sizes in (SIZES, 
 @given(said=st.lists(st.one_of(USES, OFFERS, SIZED), min_size=2, max_size=6))
 @chosen(max_examples=examples(20), deadline=None)
 def test_whatever_a_box_may_say_the_queue_goes_on(
-    route: str, said: list[EngineStatus | RequestOffer | Serving]
+    route: str, said: list[EngineStatus | RequestOffer | ServingEngines]
 ) -> None:
     queue, clock = queue_of(route)
     for message in said:
         match message:
             case EngineStatus():
-                queue.handle(Uses("a", message))
+                queue.handle(EngineReported("a", message))
             case RequestOffer():
-                queue.handle(Offers("a", message))
-            case Serving():
+                queue.handle(RequestOffered("a", message))
+            case ServingEngines():
                 queue.handle(message)
         queue.check_integrity()
-    actions = queue.handle(Offers("b", offer(5, user=9, stands_s=1e6)))
+    actions = queue.handle(RequestOffered("b", offer(5, user=9, stands_s=1e6)))
     for _ in range(len(said) + 1):  # what it made others be granted in vain is forgotten
         clock.now_s += FORGET_S + 1
-        actions += queue.handle(Uses("b", idle("b")))
-    assert any(isinstance(action, Grants) and (action.node, action.number) == ("b", 5) for action in actions)
+        actions += queue.handle(EngineReported("b", idle("b")))
+    assert any(isinstance(action, GrantOffer) and (action.node, action.number) == ("b", 5) for action in actions)
 
 
 def foreseen(number: int, sizes: ModelSizes) -> RequestOffer:
@@ -338,13 +338,13 @@ def foreseen(number: int, sizes: ModelSizes) -> RequestOffer:
 def test_what_was_said_of_another_models_experts_is_forgotten_and_nothing_else(route: str) -> None:
     queue, clock = queue_of(route)
     other = ModelSizes(2, 6)
-    assert queue.handle(Offers("a", foreseen(1, SIZES))) == []
+    assert queue.handle(RequestOffered("a", foreseen(1, SIZES))) == []
     queue.handle(everybody()._replace(sizes=other))
-    assert queue.handle(Offers("a", foreseen(2, other))) == []
+    assert queue.handle(RequestOffered("a", foreseen(2, other))) == []
     found: list[Action] = []
     for _ in range(2):
         clock.now_s += 1
-        found += queue.handle(Uses("b", msgspec.structs.replace(idle("b"), choices=choosing(0))))
+        found += queue.handle(EngineReported("b", msgspec.structs.replace(idle("b"), choices=choosing(0))))
     assert sorted(granted(found)) == [(1, "b:b1"), (2, "b:b1")]
 
 
@@ -364,10 +364,10 @@ def test_how_many_users_are_compared_and_how_much_is_foreseen_of_those_that_wait
     clock = Clock()
     queue = OfferQueue(Nowhere, LocalityBand(fewest), clock)
     queue.handle(everybody()._replace(sizes=large))
-    queue.handle(Uses("a", idle("a")))
+    queue.handle(EngineReported("a", idle("a")))
     for number in range(1, MOST_HEADS + 80):
         clock.now_s += 0.01
-        queue.handle(Offers("a", foreseen(number, large)))
+        queue.handle(RequestOffered("a", foreseen(number, large)))
         queue.check_integrity()
     assert max(compared) == MOST_HEADS
     assert MOST_FORECAST_BYTES <= queue.foreseen_bytes < MOST_FORECAST_BYTES + (1 << 20)
@@ -377,8 +377,8 @@ def test_a_prompt_whose_beginning_an_engine_has_goes_there() -> None:
     queue, _ = queue_of()
     long = msgspec.structs.replace(offer(1, 600), prefix=b"".join(n.to_bytes(8, "little") for n in range(1, 10)))
     for node in NODES:
-        queue.handle(Uses(node, idle(node, prefixes=long.prefix if node == "c" else b"")))
-    assert granted(queue.handle(Offers("a", long))) == [(1, "c:c1")]
+        queue.handle(EngineReported(node, idle(node, prefixes=long.prefix if node == "c" else b"")))
+    assert granted(queue.handle(RequestOffered("a", long))) == [(1, "c:c1")]
 
 
 def choosing(*experts: int, far: tuple[int, ...] = ()) -> ExpertDemand:
@@ -401,29 +401,29 @@ def test_a_request_goes_where_its_experts_are_loaded_anyway_or_in_place(
     queue, _ = queue_of()
     for node in NODES:
         busy = idle(node, running=1, remaining_tokens=50)
-        queue.handle(Uses(node, msgspec.structs.replace(busy, choices=choices[node])))
-        queue.handle(Uses(node, busy))  # what has not changed is not told again
+        queue.handle(EngineReported(node, msgspec.structs.replace(busy, choices=choices[node])))
+        queue.handle(EngineReported(node, busy))  # what has not changed is not told again
     signature = ExpertSignature(*shares_of(np.array([[500, 500, 0, 0, 0, 0]]), 2))
     like = msgspec.structs.replace(offer(1), signature=signature)
-    assert granted(queue.handle(Offers("a", like))) == [(1, place)]
+    assert granted(queue.handle(RequestOffered("a", like))) == [(1, place)]
     gone = queue.handle(everybody(place[0]))
     assert granted(gone) == []
     queue.handle(everybody())
-    queue.handle(Uses(place[0], idle(place[0], running=2)))
-    assert granted(queue.handle(Offers("b", msgspec.structs.replace(like, number=2)))) != [(2, place)]
+    queue.handle(EngineReported(place[0], idle(place[0], running=2)))
+    assert granted(queue.handle(RequestOffered("b", msgspec.structs.replace(like, number=2)))) != [(2, place)]
 
 
 def test_what_is_prefilled_goes_on_at_once_where_its_experts_are_loaded_and_the_next_one_sees_it_there() -> None:
     queue, _ = queue_of()
-    queue.handle(Serving(frozenset(NODES), frozenset({"a:a1"}), SIZES, frozenset({"b:b1", "c:c1"})))
+    queue.handle(ServingEngines(frozenset(NODES), frozenset({"a:a1"}), SIZES, frozenset({"b:b1", "c:c1"})))
     for node, here in {"a": choosing(0, 1), "b": choosing(2, 3), "c": choosing(0, 1)}.items():
-        queue.handle(Uses(node, msgspec.structs.replace(idle(node, running=1, slots=3), choices=here)))
+        queue.handle(EngineReported(node, msgspec.structs.replace(idle(node, running=1, slots=3), choices=here)))
     signature = ExpertSignature(*shares_of(np.array([[500, 500, 0, 0, 0, 0]]), 2))
     asked = [msgspec.structs.replace(offer(n), signature=signature, stage="decode") for n in range(1, 6)]
     assert [queue.decoder("a", one) for one in asked] == ["c:c1", "c:c1", "b:b1", "b:b1", ""]
     assert queue.decoder("nobody", asked[0]) == ""
     assert len(queue) == 0
-    assert granted(queue.handle(Offers("b", offer(9)))) == [(9, "a:a1")]  # what is to be read goes to who reads
+    assert granted(queue.handle(RequestOffered("b", offer(9)))) == [(9, "a:a1")]  # what is to be read goes to who reads
     queue.check_integrity()
 
 
@@ -439,12 +439,12 @@ def test_what_waits_costs_nothing_at_the_words_of_engines_while_none_has_room() 
     queue = OfferQueue(lambda: Counted(PullLimits()), LocalityBand(fewest), clock)
     queue.handle(everybody())
     for node in NODES:
-        queue.handle(Uses(node, idle(node, running=SLOTS)))
+        queue.handle(EngineReported(node, idle(node, running=SLOTS)))
     for number in range(1, 40):
-        assert queue.handle(Offers("a", offer(number, 10, number))) == []
+        assert queue.handle(RequestOffered("a", offer(number, 10, number))) == []
     for node in NODES:
-        assert queue.handle(Uses(node, idle(node, running=SLOTS))) == []
+        assert queue.handle(EngineReported(node, idle(node, running=SLOTS))) == []
     assert not compared
-    found = queue.handle(Uses("b", idle("b", running=SLOTS - 1)))
+    found = queue.handle(EngineReported("b", idle("b", running=SLOTS - 1)))
     assert granted(found) == [(1, "b:b1")]
     assert compared == [39], "once for the slot, and not again once it is taken"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import runpy
 from collections.abc import Sequence
 
-from edgemoe.cluster.control.requests import engine_memory
+from edgemoe.cluster.control.requests import offer_views
 from edgemoe.policy.routing.told import ModelSizes
 
 
@@ -17,5 +17,5 @@ def unheard(far: bytes, far_s: Sequence[float], sizes: ModelSizes) -> None:
 
 
 if __name__ == "__main__":
-    engine_memory.resident_of = unheard  # type: ignore[attr-defined]
+    offer_views.resident_of = unheard  # type: ignore[attr-defined]
     runpy.run_module("edgemoe", run_name="__main__", alter_sys=True)

@@ -50,42 +50,42 @@ class Broken:
 
 async def test_what_the_queue_cannot_deal_with_costs_what_waits_in_it(leader: Front) -> None:
     plane, desk = leader.plane, leader.plane.desk
-    assert not desk.ask("a", offer(1)).place  # nobody knows yet whether the engine has room
+    assert not desk.on_offer("a", offer(1)).place  # nobody knows yet whether the engine has room
     desk.queue._policy = Broken()
-    desk.hear("a", USE)
+    desk.on_engine_status("a", USE)
     assert (plane.channel.mishaps.failed, len(desk.queue)) == (1, 0)
-    desk.hear("a", USE)
-    assert desk.ask("a", offer(2)).place == "a:x"
+    desk.on_engine_status("a", USE)
+    assert desk.on_offer("a", offer(2)).place == "a:x"
     desk.queue._policy = Broken()
     with pytest.raises(PeerBusy):
-        desk.ask("a", offer(3))
-    desk.hear("a", msgspec.structs.replace(USE, running=2))
-    desk.ask("a", offer(4))
+        desk.on_offer("a", offer(3))
+    desk.on_engine_status("a", msgspec.structs.replace(USE, running=2))
+    desk.on_offer("a", offer(4))
     desk.queue._policy = Broken()
-    desk.look()  # as at each beat
+    desk.on_time()  # as at each beat
     assert (plane.channel.mishaps.failed, len(desk.queue)) == (3, 0)
 
 
 async def test_a_moment_without_a_sure_lease_costs_no_offer_and_another_leader_all(leader: Front) -> None:
     plane, desk = leader.plane, leader.plane.desk
     epoch = plane.leading
-    desk.ask("a", offer(1))
+    desk.on_offer("a", offer(1))
     for now in (0, epoch):
         desk._epoch = lambda now=now: now
-        desk.look()
+        desk.on_time()
         assert len(desk.queue) == 1
     desk._epoch = lambda: 0
     with pytest.raises(PeerRefused):
-        desk.ask("a", offer(2))
+        desk.on_offer("a", offer(2))
     plane.state.leader_tracker.follow_leader("b", epoch + 1)
-    desk.look()
+    desk.on_time()
     assert not len(desk.queue)
     desk._epoch = lambda: epoch + 2
-    desk.look()
+    desk.on_time()
     assert not len(desk.queue)
-    assert not desk.ask("a", offer(3)).place
+    assert not desk.on_offer("a", offer(3)).place
     desk._epoch = lambda: epoch + 4  # this box again, and nobody in between
-    desk.look()
+    desk.on_time()
     assert not len(desk.queue), "fronts have given up those of the epoch before"
 
 
@@ -110,7 +110,7 @@ async def test_how_many_experts_there_are_a_leader_knows_by_its_own_engine(tmp_p
         found["b"].has(wrong)
         found["b"].busy = Heartbeat(engine="y", slots=1, capacity=1)
         await until(lambda: plane.leading and plane.state.members.serving("m" * 32))
-        plane.desk.look()
+        plane.desk.on_time()
         assert plane.desk.queue.sizes == (LAYERS, EXPERTS)
 
 
@@ -137,23 +137,23 @@ async def test_an_engine_that_starts_again_keeps_its_cluster_while_others_are_be
             found["b"].has(card(boot))
             found["b"].busy = Heartbeat(engine=boot, slots=2, capacity=4)
             await until(lambda: f"b:{boot}" in plane.state.members.serving("m" * 32))
-            desk.look()
-            desk.hear("b", msgspec.structs.replace(USE, engine=boot))
+            desk.on_time()
+            desk.on_engine_status("b", msgspec.structs.replace(USE, engine=boot))
 
         found["a"].has(card("x"))
         await until(lambda: plane.leading)
-        desk.look()
-        desk.hear("a", USE)
+        desk.on_time()
+        desk.on_engine_status("a", USE)
         await serves("y")
         ended = tuple(EndedRequest(table, table) for table in (TABLES[0], TABLES[5])) * 32
         assert desk.fitting is not None
-        desk.fitting.hear(ended)
+        desk.fitting.add_ended(ended)
         await until(lambda: desk.fitting is not None and desk.fitting.fits == 1)
-        desk.fitting.hear(ended)
+        desk.fitting.add_ended(ended)
         await until(lambda: len(fits) == 2)
         await serves("z")
         asked = [msgspec.structs.replace(offer(n), signature=TABLES[5 * n]) for n in range(2)]
-        granted = [desk.ask("a", one) for one in asked]
+        granted = [desk.on_offer("a", one) for one in asked]
         assert ({one.place for one in granted}, {one.why for one in granted}) == ({"a:x", "b:z"}, {"nearest"})
         held.set()
 
@@ -162,14 +162,14 @@ async def test_boxes_are_looked_at_when_they_change_and_not_at_each_message(
     leader: Front, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     members, desk, looks = leader.plane.state.members, leader.plane.desk, list[str]()
-    desk.look()
+    desk.on_time()
     serving = members.serving
     monkeypatch.setattr(members, "serving", lambda model: looks.append(model) or serving(model))
     for number in range(2):
-        desk.hear("a", USE)
-        assert desk.ask("a", offer(number)).place == "a:x"
+        desk.on_engine_status("a", USE)
+        assert desk.on_offer("a", offer(number)).place == "a:x"
     assert not looks
     leader.has(card("y"))
-    desk.hear("a", msgspec.structs.replace(USE, engine="y"))
-    assert desk.ask("a", offer(6)).place == "a:y"
+    desk.on_engine_status("a", msgspec.structs.replace(USE, engine="y"))
+    assert desk.on_offer("a", offer(6)).place == "a:y"
     assert len(looks) == 1
