@@ -38,8 +38,8 @@ from edgemoe.ipc.messages import (
     ToEngine,
     encode,
 )
-from edgemoe.policy.route import EngineLoad, node_of
-from edgemoe.policy.routing.locality_band import BAND_REASONS
+from edgemoe.policy.routing.eldr import BAND_REASONS
+from edgemoe.policy.routing.least_loaded import EngineLoad, node_of
 from edgemoe.ticking import until_tick
 from edgemoe.types.request import Emission, Phases, Request
 

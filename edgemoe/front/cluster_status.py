@@ -12,7 +12,7 @@ from edgemoe.cluster.control.plan_store import PlanStore
 from edgemoe.front.hosted_requests import HostedRequests
 from edgemoe.front.request_state import RequestStateMachine
 from edgemoe.ipc.messages import PeerLinkMeasured
-from edgemoe.policy.route import EngineLoad
+from edgemoe.policy.routing.least_loaded import EngineLoad
 from edgemoe.telemetry import metrics as names
 from edgemoe.types.placement import PlacementPlan
 

@@ -20,7 +20,7 @@ from edgemoe.front.engine_tracker import EngineConnection
 from edgemoe.front.request_state import RequestStateMachine
 from edgemoe.front.request_table import Surroundings
 from edgemoe.ipc.messages import Limits, Submit
-from edgemoe.policy.route import EngineLoad, node_of
+from edgemoe.policy.routing.least_loaded import EngineLoad, node_of
 from edgemoe.types.request import Emission, Phases, Request
 
 log = logging.getLogger(__name__)

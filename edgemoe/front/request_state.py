@@ -24,7 +24,7 @@ from edgemoe.front.request_table import (
     Surroundings,
 )
 from edgemoe.ipc.messages import Cancel
-from edgemoe.policy.route import EngineLoad, node_of, route
+from edgemoe.policy.routing.least_loaded import EngineLoad, node_of, route
 from edgemoe.types.expert_signatures import ExpertSignature
 from edgemoe.types.request import Emission
 

@@ -17,7 +17,7 @@ from edgemoe.front.request_events import RequestInstruction, SendCancel, SendWit
 from edgemoe.ipc.messages import Cancel, FetchPrefixKV, Submit
 from edgemoe.policy import shares
 from edgemoe.policy.blame import Attempts
-from edgemoe.policy.route import EngineLoad, node_of
+from edgemoe.policy.routing.least_loaded import EngineLoad, node_of
 from edgemoe.types.expert_signatures import ExpertSignature
 from edgemoe.types.principal import Identity
 from edgemoe.types.request import Emission, Phases, Request

@@ -1,8 +1,7 @@
-"""Movement plans: which experts to bring up a tier ahead of need, densest first.
+"""Watermarks, the price of a byte in each tier, and the moves between tiers that are worth it.
 
-Source: [Two-Tier, 1] and [Two-Tier, 4.3]: near horizon RAM -> VRAM, medium horizon NVMe -> RAM. A move is planned only
-for what is worth more than the price of its tier and than what it would replace, and only as many bytes as the link can
-carry while nobody demands anything.
+Source: [Two-Tier, 1] and [Two-Tier, 4.3]. An expert is worth b = p C / S a byte: the probability of its use, the cost
+of a miss, its size. docs/design/prefetch.md tells how the price moves and which moves are planned.
 """
 
 from __future__ import annotations
@@ -13,9 +12,76 @@ from typing import NamedTuple
 import numpy as np
 
 from edgemoe.policy.fusion import Calibration
-from edgemoe.policy.watermark import Watermark
 from edgemoe.types.arrays import BoolArray, FloatArray, IntArray
 from edgemoe.types.experts import ExpertId, Move, Tier
+
+FIRST_STEP, LEAST_STEP, MOST_STEP = 0.1, 0.002, 0.5  # relative to the price
+GROWTH, SHRINKAGE = 1.3, 0.5
+SLACK = 0.02  # demand this close to capacity leaves the price alone
+
+
+def miss_cost(sizes: IntArray, fixed_s: float | FloatArray, per_byte_s: float | FloatArray) -> FloatArray:
+    """Seconds that it takes to bring each expert in: C, from what was measured of its link."""
+    cost: FloatArray = (fixed_s + per_byte_s * sizes).astype(np.float32)
+    return cost
+
+
+def density(p: FloatArray, cost_s: FloatArray, sizes: IntArray) -> FloatArray:
+    """b = p C / S, expected seconds saved a byte."""
+    b: FloatArray = (p * cost_s / sizes).astype(np.float32)
+    return b
+
+
+class Verdict(NamedTuple):
+    """What a tier should do with each expert. None is both."""
+
+    admit: BoolArray  # not here, and well worth its bytes
+    drop: BoolArray  # here, and well below the price
+
+
+class Watermark:
+    """One tier's price. Pure: the caller says what is where."""
+
+    def __init__(self, capacity_bytes: int, *, hysteresis: float = 0.1) -> None:
+        self.capacity_bytes, self.hysteresis = capacity_bytes, hysteresis
+        self.price = 0.0  # lambda
+        self._step, self._way = FIRST_STEP, 0
+
+    def demanded_bytes(self, b: FloatArray, sizes: IntArray) -> int:
+        """Bytes of all experts that are worth the present price."""
+        return int(sizes[b >= self.price].sum()) if self.price > 0 else int(sizes.sum())
+
+    def update(self, b: FloatArray, sizes: IntArray) -> None:
+        """Moves the price one step, by densities and sizes of the same shape."""
+        typical = float(b.mean())
+        excess = (self.demanded_bytes(b, sizes) - self.capacity_bytes) / self.capacity_bytes
+        way = 0 if abs(excess) <= SLACK else 1 if excess > 0 else -1
+        if way and self._way:
+            self._step *= GROWTH if way == self._way else SHRINKAGE
+            self._step = min(max(self._step, LEAST_STEP), MOST_STEP)
+        if way:
+            self.price = max(0.0, self.price + way * self._step * max(self.price, 0.1 * typical))
+            self._way = way
+
+    def verdict(self, b: FloatArray, resident: BoolArray) -> Verdict:
+        """Admit above (1 + h) lambda, drop below (1 - h) lambda."""
+        high, low = (1 + self.hysteresis) * self.price, (1 - self.hysteresis) * self.price
+        return Verdict(~resident & (b >= high), resident & (b < low))
+
+
+def floor(b: FloatArray, sizes: IntArray, capacity_bytes: int, working_set_bytes: int) -> BoolArray:
+    """What to pin where a tier does not hold one token's working set: the densest that fit; nothing where it does.
+
+    All else streams through the room of the largest expert, which is left free.
+    """
+    pinned = np.zeros(b.shape, np.bool_)
+    if capacity_bytes >= working_set_bytes:
+        return pinned
+    order = np.argsort(-b, axis=None, kind="stable")
+    room = capacity_bytes - int(sizes.max())
+    pinned.ravel()[order[np.cumsum(sizes.ravel()[order]) <= room]] = True
+    return pinned
+
 
 WATCHED = 16  # experts that a tier lacks, and as many that it has, whose needs each plan is judged by
 TRIAL = 12  # plans that have been judged before moves are carried out

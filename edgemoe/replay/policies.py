@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from edgemoe.policy.ewma import EWMA
-from edgemoe.policy.recency import LRU
+from edgemoe.policy.cache_ranks import EWMA, LRU
 from edgemoe.replay.bound import Belady
 from edgemoe.replay.trace import Trace, chosen
 from edgemoe.types.arrays import IntArray

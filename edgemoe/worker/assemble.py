@@ -31,7 +31,7 @@ from edgemoe.jit.object_cache import Compiling, link
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model.decoder import Decoder
 from edgemoe.model.kv import KVCache
-from edgemoe.policy.recency import LRU
+from edgemoe.policy.cache_ranks import LRU
 from edgemoe.store.files import note_use
 from edgemoe.store.manifest import DENSE, Manifest, spec_of, verify_copies, verify_dense
 from edgemoe.store.reader import ExpertStore

@@ -22,10 +22,8 @@ from edgemoe.engine.engine import Engine
 from edgemoe.engine.sequence import Sequence, blocks_for
 from edgemoe.experts.build import ExpertTiers
 from edgemoe.ipc.messages import ExpertDemandReport, FromEngine, PromptSignature, Submit
-from edgemoe.policy.routing.by_experts import PromptForecast
-from edgemoe.policy.routing.expert_union import absence
-from edgemoe.policy.routing.step_times import StepTimes
-from edgemoe.policy.routing.told import absent_bytes, shares_of
+from edgemoe.policy.routing.marginal_union import PromptForecast, StepTimes
+from edgemoe.policy.routing.signatures import absence, absent_bytes, shares_of
 from edgemoe.ticking import until_tick
 from edgemoe.types.arrays import FloatArray, IntArray
 from edgemoe.types.expert_signatures import MOST_ENDED, EndedRequest, ExpertDemand, ExpertSignature

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from edgemoe.engine.engine import Engine
 from edgemoe.ipc.messages import FromEngine, PrefixSignatureReply, PrefixSignatureRequest
-from edgemoe.policy.routing.told import shares_of
+from edgemoe.policy.routing.signatures import shares_of
 from edgemoe.types.expert_signatures import ExpertSignature
 
 WAITING = 64  # questions; of more the front hears that there is nothing

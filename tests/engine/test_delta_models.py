@@ -18,7 +18,7 @@ from edgemoe.experts.build import ExpertTiers, TierMemory
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model.decoder import Decoder
 from edgemoe.model.kv import KVCache
-from edgemoe.policy.recency import LRU
+from edgemoe.policy.cache_ranks import LRU
 from edgemoe.store.manifest import DENSE, spec_of
 from edgemoe.store.packer import pack
 from edgemoe.store.reader import ExpertStore

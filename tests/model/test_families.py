@@ -12,7 +12,7 @@ from support.tiny_models import FAMILIES, Session, Tiny
 
 from edgemoe.experts.build import ExpertTiers, TierMemory
 from edgemoe.kernels.cpu.runtime import Kernels
-from edgemoe.policy.recency import LRU
+from edgemoe.policy.cache_ranks import LRU
 from edgemoe.store.manifest import Manifest
 from edgemoe.store.reader import ExpertStore
 from edgemoe.types.experts import Tier

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from edgemoe.policy.ewma import EWMA
-from edgemoe.policy.recency import LRU
+from edgemoe.policy.cache_ranks import EWMA, LRU
 
 
 def test_lru_ranks_by_last_use() -> None:

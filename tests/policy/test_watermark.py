@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.examples import examples
 
-from edgemoe.policy.movement import Side, plan
-from edgemoe.policy.watermark import Watermark, density, floor, miss_cost
+from edgemoe.policy.movement import Side, Watermark, density, floor, miss_cost, plan
 from edgemoe.types.experts import Tier
 
 RECOVERY_VISITS = 60  # within which a price finds back after a shift

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from support.tiers_kit import SMALL, FileStore, Weights, running, small_tiers
 
-from edgemoe.policy.recency import LRU
+from edgemoe.policy.cache_ranks import LRU
 from edgemoe.replay.box import BoxSpec
 from edgemoe.replay.run import Replay, ReplayedStep
 from edgemoe.types.step import StepMeta, StepRouting

@@ -9,7 +9,7 @@ import pytest
 from support.replay_kit import random_trace
 
 from edgemoe.experts.predict.predictive_policy import LearnedPolicy
-from edgemoe.policy.recency import LRU
+from edgemoe.policy.cache_ranks import LRU
 from edgemoe.replay.box import BoxSpec, Counts
 from edgemoe.replay.run import Replay, ReplayedStep
 from edgemoe.types.arrays import FloatArray

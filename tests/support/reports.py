@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from edgemoe.cluster.control.messages import BoxReport
-from edgemoe.policy.placement.pairs import Routes, heaviest_pairs
+from edgemoe.policy.placement.route_score import Routes, heaviest_pairs
 from edgemoe.types.placement import ACTIVITY_UNIT
 
 

@@ -18,7 +18,7 @@ from edgemoe.front import request_events as events
 from edgemoe.front.request_state import RequestStateMachine
 from edgemoe.front.request_table import RequestRecord, RequestState
 from edgemoe.ipc.messages import Submit
-from edgemoe.policy.route import EngineLoad, node_of
+from edgemoe.policy.routing.least_loaded import EngineLoad, node_of
 from edgemoe.types.expert_signatures import ExpertSignature
 from edgemoe.types.request import Emission, Phases, Request, Sampling
 

@@ -51,7 +51,7 @@ from edgemoe.ipc.messages import (
     Stop,
     Submit,
 )
-from edgemoe.policy.routing.told import shares_of
+from edgemoe.policy.routing.signatures import shares_of
 from edgemoe.types.expert_signatures import EndedRequest, ExpertDemand, ExpertSignature
 from edgemoe.types.model_info import ModelInfo
 from edgemoe.types.request import Emission, Request, TokenLogprob

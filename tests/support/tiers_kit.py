@@ -17,7 +17,7 @@ from edgemoe.errors import CorruptExpert
 from edgemoe.experts.build import ExpertTiers, TierMemory
 from edgemoe.experts.compute.moe import Fetching
 from edgemoe.kernels.cpu.runtime import Kernels
-from edgemoe.policy.recency import LRU
+from edgemoe.policy.cache_ranks import LRU
 from edgemoe.types.arrays import BoolArray
 from edgemoe.types.experts import ExpertGeometry, ExpertId, Store, Tier
 

@@ -7,7 +7,7 @@ import pytest
 from support.engine_kit import SPEC, Drive, prompt
 
 from edgemoe.ipc.messages import FromEngine, LastChunkStarted, Submit
-from edgemoe.policy.routing.told import shares_of
+from edgemoe.policy.routing.signatures import shares_of
 from edgemoe.types.expert_signatures import ExpertSignature
 from edgemoe.types.request import Request, Sampling
 from edgemoe.types.step import StepMeta, StepRouting

@@ -44,7 +44,7 @@ from edgemoe.ipc.messages import (
     Ready,
     Submit,
 )
-from edgemoe.policy.routing.told import ModelSizes, counts_of
+from edgemoe.policy.routing.signatures import ModelSizes, counts_of
 from edgemoe.store.manifest import Manifest
 from edgemoe.store.packer import pack
 from edgemoe.types.placement import unpack_bits

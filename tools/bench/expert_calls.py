@@ -46,7 +46,7 @@ from edgemoe.experts.compute.dispatch import Group
 from edgemoe.experts.compute.peer_compute import PeerCompute
 from edgemoe.ipc.messages import PeerEngine
 from edgemoe.kernels.cpu.runtime import Kernels
-from edgemoe.policy.recency import LRU
+from edgemoe.policy.cache_ranks import LRU
 from edgemoe.types.experts import ExpertGeometry, ExpertId, Tier
 from edgemoe.types.model_info import ServedModel
 from edgemoe.types.peers import ExpertWork, RemoteCall

@@ -32,7 +32,7 @@ from edgemoe.families.config import spec_from_config
 from edgemoe.families.spec import ModelSpec, dense_shapes
 from edgemoe.jit.object_cache import link
 from edgemoe.model.decoder import Decoder
-from edgemoe.policy.recency import LRU
+from edgemoe.policy.cache_ranks import LRU
 from edgemoe.types.experts import Tier
 from tools.bench.filling import BlankStore, fill, running
 

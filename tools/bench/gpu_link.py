@@ -28,7 +28,7 @@ from edgemoe.experts.compute import cuda_link
 from edgemoe.experts.compute.cuda_link import CudaLink, Order, Pinning, copy_async
 from edgemoe.experts.tiers.slab import HostSlab
 from edgemoe.experts.tiers.slots import SlotPool, Transfer
-from edgemoe.policy.recency import LRU
+from edgemoe.policy.cache_ranks import LRU
 from edgemoe.types.experts import ExpertGeometry, Store, Tier
 from edgemoe.types.size_classes import SlabLayout
 from tools.bench.filling import BlankStore, fill, running

@@ -30,7 +30,7 @@ from edgemoe.jit.thread_pool import parallel
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model.decoder import Decoder
 from edgemoe.model.kv import DTYPES
-from edgemoe.policy.recency import LRU
+from edgemoe.policy.cache_ranks import LRU
 from edgemoe.telemetry import probes
 from edgemoe.types.encoding import Encoding
 from edgemoe.types.experts import LivePolicy, Tier

@@ -21,7 +21,7 @@ from edgemoe.experts.predict.next_use import Ids, NextUsePredictor, link_predict
 from edgemoe.experts.predict.predictive_policy import Foresight
 from edgemoe.experts.predict.prefetch_planner import PrefetchRequests
 from edgemoe.experts.tiers.residency import Residency
-from edgemoe.policy.recency import LRU
+from edgemoe.policy.cache_ranks import LRU
 from edgemoe.types.arrays import FloatArray, IntArray
 from edgemoe.types.experts import ExpertGeometry
 from edgemoe.types.step import StepMeta, StepRouting

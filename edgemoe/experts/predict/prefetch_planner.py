@@ -10,8 +10,7 @@ import numpy as np
 from edgemoe.experts.predict.next_use import NextUsePredictor
 from edgemoe.experts.tiers.residency import Residency
 from edgemoe.experts.tiers.slots import PrefetchPriority
-from edgemoe.policy.movement import WATCHED, NeedRecord, Side, Watched, plan
-from edgemoe.policy.watermark import Watermark, density, floor, miss_cost
+from edgemoe.policy.movement import WATCHED, NeedRecord, Side, Watched, Watermark, density, floor, miss_cost, plan
 from edgemoe.types.arrays import BoolArray, FloatArray, IntArray
 from edgemoe.types.experts import ExpertGeometry, Move, Tier
 

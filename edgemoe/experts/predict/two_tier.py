@@ -16,7 +16,7 @@ from edgemoe.experts.predict.next_use import Ids
 from edgemoe.experts.predict.prefetch_planner import PrefetchRequests, Prices
 from edgemoe.experts.tiers.residency import Residency
 from edgemoe.experts.tiers.slots import PrefetchPriority
-from edgemoe.policy.ewma import EWMA
+from edgemoe.policy.cache_ranks import EWMA
 from edgemoe.policy.fusion import Mix
 from edgemoe.telemetry import metrics as names
 from edgemoe.telemetry.metrics import named

@@ -7,12 +7,11 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from edgemoe.policy.placement.cover import protect
 from edgemoe.policy.placement.gimbal_placement import gimbal
-from edgemoe.policy.placement.pairs import Routes
 from edgemoe.policy.placement.prism import prism
-from edgemoe.policy.placement.problem import Placement, PlacementProblem, Values, by_size
+from edgemoe.policy.placement.problem import Placement, PlacementProblem, Values, by_size, protect
 from edgemoe.policy.placement.rendezvous import RendezvousCosts, rendezvous
+from edgemoe.policy.placement.route_score import Routes
 from edgemoe.policy.placement.uniform import uniform
 from edgemoe.types.arrays import IntArray
 from edgemoe.types.placement import PlacementPolicy

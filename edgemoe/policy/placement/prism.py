@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from edgemoe.policy.placement.cover import fill
-from edgemoe.policy.placement.problem import Placement, PlacementProblem, Values, disk_homes, placed, required
+from edgemoe.policy.placement.problem import Placement, PlacementProblem, Values, disk_homes, fill, placed, required
 from edgemoe.types.arrays import BoolArray, IntArray
 
 

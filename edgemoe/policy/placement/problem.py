@@ -1,7 +1,7 @@
-"""What every placement policy starts from, and what it answers.
+"""The placement problem and the placements that policies answer, with the steps that they share.
 
 Memory is counted in slots of one expert, device by device, so that nothing is planned across two devices. Where memory
-cannot hold every expert, the ones least asked for may be left to the disks that have them.
+cannot hold every expert, the coldest experts may stay on the disks that have them.
 """
 
 from __future__ import annotations
@@ -13,9 +13,35 @@ import numpy as np
 import numpy.typing as npt
 
 from edgemoe.errors import PlacementInfeasible
-from edgemoe.policy.placement.packing import pack, shares
 from edgemoe.types.arrays import BoolArray, IntArray
 from edgemoe.types.experts import layers_of_sizes
+
+
+def pack(weight: npt.NDArray[np.float64], slots: IntArray) -> list[IntArray]:
+    """Returns what each pack gets, in the order in which it got it: the heaviest first, to the lightest with a slot.
+
+    How light a pack is counts in proportion to its slots. Where each has one, they get one after the other.
+    """
+    if (slots == 1).all():
+        return list(np.arange(len(weight))[:, None])
+    members: list[list[int]] = [[] for _ in slots]
+    total, left = np.zeros(len(slots)), slots.copy()
+    share = slots / max(1, slots.max())
+    for item in np.argsort(-weight, kind="stable"):
+        best = int(np.argmin(np.where(left > 0, total / np.maximum(share, 1e-300), np.inf)))
+        members[best].append(int(item))
+        total[best] += weight[item]
+        left[best] -= 1
+    return [np.array(each, np.int64) for each in members]
+
+
+def shares(number: int, room: IntArray) -> IntArray:
+    """Returns a number divided in proportion to room [n], at most that each; the largest remainders are rounded up."""
+    exact = number * room / max(1, room.sum())
+    answer: IntArray = np.floor(exact).astype(np.int64)
+    answer[np.argsort(answer - exact, kind="stable")[: number - int(answer.sum())]] += 1
+    return answer
+
 
 Values = npt.NDArray[np.float64]
 TIE = 1e-6  # of what a node asks for: what it counts that the others ask for it, too
@@ -198,3 +224,85 @@ def _part(problem: PlacementProblem, layers: IntArray, size_bytes: int, rooms: S
         in_ram=of(problem.in_ram),
         exists=None if problem.exists is None else problem.exists[layers],
     )
+
+
+def cover(problem: PlacementProblem, homes: BoolArray, must: BoolArray) -> None:
+    """Gives a home to each expert that must [L, E] have one, where it costs least. `homes` [N, L, E] is changed.
+
+    It takes free room, or the place of the expert least asked for there that others keep, too, or that need not be
+    kept.
+    """
+    nodes = len(homes)
+    value = problem.expected.reshape(nodes, -1)
+    kept, needed = homes.reshape(nodes, -1), must.ravel()
+    free = problem.room - kept.sum(axis=1)
+    lost = np.flatnonzero(needed & ~kept.any(axis=0))
+    for expert in lost[np.argsort(-value[:, lost].sum(axis=0), kind="stable")]:
+        spare = np.where(kept & ((kept.sum(axis=0) > 1) | ~needed), value, np.inf)  # [N, M]
+        price = np.where(free > 0, 0.0, spare.min(axis=1)) - value[:, expert]
+        node = int(np.argmin(price))
+        if free[node] > 0:
+            free[node] -= 1
+        else:
+            kept[node, int(np.argmin(spare[node]))] = False
+        kept[node, expert] = True
+    homes[:] = kept.reshape(homes.shape)
+
+
+def fill(problem: PlacementProblem, homes: BoolArray) -> None:
+    """Gives each node's free room to what its requests ask for most. `homes` [N, L, E] is changed."""
+    value = problem.expected
+    for node, room in enumerate(problem.room):
+        free = int(room) - int(homes[node].sum())
+        if free > 0:
+            wanted = np.where(homes[node], -np.inf, value[node])
+            best = np.argsort(-wanted, axis=None, kind="stable")[:free]
+            homes[node].ravel()[best] = True
+
+
+def protect(problem: PlacementProblem, homes: BoolArray, replicas: int) -> None:
+    """Has so many nodes hold each expert, in memory or on disk, as far as there is room. `homes` [N, L, E] is changed.
+
+    Further copies go where they cost least, what is asked for most first: into free room, or in place of the expert
+    least asked for there that enough others hold and another has in memory.
+    """
+    nodes = len(homes)
+    wanted = min(replicas, nodes)
+    value = problem.expected.reshape(nodes, -1)
+    kept, disks = homes.reshape(nodes, -1), problem.disks.reshape(nodes, -1)
+    holders, copies = (kept | disks).sum(axis=0), kept.sum(axis=0)
+    free = problem.room - kept.sum(axis=1)
+    order = [each[np.argsort(value[node, each], kind="stable")] for node, each in enumerate(map(np.flatnonzero, kept))]
+    place = np.zeros(nodes, np.int64)  # in `order`: what comes before is not given up
+
+    def spare(node: int) -> int:
+        """The expert that the node gives up first; -1 where there is none."""
+        while place[node] < len(order[node]):
+            expert = int(order[node][place[node]])
+            if copies[expert] > 1 and (disks[node, expert] or holders[expert] > wanted):
+                return expert
+            place[node] += 1
+        return -1
+
+    short = np.flatnonzero(problem.experts.ravel() & (holders < wanted))
+    for expert in short[np.argsort(-value[:, short].sum(axis=0), kind="stable")]:
+        for _ in range(wanted - int(holders[expert])):
+            prices = {
+                node: (0.0 if free[node] > 0 else float(value[node, out])) - float(value[node, expert])
+                for node in range(nodes)
+                if not (kept[node, expert] or disks[node, expert]) and (free[node] > 0 or (out := spare(node)) >= 0)
+            }
+            if not prices:
+                break
+            node = min(prices, key=lambda each: prices[each])
+            if free[node] > 0:
+                free[node] -= 1
+            else:
+                out = spare(node)
+                kept[node, out] = False
+                place[node] += 1  # it is not there to be given up again
+                copies[out] -= 1
+                holders[out] -= not disks[node, out]
+            kept[node, expert] = True
+            copies[expert] += 1
+            holders[expert] += 1

@@ -12,22 +12,21 @@ from dataclasses import dataclass, replace
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
-from edgemoe.policy.placement.cover import cover, fill
 from edgemoe.policy.placement.exact import exact
-from edgemoe.policy.placement.pairs import Routes, routes_of_pairs
-from edgemoe.policy.placement.peer_cover import MOST_NODES, NONE, ONE
 from edgemoe.policy.placement.prism import entropy
 from edgemoe.policy.placement.problem import (
     Placement,
     PlacementProblem,
     Values,
     as_served,
+    cover,
     disk_homes,
+    fill,
     placed,
     required,
 )
 from edgemoe.policy.placement.rendezvous_search import Scratch, Search, begin, descend
-from edgemoe.policy.placement.score import masks_of
+from edgemoe.policy.placement.route_score import MOST_NODES, NONE, ONE, Routes, masks_of, routes_of_pairs
 from edgemoe.types.arrays import BoolArray, IntArray
 
 TOKENS = 8192  # drawn from pairs, of all nodes together

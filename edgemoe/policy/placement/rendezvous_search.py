@@ -15,9 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from edgemoe.policy.placement.compiled import entry, inner
-from edgemoe.policy.placement.pairs import Routes
-from edgemoe.policy.placement.peer_cover import NONE, ONE, Masks, fewest, lowest
 from edgemoe.policy.placement.problem import Values
+from edgemoe.policy.placement.route_score import NONE, ONE, Masks, Routes, fewest, lowest
 from edgemoe.types.arrays import IntArray
 
 

@@ -11,8 +11,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from edgemoe.policy.routing.baselines import Turns
-from edgemoe.policy.routing.offers import EngineView, Offered
+from edgemoe.policy.routing.offers import EngineView, Offered, Turns
 
 MAX_USERS = 4096  # remembered; of more, the longest absent is forgotten
 

@@ -1,20 +1,20 @@
-"""What a routing policy goes by: requests that are offered, and what is known of the engines.
+"""Offers of requests, views of engines, and assignments: the input and output of routing policies.
 
-A policy is called when an offer comes, and when an engine has said how it is; what it leaves is offered again. An
-offer names its prefix by keyed hashes of its blocks, each of which stands for all tokens up to its end, so that the
-keys an engine holds say how much of a prompt it need not compute.
+A policy is called when an offer comes and when an engine reports; offers that it leaves are offered again. Keyed hashes
+of a prompt's blocks stand for all tokens up to their ends, so an engine's keys tell how much of a prompt it has cached.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from edgemoe.policy.routing.expert_union import absence
+from edgemoe.policy.routing.signatures import absence
 from edgemoe.types.arrays import FloatArray
 from edgemoe.types.step import BLOCK_TOKENS
 
@@ -119,3 +119,98 @@ def with_offer(view: EngineView, offered: Offered) -> EngineView:
         prefixes=view.prefixes.union(offered.prefix) if offered.prefix else view.prefixes,
         union=view.union if view.union is None or offered.chance is None else view.union + absence(offered.chance),
     )
+
+
+class Chooser(Protocol):
+    """Chooses one engine of those that are not full."""
+
+    def __call__(self, offered: Offered, open_: Sequence[EngineView], now_s: float) -> EngineView: ...
+
+
+class Push:
+    """Places offers one by one, in order of arrival, each where `choose` says."""
+
+    def __init__(self, choose: Chooser) -> None:
+        self._choose = choose
+
+    def takes(self, views: Sequence[EngineView]) -> bool:
+        """Returns whether an engine is not full."""
+        return any(view.requests < view.capacity for view in views)
+
+    def assign(self, offers: Sequence[Offered], views: Sequence[EngineView], now_s: float) -> list[Assignment]:
+        """Returns an engine for each offer, while any has room."""
+        there = {view.place: view for view in views}
+        answer = []
+        for offered in offers:
+            open_ = [view for view in there.values() if view.requests < view.capacity]
+            if not open_:
+                break
+            chosen = self._choose(offered, open_, now_s)
+            there[chosen.place] = with_offer(chosen, offered)
+            answer.append(Assignment(offered.request, chosen.place))
+        return answer
+
+
+class Turns:
+    """Chooses engines in turn, by name: round robin."""
+
+    def __init__(self) -> None:
+        self._last = ""
+
+    def __call__(self, offered: Offered, open_: Sequence[EngineView], now_s: float) -> EngineView:
+        chosen = min(open_, key=lambda view: (view.place <= self._last, view.place))
+        self._last = chosen.place
+        return chosen
+
+
+def fewest(offered: Offered, open_: Sequence[EngineView], now_s: float) -> EngineView:
+    """Returns the engine with the fewest requests for each that it runs at once: join the shortest queue."""
+    return min(open_, key=lambda view: (view.requests / max(1, view.slots), view.place))
+
+
+FORGET_S = 5.0
+
+
+class Dispatches:
+    """Owns reports, and the dispatches that they do not count yet."""
+
+    def __init__(self) -> None:
+        self._reports: dict[str, EngineView] = {}
+        self._since: dict[str, dict[str, tuple[float, Offered]]] = {}  # place -> request -> when, what
+        self._views: dict[str, EngineView] = {}  # of engines of which nothing has changed since they were asked for
+
+    def hear(self, view: EngineView) -> None:
+        """Takes a report; its `reported_s` is when it came."""
+        self._reports[view.place] = view
+        self._views.pop(view.place, None)
+        since = self._since.setdefault(view.place, {})
+        for request, (sent_s, _) in list(since.items()):
+            if request in view.taken or view.reported_s - sent_s > FORGET_S:
+                del since[request]
+
+    def dispatch(self, offered: Offered, place: str, now_s: float) -> None:
+        """Counts a request that is on its way to an engine."""
+        self._since.setdefault(place, {})[offered.request] = (now_s, offered)
+        self._views.pop(place, None)
+
+    def withdraw(self, request: str) -> None:
+        """Counts no longer a request that was turned away, or has ended."""
+        for place, since in self._since.items():
+            if since.pop(request, None) is not None:
+                self._views.pop(place, None)
+
+    def forget(self, place: str) -> None:
+        """Knows no longer of an engine that is gone."""
+        self._reports.pop(place, None)
+        self._since.pop(place, None)
+        self._views.pop(place, None)
+
+    def views(self) -> list[EngineView]:
+        """Returns how every engine is thought to be now, in order of their names."""
+        return [self._view(place) for place in sorted(self._reports)]
+
+    def _view(self, place: str) -> EngineView:
+        if place not in self._views:
+            sent = (offered for _, offered in self._since[place].values())
+            self._views[place] = reduce(with_offer, sent, self._reports[place])
+        return self._views[place]

@@ -1,17 +1,19 @@
-"""Expert signatures: unit vectors that lie near each other where requests choose the same experts [ELDR, Signature].
+"""Expert signatures [ELDR, Signature]: how often requests choose each expert, as vectors and as bytes between boxes.
 
-A request's signature is made of its prefill counts, of blocks that came from the prefix cache too. Cells are weighted
-(1 everywhere, or by rarity, 0 in layers left out) and the whole is made one long.
+A request's signature is made of its prefill counts, of blocks that came from the prefix cache too. Bytes that cannot be
+of this model decode to None: a faulty box costs its own requests a forecast, and nobody else anything.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from edgemoe.types.arrays import FloatArray
+from edgemoe.types.placement import ACTIVITY_UNIT
 
 Counts = npt.NDArray[np.integer] | npt.NDArray[np.floating]
 
@@ -34,3 +36,62 @@ def signatures(counts: Counts, weights: FloatArray) -> FloatArray:
     flat = (counts * weights).reshape(len(counts), -1).astype(np.float32)
     length = np.linalg.norm(flat, axis=1, keepdims=True)
     return np.asarray(flat / np.where(length > 0, length, 1), np.float32)
+
+
+def absence(chance: FloatArray) -> FloatArray:
+    """Returns the log of the chance that a request chooses none of the experts; of several it is the sum."""
+    return np.asarray(np.log1p(-chance), np.float32)
+
+
+LEAST = 0.5 / 255  # chance that a byte stands for which is 0
+MOST_S = 10.0  # of any time that is told
+
+
+class ModelSizes(NamedTuple):
+    """How many layers a model has, and experts in each; 0 where it is not known."""
+
+    layers: int = 0
+    experts: int = 0
+
+
+def shares_of(counts: Counts, top_k: int) -> tuple[int, bytes]:
+    """Returns the tokens that counts [L, E] are of, and the share of them that chose each expert."""
+    tokens = float(counts.sum()) / (len(counts) * top_k)
+    shares = np.rint(counts * (ACTIVITY_UNIT / max(tokens, 1e-30)))
+    return round(tokens), np.minimum(shares, ACTIVITY_UNIT).astype("<u2").tobytes()
+
+
+def counts_of(tokens: int, chosen: bytes, sizes: ModelSizes) -> FloatArray | None:
+    """Returns counts [L, E] of what was told."""
+    if len(chosen) != 2 * sizes.layers * sizes.experts or not chosen or not tokens:
+        return None
+    shares = np.frombuffer(chosen, "<u2").reshape(sizes.layers, sizes.experts)
+    return np.asarray(shares * np.float32(tokens / ACTIVITY_UNIT), np.float32)
+
+
+def absent_bytes(union: FloatArray) -> bytes:
+    """Returns the chance that nobody chooses an expert, of its log [L, E]."""
+    told: npt.NDArray[np.uint8] = np.rint(255 * np.exp(union)).astype(np.uint8)
+    return told.tobytes()
+
+
+def experts_of(absent: bytes) -> float:
+    """Returns how many experts a step is expected to load, of all layers, where so much was told."""
+    return len(absent) - float(np.frombuffer(absent, np.uint8).sum()) / 255
+
+
+def union_of(absent: bytes, sizes: ModelSizes) -> FloatArray | None:
+    """Returns the log of the chance [L, E] that was told."""
+    if len(absent) != sizes.layers * sizes.experts or not absent:
+        return None
+    told = np.frombuffer(absent, np.uint8).reshape(sizes.layers, sizes.experts)
+    return np.log(np.maximum(told / np.float32(255), np.float32(LEAST))).astype(np.float32)
+
+
+def resident_of(far: bytes, far_s: Sequence[float], sizes: ModelSizes) -> FloatArray | None:
+    """Returns what reaching each expert costs [L, E], in seconds beside one in place."""
+    if len(far) != sizes.layers * sizes.experts or not far:
+        return None
+    seconds: npt.NDArray[np.float32] = np.array([0.0, *(min(each, MOST_S) for each in far_s)], np.float32)
+    places = np.frombuffer(far, np.uint8).reshape(sizes.layers, sizes.experts)
+    return seconds.take(places, mode="clip")

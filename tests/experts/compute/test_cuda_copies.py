@@ -15,7 +15,7 @@ from edgemoe.experts.compute import cuda_link
 from edgemoe.experts.compute.cuda_link import AHEAD, CudaLink, Order
 from edgemoe.experts.tiers.slab import HostSlab
 from edgemoe.experts.tiers.slots import SlotPool, Transfer
-from edgemoe.policy.recency import LRU
+from edgemoe.policy.cache_ranks import LRU
 from edgemoe.types.experts import Tier
 from edgemoe.types.size_classes import SlabLayout
 

@@ -18,7 +18,7 @@ from edgemoe.experts.build import ExpertTiers, TierMemory
 from edgemoe.families.config import spec_from_config
 from edgemoe.families.spec import ModelSpec, dense_shapes
 from edgemoe.model.decoder import Decoder
-from edgemoe.policy.recency import LRU
+from edgemoe.policy.cache_ranks import LRU
 from edgemoe.types.experts import Tier
 
 SPEC = spec_from_config(

@@ -11,7 +11,7 @@ import torch
 
 from edgemoe.experts.build import ExpertTiers, TierMemory
 from edgemoe.experts.compute.dispatch import DeviceTime
-from edgemoe.policy.recency import LRU
+from edgemoe.policy.cache_ranks import LRU
 from edgemoe.types.experts import Tier
 from edgemoe.types.step import StepMeta
 from tests.support.tiers_kit import SMALL, FileStore, Weights, emulated, running

@@ -14,7 +14,7 @@ from edgemoe.experts.compute.dispatch import Group
 from edgemoe.experts.compute.layer_step import DeviceShare, LayerStep
 from edgemoe.experts.tiers.residency import Residency
 from edgemoe.experts.tiers.slots import SlotPool, Transfer
-from edgemoe.policy.recency import LRU
+from edgemoe.policy.cache_ranks import LRU
 from edgemoe.types.arrays import IntArray
 from edgemoe.types.experts import Tier
 

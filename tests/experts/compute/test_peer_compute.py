@@ -21,7 +21,7 @@ from edgemoe.experts.compute.peer_compute import READS, ExpertShelf, PeerCompute
 from edgemoe.experts.tiers.residency import Residency
 from edgemoe.experts.tiers.slab import HostSlab
 from edgemoe.experts.tiers.slots import SlotPool
-from edgemoe.policy.recency import LRU
+from edgemoe.policy.cache_ranks import LRU
 from edgemoe.types.experts import ExpertId, Tier
 from edgemoe.types.peers import ExpertWork
 from edgemoe.types.size_classes import SlabLayout

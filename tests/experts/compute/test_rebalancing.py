@@ -10,7 +10,7 @@ import pytest
 from edgemoe.experts.compute.device_spread import EVERY, Rebalancing
 from edgemoe.experts.tiers.residency import Residency
 from edgemoe.experts.tiers.slots import SlotPool
-from edgemoe.policy.recency import LRU
+from edgemoe.policy.cache_ranks import LRU
 from edgemoe.types.arrays import IntArray
 from edgemoe.types.experts import PAGE_BYTES, ExpertGeometry, LivePolicy, Tier, layers_of_sizes
 from edgemoe.types.size_classes import SlabLayout

@@ -8,8 +8,8 @@ import pytest
 from edgemoe.experts.predict.gate_lookahead import TINY, GateLookAhead
 from edgemoe.experts.tiers.residency import Residency
 from edgemoe.experts.tiers.slots import PrefetchPriority, SlotPool
+from edgemoe.policy.cache_ranks import LRU
 from edgemoe.policy.fusion import Calibration
-from edgemoe.policy.recency import LRU
 from edgemoe.types.experts import ExpertId, Move, Tier
 
 L, E, K = 4, 16, 3

@@ -8,7 +8,7 @@ import pytest
 from edgemoe.experts.predict.prefetch_planner import Prices
 from edgemoe.experts.tiers.residency import Residency
 from edgemoe.experts.tiers.slots import PrefetchPriority, SlotPool
-from edgemoe.policy.recency import LRU
+from edgemoe.policy.cache_ranks import LRU
 from edgemoe.types.experts import PAGE_BYTES, ExpertGeometry, ExpertId, Move, Tier
 from edgemoe.types.size_classes import SlabLayout
 

@@ -11,7 +11,7 @@ from edgemoe.experts.predict.scoutgate_forecaster import ScoutGateForecast
 from edgemoe.experts.predict.two_tier import TwoTierPolicy
 from edgemoe.experts.tiers.residency import Residency
 from edgemoe.experts.tiers.slots import PrefetchPriority, SlotPool
-from edgemoe.policy.ewma import EWMA
+from edgemoe.policy.cache_ranks import EWMA
 from edgemoe.telemetry import metrics as names
 from edgemoe.telemetry.metrics import named
 from edgemoe.types.arrays import FloatArray, IntArray

@@ -11,7 +11,7 @@ from support.tiers_kit import SMALL, FileStore, Weights, emulated, running
 
 from edgemoe.experts.build import ExpertTiers, TierMemory
 from edgemoe.experts.transfer.link_stats import KEPT, KeptCosts, LinkStats
-from edgemoe.policy.recency import LRU
+from edgemoe.policy.cache_ranks import LRU
 from edgemoe.types.experts import Tier
 
 FIXED_S, PER_BYTE_S = 1e-3, 1e-9

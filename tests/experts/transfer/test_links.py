@@ -13,7 +13,7 @@ from edgemoe.experts.tiers.slab import HostSlab
 from edgemoe.experts.tiers.slots import SlotPool, Transfer
 from edgemoe.experts.transfer.link_stats import LinkStats
 from edgemoe.experts.transfer.links import PIECE_BYTES, EmulatedLink, TierLink
-from edgemoe.policy.recency import LRU
+from edgemoe.policy.cache_ranks import LRU
 from edgemoe.types.experts import Tier
 from edgemoe.types.size_classes import SlabLayout
 

@@ -9,7 +9,7 @@ from scipy.sparse import csr_array, eye_array, hstack, kron, vstack
 
 from edgemoe.policy.placement.exact import exact
 from edgemoe.policy.placement.problem import PlacementProblem
-from edgemoe.policy.placement.score import remote_calls
+from edgemoe.policy.placement.route_score import remote_calls
 
 
 def least_calls(problem: PlacementProblem) -> float:

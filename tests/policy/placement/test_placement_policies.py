@@ -12,16 +12,14 @@ from hypothesis import strategies as st
 from support.examples import examples
 
 from edgemoe.errors import PlacementInfeasible
-from edgemoe.policy.placement.cover import protect
 from edgemoe.policy.placement.exact import exact
 from edgemoe.policy.placement.gimbal_placement import gimbal
-from edgemoe.policy.placement.pairs import Routes, heaviest_pairs
 from edgemoe.policy.placement.policies import POLICIES as POLICIES_BY_NAME
 from edgemoe.policy.placement.policies import PlacementFunction, PlacementOptions, place
 from edgemoe.policy.placement.prism import prism
-from edgemoe.policy.placement.problem import Placement, PlacementProblem, Values, slots_of
+from edgemoe.policy.placement.problem import Placement, PlacementProblem, Values, protect, slots_of
 from edgemoe.policy.placement.rendezvous import RendezvousCosts, rendezvous, routes_for
-from edgemoe.policy.placement.score import remote_calls
+from edgemoe.policy.placement.route_score import Routes, heaviest_pairs, remote_calls
 from edgemoe.policy.placement.uniform import uniform
 from edgemoe.types.experts import layers_of_sizes
 

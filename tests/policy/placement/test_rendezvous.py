@@ -11,7 +11,6 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import lil_array
 
 from edgemoe.policy.placement.exact import exact
-from edgemoe.policy.placement.pairs import Routes, heaviest_pairs, routes_of_pairs
 from edgemoe.policy.placement.problem import PlacementProblem, Values
 from edgemoe.policy.placement.rendezvous import (
     RendezvousCosts,
@@ -22,7 +21,7 @@ from edgemoe.policy.placement.rendezvous import (
     search_from,
 )
 from edgemoe.policy.placement.rendezvous_search import begin, descend
-from edgemoe.policy.placement.score import remote_calls, score
+from edgemoe.policy.placement.route_score import Routes, heaviest_pairs, remote_calls, routes_of_pairs, score
 from tools.research.placement.rendezvous_bound import least_rendezvous, most_whole
 
 

@@ -7,9 +7,8 @@ import itertools
 import numpy as np
 import pytest
 
-from edgemoe.policy.placement.peer_cover import fewest
 from edgemoe.policy.placement.problem import Placement
-from edgemoe.policy.placement.score import LayerCosts, latency, remote_calls, score
+from edgemoe.policy.placement.route_score import LayerCosts, fewest, latency, remote_calls, score
 
 
 def placement_of(homes: np.ndarray, disk: np.ndarray | None = None) -> Placement:

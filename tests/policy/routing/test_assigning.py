@@ -11,12 +11,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgemoe.policy.routing.baselines import Push, Turns, fewest
-from edgemoe.policy.routing.by_experts import DecodeTimes, PromptForecast, UnionTerm
-from edgemoe.policy.routing.dispatches import FORGET_S, Dispatches
+from edgemoe.policy.routing.eldr import BandRouting, LocalityBand
 from edgemoe.policy.routing.gimbal import GimbalChoice, GimbalThresholds
-from edgemoe.policy.routing.locality_band import BandRouting, LocalityBand
-from edgemoe.policy.routing.offers import EngineView, Offered, RoutingPolicy, Values, cached_tokens, with_offer
+from edgemoe.policy.routing.marginal_union import DecodeTimes, PromptForecast, UnionTerm
+from edgemoe.policy.routing.offers import (
+    FORGET_S,
+    Dispatches,
+    EngineView,
+    Offered,
+    Push,
+    RoutingPolicy,
+    Turns,
+    Values,
+    cached_tokens,
+    fewest,
+    with_offer,
+)
 from edgemoe.policy.routing.pull import Pull, PullLimits
 
 POLICIES: dict[str, Callable[[], RoutingPolicy]] = {

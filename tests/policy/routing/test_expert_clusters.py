@@ -10,11 +10,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import spearmanr
 
-from edgemoe.policy.placement.packing import shares
-from edgemoe.policy.routing.balanced_clusters import balanced, matched
-from edgemoe.policy.routing.cluster_fit import RecordedTraffic, fit_clusters
-from edgemoe.policy.routing.expert_clusters import ExpertClusters, drifted, in_band
-from edgemoe.policy.routing.signature_quality import best_layers, choose_weights, pairs_of, quality, spearman
+from edgemoe.policy.placement.problem import shares
+from edgemoe.policy.routing.eldr import ExpertClusters, drifted, in_band
+from edgemoe.policy.routing.eldr_fitting import (
+    RecordedTraffic,
+    balanced,
+    best_layers,
+    choose_weights,
+    fit_clusters,
+    matched,
+    pairs_of,
+    quality,
+    spearman,
+)
 from edgemoe.policy.routing.signatures import rarity, signatures
 
 LAYERS, EXPERTS, DOMAINS = 4, 16, 4

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgemoe.policy.routing.expert_union import absence, chances, step_of
+from edgemoe.policy.routing.marginal_union import chances, step_of
+from edgemoe.policy.routing.signatures import absence
 
 EXPERTS = 3
 chance_lists = st.lists(st.floats(0, 0.99), min_size=EXPERTS, max_size=EXPERTS)

@@ -9,10 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgemoe.policy.routing.baselines import fewest
-from edgemoe.policy.routing.expert_clusters import ExpertClusters, Fit
-from edgemoe.policy.routing.locality_band import IN_BAND, NEAREST, BandRouting, LocalityBand
-from edgemoe.policy.routing.offers import EngineView, Offered
+from edgemoe.policy.routing.eldr import IN_BAND, NEAREST, BandRouting, ExpertClusters, Fit, LocalityBand
+from edgemoe.policy.routing.offers import EngineView, Offered, fewest
 from edgemoe.policy.routing.pull import Pull, PullLimits
 from edgemoe.types.arrays import FloatArray
 

@@ -28,7 +28,7 @@ import torch
 from edgemoe.experts.predict.controller import Controller, Kept
 from edgemoe.experts.predict.next_use import NextUsePredictor, write_state
 from edgemoe.experts.predict.predictive_policy import LearnedPolicy
-from edgemoe.policy.recency import LRU
+from edgemoe.policy.cache_ranks import LRU
 from edgemoe.replay.box import BoxSpec
 from edgemoe.replay.policies import PolicyMaker
 from edgemoe.replay.run import replay

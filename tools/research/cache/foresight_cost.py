@@ -33,7 +33,7 @@ from edgemoe.experts.predict.predictive_policy import LearnedPolicy
 from edgemoe.experts.predict.scoutgate_forecaster import ScoutGateForecaster
 from edgemoe.experts.predict.scoutgate_model import ScoutGate, ScoutGateShape, write_export
 from edgemoe.model.dense_weights import DenseMatrix
-from edgemoe.policy.recency import LRU
+from edgemoe.policy.cache_ranks import LRU
 from edgemoe.replay.box import BoxSpec, ReplayBox
 from edgemoe.types.arrays import FloatArray
 from edgemoe.types.encoding import ENCODINGS

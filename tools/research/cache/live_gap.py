@@ -39,7 +39,7 @@ from edgemoe.experts.predict.controller import restored
 from edgemoe.experts.predict.next_use import NextUsePredictor
 from edgemoe.experts.predict.predictive_policy import LearnedPolicy
 from edgemoe.experts.transfer.link_prefetch import IdleWindow
-from edgemoe.policy.recency import LRU
+from edgemoe.policy.cache_ranks import LRU
 from edgemoe.replay.bound import Belady, ByteBelady
 from edgemoe.replay.box import BoxSpec
 from edgemoe.replay.policies import next_uses

@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from edgemoe.policy.ewma import EWMA
-from edgemoe.policy.recency import LRU
-from edgemoe.policy.watermark import Watermark
+from edgemoe.policy.cache_ranks import EWMA, LRU
+from edgemoe.policy.movement import Watermark
 from edgemoe.types.arrays import FloatArray, IntArray
 
 

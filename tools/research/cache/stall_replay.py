@@ -33,8 +33,7 @@ from edgemoe.config.settings import RecordSettings
 from edgemoe.experts.predict.controller import restored
 from edgemoe.experts.predict.next_use import NextUsePredictor
 from edgemoe.experts.predict.predictive_policy import LearnedPolicy
-from edgemoe.policy.ewma import EWMA
-from edgemoe.policy.recency import LRU
+from edgemoe.policy.cache_ranks import EWMA, LRU
 from edgemoe.replay.box import BoxSpec, Counts, ReplayBox
 from edgemoe.replay.run import Replay, ReplayedStep
 from edgemoe.telemetry.recorder import Recorder

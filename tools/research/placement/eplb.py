@@ -9,9 +9,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from edgemoe.policy.placement.cover import cover
-from edgemoe.policy.placement.packing import pack
-from edgemoe.policy.placement.problem import Placement, PlacementProblem, Values, disk_homes, placed, required
+from edgemoe.policy.placement.problem import (
+    Placement,
+    PlacementProblem,
+    Values,
+    cover,
+    disk_homes,
+    pack,
+    placed,
+    required,
+)
 from edgemoe.types.arrays import IntArray
 
 

@@ -34,11 +34,10 @@ from edgemoe.cluster.control.planning.observation import observe, successions
 from edgemoe.experts.activity import ActivityCounter
 from edgemoe.policy.placement.exact import exact
 from edgemoe.policy.placement.gimbal_placement import cut_between, gimbal
-from edgemoe.policy.placement.pairs import Routes, heaviest_pairs
 from edgemoe.policy.placement.prism import prism
 from edgemoe.policy.placement.problem import Placement, PlacementProblem, Values
 from edgemoe.policy.placement.rendezvous import rendezvous, routes_for
-from edgemoe.policy.placement.score import LayerCosts, latency, remote_calls, score
+from edgemoe.policy.placement.route_score import LayerCosts, Routes, heaviest_pairs, latency, remote_calls, score
 from edgemoe.policy.placement.uniform import uniform
 from edgemoe.replay.trace import load
 from edgemoe.types.arrays import IntArray

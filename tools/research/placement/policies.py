@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from edgemoe.policy.placement.cover import cover
 from edgemoe.policy.placement.exact import exact
 from edgemoe.policy.placement.policies import POLICIES as SERVED_POLICIES
 from edgemoe.policy.placement.policies import PlacementFunction
-from edgemoe.policy.placement.problem import Placement, PlacementProblem, Values, disk_homes, placed, required
+from edgemoe.policy.placement.problem import Placement, PlacementProblem, Values, cover, disk_homes, placed, required
 from tools.research.placement.eplb import eplb
 from tools.research.placement.prism_paper import published
 from tools.research.placement.relocate import by_columns

@@ -17,7 +17,7 @@ from scipy.optimize import minimize_scalar
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_flow
 
-from edgemoe.policy.placement.pairs import Routes
+from edgemoe.policy.placement.route_score import Routes
 
 UNITS = 100  # of a price or a token, for cuts are of whole numbers
 

@@ -29,10 +29,9 @@ import numpy as np
 from edgemoe.experts.compute.device_spread import spread
 from edgemoe.experts.tiers.assignments import deal
 from edgemoe.policy.placement.gimbal_placement import cut_between, gimbal
-from edgemoe.policy.placement.pairs import Routes
 from edgemoe.policy.placement.prism import prism
 from edgemoe.policy.placement.problem import PlacementProblem
-from edgemoe.policy.placement.score import score
+from edgemoe.policy.placement.route_score import Routes, score
 from edgemoe.types.arrays import IntArray
 from tools.research.placement.placement_study import activations_of, counted, passed_in, passed_told
 from tools.research.placement.policies import columns

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from edgemoe.policy.placement.cover import cover
-from edgemoe.policy.placement.packing import pack
-from edgemoe.policy.placement.problem import Placement, PlacementProblem, disk_homes, placed, required
+from edgemoe.policy.placement.problem import Placement, PlacementProblem, cover, disk_homes, pack, placed, required
 from tools.research.placement.eplb import device_slots
 
 

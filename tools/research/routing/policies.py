@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
-from edgemoe.policy.routing.baselines import fewest
 from edgemoe.policy.routing.gimbal import DEFAULTS, GimbalChoice, GimbalThresholds
-from edgemoe.policy.routing.offers import EngineView, Offered
+from edgemoe.policy.routing.offers import EngineView, Offered, fewest
 
 WAITING_WEIGHT = 4  # vllm/v1/engine/core_client.py, DPLBAsyncMPClient.get_core_engine_for_request
 

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-from edgemoe.policy.routing.cluster_fit import RecordedTraffic, fit_clusters
-from edgemoe.policy.routing.expert_clusters import BAND
+from edgemoe.policy.routing.eldr import BAND
+from edgemoe.policy.routing.eldr_fitting import RecordedTraffic, fit_clusters
 from edgemoe.policy.routing.signatures import signatures
 from edgemoe.replay.trace import Ids, load
 from edgemoe.types.step import BLOCK_TOKENS

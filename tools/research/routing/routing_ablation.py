@@ -17,12 +17,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from edgemoe.policy.routing.baselines import Push, Turns
-from edgemoe.policy.routing.by_experts import DecodeTimes, PromptForecast, UnionTerm
-from edgemoe.policy.routing.expert_union import absence
 from edgemoe.policy.routing.gimbal import GimbalChoice, GimbalThresholds
-from edgemoe.policy.routing.offers import Assignment, EngineView, Offered, RoutingPolicy
+from edgemoe.policy.routing.marginal_union import DecodeTimes, PromptForecast, UnionTerm
+from edgemoe.policy.routing.offers import Assignment, EngineView, Offered, Push, RoutingPolicy, Turns
 from edgemoe.policy.routing.pull import Pull, PullLimits
+from edgemoe.policy.routing.signatures import absence
 from edgemoe.types.arrays import FloatArray
 from tools.bench.stats import interval
 from tools.research.routing.policies import least_requests

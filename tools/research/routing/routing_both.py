@@ -13,15 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from edgemoe.policy.routing.baselines import Push, Turns, fewest
-from edgemoe.policy.routing.by_experts import BandChoice, DecodeTimes, PromptForecast, UnionChoice, UnionTerm
-from edgemoe.policy.routing.cluster_fit import fit_clusters
-from edgemoe.policy.routing.expert_clusters import ExpertClusters
-from edgemoe.policy.routing.expert_union import absence
+from edgemoe.policy.routing.eldr import BandChoice, BandRouting, ExpertClusters, LocalityBand
+from edgemoe.policy.routing.eldr_fitting import fit_clusters
 from edgemoe.policy.routing.gimbal import GimbalChoice, GimbalThresholds
-from edgemoe.policy.routing.locality_band import BandRouting, LocalityBand
-from edgemoe.policy.routing.offers import RoutingPolicy
+from edgemoe.policy.routing.marginal_union import DecodeTimes, PromptForecast, UnionChoice, UnionTerm
+from edgemoe.policy.routing.offers import Push, RoutingPolicy, Turns, fewest
 from edgemoe.policy.routing.pull import Pull, PullLimits
+from edgemoe.policy.routing.signatures import absence
 from edgemoe.types.arrays import FloatArray
 from tools.research.routing.policies import least_requests
 from tools.research.simulate.decode_pool import DecodeCosts

@@ -9,15 +9,19 @@ from typing import Any
 
 import numpy as np
 
-from edgemoe.policy.routing.balanced_clusters import Clusters, balanced, middles
-from edgemoe.policy.routing.baselines import Push
-from edgemoe.policy.routing.by_experts import BandChoice, DecodeTimes, PromptForecast, UnionChoice, engine_step
-from edgemoe.policy.routing.cluster_fit import RecordedTraffic, described, fit_clusters
-from edgemoe.policy.routing.expert_clusters import ExpertClusters, drifted
-from edgemoe.policy.routing.expert_union import absence
-from edgemoe.policy.routing.offers import EngineView, Offered
-from edgemoe.policy.routing.signature_quality import choose_weights
-from edgemoe.policy.routing.signatures import rarity, signatures
+from edgemoe.policy.routing.eldr import BandChoice, ExpertClusters, drifted
+from edgemoe.policy.routing.eldr_fitting import (
+    Clusters,
+    RecordedTraffic,
+    balanced,
+    choose_weights,
+    described,
+    fit_clusters,
+    middles,
+)
+from edgemoe.policy.routing.marginal_union import DecodeTimes, PromptForecast, UnionChoice, engine_step
+from edgemoe.policy.routing.offers import EngineView, Offered, Push
+from edgemoe.policy.routing.signatures import absence, rarity, signatures
 from edgemoe.types.arrays import FloatArray, IntArray
 from tools.research.simulate.decode_pool import DecodeCosts, distinct_experts
 from tools.research.simulate.decode_router import place

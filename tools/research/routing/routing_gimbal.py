@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from edgemoe.policy.routing.baselines import Push, Turns, fewest
 from edgemoe.policy.routing.gimbal import GimbalChoice
-from edgemoe.policy.routing.offers import RoutingPolicy
+from edgemoe.policy.routing.offers import Push, RoutingPolicy, Turns, fewest
 from edgemoe.policy.routing.pull import Pull, PullLimits
 from tools.bench.stats import interval
 from tools.research.routing.policies import PseudoCodeGimbal, least_requests

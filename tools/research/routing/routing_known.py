@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from edgemoe.policy.routing.by_experts import DecodeTimes, PromptForecast, UnionTerm
+from edgemoe.policy.routing.marginal_union import DecodeTimes, PromptForecast, UnionTerm
 from edgemoe.policy.routing.pull import Pull, PullLimits
 from edgemoe.types.arrays import FloatArray
 from tools.research.routing.routing_both import KV_TOKENS, PULLED, RATES, Run, changes, outcome, run_of, served

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from edgemoe.policy.routing.by_experts import PromptForecast
-from edgemoe.policy.routing.expert_union import absence
+from edgemoe.policy.routing.marginal_union import PromptForecast
 from edgemoe.policy.routing.offers import EngineView, Offered, RoutingPolicy
+from edgemoe.policy.routing.signatures import absence
 from edgemoe.types.arrays import FloatArray
 from tools.research.simulate.decode_pool import DecodeOutcome, DecodePool
 from tools.research.simulate.decode_traffic import Scene

@@ -12,12 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from edgemoe.policy.routing.baselines import Push, Turns, fewest
-from edgemoe.policy.routing.by_experts import BandChoice, DecodeTimes, PromptForecast, UnionChoice, UnionTerm
-from edgemoe.policy.routing.cluster_fit import fit_clusters
-from edgemoe.policy.routing.expert_clusters import ExpertClusters
+from edgemoe.policy.routing.eldr import BandChoice, ExpertClusters
+from edgemoe.policy.routing.eldr_fitting import fit_clusters
 from edgemoe.policy.routing.gimbal import GimbalChoice, GimbalThresholds
-from edgemoe.policy.routing.offers import RoutingPolicy
+from edgemoe.policy.routing.marginal_union import DecodeTimes, PromptForecast, UnionChoice, UnionTerm
+from edgemoe.policy.routing.offers import Push, RoutingPolicy, Turns, fewest
 from edgemoe.policy.routing.pull import Pull, PullLimits
 from edgemoe.types.arrays import FloatArray
 from tools.research.routing.policies import Anywhere, BetterOfTwo, ByLabel, least_requests

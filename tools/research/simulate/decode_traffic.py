@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from edgemoe.policy.routing.cluster_fit import RecordedTraffic
+from edgemoe.policy.routing.eldr_fitting import RecordedTraffic
 from edgemoe.replay.trace import Ids, load
 from edgemoe.types.arrays import FloatArray, IntArray
 from tools.research.simulate.costs import measured

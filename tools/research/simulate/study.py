@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from edgemoe.policy.placement.pairs import heaviest_pairs
 from edgemoe.policy.placement.policies import PlacementOptions, place
 from edgemoe.policy.placement.problem import Placement, PlacementProblem
 from edgemoe.policy.placement.rendezvous import RendezvousCosts, routes_for
-from edgemoe.policy.placement.score import masks_of
+from edgemoe.policy.placement.route_score import heaviest_pairs, masks_of
 from tools.research.placement.policies import POLICIES
 from tools.research.simulate.costs import Costs
 from tools.research.simulate.events import Cluster, all_computing, simulate

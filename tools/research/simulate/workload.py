@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from edgemoe.policy.placement.pairs import Routes
+from edgemoe.policy.placement.route_score import Routes
 from edgemoe.replay.trace import load
 from tools.research.simulate.events import Prompts
 from tools.research.simulate.heap import Numbers

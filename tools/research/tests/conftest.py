@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from edgemoe.kernels.cpu.object_cache import link
 from support.kept import KERNELS
 
 from edgemoe.experts.build import CODES
 from edgemoe.experts.predict.next_use import link_predictor
+from edgemoe.jit.object_cache import link
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -12,7 +12,7 @@ from edgemoe.policy.placement.exact import exact
 from edgemoe.policy.placement.policies import PlacementOptions
 from edgemoe.policy.placement.problem import PlacementProblem
 from edgemoe.policy.placement.rendezvous import RendezvousCosts
-from edgemoe.policy.placement.score import remote_calls
+from edgemoe.policy.placement.route_score import remote_calls
 from tools.research.placement.policies import POLICIES, SERVED
 
 COMPARED = [name for name in POLICIES if name not in SERVED]

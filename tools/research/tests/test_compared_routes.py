@@ -6,8 +6,7 @@ from random import Random
 
 import pytest
 
-from edgemoe.policy.routing.baselines import Chooser, Push
-from edgemoe.policy.routing.offers import EngineView, Offered
+from edgemoe.policy.routing.offers import Chooser, EngineView, Offered, Push
 from tools.research.routing.policies import Anywhere, BetterOfTwo, ByLabel, PseudoCodeGimbal, least_requests
 
 OFFER = Offered("r", 100, 0.0, max_tokens=64, expected_tokens=32.0)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from edgemoe.policy.placement.packing import pack
-from edgemoe.policy.placement.problem import PlacementProblem
+from edgemoe.policy.placement.problem import PlacementProblem, pack
 from tools.research.placement.eplb import device_slots, eplb, rebalance, replicate
 from tools.research.placement.smartmoe import smartmoe
 

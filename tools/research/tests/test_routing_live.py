@@ -13,9 +13,9 @@ import pytest
 
 from edgemoe.cluster.control.messages import EngineStatus
 from edgemoe.cluster.control.requests import offer_views
-from edgemoe.policy.routing.by_experts import DecodeTimes, UnionTerm
+from edgemoe.policy.routing.marginal_union import DecodeTimes, UnionTerm
 from edgemoe.policy.routing.offers import EngineView, Offered
-from edgemoe.policy.routing.told import ModelSizes
+from edgemoe.policy.routing.signatures import ModelSizes
 from edgemoe.types.expert_signatures import ExpertDemand
 from tools.research.placement.prism.models import STAND_INS, WORDS, Model, words_of
 from tools.research.routing.blind import residency, union

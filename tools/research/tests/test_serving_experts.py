@@ -7,9 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from edgemoe.policy.routing.baselines import Push, fewest
-from edgemoe.policy.routing.by_experts import DecodeTimes, PromptForecast, UnionTerm
-from edgemoe.policy.routing.offers import Offered
+from edgemoe.policy.routing.marginal_union import DecodeTimes, PromptForecast, UnionTerm
+from edgemoe.policy.routing.offers import Offered, Push, fewest
 from edgemoe.policy.routing.pull import Pull, PullLimits
 from tools.research.simulate.decode_pool import DecodeCosts
 from tools.research.simulate.decode_traffic import Source, counted

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgemoe.policy.routing.baselines import Push, Turns
-from edgemoe.policy.routing.offers import Offered
+from edgemoe.policy.routing.offers import Offered, Push, Turns
 from edgemoe.policy.routing.pull import Pull, PullLimits
 from tools.research.simulate.serving.cluster import Knowledge, cluster_of, jobs_of
 from tools.research.simulate.serving.engine import EngineShape, Job

@@ -11,8 +11,8 @@ import numpy as np
 from edgemoe.cluster.control.planning.messages import ClusterAnswer, ClusterQuestion
 from edgemoe.guard import refuse_pickle
 from edgemoe.helper.child_process import serve
-from edgemoe.policy.routing.cluster_fit import RecordedTraffic, fit_clusters
-from edgemoe.policy.routing.told import ModelSizes, counts_of
+from edgemoe.policy.routing.eldr_fitting import RecordedTraffic, fit_clusters
+from edgemoe.policy.routing.signatures import ModelSizes, counts_of
 from edgemoe.types.arrays import FloatArray
 from edgemoe.types.expert_signatures import ExpertSignature
 

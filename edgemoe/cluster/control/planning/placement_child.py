@@ -19,7 +19,7 @@ from edgemoe.policy.placement.gimbal_placement import refined_cost
 from edgemoe.policy.placement.policies import POLICIES, PlacementOptions, place
 from edgemoe.policy.placement.problem import PlacementProblem, Values, as_served, refuse_nowhere
 from edgemoe.policy.placement.rendezvous import costs_of, rendezvous_cost, routes_for
-from edgemoe.policy.placement.score import remote_calls
+from edgemoe.policy.placement.route_score import remote_calls
 from edgemoe.types.arrays import BoolArray
 from edgemoe.types.placement import ACTIVITY_UNIT, pack_bits, unpack_bits
 

@@ -17,11 +17,10 @@ import numpy as np
 from edgemoe.cluster.control.messages import EngineStatus, RequestOffer
 from edgemoe.cluster.control.requests.offer_views import EngineMemory, offered_as
 from edgemoe.policy import shares
-from edgemoe.policy.route import node_of
-from edgemoe.policy.routing.dispatches import Dispatches
-from edgemoe.policy.routing.locality_band import LocalityBand
-from edgemoe.policy.routing.offers import EngineView, Offered, RoutingPolicy
-from edgemoe.policy.routing.told import ModelSizes
+from edgemoe.policy.routing.eldr import LocalityBand
+from edgemoe.policy.routing.least_loaded import node_of
+from edgemoe.policy.routing.offers import Dispatches, EngineView, Offered, RoutingPolicy
+from edgemoe.policy.routing.signatures import ModelSizes
 
 MAX_OFFERS = 512  # of one front
 MAX_TURNS = 4096  # principals, and users, whose last grant is remembered

@@ -8,9 +8,9 @@ from collections.abc import Iterable
 import numpy as np
 
 from edgemoe.cluster.control.messages import PREFIX_TOKENS, EngineStatus, RequestOffer
-from edgemoe.policy.routing.by_experts import PromptForecast
+from edgemoe.policy.routing.marginal_union import PromptForecast
 from edgemoe.policy.routing.offers import EngineView, Offered
-from edgemoe.policy.routing.told import MOST_S, ModelSizes, counts_of, experts_of, resident_of, union_of
+from edgemoe.policy.routing.signatures import MOST_S, ModelSizes, counts_of, experts_of, resident_of, union_of
 from edgemoe.types.arrays import FloatArray
 from edgemoe.types.expert_signatures import ExpertDemand
 

@@ -24,13 +24,13 @@ from edgemoe.cluster.control.requests.offer_queue import (
 from edgemoe.cluster.rpc.channel import Channel
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.errors import PeerBusy, PeerRefused
-from edgemoe.policy.routing.baselines import Push
-from edgemoe.policy.routing.by_experts import UNMEASURED, UnionChoice, UnionTerm
+from edgemoe.policy.routing.offers import Push
+from edgemoe.policy.routing.marginal_union import UNMEASURED, UnionChoice, UnionTerm
 from edgemoe.policy.routing.gimbal import GimbalChoice
-from edgemoe.policy.routing.locality_band import BandRouting, LocalityBand
+from edgemoe.policy.routing.eldr import BandRouting, LocalityBand
 from edgemoe.policy.routing.offers import RoutingPolicy
 from edgemoe.policy.routing.pull import Pull, PullLimits
-from edgemoe.policy.routing.told import ModelSizes
+from edgemoe.policy.routing.signatures import ModelSizes
 from edgemoe.ticking import until_tick
 
 FIT_LOOK_S = 1.0  # between checks whether clusters must be fitted

@@ -10,7 +10,7 @@ from edgemoe.cluster.control.messages import LinkReport
 from edgemoe.cluster.control.planning.messages import PlacementAnswer, PlacementBox, PlacementQuestion
 from edgemoe.cluster.control.planning.placement_child import solve
 from edgemoe.policy.placement.problem import Placement
-from edgemoe.policy.placement.score import RouteScore, score
+from edgemoe.policy.placement.route_score import RouteScore, score
 from edgemoe.types.arrays import BoolArray
 from edgemoe.types.placement import pack_bits, unpack_bits
 

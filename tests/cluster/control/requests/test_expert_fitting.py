@@ -30,7 +30,7 @@ from edgemoe.cluster.control.requests.offer_queue import (
 from edgemoe.cluster.control.requests.request_desk import make_queue
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.errors import PlanningFailed
-from edgemoe.policy.routing.told import ModelSizes, shares_of
+from edgemoe.policy.routing.signatures import ModelSizes, shares_of
 from edgemoe.types.arrays import IntArray
 from edgemoe.types.expert_signatures import EndedRequest, ExpertSignature
 

@@ -33,13 +33,11 @@ from edgemoe.cluster.control.requests.offer_queue import (
 from edgemoe.cluster.control.requests.request_desk import make_queue
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.errors import PlanningFailed
-from edgemoe.policy.routing.baselines import fewest
-from edgemoe.policy.routing.dispatches import FORGET_S
+from edgemoe.policy.routing.eldr import LocalityBand
 from edgemoe.policy.routing.gimbal import GimbalThresholds
-from edgemoe.policy.routing.locality_band import LocalityBand
-from edgemoe.policy.routing.offers import Assignment, EngineView, Offered
+from edgemoe.policy.routing.offers import FORGET_S, Assignment, EngineView, Offered, fewest
 from edgemoe.policy.routing.pull import Pull, PullLimits
-from edgemoe.policy.routing.told import ModelSizes, absent_bytes, shares_of
+from edgemoe.policy.routing.signatures import ModelSizes, absent_bytes, shares_of
 from edgemoe.policy.shares import most_of
 from edgemoe.types.expert_signatures import ExpertDemand, ExpertSignature
 

@@ -13,10 +13,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from edgemoe.policy.placement.pairs import Routes, heaviest_pairs
 from edgemoe.policy.placement.policies import PlacementOptions, place
 from edgemoe.policy.placement.problem import Placement, PlacementProblem, Values
 from edgemoe.policy.placement.rendezvous import costs_of, routes_for
+from edgemoe.policy.placement.route_score import Routes, heaviest_pairs
 from edgemoe.store.manifest import Manifest
 from edgemoe.types.arrays import BoolArray
 from edgemoe.types.placement import PLAN_FORMAT, PlacementPlan, pack_bits

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edgemoe.families.config import spec_from_config
-from edgemoe.policy.placement.pairs import Routes
+from edgemoe.policy.placement.route_score import Routes
 from edgemoe.store.manifest import Manifest
 from edgemoe.telemetry.routing_recording import SUFFIX, read_recording
 from edgemoe.types.experts import ExpertGeometry

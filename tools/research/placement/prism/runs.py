@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import httpx
 import numpy as np
 
-from edgemoe.policy.placement.score import score
+from edgemoe.policy.placement.route_score import score
 from edgemoe.telemetry import metrics as names
 from edgemoe.types.arrays import BoolArray
 from tools.bench.fault_trial import clock

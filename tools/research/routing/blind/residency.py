@@ -9,7 +9,7 @@ import runpy
 from collections.abc import Sequence
 
 from edgemoe.cluster.control.requests import offer_views
-from edgemoe.policy.routing.told import ModelSizes
+from edgemoe.policy.routing.signatures import ModelSizes
 
 
 def unheard(far: bytes, far_s: Sequence[float], sizes: ModelSizes) -> None:

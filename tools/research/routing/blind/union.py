@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from edgemoe.policy.routing.by_experts import UnionTerm
+from edgemoe.policy.routing.marginal_union import UnionTerm
 from edgemoe.policy.routing.offers import EngineView, Offered, Values
 
 

@@ -10,8 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from edgemoe.policy.routing.baselines import Push, fewest
-from edgemoe.policy.routing.offers import Offered, RoutingPolicy
+from edgemoe.policy.routing.offers import Offered, Push, RoutingPolicy, fewest
 from edgemoe.policy.routing.pull import Pull, PullLimits
 from edgemoe.telemetry import metrics as names
 from edgemoe.telemetry.metrics import named

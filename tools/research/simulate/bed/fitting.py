@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy.optimize import least_squares
 
-from edgemoe.policy.placement.score import masks_of
+from edgemoe.policy.placement.route_score import masks_of
 from tools.research.placement.prism.plans import DEVICES, NODES
 from tools.research.simulate.bed.runs import BedRun
 from tools.research.simulate.events import CORE_S, DECODE_S, DECODE_STEPS, Cluster, Host, Result, simulate

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from edgemoe.engine.fairness import Fairness
-from edgemoe.policy.routing.dispatches import Dispatches
-from edgemoe.policy.routing.offers import EngineView, Offered, RoutingPolicy
+from edgemoe.policy.routing.offers import Dispatches, EngineView, Offered, RoutingPolicy
 from edgemoe.types.principal import NOBODY
 from tools.research.simulate.serving.engine import Engine, EngineShape, Job
 from tools.research.simulate.serving.prefixes import PrefixCache

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from edgemoe.policy.routing.expert_union import absence
 from edgemoe.policy.routing.offers import EngineView, Offered
+from edgemoe.policy.routing.signatures import absence
 from edgemoe.types.arrays import FloatArray
 from tools.research.routing import queue_orders
 from tools.research.routing.queue_orders import QueueOrder

@@ -20,8 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.optimize import minimize
 
-from edgemoe.policy.routing.baselines import Push, fewest
-from edgemoe.policy.routing.offers import Offered
+from edgemoe.policy.routing.offers import Offered, Push, fewest
 from tools.research.simulate.serving.cluster import cluster_of, jobs_of
 from tools.research.simulate.serving.engine import EngineShape, Job
 from tools.research.simulate.serving.steps import StepCosts

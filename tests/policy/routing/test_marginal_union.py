@@ -7,19 +7,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from edgemoe.policy.routing.baselines import Push
-from edgemoe.policy.routing.by_experts import (
-    BandChoice,
+from edgemoe.policy.routing.eldr import BandChoice, ExpertClusters, Fit
+from edgemoe.policy.routing.marginal_union import (
     DecodeTimes,
     PromptForecast,
     UnionChoice,
     UnionTerm,
     engine_step,
 )
-from edgemoe.policy.routing.expert_clusters import ExpertClusters, Fit
-from edgemoe.policy.routing.expert_union import absence
-from edgemoe.policy.routing.offers import EngineView, Offered
+from edgemoe.policy.routing.offers import EngineView, Offered, Push
 from edgemoe.policy.routing.pull import Pull, PullLimits
+from edgemoe.policy.routing.signatures import absence
 from edgemoe.types.arrays import FloatArray
 
 LAYERS, EXPERTS, TOP_K = 2, 8, 2

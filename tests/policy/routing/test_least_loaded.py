@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from edgemoe.policy.route import EngineLoad, Rule, route
+from edgemoe.policy.routing.least_loaded import EngineLoad, Rule, route
 
 
 def load(place: str, requests: int, here: bool = False, slots: int = 2, capacity: int = 4) -> EngineLoad:

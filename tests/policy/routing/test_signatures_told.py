@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgemoe.policy.routing.step_times import StepTimes
-from edgemoe.policy.routing.told import (
+from edgemoe.policy.routing.marginal_union import StepTimes
+from edgemoe.policy.routing.signatures import (
     LEAST,
     MOST_S,
     ModelSizes,

@@ -1,7 +1,8 @@
-"""Routes by which experts requests choose: by marginal union, or by ELDR's clusters and band.
+"""Marginal union: a request goes where it adds least to the time of all that decode there.
 
-`PromptForecast` says once for each request how likely its tokens choose each expert; what is known of engines adds that
-up. Where no clusters are fitted, marginal union goes by the prompt alone, which is worth nearly as much.
+A decode step takes as long as the distinct experts that it loads. If request r chooses expert e of a layer with
+probability p_r(e), the running requests of engine w load it with probability 1 - prod(1 - p).
+docs/design/routing.md has the formulas (1) and (2).
 """
 
 from __future__ import annotations
@@ -12,12 +13,45 @@ from typing import NamedTuple
 
 import numpy as np
 
-from edgemoe.policy.routing.baselines import fewest
-from edgemoe.policy.routing.expert_clusters import BAND, ExpertClusters, in_band
-from edgemoe.policy.routing.expert_union import EngineStep, chances, step_of
-from edgemoe.policy.routing.offers import EngineView, Offered, Values
+from edgemoe.policy.routing.eldr import ExpertClusters
+from edgemoe.policy.routing.offers import EngineView, Offered, Values, fewest
 from edgemoe.policy.routing.signatures import Counts
 from edgemoe.types.arrays import FloatArray
+
+PRIOR_TOKENS = 32.0  # what is known beforehand counts for, beside the tokens of the prompt
+MOST_CERTAIN = 0.999  # so that what is added can be taken away again
+
+
+def chances(counts: Counts, tokens: float, prior: FloatArray) -> FloatArray:
+    """Returns how likely a decoded token chooses each expert [L, E].
+
+    By the prefill counts [L, E] of so many tokens, and by how likely others' decoded tokens are to, `prior` [L, E].
+    """
+    expected = (counts + PRIOR_TOKENS * prior) / (tokens + PRIOR_TOKENS)
+    return np.clip(expected, 0.0, MOST_CERTAIN).astype(np.float32)
+
+
+class EngineStep(NamedTuple):
+    """States what a step of an engine loads, and leaves."""
+
+    left_s: FloatArray  # [L * E] what loading an expert takes, by the chance that nobody there does
+    now_s: float  # T
+    running: int
+
+    def cost_s(self, chance: FloatArray) -> float:
+        """Returns (2) of a request with these chances [L, E]."""
+        # not by BLAS, whose threads wait for each other for up to half a second on a box with no core to spare
+        added_s = float(np.einsum("k,k->", self.left_s, chance.reshape(-1)))
+        return self.now_s + (self.running + 1) * added_s
+
+
+def step_of(seconds: FloatArray, absent: FloatArray, running: int, step_s: float) -> EngineStep:
+    """Returns a step of an engine that takes `step_s` beside experts, and `seconds` [L, E] for each that it loads.
+
+    `absent` [L, E] is the sum of what runs there.
+    """
+    left = seconds * np.exp(absent)
+    return EngineStep(left.reshape(-1), step_s + float(seconds.sum()) - float(left.sum()), running)
 
 
 class DecodeTimes(NamedTuple):
@@ -101,23 +135,6 @@ class _KnownEngine:
     costs: dict[int, tuple[FloatArray, float]] = field(default_factory=dict)  # of requests by their chances' identity
 
 
-class BandChoice:
-    """Chooses the least loaded engine of those whose cluster is near [ELDR, Online]."""
-
-    def __init__(self, clusters: ExpertClusters, places: Sequence[str], band: float = BAND) -> None:
-        """`places` are the engines of the clusters; others are as far as can be."""
-        self._clusters, self._band = clusters, band
-        self._number = {place: number for number, place in enumerate(places)}
-
-    def __call__(self, offered: Offered, open_: Sequence[EngineView], now_s: float) -> EngineView:
-        if offered.signature is None:
-            return fewest(offered, open_, now_s)
-        similarity = np.append(self._clusters.similarity(offered.signature), np.float32(0))
-        near = similarity[[self._number.get(view.place, -1) for view in open_]]
-        load = np.array([view.requests / max(1, view.slots) for view in open_])
-        return open_[in_band(near, load, np.ones(len(open_), np.bool_), self._band)]
-
-
 def engine_step(view: EngineView, like: FloatArray, times: DecodeTimes) -> EngineStep:
     """Returns what a step of the engine takes; `like` is how likely some request chooses experts [L, E]."""
     seconds = np.full(like.shape, view.expert_s or times.expert_s, np.float32)
@@ -128,3 +145,36 @@ def engine_step(view: EngineView, like: FloatArray, times: DecodeTimes) -> Engin
         each = np.minimum(np.rint(like.sum(axis=1, keepdims=True)) / like.shape[1], SURE)
         absent = np.broadcast_to(view.requests * np.log1p(-each), like.shape)
     return step_of(seconds, absent.astype(np.float32, copy=False), view.requests, view.step_s or times.step_s)
+
+
+FADE = 0.98  # of older stretches, with each new one
+ASSUMED = 0.1  # weight of the assumed point, in stretches
+EXPERTS_SHARE = 0.5  # of a step, where nothing else is known
+
+
+class StepTimes:
+    """Owns the sums."""
+
+    def __init__(self) -> None:
+        self._last = np.zeros(3)  # steps, seconds, experts counted so far
+        self._sums = np.zeros(5)  # weight, x, y, x * x, x * y of means of experts x and seconds y
+
+    def look(self, steps: float, seconds: float, experts: float) -> None:
+        """Takes counts since the start."""
+        now = np.array([steps, seconds, experts])
+        count, took, loaded = now - self._last
+        if count > 0:
+            x, y = loaded / count, took / count
+            self._sums = FADE * self._sums + np.array([1.0, x, y, x * x, x * y])
+            self._last = now
+
+    def times(self) -> DecodeTimes:
+        """Returns what was found; 0 of both before any step."""
+        weight, x, y, xx, xy = self._sums.tolist()
+        if not weight or not x:
+            return DecodeTimes(0.0, 0.0)
+        loaded, mean_s = x / weight, y / weight
+        weight, y = weight + ASSUMED, y + ASSUMED * (1 - EXPERTS_SHARE) * mean_s
+        slope = (weight * xy - x * y) / max(weight * xx - x * x, 1e-12)
+        expert_s = min(max(slope, 0.0), mean_s / loaded)
+        return DecodeTimes(max(0.0, mean_s - expert_s * loaded), expert_s)  # which may round to less than 0

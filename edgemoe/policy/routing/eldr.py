@@ -1,0 +1,176 @@
+"""Routes requests to the engine of the nearest cluster of expert signatures [ELDR, Online].
+
+A request goes to the least loaded engine with a free slot among the nearly nearest clusters: the locality band. Where
+that is full the request waits in one queue, so that no engine idles beside another's queue. Cluster sizes follow the
+engines' capacity, and clusters are fitted again when traffic has drifted from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from edgemoe.policy.routing.offers import (
+    Assignment,
+    Chooser,
+    EngineView,
+    Offered,
+    Push,
+    RoutingPolicy,
+    Values,
+    fewest,
+    with_offer,
+)
+from edgemoe.policy.routing.signatures import Counts, signatures
+from edgemoe.types.arrays import BoolArray, FloatArray, IntArray
+
+BAND = 0.1  # [ELDR, Online]
+SURE = 4.0  # standard errors that recent traffic is away from what was fitted, to count as drift
+LEAST_DROP = 0.01  # of the mean similarity, that is worth fitting anew
+
+
+class Fit(NamedTuple):
+    """How near the requests that clusters were fitted to are to them: each to the nearest, itself left out."""
+
+    similarity: float  # mean
+    spread: float  # standard deviation
+    nearest: IntArray  # [K] how many are nearest to each
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertClusters:
+    """States where the clusters of K workers are, and what their requests choose."""
+
+    weights: FloatArray  # [L, E] of signatures
+    centroids: FloatArray  # [K, L * E]
+    decode: FloatArray  # [K, L, E] how likely a decoded token of the cluster chooses each expert
+    fit: Fit
+
+    def similarity(self, counts: Counts) -> FloatArray:
+        """Returns how near a request with these prefill counts [L, E] is to each worker's cluster [K], 0 to 1."""
+        answer: FloatArray = self.centroids @ signatures(counts[None], self.weights)[0]
+        return answer
+
+
+def in_band(similarity: FloatArray, load: Values, room: BoolArray, band: float = BAND) -> int:
+    """Returns the least loaded worker of those with room that are within the band of the nearest; -1 where none has.
+
+    `load` [K] is what runs at each worker, of what can; the nearer one of equals.
+    """
+    if not room.any():
+        return -1
+    reach = np.where(room, similarity, -np.inf)
+    inside = reach >= reach.max() - band
+    return int(np.lexsort((-reach, np.where(inside, load, np.inf)))[0])
+
+
+def drifted(clusters: ExpertClusters, recent: Counts) -> bool:
+    """Returns whether requests with these prefill counts [N, L, E] are no longer what the clusters were fitted to.
+
+    Either they are farther from the clusters, or they are others' share of them.
+    """
+    near = signatures(recent, clusters.weights) @ clusters.centroids.T
+    fit, count = clusters.fit, len(recent)
+    fitted = int(fit.nearest.sum())
+    drop = fit.similarity - float(near.max(axis=1).mean())
+    error = fit.spread * np.sqrt(1 / count + 1 / fitted)
+    if drop > max(SURE * error, LEAST_DROP):
+        return True
+    now = np.bincount(near.argmax(axis=1), minlength=len(fit.nearest))
+    both = now + fit.nearest
+    part = both > 0
+    ratio = np.sqrt(fitted / count)
+    apart = float(((now * ratio - fit.nearest / ratio)[part] ** 2 / both[part]).sum())  # chi squared of two samples
+    free = int(part.sum()) - 1
+    return bool(apart > free + SURE * (2 * max(free, 1)) ** 0.5)
+
+
+NEAREST, IN_BAND = BAND_REASONS = ("nearest", "in band")  # the engine of the nearest cluster, or a less loaded one
+
+
+class BandChoice:
+    """Chooses the least loaded engine of those whose cluster is near [ELDR, Online]."""
+
+    def __init__(self, clusters: ExpertClusters, places: Sequence[str], band: float = BAND) -> None:
+        """`places` are the engines of the clusters; others are as far as can be."""
+        self._clusters, self._band = clusters, band
+        self._number = {place: number for number, place in enumerate(places)}
+
+    def __call__(self, offered: Offered, open_: Sequence[EngineView], now_s: float) -> EngineView:
+        if offered.signature is None:
+            return fewest(offered, open_, now_s)
+        similarity = np.append(self._clusters.similarity(offered.signature), np.float32(0))
+        near = similarity[[self._number.get(view.place, -1) for view in open_]]
+        load = np.array([view.requests / max(1, view.slots) for view in open_])
+        return open_[in_band(near, load, np.ones(len(open_), np.bool_), self._band)]
+
+
+class LocalityBand:
+    """Owns the clusters in force. Chooses an engine for one request, by `otherwise` where they say nothing of it."""
+
+    def __init__(self, otherwise: Chooser) -> None:
+        self._otherwise = otherwise
+        self._clusters: ExpertClusters | None = None
+        self._places: dict[str, int] = {}  # of engines, their clusters
+
+    def follow(self, clusters: ExpertClusters, places: Sequence[str]) -> None:
+        """Goes by these from now on; `places` are their engines."""
+        self._clusters, self._places = clusters, {place: number for number, place in enumerate(places)}
+
+    def forget(self) -> None:
+        """Goes by no clusters."""
+        self._clusters, self._places = None, {}
+
+    def covers(self, views: Sequence[EngineView]) -> bool:
+        """Returns whether each of these engines has a cluster."""
+        return all(view.place in self._places for view in views)
+
+    def knows(self, offered: Offered) -> bool:
+        """Returns whether clusters say something of the request."""
+        clusters, signature = self._clusters, offered.signature
+        return clusters is not None and signature is not None and signature.shape == clusters.weights.shape
+
+    def __call__(self, offered: Offered, open_: Sequence[EngineView], now_s: float) -> EngineView:
+        if self._clusters is None or not self.knows(offered) or not self.covers(open_):
+            return self._otherwise(offered, open_, now_s)
+        return BandChoice(self._clusters, list(self._places))(offered, open_, now_s)
+
+    def why(self, offered: Offered, views: Sequence[EngineView], place: str) -> str:
+        """Returns in a word why the request goes to that one of the engines; "" where clusters have no part in it."""
+        clusters, signature = self._clusters, offered.signature
+        if clusters is None or signature is None or not self.knows(offered) or not self.covers(views):
+            return ""
+        nearest = int(clusters.similarity(signature).argmax())
+        return NEAREST if self._places[place] == nearest else IN_BAND
+
+
+class BandRouting:
+    """Places requests by the band where that knows them, and has another policy place the others."""
+
+    def __init__(self, band: LocalityBand, others: RoutingPolicy) -> None:
+        self._band, self._push, self._others = band, Push(band), others
+
+    def takes(self, views: Sequence[EngineView]) -> bool:
+        """Returns whether an engine has a free slot, or room by the other policy."""
+        return any(view.requests < min(view.slots, view.capacity) for view in views) or self._others.takes(views)
+
+    def assign(self, offers: Sequence[Offered], views: Sequence[EngineView], now_s: float) -> list[Assignment]:
+        """Returns what goes where now; the rest is to be offered again."""
+        known = {one.request: one for one in offers if self._band.knows(one)} if self._band.covers(views) else {}
+        unknown = {one.request: one for one in offers if one.request not in known}
+        kinds = [(self._near, known), (self._others.assign, unknown)]
+        if offers and offers[0].request in unknown:
+            kinds.reverse()
+        there, answer = {view.place: view for view in views}, list[Assignment]()
+        for assign, some in kinds:
+            for one in assign(list(some.values()), list(there.values()), now_s):
+                there[one.place] = with_offer(there[one.place], some[one.request])
+                answer.append(one)
+        return answer
+
+    def _near(self, offers: Sequence[Offered], views: Sequence[EngineView], now_s: float) -> list[Assignment]:
+        free = [replace(view, capacity=min(view.slots, view.capacity)) for view in views]
+        return self._push.assign(offers, free, now_s)
