@@ -24,11 +24,10 @@ from edgemoe.cluster.control.requests.offer_queue import (
 from edgemoe.cluster.rpc.channel import Channel
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.errors import PeerBusy, PeerRefused
-from edgemoe.policy.routing.offers import Push
-from edgemoe.policy.routing.marginal_union import UNMEASURED, UnionChoice, UnionTerm
-from edgemoe.policy.routing.gimbal import GimbalChoice
 from edgemoe.policy.routing.eldr import BandRouting, LocalityBand
-from edgemoe.policy.routing.offers import RoutingPolicy
+from edgemoe.policy.routing.gimbal import GimbalChoice
+from edgemoe.policy.routing.marginal_union import UNMEASURED, UnionChoice, UnionTerm
+from edgemoe.policy.routing.offers import Push, RoutingPolicy
 from edgemoe.policy.routing.pull import Pull, PullLimits
 from edgemoe.policy.routing.signatures import ModelSizes
 from edgemoe.ticking import until_tick

@@ -1,7 +1,7 @@
 """Engines behind one router, simulated event by event: requests come, policies assign them, engines step.
 
 What a router knows is exact, or a report of every REPORT_S with or without the correction for what was dispatched
-since (`policy.routing.dispatches`). A policy is asked when a request comes, when reports come, and, with exact
+since (`Dispatches`). A policy is asked when a request comes, when reports come, and, with exact
 knowledge, when an engine has ended a request or has prefilled what it had ahead.
 """
 
