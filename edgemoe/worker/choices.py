@@ -1,6 +1,6 @@
 """Tells the front which experts prompts chose, and what this engine's requests are expected to choose in a step.
 
-By that requests go to engines whose steps load their experts anyway (`policy.routing.marginal_union`). Where boxes go by
+By that requests go to engines whose steps load their experts anyway (`marginal_union`). Where boxes go by
 expert clusters, it also tells of some requests that have ended what they chose. Of prompts and answers whole blocks
 count, wherever they come from, so that a prompt has one signature. Looks at signatures and residency a few times a
 second, beside the event loop: the compute thread does nothing for it. Residency may change under a look; nothing but
