@@ -1,7 +1,7 @@
 """Fits expert clusters, one for each engine that decodes, to the experts of ended requests while this box leads.
 
 Clusters are fitted in a child process: to the first FIRST requests, again to twice as many, when engines changed for
-long, and when requests drift (`policy.routing.expert_clusters`). Engines keep the clusters that move fewest requests.
+long, and when requests drift (`policy.routing.eldr`). Engines keep the clusters that move fewest requests.
 A new leader starts from nothing.
 """
 
