@@ -1,4 +1,4 @@
-"""Boxes that pin what plans say, report, die and come back, what they agreed on, and a leader that cares for it."""
+"""Boxes that pin their homes, report, die and return, the agreed plan, and a leader that updates it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ONCE = ClusterSettings(node="a", replicas=1, absent_s=5.0, migrate_s=20.0)
 
 @dataclass
 class Box:
-    """A box whose engine pins what its plan says, one expert after the other."""
+    """A box with an engine that pins its homes, one expert after the other."""
 
     node: str
     room: int = 8
@@ -64,7 +64,7 @@ class Box:
 
 
 class World:
-    """The boxes, what was agreed, and a leader."""
+    """The boxes, the agreed plan, and a leader."""
 
     def __init__(self, nodes: str = NODES, settings: ClusterSettings = SETTINGS) -> None:
         self.boxes = {node: Box(node) for node in nodes}
@@ -74,19 +74,19 @@ class World:
         self.prepared_s: list[float] = []  # when the solver was told to get ready
         self.slow = False  # the solver answers when `answers` is called
         self.asked: SolvePlacement | None = None
-        self.wanted: PlacementTarget | None = None  # what a look for a better plan finds
+        self.wanted: PlacementTarget | None = None  # the solver's answer to a review
         self.reports: dict[str, BoxReport] = {}
         for box in self.boxes.values():
             box.report()
         self.leads()
 
     def leads(self) -> None:
-        """Another box leads, which knows nothing but what is agreed and reported."""
+        """Replaces the leader by a box that knows only the agreed plan and the reports."""
         self.epoch += 1
-        self.care, self.view = PlanController(self.settings), HomeInventory()
-        self.care.handle(LeadershipTaken(self.epoch))
+        self.controller, self.view = PlanController(self.settings), HomeInventory()
+        self.controller.handle(LeadershipTaken(self.epoch))
 
-    def look(self) -> ClusterObserved | None:
+    def observe(self) -> ClusterObserved | None:
         cards = {
             node: Announce("1", "box", "", engine=box.card, leaving=box.leaving) for node, box in self.boxes.items()
         }
@@ -99,10 +99,10 @@ class World:
         return ClusterObserved(self.now_s, ref, self.agreed, serving, boxes, self.reports)
 
     def step(self) -> None:
-        """The leader looks, and does what it has decided."""
-        if (look := self.look()) is None:
+        """Has the leader observe the cluster and perform its instructions."""
+        if (look := self.observe()) is None:
             return
-        actions = self.care.handle(look)
+        actions = self.controller.handle(look)
         while actions:
             actions = [more for action in actions for more in self.perform(action)]
 
@@ -122,15 +122,15 @@ class World:
         try:
             found = make_target(action.task) if action.task.urgent or self.wanted is None else self.wanted
         except PlacementInfeasible as error:
-            return self.care.handle(PlacementSolved(action.number, None, str(error)))
-        return self.care.handle(PlacementSolved(action.number, found))
+            return self.controller.handle(PlacementSolved(action.number, None, str(error)))
+        return self.controller.handle(PlacementSolved(action.number, found))
 
     def answers(self) -> None:
-        """The solver has found what it was asked for last, and the leader looks before it hears of that."""
+        """Answers the last task; the leader observes the cluster before it gets the answer."""
         asked, self.asked = self.asked, None
-        if asked is None or (look := self.look()) is None:
+        if asked is None or (look := self.observe()) is None:
             return
-        actions = self.care.handle(look) + self.answer(asked)
+        actions = self.controller.handle(look) + self.answer(asked)
         while actions:
             actions = [more for action in actions for more in self.perform(action)]
 
@@ -145,7 +145,7 @@ class World:
         self.committed.append(action)
 
     def judge(self, plan: PlacementPlan) -> None:
-        """No command drops the last pinned copy of a box that lives."""
+        """Checks: no command drops the last pinned copy on live boxes."""
         stays = NOTHING.copy()
         for box in self.boxes.values():
             if box.alive:
@@ -156,7 +156,7 @@ class World:
                 assert not (dropped & ~stays).any(), (box.node, plan)
 
     def passes(self, seconds: float, every_s: float = 0.5) -> None:
-        """All obey, pin and report; the leader looks now and then."""
+        """Lets all boxes follow the plan, pin and report; the leader observes them at intervals."""
         ends = self.now_s + seconds
         while self.now_s < ends:
             self.now_s += every_s
@@ -175,6 +175,6 @@ class World:
 
 
 def dealt(nodes: str, shift: int, copies: int = 1) -> dict[str, BoolArray]:
-    """Each expert at so many boxes, in turn."""
+    """Returns homes with each expert at this number of boxes, in turn."""
     each = (np.arange(LAYERS * EXPERTS).reshape(LAYERS, EXPERTS) + shift) % len(nodes)
     return {node: np.isin((each - n) % len(nodes), range(copies)) for n, node in enumerate(nodes)}

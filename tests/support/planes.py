@@ -43,7 +43,7 @@ def card(boot: str, room: int = 6, model: str = "m" * 32, disk: bytes = ALL, ram
 
 
 class Front(NoServices):
-    """One box's plane, the task that runs it, and an engine that pins at once whatever is to be at home there."""
+    """One box's plane, the task that runs it, and an engine that pins its homes at once."""
 
     def __init__(self, folder: Path, peer: Peer, key: Secret, peers: dict[str, Peer], **settings: Any) -> None:
         self.node, self.key = peer.node, key
@@ -75,7 +75,7 @@ class Front(NoServices):
         self.task = asyncio.ensure_future(self.plane.run())
 
     async def die(self) -> None:
-        """Without a word to anybody."""
+        """Ends the plane without any message."""
         if self.task is not None and not self.task.done():
             if (leader := self.plane._leader) is not None and leader._election is not None:
                 leader._election._step_down()  # so that it does not resign
@@ -83,7 +83,7 @@ class Front(NoServices):
             await asyncio.gather(self.task, return_exceptions=True)
 
     def has(self, engine: EngineDescription | None) -> None:
-        """The engine comes up, or ends."""
+        """Starts the engine, or ends it."""
         self.engine = engine
         if (plan := self.plane.state.plans.plan) is not None and engine is not None:
             self.follow_plan(plan)
@@ -114,7 +114,7 @@ class Front(NoServices):
 async def fronts(
     folder: Path, nodes: Sequence[str] = ("a", "b", "c"), voters: Sequence[str] = ABC, **settings: Any
 ) -> AsyncIterator[dict[str, Front]]:
-    """Fronts that list each other, started; `voters` are those that have a vote."""
+    """Starts fronts that list each other; `voters` have a vote."""
     ports = free_ports(len(nodes))
     keys = {node: generate(folder / f"{node}.key") for node in nodes}
     peers = {
@@ -131,12 +131,12 @@ async def fronts(
 
 
 async def led(fronts: Sequence[Front], within_s: float = 15.0) -> str:
-    """The node that all of them obey."""
+    """Waits until all follow one leader; returns its node."""
     await until(lambda: len({f.plane.leader for f in fronts}) == 1 and bool(fronts[0].plane.leader), within_s)
     return fronts[0].plane.leader
 
 
 async def planned(fronts: Sequence[Front], nodes: Sequence[str], within_s: float = 15.0) -> None:
-    """All go by one plan over these nodes."""
+    """Waits until all follow one plan over these nodes."""
     await until(lambda: all(f.plan_nodes == tuple(nodes) for f in fronts), within_s)
     await until(lambda: len({f.plane.state.plans.ref for f in fronts}) == 1, within_s)

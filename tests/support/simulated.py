@@ -25,7 +25,7 @@ class World:
     """Members by name, some of them running. `now` is everybody's clock."""
 
     def __init__(self, directory: Path, voters: dict[str, Sequence[str]]) -> None:
-        """`voters` is the list that each goes by."""
+        """Gives each member its list of `voters`."""
         self.now = 1000.0
         self.voters, self.directory = dict(voters), directory
         self.transport = FakeNet(list(voters))
@@ -40,7 +40,7 @@ class World:
             self.running[name] = Replica(name, others, directory, link, LEASE_S, self.clock)
 
     def stop(self, name: str) -> None:
-        """As kill -9 would."""
+        """Ends the member as kill -9 would."""
         self.running.pop(name).destroy()
         self.transport.listening.discard(name)
         for other in self.transport.listening:
@@ -69,11 +69,11 @@ class World:
             self.step()
 
     def elected(self) -> list[str]:
-        """Those that raft has lead now."""
+        """Returns the members that lead by Raft now."""
         return [name for name, member in self.running.items() if member._isLeader()]
 
     def agree(self, name: str, op: ops.Op | bytes, within_s: float = 5.0) -> Any:
-        """The answer to an operation that this member proposes until it goes through; None where it does not."""
+        """Proposes an operation until it goes through; returns its answer, or None."""
         ends, answers = self.now + within_s, list[tuple[Any, int]]()
         while self.now < ends and name in self.running:
             sent = op if isinstance(op, bytes) else ops.encode(op)

@@ -71,14 +71,14 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 class HiddenNowhere(ErrorCounter):
-    """What would cost one message alone ends the test."""
+    """An error that would cost one message ends the test."""
 
     def fail(self, peer: str) -> None:
         raise
 
 
 class Channel:
-    """What a control plane uses of a channel."""
+    """The part of a channel that a control plane uses."""
 
     def __init__(self, transport: Transport, name: str, _language: Any, serve: Any, _settings: Any) -> None:
         self.on_up = self.on_down = lambda _node: None
@@ -217,7 +217,7 @@ class Box(NoServices):
         self.settings: dict[str, Any] = {}
         self.engine: EngineDescription | None = card(f"engine-{node}", 12)
         self.obeys: PlacementPlan | None = None  # its engine
-        self.pins = np.zeros((LAYERS, EXPERTS), np.bool_)  # what that holds at home
+        self.pins = np.zeros((LAYERS, EXPERTS), np.bool_)  # the experts pinned there
 
     def clock(self) -> float:
         return self.cluster.loop.time() + self.ahead_s
@@ -250,7 +250,7 @@ class Box(NoServices):
             self.cluster.at("obeyed", self)
 
     def pin(self) -> None:
-        """Its engine pins one more of its homes."""
+        """Pins one more expert of its homes."""
         if self.obeys is not None and self.node in self.obeys.nodes:
             missing = np.flatnonzero(self.obeys.homes_of(self.node) & ~self.pins)
             if len(missing):
@@ -260,8 +260,8 @@ class Box(NoServices):
     def report(self) -> BoxReport | None:
         return None
 
-    def tell(self) -> None:
-        """Its engine says what it has pinned."""
+    def announce_pins(self) -> None:
+        """Announces the experts that its engine has pinned."""
         assert self.plane is not None
         plan = self.obeys.digest() if self.obeys is not None else ""
         engine = msgspec.structs.replace(card(f"engine-{self.node}", 12), ram=pack_bits(self.pins), plan=plan)
@@ -270,7 +270,7 @@ class Box(NoServices):
             self.cluster.at("told", self)
 
     async def die(self) -> None:
-        """Without a word to anybody."""
+        """Ends the plane without any message."""
         assert self.plane is not None
         if (leader := self.plane._leader) is not None and leader._election is not None:
             leader._election._step_down()  # so that it does not resign
@@ -290,7 +290,7 @@ class Box(NoServices):
 
 
 class Cluster:
-    """Boxes, the links between them, and what has been seen of whom they obey."""
+    """Boxes, the links between them, and the leaders that they followed."""
 
     def __init__(self, folder: Path, loop: VirtualLoop, seed: int, nodes: Sequence[str], voters: int) -> None:
         self.folder, self.loop, self.rng = folder, loop, random.Random(seed)
@@ -307,15 +307,15 @@ class Cluster:
         self.states: dict[int, str] = {}  # entries applied -> digest of the state
         self.boxes = {node: Box(self, node) for node in nodes}
         self.pinning = False  # engines pin, one expert after the other, and say so
-        self.better: PlacementTarget | None = None  # what looks for a better plan find
+        self.better: PlacementTarget | None = None  # the solver's answer to a review
         self.step, self.role = "", ""  # at which step of a move somebody dies: leader or follower
-        self.killed = ""  # who did
+        self.killed = ""  # the box that died
         self.lost: list[tuple[str, list[int]]] = []  # last pinned copies that a command had a box drop
 
     # --- engines ----------------------------------------------------------------------------------------------
 
     async def solve(self, task: PlacementTask) -> PlacementTarget:
-        """At once: threads know nothing of this time."""
+        """Solves at once: threads do not follow the virtual time."""
         for box in self.boxes.values():
             if box.plane is not None and box.plane.leading:
                 with translated():
@@ -323,7 +323,7 @@ class Cluster:
         return make_target(task) if task.urgent or self.better is None else self.better
 
     def at(self, step: str, box: Box) -> None:
-        """A box has come to that step of a move. Raises PeerRefused where it is to die there."""
+        """Records the step of a move that a box has come to. Raises PeerRefused if it must die there."""
         if box.plane is None or step != self.step:
             return
         if self.role == ("leader" if box.plane.leading else "follower"):
@@ -345,7 +345,7 @@ class Cluster:
                 with suppress(PeerRefused):
                     box.pin()
                     if self.rng.random() < 0.3:
-                        box.tell()
+                        box.announce_pins()
 
     # --- links ------------------------------------------------------------------------------------------------
 
@@ -354,18 +354,18 @@ class Cluster:
         return there and target in self.channels[source].wanted and source in self.channels[target].wanted
 
     def join_up(self) -> None:
-        """Connections that can come about do so after a moment; those that cannot stand any more end."""
+        """Opens possible connections after a moment, and ends impossible ones."""
         for source, channel in list(self.channels.items()):
             for target in self.boxes:
                 cut = bool({(source, target), (target, source)} & self.cuts)
                 if target in channel.up and not self.joined(source, target):
                     self._turn(channel, target, False)
                 elif cut and target in channel.up:
-                    self.loop.call_later(DOWN_S, self._settle, channel, target)
+                    self.loop.call_later(DOWN_S, self._open_or_close, channel, target)
                 elif not cut and target not in channel.up and self.joined(source, target):
-                    self.loop.call_later(UP_S, self._settle, channel, target)
+                    self.loop.call_later(UP_S, self._open_or_close, channel, target)
 
-    def _settle(self, channel: Channel, target: str) -> None:
+    def _open_or_close(self, channel: Channel, target: str) -> None:
         source = channel.transport.node
         if self.channels.get(source) is not channel:
             return
@@ -377,10 +377,10 @@ class Cluster:
         (channel.up.add if up else channel.up.discard)(target)
         (channel.on_up if up else channel.on_down)(target)
 
-    # --- what must hold ---------------------------------------------------------------------------------------
+    # --- invariants -------------------------------------------------------------------------------------------
 
     def observe(self, node: str) -> None:
-        """One leader per epoch is obeyed, and by each box in epochs that do not fall."""
+        """Asserts one leader per epoch, and that each box follows epochs that do not fall."""
         box = self.boxes[node]
         plane = box.plane
         if plane is None or not box.sound or not plane.leader:
@@ -393,14 +393,14 @@ class Cluster:
         self.latest[node] = epoch
 
     def adopted(self, box: Box, plan: Any) -> None:
-        """One plan per version is gone by, none of an epoch above all seen, none older than the last."""
+        """Asserts one plan per version, of no epoch above all seen, and not older than the last."""
         assert box.plane is None or plan.epoch <= box.plane.state.fence.highest
         assert self.plans.setdefault(plan.version, plan.digest()) == plan.digest()
         assert (plan.epoch, plan.version) >= self.held.get(box.node, (0, 0))
         self.held[box.node] = (plan.epoch, plan.version)
 
     def check(self) -> None:
-        """The replicated states are the same where as much has been applied; nothing piles up."""
+        """Checks: equally many applied entries give equal states, and no queue grows."""
         for node, box in self.boxes.items():
             self.observe(node)
             if (store := box.store) is not None and box.sound:
@@ -410,7 +410,7 @@ class Cluster:
                 assert len(transport._inbox) < 1000
                 assert len(store._joined().journal) < 6000
 
-    # --- what happens -----------------------------------------------------------------------------------------
+    # --- time -------------------------------------------------------------------------------------------------
 
     async def pass_time(self, seconds: float) -> None:
         ends = self.loop.time() + seconds
@@ -434,13 +434,13 @@ class Cluster:
             await self.pass_time(0.1)
 
     def one_leader(self) -> bool:
-        """All run, and obey one leader."""
+        """Whether all run, and follow one leader."""
         planes = [box.plane for box in self.boxes.values() if box.plane is not None]
         leaders = {plane.leader for plane in planes}
         return len(planes) == len(self.boxes) and len(leaders) == 1 and "" not in leaders
 
     def settled(self) -> bool:
-        """And go by one plan over all of them, with votes and one state."""
+        """Whether they also follow one plan over all of them, with votes and one state."""
         stores = [box.store for box in self.boxes.values()]
         refs = {box.plane.state.plans.ref for box in self.boxes.values() if box.plane is not None}
         plan = self.boxes["a"].plane.state.plans.plan if self.boxes["a"].plane is not None else None
@@ -461,7 +461,7 @@ class Cluster:
 
 @contextmanager
 def translated() -> Iterator[None]:
-    """Who waits for a placement is told of nothing but the agreement's errors."""
+    """Turns other errors into the agreement's, the only ones that a solver raises."""
     try:
         yield
     except PeerRefused as error:
@@ -470,7 +470,7 @@ def translated() -> Iterator[None]:
 
 @contextmanager
 def virtual_cluster(folder: Path, seed: int, nodes: Sequence[str] = ABC, voters: int = 5) -> Iterator[Cluster]:
-    """Boxes that list each other, not started; the first `voters` have a vote."""
+    """Makes boxes that list each other, not started; the first `voters` have a vote."""
     loop = VirtualLoop()
     made = Cluster(folder, loop, seed, nodes, voters)
     transport = type("Transport", (Transport,), {"cluster": made})

@@ -84,7 +84,7 @@ def die_and_move_on(folder: Path, seed: int, step: str, role: str, away_s: float
             box.engine = None
             box.settings = {"migrate_s": 5.0}
             run(box.start())
-            box.tell()
+            box.announce_pins()
         run(cluster.until(lambda: pinned(cluster)))
         goal = next(turned(shift) for shift in range(3) if not (turned(shift) & homes(cluster)).any())
         cluster.step, cluster.role = step, role
@@ -95,6 +95,6 @@ def die_and_move_on(folder: Path, seed: int, step: str, role: str, away_s: float
         run(cluster.pass_time(away_s))
         box = cluster.boxes[cluster.killed]
         run(box.start())
-        box.tell()
+        box.announce_pins()
         run(cluster.until(lambda: pinned(cluster) and bool((homes(cluster) == goal).all())))
         assert not cluster.lost

@@ -242,11 +242,11 @@ def test_a_box_that_does_not_acknowledge_keeps_the_others_former_homes_alive_and
     world.boxes["a"].pin = lambda count: None  # type: ignore[method-assign]
     world.passes(SETTINGS.migrate_s + 3 * STALL_S)
     assert (world.agreed.homes_of("b") == before).all()
-    assert world.care.blocker == "experts do not move on: a have not said that they pinned theirs"
+    assert world.controller.blocker == "experts do not move on: a have not said that they pinned theirs"
     del world.boxes["a"].pin  # type: ignore[attr-defined]
     world.passes(5.0)
     assert not world.agreed.homes_of("b").any()
-    assert not world.care.blocker
+    assert not world.controller.blocker
 
 
 def test_what_kept_a_plan_from_being_found_is_over_once_the_one_in_force_will_do(
@@ -269,25 +269,25 @@ def test_what_kept_a_plan_from_being_found_is_over_once_the_one_in_force_will_do
     gone = world.boxes["c"]
     gone.alive, gone.gone_s = False, world.now_s
     world.passes(10.0)
-    assert "2 boxes hold 8 of 12 experts in memory" in world.care.blocker
+    assert "2 boxes hold 8 of 12 experts in memory" in world.controller.blocker
     gone.alive = True
     world.passes(5.0)
-    assert not world.care.blocker
+    assert not world.controller.blocker
 
 
 def test_an_answer_for_another_plan_or_another_leader_is_dropped() -> None:
     world = World("abc")
-    look = world.look()
+    look = world.observe()
     assert look is not None
-    world.care.handle(look)
+    world.controller.handle(look)
     world.now_s += 2.0
-    look = world.look()
+    look = world.observe()
     assert look is not None
-    (asked,) = world.care.handle(look)
+    (asked,) = world.controller.handle(look)
     assert isinstance(asked, SolvePlacement)
     found = make_target(asked.task)
-    world.care.handle(LeadershipTaken(2))
-    assert world.care.handle(PlacementSolved(asked.number, found)) == []
+    world.controller.handle(LeadershipTaken(2))
+    assert world.controller.handle(PlacementSolved(asked.number, found)) == []
 
 
 def test_a_plan_that_is_found_while_a_box_dies_does_not_count_on_the_copies_that_died() -> None:
