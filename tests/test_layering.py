@@ -131,6 +131,7 @@ ONLY_IN = {  # module -> the rooms that may import it
     "pynvml": ("telemetry.probes",),
 }
 NOWHERE = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "transformers", "lightning", "pytorch_lightning"}
+CLUSTER_FREE = ("worker.service", "ipc.engine_socket", "api.app")
 TORCH_FREE = ("front.main", "cli", "config.loading", "config.budgets", "families.config", "store.packer")
 
 
@@ -246,6 +247,14 @@ def test_the_front_imports_neither_torch_nor_numba() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_one_box_alone_loads_nothing_of_the_cluster() -> None:
+    modules = ", ".join(f"edgemoe.{name}" for name in CLUSTER_FREE)
+    code = f"import sys, {modules}; print([name for name in sys.modules if name.startswith('edgemoe.cluster')])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"
 
 
 def test_no_two_files_of_tests_have_one_name() -> None:

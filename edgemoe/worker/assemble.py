@@ -9,13 +9,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import ParamSpec, Protocol
+from typing import TYPE_CHECKING, ParamSpec, Protocol
 
 import torch
 from llguidance import LLTokenizer
 
 from edgemoe.api.text.tokenizer import TextModel
-from edgemoe.config.budgets import Budgets, resolve_budgets
+from edgemoe.config.budgets import Budgets, ModelNeeds, resolve_budgets
 from edgemoe.config.settings import Settings
 from edgemoe.engine.engine import Engine, EngineBudget
 from edgemoe.engine.grammar import GrammarCompiler
@@ -30,6 +30,7 @@ from edgemoe.families.spec import ModelSpec
 from edgemoe.jit.object_cache import Compiling, link
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model.decoder import Decoder
+from edgemoe.model.dense_weights import decoded_bytes
 from edgemoe.model.kv import KVCache
 from edgemoe.policy.cache_ranks import LRU
 from edgemoe.store.files import note_use
@@ -42,9 +43,10 @@ from edgemoe.types.experts import ExpertGeometry, LivePolicy, Tier
 from edgemoe.types.machine import Machine
 from edgemoe.types.model_info import ModelInfo, ServedModel, commonest_first
 from edgemoe.types.step import BLOCK_TOKENS, StepRouting
-from edgemoe.worker.cache_policy import Foreseeing, costs_file, foreseeing, scoutgate_for
-from edgemoe.worker.needs import needs_of
-from edgemoe.worker.sharing import Sharing, activity_of, sharing_of
+from edgemoe.worker.cache_policy import PredictivePolicy, costs_file, foreseeing, scoutgate_for
+
+if TYPE_CHECKING:
+    from edgemoe.worker.cluster_parts import ClusterParts
 
 log = logging.getLogger(__name__)
 
@@ -69,9 +71,9 @@ class Assembly:
     tiers: ExpertTiers
     close: Callable[[], None]
     activity: ActivityCounter | None = None  # where nobody goes by it
-    sharing: Sharing | None = None  # without a cluster
+    sharing: ClusterParts | None = None  # without a cluster
     scoutgate: ScoutGateForecaster | None = None  # without cache.scoutgate
-    controller: Foreseeing | None = None  # without a policy that foresees, or a need for it
+    controller: PredictivePolicy | None = None  # without a policy that foresees, or a need for it
 
 
 def kernel_dir(settings: Settings) -> Path | None:
@@ -108,8 +110,8 @@ def assemble(settings: Settings, emit: Emit, say: Say) -> Assembly:
         decoder = Decoder.load(spec, directory / DENSE, device, kernels, progress, graphs)
         say("experts")
         link(CODES, kernel_dir(settings), progress=_compiling(say, "experts"))
-        activity = activity_of(settings, geometry, budgets)
-        sharing = sharing_of(settings, directory, served, store, activity)
+        activity = _activity(settings, geometry, budgets)
+        sharing = _cluster_parts(settings, served, store, activity)
         scoutgate = scoutgate_for(settings, manifest, served, decoder.embedding)
         if scoutgate is not None:
             opened.callback(scoutgate.close)
@@ -186,7 +188,7 @@ def _tiers(
     geometry: ExpertGeometry,
     memory: TierMemory,
     store: ExpertStore,
-    sharing: Sharing | None,
+    sharing: ClusterParts | None,
     kernels: Kernels | None,
     policy: LivePolicy,
 ) -> ExpertTiers:
@@ -204,6 +206,24 @@ def _tiers(
     return tiers
 
 
+def _activity(settings: Settings, geometry: ExpertGeometry, budgets: Budgets) -> ActivityCounter | None:
+    """Returns the counter of chosen experts where placement over boxes or devices depends on it, else None."""
+    if settings.cluster.node:
+        return ActivityCounter(geometry, successions=settings.cluster.placement == "gimbal")
+    return ActivityCounter(geometry) if len(budgets.devices) > 1 else None
+
+
+def _cluster_parts(
+    settings: Settings, served: ServedModel, store: ExpertStore, activity: ActivityCounter | None
+) -> ClusterParts | None:
+    """Returns the parts that a box in a cluster has besides; None outside one."""
+    if not settings.cluster.node or activity is None:
+        return None
+    from edgemoe.worker.cluster_parts import cluster_parts_of  # a box on its own loads nothing of the cluster
+
+    return cluster_parts_of(Path(settings.model.path), served, store, activity)
+
+
 def _recorder(settings: Settings, served: ServedModel) -> Recorder | None:
     if not settings.record.dir:
         return None
@@ -213,11 +233,11 @@ def _recorder(settings: Settings, served: ServedModel) -> Recorder | None:
 
 
 def _watchers(
-    controller: Foreseeing | None,
+    controller: PredictivePolicy | None,
     recorder: Recorder | None,
     scoutgate: ScoutGateForecaster | None,
     activity: ActivityCounter | None,
-    sharing: Sharing | None,
+    sharing: ClusterParts | None,
 ) -> StepObservers:
     """Returns who hears of each step, in this order."""
     observers: list[Callable[[StepRouting], None]] = []
@@ -279,3 +299,16 @@ def _grammars(directory: Path, spec: ModelSpec) -> GrammarCompiler | None:
         return None
     ends = list(TextModel(directory).eos) or None
     return GrammarCompiler(LLTokenizer(tokenizer.read_text(), n_vocab=spec.vocab, eos_token=ends))
+
+
+def needs_of(spec: ModelSpec, dense_bytes: int) -> ModelNeeds:
+    """Returns the sizes that budgets depend on; `dense_bytes` is the size of the file of dense weights."""
+    experts = spec.geometry
+    return ModelNeeds(
+        dense_bytes=dense_bytes,
+        kv_bytes_per_token=spec.kv_bytes_per_token + -(-experts.layers * experts.experts // BLOCK_TOKENS),
+        experts=experts,
+        context_tokens=spec.context_tokens,
+        state_bytes=spec.state_bytes,
+        decoded_bytes=decoded_bytes(spec),
+    )

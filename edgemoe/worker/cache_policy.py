@@ -25,7 +25,7 @@ STATE = "%s.cache.safetensors"  # what the cache has learned, beside the store o
 SCORES, COSTS = ".scoutgate.json", ".costs.json"  # how good ScoutGate's forecasts were, what loads take, beside that
 
 
-class Foreseeing(Protocol):
+class PredictivePolicy(Protocol):
     """A policy that hears of each step, and plans what the tiers should fetch in idle time."""
 
     @property
@@ -44,7 +44,7 @@ def foreseeing(
     directory: Path,
     scoutgate: ScoutGateForecaster | None,
     kernels: Path | None,
-) -> Foreseeing | None:
+) -> PredictivePolicy | None:
     """Returns the policy of that name with what it has learned before, if it is one that foresees.
 
     `kernels` keeps compiled code.

@@ -70,7 +70,7 @@ def compare(store: Path, checkpoint: Path, text: str, progress: Progress) -> Qua
         return summary(ids, theirs, ours, progress)
 
 
-class OneByOne:
+class StreamedExperts:
     """Implements `Experts` with memory for one expert, read whenever it is needed."""
 
     lookahead, places, slots = range(0), None, None
@@ -105,7 +105,7 @@ class TextReader:
     """A model that reads whole windows of text."""
 
     decoder: Decoder
-    experts: OneByOne
+    experts: StreamedExperts
 
     def logits(self, ids: list[int]) -> torch.Tensor:
         """Returns the logits after each token, float32 [T, V]."""
@@ -119,7 +119,7 @@ def stored(store: Path, manifest: Manifest) -> Iterator[TextReader]:
     """Opens a store. Raises StoreError."""
     spec = _in_float32(spec_of(manifest))
     with ExpertStore(store, manifest) as opened:
-        yield TextReader(Decoder.load(spec, store / DENSE), OneByOne(spec, opened.read_into))
+        yield TextReader(Decoder.load(spec, store / DENSE), StreamedExperts(spec, opened.read_into))
 
 
 @contextmanager
@@ -136,7 +136,7 @@ def original(layout: StoreLayout) -> Iterator[TextReader]:
                 into[at : at + len(block)] = block
                 at += len(block)
 
-        yield TextReader(decoder, OneByOne(spec, read))
+        yield TextReader(decoder, StreamedExperts(spec, read))
 
 
 def _in_float32(spec: ModelSpec) -> ModelSpec:

@@ -13,6 +13,7 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -50,8 +51,10 @@ from edgemoe.ticking import until_tick
 from edgemoe.types.request import Emission, Request, Sampling
 from edgemoe.types.step import BLOCK_TOKENS
 from edgemoe.worker.assemble import Assembly, assemble
-from edgemoe.worker.cluster import ClusterSide
 from edgemoe.worker.snapshot_feed import SnapshotFeed
+
+if TYPE_CHECKING:
+    from edgemoe.worker.cluster_member import ClusterMember
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +77,7 @@ class Worker:
         self._warm: asyncio.Future[Emission] = self._loop.create_future()
         self._stop_asked = asyncio.Event()
         self._reload_asked = asyncio.Event()
-        self._side: ClusterSide | None = None  # towards other boxes
+        self._side: ClusterMember | None = None  # towards other boxes
         self._snapshots: SnapshotFeed | None = None  # from when there is something to see
 
     async def run(self) -> int:
@@ -106,7 +109,9 @@ class Worker:
             computing = tasks.create_task(self._compute(assembly), name="compute")
             helpers.append(tasks.create_task(assembly.tiers.run(), name="tiers"))
             if self._settings.cluster.node:
-                self._side = ClusterSide(self._settings.cluster, self._boot.boot_id, assembly, self._wire.post)
+                from edgemoe.worker.cluster_member import ClusterMember  # a box on its own loads nothing of the cluster
+
+                self._side = ClusterMember(self._settings.cluster, self._boot.boot_id, assembly, self._wire.post)
                 self._side.listen()
                 helpers.append(tasks.create_task(self._side.run(), name="cluster"))
             self._snapshots = SnapshotFeed(assembly.engine, assembly.tiers, self._wire.post)
@@ -225,7 +230,7 @@ class Worker:
                 if assembly.sharing is not None:
                     assembly.sharing.last_chunks.forget(message.request, message.attempt)
                 if self._side is not None:
-                    self._side.obey(message)
+                    self._side.on_message(message)
                 loop.cancel(message.request, message.attempt)
             case Drain():
                 loop.drain()
@@ -238,7 +243,7 @@ class Worker:
                 self._reload_asked.set()
             case PeerList() | Plan() | FetchPrefixKV() | PrefixSignatureRequest():
                 if self._side is not None:
-                    self._side.obey(message)
+                    self._side.on_message(message)
             case Stop():
                 self._stop_asked.set()
             case MessageRefused():

@@ -15,7 +15,7 @@ from edgemoe.types.bounds import MAX_NODES
 from edgemoe.types.experts import ExpertGeometry
 from edgemoe.types.placement import ACTIVITY_HALF_LIFE_S, ACTIVITY_UNIT
 from edgemoe.types.step import StepMeta, StepRouting
-from edgemoe.worker.cluster import MOST_PAIRS
+from edgemoe.worker.cluster_member import MOST_PAIRS
 
 GEOMETRY = ExpertGeometry(3, 8, 3, 16, 16, "float32")
 

@@ -28,7 +28,7 @@ from edgemoe.store.manifest import Manifest, spec_of
 from edgemoe.types.placement import PlacementPlan, PlacementPolicy, pack_bits
 from edgemoe.types.request import Emission, Request, Sampling
 from edgemoe.worker.assemble import assemble
-from edgemoe.worker.cluster import ClusterSide
+from edgemoe.worker.cluster_member import ClusterMember
 from support.kept import STORES
 from support.waiting import wait_until
 
@@ -84,7 +84,7 @@ class EngineBox:
         self.alive = True
 
     async def _live(self) -> None:
-        self.side = ClusterSide(self.settings.cluster, self.boot, self.assembly, self.told.append)
+        self.side = ClusterMember(self.settings.cluster, self.boot, self.assembly, self.told.append)
         self.side.listen()
         tasks = [asyncio.create_task(work) for work in (self.side.run(), self.tiers.run())]
         self._up.set_result(None)
@@ -95,7 +95,7 @@ class EngineBox:
         self.side.close()
 
     def obey(self, message: PeerList | Plan) -> None:
-        self._loop.call_soon_threadsafe(self.side.obey, message)
+        self._loop.call_soon_threadsafe(self.side.on_message, message)
 
     @property
     def remote(self) -> Any:

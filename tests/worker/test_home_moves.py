@@ -6,7 +6,7 @@ import numpy as np
 
 from edgemoe.types.experts import ExpertId
 from edgemoe.types.placement import PlacementPlan, pack_bits
-from edgemoe.worker.home_moves import HomeMoves
+from edgemoe.worker.cluster_member import HomeFetchPacer
 
 FAST = 1e9
 ALL = [ExpertId(0, expert) for expert in range(8)]
@@ -19,14 +19,14 @@ def plan(others: int) -> PlacementPlan:
 
 
 def test_the_first_plan_is_fetched_at_once() -> None:
-    moves = HomeMoves(20.0, 10, 0.0)
+    moves = HomeFetchPacer(20.0, 10, 0.0)
     assert moves.turn(ALL, 0.0, FAST) == ALL
     moves.follow(plan(8), "a", first=True)
     assert moves.turn(ALL, 0.0, FAST) == ALL
 
 
 def test_later_ones_come_by_bytes_a_second_but_for_what_nobody_else_has() -> None:
-    moves = HomeMoves(20.0, 10, 0.0)
+    moves = HomeFetchPacer(20.0, 10, 0.0)
     moves.follow(plan(6), "a", first=False)
     assert moves.turn(ALL, 1.0, FAST) == [*ALL[6:], ALL[0]]
     left = ALL[1:6]
@@ -37,7 +37,7 @@ def test_later_ones_come_by_bytes_a_second_but_for_what_nobody_else_has() -> Non
 
 
 def test_many_small_ones_come_evenly() -> None:
-    moves = HomeMoves(300.0, 10, 0.0)
+    moves = HomeFetchPacer(300.0, 10, 0.0)
     moves.follow(plan(8), "a", first=False)
     left = list(ALL)
     for turn in range(1, 3):
@@ -47,7 +47,7 @@ def test_many_small_ones_come_evenly() -> None:
 
 
 def test_an_expert_of_more_than_a_seconds_bytes_comes_in_its_time() -> None:
-    moves = HomeMoves(20.0, 50, 0.0)
+    moves = HomeFetchPacer(20.0, 50, 0.0)
     moves.follow(plan(8), "a", first=False)
     assert moves.turn(ALL, 1.0, FAST) == []
     assert moves.turn(ALL, 2.5, FAST) == ALL[:1]
@@ -55,7 +55,7 @@ def test_an_expert_of_more_than_a_seconds_bytes_comes_in_its_time() -> None:
 
 
 def test_moves_take_an_eighth_of_the_links_but_do_not_stand_still() -> None:
-    moves = HomeMoves(20.0, 10, 0.0)
+    moves = HomeFetchPacer(20.0, 10, 0.0)
     moves.follow(plan(8), "a", first=False)
     assert moves.turn(ALL, 1.9, 40.0) == []  # 5 bytes a second
     assert moves.turn(ALL, 2.0, 40.0) == ALL[:1]
@@ -64,13 +64,13 @@ def test_moves_take_an_eighth_of_the_links_but_do_not_stand_still() -> None:
 
 
 def test_what_comes_so_is_known_and_what_comes_at_once_is_not_of_it() -> None:
-    moves = HomeMoves(20.0, 10, 0.0)
+    moves = HomeFetchPacer(20.0, 10, 0.0)
     moves.follow(plan(6), "a", first=False)
     moves.turn(ALL, 1.0, FAST)
     assert [moves.is_under_way(one) for one in (ALL[0], ALL[1], ALL[6])] == [True, False, False]
 
 
 def test_without_a_limit_all_is_fetched() -> None:
-    moves = HomeMoves(0.0, 10, 0.0)
+    moves = HomeFetchPacer(0.0, 10, 0.0)
     moves.follow(plan(8), "a", first=False)
     assert moves.turn(ALL, 1.0, FAST) == ALL

@@ -11,7 +11,7 @@ from edgemoe.policy.routing.signatures import shares_of
 from edgemoe.types.expert_signatures import ExpertSignature
 from edgemoe.types.request import Request, Sampling
 from edgemoe.types.step import StepMeta, StepRouting
-from edgemoe.worker.hand_over import LastChunks
+from edgemoe.worker.prefill_decode_transfer import LastChunkNotifier
 
 PROMPT = tuple(range(40))
 NO_IDS = np.zeros((1, 40, 1), np.int16)
@@ -29,7 +29,7 @@ def step(begin: int, end: int) -> StepMeta:
 
 def test_the_end_of_a_prompt_is_told_before_its_step_where_most_is_computed_and_once() -> None:
     told: list[FromEngine] = []
-    chunks = LastChunks()
+    chunks = LastChunkNotifier()
     chunks.attach(told.append, lambda _request: None)
     chunks.want(submit(1))
     chunks.look(step(0, 30), NO_IDS)
@@ -42,7 +42,7 @@ def test_the_end_of_a_prompt_is_told_before_its_step_where_most_is_computed_and_
 @pytest.mark.parametrize(("computed", "told_before"), [(0, 0), (19, 0), (20, 1)])
 def test_a_step_that_computes_more_than_half_is_told_of_when_it_is_over(computed: int, told_before: int) -> None:
     told: list[FromEngine] = []
-    chunks = LastChunks()
+    chunks = LastChunkNotifier()
     chunks.attach(told.append, lambda _request: None)
     chunks.want(submit(1))
     chunks.look(step(computed, 40), NO_IDS)
@@ -53,7 +53,7 @@ def test_a_step_that_computes_more_than_half_is_told_of_when_it_is_over(computed
 
 def test_nothing_is_told_of_an_attempt_that_is_cancelled() -> None:
     told: list[FromEngine] = []
-    chunks = LastChunks()
+    chunks = LastChunkNotifier()
     chunks.attach(told.append, lambda _request: None)
     chunks.want(submit(1))
     chunks.forget("r", 1)
@@ -71,7 +71,7 @@ def test_the_signature_told_is_of_all_of_a_prompt_or_of_what_steps_before_the_la
     step_tokens: int, known: int
 ) -> None:
     """And that is half of it or more."""
-    told, chunks = list[FromEngine](), LastChunks()
+    told, chunks = list[FromEngine](), LastChunkNotifier()
     drive = Drive(observe=chunks.read, expect=chunks.look, step_tokens=step_tokens)
 
     def signature_of(request: str) -> ExpertSignature:

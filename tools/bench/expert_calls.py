@@ -52,7 +52,7 @@ from edgemoe.types.model_info import ServedModel
 from edgemoe.types.peers import ExpertWork, RemoteCall
 from edgemoe.types.placement import PlacementPlan, pack_bits
 from edgemoe.wire.protocol import Language, Message
-from edgemoe.worker.home_moves import TURN_S, HomeMoves
+from edgemoe.worker.cluster_member import TURN_S, HomeFetchPacer
 from tools.bench.stats import core_s
 from tools.testbed.bed import Bed
 
@@ -310,7 +310,7 @@ class Moving:
         plan = PlacementPlan(1, 1, "m", 1, EXPERTS, ("client", "server"), (bits, bits))
         self.on, self.bytes = False, 0
         self._box, self._size = box, geometry.expert_bytes(0)
-        self._moves = HomeMoves(bytes_per_s, self._size, time.monotonic())
+        self._moves = HomeFetchPacer(bytes_per_s, self._size, time.monotonic())
         self._moves.follow(plan, "client", first=False)
         box.store.yields = self._moves.is_under_way
 

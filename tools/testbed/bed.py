@@ -104,7 +104,7 @@ class Box:
         self.signal(signal.SIGCONT)
 
     def link(self, *, up: bool) -> None:
-        """Pulls the cable, or puts it back."""
+        """PrefixFetches the cable, or puts it back."""
         _run("ip", "-n", self.hub, "link", "set", f"to-{self.name}", "up" if up else "down")
 
     def cut(self, other: Box) -> None:

@@ -37,8 +37,7 @@ from edgemoe.telemetry.metrics import select
 from edgemoe.types.arrays import Json
 from edgemoe.types.machine import Machine
 from edgemoe.types.size_classes import SlabLayout
-from edgemoe.worker.assemble import kernel_dir
-from edgemoe.worker.needs import needs_of
+from edgemoe.worker.assemble import kernel_dir, needs_of
 
 MOST_SEQUENCES = 1024  # whose steps are measured
 MORE_BYTES = 16 << 30  # of RAM, in one of the remedies

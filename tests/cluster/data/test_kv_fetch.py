@@ -22,8 +22,8 @@ from edgemoe.cluster.data.messages import BULK, FetchKV, KVPart
 from edgemoe.cluster.rpc.envelope import Answer, Question
 from edgemoe.errors import PeerRefused
 from edgemoe.ipc.messages import FetchPrefixKV, PrefixKVFetched
-from edgemoe.worker import hand_over
-from edgemoe.worker.hand_over import EnginePrefixes, Pulls
+from edgemoe.worker import prefill_decode_transfer as hand_over
+from edgemoe.worker.prefill_decode_transfer import EnginePrefixes, PrefixFetches
 
 LENGTH, TOKENS, BLOCKS = 70, 20, 4
 PROMPT = prompt(LENGTH, 1)
@@ -41,7 +41,7 @@ class EngineBox:
         self.box = Box(node, key, keys, self.serve, BULK)
         self.fetcher = KVFetcher(self.box.channel, self.prefixes, 2.0)
         self.said: list[Any] = []
-        self.pulls = Pulls(self.drive.engine, self.fetcher, self.said.append)
+        self.pulls = PrefixFetches(self.drive.engine, self.fetcher, self.said.append)
 
     async def serve(self, question: Question[Any]) -> Answer[Any]:
         if not isinstance(question.message, FetchKV):

@@ -42,7 +42,7 @@ from edgemoe.store.packer import no_progress, pack
 from edgemoe.store.peer_copy import ExpertPiece, PeerCopy, StorePieces, open_copy
 from edgemoe.store.reader import ExpertStore
 from edgemoe.types.experts import padded
-from edgemoe.worker.store_growth import StoreGrowth
+from edgemoe.worker.cluster_parts import StoreWatcher
 
 NAME = "tiny-v2-0123456789ab"
 
@@ -434,7 +434,7 @@ async def test_an_engine_uses_what_comes_into_its_store(packed: Path, copy_of: C
     with ExpertStore(directory, manifest) as store:
         shelf = ExpertShelf(manifest, store, spec_of(manifest).geometry)
         pieces, on_disk = StorePieces(directory, manifest), shelf.on_disk()
-        growth = StoreGrowth(directory, store, shelf, pieces)
+        growth = StoreWatcher(directory, store, shelf, pieces)
         await growth.look(on_disk)
         assert on_disk.sum() == 6
         whole = Manifest.load(packed)
@@ -458,7 +458,7 @@ async def test_an_engine_keeps_on_using_what_a_manifest_lists_no_more(
     with ExpertStore(directory, manifest) as store:
         shelf = ExpertShelf(manifest, store, spec_of(manifest).geometry)
         on_disk = shelf.on_disk()
-        growth = StoreGrowth(directory, store, shelf, StorePieces(directory, manifest))
+        growth = StoreWatcher(directory, store, shelf, StorePieces(directory, manifest))
         Manifest.load(copy_of("b", 2 / 3)).save(directory)
         await growth.look(on_disk)
         assert on_disk.all()

@@ -43,7 +43,7 @@ from edgemoe.replay.trace import load
 from edgemoe.types.arrays import IntArray
 from edgemoe.types.experts import ExpertGeometry
 from edgemoe.types.step import StepMeta, StepRouting
-from edgemoe.worker.cluster import MOST_PAIRS
+from edgemoe.worker.cluster_member import MOST_PAIRS
 from tools.research.placement.eplb import eplb
 from tools.research.placement.policies import columns, redundance
 from tools.research.placement.prism_paper import published

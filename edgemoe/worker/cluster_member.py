@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+
+import numpy as np
 
 from edgemoe.cluster.data.data_plane import DataPlane, OwnExperts
 from edgemoe.cluster.rpc.keys import load_secret
@@ -32,13 +34,11 @@ from edgemoe.telemetry import metrics as names
 from edgemoe.telemetry.metrics import named
 from edgemoe.ticking import until_tick
 from edgemoe.types.arrays import BoolArray
-from edgemoe.types.experts import Move, Tier
+from edgemoe.types.experts import ExpertId, Move, Tier
 from edgemoe.types.placement import PlacementPlan, pack_bits
 from edgemoe.worker.assemble import Assembly
-from edgemoe.worker.choices import Choices
-from edgemoe.worker.hand_over import EnginePrefixes, Pulls
-from edgemoe.worker.home_moves import TURN_S, HomeMoves
-from edgemoe.worker.prefix_sums import PrefixSums
+from edgemoe.worker.expert_demand import ExpertDemandReporter, PrefixSignatures
+from edgemoe.worker.prefill_decode_transfer import EnginePrefixes, PrefixFetches
 
 log = logging.getLogger(__name__)
 REPORT_S = 1.0
@@ -48,7 +48,7 @@ FORMER_S = 60.0  # after which other boxes have fetched what was at home here be
 Post = Callable[[FromEngine], None]
 
 
-class ClusterSide:
+class ClusterMember:
     """Owns an engine's channels to other engines. Used on the event loop."""
 
     def __init__(self, settings: ClusterSettings, boot: str, assembly: Assembly, post: Post) -> None:
@@ -60,7 +60,7 @@ class ClusterSide:
         self._settings, self._tiers, self._info, self._post = settings, tiers, info, post
         self._sharing, self._homes = sharing, 0
         self._adopted_s = float("-inf")
-        self._moves = HomeMoves(settings.migrate_bytes_per_s, info.expert_bytes, time.monotonic())
+        self._moves = HomeFetchPacer(settings.migrate_bytes_per_s, info.expert_bytes, time.monotonic())
         sharing.store.yields = self._moves.is_under_way
         self._kernels: Kernels | None = None
         if not any(device.kind.startswith("cuda") for device in assembly.budgets.devices):
@@ -81,9 +81,9 @@ class ClusterSide:
             ),
             timeout_s=settings.call_timeout_s,
         )
-        self.choices = Choices(assembly.engine, tiers, post, ended=settings.route == "eldr")
-        self._prefix_sums = PrefixSums(assembly.engine, tiers.geometry.top_k, post)
-        self._pulls = Pulls(assembly.engine, self.plane.kv_fetcher, post)
+        self.choices = ExpertDemandReporter(assembly.engine, tiers, post, ended=settings.route == "eldr")
+        self._prefix_sums = PrefixSignatures(assembly.engine, tiers.geometry.top_k, post)
+        self._pulls = PrefixFetches(assembly.engine, self.plane.kv_fetcher, post)
         sharing.last_chunks.attach(post, self.choices.signature_of)
         tiers.join(self.plane.calls)
 
@@ -111,7 +111,7 @@ class ClusterSide:
         if self._kernels is not None:
             self._kernels.close()
 
-    def obey(self, message: PeerList | Plan | FetchPrefixKV | PrefixSignatureRequest | Cancel) -> None:
+    def on_message(self, message: PeerList | Plan | FetchPrefixKV | PrefixSignatureRequest | Cancel) -> None:
         """Carries out a message of the front."""
         match message:
             case PeerList():
@@ -257,3 +257,45 @@ class ClusterSide:
                 )
             )
             await asyncio.sleep(ACTIVITY_S)
+
+
+TURN_S = 0.1  # between turns while something is held back
+LINK_SHARE = 0.125  # of what links carry, that moves may take
+LONGEST_S = 10.0  # that an expert's bytes are saved up for, however slow the links
+
+
+class HomeFetchPacer:
+    """Holds back homes that others have, by bytes a second. One owner, one event loop."""
+
+    def __init__(self, bytes_per_s: float, expert_bytes: int, now_s: float) -> None:
+        """Holds nothing back where `bytes_per_s` is 0."""
+        self._rate, self._bytes = bytes_per_s, expert_bytes
+        self._credit, self._since_s = 0.0, now_s
+        self._granted: set[ExpertId] = set()
+        self._elsewhere: BoolArray | None = None  # [L, E] at home at other boxes too; None: all is fetched at once
+
+    def follow(self, plan: PlacementPlan, node: str, *, first: bool) -> None:
+        """Takes note of a plan; of the `first` one since the start all is fetched at once."""
+        others = [plan.homes_of(other) for other in plan.nodes if other != node]
+        self._elsewhere = np.logical_or.reduce(others) if others and not first else None
+
+    def is_under_way(self, expert: ExpertId) -> bool:
+        """Returns whether a home is being fetched that others have."""
+        return expert in self._granted
+
+    def turn(self, missing: Sequence[ExpertId], now_s: float, link_bytes_per_s: float) -> list[ExpertId]:
+        """Returns those of the missing homes that are to be fetched now."""
+        if self._elsewhere is None or not self._rate:
+            self._granted = set()
+            return list(missing)
+        arrived = len(self._granted.difference(missing))
+        rate = min(self._rate, max(LINK_SHARE * link_bytes_per_s, self._bytes / LONGEST_S))
+        most = max(rate * TURN_S, float(self._bytes))
+        gained = rate * (now_s - self._since_s)
+        self._credit = min(self._credit - arrived * self._bytes + gained, most)
+        self._since_s = now_s
+        urgent = [one for one in missing if not self._elsewhere[one]]
+        moved = [one for one in missing if self._elsewhere[one]]
+        granted = moved[: max(0, int(self._credit // self._bytes))]
+        self._granted = set(granted)
+        return urgent + granted

@@ -1,22 +1,58 @@
-"""Has an engine use what comes into its store while it runs, as `edgemoe pull --from-peers` has it come."""
+"""What the engine of a box in a cluster has besides: stores that peers fill and read, counts of chosen experts."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from pathlib import Path
+from typing import NamedTuple
 
+from edgemoe.cluster.data.expert_fetch import PeerStore
 from edgemoe.errors import StoreError
+from edgemoe.experts.activity import ActivityCounter
 from edgemoe.experts.compute.peer_compute import ExpertShelf
+from edgemoe.store.files import checksum
 from edgemoe.store.manifest import MANIFEST, Manifest
 from edgemoe.store.peer_copy import StorePieces
 from edgemoe.store.reader import ExpertStore
 from edgemoe.types.arrays import BoolArray
+from edgemoe.types.model_info import ServedModel
+from edgemoe.worker.prefill_decode_transfer import LastChunkNotifier
+
+
+class ClusterParts(NamedTuple):
+    """What a box in a cluster has besides: experts as bytes, a store that reads from peers too, what is told."""
+
+    model: ServedModel
+    shelf: ExpertShelf
+    store: PeerStore
+    activity: ActivityCounter
+    last_chunks: LastChunkNotifier
+    pieces: StorePieces
+    growth: StoreWatcher
+
+
+def cluster_parts_of(
+    directory: Path, served: ServedModel, store: ExpertStore, activity: ActivityCounter
+) -> ClusterParts:
+    """Builds the parts for a store, idle until the engine joins the cluster."""
+    shelf, pieces = ExpertShelf(store.manifest, store, served.geometry), StorePieces(directory, store.manifest)
+    peers = PeerStore(store, shelf, checksum, served.geometry)
+    return ClusterParts(
+        served,
+        shelf,
+        peers,
+        activity,
+        LastChunkNotifier(),
+        pieces,
+        StoreWatcher(directory, store, shelf, pieces),
+    )
+
 
 log = logging.getLogger(__name__)
 
 
-class StoreGrowth:
+class StoreWatcher:
     """Follows a store's manifest. Used on the event loop."""
 
     def __init__(self, directory: Path, store: ExpertStore, shelf: ExpertShelf, pieces: StorePieces) -> None:

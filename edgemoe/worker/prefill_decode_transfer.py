@@ -28,7 +28,7 @@ Post = Callable[[FromEngine], None]
 SignatureOf = Callable[[str], ExpertSignature | None]
 
 
-class LastChunks:
+class LastChunkNotifier:
     """Owns which prompts' ends are to be told. `want` and `forget` on the event loop, the rest while computing."""
 
     def __init__(self) -> None:
@@ -116,7 +116,7 @@ class EnginePrefixes:
 
 
 @dataclass(slots=True, eq=False)
-class PrefixPull:
+class PrefixFetch:
     """A FetchPrefixKV message."""
 
     message: FetchPrefixKV
@@ -124,21 +124,21 @@ class PrefixPull:
     scope: asyncio.Timeout | None = None  # in which it is carried out
 
 
-class Pulls:
+class PrefixFetches:
     """Carries out FetchPrefixKV messages, a few at a time."""
 
     def __init__(self, engine: Engine, fetcher: KVFetcher, post: Post) -> None:
         self._engine, self._fetcher, self._post = engine, fetcher, post
         self._clock = asyncio.get_running_loop().time
-        self._waiting: asyncio.Queue[PrefixPull] = asyncio.Queue(WAITING)
-        self._wanted: dict[tuple[str, int], PrefixPull] = {}  # by request and attempt
+        self._waiting: asyncio.Queue[PrefixFetch] = asyncio.Queue(WAITING)
+        self._wanted: dict[tuple[str, int], PrefixFetch] = {}  # by request and attempt
 
     def obey(self, message: FetchPrefixKV) -> None:
         """Queues a pull, or refuses it where too many wait."""
         if self._waiting.full():
             self._answer(message, 0, "busy")
             return
-        pull = PrefixPull(message, self._clock() + message.remaining_ms / 1e3)
+        pull = PrefixFetch(message, self._clock() + message.remaining_ms / 1e3)
         self._wanted[message.request, message.attempt] = pull
         self._waiting.put_nowait(pull)
 
@@ -177,7 +177,7 @@ class Pulls:
                 del self._wanted[name]
                 self._answer(pull.message, blocks, why)
 
-    async def _carry_out(self, pull: PrefixPull) -> tuple[int, str]:
+    async def _carry_out(self, pull: PrefixFetch) -> tuple[int, str]:
         """Returns how many blocks are here then, and why that are not all."""
         message, why = pull.message, ""
         keys: Sequence[bytes] = ()

@@ -1,11 +1,4 @@
-"""Tells the front which experts prompts chose, and what this engine's requests are expected to choose in a step.
-
-By that requests go to engines whose steps load their experts anyway (`marginal_union`). Where boxes go by
-expert clusters, it also tells of some requests that have ended what they chose. Of prompts and answers whole blocks
-count, wherever they come from, so that a prompt has one signature. Looks at signatures and residency a few times a
-second, beside the event loop: the compute thread does nothing for it. Residency may change under a look; nothing but
-routing goes by it.
-"""
+"""Tells the front which experts prompts chose, and which ones the next step is expected to load."""
 
 from __future__ import annotations
 
@@ -21,7 +14,14 @@ import numpy.typing as npt
 from edgemoe.engine.engine import Engine
 from edgemoe.engine.sequence import Sequence, blocks_for
 from edgemoe.experts.build import ExpertTiers
-from edgemoe.ipc.messages import ExpertDemandReport, FromEngine, PromptSignature, Submit
+from edgemoe.ipc.messages import (
+    ExpertDemandReport,
+    FromEngine,
+    PrefixSignatureReply,
+    PrefixSignatureRequest,
+    PromptSignature,
+    Submit,
+)
 from edgemoe.policy.routing.marginal_union import PromptForecast, StepTimes
 from edgemoe.policy.routing.signatures import absence, absent_bytes, shares_of
 from edgemoe.ticking import until_tick
@@ -38,7 +38,7 @@ Key = tuple[str, int]  # request and attempt
 
 
 @dataclass(slots=True, eq=False)
-class Chosen:
+class ChosenExperts:
     """What a sequence has chosen so far."""
 
     prompt: IntArray  # counts [L, E]
@@ -46,7 +46,7 @@ class Chosen:
     blocks: int  # up to which these go
 
 
-class Choices:
+class ExpertDemandReporter:
     """Owns what is known of running sequences. `want` and `run` on the event loop."""
 
     def __init__(
@@ -59,7 +59,7 @@ class Choices:
         self._forecast = PromptForecast(geometry.top_k)
         self._unread = absence(self._forecast.chance(np.zeros((geometry.layers, geometry.experts), np.float32)))
         self._known: dict[Key, FloatArray] = {}  # of prompts that are computed, the log of `expert_union.absence`
-        self._tells_ended, self._chosen = ended, dict[Key, Chosen]()
+        self._tells_ended, self._chosen = ended, dict[Key, ChosenExperts]()
         self._wanted: OrderedDict[Key, bool] = OrderedDict()
         self._times = StepTimes()
         self._said: ExpertDemand | None = None
@@ -122,9 +122,11 @@ class Choices:
         told = (one for one in before.values() if one.prompt.any() and one.answer.any())
         return tuple(EndedRequest(self._table(one.prompt), self._table(one.answer)) for one in islice(told, MOST_ENDED))
 
-    def _read_on(self, seq: Sequence, one: Chosen | None) -> Chosen:
+    def _read_on(self, seq: Sequence, one: ChosenExperts | None) -> ChosenExperts:
         if one is None:
-            one = Chosen(self._counts(seq), np.zeros(self._unread.shape, np.int64), blocks_for(seq.prompt_tokens))
+            one = ChosenExperts(
+                self._counts(seq), np.zeros(self._unread.shape, np.int64), blocks_for(seq.prompt_tokens)
+            )
         full = max(one.blocks, seq.computed // BLOCK_TOKENS)
         if (counts := self._total(seq, one.blocks, full)).any():
             one.answer += counts
@@ -185,3 +187,33 @@ def _key(seq: Sequence) -> Key:
 
 def _is_read(seq: Sequence) -> bool:
     return seq.computed >= seq.prompt_tokens
+
+
+WAITING = 64  # questions; of more the front hears that there is nothing
+
+
+class PrefixSignatures:
+    """Owns the questions that wait. One event loop."""
+
+    def __init__(self, engine: Engine, top_k: int, post: Callable[[FromEngine], None]) -> None:
+        self._engine, self._top_k, self._post = engine, top_k, post
+        self._waiting: asyncio.Queue[PrefixSignatureRequest] = asyncio.Queue(WAITING)
+
+    def ask(self, message: PrefixSignatureRequest) -> None:
+        """Queues a question."""
+        if self._waiting.full():
+            self._post(PrefixSignatureReply(request=message.request))
+        else:
+            self._waiting.put_nowait(message)
+
+    async def run(self) -> None:
+        """Answers until cancelled."""
+        while True:
+            message = await self._waiting.get()
+            self._post(await asyncio.to_thread(self._look, message))
+
+    def _look(self, message: PrefixSignatureRequest) -> PrefixSignatureReply:
+        prompt = message.prompt[: self._engine.limits.context_tokens]
+        tokens, counts = self._engine.prefixes.signature(prompt, message.salt)
+        found = ExpertSignature(*shares_of(counts, self._top_k)) if tokens else None
+        return PrefixSignatureReply(request=message.request, signature=found)
