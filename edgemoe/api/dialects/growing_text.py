@@ -85,7 +85,7 @@ class GrowingText:
         return self._text[self._at]
 
     def run(self, pattern: re.Pattern[str], limit: int = MAX_HELD) -> Reading[str]:
-        """Reads all that matches `pattern`, of single characters. Raises Malformed past `limit` characters."""
+        """Reads all that matches `pattern`, of single characters. Raises MalformedOutput past `limit` characters."""
         found = ""
         while True:
             found += self.part(pattern)
@@ -102,7 +102,7 @@ class GrowingText:
         return found
 
     def one(self, pattern: re.Pattern[str]) -> Reading[str]:
-        """Reads one character that matches `pattern`. Returns it. Raises Malformed."""
+        """Reads one character that matches `pattern`. Returns it. Raises MalformedOutput."""
         letter = yield from self.next()
         if not letter or not pattern.fullmatch(letter):
             raise MalformedOutput
@@ -129,7 +129,7 @@ class GrowingText:
         return found
 
     def expect(self, *wanted: str) -> Reading[None]:
-        """Reads `wanted`, one after the other, with white space before each. Raises Malformed."""
+        """Reads `wanted`, one after the other, with white space before each. Raises MalformedOutput."""
         for one in wanted:
             yield from self.space()
             if not (yield from self.accept(one)):
@@ -138,7 +138,7 @@ class GrowingText:
     def until(self, mark: str, limit: int = MAX_NAME) -> Reading[str]:
         """Reads up to `mark`, and it. Returns the text before it.
 
-        Raises Malformed, having read nothing, where there is no mark within `limit` characters.
+        Raises MalformedOutput, having read nothing, where there is no mark within `limit` characters.
         """
         longest = limit + len(mark)
         while (at := self._text.find(mark, self._at, self._at + longest)) < 0:
@@ -224,7 +224,7 @@ def quoted(text: str) -> str:
 
 
 def copy_value(source: GrowingText, write: Write, depth: int = 0) -> Reading[None]:
-    """Reads one JSON value and passes it to `write` as it comes. Raises Malformed."""
+    """Reads one JSON value and passes it to `write` as it comes. Raises MalformedOutput."""
     if depth > MAX_DEPTH:
         raise MalformedOutput
     match (yield from source.next()):
@@ -274,7 +274,7 @@ JSON_SPACE = re.compile(r"[ \t\r\n]*")
 
 
 def copy_string(source: GrowingText, write: Write) -> Reading[None]:
-    """Reads one JSON string and passes it to `write` as it comes. Raises Malformed."""
+    """Reads one JSON string and passes it to `write` as it comes. Raises MalformedOutput."""
     yield from _copy(source, write, '"')
     while True:
         write(source.part(PLAIN))
@@ -293,7 +293,7 @@ def copy_string(source: GrowingText, write: Write) -> Reading[None]:
 
 
 def string(source: GrowingText, limit: int = MAX_NAME) -> Reading[str]:
-    """Reads one JSON string. Returns the decoded text. Raises Malformed, also past `limit` characters."""
+    """Reads one JSON string. Returns the decoded text. Raises MalformedOutput, also past `limit` characters."""
     parts: list[str] = []
     yield from copy_string(source, bounded(parts, limit))
     try:
@@ -303,7 +303,7 @@ def string(source: GrowingText, limit: int = MAX_NAME) -> Reading[str]:
 
 
 def bounded(parts: list[str], limit: int = MAX_HELD) -> Write:
-    """Returns a function that appends to `parts`, and raises Malformed past `limit` characters in all."""
+    """Returns a function that appends to `parts`, and raises MalformedOutput past `limit` characters in all."""
     size = 0
 
     def write(text: str) -> None:

@@ -1,6 +1,6 @@
 """Parses tool calls in each form that models write them in, while they stream.
 
-A form's `read` begins behind its first mark, and raises Malformed where the text is no call. A call is passed on in
+A form's `read` begins behind its first mark, and raises MalformedOutput where the text is no call. A call is passed on in
 pieces, none before its function is known to be one that the request offers.
 """
 
@@ -137,7 +137,7 @@ class ToolCallBuilder:
         return (self._functions or {}).get(self._call.name if self._call else "") or {}
 
     def begin(self, name: str, id: str = "") -> None:
-        """Names the function, once. Raises Malformed where it was not offered."""
+        """Names the function, once. Raises MalformedOutput where it was not offered."""
         if self.begun or not name or (self._functions is not None and name not in self._functions):
             raise MalformedOutput
         self._call = ToolCall(self._index, name, id) if id else ToolCall(self._index, name)

@@ -26,7 +26,7 @@ COLOURS = {"pass": "green", "warning": "yellow", "failure": "red"}
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the findings. Returns 1 if any is a failure."""
+    """Prints the result of every check. Returns 1 if any is a failure."""
     found = list(examine(args))
     if args.json:
         rows = [asdict(each) | ({} if each.state == "pass" else {"remedy": REMEDIES[each.check]}) for each in found]
@@ -69,7 +69,7 @@ def examine(args: argparse.Namespace) -> Iterator[Finding]:
 
 
 def run_check(name: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
-    """Yields the findings of one check. A check that fails itself is a finding, too; the other checks go on."""
+    """Yields the results of one check. A check that raises yields a failure; the other checks go on."""
     try:
         yield from check()
     except PermissionError as error:

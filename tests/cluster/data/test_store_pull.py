@@ -210,7 +210,7 @@ async def test_what_is_damaged_everywhere_is_told_and_all_else_is_kept(
 async def test_what_cannot_be_read_on_the_only_box_that_has_it_ends_the_pull(
     tmp_path: Path, copy_of: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, part: str, told: str
 ) -> None:
-    for wait in ("RETRY_S", "LOOK_S"):
+    for wait in ("RETRY_S", "REFRESH_S"):
         monkeypatch.setattr(store_download, wait, 0.01)
     async with house(tmp_path, a=copy_of("a")) as made:
         manifest, pieces = made.boxes["a"].manifest, made.boxes["a"].pieces
