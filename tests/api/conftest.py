@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -11,6 +12,7 @@ import pytest
 import pytest_asyncio
 from support.front_kit import STORES, http_client, openai_client, running, settings_for, write_model
 
+from edgemoe.api.generate.grammar_trial import grammar_command
 from edgemoe.api.text.tokenizer import TextModel
 from edgemoe.demo import model_path
 from edgemoe.front.main import WORKER, Front
@@ -50,9 +52,12 @@ async def http(front: Front) -> AsyncIterator[httpx.AsyncClient]:
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def demo(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Front]:
-    """The real application: the demo model on a real engine."""
+    """The real application: the demo model on a real engine. Trials of grammars may take a second of a processor."""
     settings = settings_for(tmp_path_factory.mktemp("demo"), ensure_store(model_path(), STORES))
+    quick = pytest.MonkeyPatch()
+    quick.setattr("edgemoe.api.resources.grammar_command", partial(grammar_command, trial_s=1.0))
     async with running(settings, WORKER) as front:
+        quick.undo()
         yield front
         assert front.supervisor is not None
         assert front.supervisor.starts == 1, front.supervisor.why

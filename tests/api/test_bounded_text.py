@@ -15,6 +15,7 @@ from edgemoe.api.text.bounded_text import BoundedText, text_command
 from edgemoe.api.text.tokenizer import TextModel
 from edgemoe.errors import CheckpointError, InvalidRequest
 
+LOAD_S, TEXT_S = 3.0, 0.5  # a processor's, in place of the daemon's, which are for slow machines
 PLAIN = "{% for message in messages %}{{ message.content }}{% endfor %}"
 # What a template does where the message says so: each takes for ever, any memory, or the interpreter for itself.
 ATTACKS = {
@@ -45,7 +46,7 @@ def model_with(directory: Path, attack: str) -> Path:
 @pytest.mark.parametrize("name", ATTACKS)
 async def test_what_a_template_does_costs_only_its_request(tmp_path: Path, name: str) -> None:
     model = TextModel(model_with(tmp_path, ATTACKS[name]))
-    texts = BoundedText(text_command(tmp_path))
+    texts = BoundedText(text_command(tmp_path, text_s=TEXT_S))
 
     def render(principal: str, content: str) -> asyncio.Future[str]:
         bounded = texts.of(model, principal)
@@ -71,7 +72,7 @@ async def test_a_tokenizer_s_expressions_cost_only_their_request(tmp_path: Path)
     split = {"type": "Split", "pattern": {"Regex": "(a|a|a+)+(?=b)$"}, "behavior": "Isolated", "invert": False}
     tokenizer["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, tokenizer["pre_tokenizer"]]}
     file.write_text(json.dumps(tokenizer))
-    texts = BoundedText(text_command(tmp_path))
+    texts = BoundedText(text_command(tmp_path, text_s=TEXT_S))
     model = TextModel(tmp_path)
     slow = asyncio.ensure_future(asyncio.to_thread(texts.of(model, "a").encode, "a" * 5000 + "c", False))
     assert await asyncio.to_thread(texts.of(model, "b").encode, "hello", False) == model.encode("hello", False)
@@ -107,7 +108,7 @@ async def test_files_that_cannot_be_read_are_found_out_before_the_daemon_reads_t
         model = write_model(tmp_path / str(len(str(files))))
         for name, content in files.items():
             (model / name).write_text(content)
-        texts = BoundedText(text_command(model))
+        texts = BoundedText(text_command(model, load_s=LOAD_S))
         with pytest.raises(CheckpointError, match=why):
             await texts.check()
         await texts.close()

@@ -1,6 +1,6 @@
 """Parses tool calls in each form that models write them in, while they stream.
 
-A form's `read` begins behind its first mark, and raises MalformedOutput where the text is no call. A call is passed on in
+A form's `read` begins behind its first mark, and raises MalformedOutput for other text. A call is passed on in
 pieces, none before its function is known to be one that the request offers.
 """
 

@@ -52,9 +52,12 @@ class TriedGrammar(NamedTuple):
     trial: GrammarTrial
 
 
-def grammar_command(directory: Path, eos: Sequence[int]) -> Sequence[str]:
-    """Returns the command of a process that tries grammars for the model in `directory`, whose texts end with `eos`."""
-    return (sys.executable, "-m", MODULE, str(directory), *map(str, eos))
+def grammar_command(directory: Path, eos: Sequence[int], trial_s: float = TRIAL_S) -> Sequence[str]:
+    """Returns the command of a process that tries grammars for the model in `directory`.
+
+    `eos` are the tokens that end the model's texts. One trial may take `trial_s` of a processor.
+    """
+    return (sys.executable, "-m", MODULE, str(directory), str(trial_s), *map(str, eos))
 
 
 class GrammarChecker:
@@ -165,11 +168,11 @@ def _cpu_s() -> float:
 
 def main() -> None:
     """Answers its parent's questions."""
-    directory, eos = Path(sys.argv[1]), [int(one) for one in sys.argv[2:]]
+    directory, trial_s, eos = Path(sys.argv[1]), float(sys.argv[2]), [int(one) for one in sys.argv[3:]]
     trials = GrammarTrials(LLTokenizer((directory / "tokenizer.json").read_text(), eos_token=eos or None))
     refuse_pickle()
     bound_memory(MEMORY_BYTES)
-    serve(sys.stdin.buffer, sys.stdout.buffer, GrammarQuestion, trials.check, TRIAL_S)
+    serve(sys.stdin.buffer, sys.stdout.buffer, GrammarQuestion, trials.check, trial_s)
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ from edgemoe.types.arrays import Json
 from edgemoe.types.bounds import Count
 
 MODULE = "edgemoe.api.text.bounded_text"
+LOAD_S = 20.0  # of a processor, for reading the model's files; jinja works constants out, too
 TEXT_S = 2.0  # of a processor, for one prompt
 TEXT_S_PER_BYTE = 2e-6  # more for each byte of a prompt: four times the usual
 DEADLINE_S = 60.0  # by the clock, on a machine that does much else
@@ -70,9 +71,12 @@ class TextAnswer(NumberedMessage, frozen=True):
     param: str | None = None
 
 
-def text_command(directory: Path) -> Sequence[str]:
-    """Returns the command of a process that renders and tokenizes for the model in `directory`."""
-    return (sys.executable, "-m", MODULE, str(directory))
+def text_command(directory: Path, load_s: float = LOAD_S, text_s: float = TEXT_S) -> Sequence[str]:
+    """Returns the command of a process that renders and tokenizes for the model in `directory`.
+
+    It may take `load_s` of a processor to read the model's files, and `text_s` for a short prompt.
+    """
+    return (sys.executable, "-m", MODULE, str(directory), str(load_s), str(text_s))
 
 
 class BoundedText:
@@ -159,7 +163,6 @@ class BoundedTemplate(ChatTemplate):
         return answer.text
 
 
-LOAD_S = 20.0  # of a processor, for reading the model's files; jinja works constants out, too
 LOAD_BYTES = 3 << 30
 LONG_CHARS = 1 << 20  # of a text after which memory is given back
 
@@ -215,14 +218,15 @@ def _answering(directory: Path) -> Callable[[RenderQuestion | EncodeQuestion], T
 
 def main() -> None:
     """Answers its parent's questions."""
+    directory, load_s, text_s = Path(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
     bound_addresses(LOAD_BYTES)
-    signal.setitimer(signal.ITIMER_PROF, LOAD_S)
-    answer = _answering(Path(sys.argv[1]))
+    signal.setitimer(signal.ITIMER_PROF, load_s)
+    answer = _answering(directory)
     signal.setitimer(signal.ITIMER_PROF, 0.0)
     refuse_pickle()
     bound_memory(MEMORY_BYTES)
     kinds: Any = RenderQuestion | EncodeQuestion
-    serve(sys.stdin.buffer, sys.stdout.buffer, kinds, answer, TEXT_S, TEXT_S_PER_BYTE)
+    serve(sys.stdin.buffer, sys.stdout.buffer, kinds, answer, text_s, TEXT_S_PER_BYTE)
 
 
 if __name__ == "__main__":
