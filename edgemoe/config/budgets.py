@@ -2,7 +2,7 @@
 
 Host RAM holds the RAM slab, the slabs of emulated devices and, where no GPU computes, dense weights and KV. A GPU holds
 its expert slab; the first GPU also holds dense weights and KV. States of sequences lie beside KV. Headroom stays free
-on both. A stated budget is used as it is or refused, never changed; a budget of 0 takes what is free.
+on both. A stated budget is used as it is or refused, never changed; a budget of 0 takes the free memory.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from edgemoe.types.step import BLOCK_TOKENS
 
 VRAM_HEADROOM_BYTES = 1 << 30  # left free on each GPU
 TYPICAL_TOKENS = 1024  # prompt and answer of a typical request, for the default KV budget
-KV_SHARE = 0.25  # the default KV budget takes at most this part of what dense weights leave
-KV_SWAP_SHARE = 4  # the share of KV memory for swapping: one byte in so many of KV (a GPU's: of the host's headroom)
+KV_SHARE = 0.25  # the default KV budget's largest part of the memory beside dense weights
+KV_SWAP_SHARE = 4  # KV memory over the memory for swapping (on a GPU: the host's headroom over it)
 LEAST_SLOTS = 3  # of states: the first token's, one to read and one to write
 
 
@@ -58,8 +58,8 @@ class Budgets:
     ram_bytes: int  # expert slab in host RAM
     devices: tuple[DeviceBudget, ...]
     threads: int
-    context_tokens: int  # longest sequence: the model's or the setting's limit, at most what KV holds
-    containment: bool  # what is in VRAM is in RAM too
+    context_tokens: int  # longest sequence: the model's or the setting's limit, bounded by KV
+    containment: bool  # whether RAM holds the experts of VRAM too
     experts: ExpertGeometry
     state_slots: int = 0
     state_bytes: int = 0  # of all slots

@@ -25,7 +25,7 @@ from edgemoe.config.sizes import parse_rate, parse_size
 from edgemoe.errors import ConfigError
 
 MAX_FILE_BYTES = 1 << 20
-NOT_TOML = (ValueError, RecursionError)  # what tomllib raises, also for overlong numbers and deep nesting
+NOT_TOML = (ValueError, RecursionError)  # raised by tomllib, also for overlong numbers and deep nesting
 SHOWN_CHARS = 120  # of a key or a value in an error
 MOST_FAULTS = 20  # of settings that are told at once
 RENAMED = {  # values that an error gives the present name of
@@ -76,7 +76,7 @@ def load(
     stated |= _checked(_set_values(sets, wrong), wrong) | _checked(options.items(), wrong)
     settings = _build(stated, wrong)
     for fault in faults(settings):
-        if not any(key in fault for key in wrong.keys):  # else it may follow from what is wrong there
+        if not any(key in fault for key in wrong.keys):  # else it may follow from that key's own fault
             wrong.add("", fault)
     wrong.raise_all()
     settings = fill_paths(settings, env, root)
@@ -85,7 +85,7 @@ def load(
 
 
 class Wrong:
-    """Collects what is wrong with settings, so that all of it is told at once."""
+    """Collects the faults of settings, so that one error names them all."""
 
     def __init__(self) -> None:
         self.keys: list[str] = []
@@ -184,7 +184,7 @@ def _set_values(sets: Iterable[str], wrong: Wrong) -> Iterator[tuple[str, Value]
 
 
 def _checked(values: Iterable[tuple[str, Value]], wrong: Wrong) -> dict[str, Value]:
-    """Returns values converted to their fields' types, without those that are wrong."""
+    """Returns values converted to their fields' types, without wrong values."""
     found: dict[str, Value] = {}
     for key, value in values:
         try:
@@ -217,7 +217,7 @@ def _convert(key: str, stated: Value) -> Any:
 
 
 def _shown(value: Any) -> str:
-    """Returns a value's text, cut to what an error should quote."""
+    """Returns a value's text, cut to the length that an error may quote."""
     try:
         text = repr(value)
     except (ValueError, RecursionError):  # a number with more digits than Python writes

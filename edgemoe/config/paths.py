@@ -61,7 +61,7 @@ def default_keys(env: Mapping[str, str], root: Path = Path("/")) -> Path:
 
 
 def service_state(env: Mapping[str, str], root: Path = Path("/")) -> Path | None:
-    """Returns where the service keeps its stores and keys: under systemd, and for root beside an installed service."""
+    """Returns the folder of the service's stores and keys: under systemd, and for root beside an installed service."""
     if service := env.get("STATE_DIRECTORY", "").partition(":")[0]:
         return Path(service)
     return root / SERVICE_STATE if os.geteuid() == 0 and (root / SERVICE_UNIT).is_file() else None

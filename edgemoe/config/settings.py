@@ -34,13 +34,13 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 class ModelSettings(Section, frozen=True, kw_only=True):
     path: Text = ""  # a packed store or a Hugging Face checkpoint directory; "" is the demo model
-    name: Text = ""  # what clients call it; "" is the directory's name
+    name: Text = ""  # the name that clients use; "" is the directory's name
     store_dir: Text = ""  # where packed stores lie; "" is $XDG_CACHE_HOME/edgemoe, or the service's state directory
 
 
 class MemorySettings(Section, frozen=True, kw_only=True):
     ram_bytes: Bytes = 0  # expert bytes kept in RAM; 0: free memory minus headroom
-    kv_bytes: Bytes = 0  # keys and values; 0: enough for max_sequences of typical length, bounded by what is free
+    kv_bytes: Bytes = 0  # keys and values; 0: enough for max_sequences of typical length, bounded by free memory
     headroom_bytes: Bytes = 1 << 30  # left free on the host when budgets are worked out
 
 
@@ -48,7 +48,7 @@ class DeviceSettings(Section, frozen=True, kw_only=True):
     kind: Annotated[str, Meta(pattern=r"^(auto|cpu|emulated|cuda:[0-9]{1,3})\Z")] = (
         "auto"  # auto | cuda:N | cpu | emulated
     )
-    expert_bytes: Bytes = 0  # slab for experts; 0: what is free minus headroom (cuda); required for emulated
+    expert_bytes: Bytes = 0  # slab for experts; 0: free memory minus headroom (cuda); required for emulated
     link_bytes_per_s: Rate = 0.0  # emulated only: speed of the RAM -> device link
     memory_bytes_per_s: Rate = 0.0  # emulated only: speed at which it reads experts to compute; 0: the processor's own
 
@@ -62,7 +62,7 @@ class EngineSettings(Section, frozen=True, kw_only=True):
     scheduler: Literal["sjf", "fcfs"] = "sjf"  # shortest job first with aging, or first come
     preemption: Literal["recompute", "park"] = "recompute"
     prefix_cache: bool = True
-    share_prefixes: bool = False  # among keys and users of the machine: what one asks of a prompt tells of others'
+    share_prefixes: bool = False  # among keys and users, who can then tell whether others sent a prompt
     kv_cache_dtype: Literal["auto", "int8"] = "auto"  # of keys and values; auto: the model's own
     cuda_graphs: bool = False  # decode steps as CUDA graphs where every expert is in VRAM
     threads: Natural = 0  # compute threads; 0: all cores that the process may use
@@ -70,7 +70,7 @@ class EngineSettings(Section, frozen=True, kw_only=True):
 
 class CacheSettings(Section, frozen=True, kw_only=True):
     policy: Literal["learned", "two-tier", "lru"] = "learned"
-    containment: bool = True  # what is in VRAM is in RAM too
+    containment: bool = True  # RAM holds the experts of VRAM too
     prefetch: bool = True
     state_file: Text = ""  # learned state kept across restarts; "" is beside the store
     scoutgate: Text = ""  # folder of an exported ScoutGate; "" forecasts without one
@@ -97,8 +97,8 @@ class LogSettings(Section, frozen=True, kw_only=True):
 class RecordSettings(Section, frozen=True, kw_only=True):
     dir: Text = ""  # "" records nothing
     max_bytes: Bytes = 1 << 30  # oldest files go first
-    hints: bool = False  # also what each gate says when it is asked a layer early, for scoutgate.evaluate
-    hidden: bool = False  # also what each layer's gate and experts are given and what the gate makes of it
+    hints: bool = False  # also each gate's choice a layer early, for scoutgate.evaluate
+    hidden: bool = False  # also the inputs of each layer's gate and experts, and the gate's probabilities
 
 
 class ServiceSettings(Section, frozen=True, kw_only=True):
@@ -107,7 +107,7 @@ class ServiceSettings(Section, frozen=True, kw_only=True):
     max_restarts: Natural = 5  # engine crashes within five minutes before giving up
 
 
-Route = Literal["pull", "gimbal", "eldr", "least"]  # docs/cluster.md says what they are
+Route = Literal["pull", "gimbal", "eldr", "least"]  # docs/cluster.md describes them
 
 
 class ClusterSettings(Section, frozen=True, kw_only=True):
@@ -125,7 +125,7 @@ class ClusterSettings(Section, frozen=True, kw_only=True):
     etcd_prefix: Text = "/edgemoe/"
     etcd_user: Text = ""
     etcd_password_file: Text = ""
-    etcd_ca: Text = ""  # PEM files: whom to trust, and who we are
+    etcd_ca: Text = ""  # PEM files: the trusted authority, and this box's certificate and key
     etcd_cert: Text = ""
     etcd_key: Text = ""
     placement: PlacementPolicy = "rendezvous"  # by which the leader looks for better plans

@@ -15,8 +15,10 @@ class Belady:
     """Ranks experts by their next use: the optimum for equal sizes without bypass [Belady]. Knows the future."""
 
     def __init__(self, layers: int, experts: int, next_use: IntArray, offsets: IntArray) -> None:
-        """`next_use` [N]: for each demand in trace order, the step that demands the same expert again (or a step
-        beyond the end); `offsets` [steps + 1]: where each step's demands start."""
+        """Takes the step of each demand's next use [N], in trace order, and the first demand of each step [steps + 1].
+
+        The step of an expert that is not used again lies beyond the end.
+        """
         self._next_use, self._offsets = next_use, offsets
         self._step = 0
         self._next = np.full((layers, experts), np.iinfo(np.int64).max >> 1, dtype=np.int64)  # [L, E]
@@ -31,16 +33,15 @@ class Belady:
 
 
 class ByteBelady:
-    """Misses the fewest bytes: each byte of an expert is kept or not by itself, those that are needed last go first.
+    """Misses the fewest bytes: keeps each byte of an expert or not, and evicts the bytes that are needed last.
 
-    An expert is so many bytes that are always asked for together, and bytes are of one size: so Belady's rule is
-    optimal for them [Belady], and whoever keeps whole experts, and leaves those that it was asked for in its memory,
-    misses no fewer. It is the linear relaxation of the problem [FOO] where a miss costs its bytes; for equal sizes it
-    is Belady's optimum.
+    Bytes are of one size, so Belady's rule is optimal for them [Belady]. A cache of whole experts misses no fewer
+    bytes. It is the linear relaxation of the problem [FOO] where a miss costs its bytes; for equal sizes it is Belady's
+    optimum.
     """
 
     def __init__(self, geometry: ExpertGeometry, capacity_bytes: int, link_bytes_per_s: float = np.inf) -> None:
-        """What it misses comes over a link from RAM that holds everything."""
+        """Takes the experts' geometry, the capacity, and the rate of the link from RAM, which holds all experts."""
         self._link_bytes_per_s, self._mean_bytes = link_bytes_per_s, geometry.all_bytes / geometry.count
         self.capacity_bytes = capacity_bytes
         self._misses = self._missed_bytes = 0  # experts of which something was missing; their bytes
@@ -51,7 +52,7 @@ class ByteBelady:
         self._clock, self._used = 0, 0
 
     def run(self, layer: int, experts: IntArray, rank: npt.NDArray[np.float32]) -> None:
-        """One layer-step demands these distinct experts [n]. `rank` [L, E]."""
+        """Serves one layer-step's demand for distinct experts [n], given the ranks [L, E]."""
         keys = layer * self._experts + experts
         self._misses += int(np.count_nonzero(self._held[keys] < self._sizes[keys]))
         self._clock += 1
@@ -83,7 +84,10 @@ def _demand(
     capacity: int,
     used: int,
 ) -> tuple[int, int]:
-    """Makes all bytes of `demanded` resident in place of what ranks lowest; what finds no room passes through."""
+    """Makes all bytes of `demanded` resident in place of the lowest ranked; bytes without room pass through.
+
+    Returns the missed bytes and the used capacity.
+    """
     missed = 0
     for i in range(len(demanded)):
         pinned[demanded[i]] = clock

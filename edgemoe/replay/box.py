@@ -20,7 +20,7 @@ from edgemoe.experts.tiers.residency_records import VRAM
 from edgemoe.experts.tiers.slots import PrefetchPriority, SlotPool
 from edgemoe.experts.transfer.loader import ExpertLoader
 from edgemoe.kernels.cpu.expert_math import ExpertMath
-from edgemoe.replay.simulated import Arrivals, NoMemory, SimulatedDisk, SimulatedLink, SimulatedWaiters, World
+from edgemoe.replay.simulated import Arrivals, NoMemory, SimulatedClock, SimulatedDisk, SimulatedLink, SimulatedWaiters
 from edgemoe.types.arrays import FloatArray, IntArray
 from edgemoe.types.experts import ExpertGeometry, ExpertId, LivePolicy, Move, Tier
 from edgemoe.types.size_classes import SlabLayout
@@ -31,7 +31,7 @@ NOTHING = torch.empty(0)
 
 @dataclass(frozen=True, slots=True)
 class BoxSpec:
-    """What a box is made of."""
+    """The hardware of a simulated box."""
 
     compute_s: float  # of one layer-step
     expert_bytes: int
@@ -49,7 +49,7 @@ class BoxSpec:
 
 
 class Counts(NamedTuple):
-    """What happened since the start."""
+    """Counts of a box's events since its start."""
 
     misses: int = 0  # experts that decoding demanded and that VRAM lacked
     missed_bytes: int = 0
@@ -63,7 +63,7 @@ class Counts(NamedTuple):
     withdrawn: int = 0  # prefetches that were given up on their way there
 
     def since(self, earlier: Counts) -> Counts:
-        """Returns what happened after that."""
+        """Returns the counts of the events after `earlier`."""
         return Counts(*(now - then for now, then in zip(self, earlier, strict=True)))  # type: ignore[arg-type]
 
 
@@ -74,7 +74,7 @@ class ReplayBox:
         self, geometry: ExpertGeometry, capacity_bytes: int, machine: BoxSpec, policy: LivePolicy, *, prefetch: bool
     ) -> None:
         """Raises ConfigError for a capacity that does not hold one expert of each size."""
-        self.geometry, self._machine, self.world = geometry, machine, World()
+        self.geometry, self._machine, self.world = geometry, machine, SimulatedClock()
         layout, ram = _layouts(geometry, capacity_bytes, machine.ram_share)
         shape = geometry.layers, geometry.experts
         pools = [SlotPool(Tier.RAM, *shape, ram, policy), SlotPool(Tier.VRAM, *shape, layout, policy)]
@@ -99,17 +99,17 @@ class ReplayBox:
         self._experts = TieredExperts(geometry, self.residency, self.loader, [compute], cpu_experts, fetching)
         self._sizes_bytes: list[int] = geometry.strides_bytes.tolist()
         self._counts, self._misses, self._missed_bytes = False, 0, 0
-        self._missed = 0  # experts so far, whoever demanded them
+        self._missed = 0  # experts missed so far, by prompts and decoding
         self._weights = NOTHING  # of a layer's choices, of which only the shape counts
         self.computing_s: Iterator[float] = repeat(machine.compute_s)  # of one layer-step after the other
 
     def begin(self, meta: StepMeta) -> None:
-        """A step begins."""
+        """Begins a step of these sequences."""
         self._counts = bool(meta.decode.all())
         self._experts.begin_step(meta)
 
     def run(self, layer: int, ids: torch.Tensor, hint: torch.Tensor | None = None) -> None:
-        """One layer, of which tokens chose `ids` [T, k]; `hint` [T, E] is what its gate says of the next one."""
+        """Runs one layer, whose tokens chose `ids` [T, k]; `hint` [T, E] are logits for the next layer."""
         if hint is not None:
             self._experts.hint(layer + 1, hint)
         if self._weights.shape != ids.shape:
@@ -122,7 +122,7 @@ class ReplayBox:
         self.world.pass_s(next(self.computing_s))
 
     def end(self) -> StepRouting:
-        """The step is over."""
+        """Ends the step and returns its routing."""
         return self._experts.end_step()
 
     def rest(self) -> None:
@@ -146,7 +146,7 @@ class ReplayBox:
         )
 
     def close(self) -> None:
-        """Ends what reads."""
+        """Ends the reading task of the disk."""
         if self._disk is not None:
             self._disk.close(self._running)
 
@@ -208,7 +208,7 @@ class TraceRanks:
 
 
 def _layouts(geometry: ExpertGeometry, capacity_bytes: int, ram_share: float) -> tuple[SlabLayout, SlabLayout]:
-    """Returns those of VRAM and RAM, which holds what VRAM does. Raises ConfigError."""
+    """Returns the slab layouts of VRAM and RAM, which holds the experts of VRAM. Raises ConfigError."""
     layout = SlabLayout.within(capacity_bytes, geometry)
     if layout is None:
         raise ConfigError(f"{capacity_bytes} bytes do not hold one expert of each size; replay a larger --capacity")

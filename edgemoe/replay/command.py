@@ -33,7 +33,7 @@ demand; stall and bytes those of a box with RAM, links and, unless --no-prefetch
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command. Raises ConfigError and StoreError for what cannot be replayed."""
+    """Runs the command. Raises ConfigError and StoreError where the files cannot be replayed."""
     parser = argparse.ArgumentParser(
         prog="edgemoe replay",
         description="Replay routing traces through cache policies, against Belady's optimum.",
@@ -57,7 +57,7 @@ def show(rows: Sequence[Row], trace: Trace, options: argparse.Namespace) -> None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's options."""
+    """Adds the command's options to a parser."""
     parser.add_argument(
         "files", metavar="FILE", type=Path, nargs="+", help="*.ids.csv.gz, *.routes, or a folder of them"
     )
@@ -117,7 +117,7 @@ def replay_all(
 ) -> tuple[list[Row], Trace]:
     """Returns a row for each capacity and policy, in the order asked for, and the trace.
 
-    `more` are policies besides the served ones; `baselines` are those that gap_closed starts from.
+    `more` are policies besides the served ones; gap_closed starts from the best of `baselines`.
     """
     from edgemoe.replay.policies import learned
     from edgemoe.replay.run import replay
@@ -197,7 +197,7 @@ def row_of(
 
 
 def describe(trace: Trace, options: argparse.Namespace) -> Row:
-    """What was replayed."""
+    """Returns the files, shape and batch size of the replayed trace."""
     return {
         "files": [str(file) for file in options.files],
         "requests": len(trace.requests),
@@ -213,7 +213,7 @@ def describe(trace: Trace, options: argparse.Namespace) -> Row:
 
 
 def table(rows: Sequence[Row], what: Row) -> str:
-    """Rows for people to read."""
+    """Formats the rows as a table to read."""
     lines = [
         f"{what['requests']} requests, {what['tokens']} tokens, {what['layers']} layers of {what['experts']} experts, "
         f"{what['top_k']} each, batch {what['batch']}",
@@ -232,7 +232,7 @@ def table(rows: Sequence[Row], what: Row) -> str:
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:
-    """Stall against capacity, a line for each policy. Raises ConfigError without matplotlib."""
+    """Draws stall against capacity, a line for each policy. Raises ConfigError without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Reads the values of `edgemoe replay`'s options. Each raises ArgumentTypeError, which says what should be there."""
+"""Reads the values of `edgemoe replay`'s options. Each raises ArgumentTypeError with the expected form."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def shares(text: str) -> list[float]:
 
 
 def share(text: str) -> float:
-    """Returns a share from 0 to 1."""
+    """Returns a share between 0 and 1, both included."""
     try:
         found = float(text)
     except ValueError:
@@ -48,7 +48,7 @@ def start(text: str) -> float:
 
 
 def positive(text: str) -> float:
-    """Returns a number from 0 on."""
+    """Returns a finite number that is not negative."""
     try:
         number = float(text)
     except ValueError:
@@ -66,7 +66,7 @@ def count(text: str) -> int:
 
 
 def size(text: str) -> int:
-    """Returns bytes."""
+    """Returns the number of bytes that a size names."""
     try:
         found = int(parse_size(text))
     except ConfigError as error:

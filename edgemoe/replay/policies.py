@@ -16,7 +16,7 @@ PolicyMaker = Callable[[Trace, int], CachePolicy]  # from a trace and its batch 
 
 
 def learned(hysteresis: float) -> PolicyMaker:
-    """Returns the maker of `learned`, which prefetches what ranks by so much above what it replaces."""
+    """Returns the maker of `learned`, which prefetches an expert that ranks above its victim by the hysteresis."""
     from edgemoe.experts.predict.predictive_policy import LearnedPolicy  # imports numba
 
     return lambda trace, batch: LearnedPolicy(trace.layers, trace.experts, trace.top_k, hysteresis=hysteresis)

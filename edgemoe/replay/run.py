@@ -22,7 +22,7 @@ from edgemoe.types.step import StepMeta
 
 @dataclass(slots=True)
 class ReplayMetrics:
-    """What one policy did at one capacity, over the part that is scored."""
+    """Misses, demands and box counts of one policy at one capacity, over the scored part."""
 
     misses: int = 0  # of a tier that loads on demand
     missed_bytes: int = 0
@@ -33,11 +33,11 @@ class ReplayMetrics:
 
 
 class ReplayedStep(NamedTuple):
-    """One step as it was: what the engine knew before it ran, and what the gates chose in it."""
+    """A recorded step: its sequences, and the experts that its gates chose."""
 
     meta: StepMeta
     ids: Ids  # [L, T, k]
-    hints: FloatArray | None = None  # [L, T, E] what each layer's gate said a layer early
+    hints: FloatArray | None = None  # [L, T, E] each layer's gate logits from a layer early
 
     @classmethod
     def of(cls, step: Step) -> ReplayedStep:
@@ -69,7 +69,7 @@ class Replay:
         return box
 
     def step(self, step: ReplayedStep) -> list[int]:
-        """One step. Returns how many experts decoding demanded of each layer."""
+        """Runs one step. Returns how many experts decoding demanded of each layer."""
         meta = step.meta
         decode = np.flatnonzero(meta.decode)
         decoded = step.ids[:, (np.cumsum(meta.query_lens) - 1)[decode]]
@@ -94,7 +94,7 @@ class Replay:
         return needed
 
     def _demand(self, layer: int, routed: Ids) -> int:
-        """Tells the policy and the bounds what decoding tokens [S, k] chose. Returns how many experts these are."""
+        """Reports choices of decoding tokens [S, k] to the policy and the bounds. Counts the distinct experts."""
         experts = chosen(routed) if len(routed) else np.empty(0, np.int64)
         if len(experts):
             if self._route:
@@ -115,11 +115,10 @@ def replay(
     machine: BoxSpec,
     more: Mapping[str, PolicyMaker] | None = None,
 ) -> list[ReplayMetrics]:
-    """Figures for each capacity in `slots`; steps before `score_from` of the tokens are run, not scored.
+    """Returns the metrics for each capacity in `slots`; the first `score_from` of the tokens run unscored.
 
-    `more` are policies besides those that have names of their own, or in the place of these. Where experts have
-    different sizes, a capacity is so many of mean size, and `belady` is the bound by bytes. Raises ConfigError for a
-    name that is none.
+    `more` are policies besides the named ones, or in their place. Where experts have different sizes, a capacity counts
+    experts of mean size, and `belady` is the bound by bytes. Raises ConfigError for an unknown name.
     """
     makers = {**MAKERS, **(more or {})}
     if name not in makers:
@@ -137,9 +136,9 @@ def _scored(
     machine: BoxSpec,
     bound: bool,
 ) -> list[ReplayMetrics]:
-    """Replays with a box on demand for each capacity, and with one that prefetches where the policy foretells.
+    """Replays with a box on demand for each capacity, and with a prefetching box if the policy predicts.
 
-    Or with the bound instead, for which RAM holds everything.
+    With `bound` a Belady bound takes the place of the boxes; RAM holds every expert then.
     """
     (batch, score_from), geometry = scoring, machine.geometry(trace.layers, trace.experts, trace.top_k)
     run, metrics, sizes = Replay(policy, geometry), [ReplayMetrics() for _ in capacities], geometry.strides_bytes

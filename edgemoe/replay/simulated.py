@@ -1,4 +1,4 @@
-"""Simulated time, and what passes in it by itself: links that carry and a disk that reads.
+"""Simulated time, with the links and the disk that act in it.
 
 Links go by the schedule that real ones go by, and the loader's readers run on an event loop that never waits. Nothing
 happens but when the driver lets time pass.
@@ -29,10 +29,10 @@ class Busy(Protocol):
         """When it does something next if nothing comes; inf where it rests."""
 
     def act(self) -> None:
-        """Does it."""
+        """Performs the next event."""
 
 
-class World:
+class SimulatedClock:
     """Owns the clock."""
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class World:
         return True
 
     def pass_s(self, seconds: float) -> None:
-        """Lets so much time pass."""
+        """Advances the clock by `seconds`, with all events on the way."""
         until_s = self.now_s + seconds
         while self.advance(until_s):
             pass
@@ -66,7 +66,7 @@ class World:
 class Arrivals(SimpleQueue[Transfer]):
     """Lets time pass where a queue would wait."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: SimulatedClock) -> None:
         self._world = world
 
     def get(self, block: bool = True, timeout: float | None = None) -> Transfer:
@@ -80,7 +80,7 @@ class Arrivals(SimpleQueue[Transfer]):
 class SimulatedWaiters(Waiters):
     """Lets time pass where a thread would wait."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: SimulatedClock) -> None:
         super().__init__()
         self._world = world
 
@@ -97,7 +97,7 @@ class SimulatedLink:
 
     at_once = True
 
-    def __init__(self, world: World, layout: SlabLayout, bytes_per_s: float) -> None:
+    def __init__(self, world: SimulatedClock, layout: SlabLayout, bytes_per_s: float) -> None:
         self._world, self._layout = world, layout
         self._largest_bytes = layout.classes.bytes[-1]
         self._expert_s, pieces = self._largest_bytes / bytes_per_s, pieces_of(self._largest_bytes)
@@ -155,7 +155,7 @@ class SimulatedLink:
 class SimulatedDisk:
     """Reads one expert after the other, for the loader's readers, which it runs."""
 
-    def __init__(self, world: World, geometry: ExpertGeometry, bytes_per_s: float) -> None:
+    def __init__(self, world: SimulatedClock, geometry: ExpertGeometry, bytes_per_s: float) -> None:
         self._world, self._geometry, self._bytes_per_s = world, geometry, bytes_per_s
         self._reads: deque[tuple[float, asyncio.Future[None]]] = deque()  # and when each ends
         self._free_s = 0.0
@@ -173,7 +173,7 @@ class SimulatedDisk:
 
     @property
     def next_s(self) -> float:
-        self.loop.run_forever()  # whoever has been woken
+        self.loop.run_forever()  # the readers that were woken
         return self._reads[0][0] if self._reads else math.inf
 
     def act(self) -> None:

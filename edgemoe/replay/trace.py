@@ -1,7 +1,7 @@
 """Routing traces: which experts each token of each request chose, and the steps in which a batch ran them.
 
-Formats: tables `*.ids.csv[.gz]` (seq or req, pos, ids: layers separated by "|", experts by spaces) and the daemon's
-recordings (`*.routes`, or a folder of them), of which the decoded tokens are taken.
+Tables `*.ids.csv[.gz]` have columns seq (or req), pos and ids: layers separated by "|", experts by spaces. Of the
+daemon's recordings (`*.routes`, or a folder of them) the decoded tokens are read.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ class Trace:
         return sum(len(ids) for ids in self.requests)
 
     def touched(self, batch: int, most: int = 1000) -> float:
-        """Distinct experts of a layer-step, on average over the first steps."""
+        """Returns the distinct experts of a layer-step, on average over the first `most` layer-steps."""
         counts = [
             len(chosen(step.ids[:, layer])) for step in islice(self.steps(batch), most) for layer in range(self.layers)
         ]
         return float(np.mean(counts))
 
     def steps(self, batch: int) -> Iterator[Step]:
-        """One token of each of `batch` requests a step; where one ends the next begins."""
+        """Yields steps of one token of each of `batch` requests; where a request ends the next begins."""
         waiting = iter(enumerate(self.requests))
         running: list[tuple[int, Ids, int]] = []
         while True:
@@ -90,7 +90,7 @@ def load(paths: Sequence[Path], *, without_template: bool = False, limit: int = 
 
 
 def in_turn(files: Sequence[Sequence[Ids]]) -> list[Ids]:
-    """A request of each file, then the next of each; empty ones left out."""
+    """Returns a request of each file, then the next of each, without empty requests."""
     return [ids for turn in zip_longest(*files) for ids in turn if ids is not None and len(ids)]
 
 
@@ -105,14 +105,14 @@ def strip_template(requests: Sequence[Ids]) -> list[Ids]:
 
 
 def _shared(a: Ids, b: Ids) -> int:
-    """How many leading tokens choose the same experts, [T, L, k] each."""
+    """Counts the leading tokens of a and b, [T, L, k] each, that choose the same experts."""
     n = min(len(a), len(b))
     same = (a[:n, :, :, None] == b[:n, :, None, :]).any(axis=3).mean(axis=(1, 2)) >= SAME
     return n if same.all() else int(same.argmin())
 
 
 def first(requests: Sequence[Ids], tokens: int) -> list[Ids]:
-    """The first so many tokens of them."""
+    """Returns the first `tokens` tokens of the requests."""
     ends = np.cumsum([len(ids) for ids in requests])
     last = int(np.searchsorted(ends, tokens))
     cut = list(requests[: last + 1])
@@ -122,7 +122,7 @@ def first(requests: Sequence[Ids], tokens: int) -> list[Ids]:
 
 
 def _read(path: Path) -> list[list[Ids]]:
-    """The requests of each source in a path: a table is one, so is a folder of recordings."""
+    """Returns the requests of each source in a path: of each table, and of a folder's recordings together."""
     try:
         if path.is_dir():
             recordings = recordings_in(path)
@@ -136,7 +136,7 @@ def _read(path: Path) -> list[list[Ids]]:
 
 
 def _recorded(paths: Sequence[Path]) -> list[Ids]:
-    """Decoded tokens by request, requests in the order in which they began."""
+    """Returns the decoded tokens of each request, requests in the order in which they began."""
     tokens: dict[str, list[Ids]] = defaultdict(list)
     models = set()
     for path in paths:
@@ -162,7 +162,7 @@ def _table(path: Path) -> list[Ids]:
 
 
 def parse_table(text: str) -> list[Ids]:
-    """The requests of a table, in order. Raises ValueError, OverflowError saying what is wrong."""
+    """Returns the requests of a table, in order. Raises ValueError, OverflowError with the fault."""
     first, _, body = text.partition("\n")
     if [name.strip() for name in first.split(",")][1:] != ["pos", "ids"]:
         raise ValueError(f"its first line is {first[:60]!r}")
@@ -186,5 +186,5 @@ def parse_table(text: str) -> list[Ids]:
 
 
 def chosen(ids: Ids) -> IntArray:
-    """Distinct experts of one layer-step, from the choices of its tokens [S, k]."""
+    """Returns the distinct experts of one layer-step, from the choices of its tokens [S, k]."""
     return ids[0].astype(np.int64) if len(ids) == 1 else np.unique(ids).astype(np.int64)
