@@ -22,7 +22,7 @@ from edgemoe.durable import remove_file, remove_tree
 from edgemoe.errors import CheckpointError, StoreError
 from edgemoe.families.config import spec_from_config
 from edgemoe.families.spec import ModelSpec
-from edgemoe.store.checkpoint import CONFIG, check_tokenizer, read_json
+from edgemoe.store.checkpoint import CONFIG, check_tokenizer, read_config, read_json
 from edgemoe.store.files import ARRIVING, is_in_use, last_used_s, lock_store, page_memory
 from edgemoe.store.gguf.checkpoint_of_gguf import gguf_at, open_checkpoint
 from edgemoe.store.layout import WantedEncodings, plan, precision
@@ -49,7 +49,7 @@ def spec_at(path: Path) -> ModelSpec:
         return replace(spec, encodings=laid.encodings, dense_encoding=laid.dense_encoding)
     if path.is_dir() and not (path / CONFIG).is_file():
         raise CheckpointError(f"{path} has no {CONFIG}: is this a model's folder?")
-    config = read_json(path / CONFIG if path.is_dir() else path)
+    config = read_config(path) if path.is_dir() else read_json(path)
     check_method(config)
     spec = spec_from_config({**config, "dtype": precision(config)})
     kept = _kept(config)
@@ -72,6 +72,10 @@ def _kept(config: Mapping[str, Any]) -> str:
     given = quantisation(config)
     if (method := given.get("quant_method")) in KEPT:
         return KEPT[method]
+    if method in ("awq", "gptq", "auto-round"):
+        return "int8" if given.get("bits") == 8 else "int4"
+    if method == "modelopt":
+        return "fp8" if given.get("quant_algo") == "FP8" else "int4"
     weights = [(group.get("weights") or {}) for group in (given.get("config_groups") or {}).values()]
     kinds = {f"{about.get('type', 'int')}{about.get('num_bits', '')}" for about in weights}
     return {"int4": "int4", "int8": "int8", "float8": "fp8"}.get(min(kinds, default=""), "")

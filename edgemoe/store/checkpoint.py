@@ -26,9 +26,11 @@ MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 MAX_JSON_BYTES = 64 << 20
 TOKENIZER = "tokenizer.json"
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+MODELOPT = "hf_quant_config.json"
 COPIED_FILES = (
     CONFIG,
     "generation_config.json",
+    "hf_quant_config.json",
     TOKENIZER,
     "tokenizer_config.json",
     "tokenizer.model",
@@ -75,7 +77,7 @@ class Checkpoint:
     def open(cls, directory: str | Path) -> Checkpoint:
         """Raises CheckpointError, saying which file is wrong and why."""
         directory = Path(directory)
-        config = read_json(directory / CONFIG)
+        config = read_config(directory)
         weights, weight_map = weight_files(directory)
         for path in weights:
             if not path.is_file():
@@ -108,6 +110,18 @@ def check_tokenizer(directory: Path) -> None:
             f"{directory} has no {TOKENIZER}, without which its model cannot be served; transformers can make one of "
             "most other tokenizers: AutoTokenizer.from_pretrained(DIRECTORY).save_pretrained(DIRECTORY)"
         )
+
+
+def read_config(directory: Path) -> Json:
+    """Returns config.json, with what modelopt has written beside it of how weights are quantised.
+
+    Raises CheckpointError.
+    """
+    config = read_json(directory / CONFIG)
+    if config.get("quantization_config") or not (directory / MODELOPT).is_file():
+        return config
+    given = read_json(directory / MODELOPT).get("quantization")
+    return {**config, "quantization_config": {"quant_method": "modelopt", **(given if isinstance(given, dict) else {})}}
 
 
 def read_json(path: Path) -> Json:

@@ -20,7 +20,7 @@ from edgemoe.errors import HubError, StoreError
 from edgemoe.families.config import spec_from_config
 from edgemoe.families.spec import ModelSpec, dense_shapes
 from edgemoe.store.arriving import pack_arrived
-from edgemoe.store.checkpoint import CONFIG, INDEX, SINGLE, TOKENIZER, Checkpoint, read_json, weight_files
+from edgemoe.store.checkpoint import CONFIG, INDEX, MODELOPT, SINGLE, TOKENIZER, Checkpoint, read_config, weight_files
 from edgemoe.store.files import ARRIVING, lock_store
 from edgemoe.store.hub import Hub, HubFile, RepositoryListing
 from edgemoe.store.layout import KEEP, WantedEncodings, precision
@@ -82,7 +82,9 @@ class _Download:
     def run(self, progress: Progress) -> None:
         self._fetch(self._listing.file(CONFIG))
         self._listing.file(TOKENIZER)
-        config = read_json(self._source / CONFIG)
+        if MODELOPT in self._listing.files:
+            self._fetch(self._listing.file(MODELOPT))
+        config = read_config(self._source)
         check_method(config)
         spec = spec_from_config({**config, "dtype": precision(config)})
         encodings = [self._wanted.of_layer(layer, spec.geometry.layers) for layer in range(spec.geometry.layers)]

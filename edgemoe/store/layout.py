@@ -19,7 +19,6 @@ from edgemoe.families.spec import ModelSpec, Shape, dense_shapes
 from edgemoe.store.checkpoint import ITEM_BYTES, Checkpoint
 from edgemoe.store.gguf.checkpoint_of_gguf import GgufCheckpoint
 from edgemoe.store.gguf.gguf_tensors import GgufTensors
-from edgemoe.store.gguf.gguf_values import BlockSource
 from edgemoe.store.manifest import DENSE, Manifest, layer_file
 from edgemoe.store.pieces import ByteRun, FilePiece, SourceTensors, file_pieces
 from edgemoe.store.sources import SourceRows, SourceTensor, check_method
@@ -262,7 +261,7 @@ def _layer_encoding(
     kept = spec.dtype if len(kinds) > 1 and kept in STORED_AS else kept
     if name == KEEP:
         for source, selection in _matrices(layer):
-            if len(kinds) == 1 and not isinstance(source, BlockSource):
+            if len(kinds) == 1 and not source.is_approximated:
                 _demand_kept(source, selection)
         return kept
     if ENCODINGS[name].fits(geometry.hidden) and ENCODINGS[name].fits(geometry.width):

@@ -1,4 +1,4 @@
-"""Tells what encoding the weights of a GGUF anew loses, by one expert of each kind."""
+"""Tells what encoding anew loses, where no encoding holds what a checkpoint has, by one expert of each kind."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from edgemoe.encodings.codec import unpack
-from edgemoe.store.gguf.gguf_values import BlockSource
 from edgemoe.store.layout import FilePlan
 from edgemoe.store.sources import EncodedRows
 from edgemoe.store.writer import CheckpointReader
@@ -18,7 +17,7 @@ def encoded_anew(layers: Sequence[FilePlan]) -> Iterator[str]:
     samples: dict[tuple[str, str], EncodedRows] = {}
     for layer in layers:
         for piece in layer.runs[0].pieces:
-            if not isinstance(piece, EncodedRows) or not isinstance(piece.source, BlockSource):
+            if not isinstance(piece, EncodedRows) or not piece.source.is_approximated or not _is_here(piece):
                 continue
             if piece.encoding.group and not piece.source.keeps(piece.encoding):
                 samples.setdefault((piece.source.kind, piece.encoding.name), piece)
@@ -30,3 +29,8 @@ def encoded_anew(layers: Sequence[FilePlan]) -> Iterator[str]:
             size = float(np.sqrt(np.square(wanted, dtype=np.float64).mean()))
             share = float(np.sqrt(np.square(off, dtype=np.float64).mean())) / size if size else 0.0
             yield f"experts in {kind} are encoded anew in {encoding}: weights are {100 * share:.2g} % of their size off"
+
+
+def _is_here(piece: EncodedRows) -> bool:
+    """Returns whether the files are there, which are deleted where shards are packed as they arrive."""
+    return all(tensor.file.is_file() for tensor in piece.source.tensors)

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from edgemoe.errors import CheckpointError, UnsupportedModel
 from edgemoe.families.spec import ExpertNames, ModelSpec, Shape
 from edgemoe.store.checkpoint import Checkpoint, CheckpointTensor
-from edgemoe.store.sources import UNUSED, EncodedRows, SourceRows, SourceTensor, find_source, has_source, transforms
+from edgemoe.store.foreign_weights import find_foreign, has_foreign
+from edgemoe.store.sources import (
+    UNUSED,
+    EncodedRows,
+    SourceRows,
+    SourceTensor,
+    find_source,
+    has_source,
+    quantisation,
+    transforms,
+    zeros_are_less,
+)
 from edgemoe.types.encoding import Encoding
 from edgemoe.types.experts import ExpertGeometry
 
@@ -64,6 +75,11 @@ def _gate_and_up(both: SourceRows, names: ExpertNames) -> tuple[SourceRows, ...]
 IGNORED = ("rotary_emb.inv_freq",)  # buffers that old checkpoints carry and that follow from the configuration
 
 
+def _is_there(left: Mapping[str, CheckpointTensor], name: str) -> bool:
+    """Returns whether a checkpoint has a tensor, in whatever form."""
+    return has_source(left, name) or has_foreign(left, name)
+
+
 class SourceTensors:
     """Finds tensors, each once; `rounded` counts those that are float16 and become bfloat16."""
 
@@ -75,20 +91,21 @@ class SourceTensors:
 
     def has(self, name: str) -> bool:
         """Returns whether a tensor is there that has not been taken."""
-        return any(has_source(self._left, spelling) for spelling in self._spec.names.spellings(name))
+        return any(_is_there(self._left, spelling) for spelling in self._spec.names.spellings(name))
 
     def claim(self, name: str, shape: Shape) -> SourceTensor:
         """Returns a tensor. Raises CheckpointError and UnsupportedModel where it is not as it should be."""
-        found = [each for each in self._spec.names.spellings(name) if has_source(self._left, each)]
+        found = [each for each in self._spec.names.spellings(name) if _is_there(self._left, each)]
         where = self._checkpoint.directory
         if not found:
             raise CheckpointError(f"{where}: tensor {name} is missing; its shape should be {list(shape)}")
         if len(found) > 1:
             raise CheckpointError(f"{where}: {' and '.join(found)} are the same tensor")
-        source = find_source(self._left, found[0], shape, self._checkpoint.config)
-        for tensor in (source.codes, source.scales):
-            if tensor is not None:
-                del self._left[tensor.name]
+        config = self._checkpoint.config
+        less = int(zeros_are_less(config))
+        source = find_foreign(self._left, found[0], shape, less) or find_source(self._left, found[0], shape, config)
+        for tensor in source.tensors:
+            del self._left[tensor.name]
         self.rounded += source.kind == "F16"
         return source
 
@@ -116,7 +133,7 @@ class SourceTensors:
     def refuse_leftovers(self) -> None:
         """Raises UnsupportedModel where tensors are left that the configuration does not ask for."""
         ignored = (*IGNORED, "lm_head.weight") if self._spec.block.tied else IGNORED
-        if self._checkpoint.config.get("quantization_config"):
+        if quantisation(self._checkpoint.config):
             ignored = (*ignored, *UNUSED)
         skipped = [pattern.replace("{layers}", str(self._spec.layers)) for pattern in self._spec.names.skipped]
         left = [name for name in self._left if not name.endswith(ignored)]
@@ -157,9 +174,7 @@ class ByteRun:
             if isinstance(piece, TensorCopy):
                 yield piece.tensor
                 continue
-            yield piece.source.codes
-            if piece.source.scales is not None:
-                yield piece.source.scales
+            yield from piece.source.tensors
 
 
 def file_pieces(source: SourceTensor, selection: SourceRows, encoding: Encoding) -> tuple[FilePiece, ...]:

@@ -74,6 +74,16 @@ class SourceTensor:
         """Returns the encoding that holds the tensor as it is."""
         return {**PLAIN, "uint8": "int8"}.get(self.kind, self.kind)
 
+    @property
+    def is_approximated(self) -> bool:
+        """Returns whether no encoding holds the tensor as it is, so that `kept_as` is the nearest one."""
+        return False
+
+    @property
+    def tensors(self) -> tuple[CheckpointTensor, ...]:
+        """Returns the tensors of the checkpoint that it is made of."""
+        return (self.codes,) if self.scales is None else (self.codes, self.scales)
+
     def number(self, index: Shape) -> int:
         """Returns the place in its stack of the matrix, or the vector, of this index."""
         number = 0
@@ -249,16 +259,33 @@ VALUES: dict[str, Callable[[Bytes], Floats]] = {
 }
 
 
-METHODS = ("mxfp4", "fp8", "compressed-tensors")
-FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
-UNUSED = ("weight_shape", "input_scale", "output_scale", "k_scale", "v_scale", "q_scale")  # of activations, of caches
+METHODS = ("mxfp4", "fp8", "compressed-tensors", "modelopt", "awq", "gptq", "auto-round")
+FORMATS = (
+    *("pack-quantized", "int-quantized", "float-quantized", "naive-quantized"),
+    *("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mixed-precision"),
+)
+ALGORITHMS = ("FP8", "NVFP4", "MIXED_PRECISION")  # of modelopt
+PACKINGS = {  # of auto-round -> whether zero points of GPTQ's layout are stored one less
+    **dict.fromkeys(("auto_round:auto_gptq", "auto_round:gptq", "auto_round:auto_awq", "auto_round:awq"), True),
+    **dict.fromkeys(("auto_round", "auto_round:gptqmodel", "auto_round:auto_round"), False),
+}
+SECTIONS = ("text_config", "language_config", "llm_config", "thinker_config")  # that may have what is said for all
+UNUSED = (  # scales of activations and of caches, shapes
+    *("weight_shape", "input_scale", "input_global_scale", "output_scale"),
+    *("k_scale", "v_scale", "q_scale"),
+)
 KINDS = {"I8": "int8", "F8_E4M3": "fp8"}
 SCALE_TYPES = ("F32", "BF16", "F16")
 
 
 def quantisation(config: Mapping[str, Any]) -> Any:
     """Returns what a configuration says of how its weights are quantised; an empty table where it says nothing."""
-    return config.get("quantization_config") or config.get("compression_config") or {}
+    for table in (config, *(config.get(section) for section in SECTIONS)):
+        if isinstance(table, Mapping) and (
+            found := table.get("quantization_config") or table.get("compression_config")
+        ):
+            return found
+    return {}
 
 
 def check_method(config: Mapping[str, Any]) -> None:
@@ -283,9 +310,10 @@ def check_method(config: Mapping[str, Any]) -> None:
     method = str(given.get("quant_method"))[:80]
     if method not in METHODS:
         raise UnsupportedModel(f"weights quantised by {method} cannot be read; have {', '.join(METHODS)}, and none")
-    if method == "compressed-tensors":
-        for why in _compressed_faults(given):
-            raise UnsupportedModel(f"compressed-tensors with {why} cannot be read")
+    faults = {"compressed-tensors": _compressed_faults, "modelopt": _modelopt_faults, "awq": _awq_faults}
+    faults |= {"gptq": _gptq_faults, "auto-round": _auto_round_faults}
+    for why in faults.get(method, lambda _: [])(given):
+        raise UnsupportedModel(f"{method} with {why} cannot be read")
 
 
 def _is_of_mlx(given: object) -> bool:
@@ -308,11 +336,41 @@ def _compressed_faults(given: Mapping[str, Any]) -> list[str]:
         faults.append(f"the sparse format {str(sparsity['format'])[:80]}")
     for group in groups.values():
         weights = group.get("weights") or {}
-        if weights.get("symmetric") is False:
-            faults.append("zero points (symmetric = false)")
-        if weights.get("actorder") not in (None, False, "static", "weight"):
-            faults.append(f"columns reordered by activations (actorder = {str(weights['actorder'])[:40]!r})")
+        if weights.get("actorder") not in (None, False, "static", "weight", "group", "dynamic"):
+            faults.append(f"columns reordered in a way that is not known ({str(weights['actorder'])[:40]!r})")
     return faults
+
+
+def zeros_are_less(config: Mapping[str, Any]) -> bool:
+    """Returns whether a checkpoint in GPTQ's layout has zero points that are stored one less than they are."""
+    given = quantisation(config)
+    if given.get("quant_method") == "auto-round":
+        return PACKINGS.get(given.get("packing_format", "auto_round:auto_gptq"), True)
+    return bool(given.get("checkpoint_format", "gptq") != "gptq_v2")
+
+
+def _modelopt_faults(given: Mapping[str, Any]) -> list[str]:
+    algorithm = given.get("quant_algo")
+    return [] if algorithm in (None, *ALGORITHMS) else [f"the algorithm {str(algorithm)[:80]}"]
+
+
+def _awq_faults(given: Mapping[str, Any]) -> list[str]:
+    version = str(given.get("version", "gemm")).lower()
+    return (
+        []
+        if version == "gemm" and given.get("bits", 4) == 4
+        else [f"{given.get('bits')} bits of version {version[:40]}"]
+    )
+
+
+def _gptq_faults(given: Mapping[str, Any]) -> list[str]:
+    form = given.get("checkpoint_format", "gptq")
+    return [] if form in ("gptq", "gptq_v2") else [f"the format {str(form)[:80]}"]
+
+
+def _auto_round_faults(given: Mapping[str, Any]) -> list[str]:
+    form = given.get("packing_format", "auto_round:auto_gptq")
+    return [] if form in PACKINGS else [f"the packing {str(form)[:80]}"]
 
 
 def find_source(
@@ -367,9 +425,11 @@ def _mxfp4(left: Mapping[str, CheckpointTensor], name: str, shape: Shape, blocks
 
 
 def _packed(left: Mapping[str, CheckpointTensor], name: str, shape: Shape, packed: CheckpointTensor) -> SourceTensor:
-    if f"{name}_zero_point" in left or f"{name}_g_idx" in left:
-        raise UnsupportedModel(f"{packed.file}: {name} has zero points or reordered columns, which cannot be read")
     scales = left.get(f"{name}_scale")
+    if packed.dtype == "U8" and scales is not None and scales.dtype in EXPONENTS:
+        _demand_shape(packed, (*shape[:-1], shape[-1] // 2))
+        _demand_shape(scales, (*shape[:-1], -(-shape[-1] // 32)))
+        return SourceTensor(name, shape, "mxfp4", packed, scales, (1, 32))
     if scales is None or packed.dtype != "I32":
         raise CheckpointError(f"{packed.file}: tensor {packed.name} is of type {packed.dtype}, or has no {name}_scale")
     kinds = {-(-shape[-1] * bits // 32): kind for bits, kind in ((8, "uint8"), (4, "int4"))}

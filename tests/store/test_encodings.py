@@ -215,12 +215,14 @@ def test_a_scale_that_is_no_number_is_refused_by_name_before_a_byte_is_written(
 @pytest.mark.parametrize(
     ("about", "named"),
     [
-        ({"quant_method": "gptq", "bits": 4}, "gptq"),
-        ({"quant_method": "awq", "bits": 4}, "awq"),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "modelopt"),
-        (compressed("nvfp4-pack-quantized"), "nvfp4-pack-quantized"),
-        (compressed("pack-quantized", symmetric=False), "zero points"),
-        (compressed("pack-quantized", actorder="group"), "actorder"),
+        ({"quant_method": "gptq", "checkpoint_format": "marlin"}, "gptq with the format marlin"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "awq with 4 bits in the version gemv"),
+        ({"quant_method": "awq", "bits": 3}, "awq with 3 bits"),
+        ({"quant_method": "auto-round", "packing_format": "auto_round:exllamav2"}, "the packing auto_round:exllamav2"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "the algorithm W4A8_AWQ"),
+        ({"quant_method": "exl3", "bits": 4}, "exl3"),
+        (compressed("marlin-24"), "marlin-24"),
+        (compressed("pack-quantized", actorder="other"), "reordered in a way that is not known"),
         ({"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24"),
     ],
 )

@@ -108,3 +108,105 @@ def mxfp4(name: str, weight: torch.Tensor, stored: Tensors) -> torch.Tensor:
     stored[f"{name}_blocks"] = (codes[..., ::2] | codes[..., 1::2] << 4).to(torch.uint8)
     stored[f"{name}_scales"] = (exponents + 127).to(torch.uint8)
     return torch.ldexp(table[codes], exponents[..., None]).view(weight.shape)
+
+
+def words_of(numbers: torch.Tensor, bits: int) -> torch.Tensor:
+    """Whole numbers [n, m] as words of 32 bits, int32 [n, m bits / 32], the lowest bits first."""
+    every = (numbers.to(torch.int64)[:, :, None] >> torch.arange(bits)) & 1
+    words = (every.reshape(len(numbers), -1, 32) << torch.arange(32)).sum(2)
+    return (words - (words >> 31 << 32)).to(torch.int32)
+
+
+def _levels(weight: torch.Tensor, bits: int, group: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes [R, C] of 0 and more, scales [R, G] and zero points [R, G] of columns in groups [C]."""
+    count = int(group.max()) + 1
+    low = torch.stack([weight[:, group == each].amin(1) for each in range(count)], 1).clamp(max=-1e-6)
+    high = torch.stack([weight[:, group == each].amax(1) for each in range(count)], 1).clamp(min=1e-6)
+    scales = ((high - low) / (2**bits - 1)).to(torch.float16)
+    zeros = (-low / scales.float()).round().clamp(1, 2**bits - 1)
+    codes = (weight / scales.float()[:, group] + zeros[:, group]).round().clamp(0, 2**bits - 1)
+    return codes, scales, zeros
+
+
+def _meant(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
+    return (codes - zeros[:, group]) * scales.float()[:, group]
+
+
+def gptq(bits: int, size: int, *, less: int = 1, reordered: bool = False) -> Quantise:
+    """As GPTQ's packers write it: words along columns, zero points one less, groups by activations if reordered."""
+
+    def how(name: str, weight: torch.Tensor, stored: Tensors) -> torch.Tensor:
+        group = torch.arange(weight.shape[1]) // size
+        if reordered:
+            group = group[torch.randperm(len(group), generator=torch.Generator().manual_seed(len(stored)))]
+        codes, scales, zeros = _levels(weight, bits, group)
+        base = name.removesuffix(".weight")
+        stored[f"{base}.qweight"] = words_of(codes, bits).T.contiguous()
+        stored[f"{base}.qzeros"] = words_of((zeros - less).T, bits)
+        stored[f"{base}.scales"] = scales.T.contiguous()
+        if reordered:
+            stored[f"{base}.g_idx"] = group.to(torch.int32)
+        return _meant(codes, scales, zeros, group)
+
+    return how
+
+
+def awq(size: int) -> Quantise:
+    """As AWQ's gemm version: [C, R / 8], the even ones of 8 first."""
+
+    def interleaved(numbers: torch.Tensor) -> torch.Tensor:
+        eights = numbers.view(len(numbers), -1, 8)[:, :, [0, 2, 4, 6, 1, 3, 5, 7]]
+        return words_of(eights.reshape(numbers.shape), 4)
+
+    def how(name: str, weight: torch.Tensor, stored: Tensors) -> torch.Tensor:
+        group = torch.arange(weight.shape[1]) // size
+        codes, scales, zeros = _levels(weight, 4, group)
+        base = name.removesuffix(".weight")
+        stored[f"{base}.qweight"] = interleaved(codes.T.contiguous())
+        stored[f"{base}.qzeros"] = interleaved(zeros.T.contiguous())
+        stored[f"{base}.scales"] = scales.T.contiguous()
+        return _meant(codes, scales, zeros, group)
+
+    return how
+
+
+def with_zeros(bits: int, size: int, *, reordered: bool = False) -> Quantise:
+    """As compressed-tensors packs asymmetric groups."""
+
+    def how(name: str, weight: torch.Tensor, stored: Tensors) -> torch.Tensor:
+        group = torch.arange(weight.shape[1]) // size
+        if reordered:
+            group = group[torch.randperm(len(group), generator=torch.Generator().manual_seed(len(stored)))]
+            stored[f"{name}_g_idx"] = group.to(torch.int32)
+        codes, scales, zeros = _levels(weight, bits, group)
+        stored[f"{name}_packed"] = words_of(codes, bits)
+        stored[f"{name}_scale"] = scales
+        stored[f"{name}_zero_point"] = words_of(zeros.T, bits).T.contiguous()
+        stored[f"{name}_shape"] = torch.tensor(weight.shape)
+        return _meant(codes, scales, zeros, group)
+
+    return how
+
+
+def nvfp4(name: str, weight: torch.Tensor, stored: Tensors, *, of_modelopt: bool = True) -> torch.Tensor:
+    """Sixteen columns a scale in E4M3, and one float32 for all."""
+    whole = weight.abs().max() / (6 * 448)
+    grouped = weight.view(len(weight), -1, 16)
+    scales = (grouped.abs().amax(2) / 6 / whole).clamp(2.0**-9, 448).to(torch.float8_e4m3fn)
+    factors = scales.float() * whole
+    codes = (grouped / factors[:, :, None]).unsqueeze(-1).sub(torch.from_numpy(E2M1)).abs().argmin(-1)
+    flat = codes.view(weight.shape)
+    halves = (flat[:, ::2] | flat[:, 1::2] << 4).to(torch.uint8)
+    stored[f"{name}_scale"] = scales
+    stored[name if of_modelopt else f"{name}_packed"] = halves
+    stored[f"{name}_scale_2" if of_modelopt else f"{name}_global_scale"] = whole if of_modelopt else 1 / whole
+    return (torch.from_numpy(E2M1)[codes] * factors[:, :, None]).view(weight.shape)
+
+
+def mxfp4_packed(name: str, weight: torch.Tensor, stored: Tensors) -> torch.Tensor:
+    """MXFP4 as compressed-tensors packs a matrix."""
+    parts: Tensors = {}
+    meant = mxfp4(name, weight, parts)
+    stored[f"{name}_packed"] = parts[f"{name}_blocks"].view(len(weight), -1)
+    stored[f"{name}_scale"] = parts[f"{name}_scales"]
+    return meant

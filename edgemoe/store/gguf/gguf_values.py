@@ -60,6 +60,10 @@ class BlockSource(SourceTensor):
             return MXFP4.name
         return INT4.name if self.bits < MOST_INT4_BITS else INT8.name
 
+    @property
+    def is_approximated(self) -> bool:
+        return self.kind != "MXFP4"
+
     def keeps(self, encoding: Encoding) -> bool:
         return self.kind == "MXFP4" and encoding is MXFP4
 
@@ -81,6 +85,10 @@ class MadeSource(SourceTensor):
 
     parts: tuple[CheckpointTensor, ...] = ()
     undo: Undo = np.asarray
+
+    @property
+    def tensors(self) -> tuple[CheckpointTensor, ...]:
+        return self.parts
 
     @property
     def plain(self) -> bool:

@@ -1,0 +1,209 @@
+"""Reads weights that others have quantised in ways that no encoding of ours holds; they are encoded anew.
+
+AWQ     X.qweight [C, R / 8], of each 8 columns in a row the even ones first; X.qzeros [G, R / 8], X.scales [G, R]
+GPTQ    X.qweight [C bits / 32, R], X.qzeros [G, R bits / 32], X.scales [G, R], X.g_idx [C] where columns are reordered
+zeros   compressed-tensors: X.weight_packed [R, C bits / 32] and X.weight_zero_point, packed along rows
+NVFP4   X.weight, or X.weight_packed, U8 [R, C / 2], scales in E4M3 [R, C / 16], and one float32 for all [NVFP4]
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from edgemoe.encodings.codec import E2M1, E4M3, from_bf16
+from edgemoe.errors import CheckpointError, UnsupportedModel
+from edgemoe.store.checkpoint import CheckpointTensor
+from edgemoe.store.sources import Bytes, Floats, ReadBytes, Shape, SourceTensor
+from edgemoe.types.encoding import INT4, INT8, Encoding
+
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column that each half byte of a word has
+MOST_INT4_BITS = 5.0  # a weight; what has fewer bits is encoded anew in int4, all else in int8
+NVFP4_GROUP = 16
+NUMPY_TYPES = {"I32": "<i4", "U32": "<u4", "I64": "<i8", "U8": "u1", "I8": "i1", "F32": "<f4", "F16": "<f2"}
+Integers = npt.NDArray[np.int32]
+Decode = Callable[..., Floats]  # of the tensors, as they lie in the checkpoint, into [R, C]
+Left = Mapping[str, CheckpointTensor]
+
+
+@dataclass(frozen=True, slots=True)
+class DecodedTensor(SourceTensor):
+    """A matrix that `decode` makes of whole tensors. `bits` is what one of its weights takes."""
+
+    parts: tuple[CheckpointTensor, ...] = ()
+    decode: Decode = np.asarray
+    bits: float = 4.0
+
+    @property
+    def plain(self) -> bool:
+        return False
+
+    @property
+    def kept_as(self) -> str:
+        return INT4.name if self.bits < MOST_INT4_BITS else INT8.name
+
+    @property
+    def is_approximated(self) -> bool:
+        return True
+
+    @property
+    def tensors(self) -> tuple[CheckpointTensor, ...]:
+        return self.parts
+
+    def keeps(self, encoding: Encoding) -> bool:
+        return False
+
+    def weights(self, index: int, first: int, after: int, read: ReadBytes) -> Floats:
+        try:
+            made = self.decode(*(_array(part, read) for part in self.parts))
+        except IndexError as error:
+            raise CheckpointError(f"{self.codes.file}: {self.name}: its columns name groups that it has not") from error
+        return np.ascontiguousarray(made[first:after], np.float32)
+
+
+def find_foreign(left: Left, name: str, shape: Shape, less: int) -> DecodedTensor | None:
+    """Returns the matrix of this name where it is there in one of these ways, None where it is not.
+
+    Zero points of GPTQ are stored as numbers that are `less` than they are. Raises CheckpointError, UnsupportedModel.
+    """
+    base = name.removesuffix(".weight")
+    if (words := left.get(f"{base}.qweight")) is not None:
+        return _of_words(left, name, base, shape, words, less)
+    if (packed := left.get(f"{name}_packed")) is not None and packed.dtype == "I32":
+        return _with_zeros(left, name, shape, packed) if _has_zeros(left, name) else None
+    codes = packed or left.get(name)
+    if codes is not None and codes.dtype == "U8" and len(shape) == 2:
+        return _nvfp4(left, name, shape, codes)
+    return None
+
+
+def has_foreign(left: Left, name: str) -> bool:
+    """Returns whether the words of AWQ or GPTQ are there for a matrix."""
+    return f"{name.removesuffix('.weight')}.qweight" in left
+
+
+def _has_zeros(left: Left, name: str) -> bool:
+    return f"{name}_zero_point" in left or f"{name}_g_idx" in left
+
+
+def _of_words(left: Left, name: str, base: str, shape: Shape, words: CheckpointTensor, less: int) -> DecodedTensor:
+    """Returns a matrix of AWQ or of GPTQ, which are told apart by what their words lie along."""
+    rows, columns = _matrix(shape, words)
+    zeros, scales, order = (left.get(f"{base}.{part}") for part in ("qzeros", "scales", "g_idx"))
+    if scales is None or words.dtype != "I32" or (zeros is not None and zeros.dtype != "I32"):
+        raise CheckpointError(f"{words.file}: {base} has a qweight of type {words.dtype}, but no scales that fit it")
+    groups = scales.shape[0]
+    if len(scales.shape) != 2 or scales.shape[1] != rows or not 1 <= groups <= columns:
+        raise CheckpointError(f"{scales.file}: {scales.name} of shape {list(scales.shape)} does not fit {list(shape)}")
+    if words.shape == (columns, rows // 8) and rows % 8 == 0:
+        if zeros is None or zeros.shape != (groups, rows // 8):
+            raise CheckpointError(f"{words.file}: {base} is one of AWQ, and its qzeros are missing or do not fit")
+        return DecodedTensor(name, shape, "awq", words, parts=(words, zeros, scales), decode=_awq)
+    bits = 32 * words.shape[0] / columns
+    if words.shape[1:] != (rows,) or bits not in (2, 3, 4, 8):
+        raise CheckpointError(f"{words.file}: {words.name} of shape {list(words.shape)} cannot hold {list(shape)}")
+    if zeros is None or zeros.shape != (groups, rows * int(bits) // 32):
+        raise CheckpointError(f"{words.file}: {base} is one of GPTQ, and its qzeros are missing or do not fit")
+    parts = (words, zeros, scales) if order is None else (words, zeros, scales, order)
+    return DecodedTensor(name, shape, "gptq", words, parts=parts, decode=_gptq(int(bits), less), bits=bits)
+
+
+def _with_zeros(left: Left, name: str, shape: Shape, packed: CheckpointTensor) -> DecodedTensor:
+    """Returns a matrix of compressed-tensors whose groups have zero points, or whose columns are reordered."""
+    rows, columns = _matrix(shape, packed)
+    scales, zeros, order = (left.get(f"{name}_{part}") for part in ("scale", "zero_point", "g_idx"))
+    bits = 32 * packed.shape[-1] // columns
+    if scales is None or packed.shape[0] != rows or not 1 <= bits <= 8:
+        raise CheckpointError(f"{packed.file}: {packed.name} of shape {list(packed.shape)} cannot hold {list(shape)}")
+    groups = scales.shape[-1]
+    if scales.shape != (rows, groups) or (zeros is not None and zeros.shape[-1] != groups):
+        raise CheckpointError(f"{scales.file}: scales or zero points of {name} do not fit {list(shape)}")
+    present = [part for part in (zeros, order) if part is not None]
+
+    def decode(words: Integers, scales: Floats, *others: Integers) -> Floats:
+        rest = list(others)
+        codes = _unpacked(words, bits, columns)
+        points = np.full((rows, groups), 1 << (bits - 1), np.int32)
+        if zeros is not None:
+            held = rest.pop(0)
+            packed_zeros = held.shape[0] != rows
+            points = _unpacked(held.T, bits, rows).T if packed_zeros else held.astype(np.int32) + (1 << (bits - 1))
+        group = rest[0] if rest else np.arange(columns) * groups // columns
+        return (codes - points[:, group]).astype(np.float32) * scales[:, group]
+
+    return DecodedTensor(
+        name, shape, "zeros", packed, parts=(packed, scales, *present), decode=decode, bits=float(bits)
+    )
+
+
+def _nvfp4(left: Left, name: str, shape: Shape, codes: CheckpointTensor) -> DecodedTensor | None:
+    """Returns a matrix of NVFP4, whose factor for all multiplies (modelopt) or divides (compressed-tensors)."""
+    scales = left.get(f"{name}_scale")
+    if scales is None or scales.dtype != "F8_E4M3" or codes.shape != (shape[0], shape[1] // 2):
+        return None
+    factor, inverse = left.get(f"{name}_scale_2"), left.get(f"{name}_global_scale")
+    whole = factor or inverse
+    if whole is None or math.prod(whole.shape) != 1 or scales.shape != (shape[0], shape[1] // NVFP4_GROUP):
+        raise CheckpointError(f"{codes.file}: {name} is one of NVFP4, and its scales are missing or do not fit")
+
+    def decode(codes: Bytes, scales: Bytes, whole: Floats) -> Floats:
+        halves = np.stack([codes & 15, codes >> 4], axis=2).reshape(len(codes), -1)
+        one = whole.reshape(()) if factor is not None else np.float32(1) / whole.reshape(())
+        return E2M1[halves] * np.repeat(E4M3[scales] * one, NVFP4_GROUP, axis=1)
+
+    return DecodedTensor(name, shape, "nvfp4", codes, parts=(codes, scales, whole), decode=decode)
+
+
+def _awq(words: Integers, zeros: Integers, scales: Floats) -> Floats:
+    group = np.arange(len(words)) * len(scales) // len(words)
+    return ((_awq_columns(words) - _awq_columns(zeros)[group]).astype(np.float32) * scales[group]).T
+
+
+def _awq_columns(words: Integers) -> Integers:
+    """Returns the numbers [n, 8 m] of words [n, m]."""
+    columns = np.empty((*words.shape, 8), np.int32)
+    for place, column in enumerate(AWQ_ORDER):
+        columns[..., column] = words >> (4 * place) & 15
+    return columns.reshape(len(words), -1)
+
+
+def _gptq(bits: int, less: int) -> Decode:
+    def decode(words: Integers, zeros: Integers, scales: Floats, order: Integers | None = None) -> Floats:
+        columns, rows = 32 * len(words) // bits, words.shape[1]
+        codes = _unpacked(words.T, bits, columns)  # [R, C]
+        points = (_unpacked(zeros, bits, rows) + less).T  # [R, G]
+        group = np.arange(columns) * len(scales) // columns if order is None else order
+        return (codes - points[:, group]).astype(np.float32) * scales.T[:, group]
+
+    return decode
+
+
+def _unpacked(words: Integers, bits: int, count: int) -> Integers:
+    """Returns the first `count` numbers of so many bits that lie in each row of words, the lowest bits first."""
+    stream = np.ascontiguousarray(words).view(np.uint8)
+    every = np.unpackbits(stream, axis=1, bitorder="little")[:, : count * bits].reshape(len(words), count, bits)
+    numbers: Integers = (every.astype(np.int32) << np.arange(bits, dtype=np.int32)).sum(axis=2, dtype=np.int32)
+    return numbers
+
+
+def _matrix(shape: Shape, tensor: CheckpointTensor) -> tuple[int, int]:
+    if len(shape) != 2 or len(tensor.shape) != 2:
+        raise UnsupportedModel(f"{tensor.file}: {tensor.name} is no matrix; stacks of this kind cannot be read")
+    return shape[0], shape[1]
+
+
+def _array(tensor: CheckpointTensor, read: ReadBytes) -> npt.NDArray[np.generic]:
+    """Returns a whole tensor; codes of E4M3 as they are."""
+    raw = read(tensor, 0, tensor.bytes)
+    if tensor.dtype == "BF16":
+        return from_bf16(raw.view(np.uint16)).reshape(tensor.shape)
+    if tensor.dtype == "F8_E4M3":
+        return raw.reshape(tensor.shape)
+    if tensor.dtype not in NUMPY_TYPES:
+        raise UnsupportedModel(f"{tensor.file}: tensor {tensor.name} is of type {tensor.dtype}, which cannot be read")
+    found = raw.view(NUMPY_TYPES[tensor.dtype]).reshape(tensor.shape)
+    return found.astype(np.float32) if tensor.dtype == "F16" else found
