@@ -1,4 +1,4 @@
-"""The front among other boxes' fronts: tells them of its engine, and its engine of them."""
+"""Connects this front with other boxes: its engine's state goes to them, and theirs to its engine."""
 
 from __future__ import annotations
 
@@ -63,20 +63,20 @@ from edgemoe.telemetry.probes import probe_machine
 from edgemoe.types.placement import PlacementPlan
 from edgemoe.types.request import Emission
 
-LOOK_S = 1.0  # at most, between looks at what others have
+LOOK_S = 1.0  # at most, between checks whether the others hold all experts
 
 
 class ClusterFront:
-    """Made on the front's event loop. `run` until cancelled, after `leave`."""
+    """This box as a member of the cluster. `leave` before `run` is cancelled."""
 
     def __init__(self, whole: Settings, requests: RequestRouter, snapshots: ClusterSnapshots) -> None:
-        """Raises ConfigError, ServiceError."""
+        """Raises ConfigError for contradicting settings, ServiceError for files that cannot be written."""
         self.settings = settings = whole.cluster
         self._router, self._connection = requests, requests.connection
         self._engine, self._store = EngineTracker(), Path(whole.model.path).name
-        self._peers = PeerList()  # as our engine was told
+        self._peers = PeerList()  # as last sent to the engine
         self._news = asyncio.Event()  # from other boxes
-        self._known: set[str] = set()  # places elsewhere, as of the last look
+        self._known: set[str] = set()  # engines of other boxes, at the last change
         self.plane = ControlPlane(
             settings,
             secrets.token_hex(8),
@@ -99,11 +99,11 @@ class ClusterFront:
         snapshots.join(self.plane)
 
     def listen(self) -> None:
-        """Opens the control channel. Raises PeerRefused where the address cannot be had."""
+        """Opens the control channel. Raises PeerRefused if the address is taken."""
         self.plane.listen()
 
     async def run(self) -> None:
-        """Runs until cancelled."""
+        """Runs the control plane and the checks of forwarded requests until cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self.plane.run())
             group.create_task(follow_list(self.settings, self.plane))
@@ -111,22 +111,22 @@ class ClusterFront:
             group.create_task(self.requests.run())
 
     async def hand_over(self) -> None:
-        """Tells the others that this box is about to go, and waits until they have every expert that it has."""
+        """Announces that this box will leave, and waits until the others hold all its experts."""
         await self.plane.leave(still=True)
         while not is_handed_over(self.plane):
             await wait_event(self._news, LOOK_S)
 
     async def leave(self) -> None:
-        """Tells the others that this box goes."""
+        """Announces that this box leaves."""
         await self.plane.leave()
 
     # --- our engine -------------------------------------------------------------------------------------------
 
-    def hear(self, boot: str, message: ToCluster) -> None:
-        """Takes what our engine says of itself and its links."""
+    def on_engine_message(self, boot: str, message: ToCluster) -> None:
+        """Acts on the engine's messages about itself, its links and its requests."""
         match message:
             case ChannelsOpened():
-                self._engine.listens(boot, message)
+                self._engine.on_channels_opened(boot, message)
                 self._peers = PeerList()
                 self._tell_peers()
                 if self.plane.state.plans.plan is not None:
@@ -143,25 +143,25 @@ class ClusterFront:
             case LastChunkStarted() | PrefixKVFetched() | PromptSignature() | PrefixSignatureReply():
                 self._pass_on(message)
 
-    def engine_changed(self) -> None:
-        """It takes requests now, or no longer; what one that has ended held is held no more."""
+    def on_engine_changed(self) -> None:
+        """Announces that the engine takes requests now, or has ended and holds nothing any more."""
         if self._connection.place != self._engine.boot:
-            self._engine.ended()
+            self._engine.on_engine_ended()
             self.requests.meter.forget(engine=True)
-            self.hosted_requests.engine_ended()
+            self.hosted_requests.on_engine_ended()
             self._announce()
         self.plane.send_beat()
 
     # --- requests ---------------------------------------------------------------------------------------------
 
-    def take(self, items: list[Emission]) -> list[Emission]:
-        """Passes on what our engine emits for other boxes; returns the rest."""
+    def pass_on_emissions(self, items: list[Emission]) -> list[Emission]:
+        """Passes on the engine's emissions for other boxes; returns this front's."""
         if any(one.finish for one in items):
             self.requests.reporter.on_work_changed()
-        return self.hosted_requests.take(items)
+        return self.hosted_requests.pass_on_emissions(items)
 
     def on_grant(self, grant: RequestGrant) -> None:
-        """Takes the leader's word about a request that was offered."""
+        """Follows the leader's decision on an offered request, soon."""
         asyncio.get_running_loop().call_soon(self.requests.on_grant, grant)  # not within another request's offer
 
     def _host(self, question: Question[ControlMessage], submit: Submit, offer: int) -> Answer[ControlMessage]:
@@ -172,7 +172,7 @@ class ClusterFront:
         return Answer(FrameAccepted())
 
     def load(self) -> Heartbeat:
-        """Returns what our beats say of how busy this box is."""
+        """Returns the load that this box's heartbeats carry."""
         self._router.handle(EnginesChanged())  # what was turned away everywhere is routed again
         self.requests.reporter.on_beat()
         load = self._router.machine.own_load()
@@ -184,28 +184,28 @@ class ClusterFront:
         )
 
     def _pass_on(self, message: RequestNews) -> None:
-        """Acts on what our engine says of a request, or passes it on to the front whose it is."""
-        if not self.hosted_requests.tell(message):
+        """Passes news of a request to the front that owns it, this one or another."""
+        if not self.hosted_requests.pass_on_news(message):
             self.requests.on_news(message)
 
     def metrics(self) -> dict[str, float]:
-        """Numbers for /metrics by their final names."""
+        """Returns the cluster's metrics by their final names."""
         return about.metrics(self.plane, self._router.machine, self.hosted_requests, self.requests.forecast)
 
     def describe(self) -> dict[str, Any]:
-        """Members, leader, epoch and plan, for /health."""
+        """Returns members, leader, epoch and plan, for /health."""
         return about.describe(self.plane, self._engine.seen, self._router.machine.own_load())
 
     def serve(self, question: Question[ControlMessage]) -> Answer[ControlMessage]:
-        """Answers what another front has for our engine, or its engine for us. Raises PeerError, WireError."""
+        """Answers another front's question or forwarded frame. Raises PeerError, WireError."""
         if isinstance(question.message, SnapshotRequest):
-            return Answer(self._snapshots.answer())
+            return Answer(self._snapshots.own_snapshot())
         if isinstance(question.message, StoreLocationRequest):
             return Answer(self._engine.store_at(self._store, shared=self.settings.share_experts))
         if isinstance(question.message, LostRequestsQuery):
             if question.message.engine != self._connection.place:
                 raise PeerRefused("that engine is no more")
-            missing = self.hosted_requests.missing(question.peer, question.boot, question.message.requests)
+            missing = self.hosted_requests.find_missing(question.peer, question.boot, question.message.requests)
             return Answer(LostRequestsReply(missing))
         if len(question.tensors) != 1:
             raise PeerRefused("a message without its frame")
@@ -225,7 +225,7 @@ class ClusterFront:
                     return self._host(question, submit, question.message.offer)
                 case FetchPrefixKV() as pull:
                     self.check_room()
-                    self.hosted_requests.pull(question.peer, question.boot, pull)
+                    self.hosted_requests.fetch(question.peer, question.boot, pull)
                     return Answer(FrameAccepted())
                 case Cancel() as cancel:
                     self.hosted_requests.cancel(question.peer, question.boot, cancel.request, cancel.attempt)
@@ -233,7 +233,7 @@ class ClusterFront:
         raise PeerRefused("a frame of another kind")
 
     def check_room(self) -> None:
-        """Raises PeerBusy where our engine takes no request of another front."""
+        """Raises PeerBusy if this box has no room for another front's request."""
         load = self._router.machine.own_load()
         if load is None or load.requests >= load.capacity or self._router.draining:
             raise PeerBusy("there is no room for another request here")
@@ -241,18 +241,18 @@ class ClusterFront:
     # --- the others -------------------------------------------------------------------------------------------
 
     def on_members_changed(self) -> None:
-        """Acts on what has changed, or may have, about members or their engines."""
+        """Tells the engine and the requests of members that came, went or changed their engine."""
         self._news.set()
         self._tell_peers()
         boots = {member.peer.node: member.boot for member in self.plane.state.members}
-        self.hosted_requests.keep(boots)
+        self.hosted_requests.keep_fronts(boots)
         self._engine.keep_links(boots)
         if (places := set(self.requests.others())) != self._known:
             self._known = places
             self._router.handle(EnginesChanged())
 
     def _announce(self) -> None:
-        engine = self._engine.card(self.settings.share_experts)
+        engine = self._engine.description(self.settings.share_experts)
         self.plane.set_announcement(msgspec.structs.replace(self.plane.announcement, engine=engine))
 
     def _tell_peers(self) -> None:
@@ -263,18 +263,18 @@ class ClusterFront:
             self._peers = peers
 
     def on_beat(self, node: str, beat: Heartbeat) -> None:
-        """Takes note of how another box says that it is."""
+        """Updates another box's load, and the leader's secret."""
         self.requests.on_beat(node, beat)
         if beat.secret and node == self.plane.leader and beat.secret != self.requests.keys.secret:
             self.requests.keys.secret = beat.secret
             self.requests.meter.forget()
 
     def report(self) -> BoxReport | None:
-        """Returns what the leader is told; None until our engine has said what its requests choose."""
+        """Returns the report to the leader; None before the engine's first ExpertActivity."""
         return self._engine.report()
 
     def follow_plan(self, plan: PlacementPlan) -> None:
-        """Has our engine go by this plan."""
+        """Sends a placement plan to the engine."""
         listening = self._engine.listening
         if listening is not None and self.settings.share_experts and plan.model == listening.model.digest:
             ref = self.plane.state.plans.ref

@@ -1,7 +1,7 @@
-"""What engines show of themselves, ours and other boxes', while somebody looks.
+"""Collects snapshots of engines, this box's and others', while a client watches.
 
-Looking asks our engine and the other boxes' fronts for more, at most once a second; nothing is asked for while nobody
-looks. Of a box that shows nothing, what it has announced is shown.
+Each call asks the engine and the other fronts for new snapshots, at most once a second. A box without one is shown by
+its announcement.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from edgemoe.types.snapshot import ELSEWHERE, IN_RAM, MAX_CELLS, NO_EXPERT, ON_D
 
 log = logging.getLogger(__name__)
 ASK_EVERY_S, ASK_S = 1.0, 2.0
-OLD_S = 5.0  # after which what was seen is not shown any more
+OLD_S = 5.0  # after which a snapshot is not shown any more
 
 
 class ClusterSnapshots:
-    """One owner, one event loop. Ours is the box with the empty name where there is no cluster."""
+    """Owns the latest snapshot of each box. Outside a cluster this box's name is empty."""
 
     def __init__(self, door: EngineConnection, now: Callable[[], float] = time.monotonic) -> None:
         self._door, self._now = door, now
@@ -37,15 +37,15 @@ class ClusterSnapshots:
         self._seen: dict[str, tuple[float, EngineSnapshot]] = {}  # by node: when, what
 
     def join(self, plane: ControlPlane) -> None:
-        """Looks at the other boxes, too, from now on."""
+        """Shows the other boxes too from now on."""
         self._plane = plane
 
-    def note(self, seen: SnapshotReply) -> None:
-        """Takes what our engine shows."""
+    def on_own_snapshot(self, seen: SnapshotReply) -> None:
+        """Keeps the engine's latest snapshot."""
         self._keep(self._node, seen)
 
-    def look(self) -> list[BoxSnapshot]:
-        """Returns what is known of each box, ours first, and asks for more."""
+    def latest(self) -> list[BoxSnapshot]:
+        """Returns the latest snapshot of each box, this one first, and asks for new ones."""
         self._ask()
         self._ask_others()
         snapshots = [BoxSnapshot(self._node, self._fresh(self._node))]
@@ -57,11 +57,11 @@ class ClusterSnapshots:
         return snapshots
 
     async def reach(self) -> list[dict[str, Any]]:
-        """Returns which ports of other boxes answer, which of ours do there, and how their clocks are."""
+        """Returns the results of probing ports and clocks between this box and the others."""
         return await self._plane.port_prober.probe_all() if self._plane is not None else []
 
-    def answer(self) -> SnapshotReply:
-        """Returns what another front is shown of our engine, which is asked for more."""
+    def own_snapshot(self) -> SnapshotReply:
+        """Returns this box's latest snapshot for another front, and asks the engine for a new one."""
         self._ask()
         return SnapshotReply(self._fresh(self._node))
 
@@ -107,7 +107,7 @@ class ClusterSnapshots:
 
 
 def announced(engine: EngineDescription) -> EngineSnapshot:
-    """Returns what a box has announced of its engine: what is on its disk, and what is at home in its RAM."""
+    """Returns the snapshot that follows from a box's announcement: experts on its disk and at home in its RAM."""
     layers, experts = engine.layers, engine.experts
     nothing = EngineSnapshot(layers=layers, experts=experts, cells=b"")
     if layers * experts > MAX_CELLS:

@@ -1,4 +1,4 @@
-"""The cluster in plain words and numbers, for /health, /metrics and `edgemoe status --cluster`."""
+"""Describes the cluster for /health, /metrics and `edgemoe status --cluster`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STATES: tuple[State, ...] = ("here", "gone", "leaving", "refused")
 
 
 def state_of(members: Members, member: Member) -> State:
-    """Returns how another box is."""
+    """Returns the state of another box."""
     if member.refusal:
         return "refused"
     if not members.is_alive(member.peer.node):
@@ -30,7 +30,7 @@ def state_of(members: Members, member: Member) -> State:
 
 
 def describe(plane: ControlPlane, seen: Mapping[str, PeerLinkMeasured], load: EngineLoad | None) -> dict[str, Any]:
-    """`seen` are the links between our engine and others', by node; `load` is our engine's."""
+    """Returns the body for /health. `seen` has the engine's links by node; `load` is this engine's."""
     plan, ref, agreed = plane.state.plans.plan, plane.state.plans.ref, plane.agreed
     digest = ref.digest if ref is not None else ""
     return {
@@ -53,7 +53,7 @@ def describe(plane: ControlPlane, seen: Mapping[str, PeerLinkMeasured], load: En
 def metrics(
     plane: ControlPlane, requests: RequestStateMachine, hosted_requests: HostedRequests, forecast: Mapping[str, int]
 ) -> dict[str, float]:
-    """Returns numbers for /metrics by their final names."""
+    """Returns the cluster's metrics by their final names."""
     state, queue, fitting = plane.state, plane.desk.queue, plane.desk.fitting
     clusters = fitting.fitted if fitting is not None else None
     plan = state.plans.plan
@@ -127,7 +127,7 @@ def _box(node: str, state: State, card: Announce | None, plans: PlanStore) -> di
 
 
 def _moves(node: str, engine: EngineDescription | None, plans: PlanStore) -> dict[str, int]:
-    """Counts experts that the box has not yet said are pinned, and those that it will give up for it."""
+    """Counts the experts that the box must still pin, and the experts that it will give up for them."""
     plan, ref = plans.plan, plans.ref
     if plan is None or ref is None or node not in plan.nodes:
         return {"to_come": 0, "to_go": 0}

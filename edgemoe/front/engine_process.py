@@ -1,4 +1,4 @@
-"""One incarnation of the engine: a child process in its own group, and what it has said so far."""
+"""Runs one incarnation of the engine as a child process in its own group, and keeps its latest messages."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ from edgemoe.telemetry.log import goes_to_journal
 from edgemoe.wire.protocol import PROTOCOL_VERSIONS
 
 log = logging.getLogger(__name__)
-LOOK_S = 0.25  # between two looks at an engine
+LOOK_S = 0.25  # between two checks of an engine
 STALLED_S = 3.0  # without a message from an engine that is ready: six of its Stats are missing
 SILENCE_S = 20.0  # without a message from an engine that is ready
-LOADING_SILENCE_S = 300.0  # without one from an engine that is coming up
-LOADING_STILL_S = 900.0  # that loading may stay where it is, in the phase and in its share
+LOADING_SILENCE_S = 300.0  # without a message from an engine that is loading
+LOADING_STILL_S = 900.0  # without progress of loading
 LOADING_LOG_S = 10.0  # between two lines in the log about one phase of loading
-LAST_WORDS_S = 1.0  # that what an engine said before its end may take to be read
-STEP_S = 180.0  # that a step may stay in one layer before its thread is taken to hang
+LAST_WORDS_S = 1.0  # for messages that an engine sent before its end
+STEP_S = 180.0  # that a step may stay in one layer before it counts as hanging
 FRONTS_OWN = ("NOTIFY_", "WATCHDOG_", "LISTEN_")  # between the front and the service manager
-STOP_S = 5.0  # that an engine has to exit once it is told to
+STOP_S = 5.0  # that an engine has to exit after Stop
 READ_BYTES = 64 << 10
 
 
 class EngineProcess:
-    """A running engine process."""
+    """An engine process and its latest messages."""
 
     def __init__(self, process: asyncio.subprocess.Process, boot_id: str, place: LoadingPlace | None = None) -> None:
         self.boot_id = boot_id
@@ -59,7 +59,7 @@ class EngineProcess:
         self.failed: Failed | None = None
         self.stats = Stats(values={})
         self.heard = self._looked = self._started = time.monotonic()
-        self._moved = self._phase_began = self._started  # when loading last came on, and began its phase
+        self._moved = self._phase_began = self._started  # times of the last progress and of the phase's beginning
         self._logged = 0.0
         self._place = place
         self._reloaded: asyncio.Future[Reloaded] | None = None
@@ -70,7 +70,7 @@ class EngineProcess:
 
     @classmethod
     async def start(cls, command: Sequence[str], settings: Settings, address: str) -> EngineProcess:
-        """Starts `command` in a process group of its own and hands it its Boot. Its stderr goes through ours."""
+        """Starts `command` in its own process group and writes its Boot to it. Its stderr is copied to ours."""
         values = msgspec.to_builtins(settings)
         with contextlib.ExitStack() as ends:
             place = LoadingPlace()
@@ -97,14 +97,14 @@ class EngineProcess:
         engine = cls(process, boot.boot_id, place)
         engine.copy_errors(errors)
         assert process.stdin is not None
-        with contextlib.suppress(ConnectionError):  # it has died already, which `ended` will tell
+        with contextlib.suppress(ConnectionError):  # it has died already; `ended` returns its death
             process.stdin.write(msgspec.json.encode(boot))
             await process.stdin.drain()
         process.stdin.close()
         return engine
 
     def copy_errors(self, errors: Any) -> None:
-        """Starts to copy what the engine writes to its stderr."""
+        """Starts to copy the engine's stderr."""
         self._copying = asyncio.create_task(self._copy(errors), name="engine's stderr")
 
     async def _copy(self, errors: Any) -> None:
@@ -114,13 +114,13 @@ class EngineProcess:
         transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), errors)
         try:
             while data := await reader.read(READ_BYTES):
-                _write_error(self._lines.take(data))
+                _write_error(self._lines.add(data))
             _write_error(self._lines.finish())
         finally:
             transport.close()
 
-    def note(self, message: FromEngine | None) -> Emissions | Ready | SnapshotReply | ToCluster | None:
-        """Remembers what the engine says of itself, None where it is unreadable; returns what is for others."""
+    def on_message(self, message: FromEngine | None) -> Emissions | Ready | SnapshotReply | ToCluster | None:
+        """Keeps a message about the engine itself; returns any other message. None was unreadable."""
         self.heard = time.monotonic()
         match message:
             case Loading():
@@ -151,7 +151,7 @@ class EngineProcess:
         self.loading = loading
 
     def describe_loading(self) -> dict[str, Any] | None:
-        """Returns how far it has come; None of one that is ready, or has ended."""
+        """Returns the progress of loading; None once the engine is ready or has ended."""
         if self.ready is not None or self.process.returncode is not None:
             return None
         now, at = time.monotonic(), self.loading
@@ -164,7 +164,7 @@ class EngineProcess:
         }
 
     def log_loading(self) -> None:
-        """Logs how far loading has come, while it stays in one phase for long."""
+        """Logs the progress of a long phase of loading."""
         now, at = time.monotonic(), self.loading
         if self.ready is None and now - max(self._phase_began, self._logged) > LOADING_LOG_S:
             self._logged = now
@@ -173,18 +173,18 @@ class EngineProcess:
 
     @property
     def serving(self) -> bool:
-        """Returns whether it takes requests: ready, and not known to have died."""
+        """Returns whether the engine takes requests: it is ready, and not known to have died."""
         return self.ready is not None and self.process.returncode is None and not self._killed
 
     @property
     def stalls(self) -> bool:
-        """Returns whether it is silent for longer than one that works, and not long enough to be taken to hang."""
+        """Returns whether the engine is silent for longer than usual, though not long enough to count as hanging."""
         return time.monotonic() - self.heard > STALLED_S
 
-    def hangs(self) -> str:
-        """Returns why the engine is taken to hang; empty while it is not. Asked at each look.
+    def hang_reason(self) -> str:
+        """Returns the reason to take the engine for hanging; "" while there is none. Called every LOOK_S.
 
-        By how much a look is late this process did not run, stopped or starved: that is no silence of the engine's.
+        A late call means that this process did not run; that time does not count as silence of the engine.
         """
         now = time.monotonic()
         late_s = max(0.0, now - self._looked - 2 * LOOK_S)
@@ -200,9 +200,9 @@ class EngineProcess:
         return ""
 
     async def ended(self) -> Death:
-        """Waits for the process to end; how it ended."""
+        """Waits for the process to end. Returns its death."""
         code = await self.process.wait()
-        if code > 0 and self.failed is None:  # what it posted before may be on its way
+        if code > 0 and self.failed is None:  # its last messages may be on their way
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LAST_WORDS_S):
                     await self._told_failed.wait()
@@ -214,8 +214,8 @@ class EngineProcess:
             return await self._death(name, f"killed by {name}")
         return await self._death(f"exit status {code}", f"exit status {code}")
 
-    async def hung(self, why: str) -> Death:
-        """Returns the end of one that is taken to hang."""
+    async def death_by_hanging(self, why: str) -> Death:
+        """Returns the death of an engine that hangs."""
         return await self._death("hang", why)
 
     async def _death(self, kind: str, how: str) -> Death:
@@ -225,7 +225,7 @@ class EngineProcess:
             kind=kind,
             how=how,
             phase="" if self.ready else self._last_phase(),
-            lines=self._lines.told(),
+            lines=self._lines.last_errors(),
             fatal=self.failed is not None and self.failed.fatal,
         )
 
@@ -235,12 +235,12 @@ class EngineProcess:
         return written or (f"{at.phase}: {at.detail}" if at.detail else at.phase)
 
     async def next_reloaded(self) -> Reloaded:
-        """Returns the next thing that it says of having loaded something again."""
+        """Returns the engine's next Reloaded message."""
         self._reloaded = asyncio.get_running_loop().create_future()
         return await self._reloaded
 
     async def exits(self, within_s: float) -> None:
-        """Waits for the process to end, and kills it where it does not in time."""
+        """Waits for the process to end, and kills it after `within_s`."""
         try:
             async with asyncio.timeout(within_s):
                 await self.process.wait()
@@ -251,13 +251,13 @@ class EngineProcess:
             await self.process.wait()
 
     def kill(self) -> None:
-        """Has the process and everything it has started end, which one that waits for a disk or a driver does later."""
+        """Kills the process and its children. A process that waits for a disk or a driver ends later."""
         self._killed = True
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
     async def gone(self, within_s: float) -> bool:
-        """Waits for a killed process to end; returns whether it has."""
+        """Waits for a killed process to end. Returns whether it has ended."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within_s):
                 await self.process.wait()
@@ -271,13 +271,13 @@ class EngineProcess:
 
 
 class LoadingPlace:
-    """Memory shared with an engine, which writes there where its loading is: no death comes before that is read."""
+    """Shared memory into which an engine writes its phase of loading, readable even after a sudden death."""
 
     def __init__(self) -> None:
         self.fd = os.memfd_create("edgemoe-loading", os.MFD_CLOEXEC)
 
     def read(self) -> str:
-        """Returns what the engine wrote last; "" where it wrote nothing."""
+        """Returns the phase that the engine wrote last; "" for none."""
         if self.fd < 0:
             return ""
         return os.pread(self.fd, PLACE_BYTES, 0).rstrip(b"\0").decode("utf-8", "replace")
@@ -290,7 +290,7 @@ class LoadingPlace:
 
 
 def _environment(front: Mapping[str, str], stderr: int) -> dict[str, str]:
-    """Returns the engine's environment. What it writes to `stderr` goes to the journal where ours does."""
+    """Returns the engine's environment. Its `stderr` goes to the journal if ours does."""
     env = {key: value for key, value in front.items() if not key.startswith(FRONTS_OWN)}
     with contextlib.suppress(OSError, ValueError):  # there is no stderr
         if goes_to_journal(front):

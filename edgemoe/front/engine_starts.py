@@ -1,6 +1,6 @@
-"""How an engine ended, in words: the signal or exception, the phase, its last lines of stderr, and what to do.
+"""Describes how engines ended, and decides when the next is started.
 
-`FailedStarts` counts the engines that ended before one ever served, and says when another start would end alike.
+`FailedStarts` counts engines that died before any served; `RestartBackoff` spaces restarts afterwards.
 """
 
 from __future__ import annotations
@@ -8,18 +8,25 @@ from __future__ import annotations
 import re
 from collections import Counter, deque
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+from edgemoe.config.settings import ServiceSettings
+from edgemoe.errors import EngineUnavailable
+
+FIRST_DELAY_S = 0.1  # before a second start; doubles with each death within the window
+LONGEST_DELAY_S = 15.0
+WINDOW_S = 300.0  # in which deaths count
+DOUBLINGS = 10  # bound of the exponent
 KEPT_LINES, LINE_CHARS = 100, 500  # of stderr
 TOLD_LINES, TOLD_CHARS = 4, 240  # of those, in a message
-ALIKE = 3  # deaths of one signal, exception or phase after which another start is taken to end alike
+ALIKE = 3  # deaths of one signal, exception or phase, after which no start is tried
 LONGEST_BYTES = 64 << 10  # of a line
 LOGGED = re.compile(r'<[0-7]>|\d{4}-\d\d-\d\dT\S+ [A-Z]+ |\{"time": ')
 DETAIL = re.compile(
     r'<[4-7]>|\d{4}-\d\d-\d\dT\S+ (DEBUG|INFO|WARNING) |\{"time": "[^"]*", "level": "(debug|info|warning)"'
 )
 JOURNAL_PREFIX = re.compile(r"^<[0-7]>")
-FAULT = "Fatal Python error: "  # begins what faulthandler writes
+FAULT = "Fatal Python error: "  # first line of a faulthandler dump
 
 REPORT = "this is a fault of edgemoe: report it with the engine's lines in the log and `edgemoe doctor --json`"
 REMEDIES = {
@@ -35,18 +42,18 @@ AGAIN = "`edgemoe reload`, a changed setting of the engine, or a restart of the 
 
 
 class LastLines:
-    """The last lines of a process's stderr. Lines and their lengths are bounded.
+    """The last lines of a process's stderr, bounded in number and length.
 
-    Of what faulthandler writes of all threads, two lines are kept: the fault, and where its thread was.
+    Of a faulthandler dump it keeps two lines: the fault and the first frame of its thread.
     """
 
     def __init__(self) -> None:
         self._lines: deque[str] = deque(maxlen=KEPT_LINES)
-        self._begun = b""  # a line whose end has not come
+        self._begun = b""  # an incomplete line
         self._faulted = self._frame_follows = False
 
-    def take(self, data: bytes) -> bytes:
-        """Takes what was read; returns the lines that it completes. A line of 64 KiB counts as complete."""
+    def add(self, data: bytes) -> bytes:
+        """Adds bytes that were read. Returns the completed lines; 64 KiB without an end count as a line."""
         whole, end, begun = (self._begun + data).rpartition(b"\n")
         if len(begun) > LONGEST_BYTES:
             whole, end, begun = whole + end + begun, b"", b""
@@ -55,13 +62,13 @@ class LastLines:
         return whole + end
 
     def finish(self) -> bytes:
-        """Takes a last line that has no end; returns it."""
+        """Completes and returns the last line, which has no end."""
         begun, self._begun = self._begun, b""
         self._keep(begun)
         return begun
 
-    def told(self) -> tuple[str, ...]:
-        """Returns the few lines that say why it ended: none of the log below errors."""
+    def last_errors(self) -> tuple[str, ...]:
+        """Returns the last few lines, without log lines below the level of errors."""
         chosen = [line for line in self._lines if not DETAIL.match(line)]
         return tuple(JOURNAL_PREFIX.sub("", line).strip()[:TOLD_CHARS] for line in chosen[-TOLD_LINES:])
 
@@ -80,48 +87,48 @@ class LastLines:
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """How one engine ended."""
+    """The death of one engine."""
 
     kind: str  # a signal's or exception's name, "exit status N", "hang" or "spawn"
     how: str  # "killed by SIGABRT"
     phase: str = ""  # of loading; "" of an engine that was ready
     lines: tuple[str, ...] = ()
-    fatal: bool = False  # an error of edgemoe's own, which says what to do: another start would end alike
+    fatal: bool = False  # an error of edgemoe's own with its remedy; another start would fail alike
 
     @property
     def said(self) -> str:
-        """Returns how it ended, and in which phase."""
+        """Returns the cause of death with the phase of loading, if any."""
         return f"{self.how} (in the phase {self.phase})" if self.phase and not self.fatal else self.how
 
     @property
     def remedy(self) -> str:
-        """Returns what to do about it."""
+        """Returns the remedy for this kind of death."""
         return "" if self.fatal else REMEDIES.get(self.kind, REPORT)
 
 
 class FailedStarts:
-    """The deaths of engines before one ever served."""
+    """The deaths of engines before any engine served."""
 
     def __init__(self, most: int) -> None:
-        """`most` is how many may die, however they do."""
+        """`most` bounds the deaths of any kind."""
         self._most = most
         self._deaths: list[Death] = []
 
-    def end_with(self, death: Death) -> bool:
-        """Counts a death. Returns whether that ends the trying: it is fatal, the third alike, or one too many."""
+    def count_death(self, death: Death) -> bool:
+        """Counts a death. Returns whether to stop trying: it is fatal, the third alike, or one too many."""
         self._deaths.append(death)
         return death.fatal or self.alike >= ALIKE or len(self._deaths) > self._most
 
     @property
     def alike(self) -> int:
-        """Returns how many deaths have the signal, the exception or the phase of the last one."""
+        """Counts the deaths with the signal, the exception or the phase of the last one."""
         last = self._deaths[-1]
         kinds, phases = (Counter(words) for words in zip(*((one.kind, one.phase) for one in self._deaths), strict=True))
         return max(kinds[last.kind], phases[last.phase])
 
     @property
     def reason(self) -> str:
-        """Returns why no further start is tried: the last death's words, and what to do."""
+        """Returns the reason why no start is tried: the last death and its remedy."""
         last, times = self._deaths[-1], len(self._deaths)
         often = "" if times == 1 else f", {times} times"
         said = f"the engine cannot start: {last.said}{often}"
@@ -130,7 +137,7 @@ class FailedStarts:
         return f"{said}. {_sentence(last.remedy)}{AGAIN}"
 
     def describe(self) -> dict[str, Any]:
-        """Returns the same in parts, for /health."""
+        """Returns the parts of `reason` for /health."""
         last = self._deaths[-1]
         return {
             "reason": self.reason,
@@ -140,6 +147,45 @@ class FailedStarts:
             "remedy": last.remedy,
             "deaths": len(self._deaths),
         }
+
+
+class Pause(NamedTuple):
+    """The wait before the next start."""
+
+    delay_s: float
+    gives_up: bool  # requests are refused until then
+
+
+class RestartBackoff:
+    """Counts the deaths within the window for which no request was blamed."""
+
+    def __init__(self, service: ServiceSettings) -> None:
+        self._service = service
+        self._deaths: deque[float] = deque()
+        self._blamed = 0  # requests blamed before the last death
+
+    def after_death(self, now: float, blamed: int) -> Pause:
+        """Returns a wait that doubles with each death; after too many deaths, until the window has moved on.
+
+        `blamed` counts the requests that were given up so far because engines died of them.
+        """
+        service, deaths = self._service, self._deaths
+        if blamed != self._blamed:  # a request explained the deaths before
+            self._blamed = blamed
+            deaths.clear()
+        deaths.append(now)
+        while deaths and deaths[0] < now - WINDOW_S:
+            deaths.popleft()
+        delay_s = min(LONGEST_DELAY_S, FIRST_DELAY_S * 2.0 ** min(len(deaths) - 1, DOUBLINGS))
+        if len(deaths) > service.max_restarts:
+            return Pause(max(LONGEST_DELAY_S, deaths[0] + WINDOW_S - now), gives_up=True)
+        return Pause(delay_s, gives_up=False)
+
+
+def keeps_failing(why: str, left_s: float) -> EngineUnavailable:
+    """Returns the error for clients while the next start is `left_s` away."""
+    reason = f"the engine keeps failing ({why}) and is started again in {left_s:.0f} s; see the log"
+    return EngineUnavailable(reason, code="engine_failed", retry_after_s=left_s)
 
 
 def _sentence(words: str) -> str:

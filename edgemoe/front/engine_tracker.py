@@ -1,4 +1,4 @@
-"""This front's own engine: the way to it, and what it has said of itself, put for the other boxes."""
+"""Sends messages to this box's engine, and describes the engine to the other boxes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class EngineConnection:
-    """Hands messages to `engine`, which the supervisor replaces; None while there is none."""
+    """The way to the engine process. The supervisor replaces `engine`; None while there is none."""
 
     def __init__(self, wire: FrontEnd) -> None:
         self.wire = wire
@@ -28,15 +28,15 @@ class EngineConnection:
 
     @property
     def place(self) -> str:
-        """Returns the engine's name as a place for requests; "" while it takes none."""
+        """Returns the engine's boot id; "" while it takes no requests."""
         return self.engine.boot_id if self.engine is not None and self.engine.serving else ""
 
     def send(self, message: ToEngine) -> bool:
-        """Hands a message to the engine; false where none takes requests."""
+        """Sends a message to an engine that takes requests; False if there is none."""
         return self.engine is not None and self.engine.serving and self.tell(message)
 
     def tell(self, message: ToEngine) -> bool:
-        """Hands a message to the engine, ready or not; false where there is none."""
+        """Sends a message to the engine, ready or not; False if there is none."""
         if self.engine is None or self.engine.process.returncode is not None:
             return False
         try:
@@ -48,21 +48,21 @@ class EngineConnection:
 
 
 class EngineTracker:
-    """The incarnation that spoke last; nothing is known of it until it listens."""
+    """Tracks the present incarnation of the engine from its messages."""
 
     def __init__(self) -> None:
         self.boot = ""
         self.listening: ChannelsOpened | None = None
         self.holds: HeldExperts | None = None
-        self.seen: dict[str, PeerLinkMeasured] = {}  # its links to other engines, by node
+        self.seen: dict[str, PeerLinkMeasured] = {}  # links to other engines, by node
         self.activity: ExpertActivity | None = None
 
-    def listens(self, boot: str, listening: ChannelsOpened) -> None:
-        """Takes note of an incarnation that has opened its channels."""
+    def on_channels_opened(self, boot: str, listening: ChannelsOpened) -> None:
+        """Starts to track an incarnation that has opened its channels."""
         self.boot, self.listening, self.holds, self.activity = boot, listening, None, None
 
     def store_at(self, store: str, *, shared: bool) -> StoreLocationReply:
-        """Returns where the pieces of the store in that folder are to be had. Raises PeerBusy, PeerRefused."""
+        """Returns the address and name of this box's store for copying. Raises PeerBusy, PeerRefused."""
         if not shared:
             raise PeerRefused("this box shares nothing (cluster.share_experts)")
         if self.listening is None:
@@ -72,17 +72,17 @@ class EngineTracker:
             bulk_port=self.listening.bulk_port, model=model.digest, name=model.id[:256], store=name[:255]
         )
 
-    def ended(self) -> None:
-        """Forgets what one that has ended held."""
+    def on_engine_ended(self) -> None:
+        """Forgets an incarnation that has ended."""
         self.boot, self.listening, self.holds, self.activity = "", None, None, None
         self.seen.clear()
 
     def keep_links(self, nodes: Container[str]) -> None:
-        """Forgets its links to all other boxes."""
+        """Forgets the links to all boxes but these."""
         self.seen = {node: seen for node, seen in self.seen.items() if node in nodes}
 
-    def card(self, shares: bool) -> EngineDescription | None:
-        """Returns what the others are told of it; None until it has said where it listens and what it holds."""
+    def description(self, shares: bool) -> EngineDescription | None:
+        """Returns the engine's description; None until its channels and its held experts are known."""
         if (ports := self.listening) is None or (holds := self.holds) is None:
             return None
         model = ports.model
@@ -106,7 +106,7 @@ class EngineTracker:
         )
 
     def report(self) -> BoxReport | None:
-        """Returns what the leader is told of it; None until it has said what its requests choose."""
+        """Returns the report to the leader; None before the engine's first ExpertActivity."""
         if (listening := self.listening) is None or (activity := self.activity) is None:
             return None
         links = [LinkReport(seen.node, seen.latency_s, seen.bytes_per_s, seen.unit_s) for seen in self.seen.values()]
@@ -126,19 +126,19 @@ class EngineTracker:
 
 
 def is_handed_over(plane: ControlPlane) -> bool:
-    """Returns whether the boxes that stay hold every expert that ours holds, or there is none."""
+    """Returns whether the staying boxes hold all experts of this box, or there are no such boxes."""
     members = plane.state.members
     announced = [m.announcement for m in members if m.announcement is not None and members.is_alive(m.peer.node)]
     return all_held(plane.announcement.engine, [each.engine for each in announced if not each.leaving])
 
 
 def all_held(ours: EngineDescription | None, others: Iterable[EngineDescription | None]) -> bool:
-    """Returns whether others' engines hold every expert that ours holds, or there is no other to hold any."""
+    """Returns whether the other engines hold all experts of ours, or there is no other engine."""
     cards = list(others)
     there = functools.reduce(operator.or_, map(_experts, cards), 0)
     return not any(cards) or not _experts(ours) & ~there
 
 
 def _experts(engine: EngineDescription | None) -> int:
-    """Those that an engine can hand out, as bits."""
+    """Returns the experts that an engine holds, as bits."""
     return 0 if engine is None else int.from_bytes(engine.disk, "little") | int.from_bytes(engine.ram, "little")

@@ -1,12 +1,8 @@
-"""Other boxes' requests on this box's engine. Their fronts own them: here they are passed in and their tokens out.
+"""Passes other fronts' requests to this box's engine, and their tokens back. Those fronts own the requests.
 
-At the engine one is named "NODE/NUMBER", by the front that sent it and in the order of arrival. Tokens go back in
-order, each batch once the one before has arrived; what that front no longer waits for, it names in its answer. If it
-cannot be reached for GIVEN_UP_S, or comes back as another incarnation, its requests end here: it has forgotten them, or
-has them elsewhere, or asks for them (`missing`) and runs them again.
-
-The blocks that a front has our engine fetch for a request that is to move here are such a thing too: they have a name
-of that kind, and end with that front.
+At the engine a request, or a fetch of KV blocks, is named "NODE/NUMBER" by its front and order of arrival. Tokens go
+back in batches, one after the other; the answer names the attempts that the front no longer wants. If a front is
+unreachable for GIVEN_UP_S, or returns as another incarnation, its requests end here.
 """
 
 from __future__ import annotations
@@ -44,7 +40,7 @@ log = logging.getLogger(__name__)
 GIVEN_UP_S = 5.0
 ASK_S, RETRY_S = 2.0, 0.1
 BATCH = 2000  # emissions in one message
-MOST_PULLS = 256  # of one front: far more than its requests that are to move here at once
+MAX_FETCHES = 256  # of one front: far more than its requests that may move here at once
 RequestNews = LastChunkStarted | PrefixKVFetched | PromptSignature | PrefixSignatureReply
 
 
@@ -62,8 +58,8 @@ class HostedRequest:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class HostedPull:
-    """Blocks that our engine fetches for one attempt at a request of another front."""
+class HostedFetch:
+    """A fetch of KV blocks for one attempt at a request of another front."""
 
     front: RemoteFront
     request: str
@@ -72,7 +68,7 @@ class HostedPull:
 
 @dataclass(slots=True, eq=False)
 class RemoteFront:
-    """One front, one incarnation of it, and its requests here."""
+    """One incarnation of another front, and its requests here."""
 
     node: str
     boot: str
@@ -82,7 +78,7 @@ class RemoteFront:
 
 
 class HostedRequests:
-    """One owner, one event loop."""
+    """Owns the requests of other fronts at this box's engine."""
 
     def __init__(
         self,
@@ -90,26 +86,26 @@ class HostedRequests:
         send: Callable[[ToEngine], bool],
         spawn: Callable[..., asyncio.Task[None]],
     ) -> None:
-        """`send` hands a message to our engine, `spawn` starts a task."""
+        """`send` hands a message to this box's engine; `spawn` starts a task."""
         self.served = 0
         self._channel, self._send, self._spawn = channel, send, spawn
         self._fronts: dict[str, RemoteFront] = {}
         self._hosted_requests: dict[str, HostedRequest] = {}  # by their names at our engine
-        self._pulls: dict[str, HostedPull] = {}  # likewise
+        self._fetches: dict[str, HostedFetch] = {}  # likewise
         self._numbers = itertools.count(1)
 
     def __len__(self) -> int:
         return len(self._hosted_requests)
 
     def held(self) -> Iterator[HeldRequest]:
-        """Returns those that run, and those that wait."""
+        """Yields the progress of each request."""
         for hosted in self._hosted_requests.values():
             yield HeldRequest(hosted.prompt_tokens, hosted.emitted, hosted.max_tokens)
 
     def submit(self, node: str, boot: str, message: Submit) -> None:
-        """Runs a request of that front, unless a later attempt of it is here.
+        """Submits a request of that front to the engine, unless a later attempt of it is here.
 
-        Raises PeerBusy where none can be run, PeerRefused where its user's name is too long or its grammar untried.
+        Raises PeerBusy if the engine takes none, PeerRefused if the user's name is too long or the grammar untried.
         """
         principal, user = _identity(node, message.request)
         if not message.request.sampling.is_grammar_tried:
@@ -136,17 +132,17 @@ class HostedRequests:
         front.hosted_requests[request.id] = self._hosted_requests[hosted.name] = hosted
 
     def cancel(self, node: str, boot: str, request: str, attempt: int) -> None:
-        """Cancels an attempt that its front no longer waits for, and what is fetched for it."""
+        """Cancels an attempt that its front no longer wants, and the fetch for it."""
         front = self._fronts.get(node)
         if front is None or front.boot != boot:
             return
         hosted = front.hosted_requests.get(request)
         if hosted is not None and hosted.attempt == attempt:
             self._end(hosted)
-        self._end_pulls_for(front, request, attempt)
+        self._end_fetches_for(front, request, attempt)
 
-    def missing(self, node: str, boot: str, requests: Iterable[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
-        """Returns those of the front's requests, by (request, attempt), that neither run nor are on their way back."""
+    def find_missing(self, node: str, boot: str, requests: Iterable[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
+        """Returns the front's (request, attempt) pairs that neither run here nor have tokens in the outbox."""
         front = self._fronts.get(node)
         here: set[tuple[str, int]] = set()
         if front is not None and front.boot == boot:
@@ -154,8 +150,8 @@ class HostedRequests:
             here |= {(emission.request, emission.attempt) for emission in front.outbox}
         return tuple(one for one in requests if one not in here)
 
-    def take(self, emissions: Sequence[Emission]) -> list[Emission]:
-        """Passes on what is for other fronts; returns the rest."""
+    def pass_on_emissions(self, emissions: Sequence[Emission]) -> list[Emission]:
+        """Passes on the emissions for other fronts; returns this front's."""
         ours = [one for one in emissions if "/" not in one.request]
         if len(ours) < len(emissions):
             for one in emissions:
@@ -164,66 +160,66 @@ class HostedRequests:
                     self._pass_on(hosted, msgspec.structs.replace(one, request=hosted.request))
         return ours
 
-    def pull(self, node: str, boot: str, message: FetchPrefixKV) -> None:
-        """Has our engine fetch the blocks of a request that this front means to hand over. Raises PeerBusy."""
+    def fetch(self, node: str, boot: str, message: FetchPrefixKV) -> None:
+        """Has the engine fetch the KV blocks of a request that may move here. Raises PeerBusy for too many fetches."""
         front, name = self._front_of(node, boot), f"{node}/{next(self._numbers)}"
-        self._end_pulls_for(front, message.request, message.attempt)
-        if sum(pull.front is front for pull in self._pulls.values()) >= MOST_PULLS:
-            raise PeerBusy(f"{MOST_PULLS} requests of that box are being fetched already")
+        self._end_fetches_for(front, message.request, message.attempt)
+        if sum(pull.front is front for pull in self._fetches.values()) >= MAX_FETCHES:
+            raise PeerBusy(f"{MAX_FETCHES} requests of that box are being fetched already")
         if not self._send(msgspec.structs.replace(message, request=name)):
             raise PeerBusy("no engine takes requests here now")
-        self._pulls[name] = HostedPull(front, message.request, message.attempt)
+        self._fetches[name] = HostedFetch(front, message.request, message.attempt)
 
-    def tell(self, message: RequestNews) -> bool:
-        """Passes on what is about a request of another front; returns False for one of our own."""
+    def pass_on_news(self, message: RequestNews) -> bool:
+        """Passes on news of another front's request; returns False for a request of this front."""
         if "/" not in message.request:
             return False
         pulled = isinstance(message, PrefixKVFetched)
-        about = self._pulls.pop(message.request, None) if pulled else self._hosted_requests.get(message.request)
+        about = self._fetches.pop(message.request, None) if pulled else self._hosted_requests.get(message.request)
         if about is not None:
-            self._spawn(self._tell(about.front, msgspec.structs.replace(message, request=about.request)))
+            self._spawn(self._send_news(about.front, msgspec.structs.replace(message, request=about.request)))
         return True
 
     def forget(self, node: str) -> None:
-        """Ends the requests of a front that has gone, or of whose incarnations another has come."""
+        """Ends the requests of a front that has gone or started again."""
         if (front := self._fronts.pop(node, None)) is not None:
             if front.sending is not None:
                 front.sending.cancel()
             for hosted in list(front.hosted_requests.values()):
                 self._end(hosted)
-            self._end_pulls(lambda pull: pull.front is front)
+            self._end_fetches(lambda pull: pull.front is front)
 
-    def keep(self, boots: Mapping[str, str]) -> None:
-        """Ends the requests of fronts that are not let in, or of another incarnation; "" where it is not known yet."""
+    def keep_fronts(self, boots: Mapping[str, str]) -> None:
+        """Ends the requests of fronts that are no members, or have another boot id. An unknown boot id is ""."""
         for node, front in list(self._fronts.items()):
             if node not in boots or boots[node] not in ("", front.boot):
                 self.forget(node)
 
-    def engine_ended(self) -> None:
-        """Their fronts notice by themselves, and have them run elsewhere."""
+    def on_engine_ended(self) -> None:
+        """Forgets all requests; their fronts notice the engine's end and run them elsewhere."""
         for node in list(self._fronts):
             self.forget(node)
 
     def _front_of(self, node: str, boot: str) -> RemoteFront:
-        """Returns that incarnation, and forgets any other."""
+        """Returns this incarnation of a front, and forgets any other."""
         front = self._fronts.get(node)
         if front is None or front.boot != boot:
             self.forget(node)
             front = self._fronts[node] = RemoteFront(node, boot)
         return front
 
-    def _end_pulls_for(self, front: RemoteFront, request: str, attempt: int) -> None:
-        self._end_pulls(lambda pull: (pull.front, pull.request, pull.attempt) == (front, request, attempt))
+    def _end_fetches_for(self, front: RemoteFront, request: str, attempt: int) -> None:
+        self._end_fetches(lambda pull: (pull.front, pull.request, pull.attempt) == (front, request, attempt))
 
-    def _end_pulls(self, unwanted: Callable[[HostedPull], bool]) -> None:
-        """Has our engine give these up."""
-        for name, pull in list(self._pulls.items()):
+    def _end_fetches(self, unwanted: Callable[[HostedFetch], bool]) -> None:
+        """Cancels the unwanted fetches at the engine."""
+        for name, pull in list(self._fetches.items()):
             if unwanted(pull):
-                del self._pulls[name]
+                del self._fetches[name]
                 self._send(Cancel(request=name, attempt=pull.attempt))
 
     def _end(self, hosted: HostedRequest) -> None:
-        """Has our engine forget it."""
+        """Cancels an attempt at the engine."""
         self._remove(hosted)
         self._send(Cancel(request=hosted.name, attempt=hosted.attempt))
 
@@ -240,8 +236,8 @@ class HostedRequests:
         if front.sending is None or front.sending.done():
             front.sending = self._spawn(self._deliver(front))
 
-    async def _tell(self, front: RemoteFront, message: RequestNews) -> None:
-        """Tells it until it has heard, as long as it is there."""
+    async def _send_news(self, front: RemoteFront, message: RequestNews) -> None:
+        """Sends news to a front until it answers, for GIVEN_UP_S."""
         frame, ends_s = encode(message), time.monotonic() + GIVEN_UP_S
         while self._fronts.get(front.node) is front:
             try:
@@ -282,9 +278,9 @@ class HostedRequests:
 
 
 def _identity(node: str, request: Request) -> tuple[str, str]:
-    """Returns how our engine names the principal and the user of a request of that box.
+    """Returns the principal and the user under which this box's engine counts a request of that box.
 
-    A front of an earlier release tells no principal: each of its users counts alone. Raises PeerRefused where a name
+    A front of an earlier release sends no principal: each of its users counts alone. Raises PeerRefused if a name
     would be too long.
     """
     principal, user = "", request.user
@@ -298,7 +294,7 @@ def _identity(node: str, request: Request) -> tuple[str, str]:
 
 
 def _too_large(emission: Emission, error: EdgemoeError) -> Emission:
-    """What its front is told instead of an emission that no message can carry."""
+    """Returns the error that replaces an emission too large for a message."""
     return Emission(
         request=emission.request,
         attempt=emission.attempt,

@@ -1,4 +1,4 @@
-"""Listening sockets, bound by us: a server left to itself makes a Unix socket 0666."""
+"""Opens listening sockets, since servers make Unix sockets 0666, and speaks with the service manager (systemd)."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ import grp
 import os
 import socket
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from edgemoe.durable import give_group, make_folder, open_kept, remove_file
 from edgemoe.errors import ServiceError
 
+FIRST_FD = 3  # of sockets that the service manager passes
 BACKLOG = 1024
 SOCKET_MODE = 0o660
-PATH_BYTES = 107  # sun_path, less its terminator
+PATH_BYTES = 107  # of sun_path without its terminator
 
 
 def unix_socket(path: Path, group: str = "") -> socket.socket:
     """Returns a listening socket at `path`, 0660, for `group` if one is named.
 
-    A socket file that nobody listens on is replaced. Raises ServiceError where one is in use, or is no socket.
+    A socket file without a listener is replaced. Raises ServiceError if it is in use, or is no socket.
     """
     if len(os.fsencode(path)) > PATH_BYTES:
         raise ServiceError(f"{path}: too long for a socket ({PATH_BYTES} bytes); set api.socket to a shorter path")
@@ -45,7 +46,7 @@ def unix_socket(path: Path, group: str = "") -> socket.socket:
 
 
 def bound_socket(address: str) -> socket.socket:
-    """Returns a socket that has HOST:PORT and does not listen yet. Raises ServiceError."""
+    """Returns a socket bound to HOST:PORT that does not listen yet. Raises ServiceError if it cannot be bound."""
     host, _, port = address.rpartition(":")
     bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
@@ -58,12 +59,12 @@ def bound_socket(address: str) -> socket.socket:
 
 
 def tcp_socket(address: str) -> socket.socket:
-    """Returns a listening socket at HOST:PORT. Raises ServiceError."""
+    """Returns a listening socket at HOST:PORT. Raises ServiceError if it is in use."""
     return listening(bound_socket(address), address)
 
 
 def listening(bound: socket.socket, address: str) -> socket.socket:
-    """Has the socket listen, and returns it. Raises ServiceError where another has come before."""
+    """Starts listening on the socket and returns it. Raises ServiceError if the address is in use."""
     try:
         bound.listen(BACKLOG)
     except OSError as error:
@@ -74,7 +75,7 @@ def listening(bound: socket.socket, address: str) -> socket.socket:
 
 @contextlib.contextmanager
 def sole_owner(directory: Path, remedy: str) -> Iterator[None]:
-    """Holds the lock of a runtime directory. Raises ServiceError, which ends on `remedy`, where another daemon does."""
+    """Holds the lock of a runtime directory. Raises ServiceError, ending with `remedy`, if another daemon holds it."""
     lock = open_kept(directory / "lock")
     try:
         try:
@@ -87,7 +88,7 @@ def sole_owner(directory: Path, remedy: str) -> Iterator[None]:
 
 
 def clear_path(path: Path) -> None:
-    """Removes a socket file that nobody listens on. Raises ServiceError where another daemon does, or it is none."""
+    """Removes a socket file without a listener. Raises ServiceError if it has one, or is no socket."""
     try:
         if not stat.S_ISSOCK(path.lstat().st_mode):
             raise ServiceError(f"{path}: is no socket, so it is left alone; set api.socket to another path")
@@ -109,3 +110,42 @@ def _group_id(name: str) -> int:
         return grp.getgrnam(name).gr_gid
     except KeyError:
         raise ServiceError(f"api.socket_group: there is no group {name!r} on this system") from None
+
+
+class Notifier:
+    """Notifies the service manager by sd_notify(3); does nothing without one."""
+
+    def __init__(self, env: Mapping[str, str]) -> None:
+        path = env.get("NOTIFY_SOCKET", "")
+        self._address = "\0" + path[1:] if path.startswith("@") else path
+        ours = env.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
+        self.watchdog_s = int(env.get("WATCHDOG_USEC", "0")) / 1e6 if ours else 0.0
+
+    @property
+    def is_heard(self) -> bool:
+        """Returns whether there is a service manager."""
+        return bool(self._address)
+
+    def tell(self, **fields: str) -> bool:
+        """Sends READY=1, STATUS=..., STOPPING=1, WATCHDOG=1 and the like; False if its queue is full."""
+        if not self._address:
+            return True
+        text = "\n".join(f"{key}={value}" for key, value in fields.items())
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+            sender.setblocking(False)
+            try:
+                sender.sendto(text.encode(), self._address)
+            except BlockingIOError:
+                return False
+        return True
+
+
+def passed_sockets(env: Mapping[str, str]) -> list[socket.socket]:
+    """Returns the listening sockets passed by the service manager (sd_listen_fds(3)), in its order."""
+    if env.get("LISTEN_PID") != str(os.getpid()):
+        return []
+    sockets = []
+    for fd in range(FIRST_FD, FIRST_FD + int(env.get("LISTEN_FDS", "0"))):
+        os.set_inheritable(fd, False)
+        sockets.append(socket.socket(fileno=fd))
+    return sockets

@@ -1,9 +1,8 @@
-"""The front's composition root: application, request log, engine supervision, signals, the service manager.
+"""Composes the front: application, requests, engine supervision, signals, the service manager.
 
-A life in order: runtime directory and its lock, sockets, tokenizer | the engine starts, HTTP serves | ready |
-SIGTERM: new requests are refused, running ones finish within `service.drain_s` | the engine stops, sockets close.
-A second signal skips the waiting. SIGHUP has the engine load its ScoutGate again; once the terminal is closed that the
-daemon was started from, it is as SIGTERM. Nothing imported here imports torch or numba (a test asserts it).
+Order: runtime directory and lock, sockets, tokenizer | engine starts, HTTP serves | ready | SIGTERM: running requests
+finish within `service.drain_s` | engine stops, sockets close. A second signal skips the waiting. SIGHUP reloads the
+ScoutGate, or stops once the starting terminal is closed. Nothing here imports torch or numba (a test asserts it).
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ from edgemoe.front.cluster_front import ClusterFront
 from edgemoe.front.cluster_snapshots import ClusterSnapshots
 from edgemoe.front.connections import Server
 from edgemoe.front.engine_tracker import EngineConnection
-from edgemoe.front.listen import bound_socket, clear_path, listening, sole_owner, unix_socket
-from edgemoe.front.notify import Notifier, passed_sockets
+from edgemoe.front.listen import Notifier, bound_socket, clear_path, listening, passed_sockets, sole_owner, unix_socket
 from edgemoe.front.request_router import RequestRouter
 from edgemoe.front.supervisor import Supervisor
 from edgemoe.guard import refuse_pickle
@@ -48,15 +46,15 @@ log = logging.getLogger(__name__)
 
 WORKER = (sys.executable, "-m", "edgemoe.worker")
 TICK_S = 1.0
-HAND_OVER_S = 15.0  # that other boxes have to fetch what only this one has, before it leaves
-LOADING_MARGIN_S = 60  # the service manager is told at each tick that loading, or draining, may take this much longer
+HAND_OVER_S = 15.0  # that other boxes have to fetch experts that only this box has
+LOADING_MARGIN_S = 60  # by which each tick extends the service manager's limit for loading or draining
 OPEN_FILES = 65536
 
 
 def reserve(settings: Settings, env: Mapping[str, str] = os.environ) -> socket.socket | None:
-    """Takes the TCP address of the settings, if they have one, before anything dear is done.
+    """Binds the TCP address of the settings, if any, before the expensive work.
 
-    Raises ServiceError where another has it, or another daemon runs with these settings.
+    Raises ServiceError if the address is in use, or another daemon runs with these settings.
     """
     with sole_owner(private_directory(Path(settings.service.runtime_dir)), _elsewhere(settings)):
         if "LISTEN_FDS" not in env:  # else the service manager holds the socket
@@ -71,10 +69,10 @@ def run(
     tcp: socket.socket | None = None,
     reread: Callable[[], Settings] | None = None,
 ) -> int:
-    """Serves the packed store at `settings.model.path` until told to stop; the exit status.
+    """Serves the packed store at `settings.model.path` until stopped. Returns the exit status.
 
-    `settings` have their paths filled in; `reread` returns them as they are now. `on_ready` is called once requests
-    are answered; `tcp` is what `reserve` returned. Raises ServiceError, CheckpointError where it cannot start.
+    `settings` have their paths filled in; `reread` reads them again. `on_ready` is called once requests are answered;
+    `tcp` comes from `reserve`. Raises ServiceError, CheckpointError if the front cannot start.
     """
     refuse_pickle()
     _raise_file_limit()
@@ -87,7 +85,7 @@ def run(
 
 
 class Front:
-    """One daemon. `serve` returns after `stop`."""
+    """One daemon; `serve` returns after `stop`."""
 
     def __init__(
         self,
@@ -112,7 +110,7 @@ class Front:
         self._stops = 0
         self._stopped = [asyncio.Event(), asyncio.Event()]  # drain, at once
         self._hung_up = asyncio.Event()
-        self._door: Path | None = None  # the Unix socket, where it is ours
+        self._socket_path: Path | None = None  # the Unix socket, where it is ours
 
     def stop(self) -> None:
         """Drains and then stops; called a second time, stops at once."""
@@ -120,7 +118,7 @@ class Front:
         self._stops += 1
 
     async def serve_with_signals(self) -> None:
-        """`serve`, with SIGTERM, SIGINT and the end of its terminal as `stop`, SIGHUP to load the ScoutGate again."""
+        """Serves; SIGTERM, SIGINT and the end of the terminal stop it, SIGHUP reloads the ScoutGate."""
         loop = asyncio.get_running_loop()
         ends_with_terminal = signal.getsignal(signal.SIGHUP) != signal.SIG_IGN and _has_terminal()  # else nohup
 
@@ -136,7 +134,7 @@ class Front:
         await self.serve()
 
     async def serve(self) -> None:
-        """Serves until `stop`. Raises ServiceError, CheckpointError (alone or in a group)."""
+        """Serves until `stop`. Raises ServiceError, CheckpointError, alone or in a group."""
         settings = self.settings
         runtime = private_directory(Path(settings.service.runtime_dir))
         with contextlib.ExitStack() as held:
@@ -151,7 +149,7 @@ class Front:
             snapshots = ClusterSnapshots(requests.connection)
             self.cluster = ClusterFront(settings, requests, snapshots) if settings.cluster.node else None
             self.supervisor = supervisor = Supervisor(settings, requests, self._command, snapshots, self.cluster)
-            supervisor.ends_when_fatal = not self._notifier.is_heard  # which would start it again and again
+            supervisor.ends_when_fatal = not self._notifier.is_heard  # else it would be restarted again and again
             supervisor.reread = self._reread or supervisor.reread
             self.api = api = Api(
                 settings.api,
@@ -176,12 +174,12 @@ class Front:
             http = tasks.create_task(server.run_until_stopped(), name="http")
 
             async def essential(work: Coroutine[Any, Any, None]) -> None:
-                """Does what the daemon cannot do without. Where it fails, clients are told why before all ends."""
+                """Runs work that the daemon needs. If it fails, clients get its error before the daemon ends."""
                 try:
                     await work
                 except Exception as error:
                     supervisor.stop(EngineUnavailable(f"the daemon ends: {error}"))
-                    self._close_door()
+                    self._remove_socket()
                     server.stop()
                     await asyncio.wait([http])
                     raise
@@ -200,7 +198,7 @@ class Front:
             self._notifier.tell(STOPPING="1", STATUS="finishing running requests")
             await _either(self._wind_down(supervisor), self._stopped[1].wait())
             supervisor.stop()
-            self._close_door()
+            self._remove_socket()
             server.stop()
             if self.api is not None:
                 await self.api.close()
@@ -211,7 +209,7 @@ class Front:
         log.info("stopped")
 
     async def _wind_down(self, supervisor: Supervisor) -> None:
-        """Hands over what other boxes lack, then finishes what runs."""
+        """Waits for other boxes to fetch missing experts, then for running requests."""
         if self.cluster is not None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(min(HAND_OVER_S, self.settings.service.drain_s)):
@@ -219,12 +217,12 @@ class Front:
         await supervisor.drain(self.settings.service.drain_s)
 
     async def _heartbeat(self, supervisor: Supervisor) -> None:
-        """Keeps the service manager informed: alive, ready, and what is going on."""
+        """Keeps the service manager informed that this process is alive, ready, or loading."""
         notified_ready, shown_ready, status_line = False, False, ""
         while True:
             fields = {"WATCHDOG": "1"}
             is_ready = supervisor.state == "ready"
-            if not notified_ready and (is_ready or supervisor.state == "failed"):  # requests are answered, if by errors
+            if not notified_ready and (is_ready or supervisor.state == "failed"):  # errors are answers too
                 fields["READY"] = "1"
             elif not notified_ready or self._stopped[0].is_set():
                 fields["EXTEND_TIMEOUT_USEC"] = str(LOADING_MARGIN_S * 1_000_000)
@@ -234,7 +232,7 @@ class Front:
                 notified_ready |= "READY" in fields
                 if is_ready and not shown_ready and self._on_ready is not None:
                     shown_ready = True
-                    with contextlib.suppress(OSError):  # whoever reads our output has gone, or its disk is full
+                    with contextlib.suppress(OSError):  # the reader of our output has gone, or its disk is full
                         self._on_ready()
             self._check(supervisor)
             await asyncio.sleep(until_tick(min(TICK_S, self._notifier.watchdog_s / 3 or TICK_S)))
@@ -255,21 +253,21 @@ class Front:
             self.integrity_errors += 1
             log.error("the front contradicts itself", extra={"error": str(error)})
 
-    def _close_door(self) -> None:
-        """Takes our own Unix socket away, so that nobody connects who would not be answered."""
-        if self._door is not None:
-            remove_file(self._door, missing_ok=True)
-            self._door = None
+    def _remove_socket(self) -> None:
+        """Removes our own Unix socket, so that no client connects without an answer."""
+        if self._socket_path is not None:
+            remove_file(self._socket_path, missing_ok=True)
+            self._socket_path = None
 
     def _sockets(self, held: contextlib.ExitStack) -> list[socket.socket]:
-        """The service manager's listening sockets, or our own; and the TCP one."""
+        """Returns the service manager's listening sockets, or our own, and the TCP socket."""
         api = self.settings.api
         sockets = passed_sockets(self._env)
         if not sockets:
             path = Path(api.socket)
             sockets.append(unix_socket(path, api.socket_group))
-            self._door = path
-            held.callback(self._close_door)
+            self._socket_path = path
+            held.callback(self._remove_socket)
         if api.tcp:
             sockets.append(listening(self._tcp or bound_socket(api.tcp), api.tcp))
         for one in sockets:
@@ -291,7 +289,7 @@ class Front:
 
 
 async def _either(*waits: Coroutine[Any, Any, object]) -> None:
-    """Returns, or raises, when the first of them does; the others are cancelled."""
+    """Waits for the first of these, cancels the others, and raises its error."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]
     done, rest = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in rest:
@@ -302,7 +300,7 @@ async def _either(*waits: Coroutine[Any, Any, object]) -> None:
 
 
 def _elsewhere(settings: Settings) -> str:
-    """What to do where another daemon runs already, by the setting that both have the same."""
+    """Returns the remedy if another daemon runs already, by the setting that both share."""
     socket_path = Path(settings.api.socket)
     if Path(settings.service.runtime_dir) == beside(socket_path):
         return f"it serves {socket_path}: use that one, stop it, or give this one another with --socket (api.socket)"
@@ -310,7 +308,7 @@ def _elsewhere(settings: Settings) -> str:
 
 
 async def _text_model(directory: Path, prompts: BoundedText) -> TextModel:
-    """Tokenizer and chat template, as the store's manifest has them, once a bounded process has read them.
+    """Returns the store's tokenizer and chat template, after a bounded process has read them.
 
     Raises CheckpointError, StoreError.
     """
@@ -321,7 +319,7 @@ async def _text_model(directory: Path, prompts: BoundedText) -> TextModel:
 
 
 def _has_terminal() -> bool:
-    """Whether a terminal controls this process: tty(4)."""
+    """Returns whether a terminal controls this process: tty(4)."""
     try:
         os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
     except OSError:
@@ -330,7 +328,7 @@ def _has_terminal() -> bool:
 
 
 def _raise_file_limit() -> None:
-    """Each client is a file, and the default soft limit is 1024."""
+    """Raises the soft limit of open files, since each client is one and the default is 1024."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))

@@ -1,4 +1,4 @@
-"""The boxes in this box's list of peers, and the list followed as it changes."""
+"""Reads the list of peers, and follows its changes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WILDCARDS = ("0.0.0.0", "::", "*")
 
 
 def listed(settings: ClusterSettings) -> Mapping[str, Peer]:
-    """Returns the boxes in the list of peers. Raises ConfigError where this one stands in it with another key."""
+    """Returns the boxes in the list of peers. Raises ConfigError if it names this box with another key."""
     if settings.join:
         if not address_of(settings):
             raise ConfigError("cluster.join needs cluster.address: the others must know where to reach this box")
@@ -37,7 +37,7 @@ def listed(settings: ClusterSettings) -> Mapping[str, Peer]:
 
 
 async def follow_list(settings: ClusterSettings, plane: ControlPlane) -> None:
-    """Has the plane let in whoever the list of peers names, as it changes. A list that is wrong changes nothing."""
+    """Passes each changed list of peers to the control plane. A faulty list changes nothing."""
     if not settings.peers_file:
         return
     read_at = _stamp(settings)
@@ -64,6 +64,6 @@ def _stamp(settings: ClusterSettings) -> tuple[int, int]:
 
 
 def address_of(settings: ClusterSettings) -> str:
-    """Returns where the others reach this box's control channel, as far as the settings say so; else ""."""
+    """Returns the address of this box's control channel for others; "" if the settings do not say."""
     host = settings.listen.rpartition(":")[0].strip("[]")
     return settings.address or ("" if host in WILDCARDS else settings.listen)

@@ -1,14 +1,8 @@
-"""Keeps an engine running, and the request log's requests on it.
+"""Keeps an engine running, and the front's requests on it.
 
-    loading --Ready--> ready --death or hang--> loading (again, after a back-off; live requests are replayed)
-                         any --too many deaths--> failed: clients get typed errors, and another start is tried once
-                                                  the window of counted deaths has moved on, or at a reload; a
-                                                  success makes it ready
-                         any --drain--> draining: nothing new is accepted, an engine that dies is still replaced
-
-Before one has ever been ready, three deaths alike, a fatal one, or too many in all end the trying: `FailedStarts` has
-the reason, which every client is told until a reload or a changed setting has it tried again. A fatal one ends the
-daemon with a ServiceError where no service manager runs it: the one who started it is there to read why.
+loading --Ready--> ready --death or hang--> loading (after a back-off; live requests are replayed)
+any --too many deaths--> failed (typed errors; another start when the window has passed, or at a reload)
+any --drain--> draining (nothing new is accepted; an engine that dies is still replaced)
 """
 
 from __future__ import annotations
@@ -28,10 +22,9 @@ from edgemoe.config.settings import Settings
 from edgemoe.errors import ConfigError, EngineUnavailable, ReloadRefused, RequestError, ServiceError
 from edgemoe.front.cluster_snapshots import ClusterSnapshots
 from edgemoe.front.engine_process import LOOK_S, STOP_S, EngineProcess
-from edgemoe.front.engine_starts import Death, FailedStarts
+from edgemoe.front.engine_starts import Death, FailedStarts, RestartBackoff, keeps_failing
 from edgemoe.front.request_events import EnginesChanged, TimePassed, TokensEmitted
 from edgemoe.front.request_router import ClientSubmission, RequestRouter
-from edgemoe.front.restart_backoff import RestartBackoff, keeps_failing
 from edgemoe.ipc.messages import Emissions, FromEngine, Ready, Reload, SnapshotReply, Stop, ToCluster
 from edgemoe.telemetry.rate_limited_log import RateLimitedLog
 from edgemoe.ticking import until_tick
@@ -40,34 +33,34 @@ from edgemoe.types.request import Emission, Request, RequestLimits
 
 log = logging.getLogger(__name__)
 
-RELOAD_S = 60.0  # that an engine has to load again what it is told to
-SETTINGS_S = 2.0  # between looks at the settings of an engine that cannot start
+RELOAD_S = 60.0  # that an engine has to reload its ScoutGate
+SETTINGS_S = 2.0  # between checks of the settings of an engine that cannot start
 SHUTTING_DOWN = EngineUnavailable("the server is shutting down", code="draining")
 ENGINES_OWN = ("memory", "device", "engine", "cache", "record", "log")  # settings that a new engine may get
-CANNOT_START_S = 30.0  # after which a client may ask again, of an engine that nobody has started meanwhile
+CANNOT_START_S = 30.0  # after which a client may ask again
 
 
-class Neighbours(Protocol):
-    """The other boxes, as far as our engine is concerned."""
+class PeerBoxes(Protocol):
+    """The other boxes, as the supervisor needs them."""
 
-    def hear(self, boot: str, message: ToCluster) -> None:
-        """Takes what our engine says of itself and its links."""
+    def on_engine_message(self, boot: str, message: ToCluster) -> None:
+        """Acts on the engine's messages about itself, its links and its requests."""
 
-    def engine_changed(self) -> None:
-        """Our engine takes requests now, or no longer, or is no more."""
+    def on_engine_changed(self) -> None:
+        """Announces that the engine takes requests now, or has ended."""
 
-    def take(self, items: list[Emission]) -> list[Emission]:
-        """Passes on what our engine emits for other boxes; returns the rest."""
+    def pass_on_emissions(self, items: list[Emission]) -> list[Emission]:
+        """Passes on the engine's emissions for other boxes; returns this front's."""
 
     def metrics(self) -> dict[str, float]:
-        """Numbers for /metrics by their final names."""
+        """Returns the cluster's metrics by their final names."""
 
     def describe(self) -> dict[str, Any]:
-        """Members, leader, epoch and plan, for /health."""
+        """Returns members, leader, epoch and plan, for /health."""
 
 
 class Supervisor:
-    """Runs engines one after the other. The api's Backend."""
+    """Runs one engine after the other. Implements the API's `Backend`."""
 
     def __init__(
         self,
@@ -75,7 +68,7 @@ class Supervisor:
         requests: RequestRouter,
         command: Sequence[str],
         snapshots: ClusterSnapshots,
-        cluster: Neighbours | None = None,
+        cluster: PeerBoxes | None = None,
     ) -> None:
         self.settings, self.requests = settings, requests
         self._connection = requests.connection
@@ -97,13 +90,13 @@ class Supervisor:
     # --- the api's Backend ---
 
     def metrics(self) -> Mapping[str, float]:
-        """Returns the engine's metrics, as of its last Stats, and the cluster's."""
+        """Returns the metrics of the engine's last Stats and of the cluster."""
         metrics = self._connection.engine.stats.values if self._connection.engine else {}
         return metrics if self._cluster is None else {**metrics, **self._cluster.metrics()}
 
     @property
     def state(self) -> State:
-        """Returns how the server is: `stalled` where the engine is ready, and silent for longer than it ever is."""
+        """Returns the server's state; `stalled` if a ready engine is silent for longer than usual."""
         stalls = self._connection.engine is not None and self._connection.engine.stalls
         return "stalled" if self._state == "ready" and stalls else self._state
 
@@ -121,19 +114,19 @@ class Supervisor:
         return self._served
 
     def open(self, requests: Sequence[Request], timeout_s: float) -> AbstractContextManager[ClientSubmission]:
-        """Opens requests as RequestRouter.open does."""
+        """Accepts requests as RequestRouter.open does."""
         return self.requests.open(requests, timeout_s)
 
     def snapshots(self) -> Sequence[BoxSnapshot]:
-        """Returns what engines show of themselves, and asks for more."""
-        return self._snapshots.look()
+        """Returns the latest snapshots of all engines, and asks for new ones."""
+        return self._snapshots.latest()
 
     async def reach(self) -> list[dict[str, Any]]:
         """Returns how this box and the others reach each other."""
         return await self._snapshots.reach()
 
     def summary(self) -> str:
-        """Returns how the server is in a line, for the service manager."""
+        """Returns the server's state in one line, for the service manager."""
         if self._cannot_start is not None:
             return f"{self.state}: {self._cannot_start.reason}"
         return f"{self.state}{self._how_far() if self.state == 'loading' else ''}, {len(self.requests)} requests"
@@ -158,10 +151,10 @@ class Supervisor:
         }
 
     async def reload(self) -> str:
-        """Has the engine load its ScoutGate again; what is in use then. Requests go on meanwhile.
+        """Has the engine load its ScoutGate again while requests go on. Returns a message about the one in use.
 
-        Where the engine has failed, starts another with the settings as they are now. Raises ReloadRefused where the
-        old one stays, EngineUnavailable where no engine answers in time.
+        After a failure, starts an engine with the present settings instead. Raises ReloadRefused if the old ScoutGate
+        stays, EngineUnavailable if no engine answers in time.
         """
         async with self._reloading:
             if self._state == "failed":
@@ -183,7 +176,7 @@ class Supervisor:
     # --- running ---
 
     async def run(self) -> None:
-        """Keeps an engine alive until drained, or cancelled. Raises ServiceError where it can never be."""
+        """Keeps an engine alive until drained or cancelled. Raises ServiceError if none can ever start."""
         while not self._stopping:
             death = await self._incarnation()
             self.why = death.said
@@ -192,30 +185,32 @@ class Supervisor:
                 await self._after(death)
 
     async def listen(self) -> None:
-        """Acts on what engines say, for as long as it runs."""
+        """Acts on the engine's messages until cancelled."""
         async for boot_id, message in self._connection.wire.messages():
             engine = self._connection.engine
             if engine is None or boot_id != engine.boot_id:
                 continue  # an earlier incarnation's last words
             try:
-                self._hear(engine, message)
+                self._on_message(engine, message)
             except Exception:  # of this message alone
                 self._say(logging.ERROR, "a message of the engine failed here", exc_info=True)
 
-    def _hear(self, engine: EngineProcess, message: FromEngine | None) -> None:
-        match engine.note(message):
+    def _on_message(self, engine: EngineProcess, message: FromEngine | None) -> None:
+        match engine.on_message(message):
             case Ready() as ready:
                 if engine.serving:  # it has not died meanwhile
                     self._on_ready(ready)
             case Emissions(items=items):
-                self.requests.handle(TokensEmitted("", items if self._cluster is None else self._cluster.take(items)))
+                self.requests.handle(
+                    TokensEmitted("", items if self._cluster is None else self._cluster.pass_on_emissions(items))
+                )
             case SnapshotReply() as seen:
-                self._snapshots.note(seen)
+                self._snapshots.on_own_snapshot(seen)
             case None:
                 pass
             case news:
                 if self._cluster is not None:
-                    self._cluster.hear(engine.boot_id, news)
+                    self._cluster.on_engine_message(engine.boot_id, news)
 
     async def drain(self, drain_s: float) -> None:
         """Lets running requests finish for `drain_s`, ends the rest with an error, and stops the engine."""
@@ -233,20 +228,20 @@ class Supervisor:
             await self._connection.engine.exits(STOP_S if self._connection.send(Stop()) else 0.0)
 
     def stop(self, why: RequestError = SHUTTING_DOWN) -> None:
-        """Ends every request with an error and starts no further engine; `run` is still to be cancelled."""
+        """Ends every request with an error and starts no further engine. The caller cancels `run`."""
         self._stopping, self.requests.closed = True, why
         self.requests.fail_all(why)
-        self._pulse()  # who waits for the first engine is told
+        self._pulse()  # wakes requests that wait for the first engine
 
     def check_integrity(self) -> None:
-        """Raises AssertionError where request log and engine contradict each other."""
+        """Raises AssertionError if requests and engine contradict each other."""
         self.requests.check_integrity()
         assert self.state != "ready" or (
             self._connection.engine is not None and self._connection.engine.ready is not None
         )
 
     async def _incarnation(self) -> Death:
-        """One engine, from start to end; how it ended."""
+        """Runs one engine from start to end. Returns its death."""
         self.starts += 1
         try:
             engine = self._connection.engine = await EngineProcess.start(
@@ -261,9 +256,9 @@ class Supervisor:
             while not (await asyncio.wait([ended], timeout=until_tick(LOOK_S)))[0]:
                 self.requests.handle(TimePassed())
                 engine.log_loading()
-                if why := engine.hangs():
+                if why := engine.hang_reason():
                     log.error("engine hangs", extra={"why": why})
-                    return await engine.hung(why)
+                    return await engine.death_by_hanging(why)
             return ended.result()
         finally:
             ended.cancel()
@@ -275,14 +270,14 @@ class Supervisor:
                 self.requests.handle(TimePassed())
 
     async def _after(self, death: Death) -> None:
-        """Waits for the time of the next start."""
-        if self._served is None and self._failed_starts.end_with(death):
+        """Waits until the next start is due."""
+        if self._served is None and self._failed_starts.count_death(death):
             await self._until_tried_again(death)
         else:
             await self._pause()
 
     async def _pause(self) -> None:
-        """Waits before the next start."""
+        """Waits for the back-off before the next start."""
         now = time.monotonic()
         delay_s, gives_up = self._backoff.after_death(now, self.requests.machine.blamed)
         if gives_up:
@@ -297,9 +292,9 @@ class Supervisor:
         self._go_on()
 
     async def _until_tried_again(self, death: Death) -> None:
-        """Tells every client why no engine can start, until a reload or a changed setting.
+        """Fails every request with the reason until a reload or a changed setting.
 
-        Raises ServiceError where the death is fatal and the daemon runs by hand.
+        Raises ServiceError if the death is fatal and the daemon runs by hand.
         """
         if death.fatal and self.ends_when_fatal:
             raise ServiceError(f"the engine cannot start: {death.said}")
@@ -314,14 +309,14 @@ class Supervisor:
                 async with asyncio.timeout(SETTINGS_S):
                     await self._try_again.wait()
             with contextlib.suppress(ConfigError, OSError):  # a file that is being written
-                if await self._take_settings():
+                if await self._reread_settings():
                     break
         self._failed_starts, self._cannot_start = FailedStarts(self.settings.service.max_restarts), None
         self._backoff = RestartBackoff(self.settings.service)
         self._go_on()
 
     def _go_on(self) -> None:
-        """Lets clients wait for the engine that is started next, where they were asked to go because of a failure."""
+        """Accepts requests again that were refused because of a failure."""
         if self._try_again.is_set() or self._served is None:
             self._try_again.clear()
             if self._state == "failed":
@@ -329,17 +324,17 @@ class Supervisor:
                 self._change("loading")
 
     async def _start_again(self) -> str:
-        """Has an engine started with the settings as they are now. Raises ReloadRefused where these are wrong."""
+        """Starts an engine with the present settings. Raises ReloadRefused if these are wrong."""
         try:
-            changed = await self._take_settings()
+            changed = await self._reread_settings()
         except (ConfigError, OSError) as error:
             raise ReloadRefused(f"no engine is started: {error}") from error
         self._try_again.set()
         told = f", with what has changed in {', '.join(changed)}" if changed else ""
         return f"the engine is started again{told}; `edgemoe status` shows how far it is"
 
-    async def _take_settings(self) -> list[str]:
-        """Takes the settings that are the engine's own as they are now; returns the sections that have changed."""
+    async def _reread_settings(self) -> list[str]:
+        """Reads the engine's own settings again. Returns the names of changed sections."""
         fresh = await asyncio.to_thread(self.reread)
         changed = [name for name in ENGINES_OWN if getattr(fresh, name) != getattr(self.settings, name)]
         self.settings = msgspec.structs.replace(self.settings, **{name: getattr(fresh, name) for name in changed})
@@ -374,8 +369,8 @@ class Supervisor:
 
     def _engine_changed(self) -> None:
         if self._cluster is not None:
-            self._cluster.engine_changed()
-        if self._cluster is not None or self._connection.place:  # else nobody can take them before the next start
+            self._cluster.on_engine_changed()
+        if self._cluster is not None or self._connection.place:  # else no engine can take any
             self.requests.handle(EnginesChanged())
 
     def _change(self, state: State) -> None:

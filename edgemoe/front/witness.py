@@ -1,4 +1,4 @@
-"""A voter without a model: keeps the agreement of two boxes decidable when one of them dies."""
+"""Runs a voter without a model, so that two boxes can still decide when one of them dies."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 async def witness(settings: ClusterSettings) -> None:
-    """Votes until SIGTERM or SIGINT. Raises ConfigError, PeerRefused."""
+    """Votes until SIGTERM or SIGINT. Raises ConfigError for wrong settings, PeerRefused for a taken address."""
     announce = Announce(release=__version__, role="witness", address=address_of(settings))
     secret = load_secret(Path(settings.key_file))
     plane = ControlPlane(settings, secrets.token_hex(8), secret, listed(settings), announce)
@@ -36,7 +36,7 @@ async def witness(settings: ClusterSettings) -> None:
     stopping.cancel()
     if following.done():
         running.cancel()
-        await following  # it does not end but by an error
+        await following  # it ends only by an error
     following.cancel()
     if not running.done():
         await plane.leave()

@@ -24,7 +24,7 @@ SAID = ExpertActivity(
 
 def test_a_report_has_all_that_the_engine_said_of_its_requests() -> None:
     own = EngineTracker()
-    own.listens("boot", ChannelsOpened(calls_port=1, bulk_port=1, model=MODEL))
+    own.on_channels_opened("boot", ChannelsOpened(calls_port=1, bulk_port=1, model=MODEL))
     own.activity = SAID
     told = own.report()
     assert told is not None
@@ -38,13 +38,13 @@ def test_a_report_has_all_that_the_engine_said_of_its_requests() -> None:
 def test_there_is_no_report_before_the_engine_has_said_anything() -> None:
     own = EngineTracker()
     assert own.report() is None
-    own.listens("boot", ChannelsOpened(calls_port=1, bulk_port=1, model=MODEL))
+    own.on_channels_opened("boot", ChannelsOpened(calls_port=1, bulk_port=1, model=MODEL))
     assert own.report() is None
 
 
 def test_links_to_boxes_that_have_left_are_not_reported() -> None:
     own = EngineTracker()
-    own.listens("boot", ChannelsOpened(calls_port=1, bulk_port=1, model=MODEL))
+    own.on_channels_opened("boot", ChannelsOpened(calls_port=1, bulk_port=1, model=MODEL))
     own.activity = SAID
     for node in ("a", "b"):
         own.seen[node] = PeerLinkMeasured(node=node, boot="boot", latency_s=0.001, bytes_per_s=1e8, unit_s=0.0)

@@ -25,7 +25,7 @@ from edgemoe.cli.status_command import render, take_snapshot
 from edgemoe.config.settings import Settings
 from edgemoe.errors import ServiceError
 from edgemoe.front import engine_process as engine_handle
-from edgemoe.front import restart_backoff, supervisor
+from edgemoe.front import engine_starts, supervisor
 from edgemoe.front.engine_starts import KEPT_LINES, LINE_CHARS, Death, FailedStarts, LastLines
 from edgemoe.front.main import Front
 
@@ -74,8 +74,8 @@ print("2026-01-31T12:00:00.123 INFO engine phase={phase}", file=sys.stderr, flus
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(restart_backoff, "FIRST_DELAY_S", 0.01)
-    monkeypatch.setattr(restart_backoff, "LONGEST_DELAY_S", 0.05)
+    monkeypatch.setattr(engine_starts, "FIRST_DELAY_S", 0.01)
+    monkeypatch.setattr(engine_starts, "LONGEST_DELAY_S", 0.05)
     monkeypatch.setattr(supervisor, "SETTINGS_S", 0.1)
     monkeypatch.setattr(engine_handle, "LAST_WORDS_S", 0.2)
 
@@ -284,23 +284,23 @@ async def test_a_request_that_is_cut_off_ends_in_its_own_form(
 )
 def test_deaths_are_alike_by_kind_or_phase_and_bounded_in_all(deaths: list[tuple[str, str]], ends: list[bool]) -> None:
     starts = FailedStarts(5)
-    assert [starts.end_with(Death(kind, kind, phase)) for kind, phase in deaths] == ends
+    assert [starts.count_death(Death(kind, kind, phase)) for kind, phase in deaths] == ends
 
 
 def test_what_is_kept_of_stderr_is_bounded_and_leaves_out_the_log_and_other_threads() -> None:
     lines = LastLines()
     for number in range(10 * KEPT_LINES):
-        lines.take(b"%d %s\n" % (number, b"x" * 10 * LINE_CHARS))
+        lines.add(b"%d %s\n" % (number, b"x" * 10 * LINE_CHARS))
     assert len(lines._lines) == KEPT_LINES
     assert max(map(len, lines._lines)) == LINE_CHARS
-    assert lines.take(b"y" * (1 << 20))
+    assert lines.add(b"y" * (1 << 20))
     dump = b'Fatal Python error: Aborted\n\nThread 0x1 (most recent call first):\n  File "a.py", line 1 in other\n'
     dump += b'Current thread 0x2 (most recent call first):\n  File "b.py", line 2 in compiled\n  File "c.py"\n'
     told = LastLines()
     for byte in b"2026-01-31T12:00:00.123 INFO engine\n<6>engine\nLLVM ERROR: no symbol\n" + dump:
         told.take(bytes([byte]))  # as faulthandler writes
     frame = 'File "b.py", line 2 in compiled'
-    assert told.told() == ("LLVM ERROR: no symbol", "Fatal Python error: Aborted", frame)
+    assert told.last_errors() == ("LLVM ERROR: no symbol", "Fatal Python error: Aborted", frame)
 
 
 async def test_the_engines_stderr_still_reaches_ours(

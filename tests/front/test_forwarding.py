@@ -35,11 +35,11 @@ from edgemoe.cluster.control.requests.expert_fitting import FIRST
 from edgemoe.cluster.rpc.envelope import Answer, Question
 from edgemoe.config.settings import EngineSettings, Route, Settings
 from edgemoe.errors import PeerBusy, PeerRefused, PeerUnavailable
+from edgemoe.front import engine_starts
 from edgemoe.front import hosted_requests as hosted_module
-from edgemoe.front import restart_backoff
 from edgemoe.front.cluster_requests import ClusterRequests
 from edgemoe.front.engine_tracker import EngineConnection
-from edgemoe.front.hosted_requests import MOST_PULLS, HostedRequests
+from edgemoe.front.hosted_requests import MAX_FETCHES, HostedRequests
 from edgemoe.front.main import Front
 from edgemoe.front.peers_list import listed
 from edgemoe.front.prompt_hints import PrefixKeys
@@ -211,7 +211,7 @@ async def test_a_box_whose_own_engine_is_away_has_others_run_its_requests(
     async with both(two) as (a, b):
         expected = await texts(a)
         streams = await streams_once(has_guests(b), a, expected)
-        monkeypatch.setattr(restart_backoff, "FIRST_DELAY_S", 60.0)
+        monkeypatch.setattr(engine_starts, "FIRST_DELAY_S", 60.0)
         os.kill(engine_pid(a), signal.SIGKILL)
         assert await streams == expected
         assert supervisor_of(a).state == "loading"
@@ -395,7 +395,7 @@ async def test_a_hosted_request_fits_whatever_its_front_calls_it(
             answer = await channel.ask("b", ForwardedFrame(model), [encode(message)], timeout_s=5)
             assert isinstance(answer.message, FrameAccepted)
         assert not len(cluster_of(b).hosted_requests)
-        assert not cluster_of(b).hosted_requests._pulls
+        assert not cluster_of(b).hosted_requests._fetches
         assert engine_pid(b) == pid
         assert await texts(b, 1)  # by the same engine
         assert "cannot read" not in caplog.text
@@ -441,8 +441,8 @@ async def test_an_emission_that_no_message_can_carry_ends_its_request_alone() ->
             request = Request(id=name, prompt=(1,), sampling=Sampling(), seed=1)
             hosted_requests.submit("b", "boot", Submit(request=request, remaining_ms=1000.0))
         large = tuple((-1.0, ((token, -1.0),)) for token in range(1000))
-        hosted_requests.take([Emission(request="b/1", attempt=1, index=0, token=1, prompt_logprobs=large)])
-        hosted_requests.take([Emission(request="b/2", attempt=1, index=0, token=1, finish="stop")])
+        hosted_requests.pass_on_emissions([Emission(request="b/1", attempt=1, index=0, token=1, prompt_logprobs=large)])
+        hosted_requests.pass_on_emissions([Emission(request="b/2", attempt=1, index=0, token=1, finish="stop")])
         await until(lambda: len(told) == 2)
     assert [(one.request, one.finish) for one in told] == [("large", "error"), ("small", "stop")]
 
@@ -462,14 +462,14 @@ def test_what_one_front_has_fetched_at_once_is_bounded_and_asked_for_again_is_no
 
     def pull(node: str, number: int) -> None:
         about = FetchPrefixKV(request=f"r{number}", attempt=1, node="c", prompt=(1,) * 64, remaining_ms=1000.0)
-        hosted.pull(node, "boot", about)
+        hosted.fetch(node, "boot", about)
 
     for _ in range(3):
         pull("b", 0)
     assert [type(message).__name__ for message in sent] == ["FetchPrefixKV", *["Cancel", "FetchPrefixKV"] * 2]
-    for number in range(1, MOST_PULLS):
+    for number in range(1, MAX_FETCHES):
         pull("b", number)
     with pytest.raises(PeerBusy):
-        pull("b", MOST_PULLS)
-    assert len(hosted._pulls) == MOST_PULLS
+        pull("b", MAX_FETCHES)
+    assert len(hosted._fetches) == MAX_FETCHES
     pull("c", 0)

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from edgemoe.errors import ServiceError
-from edgemoe.front.listen import PATH_BYTES, sole_owner, tcp_socket, unix_socket
-from edgemoe.front.notify import Notifier, passed_sockets
+from edgemoe.front.listen import PATH_BYTES, Notifier, passed_sockets, sole_owner, tcp_socket, unix_socket
 from edgemoe.ipc.engine_socket import FrontEnd
 
 

@@ -56,7 +56,7 @@ class Boxes:
         """What there is yet of requests, pulls and parcels."""
         hosts = [self[node].hosted_requests for node in ROLES]
         held = [self[node].plane.parcels for node in ROLES] + [self[node]._router.machine for node in ROLES]
-        return [len(one) for one in hosts] + [len(one._pulls) for one in hosts] + [len(one) for one in held]
+        return [len(one) for one in hosts] + [len(one._fetches) for one in hosts] + [len(one) for one in held]
 
     def decoded(self, node: str) -> int:
         """Requests of other boxes that ran there."""
@@ -177,7 +177,7 @@ async def test_who_hangs_up_has_nothing_fetched_any_more(boxes: Boxes, monkeypat
     hosts = [boxes[node].hosted_requests for node in "de"]
     async with http_client(boxes.fronts["p"].settings) as client:
         asked = [asyncio.ensure_future(client.post("/v1/completions", json=body)) for _ in range(4)]
-        await until(lambda: sum(len(host._pulls) for host in hosts) == 4)
+        await until(lambda: sum(len(host._fetches) for host in hosts) == 4)
         for one in asked:
             one.cancel()
         await asyncio.gather(*asked, return_exceptions=True)

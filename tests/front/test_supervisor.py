@@ -20,7 +20,7 @@ from support.waiting import until
 
 from edgemoe.config.settings import ServiceSettings
 from edgemoe.errors import EngineUnavailable, ServiceError
-from edgemoe.front import connections, restart_backoff
+from edgemoe.front import connections, engine_starts
 from edgemoe.front import engine_process as engine_module
 from edgemoe.front import supervisor as supervisor_module
 from edgemoe.front.engine_process import EngineProcess
@@ -39,8 +39,8 @@ from edgemoe.wire.protocol import PROTOCOL_VERSIONS
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Back-offs for people in a hurry."""
-    monkeypatch.setattr(restart_backoff, "FIRST_DELAY_S", 0.01)
-    monkeypatch.setattr(restart_backoff, "LONGEST_DELAY_S", 0.05)
+    monkeypatch.setattr(engine_starts, "FIRST_DELAY_S", 0.01)
+    monkeypatch.setattr(engine_starts, "LONGEST_DELAY_S", 0.05)
 
 
 def supervisor_of(front: Front) -> Supervisor:
@@ -134,7 +134,7 @@ async def test_health_says_that_the_engine_is_stalled_while_it_is(
 async def test_with_its_engine_failed_a_box_takes_requests_while_another_box_serves(
     tmp_path: Path, model_dir: Path, quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(restart_backoff, "WINDOW_S", 60.0)
+    monkeypatch.setattr(engine_starts, "WINDOW_S", 60.0)
     settings = settings_for(tmp_path, model_dir, service={"max_restarts": 0})
     async with running(settings) as front:
         places = set[str]()
@@ -152,7 +152,7 @@ async def test_with_its_engine_failed_a_box_takes_requests_while_another_box_ser
 async def test_who_is_told_that_the_engine_keeps_failing_is_told_until_when(
     tmp_path: Path, model_dir: Path, quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(restart_backoff, "WINDOW_S", 60.0)
+    monkeypatch.setattr(engine_starts, "WINDOW_S", 60.0)
     settings = settings_for(tmp_path, model_dir, service={"max_restarts": 0})
     front = Front(settings, SCRIPTED, env={})
     serving = asyncio.ensure_future(front.serve())
@@ -170,8 +170,8 @@ async def test_who_is_told_that_the_engine_keeps_failing_is_told_until_when(
 @pytest.mark.parametrize(("step_s", "hangs"), [(0.0, False), (179.0, False), (181.0, True)])
 async def test_an_engine_hangs_by_how_long_its_step_has_come_no_further_alone(step_s: float, hangs: bool) -> None:
     engine = EngineProcess(None, "boot")  # type: ignore[arg-type]
-    engine.note(Stats(values={}, step_s=step_s))
-    assert bool(engine.hangs()) == hangs
+    engine.on_message(Stats(values={}, step_s=step_s))
+    assert bool(engine.hang_reason()) == hangs
 
 
 async def test_the_time_that_the_front_was_stopped_is_no_silence_of_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,9 +179,9 @@ async def test_the_time_that_the_front_was_stopped_is_no_silence_of_its_engine(m
     monkeypatch.setattr(engine_module.time, "monotonic", lambda: now)
     engine = EngineProcess(None, "boot")  # type: ignore[arg-type]
     now += 1000.0  # nothing was read meanwhile, and no look taken
-    assert not engine.hangs()
+    assert not engine.hang_reason()
     looks = 0
-    while not engine.hangs():
+    while not engine.hang_reason():
         now, looks = now + engine_module.LOOK_S, looks + 1
     assert looks * engine_module.LOOK_S == pytest.approx(engine_module.LOADING_SILENCE_S, abs=1.0)
 
@@ -250,7 +250,7 @@ async def test_too_many_deaths_end_in_errors_and_a_later_start_makes_good(
     ahead_s = [0.0]  # of the time between deaths
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead_s[0])
     monkeypatch.setattr(supervisor_module, "time", clock)
-    monkeypatch.setattr(restart_backoff, "WINDOW_S", 600.0)
+    monkeypatch.setattr(engine_starts, "WINDOW_S", 600.0)
     settings = settings_for(tmp_path, model_dir, service={"max_restarts": 1})
     async with running(settings) as front, http_client(settings) as client:
         waiting = asyncio.ensure_future(client.post("/v1/completions", json={"prompt": "HANG@0"}))
@@ -290,7 +290,7 @@ async def test_requests_that_fell_engines_one_after_the_other_never_put_the_serv
 async def test_deaths_count_for_as_long_as_the_window_lasts(
     tmp_path: Path, model_dir: Path, quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(restart_backoff, "WINDOW_S", 0.2)
+    monkeypatch.setattr(engine_starts, "WINDOW_S", 0.2)
     settings = settings_for(tmp_path, model_dir, service={"max_restarts": 1})
     async with running(settings) as front:
         for start in range(1, 5):
@@ -396,10 +396,10 @@ async def test_only_an_engine_that_was_told_to_stop_is_blamed_for_not_stopping(
 
 
 def test_a_pause_has_an_end_however_many_deaths_there_were(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(restart_backoff, "WINDOW_S", 1e6)
-    backoff = restart_backoff.RestartBackoff(ServiceSettings(max_restarts=5000))
+    monkeypatch.setattr(engine_starts, "WINDOW_S", 1e6)
+    backoff = engine_starts.RestartBackoff(ServiceSettings(max_restarts=5000))
     for death in range(1100):
-        assert backoff.after_death(float(death), 0).delay_s <= restart_backoff.LONGEST_DELAY_S
+        assert backoff.after_death(float(death), 0).delay_s <= engine_starts.LONGEST_DELAY_S
 
 
 async def test_requests_wait_for_an_engine_that_is_still_loading(tmp_path: Path, model_dir: Path) -> None:

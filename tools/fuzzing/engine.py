@@ -200,7 +200,7 @@ class Target:
 
     async def listen(self) -> None:
         async for _, message in self.wire.messages():
-            if isinstance(said := self.engine.note(message), Emissions):
+            if isinstance(said := self.engine.on_message(message), Emissions):
                 for one in said.items:
                     self.followed.take(one)
 
