@@ -298,7 +298,7 @@ def test_what_is_kept_of_stderr_is_bounded_and_leaves_out_the_log_and_other_thre
     dump += b'Current thread 0x2 (most recent call first):\n  File "b.py", line 2 in compiled\n  File "c.py"\n'
     told = LastLines()
     for byte in b"2026-01-31T12:00:00.123 INFO engine\n<6>engine\nLLVM ERROR: no symbol\n" + dump:
-        told.take(bytes([byte]))  # as faulthandler writes
+        told.add(bytes([byte]))  # as faulthandler writes
     frame = 'File "b.py", line 2 in compiled'
     assert told.last_errors() == ("LLVM ERROR: no symbol", "Fatal Python error: Aborted", frame)
 

@@ -334,7 +334,7 @@ async def test_an_engine_says_how_many_it_runs_and_keeps(tmp_path: Path, model_d
         assert engine is not None
         assert engine.ready is not None
         limits = msgspec.structs.replace(engine.ready.limits, max_sequences=7, max_queue=5)
-        supervisor._hear(engine, msgspec.structs.replace(engine.ready, limits=limits))
+        supervisor._on_message(engine, msgspec.structs.replace(engine.ready, limits=limits))
         assert (supervisor.requests.machine.slots, supervisor.requests.machine.capacity) == (7, 12)
 
 
@@ -347,7 +347,7 @@ async def test_an_engine_that_has_died_is_not_ready_whatever_it_said(tmp_path: P
         engine.kill()
         await until(lambda: supervisor.state != "ready")
         engine.ready = None
-        supervisor._hear(engine, last_words)
+        supervisor._on_message(engine, last_words)
         assert supervisor.state != "ready"
         supervisor.check_integrity()
         await until(lambda: ready(front))
@@ -551,7 +551,7 @@ async def test_the_peer_on_the_socket_is_the_user(tmp_path: Path, model_dir: Pat
             await until(lambda: not supervisor_of(front).requests)
 
 
-async def test_what_the_request_log_refuses_is_what_the_client_is_told(tmp_path: Path, model_dir: Path) -> None:
+async def test_what_the_router_refuses_is_what_the_client_is_told(tmp_path: Path, model_dir: Path) -> None:
     async with running(settings_for(tmp_path, model_dir)) as front:
         supervisor_of(front).requests.closed = EngineUnavailable("closed for today", code="holiday")
         async with http_client(front.settings) as client:
