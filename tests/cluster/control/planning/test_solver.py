@@ -24,7 +24,7 @@ from edgemoe.cluster.control.planning.solver import COMMAND, FIT_COMMAND, NICE, 
 from edgemoe.cluster.control.planning.targets import ExpertHome, PlacementTask, make_plan, make_target
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.errors import PlacementInfeasible, PlanningFailed
-from edgemoe.helper import process
+from edgemoe.helper import child_process
 from edgemoe.types.arrays import BoolArray
 from edgemoe.types.expert_signatures import EndedRequest, ExpertSignature
 from edgemoe.types.placement import PLAN_FORMAT
@@ -239,7 +239,7 @@ async def test_what_is_urgent_does_without_the_process() -> None:
 async def test_one_that_hangs_dies_or_talks_nonsense_is_ended_and_said_so(
     code: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process, "START_S", 0.5)  # which the first answer may take beside the deadline
+    monkeypatch.setattr(child_process, "START_S", 0.5)  # which the first answer may take beside the deadline
     hopeless = PlanSolver(SETTINGS, [sys.executable, "-c", code], deadline_s=0.5)
     with pytest.raises(PlanningFailed, match="solver's process"):
         await hopeless.solve(task())
