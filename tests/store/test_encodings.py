@@ -216,7 +216,7 @@ def test_a_scale_that_is_no_number_is_refused_by_name_before_a_byte_is_written(
     ("about", "named"),
     [
         ({"quant_method": "gptq", "checkpoint_format": "marlin"}, "gptq with the format marlin"),
-        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "awq with 4 bits in the version gemv"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "awq with 4 bits of version gemv"),
         ({"quant_method": "awq", "bits": 3}, "awq with 3 bits"),
         ({"quant_method": "auto-round", "packing_format": "auto_round:exllamav2"}, "the packing auto_round:exllamav2"),
         ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "the algorithm W4A8_AWQ"),
