@@ -30,8 +30,8 @@ from edgemoe.experts.tiers.slots import PrefetchPriority, SlotPool, TierUsage
 from edgemoe.experts.transfer.link_stats import KeptCosts
 from edgemoe.experts.transfer.links import EmulatedLink, TierLink
 from edgemoe.experts.transfer.loader import ExpertLoader
-from edgemoe.kernels.cpu.encoded.layout import ExpertLayout
 from edgemoe.kernels.cpu.expert_math import ExpertMath, ExpertSlab
+from edgemoe.kernels.cpu.experts_decode import ExpertLayout
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.telemetry import metrics as names
 from edgemoe.telemetry.metrics import named

@@ -14,9 +14,8 @@ import torch
 
 from edgemoe.families.spec import AttentionHeads, BlockSpec, FeedForwardSpec, ModelSpec, RopeSpec, RouterSpec
 from edgemoe.jit.intrinsics import place_of
+from edgemoe.kernels.cpu.decode_step import HEAD, LAYER, STEP, WHOLE_STEP
 from edgemoe.kernels.cpu.runtime import EVERYTHING, Kernels
-from edgemoe.kernels.cpu.steps.decode_layer import HEAD, LAYER, STEP
-from edgemoe.kernels.cpu.steps.decode_step import WHOLE_STEP
 from edgemoe.model.attention import AttentionScores, block_tables, paged
 from edgemoe.model.decoder_layers import DecoderLayer, DenseWeights, SerialLayer
 from edgemoe.model.dense_attention import DenseAttention

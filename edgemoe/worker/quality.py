@@ -20,8 +20,8 @@ from edgemoe.engine.driver import SequenceDriver
 from edgemoe.errors import ConfigError
 from edgemoe.experts.compute.dispatch import Group
 from edgemoe.families.spec import ModelSpec
-from edgemoe.kernels.cpu.encoded.layout import ExpertLayout
 from edgemoe.kernels.cpu.expert_math import ExpertMath, ExpertSlab
+from edgemoe.kernels.cpu.experts_decode import ExpertLayout
 from edgemoe.model.decoder import Decoder
 from edgemoe.store.files import page_memory
 from edgemoe.store.gguf.checkpoint_of_gguf import GgufCheckpoint, open_checkpoint

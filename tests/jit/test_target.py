@@ -16,7 +16,7 @@ from edgemoe.jit.target import ARM, X86, host, named
 ASK = (
     "from edgemoe.jit import target\n"
     "from edgemoe.kernels.cpu import gemm_tile, gemv\n"
-    "from edgemoe.kernels.cpu.encoded.vectors import EVERY\n"
+    "from edgemoe.kernels.cpu.encoded.instructions import EVERY\n"
     "from edgemoe.kernels.cpu.vector import make_pack_all\n"
     "import llvmlite.binding as llvm\n"
     "ours = llvm.parse_assembly(make_pack_all(True).compiled.inspect_llvm())\n"

@@ -11,11 +11,9 @@ from support.kept import KERNELS
 from edgemoe.encodings.codec import from_bf16, pack, place, to_bf16, unpack
 from edgemoe.encodings.rows import order
 from edgemoe.jit.object_cache import Code, link
-from edgemoe.kernels.cpu.encoded.dots import make_encoded_rows
-from edgemoe.kernels.cpu.encoded.packing import make_pack_whole, pack_floats
-from edgemoe.kernels.cpu.encoded.row_code import make_row_code
-from edgemoe.kernels.cpu.encoded.unpacking import make_unpack
-from edgemoe.kernels.cpu.encoded.vectors import EVERY, Instructions, excess_of
+from edgemoe.kernels.cpu.encoded.instructions import EVERY, Instructions, excess_of
+from edgemoe.kernels.cpu.encoded.packing import make_pack_whole, make_unpack, pack_floats
+from edgemoe.kernels.cpu.encoded.row_code import make_encoded_rows, make_row_code
 from edgemoe.types.encoding import BFLOAT16, FP8, INT4, INT8, MXFP4, Encoding
 
 ROWS, TOKENS = 5, 7

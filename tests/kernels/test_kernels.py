@@ -10,7 +10,7 @@ import torch
 
 from edgemoe.encodings.codec import pack, unpack
 from edgemoe.jit.intrinsics import INT, code, f32_at
-from edgemoe.kernels.cpu.encoded.layout import ExpertLayout
+from edgemoe.kernels.cpu.experts_decode import ExpertLayout
 from edgemoe.kernels.cpu.runtime import EVERYTHING, Kernels, Paged
 from edgemoe.kernels.cpu.vector import log32
 from edgemoe.types.encoding import FP8, INT4, INT8, MXFP4, Encoding

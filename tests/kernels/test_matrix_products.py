@@ -11,8 +11,8 @@ import torch
 from edgemoe.encodings.codec import pack
 from edgemoe.kernels.cpu import expert_math as products
 from edgemoe.kernels.cpu import experts_decode, experts_prefill
-from edgemoe.kernels.cpu.encoded.layout import ExpertLayout
 from edgemoe.kernels.cpu.expert_math import ExpertMath, ExpertSlab, WayLimits, one_by_one
+from edgemoe.kernels.cpu.experts_decode import ExpertLayout
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.types.encoding import BFLOAT16, FLOAT32, FP8, INT4, INT8, MXFP4, Encoding
 from edgemoe.types.experts import SILU, Activation, ExpertGeometry

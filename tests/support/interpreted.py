@@ -21,8 +21,8 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 from edgemoe.encodings.codec import pack
 from edgemoe.experts.compute.cuda import GpuCalls, block_rows, blocks_of
 from edgemoe.experts.compute.dispatch import Group
-from edgemoe.kernels.cpu.encoded.layout import ExpertLayout
 from edgemoe.kernels.cpu.expert_math import ExpertSlab, one_by_one
+from edgemoe.kernels.cpu.experts_decode import ExpertLayout
 from edgemoe.kernels.gpu import experts as gpu_experts
 from edgemoe.types.encoding import ENCODINGS
 from edgemoe.types.experts import SILU, Activation, ExpertGeometry

@@ -13,8 +13,7 @@ import torch
 
 from edgemoe.experts.tiers.slots import BoolArray
 from edgemoe.experts.transfer.link_stats import Clock
-from edgemoe.kernels.cpu.expert_math import ExpertMath, ExpertSlab
-from edgemoe.kernels.cpu.steps.expert_table import ExpertTable
+from edgemoe.kernels.cpu.expert_math import ExpertMath, ExpertSlab, ExpertTable
 from edgemoe.telemetry.unit_time import work_units
 from edgemoe.types.arrays import FloatArray, IntArray
 from edgemoe.types.step import ExpertSlots

@@ -20,7 +20,7 @@ from edgemoe.experts.tiers.residency import Residency
 from edgemoe.experts.tiers.slots import BoolArray, PrefetchPriority
 from edgemoe.experts.transfer.link_prefetch import IdleWindow
 from edgemoe.experts.transfer.loader import ExpertLoader
-from edgemoe.kernels.cpu.steps.expert_table import ExpertTable
+from edgemoe.kernels.cpu.expert_math import ExpertTable
 from edgemoe.telemetry.unit_time import work_units
 from edgemoe.types.arrays import FloatArray, IntArray
 from edgemoe.types.experts import ExpertGeometry, ExpertId, Move, Tier

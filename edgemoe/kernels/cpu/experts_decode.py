@@ -1,28 +1,50 @@
 """Computes the gated experts of one layer for a few tokens each, where they lie in the slab.
 
-Two parallel regions do it: gate and up rows give `mid`, scaled by the routing weight, then down rows add to `out`. Both
-read rows in the order of memory, each weight once from memory for all of its tokens. The outputs of a token's experts
-are added in the order of `slots`. What multiplies rows, and what packs vectors for it, comes by its address.
+Two parallel regions: gate and up rows give `mid`, scaled by the routing weight; then down rows add to `out`. Both read
+rows in memory order, each weight once for all of its tokens. A token's experts are added in the order of `slots`.
 """
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import numpy as np
 
-from edgemoe.jit.intrinsics import (
-    INT,
-    address_of,
-    call_pack,
-    call_rows,
-    chunk,
-    code,
-    f32_at,
-    fields,
-    i64_at,
-    record,
-)
+from edgemoe.jit.intrinsics import INT, address_of, call_pack, call_rows, chunk, code, f32_at, fields, i64_at, record
 from edgemoe.jit.thread_pool import parallel
-from edgemoe.kernels.cpu.vector import activate, add_bias, widen
+from edgemoe.kernels.cpu.vector import ACTIVATIONS, activate, add_bias, widen
+from edgemoe.types.encoding import Encoding
+from edgemoe.types.experts import SILU, Activation, ExpertGeometry
+
+
+class ExpertLayout(NamedTuple):
+    """Describes experts: gate and up rows [2 * width, hidden], then down rows [hidden, width], then biases."""
+
+    hidden: int
+    width: int
+    encoding: Encoding
+    activation: Activation = SILU
+    biases: bool = False  # float32 [2 * width], then [hidden]
+
+    @classmethod
+    def of(cls, geometry: ExpertGeometry, layer: int) -> ExpertLayout:
+        """Returns the layout of one layer's experts."""
+        sizes, encoding = (geometry.hidden, geometry.width), geometry.encoding(layer)
+        return cls(*sizes, encoding, geometry.activation, geometry.biases)
+
+    def fill(self, record: Any) -> None:
+        """Writes a record's fields of `experts_decode.LAYOUT`."""
+        line, down_line = self.encoding.row_bytes(self.hidden), self.encoding.row_bytes(self.width)
+        record["hidden"], record["width"], record["line"], record["down_line"] = (
+            self.hidden,
+            self.width,
+            line,
+            down_line,
+        )
+        record["bias"] = 2 * self.width * line + self.hidden * down_line if self.biases else 0
+        record["activation"] = ACTIVATIONS.index(self.activation.kind)
+        record["alpha"], record["limit"] = self.activation.alpha, self.activation.limit
+
 
 # What is the same in the records of both kernels for experts; arrays are addresses.
 # `line` and `down_line` bytes of a row of gate or up, and of down; `bias` bytes from where a slot begins to its biases,

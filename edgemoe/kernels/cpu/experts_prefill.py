@@ -27,7 +27,7 @@ from edgemoe.jit.intrinsics import (
 )
 from edgemoe.jit.object_cache import Code
 from edgemoe.jit.thread_pool import parallel
-from edgemoe.kernels.cpu.encoded.panels import borrow, give_back, make_scatter
+from edgemoe.kernels.cpu.encoded.packing import borrow, give_back, make_scatter
 from edgemoe.kernels.cpu.experts_decode import LAYOUT
 from edgemoe.kernels.cpu.gemm_tile import make_fill, make_tile
 from edgemoe.kernels.cpu.gemv import LANES

@@ -1,10 +1,21 @@
-"""Computes a dense product for decode-sized batches. Every weight is read once, by whichever thread is free."""
+"""Dense products: for decode-sized batches, for one matrix per group, and of encoded weights for many tokens.
+
+Every weight is read once, by the next free thread. For many tokens, rows are decoded a few at a time and multiplied in
+tiles.
+"""
 
 from __future__ import annotations
 
-from edgemoe.jit.intrinsics import INT, address_of, call_rows, chunk, code, fields, jit, record
+from functools import cache
+
+from edgemoe.jit.intrinsics import INT, address_of, call_pack, call_rows, chunk, code, f32_at, fields, jit, record
 from edgemoe.jit.object_cache import Code
 from edgemoe.jit.thread_pool import parallel
+from edgemoe.kernels.cpu.encoded.packing import borrow, give_back, make_scatter
+from edgemoe.kernels.cpu.experts_prefill import GROUP, LINE
+from edgemoe.kernels.cpu.gemm_tile import make_tile
+from edgemoe.kernels.cpu.gemv import LANES, make_rows
+from edgemoe.kernels.cpu.vector import widen
 
 # The record of one call, out[t] = weight [rows, n] . x[index[t]]; arrays are addresses.
 # `line` bytes of a row; `multiply` the address of the code that multiplies rows; `x` packed for it, float32; `index`
@@ -48,3 +59,105 @@ def multiply_matrix(control: int, job: int, matrix: int, x: int) -> None:
 
 linear: Code = code(INT, INT)(run_linear.py_func)
 LINEAR_CODE = (some_rows, linear)
+
+
+# The record of one call, out[t, g] = weight[g] . x[t, g]; arrays are addresses.
+# `weight` [groups, rows, n]; `x` [tokens, groups, n] float32, each vector of n packed; `out` [tokens, groups, rows]
+# float32; `iota` 0, 1, 2, ... int64.
+GROUPED = fields("weight", "groups", "rows", "n", "x", "tokens", "out", "iota")
+
+
+@cache
+def make_grouped_linear(bf16: bool) -> tuple[Code, tuple[Code, ...]]:
+    """Makes the kernel run(control, address of a GROUPED record). Returns it and all code that it refers to."""
+    rows = make_rows(bf16)
+    multiply = address_of(rows)
+    size = 2 if bf16 else 4
+
+    @chunk
+    def one_group(job: int, number: int) -> None:
+        a = record(job, GROUPED)
+        line = a.n * size
+        w, x, out = a.weight + number * a.rows * line, a.x + number * a.n * 4, a.out + number * a.rows * 4
+        x_stride, out_stride = a.groups * a.n * 4, a.groups * a.rows * 4
+        call_rows(multiply(), w, line, a.rows, w, x, x_stride, a.iota, a.tokens, a.n, out, out_stride)
+
+    multiplying = address_of(one_group)
+
+    @code(INT, INT)
+    def run(control: int, job: int) -> None:
+        parallel(control, multiplying(), job, record(job, GROUPED).groups)
+
+    return run, (rows, one_group, run)
+
+
+# The record of one call, out [tokens, rows] = x [tokens, n] . weight [rows, n] transposed; arrays are addresses.
+# `line` bytes of a row; `x` bf16 where `x_bf16`, else float32; `out` float32; `panels`, `plain` and `part` scratch
+# memory, see `scratch_floats`; the rest as in PREFILL_EXPERTS.
+PRODUCT = fields(
+    *("weight", "line", "rows", "n", "x", "x_bf16", "tokens", "out", "panels", "plain", "part"),
+    *("unpack", "decoded", "decoded_bytes", "borrowed", "threads"),
+)
+ROWS = 64  # in one chunk
+
+
+def scratch_floats(n: int, tokens: int, threads: int) -> dict[str, int]:
+    """Returns the sizes of the scratch arrays, in float32."""
+    groups = -(-tokens // GROUP)
+    return {"panels": groups * n * GROUP, "plain": groups * n, "part": threads * ROWS * GROUP}
+
+
+def _make_fill(bf16: bool) -> Code:
+    """Makes the chunk that puts one group of tokens into its panel."""
+    scatter, _ = make_scatter(bf16)
+
+    @chunk
+    def fill_product(job: int, number: int) -> None:
+        p = record(job, PRODUCT)
+        plain, panel = p.plain + number * p.n * 4, p.panels + number * p.n * LINE
+        for j in range(min(GROUP, p.tokens - number * GROUP)):
+            widen(p.x + (number * GROUP + j) * p.n * (2 if p.x_bf16 else 4), p.x_bf16, p.n, plain)
+            scatter(panel, LINE, j, plain, p.n)
+
+    return fill_product
+
+
+def _make_multiply(bf16: bool, tile_code: Code) -> Code:
+    """Makes the chunk that multiplies some rows with all tokens."""
+    size, per_word = (2, 2) if bf16 else (4, 1)
+    tile = address_of(tile_code)
+
+    @chunk
+    def multiply_rows(job: int, number: int) -> None:
+        p = record(job, PRODUCT)
+        row, mine = number * ROWS, borrow(p.borrowed, p.threads)
+        count, line = min(ROWS, p.rows - row), p.n * size
+        rows, part = p.decoded + mine * p.decoded_bytes, p.part + mine * ROWS * LINE
+        call_pack(p.unpack, p.weight + row * p.line, p.line, count, p.n, rows)
+        for first in range(0, p.tokens, GROUP):
+            tokens, panel = min(GROUP, p.tokens - first), p.panels + first // GROUP * p.n * LINE
+            columns = (tokens + LANES - 1) // LANES * LANES
+            call_rows(tile(), rows, line, count, rows, panel, LINE, p.n // per_word, part, LINE, columns, 1)
+            for j in range(tokens):
+                out, values = f32_at(p.out + ((first + j) * p.rows + row) * 4), f32_at(part + 4 * j)
+                for k in range(count):
+                    out[k] = values[k * GROUP]
+        give_back(p.borrowed, mine)
+
+    return multiply_rows
+
+
+@cache
+def make_product(bf16: bool) -> tuple[Code, tuple[Code, ...]]:
+    """Makes the kernel run(control, address of a PRODUCT record). Returns it and all code that it refers to."""
+    tile_code = make_tile(bf16)
+    fill, multiply = _make_fill(bf16), _make_multiply(bf16, tile_code)
+    filling, multiplying = address_of(fill), address_of(multiply)
+
+    @code(INT, INT)
+    def run_product(control: int, job: int) -> None:
+        p = record(job, PRODUCT)
+        parallel(control, filling(), job, (p.tokens + GROUP - 1) // GROUP)
+        parallel(control, multiplying(), job, (p.rows + ROWS - 1) // ROWS)
+
+    return run_product, (tile_code, fill, multiply, run_product)

@@ -15,19 +15,25 @@ from edgemoe.jit.thread_pool import HELP, PAUSES, ThreadPool
 from edgemoe.kernels.cpu import decode_attention as attention
 from edgemoe.kernels.cpu import experts_decode as experts
 from edgemoe.kernels.cpu import experts_prefill as prefill_experts
+from edgemoe.kernels.cpu import linear as products
 from edgemoe.kernels.cpu import prefill_attention as prefill
 from edgemoe.kernels.cpu.decode_attention import ATTENTION, make_attention
+from edgemoe.kernels.cpu.decode_step import make_step
 from edgemoe.kernels.cpu.delta_step import make_delta
-from edgemoe.kernels.cpu.encoded import product as products
-from edgemoe.kernels.cpu.encoded.layout import ExpertLayout
-from edgemoe.kernels.cpu.encoded.product import PRODUCT, make_product
 from edgemoe.kernels.cpu.encoded.row_code import RowCode, make_row_code
-from edgemoe.kernels.cpu.experts_decode import EXPERTS, EXPERTS_CODE, run_experts
+from edgemoe.kernels.cpu.experts_decode import EXPERTS, EXPERTS_CODE, ExpertLayout, run_experts
 from edgemoe.kernels.cpu.experts_prefill import PREFILL_EXPERTS, make_prefill_experts
-from edgemoe.kernels.cpu.grouped_linear import GROUPED, make_grouped_linear
-from edgemoe.kernels.cpu.linear import LINEAR, LINEAR_CODE, MATRIX, linear
+from edgemoe.kernels.cpu.linear import (
+    GROUPED,
+    LINEAR,
+    LINEAR_CODE,
+    MATRIX,
+    PRODUCT,
+    linear,
+    make_grouped_linear,
+    make_product,
+)
 from edgemoe.kernels.cpu.prefill_attention import PREFILL, make_prefill_attention
-from edgemoe.kernels.cpu.steps.decode_step import make_step
 from edgemoe.kernels.cpu.vector import make_pack_all, pack_for
 from edgemoe.types.encoding import BFLOAT16, FLOAT32, Encoding
 

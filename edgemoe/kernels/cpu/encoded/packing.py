@@ -1,20 +1,41 @@
-"""Packs activations in the order in which rows of encoded weights are read.
+"""Packs activations in the order in which rows of encoded weights are read; decodes such rows, and fills panels, alike.
 
-Whole numbers have 16 bits, in two parts of 8 for instructions that multiply bytes: BASE times the upper part, plus the
-lower one. Neither part is -128, which has no opposite.
+Activations for byte products are whole numbers of 16 bits, in two parts of 8: BASE times the upper part, plus the lower
+one. Neither part is -128, which has no opposite.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import numpy as np
+from llvmlite import ir
 
 from edgemoe.encodings.rows import LANES, RUN
-from edgemoe.jit.intrinsics import INT, bits_of, code, f32_at, i32_at, jit, u32_at
+from edgemoe.jit.intrinsics import (
+    I64,
+    INT,
+    atomic_replace,
+    atomic_store,
+    bits_of,
+    cgutils,
+    code,
+    f32_at,
+    i32_at,
+    intrinsic,
+    jit,
+    round_bf16,
+    rounded,
+    types,
+    u16_at,
+    u32_at,
+)
 from edgemoe.jit.object_cache import Code
-from edgemoe.types.encoding import LANE_COLUMNS
+from edgemoe.kernels.cpu.encoded.instructions import I16, Instructions, Vectors
+from edgemoe.kernels.cpu.gemm_tile import PAIRS
+from edgemoe.types.encoding import LANE_COLUMNS, Encoding
 
 BASE = 255
 MOST = np.float32(127 * BASE + 127)
@@ -90,3 +111,124 @@ def make_pack_whole(excess: int) -> Code:
             sums[lane] = np.int32(-excess) * total
 
     return pack_whole
+
+
+class _Emitter:
+    """Writes the LLVM code that decodes one row to bf16 or float32."""
+
+    def __init__(self, builder: Any, encoding: Encoding, instructions: Instructions, bf16: bool) -> None:
+        self.b, self.encoding, self.size = builder, encoding, 2 if bf16 else 4
+        self.v, self.lanes = Vectors(builder, encoding, instructions), instructions.lanes
+
+    def row(self, w: Any, n: Any, out: Any) -> None:
+        """Writes the n weights of the row at `w` to `out`."""
+        b, encoding = self.b, self.encoding
+        self.w, self.out = w, out
+        self.scales = b.add(w, b.udiv(b.mul(n, self.number(encoding.bits)), self.number(8)))
+        runs, lanes = b.udiv(n, self.number(RUN)), b.udiv(b.urem(n, self.number(RUN)), self.number(LANE_COLUMNS))
+        with cgutils.for_range(b, runs, intp=I64) as loop:
+            for part in range(LANES // self.lanes):
+                self.part(loop.index, self.number(LANES), part, None)
+        for part in range(LANES // self.lanes):
+            left = b.sub(lanes, self.number(part * self.lanes))
+            with b.if_then(b.icmp_signed(">", left, self.number(0))):
+                self.part(runs, lanes, part, left)
+
+    def number(self, value: int) -> Any:
+        return ir.Constant(I64, value)
+
+    def at(self, base: Any, run: Any, size: int, extra: int) -> Any:
+        return self.b.add(base, self.b.add(self.b.mul(run, self.number(size)), self.number(extra)))
+
+    def part(self, run: Any, lanes: Any, part: int, left: Any) -> None:
+        """Decodes as many lanes of a run as a vector has; `left` of them are there."""
+        b, first, encoding = self.b, part * self.lanes, self.encoding
+        codes = self.at(self.w, run, RUN * encoding.bits // 8, first * (1 if encoding.name == "fp8" else 4))
+        scale_bytes = encoding.scale_bytes * LANE_COLUMNS * LANES // encoding.group
+        scale = self.v.scales(self.at(self.scales, run, scale_bytes, first * scale_bytes // LANES), left)
+        mask = None if left is None else self.v.first(left, self.lanes)
+        to = self.at(self.out, run, RUN * self.size, first * self.size)
+        for column, weight in enumerate(self.v.columns(codes, lanes, mask)):
+            value = b.fmul(weight, scale)
+            if self.size == 2:
+                upper = b.lshr(round_bf16(b, value), self.v.splat(self.v.words, 16))
+                value = b.trunc(upper, ir.VectorType(I16, self.lanes))
+            self.v.store(b.add(to, b.mul(lanes, self.number(column * self.size))), value, mask)
+
+
+def _row(encoding: Encoding, instructions: Instructions, bf16: bool) -> Callable[..., None]:
+    @intrinsic
+    def row(typing: Any, w: Any, n: Any, out: Any) -> Any:
+        def emit(context: Any, builder: Any, _: Any, args: Any) -> Any:
+            _Emitter(builder, encoding, instructions, bf16).row(*args)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 3), emit
+
+    return row  # type: ignore[no-any-return]
+
+
+@cache
+def make_unpack(encoding: Encoding, instructions: Instructions, bf16: bool) -> Code:
+    """Makes unpack(w, stride, count, n, out): decodes `count` rows of n weights, `stride` bytes apart, to bf16 or
+    float32, one after the other."""
+    row, size = _row(encoding, instructions, bf16), 2 if bf16 else 4
+
+    @code(*[INT] * 5)
+    def unpack(w: int, stride: int, count: int, n: int, out: int) -> None:
+        for number in range(count):
+            row(w + number * stride, n, out + number * n * size)
+
+    return unpack
+
+
+@jit
+def place(k: int, n: int) -> int:
+    """Returns where element k of n lies, as `packing` packs floats and `unpacking` writes weights."""
+    lane = k // LANE_COLUMNS
+    run = lane // LANES
+    return run * RUN + k % LANE_COLUMNS * lanes_of(run, n) + lane % LANES  # type: ignore[no-any-return]
+
+
+@cache
+def make_scatter(bf16: bool, pairs: bool = PAIRS) -> tuple[Callable[..., None], Callable[..., None]]:
+    """Makes the functions that put encoded vectors into a panel whose lines are `stride` bytes apart. Returns both.
+
+    column(panel, stride, number, values, n) writes n float32 as column `number`; line(panel, stride, k, n, values,
+    count) writes element k of n of `count` columns.
+    """
+    paired = bf16 and pairs
+
+    @jit
+    def line(panel: int, stride: int, k: int, n: int, values: int, count: int) -> None:
+        v, at = f32_at(values), place(k, n)
+        if paired:
+            narrow = u16_at(panel + (at >> 1) * stride + 2 * (at & 1))
+            for i in range(count):
+                narrow[2 * i] = np.uint16(rounded(v[i]) >> np.uint32(16))
+        else:
+            wide = f32_at(panel + at * stride)
+            for i in range(count):
+                wide[i] = v[i]
+
+    @jit
+    def column(panel: int, stride: int, number: int, values: int, n: int) -> None:
+        for k in range(n):
+            line(panel + 4 * number, stride, k, n, values + 4 * k, 1)
+
+    return column, line
+
+
+@jit
+def borrow(flags: int, count: int) -> int:
+    """Takes one of `count` things, of which fewer are in use, and returns its number; `flags` [count] are int64."""
+    while True:
+        for number in range(count):
+            if atomic_replace(flags + 8 * number, 0, 1):
+                return number
+
+
+@jit
+def give_back(flags: int, number: int) -> None:
+    """Gives back what `borrow` returned."""
+    atomic_store(flags + 8 * number, 0)

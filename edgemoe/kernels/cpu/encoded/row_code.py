@@ -1,26 +1,208 @@
-"""Chooses the code that multiplies and decodes rows of one encoding: the fastest that this processor has.
+"""Makes the code that multiplies and decodes rows of one encoding, and chooses the fastest for this processor.
 
-In bfloat16 models activations are whole numbers of 16 bits. They give the same bits whichever instructions multiply
-them, so these are chosen by measurement. In float32 models, and for fp8, activations are float32, and the widest
-vectors are taken.
+In bfloat16 models activations are whole numbers of 16 bits. They give the same bits with all instructions, which are
+chosen by measurement. In float32 models, and for fp8, activations are float32, and the widest vectors are taken.
 """
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from llvmlite import ir
 
+from edgemoe.encodings.rows import LANES, RUN
+from edgemoe.jit.intrinsics import F32, I64, cgutils, intrinsic, types
 from edgemoe.jit.object_cache import Code, link
-from edgemoe.kernels.cpu.encoded.dots import make_encoded_rows
-from edgemoe.kernels.cpu.encoded.packing import make_pack_whole, pack_floats
-from edgemoe.kernels.cpu.encoded.unpacking import make_unpack
-from edgemoe.kernels.cpu.encoded.vectors import EVERY, PORTABLE, Instructions, excess_of
-from edgemoe.kernels.cpu.gemv import make_pack_some, make_rows
-from edgemoe.types.encoding import Encoding
+from edgemoe.kernels.cpu.encoded.instructions import AVX512, EVERY, PORTABLE, Instructions, Products, Vectors, excess_of
+from edgemoe.kernels.cpu.encoded.packing import BASE, make_pack_whole, make_unpack, pack_floats
+from edgemoe.kernels.cpu.gemv import make_pack_some, make_rows, multiply_add, prefetch, rows_code
+from edgemoe.types.encoding import LANE_COLUMNS, Encoding
+
+LINE_BYTES = 64
+TOGETHER = 2  # rows of 4 bits side by side: they are short for what each costs beside its weights
+
+
+class _Emitter:
+    """Writes the LLVM code of the loop over `rows` rows of weights, side by side, and `tokens` vectors."""
+
+    def __init__(
+        self, builder: Any, encoding: Encoding, instructions: Instructions, rows: int, tokens: int, whole: bool
+    ) -> None:
+        self.b, self.encoding, self.whole = builder, encoding, whole
+        self.v = (Products if whole else Vectors)(builder, encoding, instructions)
+        self.lanes, self.rows, self.tokens = instructions.lanes, rows, tokens
+        self.coming: list[Any] = []  # addresses to prefetch
+        parts = LANES // self.lanes
+        self.sums = [[cgutils.alloca_once(builder, self.v.floats) for _ in range(parts)] for _ in range(rows * tokens)]
+
+    def number(self, value: int) -> Any:
+        return ir.Constant(I64, value)
+
+    def times(self, value: Any, factor: int) -> Any:
+        return self.b.mul(value, self.number(factor))
+
+    def dots(
+        self, w: Any, stride: Any, soon: Any, x: Any, x_stride: Any, index: Any, n: Any, out: Any, out_stride: Any
+    ) -> None:
+        """Writes the sums of the products of rows of n weights to out[token][row], strides in bytes."""
+        b = self.b
+        chosen = [self.v.load(b.add(index, self.number(8 * token)), I64) for token in range(self.tokens)]
+        vectors = [b.add(x, b.mul(x_stride, row)) for row in chosen]
+        lines = [b.add(w, self.times(stride, row)) for row in range(self.rows)]
+        for place in (place for places in self.sums for place in places):
+            b.store(self.v.splat(self.v.floats, 0.0), place)
+        self.n, self.scale_bytes = n, self.encoding.scale_bytes * LANE_COLUMNS * LANES // self.encoding.group
+        self.to_scales = b.udiv(self.times(n, self.encoding.bits), self.number(8))
+        runs, lanes = b.udiv(n, self.number(RUN)), b.udiv(b.urem(n, self.number(RUN)), self.number(LANE_COLUMNS))
+        with cgutils.for_range(b, runs, intp=I64) as loop:
+            size = self.rows * (RUN * self.encoding.bits // 8 + self.scale_bytes)
+            start = b.add(soon, self.times(loop.index, size))
+            self.coming = [b.add(start, self.number(line)) for line in range(0, size, LINE_BYTES)]
+            for part in range(LANES // self.lanes):
+                self.part(lines, vectors, loop.index, self.number(LANES), part, None)
+        self.rest(lines, vectors, soon, runs, lanes)
+        for number, places in enumerate(self.sums):
+            row, token = divmod(number, self.tokens)
+            to = b.add(out, b.add(b.mul(out_stride, self.number(token)), self.number(4 * row)))
+            total = self.total([b.load(place) for place in places])
+            b.store(total, b.inttoptr(to, F32.as_pointer()), align=4)
+
+    def rest(self, rows: list[Any], vectors: list[Any], soon: Any, runs: Any, lanes: Any) -> None:
+        """Adds the run with fewer lanes, where there is one."""
+        size = self.rows * (RUN * self.encoding.bits // 8 + self.scale_bytes)
+        lines = self.b.udiv(self.times(lanes, size), self.number(LANES * LINE_BYTES))
+        with cgutils.for_range(self.b, lines, intp=I64) as loop:
+            place = self.b.add(self.times(runs, size), self.times(loop.index, LINE_BYTES))
+            prefetch(self.b, self.b.add(soon, place))
+        for part in range(LANES // self.lanes):
+            left = self.b.sub(lanes, self.number(part * self.lanes))
+            with self.b.if_then(self.b.icmp_signed(">", left, self.number(0))):
+                self.part(rows, vectors, runs, lanes, part, left)
+
+    def part(self, rows: list[Any], vectors: list[Any], run: Any, lanes: Any, part: int, left: Any) -> None:
+        """Adds as many lanes of a run as a vector has, from lane part * self.lanes on; `left` of them are there."""
+        b, first = self.b, part * self.lanes
+        width = 1 if self.encoding.name == "fp8" else 4  # bytes of a lane that lie side by side
+        to_codes = b.add(self.times(run, RUN * self.encoding.bits // 8), self.number(first * width))
+        to_scales = b.add(self.times(run, self.scale_bytes), self.number(first * self.scale_bytes // LANES))
+        to_scales = b.add(self.to_scales, to_scales)
+        scales = [self.v.scales(b.add(row, to_scales), left) for row in rows]
+        mask = None if left is None else self.v.first(left, self.lanes)
+        codes = [b.add(row, to_codes) for row in rows]
+        if self.whole:
+            lane, place = b.add(self.times(run, LANES), self.number(first)), self.times(run, RUN)
+            results = self.whole_sums(codes, vectors, b.add(place, self.number(4 * first)), lane, lanes, mask)
+        else:
+            place = b.add(self.times(run, 4 * RUN), self.number(4 * first))
+            results = [(total, None) for each in codes for total in self.float_sums(each, vectors, place, lanes, mask)]
+        for number, (places, (total, factor)) in enumerate(zip(self.sums, results, strict=True)):
+            scale = scales[number // self.tokens]
+            weight = scale if factor is None else b.fmul(scale, factor)
+            b.store(multiply_add(b, total, weight, b.load(places[part])), places[part])
+
+    def fetch(self, steps: int) -> None:
+        """Prefetches the first part of what is coming, of so many: all at once would keep what is read now waiting."""
+        some = -(-len(self.coming) // steps)
+        for address in self.coming[:some]:
+            prefetch(self.b, address)
+        del self.coming[:some]
+
+    def float_sums(self, codes: Any, vectors: list[Any], place: Any, lanes: Any, mask: Any) -> list[Any]:
+        """Returns each token's sums of the lanes of a row, without the scales."""
+        b, v = self.b, self.v
+        sums = [[v.splat(v.floats, 0.0)] * 2 for _ in vectors]  # with products alone, the compiler chose what to fuse
+        for column, weight in enumerate(v.columns(codes, lanes, mask)):
+            self.fetch(LANE_COLUMNS - column)
+            at = b.add(place, self.times(lanes, 4 * column))
+            for vector, halves in zip(vectors, sums, strict=True):
+                x, half = v.load(b.add(vector, at), v.floats, mask), column % 2
+                halves[half] = multiply_add(b, weight, x, halves[half])
+        return [b.fadd(*halves) for halves in sums]
+
+    def whole_sums(
+        self, codes: list[Any], vectors: list[Any], place: Any, lane: Any, lanes: Any, mask: Any
+    ) -> list[tuple[Any, Any]]:
+        """Returns each row's and token's sums of the lanes, and the scales of the token's activations."""
+        assert isinstance(self.v, Products)
+        b, v = self.b, self.v
+        factors, firsts, half = [], [], 0.5 if self.encoding.name == "mxfp4" else 1.0
+        for vector in vectors:  # the scales follow both parts of the activations, the sums follow the scales
+            at = b.add(vector, b.add(self.times(self.n, 2), self.times(lane, 4)))
+            factors.append(b.fmul(v.load(at, v.floats, mask), v.splat(v.floats, half)))
+            at = b.add(at, b.udiv(self.n, self.number(LANE_COLUMNS // 4)))
+            firsts.append(v.load(at, v.words, mask) if v.excess else None)
+        sums = [[None, first] for _ in codes for first in firsts]
+        words = LANE_COLUMNS * self.encoding.bits // 32
+        for word in range(words):
+            self.fetch(words - word)
+            quads = [v.quads(v.word(code, lanes, word, mask)) for code in codes]
+            for number in range(len(quads[0])):
+                four = word * len(quads[0]) + number
+                numbers = [
+                    [v.word(b.add(start, place), lanes, four, mask) for start in (vector, b.add(vector, self.n))]
+                    for vector in vectors
+                ]
+                for i, parts in enumerate(sums):
+                    row, token = divmod(i, self.tokens)
+                    for part, x in enumerate(numbers[token]):
+                        parts[part] = v.add(parts[part], quads[row][number], x)
+        totals = [b.sitofp(b.add(b.mul(upper, v.splat(v.words, BASE)), lower), v.floats) for upper, lower in sums]
+        return list(zip(totals, factors * len(codes), strict=True))
+
+    def total(self, parts: list[Any]) -> Any:
+        """Returns the sum of 16 lanes: of two halves, and so on."""
+        b = self.b
+        if len(parts) == 1:
+            parts = [self.some(parts[0], 0, 8), self.some(parts[0], 8, 8)]
+        both = b.fadd(*parts)
+        for lanes in (4, 2, 1):
+            both = b.fadd(self.some(both, 0, lanes), self.some(both, lanes, lanes))
+        return b.extract_element(both, ir.Constant(ir.IntType(32), 0))
+
+    def some(self, vector: Any, first: int, lanes: int) -> Any:
+        kind = ir.VectorType(ir.IntType(32), lanes)
+        undefined = ir.Constant(vector.type, ir.Undefined)
+        return self.b.shuffle_vector(vector, undefined, ir.Constant(kind, list(range(first, first + lanes))))
+
+
+def _dots(encoding: Encoding, instructions: Instructions, whole: bool, rows: int, tokens: int) -> Any:
+    """Makes the intrinsic that writes out[token][row] = w[row] . x[index[token]] over n elements; strides in bytes."""
+
+    @intrinsic
+    def dots(
+        typing: Any,
+        w: Any,
+        stride: Any,
+        soon: Any,
+        x: Any,
+        x_stride: Any,
+        index: Any,
+        n: Any,
+        out: Any,
+        out_stride: Any,
+    ) -> Any:
+        def emit(context: Any, builder: Any, _: Any, args: Any) -> Any:
+            _Emitter(builder, encoding, instructions, rows, tokens, whole).dots(*args)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 9), emit
+
+    return dots
+
+
+@cache
+def make_encoded_rows(encoding: Encoding, instructions: Instructions, whole: bool) -> Code:
+    """Makes what `gemv.make_rows` makes, for encoded rows; `whole` with activations in whole numbers."""
+    widest = 4 if instructions is AVX512 else 2
+    together = TOGETHER if encoding.bits == 4 and instructions is AVX512 else 1
+    dots = partial(_dots, encoding, instructions, whole)
+    return rows_code("encoded_rows", dots, widest, together)
+
 
 TRIAL_COLUMNS, TRIAL_BYTES = 2048, 1 << 20
 

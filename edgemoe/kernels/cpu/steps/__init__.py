@@ -1,1 +1,0 @@
-"""Kernels that run whole layers, and whole steps, of single new tokens."""
