@@ -76,7 +76,7 @@ def witness(args: argparse.Namespace) -> int:
 def check_processor() -> None:
     """Raises UnsupportedProcessor where kernels cannot run here. Asks in a process of its own: LLVM takes 50 MB, which
     this one would keep."""
-    command = [sys.executable, "-m", "edgemoe.jit.target"]
+    command = [sys.executable, "-m", "edgemoe.jit.compile_target"]
     try:
         asked = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=ASK_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:

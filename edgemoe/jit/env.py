@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import os
 
-PROCESSOR = "EDGEMOE_PROCESSOR"  # for development only: names a lesser processor, for which code is compiled instead
+PROCESSOR = "EDGEMOE_PROCESSOR"  # for development only: names a lesser processor to compile code for
 
 
 def read_processor() -> str:
-    """Returns the name of the processor to compile for; "" for the one at hand. Read once, as torch reads its own."""
+    """Returns the name of the processor to compile for; "" for this machine's. Read once, like torch's variables."""
     return os.environ.get(PROCESSOR, "")
 
 

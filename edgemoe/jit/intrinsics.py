@@ -1,7 +1,7 @@
-"""Gives kernels what Numba itself lacks: pointers, bf16 bits, atomics, pause and semaphores.
+"""Adds to Numba the operations that kernels need: pointers, bf16 bits, atomics, pause and semaphores.
 
-Kernels take addresses, not arrays. So a call costs a fraction of a microsecond whatever it works on, and several
-threads can work on the same job (see `thread_pool`). An address is an int64; `record` reads a job's fields.
+Kernels take addresses, not arrays. So a call costs a fraction of a microsecond, and several threads can work on the
+same job (see `thread_pool`). An address is an int64; `record` reads a job's fields.
 """
 
 from __future__ import annotations
@@ -17,29 +17,31 @@ import numba.np.numpy_support
 import numpy as np
 from llvmlite import ir
 
+from edgemoe.jit.compile_target import TARGET
 from edgemoe.jit.object_cache import Code, symbol_type
-from edgemoe.jit.target import TARGET
 
 I64 = ir.IntType(64)
 F32 = ir.FloatType()
 Decorator = Callable[[Any], Any]
 types: Any = numba.types
 cgutils: Any = numba.core.cgutils
-carray: Any = numba.np.numpy_support.carray  # an array at a pointer
+carray: Any = numba.np.numpy_support.carray  # returns an array at a pointer
 intrinsic: Decorator = numba.extending.intrinsic
 _INNER: Any = {"nogil": True, "error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-jit: Decorator = numba.njit(fastmath={"contract"}, **_INNER)  # for functions that only kernels call
+jit: Decorator = numba.njit(fastmath={"contract"}, **_INNER)  # decorates functions that only kernels call
 summing: Decorator = numba.njit(fastmath={"contract", "reassoc"}, **_INNER)
-entry: Decorator = numba.njit(nogil=True, error_model="numpy")  # for Python; compiled when first called
+entry: Decorator = numba.njit(
+    nogil=True, error_model="numpy"
+)  # decorates functions for Python, compiled at the first call
 INT: Any = types.int64
 
 
 def code(*arguments: Any, result: Any = types.void) -> Callable[[Any], Code]:
-    """Decorates a function that is called by its address. `object_cache.link` compiles it or reads it from disk."""
+    """Decorates a function that is called by its address. `object_cache.link` compiles it, or reads it from disk."""
     return lambda function: Code(arguments, function, result)
 
 
-chunk = code(INT, INT)  # a part of a kernel: (address of its record, number of the chunk); see `thread_pool.parallel`
+chunk = code(INT, INT)  # a chunk of a kernel: (address of its record, number of the chunk), see `thread_pool.parallel`
 
 _libc = ctypes.CDLL(None, use_errno=True)
 sem_init = _libc.sem_init
@@ -54,7 +56,7 @@ def fields(*names: str) -> np.dtype[np.void]:
 
 
 def address_of(code: Code) -> Callable[[], int]:
-    """Makes the function that kernels call for the address of `code`, which the linker fills in."""
+    """Makes a function that returns the address of `code` to kernels; the linker fills it in."""
 
     @intrinsic
     def address(typing: Any) -> Any:
@@ -75,7 +77,7 @@ def place_of(dtype: np.dtype[np.void], field: str) -> int:
 
 
 def _pointer(element: Any) -> Any:
-    """Makes the function that turns an address into a pointer to elements of this type."""
+    """Makes a function that turns an address into a pointer to elements of this type."""
 
     @intrinsic
     def pointer(typing: Any, address: Any) -> Any:
@@ -111,7 +113,7 @@ def record(typing: Any, address: Any, dtype: Any) -> Any:
 
 
 def _libc_call(builder: Any, name: str, arguments: list[Any]) -> Any:
-    """Calls a function of libc by its name; its address differs in each process, so kept code cannot have it."""
+    """Calls a libc function by name, since its address differs between processes and code is kept on disk."""
     kind = ir.FunctionType(ir.IntType(32), [argument.type for argument in arguments])
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments)
 
@@ -163,10 +165,10 @@ def f32_of(typing: Any, bits: Any) -> Any:
 
 
 def round_bf16(builder: Any, value: Any) -> Any:
-    """Writes the LLVM code that rounds float32, one or a vector, to bf16: to nearest, ties to even, NaN stays NaN.
+    """Writes LLVM code that rounds float32, one or a vector, to bf16: to nearest, ties to even, NaN stays NaN.
 
-    Returns the bits in the upper half of 32. LLVM's own rounding calls a routine of a compiler's library, which nobody
-    links, on processors without AVX-512 BF16.
+    Returns the bits in the upper half of 32. On processors without AVX-512 BF16, LLVM's own rounding calls a
+    compiler-library routine that is not linked.
     """
     word = ir.IntType(32)
     kind = word if value.type == F32 else ir.VectorType(word, value.type.count)
@@ -235,7 +237,7 @@ def atomic_store(typing: Any, address: Any, value: Any) -> Any:
 
 @intrinsic
 def atomic_add(typing: Any, address: Any, value: Any) -> Any:
-    """Adds to the int64 at an address. Returns what was there before."""
+    """Adds to the int64 at an address. Returns the old value."""
 
     def emit(_: Any, builder: Any, __: Any, args: Any) -> Any:
         return builder.atomic_rmw("add", builder.inttoptr(args[0], I64.as_pointer()), args[1], "seq_cst")
@@ -245,7 +247,7 @@ def atomic_add(typing: Any, address: Any, value: Any) -> Any:
 
 @intrinsic
 def atomic_swap(typing: Any, address: Any, value: Any) -> Any:
-    """Stores an int64 at an address. Returns what was there before."""
+    """Stores an int64 at an address. Returns the old value."""
 
     def emit(_: Any, builder: Any, __: Any, args: Any) -> Any:
         return builder.atomic_rmw("xchg", builder.inttoptr(args[0], I64.as_pointer()), args[1], "seq_cst")
@@ -266,7 +268,7 @@ def atomic_replace(typing: Any, address: Any, expected: Any, value: Any) -> Any:
 
 @intrinsic
 def pause(typing: Any) -> Any:
-    """Tells the processor that this thread spins."""
+    """Tells the processor that this thread spins (the pause instruction)."""
     names = {"x86_64": ("llvm.x86.sse2.pause", []), "aarch64": ("llvm.aarch64.hint", [1])}
 
     def emit(context: Any, builder: Any, _: Any, __: Any) -> Any:
@@ -289,7 +291,7 @@ def _call(_: Any, builder: Any, __: Any, args: Any) -> Any:
 
 @intrinsic
 def call_chunk(typing: Any, function: Any, job: Any, number: Any) -> Any:
-    """Calls the `chunk` at an address. By name, LLVM would optimise it again inside each caller."""
+    """Calls the `chunk` at an address. If called by name, LLVM would optimise it again inside each caller."""
     return types.void(*[types.int64] * 3), _call
 
 
@@ -297,11 +299,11 @@ def call_chunk(typing: Any, function: Any, job: Any, number: Any) -> Any:
 def call_rows(
     typing: Any, fn: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any, g: Any, h: Any, i: Any, j: Any, k: Any
 ) -> Any:
-    """Calls what `gemv.make_rows` or `gemm_tile.make_tile` made, by its address."""
+    """Calls a product of `gemv.make_rows` or `gemm_tile.make_tile` by its address."""
     return types.void(*[types.int64] * 12), _call
 
 
 @intrinsic
 def call_pack(typing: Any, fn: Any, values: Any, first: Any, count: Any, n: Any, out: Any) -> Any:
-    """Calls what packs elements of a vector, or decodes rows of weights, by its address."""
+    """Calls, by its address, code that packs elements of a vector or decodes rows of weights."""
     return types.void(*[types.int64] * 6), _call

@@ -1,8 +1,7 @@
-"""Keeps compiled kernels on disk as an object file. An engine that starts again saves ten seconds of compiling.
+"""Keeps compiled kernels on disk as object files, so that an engine that starts again saves ten seconds of compiling.
 
-Numba compiles; LLVM makes one object file of the result; the linker fills in the addresses. Nothing is pickled. Whoever
-can write the directory can run code as the service, so it is used only where it belongs to this user and nobody else
-can write it.
+Numba compiles, LLVM writes one object file of the result, and the linker fills in the addresses. Nothing is pickled.
+Write access to the directory means running code as the service: it must belong to this user, writable by no other.
 """
 
 from __future__ import annotations
@@ -30,27 +29,29 @@ from numba.core.runtime.nrt import rtsys
 
 from edgemoe.durable import make_folder, open_kept, remove_file, replace_file
 from edgemoe.errors import UnsupportedProcessor
-from edgemoe.jit.target import TARGET
+from edgemoe.jit.compile_target import TARGET
 
 log = logging.getLogger(__name__)
 types: Any = numba.types
-Compiling = Callable[[str, int, int], object]  # is told a function's name, how many are compiled, and of how many
-KEPT = 48  # object files in the directory at most: of other uses, versions, encodings or processors
+CompileProgress = Callable[
+    [str, int, int], object
+]  # called with a function's name, the number compiled, and of how many
+KEPT = 48  # most object files in the directory: for several uses, versions, encodings and processors
 DIGEST_BYTES = 16
 PACKAGE = Path(__file__).parents[1]
 TEMPORARY = ".tmp"
-COMPILE_S = 120.0  # how long an engine waits for another one that compiles
+COMPILE_S = 120.0  # how long an engine waits for another engine that compiles
 SYMBOL = np.dtype("u4, u1, u1, u2, u8, u8").newbyteorder("<")
-SYMBOL.names = ("name", "info", "other", "section", "value", "size")  # a line of an ELF file's table of symbols
+SYMBOL.names = ("name", "info", "other", "section", "value", "size")  # an entry of an ELF symbol table
 C_TYPES: dict[str, Any] = {"none": None, "int64": ctypes.c_int64, "float32": ctypes.c_float}
 _config: Any = numba.config
 # For another kind of machine, Numba writes portable LLVM code, which `CompileTarget.machine_code` takes.
 _config.CPU_NAME, _config.CPU_FEATURES = (TARGET.name, TARGET.flags) if TARGET.is_native else ("generic", "")
-_linked: list[Any] = []  # what holds machine code in use; never freed
+_linked: list[Any] = []  # keeps machine code in use alive; never freed
 
 
 class Code:
-    """Holds a function of numbers. Kernels and Python call it by its address."""
+    """A function of numbers and addresses, compiled. Kernels and Python call it by its address."""
 
     def __init__(self, arguments: tuple[Any, ...], function: Any, result: Any = types.void) -> None:
         self.arguments, self.result, self._function, self._linked = arguments, result, function, 0
@@ -59,31 +60,33 @@ class Code:
     @cached_property
     def compiled(self) -> Any:
         """Returns Numba's compiled function; compiles it at the first use."""
-        stand_in()
+        stub_missing_routines()
         options: Any = {"fastmath": {"contract"}, "error_model": "numpy"}
         return numba.cfunc(self.result(*self.arguments), **options)(self._function)
 
     @property
     def symbol(self) -> str:
-        """Returns its name in object code that is compiled now; compiles it. What was linked may have another."""
+        """Returns its symbol in object code compiled now, and compiles it. An object file from disk may use another."""
         return str(self.compiled.native_name)
 
     @property
     def address(self) -> int:
-        """Returns its address; compiles it, alone, where it has not been linked."""
+        """Returns its address; compiles it, alone, if it has not been linked."""
         if not self._linked:
             link((self,), None)
         return self._linked
 
     @cached_property
     def call(self) -> Callable[..., None]:
-        """Returns the function for Python. It releases the GIL."""
+        """Returns the function for Python, which releases the GIL during a call."""
         return self._prototype(ctypes.CFUNCTYPE)
 
     @cached_property
     def call_briefly(self) -> Callable[..., Any]:
-        """Returns the function for Python, for calls of a few microseconds: it holds the GIL, which another thread
-        would take for milliseconds."""
+        """Returns the function for Python, which holds the GIL during a call, for calls of a few microseconds.
+
+        Another thread that took the GIL would keep it for milliseconds.
+        """
         return self._prototype(ctypes.PYFUNCTYPE)
 
     def _prototype(self, make: Callable[..., Any]) -> Callable[..., Any]:
@@ -92,29 +95,31 @@ class Code:
 
     @property
     def folder(self) -> Path:
-        """Returns where its source lies."""
+        """Returns the folder of its source."""
         return Path(self._function.__code__.co_filename).parent
 
     @property
     def is_linked(self) -> bool:
-        """Returns whether `place` has given it an address."""
+        """Whether `link` has given it an address."""
         return self._linked != 0
 
-    def place(self, address: int) -> None:
-        """Records the address that the linker gave it."""
+    def set_address(self, address: int) -> None:
+        """Records the address from the linker."""
         self._linked = address
 
 
-def silent(name: str, done: int, count: int) -> None:
-    """Tells nobody how far compiling is."""
+def no_progress(name: str, done: int, count: int) -> None:
+    """Ignores the progress of compiling."""
 
 
-def link(codes: Sequence[Code], directory: Path | None, variant: str = "", progress: Compiling = silent) -> None:
+def link(
+    codes: Sequence[Code], directory: Path | None, variant: str = "", progress: CompileProgress = no_progress
+) -> None:
     """Gives all `codes` addresses, from the object file in `directory` where there is one.
 
-    Compiles them where there is none. They may refer to each other but to no further ones. `variant` tells apart
-    functions that have the same source. `progress` is called before each is compiled. Raises UnsupportedProcessor where
-    they call what is not here.
+    Compiles them if there is none. They may refer to each other, and to no other code. `variant` distinguishes
+    functions with the same source. `progress` is called before each is compiled. Raises UnsupportedProcessor if they
+    call routines that this process lacks.
     """
     if all(code.is_linked for code in codes):
         return
@@ -132,11 +137,11 @@ def link(codes: Sequence[Code], directory: Path | None, variant: str = "", progr
     engine.finalize_object()
     _linked.extend((engine, object_file, machine_code))
     for code in codes:
-        code.place(engine.get_function_address(symbols[code.name]))
+        code.set_address(engine.get_function_address(symbols[code.name]))
 
 
 def _compiler_routines() -> Iterator[str]:
-    """Yields the routines of a compiler's library that LLVM may call where a processor lacks an instruction."""
+    """Yields the compiler-library routines that LLVM may call in place of instructions that a processor lacks."""
     formats, widths = ("hf", "bf", "sf", "df", "xf", "tf"), ("si", "di", "ti")
     yield from (f"__{name}{a}{b}2" for name in ("trunc", "extend") for a in formats for b in formats)
     yield from (f"__{name}{a}{b}" for name in ("fix", "fixuns") for a in formats for b in widths)
@@ -149,8 +154,8 @@ def _compiler_routines() -> Iterator[str]:
 
 
 @cache
-def stand_in() -> frozenset[str]:
-    """Gives LLVM an address, of `abort`, for each such routine that is not in this process. Returns their names.
+def stub_missing_routines() -> frozenset[str]:
+    """Maps each compiler-library routine that this process lacks to `abort`. Returns the names of these routines.
 
     Without an address LLVM ends the process while Numba compiles, before `link` can refuse the code.
     """
@@ -161,7 +166,7 @@ def stand_in() -> frozenset[str]:
 
 
 def undefined_symbols(machine_code: bytes) -> list[str]:
-    """Returns the names of what an object file (ELF, of 64 bits) calls or reads and does not hold."""
+    """Returns the undefined symbols of an object file (64-bit ELF)."""
     object_file = llvm.ObjectFileRef.from_data(machine_code)
     parts = {section.name(): section.data() for section in object_file.sections()}
     table, names = np.frombuffer(parts[b".symtab"], SYMBOL), parts[b".strtab"]
@@ -170,8 +175,8 @@ def undefined_symbols(machine_code: bytes) -> list[str]:
 
 
 def _check_symbols(codes: Sequence[Code], machine_code: bytes) -> None:
-    """Raises UnsupportedProcessor where a symbol is missing, at which LLVM's linker would end the process."""
-    absent = stand_in()
+    """Raises UnsupportedProcessor for a missing symbol; LLVM's linker would end the process."""
+    absent = stub_missing_routines()
     called = undefined_symbols(machine_code)
     missing = [name for name in called if name in absent or not llvm.address_of_symbol(name)]
     if missing:
@@ -183,28 +188,28 @@ def _check_symbols(codes: Sequence[Code], machine_code: bytes) -> None:
 
 
 def _calls(code: Code, missing: Sequence[str]) -> bool:
-    """Returns whether the code calls one of these symbols on its own."""
+    """Whether the code itself calls one of these symbols."""
     machine_code = TARGET.machine_code().emit_object(llvm.parse_assembly(code.compiled.inspect_llvm()))
     return not set(missing).isdisjoint(undefined_symbols(machine_code))
 
 
 def _kept(path: Path, codes: Sequence[Code]) -> tuple[dict[str, str], bytes] | None:
-    """Returns the kept symbols by names, and the object file; None where it is missing, damaged or incomplete."""
+    """Returns the kept symbols by name, and the object file; None if it is missing, damaged or incomplete."""
     kept = _read(path)
     return kept if kept is not None and set(kept[0]) == {code.name for code in codes} else None
 
 
-def _compile_once(path: Path, codes: Sequence[Code], progress: Compiling) -> tuple[dict[str, str], bytes]:
-    """Compiles and keeps them. Engines that start together wait for the first one, at most `COMPILE_S`."""
+def _compile_once(path: Path, codes: Sequence[Code], progress: CompileProgress) -> tuple[dict[str, str], bytes]:
+    """Compiles and keeps them. Engines that start together wait for the first of them, at most `COMPILE_S`."""
     with contextlib.ExitStack() as stack:
         try:
             lock = open_kept(path.parent / "lock")
             stack.callback(os.close, lock)
         except OSError as error:
-            log.warning("kernels are compiled here and by others at once", extra={"why": str(error)})
+            log.warning("kernels are compiled without waiting for other engines", extra={"why": str(error)})
         else:
             progress("waiting for another engine that compiles", 0, len(codes))
-            _take(lock, time.monotonic() + COMPILE_S)
+            _lock_before(lock, time.monotonic() + COMPILE_S)
         if (kept := _kept(path, codes)) is None:
             _compile_each(codes, progress)
             kept = _compile(codes)
@@ -212,8 +217,8 @@ def _compile_once(path: Path, codes: Sequence[Code], progress: Compiling) -> tup
         return kept
 
 
-def _take(lock: int, end_s: float) -> None:
-    """Locks the file, and goes on without the lock after `end_s`. A process that ends frees its lock."""
+def _lock_before(lock: int, end_s: float) -> None:
+    """Locks the file; continues without the lock after `end_s`. The system frees the lock of a process that ends."""
     while time.monotonic() < end_s:
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -222,7 +227,7 @@ def _take(lock: int, end_s: float) -> None:
 
 
 def _is_private(directory: Path) -> bool:
-    """Returns whether only this user can write the directory; makes it where it is missing."""
+    """Whether only this user can write the directory; creates it if it is missing."""
     try:
         make_folder(directory, 0o700)
         status = directory.stat()
@@ -236,7 +241,7 @@ def _is_private(directory: Path) -> bool:
 
 
 def sources(codes: Sequence[Code]) -> list[Path]:
-    """Returns the files whose text, constants included, may be in the machine code."""
+    """Returns the source files that the machine code may depend on."""
     inlined = {PACKAGE / name for name in ("jit", "kernels/cpu", "encodings")}
     files = {file for folder in inlined | {code.folder for code in codes} for file in folder.rglob("*.py")}
     return sorted(
@@ -245,7 +250,7 @@ def sources(codes: Sequence[Code]) -> list[Path]:
 
 
 def _fingerprint(codes: Sequence[Code], variant: str) -> str:
-    """Returns a hash of all that the machine code depends on."""
+    """Returns a hash of sources, processor, versions and functions, which determine the machine code."""
     digest = xxhash.xxh3_128()
     for file in sources(codes):
         digest.update(file.read_bytes())
@@ -254,14 +259,14 @@ def _fingerprint(codes: Sequence[Code], variant: str) -> str:
     return str(digest.hexdigest())
 
 
-def _compile_each(codes: Sequence[Code], progress: Compiling) -> None:
+def _compile_each(codes: Sequence[Code], progress: CompileProgress) -> None:
     for done, code in enumerate(codes):
         progress(code.name.removeprefix(f"{PACKAGE.name}."), done, len(codes))
         code.compiled  # noqa: B018 (compiles at the first use)
 
 
 def _compile(codes: Sequence[Code]) -> tuple[dict[str, str], bytes]:
-    """Compiles all. Returns their symbols by names, and one object file."""
+    """Compiles all. Returns their symbols by name, and one object file."""
     symbols = {code.name: str(code.compiled.native_name) for code in codes}
     assert len(symbols) == len(codes), "two kernels of one name"
     whole = llvm.parse_assembly("")
@@ -271,7 +276,7 @@ def _compile(codes: Sequence[Code]) -> tuple[dict[str, str], bytes]:
 
 
 def _read(path: Path) -> tuple[dict[str, str], bytes] | None:
-    """Returns what `_write` wrote; None where it is missing or damaged."""
+    """Returns the symbols and the object file that `_write` wrote; None if missing or damaged."""
     try:
         data = path.read_bytes()
     except OSError:
@@ -283,13 +288,13 @@ def _read(path: Path) -> tuple[dict[str, str], bytes] | None:
 
 
 def _write(path: Path, symbols: dict[str, str], machine_code: bytes) -> None:
-    """Keeps the object file, with a hash in front, and deletes the oldest beyond KEPT. Logs where it cannot."""
+    """Writes the object file, preceded by a hash, and deletes the oldest files beyond KEPT. Logs a failure."""
     data = json.dumps(symbols).encode() + b"\n" + machine_code
     try:
         replace_file(path, xxhash.xxh3_128_digest(data) + data)
         for old in sorted(path.parent.glob("*.o"), key=_age)[:-KEPT]:
             remove_file(old, missing_ok=True)
-        for left in path.parent.glob(f"*{TEMPORARY}"):  # by whoever was killed while writing
+        for left in path.parent.glob(f"*{TEMPORARY}"):  # by a process that was killed while writing
             if time.time() - _age(left) > COMPILE_S:
                 remove_file(left, missing_ok=True)
     except OSError as error:
@@ -297,7 +302,7 @@ def _write(path: Path, symbols: dict[str, str], machine_code: bytes) -> None:
 
 
 def _age(file: Path) -> float:
-    """Returns when the file was changed last; now where somebody has just deleted it."""
+    """Returns the file's modification time; the current time if it was just deleted."""
     try:
         return file.stat().st_mtime
     except OSError:
@@ -305,5 +310,5 @@ def _age(file: Path) -> float:
 
 
 def symbol_type(arguments: int) -> Any:
-    """Returns the LLVM type of a `Code` with so many int64 arguments."""
+    """Returns the LLVM type of a `Code` with this number of int64 arguments."""
     return ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * arguments)

@@ -1,11 +1,8 @@
 """Runs the chunks of a kernel on several threads: a fork-join pool for kernels that take microseconds.
 
-OpenMP's two pools, Numba's and torch's, spin against each other. Where a core is busy with something else, each of
-their parallel regions waits for the scheduler (measured: 6.8 ms a region on two busy cores). Here the caller hands out
-numbered chunks and computes some itself; a helper that is late finds none left, and nobody waits for it. Helpers spin
-for a moment between regions, then sleep on a semaphore.
-
-Any thread may call. Where the helpers are busy with another caller's region, the caller computes all chunks itself.
+Two OpenMP pools, Numba's and torch's, spin against each other (measured: 6.8 ms a region on two busy cores). Here the
+caller computes chunks too, and never waits for a late helper. Helpers spin between regions for SPIN_S, then sleep.
+Any thread may call. If the helpers are busy with another caller's region, the caller computes all chunks itself.
 """
 
 from __future__ import annotations
@@ -37,27 +34,27 @@ from edgemoe.jit.intrinsics import (
     wake,
 )
 
-# Byte offsets in the control block; what different threads write lies in different cache lines.
-TURN = 0  # region number << 32 | chunks not yet handed out
+# Byte offsets in the control block. Fields that different threads write lie in different cache lines.
+TURN = 0  # region number << 32 | number of chunks not yet handed out
 DONE = 64  # chunks finished
 FUNCTION, JOB, CHUNKS = 128, 136, 144  # written only while no chunk is outstanding
-BUSY = 192  # a caller owns the helpers
-SLEEPERS = 256  # helpers that wait for the semaphore
+BUSY = 192  # 1 while a caller owns the helpers
+SLEEPERS = 256  # number of helpers that wait for the semaphore
 SPINS = 320  # pauses before a helper sleeps
 STOP = 328
 SEMAPHORE = 384
 CONTROL_BYTES = 448
 
-SPIN_S = 200e-6  # that a helper spins before it sleeps
+SPIN_S = 200e-6  # how long a helper spins before it sleeps
 _LEFT = 0xFFFFFFFF  # the bits of TURN that count chunks
 
 
 @jit
-def _take(control: int) -> int:
-    """Takes a chunk. Returns its number, or -1 where none is left.
+def _take_chunk(control: int) -> int:
+    """Takes a chunk. Returns its number, or -1 if none is left.
 
-    The fields of a region are rewritten only when none of its chunks is outstanding, and TURN has none left then. So
-    they are valid after a successful exchange, and only then.
+    A region's fields are rewritten only when none of its chunks is outstanding; TURN counts none then. So the fields
+    are valid after a successful exchange, and only then.
     """
     while True:
         turn = atomic_load(control + TURN)
@@ -72,7 +69,7 @@ def _take(control: int) -> int:
 def _work(control: int) -> None:
     """Computes chunks until none is left."""
     while True:
-        chunk = _take(control)
+        chunk = _take_chunk(control)
         if chunk < 0:
             return
         call_chunk(i64_at(control + FUNCTION)[0], i64_at(control + JOB)[0], chunk)
@@ -80,7 +77,7 @@ def _work(control: int) -> None:
 
 
 @code(INT)
-def HELP(control: int) -> None:
+def RUN_HELPER(control: int) -> None:
     """Runs a helper thread: computes chunks, spins, sleeps, and returns once STOP is set."""
     idle = 0
     while i64_at(control + STOP)[0] == 0:
@@ -121,14 +118,14 @@ def parallel(control: int, function: int, job: int, chunks: int) -> None:
 
 
 @code(INT)
-def PAUSES(count: int) -> None:
-    """Pauses so many times."""
+def PAUSE_OFTEN(count: int) -> None:
+    """Pauses `count` times."""
     for _ in range(count):
         pause()
 
 
 class ThreadPool:
-    """Holds `threads` threads, the caller's among them. Close it, or let it be collected."""
+    """Owns `threads` - 1 helper threads; the caller is the last thread. `close` or garbage collection ends them."""
 
     def __init__(self, threads: int) -> None:
         if threads < 1:
@@ -140,7 +137,7 @@ class ThreadPool:
         view[SPINS >> 3] = self._spins()
         sem_init(self.control + SEMAPHORE, 0, 0)
         helpers = [
-            threading.Thread(target=HELP.call, args=(self.control,), name=f"kernel-{i}", daemon=True)
+            threading.Thread(target=RUN_HELPER.call, args=(self.control,), name=f"kernel-{i}", daemon=True)
             for i in range(1, threads)
         ]
         for helper in helpers:
@@ -149,15 +146,15 @@ class ThreadPool:
 
     @staticmethod
     def _spins() -> int:
-        """Returns how many pauses take SPIN_S on this machine."""
-        PAUSES.call(1)
+        """Measures how many pauses take SPIN_S on this machine."""
+        PAUSE_OFTEN.call(1)
         start = time.perf_counter()
-        PAUSES.call(10_000)
+        PAUSE_OFTEN.call(10_000)
         return max(1, int(SPIN_S * 10_000 / (time.perf_counter() - start)))
 
 
 def _stop(view: Any, control: int, helpers: list[threading.Thread]) -> None:
-    """Ends the helpers, and waits for them."""
+    """Stops the helpers, and waits until they have ended."""
     view[STOP >> 3] = 1
     for _ in helpers:
         sem_post(control + SEMAPHORE)

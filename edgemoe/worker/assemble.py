@@ -27,7 +27,7 @@ from edgemoe.experts.build import CODES, ExpertTiers, TierMemory
 from edgemoe.experts.compute.moe import Fetching
 from edgemoe.experts.predict.scoutgate_forecaster import ScoutGateForecaster
 from edgemoe.families.spec import ModelSpec
-from edgemoe.jit.object_cache import Compiling, link
+from edgemoe.jit.object_cache import CompileProgress, link
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model.decoder import Decoder
 from edgemoe.model.dense_weights import decoded_bytes
@@ -144,7 +144,7 @@ def assemble(settings: Settings, emit: Emit, say: Say) -> Assembly:
     return Assembly(settings, info, budgets, engine, tiers, closing.close, activity, sharing, scoutgate, controller)
 
 
-def _compiling(say: Say, phase: str) -> Compiling:
+def _compiling(say: Say, phase: str) -> CompileProgress:
     """Returns what reports each function that is compiled as progress of the phase."""
     return lambda name, done, count: say(phase, done / count, f"compiling {name}, {done + 1} of {count}")
 

@@ -17,6 +17,7 @@ from llvmlite import ir
 
 from edgemoe.errors import UnsupportedProcessor
 from edgemoe.jit import object_cache
+from edgemoe.jit.compile_target import TARGET
 from edgemoe.jit.intrinsics import (
     INT,
     address_of,
@@ -31,7 +32,6 @@ from edgemoe.jit.intrinsics import (
     types,
 )
 from edgemoe.jit.object_cache import Code, link
-from edgemoe.jit.target import TARGET
 from edgemoe.kernels import cpu as kernels
 
 RUN = (
@@ -46,7 +46,7 @@ RUN = (
 
 
 def make() -> tuple[Code, Code]:
-    """One that calls the other by its address."""
+    """Makes two functions, of which the second calls the first by its address."""
 
     @chunk
     def add(job: int, number: int) -> None:
@@ -74,7 +74,7 @@ def in_a_new_process(directory: Path) -> str:
 
 
 def in_new_processes(directory: Path, count: int) -> list[str]:
-    """What each of them says, started at once."""
+    """Starts `count` processes at once. Returns their output."""
     command = [sys.executable, "-c", RUN, str(directory)]
     pipe, place = subprocess.PIPE, Path(__file__).parent
     started = [subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=place) for _ in range(count)]
@@ -133,7 +133,7 @@ def test_without_a_directory_it_is_compiled() -> None:
     assert result(codes[1]) == 42
 
 
-ABSENT = min(object_cache.stand_in())
+ABSENT = min(object_cache.stub_missing_routines())
 
 
 @intrinsic

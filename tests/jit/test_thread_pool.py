@@ -1,4 +1,4 @@
-"""The fork-join pool."""
+"""The fork-join pool of kernels, and its helper threads."""
 
 from __future__ import annotations
 

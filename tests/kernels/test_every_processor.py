@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from edgemoe.jit.compile_target import ARM
 from edgemoe.jit.env import PROCESSOR
-from edgemoe.jit.target import ARM
 
 TESTS = Path(__file__).parents[1]
 # Each group has the same LLVM code: widths of vectors, instructions of encoded rows and prefetching are the same.

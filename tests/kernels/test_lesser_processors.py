@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from edgemoe.jit.compile_target import host, named
 from edgemoe.jit.env import PROCESSOR
-from edgemoe.jit.target import host, named
 
 HERE = Path(__file__).parent
 

@@ -15,8 +15,8 @@ import llvmlite.binding as llvm
 
 from edgemoe.experts.build import CODES
 from edgemoe.experts.predict.next_use import CODES as PREDICTOR
+from edgemoe.jit.compile_target import CompileTarget, named
 from edgemoe.jit.object_cache import Code, undefined_symbols
-from edgemoe.jit.target import CompileTarget, named
 from edgemoe.kernels.cpu.encoded.row_code import row_codes
 from edgemoe.kernels.cpu.runtime import kernel_codes
 from edgemoe.types.encoding import BFLOAT16, FLOAT32, FP8, INT4, INT8, MXFP4

@@ -141,7 +141,7 @@ def software() -> Iterator[Finding]:
 def processor() -> Iterator[Finding]:
     """Checks whether the processor can run the kernels."""
     try:
-        from edgemoe.jit.target import TARGET, check_processor  # loads LLVM
+        from edgemoe.jit.compile_target import TARGET, check_processor  # loads LLVM
 
         check_processor()
     except UnsupportedProcessor as error:

@@ -11,7 +11,7 @@ from edgemoe.jit.env import WORKER_ENV
 def run(args: argparse.Namespace) -> int:
     """Runs `edgemoe plan` with threads that wait as an engine's do, which is settled when torch is loaded."""
     os.environ.update(WORKER_ENV)
-    from edgemoe.jit.target import check_processor
+    from edgemoe.jit.compile_target import check_processor
 
     check_processor()
     from edgemoe.cli.plan.command import run as plan

@@ -16,9 +16,9 @@ import llvmlite.binding as llvm
 import numpy as np
 from llvmlite import ir
 
+from edgemoe.jit.compile_target import TARGET
 from edgemoe.jit.intrinsics import F32, I64, INT, cgutils, code, f32_at, intrinsic, jit, rounded, types, u32_at
 from edgemoe.jit.object_cache import Code
-from edgemoe.jit.target import TARGET
 from edgemoe.kernels.cpu.gemv import LANES, WIDE, multiply_add, prefetch
 
 PAIRS = TARGET.has("avx512f", "avx512bf16") and llvm.llvm_version_info >= (16,)

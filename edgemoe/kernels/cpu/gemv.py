@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 
+from edgemoe.jit.compile_target import TARGET
 from edgemoe.jit.intrinsics import (
     F32,
     I64,
@@ -34,7 +35,6 @@ from edgemoe.jit.intrinsics import (
     types,
 )
 from edgemoe.jit.object_cache import Code
-from edgemoe.jit.target import TARGET
 
 WIDE = TARGET.has("avx512f")
 LANES = 16 if WIDE else 8  # float32 in a vector

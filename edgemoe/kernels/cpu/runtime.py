@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from edgemoe.jit.intrinsics import place_of
-from edgemoe.jit.object_cache import Code, Compiling, link, silent
-from edgemoe.jit.thread_pool import HELP, PAUSES, ThreadPool
+from edgemoe.jit.object_cache import Code, CompileProgress, link, no_progress
+from edgemoe.jit.thread_pool import PAUSE_OFTEN, RUN_HELPER, ThreadPool
 from edgemoe.kernels.cpu import decode_attention as attention
 from edgemoe.kernels.cpu import experts_decode as experts
 from edgemoe.kernels.cpu import experts_prefill as prefill_experts
@@ -66,7 +66,7 @@ class Paged(NamedTuple):
 def kernel_codes(bf16: bool) -> tuple[Code, ...]:
     """Returns all code of the kernels for one weight type, less that of rows (see `row_code`)."""
     refers = (make_step, make_attention, make_grouped_linear, make_prefill_experts, make_prefill_attention)
-    every = (HELP, PAUSES, *EXPERTS_CODE, *LINEAR_CODE, make_pack_all(bf16), pack_for)
+    every = (RUN_HELPER, PAUSE_OFTEN, *EXPERTS_CODE, *LINEAR_CODE, make_pack_all(bf16), pack_for)
     made = (make(bf16)[-1] for make in (*refers, make_delta, make_product))
     return tuple(dict.fromkeys((*every, *chain.from_iterable(made))))
 
@@ -78,7 +78,9 @@ class Kernels:
     at a time, because the scratch memory is shared. Close it, or let it be collected. `progress` as of `link`.
     """
 
-    def __init__(self, threads: int, bf16: bool, directory: Path | None = None, progress: Compiling = silent) -> None:
+    def __init__(
+        self, threads: int, bf16: bool, directory: Path | None = None, progress: CompileProgress = no_progress
+    ) -> None:
         self.bf16, self._directory = bf16, directory
         self.dtype = BFLOAT16 if bf16 else FLOAT32
         link(kernel_codes(bf16), directory, "bf16" if bf16 else "f32", progress)

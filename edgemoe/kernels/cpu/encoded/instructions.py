@@ -13,8 +13,8 @@ from typing import Any
 from llvmlite import ir
 
 from edgemoe.encodings.codec import E2M1
+from edgemoe.jit.compile_target import TARGET
 from edgemoe.jit.intrinsics import F32, I64, cgutils
-from edgemoe.jit.target import TARGET
 from edgemoe.types.encoding import LANE_COLUMNS, Encoding
 
 I8, I16, I32 = (ir.IntType(bits) for bits in (8, 16, 32))

@@ -1,7 +1,7 @@
-"""Says for which processor code is compiled: the one at hand, or a lesser one that a developer names.
+"""Chooses the processor to compile code for: the one of this machine, or a lesser one that a developer names.
 
-All generated code, Numba's own included, obeys `TARGET`, and every constant that depends on the processor is made from
-it. Processors are called as LLVM calls them.
+All generated code, Numba's own included, obeys `TARGET`, and every constant that depends on the processor is derived
+from it. Processors have LLVM's names.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import llvmlite.binding as llvm
 from edgemoe.errors import UnsupportedProcessor
 from edgemoe.jit.env import PROCESSOR, read_processor
 
-NEEDED = ("avx2", "fma", "f16c")  # by x86-64; Intel has them since 2013 (Haswell), AMD since 2015 (Excavator)
+NEEDED = ("avx2", "fma", "f16c")  # on x86-64: Intel since Haswell (2013), AMD since Excavator (2015)
 AVX2 = frozenset(NEEDED)
 AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512vl"}
 VNNI = AVX512 | {"avx512vnni"}
@@ -39,9 +39,9 @@ class CompileTarget:
     """A processor that code is compiled for."""
 
     name: str
-    features: frozenset[str]  # of those at hand all, of others those that our code asks for
-    flags: str  # LLVM's, beside those that the name stands for
-    machine: str  # as platform.machine() calls it
+    features: frozenset[str]  # all of this machine's; of another processor, only the features our code asks for
+    flags: str  # LLVM feature flags beyond the defaults of the name
+    machine: str  # as platform.machine() returns it
 
     def has(self, *features: str) -> bool:
         """Returns whether the processor has all of these features."""
@@ -58,7 +58,7 @@ class CompileTarget:
         return tuple(each for each in NEEDED if self.machine == "x86_64" and not self.has(each))
 
     def machine_code(self) -> llvm.TargetMachine:
-        """Returns what writes LLVM's code as machine code for the processor."""
+        """Returns LLVM's target machine, which translates LLVM code to machine code for the processor."""
         if self.is_native:
             llvm.initialize_native_target()
             llvm.initialize_native_asmprinter()
@@ -71,14 +71,14 @@ class CompileTarget:
 
 
 def host() -> CompileTarget:
-    """Returns the processor at hand, with all its features."""
+    """Returns the processor of this machine, with all its features."""
     features = llvm.get_host_cpu_features()
     has = frozenset(name for name, there in features.items() if there)
     return CompileTarget(llvm.get_host_cpu_name(), has, features.flatten(), platform.machine())
 
 
 def named(name: str) -> CompileTarget:
-    """Returns the processor of a name. Raises UnsupportedProcessor."""
+    """Returns the processor with a name. Raises UnsupportedProcessor for an unknown one."""
     if name in X86:
         return CompileTarget(name, X86[name], ",".join(f"+{each}" for each in sorted(X86[name])), "x86_64")
     if name in ARM:
@@ -87,12 +87,12 @@ def named(name: str) -> CompileTarget:
 
 
 def check_processor() -> None:
-    """Raises UnsupportedProcessor where the processor at hand lacks instructions that code for `TARGET` uses."""
+    """Raises UnsupportedProcessor if this machine lacks instructions that code for `TARGET` uses."""
     if TARGET.lacks:
         raise UnsupportedProcessor(
             f"the processor ({TARGET.name}) lacks {_listed(TARGET.lacks)}: edgemoe needs an x86-64 processor with "
-            "AVX2, FMA and F16C (Intel since Haswell of 2013, AMD since Excavator of 2015), or a 64-bit Arm one; in a "
-            "virtual machine, let the guest see the host's processor"
+            "AVX2, FMA and F16C, or a 64-bit Arm one. Intel has them since Haswell (2013), AMD since Excavator (2015). "
+            "In a virtual machine, let the guest see the host's processor"
         )
     if not TARGET.is_native:
         raise UnsupportedProcessor(f"{PROCESSOR} is {TARGET.name!r}, whose code cannot run on {platform.machine()}")
@@ -107,7 +107,7 @@ def _listed(features: Iterable[str]) -> str:
 TARGET = named(name) if (name := read_processor()) else host()
 
 
-if __name__ == "__main__":  # for whoever must not load LLVM itself
+if __name__ == "__main__":  # a separate process, for callers that must not load LLVM
     try:
         check_processor()
     except UnsupportedProcessor as refused:

@@ -9,9 +9,9 @@ import sys
 import pytest
 
 from edgemoe.errors import UnsupportedProcessor
-from edgemoe.jit import target
+from edgemoe.jit import compile_target as target
+from edgemoe.jit.compile_target import ARM, X86, host, named
 from edgemoe.jit.env import PROCESSOR
-from edgemoe.jit.target import ARM, X86, host, named
 
 ASK = (
     "from edgemoe.jit import target\n"
@@ -26,7 +26,7 @@ ASK = (
 
 
 def _asked(program: str, processor: str) -> str:
-    """Returns what a process prints whose code is compiled for that processor."""
+    """Runs a program with code compiled for a processor. Returns its output, or the last line of its errors."""
     env = os.environ | {PROCESSOR: processor}
     done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=200)
     return done.stdout.strip() or done.stderr.strip().splitlines()[-1]
