@@ -27,7 +27,7 @@ from edgemoe.experts.tiers.residency import Residency
 from edgemoe.experts.tiers.residency_ops import CODES as TIER_CODES
 from edgemoe.experts.tiers.slab import HostSlab, layout_in
 from edgemoe.experts.tiers.slots import PrefetchPriority, SlotPool, TierUsage
-from edgemoe.experts.transfer.link_stats import KeptCosts
+from edgemoe.experts.transfer.link_stats import SavedLinkStats
 from edgemoe.experts.transfer.links import EmulatedLink, TierLink
 from edgemoe.experts.transfer.loader import ExpertLoader
 from edgemoe.kernels.cpu.expert_math import ExpertMath, ExpertSlab
@@ -101,13 +101,13 @@ class ExpertTiers:
         ]
         ram_pool = SlotPool(Tier.RAM, geometry.layers, geometry.experts, ram.layout, policies[Tier.RAM])
         host = HostCompute(slabs, math)
-        self._computes = computes = [device.compute for device in self.devices] or [host.twin(math)]
+        self._computes = computes = [device.compute for device in self.devices] or [host.clone_for_thread(math)]
         self.residency = Residency(ram_pool, pools, containment=memory.containment)
         device_links = [device.link for device in self.devices]
         self.loader = ExpertLoader(self.residency, store, ram, device_links, on_disk=on_disk)
         links = {str(i): device.link.stats for i, device in enumerate(self.devices)}
         self.link_stats = {"nvme": self.loader.stats, **links}
-        self._kept = KeptCosts(memory.costs, self.link_stats)
+        self._kept = SavedLinkStats(memory.costs, self.link_stats)
         self.experts = TieredExperts(
             geometry,
             self.residency,
@@ -135,10 +135,10 @@ class ExpertTiers:
 
     def second(self, kernels: Kernels | None, *, deadline_s: float) -> TieredExperts:
         """Returns the same experts for the thread that computes for peers, which brings its own kernels."""
-        math, residency = self._math.twin(kernels), self.residency.for_peers()
-        computes = [compute.twin(math) for compute in self._computes]
+        math, residency = self._math.clone_for_thread(kernels), self.residency.for_peers()
+        computes = [compute.clone_for_thread(math) for compute in self._computes]
         costs = CostModel(residency, self.loader, self.geometry.strides_bytes)
-        cpu_experts = self.experts.cpu_experts.twin(residency, math, costs)
+        cpu_experts = self.experts.cpu_experts.clone_for_thread(residency, math, costs)
         fetching = Fetching(prefetch=False, deadline_s=deadline_s)
         return TieredExperts(self.geometry, residency, self.loader, computes, cpu_experts, fetching)
 

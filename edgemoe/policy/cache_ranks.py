@@ -35,7 +35,7 @@ class LRU:
         """Returns the worth of each expert, [L, E]."""
         return (-self.age()).astype(np.float32)
 
-    def foresee(self, layer: int, experts: IntArray, chance: FloatArray) -> tuple[FloatArray, FloatArray]:
+    def fuse_chances(self, layer: int, experts: IntArray, chance: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Returns the probability [n] that each expert is needed, and its worth [n] for a prefetch.
 
         Ages cannot be compared with probabilities: a likely expert is worth any resident one, an unlikely one none.
@@ -82,7 +82,7 @@ class EWMA:
         utility: FloatArray = p * self._weights[layer][:, None]
         return utility
 
-    def foresee(self, layer: int, experts: IntArray, chance: FloatArray) -> tuple[FloatArray, FloatArray]:
+    def fuse_chances(self, layer: int, experts: IntArray, chance: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Returns the probability [n] that each expert is needed, and p * W [n] of it in the layer before."""
         utility: FloatArray = chance * self._weights[layer - 1, layer]
         return chance, utility

@@ -13,7 +13,7 @@ import torch
 
 from edgemoe.errors import ConfigError
 from edgemoe.experts.compute.cpu_experts import CostModel, CpuExperts
-from edgemoe.experts.compute.dispatch import Group, Spent
+from edgemoe.experts.compute.dispatch import DeviceTimings, Group
 from edgemoe.experts.compute.moe import Fetching, TieredExperts
 from edgemoe.experts.tiers.residency import Residency
 from edgemoe.experts.tiers.residency_records import VRAM
@@ -158,7 +158,7 @@ class ReplayBox:
                     Move(ExpertId(layer, expert), Tier.NVME, Tier.RAM, 0.0), PrefetchPriority.FILL
                 )
                 assert load is not None
-                self.residency.arrive(load)
+                self.residency.complete_load(load)
 
 
 class SimulatedCompute:
@@ -173,8 +173,8 @@ class SimulatedCompute:
     def end(self) -> torch.Tensor:
         return NOTHING
 
-    def spent(self) -> Spent:
-        return Spent()
+    def pop_timings(self) -> DeviceTimings:
+        return DeviceTimings()
 
     def places(self, where: IntArray) -> None:
         return None  # nothing is computed
@@ -182,10 +182,10 @@ class SimulatedCompute:
     def slots(self, where: IntArray) -> None:
         return None
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         pass
 
-    def twin(self, math: ExpertMath) -> SimulatedCompute:
+    def clone_for_thread(self, math: ExpertMath) -> SimulatedCompute:
         return self
 
 
@@ -202,8 +202,8 @@ class TraceRanks:
     def rank(self, layer: int) -> FloatArray:
         return self.ranks
 
-    def foresee(self, layer: int, experts: IntArray, chance: FloatArray) -> tuple[FloatArray, FloatArray]:
-        foreseen: tuple[FloatArray, FloatArray] = self._policy.foresee(layer, experts, chance)
+    def fuse_chances(self, layer: int, experts: IntArray, chance: FloatArray) -> tuple[FloatArray, FloatArray]:
+        foreseen: tuple[FloatArray, FloatArray] = self._policy.fuse_chances(layer, experts, chance)
         return foreseen
 
 

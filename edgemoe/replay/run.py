@@ -64,7 +64,7 @@ class Replay:
         """Returns a new box; one that prefetches does so by hints, and by the policy's plans if it makes `plans`."""
         box = ReplayBox(self._geometry, capacity_bytes, machine, self.ranks, prefetch=prefetch)
         if prefetch and plans:
-            self.policy.foresight.attach(box.residency, box.loader, self._geometry)
+            self.policy.predictive.attach(box.residency, box.loader, self._geometry)
         self.boxes.append(box)
         return box
 

@@ -114,17 +114,17 @@ class SimulatedLink:
         self.stats.begin()
 
     def withdraw(self, load: Transfer) -> None:
-        if load in self._schedule.loads and self._listener.withdraws(load):
+        if load in self._schedule.loads and self._listener.withdraw_prefetch(load):
             self._schedule.drop(load, self._world.now_s)
             self.stats.abort()
-            self._listener.released(load)
+            self._listener.on_released(load)
 
     def idle(self) -> bool:
         return not self._schedule.loads
 
     has_room = idle
 
-    def rouse(self) -> None:
+    def wake(self) -> None:
         self._roused = True
 
     @property
@@ -139,14 +139,14 @@ class SimulatedLink:
         return self._world.now_s if self._roused else self._schedule.end_s
 
     def act(self) -> None:
-        for load in self._schedule.take_ended(self._world.now_s):
+        for load in self._schedule.pop_ended(self._world.now_s):
             size_bytes = self._bytes_of(load)
             self.stats.end(size_bytes, self._expert_s * size_bytes / self._largest_bytes)
-            self._listener.arrived(load)
-            self._listener.released(load)
+            self._listener.on_arrived(load)
+            self._listener.on_released(load)
         if self._roused:
             self._roused = False
-            self._listener.roused(self)
+            self._listener.on_woken(self)
 
     def _bytes_of(self, load: Transfer) -> int:
         return self._layout.place(load.slot)[1]

@@ -185,7 +185,7 @@ class LivePolicy(CachePolicy, Protocol):
     has to be evicted.
     """
 
-    def foresee(self, layer: int, experts: IntArray, chance: FloatArray) -> tuple[FloatArray, FloatArray]:
+    def fuse_chances(self, layer: int, experts: IntArray, chance: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Combines a coming layer's gate forecast for experts [n] with everything else that the policy knows.
 
         `chance` [n] is the gate's probability that `layer` needs each expert. Returns the combined probabilities and

@@ -252,7 +252,7 @@ def _watchers(
     if sharing is not None:
         observers.append(sharing.last_chunks.read)
     expecting = (scoutgate, controller, sharing.last_chunks if sharing is not None else None)
-    return StepObservers(_to_all(observers), _to_all([each.look for each in expecting if each is not None]))
+    return StepObservers(_to_all(observers), _to_all([each.on_step_begun for each in expecting if each is not None]))
 
 
 def _to_all(listeners: Sequence[Callable[P, None]]) -> Callable[P, None] | None:

@@ -180,7 +180,7 @@ class ClusterMember:
         """Pins these experts [L, E], and no others. Raises CapacityError."""
         owner = self._tiers.residency.homes
         before = owner.in_ram()
-        owner.keep(homes)
+        owner.set_homes(homes)
         self._homes = int(homes.sum())
         self._moves.follow(plan, self._settings.node, first=self.plan is None)
         if (dropped := before & ~homes).any():
@@ -215,7 +215,7 @@ class ClusterMember:
             await self._sharing.growth.look(self._tiers.on_disk)
             # other experts in RAM may be evicted at any time, so plans cannot rely on them
             ram, disk = self._tiers.residency.homes.in_ram(), self._tiers.on_disk
-            rooms = self._tiers.residency.homes.rooms
+            rooms = self._tiers.residency.homes.capacities
             holds = HeldExperts(
                 disk=pack_bits(disk), ram=pack_bits(ram), budget_experts=sum(rooms), plan=self._digest, rooms=rooms
             )

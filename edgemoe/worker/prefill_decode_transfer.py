@@ -53,7 +53,7 @@ class LastChunkNotifier:
         if self._wanted.get(request, (0, 0))[0] == attempt:
             self._wanted.pop(request, None)
 
-    def look(self, meta: StepMeta, _ids: npt.NDArray[np.int16]) -> None:
+    def on_step_begun(self, meta: StepMeta, _ids: npt.NDArray[np.int16]) -> None:
         """Posts LastChunkStarted for requests whose prefill this step ends.
 
         Only for those most of whose prompt earlier steps computed; the others follow after the step.

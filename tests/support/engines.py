@@ -194,7 +194,7 @@ def meet(*boxes: EngineBox) -> None:
 def plan_for(boxes: Sequence[EngineBox], replicas: int = 1, version: int = 1) -> PlacementPlan:
     """The uniform plan, as a leader would make it of what the boxes say."""
     model = boxes[0].assembly.model
-    rooms = [box.tiers.residency.homes.rooms for box in boxes]
+    rooms = [box.tiers.residency.homes.capacities for box in boxes]
     problem = PlacementProblem(
         slots=tuple((sum(room),) for room in rooms),
         activations=np.zeros((len(boxes), model.layers, model.experts)),

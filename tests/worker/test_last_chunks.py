@@ -32,10 +32,10 @@ def test_the_end_of_a_prompt_is_told_before_its_step_where_most_is_computed_and_
     chunks = LastChunkNotifier()
     chunks.attach(told.append, lambda _request: None)
     chunks.want(submit(1))
-    chunks.look(step(0, 30), NO_IDS)
+    chunks.on_step_begun(step(0, 30), NO_IDS)
     assert not told
     for _ in range(2):
-        chunks.look(step(30, 40), NO_IDS)
+        chunks.on_step_begun(step(30, 40), NO_IDS)
     assert told == [LastChunkStarted(request="r", attempt=1)]
 
 
@@ -45,7 +45,7 @@ def test_a_step_that_computes_more_than_half_is_told_of_when_it_is_over(computed
     chunks = LastChunkNotifier()
     chunks.attach(told.append, lambda _request: None)
     chunks.want(submit(1))
-    chunks.look(step(computed, 40), NO_IDS)
+    chunks.on_step_begun(step(computed, 40), NO_IDS)
     assert len(told) == told_before
     chunks.read(StepRouting(step(computed, 40), NO_IDS, NO_IDS.astype(np.float32), {}, 0.1, 0.0))
     assert len(told) == 1
@@ -57,10 +57,10 @@ def test_nothing_is_told_of_an_attempt_that_is_cancelled() -> None:
     chunks.attach(told.append, lambda _request: None)
     chunks.want(submit(1))
     chunks.forget("r", 1)
-    chunks.look(step(30, 40), NO_IDS)
+    chunks.on_step_begun(step(30, 40), NO_IDS)
     chunks.want(submit(2))
     chunks.forget("r", 1)
-    chunks.look(step(30, 40), NO_IDS)
+    chunks.on_step_begun(step(30, 40), NO_IDS)
     assert told == [LastChunkStarted(request="r", attempt=2)]
 
 
@@ -72,7 +72,7 @@ def test_the_signature_told_is_of_all_of_a_prompt_or_of_what_steps_before_the_la
 ) -> None:
     """And that is half of it or more."""
     told, chunks = list[FromEngine](), LastChunkNotifier()
-    drive = Drive(observe=chunks.read, expect=chunks.look, step_tokens=step_tokens)
+    drive = Drive(observe=chunks.read, expect=chunks.on_step_begun, step_tokens=step_tokens)
 
     def signature_of(request: str) -> ExpertSignature:
         (seq,) = drive.engine.scheduler.running

@@ -202,19 +202,19 @@ class Ends:
     def __init__(self) -> None:
         self.room = threading.Semaphore(OUTSTANDING)
 
-    def arrived(self, load: object) -> None:
+    def on_arrived(self, load: object) -> None:
         pass
 
-    def released(self, load: object) -> None:
+    def on_released(self, load: object) -> None:
         self.room.release()
 
-    def failed(self, load: object, error: Exception) -> None:
+    def on_failed(self, load: object, error: Exception) -> None:
         raise error
 
-    def withdraws(self, load: object) -> bool:
+    def withdraw_prefetch(self, load: object) -> bool:
         return False
 
-    def roused(self, link: object) -> None:
+    def on_woken(self, link: object) -> None:
         pass
 
 

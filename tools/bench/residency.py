@@ -38,7 +38,7 @@ class Ranks:
     def rank(self, layer: int) -> FloatArray:
         return self._ranks
 
-    def foresee(self, layer: int, experts: IntArray, chance: FloatArray) -> tuple[FloatArray, FloatArray]:
+    def fuse_chances(self, layer: int, experts: IntArray, chance: FloatArray) -> tuple[FloatArray, FloatArray]:
         return chance, chance
 
 
@@ -61,8 +61,8 @@ class StandInLink:
 
     def finish(self) -> None:
         for load in self.copies:
-            self._listener.arrived(load)
-            self._listener.released(load)
+            self._listener.on_arrived(load)
+            self._listener.on_released(load)
         self.copies.clear()
 
 
@@ -86,7 +86,7 @@ class Desk:
     def _fill(self, move: Move) -> None:
         load = self.residency.reserve(move, PrefetchPriority.FILL)
         assert load is not None
-        self.residency.arrive(load)
+        self.residency.complete_load(load)
         if load.source >= 0:
             self.residency.unpin(load.source)
 
@@ -108,8 +108,8 @@ class Desk:
             waits = time.perf_counter()
             self.link.finish()
             goes_on = time.perf_counter()
-            residency.leave(arrivals)
-            residency.done(layer, experts)
+            residency.stop_arrivals(arrivals)
+            residency.mark_computed(layer, experts)
             residency.release(0, claim.slots)
             ended = time.perf_counter()
             yield (ended - goes_on + waits - began) * 1e6, (goes_on - waits) * 1e6 / misses

@@ -283,7 +283,7 @@ class Runner:
         chosen = self.tiers.experts.begin_step(meta)
         for each in (self.scoutgate, self.foreseeing):
             if each is not None:
-                each.look(meta, chosen)
+                each.on_step_begun(meta, chosen)
         logits = self.model.decoder.forward(batch, sequence.cache, self.tiers.experts)
         routing = self.tiers.experts.end_step()
         if self.foreseeing is not None:
@@ -300,7 +300,7 @@ class Runner:
             for layer, ids in enumerate(routing.ids):
                 self.policy.touch(layer, np.unique(ids[-1:]).astype(np.int64))
             if self.controller is not None:
-                self.controller.look(routing.meta, routing.ids)
+                self.controller.on_step_begun(routing.meta, routing.ids)
                 self.controller.observe(replace(routing, step_s=1.0))
                 self.controller.wait_idle(10)
 
@@ -328,7 +328,7 @@ def measure(model: Model, args: Namespace, state: Path, link: float, lesson: lis
             if number >= args.unscored:
                 rounds.append({**results, "different": len(tokens) - 1})  # type: ignore[dict-item]
         etas = {
-            name: [round(runner.controller.metrics()[eta], 2) for eta in ETAS] + [runner.controller.foresight.glances]
+            name: [round(runner.controller.metrics()[eta], 2) for eta in ETAS] + [runner.controller.predictive.glances]
             for name, runner in runners.items()
             if runner.controller
         }

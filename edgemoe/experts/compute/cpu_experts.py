@@ -198,6 +198,6 @@ class CpuExperts:
         """Returns the sum, [T, H] float32; None where nothing was computed."""
         return self._compute.end() if self._used else None
 
-    def twin(self, residency: Residency, math: ExpertMath, costs: CostModel) -> CpuExperts:
+    def clone_for_thread(self, residency: Residency, math: ExpertMath, costs: CostModel) -> CpuExperts:
         """Returns another one over the same slots for another thread, which has its own measurements."""
-        return type(self)(residency, self._compute.twin(math), costs)
+        return type(self)(residency, self._compute.clone_for_thread(math), costs)

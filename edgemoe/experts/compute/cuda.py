@@ -17,7 +17,7 @@ import torch
 
 from edgemoe.errors import CapacityError, ConfigError
 from edgemoe.experts.compute.cuda_link import MARKS, CudaLink, Order, ignore_progress, moment
-from edgemoe.experts.compute.dispatch import Group, Spent
+from edgemoe.experts.compute.dispatch import DeviceTimings, Group
 from edgemoe.experts.tiers.slab import HostSlab
 from edgemoe.kernels.cpu.expert_math import ExpertMath
 from edgemoe.telemetry.unit_time import work_units
@@ -213,25 +213,25 @@ class CudaCompute:
     def end(self) -> torch.Tensor:
         return self._out.view(len(self._hidden), self._geometry.top_k, -1).sum(1)
 
-    def spent(self) -> Spent:
+    def pop_timings(self) -> DeviceTimings:
         units = waited_s = computed_s = 0.0
         while self._timed and self._timed[0][1][-1].query():  # type: ignore[no-untyped-call]
             more, (began, ready, ended) = self._timed.popleft()
             units += more
             waited_s += began.elapsed_time(ready) / 1e3
             computed_s += ready.elapsed_time(ended) / 1e3
-        return Spent(units, waited_s, computed_s)
+        return DeviceTimings(units, waited_s, computed_s)
 
     def places(self, where: IntArray) -> None:
         return None  # they are not in the CPU's memory
 
     def slots(self, where: IntArray) -> ResidentSlots | None:
-        return ResidentSlots(self._slab, self._layout, self._geometry, where, self.settle)
+        return ResidentSlots(self._slab, self._layout, self._geometry, where, self.synchronize)
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         torch.cuda.synchronize(self._device)
 
-    def twin(self, math: ExpertMath) -> Self:
+    def clone_for_thread(self, math: ExpertMath) -> Self:
         twin = copy.copy(self)  # with hidden states and sums of its own; all threads use the device's default stream
         twin._timed = deque(maxlen=MARKS)
         return twin

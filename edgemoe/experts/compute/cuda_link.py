@@ -208,12 +208,12 @@ class CudaLink:
 
     def withdraw(self, load: Transfer) -> None:
         with self._lock:
-            gone = load in self._waiting and self._listener.withdraws(load)
+            gone = load in self._waiting and self._listener.withdraw_prefetch(load)
             if gone:
                 self._waiting.remove(load)
                 self.stats.abort()
         if gone:
-            self._listener.released(load)
+            self._listener.on_released(load)
 
     def idle(self) -> bool:
         return not self._waiting and not self._flying
@@ -222,7 +222,7 @@ class CudaLink:
         with self._lock:
             return not self._waiting and self._may_prefetch()
 
-    def rouse(self) -> None:
+    def wake(self) -> None:
         self._roused = True
         self._ends.put(ROUSE)
 
@@ -253,10 +253,10 @@ class CudaLink:
                     self.stats.abort()
                     failed.append((load, error))
         for flight in issued:
-            self._listener.arrived(flight.load)
+            self._listener.on_arrived(flight.load)
             self._ends.put(flight)  # not before, so that nobody hears of its end first
         for load, why in failed:
-            self._listener.failed(load, why)
+            self._listener.on_failed(load, why)
 
     def _next(self) -> Transfer | None:
         """Returns the copy to issue now: any while closed, what is demanded, else the most urgent if there is room."""
@@ -294,7 +294,7 @@ class CudaLink:
                 self._end(message)
             if self._roused:  # before the next copy's end, which the link would be idle after
                 self._roused = False
-                self._listener.roused(self)
+                self._listener.on_woken(self)
 
     def _end(self, flight: CopyFlight) -> None:
         seconds = None
@@ -310,7 +310,7 @@ class CudaLink:
             else:
                 self.stats.end(flight.size_bytes, seconds)
         self._go_on()  # before the listener, which takes a while, so that the link does not stand idle
-        self._listener.released(flight.load)
+        self._listener.on_released(flight.load)
 
     def _charged_s(self, flight: CopyFlight) -> float:
         """Returns a copy's seconds without those in which one of the last copies was under way as well."""

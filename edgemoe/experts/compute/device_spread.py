@@ -110,9 +110,9 @@ class DeviceSpread:
         """Looks every minute, until cancelled."""
         while True:
             await asyncio.sleep(LOOK_S)
-            await asyncio.to_thread(self.look)
+            await asyncio.to_thread(self.plan_moves)
 
-    def look(self) -> None:
+    def plan_moves(self) -> None:
         """Finds what is to be moved. Does nothing while something is."""
         pairs = self._activity.pairs
         if not len(pairs) or self._moves or self._activity.tokens < LEAST_TOKENS:
@@ -123,13 +123,13 @@ class DeviceSpread:
             log.info("experts that are chosen together go to different devices", extra={"experts": len(moves)})
             self._moves.extend(moves)
 
-    def step_ended(self) -> None:
+    def on_step_ended(self) -> None:
         """Gives a few experts to their new devices. On the compute thread, between steps."""
         if not self._moves:
             return
         for _ in range(min(MOVES, len(self._moves))):
             expert, device = self._moves.popleft()
-            given = self._residency.dealing.give(*expert, device)
+            given = self._residency.device_assignment.move_expert(*expert, device)
             self.moved += given > 0  # what is in use now the next look finds again
             if given == 2:
                 self._moved.append(expert)
@@ -149,7 +149,7 @@ def spread(pairs: FloatArray, device_of: IntArray, experts: Sequence[int]) -> In
     call = SharedRecord(SPREADING)
     call["stride"], call["devices"], call["most"] = stride, int(goal.max()) + 1, stride
     call.array("together", (stride, int(goal.max()) + 1), dtype=np.float32)
-    call.take("least", np.array([LEAST_GAIN], np.float32))
+    call.set_array("least", np.array([LEAST_GAIN], np.float32))
     for layer in range(layers):
         call["experts"], call["pairs"], call["device"] = (
             experts[layer],
@@ -186,19 +186,19 @@ class Rebalancing:
         self._residency, self._steps = residency, 0
         self.moved = 0  # extents
         self._pools: list[tuple[SlotPool, Callable[[], object]]] = [(residency.ram, int)]  # it has nothing to wait for
-        self._pools += [(pool, each.settle) for pool, each in zip(residency.devices, computes, strict=False)]
+        self._pools += [(pool, each.synchronize) for pool, each in zip(residency.devices, computes, strict=False)]
         self._keys = residency.ram.layout.classes.keys(residency.ram.experts)  # of the experts of each class
 
-    def step_ended(self) -> None:
+    def on_step_ended(self) -> None:
         """Looks every few steps, and moves one extent of each tier at most."""
         if len(self._keys) == 1:
             return
         self._steps += 1
         if self._steps % EVERY == 0:
             for pool, settle in self._pools:
-                self._look(pool, settle)
+                self._rebalance_pool(pool, settle)
 
-    def _look(self, pool: SlotPool, settle: Callable[[], object]) -> None:
+    def _rebalance_pool(self, pool: SlotPool, settle: Callable[[], object]) -> None:
         ranks = pool.policy.rank(pool.layers - 1)
         found = exchange([self._share(pool, i, ranks) for i in range(len(pool.classes))])
         for number in [] if found is None else self._extents(pool, found, ranks)[:TRIES].tolist():

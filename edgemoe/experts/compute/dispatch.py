@@ -67,7 +67,7 @@ def _of_one_token(k: int) -> tuple[IntArray, IntArray, IntArray]:
     return np.arange(k + 1), np.arange(k), np.zeros(k, np.int64)
 
 
-class Spent(NamedTuple):
+class DeviceTimings(NamedTuple):
     """The work and times of a device that works beside its caller, by its own clock."""
 
     units: float = 0.0  # of work, see `work_units`
@@ -93,13 +93,13 @@ class Compute(Protocol):
     def slots(self, where: IntArray) -> ExpertSlots | None:
         """Returns what computes experts without the host, by their slots [L, E], which are read as they change."""
 
-    def spent(self) -> Spent:
+    def pop_timings(self) -> DeviceTimings:
         """Returns the times of work that waited for copies and ended since the last call; 0 for host computation."""
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Waits until nothing reads or writes slots any more that was started before."""
 
-    def twin(self, math: ExpertMath) -> Self:
+    def clone_for_thread(self, math: ExpertMath) -> Self:
         """Returns another one over the same slots for another thread; the CPU computes by `math`."""
 
 
@@ -129,13 +129,13 @@ class HostCompute:
     def slots(self, where: IntArray) -> None:
         return None  # they are not in a GPU's memory
 
-    def spent(self) -> Spent:
-        return Spent()
+    def pop_timings(self) -> DeviceTimings:
+        return DeviceTimings()
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         pass  # nothing goes on beside the caller
 
-    def twin(self, math: ExpertMath) -> Self:
+    def clone_for_thread(self, math: ExpertMath) -> Self:
         return type(self)(self._slabs, math)
 
 
@@ -151,7 +151,7 @@ class DeviceTime:
         self._lock = threading.Lock()
         self._free_s = clock()
 
-    def take(self, size_bytes: float) -> tuple[float, float]:
+    def reserve(self, size_bytes: float) -> tuple[float, float]:
         """Returns when a read of so many bytes begins and ends, by the clock."""
         with self._lock:
             begins_s = max(self.clock(), self._free_s)
@@ -177,25 +177,25 @@ class EmulatedCompute(HostCompute):
 
     def add(self, slots: IntArray, group: Group) -> None:
         units = float(work_units(group.offsets).sum())
-        begins_s, self._ends_s = self._device.take(units * self._expert_bytes)
+        begins_s, self._ends_s = self._device.reserve(units * self._expert_bytes)
         super().add(slots, group)
         self._units += units
         self._computed_s += self._ends_s - begins_s
 
     def end(self) -> torch.Tensor:
-        self.settle()
+        self.synchronize()
         return super().end()
 
     def places(self, where: IntArray) -> None:
         return None  # whoever computes from them would take no time of the device
 
-    def spent(self) -> Spent:
-        spent, self._units, self._computed_s = Spent(self._units, 0.0, self._computed_s), 0.0, 0.0
+    def pop_timings(self) -> DeviceTimings:
+        spent, self._units, self._computed_s = DeviceTimings(self._units, 0.0, self._computed_s), 0.0, 0.0
         return spent
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         if (left_s := self._ends_s - self._device.clock()) > 0:
             time.sleep(left_s)
 
-    def twin(self, math: ExpertMath) -> Self:
+    def clone_for_thread(self, math: ExpertMath) -> Self:
         return type(self)(self._slabs, math, self._sizes_bytes, self._device)

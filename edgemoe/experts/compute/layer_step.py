@@ -104,7 +104,7 @@ class LayerStep:
                 if not (self._left and any(computed)):  # else there is room again
                     self._wait()
         finally:
-            self._residency.leave(self._arrivals)
+            self._residency.stop_arrivals(self._arrivals)
             for part in self._parts:
                 self._release(part, part.pinned)
 
@@ -138,7 +138,7 @@ class LayerStep:
         computed = part.ready.copy()
         part.ready[:] = False
         part.compute.add(part.slots[computed], part.group.only(computed))
-        self._residency.done(self._layer, part.group.experts[computed])
+        self._residency.mark_computed(self._layer, part.group.experts[computed])
         if self._left:
             self._release(part, part.pinned & computed)
         return True
@@ -147,10 +147,10 @@ class LayerStep:
         """Waits until at least one expert is ready, or there may be room for more. Raises MissingExpert."""
         began_s = self._clock()
         if self._waiting:
-            while (tier := self._settle(self._next_arrival())) is None:
+            while (tier := self._on_arrival(self._next_arrival())) is None:
                 pass
             while not self._arrivals.empty():
-                self._settle(self._arrivals.get_nowait())
+                self._on_arrival(self._arrivals.get_nowait())
         else:
             tier = NVME
             if not self._residency.wait_for_change(self._version, self._remaining_s):
@@ -163,7 +163,7 @@ class LayerStep:
         except Empty:
             raise self._overdue() from None
 
-    def _settle(self, load: Transfer) -> int | None:
+    def _on_arrival(self, load: Transfer) -> int | None:
         """Marks an expert as ready. Returns the tier that it came from. Raises the load's error.
 
         Returns None for what this layer-step does not wait for: another thread's, or one that came meanwhile.

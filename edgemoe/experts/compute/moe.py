@@ -93,9 +93,9 @@ class TieredExperts:
     def end_step(self) -> StepRouting:
         """Returns what the step's gates chose."""
         self._note_spent()
-        self._rebalancing.step_ended()
+        self._rebalancing.on_step_ended()
         if self.spread is not None:
-            self.spread.step_ended()
+            self.spread.on_step_ended()
         step, self._step = self._step, None
         assert step is not None, "end_step without begin_step"
         return step.routing()
@@ -126,11 +126,11 @@ class TieredExperts:
         """Returns the weighted sum of the group's calls, [T, H] float32. Raises MissingExpert, CorruptExpert."""
         if len(self._computes) == 1:
             return self._compute(layer, hidden, group, prefill_only)
-        self.residency.dealing.enter(layer)
+        self.residency.device_assignment.hold_layer(layer)
         try:
             return self._compute(layer, hidden, group, prefill_only)
         finally:
-            self.residency.dealing.leave()
+            self.residency.device_assignment.release_layer()
 
     def _compute(self, layer: int, hidden: torch.Tensor, group: Group, prefill_only: BoolArray | None) -> torch.Tensor:
         for compute in self._computes:
@@ -166,14 +166,14 @@ class TieredExperts:
             self._step.hint(layer, distance, scores)
         few = len(scores) * self.geometry.top_k < MOST_CALLS * self.geometry.experts_of(layer)
         if self._fetching.prefetch and distance and few:
-            self._requester.hear(layer, scores)
+            self._requester.on_hint(layer, scores)
 
     # --- inside -------------------------------------------------------------------------------------------------
 
     def _all_there(self, layer: int, group: Group, prefill_only: BoolArray | None) -> bool:
         """Starts the layer-step. Computes it and returns True where one device holds all its experts."""
         if len(self._computes) > 1:
-            self.residency.begin(layer, group.experts if prefill_only is None else group.experts[~prefill_only])
+            self.residency.begin_layer(layer, group.experts if prefill_only is None else group.experts[~prefill_only])
             return False
         slots = self.residency.pin_if_all_resident(0, layer, group.experts, prefill_only)
         if slots is None:
@@ -256,7 +256,7 @@ class TieredExperts:
     def _note_spent(self) -> None:
         """Adds the finished work of devices that work beside this thread to costs and stall."""
         for compute in self._computes:
-            spent = compute.spent()
+            spent = compute.pop_timings()
             if spent.units:
                 self.cpu_experts.costs.observe_device(spent.units, spent.computed_s)
                 self.stall_s[Tier.RAM] += spent.waited_s
@@ -355,7 +355,7 @@ class PrefetchRequester:
     def __init__(self, residency: Residency, loader: ExpertLoader, top_k: int) -> None:
         self._residency, self._loader = residency, loader
         self._ahead = GateLookAhead(residency, top_k)
-        self._foresee, self._fastest = residency.policy.foresee, residency.fastest
+        self._fuse_chances, self._fastest = residency.policy.fuse_chances, residency.fastest
         self._requested: dict[PrefetchPriority, int] = {}  # priorities with prefetch requests, and the layer of these
 
     def demand(self, layer: int, chosen: IntArray) -> None:
@@ -364,11 +364,11 @@ class PrefetchRequester:
         if self._requested:
             self._drop(layer)
 
-    def hear(self, layer: int, probs: FloatArray) -> None:
+    def on_hint(self, layer: int, probs: FloatArray) -> None:
         """Learns from a hint [T, E], and requests the missing experts that it makes likely, the likeliest first."""
         moves: list[Move] = []
-        if (likely := self._ahead.hear(layer, probs)) is not None:
-            missing = self._ahead.missing(*self._foresee(layer, *likely))
+        if (likely := self._ahead.likely_experts(layer, probs)) is not None:
+            missing = self._ahead.missing(*self._fuse_chances(layer, *likely))
             fastest = self._fastest
             moves = [
                 Move(ExpertId(layer, expert), TIERS[tier], fastest, utility, chance)

@@ -214,9 +214,9 @@ class PeerLayerStep:
                     self._hedge(job)  # perhaps for long: an answer that comes meanwhile goes first
         else:
             self.remote.stall_s += time.monotonic() - began_s
-            self._settle(call)
+            self._on_answer(call)
 
-    def _settle(self, call: RemoteCall) -> None:
+    def _on_answer(self, call: RemoteCall) -> None:
         job = self.jobs[call]
         job.live -= 1
         if job.done:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from edgemoe.experts.predict.fusion import Blend, Forecaster
 from edgemoe.experts.predict.next_use import Ids, NextUsePredictor, link_predictor, read_state, write_state
-from edgemoe.experts.predict.predictive_policy import Foresight
+from edgemoe.experts.predict.predictive_policy import PredictivePolicy
 from edgemoe.experts.predict.prefetch_planner import PrefetchRequests
 from edgemoe.experts.tiers.residency import Residency
 from edgemoe.policy.cache_ranks import LRU
@@ -46,22 +46,22 @@ NOWHERE = Kept()
 class LearnedRanks:
     """Implements `types.LivePolicy` for residency, by what the controller knows."""
 
-    def __init__(self, foresight: Foresight, meanwhile: LRU) -> None:
-        self._foresight, self._meanwhile = foresight, meanwhile
+    def __init__(self, foresight: PredictivePolicy, meanwhile: LRU) -> None:
+        self._predictive, self._meanwhile = foresight, meanwhile
 
     def touch(self, layer: int, experts: IntArray) -> None:
-        if not self._foresight.ready:
+        if not self._predictive.ready:
             self._meanwhile.touch(layer, experts)
 
     def rank(self, layer: int) -> FloatArray:
-        return (self._foresight if self._foresight.ready else self._meanwhile).rank(layer)
+        return (self._predictive if self._predictive.ready else self._meanwhile).rank(layer)
 
-    def foresee(self, layer: int, experts: IntArray, chance: FloatArray) -> tuple[FloatArray, FloatArray]:
-        return (self._foresight if self._foresight.ready else self._meanwhile).foresee(layer, experts, chance)
+    def fuse_chances(self, layer: int, experts: IntArray, chance: FloatArray) -> tuple[FloatArray, FloatArray]:
+        return (self._predictive if self._predictive.ready else self._meanwhile).fuse_chances(layer, experts, chance)
 
 
 class Controller:
-    """Owns the foresight and its thread. `policy` is for residency; `look` and `observe` for the engine."""
+    """Owns the foresight and its thread. `policy` is for residency; `on_step_begun` and `observe` for the engine."""
 
     def __init__(
         self,
@@ -76,11 +76,11 @@ class Controller:
     ) -> None:
         """Goes on from `kept.state` where it has learned of this model before.
 
-        A `forecaster` counts the steps as `look` does here. `clock` is the thread's processor time.
+        A `forecaster` counts the steps as `on_step_begun` does here. `clock` is the thread's processor time.
         """
-        self.foresight = Foresight(layers, hysteresis=hysteresis, forecaster=forecaster, clock=clock)
+        self.predictive = PredictivePolicy(layers, hysteresis=hysteresis, forecaster=forecaster, clock=clock)
         self.meanwhile = LRU(layers, experts)
-        self.policy = LearnedRanks(self.foresight, self.meanwhile)
+        self.policy = LearnedRanks(self.predictive, self.meanwhile)
         self.failures = 0  # of the thread, after each of which it has started again
         self._shape, self._kept = (layers, experts, top_k), kept
         self._prefilled = threading.Event()  # a step without decoding has ended
@@ -90,29 +90,29 @@ class Controller:
 
     def attach(self, residency: Residency, loader: PrefetchRequests, geometry: ExpertGeometry) -> None:
         """From here on plans what the tiers should fetch in idle time."""
-        self.foresight.attach(residency, loader, geometry)
+        self.predictive.attach(residency, loader, geometry)
 
     @property
     def ready(self) -> bool:
         """Whether ranks are worked out."""
-        return self.foresight.ready
+        return self.predictive.ready
 
     # --- the compute thread's side
 
-    def look(self, meta: StepMeta, ids: Ids) -> None:
+    def on_step_begun(self, meta: StepMeta, ids: Ids) -> None:
         """A step begins. Into `ids` [L, T, k] its gates' choices will be written, layer by layer, over -1."""
-        self.foresight.look(meta, ids)
+        self.predictive.on_step_begun(meta, ids)
 
     def observe(self, routing: StepRouting) -> None:
         """A step ended."""
-        if not self.foresight.observe(routing) and self.ready:
+        if not self.predictive.observe(routing) and self.ready:
             self._prefilled.set()
-            self.foresight.predictor.nudge()
+            self.predictive.predictor.wake()
 
     def wait_idle(self, timeout_s: float) -> bool:
         """Until it is ready and has done all that there is to do; False where that took too long."""
         end_s = time.monotonic() + timeout_s
-        while not (self.ready and self.foresight.predictor.idle):
+        while not (self.ready and self.predictive.predictor.idle):
             if time.monotonic() > end_s:
                 return False
             time.sleep(1e-3)
@@ -120,13 +120,13 @@ class Controller:
 
     def metrics(self) -> dict[str, float]:
         """What it did, by the final names; nothing before it is ready."""
-        return self.foresight.metrics() if self.ready else {}
+        return self.predictive.metrics() if self.ready else {}
 
     def close(self) -> None:
         """Ends the thread, which saves what was learned. One that still compiles has learned nothing, and is left."""
         self._closed.set()
         if self.ready:
-            self.foresight.predictor.stop()
+            self.predictive.predictor.stop()
             self._thread.join(CLOSING_S)
 
     # --- the thread's side
@@ -140,23 +140,23 @@ class Controller:
                 self._begin()
                 self._serve()
             except Exception:
-                self.foresight.fail()
+                self.predictive.fail()
                 log.exception("the cache policy failed; least recently used first until it has started again")
                 self._closed.wait(RESTART_S * 2 ** min(self.failures, DOUBLED))
                 self.failures += 1
 
     def _begin(self) -> None:
-        self.foresight.start(*restored(NextUsePredictor(*self._shape), self._kept.state))
+        self.predictive.start(*restored(NextUsePredictor(*self._shape), self._kept.state))
 
     def _serve(self) -> None:
         """Works until it is closed; saves every minute, and at the end."""
-        foresight = self.foresight
+        foresight = self.predictive
         saved_s, saved_step = time.monotonic(), foresight.predictor.step
         while not self._closed.is_set():
             foresight.work(max(0.1, saved_s + SAVE_S - time.monotonic()))
             if self._prefilled.is_set():
                 self._prefilled.clear()
-                foresight.withdraw()
+                foresight.cancel_plans()
             if time.monotonic() >= saved_s + SAVE_S:
                 saved_step = self._save(saved_step)
                 saved_s = time.monotonic()
@@ -164,7 +164,7 @@ class Controller:
 
     def _save(self, saved_step: int) -> int:
         """Saves what was learned since a step. The step that runs."""
-        foresight = self.foresight
+        foresight = self.predictive
         step = foresight.predictor.step
         if self._kept.state is None or step == saved_step:
             return step

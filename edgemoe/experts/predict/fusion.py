@@ -76,7 +76,7 @@ class Blend:
         self._awaited: list[AwaitedForecast] = []  # in this step
         self._before: list[AwaitedForecast] = []  # in the last one, of this one
 
-    def hear(self, awaited: AwaitedForecast) -> None:
+    def add_forecast(self, awaited: AwaitedForecast) -> None:
         """Notes a forecast of this step."""
         self._awaited.append(awaited)
 
@@ -146,7 +146,7 @@ COUNT, RANKS = (place_of(GATE, name) for name in ("count", "ranks"))
 
 
 @code(INT)
-def FORESEE(gate: int) -> None:
+def FUSE_CHANCES(gate: int) -> None:
     """`fuse` for what the next layer's gate says of some experts."""
     g = record(gate, GATE)
     phase, margin = f32_at(g.shifts)[0], f32_at(g.shifts)[1]
@@ -165,14 +165,14 @@ class GateFusion:
         self._record = shared = SharedRecord(GATE)
         self._address, self._fields = ctypes.c_int64(shared.address), shared.numbers  # converted once
         self._ranks, self._ranks_at, self._row_bytes = ranks, ranks.ctypes.data, ranks.strides[0]
-        shared.take("share", blend.shares[NEXT_LAYER])
-        shared.take("eta", blend.etas[NEXT_LAYER:])
+        shared.set_array("share", blend.shares[NEXT_LAYER])
+        shared.set_array("eta", blend.etas[NEXT_LAYER:])
         self._experts = shared.views("experts", ranks.shape[1])
         self._chance, self._odds, self._fused, self._utility = (
             shared.views(name, ranks.shape[1], np.float32) for name in ("chance", "odds", "fused", "utility")
         )
-        self._shifts: FloatArray = shared.take("shifts", np.array([0, margin], np.float32))
-        self._foresee = FORESEE.call_briefly
+        self._shifts: FloatArray = shared.set_array("shifts", np.array([0, margin], np.float32))
+        self._fuse_chances = FUSE_CHANCES.call_briefly
 
     def __call__(
         self, layer: int, experts: IntArray, chance: FloatArray, phase: float
@@ -184,5 +184,5 @@ class GateFusion:
         n, fields = len(experts), self._fields
         self._experts[n][...], self._chance[n][...], self._shifts[0] = experts, chance, phase
         fields[COUNT], fields[RANKS] = n, self._ranks_at + layer * self._row_bytes
-        self._foresee(self._address)
+        self._fuse_chances(self._address)
         return self._odds[n].copy(), self._fused[n].copy(), self._utility[n].copy()

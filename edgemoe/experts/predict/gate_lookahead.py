@@ -32,7 +32,7 @@ HINT = fields(
 
 
 @code(INT, result=INT)
-def HEAR(hint: int) -> int:
+def LIKELY_EXPERTS(hint: int) -> int:
     """Writes who is likely: the union of each token's `top_k`, the most probable first, with calibrated chances.
 
     Returns whether any of them is missing in the fastest tier; without one, there are no chances.
@@ -64,7 +64,7 @@ def HEAR(hint: int) -> int:
 
 
 @code(INT, result=INT)
-def MISSING(hint: int) -> int:
+def MISSING_EXPERTS(hint: int) -> int:
     """Keeps of who is likely what is missing in the fastest tier and worth anything, the highest chance first.
 
     Returns their number. Of equals the more probable one is first.
@@ -172,7 +172,7 @@ def _fastest(state: int) -> int:
     return record(i64_at(s.pools)[min(1, s.devices)], POOL).tier  # type: ignore[no-any-return]
 
 
-CODES = (HEAR, MISSING)
+CODES = (LIKELY_EXPERTS, MISSING_EXPERTS)
 
 
 KEPT = 0.97  # of what was promised and what came, per layer
@@ -203,13 +203,13 @@ class GateLookAhead:
         self._utility = shared.views("utility", experts, np.float32)
         self._probs: FloatArray = shared.array("probs", MOST_CALLS * experts * experts // top_k, dtype=np.float32)
         self._trust, self._sum = (shared.array(name, 1, 1, np.float32) for name in ("trust", "promised"))
-        self._share: FloatArray = shared.take("share", self.calibration.share.astype(np.float32))
+        self._share: FloatArray = shared.set_array("share", self.calibration.share.astype(np.float32))
         for name, size in (("tops", top_k), ("least", MOST_CALLS * experts // top_k), ("best", experts)):
             shared.array(name, size)
         shared.array("marked", experts, dtype=np.uint8)
-        self._hear, self._missing = HEAR.call_briefly, MISSING.call_briefly
+        self._hear, self._missing = LIKELY_EXPERTS.call_briefly, MISSING_EXPERTS.call_briefly
 
-    def hear(self, layer: int, probs: FloatArray) -> tuple[IntArray, FloatArray] | None:
+    def likely_experts(self, layer: int, probs: FloatArray) -> tuple[IntArray, FloatArray] | None:
         """Returns the experts [n] that a hint for a layer, [T, E], makes likely, and P(some token needs it) of each.
 
         Likely are each token's most probable. None where all of them are in the fastest tier. T * k is below

@@ -20,7 +20,7 @@ from safetensors.numpy import load_file, save
 from edgemoe.durable import replace_file
 from edgemoe.experts.predict import online_mlp as learner
 from edgemoe.experts.predict.fusion import BINS as SHARES
-from edgemoe.experts.predict.fusion import FORESEE, HORIZONS, SAMPLE, AwaitedForecast
+from edgemoe.experts.predict.fusion import FUSE_CHANCES, HORIZONS, SAMPLE, AwaitedForecast
 from edgemoe.experts.predict.next_use_step import (
     FOLLOW,
     LOG_DECAY,
@@ -105,7 +105,7 @@ def _beyond(chosen: Any, experts: int) -> bool:
 MEMORY_BYTES = 64 << 20  # of recall
 MOST_SLOTS = 32768  # tokens: a kind of text that comes back after 8,000 others is known still
 FEW = 4  # layers that are followed while the GIL is held
-CODES = (APPEND, FOLLOW, FORESEE, MARK, START, WORK)
+CODES = (APPEND, FOLLOW, FUSE_CHANCES, MARK, START, WORK)
 Ids = npt.NDArray[np.int16]
 PLACES = {name: place_of(STATE, name) for name in STATE.names or ()}
 
@@ -116,10 +116,10 @@ def link_predictor(directory: Path | None) -> None:
 
 
 class NextUsePredictor:
-    """Owns all that is learned. One step: `begin`, `follow` where ranks are wanted, `end`; and `work` beside it.
+    """Owns the learned state. A step calls `begin`, `update_ranks` when ranks are needed, and `end`.
 
-    `begin`, `follow` and `end` are for the thread that runs the steps, `work` and what reads or changes the state for
-    another one, or for the same. Until `work` has finished the step before, `follow` does nothing, and ranks are old.
+    These three are called on the thread that runs the steps; `work`, and all methods that read or change the state, on
+    another thread or the same. Until `work` has finished the previous step, `update_ranks` does nothing.
     """
 
     def __init__(self, layers: int, experts: int, top_k: int, seed: int = 0) -> None:
@@ -203,11 +203,11 @@ class NextUsePredictor:
         self._mark("begun", number)
         return True
 
-    def follow(self, layers: int = 0) -> None:
+    def update_ranks(self, layers: int = 0) -> None:
         """Brings the ranks of the layers that have run up to date; about so many of them."""
         (FOLLOW.call if layers > FEW else FOLLOW.call_briefly)(self.address)
 
-    def hear(self, probs: FloatArray, trust: float) -> None:
+    def add_forecast(self, probs: FloatArray, trust: float) -> None:
         """A forecast of the running step and the next one, [2, L, E], to be blended in."""
         probs = np.ascontiguousarray(probs, np.float32)
         self._forecasts = [self._forecasts[1], probs]  # the one before may be read now
@@ -215,7 +215,7 @@ class NextUsePredictor:
         self._view[PLACES["probs"]] = probs.ctypes.data
         self._mark("heard", int(self._view[PLACES["begun"]]))
 
-    def tell(self, name: Hashable, ids: Ids) -> bool:
+    def add_prompt(self, name: Hashable, ids: Ids) -> bool:
         """Tokens of a sequence's prompt chose `ids` [L, T, k]; before `end`, if a step runs.
 
         False where too many prompts wait for `work`: then this one is not learned from.
@@ -239,7 +239,7 @@ class NextUsePredictor:
     def work(self, wait_s: float = 0.0) -> bool:
         """Looks at the running step, finishes it when it has ended, and looks at the next one. Then True.
 
-        False where it has not ended after `wait_s`, or `stop` or `nudge` came.
+        False where it has not ended after `wait_s`, or `stop` or `wake` came.
         """
         view, until_s = self._view, time.time() + wait_s
         self._deadline[:] = int(until_s), int(until_s % 1 * 1e9)
@@ -252,19 +252,19 @@ class NextUsePredictor:
         """From now on `work` does not wait."""
         self._mark("stop", 1)
 
-    def nudge(self) -> None:
+    def wake(self) -> None:
         """Has `work` return if it waits."""
         self._mark("nudged", 1)
 
-    def allow(self, looks: int) -> None:
+    def set_looks(self, looks: int) -> None:
         """How many looks each step gets, from the one after the next on."""
         self._view[PLACES["allowed"]] = looks
 
-    def weigh(self, shares: FloatArray, etas: FloatArray) -> None:
+    def set_fusion(self, shares: FloatArray, etas: FloatArray) -> None:
         """How forecasts are to be blended in: calibrations and weights by horizon."""
         self._arrays["shares"][:], self._arrays["etas"][:] = shares, etas
 
-    def awaited(self) -> list[AwaitedForecast]:
+    def pop_awaited(self) -> list[AwaitedForecast]:
         """What was forecast of some experts in the step that was finished last; once."""
         awaited = []
         for row in range(int(self._view[PLACES["awaited"]])):

@@ -13,7 +13,7 @@ import numpy as np
 from edgemoe.experts.predict.fusion import BINS as SHARES
 from edgemoe.experts.predict.fusion import HORIZONS, NEXT_STEP, fuse
 from edgemoe.experts.predict.online_mlp import DECAY, FEATURES, FLAT, HORIZON_STEPS, LEARNER, OWN, add, describe, score
-from edgemoe.experts.predict.routing_memory import LOOKS, MEMORY, NONE, append, pack, recall, see, shift
+from edgemoe.experts.predict.routing_memory import LOOKS, MEMORY, NONE, add_matches, append, pack, recall, shift
 from edgemoe.jit.intrinsics import (
     INT,
     atomic_add,
@@ -287,16 +287,16 @@ def remember(state: int, track: int) -> None:
 
 
 @jit
-def take_prompts(state: int) -> None:
+def add_prompts(state: int) -> None:
     """What prompts chose that were told of becomes a part of the memory, and their sequences go on from there."""
     s = record(state, STATE)
     while s.taken < atomic_load(state + TOLD):
-        _take(state, s.prompts + s.taken % PROMPTS * PROMPT_BYTES)
+        _add_prompt(state, s.prompts + s.taken % PROMPTS * PROMPT_BYTES)
         atomic_store(state + TAKEN, s.taken + 1)
 
 
 @jit
-def _take(state: int, prompt: int) -> None:
+def _add_prompt(state: int, prompt: int) -> None:
     s, p = record(state, STATE), record(prompt, PROMPT)
     m = record(s.memory, MEMORY)
     chosen = carray(u64_at(m.chosen), (m.layers, m.words, m.slots))
@@ -315,7 +315,9 @@ def _take(state: int, prompt: int) -> None:
             pack(words[layer], ids[layer, token])
             if token >= aligned and layer % s.stride == 0:
                 filled = min(m.written, m.slots)
-                see(match_of(state, p.track, True), chosen[layer], words[layer], filled, f32_at(s.match_step)[0])
+                add_matches(
+                    match_of(state, p.track, True), chosen[layer], words[layer], filled, f32_at(s.match_step)[0]
+                )
         remember(state, p.track)
     running = i64_at(s.running)
     for i in range(running[TRACKS]):

@@ -29,6 +29,7 @@ from edgemoe.experts.predict.next_use_step import (
     STOP,
     TRACKS,
     WIDEST,
+    add_prompts,
     begin_sequence,
     begin_token,
     due,
@@ -38,18 +39,17 @@ from edgemoe.experts.predict.next_use_step import (
     refresh_all,
     remember,
     step_of,
-    take_prompts,
 )
-from edgemoe.experts.predict.online_mlp import FEATURES, HORIZON_STEPS, LEARNER, draw, learn, note
+from edgemoe.experts.predict.online_mlp import FEATURES, HORIZON_STEPS, LEARNER, draw, learn, note_examples
 from edgemoe.experts.predict.routing_memory import (
     BINS,
     LOOKS,
     MEMORY,
     SHARE_OF_PAST,
     TEMPERATURE,
+    add_matches,
     move_on,
     pack,
-    see,
     select,
 )
 from edgemoe.jit.intrinsics import (
@@ -82,7 +82,7 @@ def WORK(state: int) -> None:
     while True:
         marks = atomic_load(state + MARKS)
         number = s.finished + 1
-        take_prompts(state)
+        add_prompts(state)
         if atomic_load(state + ENDED) >= number:
             _finish(state, number)
             s.result = FINISHED
@@ -90,7 +90,7 @@ def WORK(state: int) -> None:
         if atomic_load(state + BEGUN) >= number and due(state):
             _adopt(state, number)
             follow(state, number, True)
-            _look(state, number)
+            _rescore(state, number)
             continue
         stopped = atomic_load(state + STOP) or atomic_load(state + NUDGED)
         if stopped or s.waits == 0:
@@ -124,7 +124,7 @@ def _adopt(state: int, number: int) -> None:
 
 
 @jit
-def _see(state: int, number: int, last: int) -> None:
+def _add_choices(state: int, number: int, last: int) -> None:
     """Adds the choices of the layers up to `last` to the running tokens, and to their matches."""
     s, p = record(state, STATE), record(step_of(state, number), STEP)
     m = record(s.memory, MEMORY)
@@ -138,16 +138,16 @@ def _see(state: int, number: int, last: int) -> None:
             pack(words[track, layer], ids[layer, i64_at(p.rows)[i]])
             if layer % s.stride == 0:
                 share = f32_at(s.match_step)[0]
-                see(match_of(state, track, True), chosen[layer], words[track, layer], filled, share)
+                add_matches(match_of(state, track, True), chosen[layer], words[track, layer], filled, share)
     s.seen = last
 
 
 @jit
-def _look(state: int, number: int) -> None:
+def _rescore(state: int, number: int) -> None:
     """Aligns every sequence anew, and scores all experts."""
     s = record(state, STATE)
     if atomic_load(state + BEGUN) >= number:
-        _see(state, number, atomic_load(state + FOLLOWED))
+        _add_choices(state, number, atomic_load(state + FOLLOWED))
     known = np.float32(SHARE_OF_PAST + (1 - SHARE_OF_PAST) * s.seen / s.layers)  # of a perfect match
     buffer = 1 - s.current
     slots = carray(i64_at(s.near), (2, TRACKS, WIDEST))[buffer]
@@ -172,15 +172,15 @@ def _look(state: int, number: int) -> None:
     refresh_all(state, number)
     if draw(s.learner, 2) == 0:
         known_now = carray(f32_at(s.known), (s.layers, FEATURES, s.experts))
-        note(s.learner, known_now, number, carray(i64_at(s.visited), (s.layers,)))
+        note_examples(s.learner, known_now, number, carray(i64_at(s.visited), (s.layers,)))
     if s.seen * s.looking >= s.layers * s.looked:  # else a forecast was the reason
         s.looked += 1
     if atomic_load(state + HEARD) == number and atomic_load(state + BEGUN) >= number:
-        _listen(state, number)
+        _await_forecast(state, number)
 
 
 @jit
-def _listen(state: int, number: int) -> None:
+def _await_forecast(state: int, number: int) -> None:
     """Notes what is forecast now of some experts."""
     s = record(state, STATE)
     s.listened = number
@@ -207,7 +207,7 @@ def _finish(state: int, number: int) -> None:
         follow(state, number, s.allowed == 0)
     _adopt(state, number)
     if not p.failed and atomic_load(state + FOLLOWED) == s.layers:
-        _see(state, number, s.layers)
+        _add_choices(state, number, s.layers)
         for i in range(i64_at(s.running)[TRACKS]):
             remember(state, i64_at(s.running)[i])
     needed = carray(u8_at(record(s.learner, LEARNER).needed), (HORIZON_STEPS + 2, s.layers * s.experts))
@@ -219,13 +219,13 @@ def _finish(state: int, number: int) -> None:
     s.looked, s.seen, s.looking = 0, 0, s.allowed
     atomic_store(state + FOLLOWED, 0)
     atomic_store(state + DONE, number)
-    take_prompts(state)
+    add_prompts(state)
     if atomic_load(state + BEGUN) > number:
         _adopt(state, number + 1)
     for i in range(i64_at(s.running)[TRACKS]):
         begin_token(state, i64_at(s.running)[i])
     if s.looking:
-        _look(state, number + 1)
+        _rescore(state, number + 1)
     else:
         _move_on(state)
     learn(s.learner, number, UPDATES)
@@ -240,7 +240,7 @@ def _move_on(state: int) -> None:
     for i in range(TRACKS):
         move_on(slots[i], n[i], carray(i64_at(m.after), (m.slots,)))
     if draw(s.learner, 2) == 0:
-        note(
+        note_examples(
             s.learner,
             carray(f32_at(s.known), (s.layers, FEATURES, s.experts)),
             s.finished,

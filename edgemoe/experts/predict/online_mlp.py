@@ -226,7 +226,7 @@ def draw(learner: int, n: int) -> int:
 
 
 @jit
-def note(learner: int, known: FloatArray, step: int, ran: IntArray) -> None:
+def note_examples(learner: int, known: FloatArray, step: int, ran: IntArray) -> None:
     """EXAMPLES at random of what is known [L, F, E] in a step; the next steps will tell their targets.
 
     A need counts from the next visit of the layer on; `ran` [L] is the step in which each layer ran last.

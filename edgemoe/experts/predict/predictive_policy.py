@@ -26,7 +26,7 @@ from edgemoe.experts.predict.fusion import (
 )
 from edgemoe.experts.predict.next_use import Ids, NextUsePredictor
 from edgemoe.experts.predict.next_use_step import TRACKS
-from edgemoe.experts.predict.prefetch_planner import Plans, PrefetchRequests
+from edgemoe.experts.predict.prefetch_planner import PrefetchPlanner, PrefetchRequests
 from edgemoe.experts.predict.routing_memory import LOOKS
 from edgemoe.experts.tiers.residency import Residency
 from edgemoe.telemetry import metrics as names
@@ -46,7 +46,7 @@ def share_of(routing: StepRouting) -> float:
     return SHARE * (routing.step_s - routing.stall_s) + STALL_SHARE * routing.stall_s
 
 
-class Foresight:
+class PredictivePolicy:
     """Owns predictor, blend and plans. Before `start` it counts steps only."""
 
     def __init__(
@@ -57,7 +57,7 @@ class Foresight:
         forecaster: Forecaster | None = None,
         clock: Callable[[], float] = time.thread_time,
     ) -> None:
-        """A `forecaster` counts the steps as `look` does here. `clock` is the processor time of whoever works."""
+        """A `forecaster` counts steps as `on_step_begun` does. `clock` is the processor time of the working thread."""
         self.ready = False  # from then on ranks are worked out
         self.step = 0  # that has begun
         self.dropped = 0  # steps that `work` was too slow for
@@ -69,7 +69,7 @@ class Foresight:
         self._heard: ExpertForecast | None = None  # the forecast that was blended in last
         self._spent_s = self._credit_s = 0.0  # processor time, up to the latest step's end; what may be spent
         self._looking = True  # whether the step that ends next has a look
-        self._plans: list[Plans] = []
+        self._plans: list[PrefetchPlanner] = []
         self._running: NextUsePredictor | None = None  # of the running step, where it is learned from
         self._ranked = 0  # layer that ranks were wanted for last
         self._stepping = 0  # the thread that runs the steps
@@ -81,7 +81,7 @@ class Foresight:
         """From here on goes by these."""
         self.predictor, self.blend = predictor, blend
         self._gate = GateFusion(predictor.ranks, blend, self._margin)
-        predictor.weigh(blend.shares, blend.etas)
+        predictor.set_fusion(blend.shares, blend.etas)
         self._shares_s.clear()
         self._gates.clear()
         self._spent_s, self.looks, self._looking = self._clock(), LOOKS, True
@@ -90,20 +90,20 @@ class Foresight:
     def fail(self) -> None:
         """Ends what `start` began."""
         self.ready = False
-        self.withdraw()
+        self.cancel_plans()
 
     def attach(self, residency: Residency, loader: PrefetchRequests, geometry: ExpertGeometry) -> None:
         """From here on plans what these tiers should fetch in idle time, too."""
-        self._plans.append(Plans(residency, loader, geometry, self._hysteresis))
+        self._plans.append(PrefetchPlanner(residency, loader, geometry, self._hysteresis))
 
     # --- the side of the steps
 
-    def look(self, meta: StepMeta, ids: Ids) -> None:
+    def on_step_begun(self, meta: StepMeta, ids: Ids) -> None:
         """A step begins. Into `ids` [L, T, k] its gates' choices will be written, layer by layer, over -1."""
         decode = np.flatnonzero(meta.decode)
-        self.begin([meta.requests[i] for i in decode.tolist()], ids, (np.cumsum(meta.query_lens) - 1)[decode])
+        self.begin_step([meta.requests[i] for i in decode.tolist()], ids, (np.cumsum(meta.query_lens) - 1)[decode])
 
-    def begin(self, sequences: Sequence[Hashable], ids: Ids, rows: IntArray) -> None:
+    def begin_step(self, sequences: Sequence[Hashable], ids: Ids, rows: IntArray) -> None:
         """The same where these sequences decode, whose last tokens are `rows`."""
         self.step += 1
         self._stepping = threading.get_ident()
@@ -125,12 +125,12 @@ class Foresight:
             if forecast is not None and forecast is not self._heard and forecast.step == self.step:
                 self._heard = forecast
                 if forecaster is not None and len(forecast.probs) > 1:
-                    running.hear(forecast.probs, forecaster.trust)
-            running.follow(layer + 1 - self._ranked)
+                    running.add_forecast(forecast.probs, forecaster.trust)
+            running.update_ranks(layer + 1 - self._ranked)
             self._ranked = layer
         return self.predictor.ranks
 
-    def foresee(self, layer: int, experts: IntArray, chance: FloatArray) -> tuple[FloatArray, FloatArray]:
+    def fuse_chances(self, layer: int, experts: IntArray, chance: FloatArray) -> tuple[FloatArray, FloatArray]:
         """See `types.LivePolicy`."""
         predictor = self.predictor
         odds, fused, utility = self._gate(layer, experts, chance, predictor.phase_of(layer))
@@ -141,10 +141,10 @@ class Foresight:
 
     def observe(self, routing: StepRouting) -> bool:
         """A step ended. Returns whether it is learned from."""
-        self.prefilled(routing.meta, routing.ids)
-        return self.end(share_of(routing))
+        self.add_prompts(routing.meta, routing.ids)
+        return self.end_step(share_of(routing))
 
-    def prefilled(self, meta: StepMeta, ids: Ids) -> None:
+    def add_prompts(self, meta: StepMeta, ids: Ids) -> None:
         """What prompts chose in a step that ends now, of its choices [L, T, k]."""
         decoding = int(np.count_nonzero(meta.decode))
         if not self.ready or decoding >= TRACKS:
@@ -152,9 +152,9 @@ class Foresight:
         ends = np.cumsum(meta.query_lens)
         for at in np.flatnonzero(~meta.decode)[: TRACKS - decoding].tolist():
             first, last = ends[at] - meta.query_lens[at], ends[at]
-            self._prompted |= self.predictor.tell(meta.requests[at], ids[:, first:last])
+            self._prompted |= self.predictor.add_prompt(meta.requests[at], ids[:, first:last])
 
-    def end(self, share_s: float) -> bool:
+    def end_step(self, share_s: float) -> bool:
         """The same where it may cost so much processor time, and prompts were told of."""
         running, self._running = self._running, None
         if running is None:
@@ -171,13 +171,13 @@ class Foresight:
         """Does what there is to do, waits for more so long, and plans when a step is finished. Then True."""
         finished = self.predictor.work(wait_s)
         if finished:
-            self._end()
+            self._on_step_finished()
         return finished
 
-    def withdraw(self) -> None:
+    def cancel_plans(self) -> None:
         """Cancels what was planned: its step is over."""
         for plans in self._plans:
-            plans.withdraw()
+            plans.cancel()
 
     def metrics(self) -> dict[str, float]:
         """What it did, by the final names."""
@@ -192,35 +192,35 @@ class Foresight:
             metrics[named(names.LEARNED_ETA, horizon=name)] = self.blend.mix.eta(horizon)
         return metrics
 
-    def _end(self) -> None:
+    def _on_step_finished(self) -> None:
         """A step is finished, and the next one was looked at: learns what forecasts were worth, pays, and plans."""
         predictor, blend = self.predictor, self.blend
         number = predictor.step - 1
-        for awaited in predictor.awaited():
-            blend.hear(awaited)
+        for awaited in predictor.pop_awaited():
+            blend.add_forecast(awaited)
         while self._gates and self._gates[0][0] <= number:
             at, awaited = self._gates.popleft()
             if at == number:
-                blend.hear(awaited)
+                blend.add_forecast(awaited)
         blend.learn(predictor.learner.needs(number) > 0)
-        predictor.weigh(blend.shares, blend.etas)
+        predictor.set_fusion(blend.shares, blend.etas)
         self.studies += int(self._looking)
         self.glances += int(not self._looking)
         self._looking = bool(predictor.looking)
-        self._pay(self._shares_s.pop(number, 0.0))
+        self._charge(self._shares_s.pop(number, 0.0))
         if self._looking:
             for plans in self._plans:
-                self.planned += plans.make(predictor.ranks, predictor)
+                self.planned += plans.plan(predictor.ranks, predictor)
         else:
-            self.withdraw()
+            self.cancel_plans()
 
-    def _pay(self, share_s: float) -> None:
+    def _charge(self, share_s: float) -> None:
         """Counts a step's share against what was spent on it, and decides how many looks later steps get."""
         spent_s, self._spent_s = self._spent_s, self._clock()
         credit_s = self._credit_s + share_s - (self._spent_s - spent_s)
         self._credit_s = min(max(credit_s, -OWED_STEPS * share_s), SAVED_STEPS * share_s)
         self.looks = min(LOOKS, self.looks + 1) if self._credit_s > 0 else max(0, self.looks - 1)
-        self.predictor.allow(self.looks)
+        self.predictor.set_looks(self.looks)
 
 
 Clock = Callable[[], float]
@@ -246,7 +246,7 @@ class LearnedPolicy:
         clock: Clock = lambda: 0.0,
     ) -> None:
         """`clock` is the processor time that `work` has taken; by default it takes none."""
-        self.foresight = Foresight(layers, hysteresis=hysteresis, clock=clock)
+        self.predictive = PredictivePolicy(layers, hysteresis=hysteresis, clock=clock)
         self.start(NextUsePredictor(layers, experts, top_k, seed), Blend())
         self._routed: npt.NDArray[np.integer] | None = None
         self._ids: Ids = np.empty((0, 0, 0), np.int16)  # [L, S, k] of the running step
@@ -256,7 +256,7 @@ class LearnedPolicy:
     def start(self, predictor: NextUsePredictor, blend: Blend) -> None:
         """From here on goes by these, which may have learned before."""
         self.predictor = predictor
-        self.foresight.start(predictor, blend)
+        self.predictive.start(predictor, blend)
 
     def begin(self, sequences: Sequence[Hashable]) -> None:
         """A step of these sequences, one token each."""
@@ -267,16 +267,16 @@ class LearnedPolicy:
         """What each sequence chooses in the layer that is touched next, [S, k]."""
         self._routed = ids
 
-    def prefilled(self, meta: StepMeta, ids: Ids) -> None:
+    def add_prompts(self, meta: StepMeta, ids: Ids) -> None:
         """What prompts chose in the step that was begun, of its choices [L, T, k]; before it is over."""
-        self.foresight.prefilled(meta, ids)
+        self.predictive.add_prompts(meta, ids)
 
     def end(self, routing: StepRouting | None = None) -> None:
         """The step that was begun is over. Where `routing` says how long it took, work is held to a share of that."""
-        learned = self.foresight.end(math.inf if routing is None else share_of(routing))
+        learned = self.predictive.end_step(math.inf if routing is None else share_of(routing))
         if not learned:
-            self.foresight.withdraw()
-        self.foresight.work()
+            self.predictive.cancel_plans()
+        self.predictive.work()
 
     def touch(self, layer: int, experts: IntArray) -> None:
         if not self._bracketed:
@@ -291,16 +291,16 @@ class LearnedPolicy:
 
     def rank(self, layer: int) -> FloatArray:
         """Log odds of decay^time to the next need, [L, E]."""
-        ranks = self.foresight.rank(layer)
-        self.foresight.work()
+        ranks = self.predictive.rank(layer)
+        self.predictive.work()
         return ranks
 
-    def foresee(self, layer: int, experts: IntArray, chance: FloatArray) -> tuple[FloatArray, FloatArray]:
-        return self.foresight.foresee(layer, experts, chance)
+    def fuse_chances(self, layer: int, experts: IntArray, chance: FloatArray) -> tuple[FloatArray, FloatArray]:
+        return self.predictive.fuse_chances(layer, experts, chance)
 
     def _open(self, sequences: Sequence[Hashable], width: int) -> None:
         self._ids = np.full((self.predictor.layers, len(sequences), width), -1, np.int16)
-        self.foresight.begin(sequences, self._ids, np.arange(len(sequences)))
+        self.predictive.begin_step(sequences, self._ids, np.arange(len(sequences)))
 
     def _turn(self) -> None:
         if self._layer < self.predictor.layers:

@@ -24,7 +24,7 @@ class MeasuredCosts(Protocol):
         """Returns the seconds of a load, and of each of its bytes, into RAM or each device; 0 until measured."""
 
 
-class Prices:
+class TierPrices:
     """Owns the watermarks of VRAM and RAM. What a miss costs in a tier is relative to its dearest expert there."""
 
     def __init__(
@@ -87,14 +87,14 @@ class PrefetchRequests(MeasuredCosts, Protocol):
         """Replaces the requests of one priority by `moves`, best first."""
 
 
-class Outlook:
+class NeedEstimate:
     """Knows how likely it is that what one tier lacks, or has, is needed soon. On the controller's thread."""
 
     def __init__(self, residency: Residency, tier: Tier, exists: BoolArray) -> None:
         self.tier, self.needs = tier, NeedRecord(WINDOW)
         self._residency, self._exists = residency, exists
 
-    def judge(self, moves: list[Move], odds: FloatArray, predictor: NextUsePredictor) -> list[Move]:
+    def select_moves(self, moves: list[Move], odds: FloatArray, predictor: NextUsePredictor) -> list[Move]:
         """Returns those of the moves into the tier that are likely needed, likelier than what goes for them.
 
         None before it is known what came of the first plans, unless there is room. `odds` [L, E] are log odds.
@@ -130,36 +130,36 @@ class Outlook:
         self.needs.watch(Watched(predictor.step, keys, odds.ravel()[keys], since, len(missing), wished))
 
 
-class Plans:
+class PrefetchPlanner:
     """Makes plans for the tiers. On the controller's thread."""
 
     def __init__(
         self, residency: Residency, loader: PrefetchRequests, geometry: ExpertGeometry, hysteresis: float
     ) -> None:
         self._loader = loader
-        self._prices = Prices(residency, loader, geometry, hysteresis)
+        self._prices = TierPrices(residency, loader, geometry, hysteresis)
         tiers = dict.fromkeys((residency.fastest, Tier.RAM))
-        self._outlooks = [Outlook(residency, tier, geometry.exists) for tier in tiers]
+        self._estimates = [NeedEstimate(residency, tier, geometry.exists) for tier in tiers]
         self._has_requests = False  # the loader has requests of the last plan
 
     @property
     def right(self) -> float:
         """Returns the share of what was requested for the fastest tier lately that was needed within the window."""
-        return self._outlooks[0].needs.right
+        return self._estimates[0].needs.right
 
-    def make(self, ranks: FloatArray, predictor: NextUsePredictor) -> int:
+    def plan(self, ranks: FloatArray, predictor: NextUsePredictor) -> int:
         """Moves the prices a step, and requests the moves of a new plan. Returns their number."""
         odds = ranks - predictor.phase[:, None]  # [L, E] of decay^steps to the next use
         moves = self._prices.moves(1 / (1 + np.exp(-odds)))
         kept = [
             move
-            for outlook in self._outlooks
-            for move in outlook.judge([move for move in moves if move.target is outlook.tier], odds, predictor)
+            for estimate in self._estimates
+            for move in estimate.select_moves([move for move in moves if move.target is estimate.tier], odds, predictor)
         ]
         self._request(kept)
         return len(kept)
 
-    def withdraw(self) -> None:
+    def cancel(self) -> None:
         """Cancels what the last plan requested: its step is over."""
         self._request([])
 

@@ -119,7 +119,7 @@ def append(memory: int, words: Words, before: int) -> int:
     befores[slot], afters[slot] = before, NONE
     if before != NONE:
         afters[before] = slot
-    _tell_back(soon, chosen, words, before, befores, carray(u8_at(m.worth), (HORIZON_TOKENS,)), m.experts)
+    _update_past_tokens(soon, chosen, words, before, befores, carray(u8_at(m.worth), (HORIZON_TOKENS,)), m.experts)
     m.written += 1
     return slot  # type: ignore[no-any-return]
 
@@ -139,7 +139,7 @@ def shift(match: FloatArray, matched: FloatArray, before: IntArray, n: int) -> N
 
 
 @jit
-def see(match: FloatArray, chosen: Words, words: Words, n: int, step: np.float32) -> None:
+def add_matches(match: FloatArray, chosen: Words, words: Words, n: int, step: np.float32) -> None:
     """Adds `step` for each expert that a slot has in common with `words` [W]; `chosen` [W, slots]."""
     for word in range(words.shape[0]):
         row, wanted = chosen[word], words[word]
@@ -237,7 +237,7 @@ def recall(
 
 
 @jit
-def _tell_back(
+def _update_past_tokens(
     soon: npt.NDArray[np.uint8],
     chosen: Words,
     words: Words,

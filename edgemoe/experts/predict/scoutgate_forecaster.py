@@ -190,7 +190,7 @@ class ScoutGateForecast:
     probs: FloatArray
 
 
-def fitting(directory: Path, served: ServedModel, tokenizer: str, embedding: TokenEmbedding) -> Export:
+def read_fitting_export(directory: Path, served: ServedModel, tokenizer: str, embedding: TokenEmbedding) -> Export:
     """The export in `directory`, which fits the served model. Raises ConfigError saying why it cannot be used.
 
     `tokenizer` is the checksum of tokenizer.json, as in the store's manifest. An empty digest or checksum fits all.
@@ -229,9 +229,9 @@ class ScoutGateForecaster:
         clock: Callable[[], float] = time.thread_time,
         state_file: Path | None = None,
     ) -> None:
-        """Takes what `fitting` compares an export with; the embedding [V, H] is the engine's own and stays where it is.
+        """Takes the arguments of `read_fitting_export`; the embedding [V, H] is the engine's own, and is not copied.
 
-        `clock` is the thread's processor time. `state_file` keeps how good forecasts were, every minute and at the end.
+        `clock` is the thread's processor time. `state_file` keeps the scores of forecasts, every minute and at the end.
         """
         self.forecast: ScoutGateForecast | None = None  # the latest; replaced whole, so it may be read from any thread
         self.skipped = 0  # forecasts that were not made because the next step had begun
@@ -258,7 +258,7 @@ class ScoutGateForecaster:
         Raises ConfigError where it cannot be used; the one in use before stays.
         """
         try:
-            export = fitting(directory, self._served, self._tokenizer, self._embedding)
+            export = read_fitting_export(directory, self._served, self._tokenizer, self._embedding)
         except ConfigError:
             self.refused += 1
             raise
@@ -271,7 +271,7 @@ class ScoutGateForecaster:
 
     # --- the compute thread's side ---
 
-    def look(self, meta: StepMeta, ids: npt.NDArray[np.int16] | None = None) -> None:
+    def on_step_begun(self, meta: StepMeta, ids: npt.NDArray[np.int16] | None = None) -> None:
         """A step begins; what its gates choose is told at its end."""
         self._step += 1
         self._post(meta)
@@ -332,13 +332,13 @@ class ScoutGateForecaster:
 
     def _run(self) -> None:
         torch.set_num_threads(1)
-        while (taken := self._take()) is not None:
+        while (taken := self._next_note()) is not None:
             with torch.inference_mode():
                 match taken:
                     case ForecastTables():
-                        self._adopt(taken)
+                        self._use_tables(taken)
                     case (step, StepMeta() as meta):
-                        self._look(step, meta)
+                        self._forecast(step, meta)
                     case (step, StepRouting() as routing):
                         self._learn(step, routing)
                         if time.monotonic() > self._saved_s + SAVE_S:
@@ -346,7 +346,7 @@ class ScoutGateForecaster:
                         self._budget.end_step(routing)
         self._save()
 
-    def _take(self) -> tuple[int, StepMeta | StepRouting] | ForecastTables | None:
+    def _next_note(self) -> tuple[int, StepMeta | StepRouting] | ForecastTables | None:
         with self._wake:
             if not self._notes and self._fresh is None:
                 self._idle = True
@@ -362,7 +362,7 @@ class ScoutGateForecaster:
         if self._state_file is not None and self._tables is not None:
             write_scores(self._state_file, self._tables.export.record["sha256"], self._live)
 
-    def _adopt(self, tables: ForecastTables) -> None:
+    def _use_tables(self, tables: ForecastTables) -> None:
         """From here on others forecast; nothing that was said before counts."""
         self._tracks.clear()  # windows may differ
         self._ahead.clear()
@@ -376,7 +376,7 @@ class ScoutGateForecaster:
         self._tables = tables
         self._budget.begin()
 
-    def _look(self, step: int, meta: StepMeta) -> None:
+    def _forecast(self, step: int, meta: StepMeta) -> None:
         if (tables := self._tables) is None:
             return
         began = time.perf_counter()

@@ -13,7 +13,7 @@ import numpy as np
 
 from edgemoe.experts.predict.fusion import Forecaster
 from edgemoe.experts.predict.next_use import Ids
-from edgemoe.experts.predict.prefetch_planner import PrefetchRequests, Prices
+from edgemoe.experts.predict.prefetch_planner import PrefetchRequests, TierPrices
 from edgemoe.experts.tiers.residency import Residency
 from edgemoe.experts.tiers.slots import PrefetchPriority
 from edgemoe.policy.cache_ranks import EWMA
@@ -36,12 +36,12 @@ class _Forecast(NamedTuple):
 
 
 class TwoTierPolicy:
-    """Implements `types.LivePolicy`; `look` and `observe` are told of the beginning and the end of each step."""
+    """Implements `types.LivePolicy`; `on_step_begun` and `observe` mark the begin and the end of each step."""
 
     def __init__(
         self, geometry: ExpertGeometry, *, hysteresis: float = 0.1, forecaster: Forecaster | None = None
     ) -> None:
-        """A `forecaster` counts the steps as `look` does here."""
+        """A `forecaster` counts the steps as `on_step_begun` does here."""
         self.mix = Mix(2)
         self.planned = 0  # moves
         self._geometry, self._hysteresis, self._forecaster = geometry, hysteresis, forecaster
@@ -51,11 +51,11 @@ class TwoTierPolicy:
         self._pinned: BoolArray = np.zeros_like(self._needed)
         self._began = self._ewma.p.copy()  # the EWMA when the step began
         self._ahead: _Forecast | None = None  # what was forecast of this step in the one before
-        self._tiers: tuple[Prices, PrefetchRequests] | None = None
+        self._tiers: tuple[TierPrices, PrefetchRequests] | None = None
 
     def attach(self, residency: Residency, loader: PrefetchRequests, geometry: ExpertGeometry) -> None:
         """From here on plans what the tiers should fetch in idle time."""
-        self._tiers = Prices(residency, loader, geometry, self._hysteresis), loader
+        self._tiers = TierPrices(residency, loader, geometry, self._hysteresis), loader
 
     @property
     def policy(self) -> TwoTierPolicy:
@@ -82,12 +82,12 @@ class TwoTierPolicy:
         worth[self._pinned] = np.inf
         return worth
 
-    def foresee(self, layer: int, experts: IntArray, chance: FloatArray) -> tuple[FloatArray, FloatArray]:
-        return self._ewma.foresee(layer, experts, chance)
+    def fuse_chances(self, layer: int, experts: IntArray, chance: FloatArray) -> tuple[FloatArray, FloatArray]:
+        return self._ewma.fuse_chances(layer, experts, chance)
 
     # --- the engine's side --------------------------------------------------------------------------------------
 
-    def look(self, meta: StepMeta, ids: Ids | None = None) -> None:
+    def on_step_begun(self, meta: StepMeta, ids: Ids | None = None) -> None:
         """A step begins."""
         self._step += 1
         self._needed[:] = False
@@ -120,7 +120,7 @@ class TwoTierPolicy:
         self.planned += len(moves)
         loader.prefetch(moves, PrefetchPriority.FAR)
 
-    def _pin(self, prices: Prices, worth: FloatArray) -> None:
+    def _pin(self, prices: TierPrices, worth: FloatArray) -> None:
         working_set_bytes = int(self._geometry.top_k * self._geometry.strides_bytes.sum())
         pinned = prices.pinned(worth, working_set_bytes)
         if pinned.any() and not self._pinned.any():

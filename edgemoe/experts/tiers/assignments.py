@@ -12,7 +12,7 @@ from typing import Self
 import numpy as np
 
 from edgemoe.errors import CapacityError
-from edgemoe.experts.tiers.eviction import class_at, evict, forget, is_unpinned, may_go, release
+from edgemoe.experts.tiers.eviction import class_at, clear_slot, evict, free_slot, is_unpinned, may_evict
 from edgemoe.experts.tiers.residency_records import CLASS, FORMER, GONE, HOME, NONE, POOL, STATE
 from edgemoe.experts.tiers.slots import BoolArray, SlotPool, Waiters
 from edgemoe.jit.intrinsics import INT, code, i64_at, jit, record, u8_at
@@ -21,7 +21,7 @@ from edgemoe.types.experts import ExpertId
 
 
 @code(INT, INT, INT, result=INT)
-def GIVE(state: int, key: int, device: int) -> int:
+def MOVE_TO_DEVICE(state: int, key: int, device: int) -> int:
     """Gives an expert to a device, from which it is computed from now on. What the former one has of it is dropped.
 
     Returns 1, and 2 where something was dropped; 0, with nothing changed, while a layer-step of its layer runs, where
@@ -38,15 +38,15 @@ def GIVE(state: int, key: int, device: int) -> int:
     if slot >= 0:
         if i64_at(p.pins)[slot] != 0 or i64_at(record(i64_at(s.pools)[0], POOL).where)[key] < 0:
             return 0
-        forget(former, slot)
-        release(former, slot)
+        clear_slot(former, slot)
+        free_slot(former, slot)
     i64_at(s.device_of)[key] = device
     s.changes += 1
     s.version += 1
     return 1 + (slot >= 0)  # type: ignore[no-any-return]
 
 
-class Dealing:
+class DeviceAssignment:
     """Gives experts to devices. Steps of several devices begin and end here, so that none sees half of a change."""
 
     def __init__(self, state: int, experts: int, running: IntArray) -> None:
@@ -59,24 +59,24 @@ class Dealing:
         other._who = 0
         return other
 
-    def enter(self, layer: int) -> None:
-        """Keeps the layer's experts with the devices that have them, until `leave` on this thread."""
+    def hold_layer(self, layer: int) -> None:
+        """Keeps the layer's experts with the devices that have them, until `release_layer` on this thread."""
         self._running[self._who] = layer
 
-    def leave(self) -> None:
-        """Ends what `enter` began."""
+    def release_layer(self) -> None:
+        """Ends what `hold_layer` began."""
         self._running[self._who] = NONE
 
-    def give(self, layer: int, expert: int, device: int) -> int:
+    def move_expert(self, layer: int, expert: int, device: int) -> int:
         """Gives an expert to a device, from which it is computed from now on. On the compute thread, between steps.
 
         Returns 1, and 2 where the former device had it, which it has no longer; 0, with nothing changed, where that
         cannot be now.
         """
-        return int(GIVE.call_briefly(self._state, layer * self._experts + expert, device))
+        return int(MOVE_TO_DEVICE.call_briefly(self._state, layer * self._experts + expert, device))
 
 
-def deal(shape: tuple[int, ...], sizes_bytes: Sequence[int]) -> IntArray:
+def deal_to_devices(shape: tuple[int, ...], sizes_bytes: Sequence[int]) -> IntArray:
     """Returns the device of each expert [L, E], even in every layer, in proportion to the devices' memory."""
     edges = np.cumsum(sizes_bytes) / sum(sizes_bytes)
     golden = (5**0.5 - 1) / 2  # multiples of it fill the unit interval evenly
@@ -99,7 +99,7 @@ def REMOVE_EXTENT(state: int, pool: int, first: int, count: int, homes: int) -> 
     for slot in range(first, first + count):
         if i64_at(p.pins)[slot] != 0:
             return 0
-        if i64_at(p.owner)[slot] >= 0 and not (is_unpinned(state, at, slot) if homes else may_go(state, at, slot)):
+        if i64_at(p.owner)[slot] >= 0 and not (is_unpinned(state, at, slot) if homes else may_evict(state, at, slot)):
             return 0
     for slot in range(first, first + count):
         if i64_at(p.owner)[slot] >= 0:
@@ -124,7 +124,7 @@ def ADD_EXTENT(state: int, pool: int, first: int, count: int) -> int:
     at = i64_at(s.pools)[pool]
     for slot in range(first + count - 1, first - 1, -1):
         i64_at(record(at, POOL).owner)[slot] = NONE
-        release(at, slot)
+        free_slot(at, slot)
     s.changes += 1
     s.version += 1
     return count
@@ -161,7 +161,7 @@ MIN_PASSING, PASSING_SHARE = 2, 16  # slots of RAM that are left to other expert
 
 
 @code(INT, INT, result=INT)
-def KEEP(state: int, homes: int) -> int:
+def SET_HOMES(state: int, homes: int) -> int:
     """Sets which experts are at home in RAM, [L * E] uint8. Those that were and are there become former homes."""
     s = record(state, STATE)
     ram = record(i64_at(s.pools)[0], POOL)
@@ -197,7 +197,7 @@ class HomeExperts:
         """Takes the address of residency's STATE record, and its array `kept`, [L, E]."""
         self._ram, self._state, self._kept = ram, state, kept
 
-    def keep(self, homes: BoolArray) -> None:
+    def set_homes(self, homes: BoolArray) -> None:
         """Replaces the home experts by those set in `homes` [L, E].
 
         Raises CapacityError where RAM lacks room for them.
@@ -205,11 +205,11 @@ class HomeExperts:
         homes = homes & (np.arange(self._ram.experts) < np.array(self._ram.layout.classes.layer_experts)[:, None])
         counts = np.bincount(self._ram.layer_class, homes.sum(axis=1), len(self._ram.classes)).astype(int).tolist()
         for size_class, count in enumerate(counts):
-            if count > (room := self._room(size_class)):
+            if count > (room := self._capacity(size_class)):
                 size = f" of {self._ram.classes[size_class].expert_bytes} bytes" if len(counts) > 1 else ""
                 raise CapacityError(f"{count} experts{size} are to be at home here, RAM has room for {room}")
         flags = np.ascontiguousarray(homes, np.uint8)
-        KEEP.call_briefly(self._state, flags.ctypes.data)
+        SET_HOMES.call_briefly(self._state, flags.ctypes.data)
 
     def forget_former(self) -> None:
         """Ranks the homes of the former plan like other experts. Before this call they are the last to be evicted."""
@@ -221,11 +221,11 @@ class HomeExperts:
         return here
 
     @property
-    def rooms(self) -> tuple[int, ...]:
+    def capacities(self) -> tuple[int, ...]:
         """Returns how many experts of each size can be at home here, the smallest first. Some slots stay for others."""
-        return tuple(map(self._room, range(len(self._ram.classes))))
+        return tuple(map(self._capacity, range(len(self._ram.classes))))
 
-    def _room(self, size_class: int) -> int:
+    def _capacity(self, size_class: int) -> int:
         """Returns how many experts of a class can be at home here, as memory was divided at first."""
         slots = self._slots(size_class)
         return max(0, slots - max(MIN_PASSING, slots // PASSING_SHARE))
@@ -235,7 +235,7 @@ class HomeExperts:
         return layout.divided()[size_class] * layout.per_extent[size_class]
 
     def needed_slots(self, size_class: int) -> int:
-        """Returns how many slots of a class the home experts of that class take, with those that stay for others."""
+        """Counts the slots of a class that its home experts need, including the slots left to other experts."""
         count = int(np.count_nonzero(self._kept[self._ram.layer_class == size_class] == HOME))
         passing = max(MIN_PASSING, count // (PASSING_SHARE - 1) + 1)
         return min(count + passing, self._slots(size_class)) if count else 0

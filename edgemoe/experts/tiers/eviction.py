@@ -26,7 +26,7 @@ def class_at(pool: int, size_class: int) -> int:
 
 
 @jit
-def take(state: int, pool: int, size_class: int, n: int, ranks: int, into: int) -> int:
+def claim_slots(state: int, pool: int, size_class: int, n: int, ranks: int, into: int) -> int:
     """Writes up to `n` empty slots to `into`: free ones, then those of the lowest utility, whose experts it evicts.
 
     Returns their number. `ranks` [L * E] are not read where enough slots are free.
@@ -46,7 +46,7 @@ def take(state: int, pool: int, size_class: int, n: int, ranks: int, into: int) 
 
 
 @jit
-def take_below(state: int, pool: int, size_class: int, utility: float, ranks: int) -> int:
+def claim_slot_below(state: int, pool: int, size_class: int, utility: float, ranks: int) -> int:
     """Returns a free slot, or evicts the expert of lowest utility if that is below `utility`; else NONE."""
     s, p, c = record(state, STATE), record(pool, POOL), record(class_at(pool, size_class), CLASS)
     if c.free_count > 0:
@@ -62,7 +62,7 @@ def take_below(state: int, pool: int, size_class: int, utility: float, ranks: in
         c.least_next += 1
         if c.least_next == c.least_count:
             c.least_at = NONE  # used up: between layer-steps there may be many requests
-        if i64_at(p.owner)[slot] == owner and may_go(state, pool, slot):
+        if i64_at(p.owner)[slot] == owner and may_evict(state, pool, slot):
             evict(state, pool, slot)
             return slot  # type: ignore[no-any-return]
     return NONE
@@ -70,13 +70,13 @@ def take_below(state: int, pool: int, size_class: int, utility: float, ranks: in
 
 @jit
 def needs_ranks(state: int, pool: int, size_class: int, utility: float) -> bool:
-    """Returns whether `take_below` reads the ranks."""
+    """Returns whether `claim_slot_below` reads the ranks."""
     c = record(class_at(pool, size_class), CLASS)
     return c.free_count == 0 and utility != -np.inf and c.least_at != record(state, STATE).clock
 
 
 @jit
-def release(pool: int, slot: int) -> None:
+def free_slot(pool: int, slot: int) -> None:
     """Makes an empty slot free."""
     c = record(class_at(pool, i64_at(record(pool, POOL).class_of)[slot]), CLASS)
     i64_at(c.free)[c.free_count] = slot
@@ -84,7 +84,7 @@ def release(pool: int, slot: int) -> None:
 
 
 @jit
-def abandon(pool: int, slot: int) -> None:
+def drop_load(pool: int, slot: int) -> None:
     """Drops a load that ends without its expert. The slot becomes free as soon as nothing pins it."""
     p = record(pool, POOL)
     i64_at(p.coming)[i64_at(p.owner)[slot]] = NONE
@@ -92,7 +92,7 @@ def abandon(pool: int, slot: int) -> None:
     i64_at(p.flags)[slot] = 0
     i64_at(p.pins)[slot] -= 1
     if i64_at(p.pins)[slot] == 0:
-        release(pool, slot)
+        free_slot(pool, slot)
     else:
         p.orphans += 1
 
@@ -112,7 +112,7 @@ def _lowest(state: int, pool: int, size_class: int, ranks: int, n: int, slots_at
             continue
         if i64_at(p.flags)[slot] == 0 and _goes_after(f32_at(ranks)[owner], slot, keys[0], slots[0]):
             continue  # most: without flags, no utility is below the rank
-        if may_go(state, pool, slot):
+        if may_evict(state, pool, slot):
             key = _utility(state, pool, slot, ranks)
             if _goes_after(keys[0], slots[0], key, slot):
                 _sink(slots_at, keys_at, n, slot, key)
@@ -171,7 +171,7 @@ def _utility(state: int, pool: int, slot: int, ranks: int) -> np.float32:
 
 
 @jit
-def may_go(state: int, pool: int, slot: int) -> bool:
+def may_evict(state: int, pool: int, slot: int) -> bool:
     """Returns whether nothing pins the slot's expert or the copy that goes with it, and it is not at home here."""
     p = record(pool, POOL)
     if i64_at(p.pins)[slot] != 0:
@@ -218,13 +218,13 @@ def evict(state: int, pool: int, slot: int) -> None:
     if record(pool, POOL).index == 0:
         top, copy = _copy_of(state, i64_at(record(pool, POOL).owner)[slot])
         if copy >= 0:
-            forget(top, copy)
-            release(top, copy)
-    forget(pool, slot)
+            clear_slot(top, copy)
+            free_slot(top, copy)
+    clear_slot(pool, slot)
 
 
 @jit
-def forget(pool: int, slot: int) -> None:
+def clear_slot(pool: int, slot: int) -> None:
     """Empties a slot that nothing pins. It is not made free."""
     p = record(pool, POOL)
     i64_at(p.where)[i64_at(p.owner)[slot]] = NONE

@@ -15,7 +15,7 @@ from typing import Self
 import numpy as np
 
 from edgemoe.experts.tiers import residency_ops
-from edgemoe.experts.tiers.assignments import Dealing, Extents, HomeExperts, deal
+from edgemoe.experts.tiers.assignments import DeviceAssignment, Extents, HomeExperts, deal_to_devices
 from edgemoe.experts.tiers.residency_ops import ASKS, RAM_RANKS, RANKS
 from edgemoe.experts.tiers.residency_records import (
     COUNT,
@@ -33,7 +33,7 @@ from edgemoe.experts.tiers.residency_records import (
     START_COUNT,
     STATE,
     VRAM,
-    CallRecords,
+    RequestRecords,
     SharedRecord,
 )
 from edgemoe.experts.tiers.slots import BoolArray, PrefetchPriority, SlotClaim, SlotPool, TierUsage, Transfer, Waiters
@@ -50,9 +50,9 @@ class TierPools:
         self.ram = ram
         self.devices = tuple(devices)
         self.tops = self.devices or (ram,)
-        self.device_of = deal(ram.where.shape, [pool.layout.size_bytes for pool in self.tops])  # [L, E]
+        self.device_of = deal_to_devices(ram.where.shape, [pool.layout.size_bytes for pool in self.tops])  # [L, E]
         for index, pool in enumerate((ram, *self.devices)):
-            pool.join(index)
+            pool.set_index(index)
 
     def all_on_top(self, layer: int, experts: IntArray) -> bool:
         """Whether all of the experts [n] are in the device that computes them."""
@@ -134,17 +134,17 @@ class Residency(TierPools):
         layers, experts = shape = ram.where.shape
         shared["layers"], shared["experts"], shared["devices"] = layers, experts, len(self.devices)
         shared["containment"] = containment
-        shared.take("pools", np.array([pool.address for pool in (ram, *self.devices)]))
-        shared.take("device_of", self.device_of)
-        self.dealing = Dealing(self.address, experts, shared.array("running", 2, NONE))
+        shared.set_array("pools", np.array([pool.address for pool in (ram, *self.devices)]))
+        shared.set_array("device_of", self.device_of)
+        self.device_assignment = DeviceAssignment(self.address, experts, shared.array("running", 2, NONE))
         shared["classes"] = len(ram.classes)
-        shared.take("class_of", ram.layer_class)
+        shared.set_array("class_of", ram.layer_class)
         shared.array("visited", layers, NONE)
         self._needed = tuple(shared.array("needed", shape, NONE))  # L rows [E]
         self._served: IntArray = shared.array("served", len(Tier))
         self.homes = HomeExperts(ram, self.address, shared.array("kept", shape))
         self.extents = Extents(self.address, self._waiters)
-        self._records = CallRecords(self.address, experts)
+        self._records = RequestRecords(self.address, experts)
         self._pin_all, self._acquire, self._unpin = (
             residency_ops.PIN_ALL.call_briefly,
             residency_ops.ACQUIRE.call_briefly,
@@ -154,7 +154,7 @@ class Residency(TierPools):
     def for_peers(self) -> Self:
         """Returns the same for demands of peers, of which no policy hears, and which leave no mark on prefetches."""
         other = copy.copy(self)
-        other._policies, other._ours, other.dealing = (), 0, self.dealing.for_peers()
+        other._policies, other._ours, other.device_assignment = (), 0, self.device_assignment.for_peers()
         return other
 
     @property
@@ -168,21 +168,21 @@ class Residency(TierPools):
 
     # --- the compute thread's calls -------------------------------------------------------------------------
 
-    def begin(self, layer: int, demanded: IntArray) -> None:
+    def begin_layer(self, layer: int, demanded: IntArray) -> None:
         """Opens a layer-step. Tells the policies the distinct experts [n] that decoding tokens demand of the layer."""
-        self._tell_policies(layer, demanded)
+        self._touch_policies(layer, demanded)
         if self._ours:
-            residency_ops.BEGIN.call_briefly(self.address, layer)
+            residency_ops.BEGIN_LAYER.call_briefly(self.address, layer)
 
     def pin_if_all_resident(
         self, device: int, layer: int, experts: IntArray, prefill_only: BoolArray | None
     ) -> IntArray | None:
-        """Opens a layer-step as `begin` does, and pins the experts [n] if all of them are in the device.
+        """Opens a layer-step as `begin_layer` does, and pins the experts [n] if all of them are in the device.
 
         Returns their slots [n], pinned until `release`; None, with nothing pinned, where one is missing.
         `prefill_only` [n] marks those that only prefill needs: the policies do not see them as demanded.
         """
-        self._tell_policies(layer, experts if prefill_only is None else experts[~prefill_only])
+        self._touch_policies(layer, experts if prefill_only is None else experts[~prefill_only])
         call = self._records.mine
         n = call.set(self.tops[device].index, layer, experts, prefill_only)
         call.fields[OURS] = self._ours
@@ -200,9 +200,9 @@ class Residency(TierPools):
     ) -> SlotClaim:
         """Pins the distinct `experts` [n] that are in the device, and slots for as many others as there is room.
 
-        Experts marked in `prefill_only` [n] are the first to be evicted again. Begins at most `limit` loads. From here
-        to `leave`, puts the layer's demanded loads into `arrivals` when their bytes are there, or when they have
-        failed, also those that another thread demands.
+        Experts marked in `prefill_only` [n] are the first to be evicted again. Begins at most `limit` loads. Until
+        `stop_arrivals`, each demanded load of the layer is put into `arrivals` when it has completed or failed, also
+        the loads that another thread demands.
         """
         self._arrivals[arrivals] = layer  # before the call, so that no end goes unnoticed
         top, call = self.tops[device], self._records.mine
@@ -222,7 +222,7 @@ class Residency(TierPools):
         ]
         return SlotClaim(call.slots[n].copy(), call.ready[n].copy(), starts, fields[SEEN])
 
-    def leave(self, arrivals: SimpleQueue[Transfer]) -> None:
+    def stop_arrivals(self, arrivals: SimpleQueue[Transfer]) -> None:
         """Puts no more loads into `arrivals`."""
         self._arrivals.pop(arrivals, None)
 
@@ -230,7 +230,7 @@ class Residency(TierPools):
         """Unpins the distinct slots [n] of an earlier claim on the device."""
         self._drop_pins(self.tops[device], slots)
 
-    def done(self, layer: int, experts: IntArray) -> None:
+    def mark_computed(self, layer: int, experts: IntArray) -> None:
         """Marks experts as computed by the running layer-step, which needs them no more."""
         self._needed[layer][experts] = NONE
 
@@ -273,27 +273,27 @@ class Residency(TierPools):
         source, near = int(call.slots[1][0]), priority.for_one_layer
         return Transfer(pool, layer, expert, slot, source, near=near) if slot >= 0 else None
 
-    def arrive(self, load: Transfer) -> Sequence[Transfer]:
+    def complete_load(self, load: Transfer) -> Sequence[Transfer]:
         """Records that the load's bytes are in place. Returns the copies that waited for them, their source pinned."""
         copy_slot, demanded = divmod(residency_ops.ARRIVE.call_briefly(self.address, load.pool.index, load.slot), 2)
-        self._tell(load, bool(demanded))
+        self._deliver(load, bool(demanded))
         return (self._copy_after(load, copy_slot - 1),) if copy_slot else ()
 
     def unpin(self, slots: int | IntArray) -> None:
         """Drops one pin of a slot of RAM, or of each of several distinct slots."""
         self._drop_pins(self.ram, slots)
 
-    def fail(self, load: Transfer, error: Exception) -> None:
+    def fail_load(self, load: Transfer, error: Exception) -> None:
         """Ends the load, and the copies that waited for it, with `error`. Their slots become free once unpinned."""
         copy_slot, demanded = divmod(residency_ops.FAIL.call_briefly(self.address, load.pool.index, load.slot), 2)
         load.error = error
-        self._tell(load, bool(demanded))
+        self._deliver(load, bool(demanded))
         if copy_slot:
             waiting = self._copy_after(load, copy_slot - 1)
             waiting.error = error
-            self._tell(waiting, demanded=True)
+            self._deliver(waiting, demanded=True)
 
-    def withdraw(self, load: Transfer) -> bool:
+    def withdraw_load(self, load: Transfer) -> bool:
         """Drops a prefetch to a device unless it is demanded. Returns whether it did; its source stays pinned."""
         gone = bool(residency_ops.WITHDRAW.call_briefly(self.address, load.pool.index, load.slot))
         if gone:
@@ -302,7 +302,7 @@ class Residency(TierPools):
 
     def pin(self, layer: int, expert: int) -> int:
         """Pins an expert in RAM until `unpin`. Returns its slot; NONE where the expert is not in RAM."""
-        return int(residency_ops.HOLD.call_briefly(self.address, layer * self.ram.experts + expert))
+        return int(residency_ops.PIN_IN_RAM.call_briefly(self.address, layer * self.ram.experts + expert))
 
     # --- integrity ----------------------------------------------------------------------------------------------
 
@@ -336,7 +336,7 @@ class Residency(TierPools):
     def _layer(self) -> int:
         return self._state[NOW]
 
-    def _tell_policies(self, layer: int, demanded: IntArray) -> None:
+    def _touch_policies(self, layer: int, demanded: IntArray) -> None:
         if len(demanded):
             for policy in self._policies:
                 policy.touch(layer, demanded)
@@ -353,7 +353,7 @@ class Residency(TierPools):
         pool = self.tops[self.device_of[read.layer, read.expert]]
         return Transfer(pool, read.layer, read.expert, slot, read.slot, cold=True)
 
-    def _tell(self, load: Transfer, demanded: bool) -> None:
+    def _deliver(self, load: Transfer, demanded: bool) -> None:
         """Hands an ended load into the fastest tier to those that wait for loads, and wakes `wait_for_change`."""
         if demanded and (load.pool is not self.ram or not self.devices):
             for arrivals, layer in self._arrivals.copy().items():

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from edgemoe.experts.tiers.assignments import ADD_EXTENT, FORGET_FORMER, GIVE, KEEP, REMOVE_EXTENT
-from edgemoe.experts.tiers.eviction import abandon, class_at, needs_ranks, release, take, take_below
+from edgemoe.experts.tiers.assignments import ADD_EXTENT, FORGET_FORMER, MOVE_TO_DEVICE, REMOVE_EXTENT, SET_HOMES
+from edgemoe.experts.tiers.eviction import claim_slot_below, claim_slots, class_at, drop_load, free_slot, needs_ranks
 from edgemoe.experts.tiers.residency_records import (
     CLASS,
     NONE,
@@ -26,7 +26,7 @@ from edgemoe.jit.intrinsics import INT, code, f32_at, i64_at, jit, record, u8_at
 
 
 @jit
-def mark(request: int, i: int) -> int:
+def demand_flags(request: int, i: int) -> int:
     """Returns the flags that a demand of expert i leaves: TRANSIENT where only prefill needs it."""
     r = record(request, REQUEST)
     return TRANSIENT if r.marked and u8_at(r.prefill)[i] else 0
@@ -40,7 +40,7 @@ def size_class(request: int) -> int:
 
 
 @jit
-def place(state: int, pool: int, slot: int, key: int, flags: int) -> None:
+def begin_load(state: int, pool: int, slot: int, key: int, flags: int) -> None:
     """Begins a load of the expert into an empty slot, which it pins."""
     p = record(pool, POOL)
     i64_at(p.owner)[slot], i64_at(p.pins)[slot], i64_at(p.flags)[slot] = key, 1, flags
@@ -49,13 +49,13 @@ def place(state: int, pool: int, slot: int, key: int, flags: int) -> None:
 
 
 @jit
-def join(request: int, pool: int, i: int, slot: int) -> None:
+def join_load(request: int, pool: int, i: int, slot: int) -> None:
     """Adds the demand of expert i to the load in the slot, which it pins."""
     r, p = record(request, REQUEST), record(pool, POOL)
     i64_at(p.pins)[slot] += 1
     _promote(pool, slot)
     if r.ours:
-        i64_at(p.flags)[slot] &= mark(request, i)
+        i64_at(p.flags)[slot] &= demand_flags(request, i)
     i64_at(record(r.state, STATE).served)[NVME if i64_at(p.cold)[slot] else RAM] += 1
     i64_at(r.slots)[i] = slot
 
@@ -73,10 +73,10 @@ def _promote(pool: int, slot: int) -> None:
 def fetch_from_disk(request: int, pool: int, n: int) -> None:
     """Places loads of the first `n` wanted experts into RAM, which is the fastest tier, as far as there is room."""
     r = record(request, REQUEST)
-    for j in range(take(r.state, pool, size_class(request), n, r.ranks, r.taken)):
+    for j in range(claim_slots(r.state, pool, size_class(request), n, r.ranks, r.taken)):
         i, slot = i64_at(r.wanted)[j], i64_at(r.taken)[j]
-        place(r.state, pool, slot, _key(request, i), mark(request, i))
-        join(request, pool, i, slot)
+        begin_load(r.state, pool, slot, _key(request, i), demand_flags(request, i))
+        join_load(request, pool, i, slot)
         _start(request, 0, i, slot, NONE)
 
 
@@ -93,10 +93,10 @@ def fetch_through_ram(request: int, pool: int, n: int) -> None:
     in_ram = _sort_by_source(request, ram, n)
     for j in range(in_ram):
         i64_at(p.pins)[i64_at(p.where)[_key(request, i64_at(r.wanted)[j])]] += 1
-    room, unread = take(r.state, pool, size_class(request), n, r.ranks, r.taken), 0
+    room, unread = claim_slots(r.state, pool, size_class(request), n, r.ranks, r.taken), 0
     for j in range(in_ram, room):
         unread += i64_at(p.coming)[_key(request, i64_at(r.wanted)[j])] < 0
-    reads, read, used = take(r.state, ram, size_class(request), unread, r.ram_ranks, r.reads), 0, 0
+    reads, read, used = claim_slots(r.state, ram, size_class(request), unread, r.ram_ranks, r.reads), 0, 0
     for j in range(n):
         i = i64_at(r.wanted)[j]
         key = _key(request, i)
@@ -108,12 +108,12 @@ def fetch_through_ram(request: int, pool: int, n: int) -> None:
         if source < 0 and coming < 0:
             coming = i64_at(r.reads)[read]
             read += 1
-            place(r.state, ram, coming, key, mark(request, i))
+            begin_load(r.state, ram, coming, key, demand_flags(request, i))
             _start(request, 0, i, coming, NONE)
         _copy(request, pool, i, i64_at(r.taken)[used], source, coming)
         used += 1
     for j in range(used, room):
-        release(pool, i64_at(r.taken)[j])
+        free_slot(pool, i64_at(r.taken)[j])
 
 
 @jit
@@ -122,7 +122,7 @@ def _copy(request: int, pool: int, i: int, slot: int, source: int, coming: int) 
     r, top = record(request, REQUEST), record(pool, POOL)
     ram = i64_at(record(r.state, STATE).pools)[0]
     p = record(ram, POOL)
-    place(r.state, pool, slot, _key(request, i), mark(request, i))
+    begin_load(r.state, pool, slot, _key(request, i), demand_flags(request, i))
     if source >= 0:
         i64_at(top.source)[slot] = source
         _start(request, r.pool, i, slot, source)
@@ -130,8 +130,8 @@ def _copy(request: int, pool: int, i: int, slot: int, source: int, coming: int) 
         _promote(ram, coming)
         i64_at(top.cold)[slot] = 1
     if r.ours:
-        i64_at(p.flags)[source if source >= 0 else coming] &= mark(request, i)
-    join(request, pool, i, slot)
+        i64_at(p.flags)[source if source >= 0 else coming] &= demand_flags(request, i)
+    join_load(request, pool, i, slot)
 
 
 @jit
@@ -172,7 +172,7 @@ ASKS = -2  # for ranks, by RESERVE
 
 
 @code(INT, INT, result=INT)
-def BEGIN(state: int, layer: int) -> int:
+def BEGIN_LAYER(state: int, layer: int) -> int:
     """Opens a layer-step."""
     s = record(state, STATE)
     s.clock += 1
@@ -219,7 +219,7 @@ def PIN(request: int) -> int:
 
 
 @code(INT, INT, result=INT)
-def HOLD(state: int, key: int) -> int:
+def PIN_IN_RAM(state: int, key: int) -> int:
     """Pins an expert in RAM. Returns its slot; NONE where it is not there."""
     s = record(state, STATE)
     p = record(i64_at(s.pools)[0], POOL)
@@ -252,7 +252,7 @@ def ACQUIRE(request: int) -> int:
         if slot >= 0:
             _pin(request, pool, i, slot)
         elif coming >= 0:
-            join(request, pool, i, coming)
+            join_load(request, pool, i, coming)
         elif wanted < r.limit:
             i64_at(r.wanted)[wanted] = i
             wanted += 1
@@ -289,7 +289,7 @@ def _pin(request: int, pool: int, i: int, slot: int) -> None:
     r, p = record(request, REQUEST), record(pool, POOL)
     i64_at(p.pins)[slot] += 1
     if r.ours:
-        i64_at(p.flags)[slot] &= mark(request, i)
+        i64_at(p.flags)[slot] &= demand_flags(request, i)
     i64_at(record(r.state, STATE).served)[p.tier] += 1
 
 
@@ -303,7 +303,7 @@ def UNPIN(request: int) -> int:
         slot = i64_at(r.slots)[i]
         i64_at(p.pins)[slot] -= 1
         if i64_at(p.pins)[slot] == 0 and i64_at(p.owner)[slot] == NONE:
-            release(pool, slot)
+            free_slot(pool, slot)
             p.orphans -= 1
     s.changes += 1
     s.version += 1
@@ -335,12 +335,12 @@ def RESERVE(request: int) -> int:
     s.changes += 1
     if source >= 0:
         i64_at(ram.pins)[source] += 1
-    slot = take_below(r.state, pool, size_class(request), utility, r.ranks)
+    slot = claim_slot_below(r.state, pool, size_class(request), utility, r.ranks)
     if slot < 0:
         if source >= 0:
             i64_at(ram.pins)[source] -= 1
         return NONE
-    place(r.state, pool, slot, key, r.flags)
+    begin_load(r.state, pool, slot, key, r.flags)
     i64_at(p.source)[slot], f32_at(p.utility)[slot] = source, score
     return slot  # type: ignore[no-any-return]
 
@@ -378,9 +378,9 @@ def FAIL(state: int, pool: int, slot: int) -> int:
     p = record(i64_at(s.pools)[pool], POOL)
     key, demanded = i64_at(p.owner)[slot], i64_at(p.demanded)[slot]
     copy = _waiting_copy(state, pool, key)
-    abandon(i64_at(s.pools)[pool], slot)
+    drop_load(i64_at(s.pools)[pool], slot)
     if copy >= 0:
-        abandon(i64_at(s.pools)[1 + i64_at(s.device_of)[key]], copy)
+        drop_load(i64_at(s.pools)[1 + i64_at(s.device_of)[key]], copy)
     s.changes += 1
     s.version += 1
     return 2 * (copy + 1) + demanded  # type: ignore[no-any-return]
@@ -394,7 +394,7 @@ def WITHDRAW(state: int, pool: int, slot: int) -> int:
     if i64_at(p.demanded)[slot]:
         return 0
     record(class_at(i64_at(s.pools)[pool], i64_at(p.class_of)[slot]), CLASS).withdrawn += 1
-    abandon(i64_at(s.pools)[pool], slot)
+    drop_load(i64_at(s.pools)[pool], slot)
     s.changes += 1
     s.version += 1
     return 1
@@ -412,6 +412,6 @@ def _waiting_copy(state: int, pool: int, key: int) -> int:
 
 
 CODES = (
-    *(BEGIN, PIN_ALL, PIN, HOLD, ACQUIRE, UNPIN, RESERVE, ARRIVE, FAIL, WITHDRAW, KEEP, FORGET_FORMER),
-    *(REMOVE_EXTENT, ADD_EXTENT, GIVE),
+    *(BEGIN_LAYER, PIN_ALL, PIN, PIN_IN_RAM, ACQUIRE, UNPIN, RESERVE, ARRIVE, FAIL, WITHDRAW, SET_HOMES, FORGET_FORMER),
+    *(REMOVE_EXTENT, ADD_EXTENT, MOVE_TO_DEVICE),
 )

@@ -83,14 +83,14 @@ class SharedRecord:
         self, name: str, shape: int | tuple[int, ...], value: int = 0, dtype: npt.DTypeLike = np.int64
     ) -> npt.NDArray[Any]:
         """Returns a new array, whose address it takes."""
-        return self.take(name, np.full(shape, value, dtype))
+        return self.set_array(name, np.full(shape, value, dtype))
 
     def views(self, name: str, count: int, dtype: npt.DTypeLike = np.int64) -> tuple[npt.NDArray[Any], ...]:
         """Returns the first 0, 1, ... `count` elements of a new array, whose address it takes."""
         whole = self.array(name, count, dtype=dtype)
         return tuple(whole[:n] for n in range(count + 1))
 
-    def take(self, name: str, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    def set_array(self, name: str, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Takes the array's address."""
         self._arrays.append(array)
         self._record[name] = array.ctypes.data
@@ -102,7 +102,7 @@ LIMIT, RANKS_AT, RAM_RANKS_AT = (place_of(REQUEST, name) for name in ("limit", "
 START_COUNT, SEEN, FLAGS = (place_of(REQUEST, name) for name in ("start_count", "seen", "flags"))
 
 
-class CallRecord:
+class RequestRecord:
     """Holds the record as `fields`, by places, and views of its arrays for every number of experts up to E."""
 
     def __init__(self, state: int, experts: int) -> None:
@@ -127,8 +127,8 @@ class CallRecord:
         return n
 
 
-class CallRecords(threading.local):
+class RequestRecords(threading.local):
     """Gives each thread a record of its own."""
 
     def __init__(self, state: int, experts: int) -> None:
-        self.mine = CallRecord(state, experts)
+        self.mine = RequestRecord(state, experts)

@@ -106,7 +106,7 @@ class SlotClass:
         """Returns the slots that are free."""
         return self._free[: self.record["free_count"]].tolist()  # type: ignore[no-any-return]
 
-    def begin(self, slots: IntArray) -> None:
+    def set_free(self, slots: IntArray) -> None:
         """Makes these slots free, the lowest to be taken first."""
         self._free[: len(slots)] = slots[::-1]
         self.record["free_count"] = len(slots)
@@ -151,7 +151,7 @@ class SlotPool:
         record["tier"], record["slots"] = tier, count
         self._ranks: Ranks | None = None  # seen last
         self.classes = tuple(SlotClass(layout.first(i), layout.slots(i), layout.classes.bytes[i]) for i in sizes)
-        record.take("classes", np.array([each.record.address for each in self.classes]))
+        record.set_array("classes", np.array([each.record.address for each in self.classes]))
         self.extents: IntArray = np.repeat(sizes, layout.divided())  # [X] size class of each extent
         self._divide()
 
@@ -163,7 +163,7 @@ class SlotPool:
             mine = np.flatnonzero(self.extents == i)
             slots = first + (mine[:, None] * per + np.arange(per)).ravel()
             self.owner[slots] = NONE
-            each.begin(slots)
+            each.set_free(slots)
 
     def extent(self, number: int, size_class: int) -> tuple[int, int]:
         """Returns the first slot that an extent makes for a class, and how many it makes."""
@@ -222,7 +222,7 @@ class SlotPool:
         """Returns the transfer of the expert into the slot."""
         return Transfer(self, layer, expert, slot, int(self.source[slot]), cold=cold)
 
-    def join(self, index: int) -> None:
+    def set_index(self, index: int) -> None:
         """Makes this the residency's pool of that number."""
         self.index = self._record["index"] = index
 

@@ -96,7 +96,7 @@ class ReadGap:
 PRIORITIES = tuple(PrefetchPriority)  # to go through an enumeration takes a while
 
 
-class CopiesAhead:
+class LinkPrefetcher:
     """Begins a request where the link is idle and the window says that it pays. Thread-safe.
 
     One prefetch for the next layers is under way at most, which overtakes one other at most. While nothing runs, which
@@ -141,7 +141,7 @@ class CopiesAhead:
         if pays and self._link.at_once:
             self._begin()
         elif pays:
-            self._link.rouse()
+            self._link.wake()
 
     def replan(self, planned: Container[ExpertId]) -> None:
         """Gives up what an earlier plan of the controller's began, where it is no part of the new one."""
@@ -159,7 +159,7 @@ class CopiesAhead:
             else:
                 self._others.pop(load, None)
 
-    def roused(self) -> None:
+    def on_woken(self) -> None:
         """Ends what was given up, unless it is demanded by now, and begins what pays. On the link's thread."""
         while self._in_vain:
             self._link.withdraw(self._in_vain.pop())
@@ -168,7 +168,7 @@ class CopiesAhead:
     def _give_up(self, load: Transfer) -> None:
         self.end(load)
         self._in_vain.append(load)
-        self._link.rouse()
+        self._link.wake()
 
     def _begin(self) -> None:
         while (load := self._next()) is not None:

@@ -123,7 +123,7 @@ SLOWEST, FASTEST = 1e3, 1e13  # bytes/s that are believed
 MOST_BYTES = 1 << 16  # of the file
 
 
-class KeptCosts:
+class SavedLinkStats:
     """Owns the file of the records of links, by their names. The file may hold anything."""
 
     def __init__(self, path: Path | None, links: Mapping[str, LinkStats]) -> None:

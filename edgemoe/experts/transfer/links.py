@@ -79,7 +79,7 @@ class PieceSchedule(Generic[Load]):
         if load is self._running:
             self._choose(boundary_s)
 
-    def take_ended(self, now_s: float) -> list[Load]:
+    def pop_ended(self, now_s: float) -> list[Load]:
         """Returns the transfers that have ended by now, each once, in order."""
         self._advance(now_s)
         ended, self._ended = self._ended, []
@@ -118,20 +118,20 @@ Wait = Callable[[threading.Condition, float | None], object]  # until notified, 
 class TransferListener(Protocol):
     """Receives the ends of copies, on any thread: the loader."""
 
-    def arrived(self, load: Transfer) -> None:
+    def on_arrived(self, load: Transfer) -> None:
         """Takes a copy whose bytes are in place, or ordered before all computation from them."""
 
-    def released(self, load: Transfer) -> None:
+    def on_released(self, load: Transfer) -> None:
         """Takes a copy that no longer reads from its source: it has arrived, or was withdrawn."""
 
-    def failed(self, load: Transfer, error: Exception) -> None:
+    def on_failed(self, load: Transfer, error: Exception) -> None:
         """Takes a copy that failed and no longer reads from its source."""
 
-    def withdraws(self, load: Transfer) -> bool:
+    def withdraw_prefetch(self, load: Transfer) -> bool:
         """Gives a prefetch up unless it is demanded. Returns whether it did."""
 
-    def roused(self, link: TierLink) -> None:
-        """Answers `rouse`, on the link's thread."""
+    def on_woken(self, link: TierLink) -> None:
+        """Answers `wake`, on the link's thread."""
 
 
 class TierLink(Protocol):
@@ -160,8 +160,8 @@ class TierLink(Protocol):
     def has_room(self) -> bool:
         """Returns whether another prefetch is begun before those under way have ended, so that the link stays busy."""
 
-    def rouse(self) -> None:
-        """Makes the link call `roused` soon, on a thread that may take its time."""
+    def wake(self) -> None:
+        """Makes the link call `on_woken` soon, on a thread that may take its time."""
 
     @property
     def piece_s(self) -> float:
@@ -218,21 +218,21 @@ class EmulatedLink:
 
     def withdraw(self, load: Transfer) -> None:
         with self._changed:
-            gone = load in self._schedule.loads and self._listener.withdraws(load)
+            gone = load in self._schedule.loads and self._listener.withdraw_prefetch(load)
             if gone:
                 self._schedule.drop(load, self._clock())
                 self._unfinished -= 1
                 self.stats.abort()
                 self._copied.pop(load, None)
         if gone:
-            self._listener.released(load)
+            self._listener.on_released(load)
 
     def idle(self) -> bool:
         return not self._unfinished
 
     has_room = idle  # nothing is lost between two transfers
 
-    def rouse(self) -> None:
+    def wake(self) -> None:
         with self._changed:
             self._roused = True
             self._changed.notify()
@@ -246,14 +246,14 @@ class EmulatedLink:
             self.closed = True
             self._changed.notify()
         self._thread.join(timeout=10)
-        for load in self._schedule.take_ended(math.inf):
+        for load in self._schedule.pop_ended(math.inf):
             self._refuse(load)
 
     def _bytes_of(self, load: Transfer) -> int:
         return self._target.layout.place(load.slot)[1]
 
     def _refuse(self, load: Transfer) -> None:
-        self._listener.failed(load, MissingExpert(load.layer, load.expert, "the link to its device is closed"))
+        self._listener.on_failed(load, MissingExpert(load.layer, load.expert, "the link to its device is closed"))
 
     def _run(self) -> None:
         while not self.closed:
@@ -261,7 +261,7 @@ class EmulatedLink:
             for load in ended:
                 self._finish(load)
             if roused:
-                self._listener.roused(self)
+                self._listener.on_woken(self)
 
     def _next(self) -> tuple[list[Transfer], bool]:
         """Waits until transfers have ended or the link was roused; meanwhile copies what is under way."""
@@ -269,7 +269,7 @@ class EmulatedLink:
             with self._changed:
                 now_s, roused = self._clock(), self._roused
                 self._roused = False
-                ended = self._schedule.take_ended(now_s)
+                ended = self._schedule.pop_ended(now_s)
                 if ended or roused or self.closed:
                     return ended, roused
                 load = self._schedule.running
@@ -301,7 +301,7 @@ class EmulatedLink:
             else:
                 self.stats.abort()
         if error is None:
-            self._listener.arrived(load)
-            self._listener.released(load)
+            self._listener.on_arrived(load)
+            self._listener.on_released(load)
         else:
-            self._listener.failed(load, error)
+            self._listener.on_failed(load, error)

@@ -22,7 +22,7 @@ from edgemoe.errors import MissingExpert, StoreError
 from edgemoe.experts.tiers.residency import Residency
 from edgemoe.experts.tiers.slab import HostSlab
 from edgemoe.experts.tiers.slots import PrefetchPriority, Transfer
-from edgemoe.experts.transfer.link_prefetch import CopiesAhead, IdleWindow, ReadGap
+from edgemoe.experts.transfer.link_prefetch import IdleWindow, LinkPrefetcher, ReadGap
 from edgemoe.experts.transfer.link_stats import Clock, LinkStats
 from edgemoe.experts.transfer.links import TierLink
 from edgemoe.types.arrays import BoolArray, IntArray
@@ -68,7 +68,9 @@ class ExpertLoader:
         self._demanded: deque[Transfer] = deque()  # reads, waiting
         self._reading: list[Transfer] = []  # reads under way; changed on the loop only
         self._stages: tuple[deque[Move], ...] = tuple(deque() for _ in PrefetchPriority)  # requests for NVMe -> RAM
-        self._copies = [CopiesAhead(link, i, residency, self.gap) for i, link in enumerate(self.links)]  # RAM -> device
+        self._copies = [
+            LinkPrefetcher(link, i, residency, self.gap) for i, link in enumerate(self.links)
+        ]  # RAM -> device
         self._onward: dict[ExpertId, tuple[Move, PrefetchPriority]] = {}  # requests to copy on once they are in RAM
         self._sleepers: deque[asyncio.Future[None]] = deque()  # readers without work; touched on the loop only
         for link in self.links:
@@ -151,12 +153,12 @@ class ExpertLoader:
             await self._store.read(load.layer, load.expert, self._ram.view(load.slot))
         except BaseException as error:  # those who wait must get an answer in any case
             stats.abort()
-            self.residency.fail(load, _as_failure(load, error))
+            self.residency.fail_load(load, _as_failure(load, error))
             if not isinstance(error, Exception):
                 raise
         else:
             stats.end(self._ram.layout.place(load.slot)[1])
-            self.start(self.residency.arrive(load))
+            self.start(self.residency.complete_load(load))
         finally:
             self._reading.remove(load)
             if load.demand and not self._demanded and not any(other.demand for other in self._reading):
@@ -217,29 +219,29 @@ class ExpertLoader:
 
     # --- the links' side --------------------------------------------------------------------------------------
 
-    def arrived(self, load: Transfer) -> None:
+    def on_arrived(self, load: Transfer) -> None:
         """Marks a copy's expert as resident: its bytes are in place, or ordered before computation."""
-        self.residency.arrive(load)
+        self.residency.complete_load(load)
 
-    def released(self, load: Transfer) -> None:
+    def on_released(self, load: Transfer) -> None:
         """Unpins the source of a copy that has ended."""
         self._copies[load.pool.index - 1].end(load)
         self.residency.unpin(load.source)
         self.start_prefetches()
 
-    def failed(self, load: Transfer, error: Exception) -> None:
+    def on_failed(self, load: Transfer, error: Exception) -> None:
         """Fails a copy with its error: the expert is not missing, the device or the step failed."""
         self._copies[load.pool.index - 1].end(load)
-        self.residency.fail(load, error)
+        self.residency.fail_load(load, error)
         self.residency.unpin(load.source)
 
-    def withdraws(self, load: Transfer) -> bool:
+    def withdraw_prefetch(self, load: Transfer) -> bool:
         """Gives up a prefetch unless it is demanded by now."""
-        return self.residency.withdraw(load)
+        return self.residency.withdraw_load(load)
 
-    def roused(self, link: TierLink) -> None:
+    def on_woken(self, link: TierLink) -> None:
         """Ends prefetches in vain, and starts requests where the link is idle."""
-        self._copies[self.links.index(link)].roused()
+        self._copies[self.links.index(link)].on_woken()
 
     # --- inside -------------------------------------------------------------------------------------------------
 
@@ -302,7 +304,7 @@ class ExpertLoader:
 
     def _fail_all(self, loads: Iterable[Transfer]) -> None:
         for load in loads:
-            self.residency.fail(load, _as_failure(load, asyncio.CancelledError()))
+            self.residency.fail_load(load, _as_failure(load, asyncio.CancelledError()))
 
 
 def _as_failure(load: Transfer, error: BaseException) -> Exception:

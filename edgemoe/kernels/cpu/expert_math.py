@@ -189,7 +189,7 @@ class ExpertMath:
                 limits = limits._replace(products=trial.first_faster(one_by_one, best))
             self.measured[layout] = limits
 
-    def twin(self, kernels: Kernels | None) -> ExpertMath:
+    def clone_for_thread(self, kernels: Kernels | None) -> ExpertMath:
         """Returns one for another thread, with kernels of its own and the same limits."""
         return ExpertMath(kernels, self._usual, self.measured)
 

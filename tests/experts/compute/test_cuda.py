@@ -101,7 +101,7 @@ def test_whatever_the_streams_do_a_computation_reads_its_own_experts(
             move = Move(ExpertId((layer + 1) % layers, int(rng.integers(experts))), Tier(tier + 1), tier, ALWAYS)
             load = residency.reserve(move, PrefetchPriority.NEAR)
             desk.start([load] if load else [])
-        residency.begin(layer, wanted)
+        residency.begin_layer(layer, wanted)
         while True:
             claim = residency.acquire(0, layer, wanted, SimpleQueue())
             desk.start(claim.loads)
@@ -114,7 +114,7 @@ def test_whatever_the_streams_do_a_computation_reads_its_own_experts(
         order.before_compute(slots, compute)  # type: ignore[arg-type]
         compute.work.append(functools.partial(read, slots, [1 + layer * experts + e for e in wanted.tolist()]))
         order.computed(slots, compute)  # type: ignore[arg-type]
-        residency.done(layer, wanted)
+        residency.mark_computed(layer, wanted)
         residency.release(0, claim.slots)
         gpu.run(int(rng.integers(12)))
         if len(set(pages)) > 1:
@@ -140,21 +140,21 @@ class Desk:
                 self._link.copy(load)
             else:
                 self._ram.slot(load.slot)[:] = 1 + load.layer * 6 + load.expert
-                self.start(self._residency.arrive(load))
+                self.start(self._residency.complete_load(load))
 
-    def arrived(self, load: Transfer) -> None:
-        self._residency.arrive(load)
+    def on_arrived(self, load: Transfer) -> None:
+        self._residency.complete_load(load)
 
-    def released(self, load: Transfer) -> None:
+    def on_released(self, load: Transfer) -> None:
         self._residency.unpin(load.source)
 
-    def failed(self, load: Transfer, error: Exception) -> None:
+    def on_failed(self, load: Transfer, error: Exception) -> None:
         raise error
 
-    def withdraws(self, load: Transfer) -> bool:
+    def withdraw_prefetch(self, load: Transfer) -> bool:
         raise AssertionError
 
-    def roused(self, link: TierLink) -> None:
+    def on_woken(self, link: TierLink) -> None:
         raise AssertionError
 
 
@@ -294,17 +294,17 @@ class Landing:
     def __init__(self) -> None:
         self.arrivals = self.releases = 0
 
-    def arrived(self, load: object) -> None:
+    def on_arrived(self, load: object) -> None:
         self.arrivals += 1
 
-    def released(self, load: object) -> None:
+    def on_released(self, load: object) -> None:
         self.releases += 1
 
-    def failed(self, load: object, error: Exception) -> None:
+    def on_failed(self, load: object, error: Exception) -> None:
         raise error
 
-    def withdraws(self, load: object) -> bool:
+    def withdraw_prefetch(self, load: object) -> bool:
         raise AssertionError
 
-    def roused(self, link: object) -> None:
+    def on_woken(self, link: object) -> None:
         raise AssertionError

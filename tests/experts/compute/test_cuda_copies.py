@@ -67,19 +67,19 @@ class Desk:
             stream.work.popleft()
         wait_until(lambda: len(self.releases) > released)
 
-    def arrived(self, load: Transfer) -> None:
+    def on_arrived(self, load: Transfer) -> None:
         self.arrivals.append(load.slot)
 
-    def released(self, load: Transfer) -> None:
+    def on_released(self, load: Transfer) -> None:
         self.releases.append(load.slot)
 
-    def failed(self, load: Transfer, error: Exception) -> None:
+    def on_failed(self, load: Transfer, error: Exception) -> None:
         self.failures.append(load.slot)
 
-    def withdraws(self, load: Transfer) -> bool:
+    def withdraw_prefetch(self, load: Transfer) -> bool:
         return not load.demand
 
-    def roused(self, link: object) -> None:
+    def on_woken(self, link: object) -> None:
         self.rousings += 1
 
 
@@ -158,7 +158,7 @@ def test_a_prefetch_that_waits_is_withdrawn_and_one_in_flight_goes_on(desk: Desk
 def test_a_link_is_roused_after_the_next_end_and_not_after_all(desk: Desk) -> None:
     desk.copy(0, demand=False)
     desk.copy(1, demand=False)
-    desk.link.rouse()
+    desk.link.wake()
     desk.end_one(desk.prefetches)
     wait_until(lambda: desk.rousings == 1)
     assert desk.queued(desk.prefetches) == 1

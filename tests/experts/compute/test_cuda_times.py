@@ -18,7 +18,7 @@ from edgemoe.experts.compute import cuda
 from edgemoe.experts.compute.cpu_experts import CostModel
 from edgemoe.experts.compute.cuda import CudaCompute
 from edgemoe.experts.compute.cuda_link import CudaLink, Order
-from edgemoe.experts.compute.dispatch import Compute, Group, Spent
+from edgemoe.experts.compute.dispatch import Compute, DeviceTimings, Group
 from edgemoe.experts.compute.moe import TieredExperts
 from edgemoe.experts.tiers.residency import Residency
 from edgemoe.experts.tiers.slab import HostSlab
@@ -38,19 +38,19 @@ class Landing:
     def __init__(self) -> None:
         self.released_slots: list[int] = []
 
-    def arrived(self, load: Transfer) -> None:
+    def on_arrived(self, load: Transfer) -> None:
         pass
 
-    def released(self, load: Transfer) -> None:
+    def on_released(self, load: Transfer) -> None:
         self.released_slots.append(load.source)
 
-    def failed(self, load: Transfer, error: Exception) -> None:
+    def on_failed(self, load: Transfer, error: Exception) -> None:
         raise error
 
-    def withdraws(self, load: Transfer) -> bool:
+    def withdraw_prefetch(self, load: Transfer) -> bool:
         raise AssertionError
 
-    def roused(self, link: object) -> None:
+    def on_woken(self, link: object) -> None:
         raise AssertionError
 
 
@@ -127,12 +127,12 @@ def test_copies_that_overlap_are_charged_the_time_that_the_link_was_busy(desk: D
 def test_a_computation_knows_how_long_it_waited_for_a_copy(desk: Desk) -> None:
     desk.copy(0)
     desk.add(0, 1)
-    assert desk.compute.spent() == Spent(), "nothing has ended yet, and nobody waits for it"
+    assert desk.compute.pop_timings() == DeviceTimings(), "nothing has ended yet, and nobody waits for it"
     desk.gpu.go(desk.stream)
     desk.copy_streams()
     desk.gpu.go(desk.stream)
-    assert desk.compute.spent() == Spent(2.0, pytest.approx(COPY_S), pytest.approx(KERNEL_PIECES * 1e-3))
-    assert desk.compute.spent() == Spent(), "each is told once"
+    assert desk.compute.pop_timings() == DeviceTimings(2.0, pytest.approx(COPY_S), pytest.approx(KERNEL_PIECES * 1e-3))
+    assert desk.compute.pop_timings() == DeviceTimings(), "each is told once"
 
 
 def test_a_computation_whose_copy_came_in_time_waited_for_nothing(desk: Desk) -> None:
@@ -140,7 +140,7 @@ def test_a_computation_whose_copy_came_in_time_waited_for_nothing(desk: Desk) ->
     desk.copy_streams()
     desk.add(0)
     desk.gpu.go(desk.stream)
-    assert desk.compute.spent() == Spent(1.0, 0.0, pytest.approx(KERNEL_PIECES * 1e-3))
+    assert desk.compute.pop_timings() == DeviceTimings(1.0, 0.0, pytest.approx(KERNEL_PIECES * 1e-3))
 
 
 def test_hits_are_not_timed(desk: Desk) -> None:
@@ -149,14 +149,14 @@ def test_hits_are_not_timed(desk: Desk) -> None:
 
 
 def test_a_thread_s_own_times_are_its_own(desk: Desk) -> None:
-    twin = desk.compute.twin(None)  # type: ignore[arg-type]
+    twin = desk.compute.clone_for_thread(None)  # type: ignore[arg-type]
     desk.copy(0)
     desk.add(0)
     desk.gpu.go(desk.stream)
     desk.copy_streams()
     desk.gpu.go(desk.stream)
-    assert twin.spent() == Spent()
-    assert desk.compute.spent().units == 1.0
+    assert twin.pop_timings() == DeviceTimings()
+    assert desk.compute.pop_timings().units == 1.0
 
 
 def test_a_thread_that_finds_no_copy_to_wait_for_comes_behind_one_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,8 +186,8 @@ def test_a_thread_that_finds_no_copy_to_wait_for_comes_behind_one_that_waits(mon
 
 
 def test_what_a_device_waited_for_is_the_step_s_stall_and_its_time_the_cost_of_a_unit() -> None:
-    told = [Spent(4.0, 0.25, 0.5)]
-    compute: Any = SimpleNamespace(spent=lambda: told.pop() if told else Spent(), settle=lambda: None)
+    told = [DeviceTimings(4.0, 0.25, 0.5)]
+    compute: Any = SimpleNamespace(spent=lambda: told.pop() if told else DeviceTimings(), settle=lambda: None)
     policy = LRU(SMALL.layers, SMALL.experts)
     pools = [SlotPool(tier, SMALL.layers, SMALL.experts, 4, policy) for tier in (Tier.RAM, Tier.VRAM)]
     residency = Residency(pools[0], pools[1:])

@@ -17,7 +17,7 @@ from support.waiting import wait_until
 from edgemoe.experts.activity import ActivityCounter
 from edgemoe.experts.compute import device_spread
 from edgemoe.experts.compute.device_spread import LEAST_GAIN, spread
-from edgemoe.experts.tiers.assignments import deal
+from edgemoe.experts.tiers.assignments import deal_to_devices
 from edgemoe.types.arrays import FloatArray, IntArray
 from edgemoe.types.step import StepMeta
 
@@ -56,7 +56,7 @@ def test_the_busiest_device_has_less_to_do_where_tokens_choose_in_groups() -> No
     pairs = np.zeros((1, 24, 24), np.float32)
     for group in groups:
         pairs[0, group[:, None], group] = 1.0
-    goal = spread(pairs, deal((1, 24), [1, 1]), [24])
+    goal = spread(pairs, deal_to_devices((1, 24), [1, 1]), [24])
     assert (goal[0][groups].sum(axis=1) == 2).all()
 
 
@@ -84,7 +84,7 @@ def test_experts_change_devices_between_steps_and_results_stay(
                 )
             activity.add(tiers.experts.end_step())
             tiers.check_integrity()
-            device_spread_of.look()
+            device_spread_of.plan_moves()
         assert device_spread_of.moved > 0
         device_of = tiers.residency.device_of
         alike = (device_of[:, ::2] == device_of[:, 1::2]).sum(axis=1)
@@ -94,9 +94,9 @@ def test_experts_change_devices_between_steps_and_results_stay(
 
 
 def test_nothing_moves_by_few_tokens_or_without_pairs() -> None:
-    residency: Any = SimpleNamespace(device_of=deal((3, 8), [1, 1]))
+    residency: Any = SimpleNamespace(device_of=deal_to_devices((3, 8), [1, 1]))
     for counter in (ActivityCounter(SMALL), ActivityCounter(SMALL, successions=True)):
         nobody = device_spread.DeviceSpread(residency, residency, SMALL, counter)
-        nobody.look()
-        nobody.step_ended()
+        nobody.plan_moves()
+        nobody.on_step_ended()
         assert nobody.moved == 0

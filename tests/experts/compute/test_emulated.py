@@ -39,10 +39,10 @@ def slow_tiers(weights: Weights, devices: tuple[int, ...]) -> ExpertTiers:
 def test_a_device_s_time_is_given_out_in_turn() -> None:
     now = 10.0
     device = DeviceTime(100.0, lambda: now)
-    assert device.take(50) == (10.0, 10.5)
-    assert device.take(100) == (10.5, 11.5), "whoever comes second waits for the first"
+    assert device.reserve(50) == (10.0, 10.5)
+    assert device.reserve(100) == (10.5, 11.5), "whoever comes second waits for the first"
     now = 20.0
-    assert device.take(10) == (20.0, 20.1), "what it did not use is gone"
+    assert device.reserve(10) == (20.0, 20.1), "what it did not use is gone"
 
 
 @pytest.mark.parametrize("devices", [(24,), (12, 12)])

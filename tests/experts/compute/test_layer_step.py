@@ -34,12 +34,12 @@ class Loader:
         theirs = self._residency.acquire(0, 0, np.array(self._others), SimpleQueue())
         for load in theirs.loads:
             if self._error is None:
-                self._residency.arrive(load)
+                self._residency.complete_load(load)
             else:
-                self._residency.fail(load, self._error)
+                self._residency.fail_load(load, self._error)
         self._residency.release(0, theirs.slots)
         for load in loads:
-            self._residency.arrive(load)
+            self._residency.complete_load(load)
 
 
 class Computed:

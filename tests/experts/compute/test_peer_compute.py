@@ -103,7 +103,7 @@ def test_layer_steps_for_us_and_for_peers_run_side_by_side_in_little_room(ram: i
             if len(devices) > 1:  # experts change devices all the time
                 for _ in range(4):
                     layer, expert, device = rng.integers([SMALL.layers, SMALL.experts, 2]).tolist()
-                    given[tiers.residency.dealing.give(layer, expert, device)] += 1
+                    given[tiers.residency.device_assignment.move_expert(layer, expert, device)] += 1
             layer, (hidden, ids, shares) = step % SMALL.layers, WEIGHTS.route(2, rng)
             out = tiers.experts.forward(layer, hidden, ids, shares)
             torch.testing.assert_close(out.double(), WEIGHTS.forward(layer, hidden, ids, shares), atol=1e-4, rtol=1e-4)
@@ -171,7 +171,7 @@ async def test_parts_come_from_memory_without_a_read_and_pin_nothing_afterwards(
     box = Shelf()
     load = box.residency.acquire(0, 0, np.array([3]), SimpleQueue()).loads[0]
     box.ram.slot(load.slot)[: SMALL.expert_bytes(0)] = np.frombuffer(WEIGHTS.bytes_of(0, 3), np.uint8)
-    box.residency.arrive(load)
+    box.residency.complete_load(load)
     box.residency.release(0, np.array([load.slot]))
     box.shelf.attach(box.residency, box.ram)
     assert await box.shelf.part(0, 3, 100, 50) == WEIGHTS.bytes_of(0, 3)[100:150]

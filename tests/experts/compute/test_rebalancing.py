@@ -32,18 +32,18 @@ class Box:
         self.missed_bytes = 0
 
     def use(self, layer: int, experts: IntArray) -> None:
-        self.residency.begin(layer, experts)
+        self.residency.begin_layer(layer, experts)
         claim = self.residency.acquire(0, layer, experts, SimpleQueue())
         for load in claim.loads:
             self.missed_bytes += SIZES.stride_bytes(layer)
-            self.residency.arrive(load)
+            self.residency.complete_load(load)
         self.residency.release(0, claim.slots[claim.slots >= 0])
 
     def step(self, rng: np.random.Generator, popular: tuple[int, ...]) -> None:
         """Each layer asks for 4 of the first so many experts."""
         for layer, most in enumerate(popular):
             self.use(layer, rng.choice(most, 4, replace=False))
-        self.rebalancing.step_ended()
+        self.rebalancing.on_step_ended()
 
     @property
     def extents(self) -> list[int]:
@@ -69,7 +69,7 @@ def test_a_better_division_misses_fewer_bytes() -> None:
     def missed(moves: bool) -> int:
         box, rng = Box(0.4), np.random.default_rng(2)
         if not moves:
-            box.rebalancing.step_ended = lambda: None  # type: ignore[method-assign]
+            box.rebalancing.on_step_ended = lambda: None  # type: ignore[method-assign]
         for step in range(80 * EVERY):
             if step == 40 * EVERY:
                 box.missed_bytes = 0
@@ -88,7 +88,7 @@ def test_a_division_that_is_right_is_left_alone(seed: int) -> None:
     def step() -> None:
         for layer in range(L):
             box.use(layer, orders[layer][rng.choice(E, 4, replace=False, p=weights / weights.sum())])
-        box.rebalancing.step_ended()
+        box.rebalancing.on_step_ended()
 
     for _ in range(60 * EVERY):
         step()
@@ -106,12 +106,12 @@ def test_nothing_that_is_pinned_or_on_its_way_is_moved() -> None:
     held = [box.residency.acquire(0, layer, np.arange(40), SimpleQueue()) for layer in layers]
     there = [(claim.slots >= 0).sum() for claim in held]
     for _ in range(40 * EVERY):
-        box.rebalancing.step_ended()
+        box.rebalancing.on_step_ended()
         box.use(1, rng.choice(E, 4, replace=False))
         box.residency.check_integrity()
     for layer, claim, count in zip(layers, held, there, strict=True):
         for load in claim.loads:
-            box.residency.arrive(load)
+            box.residency.complete_load(load)
         mine = claim.slots >= 0
         assert mine.sum() == count
         assert (box.pool.where[layer, :40][mine] == claim.slots[mine]).all()
@@ -123,7 +123,7 @@ def test_homes_keep_their_slots() -> None:
     box, rng = Box(0.5), np.random.default_rng(4)
     homes = np.zeros((L, E), np.bool_)
     homes[2:, :16] = True
-    box.residency.homes.keep(homes)
+    box.residency.homes.set_homes(homes)
     for _ in range(8):
         for layer in (2, 3):
             box.use(layer, rng.choice(16, 4, replace=False))
@@ -136,14 +136,14 @@ def test_homes_keep_their_slots() -> None:
 
 def test_homes_get_the_slots_that_went_to_another_size() -> None:
     box, rng = Box(0.5), np.random.default_rng(6)
-    announced = box.residency.homes.rooms
+    announced = box.residency.homes.capacities
     for _ in range(60 * EVERY):
         box.step(rng, (E, E, 8, 8))
-    assert box.residency.homes.rooms == announced, "others plan with it"
+    assert box.residency.homes.capacities == announced, "others plan with it"
     homes = np.zeros((L, E), np.bool_)
     for layers, room in zip(layers_of_sizes(SIZES.strides_bytes.tolist()), announced, strict=True):
         homes[layers, : room // len(layers)] = True
-    box.residency.homes.keep(homes)
+    box.residency.homes.set_homes(homes)
     for _ in range(120 * EVERY):
         box.step(rng, (E, E, 8, 8))
     for layer in range(L):  # as a box fetches what it is to have
@@ -171,16 +171,16 @@ def test_ram_keeps_room_for_what_devices_hold(containment: bool) -> None:
     for number in range(100 * EVERY):
         for layer, most in enumerate((8, 8, E, E) if number > 50 * EVERY else (E, E, 8, 8)):
             experts = rng.choice(most, 4, replace=False)
-            residency.begin(layer, experts)
+            residency.begin_layer(layer, experts)
             claim = residency.acquire(0, layer, experts, SimpleQueue())
             for load in claim.loads:
-                for follower in residency.arrive(load):
-                    residency.arrive(follower)
+                for follower in residency.complete_load(load):
+                    residency.complete_load(follower)
                     residency.unpin(follower.source)
                 if load.source >= 0:
                     residency.unpin(load.source)
             residency.release(0, claim.slots[claim.slots >= 0])
-        rebalancing.step_ended()
+        rebalancing.on_step_ended()
         residency.check_integrity(idle=True)
         for size_class in (SMALL, LARGE) if containment else ():
             assert pools[0].slots_of(size_class) > pools[1].slots_of(size_class)

@@ -25,7 +25,7 @@ def predictor() -> NextUsePredictor:
         it.begin(("a",), choices, np.zeros(1, np.int64))
         for layer in range(L if number < 5 else 2):
             choices[layer] = random.permutation(E)[:K]
-            it.follow()
+            it.update_ranks()
             it.work()
         if number < 5:
             it.end()
@@ -39,8 +39,8 @@ def forecast(seed: int) -> FloatArray:
 
 def tell(predictor: NextUsePredictor, blend: Blend, probs: FloatArray, trust: float = 1.0) -> FloatArray:
     """The ranks with a forecast."""
-    predictor.weigh(blend.shares, blend.etas)
-    predictor.hear(probs, trust)
+    predictor.set_fusion(blend.shares, blend.etas)
+    predictor.add_forecast(probs, trust)
     predictor.work()
     return predictor.ranks
 
@@ -69,7 +69,7 @@ def learn(blend: Blend, horizon: int, right: bool, rounds: int = 80) -> None:
         awaited = AwaitedForecast(horizon, keys, np.zeros(20, np.float32), chance)
         if horizon == NEXT_STEP:
             awaited = awaited._replace(chance=np.where(random.random(20) < 0.3, 0.9, 0.1).astype(np.float32))
-        blend.hear(awaited)
+        blend.add_forecast(awaited)
         blend.learn(needed)
 
 
@@ -116,14 +116,14 @@ def test_a_gates_chance_is_fused_in_the_same_way() -> None:
 def test_what_is_forecast_is_told_with_what_the_predictor_said(predictor: NextUsePredictor) -> None:
     probs = forecast(8)
     tell(predictor, Blend(), probs)
-    awaited = predictor.awaited()
+    awaited = predictor.pop_awaited()
     assert {each.horizon for each in awaited} == {2, NEXT_STEP}
     odds = (predictor.scores - predictor.phase[:, None]).ravel()
     for each in awaited:
         np.testing.assert_array_equal(each.chance, probs[int(each.horizon == NEXT_STEP)].ravel()[each.keys])
         np.testing.assert_allclose(each.odds, odds[each.keys], atol=1e-5)
         assert ((each.keys // E < 2) == (each.horizon == NEXT_STEP)).all()
-    assert predictor.awaited() == []
+    assert predictor.pop_awaited() == []
 
 
 def test_what_fusion_has_learned_is_taken_over_and_damage_is_not() -> None:

@@ -20,7 +20,7 @@ from edgemoe.experts.predict.controller import Controller, Kept
 from edgemoe.experts.predict.fusion import NEXT_LAYER
 from edgemoe.experts.predict.next_use import NextUsePredictor
 from edgemoe.experts.predict.predictive_policy import LearnedPolicy
-from edgemoe.experts.predict.prefetch_planner import LEAST_CHANCE, MOST_MOVES, WINDOW, Plans
+from edgemoe.experts.predict.prefetch_planner import LEAST_CHANCE, MOST_MOVES, WINDOW, PrefetchPlanner
 from edgemoe.experts.predict.routing_memory import LOOKS
 from edgemoe.experts.predict.scoutgate_forecaster import ScoutGateForecast
 from edgemoe.experts.tiers.residency import Residency
@@ -60,7 +60,7 @@ def meta(names: tuple[str, ...], decode: bool = True) -> StepMeta:
 def begin(controller: Controller, names: tuple[str, ...] = ("a",)) -> Choices:
     """A step begins: where its choices are to be written."""
     choices = np.full((L, len(names), K), -1, np.int16)
-    controller.look(meta(names), choices)
+    controller.on_step_begun(meta(names), choices)
     return choices
 
 
@@ -107,7 +107,7 @@ class Oracle:
         for layer in range(L):
             self.probs[0, layer, ids[layer]] = 0.99
 
-    def look(self, step: int) -> None:
+    def forecast_at(self, step: int) -> None:
         self.forecast = ScoutGateForecast(step, self.probs)
 
 
@@ -138,7 +138,7 @@ def test_ranks_are_those_of_the_policy_that_replay_judges(controller: Controller
         controller.observe(routing(ids, ("a",)))
         assert controller.wait_idle(20)
         full.end()
-    assert controller.foresight.predictor.learner.updates > 20
+    assert controller.predictive.predictor.learner.updates > 20
 
 
 def test_every_layer_of_every_step_counts_once_whoever_decodes_and_what_fails(controller: Controller) -> None:
@@ -146,7 +146,7 @@ def test_every_layer_of_every_step_counts_once_whoever_decodes_and_what_fails(co
         if i % 7 == 0:
             begin(controller)  # fails before its first layer
         step(controller, ids[:, : 1 + i % 3], (f"a{i // 5}", f"b{i // 3}", "c")[: 1 + i % 3])
-    predictor = controller.foresight.predictor
+    predictor = controller.predictive.predictor
     assert predictor.memory.filled == sum(1 + i % 3 for i in range(40))
     assert (predictor.history.visits == 4 + 40).all()
 
@@ -155,24 +155,24 @@ def test_a_step_that_only_prefills_counts_as_none(controller: Controller) -> Non
     both = StepMeta(
         ("a", "b"), np.ones(2, np.int64), np.zeros(2, np.bool_), np.zeros(2, np.int64), np.zeros(2, np.int64)
     )
-    controller.look(both, text(3, 1, 2)[0].astype(np.int16))
+    controller.on_step_begun(both, text(3, 1, 2)[0].astype(np.int16))
     controller.policy.rank(L - 1)
     controller.observe(routing(text(3, 1, 2)[0], ("a", "b"), decode=False))
     assert controller.wait_idle(20)
-    assert controller.foresight.predictor.step == 0
-    assert (controller.foresight.predictor.history.visits == 4).all()
+    assert controller.predictive.predictor.step == 0
+    assert (controller.predictive.predictor.history.visits == 4).all()
 
 
 def test_ranks_of_layers_that_ran_are_new_at_once_and_none_is_undefined_before_the_first_look() -> None:
     predictor = NextUsePredictor(L, E, K)
     assert np.isfinite(predictor.ranks).all()
-    predictor.allow(0)
+    predictor.set_looks(0)
     choices = np.full((L, 1, K), -1, np.int16)
     predictor.begin(("a",), choices, np.zeros(1, np.int64))
     for layer, row in enumerate(([3, 5], [1, 2], [7, 8])):
         before = predictor.ranks.copy()
         choices[layer] = row
-        predictor.follow()
+        predictor.update_ranks()
         assert np.isfinite(predictor.ranks).all()
         assert (predictor.ranks[layer] != before[layer]).all()
         assert set(np.argsort(-predictor.ranks[layer])[:K].tolist()) == set(row)
@@ -184,7 +184,7 @@ def test_a_step_is_followed_by_the_thread_alone_that_runs_it(
     controller: Controller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another one, held up within it, would go on in the next step, of which it takes all layers for run."""
-    follow, followers = NextUsePredictor.follow, list[threading.Thread]()
+    follow, followers = NextUsePredictor.update_ranks, list[threading.Thread]()
 
     def noted(predictor: NextUsePredictor, layers: int = 0) -> None:
         followers.append(threading.current_thread())
@@ -207,33 +207,33 @@ def test_what_peers_have_computed_here_is_not_learned(controller: Controller) ->
         controller.policy.rank(layer)
         choices[layer] = row
         controller.policy.rank(layer)
-    assert (controller.foresight.predictor.history.last[:, 4 : 4 + K] == 0).sum() == np.isin(
+    assert (controller.predictive.predictor.history.last[:, 4 : 4 + K] == 0).sum() == np.isin(
         choices, np.arange(4, 4 + K)
     ).sum()
 
 
 def test_a_thread_that_is_late_is_not_waited_for(controller: Controller, monkeypatch: pytest.MonkeyPatch) -> None:
     busy, go_on = threading.Event(), threading.Event()
-    work = controller.foresight.predictor.work
+    work = controller.predictive.predictor.work
 
     def slow(wait_s: float = 0.0) -> bool:
         busy.set()
         assert go_on.wait(20)
         return work(wait_s)
 
-    monkeypatch.setattr(controller.foresight.predictor, "work", slow)
-    controller.foresight.predictor.nudge()
+    monkeypatch.setattr(controller.predictive.predictor, "work", slow)
+    controller.predictive.predictor.wake()
     assert busy.wait(20)
     for ids in text(4, 4):
         choices = begin(controller)
         choices[:] = ids
         controller.policy.rank(L - 1)
         controller.observe(routing(ids, ("a",)))
-    assert controller.foresight.dropped == 2
+    assert controller.predictive.dropped == 2
     go_on.set()
     assert controller.wait_idle(20)
     step(controller, text(4, 1)[0], ("a",))
-    assert controller.foresight.predictor.memory.filled == 3
+    assert controller.predictive.predictor.memory.filled == 3
 
 
 def test_until_it_is_ready_the_least_recently_used_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,11 +247,11 @@ def test_until_it_is_ready_the_least_recently_used_go_first(monkeypatch: pytest.
     begin(controller)
     controller.observe(routing(text(1, 1)[0], ("a",)))
     assert np.argsort(controller.policy.rank(0)[0])[-3:].tolist() == [2, 5, 7]
-    _, utility = controller.policy.foresee(1, np.array([1, 2]), np.array([0.9, 0.1], np.float32))
+    _, utility = controller.policy.fuse_chances(1, np.array([1, 2]), np.array([0.9, 0.1], np.float32))
     assert (utility[0], utility[1]) == (np.inf, -np.inf)
     go_on.set()
     assert controller.wait_idle(120)
-    assert controller.policy.rank(0) is controller.foresight.predictor.ranks
+    assert controller.policy.rank(0) is controller.predictive.predictor.ranks
     controller.close()
 
 
@@ -273,7 +273,7 @@ def test_a_thread_that_fails_says_so_falls_back_and_starts_again(
     monkeypatch.setattr(module, "RESTART_S", 0.0)
     again, begin_ = threading.Event(), controller._begin
     monkeypatch.setattr(controller, "_begin", lambda: again.wait(20) and begin_())
-    broken = controller.foresight.predictor
+    broken = controller.predictive.predictor
     monkeypatch.setattr(broken, "awaited", lambda: 1 / 0)
     choices = begin(controller)
     choices[:] = text(5, 1)[0]
@@ -284,15 +284,15 @@ def test_a_thread_that_fails_says_so_falls_back_and_starts_again(
     assert (controller.policy.rank(0).argmax(axis=1) == 4).all()
     again.set()
     assert controller.wait_idle(120)
-    assert controller.foresight.predictor is not broken
+    assert controller.predictive.predictor is not broken
     step(controller, text(5, 1)[0], ("a",))
-    assert controller.foresight.predictor.memory.filled == 1
+    assert controller.predictive.predictor.memory.filled == 1
 
 
 def bring(residency: Residency, expert: ExpertId, source: Tier, target: Tier) -> None:
     load = residency.reserve(Move(expert, source, target, 0.0), PrefetchPriority.FILL)
     assert load is not None
-    residency.arrive(load)
+    residency.complete_load(load)
 
 
 def tiers(controller: Controller) -> tuple[Residency, Loader]:
@@ -332,7 +332,7 @@ def test_plans_are_withdrawn_when_no_new_one_is_made(
     elif why == "a prompt":
         controller.observe(routing(text(5, 1)[0], ("a",), decode=False))
     else:
-        monkeypatch.setattr(controller.foresight.predictor, "awaited", lambda: 1 / 0)
+        monkeypatch.setattr(controller.predictive.predictor, "pop_awaited", lambda: 1 / 0)
         begin(controller)
         controller.observe(routing(text(5, 1)[0], ("a",)))
     wait_until(lambda: not loader.moves)
@@ -341,7 +341,7 @@ def test_plans_are_withdrawn_when_no_new_one_is_made(
 def test_what_the_step_needed_before_a_plan_counts_for_nothing(controller: Controller) -> None:
     predictor = NextUsePredictor(L, E, K)
     residency, _ = tiers(controller)
-    plans = Plans(residency, Loader(), SIZES, 0.1)
+    plans = PrefetchPlanner(residency, Loader(), SIZES, 0.1)
     for expert in range(9):  # VRAM is full
         bring(residency, ExpertId(0, expert), Tier.RAM, Tier.VRAM)
     ranks, lowest = np.zeros((L, E), np.float32), np.array([-6.0], np.float32)
@@ -352,7 +352,7 @@ def test_what_the_step_needed_before_a_plan_counts_for_nothing(controller: Contr
         choices = np.full((L, 1, K), -1, np.int16)
         predictor.begin(("a",), choices, np.zeros(1, np.int64))
         choices[0] = [2, 3] if number else [0, 1]
-        predictor.follow()
+        predictor.update_ranks()
         plans.make(ranks, predictor)
         choices[1:] = [10, 11]
         predictor.end()
@@ -370,7 +370,7 @@ def test_what_was_learned_is_saved_at_the_end_and_damage_is_survived(
         step(first, ids, ("a",))
     first.close()
     second = started(state=state)
-    assert second.foresight.predictor.memory.filled == 10
+    assert second.predictive.predictor.memory.filled == 10
     second.close()
     state.write_bytes(b"nonsense")
     third = started(state=state)
@@ -384,15 +384,15 @@ def test_what_was_learned_is_there_after_a_crash(tmp_path: Path, monkeypatch: py
     crashing = started(state=state)
     for ids in text(6, 10):
         step(crashing, ids, ("a",))
-    crashing.foresight.blend.mix.loss[:] = np.arange(crashing.foresight.blend.mix.loss.size).reshape(
-        crashing.foresight.blend.mix.loss.shape
+    crashing.predictive.blend.mix.loss[:] = np.arange(crashing.predictive.blend.mix.loss.size).reshape(
+        crashing.predictive.blend.mix.loss.shape
     )[::-1]
     step(crashing, text(6, 1)[0], ("a",))
     wait_until(lambda: state.exists() and load_file(state)["written"][0] == 11)
     again = started(state=state)  # nobody has closed the first one
-    assert again.foresight.predictor.memory.filled == 11
-    np.testing.assert_array_equal(again.foresight.blend.mix.loss, crashing.foresight.blend.mix.loss)
-    np.testing.assert_array_equal(again.foresight.blend.etas, crashing.foresight.blend.etas)
+    assert again.predictive.predictor.memory.filled == 11
+    np.testing.assert_array_equal(again.predictive.blend.mix.loss, crashing.predictive.blend.mix.loss)
+    np.testing.assert_array_equal(again.predictive.blend.etas, crashing.predictive.blend.etas)
     again.close()
     crashing.close()
 
@@ -404,7 +404,7 @@ class Meter:
         self.spent_s, self.controller = 0.0, None
 
     def __call__(self) -> float:
-        looks = 0 if self.controller is None else self.controller.foresight.looks
+        looks = 0 if self.controller is None else self.controller.predictive.looks
         self.spent_s += 1e-4 + 9e-4 * looks / LOOKS
         return self.spent_s
 
@@ -421,21 +421,21 @@ def test_steps_that_leave_little_time_get_fewer_looks_and_all_are_learned_from(m
     for ids in text(7, 200):
         step(metered, ids, ("a",), step_s=1e-2)
     metrics = metered.metrics()
-    assert metrics[names.named(names.LEARNED_STEPS, how="followed")] == metered.foresight.studies
-    assert metered.foresight.studies + metered.foresight.glances == 200
+    assert metrics[names.named(names.LEARNED_STEPS, how="followed")] == metered.predictive.studies
+    assert metered.predictive.studies + metered.predictive.glances == 200
     assert metrics[names.LEARNED_SECONDS] == pytest.approx(200 * foresight.SHARE * 1e-2, rel=0.1)
-    assert metered.foresight.predictor.memory.filled == metered.foresight.predictor.step == 200
-    assert metered.foresight.predictor.learner.updates > 50
+    assert metered.predictive.predictor.memory.filled == metered.predictive.predictor.step == 200
+    assert metered.predictive.predictor.learner.updates > 50
 
 
 def test_looks_come_back_with_the_time_for_them(metered: Controller) -> None:
     for ids in text(8, 50):
         step(metered, ids, ("a",), step_s=1e-6)
-    assert metered.foresight.looks == 0
-    assert metered.foresight.predictor.memory.filled == 50
+    assert metered.predictive.looks == 0
+    assert metered.predictive.predictor.memory.filled == 50
     for ids in text(9, 6):
         step(metered, ids, ("a",))
-    assert metered.foresight.looks == LOOKS
+    assert metered.predictive.looks == LOOKS
 
 
 def drive_with(oracle: Oracle, always: Ids, seed: int) -> tuple[Controller, FloatArray]:
@@ -446,7 +446,7 @@ def drive_with(oracle: Oracle, always: Ids, seed: int) -> tuple[Controller, Floa
         ids = always if random.random() < 0.5 else text(int(random.integers(1 << 30)), 1)[0]
         oracle.tell(ids)
         choices = begin(controller)
-        oracle.look(controller.foresight.step)
+        oracle.look(controller.predictive.step)
         for layer in range(L):
             choices[layer] = ids[layer]
             controller.policy.rank(layer)
@@ -455,7 +455,7 @@ def drive_with(oracle: Oracle, always: Ids, seed: int) -> tuple[Controller, Floa
         assert controller.wait_idle(20)
     oracle.tell(always)
     choices = begin(controller)
-    oracle.look(controller.foresight.step)
+    oracle.look(controller.predictive.step)
     choices[0] = always[0]
     controller.policy.rank(0)
     assert controller.wait_idle(20)
@@ -467,7 +467,7 @@ def drive_with(oracle: Oracle, always: Ids, seed: int) -> tuple[Controller, Floa
 def test_a_forecaster_that_is_right_earns_its_weight_and_orders_what_is_to_come() -> None:
     always = text(10, 1)[0]
     controller, ranks = drive_with(Oracle(always), always, 11)
-    assert controller.foresight.blend.mix.eta(1) > 0.5  # when a quarter has run
+    assert controller.predictive.blend.mix.eta(1) > 0.5  # when a quarter has run
     for layer in range(1, L):
         best = set(np.argsort(-ranks[layer])[:K].tolist())
         assert best == set(always[layer].ravel().tolist())
@@ -476,7 +476,7 @@ def test_a_forecaster_that_is_right_earns_its_weight_and_orders_what_is_to_come(
 def test_without_trust_a_forecaster_changes_nothing() -> None:
     always = text(12, 1)[0]
     controller, ranks = drive_with(Oracle(always, trust=0.0), always, 13)
-    np.testing.assert_array_equal(ranks, controller.foresight.predictor.scores)
+    np.testing.assert_array_equal(ranks, controller.predictive.predictor.scores)
 
 
 def test_a_gates_chance_moves_worth_as_far_as_gates_were_right(controller: Controller) -> None:
@@ -487,14 +487,16 @@ def test_a_gates_chance_moves_worth_as_far_as_gates_were_right(controller: Contr
         for layer in range(L):
             chance = np.full(E, 0.05, np.float32)
             chance[ids[layer]] = 0.9
-            controller.policy.foresee(layer, experts, chance)
+            controller.policy.fuse_chances(layer, experts, chance)
             choices[layer] = ids[layer]
             controller.policy.rank(layer)
         controller.observe(routing(ids, ("a",)))
         assert controller.wait_idle(20)
-    assert controller.foresight.blend.mix.eta(NEXT_LAYER) > 0.7
+    assert controller.predictive.blend.mix.eta(NEXT_LAYER) > 0.7
     likely = random.integers(0, E)
-    chance, utility = controller.policy.foresee(1, experts, np.where(experts == likely, 0.95, 0.02).astype(np.float32))
+    chance, utility = controller.policy.fuse_chances(
+        1, experts, np.where(experts == likely, 0.95, 0.02).astype(np.float32)
+    )
     assert chance.argmax() == utility.argmax() == likely
     assert utility[likely] > controller.policy.rank(0)[1, likely]
 
@@ -504,6 +506,6 @@ def test_a_prefetch_must_be_worth_more_than_what_goes_for_it_by_the_hysteresis()
     for hysteresis in (0.0, 0.2):
         controller = started(hysteresis=hysteresis)
         chance = np.full(E, 0.3, np.float32)
-        utilities.append(controller.policy.foresee(1, np.arange(E), chance)[1])
+        utilities.append(controller.policy.fuse_chances(1, np.arange(E), chance)[1])
         controller.close()
     np.testing.assert_allclose(utilities[0] - utilities[1], np.log(1.2 / 0.8), rtol=1e-5)

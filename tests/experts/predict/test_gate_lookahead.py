@@ -27,7 +27,7 @@ def bring(residency: Residency, target: Tier, experts: list[int], layer: int = 1
         move = Move(ExpertId(layer, expert), Tier.NVME if target is Tier.RAM else Tier.RAM, target, np.inf)
         load = residency.reserve(move, PrefetchPriority.FILL)
         assert load is not None
-        residency.arrive(load)
+        residency.complete_load(load)
         if load.source >= 0:
             residency.unpin(load.source)
 
@@ -68,10 +68,10 @@ def test_a_hint_is_read_as_a_plain_statement_reads_it(tokens: int, devices: int)
         bring(residency, Tier.VRAM, on_top if devices else [])
         ahead, probs = GateLookAhead(residency, K), drawn(random, tokens)
         ahead.calibration.learn(random.uniform(-4, 3, 300), random.random(300) < 0.6)
-        ahead.hear(1, probs)
+        ahead.likely_experts(1, probs)
         ahead.learn(1, random.integers(0, E, (tokens, K)))  # brings what was learned to the compiled side
         likely = plain_likely(probs)
-        heard = ahead.hear(1, probs)
+        heard = ahead.likely_experts(1, probs)
         if set(likely) <= set(on_top):
             assert heard is None
             continue
@@ -94,7 +94,7 @@ def test_a_hint_is_read_as_a_plain_statement_reads_it(tokens: int, devices: int)
 def test_a_layer_with_fewer_experts_is_read_in_its_own_width() -> None:
     random, residency = np.random.default_rng(7), tiers()
     ahead, probs = GateLookAhead(residency, K), drawn(random, 3, E - 5)
-    heard = ahead.hear(2, probs)
+    heard = ahead.likely_experts(2, probs)
     assert heard is not None
     np.testing.assert_array_equal(heard[0], plain_likely(probs))
     np.testing.assert_allclose(heard[1], plain_chances(probs, ahead.calibration)[heard[0]], rtol=2e-6)
@@ -102,7 +102,7 @@ def test_a_layer_with_fewer_experts_is_read_in_its_own_width() -> None:
 
 def test_what_is_no_number_asks_for_nothing_outside_of_the_layer() -> None:
     ahead = GateLookAhead(tiers(), K)
-    heard = ahead.hear(1, np.full((2, E), np.nan, np.float32))
+    heard = ahead.likely_experts(1, np.full((2, E), np.nan, np.float32))
     assert heard is not None
     assert sorted(set(heard[0].tolist())) == sorted(heard[0].tolist())
     assert ((heard[0] >= 0) & (heard[0] < E)).all()
@@ -116,7 +116,7 @@ def test_chances_come_true_as_often_as_they_say(noise: float) -> None:
     for step in range(1500):
         for layer in range(1, L):
             logits = random.normal(0, 1.5, (1, E))
-            heard = ahead.hear(layer, softmax(logits))
+            heard = ahead.likely_experts(layer, softmax(logits))
             assert heard is not None
             chosen = np.argsort(-(logits + random.normal(0, noise, E)), axis=1)[:, :K]
             if step > 500:
@@ -141,7 +141,7 @@ def test_hints_that_turn_bad_are_doubted_within_a_few_steps_and_believed_again()
                 if layer + 1 < L:  # a hint is heard before the layer that it comes from is told of
                     logits = random.normal(0, 0.5, (1, E))
                     logits[0, chosen[layer + 1]] += truth
-                    ahead.hear(layer + 1, softmax(logits))
+                    ahead.likely_experts(layer + 1, softmax(logits))
                 ahead.learn(layer, chosen[layer][None])
 
     live(300, 4.0)

@@ -39,7 +39,7 @@ def drive(predictor: NextUsePredictor, ids: Ids, names: tuple[str, ...] = ("a",)
         choices = begin(predictor, names)
         for layer, rows in enumerate(token):
             choices[layer] = rows
-            predictor.follow()
+            predictor.update_ranks()
             predictor.work()
         predictor.end()
         assert predictor.work()
@@ -108,7 +108,7 @@ def test_what_follows_is_recalled_also_from_the_middle_of_a_token() -> None:
     choices = begin(predictor, ("new",))  # nothing is known of what came before
     for layer in range(2):
         choices[layer] = ids[20, layer]
-        predictor.follow()
+        predictor.update_ranks()
         predictor.work()
     assert set(np.argsort(-predictor.scores[2])[:K].tolist()) == set(ids[20, 2].tolist())
     assert set(np.argsort(-predictor.scores[0])[:K].tolist()) == set(ids[21, 0].tolist())
@@ -119,7 +119,7 @@ def test_a_layer_that_is_to_come_is_worth_more_than_one_that_has_run() -> None:
     drive(predictor, text(5, 3))
     choices = begin(predictor)
     choices[: L - 1] = text(6, 1)[0, : L - 1, None]
-    predictor.follow()
+    predictor.update_ranks()
     phase = predictor.phase
     assert phase[L - 1] > phase[0] > phase[1]
     assert phase.tolist() == [predictor.phase_of(layer) for layer in range(L)]
@@ -169,7 +169,7 @@ def test_without_looks_what_was_aligned_moves_on_with_the_text() -> None:
     ids = text(16, 40)
     predictor = NextUsePredictor(L, E, K)
     drive(predictor, np.concatenate([ids, ids, ids[:10]]))
-    predictor.allow(0)
+    predictor.set_looks(0)
     drive(predictor, ids[10:14])
     assert predictor.looking == 0
     for layer, row in enumerate(ids[14]):

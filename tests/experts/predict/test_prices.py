@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from edgemoe.experts.predict.prefetch_planner import Prices
+from edgemoe.experts.predict.prefetch_planner import TierPrices
 from edgemoe.experts.tiers.residency import Residency
 from edgemoe.experts.tiers.slots import PrefetchPriority, SlotPool
 from edgemoe.policy.cache_ranks import LRU
@@ -40,9 +40,9 @@ def moves(geometry: ExpertGeometry, measured: Measured, devices: int, held_in_ra
         for expert in range(held_in_ram):
             load = residency.reserve(Move(ExpertId(layer, expert), Tier.NVME, Tier.RAM, 0.0), PrefetchPriority.FILL)
             assert load is not None
-            residency.arrive(load)
+            residency.complete_load(load)
     worth = np.full((L, E), 0.5, np.float32)
-    return Prices(residency, measured, geometry, 0.1).moves(worth)
+    return TierPrices(residency, measured, geometry, 0.1).moves(worth)
 
 
 def layers(plan: list[Move], target: Tier) -> list[int]:

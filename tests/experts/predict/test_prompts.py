@@ -42,8 +42,8 @@ def begin(predictor: NextUsePredictor, name: str) -> Ids:
     return choices
 
 
-def tell(predictor: NextUsePredictor, ids: Ids, name: str) -> None:
-    assert predictor.tell(name, ids)
+def add_prompt(predictor: NextUsePredictor, ids: Ids, name: str) -> None:
+    assert predictor.add_prompt(name, ids)
     predictor.work()
 
 
@@ -57,8 +57,8 @@ def chosen(ids: Ids, token: int) -> list[set[int]]:
 
 def test_a_prompt_is_remembered_as_if_it_had_been_decoded() -> None:
     ids, told, decoded = text(1, 60), NextUsePredictor(L, E, K), NextUsePredictor(L, E, K)
-    tell(told, ids[:, :25], "a")
-    tell(told, ids[:, 25:50], "a")  # in two parts
+    add_prompt(told, ids[:, :25], "a")
+    add_prompt(told, ids[:, 25:50], "a")  # in two parts
     decode(told, ids[:, 50:], "a")
     decode(decoded, ids, "a")
     for name in ("chosen", "soon", "before", "after"):
@@ -68,7 +68,7 @@ def test_a_prompt_is_remembered_as_if_it_had_been_decoded() -> None:
 
 def test_what_a_prompt_said_is_foreseen_when_it_is_said_again() -> None:
     ids, predictor = text(2, 60), NextUsePredictor(L, E, K)
-    tell(predictor, ids, "prompt")
+    add_prompt(predictor, ids, "prompt")
     decode(predictor, text(3, 40), "between")
     decode(predictor, ids[:, :20], "again")
     assert likeliest(predictor) == chosen(ids, 20)
@@ -78,7 +78,7 @@ def test_the_first_token_after_a_prompt_is_foreseen_before_its_first_layer_runs(
     ids, predictor = text(4, 60), NextUsePredictor(L, E, K)
     decode(predictor, ids, "before")
     decode(predictor, text(5, 20), "between")
-    tell(predictor, ids[:, :30], "again")
+    add_prompt(predictor, ids[:, :30], "again")
     begin(predictor, "again")
     predictor.work()
     assert likeliest(predictor) == chosen(ids, 30)
@@ -88,7 +88,7 @@ def test_a_sequence_that_is_computed_anew_goes_on_from_its_prompt() -> None:
     ids, predictor = text(6, 60), NextUsePredictor(L, E, K)
     decode(predictor, ids, "before")
     decode(predictor, text(7, 5), "a")
-    tell(predictor, ids[:, :30], "a")  # another text, in the place of what it had said
+    add_prompt(predictor, ids[:, :30], "a")  # another text, in the place of what it had said
     begin(predictor, "a")
     predictor.work()
     assert likeliest(predictor) == chosen(ids, 30)
@@ -104,7 +104,7 @@ def test_prompts_beside_decoding_sequences_are_told_apart() -> None:
     memory = policy.predictor.memory
     assert memory.written == 50
     alone = NextUsePredictor(L, E, K)
-    tell(alone, ids, "theirs")
+    add_prompt(alone, ids, "theirs")
     theirs = np.flatnonzero(np.isin(memory.chosen[0, 0, :50], alone.memory.chosen[0, 0, :40]))
     assert np.array_equal(memory.soon[theirs], alone.memory.soon[:40])
     assert policy.predictor.history.visits.tolist() == [14.0] * L  # averages are of what decoded
@@ -113,16 +113,16 @@ def test_prompts_beside_decoding_sequences_are_told_apart() -> None:
 def test_one_prompt_does_not_push_out_all_that_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("edgemoe.experts.predict.next_use.MOST_SLOTS", 80)
     predictor = NextUsePredictor(L, E, K)
-    tell(predictor, text(10, 400), "a")
+    add_prompt(predictor, text(10, 400), "a")
     assert predictor.memory.written == 80 // MOST
 
 
 def test_prompts_wait_until_there_is_no_more_room_for_them() -> None:
     predictor, ids = NextUsePredictor(L, E, K), text(11, 2)
-    assert [predictor.tell(str(i), ids) for i in range(PROMPTS + 1)] == [True] * PROMPTS + [False]
+    assert [predictor.add_prompt(str(i), ids) for i in range(PROMPTS + 1)] == [True] * PROMPTS + [False]
     predictor.work()
     assert predictor.memory.written == 2 * PROMPTS
-    assert predictor.tell("more", ids)
+    assert predictor.add_prompt("more", ids)
 
 
 def test_the_controller_learns_from_steps_that_only_prefill() -> None:
@@ -130,11 +130,11 @@ def test_the_controller_learns_from_steps_that_only_prefill() -> None:
     assert controller.wait_idle(120)
     lengths = np.array([10, 20])
     meta = StepMeta(("a", "b"), lengths, np.zeros(2, np.bool_), *np.zeros((2, 30), np.int64))
-    controller.look(meta, ids)
+    controller.on_step_begun(meta, ids)
     controller.observe(StepRouting(meta, ids, np.zeros(ids.shape, np.float32), {}, 1.0, 0.0))
     assert controller.wait_idle(20)
-    assert controller.foresight.predictor.memory.written == 30
-    assert (controller.foresight.predictor.memory.before[[0, 10]] == -1).all()
+    assert controller.predictive.predictor.memory.written == 30
+    assert (controller.predictive.predictor.memory.before[[0, 10]] == -1).all()
     controller.close()
 
 

@@ -18,7 +18,12 @@ from torch.utils._pytree import tree_leaves
 
 from edgemoe.config.settings import CacheSettings, ModelSettings, Settings
 from edgemoe.errors import ConfigError
-from edgemoe.experts.predict.scoutgate_forecaster import ForecastTables, ScoutGateForecaster, TokenWindow, fitting
+from edgemoe.experts.predict.scoutgate_forecaster import (
+    ForecastTables,
+    ScoutGateForecaster,
+    TokenWindow,
+    read_fitting_export,
+)
 from edgemoe.experts.predict.scoutgate_model import RECORD, WEIGHTS, ScoutGate, ScoutGateShape, write_export
 from edgemoe.model.dense_weights import DenseMatrix
 from edgemoe.telemetry import metrics as names
@@ -77,7 +82,7 @@ def scoutgate(request: pytest.FixtureRequest, tmp_path: Path):
 
 
 def run(scoutgate: ScoutGateForecaster, step: StepMeta, ids: np.ndarray | None = None) -> None:
-    scoutgate.look(step)
+    scoutgate.on_step_begun(step)
     assert scoutgate.wait_idle(10)
     if ids is not None:
         scoutgate.learn(routing(step, ids))
@@ -118,7 +123,7 @@ def test_live_figures_tell_recall_and_trust(scoutgate: ScoutGateForecaster) -> N
     assert scoutgate.trust == 1.0
     for position in range(80):
         step = meta(("a",), [[position % V]], [position], [True])
-        scoutgate.look(step)
+        scoutgate.on_step_begun(step)
         assert scoutgate.wait_idle(10)
         forecast = scoutgate.forecast
         assert forecast is not None
@@ -134,7 +139,7 @@ def disappoint(scoutgate: ScoutGateForecaster) -> None:
     """The least likely experts are what is needed."""
     for position in range(100):
         step = meta(("a",), [[position % V]], [position], [True])
-        scoutgate.look(step)
+        scoutgate.on_step_begun(step)
         assert scoutgate.wait_idle(10)
         assert scoutgate.forecast is not None
         scoutgate.learn(routing(step, np.argsort(scoutgate.forecast.probs[0], axis=1)[:, None, :K]))
@@ -191,28 +196,28 @@ def test_what_it_remembers_is_bounded(scoutgate: ScoutGateForecaster, monkeypatc
 )
 def test_an_export_for_another_model_is_refused(tmp_path: Path, served: ServedModel, tokenizer: str, what: str) -> None:
     with pytest.raises(ConfigError, match=f"ScoutGate for the model: its .*{what}"):
-        fitting(exported(tmp_path), served, tokenizer, embedding())
+        read_fitting_export(exported(tmp_path), served, tokenizer, embedding())
 
 
 def test_an_export_that_cannot_be_fed_or_read_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not a ScoutGate export"):
-        fitting(tmp_path, SERVED, "tokenizer", embedding())
+        read_fitting_export(tmp_path, SERVED, "tokenizer", embedding())
     with pytest.raises(ConfigError, match="embedding width"):
-        fitting(exported(tmp_path / "a"), SERVED, "tokenizer", embedding(D + 1))
+        read_fitting_export(exported(tmp_path / "a"), SERVED, "tokenizer", embedding(D + 1))
     with pytest.raises(ConfigError, match="hidden states"):
-        fitting(exported(tmp_path / "b", variant="context", hidden=4), SERVED, "tokenizer", embedding())
+        read_fitting_export(exported(tmp_path / "b", variant="context", hidden=4), SERVED, "tokenizer", embedding())
     record = exported(tmp_path / "c") / RECORD
     record.write_text(json.dumps({**json.loads(record.read_text()), "sha256": "0"}))
     with pytest.raises(ConfigError, match="damaged"):
-        fitting(tmp_path / "c", SERVED, "tokenizer", embedding())
+        read_fitting_export(tmp_path / "c", SERVED, "tokenizer", embedding())
     (tmp_path / "c" / WEIGHTS).write_bytes(b"garbage")
     digest = hashlib.sha256(b"garbage").hexdigest()
     record.write_text(json.dumps({**json.loads(record.read_text()), "sha256": digest}))
     with pytest.raises(ConfigError, match="cannot be used"):
-        fitting(tmp_path / "c", SERVED, "tokenizer", embedding())
+        read_fitting_export(tmp_path / "c", SERVED, "tokenizer", embedding())
     record.write_text("[" * 100_000)
     with pytest.raises(ConfigError, match="not a ScoutGate export"):
-        fitting(tmp_path / "c", SERVED, "tokenizer", embedding())
+        read_fitting_export(tmp_path / "c", SERVED, "tokenizer", embedding())
 
 
 def test_a_forecaster_that_does_not_fit_is_done_without(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

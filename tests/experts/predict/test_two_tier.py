@@ -52,7 +52,7 @@ def meta(decode: bool = True) -> StepMeta:
 
 
 def step(rules: TwoTierPolicy, needs: IntArray = ALWAYS, knowing: Knowing | None = None) -> None:
-    rules.look(meta())
+    rules.on_step_begun(meta())
     if knowing is not None:
         knowing.forecast = ScoutGateForecast(knowing.forecast.step + 1, knowing.probs)
     for layer in range(L):
@@ -76,7 +76,7 @@ def residency_of(vram_slots: int) -> Residency:
 def bring(residency: Residency, expert: ExpertId, source: Tier, target: Tier) -> None:
     load = residency.reserve(Move(expert, source, target, 1.0), PrefetchPriority.FILL)
     assert load is not None
-    residency.arrive(load)
+    residency.complete_load(load)
     if load.source >= 0:
         residency.unpin(load.source)
 
@@ -133,7 +133,7 @@ def test_a_prompt_ends_what_was_planned() -> None:
     for _ in range(60):
         step(rules)
     assert loader.moves
-    rules.look(meta(decode=False))
+    rules.on_step_begun(meta(decode=False))
     rules.observe(routing(decode=False))
     assert not loader.moves
 

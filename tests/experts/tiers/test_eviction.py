@@ -28,7 +28,7 @@ def test_a_home_stays_whatever_is_demanded_and_prefetched(devices: tuple[int, ..
     desk = Desk(4, *devices, policy=policy)
     desk.use(0, 0, 1)
     policy.ranks[1:] = 1.0  # homes rank lowest
-    desk.residency.homes.keep(homes((0, 0), (0, 1)))
+    desk.residency.homes.set_homes(homes((0, 0), (0, 1)))
     for layer in (1, 2):
         for expert in range(E):
             desk.use(layer, expert)
@@ -47,7 +47,7 @@ def test_a_home_that_was_listed_to_go_stays_when_homes_change_between_two_prefet
     desk.use(0, 0, 1, 2, 3)
     policy.ranks[0] = [0, 1, 2, 3, 0, 0]
     assert desk.residency.reserve(prefetch_request(1, 0, score=9.0), PrefetchPriority.FAR) is not None
-    desk.residency.homes.keep(homes((0, 1)))
+    desk.residency.homes.set_homes(homes((0, 1)))
     assert desk.residency.reserve(prefetch_request(1, 1, score=9.0), PrefetchPriority.FAR) is not None
     assert desk.residency.tiers_of(0, np.array([1])) == Tier.RAM
     assert desk.residency.tiers_of(0, np.array([2])) == Tier.NVME
@@ -55,10 +55,10 @@ def test_a_home_that_was_listed_to_go_stays_when_homes_change_between_two_prefet
 
 def test_no_more_experts_are_at_home_than_leave_room_for_what_passes_through() -> None:
     desk = Desk(6)
-    assert desk.residency.homes.rooms == (4,)
-    desk.residency.homes.keep(homes(*((0, expert) for expert in range(4))))
+    assert desk.residency.homes.capacities == (4,)
+    desk.residency.homes.set_homes(homes(*((0, expert) for expert in range(4))))
     with pytest.raises(CapacityError, match="5 experts are to be at home here, RAM has room for 4"):
-        desk.residency.homes.keep(homes(*((0, expert) for expert in range(5))))
+        desk.residency.homes.set_homes(homes(*((0, expert) for expert in range(5))))
 
 
 def test_what_the_running_layer_step_still_needs_is_spared_until_it_is_computed() -> None:
@@ -69,15 +69,15 @@ def test_what_the_running_layer_step_still_needs_is_spared_until_it_is_computed(
     desk.use(2, 5)
     assert (desk.residency.ram.where >= 0).sum() == 3
     policy.ranks[2] = 10.0
-    desk.residency.begin(0, np.array([0, 1]))
+    desk.residency.begin_layer(0, np.array([0, 1]))
     claim = desk.acquire(0, 0, 1)
     assert sorted(claim.slots >= 0) == [False, True], "the device has one slot: the other waits for its turn in RAM"
     assert desk.residency.reserve(prefetch_request(1, 0, score=5.0), PrefetchPriority.NEAR) is None
     assert (desk.residency.ram.where[0, :2] >= 0).all()
     desk.finish()
-    desk.residency.done(0, np.array([0, 1]))
+    desk.residency.mark_computed(0, np.array([0, 1]))
     desk.residency.release(0, claim.slots[claim.slots >= 0])
-    desk.residency.begin(1, np.array([0]))
+    desk.residency.begin_layer(1, np.array([0]))
     assert desk.residency.reserve(prefetch_request(1, 0, score=5.0), PrefetchPriority.NEAR) is not None, "now it may go"
 
 

@@ -32,7 +32,7 @@ class Ranks:
         self.asked += 1
         return self.ranks
 
-    def foresee(self, layer: int, experts: IntArray, chance: FloatArray) -> tuple[FloatArray, FloatArray]:
+    def fuse_chances(self, layer: int, experts: IntArray, chance: FloatArray) -> tuple[FloatArray, FloatArray]:
         return chance, chance
 
 
@@ -67,7 +67,7 @@ class Model:
         pool = residency.devices[residency.device_of.ravel()[key]]
         return pool if pool.where.ravel()[key] >= 0 else None
 
-    def may_go(self, pool: SlotPool, key: int) -> bool:
+    def may_evict(self, pool: SlotPool, key: int) -> bool:
         if pool.pins[pool.where.ravel()[key]]:
             return False
         if pool is not self.residency.ram:
@@ -95,7 +95,7 @@ class Model:
         They are of the layer's size. Of equals the one in the lower slot goes first.
         """
         mine = pool.layer_class == pool.layer_class[layer]
-        keys = [key for key in np.flatnonzero(pool.where >= 0).tolist() if mine[key // E] and self.may_go(pool, key)]
+        keys = [key for key in np.flatnonzero(pool.where >= 0).tolist() if mine[key // E] and self.may_evict(pool, key)]
         keys.sort(key=lambda key: (self.utility(pool, key, ranks), pool.where.ravel()[key]))
         return [(self.utility(pool, key, ranks), key) for key in keys]
 
@@ -128,7 +128,7 @@ class Bed:
             ["begin", "wish", "use", "keep", "hold", "move", "let go"], p=[0.1, 0.63, 0.1, 0.02, 0.07, 0.03, 0.05]
         )
         if what == "begin":
-            residency.begin(layer, np.array([], np.int64))
+            residency.begin_layer(layer, np.array([], np.int64))
             model.begin(layer)
         elif what == "wish":
             target, score = Tier(rng.integers(0 if residency.devices else 1, 2)), float(rng.integers(0, 60))
@@ -136,8 +136,8 @@ class Bed:
         elif what == "use":
             self.use(layer)
         elif what == "keep" and rng.random() < 0.8:
-            homes = rng.random((L, E)) < min(residency.homes.rooms) / (3 * L * E)
-            residency.homes.keep(homes)
+            homes = rng.random((L, E)) < min(residency.homes.capacities) / (3 * L * E)
+            residency.homes.set_homes(homes)
             model.keep(homes)
         elif what == "keep":
             residency.homes.forget_former()
@@ -161,7 +161,7 @@ class Bed:
             self._land(load)
 
     def _land(self, load: Transfer) -> None:
-        for follower in self.residency.arrive(load):
+        for follower in self.residency.complete_load(load):
             self._land(follower)
         if load.source >= 0:
             self.residency.unpin(load.source)
@@ -171,7 +171,7 @@ class Bed:
         number, size_class = int(self.rng.integers(len(pool.extents))), int(self.rng.integers(len(pool.classes)))
         first, count = pool.extent(number, int(pool.extents[number]))
         inside = [key for key in pool.owner[first : first + count].tolist() if key >= 0]
-        stay = pool.pins[first : first + count].any() or not all(self.model.may_go(pool, key) for key in inside)
+        stay = pool.pins[first : first + count].any() or not all(self.model.may_evict(pool, key) for key in inside)
         assert self.residency.extents.remove(pool, number) != stay
         if not stay:
             assert (pool.where.ravel()[inside] < 0).all()
@@ -199,7 +199,7 @@ def test_demands_evict_those_of_the_lowest_utility(seed: int) -> None:
     bed = Bed(seed)
     residency, model = bed.residency, bed.model
     model.begin(layer := seed % L)
-    residency.begin(layer, np.array([], np.int64))
+    residency.begin_layer(layer, np.array([], np.int64))
     bed.use((layer + 1) % L)
     top, device = residency.tops[-1], len(residency.tops) - 1
     mine = np.flatnonzero(residency.device_of[layer] == device)
@@ -223,7 +223,7 @@ def test_demands_evict_those_of_the_lowest_utility(seed: int) -> None:
 def test_prefetches_evict_the_lowest_utility_if_it_is_below_their_own(seed: int) -> None:
     bed = Bed(1000 + seed)
     residency, model = bed.residency, bed.model
-    residency.begin(layer := seed % L, np.array([], np.int64))
+    residency.begin_layer(layer := seed % L, np.array([], np.int64))
     model.begin(layer)
     bed.use(layer)
     ram, absent = residency.ram, np.flatnonzero(residency.ram.where < 0)

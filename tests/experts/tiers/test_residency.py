@@ -58,19 +58,19 @@ class Desk:
         """Lets all loads arrive."""
         while self.reading or self.copying:
             while self.reading:
-                self.start(self.residency.arrive(self.reading.pop()))
+                self.start(self.residency.complete_load(self.reading.pop()))
             while self.copying:
                 load = self.copying.pop()
-                self.residency.arrive(load)
+                self.residency.complete_load(load)
                 self.residency.unpin(load.source)
 
     def use(self, layer: int, *experts: int, prefill_only: bool = False) -> None:
         """A whole layer-step that has room for its experts."""
-        self.residency.begin(layer, np.array(() if prefill_only else experts, np.int64))
+        self.residency.begin_layer(layer, np.array(() if prefill_only else experts, np.int64))
         claim = self.acquire(layer, *experts, prefill_only=prefill_only)
         assert (claim.slots >= 0).all()
         self.finish()
-        self.residency.done(layer, np.array(experts))
+        self.residency.mark_computed(layer, np.array(experts))
         self.residency.release(0, claim.slots)
 
     def on_top(self) -> set[tuple[int, int]]:
@@ -108,7 +108,7 @@ def test_policies_see_each_layer_step_once_and_only_what_decode_demands() -> Non
     policy = Ranks()
     desk = Desk(6, 4, policy=policy)
     assert desk.residency.pin_if_all_resident(0, 1, np.array([2, 3]), np.array([False, True])) is None
-    desk.residency.begin(2, np.array([], np.int64))
+    desk.residency.begin_layer(2, np.array([], np.int64))
     assert policy.touched == [(1, [2])]
 
 
@@ -205,8 +205,8 @@ def test_prefetches_that_are_demanded_on_their_way_are_counted_and_those_given_u
     assert withdrawn is not None
     for _ in range(2):  # by us and by a peer
         desk.acquire(0, 0)
-    assert desk.residency.withdraw(withdrawn)
-    assert not desk.residency.withdraw(promoted)
+    assert desk.residency.withdraw_load(withdrawn)
+    assert not desk.residency.withdraw_load(promoted)
     usage = desk.residency.usage(Tier.VRAM)
     assert (usage.promoted, usage.withdrawn, usage.prefetched) == (1, 1, 0)
 
@@ -228,7 +228,7 @@ def test_a_prefetched_expert_keeps_its_worth_until_its_layer_has_run() -> None:
     desk = with_a_prefetched_expert(policy)
     assert desk.residency.reserve(prefetch_request(1, 3, score=2.0), PrefetchPriority.NEAR) is not None
     assert (1, 2) in desk.on_top()
-    desk.residency.begin(1, np.array([5]))
+    desk.residency.begin_layer(1, np.array([5]))
     assert desk.residency.reserve(prefetch_request(2, 0, score=0.5), PrefetchPriority.NEAR) is not None, (
         "its time is over"
     )
@@ -292,7 +292,7 @@ def test_a_failed_load_frees_its_slot_when_nobody_pins_it() -> None:
     desk = Desk(1, 1)
     claim = desk.acquire(0, 1)
     error = OSError("the disk is gone")
-    desk.residency.fail(desk.reading.pop(), error)
+    desk.residency.fail_load(desk.reading.pop(), error)
     assert desk.arrivals.get_nowait().error is error
     assert (desk.acquire(0, 2).slots < 0).all(), "the slot is still pinned"
     desk.residency.release(0, claim.slots)
@@ -311,7 +311,7 @@ def test_experts_are_dealt_to_devices_by_their_slots() -> None:
 
 def test_an_expert_is_given_to_another_device_where_nobody_is_in_its_way() -> None:
     desk = Desk(6, 3, 3)
-    residency, give = desk.residency, desk.residency.dealing.give
+    residency, give = desk.residency, desk.residency.device_assignment.move_expert
     first = int(residency.device_of[0, 1])
     other, its = 1 - first, residency.devices[first]
     claim = desk.acquire(0, 1, device=first)
@@ -319,11 +319,11 @@ def test_an_expert_is_given_to_another_device_where_nobody_is_in_its_way() -> No
     desk.finish()
     assert give(0, 1, other) == 0, "pinned"
     residency.release(first, claim.slots)
-    for dealing in (residency.dealing, residency.for_peers().dealing):
-        dealing.enter(0)
+    for device_assignment in (residency.device_assignment, residency.for_peers().device_assignment):
+        device_assignment.hold_layer(0)
         assert give(0, 1, other) == 0, "a layer-step of the layer runs"
-        dealing.enter(1)
-        dealing.leave()
+        device_assignment.hold_layer(1)
+        device_assignment.release_layer()
     assert its.where[0, 1] >= 0
     assert give(0, 1, other) == 2
     assert (residency.device_of[0, 1], its.where[0, 1], residency.ram.where[0, 1] >= 0) == (other, -1, True)
@@ -346,10 +346,10 @@ def test_the_only_copy_in_memory_is_not_given_away() -> None:
     claim = desk.acquire(0, 1, device=first)
     desk.finish()
     residency.release(first, claim.slots)
-    residency.begin(1, np.array([0]))
+    residency.begin_layer(1, np.array([0]))
     read(desk, PrefetchPriority.HOME, ALWAYS, (2, 2))
     assert residency.ram.where[0, 1] < 0
-    assert residency.dealing.give(0, 1, 1 - first) == 0
+    assert residency.device_assignment.move_expert(0, 1, 1 - first) == 0
     assert residency.devices[first].where[0, 1] >= 0
 
 
@@ -379,7 +379,7 @@ def test_any_sequence_of_operations_keeps_count(
     claims: list[tuple[int, IntArray]] = []
     for name, layer, experts, score in operations:
         if name == "begin":
-            residency.begin(layer, np.array(experts))
+            residency.begin_layer(layer, np.array(experts))
         elif name in ("acquire", "prefill"):
             for device in range(len(residency.tops)):
                 mine = [e for e in experts if residency.device_of[layer, e] == device]
@@ -387,7 +387,7 @@ def test_any_sequence_of_operations_keeps_count(
                     claim = desk.acquire(layer, *mine, prefill_only=name == "prefill", device=device)
                     claims.append((device, claim.slots[claim.slots >= 0]))
         elif name == "give" and residency.devices:
-            residency.dealing.give(layer, experts[0], experts[-1] % len(residency.devices))
+            residency.device_assignment.move_expert(layer, experts[0], experts[-1] % len(residency.devices))
         elif name == "release" and claims:
             residency.release(*claims.pop(experts[0] % len(claims)))
         elif name in ("prefetch", "fill"):
@@ -400,17 +400,17 @@ def test_any_sequence_of_operations_keeps_count(
             load = residency.reserve(prefetch_request(layer, experts[0], score, target), priority)
             desk.start([load] if load else [])
         elif name == "arrive" and desk.reading:
-            desk.start(residency.arrive(desk.reading.pop(0)))
+            desk.start(residency.complete_load(desk.reading.pop(0)))
         elif name == "arrive" and desk.copying:
             load = desk.copying.pop(0)
-            residency.arrive(load)
+            residency.complete_load(load)
             residency.unpin(load.source)
         elif name == "fail" and desk.copying:
             load = desk.copying.pop(0)
-            residency.fail(load, OSError())
+            residency.fail_load(load, OSError())
             residency.unpin(load.source)
         elif name == "fail" and desk.reading:
-            residency.fail(desk.reading.pop(0), OSError())
+            residency.fail_load(desk.reading.pop(0), OSError())
         residency.check_integrity()
     desk.finish()
     for device, slots in claims:
@@ -437,9 +437,9 @@ def test_a_former_home_is_the_last_to_go_until_it_is_forgotten() -> None:
     """Another box, whose home it is now, may not have it yet."""
     desk = Desk(8)
     residency = desk.residency
-    residency.homes.keep(bits((0, 0), (0, 1)))
+    residency.homes.set_homes(bits((0, 0), (0, 1)))
     read(desk, PrefetchPriority.HOME, ALWAYS, (0, 0), (0, 1))
-    residency.homes.keep(bits((1, 0), (1, 1)))
+    residency.homes.set_homes(bits((1, 0), (1, 1)))
     read(desk, PrefetchPriority.FAR, 5.0, *((2, expert) for expert in range(E)))
     read(desk, PrefetchPriority.FAR, 6.0, *((0, expert) for expert in range(2, E)))
     read(desk, PrefetchPriority.HOME, ALWAYS, (1, 0), (1, 1))
@@ -453,11 +453,11 @@ def test_a_former_home_is_the_last_to_go_until_it_is_forgotten() -> None:
 
 def test_a_home_takes_the_place_of_a_former_one_where_nothing_else_can_go() -> None:
     desk = Desk(4)
-    desk.residency.homes.keep(bits((0, 0), (0, 1)))
+    desk.residency.homes.set_homes(bits((0, 0), (0, 1)))
     read(desk, PrefetchPriority.HOME, ALWAYS, (0, 0), (0, 1))
-    desk.residency.homes.keep(bits((1, 0), (1, 1)))
+    desk.residency.homes.set_homes(bits((1, 0), (1, 1)))
     read(desk, PrefetchPriority.HOME, ALWAYS, (1, 0), (1, 1))
-    desk.residency.homes.keep(bits((2, 0), (2, 1)))
+    desk.residency.homes.set_homes(bits((2, 0), (2, 1)))
     read(desk, PrefetchPriority.HOME, ALWAYS, (2, 0), (2, 1))
     assert desk.residency.ram.where[2, :2].min() >= 0
 
@@ -467,7 +467,7 @@ def test_only_homes_that_are_here_count_as_held_for_others() -> None:
     residency = desk.residency
     read(desk, PrefetchPriority.FAR, 5.0, (0, 0), (0, 1))
     assert not residency.homes.in_ram().any()
-    residency.homes.keep(bits((0, 1), (0, 2)))
+    residency.homes.set_homes(bits((0, 1), (0, 2)))
     assert np.argwhere(residency.homes.in_ram()).tolist() == [[0, 1]]
 
 
@@ -477,14 +477,14 @@ def test_a_prefetch_is_withdrawn_unless_it_is_demanded_meanwhile() -> None:
     desk.use(1, 0, 1)
     load = desk.residency.reserve(again, PrefetchPriority.NEAR)
     assert load is not None
-    assert desk.residency.withdraw(load)
+    assert desk.residency.withdraw_load(load)
     desk.residency.unpin(load.source)
     desk.residency.check_integrity(idle=True)
     load = desk.residency.reserve(again, PrefetchPriority.NEAR)
     assert load is not None
     desk.start([load])
     claim = desk.acquire(0, 0)
-    assert not desk.residency.withdraw(load)
+    assert not desk.residency.withdraw_load(load)
     desk.finish()
     assert (0, 0) in desk.on_top()
     desk.residency.release(0, claim.slots)

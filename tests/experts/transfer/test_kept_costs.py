@@ -10,7 +10,7 @@ import pytest
 from support.tiers_kit import SMALL, FileStore, Weights, emulated, running
 
 from edgemoe.experts.build import ExpertTiers, TierMemory
-from edgemoe.experts.transfer.link_stats import KEPT, KeptCosts, LinkStats
+from edgemoe.experts.transfer.link_stats import KEPT, LinkStats, SavedLinkStats
 from edgemoe.policy.cache_ranks import LRU
 from edgemoe.types.experts import Tier
 
@@ -27,9 +27,9 @@ def measured(times: int = 100) -> LinkStats:
 
 def test_a_link_goes_on_from_what_it_was_measured_to_cost(tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
-    KeptCosts(path, {"nvme": measured(), "0": LinkStats()}).save()
+    SavedLinkStats(path, {"nvme": measured(), "0": LinkStats()}).save()
     again, other = LinkStats(), LinkStats()
-    KeptCosts(path, {"nvme": again, "0": other})
+    SavedLinkStats(path, {"nvme": again, "0": other})
     assert again.cost() == pytest.approx((FIXED_S, PER_BYTE_S), rel=1e-6)
     assert again.bytes_per_s == again.unhindered_bytes_per_s > 0
     assert other.bytes_per_s == 0, "it was never measured"
@@ -61,19 +61,19 @@ def test_a_damaged_file_is_as_none(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "costs.json"
     path.write_bytes(content)
     stats = LinkStats()
-    KeptCosts(path, {"nvme": stats})
+    SavedLinkStats(path, {"nvme": stats})
     assert stats.bytes_per_s == 0
 
 
 def test_nothing_is_written_where_nothing_was_measured_or_no_file_is_named(tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
-    KeptCosts(path, {"nvme": LinkStats()}).save()
-    KeptCosts(None, {"nvme": measured()}).save()
+    SavedLinkStats(path, {"nvme": LinkStats()}).save()
+    SavedLinkStats(None, {"nvme": measured()}).save()
     assert not path.exists()
 
 
 def test_a_folder_that_is_gone_costs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    KeptCosts(tmp_path / "gone" / "costs.json", {"nvme": measured()}).save()
+    SavedLinkStats(tmp_path / "gone" / "costs.json", {"nvme": measured()}).save()
     assert "could not be saved" in caplog.text
 
 

@@ -72,21 +72,21 @@ class Listener:
         self.gate = threading.Semaphore(0)
         self.ended = threading.Semaphore(0)
 
-    def arrived(self, load: Transfer) -> None:
+    def on_arrived(self, load: Transfer) -> None:
         self.order.append(load.slot)
         self.ended.release()
         self.gate.acquire(timeout=10)
 
-    def released(self, load: Transfer) -> None:
+    def on_released(self, load: Transfer) -> None:
         pass
 
-    def failed(self, load: Transfer, error: Exception) -> None:
+    def on_failed(self, load: Transfer, error: Exception) -> None:
         self.failures.append(load.slot)
 
-    def withdraws(self, load: Transfer) -> bool:
+    def withdraw_prefetch(self, load: Transfer) -> bool:
         return not load.demand
 
-    def roused(self, link: TierLink) -> None:
+    def on_woken(self, link: TierLink) -> None:
         self.ended.release()
 
 
@@ -215,11 +215,11 @@ def test_a_prefetch_is_withdrawn_unless_somebody_needs_it_by_now(
     demanded: bool, pool: SlotPool, standing: StandingClock
 ) -> None:
     class Regretful(Listener):
-        def roused(self, link: TierLink) -> None:
+        def on_woken(self, link: TierLink) -> None:
             link.withdraw(prefetch)
-            super().roused(link)
+            super().on_woken(link)
 
-        def released(self, load: Transfer) -> None:
+        def on_released(self, load: Transfer) -> None:
             released.append(load)
 
     released: list[Transfer] = []
@@ -229,7 +229,7 @@ def test_a_prefetch_is_withdrawn_unless_somebody_needs_it_by_now(
     standing.nap_s()
     pool.demanded[0] = demanded
     standing.now += 3.5 * PIECE_S
-    link.rouse()
+    link.wake()
     assert listener.ended.acquire(timeout=10)
     assert link.idle() != demanded
     assert released == ([] if demanded else [prefetch])
@@ -243,7 +243,7 @@ def test_a_roused_link_calls_back_on_its_own_thread(pool: SlotPool) -> None:
     listener = Listener()
     link = EmulatedLink(HostSlab(SlabLayout.even(8, STRIDE)), HostSlab(SlabLayout.even(8, STRIDE)), 1e6)
     link.attach(listener)
-    link.rouse()
+    link.wake()
     assert listener.ended.acquire(timeout=10)
     link.close()
 

@@ -34,7 +34,7 @@ def ends(schedule: PieceSchedule[Load], by_s: float = 1000.0) -> list[tuple[str,
     told = []
     while schedule.end_s <= by_s:
         end_s = schedule.end_s
-        told += [(load.name, end_s) for load in schedule.take_ended(end_s)]
+        told += [(load.name, end_s) for load in schedule.pop_ended(end_s)]
     return told
 
 
@@ -115,7 +115,7 @@ def test_a_link_that_nobody_looked_at_was_not_idle(schedule: PieceSchedule[Load]
     for name in ("a", "b"):
         schedule.add(Load(name, demand=True), 0.0)
     schedule.add(Load("c", demand=True), 35.0)
-    assert [load.name for load in schedule.take_ended(44.0)] == ["a", "b"]
+    assert [load.name for load in schedule.pop_ended(44.0)] == ["a", "b"]
     assert ends(schedule) == [("c", 45.0)]
 
 

@@ -77,7 +77,7 @@ class Box:
         return stalls
 
     def _take_ended(self) -> list[Load]:
-        return self.link.take_ended(self.now_s)
+        return self.link.pop_ended(self.now_s)
 
     def _compute(self, run: LayerRun, following: LayerRun | None) -> dict[int, Load]:
         """Lets the layer compute, and the link serve what is foreseen of the following one."""

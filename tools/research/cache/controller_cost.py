@@ -69,7 +69,7 @@ class Sparing(LearnedPolicy):
     def end(self, routing: StepRouting | None = None) -> None:
         super().end(routing)
         self._due = self._due % 1 + self._looks
-        self.predictor.allow(int(self._due))  # whatever the budget says
+        self.predictor.set_looks(int(self._due))  # whatever the budget says
 
 
 def sparing(looks: float, seed: int) -> PolicyMaker:
@@ -94,7 +94,7 @@ def cost(args: Namespace) -> None:
         favour = 1 / np.arange(1, experts + 1)
         ids = np.argsort(random.random((300, layers, experts)) ** (1 / favour), axis=2)[:, :, -top_k:].astype(np.int16)
         for number in (4, 2, 1, 0):
-            predictor.allow(number)
+            predictor.set_looks(number)
             here_s, beside_s = [], []
             for token in ids:
                 choices, own_s = np.full((layers, 1, top_k), -1, np.int16), 0.0
@@ -102,7 +102,7 @@ def cost(args: Namespace) -> None:
                 predictor.begin(("a",), choices, np.zeros(1, np.int64))
                 for layer, row in enumerate(token):
                     choices[layer] = row
-                    predictor.follow()
+                    predictor.update_ranks()
                     middle_s = time.thread_time()
                     predictor.work()
                     own_s += time.thread_time() - middle_s
@@ -158,8 +158,8 @@ class Switch:
     def rank(self, layer: int) -> FloatArray:
         return self.policy.rank(layer)
 
-    def foresee(self, layer: int, experts: IntArray, chance: FloatArray) -> tuple[FloatArray, FloatArray]:
-        return self.policy.foresee(layer, experts, chance)
+    def fuse_chances(self, layer: int, experts: IntArray, chance: FloatArray) -> tuple[FloatArray, FloatArray]:
+        return self.policy.fuse_chances(layer, experts, chance)
 
 
 def full_memory(path: Path) -> None:
@@ -191,7 +191,7 @@ def step(args: Namespace) -> None:
 
     def looked(meta):  # type: ignore[no-untyped-def]
         choices = plain_begin(meta)
-        controller.look(meta, choices)
+        controller.on_step_begun(meta, choices)
         return choices
 
     def observed():  # type: ignore[no-untyped-def]
@@ -211,12 +211,12 @@ def step(args: Namespace) -> None:
             switch.policy = controller.policy if follows else lru
             tiers.begin_step = looked if follows else plain_begin  # type: ignore[method-assign]
             tiers.end_step = observed if follows else plain_end  # type: ignore[method-assign]
-            spent_s, glanced = controller.metrics()[LEARNED_SECONDS], controller.foresight.glances
+            spent_s, glanced = controller.metrics()[LEARNED_SECONDS], controller.predictive.glances
             taken_s, _ = ours.decode(tokens)
             if follows:
                 controller.wait_idle(10)
                 shares.append((controller.metrics()[LEARNED_SECONDS] - spent_s) / (taken_s * args.steps))
-                glances.append((controller.foresight.glances - glanced) / args.steps)
+                glances.append((controller.predictive.glances - glanced) / args.steps)
             (with_s if follows else without_s).append(taken_s)
     more, half = interval([1e2 * (a / b - 1) for a, b in zip(with_s[2:], without_s[2:], strict=True)])
     print(

@@ -49,7 +49,7 @@ VOCAB, HIDDEN = 8192, 2048
 BOX = BoxSpec(0.35e-3, 9_440_000, 8e9, 3e9, 1.0, prefetch=True, between_s=2e-3)
 
 
-class Spent:
+class DeviceTimings:
     """Sums up processor time of the calling thread, by names."""
 
     def __init__(self) -> None:
@@ -97,8 +97,8 @@ def serve(shape: tuple[int, int, int], tokens: int) -> dict[str, float]:
     """Seconds a token of the predictor, of planning and fusion, and of hints."""
     layers, experts, top_k = shape
     geometry = ExpertGeometry(layers, experts, top_k, 1, 1, "float32", layer_bytes=(BOX.expert_bytes,) * layers)
-    spent, policy = Spent(), LearnedPolicy(layers, experts, top_k)
-    foresight, predictor = policy.foresight, policy.predictor
+    spent, policy = DeviceTimings(), LearnedPolicy(layers, experts, top_k)
+    foresight, predictor = policy.predictive, policy.predictor
     ranks = LearnedRanks(foresight, LRU(layers, experts))
     fill(predictor)
     for name, where in (("begin", "follow"), ("follow", "follow"), ("work", "beside")):
@@ -108,11 +108,11 @@ def serve(shape: tuple[int, int, int], tokens: int) -> dict[str, float]:
     with closing(ReplayBox(geometry, geometry.all_bytes // 4, BOX, ranks, prefetch=True)) as box:
         foresight.attach(box.residency, box.loader, geometry)
         requester = PrefetchRequester(box.residency, box.loader, top_k)
-        demand, hear = spent.timed("hints", requester.demand), spent.timed("hints", requester.hear)
+        demand, hear = spent.timed("hints", requester.demand), spent.timed("hints", requester.on_hint)
         for token in range(tokens):
             spent.counts, step = token >= UNSCORED, meta(token)
             choices = np.full((layers, 1, top_k), -1, np.int16)
-            foresight.begin(("a",), choices, np.zeros(1, np.int64))
+            foresight.begin_step(("a",), choices, np.zeros(1, np.int64))
             box.begin(step)
             for layer in range(layers):
                 chosen = ids[token, layer][None]
@@ -123,7 +123,7 @@ def serve(shape: tuple[int, int, int], tokens: int) -> dict[str, float]:
                 box.run(layer, torch.from_numpy(chosen.astype(np.int64)))
                 work()
             box.end()
-            foresight.end(np.inf)
+            foresight.end_step(np.inf)
             work()
             box.rest()
     seconds = {name: each / (tokens - UNSCORED) for name, each in spent.seconds.items()}
@@ -153,7 +153,7 @@ def scoutgate(shape: tuple[int, int, int], tokens: int, variant: str) -> float:
             forecaster.load(Path(folder))
             for token in range(tokens):
                 step = meta(token)
-                forecaster.look(step)
+                forecaster.on_step_begun(step)
                 assert forecaster.wait_idle(60)
                 chosen = ids[token % 20][:, None]
                 forecaster.learn(StepRouting(step, chosen, np.ones(chosen.shape, np.float32), {}, 1.0, 0.0))

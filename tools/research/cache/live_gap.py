@@ -153,7 +153,7 @@ def watched(window: IdleWindow) -> list[float]:
 def _looks(runner: Runner) -> float:
     if runner.controller is None:
         return 0.0
-    foresight = runner.controller.foresight
+    foresight = runner.controller.predictive
     return foresight.studies / max(1, foresight.studies + foresight.glances)
 
 

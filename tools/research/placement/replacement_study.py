@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from edgemoe.experts.compute.device_spread import spread
-from edgemoe.experts.tiers.assignments import deal
+from edgemoe.experts.tiers.assignments import deal_to_devices
 from edgemoe.policy.placement.gimbal_placement import cut_between, gimbal
 from edgemoe.policy.placement.prism import prism
 from edgemoe.policy.placement.problem import PlacementProblem
@@ -92,7 +92,7 @@ def spread_out(tokens: Routes, devices: int) -> IntArray:
     """Deals experts as a box does that has counted these tokens [T, L, k]."""
     layers = tokens.shape[1]
     pairs = counted(tokens, EXPERTS, successions=False).pairs
-    return spread(pairs, deal((layers, EXPERTS), [1] * devices), [EXPERTS] * layers)
+    return spread(pairs, deal_to_devices((layers, EXPERTS), [1] * devices), [EXPERTS] * layers)
 
 
 def placements(seen: ExpertTraffic, others: ExpertTraffic, devices: int) -> dict[str, IntArray]:
@@ -138,7 +138,7 @@ def study(tasks: list[Task], devices: int) -> dict[str, Any]:
         seen, unseen = counts(tasks[n].seen), counts(tasks[n].unseen)
         others = counts(tuple(each for m, task in enumerate(tasks) if m != n for each in task.seen))
         known, tokens = np.concatenate(tasks[n].seen), np.concatenate(tasks[n].unseen)
-        dealt = {"as dealt at first": deal((known.shape[1], EXPERTS), [1] * devices)}
+        dealt = {"as dealt at first": deal_to_devices((known.shape[1], EXPERTS), [1] * devices)}
         dealt["spread"] = spread_out(known, devices)
         for name, home in (placements(seen, others, devices) | dealt).items():
             own = {"busiest": busiest(home, tokens, devices), "misses": misses(home, tokens[:CACHED_TOKENS], devices)}

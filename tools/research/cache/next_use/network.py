@@ -167,7 +167,7 @@ class NetworkPolicy(LearnedPolicy):
     def touch(self, layer: int, experts: IntArray) -> None:
         ids = experts[None, :] if self._routed is None else self._routed
         super().touch(layer, experts)
-        self.predictor.follow()  # the experts' own history
+        self.predictor.update_ranks()  # the experts' own history
         self.nextuse.see(layer, ids)
 
     def rank(self, layer: int) -> FloatArray:
