@@ -22,10 +22,10 @@ from edgemoe.types.experts import ExpertId
 
 @code(INT, INT, INT, result=INT)
 def MOVE_TO_DEVICE(state: int, key: int, device: int) -> int:
-    """Gives an expert to a device, from which it is computed from now on. What the former one has of it is dropped.
+    """Moves an expert to a device, which computes it from now on. The former device's copy is dropped.
 
-    Returns 1, and 2 where something was dropped; 0, with nothing changed, while a layer-step of its layer runs, where
-    its copy is pinned or on its way, and where that is the only one in memory.
+    Returns 1, or 2 if a copy was dropped. Returns 0, with nothing changed, while a layer-step of its layer runs. The
+    same if its copy is pinned, being loaded, or the only copy in memory.
     """
     s = record(state, STATE)
     if i64_at(s.running)[0] == key // s.experts or i64_at(s.running)[1] == key // s.experts:
@@ -47,37 +47,36 @@ def MOVE_TO_DEVICE(state: int, key: int, device: int) -> int:
 
 
 class DeviceAssignment:
-    """Gives experts to devices. Steps of several devices begin and end here, so that none sees half of a change."""
+    """Assigns experts to devices. A layer that several devices compute is held, so that it sees no half of a change."""
 
     def __init__(self, state: int, experts: int, running: IntArray) -> None:
         """Takes the address of residency's STATE record, E, and its array `running`."""
         self._state, self._experts, self._running, self._who = state, experts, running, 1
 
     def for_peers(self) -> Self:
-        """Returns the same for the thread that computes for peers."""
+        """Returns the assignment for the thread that computes for peers."""
         other = copy.copy(self)
         other._who = 0
         return other
 
     def hold_layer(self, layer: int) -> None:
-        """Keeps the layer's experts with the devices that have them, until `release_layer` on this thread."""
+        """Keeps the layer's experts on their devices until `release_layer` on this thread."""
         self._running[self._who] = layer
 
     def release_layer(self) -> None:
-        """Ends what `hold_layer` began."""
+        """Lets the held layer's experts move again."""
         self._running[self._who] = NONE
 
     def move_expert(self, layer: int, expert: int, device: int) -> int:
-        """Gives an expert to a device, from which it is computed from now on. On the compute thread, between steps.
+        """Moves an expert to a device, which computes it from now on. On the compute thread, between steps.
 
-        Returns 1, and 2 where the former device had it, which it has no longer; 0, with nothing changed, where that
-        cannot be now.
+        Returns 1, or 2 if the former device dropped a copy; 0, with nothing changed, if it cannot move now.
         """
         return int(MOVE_TO_DEVICE.call_briefly(self._state, layer * self._experts + expert, device))
 
 
 def deal_to_devices(shape: tuple[int, ...], sizes_bytes: Sequence[int]) -> IntArray:
-    """Returns the device of each expert [L, E], even in every layer, in proportion to the devices' memory."""
+    """Deals experts to devices, evenly in every layer, in proportion to memory. Returns the device of each [L, E]."""
     edges = np.cumsum(sizes_bytes) / sum(sizes_bytes)
     golden = (5**0.5 - 1) / 2  # multiples of it fill the unit interval evenly
     return np.searchsorted(edges, np.arange(shape[0] * shape[1]) * golden % 1.0, side="right").reshape(shape)
@@ -88,10 +87,9 @@ def deal_to_devices(shape: tuple[int, ...], sizes_bytes: Sequence[int]) -> IntAr
 
 @code(INT, INT, INT, INT, INT, result=INT)
 def REMOVE_EXTENT(state: int, pool: int, first: int, count: int, homes: int) -> int:
-    """Evicts what is in an extent's slots, from `first` on, which are no slots from then on.
+    """Evicts the experts in an extent's `count` slots, from `first` on, and makes the slots GONE. Returns 1.
 
-    Returns whether it did: 0, with nothing changed, where one of them is pinned, loaded into, or, unless `homes`, keeps
-    a home.
+    Returns 0, with nothing changed, if a slot is pinned, being loaded, or, unless `homes`, holds a home expert.
     """
     s = record(state, STATE)
     at = i64_at(s.pools)[pool]
@@ -119,7 +117,7 @@ def REMOVE_EXTENT(state: int, pool: int, first: int, count: int, homes: int) -> 
 
 @code(INT, INT, INT, INT, result=INT)
 def ADD_EXTENT(state: int, pool: int, first: int, count: int) -> int:
-    """Makes the extent's slots, from `first` on, free slots of their class. Returns their number."""
+    """Makes the extent's `count` slots, from `first` on, free slots of their class. Returns their number."""
     s = record(state, STATE)
     at = i64_at(s.pools)[pool]
     for slot in range(first + count - 1, first - 1, -1):
@@ -131,16 +129,16 @@ def ADD_EXTENT(state: int, pool: int, first: int, count: int) -> int:
 
 
 class Extents:
-    """Moves the extents of residency's pools between size classes. One thread's."""
+    """Moves the extents of residency's pools between size classes. For one thread."""
 
     def __init__(self, state: int, waiters: Waiters) -> None:
         """Takes the address of residency's STATE record."""
         self._state, self._waiters = state, waiters
 
     def remove(self, pool: SlotPool, number: int, *, homes: bool = False) -> bool:
-        """Evicts what is in an extent, which is nobody's then. Returns False where something in it has to stay.
+        """Evicts the experts in an extent, and takes it from its class. Returns False if one of them has to stay.
 
-        With `homes`, those at home here have not.
+        With `homes`, home experts may be evicted too.
         """
         first, count = pool.extent(number, int(pool.extents[number]))
         if not REMOVE_EXTENT.call_briefly(self._state, pool.index, first, count, homes):
@@ -149,7 +147,7 @@ class Extents:
         return True
 
     def add(self, pool: SlotPool, number: int, size_class: int) -> None:
-        """Gives an extent that is nobody's to a size class, as free slots."""
+        """Gives an extent that belongs to no class to a size class, as free slots."""
         ADD_EXTENT.call_briefly(self._state, pool.index, *pool.extent(number, size_class))
         pool.extents[number] = size_class
         self._waiters.wake()
@@ -157,12 +155,12 @@ class Extents:
 
 # --- home experts: once in RAM, they stay there ---
 
-MIN_PASSING, PASSING_SHARE = 2, 16  # slots of RAM that are left to other experts: at least so many, and one in so many
+MIN_PASSING, PASSING_SHARE = 2, 16  # RAM slots left to other experts: at least this number, and one in this number
 
 
 @code(INT, INT, result=INT)
 def SET_HOMES(state: int, homes: int) -> int:
-    """Sets which experts are at home in RAM, [L * E] uint8. Those that were and are there become former homes."""
+    """Sets the home experts, [L * E] uint8. Earlier home experts in RAM become former homes."""
     s = record(state, STATE)
     ram = record(i64_at(s.pools)[0], POOL)
     for key in range(s.layers * s.experts):
@@ -174,7 +172,7 @@ def SET_HOMES(state: int, homes: int) -> int:
 
 @code(INT, result=INT)
 def FORGET_FORMER(state: int) -> int:
-    """Ranks former homes by the policy again."""
+    """Ranks former home experts by the policy again."""
     s = record(state, STATE)
     for key in range(s.layers * s.experts):
         if i64_at(s.kept)[key] == FORMER:
@@ -191,42 +189,47 @@ def _forget_shortlists(state: int) -> None:
 
 
 class HomeExperts:
-    """Holds this box's part of the placement plan. Thread-safe, as residency is."""
+    """This box's home experts by the placement plan: once in RAM, they stay. Thread-safe."""
 
     def __init__(self, ram: SlotPool, state: int, kept: IntArray) -> None:
         """Takes the address of residency's STATE record, and its array `kept`, [L, E]."""
         self._ram, self._state, self._kept = ram, state, kept
 
     def set_homes(self, homes: BoolArray) -> None:
-        """Replaces the home experts by those set in `homes` [L, E].
+        """Replaces the home experts by `homes` [L, E].
 
-        Raises CapacityError where RAM lacks room for them.
+        Raises CapacityError if RAM lacks room for them.
         """
         homes = homes & (np.arange(self._ram.experts) < np.array(self._ram.layout.classes.layer_experts)[:, None])
         counts = np.bincount(self._ram.layer_class, homes.sum(axis=1), len(self._ram.classes)).astype(int).tolist()
         for size_class, count in enumerate(counts):
             if count > (room := self._capacity(size_class)):
                 size = f" of {self._ram.classes[size_class].expert_bytes} bytes" if len(counts) > 1 else ""
-                raise CapacityError(f"{count} experts{size} are to be at home here, RAM has room for {room}")
+                raise CapacityError(
+                    f"the plan gives this box {count} home experts{size}, RAM has room for {room}; raise ram_bytes"
+                )
         flags = np.ascontiguousarray(homes, np.uint8)
         SET_HOMES.call_briefly(self._state, flags.ctypes.data)
 
     def forget_former(self) -> None:
-        """Ranks the homes of the former plan like other experts. Before this call they are the last to be evicted."""
+        """Ranks the former plan's home experts like others. Before this call they are the last to be evicted."""
         FORGET_FORMER.call_briefly(self._state)
 
     def in_ram(self) -> BoolArray:
-        """Returns which experts [L, E] are at home here and in RAM, where no other load takes their place."""
+        """Returns the mask of home experts that are in RAM, [L, E]. No other load replaces them."""
         here: BoolArray = (self._ram.where >= 0) & (self._kept == HOME)
         return here
 
     @property
     def capacities(self) -> tuple[int, ...]:
-        """Returns how many experts of each size can be at home here, the smallest first. Some slots stay for others."""
+        """The number of home experts of each size that fit, the smallest size first.
+
+        Some slots stay for other experts.
+        """
         return tuple(map(self._capacity, range(len(self._ram.classes))))
 
     def _capacity(self, size_class: int) -> int:
-        """Returns how many experts of a class can be at home here, as memory was divided at first."""
+        """Counts the home experts of a class that fit the initial division of memory."""
         slots = self._slots(size_class)
         return max(0, slots - max(MIN_PASSING, slots // PASSING_SHARE))
 

@@ -1,10 +1,8 @@
-"""Chooses which expert to evict when a slot is needed: by the policy's rank, and by what the policy cannot know.
+"""Chooses the expert to evict when a slot is needed, by rank and by flags. Compiled.
 
-Experts loaded for prefill only are evicted first, those whose layers run last first of all. A prefetched expert keeps
-the utility of its request until its layer has run. Experts that the running layer-step still needs are evicted last.
-Former homes go only where nothing else can. Pinned experts, and those at home here, are not evicted. Of equals the one
-in the lower slot goes, and what a policy gives no number for goes before all. An expert takes the place of one of its
-own size class. Compiled; arguments are addresses of the STATE and of a POOL record, and the number of a class.
+The order is in docs/design/residency.md. A rank that is no number counts as lowest; of equals the lower slot goes. A
+slot is claimed from its own size class only. Arguments are addresses of the STATE and of a POOL record, and a class
+number.
 """
 
 from __future__ import annotations
@@ -14,9 +12,9 @@ import numpy as np
 from edgemoe.experts.tiers.residency_records import CLASS, FORMER, HOME, NONE, POOL, SHORTLIST, STATE, TRANSIENT, UNUSED
 from edgemoe.jit.intrinsics import f32_at, i64_at, jit, record
 
-ALWAYS = np.inf  # utility of a demand, which replaces anything that is not needed now
-LAST = np.finfo(np.float32).max  # utility of a former home, which only a home replaces
-TRANSIENT_KEY = np.float32(-1e30)  # of prefill-only experts, below every rank of a policy
+ALWAYS = np.inf  # utility of a demand, which replaces any expert that is not needed now
+LAST = np.finfo(np.float32).max  # utility of a former home expert, which only a home expert replaces
+TRANSIENT_KEY = np.float32(-1e30)  # utility of prefill-only experts, below every rank of a policy
 
 
 @jit
@@ -27,9 +25,9 @@ def class_at(pool: int, size_class: int) -> int:
 
 @jit
 def claim_slots(state: int, pool: int, size_class: int, n: int, ranks: int, into: int) -> int:
-    """Writes up to `n` empty slots to `into`: free ones, then those of the lowest utility, whose experts it evicts.
+    """Claims up to `n` slots: free ones, then slots of the lowest utility, by evicting their experts.
 
-    Returns their number. `ranks` [L * E] are not read where enough slots are free.
+    Writes them to `into`, and returns their number. `ranks` [L * E] are not read if enough slots are free.
     """
     p, c, slots = record(pool, POOL), record(class_at(pool, size_class), CLASS), i64_at(into)
     count = min(n, c.free_count)
@@ -47,7 +45,7 @@ def claim_slots(state: int, pool: int, size_class: int, n: int, ranks: int, into
 
 @jit
 def claim_slot_below(state: int, pool: int, size_class: int, utility: float, ranks: int) -> int:
-    """Returns a free slot, or evicts the expert of lowest utility if that is below `utility`; else NONE."""
+    """Claims a free slot, or the slot of the lowest utility if that is below `utility`; returns NONE otherwise."""
     s, p, c = record(state, STATE), record(pool, POOL), record(class_at(pool, size_class), CLASS)
     if c.free_count > 0:
         c.free_count -= 1
@@ -61,7 +59,7 @@ def claim_slot_below(state: int, pool: int, size_class: int, utility: float, ran
         slot, owner = i64_at(c.least)[c.least_next], i64_at(c.least_owners)[c.least_next]
         c.least_next += 1
         if c.least_next == c.least_count:
-            c.least_at = NONE  # used up: between layer-steps there may be many requests
+            c.least_at = NONE  # used up: many requests may come between two layer-steps
         if i64_at(p.owner)[slot] == owner and may_evict(state, pool, slot):
             evict(state, pool, slot)
             return slot  # type: ignore[no-any-return]
@@ -85,7 +83,7 @@ def free_slot(pool: int, slot: int) -> None:
 
 @jit
 def drop_load(pool: int, slot: int) -> None:
-    """Drops a load that ends without its expert. The slot becomes free as soon as nothing pins it."""
+    """Drops a load that ends without its expert. The slot becomes free at its last unpin."""
     p = record(pool, POOL)
     i64_at(p.coming)[i64_at(p.owner)[slot]] = NONE
     i64_at(p.owner)[slot] = NONE
@@ -101,7 +99,7 @@ def drop_load(pool: int, slot: int) -> None:
 def _lowest(state: int, pool: int, size_class: int, ranks: int, n: int, slots_at: int, keys_at: int) -> int:
     """Writes the `n` slots of the lowest utility that may be evicted, ascending, and their utilities.
 
-    Returns their number. Until the end they are a heap, whose root is the last to go; it begins full of no slots.
+    Returns their number. Until the end they are a heap with the last to go at its root, initially full of placeholders.
     """
     p, c, slots, keys = record(pool, POOL), record(class_at(pool, size_class), CLASS), i64_at(slots_at), f32_at(keys_at)
     for i in range(n):
@@ -172,7 +170,7 @@ def _utility(state: int, pool: int, slot: int, ranks: int) -> np.float32:
 
 @jit
 def may_evict(state: int, pool: int, slot: int) -> bool:
-    """Returns whether nothing pins the slot's expert or the copy that goes with it, and it is not at home here."""
+    """Whether the slot's expert may be evicted: it is no home expert, and neither it nor its device copy is pinned."""
     p = record(pool, POOL)
     if i64_at(p.pins)[slot] != 0:
         return False
@@ -185,7 +183,7 @@ def may_evict(state: int, pool: int, slot: int) -> bool:
 
 @jit
 def is_unpinned(state: int, pool: int, slot: int) -> bool:
-    """Returns whether nothing pins the slot's expert or the copy that goes with it."""
+    """Whether neither the slot's expert nor the device copy that goes with it is pinned."""
     p = record(pool, POOL)
     if p.index != 0 or i64_at(p.pins)[slot] != 0:
         return i64_at(p.pins)[slot] == 0  # type: ignore[no-any-return]
@@ -195,7 +193,7 @@ def is_unpinned(state: int, pool: int, slot: int) -> bool:
 
 @jit
 def _decode_has_a_copy(state: int, pool: int, key: int) -> bool:
-    """Returns whether decode uses the copy of an expert in RAM that goes with it."""
+    """Whether decode uses the device copy of an expert in RAM."""
     if record(pool, POOL).index != 0:
         return False
     top, copy = _copy_of(state, key)
@@ -204,7 +202,7 @@ def _decode_has_a_copy(state: int, pool: int, key: int) -> bool:
 
 @jit
 def _copy_of(state: int, key: int) -> tuple[int, int]:
-    """Returns the device's pool, and the slot of the copy there that goes when the expert is dropped from RAM; NONE."""
+    """Returns the device's pool, and the slot of the copy there that is evicted with the expert in RAM; or NONE."""
     s = record(state, STATE)
     if s.devices == 0 or s.containment == 0:
         return 0, NONE
@@ -214,7 +212,7 @@ def _copy_of(state: int, key: int) -> tuple[int, int]:
 
 @jit
 def evict(state: int, pool: int, slot: int) -> None:
-    """Evicts the expert of an unpinned slot, which the caller then owns, and with it the copy that goes."""
+    """Evicts the expert of an unpinned slot, and its device copy with containment. The caller owns the slot."""
     if record(pool, POOL).index == 0:
         top, copy = _copy_of(state, i64_at(record(pool, POOL).owner)[slot])
         if copy >= 0:
@@ -225,7 +223,7 @@ def evict(state: int, pool: int, slot: int) -> None:
 
 @jit
 def clear_slot(pool: int, slot: int) -> None:
-    """Empties a slot that nothing pins. It is not made free."""
+    """Empties an unpinned slot, without making it free."""
     p = record(pool, POOL)
     i64_at(p.where)[i64_at(p.owner)[slot]] = NONE
     i64_at(p.owner)[slot] = NONE

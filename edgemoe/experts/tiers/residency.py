@@ -1,6 +1,6 @@
 """Knows which tier holds each expert, and moves experts between RAM, the devices and NVMe.
 
-Each change is one compiled operation (`residency_ops`, whose header says what the lock is). A `Transfer` is handed out
+Each change is one compiled operation; the lock is explained in `residency_ops`. A `Transfer` is handed out
 when it can start; when it has ended, every thread that waits for it receives it.
 The states of an expert and their transitions: docs/design/residency.md.
 """
@@ -43,10 +43,10 @@ from edgemoe.types.experts import LivePolicy, Move, Tier
 
 
 class TierPools:
-    """The pool of RAM and that of each device; experts are dealt to devices in proportion to their memory."""
+    """The pools of RAM and the devices, and the questions that any thread may ask about them."""
 
     def __init__(self, ram: SlotPool, devices: Sequence[SlotPool]) -> None:
-        """`devices` is empty where RAM is the top tier."""
+        """Deals experts to devices in proportion to their memory; without `devices`, RAM is the top tier."""
         self.ram = ram
         self.devices = tuple(devices)
         self.tops = self.devices or (ram,)
@@ -55,7 +55,7 @@ class TierPools:
             pool.set_index(index)
 
     def all_on_top(self, layer: int, experts: IntArray) -> bool:
-        """Whether all of the experts [n] are in the device that computes them."""
+        """Whether all of the experts [n] are in the devices that compute them."""
         if len(self.tops) == 1:
             return NONE not in self.tops[0].where[layer].take(experts).tolist()
         homes = self.device_of[layer, experts]
@@ -63,22 +63,22 @@ class TierPools:
 
     @property
     def fastest(self) -> Tier:
-        """The tier that experts are computed from where there is room."""
+        """The fastest tier there is: VRAM with devices, otherwise RAM."""
         return self.tops[0].tier
 
     @property
     def policy(self) -> LivePolicy:
-        """The one that ranks what the fastest tier has."""
+        """The cache policy of the fastest tier."""
         return self.tops[0].policy
 
     def slots_of(self, device: int, layer: int) -> int:
-        """Slots of one device for experts of a layer; of RAM where there is none."""
+        """Counts the slots of one device, or of RAM without devices, for experts of a layer."""
         pool = self.tops[device]
         return pool.slots_of(pool.layout.classes.layer_class[layer])
 
     @property
     def has_all(self) -> bool:
-        """Whether the fastest tier has every expert now, and for good: with so many slots it evicts none."""
+        """Whether the fastest tier has every expert, and room for all, so that it will evict none."""
         classes = self.ram.layout.classes
         for size_class, count in enumerate(classes.counts):
             if sum(pool.slots_of(size_class) for pool in self.tops) < count:
@@ -86,22 +86,22 @@ class TierPools:
         return sum(int((pool.where >= 0).sum()) for pool in self.tops) == sum(classes.counts)
 
     def resident_mask(self, tier: Tier = Tier.RAM) -> BoolArray:
-        """Which experts [L, E] the tier has now."""
+        """Returns the mask of experts [L, E] that the tier has now."""
         mask: BoolArray = np.logical_or.reduce([pool.where >= 0 for pool in self._pools(tier)])
         return mask
 
     def missing_from_ram(self, layer: int, experts: IntArray) -> BoolArray:
-        """Which of the experts [n] are not in RAM now."""
+        """Returns the mask of the experts [n] that are not in RAM now."""
         missing: BoolArray = self.ram.where[layer].take(experts) < 0
         return missing
 
     def usage(self, tier: Tier) -> TierUsage:
-        """The tier's slots and what has moved."""
+        """Adds up the slots and movements of a tier over its pools."""
         usages = [pool.usage for pool in self._pools(tier)]
         return TierUsage(*(sum(usage[i] for usage in usages) for i in range(len(TierUsage._fields))))
 
     def tiers_of(self, layer: int, experts: IntArray) -> IntArray:
-        """The fastest tier that has each of the experts [n] now."""
+        """Returns the fastest tier that has each of the experts [n] now."""
         tiers = np.where(self.ram.where[layer].take(experts) >= 0, RAM, NVME)
         for i, pool in enumerate(self.devices):
             here = (self.device_of[layer].take(experts) == i) & (pool.where[layer].take(experts) >= 0)
@@ -112,7 +112,7 @@ class TierPools:
         return self.devices if tier is Tier.VRAM else (self.ram,)
 
 
-CHECKS = 1000  # of integrity, until one finds that nothing has changed meanwhile
+CHECKS = 1000  # attempts at an integrity check during which nothing changes
 NOW, VERSION, CHANGES = (place_of(STATE, name) for name in ("layer", "version", "changes"))
 
 
@@ -122,13 +122,13 @@ class Residency(TierPools):
     def __init__(
         self, ram: SlotPool, devices: Sequence[SlotPool] = (), *, containment: bool = True, wait: Waiters | None = None
     ) -> None:
-        """Takes over the pools. With `containment`, what is in a device is in RAM too. `wait` is for simulated time."""
+        """Takes over the pools. With `containment`, RAM has every expert of a device. `wait` is for simulated time."""
         super().__init__(ram, devices)
         self.containment = containment
         self._policies = tuple({id(pool.policy): pool.policy for pool in (*self.devices, ram)}.values())
-        self._ours = 1  # demands are this box's own
+        self._ours = 1  # 0 for demands of peers
         self._waiters = wait or Waiters()
-        self._arrivals: dict[SimpleQueue[Transfer], int] = {}  # who waits for loads, and of which layer
+        self._arrivals: dict[SimpleQueue[Transfer], int] = {}  # queues of waiting layer-steps, with their layer
         self._shared = shared = SharedRecord(STATE)
         self._state, self.address = shared.numbers, shared.address  # of the STATE record, for compiled code
         layers, experts = shape = ram.where.shape
@@ -152,24 +152,24 @@ class Residency(TierPools):
         )
 
     def for_peers(self) -> Self:
-        """Returns the same for demands of peers, of which no policy hears, and which leave no mark on prefetches."""
+        """Returns residency for demands of peers, which change neither policies nor prefetch flags."""
         other = copy.copy(self)
         other._policies, other._ours, other.device_assignment = (), 0, self.device_assignment.for_peers()
         return other
 
     @property
     def served(self) -> list[int]:
-        """Returns the counts of demanded experts by the tier that had them."""
+        """The counts of demanded experts by the tier that had them."""
         return self._served.tolist()  # type: ignore[no-any-return]
 
     def count_served(self, experts: int) -> None:
-        """Adds to `served` experts that the fastest tier had, and that were computed without asking."""
+        """Adds to `served` experts that were computed from the fastest tier without `acquire`."""
         self._served[self.fastest] += experts
 
-    # --- the compute thread's calls -------------------------------------------------------------------------
+    # --- the compute thread -------------------------------------------------------------------------
 
     def begin_layer(self, layer: int, demanded: IntArray) -> None:
-        """Opens a layer-step. Tells the policies the distinct experts [n] that decoding tokens demand of the layer."""
+        """Begins a layer-step, and touches the distinct experts [n] that decoding tokens demand in the policies."""
         self._touch_policies(layer, demanded)
         if self._ours:
             residency_ops.BEGIN_LAYER.call_briefly(self.address, layer)
@@ -177,16 +177,16 @@ class Residency(TierPools):
     def pin_if_all_resident(
         self, device: int, layer: int, experts: IntArray, prefill_only: BoolArray | None
     ) -> IntArray | None:
-        """Opens a layer-step as `begin_layer` does, and pins the experts [n] if all of them are in the device.
+        """Begins a layer-step as `begin_layer` does, and pins the experts [n] if all of them are in the device.
 
-        Returns their slots [n], pinned until `release`; None, with nothing pinned, where one is missing.
-        `prefill_only` [n] marks those that only prefill needs: the policies do not see them as demanded.
+        Returns their slots [n], pinned until `release`; None, with nothing pinned, if one is missing.
+        `prefill_only` [n] marks experts that only prefill needs, which the policies do not count as demanded.
         """
         self._touch_policies(layer, experts if prefill_only is None else experts[~prefill_only])
-        call = self._records.mine
-        n = call.set(self.tops[device].index, layer, experts, prefill_only)
-        call.fields[OURS] = self._ours
-        return call.slots[n].copy() if self._pin_all(call.address) else None
+        request = self._records.mine
+        n = request.set(self.tops[device].index, layer, experts, prefill_only)
+        request.fields[OURS] = self._ours
+        return request.slots[n].copy() if self._pin_all(request.address) else None
 
     def acquire(
         self,
@@ -204,12 +204,12 @@ class Residency(TierPools):
         `stop_arrivals`, each demanded load of the layer is put into `arrivals` when it has completed or failed, also
         the loads that another thread demands.
         """
-        self._arrivals[arrivals] = layer  # before the call, so that no end goes unnoticed
-        top, call = self.tops[device], self._records.mine
-        n, fields = call.set(top.index, layer, experts, prefill_only), call.fields
+        self._arrivals[arrivals] = layer  # before the operation, so that no completion is missed
+        top, request = self.tops[device], self._records.mine
+        n, fields = request.set(top.index, layer, experts, prefill_only), request.fields
         fields[OURS], fields[LIMIT] = self._ours, n if limit is None else limit
         fields[RANKS_AT] = fields[RAM_RANKS_AT] = 0
-        while asked := self._acquire(call.address):
+        while asked := self._acquire(request.address):
             if asked & RANKS:
                 ranks = top.ranks(self._layer)
                 fields[RANKS_AT] = ranks.address
@@ -218,12 +218,12 @@ class Residency(TierPools):
                 fields[RAM_RANKS_AT] = ram_ranks.address
         starts = [
             Transfer(top if pool else self.ram, layer, expert, slot, source)
-            for pool, expert, slot, source in call.starts[: fields[START_COUNT]].tolist()
+            for pool, expert, slot, source in request.starts[: fields[START_COUNT]].tolist()
         ]
-        return SlotClaim(call.slots[n].copy(), call.ready[n].copy(), starts, fields[SEEN])
+        return SlotClaim(request.slots[n].copy(), request.ready[n].copy(), starts, fields[SEEN])
 
     def stop_arrivals(self, arrivals: SimpleQueue[Transfer]) -> None:
-        """Puts no more loads into `arrivals`."""
+        """Stops putting loads into `arrivals`."""
         self._arrivals.pop(arrivals, None)
 
     def release(self, device: int, slots: IntArray) -> None:
@@ -231,60 +231,60 @@ class Residency(TierPools):
         self._drop_pins(self.tops[device], slots)
 
     def mark_computed(self, layer: int, experts: IntArray) -> None:
-        """Marks experts as computed by the running layer-step, which needs them no more."""
+        """Marks experts as computed by the running layer-step, which no longer needs them."""
         self._needed[layer][experts] = NONE
 
     def pin_in_ram(self, layer: int, experts: IntArray, prefill_only: BoolArray | None) -> IntArray:
-        """Pins experts [n] in RAM, from where the CPU computes them beside a device.
+        """Pins experts [n] in RAM, for the CPU to compute them beside a device.
 
-        Returns their slots [n], pinned until `unpin`; NONE where an expert is not in RAM any more. `prefill_only` [n]
-        marks those that only prefill needs.
+        Returns their slots [n], pinned until `unpin`; NONE if an expert is no longer in RAM. `prefill_only` [n] marks
+        experts that only prefill needs.
         """
-        call = self._records.mine
-        n = call.set(self.ram.index, layer, experts, prefill_only)
-        call.fields[OURS] = self._ours
-        residency_ops.PIN.call_briefly(call.address)
-        return call.slots[n].copy()
+        request = self._records.mine
+        n = request.set(self.ram.index, layer, experts, prefill_only)
+        request.fields[OURS] = self._ours
+        residency_ops.PIN.call_briefly(request.address)
+        return request.slots[n].copy()
 
     def wait_for_change(self, version: int, timeout_s: float) -> bool:
         """Waits until a load has ended or slots were unpinned since the claim of this version.
 
-        Returns False where nothing changed within `timeout_s`.
+        Returns False if nothing changed within `timeout_s`.
         """
         return self._waiters.wait_for(lambda: self._state[VERSION] != version, timeout_s)
 
-    # --- the loader's calls -----------------------------------------------------------------------------------
+    # --- the loader -----------------------------------------------------------------------------------
 
     def reserve(self, move: Move, priority: PrefetchPriority, device: int | None = None) -> Transfer | None:
-        """Begins the load of a prefetch request, into no other than `device` where one is named.
+        """Begins the load of a prefetch request, only into `device` if given.
 
-        Returns None where no slot is free or of lower utility, where the expert is there already, on its way or
-        another device's, and for a copy whose source is not in RAM.
+        Returns None if no slot is free or of lower utility, or if the expert is there already or being loaded. The
+        same for an expert of another device, and for a copy without its source in RAM.
         """
         layer, expert = move.expert
         device = self.device_of[layer, expert] if device is None else device
         pool = self.ram if move.target is Tier.RAM else self.tops[device]
-        fields = (call := self._records.mine).fields
-        fields[POOL_AT], fields[LAYER], call.ids[1][0], fields[FLAGS] = pool.index, layer, expert, priority.flags
-        call.worths[0], call.worths[1], fields[RANKS_AT] = priority.utility(move.score), move.score, 0
-        while (slot := residency_ops.RESERVE.call_briefly(call.address)) == ASKS:
+        fields = (request := self._records.mine).fields
+        fields[POOL_AT], fields[LAYER], request.ids[1][0], fields[FLAGS] = pool.index, layer, expert, priority.flags
+        request.worths[0], request.worths[1], fields[RANKS_AT] = priority.utility(move.score), move.score, 0
+        while (slot := residency_ops.RESERVE.call_briefly(request.address)) == ASKS:
             ranks = pool.ranks(self._layer)
             fields[RANKS_AT] = ranks.address
-        source, near = int(call.slots[1][0]), priority.for_one_layer
+        source, near = int(request.slots[1][0]), priority.for_one_layer
         return Transfer(pool, layer, expert, slot, source, near=near) if slot >= 0 else None
 
     def complete_load(self, load: Transfer) -> Sequence[Transfer]:
-        """Records that the load's bytes are in place. Returns the copies that waited for them, their source pinned."""
+        """Makes the load's expert resident. Returns the copies that waited for it, with their source pinned."""
         copy_slot, demanded = divmod(residency_ops.ARRIVE.call_briefly(self.address, load.pool.index, load.slot), 2)
         self._deliver(load, bool(demanded))
         return (self._copy_after(load, copy_slot - 1),) if copy_slot else ()
 
     def unpin(self, slots: int | IntArray) -> None:
-        """Drops one pin of a slot of RAM, or of each of several distinct slots."""
+        """Drops one pin of a RAM slot, or of each of several distinct slots."""
         self._drop_pins(self.ram, slots)
 
     def fail_load(self, load: Transfer, error: Exception) -> None:
-        """Ends the load, and the copies that waited for it, with `error`. Their slots become free once unpinned."""
+        """Fails the load, and the copy that waited for it, with `error`. Their slots become free once unpinned."""
         copy_slot, demanded = divmod(residency_ops.FAIL.call_briefly(self.address, load.pool.index, load.slot), 2)
         load.error = error
         self._deliver(load, bool(demanded))
@@ -294,20 +294,23 @@ class Residency(TierPools):
             self._deliver(waiting, demanded=True)
 
     def withdraw_load(self, load: Transfer) -> bool:
-        """Drops a prefetch to a device unless it is demanded. Returns whether it did; its source stays pinned."""
+        """Drops a prefetch to a device unless it is demanded.
+
+        Returns whether it was dropped; its source stays pinned.
+        """
         gone = bool(residency_ops.WITHDRAW.call_briefly(self.address, load.pool.index, load.slot))
         if gone:
             self._waiters.wake()
         return gone
 
     def pin(self, layer: int, expert: int) -> int:
-        """Pins an expert in RAM until `unpin`. Returns its slot; NONE where the expert is not in RAM."""
+        """Pins an expert in RAM until `unpin`. Returns its slot; NONE if the expert is not in RAM."""
         return int(residency_ops.PIN_IN_RAM.call_briefly(self.address, layer * self.ram.experts + expert))
 
     # --- integrity ----------------------------------------------------------------------------------------------
 
     def check_integrity(self, *, idle: bool = False) -> None:
-        """Asserts every invariant; with `idle`, also that nothing is pinned or on its way. Raises AssertionError."""
+        """Asserts every invariant; with `idle`, also the absence of pins and loads. Raises AssertionError."""
         for _ in range(CHECKS):
             changes = self._state[CHANGES]
             try:
@@ -342,10 +345,10 @@ class Residency(TierPools):
                 policy.touch(layer, demanded)
 
     def _drop_pins(self, pool: SlotPool, slots: int | IntArray) -> None:
-        call, n = self._records.mine, 1 if isinstance(slots, int) else len(slots)
-        call.fields[POOL_AT], call.fields[COUNT] = pool.index, n
-        call.slots[n][...] = slots
-        self._unpin(call.address)
+        request, n = self._records.mine, 1 if isinstance(slots, int) else len(slots)
+        request.fields[POOL_AT], request.fields[COUNT] = pool.index, n
+        request.slots[n][...] = slots
+        self._unpin(request.address)
         self._waiters.wake()  # another thread's layer-step may find room now
 
     def _copy_after(self, read: Transfer, slot: int) -> Transfer:
@@ -354,7 +357,7 @@ class Residency(TierPools):
         return Transfer(pool, read.layer, read.expert, slot, read.slot, cold=True)
 
     def _deliver(self, load: Transfer, demanded: bool) -> None:
-        """Hands an ended load into the fastest tier to those that wait for loads, and wakes `wait_for_change`."""
+        """Puts an ended load of the fastest tier into the waiting queues, and wakes `wait_for_change`."""
         if demanded and (load.pool is not self.ram or not self.devices):
             for arrivals, layer in self._arrivals.copy().items():
                 if layer == load.layer:

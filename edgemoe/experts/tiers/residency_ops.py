@@ -27,7 +27,7 @@ from edgemoe.jit.intrinsics import INT, code, f32_at, i64_at, jit, record, u8_at
 
 @jit
 def demand_flags(request: int, i: int) -> int:
-    """Returns the flags that a demand of expert i leaves: TRANSIENT where only prefill needs it."""
+    """Returns the flags that remain after a demand of expert i: TRANSIENT if only prefill needs it."""
     r = record(request, REQUEST)
     return TRANSIENT if r.marked and u8_at(r.prefill)[i] else 0
 
@@ -62,7 +62,7 @@ def join_load(request: int, pool: int, i: int, slot: int) -> None:
 
 @jit
 def _promote(pool: int, slot: int) -> None:
-    """Makes a load a demanded one. A prefetch counts as promoted, once."""
+    """Marks a load as demanded. A prefetch counts as promoted, once."""
     p = record(pool, POOL)
     is_hoped = (i64_at(p.flags)[slot] & UNUSED) * (1 - i64_at(p.demanded)[slot])
     record(class_at(pool, i64_at(p.class_of)[slot]), CLASS).promoted += is_hoped
@@ -71,7 +71,7 @@ def _promote(pool: int, slot: int) -> None:
 
 @jit
 def fetch_from_disk(request: int, pool: int, n: int) -> None:
-    """Places loads of the first `n` wanted experts into RAM, which is the fastest tier, as far as there is room."""
+    """Begins loads of the first `n` wanted experts into RAM, the fastest tier, as far as there is room."""
     r = record(request, REQUEST)
     for j in range(claim_slots(r.state, pool, size_class(request), n, r.ranks, r.taken)):
         i, slot = i64_at(r.wanted)[j], i64_at(r.taken)[j]
@@ -82,7 +82,7 @@ def fetch_from_disk(request: int, pool: int, n: int) -> None:
 
 @jit
 def fetch_through_ram(request: int, pool: int, n: int) -> None:
-    """Places loads of the first `n` wanted experts into a device, as far as there is room.
+    """Begins loads of the first `n` wanted experts into a device, as far as there is room.
 
     An expert in RAM is copied from there at once. Another one is read into RAM first; the copy waits for the read.
     Experts in RAM are the first to get a slot.
@@ -118,7 +118,7 @@ def fetch_through_ram(request: int, pool: int, n: int) -> None:
 
 @jit
 def _copy(request: int, pool: int, i: int, slot: int, source: int, coming: int) -> None:
-    """Places the copy of expert i: from the slot `source` of RAM, or, without one, from where it is `coming` to."""
+    """Begins the copy of expert i from RAM slot `source`, or, without one, from slot `coming` after its read."""
     r, top = record(request, REQUEST), record(pool, POOL)
     ram = i64_at(record(r.state, STATE).pools)[0]
     p = record(ram, POOL)
@@ -153,7 +153,7 @@ def _sort_by_source(request: int, ram: int, n: int) -> int:
 
 @jit
 def _start(request: int, pool: int, i: int, slot: int, source: int) -> None:
-    """Notes a load that can start now."""
+    """Adds a load that can start now to the results."""
     r = record(request, REQUEST)
     row = i64_at(r.starts + 32 * r.start_count)
     row[0], row[1], row[2], row[3] = pool, i64_at(r.ids)[i], slot, source
@@ -167,13 +167,13 @@ def _key(request: int, i: int) -> int:
     return r.layer * record(r.state, STATE).experts + i64_at(r.ids)[i]  # type: ignore[no-any-return]
 
 
-RANKS, RAM_RANKS = 1, 2  # asked for by ACQUIRE
-ASKS = -2  # for ranks, by RESERVE
+RANKS, RAM_RANKS = 1, 2  # bits: the ranks that ACQUIRE asks for
+ASKS = -2  # RESERVE asks for ranks
 
 
 @code(INT, INT, result=INT)
 def BEGIN_LAYER(state: int, layer: int) -> int:
-    """Opens a layer-step."""
+    """Begins a layer-step of a layer: advances the clock."""
     s = record(state, STATE)
     s.clock += 1
     s.layer = layer
@@ -183,7 +183,7 @@ def BEGIN_LAYER(state: int, layer: int) -> int:
 
 @code(INT, result=INT)
 def PIN_ALL(request: int) -> int:
-    """Opens a layer-step of ours, and pins the experts if all are in the pool. Returns whether they are."""
+    """Begins a layer-step of ours, and pins the experts if all are in the pool. Returns 1 if they are."""
     r = record(request, REQUEST)
     s, pool = record(r.state, STATE), i64_at(record(r.state, STATE).pools)[r.pool]
     if r.ours:
@@ -204,7 +204,7 @@ def PIN_ALL(request: int) -> int:
 
 @code(INT, result=INT)
 def PIN(request: int) -> int:
-    """Pins those of the experts that are in the pool. Returns their number."""
+    """Pins the experts that are in the pool. Returns their number."""
     r = record(request, REQUEST)
     s, pool = record(r.state, STATE), i64_at(record(r.state, STATE).pools)[r.pool]
     count, base = 0, r.layer * s.experts
@@ -220,7 +220,7 @@ def PIN(request: int) -> int:
 
 @code(INT, INT, result=INT)
 def PIN_IN_RAM(state: int, key: int) -> int:
-    """Pins an expert in RAM. Returns its slot; NONE where it is not there."""
+    """Pins an expert in RAM. Returns its slot; NONE if it is not there."""
     s = record(state, STATE)
     p = record(i64_at(s.pools)[0], POOL)
     slot = i64_at(p.where)[key]
@@ -234,7 +234,7 @@ def PIN_IN_RAM(state: int, key: int) -> int:
 def ACQUIRE(request: int) -> int:
     """Pins the experts that are in the pool, and slots for as many others as there is room.
 
-    Returns 0; or, with nothing changed, which ranks it needs: RANKS, RAM_RANKS, or both.
+    Returns 0; or, with nothing changed, the ranks it needs: RANKS, RAM_RANKS, or both.
     """
     r = record(request, REQUEST)
     s, pool = record(r.state, STATE), i64_at(record(r.state, STATE).pools)[r.pool]
@@ -295,7 +295,7 @@ def _pin(request: int, pool: int, i: int, slot: int) -> None:
 
 @code(INT, result=INT)
 def UNPIN(request: int) -> int:
-    """Drops one pin of each of the distinct slots of the pool. What a failed load has left becomes free."""
+    """Drops one pin of each of the distinct slots of the pool. An unpinned slot of a failed load becomes free."""
     r = record(request, REQUEST)
     s, pool = record(r.state, STATE), i64_at(record(r.state, STATE).pools)[r.pool]
     p = record(pool, POOL)
@@ -312,9 +312,9 @@ def UNPIN(request: int) -> int:
 
 @code(INT, result=INT)
 def RESERVE(request: int) -> int:
-    """Begins the load of a prefetch request. Returns its slot; NONE where it is refused; ASKS for `ranks`.
+    """Begins the load of a prefetch request. Returns its slot; NONE if refused; ASKS to ask for `ranks`.
 
-    What has no number for its utility is worth what it ranks at now.
+    If the utility is no number, the expert's current rank takes its place.
     """
     r = record(request, REQUEST)
     s, pool = record(r.state, STATE), i64_at(record(r.state, STATE).pools)[r.pool]
@@ -347,7 +347,7 @@ def RESERVE(request: int) -> int:
 
 @code(INT, INT, INT, result=INT)
 def ARRIVE(state: int, pool: int, slot: int) -> int:
-    """Makes the expert of an ended load resident, and pins the slot of RAM for the copy that waits for it.
+    """Makes the expert of an ended load resident, and pins the RAM slot for the copy that waits for it.
 
     Returns the slot of that copy plus 1, or 0, times two; plus whether the load was demanded.
     """
@@ -370,9 +370,9 @@ def ARRIVE(state: int, pool: int, slot: int) -> int:
 
 @code(INT, INT, INT, result=INT)
 def FAIL(state: int, pool: int, slot: int) -> int:
-    """Drops a failed load, and the copy that waits for it. Slots become free as soon as they are not pinned.
+    """Drops a failed load, and the copy that waits for it. Their slots become free at the last unpin.
 
-    Returns what ARRIVE does.
+    Returns the same as ARRIVE.
     """
     s = record(state, STATE)
     p = record(i64_at(s.pools)[pool], POOL)
@@ -388,7 +388,7 @@ def FAIL(state: int, pool: int, slot: int) -> int:
 
 @code(INT, INT, INT, result=INT)
 def WITHDRAW(state: int, pool: int, slot: int) -> int:
-    """Drops a prefetch to a device unless somebody demands it. Returns whether it did."""
+    """Drops a prefetch to a device unless it is demanded. Returns 1 if dropped."""
     s = record(state, STATE)
     p = record(i64_at(s.pools)[pool], POOL)
     if i64_at(p.demanded)[slot]:
@@ -402,7 +402,7 @@ def WITHDRAW(state: int, pool: int, slot: int) -> int:
 
 @jit
 def _waiting_copy(state: int, pool: int, key: int) -> int:
-    """Returns the device's slot of the copy that waits for a read into RAM; NONE where none does."""
+    """Returns the device slot of the copy that waits for a read into RAM; NONE if there is none."""
     s = record(state, STATE)
     if pool != 0 or s.devices == 0:
         return NONE

@@ -38,9 +38,9 @@ class Transfer:
         cold: bool = False,
         near: bool = False,
     ) -> None:
-        """States what is to be done.
+        """Describes the load.
 
-        `cold` is a copy that had to wait for a read from NVMe, `near` a prefetch for the layers that come next.
+        A `cold` copy had to wait for a read from NVMe. A `near` one is a prefetch for the next layers.
         """
         self.pool, self.layer, self.expert, self.slot, self.source = pool, layer, expert, slot, source
         self.cold = cold or source < 0  # comes from NVMe
@@ -49,17 +49,17 @@ class Transfer:
 
     @property
     def demand(self) -> bool:
-        """Returns whether somebody waits for it, while it is under way."""
+        """Whether a layer-step waits for it, while it is under way."""
         return bool(self.pool.demanded[self.slot])
 
     @property
     def urgency(self) -> int:
-        """Returns what it overtakes: anything of less."""
+        """Its rank among loads: a load overtakes loads of lower urgency."""
         return 2 if self.demand else int(self.near)
 
     @property
     def has_ended(self) -> bool:
-        """Returns whether it has failed, or its expert is resident in the slot."""
+        """Whether it has failed, or its expert is resident in the slot."""
         return self.error is not None or self.pool.where.item(self.layer, self.expert) == self.slot
 
     def __repr__(self) -> str:
@@ -67,32 +67,32 @@ class Transfer:
 
 
 class TierUsage(NamedTuple):
-    """How full a tier is, over all of its pools, and what has come into it since the start."""
+    """The slots in use of a tier, over all its pools, and the experts that came into it since the start."""
 
     slots: int
-    used: int  # of them, resident or on its way
+    used: int  # slots with an expert, resident or being loaded
     moved: int  # experts that came in
-    prefetched: int  # of these, before they were demanded
-    wasted: int  # of these, evicted before they were demanded
-    promoted: int  # prefetches that were demanded on their way
-    withdrawn: int  # prefetches that were given up on their way
-    size_bytes: int  # of the slots
+    prefetched: int  # experts that came in before a demand
+    wasted: int  # prefetched experts that were evicted before a demand
+    promoted: int  # prefetches that were demanded while under way
+    withdrawn: int  # prefetches that were given up while under way
+    size_bytes: int  # of all slots
     moved_bytes: int
     wasted_bytes: int
 
 
 class Ranks(NamedTuple):
-    """A policy's ranks [L, E], to be kept while their address is used."""
+    """A policy's ranks [L, E]; the array must live while its address is used."""
 
     array: FloatArray
     address: int
 
 
 class SlotClass:
-    """Holds what is known of a pool's slots of one size, in a CLASS record."""
+    """Tracks a pool's slots of one size class, in a CLASS record."""
 
     def __init__(self, first: int, slots: int, expert_bytes: int) -> None:
-        """Begins with none of the slots, from `first` on."""
+        """Begins with no free slot; the class's slots are numbered from `first` on."""
         self.expert_bytes = expert_bytes
         self.record = record = SharedRecord(CLASS)
         self._free: IntArray = record.array("free", slots, NONE)  # a stack
@@ -107,22 +107,22 @@ class SlotClass:
         return self._free[: self.record["free_count"]].tolist()  # type: ignore[no-any-return]
 
     def set_free(self, slots: IntArray) -> None:
-        """Makes these slots free, the lowest to be taken first."""
+        """Makes these slots free; the lowest is claimed first."""
         self._free[: len(slots)] = slots[::-1]
         self.record["free_count"] = len(slots)
 
 
 class SlotClaim(NamedTuple):
-    """Holds the result of `acquire`. Every slot in it is pinned until `release`."""
+    """The result of `acquire`. Every slot in it is pinned until `release`."""
 
-    slots: IntArray  # [n] slot of each expert; NONE where there was no room
-    ready: BoolArray  # [n] whether its bytes are there; else it is on its way
+    slots: IntArray  # [n] slot of each expert; NONE if there was no room
+    ready: BoolArray  # [n] whether the expert is resident; otherwise it is being loaded
     loads: Sequence[Transfer]  # to hand to the loader
     version: int  # for `wait_for_change`
 
 
 class SlotPool:
-    """Holds what is known of slots [S] for L x E experts, in a POOL record. Residency's compiled calls change it."""
+    """Tracks the slots [S] for L x E experts, in a POOL record. Only residency's compiled operations change it."""
 
     def __init__(self, tier: Tier, layers: int, experts: int, slots: int | SlabLayout, policy: LivePolicy) -> None:
         """Takes the layout of the pool's slab, or a number of equal slots."""
@@ -136,12 +136,12 @@ class SlotPool:
         count = layout.count
         self._record = record = SharedRecord(POOL)
         self.address = record.address
-        self.where: IntArray = record.array("where", (layers, experts), NONE)  # [L, E] slot of what is resident
-        self.coming: IntArray = record.array("coming", (layers, experts), NONE)  # [L, E] of what is on its way
-        self.owner: IntArray = record.array("owner", count, GONE)  # [S] layer * E + expert, resident or on its way
+        self.where: IntArray = record.array("where", (layers, experts), NONE)  # [L, E] slot of each resident expert
+        self.coming: IntArray = record.array("coming", (layers, experts), NONE)  # [L, E] slot of each load
+        self.owner: IntArray = record.array("owner", count, GONE)  # [S] layer * E + expert, resident or being loaded
         self.pins: IntArray = record.array("pins", count)  # [S]
-        self.source: IntArray = record.array("source", count, NONE)  # [S] in RAM, of what is on its way
-        self.demanded: IntArray = record.array("demanded", count)  # [S] whether somebody waits for what is on its way
+        self.source: IntArray = record.array("source", count, NONE)  # [S] RAM slot that a load copies from
+        self.demanded: IntArray = record.array("demanded", count)  # [S] whether a layer-step waits for the load
         self.class_of: IntArray = record.array("class_of", count)  # [S] size class
         for name in ("flags", "born", "cold"):
             record.array(name, count)
@@ -149,14 +149,14 @@ class SlotPool:
         record.array("victims", experts)
         record.array("victim_keys", experts, dtype=np.float32)
         record["tier"], record["slots"] = tier, count
-        self._ranks: Ranks | None = None  # seen last
+        self._ranks: Ranks | None = None  # of the latest call
         self.classes = tuple(SlotClass(layout.first(i), layout.slots(i), layout.classes.bytes[i]) for i in sizes)
         record.set_array("classes", np.array([each.record.address for each in self.classes]))
         self.extents: IntArray = np.repeat(sizes, layout.divided())  # [X] size class of each extent
         self._divide()
 
     def _divide(self) -> None:
-        """Makes free slots of all extents."""
+        """Divides all extents into free slots."""
         for i, (each, per) in enumerate(zip(self.classes, self.layout.per_extent, strict=True)):
             first = self.layout.first(i)
             self.class_of[first : first + self.layout.slots(i)] = i
@@ -166,32 +166,32 @@ class SlotPool:
             each.set_free(slots)
 
     def extent(self, number: int, size_class: int) -> tuple[int, int]:
-        """Returns the first slot that an extent makes for a class, and how many it makes."""
+        """Returns the first slot and the number of slots that an extent has in a class."""
         per = self.layout.per_extent[size_class]
         return self.layout.first(size_class) + number * per, per
 
     def slots_of(self, size_class: int) -> int:
-        """Returns how many slots a class has now."""
+        """Counts the slots that a class has now."""
         return int(np.count_nonzero(self.extents == size_class)) * self.layout.per_extent[size_class]
 
     @property
     def slots(self) -> int:
-        """Returns how many slots there are now."""
+        """The number of slots now."""
         return sum(self.slots_of(size_class) for size_class in range(len(self.classes)))
 
     @property
     def free(self) -> list[int]:
-        """Returns the slots that are free."""
+        """The free slots of all classes."""
         return [slot for each in self.classes for slot in each.free]
 
     @property
     def free_count(self) -> int:
-        """Returns how many slots are free."""
+        """The number of free slots."""
         return self._sum("free_count")
 
     @property
     def usage(self) -> TierUsage:
-        """Returns how full the pool is, and what has come into it."""
+        """The slots in use, and the counts of experts that came in."""
         slots, sizes = self.slots, [each.expert_bytes for each in self.classes]
         counted = ("moved", "prefetched", "wasted", "promoted", "withdrawn")
         by_class = {name: [each.record[name] for each in self.classes] for name in counted}
@@ -214,7 +214,7 @@ class SlotPool:
 
     @property
     def loads(self) -> dict[int, Transfer]:
-        """Returns what is on its way, by owner."""
+        """The loads under way, by the key of their expert."""
         keys = np.flatnonzero(self.coming >= 0).tolist()
         return {key: self.transfer(int(self.coming.ravel()[key]), *divmod(key, self.experts)) for key in keys}
 
@@ -223,19 +223,19 @@ class SlotPool:
         return Transfer(self, layer, expert, slot, int(self.source[slot]), cold=cold)
 
     def set_index(self, index: int) -> None:
-        """Makes this the residency's pool of that number."""
+        """Sets the pool's number among residency's pools."""
         self.index = self._record["index"] = index
 
     def ranks(self, layer: int) -> Ranks:
         """Returns the policy's ranks while `layer` runs."""
         ranks, seen = self.policy.rank(layer), self._ranks
-        if seen is None or seen.array is not ranks:  # to ask for an address takes as long as all else
+        if seen is None or seen.array is not ranks:  # asking for an address takes as long as the rest
             floats = np.ascontiguousarray(ranks, np.float32)
             self._ranks = seen = Ranks(floats, floats.ctypes.data)
         return seen
 
     def check_integrity(self, *, idle: bool) -> None:
-        """Asserts that slots, owners, pins, loads and the free list agree."""
+        """Checks slots, owners, pins, loads and the free list against each other. Raises AssertionError."""
         resident, coming = np.flatnonzero(self.where.ravel() >= 0), np.flatnonzero(self.coming.ravel() >= 0)
         slots, loading = self.where.ravel()[resident], self.coming.ravel()[coming]
         assert (self.owner[slots] == resident).all(), "an expert's slot belongs to another"
@@ -254,7 +254,7 @@ class SlotPool:
             assert not len(loading), f"{self.tier.name}: {list(self.loads.values())} never ended"
 
     def _check_bytes(self) -> None:
-        """Asserts that slots are those of the classes' extents, that each expert is in a slot of its own class."""
+        """Checks slots against the classes' extents, and each expert against the class of its slot."""
         layout, expected = self.layout, np.full(len(self.owner), GONE)
         for number, size_class in enumerate(self.extents.tolist()):
             if size_class >= 0:
@@ -271,29 +271,29 @@ class SlotPool:
 
 
 class Waiters:
-    """Knows how many threads wait, so that nobody takes a lock where none does."""
+    """Wakes threads that wait for a change of residency. Takes no lock while no thread waits."""
 
     def __init__(self) -> None:
         self.count = 0
         self._changed = threading.Condition()
 
     def wake(self) -> None:
-        """Wakes all."""
+        """Wakes all waiting threads."""
         if self.count:
             with self._changed:
                 self._changed.notify_all()
 
     def wait_for(self, changed: Callable[[], bool], timeout_s: float) -> bool:
-        """Waits until `changed`. Returns False where it has not within `timeout_s`."""
+        """Waits until `changed()`. Returns False after `timeout_s` without it."""
         with self._changed:
-            self.count += 1  # before looking, so that no change goes unnoticed
+            self.count += 1  # before the first check, so that no change is missed
             try:
                 return self._changed.wait_for(changed, timeout_s)
             finally:
                 self.count -= 1
 
 
-PREFILL_ONLY_UTILITY = -1e29  # prefetched for prefill only: replaces prefill-only experts only
+PREFILL_ONLY_UTILITY = -1e29  # of a prefetch for prefill only: it replaces prefill-only experts only
 
 
 class PrefetchPriority(enum.IntEnum):
@@ -301,19 +301,19 @@ class PrefetchPriority(enum.IntEnum):
 
     NEAR = 0  # the layers that come next
     PREFILL_ONLY = 1  # the next layer of a prefill
-    HOME = 2  # what the boxes agreed to keep here
-    USED = 3  # what the CPU has just computed in a device's stead
-    FAR = 4  # everything later: the controller's
-    FILL = 5  # anything, into slots that are free
+    HOME = 2  # home experts by the placement plan
+    USED = 3  # experts that the CPU has just computed for a device
+    FAR = 4  # everything later, planned by the controller
+    FILL = 5  # any expert, into free slots
 
     @property
     def for_one_layer(self) -> bool:
-        """Returns whether such a prefetch is in vain once its layer has run without it."""
+        """Whether the prefetch is useless once its layer has run without it."""
         return self in (PrefetchPriority.NEAR, PrefetchPriority.PREFILL_ONLY)
 
     @property
     def flags(self) -> int:
-        """Returns the flags of the slot that the expert is loaded into."""
+        """The flags of the slot that the expert is loaded into."""
         return (UNUSED, UNUSED | TRANSIENT, 0, 0, UNUSED, TRANSIENT)[self]
 
     def utility(self, score: float) -> float:

@@ -57,7 +57,7 @@ def test_no_more_experts_are_at_home_than_leave_room_for_what_passes_through() -
     desk = Desk(6)
     assert desk.residency.homes.capacities == (4,)
     desk.residency.homes.set_homes(homes(*((0, expert) for expert in range(4))))
-    with pytest.raises(CapacityError, match="5 experts are to be at home here, RAM has room for 4"):
+    with pytest.raises(CapacityError, match="gives this box 5 home experts, RAM has room for 4"):
         desk.residency.homes.set_homes(homes(*((0, expert) for expert in range(5))))
 
 
