@@ -107,7 +107,7 @@ class ExpertTiers:
         self.loader = ExpertLoader(self.residency, store, ram, device_links, on_disk=on_disk)
         links = {str(i): device.link.stats for i, device in enumerate(self.devices)}
         self.link_stats = {"nvme": self.loader.stats, **links}
-        self._kept = SavedLinkStats(memory.costs, self.link_stats)
+        self._saved_stats = SavedLinkStats(memory.costs, self.link_stats)
         self.experts = TieredExperts(
             geometry,
             self.residency,
@@ -145,7 +145,7 @@ class ExpertTiers:
     async def run(self) -> None:
         """Fills free slots in idle time and serves loads, until cancelled."""
         self.loader.prefetch(self._fill(), PrefetchPriority.FILL)
-        beside = [asyncio.create_task(self._kept.keep())]
+        beside = [asyncio.create_task(self._saved_stats.save_periodically())]
         if self.experts.spread is not None:
             beside.append(asyncio.create_task(self.experts.spread.run()))
         try:
@@ -158,7 +158,7 @@ class ExpertTiers:
         """Ends the links. To be called when `run` has ended; forwards that wait fail."""
         for device in self.devices:
             device.link.close()
-        self._kept.save()
+        self._saved_stats.save()
 
     def metrics(self) -> dict[str, float]:
         """Returns the numbers for /metrics by their final names. May be called from any thread."""

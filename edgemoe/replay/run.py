@@ -58,7 +58,7 @@ class Replay:
         self.bounds: list[ByteBelady] = []
         self._geometry = geometry
         self._begin, self._end = getattr(policy, "begin", None), getattr(policy, "end", None)
-        self._route, self._prefilled = getattr(policy, "route", None), getattr(policy, "prefilled", None)
+        self._route, self._prefilled = getattr(policy, "route", None), getattr(policy, "add_prompts", None)
 
     def add(self, capacity_bytes: int, machine: BoxSpec, *, prefetch: bool, plans: bool = True) -> ReplayBox:
         """Returns a new box; one that prefetches does so by hints, and by the policy's plans if it makes `plans`."""

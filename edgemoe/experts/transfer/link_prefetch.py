@@ -17,13 +17,13 @@ from edgemoe.experts.transfer.links import TierLink
 from edgemoe.types.experts import ExpertId, Move
 
 RATE = 0.1  # of the means, per visit of a layer
-MOST = 4.0  # a visit counts as at most so many times the mean
-AWAY = 8.0  # after so many times the mean, decoding counts as stopped
-NOTHING, WAITING = -1, -2  # instead of a layer: nothing has run yet; a demand is being served
+MOST = 4.0  # a visit counts as at most this multiple of the mean
+AWAY = 8.0  # after this multiple of the mean, decoding counts as stopped
+NOTHING, WAITING = -1, -2  # in place of a layer: none has run yet; a demand is being served
 
 
 class IdleWindow:
-    """Estimates the idle time of each layer. The compute thread measures; any thread may ask."""
+    """Estimates the links' idle time after each layer. The compute thread measures; any thread may ask."""
 
     def __init__(self, layers: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -32,7 +32,7 @@ class IdleWindow:
 
     @property
     def layer(self) -> int:
-        """Returns the layer that has all its experts and computes; a negative number where none does."""
+        """The layer that has all its experts and computes; negative if there is none."""
         return self._open[0]
 
     def demand(self, layer: int) -> None:
@@ -55,19 +55,14 @@ class IdleWindow:
         past, mean = self._clock() - since_s, self._mean_s[layer]
         return max(0.0, mean - past) if past <= AWAY * mean else math.inf
 
-    @property
-    def means_s(self) -> list[float]:
-        """Returns the mean idle time after each layer, [L]; 0 before the first."""
-        return self._mean_s.copy()
-
     def pays(self, chance: float, piece_s: float) -> bool:
-        """Returns whether a prefetch pays that is demanded with probability `chance`, and has pieces of `piece_s`."""
+        """Whether a prefetch pays that is demanded with probability `chance` and moves in pieces of `piece_s`."""
         left_s = self.left_s()
         return left_s == math.inf or chance * left_s >= (1 - chance) * piece_s
 
 
 class ReadGap:
-    """Estimates the time between demanded reads. The reader's loop and the compute thread tell; any thread may ask."""
+    """Estimates the time between demanded reads. The loop and the compute thread measure; any thread may ask."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -86,21 +81,19 @@ class ReadGap:
         self._since_s = self._clock()
 
     def delay_s(self, read_s: float) -> float:
-        """Returns how long a read ahead of `read_s` delays demanded ones on average; 0 before any is known."""
+        """Returns the mean delay of demanded reads by a read ahead of `read_s`; 0 before the first measurement."""
         mean = self._mean_s
         return read_s + mean * math.expm1(-read_s / mean) if mean else 0.0
 
 
-# What one link copies ahead of need: the requests that wait, and what is under way until it turns out in vain.
-
-PRIORITIES = tuple(PrefetchPriority)  # to go through an enumeration takes a while
+PRIORITIES = tuple(PrefetchPriority)  # iterating over an enumeration is slow
 
 
 class LinkPrefetcher:
-    """Begins a request where the link is idle and the window says that it pays. Thread-safe.
+    """Holds one link's prefetch requests, and begins one if the link is idle and it pays. Thread-safe.
 
-    One prefetch for the next layers is under way at most, which overtakes one other at most. While nothing runs, which
-    a prefetch could delay, as many are under way as keep the link busy.
+    At most one prefetch for the next layers is under way, and overtakes at most one other. While no layer runs, as many
+    are under way as keep the link busy.
     """
 
     def __init__(self, link: TierLink, device: int, residency: Residency, gap: IdleWindow) -> None:
@@ -109,14 +102,14 @@ class LinkPrefetcher:
         self._queues: tuple[deque[Move], ...] = tuple(deque() for _ in PrefetchPriority)
         self._near: Transfer | None = None
         self._others: dict[Transfer, PrefetchPriority] = {}
-        self._in_vain: list[Transfer] = []  # to be withdrawn
+        self._to_withdraw: list[Transfer] = []  # prefetches to withdraw
 
     def __len__(self) -> int:
         """Counts the requests that have not started."""
         return sum(map(len, self._queues))
 
     def append(self, move: Move, priority: PrefetchPriority) -> None:
-        """Takes another request, to be served after those of its priority."""
+        """Adds a request behind the others of its priority."""
         with self._lock:
             self._queues[priority].append(move)
 
@@ -128,31 +121,31 @@ class LinkPrefetcher:
             queue.extend(moves)
 
     def start(self) -> None:
-        """Begins what pays now, and gives up what was for a layer that runs without it."""
+        """Begins the request that pays now, and gives up the prefetch for a layer that runs without it."""
         if self._near is None and not any(self._queues):
             return
         with self._lock:
-            in_vain = self._near
-            if in_vain is not None and (in_vain.layer != self._gap.layer or in_vain.demand):
-                in_vain = None
+            useless = self._near
+            if useless is not None and (useless.layer != self._gap.layer or useless.demand):
+                useless = None
             pays = self._first() is not None
-        if in_vain is not None:
-            self._give_up(in_vain)
+        if useless is not None:
+            self._give_up(useless)
         if pays and self._link.at_once:
             self._begin()
         elif pays:
             self._link.wake()
 
     def replan(self, planned: Container[ExpertId]) -> None:
-        """Gives up what an earlier plan of the controller's began, where it is no part of the new one."""
+        """Gives up prefetches of an earlier plan of the controller that are not in the new one."""
         with self._lock:
             far = [load for load, priority in self._others.items() if priority is PrefetchPriority.FAR]
         for load in far:
             if not load.demand and ExpertId(load.layer, load.expert) not in planned:
                 self._give_up(load)
 
-    def end(self, load: Transfer) -> None:
-        """Takes note of a copy that has ended, or is given up."""
+    def on_ended(self, load: Transfer) -> None:
+        """Forgets a copy that has ended or is given up."""
         with self._lock:
             if self._near is load:
                 self._near = None
@@ -160,19 +153,22 @@ class LinkPrefetcher:
                 self._others.pop(load, None)
 
     def on_woken(self) -> None:
-        """Ends what was given up, unless it is demanded by now, and begins what pays. On the link's thread."""
-        while self._in_vain:
-            self._link.withdraw(self._in_vain.pop())
+        """Withdraws prefetches that were given up, unless demanded by now, and begins the next.
+
+        On the link's thread.
+        """
+        while self._to_withdraw:
+            self._link.withdraw(self._to_withdraw.pop())
         self._begin()
 
     def _give_up(self, load: Transfer) -> None:
-        self.end(load)
-        self._in_vain.append(load)
+        self.on_ended(load)
+        self._to_withdraw.append(load)
         self._link.wake()
 
     def _begin(self) -> None:
         while (load := self._next()) is not None:
-            self._link.copy(load)  # without the lock: it may hear at once of others that have ended
+            self._link.copy(load)  # without the lock: other copies may end at once
 
     def _next(self) -> Transfer | None:
         with self._lock:
@@ -188,10 +184,7 @@ class LinkPrefetcher:
         return None
 
     def _first(self) -> PrefetchPriority | None:
-        """Returns the first priority whose first request pays now, and can begin.
-
-        It can where the link is idle, or moves one that can wait.
-        """
+        """Returns the first priority with a first request that pays now, if the link is free for it."""
         if self._near is not None:
             return None
         nothing_runs = self._gap.left_s() == math.inf

@@ -15,14 +15,14 @@ import msgspec
 from edgemoe.durable import replace_file
 
 Clock = Callable[[], float]
-RECENT, KEPT = 32, 8.0  # transfers: whose single rates are remembered; that an earlier start's record weighs as much as
+RECENT, KEPT = 32, 8.0  # transfers with single rates remembered; transfers that an earlier start's record counts as
 
 
 class LinkStats:
     """Measures rate, cost and idle share of one link by its transfers; recent ones count most.
 
-    Transfers may overlap: each is charged the time since the one before it ended, so that the sum is the time
-    that the link was busy.
+    Transfers may overlap. Each is charged the time since the previous one ended, so that the sum is the link's busy
+    time.
     """
 
     decay = 0.98  # weight of all earlier transfers against the next one
@@ -31,7 +31,7 @@ class LinkStats:
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self._clock = clock
         self._active = 0
-        self._mark_s = clock()  # up to here busy time is accounted for
+        self._mark_s = clock()  # busy time is charged up to here
         self._busy_share = 0.0  # at _busy_at_s
         self._busy_at_s = self._mark_s
         self._sums = [0.0] * 5  # decayed n, bytes, seconds, bytes^2, bytes * seconds
@@ -72,9 +72,9 @@ class LinkStats:
 
     @property
     def unhindered_bytes_per_s(self) -> float:
-        """Returns the rate that a quarter of the last transfers exceeded; 0 before the first.
+        """The rate that a quarter of the last transfers exceeded; 0 before the first.
 
-        Slower transfers mostly ended on time, but the thread that notices their end had to wait for the processor.
+        Slower transfers mostly ended on time, but the thread that notices their end waited for the processor.
         """
         rates = sorted(self._rates)
         return rates[-(len(rates) // 4) - 1] if rates else 0.0
@@ -92,7 +92,7 @@ class LinkStats:
         return 1.0 - self._busy_share * math.exp(-(self._clock() - self._busy_at_s) / self.memory_s)
 
     def cost(self) -> tuple[float, float]:
-        """Returns (seconds per transfer, seconds per byte) by least squares. The first is 0 if all sizes are equal."""
+        """Returns seconds per transfer and per byte, by least squares. The first is 0 if all sizes are equal."""
         n, x, y, xx, xy = self._sums
         if not n or not x:
             return 0.0, 0.0
@@ -104,30 +104,28 @@ class LinkStats:
 
     @property
     def record(self) -> list[float]:
-        """Returns what rate and cost are worked out from, for `restore`."""
+        """The sums behind rate and cost, for `restore`."""
         return self._sums.copy()
 
     def restore(self, record: Sequence[float]) -> None:
-        """Goes on from an earlier record, that of one transfer at least."""
+        """Continues from an earlier record, of one transfer at least."""
         share = min(1.0, KEPT / record[0])
         self._sums = [share * each for each in record]
         self._rates.append(self.bytes_per_s)
 
 
-# Keeps what transfers were measured to take from one start to the next, so that nothing is guessed at first.
-
 log = logging.getLogger(__name__)
-SAVE_S = 60.0  # between two times that it is saved
-SUMS = 5  # of a record
-SLOWEST, FASTEST = 1e3, 1e13  # bytes/s that are believed
-MOST_BYTES = 1 << 16  # of the file
+SAVE_S = 60.0  # between two saves
+SUMS = 5  # numbers in a record
+SLOWEST, FASTEST = 1e3, 1e13  # bytes/s that a sound record may give
+MOST_BYTES = 1 << 16  # most bytes of the file
 
 
 class SavedLinkStats:
-    """Owns the file of the records of links, by their names. The file may hold anything."""
+    """Owns the file with the records of links, by name. Unsound contents are ignored."""
 
     def __init__(self, path: Path | None, links: Mapping[str, LinkStats]) -> None:
-        """Has the links go on from what was kept. None keeps nothing."""
+        """Restores the links' records. Without a path, saves nothing."""
         self._path, self._links = path, dict(links)
         self._saved: dict[str, list[float]] = {}
         if path is not None:
@@ -135,14 +133,14 @@ class SavedLinkStats:
                 if name in self._links and _is_sound(record):
                     self._links[name].restore(record)
 
-    async def keep(self) -> None:
-        """Saves every minute, until cancelled."""
+    async def save_periodically(self) -> None:
+        """Saves the records every minute, until cancelled."""
         while True:
             await asyncio.sleep(SAVE_S)
             await asyncio.to_thread(self.save)
 
     def save(self) -> None:
-        """Writes what was measured since it was last saved."""
+        """Writes the records if they have changed since the last save."""
         records = {name: stats.record for name, stats in self._links.items() if stats.bytes_per_s}
         if self._path is None or records == self._saved:
             return
@@ -150,7 +148,7 @@ class SavedLinkStats:
         try:
             replace_file(self._path, msgspec.json.encode(records))
         except OSError as error:
-            log.warning(f"what transfers take could not be saved to {self._path}: {error}")
+            log.warning(f"measured transfer times could not be saved to {self._path}: {error}")
 
 
 def _read(path: Path) -> dict[str, list[float]]:
@@ -163,7 +161,7 @@ def _read(path: Path) -> dict[str, list[float]]:
 
 
 def _is_sound(record: list[float]) -> bool:
-    """Returns whether it can be that of a link."""
+    """Whether a record can be a link's."""
     if len(record) != SUMS or not all(math.isfinite(each) and each > 0 for each in record):
         return False
     n, size_bytes, seconds, squares, _ = record

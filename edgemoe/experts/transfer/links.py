@@ -13,57 +13,61 @@ from edgemoe.experts.tiers.slab import HostSlab
 from edgemoe.experts.tiers.slots import Transfer
 from edgemoe.experts.transfer.link_stats import Clock, LinkStats
 
-PIECE_BYTES = 256 << 10  # least size of one of several pieces; none has twice as much
-EARLY = 1e-6  # of a piece: so close to its start, none has begun
+PIECE_BYTES = 256 << 10  # least size of one of several pieces; each is below twice that
+EARLY = 1e-6  # share of a piece: this close to its start, it has not begun
 
 
 def pieces_of(size_bytes: float) -> int:
-    """Returns the number of pieces that so many bytes are moved in."""
+    """Returns the number of pieces that `size_bytes` are moved in."""
     return max(1, int(size_bytes // PIECE_BYTES))
 
 
 class Urgent(Protocol):
-    """Is moved over a link."""
+    """A load that is moved over a link."""
 
     @property
     def urgency(self) -> int:
-        """Returns what it overtakes: anything of less. It may grow meanwhile."""
+        """Its rank: a load overtakes loads of lower urgency. It may grow while the load waits."""
 
 
 Load = TypeVar("Load", bound=Urgent)
 
 
 class PieceSchedule(Generic[Load]):
-    """Orders the transfers of a link that takes `piece_s` for each of the `pieces` of a largest expert."""
+    """Orders the transfers of a link that takes `piece_s` for each of the `pieces` of a largest expert.
+
+    A demand overtakes a prefetch, and a prefetch for the next layers overtakes one for later, between two pieces. The
+    pieces that have arrived count when the load continues. The caller passes the time.
+    """
 
     def __init__(self, pieces: int, piece_s: float) -> None:
         self.pieces, self.piece_s = pieces, piece_s
-        self._left: dict[Load, float] = {}  # pieces that are still to come, in the order of coming
-        self._ended: list[Load] = []  # and not taken yet
+        self._left: dict[Load, float] = {}  # pieces still to move, in the order of arrival
+        self._ended: list[Load] = []  # ended loads that `pop_ended` has not returned yet
         self._running: Load | None = None
-        self._since_s = 0.0  # from when on the pieces that are left of it move
+        self._since_s = 0.0  # when the remaining pieces of the running load begin to move
 
     @property
     def running(self) -> Load | None:
-        """Returns what moves, or will once the piece under way has ended."""
+        """The load that moves, or will move after the piece under way."""
         return self._running
 
     @property
     def loads(self) -> list[Load]:
-        """Returns what has not arrived, in the order of coming."""
+        """The loads that have not arrived, in the order of `add`."""
         return list(self._left)
 
     @property
     def end_s(self) -> float:
-        """Returns when the next transfer ends if nothing comes; inf where none is under way."""
+        """When the next transfer ends if no load is added; inf if none is under way."""
         if self._running is None:
             return math.inf
         return self._since_s + self._left[self._running] * self.piece_s
 
     def add(self, load: Load, now_s: float, share: float = 1.0) -> None:
-        """Takes a transfer. It waits for the piece under way of a less urgent one, and for what is as urgent.
+        """Adds a transfer. It waits for the piece under way of a less urgent load, and for loads of equal urgency.
 
-        `share` is its size among the largest experts'.
+        `share` is its size relative to the largest experts.
         """
         self._advance(now_s)
         self._left[load] = self.pieces * share
@@ -73,7 +77,7 @@ class PieceSchedule(Generic[Load]):
             self._interrupt(now_s)
 
     def drop(self, load: Load, now_s: float) -> None:
-        """Forgets a transfer that is in `loads`; its piece under way still ends."""
+        """Removes a transfer that is in `loads`; its piece under way still ends."""
         boundary_s = self._boundary_s(now_s)[1]
         del self._left[load]
         if load is self._running:
@@ -92,12 +96,12 @@ class PieceSchedule(Generic[Load]):
             self._choose(end_s)
 
     def _choose(self, at_s: float) -> None:
-        """Begins the first of the most urgent."""
+        """Begins the first of the most urgent loads."""
         self._running = max(self._left, key=lambda load: load.urgency, default=None)
         self._since_s = at_s
 
     def _interrupt(self, now_s: float) -> None:
-        """Chooses anew when the piece under way has ended."""
+        """Lets the next load begin when the piece under way has ended."""
         assert self._running is not None
         moved, at_s = self._boundary_s(now_s)
         if moved < self._left[self._running]:  # else it is its last, and it ends then anyway
@@ -105,45 +109,44 @@ class PieceSchedule(Generic[Load]):
             self._choose(at_s)
 
     def _boundary_s(self, now_s: float) -> tuple[int, float]:
-        """Returns the pieces that will have moved once the one under way has ended, and when that is."""
+        """Returns the pieces moved when the piece under way has ended, and the time of that end."""
         moved = max(0, math.ceil((now_s - self._since_s) / self.piece_s - EARLY)) if self.piece_s else 0
         return moved, self._since_s + moved * self.piece_s
 
 
 # Links between tiers, which move experts in pieces, and the rates and costs measured on them.
 
-Wait = Callable[[threading.Condition, float | None], object]  # until notified, or for so many seconds
+Wait = Callable[[threading.Condition, float | None], object]  # waits until notified, or for the seconds given
 
 
 class TransferListener(Protocol):
-    """Receives the ends of copies, on any thread: the loader."""
+    """Receives the ends of copies, on any thread. The loader implements it."""
 
     def on_arrived(self, load: Transfer) -> None:
-        """Takes a copy whose bytes are in place, or ordered before all computation from them."""
+        """Handles a copy whose bytes are in place, or ordered before all computation from them."""
 
     def on_released(self, load: Transfer) -> None:
-        """Takes a copy that no longer reads from its source: it has arrived, or was withdrawn."""
+        """Handles a copy that no longer reads from its source: it has arrived, or was withdrawn."""
 
     def on_failed(self, load: Transfer, error: Exception) -> None:
-        """Takes a copy that failed and no longer reads from its source."""
+        """Handles a copy that failed and no longer reads from its source."""
 
     def withdraw_prefetch(self, load: Transfer) -> bool:
-        """Gives a prefetch up unless it is demanded. Returns whether it did."""
+        """Withdraws a prefetch unless it is demanded. Returns whether it was withdrawn."""
 
     def on_woken(self, link: TierLink) -> None:
-        """Answers `wake`, on the link's thread."""
+        """Runs after `wake`, on the link's thread."""
 
 
 class TierLink(Protocol):
     """Copies experts from RAM to one device; a demand waits for one piece of a prefetch at most.
 
-    A piece is a part of an expert where the link is emulated, and an expert on a GPU.
-
-    A prefetch that is demanded while it is queued or under way is a demand from then on.
+    A piece is a part of an expert on the emulated link, and an expert on a GPU. A prefetch that is demanded while
+    queued or under way is a demand from then on.
     """
 
     stats: LinkStats
-    at_once: bool  # to begin a copy takes so little time that any thread may do it
+    at_once: bool  # beginning a copy is fast enough for any thread
 
     def attach(self, listener: TransferListener) -> None:
         """Sets the listener for the ends of copies. Called once, before the first copy."""
@@ -152,23 +155,23 @@ class TierLink(Protocol):
         """Queues one copy from `load.source` of RAM to `load.slot`; demanded ones overtake the others."""
 
     def withdraw(self, load: Transfer) -> None:
-        """Ends a prefetch that has not arrived, if the listener gives it up. On the link's thread."""
+        """Ends a prefetch that has not arrived, if the listener withdraws it. On the link's thread."""
 
     def idle(self) -> bool:
-        """Returns whether no copy is queued or under way."""
+        """Whether no copy is queued or under way."""
 
     def has_room(self) -> bool:
-        """Returns whether another prefetch is begun before those under way have ended, so that the link stays busy."""
+        """Whether another prefetch may begin before the ones under way end, to keep the link busy."""
 
     def wake(self) -> None:
-        """Makes the link call `on_woken` soon, on a thread that may take its time."""
+        """Makes the link call `on_woken` soon, on a thread that may block."""
 
     @property
     def piece_s(self) -> float:
-        """Returns the seconds of a piece, which is what a prefetch delays a demand by at most; 0 until measured."""
+        """The seconds of a piece, the most that a prefetch delays a demand; 0 until measured."""
 
     def close(self) -> None:
-        """Ends the link; what has not arrived fails."""
+        """Ends the link; copies that have not arrived fail."""
 
 
 class EmulatedLink:
@@ -186,18 +189,18 @@ class EmulatedLink:
         clock: Clock = time.monotonic,
         wait: Wait = threading.Condition.wait,
     ) -> None:
-        """Emulates largest experts of `expert_bytes`, where that is not what is really copied."""
+        """Emulates largest experts of `expert_bytes` if given, independent of the bytes really copied."""
         self.stats = LinkStats(clock)
         self._source, self._target = source, target
         self._largest_bytes = target.layout.classes.bytes[-1]
         size_bytes = expert_bytes or self._largest_bytes
         self._expert_s, pieces = size_bytes / bytes_per_s, pieces_of(size_bytes)
         self._schedule = PieceSchedule[Transfer](pieces, self._expert_s / pieces)
-        self._copied: dict[Transfer, int] = {}  # bytes that lie in the target; on the thread, as what follows
+        self._copied: dict[Transfer, int] = {}  # bytes in the target; like `_errors`, for the link's thread only
         self._errors: dict[Transfer, Exception] = {}
         self._clock, self._wait = clock, wait
         self._changed = threading.Condition()  # the lock of schedule and counts
-        self._unfinished = 0  # the listener has not been told their end
+        self._unfinished = 0  # copies whose end the listener has not received
         self._roused = False
         self.closed = False
         self._thread = threading.Thread(target=self._run, name="edgemoe-link", daemon=True)
@@ -264,7 +267,7 @@ class EmulatedLink:
                 self._listener.on_woken(self)
 
     def _next(self) -> tuple[list[Transfer], bool]:
-        """Waits until transfers have ended or the link was roused; meanwhile copies what is under way."""
+        """Waits until transfers have ended or `wake` was called; meanwhile copies the bytes of the running load."""
         while True:
             with self._changed:
                 now_s, roused = self._clock(), self._roused
@@ -277,14 +280,14 @@ class EmulatedLink:
                     end_s = self._schedule.end_s
                     self._wait(self._changed, end_s - now_s if load is not None else None)
                     continue
-            self._copy_some(load)  # without the lock, and little enough to see soon what has come
+            self._copy_some(load)  # without the lock, and few bytes, so that new loads are seen soon
 
     def _copy_some(self, load: Transfer) -> None:
         first = self._copied.get(load, 0)
         part = slice(first, first + 2 * PIECE_BYTES)
         try:
             self._target.slot(load.slot)[part] = self._source.slot(load.source)[part]
-        except Exception as error:  # those who wait must get an answer in any case
+        except Exception as error:  # waiting layer-steps must get an answer in any case
             self._errors[load] = error
         self._copied[load] = first + 2 * PIECE_BYTES
 

@@ -1,8 +1,8 @@
-"""Loads experts into slots that residency has granted: demanded ones first, prefetch requests where the link is idle.
+"""Loads experts into the slots that residency grants: demanded ones first, prefetch requests when links are idle.
 
-NVMe reads run on the engine's asyncio loop, several at a time, straight into RAM slots. Copies to a device go through
-its link, and are started by any thread that finds that they can start. Methods are thread-safe; the compute thread
-calls `start` and `prefetch` and never waits here.
+NVMe reads run on the engine's asyncio loop, several at a time, directly into RAM slots. Copies to a device go through
+its link, started by any thread. Methods are thread-safe. The compute thread calls `start` and `prefetch`, and never
+waits here.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from edgemoe.experts.transfer.links import TierLink
 from edgemoe.types.arrays import BoolArray, IntArray
 from edgemoe.types.experts import ExpertId, Move, Store, Tier
 
-READERS, IDLE_READERS = 8, 2  # and how many of them may serve prefetch requests
-FILL_READERS = 4  # and may fill free slots while nothing runs: two leave a disk that reads 1.5 GB/s at 1.0
+READERS, IDLE_READERS = 8, 2  # readers, and how many of them may serve prefetch requests
+FILL_READERS = 4  # readers that may fill free slots while no layer runs: two read 1.0 of a disk's 1.5 GB/s
 
 
 class ExpertLoader:
@@ -48,16 +48,16 @@ class ExpertLoader:
     ) -> None:
         """Takes `links` in the order of the devices.
 
-        `on_disk` [L, E] marks what the store reads from the disk; None: everything. The rest it gets from peers.
-        `clock` and `arrivals`, which makes the queues in which layer-steps wait, are replaced where time is simulated.
+        `on_disk` [L, E] marks experts that the store reads from the disk; None marks all. The others come from peers.
+        Simulations replace `clock`, and `arrivals`, which makes the queues of waiting layer-steps.
         """
         self.residency, self.links = residency, tuple(links)
         self.clock, self.arrivals = clock, arrivals
         self.stats = LinkStats(clock)  # of the disk
         self._on_disk = on_disk
-        self.gap = IdleWindow(len(residency.device_of), clock)  # in which links serve prefetch requests
-        self._read_gap = ReadGap(clock)  # in which the disk does
-        # says which experts of a layer [n] not to prefetch, because another box has them or would have to send them
+        self.gap = IdleWindow(len(residency.device_of), clock)  # when links serve prefetch requests
+        self._read_gap = ReadGap(clock)  # when the disk does
+        # returns a mask of experts of a layer [n] that another box has or would have to send: they are not prefetched
         self.elsewhere: Callable[[int, IntArray], BoolArray] | None = None
         self._store, self._ram = store, ram
         self._lock = threading.Lock()  # of all that follows
@@ -92,8 +92,8 @@ class ExpertLoader:
     def prefetch(self, moves: Iterable[Move], priority: PrefetchPriority = PrefetchPriority.FAR) -> None:
         """Replaces the requests of one priority, best first. Earlier ones that have not started are cancelled.
 
-        A request from NVMe to VRAM goes by way of RAM; one from RAM is dropped if the expert is not there. What a plan
-        has under way ends where it is no part of the next one.
+        A request from NVMe to VRAM goes through RAM; one from RAM is dropped if the expert is not there. Loads of an
+        earlier plan that are not in the new one are withdrawn.
         """
         moves = list(moves)
         with self._lock:
@@ -106,14 +106,14 @@ class ExpertLoader:
         self.start_prefetches()
 
     def start_prefetches(self) -> None:
-        """Starts prefetch requests that idle links and idle readers allow; ends those whose layer did without them."""
+        """Starts prefetch requests on idle links and readers; gives up prefetches for layers that ran without them."""
         for copies in self._copies:
             copies.start()
         if any(self._stages) and self._any_read_pays():
             self._wake(FILL_READERS)
 
     def miss_costs(self, tier: Tier) -> list[tuple[float, float]]:
-        """Returns the seconds of a load, and of each of its bytes, into RAM or each device; 0 until measured."""
+        """Returns the seconds per load and per byte into RAM, or into each device; 0 until measured."""
         return [each.cost() for each in ([link.stats for link in self.links] if tier is Tier.VRAM else [self.stats])]
 
     @property
@@ -151,7 +151,7 @@ class ExpertLoader:
         stats.begin()
         try:
             await self._store.read(load.layer, load.expert, self._ram.view(load.slot))
-        except BaseException as error:  # those who wait must get an answer in any case
+        except BaseException as error:  # waiting layer-steps must get an answer in any case
             stats.abort()
             self.residency.fail_load(load, _as_failure(load, error))
             if not isinstance(error, Exception):
@@ -167,7 +167,7 @@ class ExpertLoader:
         self.start_prefetches()
 
     def _next_read(self) -> Transfer | None:
-        """Returns the next demanded read; where none waits or runs, a prefetch."""
+        """Returns the next demanded read; a prefetch if none waits or runs."""
         with self._lock:
             if self._demanded:
                 return self._demanded.popleft()
@@ -178,9 +178,9 @@ class ExpertLoader:
         return None
 
     def _read_pays(self, chance: float, priority: PrefetchPriority) -> bool:
-        """Returns whether a read ahead is worth what it delays demanded reads by.
+        """Whether a read ahead is worth its delay of demanded reads.
 
-        It delays none where its expert is demanded first, by the next layers; one for later is in the way before.
+        A read for the next layers delays none if its expert is demanded first; a read for later delays earlier ones.
         """
         read_s, left_s = self.stats.seconds, self.gap.left_s()
         if left_s == math.inf or chance == 1:
@@ -191,7 +191,7 @@ class ExpertLoader:
         return chance * read_s >= delay_s
 
     def _stage(self, move: Move, priority: PrefetchPriority) -> Transfer | None:
-        """Returns the read that a prefetch request starts with, if it needs one and there is room."""
+        """Reserves the read that a prefetch request starts with. Returns None if it needs none or there is no room."""
         away = self.elsewhere if priority not in (PrefetchPriority.HOME, PrefetchPriority.FILL) else None
         if away is not None and away(move.expert.layer, np.array([move.expert.expert]))[0]:
             return None
@@ -220,33 +220,33 @@ class ExpertLoader:
     # --- the links' side --------------------------------------------------------------------------------------
 
     def on_arrived(self, load: Transfer) -> None:
-        """Marks a copy's expert as resident: its bytes are in place, or ordered before computation."""
+        """Makes a copy's expert resident: its bytes are in place, or ordered before computation."""
         self.residency.complete_load(load)
 
     def on_released(self, load: Transfer) -> None:
         """Unpins the source of a copy that has ended."""
-        self._copies[load.pool.index - 1].end(load)
+        self._copies[load.pool.index - 1].on_ended(load)
         self.residency.unpin(load.source)
         self.start_prefetches()
 
     def on_failed(self, load: Transfer, error: Exception) -> None:
-        """Fails a copy with its error: the expert is not missing, the device or the step failed."""
-        self._copies[load.pool.index - 1].end(load)
+        """Fails a copy with its error: not the expert is missing, but the device or the step failed."""
+        self._copies[load.pool.index - 1].on_ended(load)
         self.residency.fail_load(load, error)
         self.residency.unpin(load.source)
 
     def withdraw_prefetch(self, load: Transfer) -> bool:
-        """Gives up a prefetch unless it is demanded by now."""
+        """Withdraws a prefetch unless it is demanded by now."""
         return self.residency.withdraw_load(load)
 
     def on_woken(self, link: TierLink) -> None:
-        """Ends prefetches in vain, and starts requests where the link is idle."""
+        """Withdraws useless prefetches, and starts requests if the link is idle."""
         self._copies[self.links.index(link)].on_woken()
 
     # --- inside -------------------------------------------------------------------------------------------------
 
     def _replace(self, moves: Sequence[Move], priority: PrefetchPriority) -> None:
-        """Replaces what waits, of one priority, for the disk and each link."""
+        """Replaces the waiting requests of one priority, for the disk and each link."""
         reads = [move for move in moves if move.source is Tier.NVME] if self.links else moves
         ready = [move for move in moves if move.source is not Tier.NVME] if reads else moves
         self._stages[priority].clear()
@@ -257,7 +257,7 @@ class ExpertLoader:
             copies.replace(its, priority)
 
     def _may_read_ahead(self, priority: PrefetchPriority) -> bool:
-        """Returns whether another reader may serve prefetch requests: no read under way is demanded by now."""
+        """Whether another reader may serve prefetch requests: no read under way is demanded by now."""
         reading = tuple(self._reading)
         fills = priority is PrefetchPriority.FILL and self.gap.left_s() == math.inf
         most = FILL_READERS if fills else IDLE_READERS
@@ -273,7 +273,7 @@ class ExpertLoader:
         self._wake(len(reads))
 
     def _wake(self, n: int) -> None:
-        """Wakes readers; once for all that ask before the loop gets there, because asking it takes a system call."""
+        """Wakes `n` readers. Calls before the loop runs share one request, because each takes a system call."""
         loop = self._loop
         if loop is None or self._closed:
             return

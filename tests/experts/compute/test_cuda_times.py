@@ -187,7 +187,9 @@ def test_a_thread_that_finds_no_copy_to_wait_for_comes_behind_one_that_waits(mon
 
 def test_what_a_device_waited_for_is_the_step_s_stall_and_its_time_the_cost_of_a_unit() -> None:
     told = [DeviceTimings(4.0, 0.25, 0.5)]
-    compute: Any = SimpleNamespace(spent=lambda: told.pop() if told else DeviceTimings(), settle=lambda: None)
+    compute: Any = SimpleNamespace(
+        pop_timings=lambda: told.pop() if told else DeviceTimings(), synchronize=lambda: None
+    )
     policy = LRU(SMALL.layers, SMALL.experts)
     pools = [SlotPool(tier, SMALL.layers, SMALL.experts, 4, policy) for tier in (Tier.RAM, Tier.VRAM)]
     residency = Residency(pools[0], pools[1:])

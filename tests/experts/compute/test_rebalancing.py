@@ -163,7 +163,7 @@ def test_ram_keeps_room_for_what_devices_hold(containment: bool) -> None:
     settled: list[int] = []
 
     class Computing:
-        def settle(self) -> None:
+        def synchronize(self) -> None:
             assert (pools[1].extents < 0).sum() == 1, "nobody can be given it meanwhile"
             settled.append(1)
 

@@ -190,7 +190,7 @@ def test_a_step_is_followed_by_the_thread_alone_that_runs_it(
         followers.append(threading.current_thread())
         follow(predictor, layers)
 
-    monkeypatch.setattr(NextUsePredictor, "follow", noted)
+    monkeypatch.setattr(NextUsePredictor, "update_ranks", noted)
     begin(controller)[:] = text(4, 1)[0]
     link = threading.Thread(target=controller.policy.rank, args=(L - 1,))
     link.start()
@@ -274,7 +274,7 @@ def test_a_thread_that_fails_says_so_falls_back_and_starts_again(
     again, begin_ = threading.Event(), controller._begin
     monkeypatch.setattr(controller, "_begin", lambda: again.wait(20) and begin_())
     broken = controller.predictive.predictor
-    monkeypatch.setattr(broken, "awaited", lambda: 1 / 0)
+    monkeypatch.setattr(broken, "pop_awaited", lambda: 1 / 0)
     choices = begin(controller)
     choices[:] = text(5, 1)[0]
     controller.observe(routing(text(5, 1)[0], ("a",)))
@@ -346,14 +346,14 @@ def test_what_the_step_needed_before_a_plan_counts_for_nothing(controller: Contr
         bring(residency, ExpertId(0, expert), Tier.RAM, Tier.VRAM)
     ranks, lowest = np.zeros((L, E), np.float32), np.array([-6.0], np.float32)
     ranks[0, 0] = lowest[0]  # expert 0 of layer 0 is needed just before the first plan, and never again
-    needs = plans._outlooks[0].needs
+    needs = plans._estimates[0].needs
     before = needs.chance_there(lowest)
     for number in range(WINDOW + 2):
         choices = np.full((L, 1, K), -1, np.int16)
         predictor.begin(("a",), choices, np.zeros(1, np.int64))
         choices[0] = [2, 3] if number else [0, 1]
         predictor.update_ranks()
-        plans.make(ranks, predictor)
+        plans.plan(ranks, predictor)
         choices[1:] = [10, 11]
         predictor.end()
         predictor.work()
@@ -446,7 +446,7 @@ def drive_with(oracle: Oracle, always: Ids, seed: int) -> tuple[Controller, Floa
         ids = always if random.random() < 0.5 else text(int(random.integers(1 << 30)), 1)[0]
         oracle.tell(ids)
         choices = begin(controller)
-        oracle.look(controller.predictive.step)
+        oracle.forecast_at(controller.predictive.step)
         for layer in range(L):
             choices[layer] = ids[layer]
             controller.policy.rank(layer)
@@ -455,7 +455,7 @@ def drive_with(oracle: Oracle, always: Ids, seed: int) -> tuple[Controller, Floa
         assert controller.wait_idle(20)
     oracle.tell(always)
     choices = begin(controller)
-    oracle.look(controller.predictive.step)
+    oracle.forecast_at(controller.predictive.step)
     choices[0] = always[0]
     controller.policy.rank(0)
     assert controller.wait_idle(20)

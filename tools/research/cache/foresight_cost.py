@@ -49,7 +49,7 @@ VOCAB, HIDDEN = 8192, 2048
 BOX = BoxSpec(0.35e-3, 9_440_000, 8e9, 3e9, 1.0, prefetch=True, between_s=2e-3)
 
 
-class DeviceTimings:
+class Spent:
     """Sums up processor time of the calling thread, by names."""
 
     def __init__(self) -> None:
@@ -97,11 +97,11 @@ def serve(shape: tuple[int, int, int], tokens: int) -> dict[str, float]:
     """Seconds a token of the predictor, of planning and fusion, and of hints."""
     layers, experts, top_k = shape
     geometry = ExpertGeometry(layers, experts, top_k, 1, 1, "float32", layer_bytes=(BOX.expert_bytes,) * layers)
-    spent, policy = DeviceTimings(), LearnedPolicy(layers, experts, top_k)
+    spent, policy = Spent(), LearnedPolicy(layers, experts, top_k)
     foresight, predictor = policy.predictive, policy.predictor
     ranks = LearnedRanks(foresight, LRU(layers, experts))
     fill(predictor)
-    for name, where in (("begin", "follow"), ("follow", "follow"), ("work", "beside")):
+    for name, where in (("begin", "follow"), ("update_ranks", "follow"), ("work", "beside")):
         setattr(predictor, name, spent.timed(where, getattr(predictor, name)))
     work = spent.timed("work", foresight.work)
     ids, said = routes(shape, tokens)
