@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from edgemoe.experts.predict.fusion import Blend, Forecaster
 from edgemoe.experts.predict.next_use import Ids, NextUsePredictor, link_predictor, read_state, write_state
-from edgemoe.experts.predict.predictive_policy import PredictivePolicy
+from edgemoe.experts.predict.predictive_policy import RankPredictor
 from edgemoe.experts.predict.prefetch_planner import PrefetchRequests
 from edgemoe.experts.tiers.residency import Residency
 from edgemoe.policy.cache_ranks import LRU
@@ -46,7 +46,7 @@ NOWHERE = Kept()
 class LearnedRanks:
     """Implements `types.LivePolicy` for residency, by what the controller knows."""
 
-    def __init__(self, foresight: PredictivePolicy, meanwhile: LRU) -> None:
+    def __init__(self, foresight: RankPredictor, meanwhile: LRU) -> None:
         self._predictive, self._meanwhile = foresight, meanwhile
 
     def touch(self, layer: int, experts: IntArray) -> None:
@@ -78,7 +78,7 @@ class Controller:
 
         A `forecaster` counts the steps as `on_step_begun` does here. `clock` is the thread's processor time.
         """
-        self.predictive = PredictivePolicy(layers, hysteresis=hysteresis, forecaster=forecaster, clock=clock)
+        self.predictive = RankPredictor(layers, hysteresis=hysteresis, forecaster=forecaster, clock=clock)
         self.meanwhile = LRU(layers, experts)
         self.policy = LearnedRanks(self.predictive, self.meanwhile)
         self.failures = 0  # of the thread, after each of which it has started again

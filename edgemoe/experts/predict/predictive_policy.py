@@ -46,7 +46,7 @@ def share_of(routing: StepRouting) -> float:
     return SHARE * (routing.step_s - routing.stall_s) + STALL_SHARE * routing.stall_s
 
 
-class PredictivePolicy:
+class RankPredictor:
     """Owns predictor, blend and plans. Before `start` it counts steps only."""
 
     def __init__(
@@ -246,7 +246,7 @@ class LearnedPolicy:
         clock: Clock = lambda: 0.0,
     ) -> None:
         """`clock` is the processor time that `work` has taken; by default it takes none."""
-        self.predictive = PredictivePolicy(layers, hysteresis=hysteresis, clock=clock)
+        self.predictive = RankPredictor(layers, hysteresis=hysteresis, clock=clock)
         self.start(NextUsePredictor(layers, experts, top_k, seed), Blend())
         self._routed: npt.NDArray[np.integer] | None = None
         self._ids: Ids = np.empty((0, 0, 0), np.int16)  # [L, S, k] of the running step

@@ -33,7 +33,7 @@ from edgemoe.experts.tiers.residency_records import (
     START_COUNT,
     STATE,
     VRAM,
-    RequestRecords,
+    ResidencyRequests,
     SharedRecord,
 )
 from edgemoe.experts.tiers.slots import BoolArray, PrefetchPriority, SlotClaim, SlotPool, TierUsage, Transfer, Waiters
@@ -144,7 +144,7 @@ class Residency(TierPools):
         self._served: IntArray = shared.array("served", len(Tier))
         self.homes = HomeExperts(ram, self.address, shared.array("kept", shape))
         self.extents = Extents(self.address, self._waiters)
-        self._records = RequestRecords(self.address, experts)
+        self._records = ResidencyRequests(self.address, experts)
         self._pin_all, self._acquire, self._unpin = (
             residency_ops.PIN_ALL.call_briefly,
             residency_ops.ACQUIRE.call_briefly,

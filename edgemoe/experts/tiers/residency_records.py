@@ -102,7 +102,7 @@ LIMIT, RANKS_AT, RAM_RANKS_AT = (place_of(REQUEST, name) for name in ("limit", "
 START_COUNT, SEEN, FLAGS = (place_of(REQUEST, name) for name in ("start_count", "seen", "flags"))
 
 
-class RequestRecord:
+class ResidencyRequest:
     """One thread's REQUEST record: `fields` by index, and views of its arrays for each number of experts up to E."""
 
     def __init__(self, state: int, experts: int) -> None:
@@ -127,8 +127,8 @@ class RequestRecord:
         return n
 
 
-class RequestRecords(threading.local):
-    """Gives each thread a RequestRecord of its own."""
+class ResidencyRequests(threading.local):
+    """Gives each thread a ResidencyRequest of its own."""
 
     def __init__(self, state: int, experts: int) -> None:
-        self.mine = RequestRecord(state, experts)
+        self.mine = ResidencyRequest(state, experts)
