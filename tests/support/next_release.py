@@ -108,10 +108,10 @@ class NextPlane(plane.ControlPlane):
                 figures["moods"] += getattr(beat, "mood", "") == "well"
         return await super()._serve(question)
 
-    def beat(self) -> None:
+    def send_beat(self) -> None:
         load = msgspec.structs.replace(self._local.load(), mood="well")
         with mock.patch.object(self._local, "load", return_value=load):
-            super().beat()
+            super().send_beat()
         if self._group is not None:
             for member in self.state.members:
                 self.spawn(self._greet(member.peer.node))
