@@ -1,9 +1,8 @@
-"""Which request engines die of, as far as one request's own history tells.
+"""Decides from one request's attempts whether it kills the engines that run it.
 
-Three engines in a row that end at about the same token of a request are its doing; one without another request counts
-twice. So are five that end however far apart, unless it once got further than in any attempt that ended with its
-engine: who fells an engine every so many tokens does not. After its first such end a request is a suspect, and goes on
-alone (`RequestStateMachine`), so that those that were merely there are told apart, and nobody else sees the second end.
+A request is to blame if three engines in a row end at about the same token of it; an engine without another request
+counts twice. It is also to blame if five engines end, unless it got further than in any earlier attempt meanwhile.
+After its first death a request is a suspect and runs alone (`RequestStateMachine`), so that no other request suffers.
 """
 
 from __future__ import annotations
@@ -11,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 FRUITLESS_ATTEMPTS = 3  # engines that a request may see die without getting further in between
-# An attempt gets further by more tokens than this. Fewer may be what a dying engine never handed over, or what comes
-# out of each engine before the step that ends it.
+# An attempt gets further by more tokens than this. A dying engine may lose fewer, or each engine may emit fewer before
+# the step that ends it.
 FURTHER_TOKENS = 8
 SUSPECT_DEATHS = 2  # engines that a request may see die, getting further each time, before it is suspected
 DEATHS = 5  # engines that a request may see die without getting further than ever before a death
@@ -20,7 +19,7 @@ DEATHS = 5  # engines that a request may see die without getting further than ev
 
 @dataclass(slots=True)
 class Attempts:
-    """How one request's attempts went."""
+    """Tokens and deaths of one request's attempts."""
 
     tokens: int = 0  # of the present one
     longest: int = 0  # tokens of one that ended with its engine
@@ -29,32 +28,32 @@ class Attempts:
 
     @property
     def allowed(self) -> int:
-        """Deaths until the request is to blame, that one included; 0 where it is."""
+        """Counts the deaths until the request bears the blame, that one included; 0 once it does."""
         return max(0, min(FRUITLESS_ATTEMPTS - self.fruitless, DEATHS - self.deaths))
 
     @property
     def charge(self) -> str:
-        """What the request is to blame for."""
+        """Describes the deaths that the request bears the blame for."""
         if self.deaths >= DEATHS:
             return f"{DEATHS} engines ended while they ran this request"
         return f"{self.deaths} engines in a row ended at about the same token of this request"
 
     @property
     def suspect(self) -> bool:
-        """Whether it may be to blame, and is to go on alone."""
+        """Whether the request may bear the blame, and must run alone."""
         return self.deaths >= SUSPECT_DEATHS or (self.deaths > 0 and self.fruitless > 0)
 
     def begin(self) -> None:
-        """Another engine has the request."""
+        """Begins an attempt on another engine."""
         self.tokens = 0
         self.fruitless += 1
 
     def take_back(self) -> None:
-        """The present attempt ends, and no engine with it."""
+        """Ends the present attempt without a death."""
         self.fruitless = max(0, self.fruitless - 1)
 
     def add_token(self) -> None:
-        """The present attempt has got a token further."""
+        """Adds a token to the present attempt."""
         self.tokens += 1
         if self.tokens > FURTHER_TOKENS:
             self.fruitless = 0
@@ -62,12 +61,12 @@ class Attempts:
             self.deaths = 0
 
     def end_with_engine(self, alone: bool) -> None:
-        """The engine has died; `alone` says that it had no other request."""
+        """Ends the attempt with the death of its engine; `alone` if that ran no other request."""
         if alone and self.tokens <= FURTHER_TOKENS:
             self.fruitless += 1
         self.longest = max(self.longest, self.tokens)
         self.deaths += 1
 
     def explain(self, running: bool) -> None:
-        """Another request was to blame for the deaths so far. `running` says whether an engine has this one."""
+        """Clears the deaths, which another request caused. `running` says whether an engine has this one."""
         self.deaths, self.fruitless = 0, min(self.fruitless, int(running))

@@ -1,9 +1,8 @@
-"""Divides a tier among size classes: which class should give an extent of its slots to which other one.
+"""Divides a tier among size classes: decides which class should give an extent of its slots to which other one.
 
-Source: the slab allocator of memcached, whose automover gives pages to the class that evicts what is youngest. Here
-ages are ranks. An expert is worth b = p C / S a byte [Two-Tier, 4.3], and what a miss costs, C, grows as its bytes S
-do. So density orders experts as ranks do, whatever their sizes, and memory is divided best where all classes evict at
-one rank.
+Source: memcached's slab automover, which gives pages to the class that evicts the youngest items; here ages are ranks.
+An expert is worth b = p C / S a byte [Two-Tier, 4.3], and the cost C of a miss grows with its bytes S. So memory is
+divided best where all classes evict at one rank.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ import numpy as np
 
 from edgemoe.types.arrays import FloatArray
 
-MARGIN = 8  # one in so many slots of a class, and at least an extent's, is what ranks must agree on
+MARGIN = 8  # an exchange must pay for an eighth of a class's slots, and for an extent at least
 
 
 class ClassShare(NamedTuple):
-    """What one size class has of a tier."""
+    """The extents and ranks of one size class in a tier."""
 
     ranks: FloatArray  # [n] of all its experts
     extents: int
@@ -38,11 +37,10 @@ class Exchange(NamedTuple):
 
 
 def exchange(shares: Sequence[ClassShare]) -> Exchange | None:
-    """Returns what the classes should exchange; None where that would gain nothing.
+    """Returns the exchange between classes that gains most; None where none gains.
 
-    A class that has not its least gets it from who loses least by it.
-    What the taker would hold beyond what it holds must rank above what the giver would hold no more, and both not only
-    of an extent but by a margin of their slots: so an exchange is not undone before ranks have changed by so much.
+    A class below its least gets an extent from the class that loses least. The experts that the taker gains must rank
+    above those experts that the giver loses, by a margin of their slots. So an exchange is not undone at once.
     """
     givers = [i for i, share in enumerate(shares) if share.extents > share.least]
     takers = [i for i, share in enumerate(shares) if share.extents < share.most]

@@ -1,8 +1,8 @@
-"""Fusion: several forecasts of what will be chosen into one, each with the weight that its record has earned.
+"""Fuses several forecasts of the chosen experts into one, each with the weight that its record has earned.
 
-Source: [Two-Tier, 4.1], p = (1 - eta) EWMA + eta SG. The source leaves eta to the hand; here it is, for each horizon
-apart, the one with the least log-loss on what came true lately. A third forecast (the next layer's own gate) is mixed
-with the result in the same way. What is no probability to begin with becomes one by calibration.
+Source: [Two-Tier, 4.1], p = (1 - eta) EWMA + eta SG. The source sets eta by hand; here each horizon has the eta with
+the least log-loss on recent outcomes. A third forecast, the next layer's own gate, is mixed in the same way. Scores
+that are no probabilities become probabilities by calibration.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ ETAS = np.linspace(0, 1, 21)
 DECAY = 0.995  # of the record, per outcome
 FLOOR = 1e-4  # no forecast counts as more certain than this
 BINS = 10  # of the reliability curve
-PRIOR, SMALL = 8.0, 1e-3  # outcomes that each bin of a calibration starts with; what keeps empty ones defined
+PRIOR, SMALL = 8.0, 1e-3  # outcomes that each bin of a calibration starts with; keeps the share of an empty bin defined
 
 
 class Mix:
-    """Two forecasts into one, for each of several horizons; learns eta from outcomes."""
+    """A mix of two forecasts for each of several horizons, which learns eta from outcomes."""
 
     def __init__(self, horizons: int) -> None:
         self.loss = np.zeros((horizons, len(ETAS)))  # decayed sum of each eta's log-loss
         self.forecast = np.zeros((horizons, BINS))  # decayed sums: of forecasts in each bin,
-        self.came = np.zeros((horizons, BINS))  # of those that came true,
+        self.came = np.zeros((horizons, BINS))  # of outcomes that came true,
         self.n = np.zeros((horizons, BINS))  # and of all
 
     def eta(self, horizon: int, trust: float = 1.0) -> float:
-        """Weight of the second forecast; `trust` below 1 takes from it what its owner doubts."""
+        """Returns the weight of the second forecast, multiplied by its owner's `trust` from 0 to 1."""
         return float(ETAS[np.argmin(self.loss[horizon])]) * trust if self.loss[horizon].any() else 0.0
 
     def fuse(self, first: FloatArray, second: FloatArray | None, horizon: int, trust: float = 1.0) -> FloatArray:
-        """(1 - eta) first + eta second; `first` alone where there is no second."""
+        """Returns (1 - eta) first + eta second; `first` alone where there is no second."""
         if second is None:
             return first
         eta = np.float32(self.eta(horizon, trust))
@@ -41,7 +41,7 @@ class Mix:
         return fused
 
     def learn(self, first: FloatArray, second: FloatArray, came: BoolArray, horizon: int) -> None:
-        """What came of two forecasts, all of one shape."""
+        """Learns from the outcomes `came` of two forecasts, all of one shape."""
         a, b, true = (np.asarray(x, np.float64).ravel() for x in (first, second, came))
         mixed = np.clip((1 - ETAS[:, None]) * a + ETAS[:, None] * b, FLOOR, 1 - FLOOR)
         loss = -(true * np.log(mixed) + (1 - true) * np.log1p(-mixed)).mean(axis=1)
@@ -49,7 +49,7 @@ class Mix:
         self.loss[horizon] = DECAY * self.loss[horizon] + loss
 
     def reliability(self, horizon: int) -> npt.NDArray[np.float64]:
-        """What was forecast and what came true in each bin that has any, [bins, 2]."""
+        """Returns the mean forecast and the share that came true of each bin with outcomes, [bins, 2]."""
         some = self.n[horizon] > 0
         sums = np.stack([self.forecast[horizon], self.came[horizon]], axis=1)[some]
         means: npt.NDArray[np.float64] = sums / self.n[horizon][some, None]
@@ -62,7 +62,7 @@ class Mix:
 
 
 class Calibration:
-    """What a score has come to mean lately: the share of outcomes that came true, by score, linear between bins."""
+    """The recent share of outcomes that came true, by score, linear between bins."""
 
     def __init__(self, low: float, high: float, bins: int, slope: float = 1.0) -> None:
         """Starts as the logistic function of `slope` * score."""
@@ -83,12 +83,12 @@ class Calibration:
         self.share = (self._came + SMALL) / (self._n + 2 * SMALL)
 
     def __call__(self, score: FloatArray) -> FloatArray:
-        """P(comes true), of the shape of `score`."""
+        """Returns the probability that each score comes true, of the shape of `score`."""
         p: FloatArray = np.interp(score, self.centres, self.share).astype(np.float32)
         return p
 
     def learn(self, score: FloatArray, came: BoolArray) -> None:
-        """What came of scores of one shape; replaces `share`, so that other threads may read it."""
+        """Learns from the outcomes `came` of scores; replaces `share`, so that other threads may read it."""
         places = np.rint((score.ravel() - self.centres[0]) * self._per_bin).astype(np.int64)
         places = np.clip(places, 0, len(self.centres) - 1)
         self._n = DECAY * self._n + np.bincount(places, minlength=len(self._n))

@@ -1,12 +1,8 @@
-"""Migration: homes that move without a gap, and whether it pays [Prism, III-C2].
+"""Moves homes in steps without a gap, and decides whether a migration pays [Prism, III-C2].
 
-    a step = former homes + as much of what is new as there is room for, hottest first
-
-The source moves all at once and says nothing of order. Here a former home gives an expert up once all new homes have it
-pinned, verified and acknowledged at the version in force; earlier only where its room is needed and another box keeps
-such a copy. Where memory is full, steps follow each other in waves: what one has made safe gives up the room of the
-next. Eq. 4 holds calls against seconds of copying; here both sides are seconds that requests wait: while experts are
-copied, all that wait for peers are taken to go on waiting.
+The source moves all at once. Here a step is the former homes and the hottest new ones that have room. An old home
+releases an expert when every new home holds it pinned and verified, or earlier if it needs the memory and another
+pinned copy exists. Both sides of Eq. 4 are seconds that requests wait.
 """
 
 from __future__ import annotations
@@ -36,7 +32,7 @@ class Migration:
 
     @property
     def late(self) -> BoolArray:
-        """Returns which nodes [N] have not acknowledged all that is to stay there."""
+        """Returns the nodes [N] that have not acknowledged all experts that will stay there."""
         return np.asarray((self.now & self.goal & ~self.pinned).any(axis=(1, 2)), np.bool_)
 
     @property
@@ -45,7 +41,7 @@ class Migration:
 
     @property
     def is_acknowledged(self) -> bool:
-        """Returns whether everything that is to stay has arrived, so that the next step has most to go by."""
+        """Whether every expert that will stay has arrived, so that the next step can move most."""
         return not self.late.any()
 
     def next_homes(self) -> BoolArray:
@@ -78,7 +74,7 @@ class Migration:
         return homes
 
     def _fit(self, homes: BoolArray, node: int) -> None:
-        """Leaves out what a box cannot hold that has less room than it had: what is not there, then the coldest."""
+        """Removes homes beyond a node's room: experts that have not arrived, then the coldest."""
         over = int(np.count_nonzero(homes[node])) - int(self.room[node, 0])
         if over > 0:
             held = np.flatnonzero(homes[node])
@@ -86,9 +82,9 @@ class Migration:
             homes[node].ravel()[held[np.lexsort(keys)[:over]]] = False
 
     def _make_room(self, homes: BoolArray, node: int, wanted: int) -> None:
-        """Gives up former homes, the coldest first, for what is wanted: those of which another box keeps a pinned copy.
+        """Removes a node's former homes, the coldest first, to make room for `wanted` experts.
 
-        What is to be in no memory is given up too.
+        Only experts go that another node keeps pinned, or that the goal has in no memory.
         """
         lacking = wanted - (int(self.room[node, 0]) - int(np.count_nonzero(homes[node])))
         others = homes & self.pinned
@@ -99,9 +95,9 @@ class Migration:
 
 
 def copy_s(now: BoolArray, goal: BoolArray, layer_bytes: IntArray, bytes_per_s: FloatArray) -> float:
-    """Returns the seconds of copying what `goal` [N, L, E] has beyond `now`, at each node's rate [N] [Prism, Eq. 3].
+    """Returns the seconds of copying the homes that `goal` [N, L, E] adds to `now` [Prism, Eq. 3].
 
-    `layer_bytes` [L] are those of an expert.
+    `layer_bytes` [L] is the size of a layer's expert, `bytes_per_s` [N] each node's rate.
     """
     moves = np.count_nonzero(goal & ~now, axis=2)
     return float(((moves * layer_bytes).sum(axis=1) / bytes_per_s).sum())
@@ -110,9 +106,9 @@ def copy_s(now: BoolArray, goal: BoolArray, layer_bytes: IntArray, bytes_per_s: 
 def pays(now_s: float, then_s: float, moving_s: float, horizon_s: float, margin: float = LEAST_GAIN) -> bool:
     """Returns whether a migration gains [Prism, Eq. 4].
 
-    `now_s` and `then_s` are seconds that requests wait for peers, a second, which is how many wait at a time; all of
-    `now_s` wait for the `moving_s` of copying. A gain of less than the share `margin` is none, so that what is measured
-    anew each time does not move experts to and fro.
+    `now_s` and `then_s` are the seconds per second that requests wait for peers, without and with the migration. During
+    the `moving_s` of copying all of `now_s` goes on. A gain below the share `margin` does not count, so that noise in
+    measurements does not move experts to and fro.
     """
     gain = now_s - then_s
     return gain > margin * now_s and gain * horizon_s > now_s * moving_s

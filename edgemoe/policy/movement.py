@@ -1,7 +1,8 @@
 """Watermarks, the price of a byte in each tier, and the moves between tiers that are worth it.
 
 Source: [Two-Tier, 1] and [Two-Tier, 4.3]. An expert is worth b = p C / S a byte: the probability of its use, the cost
-of a miss, its size. docs/design/prefetch.md tells how the price moves and which moves are planned.
+of a miss, its size. The source raises the price where resident bytes exceed the tier, which never happens. Here the
+price follows the bytes *demanded* at it, sum S [b >= lambda], by steps that grow until they turn.
 """
 
 from __future__ import annotations
@@ -21,26 +22,26 @@ SLACK = 0.02  # demand this close to capacity leaves the price alone
 
 
 def miss_cost(sizes: IntArray, fixed_s: float | FloatArray, per_byte_s: float | FloatArray) -> FloatArray:
-    """Seconds that it takes to bring each expert in: C, from what was measured of its link."""
+    """Returns C, the seconds of bringing each expert in, from the measured times of its link."""
     cost: FloatArray = (fixed_s + per_byte_s * sizes).astype(np.float32)
     return cost
 
 
 def density(p: FloatArray, cost_s: FloatArray, sizes: IntArray) -> FloatArray:
-    """b = p C / S, expected seconds saved a byte."""
+    """Returns b = p C / S, the expected seconds saved per byte."""
     b: FloatArray = (p * cost_s / sizes).astype(np.float32)
     return b
 
 
 class Verdict(NamedTuple):
-    """What a tier should do with each expert. None is both."""
+    """The experts that a tier should admit and drop. No expert is both."""
 
     admit: BoolArray  # not here, and well worth its bytes
     drop: BoolArray  # here, and well below the price
 
 
 class Watermark:
-    """One tier's price. Pure: the caller says what is where."""
+    """One tier's price. Pure: the caller passes the resident experts."""
 
     def __init__(self, capacity_bytes: int, *, hysteresis: float = 0.1) -> None:
         self.capacity_bytes, self.hysteresis = capacity_bytes, hysteresis
@@ -48,7 +49,7 @@ class Watermark:
         self._step, self._way = FIRST_STEP, 0
 
     def demanded_bytes(self, b: FloatArray, sizes: IntArray) -> int:
-        """Bytes of all experts that are worth the present price."""
+        """Returns the bytes of all experts that are worth the present price."""
         return int(sizes[b >= self.price].sum()) if self.price > 0 else int(sizes.sum())
 
     def update(self, b: FloatArray, sizes: IntArray) -> None:
@@ -64,15 +65,15 @@ class Watermark:
             self._way = way
 
     def verdict(self, b: FloatArray, resident: BoolArray) -> Verdict:
-        """Admit above (1 + h) lambda, drop below (1 - h) lambda."""
+        """Returns the verdict: admit above (1 + h) lambda, drop below (1 - h) lambda."""
         high, low = (1 + self.hysteresis) * self.price, (1 - self.hysteresis) * self.price
         return Verdict(~resident & (b >= high), resident & (b < low))
 
 
 def floor(b: FloatArray, sizes: IntArray, capacity_bytes: int, working_set_bytes: int) -> BoolArray:
-    """What to pin where a tier does not hold one token's working set: the densest that fit; nothing where it does.
+    """Returns the experts to pin: the densest that fit if a tier cannot hold one token's working set, else none.
 
-    All else streams through the room of the largest expert, which is left free.
+    All other experts stream through the room of the largest expert, which stays free.
     """
     pinned = np.zeros(b.shape, np.bool_)
     if capacity_bytes >= working_set_bytes:
@@ -95,11 +96,11 @@ class Side(NamedTuple):
     b: FloatArray  # density at this tier's horizon
     resident: BoolArray
     watermark: Watermark
-    idle_bytes: float  # what its link can carry before the next demand, or at this plan's rate
+    idle_bytes: float  # that its link can carry before the next demand, or at this plan's rate
 
 
 def plan(vram: Side, ram: Side, sizes: IntArray) -> list[Move]:
-    """Promotions RAM -> VRAM, then stagings NVMe -> RAM, each densest first."""
+    """Returns promotions RAM -> VRAM, then stagings NVMe -> RAM, each densest first."""
     promote = vram.watermark.verdict(vram.b, vram.resident).admit & ram.resident
     stage = ram.watermark.verdict(ram.b, ram.resident).admit & ~vram.resident
     near = _densest(promote, vram, sizes, Tier.RAM, Tier.VRAM)
@@ -118,26 +119,26 @@ def _densest(wanted: BoolArray, side: Side, sizes: IntArray, source: Tier, targe
 
 
 class Watched(NamedTuple):
-    """What a plan went by, until it is known what was needed: some experts [n], the first `lacking` of them missing."""
+    """Experts [n] of a plan whose needs are not known yet; the first `lacking` of them were missing."""
 
     step: int
     keys: IntArray  # layer * E + expert
     odds: FloatArray  # log odds
     since: IntArray  # steps; later needs count
     lacking: int
-    wished: BoolArray  # [lacking] whether they were to be moved
+    wished: BoolArray  # [lacking] whether the plan moved them
 
 
 class NeedRecord:
     """Learns how likely an expert is needed within the window, by its log odds.
 
-    Not in the source. Apart for those that a tier lacks and those that it has: what ranks highest of the one and lowest
-    of the other is seldom as good or as bad as its rank says. Watches whether or not anything is moved, so that holding
-    back can end.
+    Not in the source. Missing and resident experts are learned apart: the highest ranked missing expert and the lowest
+    ranked resident one are seldom as good or as bad as their ranks. It learns without moves too, so that holding back
+    can end.
     """
 
     def __init__(self, window: int) -> None:
-        """Counts needs within so many steps."""
+        """Counts needs within `window` steps."""
         self._window = window
         self.judged = 0  # plans
         self.right = 0.0  # share of the wishes that were needed, lately
@@ -146,22 +147,22 @@ class NeedRecord:
 
     @property
     def tried(self) -> bool:
-        """Returns whether chances are known from what came."""
+        """Whether enough plans were judged for the chances to count."""
         return self.judged >= TRIAL
 
     def chance(self, odds: FloatArray) -> FloatArray:
-        """P(needed within the window) of experts that the tier lacks."""
+        """Returns the probability that experts which the tier lacks are needed within the window."""
         return self._missing(odds)
 
     def chance_there(self, odds: FloatArray) -> FloatArray:
-        """The same of experts that the tier has."""
+        """Returns the same probability of experts that the tier has."""
         return self._there(odds)
 
     def watch(self, plan: Watched) -> None:
-        """Waits for what comes of a plan."""
+        """Keeps a plan until its outcome is known."""
         self._watched.append(plan)
 
-    def settle(self, step: int, last: IntArray) -> None:
+    def judge_plans(self, step: int, last: IntArray) -> None:
         """Learns from plans whose window has passed; `last` [L * E] is the step of each expert's latest need."""
         while self._watched and self._watched[0].step + self._window < step:
             plan = self._watched.popleft()

@@ -23,7 +23,7 @@ def live(record: NeedRecord, steps: int, chance: Callable[[FloatArray, bool], Fl
         for at, key in [each for each in due if each[0] < step]:
             last[key] = at
         due = [each for each in due if each[0] >= step]
-        record.settle(step, last)
+        record.judge_plans(step, last)
         keys = step * n + np.arange(n)
         odds = random.choice(list(CHANCES), n).astype(np.float32)
         needed = random.random(n) < np.concatenate([chance(odds[:EACH], True), chance(odds[EACH:], False)])
@@ -66,9 +66,9 @@ def test_a_need_before_the_plan_or_after_its_window_is_none() -> None:
     odds, nobody = np.zeros(2, np.float32), np.zeros(1, np.bool_)
     before = record.chance(odds)[0]
     record.watch(Watched(7, keys, odds, np.array([7, 6]), 1, nobody))  # the first one's layer has run
-    record.settle(7 + WINDOW + 1, np.array([7, 7]))
+    record.judge_plans(7 + WINDOW + 1, np.array([7, 7]))
     assert record.chance(odds)[0] < before < record.chance_there(odds)[0]
     judged = record.judged
     record.watch(Watched(20, keys, odds, np.array([19, 19]), 1, nobody))
-    record.settle(20 + WINDOW + 2, np.array([25, 25]))
+    record.judge_plans(20 + WINDOW + 2, np.array([25, 25]))
     assert record.judged == judged, "no plan was made for a while, so that nobody knows when the needs were"

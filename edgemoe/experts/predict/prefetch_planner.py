@@ -99,7 +99,7 @@ class NeedEstimate:
 
         None before it is known what came of the first plans, unless there is room. `odds` [L, E] are log odds.
         """
-        self.needs.settle(predictor.step, predictor.history.last.ravel())
+        self.needs.judge_plans(predictor.step, predictor.history.last.ravel())
         here, usage = self._residency.resident_mask(self.tier), self._residency.usage(self.tier)
         room, keeps = usage.used < usage.slots, here
         if self.tier is not self._residency.fastest:

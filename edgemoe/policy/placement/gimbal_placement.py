@@ -13,7 +13,7 @@ from edgemoe.policy.placement.prism import prism
 from edgemoe.policy.placement.problem import Placement, PlacementProblem, Values, placed
 from edgemoe.types.arrays import BoolArray, IntArray
 
-CUT = 0.5  # of a remote call: what it counts that no node has an expert together with those that follow it
+CUT = 0.5  # of a remote call: the price if no node has an expert together with its successors
 ROUNDING = 1e-9  # of all that is asked for: a gain that counts
 
 
@@ -31,20 +31,20 @@ def cut_between(placement: Placement, passed: Values) -> float:
 
 
 def refined_cost(problem: PlacementProblem, placement: Placement, passed: Values) -> float:
-    """Returns what a placement costs in the measure of `gimbal`, in remote calls."""
+    """Returns the cost of a placement in the measure of `gimbal`, in remote calls."""
     remote = float(problem.activations[~placement.homes].sum())
     return remote + _price(problem, passed) * cut_between(placement, passed)
 
 
 def _price(problem: PlacementProblem, passed: Values) -> float:
-    """Returns what a succession counts in remote calls: all those to an expert count CUT, as often as it is chosen."""
+    """Returns the price of a cut succession in remote calls: CUT for each choice of its second expert."""
     return CUT * float(problem.activations[:, 1:].sum() / passed.sum()) if passed.any() else 0.0
 
 
 def exchanged(start: Placement, asked: Values, passed: Values) -> BoolArray:
-    """Returns better homes [N, L, E] in memory: each exchange lowers what calls and cut cost together.
+    """Returns better homes [N, L, E] in memory: each exchange lowers the cost of calls and cuts.
 
-    `asked` [N, L, E] is what it costs that an expert is not at a node, `passed` [L - 1, E, E] what a cut does.
+    `asked` [N, L, E] is the cost of an expert that is not at a node, `passed` [L - 1, E, E] the cost of a cut.
     """
     homes, disk = start.homes.copy(), start.disk
     least = ROUNDING * float(asked.sum())
@@ -58,7 +58,7 @@ def exchanged(start: Placement, asked: Values, passed: Values) -> BoolArray:
 
 
 def _beside(has: BoolArray, layer: int, passed: Values) -> tuple[Values, BoolArray]:
-    """Returns a layer's successions with the experts beside it, [E, F], and who has these, [N, F]."""
+    """Returns a layer's successions with the experts beside it, [E, F], and the nodes that have these, [N, F]."""
     weights, there = [], []
     if layer > 0:
         weights.append(passed[layer - 1].T)
@@ -92,7 +92,7 @@ def _improve(
 def _moves(
     own: BoolArray, disk: BoolArray, asked: Values, beside: tuple[Values, BoolArray], experts: IntArray
 ) -> Values:
-    """Returns what it costs more that an expert moves from node to node, [n, N, N]; inf where it cannot."""
+    """Returns the added cost of moving experts [n] from node to node, [n, N, N]; inf where one cannot move."""
     weights, there = beside[0][experts], beside[1].astype(np.float64)
     held = own[:, experts]
     has = (held | disk[:, experts]).astype(np.float64)

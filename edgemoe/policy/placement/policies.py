@@ -19,7 +19,7 @@ from edgemoe.types.placement import PlacementPolicy
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlacementOptions:
-    """What policies use besides the problem."""
+    """Options that policies use besides the problem."""
 
     routes: Sequence[Routes]  # of each node, [T, L, k]
     costs: RendezvousCosts

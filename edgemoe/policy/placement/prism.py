@@ -27,7 +27,7 @@ def prism(problem: PlacementProblem) -> Placement:
 
 
 def entropy(activations: Values) -> Values:
-    """Returns the Shannon entropy v [N, L] of what is chosen, in bits [Prism, III-C1]; 0 where nothing is."""
+    """Returns the Shannon entropy v [N, L] of a layer's choices, in bits [Prism, III-C1]; 0 without choices."""
     share = activations / np.maximum(activations.sum(axis=2, keepdims=True), 1e-300)
     bits: Values = -np.where(share > 0, share * np.log2(np.maximum(share, 1e-300)), 0.0).sum(axis=2)
     return bits
@@ -57,7 +57,7 @@ def layer_counts(problem: PlacementProblem, must: BoolArray) -> IntArray:
 
 
 def _shares(room: int, spread: Values, experts: int) -> IntArray:
-    """A node's room in proportion to each layer's entropy [L], at most E each, the largest remainders rounded up."""
+    """Divides a node's room in proportion to each layer's entropy [L], at most E each, rounding to the whole room."""
     quota = np.zeros(len(spread))
     while (left := room - quota.sum()) > 1e-6 and (open_ := quota < experts).any():
         weight = np.where(open_, spread, 0.0)
@@ -70,7 +70,7 @@ def _shares(room: int, spread: Values, experts: int) -> IntArray:
 
 
 def assign(activations: Values, counts: IntArray, must: BoolArray) -> BoolArray:
-    """Returns which experts of one layer each node keeps, [N, E], with counts [N] [Prism, Algorithm 2].
+    """Assigns the experts of one layer to nodes, [N, E], given counts [N] [Prism, Algorithm 2].
 
     Every expert that must [E] be kept is, if the counts allow it.
     """

@@ -18,7 +18,7 @@ from edgemoe.types.experts import layers_of_sizes
 
 
 def pack(weight: npt.NDArray[np.float64], slots: IntArray) -> list[IntArray]:
-    """Returns what each pack gets, in the order in which it got it: the heaviest first, to the lightest with a slot.
+    """Assigns items to packs, the heaviest first, each to the lightest pack with a slot. Returns each pack's items.
 
     How light a pack is counts in proportion to its slots. Where each has one, they get one after the other.
     """
@@ -44,7 +44,7 @@ def shares(number: int, room: IntArray) -> IntArray:
 
 
 Values = npt.NDArray[np.float64]
-TIE = 1e-6  # of what a node asks for: what it counts that the others ask for it, too
+TIE = 1e-6  # weight of all nodes' choices against the node's own
 
 
 def slots_of(memory_bytes: Sequence[Sequence[int]], expert_bytes: int) -> tuple[tuple[int, ...], ...]:
@@ -54,14 +54,14 @@ def slots_of(memory_bytes: Sequence[Sequence[int]], expert_bytes: int) -> tuple[
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlacementProblem:
-    """States what memory the nodes have for experts, which they have, and what their own requests ask for."""
+    """The nodes' memory for experts, the experts that they have, and the choices of their own requests."""
 
     slots: tuple[tuple[int, ...], ...]  # of each node's devices, in experts
     activations: Values  # [N, L, E] how often the node's requests chose the expert
     expert_bytes: int = 0
     on_disk: BoolArray | None = None  # [N, L, E]; None: every node has every expert
     in_ram: BoolArray | None = None  # [N, L, E]; None: none has any yet
-    from_disk: bool = False  # whether what memory cannot hold may stay on disk
+    from_disk: bool = False  # whether experts beyond memory may stay on disk
     exists: BoolArray | None = None  # [L, E]; None: every layer has as many experts
 
     @property
@@ -89,8 +89,8 @@ class PlacementProblem:
     def expected(self) -> Values:
         """Returns the activations [N, L, E] by which a node chooses among experts.
 
-        A node of which nothing is known at a layer is taken for the mean of the others; what a node asks for equally
-        often is told apart by what all ask for.
+        A node without counts at a layer gets the mean of the others. Between experts that a node chooses equally often, the
+        choices of all nodes decide.
         """
         known = self.activations.sum(axis=2, keepdims=True) > 0
         mean = self.activations.sum(axis=0) / np.maximum(known.sum(axis=0), 1)
@@ -121,9 +121,9 @@ def refuse_nowhere(problem: PlacementProblem) -> None:
 
 
 def as_served(problem: PlacementProblem, homes: BoolArray) -> Placement:
-    """Returns the homes [N, L, E] as engines serve them: what has none in memory is on every disk that has it.
+    """Returns the homes [N, L, E] as engines serve them: experts without one in memory are on every disk that has them.
 
-    What is on no disk either is where it is at all.
+    Experts on no disk either stay at the nodes that hold them in RAM.
     """
     homeless = problem.experts & ~homes.any(axis=0)
     on_disk = homeless & problem.disks.any(axis=0)
@@ -132,7 +132,7 @@ def as_served(problem: PlacementProblem, homes: BoolArray) -> Placement:
 
 
 def disk_homes(problem: PlacementProblem) -> BoolArray:
-    """Returns the homes [N, L, E] on disk of what memory cannot hold: what is least asked for.
+    """Returns the homes [N, L, E] on disk of the experts beyond memory: the least chosen ones.
 
     None where memory suffices. Raises PlacementInfeasible where an expert is nowhere, or memory is too small and disks
     cannot make up for it.
@@ -164,15 +164,15 @@ def disk_homes(problem: PlacementProblem) -> BoolArray:
 
 
 def required(problem: PlacementProblem, disk: BoolArray) -> BoolArray:
-    """Returns which experts must be in a memory, [L, E]: those that are at home on no disk."""
+    """Returns the experts [L, E] that must be in a memory: no disk is their home."""
     return np.asarray(problem.experts & ~disk.any(axis=0), np.bool_)
 
 
 def placed(problem: PlacementProblem, homes: BoolArray, disk: BoolArray) -> Placement:
     """Returns the placement with these homes [N, L, E], divided among each node's devices.
 
-    Each layer is divided in proportion to what room its devices have left, what is asked for most first, each expert to
-    the device that has least to do for the layer.
+    Each layer is divided in proportion to the devices' free room. The most chosen expert goes first, each to the device
+    with the least work for the layer.
     """
     device = np.full(homes.shape, -1, np.int8)
     asked = problem.activations.sum(axis=0)
@@ -250,7 +250,7 @@ def cover(problem: PlacementProblem, homes: BoolArray, must: BoolArray) -> None:
 
 
 def fill(problem: PlacementProblem, homes: BoolArray) -> None:
-    """Gives each node's free room to what its requests ask for most. `homes` [N, L, E] is changed."""
+    """Gives each node's free room to the experts that its requests choose most. Changes `homes` [N, L, E]."""
     value = problem.expected
     for node, room in enumerate(problem.room):
         free = int(room) - int(homes[node].sum())
@@ -263,8 +263,8 @@ def fill(problem: PlacementProblem, homes: BoolArray) -> None:
 def protect(problem: PlacementProblem, homes: BoolArray, replicas: int) -> None:
     """Has so many nodes hold each expert, in memory or on disk, as far as there is room. `homes` [N, L, E] is changed.
 
-    Further copies go where they cost least, what is asked for most first: into free room, or in place of the expert
-    least asked for there that enough others hold and another has in memory.
+    Further copies of the most chosen experts come first. Each goes to the cheapest node: into free room, or in place of
+    the least chosen expert there that enough other nodes hold and another has in memory.
     """
     nodes = len(homes)
     wanted = min(replicas, nodes)
@@ -273,10 +273,10 @@ def protect(problem: PlacementProblem, homes: BoolArray, replicas: int) -> None:
     holders, copies = (kept | disks).sum(axis=0), kept.sum(axis=0)
     free = problem.room - kept.sum(axis=1)
     order = [each[np.argsort(value[node, each], kind="stable")] for node, each in enumerate(map(np.flatnonzero, kept))]
-    place = np.zeros(nodes, np.int64)  # in `order`: what comes before is not given up
+    place = np.zeros(nodes, np.int64)  # in `order`: the experts before it are not given up
 
     def spare(node: int) -> int:
-        """The expert that the node gives up first; -1 where there is none."""
+        """Returns the expert that the node gives up first; -1 if it keeps all."""
         while place[node] < len(order[node]):
             expert = int(order[node][place[node]])
             if copies[expert] > 1 and (disks[node, expert] or holders[expert] > wanted):

@@ -1,7 +1,7 @@
 """The placement with the fewest peers called per token and layer. Imports Numba: for processes that solve.
 
-A layer waits for its slowest peer, and a call takes mostly its round trip. So peers are counted, the fewest that have
-the missing experts, not experts; a step's tokens share a call. docs/design/placement.md tells the search.
+A layer waits for its slowest peer, and a call takes mostly its round trip. So the cost counts peers, the fewest that
+have the missing experts, not experts. A step's tokens share a call. The search is described in docs/design/placement.md.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from edgemoe.types.arrays import BoolArray, IntArray
 TOKENS = 8192  # drawn from pairs, of all nodes together
 CALL_COST = 0.02  # of a remote expert, as a share of a rendezvous, at the least: of equal plans the one with fewer
 CHANGES = 2000  # that the search makes at most
-LEAST = 1e-9  # of all that a placement costs: what counts as a gain, beyond rounding
+LEAST = 1e-9  # of a placement's whole cost: the smallest gain that is not rounding
 HOPELESS = 1.5  # times the cost of the best start: not worth a search
 
 
 @dataclass(frozen=True, slots=True)
 class RendezvousCosts:
-    """States what is to be small besides rendezvous, and how much one counts."""
+    """Weights of remote experts, of nodes and of given-up homes, relative to a rendezvous."""
 
     call_cost: float = CALL_COST  # of a remote expert, as a share of a rendezvous
     node_cost: Values | None = None  # [N] of a rendezvous of each node, as measured; None: all the same
@@ -47,7 +47,7 @@ class RendezvousCosts:
     stay: Values | None = None  # [N, L, E] of giving up a home of now, 0 where there is none; None: of none
 
     def of_calls(self, problem: PlacementProblem) -> Values:
-        """Returns what it costs that an expert is not at home at a node, [N, L, E]."""
+        """Returns the cost of each expert that is not at home at a node, [N, L, E]."""
         computed = problem.activations if self.computed is None else self.computed
         costs = np.asarray(self.call_cost * computed * self.of_nodes(problem)[:, None, None], np.float64)
         return costs if self.stay is None else costs + self.stay
@@ -58,16 +58,16 @@ class RendezvousCosts:
         return replace(self, computed=computed, stay=stay)
 
     def of_nodes(self, problem: PlacementProblem) -> Values:
-        """Returns what a rendezvous of each node costs, [N]."""
+        """Returns the cost of a rendezvous at each node, [N]."""
         return np.ones(len(problem.slots)) if self.node_cost is None else self.node_cost
 
     def of_tokens(self, problem: PlacementProblem) -> Values:
-        """Returns what a rendezvous of one token of each node costs, [N]."""
+        """Returns the cost of one token's rendezvous at each node, [N]."""
         return self.of_nodes(problem) * (1.0 if self.steps_per_token is None else self.steps_per_token)
 
 
 def costs_of(expert_share: float, node_cost: Values | None = None) -> RendezvousCosts:
-    """Returns what counts where the share of a call's time is known that the other node takes for one expert."""
+    """Returns the costs for a measured share of a call's time that one remote expert takes."""
     return RendezvousCosts(max(CALL_COST, expert_share), node_cost)
 
 
@@ -94,7 +94,7 @@ def rendezvous(
     ]
     _, masks, before = min(found, key=lambda each: each[0])
     homes = masks >> np.arange(nodes, dtype=np.uint64)[:, None, None] & ONE != NONE
-    homes = np.where(problem.disks & disk.any(axis=0), before, homes)  # what was found of them are disks
+    homes = np.where(problem.disks & disk.any(axis=0), before, homes)  # the search found disks for them
     fill(problem, homes)
     return placed(problem, homes, disk)
 
@@ -113,17 +113,17 @@ def routes_for(
 def rendezvous_cost(
     problem: PlacementProblem, routes: Sequence[Routes], placement: Placement, costs: RendezvousCosts
 ) -> float:
-    """Returns what a placement costs in the measure of `rendezvous`: what is added up is per activation."""
+    """Returns the cost of a placement in the measure of `rendezvous`, summed over activations."""
     search = search_from(problem, routes, placement, costs)
     return begin(search, scratch_for(routes[0].shape[2])) + float(costs.of_calls(problem)[~placement.homes].sum())
 
 
 def _whole_layers(problem: PlacementProblem, routes: Sequence[Routes], disk: BoolArray) -> BoolArray:
-    """Each layer at one node where one has room, else at few; then what serves most tokens whole."""
+    """Places each layer at one node if one has room, else at few; then the sets that serve most tokens whole."""
     nodes, layers, experts = disk.shape
     homes, room = np.zeros_like(disk), problem.room
     node_of = np.repeat(np.arange(nodes), np.minimum(room // experts, layers))
-    spread = entropy(problem.expected)  # what is asked for evenly is served whole by nothing less than all
+    spread = entropy(problem.expected)  # an evenly chosen layer is served whole only by all its experts
     found = linear_sum_assignment(spread[node_of].T, maximize=True)
     for layer, place in zip(*found, strict=True):
         homes[node_of[place], layer] = True
@@ -146,7 +146,7 @@ def _whole_layers(problem: PlacementProblem, routes: Sequence[Routes], disk: Boo
 
 
 def _as_now(problem: PlacementProblem, now: BoolArray, disk: BoolArray) -> BoolArray:
-    """The homes of now, as far as there is room, with what has none."""
+    """Returns the homes in force, as far as there is room, with homes for experts that have none."""
     homes = now & ~disk
     for node, room in enumerate(problem.room):
         held = np.flatnonzero(homes[node])
@@ -170,7 +170,7 @@ def _serve_whole(homes: BoolArray, room: int, activations: Values, routes: Route
     free = room - int(homes.sum())
     while free > 0:
         base = np.where(whole > 0, np.take_along_axis(served, np.maximum(whole - 1, 0)[:, None], axis=1)[:, 0], 0)
-        price = (np.arange(experts) + 1) - has  # [L, E] slots that the first e + 1 take beyond what is there
+        price = (np.arange(experts) + 1) - has  # [L, E] slots that the first e + 1 take beyond the present ones
         gain = np.where((price > 0) & (price <= free), (served - base[:, None]) / np.maximum(price, 1), -1.0)
         layer, end = divmod(int(np.argmax(gain)), experts)
         if gain[layer, end] <= 0:
@@ -185,7 +185,7 @@ def _serve_whole(homes: BoolArray, room: int, activations: Values, routes: Route
 def search_from(
     problem: PlacementProblem, routes: Sequence[Routes], start: Placement, costs: RendezvousCosts
 ) -> Search:
-    """Returns the search's tables at a start, with what calls cost in them; `begin` fills them."""
+    """Returns the search's tables at a start, with the costs of calls; `begin` fills the others."""
     nodes, layers, experts = start.homes.shape
     ids = np.ascontiguousarray(np.concatenate(routes).transpose(1, 0, 2), np.int16)
     top_k = ids.shape[2]
