@@ -19,7 +19,7 @@ BINS = 10  # of the reliability curve
 PRIOR, SMALL = 8.0, 1e-3  # outcomes that each bin of a calibration starts with; keeps the share of an empty bin defined
 
 
-class Mix:
+class ForecastMix:
     """A mix of two forecasts for each of several horizons, which learns eta from outcomes."""
 
     def __init__(self, horizons: int) -> None:

@@ -90,7 +90,7 @@ LOW, HIGH, BINS = -6.0, 6.0, 25  # of log odds
 RECENT = 0.02  # of `right`, per plan
 
 
-class Side(NamedTuple):
+class TierBudget(NamedTuple):
     """One tier as a plan sees it; arrays are [L, E]."""
 
     b: FloatArray  # density at this tier's horizon
@@ -99,7 +99,7 @@ class Side(NamedTuple):
     idle_bytes: float  # that its link can carry before the next demand, or at this plan's rate
 
 
-def plan(vram: Side, ram: Side, sizes: IntArray) -> list[Move]:
+def plan(vram: TierBudget, ram: TierBudget, sizes: IntArray) -> list[Move]:
     """Returns promotions RAM -> VRAM, then stagings NVMe -> RAM, each densest first."""
     promote = vram.watermark.verdict(vram.b, vram.resident).admit & ram.resident
     stage = ram.watermark.verdict(ram.b, ram.resident).admit & ~vram.resident
@@ -107,7 +107,7 @@ def plan(vram: Side, ram: Side, sizes: IntArray) -> list[Move]:
     return near + _densest(stage, ram, sizes, Tier.NVME, Tier.RAM)
 
 
-def _densest(wanted: BoolArray, side: Side, sizes: IntArray, source: Tier, target: Tier) -> list[Move]:
+def _densest(wanted: BoolArray, side: TierBudget, sizes: IntArray, source: Tier, target: Tier) -> list[Move]:
     keys = np.flatnonzero(wanted)
     if not len(keys):
         return []
@@ -118,7 +118,7 @@ def _densest(wanted: BoolArray, side: Side, sizes: IntArray, source: Tier, targe
     return [Move(ExpertId(*divmod(key, experts)), source, target, float(side.b.ravel()[key])) for key in keys.tolist()]
 
 
-class Watched(NamedTuple):
+class WatchedPlan(NamedTuple):
     """Experts [n] of a plan whose needs are not known yet; the first `lacking` of them were missing."""
 
     step: int
@@ -143,7 +143,7 @@ class NeedRecord:
         self.judged = 0  # plans
         self.right = 0.0  # share of the wishes that were needed, lately
         self._missing, self._there = Calibration(LOW, HIGH, BINS), Calibration(LOW, HIGH, BINS)
-        self._watched: deque[Watched] = deque()
+        self._watched: deque[WatchedPlan] = deque()
 
     @property
     def tried(self) -> bool:
@@ -158,7 +158,7 @@ class NeedRecord:
         """Returns the same probability of experts that the tier has."""
         return self._there(odds)
 
-    def watch(self, plan: Watched) -> None:
+    def watch(self, plan: WatchedPlan) -> None:
         """Keeps a plan until its outcome is known."""
         self._watched.append(plan)
 

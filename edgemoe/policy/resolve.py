@@ -26,7 +26,7 @@ PEERS_EACH = 3  # that are considered for an expert
 
 
 @dataclass(frozen=True, slots=True)
-class Ways:
+class WayCosts:
     """What each way costs. n experts, w ways, c channels; times in seconds.
 
     `load` [n, w, c]: how long expert i, done way j, keeps channel c busy; inf where that way is not to be had.
@@ -49,7 +49,7 @@ class Resolution:
     finish_s: float
 
 
-def finish_s(ways: Ways, way: npt.NDArray[np.int64]) -> float:
+def finish_s(ways: WayCosts, way: npt.NDArray[np.int64]) -> float:
     """When the layer is finished if expert i is done way `way[i]`; inf where one cannot be."""
     rows = np.arange(len(way))
     busy = ways.load[rows, way].sum(axis=0)  # [c]
@@ -59,7 +59,7 @@ def finish_s(ways: Ways, way: npt.NDArray[np.int64]) -> float:
     return float(max(times.max(initial=0.0), ways.alone[rows, way].max(initial=0.0)))
 
 
-def resolve(ways: Ways) -> Resolution:
+def resolve(ways: WayCosts) -> Resolution:
     """The best assignment found. Raises ValueError, naming the expert's row, where an expert has no way at all."""
     possible = np.isfinite(ways.alone) & np.isfinite(ways.load).all(axis=2)
     if not possible.any(axis=1).all():
@@ -104,7 +104,7 @@ def resolve(ways: Ways) -> Resolution:
 def candidates(its_s: CostMatrix, open_s: CostMatrix) -> npt.NDArray[np.int64]:
     """The peers [k, n] that are considered for each expert, k at most PEERS_EACH: those that would have it soonest.
 
-    `its_s` [p, n]: how long a peer takes for an expert; inf: it cannot. `open_s` [p]: see `Ways`. The experts are gone
+    `its_s` [p, n]: how long a peer takes for an expert; inf: it cannot. `open_s` [p]: see `WayCosts`. The experts are gone
     through as if each went to its soonest peer, so that many are not all left to the same few.
     """
     peers, n = its_s.shape

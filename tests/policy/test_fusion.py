@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from edgemoe.policy.fusion import Calibration, Mix
+from edgemoe.policy.fusion import Calibration, ForecastMix
 
 
 def outcomes(seed: int, n: int = 300) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
@@ -16,7 +16,7 @@ def outcomes(seed: int, n: int = 300) -> list[tuple[np.ndarray, np.ndarray, np.n
 
 
 def test_the_better_forecast_gets_the_weight() -> None:
-    mix = Mix(2)
+    mix = ForecastMix(2)
     for poor, good, came in outcomes(1):
         mix.learn(poor, good, came, 0)
         mix.learn(good, poor, came, 1)
@@ -27,12 +27,12 @@ def test_the_better_forecast_gets_the_weight() -> None:
 
 def test_without_a_second_forecast_the_first_stands() -> None:
     p = np.array([0.1, 0.5], np.float32)
-    assert Mix(1).fuse(p, None, 0) is p
-    assert np.array_equal(Mix(1).fuse(p, 1 - p, 0), p)
+    assert ForecastMix(1).fuse(p, None, 0) is p
+    assert np.array_equal(ForecastMix(1).fuse(p, 1 - p, 0), p)
 
 
 def test_a_forecast_that_goes_bad_loses_its_weight() -> None:
-    mix = Mix(1)
+    mix = ForecastMix(1)
     for poor, good, came in outcomes(2, 600):
         mix.learn(poor, good, came, 0)
     for poor, good, came in outcomes(3, 600):
@@ -41,7 +41,7 @@ def test_a_forecast_that_goes_bad_loses_its_weight() -> None:
 
 
 def test_the_reliability_curve_of_a_true_forecast_is_the_diagonal() -> None:
-    mix = Mix(1)
+    mix = ForecastMix(1)
     for poor, good, came in outcomes(4, 600):
         mix.learn(poor, good, came, 0)
     said, came_true = mix.reliability(0).T
@@ -49,7 +49,7 @@ def test_the_reliability_curve_of_a_true_forecast_is_the_diagonal() -> None:
 
 
 def test_what_forecasts_were_once_is_forgotten() -> None:
-    mix = Mix(1)
+    mix = ForecastMix(1)
     for poor, good, came in outcomes(2, 1500):
         mix.learn(poor, good, came, 0)
     for poor, good, came in outcomes(3, 300):  # a fifth of it, and the other way round

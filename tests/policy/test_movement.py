@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from edgemoe.policy.movement import TRIAL, NeedRecord, Watched
+from edgemoe.policy.movement import TRIAL, NeedRecord, WatchedPlan
 from edgemoe.types.arrays import FloatArray, IntArray
 
 WINDOW, EACH = 4, 16
@@ -28,7 +28,7 @@ def live(record: NeedRecord, steps: int, chance: Callable[[FloatArray, bool], Fl
         odds = random.choice(list(CHANCES), n).astype(np.float32)
         needed = random.random(n) < np.concatenate([chance(odds[:EACH], True), chance(odds[EACH:], False)])
         due += [(step + int(random.integers(1, WINDOW)), key) for key in keys[needed].tolist()]
-        record.watch(Watched(step, keys, odds, np.full(n, step - 1), EACH, odds[:EACH] > 0))
+        record.watch(WatchedPlan(step, keys, odds, np.full(n, step - 1), EACH, odds[:EACH] > 0))
 
 
 def as_ranked(odds: FloatArray, missing: bool) -> FloatArray:
@@ -65,10 +65,10 @@ def test_a_need_before_the_plan_or_after_its_window_is_none() -> None:
     record, keys = NeedRecord(WINDOW), np.arange(2)
     odds, nobody = np.zeros(2, np.float32), np.zeros(1, np.bool_)
     before = record.chance(odds)[0]
-    record.watch(Watched(7, keys, odds, np.array([7, 6]), 1, nobody))  # the first one's layer has run
+    record.watch(WatchedPlan(7, keys, odds, np.array([7, 6]), 1, nobody))  # the first one's layer has run
     record.judge_plans(7 + WINDOW + 1, np.array([7, 7]))
     assert record.chance(odds)[0] < before < record.chance_there(odds)[0]
     judged = record.judged
-    record.watch(Watched(20, keys, odds, np.array([19, 19]), 1, nobody))
+    record.watch(WatchedPlan(20, keys, odds, np.array([19, 19]), 1, nobody))
     record.judge_plans(20 + WINDOW + 2, np.array([25, 25]))
     assert record.judged == judged, "no plan was made for a while, so that nobody knows when the needs were"

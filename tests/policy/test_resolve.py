@@ -7,10 +7,10 @@ from itertools import product
 import numpy as np
 import pytest
 
-from edgemoe.policy.resolve import PEERS_EACH, CostMatrix, Ways, candidates, finish_s, resolve
+from edgemoe.policy.resolve import PEERS_EACH, CostMatrix, WayCosts, candidates, finish_s, resolve
 
 
-def exhaustive(ways: Ways) -> float:
+def exhaustive(ways: WayCosts) -> float:
     """The least finish time of all assignments."""
     n, w = ways.alone.shape
     choice = np.array(list(product(range(w), repeat=n)))  # [w ** n, n]
@@ -20,7 +20,7 @@ def exhaustive(ways: Ways) -> float:
     return float(np.maximum(busy.max(axis=1), alone.max(axis=1)).min())
 
 
-def random_ways(seed: int) -> Ways:
+def random_ways(seed: int) -> WayCosts:
     """GPU, PCIe then GPU, CPU, two peers, disk then CPU; some ways are not to be had."""
     rng = np.random.default_rng(seed)
     n = int(rng.integers(1, 6))
@@ -39,7 +39,7 @@ def random_ways(seed: int) -> Ways:
     missing = rng.random((n, 6)) < 0.35
     missing[:, 5] = False
     alone[missing] = np.inf
-    return Ways(load, alone, opening)
+    return WayCosts(load, alone, opening)
 
 
 def test_the_least_finish_time_is_found_or_nearly() -> None:
@@ -58,7 +58,7 @@ def test_work_is_spread_over_channels_although_one_is_cheaper_for_each() -> None
     """Minimising the sum would send all of it to the first channel."""
     load = np.zeros((6, 2, 2))
     load[:, 0, 0], load[:, 1, 1] = 1.0, 1.5
-    found = resolve(Ways(load, load.sum(axis=2), np.zeros(2)))
+    found = resolve(WayCosts(load, load.sum(axis=2), np.zeros(2)))
     assert found.finish_s == pytest.approx(4.0)
     assert sorted(np.bincount(found.way).tolist()) == [2, 4]
 
@@ -66,9 +66,9 @@ def test_work_is_spread_over_channels_although_one_is_cheaper_for_each() -> None
 def test_a_peer_that_got_slow_loses_its_work() -> None:
     load = np.zeros((4, 2, 2))
     load[:, 0, 0], load[:, 1, 1] = 1.0, 1.0
-    even = resolve(Ways(load, load.sum(axis=2), np.zeros(2)))
+    even = resolve(WayCosts(load, load.sum(axis=2), np.zeros(2)))
     load[:, 1, 1] = 50.0
-    slow = resolve(Ways(load, load.sum(axis=2), np.zeros(2)))
+    slow = resolve(WayCosts(load, load.sum(axis=2), np.zeros(2)))
     assert np.count_nonzero(even.way == 1) == 2
     assert np.count_nonzero(slow.way == 1) == 0
 
@@ -77,7 +77,7 @@ def test_a_rendezvous_that_does_not_pay_is_not_opened() -> None:
     load = np.zeros((3, 2, 2))
     load[:, 0, 0], load[:, 1, 1] = 1.0, 0.1
     alone = load.sum(axis=2) + np.array([0.0, 5.0])
-    assert resolve(Ways(load, alone, np.array([0.0, 5.0]))).way.tolist() == [0, 0, 0]
+    assert resolve(WayCosts(load, alone, np.array([0.0, 5.0]))).way.tolist() == [0, 0, 0]
 
 
 def test_an_expert_that_is_nowhere_is_named() -> None:
@@ -85,19 +85,19 @@ def test_an_expert_that_is_nowhere_is_named() -> None:
     alone = np.ones((3, 1))
     alone[1] = np.inf
     with pytest.raises(ValueError, match="row 1"):
-        resolve(Ways(load, alone, np.zeros(1)))
+        resolve(WayCosts(load, alone, np.zeros(1)))
 
 
 def test_work_that_a_channel_has_to_do_anyway_counts() -> None:
     load = np.zeros((3, 2, 2))
     load[:, 0, 0], load[:, 1, 1] = 1.0, 1.0
-    ways = Ways(load, load.sum(axis=2), np.zeros(2), busy=np.array([5.0, 0.0]))
+    ways = WayCosts(load, load.sum(axis=2), np.zeros(2), busy=np.array([5.0, 0.0]))
     found = resolve(ways)
     assert found.way.tolist() == [1, 1, 1]
     assert found.finish_s == pytest.approx(5.0) == finish_s(ways, found.way)
 
 
-def peers_ways(its_s: CostMatrix, open_s: CostMatrix, near: np.ndarray) -> Ways:
+def peers_ways(its_s: CostMatrix, open_s: CostMatrix, near: np.ndarray) -> WayCosts:
     """A slow disk here, and the peers `near` [k, n] of each expert; every peer has a channel."""
     peers, n = its_s.shape
     load = np.zeros((n, 1 + len(near), 1 + peers))
@@ -105,7 +105,7 @@ def peers_ways(its_s: CostMatrix, open_s: CostMatrix, near: np.ndarray) -> Ways:
     for k, peer in enumerate(near):
         load[np.arange(n), 1 + k, 1 + peer] = its_s[peer, np.arange(n)]
     opening = np.append(0.0, open_s)
-    return Ways(load, load.sum(axis=2) + (load > 0) @ opening, opening)
+    return WayCosts(load, load.sum(axis=2) + (load > 0) @ opening, opening)
 
 
 def random_peers(seed: int, peers: int, experts: int, holders: float) -> tuple[CostMatrix, CostMatrix]:
@@ -117,7 +117,7 @@ def random_peers(seed: int, peers: int, experts: int, holders: float) -> tuple[C
     return its_s, rng.choice([0.0, 3e-4, 2e-3]) * rng.uniform(0.5, 1.5, peers)
 
 
-def dense(its_s: CostMatrix, open_s: CostMatrix) -> Ways:
+def dense(its_s: CostMatrix, open_s: CostMatrix) -> WayCosts:
     return peers_ways(its_s, open_s, np.repeat(np.arange(len(its_s))[:, None], its_s.shape[1], axis=1))
 
 

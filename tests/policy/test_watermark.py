@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.examples import examples
 
-from edgemoe.policy.movement import Side, Watermark, density, floor, miss_cost, plan
+from edgemoe.policy.movement import TierBudget, Watermark, density, floor, miss_cost, plan
 from edgemoe.types.experts import Tier
 
 RECOVERY_VISITS = 60  # within which a price finds back after a shift
@@ -105,7 +105,7 @@ def test_capacity_and_containment_hold_whatever_happens(seed: int, share: float,
         drop = marks[Tier.RAM].verdict(b[Tier.RAM], where[Tier.RAM]).drop
         where[Tier.RAM] &= ~drop | (where[Tier.VRAM] if containment else False)
         idle = {tier: float(tiers[tier] - sizes[where[tier]].sum()) for tier in tiers}
-        sides = [Side(b[tier], where[tier].copy(), marks[tier], idle[tier]) for tier in (Tier.VRAM, Tier.RAM)]
+        sides = [TierBudget(b[tier], where[tier].copy(), marks[tier], idle[tier]) for tier in (Tier.VRAM, Tier.RAM)]
         for move in plan(*sides, sizes):
             assert not where[move.target][move.expert]
             assert move.source is not Tier.RAM or where[Tier.RAM][move.expert]
@@ -121,7 +121,7 @@ def test_a_plan_promotes_and_stages_the_densest_first() -> None:
     b = np.array([[6, 5, 4, 3, 2, 1]], np.float32)
     mark = Watermark(30)
     mark.price = 2.5
-    ram = Side(b, np.array([[False, True, False, True, True, True]]), mark, 100.0)
-    vram = Side(b, np.zeros((1, 6), bool), mark, 10.0)
+    ram = TierBudget(b, np.array([[False, True, False, True, True, True]]), mark, 100.0)
+    vram = TierBudget(b, np.zeros((1, 6), bool), mark, 10.0)
     moves = [(move.expert.expert, move.source, move.target) for move in plan(vram, ram, sizes)]
     assert moves == [(1, Tier.RAM, Tier.VRAM), (0, Tier.NVME, Tier.RAM), (2, Tier.NVME, Tier.RAM)]

@@ -16,7 +16,7 @@ from edgemoe.experts.transfer.links import TierLink
 from edgemoe.experts.transfer.loader import ExpertLoader
 from edgemoe.kernels.cpu.expert_math import ExpertMath
 from edgemoe.policy.resolve import CostMatrix as CostArray
-from edgemoe.policy.resolve import Ways, finish_s, resolve
+from edgemoe.policy.resolve import WayCosts, finish_s, resolve
 from edgemoe.telemetry.unit_time import UnitTime, work_units
 from edgemoe.types.arrays import FloatArray, IntArray
 
@@ -91,7 +91,7 @@ class CostModel:
     ) -> CostArray:
         """Returns the seconds for which each expert [n] in `tiers` [n] occupies each channel, by way, [n, w, c].
 
-        See `Ways`. `more` ways and channels, filled with 0, are appended to those of this box.
+        See `WayCosts`. `more` ways and channels, filled with 0, are appended to those of this box.
         """
         links = self._loader.links
         load = np.zeros((len(experts), FIRST_ELSEWHERE + more[0], FIRST_LINK + len(links) + more[1]))
@@ -126,12 +126,12 @@ class CostModel:
         busy[COMPUTE] = self.unit_s * (units.sum() - units[missing].sum())
         for i, link in enumerate(self._loader.links):
             busy[FIRST_LINK + i] = 0.0 if link.idle() else link.piece_s / 2  # of a prefetch under way
-        ways = Ways(load, alone, np.zeros_like(busy), busy)
+        ways = WayCosts(load, alone, np.zeros_like(busy), busy)
         late_s, order = finish_s(ways, np.full(len(missing), TOP)), np.argsort(alone[:, CPU], kind="stable")
         in_time = int(np.searchsorted(np.cumsum(alone[order, CPU]), late_s))  # so many can the CPU do until then
         if in_time:
             some, rest = np.split(order, [max(in_time, FEW)])
-            ways = Ways(load[some], alone[some], ways.opening, busy + load[rest, TOP].sum(axis=0))
+            ways = WayCosts(load[some], alone[some], ways.opening, busy + load[rest, TOP].sum(axis=0))
             best = resolve(ways)
             if late_s - best.finish_s >= WORTH_S:
                 chosen[missing[some]] = best.way == CPU

@@ -23,7 +23,7 @@ from edgemoe.experts.compute.dispatch import Group
 from edgemoe.experts.tiers.residency import Residency
 from edgemoe.experts.tiers.slots import BoolArray
 from edgemoe.policy.resolve import CostMatrix as CostArray
-from edgemoe.policy.resolve import Ways, candidates, resolve
+from edgemoe.policy.resolve import WayCosts, candidates, resolve
 from edgemoe.telemetry.unit_time import work_units
 from edgemoe.types.arrays import FloatArray, IntArray
 from edgemoe.types.experts import ExpertGeometry, Tier
@@ -171,7 +171,7 @@ class PeerLayerStep:
         nowhere = np.flatnonzero(~np.isfinite(alone).any(axis=1))
         if len(nowhere):
             raise MissingExpert(layer, int(wanted[nowhere[0]]), "; ".join(self.reasons.values()) or NOWHERE)
-        chosen = resolve(Ways(load, alone, opening, busy)).way - FIRST_ELSEWHERE
+        chosen = resolve(WayCosts(load, alone, opening, busy)).way - FIRST_ELSEWHERE
         way[missing] = np.where(chosen < 0, HERE, near[np.maximum(chosen, 0), each]) if len(near) else HERE
         return way
 

@@ -23,7 +23,7 @@ from edgemoe.experts.predict.routing_memory import LOOKS
 from edgemoe.experts.tiers.residency_records import SharedRecord
 from edgemoe.jit.intrinsics import INT, carray, code, f32_at, fields, i64_at, jit, place_of, record
 from edgemoe.kernels.cpu.vector import exp32, log32
-from edgemoe.policy.fusion import Calibration, Mix
+from edgemoe.policy.fusion import Calibration, ForecastMix
 from edgemoe.types.arrays import BoolArray, FloatArray, IntArray
 
 LOW, HIGH, BINS = -8.0, 8.0, 33  # of log odds
@@ -69,7 +69,7 @@ class Blend:
     """Owns calibrations, mixing weights, and the forecasts whose outcome is awaited. On the controller's thread."""
 
     def __init__(self) -> None:
-        self.mix = Mix(HORIZONS)
+        self.mix = ForecastMix(HORIZONS)
         self.calibrations = [Calibration(LOW, HIGH, BINS) for _ in range(HORIZONS)]
         self.shares = np.stack([calibration.share for calibration in self.calibrations]).astype(np.float32)
         self.etas = np.zeros(HORIZONS, np.float32)

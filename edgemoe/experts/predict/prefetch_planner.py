@@ -10,7 +10,17 @@ import numpy as np
 from edgemoe.experts.predict.next_use import NextUsePredictor
 from edgemoe.experts.tiers.residency import Residency
 from edgemoe.experts.tiers.slots import PrefetchPriority
-from edgemoe.policy.movement import WATCHED, NeedRecord, Side, Watched, Watermark, density, floor, miss_cost, plan
+from edgemoe.policy.movement import (
+    WATCHED,
+    NeedRecord,
+    TierBudget,
+    WatchedPlan,
+    Watermark,
+    density,
+    floor,
+    miss_cost,
+    plan,
+)
 from edgemoe.types.arrays import BoolArray, FloatArray, IntArray
 from edgemoe.types.experts import ExpertGeometry, Move, Tier
 
@@ -60,11 +70,11 @@ class TierPrices:
             & ~self._absent
         )
 
-    def _side(self, tier: Tier, worth: FloatArray) -> Side:
+    def _side(self, tier: Tier, worth: FloatArray) -> TierBudget:
         b, mark = self._density(tier, worth), self._marks[tier]
         mark.update(b, self._sizes)
         settled = self._residency.resident_mask(tier) | self._absent  # what does not exist is not to be had
-        return Side(b, settled, mark, self._budget_bytes)
+        return TierBudget(b, settled, mark, self._budget_bytes)
 
     def _density(self, tier: Tier, worth: FloatArray) -> FloatArray:
         """b = p C / S, where C is C_G of the device that takes the expert, or C_R."""
@@ -127,7 +137,7 @@ class NeedEstimate:
         has_run = predictor.visited[keys // experts] == predictor.step  # needs of this step are over
         wished = np.isin(missing, [layer * experts + expert for (layer, expert), *_ in moves])
         since = predictor.step - 1 + has_run
-        self.needs.watch(Watched(predictor.step, keys, odds.ravel()[keys], since, len(missing), wished))
+        self.needs.watch(WatchedPlan(predictor.step, keys, odds.ravel()[keys], since, len(missing), wished))
 
 
 class PrefetchPlanner:

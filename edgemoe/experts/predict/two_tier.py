@@ -17,7 +17,7 @@ from edgemoe.experts.predict.prefetch_planner import PrefetchRequests, TierPrice
 from edgemoe.experts.tiers.residency import Residency
 from edgemoe.experts.tiers.slots import PrefetchPriority
 from edgemoe.policy.cache_ranks import EWMA
-from edgemoe.policy.fusion import Mix
+from edgemoe.policy.fusion import ForecastMix
 from edgemoe.telemetry import metrics as names
 from edgemoe.telemetry.metrics import named
 from edgemoe.types.arrays import BoolArray, FloatArray, IntArray
@@ -42,7 +42,7 @@ class TwoTierPolicy:
         self, geometry: ExpertGeometry, *, hysteresis: float = 0.1, forecaster: Forecaster | None = None
     ) -> None:
         """A `forecaster` counts the steps as `on_step_begun` does here."""
-        self.mix = Mix(2)
+        self.mix = ForecastMix(2)
         self.planned = 0  # moves
         self._geometry, self._hysteresis, self._forecaster = geometry, hysteresis, forecaster
         self._ewma = EWMA(geometry.layers, geometry.experts, geometry.top_k)

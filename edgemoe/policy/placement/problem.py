@@ -89,8 +89,8 @@ class PlacementProblem:
     def expected(self) -> Values:
         """Returns the activations [N, L, E] by which a node chooses among experts.
 
-        A node without counts at a layer gets the mean of the others. Between experts that a node chooses equally often, the
-        choices of all nodes decide.
+        A node without counts at a layer gets the mean of the others. The choices of all nodes decide between experts
+        that a node chooses equally often.
         """
         known = self.activations.sum(axis=2, keepdims=True) > 0
         mean = self.activations.sum(axis=0) / np.maximum(known.sum(axis=0), 1)

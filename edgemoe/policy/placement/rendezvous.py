@@ -1,7 +1,8 @@
 """The placement with the fewest peers called per token and layer. Imports Numba: for processes that solve.
 
 A layer waits for its slowest peer, and a call takes mostly its round trip. So the cost counts peers, the fewest that
-have the missing experts, not experts. A step's tokens share a call. The search is described in docs/design/placement.md.
+have the missing experts, not experts. A step's tokens share a call.
+docs/design/placement.md describes the search.
 """
 
 from __future__ import annotations

@@ -15,10 +15,10 @@ import numpy as np
 
 from edgemoe.policy.routing.offers import (
     Assignment,
-    Chooser,
+    EngineChooser,
     EngineView,
     Offered,
-    Push,
+    PushRouting,
     RoutingPolicy,
     Values,
     fewest,
@@ -111,7 +111,7 @@ class BandChoice:
 class LocalityBand:
     """Owns the clusters in force. Chooses an engine for one request, by `otherwise` where they say nothing of it."""
 
-    def __init__(self, otherwise: Chooser) -> None:
+    def __init__(self, otherwise: EngineChooser) -> None:
         self._otherwise = otherwise
         self._clusters: ExpertClusters | None = None
         self._places: dict[str, int] = {}  # of engines, their clusters
@@ -151,7 +151,7 @@ class BandRouting:
     """Places requests by the band where that knows them, and has another policy place the others."""
 
     def __init__(self, band: LocalityBand, others: RoutingPolicy) -> None:
-        self._band, self._push, self._others = band, Push(band), others
+        self._band, self._push, self._others = band, PushRouting(band), others
 
     def takes(self, views: Sequence[EngineView]) -> bool:
         """Returns whether an engine has a free slot, or room by the other policy."""

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from edgemoe.policy.routing.offers import EngineView, Offered, Turns
+from edgemoe.policy.routing.offers import EngineView, Offered, RoundRobin
 
 MAX_USERS = 4096  # remembered; of more, the longest absent is forgotten
 
@@ -56,7 +56,7 @@ class GimbalChoice:
 
     def __init__(self, thresholds: GimbalThresholds = DEFAULTS) -> None:
         self._thresholds = thresholds
-        self._turns = Turns()  # line 1
+        self._turns = RoundRobin()  # line 1
         self._users = UserPlaces(thresholds.affinity_s)
 
     def __call__(self, offered: Offered, open_: Sequence[EngineView], now_s: float) -> EngineView:

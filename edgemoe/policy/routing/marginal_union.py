@@ -100,7 +100,7 @@ class UnionChoice:
 
 
 class UnionTerm:
-    """Costs of a request's decoding at each engine, for `Pull`. Owns what it has reckoned of engines as they are."""
+    """Costs of a request's decoding at each engine, for `PullRouting`. Owns what it has reckoned of engines as they are."""
 
     def __init__(self, times: DecodeTimes) -> None:
         self._times = times

@@ -121,16 +121,16 @@ def with_offer(view: EngineView, offered: Offered) -> EngineView:
     )
 
 
-class Chooser(Protocol):
+class EngineChooser(Protocol):
     """Chooses one engine of those that are not full."""
 
     def __call__(self, offered: Offered, open_: Sequence[EngineView], now_s: float) -> EngineView: ...
 
 
-class Push:
+class PushRouting:
     """Places offers one by one, in order of arrival, each where `choose` says."""
 
-    def __init__(self, choose: Chooser) -> None:
+    def __init__(self, choose: EngineChooser) -> None:
         self._choose = choose
 
     def takes(self, views: Sequence[EngineView]) -> bool:
@@ -151,7 +151,7 @@ class Push:
         return answer
 
 
-class Turns:
+class RoundRobin:
     """Chooses engines in turn, by name: round robin."""
 
     def __init__(self) -> None:

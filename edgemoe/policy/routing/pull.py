@@ -48,7 +48,7 @@ class PullLimits:
     away_s: float = 0.005  # that a request costs at another box than its front's
 
 
-class Pull:
+class PullRouting:
     """Has engines with room take what costs them least. Remembers where users' requests went."""
 
     def __init__(self, limits: PullLimits, *terms: CostTerm) -> None:

@@ -18,7 +18,7 @@ from edgemoe.experts.compute.cpu_experts import FIRST_ELSEWHERE, FIRST_LINK, Cos
 from edgemoe.experts.compute.dispatch import Group
 from edgemoe.experts.compute.peer_layer_step import PeerExperts
 from edgemoe.policy import resolve as resolution
-from edgemoe.policy.resolve import PEERS_EACH, Resolution, Ways
+from edgemoe.policy.resolve import PEERS_EACH, Resolution, WayCosts
 from edgemoe.types.arrays import BoolArray, FloatArray, IntArray
 from edgemoe.types.experts import ExpertGeometry, Tier
 from edgemoe.types.peers import ExpertWork, Offer, RemoteCall
@@ -265,7 +265,7 @@ def test_a_peer_s_disk_is_for_what_no_other_has_in_memory() -> None:
 def test_what_is_tried_for_a_layer_does_not_grow_with_the_peers(nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[tuple[int, ...]] = []
 
-    def resolve(ways: Ways) -> Resolution:
+    def resolve(ways: WayCosts) -> Resolution:
         tried.append(ways.load.shape)
         return resolution.resolve(ways)
 

@@ -19,22 +19,22 @@ from edgemoe.policy.routing.offers import (
     Dispatches,
     EngineView,
     Offered,
-    Push,
+    PushRouting,
+    RoundRobin,
     RoutingPolicy,
-    Turns,
     Values,
     cached_tokens,
     fewest,
     with_offer,
 )
-from edgemoe.policy.routing.pull import Pull, PullLimits
+from edgemoe.policy.routing.pull import PullLimits, PullRouting
 
 POLICIES: dict[str, Callable[[], RoutingPolicy]] = {
-    "turns": lambda: Push(Turns()),
-    "fewest": lambda: Push(fewest),
-    "gimbal": lambda: Push(GimbalChoice(GimbalThresholds())),
-    "pull": lambda: Pull(PullLimits()),
-    "eldr": lambda: BandRouting(LocalityBand(fewest), Pull(PullLimits())),
+    "turns": lambda: PushRouting(RoundRobin()),
+    "fewest": lambda: PushRouting(fewest),
+    "gimbal": lambda: PushRouting(GimbalChoice(GimbalThresholds())),
+    "pull": lambda: PullRouting(PullLimits()),
+    "eldr": lambda: BandRouting(LocalityBand(fewest), PullRouting(PullLimits())),
 }
 
 
@@ -105,7 +105,7 @@ def test_pull_gives_an_engine_only_what_its_blocks_slots_and_step_have_room_for(
     limits = PullLimits()
     there = {view.place: view for view in views}
     asked = {offered.request: offered for offered in offers}
-    for request, place in Pull(limits).assign(offers, views, 100.0):
+    for request, place in PullRouting(limits).assign(offers, views, 100.0):
         view, offered = there[place], asked[request]
         cached = cached_tokens(offered, view)
         assert view.requests < view.slots
@@ -128,7 +128,7 @@ def test_a_long_prompt_is_overtaken_only_by_requests_that_come_before_its_age_ou
     prompt: int, others: list[int]
 ) -> None:
     """One engine of 1,000 tokens/s, which a stream of short ones would keep busy for ever."""
-    pull, limits = Pull(PullLimits()), PullLimits()
+    pull, limits = PullRouting(PullLimits()), PullLimits()
     waiting = {"long": offer("long", prompt)}
     bound_s, busy_s, now_s, last_s = prompt / 1000.0 / limits.aging, 0.0, 0.0, 0.0
     stream = iter(others * 1000)
@@ -146,25 +146,27 @@ def test_a_long_prompt_is_overtaken_only_by_requests_that_come_before_its_age_ou
 def test_an_engine_is_kept_for_an_aged_request_that_fits_nowhere_and_the_others_go_on() -> None:
     views = [engine("a", used=0.95, running=2), engine("b", used=0.9, running=1)]
     offers = [offer("large", 4000, arrived_s=0.0), offer("small", 100, arrived_s=99.0), offer("next", 100, 99.5)]
-    assert Pull(PullLimits()).assign(offers, views, 1.0) == [("small", "b"), ("next", "a")]
-    assert Pull(PullLimits()).assign(offers, views, 100.0) == [("small", "a"), ("next", "a")]
-    assert Pull(PullLimits()).assign(offers, [engine("b")], 100.0)[0] == ("large", "b")
+    assert PullRouting(PullLimits()).assign(offers, views, 1.0) == [("small", "b"), ("next", "a")]
+    assert PullRouting(PullLimits()).assign(offers, views, 100.0) == [("small", "a"), ("next", "a")]
+    assert PullRouting(PullLimits()).assign(offers, [engine("b")], 100.0)[0] == ("large", "b")
 
 
 def test_an_engine_takes_no_more_ahead_than_a_step_or_a_quarter_of_a_second_whichever_is_more() -> None:
     slow = replace(engine("a", prefill=1500), tokens_per_s=5000.0)
     fast = replace(slow, tokens_per_s=7000.0)
-    assert Pull(PullLimits()).assign([offer()], [slow], 0.0) == []
-    assert Pull(PullLimits()).assign([offer()], [fast], 0.0) == [("r", "a")]
-    assert Pull(PullLimits()).assign([offer()], [replace(slow, prefill_tokens=1023)], 0.0) == [("r", "a")]
+    assert PullRouting(PullLimits()).assign([offer()], [slow], 0.0) == []
+    assert PullRouting(PullLimits()).assign([offer()], [fast], 0.0) == [("r", "a")]
+    assert PullRouting(PullLimits()).assign([offer()], [replace(slow, prefill_tokens=1023)], 0.0) == [("r", "a")]
 
 
 def test_pull_takes_the_shortest_and_prefers_the_engine_that_has_the_prefix_until_that_is_busy() -> None:
     holder = replace(engine("b"), prefixes=frozenset([7, 8]))
     long = replace(offer("long", 900), prefix=(7, 8, 9), key_tokens=256)
-    assert Pull(PullLimits()).assign([long, offer("short", 200)], [engine("a")], 0.0)[0].request == "short"
-    assert Pull(PullLimits()).assign([long], [engine("a"), holder], 0.0) == [("long", "b")]
-    assert Pull(PullLimits()).assign([long], [engine("a"), replace(holder, prefill_tokens=600)], 0.0) == [("long", "a")]
+    assert PullRouting(PullLimits()).assign([long, offer("short", 200)], [engine("a")], 0.0)[0].request == "short"
+    assert PullRouting(PullLimits()).assign([long], [engine("a"), holder], 0.0) == [("long", "b")]
+    assert PullRouting(PullLimits()).assign([long], [engine("a"), replace(holder, prefill_tokens=600)], 0.0) == [
+        ("long", "a")
+    ]
 
 
 def test_what_else_a_request_costs_beyond_the_cheapest_engine_counts_beside_its_prefill() -> None:
@@ -172,8 +174,8 @@ def test_what_else_a_request_costs_beyond_the_cheapest_engine_counts_beside_its_
         return np.array([[one.prompt_tokens / 100 * (view.place == "b") for one in offers] for view in views])
 
     offers, views = [offer("short", 100), offer("long", 900)], [engine("a"), engine("b", prefill=1)]
-    assert Pull(PullLimits()).assign(offers, views, 0.0) == [("short", "a"), ("long", "b")]
-    assert Pull(PullLimits(), cost).assign(offers, views, 0.0) == [("short", "a"), ("long", "a")]
+    assert PullRouting(PullLimits()).assign(offers, views, 0.0) == [("short", "a"), ("long", "b")]
+    assert PullRouting(PullLimits(), cost).assign(offers, views, 0.0) == [("short", "a"), ("long", "a")]
 
 
 @given(offers=offers_, views=engines_, waited_s=st.floats(0.0, 1e4), seed=st.integers(0, 99))
@@ -196,21 +198,21 @@ def test_what_is_reckoned_again_after_each_assignment_is_what_reckoning_all_anew
     ]
     there = {view.place: seen(view) for view in views}
     limits, term = replace(PullLimits(), ahead_requests=2, affinity=0.0), UnionTerm(DecodeTimes(0.01, 0.001))
-    whole = Pull(limits, term)
+    whole = PullRouting(limits, term)
     for _ in range(2):  # what the term remembers of the first time changes nothing
         found = whole.assign(left, list(there.values()), waited_s)
     for request, place in found:
-        anew = Pull(limits, UnionTerm(DecodeTimes(0.01, 0.001)))
+        anew = PullRouting(limits, UnionTerm(DecodeTimes(0.01, 0.001)))
         assert anew.assign(left, list(there.values()), waited_s)[0] == (request, place)
         taken = next(one for one in left if one.request == request)
         there[place] = with_offer(there[place], taken)
         left.remove(taken)
-    assert not Pull(limits, UnionTerm(DecodeTimes(0.01, 0.001))).assign(left, list(there.values()), waited_s)
+    assert not PullRouting(limits, UnionTerm(DecodeTimes(0.01, 0.001))).assign(left, list(there.values()), waited_s)
 
 
 def test_pull_sends_a_user_where_he_was_until_that_has_expired_or_is_busy() -> None:
     """A key covers 64 tokens; half of that is expected of the prompt there, beyond what keys show: 32 ms."""
-    pull, views = Pull(PullLimits(affinity_s=10.0)), [engine("a"), engine("b")]
+    pull, views = PullRouting(PullLimits(affinity_s=10.0)), [engine("a"), engine("b")]
 
     def asked(user: str) -> Offered:
         return replace(offer(user=user, prompt=200), key_tokens=64)
@@ -226,9 +228,9 @@ def test_pull_sends_a_user_where_he_was_until_that_has_expired_or_is_busy() -> N
 def test_a_request_stays_beside_its_front_unless_another_box_has_more_to_offer() -> None:
     views = [engine("a"), engine("b"), replace(engine("c"), prefixes=frozenset([7]))]
     local = replace(offer(), home="b")
-    assert Pull(PullLimits()).assign([local], views, 0.0) == [("r", "b")]
-    assert Pull(PullLimits()).assign([local], [views[0], engine("b", prefill=500)], 0.0) == [("r", "a")]
-    assert Pull(PullLimits()).assign([replace(local, prefix=(7,), key_tokens=64)], views, 0.0) == [("r", "c")]
+    assert PullRouting(PullLimits()).assign([local], views, 0.0) == [("r", "b")]
+    assert PullRouting(PullLimits()).assign([local], [views[0], engine("b", prefill=500)], 0.0) == [("r", "a")]
+    assert PullRouting(PullLimits()).assign([replace(local, prefix=(7,), key_tokens=64)], views, 0.0) == [("r", "c")]
 
 
 @pytest.mark.parametrize(
@@ -248,12 +250,12 @@ def test_a_request_stays_beside_its_front_unless_another_box_has_more_to_offer()
     ],
 )
 def test_algorithm_1_case_by_case(views: list[EngineView], place: str) -> None:
-    assert Push(GimbalChoice()).assign([offer()], views, 0.0) == [("r", place)]
+    assert PushRouting(GimbalChoice()).assign([offer()], views, 0.0) == [("r", place)]
 
 
 def test_a_users_requests_stay_with_an_engine_until_it_has_expired_or_kv_is_short_anywhere() -> None:
     views = [engine("a"), engine("b")]
-    policy = Push(GimbalChoice(GimbalThresholds(affinity_s=10.0)))
+    policy = PushRouting(GimbalChoice(GimbalThresholds(affinity_s=10.0)))
     assert policy.assign([offer("1", user="u"), offer("2", user="v"), offer("3", user="u")], views, 0.0) == [
         ("1", "a"),
         ("2", "b"),
@@ -269,8 +271,8 @@ def test_a_users_requests_stay_with_an_engine_until_it_has_expired_or_kv_is_shor
 def test_baselines_choose_as_their_names_say() -> None:
     views = [engine("a", running=5), engine("b", running=1, waiting=3), engine("c", running=8)]
     three = [offer(name) for name in "xyz"]
-    assert [place for _, place in Push(Turns()).assign(three, views, 0.0)] == ["a", "b", "c"]
-    assert [place for _, place in Push(fewest).assign(three, views, 0.0)] == ["b", "a", "b"]
+    assert [place for _, place in PushRouting(RoundRobin()).assign(three, views, 0.0)] == ["a", "b", "c"]
+    assert [place for _, place in PushRouting(fewest).assign(three, views, 0.0)] == ["b", "a", "b"]
 
 
 def test_a_ledger_counts_a_dispatch_until_a_report_names_it() -> None:

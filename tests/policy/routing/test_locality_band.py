@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from edgemoe.policy.routing.eldr import IN_BAND, NEAREST, BandRouting, ExpertClusters, Fit, LocalityBand
 from edgemoe.policy.routing.offers import EngineView, Offered, fewest
-from edgemoe.policy.routing.pull import Pull, PullLimits
+from edgemoe.policy.routing.pull import PullLimits, PullRouting
 from edgemoe.types.arrays import FloatArray
 
 LAYERS, EXPERTS = 2, 8
@@ -64,7 +64,7 @@ def test_where_clusters_say_nothing_requests_are_pulled_as_ever(
     ]
     places = "ac" if case == "an engine without a cluster" else "ab"
     views = [engine(place, count) for place, count in zip(places, running, strict=True)]
-    pull = Pull(PullLimits())
+    pull = PullRouting(PullLimits())
     assert BandRouting(rule, pull).assign(offers, views, 5.0) == pull.assign(offers, views, 5.0)
     assert {rule.why(one, views, "a") for one in offers} <= {""}
 
@@ -75,7 +75,7 @@ def test_each_request_goes_once_and_none_to_an_engine_without_a_free_slot(
 ) -> None:
     offers = [replace(offer(str(n), kind), prompt_tokens=tokens) for n, (kind, tokens) in enumerate(asked)]
     views = [engine(place, count) for place, count in zip("ab", running, strict=True)]
-    found = BandRouting(band("a", "b"), Pull(PullLimits())).assign(offers, views, 5.0)
+    found = BandRouting(band("a", "b"), PullRouting(PullLimits())).assign(offers, views, 5.0)
     assert len({one.request for one in found}) == len(found)
     for view in views:
         assert sum(one.place == view.place for one in found) <= max(0, view.slots - view.requests)
@@ -98,7 +98,7 @@ def test_a_request_goes_to_the_least_loaded_of_the_near_ones(
 ) -> None:
     rule, views = band("a", "b"), [engine("a", running[0]), engine("b", running[1])]
     asked = offer("r", experts)
-    assert BandRouting(rule, Pull(PullLimits())).assign([asked], views, 0.0) == [("r", place)]
+    assert BandRouting(rule, PullRouting(PullLimits())).assign([asked], views, 0.0) == [("r", place)]
     assert rule.why(asked, views, place) == why
     assert rule(asked, [view for view in views if view.requests < view.slots], 0.0).place == place
 
@@ -106,13 +106,13 @@ def test_a_request_goes_to_the_least_loaded_of_the_near_ones(
 def test_requests_that_are_placed_together_see_each_other() -> None:
     views = [engine("a"), engine("b")]
     offers = [offer(str(n), LOW) for n in range(3)] + [offer("new", None)]
-    found = dict(BandRouting(band("a", "b"), Pull(PullLimits())).assign(offers, views, 0.0))
+    found = dict(BandRouting(band("a", "b"), PullRouting(PullLimits())).assign(offers, views, 0.0))
     assert [found[each] for each in ("0", "1", "2", "new")] == ["a", "a", "b", "b"]
 
 
 @pytest.mark.parametrize("rare", [None, LOW])
 def test_one_of_a_rare_kind_is_served_while_the_others_never_end(rare: tuple[int, ...] | None) -> None:
-    routing, usual = BandRouting(band("a", "b"), Pull(PullLimits())), LOW if rare is None else None
+    routing, usual = BandRouting(band("a", "b"), PullRouting(PullLimits())), LOW if rare is None else None
     waiting = [offer("rare", rare, 0.0)] + [offer(f"first {n}", usual, -5.0) for n in range(5)]
     for now in range(20):
         waiting.append(offer(str(now), usual, float(now)))

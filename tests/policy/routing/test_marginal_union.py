@@ -15,8 +15,8 @@ from edgemoe.policy.routing.marginal_union import (
     UnionTerm,
     engine_step,
 )
-from edgemoe.policy.routing.offers import EngineView, Offered, Push
-from edgemoe.policy.routing.pull import Pull, PullLimits
+from edgemoe.policy.routing.offers import EngineView, Offered, PushRouting
+from edgemoe.policy.routing.pull import PullLimits, PullRouting
 from edgemoe.policy.routing.signatures import absence
 from edgemoe.types.arrays import FloatArray
 
@@ -68,7 +68,7 @@ def test_experts_that_are_far_from_an_engine_cost_what_reaching_them_does() -> N
 
 def test_offers_that_are_placed_together_see_each_other() -> None:
     offers = [offered(each, str(n)) for n, each in enumerate((LOW, HIGH, LOW, HIGH))]
-    placed = dict(Push(UnionChoice(TIMES)).assign(offers, [engine("a"), engine("b")], 0.0))
+    placed = dict(PushRouting(UnionChoice(TIMES)).assign(offers, [engine("a"), engine("b")], 0.0))
     assert placed["0"] == placed["2"] != placed["1"] == placed["3"]
 
 
@@ -87,7 +87,7 @@ def test_a_request_that_chooses_every_expert_costs_a_finite_time(requests: int) 
 
 
 def test_engines_with_room_take_what_fits_their_experts_even_if_it_came_later() -> None:
-    policy = Pull(PullLimits(), UnionTerm(TIMES))
+    policy = PullRouting(PullLimits(), UnionTerm(TIMES))
     full, open_ = engine("a", LOW, LOW, slots=2), engine("b", HIGH, HIGH)
     came = [offered(LOW, "low", waited_s=0.01), offered(HIGH, "high")]
     assert policy.assign(came, [full, open_], 0.0)[0].request == "high"
@@ -110,7 +110,7 @@ def test_the_term_is_what_an_engine_costs_for_all_tokens_of_who_is_foreseen() ->
 def test_pulling_without_terms_fills_engines_evenly() -> None:
     offers = [replace(offered(LOW, str(n)), prompt_tokens=1) for n in range(4)]
     views = [replace(engine(place), prefill_tokens=0, tokens_per_s=1e9) for place in "ab"]
-    placed = [place for _, place in Pull(PullLimits()).assign(offers, views, 0.0)]
+    placed = [place for _, place in PullRouting(PullLimits()).assign(offers, views, 0.0)]
     assert sorted(placed) == ["a", "a", "b", "b"]
 
 

@@ -19,8 +19,8 @@ import numpy as np
 
 from edgemoe.policy.routing.gimbal import GimbalChoice, GimbalThresholds
 from edgemoe.policy.routing.marginal_union import DecodeTimes, PromptForecast, UnionTerm
-from edgemoe.policy.routing.offers import Assignment, EngineView, Offered, Push, RoutingPolicy, Turns
-from edgemoe.policy.routing.pull import Pull, PullLimits
+from edgemoe.policy.routing.offers import Assignment, EngineView, Offered, PushRouting, RoundRobin, RoutingPolicy
+from edgemoe.policy.routing.pull import PullLimits, PullRouting
 from edgemoe.policy.routing.signatures import absence
 from edgemoe.types.arrays import FloatArray
 from tools.bench.stats import interval
@@ -78,9 +78,9 @@ PARTS = {
     "without aging": Part({"aging": 0.0}, {"aging_tokens_per_s": 0.0}),
 }
 OTHERS: dict[str, tuple[Callable[[], RoutingPolicy], dict[str, Any]]] = {
-    "Gimbal": (lambda: Push(GimbalChoice(GimbalThresholds())), {"order": "gimbal"}),
-    "least requests": (lambda: Push(least_requests), {}),
-    "round robin": (lambda: Push(Turns()), {}),
+    "Gimbal": (lambda: PushRouting(GimbalChoice(GimbalThresholds())), {"order": "gimbal"}),
+    "least requests": (lambda: PushRouting(least_requests), {}),
+    "round robin": (lambda: PushRouting(RoundRobin()), {}),
 }
 
 
@@ -103,7 +103,7 @@ def policy_of(name: str, times: DecodeTimes) -> tuple[RoutingPolicy, dict[str, A
         make, engine = OTHERS[name]
         return make(), engine
     part = PARTS[name]
-    pull = Pull(replace(PullLimits(), **part.limits), *([UnionTerm(times)] if part.union else []))
+    pull = PullRouting(replace(PullLimits(), **part.limits), *([UnionTerm(times)] if part.union else []))
     return Hiding(pull, part.hidden) if part.hidden else pull, PULLED | part.engine
 
 

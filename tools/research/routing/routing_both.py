@@ -17,8 +17,8 @@ from edgemoe.policy.routing.eldr import BandChoice, BandRouting, ExpertClusters,
 from edgemoe.policy.routing.eldr_fitting import fit_clusters
 from edgemoe.policy.routing.gimbal import GimbalChoice, GimbalThresholds
 from edgemoe.policy.routing.marginal_union import DecodeTimes, PromptForecast, UnionChoice, UnionTerm
-from edgemoe.policy.routing.offers import Push, RoutingPolicy, Turns, fewest
-from edgemoe.policy.routing.pull import Pull, PullLimits
+from edgemoe.policy.routing.offers import PushRouting, RoundRobin, RoutingPolicy, fewest
+from edgemoe.policy.routing.pull import PullLimits, PullRouting
 from edgemoe.policy.routing.signatures import absence
 from edgemoe.types.arrays import FloatArray
 from tools.research.routing.policies import least_requests
@@ -45,16 +45,16 @@ def variants(clusters: ExpertClusters, times: DecodeTimes) -> dict[str, tuple[Ro
     band = LocalityBand(fewest)
     band.follow(clusters, places)
     return {
-        "round robin": (Push(Turns()), {}),
-        "JSQ": (Push(fewest), {}),
-        "least requests": (Push(least_requests), {}),
-        "Gimbal": (Push(GimbalChoice(GimbalThresholds())), {"order": "gimbal"}),
-        "ELDR": (Push(BandChoice(clusters, places)), {}),
-        "ELDR, to free slots": (BandRouting(band, Pull(PullLimits())), PULLED),  # as daemons have it
-        "union": (Push(UnionChoice(times)), {}),
-        "pull": (Pull(PullLimits()), PULLED),
-        "pull + union": (Pull(alone, UnionTerm(times)), PULLED),
-        "pull + union, crowding": (Pull(PullLimits(), UnionTerm(times)), PULLED),
+        "round robin": (PushRouting(RoundRobin()), {}),
+        "JSQ": (PushRouting(fewest), {}),
+        "least requests": (PushRouting(least_requests), {}),
+        "Gimbal": (PushRouting(GimbalChoice(GimbalThresholds())), {"order": "gimbal"}),
+        "ELDR": (PushRouting(BandChoice(clusters, places)), {}),
+        "ELDR, to free slots": (BandRouting(band, PullRouting(PullLimits())), PULLED),  # as daemons have it
+        "union": (PushRouting(UnionChoice(times)), {}),
+        "pull": (PullRouting(PullLimits()), PULLED),
+        "pull + union": (PullRouting(alone, UnionTerm(times)), PULLED),
+        "pull + union, crowding": (PullRouting(PullLimits(), UnionTerm(times)), PULLED),
     }
 
 

@@ -20,7 +20,7 @@ from edgemoe.policy.routing.eldr_fitting import (
     middles,
 )
 from edgemoe.policy.routing.marginal_union import DecodeTimes, PromptForecast, UnionChoice, engine_step
-from edgemoe.policy.routing.offers import EngineView, Offered, Push
+from edgemoe.policy.routing.offers import EngineView, Offered, PushRouting
 from edgemoe.policy.routing.signatures import absence, rarity, signatures
 from edgemoe.types.arrays import FloatArray, IntArray
 from tools.research.simulate.decode_pool import DecodeCosts, distinct_experts
@@ -112,7 +112,7 @@ def parts(known: Fitted) -> dict[str, Figures]:
     seen = recorded(scene.recorded)
 
     def changed(clusters: ExpertClusters, band: float = 0.1) -> Figures:
-        policy = Push(BandChoice(clusters, workers, band))
+        policy = PushRouting(BandChoice(clusters, workers, band))
         return figures(scene, outcome("ELDR", replace(known, clusters=clusters), policy=policy))
 
     answer = {name: figures(scene, outcome(name, known)) for name in ("round robin", "JSQ", "ELDR", "union")}
@@ -125,7 +125,7 @@ def parts(known: Fitted) -> dict[str, Figures]:
     answer["union, 7/8 of the prompt cached, no signatures kept"] = figures(scene, outcome("union", known, rest))
     answer["union, no clusters"] = figures(scene, outcome("union, no clusters", known))
     for pull in PULLS:
-        policy = Push(PulledUnion(known.clusters, known.times, pull))
+        policy = PushRouting(PulledUnion(known.clusters, known.times, pull))
         answer[f"union, pull {pull:g}"] = figures(scene, outcome("union", known, policy=policy))
     return answer
 

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from edgemoe.policy.routing.gimbal import GimbalChoice
-from edgemoe.policy.routing.offers import Push, RoutingPolicy, Turns, fewest
-from edgemoe.policy.routing.pull import Pull, PullLimits
+from edgemoe.policy.routing.offers import PushRouting, RoundRobin, RoutingPolicy, fewest
+from edgemoe.policy.routing.pull import PullLimits, PullRouting
 from tools.bench.stats import interval
 from tools.research.routing.policies import PseudoCodeGimbal, least_requests
 from tools.research.simulate.serving.cluster import Knowledge, cluster_of, jobs_of
@@ -69,22 +69,22 @@ class Setting(NamedTuple):
 
 
 def algorithm_1(published: bool = False) -> RoutingPolicy:
-    return Push(PseudoCodeGimbal() if published else GimbalChoice())
+    return PushRouting(PseudoCodeGimbal() if published else GimbalChoice())
 
 
 def pull(**limits: Any) -> RoutingPolicy:
-    return Pull(replace(PullLimits(), **limits))
+    return PullRouting(replace(PullLimits(), **limits))
 
 
 ALL: dict[str, Variant] = {
-    BASE: Variant(lambda: Push(Turns()), {}),
-    "SJF, 5 s": Variant(lambda: Push(Turns()), {"order": "gimbal"}),
+    BASE: Variant(lambda: PushRouting(RoundRobin()), {}),
+    "SJF, 5 s": Variant(lambda: PushRouting(RoundRobin()), {"order": "gimbal"}),
     "algorithm 1": Variant(algorithm_1, {}),
     "Gimbal": Variant(algorithm_1, {"order": "gimbal"}),
     "Gimbal, published": Variant(lambda: algorithm_1(published=True), {"order": "gimbal"}),
-    "aging and reserve": Variant(lambda: Push(Turns()), PULLED),
-    "join shortest queue": Variant(lambda: Push(fewest), {}),
-    "least requests": Variant(lambda: Push(least_requests), {}),
+    "aging and reserve": Variant(lambda: PushRouting(RoundRobin()), PULLED),
+    "join shortest queue": Variant(lambda: PushRouting(fewest), {}),
+    "least requests": Variant(lambda: PushRouting(least_requests), {}),
     "pull": Variant(pull, PULLED),
 }
 AHEAD = Variant(lambda: pull(ahead_tokens=4096, ahead_requests=2), PULLED)  # until the next report
@@ -121,7 +121,7 @@ def outcome(setting: Setting, variant: Variant, load: Load) -> dict[str, float]:
 def saturation(setting: Setting, count: int) -> float:
     """Requests per second that round robin ends when all are there from the start, between a fifth and four fifths."""
     jobs = jobs_of(*at_rate(setting.load(1 << 20, count), 1e9))
-    cluster_of(setting.engines, setting.shape, Push(Turns()), key_tokens=setting.key_tokens).serve(jobs)
+    cluster_of(setting.engines, setting.shape, PushRouting(RoundRobin()), key_tokens=setting.key_tokens).serve(jobs)
     ends = np.sort([job.end_s for job in jobs])
     fifth = count // 5
     return float(3 * fifth / (ends[4 * fifth - 1] - ends[fifth - 1]))

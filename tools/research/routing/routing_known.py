@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from edgemoe.policy.routing.marginal_union import DecodeTimes, PromptForecast, UnionTerm
-from edgemoe.policy.routing.pull import Pull, PullLimits
+from edgemoe.policy.routing.pull import PullLimits, PullRouting
 from edgemoe.types.arrays import FloatArray
 from tools.research.routing.routing_both import KV_TOKENS, PULLED, RATES, Run, changes, outcome, run_of, served
 from tools.research.simulate.decode_pool import DecodeCosts
@@ -49,7 +49,7 @@ def row(run: Run, costs: DecodeCosts, rate: float, kv_tokens: int, known: str) -
     forecast = PromptForecast(sources[0].routes.shape[2])
     counts = before(sources, known, np.random.default_rng(len(offered)))
     load = Load([replace(one, chance=forecast.chance(each)) for one, each in zip(offered, counts, strict=True)], output)
-    policy = Pull(PullLimits(), UnionTerm(DecodeTimes(costs.step_s, costs.expert_s)))
+    policy = PullRouting(PullLimits(), UnionTerm(DecodeTimes(costs.step_s, costs.expert_s)))
     seen = [forecast.chance(each.prefill) for each in sources]
     return served(at_rate(load, rate), sources, costs, policy, kv_tokens, PULLED, seen)
 

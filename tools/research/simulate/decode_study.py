@@ -16,8 +16,8 @@ from edgemoe.policy.routing.eldr import BandChoice, ExpertClusters
 from edgemoe.policy.routing.eldr_fitting import fit_clusters
 from edgemoe.policy.routing.gimbal import GimbalChoice, GimbalThresholds
 from edgemoe.policy.routing.marginal_union import DecodeTimes, PromptForecast, UnionChoice, UnionTerm
-from edgemoe.policy.routing.offers import Push, RoutingPolicy, Turns, fewest
-from edgemoe.policy.routing.pull import Pull, PullLimits
+from edgemoe.policy.routing.offers import PushRouting, RoundRobin, RoutingPolicy, fewest
+from edgemoe.policy.routing.pull import PullLimits, PullRouting
 from edgemoe.types.arrays import FloatArray
 from tools.research.routing.policies import Anywhere, BetterOfTwo, ByLabel, least_requests
 from tools.research.simulate.decode_pool import DecodeOutcome
@@ -52,18 +52,18 @@ def policy_of(name: str, known: Fitted) -> RoutingPolicy:
     workers = [place(w) for w in range(known.scene.traffic.workers)]
     random = Random(known.scene.traffic.seed)
     made: dict[str, Callable[[], RoutingPolicy]] = {
-        "random": lambda: Push(Anywhere(random)),
-        "round robin": lambda: Push(Turns()),
-        "least requests": lambda: Push(least_requests),
-        "JSQ": lambda: Push(fewest),
-        "power of two": lambda: Push(BetterOfTwo(random)),
-        "domain": lambda: Push(ByLabel(_labels(known.scene, workers))),
-        "Gimbal": lambda: Push(GimbalChoice(GimbalThresholds())),
-        "ELDR": lambda: Push(BandChoice(known.clusters, workers)),
-        "union, no clusters": lambda: Push(UnionChoice(known.times)),
-        "union": lambda: Push(UnionChoice(known.times)),
-        "pull": lambda: Pull(PullLimits()),
-        "pull + union": lambda: Pull(PullLimits(), UnionTerm(known.times)),
+        "random": lambda: PushRouting(Anywhere(random)),
+        "round robin": lambda: PushRouting(RoundRobin()),
+        "least requests": lambda: PushRouting(least_requests),
+        "JSQ": lambda: PushRouting(fewest),
+        "power of two": lambda: PushRouting(BetterOfTwo(random)),
+        "domain": lambda: PushRouting(ByLabel(_labels(known.scene, workers))),
+        "Gimbal": lambda: PushRouting(GimbalChoice(GimbalThresholds())),
+        "ELDR": lambda: PushRouting(BandChoice(known.clusters, workers)),
+        "union, no clusters": lambda: PushRouting(UnionChoice(known.times)),
+        "union": lambda: PushRouting(UnionChoice(known.times)),
+        "pull": lambda: PullRouting(PullLimits()),
+        "pull + union": lambda: PullRouting(PullLimits(), UnionTerm(known.times)),
     }
     return made[name]()
 

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from edgemoe.policy.routing.offers import Chooser, EngineView, Offered, Push
+from edgemoe.policy.routing.offers import EngineChooser, EngineView, Offered, PushRouting
 from tools.research.routing.policies import Anywhere, BetterOfTwo, ByLabel, PseudoCodeGimbal, least_requests
 
 OFFER = Offered("r", 100, 0.0, max_tokens=64, expected_tokens=32.0)
@@ -22,15 +22,15 @@ def engine(place: str, used: float = 0.0, prefill: int = 0, running: int = 0, wa
 def test_they_choose_as_their_names_say() -> None:
     views = [engine("a", running=5), engine("b", running=1, waiting=3), engine("c", running=8)]
     three = [Offered(name, 100, 0.0) for name in "xyz"]
-    assert [place for _, place in Push(least_requests).assign(three, views, 0.0)] == ["a", "c", "a"]
-    assert Push(ByLabel({"x": frozenset("c")})).assign(three, views, 0.0)[0].place == "c"
+    assert [place for _, place in PushRouting(least_requests).assign(three, views, 0.0)] == ["a", "c", "a"]
+    assert PushRouting(ByLabel({"x": frozenset("c")})).assign(three, views, 0.0)[0].place == "c"
 
 
 @pytest.mark.parametrize("choose", CHOOSERS)
-def test_offers_go_where_there_is_room_each_once(choose: Chooser) -> None:
+def test_offers_go_where_there_is_room_each_once(choose: EngineChooser) -> None:
     views = [engine("a", waiting=14), engine("b", waiting=15), engine("c", waiting=16)]
     offers = [Offered(str(n), 10, 0.0) for n in range(5)]
-    found = Push(choose).assign(offers, views, 0.0)
+    found = PushRouting(choose).assign(offers, views, 0.0)
     assert [one.request for one in found] == ["0", "1", "2"]
     assert sorted(one.place for one in found) == ["a", "a", "b"]
 
@@ -52,4 +52,4 @@ def test_offers_go_where_there_is_room_each_once(choose: Chooser) -> None:
     ],
 )
 def test_the_pseudo_code_of_algorithm_1_case_by_case(views: list[EngineView], place: str) -> None:
-    assert Push(PseudoCodeGimbal()).assign([OFFER], views, 0.0) == [("r", place)]
+    assert PushRouting(PseudoCodeGimbal()).assign([OFFER], views, 0.0) == [("r", place)]

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from edgemoe.policy.routing.marginal_union import DecodeTimes, PromptForecast, UnionTerm
-from edgemoe.policy.routing.offers import Offered, Push, fewest
-from edgemoe.policy.routing.pull import Pull, PullLimits
+from edgemoe.policy.routing.offers import Offered, PushRouting, fewest
+from edgemoe.policy.routing.pull import PullLimits, PullRouting
 from tools.research.simulate.decode_pool import DecodeCosts
 from tools.research.simulate.decode_traffic import Source, counted
 from tools.research.simulate.serving.cluster import cluster_of, jobs_of
@@ -42,7 +42,7 @@ def offered(sources: list[Source]) -> list[Offered]:
 def test_a_step_loads_all_experts_for_prompts_and_else_what_its_tokens_choose() -> None:
     sources = [source(0)]
     jobs = jobs_of(offered(sources), [5])
-    cluster_of(1, shape(sources), Push(fewest)).serve(jobs)
+    cluster_of(1, shape(sources), PushRouting(fewest)).serve(jobs)
     ttft_s, tpot_s = times_of(jobs)
     assert ttft_s == pytest.approx([1 + 0.01 * LAYERS * EXPERTS])
     assert tpot_s == pytest.approx([1 + 0.01 * LAYERS * TOP_K])
@@ -50,7 +50,7 @@ def test_a_step_loads_all_experts_for_prompts_and_else_what_its_tokens_choose() 
 
 def test_pulling_by_experts_puts_requests_together_that_choose_alike() -> None:
     sources = [source(n % 2 * 8) for n in range(8)]
-    policy = Pull(PullLimits(crowding=0.0), UnionTerm(DecodeTimes(1.0, 0.01)))
+    policy = PullRouting(PullLimits(crowding=0.0), UnionTerm(DecodeTimes(1.0, 0.01)))
     jobs = jobs_of(offered(sources), [20] * 8)
     cluster_of(2, shape(sources), policy).serve(jobs)
     assert {job.place for job in jobs[::2]}.isdisjoint({job.place for job in jobs[1::2]})
@@ -58,7 +58,7 @@ def test_pulling_by_experts_puts_requests_together_that_choose_alike() -> None:
 
 def test_requests_of_one_source_are_kept_apart() -> None:
     sources = [source(0)] * 3
-    apart = Apart(Pull(PullLimits(crowding=0.0), UnionTerm(DecodeTimes(1.0, 0.01))), sources)
+    apart = Apart(PullRouting(PullLimits(crowding=0.0), UnionTerm(DecodeTimes(1.0, 0.01))), sources)
     cluster = cluster_of(2, shape(sources), apart)
     apart.engines = cluster.engines
     jobs = jobs_of(offered(sources), [20] * 3)
@@ -73,7 +73,7 @@ def test_experts_that_are_far_take_longer_and_steps_count_what_their_tokens_load
     far_s[:, 1] = 0.03
     data = routed(sources, COSTS, far_s)
     jobs = jobs_of(offered(sources), [5])
-    cluster_of(1, replace(shape(sources), data=data), Push(fewest)).serve(jobs)
+    cluster_of(1, replace(shape(sources), data=data), PushRouting(fewest)).serve(jobs)
     ttft_s, tpot_s = times_of(jobs)
     assert ttft_s == pytest.approx([1 + LAYERS * (0.01 * EXPERTS + 0.03)])
     assert tpot_s == pytest.approx([1 + LAYERS * (0.01 * TOP_K + 0.03)])

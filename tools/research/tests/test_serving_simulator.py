@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgemoe.policy.routing.offers import Offered, Push, Turns
-from edgemoe.policy.routing.pull import Pull, PullLimits
+from edgemoe.policy.routing.offers import Offered, PushRouting, RoundRobin
+from edgemoe.policy.routing.pull import PullLimits, PullRouting
 from tools.research.simulate.serving.cluster import Knowledge, cluster_of, jobs_of
 from tools.research.simulate.serving.engine import EngineShape, Job
 from tools.research.simulate.serving.fitting import times_of
@@ -28,7 +28,7 @@ def offered(name: int, prompt: int, at_s: float = 0.0, prefix: tuple[int, ...] =
 
 def served(requests: list[Offered], output: list[int], shape: EngineShape = SHAPE, engines: int = 1) -> list[Job]:
     jobs = jobs_of(requests, output)
-    cluster_of(engines, shape, Push(Turns())).serve(jobs)
+    cluster_of(engines, shape, PushRouting(RoundRobin())).serve(jobs)
     return jobs
 
 
@@ -69,7 +69,7 @@ def test_every_request_ends_with_all_its_tokens_and_every_block_comes_back(
     rows = sorted(rows, key=lambda row: row[2])
     prefixes = [tuple(range(prompt // 16)) if n % 2 else () for n, (prompt, _, _) in enumerate(rows)]
     requests = [offered(n, row[0], row[2], prefixes[n]) for n, row in enumerate(rows)]
-    policy = Pull(PullLimits()) if pulled else Push(Turns())
+    policy = PullRouting(PullLimits()) if pulled else PushRouting(RoundRobin())
     jobs = jobs_of(requests, [output for _, output, _ in rows])
     shape = replace(SHAPE, order="sjf", output_reserve=0.25, plans_ahead=plans_ahead)
     cluster = cluster_of(2, shape, policy, knowledge, key_tokens=16)
@@ -84,7 +84,7 @@ def test_every_request_ends_with_all_its_tokens_and_every_block_comes_back(
 def test_a_prefix_that_the_cache_has_is_not_computed_again() -> None:
     again = [offered(n, 65, at_s=float(n), prefix=(1, 2, 3, 4)) for n in range(2)]
     jobs = jobs_of(again, [1, 1])
-    cluster = cluster_of(1, SHAPE, Push(Turns()), key_tokens=16)
+    cluster = cluster_of(1, SHAPE, PushRouting(RoundRobin()), key_tokens=16)
     cluster.serve(jobs)
     assert jobs[1].first_s - 1.0 == pytest.approx(COSTS.fixed_s + 1 * COSTS.prefill_s)
     [cache] = [engine.cache for engine in cluster.engines.values()]
@@ -95,11 +95,11 @@ def test_a_prefix_that_the_cache_has_is_not_computed_again() -> None:
 def test_pull_sends_a_prefix_to_where_it_is_and_turns_do_not() -> None:
     requests = [offered(n, 65, at_s=float(n), prefix=(1, 2, 3, 4)) for n in range(4)]
     hits = {}
-    for policy in (Pull(PullLimits(crowding=0.01)), Push(Turns())):
+    for policy in (PullRouting(PullLimits(crowding=0.01)), PushRouting(RoundRobin())):
         cluster = cluster_of(2, SHAPE, policy, key_tokens=16)
         cluster.serve(jobs_of(requests, [1] * 4))
         hits[type(policy)] = sum(engine.cache.hits for engine in cluster.engines.values() if engine.cache)
-    assert hits == {Pull: 12, Push: 8}
+    assert hits == {PullRouting: 12, PushRouting: 8}
 
 
 def test_reports_half_a_second_old_pile_up_at_one_engine_unless_corrected() -> None:
@@ -107,7 +107,7 @@ def test_reports_half_a_second_old_pile_up_at_one_engine_unless_corrected() -> N
     places = {}
     for knowledge in ("corrected", "reports"):
         jobs = jobs_of(requests, [4] * 12)
-        cluster_of(3, SHAPE, Pull(PullLimits()), knowledge).serve(jobs)  # type: ignore[arg-type]
+        cluster_of(3, SHAPE, PullRouting(PullLimits()), knowledge).serve(jobs)  # type: ignore[arg-type]
         places[knowledge] = [sum(job.place == place for job in jobs) for place in ("000", "001", "002")]
     assert places == {"corrected": [4, 4, 4], "reports": [12, 0, 0]}
 

@@ -27,8 +27,8 @@ from edgemoe.errors import PeerBusy, PeerRefused
 from edgemoe.policy.routing.eldr import BandRouting, LocalityBand
 from edgemoe.policy.routing.gimbal import GimbalChoice
 from edgemoe.policy.routing.marginal_union import UNMEASURED, UnionChoice, UnionTerm
-from edgemoe.policy.routing.offers import Push, RoutingPolicy
-from edgemoe.policy.routing.pull import Pull, PullLimits
+from edgemoe.policy.routing.offers import PushRouting, RoutingPolicy
+from edgemoe.policy.routing.pull import PullLimits, PullRouting
 from edgemoe.policy.routing.signatures import ModelSizes
 from edgemoe.ticking import until_tick
 
@@ -165,8 +165,8 @@ class RequestDesk:
 def make_policy(settings: ClusterSettings, band: LocalityBand) -> RoutingPolicy:
     """Returns the policy by which this box decides while it leads; `pull` for routes that need no leader."""
     if settings.route == "gimbal":
-        return Push(GimbalChoice())
-    pull = Pull(PullLimits(), UnionTerm(UNMEASURED))
+        return PushRouting(GimbalChoice())
+    pull = PullRouting(PullLimits(), UnionTerm(UNMEASURED))
     return BandRouting(band, pull) if settings.route == "eldr" else pull
 
 

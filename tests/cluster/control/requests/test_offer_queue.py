@@ -36,7 +36,7 @@ from edgemoe.errors import PlanningFailed
 from edgemoe.policy.routing.eldr import LocalityBand
 from edgemoe.policy.routing.gimbal import GimbalThresholds
 from edgemoe.policy.routing.offers import FORGET_S, Assignment, EngineView, Offered, fewest
-from edgemoe.policy.routing.pull import Pull, PullLimits
+from edgemoe.policy.routing.pull import PullLimits, PullRouting
 from edgemoe.policy.routing.signatures import ModelSizes, absent_bytes, shares_of
 from edgemoe.policy.shares import most_of
 from edgemoe.types.expert_signatures import ExpertDemand, ExpertSignature
@@ -428,7 +428,7 @@ def test_what_is_prefilled_goes_on_at_once_where_its_experts_are_loaded_and_the_
 def test_what_waits_costs_nothing_at_the_words_of_engines_while_none_has_room() -> None:
     compared: list[int] = []
 
-    class Counted(Pull):
+    class Counted(PullRouting):
         def assign(self, offers: Sequence[Offered], views: Sequence[EngineView], now_s: float) -> list[Assignment]:
             compared.append(len(offers))
             return super().assign(offers, views, now_s)

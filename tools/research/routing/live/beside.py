@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from edgemoe.policy.routing.offers import Offered, Push, RoutingPolicy, fewest
-from edgemoe.policy.routing.pull import Pull, PullLimits
+from edgemoe.policy.routing.offers import Offered, PushRouting, RoutingPolicy, fewest
+from edgemoe.policy.routing.pull import PullLimits, PullRouting
 from edgemoe.telemetry import metrics as names
 from edgemoe.telemetry.metrics import named
 from tools.bench.arrivals import Arrival
@@ -104,7 +104,7 @@ def simulated(
         for n, one in enumerate(requests)
     ]
     jobs = jobs_of(offered, [one.output_tokens for one in requests])
-    policies: dict[str, RoutingPolicy] = {"pull": Pull(PullLimits()), "least": Push(fewest)}
+    policies: dict[str, RoutingPolicy] = {"pull": PullRouting(PullLimits()), "least": PushRouting(fewest)}
     cluster_of(len(daemons), shape, policies[rule]).serve(jobs)
     ttft_s, tpot_s = times_of(jobs)
     long = np.array([job.output > 1 for job in jobs])

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.optimize import minimize
 
-from edgemoe.policy.routing.offers import Offered, Push, fewest
+from edgemoe.policy.routing.offers import Offered, PushRouting, fewest
 from tools.research.simulate.serving.cluster import cluster_of, jobs_of
 from tools.research.simulate.serving.engine import EngineShape, Job
 from tools.research.simulate.serving.steps import StepCosts
@@ -61,7 +61,7 @@ def simulated(measured: Measured, costs: StepCosts, front_s: float) -> tuple[Num
     """Returns TTFT and TPOT of the measured requests in the simulator."""
     jobs = jobs_of(measured.offered, measured.output)
     shape = EngineShape(costs, REPLICAS * SLOTS, step_tokens=REPLICAS * STEP_TOKENS, plans_ahead=True)
-    cluster_of(1, shape, Push(fewest)).serve(jobs)
+    cluster_of(1, shape, PushRouting(fewest)).serve(jobs)
     waited_s = np.array([job.seen_s - job.offered.arrived_s for job in jobs])
     ttft_s, tpot_s = times_of(jobs)
     return ttft_s - waited_s + front_s, tpot_s
