@@ -1,15 +1,8 @@
-"""Which way each needed expert of a layer is computed, so that the layer is finished soonest.
+"""Chooses the way to compute each needed expert of a layer, so that the layer finishes soonest.
 
-The layer waits for its slowest channel, so what is made small is the largest channel's time, not the sum of all (which
-would leave channels idle). A channel is anything that works by itself: a GPU, the PCIe link, the CPU, the disk, each
-peer. Results never depend on the way that was taken.
+    finish = max( max_c opening_c [c is used] + load of the chosen ways on c,  max_i time of way i alone )      (1)
 
-    finish = max( max_c opening_c [c is used] + sum of what the chosen ways load c with,  max_i time way i takes alone )
-
-Unrelated machines with opening costs are NP-hard. What is tried first is the way in which each expert by itself is done
-soonest: a way that takes longer than all of that is part of nothing better, and most often no other way is left. Else
-experts are placed one after the other, the longest first, and the best few partial assignments are kept. Of many peers
-that could compute an expert a few are chosen beforehand, so that what there is to try does not grow with the cluster.
+A channel c works by itself: a GPU, the PCIe link, the CPU, the disk, each peer. docs/design/resolving.md tells the search.
 """
 
 from __future__ import annotations
@@ -27,12 +20,12 @@ PEERS_EACH = 3  # that are considered for an expert
 
 @dataclass(frozen=True, slots=True)
 class WayCosts:
-    """What each way costs. n experts, w ways, c channels; times in seconds.
+    """The costs of each way, of n experts, w ways and c channels, in seconds.
 
-    `load` [n, w, c]: how long expert i, done way j, keeps channel c busy; inf where that way is not to be had.
+    `load` [n, w, c]: time for which expert i, done way j, keeps channel c busy; inf where that way is impossible.
     `alone` [n, w]: how long it takes from now if nothing else is done.
     `opening` [c]: paid once by a layer that uses the channel at all: a launch, a round trip.
-    `busy` [c]: what each channel has to do anyway.
+    `busy` [c]: time for which each channel is busy anyway.
     """
 
     load: CostMatrix
@@ -50,7 +43,7 @@ class Resolution:
 
 
 def finish_s(ways: WayCosts, way: npt.NDArray[np.int64]) -> float:
-    """When the layer is finished if expert i is done way `way[i]`; inf where one cannot be."""
+    """Returns (1), the finish if expert i is done way `way[i]`; inf where a way is impossible."""
     rows = np.arange(len(way))
     busy = ways.load[rows, way].sum(axis=0)  # [c]
     if ways.busy is not None:
@@ -60,7 +53,7 @@ def finish_s(ways: WayCosts, way: npt.NDArray[np.int64]) -> float:
 
 
 def resolve(ways: WayCosts) -> Resolution:
-    """The best assignment found. Raises ValueError, naming the expert's row, where an expert has no way at all."""
+    """Returns the best assignment found. Raises ValueError with the row of an expert that has no way at all."""
     possible = np.isfinite(ways.alone) & np.isfinite(ways.load).all(axis=2)
     if not possible.any(axis=1).all():
         raise ValueError(f"no way to compute the expert in row {int(np.argmin(possible.any(axis=1)))}")
@@ -102,10 +95,10 @@ def resolve(ways: WayCosts) -> Resolution:
 
 
 def candidates(its_s: CostMatrix, open_s: CostMatrix) -> npt.NDArray[np.int64]:
-    """The peers [k, n] that are considered for each expert, k at most PEERS_EACH: those that would have it soonest.
+    """Returns the peers [k, n] with the soonest finish for each expert, k at most PEERS_EACH.
 
-    `its_s` [p, n]: how long a peer takes for an expert; inf: it cannot. `open_s` [p]: see `WayCosts`. The experts are gone
-    through as if each went to its soonest peer, so that many are not all left to the same few.
+    `its_s` [p, n] is a peer's time for an expert, inf where it cannot. `open_s` [p] is `opening` of `WayCosts`. Each
+    expert counts as load of its soonest peer, so that not all experts get the same few peers.
     """
     peers, n = its_s.shape
     most = min(peers, PEERS_EACH)

@@ -100,7 +100,7 @@ class UnionChoice:
 
 
 class UnionTerm:
-    """Costs of a request's decoding at each engine, for `PullRouting`. Owns what it has reckoned of engines as they are."""
+    """The costs of decoding requests at each engine, for `PullRouting`. Caches the steps of unchanged engines."""
 
     def __init__(self, times: DecodeTimes) -> None:
         self._times = times

@@ -103,7 +103,7 @@ def told(place: str, far: bytes) -> EngineView:
     """What is known of an engine that has said where its experts are."""
     choices = ExpertDemand(b"\xff" * 4, far, (1.0,), 1.0, 0.1)
     use = EngineStatus(engine="x", slots=4, capacity=8, blocks=64, free_blocks=64, choices=choices)
-    return offer_views.EngineMemory().view_of(place, use, ModelSizes(1, 4), 0.0)
+    return offer_views.EngineMemory().on_report(place, use, ModelSizes(1, 4), 0.0)
 
 
 @pytest.mark.slow
