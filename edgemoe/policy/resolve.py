@@ -2,7 +2,7 @@
 
     finish = max( max_c opening_c [c is used] + load of the chosen ways on c,  max_i time of way i alone )      (1)
 
-A channel c works by itself: a GPU, the PCIe link, the CPU, the disk, each peer. docs/design/resolving.md tells the search.
+A channel c works by itself: a GPU, the PCIe link, the CPU, the disk, each peer. See docs/design/resolving.md.
 """
 
 from __future__ import annotations
