@@ -1,9 +1,9 @@
-"""Reads weights that others have quantised in ways that no encoding of ours holds; they are encoded anew.
+"""Reads quantised weights of other tools' formats that no encoding of a store holds; the packer re-encodes them.
 
-AWQ     X.qweight [C, R / 8], of each 8 columns in a row the even ones first; X.qzeros [G, R / 8], X.scales [G, R]
-GPTQ    X.qweight [C bits / 32, R], X.qzeros [G, R bits / 32], X.scales [G, R], X.g_idx [C] where columns are reordered
-zeros   compressed-tensors: X.weight_packed [R, C bits / 32] and X.weight_zero_point, packed along rows
-NVFP4   X.weight, or X.weight_packed, U8 [R, C / 2], scales in E4M3 [R, C / 16], and one float32 for all [NVFP4]
+AWQ     X.qweight [C, R / 8], the even ones of 8 columns first. X.qzeros [G, R / 8]. X.scales [G, R].
+GPTQ    X.qweight [C bits / 32, R]. X.qzeros [G, R bits / 32]. X.scales [G, R]. X.g_idx [C] if columns are reordered.
+zeros   X.weight_packed [R, C bits / 32]. X.weight_zero_point, packed along rows, of compressed-tensors.
+NVFP4   X.weight or X.weight_packed, U8 [R, C / 2]. Scales in E4M3 [R, C / 16]. One float32 scale for the matrix.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from edgemoe.store.sources import Bytes, Floats, ReadBytes, Shape, SourceTensor
 from edgemoe.types.encoding import INT4, INT8, Encoding
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column that each half byte of a word has
-MOST_INT4_BITS = 5.0  # a weight; what has fewer bits is encoded anew in int4, all else in int8
+MOST_INT4_BITS = 5.0  # a weight: smaller ones are re-encoded in int4, larger ones in int8
 NVFP4_GROUP = 16
 NUMPY_TYPES = {"I32": "<i4", "U32": "<u4", "I64": "<i8", "U8": "u1", "I8": "i1", "F32": "<f4", "F16": "<f2"}
 Integers = npt.NDArray[np.int32]
@@ -32,7 +32,7 @@ Left = Mapping[str, CheckpointTensor]
 
 @dataclass(frozen=True, slots=True)
 class DecodedTensor(SourceTensor):
-    """A matrix that `decode` makes of whole tensors. `bits` is what one of its weights takes."""
+    """A matrix that `decode` makes of whole tensors. `bits` is the size of one weight."""
 
     parts: tuple[CheckpointTensor, ...] = ()
     decode: Decode = np.asarray
@@ -91,7 +91,7 @@ def _has_zeros(left: Left, name: str) -> bool:
 
 
 def _of_words(left: Left, name: str, base: str, shape: Shape, words: CheckpointTensor, less: int) -> DecodedTensor:
-    """Returns a matrix of AWQ or of GPTQ, which are told apart by what their words lie along."""
+    """Returns a matrix of AWQ or GPTQ. The shape of `qweight` tells which: AWQ packs rows, GPTQ packs columns."""
     rows, columns = _matrix(shape, words)
     zeros, scales, order = (left.get(f"{base}.{part}") for part in ("qzeros", "scales", "g_idx"))
     if scales is None or words.dtype != "I32" or (zeros is not None and zeros.dtype != "I32"):
@@ -113,7 +113,7 @@ def _of_words(left: Left, name: str, base: str, shape: Shape, words: CheckpointT
 
 
 def _with_zeros(left: Left, name: str, shape: Shape, packed: CheckpointTensor) -> DecodedTensor:
-    """Returns a matrix of compressed-tensors whose groups have zero points, or whose columns are reordered."""
+    """Returns an asymmetric matrix of compressed-tensors, or one with reordered columns."""
     rows, columns = _matrix(shape, packed)
     scales, zeros, order = (left.get(f"{name}_{part}") for part in ("scale", "zero_point", "g_idx"))
     bits = 32 * packed.shape[-1] // columns

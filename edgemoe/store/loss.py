@@ -1,4 +1,4 @@
-"""Tells what encoding anew loses, where no encoding holds what a checkpoint has, by one expert of each kind."""
+"""Measures the loss of weights that are re-encoded because no encoding holds them, by one expert of each type."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from edgemoe.store.sources import EncodedRows
 from edgemoe.store.writer import CheckpointReader
 
 
-def encoded_anew(layers: Sequence[FilePlan]) -> Iterator[str]:
-    """Yields a line for each pair of types where experts are encoded anew: how far weights are off, of their size."""
+def reencoding_losses(layers: Sequence[FilePlan]) -> Iterator[str]:
+    """Yields a line for each re-encoded type: the root mean square error, relative to that of the weights."""
     samples: dict[tuple[str, str], EncodedRows] = {}
     for layer in layers:
         for piece in layer.runs[0].pieces:
@@ -28,7 +28,7 @@ def encoded_anew(layers: Sequence[FilePlan]) -> Iterator[str]:
             off = unpack(rows, piece.encoding, wanted.shape[1]) - wanted
             size = float(np.sqrt(np.square(wanted, dtype=np.float64).mean()))
             share = float(np.sqrt(np.square(off, dtype=np.float64).mean())) / size if size else 0.0
-            yield f"experts in {kind} are encoded anew in {encoding}: weights are {100 * share:.2g} % of their size off"
+            yield f"experts in {kind} are re-encoded in {encoding}; the RMS error is {100 * share:.2g} % of the weights"
 
 
 def _is_here(piece: EncodedRows) -> bool:

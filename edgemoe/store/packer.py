@@ -24,7 +24,7 @@ from edgemoe.store.checkpoint import Checkpoint
 from edgemoe.store.files import ARRIVING, LOCK, BlockChecksum, checksum, lock_holder, lock_store
 from edgemoe.store.gguf.checkpoint_of_gguf import open_checkpoint
 from edgemoe.store.layout import FilePlan, StoreLayout, WantedEncodings, plan
-from edgemoe.store.loss import encoded_anew
+from edgemoe.store.loss import reencoding_losses
 from edgemoe.store.manifest import (
     DENSE,
     JOURNAL,
@@ -177,7 +177,7 @@ class _Packer:
             log.warning("%d float16 tensors are rounded to bfloat16", self._layout.rounded)
         for name in self._layout.unfit:
             log.warning("%s cannot be encoded so, for its rows are no multiples of 32; it keeps its type", name)
-        for line in encoded_anew(self._layout.layers):
+        for line in reencoding_losses(self._layout.layers):
             log.warning("%s", line)
         kept = self._keep(finished)
         self._check_room(kept)

@@ -86,7 +86,7 @@ def test_weights_mean_the_same(kind: str, chosen: Callable[[str], bool], source:
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_what_no_encoding_holds_is_encoded_anew_and_the_loss_is_told(
+def test_what_no_encoding_holds_is_reencoded_and_the_loss_is_told(
     kind: str, source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     how, about = FORMATS[kind]
@@ -96,7 +96,7 @@ def test_what_no_encoding_holds_is_encoded_anew_and_the_loss_is_told(
     encodings = {layer.encoding for layer in manifest.layers}
     exact = "MXFP4" in kind
     assert encodings == {"mxfp4" if exact else "int8" if "8 bits" in kind else "int4"}
-    assert ("are encoded anew in" in caplog.text) == (not exact)
+    assert ("are re-encoded in" in caplog.text) == (not exact)
     found, wanted = expert_of(tmp_path / "store", 0, 2)[0], meant_expert(meant, 0, 2)[0]
     assert np.square(found - wanted).mean() ** 0.5 <= (0 if exact else 0.12 * np.square(wanted).mean() ** 0.5)
 

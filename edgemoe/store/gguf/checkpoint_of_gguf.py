@@ -1,4 +1,4 @@
-"""Opens what a path names as a checkpoint: a folder of safetensors, a GGUF file, or a folder that has one model's."""
+"""Opens a checkpoint: a folder of safetensors, a GGUF file, or a folder with one GGUF model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BESIDE = ("mmproj", "mtp-", "imatrix")  # beginnings of the names of files that 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GgufCheckpoint(Checkpoint):
-    """A checkpoint whose tensors are those of GGUF files, under GGUF's names."""
+    """A checkpoint with the tensors of GGUF files, under GGUF's names."""
 
     model: GgufModel
 

@@ -1,7 +1,7 @@
 """Reads the head of GGUF files: metadata, and where each tensor's bytes lie.
 
-Nothing in a file is trusted: every count, length, type and offset is checked against a bound and the file's size before
-memory is taken for it, and no weight is read. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+Nothing in a file is trusted. Every count, length, type and offset is checked against a bound and the file's size before
+memory is allocated. No weight is read. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MAX_DIMENSIONS = 4
 MAX_NAME_BYTES = 512  # of a key or a tensor
 MAX_ITEMS = 1 << 24  # of one array
 MAX_FILES = 1024  # of one model
-ALIGNMENT = 32  # where general.alignment is not set
+ALIGNMENT = 32  # the default of general.alignment
 MAX_ALIGNMENT = 1 << 20
 
 
@@ -99,7 +99,7 @@ class GgufModel:
 
     @property
     def architecture(self) -> str:
-        """Returns what the file says its architecture is, "" where it says nothing."""
+        """Returns the value of general.architecture, "" if the file has none."""
         found = self.metadata.get("general.architecture", "")
         return found if isinstance(found, str) else ""
 
@@ -163,7 +163,7 @@ class _Head:
         self._file_bytes = os.fstat(file.fileno()).st_size
 
     def read(self) -> tuple[dict[str, Value], dict[str, CheckpointTensor]]:
-        if self._take(4) != MAGIC:
+        if self._read_bytes(4) != MAGIC:
             raise CheckpointError(f"{self._path} is no GGUF file")
         version = self._integer("<I")
         if version not in VERSIONS:
@@ -192,7 +192,7 @@ class _Head:
         if kind == ARRAY:
             return self._array(key)
         self._demand(kind in NUMBERS, f"a value of type {kind}, which does not exist, for {key!r}")
-        found = np.frombuffer(self._take(np.dtype(NUMBERS[kind]).itemsize), NUMBERS[kind])[0]
+        found = np.frombuffer(self._read_bytes(np.dtype(NUMBERS[kind]).itemsize), NUMBERS[kind])[0]
         plain: int | float = found.item()
         return bool(plain) if kind == BOOLEAN else plain
 
@@ -203,7 +203,7 @@ class _Head:
             self._demand(8 * count <= self._left(), f"{count} texts for {key!r}, more than its bytes hold")
             return [self._text() for _ in range(count)]
         self._demand(kind in NUMBERS, f"an array of type {kind} for {key!r}, which cannot be read")
-        found = np.frombuffer(self._take(np.dtype(NUMBERS[kind]).itemsize * count), NUMBERS[kind])
+        found = np.frombuffer(self._read_bytes(np.dtype(NUMBERS[kind]).itemsize * count), NUMBERS[kind])
         return found.astype(bool) if kind == BOOLEAN else found
 
     def _tensor_entry(self) -> tuple[str, tuple[int, ...], int, int]:
@@ -245,10 +245,10 @@ class _Head:
     def _name(self, of: str) -> str:
         length = self._integer("<Q")
         self._demand(1 <= length <= MAX_NAME_BYTES, f"a name of {length} bytes for {of}")
-        return self._decoded(self._take(length), of)
+        return self._decoded(self._read_bytes(length), of)
 
     def _text(self) -> str:
-        return self._take(self._integer("<Q")).decode("utf-8", "replace")
+        return self._read_bytes(self._integer("<Q")).decode("utf-8", "replace")
 
     def _decoded(self, raw: bytes, of: str) -> str:
         try:
@@ -257,10 +257,10 @@ class _Head:
             raise CheckpointError(f"{self._path}: the name of {of} is no UTF-8: {raw[:40]!r}") from None
 
     def _integer(self, form: str) -> int:
-        found: int = struct.unpack(form, self._take(struct.calcsize(form)))[0]
+        found: int = struct.unpack(form, self._read_bytes(struct.calcsize(form)))[0]
         return found
 
-    def _take(self, size: int) -> bytes:
+    def _read_bytes(self, size: int) -> bytes:
         if size > self._left():
             if self._at + size <= self._file_bytes:
                 raise CheckpointError(f"{self._path}: its head is longer than {MAX_HEAD_BYTES >> 20} MiB")

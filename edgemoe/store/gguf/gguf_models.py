@@ -1,7 +1,7 @@
 """Tells config.json of a GGUF's metadata, and where it has the tensors of each family.
 
-GGUF's own architectures and names are mapped to those of transformers; what a family fixes and no file says (as that
-qwen3moe renormalises its gates) stands here. Sources: gguf-py's constants and tensor names, llama.cpp's models.
+GGUF's architectures and keys are mapped to transformers' names. Constants of a family that no file states stand here,
+such as qwen3moe's renormalised gates. Sources: gguf-py's constants, llama.cpp's models.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class GgufMetadata:
         return [int(each) for each in found[:layers]]
 
     def get(self, key: str) -> Value | None:
-        """Returns what the section has for `key`."""
+        """Returns the value of a key of the architecture's section, None if it is not set."""
         return self._model.metadata.get(f"{self.architecture}.{key}")
 
     def has(self, tensor: str) -> bool:
@@ -70,7 +70,7 @@ def _shown(value: object) -> str:
     return "nothing" if value is None else repr(value)[:80]
 
 
-Own = Callable[[GgufMetadata, Json], Json]  # what a family says besides, and otherwise
+Own = Callable[[GgufMetadata, Json], Json]  # makes the keys of one family, which replace the common ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +253,7 @@ def _gpt_oss(meta: GgufMetadata, config: Json) -> Json:
 
 
 def _shared(meta: GgufMetadata, config: Json) -> Json:
-    """Returns what the families with DeepSeek's router and shared experts say alike."""
+    """Returns the keys of families with DeepSeek's router and shared experts."""
     return {
         "n_routed_experts": config["num_experts"],
         "n_shared_experts": meta.integer("expert_shared_count", 0),

@@ -76,7 +76,7 @@ NAMED = {  # the same for whole names, which differ in more than a part
     "post_feedforward_layernorm_2.weight": "post_ffw_norm_2.weight",
     "post_feedforward_layernorm_1.weight": "post_ffw_norm_1.weight",
 }
-BESIDE = {f"mlp.shared_experts.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")}  # where it is parallel
+BESIDE = {f"mlp.shared_experts.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")}
 IGNORED = re.compile(r"rope_freqs\.weight|rope_factors_(long|short)\.weight|blk\.\d+\.(rope_freqs|nextn)\..*")
 QKV = re.compile(r"(blk\.\d+)\.attn_([qkv])\.(weight|bias)")
 
@@ -100,7 +100,7 @@ class GgufTensors:
         return self._source(name, shape, tuple(f"blk.{layer}.{each}" for each in names), undo)
 
     def locate(self, selection: SourceRows) -> tuple[SourceTensor, SourceRows]:
-        """Returns where rows of an expert lie, of a stack whose GGUF name `selection` has."""
+        """Returns the stack and the rows of an expert. The stack has the GGUF name that `selection` has."""
         if selection.source not in self._stacks:
             self._stacks[selection.source] = self._source(selection.source, selection.shape, (selection.source,), None)
         return self._stacks[selection.source], selection
@@ -142,7 +142,7 @@ class GgufTensors:
             )
 
     def _of_layer(self, layer: int, part: str, shape: Shape) -> tuple[tuple[str, ...], Undo | None]:
-        """Returns the names of what a layer's tensor is made of, and how."""
+        """Returns the GGUF names of the parts of a layer's tensor, and the function that joins them."""
         heads = self._spec.attention[layer].heads
         stem, _, ending = part.rpartition(".")
         if part == "self_attn.kv_b_proj.weight" and self._has(layer, "attn_k_b.weight"):
@@ -245,7 +245,7 @@ def _norm_undo(family: GgufFamily, name: str) -> Undo | None:
 
 
 def _delta_undo(family: GgufFamily, heads: DeltaHeads, part: str) -> Undo | None:
-    """Returns what restores a delta net's tensor: value heads that were dealt out are grouped again."""
+    """Returns the function that restores a delta net's tensor: it groups value heads by key head again."""
     logarithm = log_of_negative if part == "linear_attn.A_log" else None
     per_key = heads.count // heads.kv_count
     if not family.tiled or per_key == 1:

@@ -1,4 +1,4 @@
-"""Makes the files of a tokenizer, as Hugging Face's libraries read them, of what a GGUF says of it.
+"""Makes tokenizer.json and its companions from the metadata of a GGUF file.
 
 Vocabulary, merges, kinds of tokens and chat template are the file's own. How text is cut into words before merging is
 named there only, so the expressions of each name stand here; source: llama.cpp's llama-vocab.cpp.
@@ -104,7 +104,7 @@ def tokenizer_files(model: GgufModel) -> dict[str, bytes]:
 
 
 class _Vocabulary:
-    """What one file says of its tokens, checked."""
+    """The vocabulary of one file, checked."""
 
     def __init__(self, model: GgufModel) -> None:
         self._model, self._where = model, model.files[0]
@@ -158,7 +158,7 @@ class _Vocabulary:
         }
 
     def _unigram(self) -> Json:
-        """Returns SentencePiece's merging: of two pieces side by side those with the best score join first."""
+        """Returns SentencePiece's merging: the pair of neighbours with the best score joins first."""
         scores = self._numbers("tokenizer.ggml.scores", 0.0)
         ids = {token: number for number, token in enumerate(self.tokens)}
         merges = [
@@ -241,7 +241,7 @@ class _Vocabulary:
         ]
 
     def _ends(self, begun: bool) -> Json | None:
-        """Returns what puts a token before each text, or behind it."""
+        """Returns the post-processor that adds BOS or EOS to each text, None if there is none."""
         pieces: list[Json] = [{"Sequence": {"id": "A", "type_id": 0}}]
         used: Json = {}
         for key, usual, place in (("bos", begun, 0), ("eos", False, 2)):
@@ -278,5 +278,5 @@ class _Vocabulary:
 
 
 def _split(expression: str) -> Json:
-    """Returns a step that makes a word of each match, and of what lies between two."""
+    """Returns a pre-tokenizer step: each match is a word, and so is the text between two matches."""
     return {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False}

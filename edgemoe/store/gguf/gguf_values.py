@@ -1,4 +1,4 @@
-"""Decodes tensors of GGUF files to float32, and undoes what converters to GGUF do to weights."""
+"""Decodes tensors of GGUF files to float32, and undoes the changes that converters to GGUF make."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from edgemoe.store.checkpoint import CheckpointTensor
 from edgemoe.store.sources import PLAIN, Bytes, Floats, ReadBytes, SourceTensor
 from edgemoe.types.encoding import INT4, INT8, MXFP4, Encoding
 
-MOST_INT4_BITS = 5.0  # a weight; types of fewer bits are encoded anew in int4, others in int8
+MOST_INT4_BITS = 5.0  # a weight: smaller types are re-encoded in int4, larger ones in int8
 MXFP4_BLOCK_BYTES = 17  # an exponent, then 32 codes: byte j has code j below and code j + 16 above
 Undo = Callable[..., Floats]  # of the decoded parts, as they lie in the file
 
