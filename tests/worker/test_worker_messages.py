@@ -19,7 +19,7 @@ from edgemoe.worker.service import Worker
 
 
 class FalteringLoop:
-    """Takes requests, but for one that it did not fuse_chances."""
+    """Takes requests, but for one that it does not expect."""
 
     def __init__(self) -> None:
         self.taken: list[str] = []

@@ -20,18 +20,18 @@ from edgemoe.policy.resolve import WayCosts, finish_s, resolve
 from edgemoe.telemetry.unit_time import UnitTime, work_units
 from edgemoe.types.arrays import FloatArray, IntArray
 
-COMPUTE, DISK, BULK, FIRST_LINK = range(4)  # channels; the links are followed by what the caller adds
+COMPUTE, DISK, BULK, FIRST_LINK = range(4)  # channels; behind the links come the caller's
 TOP, CPU, FIRST_ELSEWHERE = range(3)  # ways; TOP: on the fastest tier, which the expert is brought to
 # assumed until measured; the CPU's is optimistic, so that it is tried
 READ_BYTES_PER_S, COPY_BYTES_PER_S, CPU_BYTES_PER_S = 1e9, 8e9, 50e9
 FIRST_UNIT_S = 1e-4
-FEW = 16  # experts that are all considered; of more, only those that the CPU computes fastest, as far as time allows
+FEW = 16  # experts that are all considered; of more, only the experts that the CPU computes fastest, as time allows
 WORTH_S = 1e-3  # least gain for a layer: deciding, and copying up later, also take time
 RECENT = 0.1
 
 
 class CostModel:
-    """Estimates what each way of computing an expert costs on this box. Measured by one compute thread."""
+    """Estimates the cost of each way to compute an expert on this box. Measured by one compute thread."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class CostModel:
         cpu_helps: bool = True,
         clock: Clock = time.monotonic,
     ) -> None:
-        """`sizes_bytes` is what an expert of each layer takes, [L]."""
+        """Takes the size of an expert of each layer, `sizes_bytes` [L]."""
         self._cpu_helps = cpu_helps
         self._residency, self._loader, self._clock = residency, loader, clock
         self._sizes_bytes: list[int] = sizes_bytes.tolist()
@@ -91,7 +91,7 @@ class CostModel:
     ) -> CostArray:
         """Returns the seconds for which each expert [n] in `tiers` [n] occupies each channel, by way, [n, w, c].
 
-        See `WayCosts`. `more` ways and channels, filled with 0, are appended to those of this box.
+        See `WayCosts`. `more` ways and channels, filled with 0, are appended to the box's own.
         """
         links = self._loader.links
         load = np.zeros((len(experts), FIRST_ELSEWHERE + more[0], FIRST_LINK + len(links) + more[1]))
@@ -107,7 +107,7 @@ class CostModel:
         return load
 
     def for_cpu(self, layer: int, group: Group) -> BoolArray | None:
-        """Returns which of the group's experts [n] the CPU should compute from RAM to finish soonest; None: none."""
+        """Returns a mask of the experts [n] that the CPU should compute from RAM to finish soonest; None for none."""
         if not self._loader.links or not self._cpu_helps:
             return None
         tiers = self._residency.tiers_of(layer, group.experts)
@@ -119,7 +119,7 @@ class CostModel:
         return chosen if chosen.any() else None
 
     def _split(self, layer: int, experts: IntArray, tiers: IntArray, units: FloatArray) -> BoolArray:
-        """Returns which of the experts [n] the CPU should compute, where no one way is best for all."""
+        """Returns a mask of the experts [n] that the CPU should compute if no single way is best for all."""
         missing, chosen = np.flatnonzero(tiers != VRAM), np.zeros(len(experts), np.bool_)
         load = self.load(layer, experts[missing], tiers[missing], units[missing])
         alone, busy = load.sum(axis=2), np.zeros(load.shape[2])
@@ -128,7 +128,9 @@ class CostModel:
             busy[FIRST_LINK + i] = 0.0 if link.idle() else link.piece_s / 2  # of a prefetch under way
         ways = WayCosts(load, alone, np.zeros_like(busy), busy)
         late_s, order = finish_s(ways, np.full(len(missing), TOP)), np.argsort(alone[:, CPU], kind="stable")
-        in_time = int(np.searchsorted(np.cumsum(alone[order, CPU]), late_s))  # so many can the CPU do until then
+        in_time = int(
+            np.searchsorted(np.cumsum(alone[order, CPU]), late_s)
+        )  # the number that the CPU can compute until then
         if in_time:
             some, rest = np.split(order, [max(in_time, FEW)])
             ways = WayCosts(load[some], alone[some], ways.opening, busy + load[rest, TOP].sum(axis=0))
@@ -161,7 +163,7 @@ class CpuExperts:
         self._hidden, self._used = hidden, False
 
     def claim(self, layer: int, group: Group, prefill_only: BoolArray | None) -> BoolArray | None:
-        """Pins the group's experts that the CPU is to compute. Returns which they are, [n]; None: none."""
+        """Pins the group's experts that the CPU should compute. Returns their mask [n]; None for none."""
         chosen = self.costs.for_cpu(layer, group)
         if chosen is None:
             return None
@@ -172,12 +174,12 @@ class CpuExperts:
             layer, group.experts[chosen], None if prefill_only is None else prefill_only[chosen]
         )
         self._slots = slots[slots >= 0]
-        chosen[chosen] = slots >= 0  # less what was evicted meanwhile
+        chosen[chosen] = slots >= 0  # without experts that were evicted meanwhile
         self._layer, self._group = layer, group.only(chosen)
         return chosen if len(self._slots) else None
 
     def compute(self) -> None:
-        """Computes what was claimed, if anything was, and unpins it."""
+        """Computes the claimed experts, if any, and unpins them."""
         if not len(self._slots):
             return
         began_s = time.perf_counter()
@@ -189,7 +191,7 @@ class CpuExperts:
         self.drop()
 
     def drop(self) -> None:
-        """Unpins what was claimed and not computed."""
+        """Unpins claimed experts that were not computed."""
         slots, self._slots = self._slots, NO_SLOTS
         if len(slots):
             self._residency.unpin(slots)

@@ -32,7 +32,7 @@ class GpuCalls:
     """Runs two kernels for all experts of a layer. Writes each call's output to a row of its own, [T * k, H]."""
 
     def __init__(self, slab: torch.Tensor, layout: SlabLayout, geometry: ExpertGeometry) -> None:
-        """Compiles the kernels for all block sizes. Raises what Triton raises."""
+        """Compiles the kernels for all block sizes. Raises Triton's errors."""
         from edgemoe.kernels.gpu import experts as gpu_experts
 
         self._experts, self._block_shape = gpu_experts.experts, gpu_experts.block_shape
@@ -87,7 +87,7 @@ class ResidentSlots:
         where: IntArray,
         settle: Callable[[], None],
     ) -> None:
-        """`where` [L, E] is the slot of each expert, NONE of one that is missing. `settle` waits for copies into it."""
+        """Takes the slot of each expert, `where` [L, E], NONE if missing. `settle` waits for copies into the slab."""
         from edgemoe.kernels.gpu import experts as gpu_experts
         from edgemoe.kernels.gpu import experts_decode
 
@@ -191,7 +191,7 @@ class CudaCompute:
             self._fused = GpuCalls(slab, layout, geometry)
         except Exception as error:  # no Triton, no C compiler, or too old a GPU; `error` says which
             raise ConfigError(
-                f"the experts' kernels cannot be compiled for {slab.device}: {error!r}; install the Triton that this "
+                f"the experts' kernels cannot be compiled for {slab.device}: {error!r}. Install the Triton that this "
                 "torch asks for and a C compiler, or take the GPU out of `devices`"
             ) from error
 

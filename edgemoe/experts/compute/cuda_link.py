@@ -43,7 +43,7 @@ def ignore_progress(share: float) -> None:
 class Pinning:
     """Keeps a slab registered until `release`, unless somebody else has registered it.
 
-    Where CUDA refuses, what is registered by then stays so. Copies from the rest still work, but slower.
+    If CUDA refuses, earlier registrations stay. Copies from the rest still work, but slower.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Pinning:
     ) -> None:
         self._slab, self._device, self._progress = slab, device, progress
         self._lock = threading.Lock()  # of all that follows
-        self._slices: list[tuple[int, int]] = []  # address and bytes of what is registered
+        self._slices: list[tuple[int, int]] = []  # address and bytes of each registration
         self._code = 0  # of CUDA's refusal
         if not slab.pinned:
             self._register()
@@ -87,7 +87,7 @@ class Pinning:
 
     def _register_slice(self, part: tuple[int, int]) -> None:
         if self._code:
-            return  # what one slice is refused for, the next is too
+            return  # the next slice would be refused for the same reason
         ctypes.CDLL(None).madvise(ctypes.c_void_p(part[0]), ctypes.c_size_t(part[1]), POPULATE_WRITE)
         with torch.cuda.device(self._device):
             code = int(torch.cuda.cudart().cudaHostRegister(*part, PORTABLE))  # type: ignore[no-untyped-call]
@@ -112,7 +112,7 @@ ROUSE, CLOSE = "rouse", "close"  # messages to the link's thread besides copies
 MARKS = 64  # computations remembered; instead of an older one, the oldest remembered is waited for
 BESIDE = 4  # copies that ended last, beside which another may have been under way
 AHEAD = 2  # copies of prefetches in flight at least: while one moves, the thread issues the next
-AHEAD_BYTES = 4 << 20  # and more of small ones, up to so much: 80 us on a link of 50 GB/s, in which the thread wakes
+AHEAD_BYTES = 4 << 20  # and more small ones up to these bytes: 80 us on a link of 50 GB/s, in which the thread wakes
 
 
 class Order:
@@ -169,7 +169,7 @@ class CopyFlight(NamedTuple):
 class CudaLink:
     """Copies experts from RAM to one GPU. Implements `TierLink`; a thread of its own notices when copies end.
 
-    An expert is one copy: in 256 KiB each, a link of 54 GB/s carries 12. What is demanded is issued at once. Prefetches
+    An expert is one copy: in 256 KiB each, a link of 54 GB/s carries 12. A demanded copy is issued at once. Prefetches
     wait for demands to end, and for each other beyond `AHEAD` copies and `AHEAD_BYTES`.
     """
 
@@ -239,7 +239,7 @@ class CudaLink:
         self._pinning.release()
 
     def _go_on(self) -> None:
-        """Issues what can be issued now, and tells the listener of copies that have arrived or cannot be made."""
+        """Issues the copies that can start now, and reports arrived and failed ones to the listener."""
         issued: list[CopyFlight] = []
         failed: list[tuple[Transfer, Exception]] = []
         with self._lock:
@@ -259,7 +259,7 @@ class CudaLink:
             self._listener.on_failed(load, why)
 
     def _next(self) -> Transfer | None:
-        """Returns the copy to issue now: any while closed, what is demanded, else the most urgent if there is room."""
+        """Returns the copy to issue now: any while closed, a demanded one, or the most urgent if there is room."""
         if self._closed or not self._waiting:
             return next(iter(self._waiting), None)
         demanded = next((load for load in self._waiting if load.demand), None)
@@ -301,7 +301,7 @@ class CudaLink:
         try:
             flight.end.synchronize()
             seconds = self._charged_s(flight)
-        except RuntimeError:  # it counts as arrived; whoever computes from it fails likewise
+        except RuntimeError:  # it counts as arrived; a computation from it fails likewise
             log.exception("a copy to the GPU failed")
         with self._lock:
             self._count(-1, flight.size_bytes, flight.urgent)
@@ -313,7 +313,7 @@ class CudaLink:
         self._listener.on_released(flight.load)
 
     def _charged_s(self, flight: CopyFlight) -> float:
-        """Returns a copy's seconds without those in which one of the last copies was under way as well."""
+        """Returns a copy's seconds, less the time shared with one of the last copies."""
         start, others = flight.start, list[tuple[float, float]]()
         end_ms = start.elapsed_time(flight.end)
         for one in self._ended:
@@ -339,8 +339,8 @@ def copy_async(
 ) -> None:
     """Queues a copy of bytes of RAM into a slab on the GPU. Raises RuntimeError where the driver refuses.
 
-    By the driver and without giving up the interpreter's lock: whoever takes that lock in between moves the event
-    behind the copy by up to 5 ms, and the meter with it. Memory that is not pinned is copied by torch, which waits.
+    Calls the driver while holding the GIL: a thread that took it in between would delay the event behind the copy, and
+    the measurement, by up to 5 ms. Memory that is not pinned is copied by torch, which waits.
     """
     if not host.pinned:
         there = slab.view(-1)[into : into + size_bytes]

@@ -30,7 +30,7 @@ LOOK_S = 60.0
 LEAST_TOKENS = 1000.0  # that have been counted before anything moves
 LEAST_GAIN = 2e-3  # of a layer's pairs on one device, that an exchange saves
 MOVES = 4  # between two steps
-ASKED = 16  # experts last moved, which are copied to where they are now
+ASKED = 16  # most recently moved experts, which are copied to their new devices
 
 # `experts` of `stride` that exist; `pairs` [stride, stride] float32, each in one of its two places or both; `device`
 # [stride] of each; `together` [stride, devices] float32 scratch memory; `most` exchanges; `least` [1] float32.
@@ -83,7 +83,7 @@ CODES = (SPREAD,)
 
 
 class CountedPairs(Protocol):
-    """Counts what tokens chose together."""
+    """Counts pairs of experts that a token chose together."""
 
     @property
     def tokens(self) -> float:
@@ -113,7 +113,7 @@ class DeviceSpread:
             await asyncio.to_thread(self.plan_moves)
 
     def plan_moves(self) -> None:
-        """Finds what is to be moved. Does nothing while something is."""
+        """Plans moves of experts. Does nothing while moves are pending."""
         pairs = self._activity.pairs
         if not len(pairs) or self._moves or self._activity.tokens < LEAST_TOKENS:
             return
@@ -130,7 +130,7 @@ class DeviceSpread:
         for _ in range(min(MOVES, len(self._moves))):
             expert, device = self._moves.popleft()
             given = self._residency.device_assignment.move_expert(*expert, device)
-            self.moved += given > 0  # what is in use now the next look finds again
+            self.moved += given > 0  # the next plan finds experts that are in use now
             if given == 2:
                 self._moved.append(expert)
         requests = [Move(expert, Tier.RAM, Tier.VRAM, ALWAYS) for expert in self._moved]
@@ -161,7 +161,7 @@ def spread(pairs: FloatArray, device_of: IntArray, experts: Sequence[int]) -> In
 
 
 def _in_turn(now: IntArray, goal: IntArray) -> list[tuple[ExpertId, int]]:
-    """Returns what is to be moved, and to which device, layer by layer, from the devices in turn: so each has room."""
+    """Returns the moves and their devices, layer by layer, from the devices in turn, so that each has room."""
     moves = []
     for layer in range(len(now)):
         experts = np.flatnonzero(goal[layer] != now[layer])
@@ -171,8 +171,6 @@ def _in_turn(now: IntArray, goal: IntArray) -> list[tuple[ExpertId, int]]:
             moves.append((ExpertId(layer, expert), int(goal[layer, expert])))
     return moves
 
-
-# Moves extents of slabs between size classes, between two steps, to where the ranks have more use for them.
 
 EVERY = 8  # steps
 TRIES = 8  # extents at a look, where some are in use
@@ -204,7 +202,7 @@ class Rebalancing:
         for number in [] if found is None else self._extents(pool, found, ranks)[:TRIES].tolist():
             assert found is not None
             if self._residency.extents.remove(pool, number, homes=found.due):
-                settle()  # what was computed from it or copied into it
+                settle()  # computations from it and copies into it
                 self._residency.extents.add(pool, number, found.taker)
                 self.moved += 1
                 return
@@ -214,7 +212,7 @@ class Rebalancing:
         per, extents = layout.per_extent[size_class], int(np.count_nonzero(pool.extents == size_class))
         in_devices = sum(device.slots_of(size_class) for device in residency.devices) if residency.containment else 0
         least, most = 1, layout.most[size_class]
-        if pool is residency.ram:  # what is in devices must be in RAM too, and what is at home here
+        if pool is residency.ram:  # RAM needs room for the devices' experts and the home experts
             least = max(least, -(-max(residency.homes.needed_slots(size_class), in_devices + 1) // per))
         elif residency.containment:
             spare = residency.ram.slots_of(size_class) - 1 - in_devices
@@ -222,7 +220,7 @@ class Rebalancing:
         return ClassShare(ranks.ravel()[self._keys[size_class]], extents, per, least, most)
 
     def _extents(self, pool: SlotPool, found: Exchange, ranks: FloatArray) -> IntArray:
-        """Returns the giver's extents, those with the fewest experts worth keeping first, then with the fewest."""
+        """Returns the giver's extents, ordered by experts worth keeping, then by all experts."""
         numbers = np.flatnonzero(pool.extents == found.giver)
         per = pool.layout.per_extent[found.giver]
         slots = pool.layout.first(found.giver) + numbers[:, None] * per + np.arange(per)

@@ -88,10 +88,10 @@ class Compute(Protocol):
         """Returns the sum, [T, H] float32."""
 
     def places(self, where: IntArray) -> ExpertTable | None:
-        """Returns where experts lie, by their slots [L, E], if the CPU can compute them without this; else None."""
+        """Returns the table of experts by their slots [L, E] if the CPU can compute them without this; else None."""
 
     def slots(self, where: IntArray) -> ExpertSlots | None:
-        """Returns what computes experts without the host, by their slots [L, E], which are read as they change."""
+        """Returns the object that computes experts without the host, by their slots [L, E], read as they change."""
 
     def pop_timings(self) -> DeviceTimings:
         """Returns the times of work that waited for copies and ended since the last call; 0 for host computation."""
@@ -139,7 +139,7 @@ class HostCompute:
         return type(self)(self._slabs, math)
 
 
-# Computes on the CPU, and is done no sooner than a device would be that reads its experts at a stated speed.
+# --- an emulated device: the CPU computes, and waits until the device would have read its experts ---
 
 
 class DeviceTime:
@@ -152,7 +152,7 @@ class DeviceTime:
         self._free_s = clock()
 
     def reserve(self, size_bytes: float) -> tuple[float, float]:
-        """Returns when a read of so many bytes begins and ends, by the clock."""
+        """Returns when a read of `size_bytes` begins and ends, by the clock."""
         with self._lock:
             begins_s = max(self.clock(), self._free_s)
             self._free_s = begins_s + size_bytes / self._bytes_per_s
@@ -165,7 +165,7 @@ class EmulatedCompute(HostCompute):
     def __init__(
         self, slabs: Sequence[tuple[ExpertSlab, int]], math: ExpertMath, sizes_bytes: IntArray, device: DeviceTime
     ) -> None:
-        """Takes for each layer what HostCompute does, and the bytes of an expert [L]."""
+        """Takes the arguments of HostCompute, and the bytes of an expert of each layer [L]."""
         super().__init__(slabs, math)
         self._sizes_bytes, self._device = sizes_bytes, device
         self._units = self._computed_s = 0.0  # not told yet
@@ -187,7 +187,7 @@ class EmulatedCompute(HostCompute):
         return super().end()
 
     def places(self, where: IntArray) -> None:
-        return None  # whoever computes from them would take no time of the device
+        return None  # computing from them would take no time of the device
 
     def pop_timings(self) -> DeviceTimings:
         spent, self._units, self._computed_s = DeviceTimings(self._units, 0.0, self._computed_s), 0.0, 0.0

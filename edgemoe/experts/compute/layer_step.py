@@ -18,7 +18,7 @@ from edgemoe.experts.tiers.slots import BoolArray, SlotClaim, Transfer
 from edgemoe.experts.transfer.loader import ExpertLoader
 from edgemoe.types.arrays import IntArray
 
-PREFILL_ONLY_SHARE = 8  # prefill loads at most one slot in so many at a time
+PREFILL_ONLY_SHARE = 8  # prefill loads at most one slot in this number at a time
 
 
 class DeviceShare:
@@ -32,7 +32,7 @@ class DeviceShare:
         self.ready: BoolArray = np.zeros(n, np.bool_)  # loaded, and not computed yet
         self.pinned: BoolArray = np.zeros(n, np.bool_)
         self.waiting: dict[int, int] = {}  # expert on its way -> index
-        # indices without a slot yet, those that decode needs first
+        # indices without a slot yet, the experts for decode first
         self.left: IntArray = np.arange(n) if prefill_only is None else np.argsort(prefill_only, kind="stable")
         self._most = n if prefill_only is None else max(1, slots // PREFILL_ONLY_SHARE)
 
@@ -42,7 +42,7 @@ class DeviceShare:
         return self._most - len(self.waiting)
 
     def absorb(self, claim: SlotClaim) -> None:
-        """Notes what was claimed for the experts in `left`."""
+        """Records the claim for the experts in `left`."""
         asked, got = self.left, claim.slots >= 0
         self.slots[asked] = claim.slots
         self.pinned[asked[got]] = True
@@ -132,7 +132,7 @@ class LayerStep:
         self._loader.start(claim.loads)
 
     def _compute(self, part: DeviceShare) -> bool:
-        """Computes what is ready. Returns False if nothing is. Keeps pins to the end, unless others need the room."""
+        """Computes the ready experts; returns False if none is. Keeps pins to the end, unless others need the room."""
         if not part.ready.any():
             return False
         computed = part.ready.copy()
@@ -166,7 +166,7 @@ class LayerStep:
     def _on_arrival(self, load: Transfer) -> int | None:
         """Marks an expert as ready. Returns the tier that it came from. Raises the load's error.
 
-        Returns None for what this layer-step does not wait for: another thread's, or one that came meanwhile.
+        Returns None for a load that this layer-step does not wait for: another thread's, or an earlier arrival.
         """
         for part in self._parts:
             if load.layer == self._layer and part.waits_for(load):

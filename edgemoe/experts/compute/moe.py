@@ -33,9 +33,9 @@ class Fetching:
 
     prefetch: bool = True
     keep_hints: bool = False  # put hints into the observations
-    keep_hidden: bool = False  # and hidden states, with what their layers' gates say, of steps that only decode
+    keep_hidden: bool = False  # keep hidden states and their layers' gates, of steps that only decode
     deadline_s: float = 60.0  # until an expert is given up
-    cpu_helps: bool = True  # computes from RAM what devices lack, where that is sooner
+    cpu_helps: bool = True  # the CPU computes experts that devices lack from RAM, if that is sooner
 
 
 AS_USUAL = Fetching()
@@ -44,8 +44,8 @@ AS_USUAL = Fetching()
 class TieredExperts:
     """Implements `Experts` by residency, loader and the devices' computation. Used on the compute thread only.
 
-    Between `begin_step` and `end_step` it collects what the gates choose, and tells prefill from decode: experts
-    that only prefill needs do not replace those that decode uses. Outside of a step everything counts as decode.
+    Between `begin_step` and `end_step` it collects the gates' choices, and distinguishes prefill from decode: experts
+    for prefill only do not replace experts for decode. Outside of a step all demands count as decode.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class TieredExperts:
         cpu_experts: CpuExperts,
         fetching: Fetching = AS_USUAL,
     ) -> None:
-        """`computes` in the order of the residency's devices."""
+        """Takes `computes` in the order of the residency's devices."""
         self.geometry, self.residency, self.loader = geometry, residency, loader
         self.lookahead = range(0 if fetching.keep_hidden else 1, 2 if fetching.prefetch or fetching.keep_hints else 1)
         self.stall_s = [0.0, 0.0, 0.0]  # in all, by the tier that was waited for
@@ -65,7 +65,7 @@ class TieredExperts:
         self._requester = PrefetchRequester(residency, loader, geometry.top_k)
         self._computes, self.cpu_experts = tuple(computes), cpu_experts
         self._rebalancing = Rebalancing(residency, computes)
-        self.spread: DeviceSpread | None = None  # which deals experts to devices anew
+        self.spread: DeviceSpread | None = None  # moves experts between devices
         self._fetching = fetching
         self._step: Observations | None = None
         self.places: ExpertTable | None = None
@@ -75,9 +75,9 @@ class TieredExperts:
         self.remote: PeerExperts | None = None  # the boxes that help, if any
 
     def begin_step(self, meta: StepMeta) -> npt.NDArray[np.int16]:
-        """Starts collecting. Drops what was collected of a step that failed before its end.
+        """Starts collecting. Drops the collection of a step that failed before its end.
 
-        Returns the array of what the gates choose, [L, T, k], which is filled layer by layer, over -1. Ends looking
+        Returns the array of the gates' choices [L, T, k], filled layer by layer, over -1. Ends looking
         ahead once nothing can be missing any more.
         """
         keeps = self._fetching.keep_hints or self._fetching.keep_hidden
@@ -91,7 +91,7 @@ class TieredExperts:
         return self._step.ids
 
     def end_step(self) -> StepRouting:
-        """Returns what the step's gates chose."""
+        """Ends the step, and returns the choices of its gates."""
         self._note_spent()
         self._rebalancing.on_step_ended()
         if self.spread is not None:
@@ -152,14 +152,14 @@ class TieredExperts:
         return first
 
     def compute_if_there(self, layer: int, hidden: torch.Tensor, group: Group) -> torch.Tensor | None:
-        """Returns what `compute` does if all experts are in the top tier, else None."""
+        """Returns the same as `compute` if all experts are in the top tier, else None."""
         if len(self._computes) > 1 or not self.residency.all_on_top(layer, group.experts):
             return None
         self._computes[0].begin(layer, hidden)
         return self._computes[0].end() if self._all_there(layer, group, None) else None
 
     def hint(self, layer: int, probs: torch.Tensor) -> None:
-        """Takes a forecast of what `layer` needs, [T, E], and prefetches it while the layers before it run."""
+        """Prefetches experts for `layer` by a forecast [T, E] of its needs, while the layers before it run."""
         scores: FloatArray = probs.numpy(force=True)
         distance = layer - self._next_layer
         if self._step is not None and (self._fetching.keep_hints if distance else self._fetching.keep_hidden):
@@ -230,7 +230,7 @@ class TieredExperts:
             cpu_experts.drop()
 
     def _spare(self, layer: int, used: IntArray) -> None:
-        """Computes the CPU's part, then prefetches those of its experts that decode uses."""
+        """Computes the CPU's part, then prefetches the part's experts that decode uses."""
         self.cpu_experts.compute()
         if len(used):  # after computing, because copies would slow the CPU down
             prefetch_requests = (Move(ExpertId(layer, expert), Tier.RAM, Tier.VRAM, ALWAYS) for expert in used.tolist())
@@ -286,7 +286,7 @@ class TieredExperts:
             self._requester.replace(layer + 1, everybody, PrefetchPriority.PREFILL_ONLY)
 
 
-# Collects the gates' choices of one step.
+# --- observations ---
 
 
 class Observations:
@@ -317,7 +317,7 @@ class Observations:
         self.hints[distance][layer, :, : probs.shape[1]] = probs
 
     def keep(self, layer: int, hidden: torch.Tensor) -> None:
-        """Adds what a layer's experts are given, [T, H], where the step only decodes."""
+        """Adds the experts' input of a layer, [T, H], if the step only decodes."""
         if self.decode is not None:
             return
         if self.hidden is None:
@@ -325,7 +325,7 @@ class Observations:
         self.hidden[layer] = hidden.float().numpy(force=True)
 
     def prefill_only(self, ids: IntArray, group: Group) -> BoolArray | None:
-        """Returns which of the group's experts only prefill needs, [n]; None where the step only decodes."""
+        """Returns a mask of the group's experts that only prefill needs, [n]; None if the step only decodes."""
         if self.decode is None:
             return None
         return ~np.isin(group.experts, ids[self.decode])
@@ -343,7 +343,7 @@ class Observations:
         )
 
 
-# Requests, on the compute thread, the likely experts of the layers to come, until the layer runs.
+# --- prefetch requests ---
 
 NOBODY: IntArray = np.empty(0, np.int64)
 TIERS, NEAR = tuple(Tier), PrefetchPriority.NEAR  # to ask an enumeration for a member takes a while
@@ -359,7 +359,7 @@ class PrefetchRequester:
         self._requested: dict[PrefetchPriority, int] = {}  # priorities with prefetch requests, and the layer of these
 
     def demand(self, layer: int, chosen: IntArray) -> None:
-        """Learns from what the gate of a layer chose [T, k], and cancels the requests for layers up to it."""
+        """Learns from the choice of a layer's gate [T, k], and cancels the requests for layers up to it."""
         self._ahead.learn(layer, chosen)
         if self._requested:
             self._drop(layer)

@@ -24,14 +24,14 @@ from edgemoe.types.peers import ExpertWork
 
 READS = 4  # of experts for peers at a time
 KEPT_READS = 8  # experts read for peers and kept while their parts are fetched, at most,
-KEPT_BYTES = 128 << 20  # and within so many bytes two
+KEPT_BYTES = 128 << 20  # within these bytes, but at least two
 
 
 class PeerCompute:
-    """Computes experts for peers, on the thread that serves them. No policy hears of what they ask for."""
+    """Computes experts for peers, on the thread that serves them. Their demands change no policy."""
 
     def __init__(self, experts: TieredExperts, on_disk: BoolArray) -> None:
-        """Takes `experts`, which that thread owns; `on_disk` [L, E] says what the store can read."""
+        """Takes that thread's `experts`; `on_disk` [L, E] marks the experts that the store can read."""
         self._experts, self._on_disk = experts, on_disk
         self._residency, self._geometry = experts.residency, experts.geometry
         self.experts = 0  # of layer-steps, computed for peers
@@ -118,11 +118,11 @@ class ExpertShelf:
         self._residency, self._ram = residency, ram
 
     def grow(self, manifest: Manifest) -> None:
-        """Has what this manifest of the same store lists, from now on."""
+        """Replaces the manifest by a longer one of the same store."""
         self._manifest = manifest
 
     def on_disk(self) -> BoolArray:
-        """Returns what the store can read, [L, E]."""
+        """Returns the mask of experts that the store can read, [L, E]."""
         present: npt.NDArray[np.bool_] = np.zeros((self._geometry.layers, self._geometry.experts), np.bool_)
         for layer, entry in enumerate(self._manifest.layers):
             present[layer, list(entry.by_expert)] = True

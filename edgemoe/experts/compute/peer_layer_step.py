@@ -1,6 +1,6 @@
 """Computes a layer-step with the help of peers: each missing expert goes the way that finishes the layer soonest.
 
-This box computes what its devices hold, what RAM or the disk has, and what it can fetch; each peer is one more channel.
+This box computes experts from its devices, RAM, disk, and those it can fetch; each peer is one more channel.
 Peers are asked first, one message each; then this box computes its own part while they work. A call that fails, or that
 takes several times its expected time, is computed another way; of two calls that run, the first answer counts. An
 answer is added whole or not at all.
@@ -34,7 +34,7 @@ HERE = -1
 # needs when all are sent is time in which the link lies idle.
 CALL_S = 0.01  # that a part takes on the link, there and back,
 CALL_BYTES = (128 << 10, 1 << 20)  # within these bounds
-LATE_FACTOR, LATE_S = 4.0, 0.05  # a call is late after so many times its expected time, and at least so long
+LATE_FACTOR, LATE_S = 4.0, 0.05  # a call is late after this multiple of its expected time, and at least this time
 AGAIN_S = 0.2  # between searches for another way where there was none
 LAYER_STEP_TIMEOUT_CALLS = 2  # time-outs of calls for which a layer-step asks peers; local work does not count
 NOWHERE = "it is not on the disk, and no box that can be reached has it"
@@ -56,12 +56,12 @@ class PendingCall:
 
 
 class PeerExperts:
-    """Runs layer-steps with peers, and holds what they share: costs, counts, peers."""
+    """Runs layer-steps with peers, and holds their shared costs, counts and peers."""
 
     def __init__(
         self, geometry: ExpertGeometry, residency: Residency, costs: CostModel, peers: ExpertPeers, on_disk: BoolArray
     ) -> None:
-        """Takes this box's `costs`; `on_disk` [L, E] says what its store can read."""
+        """Takes this box's `costs`; `on_disk` [L, E] marks the experts that its store can read."""
         self.geometry, self.residency, self.costs, self.peers, self.on_disk = geometry, residency, costs, peers, on_disk
         self.asked = self.hedged = self.redone = 0  # calls; late ones tried again; failed ones
         self.experts = 0  # computed by peers
@@ -78,7 +78,7 @@ class PeerExperts:
         return PeerLayerStep(self, layer, hidden, prefill_only, local, end_s).run(group)
 
     def elsewhere(self, layer: int, experts: IntArray) -> BoolArray:
-        """Returns which experts [n] not to prefetch: those not on our disk, and those that a peer has in memory."""
+        """Returns a mask of experts [n] not to prefetch: not on our disk, or in a peer's memory."""
         away: BoolArray = ~self.on_disk[layer, experts]
         for offer in self.peers.offers(layer, experts):
             away |= offer.wait_s <= 0
@@ -94,7 +94,7 @@ class PeerLayerStep:
     hidden: torch.Tensor
     prefill_only: BoolArray | None  # [n] of the whole group
     local: Local
-    end_s: float  # until when peers are asked; then what is missing is computed here, or raises MissingExpert
+    end_s: float  # until when peers are asked; then missing experts are computed here, or raise MissingExpert
     out: FloatArray | None = None  # [T, H]
     answers: SimpleQueue[RemoteCall] = field(default_factory=SimpleQueue)
     jobs: dict[RemoteCall, PendingCall] = field(default_factory=dict)
@@ -127,7 +127,7 @@ class PeerLayerStep:
     def _offers(self, group: Group, tried: Tried) -> list[Offer]:
         """Returns peers' offers for the group's experts. Assumes that their disks are no faster than ours.
 
-        A peer's disk is for what no other peer has in memory: all that the peer computes waits while it reads.
+        A peer's disk is for experts that no other peer has in memory, since the peer computes nothing while it reads.
         """
         now_s = time.monotonic()
         if now_s >= self.end_s:
