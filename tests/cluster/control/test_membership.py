@@ -457,6 +457,24 @@ def test_a_box_that_lacks_our_announcement_is_sent_it_again(lost: Callable[[AnyO
         boxes.teardown()
 
 
+@pytest.mark.parametrize(
+    "cause",
+    [cause for trigger, cause in CAUSES if trigger in (Trigger.DISAPPEARED, Trigger.STRUCK)],
+    ids=["its connection breaks", "it is silent", "it is struck"],
+)
+def test_a_leader_that_disappears_or_is_struck_is_followed_no_longer(cause: Callable[[AnyOrder], None]) -> None:
+    boxes = AnyOrder()
+    try:
+        come(boxes)
+        announce(boxes)
+        boxes.a_box_beats("b", "x", leading=1, unmet=False)
+        assert boxes.state.leader_tracker.current == ("b", 1)
+        cause(boxes)
+        assert boxes.state.leader_tracker.leader == ""
+    finally:
+        boxes.teardown()
+
+
 # --- questions ---------------------------------------------------------------------------------------------------
 
 
