@@ -1,1 +1,1 @@
-"""Which experts are needed next, and what is prefetched for that."""
+"""Predicts the experts that are needed next, and plans prefetches."""

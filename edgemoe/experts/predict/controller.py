@@ -28,15 +28,15 @@ from edgemoe.types.step import StepMeta, StepRouting
 
 log = logging.getLogger(__name__)
 
-SAVE_S = 60.0  # between two times that what was learned is saved
-RESTART_S, DOUBLED = 1.0, 6  # after a failure, doubled with each, so many times at most
+SAVE_S = 60.0  # between two saves of the learned state
+RESTART_S, DOUBLED = 1.0, 6  # pause after a failure, doubled with each failure, at most DOUBLED times
 CLOSING_S = 30.0  # that the thread has to save
 
 
 class Kept(NamedTuple):
-    """Where things are kept between starts; None is nowhere."""
+    """Paths of files kept between starts; None keeps nothing."""
 
-    state: Path | None = None  # the file of what was learned
+    state: Path | None = None  # the file of the learned state
     kernels: Path | None = None  # the folder of compiled code
 
 
@@ -44,7 +44,7 @@ NOWHERE = Kept()
 
 
 class LearnedRanks:
-    """Implements `types.LivePolicy` for residency, by what the controller knows."""
+    """Implements `types.LivePolicy` for residency by the predictor's ranks; by LRU until it is ready."""
 
     def __init__(self, foresight: RankPredictor, meanwhile: LRU) -> None:
         self._predictive, self._meanwhile = foresight, meanwhile
@@ -89,7 +89,7 @@ class Controller:
         self._thread.start()
 
     def attach(self, residency: Residency, loader: PrefetchRequests, geometry: ExpertGeometry) -> None:
-        """From here on plans what the tiers should fetch in idle time."""
+        """Begins planning prefetches for these tiers in idle time."""
         self.predictive.attach(residency, loader, geometry)
 
     @property
@@ -100,17 +100,17 @@ class Controller:
     # --- the compute thread's side
 
     def on_step_begun(self, meta: StepMeta, ids: Ids) -> None:
-        """A step begins. Into `ids` [L, T, k] its gates' choices will be written, layer by layer, over -1."""
+        """Begins a step. Its gates' choices will be written into `ids` [L, T, k], layer by layer, over -1."""
         self.predictive.on_step_begun(meta, ids)
 
     def observe(self, routing: StepRouting) -> None:
-        """A step ended."""
+        """Ends a step."""
         if not self.predictive.observe(routing) and self.ready:
             self._prefilled.set()
             self.predictive.predictor.wake()
 
     def wait_idle(self, timeout_s: float) -> bool:
-        """Until it is ready and has done all that there is to do; False where that took too long."""
+        """Waits until it is ready and has no work left. Returns False after `timeout_s`."""
         end_s = time.monotonic() + timeout_s
         while not (self.ready and self.predictive.predictor.idle):
             if time.monotonic() > end_s:
@@ -119,11 +119,11 @@ class Controller:
         return True
 
     def metrics(self) -> dict[str, float]:
-        """What it did, by the final names; nothing before it is ready."""
+        """Returns its metrics by their final names; none before it is ready."""
         return self.predictive.metrics() if self.ready else {}
 
     def close(self) -> None:
-        """Ends the thread, which saves what was learned. One that still compiles has learned nothing, and is left."""
+        """Ends the thread, which saves the learned state. A thread that still compiles is left alone."""
         self._closed.set()
         if self.ready:
             self.predictive.predictor.stop()
@@ -163,7 +163,7 @@ class Controller:
         self._save(saved_step)
 
     def _save(self, saved_step: int) -> int:
-        """Saves what was learned since a step. The step that runs."""
+        """Saves the learned state if a step has ended since `saved_step`. Returns the running step."""
         foresight = self.predictive
         step = foresight.predictor.step
         if self._kept.state is None or step == saved_step:

@@ -27,7 +27,7 @@ from edgemoe.policy.fusion import Calibration, ForecastMix
 from edgemoe.types.arrays import BoolArray, FloatArray, IntArray
 
 LOW, HIGH, BINS = -8.0, 8.0, 33  # of log odds
-NEXT_STEP, NEXT_LAYER = LOOKS, LOOKS + 1  # horizons after those of this step
+NEXT_STEP, NEXT_LAYER = LOOKS, LOOKS + 1  # horizons after this step's
 HORIZONS = LOOKS + 2
 SAMPLE = 96  # experts learned from in a step
 SURE = np.float32(1e-5)  # no worth is nearer to 0 or 1
@@ -45,11 +45,11 @@ class ExpertForecast(Protocol):
 
 
 class Forecaster(Protocol):
-    """Whoever makes them: ScoutGate."""
+    """Makes forecasts. ScoutGate implements it."""
 
     @property
     def forecast(self) -> ExpertForecast | None:
-        """The latest."""
+        """The latest forecast."""
 
     @property
     def trust(self) -> float:
@@ -57,12 +57,12 @@ class Forecaster(Protocol):
 
 
 class AwaitedForecast(NamedTuple):
-    """Two forecasts of some experts [n], until it is known what came."""
+    """Two forecasts of some experts [n], kept until the outcome is known."""
 
     horizon: int
     keys: IntArray  # layer * E + expert
     odds: FloatArray  # log odds of the worth
-    chance: FloatArray  # by whoever else forecasts
+    chance: FloatArray  # by the other forecaster
 
 
 class Blend:
@@ -81,7 +81,7 @@ class Blend:
         self._awaited.append(awaited)
 
     def learn(self, needed: BoolArray) -> None:
-        """A step is over that needed these experts, [L * E]."""
+        """Learns from a step that needed the experts set in `needed` [L * E]."""
         awaited = self._awaited
         known = self._before + [each for each in awaited if each.horizon != NEXT_STEP]
         self._before, self._awaited = [each for each in awaited if each.horizon == NEXT_STEP], []
@@ -93,7 +93,7 @@ class Blend:
             self._apply()
 
     def learned(self) -> dict[str, Any]:
-        """What is to be kept, by names."""
+        """Returns the arrays to save, by name."""
         mix, calibrations = self.mix, self.calibrations
         return {
             "mix_loss": mix.loss,
@@ -102,7 +102,7 @@ class Blend:
         }
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Goes on from what was kept; begins anew where that is missing or unsound."""
+        """Restores saved arrays; keeps the initial state if they are missing or unsound."""
         ours = self.learned()
         if any(
             name not in saved
@@ -127,7 +127,7 @@ class Blend:
 
 @jit
 def fuse(odds: np.float32, q: np.float32, share: FloatArray, eta: np.float32) -> tuple[np.float32, np.float32]:
-    """The chance p of one expert, and its worth v as log odds; `share` [bins] is its horizon's."""
+    """Returns the chance p of one expert, and its worth v as log odds, by the `share` [bins] of its horizon."""
     place = (odds - np.float32(LOW)) * np.float32((BINS - 1) / (HIGH - LOW))
     place = min(max(place, np.float32(0)), np.float32(BINS - 1.001))
     below = int(place)
@@ -147,7 +147,7 @@ COUNT, RANKS = (place_of(GATE, name) for name in ("count", "ranks"))
 
 @code(INT)
 def FUSE_CHANCES(gate: int) -> None:
-    """`fuse` for what the next layer's gate says of some experts."""
+    """Runs `fuse` on the next layer's gate for some experts."""
     g = record(gate, GATE)
     phase, margin = f32_at(g.shifts)[0], f32_at(g.shifts)[1]
     share, eta = carray(f32_at(g.share), (BINS,)), f32_at(g.eta)[0]
@@ -158,10 +158,10 @@ def FUSE_CHANCES(gate: int) -> None:
 
 
 class GateFusion:
-    """Blends what the next layer's gate says into ranks. On the thread that runs the steps."""
+    """Blends the next layer's gate into ranks. On the thread that runs the steps."""
 
     def __init__(self, ranks: FloatArray, blend: Blend, margin: float) -> None:
-        """Reads `ranks` [L, E] and what the blend has learned; utilities are less by the margin."""
+        """Reads `ranks` [L, E] and the learned blend; utilities are lowered by the margin."""
         self._record = shared = SharedRecord(GATE)
         self._address, self._fields = ctypes.c_int64(shared.address), shared.numbers  # converted once
         self._ranks, self._ranks_at, self._row_bytes = ranks, ranks.ctypes.data, ranks.strides[0]

@@ -33,7 +33,7 @@ HINT = fields(
 
 @code(INT, result=INT)
 def LIKELY_EXPERTS(hint: int) -> int:
-    """Writes who is likely: the union of each token's `top_k`, the most probable first, with calibrated chances.
+    """Writes the likely experts: the union of each token's `top_k`, most probable first, with calibrated chances.
 
     Returns whether any of them is missing in the fastest tier; without one, there are no chances.
     """
@@ -65,7 +65,7 @@ def LIKELY_EXPERTS(hint: int) -> int:
 
 @code(INT, result=INT)
 def MISSING_EXPERTS(hint: int) -> int:
-    """Keeps of who is likely what is missing in the fastest tier and worth anything, the highest chance first.
+    """Keeps the likely experts that the fastest tier lacks and that are worth anything, highest chance first.
 
     Returns their number. Of equals the more probable one is first.
     """
@@ -88,7 +88,7 @@ def MISSING_EXPERTS(hint: int) -> int:
 
 @jit
 def _mark_top(hint: int, token: int) -> None:
-    """Adds a token's `top_k` to who is likely, and notes the probability of the last of them."""
+    """Adds a token's `top_k` to the likely experts, and stores the probability of the last one."""
     h = record(hint, HINT)
     tops, base, count = i64_at(h.tops), token * h.width, 0
     probs = f32_at(h.probs)
@@ -114,7 +114,7 @@ def _mark_top(hint: int, token: int) -> None:
 
 @jit
 def _sort_likely(hint: int) -> None:
-    """Sorts who is likely by the probability of the token that it is most probable for; of equals, by number."""
+    """Sorts the likely experts by their highest probability for any token; of equals, by number."""
     h = record(hint, HINT)
     likely, best = i64_at(h.likely), f32_at(h.best)
     for i in range(h.count):
@@ -136,7 +136,7 @@ def _chance(hint: int, expert: int) -> np.float32:
     for token in range(h.tokens):
         margin = _margin(f32_at(h.probs)[token * h.width + expert], f32_at(h.least)[token])
         place = (margin - LOW) * ((BINS - 1) / (HIGH - LOW))
-        below, part = 0, 0.0  # also of what is no number
+        below, part = 0, 0.0  # also for NaN
         if place >= BINS - 1:
             below, part = BINS - 2, 1.0
         elif place > 0:
@@ -175,7 +175,7 @@ def _fastest(state: int) -> int:
 CODES = (LIKELY_EXPERTS, MISSING_EXPERTS)
 
 
-KEPT = 0.97  # of what was promised and what came, per layer
+KEPT = 0.97  # decay of promised and chosen counts, per layer
 DOUBTED = 2.0  # so many experts more that came as promised
 MOST_CALLS = 2  # expert calls that a hint foretells, per expert of the layer; of more, nearly all are needed
 LAYER, TOKENS, WIDTH, MARGINS, COUNT = (
@@ -184,7 +184,7 @@ LAYER, TOKENS, WIDTH, MARGINS, COUNT = (
 
 
 class GateLookAhead:
-    """Calibrates one layer's hints to the next, and tells what they ask for. Compute thread only."""
+    """Calibrates one layer's hints for the next, and lists the experts they ask for. Compute thread only."""
 
     def __init__(self, residency: Residency, top_k: int) -> None:
         self.calibration = Calibration(LOW, HIGH, BINS, slope=2.0)
@@ -246,7 +246,7 @@ class GateLookAhead:
         )
 
     def learn(self, layer: int, ids: IntArray) -> None:
-        """What the layer chose, [T, k]."""
+        """Learns from the layer's choice, [T, k]."""
         if (promise := self._promises.pop(layer, None)) is not None:
             experts, promised = promise
             kept = len(experts.intersection(ids.ravel().tolist()))
@@ -265,5 +265,5 @@ class GateLookAhead:
 
     @property
     def trust(self) -> float:
-        """What came lately of what was promised, at most 1."""
+        """The recent share of promised experts that were chosen, at most 1."""
         return min(1.0, self._came / self._promised)

@@ -45,12 +45,12 @@ Arrays = Mapping[str, Any]
 
 
 def write_state(path: Path, arrays: Arrays) -> None:
-    """Whole or not at all, and for the owner only. Raises OSError."""
+    """Writes the file atomically, readable by the owner only. Raises OSError."""
     replace_file(path, save(dict(arrays)))
 
 
 def read_state(path: Path) -> Arrays | None:
-    """The arrays; None where it is no such file."""
+    """Returns the arrays; None if the file holds none."""
     try:
         arrays: Arrays = load_file(path)
     except (OSError, SafetensorError, ValueError, TypeError, AttributeError, KeyError):  # of types that NumPy lacks
@@ -172,9 +172,9 @@ class NextUsePredictor:
             self._view[PLACES[name]] = number
         sem_init(numbers["semaphore"], 0, 0)
         self._tracks: OrderedDict[Hashable, int] = OrderedDict()
-        self._kept: list[Any] = [None, None]  # what the two steps' records refer to
+        self._kept: list[Any] = [None, None]  # the arrays of the two steps' records
         self._forecasts: list[Any] = [None, None]
-        self._told: list[Any] = [None] * PROMPTS  # what prompts' records refer to
+        self._told: list[Any] = [None] * PROMPTS  # the arrays of prompts' records
         START.call(self.address)
 
     # --- for the thread that runs the steps
@@ -204,11 +204,11 @@ class NextUsePredictor:
         return True
 
     def update_ranks(self, layers: int = 0) -> None:
-        """Brings the ranks of the layers that have run up to date; about so many of them."""
+        """Updates the ranks of the layers that have run, about `layers` of them."""
         (FOLLOW.call if layers > FEW else FOLLOW.call_briefly)(self.address)
 
     def add_forecast(self, probs: FloatArray, trust: float) -> None:
-        """A forecast of the running step and the next one, [2, L, E], to be blended in."""
+        """Adds a forecast of the running step and the next one, [2, L, E], to blend in."""
         probs = np.ascontiguousarray(probs, np.float32)
         self._forecasts = [self._forecasts[1], probs]  # the one before may be read now
         self._trust[0] = trust
@@ -216,7 +216,7 @@ class NextUsePredictor:
         self._mark("heard", int(self._view[PLACES["begun"]]))
 
     def add_prompt(self, name: Hashable, ids: Ids) -> bool:
-        """Tokens of a sequence's prompt chose `ids` [L, T, k]; before `end`, if a step runs.
+        """Adds the choices of a sequence's prompt tokens, `ids` [L, T, k]; before `end`, if a step runs.
 
         False where too many prompts wait for `work`: then this one is not learned from.
         """
@@ -231,7 +231,7 @@ class NextUsePredictor:
         return True
 
     def end(self) -> None:
-        """The step that was begun is over."""
+        """Ends the running step."""
         self._mark("ended", int(self._view[PLACES["begun"]]))
 
     # --- for the thread beside it
@@ -249,7 +249,7 @@ class NextUsePredictor:
         return bool(view[PLACES["result"]] == FINISHED)
 
     def stop(self) -> None:
-        """From now on `work` does not wait."""
+        """Makes `work` return without waiting from now on."""
         self._mark("stop", 1)
 
     def wake(self) -> None:
@@ -257,15 +257,15 @@ class NextUsePredictor:
         self._mark("nudged", 1)
 
     def set_looks(self, looks: int) -> None:
-        """How many looks each step gets, from the one after the next on."""
+        """Sets the alignments per step, from the step after the next on."""
         self._view[PLACES["allowed"]] = looks
 
     def set_fusion(self, shares: FloatArray, etas: FloatArray) -> None:
-        """How forecasts are to be blended in: calibrations and weights by horizon."""
+        """Sets calibrations and weights of the blend, by horizon."""
         self._arrays["shares"][:], self._arrays["etas"][:] = shares, etas
 
     def pop_awaited(self) -> list[AwaitedForecast]:
-        """What was forecast of some experts in the step that was finished last; once."""
+        """Returns, once, the forecasts of some experts in the step finished last."""
         awaited = []
         for row in range(int(self._view[PLACES["awaited"]])):
             for horizon in np.unique(self._awaited_horizon[row]).tolist():
@@ -299,18 +299,18 @@ class NextUsePredictor:
 
     @property
     def phase(self) -> FloatArray:
-        """Log of what each layer's place in the round takes away, [L]."""
+        """The log of the decay by each layer's place in the round, [L]."""
         phase: FloatArray = self.later + np.where(self.visited == self.step, LOG_DECAY, np.float32(0))
         return phase
 
     def phase_of(self, layer: int) -> float:
-        """`phase` of one layer."""
+        """Returns the `phase` of one layer."""
         return float(self.later[layer]) + (float(LOG_DECAY) if self.visited[layer] == self.step else 0.0)
 
     # --- state
 
     def learned(self) -> dict[str, Any]:
-        """What is to be kept, by names."""
+        """Returns the arrays to save, by name."""
         filled = self.memory.filled
         return {
             "shape": np.array([self.layers, self.experts, self.top_k], np.int64),
@@ -345,7 +345,7 @@ class NextUsePredictor:
         MARK.call_briefly(self.address, 8 * PLACES[name], value)
 
     def _track(self, name: Hashable) -> tuple[int, bool]:
-        """The track of a sequence, and whether it is new."""
+        """Returns the track of a sequence, and whether it is new."""
         track, fresh = self._tracks.pop(name, NONE), False
         if track == NONE:
             fresh = True

@@ -85,7 +85,7 @@ def _wake(state: int) -> None:
 
 @jit
 def step_of(state: int, number: int) -> int:
-    """The STEP record of a step."""
+    """Returns the STEP record of a step."""
     return record(state, STATE).steps + number % 2 * STEP_BYTES  # type: ignore[no-any-return]
 
 
@@ -103,7 +103,7 @@ def _has_run(step: int, layer: int) -> bool:
 
 @jit
 def _visit(state: int, number: int, layer: int) -> None:
-    """Tells the history of a layer's experts what it needed in a step, and makes features of it."""
+    """Adds a layer's needs in a step to its experts' history, and computes their features."""
     s, p = record(state, STATE), record(step_of(state, number), STEP)
     experts = s.experts
     needed = carray(u8_at(record(s.learner, LEARNER).needed), (HORIZON_STEPS + 2, s.layers, experts))
@@ -119,14 +119,14 @@ def _visit(state: int, number: int, layer: int) -> None:
 
 @jit
 def own_features(state: int, layer: int) -> Any:
-    """Those of a layer that its experts' own history makes, [OWN features, E]."""
+    """Returns a layer's features from its experts' own history, [OWN features, E]."""
     s = record(state, STATE)
     return carray(f32_at(s.known), (s.layers, FEATURES, s.experts))[layer, 1 : 1 + OWN]
 
 
 @jit
 def _refresh(state: int, number: int, layer: int) -> None:
-    """Scores and ranks the experts of one layer anew."""
+    """Recomputes scores and ranks of the experts of one layer."""
     s = record(state, STATE)
     experts = s.experts
     ran = i64_at(s.visited)[layer] == number
@@ -169,7 +169,7 @@ def _refresh(state: int, number: int, layer: int) -> None:
 
 @jit
 def horizon_of(state: int) -> int:
-    """Of this step, by how much of it has run."""
+    """Returns the horizon within this step, by the share of its layers that have run."""
     s = record(state, STATE)
     return min(LOOKS - 1, LOOKS * atomic_load(state + FOLLOWED) // s.layers)  # type: ignore[no-any-return]
 
@@ -232,7 +232,7 @@ def refresh_all(state: int, number: int) -> None:
 
 @code(INT)
 def START(state: int) -> None:
-    """Describes and scores all experts, before the first step and after what was learned has been restored."""
+    """Describes and scores all experts, before the first step and after a restore."""
     s = record(state, STATE)
     for layer in range(s.layers):
         describe(s.history, layer, own_features(state, layer), s.finished)
@@ -251,7 +251,7 @@ TOLD, TAKEN = offset("told"), offset("taken")
 
 @jit
 def match_of(state: int, track: int, running: bool) -> Any:
-    """The match of a track's running token, or of its latest whole one, with each slot."""
+    """Returns the match of a track's running token, or of its latest whole one, with each slot."""
     s = record(state, STATE)
     half = i64_at(s.half)[track] if running else 1 - i64_at(s.half)[track]
     return carray(f32_at(s.match), (TRACKS, 2, record(s.memory, MEMORY).slots))[track, half]
@@ -259,7 +259,7 @@ def match_of(state: int, track: int, running: bool) -> Any:
 
 @jit
 def begin_token(state: int, track: int) -> None:
-    """A token of the track begins."""
+    """Begins a token of the track."""
     m = record(record(state, STATE).memory, MEMORY)
     before, filled = carray(i64_at(m.before), (m.slots,)), min(m.written, m.slots)
     shift(match_of(state, track, True), match_of(state, track, False), before, filled)
@@ -267,14 +267,14 @@ def begin_token(state: int, track: int) -> None:
 
 @jit
 def begin_sequence(state: int, track: int) -> None:
-    """The track is another sequence's from here on."""
+    """Assigns the track to another sequence."""
     i64_at(record(state, STATE).latest)[track] = NONE
     match_of(state, track, False)[:] = 0
 
 
 @jit
 def remember(state: int, track: int) -> None:
-    """The track's running token is whole: it becomes a part of the memory."""
+    """Appends the track's running token, which is whole, to the memory."""
     s = record(state, STATE)
     m = record(s.memory, MEMORY)
     words, latest = carray(u64_at(s.token), (TRACKS, m.layers, m.words)), i64_at(s.latest)
@@ -288,7 +288,7 @@ def remember(state: int, track: int) -> None:
 
 @jit
 def add_prompts(state: int) -> None:
-    """What prompts chose that were told of becomes a part of the memory, and their sequences go on from there."""
+    """Appends the waiting prompts' choices to the memory; their sequences continue from there."""
     s = record(state, STATE)
     while s.taken < atomic_load(state + TOLD):
         _add_prompt(state, s.prompts + s.taken % PROMPTS * PROMPT_BYTES)

@@ -76,7 +76,7 @@ IDLE, FINISHED = 0, 1  # results
 
 @code(INT)
 def WORK(state: int) -> None:
-    """Does what the marks ask for, until a step is finished, or there is nothing to do up to the deadline."""
+    """Handles marks until a step is finished, or until the deadline without work."""
     s = record(state, STATE)
     s.result = IDLE
     while True:
@@ -144,7 +144,7 @@ def _add_choices(state: int, number: int, last: int) -> None:
 
 @jit
 def _rescore(state: int, number: int) -> None:
-    """Aligns every sequence anew, and scores all experts."""
+    """Aligns every sequence again, and scores all experts."""
     s = record(state, STATE)
     if atomic_load(state + BEGUN) >= number:
         _add_choices(state, number, atomic_load(state + FOLLOWED))
@@ -181,7 +181,7 @@ def _rescore(state: int, number: int) -> None:
 
 @jit
 def _await_forecast(state: int, number: int) -> None:
-    """Notes what is forecast now of some experts."""
+    """Stores the current forecasts of some experts, to compare with the outcome."""
     s = record(state, STATE)
     s.listened = number
     if s.awaited == AWAITED:
@@ -201,7 +201,7 @@ def _await_forecast(state: int, number: int) -> None:
 
 @jit
 def _finish(state: int, number: int) -> None:
-    """A step is over: remembers it, looks at the next one, which may have begun, and learns."""
+    """Finishes a step: remembers it, rescores for the next one, which may have begun, and learns."""
     s, p = record(state, STATE), record(step_of(state, number), STEP)
     for _ in range(s.layers):
         follow(state, number, s.allowed == 0)
@@ -213,7 +213,7 @@ def _finish(state: int, number: int) -> None:
     needed = carray(u8_at(record(s.learner, LEARNER).needed), (HORIZON_STEPS + 2, s.layers * s.experts))
     needed[(number + 1) % (HORIZON_STEPS + 2)] = 0
     scores, ranks = f32_at(s.scores), f32_at(s.ranks)
-    for key in range(s.layers * s.experts):  # all layers are to come again
+    for key in range(s.layers * s.experts):  # all layers are still to run again
         scores[key] -= LOG_DECAY
         ranks[key] -= LOG_DECAY
     s.looked, s.seen, s.looking = 0, 0, s.allowed
@@ -233,7 +233,7 @@ def _finish(state: int, number: int) -> None:
 
 @jit
 def _move_on(state: int) -> None:
-    """Without a look: the tokens that the sequences were aligned with move on by one."""
+    """Moves the aligned tokens on by one, without a new alignment."""
     s = record(state, STATE)
     m = record(s.memory, MEMORY)
     slots, n = carray(i64_at(s.near), (2, TRACKS, WIDEST))[s.current], carray(i64_at(s.near_n), (2, TRACKS))[s.current]

@@ -42,19 +42,19 @@ class OwnHistory:
         self.address = self._record.ctypes.data
 
     def learned(self, step: int) -> dict[str, Any]:
-        """What is to be kept, by names; `step` is the running one."""
+        """Returns the arrays to save, by name; `step` is the running one."""
         age = np.clip(step - self.last, 0, LONG_AGO)
         return {"rates": self.rates, "count": self.count, "visits": self.visits, "age": age}
 
     def restore(self, saved: Mapping[str, Any], step: int) -> None:
-        """Goes on from what was kept, which must fit."""
+        """Restores saved arrays, which must fit."""
         self.rates[:], self.count[:], self.visits[:] = saved["rates"], saved["count"], saved["visits"]
         self.last[:] = step - saved["age"]
 
 
 @jit
 def add(history: int, layer: int, needed: Bytes, step: int) -> None:
-    """A layer ran in a step that needed these experts, of [E]."""
+    """Adds a layer's run in a step, with its needed experts [E]."""
     h = record(history, HISTORY)
     experts, visits = h.experts, f32_at(h.visits)
     if visits[layer] >= MOST_VISITS:
@@ -97,7 +97,7 @@ def describe(history: int, layer: int, known: FloatArray, now: int) -> None:
 
 @jit
 def logit(p: np.float32, floor: np.float32) -> np.float32:
-    """Half the log odds of `p`, finite from 0 to 1."""
+    """Returns half the log odds of `p`, finite from 0 to 1."""
     return np.float32(0.5) * log32((p + floor) / (np.float32(1) + floor - p))  # type: ignore[no-any-return]
 
 
@@ -161,13 +161,13 @@ class OnlineMLP:
         self.weights[:] = self._trained[:] = weights
 
     def needs(self, step: int) -> Bytes:
-        """Of each expert, layer * E + expert, whether a step of the last ones needed it."""
+        """Returns the needs of a recent step, by key layer * E + expert."""
         needs: Bytes = self.needed[step % len(self.needed)]
         return needs
 
 
 def odds(p: FloatArray) -> FloatArray:
-    """The recall feature's transform."""
+    """Returns the transform of the recall feature."""
     return (np.log((p + 0.02) / (1.02 - p)) / 2).astype(np.float32)
 
 
@@ -219,7 +219,7 @@ def score(
 
 @jit
 def draw(learner: int, n: int) -> int:
-    """A random number from 0 to n - 1."""
+    """Returns a random number from 0 to n - 1."""
     s = record(learner, LEARNER)
     s.random = s.random * 6364136223846793005 + 1442695040888963407
     return ((s.random >> 33) & 0x7FFFFFFF) % n  # type: ignore[no-any-return]
@@ -311,7 +311,10 @@ def _train(
     update: int,
     scratch: FloatArray,
 ) -> None:
-    """One step of Adam on the cross-entropy of the examples `rows` [B]. `scratch` is for gradient and hidden units."""
+    """Makes one step of Adam on the cross-entropy of the examples `rows` [B].
+
+    `scratch` is for gradient and hidden units.
+    """
     gradient, inner = scratch[:FLAT], scratch[FLAT:]
     gradient[:] = 0
     bias, scale, direct = HIDDEN * FEATURES, HIDDEN * (FEATURES + 1), HIDDEN * (FEATURES + 2)

@@ -42,7 +42,7 @@ PROBES = 8  # every so many steps a layer's hints are learned from
 
 
 def share_of(routing: StepRouting) -> float:
-    """The processor time that learning from a step may cost."""
+    """Returns the processor time that learning from a step may cost."""
     return SHARE * (routing.step_s - routing.stall_s) + STALL_SHARE * routing.stall_s
 
 
@@ -78,7 +78,7 @@ class RankPredictor:
         self._gates: deque[tuple[int, AwaitedForecast]] = deque(maxlen=4 * layers)  # of gates, and in which step
 
     def start(self, predictor: NextUsePredictor, blend: Blend) -> None:
-        """From here on goes by these."""
+        """Begins ranking by this predictor and blend."""
         self.predictor, self.blend = predictor, blend
         self._gate = GateFusion(predictor.ranks, blend, self._margin)
         predictor.set_fusion(blend.shares, blend.etas)
@@ -88,23 +88,23 @@ class RankPredictor:
         self.ready = True
 
     def fail(self) -> None:
-        """Ends what `start` began."""
+        """Stops ranking, until the next `start`."""
         self.ready = False
         self.cancel_plans()
 
     def attach(self, residency: Residency, loader: PrefetchRequests, geometry: ExpertGeometry) -> None:
-        """From here on plans what these tiers should fetch in idle time, too."""
+        """Begins planning prefetches for these tiers in idle time."""
         self._plans.append(PrefetchPlanner(residency, loader, geometry, self._hysteresis))
 
     # --- the side of the steps
 
     def on_step_begun(self, meta: StepMeta, ids: Ids) -> None:
-        """A step begins. Into `ids` [L, T, k] its gates' choices will be written, layer by layer, over -1."""
+        """Begins a step. Its gates' choices will be written into `ids` [L, T, k], layer by layer, over -1."""
         decode = np.flatnonzero(meta.decode)
         self.begin_step([meta.requests[i] for i in decode.tolist()], ids, (np.cumsum(meta.query_lens) - 1)[decode])
 
     def begin_step(self, sequences: Sequence[Hashable], ids: Ids, rows: IntArray) -> None:
-        """The same where these sequences decode, whose last tokens are `rows`."""
+        """Begins a step in which these sequences decode, with the last tokens `rows`."""
         self.step += 1
         self._stepping = threading.get_ident()
         self._ranked, self._running, self._prompted = 0, None, False
@@ -115,7 +115,7 @@ class RankPredictor:
                 self.dropped += 1
 
     def rank(self, layer: int) -> FloatArray:
-        """Ranks [L, E] that are up to date with the layers that have run, for the thread that runs them.
+        """Returns ranks [L, E], up to date with the layers that have run, for the thread that runs them.
 
         For other threads they are as they were brought up to date last.
         """
@@ -140,12 +140,12 @@ class RankPredictor:
         return fused, utility
 
     def observe(self, routing: StepRouting) -> bool:
-        """A step ended. Returns whether it is learned from."""
+        """Ends a step. Returns whether it is learned from."""
         self.add_prompts(routing.meta, routing.ids)
         return self.end_step(share_of(routing))
 
     def add_prompts(self, meta: StepMeta, ids: Ids) -> None:
-        """What prompts chose in a step that ends now, of its choices [L, T, k]."""
+        """Adds the prompts' part of the choices [L, T, k] of a step that ends now."""
         decoding = int(np.count_nonzero(meta.decode))
         if not self.ready or decoding >= TRACKS:
             return
@@ -155,7 +155,7 @@ class RankPredictor:
             self._prompted |= self.predictor.add_prompt(meta.requests[at], ids[:, first:last])
 
     def end_step(self, share_s: float) -> bool:
-        """The same where it may cost so much processor time, and prompts were told of."""
+        """Ends a step, after `add_prompts`; learning may cost `share_s` of processor time."""
         running, self._running = self._running, None
         if running is None:
             self._prompts_s += share_s if self._prompted else 0.0
@@ -168,19 +168,19 @@ class RankPredictor:
     # --- the side of the work
 
     def work(self, wait_s: float = 0.0) -> bool:
-        """Does what there is to do, waits for more so long, and plans when a step is finished. Then True."""
+        """Does the pending work, waits for more up to `wait_s`, and plans after a finished step; then returns True."""
         finished = self.predictor.work(wait_s)
         if finished:
             self._on_step_finished()
         return finished
 
     def cancel_plans(self) -> None:
-        """Cancels what was planned: its step is over."""
+        """Cancels the plans of the step that is over."""
         for plans in self._plans:
             plans.cancel()
 
     def metrics(self) -> dict[str, float]:
-        """What it did, by the final names."""
+        """Returns its metrics by their final names."""
         metrics = {
             named(names.LEARNED_STEPS, how="followed"): float(self.studies),
             named(names.LEARNED_STEPS, how="glanced"): float(self.glances),
@@ -193,7 +193,7 @@ class RankPredictor:
         return metrics
 
     def _on_step_finished(self) -> None:
-        """A step is finished, and the next one was looked at: learns what forecasts were worth, pays, and plans."""
+        """Learns from the finished step's forecasts, charges its cost, and plans for the next step."""
         predictor, blend = self.predictor, self.blend
         number = predictor.step - 1
         for awaited in predictor.pop_awaited():
@@ -233,7 +233,7 @@ class LearnedPolicy:
     Otherwise a step begins where the layers begin anew, and what it needs counts as one sequence's choice.
     """
 
-    foretells = True  # ranks tell what to fetch, not only what to drop
+    foretells = True  # ranks are good for prefetching, not only for evicting
 
     def __init__(
         self,
@@ -254,21 +254,21 @@ class LearnedPolicy:
         self._layer = layers  # the one that ran last; `layers` before the first step
 
     def start(self, predictor: NextUsePredictor, blend: Blend) -> None:
-        """From here on goes by these, which may have learned before."""
+        """Begins ranking by this predictor and blend, which may have learned before."""
         self.predictor = predictor
         self.predictive.start(predictor, blend)
 
     def begin(self, sequences: Sequence[Hashable]) -> None:
-        """A step of these sequences, one token each."""
+        """Begins a step of these sequences, one token each."""
         self._bracketed = True
         self._open(sequences, self.predictor.top_k)
 
     def route(self, ids: npt.NDArray[np.integer]) -> None:
-        """What each sequence chooses in the layer that is touched next, [S, k]."""
+        """Sets the choices of each sequence in the layer that is touched next, [S, k]."""
         self._routed = ids
 
     def add_prompts(self, meta: StepMeta, ids: Ids) -> None:
-        """What prompts chose in the step that was begun, of its choices [L, T, k]; before it is over."""
+        """Adds the prompts' part of the running step's choices [L, T, k]."""
         self.predictive.add_prompts(meta, ids)
 
     def end(self, routing: StepRouting | None = None) -> None:
@@ -290,7 +290,7 @@ class LearnedPolicy:
         self._routed = None
 
     def rank(self, layer: int) -> FloatArray:
-        """Log odds of decay^time to the next need, [L, E]."""
+        """Returns the log odds of decay^time to the next need, [L, E]."""
         ranks = self.predictive.rank(layer)
         self.predictive.work()
         return ranks

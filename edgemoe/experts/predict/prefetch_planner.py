@@ -28,14 +28,14 @@ MOST_MOVES = 12  # in one plan: a few times a step another one is made
 
 
 class MeasuredCosts(Protocol):
-    """Knows what loads were measured to take: the loader."""
+    """Returns measured load times. The loader implements it."""
 
     def miss_costs(self, tier: Tier) -> list[tuple[float, float]]:
         """Returns the seconds of a load, and of each of its bytes, into RAM or each device; 0 until measured."""
 
 
 class TierPrices:
-    """Owns the watermarks of VRAM and RAM. What a miss costs in a tier is relative to its dearest expert there."""
+    """Owns the watermarks of VRAM and RAM. The cost of a miss in a tier is relative to the tier's dearest expert."""
 
     def __init__(
         self, residency: Residency, measured: MeasuredCosts, geometry: ExpertGeometry, hysteresis: float
@@ -73,21 +73,21 @@ class TierPrices:
     def _side(self, tier: Tier, worth: FloatArray) -> TierBudget:
         b, mark = self._density(tier, worth), self._marks[tier]
         mark.update(b, self._sizes)
-        settled = self._residency.resident_mask(tier) | self._absent  # what does not exist is not to be had
+        settled = self._residency.resident_mask(tier) | self._absent  # experts that do not exist count as present
         return TierBudget(b, settled, mark, self._budget_bytes)
 
     def _density(self, tier: Tier, worth: FloatArray) -> FloatArray:
-        """b = p C / S, where C is C_G of the device that takes the expert, or C_R."""
+        """Returns b = p C / S, with C = C_G of the expert's device, or C_R."""
         each = np.array([cost if any(cost) else (0.0, 1.0) for cost in self._measured.miss_costs(tier)])
         where = self._residency.device_of if tier is Tier.VRAM else 0
         cost = miss_cost(self._sizes, each[where, 0], each[where, 1])
         return density(np.where(self._absent, 0, worth), cost / cost.max(), np.maximum(self._sizes, 1))
 
 
-LEAST_CHANCE = 0.5  # of a need within the window: what is likelier to be in vain than not is not moved
-GAIN = 0.05  # by which a wish must be likelier to be needed than what goes for it
-WINDOW = 8  # steps within which a need counts: about as long as a tier of a quarter keeps what nobody needs
-AS_IT_RANKS = float("nan")  # score of a move: what its expert ranks at when it is begun
+LEAST_CHANCE = 0.5  # least chance of a need within the window for a move
+GAIN = 0.05  # by which a move must be likelier to be needed than the expert that it replaces
+WINDOW = 8  # steps within which a need counts: about how long a tier of a quarter keeps an unneeded expert
+AS_IT_RANKS = float("nan")  # score of a move: its expert's rank when the move begins
 
 
 class PrefetchRequests(MeasuredCosts, Protocol):
@@ -98,14 +98,14 @@ class PrefetchRequests(MeasuredCosts, Protocol):
 
 
 class NeedEstimate:
-    """Knows how likely it is that what one tier lacks, or has, is needed soon. On the controller's thread."""
+    """Estimates the chance of a need of experts that one tier lacks or has. On the controller's thread."""
 
     def __init__(self, residency: Residency, tier: Tier, exists: BoolArray) -> None:
         self.tier, self.needs = tier, NeedRecord(WINDOW)
         self._residency, self._exists = residency, exists
 
     def select_moves(self, moves: list[Move], odds: FloatArray, predictor: NextUsePredictor) -> list[Move]:
-        """Returns those of the moves into the tier that are likely needed, likelier than what goes for them.
+        """Returns the moves into the tier that are likely needed, and likelier than the experts they replace.
 
         None before it is known what came of the first plans, unless there is room. `odds` [L, E] are log odds.
         """
@@ -154,7 +154,7 @@ class PrefetchPlanner:
 
     @property
     def right(self) -> float:
-        """Returns the share of what was requested for the fastest tier lately that was needed within the window."""
+        """The recent share of the fastest tier's requests that were needed within the window."""
         return self._estimates[0].needs.right
 
     def plan(self, ranks: FloatArray, predictor: NextUsePredictor) -> int:
@@ -170,7 +170,7 @@ class PrefetchPlanner:
         return len(kept)
 
     def cancel(self) -> None:
-        """Cancels what the last plan requested: its step is over."""
+        """Cancels the requests of the last plan, since its step is over."""
         self._request([])
 
     def _request(self, moves: list[Move]) -> None:

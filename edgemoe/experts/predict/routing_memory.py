@@ -38,7 +38,7 @@ DECAY = 0.8  # worth of being needed one token later
 HORIZON_TOKENS = 24  # beyond them "never"
 ALIGNED = 32  # layers that alignment looks at, at most: of more, every second, every third...
 LOOKS = 4  # alignments of a sequence in one step, at even distances between the layers, at most
-BINS = 64  # of matches, of equal width, down to where a match counts e^-6 of the best
+BINS = 64  # bins of equal width for matches, down to a weight of e^-6 of the best
 
 # The ring; arrays are addresses, see `RoutingMemory`. `written` counts tokens.
 MEMORY = fields("layers", "experts", "words", "slots", "chosen", "soon", "before", "after", "worth", "written")
@@ -77,13 +77,13 @@ class RoutingMemory:
         return min(self.written, self.slots)
 
     def append(self, words: Words, before: int) -> int:
-        """One more token of the sequence whose token before lies in slot `before`; `words` [L, W]. Its slot."""
+        """Appends a token, `words` [L, W], after the token in slot `before` of its sequence. Returns its slot."""
         slot = self.written % self.slots
         APPEND.call_briefly(self.address, words.ctypes.data, before)
         return slot
 
     def clear(self) -> None:
-        """Forgets all tokens."""
+        """Clears the memory of all tokens."""
         self.written = 0
         self.chosen[:], self.soon[:], self.before[:], self.after[:] = 0, 0, NONE, NONE
 
@@ -100,7 +100,7 @@ _popcount: Any = intrinsic(_count_bits)
 
 @jit
 def append(memory: int, words: Words, before: int) -> int:
-    """`RoutingMemory.append` for a MEMORY record."""
+    """Implements `RoutingMemory.append` for a MEMORY record."""
     m = record(memory, MEMORY)
     chosen = carray(u64_at(m.chosen), (m.layers, m.words, m.slots))
     soon = carray(u8_at(m.soon), (m.slots, m.layers * m.experts))
@@ -126,14 +126,14 @@ def append(memory: int, words: Words, before: int) -> int:
 
 @code(INT, INT, INT)
 def APPEND(memory: int, words: int, before: int) -> None:
-    """`append` for words at an address."""
+    """Calls `append` for words at an address."""
     m = record(memory, MEMORY)
     append(memory, carray(u64_at(words), (m.layers, m.words)), before)
 
 
 @jit
 def shift(match: FloatArray, matched: FloatArray, before: IntArray, n: int) -> None:
-    """A token begins: the match with each slot, known from the token before alone."""
+    """Begins a token: computes the match with each slot from the previous token alone."""
     for slot in range(n):
         match[slot] = np.float32(SHARE_OF_PAST) * matched[before[slot]] if before[slot] >= 0 else np.float32(0)
 
@@ -157,7 +157,7 @@ def pack(words: Words, experts: npt.NDArray[np.int16]) -> None:
 
 @jit
 def move_on(slots: IntArray, n: int, after: IntArray) -> None:
-    """Replaces the best aligned slots by those of the tokens after them."""
+    """Replaces the best aligned slots by the slots of the following tokens."""
     for i in range(n):
         if after[slots[i]] >= 0:
             slots[i] = after[slots[i]]

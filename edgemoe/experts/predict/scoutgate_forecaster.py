@@ -46,7 +46,7 @@ class ForecastScore:
     happened: float = 0.0
 
     def add(self, p: FloatArray, hot: FloatArray, top_k: int) -> None:
-        """One sequence's forecast and outcome, [L, E] each."""
+        """Adds one sequence's forecast and outcome, [L, E] each."""
         safe = np.clip(p, 1e-6, 1 - 1e-6)
         top = np.argpartition(-p, top_k - 1, axis=1)[:, :top_k]
         hits = np.take_along_axis(hot, top, 1).mean()
@@ -70,7 +70,7 @@ def write_scores(file: Path, export: str, scores: Sequence[ForecastScore]) -> No
 
 
 def read_scores(file: Path, export: str, horizons: int) -> list[ForecastScore]:
-    """Returns what was kept of this export, by horizon; fresh scores where the file is of another one, or none."""
+    """Returns the saved scores of this export, by horizon; fresh scores if the file is missing or of another export."""
     try:
         kept = json.loads(file.read_text())
         scores = [ForecastScore(**{name: float(value) for name, value in each.items()}) for each in kept["scores"]]
@@ -78,7 +78,7 @@ def read_scores(file: Path, export: str, horizons: int) -> list[ForecastScore]:
         if usable and kept["export"] == export and len(scores) == horizons and all(each.weight for each in scores):
             return scores
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        pass  # it begins anew: nothing but the trust in an export is lost
+        pass  # scoring restarts: only the trust in an export is lost
     return [ForecastScore() for _ in range(horizons)]
 
 
@@ -91,7 +91,7 @@ class TokenEmbedding(Protocol):
     columns: int  # H
 
     def __len__(self) -> int:
-        """Returns V."""
+        """Returns V, the number of tokens."""
 
     def rows_at(self, numbers: torch.Tensor) -> torch.Tensor:
         """Returns the rows of these numbers [n], float32 [n, H]."""
@@ -108,7 +108,7 @@ class TokenWindow:
 
 @dataclass(frozen=True, slots=True)
 class ForecastTables:
-    """What no token changes, worked out once. `projected` [V, d_proj] is step 3 of the whole vocabulary."""
+    """Tables that no token changes, computed once. `projected` [V, d_proj] is step 3 of the whole vocabulary."""
 
     export: Export
     projected: torch.Tensor
@@ -134,7 +134,7 @@ class ForecastTables:
         return promised_loss(self.export.record)
 
     def probs(self, tracks: list[TokenWindow]) -> FloatArray:
-        """Calibrated forecasts for each sequence, [S, horizons, L, E]."""
+        """Returns calibrated forecasts for each sequence, [S, horizons, L, E]."""
         shape = self.export.shape
         window = torch.full((len(tracks), shape.window), -1)
         previous = torch.full((len(tracks), shape.layers * shape.top_k), shape.total)
@@ -155,7 +155,7 @@ SAVED_STEPS = 8  # of that may be saved up
 
 
 class TimeBudget:
-    """Counts what is spent against what the steps allow. For the thread whose time `clock` tells."""
+    """Charges processor time against the steps' allowance. For the thread that `clock` measures."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -167,11 +167,11 @@ class TimeBudget:
         return self._credit_s < 0
 
     def begin(self) -> None:
-        """Starts anew; what was spent before does not count."""
+        """Resets the budget; earlier costs do not count."""
         self._spent_s, self._credit_s = self._clock(), 0.0
 
     def end_step(self, routing: StepRouting) -> None:
-        """Adds a step's share, and takes off what was spent since the step before ended."""
+        """Adds a step's share, and subtracts the time spent since the previous step ended."""
         spent_s, self._spent_s = self._spent_s, self._clock()
         share_s = SHARE * (routing.step_s - routing.stall_s) + STALL_SHARE * routing.stall_s
         self._credit_s = min(self._credit_s + share_s - (self._spent_s - spent_s), SAVED_STEPS * share_s)
@@ -272,12 +272,12 @@ class ScoutGateForecaster:
     # --- the compute thread's side ---
 
     def on_step_begun(self, meta: StepMeta, ids: npt.NDArray[np.int16] | None = None) -> None:
-        """A step begins; what its gates choose is told at its end."""
+        """Begins a step; `learn` gets its choices at its end."""
         self._step += 1
         self._post(meta)
 
     def learn(self, routing: StepRouting) -> None:
-        """The step that was begun last has ended."""
+        """Ends the step that was begun last."""
         self._post(routing)
 
     def _post(self, note: StepMeta | StepRouting) -> None:
@@ -286,7 +286,7 @@ class ScoutGateForecaster:
             self._idle = False
             self._wake.notify()
 
-    # --- what fusion and /metrics read ---
+    # --- read by fusion and /metrics ---
 
     @property
     def trust(self) -> float:
@@ -300,7 +300,7 @@ class ScoutGateForecaster:
         return float(np.clip(2 - live[0].loss / live[0].weight / promised, 0, 1))
 
     def metrics(self) -> dict[str, float]:
-        """Live recall, calibration and speed by their final names."""
+        """Returns live recall, calibration and speed by their final names."""
         metrics = {
             names.SCOUTGATE_TRUST: self.trust,
             names.SCOUTGATE_SKIPPED: float(self.skipped),
@@ -318,7 +318,7 @@ class ScoutGateForecaster:
         return metrics
 
     def wait_idle(self, timeout_s: float) -> bool:
-        """Until every note is dealt with; False where that took too long."""
+        """Waits until every note is handled. Returns False after `timeout_s`."""
         with self._wake:
             return self._wake.wait_for(lambda: self._idle, timeout_s)
 
@@ -363,7 +363,7 @@ class ScoutGateForecaster:
             write_scores(self._state_file, self._tables.export.record["sha256"], self._live)
 
     def _use_tables(self, tables: ForecastTables) -> None:
-        """From here on others forecast; nothing that was said before counts."""
+        """Switches to other tables, and drops all earlier forecasts."""
         self._tracks.clear()  # windows may differ
         self._ahead.clear()
         self._latest = (-1, [], np.empty(0, np.float32))

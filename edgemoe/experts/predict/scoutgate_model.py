@@ -102,7 +102,7 @@ class ScoutGate(nn.Module):
             nn.init.normal_(table.weight, std=table.embedding_dim**-0.5)
 
     def project(self, embeddings: Tensor) -> Tensor:
-        """Step 3 for any tokens: [..., d_emb] -> [..., d_proj]. A server keeps it for the whole vocabulary."""
+        """Applies step 3 to any tokens: [..., d_emb] -> [..., d_proj]. A server keeps it for the whole vocabulary."""
         projected: Tensor = self.norm(self.projection(embeddings))
         return projected
 
@@ -119,7 +119,7 @@ class ScoutGate(nn.Module):
         return self.summary(projected, present, previous, state) @ towers.T + own
 
     def summary(self, projected: Tensor, present: Tensor, previous: Tensor | None, state: Tensor | None) -> Tensor:
-        """W_h's part for the tokens, [B, rank]."""
+        """Returns the part of W_h for the tokens, [B, rank]."""
         z = torch.where(present[..., None], projected, self.absent).flatten(1)  # step 4, z_ctx
         if self.shape.variant == "context":
             z = self._more(z, previous, state)
@@ -146,7 +146,7 @@ class ScoutGate(nn.Module):
 
 
 def cardinality(logits: Tensor, shape: ScoutGateShape) -> Tensor:
-    """How far the expected number of chosen experts is from k: mean over layers of ((sum_e p - k) / k)^2."""
+    """Measures how far the expected number of chosen experts is from k: mean over layers of ((sum_e p - k) / k)^2."""
     p = logits.sigmoid()
     sums = torch.stack([part.sum(-1) for part in torch.split(p, list(shape.experts) * shape.horizons, -1)], -1)
     return ((sums / shape.top_k - 1) ** 2).mean()
@@ -186,7 +186,7 @@ def write_export(
 
 
 def write_tensors(weights: Path, record: Path, values: Mapping[str, Tensor], told: dict[str, Any]) -> None:
-    """Writes tensors and what is told of them, with format and hash; the JSON last."""
+    """Writes tensors and their record, with format and hash; the JSON last."""
     make_folder(weights.parent)
     data = save({name: value.detach().cpu().float().contiguous() for name, value in values.items()})
     digest = hashlib.sha256(data).hexdigest()

@@ -54,16 +54,16 @@ class TwoTierPolicy:
         self._tiers: tuple[TierPrices, PrefetchRequests] | None = None
 
     def attach(self, residency: Residency, loader: PrefetchRequests, geometry: ExpertGeometry) -> None:
-        """From here on plans what the tiers should fetch in idle time."""
+        """Begins planning prefetches for these tiers in idle time."""
         self._tiers = TierPrices(residency, loader, geometry, self._hysteresis), loader
 
     @property
     def policy(self) -> TwoTierPolicy:
-        """Returns what residency asks."""
+        """The policy for residency: this object."""
         return self
 
     def metrics(self) -> dict[str, float]:
-        """Returns what it did, by the final names."""
+        """Returns its metrics by their final names."""
         etas = {named(names.LEARNED_ETA, horizon=str(horizon)): self.mix.eta(horizon) for horizon in (0, 1)}
         return {names.LEARNED_MOVES: float(self.planned), **etas}
 
@@ -77,7 +77,7 @@ class TwoTierPolicy:
         self._needed[layer, experts] = True
 
     def rank(self, layer: int) -> FloatArray:
-        """p W of the fused p, [L, E]; infinite for what the floor pins."""
+        """Returns p W of the fused p, [L, E]; infinite for experts that the floor pins."""
         worth = self._ewma.worth(layer, self._fused(THIS_STEP))
         worth[self._pinned] = np.inf
         return worth
@@ -88,13 +88,13 @@ class TwoTierPolicy:
     # --- the engine's side --------------------------------------------------------------------------------------
 
     def on_step_begun(self, meta: StepMeta, ids: Ids | None = None) -> None:
-        """A step begins."""
+        """Begins a step."""
         self._step += 1
         self._needed[:] = False
         self._began = self._ewma.p.copy()
 
     def observe(self, routing: StepRouting) -> None:
-        """A step ended: what was forecast of it is judged, and the next plan is made. A prompt's ends the last plan."""
+        """Ends a step: scores its forecasts, and makes the next plan. A prompt's step cancels the last plan."""
         if not routing.meta.decode.any():
             self._ahead = None
             self._request(plan=False)
@@ -136,7 +136,7 @@ class TwoTierPolicy:
         return forecast.probs if forecast is not None and forecast.step == self._step else None
 
     def _fused(self, horizon: int) -> FloatArray:
-        """(1 - eta) EWMA + eta ScoutGate, [L, E]."""
+        """Returns (1 - eta) EWMA + eta ScoutGate, [L, E]."""
         told = self._told()
         if self._forecaster is None or told is None or len(told) <= horizon:
             return self._ewma.p
