@@ -1,4 +1,4 @@
-"""A body has bounds in objects, not only in bytes: what would hold up other streams is refused before it is built."""
+"""A body has bounds in objects, not only in bytes: one that would hold up streams is refused before it is built."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Templates and tokenizers of a checkpoint run in bounded processes: what they do costs only its request."""
+"""Templates and tokenizers of a checkpoint run in bounded processes: an endless one costs only its request."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from edgemoe.errors import CheckpointError, InvalidRequest
 
 LOAD_S, TEXT_S = 3.0, 0.5  # a processor's, in place of the daemon's, which are for slow machines
 PLAIN = "{% for message in messages %}{{ message.content }}{% endfor %}"
-# What a template does where the message says so: each takes for ever, any memory, or the interpreter for itself.
+# Attacks of a template, on a message that asks for them: endless time, any memory, or the interpreter for itself.
 ATTACKS = {
     "nested loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% for k in range(99999) %}"
     "{% endfor %}{% endfor %}{% endfor %}",

@@ -41,7 +41,7 @@ def ask(text: str = "tell me") -> Any:
 
 
 async def streamed(stream: Any) -> tuple[str, str | None]:
-    """Text and finish reason."""
+    """Returns text and finish reason."""
     text, finish = "", None
     async for chunk in stream:
         for choice in chunk.choices:
@@ -153,7 +153,7 @@ async def test_there_must_be_something_to_go_on_with(http: httpx.AsyncClient, la
 
 
 async def test_thinking_can_be_turned_off(client: openai.AsyncOpenAI) -> None:
-    text = "<think>\nnot reasoning"  # the prompt has closed its reasoning already: what follows is the answer
+    text = "<think>\nnot reasoning"  # the prompt has closed its reasoning already: the output is the answer
     for extra in ({"chat_template_kwargs": {"enable_thinking": False}}, {"reasoning_effort": "none"}):
         answer = await client.chat.completions.create(model="tiny", messages=say(text), extra_body=extra)
         assert answer.choices[0].message.content == text

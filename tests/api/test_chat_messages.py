@@ -1,4 +1,4 @@
-"""What chat templates are given of messages, tools and calls, and what is made of calls."""
+"""Messages, tools and calls in the form of chat templates."""
 
 from __future__ import annotations
 

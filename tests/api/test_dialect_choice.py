@@ -108,7 +108,7 @@ def test_structured_output_starts_at_the_answer(sample: Sample, tmp_path: Path) 
         assert accepted("medium", started + sample.only_calls, tools=TOOLS)
         assert not accepted("medium", started + sample.only_calls)
     messages.append({"role": "assistant", "content": '{"a":'})
-    if sample.dialect is not HARMONY:  # whose template ends what an assistant has said
+    if sample.dialect is not HARMONY:  # whose template ends an assistant's message
         assert accepted("none", '{"a":1}', continue_final_message=True, add_generation_prompt=False)
 
 

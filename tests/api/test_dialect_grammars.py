@@ -1,4 +1,4 @@
-"""In every dialect a grammar accepts what its models write: reasoning, then the answer, or calls to what is offered."""
+"""In every dialect a grammar accepts its models' outputs: reasoning, then the answer, or calls to offered functions."""
 
 from __future__ import annotations
 

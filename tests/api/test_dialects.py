@@ -1,4 +1,4 @@
-"""Every dialect is read right wherever what streams is cut; what is unfinished or wrong is text, to the last letter."""
+"""Every dialect is parsed alike wherever the stream is cut; unfinished or wrong calls are text, to the last letter."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CUTS = st.lists(st.integers(0, 1000), max_size=60)
 def parsed(
     sample: Sample, chunks: list[str], functions: OfferedFunctions | None = FUNCTIONS, begun: OutputStart = "open"
 ) -> OutputPieces:
-    """All pieces, those of unfinished calls as they came."""
+    """Returns all pieces, with unfinished calls as they came."""
     parser, whole = OutputParser(OutputMarks(sample.dialect, begun, 8, functions)), OutputPieces()
     for chunk in chunks:
         whole.extend(parser.feed(chunk))
@@ -67,7 +67,7 @@ def unspaced(text: str) -> str:
 
 
 def assert_all_there(sample: Sample, output: str, pieces: OutputPieces) -> None:
-    """Every letter of `output` is in one piece, in order, but for the marks around reasoning and calls."""
+    """Checks `output`: every letter is in one piece, in order, but for the marks around reasoning and calls."""
     written = [unspaced(piece.raw if piece.kind == "call" else piece.text) for piece in pieces]
     dialect, rest = sample.dialect, unspaced(output)
     if dialect.call is None:  # messages of one kind are joined
@@ -114,7 +114,7 @@ def test_an_unfinished_output_loses_and_repeats_nothing(sample: Sample, size: in
 
 
 def fragments(sample: Sample) -> st.SearchStrategy[str]:
-    """Texts of the dialect's own marks and of parts of its sample, in any order."""
+    """Draws texts of the dialect's own marks and of parts of its sample, in any order."""
     dialect = sample.dialect
     names = sorted({*dialect.think, *dialect.call_marks, *dialect.others, "weather", "now", "other", "{}", '{"a": 1}'})
     parts = re.split(r"(?<=[>}\n])", sample.output)
@@ -165,7 +165,7 @@ def test_arguments_that_are_nested_too_deeply_are_text(sample: Sample) -> None:
 
 @EACH
 def test_a_call_that_breaks_off_is_the_same_text_whole_and_in_pieces(sample: Sample) -> None:
-    """Behind an answer: what is between them, and what white space is left out, does not depend on it either."""
+    """Calls after an answer: the text between them and the omitted white space do not depend on the cuts, either."""
     first = sample.output.index(sample.calls)
     for end in range(first, len(sample.output)):
         broken = sample.output[:end] + "\x07 [ broken"

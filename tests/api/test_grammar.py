@@ -1,4 +1,4 @@
-"""GrammarCompiler accept what was asked for, and nothing else; what cannot be honoured is refused before the engine."""
+"""GrammarCompiler accept the format asked for, and nothing else; an impossible one is refused before the engine."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def lark(text: str) -> GrammarChoice:
 
 
 def endless(patterns: int = 40) -> dict[str, Any]:
-    """A schema of two kilobytes whose check takes twice as long with each pattern."""
+    """Returns a schema of two kilobytes whose check takes twice as long with each pattern."""
     return {"allOf": [{"type": "string", "pattern": f"^.*a{{{at}}}.*$"} for at in range(1, patterns)]}
 
 
@@ -65,7 +65,7 @@ async def test_the_first_that_can_be_honoured_counts(checker: GrammarChecker) ->
         await checker.first(GrammarChoice((good.replace("start", "begin"), bad), "tools"))
 
 
-# Those that a schema's bounds keep off come as Lark here, and as they would without them.
+# Grammars that the bounds of schemas refuse come as Lark here.
 EXPLOSIVE: dict[str, GrammarChoice] = {
     "multiple of a large prime": lark('start: %json {"type": "integer", "multipleOf": 99999989}'),
     "multiple of a prime within bounds": lark('start: %json {"type": "integer", "multipleOf": 999983}'),

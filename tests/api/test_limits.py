@@ -1,4 +1,4 @@
-"""What one client may hold of the front: bodies under way, answers unread, time of the engine."""
+"""Limits of one client: bodies under way, answers unread, time of the engine."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def held(front: Front) -> int:
 
 @contextlib.asynccontextmanager
 async def unfinished(front: Front, size: int) -> AsyncIterator[asyncio.StreamReader]:
-    """A request whose body lacks its last byte."""
+    """Returns a request whose body lacks its last byte."""
     reader, writer = await asyncio.open_unix_connection(front.settings.api.socket)
     try:
         writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (size + 1))
@@ -124,7 +124,7 @@ async def test_many_bodies_wait_for_a_thread_where_they_can_be_cancelled(
     for one in waiting:
         one.cancel()
     await asyncio.gather(*waiting, return_exceptions=True)
-    assert api.threads._work_queue.qsize() <= PREPARE_THREADS  # those that had one
+    assert api.threads._work_queue.qsize() <= PREPARE_THREADS  # principals that had one
     release.set()
     async with asyncio.timeout(10):
         assert await api.in_thread(SOMEBODY, len, "abc") == 3

@@ -1,4 +1,4 @@
-"""The page at / and its events: who gets them, what may run in it, and that nothing of users' words is in them."""
+"""The page at / and its events: the clients that get them, its policy, and the absence of users' text."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LISTED = "https://chat.example.org"
 
 
 class Looked:
-    """A backend that shows what it is given."""
+    """A backend that returns the snapshots given to it."""
 
     state = "ready"
     shown: list[BoxSnapshot] = []  # noqa: RUF012
@@ -67,7 +67,7 @@ async def tcp(text_model: TextModel, tmp_path_factory: pytest.TempPathFactory) -
 
 
 async def events_of(client: httpx.AsyncClient, enough: Any) -> list[tuple[str, Any]]:
-    """What /events says until `enough` of it is true."""
+    """Returns the events until `enough` of it is true."""
     heard: list[tuple[str, Any]] = []
     async with asyncio.timeout(20), client.stream("GET", "/events") as answer:
         assert answer.status_code == 200

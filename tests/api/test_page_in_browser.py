@@ -29,7 +29,7 @@ pytestmark = [
 ]
 KEY = "0123456789abcdef"
 STORY = "Tell me a story about a fox."
-PICTURES = Path(os.environ.get("PICTURES", "/nowhere"))  # a folder for whoever wants to look at them
+PICTURES = Path(os.environ.get("PICTURES", "/nowhere"))  # a folder to keep the pictures in
 OVER = """[...document.querySelectorAll('.panel, .grid, .tile')]
   .filter((one) => one.scrollWidth > one.clientWidth + 1).map((one) => one.innerText)"""
 DRAWN_MS = 50
@@ -62,7 +62,7 @@ async def page(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[str]:
 
 
 async def pictures(tab: Tab, name: str) -> None:
-    """What it looks like, wide and narrow, dark and light, for who wants to see it; nothing reaches over the edge."""
+    """Takes pictures of the page, wide and narrow, dark and light; nothing reaches over the edge."""
     for size, width in ((DESKTOP, "desktop"), (PHONE, "phone")):
         for scheme in ("dark", "light"):
             await tab.shape(size, scheme)

@@ -1,4 +1,4 @@
-"""Whatever a client says of itself, on whatever endpoint: what is counted and cached is its key's, or its peer's."""
+"""A client's requests are counted and cached for its key, or its peer, on every endpoint."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ HEADERS = [
 
 
 class Asked:
-    """A backend that notes what it is asked, and answers that it is full."""
+    """A backend that notes its requests, and answers that it is full."""
 
     state = "ready"
 
@@ -102,7 +102,7 @@ class Clients:
         self.http = httpx.AsyncClient(transport=transport, base_url="http://edgemoe")
 
     async def ask(self, name: str, path: str, extra: dict[str, Any], headers: dict[str, str] | None = None) -> Request:
-        """Returns what the backend is asked when this client asks so."""
+        """Returns the requests that this client's request makes the backend open."""
         auth = {"authorization": f"Bearer {SECRETS[name]}"}
         answer = await self.http.post(path, json=ENDPOINTS[path] | extra, headers=auth | (headers or {}))
         assert answer.status_code == 429, answer.text

@@ -1,4 +1,4 @@
-"""Whatever a client sends, it gets OpenAI's error object with a message that helps, and the daemon goes on."""
+"""Every wrong request gets OpenAI's error object with a helpful message, and the daemon goes on."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
 
 
 def refused(answer: httpx.Response, status: int) -> dict[str, Any]:
-    """The error object of a refusal."""
+    """Returns the error object of a refusal."""
     assert answer.status_code == status, answer.text
     error = answer.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
@@ -221,7 +221,7 @@ MESSAGE = st.fixed_dictionaries(
 
 
 def bodies(kind: type, **known: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
-    """Bodies whose required fields are plausible and whose others are anything."""
+    """Draws bodies with plausible required fields and any values in the others."""
     names = [*kind.__struct_fields__, *REFUSED]
     others = {name: VALUES for name in names if name not in known and name not in ("max_tokens", "n")}
     limits = {"max_tokens": st.integers(-1, 3) | VALUES, "n": st.integers(-1, 3) | VALUES}

@@ -26,11 +26,11 @@ ASKS: dict[type[Any], tuple[str, dict[str, Any]]] = {
     Completion: ("/v1/completions", {"prompt": "hi", "max_tokens": 2, "echo": True}),
 }
 LONG = ("max_tokens", "max_completion_tokens", "n")  # whose upper bound asks for more than a test has time for
-ELSEWHERE = {"min_tokens": 2}  # bounded by what else is asked for
+ELSEWHERE = {"min_tokens": 2}  # bounded by other fields
 
 
 def numbers() -> Iterator[tuple[type[Any], str, float, float]]:
-    """(body, field, lowest, highest) of each numeric field."""
+    """Yields (body, field, lowest, highest) of each numeric field."""
     for kind in ASKS:
         for field in inspect.type_info(kind).fields:  # type: ignore[attr-defined]
             types = field.type.types if isinstance(field.type, inspect.UnionType) else (field.type,)

@@ -22,5 +22,5 @@ for thread in threads:
 
 
 def test_the_first_bodies_of_a_kind_may_come_in_several_threads_at_once() -> None:
-    """A process of its own, as what msgspec crashed with was an unfinished description of the type."""
+    """In a process of its own: msgspec crashed on an unfinished description of the type."""
     subprocess.run([sys.executable, "-c", FIRST_TOGETHER], check=True, timeout=60)

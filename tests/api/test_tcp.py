@@ -1,4 +1,4 @@
-"""What clients by TCP may do: everything with a key, but for what is the Unix socket's; a look at /health without."""
+"""Rights of TCP clients: all but the Unix socket's endpoints with a key, /health without."""
 
 from __future__ import annotations
 

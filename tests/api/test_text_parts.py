@@ -26,7 +26,7 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "</think> ü"}}\n</tool_ca
 
 
 def cut(text: str, borders: list[int]) -> list[str]:
-    """`text` in pieces, cut wherever a border falls."""
+    """Returns the parts of `text`, cut at the borders."""
     places = sorted({0, len(text), *(at % (len(text) + 1) for at in borders)})
     return [text[a:b] for a, b in itertools.pairwise(places)]
 
@@ -102,7 +102,7 @@ def test_special_tokens_are_not_shown_but_marks_are() -> None:
 
 
 def byte_fallback_tokenizer() -> Tokenizer:
-    """BPE with byte fallback, decoded as Mixtral's."""
+    """Returns a BPE tokenizer with byte fallback, decoded as Mixtral's."""
     names = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), SPACE, "H", "i", f"{SPACE}H", f"{SPACE}Hi"]
     names += ["\u0120", "\u0121"]  # Maltese, as Gemma's vocabulary has it: no sign of GPT-2's alphabet
     vocab = {name: at for at, name in enumerate(names)}

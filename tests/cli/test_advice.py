@@ -1,4 +1,4 @@
-"""What a refusal advises is safe, and names what helps."""
+"""The advice of a refusal is safe, and helps."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_names_are_whole_where_output_goes_into_a_pipe(tmp_path: Path) -> None:
 
 
 def test_a_watched_status_is_printed_again_and_again_where_it_is_no_terminal(tmp_path: Path) -> None:
-    """Against a daemon that answers what status asks for."""
+    """Runs against a daemon that answers the requests of `edgemoe status`."""
     path = tmp_path / "edgemoe.sock"
     health = json.dumps({"status": "ready", "model": None, "engine": None})
     with socket.socket(socket.AF_UNIX) as listener:

@@ -19,7 +19,7 @@ from edgemoe.cli.parser import CommandParser, add_default_action, build_parser
 
 
 def every(parser: CommandParser, *path: str) -> Iterator[tuple[tuple[str, ...], CommandParser]]:
-    """All commands and their actions, with the words that lead to them; `replay` has a parser of its own."""
+    """Yields all commands and their actions, with the words that lead to them; `replay` has a parser of its own."""
     for name, inner in parser.inner():
         if name != "replay":
             yield (*path, name), inner

@@ -12,7 +12,7 @@ import pytest
 from edgemoe.cli import main
 from edgemoe.cli.completion import scripts
 
-LINES = (  # what is typed, and words that are offered
+LINES = (  # the line so far, and the words offered
     ("edgemoe mod", {"models"}),
     ("edgemoe models ", {"list", "verify", "remove"}),
     ("edgemoe models remove --y", {"--yes"}),

@@ -1,4 +1,4 @@
-"""`edgemoe dashboard`: the daemon's page on a loopback port, for whoever has the token."""
+"""`edgemoe dashboard`: the daemon's page on a loopback port, for a browser with the token."""
 
 from __future__ import annotations
 

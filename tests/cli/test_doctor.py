@@ -1,4 +1,4 @@
-"""Faults are planted one by one; doctor finds each, says what to do, and gives no secret away."""
+"""Faults are planted one by one; doctor finds each, names its remedy, and gives no secret away."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packed: Path) -> Path:
-    """Of a user with one store, whom nothing ails but that no daemon runs."""
+    """The settings of a user with one store and no fault, except that no daemon runs."""
     for name in ("HOME", "XDG_RUNTIME_DIR", "XDG_CACHE_HOME", "XDG_CONFIG_HOME"):
         monkeypatch.setenv(name, str(tmp_path))
     monkeypatch.setattr("edgemoe.cli.doctor.command.disk_rate", lambda place: 2e9)  # 256 MiB a test
@@ -52,13 +52,13 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packed: Path) -> Path:
 
 
 def has_room(monkeypatch: pytest.MonkeyPatch, free: int = 100 << 30, total: int = 200 << 30) -> None:
-    """Every disk has so many bytes free, of so many."""
+    """Makes every disk have `free` bytes of `total`."""
     blocks = SimpleNamespace(f_frsize=4096, f_bavail=free // 4096, f_blocks=total // 4096)
     monkeypatch.setattr("edgemoe.cli.doctor.checks.os.statvfs", lambda _: blocks)
 
 
 def examined(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, Any]]:
-    """The exit status, and what was found that is not as it should be, by check."""
+    """Returns the exit status and the faults by check."""
     capsys.readouterr()
     status = main(["doctor", "--json", *words])
     rows = json.loads(capsys.readouterr().out)
@@ -246,7 +246,7 @@ def test_a_look_that_cannot_go_on_is_a_finding_and_the_others_go_on(
 def test_what_the_user_may_not_look_at_is_told_and_all_else_is_looked_at(
     private: str, home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    main(["doctor", "--json"])  # imports what else it needs, perhaps from where nobody else may read
+    main(["doctor", "--json"])  # imports further modules, perhaps from a folder that others may not read
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         folder.chmod(0o755)

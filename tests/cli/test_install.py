@@ -1,4 +1,4 @@
-"""The source archive, the wheel made of it, and what somebody does who has installed that."""
+"""The source archive, the wheel made of it, and the first steps after its installation."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def run(*words: str | Path, **options: object) -> str:
 
 
 def files_of(folder: str) -> dict[str, bytes]:
-    """Everything that lies in a folder of the root but what Python compiles."""
+    """Returns all files in a folder of the root, without compiled Python."""
     files = (path for path in (ROOT / folder).rglob("*") if path.is_file() and path.parent.name != "__pycache__")
     return {str(path.relative_to(ROOT)): path.read_bytes() for path in files}
 
@@ -64,7 +64,7 @@ def wheel(archive: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def env(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Of a user in whose new environment the wheel alone was installed. Beside it are what the tests' own has."""
+    """The environment of a user who has installed the wheel alone; requirements come from the tests' environment."""
     home = tmp_path_factory.mktemp("home")
     run(sys.executable, "-m", "venv", "--without-pip", home / "venv")
     python = home / "venv/bin/python"

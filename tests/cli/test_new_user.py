@@ -1,4 +1,4 @@
-"""The README followed on a fresh machine: packages installed anew, as root and as an ordinary user."""
+"""The README followed on a fresh machine: packages freshly installed, as root and as an ordinary user."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def machine() -> Iterator[Path]:
-    """A folder that all may read, with what `pip install edgemoe` and `pip install openai` bring."""
+    """A folder that all may read, with the packages of `pip install edgemoe` and `pip install openai`."""
     with tempfile.TemporaryDirectory(prefix="edgemoe-reader-") as name:
         folder = Path(name)
         folder.chmod(0o755)
@@ -41,7 +41,7 @@ def machine() -> Iterator[Path]:
 
 @pytest.fixture(params=["root", "user"])
 def prefix(request: pytest.FixtureRequest, machine: Path) -> Iterator[list[str]]:
-    """What runs a command as somebody with a home of his own and, as after `su`, without XDG_RUNTIME_DIR."""
+    """The words that run a command as a user with a home and, as after `su`, without XDG_RUNTIME_DIR."""
     home = machine / f"home-{request.param}"
     home.mkdir(mode=0o755)
     path = f"{machine}/edgemoe/bin:/usr/local/bin:/usr/bin:/bin"
@@ -58,7 +58,7 @@ def prefix(request: pytest.FixtureRequest, machine: Path) -> Iterator[list[str]]
 
 
 def everybodys_python() -> Path:
-    """A Python that an ordinary user can run too: not one in root's home."""
+    """Finds a Python that an ordinary user can run too: not one in root's home."""
     known = (Path(sys.executable).resolve(), Path("/usr/bin/python3"), Path("/usr/local/bin/python3"))
     for python in known:
         if python.is_file() and all(folder.stat().st_mode & stat.S_IXOTH for folder in python.resolve().parents):

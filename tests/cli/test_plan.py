@@ -1,4 +1,4 @@
-"""What a plan says before a download: sizes as a store has them, and seconds that follow from rates."""
+"""A plan before a download: sizes as a store has them, and seconds that follow from rates."""
 
 from __future__ import annotations
 

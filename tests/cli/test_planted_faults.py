@@ -75,7 +75,7 @@ async def boxes() -> AsyncIterator[dict[str, Box]]:
 
 
 async def together(boxes: list[Box]) -> bool:
-    """All are ready, see each other with their engines, and obey somebody."""
+    """Returns whether all boxes are ready, see each other with their engines, and have a leader."""
     for box in boxes:
         health = await box.health()
         if health.get("status") != "ready" or not health["cluster"]["leader"]:
@@ -86,7 +86,7 @@ async def together(boxes: list[Box]) -> bool:
 
 
 def doctor(box: Box, *words: str, before: list[str] | None = None, program: list[str] | None = None) -> dict[str, Any]:
-    """What the command finds at that box that is not as it should be, by check; each with its remedy."""
+    """Returns the faults that the command finds at a box, by check; each must have its remedy."""
     program = program or [sys.executable, "-m", "edgemoe"]
     command = [*(before or ()), *program, "doctor", "--json", "--config", str(box.config), *words]
     done = subprocess.run(command, cwd="/", capture_output=True, text=True, timeout=300, check=False)
@@ -106,7 +106,7 @@ def found(planted: str, check: str, rows: dict[str, Any], *said: str, state: str
 
 @contextmanager
 def listing(box: Box, old: str, new: str) -> Iterator[None]:
-    """That box's list of peers says something else meanwhile; it is read again within a second."""
+    """Changes a box's list of peers during the block; the box reads it again within a second."""
     file = box.folder / "peers.toml"
     text = file.read_text()
     assert old in text

@@ -19,7 +19,7 @@ each_command = pytest.mark.parametrize("command", COMMANDS, ids=lambda command: 
 
 
 def _run(before: tuple[str, ...], command: tuple[str, ...], tmp_path: Path, **env: str) -> tuple[int, str]:
-    """Returns the exit status and what was printed by a command of edgemoe, given a path where nothing is."""
+    """Returns the exit status and the output of a command of edgemoe that is given a missing path."""
     line = [*before, sys.executable, "-m", "edgemoe", *command, str(tmp_path / "nothing")]
     env = os.environ | {"HOME": str(tmp_path), "COLUMNS": "1000"} | env
     done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=250)

@@ -1,4 +1,4 @@
-"""What is no model that can be read is named, before anything dear is done, alike by plan, pack and serve."""
+"""An unreadable model is refused before expensive work, alike by plan, pack and serve."""
 
 from __future__ import annotations
 

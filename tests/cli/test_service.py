@@ -130,7 +130,7 @@ def test_folders_that_the_settings_have_it_write_to_are_opened(tmp_path: Path, m
 
 
 def test_what_the_settings_have_it_read_under_home_is_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file may come later. What lies in a folder that it writes to is seen with that, and not made read-only."""
+    """A file may come later. A file in a writable folder is visible with it, and not made read-only."""
     monkeypatch.setattr(service, "_HIDDEN_BY_UNIT", ("/home", str(tmp_path / "home")))
     (tmp_path / "home/model").mkdir(parents=True)
     (tmp_path / "edgemoe.toml").write_text(

@@ -32,7 +32,7 @@ async def front(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Front
 
 
 def screen(top: TopScreen) -> str:
-    """What the terminal shows."""
+    """Returns the lines that the terminal shows."""
     lines = top.screen._compositor.render_strips()
     return "\n".join("".join(segment.text for segment in strip) for strip in lines)
 

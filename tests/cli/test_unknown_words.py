@@ -20,7 +20,7 @@ def commands(parser: CommandParser, before: tuple[str, ...] = ()) -> Iterator[tu
 
 
 def misspelt(word: str) -> Iterator[str]:
-    """A letter left out, doubled or swapped, as fingers do."""
+    """Yields words with a letter left out, doubled or swapped, as fingers do."""
     for at in range(1, len(word.lstrip("-"))):
         place = len(word) - len(word.lstrip("-")) + at
         yield word[:place] + word[place + 1 :]

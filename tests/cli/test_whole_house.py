@@ -32,7 +32,7 @@ SETS = tuple(word for setting in SMALL for word in ("--set", setting))
 
 @pytest.fixture(scope="module")
 def env(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """The environment of a user for whom a daemon runs; the daemon must end cleanly."""
+    """The environment of a user with a running daemon, which must end cleanly."""
     home = tmp_path_factory.mktemp("home")
     env = os.environ | {"HOME": str(home), "XDG_RUNTIME_DIR": str(home), "XDG_CACHE_HOME": str(home / "cache")}
     env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
@@ -102,7 +102,7 @@ def test_on_a_terminal_lines_are_edited_and_kept(env: dict[str, str]) -> None:
     with subprocess.Popen(words, env=terminal, stdin=follower, stdout=follower, stderr=follower) as process:
         for typed in (b"Helo\x1b[Dl\n", b"\x04"):
             shown = b""
-            while not re.search(rb"\n\S*> $", shown):  # the prompt, after what makes pasting safe
+            while not re.search(rb"\n\S*> $", shown):  # the prompt, after the codes of bracketed paste
                 shown += os.read(leader, 4096)
             os.write(leader, typed)
         assert process.wait(60) == 0
@@ -129,7 +129,7 @@ def test_a_refusal_of_the_daemon_is_one_clear_line(env: dict[str, str]) -> None:
 
 
 def test_ctrl_c_ends_a_stream_and_frees_its_request(env: dict[str, str]) -> None:
-    words = ["env", "--default-signal=INT"]  # whoever started the tests may ignore it, which is inherited
+    words = ["env", "--default-signal=INT"]  # the tests' parent may ignore it, which is inherited
     words += ["edgemoe", "generate", "Once upon a time", "--max-tokens", "1500", "--temperature", "2"]
     with subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout
@@ -164,7 +164,7 @@ def test_a_second_daemon_on_the_same_socket_is_refused(env: dict[str, str]) -> N
 def test_bench_measures_the_daemon_at_each_number_of_streams(env: dict[str, str]) -> None:
     words = ("--prompt", "8", "--tokens", "4", "--json", "--set", "model.store_dir=/nowhere")
     told = json.loads(run(env, "edgemoe", "bench", *words))
-    assert told["allowed"] == []  # of a store that is not to be had
+    assert told["allowed"] == []  # of a missing store
     assert [row["streams"] for row in told["streams"]] == [1, 4, 16]
     for row in told["streams"]:
         assert 0 < row["tokens_per_s"] <= row["streams"] * 4 / row["first_token_s"] * 2

@@ -1,4 +1,4 @@
-"""The model that ships: small enough, what its record says, and able to answer."""
+"""The model that ships: small enough, as its record says, and able to answer."""
 
 from __future__ import annotations
 

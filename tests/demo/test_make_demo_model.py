@@ -42,7 +42,7 @@ def test_the_checkpoint_means_the_same_to_transformers(tmp_path: Path) -> None:
     torch.manual_seed(3)
     network, text = Network(TINY).eval(), tiny_corpus()
     export.write(network, tokens.train_tokenizer(text, TINY.vocab, seed=0), tmp_path / "model", {"steps": 0})
-    with torch.no_grad():  # what is written is bfloat16
+    with torch.no_grad():  # the file is bfloat16
         for p in network.parameters():
             p.copy_(p.to(torch.bfloat16).float())
         model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()

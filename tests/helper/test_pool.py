@@ -1,4 +1,4 @@
-"""Helper processes: each has bounds of its own, whatever code it is in, and the next question starts another."""
+"""Helper processes: each has bounds of its own, in any code, and the next question starts another."""
 
 from __future__ import annotations
 

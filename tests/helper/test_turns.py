@@ -1,4 +1,4 @@
-"""Turns: whoever has had the least time comes next, with few places at once each."""
+"""Turns: the principal that has had the least time comes next, with few places each."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ needs_prometheus = [
 
 
 def queries() -> list[tuple[str, str]]:
-    """Every query of the board, with its panel's title, as Grafana would put it for all models and boxes."""
+    """Yields every query of the board, with its panel's title, as Grafana would put it for all models and boxes."""
     filled = {"$__rate_interval": "10s", "$model": ".*", "$instance": ".*"}
     found = []
     for panel in BOARD["panels"]:

@@ -1,4 +1,4 @@
-"""What a peer can cause at will does not fill the log, and what is rare is in it every time."""
+"""Events that a peer can cause at will do not fill the log, and rare ones are logged every time."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def test_steps_come_back_as_they_were(tmp_path: Path) -> None:
 
 
 def hinted(number: int, tokens: int) -> StepRouting:
-    """A step that only decodes, with hints, or with one sequence that does not decode, without."""
+    """Returns a step that only decodes, with hints, or with one sequence that does not decode, without."""
     plain = step(number, (True,) * tokens, (1,) * tokens)
     hints = {AHEAD: np.random.default_rng(number).random((3, tokens, 16), np.float32)} if number % 3 else {}
     return replace(plain, hints=hints)
@@ -100,7 +100,7 @@ def test_hints_come_back_where_they_are_asked_for(tmp_path: Path) -> None:
 
 
 def with_states(number: int, tokens: int, bf16: bool) -> StepRouting:
-    """A step with hidden states of width 6 and what gates made of them, or every third without."""
+    """Returns a step with hidden states of width 6 and gate outputs, or every third step without."""
     plain = hinted(number, tokens)
     if number % 3 == 1:
         return plain
