@@ -1,5 +1,5 @@
-"""Where waiting requests run: offers and what is known of engines in, assignments out.
+"""Routing policies: pure functions of offers and engine views to assignments.
 
-`offers` has the nouns and what a `RoutingPolicy` is, `dispatches` corrects reports by what was dispatched since.
-Policies that push place every offer at once; those that pull leave what no engine has room for.
+`offers` has the nouns, the `RoutingPolicy` protocol, and `Dispatches`, which corrects reports by later assignments.
+Push policies place every offer at once; pull policies leave the offers that no engine has room for.
 """

@@ -28,12 +28,12 @@ from edgemoe.policy.routing.signatures import Counts, signatures
 from edgemoe.types.arrays import BoolArray, FloatArray, IntArray
 
 BAND = 0.1  # [ELDR, Online]
-SURE = 4.0  # standard errors that recent traffic is away from what was fitted, to count as drift
-LEAST_DROP = 0.01  # of the mean similarity, that is worth fitting anew
+SURE = 4.0  # standard errors between recent and fitted traffic that count as drift
+LEAST_DROP = 0.01  # of the mean similarity, that is worth another fit
 
 
 class Fit(NamedTuple):
-    """How near the requests that clusters were fitted to are to them: each to the nearest, itself left out."""
+    """Similarity of the fitted requests to their nearest cluster, each without its own share in it."""
 
     similarity: float  # mean
     spread: float  # standard deviation
@@ -42,7 +42,7 @@ class Fit(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertClusters:
-    """States where the clusters of K workers are, and what their requests choose."""
+    """The clusters of K workers, and the experts that their requests choose."""
 
     weights: FloatArray  # [L, E] of signatures
     centroids: FloatArray  # [K, L * E]
@@ -56,9 +56,9 @@ class ExpertClusters:
 
 
 def in_band(similarity: FloatArray, load: Values, room: BoolArray, band: float = BAND) -> int:
-    """Returns the least loaded worker of those with room that are within the band of the nearest; -1 where none has.
+    """Returns the least loaded worker with room within the band of the nearest one; -1 where none has room.
 
-    `load` [K] is what runs at each worker, of what can; the nearer one of equals.
+    `load` [K] is the used share of each worker's slots. Of equals the nearer one is chosen.
     """
     if not room.any():
         return -1
@@ -68,7 +68,7 @@ def in_band(similarity: FloatArray, load: Values, room: BoolArray, band: float =
 
 
 def drifted(clusters: ExpertClusters, recent: Counts) -> bool:
-    """Returns whether requests with these prefill counts [N, L, E] are no longer what the clusters were fitted to.
+    """Returns whether requests with these prefill counts [N, L, E] have drifted from the fitted ones.
 
     Either they are farther from the clusters, or they are others' share of them.
     """
@@ -92,10 +92,10 @@ NEAREST, IN_BAND = BAND_REASONS = ("nearest", "in band")  # the engine of the ne
 
 
 class BandChoice:
-    """Chooses the least loaded engine of those whose cluster is near [ELDR, Online]."""
+    """Chooses the least loaded engine with a near cluster [ELDR, Online]."""
 
     def __init__(self, clusters: ExpertClusters, places: Sequence[str], band: float = BAND) -> None:
-        """`places` are the engines of the clusters; others are as far as can be."""
+        """Takes the engines of the clusters as `places`; other engines count as farthest."""
         self._clusters, self._band = clusters, band
         self._number = {place: number for number, place in enumerate(places)}
 
@@ -158,7 +158,7 @@ class BandRouting:
         return any(view.requests < min(view.slots, view.capacity) for view in views) or self._others.takes(views)
 
     def assign(self, offers: Sequence[Offered], views: Sequence[EngineView], now_s: float) -> list[Assignment]:
-        """Returns what goes where now; the rest is to be offered again."""
+        """Returns the assignments of this moment; other offers must be offered again."""
         known = {one.request: one for one in offers if self._band.knows(one)} if self._band.covers(views) else {}
         unknown = {one.request: one for one in offers if one.request not in known}
         kinds = [(self._near, known), (self._others.assign, unknown)]

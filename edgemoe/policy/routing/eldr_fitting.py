@@ -24,7 +24,7 @@ MOST_PAIRS = 3_000
 
 
 class WeightsChoice(NamedTuple):
-    """Weights [L, E], and what they and the others were found to be worth."""
+    """The best weights [L, E], and the rho of all candidates."""
 
     name: str
     weights: FloatArray
@@ -48,13 +48,13 @@ def pairs_of(requests: int, rng: np.random.Generator) -> IntArray:
 
 
 def quality(prefill: Counts, decode: Counts, weights: FloatArray, pairs: IntArray) -> float:
-    """Returns rho of signatures of prefill counts [N, L, E] against what was chosen in decoding [N, L, E]."""
+    """Returns rho of signatures of prefill counts [N, L, E] against decode counts [N, L, E]."""
     near = signatures(prefill, weights)
     return spearman(_distance(near, pairs), _distance(signatures(decode, np.ones_like(weights)), pairs))
 
 
 def best_layers(prefill: Counts, decode: Counts, weights: FloatArray, pairs: IntArray) -> list[int]:
-    """Returns the layers to keep: each time the one that helps rho most is added; those up to where it peaks."""
+    """Returns the layers to keep: adds the layer that helps rho most, until rho peaks."""
     weighted = (prefill * weights).astype(np.float32)
     dots = np.stack([np.einsum("pe,pe->p", *weighted[pairs, layer]) for layer in range(weighted.shape[1])])  # [L, P]
     squares = (weighted**2).sum(axis=2).T  # [L, N]
@@ -152,7 +152,7 @@ def _spread(points: FloatArray, count: int, rng: np.random.Generator) -> FloatAr
 
 
 def _from(points: FloatArray, centroids: FloatArray, places: IntArray) -> tuple[float, Clusters]:
-    """Returns how near the points are to their centroids in all, and the clusters that a start leads to."""
+    """Returns the summed similarity of points and centroids, and the clusters that a start leads to."""
     member: npt.NDArray[np.int64] = np.full(len(points), -1)
     for _ in range(MOST_ROUNDS):
         near = points @ centroids.T
@@ -176,7 +176,7 @@ def middles(points: FloatArray, member: IntArray, count: int) -> FloatArray:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecordedTraffic:
-    """States what requests chose: prefill and decode counts [N, L, E], and how many tokens they decoded [N]."""
+    """Prefill and decode counts [N, L, E] of recorded requests, and their decoded tokens [N]."""
 
     prefill: Counts
     decode: Counts
@@ -201,7 +201,7 @@ def fit_clusters(
 
 
 def described(traffic: RecordedTraffic, weights: FloatArray, points: FloatArray, clusters: Clusters) -> ExpertClusters:
-    """Returns what is to be known of these clusters of points [N, D]."""
+    """Returns the fitted clusters of points [N, D] with their expert counts and their fit."""
     count = len(clusters.centroids)
     sums = np.zeros((count, *traffic.decode.shape[1:]))
     np.add.at(sums, clusters.member, traffic.decode)

@@ -52,7 +52,7 @@ class UserPlaces:
 
 
 class GimbalChoice:
-    """Evens out what is uneven, and sends users where they were."""
+    """Evens out KV usage and load, and keeps users at their engine."""
 
     def __init__(self, thresholds: GimbalThresholds = DEFAULTS) -> None:
         self._thresholds = thresholds
@@ -65,7 +65,7 @@ class GimbalChoice:
         return chosen
 
     def _by_need(self, open_: Sequence[EngineView]) -> EngineView | None:
-        """Lines 3 to 14: the engine that evens out KV usage, or load."""
+        """Returns the engine that evens out KV usage, or load (lines 3 to 14)."""
         least = min(open_, key=lambda view: view.kv_usage)
         most = max(view.kv_usage for view in open_)
         over = most >= self._thresholds.kv_usage  # line 5
@@ -77,7 +77,7 @@ class GimbalChoice:
         return None
 
     def _by_user(self, offered: Offered, open_: Sequence[EngineView], now_s: float) -> EngineView | None:
-        """Lines 15 to 19: the user's engine, where it is remembered and KV is nowhere short."""
+        """Returns the user's engine, if it is remembered and no KV usage is high (lines 15 to 19)."""
         place = self._users.place(offered.user, now_s)
         if not place or max(view.kv_usage for view in open_) >= self._thresholds.kv_usage:
             return None

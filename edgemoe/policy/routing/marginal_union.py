@@ -18,8 +18,8 @@ from edgemoe.policy.routing.offers import EngineView, Offered, Values, fewest
 from edgemoe.policy.routing.signatures import Counts
 from edgemoe.types.arrays import FloatArray
 
-PRIOR_TOKENS = 32.0  # what is known beforehand counts for, beside the tokens of the prompt
-MOST_CERTAIN = 0.999  # so that what is added can be taken away again
+PRIOR_TOKENS = 32.0  # weight of the prior, in tokens of a prompt
+MOST_CERTAIN = 0.999  # bounds a probability, so that an added request can be removed again
 
 
 def chances(counts: Counts, tokens: float, prior: FloatArray) -> FloatArray:
@@ -32,9 +32,9 @@ def chances(counts: Counts, tokens: float, prior: FloatArray) -> FloatArray:
 
 
 class EngineStep(NamedTuple):
-    """States what a step of an engine loads, and leaves."""
+    """The time of an engine's step, and of the experts that it does not load yet."""
 
-    left_s: FloatArray  # [L * E] what loading an expert takes, by the chance that nobody there does
+    left_s: FloatArray  # [L * E] time of loading each expert, times the chance that no request there loads it
     now_s: float  # T
     running: int
 
@@ -55,7 +55,7 @@ def step_of(seconds: FloatArray, absent: FloatArray, running: int, step_s: float
 
 
 class DecodeTimes(NamedTuple):
-    """States what a decode step takes of an engine that does not say, with all experts in place."""
+    """Times of a decode step with all experts in place, of an engine that reports none."""
 
     step_s: float
     expert_s: float  # for each distinct expert of each layer
@@ -67,7 +67,7 @@ UNMEASURED = DecodeTimes(0.0, 0.0)  # of engines that have not measured their st
 
 
 class PromptForecast:
-    """Knows what prompts say of the experts that are chosen after them."""
+    """Forecasts the experts of decoded tokens from a prompt's expert counts."""
 
     def __init__(self, top_k: int, clusters: ExpertClusters | None = None) -> None:
         self._top_k, self._clusters = top_k, clusters
@@ -136,7 +136,7 @@ class _KnownEngine:
 
 
 def engine_step(view: EngineView, like: FloatArray, times: DecodeTimes) -> EngineStep:
-    """Returns what a step of the engine takes; `like` is how likely some request chooses experts [L, E]."""
+    """Returns a step of the engine; `like` is some request's probability of each expert [L, E]."""
     seconds = np.full(like.shape, view.expert_s or times.expert_s, np.float32)
     if view.resident is not None:
         seconds += view.resident
@@ -169,7 +169,7 @@ class StepTimes:
             self._last = now
 
     def times(self) -> DecodeTimes:
-        """Returns what was found; 0 of both before any step."""
+        """Returns the fitted times; 0 of both before any step."""
         weight, x, y, xx, xy = self._sums.tolist()
         if not weight or not x:
             return DecodeTimes(0.0, 0.0)

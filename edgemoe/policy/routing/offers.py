@@ -1,7 +1,7 @@
 """Offers of requests, views of engines, and assignments: the input and output of routing policies.
 
-A policy is called when an offer comes and when an engine reports; offers that it leaves are offered again. Keyed hashes
-of a prompt's blocks stand for all tokens up to their ends, so an engine's keys tell how much of a prompt it has cached.
+A policy is called when an offer comes and when an engine reports; offers that it leaves are offered again. A keyed hash
+of a prompt's block stands for all tokens up to its end, so an engine's keys tell the cached part of a prompt.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Values = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Offered:
-    """States what a policy may know of a request that waits. Times are the policy's clock."""
+    """The attributes of a waiting request that a policy may use. Times are the policy's clock."""
 
     request: str
     prompt_tokens: int
@@ -46,7 +46,7 @@ class Offered:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EngineView:
-    """States what is known of an engine that takes requests."""
+    """The known state of an engine that takes requests."""
 
     place: str
     slots: int  # requests that run at once
@@ -56,13 +56,13 @@ class EngineView:
     running: int = 0
     waiting: int = 0
     prefill_tokens: int = 0  # of running and waiting prompts, not computed yet
-    remaining_tokens: float = 0.0  # of output, that those there are expected to write yet
+    remaining_tokens: float = 0.0  # of output, that the requests there are expected to write yet
     tokens_per_s: float = 1.0  # of prefill
     prefixes: frozenset[int] = frozenset()  # keys of the prompts that its prefix cache has
     taken: frozenset[str] = frozenset()  # requests that reached it lately
     reported_s: float = 0.0  # when it was so
-    resident: FloatArray | None = None  # [L, E] what reaching each expert costs it, beside one in place
-    union: FloatArray | None = None  # [L, E] log of the chance that none of those there chooses the expert
+    resident: FloatArray | None = None  # [L, E] its cost of reaching each expert, beside one in place
+    union: FloatArray | None = None  # [L, E] log of the chance that no request there chooses the expert
     step_s: float = 0.0  # that a decode step takes beside experts; 0: it does not say
     expert_s: float = 0.0  # that each distinct expert in place adds; likewise
     decode_s: float = 0.0  # that a decode step takes now; likewise
@@ -77,7 +77,7 @@ class EngineView:
 
     @property
     def resident_tokens(self) -> int:
-        """Counts the tokens in KV blocks and those to be computed."""
+        """Counts the tokens in KV blocks and the tokens to compute."""
         return (self.blocks - self.free_blocks) * BLOCK_TOKENS + self.prefill_tokens
 
 
@@ -89,13 +89,13 @@ class Assignment(NamedTuple):
 
 
 class RoutingPolicy(Protocol):
-    """Assigns offers to engines. Owns what it remembers between calls, and nothing else."""
+    """Assigns offers to engines. Owns its memory between calls, and nothing else."""
 
     def takes(self, views: Sequence[EngineView]) -> bool:
-        """Returns whether an engine has room for an offer, whatever that is. If none has, nothing is assigned."""
+        """Returns whether an engine has room for any offer. If none has, nothing is assigned."""
 
     def assign(self, offers: Sequence[Offered], views: Sequence[EngineView], now_s: float) -> list[Assignment]:
-        """Returns an engine for each offer that is to go now: each at most once, none to an engine that is full.
+        """Returns an engine for each offer that goes now: each at most once, none to a full engine.
 
         `offers` are in order of arrival; `views` are up to date, or corrected by `Dispatches`.
         """
@@ -122,7 +122,7 @@ def with_offer(view: EngineView, offered: Offered) -> EngineView:
 
 
 class EngineChooser(Protocol):
-    """Chooses one engine of those that are not full."""
+    """Chooses one of the engines that are not full."""
 
     def __call__(self, offered: Offered, open_: Sequence[EngineView], now_s: float) -> EngineView: ...
 

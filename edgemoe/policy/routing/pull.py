@@ -1,19 +1,8 @@
-"""Leaves requests in one queue until an engine has room, which then takes the one that costs it least, aged.
-
-Ours, in place of [Gimbal, Algorithm 1]. An engine has room while a slot is free there and what it has still to prefill
-is less than a step or two; a request fits if its prompt does beside a share of the output that is expected of all
-there. Of all pairs that fit, the one goes first that has the least
+"""Leaves requests in one queue until an engine has room, which then takes the request that costs it least, aged.
 
     key = seconds until its prompt would be computed there + other costs - k * seconds waited              (1)
 
-the same rule as engines order their own queues by (`policy.sjf`, formula 1). Other costs, of crowding first, are those
-beyond the engine where they are least, so that they say where a request goes, and not when. Tokens that the prefix
-cache has are not counted, so a request goes where its prefix is unless that is busy or it has waited for long; where
-its user's last one went, half a piece more is expected than its keys show.
-
-Starvation bound. A request that costs c seconds is overtaken only by requests that come within c / k seconds after it.
-If it fits nowhere by then, the engine with the most free blocks takes nothing else until it fits, at the latest when
-what it has there is done.
+Ours, in place of [Gimbal, Algorithm 1]. docs/design/routing.md has the costs and the starvation bound.
 """
 
 from __future__ import annotations
