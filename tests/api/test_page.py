@@ -246,7 +246,7 @@ async def test_so_many_may_look_and_they_are_sent_home_when_the_daemon_drains() 
         await stream.aclose()
     backend.state = "draining"
     assert b"event: bye" in b"".join([some async for some in streams[0]])
-    assert not events._lookers
+    assert not events._watchers
 
 
 # --- the real engine
