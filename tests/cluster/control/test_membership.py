@@ -61,6 +61,8 @@ LET_IN = [state for state in BoxState if state is not BoxState.UNKNOWN]
 
 def standing(state: BoxState) -> str:
     """Whether a box that is let in has announced itself, and can take part."""
+    if state is BoxState.UNKNOWN:
+        return "not let in"
     if state in CANNOT_TAKE_PART:
         return "refused"
     return "new" if state in (BoxState.EXPECTED, BoxState.JOINING) else "accepted"
