@@ -1,8 +1,8 @@
-"""Accepts connections on our sockets, and decides which one gives way to another.
+"""Accepts connections on the front's sockets, and chooses the connection that gives way when there is no room.
 
-Accepting is ours, as asyncio's own tries again at once, 1,024 times over with a traceback each, where the process is
-out of files. Whoever has shown no key is counted by address, and gives way first; then whose client has kept us waiting
-longest, among those of the key or user that has most.
+asyncio's own accept loop retries 1,024 times with a traceback each when the process is out of files. A client without a
+key is counted by address and gives way first; next is the client that kept us waiting longest, of the key or user with
+most connections.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from edgemoe.types.principal import site_of
 
 log = logging.getLogger(__name__)
 
-MOST_UNKNOWN = 64  # connections of one address that have shown no key; one more takes the oldest one's place
-AT_ONCE, ROUNDS = 16, 4  # accepted before others run, and rounds of the loop until what these have sent is heard
-LATE_S = 1.0  # that who had connected before the end has to ask, and be told
-END_S = 2.0  # that answers have to go out at the end
-GRACE_S = 1.0  # that a connection with a key has before it may give way to another
-PAUSE_S = 0.5  # without accepting, where there is no room and none could be made
+MOST_UNKNOWN = 64  # connections without a key of one address; one more takes the oldest one's place
+AT_ONCE, ROUNDS = 16, 4  # accepted before others run, and rounds of the loop until their bytes are read
+LATE_S = 1.0  # for requests of clients that connected before the end
+END_S = 2.0  # for answers to go out at the end
+GRACE_S = 1.0  # before a connection with a key may give way
+PAUSE_S = 0.5  # without accepting, if there is no room and none could be made
 
 
 class Server:
-    """HTTP on sockets of ours. Signals are left to us."""
+    """Serves HTTP on given sockets; installs no signal handlers."""
 
     def __init__(self, app: ASGIApp, sockets: Sequence[socket.socket], max_connections: int) -> None:
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -51,11 +51,11 @@ class Server:
 
     @property
     def requests(self) -> int:
-        """Returns how many have begun."""
+        """Counts the requests that have begun."""
         return self._hub.requests
 
     async def run_until_stopped(self) -> None:
-        """Serves until `stop`, then closes the sockets and what is idle."""
+        """Serves until `stop`, then closes the sockets and the idle connections."""
         accepting = [asyncio.ensure_future(self._accept(one)) for one in self._sockets]
         try:
             await self._first_end(accepting)
@@ -71,11 +71,11 @@ class Server:
             await self._shut()
 
     def stop(self) -> None:
-        """Has `run_until_stopped` end."""
+        """Ends `run_until_stopped`."""
         self._ends.set()
 
     async def _first_end(self, accepting: Sequence[asyncio.Future[None]]) -> None:
-        """Waits for `stop`. Raises what ends an accepting task before."""
+        """Waits for `stop`. Raises the error of an accepting task that ends before."""
         stopped: asyncio.Future[bool] = asyncio.ensure_future(self._ends.wait())
         try:
             waits: list[asyncio.Future[Any]] = [stopped, *accepting]
@@ -101,14 +101,14 @@ class Server:
         await asyncio.gather(*self._hub.tasks, return_exceptions=True)
 
     def _is_waited_for(self) -> bool:
-        """Whether somebody waits to be accepted, or has not asked anything yet."""
+        """Returns whether a client waits to be accepted, or has not sent a request yet."""
         knocking = select.poll()
         for one in self._sockets:
             knocking.register(one, select.POLLIN)
         return bool(knocking.poll(0)) or any(one.has_not_asked for one in self.connections)
 
     async def _accept(self, listener: socket.socket) -> None:
-        """Accepts for as long as it runs, whatever becomes of one connection."""
+        """Accepts connections until cancelled; a failed connection ends nothing else."""
         loop = asyncio.get_running_loop()
         listener.setblocking(False)
         accepted = 0
@@ -135,7 +135,7 @@ class Server:
                 await asyncio.sleep(0)
 
     def _admit(self, connection: socket.socket) -> None:
-        """Begins to serve a connection; the oldest one without a key of its address gives way where these are many."""
+        """Serves a connection. The oldest one without a key gives way if its address has too many."""
         connection.setblocking(False)
         arrived = HttpConnection(self._hub, connection)
         if arrived.uid is None:
@@ -156,7 +156,7 @@ class Server:
             self.connections.discard(arrived)
 
     def _make_room(self) -> bool:
-        """Closes the connection that is to give way. False where there is none."""
+        """Closes the connection that gives way. Returns False if there is none."""
         unknown = [one for one in self.connections if not one.owner]
         if unknown:
             most = Counter(site_of(one.address) for one in unknown)

@@ -1,7 +1,7 @@
-"""One client's connection: HTTP/1.1 by h11, a request at a time, the next begun once the answer before was taken.
+"""Serves one client's connection: HTTP/1.1 by h11, one request after the other.
 
-Every wait for the client has an end. Heads are looked at before h11 sees them, as it takes bare line feeds and folded
-lines, which a proxy before us may read otherwise.
+Every wait for the client has a deadline. Heads are checked before h11 reads them, since h11 accepts bare line feeds and
+folded lines, which a proxy before us may read otherwise.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ log = logging.getLogger(__name__)
 UCRED = struct.Struct("3i")  # pid, uid, gid
 HEAD_S = 15.0  # that a client may take from connecting, or from a first byte, to the end of a request's head
 IDLE_S = 75.0  # between requests; longer than clients keep theirs, so that they are the ones who close
-UNREAD_S = 60.0  # without a byte being read of an answer that is out
+UNREAD_S = 60.0  # without a byte read of a sent answer
 LINGER_S = 2.0  # that a client has to read its last answer while it still sends
-PROBE_S = 0.25  # between looks whether a client that sends no more still reads
+PROBE_S = 0.25  # between checks whether a client that sends no more still reads
 HEAD_BYTES = 32 << 10
-BUFFER_BYTES = 64 << 10  # of a body that the application has not read, of what comes after it, of an answer
-UNSENT_BYTES = 16 << 10  # that the kernel takes of an answer beyond what the client has room for
+BUFFER_BYTES = 64 << 10  # buffered of a body, of the bytes after it, and of an answer
+UNSENT_BYTES = 16 << 10  # of an answer that the kernel buffers beyond the client's window
 TCP_NOTSENT_LOWAT = 25
 ODD_LINE = re.compile(rb"(?<!\r)\n|\r(?!\n|\Z)|\r\n[ \t]")  # a bare line feed or carriage return, a folded line
 SCHEME = re.compile(rb"https?://", re.IGNORECASE)
@@ -46,7 +46,7 @@ BAD_REQUEST = "this is not HTTP/1.1 as it may be sent here (https is not: no TLS
 
 @dataclass(slots=True)
 class ConnectionHub:
-    """What the connections of one server share."""
+    """Settings and callbacks that the connections of one server share."""
 
     app: ASGIApp
     note: Callable[..., None]  # a line in the log that a client causes: (level, line, address, fields)
@@ -57,7 +57,7 @@ class ConnectionHub:
 
 
 class HttpConnection(asyncio.Protocol):
-    """Reads requests and has the application answer them. `state` tells it who has connected: "peer_uid", or None."""
+    """Reads requests and passes them to the application. `state` has the client's "peer_uid", or None."""
 
     def __init__(self, hub: ConnectionHub, peer: socket.socket) -> None:
         self._hub, self._loop = hub, asyncio.get_running_loop()
@@ -74,7 +74,7 @@ class HttpConnection(asyncio.Protocol):
         self._socket = peer
         self._owner = ""  # by the last request that had a key
         self.has_not_asked = True
-        self._data = bytearray()  # of a head, or what came behind a request
+        self._data = bytearray()  # of a head, or bytes behind a request
         self._half_closed = self._gone = self._lingers = False
         self._timer: asyncio.TimerHandle | None = None  # of a head, or of none
         self._unread: asyncio.TimerHandle | None = None
@@ -85,7 +85,7 @@ class HttpConnection(asyncio.Protocol):
 
     @property
     def owner(self) -> str:
-        """Returns its principal; "" while it has shown no key and is of no user of this machine."""
+        """Returns the client's principal; "" without a key or a user of this machine."""
         state = self.exchange.scope["state"] if self.exchange is not None else {}
         if state.get("known"):
             self._owner = state["principal"]
@@ -93,18 +93,18 @@ class HttpConnection(asyncio.Protocol):
 
     @property
     def waits(self) -> bool:
-        """Returns whether it is the client's turn: to send, or to read the end of an answer."""
+        """Returns whether the connection waits for the client, to send or to read the end of an answer."""
         return self.exchange is None or self.exchange.more_body or self.exchange.is_answered
 
     def give_way(self) -> None:
-        """Closes the connection, as another needs its place."""
+        """Closes the connection to make room for another."""
         self._gone = True
         self._hub.connections.discard(self)
         if self.transport is not None:
             self.transport.abort()
 
     def stop(self) -> None:
-        """Closes it once it is idle, and an answer that is under way has been read."""
+        """Closes the connection once it is idle and its last answer has been read."""
         if self.exchange is None:
             self._close()
 
@@ -133,7 +133,7 @@ class HttpConnection(asyncio.Protocol):
             self.transport.pause_reading()
 
     def eof_received(self) -> bool:
-        """Goes on answering a client that only sends no more; one that has hung up as well is left."""
+        """Goes on answering a client that closed its sending side; drops one that has hung up."""
         self._half_closed = True
         exchange = self.exchange
         if exchange is None or exchange.more_body or self._lingers or self._has_hung_up():
@@ -169,7 +169,7 @@ class HttpConnection(asyncio.Protocol):
     # --- requests ---------------------------------------------------------------------------------------------
 
     def _advance(self) -> None:
-        """Begins the next request once its head is whole."""
+        """Begins the next request once its head is complete."""
         while self._data.startswith(b"\r\n"):
             del self._data[:2]
         end = self._data.find(b"\r\n\r\n", 0, HEAD_BYTES)
@@ -206,7 +206,7 @@ class HttpConnection(asyncio.Protocol):
         return None
 
     def _scope(self, request: h11.Request) -> Scope:
-        """Raises ValueError for a target that no server has."""
+        """Returns the ASGI scope. Raises ValueError for an invalid target."""
         assert self.transport is not None
         target, headers = request.target, [(name.lower(), value) for name, value in request.headers]
         if SCHEME.match(target):  # the absolute form, whose host counts
@@ -237,11 +237,11 @@ class HttpConnection(asyncio.Protocol):
         }
 
     def keep_rest(self, data: bytes) -> None:
-        """Takes what came behind a request's body."""
+        """Keeps bytes that came behind a request's body."""
         self._data += data
 
     def answered(self, *, goes_on: bool) -> None:
-        """Goes on to the next request once this answer is with the client, or closes."""
+        """Goes on to the next request, or closes, once the client has this answer."""
         assert self.transport is not None
         self.waiting_since = time.monotonic()
         if not goes_on or self._hub.ends:
@@ -254,7 +254,7 @@ class HttpConnection(asyncio.Protocol):
         return None
 
     def _next(self) -> None:
-        """The answer before was taken."""
+        """Begins the next request after the client has read the last answer."""
         assert self.transport is not None
         _ = self.owner  # of the request that ends
         self.exchange = None
@@ -272,19 +272,19 @@ class HttpConnection(asyncio.Protocol):
     # --- ends -------------------------------------------------------------------------------------------------
 
     def fail(self, why: str) -> None:
-        """Answers a body that is none, as far as no answer has begun, and closes."""
+        """Answers an invalid body, unless an answer has begun, and closes."""
         if self.exchange is not None and self.exchange.is_begun:
             self._end()
         else:
             self._refuse(400, BAD_REQUEST, why)
 
     def abort(self) -> None:
-        """Closes without a word: an answer has failed within."""
+        """Closes without an answer, after the application failed within one."""
         if self.transport is not None:
             self.transport.abort()
 
     def _refuse(self, status: int, message: str, why: str = "") -> None:
-        """Answers in the application's stead and closes."""
+        """Answers instead of the application and closes."""
         assert self.transport is not None
         self._hub.note(logging.INFO, "a request is refused", self.address, status=status, why=why or message)
         error = {"message": message, "type": "invalid_request_error", "param": None, "code": f"http_{status}"}
@@ -297,7 +297,7 @@ class HttpConnection(asyncio.Protocol):
         self._end()
 
     def _end(self) -> None:
-        """Closes once the answer is out; reads on for a moment, as a client that still sends would lose its answer."""
+        """Closes once the answer is out. Reads on for a moment, else a client that still sends loses its answer."""
         assert self.transport is not None
         self._lingers = True
         self._data.clear()
@@ -334,12 +334,12 @@ class HttpConnection(asyncio.Protocol):
             self._close()
 
     def _see_it_read(self) -> None:
-        """Starts to watch what is left of an answer."""
+        """Starts to watch whether the client reads the rest of an answer."""
         if self.transport is not None and self._unread is None and (left := self.transport.get_write_buffer_size()):
             self._unread = self._loop.call_later(UNREAD_S, self._look_again, left)
 
     def _look_again(self, left_bytes: int) -> None:
-        """Drops the connection where nothing has been read since."""
+        """Drops the connection if the client has read nothing since."""
         self._unread = None
         if self.transport is None or self.transport.get_write_buffer_size() == left_bytes:
             self.abort()
@@ -347,7 +347,7 @@ class HttpConnection(asyncio.Protocol):
             self._see_it_read()
 
     def _look_for_it(self) -> None:
-        """Drops a client that sent no more and does not read any more either."""
+        """Drops a client that closed its sending side and does not read any more."""
         if self._has_hung_up():
             self.abort()
         else:
@@ -360,7 +360,7 @@ class HttpConnection(asyncio.Protocol):
 
 
 class HttpExchange:
-    """One request and its answer, as an ASGI application has them."""
+    """One request and its answer, as ASGI receive and send."""
 
     def __init__(self, connection: HttpConnection, parser: h11.Connection, scope: Scope) -> None:
         self.scope, self.more_body, self.is_begun, self.is_answered = scope, True, False, False
@@ -376,7 +376,7 @@ class HttpExchange:
         return self._connection.transport
 
     def feed(self, data: bytes) -> None:
-        """Takes what comes of the body."""
+        """Adds bytes of the body."""
         try:
             if data:
                 self._parser.receive_data(data)
@@ -404,12 +404,12 @@ class HttpExchange:
         self.may_write.set()
 
     def provoke(self) -> None:
-        """Sends a word to which the system of a client that has hung up objects."""
+        """Sends a byte that the system of a client that has hung up rejects."""
         if not self.is_begun and self.scope["http_version"] == "1.1":
             self.transport.write(self._parser.send(h11.InformationalResponse(status_code=100, headers=[])) or b"")
 
     async def run(self, app: ASGIApp) -> None:
-        """Has the application answer."""
+        """Runs the application for this request."""
         try:
             await app(self.scope, self.receive, self.send)
         except Exception as error:
@@ -453,7 +453,7 @@ class HttpExchange:
     def _begin(self, message: Message) -> None:
         headers = [(b"date", formatdate(usegmt=True).encode()), *message.get("headers", [])]
         if self.more_body and (b"connection", b"close") not in headers:
-            headers.append((b"connection", b"close"))  # the rest of the body is not going to be read
+            headers.append((b"connection", b"close"))  # the rest of the body will not be read
         status = message["status"]
         self.is_begun = True
         self._write(h11.Response(status_code=status, headers=headers, reason=HTTPStatus(status).phrase.encode()))
