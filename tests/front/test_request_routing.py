@@ -440,3 +440,15 @@ def test_patience_ends_though_engines_are_looked_at_at_each_beat() -> None:
         world.now_s += 0.4
         world.happen(events.EnginesChanged())
     assert world.machine.state_of("new") is RequestState.RUNNING
+
+
+def test_only_the_box_that_confirmed_the_present_attempt_is_asked_for_it() -> None:
+    world = World("least", {"d": "both", "e": "both"})
+    world.engines[OWN].is_up = False
+    world.accept("r")
+    assert world.machine.arrived() == {}
+    world.happen(events.SubmitArrived("r", 1, "d:boot1"))
+    assert world.machine.arrived() == {"d:boot1": [("r", 1)]}
+    world.happen(events.SubmitRefused("r", 1, "d:boot1"))
+    assert world.machine.place_of("r") == ("e:boot1", 2)
+    assert world.machine.arrived() == {}
