@@ -1,9 +1,7 @@
 """Connects a front and its engine: ZeroMQ over a Unix socket in a 0700 directory.
 
-The front binds a ROUTER, the engine connects a DEALER whose identity is its boot id, so that the front knows
-which incarnation speaks. Each end belongs to one event loop; only `EngineEnd.post` may be called from elsewhere.
-A frame that cannot be read is counted and answered with Refused, and affects no other. If the engine cannot read a
-Submit, its request ends with an error.
+The front binds a ROUTER; the engine connects a DEALER with its boot id as identity, which tells incarnations apart.
+Each end belongs to one event loop, except `EngineEnd.post`. An invalid frame is refused and affects no other.
 """
 
 from __future__ import annotations
@@ -104,7 +102,7 @@ class FrontEnd:
             _sent(self._socket.send_multipart([identity, encode(refused, self._speaks)], zmq.DONTWAIT))
 
     def close(self) -> None:
-        """Drops what is unsent and frees the socket."""
+        """Drops unsent messages and frees the socket."""
         self._socket.close(linger=0)
         self._context.term()
 
@@ -142,7 +140,7 @@ class EngineEnd:
         self._loop.call_soon_threadsafe(self._flush)
 
     async def messages(self) -> AsyncIterator[ToEngine]:
-        """Yields what the front sends, and refuses what cannot be read."""
+        """Yields the front's messages, and refuses invalid frames."""
         while not self._socket.closed:
             frame = b"".join(await self._socket.recv_multipart())
             try:
@@ -160,7 +158,7 @@ class EngineEnd:
         self.post(refused if ended is None else Emissions(items=[ended]))
 
     async def close(self, timeout_s: float = 1.0) -> None:
-        """Sends what was posted, waiting at most `timeout_s`, and frees the socket."""
+        """Sends the posted messages, waiting at most `timeout_s`, and frees the socket."""
         for _ in range(int(timeout_s / RETRY_S)):
             self._flush()
             if not self._backlog:

@@ -55,7 +55,7 @@ class Submit(Message, frozen=True, kw_only=True, tag="Submit"):
     """Runs `request` from its prompt and the tokens `emitted` so far; the next index is `len(emitted)`.
 
     `attempt` counts this front's submissions of the request, from 1; every Emission carries it back. `waited_ms` is the
-    time since the front received the request. `hand_over` asks for LastChunkStarted, because another box is to decode;
+    time since the front received the request. `hand_over` asks for LastChunkStarted, because another box will decode;
     `signature` asks for PromptSignature.
     """
 
@@ -76,7 +76,7 @@ class Cancel(Message, frozen=True, kw_only=True, tag="Cancel"):
 
 
 class Drain(Message, frozen=True, kw_only=True, tag="Drain"):
-    """Asks the engine to finish what runs; nothing more will be submitted. Fronts of earlier releases send it."""
+    """Asks the engine to finish running requests; nothing more will be submitted."""
 
 
 class Stop(Message, frozen=True, kw_only=True, tag="Stop"):
@@ -153,7 +153,7 @@ class PeerLinkMeasured(Message, frozen=True, kw_only=True, tag="PeerSeen"):
 
 
 class ExpertActivity(Message, frozen=True, kw_only=True, tag="Activity"):
-    """What this engine's own requests chose of late, as shares of their tokens in units of 1 / 65535.
+    """Reports the experts chosen lately by this engine's own requests, as shares of tokens in units of 1 / 65535.
 
     `chosen` is uint16 [L, E], as is `computed`, of steps; `pairs` uint16 [P, 4]: layer, both experts, share; the
     heaviest of each layer. `resident` are the experts in memory, at home or not. Sent every ten seconds.
@@ -171,7 +171,7 @@ class ExpertActivity(Message, frozen=True, kw_only=True, tag="Activity"):
 
 
 class PrefixSignatureRequest(Message, frozen=True, kw_only=True, tag="FindPrefix"):
-    """Asks what the experts are that the part of a waiting request's prompt chose which the prefix cache has."""
+    """Asks for the experts that the cached part of a waiting request's prompt chose."""
 
     request: Name
     prompt: Tokens
@@ -186,7 +186,7 @@ class PrefixSignatureReply(Message, frozen=True, kw_only=True, tag="PrefixFound"
 
 
 class PromptSignature(Message, frozen=True, kw_only=True, tag="PromptRead"):
-    """Says which experts a prompt's whole blocks chose, those that came from the prefix cache included."""
+    """Reports the experts that a prompt's whole blocks chose, blocks from the prefix cache included."""
 
     request: Name
     attempt: Attempt
@@ -194,14 +194,14 @@ class PromptSignature(Message, frozen=True, kw_only=True, tag="PromptRead"):
 
 
 class ExpertDemandReport(Message, frozen=True, kw_only=True, tag="Choosing"):
-    """Says what an engine's requests are expected to choose. Sent on change, a few times a second at most."""
+    """Reports the experts that running requests are expected to choose, on change, a few times a second at most."""
 
     choices: ExpertDemand
     ended: EndedRequests = ()
 
 
 class LastChunkStarted(Message, frozen=True, kw_only=True, tag="LastChunk"):
-    """Says of a request submitted with `hand_over` that the last of its tokens so far are, or have just been, computed.
+    """Says that the prefill of a request submitted with `hand_over` computes its last chunk, or has just ended.
 
     Before they are, where most of the prompt was computed by steps before: by then its signature says enough.
     """
@@ -212,9 +212,9 @@ class LastChunkStarted(Message, frozen=True, kw_only=True, tag="LastChunk"):
 
 
 class FetchPrefixKV(Message, frozen=True, kw_only=True, tag="PullPrefix"):
-    """Asks the engine to fetch the blocks of this prompt from a peer's, those that are still computed there too.
+    """Asks the engine to fetch this prompt's KV blocks from a peer, including blocks still being computed there.
 
-    Answered with PrefixKVFetched, after `remaining_ms` at the latest. Only the prefix cache keeps what comes of it.
+    Answered with PrefixKVFetched, after `remaining_ms` at the latest. Only the prefix cache keeps the blocks.
     """
 
     request: Name
@@ -248,7 +248,7 @@ class Loading(Message, frozen=True, kw_only=True, tag="Loading"):
 
     phase: Name  # start | verifying | kernels | weights | experts | warm-up
     fraction: Share = 0.0
-    detail: Text = ""  # what of the phase is under way
+    detail: Text = ""
 
 
 class Ready(Message, frozen=True, kw_only=True, tag="Ready"):
@@ -287,7 +287,7 @@ class SnapshotReply(Message, frozen=True, tag="Shown"):
 
 
 class Reloaded(Message, frozen=True, kw_only=True, tag="Reloaded"):
-    """Says in words what a Reload has done; where it was refused, the old export stays in use."""
+    """Reports the outcome of a Reload in words; after a refusal the old export stays in use."""
 
     message: LongText
     refused: bool = False
@@ -309,7 +309,7 @@ class MessageRefused(Message, frozen=True, kw_only=True, tag="Refused"):
 
 
 class Boot(msgspec.Struct, frozen=True, kw_only=True):
-    """What `python -m edgemoe.worker` reads from its standard input, as JSON, up to end of file."""
+    """Configures `python -m edgemoe.worker`, which reads it as JSON from standard input up to the end of file."""
 
     boot_id: Name  # drawn by the front for each start; the DEALER's identity
     address: LongText  # of the front's ROUTER

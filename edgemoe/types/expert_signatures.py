@@ -16,14 +16,14 @@ MOST_ENDED = 4  # requests that one message tells of; there is no need to know a
 
 
 class ExpertSignature(msgspec.Struct, frozen=True):
-    """An expert signature: what so many tokens chose, as shares of them in units of 1 / 65535, uint16 [L, E]."""
+    """The experts that `tokens` tokens chose, as shares of the tokens in units of 1 / 65535, uint16 [L, E]."""
 
     tokens: Small
     chosen: ShareTable
 
 
 class EndedRequest(msgspec.Struct, frozen=True):
-    """What a request chose that has ended. Which one that was is not said."""
+    """The signatures of an unnamed request that has ended."""
 
     prompt: ExpertSignature
     answer: ExpertSignature
@@ -33,10 +33,10 @@ EndedRequests = Annotated[tuple[EndedRequest, ...], Meta(max_length=MOST_ENDED)]
 
 
 class ExpertDemand(msgspec.Struct, frozen=True):
-    """What an engine's step is expected to load. Tables are uint8 [L, E]."""
+    """The experts that an engine's next step is expected to load. Tables are uint8 [L, E]."""
 
-    absent: ByteTable  # how likely none of those that run chooses the expert, in units of 1 / 255
-    far: ByteTable  # 0 for an expert in place, else from which of `far_s` it has to be reached
-    far_s: FarSeconds  # what that takes: from RAM, from a peer, from the disk
+    absent: ByteTable  # probability that no running request chooses the expert, in units of 1 / 255
+    far: ByteTable  # 0 for an expert in place, else the index in `far_s` of its place, from 1
+    far_s: FarSeconds  # time to reach it: from RAM, from a peer, from the disk
     step_s: Seconds  # of a step beside experts
     expert_s: Seconds  # of each distinct expert of each layer

@@ -1,12 +1,8 @@
 """Protocol versions, and languages: the messages of one channel, and how they are decoded.
 
-One version number covers all messages between boxes and processes. Every message says which versions its sender
-speaks. The next version may add
-    a message   with `since` = that version: it is not sent to peers of lower versions
-    a field     optional, with a default: receivers that do not know it ignore it
-Tags and the names of fields are the protocol's, whatever class and attribute are called: a class keeps its `tag`, an
-attribute that is renamed keeps its name outside by `msgspec.field(name=...)`. They are held by
-tests/support/protocol.json.
+Every message names the versions that its sender speaks. The next version may add a message with `since` = that version,
+or an optional field. Tags and field names never change; a renamed attribute keeps its outer name by
+`msgspec.field(name=...)`. tests/support/protocol.json holds them.
 """
 
 from __future__ import annotations
@@ -38,7 +34,7 @@ class Versions(NamedTuple):
         return f"{self.lowest} to {self.highest}"
 
 
-PROTOCOL_VERSIONS = Versions(1, 1)  # those of this release
+PROTOCOL_VERSIONS = Versions(1, 1)  # spoken by this release
 
 
 class Message(msgspec.Struct, frozen=True, tag_field="type", omit_defaults=True):

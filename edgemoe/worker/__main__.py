@@ -28,7 +28,7 @@ def set_up_process() -> int:
     """Sets up the process, which then ends when its parent does. Returns the parent's id."""
     parent = os.getppid()
     keep_freed(mmap_bytes=32 << 20, trim_bytes=128 << 20)  # filling 5 MB of logits takes a third of the time
-    faulthandler.enable()  # where a segmentation fault happened goes to stderr
+    faulthandler.enable()  # a segmentation fault prints its traceback to stderr
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE))
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -43,7 +43,7 @@ from edgemoe.types.experts import ExpertGeometry, LivePolicy, Tier
 from edgemoe.types.machine import Machine
 from edgemoe.types.model_info import ModelInfo, ServedModel, commonest_first
 from edgemoe.types.step import BLOCK_TOKENS, StepRouting
-from edgemoe.worker.cache_policy import PredictivePolicy, costs_file, foreseeing, scoutgate_for
+from edgemoe.worker.cache_policy import PredictivePolicy, costs_file, predictive_policy, scoutgate_for
 
 if TYPE_CHECKING:
     from edgemoe.worker.cluster_parts import ClusterParts
@@ -54,8 +54,8 @@ P = ParamSpec("P")
 MISSING_EXPERT_TIMEOUT_CALLS = 2  # time-outs of expert calls for which a request waits for a missing expert
 
 
-class Say(Protocol):
-    """Reports the phase of loading in a word, the share of it that is done, and what is under way."""
+class ReportPhase(Protocol):
+    """Reports the phase of loading, the share of it that is done, and the current item."""
 
     def __call__(self, phase: str, fraction: float = 0.0, detail: str = "", /) -> None: ...
 
@@ -70,10 +70,10 @@ class Assembly:
     engine: Engine
     tiers: ExpertTiers
     close: Callable[[], None]
-    activity: ActivityCounter | None = None  # where nobody goes by it
+    activity: ActivityCounter | None = None  # no placement depends on it
     sharing: ClusterParts | None = None  # without a cluster
     scoutgate: ScoutGateForecaster | None = None  # without cache.scoutgate
-    controller: PredictivePolicy | None = None  # without a policy that foresees, or a need for it
+    controller: PredictivePolicy | None = None  # with cache.policy = "lru", or all experts in place
 
 
 def kernel_dir(settings: Settings) -> Path | None:
@@ -82,7 +82,7 @@ def kernel_dir(settings: Settings) -> Path | None:
     return Path(stores).with_name("kernels") if stores else None
 
 
-def assemble(settings: Settings, emit: Emit, say: Say) -> Assembly:
+def assemble(settings: Settings, emit: Emit, report: ReportPhase) -> Assembly:
     """Loads the packed store at `settings.model.path` on the calling thread, which takes seconds to minutes.
 
     Raises StoreError, CheckpointError, CapacityError, ConfigError.
@@ -99,26 +99,26 @@ def assemble(settings: Settings, emit: Emit, say: Say) -> Assembly:
         store = opened.enter_context(ExpertStore(directory, manifest))
         note_use(directory)
         verify_copies(directory, manifest)
-        verify_dense(directory, manifest.dense, lambda share: say("verifying", share))
+        verify_dense(directory, manifest.dense, lambda share: report("verifying", share))
         device = torch.device(budgets.devices[0].kind.replace("emulated", "cpu"))
         kernels = None
         if device.type == "cpu" or not budgets.all_fit:  # the CPU computes experts that a GPU does not hold
-            say("kernels")
-            kernels = Kernels(budgets.threads, geometry.bf16, kernel_dir(settings), _compiling(say, "kernels"))
+            report("kernels")
+            kernels = Kernels(budgets.threads, geometry.bf16, kernel_dir(settings), _compiling(report, "kernels"))
             opened.callback(kernels.close)
-        progress, graphs = partial(say, "weights"), settings.engine.cuda_graphs
+        progress, graphs = partial(report, "weights"), settings.engine.cuda_graphs
         decoder = Decoder.load(spec, directory / DENSE, device, kernels, progress, graphs)
-        say("experts")
-        link(CODES, kernel_dir(settings), progress=_compiling(say, "experts"))
+        report("experts")
+        link(CODES, kernel_dir(settings), progress=_compiling(report, "experts"))
         activity = _activity(settings, geometry, budgets)
         sharing = _cluster_parts(settings, served, store, activity)
         scoutgate = scoutgate_for(settings, manifest, served, decoder.embedding)
         if scoutgate is not None:
             opened.callback(scoutgate.close)
         name = "lru" if budgets.all_fit else settings.cache.policy
-        controller = foreseeing(name, settings, geometry, directory, scoutgate, kernel_dir(settings))
+        controller = predictive_policy(name, settings, geometry, directory, scoutgate, kernel_dir(settings))
         policy = controller.policy if controller else LRU(geometry.layers, geometry.experts)
-        memory = _memory(settings, budgets, say)
+        memory = _memory(settings, budgets, report)
         tiers = _tiers(settings, geometry, memory, store, sharing, kernels, policy)
         opened.callback(tiers.close)
         tiers.spread_by(activity)
@@ -136,7 +136,7 @@ def assemble(settings: Settings, emit: Emit, say: Say) -> Assembly:
             tiers,
             _grammars(directory, spec),
             emit,
-            _watchers(controller, recorder, scoutgate, activity, sharing),
+            _observers(controller, recorder, scoutgate, activity, sharing),
         )
         opened.callback(engine.close)
         closing = opened.pop_all()
@@ -144,9 +144,9 @@ def assemble(settings: Settings, emit: Emit, say: Say) -> Assembly:
     return Assembly(settings, info, budgets, engine, tiers, closing.close, activity, sharing, scoutgate, controller)
 
 
-def _compiling(say: Say, phase: str) -> CompileProgress:
-    """Returns what reports each function that is compiled as progress of the phase."""
-    return lambda name, done, count: say(phase, done / count, f"compiling {name}, {done + 1} of {count}")
+def _compiling(report: ReportPhase, phase: str) -> CompileProgress:
+    """Returns a callback that reports each compiled function as progress of the phase."""
+    return lambda name, done, count: report(phase, done / count, f"compiling {name}, {done + 1} of {count}")
 
 
 def _machine() -> Machine:
@@ -173,13 +173,13 @@ def _info(settings: Settings, manifest: Manifest, spec: ModelSpec) -> ModelInfo:
     )
 
 
-def _memory(settings: Settings, budgets: Budgets, say: Say) -> TierMemory:
+def _memory(settings: Settings, budgets: Budgets, report: ReportPhase) -> TierMemory:
     return TierMemory(
         budgets.ram_bytes,
         budgets.devices,
         containment=budgets.containment,
         costs=costs_file(settings),
-        progress=lambda share: say("pinning", share),
+        progress=lambda share: report("pinning", share),
     )
 
 
@@ -232,14 +232,14 @@ def _recorder(settings: Settings, served: ServedModel) -> Recorder | None:
     return Recorder(record, RecordingHeader(served.digest, sizes.layers, sizes.experts, sizes.top_k, *more))
 
 
-def _watchers(
+def _observers(
     controller: PredictivePolicy | None,
     recorder: Recorder | None,
     scoutgate: ScoutGateForecaster | None,
     activity: ActivityCounter | None,
     sharing: ClusterParts | None,
 ) -> StepObservers:
-    """Returns who hears of each step, in this order."""
+    """Returns the observers of each step, called in this order."""
     observers: list[Callable[[StepRouting], None]] = []
     if controller is not None:
         observers.append(controller.observe)
@@ -250,7 +250,7 @@ def _watchers(
     if activity is not None:
         observers.append(activity.add)
     if sharing is not None:
-        observers.append(sharing.last_chunks.read)
+        observers.append(sharing.last_chunks.on_step_ended)
     expecting = (scoutgate, controller, sharing.last_chunks if sharing is not None else None)
     return StepObservers(_to_all(observers), _to_all([each.on_step_begun for each in expecting if each is not None]))
 
@@ -259,11 +259,11 @@ def _to_all(listeners: Sequence[Callable[P, None]]) -> Callable[P, None] | None:
     if len(listeners) < 2:
         return listeners[0] if listeners else None
 
-    def tell(*news: P.args, **named: P.kwargs) -> None:
+    def notify_all(*news: P.args, **named: P.kwargs) -> None:
         for listen in listeners:
             listen(*news, **named)
 
-    return tell
+    return notify_all
 
 
 def _engine(

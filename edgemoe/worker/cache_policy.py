@@ -1,4 +1,4 @@
-"""What the cache goes by, as the settings name it: a policy, and the forecasters of which experts will be needed."""
+"""Builds the cache policy that the settings name, and the forecasters of needed experts."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from edgemoe.types.model_info import ServedModel
 from edgemoe.types.step import StepMeta, StepRouting
 
 log = logging.getLogger(__name__)
-STATE = "%s.cache.safetensors"  # what the cache has learned, beside the store of that name
-SCORES, COSTS = ".scoutgate.json", ".costs.json"  # how good ScoutGate's forecasts were, what loads take, beside that
+STATE = "%s.cache.safetensors"  # state learned by the cache, beside the store of that name
+SCORES, COSTS = ".scoutgate.json", ".costs.json"  # scores of ScoutGate's forecasts, costs of loads, beside that
 
 
 class PredictivePolicy(Protocol):
-    """A policy that hears of each step, and plans what the tiers should fetch in idle time."""
+    """A cache policy that observes each step and plans fetches for the tiers' idle time."""
 
     @property
     def policy(self) -> LivePolicy: ...
@@ -37,7 +37,7 @@ class PredictivePolicy(Protocol):
     def close(self) -> None: ...
 
 
-def foreseeing(
+def predictive_policy(
     name: str,
     settings: Settings,
     geometry: ExpertGeometry,
@@ -45,7 +45,7 @@ def foreseeing(
     scoutgate: ScoutGateForecaster | None,
     kernels: Path | None,
 ) -> PredictivePolicy | None:
-    """Returns the policy of that name with what it has learned before, if it is one that foresees.
+    """Returns the predictive policy of that name, with its saved state; None for another name.
 
     `kernels` keeps compiled code.
     """
@@ -79,7 +79,7 @@ def scoutgate_for(
 
 
 def costs_file(settings: Settings) -> Path:
-    """Returns the file that keeps what transfers of experts were measured to take."""
+    """Returns the file that keeps the measured costs of expert transfers."""
     return _state_file(settings, Path(settings.model.path)).with_suffix(COSTS)
 
 

@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 REPORT_S = 1.0
 ACTIVITY_S = 10.0
 MOST_PAIRS = 20_000  # or successions
-FORMER_S = 60.0  # after which other boxes have fetched what was at home here before
+FORMER_S = 60.0  # after which other boxes have fetched the former homes of this box
 Post = Callable[[FromEngine], None]
 
 
@@ -60,8 +60,8 @@ class ClusterMember:
         self._settings, self._tiers, self._info, self._post = settings, tiers, info, post
         self._sharing, self._homes = sharing, 0
         self._adopted_s = float("-inf")
-        self._moves = HomeFetchPacer(settings.migrate_bytes_per_s, info.expert_bytes, time.monotonic())
-        sharing.store.yields = self._moves.is_under_way
+        self._pacer = HomeFetchPacer(settings.migrate_bytes_per_s, info.expert_bytes, time.monotonic())
+        sharing.store.yields = self._pacer.is_under_way
         self._kernels: Kernels | None = None
         if not any(device.kind.startswith("cuda") for device in assembly.budgets.devices):
             self._kernels = Kernels(assembly.budgets.threads, tiers.geometry.bf16)
@@ -83,7 +83,7 @@ class ClusterMember:
         )
         self.choices = ExpertDemandReporter(assembly.engine, tiers, post, ended=settings.route == "eldr")
         self._prefix_sums = PrefixSignatures(assembly.engine, tiers.geometry.top_k, post)
-        self._pulls = PrefixFetches(assembly.engine, self.plane.kv_fetcher, post)
+        self._fetches = PrefixFetches(assembly.engine, self.plane.kv_fetcher, post)
         sharing.last_chunks.attach(post, self.choices.signature_of)
         tiers.join(self.plane.calls)
 
@@ -94,10 +94,10 @@ class ClusterMember:
         self._post(ChannelsOpened(calls_port=calls, bulk_port=bulk, model=self._info))
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Serves peers, reports to the front and fetches homes until cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self.plane.run())
-            group.create_task(self._pulls.run())
+            group.create_task(self._fetches.run())
             group.create_task(self._prefix_sums.run())
             if self._settings.route in ("pull", "eldr"):
                 group.create_task(self.choices.run())
@@ -106,24 +106,24 @@ class ClusterMember:
             group.create_task(self._report_activity())
 
     def close(self) -> None:
-        """After `run` has ended, before the tiers are closed."""
+        """Frees sockets, threads and kernels. Call it after `run` has ended and before the tiers are closed."""
         self.plane.close()
         if self._kernels is not None:
             self._kernels.close()
 
     def on_message(self, message: PeerList | Plan | FetchPrefixKV | PrefixSignatureRequest | Cancel) -> None:
-        """Carries out a message of the front."""
+        """Handles a message of the front."""
         match message:
             case PeerList():
                 self.plane.set_peers(message.keys, message.engines)
             case Plan():
                 self._adopt(message)
             case FetchPrefixKV():
-                self._pulls.obey(message)
+                self._fetches.start(message)
             case PrefixSignatureRequest():
                 self._prefix_sums.ask(message)
             case Cancel():
-                self._pulls.cancel(message.request, message.attempt)
+                self._fetches.cancel(message.request, message.attempt)
 
     def metrics(self) -> dict[str, float]:
         """Returns numbers for /metrics by their final names."""
@@ -146,7 +146,7 @@ class ClusterMember:
             names.HOME_EXPERTS: self._homes,
             names.HOME_MISSING: len(self._tiers.residency.homes.missing()),
         }
-        values |= self._pulls.metrics() | {names.KV_SERVED_BYTES: self.plane.kv.sent_bytes}
+        values |= self._fetches.metrics() | {names.KV_SERVED_BYTES: self.plane.kv.sent_bytes}
         for peer in self.plane.calls.peers.values():
             values[named(names.REMOTE_CALLS, peer=peer.node)] = peer.calls
             values[named(names.REMOTE_FAILURES, peer=peer.node)] = peer.failures
@@ -159,7 +159,7 @@ class ClusterMember:
     def _adopt(self, message: Plan) -> None:
         """Follows a plan. Refuses one that cannot be followed, and then the last one stays.
 
-        One that does not name this box says nothing of what is kept here.
+        A plan that does not name this box leaves its pinned experts as they are.
         """
         plan, node = message.plan, self._settings.node
         model = (plan.model, plan.layers, plan.experts)
@@ -168,7 +168,7 @@ class ClusterMember:
             if model != (self._info.digest, self._info.layers, self._info.experts):
                 raise CapacityError("it is a plan for another model")
             if node in plan.nodes:
-                self._keep(plan, plan.homes_of(node))
+                self._pin_homes(plan, plan.homes_of(node))
         except (CapacityError, ValueError) as error:
             log.error("plan refused", extra={**fields, "why": str(error)})
             return
@@ -176,13 +176,13 @@ class ClusterMember:
         log.info("plan adopted", extra={**fields, "homes": self._homes})
         self._fetch_homes()
 
-    def _keep(self, plan: PlacementPlan, homes: BoolArray) -> None:
+    def _pin_homes(self, plan: PlacementPlan, homes: BoolArray) -> None:
         """Pins these experts [L, E], and no others. Raises CapacityError."""
         owner = self._tiers.residency.homes
         before = owner.in_ram()
         owner.set_homes(homes)
         self._homes = int(homes.sum())
-        self._moves.follow(plan, self._settings.node, first=self.plan is None)
+        self._pacer.on_plan_adopted(plan, self._settings.node, first=self.plan is None)
         if (dropped := before & ~homes).any():
             log.debug("pins dropped", extra={"version": plan.version, "experts": pack_bits(dropped).hex()})
 
@@ -193,14 +193,14 @@ class ClusterMember:
         """
         missing = self._tiers.residency.homes.missing()
         rates = [1 / peer.s_per_byte for peer in self.plane.calls.peers.values() if peer.reachable]
-        granted = self._moves.turn(missing, time.monotonic(), sum(rates) / max(1, len(rates)))
+        granted = self._pacer.next_fetches(missing, time.monotonic(), sum(rates) / max(1, len(rates)))
         self._tiers.loader.prefetch(
             (Move(expert, Tier.NVME, Tier.RAM, ALWAYS) for expert in granted), PrefetchPriority.HOME
         )
         return len(granted) < len(missing)
 
     async def _keep_homes(self) -> None:
-        """Has the homes that are not in RAM come, in turns."""
+        """Fetches the homes that are not in RAM, in turns."""
         while True:
             held_back = self._fetch_homes()
             await asyncio.sleep(TURN_S if held_back else REPORT_S)
@@ -209,10 +209,10 @@ class ClusterMember:
         return self._tiers.residency.resident_mask(), self._tiers.on_disk
 
     async def _report(self) -> None:
-        """Posts to the front what experts are here, when that has changed, and the state of the links."""
+        """Posts the experts held here on change, and the measured links, to the front."""
         announced: HeldExperts | None = None
         while True:
-            await self._sharing.growth.look(self._tiers.on_disk)
+            await self._sharing.growth.poll(self._tiers.on_disk)
             # other experts in RAM may be evicted at any time, so plans cannot rely on them
             ram, disk = self._tiers.residency.homes.in_ram(), self._tiers.on_disk
             rooms = self._tiers.residency.homes.capacities
@@ -239,7 +239,7 @@ class ClusterMember:
             await asyncio.sleep(until_tick(REPORT_S))
 
     async def _report_activity(self) -> None:
-        """Posts to the front what this engine's own requests choose."""
+        """Posts the experts chosen by this engine's own requests to the front, every ten seconds."""
         while True:
             shares = await asyncio.to_thread(self._sharing.activity.shares, MOST_PAIRS)
             resident = pack_bits(self._tiers.residency.resident_mask())
@@ -260,12 +260,15 @@ class ClusterMember:
 
 
 TURN_S = 0.1  # between turns while something is held back
-LINK_SHARE = 0.125  # of what links carry, that moves may take
+LINK_SHARE = 0.125  # of the links' rate, that migrations may use
 LONGEST_S = 10.0  # that an expert's bytes are saved up for, however slow the links
 
 
 class HomeFetchPacer:
-    """Holds back homes that others have, by bytes a second. One owner, one event loop."""
+    """Limits the rate at which a migration fetches homes that other boxes have too.
+
+    Such experts can wait, and calls between boxes go first: they come evenly, in a small part of the links' rate.
+    """
 
     def __init__(self, bytes_per_s: float, expert_bytes: int, now_s: float) -> None:
         """Holds nothing back where `bytes_per_s` is 0."""
@@ -274,17 +277,17 @@ class HomeFetchPacer:
         self._granted: set[ExpertId] = set()
         self._elsewhere: BoolArray | None = None  # [L, E] at home at other boxes too; None: all is fetched at once
 
-    def follow(self, plan: PlacementPlan, node: str, *, first: bool) -> None:
-        """Takes note of a plan; of the `first` one since the start all is fetched at once."""
+    def on_plan_adopted(self, plan: PlacementPlan, node: str, *, first: bool) -> None:
+        """Adopts a plan. Homes of the `first` plan since the start are all fetched at once."""
         others = [plan.homes_of(other) for other in plan.nodes if other != node]
         self._elsewhere = np.logical_or.reduce(others) if others and not first else None
 
     def is_under_way(self, expert: ExpertId) -> bool:
-        """Returns whether a home is being fetched that others have."""
+        """Returns whether this migrated home is being fetched."""
         return expert in self._granted
 
-    def turn(self, missing: Sequence[ExpertId], now_s: float, link_bytes_per_s: float) -> list[ExpertId]:
-        """Returns those of the missing homes that are to be fetched now."""
+    def next_fetches(self, missing: Sequence[ExpertId], now_s: float, link_bytes_per_s: float) -> list[ExpertId]:
+        """Returns the missing homes to fetch now: all that no other box has, the others as the rate allows."""
         if self._elsewhere is None or not self._rate:
             self._granted = set()
             return list(missing)

@@ -1,4 +1,4 @@
-"""What the engine of a box in a cluster has besides: stores that peers fill and read, counts of chosen experts."""
+"""The engine's parts that only a cluster needs: peers' stores, the watch of a growing store, expert counts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from edgemoe.worker.prefill_decode_transfer import LastChunkNotifier
 
 
 class ClusterParts(NamedTuple):
-    """What a box in a cluster has besides: experts as bytes, a store that reads from peers too, what is told."""
+    """Parts of an engine in a cluster: served experts and pieces, a store that reads from peers, notifiers."""
 
     model: ServedModel
     shelf: ExpertShelf
@@ -53,15 +53,15 @@ log = logging.getLogger(__name__)
 
 
 class StoreWatcher:
-    """Follows a store's manifest. Used on the event loop."""
+    """Polls a store's manifest for experts that arrive while the engine runs, as by `edgemoe pull --from-peers`."""
 
     def __init__(self, directory: Path, store: ExpertStore, shelf: ExpertShelf, pieces: StorePieces) -> None:
         self._file = directory / MANIFEST
         self._store, self._shelf, self._pieces = store, shelf, pieces
         self._seen = self._stamp()
 
-    async def look(self, on_disk: BoolArray) -> None:
-        """Where the manifest lists more experts by now, they are used, and marked in `on_disk` [L, E]."""
+    async def poll(self, on_disk: BoolArray) -> None:
+        """Uses experts that the manifest lists since the last poll, and marks them in `on_disk` [L, E]."""
         if (stamp := self._stamp()) == self._seen:
             return
         self._seen, before = stamp, self._store.manifest

@@ -39,7 +39,7 @@ Key = tuple[str, int]  # request and attempt
 
 @dataclass(slots=True, eq=False)
 class ChosenExperts:
-    """What a sequence has chosen so far."""
+    """The expert counts of a sequence so far."""
 
     prompt: IntArray  # counts [L, E]
     answer: IntArray  # of its full blocks [L, E]
@@ -47,12 +47,12 @@ class ChosenExperts:
 
 
 class ExpertDemandReporter:
-    """Owns what is known of running sequences. `want` and `run` on the event loop."""
+    """Owns the expert counts of running sequences. Call `want` and `run` on the event loop."""
 
     def __init__(
         self, engine: Engine, tiers: ExpertTiers, post: Callable[[FromEngine], None], ended: bool = False
     ) -> None:
-        """With `ended` it tells what requests chose that have ended."""
+        """Reports the signatures of ended requests too if `ended`."""
         self._engine, self._tiers, self._post = engine, tiers, post
         geometry = tiers.geometry
         self._top_k = geometry.top_k
@@ -65,14 +65,14 @@ class ExpertDemandReporter:
         self._said: ExpertDemand | None = None
 
     def want(self, message: Submit) -> None:
-        """Has the front told what this request's prompt chose, if it asks for it."""
+        """Registers a request whose front asks for its prompt's signature."""
         if message.signature:
             self._wanted[message.request.id, message.attempt] = True
             if len(self._wanted) > MOST_WANTED:
                 self._wanted.popitem(last=False)
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Posts signatures and expert demand on change until cancelled."""
         seen: set[Key] = set()
         looks = 0
         while True:
@@ -81,7 +81,7 @@ class ExpertDemandReporter:
             looks += 1
             if read != seen or looks >= REPEAT_LOOKS or (read and self._tells_ended):
                 seen, looks = read, 0
-                for message in await asyncio.to_thread(self._look, there):
+                for message in await asyncio.to_thread(self._collect_changes, there):
                     self._post(message)
             await asyncio.sleep(until_tick(LOOK_S))
 
@@ -89,8 +89,8 @@ class ExpertDemandReporter:
         scheduler = self._engine.scheduler
         return [*scheduler.running, *scheduler.waiting]
 
-    def _look(self, there: Iterable[Sequence]) -> list[FromEngine]:
-        """Returns what is new."""
+    def _collect_changes(self, there: Iterable[Sequence]) -> list[FromEngine]:
+        """Returns messages about changes since the last call."""
         answer: list[FromEngine] = []
         union, known = np.zeros_like(self._unread), dict[Key, FloatArray]()
         for seq in there:
@@ -111,7 +111,7 @@ class ExpertDemandReporter:
         return answer
 
     def _ended(self, there: Iterable[Sequence]) -> tuple[EndedRequest, ...]:
-        """Reads on in what those here choose; returns what some chose that were here before."""
+        """Updates the expert counts of running requests. Returns counts of some that ended since the last call."""
         if not self._tells_ended:
             return ()
         before, self._chosen = self._chosen, {}
@@ -134,7 +134,7 @@ class ExpertDemandReporter:
         return one
 
     def signature_of(self, request: str) -> ExpertSignature | None:
-        """Returns what a running request's computed tokens chose. On the compute thread."""
+        """Returns the signature of a running request's computed tokens. On the compute thread."""
         seq = next((seq for seq in self._engine.scheduler.running if seq.request.id == request), None)
         return None if seq is None else self._table(self._engine.blocks.signature(seq))
 
@@ -142,11 +142,11 @@ class ExpertDemandReporter:
         return ExpertSignature(*shares_of(counts, self._top_k))
 
     def _counts(self, seq: Sequence) -> IntArray:
-        """Returns what the prompt's whole blocks chose, hit or computed; where it has none, its only one so far."""
+        """Returns the expert counts of the prompt's whole blocks, or of its only block if it has no whole one."""
         return self._total(seq, 0, max(1, seq.prompt_tokens // BLOCK_TOKENS))
 
     def _total(self, seq: Sequence, begin: int, end: int) -> IntArray:
-        """Returns what those of its blocks chose; nothing where it has let go of them under the look."""
+        """Returns the summed expert counts of these blocks; zeros if the sequence released them meanwhile."""
         blocks = seq.blocks[begin:end]
         total = self._engine.blocks.total(blocks)
         return total if seq.blocks[begin:end] == blocks else np.zeros_like(total)
@@ -158,7 +158,7 @@ class ExpertDemandReporter:
         return ExpertDemand(absent_bytes(union), self._far().tobytes(), self._far_s(), step_s, expert_s)
 
     def _far(self) -> npt.NDArray[np.uint8]:
-        """Returns from where each expert [L, E] has to be reached."""
+        """Returns the nearest place of each expert [L, E]."""
         tiers, residency = self._tiers, self._tiers.residency
         in_ram = residency.resident_mask(Tier.RAM)
         far = np.full(in_ram.shape, ON_DISK, np.uint8)
@@ -172,7 +172,7 @@ class ExpertDemandReporter:
         return far
 
     def _far_s(self) -> tuple[float, float, float]:
-        """Returns what an expert costs that is in RAM, at a peer, on the disk, as far as that was measured."""
+        """Returns the measured cost of reaching an expert in RAM, at a peer and on the disk."""
         tiers, remote = self._tiers, self._tiers.experts.remote
         costs = tiers.experts.cpu_experts.costs
         layer = tiers.geometry.layers - 1
@@ -200,19 +200,19 @@ class PrefixSignatures:
         self._waiting: asyncio.Queue[PrefixSignatureRequest] = asyncio.Queue(WAITING)
 
     def ask(self, message: PrefixSignatureRequest) -> None:
-        """Queues a question."""
+        """Queues a question, or answers with no signature if too many wait."""
         if self._waiting.full():
             self._post(PrefixSignatureReply(request=message.request))
         else:
             self._waiting.put_nowait(message)
 
     async def run(self) -> None:
-        """Answers until cancelled."""
+        """Answers queued questions until cancelled, one at a time."""
         while True:
             message = await self._waiting.get()
-            self._post(await asyncio.to_thread(self._look, message))
+            self._post(await asyncio.to_thread(self._reply_to, message))
 
-    def _look(self, message: PrefixSignatureRequest) -> PrefixSignatureReply:
+    def _reply_to(self, message: PrefixSignatureRequest) -> PrefixSignatureReply:
         prompt = message.prompt[: self._engine.limits.context_tokens]
         tokens, counts = self._engine.prefixes.signature(prompt, message.salt)
         found = ExpertSignature(*shares_of(counts, self._top_k)) if tokens else None

@@ -22,14 +22,14 @@ from edgemoe.types.expert_signatures import ExpertSignature
 from edgemoe.types.step import StepMeta, StepRouting
 
 log = logging.getLogger(__name__)
-AT_ONCE, WAITING = 4, 256  # pulls
-MOST_AWAITED = 1 << 14  # prompts whose end a front wants to know of
+AT_ONCE, WAITING = 4, 256  # fetches
+MOST_AWAITED = 1 << 14  # requests that fronts wait for
 Post = Callable[[FromEngine], None]
 SignatureOf = Callable[[str], ExpertSignature | None]
 
 
 class LastChunkNotifier:
-    """Owns which prompts' ends are to be told. `want` and `forget` on the event loop, the rest while computing."""
+    """Owns the requests whose fronts wait for the end of prefill. `want` and `forget` run on the event loop."""
 
     def __init__(self) -> None:
         self._post: Post = lambda _message: None
@@ -37,11 +37,11 @@ class LastChunkNotifier:
         self._wanted: OrderedDict[str, tuple[int, int]] = OrderedDict()  # request -> attempt, last token's position
 
     def attach(self, post: Post, signature_of: SignatureOf) -> None:
-        """Posts by `post` from now on, with the signatures of what is computed of requests."""
+        """Posts messages by `post` from now on, with signatures by `signature_of`."""
         self._post, self._signature_of = post, signature_of
 
     def want(self, message: Submit) -> None:
-        """Has the end of this request's tokens so far told, if its front asks for it."""
+        """Registers a request whose front asks for the end of its prefill."""
         if message.hand_over:
             last = len(message.request.prompt) + len(message.emitted) - 1
             self._wanted[message.request.id] = message.attempt, last
@@ -49,7 +49,7 @@ class LastChunkNotifier:
                 self._wanted.popitem(last=False)
 
     def forget(self, request: str, attempt: int) -> None:
-        """Has no more told of an attempt that is cancelled."""
+        """Forgets an attempt that is cancelled."""
         if self._wanted.get(request, (0, 0))[0] == attempt:
             self._wanted.pop(request, None)
 
@@ -59,14 +59,14 @@ class LastChunkNotifier:
         Only for those most of whose prompt earlier steps computed; the others follow after the step.
         """
         if self._wanted:
-            self._tell(meta, 0.5)
+            self._post_ended(meta, 0.5)
 
-    def read(self, routing: StepRouting) -> None:
-        """Posts LastChunkStarted for the others whose last token this step has computed."""
+    def on_step_ended(self, routing: StepRouting) -> None:
+        """Posts LastChunkStarted for the other requests whose prefill this step has ended."""
         if self._wanted:
-            self._tell(routing.meta, 0.0)
+            self._post_ended(routing.meta, 0.0)
 
-    def _tell(self, meta: StepMeta, share: float) -> None:
+    def _post_ended(self, meta: StepMeta, share: float) -> None:
         ends = meta.positions[np.cumsum(meta.query_lens) - 1]
         for request, tokens, end in zip(meta.requests, meta.query_lens.tolist(), ends.tolist(), strict=True):
             wanted = self._wanted.get(request)
@@ -79,7 +79,7 @@ class EnginePrefixes:
     """Implements PrefixSource: the engine's prefix cache, for the event loop."""
 
     def __init__(self, engine: Engine, model: str) -> None:
-        """`model` is the store's digest."""
+        """Serves the prefix cache of the model with that digest."""
         self._engine, self._prefixes = engine, engine.prefixes
         self.encoding = self._prefixes.encoding(model)
         self.block_bytes, self.state_bytes = self._prefixes.block_bytes, self._prefixes.state_bytes
@@ -95,7 +95,7 @@ class EnginePrefixes:
         loop = asyncio.get_running_loop()
         taken: asyncio.Future[bool] = loop.create_future()
 
-        def settle(result: bool | Exception) -> None:
+        def resolve(result: bool | Exception) -> None:
             if taken.done():
                 return
             if isinstance(result, Exception):
@@ -109,7 +109,7 @@ class EnginePrefixes:
                 result = self._prefixes.take_in(keys, data, state)
             except Exception as error:  # affects this transfer alone
                 result = error
-            loop.call_soon_threadsafe(settle, result)
+            loop.call_soon_threadsafe(resolve, result)
 
         self._engine.loop.call(deed)
         return await taken
@@ -117,7 +117,7 @@ class EnginePrefixes:
 
 @dataclass(slots=True, eq=False)
 class PrefixFetch:
-    """A FetchPrefixKV message."""
+    """A FetchPrefixKV message with its deadline."""
 
     message: FetchPrefixKV
     ends_s: float  # by which to answer
@@ -133,23 +133,23 @@ class PrefixFetches:
         self._waiting: asyncio.Queue[PrefixFetch] = asyncio.Queue(WAITING)
         self._wanted: dict[tuple[str, int], PrefixFetch] = {}  # by request and attempt
 
-    def obey(self, message: FetchPrefixKV) -> None:
-        """Queues a pull, or refuses it where too many wait."""
+    def start(self, message: FetchPrefixKV) -> None:
+        """Queues a fetch, or refuses it if too many wait."""
         if self._waiting.full():
             self._answer(message, 0, "busy")
             return
-        pull = PrefixFetch(message, self._clock() + message.remaining_ms / 1e3)
-        self._wanted[message.request, message.attempt] = pull
-        self._waiting.put_nowait(pull)
+        fetch = PrefixFetch(message, self._clock() + message.remaining_ms / 1e3)
+        self._wanted[message.request, message.attempt] = fetch
+        self._waiting.put_nowait(fetch)
 
     def cancel(self, request: str, attempt: int) -> None:
-        """Ends a pull without an answer: nobody waits for it any more."""
-        pull = self._wanted.pop((request, attempt), None)
-        if pull is not None and pull.scope is not None:
-            pull.scope.reschedule(self._clock())
+        """Ends a fetch without an answer, because its request was cancelled."""
+        fetch = self._wanted.pop((request, attempt), None)
+        if fetch is not None and fetch.scope is not None:
+            fetch.scope.reschedule(self._clock())
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Fetches prefixes until cancelled, AT_ONCE at a time."""
         async with asyncio.TaskGroup() as group:
             for _ in range(AT_ONCE):
                 group.create_task(self._work())
@@ -165,25 +165,25 @@ class PrefixFetches:
 
     async def _work(self) -> None:
         while True:
-            pull = await self._waiting.get()
-            name = pull.message.request, pull.message.attempt
-            if self._wanted.get(name) is not pull:
+            fetch = await self._waiting.get()
+            name = fetch.message.request, fetch.message.attempt
+            if self._wanted.get(name) is not fetch:
                 continue
             blocks, why = 0, ""
             with contextlib.suppress(TimeoutError):  # it was cancelled
-                async with asyncio.timeout(None) as pull.scope:
-                    blocks, why = await self._carry_out(pull)
-            if self._wanted.get(name) is pull:
+                async with asyncio.timeout(None) as fetch.scope:
+                    blocks, why = await self._carry_out(fetch)
+            if self._wanted.get(name) is fetch:
                 del self._wanted[name]
-                self._answer(pull.message, blocks, why)
+                self._answer(fetch.message, blocks, why)
 
-    async def _carry_out(self, pull: PrefixFetch) -> tuple[int, str]:
-        """Returns how many blocks are here then, and why that are not all."""
-        message, why = pull.message, ""
+    async def _carry_out(self, fetch: PrefixFetch) -> tuple[int, str]:
+        """Fetches the missing KV blocks. Returns the number now cached and the reason for a shortfall ("" if none)."""
+        message, why = fetch.message, ""
         keys: Sequence[bytes] = ()
         try:
             keys = self._engine.prefixes.keys(message.prompt[: self._engine.limits.context_tokens], message.salt)
-            await self._fetcher.fetch(message.node, keys, max(0.0, pull.ends_s - self._clock()))
+            await self._fetcher.fetch(message.node, keys, max(0.0, fetch.ends_s - self._clock()))
         except HandOverFailed as failure:
             why = failure.reason
             log.info("a prefix did not come", extra={"peer": message.node, "reason": why, "why": str(failure)})

@@ -1,4 +1,4 @@
-"""Compares a store with the checkpoint that it was packed from, on a text: what its encodings cost.
+"""Measures the loss of a store's encodings against its checkpoint on a text.
 
 Both compute in float32, a window of the text at a time and layer by layer, so that memory holds dense weights and one
 expert. The next token's distributions p of the checkpoint and q of the store are compared by KL(p || q).
@@ -31,7 +31,7 @@ from edgemoe.store.packer import AS_IT_IS, Progress
 from edgemoe.store.reader import ExpertStore
 from edgemoe.store.writer import CheckpointReader, write_file
 
-WINDOW_TOKENS = 512  # of text that is read at a time, without what came before
+WINDOW_TOKENS = 512  # of text in a window, which sees nothing before it
 MOST_TOKENS = 8192  # of a text that are read
 IN_BFLOAT16 = WantedEncodings("bfloat16", "bfloat16")  # of a GGUF, which few encodings keep as it is
 ReadExpert = Callable[[int, int, memoryview], None]
@@ -39,9 +39,9 @@ ReadExpert = Callable[[int, int, memoryview], None]
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """What a store says of a text, beside its checkpoint."""
+    """The differences between a store's predictions and its checkpoint's."""
 
-    tokens: int  # that were foretold
+    tokens: int  # that were predicted
     divergence: float  # mean KL divergence of a token, in nats
     same_top: float  # share of tokens with the same most probable one
     perplexity: float
@@ -94,7 +94,7 @@ class StreamedExperts:
         return out
 
     def computed(self, ids: torch.Tensor, weights: torch.Tensor, served: int) -> None:
-        raise AssertionError("nobody knows where experts lie")
+        raise AssertionError("experts of a comparison have no places")
 
     def hint(self, layer: int, probs: torch.Tensor) -> None:
         raise AssertionError("nobody asked for hints")
@@ -146,7 +146,7 @@ def _in_float32(spec: ModelSpec) -> ModelSpec:
 
 
 def summary(ids: list[int], theirs: TextReader, ours: TextReader, progress: Progress) -> Quality:
-    """Compares what two models foretell, `theirs` being the reference."""
+    """Compares the predictions of two models; `theirs` is the reference."""
     tokens = same = 0
     divergence = surprise = reference = 0.0
     for start in range(0, len(ids) - 1, WINDOW_TOKENS):

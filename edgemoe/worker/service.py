@@ -101,10 +101,10 @@ class Worker:
                 tasks.create_task(self._tell_loading(), name="loading"),
                 tasks.create_task(self._watch_parent(), name="parent"),
             ]
-            # On a thread that ends, and OpenMP's threads beside it with it: while there are more of them than cores,
-            # they sleep between any two products of a prompt.
+            # Loads on a thread that ends, so that its OpenMP threads end too. With more of them than cores, all sleep
+            # between any two products of a prompt.
             with ThreadPoolExecutor(1) as once:
-                loading = partial(assemble, self._settings, self._emit, self._say)
+                loading = partial(assemble, self._settings, self._emit, self._report_phase)
                 assembly = await self._loop.run_in_executor(once, loading)
             computing = tasks.create_task(self._compute(assembly), name="compute")
             helpers.append(tasks.create_task(assembly.tiers.run(), name="tiers"))
@@ -120,7 +120,7 @@ class Worker:
             await self._warm_up(assembly)
             refuse_pickle()
             settle()
-            self._say(READY)
+            self._report_phase(READY)
             self._wire.post(self._ready(assembly))
             helpers.append(tasks.create_task(self._report(assembly), name="stats"))
             helpers.append(tasks.create_task(self._reload_when_asked(assembly), name="reload"))
@@ -137,7 +137,7 @@ class Worker:
 
     # --- coming up
 
-    def _say(self, phase: str, fraction: float = 0.0, detail: str = "", /) -> None:
+    def _report_phase(self, phase: str, fraction: float = 0.0, detail: str = "", /) -> None:
         if phase != self._loading.phase:
             log.info("engine", extra={"phase": phase})
         self._loading = Loading(phase=phase, fraction=fraction, detail=detail)
@@ -155,14 +155,14 @@ class Worker:
 
         It has all the time that it takes, while it comes to further layers: from a slow disk, that is minutes.
         """
-        self._say("warm-up")
+        self._report_phase("warm-up")
         prompt = (0,) * min(WARM_UP_TOKENS, assembly.engine.limits.context_tokens - 4)
         request = Request(id=WARM_UP, prompt=prompt, sampling=Sampling(temperature=0.0, max_tokens=4), seed=0)
         assembly.engine.loop.submit(request, (), 1, math.inf)
         runner, layers = assembly.engine.runner, assembly.model.layers
         while not (await asyncio.wait([self._warm], timeout=STATS_S))[0]:
             begun = runner.layers_begun
-            self._say("warm-up", begun / layers, f"layer {begun} of {layers}")
+            self._report_phase("warm-up", begun / layers, f"layer {begun} of {layers}")
         end = self._warm.result()
         if self._side is not None and end.error_code == "missing_expert":
             log.warning("not warmed up: the boxes that have the other experts are not here yet")
@@ -184,11 +184,11 @@ class Worker:
     # --- running
 
     async def _compute(self, assembly: Assembly) -> None:
-        """Runs the compute thread until it ends. Raises what ended it."""
+        """Runs the compute thread until it ends. Raises its error."""
         ended: asyncio.Future[None] = self._loop.create_future()
 
         def started(error: BaseException | None) -> None:
-            self._loop.call_soon_threadsafe(_settle, ended, error)
+            self._loop.call_soon_threadsafe(_resolve, ended, error)
 
         assembly.engine.start(assembly.budgets.threads, started)
         await ended
@@ -202,21 +202,21 @@ class Worker:
     async def _listen(self, assembly: Assembly) -> None:
         async for message in self._wire.messages():
             try:
-                self._obey(message, assembly)
+                self._on_message(message, assembly)
             except WireError:  # there is no front any more
                 raise
             except Exception as error:  # of this message alone
                 self._fail(message, error)
 
     def _fail(self, message: ToEngine, error: Exception) -> None:
-        """Notes that a message could not be obeyed, and ends the request that it is of, if it brings one."""
+        """Logs a message that could not be handled, and ends the request of a Submit."""
         self._log(logging.ERROR, "a message of the front failed here", what=type(message).__name__, exc_info=True)
         if isinstance(message, Submit):
             why = f"the engine cannot begin with this request: {type(error).__name__}; see its log"
             ended = end_of(message, why, "request_failed")
             self._wire.post(Emissions(items=[ended]))
 
-    def _obey(self, message: ToEngine, assembly: Assembly) -> None:
+    def _on_message(self, message: ToEngine, assembly: Assembly) -> None:
         loop = assembly.engine.loop
         match message:
             case Submit():
@@ -238,7 +238,7 @@ class Worker:
                 self._wire.post(self._stats(assembly))
             case SnapshotRequest():
                 if self._snapshots is not None:
-                    self._snapshots.look()
+                    self._snapshots.extend()
             case Reload():
                 self._reload_asked.set()
             case PeerList() | Plan() | FetchPrefixKV() | PrefixSignatureRequest():
@@ -302,7 +302,7 @@ def _reload(assembly: Assembly) -> Reloaded:
     return Reloaded(message=f"the ScoutGate in {settings.cache.scoutgate} is in use")
 
 
-def _settle(ended: asyncio.Future[None], error: BaseException | None) -> None:
+def _resolve(ended: asyncio.Future[None], error: BaseException | None) -> None:
     if ended.done():
         return
     if error is None:

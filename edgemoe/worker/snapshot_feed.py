@@ -38,13 +38,13 @@ from edgemoe.types.snapshot import (
 
 LOOK_S = 3.0  # that one Show lasts
 EVERY_S = 0.5
-HALF_LIFE_S = 10.0  # of what was seen of use, while anything runs
-SAMPLE_SEQUENCES, SAMPLE_BLOCKS = 32, 2  # whose use is looked at, and how many of the last blocks of each
-MEAN_USE = 8  # in a cell, of what is used as much as the mean of its layer
+HALF_LIFE_S = 10.0  # of the counted use, while anything runs
+SAMPLE_SEQUENCES, SAMPLE_BLOCKS = 32, 2  # sampled for use, and the last blocks of each
+MEAN_USE = 8  # in a cell, for the mean use of its layer
 
 
 class SnapshotFeed:
-    """Posts a snapshot every half second for LOOK_S after each `look`."""
+    """Posts a snapshot every half second for LOOK_S after each `extend`."""
 
     def __init__(self, engine: Engine, tiers: ExpertTiers, post: Callable[[FromEngine], None]) -> None:
         self._engine, self._tiers, self._post = engine, tiers, post
@@ -52,13 +52,13 @@ class SnapshotFeed:
         self._asked = asyncio.Event()
         self._use: FloatArray = np.zeros((tiers.geometry.layers, tiers.geometry.experts), np.float32)
 
-    def look(self) -> None:
-        """Somebody looks."""
+    def extend(self) -> None:
+        """Keeps posting for LOOK_S more, because a front asks."""
         self._until_s = time.monotonic() + LOOK_S
         self._asked.set()
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Posts snapshots while they are asked for, until cancelled."""
         while True:
             await self._asked.wait()
             self._asked.clear()
@@ -67,7 +67,7 @@ class SnapshotFeed:
                 await asyncio.sleep(EVERY_S)
 
     def snapshot(self) -> EngineSnapshot:
-        """Returns the engine as it is."""
+        """Returns a snapshot of the engine now."""
         residency, scheduler = self._tiers.residency, self._engine.scheduler
         self._note_use(scheduler.running[:SAMPLE_SEQUENCES])
         there = self._use.shape

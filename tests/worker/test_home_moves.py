@@ -20,57 +20,57 @@ def plan(others: int) -> PlacementPlan:
 
 def test_the_first_plan_is_fetched_at_once() -> None:
     moves = HomeFetchPacer(20.0, 10, 0.0)
-    assert moves.turn(ALL, 0.0, FAST) == ALL
-    moves.follow(plan(8), "a", first=True)
-    assert moves.turn(ALL, 0.0, FAST) == ALL
+    assert moves.next_fetches(ALL, 0.0, FAST) == ALL
+    moves.on_plan_adopted(plan(8), "a", first=True)
+    assert moves.next_fetches(ALL, 0.0, FAST) == ALL
 
 
 def test_later_ones_come_by_bytes_a_second_but_for_what_nobody_else_has() -> None:
     moves = HomeFetchPacer(20.0, 10, 0.0)
-    moves.follow(plan(6), "a", first=False)
-    assert moves.turn(ALL, 1.0, FAST) == [*ALL[6:], ALL[0]]
+    moves.on_plan_adopted(plan(6), "a", first=False)
+    assert moves.next_fetches(ALL, 1.0, FAST) == [*ALL[6:], ALL[0]]
     left = ALL[1:6]
-    assert moves.turn(left, 1.2, FAST) == []
-    assert moves.turn(left, 1.5, FAST) == left[:1]
-    assert moves.turn(left, 100.0, FAST) == left[:1]  # what was not used is not saved up
-    assert moves.turn([], 101.0, FAST) == []
+    assert moves.next_fetches(left, 1.2, FAST) == []
+    assert moves.next_fetches(left, 1.5, FAST) == left[:1]
+    assert moves.next_fetches(left, 100.0, FAST) == left[:1]  # what was not used is not saved up
+    assert moves.next_fetches([], 101.0, FAST) == []
 
 
 def test_many_small_ones_come_evenly() -> None:
     moves = HomeFetchPacer(300.0, 10, 0.0)
-    moves.follow(plan(8), "a", first=False)
+    moves.on_plan_adopted(plan(8), "a", first=False)
     left = list(ALL)
     for turn in range(1, 3):
-        granted = moves.turn(left, turn * 0.1, FAST)
+        granted = moves.next_fetches(left, turn * 0.1, FAST)
         assert granted == left[:3]
         left = left[3:]
 
 
 def test_an_expert_of_more_than_a_seconds_bytes_comes_in_its_time() -> None:
     moves = HomeFetchPacer(20.0, 50, 0.0)
-    moves.follow(plan(8), "a", first=False)
-    assert moves.turn(ALL, 1.0, FAST) == []
-    assert moves.turn(ALL, 2.5, FAST) == ALL[:1]
-    assert moves.turn(ALL[1:], 3.0, FAST) == []
+    moves.on_plan_adopted(plan(8), "a", first=False)
+    assert moves.next_fetches(ALL, 1.0, FAST) == []
+    assert moves.next_fetches(ALL, 2.5, FAST) == ALL[:1]
+    assert moves.next_fetches(ALL[1:], 3.0, FAST) == []
 
 
 def test_moves_take_an_eighth_of_the_links_but_do_not_stand_still() -> None:
     moves = HomeFetchPacer(20.0, 10, 0.0)
-    moves.follow(plan(8), "a", first=False)
-    assert moves.turn(ALL, 1.9, 40.0) == []  # 5 bytes a second
-    assert moves.turn(ALL, 2.0, 40.0) == ALL[:1]
-    assert moves.turn(ALL[1:], 11.9, 0.0) == []  # 10 s an expert, at the slowest
-    assert moves.turn(ALL[1:], 12.1, 0.0) == ALL[1:2]
+    moves.on_plan_adopted(plan(8), "a", first=False)
+    assert moves.next_fetches(ALL, 1.9, 40.0) == []  # 5 bytes a second
+    assert moves.next_fetches(ALL, 2.0, 40.0) == ALL[:1]
+    assert moves.next_fetches(ALL[1:], 11.9, 0.0) == []  # 10 s an expert, at the slowest
+    assert moves.next_fetches(ALL[1:], 12.1, 0.0) == ALL[1:2]
 
 
 def test_what_comes_so_is_known_and_what_comes_at_once_is_not_of_it() -> None:
     moves = HomeFetchPacer(20.0, 10, 0.0)
-    moves.follow(plan(6), "a", first=False)
-    moves.turn(ALL, 1.0, FAST)
+    moves.on_plan_adopted(plan(6), "a", first=False)
+    moves.next_fetches(ALL, 1.0, FAST)
     assert [moves.is_under_way(one) for one in (ALL[0], ALL[1], ALL[6])] == [True, False, False]
 
 
 def test_without_a_limit_all_is_fetched() -> None:
     moves = HomeFetchPacer(0.0, 10, 0.0)
-    moves.follow(plan(8), "a", first=False)
-    assert moves.turn(ALL, 1.0, FAST) == ALL
+    moves.on_plan_adopted(plan(8), "a", first=False)
+    assert moves.next_fetches(ALL, 1.0, FAST) == ALL

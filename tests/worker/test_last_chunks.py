@@ -47,7 +47,7 @@ def test_a_step_that_computes_more_than_half_is_told_of_when_it_is_over(computed
     chunks.want(submit(1))
     chunks.on_step_begun(step(computed, 40), NO_IDS)
     assert len(told) == told_before
-    chunks.read(StepRouting(step(computed, 40), NO_IDS, NO_IDS.astype(np.float32), {}, 0.1, 0.0))
+    chunks.on_step_ended(StepRouting(step(computed, 40), NO_IDS, NO_IDS.astype(np.float32), {}, 0.1, 0.0))
     assert len(told) == 1
 
 
@@ -72,7 +72,7 @@ def test_the_signature_told_is_of_all_of_a_prompt_or_of_what_steps_before_the_la
 ) -> None:
     """And that is half of it or more."""
     told, chunks = list[FromEngine](), LastChunkNotifier()
-    drive = Drive(observe=chunks.read, expect=chunks.on_step_begun, step_tokens=step_tokens)
+    drive = Drive(observe=chunks.on_step_ended, expect=chunks.on_step_begun, step_tokens=step_tokens)
 
     def signature_of(request: str) -> ExpertSignature:
         (seq,) = drive.engine.scheduler.running

@@ -91,12 +91,12 @@ async def test_nothing_is_posted_but_for_a_while_after_somebody_looked(
     eyes = SnapshotFeed(Drive().engine, tiers, posted.append)
     running_on = asyncio.ensure_future(eyes.run())
     monkeypatch.setattr(module, "LOOK_S", 0.0)
-    eyes.look()
+    eyes.extend()
     for _ in range(9):
         await asyncio.sleep(0)
     assert not posted
     monkeypatch.setattr(module, "LOOK_S", 60.0)
-    eyes.look()
+    eyes.extend()
     await until(lambda: len(posted) > 1)
     assert all(isinstance(one, SnapshotReply) and one.snapshot.cells for one in posted)
     running_on.cancel()

@@ -26,7 +26,7 @@ async def test_a_warm_up_may_take_for_ever() -> None:
     engine = SimpleNamespace(
         limits=drive.engine.limits, loop=SimpleNamespace(submit=submit), runner=drive.engine.runner
     )
-    worker = SimpleNamespace(_say=lambda *_: None, _warm=ended, _side=None)
+    worker = SimpleNamespace(_report_phase=lambda *_: None, _warm=ended, _side=None)
     await Worker._warm_up(
         cast(Any, worker), cast(Any, SimpleNamespace(engine=engine, activity=None, model=SimpleNamespace(layers=1)))
     )

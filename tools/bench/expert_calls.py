@@ -311,20 +311,20 @@ class Moving:
         self.on, self.bytes = False, 0
         self._box, self._size = box, geometry.expert_bytes(0)
         self._moves = HomeFetchPacer(bytes_per_s, self._size, time.monotonic())
-        self._moves.follow(plan, "client", first=False)
+        self._moves.on_plan_adopted(plan, "client", first=False)
         box.store.yields = self._moves.is_under_way
 
     async def run(self) -> None:
         missing = list(map(ExpertId, [0] * EXPERTS, range(EXPERTS)))
         rate = lambda: 1 / self._box.plane.calls.peers["server"].s_per_byte  # noqa: E731
         while True:
-            granted = self._moves.turn(missing, time.monotonic(), rate()) if self.on else []
+            granted = self._moves.next_fetches(missing, time.monotonic(), rate()) if self.on else []
             room = [memoryview(bytearray(self._size)) for _ in granted]
             await asyncio.gather(*(self._box.store.read(*one, into) for one, into in zip(granted, room, strict=True)))
             self.bytes += self._size * len(granted)
             missing = [one for one in missing if one not in granted] or missing[:0]
             if not missing:
-                self._moves.turn([], time.monotonic(), rate())
+                self._moves.next_fetches([], time.monotonic(), rate())
                 missing = list(map(ExpertId, [0] * EXPERTS, range(EXPERTS)))
             await asyncio.sleep(TURN_S)
 

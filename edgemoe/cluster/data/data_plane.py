@@ -31,7 +31,7 @@ CALL_BYTES = 80 << 20  # of one call: rows, experts and weights
 
 @dataclass(frozen=True, slots=True)
 class OwnExperts:
-    """What an engine has for its peers, and fills up from them."""
+    """Holds the parts of an engine that serve peers, or are filled from peers."""
 
     model: ServedModel
     holdings: Holdings

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 WINDOW = 4  # chunks of one expert under way
 FETCHES = 4  # experts of one peer under way
 SHARE, LEAST_BYTES = 1 / 4, 32 << 10  # of a chunk's time-out that all under way take on the link; of a chunk, at least
-LATE_FACTOR, LATE_S = 4.0, 0.25  # a fetch is late after so many times its expected time; then another peer is tried
+LATE_FACTOR, LATE_S = 4.0, 0.25  # a fetch is late after this multiple of its expected time; then another peer is tried
 YIELDING_WINDOW, YIELDING_S = 2, 0.002  # chunks under way of one that yields to calls, and of each, on the link
 LEAST_BYTES_PER_S = 5e6  # of a fetch; a slower one fails in the end, unless the peer was measured to be slow
 
@@ -72,7 +72,7 @@ class PeerStore:
     """Implements `Store`: reads from the box's own store and, once joined, from peers."""
 
     def __init__(self, own: Store, shelf: ExpertSource, checksum: Checksum, geometry: ExpertGeometry) -> None:
-        self.fetched = self.refused = 0  # experts from peers; those with a wrong checksum
+        self.fetched = self.refused = 0  # experts fetched from peers; experts refused for a wrong checksum
         self._own, self._shelf, self._checksum, self._geometry = own, shelf, checksum, geometry
         self._channel: Channel[BulkMessage] | None = None
         # by peer, so that one that hangs holds up no other's
@@ -133,7 +133,7 @@ class PeerStore:
         return reasons
 
     def _sources(self, layer: int, expert: int) -> list[PeerEstimate]:
-        """Returns the peers that have the expert: those with it in memory first, then by expected time."""
+        """Returns the peers that have the expert: first by memory before disk, then by expected time."""
         if self._channel is None:
             return []
         ready = [peer for peer in self._peers().values() if peer.heard and peer.ready]

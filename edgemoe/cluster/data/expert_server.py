@@ -142,11 +142,11 @@ class ExpertServer:
     # --- the server's thread --------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while self._take():
+        while self._collect_calls():
             if batch := self._next_layer():
                 self._compute(batch)
 
-    def _take(self) -> bool:
+    def _collect_calls(self) -> bool:
         """Takes arrived calls, and waits for one where there is none. Returns False when closed."""
         if not self._waiting and (job := self._inbox.get()) is not None:
             self._waiting.append(job)
@@ -183,9 +183,9 @@ class ExpertServer:
             if not isinstance(error, EdgemoeError):
                 self._say(logging.ERROR, "computing for a peer failed", exc_info=True)
                 error = PeerRefused(f"it failed here: {error!r}")
-            self._post(_settle, batch, (), error)
+            self._post(_resolve, batch, (), error)
         else:
-            self._post(_settle, batch, results, None)
+            self._post(_resolve, batch, results, None)
         self._account(sum(job.units for job in batch), time.monotonic() - began_s)
 
     def _post(self, what: Any, *arguments: Any) -> None:
@@ -193,7 +193,7 @@ class ExpertServer:
             self._loop.call_soon_threadsafe(what, *arguments)
 
 
-def _settle(batch: list[QueuedCall], results: Sequence[Any], error: EdgemoeError | None) -> None:
+def _resolve(batch: list[QueuedCall], results: Sequence[Any], error: EdgemoeError | None) -> None:
     for i, job in enumerate(batch):
         if error is not None:
             _fail(job, error)

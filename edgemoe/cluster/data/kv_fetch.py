@@ -1,8 +1,7 @@
 """Transfers entries of the prefix cache between boxes: blocks of keys and values with their signatures, and states.
 
-Blocks are asked for by their keys, in the order of the prompt, while the prompt's end may still be computed there: a
-question waits a moment for a block that is not there yet. Each part is verified before it is used; what is missing,
-stale, corrupt or of another encoding ends the transfer, and what has come by then is kept like any other prefix.
+Blocks are requested by key in the order of the prompt, whose end the peer may still compute: it waits for them shortly.
+Each part is verified before use. A missing, stale or corrupt entry ends the transfer; entries that have come are kept.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from edgemoe.errors import HandOverFailed, PeerBusy, PeerError, PeerRefused, Pee
 
 WINDOW = 4  # entries under way
 READS = 4  # entries that are copied at once for peers
-LOOK_S, WAIT_S = 0.01, 0.5  # a question for what is not there yet waits so long, and looks so often
+LOOK_S, WAIT_S = 0.01, 0.5  # how often, and for how long, a request waits for an entry that is not here yet
 STALLED_S = 15.0  # without a new block, after which a transfer fails
 REASONS = ("missing", "stale", "corrupt", "refused", "lost", "full", "late")
 

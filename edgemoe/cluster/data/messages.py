@@ -1,13 +1,7 @@
-"""Messages of the two channels between engines: expert calls, and bulk.
+"""Messages of the two channels between engines: expert calls, and bulk transfers of experts, KV entries and stores.
 
-    calls   Hello -> Hello     the model and experts of each; regular and small, so that it measures the round trip
-            Call -> Result     one layer's experts on some rows: tensors (hidden, index) -> (sums,)
-    bulk    Fetch -> Chunk     a part of one expert's bytes, at most CHUNK_BYTES: tensors () -> (bytes,)
-            FetchPiece -> PiecePart   a part of one piece of a store, likewise
-            FetchKV -> KVPart  a part of one entry of the prefix cache, at most PART_BYTES: tensors () -> (bytes,)
-
-A Call's index is int32: experts [n], calls of each [n], row of each call [m], routing weight of each [m] as bits of
-float32. Everything received is checked here before it is used; an invalid message raises PeerRefused.
+calls   Hello -> Hello, ExpertCall -> ExpertResult
+bulk    FetchExpert -> ExpertChunk, FetchPiece -> PiecePart, FetchKV -> KVPart; each part is a tensor
 """
 
 from __future__ import annotations
@@ -36,7 +30,7 @@ BlockKey = Annotated[bytes, Meta(min_length=16, max_length=16)]
 
 
 class Hello(Message, frozen=True, tag="Hello"):
-    """Names the served model, with bitmaps of the experts in memory and on the disk."""
+    """Names the served model, with bitmaps of the experts in memory and on the disk. Reply: Hello."""
 
     model: Word  # digest
     layers: Small
@@ -52,7 +46,7 @@ class Hello(Message, frozen=True, tag="Hello"):
         return cls(model.digest, *_sizes(model.geometry), pack_bits(ram), pack_bits(disk))
 
     def holdings(self, node: str, ours: ServedModel) -> tuple[BoolArray, BoolArray]:
-        """Returns what the node has in memory and on its disk, [L, E] each. Raises PeerRefused for another model."""
+        """Returns the node's experts in memory and on its disk, [L, E] each. Raises PeerRefused for another model."""
         if self.model != ours.digest:
             raise PeerRefused(
                 f"{node} serves model {self.model[:12]}, not {ours.digest[:12]}; serve the same packed store on both: "
@@ -68,7 +62,11 @@ class Hello(Message, frozen=True, tag="Hello"):
 
 
 class ExpertCall(Message, frozen=True, tag="Call"):
-    """Asks to compute `experts` experts of a layer, `calls` calls in all, on `rows` rows."""
+    """Asks to compute `experts` experts of a layer, `calls` calls in all, on `rows` rows. Reply: ExpertResult.
+
+    Tensors: the rows, and an int32 index: experts [n], calls of each [n], row of each call [m], routing weight of each
+    call [m] as bits of float32.
+    """
 
     layer: Small
     rows: Annotated[int, Meta(ge=1, le=MAX_ROWS)]
@@ -152,7 +150,7 @@ class KVPart(Message, frozen=True, tag="KVPart"):
         return cls(generation, _checksum(asked, generation, part))
 
     def is_intact(self, asked: FetchKV, part: Buffer) -> bool:
-        """Returns whether these bytes are what was asked for."""
+        """Returns whether these bytes are the requested part."""
         return self.checksum == _checksum(asked, self.generation, part)
 
 
@@ -180,7 +178,7 @@ BULK: Language[BulkMessage] = Language(*get_args(BulkMessage))
 
 
 def _sizes(geometry: ExpertGeometry) -> tuple[int, int, int, int]:
-    """Returns what a hello says of them: all that must be equal on two engines that compute for each other."""
+    """Returns the sizes that must be equal on two engines that compute for each other."""
     largest_bytes = max(geometry.expert_bytes(layer) for layer in range(geometry.layers))
     return geometry.layers, geometry.experts, geometry.row_bytes, largest_bytes
 

@@ -19,7 +19,7 @@ from edgemoe.errors import PeerError, PeerRefused, PeerUnavailable, first_error
 WINDOW = 4  # parts of one piece under way; one where they are as small as can be
 FIRST_BYTES = 64 << 10  # of the first part from a box, and of any part at least
 PART_S = 1.0  # within which a part should come, with all others that are under way
-Take = Callable[[int, memoryview], None]  # (offset, what lies there), in order
+Take = Callable[[int, memoryview], None]  # (offset, bytes at that offset), in order
 
 
 class PieceSource(Protocol):
@@ -43,13 +43,13 @@ class StorePieceServer:
 
 
 class Pace:
-    """Lets so many bytes a second pass, whoever takes them; 0: any number. One event loop."""
+    """Limits transfers to `bytes_per_s` over all callers of one event loop; 0: no limit."""
 
     def __init__(self, bytes_per_s: float) -> None:
         self._rate = bytes_per_s
-        self._free_s = 0.0  # when what was let pass has passed
+        self._free_s = 0.0  # when all reserved bytes have passed
 
-    async def take(self, size_bytes: int) -> None:
+    async def reserve(self, size_bytes: int) -> None:
         """Waits until these bytes may pass."""
         if not self._rate:
             return
@@ -58,7 +58,7 @@ class Pace:
         await asyncio.sleep(self._free_s - size_bytes / self._rate - now)
 
     def give_back(self, size_bytes: int) -> None:
-        """Says that so many bytes did not pass."""
+        """Returns bytes that were reserved but not transferred."""
         if self._rate:
             self._free_s -= size_bytes / self._rate
 
@@ -78,10 +78,10 @@ class PieceChannel:
             raise PeerRefused(f"{node} has {size} bytes where at most {most_bytes} can be")
         whole = bytearray(first)
 
-        def take(_: int, part: memoryview) -> None:
+        def append_part(_: int, part: memoryview) -> None:
             whole.extend(part)
 
-        await self.large(node, digest, size, take, len(first))
+        await self.large(node, digest, size, append_part, len(first))
         return bytes(whole)
 
     async def large(self, node: str, digest: str, size_bytes: int, take: Take, start: int = 0) -> None:
@@ -126,7 +126,7 @@ class PieceChannel:
         return part
 
     async def _part(self, node: str, digest: str, offset: int, part_bytes: int) -> tuple[memoryview, int]:
-        await self._pace.take(part_bytes)
+        await self._pace.reserve(part_bytes)
         loop = asyncio.get_running_loop()
         asked_s = loop.time()
         try:

@@ -1,10 +1,7 @@
 """Exchanges questions and answers with peers: a ROUTER that answers, and one DEALER per peer that asks.
 
 A box has three channels (control, expert calls, bulk), so that megabytes on one do not delay a heartbeat on another.
-Control has a second connection to each peer, for what is asked `aside`: the few messages that are long.
-CURVE authenticates both ends, the allow-list maps keys to names, and an envelope frames every message. Questions to a
-peer are bounded in bytes under way (credits) and in time. A lost connection fails all questions on it at once.
-A channel belongs to one event loop.
+Questions to a peer are bounded in bytes under way (credits) and in time. A lost connection fails all its questions.
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ import msgspec
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from edgemoe.cluster.rpc.connection_guard import EVENTS, Intake
+from edgemoe.cluster.rpc.connection_guard import EVENTS, ConnectionGuard
 from edgemoe.cluster.rpc.envelope import MAX_REMAINING_MS, Answer, Buffer, Codec, Envelope, Failure, Question
 from edgemoe.cluster.rpc.keys import Peer
 from edgemoe.cluster.rpc.peer_links import Asked, PeerLink, PeerLinks
@@ -56,12 +53,12 @@ class QuestionServer(Generic[M]):
         transport: Transport,
         codec: Codec[M],
         settings: ChannelSettings,
-        intake: Intake,
+        intake: ConnectionGuard,
         mishaps: ErrorCounter,
         serve: Serve[M],
         on_foreign: Callable[[str, str], None],
     ) -> None:
-        """`on_foreign` is told who speaks another version."""
+        """Calls `on_foreign` with a peer that speaks no common version, and the reason."""
         self._transport, self._codec, self._settings = transport, codec, settings
         self._intake, self._mishaps = intake, mishaps
         self._serve, self._on_foreign = serve, on_foreign
@@ -85,11 +82,11 @@ class QuestionServer(Generic[M]):
     def start(self, group: asyncio.TaskGroup) -> None:
         """Reads questions from now on; `group` serves them."""
         group.create_task(until_closed(self._watch_connections))
-        self._reader = MessageReader(self._router, partial(self._take, group))
+        self._reader = MessageReader(self._router, partial(self._on_message, group))
         self._reader.start()
 
     def close(self) -> None:
-        """Closes the socket."""
+        """Closes the socket and its monitor."""
         if self._reader is not None:
             self._reader.close()
         self._router.disable_monitor()
@@ -100,24 +97,24 @@ class QuestionServer(Generic[M]):
         while True:
             event = parse_monitor_message(await self._monitor.recv_multipart())
             with self._mishaps.contained(""):
-                self._intake.note(event["event"], event["value"])
+                self._intake.on_event(event["event"], event["value"])
 
-    def _take(self, group: asyncio.TaskGroup, message: Sequence[zmq.Frame], waiting: bool) -> None:
+    def _on_message(self, group: asyncio.TaskGroup, message: Sequence[zmq.Frame], waiting: bool) -> None:
         first, *frames = message
         identity = bytes(first.buffer)
         try:
-            self._intake.delivered(fd_of(first if not frames else frames[0]), frames, waiting)
-            self._take_question(identity, frames, group)
+            self._intake.on_message_read(fd_of(first if not frames else frames[0]), frames, waiting)
+            self._on_question(identity, frames, group)
         except WireError as error:
             self._mishaps.reject(who(identity)[0], error)
         except Exception:  # a bad message affects that message alone
             self._mishaps.fail(who(identity)[0])
 
-    def _take_question(self, identity: bytes, frames: Sequence[zmq.Frame], group: asyncio.TaskGroup) -> None:
+    def _on_question(self, identity: bytes, frames: Sequence[zmq.Frame], group: asyncio.TaskGroup) -> None:
         peer, boot = who(identity)
         owner = self._transport.allowed.name_of(key_of(frames[0])) if frames else None
         if owner is not None:
-            self._intake.heard(fd_of(frames[0]), owner)
+            self._intake.on_identified(fd_of(frames[0]), owner)
         if owner != peer:
             raise WireError("the name does not belong to the key, or the key was revoked")
         parts = [frame.buffer for frame in frames]
@@ -154,7 +151,7 @@ class QuestionServer(Generic[M]):
         self._serving[peer] += 1
         self._held_bytes[peer] += size
         task = group.create_task(self._answer_later(identity, question, served, size))
-        task.add_done_callback(lambda _: served.close())  # where it was cancelled before its first step
+        task.add_done_callback(lambda _: served.close())  # it may have been cancelled before its first step
 
     async def _answer_later(self, identity: bytes, question: Question[M], served: Later[M], size: int) -> None:
         peer = question.peer
@@ -192,7 +189,7 @@ class QuestionServer(Generic[M]):
         except zmq.ZMQError as error:
             log.debug("an answer could not be sent", extra={"channel": self._codec.channel, "why": str(error)})
         if self._reader is not None:
-            self._reader.look()
+            self._reader.read_soon()
 
 
 class Channel(Generic[M]):
@@ -215,7 +212,7 @@ class Channel(Generic[M]):
         self.on_up: Callable[[str], None] = lambda _node: None
         self.on_down: Callable[[str], None] = lambda _node: None
         self.on_foreign: Callable[[str, str], None] = lambda _node, _why: None  # one speaks another version
-        self.intake = Intake(name, 2 * settings.message_bytes)
+        self.intake = ConnectionGuard(name, 2 * settings.message_bytes)
         self.mishaps = ErrorCounter(name)
         self._codec = codec = Codec(transport.node, transport.speaks, name, language, settings.message_bytes)
         connect = partial(PeerLinks[M], transport, codec, settings, self.intake, self.mishaps)
@@ -260,13 +257,13 @@ class Channel(Generic[M]):
             links.connect(peer)
 
     def disconnect(self, node: str) -> None:
-        """Leaves that peer; what was asked of it fails."""
+        """Closes the connection to that peer and fails all questions to it."""
         self._codec.forget(node)
         for links in self._all_links:
             links.disconnect(node)
 
     def give_up(self, node: str, why: str) -> None:
-        """Fails what was asked of that peer; the connection stays."""
+        """Fails all questions to that peer; the connection stays."""
         for links in self._all_links:
             links.give_up(node, why)
 
@@ -275,7 +272,7 @@ class Channel(Generic[M]):
         return self._links.is_up(node)
 
     def waiting(self) -> int:
-        """Questions of ours without an answer yet."""
+        """Counts our questions without an answer."""
         return sum(links.waiting() for links in self._all_links)
 
     def version(self, node: str) -> int:
@@ -323,9 +320,9 @@ class Channel(Generic[M]):
         done: Callable[[Answer[M] | EdgemoeError], None],
         aside: bool = False,
     ) -> Callable[[EdgemoeError], None]:
-        """Asks, and calls `done` once, with the answer or what `ask` would raise; perhaps before this returns.
+        """Asks, and calls `done` once with the answer or error, perhaps before this returns.
 
-        Returns what to call to have it end with that error now. Raises PeerUnavailable where it is not connected.
+        Returns a function that ends the question with an error. Raises PeerUnavailable where it is not connected.
         """
         links = self._aside if aside else self._links
         assert links is not None, "this channel has no second connection"
@@ -348,7 +345,7 @@ class Channel(Generic[M]):
         return partial(link.end, id)
 
     def _inform(self, node: str, who: Callable[..., None], *news: str) -> None:
-        with self.mishaps.contained(node):  # else it would end the channel, and what runs beside it
+        with self.mishaps.contained(node):  # else it would end the channel and the tasks beside it
             who(*news)
 
     def _met(self, node: str) -> None:
@@ -366,11 +363,11 @@ class Channel(Generic[M]):
         try:
             link = self._links[node]
             hand(link.socket, self._codec.seal(node, body, tensors))
-            link.look()
+            link.read_soon()
         except (zmq.ZMQError, WireError, PeerRefused, PeerUnavailable):
             return False
         return True
 
 
 def _nobody(_node: str) -> None:
-    """Is told which second connections come and go."""
+    """Ignores a connection event: the default listener."""

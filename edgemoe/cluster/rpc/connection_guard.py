@@ -1,15 +1,7 @@
-"""Bounds connections: how many there are, and the bytes of each that are not read yet.
+"""Bounds the connections of a peer to a channel, and the unread bytes of each, by the kernel's byte counts.
 
-Of one peer so many are held; beyond it the oldest is closed, because a box that lost its power leaves some behind that
-still look alive. Whose one is shows with its first message. Until then it counts by the address that it comes from.
-
-Unread bytes are those of waiting messages, and of messages without an end.
-ZeroMQ bounds the bytes of a frame, but not the frames of a message. It could bound the waiting messages, but that mark
-must not be used: where a connection breaks while it is held back, libzmq 4.3.5 ends the process (it asserts
-`!_io_error` when it next sends or answers a heartbeat). So sockets have no high-water mark for receiving. Instead the
-kernel says how many bytes each connection has received, and a connection whose unread bytes exceed what a peer may have
-under way is closed. Where none has many, looks are rare: what 10 Gbit/s bring until the next is less than all the
-connections of one peer may hold.
+ZeroMQ does not bound the frames of a message. Its high-water mark for receiving must not be used: with it, libzmq
+4.3.5 ends the process if a connection breaks while it is held back.
 """
 
 from __future__ import annotations
@@ -44,12 +36,12 @@ _libc = ctypes.CDLL(None, use_errno=True)
 @dataclass(slots=True)
 class _Connection:
     inode: int
-    host: str = ""  # where it comes from; "" where we made it
+    host: str = ""  # its address; "" of a connection that we made
     peer: str = ""  # whose key it has; "" until something was said
-    read: int = 0  # bytes of what it has received
+    read: int = 0  # received bytes that have been read
 
 
-class Intake:
+class ConnectionGuard:
     """Watches the connections of one channel by file descriptor, and shuts down those over the limit.
 
     The descriptors belong to ZeroMQ.
@@ -61,13 +53,13 @@ class Intake:
         self._channel, self._limit_bytes = channel, limit_bytes
         self._known: dict[int, _Connection] = {}
 
-    def note(self, event: int, fd: int) -> None:
+    def on_event(self, event: int, fd: int) -> None:
         """Takes a connection event from ZeroMQ's monitor."""
         if event == zmq.EVENT_CONNECTED:
             self._known[fd] = _Connection(_inode(fd))
         elif event == zmq.EVENT_ACCEPTED:
             known = self._known.get(fd)
-            if known is None or known.inode != _inode(fd):  # what came on it may have been read before
+            if known is None or known.inode != _inode(fd):  # messages on it may have been read before
                 known = _Connection(_inode(fd), _host(fd))
                 if not known.host:  # it is closed already, and its number may be another file's
                     self._known.pop(fd, None)
@@ -77,7 +69,7 @@ class Intake:
         elif event & EVENTS:
             self._known.pop(fd, None)
 
-    def delivered(self, fd: int, frames: Sequence[zmq.Frame], waiting: bool) -> None:
+    def on_message_read(self, fd: int, frames: Sequence[zmq.Frame], waiting: bool) -> None:
         """Counts a message that was read. `waiting` says whether other received messages may still be unread."""
         if (known := self._known.get(fd)) is None:
             return
@@ -87,7 +79,7 @@ class Intake:
         else:
             known.read = received  # heartbeats too, which are never delivered
 
-    def heard(self, fd: int, peer: str) -> None:
+    def on_identified(self, fd: int, peer: str) -> None:
         """Takes note that the connection has this peer's key."""
         if (known := self._known.get(fd)) is None:
             known = self._known[fd] = _Connection(_inode(fd), _host(fd))
@@ -96,12 +88,12 @@ class Intake:
             self._keep(peer, "", CONNECTIONS)
 
     async def run(self) -> None:
-        """Looks until cancelled."""
+        """Checks all connections until cancelled, less often while none has many unread bytes."""
         while True:
-            calm = self.look() <= CALM * self._limit_bytes
+            calm = self.cut_overfull() <= CALM * self._limit_bytes
             await asyncio.sleep(until_tick(CALM_S) if calm else LOOK_S)
 
-    def look(self) -> int:
+    def cut_overfull(self) -> int:
         """Shuts down the connections that have too many unread bytes. Returns the most that one had."""
         most = 0
         for fd, known in list(self._known.items()):

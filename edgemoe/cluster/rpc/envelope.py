@@ -1,11 +1,7 @@
-"""Encodes messages between boxes as frames: an envelope, then raw tensors.
+"""Encodes messages between boxes as frames: an envelope with the message, then raw tensors. Checks all before use.
 
-    frame 0 = magic (4) | framing (1) | xxh3-64 of the rest (8) | msgpack of Envelope
-    frame n = raw bytes; their lengths and xxh3-64 sums stand in the envelope
-
-Everything is checked before use: magic, framing, sums, lengths, number of frames, then the body's tag and every field.
-An invalid message raises WireError, or WireVersionError for another framing. The envelope says which versions of the
-protocol the sender speaks.
+frame 0 = magic (4) | framing (1) | xxh3-64 of the rest (8) | msgpack of Envelope
+frame n = raw bytes; their lengths and xxh3-64 sums stand in the envelope
 """
 
 from __future__ import annotations
@@ -130,7 +126,9 @@ class Failure(Message, frozen=True, tag="Failure"):
         """Returns the answer to a question whose serving raised `error`."""
         text = str(error) if isinstance(error, EdgemoeError) else f"it went wrong: {error!r}"
         kinds = ((PeerBusy, "busy"), (UnknownMessage, "unknown"), (EdgemoeError, "refused"), (Exception, "failed"))
-        text = text[:FAILURE_CHARS].encode("utf-8", "replace").decode()  # a file's name may hold what no text can
+        text = (
+            text[:FAILURE_CHARS].encode("utf-8", "replace").decode()
+        )  # the name of a file may hold bytes that are no text
         return cls(next(kind for of, kind in kinds if isinstance(error, of)), text)
 
     def error(self, node: str) -> PeerError:
@@ -184,7 +182,7 @@ class Codec(Generic[M]):
         return frames
 
     def seal_failure(self, error: Exception, id: int = 0) -> list[Buffer]:
-        """For whoever asked, known or not: every version has it."""
+        """Returns the frames of a Failure, which every version can read."""
         return seal(Failure.of(error), id=id, answer=True, speaks=self._own)
 
     def open(self, node: str, frames: Sequence[memoryview]) -> Envelope:

@@ -1,13 +1,7 @@
-"""Reads and writes CURVE keys: a box's secret key, and the list of peers with their public keys and addresses.
+"""Reads and writes CURVE keys: a box's secret key, the TOML list of peers with public keys, the allow-list.
 
-A secret key is in a file that only its owner can read, or comes as a systemd credential. The list of peers is TOML:
-
-    [[peer]]
-    node = "kitchen"
-    address = "192.0.2.7:7540"
-    key = "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7"
-
-While a box's key is being replaced, its entry has the next key as `new_key`.
+A secret key is in a file that only its owner can read, or comes as a systemd credential. While a box's key is being
+replaced, its entry in the list of peers has the next key as `new_key`.
 """
 
 from __future__ import annotations
@@ -46,8 +40,8 @@ class Peer(msgspec.Struct, frozen=True):
     """A box that may connect, and where it is reached. Ports of other channels are announced on the control channel.
 
     `voter` says whether it has a vote in the embedded agreement; the voters must be the same in every box's list.
-    A box without a vote may be listed on one box only: the others learn it from there, and its address, if that is "",
-    from itself. While its key is being replaced, both `key` and `new_key` are valid.
+    A box without a vote may be listed on one box only: the others learn it from there. If its address is "", the box
+    announces it. While its key is being replaced, both `key` and `new_key` are valid.
     """
 
     node: Text
@@ -100,7 +94,7 @@ def generate(path: Path) -> Secret:
     try:
         fd = create_file(path)
     except FileExistsError as error:
-        raise ConfigError(f"{path}: a key is there already; remove it first if it is to be replaced") from error
+        raise ConfigError(f"{path}: a key is there already; remove it first to replace it") from error
     except OSError as error:
         raise ConfigError(f"{path}: the key cannot be written: {error.strerror}") from error
     with os.fdopen(fd, "wb") as file:

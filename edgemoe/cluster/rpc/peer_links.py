@@ -1,6 +1,6 @@
 """The asking end of a channel: a DEALER to each peer, kept up, and the answers that come on it.
 
-A lost connection fails everything that was asked on it at once, and is made anew in a moment.
+A lost connection fails all questions on it at once, and is opened again a moment later.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from edgemoe.cluster.rpc import connection_guard as intake
-from edgemoe.cluster.rpc.connection_guard import Intake
+from edgemoe.cluster.rpc.connection_guard import ConnectionGuard
 from edgemoe.cluster.rpc.envelope import Answer, Codec, Failure
 from edgemoe.cluster.rpc.keys import Peer
 from edgemoe.cluster.rpc.transport import (
@@ -64,14 +64,14 @@ class Credits:
         self._waiting: deque[tuple[int, Callable[[int], None]]] = deque()
         self._passing = False
 
-    def take(self, size_bytes: int, then: Callable[[int], None]) -> None:
-        """Calls `then` with what to give back once `size_bytes` may be sent: now, or after those who wait."""
+    def acquire(self, size_bytes: int, then: Callable[[int], None]) -> None:
+        """Calls `then` with the credits to release once `size_bytes` may be sent: now, or after earlier callers."""
         self._waiting.append((min(size_bytes, self._limit), then))
-        self.give(0)
+        self.release(0)
 
-    def give(self, size_bytes: int) -> None:
+    def release(self, size_bytes: int) -> None:
         self._free += size_bytes
-        if self._passing:  # whoever is called below gave back at once
+        if self._passing:  # a callback below released its credits at once
             return
         self._passing = True
         try:
@@ -102,9 +102,9 @@ class PeerLink(Generic[M]):
         self.task: asyncio.Task[None] | None = None
 
     def ask(self, asked: Asked[M], size_bytes: int) -> None:
-        """Sends a question as soon as so many more bytes may be under way."""
+        """Sends a question once `size_bytes` more may be under way."""
         self.pending[asked.id] = asked
-        self._credits.take(size_bytes, partial(self._send, asked))
+        self._credits.acquire(size_bytes, partial(self._send, asked))
 
     def end(self, id: int, outcome: Answer[M] | EdgemoeError) -> None:
         """Ends a pending question. Does nothing where it has ended."""
@@ -119,24 +119,24 @@ class PeerLink(Generic[M]):
 
     def _send(self, asked: Asked[M], credits_bytes: int) -> None:
         if asked.id not in self.pending:
-            self._credits.give(credits_bytes)
+            self._credits.release(credits_bytes)
             return
         asked.credits_bytes = credits_bytes
         try:
             asked.send()
         except EdgemoeError as error:
             self.end(asked.id, error)
-        self.look()
+        self.read_soon()
 
-    def look(self) -> None:
-        """Must follow whatever is done with the socket."""
+    def read_soon(self) -> None:
+        """Reads soon; must be called after every use of the socket."""
         if self.reader is not None:
-            self.reader.look()
+            self.reader.read_soon()
 
     def _end(self, asked: Asked[M], outcome: Answer[M] | EdgemoeError) -> None:
         if asked.deadline is not None:
             asked.deadline.cancel()
-        self._credits.give(asked.credits_bytes)
+        self._credits.release(asked.credits_bytes)
         asked.done(outcome)
 
     def close(self) -> None:
@@ -159,7 +159,7 @@ class PeerLinks(Generic[M]):
         transport: Transport,
         codec: Codec[M],
         settings: ChannelSettings,
-        intake: Intake,
+        intake: ConnectionGuard,
         mishaps: ErrorCounter,
         on_up: Callable[[str], None],
         on_down: Callable[[str], None],
@@ -185,7 +185,7 @@ class PeerLinks(Generic[M]):
         return node in self._links and self._links[node].up
 
     def waiting(self) -> int:
-        """Questions of ours without an answer yet."""
+        """Counts our questions without an answer."""
         return sum(len(link.pending) for link in self._links.values())
 
     def start(self, group: asyncio.TaskGroup) -> None:
@@ -195,7 +195,7 @@ class PeerLinks(Generic[M]):
             self._start(link, group)
 
     def close(self) -> None:
-        """Closes every socket."""
+        """Closes the sockets of all links."""
         self._group = None
         for link in self._links.values():
             link.close()
@@ -238,16 +238,16 @@ class PeerLinks(Generic[M]):
     def _connect(self, link: PeerLink[M]) -> None:
         """Connects under a new random identity, because the peer may not have noticed yet that the old one is gone.
 
-        ROUTER sockets do not hand an identity over to a new connection: messages of the old one would not be read, and
-        ZeroMQ ends the process where such a connection breaks.
+        ROUTER sockets do not hand an identity over to a new connection, and do not read messages of the old one.
+        ZeroMQ ends the process if such a connection breaks.
         """
         link.apart = False
         link.socket.set(zmq.IDENTITY, f"{self._transport.node}:{self._transport.boot}:{secrets.token_hex(8)}".encode())
         link.socket.connect(link.address)
-        link.look()
+        link.read_soon()
 
     def disconnect(self, node: str) -> None:
-        """Leaves that peer; what was asked of it fails."""
+        """Closes the connection to that peer and fails all questions to it."""
         if link := self._links.pop(node, None):
             was_up = link.up
             link.close()
@@ -255,13 +255,13 @@ class PeerLinks(Generic[M]):
                 self._on_down(node)
 
     def give_up(self, node: str, why: str) -> None:
-        """Fails what was asked of that peer; the connection stays."""
+        """Fails all questions to that peer; the connection stays."""
         if link := self._links.get(node):
             link.fail(PeerUnavailable(why))
 
     def _start(self, link: PeerLink[M], group: asyncio.TaskGroup) -> None:
         link.task = group.create_task(until_closed(partial(self._read_events, link)))
-        link.reader = MessageReader(link.socket, partial(self._take_answer, link))
+        link.reader = MessageReader(link.socket, partial(self._on_answer, link))
         link.reader.start()
 
     async def _read_events(self, link: PeerLink[M]) -> None:
@@ -269,7 +269,7 @@ class PeerLinks(Generic[M]):
             report = parse_monitor_message(await link.monitor.recv_multipart())
             event, fd = report["event"], report["value"]
             try:
-                self._intake.note(event, fd)
+                self._intake.on_event(event, fd)
                 if event == zmq.EVENT_CONNECTED:
                     link.fd = fd
                 else:
@@ -305,7 +305,7 @@ class PeerLinks(Generic[M]):
         link.apart = True
         with contextlib.suppress(zmq.ZMQError):
             link.socket.disconnect(link.address)
-        link.look()
+        link.read_soon()
         asyncio.get_running_loop().call_later(RECONNECT_MS / 1000, self._connect_again, link)
         if link.up:
             link.up = False
@@ -323,16 +323,16 @@ class PeerLinks(Generic[M]):
         if self._links.get(link.node) is link:
             self._connect(link)
 
-    def _take_answer(self, link: PeerLink[M], frames: Sequence[zmq.Frame], waiting: bool) -> None:
+    def _on_answer(self, link: PeerLink[M], frames: Sequence[zmq.Frame], waiting: bool) -> None:
         try:
-            self._intake.delivered(link.fd, frames, waiting)
-            self._settle(link, [frame.buffer for frame in frames])
+            self._intake.on_message_read(link.fd, frames, waiting)
+            self._read_answer(link, [frame.buffer for frame in frames])
         except WireError as error:
             self._mishaps.reject(link.node, error)
         except Exception:  # a bad answer affects that answer alone
             self._mishaps.fail(link.node)
 
-    def _settle(self, link: PeerLink[M], frames: Sequence[memoryview]) -> None:
+    def _read_answer(self, link: PeerLink[M], frames: Sequence[memoryview]) -> None:
         envelope = self._codec.open(link.node, frames)
         message: Any = self._codec.read(envelope)
         if isinstance(message, Failure) and not envelope.id:

@@ -1,8 +1,7 @@
-"""What the channels of one process share: the ZeroMQ context, keys, authentication, sockets and how they are read.
+"""The ZeroMQ context, keys, authentication and sockets that the channels of one process share.
 
-Connections are authenticated by ZeroMQ's protocol [ZAP] and an allow-list of CURVE public keys. The key becomes the
-connection's User-Id, which ZeroMQ attaches to every frame; its owner is looked up for each frame, so that a revoked
-key is refused at once on open connections too.
+Connections are authenticated by ZeroMQ's protocol [ZAP] and an allow-list of CURVE public keys. The key's owner is
+looked up for each frame, so that a revoked key is refused at once, on open connections too.
 """
 
 from __future__ import annotations
@@ -42,13 +41,13 @@ class ChannelSettings:
 
     credits_bytes: int = 32 << 20  # under way to one peer
     heartbeat_s: float = 0.0  # none
-    longest_s: float = 60.0  # longest that a question may wait here, whatever its own deadline
+    longest_s: float = 60.0  # longest that a question may wait here, even if its own deadline is later
     message_bytes: int = 32 << 20  # of one message; no peer has more than twice as much under way
-    aside: bool = False  # a second connection to each peer, for what is long
+    aside: bool = False  # a second connection to each peer, for long messages
 
 
 class Transport:
-    """Owns what the channels of one process share: ZeroMQ context, keys, allow-list, node name, incarnation."""
+    """Owns the ZeroMQ context, keys, allow-list, node name and incarnation of one process."""
 
     def __init__(
         self, node: str, boot: str, secret: Secret, allowed: AllowList, speaks: Versions | None = None
@@ -63,7 +62,7 @@ class Transport:
         await self.authenticator.run()
 
     def socket(self, kind: int, settings: ChannelSettings) -> Socket:
-        """One of ours, with our keys. Raises zmq.ZMQError where there are none left."""
+        """Returns a socket with our keys. Raises zmq.ZMQError where there are none left."""
         context: zmq.Context[Any] = self.context  # of which this one is no asyncio socket
         socket: Socket = context.socket(kind, zmq.Socket)
         socket.set(zmq.LINGER, 0)
@@ -135,14 +134,14 @@ class ErrorCounter:
 
     @contextmanager
     def contained(self, peer: str) -> Iterator[None]:
-        """What the `with` block raises ends that block alone."""
+        """Contains an exception of the `with` block: it ends that block alone."""
         try:
             yield
         except Exception:
             self.fail(peer)
 
     async def contain(self, peer: str, work: Coroutine[None, None, None]) -> None:
-        """Runs what one message or request has to do; what it raises ends nothing else."""
+        """Runs the work of one message; an exception ends that work alone."""
         with self.contained(peer):
             await work
 
@@ -171,10 +170,10 @@ def fd_of(frame: zmq.Frame) -> int:
 
 
 def watch(socket: Socket, events: int) -> zmq.asyncio.Socket:
-    """Returns the socket on which `socket` says what becomes of its connections.
+    """Returns the monitor socket, which reports events of the connections of `socket`.
 
-    It takes in any number of events: at its usual mark ZeroMQ's own thread would wait for somebody to read them, and
-    whoever closes `socket`, which reads no more, would wait for that thread for ever.
+    Its queue has no limit. At the usual limit ZeroMQ's own thread would wait for a reader, and closing `socket`
+    would wait for that thread for ever.
     """
     monitor: Any = socket.get_monitor_socket(events)  # of the context's own kind
     assert isinstance(monitor, zmq.asyncio.Socket)
@@ -185,23 +184,23 @@ def watch(socket: Socket, events: int) -> zmq.asyncio.Socket:
 class MessageReader:
     """Reads the messages of a socket that arrive, on the running loop, until closed.
 
-    ZeroMQ says once that there are some. Whatever is done with a socket may use that up, so that `look` must follow.
+    ZeroMQ reports arrivals once, and any use of the socket may consume the report: call `read_soon` after each use.
     """
 
     def __init__(self, socket: Socket, take: Callable[[Sequence[zmq.Frame], bool], None]) -> None:
-        """`take` gets each message, and whether others wait; it must not raise."""
+        """Calls `take` with each message and whether others wait; `take` must not raise."""
         self._socket, self._take = socket, take
         self._loop: asyncio.AbstractEventLoop | None = None
         self._soon = False  # it reads in a moment anyway
 
     def start(self) -> None:
-        """Reads from now on."""
+        """Starts reading on the running loop."""
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._socket.FD, self._read)
-        self.look()
+        self.read_soon()
 
-    def look(self) -> None:
-        """Reads in a moment what has arrived meanwhile."""
+    def read_soon(self) -> None:
+        """Schedules a read of messages that have arrived."""
         if self._loop is not None and not self._soon and _waiting(self._socket):
             self._soon = True
             self._loop.call_soon(self._read)
@@ -218,7 +217,7 @@ class MessageReader:
             if self._loop is None or not _waiting(self._socket):
                 return
             self._take(_receive(self._socket), _waiting(self._socket))
-        self.look()
+        self.read_soon()
 
 
 def _waiting(socket: Socket) -> bool:

@@ -51,7 +51,7 @@ class EngineBox:
     async def pull(self, node: str, seconds: float = 20.0) -> PrefixKVFetched:
         """What comes of fetching PROMPT's blocks."""
         before = len(self.said)
-        self.pulls.obey(
+        self.pulls.start(
             FetchPrefixKV(request="r", attempt=1, node=node, prompt=tuple(PROMPT), remaining_ms=seconds * 1e3)
         )
         await until(lambda: len(self.said) > before)
@@ -117,7 +117,7 @@ async def test_whole_blocks_come_while_the_rest_is_computed() -> None:
 
         decoder.forward = halting
         p.drive.submit(PROMPT, "r", max_tokens=TOKENS)
-        d.pulls.obey(FetchPrefixKV(request="r", attempt=1, node="p", prompt=tuple(PROMPT)))
+        d.pulls.start(FetchPrefixKV(request="r", attempt=1, node="p", prompt=tuple(PROMPT)))
         await until(lambda: d.fetcher.blocks == 0 and p.server.sent_bytes >= 3 * p.prefixes.block_bytes)
         assert not d.said
         gate.set()
@@ -188,7 +188,7 @@ async def test_a_pull_that_is_called_off_ends_at_once_and_holds_nothing_up(monke
     monkeypatch.setattr(hand_over, "AT_ONCE", 1)
     async with pair() as (p, d):
         for name in ("ends", "waits", "again"):
-            d.pulls.obey(FetchPrefixKV(request=name, attempt=1, node="p", prompt=tuple(PROMPT)))
+            d.pulls.start(FetchPrefixKV(request=name, attempt=1, node="p", prompt=tuple(PROMPT)))
         await until(lambda: d.box.channel.waiting() > 0)  # for blocks that are not there yet
         d.pulls.cancel("ends", 2)
         for name in ("waits", "ends"):

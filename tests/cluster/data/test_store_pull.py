@@ -435,14 +435,14 @@ async def test_an_engine_uses_what_comes_into_its_store(packed: Path, copy_of: C
         shelf = ExpertShelf(manifest, store, spec_of(manifest).geometry)
         pieces, on_disk = StorePieces(directory, manifest), shelf.on_disk()
         growth = StoreWatcher(directory, store, shelf, pieces)
-        await growth.look(on_disk)
+        await growth.poll(on_disk)
         assert on_disk.sum() == 6
         whole = Manifest.load(packed)
         last = whole.entry(2, 5)
         with pytest.raises(StoreError, match="has no piece"):
             await pieces.part(last.xxh3_128, 0, 10)
         whole.save(directory)
-        await growth.look(on_disk)
+        await growth.poll(on_disk)
         assert on_disk.all()
         room = page_memory(padded(last.bytes))
         store.read_into(2, 5, room)
@@ -460,7 +460,7 @@ async def test_an_engine_keeps_on_using_what_a_manifest_lists_no_more(
         on_disk = shelf.on_disk()
         growth = StoreWatcher(directory, store, shelf, StorePieces(directory, manifest))
         Manifest.load(copy_of("b", 2 / 3)).save(directory)
-        await growth.look(on_disk)
+        await growth.poll(on_disk)
         assert on_disk.all()
         store.read_into(0, 0, page_memory(padded(manifest.entry(0, 0).bytes)))
     assert "a store that has changed is used as it was" in caplog.text
@@ -475,10 +475,10 @@ async def test_a_pace_lets_so_many_bytes_a_second_pass(monkeypatch: pytest.Monke
     monkeypatch.setattr(asyncio, "sleep", sleep)
     pace = Pace(1000.0)
     for _ in range(4):
-        await pace.take(500)
+        await pace.reserve(500)
     assert waited == pytest.approx([0.0, 0.5, 1.0, 1.5], abs=0.1)
     pace.give_back(1500)
-    await pace.take(1)
+    await pace.reserve(1)
     assert waited[4] == pytest.approx(0.5, abs=0.1)
     await Pace(0.0).take(1 << 40)
     assert len(waited) == 5

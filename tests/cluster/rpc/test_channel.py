@@ -528,7 +528,7 @@ async def test_whatever_goes_wrong_in_reading_a_message_costs_that_message_alone
     async with running(a, b):
         await connected(a, b)
         for reader in (b, a):  # of the question, of the answer
-            monkeypatch.setattr(reader.channel.intake, "delivered", wrong)
+            monkeypatch.setattr(reader.channel.intake, "on_message_read", wrong)
             with pytest.raises(PeerUnavailable):
                 await a.channel.ask("b", Echo("?"), timeout_s=0.5)
             assert reader.channel.mishaps.failed == 1

@@ -101,15 +101,15 @@ async def test_an_answer_to_nothing_is_served_to_nobody(frames: list[bytes]) -> 
 def test_a_question_larger_than_all_credits_goes_alone() -> None:
     credits_, taken = Credits(100), list[int]()
     for size_bytes in (1000, 1, 2, 1000, 3):
-        credits_.take(size_bytes, taken.append)
+        credits_.acquire(size_bytes, taken.append)
     assert taken == [100]
-    credits_.give(100)
+    credits_.release(100)
     assert taken == [100, 1, 2]
-    credits_.give(1)
+    credits_.release(1)
     assert taken == [100, 1, 2]
-    credits_.give(2)
+    credits_.release(2)
     assert taken == [100, 1, 2, 100]
-    credits_.give(100)
+    credits_.release(100)
     assert taken == [100, 1, 2, 100, 3]
 
 
@@ -118,15 +118,15 @@ def test_any_number_of_questions_may_give_their_credits_back_at_once() -> None:
 
     def fails(taken: int) -> None:
         turns.append(taken)
-        credits_.give(taken)
+        credits_.release(taken)
 
     held: list[int] = []
-    credits_.take(100, held.append)
+    credits_.acquire(100, held.append)
     for _ in range(5000):
-        credits_.take(60, fails)
-    credits_.give(100)
+        credits_.acquire(60, fails)
+    credits_.release(100)
     assert turns == [60] * 5000
-    credits_.take(100, held.append)
+    credits_.acquire(100, held.append)
     assert held == [100, 100]
 
 

@@ -17,7 +17,7 @@ from support.boxes import Box, Echo, running, secret
 from support.virtual import VirtualLoop
 from support.waiting import until
 
-from edgemoe.cluster.rpc.connection_guard import CALM_S, CONNECTIONS, LOOK_S, SILENT, Intake
+from edgemoe.cluster.rpc.connection_guard import CALM_S, CONNECTIONS, LOOK_S, SILENT, ConnectionGuard
 from edgemoe.cluster.rpc.envelope import Answer, Question, seal
 from edgemoe.cluster.rpc.keys import Peer, Secret
 from edgemoe.errors import PeerRefused
@@ -87,25 +87,25 @@ async def test_messages_that_end_are_never_cut_off_however_many_they_are() -> No
 @pytest.mark.parametrize(("waiting", "cut"), [(True, 1), (False, 0)])
 def test_messages_that_wait_to_be_read_count_and_those_that_were_read_do_not(waiting: bool, cut: int) -> None:
     with socketpair() as (near, far):
-        one = Intake("test", 300_000)
-        one.note(zmq.EVENT_ACCEPTED, far.fileno())
+        one = ConnectionGuard("test", 300_000)
+        one.on_event(zmq.EVENT_ACCEPTED, far.fileno())
         for _ in range(4):
             near.sendall(bytes(100_000))
             far.recv(100_000, socket.MSG_WAITALL)
-            one.delivered(far.fileno(), [zmq.Frame(bytes(10_000))], waiting)
-            one.look()
+            one.on_message_read(far.fileno(), [zmq.Frame(bytes(10_000))], waiting)
+            one.cut_overfull()
         assert one.cut == cut
 
 
 def test_connections_are_looked_at_seldom_until_one_has_much_unread_and_then_often() -> None:
     loop, looks = VirtualLoop(), list[float]()
 
-    class Counted(Intake):
-        def look(self) -> int:
+    class Counted(ConnectionGuard):
+        def cut_overfull(self) -> int:
             looks.append(loop.time())
-            return super().look()
+            return super().cut_overfull()
 
-    async def watch(one: Intake, seconds: float) -> int:
+    async def watch(one: ConnectionGuard, seconds: float) -> int:
         looks.clear()
         running = asyncio.ensure_future(one.run())
         await asyncio.sleep(seconds)
@@ -114,7 +114,7 @@ def test_connections_are_looked_at_seldom_until_one_has_much_unread_and_then_oft
 
     with socketpair() as (near, far):
         one = Counted("test", 300_000)
-        one.note(zmq.EVENT_ACCEPTED, far.fileno())
+        one.on_event(zmq.EVENT_ACCEPTED, far.fileno())
         assert loop.run_until_complete(watch(one, 10.0)) <= 10 / CALM_S + 2
         near.sendall(bytes(30_000))
         far.recv(30_000, socket.MSG_WAITALL)
@@ -184,15 +184,17 @@ async def said(socket: zmq.asyncio.Socket) -> None:
 
 
 def test_of_connections_that_say_nothing_so_many_are_held_by_address_and_none_that_has_spoken_is_cut() -> None:
-    one = Intake("test", 300_000)
+    one = ConnectionGuard("test", 300_000)
     with ExitStack() as stack:
         pairs = [stack.enter_context(socketpair()) for _ in range(SILENT + 10)]
-        one.heard(pairs[0][1].fileno(), "c")  # what is said may be read before it is noted that there is a connection
-        one.note(zmq.EVENT_CONNECTED, pairs[1][1].fileno())
+        one.on_identified(
+            pairs[0][1].fileno(), "c"
+        )  # what is said may be read before it is noted that there is a connection
+        one.on_event(zmq.EVENT_CONNECTED, pairs[1][1].fileno())
         for _, far in (pairs[0], *pairs[2:]):
-            one.note(zmq.EVENT_ACCEPTED, far.fileno())
+            one.on_event(zmq.EVENT_ACCEPTED, far.fileno())
         assert one.cut == 8
-        one.note(zmq.EVENT_ACCEPTED, pairs[0][1].fileno())
+        one.on_event(zmq.EVENT_ACCEPTED, pairs[0][1].fileno())
         for near, _ in pairs[2:10]:
             assert near.recv(1) == b""
         for near, far in (pairs[0], pairs[1], *pairs[10:]):
@@ -248,10 +250,10 @@ def test_a_connection_whose_number_another_file_has_by_now_is_not_noted(what: st
     ours, theirs = socket.socketpair()
     with ours, theirs, (tmp_path / "file").open("w") as file:
         number = {"an app's connection": ours.fileno(), "a file": file.fileno(), "nothing": 1 << 20}[what]
-        intake, opened = Intake("test", 1 << 20), len(os.listdir("/proc/self/fd"))
+        intake, opened = ConnectionGuard("test", 1 << 20), len(os.listdir("/proc/self/fd"))
         for _ in range(SILENT + 2):
-            intake.note(zmq.EVENT_ACCEPTED, number)
-        assert intake.look() == 0
+            intake.on_event(zmq.EVENT_ACCEPTED, number)
+        assert intake.cut_overfull() == 0
         assert intake.cut == 0
         assert len(os.listdir("/proc/self/fd")) == opened
         theirs.sendall(b"still open")
@@ -263,8 +265,8 @@ async def test_what_goes_wrong_with_the_note_of_a_connection_ends_nothing(monkey
     def fail(*_: object) -> None:
         raise ValueError("an event that nobody foresaw")
 
-    monkeypatch.setattr(a.channel.intake, "note", fail)
-    monkeypatch.setattr(b.channel.intake, "note", fail)
+    monkeypatch.setattr(a.channel.intake, "on_event", fail)
+    monkeypatch.setattr(b.channel.intake, "on_event", fail)
     async with running(a, b):
         socket.create_connection(("127.0.0.1", b.port)).close()
         a.channel.connect(b.peer)
