@@ -29,12 +29,10 @@ from edgemoe.jit.object_cache import Code
 from edgemoe.jit.thread_pool import parallel
 from edgemoe.kernels.cpu.encoded.packing import borrow, give_back, make_scatter
 from edgemoe.kernels.cpu.experts_decode import LAYOUT
-from edgemoe.kernels.cpu.gemm_tile import make_fill, make_tile
+from edgemoe.kernels.cpu.gemm_tile import GROUP, LINE, make_fill, make_tile
 from edgemoe.kernels.cpu.gemv import LANES
 from edgemoe.kernels.cpu.vector import activate, shift, widen
 
-GROUP = 2 * LANES  # tokens of a group at most
-LINE = 4 * GROUP  # bytes of a panel's line
 GATE_ROWS = 64  # rows of gate and of up in one chunk
 DOWN_ROWS = 64  # rows of down in one chunk
 

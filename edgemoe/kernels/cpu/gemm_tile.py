@@ -23,6 +23,8 @@ from edgemoe.kernels.cpu.gemv import LANES, WIDE, multiply_add, prefetch
 
 PAIRS = TARGET.has("avx512f", "avx512bf16") and llvm.llvm_version_info >= (16,)
 ROWS = 8 if WIDE else 4  # rows whose sums for two vectors of columns fit into the registers
+GROUP = 2 * LANES  # tokens of a group at most: the columns of a panel
+LINE = 4 * GROUP  # bytes of a panel's line
 _HIGH = np.uint32(0xFFFF0000)
 
 

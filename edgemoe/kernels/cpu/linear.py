@@ -12,8 +12,7 @@ from edgemoe.jit.intrinsics import INT, address_of, call_pack, call_rows, chunk,
 from edgemoe.jit.object_cache import Code
 from edgemoe.jit.thread_pool import parallel
 from edgemoe.kernels.cpu.encoded.packing import borrow, give_back, make_scatter
-from edgemoe.kernels.cpu.experts_prefill import GROUP, LINE
-from edgemoe.kernels.cpu.gemm_tile import make_tile
+from edgemoe.kernels.cpu.gemm_tile import GROUP, LINE, make_tile
 from edgemoe.kernels.cpu.gemv import LANES, make_rows
 from edgemoe.kernels.cpu.vector import widen
 
