@@ -20,7 +20,7 @@ Bytes = Annotated[int, Meta(ge=0, le=1 << 60)]
 Small = Annotated[int, Meta(ge=0, le=1 << 24)]  # layers, experts, tokens of a context, requests
 Attempt = Annotated[int, Meta(ge=1, le=1 << 31)]
 Port = Annotated[int, Meta(ge=1, le=65535)]
-Seed = Annotated[int, Meta(ge=0)]  # 64 bits, which is what msgpack has
+Seed = Annotated[int, Meta(ge=0)]  # 64 bits: msgpack's limit
 
 TokenId = Annotated[int, Meta(ge=0, le=1 << 31)]
 TokenCount = Annotated[int, Meta(ge=0, le=1 << 31)]
@@ -55,7 +55,7 @@ LayerCounts = Annotated[tuple[Small, ...], Meta(max_length=1 << 12)]  # a number
 LayerBytes = Annotated[tuple[Bytes, ...], Meta(max_length=1 << 12)]  # a size of each layer
 ShareTable = Annotated[bytes, Meta(max_length=1 << 18)]  # of a model's experts, two bytes each
 PairTable = Annotated[bytes, Meta(max_length=192 << 10)]  # of pairs or successions of experts, eight bytes each
-Sum64 = Annotated[int, Meta(ge=0)]  # 64 bits, which is what msgpack has
+Sum64 = Annotated[int, Meta(ge=0)]  # 64 bits: msgpack's limit
 
 
 def is_number(text: str, most_digits: int = 7) -> bool:

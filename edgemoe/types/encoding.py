@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-LANE_COLUMNS = 32  # a row's columns come in runs of so many, one for each lane of a vector
+LANE_COLUMNS = 32  # columns in one run of a row, one for each lane of a vector
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Encoding:
         return -(-columns // self.group) if self.group else 0
 
     def fits(self, columns: int) -> bool:
-        """Returns whether rows of so many columns can be encoded."""
+        """Returns whether rows of `columns` columns can be encoded."""
         return columns > 0 and (not self.group or columns % LANE_COLUMNS == 0)
 
 

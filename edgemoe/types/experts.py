@@ -13,7 +13,7 @@ from edgemoe.types.arrays import BoolArray, FloatArray, IntArray
 from edgemoe.types.encoding import ENCODINGS, Encoding
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
-BIAS_BYTES = 4  # float32, whatever the weights are
+BIAS_BYTES = 4  # float32 in every encoding
 PAGE_BYTES = 4096  # experts start and end at multiples of it, in a store's files as in a slab
 
 
@@ -23,7 +23,7 @@ def padded(size_bytes: int) -> int:
 
 
 class Activation(NamedTuple):
-    """States what becomes of a gate g and an up u between an expert's products.
+    """The activation between an expert's products, of a gate g and an up u.
 
     "silu": silu(g) u. "gelu_tanh": gelu(g) u, gelu by its approximation with tanh. "clamped_swiglu":
     g sigmoid(alpha g) (u + 1), with g at most `limit`, and u at most `limit` away from 0 [GPT-OSS].
@@ -45,11 +45,11 @@ def layers_of_sizes(layer_bytes: Sequence[int]) -> list[IntArray]:
 
 @dataclass(frozen=True, slots=True)
 class ExpertGeometry:
-    """States the sizes of a model's experts: L layers of E experts, k of them per token, each gated, of width I.
+    """The sizes of a model's experts: L layers of E experts, k of them per token, each gated, of width I.
 
-    An expert's bytes are its gate and up rows [2I, H], then down [H, I], in its layer's encoding, then where there are
-    biases those of gate and up [2I] and of down [H], float32. Hidden states are of `dtype`, whatever the encodings.
-    Layers may have fewer experts than E.
+    An expert's bytes are its gate and up rows [2I, H], then down [H, I], in its layer's encoding. Its biases follow, if
+    it has any: gate and up [2I], then down [H], float32. Hidden states are of `dtype`. Layers may have fewer experts
+    than E.
     """
 
     layers: int
@@ -155,10 +155,9 @@ class ExpertId(NamedTuple):
 class Move(NamedTuple):
     """A prefetch request: a copy of one expert to a faster tier before it is needed.
 
-    `score` is the utility of having it there, in the units of the target tier's `CachePolicy.rank`: the expert
-    replaces one of lower rank, or is not copied. NaN stands for what it ranks at when the copy begins. Infinity marks
-    an expert that is certain to be needed, where no rank is known. `chance` is the probability that it is needed soon,
-    which limits how far it may delay demands.
+    `score` is the expert's utility in the target tier, in the units of `CachePolicy.rank`. The expert replaces one of
+    lower rank, or is not copied. NaN takes the rank at the time of the copy. Infinity marks an expert that is certain
+    to be needed. `chance` is the probability that it is needed soon; it limits how far the copy may delay demands.
     """
 
     expert: ExpertId
@@ -172,7 +171,7 @@ class CachePolicy(Protocol):
     """Ranks experts for one tier. Uses no clock, thread or device, so that it runs the same live and in replay."""
 
     def touch(self, layer: int, experts: IntArray) -> None:
-        """Learns that one layer-step demanded these distinct experts [n]."""
+        """Counts one demand by a layer-step for each of these distinct experts [n]."""
 
     def rank(self, layer: int) -> FloatArray:
         """Returns each expert's utility while `layer` runs, [L, E]; the lowest unpinned one is evicted first."""
@@ -186,7 +185,7 @@ class LivePolicy(CachePolicy, Protocol):
     """
 
     def fuse_chances(self, layer: int, experts: IntArray, chance: FloatArray) -> tuple[FloatArray, FloatArray]:
-        """Combines a coming layer's gate forecast for experts [n] with everything else that the policy knows.
+        """Combines a coming layer's gate forecast for experts [n] with the policy's own predictions.
 
         `chance` [n] is the gate's probability that `layer` needs each expert. Returns the combined probabilities and
         the utilities in units of `rank`, both [n].

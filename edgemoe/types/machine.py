@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class PcieLink:
-    """A GPU's link to the host: what it runs at, and the most that GPU and slot agree on."""
+    """A GPU's link to the host: its present speed, and the highest that GPU and slot agree on."""
 
     generation: int
     lanes: int
@@ -29,7 +29,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What this process may use, at the time of the probe."""
+    """Memory, cores and GPUs that this process may use, at the time of the probe."""
 
     ram_total_bytes: int
     ram_available_bytes: int

@@ -1,4 +1,4 @@
-"""The served model: what names it, and the facts of it that the front needs."""
+"""The served model: its name and digest, the facts that the front needs, and texts about it for clients."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ class ServedModel:
 
 
 def commonest_first(encodings: Sequence[str]) -> tuple[str, ...]:
-    """Returns the encodings of layers, each once."""
+    """Returns the distinct encodings of layers, the commonest first."""
     return tuple(name for name, _ in Counter(encodings).most_common())
 
 
 def encodings_text(experts: Sequence[str], dense: str, dtype: str) -> str:
-    """Returns what a line says of the encodings of a model whose type is `dtype`."""
+    """Returns one line on the encodings of a model of type `dtype`."""
     parts = {"experts": ", ".join(experts) or dtype, "dense": dense or dtype}
     return dtype if set(parts.values()) == {dtype} else "; ".join(f"{part} {name}" for part, name in parts.items())
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """Tells the front of the served model."""
+    """Describes the served model to the front."""
 
     id: LongText
     family: Text
@@ -53,7 +53,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def loading_text(at: Mapping[str, Any]) -> str:
-    """Returns the phase, its share, what is under way, and the seconds of the phase, of /health's "loading"."""
+    """Returns one line on /health's "loading": the phase, its share, its detail and its seconds."""
     share = f" {at['fraction']:.0%}" if at["fraction"] else ""
     detail = f" ({at['detail']})" if at.get("detail") else ""
     return f"{at['phase']}{share}{detail}, for {at.get('phase_s', 0.0):.0f} s"

@@ -32,7 +32,7 @@ class Offer(NamedTuple):
     node: str
     open_s: float  # of the round trip, once per call
     row_s: float  # of each row of hidden states, sent and returned
-    unit_s: float  # of each unit of work, see `work_units`
+    unit_s: float  # of each unit of work, see `telemetry.unit_time.work_units`
     wait_s: FloatArray  # [n] until the expert is in memory there; inf: the peer does not have it
 
 

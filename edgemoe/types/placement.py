@@ -1,4 +1,4 @@
-"""Placement plans, which say what box keeps which expert in memory."""
+"""Placement plans: the boxes that keep each expert in memory."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from edgemoe.types.arrays import BoolArray
 from edgemoe.types.bounds import MAX_NODES, Bitmap, Count, Small, Text, Word
 
 PlacementPolicy = Literal["rendezvous", "prism", "gimbal", "uniform"]
-ACTIVITY_HALF_LIFE_S = 600.0  # after which what a box's requests chose counts half
-ACTIVITY_UNIT = 65535  # a share of the tokens, in what is told of that
+ACTIVITY_HALF_LIFE_S = 600.0  # after which a box's expert counts weigh half
+ACTIVITY_UNIT = 65535  # the share 1 of the tokens, in reported activity
 
 
 PLAN_FORMAT = 2
@@ -28,7 +28,7 @@ def digest_of(data: bytes | memoryview) -> str:
 class PlacementPlan(msgspec.Struct, frozen=True):
     """Lists every expert's homes: the boxes that keep it, for all. Named by epoch, version and digest.
 
-    What was added since format 1 has defaults: a release that knows less goes by `homes` all the same.
+    Fields added since format 1 have defaults, so that an older release can follow `homes`.
     """
 
     epoch: Count
@@ -42,7 +42,7 @@ class PlacementPlan(msgspec.Struct, frozen=True):
     goal: Annotated[tuple[Bitmap, ...], Meta(max_length=MAX_NODES)] = ()  # homes after those, while experts move
     format: Small = 1
     disk: Annotated[tuple[Bitmap, ...], Meta(max_length=MAX_NODES)] = ()  # on disk: no memory holds them
-    policy: Word = ""  # that it was made by
+    policy: Word = ""  # the placement policy that made it
 
     def digest(self) -> str:
         """Returns the digest of the plan as this release encodes it. A received plan is named by the bytes received."""

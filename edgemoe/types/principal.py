@@ -1,7 +1,7 @@
-"""Whom a request is from: the principal, which was authenticated, and the user whom its application names within it.
+"""The origin of a request: the authenticated principal, and the user that its application names.
 
-A principal is named alike on all boxes of a cluster where it is the same one, and else never: a key by a digest of its
-secret, whatever a box calls it; a user of a machine, or an address without a key, with the name of its box.
+A principal has one name on all boxes of a cluster. A key is named by a digest of its secret. A user of a machine, or
+an address without a key, carries the name of its box.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import ipaddress
 from dataclasses import dataclass
 from typing import NewType
 
-Principal = NewType("Principal", str)  # what shares, service, caches and bounds are counted by
+Principal = NewType("Principal", str)  # the unit by which shares, service, caches and bounds are counted
 KEY, UID, ADDRESS = "key:", "uid:", "address:"
 IPV6_SITE_BITS = 64  # of an IPv6 address; the rest a client chooses
 SALT_BYTES = 16
@@ -22,7 +22,7 @@ USER_BYTES = 16  # of the digest that stands for a user's name
 class Identity:
     """A principal and one of its users. `user` is unique among all principals; it is the principal where none is named.
 
-    Only the principal is proved: whatever an application says of its users divides what the principal has.
+    Only the principal is authenticated. Users divide their principal's share, however an application names them.
     """
 
     principal: Principal
@@ -30,7 +30,7 @@ class Identity:
 
     @classmethod
     def of(cls, principal: Principal, named: str | None = None) -> Identity:
-        """Returns the identity of the user whom an application names so, by a digest: names stay at this box."""
+        """Returns the identity of an application's user. It holds a digest of `named`; the name stays on this box."""
         if not named:
             return cls(principal, principal)
         return cls(principal, f"{principal}/{_digest(named, size=USER_BYTES)}")
@@ -40,7 +40,7 @@ NOBODY = Identity(Principal(""), "")
 
 
 def key_principal(secret: str) -> Principal:
-    """Returns the principal of whoever has this key. Slow, so that a weak secret cannot be guessed from it."""
+    """Returns the principal of a key. Slow, so that a weak secret cannot be guessed from it."""
     return Principal(KEY + hashlib.scrypt(secret.encode(), salt=b"edgemoe", n=1 << 12, r=8, p=1, dklen=16).hex())
 
 
@@ -75,9 +75,9 @@ def as_told_by(node: str, principal: Principal) -> Principal:
 
 
 def cache_salt_of(principal: Principal, cache_salt: str | None = None, *, shared: bool = False) -> bytes:
-    """Returns what the keys of cached blocks begin with; b"" where all principals share them.
+    """Returns the salt that begins the keys of cached blocks; b"" where all principals share blocks.
 
-    With `cache_salt`, which the application chose, only requests that give the same one share blocks.
+    With a `cache_salt` of the application's choice, only requests with the same one share blocks.
     """
     if shared and not cache_salt:
         return b""

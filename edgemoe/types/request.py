@@ -41,7 +41,7 @@ from edgemoe.types.principal import Identity, Principal
 DIGEST_BYTES = 16
 Digest = Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
 
-# llguidance's limits (LLParserLimits). What is not here has its default there.
+# llguidance's limits (LLParserLimits); limits that are missing here keep its defaults.
 PARSER_LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 200_000,
@@ -53,7 +53,7 @@ PARSER_LIMITS: dict[str, Any] = {
 
 
 class GrammarTrial(msgspec.Struct, frozen=True):
-    """Says that a grammar was compiled and a first mask computed within limits, by the served model's tokenizer."""
+    """Proof that a grammar compiles and gives a first mask within limits, with the served model's tokenizer."""
 
     digest: Digest  # of the grammar
     seconds: Seconds  # of a processor
@@ -74,9 +74,9 @@ ENDING = 3  # tokens, with which a chat template ends every turn's prompt
 def conversation_of(prompt: Sequence[int] | npt.NDArray[np.integer]) -> int:
     """Returns the same number, of 56 bits, for equal prompts and for all turns of a chat; 0 for an empty prompt.
 
-    It hashes the prompt up to where its last tokens occur first. A chat template ends the prompt of every turn with the
-    same tokens, those that begin an answer, so that this is the first turn's prompt. A template that ends its prompts
-    otherwise leaves each turn a conversation of its own.
+    Hashes the prompt up to the first occurrence of its last ENDING tokens. A chat template ends every turn's prompt with
+    the same tokens, which begin an answer, so the hashed part is the first turn's prompt. With a template that ends its
+    prompts otherwise, each turn is a conversation of its own.
     """
     tokens = np.asarray(prompt, "<i4")
     if not len(tokens):
@@ -89,9 +89,9 @@ def conversation_of(prompt: Sequence[int] | npt.NDArray[np.integer]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """Limits what a request may ask of the served model."""
+    """The served model's limits on one request."""
 
-    context_tokens: int  # of prompt and output together; at most what the KV blocks hold
+    context_tokens: int  # of prompt and output together; at most the tokens that the KV blocks hold
     vocab: int
 
 
@@ -128,8 +128,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One sequence to generate. An HTTP request for n choices becomes n of these, which differ in `choice`.
 
-    The engine's state for a request is a function of this object and the tokens emitted so far (random
-    numbers are a hash of seed, choice and position), so that any engine can replay it after any crash.
+    The engine's state for a request is a function of this object and the tokens emitted so far. Random numbers are a
+    hash of seed, choice and position. So any engine can replay the request after a crash.
     """
 
     id: Name  # unique per front and choice
@@ -138,12 +138,12 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     seed: Seed  # 64 bit; the front draws one where the app gave none
     choice: Small = 0
     user: Label = ""  # the principal's, unique among all; for fairness
-    principal: Label = ""  # who was authenticated; "" from a front of an earlier release, whose users each count alone
+    principal: Label = ""  # authenticated; "" from a front of an earlier release: then each user counts alone
     salt: Salt = b""  # of the keys of its cached blocks: only requests with the same one share them
 
     @property
     def identity(self) -> Identity:
-        """Returns whom it is from."""
+        """Returns the principal and user that sent the request."""
         return Identity(Principal(self.principal or self.user), self.user)
 
 
@@ -153,7 +153,7 @@ PromptLogprobs = Annotated[tuple[TokenLogprob, ...], Meta(max_length=1 << 22)]
 
 
 class Emission(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, array_like=False):
-    """What one step adds to one request: a token, an end, or both.
+    """The output of one step for one request: a token, an end, or both.
 
     `index` counts the request's tokens from 0, replayed ones included; `attempt` counts the front's submissions.
     `finish` is "", "stop", "length" or "error"; with "error", `error` and `error_code` say why.

@@ -1,8 +1,8 @@
 """Divides the memory for experts among sizes: a slab of extents, each of which holds slots of one size class.
 
 This is memcached's slab allocator: memory goes from one size to another by whole extents. Here an extent is a whole
-number of slots whatever their size, so that slot i of a class begins at i times its slots' bytes from the slab's start.
-Where all experts are of one size an extent is a slot, and no byte is lost.
+number of slots of every size. So slot i of a class begins at i times its slots' bytes from the slab's start. Where all
+experts are of one size, an extent is a slot, and no byte is lost.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class SizeClasses:
 
 @dataclass(frozen=True, slots=True)
 class SlabLayout:
-    """States how a slab is cut. Slots are numbered class by class, as if every extent were of that class."""
+    """The division of a slab. Slots are numbered class by class, as if every extent were of that class."""
 
     classes: SizeClasses
     extents: int  # X
@@ -66,7 +66,7 @@ class SlabLayout:
 
     @classmethod
     def even(cls, slots: int, size_bytes: int = PAGE_BYTES, *, layers: int = 1, experts: int = 1) -> SlabLayout:
-        """Returns the layout of so many slots of one size."""
+        """Returns the layout of `slots` slots of one size."""
         return cls(SizeClasses((0,) * layers, (experts,) * layers, (size_bytes,)), slots, size_bytes, (1,))
 
     @classmethod
@@ -106,7 +106,7 @@ class SlabLayout:
     def useful_bytes(self) -> float:
         """Returns the bytes that experts take in it when it is divided in proportion to the classes' bytes.
 
-        Half an extent of each class counts as lost, because what a class should have is no whole number of extents.
+        Half an extent of each class counts as lost, because a class's due share is no whole number of extents.
         """
         pairs = zip(self.classes.all_bytes, self.classes.bytes, self.per_extent, strict=True)
         shares = sum(whole * per * size for whole, size, per in pairs)
@@ -134,7 +134,7 @@ class SlabLayout:
         return self.extents * sum(self.per_extent[:size_class])
 
     def place(self, slot: int) -> tuple[int, int]:
-        """Returns where a slot begins in the slab, and the bytes of its expert."""
+        """Returns the offset of a slot in the slab, and the bytes of its expert."""
         size_class = 0
         while slot >= self.slots(size_class):
             slot -= self.slots(size_class)
@@ -159,7 +159,7 @@ class SlabLayout:
 
 @functools.cache
 def divide(extents: int, most: tuple[int, ...], weights: tuple[int, ...]) -> tuple[int, ...]:
-    """Divides extents in proportion to weights, one at least and `most` at most for each; what is left has no use."""
+    """Divides extents in proportion to weights: one at least, `most` at most for each. Surplus extents stay unused."""
     given = [1] * len(most)
     for _ in range(min(extents, sum(most)) - len(most)):
         open_ = [c for c in range(len(most)) if given[c] < most[c]]

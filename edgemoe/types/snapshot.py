@@ -1,4 +1,4 @@
-"""What an engine shows of itself while somebody looks: where each expert is, and how far its requests are.
+"""An engine's state at one moment, for dashboards: the place of each expert, and each request's progress.
 
 One byte is one expert, a cell: its place, whether it is on its way up, and how much it is used.
 """
@@ -24,7 +24,7 @@ TierCounts = Annotated[tuple[Count, ...], Meta(max_length=8)]
 
 
 class RequestProgress(msgspec.Struct, frozen=True):
-    """Says how far a request is; nothing of whose it is or what it says."""
+    """The progress of one request, without its user and its text."""
 
     phase: Phase
     age_s: Seconds
@@ -34,7 +34,7 @@ class RequestProgress(msgspec.Struct, frozen=True):
 
 
 class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine as it is at one moment."""
+    """Experts and requests of an engine at one moment."""
 
     layers: Small
     experts: Small

@@ -1,4 +1,4 @@
-"""One step's input, and the experts that the decoder calls."""
+"""One step: its input, the gates' choices, and the experts that the decoder calls."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StepMeta:
-    """What the engine knows of a step before it runs: S sequences with T tokens in all."""
+    """A step before it runs: S sequences with T tokens in all."""
 
     requests: tuple[str, ...]  # [S] request ids
     query_lens: IntArray  # [S] tokens that each contributed
@@ -30,7 +30,7 @@ class StepMeta:
 
 @dataclass(frozen=True, slots=True)
 class StepRouting:
-    """What the gates chose in one step: all that cache policy, predictors and recorder observe."""
+    """The gates' choices in one step: the input of cache policy, predictors and recorder."""
 
     meta: StepMeta
     ids: npt.NDArray[np.int16]  # [L, T, k]
@@ -38,7 +38,7 @@ class StepRouting:
     hints: dict[int, FloatArray]  # distance in layers, 0 is its own gate -> [L, T, E]; empty where not collected
     step_s: float  # wall time of the step
     stall_s: float  # part of step_s that was spent waiting for experts
-    hidden: FloatArray | None = None  # [L, T, H] what each layer's experts were given; None where not collected
+    hidden: FloatArray | None = None  # [L, T, H] the input of each layer's experts; None where not collected
 
 
 BLOCK_TOKENS = 16  # tokens per KV block, everywhere
@@ -55,8 +55,8 @@ class StateUse(NamedTuple):
 class Batch:
     """One step's tokens: S sequences, each contributing `query_lens[s]` tokens, laid end to end (T in all).
 
-    A decoding sequence contributes one token, a prefilling one a chunk. The keys and values of the T tokens
-    are written to the KV blocks first; each token then attends to its sequence's positions up to its own.
+    A decoding sequence contributes one token, a prefilling one a chunk. The keys and values of the T tokens are written
+    to the KV blocks first. Then each token attends to its sequence's positions up to its own.
     """
 
     tokens: torch.Tensor  # [T] int64, on the CPU as all of a batch
@@ -75,20 +75,20 @@ class Batch:
 
 
 class ExpertPlaces(Protocol):
-    """Says where all experts lie in the CPU's memory, for the kernel that runs whole steps."""
+    """Addresses of all experts in the CPU's memory, for the kernel that runs whole steps."""
 
     def address(self, tokens: int, pairs: int) -> int:
-        """Returns the address of the layers' records, for a step of so many tokens and calls of experts."""
+        """Returns the address of the layers' records, for a step of `tokens` tokens and `pairs` expert calls."""
 
 
 class ExpertSlots(Protocol):
-    """Computes experts where they lie in a GPU's memory, asking the host nothing: for steps that a graph holds."""
+    """Computes experts in a GPU's memory without the host, for steps in a CUDA graph."""
 
     def renew(self) -> bool:
-        """Tells the GPU where experts lie if that has changed. Returns False where one is missing."""
+        """Sends changed expert addresses to the GPU. Returns False where an expert is missing."""
 
     def forward(self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Returns what `Experts.forward` does, [T, H] float32, for few tokens."""
+        """Returns the result of `Experts.forward`, [T, H] float32, for few tokens."""
 
     def kind(self, layer: int) -> int:
         """Returns the number of the encoding of a layer's experts, by which activations are laid out for `add`."""
@@ -112,11 +112,11 @@ class Experts(Protocol):
 
     @property
     def places(self) -> ExpertPlaces | None:
-        """Returns where experts lie once all are in the CPU's memory, so that nobody need be asked; else None."""
+        """Returns the experts' addresses once all are in the CPU's memory; else None."""
 
     @property
     def slots(self) -> ExpertSlots | None:
-        """Returns the same of a GPU's memory."""
+        """Returns the experts' addresses once all are in a GPU's memory; else None."""
 
     def forward(self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Returns the weighted sum of the chosen experts' outputs, [T, H], preferably in float32.
@@ -126,13 +126,13 @@ class Experts(Protocol):
         """
 
     def computed(self, ids: torch.Tensor, weights: torch.Tensor, served: int) -> None:
-        """Takes note of a step that was computed by `places` or `slots`.
+        """Counts a step that was computed by `places` or `slots`.
 
         `ids` and `weights` [L, T, k] are as in `forward`; `served` counts the distinct experts of its layers.
         """
 
     def hint(self, layer: int, probs: torch.Tensor) -> None:
-        """Takes a forecast for `layer`, `probs` [T, E] float32: its gate applied to an earlier layer's hidden state.
+        """Forecasts the experts of `layer`: `probs` [T, E] float32, its gate's output for another hidden state.
 
-        Or to its own one, before `forward`.
+        That is an earlier layer's, or at distance 0 the layer's own before `forward`.
         """
