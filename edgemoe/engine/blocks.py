@@ -1,15 +1,8 @@
-"""KV blocks: which sequence holds which, what the prefix cache keeps, and every block's expert signature.
+"""KV blocks: who holds each, the prefix cache, expert signatures, and swapped blocks (see docs/design/engine.md).
 
-A full block is immutable and known by a key: a hash chained over its parent's key and its own tokens. Blocks that
-nobody holds stay findable by key until their memory is needed; the least recently used go first. The
-chain begins with the request's salt, so that no principal finds another's blocks, however these came here. Only full
-blocks are shared, and they are reused whole. So nothing is ever written to a shared block, no copy on write is needed,
-and signatures, which count whole blocks, stay exact. The hash is cryptographic, because a collision would show one
-user's text to another.
-
-Signature: [ELDR, Prefix Cache Coherence]. For each block how often its tokens chose each expert: at most 16 times, so
-uint8 is exact. At most 1 % of the KV bytes for every supported model of real size: Qwen3-30B-A3B and -235B-A22B
-.39 %, Mixtral-8x7B .01 % (bf16). Ours covers all tokens of the sequence, generated ones too.
+A full block is immutable. Its key is a hash chained over its parent's key and its own tokens, beginning with the
+request's salt. Free blocks stay findable until their memory is needed, the least recently used first. Signatures
+follow [ELDR, Prefix Cache Coherence], and cover generated tokens too.
 """
 
 from __future__ import annotations
@@ -38,15 +31,14 @@ SUMMED = 64  # signatures at once: their sums fit uint16, and a slice of them a 
 class BlockManager:
     """Owns all KV blocks. Lookups are cheap by an invariant: where a block's key is known, so are its ancestors' keys.
 
-    It holds because a sequence that holds a block also holds its ancestors, releases its last block first, and
-    swaps a block that it completes for the one that is already known by the same key. Where its blocks were forgotten,
-    none that it completes is known.
+    A sequence that holds a block also holds its ancestors, and releases its last block first. It swaps a block that it
+    completes for one that is already known by the same key. Where its blocks were forgotten, later ones stay unknown.
     """
 
     def __init__(
         self, blocks: int, layers: int, experts: int, prefix_cache: bool = True, states: StateSlots | None = None
     ) -> None:
-        """`states` are the slots of a model that has states beside keys and values."""
+        """Makes all blocks free. `states` are the slots of a model with states beside keys and values."""
         self.count = blocks
         self._states = states
         self.signatures: npt.NDArray[np.uint8] = np.zeros((blocks, layers, experts), np.uint8)  # [B, L, E]
@@ -62,7 +54,7 @@ class BlockManager:
 
     @property
     def free(self) -> int:
-        """Counts blocks that no sequence holds, those that the prefix cache still remembers included."""
+        """Counts blocks that no sequence holds, blocks of the prefix cache included."""
         return len(self._free)
 
     def known(self, seq: Sequence) -> int:
@@ -96,7 +88,7 @@ class BlockManager:
     def find(self, key: bytes) -> tuple[int, int] | None:
         """Returns the block known by `key`, and its generation; None where there is none. From any thread.
 
-        What was read of it is what the key says if afterwards `find` still returns the same.
+        A copy of the block is valid if `find` still returns the same pair after the copy.
         """
         block = self._known.get(key)
         if block is None:
@@ -118,9 +110,9 @@ class BlockManager:
     # --- changes
 
     def open(self, seq: Sequence) -> None:
-        """Gives `seq` blocks for all its tokens, and counts as computed those that come from the prefix cache.
+        """Gives `seq` blocks for all its tokens, and counts tokens from the prefix cache as computed.
 
-        With these it gets their state.
+        The sequence also gets the state after the cached blocks, where the model has states.
         """
         assert not seq.blocks, "the sequence has its blocks already"
         assert self.needs(seq) <= self.free, "there is no room for the sequence"
@@ -131,17 +123,17 @@ class BlockManager:
         if self._states is not None:
             self._states.resume(seq, keys)
         seq.computed = len(hits) * BLOCK_TOKENS
-        seq.blocks = hits + [self._take() for _ in range(blocks_for(len(seq.tokens)) - len(hits))]
+        seq.blocks = hits + [self._take_free() for _ in range(blocks_for(len(seq.tokens)) - len(hits))]
 
     def append(self, seq: Sequence) -> None:
         """Makes a place for the last token of `seq`, in a new block if the others are full."""
         if len(seq.tokens) > len(seq.blocks) * BLOCK_TOKENS:
-            seq.blocks.append(self._take())
+            seq.blocks.append(self._take_free())
 
     def prepare(self, seq: Sequence, tokens: int, snapshots: bool = True) -> None:
-        """Takes slots for the states that the next `tokens` tokens of `seq` lead to, where the model has states.
+        """Takes slots for the states after the next `tokens` tokens of `seq`, where the model has states.
 
-        With `snapshots` also for those on the way that the prefix cache is to keep.
+        With `snapshots` it also takes slots for intermediate states that the prefix cache should keep.
         """
         if self._states is not None:
             self._states.prepare(seq, tokens, snapshots and self._prefix_cache)
@@ -151,7 +143,7 @@ class BlockManager:
         done, seq.computed = seq.computed // BLOCK_TOKENS, seq.computed + tokens
         keys = self.keys(seq, seq.computed // BLOCK_TOKENS)
         for i, key in enumerate(keys[done:], start=done):
-            self._remember(seq, i, key)
+            self._index_block(seq, i, key)
         if self._states is not None:
             self._states.advance(seq, keys)
 
@@ -164,7 +156,7 @@ class BlockManager:
         seq.blocks, seq.computed = [], 0
 
     def adopt(self, keys: Row[bytes], write: Callable[[int], None]) -> bool:
-        """Has `write` fill a free block with what another engine computed, known by the last of `keys` from then on.
+        """Has `write` fill a free block with another engine's copy, and indexes it by the last of `keys`.
 
         Returns False, and changes nothing, unless all blocks before it are known here and another one is free.
         """
@@ -175,27 +167,27 @@ class BlockManager:
         before = [block for key in keys[:-1] if (block := self._known[key]) in self._free]
         if len(self._free) == len(before):
             return False
-        self._touch(before)
-        block = self._take()
+        self._reuse_last(before)
+        block = self._take_free()
         try:
             write(block)
             self._key[block], self._known[keys[-1]] = keys[-1], block
             self._parent[block] = keys[-2] if len(keys) > 1 else None
         finally:
             self._release(block)
-        self._touch(before)
+        self._reuse_last(before)
         return True
 
     def forget(self, keys: Row[bytes]) -> None:
-        """Has nobody find the blocks of these keys any more, nor what was computed after them.
+        """Removes the blocks of these keys, and all blocks after them, from the prefix cache.
 
-        Sequences that hold them keep them.
+        Sequences that hold such blocks keep them.
         """
         gone = set(keys)
         for key, block in list(self._known.items()):
             if key in gone or self._parent[block] in gone:
                 gone.add(key)
-                self._unknow(block)
+                self._drop_key(block)
                 if not self._refs[block]:
                     self._free.move_to_end(block, last=False)
         if self._states is not None:
@@ -206,21 +198,21 @@ class BlockManager:
         layers = np.arange(ids.shape[0])[:, None, None]
         np.add.at(self.signatures, (blocks[None, :, None], layers, ids), np.uint8(1))
 
-    def _take(self) -> int:
+    def _take_free(self) -> int:
         block, _ = self._free.popitem(last=False)
-        self._unknow(block)
+        self._drop_key(block)
         self.signatures[block] = 0
         self._refs[block] = 1
         self._generations[block] += 1
         return block
 
-    def _unknow(self, block: int) -> None:
+    def _drop_key(self, block: int) -> None:
         if (key := self._key[block]) is not None:
             del self._known[key]
             self._key[block] = self._parent[block] = None
 
-    def _touch(self, chain: Row[int]) -> None:
-        """Makes these free blocks, each followed by its child, those that are reused last, the first one at the end."""
+    def _reuse_last(self, chain: Row[int]) -> None:
+        """Moves these free blocks, given from parent to child, to the end of the free list, the first parent last."""
         for block in reversed(chain):
             self._free.move_to_end(block)
 
@@ -236,20 +228,20 @@ class BlockManager:
             if self._key[block] is None:
                 self._free.move_to_end(block, last=False)
 
-    def _remember(self, seq: Sequence, i: int, key: bytes) -> None:
+    def _index_block(self, seq: Sequence, i: int, key: bytes) -> None:
         block = seq.blocks[i]
         if i and self._key[seq.blocks[i - 1]] is None:
             return  # its parent was forgotten
-        twin = self._known.setdefault(key, block)
-        if twin == block:
+        shared = self._known.setdefault(key, block)
+        if shared == block:
             self._key[block], self._parent[block] = key, seq.keys[i - 1] if i else None
         else:  # another sequence computed the same block meanwhile
-            self._hold(twin)
+            self._hold(shared)
             self._release(block)
-            seq.blocks[i] = twin
+            seq.blocks[i] = shared
 
     def check_integrity(self, live: Iterable[Sequence]) -> None:
-        """Asserts every invariant, given all sequences that hold blocks."""
+        """Raises AssertionError unless every invariant holds, given all sequences with blocks."""
         live = list(live)
         held = Counter(block for seq in live for block in seq.blocks)
         assert [held[block] for block in range(self.count)] == self._refs, "reference counts are off"
@@ -269,7 +261,7 @@ class BlockManager:
 
 
 def extend_keys(keys: list[bytes], tokens: Row[int], count: int, salt: bytes) -> None:
-    """Appends to the keys of the first blocks of `tokens` those of the next, up to `count` in all.
+    """Appends the keys of further full blocks of `tokens` to `keys`, up to `count` keys in all.
 
     Tokens with another salt have other keys.
     """
@@ -297,7 +289,7 @@ class CopyableStates(Copyable, Protocol):
 
 
 class KVSwap:
-    """Owns what is swapped out. A sequence that does not fit is computed again instead."""
+    """Owns the host memory of paused sequences. A sequence that does not fit is computed again instead."""
 
     def __init__(
         self,
@@ -325,7 +317,7 @@ class KVSwap:
         return True
 
     def restore(self, seq: Sequence) -> None:
-        """Copies what is swapped out and the prefix cache did not supply into the new blocks and state of `seq`."""
+        """Copies swapped blocks that the prefix cache lacks, and the state, into the new blocks of `seq`."""
         if seq.swapped is None:
             return
         tokens, rows, signatures, state, _ = seq.swapped
@@ -341,13 +333,13 @@ class KVSwap:
         self.drop(seq)
 
     def drop(self, seq: Sequence) -> None:
-        """Frees what is swapped out of `seq`, if anything is."""
+        """Frees the swapped blocks of `seq`, if it has some."""
         if seq.swapped is not None:
             self._room += seq.swapped.size
             seq.swapped = None
 
     def check_integrity(self, waiting: Iterable[Sequence]) -> None:
-        """Asserts that the waiting sequences' swapped blocks add up to the room taken."""
+        """Raises AssertionError unless the waiting sequences' swapped blocks add up to the room taken."""
         swapped = sum(seq.swapped.size for seq in waiting if seq.swapped)
         assert self._room >= 0
         assert swapped + self._room == self._budget

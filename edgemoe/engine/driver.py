@@ -1,4 +1,4 @@
-"""Makes the engine's steps without its queue, for what measures or compares a model: blocks, states and batches."""
+"""Makes blocks, states and batches of steps without the engine's queue, to measure or compare a model."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from edgemoe.types.step import BLOCK_TOKENS, Batch, StepMeta
 
 
 class SequenceDriver:
-    """Owns the cache of `count` sequences of at most `most_tokens` tokens, which grow as the caller says.
+    """Owns the cache of `count` sequences of at most `most_tokens` tokens. The caller appends their tokens.
 
-    `cache` is what the decoder takes beside a step's batch.
+    `cache` is the KV cache that the decoder takes with each batch.
     """
 
     def __init__(

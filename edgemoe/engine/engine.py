@@ -53,17 +53,17 @@ NOBODY = StepObservers()
 
 @dataclass(frozen=True, slots=True)
 class EngineBudget:
-    """What an engine may use and wait."""
+    """Memory and time that an engine may use."""
 
     kv_blocks: int
-    context_tokens: int  # of one request, where the blocks hold as many
+    context_tokens: int  # of one request, if the blocks hold as many
     kv_swap_bytes: int = 0  # for keys, values and states of paused requests
-    state_slots: int = 0  # where the model has states beside keys and values
-    missing_expert_timeout_s: float = 0.0  # how long a request waits for a box that brings an expert that it lacks
+    state_slots: int = 0  # for a model with states beside keys and values
+    missing_expert_timeout_s: float = 0.0  # for which a request waits for another box to supply a missing expert
 
 
 class Engine:
-    """Runs requests: they are submitted to `loop`, and what they yield is handed to `emit`.
+    """Runs requests that are submitted to `loop`, and hands their tokens to `emit`.
 
     Requests may be submitted from any thread; `emit` is called on the compute thread.
     """
@@ -127,5 +127,5 @@ class Engine:
             self._grammars.close()
 
     def check_integrity(self) -> None:
-        """Asserts that requests, queues, blocks and swapped blocks agree. Must be called between steps."""
+        """Raises AssertionError unless requests, queues, blocks and swapped blocks agree; between steps."""
         self.loop.check_integrity()

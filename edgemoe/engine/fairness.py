@@ -1,8 +1,7 @@
 """Counts the service that principals and their users got and how long answers are, for fairness and the output reserve.
 
-Service: the virtual token counter [VTC], where a token of output weighs as much as two of prompt. It is counted twice:
-of principals, between whom the engine is shared out, and of each one's users, among whom its part is. Expected output:
-a decayed mean per user, else over all users of the model.
+Service is the virtual token counter [VTC]: a token of output weighs as much as two of prompt. It is counted for each
+principal and for each of its users. Expected output is a decayed mean per user, else over all users of the model.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ MAX_USERS = 128  # of a principal
 
 @dataclass(slots=True)
 class ServiceAccount:
-    """What is remembered of a principal, or of one of its users."""
+    """Service, requests and answer length of a principal, or of one of its users."""
 
     requests: int = 0  # waiting or running
     service: float = 0.0
@@ -33,7 +32,7 @@ class ServiceAccount:
 
 
 class ServiceAccounts:
-    """Owns the accounts of those among whom something is shared out: all principals, or one's users."""
+    """Owns the accounts of all principals, or of one principal's users."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -51,19 +50,19 @@ class ServiceAccounts:
         return self._known.get(name)
 
     def service_ahead(self, names: Iterable[str]) -> list[float]:
-        """Returns the service of each beyond that of the least served one with a request, in prefilled tokens."""
+        """Returns each one's service above the least served one with a request, in prefilled tokens."""
         least = self._least_service()
         return [self._known[name].service - least for name in names]
 
     def head_of_line_since(self, name: str, arrived_s: float) -> float:
-        """Returns since when a request that arrived at `arrived_s` can have been the first of this one's line.
+        """Returns the time from which a request that arrived at `arrived_s` may have headed its line.
 
-        That is its arrival, or the latest admission where it is later.
+        That is its arrival or the line's latest admission, the later of both.
         """
         return max(arrived_s, self._known[name].turn_s)
 
     def add_request(self, name: str) -> ServiceAccount:
-        """Counts a request that arrived. One that comes back gets no credit for the time away."""
+        """Counts an arrived request. An account that was idle gets no credit for its idle time."""
         account = self._known.setdefault(name, ServiceAccount())
         if account.requests == 0:
             account.service = max(account.service, self._least_service())
@@ -82,7 +81,7 @@ class ServiceAccounts:
             self._forget()
 
     def check_integrity(self, requests: dict[str, int]) -> None:
-        """Asserts that exactly these have requests here, so many each."""
+        """Raises AssertionError unless exactly these names have requests here, as many as stated."""
         assert {name: account.requests for name, account in self._known.items() if account.requests} == requests
         assert self._present == set(requests)
         assert len(self._known) <= self.most + len(requests)
@@ -96,7 +95,7 @@ class ServiceAccounts:
 
 
 class Fairness:
-    """Owns what is remembered of principals and users: service, length of answers, requests here."""
+    """Owns the accounts of principals and users: service, length of answers, requests here."""
 
     def __init__(self) -> None:
         self.principals = ServiceAccounts(MAX_PRINCIPALS)
@@ -128,7 +127,7 @@ class Fairness:
         self.principals.remove_request(identity.principal)
 
     def note_admission(self, identity: Identity, now_s: float) -> None:
-        """Notes when a request of the user was admitted."""
+        """Records the time at which a request of the user was admitted."""
         for account in self._accounts(identity):
             account.turn_s = now_s
 
@@ -145,7 +144,7 @@ class Fairness:
         self._output_tokens += DECAY * (output_tokens - self._output_tokens)
 
     def check_integrity(self, requests: Counter[Identity]) -> None:
-        """Asserts that exactly these users have requests here, so many each."""
+        """Raises AssertionError unless exactly these users have requests here, as many as stated."""
         principals: dict[str, dict[str, int]] = {}
         for identity, count in requests.items():
             principals.setdefault(identity.principal, {})[identity.user] = count

@@ -1,7 +1,7 @@
 """Constrains output by grammars: llguidance says which tokens may come next.
 
-A replayed request's state is rebuilt from its tokens. Only grammars are compiled here that a bounded process has
-compiled before (`GrammarTrial`); what masks take later in the answer, in time and memory, is bounded here.
+A replayed request's state is rebuilt from its tokens. A grammar is compiled here only after a trial in a bounded
+process (`GrammarTrial`). Time and memory of the later masks are bounded here.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from edgemoe.types.request import PARSER_LIMITS, GrammarTrial
 
 CACHED = 64  # compiled grammars kept; apps send the same schema again and again
 THREADS, EACH = 2, 1  # that compile, and of one principal's
-MASKS_S, MASK_S = 1.0, 0.02  # of a processor that the masks of one request may take: so much, and more for each token
-BUDGET_BYTES = 512 << 20  # of all compiled grammars, those of running requests included
+MASKS_S, MASK_S = 1.0, 0.02  # processor time for the masks of one request: a fixed part, and a part for each token
+BUDGET_BYTES = 512 << 20  # of all compiled grammars, grammars of running requests included
 LEAST_BYTES = 1 << 20  # of a compiled grammar
 # The lexer's states are made as masks need them. Measured: 2 to 85 MB in a second of masks, and 48 MB of all states.
 GROWTH_BYTES_PER_S, GROWTH_BYTES = 64 << 20, 48 << 20
 
 
 class CompiledGrammar:
-    """A grammar in the form that matchers start from, which share its lexer's states."""
+    """A compiled grammar. All matchers of it share its lexer's states."""
 
     def __init__(self, matcher: LLMatcher, own_bytes: int) -> None:
         self.matcher, self.own_bytes = matcher, max(LEAST_BYTES, own_bytes)
@@ -85,8 +85,8 @@ class GrammarMatcher:
         self._check()
         if self._masks_s > MASKS_S + MASK_S * self._tokens:
             raise InvalidRequest(
-                f"the grammar is too complex: after {self._tokens} tokens its masks have taken {self._masks_s:.1f} s, "
-                f"and {MASKS_S:g} s and {MASK_S:g} s a token are allowed; simplify the schema",
+                f"the grammar is too complex: after {self._tokens} tokens its masks have taken {self._masks_s:.1f} s. "
+                f"Allowed are {MASKS_S:g} s and {MASK_S:g} s a token; simplify the schema",
                 code="invalid_grammar",
             )
         if self._grammar.bytes - self._grammar.reported_bytes >= LEAST_BYTES:
@@ -99,7 +99,7 @@ class GrammarMatcher:
 
 
 class CompileJob:
-    """A grammar that waits for a thread, and who waits for it."""
+    """A grammar in line for a compile thread, and the future of its request."""
 
     def __init__(self, grammar: str, own_bytes: int, emitted: Sequence[int]) -> None:
         self.grammar, self.own_bytes, self.emitted = grammar, own_bytes, emitted
@@ -113,9 +113,9 @@ class GrammarCompiler:
         self._tokenizer = tokenizer
         self._threads = ThreadPoolExecutor(THREADS, "grammar")
         self._turns: FairTurns[CompileJob] = FairTurns(THREADS, EACH)
-        self._lock = threading.Lock()  # of what follows, and of the turns
+        self._lock = threading.Lock()  # guards the turns and the fields below
         self._kept: OrderedDict[str, CompiledGrammar] = OrderedDict()
-        self._all: weakref.WeakSet[CompiledGrammar] = weakref.WeakSet()  # those that are only in use too
+        self._all: weakref.WeakSet[CompiledGrammar] = weakref.WeakSet()  # also evicted grammars that requests still use
 
     @property
     def bytes(self) -> int:
@@ -139,7 +139,7 @@ class GrammarCompiler:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _run_jobs(self) -> None:
-        """Does all jobs whose turn it is; one whose principal has another under way comes after that, in its thread."""
+        """Compiles jobs by turns until none may run. A principal's next job follows its current one, in its thread."""
         while True:
             with self._lock:
                 turn = self._turns.next_job()
@@ -191,12 +191,12 @@ class GrammarCompiler:
             if self.bytes <= BUDGET_BYTES or grammar.bytes < max(one.bytes for one in self._all):
                 return
         raise InvalidRequest(
-            f"the grammar is too large: it takes about {grammar.bytes >> 20} MiB, and those of all requests together "
-            f"{BUDGET_BYTES >> 20} at most; simplify the schema",
+            f"the grammar is too large: it takes about {grammar.bytes >> 20} MiB, and all grammars together "
+            f"may take {BUDGET_BYTES >> 20}; simplify the schema",
             code="invalid_grammar",
         )
 
 
 def _reason(matcher: LLMatcher) -> str:
-    """What is wrong, without the parser's state that follows it."""
+    """Returns the matcher's error without the parser's state that follows it."""
     return str(matcher.get_error()).partition("\n")[0]

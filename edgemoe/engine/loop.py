@@ -1,9 +1,8 @@
-"""The step loop of the compute thread: queues what arrives, computes a step, emits what it yields at once.
+"""The step loop of the compute thread: queues requests, computes steps, and emits each step's tokens at once.
 
-A request that fails, fails alone: an exception that it makes a step raise ends no other request (see `step`). A missing
-expert affects only the requests whose tokens need it; where another box may still bring it, they are retried one by one
-for a while. Any other exception ends the loop, because the state is then in doubt. The front starts another engine and
-submits its requests again with the tokens that they have.
+A request that fails ends alone (see `steps`). A missing expert affects only requests whose tokens need it; they are
+retried one by one until `missing_expert_timeout_s`. Any other exception ends the loop, because the state is then in
+doubt. The front starts another engine and submits its requests again, with the tokens that they have.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ class StepLoop:
         clock: Callable[[], float] = time.monotonic,
         missing_expert_timeout_s: float = 0.0,
     ) -> None:
-        """Calls `emit` on the compute thread with what each step yields.
+        """Calls `emit` on the compute thread with the emissions of each step.
 
         A request whose expert is missing is retried for `missing_expert_timeout_s`.
         """
@@ -83,7 +82,7 @@ class StepLoop:
         self._inbox.put(lambda: self._cancel(request, attempt))
 
     def call(self, deed: Callable[[], None]) -> None:
-        """Has the compute thread do something between steps, which must not raise."""
+        """Runs `deed`, which must not raise, on the compute thread between steps."""
         self._inbox.put(deed)
 
     def drain(self) -> None:
@@ -103,7 +102,7 @@ class StepLoop:
                 self._sleep()
 
     def step(self) -> bool:
-        """Takes what has arrived and computes one step. Returns False if nothing could be computed."""
+        """Runs the inbox and computes one step. Returns False if nothing could be computed."""
         with self._runner.in_step():
             self._run_inbox()
             now_s = self._clock()
@@ -197,7 +196,7 @@ class StepLoop:
 
     @contextmanager
     def _failing_alone(self, seq: Sequence) -> Iterator[None]:
-        """Ends `seq` alone with what is raised inside the `with` block."""
+        """Ends `seq` alone with an exception that the `with` block raises."""
         try:
             yield
         except FATAL_ERRORS:
@@ -267,7 +266,7 @@ class StepLoop:
             self._finish(seq, "error", error)
 
     def _deliver_token(self, seq: Sequence, sampled: SampledToken) -> None:
-        """Adds the token, or ends `seq`. What may raise (the grammar) comes before anything is changed."""
+        """Adds the token, or ends `seq`. The grammar may raise, so it runs before anything is changed."""
         stopped = sampled.token in seq.sampling.stop_token_ids
         if seq.matcher is not None and not stopped:
             seq.matcher.accept(sampled.token)
@@ -297,7 +296,7 @@ class StepLoop:
         return ""
 
     def check_integrity(self) -> None:
-        """Asserts that the queues hold exactly the requests, with their blocks. Must be called between steps."""
+        """Raises AssertionError unless the queues hold exactly the requests and their blocks; between steps."""
         self._scheduler.check_integrity()
         held = [*self._scheduler.running, *self._scheduler.waiting]
         assert {id(seq) for seq in held} == {id(seq) for seq in self._requests.values()}

@@ -1,8 +1,8 @@
-"""Reads blocks and states of the prefix cache for other engines, and takes in what they computed.
+"""Reads blocks and states of the prefix cache for other engines, and stores blocks and states of theirs.
 
-What is read is not held: the compute thread may reuse a block while another thread copies it. The block's generation
-tells, so such a copy is thrown away. What is taken in is at once an ordinary entry of the prefix cache, which nobody
-holds. So no end of a transfer, however it comes about, leaves anything behind.
+A reader does not hold blocks: the compute thread may reuse a block while another thread copies it. The block's
+generation then differs, and the copy is discarded. A stored block is at once an ordinary, unheld entry of the prefix
+cache. So a transfer that is cut off leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ByteArray = npt.NDArray[np.uint8]
 
 
 class PrefixEntry(NamedTuple):
-    """A copy of what the prefix cache has for one key."""
+    """A copy of the prefix cache's entry for one key."""
 
     generation: int  # of the place where it lies
     data: ByteArray  # keys and values of a block, then its signature; or a state
@@ -81,9 +81,9 @@ class PrefixTransfer:
         return PrefixEntry(generation, data) if owner.find(key) == found else None
 
     def signature(self, tokens: Row[int], salt: bytes) -> tuple[int, IntArray]:
-        """Returns how many of a prompt's tokens the leading blocks here have, and what these chose, [L, E].
+        """Returns the number of a prompt's tokens in cached leading blocks, and these blocks' expert counts [L, E].
 
-        From any thread. Exact: where a block is taken for other tokens meanwhile, it counts as one that is not here.
+        From any thread. A block that is reused meanwhile counts as missing, so that the counts are exact.
         """
         blocks, keys, here = self._blocks, list[bytes](), 0
         total: IntArray = np.zeros(blocks.signatures.shape[1:], np.int64)
@@ -99,7 +99,7 @@ class PrefixTransfer:
         return here * BLOCK_TOKENS, total
 
     def take_in(self, keys: Row[bytes], data: ByteArray, state: bool) -> bool:
-        """Keeps what another engine has for the last of `keys`. Returns False where it has no place here.
+        """Stores another engine's entry for the last of `keys`. Returns False where there is no place for it.
 
         On the compute thread, between steps.
         """

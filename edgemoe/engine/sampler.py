@@ -76,9 +76,9 @@ def pick(weights: torch.Tensor, point: torch.Tensor) -> torch.Tensor:
 def crossing(row: torch.Tensor, amounts: torch.Tensor, goal: float) -> tuple[float, float]:
     """Returns the least number of a row [V] above which less than `goal` lies, and how much lies above it.
 
-    Each number counts for its amount [V], float64. Numbers must be at least 0 and below 2: these are ordered as their
-    30 lower bits are, so that histograms of ten bits at a time find the number, and nothing is sorted. Returns 0 where
-    all of the row is less than `goal`.
+    Each number counts for its amount [V], float64. Numbers must be at least 0 and below 2, so that their order is that
+    of their 30 lower bits. Histograms of ten bits at a time find the number without sorting. Returns 0 where all of the
+    row is less than `goal`.
     """
     bits, found, above = row.view(torch.int32).long(), 0, 0.0
     for shift in (2 * DIGIT_BITS, DIGIT_BITS, 0):
@@ -253,7 +253,7 @@ def _draw(logits: torch.Tensor, requests: Rows[Request], positions: Rows[int]) -
 def _pick_likely(
     weights: torch.Tensor, point: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
 ) -> torch.Tensor:
-    """Draws a token among those that top_k, then top_p, then min_p leave; the settings are [R, 1]."""
+    """Draws a token among the candidates left by top_k, then top_p, then min_p; the settings are [R, 1]."""
     tokens = _pick_among_few(weights, point, top_k, top_p, min_p)
     for row in (tokens < 0).nonzero()[:, 0].tolist():
         least = _least_kept(weights[row].flatten(), float(top_k[row]), float(top_p[row]), float(min_p[row]))
@@ -284,9 +284,11 @@ def _pick_among_few(
     values = candidates.flatten(1).topk(width).values.double()  # falling
     values *= torch.arange(width, device=values.device) < top_k
     mass = values.cumsum(dim=-1)
-    total = torch.where(top_k <= width, mass[:, -1:], weights.sum(dim=(1, 2))[:, None])  # top_p is of what top_k leaves
+    total = torch.where(
+        top_k <= width, mass[:, -1:], weights.sum(dim=(1, 2))[:, None]
+    )  # top_p is a share of the mass that top_k leaves
     kept = ((mass - values < top_p * total) | (top_p >= 1.0)) & (values >= min_p * values[:, :1]) & (values > 0)
-    kept[:, 0] = True  # even where top_p is 0, or below what float32 resolves
+    kept[:, 0] = True  # even where top_p is 0, or too small for float32
     least = torch.where(kept, values, torch.inf).amin(dim=-1).float()[:, None, None]
     token = pick(candidates * (candidates >= least), point)
     known = (width >= top_k) | (~kept[:, -1:] & top_k.isinf()) | (width == weights[0].numel())

@@ -1,15 +1,7 @@
-"""Decides which sequences run in the next step and with how many tokens each. `policy.sjf` orders waiting requests.
+"""Decides which sequences run in the next step and with how many tokens each (reasons: docs/design/engine.md).
 
-A step's token budget goes to decoding sequences first, one token each, so that none waits for a prompt. The rest goes
-to prompts in chunks, the most urgent first. A request is admitted once there are tokens, a slot and blocks for it, with
-a reserve left for what running sequences will still write. The reserve is a share of their expected remaining output;
-a quarter, on real traces, cut the mean TTFT to between a quarter and half when blocks were scarce. The first request
-in order is never overtaken because it does not fit. Others pass it only while it waits for a running prompt to compute
-blocks that both share.
-
-Principals take turns, and so do the users of each. When blocks run out, the newest sequence of the principal with the
-most running sequences is paused, of its user with the most, so that the oldest always advances. It is resumed before
-its user's other requests, from its swapped blocks or by computing them again.
+`policy.sjf` orders waiting requests. Decoding sequences come first, then prompts in chunks. Principals take turns, and
+so do the users of each. When blocks run out, a sequence of the largest user is paused.
 """
 
 from __future__ import annotations
@@ -77,7 +69,7 @@ class ChunkBudget:
         return max((self._aim_s - fixed) / slope, fixed / slope)
 
 
-AGING_SHARE = 0.4  # of the speed of prefill: overtaken for at most 2.5 times what one's own prompt takes
+AGING_SHARE = 0.4  # of the speed of prefill: a request is overtaken for at most 2.5 times its own prefill
 OUTPUT_RESERVE = 0.25  # share of a running request's expected remaining output that is reserved in KV
 PROMPT_ROWS = 64  # a step's tokens of prompts whose log probabilities are wanted: logits are large
 FIRST_SEQUENCE_TIMEOUT_S = 2.0  # one with nothing running waits at most this long before another's surplus is paused
@@ -172,7 +164,7 @@ class Scheduler:
             seq.compiling.cancel()
 
     def restart(self, seq: Sequence) -> None:
-        """Has `seq` computed again from its first token, and nobody go on from what it has computed."""
+        """Queues `seq` to be computed again from its first token, and removes its blocks from the prefix cache."""
         self._blocks.forget(seq.keys)
         self._requeue(seq)
 
@@ -289,7 +281,7 @@ class Scheduler:
     def _head_in_turn(
         self, heads: dict[str, PrefillWork], accounts: ServiceAccounts, now_s: float
     ) -> tuple[PrefillWork, float]:
-        """Returns the head, of these by name, whose turn it is, and its sorting key."""
+        """Returns the head with the smallest sorting key among these, by name, and that key."""
         waiters = list(heads.values())
         headed_s = [accounts.head_of_line_since(name, head.seq.arrived_s) for name, head in heads.items()]
         keys = sjf.keys(
@@ -328,11 +320,11 @@ class Scheduler:
         return blocks_for(int(self.output_reserve * tokens))
 
     def _sequence_to_pause(self, head: LineHead, now_s: float) -> Sequence | None:
-        """Returns the sequence that is to make room for the request that is next; None where it has to wait.
+        """Returns the sequence to pause for the next request; None where the request must wait.
 
-        Where its principal has nothing running, that is one of a principal with several; where only its user has
-        nothing, one of another user of the same principal. It must have waited FIRST_SEQUENCE_TIMEOUT_S. Rules by which
-        nobody takes turns know no such thing: what was displaced would be next again.
+        If its principal runs nothing, a principal with several sequences loses one. If only its user runs nothing,
+        another user of the same principal loses one. The request must have waited FIRST_SEQUENCE_TIMEOUT_S. Orders
+        without turns pause nothing, because the paused sequence would be next again.
         """
         if not self._is_fair:
             return None
@@ -372,7 +364,7 @@ class Scheduler:
         self._admitted_s = now_s
 
     def check_integrity(self) -> None:
-        """Asserts that queues, blocks, users and swapped blocks agree."""
+        """Raises AssertionError unless queues, blocks, users and swapped blocks agree."""
         both = [*self.running, *self.waiting]
         assert len(set(map(id, both))) == len(both)
         assert all(seq.blocks for seq in self.running)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from edgemoe.engine.grammar import GrammarMatcher
 
-MAX_GRAMMAR_CHARS = 1 << 22  # serialised; that is a few times what a front makes of the longest one that it takes
+MAX_GRAMMAR_CHARS = 1 << 22  # serialised: a few times the longest that a front makes
 
 
 def check_request(request: Request, emitted: Row[int], limits: RequestLimits, *, grammars: bool) -> None:
@@ -52,18 +52,14 @@ def check_request(request: Request, emitted: Row[int], limits: RequestLimits, *,
     _check_tokens("stop_token_ids", request.sampling.stop_token_ids, limits.vocab)
     asked = request.sampling.prompt_logprobs
     if asked is not None and len(request.prompt) * (1 + asked) > MAX_LOGPROBS:
-        raise _invalid(
-            "logprobs", f"are of more than {MAX_LOGPROBS} tokens with those of the prompt; shorten the prompt"
-        )
+        raise _invalid("logprobs", f"need more than {MAX_LOGPROBS} values, the prompt's included; shorten the prompt")
     grammar = request.sampling.grammar
     if grammar is not None and len(grammar) > MAX_GRAMMAR_CHARS:
         raise _invalid("response_format", f"makes a grammar longer than {MAX_GRAMMAR_CHARS} characters; shorten it")
     if grammar is not None and not grammars:
-        raise _invalid("response_format", "cannot be followed: the model's tokenizer does not say what its tokens are")
+        raise _invalid("response_format", "cannot be followed: the model's tokenizer does not spell out its tokens")
     if not request.sampling.is_grammar_tried:
-        raise _invalid(
-            "response_format", "has a grammar that its front has not tried in bounds; bring that box up to date"
-        )
+        raise _invalid("response_format", "has a grammar without a trial by its front; update edgemoe on that box")
 
 
 def _check_tokens(param: str, tokens: Row[int], vocab: int) -> None:
@@ -83,7 +79,7 @@ class SwappedBlocks(NamedTuple):
     rows: torch.Tensor  # [n, ...] a KV block each
     signatures: npt.NDArray[np.uint8]  # [n, L, E]
     state: torch.Tensor | None  # [1, ...], where the model has states
-    size: int  # what it takes of the budget, in blocks
+    size: int  # its share of the budget, in blocks
 
 
 class Sequence:
@@ -133,7 +129,7 @@ class Sequence:
 
     @cached_property
     def conversation(self) -> int:
-        """Returns what tells its conversation from others."""
+        """Returns the conversation's number."""
         return conversation_of(self.request.prompt)
 
     @property

@@ -1,11 +1,7 @@
-"""State slots: which sequence holds which, and what the prefix cache keeps of them.
+"""State slots: who holds each, and the states that the prefix cache keeps (see docs/design/engine.md).
 
-A state stands for all tokens up to one place, so a prefix can be reused only where a state was kept. Once written, a
-slot is immutable like a full block: a step reads a sequence's slot and writes the next state to another. What a step
-leaves behind at the end of a block is known by that block's key, and stays findable until its slot is needed, the least
-recently used first. A step also writes states on its way: those to be kept, which are every SNAPSHOT_BLOCKS blocks and
-at the last place from which the whole prompt could be answered again, and the one after its last full block. What is
-not to be kept is forgotten when the sequence comes to the end of another block.
+A written slot is immutable: a step reads one slot and writes another. A state at the end of a block has the block's key
+and stays findable until its slot is needed, the least recently used first. A step also writes intermediate states.
 """
 
 from __future__ import annotations
@@ -31,8 +27,8 @@ class StateSlots:
         """Serves at most `sequences` sequences at a time, for which `slots` must be at least 2 * sequences + 1."""
         assert slots > 2 * sequences, "there are too few slots"
         self.count = slots
-        self._spare = slots - 1 - 2 * sequences  # slots that may be taken for states on the way
-        self._on_the_way = 0  # taken for such in steps that are prepared
+        self._spare = slots - 1 - 2 * sequences  # slots for intermediate states
+        self._on_the_way = 0  # slots taken for intermediate states of prepared steps
         self._refs = [1] + [0] * (slots - 1)
         self._generations = [0] * slots  # how often each was taken
         self._key: list[bytes | None] = [None] * slots
@@ -44,7 +40,7 @@ class StateSlots:
     # --- questions
 
     def covered(self, keys: Row[bytes]) -> int:
-        """Counts the leading blocks, of those with these keys, after which a state is known."""
+        """Returns the largest number of leading blocks of these keys after which a state is known."""
         depths = (depth for depth in self._depths if depth <= len(keys) and keys[depth - 1] in self._known)
         return max(depths, default=0)
 
@@ -64,7 +60,7 @@ class StateSlots:
             return True
         if not self._free:
             return False
-        slot = self._take()
+        slot = self._take_free()
         try:
             write(slot)
             self._index(slot, keys)
@@ -83,11 +79,11 @@ class StateSlots:
         for place in places_on_the_way(seq, tokens) if snapshots else ():
             if self._on_the_way < self._spare:
                 self._on_the_way += 1
-                seq.next_states.append((place - seq.computed, self._take()))
-        seq.next_states.append((tokens, self._take()))
+                seq.next_states.append((place - seq.computed, self._take_free()))
+        seq.next_states.append((tokens, self._take_free()))
 
     def advance(self, seq: Sequence, keys: Row[bytes]) -> None:
-        """Makes the states that were prepared and computed those of `seq`, whose full blocks have these keys."""
+        """Gives `seq`, whose full blocks have these keys, the states that were prepared and computed."""
         before = seq.computed - seq.next_states[-1][0]
         self._release(seq.state)
         for tokens, slot in seq.next_states:
@@ -106,7 +102,7 @@ class StateSlots:
         seq.state, seq.snapshot = BEGINNING, 0
 
     def forget(self, keys: Iterable[bytes]) -> None:
-        """Has nobody find the states after the blocks with these keys any more."""
+        """Removes the states after the blocks with these keys from the prefix cache."""
         for slot in [self._known[key] for key in keys if key in self._known]:
             self._forget(slot)
             if not self._refs[slot]:
@@ -118,7 +114,7 @@ class StateSlots:
         self._on_the_way -= max(0, len(seq.next_states) - 1)
         seq.next_states = []
 
-    def _take(self) -> int:
+    def _take_free(self) -> int:
         slot, _ = self._free.popitem(last=False)
         self._forget(slot)
         self._refs[slot] = 1
@@ -161,7 +157,7 @@ class StateSlots:
         self._depths += Counter()  # drops zeros
 
     def check_integrity(self, live: Iterable[Sequence]) -> None:
-        """Asserts every invariant, given all sequences that run."""
+        """Raises AssertionError unless every invariant holds, given all running sequences."""
         live = list(live)
         held = Counter([BEGINNING, *(seq.state for seq in live)])
         pending = Counter(slot for seq in live for _, slot in seq.next_states)
@@ -176,12 +172,12 @@ class StateSlots:
 
 
 def is_kept(seq: Sequence, depth: int) -> bool:
-    """Returns whether the state after so many blocks is kept when the sequence has gone on; 0 blocks have none."""
+    """Returns whether the state after `depth` blocks is kept when the sequence has gone on; 0 blocks have none."""
     return depth % SNAPSHOT_BLOCKS == 0 or depth == (seq.prompt_tokens - 1) // BLOCK_TOKENS
 
 
 def places_on_the_way(seq: Sequence, tokens: int) -> list[int]:
-    """Returns the tokens of `seq` after which states are to be written by a step of `tokens`, its end left out."""
+    """Returns the places in `seq` at which a step of `tokens` writes states, without its end."""
     begin, end = seq.computed // BLOCK_TOKENS, (seq.computed + tokens - 1) // BLOCK_TOKENS
     last = (seq.computed + tokens) // BLOCK_TOKENS
     return [depth * BLOCK_TOKENS for depth in range(begin + 1, end + 1) if depth == last or is_kept(seq, depth)]

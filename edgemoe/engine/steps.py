@@ -1,9 +1,7 @@
-"""Runs a step as a transaction: computes and samples first, commits afterwards, so that a failed step changes nothing.
+"""Runs a step as a transaction: batch, forward pass and sampling first, then the commit (see docs/design/engine.md).
 
-A step that failed is computed again in parts, down to the sequence that fails alone: its request ends with an error,
-and the others get the tokens that they would have had. Before a request is blamed, a probe of one token that belongs
-to no request is computed. Where the probe fails too, or where memory or the device fails, the engine is broken, and the
-error is raised.
+A failed step changes nothing. It is computed again in parts, down to the sequence that fails alone. A probe token tells
+a faulty request from a broken engine.
 """
 
 from __future__ import annotations
@@ -55,7 +53,7 @@ def describe(works: Rows[ScheduledWork]) -> StepMeta:
 def make_batch(works: Rows[ScheduledWork], meta: StepMeta) -> Batch:
     """Returns the decoder's batch, which asks for logits of two kinds of tokens, sequence by sequence.
 
-    First those of `prompt_logprob_positions`, then the last token of the sequence where the step computes it.
+    These are the tokens of `prompt_logprob_positions`, then the sequence's last token if the step computes it.
     """
     wanted: list[int] = []
     for work, start in zip(works, np.cumsum(meta.query_lens) - meta.query_lens, strict=True):
@@ -92,28 +90,28 @@ KINDS, PHASES = ("steps", "seconds", "experts", "tokens"), ("prefill", "decode")
 
 
 class StepDecoder(Protocol):
-    """Computes logits: what the engine asks of the model."""
+    """Computes logits: the engine's interface to the model."""
 
     def forward(self, batch: Batch, kv: Any, experts: Experts) -> torch.Tensor:
         """Returns logits of the rows that the batch asks for, float32 [R, V]. Raises MissingExpert, CorruptExpert."""
 
 
 class StepExperts(Experts, Protocol):
-    """Computes experts, and collects per step what the gates chose."""
+    """Computes experts, and collects the gates' choices per step."""
 
     def begin_step(self, meta: StepMeta) -> npt.NDArray[np.int16]:
-        """Starts collecting. Drops what was collected of a step that failed before its end.
+        """Starts collecting. Drops choices of a step that failed before its end.
 
-        Returns the array of what the gates choose, [L, T, k], which is filled layer by layer, over -1.
+        Returns the array of choices [L, T, k], which is filled with -1 first, and then layer by layer.
         """
 
     def end_step(self) -> StepRouting:
-        """Returns what the step's gates chose."""
+        """Returns the choices of the step's gates."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """What an engine computes with."""
+    """A loaded model: decoder, experts, KV cache and grammars."""
 
     spec: ModelSpec
     decoder: StepDecoder
@@ -125,10 +123,10 @@ class LoadedModel:
 
 @dataclass(frozen=True, slots=True)
 class StepObservers:
-    """Who is told of steps, on the compute thread."""
+    """Functions that are called with each step, on the compute thread."""
 
-    observe: Callable[[StepRouting], None] | None = None  # what the gates chose
-    # each step before it runs, and the array of what its gates choose: see `StepExperts.begin_step`
+    observe: Callable[[StepRouting], None] | None = None  # with the gates' choices, after a step
+    # with each step before it runs, and the array of its gates' choices: see `StepExperts.begin_step`
     expect: Callable[[StepMeta, npt.NDArray[np.int16]], None] | None = None
 
 
@@ -163,14 +161,13 @@ class ForwardRunner:
 
     @property
     def layers_begun(self) -> int:
-        """Returns how many layers the step, or the last one, has come to. May be read on any thread."""
+        """Counts the layers that the current step, or the last one, has begun. May be read on any thread."""
         return int(np.count_nonzero(self._ids[:, :1, :1] >= 0))
 
     def standstill_s(self) -> float:
-        """Returns the seconds for which it has seen the step come to no other layer; 0 between steps.
+        """Returns the seconds since a caller last saw the step begin another layer; 0 between steps.
 
-        For one caller, on any thread, who looks time and again. However slow a step is, it does not hang while it
-        comes on.
+        Serves one caller, on any thread, that polls. A slow step does not count as hanging while it begins layers.
         """
         now_s, started_s = self._clock(), self.started_s
         reached = started_s, self.layers_begun
@@ -253,13 +250,14 @@ class StepRunner:
     """Runs steps for the loop, and finds the sequence at fault when one fails."""
 
     def __init__(self, runner: ForwardRunner, scheduler: Scheduler) -> None:
-        self.blamed = 0  # requests that ended because of what they raised
+        self.blamed = 0  # requests that ended with an exception of their own
         self._runner, self._scheduler = runner, scheduler
 
     def run(self, works: Rows[ScheduledWork], again: bool = False) -> list[SequenceOutcome]:
         """Computes and commits one step, or several smaller ones after a failure.
 
-        `again` says that these works were part of a step that failed. Raises what breaks the engine.
+        `again` says that these works were part of a step that failed. Raises FATAL_ERRORS, and any error that a probe
+        token raises too.
         """
         try:
             attempt = self._compute_and_sample(works)
@@ -281,8 +279,7 @@ class StepRunner:
     def restart(self, seq: Sequence, error: EdgemoeError) -> bool:
         """Has `seq` computed once more where its scores are no numbers. Returns False where it has to end.
 
-        The numbers may have been lost in any block before, and are as lost to whoever goes on from there. So nobody
-        does, whether `seq` ends or not.
+        Any earlier block may hold the bad numbers. So its blocks leave the prefix cache, whether `seq` ends or not.
         """
         if code_of(error) != NOT_A_NUMBER:
             return False
@@ -321,14 +318,14 @@ class StepRunner:
         return UncommittedStep(computed, prompt_logprobs, outcomes)
 
     def _commit(self, attempt: UncommittedStep) -> list[SequenceOutcome]:
-        """Keeps what was computed. Runs no code that a request's settings can make raise."""
+        """Commits the step's results. Runs no code that a request's settings can make raise."""
         self._runner.commit(attempt.computed)
         for seq, lines in attempt.prompt_logprobs:
             seq.prompt_logprobs += lines
         return attempt.outcomes
 
     def _blame_after_probe(self, seq: Sequence, error: Exception) -> SequenceOutcome:
-        """Returns the sequence's error if a probe token can be computed. Raises what the probe raises otherwise."""
+        """Returns the sequence's error if a probe token can be computed. Else raises the probe's error."""
         probe = Sequence(PROBE_REQUEST, (), 1, 0.0, math.inf)
         probe.blocks = seq.blocks[-1:]  # not shared: the sequence has still to write to it
         probe.next_states = [(1, slot) for _, slot in seq.next_states[-1:]]  # as little

@@ -74,7 +74,7 @@ ENDING = 3  # tokens, with which a chat template ends every turn's prompt
 def conversation_of(prompt: Sequence[int] | npt.NDArray[np.integer]) -> int:
     """Returns the same number, of 56 bits, for equal prompts and for all turns of a chat; 0 for an empty prompt.
 
-    Hashes the prompt up to the first occurrence of its last ENDING tokens. A chat template ends every turn's prompt with
+    Hashes the prompt up to the first occurrence of its last ENDING tokens. A chat template ends each turn's prompt with
     the same tokens, which begin an answer, so the hashed part is the first turn's prompt. With a template that ends its
     prompts otherwise, each turn is a conversation of its own.
     """
