@@ -11,6 +11,7 @@ from support.prose import DOCS, PAGES, ROOT, SOURCES, prose, tree_of
 from test_layering import COMPOSERS, LAYERS, within
 
 ARCHITECTURE = ROOT / "docs/architecture.md"
+WHERE = ROOT / "docs/design/where.md"
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 TOP = {path.name for path in ROOT.iterdir()}
 
@@ -102,7 +103,7 @@ def test_a_name_with_a_file_is_defined_there() -> None:
 
 
 def test_the_order_of_the_rooms_is_the_one_that_is_kept() -> None:
-    block = ARCHITECTURE.read_text().partition("## The order of the rooms")[2].split("```")[1]
+    block = WHERE.read_text().partition("## The order of the rooms")[2].split("```")[1]
     lines = [line.split(", ") for line in block.split("\n") if line]
     level = {room: number for number, line in enumerate(lines) for room in line}
     assert {room.partition(".")[0] for room in (*LAYERS, *COMPOSERS)} - {"__main__"} == {
