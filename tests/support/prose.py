@@ -35,9 +35,10 @@ def nodes_of(path: Path) -> list[ast.AST]:
 
 @functools.cache
 def prose(path: Path) -> list[tuple[int, str]]:
-    """Returns line and text of every docstring and comment of a source; of a page, its text without code."""
+    """Returns line and text of every docstring and comment of a source; of a page, its text without code and addresses."""
     if path.suffix == ".md":
-        return [(1, re.sub(r"(?s)```.*?```|`[^`]*`", "", text_of(path)))]
+        text = re.sub(r"(?s)```.*?```|`[^`]*`", "", text_of(path))
+        return [(1, re.sub(r"(?<=\])\([^)\s]*\)", "(address)", text))]
     tree = tree_of(path)
     found = [*docstrings(path, tree, list(statements(tree))), *comments(path, text_of(path))]
     return [(passage.line, passage.text) for passage in found]
