@@ -35,7 +35,7 @@ def nodes_of(path: Path) -> list[ast.AST]:
 
 @functools.cache
 def prose(path: Path) -> list[tuple[int, str]]:
-    """Returns line and text of every docstring and comment of a source; of a page, its text without code and addresses."""
+    """Returns line and text of each docstring and comment of a source, or the text of a page without code."""
     if path.suffix == ".md":
         text = re.sub(r"(?s)```.*?```|`[^`]*`", "", text_of(path))
         return [(1, re.sub(r"(?<=\])\([^)\s]*\)", "(address)", text))]
