@@ -44,7 +44,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
-    """Where a test timed out, says what its tasks were waiting for: the traceback ends in the loop's select."""
+    """Reports the stacks of all tasks after a time-out, for the traceback ends in the loop's select."""
     report = yield
     if call.excinfo is not None and "Timeout" in str(call.excinfo.value):
         for task in (one for one in gc.get_objects() if issubclass(type(one), asyncio.Task) and not one.done()):
@@ -54,9 +54,9 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 
 def pytest_unconfigure() -> None:
-    """Shows every thread, and ends, where one that a test left behind keeps this process alive.
+    """Dumps every thread and exits if a thread that a test left behind keeps this process alive.
 
-    What one of several processes waits for when it has run its tests are the others.
+    Workers of xdist are exempt: after their tests they wait for each other.
     """
     if "PYTEST_XDIST_WORKER" not in os.environ:
         faulthandler.dump_traceback_later(60, exit=True)
@@ -64,7 +64,7 @@ def pytest_unconfigure() -> None:
 
 @pytest.fixture(autouse=True)
 def _logging_is_put_back() -> Iterator[None]:
-    """Commands that run in this process send logs to a stream that is closed when their test ends."""
+    """Detaches the log handlers of commands run in this process, whose stream closes when their test ends."""
     root, ours = logging.getLogger(), logging.getLogger("edgemoe")
     before = root.handlers[:], root.level, ours.level
     yield
@@ -74,5 +74,5 @@ def _logging_is_put_back() -> Iterator[None]:
 
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
-    """What is written from here on, and what a power loss would leave of it."""
+    """Records all writes from here on, and the files that a power loss would leave."""
     return Disk(monkeypatch)

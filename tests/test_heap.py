@@ -1,4 +1,4 @@
-"""Freed memory between what is in use, at the C library's own heap."""
+"""Freed memory between used blocks, on the C library's own heap."""
 
 from __future__ import annotations
 

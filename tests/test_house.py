@@ -20,12 +20,12 @@ KERNELS = {  # of GPUs, one launch each, whose parameters take a line each
 
 
 def classes(file: Path) -> Iterator[str]:
-    """The public ones of a module's top level."""
+    """Yields the public classes of a module's top level."""
     yield from (node.name for node in tree_of(file).body if isinstance(node, ast.ClassDef) and node.name[0] != "_")
 
 
 def functions(file: Path) -> Iterator[tuple[str, int]]:
-    """Name and lines of each, decorators and docstring included."""
+    """Yields each function's name and lines, with decorators and docstring."""
     for node in nodes_of(file):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
@@ -48,11 +48,11 @@ def test_no_file_or_function_is_too_long() -> None:
     assert not list(too_long())
 
 
-MOST_PARAMETERS = 7  # self left out; what goes together is a dataclass
+MOST_PARAMETERS = 7  # without self; parameters that belong together form a dataclass
 
 
 def parameters(file: Path) -> Iterator[tuple[str, int]]:
-    """Functions and how many parameters each takes; compiled ones, which take plain arrays, left out."""
+    """Yields functions and their numbers of parameters, without compiled ones, which take plain arrays."""
     for node in nodes_of(file):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             if any(ast.unparse(decorator).startswith("njit") for decorator in node.decorator_list):
@@ -76,7 +76,7 @@ SHARED = {"_replace", "_asdict", "_fields", "_make"}  # of named tuples, private
 
 
 def privates_inside(made: ast.ClassDef) -> Iterator[ast.Attribute]:
-    """Attributes that the class has itself: one of its objects may ask another of them."""
+    """Yields attributes of the class itself: its objects may use them on each other."""
     inside = [node for node in ast.walk(made) if isinstance(node, ast.Attribute)]
     names = {node.attr for node in inside if ast.unparse(node.value) == "self"}
     names |= {node.name for node in made.body if isinstance(node, ast.FunctionDef)}
@@ -84,7 +84,7 @@ def privates_inside(made: ast.ClassDef) -> Iterator[ast.Attribute]:
 
 
 def reached_into(file: Path) -> Iterator[str]:
-    """Private attributes of objects that are not of the file's own classes; modules of the standard library may."""
+    """Yields private attributes of objects of other files' classes; modules of the standard library may have them."""
     nodes = nodes_of(file)
     classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
     modules = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}

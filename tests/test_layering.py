@@ -1,4 +1,4 @@
-"""The house's rules of who may import whom, read from the sources."""
+"""The rules for imports between rooms, checked in the sources."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "edgemoe"
 FILES = sorted([*PACKAGE.rglob("*.py"), *(ROOT / "scoutgate").rglob("*.py")])
 
-# Who may import whom, from the bottom up. A room is a folder or a file; it may always import itself and what is in it,
-# and who may import a room may import the rooms in it.
+# The rooms that each room may import, from the bottom up. A room is a folder or a file. It may always import itself and
+# the rooms in it; permission for a room includes the rooms in it.
 NOUNS = {"types", "errors", "config.settings"}
 LAYERS: dict[str, set[str]] = {
     "errors": set(),
@@ -113,7 +113,7 @@ LAYERS: dict[str, set[str]] = {
         "telemetry",
     },
 }
-COMPOSERS = {  # put rooms together, or are a process: may import any
+COMPOSERS = {  # combine rooms, or are a process: may import any
     "__main__",
     "cli",
     "cluster.control.planning.placement_child",
@@ -140,12 +140,12 @@ def within(module: str, room: str) -> bool:
 
 
 def inside(module: str) -> str:
-    """ "experts.tiers.slab" of "edgemoe.experts.tiers.slab"; a module of another package as it is."""
+    """Removes the package: "experts.tiers.slab" for "edgemoe.experts.tiers.slab"; other packages' modules stay."""
     return module.removeprefix("edgemoe.")
 
 
 def room_of(module: str) -> str:
-    """The smallest room that a module is in: "experts.tiers" of "experts.tiers.slab"."""
+    """Returns the smallest room of a module: "experts.tiers" for "experts.tiers.slab"."""
     rooms = [room for room in (*LAYERS, *COMPOSERS) if within(module, room)]
     return max(rooms, key=len, default="")
 
@@ -175,7 +175,7 @@ def imported(file: Path) -> Iterator[tuple[str, int]]:
 
 
 def typing_only_lines(file: Path) -> set[int]:
-    """Lines under `if TYPE_CHECKING`, which never run."""
+    """Returns the lines under `if TYPE_CHECKING`, which never run."""
     blocks = (
         node
         for node in nodes_of(file)
@@ -237,7 +237,7 @@ def test_numba_keeps_no_disk_cache() -> None:
 
 
 def test_the_front_imports_neither_torch_nor_numba() -> None:
-    """In one process, one module after the other; the first that brings either is named."""
+    """One process imports all; the first module that loads either is named."""
     code = (
         "import importlib, sys\n"
         f"for name in {[f'edgemoe.{name}' for name in TORCH_FREE]}:\n"
@@ -258,6 +258,6 @@ def test_one_box_alone_loads_nothing_of_the_cluster() -> None:
 
 
 def test_no_two_files_of_tests_have_one_name() -> None:
-    """pytest imports them by it, and would collect none."""
+    """pytest imports test files by their names, and would fail."""
     names = [path.name for path in (ROOT / "tests").rglob("*.py") if path.name != "conftest.py"]
     assert sorted(names) == sorted(set(names))

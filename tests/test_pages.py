@@ -1,4 +1,4 @@
-"""What README and docs name is there: paths in backticks and links to files, the sections they point to included."""
+"""Paths, links and sections named in README and docs exist."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TOP = {path.name for path in ROOT.iterdir()}
 
 
 def quoted_paths(page: Path) -> Iterator[str]:
-    """What stands in backticks and begins as a path in the root does: `tests/support/`, `tools/check --fix`."""
+    """Yields paths in backticks that begin in the root: `tests/support/`, `tools/check --fix`."""
     text = re.sub(r"(?s)```.*?```", "", page.read_text())
     for quoted in re.findall(r"`([^`\s]+)[^`]*`", text):
         if "/" in quoted and quoted.partition("/")[0] in TOP:
@@ -25,7 +25,7 @@ def quoted_paths(page: Path) -> Iterator[str]:
 
 
 def anchors(page: Path) -> set[str]:
-    """The sections of a page, as GitHub names them in addresses."""
+    """Returns the sections of a page, as GitHub names them in addresses."""
     titles = re.findall(r"(?m)^#+ (.*)$", page.read_text())
     return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
 
@@ -67,7 +67,7 @@ def test_the_readme_leads_to_every_page_and_the_architecture_to_every_design() -
 
 
 def defined(file: Path) -> set[str]:
-    """What a module defines: functions, constants, classes, and their methods as "Class.method"."""
+    """Returns the names defined in a module: functions, constants, classes, and methods as "Class.method"."""
     names: set[str] = set()
     for node in tree_of(file).body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):

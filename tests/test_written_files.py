@@ -1,4 +1,4 @@
-"""Root's commands in a less trusted user's folders: what is planted there has nothing of root's written or given."""
+"""Root's commands in a less trusted user's folders: files planted there get no contents or ownership from root."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ WRITES = {
     *("mkfifo", "mknod", "copyfile", "copytree", "copy2", "save_file", "savefig_to", "NamedTemporaryFile"),
     *("write_history_file", "tofile", "removedirs"),
 }
-ALLOWED = {  # module -> what it may do, and why
-    "edgemoe/durable.py": None,  # which is the one
+ALLOWED = {  # module -> its permitted operations, with reasons
+    "edgemoe/durable.py": None,  # the module that writes
     "edgemoe/cluster/data/data_plane.py": {"replace"},  # of a list
     "edgemoe/cluster/rpc/keys.py": {"replace"},
     "edgemoe/worker/__main__.py": {"write_text"},  # of /proc
@@ -60,7 +60,7 @@ ALLOWED = {  # module -> what it may do, and why
 
 
 def writes_of(file: Path) -> Iterator[str]:
-    """Names what a module does to files by itself."""
+    """Yields the operations on files that a module does itself."""
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Attribute) and node.attr in ("O_CREAT", "O_TRUNC", "O_WRONLY", "O_RDWR"):
             yield node.attr
@@ -92,12 +92,12 @@ def test_only_one_module_writes_files() -> None:
     assert not found, "write by edgemoe/durable.py"
 
 
-# --- what is planted ---------------------------------------------------------------------------------------------
+# --- planted files -----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def others() -> Iterator[Path]:
-    """A folder that others can get to, with root's file and folder, and one of nobody's."""
+    """A folder open to others, with root's file and folder, and one of nobody's."""
     with tempfile.TemporaryDirectory() as name:
         base = Path(name)
         base.chmod(0o755)
@@ -116,7 +116,7 @@ def state_in(base: Path, name: str = "state") -> Path:
 
 
 def roots(base: Path) -> object:
-    """All that there is to see of root's."""
+    """Returns contents, owners, rights and times of root's file and folder."""
     secret, folder = base / "secret", base / "folder"
     about = [(one.st_uid, one.st_gid, one.st_mode, one.st_mtime_ns) for one in (secret.stat(), folder.stat())]
     return about, secret.read_text(), sorted(path.name for path in folder.rglob("*"))
@@ -236,7 +236,7 @@ WRITERS: dict[str, Callable[[Path], object]] = {
 
 @contextlib.contextmanager
 def in_time(seconds: int = 20) -> Iterator[None]:
-    """Fails where a pipe keeps a writer waiting."""
+    """Fails if a pipe keeps a writer waiting."""
 
     def late(number: int, frame: FrameType | None) -> None:
         raise AssertionError("it waits for ever")
@@ -258,7 +258,7 @@ def test_what_is_planted_where_a_writer_writes_leads_it_nowhere(
 ) -> None:
     write, clean = WRITERS[writer], state_in(others, "clean")
     made = set[str]()
-    for _ in range(2):  # the second time over what the first has left
+    for _ in range(2):  # the second time over the files of the first
         with contextlib.suppress(EdgemoeError):
             write(clean)
         made |= {str(path.relative_to(clean)) for path in clean.rglob("*")}
@@ -351,7 +351,7 @@ def told(*paths: Path) -> str:
 @as_root
 def test_roots_rights_are_given_up_for_those_of_whoever_decides_where_a_path_leads(others: Path) -> None:
     mine = state_in(others)
-    (mine / "roots").mkdir()  # in nobody's folder, who may rename it
+    (mine / "roots").mkdir()  # in nobody's folder; nobody may rename it
     (mine / "link").symlink_to(others / "folder")
     os.chown(mine / "link", NOBODY, NOBODY, follow_symlinks=False)
     (others / "way").symlink_to(mine / "roots")

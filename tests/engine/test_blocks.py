@@ -24,13 +24,13 @@ def sequence(tokens: list[int], name: str = "r") -> Sequence:
 
 
 def routing(prefix: tuple[int, ...]) -> np.ndarray[Any, Any]:
-    """What a gate that sees the whole prefix chooses for its last token: [L, k] distinct experts."""
+    """Returns distinct experts [L, k] for the prefix's last token, as a gate that sees the whole prefix."""
     random = np.random.default_rng([len(prefix), *prefix])
     return np.stack([random.permutation(EXPERTS)[:TOP_K] for _ in range(LAYERS)]).astype(np.int16)
 
 
 def signature(tokens: list[int]) -> np.ndarray[Any, Any]:
-    """The reference: every token's choices, counted one by one."""
+    """Computes the reference: each token's experts, counted one by one."""
     counts = np.zeros((LAYERS, EXPERTS), np.int64)
     for end in range(1, len(tokens) + 1):
         for layer, experts in enumerate(routing(tuple(tokens[:end]))):
@@ -39,7 +39,7 @@ def signature(tokens: list[int]) -> np.ndarray[Any, Any]:
 
 
 class Memory:
-    """A KV cache that stores, for each place, the whole prefix whose last token it belongs to."""
+    """A KV cache that stores, in each token's place, the whole prefix that ends with the token."""
 
     def __init__(self, blocks: int) -> None:
         self.places: list[list[tuple[int, ...] | None]] = [[None] * BLOCK_TOKENS for _ in range(blocks)]
@@ -53,7 +53,7 @@ class Memory:
 
 
 class Blocks(RuleBasedStateMachine):
-    """Sequences over a tiny alphabet, so that prefixes meet all the time, in too few blocks."""
+    """Sequences over a tiny alphabet, so that many prefixes are equal, in too few blocks."""
 
     live: Any = Bundle("live")
 

@@ -1,4 +1,4 @@
-"""Bounds and clean-up of the engine's parts: what is left when things end, and what happens at the limits."""
+"""Bounds and clean-up of the engine's parts: memory left at the end, and behaviour at the limits."""
 
 from __future__ import annotations
 
@@ -215,11 +215,11 @@ def test_a_deadline_may_be_at_the_end_of_time() -> None:
     drive.submit(remaining_s=float("inf"))
     drive.engine.loop._run_inbox()
     (seq,) = drive.engine.scheduler.waiting
-    seq.ready = False  # as while its grammar is being compiled: the loop sleeps until something comes
+    seq.ready = False  # like a request whose grammar is being compiled: the loop sleeps until a message arrives
     thread = drive.engine.start(1, ended.append)
     drive.engine.loop.stop()
     thread.join(20)
     assert ended == [None]
     drive.engine.loop._stopped = False
     drive.engine.loop._inbox.put(lambda: None)
-    drive.engine.loop._sleep()  # raises OverflowError where the wait is as long as the deadline
+    drive.engine.loop._sleep()  # raises OverflowError if the wait is as long as the deadline

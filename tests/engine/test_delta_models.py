@@ -1,4 +1,4 @@
-"""The engine over models with gated delta nets: transformers' 64 greedy tokens, whatever happens to their states."""
+"""The engine over models with gated delta nets: transformers' 64 greedy tokens, however their states move."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def short_period(monkeypatch: pytest.MonkeyPatch) -> None:
 @cache
 @torch.inference_mode()
 def expected(family: str, n: int) -> list[int]:
-    """transformers' greedy continuation of request n."""
+    """Generates transformers' greedy continuation of request n."""
     tokens = torch.tensor([prompt(LENGTHS[n], n, 96)])
     seen = torch.ones_like(tokens)
     out = tiny_model(family).generate(
@@ -119,7 +119,7 @@ def test_prompts_and_conversations_go_on_from_states_that_were_kept(served: tupl
 
 
 def test_a_replay_from_any_token_gives_the_same_continuation(served: tuple[str, Model]) -> None:
-    """What the next engine does when one has died."""
+    """As on the next engine after one has died."""
     family, model = served
     whole = expected(family, 1)
     for cut in (1, 17, 40, 63):

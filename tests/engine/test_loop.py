@@ -1,4 +1,4 @@
-"""The step loop over a real, small model: what it emits never depends on how it got there."""
+"""The step loop over a real, small model: emitted tokens depend on the request alone."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ STYLES: list[dict[str, Any]] = [
 
 
 def alone(length: int, n: int, output: int = 12) -> list[int]:
-    """Request n's tokens on an engine that has nothing else to do."""
+    """Returns request n's tokens on an otherwise idle engine."""
     drive = Drive()
     drive.submit(prompt(length, n), seed=n, max_tokens=output, **STYLES[n % len(STYLES)])
     drive.run()
@@ -126,7 +126,7 @@ def test_signatures_are_the_same_however_the_tokens_came_to_be_computed() -> Non
 
 
 def test_a_prompts_signature_is_exact_with_any_part_of_it_cached_and_however_many_blocks_others_used_between() -> None:
-    """What the gates chose of each token is written down beside; the chain of blocks goes from its end."""
+    """A reference counts each token's experts; the chain of blocks is followed from its end."""
     chosen: dict[int, npt.NDArray[np.int64]] = {}
 
     def observe(routing: StepRouting) -> None:
@@ -198,7 +198,7 @@ def test_one_message_a_step_carries_what_it_added_to_all() -> None:
     assert [len(message) for message in messages] == [3, 3, 3]
 
 
-# --- what can go wrong
+# --- failures
 
 
 def test_a_cancelled_request_leaves_nothing_behind_from_the_next_step_on() -> None:
@@ -268,7 +268,7 @@ def test_a_missing_expert_that_comes_back_costs_no_token() -> None:
 
 
 def test_who_waited_for_the_place_of_one_that_lacked_an_expert_starts_at_once() -> None:
-    """The step in which its request ended computed nothing, but is not the last for now."""
+    """The step in which its request ended computed nothing, but is not the last one yet."""
     drive = Drive(max_sequences=1)
     drive.model.decoder.experts.missing = {(0, expert) for expert in range(SPEC.router.experts)}
     drive.submit(prompt(5), "lacks")
@@ -404,7 +404,7 @@ def test_a_request_that_makes_no_sense_fails_alone(bad: dict[str, Any], code: st
 
 def test_output_under_a_grammar_is_valid_and_the_same_after_a_replay() -> None:
     tokenizer, engine_side = byte_tokenizer(("true",))
-    compact = {"whitespace_flexible": False}  # or random weights emit white space for ever
+    compact = {"whitespace_flexible": False}  # else random weights emit white space for ever
     grammar = LLMatcher.grammar_from_json_schema(SCHEMA, overrides=compact)
     wanted = {"grammar": grammar, "temperature": 2.0, "max_tokens": 200, "stop_token_ids": (256,), "seed": 5}
 

@@ -1,4 +1,6 @@
-"""Blocks and states of one engine's prefix cache in another: the same tokens at any edge, nothing held afterwards."""
+"""Blocks and states of one engine's prefix cache in another: the same tokens at any cut, and no block held
+afterwards.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ def make(request: pytest.FixtureRequest, int8_model: Callable[[], Model]) -> Cal
 
 
 def asked(model: Model, name: str = "r", emitted: list[int] | None = None, drive: Drive | None = None) -> Drive:
-    """An engine that has answered, or goes on with the answer after the tokens `emitted`."""
+    """Returns an engine that has answered the prompt, or has continued the answer after the tokens `emitted`."""
     drive = drive or Drive(model=model)
     drive.submit(prompt(LENGTH, 1, 96), name, emitted=emitted or (), max_tokens=TOKENS)
     drive.run()
@@ -43,7 +45,7 @@ def asked(model: Model, name: str = "r", emitted: list[int] | None = None, drive
 
 
 def hand_over(source: Drive, target: Drive, blocks: int = 4) -> int:
-    """Copies so many leading blocks, and the state where the model has any; how many have arrived."""
+    """Copies `blocks` leading blocks, and a state if the model has any. Returns the number of blocks that arrived."""
     giving, taking = source.engine.prefixes, target.engine.prefixes
     keys = taking.keys(prompt(LENGTH, 1, 96), b"")[:blocks]
     for n in range(len(keys)):
@@ -112,7 +114,7 @@ def test_no_room_means_fewer_blocks_and_the_same_tokens(make: Callable[[], Model
 
 
 def test_what_is_taken_in_is_reused_in_an_order_that_leaves_ancestors_known() -> None:
-    """A chain loses its end first, whoever takes its memory."""
+    """A chain loses its last blocks first, whichever request takes their memory."""
     source, target = asked(plain_model()), Drive(blocks=8)
     hand_over(source, target, 2)
     target.submit(prompt(60, 9), "other", max_tokens=1)

@@ -1,4 +1,4 @@
-"""The engine over the real decoder and real tiers, smaller than the model: transformers' tokens, whatever happens."""
+"""The engine over the real decoder and real tiers, smaller than the model: transformers' tokens in all conditions."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def kernels() -> Iterator[Kernels]:
 
 @contextlib.contextmanager
 def running(tiers: ExpertTiers) -> Iterator[None]:
-    """The tiers' event loop on a thread of its own."""
+    """Runs the tiers' event loop on a thread of its own."""
 
     async def serve() -> None:
         with contextlib.suppress(asyncio.CancelledError):
@@ -101,7 +101,7 @@ def model(
 
 @pytest.fixture(scope="module")
 def alone(checkpoint: Path, kernels: Kernels) -> dict[int, list[int]]:
-    """What each request gets on an idle engine; the greedy ones are transformers' own. Filled as models come."""
+    """Each request's tokens on an idle engine, computed once a model; the greedy ones are transformers' own."""
     return {}
 
 
@@ -164,7 +164,7 @@ def test_a_prompt_that_the_prefix_cache_has_gives_the_same_tokens(model: Model, 
 
 
 def failing(real: Callable[..., Any], when: Callable[[int], bool]) -> Callable[..., Any]:
-    """`real`, but that it raises at those of its calls, counted from 1."""
+    """Wraps `real`: calls whose number, from 1, `when` accepts raise."""
     calls = itertools.count(1)
 
     def call(*args: Any, **options: Any) -> Any:
@@ -176,14 +176,14 @@ def failing(real: Callable[..., Any], when: Callable[[int], bool]) -> Callable[.
 
 
 class FailingSlab:
-    """A slab that cannot be read at some of the times, counted from 1."""
+    """A slab whose reads fail if `when` accepts their number, from 1."""
 
     def __init__(self, real: Any, when: Callable[[int], bool]) -> None:
         self.layout, self.slot = real.layout, failing(real.slot, when)
 
 
 def check_nothing_is_held(model: Model) -> None:
-    """No slot is pinned and nothing on its way, soon after the last step."""
+    """Fails if a slot stays pinned or a load on its way soon after the last step."""
     residency, loader = model.experts.residency, model.experts.loader
     for priority in PrefetchPriority:
         loader.prefetch((), priority)
@@ -236,7 +236,7 @@ def test_a_copy_to_a_device_that_fails_now_and_then_costs_no_token(
 
 @pytest.mark.parametrize("settings", [{}, {"blocks": 7, "output_reserve": 0.0, "preemption": "recompute"}])
 def test_log_probabilities_of_prompts_are_those_of_transformers(model: Model, settings: dict[str, Any]) -> None:
-    """In chunks, in company, paused, and with the whole prompt in the prefix cache."""
+    """In chunks, among other requests, paused, and with the whole prompt in the prefix cache."""
     drive, oracle = Drive(model=model, **settings), tiny_model("qwen3_moe")
     for turn in (1, 2):
         for n, length in enumerate(LENGTHS):

@@ -1,4 +1,4 @@
-"""No request finds blocks under another salt, however these came to be here: computed, fetched, parked, handed over."""
+"""No request finds blocks under another salt, whether they were computed, fetched, parked or handed over."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def model(request: pytest.FixtureRequest) -> Callable[[], Model]:
 
 
 def answered(drive: Drive, name: str, salt: bytes, emitted: list[int] | None = None) -> int:
-    """How many tokens of the prompt the cache had, as the request's client is told."""
+    """Runs a request; returns the cached tokens of its prompt, as the client gets the number."""
     drive.submit(TEXT, name, salt=salt, principal=name, user=name, emitted=emitted or (), max_tokens=TOKENS)
     drive.run()
     return sum(one.cached_tokens for one in drive.emitted if one.request == name)
 
 
 def copied(source: Drive, target: Drive, salt: bytes) -> int:
-    """How many blocks of the prompt another engine gives that is asked by the keys of this salt."""
+    """Copies blocks from another engine by this salt's keys. Returns the number of blocks that arrived."""
     giving, taking = source.engine.prefixes, target.engine.prefixes
     keys = taking.keys(TEXT, salt)
     for n, key in enumerate(keys):

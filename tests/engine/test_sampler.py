@@ -69,7 +69,7 @@ def test_a_row_gets_the_same_token_alone_and_in_any_batch() -> None:
 
 @pytest.mark.parametrize("chosen", [{"top_k": 1}, {"top_k": 40}, {"top_k": 40, "top_p": 0.9}])
 def test_equals_at_the_cut_are_kept_wherever_they_lie_and_whoever_is_in_the_batch(chosen: dict[str, Any]) -> None:
-    """Scores of 16 bits tie all the time; transformers keep all that equal the last one kept."""
+    """16-bit scores often tie; transformers keep all that equal the last one kept."""
     generator = torch.Generator().manual_seed(0)
     logits = (3 * torch.randn(100, 20_000, generator=generator)).bfloat16().float()
     logits[:50, ::50] = logits.max()  # 400 at the top
@@ -207,7 +207,7 @@ def test_log_probabilities_are_the_models_own_and_the_chosen_one_is_told_even_if
 
 
 def byte_tokenizer(extra: tuple[str, ...] = ()) -> tuple[Tokenizer, LLTokenizer]:
-    """Every byte is a token; 256 ends the text; then some longer tokens."""
+    """Builds tokenizers with a token for each byte, one that ends the text (256), and some longer tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {char: n for n, char in enumerate(alphabet)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
@@ -232,7 +232,9 @@ SCHEMA = {
 
 
 def generate(grammars: GrammarCompiler, grammar: str, seed: int, cut: int | None = None) -> list[int]:
-    """Random logits under a grammar up to its end; with `cut`, started again from the first so many tokens."""
+    """Samples random logits under a grammar up to its end. At `cut` tokens the matcher is built again from the
+    output.
+    """
     output: list[int] = []
     seq = sequence(seed=seed, grammar=grammar, stop_token_ids=(256,))
     seq.matcher = grammars.matcher(grammar, output).result()
@@ -296,7 +298,7 @@ def test_a_broken_grammar_and_tokens_that_break_one_are_errors_of_that_request()
 
 @pytest.mark.parametrize("seed", range(8))
 def test_the_number_that_is_crossed_is_the_one_that_sorting_finds(seed: int) -> None:
-    """Among numbers whose bits are all ones, all zeros or any, so that each digit has its first and last value."""
+    """Of numbers whose bits are all ones, all zeros or random, so that each digit has its first and last value."""
     rng = np.random.default_rng(seed)
     digits = rng.choice([0, 1, 511, 1022, 1023], (40, 3))
     digits[:, 0] = rng.choice([0, 900, 1015, 1016], 40)  # below 2

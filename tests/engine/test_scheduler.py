@@ -1,4 +1,4 @@
-"""Who runs when: order, room, chunks, pre-emption and fairness, on a clock that the test moves."""
+"""The scheduler's choice of requests: order, room, chunks, pre-emption and fairness, on a clock that the test moves."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from edgemoe.types.step import BLOCK_TOKENS
 
 
 def alone(name: str) -> Identity:
-    """A principal of whom no user is named."""
+    """Returns the identity of a principal without a named user."""
     return Identity(Principal(name), name)
 
 
 class Engine:
-    """A scheduler whose steps take as long as the test says and whose model always says 1."""
+    """A scheduler with steps of a given time, over a model that always emits 1."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Engine:
         output_reserve: float = OUTPUT_RESERVE,
         **settings: Any,
     ) -> None:
-        """Ages waiting requests by `aging_tokens_per_s`, or by the measured speed where it is 0."""
+        """Ages waiting requests by `aging_tokens_per_s`, or by the measured speed if it is 0."""
         self.settings = EngineSettings(**{"mixed_step_s": 0.0, **settings})
         self.blocks = BlockManager(blocks, 1, 1)
         self.chunk_budget = ChunkBudget(self.settings.step_tokens, self.settings.mixed_step_s)
@@ -62,7 +62,7 @@ class Engine:
     def submit(
         self, prompt: int | list[int], output: int = 1, user: str = "", name: str = "", principal: str = ""
     ) -> Sequence:
-        """Queues a request; a prompt given as a length shares nothing with any other."""
+        """Queues a request; a prompt given as a length shares no prefix with any other."""
         tokens = [next(self._tokens)] * prompt if isinstance(prompt, int) else prompt
         name = name or f"{user}{next(self._names)}"
         sampling = Sampling(max_tokens=output)
@@ -347,9 +347,10 @@ def test_a_user_with_a_single_answer_running_keeps_it() -> None:
 
 
 def flood(engine: Engine, users: int) -> tuple[float, dict[str, float]]:
-    """A long prompt against an endless stream of short ones, twice what the engine can carry, until it starts.
+    """Submits a long prompt, and short ones at twice the engine's speed, until the long one starts.
 
-    Returns when the long one came, and when each one came."""
+    Returns the arrival time of the long one, and of each short one.
+    """
     random, came_s = np.random.default_rng(0), {}
     engine.submit(6000, user=f"u{users - 1}", name="long")
     began_s = engine.now_s

@@ -1,4 +1,6 @@
-"""The engine driven by rules in any order: requests come, run, are paused, cancelled and late, and all of them end."""
+"""The engine driven by rules in any order: requests arrive, run, are paused, cancelled and late, and all of them
+end.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,10 @@ from edgemoe.engine.fairness import MAX_USERS
 BLOCKS = 12  # so few that sequences are paused
 SEQUENCES, QUEUE = 3, 4
 MOST_PROMPT, MOST_ANSWER = 90, 30
-STEPS_EACH = 60  # in which a request of so many tokens ends, when it is alone
+STEPS_EACH = 60  # steps in which the longest request ends, if it is alone
 LATE_S = 2.0
 USERS = ("", "anna", "bert", "carl")
-REQUESTS = st.tuples(  # length of the prompt and of the answer, what the prompt begins with, user, time left
+REQUESTS = st.tuples(  # lengths of prompt and answer, first tokens of the prompt, user, time left
     st.integers(1, MOST_PROMPT),
     st.integers(1, MOST_ANSWER),
     st.integers(0, 2),
@@ -29,7 +31,7 @@ REQUESTS = st.tuples(  # length of the prompt and of the answer, what the prompt
 
 
 class Served(RuleBasedStateMachine):
-    """Knows who has asked for what, and holds the engine to it after each rule."""
+    """Records the requests, and checks the engine's emissions against them after each rule."""
 
     @initialize(
         preemption=st.sampled_from(["park", "recompute"]),
@@ -39,7 +41,7 @@ class Served(RuleBasedStateMachine):
     def begin(self, **chosen: Any) -> None:
         self.drive = Drive(blocks=BLOCKS, step_tokens=24, max_sequences=SEQUENCES, max_queue=QUEUE, **chosen)
         self.count = 0
-        self.asked: dict[str, tuple[int, float]] = {}  # those that have not ended -> attempt, deadline
+        self.asked: dict[str, tuple[int, float]] = {}  # requests that have not ended -> attempt, deadline
         self.cancelled: set[str] = set()
         self.ended: set[str] = set()
         self.next_index: dict[tuple[str, int], int] = {}
@@ -51,7 +53,7 @@ class Served(RuleBasedStateMachine):
 
     @rule(wanted=st.lists(REQUESTS, min_size=1, max_size=SEQUENCES + 1))
     def submit(self, wanted: list[tuple[int, int, int, str, float]]) -> None:
-        """Prompts of one family begin alike."""
+        """Submits requests; prompts of one family begin alike."""
         for length, answer, family, user, seconds in wanted:
             self.count += 1
             name = f"r{self.count}"
@@ -63,7 +65,7 @@ class Served(RuleBasedStateMachine):
     @precondition(lambda self: self.asked)
     @rule(data=st.data())
     def submit_again(self, data: st.DataObject) -> None:
-        """Another front goes on with a request, which it knows by fewer tokens or more."""
+        """Submits a request again, as a front that knows fewer of its tokens, or more."""
         name = data.draw(st.sampled_from(sorted(self.asked)))
         attempt, deadline_s = self.asked[name]
         emitted = prompt(data.draw(st.integers(0, self.most[name] - 1)), 9)
@@ -102,7 +104,7 @@ class Served(RuleBasedStateMachine):
         self.drive.engine.loop.drain()
         self.draining = True
 
-    # --- what holds
+    # --- invariants
 
     @invariant()
     def memory_is_bounded(self) -> None:
@@ -113,7 +115,7 @@ class Served(RuleBasedStateMachine):
         assert len(scheduler.fairness.principals) <= len(USERS) < MAX_USERS
 
     def teardown(self) -> None:
-        """All that are left end in so many steps, and nothing is held when they have."""
+        """Lets all requests end within a bound of steps, and checks that no memory is held afterwards."""
         if not hasattr(self, "drive"):
             return
         for _ in range(STEPS_EACH * (SEQUENCES + QUEUE)):
@@ -126,13 +128,13 @@ class Served(RuleBasedStateMachine):
         assert self.drive.engine.blocks.free == BLOCKS
 
     def _arrive(self) -> None:
-        """What was said is taken in, as before a step, so that what is emitted of it is known to come after it."""
+        """Reads the inbox as before a step, so that later emissions belong to the new messages."""
         self.drive.engine.loop._run_inbox()
         self.drive.engine.loop._flush_emissions()
         self._hear()
 
     def _hear(self) -> None:
-        """What was emitted belongs to requests that run, in order and without a gap, and ends them once."""
+        """Fails unless emissions belong to running requests, in order and without a gap, and end each of them once."""
         emitted = self.drive.emitted
         for one in emitted:
             assert one.request not in self.cancelled, "of a cancelled request"
@@ -158,7 +160,7 @@ class Served(RuleBasedStateMachine):
 
 
 def run(examples: int, steps: int) -> None:
-    """Runs the machine; the same examples each time."""
+    """Runs the machine on the same examples each time."""
     run_machine(
         Served,
         settings=settings(

@@ -1,4 +1,4 @@
-"""The engine with a model that has a state beside keys and values: tokens never depend on how the state came to be."""
+"""The engine with a model that has a state beside keys and values: any path to the state gives the same tokens."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def submit(drive: Drive, n: int, **options: Any) -> None:
 
 @pytest.fixture(scope="module")
 def alone() -> list[list[int]]:
-    """Each request's tokens on an engine that has nothing else to do, and reuses nothing."""
+    """Each request's tokens on an idle engine without reuse."""
     tokens = []
     for n in range(len(LENGTHS)):
         drive = Drive(model=stateful_model(), step_tokens=512, prefix_cache=False)
@@ -53,7 +53,7 @@ def computed(drive: Drive) -> int:
 
 
 def test_a_step_writes_the_states_within_it_that_are_kept() -> None:
-    """Every place after its first token and before its last, at the last whole block or where `is_kept` says so."""
+    """All cuts after its first token and before its last: at the last whole block, or accepted by `is_kept`."""
     for begin, tokens in itertools.product((0, 5, 16, 17, 32, 47), range(1, 70)):
         seq = sequence(range(150))
         seq.computed = begin
@@ -160,7 +160,7 @@ def test_a_replay_from_any_token_gives_the_same_continuation(alone: list[list[in
 
 
 def test_a_missing_expert_that_comes_back_costs_no_token(alone: list[list[int]]) -> None:
-    """A step fails in its second layer, when states are written; it is computed again from those before."""
+    """A step fails in its second layer, when states are written; it is computed again from the states before."""
     drive = Drive(model=stateful_model(), missing_expert_timeout_s=100.0)
     for n in (2, 3, 7):
         submit(drive, n)
@@ -174,7 +174,7 @@ def test_a_missing_expert_that_comes_back_costs_no_token(alone: list[list[int]])
 
 
 class Poisoned(StatefulDecoder):
-    """Raises, when all is computed, where a step has many of the bad request's tokens."""
+    """Raises, when all is computed, if a step has many of the bad request's tokens."""
 
     def forward(self, batch: Batch, kv: Any, experts: Any) -> torch.Tensor:
         logits = PlainDecoder.forward(self, batch, kv, experts)
@@ -249,7 +249,7 @@ def test_a_swapped_state_counts_in_the_budget() -> None:
 
 
 class BlocksAndStates(Blocks):
-    """Each slot stores the tokens whose state it is."""
+    """A cache each of whose slots stores the tokens of its state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -271,7 +271,7 @@ class BlocksAndStates(Blocks):
 
     @rule(seq=Blocks.live, count=st.integers(1, 40))
     def prepare(self, seq: Sequence, count: int) -> None:
-        """A step that is never computed, or fails when it has written."""
+        """Prepares a step that is never computed, or fails after it has written."""
         if seq.blocks and seq.uncomputed:
             self.blocks.prepare(seq, min(count, seq.uncomputed))
             for _, slot in seq.next_states:

@@ -1,4 +1,4 @@
-"""A step that one sequence makes fail costs that sequence's request, and nobody else a token."""
+"""A step that fails because of one sequence costs that sequence's request only."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def company(drive: Drive) -> None:
 
 @pytest.fixture(scope="module")
 def wanted() -> dict[str, list[int]]:
-    """What the others get without the bad one."""
+    """The other requests' tokens without the bad one."""
     drive = Drive()
     company(drive)
     drive.run()
@@ -49,7 +49,7 @@ def wanted() -> dict[str, list[int]]:
 
 
 class Poisoned(PlainDecoder):
-    """Raises where a step has the bad request's token."""
+    """Raises if a step has the bad request's token."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Poisoned(PlainDecoder):
 
 
 def raising_for(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    """`original`, but that it raises where the bad request is among its arguments."""
+    """Wraps `original`: it raises if the bad request is among its arguments."""
 
     def bad(value: Any) -> bool:
         if isinstance(value, list | tuple):
@@ -289,14 +289,16 @@ SAMPLINGS = st.fixed_dictionaries(
 @given(st.lists(SAMPLINGS, min_size=1, max_size=4), st.integers(1, 40))
 @example([{"top_p": 0.0, "max_tokens": 2, "temperature": 1.0}, {"top_p": 1e-50, "max_tokens": 2}], 5)
 def test_every_parameter_may_be_at_its_bounds(chosen: list[dict[str, Any]], length: int) -> None:
-    """A request with them has its tokens, or is told why not; beside it another one has what it has alone."""
+    """A request with such parameters gets its tokens or a reason; another one beside it gets the same tokens as
+    alone.
+    """
     drive = Drive()
     drive.submit(others()[1], "plain", seed=1, **STYLES[1])
     for n, each in enumerate(chosen):
         drive.submit(prompt(length, n), f"r{n}", **each)
         assert Sampling(**{name: value for name, value in each.items() if name not in ("seed", "choice")})
     drive.step()
-    for n in range(len(chosen)):  # those without an end of their own
+    for n in range(len(chosen)):  # requests without an end of their own
         if drive.engine.loop.finished.total() <= n:
             drive.step()
             drive.engine.loop.cancel(f"r{n}", 1)

@@ -1,4 +1,4 @@
-"""Where every expert is in memory a step is one call, and its numbers are those of layers called one by one."""
+"""With every expert in memory a step is one call, with the results of separate calls for each layer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WAYS = [("qwen3_moe", 8.0, ""), ("qwen3_moe", 8.0, "int8"), ("qwen3_moe", 2.0, "
 
 @dataclass
 class Counting:
-    """The experts, which count the layers that they are asked for, or have to be asked for each."""
+    """The experts, which count the layers that are computed one by one."""
 
     experts: Any
     one_by_one: bool
@@ -49,7 +49,7 @@ class Counting:
 
 @pytest.fixture(scope="module", params=WAYS, ids=str)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Model, float]]:
-    """All experts in memory, and from how many tokens each another kernel is to compute them."""
+    """All experts in memory, and the number of tokens per expert from which another kernel computes them."""
     family, most, encoding = request.param
     checkpoint = tiny_checkpoint(family, tmp_path_factory.mktemp("checkpoint") / "hf")
     wanted = WantedEncodings.parse(encoding, encoding) if encoding else AS_IT_IS
@@ -68,7 +68,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def drive(model: Model, one_by_one: bool) -> tuple[list[list[int]], list[StepRouting], int]:
-    """Returns the tokens, the steps, and the layers of decoding that were asked for one by one."""
+    """Returns the tokens, the steps, and the decoding layers that were computed one by one."""
     counting, steps = Counting(model.experts, one_by_one), list[StepRouting]()
     engine = Drive(model=model._replace(experts=counting), observe=steps.append)
     for number in range(SEQUENCES):

@@ -1,4 +1,4 @@
-"""What tests of experts share: residency's compiled calls, which take seconds to make, are kept between runs."""
+"""Keeps residency's compiled functions between runs, for they take seconds to compile."""
 
 from __future__ import annotations
 

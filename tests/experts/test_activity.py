@@ -1,4 +1,4 @@
-"""What is counted of the experts that requests chose, against a plain count of the same choices."""
+"""Counts of the requests' experts, compared with a plain count of the same choices."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def step(rng: np.random.Generator, tokens: int) -> StepRouting:
 
 
 def plain(steps: list[tuple[float, StepRouting]]) -> tuple[float, np.ndarray, np.ndarray]:
-    """Tokens, choices [L, E] and pairs [L, E, E] with the lower number first, each step by its weight."""
+    """Counts tokens, choices [L, E] and pairs [L, E, E] with the lower number first, each step by its weight."""
     chosen = np.zeros((GEOMETRY.layers, GEOMETRY.experts))
     pairs, tokens = np.zeros((*chosen.shape, GEOMETRY.experts)), 0.0
     for weight, each in steps:
@@ -53,7 +53,7 @@ def plain(steps: list[tuple[float, StepRouting]]) -> tuple[float, np.ndarray, np
 
 
 def computed_in(each: StepRouting) -> np.ndarray:
-    """Which experts [L, E] a step computes, for however many tokens."""
+    """Returns the experts [L, E] that a step computes, for any number of tokens, as 1.0."""
     computed = np.zeros((GEOMETRY.layers, GEOMETRY.experts))
     for layer, of_layer in enumerate(each.ids):
         computed[layer, np.unique(of_layer)] = 1.0
@@ -116,7 +116,7 @@ def test_successions_are_those_of_each_token_by_itself() -> None:
     counted, passed = ActivityCounter(GEOMETRY, clock, successions=True), np.zeros((2, 8, 8))
     for tokens in (3, 20, 1):
         each = step(rng, tokens)
-        each.ids[2, -1] = -1  # a layer that it did not come to
+        each.ids[2, -1] = -1  # a layer that the step did not reach
         counted.add(each)
         clock.now_s += ACTIVITY_HALF_LIFE_S
         passed /= 2

@@ -1,4 +1,4 @@
-"""What configurations say of gated delta nets, and what is refused."""
+"""Configurations of gated delta nets, and the refused ones."""
 
 from __future__ import annotations
 

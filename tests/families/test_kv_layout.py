@@ -1,4 +1,4 @@
-"""Where keys and values lie in a block."""
+"""The layout of keys and values in a block."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configurations of families with latent attention as they were published, and those that are refused."""
+"""Published configurations of families with latent attention, and refused ones."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_what_the_decoder_lacks_is_refused_by_name(change: dict[str, Any], named
         {"rope_scaling": [1]},
         {"rope_scaling": "yarn"},
         {"n_group": 256, "topk_group": 8},  # groups are chosen by their two best experts
-        {"n_group": 64, "topk_group": 1},  # of four experts each, of which eight are to be chosen
+        {"n_group": 64, "topk_group": 1},  # groups of four experts each, though eight experts are needed
     ],
 )
 def test_nonsense_is_refused(change: dict[str, Any]) -> None:

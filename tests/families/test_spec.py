@@ -1,4 +1,4 @@
-"""Configurations as transformers 4 and 5 write them, and those that are refused."""
+"""Configurations as transformers 4 and 5 write them, and refused ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""gpt-oss and Gemma 4: what their configurations say, as they are published and as transformers 5 writes them."""
+"""Configurations of gpt-oss and Gemma 4, as published and as transformers 5 writes them."""
 
 from __future__ import annotations
 

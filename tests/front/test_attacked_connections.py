@@ -1,4 +1,4 @@
-"""Clients without a key, or with bad manners, do not keep away one that has a key."""
+"""Clients without a key, or with bad manners, do not keep out a client with a key."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from edgemoe.front.listen import tcp_socket, unix_socket
 
 KEY = b"Authorization: Bearer 0123456789abcdef\r\n"
 STYLE = b"GET /page/style.css HTTP/1.1\r\nHost: x\r\n\r\n"
-SOON_S = 5.0  # in which a client with a key is answered, on a machine that does much else
+SOON_S = 5.0  # time in which a client with a key is answered, on a busy machine
 
 
 async def _style(request: Request) -> Response:
@@ -59,7 +59,7 @@ async def _stream(request: Request) -> Response:
 
 
 class Counted:
-    """Counts the requests that are being answered, and those that were given up."""
+    """Counts the requests that are being answered, and the cancelled ones."""
 
     def __init__(self) -> None:
         self.running = self.given_up = 0
@@ -94,7 +94,7 @@ class Serving:
         return await asyncio.open_connection(host, self.port, local_addr=(source, 0))
 
     async def ask(self, data: bytes, source: str = "127.0.0.1") -> tuple[int, bytes]:
-        """Status and body of the answer to one request that closes its connection."""
+        """Returns status and body of the answer to one request that closes its connection."""
         reader, writer = await self.connect(source=source)
         try:
             writer.write(data.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n", 1))
@@ -140,7 +140,7 @@ async def serving(tmp_path: Path, max_connections: int = 1024, path: Path | None
 
 
 def deaf(port: int, data: bytes, source: str = "127.0.0.1") -> socket.socket:
-    """A client that sends what it can and reads nothing."""
+    """Opens a connection, sends as many bytes as fit and reads nothing."""
     client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     client.bind((source, 0))
@@ -171,7 +171,7 @@ async def test_a_client_with_a_key_is_served_while_1100_others_read_nothing(
     tmp_path: Path, attack: str, sources: int
 ) -> None:
     async with serving(tmp_path) as api:
-        reader, writer = await api.connect()  # one that is there already, and idle, stays
+        reader, writer = await api.connect()  # an idle connection from before stays
         writer.write(b"GET /echo HTTP/1.1\r\nHost: x\r\n" + KEY + b"\r\n")
         await reader.readuntil(b"b''")
         held = []
@@ -184,7 +184,7 @@ async def test_a_client_with_a_key_is_served_while_1100_others_read_nothing(
             for one in held:
                 with contextlib.suppress(OSError):
                     one.send(ATTACKS[attack])
-            for source in ("127.0.0.1", "127.0.1.1"):  # from elsewhere, and from where the others come from
+            for source in ("127.0.0.1", "127.0.1.1"):  # another address, and the attackers' own
                 for _ in range(3):
                     await api.victim(source)
             unknown = [one for one in api.server.connections if not one.owner]
@@ -257,7 +257,7 @@ async def test_a_stream_that_one_reads_slowly_leaves_the_others_alone(tmp_path: 
             await api.victim()
 
 
-# --- what is HTTP ------------------------------------------------------------------------------------------------
+# --- valid HTTP --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -355,7 +355,7 @@ async def test_a_body_in_drops_and_one_in_chunks_arrive(tmp_path: Path) -> None:
         writer.close()
 
 
-# --- what is told ------------------------------------------------------------------------------------------------
+# --- log messages -----------------------------------------------------------------------------------------------
 
 
 async def test_what_anyone_can_cause_is_told_sparingly_with_the_address(

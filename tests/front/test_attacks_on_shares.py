@@ -1,6 +1,6 @@
-"""One key attacks what it shares with another, on the demo model: it takes its share and no more, the other is served.
+"""One key attacks a resource that it shares with another, on the demo model; the other key is served all the same.
 
-How long the other's tokens take is no test's: these count.
+Tests count the other's tokens, and do not measure their time.
 """
 
 from __future__ import annotations

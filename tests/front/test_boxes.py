@@ -27,12 +27,12 @@ from edgemoe.types.experts import padded
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 NODES = ("a", "b", "c")
 EXPERTS = 18  # in all
-SLOTS = EXPERTS // 2 + 2  # of RAM: two boxes could hold all, and two slots stay free for what passes through
+SLOTS = EXPERTS // 2 + 2  # of RAM: two boxes could hold all, and two slots stay free for passing experts
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random model that has the tests' tokenizer."""
+    """A random model with the tests' tokenizer."""
     return talking_checkpoint("qwen3_moe", tmp_path_factory.mktemp("tiny") / "hf")
 
 
@@ -43,7 +43,7 @@ def oracle(checkpoint: Path) -> Oracle:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def boxes(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[dict[str, Box]]:
-    """Three boxes that have a plan; a's disk lacks half of the experts."""
+    """Three boxes with a plan; a's disk lacks half of the experts."""
     folder = tmp_path_factory.mktemp("x")
     store = ensure_store(checkpoint, folder / "stores")
     half = partial_store(store, folder / "half", np.tile(np.arange(6) < 3, (EXPERTS // 6, 1)))
@@ -78,7 +78,7 @@ async def test_three_boxes_say_what_one_would_say(boxes: dict[str, Box], oracle:
     assert [member["homes"] for member in about["members"]] == [EXPERTS // 3] * 3
     assert [member["on_disk"] for member in about["members"]] == [EXPERTS // 2, EXPERTS, EXPERTS]
     metrics = [names.parse(await box.metrics()) for box in boxes.values()]
-    # b and c may find their own disks nearer than each other; a has no other way
+    # b and c may find their own disks nearer than each other; a has no other source
     assert names.select(metrics[0], names.REMOTE_EXPERTS) + names.select(metrics[0], names.EXPERTS_FETCHED) > 0
     assert sum(one[names.CLUSTER_LEADING] for one in metrics) == 1
 
@@ -97,9 +97,9 @@ async def test_the_picture_of_the_cluster_is_drawn_from_any_box(
 async def test_a_fourth_box_joins_by_one_that_lists_it_and_serves(
     boxes: dict[str, Box], oracle: Oracle, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Listed on a alone, and told of a alone; all others learn of it, give it homes, and lose it again.
+    """Only a lists it, and it lists only a. The others learn of it, give it homes, and lose it again.
 
-    What is asked meanwhile is answered as ever: homes move from where they were to the fourth.
+    Requests are answered throughout, while homes move to the fourth box.
     """
     d, lists = like(boxes["b"], tmp_path / "d", *free_ports(1)), boxes["a"].folder / "peers.toml"
     seed, before = load_peers(lists)["a"], lists.read_text()
@@ -165,7 +165,7 @@ async def test_the_leader_dies_and_another_leads_in_a_later_epoch(boxes: dict[st
     await until(led_anew, 20)
     after = await others[0].cluster()
     assert after["epoch"] > before["epoch"]
-    assert after["plan"] == before["plan"]  # whoever is gone for a moment keeps its homes
+    assert after["plan"] == before["plan"]  # a box that is gone for a moment keeps its homes
     assert await asyncio.gather(*saying) == [oracle.complete(f"said by {box.node}", 300) for box in others]
     leader.start()
     await until(lambda: settled(boxes.values(), NODES), 60)

@@ -1,4 +1,4 @@
-"""Whole boxes that go by expert clusters: fitted to what their requests chose, followed through deaths and drift."""
+"""Whole boxes with expert clusters, fitted to the experts of their requests; deaths and drift change them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from edgemoe.telemetry import metrics as names
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(1200)]
 TOKENS = 240
-KINDS = {  # prompts of at least 64 tokens, which fronts know again
+KINDS = {  # prompts of at least 64 tokens, which fronts recognise
     "digits": ["31415926535897932384" * 4, "27182818284590452353" * 4, "14142135623730950488" * 4],
     "capitals": ["QUARTZ JUMPS FOX VEX " * 4, "WALTZ BAD NYMPH FOR " * 4, "SPHINX OF BLACK QUARTZ " * 4],
     "marks": ["(){}[]<>!?;:+-*/=%&|" * 4, "<<>>((()))[[]]{}{}!!" * 4, "?!;:,.-_/&%$+*~#=<>|" * 4],
@@ -39,13 +39,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(checkpoint: Path) -> dict[str, str]:
-    """What one box alone, which is transformers', says to each prompt."""
+    """The greedy answer of transformers to each prompt."""
     oracle = Oracle(checkpoint)
     return {prompt: oracle.complete(prompt, TOKENS) for kind in KINDS.values() for prompt in kind}
 
 
 class Boxes:
-    """Daemons, the first of which leads."""
+    """Daemons; the first one leads."""
 
     def __init__(self, made: Sequence[Box], expected: dict[str, str]) -> None:
         self.boxes, self.leads, self.expected = list(made), made[0], expected
@@ -54,7 +54,7 @@ class Boxes:
         return names.parse(await box.metrics())
 
     async def ask(self, prompts: Sequence[str]) -> None:
-        """All at once, by boxes in turn."""
+        """Asks all prompts at once, by boxes in turn."""
         fronts = [self.boxes[n % len(self.boxes)] for n in range(len(prompts))]
         said = await asyncio.gather(*(box.complete(one, TOKENS) for box, one in zip(fronts, prompts, strict=True)))
         assert said == [self.expected[prompt] for prompt in prompts]
@@ -64,14 +64,17 @@ class Boxes:
             await self.ask(prompts)
 
     async def host(self) -> Box | None:
-        """A box that runs requests of another."""
+        """Returns a box that runs requests of another, if any."""
         for box in self.boxes:
             if await box.hosted_requests():
                 return box
         return None
 
     async def home(self, prompt: str, among: Sequence[Box]) -> str:
-        """Which box the prompt's cluster is at; one that is taken to be busy is not asked at once."""
+        """Asks until the answer comes from the prompt's nearest cluster, and returns that box.
+
+        A box that seems busy is not asked at once.
+        """
         while True:
             before = {box.node: await self.figures(box) for box in among}
             assert await self.leads.complete(prompt, TOKENS) == self.expected[prompt]
@@ -84,7 +87,7 @@ class Boxes:
         return {prompt: await self.home(prompt, among or self.boxes) for prompt in OLD}
 
     async def decoder(self, prompt: str) -> str:
-        """Which box goes on with the prompt."""
+        """Returns the box that decodes after the prompt."""
         before = {box.node: await self.figures(box) for box in self.boxes}
         assert await self.leads.complete(prompt, TOKENS) == self.expected[prompt]
         after = {box.node: await self.figures(box) for box in self.boxes}
@@ -96,7 +99,7 @@ def grown(before: dict[str, float], after: dict[str, float], family: str) -> boo
 
 
 def routes(before: dict[str, float], after: dict[str, float]) -> set[str]:
-    """Why requests went where they went."""
+    """Returns the reasons of the routings between two readings of the metrics."""
     found = {name for name in after if name.startswith(names.ROUTED) and after[name] > before.get(name, 0.0)}
     return {name.split('why="')[1].split('"')[0] for name in found}
 
@@ -105,7 +108,7 @@ def routes(before: dict[str, float], after: dict[str, float]) -> set[str]:
 async def running(
     folder: Path, checkpoint: Path, expected: dict[str, str], roles: dict[str, str]
 ) -> AsyncIterator[Boxes]:
-    """Boxes that are not started yet."""
+    """Makes boxes, and starts them."""
     store = ensure_store(checkpoint, folder / "stores")
     made = make_boxes(
         folder,
@@ -211,7 +214,7 @@ async def all_free(boxes: Boxes) -> bool:
 
 
 def reasons(boxes: Boxes) -> list[str]:
-    """Why clusters were fitted, each time."""
+    """Returns the reason of each fit of clusters."""
     lines = [line for line in boxes.leads.log().splitlines() if "expert clusters fitted" in line]
     return [why for line in lines for why in ("first", "engines", "more requests", "drift") if why in line]
 

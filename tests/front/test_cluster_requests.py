@@ -1,4 +1,4 @@
-"""What a front asks of other boxes and of the leader for its requests, and what their answers do."""
+"""A front's questions to other boxes and to the leader about its requests, and the effects of their answers."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ CACHED, FEW, ALIKE = ExpertSignature(100, b"cached"), ExpertSignature(96, b"few"
 
 
 class Members(dict[str, Any]):
-    """Box d, whose engine takes requests while it is there."""
+    """Box d; its engine accepts requests while it is up."""
 
     def __init__(self) -> None:
         super().__init__(d=SimpleNamespace(beat=Heartbeat(engine="x:y:z", slots=4, capacity=10), announcement=None))
@@ -61,7 +61,7 @@ class Members(dict[str, Any]):
 
 
 class Box:
-    """Box p. What it says to d, to the leader and to its engine is written down; d leads unless p does."""
+    """Box p, which records its messages to d, to the leader and to its engine; d leads unless p does."""
 
     def __init__(self, route: Any = "pull", role: str = "both", prefix_cache: bool = True, leader: str = "d") -> None:
         self.here: list[ToEngine] = []
@@ -132,13 +132,13 @@ async def settled() -> None:
 
 
 def full(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has its engine start nothing at once."""
+    """Fills its engine, so that requests wait."""
     monkeypatch.setattr(box.requests.meter, "starts_at_once", lambda _: False)
 
 
 async def test_a_request_goes_where_the_leader_says_by_its_offer_and_is_cancelled_there() -> None:
     box = Box()
-    box.grants = "d:x:y:z"  # an engine may call itself what it will
+    box.grants = "d:x:y:z"  # engine names may contain any characters
     with box.open():
         await settled()
         assert box.machine.place_of("r") == ("d:x:y:z", 1)

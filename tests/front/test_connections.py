@@ -80,7 +80,7 @@ async def serving(path: Path, max_connections: int = 100) -> AsyncIterator[Serve
 
 
 async def ask(path: Path, data: bytes = GET) -> tuple[int, bytes]:
-    """Status and body of what comes back until the end."""
+    """Returns status and body of the answer, read to its end."""
     reader, writer = await asyncio.open_unix_connection(path)
     writer.write(data.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))
     async with asyncio.timeout(10):
@@ -91,7 +91,7 @@ async def ask(path: Path, data: bytes = GET) -> tuple[int, bytes]:
 
 
 def uploads(server: Server) -> int:
-    """How many requests wait for their bodies."""
+    """Returns the number of requests that wait for their bodies."""
     return sum(one.exchange is not None and one.exchange.more_body for one in server.connections)
 
 
@@ -146,7 +146,7 @@ async def test_a_head_that_has_come_is_timed_no_longer(api: Path, monkeypatch: p
     async with serving(api) as server:
         assert await ask(api, GET.replace(b" / ", b" /slow ")) == (200, b"at last")
         reader, writer = await asyncio.open_unix_connection(api)
-        for parts in ([GET], [GET[:-1], GET[-1:]]):  # the second head in two parts, which is late, too
+        for parts in ([GET], [GET[:-1], GET[-1:]]):  # the second head in two parts, late as well
             for part in parts:
                 writer.write(part)
                 await writer.drain()
@@ -208,7 +208,7 @@ async def test_one_more_connection_takes_the_place_of_the_one_that_kept_us_waiti
                 assert b" 200 " in await reader.readuntil(b"\r\n\r\n")
                 assert len(server.connections) <= 10
                 with contextlib.suppress(ConnectionResetError):
-                    await readers[at].read()  # ends: it has given way
+                    await readers[at].read()  # ends: another connection has its place
             assert not readers[at + 1].at_eof()
 
 
@@ -228,7 +228,7 @@ async def test_who_was_idle_and_uploads_now_has_kept_us_waiting_since_its_head(
             writer.write(UPLOAD)
             await until(lambda: uploads(server) == 1)
             assert await ask(api) == (200, b"hello")
-            assert await silent.read() == b""  # it has given way
+            assert await silent.read() == b""  # another connection has its place
             writer.write(b"y" * 8)
             assert b" 200 " in await reader.readuntil(b"\r\n\r\n")
 
@@ -264,7 +264,7 @@ async def test_an_answer_that_is_never_read_is_not_kept(api: Path, monkeypatch: 
         writer.close()
         reader, writer = await asyncio.open_unix_connection(api)
         writer.write(GET.replace(b" / ", b" /long "))
-        async with asyncio.timeout(30):  # one that reads slowly gets all of it
+        async with asyncio.timeout(30):  # a slow reader gets all of it
             body = await reader.readuntil(b"\r\n\r\n")
             received, started = 0, time.monotonic()
             while received < LONG:
@@ -286,7 +286,7 @@ async def test_a_stream_that_is_never_read_is_not_kept(api: Path, monkeypatch: p
         reader, writer = await asyncio.open_unix_connection(api, limit=1 << 16)
         writer.write(GET.replace(b" / ", b" /stream "))
         received = 0
-        async with asyncio.timeout(30):  # one that reads now and then goes on
+        async with asyncio.timeout(30):  # one that reads now and then continues
             while received < LONG:
                 received += len(await reader.read(1 << 18))
                 await asyncio.sleep(0.02)

@@ -29,7 +29,7 @@ TOKENS = 64
 
 
 def greedy(checkpoint: Path) -> list[str]:
-    """transformers' texts."""
+    """Generates transformers' greedy answers."""
     tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
     model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
     texts = []

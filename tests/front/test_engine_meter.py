@@ -1,4 +1,4 @@
-"""What a front says of its engine's work, by what it has handed to it."""
+"""A front's figures about its engine's work, derived from the requests that it has submitted."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Engine:
 
 def test_a_request_starts_at_once_where_a_slot_and_blocks_are_free_and_no_prompt_waits() -> None:
     engine = Engine()
-    assert engine.meter.starts_at_once(request(10_000))  # alone, whatever fits at all
+    assert engine.meter.starts_at_once(request(10_000))  # a request alone, if it fits at all
     engine.held = [HeldRequest(40 * BLOCK_TOKENS, 0, 100)]
     assert not engine.meter.starts_at_once(request(1))  # a prompt waits
     engine.held = [HeldRequest(40 * BLOCK_TOKENS, 1, 100)]
@@ -96,7 +96,7 @@ def test_an_engine_that_keeps_no_prompts_offers_no_keys_and_needs_no_others_word
     assert meter.report(EngineStatus()).prefixes == b""
     assert keys.cached(prompt) == b""
     assert meter.knows(keys.cached(prompt))
-    assert len(keys.prefix(prompt)) == 3 * 8  # by which prompts are alike
+    assert len(keys.prefix(prompt)) == 3 * 8  # by which fronts recognise prompts
 
 
 def test_blocks_that_requests_share_are_counted_once_as_the_engine_says() -> None:
@@ -142,11 +142,11 @@ def test_hashes_are_the_same_for_the_same_beginning_and_mean_nothing_without_the
     long, short = keys.prefix(request(200)), keys.prefix(request(PREFIX_TOKENS))
     assert long[:8] == short
     assert len(long) == 8 * (200 // PREFIX_TOKENS)
-    assert keys.prefix(of((9, *range(1, 200))))[8:16] != long[8:16]  # each covers all before it
+    assert keys.prefix(of((9, *range(1, 200))))[8:16] != long[8:16]  # each hash covers all blocks before it
     assert others.prefix(request(200)) != long
     assert keys.name("uid:1000") != others.name("uid:1000")
     assert keys.name("") == 0
-    assert len(keys.prefix(of([1 << 31] * PREFIX_TOKENS))) == 8  # the largest that a message may name
+    assert len(keys.prefix(of([1 << 31] * PREFIX_TOKENS))) == 8  # the largest number that a message may have
     salted = [keys.prefix(of(range(200), salt)) for salt in (b"", b"1" * 16, b"2" * 16)]
     assert len({key for one in salted for key in (one[:8], one[8:16], one[16:])}) == 9, (
         "none is alike under another salt"
@@ -156,7 +156,7 @@ def test_hashes_are_the_same_for_the_same_beginning_and_mean_nothing_without_the
 
 
 def led_by_b(tell: Callable[[EngineStatus], None], lost: Sequence[bool] = ()) -> Any:
-    """What box a knows where b leads; `lost` says which of the first words to b do not leave."""
+    """Returns box a's tracker of engines, led by b; each true value of `lost` loses one of the first reports to b."""
     ways = iter(lost)
 
     def told(node: str, use: EngineStatus) -> bool:
@@ -194,7 +194,7 @@ def test_a_leader_that_has_led_in_between_no_longer_is_told_everything_again() -
     reporter.report()
     reporter.report()
     assert [len(one.prefixes) // 8 for one in told] == [2]
-    plane.state.leader_tracker.current = "b", 7  # the same box, which knows nothing any more
+    plane.state.leader_tracker.current = "b", 7  # the same box after a restart
     reporter.report()
     assert [(len(one.prefixes) // 8, one.choices) for one in told] == [(2, CHOICES)] * 2
 
@@ -219,7 +219,7 @@ def test_the_leader_is_told_at_once_of_what_changes_soon_of_a_busy_engine_and_se
         reporter.on_work_changed()
         await asyncio.sleep(GAP_S)
         assert told[-1] == pytest.approx(began_s, abs=GAP_S)
-        engine.held[0] = HeldRequest(10, 1, 100)  # of which nobody says anything
+        engine.held[0] = HeldRequest(10, 1, 100)  # of engines that report nothing
         await asyncio.sleep(2 * LOOK_S)
         assert told[-1] <= began_s + GAP_S + LOOK_S + 1e-6
         engine.held.clear()

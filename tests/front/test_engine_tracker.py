@@ -1,4 +1,4 @@
-"""What this front tells the others of its engine is what the engine said."""
+"""A front reports to the others the figures that its engine has reported to it."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from edgemoe.front.engine_starts import KEPT_LINES, LINE_CHARS, Death, FailedSta
 from edgemoe.front.main import Front
 
 PHASES = ("start", "verifying", "kernels", "weights", "experts", "warm-up")
-WITHOUT_ENGINE = {  # what is answered without an engine, by itself
+WITHOUT_ENGINE = {  # paths that are answered without an engine
     "/version",
     "/tokenizer_info",
     "/metrics",
@@ -60,7 +60,7 @@ ENDS = {
 
 
 def engine(end: str, phase: str = "kernels") -> tuple[str, ...]:
-    """A process that ends in a phase as the real one would, having said nothing by the wire."""
+    """Returns the command of a process that ends in a phase as a real engine would, without a message."""
     script = f"""\
 import faulthandler, json, os, signal, sys
 faulthandler.enable()
@@ -93,7 +93,7 @@ async def serving(settings: Settings, command: tuple[str, ...], **options: Any) 
 
 
 async def failure(front: Front) -> str:
-    """The reason, once no further start is tried."""
+    """Returns the reason, once no further start is tried."""
     await until(lambda: front.supervisor is not None and front.supervisor.state == "failed")
     assert front.supervisor is not None
     return str(front.supervisor.describe()["cannot_start"]["reason"])
@@ -258,7 +258,7 @@ async def test_the_service_manager_is_told_and_keeps_the_daemon(
 async def test_a_request_that_is_cut_off_ends_in_its_own_form(
     tmp_path: Path, model_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As happens to what takes too long once the daemon stops."""
+    """As for requests that take too long after the daemon was asked to stop."""
     settings = settings_for(tmp_path, model_dir)
     async with serving(settings, engine("signal.pause()")), http_client(settings) as client:
         await until(Path(settings.api.socket).exists)

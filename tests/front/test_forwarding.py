@@ -1,4 +1,4 @@
-"""Requests on other boxes' engines: they come back whole whatever dies. Real fronts, scripted engines."""
+"""Requests on other boxes' engines are answered whole, whichever box dies. Real fronts, scripted engines."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ async def both(two: tuple[Settings, Settings]) -> AsyncIterator[tuple[Front, Fro
 
 
 async def texts(front: Front, count: int = 4, users: int = 1) -> list[str]:
-    """Streamed completions, all at once, of so many users in turn."""
+    """Streams `count` completions at once, of `users` in turn."""
     async with openai_client(front.settings) as client:
 
         async def one(number: int) -> str:
@@ -102,9 +102,9 @@ async def texts(front: Front, count: int = 4, users: int = 1) -> list[str]:
 
 
 async def streams_once(met: Callable[[], Any], front: Front, expected: list[str]) -> asyncio.Future[list[str]]:
-    """Streams that still run when `met()` has come to hold. Those that end before are asked for again.
+    """Starts streams, and returns them while they run, once `met()` holds. Streams that end before are repeated.
 
-    Boxes may not know each other well yet, or not have said how busy they are since what ran before.
+    Boxes may not know each other yet, or not have reported their load since the requests before.
     """
     while True:
         streams = asyncio.ensure_future(texts(front, len(expected)))
@@ -129,7 +129,7 @@ async def test_requests_are_spread_and_say_the_same_wherever_they_run(two: tuple
 
 
 def routed(one: Settings, route: str, **engine: int) -> Settings:
-    """The same box with another rule, and an engine of this size."""
+    """Returns settings with another routing rule, and an engine of this size."""
     return msgspec.structs.replace(
         one,
         cluster=msgspec.structs.replace(one.cluster, route=route),
@@ -162,7 +162,7 @@ async def test_one_boxs_full_queue_turns_nobody_away_and_answers_are_the_same_by
 async def test_requests_go_by_expert_clusters_once_these_are_fitted_and_answers_are_the_same(
     two: tuple[Settings, Settings],
 ) -> None:
-    """The solver's process is the real one. Of the two users each one's requests choose their own experts."""
+    """The solver's process is the real one. Each of the two users' requests choose experts of their own."""
     async with both((routed(two[0], "eldr"), routed(two[1], "eldr"))) as (a, b):
         leader = next(cluster_of(one) for one in (a, b) if cluster_of(one).plane.leading)
         fitting = leader.plane.desk.fitting
@@ -180,7 +180,7 @@ async def test_requests_go_by_expert_clusters_once_these_are_fitted_and_answers_
 
 
 async def test_who_waits_for_a_leader_that_dies_is_answered_all_the_same(two: tuple[Settings, Settings]) -> None:
-    """The leader is the other box. Its slots and ours are taken when it is killed, so that requests wait with it."""
+    """The other box leads. All slots are taken when it is killed, so that requests wait with it."""
     a, b = (routed(one, "pull", max_sequences=2) for one in two)
     command = [sys.executable, str(DAEMON), msgspec.json.encode(a).decode()]
     async with running(b) as front:
@@ -240,7 +240,7 @@ async def test_a_box_that_drains_gives_its_hosted_requests_back(two: tuple[Setti
 async def test_a_forwarded_stream_outlives_the_whole_box_it_runs_on(
     two: tuple[Settings, Settings], noticed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether or not its engine's coming had us look around, which compares with what there was before."""
+    """With and without a reaction to the new engine, which compares with the engines before."""
     monkeypatch.setenv("SCRIPTED_STEP_S", "0.01")
     command = [sys.executable, str(DAEMON), msgspec.json.encode(two[1]).decode()]
     async with running(two[0]) as a:
@@ -250,7 +250,7 @@ async def test_a_forwarded_stream_outlives_the_whole_box_it_runs_on(
                 expected, requests = await texts(a), supervisor_of(a).requests.machine
 
                 def begun() -> bool:
-                    """Whether requests are there whose ends cannot be on their way yet."""
+                    """Whether requests run there that cannot have ended yet."""
                     return any(held.emitted < TOKENS // 4 for held in requests.held_at(place))
 
                 async with http_client(two[1]) as other:
@@ -259,7 +259,7 @@ async def test_a_forwarded_stream_outlives_the_whole_box_it_runs_on(
                         return await hosted_requests(other) > 0 and begun()
 
                     streams = await streams_once(runs_there, a, expected)
-                before = requests.replayed  # a box unheard for long is left, too
+                before = requests.replayed  # a box silent for long is left, too
                 if not noticed:
                     cluster_of(a)._known = set()
                 b.kill()
@@ -270,7 +270,7 @@ async def test_a_forwarded_stream_outlives_the_whole_box_it_runs_on(
 
 
 async def test_what_waits_for_the_leaders_word_is_finished_when_a_box_drains(two: tuple[Settings, Settings]) -> None:
-    """The leader itself stops, whose slots and the other's are taken, so that nobody says where they are to run."""
+    """The leader itself stops while all slots are taken, so that it decides nothing more."""
     a, b = (routed(one, "pull", max_sequences=1) for one in two)
     async with both((a, b)) as (front, _):
         expected = await texts(front, 6)
@@ -289,7 +289,7 @@ def engine_of(front: Front) -> str:
 
 
 async def hosted_requests(client: httpx.AsyncClient) -> int:
-    """Requests of the other box that run there."""
+    """Returns the number of the other box's requests that run there."""
     return int(json.loads((await client.get("/health")).text)["cluster"]["members"][0]["requests"])
 
 
@@ -321,7 +321,7 @@ async def test_a_box_leaves_once_the_others_have_what_only_it_had(two: tuple[Set
         await until(lambda: a_plane.state.members["b"].announcement.engine is not None, 30)
         leaving = asyncio.ensure_future(cluster_of(a).hand_over())
         await until(lambda: b_plane.state.members["a"].announcement.leaving, 30)
-        assert b_plane.state.members["a"].announcement.engine is not None  # it is still there to be fetched from
+        assert b_plane.state.members["a"].announcement.engine is not None  # its blocks can still be fetched
         assert not leaving.done()
         has(b_plane, 0b1111)
         await leaving
@@ -337,7 +337,7 @@ async def test_an_attempt_that_was_overtaken_on_the_way_is_not_run() -> None:
     assert len(hosted_requests) == hosted_requests.served == 1
     hosted_requests.submit("b", "boot", Submit(request=request, attempt=3, remaining_ms=1000.0))
     assert isinstance(sent[-1], Cancel)
-    assert sent[-1].attempt == 2  # whichever is run, it is one
+    assert sent[-1].attempt == 2  # only one of the two runs
     assert len(hosted_requests) == hosted_requests.served == 1
 
 

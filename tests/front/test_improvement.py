@@ -1,4 +1,4 @@
-"""Two whole boxes on loopback, one of which alone is asked: the plan gives it what its requests choose."""
+"""Two whole boxes on loopback; only one gets requests, and the plan gives it their experts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from edgemoe.types.experts import padded
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600), pytest.mark.slow]
 NODES = ("a", "b")
 EXPERTS = 18  # in all
-SLOTS = EXPERTS // 2 + 4  # of RAM: two slots stay free for what passes through, two are room to move in
+SLOTS = EXPERTS // 2 + 4  # of RAM: two slots stay free for passing experts, two more allow moves
 PROMPT, TOKENS = "one and the same", 60
 
 
@@ -33,7 +33,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def boxes(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[list[Box]]:
-    """Box a, which leads and is asked, has no expert on its disk."""
+    """Box a leads and gets the requests; it has no expert on its disk."""
     folder = tmp_path_factory.mktemp("x")
     store = ensure_store(checkpoint, folder / "stores")
     bare = partial_store(store, folder / "bare", np.zeros((3, 6), np.bool_))
@@ -66,7 +66,7 @@ async def test_a_plan_moves_for_what_requests_choose_and_changes_nothing_that_th
     said: set[str] = set()
 
     async def improved() -> bool:
-        said.add(await a.complete(PROMPT, TOKENS))  # what is asked for no more is worth no move
+        said.add(await a.complete(PROMPT, TOKENS))  # without further requests no move would pay
         plan = (await a.cluster())["plan"]
         return bool(plan["policy"] == "rendezvous" and plan["version"] > first["version"])
 

@@ -1,4 +1,4 @@
-"""Sockets: who may use them, which are replaced, and what systemd passes."""
+"""Sockets: their users, the replacement of stale ones, and systemd's."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Requests that one box prefills and another decodes, between real fronts with scripted engines.
-
-Each box reaches the others by way of relays.
-"""
+"""One box prefills requests and another decodes them: real fronts, scripted engines, relays between the boxes."""
 
 from __future__ import annotations
 
@@ -48,27 +45,27 @@ class Boxes:
 
     @property
     def moved(self) -> int:
-        """Requests that were handed over."""
+        """Returns the number of requests that were handed over."""
         return sum(self[node]._router.machine.moved for node in ROLES)
 
     @property
     def left(self) -> list[int]:
-        """What there is yet of requests, pulls and parcels."""
+        """The numbers of requests, fetches and parcels that have not ended."""
         hosts = [self[node].hosted_requests for node in ROLES]
         held = [self[node].plane.parcels for node in ROLES] + [self[node]._router.machine for node in ROLES]
         return [len(one) for one in hosts] + [len(one._fetches) for one in hosts] + [len(one) for one in held]
 
     def decoded(self, node: str) -> int:
-        """Requests of other boxes that ran there."""
+        """Returns the number of other boxes' requests that ran there."""
         return int(self[node].hosted_requests.served)
 
     def idle(self, node: str) -> bool:
-        """Whether no other box has anything to do, as far as that one knows."""
+        """Whether no other box has work to do, as far as that one knows."""
         machine = self[node]._router.machine
         return not any(load.requests for load in machine._loads(machine.surroundings.others()))
 
     def heard(self) -> list[float]:
-        """When boxes heard each other last."""
+        """Returns the last times at which boxes heard each other."""
         return [member.heard_s for node in ROLES for member in self[node].plane.state.members]
 
     async def ask(self, node: str, prompt: str, seed: int = 1) -> str:
@@ -88,7 +85,7 @@ async def boxes(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> As
     async with AsyncExitStack() as stack:
         monkeypatch = stack.enter_context(pytest.MonkeyPatch.context())
         monkeypatch.setenv("SCRIPTED_CONTEXT", "65536")
-        still = ChannelSettings(aside=True)  # no heartbeats: what stands still here is not lost
+        still = ChannelSettings(aside=True)  # no heartbeats: a silent connection is not lost
         monkeypatch.setattr(plane, "ChannelSettings", lambda **_: still)
         ends = {one.cluster.node: int(one.cluster.listen.rpartition(":")[2]) for one in made}
         between = await stack.enter_async_context(relays([(port, ends[to]) for (_, to), port in ways.items()]))
@@ -108,7 +105,7 @@ async def boxes(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> As
 async def test_a_prompt_of_thirty_thousand_tokens_is_overtaken_by_beats_and_other_requests(
     boxes: Boxes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is handed over from p, and forwarded by d and handed over then; connections stop where it is on its way."""
+    """Of two requests p hands over one; d forwards the other and gets it back. Connections stop on the way."""
     for name in ("ASK_S", "PART_S"):
         monkeypatch.setattr(parcels, name, 60.0)
     for node in ("p", "d"):
@@ -133,7 +130,7 @@ async def test_a_prompt_of_thirty_thousand_tokens_is_overtaken_by_beats_and_othe
 async def test_blocks_that_one_box_does_not_get_come_to_the_other_one(
     boxes: Boxes, fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The engine of d, the first of idle ones, says that it misses them, or says nothing."""
+    """The engine of d, the first idle one, reports that the blocks are missing, or does not answer."""
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(request_state, "FETCH_S", 1.0)
     monkeypatch.setattr(request_state, "ANSWER_S", 1.0)
@@ -171,7 +168,7 @@ async def test_what_an_engine_says_of_a_request_is_told_again_until_it_is_heard(
 
 
 async def test_who_hangs_up_has_nothing_fetched_any_more(boxes: Boxes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At once, not when its front next looks."""
+    """At once, before its front's next beat."""
     monkeypatch.setattr(request_state.RequestStateMachine, "_on_time", lambda _self: None)
     body = {"model": "tiny", "prompt": "LOSE{de}END REST@3", "max_tokens": 50}
     hosts = [boxes[node].hosted_requests for node in "de"]
@@ -185,7 +182,7 @@ async def test_who_hangs_up_has_nothing_fetched_any_more(boxes: Boxes, monkeypat
 
 
 async def test_an_aborted_forward_leaves_nothing_behind(boxes: Boxes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The client hangs up while its prompt is on its way to the box that prefills."""
+    """The client hangs up while its prompt is on its way to the prefilling box."""
     boxes.between.limit(LIMIT)
     served = boxes.decoded("p")
     async with http_client(boxes.fronts["d"].settings) as client:

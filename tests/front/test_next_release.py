@@ -18,7 +18,7 @@ from edgemoe.config.settings import Settings
 
 @contextmanager
 def box(command: Sequence[str], settings: Settings, log: Path) -> Iterator[None]:
-    """A daemon, until the block is left."""
+    """Runs a daemon until the block is left."""
     with log.open("ab") as file:
         process = subprocess.Popen([*command, msgspec.json.encode(settings).decode()], stderr=file)
     try:
@@ -32,7 +32,7 @@ def box(command: Sequence[str], settings: Settings, log: Path) -> Iterator[None]
 
 
 def noted(log: Path) -> dict[str, int]:
-    """What a box of the next release has noted last."""
+    """Returns the last counts that a box of the next release has logged."""
     lines = re.findall(r"next release: greeted (\d+), spared (\d+), moods (\d+)", log.read_text())
     return dict(zip(("greeted", "spared", "moods"), map(int, lines[-1]), strict=True)) if lines else {"spared": 0}
 

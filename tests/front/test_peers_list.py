@@ -14,7 +14,7 @@ from edgemoe.front import peers_list
 
 
 class Plane:
-    """Notes what it is told."""
+    """Records the lists that it is given."""
 
     def __init__(self) -> None:
         self.listed: list[Any] = []
@@ -27,7 +27,7 @@ class Plane:
 async def test_a_box_without_a_list_follows_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, joins: bool
 ) -> None:
-    """Above all not the folder that it runs in, which an empty path means."""
+    """In particular not the current folder, which an empty path means."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(peers_list, "LOOK_S", 0.01)
     public = generate(tmp_path / "key").public.decode()

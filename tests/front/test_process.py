@@ -1,4 +1,4 @@
-"""The daemon as a process: what it imports, its signals, systemd's side, and its memory."""
+"""The daemon as a process: its imports, signals, systemd sockets, and memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SCRIPT = str(Path(__file__).parents[1] / "support" / "daemon_process.py")
 
 @asynccontextmanager
 async def daemon(settings: Settings, **options: Any) -> AsyncIterator[asyncio.subprocess.Process]:
-    """A running daemon; killed at the end if it has not ended by then."""
+    """Runs a daemon, and kills it at the end if it has not ended by then."""
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(
         sys.executable, SCRIPT, msgspec.json.encode(settings).decode(), stderr=pipe, **options
@@ -52,7 +52,7 @@ async def healthy(settings: Settings) -> None:
 
 
 async def live(client: httpx.AsyncClient) -> int:
-    """Requests that it has accepted and not ended."""
+    """Returns the number of requests that it has accepted and not ended."""
     return int((await client.get("/health")).json()["requests"]["live"])
 
 
@@ -113,13 +113,15 @@ async def test_the_end_of_its_terminal_ends_it(tmp_path: Path, model_dir: Path, 
     ours, its = os.openpty()
 
     def on_terminal() -> None:
-        signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)  # whoever started these tests
+        signal.signal(
+            signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL
+        )  # independent of the shell that started these tests
         os.login_tty(its)
 
     async with daemon(settings, preexec_fn=on_terminal) as process, http_client(settings) as client:
         os.close(its)
         await healthy(settings)
-        process.send_signal(signal.SIGHUP)  # of an owner, while the terminal stands
+        process.send_signal(signal.SIGHUP)  # of an owner, while the terminal exists
         answer = asyncio.ensure_future(client.post("/v1/completions", json={"prompt": "go", "max_tokens": 200}))
         await until(lambda: live(client))
         os.close(ours)
@@ -199,7 +201,7 @@ async def test_the_service_manager_hears_ready_watchdog_and_stopping(tmp_path: P
             assert "EXTEND_TIMEOUT_USEC" in heard
             assert "STATUS=ready" in heard
             heard = ""
-            await until(lambda: hear("EXTEND_TIMEOUT_USEC"))  # or draining would be cut short
+            await until(lambda: hear("EXTEND_TIMEOUT_USEC"))  # else draining would be cut short
             process.send_signal(signal.SIGTERM)
             assert await process.wait() == 0
             await answer

@@ -44,7 +44,7 @@ FREE = {"ignore_eos": True}  # a random model ends its texts at random
 
 @pytest.fixture(scope="session")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A packed store of a random model that has the tests' tokenizer."""
+    """A packed store of a random model with the tests' tokenizer."""
     folder = tmp_path_factory.mktemp("tiny")
     vocab = byte_level_tokenizer().get_vocab_size()
     checkpoint = tiny_checkpoint("qwen3_moe", folder / "hf", vocab_size=vocab, max_position_embeddings=512)
@@ -84,12 +84,12 @@ def supervisor_of(front: Front) -> Supervisor:
 
 
 def total(front: Front) -> int:
-    """Tokens emitted by the requests that are alive."""
+    """Counts the tokens emitted by live requests."""
     return sum(len(live.emitted) for live in supervisor_of(front).requests.machine._live.values())
 
 
 async def texts(front: Front, count: int, max_tokens: int) -> list[str]:
-    """`count` streamed completions at once, every other one greedy."""
+    """Streams `count` completions at once, every other one greedy."""
     async with openai_client(front.settings) as client:
 
         async def one(number: int) -> str:
@@ -162,7 +162,7 @@ async def test_a_forecaster_is_loaded_midstream_and_a_bad_one_refused(
     await until(lambda: supervisor_of(front).metrics() is not values)
     metrics = names.parse((await http.get("/metrics")).text)
     assert names.select(metrics, names.SCOUTGATE_LOADS) == 1
-    assert names.select(metrics, names.SCOUTGATE_REFUSED) == 4  # one at the start, when there was none
+    assert names.select(metrics, names.SCOUTGATE_REFUSED) == 4  # one at the start, before any statistics
     assert names.select(metrics, names.SCOUTGATE_SECONDS) > 0
 
 
@@ -248,7 +248,7 @@ async def test_the_metrics_name_the_tiers(front: Front, http: httpx.AsyncClient)
 
 @pytest.mark.slow
 async def test_the_demo_model_answers_on_through_three_kills(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """In bfloat16 a continuation may differ after a replay, but each answer is whole and ends as it should."""
+    """In bfloat16 a continuation may differ after a replay, but each answer is whole and ends correctly."""
     folder = tmp_path_factory.mktemp("demo")
     store = ensure_store(model_path(), folder / "stores")
     settings = settings_for(folder, store, service={"max_restarts": 50})

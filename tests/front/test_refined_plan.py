@@ -1,4 +1,4 @@
-"""Three whole boxes, one of them with two devices, whose plan is refined by what follows what while they are asked."""
+"""Three whole boxes, one of them with two devices: successions of experts refine their plan during requests."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from edgemoe.types.experts import padded
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600), pytest.mark.slow]
 NODES = ("a", "b", "c")
-SLOTS = 18 // len(NODES) + 4  # of RAM: two slots stay free for what passes through, two are room to move in
+SLOTS = 18 // len(NODES) + 4  # of RAM: two slots stay free for passing experts, two more allow moves
 PROMPTS, TOKENS = {"a": "one and the same", "c": "something else, then"}, 40
-STEPS = 50  # of a box, after which a better plan is looked for
+STEPS = 50  # steps of a box after which the leader seeks a better plan
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def boxes(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[list[Box]]:
-    """Box a, which leads, has no expert on its disk; c has two devices, which hold a third of the experts."""
+    """Box a, which leads, has no expert on its disk; c has two devices with a third of the experts."""
     folder = tmp_path_factory.mktemp("x")
     store = ensure_store(checkpoint, folder / "stores")
     bare = partial_store(store, folder / "bare", np.zeros((3, 6), np.bool_))

@@ -1,4 +1,4 @@
-"""Requests of a box on its own: only the current attempt's next index gets through, and who kills engines is found."""
+"""Requests of a single box: only the current attempt's next token gets through, and fatal requests are found."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from edgemoe.types.request import Emission, Request, Sampling
 
 
 class FakeEngine:
-    """Takes what the router sends to this box's engine; `up` says whether there is an engine at all."""
+    """Records the router's messages to this box's engine; `up` says whether there is an engine at all."""
 
     def __init__(self, slots: int = 2, capacity: int = 4) -> None:
         self.up, self.boot = True, 1
@@ -47,7 +47,7 @@ class FakeEngine:
         self.router.handle(TokensEmitted("", items))
 
     def dies(self) -> None:
-        """Another engine takes its place."""
+        """Replaces the engine by another one."""
         self.boot += 1
         self.router.handle(EnginesChanged())
 
@@ -84,7 +84,7 @@ def token(index: int, attempt: int = 1, name: str = "r", finish: str = "") -> Em
 
 
 async def drain(ticket: ClientSubmission) -> list[int]:
-    """The tokens of a ticket, to its end."""
+    """Returns all tokens of a submission, once it has ended."""
     return [item.token async for items in ticket for item in items if item.token is not None]
 
 
@@ -145,7 +145,7 @@ async def test_a_full_router_says_when_to_come_back(engine: FakeEngine) -> None:
 
 
 def opened(router: RequestRouter, stack: ExitStack, principal: str, users: int, n: int = 1) -> int:
-    """How many choices of so many users of the principal, in turn, are accepted, `n` at once."""
+    """Counts the choices that are accepted from `users` of the principal in turn, `n` at once."""
     for number in range(1000):
         user = f"{principal}/{number % users}"
         some = [
@@ -188,7 +188,7 @@ async def test_no_user_takes_all_that_its_principal_has() -> None:
 
 
 async def test_a_request_that_fells_every_engine_is_found_and_given_up(engine: FakeEngine) -> None:
-    """`bad` kills whatever runs it before anybody gets a token; its neighbours must live."""
+    """`bad` kills each engine that runs it before any token; the other requests must live."""
     router = engine.router
     with (
         router.open([request("good")], 10) as good,
@@ -196,7 +196,7 @@ async def test_a_request_that_fells_every_engine_is_found_and_given_up(engine: F
     ):
         for _ in range(6):
             running = {sent.request.id for sent in engine.sent if isinstance(sent, Submit)}
-            if "bad" not in running:  # this engine lives: each of the others says something
+            if "bad" not in running:  # this engine is not at fault: each of the other requests gets a token
                 for name in ("good", "fine"):
                     if (live := engine.machine._live[name]).attempts.fruitless:
                         done = len(live.emitted)
@@ -211,7 +211,7 @@ async def test_a_request_that_fells_every_engine_is_found_and_given_up(engine: F
 
 
 async def test_a_request_that_fells_engines_at_one_of_its_tokens_is_given_up(engine: FakeEngine) -> None:
-    """What a dying engine had computed is handed over in part, a token more each time; its neighbour gets further."""
+    """Each attempt emits one token more of a dying engine's results, and the other request advances."""
     router = engine.router
     with router.open([request("bad")], 10) as bad, router.open([request("good")], 10) as good:
         engine.emit(*[token(n, 1, name) for n in range(36) for name in ("bad", "good")])
@@ -230,13 +230,13 @@ async def test_a_request_that_fells_engines_at_one_of_its_tokens_is_given_up(eng
 
 
 class Deaths:
-    """Engines that die one after the other, and what each of them emits first."""
+    """Engines that die one after the other, each after some tokens."""
 
     def __init__(self, engine: FakeEngine) -> None:
         self.engine, self.seen = engine, 0
 
     def next(self, tokens: dict[str, int], fells: str = "") -> None:
-        """The requests that have an engine get further; it dies where `fells` is among them, or nobody does it."""
+        """Gives tokens to the requests that have an engine; then it dies if `fells` is among them, or is empty."""
         here = [name for name in tokens if self.engine.machine.place_of(name)[0]]
         for name in here:
             live = self.engine.machine._live[name]
@@ -264,7 +264,7 @@ async def test_a_request_that_fells_an_engine_every_so_many_tokens_is_given_up_a
             await drain(tickets["bad"])
         for name in ("first", "slow", "last"):
             assert tickets[name].live == {name}
-            assert engine.machine.place_of(name)[0]  # it waits no more
+            assert engine.machine.place_of(name)[0]  # it no longer waits
 
 
 async def test_a_request_outlives_the_deaths_that_others_are_blamed_for(engine: FakeEngine) -> None:
@@ -279,7 +279,7 @@ async def test_a_request_outlives_the_deaths_that_others_are_blamed_for(engine: 
 
 
 def places(engine: FakeEngine) -> set[str]:
-    """The requests that have an engine."""
+    """Returns the requests that have an engine."""
     return {name for name, live in engine.machine._live.items() if live.place}
 
 
@@ -355,7 +355,7 @@ async def test_a_deadline_ends_a_request_with_its_error(engine: FakeEngine) -> N
 
 
 async def test_an_error_that_many_are_told_keeps_none_of_them(engine: FakeEngine) -> None:
-    """It would keep all the frames that it has passed, and what those hold: each one's prompt."""
+    """A shared error would keep all frames that it has passed, and each one's prompt with them."""
 
     def refused() -> int:
         with pytest.raises(RequestError) as caught, engine.router.open([request()], 10):

@@ -1,4 +1,4 @@
-"""Where a request goes, and how it moves from an engine that prefills to one that decodes: one example of each."""
+"""The engine chosen for a request, and its move from a prefilling to a decoding one: one example of each."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ LED = Cancel(request="r", attempt=1)
 
 
 def apart(*decoders: str, route: Route = "pull") -> World:
-    """This box prefills, the others decode."""
+    """Builds a world in which this box prefills and the others decode."""
     world = World(route, dict.fromkeys(decoders, "decode"))
     world.engines[OWN].role = "prefill"
     return world
 
 
 def prefilled(world: World, offer: int = 1) -> None:
-    """A request whose offer that is starts here, and its prompt is computed."""
+    """Accepts a request, starts it here, by an offer if it has a number, and ends its prompt."""
     world.accept("r")
     if offer:
         world.happen(events.OfferGranted(offer, f"{OWN}:boot1", "granted"))
@@ -34,7 +34,7 @@ def prefilled(world: World, offer: int = 1) -> None:
 
 
 def decide(world: World, place: str) -> None:
-    """Has the leader decide on the only offer that stands."""
+    """Has the leader decide on the only open offer."""
     (number,) = [number for number in world.offers if number not in world.used]
     world.happen(world.decide(number, place))
 
@@ -236,7 +236,7 @@ def test_moves_are_no_fruitless_attempts_and_are_bounded() -> None:
 
 
 def offered(**known: bool) -> World:
-    """A request, and a leader elsewhere."""
+    """Builds a world with one request, and a leader elsewhere."""
     world = World("pull", {"d": "both"})
     for name, value in known.items():
         setattr(world, name, value)
@@ -302,7 +302,7 @@ def test_a_waiting_request_is_offered_with_what_the_cached_part_of_its_prompt_ch
 
 
 def test_no_request_is_held_for_a_question_that_would_be_of_no_use() -> None:
-    """One that could start at once, one while no engine is there, one where nobody reads signatures."""
+    """A request that could start at once, one without an engine, and one whose leader reads no signatures."""
     for route, at_once, is_up in (("eldr", True, True), ("pull", False, False), ("gimbal", False, True)):
         world = World(route, {"d": "both"})  # type: ignore[arg-type]
         world.cached = world.alike = True
@@ -372,7 +372,7 @@ def test_an_engine_that_turned_something_away_is_asked_again_a_moment_later() ->
 
 
 def test_a_request_that_waits_for_the_leaders_word_has_no_engine_looked_at_for_it() -> None:
-    """It is looked at at each beat, and so are hundreds of others."""
+    """Each beat checks hundreds of such requests."""
     world = offered()
     world.looked_at = 0
     world.happen(events.EnginesChanged())
@@ -429,7 +429,7 @@ def test_what_arrives_after_it_was_given_up_is_cancelled() -> None:
 
 
 def test_patience_ends_though_engines_are_looked_at_at_each_beat() -> None:
-    """A suspect beside endless others, in a cluster whose beats look at all requests again."""
+    """A fatal request beside endless others, in a cluster that checks all requests at each beat."""
     world = World("least", {})
     world.accept("old", "new")
     world.happen(world.emit("boot1", "old", 20) or events.TimePassed())

@@ -1,4 +1,4 @@
-"""Requests of a front: whatever comes in whatever order, each ends once, with its own tokens in order."""
+"""Requests of a front end once each, with their own tokens in order, in any order of events."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DESIGN = Path(__file__).parents[2] / "docs/design/requests.md"
 
 
 class AnyOrder:
-    """Up to six requests on up to three boxes, and one event after the other, by chance."""
+    """Up to six requests on up to three boxes, and one random event after the other."""
 
     def __init__(self, seed: int) -> None:
         self.seed, self.chance = seed, random.Random(seed)
@@ -39,7 +39,7 @@ class AnyOrder:
         self.steps: dict[Callable[[], None], int] = often | dict.fromkeys(seldom, 1)
 
     def run(self) -> None:
-        """Has things happen and then come to an end."""
+        """Runs random events, and then lets all requests end."""
         steps, often = list(self.steps), list(self.steps.values())
         try:
             for step in self.chance.choices(steps, often, k=self.chance.choice([8, 15, 30, 60])):
@@ -54,7 +54,7 @@ class AnyOrder:
         self.world.happen(event)
 
     def arrive(self, event: events.RequestEvent | None) -> None:
-        """What is said arrives now, later, twice, or, from another box, never."""
+        """Delivers an event now, later, twice, or, from another box, never."""
         when = self.chance.choice(["now", "now", "now", "later", "twice", "never"])
         if event is not None and when in ("now", "twice"):
             self.happen(event)
@@ -62,7 +62,7 @@ class AnyOrder:
             self.world.bag.append(event)
 
     def live(self) -> str:
-        """A request that is alive; "" where none is."""
+        """Returns a live request; "" if there is none."""
         return self.chance.choice(sorted(self.world.machine._live) or [""])
 
     def place(self) -> str:
@@ -71,7 +71,7 @@ class AnyOrder:
     def node(self) -> str:
         return self.chance.choice(list(self.world.engines))
 
-    # --- what happens
+    # --- events
 
     def a_client_asks(self) -> None:
         names = [f"r{self.number + n}" for n in range(self.chance.randint(1, 2))]
@@ -101,7 +101,7 @@ class AnyOrder:
             self.happen(events.EnginesChanged())
 
     def a_box_is_cut_off(self) -> None:
-        """Or is reached again. Its engine goes on with what it has."""
+        """Disconnects a box, or connects it again. Its engine continues its work."""
         node = self.node()
         self.happened.append(f"{node} is reached or not")
         self.world.engines[node].is_up ^= True
@@ -136,7 +136,7 @@ class AnyOrder:
             self.arrive(self.world.fetched(self.place(), name, self.chance.choice(["", "", "missing"])))
 
     def the_leader_decides(self) -> None:
-        """Or has no place, names one that is gone, or says nothing."""
+        """Lets the leader decide, name a vanished engine, decide nothing, or not answer."""
         if offers := sorted(self.world.offers):
             number, place, how = self.chance.choice(offers), self.place(), self.chance.random()
             if how < 0.2:
@@ -179,7 +179,7 @@ class AnyOrder:
 
 
 def run_all(seeds: range) -> None:
-    """Runs them, and makes sure that they come to all that there is."""
+    """Runs the walks, and asserts that together they reach all outcomes."""
     seen = Counter[str]()
     for seed in seeds:
         order = AnyOrder(seed)

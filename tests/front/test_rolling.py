@@ -20,7 +20,7 @@ async def test_boxes_are_started_anew_one_by_one_and_no_request_is_lost(
     async with three(tmp_path, model_dir) as boxes:
 
         def noted(what: str) -> int:
-            """How often boxes of the next release have had its operation agreed, or `withheld` it."""
+            """Returns the sum of a count, `agreed` or `withheld`, over the logs of boxes of the next release."""
             return sum(int(n) for box in boxes for n in re.findall(rf"{what} (\d+)", box.log.read_text()))
 
         async def after() -> None:

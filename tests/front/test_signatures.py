@@ -1,4 +1,4 @@
-"""What a front remembers of prompts' experts, by whom it takes them for alike."""
+"""A front's memory of prompts' experts, and the prompts that it regards as similar."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ KEYS = PrefixKeys()
 
 
 def by(user: int, prompt: Iterable[int] = ()) -> Request:
-    """A request of that user; of nobody, if that is 0."""
+    """Builds a request of that user; of no user, if that is 0."""
     return Request(id="r", prompt=tuple(prompt), sampling=Sampling(), seed=1, user=str(user) if user else "")
 
 

@@ -1,4 +1,4 @@
-"""Engines die, hang and refuse to start; clients notice as little as can be."""
+"""Engines die, hang and fail to start; clients notice as little as possible."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from edgemoe.wire.protocol import PROTOCOL_VERSIONS
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Back-offs for people in a hurry."""
+    """Short back-offs for tests."""
     monkeypatch.setattr(engine_starts, "FIRST_DELAY_S", 0.01)
     monkeypatch.setattr(engine_starts, "LONGEST_DELAY_S", 0.05)
 
@@ -53,7 +53,7 @@ def engine_pid(front: Front) -> int:
 
 
 def emitted(front: Front) -> int:
-    """Tokens of the requests that are alive."""
+    """Counts the tokens of live requests."""
     return sum(len(live.emitted) for live in supervisor_of(front).requests.machine._live.values())
 
 
@@ -97,7 +97,7 @@ async def test_an_engine_that_hangs_is_replaced(
 async def test_requests_of_an_engine_that_cannot_even_be_killed_end_by_their_deadlines(
     tmp_path: Path, model_dir: Path, quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As of one that waits for a disk that does not answer."""
+    """Like a thread that waits for a disk without an answer."""
     monkeypatch.setattr(engine_module, "SILENCE_S", 1.0)
     settings = settings_for(tmp_path, model_dir, api={"request_timeout_s": 3.0})
     async with running(settings) as front, http_client(settings) as client:
@@ -178,7 +178,7 @@ async def test_the_time_that_the_front_was_stopped_is_no_silence_of_its_engine(m
     now = time.monotonic()
     monkeypatch.setattr(engine_module.time, "monotonic", lambda: now)
     engine = EngineProcess(None, "boot")  # type: ignore[arg-type]
-    now += 1000.0  # nothing was read meanwhile, and no look taken
+    now += 1000.0  # no message was read meanwhile, and no beat ran
     assert not engine.hang_reason()
     looks = 0
     while not engine.hang_reason():
@@ -209,7 +209,7 @@ async def test_what_an_earlier_engine_says_is_not_obeyed(tmp_path: Path, model_d
 async def test_a_message_of_the_engine_that_goes_wrong_costs_that_message_alone(
     tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Here some tokens, which are then asked for again."""
+    """Here some tokens are lost, and are then requested again."""
     settings = settings_for(tmp_path, model_dir)
     async with running(settings) as front, openai_client(settings) as client:
         text = await text_of(client, "go", max_tokens=100, seed=1)
@@ -358,7 +358,7 @@ async def test_what_an_engine_says_unreadably_is_a_sign_of_life(tmp_path: Path, 
         engine, wire = supervisor_of(front)._connection.engine, supervisor_of(front)._connection.wire
         assert engine is not None
         os.kill(engine.process.pid, signal.SIGSTOP)
-        await asyncio.sleep(0.2)  # what it had said is read
+        await asyncio.sleep(0.2)  # its messages so far are read
         end, refused = EngineEnd(wire.address, engine.boot_id + "x", PROTOCOL_VERSIONS), wire.undecodable
         engine.boot_id, first = engine.boot_id + "x", engine.heard
         end.post(msgspec.structs.replace(Stats(values={}), values={"edgemoe_x": float("nan")}))

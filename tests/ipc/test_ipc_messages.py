@@ -1,4 +1,4 @@
-"""What crosses the wire arrives as it was; what is not ours is refused by name."""
+"""Messages of the wire arrive unchanged; foreign ones are refused by name."""
 
 from __future__ import annotations
 

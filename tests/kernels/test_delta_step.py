@@ -46,7 +46,7 @@ class Case:
         kernels.delta(job.ctypes.data)
 
     def reference(self, token: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The output and the slot of one token."""
+        """Computes the output and the slot of one token."""
         heads, dim, n, taps = (self.sizes[name] for name in ("value_heads", "key_dim", "value_dim", "taps"))
         slot, line = self.slots[self.reads[token]].double(), self.projected[token].double()
         window = torch.cat([slot[: self.tail_floats].view(taps - 1, -1), line[None, : self.channels]])

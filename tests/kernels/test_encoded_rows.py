@@ -17,7 +17,7 @@ from edgemoe.kernels.cpu.encoded.row_code import make_encoded_rows, make_row_cod
 from edgemoe.types.encoding import BFLOAT16, FP8, INT4, INT8, MXFP4, Encoding
 
 ROWS, TOKENS = 5, 7
-KEPT = KERNELS.with_name("rows")  # apart from those of engines, which would be deleted for so many
+KEPT = KERNELS.with_name("rows")  # apart from the engines' cache, which these many kernels would overflow
 COLUMNS = [32, 96, 256, 512, 768, 1312, 2880]
 BY_NAME = {"ids": lambda each: each.name}
 each_instructions = pytest.mark.parametrize("instructions", [each for each in EVERY if each.here], **BY_NAME)
@@ -155,7 +155,7 @@ def test_rows_are_decoded_as_the_reference_does(encoding: Encoding, instructions
 
 @each_scaled
 def test_nothing_outside_of_a_row_is_read(encoding: Encoding) -> None:
-    """What follows the last row is no number, and neither is what follows the activations."""
+    """The bytes after the last row are NaN, and so are the ones after the activations."""
     for columns in COLUMNS:
         weights = pack(_weights(columns), encoding)
         room = np.full((ROWS + 1, weights.shape[1]), 255, np.uint8)

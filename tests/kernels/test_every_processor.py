@@ -40,7 +40,7 @@ LINKED = LIBC | LIBM | PYTHON | NUMBA
 
 
 def _undefined(part: str, group: str, processors: tuple[str, ...]) -> dict[str, dict[str, list[str]]]:
-    """Returns the symbols that are undefined and not in the lists, with the codes that use them, of each processor."""
+    """Returns each processor's undefined symbols outside the lists, with the functions that use them."""
     path = os.pathsep.join((str(TESTS.parent), str(TESTS)))
     done = subprocess.run(
         [sys.executable, "-m", "support.every_code", part, *processors],
@@ -66,6 +66,6 @@ def test_kernels_call_nothing_that_is_not_linked(processor: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("group", GROUPS)
 def test_no_code_for_any_processor_calls_what_is_not_linked(group: str) -> None:
-    # Numba's engine leaves x86 instructions in what counts references, so of Arm the kernels alone are seen.
+    # Numba's reference counting contains x86 instructions, so only kernels are compiled for Arm.
     part = "KERNELS" if GROUPS[group] == ARM else "ALL"
     assert _undefined(part, group, GROUPS[group]) == {name: {} for name in GROUPS[group]}

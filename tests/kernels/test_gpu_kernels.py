@@ -1,4 +1,4 @@
-"""The GPU's kernels without a GPU: they compile for each generation, and compute what they should when interpreted."""
+"""The GPU's kernels without a GPU: they compile for each generation, and give correct results when interpreted."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(autouse=True)
 def _kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was compiled from the same source once is not compiled again."""
+    """Keeps compiled kernels between tests."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(STORES.with_name("triton")))
 
 
 def compiled(kernel: Any, capability: int, geometry: ExpertGeometry, rows: int) -> Any:
-    """The kernel as it is called at run time: all arrays aligned to 16 bytes, all sizes constants."""
+    """Compiles the kernel as for its calls: all arrays aligned to 16 bytes, all sizes constants."""
     item = "*bf16" if geometry.bf16 else "*fp32"
     arrays = {"x": item, "mid": item, "slab": "*u8", "out": "*fp32"}
     arrays |= {"shares": "*fp32", "blocks": "*i32", "calls": "*i32"}
@@ -73,7 +73,7 @@ def test_kernels_of_encoded_experts_compile_for_each_generation(capability: int,
 
 
 def run_interpreted(name: str) -> Any:
-    """What a script that interprets kernels prints."""
+    """Runs a script that interprets kernels, and returns its output."""
     script, path = ROOT / "tests" / "support" / name, os.pathsep.join([str(ROOT), str(ROOT / "tests"), *sys.path])
     env = os.environ | {"PYTHONPATH": path}
     done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, timeout=240, check=False)

@@ -102,12 +102,12 @@ def test_a_token_gets_the_same_bits_in_any_batch(kernels: Kernels) -> None:
 
 
 class Contexts:
-    """Single queries of sequences of several lengths, whose keys and values lie in blocks in no order."""
+    """Single queries of sequences of several lengths; their keys and values lie in blocks in random order."""
 
     lengths = (1, 16, 17, 256, 300, 512, 777)
 
     def __init__(self, kernels: Kernels, heads: int, kv_heads: int, head_dim: int, latent: int = 0) -> None:
-        """With `latent`, a value is the first so many elements of its key."""
+        """Draws the cache and queries. With `latent`, a value is the first `latent` elements of its key."""
         torch.manual_seed(heads)
         self.kernels, self.shape, self.scale = kernels, (heads, kv_heads, head_dim), head_dim**-0.5
         self.latent, self.value_dim = bool(latent), latent or head_dim
@@ -132,7 +132,7 @@ class Contexts:
         return out
 
     def expected(self, window: int = EVERYTHING, sinks: torch.Tensor | None = None) -> torch.Tensor:
-        """Attention by definition."""
+        """Computes attention by its definition."""
         results, (_, kv_heads, head_dim) = [], self.shape
         for query, length, blocks in zip(self.queries, self.lengths, self.mine, strict=True):
             seen = slice(max(0, length - window), length)
@@ -150,7 +150,7 @@ def test_paged_attention_equals_attention_over_the_whole_context(
     kernels: Kernels, heads: int, kv_heads: int, head_dim: int
 ) -> None:
     one = Contexts(kernels, heads, kv_heads, head_dim)
-    one.attend([max(one.lengths)] * len(one.lengths))  # leaves its parts behind
+    one.attend([max(one.lengths)] * len(one.lengths))  # leaves its partial results behind
     torch.testing.assert_close(one.attend(one.lengths).double(), one.expected(), atol=2e-5, rtol=2e-5)
 
 

@@ -1,4 +1,4 @@
-"""The ways of computing experts give the same sums."""
+"""All ways of computing experts give the same sums."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _slab(bf16: bool, activation: Activation = SILU, biases: bool = False) -> Ex
 
 
 def _calls(tokens: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:  # type: ignore[type-arg]
-    """Slots 5, 0 and 3 for random tokens."""
+    """Draws calls of slots 5, 0 and 3 for random tokens."""
     random = np.random.default_rng(tokens)
     counts = random.integers(1, tokens + 1, 3)
     index = np.concatenate([np.sort(random.permutation(tokens)[:count]) for count in counts])
@@ -59,7 +59,7 @@ def _expected(slab: ExpertSlab, tokens: int, x: torch.Tensor) -> torch.Tensor:
 
 
 def _activated(activation: Activation, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """By definition."""
+    """Computes the activation by its definition."""
     if activation.kind == "gelu_tanh":
         return gate / 2 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3))) * up
     if activation.kind == "clamped_swiglu":
@@ -118,7 +118,7 @@ def test_torch_s_products_give_the_same_sums(bf16: bool) -> None:
 
 
 class Timed:
-    """Ways that take as long as they say, by so many tokens for each expert."""
+    """Ways of computing with a stated time for each expert and token."""
 
     now_s = 0.0
 
@@ -155,7 +155,7 @@ def test_which_way_is_the_fastest_is_measured(monkeypatch: pytest.MonkeyPatch) -
 
 
 class Slipping(Timed):
-    """Something else takes the processor when two tokens for each expert are timed."""
+    """Another process takes the processor while two tokens for each expert are timed."""
 
     def experts(
         self, _layout: Any, _address: int, _stride: int, slots: Any, _offsets: Any, index: Any, *_rest: Any
@@ -227,7 +227,7 @@ def test_kernels_compute_encoded_experts_where_they_lie(
 
 @pytest.mark.parametrize("encoding", ENCODED, ids=lambda each: each.name)
 def test_memory_that_a_few_tokens_kept_is_not_freed_by_many(kernels: Kernels, encoding: Encoding) -> None:
-    """A prompt between two steps of the same size asks for more of what both use."""
+    """A prompt between two steps of the same size needs more of their common memory."""
     kernels._scratch.clear()  # other tests' is large
     kernels._expert_sizes = (None, 0, 0, 0)
     slab = _encoded_slab(kernels.bf16, encoding, SILU, False)

@@ -1,4 +1,4 @@
-"""Attention of prompts, and the product that it and the experts of prompts share."""
+"""Attention of prompts, and the matrix product that it shares with the experts of prompts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BLOCK = 16
 
 
 class Prompt:
-    """Queries, and the keys and values of their whole context in blocks that lie in no order."""
+    """Queries, and the keys and values of their whole context in blocks in random order."""
 
     def __init__(
         self, kernels: Kernels, context: int, heads: int, kv_heads: int, head_dim: int, value_dim: int = 0
@@ -30,7 +30,7 @@ class Prompt:
         self.queries = torch.randn(context, heads, head_dim).to(dtype)
 
     def attend(self, tokens: int, context: int, window: int = EVERYTHING, sinks: int = 0) -> torch.Tensor:
-        """Of the last `tokens` of the first `context`."""
+        """Computes attention of the last `tokens` of the first `context`."""
         size, data = self.data.element_size(), self.data
         strides = {"block_stride": data.stride(0) * size, "head_stride": data.stride(2) * size}
         keys = data.data_ptr()
@@ -42,7 +42,7 @@ class Prompt:
         return out
 
     def expected(self, tokens: int, window: int = EVERYTHING, sinks: torch.Tensor | None = None) -> torch.Tensor:
-        """Of the last tokens, by definition."""
+        """Computes attention of the last tokens by its definition."""
         pages, kv_heads = self.data[torch.from_numpy(self.table)].double(), self.shape[1]
         keys, values = pages.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, : self.context].unbind(0)  # [kv_heads, n, D]
         values = values[..., : self.value_dim]

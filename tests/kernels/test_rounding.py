@@ -16,14 +16,14 @@ from edgemoe.jit.object_cache import Code
 from edgemoe.kernels.cpu.gemm_tile import BFloat
 
 LANES = 8
-# Every upper half, with the lower halves in which the way of rounding shows: ties and what lies beside them.
+# Every upper half, with lower halves at which rounding can differ: ties and their neighbours.
 LOWER = np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)
 BITS = (np.arange(1 << 16, dtype=np.uint32)[:, None] << np.uint32(16) | LOWER).ravel()
 VALUES = BITS.view(np.float32)
 
 
 def _vectors(narrow: Callable[[Any, Any], Any]) -> Code:
-    """Makes round(values, count, out), which rounds vectors of LANES numbers with the LLVM code of `narrow`."""
+    """Compiles round(values, count, out), which rounds vectors of LANES numbers with the LLVM code of `narrow`."""
 
     @intrinsic
     def one(typing: Any, source: Any, to: Any) -> Any:
@@ -77,7 +77,7 @@ def test_bfloat16_is_rounded_as_torch_rounds_it(by: Code) -> None:
 
 @pytest.mark.skipif(not TARGET.has("avx512bf16"), reason="the processor has no AVX-512 BF16")
 def test_bfloat16_is_rounded_as_the_instruction_of_avx512_bf16_rounds_it() -> None:
-    """Subnormal numbers excepted, which the instruction takes for 0."""
+    """Except subnormal numbers, which the instruction treats as 0."""
     normal = (np.abs(VALUES) >= np.finfo(np.float32).tiny) | (VALUES == 0) | np.isnan(VALUES)
     got, expected = _rounded(_vectors(_by_integers)), _rounded(_vectors(_by_instruction))
     np.testing.assert_array_equal(got[normal], expected[normal])

@@ -16,7 +16,7 @@ from edgemoe.kernels.cpu.runtime import Kernels
 
 @pytest.fixture(scope="session")
 def kernels() -> Iterator[dict[bool, Kernels]]:
-    """By whether the weights are bf16."""
+    """By weight type: whether weights are bf16."""
     made = {bf16: Kernels(threads=2, bf16=bf16, directory=KERNELS) for bf16 in (False, True)}
     yield made
     for each in made.values():
@@ -25,7 +25,7 @@ def kernels() -> Iterator[dict[bool, Kernels]]:
 
 @pytest.fixture(scope="session")
 def make_tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Tiny]:
-    """Compiles kernels where a test wants them: those of a GPU do not."""
+    """Makes tiny models; kernels are compiled only for tests that use them, and GPU tests do not."""
 
     def make(family: str, *, dtype: torch.dtype = torch.float32, fused: bool = True, **changes: Any) -> Tiny:
         config_class, model_class, own = FAMILIES[family]

@@ -30,7 +30,7 @@ class Sequences:
         row = KVRow(KV_HEADS, DIM, DIM, int8=int8)
         blocks = -(-CONTEXT // BLOCK_TOKENS)
         self.kv = KVCache(KVLayout.of([row, row]), count * blocks)
-        left = self.kv.layers[LAYER]  # what a request before these left there
+        left = self.kv.layers[LAYER]  # as left by an earlier request
         for part in (left.key_scales, left.value_scales) if isinstance(left, CodedKV) else left:
             part.fill_(torch.nan)
         self.kept = (decoded(self.k), decoded(self.v)) if int8 else (self.k, self.v)
@@ -58,7 +58,7 @@ class Sequences:
 
 
 def decoded(lines: torch.Tensor) -> torch.Tensor:
-    """Returns what int8 keeps of lines, by definition."""
+    """Returns the lines after a round trip through int8, by its definition."""
     scales = lines.abs().amax(-1, keepdim=True) / 127
     return (lines / scales).round().clamp(-127, 127) * scales
 

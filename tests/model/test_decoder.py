@@ -146,7 +146,7 @@ def test_sequences_of_a_mixed_batch_get_the_logits_that_they_get_alone(make_tiny
 
 
 def test_torch_has_one_thread_beside_the_kernels_that_decode_and_all_of_them_for_prompts(make_tiny: MakeTiny) -> None:
-    """Its threads spin after each operation, where the kernels' threads want the cores."""
+    """Its threads spin after each operation, on cores that the kernels' threads need."""
     session, threads, before = Session(make_tiny("qwen3_moe")), [], torch.get_num_threads()
     for chunk in ([1, 2, 3, 4], [5], [6, 7]):
         session.step(chunk)
@@ -201,7 +201,7 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_is(make_tiny: MakeTiny, 
     tiny.model.to(torch.bfloat16)
     prefill, decoding = Session(tiny).step(tokens), Session(tiny)
     decoded = torch.cat([decoding.step([token]) for token in tokens])
-    for ours in (prefill, decoded):  # by the median: a token whose experts change with a rounding is far off
+    for ours in (prefill, decoded):  # by the median: a token whose experts change with a rounding differs much
         assert (ours - exact).norm(dim=1).median() <= (theirs - exact).norm(dim=1).median()
         if family in ("mixtral", "qwen3_moe"):  # no rounding changes an expert there
             assert (ours - exact).norm() <= (theirs - exact).norm()
@@ -221,7 +221,7 @@ def test_hints_are_what_later_layers_gates_make_of_this_layers_input(
     assert [layer for layer, _ in tiny.experts.hints] == ([1, 2, 2] if nearest else [0, 1, 2, 1, 2, 2])
     assert all(probs.shape == (1, 8) for _, probs in tiny.experts.hints)
     torch.testing.assert_close(tiny.experts.hints[0][1].sum(), torch.tensor(1.0))
-    if not nearest:  # a layer's own gate: what is chosen by
+    if not nearest:  # a layer's own gate: the basis of the choice
         own = torch.stack([tiny.experts.hints[at][1] for at in (0, 3, 5)])
         chosen = torch.stack(tiny.experts.ids[-3:])
         torch.testing.assert_close(own.topk(chosen.shape[-1]).indices, chosen)

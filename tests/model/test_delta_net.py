@@ -1,4 +1,4 @@
-"""The gated delta net against transformers' two, over states in slots that are dealt out in no particular order."""
+"""The gated delta net against transformers' two, with states in slots in random order."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SIZES = {"hidden_size": HIDDEN, "num_hidden_layers": 1, "layer_types": ["linear_
 
 
 class Place:
-    """Where a layer stands that is the second of two, with the weights of one of transformers'."""
+    """The position of a layer as the second of two, with the weights of one of transformers'."""
 
     def __init__(self, heads: DeltaHeads, theirs: Any) -> None:
         self.number, self.attention = 7, SimpleNamespace(heads=heads)
@@ -68,17 +68,17 @@ class Layer:
 
 
 class Sequences:
-    """States that step by step move from slot to slot."""
+    """States that move from slot to slot at each step."""
 
     def __init__(self, layer: Layer, count: int, kernels: Kernels | None = None, slots: int = 40) -> None:
         self._layer, self._kernels = layer, kernels
         self.cache = StateCache(layer.heads, 2, slots)
-        self.cache.data[1:] = torch.nan  # what others left
+        self.cache.data[1:] = torch.nan  # as left by other sequences
         self.free = (torch.randperm(slots - 1, generator=torch.Generator().manual_seed(1)) + 1).tolist()
         self.slots = [0] * count
 
     def step(self, *chunks: torch.Tensor, cuts: dict[int, list[int]] | None = None) -> list[torch.Tensor]:
-        """The outputs of each sequence's next tokens; sequence s also leaves its state after cuts[s] tokens."""
+        """Returns the outputs of each sequence's next tokens; sequence s also leaves its state after cuts[s] tokens."""
         present = [s for s, chunk in enumerate(chunks) if len(chunk)]
         uses = []
         for s in present:
@@ -169,7 +169,7 @@ def test_a_state_left_on_the_way_goes_on_as_the_sequence_did(layer: Layer) -> No
 
 @torch.inference_mode()
 def test_a_step_that_is_computed_again_gives_the_same_bits(layer: Layer) -> None:
-    """What a step reads it does not change, so a step that failed on its way can be repeated."""
+    """A step does not change the states that it reads, so it can be repeated after a failure."""
     sequences, x = Sequences(layer, 2), random(90, 1)
     sequences.step(x[:70], x[:9])
     slots, free = list(sequences.slots), list(sequences.free)

@@ -1,4 +1,4 @@
-"""Dense matrices in 4 and 8 bits: the kernels give what torch gives with the decoded weights."""
+"""Dense matrices in 4 and 8 bits: the kernels compute the same as torch with the decoded weights."""
 
 from __future__ import annotations
 

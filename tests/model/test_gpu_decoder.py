@@ -1,7 +1,7 @@
-"""The decoder on a GPU gives what it gives on the CPU: in float32 the same, in bfloat16 as near to float32.
+"""The decoder on a GPU against the CPU: in float32 the same, in bfloat16 as near to float32.
 
-Neither side has compiled kernels of the CPU. Experts are computed on the CPU, for the routes that float32 chooses, so
-that a near tie which rounding decides the other way counts as a flipped route and not as an error.
+Neither side uses compiled CPU kernels. The CPU computes experts by the routes that float32 chooses. So a near tie that
+rounding decides otherwise counts as a flipped route, not as an error.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from edgemoe.store.manifest import DENSE
 from edgemoe.types.experts import Activation
 
 CHUNKS = ((range(64), range(50, 60)), (range(64, 100), [7]), ([8], [9]), ([10], [11]))  # prompts, then decoding
-FACTOR = 2.0  # bfloat16 on the device may be so many times as far from float32 as bfloat16 on the CPU
-TIES = 0.01  # of the routes, in float32
-FLIPS = 0.05  # of the routes, beyond those that bfloat16 flips on the CPU
+FACTOR = 2.0  # the most that bfloat16 on the device may differ from float32, relative to bfloat16 on the CPU
+TIES = 0.01  # the most flipped routes, as a share, in float32
+FLIPS = 0.05  # the most flipped routes beyond the CPU's own in bfloat16
 
 
 class RoutedExperts(ResidentExperts):
-    """Computes on the CPU for a decoder on any device; by the routes of `leader`, where there is one."""
+    """Computes on the CPU for a decoder on any device, by the routes of `leader` if there is one."""
 
     def __init__(self, store: Path, activation: Activation, leader: RoutedExperts | None = None) -> None:
         super().__init__(store, activation)
@@ -51,7 +51,7 @@ class DeviceSession(Session):
 
 @dataclass(frozen=True)
 class Run:
-    """What a decoder made of CHUNKS."""
+    """A decoder's results for CHUNKS."""
 
     logits: torch.Tensor  # [T, V]
     experts: RoutedExperts
@@ -69,17 +69,17 @@ class Run:
         return cls(logits, experts, blocks)
 
     def distance(self, exact: Run) -> float:
-        """Returns how far the logits are from the exact ones, by their norms."""
+        """Returns the distance of the logits from the exact ones, relative to their norm."""
         return float((self.logits - exact.logits).norm() / exact.logits.norm())
 
     def flips(self, exact: Run) -> float:
-        """Returns the share of routes that are not the exact ones."""
+        """Returns the share of routes that differ from the exact ones."""
         pairs = zip(self.experts.routes, exact.experts.routes, strict=True)
         same = [(ours[0].sort().values == theirs[0].sort().values).all(dim=1) for ours, theirs in pairs]
         return 1.0 - float(torch.cat(same).float().mean())
 
     def gating(self, exact: Run) -> float:
-        """Returns how far the weights of the routes that are the exact ones are from the exact weights."""
+        """Returns the distance of the weights from the exact ones, on the routes that agree."""
         apart = size = 0.0
         for (ids, weights), (exact_ids, exact_weights) in zip(self.experts.routes, exact.experts.routes, strict=True):
             order, exact_order = ids.argsort(dim=1), exact_ids.argsort(dim=1)
@@ -91,7 +91,7 @@ class Run:
 
 
 def judge(tiny: Tiny, dtype: str, device: str) -> None:
-    """Asserts that a decoder on the device is as near to float32 as one on the CPU."""
+    """Judges a decoder on the device: it must be as near to float32 as one on the CPU."""
     exact = Run.of(tiny, "float32", "cpu")
     ours = Run.of(tiny, dtype, device, exact.experts)
     if dtype == "float32":
@@ -139,7 +139,7 @@ def test_a_decoder_whose_experts_gate_or_routes_are_wrong_is_found(
     judge(tiny, dtype, "cpu")
 
     def of(*words: Any) -> Run:
-        """Runs the second decoder, which is the one that is judged, with the fault."""
+        """Runs the comparison with the fault in the second decoder, the judged one."""
         made.append(words)
         with monkeypatch.context() as patch:
             if len(made) == 2 and fault is silu:

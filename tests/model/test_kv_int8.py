@@ -1,4 +1,4 @@
-"""Decoders whose keys and values are kept in int8: kernels and torch agree, and little is lost."""
+"""Decoders with keys and values in int8: kernels and torch agree, and the loss is small."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TOKENS = torch.randint(0, 300, (60,), generator=torch.Generator().manual_seed(1)
 
 
 def logits(tiny: Tiny) -> torch.Tensor:
-    """Of a prompt, and of single tokens after it."""
+    """Computes the logits of a prompt, and of single tokens after it."""
     session = Session(tiny)
     parts = (TOKENS[:33], TOKENS[33:45], *([token] for token in TOKENS[45:]))
     return torch.cat([session.step(part) for part in parts])
@@ -42,5 +42,5 @@ def test_kernels_and_torch_keep_the_same_and_lose_little(
 
 
 def median_error(found: torch.Tensor, meant: torch.Tensor) -> float:
-    """Returns the error of the median token, for a token of a random model whose experts change is another one."""
+    """Returns the median token's error: a token whose experts change in a random model differs much."""
     return float(((found - meant).norm(dim=-1) / meant.norm(dim=-1)).median())

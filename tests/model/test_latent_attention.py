@@ -1,4 +1,4 @@
-"""Latent attention of prompts, whose keys are computed anew or absorbed: all the ways give what transformers gives."""
+"""Latent attention of prompts, with keys recomputed or absorbed: both ways give transformers' results."""
 
 from __future__ import annotations
 

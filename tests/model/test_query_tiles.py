@@ -1,4 +1,4 @@
-"""Attention of long prompts without kernels, the GPU's way: tile by tile the same as at once."""
+"""Attention of long prompts without kernels, as on the GPU: tile by tile the same as at once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_a_prompt_of_several_tiles_equals_transformers(
     tiny, made = make_tiny(family, fused=False), attention.causal_mask
 
     def on_a_gpu(queries: int, keys: int, scores: AttentionScores, device: torch.device) -> torch.Tensor:
-        """A GPU's mask, which the CPU can take as well."""
+        """Builds a GPU's mask, which works on the CPU as well."""
         gpu: Any = SimpleNamespace(type="cuda")
         return made(queries, keys, scores, gpu if keys <= scores.window else device)
 

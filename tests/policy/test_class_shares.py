@@ -1,4 +1,4 @@
-"""Extents go to where ranks have more use for them, and stay there."""
+"""Extents move to the class with the best use for them, and stay there."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_an_extent_goes_to_the_class_whose_next_experts_rank_higher_than_the_oth
 
 
 def test_all_of_an_extent_must_rank_above_all_that_makes_room_for_it() -> None:
-    many = ranks(10, 9, 4, 2)  # four slots an extent, of which one has 10, 9, 4 and 2
+    many = ranks(10, 9, 4, 2)  # four slots an extent; one class has 10, 9, 4 and 2
     assert exchange([share(ranks(8, 3), 2), share(many, 0, per_extent=4, least=0)]) is None
     assert exchange([share(ranks(8, 1), 2), share(many, 0, per_extent=4, least=0)]) == Exchange(0, 1, 1.0)
 
@@ -49,7 +49,9 @@ def test_what_has_no_rank_goes_first() -> None:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_exchanges_end_where_density_says_and_are_never_undone(seed: int) -> None:
-    """Equal densities are equal ranks: in the end no class holds much that ranks below what another lacks."""
+    """Equal densities are equal ranks: in the end no class holds many experts that rank below another's missing
+    ones.
+    """
     rng = np.random.default_rng(seed)
     classes = int(rng.integers(2, 5))
     per = rng.integers(1, 9, classes).tolist()

@@ -9,7 +9,7 @@ from edgemoe.policy.fusion import Calibration, ForecastMix
 
 
 def outcomes(seed: int, n: int = 300) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """What is true, a forecast that knows it, and one that knows only the mean."""
+    """Returns (forecast that knows only the mean, forecast that knows the truth, outcome) of each draw."""
     random = np.random.default_rng(seed)
     truth = [random.beta(0.4, 2, 50).astype(np.float32) for _ in range(n)]
     return [(np.full(50, 1 / 6, np.float32), p, random.random(50) < p) for p in truth]

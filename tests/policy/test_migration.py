@@ -1,4 +1,4 @@
-"""What a box gives up while homes move, as arrays. That no last copy goes is held in tests/cluster/control."""
+"""Homes that a box gives up during a migration, as arrays. tests/cluster/control checks that last copies stay."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ HEAT = np.array([[4.0, 1.0, 3.0, 2.0]])
 
 
 def homes(*rows: str) -> BoolArray:
-    """One layer: a row of marks for each node."""
+    """Builds one layer's homes from a row of marks for each node."""
     return np.array([[[mark == "x" for mark in row]] for row in rows])
 
 
@@ -20,7 +20,7 @@ def homes(*rows: str) -> BoolArray:
     ("pinned", "left"),
     [
         ("xxxx", "x.x."),  # the coldest go
-        ("xx.x", "x..x"),  # what is not there goes before what is
+        ("xx.x", "x..x"),  # absent experts go before present ones
     ],
 )
 def test_a_box_with_less_room_than_it_had_leaves_out_what_costs_least(pinned: str, left: str) -> None:

@@ -1,4 +1,4 @@
-"""A record of needs tells how likely an expert is needed soon by its rank, from what came, carried out or not."""
+"""A record of needs estimates an expert's chance of use by its rank, whether its move was carried out or not."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CHANCES = {-2.0: 0.1, 2.0: 0.7}  # by log odds
 
 
 def live(record: NeedRecord, steps: int, chance: Callable[[FloatArray, bool], FloatArray]) -> None:
-    """Plans at every step, each of experts of its own, whose needs in the window come with `chance` of their odds."""
+    """Plans other experts at every step; each is needed within the window by `chance` of its odds."""
     random, n = np.random.default_rng(1), 2 * EACH
     last: IntArray = np.full(steps * n, -1)
     due: list[tuple[int, int]] = []

@@ -1,4 +1,4 @@
-"""Resolving the experts of a layer, against trying everything."""
+"""Resolving the experts of a layer, against an exhaustive search."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from edgemoe.policy.resolve import PEERS_EACH, CostMatrix, WayCosts, candidates,
 
 
 def exhaustive(ways: WayCosts) -> float:
-    """The least finish time of all assignments."""
+    """Computes the least finish time of all assignments."""
     n, w = ways.alone.shape
     choice = np.array(list(product(range(w), repeat=n)))  # [w ** n, n]
     load = ways.load[np.arange(n), choice]  # [w ** n, n, c]
@@ -21,7 +21,7 @@ def exhaustive(ways: WayCosts) -> float:
 
 
 def random_ways(seed: int) -> WayCosts:
-    """GPU, PCIe then GPU, CPU, two peers, disk then CPU; some ways are not to be had."""
+    """Draws costs of GPU, PCIe then GPU, CPU, two peers, disk then CPU; some of them are impossible."""
     rng = np.random.default_rng(seed)
     n = int(rng.integers(1, 6))
     tokens = rng.integers(1, 20, n)
@@ -55,7 +55,7 @@ def test_the_least_finish_time_is_found_or_nearly() -> None:
 
 
 def test_work_is_spread_over_channels_although_one_is_cheaper_for_each() -> None:
-    """Minimising the sum would send all of it to the first channel."""
+    """Minimising the sum would use the first channel alone."""
     load = np.zeros((6, 2, 2))
     load[:, 0, 0], load[:, 1, 1] = 1.0, 1.5
     found = resolve(WayCosts(load, load.sum(axis=2), np.zeros(2)))
@@ -98,7 +98,7 @@ def test_work_that_a_channel_has_to_do_anyway_counts() -> None:
 
 
 def peers_ways(its_s: CostMatrix, open_s: CostMatrix, near: np.ndarray) -> WayCosts:
-    """A slow disk here, and the peers `near` [k, n] of each expert; every peer has a channel."""
+    """Returns costs of a slow disk here and of each expert's peers `near` [k, n]; every peer has a channel."""
     peers, n = its_s.shape
     load = np.zeros((n, 1 + len(near), 1 + peers))
     load[:, 0, 0] = 0.01
@@ -109,7 +109,7 @@ def peers_ways(its_s: CostMatrix, open_s: CostMatrix, near: np.ndarray) -> WayCo
 
 
 def random_peers(seed: int, peers: int, experts: int, holders: float) -> tuple[CostMatrix, CostMatrix]:
-    """`its_s` and `open_s` of peers of which so many, on average, have an expert."""
+    """Draws `its_s` and `open_s` of peers; on average `holders` of them have an expert."""
     rng = np.random.default_rng(seed)
     speed_s = rng.uniform(1e-4, 1e-3, peers) * np.exp(rng.choice([0, 0.3, 1]) * rng.standard_normal(peers))
     its_s = speed_s[:, None] * rng.uniform(0.5, 3, experts)
@@ -124,7 +124,7 @@ def dense(its_s: CostMatrix, open_s: CostMatrix) -> WayCosts:
 def test_where_no_more_than_three_have_an_expert_nothing_is_lost_by_choosing_beforehand() -> None:
     for seed in range(60):
         its_s, open_s = random_peers(seed, peers=12, experts=6, holders=4.0)
-        its_s[np.cumsum(np.isfinite(its_s), axis=0) > PEERS_EACH] = np.inf  # in a column only the first ones stay
+        its_s[np.cumsum(np.isfinite(its_s), axis=0) > PEERS_EACH] = np.inf  # a column keeps its first values only
         near = candidates(its_s, open_s)
         kept = np.take_along_axis(np.isfinite(its_s), near, axis=0).sum(axis=0)
         assert kept.tolist() == np.isfinite(its_s).sum(axis=0).tolist()

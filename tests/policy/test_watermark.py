@@ -1,4 +1,4 @@
-"""Prices settle where demand meets capacity, find back after a shift, and what they decide keeps the rules."""
+"""Prices settle where demand meets capacity, recover after a shift, and give decisions within the rules."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from support.examples import examples
 from edgemoe.policy.movement import TierBudget, Watermark, density, floor, miss_cost, plan
 from edgemoe.types.experts import Tier
 
-RECOVERY_VISITS = 60  # within which a price finds back after a shift
+RECOVERY_VISITS = 60  # plans in which a price recovers after a shift
 
 
 def workload(seed: int, n: int = 400) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
-    """Densities and sizes of two precisions."""
+    """Draws densities, and sizes of two precisions."""
     random = np.random.default_rng(seed)
     sizes = random.choice([4 << 20, 9 << 20], n)
     return density(random.beta(0.5, 3, n).astype(np.float32), miss_cost(sizes, 1e-4, 1e-10), sizes), sizes

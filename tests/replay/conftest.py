@@ -1,4 +1,4 @@
-"""What tests of replay share: the compiled calls, which take seconds to make, are kept between runs."""
+"""Keeps the compiled calls between runs, for they take seconds to compile."""
 
 from __future__ import annotations
 

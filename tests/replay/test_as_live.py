@@ -1,4 +1,4 @@
-"""A replay misses what the live tiers missed, for it drives the same objects."""
+"""A replay has the live tiers' misses, for it drives the same objects."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def decoding(tokens: int) -> StepMeta:
 
 
 def serve(tokens: int, seed: int) -> tuple[list[int], list[StepRouting]]:
-    """Steps of random routes through live tiers: the misses of each, and what was recorded."""
+    """Runs steps of random routes through live tiers; returns the misses of each, and the recorded routings."""
     weights, rng = Weights(SMALL), np.random.default_rng(seed)
     misses, routings = [], []
     with running(small_tiers(FileStore(weights), SMALL.count, (VRAM_SLOTS,), cpu_helps=False, prefetch=False)) as tiers:

@@ -1,4 +1,4 @@
-"""Prefetch is not worse than none at any speed of the link, whatever hints are worth: by the objects that serve."""
+"""Prefetch is not worse than none at any speed of the link and quality of hints, measured on the serving objects."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STEPS = [ReplayedStep.of(step) for step in random_trace(2, 6, TOKENS, LAYERS, EX
 
 
 def hints_of(step: ReplayedStep, truth: float, random: np.random.Generator) -> FloatArray:
-    """What gates say of each layer, [L, 1, E]: the more of the truth, the surer; a negative share says its opposite."""
+    """Draws the gates' hints [L, 1, E]: the larger `truth`, the surer; a negative one gives the opposite."""
     logits = random.normal(0, 1.0, (LAYERS, 1, EXPERTS))
     for layer in range(LAYERS):
         logits[layer, 0, step.ids[layer, 0]] += truth
@@ -29,7 +29,7 @@ def hints_of(step: ReplayedStep, truth: float, random: np.random.Generator) -> F
 
 
 def replayed(policy: CachePolicy, gb_per_s: float, truths: tuple[float, float], *, prefetch: bool) -> list[Counts]:
-    """Both halves; `truths` are of the hints in each."""
+    """Replays two halves, with hints of these `truths`, and returns each one's counts."""
     machine = BoxSpec(4e-4, 9_440_000, gb_per_s * 1e9, 1e9, 1.0, True, between_s=2e-3)
     geometry, random = machine.geometry(LAYERS, EXPERTS, K), np.random.default_rng(5)
     run = Replay(policy, geometry)

@@ -19,7 +19,7 @@ from edgemoe.replay.trace import Trace, load
 
 MACHINE = BoxSpec(1e-3, 1 << 20, 8e9, 3e9, 1.0, False)
 SLOTS = [4, 9, 18]
-WIDE = [9, 14, 18]  # hold what three requests demand of a layer
+WIDE = [9, 14, 18]  # room for three requests' experts of a layer
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:

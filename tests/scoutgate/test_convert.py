@@ -1,4 +1,4 @@
-"""What is made into ScoutGate's data."""
+"""Conversion of recordings into ScoutGate's data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data sets: what is written comes back, splits keep requests whole, damage is refused."""
+"""Data sets: written data is read unchanged, splits keep requests whole, damage is refused."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_a_table_of_another_kind_is_refused(tmp_path: Path) -> None:
 
 
 def step(requests: dict[str, tuple[int, list[int], bool]], seed: int = 0) -> StepRouting:
-    """A step in which each request has (position, tokens, decode); its routes are 10 * token + layer."""
+    """Builds a step of requests of (position, tokens, decode); its routes are 10 * token + layer."""
     tokens = np.array([t for _, part, _ in requests.values() for t in part])
     ids = (tokens[None, :, None] * 10 + np.arange(2)[:, None, None] + seed).astype(np.int16)
     return StepRouting(

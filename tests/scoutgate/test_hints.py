@@ -1,4 +1,4 @@
-"""What gates said a layer early is recorded where asked for, and judged beside ScoutGate and EWMA."""
+"""Gates' look-ahead hints are recorded on request, and judged beside ScoutGate and EWMA."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_recorded_hidden_states_are_what_the_gates_chose_by(dtype: torch.dtype, 
     dense = load_file(store / "dense.safetensors")
     gates = torch.stack([dense[f"model.layers.{layer}.mlp.gate.weight"].float() for layer in range(3)])
     steps = [step for step in read_recording(file)[1] if step.hidden is not None]
-    assert len(steps) == 9  # those that decode
+    assert len(steps) == 9  # decoding steps
     for step in steps:
         assert step.hidden is not None
         assert step.hints.keys() == ({OWN, AHEAD} if hints else {OWN})
@@ -98,7 +98,7 @@ def test_recorded_hidden_states_are_what_the_gates_chose_by(dtype: torch.dtype, 
 
 
 def with_gate(request: Routes, asked: bool) -> Routes:
-    """The request with a gate that is always right, where it was asked."""
+    """Returns the request with hints of a gate that is always right; without hints unless `asked`."""
     gate = np.zeros((len(request.tokens), len(EXPERTS), max(EXPERTS)), np.float16)
     np.put_along_axis(gate, request.ids.astype(np.int64), 1 / TOP_K, axis=2)
     gate[:, 0] = 0

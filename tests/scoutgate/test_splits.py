@@ -1,4 +1,4 @@
-"""Splits keep a prompt, and the turns of a conversation, on one side, whatever was computed of them."""
+"""Splits keep a prompt, and the turns of a conversation, on one side, cached or not."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PROMPTS = [prompt(40, seed, vocab=250) + TURN for seed in range(30)]
 
 
 def recorded(directory: Path, *rounds: list[list[int]]) -> list[Routes]:
-    """What is recorded of an engine that is sent the rounds' prompts, each round when the one before has ended."""
+    """Records an engine's routes of the prompts, one round after the other."""
     recorder = Recorder(
         RecordSettings(dir=str(directory)),
         RecordingHeader("digest", SPEC.geometry.layers, SPEC.geometry.experts, SPEC.geometry.top_k),

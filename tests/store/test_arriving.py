@@ -1,4 +1,4 @@
-"""Shards that are packed as they arrive, and deleted: the store of the whole checkpoint, whenever which one comes."""
+"""Shards packed as they arrive, in any order, and then deleted give the store of the whole checkpoint."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CALL = "from edgemoe.store.arriving import pack_arrived; pack_arrived(sys.argv[1
 
 
 class Fetching:
-    """A checkpoint whose small files are there, and whose shards are fetched one by one."""
+    """A checkpoint with its small files, and with shards that are fetched one by one."""
 
     def __init__(self, whole: Path, directory: Path) -> None:
         self.whole, self.directory = whole, directory / whole.name
@@ -153,7 +153,7 @@ def test_a_packer_killed_after_it_finished_leaves_nothing_to_do(checkpoint: Make
     fetching.fetch(*fetching.shards)
     pack_arrived(fetching.directory, store)
     expected = files_of(store)
-    (store / JOURNAL).write_text("{}")  # the manifest is there, and these are not removed yet
+    (store / JOURNAL).write_text("{}")  # the manifest exists, and the files of packing are not removed yet
     (store / SHARDS).mkdir()
     assert not pack_arrived(fetching.directory, store, delete=True).missing
     assert files_of(store) == expected
@@ -220,7 +220,7 @@ def test_no_shard_is_deleted_for_a_finished_store_in_other_encodings(
 
 
 def test_experts_in_float32_are_told_from_those_in_bfloat16(checkpoint: Make, tmp_path: Path) -> None:
-    """Where neither store names an encoding, for both are plain."""
+    """Neither store names an encoding, for both are plain."""
     fetching = Fetching(checkpoint(sharded=True, dtype=torch.float32, **SHAPE), tmp_path / "source")
     fetching.fetch(*fetching.shards)
     pack_arrived(fetching.directory, tmp_path / "store")

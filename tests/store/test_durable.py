@@ -1,4 +1,4 @@
-"""What is on the disk for good when a writer says that it is done."""
+"""Files that survive a power loss after a writer has reported its end."""
 
 from __future__ import annotations
 

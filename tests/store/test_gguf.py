@@ -1,4 +1,4 @@
-"""GGUF files of every family become the same store as the checkpoint that they were made of."""
+"""GGUF files of every family give the same store as their checkpoint."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TEXTS = ("Hello, world!\n\n  two  spaces", "1234567 äöü \u4f60\u597d", "it's 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A checkpoint of each family, made when it is first asked for."""
+    """A checkpoint of each family, made at its first use."""
     return {"": tmp_path_factory.mktemp("gguf")}
 
 
@@ -78,7 +78,7 @@ def test_a_gguf_packs_to_the_same_weights(family: str, made: dict[str, Path], tm
     found, expected = load_file(tmp_path / "ours" / DENSE), load_file(tmp_path / "wanted" / DENSE)
     assert set(found) == set(expected)
     for name, weights in expected.items():
-        undone = name.endswith(("norm.weight", "A_log"))  # one taken away, or a logarithm: rounded in the last place
+        undone = name.endswith(("norm.weight", "A_log"))  # one subtracted, or a logarithm: rounded in the last place
         np.testing.assert_allclose(found[name], weights, rtol=0, atol=1e-6 if undone else 0, err_msg=name)
 
 
@@ -89,7 +89,7 @@ QUANTIZABLE = [  # by the library
 
 @pytest.mark.parametrize("kind", QUANTIZABLE)
 def test_types_of_experts(kind: str, made: dict[str, Path], tmp_path: Path) -> None:
-    """What is in a store is what the type says, rounded to the encoding that keeps it; MXFP4 and plain ones exactly."""
+    """Stored values are the type's, rounded to the store's encoding; MXFP4 and plain values are exact."""
     checkpoint = checkpoint_of(made, "mixtral")
     path = write_gguf("mixtral", checkpoint, tmp_path / "m.gguf", kind)
     manifest = pack(path, tmp_path / "store")
@@ -197,7 +197,7 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("part", range(40))
 def test_a_cut_or_changed_file_is_refused(part: int, made: dict[str, Path], tmp_path: Path) -> None:
-    """Whatever bytes of the head say, the answer is an error with a name, or a model of the same size."""
+    """For any bytes in the header the result is an error with a name, or a model of the same size."""
     if "whole" not in made:
         made["whole"] = write_gguf("qwen3_moe", checkpoint_of(made, "qwen3_moe"), made[""] / "whole.gguf")
     data = made["whole"].read_bytes()

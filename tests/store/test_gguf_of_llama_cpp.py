@@ -1,6 +1,7 @@
-"""What llama.cpp's own converters write is read as the checkpoint that it was made of, and its vocabularies as it does.
+"""Files of llama.cpp's own converters give the same store as their checkpoint, and their vocabularies the same
+tokens.
 
-Slow, and run where its sources can be fetched: they come with the source distribution of llama-cpp-python.
+Slow; runs if its sources can be fetched: they come with the source distribution of llama-cpp-python.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from edgemoe.store.gguf.gguf_tokenizer import tokenizer_files
 from edgemoe.store.packer import pack
 
 SOURCES = "llama-cpp-python==0.3.36"
-OTHER_KINDS = {"bert-bge"}  # of tokenizers, which no family that is served has
+OTHER_KINDS = {"bert-bge"}  # of tokenizers, which no served family has
 CONVERT = """
 import sys
 from pathlib import Path
@@ -74,7 +75,7 @@ def test_what_the_converter_writes(family: str, llama_cpp: Path, tmp_path: Path)
     assert [[each.xxh3_128 for each in layer.experts] for layer in ours.layers] == [
         [each.xxh3_128 for each in layer.experts] for layer in wanted.layers
     ]
-    if family not in ("qwen3_next", "qwen3_5_moe_text"):  # of whose norms one was taken away
+    if family not in ("qwen3_next", "qwen3_5_moe_text"):  # one was subtracted from its norms
         assert ours.dense.xxh3_128 == wanted.dense.xxh3_128
     assert spec_at(tmp_path / "m.gguf").layers == 3
 

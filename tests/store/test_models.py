@@ -120,7 +120,7 @@ def test_a_store_is_found_by_path_directory_or_model(checkpoint: Make, tmp_path:
 
 
 def test_a_name_is_a_whole_one(store: Path, tmp_path: Path) -> None:
-    """Not how another model's begins."""
+    """The beginning of another model's name is no match."""
     directory = tmp_path / "stores"
     directory.mkdir()
     large = store.rename(directory / "Qwen3-vl-v2-bbd15b5d9b0e")
@@ -134,7 +134,7 @@ def test_a_name_is_a_whole_one(store: Path, tmp_path: Path) -> None:
 
 
 def test_what_may_not_be_looked_at_is_no_store(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As lost+found, where a disk is mounted at the stores."""
+    """Like lost+found, if a disk is mounted at the stores."""
     lost, is_file = store.parent / "lost+found", Path.is_file
     lost.mkdir()
 
@@ -148,7 +148,7 @@ def test_what_may_not_be_looked_at_is_no_store(store: Path, monkeypatch: pytest.
 
 
 def served_checkpoint(checkpoint: Make) -> Path:
-    """One with a tokenizer."""
+    """Makes a checkpoint with a tokenizer."""
     made = checkpoint()
     (made / "tokenizer.json").write_text("{}")
     return made

@@ -1,4 +1,4 @@
-"""Packing real checkpoints: what the store holds, and what is refused."""
+"""Packing real checkpoints: the store's contents, and the refusals."""
 
 from __future__ import annotations
 
@@ -224,11 +224,11 @@ def test_a_changed_checkpoint_gets_a_store_of_its_own(own_checkpoint: Make, tmp_
         pack(source, first)
 
 
-# --- what is refused --------------------------------------------------------------------------------------------
+# --- refused checkpoints ---------------------------------------------------------------------------------------
 
 
 def refusal(source: Path, kind: type[CheckpointError] = CheckpointError) -> str:
-    """The message of packing `source`, which must leave nothing behind."""
+    """Returns the error of packing `source`, which must leave no file behind."""
     target = source.parent / "refused"
     with pytest.raises(kind) as caught:
         pack(source, target)
@@ -442,7 +442,7 @@ def test_a_full_disk_is_found_out_before_anything_is_written(
 
 
 def test_half_a_store_of_another_checkpoint_is_begun_anew(checkpoint: Make, tmp_path: Path) -> None:
-    """Even of one that has the same shapes, so that its files look right."""
+    """Even if it has the same shapes, so that its files look right."""
     pack(checkpoint(seed=1), tmp_path / "store")
     (tmp_path / "store" / MANIFEST).unlink()
     (tmp_path / "store" / JOURNAL).write_text('{"version":1,"source":"something else"}')

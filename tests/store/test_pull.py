@@ -1,4 +1,4 @@
-"""Models are pulled from a hub that runs here: packed as they come, gone on with after a death, verified, refused."""
+"""Models are downloaded from a hub on this machine: packed on arrival, continued after a death, verified, refused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from edgemoe.store.packer import AS_IT_IS, pack
 
 Make = Callable[..., Path]
 NAME = "makers/tiny-moe"
-CHUNK_BYTES = 10 << 20  # what the hub's library writes at once
+CHUNK_BYTES = 10 << 20  # written at once by the hub's library
 SHAPE = {"hidden_size": 256, "moe_intermediate_size": 448, "num_hidden_layers": 2, "num_experts": 8}
 # Runs several command lines in one process, each with settings of the environment of its own.
 RUNS = """
@@ -43,7 +43,7 @@ for env, words in json.loads(sys.stdin.read()):
 
 
 class Done(NamedTuple):
-    """How a command ended."""
+    """The result of a command."""
 
     code: int
     out: str
@@ -51,7 +51,7 @@ class Done(NamedTuple):
 
 
 class Puller:
-    """A box that pulls from the hub."""
+    """A box that downloads from the hub."""
 
     def __init__(self, hub: LocalHub, directory: Path) -> None:
         self.hub, self.stores = hub, directory / "stores"
@@ -67,7 +67,7 @@ class Puller:
         return subprocess.Popen(command, env=self.env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
     def run(self, *lines: tuple[str, ...], tokens: tuple[str, ...] = ()) -> list[Done]:
-        """Runs pulls one after the other, each with its token."""
+        """Runs downloads one after the other, each with its token."""
         tokens = tokens or ("",) * len(lines)
         given = json.dumps(
             [[{"HF_TOKEN": token}, self.words(*line)] for line, token in zip(lines, tokens, strict=True)]
@@ -91,7 +91,7 @@ def puller(hub: LocalHub, tmp_path: Path) -> Puller:
 
 @pytest.fixture(scope="session")
 def published(checkpoint: Make, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of three shards, two of them longer than what is written at once, and what nobody needs."""
+    """A checkpoint of three shards, two of them longer than one write, and files that no model needs."""
     whole, folder = checkpoint(**SHAPE), tmp_path_factory.mktemp("published") / "tiny"
     shutil.copytree(whole, folder)
     tensors = load_file(folder / "model.safetensors")
@@ -126,7 +126,7 @@ def test_a_repository_is_packed_as_it_comes_and_nothing_else_of_it_is_fetched(
     (first,) = puller.run(words, tokens=(hub.token,))
     assert first.code == 0, first.err
     store = Path(first.out.strip())
-    (store / SHARDS).mkdir()  # as where the first was killed right after the manifest
+    (store / SHARDS).mkdir()  # as if the first was killed right after the manifest
     (store / JOURNAL).write_text("{}")
     (again,) = puller.run(words, tokens=(hub.token,))
     assert again.code == 0, again.err

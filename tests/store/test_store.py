@@ -38,7 +38,7 @@ def rewrite(store: Path, edit: Callable[[Manifest], Manifest]) -> Manifest:
 
 
 def with_entry(manifest: Manifest, **changes: int) -> Manifest:
-    """The manifest with another entry for expert 1 of layer 0."""
+    """Returns the manifest with another entry for expert 1 of layer 0."""
     layer = manifest.layers[0]
     changed = msgspec.structs.replace(layer.experts[1], **changes)
     experts = (layer.experts[0], changed, *layer.experts[2:])
@@ -49,7 +49,7 @@ def with_entry(manifest: Manifest, **changes: int) -> Manifest:
 
 @pytest.fixture(params=["direct", "buffered", "refusing"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """How the file system takes O_DIRECT: well, not at all, or only when it opens a file."""
+    """The file system's support of O_DIRECT: complete, none, or only when a file is opened."""
     if request.param == "buffered":
         monkeypatch.setattr(files, "open_direct", lambda path, flags: None)
     if request.param == "refusing":
@@ -204,7 +204,7 @@ async def test_a_cancelled_read_has_stopped_writing_when_it_returns(
         go_on.set()
         with pytest.raises(asyncio.CancelledError):
             await asyncio.wait_for(reading, 10)
-        assert bytes(memory[:16]) != bytes(16)  # the thread had its way before the read returned
+        assert bytes(memory[:16]) != bytes(16)  # the thread ended its write before the read returned
 
 
 async def test_memory_too_small_for_the_expert_is_a_bug_of_ours(store: Path) -> None:
@@ -351,7 +351,7 @@ def test_a_manifest_and_a_configuration_that_contradict_each_other_are_refused(
 
 
 async def test_an_error_of_the_disk_is_not_read_around(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What O_DIRECT reports of a failing disk is not asked of the page cache again."""
+    """After an error with O_DIRECT the page cache is not tried."""
     real, direct = os.preadv, set()
 
     def opened(path: Path, flags: int) -> int:

@@ -41,7 +41,7 @@ def flip(path: Path, offset: int, bit: int = 4) -> None:
 
 
 def verify(store: Path) -> None:
-    """What is verified before a model is served, and the headers, which `models verify` looks at besides."""
+    """Verifies all that a served model uses, and the headers, which `models verify` checks in addition."""
     manifest = Manifest.load(store)
     verify_copies(store, manifest)
     verify_dense(store, manifest.dense, lambda share: None)

@@ -1,4 +1,4 @@
-"""The test bed itself, with plain processes: rates, faults, limits, and that nothing is left behind."""
+"""The test bed itself, with plain processes: rates, faults, limits, and a clean end."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def mended(bed: Bed) -> Iterator[None]:
 
 
 def ask(bed: Bed, total_bytes: int) -> float | None:
-    """Seconds that so many bytes take from a to b and back; None where they do not arrive."""
+    """Returns the seconds that `total_bytes` take from a to b and back; None if they do not arrive."""
     asked = bed["a"].spawn(
         python(ASK, bed["b"].address, str(total_bytes)), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )

@@ -1,4 +1,4 @@
-"""The container file: linted, and carried out."""
+"""The container file, checked and executed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_what_is_copied_is_let_through_and_nothing_else() -> None:
 def image(tmp_path_factory: pytest.TempPathFactory) -> Image:
     if os.geteuid() or subprocess.run(["unshare", "--mount", "true"], check=False).returncode:
         pytest.skip("mounts file systems, which takes root")
-    folder = Path(f"/var/tmp/edgemoe-image-{os.getpid()}")  # whom pytest's folders keep out is the image's user
+    folder = Path(f"/var/tmp/edgemoe-image-{os.getpid()}")  # the image's user has no access to pytest's folders
     folder.mkdir(mode=0o755)
     try:
         yield build(FILE, ROOT, folder, BUILD_S)
@@ -49,7 +49,7 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Image:
 
 @pytest.fixture(scope="module")
 def container(image: Image) -> Iterator[int]:
-    """The process that its first program is; it must end cleanly when it is stopped."""
+    """The process of the image's command; it must end cleanly when it is stopped."""
     words = image.json("ENTRYPOINT") + image.json("CMD")
     process = subprocess.Popen(image.command(*words))
     try:
@@ -80,6 +80,6 @@ def test_its_steps_make_a_daemon_that_is_healthy_answers_and_writes_only_to_its_
 
 
 def entered(image: Image, *words: str) -> list[str]:
-    """What runs `words` where the image's files are mounted already."""
+    """Returns the command that runs `words` in the mounted image."""
     command = image.command(*words)
     return command[command.index("chroot") :]

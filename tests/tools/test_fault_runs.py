@@ -1,4 +1,4 @@
-"""What the table of faults lacks, and processes that make it beside each other."""
+"""The trials that the table of faults still lacks, and processes that run them side by side."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def record(**changes: object) -> Record:
 def test_what_lacks_is_what_no_record_of_such_requests_has_whoever_wrote_it() -> None:
     log = [
         record(disk="two-thirds", trial=0, absent_s=30.0, tokens=TOKENS),
-        record(disk="two-thirds", trial=2, absent_s=2.0, tokens=TOKENS),  # as no trial of that number is made
-        record(disk="two-thirds", trial=1),  # of the time of short requests
+        record(disk="two-thirds", trial=2, absent_s=2.0, tokens=TOKENS),  # no trial of that number is planned so
+        record(disk="two-thirds", trial=1),  # from before trials had long requests
         record(disk="all", trial=1, tokens=TOKENS),
     ]
     assert lacking(log, ["kill-peer"], {"two-thirds": 4, "all": 2}) == [
@@ -75,7 +75,7 @@ def test_a_trial_that_is_not_as_it_is_to_be_is_named(changes: Record, wrong: lis
 
 
 class Runs:
-    """Pieces by name, each process of which makes so many trials at most and ends with that status."""
+    """Pieces by name, with the most trials that one process runs, and its exit status."""
 
     def __init__(self, folder: Path, within_s: float = 60.0, **pieces: tuple[int, int]) -> None:
         self.said, self.started = io.StringIO(), list[str]()

@@ -1,4 +1,4 @@
-"""Three daemons in boxes of the test bed, and what they do when something happens to one: three trials of each fault.
+"""Three daemons in boxes of the test bed, through every kind of fault: three trials of each.
 
 `python -m tools.bench.faults` runs the same trials by the hundred.
 """
@@ -27,7 +27,7 @@ pytestmark = [
 
 
 def _nothing(trial: Trial) -> Record:
-    raise AssertionError("a cluster of this kind is what counts")
+    raise AssertionError("only a cluster of this kind is expected")
 
 
 class Boxes:
@@ -50,7 +50,7 @@ class Boxes:
         return self._cluster
 
     def answers(self, row: str) -> Answers:
-        """What must come out."""
+        """Returns the correct answers."""
         length = ROWS[row].prompt_tokens
         if length not in self._answers:
             self._answers[length] = references(self._folder, self.store, length)
@@ -84,4 +84,4 @@ def test_a_fault_costs_no_request_and_no_token(row: str, boxes: Boxes) -> None:
         assert not found.get("wrong_obeyed")
         assert not found.get("let_in")
         assert not found.get("leaked")
-        assert found.get("guest") == found.get("expected")  # who was in order got its answers
+        assert found.get("guest") == found.get("expected")  # clients that behaved got their answers

@@ -1,4 +1,4 @@
-"""What `tools/fuzz` sends, and a short run of it at the channels of a daemon."""
+"""Messages of `tools/fuzz`, and a short run of it at the channels of a daemon."""
 
 from __future__ import annotations
 
@@ -70,5 +70,5 @@ def test_no_listed_peer_ends_a_daemon_or_changes_what_it_answers() -> None:
     seen = fuzz("", 1000, seed=11)
     assert seen["ok"], seen
     control = seen["channels"]["control"]
-    assert control["answers"]["RequestGrant"]  # its offers are those of a box that lives
+    assert control["answers"]["RequestGrant"]  # its offers are valid ones of a live box
     assert control["asked"].keys() >= {"Announce", "Beat"}

@@ -1,4 +1,4 @@
-"""A short run of what `tools/fuzz engine` sends, at a real engine."""
+"""A short run of `tools/fuzz engine` at a real engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A short run of what `tools/fuzz http` sends, at the real application and engine."""
+"""A short run of `tools/fuzz http` at the real application and engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the GPU's tests and benchmark import is what tools/gpu_check asks a machine for."""
+"""tools/gpu_check asks a machine for exactly the modules that the GPU's tests and benchmark import."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def program() -> ModuleType:
 
 
 def imported(path: Path) -> Iterator[str]:
-    """Modules that are imported as soon as the file is."""
+    """Yields the modules that a file imports at its top level."""
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -35,7 +35,7 @@ def imported(path: Path) -> Iterator[str]:
 
 
 def ours(name: str, beside: Path) -> Path | None:
-    """The project's file of that name, as a file of the folder `beside` finds it; None: it is somebody else's."""
+    """Returns the project's file of a module, sought from the folder `beside`; None for other projects' modules."""
     for folder in (beside, ROOT, ROOT / "tests"):
         for tail in (".py", "/__init__.py"):
             if (path := folder / (name.replace(".", "/") + tail)).exists():
@@ -69,7 +69,7 @@ def test_the_daemon_imports_nothing_that_was_not_asked_for() -> None:
 
 
 def foreign_modules(waiting: list[Path]) -> dict[str, Path]:
-    """Returns the modules of others that these files, and what they import of ours, import; each with one that does."""
+    """Returns other projects' modules that these files and our modules behind them import, each with one importer."""
     seen, foreign = set[Path](), dict[str, Path]()
     while waiting:
         if (path := waiting.pop()) in seen or not path.exists():

@@ -1,4 +1,4 @@
-"""The check of what boxes obeyed finds what must not be in their logs."""
+"""The check of box logs finds forbidden leaders and plans."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What engines logged of their pins tells a last copy that was given up, and when what died has a home again."""
+"""Pins in the engines' logs show a last copy that was released, and the time to new homes after a death."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Four boxes with real daemons, two of which have the model: the others pull it and serve what has come."""
+"""Four boxes with real daemons; two have the model, the others download it and serve meanwhile."""
 
 from __future__ import annotations
 

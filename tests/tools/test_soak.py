@@ -1,4 +1,4 @@
-"""What a long run says of processes."""
+"""Judgement of processes in a long run."""
 
 from __future__ import annotations
 

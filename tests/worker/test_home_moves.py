@@ -1,4 +1,4 @@
-"""What a migration moves comes no faster than it may; what has no other home comes at once."""
+"""A migration fetches homes within its limit of bytes; experts without another home are fetched at once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ALL = [ExpertId(0, expert) for expert in range(8)]
 
 
 def plan(others: int) -> PlacementPlan:
-    """Box a has all of eight experts, b the first few of them."""
+    """Builds a plan in which box a has all of eight experts, and b the first `others`."""
     which = np.arange(8)[None] < others
     return PlacementPlan(1, 1, "m", 1, 8, ("a", "b"), (pack_bits(np.ones((1, 8), np.bool_)), pack_bits(which)))
 
@@ -32,7 +32,7 @@ def test_later_ones_come_by_bytes_a_second_but_for_what_nobody_else_has() -> Non
     left = ALL[1:6]
     assert moves.next_fetches(left, 1.2, FAST) == []
     assert moves.next_fetches(left, 1.5, FAST) == left[:1]
-    assert moves.next_fetches(left, 100.0, FAST) == left[:1]  # what was not used is not saved up
+    assert moves.next_fetches(left, 100.0, FAST) == left[:1]  # unused time is not saved up
     assert moves.next_fetches([], 101.0, FAST) == []
 
 

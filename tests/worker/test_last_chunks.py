@@ -1,4 +1,4 @@
-"""The ends of prompts are told where they are wanted, once, and of nothing that is over."""
+"""The last chunk of a prompt is reported once, if its front has asked for that, and never for an ended request."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_nothing_is_told_of_an_attempt_that_is_cancelled() -> None:
 def test_the_signature_told_is_of_all_of_a_prompt_or_of_what_steps_before_the_last_computed(
     step_tokens: int, known: int
 ) -> None:
-    """And that is half of it or more."""
+    """The known part is at least half of the prompt."""
     told, chunks = list[FromEngine](), LastChunkNotifier()
     drive = Drive(observe=chunks.on_step_ended, expect=chunks.on_step_begun, step_tokens=step_tokens)
 

@@ -1,4 +1,4 @@
-"""What encodings cost on the demo model, as `edgemoe pack --check` tells it."""
+"""Losses of encodings on the demo model, as `edgemoe pack --check` measures them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tools.demo_model import arithmetic, chat
 
 @pytest.fixture(scope="module")
 def text() -> str:
-    """What the demo model knows best, and what it has seen."""
+    """Texts that the demo model was trained on."""
     made = random.Random(1)
     parts = [document(made)[:700] for _ in range(4) for document in (arithmetic.document, chat.document)]
     return "\n".join([*parts, Path(random.__file__).read_text()[:1500]])

@@ -1,4 +1,4 @@
-"""What an engine shows while somebody looks, of real sequences and tiers."""
+"""Snapshots of an engine's sequences and tiers, made while a dashboard asks for them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RAM, VRAM = 5, 2  # slots
 
 @pytest.fixture(scope="module")
 def tiers() -> Iterator[ExpertTiers]:
-    """As many experts in RAM and on a device as fit."""
+    """A RAM tier and a device, as full as they can be."""
     made = small_tiers(FileStore(Weights(SIZES)), RAM, (VRAM,), geometry=SIZES)
     with running(made, fill=True):
         wait_until(lambda: made.residency.resident_mask(Tier.VRAM).sum() == VRAM)

@@ -1,4 +1,4 @@
-"""The source's rules in an engine: they are told of steps, plan in idle time, and change no token."""
+"""The source's rules in an engine: they observe steps, plan in idle time, and change no token."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def said(store: Path, policy: str) -> tuple[list[int], dict[str, float]]:
-    """The tokens of one request where a device holds half of the experts; what the policy counts."""
+    """Serves one request with half of the experts on a device; returns its tokens and the policy's counts."""
     geometry = spec_of(Manifest.load(store)).geometry
     settings = Settings(
         model=ModelSettings(path=str(store), store_dir=str(STORES)),

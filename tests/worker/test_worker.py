@@ -70,7 +70,7 @@ class Child:
         self._wire.send(self._boot_id, message)
 
     async def hear(self, kind: type[M], timeout_s: float = ANSWER_S) -> M:
-        """The next message of this kind."""
+        """Returns the next message of this kind."""
         async with asyncio.timeout(timeout_s):
             async for boot_id, message in self._messages:
                 assert boot_id == self._boot_id
@@ -79,14 +79,14 @@ class Child:
         raise AssertionError("the wire was closed")
 
     async def end(self) -> Emission:
-        """The next end of a request."""
+        """Returns the next emission that ends a request."""
         while True:
             for item in (await self.hear(Emissions)).items:
                 if item.finish:
                     return item
 
     async def tokens(self, name: str, count: int = 10**9) -> list[int]:
-        """What a request emits, up to its end or so many tokens."""
+        """Returns the tokens of a request, up to its end or to `count` tokens."""
         tokens: list[int] = []
         while True:
             for item in (await self.hear(Emissions)).items:
@@ -99,7 +99,7 @@ class Child:
 
 @asynccontextmanager
 async def worker(store: Path, runtime: Path) -> AsyncIterator[Child]:
-    """A worker whose experts have half of what they take in RAM and a quarter of it on a device."""
+    """Runs a worker with RAM for half of the experts and a device for a quarter."""
     wire = FrontEnd(runtime)
     settings = Settings(
         model=ModelSettings(path=str(store), name="tiny", store_dir=str(STORES)),
@@ -165,7 +165,7 @@ async def test_what_a_killed_engine_had_begun_another_one_ends_with_the_same_tok
 
 
 async def check_manners(child: Child) -> None:
-    """What an engine that is up says and obeys, to the end."""
+    """Checks a running engine's answers to all kinds of messages, and stops it."""
     child.tell(Submit(request=request("long")))
     child.tell(Submit(request=request("gone")))
     child.tell(Cancel(request="gone", attempt=1))
@@ -196,7 +196,7 @@ async def check_manners(child: Child) -> None:
     assert "cache.scoutgate is not set" in reloaded.message
     child.tell(SnapshotRequest())
     assert len((await child.hear(SnapshotReply)).snapshot.cells) == 3 * 6
-    child.process.send_signal(signal.SIGTERM)  # the front's business alone
+    child.process.send_signal(signal.SIGTERM)  # signals are for the front alone
     child.tell(Stop())
     assert await asyncio.wait_for(child.process.wait(), ANSWER_S) == 0
 

@@ -1,4 +1,4 @@
-"""Two real engine processes that help each other, and what is left when one of them is killed."""
+"""Two real engine processes that compute for each other, and the survivor when one of them is killed."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ SIZES = ModelSizes(LAYERS, EXPERTS)
 
 
 def without_experts(store: Path) -> None:
-    """The store lists the first expert of each layer only."""
+    """Removes all experts but the first of each layer from the store's manifest."""
     manifest = Manifest.load(store)
     layers = tuple(msgspec.structs.replace(layer, experts=layer.experts[:1]) for layer in manifest.layers)
     msgspec.structs.replace(manifest, layers=layers).save(store)
@@ -112,7 +112,7 @@ def submit(name: str) -> Submit:
 
 @asynccontextmanager
 async def helped(tmp_path: Path) -> AsyncIterator[tuple[Child, Child]]:
-    """Box a with one expert a layer and room for four, and box b, which has all and helps it."""
+    """Runs box a with one expert a layer and room for four, and box b, which has all and computes for it."""
     pack(tiny_checkpoint("qwen3_moe", tmp_path / "checkpoint"), tmp_path / "whole")
     pack(tiny_checkpoint("qwen3_moe", tmp_path / "checkpoint again"), tmp_path / "part")
     without_experts(tmp_path / "part")
@@ -144,7 +144,7 @@ async def test_a_box_with_few_experts_says_what_its_helper_says_until_that_is_ki
         a.tell(submit("again"))
         end = await a.end()
         assert (end.finish, end.error_code) == ("error", "missing_expert")
-        Manifest.load(tmp_path / "whole").save(tmp_path / "part")  # where the bytes have been all the time
+        Manifest.load(tmp_path / "whole").save(tmp_path / "part")  # its files were complete all along
         while not unpack_bits((await a.hear(HeldExperts)).disk, LAYERS, EXPERTS).all():
             pass
         a.tell(submit("whole"))
@@ -152,13 +152,13 @@ async def test_a_box_with_few_experts_says_what_its_helper_says_until_that_is_ki
 
 
 async def check_what_it_says_of_choices(a: Child) -> None:
-    """Which experts a prompt chose, and what a step loads while it runs and once it has ended."""
+    """Checks the reported experts of a prompt, and of steps during the request and after it."""
     sampling = Sampling(temperature=0.0, max_tokens=900)
     request = Request(id="long", prompt=(3, 30, 60, 9), sampling=sampling, seed=1)
     a.tell(Submit(request=request, remaining_ms=60_000, signature=True))
     read = await a.hear(PromptSignature)
     assert (read.request, read.attempt) == ("long", 1)
-    assert 4 <= read.signature.tokens <= 16  # the prompt, and what has filled its one block meanwhile
+    assert 4 <= read.signature.tokens <= 16  # the prompt, and the tokens that have filled its one block meanwhile
     counts = counts_of(read.signature.tokens, read.signature.chosen, SIZES)
     assert counts is not None
     np.testing.assert_allclose(counts.sum(axis=1), read.signature.tokens * TOP_K, rtol=1e-3)
@@ -173,7 +173,7 @@ async def check_what_it_says_of_choices(a: Child) -> None:
     looks = 0
     while not here.ended:
         here, looks = await a.hear(ExpertDemandReport), looks + 1
-        if looks == 2:  # it has read on since
+        if looks == 2:  # it has generated more tokens since
             a.tell(Cancel(request="long", attempt=1))
     (ended,) = here.ended
     assert 4 <= ended.prompt.tokens <= 16
@@ -188,7 +188,9 @@ async def check_what_it_says_of_choices(a: Child) -> None:
 
 
 async def check_that_a_prompt_has_one_signature(a: Child) -> tuple[int, ...]:
-    """Computed, and from the prefix cache; and that is what the front is told of it before. Returns the prompt."""
+    """Computes a prompt, and reads it from the cache: both have one signature, also before submission. Returns the
+    prompt.
+    """
     prompt = tuple(int(token) for token in np.random.default_rng(5).integers(3, 90, 103))
     read = list[PromptSignature]()
     for name in ("computed", "cached"):
@@ -222,7 +224,7 @@ async def test_an_engine_says_what_its_requests_chose_and_not_what_it_computed_f
         a.tell(submit("r"))
         await a.tokens("r")
         asked = await a.hear(ExpertActivity, START_S)
-        for _ in range(3):  # one may have been under way
+        for _ in range(3):  # the report of an earlier period comes first
             asked = asked if asked.tokens else await a.hear(ExpertActivity, START_S)
         assert 20 < asked.tokens < 28  # four of the prompt, 24 less the last, with decay; none of the warm-up
         chosen = np.frombuffer(asked.chosen, np.uint16).reshape(LAYERS, EXPERTS)
@@ -230,4 +232,6 @@ async def test_an_engine_says_what_its_requests_chose_and_not_what_it_computed_f
         pairs = np.frombuffer(asked.pairs, np.uint16).reshape(-1, 4)
         assert pairs[:, 3].sum() == pytest.approx(LAYERS * TOP_K * (TOP_K - 1) / 2 * 65535, rel=1e-2)
         for _ in range(3):
-            assert not (await b.hear(ExpertActivity, START_S)).tokens  # it computed for a, and was asked nothing
+            assert not (
+                await b.hear(ExpertActivity, START_S)
+            ).tokens  # it computed for a, and had no requests of its own

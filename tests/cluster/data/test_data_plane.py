@@ -1,4 +1,4 @@
-"""The parts of the data plane by themselves: what a call may say, who is sent away, what a plan costs."""
+"""The data plane part by part: the limits of a call, the peers that are refused, the cost of a plan."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MODEL = ServedModel("d" * 32, SIZES)
 
 
 def work(layer: int = 1, rows: int = 3, seed: int = 0) -> ExpertWork:
-    """Every row calls experts 2 and 5."""
+    """Builds the work of a call in which every row chooses experts 2 and 5."""
     rng = np.random.default_rng(seed)
     hidden = rng.integers(0, 256, (rows, 16), np.uint8)
     index = np.tile(np.arange(rows), 2)
@@ -110,7 +110,7 @@ def question(asked: ExpertWork, within_s: float = 10.0) -> Question[Any]:
 
 
 def served(server: ExpertServer, asked: Question[Any]) -> asyncio.Future[Answer[Any]]:
-    """The answer to a call that is not computed at once."""
+    """Starts to serve a call that is not answered at once, and returns its answer's task."""
     answer = server.serve(asked)
     assert not isinstance(answer, Answer)
     return asyncio.create_task(answer)
@@ -143,7 +143,7 @@ async def test_what_would_come_too_late_is_sent_away_at_once() -> None:
     under_way = served(server, question(work()))
     await asyncio.to_thread(host.started.wait, 10)
     too_late = question(work(), within_s=0.5)
-    late = served(server, too_late)  # let in before the others are made, which may take longer than it has
+    late = served(server, too_late)  # created before the other calls, which may take longer than its time limit
     rest = [served(server, question(work())) for _ in range(QUEUE_CALLS - 2)]
     assert server._pending == QUEUE_CALLS
     with pytest.raises(PeerBusy):
@@ -177,7 +177,7 @@ async def test_a_server_that_was_slow_once_does_not_send_big_calls_away_for_ever
     big = served(server, question(work(rows=10_000), within_s=10))
     await asyncio.to_thread(host.started.wait, 10)
     server._unit_time.measure(0.02, time.monotonic())
-    with pytest.raises(PeerBusy, match="in time"):  # while something is computed, nothing fades
+    with pytest.raises(PeerBusy, match="in time"):  # no record ages during a computation
         server.serve(question(work(rows=10_000), within_s=10))
     host.open.set()
     assert isinstance((await big).message, ExpertResult)
@@ -256,7 +256,7 @@ def test_a_peer_that_is_fast_stays_fast_while_it_is_not_asked() -> None:
 
 
 class SlowReader:
-    """The channel to a peer that says of each call that it took two seconds."""
+    """The channel to a peer whose answers state that each call took two seconds."""
 
     on_up = on_down = staticmethod(lambda _node: None)
 

@@ -1,4 +1,4 @@
-"""Boxes that serve layers in 4 and in 8 bits: the same tokens as the dequantised weights, whatever is where."""
+"""Boxes that serve 4-bit and 8-bit layers generate the tokens of the dequantised weights, wherever the experts are."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from edgemoe.store.packer import pack
 SHAPE = {"hidden_size": 64, "moe_intermediate_size": 32, "head_dim": 16}
 TOTAL, TOKENS = LAYERS * EXPERTS, 64
 MIXED = "int4,first=int8"
-ROOM = TOTAL - 2  # of the larger experts: in models so small slabs of two sizes lose much to whole pages
+ROOM = TOTAL - 2  # in the larger experts' size: in models this small, slabs of two sizes lose much to whole pages
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def store(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
-    """transformers' greedy tokens with the dequantised weights."""
+    """Greedy tokens of transformers with the dequantised weights."""
     plain = dequantised(checkpoint, tmp_path_factory.mktemp("plain") / "hf", MIXED, "int8")
     model = transformers.AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).eval()
     found = []

@@ -1,4 +1,4 @@
-"""Boxes that hold a part of a model each: the same tokens as one box, whatever breaks, or an error that says what."""
+"""Boxes that each hold a part of a model generate one box's tokens, or fail with an error that names the reason."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(store: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
-    """What one box that holds everything generates."""
+    """The tokens that one box with all experts generates."""
     box = EngineBox("alone", store, TOTAL, tmp_path_factory.mktemp("alone"))
     with running(box):
         return box.generate(prompts())
 
 
 def thirds() -> list[BoolArray]:
-    """A third of each layer's experts [L, E] for each of three boxes."""
+    """Returns each box's third of the experts of each layer [L, E]."""
     return [np.tile(np.arange(EXPERTS) % 3 == n, (LAYERS, 1)) for n in range(3)]
 
 
 def boxes(store: Path, directory: Path, present: list[BoolArray], slots: int, **options: Any) -> list[EngineBox]:
-    """Boxes whose disks have these experts only."""
+    """Builds boxes whose stores have only these experts."""
     return [
         EngineBox(node, partial_store(store, directory / node, held), slots, directory, **options)
         for node, held in zip(NODES, present, strict=False)
@@ -68,18 +68,18 @@ def test_three_boxes_with_a_third_each_generate_what_one_box_does(
 
 
 def compute_rather_than_fetch(*boxes: EngineBox) -> None:
-    """Tiny experts are fetched in no time; real ones are not."""
+    """Makes fetches seem slow, for the tests' tiny experts are fetched much faster than real ones."""
     for box in boxes:
         calls = box.side.plane.calls
         real = calls.fetch_s
         calls.fetch_s = lambda *which, real=real: 1e4 * real(*which)  # type: ignore[method-assign, misc]
 
 
-HANGS_S = 60.0  # longer than anything here is waited for
+HANGS_S = 60.0  # longer than any deadline in these tests
 
 
 class Brake:
-    """Holds up what a box computes for others, from its n-th computation on."""
+    """Holds up a box's computations for others, from the n-th on."""
 
     def __init__(self, box: EngineBox, after: int = 0, each_s: float = 0.0) -> None:
         self.reached, self.release = threading.Event(), threading.Event()
@@ -176,7 +176,7 @@ def test_a_box_that_comes_while_another_hangs_is_asked_at_once(
         a.submit(prompts()[1])
         assert brake.reached.wait(10), "b was never asked"
         before = looks[0]
-        wait_until(lambda: looks[0] > before)  # the call is late, and there is no other way
+        wait_until(lambda: looks[0] > before)  # the call is late, and there is no other source
         meet(a, b, c)
         assert a.end().finish == "length"
         assert a.tokens() == alone[1]
@@ -214,7 +214,7 @@ def test_calls_on_many_rows_are_cut_and_add_up(
     with running(*three):
         adopt(plan_for(three), *three)
         assert three[0].generate(prompts()) == alone
-        assert three[0].remote.asked > 2 * LAYERS * (12 + 10)  # steps, and parts of prompts
+        assert three[0].remote.asked > 2 * LAYERS * (12 + 10)  # decoding steps, and chunks of prompts
 
 
 def test_a_peer_that_has_answered_since_is_not_silent_for_an_old_call(store: Path, tmp_path: Path) -> None:
@@ -224,7 +224,7 @@ def test_a_peer_that_has_answered_since_is_not_silent_for_an_old_call(store: Pat
         brake = Brake(b, after=2)
         a.submit(prompts()[1])
         peer = a.side.plane.calls.peers["b"]
-        wait_until(lambda: peer.failures)  # the call that b never answered; it answered hellos meanwhile
+        wait_until(lambda: peer.failures)  # the call that b never answered, though it answered hellos meanwhile
         assert peer.reachable
         brake.release.set()
 
@@ -258,7 +258,7 @@ def test_a_slow_peer_loses_its_work(store: Path, alone: list[list[int]], tmp_pat
         answered = {peer.node: peer.calls for peer in a.side.plane.calls.peers.values()}
         assert brake.reached.is_set(), "b was never asked"
         brake.release.set()
-        assert answered["c"] > 2 * answered["b"]  # 42 to 0 on a quiet machine; where c is late, b is asked, too
+        assert answered["c"] > 2 * answered["b"]  # 42 to 0 on a quiet machine; b is asked, too, if c is late
 
 
 def bytes_at(box: EngineBox, layer: int, expert: int) -> bytes:

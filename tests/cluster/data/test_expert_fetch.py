@@ -1,4 +1,4 @@
-"""Experts as bytes between boxes: what a peer may ask for, and what becomes of bytes that are not what they must be."""
+"""Experts as bytes between boxes: the limits of a fetch, and the rejection of damaged bytes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def checksum(view: bytes | memoryview) -> str:
 
 
 class BulkChannel:
-    """The channel to peers each of which takes so long for a chunk of an expert of sevens."""
+    """The channel to peers. Each needs its stated time for a chunk of an expert, whose bytes are all 7."""
 
     def __init__(self, **chunk_s: float) -> None:
         self.chunk_s = chunk_s
@@ -50,7 +50,7 @@ class BulkChannel:
 
 
 class EmptyShelf:
-    """A box that has no expert itself; its manifest may know what an expert must hash to."""
+    """The store of a box without experts; its manifest may know the expert's checksum."""
 
     def __init__(self, known: str | None = None) -> None:
         self.known = known
@@ -67,7 +67,7 @@ class EmptyShelf:
 
 
 def store_of(channel: BulkChannel, chunks: float, timeout_s: float, shelf: EmptyShelf | None = None) -> PeerStore:
-    """Experts of so many chunks come from the channel's peers, the first one first; their links seem fast."""
+    """Builds a store that fetches experts of this size from the channel's peers, over links that seem fast."""
     peers = {node: PeerEstimate(node, "boot", SIZES) for node in channel.chunk_s}
     for peer in peers.values():
         peer.ready, peer.s_per_byte = True, 1e-12
@@ -98,7 +98,7 @@ async def test_who_has_it_in_memory_and_answers_is_asked_first() -> None:
 async def test_a_source_that_crawls_is_left_for_another_however_many_chunks_an_expert_has(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(bulk, "LATE_S", 2.0)  # enough for a source that does not crawl, however busy the machine is
+    monkeypatch.setattr(bulk, "LATE_S", 2.0)  # enough for a source that is not stalled, however busy the machine is
     channel, chunks = BulkChannel(b=0.5, c=0.0), 32
     into = memoryview(bytearray(chunks * CHUNK_BYTES))
     await store_of(channel, chunks, timeout_s=10.0).read(0, 0, into)
@@ -168,12 +168,12 @@ async def test_the_only_source_is_given_up_where_it_crawls_on_and_on(monkeypatch
 
 
 def damaged(fetch: FetchExpert, chunk: ExpertChunk, part: bytes) -> Answer[Any]:
-    """Other bytes than the right checksum is of."""
+    """Answers with bytes that do not match the checksum."""
     return Answer(chunk, [memoryview(b"\0" + part[1:])])
 
 
 def agreeing(fetch: FetchExpert, chunk: ExpertChunk, part: bytes) -> Answer[Any]:
-    """Zeros, with the checksum of as many zeros."""
+    """Answers with zeros and their checksum."""
     return Answer(ExpertChunk(checksum(bytes(CHUNK_BYTES * 5 // 2))), [memoryview(bytes(fetch.bytes))])
 
 
@@ -240,7 +240,7 @@ async def test_where_nobody_here_knows_the_checksum_one_for_all_chunks_must_be_t
 
 
 class FullShelf(EmptyShelf):
-    """Hands out parts of one expert, which lies in a padded slot beside another's."""
+    """Serves parts of one expert, which lies in a padded slot beside another's."""
 
     def __init__(self, expert: bytes) -> None:
         super().__init__(checksum(expert))

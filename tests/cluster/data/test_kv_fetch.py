@@ -1,4 +1,4 @@
-"""Two engines with a bulk channel between them: what of a prompt one fetches from the other, and what may go wrong."""
+"""Two engines with a bulk channel between them: fetching a prompt's KV blocks, and its failures."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class EngineBox:
         return self.spoil(question.message, await self.server.serve(question, question.message))
 
     async def pull(self, node: str, seconds: float = 20.0) -> PrefixKVFetched:
-        """What comes of fetching PROMPT's blocks."""
+        """Fetches PROMPT's blocks from the node, and returns the engine's message about the result."""
         before = len(self.said)
         self.pulls.start(
             FetchPrefixKV(request="r", attempt=1, node=node, prompt=tuple(PROMPT), remaining_ms=seconds * 1e3)
@@ -58,7 +58,7 @@ class EngineBox:
         return self.said[-1]  # type: ignore[no-any-return]
 
     async def say(self, emitted: list[int], name: str = "r") -> list[int]:
-        """What is said to PROMPT after these tokens; nothing is held afterwards."""
+        """Generates after PROMPT and these tokens; returns all tokens, once the engine holds no block any more."""
         self.drive.submit(PROMPT, name, emitted=emitted, max_tokens=TOKENS)
         await until(lambda: any(one.request == name and one.finish for one in list(self.drive.emitted)))
         blocks = self.drive.engine.blocks
@@ -68,7 +68,7 @@ class EngineBox:
 
 @asynccontextmanager
 async def pair(make: Callable[[], Model] = plain_model, blocks: int = 64) -> AsyncIterator[tuple[EngineBox, EngineBox]]:
-    """One that prefills and one that decodes, connected; their engines are in order at the end."""
+    """Runs a prefilling and a decoding box, connected, and checks at the end that no engine has failed."""
     keys = {"p": secret(), "d": secret()}
     p = EngineBox("p", make(), keys["p"], keys)
     d = EngineBox("d", make(), keys["d"], keys, blocks)
@@ -111,7 +111,7 @@ async def test_whole_blocks_come_while_the_rest_is_computed() -> None:
         forward = decoder.forward
 
         def halting(batch: Any, *others: Any) -> Any:
-            if steps:  # the end of the prompt, behind a first step of 48 tokens
+            if steps:  # the end of the prompt, after a first step of 48 tokens
                 gate.wait(10)
             return forward(batch, *others)
 
@@ -127,14 +127,14 @@ async def test_whole_blocks_come_while_the_rest_is_computed() -> None:
 
 
 def flipped(asked: FetchKV, answer: Answer[Any]) -> Answer[Any]:
-    """A bit of the second block is another one than when its checksum was made."""
+    """Answers with one bit flipped in the middle of the blocks, under their old checksum."""
     changed = bytearray(answer.tensors[0])
     changed[len(changed) // 2] ^= 4
     return Answer(answer.message, [memoryview(changed)])
 
 
 def of_another_key(asked: FetchKV, answer: Answer[Any]) -> Answer[Any]:
-    """The right bytes of another block."""
+    """Answers with the right bytes under another block's key."""
     part = answer.message
     return Answer(KVPart.of(replace_key(asked), part.generation, answer.tensors[0]), answer.tensors)
 

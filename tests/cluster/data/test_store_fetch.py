@@ -1,4 +1,4 @@
-"""Pieces of stores over links of all speeds: parts are as small as the link is slow, and each comes in time."""
+"""Pieces of stores over links of all speeds: slow links get small parts, and each arrives in time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PIECE = bytes(range(256)) * (5 * CHUNK_BYTES // 256) + b"end"
 
 
 class SharedLink:
-    """A channel whose answers come one after the other, at so many bytes a second."""
+    """A channel whose answers come one after the other, at `bytes_per_s`."""
 
     def __init__(self, bytes_per_s: float) -> None:
         self.bytes_per_s = bytes_per_s
@@ -48,7 +48,7 @@ async def fetch(pieces: PieceChannel) -> None:
 
 
 async def lanes(pieces: PieceChannel) -> None:
-    """As many as a box has, and by each another piece after the first."""
+    """Fetches two pieces one after the other in each of the lanes that a box uses."""
 
     async def lane() -> None:
         for _ in range(2):

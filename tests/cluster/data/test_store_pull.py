@@ -1,4 +1,4 @@
-"""Stores pass from box to box: from several at once, gone on with after a death, damage told by box."""
+"""Stores are copied from several boxes at once and continued after a death; damage is reported with its sender."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ NAME = "tiny-v2-0123456789ab"
 
 
 class Box:
-    """What who pulls a store sees of a box: its front names the store, its engine hands it out."""
+    """A box as seen by one that downloads a store: its front names the store, its engine serves the pieces."""
 
     def __init__(self, node: str, key: Secret, port: int, store: Path, guest: str) -> None:
         self.manifest = Manifest.load(store)
@@ -82,7 +82,7 @@ class Box:
 
 
 class House:
-    """Two boxes with the store, a and b, and the settings of the one that pulls, c."""
+    """Two boxes with the store, a and b, and the settings of the one that downloads it, c."""
 
     def __init__(self, folder: Path, stores: dict[str, Path]) -> None:
         self.folder, self.stores_dir = folder, folder / "stores"
@@ -136,7 +136,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def copy_of(packed: Path, tmp_path: Path) -> Callable[[str, float], Path]:
     def make(name: str, share: float = 1.0) -> Path:
-        """Of a share of the experts, those first in line on one box and last on the other."""
+        """Makes stores with a share of the experts: the first ones on box a, the last ones on any other."""
         present = np.zeros((3, 6), np.bool_)
         present[:, : round(6 * share)] = True
         found = partial_store(packed, tmp_path / name, present if name == "a" else present[:, ::-1])
@@ -325,7 +325,7 @@ async def test_a_disk_that_fills_up_ends_a_pull_with_a_word_of_what_to_do(
 def test_a_manifest_that_takes_long_to_save_takes_nothing_back(
     tmp_path: Path, packed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As the last one that is saved now and then, while the rest has come and is saved."""
+    """The manifest on disk is the last one saved in between; the rest of the experts was saved after it."""
     begun, other_saved = threading.Event(), threading.Event()
 
     def slow(_: Path) -> None:
@@ -350,7 +350,7 @@ def test_a_manifest_that_takes_long_to_save_takes_nothing_back(
 def test_a_manifest_lists_nothing_before_its_file_is_on_disk(
     tmp_path: Path, packed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever comes while another manifest is being saved; and layers' headers are on disk before there is one."""
+    """Pieces arrive while another manifest is being saved. Layers' headers are on disk before the first manifest."""
     synced: set[Path] = set()
     pieces: list[ExpertPiece] = []
 
@@ -384,7 +384,7 @@ def test_a_manifest_lists_nothing_before_its_file_is_on_disk(
 
 
 def test_dense_weights_go_on_where_they_ended(tmp_path: Path, packed: Path) -> None:
-    """Unless their file begins otherwise than the header that the boxes have."""
+    """A layer file whose first bytes are not the header that the boxes have is the exception."""
     with open_copy(tmp_path / "store", Manifest.load(packed)) as store:
         assert store.begin_dense(b"header") == 0
         store.add_dense(memoryview(b"seven b"))
@@ -404,7 +404,7 @@ def test_a_disk_without_room_for_what_is_to_come_is_told_before_anything_comes(
 
 
 def listed(store: PeerCopy) -> set[tuple[str, int]]:
-    """Files and experts in its manifest."""
+    """Returns the files, and the experts of the manifest."""
     if not (store.directory / MANIFEST).is_file():
         return set()
     layers = Manifest.read(store.directory).layers
@@ -487,7 +487,7 @@ async def test_a_pace_lets_so_many_bytes_a_second_pass(monkeypatch: pytest.Monke
 async def test_heartbeats_wait_behind_no_piece(
     tmp_path: Path, copy_of: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Over a slow link they would time out while a part of one is on its way."""
+    """More requests at a time would time out over a slow link."""
     beats: dict[str, float] = {}
 
     def noted(transport: Transport, name: str, *rest: Any) -> Channel[Any]:

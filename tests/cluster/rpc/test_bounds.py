@@ -1,4 +1,4 @@
-"""No field of a message is without a bound: what is written there is as large as its type says, and finite."""
+"""Every field of a message has a bound on its size, and every number is finite."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from edgemoe.ipc.messages import Submit, decode_to_engine, encode
 from edgemoe.types import bounds
 from edgemoe.types.request import Request, Sampling
 
-OURS = {"settings"}  # of Boot: from our own front, checked as the configuration that it is
+OURS = {"settings"}  # of Boot: it comes from our own front, and is checked as a configuration
 TRAVEL = {f"{name}.{tag}": kind for name, language in LANGUAGES.items() for tag, kind in language.messages.items()}
 TRAVEL |= {f"raft.{tag}": kind for tag, kind in RAFT.items()}
 TRAVEL |= {name: STRUCTS[name] for name in ("envelope", "boot", "plan file", "plan named in the agreement")}
@@ -28,7 +28,7 @@ SIXTY_FOUR_BITS = inspect.type_info(bounds.Seed)
 
 
 def boundless(type_: Any, where: str) -> Iterator[str]:
-    """Names of the fields without a bound."""
+    """Yields the names of the fields without a bound."""
     match type_:
         case inspect.StructType() | inspect.DataclassType():
             for field in type_.fields:

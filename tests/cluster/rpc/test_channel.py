@@ -1,4 +1,4 @@
-"""Channels between boxes: who gets a word in, what comes back, and what happens when a box goes."""
+"""Channels between boxes: the boxes that may connect, the answers, and the effects of a box's end."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from edgemoe.wire.protocol import Message
 
 
 def pair(serve: Any = None, **channel: Any) -> tuple[Box, Box]:
-    """a asks, b answers; each knows the other's key."""
+    """Builds a, which asks, and b, which answers; each knows the other's key."""
     a_key, b_key = secret(), secret()
     allowed = {"a": a_key, "b": b_key}
     a = Box("a", a_key, allowed, **channel)
@@ -116,7 +116,7 @@ async def test_a_revoked_key_is_refused_on_the_connection_that_stands() -> None:
 
 
 class Wire:
-    """A cable that can break on the asking side alone, as where the other end is stopped, or does not hear of it."""
+    """A connection that breaks on the asking side alone, as if the other end were stopped or did not notice."""
 
     def __init__(self, port: int) -> None:
         self._target = port
@@ -142,7 +142,7 @@ class Wire:
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 16):
                 sink.sendall(data)
-        if sink in self._near:  # the far end has closed; it never hears of the near one
+        if sink in self._near:  # the far end has closed, and is not told of the near one
             sink.close()
             source.close()
 
@@ -152,7 +152,7 @@ class Wire:
                 near.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """When both ends are closed."""
+        """Ends the threads, once both ends are closed."""
         self._door.shutdown(socket.SHUT_RDWR)
         self._door.close()
         for thread in self._threads:
@@ -210,7 +210,7 @@ async def test_a_key_that_was_replaced_is_refused_on_the_connection_that_stands(
 
 @pytest.mark.parametrize("other_first", [False, True])
 async def test_a_box_with_either_of_its_two_keys_is_found_and_let_in(other_first: bool) -> None:
-    """Both by those that ask it and by those that it asks, whichever of them stands first in the list."""
+    """Boxes that ask it and boxes that it asks find it, with either key first in the list."""
     a, b = pair()
     other = secret().public.decode()
     first, second = (other, b.key.public.decode()) if other_first else (b.key.public.decode(), other)
@@ -508,7 +508,7 @@ async def test_a_word_of_no_use_that_is_long_is_not_repeated_at_length(caplog: p
         await connected(a, b)
 
         class Noise(Message, frozen=True, tag="n" * 500_000):
-            """With a tag that an answer could not carry twice."""
+            """With the tag of a message that is never an answer."""
 
         with pytest.raises(PeerRefused):
             await a.channel.ask("b", Noise(), timeout_s=5)

@@ -1,6 +1,6 @@
-"""How a listed peer's connections may end without ending the process that they lead to.
+"""A listed peer's broken connections never end the process that they lead to, here one of its own.
 
-That process is one of its own here. libzmq 4.3.5 aborts where a connection breaks that it does not read from.
+libzmq 4.3.5 aborts if a connection breaks from which it does not read.
 """
 
 from __future__ import annotations
@@ -67,12 +67,12 @@ async def main():
 asyncio.run(main())
 """
 BEAT_S = 0.3  # of the box's heartbeats
-MOMENT_S = 0.3  # in which it takes in what has come
-SOME = 400  # more messages than may wait where their number is bounded
+MOMENT_S = 0.3  # in which it handles all that has arrived
+SOME = 400  # more messages than a bounded queue may hold
 
 
 class Victim:
-    """A box in a process of its own, which `c` attacks and `a` asks whether it is still there."""
+    """A box in a process of its own; `c` attacks it, and `a` asks whether it is still alive."""
 
     def __init__(self, process: subprocess.Popen[bytes], key: Secret, a_key: Secret, c_key: Secret) -> None:
         self.process, self.key, self.a_key, self.c_key = process, key, a_key, c_key
@@ -83,7 +83,7 @@ class Victim:
         return self.process.stdout.readline()
 
     async def stall(self, by: zmq.asyncio.Socket) -> None:
-        """It reads nothing from then on."""
+        """Stops the box's reading."""
         await by.send_multipart(seal(Echo("stall"), id=1, remaining_ms=1000))
         assert await asyncio.to_thread(self._line) == b"stalled\n"
 
@@ -93,7 +93,7 @@ class Victim:
         self.process.stdin.flush()
 
     async def answers(self) -> None:
-        """Fails where it has died, or hears others no more."""
+        """Fails if the process has died or no longer answers."""
         a = Box("a", self.a_key, {"b": self.key})
         async with running(a):
             a.channel.connect(Peer("b", f"127.0.0.1:{self.port}", self.key.public.decode()))
@@ -106,7 +106,7 @@ class Victim:
 
 
 def environment() -> dict[str, str]:
-    """For a process that uses what the tests use."""
+    """Returns the environment of a process that can import all that the tests import."""
     paths = [str(Path(__file__).parents[2]), str(Path(__file__).parents[3]), *sys.path]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
@@ -129,13 +129,13 @@ async def victim(heartbeat_s: float) -> AsyncIterator[Victim]:
 
 
 class Wire:
-    """One connection that passes here, so that it can be reset."""
+    """A proxy for one connection, which can reset it."""
 
     def __init__(self, port: int) -> None:
         self._door = socket.create_server(("127.0.0.1", 0))
         self.port = int(self._door.getsockname()[1])
         self.carried = 0
-        self.open = threading.Event()  # else what is sent to the box is held back
+        self.open = threading.Event()  # data for the box is held back while this is not set
         self.open.set()
         self._ends: list[socket.socket] = []
         self._thread = threading.Thread(target=self._run, args=(port,))
@@ -157,7 +157,7 @@ class Wire:
                         self.carried += len(data) * (source is near)
 
     def reset(self) -> None:
-        """Ends it without a word."""
+        """Resets the connection with RST."""
         near, far = self._ends
         far.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         near.shutdown(socket.SHUT_RDWR)
@@ -170,7 +170,7 @@ class Wire:
 
 @asynccontextmanager
 async def hostile(box: Victim, **options: Any) -> AsyncIterator[tuple[zmq.asyncio.Socket, Wire]]:
-    """A connection of c to the box."""
+    """Opens a connection of c to the box, through a proxy."""
     context, wire = zmq.asyncio.Context(), Wire(box.port)
     one = context.socket(zmq.DEALER)
     for name, value in {
@@ -199,7 +199,7 @@ async def heard(one: zmq.asyncio.Socket) -> None:
 
 
 async def carried(wire: Wire, size: int) -> None:
-    """Waits until so much has passed, and for what the box makes of it."""
+    """Waits until `size` bytes have passed, and for a moment in which the box handles them."""
     await until(lambda: wire.carried >= size)
     await asyncio.sleep(MOMENT_S)
 
@@ -257,7 +257,7 @@ async def test_what_is_no_conversation_at_all_ends_nothing() -> None:
 
 
 def _openings() -> Iterator[bytes]:
-    """Greetings of ZMTP, of which each is wrong in another way or breaks off, and what is none."""
+    """Yields broken openings of a connection: wrong or unfinished ZMTP greetings, and other protocols."""
     signature = b"\xff" + bytes(8) + b"\x7f"
     greeting = signature + b"\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
     yield from (b"", b"\0", b"\xff", b"GET / HTTP/1.1\r\n\r\n", bytes(300), b"\xff" * 300, signature)

@@ -1,4 +1,4 @@
-"""Each guard of the channels, by what would get past it."""
+"""Each guard of the channels, tested with the attack that it stops."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from edgemoe.types.experts import ExpertGeometry
 
 @asynccontextmanager
 async def raw(kind: int, key: Secret, **options: bytes) -> AsyncIterator[zmq.asyncio.Socket]:
-    """A socket of a listed box, to say on it what no channel would."""
+    """Opens a socket of a listed box, on which a test sends messages that no channel sends."""
     context = zmq.asyncio.Context()
     socket = context.socket(kind)
     socket.set(zmq.LINGER, 0)

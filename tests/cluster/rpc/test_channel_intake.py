@@ -1,4 +1,4 @@
-"""What a connection may bring before a whole message has come out of it."""
+"""Limits on the bytes that a connection may send before they form a whole message."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from edgemoe.cluster.rpc.keys import Peer, Secret
 from edgemoe.errors import PeerRefused
 
 MESSAGE_BYTES = 1 << 20
-ENDLESS = [bytes(256 << 10)] * 8000  # what takes far longer to arrive than a busy machine may keep a loop from looking
+ENDLESS = [bytes(256 << 10)] * 8000  # takes far longer to arrive than a busy machine may delay the event loop
 
 
 def three(**of_b: Any) -> tuple[Box, Box, Secret]:
-    """a and b, and the key of c, which both list."""
+    """Builds a and b, and a key for c, which both list."""
     keys = {name: secret() for name in "abc"}
     a = Box("a", keys["a"], keys, message_bytes=MESSAGE_BYTES)
     return a, Box("b", keys["b"], keys, message_bytes=MESSAGE_BYTES, **of_b), keys["c"]
 
 
 def dealer(context: zmq.asyncio.Context, b: Box, key: Secret, identity: bytes = b"c:boot:1") -> zmq.asyncio.Socket:
-    """c's own connection to b, whatever is said on it."""
+    """Opens c's own connection to b, over which a test can send any bytes."""
     socket = context.socket(zmq.DEALER)
     for option, value in (
         (zmq.LINGER, 0),
@@ -127,7 +127,7 @@ def test_connections_are_looked_at_seldom_until_one_has_much_unread_and_then_oft
 
 @contextmanager
 def socketpair() -> Iterator[tuple[socket.socket, socket.socket]]:
-    """Two ends of a connection."""
+    """Opens the two ends of a TCP connection."""
     with socket.create_server(("127.0.0.1", 0)) as door, socket.create_connection(door.getsockname()) as near:
         far, _ = door.accept()
         with far:
@@ -178,7 +178,7 @@ async def test_a_peer_that_connects_on_and_on_loses_its_own_oldest_connections_a
 
 
 async def said(socket: zmq.asyncio.Socket) -> None:
-    """Waits for the answer to something that is said there."""
+    """Waits for the answer to a message that is sent there."""
     await socket.send_multipart(seal(Echo("c"), id=1, remaining_ms=1000))
     await socket.recv_multipart()
 
@@ -187,9 +187,7 @@ def test_of_connections_that_say_nothing_so_many_are_held_by_address_and_none_th
     one = ConnectionGuard("test", 300_000)
     with ExitStack() as stack:
         pairs = [stack.enter_context(socketpair()) for _ in range(SILENT + 10)]
-        one.on_identified(
-            pairs[0][1].fileno(), "c"
-        )  # what is said may be read before it is noted that there is a connection
+        one.on_identified(pairs[0][1].fileno(), "c")  # a message may be read before the connection's event
         one.on_event(zmq.EVENT_CONNECTED, pairs[1][1].fileno())
         for _, far in (pairs[0], *pairs[2:]):
             one.on_event(zmq.EVENT_ACCEPTED, far.fileno())
@@ -246,7 +244,7 @@ async def test_questions_of_one_peer_are_bounded_in_number_and_bytes_and_cost_no
 
 @pytest.mark.parametrize("what", ["an app's connection", "a file", "nothing"])
 def test_a_connection_whose_number_another_file_has_by_now_is_not_noted(what: str, tmp_path: Path) -> None:
-    """A probe connected and closed while the loop was busy, which then opened something else."""
+    """A probe connected and closed while the loop was busy; its descriptor then belongs to something else."""
     ours, theirs = socket.socketpair()
     with ours, theirs, (tmp_path / "file").open("w") as file:
         number = {"an app's connection": ours.fileno(), "a file": file.fileno(), "nothing": 1 << 20}[what]

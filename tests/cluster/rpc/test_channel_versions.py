@@ -26,7 +26,7 @@ class NextEcho(Message, frozen=True, tag="Echo"):
 
 
 class Wave(Message, frozen=True, tag="Wave"):
-    """What N does not have."""
+    """A message that N does not know."""
 
     since = NEXT.highest
 
@@ -35,7 +35,7 @@ NEXT_LANGUAGE: Language[Any] = Language(NextEcho, *[m for m in LANGUAGE.messages
 
 
 def boxes(**of_b: Any) -> tuple[Box, Box]:
-    """a is N + 1, b is N unless told otherwise."""
+    """Builds a of release N + 1, and b of release N unless `of_b` says otherwise."""
     a_key, b_key = secret(), secret()
     allowed = {"a": a_key, "b": b_key}
     a = Box("a", a_key, allowed, language=NEXT_LANGUAGE, speaks=NEXT)
@@ -60,7 +60,7 @@ async def test_a_message_of_the_next_release_is_not_sent_to_one_who_lacks_it() -
     a, b = boxes()
     async with running(a, b):
         await connected(a, b)
-        with pytest.raises(PeerOutdated, match="does not know Wave"):  # also before it has said what it speaks
+        with pytest.raises(PeerOutdated, match="does not know Wave"):  # also before b has stated its versions
             await a.channel.ask("b", Wave(), timeout_s=5)
         await a.channel.ask("b", NextEcho("x"), timeout_s=5)
         assert a.channel.version("b") == PROTOCOL_VERSIONS.highest
@@ -84,7 +84,7 @@ async def test_a_message_that_is_not_known_is_answered_with_a_typed_refusal_and_
     a, b = boxes()
     async with running(a, b):
         await connected(a, b)
-        a.channel._codec._speaks["b"] = NEXT  # a takes b for one of its own release
+        a.channel._codec._speaks["b"] = NEXT  # a assumes that b has its own release
         with pytest.raises(PeerOutdated, match="'Wave' is no message"):
             await a.channel.ask("b", Wave(), timeout_s=5)
         a.channel.tell("b", Wave())

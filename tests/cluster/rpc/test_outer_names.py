@@ -1,4 +1,4 @@
-"""What is known outside stays as it was, whatever is renamed inside; what is added can be ignored by older releases."""
+"""Public names stay when names inside change; older releases can ignore the added ones."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_tags_of_a_language_are_told_apart() -> None:
 
 
 def changed(path: list[str], value: Any = None) -> dict[str, Any]:
-    """The names of now with one entry replaced, or taken out."""
+    """Returns today's names with one entry replaced or removed."""
     names: dict[str, Any] = json.loads(json.dumps(outer_names()))
     at = names
     for step in path[:-1]:

@@ -1,4 +1,4 @@
-"""The CPU beside a device: it computes from RAM what the link would bring too late, and changes no result."""
+"""The CPU beside a device computes experts in RAM that the link would bring too late, and results stay the same."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ def fill(tiers: ExpertTiers) -> None:
 
 
 def settle(tiers: ExpertTiers) -> None:
-    """Waits until nothing is on its way."""
+    """Waits until no copy is on its way."""
     wait_until(lambda: not any(pool.loads for pool in (tiers.residency.ram, *tiers.residency.devices)))
     wait_until(lambda: all(link.idle() for link in tiers.loader.links))
 
 
 def missing(tiers: ExpertTiers, layer: int) -> IntArray:
-    """Experts of the layer that are not on the device."""
+    """Returns the experts of the layer that are not on the device."""
     return np.flatnonzero(tiers.residency.devices[0].where[layer] < 0)
 
 
 def forward(tiers: ExpertTiers, weights: Weights, layer: int, experts: IntArray) -> None:
-    """One decoding token's, compared with the plain way."""
+    """Computes a layer for one decoding token, and compares the result with the reference."""
     hidden, shares = torch.linspace(-1, 1, SMALL.hidden)[None], torch.linspace(0.2, 0.8, len(experts))[None]
     ids = torch.from_numpy(experts)[None]
     out = tiers.experts.forward(layer, hidden, ids, shares)
@@ -88,7 +88,7 @@ def test_a_link_that_nobody_has_measured_goes_first(weights: Weights) -> None:
     with running(small_tiers(FileStore(weights), TOTAL, (2,), link_bytes_per_s=SLOW, prefetch=False)) as tiers:
         forward(tiers, weights, 0, np.array([0, 1]))
         assert tiers.experts.cpu_experts.experts == 0
-        forward(tiers, weights, 0, np.array([2, 3]))  # not in RAM: there is but one way
+        forward(tiers, weights, 0, np.array([2, 3]))  # not in RAM: only the device can compute it
         assert tiers.experts.cpu_experts.experts == 0
         forward(tiers, weights, 0, np.array([0, 1]))
         assert tiers.experts.cpu_experts.experts == 2
@@ -145,9 +145,9 @@ def test_a_read_that_fails_beside_the_cpus_work_leaves_nothing_pinned(weights: W
         store.damaged.add(ExpertId(layer, bad))
         with pytest.raises(CorruptExpert):
             forward(tiers, weights, layer, np.array([ours, bad]))
-        wait_until(lambda: tiers.residency.devices[0].where[layer, ours] >= 0)  # brought up for the next time
+        wait_until(lambda: tiers.residency.devices[0].where[layer, ours] >= 0)  # copied to the device for the next time
         settle(tiers)
-        wait_until(lambda: not tiers.residency.ram.pins.any())  # a copy that has arrived lets go of its source
+        wait_until(lambda: not tiers.residency.ram.pins.any())  # a copy that has arrived releases its source
         tiers.check_integrity(idle=True)
         store.damaged.clear()
         forward(tiers, weights, layer, np.array([ours, bad]))

@@ -50,7 +50,7 @@ def test_kernels_that_cannot_be_compiled_are_an_error_at_start_and_nothing_else_
 
 
 def layouts(*pages: int) -> list[SlabLayout]:
-    """Of RAM and of a GPU, for 3 layers of 6 experts of so many pages."""
+    """Returns layouts of RAM and of a GPU, for 3 layers whose 6 experts each have these numbers of pages."""
     if len(set(pages)) == 1:
         return [SlabLayout.even(slots, 4096, layers=3, experts=6) for slots in (5, 3)]
     sizes = ExpertGeometry(3, 6, 2, 8, 8, "float32", layer_bytes=tuple(4096 * n for n in pages))
@@ -84,7 +84,7 @@ def test_whatever_the_streams_do_a_computation_reads_its_own_experts(
         return True
 
     def move_extent() -> None:
-        """Moves an extent of the GPU, if it can be; waits for the GPU meanwhile."""
+        """Moves an extent of the GPU if that is possible, and waits for the GPU meanwhile."""
         number = int(rng.integers(in_vram.extents))
         giver = int(pools[0].extents[number])
         if (pools[0].extents == giver).sum() > 2 and residency.extents.remove(pools[0], number):
@@ -129,7 +129,7 @@ def test_whatever_the_streams_do_a_computation_reads_its_own_experts(
 
 
 class Desk:
-    """Reads at once, marking the slot with the expert's number; passes on how copies end."""
+    """Reads at once, writes the expert's number into its slot, and passes on the ends of copies."""
 
     def __init__(self, residency: Residency, ram: HostSlab, link: CudaLink) -> None:
         self._residency, self._ram, self._link = residency, ram, link
@@ -193,7 +193,7 @@ def test_a_slab_of_many_slots_is_read_where_the_called_ones_lie(dtype: str) -> N
     geometry = replace(WIDE, dtype=dtype)
     weights, rng = Weights(geometry), np.random.default_rng(2)
     slots = rng.permutation(3000)[: geometry.experts]
-    slab = torch.full((3000, geometry.stride_bytes(0)), 255, dtype=torch.uint8)  # NaN wherever nobody calls
+    slab = torch.full((3000, geometry.stride_bytes(0)), 255, dtype=torch.uint8)  # NaN in rows that no token chose
     for expert, slot in enumerate(slots.tolist()):
         slab[slot, : geometry.expert_bytes(0)] = torch.frombuffer(
             bytearray(weights.bytes_of(0, expert)), dtype=torch.uint8

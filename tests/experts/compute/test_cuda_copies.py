@@ -1,4 +1,4 @@
-"""Experts go to a GPU whole: demands before prefetches, and so many prefetches at once that the link is never idle."""
+"""Experts go to a GPU whole: demands before prefetches, and enough prefetches at once that the link is never idle."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from edgemoe.types.experts import Tier
 from edgemoe.types.size_classes import SlabLayout
 
 STRIDE, SLOTS = 4096, 9
-WORK = 4  # that a copy is in its stream: its start, two halves, its end
+WORK = 4  # steps of a copy in its stream: its start, two halves, its end
 
 
 class Desk:
-    """A link to a fake GPU whose streams go on when told, and whoever is told how copies end."""
+    """A link to a fake GPU, whose streams advance on the test's word. It listens to the ends of copies."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, ahead_bytes: int) -> None:
         self.gpu = FakeGpu(0)
@@ -60,7 +60,7 @@ class Desk:
         self.gpu.go(stream)
 
     def end_one(self, stream: Any) -> None:
-        """Lets a stream come to the end of one copy, and the link hear of it."""
+        """Advances a stream by one copy, and waits until the link has reported its end."""
         released = len(self.releases)
         for _ in range(WORK):
             assert stream.work[0]()
@@ -93,7 +93,7 @@ def desk(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Ite
 
 
 def ahead(desk: Desk) -> int:
-    """Returns how many prefetches the link has in flight."""
+    """Returns the most prefetches that the link has in flight."""
     return max(AHEAD, cuda_link.AHEAD_BYTES // STRIDE)
 
 

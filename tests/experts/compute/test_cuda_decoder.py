@@ -1,4 +1,4 @@
-"""The whole decoder on a GPU, its experts passing through few slots, against the CPU with everything at hand."""
+"""The whole decoder on a GPU with few slots for experts, against the CPU with all weights in memory."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def tiers(kind: str, ram_slots: int, slots: int) -> Iterator[ExpertTiers]:
 
 
 def generate(decoder: Decoder, experts: ExpertTiers, prompt: list[int], steps: int) -> list[torch.Tensor]:
-    """Greedy: the logits of the prompt's last token and of each step."""
+    """Generates greedily; returns the logits of the prompt's last token and of each step."""
     sequence = SequenceDriver(decoder.spec, 1, len(prompt) + steps, decoder.device)
     tokens, found = prompt, []
     for _ in range(steps):
@@ -72,7 +72,7 @@ def generate(decoder: Decoder, experts: ExpertTiers, prompt: list[int], steps: i
 
 @pytest.mark.parametrize(
     "kind", ["emulated", pytest.param("cuda:0", marks=[pytest.mark.gpu])]
-)  # the same test on both: here the other half of it is tried
+)  # the CPU runs one half of the same test on both
 @pytest.mark.parametrize(("ram", "slots"), [(48, 48), (24, 12), (2, 1)])
 def test_logits_are_the_same_wherever_the_experts_lie(kind: str, ram: int, slots: int, tmp_path: Path) -> None:
     path = dense(tmp_path, SPEC)

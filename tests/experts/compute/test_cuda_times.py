@@ -1,4 +1,4 @@
-"""What copies and computations took, by the clock of a fake GPU: the host waits for neither."""
+"""Times of copies and computations, measured by a fake GPU's clock; the host waits for neither."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ COPY_S, KERNEL_PIECES = 2e-3, 5  # of one expert; of one layer
 
 
 class Landing:
-    """Whoever is told how copies end."""
+    """Listens to the ends of copies."""
 
     def __init__(self) -> None:
         self.released_slots: list[int] = []
@@ -55,7 +55,7 @@ class Landing:
 
 
 class Desk:
-    """A link and a computation on one fake GPU, whose streams go on when told."""
+    """A link and a computation on one fake GPU, whose streams advance on the test's word."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.gpu = FakeGpu(0)

@@ -1,4 +1,4 @@
-"""Experts that are chosen together end on different devices, whatever happens meanwhile, and results stay the same."""
+"""Experts that tokens choose together move to different devices during other traffic; results stay the same."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from edgemoe.types.step import StepMeta
 
 
 def together(pairs: FloatArray, device_of: IntArray) -> float:
-    """Pairs of one layer [E, E] of which both are on one device."""
+    """Returns the summed weight of a layer's pairs [E, E] with both experts on one device."""
     both = np.triu(pairs + pairs.T, 1)
     return float(both[device_of[:, None] == device_of].sum())
 
@@ -33,7 +33,7 @@ def together(pairs: FloatArray, device_of: IntArray) -> float:
 def test_pairs_on_one_device_become_fewer_until_no_exchange_saves_more(devices: int, experts: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
     pairs = rng.random((2, experts, experts)).astype(np.float32) ** 4
-    pairs[1, experts - 2 :], pairs[1, :, experts - 2 :] = 1e6, 1e6  # of the second layer, experts that there are not
+    pairs[1, experts - 2 :], pairs[1, :, experts - 2 :] = 1e6, 1e6  # experts of the second layer that do not exist
     now = rng.integers(devices, size=(2, experts))
     now[:, :devices] = np.arange(devices)
     goal = spread(pairs, now, [experts, experts - 2])
@@ -51,7 +51,7 @@ def test_pairs_on_one_device_become_fewer_until_no_exchange_saves_more(devices: 
 
 
 def test_the_busiest_device_has_less_to_do_where_tokens_choose_in_groups() -> None:
-    """Six groups of four experts, of which each token chooses one group: two of each on either device."""
+    """Six groups of four experts. Each token chooses one group: two experts on either device."""
     groups = np.random.default_rng(0).permutation(24).reshape(6, 4)
     pairs = np.zeros((1, 24, 24), np.float32)
     for group in groups:

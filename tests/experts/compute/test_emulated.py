@@ -1,4 +1,4 @@
-"""An emulated device with a memory speed of its own: what it computes, and in whose time."""
+"""An emulated device with a memory speed of its own: its results, and the time that they take."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ONE = StepMeta(
 
 
 def slow_tiers(weights: Weights, devices: tuple[int, ...]) -> ExpertTiers:
-    """Everything in RAM; devices of so many slots that read an expert in READ_S."""
+    """Builds tiers with all experts in RAM, on devices of these slots that read an expert in READ_S."""
     policy = LRU(SMALL.layers, SMALL.experts)
     slow = [replace(emulated(slots * SIZE), memory_bytes_per_s=SIZE / READ_S) for slots in devices]
     memory = TierMemory(SMALL.all_bytes, slow)

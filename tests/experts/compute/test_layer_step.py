@@ -1,4 +1,4 @@
-"""A layer-step waits for its own experts, whoever else loads some meanwhile."""
+"""A layer-step waits for its own experts while other threads load some, too."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ E = 8
 
 
 class Loader:
-    """Loads at once what is demanded, but first what another thread demands of the same layer."""
+    """Loads demanded experts at once, but first the ones that another thread demands of the same layer."""
 
     def __init__(self, residency: Residency, *others: int, error: Exception | None = None) -> None:
         self._residency, self._others, self._error = residency, others, error
@@ -43,7 +43,7 @@ class Loader:
 
 
 class Computed:
-    """Notes what was computed, and from which slots."""
+    """Records the computed experts and their slots."""
 
     def __init__(self) -> None:
         self.slots: dict[int, int] = {}

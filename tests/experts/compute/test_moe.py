@@ -1,4 +1,4 @@
-"""Experts in tiers compute what experts at hand compute, whatever the budgets."""
+"""Experts in tiers compute the same as experts in plain memory, at all budgets."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ BUDGETS = [  # slots of RAM, of the devices; there are 24 experts
 
 
 def meta(tokens: int, prefill: int = 0) -> StepMeta:
-    """`tokens` of which the last `prefill` are one sequence's chunk, the others decode."""
+    """Builds the metadata of `tokens`. The last `prefill` of them are one sequence's chunk, the others decode."""
     decoding = tokens - prefill
     lens = np.array([1] * decoding + [prefill] * bool(prefill))
     return StepMeta(
@@ -109,7 +109,7 @@ def test_layers_may_have_experts_of_different_sizes_and_numbers(
 
 
 def forward(tiers: ExpertTiers, layer: int, *experts: int) -> torch.Tensor:
-    """One decoding token that needs these experts."""
+    """Computes one decoding token with these experts."""
     k = SMALL.top_k
     ids = torch.tensor(experts).view(-1, k)
     hidden = torch.ones(len(ids), SMALL.hidden)
@@ -197,7 +197,7 @@ def test_nobody_looks_ahead_once_every_expert_is_there(
 ) -> None:
     tiers = small_tiers(store, ram, devices, keep_hints=keep_hints)
     tiers.experts.begin_step(meta(1))
-    assert tiers.experts.lookahead == range(1, 2)  # nothing is there yet
+    assert tiers.experts.lookahead == range(1, 2)  # no expert is loaded yet
     with running(tiers, fill=True):
         wait_until(lambda: int(tiers.residency.resident_mask(tiers.residency.fastest).sum()) == min(ram, 24))
         tiers.experts.begin_step(meta(1))

@@ -1,4 +1,4 @@
-"""This box's experts for others: what is refused, what is computed, and what is handed out as bytes."""
+"""This box's experts for others: refusals, results, and experts as bytes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def host_of(tiers: ExpertTiers, on_disk: np.ndarray | None = None) -> PeerComput
 
 
 def work(layer: int, calls: dict[int, list[int]], rows: int, seed: int = 0) -> ExpertWork:
-    """Experts, and the rows that call each."""
+    """Builds the work of a call from the rows that call each expert."""
     rng = np.random.default_rng(seed)
     hidden = rng.standard_normal((rows, SMALL.hidden)).astype(np.float32)
     index = np.concatenate([np.array(its) for its in calls.values()])
@@ -141,7 +141,7 @@ def test_work_that_cannot_be_done_here_is_refused() -> None:
 
 
 class Shelf:
-    """A shelf over a RAM tier of two slots and a disk that reads when told."""
+    """A store over a RAM tier of two slots, and a disk whose reads the test starts."""
 
     def __init__(self) -> None:
         policy = LRU(SMALL.layers, SMALL.experts)

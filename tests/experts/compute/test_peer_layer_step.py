@@ -1,4 +1,4 @@
-"""One layer-step among peers that do not help: it ends, with all experts computed or with the one that is missing."""
+"""One layer-step among peers that do not help: it computes all experts, or fails and names the missing one."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from edgemoe.types.peers import ExpertWork, Offer, RemoteCall
 
 SHAPE = ExpertGeometry(layers=1, experts=4, top_k=2, hidden=8, width=4, dtype="float32")
 OURS, AWAY = 1, 3  # experts: on our disk, and at peers only
-Ask = Callable[[RemoteCall], bool]  # settles a call; false: it is never answered
+Ask = Callable[[RemoteCall], bool]  # answers a call; false: it is never answered
 
 
 class Clock:
-    """Time that passes when the test says so."""
+    """A clock that the test advances."""
 
     now_s = 0.0
 
@@ -65,7 +65,7 @@ class FakePeers:
 
 
 class Here:
-    """Computes groups on this box, which takes a while."""
+    """Computes groups on this box, and takes a while for each."""
 
     def __init__(self, clock: Clock | None = None, takes_s: float = 0.0) -> None:
         self._clock, self._takes_s = clock, takes_s
@@ -85,13 +85,13 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def of_ones(call: RemoteCall) -> bool:
-    """Every expert's output is 1."""
+    """Answers a call as if every expert's output were 1."""
     call.result = memoryview(np.full(SHAPE.hidden, len(call.work.experts), np.float32)).cast("B")
     return True
 
 
 def remote_of(peers: FakePeers, read_bytes_per_s: float, geometry: ExpertGeometry = SHAPE) -> PeerExperts:
-    """A box with nothing in memory and one expert on its disk."""
+    """Builds a box with nothing in memory and one expert on its disk."""
     residency: Any = SimpleNamespace(fastest=Tier.RAM, tiers_of=lambda _, experts: np.full(len(experts), Tier.NVME))
     loader: Any = SimpleNamespace(stats=SimpleNamespace(bytes_per_s=read_bytes_per_s), links=[])
     on_disk = np.arange(geometry.experts)[None] == OURS
@@ -99,14 +99,14 @@ def remote_of(peers: FakePeers, read_bytes_per_s: float, geometry: ExpertGeometr
 
 
 def step(peers: FakePeers, here: Here, *experts: int, read_bytes_per_s: float = 1e9) -> torch.Tensor | None:
-    """A layer-step of one token that needs these experts, none of which is in memory here."""
+    """Runs a layer-step of one token that needs these experts; none of them is in memory here."""
     ids, weights = np.array([experts]), np.ones((1, len(experts)), np.float32)
     box = remote_of(peers, read_bytes_per_s)
     return box.run(0, torch.zeros(1, SHAPE.hidden), Group.of(ids, weights), None, here)
 
 
 def failing(clock: Clock) -> Ask:
-    """A call fails, but later than the peer that failed before it may be asked again."""
+    """Returns an answer that fails, later than the peer that failed before it may be asked again."""
 
     def ask(call: RemoteCall) -> bool:
         clock.now_s += 0.25
@@ -168,14 +168,14 @@ def test_a_peer_and_the_cpu_work_side_by_side_where_the_link_is_slow() -> None:
         assert peers.asked == ["b"]
         assert out is not None
         torch.testing.assert_close(out, torch.full((1, SHAPE.hidden), 4.0 - ours))
-        if ours:  # what is left to this box goes to its CPU
+        if ours:  # experts left to this box go to its CPU
             chosen = costs.for_cpu(0, group.only(np.isin(np.arange(4), here.experts)))
             assert chosen is not None
             assert chosen.all()
 
 
 class LatePeers(FakePeers):
-    """b answers only when c has been asked for the same row, too, and just before it."""
+    """b answers only once c has been asked for the same row, and just before c."""
 
     def __init__(self) -> None:
         super().__init__(of_ones, 5.0, [AWAY])
@@ -213,7 +213,7 @@ def test_of_two_answers_to_a_call_that_was_asked_twice_the_first_is_added_and_th
 def test_sums_that_are_not_finite_cost_the_call_and_no_more(number: float, dtype: str) -> None:
     def ask(call: RemoteCall) -> bool:
         sums = torch.full((1, SHAPE.hidden), number if call.node == "b" else 1.0)
-        sums[0, 1:] = 1.0  # a single one among others
+        sums[0, 1:] = 1.0  # a single call among others
         call.result = memoryview(sums.to(getattr(torch, dtype)).view(torch.uint8).numpy()).cast("B")
         return True
 
@@ -306,7 +306,7 @@ def test_answers_that_come_while_a_late_part_is_computed_here_are_taken(monkeypa
             return late[-1][0]
 
     class Slow(Here):
-        """All answers come meanwhile."""
+        """All answers arrive during its computation."""
 
         def __call__(self, group: Group, prefill_only: BoolArray | None) -> None:
             super().__call__(group, prefill_only)

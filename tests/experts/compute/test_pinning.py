@@ -1,4 +1,4 @@
-"""A slab is registered for DMA slice by slice, and what is refused stays as it was."""
+"""A slab is registered for DMA slice by slice; a refused slice stays as it was."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TWO_SIZES = ExpertGeometry(2, 6, 2, 8, 8, "float32", layer_bytes=(4096, 3 * 4096
 
 
 class FakeCudart:
-    """Registers memory until a limit is reached, and notes on which device."""
+    """Registers memory up to a limit, and records the devices."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, most_bytes: int = 1 << 40) -> None:
         self.registered: dict[int, int] = {}

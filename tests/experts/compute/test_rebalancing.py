@@ -1,4 +1,4 @@
-"""Classes of slots get the shares of memory that the policy's ranks say, and nothing that is in use is moved."""
+"""Classes of slots get their shares of memory by the policy's ranks, and no slot in use is moved."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SMALL, LARGE = range(2)
 
 
 class Box:
-    """A RAM tier for a share of the bytes, on which layer-steps demand what they are told to."""
+    """A RAM tier for a share of the bytes, on which layer-steps demand the test's experts."""
 
     def __init__(self, share: float, policy: LivePolicy | None = None) -> None:
         layout = SlabLayout.within(int(share * SIZES.all_bytes), SIZES)
@@ -40,7 +40,7 @@ class Box:
         self.residency.release(0, claim.slots[claim.slots >= 0])
 
     def step(self, rng: np.random.Generator, popular: tuple[int, ...]) -> None:
-        """Each layer asks for 4 of the first so many experts."""
+        """Demands 4 experts in each layer, of its first `popular` ones."""
         for layer, most in enumerate(popular):
             self.use(layer, rng.choice(most, 4, replace=False))
         self.rebalancing.on_step_ended()
@@ -146,7 +146,7 @@ def test_homes_get_the_slots_that_went_to_another_size() -> None:
     box.residency.homes.set_homes(homes)
     for _ in range(120 * EVERY):
         box.step(rng, (E, E, 8, 8))
-    for layer in range(L):  # as a box fetches what it is to have
+    for layer in range(L):  # as a box fetches its homes
         count = int(homes[layer].sum())
         for first in range(0, count, 4):
             box.use(layer, np.arange(first, min(first + 4, count)))

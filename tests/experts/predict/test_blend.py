@@ -1,4 +1,4 @@
-"""Forecasts are blended into worths by the formulas of the module's header, as far as they were right."""
+"""Forecasts are blended into utilities by the formulas of the module's header, weighted by their record."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def forecast(seed: int) -> FloatArray:
 
 
 def tell(predictor: NextUsePredictor, blend: Blend, probs: FloatArray, trust: float = 1.0) -> FloatArray:
-    """The ranks with a forecast."""
+    """Returns the ranks after a forecast."""
     predictor.set_fusion(blend.shares, blend.etas)
     predictor.add_forecast(probs, trust)
     predictor.work()
@@ -48,7 +48,7 @@ def tell(predictor: NextUsePredictor, blend: Blend, probs: FloatArray, trust: fl
 def expected(
     odds: FloatArray, chance: FloatArray, calibration: Calibration, eta: float
 ) -> tuple[FloatArray, FloatArray]:
-    """The header's formulas; chance and worth as log odds."""
+    """Computes the header's formulas; chance and utility are log odds."""
     p, utility = calibration(odds), 1 / (1 + np.exp(-odds))
     beyond = np.clip((utility - p) / (1 - p), 0, 1)
     p = (1 - eta) * p + eta * chance
@@ -57,7 +57,7 @@ def expected(
 
 
 def learn(blend: Blend, horizon: int, right: bool, rounds: int = 80) -> None:
-    """Forecasts of one horizon that are right, or wrong, about experts of which the predictor knows nothing."""
+    """Teaches the blend forecasts of one horizon, right or wrong, about experts unknown to the predictor."""
     random = np.random.default_rng(2)
     for number in range(rounds + (horizon == NEXT_STEP)):
         needed = random.random(L * E) < 0.3

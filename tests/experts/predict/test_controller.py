@@ -1,4 +1,4 @@
-"""The controller follows steps beside the engine, publishes ranks, plans, and never makes anyone wait."""
+"""The controller follows steps beside the engine, publishes ranks and plans, and never delays a layer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from edgemoe.types.experts import ExpertGeometry, ExpertId, Move, Tier
 from edgemoe.types.step import StepMeta, StepRouting
 
 L, E, K = 3, 12, 2
-SIZES = ExpertGeometry(L, E, K, hidden=16, width=16, dtype="float32")  # of one page, as slots are
+SIZES = ExpertGeometry(L, E, K, hidden=16, width=16, dtype="float32")  # of one page, like slots
 Ids = npt.NDArray[np.int64]
 Choices = npt.NDArray[np.int16]
 
@@ -41,7 +41,9 @@ def text(seed: int, n: int, sequences: int = 1) -> Ids:
 
 
 def routing(ids: Ids, names: tuple[str, ...], decode: bool = True, step_s: float = 10.0) -> StepRouting:
-    """One step's; `ids` [L, S, K]. Steps are so slow that following them costs next to nothing."""
+    """Builds the routing of one step from `ids` [L, S, K]. Steps are so slow that following them costs next to
+    nothing.
+    """
     return StepRouting(
         meta=meta(names, decode),
         ids=ids.astype(np.int16),
@@ -58,14 +60,14 @@ def meta(names: tuple[str, ...], decode: bool = True) -> StepMeta:
 
 
 def begin(controller: Controller, names: tuple[str, ...] = ("a",)) -> Choices:
-    """A step begins: where its choices are to be written."""
+    """Begins a step, and returns the array for its choices."""
     choices = np.full((L, len(names), K), -1, np.int16)
     controller.on_step_begun(meta(names), choices)
     return choices
 
 
 def step(controller: Controller, ids: Ids, names: tuple[str, ...], step_s: float = 10.0) -> None:
-    """One step; when it has been learned from."""
+    """Runs one step, and waits until the controller has learned from it."""
     choices = begin(controller, names)
     for layer in range(L):
         choices[layer] = ids[layer]
@@ -76,7 +78,7 @@ def step(controller: Controller, ids: Ids, names: tuple[str, ...], step_s: float
 
 
 def started(**options: Any) -> Controller:
-    """A controller that is ready."""
+    """Builds a controller, and waits until it is ready."""
     kept = Kept(options.pop("state", None), KERNELS)
     controller = Controller(L, E, K, kept=kept, **options)
     assert controller.wait_idle(120)
@@ -91,7 +93,7 @@ def controller() -> Iterator[Controller]:
 
 
 class Oracle:
-    """Knows what a text of one step, said again and again, needs: its experts are certain, all others impossible."""
+    """Forecasts a text that repeats one step: its experts are certain, all others impossible."""
 
     def __init__(self, ids: Ids, trust: float = 1.0) -> None:
         probs = np.full((2, L, E), 0.01, np.float32)
@@ -101,7 +103,7 @@ class Oracle:
         self.trust, self.probs = trust, probs
 
     def tell(self, ids: Ids) -> None:
-        """This step needs these."""
+        """Sets the experts that it forecasts for this step."""
         self.probs = self.probs.copy()
         self.probs[0] = 0.01
         for layer in range(L):
@@ -183,7 +185,7 @@ def test_ranks_of_layers_that_ran_are_new_at_once_and_none_is_undefined_before_t
 def test_a_step_is_followed_by_the_thread_alone_that_runs_it(
     controller: Controller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another one, held up within it, would go on in the next step, of which it takes all layers for run."""
+    """A delayed second thread would enter the next step and treat all of its layers as run."""
     follow, followers = NextUsePredictor.update_ranks, list[threading.Thread]()
 
     def noted(predictor: NextUsePredictor, layers: int = 0) -> None:
@@ -296,7 +298,7 @@ def bring(residency: Residency, expert: ExpertId, source: Tier, target: Tier) ->
 
 
 def tiers(controller: Controller) -> tuple[Residency, Loader]:
-    """Everything in RAM, room for nine experts in VRAM; what the controller asks to have prefetched."""
+    """Builds tiers with all experts in RAM and room for nine in VRAM; the loader keeps the controller's prefetches."""
     ram = SlotPool(Tier.RAM, L, E, L * E, controller.policy)
     vram = SlotPool(Tier.VRAM, L, E, 9, controller.policy)
     residency, loader = Residency(ram, [vram]), Loader()
@@ -389,7 +391,7 @@ def test_what_was_learned_is_there_after_a_crash(tmp_path: Path, monkeypatch: py
     )[::-1]
     step(crashing, text(6, 1)[0], ("a",))
     wait_until(lambda: state.exists() and load_file(state)["written"][0] == 11)
-    again = started(state=state)  # nobody has closed the first one
+    again = started(state=state)  # the first one was not closed
     assert again.predictive.predictor.memory.filled == 11
     np.testing.assert_array_equal(again.predictive.blend.mix.loss, crashing.predictive.blend.mix.loss)
     np.testing.assert_array_equal(again.predictive.blend.etas, crashing.predictive.blend.etas)
@@ -398,7 +400,7 @@ def test_what_was_learned_is_there_after_a_crash(tmp_path: Path, monkeypatch: py
 
 
 class Meter:
-    """Processor time: a millisecond for a step with all looks, a tenth for one without."""
+    """Processor time: a millisecond for a step with all updates, a tenth for one without."""
 
     def __init__(self) -> None:
         self.spent_s, self.controller = 0.0, None
@@ -439,7 +441,7 @@ def test_looks_come_back_with_the_time_for_them(metered: Controller) -> None:
 
 
 def drive_with(oracle: Oracle, always: Ids, seed: int) -> tuple[Controller, FloatArray]:
-    """Steps that need `always`, hidden from the predictor by noise of other sequences' names; the ranks in the end."""
+    """Runs steps that need `always`, among noise of other sequences; returns the controller and its final ranks."""
     controller = started(forecaster=oracle)
     random = np.random.default_rng(seed)
     for _ in range(150):
@@ -467,7 +469,7 @@ def drive_with(oracle: Oracle, always: Ids, seed: int) -> tuple[Controller, Floa
 def test_a_forecaster_that_is_right_earns_its_weight_and_orders_what_is_to_come() -> None:
     always = text(10, 1)[0]
     controller, ranks = drive_with(Oracle(always), always, 11)
-    assert controller.predictive.blend.mix.eta(1) > 0.5  # when a quarter has run
+    assert controller.predictive.blend.mix.eta(1) > 0.5  # after a quarter of the layers
     for layer in range(1, L):
         best = set(np.argsort(-ranks[layer])[:K].tolist())
         assert best == set(always[layer].ravel().tolist())

@@ -1,4 +1,4 @@
-"""A gate's hint becomes a chance, what it has meant lately; and the compiled reading of it is the plain one."""
+"""A gate's hint becomes a calibrated probability, and the compiled version computes the same as the plain one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ L, E, K = 4, 16, 3
 
 
 def tiers(layers: int = L, devices: int = 1, slots: int = L * E) -> Residency:
-    """RAM, and devices, with so many slots each, all free."""
+    """Builds empty tiers: RAM, and devices with `slots` each."""
     policy = LRU(layers, E)
     pools = [SlotPool(tier, layers, E, slots, policy) for tier in (Tier.RAM, *[Tier.VRAM] * devices)]
     return Residency(pools[0], pools[1:])
@@ -38,19 +38,19 @@ def softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def plain_likely(probs: np.ndarray) -> list[int]:
-    """The union of each token's k most probable; the most probable first, of equals the lowest number."""
+    """Returns the union of each token's k most probable experts, in order of probability, then of number."""
     union = {int(expert) for row in probs for expert in np.argsort(-row, kind="stable")[:K]}
     return sorted(union, key=lambda expert: (-probs[:, expert].max(), expert))
 
 
 def plain_chances(probs: np.ndarray, calibration: Calibration) -> np.ndarray:
-    """P(some token needs each expert), [E]."""
+    """Computes each expert's probability [E] that some token needs it."""
     least = np.sort(probs, axis=1)[:, -K, None]
     return 1 - np.prod(1 - calibration(np.log((probs + TINY) / (least + TINY))), axis=0, dtype=np.float32)
 
 
 def drawn(random: np.random.Generator, tokens: int, width: int = E) -> np.ndarray:
-    """A hint, in which some probabilities are equal, and some nearly nothing."""
+    """Draws a hint in which some probabilities are equal and some almost 0."""
     logits = random.normal(0, 2, (tokens, width)).round(1)
     logits[random.random(logits.shape) < 0.05] = -40
     return softmax(logits)
@@ -69,7 +69,7 @@ def test_a_hint_is_read_as_a_plain_statement_reads_it(tokens: int, devices: int)
         ahead, probs = GateLookAhead(residency, K), drawn(random, tokens)
         ahead.calibration.learn(random.uniform(-4, 3, 300), random.random(300) < 0.6)
         ahead.likely_experts(1, probs)
-        ahead.learn(1, random.integers(0, E, (tokens, K)))  # brings what was learned to the compiled side
+        ahead.learn(1, random.integers(0, E, (tokens, K)))  # passes the calibration on to the compiled side
         likely = plain_likely(probs)
         heard = ahead.likely_experts(1, probs)
         if set(likely) <= set(on_top):
@@ -138,7 +138,7 @@ def test_hints_that_turn_bad_are_doubted_within_a_few_steps_and_believed_again()
         for _ in range(steps):
             chosen = [random.permutation(E)[:K] for _ in range(L)]
             for layer in range(L):
-                if layer + 1 < L:  # a hint is heard before the layer that it comes from is told of
+                if layer + 1 < L:  # the hint is used before its layer is reported
                     logits = random.normal(0, 0.5, (1, E))
                     logits[0, chosen[layer + 1]] += truth
                     ahead.likely_experts(layer + 1, softmax(logits))

@@ -1,4 +1,4 @@
-"""The predictor recalls what followed, learns whom to believe, stays bounded and survives restarts."""
+"""The predictor recalls past successors, learns weights for its experts, stays bounded and survives restarts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Ids = npt.NDArray[np.int64]
 
 
 def text(seed: int, n: int) -> Ids:
-    """Routes of n tokens [n, L, K]."""
+    """Draws routes of n tokens [n, L, K]."""
     return np.argsort(np.random.default_rng(seed).random((n, L, E)), axis=2)[:, :, :K]
 
 
@@ -34,7 +34,7 @@ def words_of(token: Ids) -> npt.NDArray[np.uint64]:
 
 
 def drive(predictor: NextUsePredictor, ids: Ids, names: tuple[str, ...] = ("a",)) -> None:
-    """Whole steps, [n, L, S, K] or, of one sequence, [n, L, K]."""
+    """Runs whole steps, [n, L, S, K] or, for one sequence, [n, L, K]."""
     for token in ids.reshape(len(ids), L, len(names), K):
         choices = begin(predictor, names)
         for layer, rows in enumerate(token):
@@ -46,7 +46,7 @@ def drive(predictor: NextUsePredictor, ids: Ids, names: tuple[str, ...] = ("a",)
 
 
 def begin(predictor: NextUsePredictor, names: tuple[str, ...] = ("a",)) -> npt.NDArray[np.int16]:
-    """A step begins; where its choices go."""
+    """Begins a step, and returns the array for its choices."""
     choices = np.full((L, len(names), K), -1, np.int16)
     assert predictor.begin(names, choices, np.arange(len(names)))
     return choices
@@ -105,7 +105,7 @@ def test_what_follows_is_recalled_also_from_the_middle_of_a_token() -> None:
     ids = text(12, 40)
     predictor = NextUsePredictor(L, E, K)
     drive(predictor, np.concatenate([ids, ids]))
-    choices = begin(predictor, ("new",))  # nothing is known of what came before
+    choices = begin(predictor, ("new",))  # a sequence without a past
     for layer in range(2):
         choices[layer] = ids[20, layer]
         predictor.update_ranks()

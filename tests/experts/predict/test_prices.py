@@ -1,4 +1,4 @@
-"""What a load was measured to take makes the density of an expert's worth, in each tier and device."""
+"""Measured load times turn utilities into densities, in each tier and device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Costs = tuple[float, float]
 
 
 class Measured:
-    """What was measured of RAM's disk, and of each device's link."""
+    """Measured costs of RAM's disk, and of each device's link."""
 
     def __init__(self, disk: Costs, *links: Costs) -> None:
         self._costs = {Tier.RAM: [disk], Tier.VRAM: list(links)}
@@ -30,7 +30,7 @@ class Measured:
 
 
 def moves(geometry: ExpertGeometry, measured: Measured, devices: int, held_in_ram: int) -> list[Move]:
-    """A plan where all experts are worth the same, so many of each layer are in RAM, and devices are empty."""
+    """Plans moves with equal utilities, `held_in_ram` experts of each layer in RAM, and empty devices."""
     policy = LRU(L, E)
     whole = SlabLayout.within(SlabLayout.whole_bytes(geometry), geometry)
     assert whole is not None

@@ -1,4 +1,4 @@
-"""What prompts chose is remembered like what was decoded, and what follows a prompt is foreseen from its end."""
+"""Experts of prompts are remembered like decoded ones, and a prompt's end forecasts its continuation."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _compiled() -> None:
 
 
 def text(seed: int, n: int) -> Ids:
-    """Routes of n tokens [L, n, K]."""
+    """Draws routes of n tokens [L, n, K]."""
     return np.argsort(np.random.default_rng(seed).random((L, n, E)), axis=2)[:, :, :K].astype(np.int16)
 
 
@@ -63,7 +63,7 @@ def test_a_prompt_is_remembered_as_if_it_had_been_decoded() -> None:
     decode(decoded, ids, "a")
     for name in ("chosen", "soon", "before", "after"):
         assert np.array_equal(getattr(told.memory, name), getattr(decoded.memory, name)), name
-    assert told.history.visits.tolist() == [14.0] * L  # averages are of what decoded
+    assert told.history.visits.tolist() == [14.0] * L  # averages count decoded tokens only
 
 
 def test_what_a_prompt_said_is_foreseen_when_it_is_said_again() -> None:
@@ -88,7 +88,7 @@ def test_a_sequence_that_is_computed_anew_goes_on_from_its_prompt() -> None:
     ids, predictor = text(6, 60), NextUsePredictor(L, E, K)
     decode(predictor, ids, "before")
     decode(predictor, text(7, 5), "a")
-    add_prompt(predictor, ids[:, :30], "a")  # another text, in the place of what it had said
+    add_prompt(predictor, ids[:, :30], "a")  # another text, in place of its former one
     begin(predictor, "a")
     predictor.work()
     assert likeliest(predictor) == chosen(ids, 30)
@@ -107,7 +107,7 @@ def test_prompts_beside_decoding_sequences_are_told_apart() -> None:
     add_prompt(alone, ids, "theirs")
     theirs = np.flatnonzero(np.isin(memory.chosen[0, 0, :50], alone.memory.chosen[0, 0, :40]))
     assert np.array_equal(memory.soon[theirs], alone.memory.soon[:40])
-    assert policy.predictor.history.visits.tolist() == [14.0] * L  # averages are of what decoded
+    assert policy.predictor.history.visits.tolist() == [14.0] * L  # averages count decoded tokens only
 
 
 def test_one_prompt_does_not_push_out_all_that_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:

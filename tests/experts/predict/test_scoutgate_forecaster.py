@@ -69,7 +69,7 @@ def routing(of: StepMeta, ids: np.ndarray, step_s: float = 0.01, stall_s: float 
 
 
 def forecaster(clock: Callable[[], float] = lambda: 0.0, state_file: Path | None = None) -> ScoutGateForecaster:
-    """One whose thread takes no time by its clock."""
+    """Builds a forecaster whose thread takes no time by its clock."""
     return ScoutGateForecaster(SERVED, "tokenizer", embedding(), clock, state_file)
 
 
@@ -93,7 +93,7 @@ def test_the_forecast_is_the_networks_for_the_last_tokens_of_each_sequence(scout
     rng = np.random.default_rng(0)
     prompts, ids = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3], [2, 7]], rng.integers(0, E, (L, 12, K))
     run(scoutgate, meta(("a", "b"), prompts, [0, 0], [False, False]), ids)
-    assert scoutgate.forecast is None  # nothing decodes yet
+    assert scoutgate.forecast is None  # no sequence decodes yet
     run(scoutgate, meta(("a", "b"), [[8], [1]], [10, 2], [True, True]))
     assert scoutgate._tables is not None
     gate, each = scoutgate._tables.export.gate, []
@@ -110,7 +110,7 @@ def test_the_forecast_is_the_networks_for_the_last_tokens_of_each_sequence(scout
 
 def test_a_sequence_that_begins_again_forgets_what_went_before(scoutgate: ScoutGateForecaster) -> None:
     run(scoutgate, meta(("a",), [[3, 1, 4]], [0], [False]))
-    run(scoutgate, meta(("a",), [[5]], [40], [True]))  # a replay: not the position that comes next
+    run(scoutgate, meta(("a",), [[5]], [40], [True]))  # a replay: not the next position
     fresh = scoutgate.forecast
     run(scoutgate, meta(("b",), [[5]], [40], [True]))
     assert fresh is not None
@@ -136,7 +136,7 @@ def test_live_figures_tell_recall_and_trust(scoutgate: ScoutGateForecaster) -> N
 
 
 def disappoint(scoutgate: ScoutGateForecaster) -> None:
-    """The least likely experts are what is needed."""
+    """Feeds steps that need the least likely experts."""
     for position in range(100):
         step = meta(("a",), [[position % V]], [position], [True])
         scoutgate.on_step_begun(step)
@@ -182,7 +182,7 @@ def test_what_it_remembers_is_bounded(scoutgate: ScoutGateForecaster, monkeypatc
     for number in range(20):
         run(scoutgate, meta((f"r{number}",), [[1]], [0], [True]), np.zeros((L, 1, K), int))
     assert len(scoutgate._tracks) == 5
-    assert list(scoutgate._ahead) == ["r19"]  # of the last step alone: each entry holds what its whole batch was told
+    assert list(scoutgate._ahead) == ["r19"]  # of the last step alone: each entry holds its whole batch
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The source's rules whole: what is fused, what is admitted and what goes for it, what the floor keeps."""
+"""All rules of the source: fusion, admission, eviction, and the experts kept by the floor."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from edgemoe.types.step import StepMeta, StepRouting
 
 L, E, K = 3, 12, 2
 SIZES = ExpertGeometry(L, E, K, hidden=16, width=16, dtype="float32")
-ALWAYS = np.array([[0, 1], [2, 3], [4, 5]])  # [L, K] what each step needs
+ALWAYS = np.array([[0, 1], [2, 3], [4, 5]])  # [L, K] experts that each step needs
 
 
 class Loader:
@@ -36,7 +36,7 @@ class Loader:
 
 
 class Knowing:
-    """Forecasts what `ALWAYS` is, at both horizons."""
+    """Forecasts `ALWAYS` at both horizons."""
 
     trust = 1.0
 
@@ -65,7 +65,7 @@ def routing(decode: bool = True) -> StepRouting:
 
 
 def residency_of(vram_slots: int) -> Residency:
-    """All experts are in RAM, none in VRAM."""
+    """Builds a residency with all experts in RAM and none in VRAM."""
     policy = EWMA(L, E, K)
     residency = Residency(SlotPool(Tier.RAM, L, E, L * E, policy), [SlotPool(Tier.VRAM, L, E, vram_slots, policy)])
     for expert in (ExpertId(*divmod(key, E)) for key in range(L * E)):
@@ -117,7 +117,7 @@ def test_what_is_worth_its_price_is_asked_for_and_takes_the_place_of_what_is_not
     assert {move.expert for move in loader.moves} == wanted
     worth = rules.rank(L - 1)
     (line,) = {move.score for move in loader.moves}
-    admitted = line * 1.2 / 0.8  # from (1 + h) of the price on; what is below (1 - h) of it goes
+    admitted = line * 1.2 / 0.8  # admitted from (1 + h) times the price, evicted below (1 - h) times
     assert 0 < admitted <= min(worth[expert] for expert in wanted)
     assert admitted > max(worth[layer, e] for layer in range(L) for e in range(E) if (layer, e) not in wanted)
     for expert in wanted:
@@ -146,6 +146,6 @@ def test_where_a_tier_does_not_hold_one_tokens_experts_the_densest_stay(caplog: 
         seldom = np.stack([2 + (np.arange(K) + number + 3 * layer) % (E - 2) for layer in range(L)])
         step(rules, seldom if number % 4 == 0 else often)
     pinned = np.argwhere(np.isinf(rules.rank(0)))
-    assert len(pinned) == 3  # one slot is left for those that stream
+    assert len(pinned) == 3  # one slot is left for streamed experts
     assert set(pinned[:, 1].tolist()) <= {0, 1}
     assert sum("one token's experts" in record.getMessage() for record in caplog.records) == 1

@@ -1,4 +1,4 @@
-"""What may be dropped from a tier, and what may not."""
+"""Experts that a tier may evict, and experts that it must keep."""
 
 from __future__ import annotations
 

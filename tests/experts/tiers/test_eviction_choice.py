@@ -1,4 +1,4 @@
-"""The compiled choice of whom to evict does what a plain statement of the rule says, whatever the state is."""
+"""The compiled choice of victims equals a plain statement of the rule, in random states."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Ranks:
 
 
 class Model:
-    """The rule, stated plainly: who may go from a pool, and what keeping each is worth."""
+    """The rule, stated plainly: the experts that a pool may evict, and the utility of keeping each."""
 
     def __init__(self, residency: Residency) -> None:
         self.residency = residency
@@ -60,7 +60,7 @@ class Model:
         self.homes = now
 
     def copy_of(self, key: int) -> SlotPool | None:
-        """The device whose copy goes with the expert's place in RAM."""
+        """Returns the device whose copy is evicted with the expert's slot in RAM."""
         residency = self.residency
         if not residency.devices or not residency.containment:
             return None
@@ -90,9 +90,9 @@ class Model:
         return value
 
     def order(self, pool: SlotPool, layer: int, ranks: FloatArray) -> list[tuple[float, int]]:
-        """Those that may go for the layer's with their utilities, the first to go first.
+        """Returns (utility, expert) of all that may be evicted for the layer, in order of eviction.
 
-        They are of the layer's size. Of equals the one in the lower slot goes first.
+        All have the layer's size. Of equals the one in the lower slot goes first.
         """
         mine = pool.layer_class == pool.layer_class[layer]
         keys = [key for key in np.flatnonzero(pool.where >= 0).tolist() if mine[key // E] and self.may_evict(pool, key)]
@@ -101,7 +101,7 @@ class Model:
 
 
 class Bed:
-    """A residency at some random moment, and the model that was told the same."""
+    """A residency in a random state, and the model after the same operations."""
 
     def __init__(self, seed: int) -> None:
         self.rng = rng = np.random.default_rng(seed)
@@ -167,7 +167,7 @@ class Bed:
             self.residency.unpin(load.source)
 
     def move(self, pool: SlotPool) -> None:
-        """Moves an extent from one class to another, unless something in it has to stay."""
+        """Moves an extent from one class to another, unless an expert in it must stay."""
         number, size_class = int(self.rng.integers(len(pool.extents))), int(self.rng.integers(len(pool.classes)))
         first, count = pool.extent(number, int(pool.extents[number]))
         inside = [key for key in pool.owner[first : first + count].tolist() if key >= 0]
@@ -180,7 +180,7 @@ class Bed:
         self.residency.check_integrity()
 
     def use(self, layer: int) -> None:
-        """Uses what is there of a layer, for decode or prefill; now and then the pins stay."""
+        """Uses some loaded experts of a layer, for decode or prefill; one time in ten they stay pinned."""
         for device, pool in enumerate(self.residency.tops):
             there = np.flatnonzero(pool.where[layer] >= 0)[:3]
             if len(there):

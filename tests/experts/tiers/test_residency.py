@@ -1,4 +1,4 @@
-"""Residency keeps count: capacity, containment, pins, and who goes first."""
+"""Residency keeps count of capacity, containment, pins, and the order of eviction."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Ranks:
 
 
 class Desk:
-    """A residency driven by hand: loads end when told."""
+    """A residency driven by hand; the test ends its loads."""
 
     def __init__(self, ram: int, *devices: int, policy: CachePolicy | None = None, containment: bool = True) -> None:
         self.policy = policy or LRU(L, E)
@@ -65,7 +65,7 @@ class Desk:
                 self.residency.unpin(load.source)
 
     def use(self, layer: int, *experts: int, prefill_only: bool = False) -> None:
-        """A whole layer-step that has room for its experts."""
+        """Runs a whole layer-step, with room for its experts."""
         self.residency.begin_layer(layer, np.array(() if prefill_only else experts, np.int64))
         claim = self.acquire(layer, *experts, prefill_only=prefill_only)
         assert (claim.slots >= 0).all()
@@ -122,7 +122,7 @@ def test_prefill_leaves_what_decode_uses() -> None:
 
 def test_what_prefill_left_is_reused_in_the_next_round() -> None:
     desk = Desk(L * 2)
-    for layer in range(L):  # three slots a layer would be needed, two are there
+    for layer in range(L):  # three slots a layer would be needed, two exist
         for expert in range(3):
             desk.use(layer, expert, prefill_only=True)
     assert {layer for layer, _ in desk.on_top()} >= {0, 1}, "what the next round needs first is kept"
@@ -203,7 +203,7 @@ def test_prefetches_that_are_demanded_on_their_way_are_counted_and_those_given_u
     promoted, withdrawn = loads
     assert promoted is not None
     assert withdrawn is not None
-    for _ in range(2):  # by us and by a peer
+    for _ in range(2):  # pinned by us and by a peer
         desk.acquire(0, 0)
     assert desk.residency.withdraw_load(withdrawn)
     assert not desk.residency.withdraw_load(promoted)
@@ -212,7 +212,7 @@ def test_prefetches_that_are_demanded_on_their_way_are_counted_and_those_given_u
 
 
 def with_a_prefetched_expert(policy: Ranks) -> Desk:
-    """One of two slots has expert 2 of layer 1, prefetched with a utility of 4; the other what is worth 1."""
+    """Fills two slots: expert 2 of layer 1, prefetched with a utility of 4, and an expert with a utility of 1."""
     desk = Desk(2, policy=policy)
     desk.use(0, 0, 1)
     load = desk.residency.reserve(prefetch_request(1, 2, score=4.0), PrefetchPriority.NEAR)
@@ -426,7 +426,7 @@ def bits(*experts: tuple[int, int]) -> BoolArray:
 
 
 def read(desk: Desk, priority: PrefetchPriority, score: float, *experts: tuple[int, int]) -> None:
-    """Reads them into RAM, as far as there is a place worth less."""
+    """Reads the experts into RAM, if a slot has one worth less."""
     for layer, expert in experts:
         load = desk.residency.reserve(prefetch_request(layer, expert, score), priority)
         desk.start([load] if load is not None else [])
@@ -434,7 +434,7 @@ def read(desk: Desk, priority: PrefetchPriority, score: float, *experts: tuple[i
 
 
 def test_a_former_home_is_the_last_to_go_until_it_is_forgotten() -> None:
-    """Another box, whose home it is now, may not have it yet."""
+    """Its new home, another box, may not have it yet."""
     desk = Desk(8)
     residency = desk.residency
     residency.homes.set_homes(bits((0, 0), (0, 1)))

@@ -1,4 +1,4 @@
-"""Prefetches are begun where what they may save is more than what they may cost: a piece's delay."""
+"""A prefetch begins if its expected saving exceeds its expected cost, the delay of one piece."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def gap(clock: Clock) -> IdleWindow:
-    """Of two layers that compute for 4 and 8 ms, after waiting for 20 ms each; layer 0 computes since just now."""
+    """The windows of two layers that compute for 4 and 8 ms, after waiting for 20 ms each; layer 0 has just begun."""
     it = IdleWindow(2, clock)
     for layer in [0, 1] * 30:
         it.demand(layer)
@@ -92,7 +92,7 @@ def test_a_pause_between_steps_does_not_count_for_long(gap: IdleWindow, clock: C
 
 @pytest.fixture
 def reads(clock: Clock) -> ReadGap:
-    """Of a disk that is read for 20 ms every 30 ms, and has just been."""
+    """The windows of a disk that is read for 20 ms every 30 ms, and has just been read."""
     it = ReadGap(clock)
     for _ in range(30):
         it.demand()

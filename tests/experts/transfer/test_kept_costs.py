@@ -1,4 +1,4 @@
-"""What transfers were measured to take is known again after a restart, and whatever is in the file is survived."""
+"""Measured transfer costs survive a restart, and a damaged file does no harm."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_link_goes_on_from_what_it_was_measured_to_cost(tmp_path: Path) -> Non
     assert again.cost() == pytest.approx((FIXED_S, PER_BYTE_S), rel=1e-6)
     assert again.bytes_per_s == again.unhindered_bytes_per_s > 0
     assert other.bytes_per_s == 0, "it was never measured"
-    for _ in range(4 * int(KEPT)):  # on another machine, say
+    for _ in range(4 * int(KEPT)):  # on another machine, for example
         again.observe(SIZES[0], 10 * SIZES[0] * PER_BYTE_S)
     assert again.bytes_per_s < 0.2 / PER_BYTE_S
 

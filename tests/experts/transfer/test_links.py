@@ -1,4 +1,4 @@
-"""An emulated link takes the time that it should, and every link knows what it costs."""
+"""An emulated link takes the stated time, and every link knows its costs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STRIDE = 4096
 
 
 class Clock:
-    """Time that passes only when somebody sleeps."""
+    """A clock that advances only while a thread sleeps."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -33,7 +33,7 @@ class Clock:
         self.now += seconds
 
     def wait(self, changed: threading.Condition, seconds: float | None) -> None:
-        """Lets a link sleep: for so long, or until it is notified."""
+        """Lets a link sleep for `seconds`, or until it is notified."""
         if seconds is None:
             changed.wait(10)
         else:
@@ -41,7 +41,7 @@ class Clock:
 
 
 class StandingClock(Clock):
-    """Time that passes only when the test says so; what sleeps then looks again."""
+    """A clock that the test advances; sleeping threads then wake up."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class StandingClock(Clock):
         changed.wait(10)
 
     def nap_s(self) -> float:
-        """Returns how long the link wants to sleep."""
+        """Returns the time for which the link wants to sleep."""
         return self._naps.get(timeout=10)
 
     def go_on(self, seconds: float) -> None:
@@ -64,7 +64,7 @@ class StandingClock(Clock):
 
 
 class Listener:
-    """Notes how copies end; `gate` holds the link up after each one."""
+    """Records the ends of copies; `gate` stops the link after each one."""
 
     def __init__(self) -> None:
         self.order: list[int] = []
@@ -166,7 +166,7 @@ def standing() -> StandingClock:
 
 
 def link_of_pieces(clock: StandingClock, listener: Listener) -> EmulatedLink:
-    """An emulated link of 1 MB/s that moves experts in ten pieces, whatever it really copies."""
+    """Builds an emulated link of 1 MB/s that moves experts in ten pieces, independent of their real bytes."""
     source = HostSlab(SlabLayout.even(8, STRIDE))
     source.slots()[:] = np.arange(8)[:, None]
     link = EmulatedLink(

@@ -1,4 +1,4 @@
-"""The loader serves demands first, prefetches in idle time, and tells whoever waits when a read fails."""
+"""The loader serves demands first and prefetches in idle time; a failed read reaches all that wait for it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from edgemoe.types.experts import ExpertId, Move, Tier
 
 @contextlib.asynccontextmanager
 async def moving(tiers: ExpertTiers) -> AsyncIterator[ExpertTiers]:
-    """The tiers' loader on this loop."""
+    """Runs the tiers' loader on this event loop."""
     task = asyncio.create_task(tiers.loader.run())
     await settled()
     try:
@@ -34,7 +34,7 @@ async def moving(tiers: ExpertTiers) -> AsyncIterator[ExpertTiers]:
 
 
 async def settled() -> None:
-    """Lets everything happen that can happen without a gate being opened."""
+    """Waits until nothing more happens without a gate being opened."""
     for _ in range(50):
         await asyncio.sleep(0)
 
@@ -231,7 +231,7 @@ async def test_a_prefetch_to_the_device_ends_when_its_layer_has_run_without_it(s
 
 
 async def in_ram(tiers: ExpertTiers, *experts: int) -> None:
-    """Has experts of layer 1 read."""
+    """Has experts of layer 1 read into RAM."""
     tiers.loader.prefetch(stage(1, *experts))
     await until(lambda: (tiers.residency.tiers_of(1, np.array(experts)) == Tier.RAM).all())
 
@@ -241,7 +241,7 @@ def raised(*experts: int, chance: float = 0.9) -> list[Move]:
 
 
 def coming(tiers: ExpertTiers) -> set[int]:
-    """The experts that are on their way to the device."""
+    """Returns the experts that are on their way to the device."""
     return {load.expert for load in tiers.residency.devices[0].loads.values()}
 
 
@@ -303,7 +303,7 @@ async def test_a_failed_copy_is_told_and_keeps_nothing_pinned(store: FileStore) 
         tiers.loader.prefetch(stage(0, 1, 2))
         await until(lambda: tiers.residency.tiers_of(0, np.array([2])) == Tier.RAM)
         tiers.loader.links[0].close()
-        claim, arrivals = demand(tiers, 0, 1, 2, 3)  # of which one has to be read first
+        claim, arrivals = demand(tiers, 0, 1, 2, 3)  # one of them has to be read first
         await until(lambda: arrivals.qsize() == 3)
         errors = [arrivals.get_nowait().error for _ in range(3)]
         assert all(isinstance(error, MissingExpert) and "closed" in str(error) for error in errors)
@@ -350,7 +350,7 @@ async def test_stopping_fails_what_is_queued_and_what_is_being_read(store: FileS
 
 
 async def test_reads_that_are_queued_while_the_loader_ends_fail_once(store: FileStore) -> None:
-    """It ends on another thread; here as soon as a thread that queues them lets go of its lock."""
+    """The loader ends on another thread, here as soon as a thread that queues reads releases its lock."""
     tiers = small_tiers(store, 4)
     loader = tiers.loader
 

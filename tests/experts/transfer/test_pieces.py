@@ -1,4 +1,4 @@
-"""A demand waits for one piece of a prefetch at most, and what has arrived of the prefetch stays."""
+"""A demand waits for one piece of a prefetch at most, and the prefetch keeps its pieces so far."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from edgemoe.experts.transfer.links import PIECE_BYTES, PieceSchedule, pieces_of
 
 
 class Load:
-    """Stands for a transfer."""
+    """A named transfer."""
 
     def __init__(self, name: str, *, demand: bool, near: bool = False) -> None:
         self.name, self.demand, self.near = name, demand, near
@@ -25,12 +25,12 @@ class Load:
 
 @pytest.fixture
 def schedule() -> PieceSchedule[Load]:
-    """Of experts of ten pieces, one second each."""
+    """The schedule of experts of ten pieces, one second each."""
     return PieceSchedule(10, 1.0)
 
 
 def ends(schedule: PieceSchedule[Load], by_s: float = 1000.0) -> list[tuple[str, float]]:
-    """Returns what ends, and when."""
+    """Returns the transfers that end by `by_s`, and their times."""
     told = []
     while schedule.end_s <= by_s:
         end_s = schedule.end_s

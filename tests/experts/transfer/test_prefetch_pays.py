@@ -1,8 +1,8 @@
-"""Prefetch is never worse than without, at any speed of the link: in simulated time, with the engine's own rule.
+"""Prefetch is never worse than no prefetch, at any speed of the link: in simulated time, with the engine's own rule.
 
-Layers compute, then demand some experts that have to come over the link. A forecast names experts for the next layer,
-each with its true probability. Nothing stays on the device from one layer to the next, so that a wrong prefetch gains
-nothing ever, and both runs need the same experts.
+Layers compute, then demand some experts over the link. A forecast names experts for the next layer with their true
+probabilities. No expert stays on the device for a later layer, so a wrong prefetch never gains anything. Both runs need
+the same experts.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Foreseen(NamedTuple):
 
 
 class LayerRun(NamedTuple):
-    """What a layer needs beyond what is foreseen, what was foreseen of it, and how long it computes."""
+    """A layer's needs beyond its forecast, its forecast, and the time that it computes."""
 
     others: int
     foreseen: list[Foreseen]
@@ -71,7 +71,7 @@ class Box:
                 self._take_ended()
             stalls.append(self.now_s - began_s)
             self.window.begin(layer)
-            for load in self.link.loads:  # wished for this layer, which has run without it
+            for load in self.link.loads:  # prefetched for this layer, which has run without it
                 self.link.drop(load, self.now_s)
             coming = self._compute(run, layers[i + 1] if prefetch and i + 1 < len(layers) else None)
         return stalls
@@ -80,7 +80,7 @@ class Box:
         return self.link.pop_ended(self.now_s)
 
     def _compute(self, run: LayerRun, following: LayerRun | None) -> dict[int, Load]:
-        """Lets the layer compute, and the link serve what is foreseen of the following one."""
+        """Lets the layer compute while the link prefetches the next layer's forecast."""
         end_s, coming = self.now_s + run.compute_s, {}
         if following is not None:
             order = sorted(range(len(following.foreseen)), key=lambda j: -following.foreseen[j].chance)

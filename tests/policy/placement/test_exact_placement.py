@@ -13,7 +13,10 @@ from edgemoe.policy.placement.route_score import remote_calls
 
 
 def least_calls(problem: PlacementProblem) -> float:
-    """By linear programming: homes [N * M] in 0 to 1, every expert at least once, no node more than its room."""
+    """Computes the least remote calls by linear programming.
+
+    Homes [N * M] are in 0 to 1; every expert has at least one, and no node exceeds its room.
+    """
     nodes = len(problem.slots)
     experts = problem.activations[0].size
     covered = -hstack([eye_array(experts)] * nodes)
@@ -28,7 +31,9 @@ def least_calls(problem: PlacementProblem) -> float:
 def test_exact_makes_as_few_remote_calls_as_the_linear_programme(seed: int) -> None:
     rng = np.random.default_rng(seed)
     nodes, layers, experts = int(rng.integers(2, 9)), int(rng.integers(1, 6)), int(rng.integers(4, 30))
-    liking = rng.exponential(size=(1 if seed % 2 else nodes, layers, experts)) ** 3  # odd: all like the same
+    liking = (
+        rng.exponential(size=(1 if seed % 2 else nodes, layers, experts)) ** 3
+    )  # odd numbers: all nodes choose the same experts
     activations = np.round(100 * liking * rng.uniform(0.8, 1.2, (nodes, layers, experts)))
     share = rng.dirichlet(np.ones(nodes)) * rng.uniform(1.0, 1.8)
     slots = tuple((int(np.ceil(each * layers * experts)),) for each in share)

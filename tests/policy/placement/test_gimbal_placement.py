@@ -1,4 +1,4 @@
-"""Experts on nodes by what follows what: what an exchange may not change, and what it is for."""
+"""Experts on nodes by their successions: the invariants of an exchange, and its gain."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from edgemoe.policy.placement.rendezvous import RendezvousCosts
 
 @st.composite
 def clusters(draw: st.DrawFn) -> tuple[PlacementProblem, Values]:
-    """Small clusters with room for replicas, or too little for all, and successions of any kind."""
+    """Draws small clusters with room for replicas, or too little for all experts, and any successions."""
     nodes, layers, experts = draw(st.integers(1, 4)), draw(st.integers(1, 4)), draw(st.integers(2, 7))
     most = 2 * layers * experts // nodes + 2
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
@@ -48,7 +48,7 @@ def test_a_refined_plan_costs_no_more_and_leaves_nodes_and_experts_their_numbers
 @settings(max_examples=examples(20), deadline=None)
 @given(cluster=clusters(), price=st.floats(0.0, 3.0))
 def test_no_exchange_is_left_that_pays(cluster: tuple[PlacementProblem, Values], price: float) -> None:
-    """Against a plain count of every exchange's cost."""
+    """The same as a plain count of every exchange's cost."""
     problem, passed = cluster
     start = prism(problem)
     after = exchanged(start, problem.activations, price * passed)
@@ -69,7 +69,7 @@ def test_no_exchange_is_left_that_pays(cluster: tuple[PlacementProblem, Values],
 
 
 def test_experts_that_follow_each_other_come_to_lie_together() -> None:
-    """Both nodes ask for all equally often, so that only successions tell where experts belong."""
+    """Both nodes choose all experts equally often, so that successions alone decide."""
     activations, passed = np.ones((2, 3, 4)), np.zeros((2, 4, 4))
     for at, (e, f) in enumerate([(0, 2), (1, 3), (2, 0), (3, 1)]):
         passed[0, e, f] = passed[1, f, e] = 10 + at
@@ -86,13 +86,13 @@ def test_a_cut_is_what_no_node_has_together() -> None:
     homes = np.asarray(home == np.arange(2)[:, None, None])
     plan = Placement(homes, np.where(homes, 0, -1).astype(np.int8), np.zeros_like(homes))
     assert cut_between(plan, passed) == 2 + 3 + 4 + 6 + 7
-    homes[1, 1, 0] = True  # a replica beside those that go before it
+    homes[1, 1, 0] = True  # a replica beside its predecessors
     assert cut_between(plan, passed) == 2 + 4 + 7
 
 
 @pytest.mark.parametrize("sizes", [[10, 25, 10, 25], [10, 10, 25, 25]])
 def test_successions_between_layers_of_two_sizes_are_passed_over(sizes: list[int]) -> None:
-    """Each size is placed by itself; layers count as following each other only where they do."""
+    """Each size is placed by itself; layers count as consecutive only if they are."""
     rng = np.random.default_rng(5)
     activations = rng.random((2, 4, 6))
     passed = np.zeros((3, 6, 6))

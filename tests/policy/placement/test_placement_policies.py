@@ -1,4 +1,4 @@
-"""Every placement policy keeps every expert, within memory, or says what is missing."""
+"""Every placement policy keeps every expert within memory, or names the memory that is missing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Policy = Callable[[PlacementProblem], Placement]
 
 
 def drawn(problem: PlacementProblem, tokens: int = 12) -> list[Routes]:
-    """Tokens of each node that choose as its activations says."""
+    """Draws tokens of each node by its activations."""
     rng = np.random.default_rng(1)
     nodes, layers, experts = problem.activations.shape
     scores = np.log(problem.activations[:, None] + 0.1) + rng.gumbel(size=(nodes, tokens, layers, experts))
@@ -36,7 +36,7 @@ def drawn(problem: PlacementProblem, tokens: int = 12) -> list[Routes]:
 
 
 def passed_of(problem: PlacementProblem) -> Values:
-    """Successions of any kind, [L - 1, E, E]."""
+    """Draws random successions of experts, [L - 1, E, E]."""
     _, layers, experts = problem.activations.shape
     return np.random.default_rng(2).integers(0, 50, (layers - 1, experts, experts)).astype(np.float64)
 
@@ -61,14 +61,14 @@ POLICIES: dict[str, Policy] = {
 
 @st.composite
 def problems(draw: st.DrawFn) -> PlacementProblem:
-    """Small clusters, of which about a third have too little memory."""
+    """Draws small clusters, about a third of them with too little memory."""
     nodes, layers, experts = draw(st.integers(1, 4)), draw(st.integers(1, 3)), draw(st.integers(2, 8))
     most = 2 * layers * experts // nodes + 2
     devices = st.lists(st.integers(0, most), min_size=1, max_size=2).map(tuple)
     slots = tuple(draw(devices) for _ in range(nodes))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     activations = rng.integers(0, draw(st.sampled_from([2, 1000])), (nodes, layers, experts)).astype(np.float64)
-    activations[draw(st.integers(0, nodes - 1)), draw(st.integers(0, layers - 1))] = 0  # nothing known there
+    activations[draw(st.integers(0, nodes - 1)), draw(st.integers(0, layers - 1))] = 0  # no activations known there
     on_disk = rng.random(activations.shape) < draw(st.sampled_from([0.6, 1.0]))
     on_disk[0] |= ~on_disk.any(axis=0)
     return PlacementProblem(slots, activations, 10, on_disk, from_disk=draw(st.booleans()))
@@ -181,7 +181,7 @@ def test_no_policy_gives_a_home_to_an_expert_that_a_layer_has_not_got(room: int)
     exists = np.arange(8) < np.array([8, 4, 8, 2])[:, None]
     activations = np.random.default_rng(1).random((3, 4, 8)) * exists
     problem = PlacementProblem(((room,),) * 3, activations, TOP_K, exists=exists)
-    pairs = np.array([[0, 1, 7, 50], [1, 2, 3, 50], [1, 3, 6, 50], [3, 4, 5, 50]])  # as boxes may say
+    pairs = np.array([[0, 1, 7, 50], [1, 2, 3, 50], [1, 3, 6, 50], [3, 4, 5, 50]])  # as boxes may report them
     routes = routes_for(problem, [pairs] * 3, TOP_K, np.random.default_rng(0))
     wishes = PlacementOptions(routes, RendezvousCosts(), 2)
     for policy, function in POLICIES_BY_NAME.items():

@@ -1,4 +1,4 @@
-"""The placement for few rendezvous: against the optimum where that can be had, on requests not seen, from pairs."""
+"""The placement for few rendezvous: against the optimum of small problems, on unseen requests, and from pairs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tools.research.placement.rendezvous_bound import least_rendezvous, most_who
 
 
 def tokens_of(rng: np.random.Generator, nodes: int, tokens: int, layers: int, experts: int, top_k: int) -> list[Routes]:
-    """Tokens of kinds, each node with its own kinds."""
+    """Draws tokens of several kinds; each node has its own kinds."""
     kinds = rng.normal(0, 2, (nodes, 2, layers, experts))
     which = rng.integers(0, 2, (nodes, tokens))
     scores = kinds[np.arange(nodes)[:, None], which] + rng.gumbel(size=(nodes, tokens, layers, experts))
@@ -40,7 +40,10 @@ def activations_of(routes: list[Routes], experts: int) -> Values:
 
 
 def optimum(problem: PlacementProblem, routes: list[Routes]) -> float:
-    """By integer programming: homes z, whether a token calls a peer y, from whom it has an expert x <= y, x <= z."""
+    """Computes the least cost by integer programming.
+
+    z: homes; y: a token calls a peer; x <= y, x <= z: the peer from which it has an expert.
+    """
     nodes, layers, experts = problem.activations.shape
     cells = [(n, x, ids) for n, each in enumerate(routes) for token in each for x, ids in enumerate(token)]
     homes, calls = nodes * layers * experts, len(cells) * nodes
@@ -172,10 +175,10 @@ def test_a_step_computes_an_expert_once_for_all_its_tokens() -> None:
 
 
 def test_the_more_it_costs_to_give_a_home_up_the_fewer_are() -> None:
-    """And each of the fewer is worth more: what half of the moves save is more than half of what all save."""
+    """Fewer moves are worth more each: half of the moves save more than half as much as all."""
     routes = tokens_of(np.random.default_rng(6), 3, 200, 6, 12, 3)
     problem = PlacementProblem(((30,), (30,), (40,)), activations_of(routes, 12))
-    now = rendezvous(problem, [routes[1], routes[2], routes[0]])  # for other requests than these
+    now = rendezvous(problem, [routes[1], routes[2], routes[0]])  # made for other requests than these
     costs = RendezvousCosts(0.3)
     cost = rendezvous_cost(problem, routes, now, costs)
     moves, saved = [], []

@@ -1,4 +1,4 @@
-"""Uniform placement: every expert has a home, memory is never exceeded, and what cannot be is refused."""
+"""Uniform placement: every expert has a home, memory is never exceeded, and impossible problems are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which engine gets which waiting request: properties of every policy, Algorithm 1 case by case, the correction."""
+"""Assignment of waiting requests to engines: properties of every policy, Algorithm 1 case by case, the correction."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_pull_gives_an_engine_only_what_its_blocks_slots_and_step_have_room_for(
 def test_a_long_prompt_is_overtaken_only_by_requests_that_come_before_its_age_outweighs_it(
     prompt: int, others: list[int]
 ) -> None:
-    """One engine of 1,000 tokens/s, which a stream of short ones would keep busy for ever."""
+    """One engine of 1,000 tokens/s, kept busy by an endless stream of short requests."""
     pull, limits = PullRouting(PullLimits()), PullLimits()
     waiting = {"long": offer("long", prompt)}
     bound_s, busy_s, now_s, last_s = prompt / 1000.0 / limits.aging, 0.0, 0.0, 0.0
@@ -182,7 +182,7 @@ def test_what_else_a_request_costs_beyond_the_cheapest_engine_counts_beside_its_
 def test_what_is_reckoned_again_after_each_assignment_is_what_reckoning_all_anew_finds(
     offers: list[Offered], views: list[EngineView], waited_s: float, seed: int
 ) -> None:
-    """Of many offers, the first to go, then of the rest the first, and so on, each time by a policy that knows none."""
+    """Of many offers, the first to be assigned, then the first of the rest, and so on, each by a new policy object."""
     rng = np.random.default_rng(seed)
     shape = (2, 6)
 
@@ -199,7 +199,7 @@ def test_what_is_reckoned_again_after_each_assignment_is_what_reckoning_all_anew
     there = {view.place: seen(view) for view in views}
     limits, term = replace(PullLimits(), ahead_requests=2, affinity=0.0), UnionTerm(DecodeTimes(0.01, 0.001))
     whole = PullRouting(limits, term)
-    for _ in range(2):  # what the term remembers of the first time changes nothing
+    for _ in range(2):  # state of the first round changes nothing
         found = whole.assign(left, list(there.values()), waited_s)
     for request, place in found:
         anew = PullRouting(limits, UnionTerm(DecodeTimes(0.01, 0.001)))
@@ -211,7 +211,7 @@ def test_what_is_reckoned_again_after_each_assignment_is_what_reckoning_all_anew
 
 
 def test_pull_sends_a_user_where_he_was_until_that_has_expired_or_is_busy() -> None:
-    """A key covers 64 tokens; half of that is expected of the prompt there, beyond what keys show: 32 ms."""
+    """A key covers 64 tokens. Half of that is expected to be cached beyond the keys: 32 ms."""
     pull, views = PullRouting(PullLimits(affinity_s=10.0)), [engine("a"), engine("b")]
 
     def asked(user: str) -> Offered:
@@ -238,9 +238,9 @@ def test_a_request_stays_beside_its_front_unless_another_box_has_more_to_offer()
     [
         # KV over the threshold and uneven: the engine with the least of it (lines 5 to 7)
         ([engine("a", 0.95), engine("b", 0.5, prefill=9000)], "b"),
-        # over the threshold and even: load decides where it differs by more than a request (lines 9 to 13)
+        # over the threshold and even: load decides if it differs by more than a request (lines 9 to 13)
         ([engine("a", 0.95, prefill=4000), engine("b", 0.91)], "b"),
-        # KV ample: the text looks at load here, too
+        # KV ample: the paper's text uses load here, too
         ([engine("a", 0.1, prefill=4000), engine("b", 0.2)], "b"),
         # at the thresholds: usage counts from them on, load only beyond
         ([engine("a", 0.9), engine("b", 0.75)], "b"),

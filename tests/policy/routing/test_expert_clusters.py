@@ -30,7 +30,7 @@ RATES = np.random.default_rng(1).gamma(0.3, 1.0, (DOMAINS, LAYERS, EXPERTS))
 
 
 def traffic(domains: list[int], seed: int = 0, noise: int = 0) -> RecordedTraffic:
-    """Requests of domains that choose each their own experts; of the last `noise` layers prefill says nothing."""
+    """Draws requests of domains that each choose their own experts; the last `noise` layers of prefill are random."""
     rng = np.random.default_rng(seed)
     rates = RATES[domains] / RATES[domains].sum(axis=2, keepdims=True)
     prefill, decode = rng.poisson(rates * 120), rng.poisson(rates * 60)
@@ -146,7 +146,7 @@ def test_the_band_goes_from_the_nearest_to_the_least_loaded() -> None:
     ("domains", "moved"),
     [
         ([n % 3 for n in range(90)], False),
-        ([3 if n % 2 else n % 3 for n in range(90)], True),  # half of a kind that was never seen
+        ([3 if n % 2 else n % 3 for n in range(90)], True),  # half of a new kind
         ([0 if n % 10 else n % 3 for n in range(90)], True),  # the same kinds in other shares
     ],
 )

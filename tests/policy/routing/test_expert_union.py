@@ -1,4 +1,4 @@
-"""What a request adds to the experts that a worker loads."""
+"""The experts that a request adds to a worker's loads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ chance_lists = st.lists(st.floats(0, 0.99), min_size=EXPERTS, max_size=EXPERTS)
 
 
 def step_s(seconds: np.ndarray, requests: list[list[float]]) -> float:
-    """What a step is expected to take, by every outcome of who chooses what."""
+    """Computes the expected time of a step by enumerating all choices of the requests."""
     total = 0.0
     flat = [chance for request in requests for chance in request]
     for outcome in product((False, True), repeat=len(flat)):
@@ -43,4 +43,4 @@ def test_a_prompt_outweighs_the_prior_the_longer_it_is() -> None:
     short, long = (chances(np.array([[0, tokens]]), tokens, prior) for tokens in (32, 3200))
     assert short[0] == pytest.approx([0.25, 0.75])
     assert long[0, 0] < 0.01
-    assert long[0, 1] < 1  # what is added can be taken away again
+    assert long[0, 1] < 1  # added experts can be removed again

@@ -1,4 +1,4 @@
-"""Where a request goes."""
+"""Routing to the least loaded engine."""
 
 from __future__ import annotations
 

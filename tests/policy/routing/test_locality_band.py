@@ -1,4 +1,4 @@
-"""The band takes what it knows to near engines with a free slot; all else goes as without it, and nobody starves."""
+"""The band routes requests with known experts to near engines with a free slot, all others as usual; none starves."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def clusters(*kinds: tuple[int, ...]) -> ExpertClusters:
 
 
 def band(*places: str) -> LocalityBand:
-    """The first place's requests choose low experts, the second's high ones."""
+    """Builds a band of two places; requests of the first choose low experts, of the second high ones."""
     made = LocalityBand(fewest)
     made.follow(clusters(LOW, HIGH), places)
     return made
@@ -87,7 +87,7 @@ def test_each_request_goes_once_and_none_to_an_engine_without_a_free_slot(
     ("experts", "running", "place", "why"),
     [
         (LOW, (1, 0), "a", NEAREST),  # no other is near
-        (LOW, (2, 0), "b", IN_BAND),  # of those with a free slot it is the nearest
+        (LOW, (2, 0), "b", IN_BAND),  # the nearest one with a free slot
         (BOTH, (1, 0), "b", IN_BAND),  # as near, and idle
         (BOTH, (0, 0), "a", NEAREST),
         (HIGH, (0, 1), "b", NEAREST),

@@ -1,4 +1,4 @@
-"""What boxes tell of choices: the same arrays on the other side, none of what cannot be, and times that fit steps."""
+"""Signatures in messages: arrays arrive unchanged, impossible ones are refused, and times match steps."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SIZES = ModelSizes(3, 8)
 def test_a_signature_arrives_as_it_was(seed: int, tokens: int) -> None:
     rng = np.random.default_rng(seed)
     counts = np.zeros((3, 8), np.int64)
-    for layer in counts:  # of each token two of the first few, so that some are chosen by all
+    for layer in counts:  # of each token two of the first few, so that some experts are chosen by all
         np.add.at(layer, rng.permuted(np.tile(np.arange(rng.integers(2, 9)), (tokens, 1)), axis=1)[:, :2], 1)
     told = counts_of(*shares_of(counts, 2), SIZES)
     assert told is not None
@@ -66,7 +66,7 @@ def test_step_times_are_those_of_the_steps_and_never_less_than_nothing() -> None
         loaded = float(rng.integers(20, 80))
         steps, seconds, experts = steps + 4, seconds + 4 * (0.01 + 1e-4 * loaded), experts + 4 * loaded
         fit.look(steps, seconds, experts)
-    fit.look(steps, seconds, experts)  # nothing has run since
+    fit.look(steps, seconds, experts)  # no step has run since
     step_s, expert_s = fit.times()
     assert (step_s, expert_s) == pytest.approx((0.01, 1e-4), rel=0.05)
 

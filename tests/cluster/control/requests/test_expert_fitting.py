@@ -1,4 +1,4 @@
-"""Clusters follow what requests choose and which engines there are, with as few changes as can be."""
+"""Expert clusters follow the requests' choices and the set of engines, with as few changes as possible."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Leader:
         return fit(asked)
 
     def serve(self, *nodes: str, boot: str = "1", **more: int) -> None:
-        """These boxes' engines are here, and idle."""
+        """Reports these boxes' engines as serving and idle."""
         places = frozenset(f"{node}:{boot}" for node in nodes)
         self.queue.handle(ServingEngines(frozenset(nodes), places, self.sizes, places))
         for node in nodes:
@@ -84,7 +84,7 @@ class Leader:
             )
 
     def grants(self, kind: Kind | None, stage: Literal["prefill", "decode"] = "prefill") -> tuple[str, str]:
-        """Returns which engine takes a request like this, and why; it does not stay there."""
+        """Returns the engine that gets a request of this kind, and the reason; then withdraws the request."""
         self.number += 1
         signature = chosen(kind, 100) if kind is not None else None
         asked = RequestOffer(self.number, "m", 10, 10, remaining_ms=1e4, signature=signature, stage=stage)
@@ -94,7 +94,7 @@ class Leader:
             (grant,) = self.queue.handle(RequestOffered("a", asked))
             assert isinstance(grant, GrantOffer)
             found = grant.place, grant.why
-        self.now_s += 6.0  # for which a dispatch that nobody confirms counts
+        self.now_s += 6.0  # a dispatch counts as load until it is confirmed or this time has passed
         self.serve(*sorted({view.place.split(":")[0] for view in self.queue.writing()}), boot=found[0].split(":")[1])
         return found
 
@@ -105,7 +105,7 @@ class Leader:
         return self.fitting.fits
 
     def engines(self) -> dict[Kind, str]:
-        """Returns where the band has each kind go."""
+        """Returns the box that the locality band chooses for each kind."""
         return {kind: self.grants(kind)[0].split(":")[0] for kind in CHOSEN}
 
 

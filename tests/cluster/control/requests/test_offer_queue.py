@@ -1,4 +1,4 @@
-"""The leader's queue: whatever comes, in whatever order, no engine gets more than it runs, and users take turns."""
+"""The leader's queue: in any order of events, no engine gets more than it runs, and users take turns."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Clock:
 
 
 async def _never(asked: ClusterQuestion) -> ClusterAnswer:
-    raise PlanningFailed("nobody fits clusters here")
+    raise PlanningFailed("no clusters are fitted in this test")
 
 
 def queue_of(route: str = "pull", *gone: str) -> tuple[OfferQueue, Clock]:
@@ -96,7 +96,9 @@ def queue_of(route: str = "pull", *gone: str) -> tuple[OfferQueue, Clock]:
 
 
 class Cluster(RuleBasedStateMachine):
-    """Fronts that offer, engines that take what they are granted, boxes that come and go. The model is the engines."""
+    """Fronts that offer requests, engines that run the granted ones, boxes that come and go. The model lists each
+    engine's requests.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +108,7 @@ class Cluster(RuleBasedStateMachine):
         self.at: dict[str, list[tuple[str, int]]] = {node: [] for node in NODES}  # granted, by engine
         self.new: dict[str, dict[tuple[str, int], float]] = {node: {} for node in NODES}  # on their way, since when
         self.gone: set[str] = set()
-        self.known: set[str] = set()  # engines that have said how they are
+        self.known: set[str] = set()  # engines that have reported their status
 
     def act(self, actions: list[Action]) -> None:
         for action in actions:
@@ -134,7 +136,10 @@ class Cluster(RuleBasedStateMachine):
 
     @rule(node=nodes, ends=st.integers(0, SLOTS), names_all=st.booleans())
     def says_how_it_is(self, node: str, ends: int, names_all: bool) -> None:
-        """Some of what it has ends; what has reached it is named. What has been on its way for too long is lost."""
+        """Ends some of the engine's requests and reports its status.
+
+        The report names the requests that have arrived. A request on its way for longer than FORGET_S is lost.
+        """
         if node in self.gone:
             return
         new = {one: sent_s for one, sent_s in self.new[node].items() if self.clock.now_s - sent_s <= FORGET_S}
@@ -320,14 +325,14 @@ def test_whatever_a_box_may_say_the_queue_goes_on(
                 queue.handle(message)
         queue.check_integrity()
     actions = queue.handle(RequestOffered("b", offer(5, user=9, stands_s=1e6)))
-    for _ in range(len(said) + 1):  # what it made others be granted in vain is forgotten
+    for _ in range(len(said) + 1):  # the grants to other engines that this report caused are forgotten
         clock.now_s += FORGET_S + 1
         actions += queue.handle(EngineReported("b", idle("b")))
     assert any(isinstance(action, GrantOffer) and (action.node, action.number) == ("b", 5) for action in actions)
 
 
 def foreseen(number: int, sizes: ModelSizes) -> RequestOffer:
-    """An offer of a user of its own, whose experts are foreseen."""
+    """Returns an offer of a user of its own, with a predicted expert signature."""
     signature = ExpertSignature(*shares_of(np.full(sizes, 5.0), 2))
     return msgspec.structs.replace(offer(number, user=number), signature=signature)
 
@@ -380,7 +385,7 @@ def test_a_prompt_whose_beginning_an_engine_has_goes_there() -> None:
 
 
 def choosing(*experts: int, far: tuple[int, ...] = ()) -> ExpertDemand:
-    """An engine whose requests choose these of the six, and which has to fetch those that are `far`."""
+    """Returns an engine whose requests choose these of the six experts; it has to fetch the experts `far`."""
     chosen, places = np.zeros((1, 6), np.float32), np.zeros(6, np.uint8)
     chosen[0, list(experts)], places[list(far)] = 0.99, 3
     return ExpertDemand(absent_bytes(np.log1p(-chosen)), places.tobytes(), (0.0, 0.0, 0.1), 0.01, 0.01)
@@ -400,7 +405,7 @@ def test_a_request_goes_where_its_experts_are_loaded_anyway_or_in_place(
     for node in NODES:
         busy = idle(node, running=1, remaining_tokens=50)
         queue.handle(EngineReported(node, msgspec.structs.replace(busy, choices=choices[node])))
-        queue.handle(EngineReported(node, busy))  # what has not changed is not told again
+        queue.handle(EngineReported(node, busy))  # unchanged choices are not sent again
     signature = ExpertSignature(*shares_of(np.array([[500, 500, 0, 0, 0, 0]]), 2))
     like = msgspec.structs.replace(offer(1), signature=signature)
     assert granted(queue.handle(RequestOffered("a", like))) == [(1, place)]
@@ -421,7 +426,9 @@ def test_what_is_prefilled_goes_on_at_once_where_its_experts_are_loaded_and_the_
     assert [queue.decoder("a", one) for one in asked] == ["c:c1", "c:c1", "b:b1", "b:b1", ""]
     assert queue.decoder("nobody", asked[0]) == ""
     assert len(queue) == 0
-    assert granted(queue.handle(RequestOffered("b", offer(9)))) == [(9, "a:a1")]  # what is to be read goes to who reads
+    assert granted(queue.handle(RequestOffered("b", offer(9)))) == [
+        (9, "a:a1")
+    ]  # new prompts go to the engine that prefills
     queue.check_integrity()
 
 

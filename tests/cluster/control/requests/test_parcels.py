@@ -1,4 +1,4 @@
-"""Frames between two fronts over a real channel: what is long goes beside it, and what may go wrong with that."""
+"""Frames between two fronts over a real channel: long ones go over a second connection, and may fail there."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Spoil = Callable[[FetchParcel, Answer[Any]], Any]
 
 
 class Front:
-    """One end: takes what is forwarded to it, and hands out what it forwards itself."""
+    """One front: it serves forwarded frames, and forwards its own."""
 
     def __init__(self, node: str, keys: dict[str, Any], speaks: Versions | None = None) -> None:
         self.spoil: Spoil = lambda _asked, answer: answer
@@ -86,13 +86,13 @@ async def pair(speaks: Versions | None = None) -> AsyncIterator[tuple[Front, Fro
         b.box.channel.connect(a.box.peer)
         await until(lambda: all(links.is_up("b") for links in a.box.channel._all_links))
         await until(lambda: all(links.is_up("a") for links in b.box.channel._all_links))
-        await a.box.channel.ask("b", Heartbeat(), timeout_s=5)  # any answer says what the other speaks
+        await a.box.channel.ask("b", Heartbeat(), timeout_s=5)  # any answer states the versions that its sender speaks
         await until(lambda: not b.box.channel.waiting())
         a.heard, b.heard = [], []
         yield a, b
         assert (len(a.parcels), len(b.parcels)) == (0, 0)
         assert a.box.channel.waiting() == b.box.channel.waiting() == 0
-        await a.send(b"x")  # the channel is as it was
+        await a.send(b"x")  # the channel is unaffected
 
 
 async def test_what_is_short_is_in_the_message_and_what_is_long_comes_in_parts_beside_it() -> None:
@@ -172,7 +172,7 @@ def another(_asked: FetchParcel, answer: Answer[Any]) -> Answer[Any]:
 
 
 def again(asked: FetchParcel, answer: Answer[Any]) -> Answer[Any]:
-    """The first part in place of each: the right bytes at the wrong place."""
+    """Answers every part with the first one: the right bytes at the wrong place."""
     return Answer(answer.message, [memoryview(LONG)[: asked.bytes]])
 
 

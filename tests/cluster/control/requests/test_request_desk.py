@@ -1,4 +1,4 @@
-"""What goes wrong with one request costs that request: never the daemon of who leads."""
+"""An unexpected error fails the request that caused it, and never the leader's daemon."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from edgemoe.errors import PeerBusy, PeerRefused
 from edgemoe.types.expert_signatures import EndedRequest, ExpertSignature
 
 USE = EngineStatus(engine="x", slots=2, capacity=4, blocks=100, free_blocks=100)
-# PySyncObj leaves the file open that it has read its journal's place from
+# PySyncObj leaves the file open from which it has read the position in its journal
 pytestmark = [pytest.mark.asyncio, pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")]
 
 
@@ -50,7 +50,7 @@ class Broken:
 
 async def test_what_the_queue_cannot_deal_with_costs_what_waits_in_it(leader: Front) -> None:
     plane, desk = leader.plane, leader.plane.desk
-    assert not desk.on_offer("a", offer(1)).place  # nobody knows yet whether the engine has room
+    assert not desk.on_offer("a", offer(1)).place  # the queue does not yet know whether the engine has room
     desk.queue._policy = Broken()
     desk.on_engine_status("a", USE)
     assert (plane.channel.mishaps.failed, len(desk.queue)) == (1, 0)
@@ -84,7 +84,7 @@ async def test_a_moment_without_a_sure_lease_costs_no_offer_and_another_leader_a
     desk.on_time()
     assert not len(desk.queue)
     assert not desk.on_offer("a", offer(3)).place
-    desk._epoch = lambda: epoch + 4  # this box again, and nobody in between
+    desk._epoch = lambda: epoch + 4  # the same box again, without another leader in between
     desk.on_time()
     assert not len(desk.queue), "fronts have given up those of the epoch before"
 
