@@ -17,14 +17,14 @@ def test_whatever_they_began_at_loops_wake_together_and_as_often_as_their_period
     loop.jumping.now += begins_s
     wakes: dict[float, list[float]] = {0.25: [], 0.5: [], 1.0: []}
 
-    async def look(period_s: float, late_s: float) -> None:
+    async def wake_at_ticks(period_s: float, late_s: float) -> None:
         await asyncio.sleep(late_s)
         while True:
             await asyncio.sleep(until_tick(period_s))
             wakes[period_s].append(round(loop.time(), 6))
 
     async def run() -> None:
-        tasks = [asyncio.ensure_future(look(period_s, period_s * 0.3)) for period_s in wakes]
+        tasks = [asyncio.ensure_future(wake_at_ticks(period_s, period_s * 0.3)) for period_s in wakes]
         await asyncio.sleep(60.2)
         for task in tasks:
             task.cancel()

@@ -92,7 +92,7 @@ class Served(RuleBasedStateMachine):
     def step(self, count: int) -> None:
         for _ in range(count):
             self.drive.step()  # checks the engine's integrity
-            self._hear()
+            self._check_emissions()
 
     @rule()
     def time_passes(self) -> None:
@@ -121,8 +121,8 @@ class Served(RuleBasedStateMachine):
         for _ in range(STEPS_EACH * (SEQUENCES + QUEUE)):
             if not self.drive.step() and self.drive.engine.scheduler.idle:
                 break
-            self._hear()
-        self._hear()
+            self._check_emissions()
+        self._check_emissions()
         assert not self.asked, "requests that never end"
         assert self.drive.engine.scheduler.idle
         assert self.drive.engine.blocks.free == BLOCKS
@@ -131,9 +131,9 @@ class Served(RuleBasedStateMachine):
         """Reads the inbox as before a step, so that later emissions belong to the new messages."""
         self.drive.engine.loop._run_inbox()
         self.drive.engine.loop._flush_emissions()
-        self._hear()
+        self._check_emissions()
 
-    def _hear(self) -> None:
+    def _check_emissions(self) -> None:
         """Fails unless emissions belong to running requests, in order and without a gap, and end each of them once."""
         emitted = self.drive.emitted
         for one in emitted:

@@ -80,7 +80,7 @@ class Box:
             state=SimpleNamespace(node="p", model="m", members=Members(), leader_tracker=tracker),
             announcement=SimpleNamespace(serves=role, leaving=False),
             channel=self,
-            desk=SimpleNamespace(on_offer=self.decide, on_withdrawal=self.tell),
+            desk=SimpleNamespace(on_offer=self.decide, on_withdrawal=self.on_withdrawal),
             parcels=Parcels(self, lambda: None),  # type: ignore[arg-type]
             spawn=asyncio.ensure_future,
         )
@@ -119,7 +119,7 @@ class Box:
             raise PeerUnavailable("it says nothing")
         return RequestGrant(offer.number, self.grants)
 
-    def tell(self, node: str, message: OfferWithdrawal) -> None:
+    def on_withdrawal(self, node: str, message: OfferWithdrawal) -> None:
         self.withdrawn += message.numbers
 
     def open(self, request: Request = REQUEST) -> Any:

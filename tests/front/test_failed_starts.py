@@ -242,7 +242,7 @@ async def test_the_service_manager_is_told_and_keeps_the_daemon(
         manager.setblocking(False)
         heard = ""
 
-        def hear(word: str) -> bool:
+        def was_notified(word: str) -> bool:
             nonlocal heard
             with suppress(BlockingIOError):
                 heard += manager.recv(1 << 16).decode() + "\n"
@@ -252,7 +252,7 @@ async def test_the_service_manager_is_told_and_keeps_the_daemon(
         async with serving(settings_for(tmp_path, model_dir), SCRIPTED, env=env) as front:
             reason = await failure(front)
             assert "no room for the experts" in reason
-            await until(lambda: hear("READY=1") and hear(reason))
+            await until(lambda: was_notified("READY=1") and was_notified(reason))
 
 
 async def test_a_request_that_is_cut_off_ends_in_its_own_form(

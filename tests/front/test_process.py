@@ -184,7 +184,7 @@ async def test_the_service_manager_hears_ready_watchdog_and_stopping(tmp_path: P
         manager.setblocking(False)
         heard = ""
 
-        def hear(word: str) -> bool:
+        def was_notified(word: str) -> bool:
             nonlocal heard
             with suppress(BlockingIOError):
                 heard += manager.recv(4096).decode() + "\n"
@@ -192,16 +192,16 @@ async def test_the_service_manager_hears_ready_watchdog_and_stopping(tmp_path: P
 
         env = os.environ | {"NOTIFY_SOCKET": str(tmp_path / "notify"), "WATCHDOG_USEC": "600000"}
         async with daemon(settings, env=env) as process, http_client(settings) as client:
-            await until(lambda: hear("READY=1"), 20)
-            await until(lambda: hear("WATCHDOG=1") and heard.count("WATCHDOG=1") > 3)
+            await until(lambda: was_notified("READY=1"), 20)
+            await until(lambda: was_notified("WATCHDOG=1") and heard.count("WATCHDOG=1") > 3)
             answer = asyncio.ensure_future(client.post("/v1/completions", json={"prompt": "HANG@0"}))
             await until(lambda: live(client))
             process.send_signal(signal.SIGTERM)
-            await until(lambda: hear("STOPPING=1"))
+            await until(lambda: was_notified("STOPPING=1"))
             assert "EXTEND_TIMEOUT_USEC" in heard
             assert "STATUS=ready" in heard
             heard = ""
-            await until(lambda: hear("EXTEND_TIMEOUT_USEC"))  # else draining would be cut short
+            await until(lambda: was_notified("EXTEND_TIMEOUT_USEC"))  # else draining would be cut short
             process.send_signal(signal.SIGTERM)
             assert await process.wait() == 0
             await answer

@@ -66,10 +66,10 @@ class Child:
         self.process, self._wire, self._boot_id = process, wire, boot_id
         self._messages = wire.messages()
 
-    def tell(self, message: ToEngine) -> None:
+    def send_message(self, message: ToEngine) -> None:
         self._wire.send(self._boot_id, message)
 
-    async def hear(self, kind: type[M], timeout_s: float = ANSWER_S) -> M:
+    async def next_message(self, kind: type[M], timeout_s: float = ANSWER_S) -> M:
         """Returns the next message of this kind."""
         async with asyncio.timeout(timeout_s):
             async for boot_id, message in self._messages:
@@ -81,7 +81,7 @@ class Child:
     async def end(self) -> Emission:
         """Returns the next emission that ends a request."""
         while True:
-            for item in (await self.hear(Emissions)).items:
+            for item in (await self.next_message(Emissions)).items:
                 if item.finish:
                     return item
 
@@ -89,7 +89,7 @@ class Child:
         """Returns the tokens of a request, up to its end or to `count` tokens."""
         tokens: list[int] = []
         while True:
-            for item in (await self.hear(Emissions)).items:
+            for item in (await self.next_message(Emissions)).items:
                 if item.request == name:
                     assert item.token is not None
                     tokens.append(item.token)
@@ -140,23 +140,23 @@ async def test_what_a_killed_engine_had_begun_another_one_ends_with_the_same_tok
     store: Path, tmp_path: Path
 ) -> None:
     async with worker(store, tmp_path / "run") as first:
-        assert (await first.hear(Loading, START_S)).phase
-        ready = await first.hear(Ready, START_S)
+        assert (await first.next_message(Loading, START_S)).phase
+        ready = await first.next_message(Ready, START_S)
         assert ready.model.id == "tiny"
         assert ready.limits.max_queue == 5
         assert ready.limits.context_tokens == 256
-        first.tell(Submit(request=request("whole")))
+        first.send_message(Submit(request=request("whole")))
         whole = await first.tokens("whole")
         assert len(whole) == 60
-        first.tell(Submit(request=request("\0warm-up")))
+        first.send_message(Submit(request=request("\0warm-up")))
         assert await first.tokens("\0warm-up") == whole, "no name keeps a request's tokens back"
-        first.tell(Submit(request=request("cut")))
+        first.send_message(Submit(request=request("cut")))
         begun = await first.tokens("cut", count=7)
         first.process.send_signal(signal.SIGKILL)
         await first.process.wait()
     async with worker(store, tmp_path / "run") as second:
-        await second.hear(Ready, START_S)
-        second.tell(Submit(request=request("cut"), emitted=tuple(begun), attempt=2))
+        await second.next_message(Ready, START_S)
+        second.send_message(Submit(request=request("cut"), emitted=tuple(begun), attempt=2))
         assert begun + await second.tokens("cut") == whole
         await check_manners(second)
     *_, (header, steps) = (read_recording(file) for file in sorted((tmp_path / "run" / "routes").iterdir()))
@@ -166,14 +166,14 @@ async def test_what_a_killed_engine_had_begun_another_one_ends_with_the_same_tok
 
 async def check_manners(child: Child) -> None:
     """Checks a running engine's answers to all kinds of messages, and stops it."""
-    child.tell(Submit(request=request("long")))
-    child.tell(Submit(request=request("gone")))
-    child.tell(Cancel(request="gone", attempt=1))
-    child.tell(Drain())
-    child.tell(Submit(request=request("late")))
+    child.send_message(Submit(request=request("long")))
+    child.send_message(Submit(request=request("gone")))
+    child.send_message(Cancel(request="gone", attempt=1))
+    child.send_message(Drain())
+    child.send_message(Submit(request=request("late")))
     long, gone, late = [], 0, None
     while len(long) < 60 or late is None:
-        for item in (await child.hear(Emissions)).items:
+        for item in (await child.next_message(Emissions)).items:
             assert item.request in ("long", "gone", "late")
             gone += (
                 item.request == "gone" and late is not None
@@ -182,28 +182,28 @@ async def check_manners(child: Child) -> None:
             late = item if item.request == "late" else late
     assert gone <= 1
     assert late.error_code == "engine_unavailable"
-    child.tell(Ping())
-    values = (await child.hear(Stats)).values
+    child.send_message(Ping())
+    values = (await child.next_message(Stats)).values
     while values["edgemoe_num_requests_running"]:
-        values = (await child.hear(Stats)).values
+        values = (await child.next_message(Stats)).values
     assert values["edgemoe_kv_blocks_referenced"] == 0
     assert values['edgemoe_requests_finished_total{reason="cancelled"}'] == 1
     assert values['edgemoe_tier_hits_total{tier="nvme"}'] > 0
     assert values['edgemoe_tier_slots{tier="vram"}'] == 4
-    child.tell(Reload())
-    reloaded = await child.hear(Reloaded)
+    child.send_message(Reload())
+    reloaded = await child.next_message(Reloaded)
     assert reloaded.refused
     assert "cache.scoutgate is not set" in reloaded.message
-    child.tell(SnapshotRequest())
-    assert len((await child.hear(SnapshotReply)).snapshot.cells) == 3 * 6
+    child.send_message(SnapshotRequest())
+    assert len((await child.next_message(SnapshotReply)).snapshot.cells) == 3 * 6
     child.process.send_signal(signal.SIGTERM)  # signals are for the front alone
-    child.tell(Stop())
+    child.send_message(Stop())
     assert await asyncio.wait_for(child.process.wait(), ANSWER_S) == 0
 
 
 async def test_an_engine_that_cannot_load_says_why_and_that_it_is_for_good(tmp_path: Path) -> None:
     async with worker(tmp_path / "nowhere", tmp_path / "run") as child:
-        failed = await child.hear(Failed, START_S)
+        failed = await child.next_message(Failed, START_S)
         assert failed.fatal
         assert failed.error == "StoreError"
         assert "nowhere" in failed.message

@@ -120,34 +120,34 @@ async def helped(tmp_path: Path) -> AsyncIterator[tuple[Child, Child]]:
         worker("a", tmp_path / "part", 4, tmp_path) as (a, a_key),
         worker("b", tmp_path / "whole", LAYERS * EXPERTS, tmp_path) as (b, b_key),
     ):
-        a_ports, b_ports = [await box.hear(ChannelsOpened, START_S) for box in (a, b)]
+        a_ports, b_ports = [await box.next_message(ChannelsOpened, START_S) for box in (a, b)]
         for box in (a, b):
-            await box.hear(Ready, START_S)
-        a.tell(PeerList(keys={"b": (b_key.public.decode(),)}, engines=(engine("b", b_ports),)))
-        b.tell(PeerList(keys={"a": (a_key.public.decode(),)}, engines=(engine("a", a_ports),)))
-        assert (await a.hear(PeerLinkMeasured)).node == "b"
+            await box.next_message(Ready, START_S)
+        a.send_message(PeerList(keys={"b": (b_key.public.decode(),)}, engines=(engine("b", b_ports),)))
+        b.send_message(PeerList(keys={"a": (a_key.public.decode(),)}, engines=(engine("a", a_ports),)))
+        assert (await a.next_message(PeerLinkMeasured)).node == "b"
         yield a, b
 
 
 async def test_a_box_with_few_experts_says_what_its_helper_says_until_that_is_killed(tmp_path: Path) -> None:
     async with helped(tmp_path) as (a, b):
-        b.tell(submit("r"))
+        b.send_message(submit("r"))
         wanted = await b.tokens("r")
-        a.tell(submit("r"))
+        a.send_message(submit("r"))
         assert await a.tokens("r") == wanted
         await check_what_it_says_of_choices(a)
         prompt = await check_that_a_prompt_has_one_signature(a)
-        b.tell(FetchPrefixKV(request="pulled", attempt=1, node="a", prompt=prompt))
-        assert await b.hear(PrefixKVFetched) == PrefixKVFetched(request="pulled", attempt=1, blocks=6)
+        b.send_message(FetchPrefixKV(request="pulled", attempt=1, node="a", prompt=prompt))
+        assert await b.next_message(PrefixKVFetched) == PrefixKVFetched(request="pulled", attempt=1, blocks=6)
         b.process.kill()
         await b.process.wait()
-        a.tell(submit("again"))
+        a.send_message(submit("again"))
         end = await a.end()
         assert (end.finish, end.error_code) == ("error", "missing_expert")
         Manifest.load(tmp_path / "whole").save(tmp_path / "part")  # its files were complete all along
-        while not unpack_bits((await a.hear(HeldExperts)).disk, LAYERS, EXPERTS).all():
+        while not unpack_bits((await a.next_message(HeldExperts)).disk, LAYERS, EXPERTS).all():
             pass
-        a.tell(submit("whole"))
+        a.send_message(submit("whole"))
         assert await a.tokens("whole") == wanted
 
 
@@ -155,16 +155,16 @@ async def check_what_it_says_of_choices(a: Child) -> None:
     """Checks the reported experts of a prompt, and of steps during the request and after it."""
     sampling = Sampling(temperature=0.0, max_tokens=900)
     request = Request(id="long", prompt=(3, 30, 60, 9), sampling=sampling, seed=1)
-    a.tell(Submit(request=request, remaining_ms=60_000, signature=True))
-    read = await a.hear(PromptSignature)
+    a.send_message(Submit(request=request, remaining_ms=60_000, signature=True))
+    read = await a.next_message(PromptSignature)
     assert (read.request, read.attempt) == ("long", 1)
     assert 4 <= read.signature.tokens <= 16  # the prompt, and the tokens that have filled its one block meanwhile
     counts = counts_of(read.signature.tokens, read.signature.chosen, SIZES)
     assert counts is not None
     np.testing.assert_allclose(counts.sum(axis=1), read.signature.tokens * TOP_K, rtol=1e-3)
-    here = await a.hear(ExpertDemandReport)
+    here = await a.next_message(ExpertDemandReport)
     while set(here.choices.absent) == {255}:
-        here = await a.hear(ExpertDemandReport)
+        here = await a.next_message(ExpertDemandReport)
     far = np.frombuffer(here.choices.far, np.uint8).reshape(LAYERS, EXPERTS)
     assert 0 < (far == 0).sum() <= 4
     assert set(far[far > 0].tolist()) == {2}, "box b has the others in memory"
@@ -172,9 +172,9 @@ async def check_what_it_says_of_choices(a: Child) -> None:
     await a.tokens("long", 40)
     looks = 0
     while not here.ended:
-        here, looks = await a.hear(ExpertDemandReport), looks + 1
+        here, looks = await a.next_message(ExpertDemandReport), looks + 1
         if looks == 2:  # it has generated more tokens since
-            a.tell(Cancel(request="long", attempt=1))
+            a.send_message(Cancel(request="long", attempt=1))
     (ended,) = here.ended
     assert 4 <= ended.prompt.tokens <= 16
     assert ended.answer.tokens >= 16
@@ -184,7 +184,7 @@ async def check_what_it_says_of_choices(a: Child) -> None:
         assert counts is not None
         np.testing.assert_allclose(counts.sum(axis=1), told.tokens * TOP_K, rtol=1e-3)
     while set(here.choices.absent) != {255}:
-        here = await a.hear(ExpertDemandReport)
+        here = await a.next_message(ExpertDemandReport)
 
 
 async def check_that_a_prompt_has_one_signature(a: Child) -> tuple[int, ...]:
@@ -194,12 +194,12 @@ async def check_that_a_prompt_has_one_signature(a: Child) -> tuple[int, ...]:
     prompt = tuple(int(token) for token in np.random.default_rng(5).integers(3, 90, 103))
     read = list[PromptSignature]()
     for name in ("computed", "cached"):
-        a.tell(PrefixSignatureRequest(request=name, prompt=prompt))
-        found = await a.hear(PrefixSignatureReply)
+        a.send_message(PrefixSignatureRequest(request=name, prompt=prompt))
+        found = await a.next_message(PrefixSignatureReply)
         request = Request(id=name, prompt=prompt, sampling=Sampling(temperature=0.0, max_tokens=800), seed=1)
-        a.tell(Submit(request=request, remaining_ms=60_000, signature=True))
-        read.append(await a.hear(PromptSignature))
-        a.tell(Cancel(request=name, attempt=1))
+        a.send_message(Submit(request=request, remaining_ms=60_000, signature=True))
+        read.append(await a.next_message(PromptSignature))
+        a.send_message(Cancel(request=name, attempt=1))
         assert (found.request, read[-1].request) == (name, name)
         assert found.signature == (read[0].signature if name == "cached" else None)
     assert read[0].signature == read[1].signature
@@ -212,7 +212,7 @@ async def test_an_engine_says_what_it_holds(tmp_path: Path) -> None:
     pack(tiny_checkpoint("qwen3_moe", tmp_path / "checkpoint"), tmp_path / "part")
     without_experts(tmp_path / "part")
     async with worker("a", tmp_path / "part", 8, tmp_path) as (a, _):
-        holds = await a.hear(HeldExperts, START_S)
+        holds = await a.next_message(HeldExperts, START_S)
         disk = unpack_bits(holds.disk, LAYERS, EXPERTS)
         np.testing.assert_array_equal(disk, np.tile(np.arange(EXPERTS) == 0, (LAYERS, 1)))
         assert holds.budget_experts == 6
@@ -221,11 +221,11 @@ async def test_an_engine_says_what_it_holds(tmp_path: Path) -> None:
 @pytest.mark.slow
 async def test_an_engine_says_what_its_requests_chose_and_not_what_it_computed_for_others(tmp_path: Path) -> None:
     async with helped(tmp_path) as (a, b):
-        a.tell(submit("r"))
+        a.send_message(submit("r"))
         await a.tokens("r")
-        asked = await a.hear(ExpertActivity, START_S)
+        asked = await a.next_message(ExpertActivity, START_S)
         for _ in range(3):  # the report of an earlier period comes first
-            asked = asked if asked.tokens else await a.hear(ExpertActivity, START_S)
+            asked = asked if asked.tokens else await a.next_message(ExpertActivity, START_S)
         assert 20 < asked.tokens < 28  # four of the prompt, 24 less the last, with decay; none of the warm-up
         chosen = np.frombuffer(asked.chosen, np.uint16).reshape(LAYERS, EXPERTS)
         np.testing.assert_allclose(chosen.sum(axis=1), TOP_K * 65535, rtol=1e-3)
@@ -233,5 +233,5 @@ async def test_an_engine_says_what_its_requests_chose_and_not_what_it_computed_f
         assert pairs[:, 3].sum() == pytest.approx(LAYERS * TOP_K * (TOP_K - 1) / 2 * 65535, rel=1e-2)
         for _ in range(3):
             assert not (
-                await b.hear(ExpertActivity, START_S)
+                await b.next_message(ExpertActivity, START_S)
             ).tokens  # it computed for a, and had no requests of its own

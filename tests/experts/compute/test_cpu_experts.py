@@ -38,10 +38,10 @@ def slow(weights: Weights) -> Iterator[ExpertTiers]:
 def fill(tiers: ExpertTiers) -> None:
     """Waits until RAM and the devices are full."""
     wait_until(lambda: not any(pool.free for pool in (tiers.residency.ram, *tiers.residency.devices)))
-    settle(tiers)
+    wait_for_copies(tiers)
 
 
-def settle(tiers: ExpertTiers) -> None:
+def wait_for_copies(tiers: ExpertTiers) -> None:
     """Waits until no copy is on its way."""
     wait_until(lambda: not any(pool.loads for pool in (tiers.residency.ram, *tiers.residency.devices)))
     wait_until(lambda: all(link.idle() for link in tiers.loader.links))
@@ -146,7 +146,7 @@ def test_a_read_that_fails_beside_the_cpus_work_leaves_nothing_pinned(weights: W
         with pytest.raises(CorruptExpert):
             forward(tiers, weights, layer, np.array([ours, bad]))
         wait_until(lambda: tiers.residency.devices[0].where[layer, ours] >= 0)  # copied to the device for the next time
-        settle(tiers)
+        wait_for_copies(tiers)
         wait_until(lambda: not tiers.residency.ram.pins.any())  # a copy that has arrived releases its source
         tiers.check_integrity(idle=True)
         store.damaged.clear()
@@ -168,7 +168,7 @@ def test_a_device_that_fails_before_the_cpu_has_begun_leaves_nothing_pinned(
             forward(slow, weights, 1, wanted)
     assert not slow.residency.ram.pins[slow.residency.ram.where[1, wanted[0]]]
     slow.loader.start(slow.residency.devices[0].loads.values())
-    settle(slow)
+    wait_for_copies(slow)
 
 
 @pytest.mark.parametrize(("ram", "devices"), [(24, (6,)), (3, (2,)), (2, (1,)), (1, (1,)), (7, (3, 3))])

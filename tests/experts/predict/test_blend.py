@@ -37,7 +37,7 @@ def forecast(seed: int) -> FloatArray:
     return np.random.default_rng(seed).random((2, L, E)).astype(np.float32)
 
 
-def tell(predictor: NextUsePredictor, blend: Blend, probs: FloatArray, trust: float = 1.0) -> FloatArray:
+def ranks_with_forecast(predictor: NextUsePredictor, blend: Blend, probs: FloatArray, trust: float = 1.0) -> FloatArray:
     """Returns the ranks after a forecast."""
     predictor.set_fusion(blend.shares, blend.etas)
     predictor.add_forecast(probs, trust)
@@ -75,7 +75,7 @@ def learn(blend: Blend, horizon: int, right: bool, rounds: int = 80) -> None:
 
 def test_without_a_forecast_or_a_record_ranks_are_the_predictors(predictor: NextUsePredictor) -> None:
     np.testing.assert_array_equal(predictor.ranks, predictor.scores)
-    np.testing.assert_array_equal(tell(predictor, Blend(), forecast(3)), predictor.scores)
+    np.testing.assert_array_equal(ranks_with_forecast(predictor, Blend(), forecast(3)), predictor.scores)
 
 
 def test_this_step_and_the_next_are_blended_by_what_each_has_earned(predictor: NextUsePredictor) -> None:
@@ -83,7 +83,7 @@ def test_this_step_and_the_next_are_blended_by_what_each_has_earned(predictor: N
     learn(blend, now, right=True)
     learn(blend, NEXT_STEP, right=True, rounds=40)
     assert min(blend.mix.eta(now), blend.mix.eta(NEXT_STEP)) > 0.5
-    ranks = tell(predictor, blend, probs, 0.8)
+    ranks = ranks_with_forecast(predictor, blend, probs, 0.8)
     odds = predictor.scores - predictor.phase[:, None]
     for layer, horizon in enumerate((NEXT_STEP, NEXT_STEP, now, now)):
         row = probs[1 if layer < 2 else 0, layer]
@@ -97,7 +97,7 @@ def test_a_forecaster_that_is_wrong_is_not_listened_to(predictor: NextUsePredict
     for horizon in range(HORIZONS):
         learn(blend, horizon, right=False)
         assert blend.mix.eta(horizon) == 0
-    np.testing.assert_allclose(tell(predictor, blend, forecast(5)), predictor.scores, atol=2e-3)
+    np.testing.assert_allclose(ranks_with_forecast(predictor, blend, forecast(5)), predictor.scores, atol=2e-3)
 
 
 def test_a_gates_chance_is_fused_in_the_same_way() -> None:
@@ -115,7 +115,7 @@ def test_a_gates_chance_is_fused_in_the_same_way() -> None:
 
 def test_what_is_forecast_is_told_with_what_the_predictor_said(predictor: NextUsePredictor) -> None:
     probs = forecast(8)
-    tell(predictor, Blend(), probs)
+    ranks_with_forecast(predictor, Blend(), probs)
     awaited = predictor.pop_awaited()
     assert {each.horizon for each in awaited} == {2, NEXT_STEP}
     odds = (predictor.scores - predictor.phase[:, None]).ravel()

@@ -102,7 +102,7 @@ class Oracle:
         self.forecast: ScoutGateForecast | None = None
         self.trust, self.probs = trust, probs
 
-    def tell(self, ids: Ids) -> None:
+    def set_needed(self, ids: Ids) -> None:
         """Sets the experts that it forecasts for this step."""
         self.probs = self.probs.copy()
         self.probs[0] = 0.01
@@ -446,7 +446,7 @@ def drive_with(oracle: Oracle, always: Ids, seed: int) -> tuple[Controller, Floa
     random = np.random.default_rng(seed)
     for _ in range(150):
         ids = always if random.random() < 0.5 else text(int(random.integers(1 << 30)), 1)[0]
-        oracle.tell(ids)
+        oracle.set_needed(ids)
         choices = begin(controller)
         oracle.forecast_at(controller.predictive.step)
         for layer in range(L):
@@ -455,7 +455,7 @@ def drive_with(oracle: Oracle, always: Ids, seed: int) -> tuple[Controller, Floa
             assert controller.wait_idle(20)
         controller.observe(routing(ids, ("a",)))
         assert controller.wait_idle(20)
-    oracle.tell(always)
+    oracle.set_needed(always)
     choices = begin(controller)
     oracle.forecast_at(controller.predictive.step)
     choices[0] = always[0]
