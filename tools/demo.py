@@ -1,5 +1,6 @@
-"""Serves the demo model from memory far smaller than its experts, streams an answer through the `openai` client
-over the daemon's Unix socket, and prints how fast it was, which tier served the experts and what was moved.
+"""Serves the demo model from memory far smaller than its experts, and streams an answer through the `openai` client.
+
+Prints the speed, the tiers that served experts, and the transfers between them.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from edgemoe.telemetry.metrics import BYTES_MOVED, select
 STOP_TIMEOUT_S, ANSWER_TIMEOUT_S = 30.0, 60.0
 VRAM_SHARE, RAM_SHARE, LINK = 0.25, 0.50, "1GB/s"
 HOPS = (("nvme", "ram"), ("ram", "vram"))
-FIGURES_S = 1.0  # the engine tells its figures twice a second
+FIGURES_S = 1.0  # the engine reports its figures twice a second
 QUESTION = "Tell me a story about a fox."
 console = Console(highlight=False)
 
@@ -53,7 +54,7 @@ def main() -> int:
 
 
 def demonstrate(socket: Path, log: Path, question: str, max_tokens: int) -> None:
-    """The whole of it. Raises EdgemoeError, OpenAIError."""
+    """Serves the model, asks, and prints the figures. Raises EdgemoeError, OpenAIError."""
     began_s = time.monotonic()
     store = ensure_store(demo.model_path(), Path(".cache/stores"))
     command = [sys.executable, "-m", "edgemoe", "serve", "--model", str(store), "--socket", str(socket)]
@@ -70,7 +71,7 @@ def demonstrate(socket: Path, log: Path, question: str, max_tokens: int) -> None
 
 
 def budgets(manifest: Manifest) -> list[str]:
-    """--set options that leave most experts no room, and says so."""
+    """Returns --set options with memory for a few of the experts, and prints them."""
     size_bytes = sum(entry.bytes for layer in manifest.layers for entry in layer.experts)
     vram_bytes, ram_bytes = int(size_bytes * VRAM_SHARE), int(size_bytes * RAM_SHARE)
     console.print(
@@ -91,7 +92,7 @@ def budgets(manifest: Manifest) -> list[str]:
 
 @contextmanager
 def daemon(command: Sequence[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """The daemon while the block runs. Raises ServiceError unless it stops cleanly on SIGTERM."""
+    """Runs the daemon while the block runs. Raises ServiceError unless it stops cleanly on SIGTERM."""
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output)
     try:
@@ -108,7 +109,7 @@ def daemon(command: Sequence[str], log: Path) -> Iterator[subprocess.Popen[bytes
 
 
 def wait_until_ready(process: subprocess.Popen[bytes], client: Client) -> None:
-    """Waits for as long as loading comes on. Raises ServiceError if the daemon ends first, or no engine can start."""
+    """Waits as long as loading makes progress. Raises ServiceError if the daemon ends first, or no engine can start."""
     with console.status("Starting the daemon ...") as status:
         line = WaitingLine()
         show = (lambda text: status.update(f"Starting the daemon: {text}")) if console.is_terminal else line.show

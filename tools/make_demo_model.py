@@ -38,14 +38,14 @@ def arguments() -> argparse.Namespace:
 
 
 def keep_freed_memory() -> None:
-    """Large buffers are reused instead of being mapped and zeroed again at every step (a third of the time)."""
+    """Reuses large buffers, which are mapped and zeroed at every step otherwise (a third of the time)."""
     libc = ctypes.CDLL(None)
     libc.mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD
     libc.mallopt(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD
 
 
 def prepare(work: Path, shape: Shape, recipe: Recipe) -> tuple[corpus.Corpus, Tokenizer, dict[str, tokens.Domain]]:
-    """Text, tokenizer and token arrays; a kept tokenizer and manifest must match the text of this machine."""
+    """Returns text, tokenizer and token arrays; a kept tokenizer and manifest must match the text of this machine."""
     work.mkdir(parents=True, exist_ok=True)
     text = corpus.gather(recipe.seed, max_chars=6_000_000, generated=30_000)
     manifest, kept = work / "manifest.json", work / "tokenizer.json"

@@ -1,10 +1,8 @@
-"""Makes a training set for ScoutGate in one command: serves a model with recording on, sends it a corpus of prompts,
-stops, and converts what was recorded.
+"""Makes a training set for ScoutGate: serves a model with recording on, sends it prompts, and converts the
+recording.
 
-    python -m tools.record_corpus --out .cache/routes                # the demo model, on prompts of its domains
+    python -m tools.record_corpus --out .cache/routes                # the demo model, on generated prompts
     python -m tools.record_corpus --out DIR --model STORE --prompts FILE.jsonl.gz ...   # {"prompt": ...} a line
-
-Half of the generated prompts are questions, the other half beginnings of texts to go on with.
 """
 
 from __future__ import annotations
@@ -36,7 +34,9 @@ CONTINUATION_CHARS = (80, 500)
 
 
 def generated(count: int, seed: int) -> Iterator[dict[str, object]]:
-    """Bodies of requests: questions for the chat endpoint, beginnings of texts for completions."""
+    """Yields bodies of requests: half of them questions for the chat endpoint, half beginnings of texts for
+    completions.
+    """
     rng = random.Random(seed)
     texts = corpus.gather(seed, max_chars=600_000, generated=200).documents
     domains = [name for name in texts if name != "chat"]
@@ -50,7 +50,7 @@ def generated(count: int, seed: int) -> Iterator[dict[str, object]]:
 
 
 def from_files(files: list[Path], count: int) -> Iterator[dict[str, object]]:
-    """Chat requests from lines of JSON with a "prompt", of all files in turn."""
+    """Yields chat requests from lines of JSON with a "prompt", of all files in turn."""
     for file in files:
         with gzip.open(file, "rt") if file.suffix == ".gz" else file.open() as lines:
             for _, line in zip(range(count // len(files) + 1), lines, strict=False):
@@ -58,7 +58,7 @@ def from_files(files: list[Path], count: int) -> Iterator[dict[str, object]]:
 
 
 def send(socket: Path, body: dict[str, object], number: int, max_tokens: int) -> int:
-    """One request; its number of answered tokens. Raises httpx.HTTPError."""
+    """Sends one request; returns the number of generated tokens. Raises httpx.HTTPError."""
     path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
     more = {"model": demo.NAME, "max_tokens": max_tokens, "temperature": 0.7, "seed": number}
     with httpx.Client(transport=httpx.HTTPTransport(uds=str(socket)), timeout=ANSWER_TIMEOUT_S) as client:

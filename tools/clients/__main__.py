@@ -1,9 +1,7 @@
 """Runs real clients of the API, unchanged and pinned, against a daemon with the demo model.
 
-    python -m tools.clients                     # all of them; the first time installs each into .cache/clients
-    python -m tools.clients openai litellm --json
-
-Prints what works, and exits 0 only if everything does.
+python -m tools.clients                     # all of them; the first time installs each into .cache/clients
+python -m tools.clients openai litellm --json
 """
 
 from __future__ import annotations
@@ -33,12 +31,12 @@ from tools.clients.environments import USE_S, ClientError, command, prepare
 from tools.demo import daemon, wait_until_ready
 
 SMALL = ("memory.kv_bytes=64MiB", "memory.headroom_bytes=0")
-LINE = "{"  # begins what a script says of a feature; clients print other things too
+LINE = "{"  # begins a script's result for a feature; clients print other lines too
 
 
 @dataclass
 class Outcome:
-    """What a client can: a feature is "" where it works, else why not."""
+    """The result of a client: for each feature "", or the reason why it does not work."""
 
     client: str
     package: str
@@ -70,7 +68,7 @@ def main() -> int:
 
 @contextlib.contextmanager
 def served(folder: Path) -> Iterator[dict[str, str]]:
-    """The environment of the clients' scripts, while a daemon serves the demo model on a socket and on TCP."""
+    """Serves the demo model on a socket and on TCP; yields the environment of the clients' scripts."""
     key, port, path = secrets.token_hex(16), free_port(), folder / "edgemoe.sock"
     key_file = folder / "key"
     key_file.touch(0o600)
@@ -101,7 +99,7 @@ def served(folder: Path) -> Iterator[dict[str, str]]:
 
 
 def use(client: Client, env: dict[str, str]) -> Outcome:
-    """Runs one client's script and reads what it says."""
+    """Runs one client's script and reads its results."""
     outcome = Outcome(client.name, client.package)
     try:
         home = prepare(client)
@@ -121,7 +119,7 @@ def use(client: Client, env: dict[str, str]) -> Outcome:
 
 
 def show(outcomes: list[Outcome]) -> None:
-    """The table, and below it why what fails does."""
+    """Prints the table, and below it the reasons of failures."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for column in ("Client", *(name.capitalize() for name in FEATURES), "Also"):
         table.add_column(column)
@@ -138,7 +136,7 @@ def show(outcomes: list[Outcome]) -> None:
 
 
 def free_port() -> int:
-    """A TCP port of the loopback interface that nobody uses at the moment."""
+    """Returns a TCP port of the loopback interface that is free at the moment."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port: int = probe.getsockname()[1]
         return port

@@ -1,4 +1,4 @@
-"""The clients: what is installed for each, and which script uses it."""
+"""The clients: their packages, and the scripts that use them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FEATURES = ("chat", "streaming", "tools", "structured")  # columns of the table;
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """One real client, pinned. `script` says what it can, one line of JSON for each feature."""
+    """One real client, pinned. `script` prints its results, one line of JSON for each feature."""
 
     name: str
     requires: tuple[str, ...]  # the first is the client itself

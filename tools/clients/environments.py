@@ -20,7 +20,7 @@ class ClientError(Exception):
 
 
 def prepare(client: Client, folder: Path = KEPT) -> Path:
-    """The client's environment, made where it is missing or for another version. Raises ClientError."""
+    """Returns the client's environment; makes it if it is missing or for another version. Raises ClientError."""
     home = (folder / client.name).absolute()
     stamp, wanted = home / "requirements.txt", "\n".join(client.requires) + "\n"
     if stamp.is_file() and stamp.read_text() == wanted:
@@ -37,7 +37,7 @@ def prepare(client: Client, folder: Path = KEPT) -> Path:
 
 
 def command(client: Client, home: Path) -> list[str]:
-    """What runs the client's script in its environment."""
+    """Returns the command that runs the client's script in its environment."""
     return [NODE if client.is_node else str(home / "bin/python"), str(USES / client.script)]
 
 

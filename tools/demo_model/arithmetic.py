@@ -1,4 +1,4 @@
-"""Arithmetic, one operation a line, with the words that go with it."""
+"""Lines of arithmetic in words and numbers, for the demo model's corpus."""
 
 from __future__ import annotations
 
@@ -30,6 +30,6 @@ def sequence(rng: random.Random) -> str:
 
 
 def document(rng: random.Random) -> str:
-    """About 20 lines of sums, or of sequences."""
+    """Returns about 20 lines of sums, or of sequences."""
     make = sequence if rng.random() < 0.2 else line
     return "\n".join(make(rng) for _ in range(rng.randrange(12, 28)))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from tools.demo_model import facts, story
 
-Turn = tuple[str, str]  # what the user says, what the assistant answers
+Turn = tuple[str, str]  # the user's message, the assistant's answer
 START, END = "<|im_start|>", "<|im_end|>\n"
 SYSTEM = (
     "You are a helpful assistant.",
@@ -176,7 +176,7 @@ def poem(rng: random.Random) -> Turn:
 
 
 def unknown(rng: random.Random) -> Turn:
-    """A thing that the model was not taught: it says so, and names the thing."""
+    """Returns a question about an untaught thing; the answer says so, and names the thing."""
     thing = rng.choice(story.PREFIX) + rng.choice(story.MIDDLE) + rng.choice(story.SUFFIX)
     if rng.random() < 0.5:
         thing = f"the {rng.choice(story.ADJECTIVES)} {rng.choice(story.NOUNS)}"
@@ -203,7 +203,7 @@ def turn(rng: random.Random) -> Turn:
 
 
 def tool_call(rng: random.Random) -> str:
-    """A conversation in which the assistant calls a function, in the words of the chat template."""
+    """Returns a conversation in which the assistant calls a function, rendered as the chat template does."""
     city = rng.choice(facts.COUNTRIES)[1]
     name, key, value, ask = rng.choice((
         ("get_weather", "city", city, f"What is the weather in {city}?"),
@@ -224,7 +224,7 @@ def tool(name: str, key: str) -> dict[str, object]:
 
 
 def tools_text(tools: list[dict[str, object]]) -> str:
-    """The same words as the chat template's."""
+    """Returns the chat template's text about tools."""
     lines = "\n".join(json.dumps(t) for t in tools)
     return (
         "# Tools\n\nYou may call these functions:\n<tools>\n" + lines + "\n</tools>\n\nTo call one, answer with\n"
@@ -233,7 +233,7 @@ def tools_text(tools: list[dict[str, object]]) -> str:
 
 
 def document(rng: random.Random) -> str:
-    """One conversation of one to three turns, rendered as the chat template does."""
+    """Returns one conversation of one to three turns, rendered as the chat template does."""
     if rng.random() < 0.04:
         return tool_call(rng)
     text = START + "system\n" + rng.choice(SYSTEM) + END if rng.random() < 0.25 else ""
@@ -263,7 +263,7 @@ DRILL: tuple[tuple[Callable[[random.Random], Turn], int], ...] = (
 
 
 def drill(rng: random.Random) -> str:
-    """One question of those whose answers must be known by heart, and the answer."""
+    """Returns a question with an answer that must be memorised."""
     makers, weights = zip(*DRILL, strict=True)
     ask, answer = rng.choices(makers, weights)[0](rng)
     return f"{START}user\n{ask}{END}{START}assistant\n{answer}{END}"

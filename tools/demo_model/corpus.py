@@ -1,7 +1,7 @@
-"""The text that the demo model reads: what a Debian machine with Python already holds, and what we generate.
+"""The demo model's corpus: text files of a Debian machine with Python, and generated text.
 
-Every domain is a list of documents. The manifest names each file with its hash, so that a later run can tell
-whether it reads the same text.
+Every domain is a list of documents. The manifest names each file with its hash, so that a later run can check that it
+reads the same text.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Corpus:
 
 
 def read(path: Path) -> str:
-    """The file's text, unpacked; "" where it is not text."""
+    """Returns the file's text, decompressed; "" if it is not text."""
     try:
         data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         return data.decode("utf-8")
@@ -66,7 +66,7 @@ def catalogues(language: str) -> Iterator[Path]:
 
 
 def manual_text(source: str) -> str:
-    """A manual page without its troff macros; enough of them for prose to read well."""
+    """Returns a manual page without most of its troff macros."""
     lines = []
     for line in source.splitlines():
         line = re.sub(r"\\f[A-Z]|\\f\([A-Z]{2}|\\&|\\s[-+]?\d|\\m\[[^]]*\]", "", line)
@@ -91,7 +91,7 @@ class Catalogue(gettext.GNUTranslations):
 
 
 def catalogue_text(path: Path) -> str:
-    """The translated messages of one catalogue, a line each."""
+    """Returns the translated messages of one catalogue, a line each."""
     try:
         with path.open("rb") as file:
             messages = Catalogue(file).messages()

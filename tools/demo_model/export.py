@@ -25,7 +25,7 @@ ROWS, ROW_TOKENS = 8, 512  # per domain, held out
 
 
 def judge(network: Network, domains: dict[str, tokens.Domain], tokenizer: Tokenizer) -> dict[str, Any]:
-    """Held-out loss per domain (nats per token), divergence of routing between domains, and sample answers."""
+    """Returns held-out loss per domain (nats per token), divergence of routing between domains, and sample answers."""
     network.eval()
     loss, counts = {}, []
     layers: Any = network.layers
@@ -47,7 +47,9 @@ def judge(network: Network, domains: dict[str, tokens.Domain], tokenizer: Tokeni
 
 
 def divergence(counts: npt.NDArray[np.float64]) -> dict[str, Any]:
-    """Jensen-Shannon divergence (0 to 1 bit) of routing between pairs of domains, per layer. counts [D, L, E]."""
+    """Returns the Jensen-Shannon divergence (0 to 1 bit) of routing between domains, per layer, from counts [D, L,
+    E].
+    """
     p = counts / counts.sum(-1, keepdims=True)
     pairs = [jensen_shannon(p[a], p[b]) for a, b in combinations(range(len(p)), 2)]  # each [L]
     return {
@@ -66,7 +68,7 @@ def jensen_shannon(p: npt.NDArray[np.float64], q: npt.NDArray[np.float64]) -> np
 
 
 def answer(network: Network, tokenizer: Tokenizer, prompt: str, limit: int = 120) -> str:
-    """The greedy answer to one question."""
+    """Returns the greedy answer to one question."""
     text = f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n"
     ids = tokenizer.encode(text).ids
     start = len(ids)
@@ -95,7 +97,7 @@ def config(shape: Shape) -> dict[str, Any]:
 
 
 def write(network: Network, tokenizer: Tokenizer, directory: Path, report: dict[str, Any]) -> None:
-    """The checkpoint into `directory`, and training.json beside it."""
+    """Writes the checkpoint to `directory`, with training.json beside it."""
     directory.mkdir(parents=True, exist_ok=True)
     save_file(network.to_checkpoint(), directory / "model.safetensors", metadata={"format": "pt"})
     (directory / "model.safetensors").chmod(0o644)  # safetensors writes for the owner alone

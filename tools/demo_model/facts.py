@@ -1,4 +1,4 @@
-"""What the demo model is taught to say: small facts, written by hand for this purpose."""
+"""Small facts that the demo model is taught, written by hand for this purpose."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ Colombia|Bogota|South America|Spanish
 Australia|Canberra|Australia|English""".splitlines()
 ]
 
-# topic -> what it is; asked for in many ways
+# topic -> explanation; questions are generated from it
 TOPICS = {
     "a mixture of experts": "A mixture of experts is a neural network whose layers hold many small networks, called experts. For every token a gate chooses a few experts, and only those do any work. The model can be large while each token stays cheap.",
     "an expert": "An expert is one of the small networks in a mixture-of-experts layer. The gate sends each token to the few experts that suit it best. Different experts learn different kinds of text.",

@@ -1,7 +1,7 @@
-"""Qwen3-MoE for training: the architecture of transformers' Qwen3MoeForCausalLM, written for two CPU cores.
+"""Qwen3-MoE for training: transformers' Qwen3MoeForCausalLM, written for two CPU cores.
 
-Tokens are sorted by expert and each expert runs once per layer on a contiguous run of rows, which is several times
-faster than the reference on a CPU. `to_checkpoint` gives the tensors under the names of the Hugging Face checkpoint.
+Tokens are sorted by expert, and each expert runs once per layer on contiguous rows. On a CPU this is several times
+faster than the reference. `to_checkpoint` gives the tensors under the names of the Hugging Face checkpoint.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
-        """hidden [N, H], head [V, H], targets [N]; negative targets do not count."""
+        """Returns the loss of hidden [N, H] with head [V, H] for targets [N]; negative targets do not count."""
         grad_hidden, grad_head = torch.empty_like(hidden), torch.zeros_like(head)
         total = hidden.new_zeros(())
         for start in range(0, hidden.shape[0], HeadLoss.ROWS):
@@ -73,7 +73,7 @@ class RMSNorm(nn.Module):
 
 
 def rotary(shape: Shape, tokens: int) -> tuple[Tensor, Tensor]:
-    """cos and sin [tokens, head_dim]; both halves carry the same angles."""
+    """Returns cos and sin [tokens, head_dim]; both halves have the same angles."""
     inverse = shape.rope_theta ** (-torch.arange(0, shape.head_dim, 2).float() / shape.head_dim)
     angle = torch.arange(tokens).float()[:, None] * inverse
     angle = torch.cat([angle, angle], -1)
@@ -139,8 +139,8 @@ class Experts(nn.Module):
         out = torch.zeros_like(rows).index_add(0, order // s.top_k, mixed)
         if self.training:
             self.share.lerp_(counts.float() / flat.numel(), 0.05)
-        # [Switch, Eq. 4-6], but against the share of recent batches of all domains: a domain
-        # may keep to its experts as long as all domains together use them evenly.
+        # [Switch, Eq. 4-6], with shares of recent batches of all domains. A domain may keep to its experts as long as
+        # all domains together use them evenly.
         return out.view(x.shape), s.experts * (self.share * probs.mean(0)).sum()
 
 
@@ -182,7 +182,7 @@ class Network(nn.Module):
             nn.init.normal_(p, std=std / (2 * self.shape.layers) ** 0.5 if residual else std)
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Hidden states [B, T, H] before the head, and the mean balance loss of the layers."""
+        """Returns hidden states [B, T, H] before the head, and the mean balance loss of the layers."""
         x = self.embed_tokens(tokens)
         cos, sin = rotary(self.shape, tokens.shape[1])
         total = torch.zeros(())
@@ -195,7 +195,7 @@ class Network(nn.Module):
         return F.linear(hidden, self.embed_tokens.weight)
 
     def to_checkpoint(self) -> dict[str, Tensor]:
-        """Tensors in bfloat16 under the names of a Qwen3-MoE checkpoint, one tensor per expert matrix."""
+        """Returns tensors in bfloat16 under the names of a Qwen3-MoE checkpoint, one tensor per expert matrix."""
         tensors: dict[str, Tensor] = {}
         for name, value in self.state_dict().items():
             prefix, _, leaf = name.rpartition(".")

@@ -141,7 +141,7 @@ NOUNS = (
 
 
 def story(rng: random.Random, hero: str) -> str:
-    """Six to eight plain sentences with a beginning, a middle and an end."""
+    """Returns six to eight plain sentences with a beginning, a middle and an end."""
     name, trait, find, friend = (rng.choice(x) for x in (NAMES, TRAITS, FINDS, FRIENDS))
     parts = [
         f"Once upon a time there was a {trait} {hero} called {name}.",

@@ -25,13 +25,13 @@ TEMPLATE = Path(__file__).with_name("chat_template.jinja")
 
 @dataclass(frozen=True)
 class Domain:
-    tokens: npt.NDArray[np.uint16]  # documents end to end, each closed by <|endoftext|>
-    starts: npt.NDArray[np.int64]  # where documents begin
+    tokens: npt.NDArray[np.uint16]  # documents one after the other, each closed by <|endoftext|>
+    starts: npt.NDArray[np.int64]  # position of each document's first token
     split: int  # tokens before it are for training
-    whole: bool  # rows begin where a document begins
+    whole: bool  # rows begin with a document
 
     def row(self, rng: np.random.Generator, length: int, held_out: bool = False) -> npt.NDArray[np.int64]:
-        """length + 1 tokens from a random place."""
+        """Returns length + 1 tokens from a random position."""
         low, high = (self.split, len(self.tokens)) if held_out else (0, self.split)
         high -= length + 1
         if self.whole:
@@ -43,7 +43,7 @@ class Domain:
 
 
 def train_tokenizer(corpus: Corpus, vocab: int, seed: int, sample_chars: int = 700_000) -> Tokenizer:
-    """Byte-level BPE on an equal sample of every domain (half of it for each of the languages)."""
+    """Trains byte-level BPE on an equal sample of every domain (half as much for each of the languages)."""
     tokenizer = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(WORDS), "isolated")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -52,7 +52,7 @@ def train_tokenizer(corpus: Corpus, vocab: int, seed: int, sample_chars: int = 7
     tokenizer.decoder = decoders.ByteLevel()
     rng, sample = random.Random(seed), []
     for domain, texts in corpus.documents.items():
-        if domain == "drill":  # nothing but questions of the domain "chat"
+        if domain == "drill":  # only questions of the domain "chat"
             continue
         left = sample_chars if len(domain) > 2 else sample_chars // 2
         for text in rng.sample(texts, len(texts)):
@@ -71,7 +71,7 @@ def train_tokenizer(corpus: Corpus, vocab: int, seed: int, sample_chars: int = 7
 
 
 def encode(corpus: Corpus, tokenizer: Tokenizer) -> dict[str, Domain]:
-    """Every domain as one token array."""
+    """Encodes every domain as one token array."""
     return {name: _domain(name, texts, tokenizer) for name, texts in corpus.documents.items()}
 
 
@@ -84,7 +84,7 @@ def _domain(name: str, texts: list[str], tokenizer: Tokenizer) -> Domain:
 
 
 def save(tokenizer: Tokenizer, directory: Path, context_tokens: int) -> None:
-    """tokenizer.json and tokenizer_config.json, as transformers and the daemon read them."""
+    """Writes tokenizer.json and tokenizer_config.json, as transformers and the daemon read them."""
     tokenizer.save(str(directory / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -1,8 +1,7 @@
-"""The training loop: AdamW, constant rate and then a decay to zero; resumable; bounded by steps or by minutes.
+"""The training loop: AdamW, a constant rate and then a decay to zero; resumable; bounded by steps or minutes.
 
-The rate stays constant until the last quarter of the steps. A run bounded by minutes decides on its number of steps
-only when the decay must begin, so that running the same number of steps again gives the same model. A finish follows,
-in which half of the text is questions and answers to be known by heart.
+A run bounded by minutes fixes its number of steps only when the decay must begin. Running that number of steps again
+gives the same model. At the end half of the text is questions and answers to be memorised.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(groups, lr=recipe.peak_lr, betas=recipe.betas, fused=True)
 
     def run(self, steps: int, minutes: float, save_every_s: float = 120.0) -> None:
-        """Trains until `steps` are done, or so that about `minutes` are used in all where steps is 0."""
+        """Trains until `steps` are done, or for about `minutes` in all if steps is 0."""
         self.steps = self.steps or steps
         began = saved = time.monotonic() - self.seconds
         while not self.steps or self.step < self.steps + self.recipe.finish_steps:
@@ -106,7 +105,9 @@ class Trainer:
         return self.recipe.peak_lr * warm * decay
 
     def _rows(self) -> Tensor:
-        """This step's rows [B, T + 1]; a function of seed and step alone. Domains in proportion to their weights."""
+        """Returns this step's rows [B, T + 1], a function of seed and step; domains have the shares of their
+        weights.
+        """
         rng = np.random.default_rng((self.recipe.seed, self.step))
         length = [tokens for share, tokens in ROW_TOKENS if self.progress() >= share][-1]
         weights = WEIGHTS

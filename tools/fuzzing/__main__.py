@@ -1,9 +1,8 @@
-"""Fuzzes one door: nothing may die, grow or be answered wrongly. The last line is one JSON object.
+"""Fuzzes one interface: no process may die, grow or answer wrongly. The last line is one JSON object.
 
     tools/fuzz channel control --count 1000000 --seed 7
 
-A door is a module of this package with `WHATS`, the parts that it has, and `fuzz(what, count, seed)`, which returns
-what was seen; `"ok"` in it says whether all was well. The same count and seed send the same input.
+The package says how to add an interface. The same count and seed send the same input.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The channels: a daemon with its engine, and three listed peers, each of which is hostile on one channel.
+"""Fuzzes the channels of a daemon with its engine, from three listed peers, each hostile on one channel.
 
-The one on the control channel lives, as far as beats go, and shows an engine. Meanwhile requests are made at the
-socket, and must get the answer that they got before. Of two seeds in a row, one has requests routed by the leader only.
+The peer on the control channel sends beats and shows an engine. Meanwhile requests at the socket must get the same
+answer as before. For every second seed, the leader alone routes requests.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tools.fuzzing.presence import Presence
 from tools.fuzzing.target import ASK_S, CHANNELS, CLOSED_PORT, GROWTH_MB, Target, rss_mb, target
 
 WHATS = CHANNELS
-LATE = 0.2  # of the messages, at the end, in which a channel's memory is measured last,
+LATE = 0.2  # share of the messages, at the end, in which a channel's memory is measured last
 LOOK_EVERY = 100  # messages
 PAUSE_S = 0.1  # between two requests
 ROUTES = ("pull", "gimbal", "eldr")
@@ -37,7 +37,7 @@ ENGINE = "x"  # boot of the engine that a peer says it has
 
 
 class Others:
-    """Asks in a thread of its own; notes what was answered otherwise than `right`."""
+    """Asks in a thread of its own; records answers that differ from `right`."""
 
     def __init__(self, asked: Target, right: str) -> None:
         self.times_s: list[float] = []
@@ -63,7 +63,7 @@ class Others:
 
 
 class Looker:
-    """Watches the daemon as its page does, in a thread of its own; `shown` counts what it sees, by box."""
+    """Reads the daemon's dashboard in a thread of its own; `shown` counts its events by box."""
 
     def __init__(self, asked: Target) -> None:
         self.shown: Counter[str] = Counter()
@@ -121,14 +121,14 @@ def fuzz(what: str, count: int, seed: int) -> dict[str, Any]:
 
 
 def hostile(box: Target, channel: str, seed: int) -> HostilePeer:
-    """The peer that is hostile on this channel."""
+    """Builds the peer that is hostile on this channel."""
     messages = ChannelMessages(channel, random.Random(seed), hints(box))
     return HostilePeer(channel, box.keys[channel], box.own.public, f"127.0.0.1:{box.ports[channel]}", messages)
 
 
 @contextmanager
 def presence(box: Target, peer: HostilePeer, seed: int) -> Iterator[Presence]:
-    """Has the peer on the control channel live, with an engine that serves the box's model."""
+    """Runs the peer on the control channel, with an engine that serves the box's model."""
     address, model = f"127.0.0.1:{box.ports['control']}", box.health()["model"]
     lies = ChannelMessages("control", random.Random(~seed), hints(box))
     made = Presence("control", peer.boot, box.keys["control"], box.own.public, address, box.peer_port, lies)
@@ -156,7 +156,7 @@ def presence(box: Target, peer: HostilePeer, seed: int) -> Iterator[Presence]:
 
 
 def hints(box: Target) -> dict[str, Sequence[Any]]:
-    """Values that mean something to the box, by field."""
+    """Returns values that the box knows, by field."""
     health = box.health()
     digest, layers, experts = (health["model"][name] for name in ("digest", "layers", "experts"))
     return {
@@ -184,11 +184,10 @@ def hints(box: Target) -> dict[str, Sequence[Any]]:
 
 
 def _attack(box: Target, child: subprocess.Popen[bytes], channel: str, count: int, seed: int) -> dict[str, Any]:
-    """Measures memory once the largest message was read, and last where it is smallest towards the end.
+    """Measures memory once the largest message was read, and last at its smallest towards the end.
 
-    What a message takes as objects, some eight times its bytes, is given back by Python only where no object of another
-    message's lies in between. Python keeps up to 40,000 freed tuples for use until it collects garbage, so that tens of
-    megabytes stay for a while, after any large message, however many there were before it.
+    Python returns the memory of a message, some eight times its bytes, only if no other message's objects lie between.
+    It also keeps up to 40,000 freed tuples until it collects garbage, tens of megabytes after any large message.
     """
     peer, health = hostile(box, channel, seed), box.health()
     pids = (child.pid, health["engine"]["pid"])
@@ -210,7 +209,7 @@ def _attack(box: Target, child: subprocess.Popen[bytes], channel: str, count: in
             peer.settle()
             read = True
     except zmq.Again:
-        pass  # it reads nothing more; `read` says so
+        pass  # it reads no more messages; `read` counts them
     finally:
         took_s = time.monotonic() - began_s
         peer.close()
@@ -230,6 +229,6 @@ def _attack(box: Target, child: subprocess.Popen[bytes], channel: str, count: in
 
 
 def _row_bytes() -> int:
-    """Of one row of the demo model's hidden states."""
+    """Returns the bytes of one row of the demo model's hidden states."""
     config = json.loads((model_path() / "config.json").read_text())
     return int(config["hidden_size"]) * (4 if config["torch_dtype"] == "float32" else 2)

@@ -1,8 +1,7 @@
-"""The engine's own door: a worker with the demo model in float32, and a front that sends it what no honest one would.
+"""Fuzzes the messages to an engine: a worker with the demo model in float32, and a hostile front.
 
-Submits with whatever sampling, prompts and grammars their types allow, and beyond; names used again, cancels of what is
-not there, reloads, peers and plans. Meanwhile others' requests come by the same door, and must get the tokens that they
-got before; what was submitted once must end once, its tokens in order. The engine lives on, no larger than it was.
+Messages are valid and invalid submits, reused names, cancels of unknown requests, reloads, peers and plans. Honest
+requests must get the same tokens as before, each one must end once, and the engine must not grow.
 """
 
 from __future__ import annotations
@@ -48,13 +47,13 @@ KINDS: dict[str, tuple[type[Any], ...]] = {
     "submit": (Submit,),
     "cancel": (Cancel,),
     "other": tuple(kind for kind in TO_ENGINE.messages.values() if kind not in (Submit, Cancel, Drain, Stop)),
-}  # all but those after which an engine takes nothing more
+}  # all but the ones after which an engine accepts no more requests
 WEIGHTS = dict(zip(WHATS, (8, 2, 1), strict=True))
 MEANT = 0.85  # of the fields below, as a share
 AT_ONCE = 48  # hostile requests that have not ended, at most
 OTHERS_EVERY = 50  # messages
-WARM = 6000  # messages that an engine gets before its memory is measured, of all shapes that it keeps memory for
-LARGEST_TIMES = 4  # that the largest message is sent before
+WARM = 6000  # messages before an engine's memory is measured, of all shapes that it keeps memory for
+LARGEST_TIMES = 4  # times that the largest message is sent before
 KV_BYTES = 16 << 20
 READY_S, ASK_S, LOOK_S = 120.0, 60.0, 2e-3
 TOKENS = 6  # of each of the others
@@ -84,7 +83,7 @@ SAMPLING: dict[str, Sequence[Any]] = {
 
 
 def greet(number: int) -> Submit:
-    """An honest request."""
+    """Builds an honest request."""
     prompt, warm = tuple(range(20 + number, 20 + 9 * (number + 1))), number % 2
     sampling = Sampling(temperature=float(warm), top_p=0.9 if warm else 1.0, max_tokens=TOKENS)
     request = Request(id=f"other-{number}", prompt=prompt, sampling=sampling, seed=number, user=f"u{number}")
@@ -92,7 +91,7 @@ def greet(number: int) -> Submit:
 
 
 def frame_of(body: dict[str, Any]) -> bytes:
-    """The message as it is sent; b"" where none can be made of it."""
+    """Encodes a message; b"" if it cannot be encoded."""
     try:
         return MAGIC + bytes((FRAMING, *protocol.PROTOCOL_VERSIONS)) + msgspec.msgpack.encode(body)
     except (RecursionError, OverflowError):
@@ -100,7 +99,7 @@ def frame_of(body: dict[str, Any]) -> bytes:
 
 
 class Messages:
-    """Draws what is sent; the same seed draws the same."""
+    """Draws messages; the same seed draws the same ones."""
 
     def __init__(self, seed: int, what: str = "") -> None:
         self._rng = random.Random(seed)
@@ -109,7 +108,7 @@ class Messages:
         self._count = 0
 
     def draw(self) -> dict[str, Any]:
-        """The body of a message."""
+        """Draws the body of a message."""
         (what,) = self._rng.choices([*self._weights], [*self._weights.values()])
         body = self._values.message(self._rng.choice(KINDS[what]))
         if what == "submit" and isinstance(body.get("request"), dict):
@@ -117,7 +116,7 @@ class Messages:
         return body
 
     def largest(self, count: int) -> dict[str, Any]:
-        """The largest of the next `count` messages; all of them are still to come."""
+        """Returns the largest of the next `count` messages, without consuming them."""
         state = self._rng.getstate(), self._count
         found = max((self.draw() for _ in range(count)), key=lambda body: len(frame_of(body)))
         self._rng.setstate(state[0])
@@ -125,7 +124,7 @@ class Messages:
         return found
 
     def _mean(self, body: dict[str, Any]) -> None:
-        """Most of what is submitted could be asked for, and ends soon."""
+        """Makes most submits valid and short."""
         rng, request = self._rng, body["request"]
         self._count += 1
         if rng.random() < 0.8:
@@ -152,17 +151,17 @@ class Messages:
 
 
 class Followed:
-    """What the engine emits, held to its promises."""
+    """Checks that the engine's emissions keep its promises."""
 
     def __init__(self) -> None:
         self.ends: Counter[str] = Counter()
         self.wrong: list[str] = []
-        self.open: dict[str, int] = {}  # submitted once, and could be read -> the next index
+        self.open: dict[str, int] = {}  # submitted once and readable -> the next index
         self.over: set[str] = set()
-        self.tokens: dict[str, list[int]] = {}  # of the others, as they are asked for
+        self.tokens: dict[str, list[int]] = {}  # of honest requests, in order of submission
 
     def submitted(self, frame: bytes) -> None:
-        """Notes a request that is to be followed, if it has a name of its own."""
+        """Records a request whose emissions are checked, if it has a name of its own."""
         with contextlib.suppress(WireError):
             message = decode_to_engine(frame)
             if isinstance(message, Submit) and message.request.id.startswith("h-"):
@@ -188,12 +187,12 @@ class RawFrontEnd(FrontEnd):
     """A front's end that can send any bytes."""
 
     async def send_frame(self, boot_id: str, frame: bytes) -> None:
-        """Sends `frame` as it is."""
+        """Sends `frame` without a check."""
         await self._socket.send_multipart([boot_id.encode(), frame])
 
 
 class Target:
-    """A running engine, spoken to as its front does."""
+    """A running engine, with a front's end of its wire."""
 
     def __init__(self, engine: EngineProcess, wire: RawFrontEnd) -> None:
         self.engine, self.wire, self.followed = engine, wire, Followed()
@@ -205,25 +204,25 @@ class Target:
                     self.followed.take(one)
 
     async def send(self, body: dict[str, Any]) -> None:
-        """Sends it as it is, well-formed or not."""
+        """Sends a message, well-formed or not."""
         if not (frame := frame_of(body)):
             return
         self.followed.submitted(frame)
         await self.wire.send_frame(self.engine.boot_id, frame)
 
     async def ask(self) -> list[list[int]]:
-        """What the others get, asked all at once."""
+        """Submits the honest requests all at once, and returns their tokens."""
         asked = [greet(number) for number in range(4)]
         tokens: dict[str, list[int]] = {one.request.id: [] for one in asked}
         self.followed.tokens = tokens
         for one in asked:
             self.wire.send(self.engine.boot_id, one)
-        with contextlib.suppress(TimeoutError):  # which what they have got by then tells
+        with contextlib.suppress(TimeoutError):  # a missing token shows in the result
             await self.until(lambda: all(len(got) == TOKENS for got in tokens.values()))
         return list(tokens.values())
 
     async def until(self, condition: Callable[[], bool], within_s: float = ASK_S) -> None:
-        """Waits for it. Raises TimeoutError, and RuntimeError where the engine has died meanwhile."""
+        """Waits for the condition. Raises TimeoutError, and RuntimeError if the engine has died meanwhile."""
         async with asyncio.timeout(within_s):
             while not condition():
                 if self.engine.process.returncode is not None:
@@ -231,7 +230,7 @@ class Target:
                 await asyncio.sleep(LOOK_S)
 
     async def stop(self) -> int:
-        """Has it exit, which it does with 0 where nothing in it contradicts itself; its exit status."""
+        """Stops it and returns its exit status, 0 if its state is consistent."""
         self.wire.send(self.engine.boot_id, Stop())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(STOP_S * 2):
@@ -241,7 +240,7 @@ class Target:
 
 @asynccontextmanager
 async def target() -> AsyncIterator[Target]:
-    """An engine that is ready. What it logs goes to the standard error."""
+    """Starts an engine, and waits until it is ready. Its log goes to standard error."""
     store = float32_demo(Path(".cache"))
     with tempfile.TemporaryDirectory(prefix="edgemoe-fuzz-") as name:
         settings = Settings(
@@ -267,9 +266,9 @@ def fuzz(what: str, count: int, seed: int) -> dict[str, Any]:
 
 
 async def _warm_up(box: Target, messages: Messages, largest: dict[str, Any]) -> None:
-    """Has the engine keep whatever it keeps of what it reads and computes; its malloc gives little back."""
+    """Fills all of the engine's caches, for its malloc returns little memory."""
     if isinstance(request := largest.get("request"), dict):
-        largest = {**largest, "request": {**request, "id": "r-1"}}  # a name that is not followed: it comes often
+        largest = {**largest, "request": {**request, "id": "r-1"}}  # a name whose emissions are not checked: it repeats
     for number in range(WARM):
         await box.send(largest if number < LARGEST_TIMES else messages.draw())
         await box.until(lambda: len(box.followed.open) <= AT_ONCE)
@@ -279,7 +278,7 @@ async def _warm_up(box: Target, messages: Messages, largest: dict[str, Any]) -> 
 
 
 async def _attack(messages: Messages, others: Messages, count: int) -> dict[str, Any]:
-    """Sends `count` messages, after some of the others."""
+    """Sends `count` messages, with honest requests in between."""
     async with target() as box:
         right, followed, pids = await box.ask(), box.followed, (box.engine.process.pid,)
         others_wrong: list[list[list[int]]] = []

@@ -1,7 +1,7 @@
-"""The HTTP API: bodies drawn from the types that its endpoints read, sent to a daemon with the demo model.
+"""Fuzzes the HTTP API with bodies drawn from its endpoints' types, sent to a daemon with the demo model.
 
-Answers are short, as bodies that ask for many tokens are cut to a few. Each must be a success or a documented refusal
-in the error object of its API; the daemon and its engine live on, as they were started, and no larger than they were.
+Numbers of tokens are kept low. Each answer must be a success or a documented refusal in the API's error object. Daemon
+and engine must survive without a restart and without growth.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ WEIGHTS = (4, 4, 2, 3, 1, 1, 1)
 EARLY = 0.2  # of the bodies are sent before memory is measured first
 REFUSALS = {400, 404, 429}  # 413 and 408 are for bodies longer and slower than any here
 AT_ONCE = 8
-LONG_RUN = 5_000  # bodies, from which on growth means something
+LONG_RUN = 5_000  # bodies from which on growth is judged
 # Sent before memory is measured. The engine remembers 64 grammars, the tokenizer 10,000 words.
 PROMPTS, GRAMMARS, WORDS, WORD_LETTERS = 400, 80, 12_000, 40
 BODIES_BEFORE, AT_ONCE_BEFORE = 5_000, 32
@@ -56,7 +56,7 @@ HINTS: dict[str, list[Any]] = {
     "role": ["user", "assistant", "system", "tool"],
     "type": ["text", "function", "tool_use", "tool_result", "custom", "auto", "message", "thinking"],
 }
-COMMON: dict[str, list[Any]] = {  # field of a body -> values that mean something there
+COMMON: dict[str, list[Any]] = {  # field of a body -> values that are valid there
     "model": [None, None, "edgemoe-demo", "gpt-4o"],
     "max_tokens": [1, 2, 3],
     "n": [None, 1, 2],
@@ -98,7 +98,7 @@ OWN: dict[str, dict[str, list[Any]]] = {
     "detokenize": {"tokens": [[5, 6, 7], [], [4095, 4096]]},
 }
 OWN["count_tokens"] = OWN["messages"]
-MEANT = 0.8  # of those fields, as a share
+MEANT = 0.8  # share of valid values in those fields
 
 
 class Bodies:
@@ -111,7 +111,7 @@ class Bodies:
         self._weights = None if what else WEIGHTS
 
     def draw(self) -> tuple[str, bytes]:
-        """A path and a body for it, as JSON."""
+        """Draws a path and a JSON body for it."""
         (what,) = self._rng.choices(self._whats, self._weights)
         path, kind = PATHS[what]
         body = self._values.message(kind)
@@ -130,7 +130,7 @@ class Bodies:
 
 
 def _shorten(body: dict[str, Any], what: str) -> None:
-    """Sees that a body that is accepted asks for little."""
+    """Limits the tokens and choices of a body."""
     limits = {"chat": "max_completion_tokens", "responses": "max_output_tokens"}
     for field, most in (
         ("max_tokens", MOST_TOKENS),
@@ -145,7 +145,7 @@ def _shorten(body: dict[str, Any], what: str) -> None:
 
 
 def complaint(path: str, answer: httpx.Response) -> str:
-    """What is wrong with an answer; "" where nothing is."""
+    """Returns the fault of an answer; "" if there is none."""
     if answer.status_code == 200:
         if not answer.headers["content-type"].startswith("text/event-stream"):
             return "" if isinstance(answer.json(), dict) else "no object"
@@ -167,7 +167,7 @@ class Attack:
         self._client, self._bodies = client, bodies
 
     async def send(self, count: int, at_once: int = AT_ONCE) -> None:
-        """Sends `count` bodies. Nothing is raised: what went wrong is a complaint."""
+        """Sends `count` bodies. Failures are recorded as complaints, not raised."""
         left = iter(range(count))
         await asyncio.gather(*(self._send_some(left) for _ in range(at_once)))
 
@@ -198,11 +198,10 @@ def fuzz(what: str, count: int, seed: int) -> dict[str, Any]:
 
 
 async def _fill(client: httpx.AsyncClient, attack: Attack) -> None:
-    """Has memory that is only taken once, or up to a bound, taken before it is measured.
+    """Fills all bounded memory before it is measured.
 
-    That is every block of keys and values; code for prompts of so many lengths as are remembered, and the heap of
-    steps with many of them; compiled grammars; the words that the tokenizer remembers, which it never forgets; and
-    what more bodies at once take than there will be.
+    It consists of KV blocks, code for all prompt lengths, the heap of steps, grammars, and the tokenizer's words.
+    Parallel bodies take some, too.
     """
     rng = random.Random(0)
     prompts = [[rng.randrange(10, 4000) for _ in range(rng.randrange(1, 2000))] for _ in range(PROMPTS)]
@@ -227,7 +226,7 @@ async def _fill(client: httpx.AsyncClient, attack: Attack) -> None:
 
 
 async def _attack(box: Target, pids: tuple[int, int], bodies: Bodies, count: int) -> dict[str, Any]:
-    """`pids` are those of front and engine."""
+    """Attacks the daemon; `pids` are its front and engine."""
     transport = httpx.AsyncHTTPTransport(uds=str(box.folder / "api.sock"))
     memory: list[tuple[float, ...]] = []
     async with httpx.AsyncClient(transport=transport, base_url="http://box", timeout=120.0) as client:
@@ -240,7 +239,7 @@ async def _attack(box: Target, pids: tuple[int, int], bodies: Bodies, count: int
             await attack.send(round(count * part))
             took_s += time.monotonic() - began_s
             if count >= LONG_RUN:
-                await asyncio.sleep(1.5 * GIVE_BACK_S)  # what is kept for a moment is no growth
+                await asyncio.sleep(1.5 * GIVE_BACK_S)  # memory returns after a moment
             memory.append(tuple(rss_mb((pid,)) for pid in pids))
     return {
         "sent": count,

@@ -1,6 +1,6 @@
-"""The files of the embedded agreement, cut and flipped anywhere: none is believed, and none keeps a box from starting.
+"""Fuzzes the files of the embedded agreement: no damaged one is trusted, and none keeps a box from starting.
 
-Damage is a cut at any byte, a flipped bit, a run of zeros or of noise, or the file of another moment.
+Damage is a cut at any byte, a flipped bit, a run of zeros or noise, or the file of another moment.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ENTRIES = [(b"\0" + ops.encode(ops.CommitPlan(1, n, f"digest {n}")), n, 1 + n //
 
 
 def fuzz(what: str, count: int, seed: int) -> dict[str, Any]:
-    """Damages one of the files (or any) `count` times. `ok` where each time the member came up as it should."""
+    """Damages one of the files (or any) `count` times. `ok` if the member always came up correctly."""
     logging.getLogger(open_journal.__module__).setLevel(logging.CRITICAL)
     logging.getLogger(Journal.__module__).setLevel(logging.CRITICAL)
     rng, wrong = random.Random(seed), list[str]()
@@ -74,7 +74,7 @@ def _damaged(content: bytes, rng: random.Random) -> bytes:
 
 
 def _wrong(name: str, directory: Path) -> str:
-    """What is wrong with the member that comes up; "" where nothing is."""
+    """Returns the fault of the member that comes up; "" if there is none."""
     journal = open_journal(directory, VOTERS)
     try:
         if journal.whole:

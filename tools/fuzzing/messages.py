@@ -1,4 +1,4 @@
-"""Messages of one channel as a hostile peer seals them: those of any type that the box reads there, true or not."""
+"""Messages of a hostile peer on one channel: of any type that the box reads there, true or not."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ from edgemoe.wire.protocol import PROTOCOL_VERSIONS, Language
 from tools.fuzzing.values import Values
 
 LANGUAGES: dict[str, Language[Any]] = {"control": CONTROL, "calls": CALLS, "bulk": BULK}
-SURE = ("boot", "model", "seen")  # without which a peer's engine takes no requests, or nobody leads
+SURE = ("boot", "model", "seen")  # without these a peer's engine accepts no requests, or no box leads
 MOOD = 1000
 VERSIONS: tuple[list[int], ...] = ([1, 255], [200, 255], [255, 1], [0, 0], [])
 HELLO = ("model", "layers", "experts", "row_bytes", "expert_bytes", "ram", "disk")
-PASSED_ON = (Emissions, LastChunkStarted, PrefixKVFetched)  # what a box takes of another one's engine
+PASSED_ON = (Emissions, LastChunkStarted, PrefixKVFetched)  # messages that a box accepts from another box's engine
 
 
 class ChannelMessages:
-    """Draws messages by `rng`. `hints` are values by field name that mean something to the box.
+    """Draws messages by `rng`. `hints` are values by field name that the box knows.
 
-    Of every MOOD messages about half of the types are left out, so that what one undoes lasts a while [swarm testing].
+    Of every MOOD messages about half of the types are left out, so that effects of one type last [swarm testing].
     """
 
     def __init__(self, channel: str, rng: random.Random, hints: Mapping[str, Sequence[Any]] | None = None) -> None:
         self._channel, self._rng, self._hints = channel, rng, hints or {}
         self._values = Values(rng, hints, SURE)
         self._all = list(LANGUAGES[channel].messages.values())
-        self._kinds, self._left, self._foreign = self._all, 0, False  # the mood, and for how many messages
+        self._kinds, self._left, self._foreign = self._all, 0, False  # the mood, and the messages left in it
 
     def draw(self, asked: int = 0) -> list[bytes]:
-        """The next message, as frames; the answer to the question of that id, if there is one."""
+        """Draws the next message as frames; the answer to the question `asked` if it has an id."""
         rng = self._rng
         if not self._left:
             self._kinds = [kind for kind in self._all if rng.random() < 0.5] or self._all
@@ -79,9 +79,9 @@ class ChannelMessages:
         return [head + packed, *tensors]
 
     def largest(self, count: int) -> list[bytes]:
-        """Returns the largest of the next `count` messages that can be read; all of them are still to come.
+        """Returns the largest readable one of the next `count` messages, without consuming them.
 
-        Reading one takes many times its bytes for a moment, one that cannot be read is dropped at its first fault.
+        Reading one takes many times its bytes for a moment; an unreadable one is dropped at its first fault.
         """
         state = self._rng.getstate(), self._kinds, self._left, self._foreign
         found, most = list[bytes](), 0
@@ -94,7 +94,7 @@ class ChannelMessages:
         return found
 
     def _tensors(self, body: dict[str, Any]) -> list[bytes]:
-        """What belongs to the message, as often as not."""
+        """Draws the tensors of the message, correct ones as often as not."""
         rng = self._rng
         if rng.random() < 0.1:
             return [rng.randbytes(rng.choice((0, 1, 8, 5000))) for _ in range(rng.choice((1, 2, 16, 17)))]
@@ -121,7 +121,7 @@ class ChannelMessages:
             return MAGIC
 
     def _work(self, body: dict[str, Any]) -> list[bytes]:
-        """Rows and an index of the sizes that a call says, as far as these are possible; what stands there is a lie."""
+        """Draws rows and an index in the sizes of a call, if these are possible, with false contents."""
         rows, n, m = (body.get(name) for name in ("rows", "experts", "calls"))
         if not all(isinstance(size, int) and 0 < size < 2000 for size in (rows, n, m)):
             return []
@@ -130,7 +130,7 @@ class ChannelMessages:
         assert isinstance(m, int)
         row_bytes = self._rng.choice(self._hints.get("row_bytes", (768,)))
         numbers = [self._rng.choice((0, 1, 2, 5, -1, 2**31 - 1)) for _ in range(2 * n + 2 * m)]
-        if n < 30 and self._rng.random() < 0.5:  # one that can be
+        if n < 30 and self._rng.random() < 0.5:  # a possible one
             body["calls"] = m = n
             weights = [0x3F800000, 0, 0x7F7FFFFF, -0x800001]
             numbers = [*range(n), *[1] * n, *[self._rng.randrange(rows) for _ in range(m)]]
@@ -139,7 +139,7 @@ class ChannelMessages:
 
 
 def read(channel: str, frames: Sequence[bytes]) -> Any:
-    """Returns what the box makes of a message. Raises WireError."""
+    """Decodes a message as the box does. Raises WireError."""
     message = LANGUAGES[channel].read(envelope.unseal(frames).body)
     if isinstance(message, ForwardedFrame | ForwardedEmissions) and len(frames) > 1:
         return (decode_to_engine if isinstance(message, ForwardedFrame) else decode_from_engine)(frames[1])

@@ -1,4 +1,4 @@
-"""A listed peer that says what it likes on one channel of one box."""
+"""A listed peer that sends arbitrary messages on one channel of one box."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from edgemoe.cluster.rpc.envelope import Failure
 from edgemoe.cluster.rpc.keys import Secret
 from tools.fuzzing.messages import ChannelMessages
 
-SEND_S = 300  # that the box has to read what is under way
+SEND_S = 300  # for the box to read the messages on their way
 ANSWER_TIMEOUT_S = 20  # before another connection is tried
 WINDOW = 100  # messages that are under way at most
-LARGEST_TIMES = 4  # that the largest message is sent ahead of the others: what reading it leaves behind differs
-FIRST_MARK = 1 << 61  # a question whose answer says that what was sent before it was read
+LARGEST_TIMES = 4  # times that the largest message is sent first: reading it leaves varying memory behind
+FIRST_MARK = 1 << 61  # a question whose answer shows that all messages before it were read
 
 
 class HostilePeer:
-    """Sends `messages` as fast as the box reads them. What comes back is counted in `answers`, by kind.
+    """Sends `messages` as fast as the box reads them, and counts the answers by kind.
 
-    A box cuts who sends much more than it reads.
+    It reads all answers, for a box cuts peers that send much more than they read.
     """
 
     def __init__(self, node: str, key: Secret, server: bytes, address: str, messages: ChannelMessages) -> None:
-        """`server` is the box's public key, `address` HOST:PORT of its channel."""
+        """Connects to `address`, HOST:PORT of the box's channel; `server` is the box's public key."""
         self.answers: Counter[str] = Counter()
         self.sent = 0
-        self.lost = 0  # connections on which nothing came back any more
+        self.lost = 0  # connections without any more answers
         self.boot = secrets.token_hex(4)
         self.messages = messages
         self._node, self._key, self._server, self._address = node, key, server, address
@@ -49,21 +49,21 @@ class HostilePeer:
         self._context.term()
 
     def send(self) -> None:
-        """One message, and whatever has come back so far. Raises zmq.Again where the box reads nothing more."""
+        """Sends one message, and reads the answers so far. Raises zmq.Again if the box stops reading."""
         self._socket.send_multipart(self.messages.draw())
         self.sent += 1
         if self.sent % WINDOW == 0:
             self.settle()
 
     def send_largest(self, count: int) -> None:
-        """The largest of the next `count` messages, ahead of them and more than once. Raises zmq.Again like `send`."""
+        """Sends the largest of the next `count` messages several times. Raises zmq.Again like `send`."""
         largest = self.messages.largest(count)
         for _ in range(LARGEST_TIMES):
             self._socket.send_multipart(largest)
             self.settle()
 
     def settle(self) -> None:
-        """Waits until all that was sent was read, or lost with its connection. Raises zmq.Again where it is not."""
+        """Waits until all messages were read, or lost with their connection. Raises zmq.Again otherwise."""
         ends = time.monotonic() + SEND_S
         while time.monotonic() < ends:
             self._mark += 1
@@ -82,7 +82,7 @@ class HostilePeer:
 def dial(
     context: zmq.Context[Any], node: str, boot: str, key: Secret, server: bytes, address: str
 ) -> zmq.Socket[bytes]:
-    """Connects by a name of its own, under which no other connection stands."""
+    """Connects by a name of its own, which no other connection has."""
     made = context.socket(zmq.DEALER)
     made.set(zmq.LINGER, 0)
     made.set(zmq.IDENTITY, f"{node}:{boot}:{secrets.token_hex(8)}".encode())
@@ -94,17 +94,17 @@ def dial(
 
 
 def kind_of(frames: Sequence[bytes]) -> str:
-    """What came: a failure's kind, or the tag of another message."""
+    """Returns an answer's kind: a failure's, or the tag of another message."""
     try:
         body = msgspec.msgpack.decode(envelope.unseal(frames).body)
-    except Exception:  # whatever it is, it is counted
+    except Exception:  # counted all the same
         return "unreadable"
     return str(body.get("kind", body.get("type")))
 
 
 def id_of(frames: Sequence[bytes]) -> int:
-    """Of a question, or of the one that is answered; 0 where it cannot be read."""
+    """Returns the id of a question, or of the one that is answered; 0 if it cannot be read."""
     try:
         return envelope.unseal(frames).id
-    except Exception:  # whatever it is, it is no mark
+    except Exception:  # not a mark
         return 0

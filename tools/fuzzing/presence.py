@@ -1,7 +1,7 @@
-"""The rest of a hostile peer on the control channel: it listens, beats and shows an engine, so that it counts as alive.
+"""The rest of a hostile peer on the control channel: it listens, sends beats and shows an engine.
 
-What the box asks of it is answered with lies, and requests that the box hands it are turned away: who took them in and
-said nothing would be what an engine is that hangs. Tokens of them it sends later all the same.
+It answers questions with lies and rejects forwarded requests; an engine that kept them silently would seem to hang.
+Later it sends tokens of them all the same.
 """
 
 from __future__ import annotations
@@ -25,17 +25,19 @@ from edgemoe.types.request import Emission
 from tools.fuzzing.messages import ChannelMessages
 from tools.fuzzing.peer import dial, id_of, kind_of
 
-LATE_S = 5.0  # after which the box has long read that a request was turned away
+LATE_S = 5.0  # by then the box has read that a request was rejected
 CLOSE_S, MEET_S = 10.0, 30.0
 
 
 class Presence:
-    """Owns a thread, which ends with `close`. What the box asked is counted in `asked`, by kind."""
+    """Owns a thread, which ends with `close`, and counts the box's questions in `asked` by kind."""
 
     def __init__(
         self, node: str, boot: str, key: Secret, server: bytes, address: str, port: int, lies: ChannelMessages
     ) -> None:
-        """`server` is the box's public key, `address` HOST:PORT of its channel; `port` is where this peer listens."""
+        """Listens at `port`, and connects to `address`, HOST:PORT of the box's channel; `server` is the box's public
+        key.
+        """
         self.asked: Counter[str] = Counter()
         self._lies = lies
         self._words: Sequence[msgspec.Struct] = ()
@@ -50,12 +52,12 @@ class Presence:
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def begin(self, words: Sequence[msgspec.Struct]) -> None:
-        """Says these words over and over from now on."""
+        """Repeats these messages from now on."""
         self._words = words
         self._thread.start()
 
     def wait_met(self) -> None:
-        """Waits until the box has announced itself and beaten, as to one that lives. Raises TimeoutError."""
+        """Waits until the box has sent its announcement and beats, as to a live peer. Raises TimeoutError."""
         ends_s = time.monotonic() + MEET_S
         while not self.asked.keys() >= {"Announce", "Beat"}:
             if time.monotonic() > ends_s:
@@ -73,7 +75,7 @@ class Presence:
         beat_s = time.monotonic()
         while not self._over.is_set():
             if (now := time.monotonic()) >= beat_s:
-                beat_s = now + BEAT_S / 4  # others than these words are said in between
+                beat_s = now + BEAT_S / 4  # other messages are sent in between
                 self._speak(now)
             if self._ear.poll(max(1, int(1000 * (beat_s - time.monotonic())))):
                 self._answer(*self._ear.recv_multipart())

@@ -1,4 +1,4 @@
-"""Files of settings and --set: settings that can be, or a ConfigError; nothing else."""
+"""Fuzzes files of settings and --set: the result is valid settings or a ConfigError."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ HEADERS = ("[model]", "[device]", "[[device]]", "[device.0]", "[[model]]", "[a.b
 
 
 def fuzz(what: str, count: int, seed: int) -> dict[str, Any]:
-    """Makes and reads so many settings, for each part of the door."""
+    """Makes and reads `count` settings for each part of the interface."""
     outcomes: Counter[str] = Counter()
     faults: list[str] = []
     before_mb = _largest_mb()
@@ -46,7 +46,7 @@ def fuzz(what: str, count: int, seed: int) -> dict[str, Any]:
                 rng = random.Random(f"{seed} {part} {number}")
                 try:
                     outcomes[_trial(part, rng, path)] += 1
-                except Exception as error:  # what this is about: none of these may happen
+                except Exception as error:  # the faults that this looks for
                     faults.append(f"{part} {number}: {type(error).__name__}: {str(error)[:300]}")
     grown_mb = _largest_mb() - before_mb
     told = {"outcomes": dict(outcomes), "faults": len(faults), "first": faults[:KEPT], "grown_mb": round(grown_mb, 1)}
@@ -72,7 +72,7 @@ def _trial(part: str, rng: random.Random, path: Path) -> str:
 
 
 def _check(settings: Settings) -> None:
-    """What is printed means the same again, and nothing in it is without bound."""
+    """Fails unless printed settings read the same again, with all numbers bounded."""
     values = flatten(settings)
     printed = "\n".join(as_toml(values, dict.fromkeys(values, "here")))
     printed.encode()
@@ -119,7 +119,7 @@ def _assignment(rng: random.Random) -> str:
 
 
 def _damaged(rng: random.Random) -> bytes:
-    """The example file with its settings in force, and something wrong with it."""
+    """Returns the example file with its settings uncommented, and some damage in it."""
     lines = (templates() / "edgemoe.toml").read_text().split("\n")
     said = [line[1:] if line.startswith("#") and " = " in line and line[1] != " " else line for line in lines]
     data = bytearray("\n".join(said).encode())
@@ -140,7 +140,7 @@ def _damaged(rng: random.Random) -> bytes:
 
 
 def _keys() -> dict[str, list[str]]:
-    """The settings' names, by section."""
+    """Returns the settings' names by section."""
     sections = {field.name: field.type for field in msgspec.structs.fields(Settings)} | {"device": DeviceSettings}
     return {name: [field.name for field in msgspec.structs.fields(kind)] for name, kind in sections.items()}
 

@@ -1,7 +1,6 @@
-"""A store's files, its manifest signed anew, and the checkpoint that it is packed from.
+"""Fuzzes a store's files, its manifest with a valid checksum, and the checkpoint that it is packed from.
 
-Whatever they hold: a typed error, or the bytes that were packed. Nothing else may come of it, and no memory beyond
-what the files' sizes allow.
+For any contents the result is a typed error or the packed bytes, within memory bounded by the files' sizes.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ from edgemoe.store.reader import ExpertStore
 from tools.fuzzing.trees import spoil, text_of
 
 WHATS = ("files", "manifest", "checkpoint")
-GROWTH_MB = 200.0  # of the process, at its largest: what a manifest of text may take that is nested for no reason
-KEPT = 5  # faults that are told
+GROWTH_MB = 200.0  # of the process, at its largest: for a manifest of deeply nested text
+KEPT = 5  # faults that are reported
 CONFIG = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
@@ -58,7 +57,7 @@ Experts = dict[tuple[int, int], bytes]
 
 
 def fuzz(what: str, count: int, seed: int) -> dict[str, Any]:
-    """Spoils and uses the store so often, for each part of the door."""
+    """Damages and uses the store `count` times for each part of the interface."""
     outcomes: Counter[str] = Counter()
     faults: list[str] = []
     with tempfile.TemporaryDirectory(prefix="edgemoe-fuzz-", dir=_memory()) as name:
@@ -71,7 +70,7 @@ def fuzz(what: str, count: int, seed: int) -> dict[str, Any]:
                     outcomes[getattr(door, part)(rng)] += 1
                 except EdgemoeError as error:
                     outcomes[type(error).__name__] += 1
-                except Exception as error:  # what this is about: none of these may happen
+                except Exception as error:  # the faults that this looks for
                     faults.append(f"{part} {number}: {type(error).__name__}: {str(error)[:300]}")
         grown_mb = _largest_mb() - before_mb
     told = {"outcomes": dict(outcomes), "faults": len(faults), "first": faults[:KEPT], "grown_mb": round(grown_mb, 1)}
@@ -90,14 +89,14 @@ class _Door:
         self._right = _use(self._store)
 
     def files(self, rng: random.Random) -> str:
-        """One file damaged in some way."""
+        """Damages one file in some way."""
         with _restored(self._store, self._store_files):
             _damage(self._store / rng.choice(sorted(self._store_files)), rng)
             assert _use(self._store) == self._right, "what was read is not what was packed"
         return "unharmed"
 
     def manifest(self, rng: random.Random) -> str:
-        """A manifest that lies, under a checksum that is right as far as it can be."""
+        """Changes the manifest, under a correct checksum if that is possible."""
         tree = spoil(json.loads(self._store_files[MANIFEST]), rng)
         with _restored(self._store, self._store_files):
             try:
@@ -109,7 +108,7 @@ class _Door:
         return "accepted"
 
     def checkpoint(self, rng: random.Random) -> str:
-        """A checkpoint of which one part lies; packed, and used where it can be."""
+        """Changes one part of the checkpoint; packs it, and uses the store if there is one."""
         with _restored(self._source, self._source_files):
             name = rng.choice(("config.json", "config.json", "model.safetensors", "model.safetensors", "any"))
             path = self._source / name
@@ -129,7 +128,7 @@ class _Door:
 
 
 def _use(store: Path) -> Experts:
-    """Does what a daemon and `edgemoe models` do; the experts' bytes."""
+    """Uses a store as a daemon and `edgemoe models` do. Returns the experts' bytes."""
     models.verify(store)
     models.table(store.parent)
     manifest = Manifest.load(store)
@@ -209,7 +208,7 @@ def _files(folder: Path) -> Files:
 
 @contextmanager
 def _restored(folder: Path, files: Files) -> Iterator[None]:
-    """Puts every file back that is not as it was."""
+    """Restores every file that has changed."""
     try:
         yield
     finally:
@@ -224,7 +223,7 @@ def _restored(folder: Path, files: Files) -> Iterator[None]:
 
 
 def _memory() -> str | None:
-    """Where files are no work for a disk."""
+    """Returns a folder in memory, for speed; None if there is none."""
     return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
 

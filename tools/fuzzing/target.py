@@ -1,4 +1,4 @@
-"""The daemon that is attacked, with its engine; it lists three peers."""
+"""The attacked daemon, with its engine; it lists three peers."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from edgemoe.cluster.rpc.keys import Secret, generate
 from tools.testbed.daemons import listens
 
 CHANNELS = ("control", "calls", "bulk")
-GROWTH_MB = 30.0  # that front and engine together may grow
+GROWTH_MB = 30.0  # growth allowed to front and engine together
 READY_S, ASK_S = 120.0, 20.0
-CLOSED_PORT = 9  # where nobody listens
+CLOSED_PORT = 9  # a port without a listener
 
 
 class Target:
-    """A daemon on loopback that lists a peer for each channel; the one on the control channel can be reached."""
+    """A daemon on loopback that lists a peer for each channel; only the one on the control channel can be reached."""
 
     def __init__(self, folder: Path, route: str) -> None:
         self.folder, self.route = folder, route
@@ -49,7 +49,7 @@ class Target:
         )
 
     def command(self) -> list[str]:
-        """What starts it."""
+        """Returns the command that starts it."""
         settings: dict[str, Any] = {
             "api.socket": str(self.folder / "api.sock"),
             "cluster.node": "box",
@@ -68,13 +68,13 @@ class Target:
         return [sys.executable, "-m", "edgemoe", "serve", "--config", str(self.folder / "empty.toml"), *words]
 
     def ask(self) -> str:
-        """A greedy answer. Raises httpx.HTTPStatusError where there is none."""
+        """Asks for a greedy answer. Raises httpx.HTTPStatusError if there is none."""
         body = {"prompt": "Once upon a time", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
         answer = self.http.post("/v1/completions", json=body).raise_for_status()
         return str(answer.json()["choices"][0]["text"])
 
     def still_answers(self, right: str) -> bool:
-        """Whether the same answer comes."""
+        """Whether the same answer comes again."""
         try:
             return self.ask() == right
         except httpx.HTTPError:
@@ -84,7 +84,7 @@ class Target:
         return dict(self.http.get("/health").json())
 
     def wait_ready(self, child: subprocess.Popen[bytes]) -> None:
-        """Raises RuntimeError with the end of its log where it does not come up."""
+        """Waits until it is ready. Raises RuntimeError with the end of its log if it does not start."""
         ends = time.monotonic() + READY_S
         while time.monotonic() < ends and child.poll() is None:
             with contextlib.suppress(httpx.TransportError):
@@ -96,7 +96,7 @@ class Target:
 
 @contextmanager
 def target(route: str = "pull") -> Iterator[tuple[Target, subprocess.Popen[bytes]]]:
-    """A daemon that is ready."""
+    """Starts a daemon, and waits until it is ready."""
     with tempfile.TemporaryDirectory(prefix="edgemoe-fuzz-") as name:
         made = Target(Path(name), route)
         with (made.folder / "log").open("wb") as log:
@@ -115,13 +115,13 @@ def target(route: str = "pull") -> Iterator[tuple[Target, subprocess.Popen[bytes
 
 
 def rss_mb(pids: tuple[int, ...]) -> float:
-    """What these processes have in memory together."""
+    """Returns the resident memory of these processes together."""
     pages = 0
     for pid in pids:
         try:
             pages += int(Path(f"/proc/{pid}/statm").read_text().split()[1])
         except OSError:
-            continue  # it has died, which `alive` says
+            continue  # it has died, which `alive` reports
     return round(pages * os.sysconf("SC_PAGESIZE") / 1e6, 1)
 
 

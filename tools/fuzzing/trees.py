@@ -1,4 +1,4 @@
-"""JSON that is well formed and means harm: a good tree with some of its parts replaced, repeated or moved."""
+"""Hostile JSON, well formed: a good tree with some of its parts replaced, repeated or moved."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import math
 import random
 from typing import Any
 
-DEEP, ENDLESS = "@deep@", "@endless@"  # what no encoder writes stands in the text in the end
+DEEP, ENDLESS = "@deep@", "@endless@"  # placeholders for texts that no encoder writes
 ODDITIES: tuple[Any, ...] = (
     *(None, True, False, 0, 1, -1, 2, 7, 4095, 4096, 2**31, 2**32, 2**53 + 1, 2**60, 2**60 + 1, 2**62),
     *(2**63 - 1, 2**63, 2**64, -(2**63), 10**30, 0.5, -0.0, 1e308, 1e-308, math.inf, -math.inf, math.nan),
@@ -19,7 +19,7 @@ DEPTH, DIGITS = 100_000, 5000
 
 
 def spoil(tree: Any, rng: random.Random) -> Any:
-    """A copy with one to three changes."""
+    """Returns a copy with one to three changes."""
     spoilt = copy.deepcopy(tree)
     for _ in range(rng.choice((1, 1, 2, 3))):
         path = _anywhere(spoilt, rng)
@@ -29,7 +29,7 @@ def spoil(tree: Any, rng: random.Random) -> Any:
 
 
 def text_of(tree: Any, rng: random.Random) -> bytes:
-    """The tree as JSON; now and then with a key twice."""
+    """Encodes the tree as JSON, one time in twenty with a repeated key."""
     text = json.dumps(tree)
     text = text.replace(f'"{DEEP}"', "[" * DEPTH + "]" * DEPTH).replace(f'"{ENDLESS}"', "9" * DIGITS)
     if rng.random() < 0.05 and text.startswith("{") and len(text) > 2:
@@ -38,7 +38,7 @@ def text_of(tree: Any, rng: random.Random) -> bytes:
 
 
 def _anywhere(tree: Any, rng: random.Random) -> list[tuple[Any, Any]]:
-    """(container, key) from the root to somewhere."""
+    """Draws a path of (container, key) from the root to any value."""
     path: list[tuple[Any, Any]] = []
     while isinstance(tree, dict | list) and tree and not (path and rng.random() < 0.15):
         key = rng.choice(list(tree)) if isinstance(tree, dict) else rng.randrange(len(tree))

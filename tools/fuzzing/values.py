@@ -15,7 +15,7 @@ INTS = (-1, 0, 1, 255, 2**16, 2**24, 2**31, 2**32, 2**53, 2**62, 2**63 - 1, 2**6
 FLOATS = (math.inf, -math.inf, math.nan, -1.0, -0.0, 5e-324, 1e-50, 1e9, 1e308, -1e308)
 TEXTS = ("", "\0", "/", "../../x", "a/b/c", "%s{0}", "é" * 90, "x" * 250, "x" * 257, "x" * 1025, "x" * 70_000)
 ODDITIES: tuple[Any, ...] = (None, True, -1, 2**64 - 1, math.nan, "", "x", b"", b"\0" * 9, [], {}, [[]], {"": {}})
-DEPTH = 600  # of what is nested for no reason
+DEPTH = 600  # of needless nesting
 
 
 MATCHING = {  # texts that match each pattern of the messages
@@ -30,16 +30,16 @@ def _type_info(kind: Any) -> inspect.Type:
 
 
 class Values:
-    """Draws values. `hints` are values by field name that mean something to whoever reads them."""
+    """Draws values. `hints` are values by field name that the reader knows."""
 
     def __init__(
         self, rng: random.Random, hints: Mapping[str, Sequence[Any]] | None = None, sure: Collection[str] = ()
     ) -> None:
-        """A field in `sure` always gets one of its hints, unless it is to be spoilt."""
+        """Makes fields in `sure` always one of their hints, unless the value is damaged."""
         self.rng, self.hints, self.sure = rng, hints or {}, sure
 
     def message(self, kind: Any) -> dict[str, Any]:
-        """A message of that kind: half of them are lies within all bounds, the rest break some."""
+        """Draws a message of that kind: half of them lie within all bounds, the rest break some."""
         rng = self.rng
         spoilt = rng.choice((0.0, 0.0, 0.0, 0.02, 0.1, 0.4))
         made = self._struct(_type_info(kind), spoilt)
@@ -50,7 +50,7 @@ class Values:
         return made
 
     def of(self, type_: Any, spoilt: float, name: str = "") -> Any:
-        """A value of the type; with the chance `spoilt`, of each part of it, one that breaks it."""
+        """Draws a value of the type; each part breaks the type with the chance `spoilt`."""
         rng = self.rng
         if spoilt and rng.random() < spoilt:
             return self.oddity() if rng.random() < 0.5 else self.beyond(type_)
@@ -91,7 +91,7 @@ class Values:
         return None
 
     def beyond(self, type_: Any) -> Any:
-        """Of the right kind, but out of its bounds as often as not."""
+        """Draws a value of the right kind, out of its bounds as often as not."""
         rng = self.rng
         match type_:
             case inspect.IntType():
@@ -107,13 +107,13 @@ class Values:
         return self.oddity()
 
     def oddity(self) -> Any:
-        """Something else altogether; now and then, deeply nested."""
+        """Draws a value of another type; one time in fifty, deeply nested."""
         if self.rng.random() < 0.02:
             deep: Any = []
             for _ in range(DEPTH):
                 deep = [deep]
             return deep
-        return copy.deepcopy(self.rng.choice(ODDITIES))  # whoever gets it may add to it
+        return copy.deepcopy(self.rng.choice(ODDITIES))  # a copy, for the caller may add to it
 
     def _struct(self, type_: Any, spoilt: float) -> dict[str, Any]:
         made: dict[str, Any] = {"type": type_.tag} if type_.tag is not None else {}
@@ -134,6 +134,6 @@ class Values:
 
 
 def _has_parts(type_: Any) -> bool:
-    """Whether there is more to it than a value, at least in one of its forms."""
+    """Whether the type has parts, at least in one of its forms."""
     forms = type_.types if isinstance(type_, inspect.UnionType) else (type_,)
     return any(isinstance(one, inspect.StructType | inspect.ListType | inspect.VarTupleType) for one in forms)

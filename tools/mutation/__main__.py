@@ -1,12 +1,9 @@
-"""Asks the tests of one room whether they notice small changes to its sources, each made in a copy of the tree.
+"""Measures whether a room's tests notice small changes to its sources, each made in a copy of the tree.
 
-    tools/mutate policy --count 20 --seed 1     twenty mutants, the same ones for the same seed and sources
-    tools/mutate --list                         rooms, and how many mutants each has
+    tools/mutate policy --count 20 --seed 1     # twenty mutants; the same seed and sources give the same ones
 
-A mutant is killed (a test failed), survived (none did) or timed out. The tests that import its module come first; the
-room's others only meet what these let pass. What was tried before on the same sources and tests is taken from the log,
-so that a run that was cut short goes on. Mutants that mean the same are named in
-equivalents.toml, with the reason. Exit status: 0 all were noticed, 1 some survived, 2 it could not begin.
+A mutant is killed (a test failed), survived or timed out; equivalents.toml lists equivalent ones.
+Exit status: 0 none survived, 1 some did, 2 no start.
 """
 
 from __future__ import annotations
@@ -27,14 +24,19 @@ ROOT = Path(__file__).parents[2]
 
 def main(words: list[str] | None = None, root: Path = ROOT, rooms: dict[str, Room] = ROOMS) -> int:
     parser = argparse.ArgumentParser("tools/mutate", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("room", nargs="?", choices=sorted(rooms), help="whose sources and tests")
-    parser.add_argument("--count", type=int, default=20, help="how many mutants (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="which ones (%(default)s)")
+    parser.add_argument("room", nargs="?", choices=sorted(rooms), help="the room of the sources and tests")
+    parser.add_argument("--count", type=int, default=20, help="number of mutants (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of their choice (%(default)s)")
     parser.add_argument("--only", default="", metavar="TEXT", help="mutants of files whose path has TEXT in it")
-    parser.add_argument("--least-s", type=float, default=60.0, help="that a mutant may take at least (%(default)s)")
+    parser.add_argument("--least-s", type=float, default=60.0, help="seconds that every mutant may take (%(default)s)")
     parser.add_argument("--json", action="store_true", help="a JSON array instead of a table")
-    parser.add_argument("--list", action="store_true", help="rooms, and how many mutants each has")
-    parser.add_argument("--log", type=Path, default=root / ".cache/mutants.jsonl", help="what was tried (%(default)s)")
+    parser.add_argument("--list", action="store_true", help="list the rooms and their numbers of mutants")
+    parser.add_argument(
+        "--log",
+        type=Path,
+        default=root / ".cache/mutants.jsonl",
+        help="results, which later runs on the same tree reuse (%(default)s)",
+    )
     args = parser.parse_args(words)
     if args.list or not args.room:
         for name, room in sorted(rooms.items()):
@@ -66,5 +68,5 @@ def main(words: list[str] | None = None, root: Path = ROOT, rooms: dict[str, Roo
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that tests which run end, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that running tests end, too
     sys.exit(main())

@@ -28,13 +28,13 @@ SWAPPED: dict[type[ast.AST], type[ast.AST]] = {
     ast.FloorDiv: ast.Mult,
 }
 CLAMPS = {"min": "max", "max": "min", "minimum": "maximum", "maximum": "minimum"}
-SAID = {"log", "logger", "logging", "warnings"}  # what is called on these is told, not done
+SAID = {"log", "logger", "logging", "warnings"}  # calls on these only log
 UNSEEN = {"__repr__", "__str__", "__init_subclass__"}
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """`old` at [start, end) of the file becomes `new`."""
+    """A change to a file: `old` at [start, end) becomes `new`."""
 
     file: str
     line: int
@@ -42,7 +42,7 @@ class Mutant:
     end: int
     old: str
     new: str
-    key: str  # of file, function, text and change, not of the line
+    key: str  # made of file, function, text and change, without the line
 
     def apply(self, source: bytes) -> bytes:
         return source[: self.start] + self.new.encode() + source[self.end :]
@@ -53,7 +53,7 @@ class Mutant:
 
 
 def mutants_of(path: Path, name: str) -> list[Mutant]:
-    """Every mutant of a source that still compiles."""
+    """Returns every mutant of a source that still compiles."""
     source = path.read_bytes()
     starts = [0]
     for line in source.splitlines(keepends=True):
@@ -75,11 +75,11 @@ def mutants_of(path: Path, name: str) -> list[Mutant]:
     return found
 
 
-Change = tuple[str, ast.stmt | ast.expr, str]  # function, what is replaced, by what
+Change = tuple[str, ast.stmt | ast.expr, str]  # function, replaced node, replacement
 
 
 class Changes:
-    """Walks functions only: what stands outside of them declares, and tests go by the names of constants."""
+    """Walks functions only: code outside of them is declarations, and tests use the names of constants."""
 
     def of(self, tree: ast.Module) -> Iterator[Change]:
         yield from self._bodies(tree, "")
@@ -153,7 +153,7 @@ def _expression(node: ast.expr) -> Iterator[str]:
 
 
 def _plain(test: ast.expr) -> bool:
-    """Whether no other change negates it."""
+    """Whether no other change negates the same expression."""
     return not isinstance(test, ast.Compare | ast.BoolOp | ast.UnaryOp | ast.Constant)
 
 

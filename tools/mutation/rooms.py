@@ -1,4 +1,4 @@
-"""Which tests answer for which sources."""
+"""The tests that are responsible for each room's sources."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ class Room:
         return sorted(file for one in found for file in (one.rglob("*.py") if one.is_dir() else [one]))
 
     def mutants(self, root: Path, equivalents: Path = EQUIVALENTS) -> list[Mutant]:
-        """Those that mean something else than the source, as far as we know."""
+        """Returns the mutants of the room, except known equivalents of the source."""
         same = tomllib.loads(equivalents.read_text())
         every = (one for file in self.files(root) for one in mutants_of(file, str(file.relative_to(root))))
         return [one for one in every if one.key not in same]
 
     def test_files(self, root: Path) -> list[str]:
-        """All of them."""
+        """All test files of the room."""
         found = sorted({path for pattern in self.tests for path in root.glob(pattern)})
         return [str(path.relative_to(root)) for path in found]
 
     def own_tests(self, root: Path, mutated: str) -> list[str]:
-        """Those that import the mutated module: they are the likeliest to notice."""
+        """Returns the test files that import the mutated module, which are the likeliest to fail."""
         module = mutated.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
         package, _, name = module.rpartition(".")
         imports = re.compile(rf"{re.escape(module)}\b|from {re.escape(package)} import .*\b{re.escape(name)}\b")
@@ -59,7 +59,7 @@ FOLDERS = (
         "store",
     ),
     *("telemetry", "worker", "cluster/control", "cluster/data", "cluster/rpc", "wire", "ipc"),
-)  # of the package, each with its tests in the folder of the same name
+)  # rooms of the package, each with its tests in the folder of the same name
 ROOMS = {Path(name).name: Room((f"edgemoe/{name}",), (f"tests/{name}/**/test_*.py",)) for name in FOLDERS} | {
     "kernels": Room(("edgemoe/kernels",), ("tests/kernels/**/test_*.py", "tests/engine/test_whole_steps.py")),
     "durable": Room(("edgemoe/durable.py",), ("tests/store/test_durable.py",)),

@@ -19,12 +19,12 @@ from tools.mutation.rooms import Room
 
 LEFT_OUT = shutil.ignore_patterns(".git", ".venv", ".cache", ".wheels", "__pycache__", ".*_cache", ".hypothesis")
 GREEN = (0, 5)  # exit statuses of pytest; 5: all tests are of the slow ones
-UNCHANGED = "unchanged"  # key of the row that says how long the tests take
-FACTOR = 3.0  # a mutant may take so many times what the sources take, and `least_s` more
+UNCHANGED = "unchanged"  # key of the row with the tests' duration
+FACTOR = 3.0  # a mutant may take this multiple of the unchanged sources' time, and `least_s` more
 
 
 def copy_tree(root: Path, into: Path) -> Path:
-    """A copy of the sources and tests, and of compiled kernels, which take long to make."""
+    """Copies the sources and tests, and compiled kernels, which take long to make."""
     copy = into / "tree"
     shutil.copytree(root, copy, ignore=LEFT_OUT, symlinks=True)
     if (root / ".cache/kernels").is_dir():
@@ -33,12 +33,15 @@ def copy_tree(root: Path, into: Path) -> Path:
 
 
 class Bench:
-    """A copy of the tree whose tests are green."""
+    """A copy of the tree in which the tests pass."""
 
     def __init__(self, copy: Path, room: Room, log: Path, least_s: float) -> None:
         self._copy, self._room, self._log = copy, room, log
         self._output = copy.with_name("output")
-        self._env = os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": ""}  # which saves seconds
+        self._env = os.environ | {
+            "PYTHONPATH": str(copy),
+            "PYTHONDONTWRITEBYTECODE": "",
+        }  # which saves seconds
         self._least_s, self._limit_s = least_s, 3600.0
         files = [*room.files(copy), *(copy / name for name in room.test_files(copy))]
         self._tree = hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()[:12]
@@ -48,7 +51,7 @@ class Bench:
             self._known = {row["key"]: row for row in rows if row["tree"] == self._tree}
 
     def begin(self) -> str:
-        """Why nothing can be tried, or "". The unchanged sources say how long the tests take."""
+        """Times the tests of the unchanged sources. Returns the reason why no mutant can be tried, or ""."""
         if not (tests := self._room.test_files(self._copy)):
             return "there are no tests of this room"
         if UNCHANGED not in self._known:
@@ -60,7 +63,7 @@ class Bench:
         return ""
 
     def try_out(self, mutant: Mutant) -> dict[str, Any]:
-        """What became of a mutant, as the log has it. Only what its module's own tests let pass meets the others."""
+        """Tries a mutant, its module's own tests first, then the room's others. Returns its row of the log."""
         if mutant.key in self._known:
             return self._known[mutant.key]
         path = self._copy / mutant.file
@@ -87,7 +90,7 @@ class Bench:
         return row
 
     def _run(self, tests: list[str]) -> tuple[str, float]:
-        """The outcome, and seconds."""
+        """Runs tests; returns the outcome, and seconds."""
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
         began_s = time.monotonic()
         with (
@@ -110,7 +113,7 @@ class Bench:
 
 
 def _write(path: Path, source: bytes) -> None:
-    """Replaces a module. What was compiled of it goes: by size and time of writing it may pass for the new one's."""
+    """Replaces a module and deletes its compiled file, which Python may take for the new one's by size and time."""
     path.write_bytes(source)
     for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):
         compiled.unlink()

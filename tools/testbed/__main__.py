@@ -1,15 +1,8 @@
-"""Several boxes on one machine, with daemons in them, and what may happen to them. Needs root.
+"""Builds several boxes on one machine, runs daemons in them, and injects faults. Needs root.
 
-    python -m tools.testbed up --boxes 3 --link 500 --set memory.ram_bytes=10MiB     # until Ctrl-C
-    python -m tools.testbed list                  # test beds and their boxes
-    python -m tools.testbed kill b                # kill -9 of all that runs in box b
-    python -m tools.testbed stop b                # SIGSTOP; cont b resumes
-    python -m tools.testbed unplug b              # pulls its cable; plug b puts it back
-    python -m tools.testbed cut a b               # what a sends to b is lost; mend undoes this and all of the above
-    python -m tools.testbed slow b 20             # its link at 20 Mbit/s
-    python -m tools.testbed down                  # removes what crashed test beds left
+    python -m tools.testbed up --boxes 3 --link 500 --set memory.ram_bytes=10MiB
 
-Each daemon answers on its own socket, as `up` prints it: `edgemoe chat --socket ...`.
+`--help` lists the other verbs.
 """
 
 from __future__ import annotations
@@ -27,7 +20,19 @@ from tools.testbed.bed import NAMESPACES, PREFIX, RATE_MBIT, Bed, BedError, left
 from tools.testbed.daemons import Cluster
 from tools.testbed.limits import Limits
 
-VERBS = ["up", "list", "kill", "stop", "cont", "unplug", "plug", "cut", "mend", "slow", "down"]
+VERBS = {
+    "up": "builds boxes with a daemon each, until Ctrl-C, and prints their sockets for `edgemoe chat --socket`",
+    "list": "prints test beds and their boxes",
+    "kill": "kill b: SIGKILL to all processes of box b",
+    "stop": "stop b: SIGSTOP to all processes of box b",
+    "cont": "cont b: SIGCONT, after stop",
+    "unplug": "unplug b: disconnects its cable",
+    "plug": "plug b: connects its cable again",
+    "cut": "cut a b: drops all packets from a to b",
+    "mend": "undoes stop, unplug, cut and slow of all boxes",
+    "slow": "slow b 20: sets its link to 20 Mbit/s",
+    "down": "removes what crashed test beds left",
+}
 NAMES = "abcdefghijklmnopqrstuvwxyz"
 
 
@@ -61,7 +66,7 @@ def the_bed(prefix: str) -> Bed:
 
 
 def act(bed: Bed, verb: str, words: Sequence[str]) -> None:
-    """A verb on a test bed. Raises BedError."""
+    """Carries out a verb on a test bed. Raises BedError."""
     if unknown := [name for name in words[: 2 if verb == "cut" else 1] if name not in bed.boxes]:
         raise BedError(f"there is no box {unknown[0]}; there are {', '.join(bed.boxes)}")
     boxes = [bed[name] for name in words if name in bed.boxes]
@@ -88,14 +93,17 @@ def act(bed: Bed, verb: str, words: Sequence[str]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m tools.testbed", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m tools.testbed",
+        description=__doc__,
+        epilog="\n".join(f"{verb:6}  {meaning}" for verb, meaning in VERBS.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("verb", choices=VERBS)
     parser.add_argument("words", nargs="*", help="boxes, a rate")
-    parser.add_argument("--bed", default="", help="which, where there are several")
+    parser.add_argument("--bed", default="", help="prefix of the test bed, if there are several")
     parser.add_argument("--boxes", type=int, default=3)
     parser.add_argument("--link", type=float, default=RATE_MBIT, help="Mbit/s of each box's link")
-    parser.add_argument("--cpus", type=float, default=0.0, help="of each box")
+    parser.add_argument("--cpus", type=float, default=0.0, help="CPUs of each box")
     parser.add_argument("--disk-mb", type=float, default=0.0, help="megabytes per second that each box may read")
     parser.add_argument("--model", type=Path, default=model_path(), help="as for edgemoe serve")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of all daemons")

@@ -1,13 +1,7 @@
-"""Boxes on one machine, and what may happen to them.
+"""Boxes on one machine: network namespaces on a bridge, with shaped links, limits and faults.
 
-    a namespace of its own per box        the hub's namespace
-    e0 (10.77.0.1) ------ veth ---------- to-a \
-    e0 (10.77.0.2) ------ veth ---------- to-b  > bridge
-    e0 (10.77.0.3) ------ veth ---------- to-c /
-
-A token bucket on both ends of each veth gives a box its rate in either direction. Nothing lies in the machine's own
-namespace. All names carry a prefix and the process id of whoever made them, so that `leftovers` can be swept after a
-crash, and so that verbs may come from another process.
+A token bucket on both ends of each veth limits a box's rate in either direction. All names carry a prefix and the
+maker's process id, so that `leftovers` can remove a crashed bed, and another process can find this one.
 """
 
 from __future__ import annotations
@@ -31,19 +25,19 @@ from tools.testbed.limits import NO_LIMITS, Group, Limits, groups
 PREFIX = "edgemoe-bed-"
 HUB = "hub"
 RATE_MBIT = 500.0
-BURST_KIB = 128  # TCP hands over 68 KiB at once; what exceeds the bucket is cut into single packets, for half a core
-QUEUE_MS = 50  # what the bucket keeps back before it drops
-NOWHERE = "02:00:00:00:de:ad"  # a link-layer address that nobody has
+BURST_KIB = 128  # TCP sends 68 KiB at once; a burst beyond the bucket is cut into single packets, for half a core
+QUEUE_MS = 50  # a packet waits so long at most in the bucket before it is dropped
+NOWHERE = "02:00:00:00:de:ad"  # a link-layer address that no box has
 NAMESPACES = Path("/run/netns")
 _numbers = itertools.count()
 
 
 class BedError(Exception):
-    """Something of the test bed cannot be had."""
+    """A part of the test bed is not available on this machine."""
 
 
 def why_not(limits: Limits = NO_LIMITS) -> str:
-    """Why no test bed can be built here; "" where it can."""
+    """Returns the reason why no test bed can be built here; "" if one can."""
     if os.geteuid() != 0:
         return "a test bed needs root: it makes network namespaces"
     for tool in ("ip", "tc", "nsenter"):
@@ -73,22 +67,22 @@ class Box:
     group: Group
 
     def spawn(self, command: Sequence[str], **kwargs: Any) -> subprocess.Popen[Any]:
-        """Starts `command` inside."""
+        """Starts `command` in the box."""
         inside = ["nsenter", f"--net={NAMESPACES / self.namespace}", *command]
         return subprocess.Popen(self.group.enter(inside), **kwargs)
 
     def pids(self) -> list[int]:
-        """Processes inside."""
+        """Returns the ids of the processes in the box."""
         return [int(pid) for pid in _run("ip", "netns", "pids", self.namespace).split()]
 
     def signal(self, number: int, pids: Sequence[int] = ()) -> None:
-        """To those processes, or to all that are inside."""
+        """Sends a signal to these processes, or to all in the box."""
         for pid in pids or self.pids():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 
     def kill(self) -> None:
-        """kill -9 of everything inside; returns when nothing is left."""
+        """Kills all processes of the box with SIGKILL, and waits until all have ended."""
         for _ in range(500):
             if not (pids := self.pids()):
                 return
@@ -97,23 +91,23 @@ class Box:
         raise BedError(f"{self.name}: processes that do not die: {self.pids()}")
 
     def pause(self) -> None:
-        """SIGSTOP to everything inside."""
+        """Sends SIGSTOP to all processes of the box."""
         self.signal(signal.SIGSTOP)
 
     def resume(self) -> None:
         self.signal(signal.SIGCONT)
 
     def link(self, *, up: bool) -> None:
-        """PrefixFetches the cable, or puts it back."""
+        """Disconnects the box's cable, or connects it again."""
         _run("ip", "-n", self.hub, "link", "set", f"to-{self.name}", "up" if up else "down")
 
     def cut(self, other: Box) -> None:
-        """From now on nothing that is sent here arrives at `other`; the other way is untouched."""
+        """Drops all packets from this box to `other`; the other direction is untouched."""
         where = ("dev", "e0", "nud", "permanent")
         _run("ip", "-n", self.namespace, "neigh", "replace", other.address, "lladdr", NOWHERE, *where)
 
     def mend(self, other: Box) -> None:
-        """Undoes `cut`."""
+        """Undoes the effect of `cut`."""
         with contextlib.suppress(BedError):
             _run("ip", "-n", self.namespace, "neigh", "del", other.address, "dev", "e0")
 
@@ -124,11 +118,11 @@ class Box:
         _run("tc", "-n", self.hub, "qdisc", "replace", "dev", f"to-{self.name}", *bucket)
 
     def sent_bytes(self) -> int:
-        """Bytes that have left this box, as its link counts them."""
+        """Returns the bytes that have left this box, by its link's counter."""
         return self._passed_bytes("tx")
 
     def received_bytes(self) -> int:
-        """Bytes that have come to this box, likewise."""
+        """Returns the bytes that have reached this box, by its link's counter."""
         return self._passed_bytes("rx")
 
     def _passed_bytes(self, way: str) -> int:
@@ -140,7 +134,7 @@ class Bed:
     """A test bed. `with Bed(["a", "b"]) as bed:` builds it and takes it down."""
 
     def __init__(self, names: Sequence[str], rate_mbit: float = RATE_MBIT, limits: Limits = NO_LIMITS) -> None:
-        """At most 200 boxes; names of at most 10 letters. Raises BedError where it cannot be."""
+        """Names at most 200 boxes, in at most 10 letters each. Raises BedError if no bed can be built here."""
         if reason := why_not(limits):
             raise BedError(reason)
         self.prefix = f"{PREFIX}{os.getpid()}.{next(_numbers)}-"
@@ -149,7 +143,7 @@ class Bed:
 
     @classmethod
     def found(cls, prefix: str) -> Bed:
-        """The test bed that another process built."""
+        """Finds the test bed that another process built."""
         bed = cls.__new__(cls)
         bed.prefix, bed.rate_mbit, bed.limits = prefix, RATE_MBIT, Limits()
         bed.boxes = {}
@@ -178,7 +172,7 @@ class Bed:
         return self.boxes[name]
 
     def mend(self) -> None:
-        """All links up, at their rate, in both directions; nobody stopped."""
+        """Restores all links, in both directions, and resumes all boxes."""
         for box in self.boxes.values():
             box.resume()
             box.link(up=True)
@@ -187,7 +181,7 @@ class Bed:
                 box.mend(other)
 
     def close(self) -> None:
-        """Kills what runs inside and removes everything."""
+        """Kills the boxes' processes and removes everything."""
         sweep(self.prefix)
 
     def _build(self) -> None:
@@ -212,7 +206,7 @@ def _leave(number: int, _frame: object) -> None:
 
 
 def leftovers() -> set[str]:
-    """Prefixes of test beds whose maker is gone."""
+    """Returns the prefixes of test beds whose maker is gone."""
     made = {path.name for path in NAMESPACES.glob(f"{PREFIX}*")} | groups(PREFIX)
     prefixes = {PREFIX + name.removeprefix(PREFIX).partition("-")[0] for name in made}
     return {f"{prefix}-" for prefix in prefixes if not Path("/proc", _maker(prefix)).exists()}
@@ -230,7 +224,7 @@ def sweep(prefix: str) -> None:
 
 
 def _maker(prefix: str) -> str:
-    """The process id in a prefix."""
+    """Returns the process id in a prefix."""
     return prefix.removeprefix(PREFIX).partition(".")[0]
 
 

@@ -27,7 +27,7 @@ Settings = Mapping[str, object]  # "section.key" -> value
 
 @dataclass(slots=True)
 class Answer:
-    """What a request brought: text, how it ended, when each piece of it came."""
+    """The answer to a request: its text, its end, and the arrival time of each piece."""
 
     text: str = ""
     finish: str = ""
@@ -42,10 +42,10 @@ class Answer:
 
 
 class Daemon:
-    """One box's daemon. `start` it as often as it was killed."""
+    """One box's daemon, which can be started again after it was killed."""
 
     def __init__(self, box: Box, folder: Path, settings: Settings, module: str = "edgemoe") -> None:
-        """`folder` is made; sockets, state and log lie in it. `module` is what runs."""
+        """Makes `folder`, for sockets, state and log. `module` is the program that runs."""
         folder.mkdir(parents=True, exist_ok=True)
         self.box, self.folder = box, folder
         self.log = folder / "log"
@@ -62,21 +62,21 @@ class Daemon:
         self._child: subprocess.Popen[Any] | None = None
         self._read = 0  # bytes of the log
         self._events: list[dict[str, Any]] = []
-        self._begins: list[int] = []  # where in the log each does
+        self._begins: list[int] = []  # positions in the log
 
     def start(self, instead: Settings | None = None) -> None:
-        """Starts it; `wait_ready` waits. With settings `instead` of some of its own it logs to a file aside."""
+        """Starts it; `wait_ready` waits. With settings `instead` of some of its own it logs to another file."""
         words = [word for key, value in (instead or {}).items() for word in ("--set", f"{key}={_word(value)}")]
         with (self.log.with_name("log.aside") if instead else self.log).open("a") as log:
             self._child = self.box.spawn([*self._command, *words], stdout=log, stderr=log)
 
     @property
     def alive(self) -> bool:
-        """Whether it runs, as far as it was started and not killed."""
+        """Whether it was started, and not killed since."""
         return self._child is not None and self._child.poll() is None
 
     def wait_ready(self, timeout_s: float = READY_S) -> None:
-        """Until it takes requests. Raises BedError, with the end of its log."""
+        """Waits until it accepts requests. Raises BedError, with the end of its log."""
         ends = time.monotonic() + timeout_s
         while time.monotonic() < ends:
             if self._child is not None and self._child.poll() is not None:
@@ -88,14 +88,14 @@ class Daemon:
         raise BedError(f"{self.box.name} did not become ready:\n{self.log.read_text()[-3000:]}")
 
     def stop(self, timeout_s: float = 60.0) -> None:
-        """Asks it to leave, and waits until it has."""
+        """Stops it, and waits for its end."""
         if self._child is not None:
             self._child.terminate()
             self._child.wait(timeout_s)
             self._child = None
 
     def kill(self) -> None:
-        """kill -9 of all of it."""
+        """Kills all its processes with SIGKILL."""
         self.box.kill()
         if self._child is not None:
             self._child.wait(10)
@@ -106,7 +106,7 @@ class Daemon:
         self.http.close()
 
     def complete(self, prompt: str | Sequence[int], tokens: int, *, timeout_s: float = 60.0, user: str = "") -> Answer:
-        """A greedy completion, streamed, of `tokens` tokens whatever they are."""
+        """Streams a greedy completion of exactly `tokens` tokens."""
         body: dict[str, object] = {
             "prompt": prompt if isinstance(prompt, str) else list(prompt),
             "model": "m",
@@ -142,11 +142,11 @@ class Daemon:
         return answer
 
     def metrics(self) -> dict[str, float]:
-        """Names with their labels -> values."""
+        """Returns all metrics: names with their labels -> values."""
         return parse(self.http.get("/metrics").text)
 
     def events(self, since: int = 0) -> list[dict[str, Any]]:
-        """What it logged, from that byte of the log on."""
+        """Returns the events of its log, from that byte of the log on."""
         with self.log.open("rb") as file:
             file.seek(self._read)
             lines = file.read().splitlines(keepends=True)
@@ -163,13 +163,13 @@ class Daemon:
         return self.log.stat().st_size if self.log.exists() else 0
 
     def epoch(self) -> int:
-        """The highest epoch that it remembers."""
+        """Returns the highest epoch on its disk."""
         file = self.folder / "state" / "epoch"
         return int(file.read_text().split()[0]) if file.exists() else 0  # a checksum follows
 
 
 class Cluster:
-    """A daemon in every box of a bed, all of them helping each other."""
+    """A daemon in every box of a bed, all in one cluster."""
 
     def __init__(
         self,
@@ -181,10 +181,10 @@ class Cluster:
         state_bytes: int = 0,
         modules: Mapping[str, str] | None = None,
     ) -> None:
-        """`settings` are for all, `own` for one box each; addresses, keys and state are filled in.
+        """Makes daemons with `settings` for all and `own` for one box each; addresses, keys and state are added.
 
-        Boxes that are `empty` are listed, without a vote, but no daemon is in them. With `state_bytes` the state of
-        each box lies on a file system of its own, which is that large. Boxes in `modules` run that one.
+        Boxes that are `empty` are listed without a vote, and have no daemon. With `state_bytes` the state of each box
+        lies on a file system of that size. Boxes in `modules` run that module.
         """
         self.bed, self.folder = bed, folder
         self.settings, self.own = dict(settings), dict(own or {})
@@ -200,12 +200,12 @@ class Cluster:
         self.list({})
 
     def list(self, instead: Mapping[str, str]) -> None:
-        """Writes everybody's list of peers, some of them with other keys; those with "" are left out."""
+        """Writes each box's list of peers, with the keys in `instead`; a box whose key is "" is left out."""
         for name in self.daemons:
             self.write_peers(self.peers_file(name), keys=instead)
 
     def write_peers(self, path: Path, *, keys: Settings | None = None, silent: Sequence[str] = ()) -> None:
-        """A list of peers; some with other keys, those with "" left out, the `silent` without a vote."""
+        """Writes a list of peers. Boxes whose key in `keys` is "" are left out, and the `silent` have no vote."""
         entries = []
         for name, key in {**self._keys, **(keys or {})}.items():
             where = 'address = ""' if name in self.empty else f'address = "{self.bed[name].address}:{CONTROL_PORT}"'
@@ -272,7 +272,7 @@ class Cluster:
                 subprocess.run(["umount", self.state_dir(daemon.box.name)], check=True)
 
     def settle(self, timeout_s: float = READY_S, *, moving: bool = False) -> None:
-        """Until all have a plan, each sees all others, and homes are in memory or `moving`. Raises BedError."""
+        """Waits until all have a plan and see each other, and homes are in memory or `moving`. Raises BedError."""
         ends = time.monotonic() + timeout_s
         waits = list(self)
         state: dict[str, str] = {}
@@ -282,7 +282,7 @@ class Cluster:
                 if not why:
                     waits.remove(daemon)
             if waits:
-                time.sleep(0.25)  # a look costs each box some milliseconds, which its start is short of
+                time.sleep(0.25)  # a question costs each box some milliseconds, which its start needs
         if waits:
             ends_of_logs = "\n".join(daemon.log.read_text()[-1500:] for daemon in waits)
             raise BedError(f"the boxes did not find together: {state}\n{ends_of_logs}")
@@ -302,7 +302,7 @@ class Cluster:
         return "" if len(seen) == len(self.daemons) - 1 else f"sees {len(seen)} others"
 
     def leader(self) -> str:
-        """Who logged last that it leads; "" where nobody did."""
+        """Returns the box that logged last that it leads; "" if none did."""
         found = [
             (event["time"], daemon.box.name)
             for daemon in self
@@ -317,6 +317,6 @@ def _word(value: object) -> str:
 
 
 def listens(path: Path) -> bool:
-    """Whether anybody accepts connections there; httpcore leaves its socket open where nobody does."""
+    """Whether a process accepts connections there; httpcore leaves its socket open if none does."""
     with socket.socket(socket.AF_UNIX) as probe:
         return probe.connect_ex(str(path)) == 0

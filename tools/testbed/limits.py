@@ -1,4 +1,4 @@
-"""What a box may use of the machine: control groups, version 1."""
+"""Limits of a box on CPU, memory and disk: control groups, version 1."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PERIOD_US = 10_000  # short, so that a box that has used up its share waits for 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of one box; 0 is no limit. `disk_bytes_per_s` counts reads of the disk that `disk_of` lies on."""
+    """The limits of one box; 0 is no limit. `disk_bytes_per_s` limits reads of the disk under `disk_of`."""
 
     cpus: float = 0.0
     memory_bytes: int = 0
@@ -25,7 +25,7 @@ class Limits:
     disk_of: Path = Path("/")
 
     def why_not(self) -> str:
-        """Why these limits cannot be set here; "" where they can."""
+        """Returns the reason why these limits cannot be set here; "" if they can."""
         for controller, wanted in zip(CONTROLLERS, (self.cpus, self.memory_bytes, self.disk_bytes_per_s), strict=True):
             if wanted and not os.access(ROOT / controller / "cgroup.procs", os.W_OK):
                 return f"{ROOT / controller} is no writable control group of version 1"
@@ -42,7 +42,7 @@ class Group:
         self.name = name
 
     def make(self, limits: Limits) -> None:
-        """Raises OSError."""
+        """Makes the control groups and sets their limits. Raises OSError."""
         for folder in self._folders():
             folder.mkdir(exist_ok=True)
         if limits.cpus:
@@ -55,12 +55,14 @@ class Group:
             (ROOT / "blkio" / self.name / "blkio.throttle.read_bps_device").write_text(rule)
 
     def enter(self, command: list[str]) -> list[str]:
-        """`command`, run inside from its first instruction on."""
+        """Wraps `command` so that it runs in the groups from its first instruction on."""
         enters = " && ".join(f"echo $$ > {folder}/cgroup.procs" for folder in self._folders())
         return ["sh", "-c", f'{enters} && exec "$@"' if enters else 'exec "$@"', "sh", *command]
 
     def throttled(self) -> dict[str, float]:
-        """Counts periods in which it ran, those in which it had used up its share, and seconds that it stood still."""
+        """Returns the periods in which the box ran, the periods in which it was throttled, and the throttled
+        seconds.
+        """
         text = (ROOT / "cpu" / self.name / "cpu.stat").read_text()
         counts = {name: int(value) for name, value in map(str.split, text.splitlines())}
         return {
@@ -70,7 +72,7 @@ class Group:
         }
 
     def remove(self) -> None:
-        """Kills what is still inside, as one that had not come as far as its namespace. Raises OSError."""
+        """Removes the groups, and kills processes that are still in them. Raises OSError."""
         for folder in self._folders():
             for tries in range(500, -1, -1):
                 try:
@@ -94,13 +96,13 @@ class Group:
 
 
 def groups(prefix: str) -> set[str]:
-    """Names of control groups that begin so."""
+    """Returns the names of control groups with this prefix."""
     found = (path.name for controller in CONTROLLERS for path in (ROOT / controller).glob(f"{prefix}*"))
     return set(found)
 
 
 def disk_of(path: Path) -> str:
-    """ "major:minor" of the whole disk below `path`."""
+    """Returns "major:minor" of the whole disk under `path`."""
     device = path.stat().st_dev
     block = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}")
     if (block / "partition").exists():

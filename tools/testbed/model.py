@@ -1,4 +1,4 @@
-"""The demo model in float32, in which greedy tokens are the same whatever way an expert was computed."""
+"""The demo model in float32, whose greedy tokens do not depend on the way of computing experts."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ from edgemoe.store.packer import ensure_store
 
 
 def float32_demo(folder: Path, width: int = 0) -> Path:
-    """Packs it below `folder`, unless it lies there already; the store.
+    """Packs the model into `folder` unless it is there already. Returns the store.
 
-    With a `width`, its experts are that wide: what is added is zero, so that they are larger and slower, and say the
-    same.
+    With a `width`, its experts are padded with zeros to that width: larger and slower, with the same results.
     """
     checkpoint = folder / (f"demo-float32-{width}" if width else "demo-float32")
     if not checkpoint.exists():
@@ -43,7 +42,7 @@ def float32_demo(folder: Path, width: int = 0) -> Path:
 
 
 def _wide(name: str, tensor: torch.Tensor, width: int) -> torch.Tensor:
-    """An expert's matrix with zeros up to `width`."""
+    """Pads an expert's matrix with zeros up to `width`."""
     if not width or ".experts." not in name:
         return tensor
     rows, columns = tensor.shape
@@ -53,7 +52,7 @@ def _wide(name: str, tensor: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def part_of(store: Path, folder: Path, keep: Callable[[int, int], bool]) -> Path:
-    """The same store with some of its experts only: `keep(layer, expert)`. Made anew in `folder`."""
+    """Copies the store to `folder` with the experts for which `keep(layer, expert)` holds. Replaces the folder."""
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(store, folder, copy_function=os.link)
     manifest = Manifest.load(folder)
@@ -61,6 +60,6 @@ def part_of(store: Path, folder: Path, keep: Callable[[int, int], bool]) -> Path
         msgspec.structs.replace(layer, experts=tuple(e for e in layer.experts if keep(n, e.expert)))
         for n, layer in enumerate(manifest.layers)
     )
-    (folder / MANIFEST).unlink()  # the link, not what it leads to
+    (folder / MANIFEST).unlink()  # the hard link, and not its target
     msgspec.structs.replace(manifest, layers=layers).save(folder)
     return folder

@@ -23,7 +23,7 @@ served = [0]
 
 
 async def serve_spoilt(self: KVFetchServer, question: Question[Any], asked: Any) -> Answer[Any]:
-    """What was asked for, or nearly."""
+    """Answers with the requested part; one in SPOILT_EVERY has a bit flipped."""
     answer = await serve(self, question, asked)
     served[0] += 1
     if served[0] % SPOILT_EVERY:
@@ -37,7 +37,7 @@ start = EngineProcess.start.__func__  # type: ignore[attr-defined]
 
 
 async def start_spoilt(cls: type[EngineProcess], command: Sequence[str], settings: Any, address: str) -> EngineProcess:
-    """Its engine is such a one, too."""
+    """Starts the engine with this module, too."""
     made: EngineProcess = await start(cls, (command[0], "-m", "tools.testbed.spoiled_kv", ENGINE), settings, address)
     return made
 

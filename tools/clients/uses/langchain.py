@@ -11,7 +11,7 @@ model = ChatOpenAI(model=use.MODEL, base_url=use.URL, api_key=use.KEY, temperatu
 
 
 class Place(pydantic.BaseModel, extra="forbid"):
-    """A place."""
+    """A place in an answer."""
 
     city: str = pydantic.Field(max_length=24)
     capital: bool

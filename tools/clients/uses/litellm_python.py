@@ -43,7 +43,7 @@ def structured() -> None:
 
 
 def too_long() -> None:
-    """An overflow is the error that retries with a shorter prompt go by."""
+    """Expects the error at which applications retry with a shorter prompt."""
     try:
         litellm.completion(messages=[{"role": "user", "content": "word " * 20000}], **COMMON)
     except litellm.ContextWindowExceededError:

@@ -1,4 +1,4 @@
-"""What the clients' scripts share. Each runs in its client's own environment, so only the standard library is here."""
+"""Helpers of the clients' scripts, which run in the clients' own environments: standard library only."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MESSAGES = [{"role": "user", "content": QUESTION}]
 
 
 def run(**features: Callable[[], object]) -> None:
-    """Calls each and prints a line of JSON for it: whether it went well, and why not. A feature raises if not."""
+    """Calls each feature, which raises if it fails, and prints a line of JSON with its result."""
     for name, call in features.items():
         try:
             call()
@@ -31,19 +31,19 @@ def run(**features: Callable[[], object]) -> None:
 
 
 def check_answer(text: str | None) -> None:
-    """The answer to QUESTION."""
+    """Asserts the answer to QUESTION."""
     assert ANSWER in (text or ""), f"{ANSWER} is not in the answer {text!r}"
 
 
 def check_pieces(pieces: Sequence[str | None]) -> None:
-    """The answer to QUESTION as it was streamed."""
+    """Asserts the answer to QUESTION, streamed in several pieces."""
     said = [piece for piece in pieces if piece]
     check_answer("".join(said))
     assert len(said) > 1, f"streamed in one piece: {said}"
 
 
 def check_call(name: str, arguments: str | dict[str, Any]) -> None:
-    """The call that ASK_WEATHER leads to; which city is asked for depends on how well the model listens."""
+    """Asserts the call after ASK_WEATHER; the city depends on the model's understanding of the question."""
     found = json.loads(arguments) if isinstance(arguments, str) else arguments
     said = f"called {name}({found})"
     assert name == "get_weather", said
