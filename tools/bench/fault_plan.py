@@ -50,7 +50,7 @@ def plan_change(trial: Trial) -> Record:
     if way == "kill":
         _wait_homes(trial, hit_at, died)
     end[0]()
-    trial.cluster.settle()
+    trial.cluster.wait_settled()
     homes_s = _wait_still(trial)
     logs = _logs(trial)
     lost = [one for one in lost_pins(logs) if one[0] >= began_s]

@@ -56,7 +56,7 @@ def leader_stop(trial: Trial) -> Record:
     new = trial.wait_epoch(at_s[0])
     thread[0].join()
     time.sleep(1.0)
-    trial.cluster.settle()
+    trial.cluster.wait_settled()
     new |= {name: value for name, value in trial.coordination(at_s[0]).items() if name != "new_epoch_s"}
     return {"hit": hit.box.name, "requests": found, **new}
 
@@ -106,7 +106,7 @@ def disturbed(
     found = trial.requests(fronts or list(trial.cluster), begin)
     timers[0].join()
     time.sleep(0.5)
-    trial.cluster.settle()
+    trial.cluster.wait_settled()
     return {"hit": hit.box.name, "requests": found, **trial.coordination(at_s[0])}
 
 
@@ -119,7 +119,7 @@ def restart_all(trial: Trial) -> Record:
         daemon.start()
     for daemon in trial.cluster:
         daemon.wait_ready()
-    trial.cluster.settle()
+    trial.cluster.wait_settled()
     at_s = time.time()
     while time.time() - at_s < 15 and min(d.epoch() for d in trial.cluster) <= max(before.values()):
         time.sleep(0.1)

@@ -43,7 +43,7 @@ def disk_full(trial: Trial) -> Record:
     found = trial.requests(list(trial.cluster), fault)
     timers[0].join()
     time.sleep(0.5)
-    trial.cluster.settle()
+    trial.cluster.wait_settled()
     return {"hit": hit.box.name, "paused": leader.box.name, "requests": found, **trial.coordination(at_s[0])}
 
 
@@ -132,7 +132,7 @@ def hosted_request_forgotten(trial: Trial) -> Record:
         relist(trial, hit, {})
 
     _, found = trial.forwarded(relist_front)
-    trial.cluster.settle()
+    trial.cluster.wait_settled()
     return found
 
 
@@ -166,5 +166,5 @@ def suspend(trial: Trial) -> Record:
     new = trial.wait_epoch(at_s[0])
     timers[0].join()
     time.sleep(1.0)
-    trial.cluster.settle()
+    trial.cluster.wait_settled()
     return {"hit": hit.box.name, "requests": found, **trial.coordination(at_s[0]), "new_epoch_s": new["new_epoch_s"]}

@@ -141,7 +141,7 @@ class Trial:
         """Starts what was killed and waits until all is as before."""
         daemon.start()
         daemon.wait_ready()
-        self.cluster.settle()
+        self.cluster.wait_settled()
 
 
 def clock(event: Record) -> float:

@@ -103,7 +103,7 @@ def run_arm(arm: str, bed: Bed, folder: Path, store: Path, prompts: dict[str, li
         for daemon in daemons:
             daemon.wait_ready(180)
         if arm == "together":
-            cluster.settle(180)
+            cluster.wait_settled(180)
         else:
             time.sleep(3)
         load(daemons, prompts, args.tokens, args.seconds / 4)

@@ -206,7 +206,7 @@ def _attack(box: Target, child: subprocess.Popen[bytes], channel: str, count: in
                     middle = rss_mb(pids)
                 if number >= (1 - LATE) * count and number % LOOK_EVERY == 0:
                     late = min(late, rss_mb(pids))
-            peer.settle()
+            peer.wait_until_read()
             read = True
     except zmq.Again:
         pass  # it reads no more messages; `read` counts them

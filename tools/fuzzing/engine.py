@@ -167,7 +167,7 @@ class Followed:
             if isinstance(message, Submit) and message.request.id.startswith("h-"):
                 self.open[message.request.id] = len(message.emitted)
 
-    def take(self, one: Emission) -> None:
+    def check_emission(self, one: Emission) -> None:
         name = one.request
         if name in self.tokens and one.token is not None:
             self.tokens[name].append(one.token)
@@ -201,7 +201,7 @@ class Target:
         async for _, message in self.wire.messages():
             if isinstance(said := self.engine.on_message(message), Emissions):
                 for one in said.items:
-                    self.followed.take(one)
+                    self.followed.check_emission(one)
 
     async def send(self, body: dict[str, Any]) -> None:
         """Sends a message, well-formed or not."""

@@ -53,16 +53,16 @@ class HostilePeer:
         self._socket.send_multipart(self.messages.draw())
         self.sent += 1
         if self.sent % WINDOW == 0:
-            self.settle()
+            self.wait_until_read()
 
     def send_largest(self, count: int) -> None:
         """Sends the largest of the next `count` messages several times. Raises zmq.Again like `send`."""
         largest = self.messages.largest(count)
         for _ in range(LARGEST_TIMES):
             self._socket.send_multipart(largest)
-            self.settle()
+            self.wait_until_read()
 
-    def settle(self) -> None:
+    def wait_until_read(self) -> None:
         """Waits until all messages were read, or lost with their connection. Raises zmq.Again otherwise."""
         ends = time.monotonic() + SEND_S
         while time.monotonic() < ends:

@@ -249,7 +249,7 @@ class Cluster:
                 daemon.start()
             for daemon in self.daemons.values():
                 daemon.wait_ready()
-            self.settle()
+            self.wait_settled()
         except BaseException:
             self.close()
             raise
@@ -271,7 +271,7 @@ class Cluster:
             if self.state_dir(daemon.box.name).is_mount():
                 subprocess.run(["umount", self.state_dir(daemon.box.name)], check=True)
 
-    def settle(self, timeout_s: float = READY_S, *, moving: bool = False) -> None:
+    def wait_settled(self, timeout_s: float = READY_S, *, moving: bool = False) -> None:
         """Waits until all have a plan and see each other, and homes are in memory or `moving`. Raises BedError."""
         ends = time.monotonic() + timeout_s
         waits = list(self)

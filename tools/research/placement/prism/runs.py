@@ -154,7 +154,7 @@ def boxes(
             for daemon in made:
                 daemon.wait_ready(READY_S)
             if run.method not in (ALONE, REDIRECT):
-                made.settle(READY_S, moving=goal is not None)
+                made.wait_settled(READY_S, moving=goal is not None)
             if settings["cluster.migrate_s"]:
                 _await_solver(made[NODES[-1]], READY_S)
             for node, devices in zip(NODES, DEVICES, strict=True):

@@ -71,7 +71,7 @@ def cluster(folder: Path, store: Path, kind: Kind) -> Iterator[Cluster]:
             for daemon in made:
                 daemon.wait_ready(READY_S)
             if kind.share == 1.0:
-                made.settle(READY_S)
+                made.wait_settled(READY_S)
             else:
                 gathered(made)
             yield made
