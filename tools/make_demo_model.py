@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
-from tools.demo_model import corpus, export, tokens
-from tools.demo_model.network import Network, Shape
+from tools.demo_model import corpus, demo_export, tokens
+from tools.demo_model.demo_network import Network, Shape
 from tools.demo_model.training import Recipe, Trainer
 
 DEFAULT_OUT = Path(__file__).parent.parent / "edgemoe" / "demo" / "model"
@@ -78,10 +78,10 @@ def main() -> None:
         "shape": shape.as_dict(), "parameters": sum(p.numel() for p in network.parameters()),
         "recipe": asdict(recipe), "steps": trainer.steps, "tokens": trainer.step * 4096,
         "seconds": round(trainer.seconds), "threads": options.threads, "torch": torch.__version__,
-        "tokens_per_domain": sizes, **export.judge(network, domains, tokenizer),
+        "tokens_per_domain": sizes, **demo_export.judge(network, domains, tokenizer),
         "history": trainer.history, "files": text.files,
     }  # fmt: skip
-    export.write(network, tokenizer, options.out, report)
+    demo_export.write(network, tokenizer, options.out, report)
     print(
         json.dumps(
             {k: report[k] for k in ("steps", "loss", "divergence_bits", "samples")}, indent=1, ensure_ascii=False

@@ -13,8 +13,8 @@ import torch
 import transformers
 
 from edgemoe.api.text.chat_template import ChatTemplate
-from tools.demo_model import arithmetic, chat, corpus, export, tokens
-from tools.demo_model.network import HeadLoss, Network, Shape
+from tools.demo_model import arithmetic, chat, corpus, demo_export, tokens
+from tools.demo_model.demo_network import HeadLoss, Network, Shape
 from tools.demo_model.training import Recipe, Trainer
 
 TINY = Shape(vocab=300, hidden=32, layers=2, heads=4, kv_heads=2, head_dim=8, experts=6, top_k=2, width=16)
@@ -41,7 +41,7 @@ def trainer(directory: Path, domains: dict[str, tokens.Domain]) -> Trainer:
 def test_the_checkpoint_means_the_same_to_transformers(tmp_path: Path) -> None:
     torch.manual_seed(3)
     network, text = Network(TINY).eval(), tiny_corpus()
-    export.write(network, tokens.train_tokenizer(text, TINY.vocab, seed=0), tmp_path / "model", {"steps": 0})
+    demo_export.write(network, tokens.train_tokenizer(text, TINY.vocab, seed=0), tmp_path / "model", {"steps": 0})
     with torch.no_grad():  # the file is bfloat16
         for p in network.parameters():
             p.copy_(p.to(torch.bfloat16).float())
@@ -101,8 +101,8 @@ def test_held_out_tokens_are_never_trained_on(domains: dict[str, tokens.Domain])
 
 def test_divergence_is_none_for_equal_domains_and_one_bit_for_disjoint_ones() -> None:
     same, apart = np.array([[[4.0, 4.0]], [[2.0, 2.0]]]), np.array([[[4.0, 0.0]], [[0.0, 2.0]]])
-    assert export.divergence(same)["mean"] == 0
-    assert export.divergence(apart)["mean"] == 1
+    assert demo_export.divergence(same)["mean"] == 0
+    assert demo_export.divergence(apart)["mean"] == 1
 
 
 def test_conversations_are_worded_as_the_template_renders_them() -> None:

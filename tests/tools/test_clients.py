@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.clients.catalog import CLIENTS, USES
+from tools.clients.client_catalog import CLIENTS, USES
 
 ROOT = Path(__file__).parents[2]
 

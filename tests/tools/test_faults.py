@@ -18,7 +18,7 @@ from tools.bench.fault_trial import Answers, Record, Trial
 from tools.bench.faults import cluster, references
 from tools.testbed.bed import why_not
 from tools.testbed.daemons import Cluster
-from tools.testbed.model import float32_demo
+from tools.testbed.float32_model import float32_demo
 
 pytestmark = [
     pytest.mark.slow,

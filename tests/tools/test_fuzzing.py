@@ -12,7 +12,7 @@ from edgemoe.cluster.data.messages import ExpertChunk, KVPart
 from edgemoe.cluster.rpc import envelope
 from edgemoe.errors import WireError
 from edgemoe.ipc.messages import TO_ENGINE
-from tools.fuzzing.channel import fuzz
+from tools.fuzzing.fuzz_channel import fuzz
 from tools.fuzzing.messages import LANGUAGES, PASSED_ON, ChannelMessages, read
 from tools.fuzzing.values import Values
 

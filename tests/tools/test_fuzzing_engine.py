@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from edgemoe.ipc.messages import TO_ENGINE
-from tools.fuzzing.engine import Messages, frame_of, fuzz
+from tools.fuzzing.fuzz_engine import Messages, frame_of, fuzz
 
 
 def test_the_same_seed_draws_the_same_messages_of_every_kind() -> None:

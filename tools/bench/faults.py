@@ -39,7 +39,7 @@ from tools.bench.fault_runs import DISKS, Beside, Piece, arrangement, ended_by_s
 from tools.bench.fault_trial import NODES, TOKENS, Answers, Record, Trial
 from tools.testbed.bed import Bed
 from tools.testbed.daemons import Cluster, Daemon
-from tools.testbed.model import float32_demo, part_of
+from tools.testbed.float32_model import float32_demo, part_of
 
 ROOT = Path(__file__).parents[2]
 WANTED = {"two-thirds": 200, "all": 50}  # trials of each row

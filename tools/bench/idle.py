@@ -25,7 +25,7 @@ from tools.bench.faults import EXPERTS, cluster, common
 from tools.bench.stats import core_s
 from tools.testbed.bed import Bed
 from tools.testbed.daemons import Daemon
-from tools.testbed.model import float32_demo
+from tools.testbed.float32_model import float32_demo
 
 SETTLE_S = 15.0  # after which what a start leaves to do is done
 

@@ -27,7 +27,7 @@ from edgemoe.store.manifest import MANIFEST, Manifest
 from tools.bench.faults import common
 from tools.testbed.bed import Bed, BedError, Box
 from tools.testbed.daemons import Cluster, Daemon, Settings
-from tools.testbed.model import float32_demo
+from tools.testbed.float32_model import float32_demo
 
 LINK_MBIT = 500.0
 PULLERS = ("c", "d")

@@ -34,7 +34,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from edgemoe.telemetry.metrics import parse, select
-from tools.fuzzing.channel import WHATS, hostile, presence
+from tools.fuzzing.fuzz_channel import WHATS, hostile, presence
 from tools.fuzzing.peer import HostilePeer
 from tools.fuzzing.target import Target, target
 

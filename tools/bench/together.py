@@ -33,8 +33,8 @@ from tools.bench.faults import EXPERTS, common
 from tools.bench.stats import core_s
 from tools.testbed.bed import Bed
 from tools.testbed.daemons import Answer, Cluster, Daemon
+from tools.testbed.float32_model import float32_demo
 from tools.testbed.limits import Limits
-from tools.testbed.model import float32_demo
 
 TASKS = {"a": "bbh_multistep_arithmetic_two", "b": "bbh_geometric_shapes", "c": "bbh_causal_judgement"}
 CLIENTS = {"a": 2, "b": 1, "c": 1}

@@ -26,7 +26,7 @@ from rich.table import Table
 from edgemoe import demo
 from edgemoe.cli.client import Client as Daemon
 from edgemoe.store.packer import ensure_store
-from tools.clients.catalog import CLIENTS, FEATURES, Client
+from tools.clients.client_catalog import CLIENTS, FEATURES, Client
 from tools.clients.environments import USE_S, ClientError, command, prepare
 from tools.demo import daemon, wait_until_ready
 

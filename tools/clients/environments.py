@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tools.clients.catalog import USES, Client
+from tools.clients.client_catalog import USES, Client
 
 KEPT = Path(".cache/clients")
 INSTALL_S, USE_S = 1200.0, 600.0

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tools.demo_model.network import HeadLoss, Network
+from tools.demo_model.demo_network import HeadLoss, Network
 from tools.demo_model.tokens import Domain
 
 STEP_TOKENS = 4096

@@ -13,11 +13,11 @@ import json
 import sys
 
 DOORS = {  # name -> module
-    "engine": "tools.fuzzing.engine",
+    "engine": "tools.fuzzing.fuzz_engine",
     "http": "tools.fuzzing.http",
     "journal": "tools.fuzzing.journal",
-    "channel": "tools.fuzzing.channel",
-    "settings": "tools.fuzzing.settings",
+    "channel": "tools.fuzzing.fuzz_channel",
+    "settings": "tools.fuzzing.fuzz_settings",
     "store": "tools.fuzzing.store",
 }
 

@@ -16,8 +16,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from tools.mutation.mutant_runs import Bench, copy_tree
 from tools.mutation.rooms import ROOMS, Room
-from tools.mutation.run import Bench, copy_tree
 
 ROOT = Path(__file__).parents[2]
 

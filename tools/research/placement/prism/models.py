@@ -25,7 +25,7 @@ from edgemoe.demo import model_path
 from edgemoe.families.config import spec_from_config
 from edgemoe.store.packer import ensure_store
 from tools.bench.make_model import TOKENIZER_FILES, make_config, tensors
-from tools.testbed.model import float32_demo
+from tools.testbed.float32_model import float32_demo
 
 SETTINGS = ("specialised", "mixed")
 STAND_INS = {

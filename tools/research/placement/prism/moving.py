@@ -18,7 +18,7 @@ from tools.research.placement.prism.models import SETTINGS, Model
 from tools.research.placement.prism.plans import NODES, place_by
 from tools.research.placement.prism.profile import Profile
 from tools.research.placement.prism.runs import Machine, Record, Run, measure
-from tools.testbed.model import float32_demo
+from tools.testbed.float32_model import float32_demo
 
 WIDTH = 1024  # of the experts: 2.4 MB each
 MOVES, STAYS = "moves", "stays"

@@ -39,8 +39,8 @@ from tools.research.placement.prism.profile import ASKED, READY_S, Profile
 from tools.research.routing.live.boxes import Asked, ask
 from tools.testbed.bed import Bed, BedError
 from tools.testbed.daemons import Answer, Cluster, Daemon
+from tools.testbed.float32_model import part_of
 from tools.testbed.limits import Limits
-from tools.testbed.model import part_of
 
 ALONE, REDIRECT = "alone", "redirect"  # boxes compute nothing for each other
 SAMPLE_S = 2.0

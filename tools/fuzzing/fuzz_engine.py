@@ -40,7 +40,7 @@ from edgemoe.types.request import Emission, Request, Sampling, digest_of
 from edgemoe.wire import protocol
 from tools.fuzzing.target import GROWTH_MB, rss_mb
 from tools.fuzzing.values import Values
-from tools.testbed.model import float32_demo
+from tools.testbed.float32_model import float32_demo
 
 WHATS = ("submit", "cancel", "other")
 KINDS: dict[str, tuple[type[Any], ...]] = {

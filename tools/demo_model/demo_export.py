@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
 from tools.demo_model import tokens
-from tools.demo_model.network import HeadLoss, Network, Shape
+from tools.demo_model.demo_network import HeadLoss, Network, Shape
 
 PROMPTS = (
     "What is a mixture of experts?", "What is the capital of France?", "Tell me a story about a fox.",
