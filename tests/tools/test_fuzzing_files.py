@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tools.fuzzing import settings, store
+from tools.fuzzing import fuzz_settings, store
 
 
 @pytest.mark.parametrize("what", store.WHATS)
@@ -14,8 +14,8 @@ def test_no_store_however_wrong_does_more_than_raise_our_errors(what: str) -> No
     assert len(seen["outcomes"]) > 1
 
 
-@pytest.mark.parametrize("what", settings.WHATS)
+@pytest.mark.parametrize("what", fuzz_settings.WHATS)
 def test_no_settings_however_wrong_do_more_than_raise_a_config_error(what: str) -> None:
-    seen = settings.fuzz(what, 60, seed=1)
+    seen = fuzz_settings.fuzz(what, 60, seed=1)
     assert seen["ok"], seen
     assert len(seen["outcomes"]) > 1
