@@ -286,15 +286,16 @@ def stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
 
 
 _MESSAGE = re.compile(r"\bmessages\[(\d+)\]")
-_TOOL = re.compile(r"^(tools\[\d+\])\.function\b")  # in both other APIs tools are flat objects
+_TOOL = re.compile(r"^(tools\[(\d+)\])(?:\.function\b)?")  # in both other APIs tools are flat objects
 
 
 @dataclass(slots=True)
 class FieldNames:
-    """Maps Chat's fields to the client's names, and each message to its path in the client's body."""
+    """Maps Chat's fields to the client's names, and each message and tool to its path in the client's body."""
 
     fields: Mapping[str, str]
     messages: list[str] = field(default_factory=list)
+    tools: list[str] = field(default_factory=list)  # empty: the client's tools are Chat's, one by one
 
     @contextmanager
     def renamed(self) -> Iterator[None]:
@@ -312,7 +313,7 @@ class FieldNames:
             raise renamed from error
 
     def _own(self, path: str) -> str:
-        path = _TOOL.sub(r"\1", _MESSAGE.sub(self._place, path))
+        path = _TOOL.sub(self._tool_place, _MESSAGE.sub(self._place, path))
         for name, own in self.fields.items():
             if path == name or path.startswith((f"{name}.", f"{name}[")):
                 return own + path.removeprefix(name)
@@ -321,3 +322,7 @@ class FieldNames:
     def _place(self, match: re.Match[str]) -> str:
         at = int(match[1])
         return self.messages[at] if at < len(self.messages) else match[0]
+
+    def _tool_place(self, match: re.Match[str]) -> str:
+        at = int(match[2])
+        return self.tools[at] if at < len(self.tools) else match[1]

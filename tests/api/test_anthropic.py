@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -26,6 +27,7 @@ WEATHER: Any = {
     "description": "of a city",
     "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
 }
+SEARCH: Any = {"type": "web_search_20250305", "name": "web_search"}
 PATH = "/v1/messages"
 
 
@@ -144,6 +146,28 @@ async def test_an_effort_and_thinking_reach_the_template() -> None:
     assert (chat.reasoning_effort, chat.chat_template_kwargs) == ("high", {"enable_thinking": True})
 
 
+async def test_the_block_that_bills_claude_code_is_not_shown_to_the_model() -> None:
+    system = [
+        {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1; cch=1f2e;"},
+        {"type": "text", "text": "be brief", "cache_control": {"type": "ephemeral"}},
+    ]
+    chat, _ = as_chat(convert(say("x", system=system), MessagesBody))
+    assert chat.messages[0].content == "be brief"
+    chat, _ = as_chat(convert(say("x", system=system[:1]), MessagesBody))
+    assert [message.role for message in chat.messages] == ["user"]
+
+
+async def test_a_prompt_that_is_too_long_says_so_in_the_words_that_agents_match(
+    claude: anthropic.AsyncAnthropic,
+) -> None:
+    asked = {**say("x"), "messages": [{"role": "user", "content": "ab " * 5000}]}
+    with pytest.raises(anthropic.BadRequestError) as refused:
+        await claude.messages.create(**asked)
+    said = re.search(r"prompt is too long[^0-9]*(\d+)\s*tokens?\s*>\s*(\d+)", refused.value.message, re.I)
+    assert said is not None
+    assert int(said[1]) > int(said[2]) == 4096
+
+
 async def test_tokens_are_counted_as_they_are_used(claude: anthropic.AsyncAnthropic) -> None:
     asked = say("x", system="be brief", tools=[WEATHER])
     counted = await claude.messages.count_tokens(**{key: asked[key] for key in asked if key != "max_tokens"})
@@ -186,8 +210,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         {"system": "x", "messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
         "messages[0].content[0]",
     ),
-    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
-    ({"tools": [{"name": "", "input_schema": {}}]}, "tools[0].name"),
+    ({"tools": [WEATHER, SEARCH], "tool_choice": {"type": "tool", "name": "web_search"}}, "tool_choice"),
+    ({"tools": [SEARCH], "tool_choice": {"type": "any"}}, "tool_choice"),
+    ({"tools": [SEARCH, {"name": "", "input_schema": {}}]}, "tools[1].name"),
     ({"tool_choice": {"type": "tool", "name": "x"}, "tools": [WEATHER]}, "tool_choice"),
     ({"stop_sequences": ["x"] * 17}, "stop_sequences"),
     ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type"),

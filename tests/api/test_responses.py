@@ -59,6 +59,121 @@ async def test_a_call_that_is_cut_short_is_text_or_an_incomplete_item(client: op
     assert call.arguments == '{"a": "Kö'  # type: ignore[union-attr]
 
 
+PATCH = '*** Begin Patch\n*** Update File: a.txt\n-"hello"\n+\\Grüße 🦊\n*** End Patch\n'
+CUSTOM: Any = {
+    "type": "custom",
+    "name": "apply_patch",
+    "description": "Edits files.",
+    "format": {"type": "grammar", "syntax": "lark", "definition": "start: ANY"},
+}
+NAMED: Any = {"type": "function", "name": "find", "parameters": {"type": "object"}, "strict": False}
+CRM: Any = {"type": "namespace", "name": "crm", "description": "Customers.", "tools": [NAMED, CUSTOM]}
+FLEET: Any = {"type": "namespace", "name": "mcp__fleet__", "description": "Cars.", "tools": [NAMED]}
+LOOKUP: Any = {"type": "tool_search", "execution": "client", "parameters": {"type": "object"}}
+
+
+def call(name: str, arguments: Any, escape: bool = False) -> str:
+    said = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=escape)
+    return f"SAY{{<tool_call>\n{said}\n</tool_call>}}END"
+
+
+async def both(client: openai.AsyncOpenAI, **asked: Any) -> list[Any]:
+    """The only item of the answer, whole and streamed."""
+    (whole,) = (await client.responses.create(model="tiny", **asked)).output
+    async with client.responses.stream(model="tiny", **asked) as stream:
+        (streamed,) = (await stream.get_final_response()).output
+    return [whole, streamed]
+
+
+@pytest.mark.parametrize(
+    ("flat", "name", "namespace"),
+    [
+        ("find", "find", None),
+        ("crm__find", "find", "crm"),
+        ("mcp__fleet__find", "find", "mcp__fleet__"),
+        ("crm__find_2", "crm__find", None),
+    ],
+)
+async def test_a_function_in_a_namespace_is_called_by_name_and_namespace(
+    client: openai.AsyncOpenAI, flat: str, name: str, namespace: str | None
+) -> None:
+    tools = [NAMED, CRM, FLEET, {"type": "web_search"}, {**NAMED, "name": "crm__find"}]
+    for item in await both(client, input=call(flat, {"a": 1}), tools=tools):
+        assert (item.type, item.name, item.namespace) == ("function_call", name, namespace)
+        assert json.loads(item.arguments) == {"a": 1}
+    items = [{"type": "function_call", "call_id": "c", "name": name, "arguments": "{}", "namespace": namespace}]
+    chat, _, offer = as_chat(convert({"input": items, "tools": tools}, ResponsesBody))
+    assert [one.function.name for one in chat.messages[0].tool_calls or ()] == [flat]
+    assert [one.function.name for one in chat.tools or ()] == [one["function"]["name"] for one in offer.functions]
+    chosen = {"type": "function", "name": name, **({"namespace": namespace} if namespace else {})}
+    for choice in (chosen, {"type": "allowed_tools", "mode": "required", "tools": [chosen]}):
+        (item, _) = await both(client, input=call(flat, {"a": 1}), tools=tools, tool_choice=choice)
+        assert (item.name, item.namespace) == (name, namespace)
+
+
+@pytest.mark.parametrize("escape", [False, True])
+@pytest.mark.parametrize(("flat", "namespace"), [("apply_patch", None), ("crm__apply_patch", "crm")])
+async def test_a_custom_tool_is_called_with_its_plain_input(
+    client: openai.AsyncOpenAI, flat: str, namespace: str | None, escape: bool
+) -> None:
+    asked: Any = {"input": call(flat, {"input": PATCH}, escape), "tools": [CUSTOM, CRM]}
+    for item in await both(client, **asked):
+        assert (item.type, item.name, item.namespace, item.input) == (
+            "custom_tool_call",
+            "apply_patch",
+            namespace,
+            PATCH,
+        )
+    events = [event async for event in await client.responses.create(model="tiny", stream=True, **asked)]
+    pieces = [event.delta for event in events if event.type == "response.custom_tool_call_input.delta"]
+    assert len(pieces) > 9, "it is streamed as it is written"
+    assert "".join(pieces) == PATCH
+    (done,) = (event.input for event in events if event.type == "response.custom_tool_call_input.done")
+    assert done == PATCH
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"input": "x"}, "x"),
+        ({"patch": "x"}, "x"),
+        ({"a": "x", "b": "y"}, '{"a": "x", "b": "y"}'),
+        ({"input": 3}, '{"input": 3}'),
+    ],
+)
+async def test_a_custom_tools_other_arguments_reach_the_client(
+    client: openai.AsyncOpenAI, arguments: Any, text: str
+) -> None:
+    for item in await both(client, input=call("apply_patch", arguments), tools=[CUSTOM]):
+        assert item.input == text
+
+
+async def test_a_client_finds_tools_which_are_offered_from_then_on(client: openai.AsyncOpenAI) -> None:
+    for item in await both(client, input=call("tool_search", {"query": "cars"}), tools=[LOOKUP]):
+        assert (item.type, item.execution, item.arguments) == ("tool_search_call", "client", {"query": "cars"})
+    items = [
+        {"type": "tool_search_call", "call_id": "c", "execution": "client", "arguments": {"query": "cars"}},
+        {"type": "tool_search_output", "call_id": "c", "execution": "client", "tools": [FLEET]},
+        {"role": "user", "content": call("mcp__fleet__find", {})},
+    ]
+    for item in await both(client, input=items, tools=[LOOKUP]):
+        assert (item.name, item.namespace) == ("find", "mcp__fleet__")
+
+
+async def test_reasoning_is_sent_back_sealed_where_the_client_asks_for_it(client: openai.AsyncOpenAI) -> None:
+    include: Any = ["reasoning.encrypted_content"]
+    plain = (await client.responses.create(model="tiny", input=THOUGHT)).output[0].to_dict()
+    assert "encrypted_content" not in plain
+    async with client.responses.stream(model="tiny", input=THOUGHT, include=include) as stream:
+        thought, answer = (await stream.get_final_response()).to_dict()["output"]  # type: ignore[misc]
+    thought.pop("content")
+    chat, *_ = as_chat(convert({"input": [thought, answer]}, ResponsesBody))
+    assert [message.reasoning_content for message in chat.messages] == ["hm"]
+    thought["encrypted_content"] = "gAAAA of another server"
+    chat, *_ = as_chat(convert({"input": [thought, answer]}, ResponsesBody))
+    assert [message.reasoning_content for message in chat.messages] == [None]
+
+
 async def test_a_turn_after_a_function_call_is_accepted(client: openai.AsyncOpenAI) -> None:
     items: Any = [
         {"role": "user", "content": [{"type": "input_text", "text": "go"}]},
@@ -79,7 +194,7 @@ async def test_reasoning_that_is_sent_back_belongs_to_the_message_behind_it() ->
     output = {"type": "function_call_output", "call_id": "c", "output": "done"}
     answer = {"role": "assistant", "content": "yes"}
     items = [thought("a"), call, call, output, thought("b"), thought("c"), answer, {"role": "user", "content": "x"}]
-    chat, _ = as_chat(convert({"input": [*items, thought("d"), items[-1]]}, ResponsesBody))
+    chat, _, _ = as_chat(convert({"input": [*items, thought("d"), items[-1]]}, ResponsesBody))
     reasons = [message.reasoning_content for message in chat.messages]
     assert reasons == ["a", None, "bc", None, None]
     assert len(chat.messages[0].tool_calls or ()) == 2
@@ -102,8 +217,15 @@ async def test_an_error_midstream_is_a_failed_response(client: openai.AsyncOpenA
     [
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"background": True}, "background"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
-        ({"input": [{"type": "image_generation_call"}]}, "input[0].type"),
+        ({"tools": [TOOL, {"type": "web_search"}], "tool_choice": {"type": "web_search"}}, "tool_choice"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice"),
+        ({"tools": [{"type": "web_search"}, {**TOOL, "name": 3}]}, "tools[1].name"),
+        (
+            {"tools": [{"type": "namespace", "name": "n", "tools": [TOOL, {**TOOL, "name": "g", "parameters": 3}]}]},
+            "tools[0].tools[1].parameters",
+        ),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].type"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content"),
     ],
 )

@@ -5,7 +5,7 @@ An assistant's last message is continued by the answer. Without `thinking` the m
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -14,35 +14,29 @@ from msgspec import Meta
 from edgemoe.api import schema
 from edgemoe.api.dialects.tool_calls import OutputPiece
 from edgemoe.api.endpoints.chat_completions import chat_generation
+from edgemoe.api.endpoints.content_parts import text_of_part, text_of_parts, text_of_result
 from edgemoe.api.generate.generation import ChoiceDelta, Generation, PreparedAnswer, RequestContext
 from edgemoe.api.http.responding import anthropic_error, event
 from edgemoe.api.schema import Chat, FieldNames, convert, read
 from edgemoe.errors import InvalidRequest, RequestError
 from edgemoe.types.arrays import Json
 
+BILLING = "x-anthropic-billing-header:"  # begins a system block of Claude Code's, which may change with each request
 FIELDS = {"max_completion_tokens": "max_tokens", "response_format": "output_config.format", "stop": "stop_sequences"}
 
 
-class ContentBlock(msgspec.Struct, frozen=True, kw_only=True):
-    """Any content block; which fields it has depends on `type`."""
-
-    type: str
-    text: str | None = None
-    thinking: str | None = None
-    id: str | None = None
-    name: str | None = None
-    input: dict[str, Any] | None = None
-    tool_use_id: str | None = None
-    content: str | Annotated[list[dict[str, Any]], Meta(max_length=schema.MAX_CONTENT_PARTS)] | None = None
+Blocks = Annotated[list[dict[str, Any]], Meta(max_length=schema.MAX_CONTENT_PARTS)]
 
 
 class MessageTurn(msgspec.Struct, frozen=True, kw_only=True):
-    role: Literal["user", "assistant"]
-    content: str | Annotated[list[ContentBlock], Meta(max_length=schema.MAX_CONTENT_PARTS)]
+    role: Literal["user", "assistant", "system"]  # system: the app's own words between the turns
+    content: str | Blocks
 
 
-class CustomTool(msgspec.Struct, frozen=True, kw_only=True):
-    name: str
+class OfferedTool(msgspec.Struct, frozen=True, kw_only=True):
+    """A tool of any kind; only those of type "custom", or of none, are the client's own functions."""
+
+    name: str | None = None
     type: str | None = None
     description: str | None = None
     input_schema: dict[str, Any] | None = None
@@ -76,9 +70,9 @@ class MessagesBody(schema.RequestBody, frozen=True, kw_only=True):
     """The body of both endpoints; count_tokens needs no `max_tokens`."""
 
     messages: Annotated[list[MessageTurn], Meta(min_length=1, max_length=schema.MAX_MESSAGES)]
-    system: str | Annotated[list[ContentBlock], Meta(max_length=schema.MAX_CONTENT_PARTS)] | None = None
+    system: str | Blocks | None = None
     stop_sequences: Annotated[list[schema.StopText], Meta(max_length=16)] | None = None
-    tools: Annotated[list[CustomTool], Meta(max_length=schema.MAX_TOOLS)] | None = None
+    tools: Annotated[list[OfferedTool], Meta(max_length=schema.MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     metadata: Metadata | None = None
@@ -109,8 +103,8 @@ def as_chat(body: MessagesBody) -> tuple[Chat, FieldNames]:
         "user": (body.metadata and body.metadata.user_id) or body.user,
         "stop": body.stop_sequences,
         "messages": messages,
-        "tools": [_tool(tool, at) for at, tool in enumerate(body.tools or ())] or None,
-        "tool_choice": _tool_choice(choice),
+        "tools": _offered(body.tools or (), fields) or None,
+        "tool_choice": _tool_choice(choice, body.tools or ()),
         "parallel_tool_calls": False if choice and choice.disable_parallel_tool_use else None,
         "response_format": _response_format(body.output_config),
         "reasoning_effort": body.output_config.effort if body.output_config else None,
@@ -124,70 +118,70 @@ def as_chat(body: MessagesBody) -> tuple[Chat, FieldNames]:
 
 def _messages(body: MessagesBody, fields: FieldNames) -> list[Json]:
     messages: list[Json] = []
-    if body.system:
-        messages.append({"role": "system", "content": _text(body.system, "system")})
+    if system := _system(body.system):
+        messages.append({"role": "system", "content": system})
         fields.messages.append("system")
+    latest = max((at for at, turn in enumerate(body.messages) if turn.role == "user"), default=-1)
     for at, turn in enumerate(body.messages):
         where = f"messages[{at}]"
-        for message in _turn(turn, where):
+        for message in _turn(turn, where, at == latest):
             messages.append(message)
             fields.messages.append(where)
     return messages
 
 
-def _turn(turn: MessageTurn, where: str) -> list[Json]:
-    """Returns one turn as messages; each tool result is a message of its own, before the user's text."""
+def _system(system: str | list[Json] | None) -> str:
+    """Returns the system prompt without the block by which Claude Code is billed."""
+    if not isinstance(system, list):
+        return system or ""
+    blocks = [block for block in system if not str(block.get("text", "")).startswith(BILLING)]
+    return text_of_parts(blocks, "system")
+
+
+def _turn(turn: MessageTurn, where: str, latest: bool) -> list[Json]:
+    """Returns one turn as messages; each tool result is a message of its own, before the user's text.
+
+    Blocks that the model cannot read are refused in the `latest` turn of the user, and noted elsewhere.
+    """
     if isinstance(turn.content, str):
         return [{"role": turn.role, "content": turn.content}]
     results: list[Json] = []
     own: Json = {"role": turn.role, "content": ""}
     for at, block in enumerate(turn.content):
-        match block.type:
-            case "text":
-                own["content"] += block.text or ""
+        match block.get("type"):
             case "thinking":
-                own["reasoning_content"] = own.get("reasoning_content", "") + (block.thinking or "")
-            case "redacted_thinking":
-                pass
+                own["reasoning_content"] = own.get("reasoning_content", "") + str(block.get("thinking") or "")
             case "tool_use":
-                function = {"name": block.name, "arguments": block.input or {}}
-                own.setdefault("tool_calls", []).append({"id": block.id, "function": function})
+                function = {"name": block.get("name"), "arguments": block.get("input") or {}}
+                own.setdefault("tool_calls", []).append({"id": block.get("id"), "function": function})
             case "tool_result":
-                text = _result(block, f"{where}.content[{at}]")
-                results.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text})
-            case other:
-                raise _unreadable(f"{where}.content[{at}]", other)
+                text = text_of_result(block.get("content"))
+                results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text})
+            case _:
+                own["content"] += text_of_part(block, f"{where}.content[{at}]" if latest else "")
     return results + ([own] if len(own) > 2 or own["content"] or not results else [])
 
 
-def _result(block: ContentBlock, where: str) -> str:
-    if not isinstance(block.content, list):
-        return block.content or ""
-    return _text([convert(part, ContentBlock) for part in block.content], f"{where}.content")
+def _offered(tools: Sequence[OfferedTool], fields: FieldNames) -> list[Json]:
+    """Returns the client's own functions. Tools that Anthropic runs, or gives to its models untold, are left out."""
+    offered = []
+    for at, tool in enumerate(tools):
+        if tool.type in (None, "custom"):
+            function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
+            offered.append({"function": function})
+            fields.tools.append(f"tools[{at}]")
+    return offered
 
 
-def _text(content: str | list[ContentBlock], where: str) -> str:
-    if isinstance(content, str):
-        return content
-    for at, block in enumerate(content):
-        if block.type != "text":
-            raise _unreadable(f"{where}[{at}]", block.type)
-    return "".join(block.text or "" for block in content)
-
-
-def _unreadable(where: str, kind: str) -> InvalidRequest:
-    return InvalidRequest(f"{where}: this model reads text only, not {kind!r}", param=where, code="invalid_value")
-
-
-def _tool(tool: CustomTool, at: int) -> Json:
-    if tool.type not in (None, "custom"):
-        raise InvalidRequest(f"tools[{at}].type: only custom tools can be called", param=f"tools[{at}].type")
-    return {"function": {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}}
-
-
-def _tool_choice(choice: ToolChoice | None) -> Any:
-    if choice is None or choice.type == "tool":
-        return {"function": {"name": choice.name}} if choice else None
+def _tool_choice(choice: ToolChoice | None, tools: Sequence[OfferedTool]) -> Any:
+    if choice is None:
+        return None
+    if choice.type == "tool":
+        for tool in tools:
+            if tool.name == choice.name and tool.type not in (None, "custom"):
+                message = f"tool_choice: tools of type {tool.type!r} are not run here; only the client's can be called"
+                raise InvalidRequest(message, param="tool_choice")
+        return {"function": {"name": choice.name}}
     return "required" if choice.type == "any" else choice.type
 
 

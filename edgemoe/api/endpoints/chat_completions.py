@@ -105,16 +105,28 @@ def render(body: Chat, tools: list[Tool], text: TextModel) -> str:
         raise InvalidRequest("tools: this model's chat template has no place for tools", param="tools")
     history = text.dialect.history
     variables = _template_variables(body.chat_template_kwargs or {}, body.reasoning_effort, dict(history.efforts))
-    messages, shown = for_template(body.messages, history), tools_for_template(tools, history)
-    begin = body.add_generation_prompt is not False
-    if not body.continue_final_message:
-        return text.template.render(messages, shown, add_generation_prompt=begin, extra=variables)
-    if body.add_generation_prompt:
+    shown, begin = tools_for_template(tools, history), body.add_generation_prompt is not False
+    if body.continue_final_message and body.add_generation_prompt:
         message = "continue_final_message goes on with the last message: set add_generation_prompt to false"
         raise InvalidRequest(message, param="continue_final_message")
-    marked = [*messages[:-1], messages[-1] | {"content": _continued_text(messages[-1]) + CONTINUATION}]
-    rendered = text.template.render(marked, shown, add_generation_prompt=False, extra=variables)
-    return _up_to_continuation(rendered)
+
+    def rendered(one_system: bool) -> str:
+        assert text.template is not None
+        messages = for_template(body.messages, history, one_system=one_system)
+        if not body.continue_final_message:
+            return text.template.render(messages, shown, add_generation_prompt=begin, extra=variables)
+        marked = [*messages[:-1], messages[-1] | {"content": _continued_text(messages[-1]) + CONTINUATION}]
+        return _up_to_continuation(text.template.render(marked, shown, add_generation_prompt=False, extra=variables))
+
+    later = [one for one in body.messages[1:] if one.role in ("system", "developer")]
+    try:
+        prompt = rendered(one_system=False)
+    except InvalidRequest:
+        if not later:
+            raise
+        return rendered(one_system=True)
+    lost = [one for one in for_template(later) if one["content"].strip() not in prompt]
+    return rendered(one_system=True) if lost else prompt
 
 
 def _template_variables(given: Json, effort: str | None, efforts: Mapping[str, str]) -> Json:

@@ -15,6 +15,9 @@ from msgspec import Meta
 from edgemoe.api import schema
 from edgemoe.api.dialects.tool_calls import OutputPiece, ToolCall
 from edgemoe.api.endpoints.chat_completions import chat_generation
+from edgemoe.api.endpoints.custom_input import CustomInput, custom_input
+from edgemoe.api.endpoints.response_input import ItemReader, seal
+from edgemoe.api.endpoints.response_tools import ClientTool, ToolOffer
 from edgemoe.api.generate.generation import ChoiceDelta, Generation, PreparedAnswer, RequestContext
 from edgemoe.api.http.responding import error_body, event
 from edgemoe.api.schema import Chat, FieldNames, convert, read
@@ -56,6 +59,7 @@ class ResponsesBody(schema.RequestBody, frozen=True, kw_only=True):
     text: TextSettings | None = None
     reasoning: Reasoning | None = None
     metadata: dict[str, Any] | None = None
+    include: list[str] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     background: bool | None = None
     previous_response_id: str | None = None
@@ -66,95 +70,53 @@ class ResponsesBody(schema.RequestBody, frozen=True, kw_only=True):
 def prepare(context: RequestContext, raw: bytes) -> PreparedAnswer:
     """Decodes a body of POST /v1/responses and prepares its generation. Raises InvalidRequest."""
     body = read(raw, ResponsesBody)
-    chat, fields = as_chat(body)
+    chat, fields, offer = as_chat(body)
     with fields.renamed():
         generation = chat_generation(chat, context, "resp")
-    return PreparedAnswer(generation, ResponsesFormat(generation, body), bool(body.stream), fields)
+    return PreparedAnswer(generation, ResponsesFormat(generation, body, offer), bool(body.stream), fields)
 
 
-def as_chat(body: ResponsesBody) -> tuple[Chat, FieldNames]:
-    """Returns the equivalent chat request, and the client's names of its fields. Raises InvalidRequest."""
+def as_chat(body: ResponsesBody) -> tuple[Chat, FieldNames, ToolOffer]:
+    """Returns the equivalent chat request, the client's names of its fields, and its tools. Raises InvalidRequest."""
     for field in NEEDS_STORE:
         if getattr(body, field) is not None:
             raise InvalidRequest(f"{field}: nothing is stored here; send the whole input", param=field)
     if body.background:
         raise InvalidRequest("background: nothing is stored here; ask for a stream", param="background")
     fields = FieldNames(FIELDS)
-    messages = _messages(body.input, fields)
-    if body.instructions:
-        messages.insert(0, {"role": "system", "content": body.instructions})
-        fields.messages.insert(0, "instructions")
+    offer = ToolOffer()
+    offer.add(body.tools or (), "tools")
+    messages = _messages(body, offer, fields)
+    choice = offer.choose(body.tool_choice)
+    fields.tools = offer.places
     common = {field: getattr(body, field) for field in schema.RequestBody.__struct_fields__}
     chat = {
         **common,
         "n": 1,
         "messages": messages,
         "max_completion_tokens": body.max_output_tokens,
-        "tools": [_tool(tool, at) for at, tool in enumerate(body.tools or ())] or None,
-        "tool_choice": _tool_choice(body.tool_choice),
+        "tools": offer.functions or None,
+        "tool_choice": choice,
         "parallel_tool_calls": body.parallel_tool_calls,
         "response_format": _response_format(body.text.format if body.text else None),
         "reasoning_effort": body.reasoning.effort if body.reasoning else None,
         "chat_template_kwargs": body.chat_template_kwargs,
     }
     with fields.renamed():
-        return convert(chat, Chat), fields
+        return convert(chat, Chat), fields, offer
 
 
-def _messages(given: str | list[dict[str, Any]], fields: FieldNames) -> list[Json]:
-    if isinstance(given, str):
+def _messages(body: ResponsesBody, offer: ToolOffer, fields: FieldNames) -> list[Json]:
+    reader = ItemReader(offer, fields)
+    if body.instructions:
+        reader.messages.append({"role": "system", "content": body.instructions})
+        fields.messages.append("instructions")
+    if isinstance(body.input, str):
+        reader.messages.append({"role": "user", "content": body.input})
         fields.messages.append("input")
-        return [{"role": "user", "content": given}]
-    messages: list[Json] = []
-    reasoning = ""  # of the assistant's message that follows
-    for at, item in enumerate(given):
-        fields.messages += [f"input[{at - 1}]"] * (len(messages) - len(fields.messages))
-        match item.get("type", "message"):
-            case "message":
-                messages.append({"role": item.get("role"), "content": item.get("content")})
-                reasoning = _with_reasoning(messages[-1], reasoning)
-            case "function_call":
-                call = {"id": item.get("call_id"), "function": {k: item.get(k) for k in ("name", "arguments")}}
-                if reasoning or not (messages and messages[-1]["role"] == "assistant"):
-                    messages.append({"role": "assistant", "content": None})
-                    reasoning = _with_reasoning(messages[-1], reasoning)
-                messages[-1].setdefault("tool_calls", []).append(call)
-            case "function_call_output":
-                output = item.get("output")
-                messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
-            case "reasoning":
-                reasoning += _reasoning(item)
-            case other:
-                raise InvalidRequest(f"input[{at}]: a {other!r} item cannot be read here", param=f"input[{at}].type")
-    fields.messages += [f"input[{len(given) - 1}]"] * (len(messages) - len(fields.messages))
-    return messages
-
-
-def _reasoning(item: dict[str, Any]) -> str:
-    parts = item.get("content")
-    texts = (part.get("text") for part in parts if isinstance(part, dict)) if isinstance(parts, list) else ()
-    return "".join(text for text in texts if isinstance(text, str))
-
-
-def _with_reasoning(message: Json, reasoning: str) -> str:
-    """Adds the reasoning to a message of the assistant's. Returns "", the reasoning left for the next one."""
-    if reasoning and message["role"] == "assistant":
-        message["reasoning_content"] = reasoning
-    return ""
-
-
-def _tool(tool: dict[str, Any], at: int) -> Json:
-    if tool.get("type") != "function":
-        raise InvalidRequest(f"tools[{at}]: only tools of type function can be called", param=f"tools[{at}].type")
-    return {"function": {key: value for key, value in tool.items() if key != "type"}}
-
-
-def _tool_choice(choice: str | dict[str, Any] | None) -> Any:
-    if not isinstance(choice, dict):
-        return choice
-    if choice.get("type") != "function":
-        raise InvalidRequest("tool_choice: only functions can be chosen", param="tool_choice")
-    return {"function": {"name": choice.get("name")}}
+    else:
+        reader.read(body.input)
+    return reader.messages
 
 
 def _response_format(form: TextFormat | None) -> Json | None:
@@ -169,15 +131,23 @@ def new_id(kind: str) -> str:
     return f"{kind}_{secrets.token_hex(12)}"
 
 
+ID_PREFIXES = {"message": "msg", "reasoning": "rs", "custom_tool_call": "ctc", "tool_search_call": "tsc"}
+SEALED_REASONING = "reasoning.encrypted_content"  # in `include`: the client sends reasoning back in this form
+
+
 class ResponseItem:
     """Collects an open output item: the text of a message or of reasoning, or the arguments of a call."""
 
-    def __init__(self, kind: str, index: int, call: ToolCall | None = None) -> None:
-        self.kind = kind  # "message" | "reasoning" | "function_call"
+    def __init__(
+        self, kind: str, index: int, call: ToolCall | None = None, tool: ClientTool | None = None, seals: bool = False
+    ) -> None:
+        """Opens an item. `tool` is the client's tool that `call` is for; `seals` adds a sealed copy of reasoning."""
+        self.kind = tool.item if tool else kind
         self.index = index
         self.text = ""
-        self.id = new_id({"message": "msg", "reasoning": "rs"}.get(kind, "fc"))
-        self._call = call
+        self.id = new_id(ID_PREFIXES.get(self.kind, "fc"))
+        self.custom = CustomInput() if self.kind == "custom_tool_call" else None
+        self._call, self._tool, self._seals = call, tool, seals
 
     @property
     def part_type(self) -> str:
@@ -188,21 +158,33 @@ class ResponseItem:
         return {"type": self.part_type, "text": self.text, **extra}
 
     def body(self, status: str) -> Json:
-        if self._call is not None:
-            about = {"call_id": self._call.id, "name": self._call.name, "arguments": self.text, "status": status}
-            return {"id": self.id, "type": "function_call", **about}
+        if self._call is not None and self._tool is not None:
+            return {"id": self.id, "type": self.kind, "call_id": self._call.id, "status": status} | self._called(status)
         parts = [self.part()] if status == "completed" or self.text else []
         if self.kind == "reasoning":
-            return {"id": self.id, "type": "reasoning", "summary": [], "content": parts, "status": status}
+            sealed = {"encrypted_content": seal(self.text)} if self._seals and self.text else {}
+            return {"id": self.id, "type": "reasoning", "summary": [], "content": parts, "status": status, **sealed}
         return {"id": self.id, "type": "message", "role": "assistant", "status": status, "content": parts}
+
+    def _called(self, status: str) -> Json:
+        assert self._tool is not None
+        if self.kind == "tool_search_call":
+            given = msgspec.Raw(self.text.encode()) if status == "completed" else {}
+            return {"execution": "client", "arguments": given}
+        name = {"name": self._tool.name} | ({"namespace": self._tool.namespace} if self._tool.namespace else {})
+        if self.custom is not None:
+            return name | {"input": custom_input(self.text) if status == "completed" else self.custom.text}
+        return name | {"arguments": self.text}
 
 
 class ResponsesFormat:
     """Writes deltas as response events, or joined as one response object."""
 
-    def __init__(self, generation: Generation, body: ResponsesBody) -> None:
+    def __init__(self, generation: Generation, body: ResponsesBody, offer: ToolOffer) -> None:
         self._generation = generation
         self._body = body
+        self._offer = offer
+        self._seals = SEALED_REASONING in (body.include or ())
         self._output: list[Json] = []
         self._item: ResponseItem | None = None
         self._sequence = 0
@@ -245,7 +227,7 @@ class ResponsesFormat:
     def _grow(self, kind: str, text: str) -> Iterator[bytes]:
         if self._item is None or self._item.kind != kind:
             yield from self._close()
-            self._item = ResponseItem(kind, len(self._output))
+            self._item = ResponseItem(kind, len(self._output), seals=self._seals)
             yield self._about("response.output_item.added", self._item.index, item=self._item.body("in_progress"))
             yield self._inside("response.content_part.added", self._item, part=self._item.part())
         self._item.text += text
@@ -264,19 +246,30 @@ class ResponsesFormat:
     def _call(self, piece: OutputPiece, call: ToolCall) -> Iterator[bytes]:
         if piece.begins:
             yield from self._close()
-            self._item = ResponseItem("function_call", len(self._output), call)
+            tool = self._offer.tool(call.name)
+            self._item = ResponseItem("function_call", len(self._output), call, tool)
             yield self._about("response.output_item.added", self._item.index, item=self._item.body("in_progress"))
-        assert self._item is not None
-        self._item.text += piece.text
-        about = {"item_id": self._item.id, "output_index": self._item.index}
-        if piece.text:
-            yield self._event("response.function_call_arguments.delta", **about, delta=piece.text)
-        if piece.ended == "complete":
-            done = {**about, "arguments": self._item.text, "name": call.name}
-            yield self._event("response.function_call_arguments.done", **done)
+        item = self._item
+        assert item is not None
+        item.text += piece.text
+        if item.kind != "tool_search_call":
+            yield from self._arguments(item, piece)
         if piece.ended:
-            yield from self._done(self._item.body("completed" if piece.ended == "complete" else "incomplete"))
+            yield from self._done(item.body("completed" if piece.ended == "complete" else "incomplete"))
             self._item = None
+
+    def _arguments(self, item: ResponseItem, piece: OutputPiece) -> Iterator[bytes]:
+        """Yields the events of a call's new arguments, or of a custom tool's new input."""
+        about: Json = {"item_id": item.id, "output_index": item.index}
+        if item.custom is None:
+            kind, field, delta = "function_call_arguments", "arguments", piece.text
+        else:
+            kind, field, delta = "custom_tool_call_input", "input", item.custom.feed(piece.text)
+        if delta:
+            yield self._event(f"response.{kind}.delta", **about, delta=delta)
+        if piece.ended == "complete":
+            done = item.body("completed")
+            yield self._event(f"response.{kind}.done", **about, name=done["name"], **{field: done[field]})
 
     def _done(self, item: Json) -> Iterator[bytes]:
         self._output.append(item)

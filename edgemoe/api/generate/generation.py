@@ -71,8 +71,8 @@ def encode_counted(
     ids = text.encode(given, add_special_tokens, most_tokens)
     if len(ids) > most_tokens:
         raise InvalidRequest(
-            f"This model's maximum context length is {limits.context_tokens} tokens, and {param} has more than "
-            f"{most_tokens}: give it in parts",
+            f"This model's maximum context length is {limits.context_tokens} tokens, and the prompt is too long: more "
+            f"than {most_tokens} tokens > {limits.context_tokens}; give it in parts",
             param=param,
             code="context_length_exceeded",
         )
@@ -83,14 +83,14 @@ def output_tokens(prompt: Sequence[int], limits: RequestLimits, param: str, want
     """Returns how many tokens may follow `prompt`: `wanted_tokens`, or fewer where the context ends before.
 
     Without `wanted_tokens` they are all that the context has room for. Raises InvalidRequest where the prompt is empty
-    or fills the context.
+    or fills the context. Agents compact a conversation when they read "prompt is too long: N tokens > M", or the code.
     """
     if not prompt:
         raise InvalidRequest(f"{param}: the prompt is empty", param=param)
     if len(prompt) >= limits.context_tokens:
         raise InvalidRequest(
             f"This model's maximum context length is {limits.context_tokens} tokens, prompt and answer together, "
-            f"and the prompt has at least {len(prompt)}: shorten it",
+            f"and the prompt is too long: at least {len(prompt)} tokens > {limits.context_tokens}; shorten it",
             param=param,
             code="context_length_exceeded",
         )

@@ -27,12 +27,20 @@ from edgemoe.errors import CheckpointError, InvalidRequest
 from edgemoe.types.arrays import Json
 
 AS_OPENAI = HistoryForm()
+REMINDER = "<system-reminder>\n{}\n</system-reminder>"  # the system's words within a message of another role
 TEXT_PARTS = ("text", "input_text", "output_text")
 
 
-def for_template(messages: Sequence[ChatMessage], history: HistoryForm = AS_OPENAI) -> list[Json]:
-    """Returns the messages in the form of templates. Raises InvalidRequest for content that is not text."""
+def for_template(
+    messages: Sequence[ChatMessage], history: HistoryForm = AS_OPENAI, *, one_system: bool = False
+) -> list[Json]:
+    """Returns the messages in the form of templates. Raises InvalidRequest for content that is not text.
+
+    With `one_system` only the first message is of the system's, for templates that have no place for others.
+    """
     converted = [_message(message, f"messages[{at}]", history) for at, message in enumerate(messages)]
+    if one_system:
+        converted = _one_system(converted)
     if history.one_call_a_message:
         converted = list(_one_call_each(converted))
     return list(_with_results(converted)) if history.results_in_call else converted
@@ -88,6 +96,28 @@ def _decoded(text: str) -> Any:
         return msgspec.json.decode(text) if text.strip() else {}
     except (msgspec.MsgspecError, RecursionError):
         return text
+
+
+def _one_system(messages: list[Json]) -> list[Json]:
+    """Returns the messages, those of the system's at the start joined, and the text of later ones in other messages.
+
+    That is the user's or tool's message before, so that roles alternate and the prompt before it stays; behind an
+    answer it is the user's next message.
+    """
+    kept: list[Json] = []
+    waits = False  # whether the last message is the system's words alone, to be joined to the user's next
+    for message in messages:
+        system, last = message["role"] == "system", kept[-1] if kept else None
+        text = message["content"]
+        if last is None or not (system or (waits and message["role"] == "user")):
+            kept.append(message)
+        elif system and last["role"] == "assistant":
+            kept.append({"role": "user", "content": REMINDER.format(text)})
+        else:
+            added = REMINDER.format(text) if system and last["role"] != "system" else text
+            kept[-1] = (last if system else message) | {"content": f"{last['content']}\n\n{added}"}
+        waits = system and last is not None and (waits or last["role"] == "assistant")
+    return kept
 
 
 def _one_call_each(messages: list[Json]) -> Iterator[Json]:
