@@ -36,10 +36,11 @@ class HistoryForm:
     """How a dialect's chat templates want the messages of a conversation."""
 
     reasoning: str = "reasoning_content"  # the field of an assistant message that has its reasoning
-    arguments_as_text: bool = False  # of tool calls; else as objects
     one_call_a_message: bool = False
-    describes_tools: bool = False  # each tool has a description, "" where none is given
     results_in_call: bool = False  # results of tools as `tool_responses` of the message that called them
+    calls_in_text: str = ""  # mark before a JSON list of calls, in the text of messages to templates without tool_calls
+    result_role: str = ""  # of results of tools, in templates that name it
+    id_chars: int = 0  # letters and digits that a call's id must have; 0: any
     efforts: tuple[tuple[str, str], ...] = ()  # OpenAI's reasoning efforts that the model does not know, and its own
 
 
@@ -125,7 +126,6 @@ HARMONY = Dialect(
     ends=(ChannelMarks.RETURN, ChannelMarks.CALL),
     others=ChannelMarks.ALL,
     history=HistoryForm(
-        describes_tools=True,
         reasoning="thinking",
         one_call_a_message=True,
         efforts=(("none", "low"), ("minimal", "low"), ("xhigh", "high"), ("max", "high")),
@@ -192,7 +192,6 @@ DEEPSEEK = Dialect(
     call=NamedForm("<｜tool▁call▁begin｜>", after_name="<｜tool▁sep｜>", end="<｜tool▁call▁end｜>"),
     section=_DEEPSEEK,
     calls_while_thinking=True,
-    history=HistoryForm(arguments_as_text=True),
 )
 DEEPSEEK_R1 = Dialect(
     name="deepseek-r1",
@@ -207,7 +206,6 @@ DEEPSEEK_R1 = Dialect(
     section=_DEEPSEEK,
     others=("<｜tool▁sep｜>",),
     calls_while_thinking=True,
-    history=HistoryForm(arguments_as_text=True),
 )
 KIMI = Dialect(
     name="kimi",

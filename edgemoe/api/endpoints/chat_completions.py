@@ -105,14 +105,14 @@ def render(body: Chat, tools: list[Tool], text: TextModel) -> str:
         raise InvalidRequest("tools: this model's chat template has no place for tools", param="tools")
     history = text.dialect.history
     variables = _template_variables(body.chat_template_kwargs or {}, body.reasoning_effort, dict(history.efforts))
-    shown, begin = tools_for_template(tools, history), body.add_generation_prompt is not False
+    shown, begin = tools_for_template(tools), body.add_generation_prompt is not False
     if body.continue_final_message and body.add_generation_prompt:
         message = "continue_final_message goes on with the last message: set add_generation_prompt to false"
         raise InvalidRequest(message, param="continue_final_message")
 
     def rendered(one_system: bool) -> str:
         assert text.template is not None
-        messages = for_template(body.messages, history, one_system=one_system)
+        messages = for_template(body.messages, history, text.template_text, one_system=one_system)
         if not body.continue_final_message:
             return text.template.render(messages, shown, add_generation_prompt=begin, extra=variables)
         marked = [*messages[:-1], messages[-1] | {"content": _continued_text(messages[-1]) + CONTINUATION}]
@@ -152,7 +152,7 @@ def _template_variables(given: Json, effort: str | None, efforts: Mapping[str, s
 
 def _continued_text(last: Json) -> str:
     """Returns the last message's text, which the answer continues. Raises InvalidRequest."""
-    content = str(last["content"])
+    content = str(last["content"] or "")
     if not content.strip():
         message = "continue_final_message: the last message has no text to go on with"
         raise InvalidRequest(message, param="continue_final_message")

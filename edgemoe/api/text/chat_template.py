@@ -6,7 +6,10 @@ chat_template.json, else `chat_template` of tokenizer_config.json: one template,
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
@@ -32,41 +35,54 @@ TEXT_PARTS = ("text", "input_text", "output_text")
 
 
 def for_template(
-    messages: Sequence[ChatMessage], history: HistoryForm = AS_OPENAI, *, one_system: bool = False
+    messages: Sequence[ChatMessage], history: HistoryForm = AS_OPENAI, template: str = "", *, one_system: bool = False
 ) -> list[Json]:
-    """Returns the messages in the form of templates. Raises InvalidRequest for content that is not text.
+    """Returns the messages in the form that `template` wants. Raises InvalidRequest for content that is not text.
 
     With `one_system` only the first message is of the system's, for templates that have no place for others.
     """
     converted = [_message(message, f"messages[{at}]", history) for at, message in enumerate(messages)]
+    _pair_results(converted)
     if one_system:
         converted = _one_system(converted)
+    if history.id_chars:
+        _shorten_ids(converted, history.id_chars)
+    if history.result_role and history.result_role in template:
+        converted = [one | {"role": history.result_role} if one["role"] == "tool" else one for one in converted]
+    if history.calls_in_text and "tool_calls" not in template:
+        converted = [_with_calls_in_text(one, history.calls_in_text) for one in converted]
     if history.one_call_a_message:
         converted = list(_one_call_each(converted))
     return list(_with_results(converted)) if history.results_in_call else converted
 
 
-def tools_for_template(tools: Sequence[Tool], history: HistoryForm = AS_OPENAI) -> list[Json]:
-    """Returns the tools in the form of templates. Raises InvalidRequest for a tool that is not a function."""
+def tools_for_template(tools: Sequence[Tool]) -> list[Json]:
+    """Returns the tools in the form of templates, which read a description and parameters of every function.
+
+    Raises InvalidRequest for a tool that is not a function.
+    """
     for at, tool in enumerate(tools):
         if tool.type != "function":
             raise InvalidRequest(f"tools[{at}].type: only functions can be called", param=f"tools[{at}].type")
     converted = [dict(msgspec.to_builtins(tool)) for tool in tools]
-    for one in converted if history.describes_tools else ():
+    for one in converted:
         one["function"].setdefault("description", "")
+        one["function"].setdefault("parameters", {"type": "object", "properties": {}})
     return converted
 
 
 def _message(message: ChatMessage, where: str, history: HistoryForm) -> Json:
     role = "system" if message.role == "developer" else message.role
-    value: Json = {"role": role, "content": _text(message.content, where)}
+    content: str | None = _text(message.content, where)
+    value: Json = {"role": role, "content": content}
     if (reasoning := message.reasoning_content or message.reasoning) is not None:
         value[history.reasoning] = reasoning
     for field in ("name", "tool_call_id"):
         if (given := getattr(message, field)) is not None:
             value[field] = given
     if message.tool_calls:
-        value["tool_calls"] = [_call(call, history.arguments_as_text) for call in message.tool_calls]
+        value["content"] = content or None
+        value["tool_calls"] = [_call(call) for call in message.tool_calls]
     return value
 
 
@@ -81,13 +97,10 @@ def _text(content: str | list[ContentPart] | None, where: str) -> str:
     return "".join(part.text or "" for part in content)
 
 
-def _call(call: PastToolCall, as_text: bool) -> Json:
-    arguments: Any = call.function.arguments
-    if as_text:
-        arguments = arguments if isinstance(arguments, str) else msgspec.json.encode(arguments or {}).decode()
-    else:
-        arguments = _decoded(arguments) if isinstance(arguments, str) else arguments or {}
-    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+def _call(call: PastToolCall) -> Json:
+    given = call.function.arguments
+    text = given if isinstance(given, str) else _tojson(given or {})
+    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": text or "{}"}}
 
 
 def _decoded(text: str) -> Any:
@@ -120,6 +133,44 @@ def _one_system(messages: list[Json]) -> list[Json]:
     return kept
 
 
+def _pair_results(messages: list[Json]) -> None:
+    """Gives each result of a tool its function's name, and the id of the first open call where it has none."""
+    open_calls: dict[str | None, str] = {}
+    for message in messages:
+        if message.get("tool_calls"):
+            open_calls = {call["id"]: call["function"]["name"] for call in message["tool_calls"]}
+        elif message["role"] == "tool":
+            given = message.get("tool_call_id", next(iter(open_calls), None))
+            if name := open_calls.pop(given, ""):
+                message.setdefault("name", name)
+            if given is not None:
+                message["tool_call_id"] = given
+
+
+def _shorten_ids(messages: list[Json], chars: int) -> None:
+    """Replaces ids of calls that do not have `chars` letters and digits by digests that do."""
+
+    def short(id: str | None) -> str:
+        fits = id is not None and len(id) == chars and id.isalnum() and id.isascii()
+        return str(id) if fits else hashlib.sha256(str(id).encode()).hexdigest()[:chars]
+
+    for message in messages:
+        if message["role"] == "tool":
+            message["tool_call_id"] = short(message.get("tool_call_id"))
+        for call in message.get("tool_calls", ()):
+            call["id"] = short(call["id"])
+
+
+def _with_calls_in_text(message: Json, mark: str) -> Json:
+    """Returns the message with its calls in its text: `mark` and a JSON list, as the model writes them."""
+    if "tool_calls" not in message:
+        return message
+    functions = (call["function"] for call in message["tool_calls"])
+    calls = [{"name": one["name"], "arguments": _decoded(one["arguments"])} for one in functions]
+    said = {key: value for key, value in message.items() if key != "tool_calls"}
+    return said | {"content": f"{message['content'] or ''}{mark}{_tojson(calls)}"}
+
+
 def _one_call_each(messages: list[Json]) -> Iterator[Json]:
     """Yields the messages, with a message of its own for each call, which its result follows.
 
@@ -131,9 +182,9 @@ def _one_call_each(messages: list[Json]) -> Iterator[Json]:
         following = takewhile(lambda one: one["role"] == "tool", messages[number:] if calls else ())
         results = {one.get("tool_call_id"): one for one in following}  # ids may repeat in each turn
         if calls and message["content"] and message.get("thinking"):
-            message |= {"thinking": f"{message['thinking']}\n\n{message['content']}", "content": ""}
+            message |= {"thinking": f"{message['thinking']}\n\n{message['content']}", "content": None}
         for at, call in enumerate(calls):
-            yield {**(message if at == 0 else {"role": "assistant", "content": ""}), "tool_calls": [call]}
+            yield {**(message if at == 0 else {"role": "assistant", "content": None}), "tool_calls": [call]}
             if len(calls) > 1 and (result := results.get(call["id"])) is not None and id(result) not in moved:
                 moved.add(id(result))
                 yield result
@@ -149,11 +200,43 @@ def _with_results(messages: list[Json]) -> Iterator[Json]:
             caller = {**message} if message.get("tool_calls") else None
             yield caller or message
             continue
-        called = {call["id"]: call["function"]["name"] for call in caller["tool_calls"]}
-        name = called.get(message.get("tool_call_id")) or message.get("name") or "unknown"
         response = _decoded(message["content"]) if message["content"].strip() else ""
         given = response if isinstance(response, dict) else message["content"]
-        caller.setdefault("tool_responses", []).append({"name": name, "response": given})
+        caller.setdefault("tool_responses", []).append({"name": message.get("name", "unknown"), "response": given})
+
+
+class CallArguments(dict[str, Any]):
+    """Arguments of a past call, right for every template: an object to `tojson` and `items`, else their text."""
+
+    def __init__(self, value: Json, text: str) -> None:
+        super().__init__(value)
+        self._text = text
+
+    def __str__(self) -> str:
+        return self._text
+
+    def __add__(self, other: str) -> str:
+        return self._text + other
+
+    def __radd__(self, other: str) -> str:
+        return other + self._text
+
+
+def _with_arguments(message: Json) -> Json:
+    """Returns a message in which arguments of calls that are JSON objects are CallArguments."""
+    if not message.get("tool_calls"):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        text = call["function"]["arguments"]
+        value = _decoded(text)
+        arguments = CallArguments(value, text) if isinstance(value, dict) else text
+        calls.append(call | {"function": call["function"] | {"arguments": arguments}})
+    return message | {"tool_calls": calls}
+
+
+CALLS_WITHOUT_TEXT = re.compile(r"content['\"\]]*\s+is\s+(not\s+)?none", re.IGNORECASE)
+FAULTS = (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError)
 
 
 class ChatTemplate:
@@ -190,16 +273,29 @@ class ChatTemplate:
         extra: Mapping[str, Any] | None = None,
     ) -> str:
         """Returns the prompt. Raises InvalidRequest with the template's message where it refuses the messages."""
-        template = (tools and self.compiled.get("tool_use")) or self.compiled["default"]
-        variables = {**self._tokens, **(extra or {}), "messages": messages, "tools": tools or None}
+        variables = {**(extra or {}), "tools": tools or None, "add_generation_prompt": add_generation_prompt}
         try:
-            return template.render({**variables, "add_generation_prompt": add_generation_prompt})
-        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
+            return self._rendered([_with_arguments(message) for message in messages], variables)
+        except FAULTS as error:
             raise InvalidRequest(
                 f"the model's chat template refuses these messages: {error}", param="messages"
             ) from error
         except (RecursionError, MemoryError) as error:
             raise InvalidRequest("the model's chat template cannot cope with these messages") from error
+
+    def _rendered(self, messages: Sequence[Json], variables: Json) -> str:
+        """Renders messages, in which calls may have no text (None). Raises FAULTS.
+
+        Such a text is None only for a template that asks for None. Some of these then fail on it, and get "".
+        """
+        template = (variables["tools"] and self.compiled.get("tool_use")) or self.compiled["default"]
+        variables = {**self._tokens, **variables}
+        if any(one.get("content", "") is None for one in messages):
+            if CALLS_WITHOUT_TEXT.search(self.text):
+                with contextlib.suppress(TypeError, jinja2.UndefinedError):
+                    return template.render({**variables, "messages": messages})
+            messages = [dict(one) | {"content": one.get("content") or ""} for one in messages]
+        return template.render({**variables, "messages": messages})
 
 
 def special_tokens(tokenizer_config: Json) -> dict[str, str]:
