@@ -127,7 +127,7 @@ def test_a_format_begins_with_the_answer(sample: Sample) -> None:
 
 @EACH
 def test_where_marks_are_no_tokens_they_are_written_out(sample: Sample) -> None:
-    plain = AnswerForm((), sample.dialect, sample.begun)
+    plain = AnswerForm({}, sample.dialect, sample.begun)
     assert free_grammar(TOOLS, True, plain) is None
     assert accepts(tool_grammar(TOOLS, True, plain), sample.thought + sample.only_calls)
     assert accepts(response_grammar(OBJECT, plain), sample.thought + sample.said('{"a":1}'))

@@ -120,7 +120,7 @@ async def test_calls_that_are_cut_short_are_text_or_end_unfinished(
     choice = (await client.chat.completions.create(**ask(half, tools=TOOLS))).choices[0]
     assert choice.message.tool_calls is None
     assert choice.finish_reason == "stop"
-    assert "weather" in (choice.message.content or "")
+    assert "Köln" in (choice.message.content or "")
     arguments, finish = "", None
     async for chunk in await client.chat.completions.create(**ask(half, tools=TOOLS), stream=True):
         for call in chunk.choices[0].delta.tool_calls or ():

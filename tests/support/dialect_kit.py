@@ -104,22 +104,33 @@ def _kimi(name: str, number: int, arguments: str) -> str:
     return f"{head}{arguments}<|tool_call_end|>"
 
 
+def marks_of(dialect: Dialect) -> set[str]:
+    """All marks that tokens of the dialect's models may be."""
+    own = {*dialect.think, *(dialect.wrapper or ()), *dialect.call_marks, *dialect.others, *dialect.ends}
+    return own | set(dialect.signs)
+
+
 @cache
 def tokenizer(dialect: Dialect) -> Tokenizer:
     """The byte-level tokenizer of the other tests, with special tokens as the dialect's models have them."""
     made = byte_level_tokenizer(marks=())
-    marks = {*dialect.think, *dialect.call_marks, *dialect.others, *dialect.ends}
+    marks = marks_of(dialect)
     special = sorted(mark for mark in marks if TOKEN.fullmatch(mark) and not mark.startswith(WRITTEN))
     made.add_special_tokens([AddedToken(mark, special=True) for mark in special])
     return made
 
 
-TOKEN = re.compile(r"<[^<>\s=]+>")
+TOKEN = re.compile(r"<[^<>\s=]+>|\[[A-Z_]+\]")
 WRITTEN = ("<parameter", "</parameter", "<function", "</function", "</invoke")  # that are no tokens in any of them
 
 
 _TEXTS = (("city", CITY), ("days", "3"), ("wind", "true"), ("at", '{"x": 1.5}'), ("note", "null"))
 _THINK = f"<think>\n{THOUGHT}\n</think>\n\n"
+_LIST = f'[{{"name": "weather", "arguments": {JSON}}}, {{"name": "now", "arguments": {{}}}}]'
+_HERMES = (
+    f'\n<tool_call>\n{{"name": "weather", "arguments": {JSON}}}\n</tool_call>'
+    '\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+)
 _GEMMA = f'at:{{x:1.5}},city:<|"|>{CITY}<|"|>,days:3,note:null,wind:true'
 
 SAMPLES = {
@@ -128,9 +139,12 @@ SAMPLES = {
         Sample(
             table.HERMES,
             _THINK,
-            f'\n<tool_call>\n{{"name": "weather", "arguments": {JSON}}}\n</tool_call>'
-            '\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
+            _HERMES,
         ),
+        Sample(table.ERNIE, f"{_THINK}<response>\n", f"\n</response>\n{_HERMES}"),
+        Sample(table.HUNYUAN, f"{_THINK}<answer>\n", f"\n<tool_calls>{_LIST}</tool_calls>\n</answer>"),
+        Sample(table.GRANITE, _THINK, f"<|tool_call|>{_LIST}"),
+        Sample(table.MISTRAL, _THINK, f"[TOOL_CALLS] {_LIST}"),
         Sample(
             table.HARMONY,
             f"<|channel|>analysis<|message|>{THOUGHT}<|end|><|start|>assistant",

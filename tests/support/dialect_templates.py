@@ -32,6 +32,29 @@ HERMES = chatml(
     "<tool_call></tool_call>",
     "{{ '\\n<tool_call>\\n' ~ (call.function | tojson) ~ '\\n</tool_call>' }}",
 )
+LISTED = """\
+{%- if loop.first %}@BEGIN@{% else %}, {% endif %}
+{{- '{"name": "' ~ call.function.name ~ '", "arguments": ' ~ call.function.arguments @ID@~ '}' }}
+{%- if loop.last %}@END@{% endif %}"""
+HUNYUAN = chatml(
+    "<tool_calls>[]</tool_calls>",
+    LISTED.replace("@BEGIN@", "<tool_calls>[").replace("@END@", "]</tool_calls>").replace("@ID@", ""),
+)
+MISTRAL = chatml(
+    "[TOOL_CALLS]",
+    "{{ raise_exception('ids have 9 letters') if call.id | length != 9 }}"
+    + LISTED.replace("@BEGIN@", "[TOOL_CALLS] [").replace("@END@", "]").replace("@ID@", "~ ', \"id\": ' ~ call.id "),
+)
+ERNIE = HERMES.replace("<tool_call></tool_call>", "<tool_call></tool_call><response></response>")
+GRANITE = """\
+{%- if tools %}
+    {{- '<|start_of_role|>tools<|end_of_role|>' ~ (tools | tojson(indent=4)) ~ '<|end_of_text|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {{- '<|start_of_role|>' + message.role + '<|end_of_role|>' + message.content + '<|end_of_text|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|start_of_role|>assistant<|end_of_role|>' }}{% endif %}
+"""
 QWEN_XML = chatml(
     "<tool_call><function=NAME></function></tool_call>",
     "{{ '\\n<tool_call>\\n<function=' ~ call.function.name ~ '>\\n' }}"
@@ -169,6 +192,10 @@ KIMI = """\
 TEMPLATES = {
     "hermes": HERMES,
     "harmony": HARMONY,
+    "ernie": ERNIE,
+    "hunyuan": HUNYUAN,
+    "granite": GRANITE,
+    "mistral": MISTRAL,
     "qwen-xml": QWEN_XML,
     "glm": GLM,
     "minimax": MINIMAX,

@@ -13,14 +13,14 @@ from edgemoe.api.generate import answer_grammar as grammar
 from edgemoe.api.generate.answer_grammar import GrammarChoice
 from edgemoe.api.generate.grammar_trial import GrammarQuestion, GrammarTrials, judged
 from edgemoe.errors import InvalidRequest
-from support.dialect_kit import TOKEN
+from support.dialect_kit import TOKEN, marks_of
 from support.front_kit import byte_level_tokenizer
 
 
 @cache
 def trials() -> GrammarTrials:
     """With the marks of all dialects as tokens."""
-    marks = {mark for one in table.DIALECTS for mark in (*one.think, *one.call_marks, *one.others, *one.ends)}
+    marks = {mark for one in table.DIALECTS for mark in marks_of(one)}
     tokenizer = byte_level_tokenizer(marks=())
     tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in sorted(marks) if TOKEN.fullmatch(mark)])
     return GrammarTrials(LLTokenizer(tokenizer.to_str()))

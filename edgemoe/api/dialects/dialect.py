@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import msgspec
@@ -28,7 +28,9 @@ class ToolCallSection:
     """Marks around all calls of one answer."""
 
     begin: str
-    end: str
+    end: str = ""  # "": none
+    other_begin: str = ""  # another mark that may begin it
+    is_list: bool = False  # the calls are a JSON list
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +53,12 @@ class Dialect:
     name: str
     signs: tuple[str, ...]  # a chat template, or a tokenizer, that contains them all is of this dialect
     call: ToolCallForm | None  # None: the output is messages with headers, which name a channel and a recipient
+    other_signs: tuple[str, ...] = ()  # in place of `signs`, for templates without tools
+    takes_calls: bool = True  # False: the form of calls is unknown, and requests with tools are refused
     think: tuple[str, str] = ("<think>", "</think>")
     section: ToolCallSection | None = None
-    lone_begin: str = ""  # a mark inside a call that also begins one: some models omit the mark before it
+    wrapper: tuple[str, str] | None = None  # marks around an answer
     thinks_anywhere: bool = False  # not only at the start
-    calls_while_thinking: bool = False  # a call ends reasoning that was not closed
     ends: tuple[str, ...] = ()  # tokens that end an answer, beside the end tokens in the model's files
     others: tuple[str, ...] = ()  # further special tokens that the parser must see
     history: HistoryForm = field(default=HistoryForm())
@@ -65,12 +68,29 @@ class Dialect:
         """Returns the marks that only a call can have, at its beginning and end."""
         if self.call is None:
             return self.others
-        return (self.section.begin, self.section.end) if self.section else (self.call.marks[0], self.call.marks[-1])
+        around = (self.section.begin, self.section.end) if self.section else (self.call.marks[0], self.call.marks[-1])
+        return tuple(filter(None, around))
+
+    @property
+    def call_begins(self) -> tuple[str, ...]:
+        """Returns the marks that begin calls, `lone_begins` among them."""
+        if self.call is None:
+            return ()
+        first = (self.section.begin, self.section.other_begin) if self.section else (self.call.begin,)
+        return tuple(filter(None, (*first, *self.lone_begins)))
+
+    @property
+    def lone_begins(self) -> tuple[str, ...]:
+        """Returns marks within calls that begin them where a model omits the mark before."""
+        if self.section is not None and not self.section.is_list and self.call is not None:
+            return (self.call.begin,)
+        inner = self.call.before_name if isinstance(self.call, ParameterForm) else ""
+        return (inner,) if inner else ()
 
     @property
     def call_marks(self) -> tuple[str, ...]:
         """Returns the marks of calls."""
-        return (*self.call.marks, *self.around_calls) if self.call else ()
+        return tuple(filter(None, (*self.call.marks, *self.around_calls, *self.call_begins))) if self.call else ()
 
 
 # The part that the prompt has begun: none, so that reasoning may come first; reasoning; the answer; text of it.
@@ -94,12 +114,12 @@ class OutputMarks:
     @property
     def trims(self) -> bool:
         """Returns whether white space around reasoning and calls is layout."""
-        return self.think or self.calls > 0 or self.dialect.call is None
+        return self.think or self.calls > 0 or self.dialect.call is None or self.dialect.wrapper is not None
 
     @property
     def names(self) -> tuple[str, ...]:
         """Returns the marks to recognise, and to omit from text where they are special tokens."""
-        think = self.dialect.think if self.think else ()
+        think = (*(self.dialect.think if self.think else ()), *(self.dialect.wrapper or ()))
         calls = self.dialect.call_marks if self.calls else ()
         return tuple(dict.fromkeys(filter(None, (*think, *calls, *(self.dialect.others if self.trims else ())))))
 
@@ -115,8 +135,33 @@ class ChannelMarks:
 
 HERMES = Dialect(
     name="hermes",
-    signs=("<tool_call>",),
+    signs=("<tool_call>", "</tool_call>"),
     call=ObjectForm("<tool_call>", "</tool_call>"),
+)
+PLAIN = replace(HERMES, name="plain", signs=(), takes_calls=False)
+ERNIE = replace(HERMES, name="ernie", signs=(*HERMES.signs, "<response>"), wrapper=("<response>", "</response>"))
+HUNYUAN = Dialect(
+    name="hunyuan",
+    signs=("<tool_calls>",),
+    other_signs=("<|startoftext|>", "<|extra_0|>"),
+    call=ObjectForm(),
+    section=ToolCallSection("<tool_calls>", "</tool_calls>", is_list=True),
+    wrapper=("<answer>", "</answer>"),
+)
+GRANITE = Dialect(
+    name="granite",
+    signs=("<|start_of_role|>",),
+    call=ObjectForm(),
+    section=ToolCallSection("<|tool_call|>", other_begin="<tool_call>", is_list=True),
+    wrapper=("<response>", "</response>"),
+    history=HistoryForm(calls_in_text="<|tool_call|>", result_role="tool_response"),
+)
+MISTRAL = Dialect(
+    name="mistral",
+    signs=("[TOOL_CALLS]",),
+    call=ObjectForm(),
+    section=ToolCallSection("[TOOL_CALLS]", is_list=True),
+    history=HistoryForm(id_chars=9),
 )
 HARMONY = Dialect(
     name="harmony",
@@ -144,7 +189,6 @@ QWEN_XML = Dialect(
         end=("</function>", "</tool_call>"),
         layout=True,
     ),
-    lone_begin="<function=",
 )
 GLM = Dialect(
     name="glm",
@@ -171,7 +215,6 @@ MINIMAX = Dialect(
         after_key=('">',),
         after_value="</parameter>",
         end=("</invoke>",),
-        layout=True,
     ),
     section=ToolCallSection("<minimax:tool_call>", "</minimax:tool_call>"),
 )
@@ -179,7 +222,7 @@ GEMMA = Dialect(
     name="gemma",
     signs=("<|tool_call>", "<|channel>"),
     call=BracedForm("<|tool_call>", before_name="call:", quote='<|"|>', end="<tool_call|>"),
-    think=("<|channel>thought\n", "<channel|>"),
+    think=("<|channel>thought", "<channel|>"),
     thinks_anywhere=True,
     ends=("<turn|>", "<|tool_response>"),
     others=("<|channel>",),
@@ -191,7 +234,6 @@ DEEPSEEK = Dialect(
     signs=("<｜tool▁calls▁begin｜>",),
     call=NamedForm("<｜tool▁call▁begin｜>", after_name="<｜tool▁sep｜>", end="<｜tool▁call▁end｜>"),
     section=_DEEPSEEK,
-    calls_while_thinking=True,
 )
 DEEPSEEK_R1 = Dialect(
     name="deepseek-r1",
@@ -205,7 +247,6 @@ DEEPSEEK_R1 = Dialect(
     ),
     section=_DEEPSEEK,
     others=("<｜tool▁sep｜>",),
-    calls_while_thinking=True,
 )
 KIMI = Dialect(
     name="kimi",
@@ -217,25 +258,44 @@ KIMI = Dialect(
         names_are_ids=True,
     ),
     section=ToolCallSection("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
-    calls_while_thinking=True,
 )
 
-DIALECTS = (HARMONY, GEMMA, MINIMAX, KIMI, DEEPSEEK_R1, DEEPSEEK, GLM, QWEN_XML, HERMES)  # the first that fits counts
+# The first that fits counts.
+DIALECTS = (
+    HARMONY,
+    GEMMA,
+    MINIMAX,
+    KIMI,
+    DEEPSEEK_R1,
+    DEEPSEEK,
+    GLM,
+    QWEN_XML,
+    HUNYUAN,
+    MISTRAL,
+    ERNIE,
+    HERMES,
+    GRANITE,
+)
 TAIL = 64  # characters at a prompt's end that show whether it has opened reasoning
 
 
 def dialect_of(template: str, tokens: Container[str], response: Json | None = None) -> Dialect:
-    """Returns the dialect of a chat template, else of a response template, else of added tokens, else Hermes."""
+    """Returns the dialect of a chat template, else of a response template, else of added tokens, else PLAIN."""
     known: tuple[Container[str], ...] = (template, msgspec.json.encode(response).decode().replace("\\", ""), tokens)
-    spoken = (dialect for place in known for dialect in DIALECTS if all(sign in place for sign in dialect.signs))
-    dialect = next(spoken, HERMES)
-    return dialect_from(response, HERMES) if response is not None and dialect is HERMES else dialect
+    spoken = (
+        dialect
+        for place in known
+        for dialect in DIALECTS
+        if any(signs and all(sign in place for sign in signs) for signs in (dialect.signs, dialect.other_signs))
+    )
+    dialect = next(spoken, PLAIN)
+    return dialect_from(response, dialect) if response is not None and dialect in (HERMES, PLAIN) else dialect
 
 
-def begun_by(prompt: str, dialect: Dialect, template: str, continued: bool) -> OutputStart:
+def begun_by(prompt: str, dialect: Dialect, template: str, continued: bool, tokens: Container[str] = ()) -> OutputStart:
     """Returns the part of an output that the end of `prompt`, made by a chat template, has begun.
 
-    With `continued` the prompt ends within a message.
+    With `continued` the prompt ends within a message. A model may reason if its template or `tokens` have a mark of it.
     """
     begin, end = (mark.rstrip() for mark in dialect.think)
     if dialect.call is None:
@@ -244,11 +304,12 @@ def begun_by(prompt: str, dialect: Dialect, template: str, continued: bool) -> O
             return "open"
         return "reasoning" if begin in last else "text"
     tail = prompt[-TAIL:].rstrip()
-    if begin in template and tail.endswith(begin):
+    may_reason = begin in template or end in template or begin in tokens
+    if may_reason and tail.endswith(begin):
         return "reasoning"
     if continued:
         return "text"
-    return "answer" if begin not in template or tail.endswith(end) else "open"
+    return "answer" if not may_reason or tail.endswith(end) else "open"
 
 
 MAX_MARK = 64  # characters
@@ -280,7 +341,8 @@ def dialect_from(template: Json, otherwise: Dialect) -> Dialect:
     think = _marks(fields.get("reasoning_content") or fields.get("thinking")) or otherwise.think
     called = fields.get("tool_calls")
     call = _call(called) if called is not None else None
-    return Dialect("response-template", signs=(), call=call or otherwise.call, think=think)
+    takes_calls = call is not None or otherwise.takes_calls
+    return Dialect("response-template", signs=(), call=call or otherwise.call, think=think, takes_calls=takes_calls)
 
 
 def _marks(field: ResponseField | None) -> tuple[str, str] | None:

@@ -55,6 +55,15 @@ class GrowingText:
         self._ended = True
 
     @property
+    def ended(self) -> bool:
+        """Returns whether no more text comes."""
+        return self._ended
+
+    def read_all(self) -> None:
+        """Reads all text that has arrived."""
+        self._at = len(self._text)
+
+    @property
     def read(self) -> int:
         """Returns how many characters were read and not cut off."""
         return self._at
@@ -133,6 +142,13 @@ class GrowingText:
         for one in wanted:
             yield from self.space()
             if not (yield from self.accept(one)):
+                raise MalformedOutput
+
+    def close(self, *marks: str) -> Reading[None]:
+        """Reads `marks` as `expect` does, but lets those out that the end of the whole text has cut off."""
+        for mark in marks:
+            yield from self.space()
+            if not (yield from self.accept(mark)) and (yield from self.next()):
                 raise MalformedOutput
 
     def until(self, mark: str, limit: int = MAX_NAME) -> Reading[str]:

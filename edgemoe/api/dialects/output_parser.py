@@ -10,9 +10,9 @@ import re
 from collections.abc import Callable, Container
 from functools import partial
 
-from edgemoe.api.dialects.dialect import ChannelMarks, OutputMarks
+from edgemoe.api.dialects.dialect import ChannelMarks, OutputMarks, ToolCallSection
 from edgemoe.api.dialects.growing_text import MAX_NAME, GrowingText, MalformedOutput, Reading, copy_value
-from edgemoe.api.dialects.tool_calls import OutputPiece, OutputPieces, PieceKind, ToolCallBuilder
+from edgemoe.api.dialects.tool_calls import OutputPiece, OutputPieces, PieceKind, ToolCallBuilder, ToolCallForm
 
 
 class OutputReader:
@@ -35,6 +35,11 @@ class OutputReader:
     def done(self) -> bool:
         """Returns whether all tool calls that may be taken have come, so that the rest is ignored."""
         return 0 < self._taken == self.marks.calls
+
+    @property
+    def is_new(self) -> bool:
+        """Returns whether text is being read and none was shown."""
+        return self.kind == "text" and "text" not in self._shown
 
     @property
     def takes_calls(self) -> bool:
@@ -111,16 +116,22 @@ class OutputReader:
         return True
 
 
+BETWEEN_MESSAGES = "\n\n"
+
+
 def read_tagged(output: OutputReader) -> Reading[None]:
     """Reads one output to its end."""
     marks, (begin_think, end_think) = output.marks, output.marks.dialect.think
+    begin_answer, end_answer = marks.dialect.wrapper or ("", "")
     if marks.begun == "reasoning":
         output.kind = "reasoning"
+        yield from _thinks_first(output)  # again
     elif marks.begun == "open" and (yield from _thinks_first(output)):
         output.begin("reasoning")
-    while mark := (yield from output.copy(_next_marks(output))):
+    wrapped = False
+    while mark := (yield from output.copy((*_next_marks(output), *((end_answer,) if wrapped else ())))):
         if mark in _call_begins(output):
-            output.source.unread(len(mark) if mark == marks.dialect.lone_begin else 0)
+            output.source.unread(len(mark) if mark in marks.dialect.lone_begins else 0)
             if (yield from _calls(output)):
                 output.begin("text")
         elif mark == begin_think and output.kind == "text" and marks.dialect.thinks_anywhere and marks.think:
@@ -129,6 +140,14 @@ def read_tagged(output: OutputReader) -> Reading[None]:
         elif mark == end_think and output.kind == "reasoning":
             output.skip_read()
             output.begin("text")
+        elif mark == begin_answer and not wrapped and output.is_new:
+            output.skip_read()
+            output.begin("text")
+            wrapped = True
+        elif mark == end_answer and wrapped and (yield from _ends_answer(output)):
+            output.skip_read()
+            output.begin("text", BETWEEN_MESSAGES)
+            wrapped = False
         else:
             output.show_read()  # a special token out of place
     if output.kind == "reasoning":
@@ -151,13 +170,20 @@ def _thinks_first(output: OutputReader) -> Reading[bool]:
     return bool(found)
 
 
+def _ends_answer(output: OutputReader) -> Reading[bool]:
+    """Reads white space behind a mark that may end the answer. Returns whether only calls, or nothing, follow it."""
+    try:
+        yield from output.source.space()
+    except MalformedOutput:  # too much white space
+        return False
+    if not (yield from output.source.next()):
+        return True
+    begins = _call_begins(output)
+    return bool(begins) and bool((yield from output.source.begins(*begins)))
+
+
 def _call_begins(output: OutputReader) -> tuple[str, ...]:
-    dialect = output.marks.dialect
-    if dialect.call is None or not output.takes_calls:
-        return ()
-    if output.kind == "reasoning" and not dialect.calls_while_thinking:
-        return ()
-    return dialect.section.begin if dialect.section else dialect.call.begin, dialect.lone_begin
+    return output.marks.dialect.call_begins if output.takes_calls else ()
 
 
 def _next_marks(output: OutputReader) -> tuple[str, ...]:
@@ -166,7 +192,8 @@ def _next_marks(output: OutputReader) -> tuple[str, ...]:
         think = end_think
     else:
         think = begin_think if marks.think and marks.dialect.thinks_anywhere else ""
-    return tuple(dict.fromkeys(filter(None, (think, *_call_begins(output), *output.special))))
+    answer = marks.dialect.wrapper[0] if marks.dialect.wrapper and output.is_new else ""
+    return tuple(dict.fromkeys(filter(None, (think, answer, *_call_begins(output), *output.special))))
 
 
 def _calls(output: OutputReader) -> Reading[bool]:
@@ -175,6 +202,8 @@ def _calls(output: OutputReader) -> Reading[bool]:
     assert dialect.call is not None
     if dialect.section is None:
         return (yield from output.call(dialect.call.read))
+    if dialect.section.is_list:
+        return (yield from _listed_calls(output, dialect.call, dialect.section))
     while output.takes_calls:
         try:
             yield from source.space()
@@ -193,11 +222,29 @@ def _calls(output: OutputReader) -> Reading[bool]:
     return any_call
 
 
-HEADER = re.compile(
-    r"(?:<\|start\|>\s*assistant)?\s*(?:to=(?P<to>[^\s<]+)\s*)?(?:<\|channel\|>\s*(?P<channel>\w+)\s*)?"
-    r"(?:to=(?P<for>[^\s<]+)\s*)?(?:(?:<\|constrain\|>)?\s*\w+\s*)?"
-)
-BETWEEN_MESSAGES = "\n\n"
+def _listed_calls(output: OutputReader, form: ToolCallForm, section: ToolCallSection) -> Reading[bool]:
+    """Reads a JSON list of calls, and the mark that ends the section if there is one. Returns whether any was read."""
+    source, between, any_call = output.source, "[", False
+    try:
+        while output.takes_calls:
+            yield from source.space()
+            if not (yield from source.accept(between)):
+                break
+            if not (yield from output.call(form.read)):
+                return any_call
+            between, any_call = ",", True
+        if any_call:
+            yield from source.expect("]")
+            yield from source.close(*filter(None, (section.end,)))
+            output.skip_read()
+    except MalformedOutput:
+        pass
+    output.show_read()
+    return any_call
+
+
+RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+NAME = re.compile(r"\s*(\w*)")
 
 
 def read_channels(output: OutputReader) -> Reading[None]:
@@ -209,34 +256,39 @@ def read_channels(output: OutputReader) -> Reading[None]:
 
 
 def _header(output: OutputReader) -> Reading[tuple[str, str]]:
-    """Reads a header. Returns its channel and recipient; "" for each that is missing."""
+    """Reads a header. Returns its last channel and its recipient; "" for each that is missing."""
     source = output.source
+    begin = ""
     try:
         yield from source.space()
-        if not (yield from source.begins(ChannelMarks.START, ChannelMarks.CHANNEL, ChannelMarks.CONSTRAIN, "to=")):
+        begin = yield from source.begins(ChannelMarks.START, ChannelMarks.CHANNEL, ChannelMarks.CONSTRAIN, "to=")
+        if not begin:
             raise MalformedOutput
-        header = HEADER.fullmatch((yield from source.until(ChannelMarks.MESSAGE, 2 * MAX_NAME)))
-        if header is None:
-            raise MalformedOutput
+        header = yield from source.until(ChannelMarks.MESSAGE, 2 * MAX_NAME)
     except MalformedOutput:
+        if begin.startswith("<") and source.ended:  # within a header
+            source.read_all()
+            output.skip_read()
+            return "", ""
         yield from source.accept(ChannelMarks.START)
         output.begin("text", BETWEEN_MESSAGES)
         output.show_read()
         return "", ""
-    return header["channel"] or "", header["to"] or header["for"] or ""
+    first, *channels = header.partition(ChannelMarks.CONSTRAIN)[0].split(ChannelMarks.CHANNEL)
+    last = channels[-1] if channels else ""
+    recipient = RECIPIENT.search(last) or RECIPIENT.search(first)
+    channel = NAME.match(last)
+    return channel[1] if channel else "", recipient[1] if recipient else ""
 
 
 def _message(output: OutputReader, channel: str, recipient: str) -> Reading[None]:
     """Reads the content of a message, and the mark that ends it."""
+    output.skip_read()
     kind: PieceKind = "reasoning" if channel == "analysis" and not recipient else "text"
     output.begin(kind, BETWEEN_MESSAGES)
-    if recipient and output.takes_calls:
-        if (yield from output.call(partial(_call, recipient.removeprefix("functions.")))):
-            return
-    elif recipient:
-        output.show_read()
-    else:
-        output.skip_read()
+    is_call = recipient and output.takes_calls
+    if is_call and (yield from output.call(partial(_call, recipient.removeprefix("functions.")))):
+        return
     yield from _copy(output, kind)
 
 

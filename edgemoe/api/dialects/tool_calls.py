@@ -230,17 +230,18 @@ def kind_of(value: Any) -> str:
 
 
 def as_json(text: str, allowed: frozenset[str]) -> str:
-    """Returns `text` as JSON: the value that it writes where a value of that type is allowed, else a string."""
+    """Returns `text` as JSON: as it is where it writes a value of a type that is allowed, else as a string."""
     if allowed <= TEXT:
         return quoted(text)
     word = text.strip()
+    word = WORDS.get(word, word)
     try:
-        value = msgspec.json.decode(WORDS.get(word, word))
+        value = msgspec.json.decode(word)
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
         return quoted(text)
     kind = kind_of(value)
     if kind in allowed or (kind == "integer" and "number" in allowed):
-        return msgspec.json.encode(value).decode()
+        return word
     if kind == "number" and "integer" in allowed and value.is_integer():
         return str(int(value))
     return quoted(text)
@@ -262,10 +263,10 @@ class ToolCallForm(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ObjectForm:
-    """One JSON object with the function's name and its arguments (Hermes, Qwen3)."""
+    """One JSON object with the function's name and its arguments (Hermes, Qwen3); without marks in a list of calls."""
 
-    begin: str
-    end: str
+    begin: str = ""
+    end: str = ""
     name: str = "name"
     arguments: tuple[str, ...] = ("arguments", "parameters")
 
@@ -292,11 +293,13 @@ class ObjectForm:
             yield from source.space()
             if not (yield from source.accept(",")):
                 break
-        yield from source.expect("}", self.end)
+        yield from source.expect("}")
         if not call.begun:
             raise MalformedOutput
         if held or not given:
             call.write("".join(held) or "{}")
+        if self.end:
+            yield from source.close(self.end)
 
 
 def _arguments(source: GrowingText, write: Write) -> Reading[None]:
@@ -341,7 +344,7 @@ class NamedForm:
         if (yield from source.next()) != "{":
             raise MalformedOutput
         yield from copy_value(source, call.write)
-        yield from source.expect(*filter(None, (self.fence, self.end)))
+        yield from source.close(*filter(None, (self.fence, self.end)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -395,14 +398,17 @@ class ParameterForm:
         if self.layout:
             yield from source.accept("\n")
         ends = (f"\n{self.after_value}", self.after_value) if self.layout else (self.after_value,)
+        following = (f"\n{self.before_key}", "\n" + "\n".join(self.end))  # where the model omits `after_value`
         allowed = kinds(properties(call.parameters).get(key), call.parameters)
         if allowed <= TEXT:
-            yield from _text(source, call.write, ends)
-            return
-        parts: list[str] = []
-        if not (yield from source.copy(ends, bounded(parts))):
-            raise MalformedOutput
-        call.write(as_json("".join(parts), allowed))
+            end = yield from _text(source, call.write, (*ends, *following))
+        else:
+            parts: list[str] = []
+            end = yield from source.copy((*ends, *following), bounded(parts))
+            if not end:
+                raise MalformedOutput
+            call.write(as_json("".join(parts), allowed))
+        source.unread(len(end) if end in following else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -424,7 +430,7 @@ class BracedForm:
         source.unread(1)
         call.begin(name.strip())
         yield from self._value(source, call.write, 0)
-        yield from source.expect(self.end)
+        yield from source.close(self.end)
 
     def _value(self, source: GrowingText, write: Write, depth: int) -> Reading[None]:
         if depth > MAX_DEPTH:
@@ -475,9 +481,11 @@ class BracedForm:
 BARE = re.compile(r"[^,{}\[\]<\n]*")
 
 
-def _text(source: GrowingText, write: Write, ends: tuple[str, ...]) -> Reading[None]:
-    """Reads text up to one of `ends`, which it passes on as a JSON string."""
+def _text(source: GrowingText, write: Write, ends: tuple[str, ...]) -> Reading[str]:
+    """Reads text up to one of `ends`, which it passes on as a JSON string. Returns the end."""
     write('"')
-    if not (yield from source.copy(ends, lambda text: write(quoted(text)[1:-1]))):
+    end = yield from source.copy(ends, lambda text: write(quoted(text)[1:-1]))
+    if not end:
         raise MalformedOutput
     write('"')
+    return end

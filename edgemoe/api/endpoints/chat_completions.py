@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from edgemoe.api.dialects.dialect import OutputMarks, begun_by
+from edgemoe.api.dialects.dialect import DIALECTS, OutputMarks, begun_by
 from edgemoe.api.endpoints.openai_format import OpenAIFormat, chat_logprobs, tool_call_body
 from edgemoe.api.generate.answer_grammar import AnswerForm, GrammarChoice, free_grammar, response_grammar, tool_grammar
 from edgemoe.api.generate.generation import (
@@ -47,7 +47,13 @@ def chat_generation(body: Chat, context: RequestContext, prefix: str) -> Generat
     prompt_text = render(body, tools, text)
     marks = OutputMarks(
         text.dialect,
-        begun_by(prompt_text, text.dialect, text.template_text, bool(body.continue_final_message)),
+        begun_by(
+            prompt_text,
+            text.dialect,
+            text.template_text,
+            bool(body.continue_final_message),
+            text.vocabulary.added,
+        ),
         most_calls,
         {tool.function.name: tool.function.parameters for tool in tools},
     )
@@ -103,6 +109,12 @@ def render(body: Chat, tools: list[Tool], text: TextModel) -> str:
         raise InvalidRequest("this model has no chat template; use /v1/completions", code="no_chat_template")
     if tools and not text.template.takes_tools:
         raise InvalidRequest("tools: this model's chat template has no place for tools", param="tools")
+    if tools and not text.dialect.takes_calls:
+        message = (
+            "tools: this model's chat template shows tools, but asks for calls in no form that is known here; pack the "
+            f"model with a chat_template.jinja that has the marks of one of: {', '.join(one.name for one in DIALECTS)}"
+        )
+        raise InvalidRequest(message, param="tools")
     history = text.dialect.history
     variables = _template_variables(body.chat_template_kwargs or {}, body.reasoning_effort, dict(history.efforts))
     shown, begin = tools_for_template(tools), body.add_generation_prompt is not False

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from decimal import Decimal, DecimalException
 from typing import Any
 
@@ -148,7 +148,7 @@ class GrammarChoice:
 class AnswerForm:
     """Describes the marks, reasoning and headers that may surround the constrained part."""
 
-    tokens: Container[str] = ()  # names of the tokenizer's added tokens
+    tokens: Mapping[str, int] = field(default_factory=dict)  # ids of the tokenizer's added tokens by name
     dialect: Dialect = HERMES
     begun: OutputStart = "answer"
 
@@ -159,13 +159,22 @@ class AnswerForm:
 
     def rules(self) -> LarkRules:
         """Returns an empty set of rules."""
-        return LarkRules(self.tokens, (*self.dialect.think, *self.dialect.call_marks, *self.dialect.others))
+        dialect = self.dialect
+        marks = (*dialect.think, *(dialect.wrapper or ()), *dialect.call_marks, *dialect.others)
+        return LarkRules(self.tokens, marks)
+
+    def closed(self, rules: LarkRules) -> str:
+        """Returns the term for the mark that ends the text of an answer, and the layout behind it."""
+        return f"({rules.mark(self.dialect.wrapper[1])} {BREAK} {BREAK})" if self.dialect.wrapper else ""
 
     def around(self, rules: LarkRules, answer: str, instead: str = "") -> str:
         """Returns the whole grammar of an `answer`, or of the term that may come `instead`, which has no header."""
         if self.dialect.call is None:
             return self._in_channels(rules, answer, instead)
         body = " | ".join(filter(None, (answer, instead)))
+        if self.dialect.wrapper is not None:
+            opened, closed = rules.mark(self.dialect.wrapper[0]), self.closed(rules)
+            body = f"({opened} {BREAK})? ({BREAK} {closed})? ({body}) ({BREAK} {closed})?"
         if self.begun in ("answer", "text"):
             return f"start: {body}\n{rules}"
         begin, end = self.dialect.think
@@ -236,9 +245,10 @@ def free_grammar(tools: Sequence[Tool], several: bool, form: AnswerForm = Answer
 
     def text_or(rules: LarkRules, calls: str) -> str:
         rules.add("PLAIN", ANY_TEXT)
-        return (
-            form.around(rules, "PLAIN", calls) if form.dialect.call is None else form.around(rules, f"PLAIN {calls}?")
-        )
+        if form.dialect.call is None:
+            return form.around(rules, "PLAIN", calls)
+        closed = f"{form.closed(rules)}?" if form.dialect.wrapper is not None else ""
+        return form.around(rules, f"PLAIN {closed} {calls}?")
 
     return (
         GrammarChoice(_with_calls(tools, several, form, text_or), "tools", optional=True) if form.has_tokens else None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -56,9 +56,10 @@ def one_of(terms: Iterable[str]) -> str:
 
 
 class LarkRules:
-    """Collects a grammar's rules. `tokens` are the names of the tokenizer's added tokens, `marks` a dialect's."""
+    """Collects a grammar's rules. `tokens` are the ids of the tokenizer's added tokens by name, `marks` a dialect's."""
 
-    def __init__(self, tokens: Container[str], marks: Iterable[str]) -> None:
+    def __init__(self, tokens: Mapping[str, int], marks: Iterable[str]) -> None:
+        self._ids = tokens
         self._tokens = sorted((mark for mark in marks if mark in tokens), key=len, reverse=True)
         self._split = re.compile("|".join(map(re.escape, self._tokens)) or r"(?!)")
         self._rules: list[str] = []
@@ -72,7 +73,7 @@ class LarkRules:
         terms, at = [], 0
         for found in self._split.finditer(text):
             terms += [literal(text[at : found.start()])] if found.start() > at else []
-            terms.append(found[0])
+            terms.append(found[0] if found[0].startswith("<") else f"<[{self._ids[found[0]]}]>")
             at = found.end()
         return " ".join([*terms, literal(text[at:])] if at < len(text) else terms)
 
@@ -90,7 +91,7 @@ class LarkRules:
         if end not in self._texts:
             name = f"text_{len(self._texts)}"
             if end in self._tokens:
-                self._texts[end] = f"{self.add(name.upper(), ANY_TEXT)} {end}"
+                self._texts[end] = f"{self.add(name.upper(), ANY_TEXT)} {self.mark(end)}"
             else:
                 self.add(f"{name}[lazy]", f"{ANY_TEXT[:-1]}{_escaped(end)}/")
                 self._texts[end] = name
@@ -112,9 +113,13 @@ def tool_call_rules(rules: LarkRules, dialect: Dialect, tools: Sequence[Tool], s
     if dialect.call is None:  # whose every call ends the answer
         return calls
     section = dialect.section
-    many = f"{calls} ({BREAK} {calls}){{0,{MAX_MORE}}}" if several else calls
+    between = '"," " "?' if section is not None and section.is_list else BREAK
+    many = f"{calls} ({between} {calls}){{0,{MAX_MORE}}}" if several else calls
     if section is None:
         return many
+    if section.is_list:
+        begin, end = rules.mark(section.begin), rules.mark(section.end) if section.end else ""
+        return f'{begin} " "? "[" {BREAK} {many} {BREAK} "]" {end}'
     return f"{rules.mark(section.begin)} {BREAK} {many} {BREAK} {rules.mark(section.end)}"
 
 
@@ -125,6 +130,8 @@ def _tool_call(rules: LarkRules, dialect: Dialect, tool: Tool, strict: bool) -> 
         case None:
             return f"{_header(rules, name)} {json_rule(schema, SPACED)}"
         case ObjectForm() as form:
+            if not form.begin:  # in a list, of which some models write the arguments first
+                return one_of(json_rule(_object(form, name, schema, flip), SPACED) for flip in (False, True))
             body = json_rule(_object(form, name, schema), AS_IN_TEMPLATES)
             return f'{rules.mark(form.begin)} "\\n" {body} "\\n" {rules.mark(form.end)}'
         case NamedForm() as form:
@@ -144,12 +151,13 @@ def _header(rules: LarkRules, name: str) -> str:
     return f"({channel} {to} | {to} {channel}) {kind} {rules.mark(ChannelMarks.MESSAGE)}"
 
 
-def _object(form: ObjectForm, name: str, schema: Json) -> Json:
+def _object(form: ObjectForm, name: str, schema: Json, arguments_first: bool = False) -> Json:
+    members: list[tuple[str, Json]] = [(form.name, {"const": name}), (form.arguments[0], schema)]
     shared: Json = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     return {
         **shared,  # "#/$defs/..." is relative to the whole schema
         "type": "object",
-        "properties": {form.name: {"const": name}, form.arguments[0]: schema},
+        "properties": dict(reversed(members) if arguments_first else members),
         "required": [form.name, form.arguments[0]],
         "additionalProperties": False,
     }

@@ -45,13 +45,13 @@ def _is_byte_level(tokenizer: Tokenizer) -> bool:
 
 
 class Vocabulary:
-    """Maps tokens to bytes. `added` are the names of added tokens, `special` the ids of special ones by name."""
+    """Maps tokens to bytes. `added` are the ids of added tokens by name, `special` those of special ones."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._added = {i: token.content for i, token in tokenizer.get_added_tokens_decoder().items()}
         self.special = {token.content: i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
-        self.added = frozenset(self._added.values())
+        self.added = {name: i for i, name in self._added.items()}
         self._special_ids = frozenset(self.special.values())
         self._alphabet = byte_alphabet() if _is_byte_level(tokenizer) else None
         self.bytes_of = lru_cache(maxsize=1 << 14)(self._bytes_of)
