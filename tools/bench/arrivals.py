@@ -1,8 +1,7 @@
 """Arrivals for load tests: real traces, thinned and scaled, or a Poisson process. Prompts are token ids.
 
-Azure traces give times and lengths; their prompts are random ids. Mooncake traces also give one hash per block of
-512 prompt tokens; equal hashes become equal tokens, so that prefix reuse is the trace's own. Other seeds give other
-prompts, so that a run does not find those of the one before in the prefix cache.
+Azure traces give times and lengths; their prompts are random ids. Mooncake traces also give a hash for each block of
+512 prompt tokens. Equal hashes become equal tokens, so prefix reuse is the trace's. Each seed gives other prompts.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How a trace is cut to fit a small box. Lengths are multiplied by `scale`, then clipped."""
+    """The selection from a trace for a small box. Lengths are multiplied by `scale`, then clipped."""
 
     vocab: int
     scale: float = 1.0
@@ -47,7 +46,7 @@ class Shape:
 def poisson(
     rate: float, count: int, shape: Shape, seed: int, prompt_tokens: int, output: int, fixed: bool = False
 ) -> list[Arrival]:
-    """`count` arrivals at `rate` per second; lengths are geometric around the given means, or all alike."""
+    """Draws `count` arrivals at `rate` per second; lengths are geometric around the given means, or constant."""
     rng = np.random.default_rng(seed)
     times = np.cumsum(rng.exponential(1 / rate, count))
     prompts = np.full(count, prompt_tokens) if fixed else rng.geometric(1 / prompt_tokens, count)
@@ -59,7 +58,7 @@ def poisson(
 
 
 def from_trace(path: Path, rate: float, count: int, shape: Shape, seed: int) -> list[Arrival]:
-    """The first `count` requests of an Azure (.csv.gz) or Mooncake (.jsonl.gz) trace, at `rate` per second."""
+    """Returns the first `count` requests of an Azure (.csv.gz) or Mooncake (.jsonl.gz) trace, at `rate` per second."""
     rng = np.random.default_rng(seed)
     rows = _mooncake(path, rng, shape, seed) if ".jsonl" in path.name else _azure(path, rng, shape)
     arrivals = [row for row, _ in zip(rows, range(count), strict=False)]
@@ -69,7 +68,7 @@ def from_trace(path: Path, rate: float, count: int, shape: Shape, seed: int) -> 
 
 
 def stretch(arrivals: list[Arrival], rate: float) -> list[Arrival]:
-    """The same arrivals with their gaps scaled so that the mean rate is `rate` per second."""
+    """Scales the gaps between arrivals so that the mean rate is `rate` per second."""
     first = arrivals[0].at_s
     span_s = max(arrivals[-1].at_s - first, 1e-9)
     factor = (len(arrivals) / rate) / span_s

@@ -1,15 +1,9 @@
-"""Decoding with everything resident, in several encodings and against others, in one interleaved run.
+"""Decoding with everything resident, in several encodings and against other programs, in interleaved rounds.
 
     python -m tools.bench.decode --json [--experts bf16,int8,int4] [--dense bf16,int8] [--batches 1,8,16]
 
-By default a Qwen3-MoE of 16 layers, width 1024, 64 experts of 512, top-8, bf16, with random weights (3.4 GB in this
-process and as much in that of transformers). Ours decodes through the real tiers, with RAM for all experts, once for
-each pair of encodings of experts and of dense weights. Each round every contender decodes the same random tokens in
-turn, so noise hits all alike; medians over rounds. `bound_ms` is the time to read once all the bytes that a step of
-this contender needs, measured beside it; overhead is what a step takes beyond it. `speed` is in times of the first
-contender. `--prompt-tokens 512` also times a prompt. Others are transformers (`--implementations ''` leaves it out) and
-llama.cpp (`--llama q4_0`, see `tools.bench.llama`). The last line is one JSON object. `tools.bench.offload` is the same
-with too little memory.
+`bound_ms` is the time to read a step's bytes once; `speed` is relative to the first contender. transformers runs unless
+`--implementations ''`, llama.cpp with `--llama q4_0`. `tools.bench.offload` does the same with too little memory.
 """
 
 from __future__ import annotations
@@ -27,7 +21,7 @@ from typing import Any
 
 from edgemoe.jit.env import WORKER_ENV
 
-ENVIRONMENT = dict(os.environ)  # transformers' process gets it as it is
+ENVIRONMENT = dict(os.environ)  # transformers' process inherits it unchanged
 os.environ.update(WORKER_ENV)  # before anything loads torch
 
 import torch  # noqa: E402
@@ -41,12 +35,12 @@ from tools.bench.make_model import make_config  # noqa: E402
 from tools.bench.oracle import Oracle, spawn  # noqa: E402
 
 CONTEXT = 64  # tokens in the cache before timing starts
-PAUSE_S = 0.03  # between contenders: threads of the one before stop spinning
+PAUSE_S = 0.03  # between contenders: the last one's threads stop spinning
 Pair = tuple[str, str]  # encodings of experts and of dense weights, as asked for
 
 
 def contenders(args: argparse.Namespace, spec: ModelSpec) -> dict[Pair, ResidentModel]:
-    """One for each pair of encodings; those of one encoding share their experts, or their dense weights."""
+    """Builds one contender for each pair of encodings; contenders share experts or dense weights of equal encoding."""
     kernels = Kernels(args.threads, spec.dtype == "bfloat16")
 
     def model(experts: str, dense: str) -> ModelSpec:
@@ -63,7 +57,7 @@ def contenders(args: argparse.Namespace, spec: ModelSpec) -> dict[Pair, Resident
 
 
 class Other:
-    """Another program's way of decoding."""
+    """Another program that decodes."""
 
     def __init__(self, oracle: Oracle, name: str) -> None:
         self._oracle, self._name = oracle, name
@@ -76,7 +70,7 @@ class Other:
 
 
 def others(args: argparse.Namespace, config: dict[str, Any], stack: ExitStack) -> dict[str, Other]:
-    """Starts transformers and llama.cpp where they are asked for."""
+    """Starts transformers and llama.cpp if the options say so."""
     found: dict[str, Other] = {}
     for program, names in (("oracle", args.implementations), ("llama", args.llama)):
         if names:
@@ -89,7 +83,7 @@ def others(args: argparse.Namespace, config: dict[str, Any], stack: ExitStack) -
 def measure(
     args: argparse.Namespace, ours: Mapping[Pair, ResidentModel], rivals: Mapping[str, Other], batch: int
 ) -> dict[str, Any]:
-    """Times of a step of each contender with `batch` sequences."""
+    """Measures the time of a step of each contender with `batch` sequences."""
     prompt = torch.randint(0, args.vocab, (batch, CONTEXT))
     taken: dict[Pair, list[tuple[float, float, float]]] = {pair: [] for pair in ours}
     theirs: dict[str, list[float]] = {name: [] for name in rivals}
@@ -117,7 +111,7 @@ def report(
     taken: Mapping[Pair, list[tuple[float, float, float]]],
     theirs: Mapping[str, float],
 ) -> dict[str, Any]:
-    """Medians over rounds. What is compared is compared within each round."""
+    """Reports medians over rounds; ratios are computed within each round."""
     first, found = next(iter(taken.values())), []
     for (experts, dense), rounds in taken.items():
         ms, bound, size = (median(values) for values in zip(*rounds, strict=True))
@@ -139,7 +133,7 @@ def report(
 
 
 def measure_prompts(args: argparse.Namespace, ours: Mapping[Pair, ResidentModel]) -> dict[str, Any]:
-    """Milliseconds of a prompt of each contender, alone, and its speed in times of the first's."""
+    """Measures the milliseconds of a prompt for each contender alone, and its speed relative to the first."""
     taken: dict[Pair, list[float]] = {pair: [] for pair in ours}
     for round_ in range(-1, args.rounds):
         prompt = torch.randint(0, args.vocab, (1, args.prompt_tokens))
@@ -162,7 +156,7 @@ def measure_prompts(args: argparse.Namespace, ours: Mapping[Pair, ResidentModel]
 
 
 def timed(call: Callable[[], object]) -> float:
-    """Seconds that a call takes."""
+    """Returns the seconds that a call takes."""
     start = time.perf_counter()
     call()
     return time.perf_counter() - start

@@ -1,16 +1,9 @@
-"""What a remote expert call costs, against an echo of the same bytes over the same kind of channel, in one run.
+"""The cost of a remote expert call, against an echo of the same bytes over the same kind of channel.
 
     python -m tools.bench.expert_calls --hidden 2048 --width 768 --experts 4 --rows 1 8 64
-    python -m tools.bench.expert_calls --width 64 --fill 4096
-    python -m tools.bench.expert_calls --rows 1 --move 32
+    python -m tools.bench.expert_calls --rows 1 --move 32      # MB/s of migration meanwhile
 
-Two boxes of the test bed (needs root), a 500 Mbit/s link between them; the one has the experts in memory, the other
-calls. Calls and echoes alternate; both go through ROUTER and DEALER, CURVE and the envelope's checksums. A call is
-timed on the compute thread, from the call to its answer, an echo likewise, with the same hand-over to the loop and
-back. Then calls alone, one after the other: calls a second, and what of a core a call takes on either side. `--fill`
-measures how much of the link a prefill's layer-steps of so many tokens use, as the link counts bytes. `--move` measures
-calls while experts come to the caller as a migration has them come, at so many megabytes a second at most, and while
-none do, in turns of half a second. `--plain` leaves CURVE out, to see what it costs.
+Two boxes of the test bed (needs root). results/expert_calls.md describes the method and the other options.
 """
 
 from __future__ import annotations
@@ -62,7 +55,7 @@ HALF_S = 0.5
 
 
 def leave_out_curve(peer_key: str) -> None:
-    """Has this process encrypt nothing from now on, and take whoever asks for the owner of that key."""
+    """Disables encryption in this process; every peer counts as the owner of that key."""
     options = {zmq.CURVE_SECRETKEY, zmq.CURVE_PUBLICKEY, zmq.CURVE_SERVERKEY, zmq.CURVE_SERVER}
     really_set = zmq.Socket.set
 
@@ -75,7 +68,7 @@ def leave_out_curve(peer_key: str) -> None:
 
 
 class Echo(Message, frozen=True, tag="Echo"):
-    """As long as a Call's body."""
+    """A message as long as an ExpertCall's body."""
 
     layer: int = 0
     rows: int = 1
@@ -87,12 +80,12 @@ ECHO: Language[Echo | Failure] = Language(Echo, Failure)
 
 
 async def echo(question: Question[Any]) -> Answer[Any]:
-    """The hidden states come back, as sums would."""
+    """Answers with the hidden states, as long as the sums would be."""
     return Answer(question.message, [question.tensors[0]])
 
 
 class Shelf:
-    """What one box has on its disk and the other has not, all of it zeros."""
+    """The store of a box, all zeros; the other box has none."""
 
     def __init__(self, here: bool) -> None:
         self._here = here
@@ -111,7 +104,7 @@ class Shelf:
 
 
 class NoPrefixes:
-    """No keys and values either."""
+    """A box without keys and values."""
 
     encoding = ""
     block_bytes = state_bytes = 0
@@ -127,7 +120,7 @@ class NoPrefixes:
 
 
 class NoPieces:
-    """No store to pull."""
+    """A box without a store to download."""
 
     async def part(self, digest: str, offset: int, size_bytes: int) -> tuple[memoryview, int]:
         raise StoreError("there is no store here")
@@ -149,7 +142,9 @@ class RandomStore:
 
 
 class Box:
-    """A box with so many of 16 experts of one layer, and an echo channel beside its calls channel. Made on its loop."""
+    """A box with `experts` of 16 experts of one layer, and an echo channel beside its calls channel. Made on its
+    loop.
+    """
 
     def __init__(self, node: str, key: Secret, geometry: ExpertGeometry, threads: int, experts: int) -> None:
         kernels = Kernels(threads, geometry.bf16, Path(tempfile.gettempdir()) / "edgemoe-kernels")
@@ -180,12 +175,12 @@ def engine(node: str, told: dict[str, Any]) -> PeerEngine:
 
 
 def told() -> dict[str, Any]:
-    """The next line of standard input."""
+    """Reads the next line of standard input."""
     return dict(json.loads(sys.stdin.readline()))
 
 
 async def serve(args: argparse.Namespace, geometry: ExpertGeometry) -> None:
-    """One process: reads both keys, says its ports, serves until killed."""
+    """Runs the serving process: reads both keys, prints its ports, serves until killed."""
     keys = told()
     if args.plain:
         leave_out_curve(keys["client"]["public"])
@@ -202,7 +197,7 @@ async def serve(args: argparse.Namespace, geometry: ExpertGeometry) -> None:
 
 
 def work_of(geometry: ExpertGeometry, rows: int, experts: int, rng: np.random.Generator) -> ExpertWork:
-    """Every row calls each of the experts."""
+    """Builds work in which every row chooses each of the experts."""
     hidden = torch.from_numpy(rng.standard_normal((rows, geometry.hidden)).astype(np.float32))
     dtype = torch.bfloat16 if geometry.bf16 else torch.float32
     chosen = np.sort(rng.choice(EXPERTS, experts, replace=False))
@@ -214,7 +209,7 @@ def work_of(geometry: ExpertGeometry, rows: int, experts: int, rng: np.random.Ge
 
 
 def calls_alone(box: Box, pid: int, works: Sequence[ExpertWork]) -> dict[str, float]:
-    """One after the other; `pid` is the peer's process. On the compute thread."""
+    """Measures calls one after the other, on the compute thread; `pid` is the peer's process."""
     answers: SimpleQueue[RemoteCall] = SimpleQueue()
     took: list[float] = []
     here, there, began_s = time.process_time(), core_s(pid), time.perf_counter()
@@ -234,7 +229,7 @@ def calls_alone(box: Box, pid: int, works: Sequence[ExpertWork]) -> dict[str, fl
 
 
 def measure(box: Box, pid: int, geometry: ExpertGeometry, rows: int, experts: int, rounds: int) -> dict[str, float]:
-    """On the compute thread."""
+    """Measures calls and echoes in turn, on the compute thread."""
     rng = np.random.default_rng(0)
     peer = box.plane.calls.peers["server"]
     calls: list[float] = []
@@ -273,7 +268,9 @@ def measure(box: Box, pid: int, geometry: ExpertGeometry, rows: int, experts: in
 
 
 def fill(box: Box, geometry: ExpertGeometry, experts: int, rows: int, seconds: float) -> dict[str, float]:
-    """Layer-steps of `rows` tokens, one after the other, all of whose experts are the peer's. On the compute thread."""
+    """Measures layer-steps of `rows` tokens, one after the other, with all experts on the peer, on the compute
+    thread.
+    """
     rng = np.random.default_rng(0)
     hidden = torch.from_numpy(rng.standard_normal((rows, geometry.hidden)).astype(np.float32))
     hidden = hidden.to(torch.bfloat16 if geometry.bf16 else torch.float32)
@@ -303,7 +300,7 @@ def fill(box: Box, geometry: ExpertGeometry, experts: int, rows: int, seconds: f
 
 
 class Moving:
-    """Has experts come to a box as a migration has them come, while `on`."""
+    """Sends experts to a box as a migration does, while `on`."""
 
     def __init__(self, box: Box, geometry: ExpertGeometry, bytes_per_s: float) -> None:
         bits = pack_bits(np.ones((1, EXPERTS), np.bool_))
@@ -332,7 +329,7 @@ class Moving:
 def beside(
     box: Box, geometry: ExpertGeometry, experts: int, rows: int, move_mb: float, seconds: float
 ) -> dict[str, float]:
-    """Calls one after the other, while experts come and while none do, in turn. On the compute thread."""
+    """Measures calls one after the other, with and without arriving experts in turn, on the compute thread."""
     moving = Moving(box, geometry, move_mb * 1e6)
     running = asyncio.run_coroutine_threadsafe(moving.run(), box.loop)
     work = work_of(geometry, rows, experts, np.random.default_rng(0))
@@ -356,13 +353,13 @@ def beside(
 
 
 def link_bytes() -> tuple[int, int]:
-    """Sent and received by this box."""
+    """Returns the bytes sent and received by this box."""
     shown = json.loads(subprocess.run(["ip", "-s", "-j", "link", "show", "e0"], capture_output=True, check=True).stdout)
     return shown[0]["stats64"]["tx"]["bytes"], shown[0]["stats64"]["rx"]["bytes"]
 
 
 async def call(args: argparse.Namespace, geometry: ExpertGeometry) -> None:
-    """The other process: reads keys and where the server is, measures, says what it found."""
+    """Runs the calling process: reads keys and the server's address, measures, prints the results."""
     keys = told()
     if args.plain:
         leave_out_curve(keys["server"]["public"])
@@ -392,7 +389,7 @@ async def call(args: argparse.Namespace, geometry: ExpertGeometry) -> None:
 
 
 def compare(args: argparse.Namespace) -> None:
-    """Builds two boxes, starts a process in each, prints what the caller finds."""
+    """Builds two boxes, starts a process in each, and prints the caller's results."""
     keys = {}
     for name in ("client", "server"):
         public, private = zmq.curve_keypair()

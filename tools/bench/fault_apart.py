@@ -1,4 +1,4 @@
-"""Faults where boxes prefill and decode apart: box a prefills what all are asked, b and c decode it."""
+"""Faults with separate prefill and decode: box a prefills all requests, b and c decode them."""
 
 from __future__ import annotations
 
@@ -12,33 +12,35 @@ from tools.testbed.daemons import Daemon
 ROLES = {"a": "prefill", "b": "decode", "c": "decode"}
 PROMPT_TOKENS = 400  # 24 whole blocks that can be fetched
 SETTINGS: tuple[tuple[str, object], ...] = (("engine.prefix_cache", True),)
-LINK_MBITS = 10  # of the box that prefills, so that a transfer takes a while
+LINK_MBITS = 10  # of the prefilling box, so that a transfer takes a while
 BEGIN_S = 15.0  # within which a hand-over begins
-CLEAN_S = 60.0  # after which nothing may be held
+CLEAN_S = 60.0  # after which no block may be held
 
 
 def prefill_kill(trial: Trial) -> Record:
-    """kill -9 of the box that prefills, while blocks travel."""
+    """Kills the prefilling box with SIGKILL while blocks travel."""
     hit = trial.cluster["a"]
     hit.box.rate(LINK_MBITS)
     return _hit(trial, hit, names.KV_PULLED, hit.kill)
 
 
 def decode_kill(trial: Trial) -> Record:
-    """kill -9 of a box that decodes, while it does."""
+    """Kills a decoding box with SIGKILL during its work."""
     hit = trial.cluster[trial.rng.choice("bc")]
     return _hit(trial, hit, names.HANDED_OVER, hit.kill)
 
 
 def kv_corrupt(trial: Trial) -> Record:
-    """Some of the blocks that box a hands out are damaged."""
+    """Damages some of the blocks that box a sends."""
     return _hit(trial, None, names.KV_PULLED, lambda: None)
 
 
 def _hit(trial: Trial, hit: Daemon | None, sign: str, fault: Callable[[], None]) -> Record:
-    """Requests at all boxes but the one that is hit; `fault` comes once the figure `sign` has risen somewhere."""
+    """Sends requests to all other boxes; `fault` comes once the metric `sign` has risen on any box."""
     fronts = [daemon for daemon in trial.cluster if daemon is not hit]
-    trial.whole_s = trial.whole_s or 1.0  # asked undisturbed first, prompts would be where they are to go
+    trial.whole_s = (
+        trial.whole_s or 1.0
+    )  # without an undisturbed run first, after which blocks would be cached at their destination
     before, seen = _sums(trial, sign), [0.0]
 
     def come() -> None:
@@ -65,12 +67,12 @@ def _hit(trial: Trial, hit: Daemon | None, sign: str, fault: Callable[[], None])
 
 
 def _sums(trial: Trial, family: str) -> float:
-    """Of all boxes that live."""
+    """Returns the sum of a metric over all live boxes."""
     return sum(names.select(daemon.metrics(), family) for daemon in trial.cluster if daemon.alive)
 
 
 def _leaked(trial: Trial) -> float:
-    """Blocks that are held although nothing runs, after CLEAN_S at the latest."""
+    """Returns the blocks that are still held without a request, after CLEAN_S at the latest."""
     ends = time.monotonic() + CLEAN_S
     while (held := _sums(trial, names.KV_BLOCKS_REFERENCED)) and time.monotonic() < ends:
         time.sleep(0.2)

@@ -1,4 +1,4 @@
-"""The row of the table of faults in which a plan moves: experts go to a box that is back, and something happens."""
+"""The row of the table of faults with a migration: experts move to a box that has returned, and a fault comes."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Marks = Mapping[str, int]  # box -> bytes of its log
 
 
 def plan_change(trial: Trial) -> Record:
-    """A box has left and is back; while experts move to it, one is killed, cut off, restarted, or its disk is full.
+    """Moves experts to a box that has returned; meanwhile one is killed, cut off, restarted, or its disk is full.
 
-    Judged by what the engines log of their pins, too: no plan has a box that lives drop the last pinned copy, and what
-    died with a box is pinned elsewhere before it is started again.
+    The engines' logs must show that no plan makes a live box drop a last pinned copy. A dead box's experts must be
+    pinned elsewhere before it is started again.
     """
     mover = trial.cluster[trial.rng.choice(NODES)]
     hit = trial.cluster[trial.rng.choice(NODES)]
@@ -31,7 +31,7 @@ def plan_change(trial: Trial) -> Record:
     mover.stop()
     marks = {daemon.box.name: daemon.log_bytes() for daemon in trial.cluster}
     began_s, at_s, moving = time.time(), [0.0], [False]
-    trial.whole_s = trial.whole_s or 1.0  # nothing is asked undisturbed: the move would be over
+    trial.whole_s = trial.whole_s or 1.0  # no undisturbed run: the migration would end meanwhile
     time.sleep(AWAY_S)
     mover.start()
     _wait(lambda: _count(mover, marks, "engine", phase="warm-up"), READY_S)
@@ -72,7 +72,7 @@ def plan_change(trial: Trial) -> Record:
 
 
 def _begin(trial: Trial, hit: Daemon, way: str) -> Callable[[], None]:
-    """Does it; what ends it is returned."""
+    """Injects the fault; returns the function that ends it."""
     if way in ("kill", "restart"):
         hit.kill()
         if way == "restart":
@@ -94,7 +94,7 @@ def _begin(trial: Trial, hit: Daemon, way: str) -> Callable[[], None]:
 
 
 def _wait(condition: Callable[[], object], within_s: float) -> None:
-    """Raises BedError where it does not come about."""
+    """Waits for a migration. Raises BedError if none comes."""
     ends = time.monotonic() + within_s
     while not condition():
         if time.monotonic() > ends:
@@ -107,19 +107,19 @@ def _logs(trial: Trial) -> dict[str, list[Record]]:
 
 
 def _wait_homes(trial: Trial, since: datetime, died: str) -> None:
-    """Waits until what died has a pinned copy again, for HOMES_S at most."""
+    """Waits until the dead box's experts have a pinned copy again, for HOMES_S at most."""
     ends = time.monotonic() + HOMES_S
     while homeless(_logs(trial), since, died)[1] is None and time.monotonic() < ends:
         time.sleep(0.5)
 
 
 def _count(daemon: Daemon, marks: Marks, event: str, **fields: object) -> int:
-    """Counts what it has logged since then."""
+    """Counts such events in its log since then."""
     return sum(one["event"] == event and fields.items() <= one.items() for one in daemon.events(marks[daemon.box.name]))
 
 
 def _steps_to(trial: Trial, mover: Daemon, marks: Marks) -> bool:
-    """Whether a step of a migration has been made since then that names that box."""
+    """Whether a step of a migration since then names that box."""
     events = [one for daemon in trial.cluster for one in daemon.events(marks[daemon.box.name])]
     steps = {one["version"] for one in events if one["event"] == "new plan" and one["moving"]}
     return any(
@@ -134,7 +134,7 @@ def _moves(trial: Trial) -> bool:
 
 
 def _wait_still(trial: Trial) -> float:
-    """Returns after how many seconds every box says that nothing moves any more. Raises BedError."""
+    """Returns the seconds until every box reports that no expert moves any more. Raises BedError."""
     began_s = time.monotonic()
     while _moves(trial):
         if time.monotonic() - began_s > HOMES_S:

@@ -1,4 +1,4 @@
-"""What may happen to a box, and what one trial of it finds: rows of the table of faults."""
+"""Rows of the table of faults: the fault of each, and one trial of it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tools.testbed.daemons import Daemon
 
 
 def kill_peer(trial: Trial) -> Record:
-    """kill -9 of a box that computes for the others."""
+    """Kills a computing box with SIGKILL."""
     hit = trial.cluster[trial.rng.choice(NODES)]
     found = trial.requests(trial.others(hit), hit.kill)
     trial.again(hit)
@@ -28,7 +28,7 @@ def kill_peer(trial: Trial) -> Record:
 
 
 def leader_kill(trial: Trial) -> Record:
-    """kill -9 of the leader."""
+    """Kills the leader with SIGKILL."""
     hit, at_s = trial.leader(), [0.0]
 
     def fault() -> None:
@@ -42,7 +42,7 @@ def leader_kill(trial: Trial) -> Record:
 
 
 def leader_stop(trial: Trial) -> Record:
-    """SIGSTOP of the leader for 5 s."""
+    """Stops the leader for 5 s with SIGSTOP."""
     hit, at_s = trial.leader(), [0.0]
     thread: list[threading.Timer] = []
 
@@ -62,13 +62,13 @@ def leader_stop(trial: Trial) -> Record:
 
 
 def partition(trial: Trial) -> Record:
-    """One box's cable pulled for 2 to 4 s; everybody gets requests."""
+    """Disconnects one box's cable for 2 to 4 s; all boxes get requests."""
     hit = trial.cluster[trial.rng.choice(NODES)]
     return disturbed(trial, hit, lambda: hit.box.link(up=False), trial.rng.uniform(2.0, 4.0))
 
 
 def one_way(trial: Trial) -> Record:
-    """What the leader sends arrives nowhere for 2 to 4 s, the other way all is well."""
+    """Drops all packets from the leader for 2 to 4 s, but none to it."""
     hit = trial.leader()
 
     def cut() -> None:
@@ -79,13 +79,13 @@ def one_way(trial: Trial) -> Record:
 
 
 def slow_link(trial: Trial) -> Record:
-    """A box's link at 20 Mbit/s."""
+    """Slows a box's link to 20 Mbit/s."""
     hit = trial.cluster[trial.rng.choice(NODES)]
     return disturbed(trial, hit, lambda: hit.box.rate(20), 1.0)
 
 
 def peer_stop(trial: Trial) -> Record:
-    """SIGSTOP of a box for 5 s; the others get requests."""
+    """Stops a box for 5 s with SIGSTOP; the others get requests."""
     hit = trial.cluster[trial.rng.choice(NODES)]
     return disturbed(trial, hit, hit.box.pause, 5.0, trial.others(hit))
 
@@ -93,7 +93,7 @@ def peer_stop(trial: Trial) -> Record:
 def disturbed(
     trial: Trial, hit: Daemon, fault: Callable[[], None], seconds: float, fronts: Sequence[Daemon] = ()
 ) -> Record:
-    """A fault that ends by itself."""
+    """Runs a trial of a fault that ends by itself."""
     at_s = [0.0]
     timers: list[threading.Timer] = []
 
@@ -111,7 +111,7 @@ def disturbed(
 
 
 def restart_all(trial: Trial) -> Record:
-    """Every box killed, all started again: no epoch is lower than before."""
+    """Kills every box and starts all again: no epoch is lower than before."""
     before = {daemon.box.name: daemon.epoch() for daemon in trial.cluster}
     for daemon in trial.cluster:
         daemon.kill()
@@ -130,14 +130,14 @@ def restart_all(trial: Trial) -> Record:
 
 
 def forward_kill(trial: Trial) -> Record:
-    """Several requests at one front, which passes some on; a box that runs them is killed mid-stream."""
+    """Sends several requests to one front, which forwards some; a box that runs them is killed mid-stream."""
     hit, found = trial.forwarded(lambda hit, _: hit.kill())
     trial.again(hit)
     return found
 
 
 def route_kill(trial: Trial) -> Record:
-    """kill -9 of the leader while requests of the other two wait for its word on where they run."""
+    """Kills the leader while requests of the other two wait for its routing decision."""
     hit, at_s, offers = trial.leader(), [0.0], [0.0]
     fronts = trial.others(hit)
 
@@ -156,7 +156,7 @@ def route_kill(trial: Trial) -> Record:
 
 
 def wrong_key(trial: Trial) -> Record:
-    """One who should not get in tries every channel of every box, while these serve requests."""
+    """Tries every channel of every box without a valid key, while the boxes serve requests."""
     kind, victim = trial.rng.choice(KINDS), trial.rng.choice(NODES)
     with Intruder(trial.cluster) as intruder:
         found: list[Any] = []
@@ -173,12 +173,12 @@ class Kind:
     replicas: int = 2
     spread: bool = False
     empty: tuple[str, ...] = ()  # boxes without a daemon
-    state_bytes: int = 0  # of the file system that each box's state lies on, where it has one of its own
-    settings: tuple[tuple[str, object], ...] = ()  # that differ from the other rows'
+    state_bytes: int = 0  # size of the file system with each box's state, if it has one of its own
+    settings: tuple[tuple[str, object], ...] = ()  # differences from the other rows' settings
     prompt_tokens: int = 12
     apart: bool = False  # boxes have the roles of `fault_apart`
-    spoils_kv: bool = False  # box a damages some of the keys and values that it hands out
-    absent_s: tuple[float, ...] = (30.0, 2.0)  # after which a box loses its homes, of trials in turn
+    spoils_kv: bool = False  # box a damages some of the keys and values that it sends
+    absent_s: tuple[float, ...] = (30.0, 2.0)  # after which a box loses its homes; trials take turns
 
 
 def _apart(run: Callable[[Trial], Record], spoils_kv: bool = False) -> Kind:

@@ -1,4 +1,4 @@
-"""What the table of faults lacks, run in processes beside each other, and how far it has come."""
+"""Runs the trials that the table of faults lacks, in parallel processes, and shows the progress."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from tools.bench.fault_rows import ROWS
 from tools.bench.fault_trial import TOKENS, Record
 
 MOST = 20  # trials of a piece, which costs the start of a cluster, and rows are done by several at once
-DISKS = ("two-thirds", "all")  # of the store; with one replica it is a third
+DISKS = ("two-thirds", "all")  # of the store on each disk; with one replica it is a third
 RECORD = '{"row": '  # how a trial's record begins
-LAST_LINES = 15  # of what a process said that failed
-COUNTS = ("regressions", "let_in", "pins_lost", "leaked", "stale_obeyed", "wrong_obeyed")  # that are to be 0
+LAST_LINES = 15  # of a failed process's output
+COUNTS = ("regressions", "let_in", "pins_lost", "leaked", "stale_obeyed", "wrong_obeyed")  # which must be 0
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Trials of a row that one cluster makes."""
+    """Trials of one row on one cluster."""
 
     row: str
     disk: str
@@ -42,7 +42,7 @@ class Piece:
 
 
 def piece_of(word: str) -> Piece:
-    """Returns what `Piece.word` says. Raises ValueError."""
+    """Parses `Piece.word`. Raises ValueError."""
     row, disk, absent_s, trials = word.split(",")
     if row not in ROWS or disk not in DISKS:
         raise ValueError(f"there is no row {row} with {disk} of the store")
@@ -54,12 +54,12 @@ def read(log: Path) -> list[Record]:
 
 
 def arrangement(record: Record) -> tuple[int, str]:
-    """Tokens of a request, and disks; both are missing in the oldest records."""
+    """Returns the tokens of a request, and the share on disk; the oldest records lack both."""
     return record.get("tokens", 16), record.get("disk", DISKS[0])
 
 
 def lacking(records: Iterable[Record], rows: Sequence[str], wanted: Mapping[str, int]) -> list[Piece]:
-    """Returns what is left of so many trials of each row, by disk; of boxes that work apart, with the whole store."""
+    """Returns the missing trials of each row, by disk; rows with separate prefill need the whole store."""
     done = {
         (record["row"], record.get("disk", DISKS[0]), record.get("absent_s"), record["trial"])
         for record in records
@@ -79,7 +79,7 @@ def lacking(records: Iterable[Record], rows: Sequence[str], wanted: Mapping[str,
 
 
 def complaints(record: Record) -> list[str]:
-    """What of a trial is not as it is to be."""
+    """Returns the faults of a trial's record."""
     asked = record["requests"]
     spared = ROWS[record["row"]].replicas > 1
     found = [f"{name} {record[name]}" for name in COUNTS if record.get(name)]
@@ -89,10 +89,12 @@ def complaints(record: Record) -> list[str]:
 
 
 class Beside:
-    """Runs pieces, each in a process of its own, so many at once."""
+    """Runs pieces, each in a process of its own, several at once."""
 
     def __init__(self, command: Callable[[Piece], list[str]], ends_s: float, console: Console) -> None:
-        """`command` makes a piece and says each trial's record on standard error; it begins none after `ends_s`."""
+        """Runs pieces by `command`, which prints each trial's record on standard error, and starts none after
+        `ends_s`.
+        """
         self.made, self.failed = 0, list[str]()
         self._command, self._ends_s, self._console = command, ends_s, console
         self._pieces: deque[Piece] = deque()
@@ -112,11 +114,11 @@ class Beside:
 
     @property
     def rate(self) -> float:
-        """Trials a minute."""
+        """A column with the trials per minute."""
         return 60 * self.made / max(time.monotonic() - self._began_s, 1e-3)
 
     def run(self, pieces: Sequence[Piece], at_once: int) -> None:
-        """Returns when all are made, or none may begin any more. Whatever ends it ends the processes."""
+        """Returns when all pieces have run, or the time is over. An exception ends the processes, too."""
         self._pieces.extend(pieces)
         self._total = sum(len(piece.trials) for piece in pieces)
         self._all = self._progress.add_task("all", total=self._total, rate="")
@@ -152,7 +154,7 @@ class Beside:
                 child.terminate()
             assert child.stderr is not None
             for line in child.stderr:
-                if line.startswith(RECORD):  # what a daemon logged may be among the rest
+                if line.startswith(RECORD):  # daemons' log lines may be among the rest
                     record = json.loads(line)
                     made.add(record["trial"])
                     self._note(record)
@@ -184,7 +186,7 @@ class Beside:
 
 @contextlib.contextmanager
 def ended_by_sigterm() -> Iterator[None]:
-    """SIGTERM ends the block as an exception does."""
+    """Raises SystemExit in the block at SIGTERM."""
 
     def leave(number: int, _frame: object) -> None:
         raise SystemExit(128 + number)

@@ -1,4 +1,4 @@
-"""Rows of the table of faults in which a box loses what it keeps, or is told wrong things, or stands still."""
+"""Rows of the table of faults in which a box loses its state, has wrong settings, or is suspended."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ FILLING = "filling"
 
 
 def disk_full(trial: Trial) -> Record:
-    """No room for the state of a box that does not lead, during 3 s in which the leader stands still.
+    """Fills the state's disk of a box that does not lead, while the leader is stopped for 3 s.
 
-    Meanwhile the third may lead, where Raft has it lead already: the box that was hit has room for its entries, in what
-    its journal has allocated beforehand, but none for a vote.
+    Meanwhile Raft may elect the third box. The full box has room for entries, preallocated in its journal, but none for
+    a vote.
     """
     leader, at_s = trial.leader(), [0.0]
     hit = trial.rng.choice(trial.others(leader))
@@ -48,7 +48,7 @@ def disk_full(trial: Trial) -> Record:
 
 
 def fill(path: Path) -> None:
-    """Until nothing more goes in."""
+    """Fills the disk with a file."""
     with path.open("wb", buffering=0) as file, contextlib.suppress(OSError):
         for size in (1 << 16, 1):
             with contextlib.suppress(OSError):
@@ -57,7 +57,7 @@ def fill(path: Path) -> None:
 
 
 def power_loss(trial: Trial) -> Record:
-    """kill -9 of a box; of its journal what follows some byte is lost, cut off or zeros, when it starts again."""
+    """Kills a box with SIGKILL and damages the end of its journal, cut or zeroed, before it starts again."""
     hit, at_s = trial.cluster[trial.rng.choice(NODES)], [0.0]
 
     def fault() -> None:
@@ -77,10 +77,10 @@ def power_loss(trial: Trial) -> Record:
 
 
 def wrong_config(trial: Trial) -> Record:
-    """A box is started again by other rules of who leads, alone or with other voters, and later by the right ones.
+    """Starts a box with wrong rules of leadership, alone or with other voters, and later with the right ones.
 
-    What it obeys by the wrong rules is its own affair, and logged aside; nobody else is to obey it, and all others show
-    it as refused. Raises BedError where they do not, or it does not run.
+    Under the wrong rules it logs to another file. No other box may obey it, and all show it as refused. Raises BedError
+    if they do not, or it does not run.
     """
     hit, at_s = trial.cluster[trial.rng.choice(NODES)], [0.0]
     way = trial.rng.choice(("single", "voters"))
@@ -111,7 +111,7 @@ def wrong_config(trial: Trial) -> Record:
 
 
 def wait_refused(daemon: Daemon, hit: Daemon, within_s: float = 30.0) -> None:
-    """Until that box shows the one that was hit as one that it hears and refuses. Raises BedError."""
+    """Waits until that box shows the faulty one as heard and refused. Raises BedError."""
     ends, states = time.monotonic() + within_s, dict[str, str]()
     while states.get(hit.box.name) != "refused":
         if not hit.alive or time.monotonic() > ends:
@@ -122,9 +122,9 @@ def wait_refused(daemon: Daemon, hit: Daemon, within_s: float = 30.0) -> None:
 
 
 def hosted_request_forgotten(trial: Trial) -> Record:
-    """Several requests at one front, which passes some on; a box that runs them does not list the front for a moment.
+    """Sends several requests to one front, which forwards some; a box that runs them unlists the front for a moment.
 
-    So the front is one that the box does not know, and its requests are dropped there.
+    The box then drops the requests of the unknown front.
     """
 
     def relist_front(hit: Daemon, front: Daemon) -> None:
@@ -137,7 +137,7 @@ def hosted_request_forgotten(trial: Trial) -> Record:
 
 
 def relist(trial: Trial, daemon: Daemon, keys: dict[str, object], within_s: float = 20.0) -> None:
-    """That box's list has other keys; returns when it has read the list again. Raises BedError."""
+    """Changes keys in that box's list, and waits until it has read the list again. Raises BedError."""
     mark, ends = daemon.log_bytes(), time.monotonic() + within_s
     trial.cluster.write_peers(trial.cluster.peers_file(daemon.box.name), keys=keys)
     while not any(event["event"] == "list of peers read again" for event in daemon.events(mark)):
@@ -147,10 +147,9 @@ def relist(trial: Trial, daemon: Daemon, keys: dict[str, object], within_s: floa
 
 
 def suspend(trial: Trial) -> Record:
-    """The leader stands still for longer than its lease, and goes on with requests of its own.
+    """Stops the leader for longer than its lease, and lets it continue with requests of its own.
 
-    A real suspend also stops the clock that counts from the start of the machine, or makes it jump; that part is what
-    tests/cluster/control/test_cluster_model.py tries.
+    A real suspend also stops or shifts the machine's clock; tests/cluster/control/test_cluster_model.py tests that.
     """
     hit, at_s = trial.leader(), [0.0]
     timers: list[threading.Timer] = []

@@ -1,4 +1,4 @@
-"""One trial of a fault: the requests that are under way when it comes, and what became of them."""
+"""One trial of a fault: the requests in flight when it comes, and their results."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ NODES = ("a", "b", "c")
 TOKENS = 200
 DEADLINE_S = 180.0  # without a token; several wait in turn on a busy machine
 Record = dict[str, Any]
-Answers = dict[tuple[int, ...], str]  # prompt -> what one box alone says
+Answers = dict[tuple[int, ...], str]  # prompt -> answer of one box alone
 
 
 @dataclass(slots=True)
 class Trial:
-    """One trial under way."""
+    """One trial in progress."""
 
     cluster: Cluster
     answers: Answers
     rng: random.Random
-    whole_s: float = 0.0  # of an undisturbed request, as an earlier trial found it; 0: this one does
-    in_flight: list[bool] = field(default_factory=list)  # of each request, when the fault came
+    whole_s: float = 0.0  # of an undisturbed request, as an earlier trial measured it; 0: this one does
+    in_flight: list[bool] = field(default_factory=list)  # by request, when the fault came
     _threads: list[threading.Thread] = field(default_factory=list)
 
     def pick(self, count: int) -> list[tuple[int, ...]]:
@@ -44,9 +44,9 @@ class Trial:
     def requests(
         self, fronts: Sequence[Daemon], fault: Callable[[], None] | None, *, waits: bool = True
     ) -> list[Record]:
-        """One request at each front, with `fault`, if any, after a few tokens of theirs, or where it sees fit.
+        """Sends one request to each front, and injects `fault` after a few of their tokens, or when it chooses.
 
-        The same are asked undisturbed first, unless an earlier trial has found how long that takes.
+        The same requests run undisturbed first, unless an earlier trial has measured their duration.
         """
         prompts = self.pick(len(fronts))
         calm = [] if fault and self.whole_s else self._ask(fronts, prompts, lambda: None)
@@ -68,7 +68,9 @@ class Trial:
         return [self._record(n, *row) for n, row in enumerate(rows)]
 
     def forwarded(self, fault: Callable[[Daemon, Daemon], None]) -> tuple[Daemon, Record]:
-        """Several requests at one front, which passes some on; `fault` gets a box that runs them, and the front."""
+        """Sends several requests to one front, which forwards some; `fault` gets a box that runs them, and the
+        front.
+        """
         front = self.cluster[self.rng.choice(NODES)]
         others, hosted = self.others(front), [0.0]
         hits = [self.rng.choice(others)]
@@ -85,13 +87,13 @@ class Trial:
         return hits[0], {"hit": hits[0].box.name, "requests": found, "guests": hosted[0]}
 
     def mark(self) -> None:
-        """Now the fault comes."""
+        """Notes which requests are in flight as the fault comes."""
         self.in_flight = [thread.is_alive() for thread in self._threads]
 
     def _ask(
         self, fronts: Sequence[Daemon], prompts: Sequence[tuple[int, ...]], meanwhile: Callable[[], None]
     ) -> list[Answer]:
-        """All at once."""
+        """Sends all requests at once."""
         answers = [Answer() for _ in fronts]
 
         def ask(n: int) -> None:
@@ -123,7 +125,7 @@ class Trial:
         }
 
     def coordination(self, since_s: float) -> Record:
-        """When a new leader was there after `since_s`, and what in all that was obeyed does not fit together."""
+        """Returns the time until a new leader after `since_s`, and the contradictions in all that boxes obeyed."""
         found = broken({daemon.box.name: daemon.events() for daemon in self.cluster})
         return {"new_epoch_s": self._new_epoch_s(since_s), "stale_obeyed": len(found), "stale": found[-3:]}
 
@@ -138,7 +140,7 @@ class Trial:
         return min((round(at_s - since_s, 3) for at_s in led if at_s >= since_s), default=None)
 
     def again(self, daemon: Daemon) -> None:
-        """Starts what was killed and waits until all is as before."""
+        """Starts a killed daemon and waits until the cluster is as before."""
         daemon.start()
         daemon.wait_ready()
         self.cluster.wait_settled()

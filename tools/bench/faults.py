@@ -1,16 +1,10 @@
-"""What a cluster of three boxes does when something happens to one: a table of faults, trial by trial.
+"""A table of faults of a cluster of three boxes, trial by trial.
 
-    python -m tools.bench.faults --log faults.jsonl --minutes 60  # what the table lacks, as far as it comes
+    python -m tools.bench.faults --log faults.jsonl --minutes 60  # the missing trials, as far as the time allows
     python -m tools.bench.faults --rows kill-peer,leader-stop --disk two-thirds --trials 10 --beside 2
-    python -m tools.bench.faults --log faults.jsonl --table  # of what has been logged
+    python -m tools.bench.faults --log faults.jsonl --table  # of the log
 
-Needs root. Each trial is seeded by its row and number: which box, which prompts, when. Prompts are random tokens and
-all answers differ; what one box alone says, with all experts in memory, in float32, is what must come out. A trial is
-one line of the log: which commit it was, what was hit, and of every request whether it was in flight then, complete,
-right, how long it took with the fault and, in every tenth trial, without. In every other trial, and in all of
-plan-change, a box that is gone for two seconds loses its homes to others, so that the plan changes. A cluster is
-started for twenty trials, and what was killed is started again. Several clusters run beside each other, of one row,
-too. What is in the log is not tried again, so that hours of it can be run in pieces; Ctrl-C ends it, too.
+Needs root. results/faults.md describes the method. Logged trials are not repeated; Ctrl-C ends a run.
 """
 
 from __future__ import annotations
@@ -43,15 +37,15 @@ from tools.testbed.float32_model import float32_demo, part_of
 
 ROOT = Path(__file__).parents[2]
 WANTED = {"two-thirds": 200, "all": 50}  # trials of each row
-CALM_EVERY = 10  # trials, the first of which asks undisturbed too
+CALM_EVERY = 10  # trials; the first one has an undisturbed run, too
 EXPERTS = 192  # of the demo model
 PROMPTS = 16
-POLICY = "lru"  # every box has its homes in memory: what else would be worth keeping costs each start seconds to learn
+POLICY = "lru"  # every box has its homes in memory: another policy would only cost each start some seconds
 # --- running ----------------------------------------------------------------------------------------------------
 
 
 def common(store: Path, experts: int) -> dict[str, object]:
-    """Settings of a box with memory for so many experts at home."""
+    """Returns settings of a box with memory for `experts` at home."""
     slot_bytes = spec_from_config(Manifest.load(store).spec_config).geometry.stride_bytes(0)
     return {
         "model.path": store,
@@ -67,7 +61,7 @@ def common(store: Path, experts: int) -> dict[str, object]:
 
 
 def references(folder: Path, store: Path, prompt_tokens: int = 12) -> Answers:
-    """What one box says to prompts so long that has everything in memory; kept in `folder`."""
+    """Returns the answers of one box with everything in memory to prompts of this length; kept in `folder`."""
     rng = random.Random(0)
     prompts = [tuple(rng.randrange(3, 4096) for _ in range(prompt_tokens)) for _ in range(PROMPTS)]
     longer = f"-to-{prompt_tokens}" if prompt_tokens != 12 else ""
@@ -91,7 +85,7 @@ def references(folder: Path, store: Path, prompt_tokens: int = 12) -> Answers:
 def cluster(
     folder: Path, store: Path, kind: Kind, disk: str = DISKS[0], absent_s: float | None = None
 ) -> Iterator[Cluster]:
-    """Three boxes, `replicas` of which have each expert at home; on disk it is theirs only, or everybody's."""
+    """Runs three boxes; `replicas` of them have each expert at home, on disk either only there or on all boxes."""
     stores = {
         node: part_of(store, folder / f"store-{node}", lambda _, e, n=n: (e - n) % 3 < kind.replicas)  # type: ignore[misc]
         for n, node in enumerate(NODES if disk != "all" else ())
@@ -114,7 +108,7 @@ def cluster(
 
 
 def commit() -> str:
-    """What is being tried; with a + where files differ from it, logs apart."""
+    """Returns the commit of the tree; with a + if files other than logs differ from it."""
 
     def git(*words: str) -> str:
         return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True).stdout.strip()
@@ -150,7 +144,7 @@ def run_piece(piece: Piece, log: Path, work: Path, ends: float) -> None:
 
 
 def tables(records: Sequence[Record]) -> Iterator[str]:
-    """One for each arrangement."""
+    """Yields a table for each arrangement."""
     for tokens, disk in sorted({arrangement(record) for record in records}):
         yield f"\nRequests of {tokens} tokens; {disk} of the store on each disk:\n"
         mine = [record for record in records if arrangement(record) == (tokens, disk)]
@@ -159,7 +153,7 @@ def tables(records: Sequence[Record]) -> Iterator[str]:
 
 
 def homes(records: Sequence[Record]) -> Iterator[str]:
-    """Says, of plans that changed, what was given up, and when what had died was pinned again."""
+    """Yields lines on changed plans: released copies, and the time until a dead box's experts were pinned again."""
     if not records:
         return
     ways = ", ".join(f"{way} {sum(r['way'] == way for r in records)}" for way in sorted({r["way"] for r in records}))
@@ -230,8 +224,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_beside(pieces: Sequence[Piece], args: argparse.Namespace, ends: float) -> bool:
-    """Runs them, each in a process of its own. Returns whether none has failed."""
-    for folder in ("edgemoe", "tools"):  # as an installation has it; else each daemon compiles all when it starts
+    """Runs pieces, each in a process of its own. Returns whether none has failed."""
+    for folder in ("edgemoe", "tools"):  # as an installation has it; else each daemon compiles all at its start
         compileall.compile_dir(ROOT / folder, quiet=2)
     store = float32_demo(args.work)
     for tokens in {ROWS[piece.row].prompt_tokens for piece in pieces}:

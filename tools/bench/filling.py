@@ -13,7 +13,7 @@ from edgemoe.types.experts import ExpertGeometry
 
 
 class BlankStore:
-    """Experts of zeros, at once."""
+    """A store of experts that are zero, without a delay."""
 
     def __init__(self, geometry: ExpertGeometry) -> None:
         self._geometry = geometry
@@ -27,7 +27,7 @@ class BlankStore:
 
 @contextlib.contextmanager
 def running(tiers: ExpertTiers) -> Iterator[ExpertTiers]:
-    """The tiers, whose loop runs on a thread."""
+    """Runs the tiers' event loop on a thread."""
     loop = asyncio.new_event_loop()
     task = loop.create_task(tiers.run())
     thread = threading.Thread(target=lambda: loop.run_until_complete(asyncio.wait([task])))
@@ -42,6 +42,6 @@ def running(tiers: ExpertTiers) -> Iterator[ExpertTiers]:
 
 
 def fill(tiers: ExpertTiers) -> None:
-    """Waits until every slot of the device is in use and its link is quiet."""
+    """Waits until every slot of the device is used and its link is idle."""
     while tiers.residency.devices[0].free or not tiers.loader.links[0].idle():
         time.sleep(0.002)

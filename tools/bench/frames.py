@@ -1,11 +1,9 @@
-"""Mutated messages against the three channels of a box: nothing may crash, nothing may be taken for a message.
+"""Sends mutated messages to the three channels of a box: it must not crash, nor accept a wrong message.
 
     python -m tools.bench.frames --frames 1000000
 
-A process of its own serves the control, calls and bulk channels. A peer whose key is listed sends it real messages with
-something changed: bits, lengths, frames dropped, doubled, swapped or made up. One in four is sealed again after its
-body was changed, so that its sums are right: such a message may be read if it happens to be a possible one, and is
-counted apart. At the end every channel must still answer. Prints one JSON object.
+Changes: bits, lengths, frames dropped, doubled, swapped or invented. One in four gets a valid checksum afterwards; if
+it is readable by chance it is counted apart. At the end every channel must still answer. Prints one JSON object.
 """
 
 from __future__ import annotations
@@ -37,12 +35,12 @@ from edgemoe.cluster.rpc.transport import Transport
 from edgemoe.wire.protocol import Language
 
 CHANNELS: dict[str, Language[Any]] = {"control": CONTROL, "calls": CALLS, "bulk": BULK}
-MARK = 5.0e5  # the remaining_ms of messages whose sums are right
+MARK = 5.0e5  # the remaining_ms of messages with valid checksums
 Frames = list[bytes]
 
 
 def serve_child() -> None:
-    """The box: reads keys, says its ports, serves; says what it saw when its standard input ends."""
+    """Runs the box: reads keys, prints its ports, serves; prints its counts when standard input ends."""
     keys = json.loads(sys.stdin.readline())
     asyncio.run(_serve(keys))
 
@@ -91,7 +89,7 @@ def _rss_mb() -> float:
 
 
 def originals() -> dict[str, list[tuple[msgspec.Struct, list[bytes]]]]:
-    """Messages of each channel, with their tensors."""
+    """Returns messages of each channel, with their tensors. Returns the message with some changes."""
     index = np.array([3, 5, 1, 1, 0, 0, 1065353216, 1065353216], np.int32).tobytes()
     bits = bytes(24)
     return {
@@ -109,7 +107,7 @@ def originals() -> dict[str, list[tuple[msgspec.Struct, list[bytes]]]]:
 
 
 def mutate(frames: Sequence[bytes], rng: random.Random) -> Frames:
-    """The message with something changed."""
+    """Returns the message with some changes."""
     changed = [bytearray(frame) for frame in frames]
     for _ in range(rng.choice((1, 1, 1, 2, 5))):
         victim = rng.randrange(len(changed))
@@ -131,7 +129,7 @@ def mutate(frames: Sequence[bytes], rng: random.Random) -> Frames:
 
 
 def resealed(frames: Sequence[bytes], rng: random.Random) -> Frames:
-    """The message with its body changed and right sums."""
+    """Returns the message with a changed body and a valid checksum."""
     head = unseal(frames)
     body = bytearray(bytes(head.body))
     for _ in range(rng.randrange(1, 4)):
@@ -177,7 +175,7 @@ def attack(total: int, seed: int) -> dict[str, Any]:
     ]
 
     def ask() -> dict[str, Any]:
-        """How the box is, once it has read all that was sent and every channel has answered."""
+        """Returns the box's state, once it has read all messages and every channel has answered."""
         for name, messages in originals().items():
             body, tensors = messages[0]
             sockets[name].send_multipart([bytes(frame) for frame in seal(body, tensors, id=1, remaining_ms=1000)])

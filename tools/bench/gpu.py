@@ -1,11 +1,9 @@
-"""What a GPU gives: copies into it, experts and whole decode steps out of its memory, and what a miss costs.
+"""A GPU's speed: copies into it, experts and decode steps from its memory, and misses.
 
     python -m tools.bench.gpu [--only link,hits,decode,misses] [--layers 8] [--hidden 2048] [--width 768]
-                              [--experts 128] [--top-k 8] [--device cuda:0]
 
-Layers of Qwen3-30B-A3B's shape by default, with blank experts: the time does not depend on what they hold. Routing
-is uniformly random, the worst case for a cache. Each figure is a JSON object on a line of its own, as soon as it is
-measured. `--device emulated` tries the script itself on a machine without a GPU, but for `link`.
+Blank experts in Qwen3-30B-A3B's shape by default; routing is uniformly random, the worst case for a cache. Each figure
+is printed at once as a JSON line. `--device emulated` tests the script on a machine without a GPU, except for `link`.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ from edgemoe.types.experts import Tier
 from tools.bench.filling import BlankStore, fill, running
 
 Figure = tuple[str, object]
-KERNELS = Path(__file__).resolve().parents[2] / ".cache" / "kernels"  # where the tests' and the demo's lie
+KERNELS = Path(__file__).resolve().parents[2] / ".cache" / "kernels"  # shared with the tests and the demo
 CONTEXT = 256  # tokens in the cache before a decode step is timed
 BATCHES = (1, 8, 64, 512)
 
@@ -76,7 +74,7 @@ class Bench:
 
     @contextlib.contextmanager
     def tiers(self, share: float, *, prefetch: bool = False) -> Iterator[ExpertTiers]:
-        """Everything in RAM, and a share of it on the device."""
+        """Builds tiers with everything in RAM, and a share of it on the device."""
         geometry, policy = self.geometry, LRU(self.geometry.layers, self.geometry.experts)
         everything = geometry.all_bytes
         memory = TierMemory(everything, [DeviceBudget(self.kind, int(share * everything), 8e9)])
@@ -88,12 +86,12 @@ class Bench:
             yield tiers
 
     def _fill(self, tiers: ExpertTiers) -> None:
-        """Waits until every slot of the device is in use and its link is quiet."""
+        """Waits until every slot of the device is used and its link is idle."""
         fill(tiers)
         self._synchronize()
 
     def _hits(self, tiers: ExpertTiers, tokens: int) -> dict[str, float]:
-        """One layer's experts, all of them on the device."""
+        """Measures one layer's experts, all of them on the device."""
         touched = 0
 
         def layer() -> None:
@@ -120,16 +118,18 @@ class Bench:
         }
 
     def _decode(self, tiers: ExpertTiers, batch: int) -> dict[str, float]:
-        """Whole steps of the decoder, every expert a hit."""
+        """Measures whole steps of the decoder; every expert is a hit."""
         decoder, spec = self._decoder(), self.spec
         sequences = SequenceDriver(spec, batch, CONTEXT, self.device)
-        sequences.step([[n] * (CONTEXT - 1) for n in range(batch)])  # not computed: what they attend to is zeros
+        sequences.step([[n] * (CONTEXT - 1) for n in range(batch)])  # not computed: attention reads zeros
         _, step = sequences.step([[n] for n in range(batch)])
         seconds = self._time(lambda: decoder.forward(step, sequences.cache, tiers.experts), 16)
         return {"batch": batch, "step_ms": seconds * 1e3, "layer_us": seconds / spec.layers * 1e6}
 
     def _misses(self, prefetch: bool) -> dict[str, float | bool]:
-        """Single tokens with a quarter of the experts on the device; with `prefetch` the next layer is known."""
+        """Measures single tokens with a quarter of the experts on the device; with `prefetch` the next layer is
+        known.
+        """
         with self.tiers(0.25, prefetch=prefetch) as tiers:
             self._fill(tiers)
             layers, number = self.geometry.layers, 0
@@ -173,7 +173,7 @@ class Bench:
             return Decoder.load(self.spec, Path(directory) / "dense.safetensors", self.device)
 
     def _time(self, deed: Callable[[], object], times: int, rounds: int = 3) -> float:
-        """Seconds of one deed: the median of rounds, after one to warm up."""
+        """Returns the median seconds of a call over rounds, after one to warm up."""
         taken = []
         with torch.inference_mode():
             for _ in range(rounds + 1):

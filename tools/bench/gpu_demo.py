@@ -1,8 +1,8 @@
-"""Serves the demo model from a device: how long the daemon takes to start, and how fast an answer streams.
+"""Serves the demo model from a device, and measures the daemon's start and the speed of an answer.
 
     python -m tools.bench.gpu_demo [--device cuda:0] [--max-tokens 200]
 
-Each figure is a JSON object on a line of its own, as soon as it is measured. What the daemon logs goes to stderr.
+Each figure is printed at once as a JSON line. The daemon's log goes to stderr.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from edgemoe.cli.client import Client
 
 START_S, STOP_S, ANSWER_S = 150.0, 20.0, 60.0
 QUESTION = "Tell me a story about a fox."
-STORES = Path(__file__).resolve().parents[2] / ".cache" / "stores"  # beside it lie the kernels of the tests, too
+STORES = Path(__file__).resolve().parents[2] / ".cache" / "stores"  # the tests' kernels are beside it, too
 ASKED = 3
 
 
 def main() -> int:
-    """Exits 0 when answers came and the daemon stopped cleanly."""
+    """Exits 0 if answers came and the daemon stopped cleanly."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--max-tokens", type=int, default=200)
@@ -41,7 +41,7 @@ def main() -> int:
 
 
 def figures(device: str, max_tokens: int) -> Iterator[dict[str, Any]]:
-    """Yields figures by name. Raises RuntimeError where the daemon does not start, answer or stop."""
+    """Yields figures by name. Raises RuntimeError if the daemon does not start, answer or stop."""
     with tempfile.TemporaryDirectory(prefix="edgemoe-demo-") as folder:
         socket = Path(folder) / "edgemoe.sock"
         settings = {

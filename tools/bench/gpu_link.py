@@ -1,6 +1,6 @@
-"""What the link to a GPU carries: pinning, single copies, a kernel that gathers, and the product's own link.
+"""The speed of the link to a GPU: pinning, single copies, a gathering kernel, and the product's own link.
 
-`link_figures` yields a figure at a time, so that a run that is cut off still has those before.
+`link_figures` yields one figure at a time, so that an interrupted run keeps the earlier ones.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def gather(addresses, slab, count, stride: tl.constexpr, chunk: tl.constexpr):  
 
 
 def link_figures(device: torch.device) -> Iterator[Figure]:
-    """Yields the figures by name; where one cannot be measured, why."""
+    """Yields the figures by name, or the reason why one cannot be measured."""
     for name, measure in measurements(device):
         try:
             yield name, measure()
@@ -68,8 +68,8 @@ def link_figures(device: torch.device) -> Iterator[Figure]:
 
 
 def measurements(device: torch.device) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Yields what can be measured, each to be called before the next is asked for."""
-    torch.zeros(1, device=device)  # CUDA's own start is none of the figures
+    """Yields the possible measurements; each must be called before the next one is requested."""
+    torch.zeros(1, device=device)  # CUDA's own start is not measured
     yield "pin_gb_per_s", lambda: {name: pinned(device, *how) for name, how in PINNINGS.items()}
     host = HostSlab(SlabLayout.even(PINNED_BYTES // 4096, 4096))
     pinning_ = whole(host, device)
@@ -89,7 +89,7 @@ GEOMETRIES = {
     "int4": ExpertGeometry(8, 128, 8, 2048, 768, "bfloat16", encodings=("int4",) * 8),
     "bf16": ExpertGeometry(4, 128, 8, 2048, 768, "bfloat16"),
 }
-PINNINGS = {  # threads, bytes of a slice, whether the pages are found before
+PINNINGS = {  # threads, bytes of a slice, whether the pages are touched before
     "one thread, whole": (1, 1 << 40, False),
     "one thread, pages found before": (1, 1 << 40, True),
     "4 threads": (4, 512 << 20, True),
@@ -138,7 +138,7 @@ def rate(size_bytes: int, deed: Callable[[], object]) -> float:
 
 
 def copied(host: HostSlab, slab: torch.Tensor, size_bytes: int) -> float:
-    """Copies of one size, spread over the pinned memory, as the product's link issues them."""
+    """Measures copies of one size, spread over the pinned memory, issued as by the product's link."""
     count, stream = COPIED_BYTES // size_bytes, torch.cuda.current_stream(slab.device)
     step = (PINNED_BYTES - size_bytes) // count // 4096 * 4096
 
@@ -150,7 +150,7 @@ def copied(host: HostSlab, slab: torch.Tensor, size_bytes: int) -> float:
 
 
 def gathered(host: HostSlab, slab: torch.Tensor, size_bytes: int, ctas: int) -> float:
-    """The same by a kernel that reads pinned memory."""
+    """Measures the same copies by a kernel that reads pinned memory."""
     count = COPIED_BYTES // size_bytes
     numbers = np.random.default_rng(0).permutation(PINNED_BYTES // size_bytes)[:count]
     addresses = torch.from_numpy(host.address + numbers.astype(np.int64) * size_bytes).to(slab.device)
@@ -168,7 +168,7 @@ def gathered(host: HostSlab, slab: torch.Tensor, size_bytes: int, ctas: int) -> 
 
 
 def link_alone(geometry: ExpertGeometry, device: torch.device, demanded: bool) -> dict[str, float]:
-    """Copies through the product's link, a few waiting at any time: by the clock, and by its meter."""
+    """Copies through the product's link with a few waiting at any time; times by the clock and by its meter."""
     layout = SlabLayout.even(64, geometry.stride_bytes(0))
     host, slab = HostSlab(layout), torch.empty(layout.size_bytes, dtype=torch.uint8, device=device)
     link, ends = CudaLink(host, slab, layout, Order(64)), Ends()
@@ -197,7 +197,7 @@ def link_alone(geometry: ExpertGeometry, device: torch.device, demanded: bool) -
 
 
 class Ends:
-    """Lets a copy begin when another has ended."""
+    """Starts a copy when another one has ended."""
 
     def __init__(self) -> None:
         self.room = threading.Semaphore(OUTSTANDING)
@@ -219,7 +219,7 @@ class Ends:
 
 
 class DiskStore(BlankStore):
-    """Experts in one file that is read around the page cache, and hashed, as the product's store does."""
+    """Experts in one file, read around the page cache and hashed, as by the product's store."""
 
     def __init__(self, geometry: ExpertGeometry, path: Path) -> None:
         super().__init__(geometry)
@@ -260,7 +260,7 @@ def loaded_from_disk(geometry: ExpertGeometry, device: torch.device) -> dict[str
 
 
 def loaded(geometry: ExpertGeometry, device: torch.device, store: Store) -> dict[str, float]:
-    """A whole model into the GPU, by way of RAM."""
+    """Measures loading a whole model into the GPU, through RAM."""
     policy, size_bytes = LRU(geometry.layers, geometry.experts), geometry.all_bytes
     memory = TierMemory(size_bytes, [DeviceBudget(str(device), size_bytes, 8e9)])
     policies: dict[Tier, Any] = {Tier.VRAM: policy, Tier.RAM: policy}

@@ -1,11 +1,9 @@
-"""How often a daemon that has nothing to do wakes, and what of a core that takes.
+"""Wake-ups of an idle daemon, and the processor time that they take.
 
-    python -m tools.bench.idle                      # alone, and as one of three boxes
-    python -m tools.bench.idle --seconds 60 --threads
+    python -m tools.bench.idle --seconds 60 --threads        # alone, and as one of three boxes
 
-A wake is a voluntary context switch, as the kernel counts them for each thread: one more sleep that has ended. The
-first thread of a front or an engine runs its event loop. With `--threads` each thread is a row. Needs root: the boxes
-are those of a test bed.
+A wake-up is a voluntary context switch, as the kernel counts them for each thread. The first thread of a front or an
+engine runs its event loop. With `--threads` each thread is a row. Needs root, for the test bed.
 """
 
 from __future__ import annotations
@@ -27,18 +25,18 @@ from tools.testbed.bed import Bed
 from tools.testbed.daemons import Daemon
 from tools.testbed.float32_model import float32_demo
 
-SETTLE_S = 15.0  # after which what a start leaves to do is done
+SETTLE_S = 15.0  # by then all work of a start is done
 
 
 class Seen(NamedTuple):
-    """What a process has done so far."""
+    """The wake-ups and processor time of a process so far."""
 
     wakes: Mapping[tuple[int, str], float]  # by thread and its name
     core_s: float
 
 
 def seen(pid: int) -> Seen:
-    """Raises OSError where it has ended."""
+    """Reads the counters of a process. Raises OSError if it has ended."""
     wakes = {}
     for task in Path(f"/proc/{pid}/task").iterdir():
         lines = dict(line.split(":\t", 1) for line in (task / "status").read_text().splitlines() if ":\t" in line)
@@ -47,7 +45,7 @@ def seen(pid: int) -> Seen:
 
 
 def watch(daemons: Sequence[Daemon], seconds: float) -> dict[str, tuple[int, Seen]]:
-    """The processes of these daemons, by name, and what each did in a second on average."""
+    """Returns the processes of these daemons by name, with each one's wake-ups and core share per second."""
     time.sleep(SETTLE_S)
     pids = {}
     for daemon in daemons:
@@ -66,7 +64,7 @@ def watch(daemons: Sequence[Daemon], seconds: float) -> dict[str, tuple[int, See
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints a table."""
+    """Measures, and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--threads", action="store_true")

@@ -1,14 +1,7 @@
-"""One who should not get in: asks on every channel of every box, with keys and names that are not in order.
+"""An intruder that asks on every channel of every box, with invalid keys and names (KINDS).
 
-    wrong     a listed name, with a key of one's own
-    unlisted  a name and a key that nobody lists
-    name      a listed key, with another box's name
-    server    a listed key, for a box that should have another one
-    revoked   a key that was listed until a moment ago, on connections that stand and on new ones
-    replaced  the same, its name being listed with another key now
-
-It runs in a box of its own, is told by lines of JSON what to try, and says what came of it. Another one, whose key is
-in order, asks at the same time; when that has its answers, the first would have had them too.
+It runs in a box of its own, reads attempts as lines of JSON, and prints the results. A guest with a valid key asks at
+the same time. Once the guest has its answers, the intruder would have had them, too.
 """
 
 from __future__ import annotations
@@ -31,8 +24,15 @@ from edgemoe.cluster.rpc.envelope import seal
 from edgemoe.cluster.rpc.keys import load_secret
 from tools.testbed.daemons import BULK_PORT, CALLS_PORT, CONTROL_PORT, Cluster, Daemon
 
-KINDS = ("wrong", "unlisted", "name", "server", "revoked", "replaced")
-INTRUDER, GUEST = "x", "y"  # boxes that are listed and have no daemon; the second one's key is always in order
+KINDS = (
+    "wrong",  # a listed name, with a key of its own
+    "unlisted",  # a name and a key that no box lists
+    "name",  # a listed key, with another box's name
+    "server",  # a listed key, and another key expected of the box
+    "revoked",  # a key listed until a moment ago, on open and new connections
+    "replaced",  # the same, while its name is listed with another key
+)
+INTRUDER, GUEST = "x", "y"  # listed boxes without a daemon; the second one's key is always valid
 LISTEN_S, LONG_S = 0.3, 15.0
 QUESTIONS: dict[int, list[msgspec.Struct]] = {
     CONTROL_PORT: [PlanRequest("0"), Announce(release="0", role="box", address="192.0.2.1:1")],
@@ -45,7 +45,7 @@ class Line:
     """A connection to one channel of one box."""
 
     def __init__(self, context: zmq.Context[Any], address: str, name: str, key: Sequence[str], server: str) -> None:
-        """`key` is public and secret; `name` what it claims to be; `server` the public key that it expects."""
+        """Connects with `key`, public and secret, as `name`; `server` is the public key expected there."""
         self.port = int(address.rpartition(":")[2])
         self.handshakes = self.answers = 0
         self._socket = context.socket(zmq.DEALER)
@@ -58,12 +58,12 @@ class Line:
         self._socket.connect(f"tcp://{address}")
 
     def ask(self) -> None:
-        """Sends what would be answered, as soon as it is let in."""
+        """Sends questions, which any admitted peer gets answered."""
         for body in QUESTIONS[self.port]:
             self._socket.send_multipart(seal(body, id=1, remaining_ms=1000))
 
     def hear(self) -> None:
-        """Counts what has come."""
+        """Counts the answers and handshakes so far."""
         while self._monitor.poll(0):
             recv_monitor_message(self._monitor)
             self.handshakes += 1
@@ -78,27 +78,27 @@ class Line:
 
 
 class Try(msgspec.Struct):
-    """What the child is told: who asks where, as whom. Places are addresses with the public keys expected there."""
+    """An attempt: names, keys, and the addresses to ask, each with the public key expected there."""
 
     places: list[tuple[str, str]]
     name: str
     key: list[str]
     guest_places: list[tuple[str, str]]
     guest_key: list[str]
-    keep: bool = False  # asks with these lines again in later tries; returns when they all have their answers
+    keep: bool = False  # keeps the connections for later attempts; returns when they all have their answers
 
 
 class Found(msgspec.Struct):
-    """What came of it."""
+    """The result of an attempt."""
 
-    handshakes: int  # connections that stood
+    handshakes: int  # completed handshakes
     let_in: int  # answers: frames that got through
     guest: int  # answers to the guest, of `expected`
     expected: int
 
 
 def child() -> None:
-    """Obeys Tries until its standard input ends."""
+    """Carries out attempts until its standard input ends."""
     context = zmq.Context()
     kept: list[Line] = []
     for told in sys.stdin:
@@ -127,10 +127,10 @@ def child() -> None:
 
 
 class Intruder:
-    """The other side of `child`. `with Intruder(cluster) as intruder:`"""
+    """The controlling side of `child`. `with Intruder(cluster) as intruder:`"""
 
     def __init__(self, cluster: Cluster) -> None:
-        """The boxes INTRUDER and GUEST of the cluster are empty."""
+        """Uses a cluster in which the boxes INTRUDER and GUEST are empty."""
         self._cluster = cluster
         self._child: Any = None
 
@@ -145,7 +145,7 @@ class Intruder:
         self._child.wait(20)
 
     def try_(self, kind: str, victim: str) -> Found:
-        """One of KINDS; `victim` is the box whose name is taken in some."""
+        """Makes an attempt of one of KINDS; some use the name of the box `victim`."""
         fresh = [part.decode() for part in zmq.curve_keypair()]
         places, own = self._places(QUESTIONS), self._pair(INTRUDER)
         match kind:
@@ -165,23 +165,23 @@ class Intruder:
 
     @contextmanager
     def _listed_otherwise(self, key: str) -> Iterator[None]:
-        """The intruder has another key in everybody's list, or none."""
+        """Lists the intruder with another key everywhere, or not at all."""
         self._list({INTRUDER: key})
         try:
-            if not key:  # out for good when nobody vouches for it any more
+            if not key:  # admitted connections end when no list has it any more
                 self._wait(lambda daemon: INTRUDER not in _members(daemon))
             yield
         finally:
             self._list({})
 
     def _list(self, instead: Mapping[str, str]) -> None:
-        """Returns when everybody has read the list again."""
+        """Writes the lists, and waits until every box has read its own."""
         marks = {daemon.box.name: daemon.log_bytes() for daemon in self._cluster}
         self._cluster.list(instead)
         self._wait(lambda daemon: any("read again" in line["event"] for line in daemon.events(marks[daemon.box.name])))
 
     def _wait(self, condition: Callable[[Daemon], bool]) -> None:
-        """Until it holds for every box."""
+        """Waits until the condition holds for every box."""
         ends = time.monotonic() + LONG_S
         for daemon in self._cluster:
             while not condition(daemon):
@@ -204,7 +204,7 @@ class Intruder:
 
 
 def _members(daemon: Daemon) -> set[str]:
-    """The boxes that it lets in."""
+    """Returns the boxes that it lists as members."""
     return {member["node"] for member in daemon.http.get("/health").json()["cluster"]["members"]}
 
 

@@ -1,7 +1,7 @@
-"""llama.cpp in a process of its own, on a random model of the same shape, decoding when told to.
+"""llama.cpp in a process of its own, on a random model of the same shape, controlled by its parent.
 
 Started by `tools.bench.decode --llama q4_0`; it needs `pip install llama-cpp-python gguf`. All matrices but the gates
-are of one type, those of one shape are the same in all layers, and weights lie in memory of the process.
+have one type, and equal shapes share their values in all layers. The process has its own copy of the weights.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Model:
         self.feed(tokens)
 
     def feed(self, tokens: list[list[int]]) -> None:
-        """One step of tokens [batch, n]."""
+        """Feeds one step of tokens [batch, n]."""
         batch, count, n = self._batch, len(tokens), len(tokens[0])
         batch.n_tokens = count * n
         for sequence, row in enumerate(tokens):
@@ -61,7 +61,7 @@ class Model:
 
 
 class Server:
-    """Makes a model of each type when it is first asked for."""
+    """Makes a model of each type at its first use."""
 
     def __init__(self, config: dict[str, Any], threads: int) -> None:
         import llama_cpp
@@ -71,7 +71,7 @@ class Server:
         self._models: dict[str, Model] = {}
 
     def begin(self, implementation: str, tokens: list[list[int]]) -> None:
-        """Reads prompts [batch, n]."""
+        """Reads prompts [batch, n] into an empty cache."""
         if implementation not in self._models:
             with tempfile.TemporaryDirectory() as scratch:
                 path = Path(scratch) / "model.gguf"
@@ -80,7 +80,7 @@ class Server:
         self._models[implementation].begin(tokens)
 
     def decode(self, implementation: str, steps: list[list[list[int]]]) -> float:
-        """Mean seconds of a step; each is [batch, 1]."""
+        """Returns the mean seconds of a step; each is [batch, 1]."""
         start = time.perf_counter()
         for step in steps:
             self._models[implementation].feed(step)
@@ -121,7 +121,7 @@ def write(path: Path, config: dict[str, Any], kind: str) -> None:
 
 
 def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every tensor."""
+    """Returns the name and shape of every tensor."""
     hidden, width, experts = (config[name] for name in ("hidden_size", "moe_intermediate_size", "num_local_experts"))
     queries, keys = (config[name] * config["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
     layer = {
@@ -147,7 +147,7 @@ def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def weights(shape: tuple[int, ...], kind: str) -> Any:
-    """Random weights, of a stack the same matrix over and over; vectors are 1."""
+    """Draws random weights; a stack repeats one matrix, and vectors are 1."""
     import gguf
 
     if len(shape) == 1:

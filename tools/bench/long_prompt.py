@@ -1,9 +1,9 @@
-"""What a long prompt costs those who are streaming: the time between their tokens, without it and beside it.
+"""The effect of a long prompt on other streams: the time between their tokens, before it and during it.
 
     python -m tools.bench.long_prompt --socket /run/edgemoe/edgemoe.sock --prompt-tokens 16384 --streams 4
 
-Against a running daemon. `--streams` requests decode without end; after a while one long prompt arrives. The gaps
-between tokens before it came and until its first token are compared. The last line is one JSON object.
+Against a running daemon. `--streams` requests decode without end; after a while one long prompt arrives. Gaps before it
+and until its first token are compared. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WARM_TOKENS = 1024
 
 
 class Stream:
-    """One endless completion and when its tokens came."""
+    """One endless completion, with the times of its tokens."""
 
     def __init__(self, client: httpx.AsyncClient, model: str, prompt: Sequence[int], tokens: int) -> None:
         self._client = client
@@ -50,7 +50,7 @@ class Stream:
                     self.first.set()
 
     def gaps_s(self, start_s: float, end_s: float) -> list[float]:
-        """Between tokens, where the later one came within this time."""
+        """Returns the gaps between tokens, if the later token came within this time."""
         pairs = zip(self.at_s, self.at_s[1:], strict=False)
         return [after - before for before, after in pairs if start_s <= after <= end_s]
 
@@ -89,7 +89,7 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def percentiles(gaps_s: list[float]) -> dict[str, float]:
-    """p50, p99 and the longest in milliseconds. Pure."""
+    """Returns p50, p99 and the longest in milliseconds. Pure."""
     if not gaps_s:
         return {}
     p50, p99, longest = np.percentile(np.array(gaps_s) * 1e3, [50, 99, 100])

@@ -2,9 +2,8 @@
 
     python -m tools.bench.make_model --out DIR [--family qwen3_moe] [--layers 16] [--hidden 1024] ...
 
-Without options: the 3.3 GB Qwen3-MoE of the decode benchmark. Tensors are streamed, so memory stays small whatever
-the size of the model. A model that is larger than the disk is packed while it is made, with
-`edgemoe pack DIR --wait --delete-shards` beside `--most-shards 4`, which waits until shards are deleted.
+Without options: the 3.3 GB Qwen3-MoE of the decode benchmark. For a model larger than the disk, run `edgemoe pack DIR
+--wait --delete-shards` at the same time, and limit the shards with `--most-shards 4`.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from edgemoe.families.spec import ExpertNames, ModelSpec, dense_shapes
 
 PIECE = 1 << 22  # elements drawn at once
 SHARD_BYTES = 1 << 30
-WAIT_S = 0.2  # between looks whether a shard has been deleted
-EMBED_STD = 1.0  # with less, what attention adds, which is alike for neighbours, decides which experts they use
+WAIT_S = 0.2  # between checks whether a shard has been deleted
+EMBED_STD = 1.0  # with less, attention dominates, and neighbouring tokens choose the same experts
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"),
     "generation_config.json",
 )
-FAMILIES: dict[str, dict[str, Any]] = {  # what the configurations differ in
+FAMILIES: dict[str, dict[str, Any]] = {  # the families' differences
     "mixtral": {
         "architectures": ["MixtralForCausalLM"],
         "rms_norm_eps": 1e-5,
@@ -74,7 +73,7 @@ def arguments() -> argparse.Namespace:
 
 
 def make_config(args: argparse.Namespace) -> dict[str, Any]:
-    """`config.json` as transformers 5 writes it."""
+    """Returns `config.json` as transformers 5 writes it."""
     return {
         **FAMILIES[args.family],
         "model_type": args.family,
@@ -101,7 +100,7 @@ def make_config(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def tensors(spec: ModelSpec, layout: str) -> Tensors:
-    """Name and shape of every tensor, layer by layer."""
+    """Returns name and shape of every tensor, layer by layer."""
     result = list(dense_shapes(spec).items())
     for layer in spec.expert_layers:
         result += _experts(spec, spec.names.experts(layer), layout)
@@ -120,7 +119,7 @@ def _experts(spec: ModelSpec, names: ExpertNames, layout: str) -> Iterable[tuple
 
 
 def shards(spec: ModelSpec, all_tensors: Tensors) -> Iterator[Tensors]:
-    """Groups of at most SHARD_BYTES, or of one tensor."""
+    """Yields groups of at most SHARD_BYTES, or of one tensor."""
     group: Tensors = []
     size = 0
     for name, shape in all_tensors:
@@ -134,7 +133,7 @@ def shards(spec: ModelSpec, all_tensors: Tensors) -> Iterator[Tensors]:
 
 
 def write_shard(path: Path, spec: ModelSpec, group: Tensors, std: float, random: np.random.Generator) -> None:
-    """One safetensors file: the length of the header, the header, the values."""
+    """Writes one safetensors file: the length of the header, the header, the values."""
     header, offset = {}, 0
     for name, shape in group:
         after = offset + int(np.prod(shape)) * spec.dtype_bytes
@@ -154,7 +153,7 @@ def write_shard(path: Path, spec: ModelSpec, group: Tensors, std: float, random:
 
 
 def write_values(file: BinaryIO, count: int, spec: ModelSpec, std: float, random: np.random.Generator) -> None:
-    """Normal values around 0; norms (`std` 0) are 1."""
+    """Writes normal values around 0; norms (`std` 0) are 1."""
     for start in range(0, count, PIECE):
         n = min(PIECE, count - start)
         values = random.standard_normal(n, np.float32) * np.float32(std) if std else np.ones(n, np.float32)
@@ -163,7 +162,7 @@ def write_values(file: BinaryIO, count: int, spec: ModelSpec, std: float, random
 
 
 def fill_up(path: Path, size: int) -> None:
-    """Gives every id below `size` that has none a word of its own: a token without text shows in no stream."""
+    """Gives every id below `size` without a word one of its own: a token without text shows in no stream."""
     tokenizer = json.loads(path.read_text())
     vocab = tokenizer["model"]["vocab"]
     known = {*vocab.values(), *(token["id"] for token in tokenizer["added_tokens"])}
@@ -194,7 +193,7 @@ def main() -> None:
 
 
 def write_index(directory: Path, spec: ModelSpec, groups: dict[str, Tensors]) -> None:
-    """Says which shard will have which tensor."""
+    """Writes the index, which names the shard of every tensor."""
     total = sum(int(np.prod(shape)) * spec.dtype_bytes for group in groups.values() for _, shape in group)
     weight_map = {tensor: name for name, group in groups.items() for tensor, _ in group}
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}

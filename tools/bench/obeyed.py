@@ -1,8 +1,7 @@
-"""Whether what the boxes obeyed fits together, by what each of them logged when it obeyed.
+"""Checks in the boxes' logs that all leaders and plans that they obeyed are consistent.
 
-leader   {node, epoch}               this box obeys that one, from now on, in that epoch
-leading  {epoch}                     this box leads
-plan     {version, digest, leading}  this box goes by that plan, in the name of that epoch
+"leader {node, epoch}": this box obeys that leader from now on. "leading {epoch}": this box leads. "plan {version,
+digest, leading}": this box uses that plan, made in that epoch.
 """
 
 from __future__ import annotations
@@ -14,9 +13,9 @@ Event = dict[str, Any]
 
 
 def broken(logs: Mapping[str, Sequence[Event]]) -> list[str]:
-    """What contradicts one leader per epoch, epochs that never fall on any box, one plan per version; box -> events."""
-    leaders: dict[int, tuple[str, str]] = {}  # epoch -> who, by whose log
-    plans: dict[int, tuple[str, str]] = {}  # version -> digest, by whose log
+    """Returns contradictions: two leaders of an epoch, a falling epoch, two plans of a version; box -> events."""
+    leaders: dict[int, tuple[str, str]] = {}  # epoch -> leader, box of the log
+    plans: dict[int, tuple[str, str]] = {}  # version -> digest, box of the log
     found: list[str] = []
     for box, events in logs.items():
         highest = 0

@@ -1,14 +1,9 @@
-"""Models larger than the memory that they may use: this daemon, and transformers with accelerate's disk offload.
+"""Models larger than their memory: this daemon, and transformers with accelerate's disk offload.
 
-    python -m tools.bench.make_model --out /tmp/model --tokenizer-from edgemoe/demo/model
-    edgemoe pack /tmp/model /tmp/bf16
-    edgemoe pack /tmp/model /tmp/int4 --experts int4 --dense int8
     python -m tools.bench.offload --store /tmp/bf16 --store /tmp/int4 --checkpoint /tmp/model --json
 
-All run at once, each in a memory cgroup of its own (version 1, needs root), and decode random tokens in turns, so that
-noise hits all alike. With random weights the routing is nearly uniform: the worst case for any cache. The bound is the
-bytes that must come from disk for a token, at the disk's rate, the median of what each round finds. `speed` is in times
-of the first store. The last line is one JSON object.
+Each runs in a memory cgroup (version 1, needs root) and decodes random tokens in turns. The bound is the time to read a
+token's missing bytes at the disk's median rate. `speed` is relative to the first store.
 """
 
 from __future__ import annotations
@@ -38,12 +33,12 @@ from edgemoe.telemetry.metrics import BYTES_MOVED, TIER_EXPERTS, TIER_HITS, TIER
 
 console = Console(stderr=True)
 CGROUPS = Path("/sys/fs/cgroup/memory")
-FILL_S = 120.0  # that a slab may take to fill
+FILL_S = 120.0  # allowed for filling a slab
 
 
 @contextmanager
 def memory_cgroup(name: str, limit_bytes: int) -> Iterator[Path]:
-    """A version 1 memory cgroup with page cache counted in, removed at the end."""
+    """Makes a version 1 memory cgroup, page cache included, and removes it at the end."""
     path = CGROUPS / f"edgemoe-{name}-{os.getpid()}"
     try:
         path.mkdir()
@@ -68,7 +63,7 @@ def spawn(command: list[str], cgroup: Path, **kwargs: Any) -> subprocess.Popen[s
 
 
 class Accelerate:
-    """transformers with what fits in RAM and the rest offloaded to disk. Speaks lines of JSON with a child."""
+    """transformers with as much as fits in RAM, and the rest offloaded to disk. Speaks lines of JSON with a child."""
 
     def __init__(self, model: Path, cgroup: Path, ram_mib: int, scratch: Path) -> None:
         command = [sys.executable, "-m", "tools.bench.offload", "--child", str(ram_mib), "--checkpoint", str(model)]
@@ -76,7 +71,7 @@ class Accelerate:
         self._read()
 
     def decode(self, tokens: int) -> float:
-        """Seconds per token over `tokens` decode steps."""
+        """Returns seconds per token over `tokens` decode steps."""
         assert self.child.stdin
         self.child.stdin.write(f"{tokens}\n")
         self.child.stdin.flush()
@@ -96,7 +91,7 @@ class Accelerate:
 
 
 def accelerate_child(model: Path, ram_mib: int, scratch: Path) -> None:
-    """The process behind `Accelerate`."""
+    """Runs the process behind `Accelerate`."""
     import torch
     import transformers
 
@@ -154,14 +149,14 @@ class Edgemoe:
         raise SystemExit(f"the daemon did not become ready:\n{log.read_text()[-2000:]}")
 
     def _fill(self, started: float) -> float:
-        """Seconds from the start until the slab is full; it fills in idle time."""
+        """Returns the seconds from the start until the slab is full; it fills in idle time."""
         slots, full = (named(family, tier="ram") for family in (TIER_SLOTS, TIER_EXPERTS))
         while (found := self.metrics())[full] < found[slots] and time.perf_counter() - started < FILL_S:
             time.sleep(0.1)
         return time.perf_counter() - started
 
     def decode(self, tokens: int) -> float:
-        """Seconds per token, first token left out here and in `moved`. A new random prompt; sampling is uniform."""
+        """Returns seconds per token after a new random prompt, without the first token, here and in `moved`."""
         body = {
             "model": self.model,
             "prompt": self.rng.integers(0, 1000, 8).tolist(),
@@ -194,7 +189,7 @@ class Edgemoe:
 
 
 def disk_bytes_per_s(path: Path, total_bytes: int = 1 << 28) -> float:
-    """Rate of direct reads of 4 MiB, one after the other on two threads, from the largest file below `path`."""
+    """Returns the rate of direct reads of 4 MiB, on two threads, from the largest file under `path`."""
     from concurrent.futures import ThreadPoolExecutor
 
     largest = max((p for p in path.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
@@ -254,7 +249,7 @@ def accelerate(args: argparse.Namespace, scratch: Path, stack: ExitStack) -> Acc
 
 
 def summarise(daemon: Edgemoe, tokens: int, disk: float, taken: list[float], first: list[float]) -> dict[str, Any]:
-    """What one store took; `first` are the times of the store to compare with."""
+    """Returns the figures of one store; `first` are the times of the store to compare with."""
     moved = daemon.moved
     read = sum(value for key, value in moved.items() if key.startswith(BYTES_MOVED) and 'from="nvme"' in key)
     per_token, ms = read / tokens, median(taken) * 1000

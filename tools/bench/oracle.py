@@ -1,7 +1,7 @@
-"""transformers in a process of its own, with the environment that it has by itself, decoding when told to.
+"""transformers in a process of its own, controlled by its parent.
 
-Started by `tools.bench.decode`, as is `tools.bench.llama`. The first line of standard input is a JSON object with the
-model's config; then each line asks for something, and is answered by one line on the protocol's file descriptor.
+Started by `tools.bench.decode`, like `tools.bench.llama`. The first line of standard input is a JSON object with the
+model's config. Each further line is a question, answered by one line on the protocol's file descriptor.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def spawn(module: str, config: dict[str, Any], threads: int, environment: dict[s
 
 
 class Oracle:
-    """The parent's end."""
+    """The parent's side."""
 
     def __init__(self, name: str, process: subprocess.Popen[str], answers: Any) -> None:
         self._name, self._process, self._answers = name, process, answers
@@ -53,7 +53,7 @@ class Oracle:
 
 
 class Server:
-    """The child's end: one cache per experts implementation."""
+    """The child's side: one cache per experts implementation."""
 
     def __init__(self, config: dict[str, Any], threads: int) -> None:
         import torch
@@ -72,15 +72,15 @@ class Server:
             parameter.fill_(1.0) if "norm" in name else parameter.normal_(std=0.02)
 
     def begin(self, implementation: str, tokens: list[list[int]]) -> None:
-        """A new cache with these prompts [batch, n] in it.
+        """Makes a new cache with these prompts [batch, n] in it.
 
-        By the eager implementation: the batched one copies 3 MB of weights for each token and expert.
+        It uses the eager implementation: the batched one copies 3 MB of weights for each token and expert.
         """
         cache = self._caches[implementation] = self._transformers.DynamicCache(config=self._model.config)
         self._feed("eager", cache, tokens)
 
     def decode(self, implementation: str, steps: list[list[list[int]]]) -> float:
-        """Mean seconds of a step; each is [batch, 1]."""
+        """Returns the mean seconds of a step; each is [batch, 1]."""
         start = time.perf_counter()
         for step in steps:
             self._feed(implementation, self._caches[implementation], step)

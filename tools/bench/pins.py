@@ -1,11 +1,7 @@
-"""What the engines logged of their pins: whether any plan had a box drop a last copy, and when all have one again.
+"""Checks the engines' logs of their pins: no plan drops a last copy, and a dead box's experts are pinned again.
 
-pins           {experts}  this engine has these pinned and verified
-pins dropped   {experts}  a plan had it give up these
-engine started            whatever its box had pinned is gone
-
-A copy of an engine that was killed counts until its box logs again: that a box gives up what another one had a moment
-ago is no command's fault.
+Events: pins {experts}, pinned and verified; pins dropped {experts}, by a plan; engine started, without any pins. A
+killed engine's copies count until its box logs again, for another box may drop its own in that moment.
 """
 
 from __future__ import annotations
@@ -17,13 +13,13 @@ from operator import or_
 from typing import Any
 
 PINS, DROPPED, STARTED = "pins", "pins dropped", "engine started"
-DIED = "died"  # put in where it is known
+DIED = "died"  # put in at the time of a known death
 Event = dict[str, Any]
 Logs = Mapping[str, Sequence[Event]]  # box -> events
 
 
 def lost_pins(logs: Logs) -> list[tuple[float, str, list[int]]]:
-    """Returns when which box gave up the last pinned copies, and of which experts."""
+    """Returns the time, box and experts of dropped last copies."""
     lost: list[tuple[float, str, list[int]]] = []
     for when, box, pins, dropped in _replayed(logs):
         if last := dropped & ~_others(pins, box):
@@ -33,9 +29,10 @@ def lost_pins(logs: Logs) -> list[tuple[float, str, list[int]]]:
 
 
 def homeless(logs: Logs, at: datetime, died: str = "") -> tuple[int, float | None]:
-    """Returns how many experts were pinned nowhere at that moment, when a box may have died, and for how many seconds.
+    """Returns the number of experts pinned nowhere at that moment, after a death, and the seconds until all are
+    again.
 
-    Counts those that were ever pinned. The seconds are None where the logs end before.
+    Only experts that were pinned before count. The seconds are None if the logs end before.
     """
     if died:
         logs = {**logs, died: [*logs[died], {"time": at.isoformat(), "event": DIED}]}
@@ -52,7 +49,7 @@ def _others(pins: Mapping[str, int], box: str = "") -> int:
 
 
 def _replayed(logs: Logs) -> Iterator[tuple[datetime, str, dict[str, int], int]]:
-    """Yields of each event its time and box, what all boxes have pinned after it, and what a plan had it give up."""
+    """Yields each event's time and box, all boxes' pins after it, and the pins that a plan made the box drop."""
     pins = dict.fromkeys(logs, 0)
     merged = sorted(
         (datetime.fromisoformat(event["time"]), box, n)

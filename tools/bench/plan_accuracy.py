@@ -1,11 +1,9 @@
-"""What `edgemoe plan` foretells against what `edgemoe serve` then does, on models of random weights.
+"""Predictions of `edgemoe plan` compared with measurements of `edgemoe serve`, on models of random weights.
 
     python -m tools.bench.plan_accuracy --work /tmp/plan [--json rows.json]
 
-For each configuration of size, encoding and memory: the store is packed, the daemon started, and then the plan asked,
-with the settings that serve, and the daemon measured by the requests of `edgemoe bench`, in turn, because a machine's
-memory and disk are faster in one minute than in the next. Medians of the rounds are compared.
-Random weights choose experts evenly, so that plans are asked with `--routing even`.
+Plan and daemon are measured in turn, by the requests of `edgemoe bench`, and medians of the rounds compared. Random
+weights choose experts evenly, so plans use `--routing even`.
 """
 
 from __future__ import annotations
@@ -62,7 +60,7 @@ def command(*words: str) -> str:
 
 
 def store_of(case: Case, work: Path) -> Path:
-    """Makes the checkpoint and packs it, where that has not been done."""
+    """Makes the checkpoint and packs it, unless that has been done."""
     label = "-".join(map(str, case.sizes))
     checkpoint, store = work / label, work / f"{label}-{'-'.join(case.packing).replace('--', '') or 'keep'}"
     if not checkpoint.exists():
@@ -94,7 +92,7 @@ def served(socket: Path) -> dict[str, float]:
 
 @contextmanager
 def daemon(case: Case, store: Path, work: Path) -> Iterator[Path]:
-    """Yields the socket at which it serves."""
+    """Runs a daemon, and yields its socket."""
     socket = work / "socket"
     words = [sys.executable, "-m", "edgemoe", "serve", "--model", str(store), "--socket", str(socket)]
     with (work / "log").open("wb") as log:

@@ -1,12 +1,9 @@
-"""Two of four boxes have a model and the others pull it from them: how fast, and what the death of one of them costs.
+"""Downloads of a model from peers: two of four boxes have it. Measures the speed, and the cost of a box's death.
 
     python -m tools.bench.pulling --scratch DIR [--width 1024] [--rounds 3]
 
-Needs root. Boxes are network namespaces with links of 500 Mbit/s in both directions; a and b run daemons, in c and d
-`edgemoe pull --from-peers` runs, at the same time. Then c pulls once more, slowly, and a daemon is started there on
-what has come: it must answer as b does, and take up what comes. In the last round a is killed (SIGKILL) when c has a
-third of the store. Prints one JSON object for each. The rate of a puller is the bytes of its store over the time from
-its start to its end, starting Python included, and over that from its first megabyte on.
+Needs root. c and d run `edgemoe pull --from-peers` at once. Then c downloads slowly beside a daemon on its store, which
+must answer like b. In the last round a is killed when c has a third.
 """
 
 from __future__ import annotations
@@ -53,11 +50,11 @@ class Puller:
 
     @property
     def store(self) -> Path | None:
-        """Returns the store, once it is one."""
+        """Returns the store, once there is one."""
         return next((path.parent for path in self.stores.glob(f"*/{MANIFEST}")), None)
 
     def look(self) -> int:
-        """Returns the bytes that have come; notes when the first and the last did."""
+        """Returns the received bytes; records the times of the first and the last ones."""
         came = self.box.received_bytes() - self.before_bytes
         if not self.first_s and came > 1 << 20:
             self.first_s = time.monotonic() - self.began_s
@@ -66,7 +63,7 @@ class Puller:
         return came
 
     def result(self) -> dict[str, Any]:
-        """Raises BedError where it did not end well."""
+        """Waits for its end. Raises BedError if it failed."""
         self.log.close()
         if self.child.returncode or self.store is None:
             raise BedError(f"{self.box.name}: {Path(self.log.name).read_text()[-2000:]}")
@@ -81,7 +78,7 @@ class Puller:
 
 
 def both_pull(cluster: Cluster, folder: Path, store_bytes: int, *, dies: bool) -> dict[str, Any]:
-    """Returns how fast c and d had the store; where a dies, when c has a third."""
+    """Returns the download rates of c and d; a dies, if asked, when c has a third."""
     before_s, sources = _used_s(), [pid for name in "ab" for pid in cluster.bed[name].pids()]
     sources_before_s = sum(map(_cpu_s, sources))
     pullers = [Puller(cluster.bed[name], settings_of(cluster, name), folder) for name in PULLERS]
@@ -105,7 +102,7 @@ def both_pull(cluster: Cluster, folder: Path, store_bytes: int, *, dies: bool) -
 
 
 def serve_meanwhile(cluster: Cluster, folder: Path) -> dict[str, Any]:
-    """Returns what a daemon on a store that is still coming said, and whether it took up what came."""
+    """Returns the answers of a daemon on an incomplete store, and whether it used the experts that arrived."""
     puller = Puller(cluster.bed["c"], settings_of(cluster, "c"), folder, "--rate", SLOWLY)
     store = _until(lambda: puller.store)
     own = {**settings_of(cluster, "c"), "model.path": store}
@@ -173,7 +170,7 @@ def _until(condition: Callable[[], Any]) -> Any:
 
 
 def _used_s() -> float:
-    """Processor time of children that have ended."""
+    """Returns the processor time of ended children."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 

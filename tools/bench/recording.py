@@ -1,11 +1,9 @@
-"""What recording costs the steps: one engine, decoding while it records.
+"""The cost of recording: one engine that decodes while it records.
 
     python -m tools.bench.recording [--blocks 100] [--model STORE]
 
-The compute thread hands each step over, and every 1,024 steps, or five seconds, another thread packs, compresses and
-writes them. The steps beside it are compared with those just before: a pair for each block, so that how fast the
-machine happens to be at the moment does not matter. The overhead is what they took longer, and the handing over, as a
-share of all steps' time; with a 95 % interval over blocks.
+Every 1,024 steps, or five seconds, a thread writes a block. Steps beside it are compared with the ones just before. The
+overhead is their excess and the hand-over, as a share of all steps' time, with a 95 % interval over blocks.
 """
 
 from __future__ import annotations
@@ -47,14 +45,14 @@ from edgemoe.types.step import StepRouting
 from edgemoe.worker import assemble as worker
 from tools.bench.stats import interval
 
-COMPLETION_TOKENS = 700  # no divisor of a block, or each would have a prompt beside it
-BEFORE = 3  # as many steps are compared with, for each that has the writer beside it
-MOST = 32  # steps beside the writer; those beyond its work are as others
+COMPLETION_TOKENS = 700  # no divisor of a block, so that prompts begin at varying places in blocks
+BEFORE = 3  # steps before the writer, for each step beside it
+MOST = 32  # steps beside the writer; steps after its end count as undisturbed
 Stretch = tuple[float, float]  # from, to (s)
 
 
 class Timed(Recorder):
-    """Notes when steps were handed over, and when the writer was at work."""
+    """Records the times of hand-overs, and of the writer's work."""
 
     made: Timed
 
@@ -80,7 +78,7 @@ class Timed(Recorder):
 
 
 def decode(assembly: worker.Assembly, emitted: list[Emission], recorder: Timed, blocks: int) -> None:
-    """Completions, one after the other, until so many blocks have been written."""
+    """Runs completions one after the other until `blocks` have been written."""
     rng = random.Random(0)
     sampling = Sampling(max_tokens=COMPLETION_TOKENS, temperature=0.0)
     with Progress(console=Console(stderr=True)) as progress:
@@ -97,7 +95,7 @@ def decode(assembly: worker.Assembly, emitted: list[Emission], recorder: Timed, 
 
 
 def overheads(recorder: Timed) -> list[float]:
-    """Of each block, the share of its steps' time that recording took; without those in which a prompt began."""
+    """Returns each block's share of time that recording took, without steps in which a prompt began."""
     over = np.array([end for _, end in recorder.handed])  # a step ends where the next begins
     steps_s = np.diff(over, prepend=over[0])
     handing_s = np.array([end - began for began, end in recorder.handed])

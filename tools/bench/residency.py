@@ -1,4 +1,4 @@
-"""What residency costs the compute thread a layer-step, without kernels, grouping and copying.
+"""The compute thread's cost of residency for a layer-step, without kernels, grouping and copying.
 
 python -m tools.bench.residency [--steps 4000] [--shape 48,128] [--misses 0,6] [--json]
 """
@@ -22,12 +22,12 @@ from edgemoe.types.arrays import FloatArray, IntArray
 from edgemoe.types.experts import ExpertId, Move, Tier
 from edgemoe.types.size_classes import SlabLayout
 
-TOP_K, SHARE = 8, 0.25  # experts of a layer-step; of all experts in the device
+TOP_K, SHARE = 8, 0.25  # experts of a layer-step; share of all experts on the device
 GOAL_US = {0: 3.0, 6: 15.0}  # by misses
 
 
 class Ranks:
-    """A policy that learns elsewhere: it is told, and its ranks lie ready."""
+    """A policy that learns elsewhere: it counts uses, and its ranks are constant."""
 
     def __init__(self, layers: int, experts: int) -> None:
         self._ranks: FloatArray = np.random.default_rng(1).random((layers, experts), np.float32)
@@ -43,7 +43,7 @@ class Ranks:
 
 
 class StandInLink:
-    """Takes copies, and lets them end when told."""
+    """Accepts copies, and ends them at a call."""
 
     def __init__(self) -> None:
         self.copies: list[Transfer] = []
@@ -67,7 +67,7 @@ class StandInLink:
 
 
 class Desk:
-    """Everything in RAM, a quarter in the device, and layer-steps after one another."""
+    """Tiers with everything in RAM and a quarter on the device, and layer-steps one after another."""
 
     def __init__(self, layers: int, experts: int) -> None:
         self._shape, self._rng = (layers, experts), np.random.default_rng(0)
@@ -91,7 +91,7 @@ class Desk:
             self.residency.unpin(load.source)
 
     def run(self, steps: int, misses: int) -> Iterator[tuple[float, float]]:
-        """Yields microseconds of layer-steps with so many misses: on this thread, and an arrival on the link's."""
+        """Yields microseconds of layer-steps with `misses`: on this thread, and of an arrival on the link's."""
         residency, layers = self.residency, self._shape[0]
         for step in range(steps):
             layer = step % layers

@@ -1,11 +1,9 @@
-"""Open-loop load against a running daemon over its Unix socket: latency, goodput and prefix hits against rate.
+"""Open-loop load on a running daemon over its Unix socket: latency, goodput and prefix hits by rate.
 
     python -m tools.bench.serve --socket /run/edgemoe/edgemoe.sock --trace conv.csv.gz --rates 1,2,4 --requests 100
-    python -m tools.bench.serve --socket ... --rates 2 --prompt-tokens 200 --output-tokens 64     # Poisson
 
-Requests are sent when they are due, whether or not earlier ones have been answered. TTFT is the time from sending
-to the first token, ITL the time between tokens of all requests, TPOT its mean within one request (what guidellm calls
-ITL); goodput counts the requests per second that meet both limits. The last line is one JSON object.
+Requests are sent when due. TTFT is the time from sending to the first token, ITL the time between tokens, TPOT its mean
+in a request (guidellm's ITL). Goodput counts requests per second within both limits. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -31,16 +29,16 @@ console = Console(stderr=True)
 
 @dataclass(slots=True)
 class Outcome:
-    """What one request saw. Times in seconds since it was sent; `status` 0 means the connection failed."""
+    """One request's result. Times in seconds since it was sent; `status` 0 means that the connection failed."""
 
     status: int = 0
-    late_s: float = 0.0  # how long after it was due the request was sent
+    late_s: float = 0.0  # between its due time and its sending
     ttft_s: float = float("nan")
     token_gaps_s: list[float] = field(default_factory=list)
     tokens: int = 0
     cached_tokens: int = 0
     prompt_tokens: int = 0
-    last_s: float = float("nan")  # when the last token came
+    last_s: float = float("nan")  # time of the last token
     error: str = ""
 
     @property
@@ -100,7 +98,7 @@ async def _read_stream(response: httpx.Response, outcome: Outcome, started: floa
 
 
 async def run_load(socket: str, model: str, arrivals: list[Arrival], timeout_s: float) -> tuple[list[Outcome], float]:
-    """Sends every arrival when it is due. Returns the outcomes and the seconds until the last was answered."""
+    """Sends every arrival when it is due. Returns the outcomes, and the seconds until the last answer."""
     transport = httpx.AsyncHTTPTransport(uds=socket, limits=httpx.Limits(max_connections=None))
     async with httpx.AsyncClient(transport=transport, base_url="http://edgemoe", timeout=None) as client:
         started = time.perf_counter()
@@ -117,7 +115,7 @@ async def run_load(socket: str, model: str, arrivals: list[Arrival], timeout_s: 
 
 
 def summarise(outcomes: list[Outcome], span_s: float, slo_ttft_s: float, slo_tpot_s: float) -> dict[str, Any]:
-    """Percentiles in milliseconds, rates per second. Pure."""
+    """Computes percentiles in milliseconds and rates per second. Pure."""
     done = [o for o in outcomes if o.status == 200 and not o.error]
     good = [o for o in done if o.ttft_s <= slo_ttft_s and not o.tpot_s > slo_tpot_s]
     prompt_tokens = sum(o.prompt_tokens for o in done)
@@ -179,7 +177,7 @@ def show(results: list[dict[str, Any]]) -> None:
 
 
 def plot(results: list[dict[str, Any]], path: Path) -> None:
-    """Latency against offered rate, one line a percentile."""
+    """Plots latency against offered rate, one line a percentile."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,15 +1,9 @@
-"""A long run of ordinary and rude clients against a running daemon: nothing may fail or be left behind.
+"""A long run of ordinary and rude clients against a running daemon: no request may fail, no resource may leak.
 
     python -m tools.bench.soak --socket /run/edgemoe/edgemoe.sock --pid PID --rate 2 --minutes 30
+    python -m tools.bench.soak --hostile-peer 100 --minutes 30      # three hostile peers of a daemon of its own
 
-Most requests are read to their end; some hang up midway, some are malformed. Every few seconds the resident memory,
-open files and threads of the daemon's processes are sampled, and the daemon's own gauges are read. How they grow is
-shown. At the end the daemon must be idle again. The last line is one JSON object.
-
-    python -m tools.bench.soak --hostile-peer 100 --minutes 30
-
-starts a daemon of its own, with the demo model and three listed peers, each of which sends so many hostile messages a
-second on one channel; with 0, the same without them, to compare `p99_s` with.
+Memory, files, threads and gauges are sampled. At the end the daemon must be idle. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -78,7 +72,7 @@ IDLE_GAUGES = (
 
 
 class Soak:
-    """Sends requests at `rate` per second for `seconds`, and counts what came back by kind."""
+    """Sends requests at `rate` per second for `seconds`, and counts the answers by kind."""
 
     def __init__(self, client: httpx.AsyncClient, model: str, rate: float, seconds: float, seed: int) -> None:
         self.client, self.model, self.rate, self.seconds = client, model, rate, seconds
@@ -151,7 +145,7 @@ class Soak:
 
 
 def process_tree(root: int) -> list[int]:
-    """`root` and its descendants."""
+    """Returns `root` and its descendants."""
     found = [root]
     for pid in found:
         for task in Path(f"/proc/{pid}/task").glob("*/children"):
@@ -160,7 +154,7 @@ def process_tree(root: int) -> list[int]:
 
 
 def sample(pids: list[int]) -> dict[str, float]:
-    """Resident bytes, open files and threads of each process that is still there, by what it runs."""
+    """Returns resident bytes, open files and threads of each live process, by its program."""
     taken: defaultdict[str, float] = defaultdict(float)
     for pid in pids:
         with contextlib.suppress(OSError, KeyError):  # it has just ended
@@ -185,9 +179,9 @@ async def watch(pid: int, samples: list[dict[str, float]], every_s: float, secon
 
 
 def growth(samples: list[dict[str, float]]) -> dict[str, dict[str, float]]:
-    """First-quarter mean (warm-up left out), last-quarter mean and slope per hour of every sampled series.
+    """Returns first-quarter mean (without warm-up), last-quarter mean and slope per hour of every series.
 
-    Of a process that comes or goes, while it is there.
+    Processes that come and go count while they live.
     """
     settled = [s for s in samples if s["at_s"] > samples[-1]["at_s"] * 0.1]
     result = {}
@@ -232,7 +226,7 @@ async def soak(args: argparse.Namespace) -> dict[str, Any]:
 
 @contextmanager
 def hostile_peers(box: Target, rate: float, seed: int) -> Iterator[list[HostilePeer]]:
-    """A hostile peer on each channel of the box, each with a thread of its own; none where `rate` is 0."""
+    """Runs a hostile peer on each channel of the box, each with a thread of its own; none if `rate` is 0."""
     peers, over = [hostile(box, channel, seed) for channel in WHATS if rate], threading.Event()
 
     def send(peer: HostilePeer) -> None:

@@ -1,16 +1,9 @@
-"""Stall per token behind emulated links: cache policies, and what is forecast, with prefetch and without.
+"""Stall per token behind emulated links, by cache policy and forecast, with and without prefetch.
 
     python -m tools.bench.stall --out stall.json [--scoutgate EXPORT] [--links 2,8,25] [--rounds 10] [--model mid]
     python -m tools.bench.stall --report stall.json [--plot stall.png]
 
-The device holds 25 % of the experts, RAM all of them, or --ram of them: then the others are read from a disk of --disk
-GB/s. A link takes as long as an expert of --expert-bytes would (9.44 MB: an expert of Qwen3-30B-A3B in bf16), and so
-does the disk; the bytes that are really copied are fewer, so that one thread's memcpy (6.6 GB/s on two cores) is never
-the limit. --model demo is the demo model in float32, writing text of its own; mid is 24 layers of 64 experts with
-random weights, which reads real text: only which token it is tells anything there. All contenders of a link run in
-turn, round by round, on the same prompts; what one has learned from --warm tokens they all start with. The differences
-are paired by round, with 95 % intervals. Tokens are compared between all contenders. Of what was begun ahead of need is
-`unused` what was given up on its way, or dropped before it was needed.
+Contenders of a link run in turns on the same prompts; differences are paired by round. results/stall.md says more.
 """
 
 from __future__ import annotations
@@ -70,11 +63,11 @@ PROMPT, TEMPERATURE, SEED = 16, 0.7, 11
 
 
 class Contender(NamedTuple):
-    """A policy and what it may prefetch by."""
+    """A policy, and the sources of its prefetches."""
 
     policy: str
-    gate: bool = False  # the next layer's own
-    plans: bool = False  # the controller's
+    gate: bool = False  # the next layer's own gate
+    plans: bool = False  # the controller's plans
     scoutgate: bool = False
 
     @property
@@ -107,14 +100,14 @@ MOVES = ("moved", "prefetched", "promoted", "withdrawn", "wasted")
 
 
 class Model(NamedTuple):
-    """Weights, and the text that is read or gone on with."""
+    """Weights, and a text to read or to continue."""
 
     spec: ModelSpec
     decoder: Decoder
     kernels: Kernels
     store: Store
     text: list[int]
-    reads: bool  # the text's tokens, not its own
+    reads: bool  # reads the text's tokens, instead of generating
     path: Path | None
 
 
@@ -147,7 +140,7 @@ def open_model(name: str, threads: int) -> Iterator[Model]:
 
 
 def _in_float32(scratch: Path) -> Path:
-    """A store of the demo model whose sums do not depend on the order."""
+    """Makes a store of the demo model in float32, whose greedy tokens do not depend on the order of sums."""
     source, target = demo.model_path(), scratch / "model"
     target.mkdir()
     save_file({k: v.float() for k, v in load_file(source / "model.safetensors").items()}, target / "model.safetensors")
@@ -158,7 +151,7 @@ def _in_float32(scratch: Path) -> Path:
 
 
 class SlowStore:
-    """A store that reads as slowly as a disk of the stated rate, one expert after the other."""
+    """A store that reads at the stated rate of a disk, one expert after the other."""
 
     def __init__(self, store: Store, bytes_per_s: float, size_bytes: float) -> None:
         self._store, self._read_s, self._free_s = store, size_bytes / bytes_per_s, 0.0
@@ -173,7 +166,7 @@ class SlowStore:
 
 
 class Runner:
-    """One contender's tiers, and all that it has learned."""
+    """One contender's tiers and predictors."""
 
     def __init__(
         self,
@@ -185,7 +178,7 @@ class Runner:
         *,
         hints: bool = False,
     ) -> None:
-        """With `hints`, steps tell what gates said of the layers to come."""
+        """Builds the tiers. With `hints`, steps report the gates' look-ahead."""
         self.model, self.contender = model, contender
         self.recorder: Recorder | None = None  # of all steps, prompts too
         spec = model.spec
@@ -242,7 +235,7 @@ class Runner:
                 each.close()
 
     def run(self, number: int, tokens: int) -> dict[str, Any]:
-        """One prompt and so many tokens: stall and time per token, in milliseconds, and the tokens."""
+        """Runs one prompt and `tokens` more; returns stall and time per token in milliseconds, and the tokens."""
         model = self.model
         start = number * (PROMPT + tokens) % (len(model.text) - PROMPT - tokens)
         text = model.text[start : start + PROMPT + tokens]
@@ -295,7 +288,7 @@ class Runner:
         return logits, routing
 
     def teach(self, routings: list[StepRouting]) -> None:
-        """Shows the policy what another contender's steps routed."""
+        """Trains the policy on the routings of another contender's steps."""
         for routing in routings:
             for layer, ids in enumerate(routing.ids):
                 self.policy.touch(layer, np.unique(ids[-1:]).astype(np.int64))
@@ -306,8 +299,10 @@ class Runner:
 
 
 def measure(model: Model, args: Namespace, state: Path, link: float, lesson: list[StepRouting]) -> dict[str, Any]:
-    """All contenders at one link speed, in turns."""
-    states = {name: state.with_name(f"{name} at {link:g}") for name in args.contenders}  # each learns on in its own
+    """Measures all contenders at one link speed, in turns."""
+    states = {
+        name: state.with_name(f"{name} at {link:g}") for name in args.contenders
+    }  # each learns on in its own file
     for own in states.values():
         shutil.copyfile(state, own)
     runners = {name: Runner(model, CONTENDERS[name], link, args, states[name]) for name in args.contenders}
@@ -339,7 +334,9 @@ def measure(model: Model, args: Namespace, state: Path, link: float, lesson: lis
 
 
 def learn(model: Model, args: Namespace, state: Path) -> list[StepRouting]:
-    """What all contenders know before they start: the steps of --warm tokens, and what `learned` remembers of them."""
+    """Returns the steps of --warm tokens, which all contenders learn first, and saves the state of `learned` after
+    them.
+    """
     quick = Runner(model, Contender("lru"), 1e15, Namespace(**{**vars(args), "share": 1.0, "ram": 1.0}), None)
     lesson = [r for number in range(-(-args.warm // args.tokens)) for r in quick.run(number, args.tokens)["routings"]]
     quick.close()

@@ -1,4 +1,4 @@
-"""What several benchmarks work out of their figures."""
+"""Statistics that several benchmarks share."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from scipy.stats import t
 
 
 def interval(values: npt.ArrayLike) -> tuple[float, float]:
-    """Mean and half of the 95 % interval, by Student's t; two values at least."""
+    """Returns the mean and half of the 95 % interval, by Student's t, of at least two values."""
     array = np.asarray(values, np.float64)
     spread = array.std(ddof=1) / array.size**0.5
     return float(array.mean()), float(t.ppf(0.975, array.size - 1) * spread)
 
 
 def core_s(pid: int) -> float:
-    """What of a core a process has used so far."""
+    """Returns the processor time of a process so far, in seconds of a core."""
     return time.clock_gettime((~pid << 3) | 2)  # the clock of another process, see clock_getcpuclockid(3)

@@ -1,19 +1,10 @@
-"""Three boxes that help each other, against each on its own, and against passing whole requests on.
+"""Three boxes that share experts, against separate boxes, and against forwarding whole requests [Prism, II-B, Table
+I].
 
     python -m tools.bench.together --prompts DIR --width 1024 --cpus 0.6 --disk-mb 125 --seconds 40
 
-Needs root. After [Prism, II-B, Table I]: each box gets requests of one task of its own, the first
-box twice as many; each has memory for a third of the experts and the whole model on its disk. In every arm each box
-has the same share of the processor and the same rate of disk reads (control groups), and 500 Mbit/s to the others.
-
-    alone      every box serves its own, what is missing comes from the disk
-    redirect   requests go to the least loaded box, whole; what is missing there comes from its disk
-    together   every box serves its own; what is missing is computed by the box that has it
-
-With `--width` the demo model's experts are padded with zeros to the size of a larger model's: they say the same, but
-read and compute as slowly. Before, one box with all experts in memory answers every prompt: all arms must say the
-same, token by token. DIR has one file of prompts per task (JSON lines, gzip). Clients send the next request when the
-last is answered. Prints one JSON object for each arm, with what of a core a token took in all boxes together.
+Needs root. Arms: alone (missing experts come from the disk), redirect (requests go to the least loaded box), together
+(the box with an expert computes it). All arms must give the same tokens.
 """
 
 from __future__ import annotations
@@ -47,7 +38,7 @@ def prompts_of(folder: Path, task: str, count: int, chars: int) -> list[str]:
 
 
 def load(daemons: Sequence[Daemon], prompts: dict[str, list[str]], tokens: int, seconds: float) -> list[Any]:
-    """(box, prompt, answer) of all requests that the clients sent in so many seconds."""
+    """Returns (box, prompt, answer) of all requests that the clients sent within `seconds`."""
     done: list[tuple[str, str, Answer]] = []
     ends = time.monotonic() + seconds
 
@@ -67,7 +58,7 @@ def load(daemons: Sequence[Daemon], prompts: dict[str, list[str]], tokens: int, 
 
 
 def summary(arm: str, done: Sequence[Any], wanted: dict[str, str], tokens: int, took_s: float) -> dict[str, Any]:
-    """What an arm did."""
+    """Returns the figures of an arm."""
     latency = {}
     for name in TASKS:
         times = [answer.took_s for box, _, answer in done if box == name]
@@ -119,7 +110,7 @@ def run_arm(arm: str, bed: Bed, folder: Path, store: Path, prompts: dict[str, li
 
 
 def _moved(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
-    """Of one box: megabytes read from the disk, experts computed elsewhere, expert calls in all."""
+    """Returns one box's megabytes read from the disk, experts computed elsewhere, and late calls."""
     delta = {name: after[name] - before.get(name, 0.0) for name in after}
     read = sum(v for k, v in delta.items() if k.startswith("edgemoe_bytes_moved_total") and 'from="nvme"' in k)
     return {
@@ -131,7 +122,7 @@ def _moved(before: dict[str, float], after: dict[str, float]) -> dict[str, float
 
 
 def references(folder: Path, store: Path, prompts: dict[str, list[str]], tokens: int) -> dict[str, str]:
-    """What one box with everything in memory says, without limits."""
+    """Returns the answers of one box with everything in memory, without limits."""
     with Bed(["alone"]) as bed:
         daemon = Daemon(bed["alone"], folder / "big", common(store, EXPERTS))
         try:

@@ -1,17 +1,9 @@
-"""What a box's control plane costs among many boxes: processor, bytes, connections and memory, by kind of message.
+"""The cost of a box's control plane among many boxes: processor, bytes, connections, memory, by kind of message.
 
     python -m tools.bench.many_boxes --boxes 3,12,24,48,64
     python -m tools.bench.many_boxes --boxes 64 --role follower --only steady
 
-A process of its own is the box that is measured: a real control plane, with real connections and keys, in a list of N.
-The others are real control planes too, all in this process; of them each connects to the measured box (and the voters)
-only, so that a machine can hold them, and none has an engine: cards, reports and offers are made up, for a model of
-48 x 128 experts. With `--voters` 3 or 5 there is an agreement, whose other voters are witnesses; else the measured box
-leads by its settings, which also holds on a machine that has no time for elections.
-
-Processor time is of the whole process, ZeroMQ's thread and the agreement's included, in seconds of a core at the
-highest speed that was seen: a loop is timed at both ends of every window. Windows in which it changed are left out.
-Rates are those of a machine that keeps up; what a message costs is what it costs on any.
+The measured box is a process with a real control plane; results/many_boxes.md describes the others and the method.
 """
 
 from __future__ import annotations
@@ -32,7 +24,7 @@ from tools.bench.many_boxes.load import Load, idle
 
 
 async def measure(boxes: int, voters: int, leads: bool, count: int, only: str) -> dict[str, Any]:
-    """Figures of one size of cluster."""
+    """Returns the figures of one size of cluster."""
     with tempfile.TemporaryDirectory() as folder:
         crowd = Crowd(boxes, voters, leads, Path(folder))
         await crowd.begin()
@@ -59,7 +51,7 @@ async def measure(boxes: int, voters: int, leads: bool, count: int, only: str) -
 
 
 def reckoned(found: dict[str, list[Window]], fastest_s: float) -> dict[str, Any]:
-    """Shares of a core and bytes a second in the steady state; seconds of a core and bytes of each thing beyond it."""
+    """Computes core shares and bytes per second in the steady state, and the cost of each event beyond it."""
 
     def core_s(one: Window) -> float:
         return one.core_s * fastest_s / one.speed_s
@@ -67,7 +59,7 @@ def reckoned(found: dict[str, list[Window]], fastest_s: float) -> dict[str, Any]
     def middle(values: Iterator[float]) -> float:
         return statistics.median(list(values) or [math.nan])
 
-    steady = [one for one in found["steady"] if not one.looks]  # nobody came or went
+    steady = [one for one in found["steady"] if not one.looks]  # no box came or went
     share = middle(core_s(one) / one.seconds for one in steady)
     incoming = middle(one.in_bytes / one.seconds for one in steady)
     outgoing = middle(one.out_bytes / one.seconds for one in steady)

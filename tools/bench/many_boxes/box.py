@@ -26,11 +26,11 @@ from edgemoe.types.placement import PlacementPlan, pack_bits
 LAYERS, EXPERTS = 48, 128
 MODEL, OWN = "m" * 32, "box"
 TCP_INFO = struct.Struct("=QQII")  # bytes acknowledged and received, segments out and in; at offset 120
-HEADERS = 52  # of IP and TCP, of a segment
+HEADERS = 52  # IP and TCP headers of a segment
 
 
 def bits(share: float, seed: int = 0) -> bytes:
-    """A bitmap of the model's experts."""
+    """Draws a bitmap of the model's experts."""
     return pack_bits(np.random.default_rng(seed).random((LAYERS, EXPERTS)) < share)
 
 
@@ -52,7 +52,7 @@ def engine_card(node: str, boxes: int, ram: bytes = b"", plan: str = "") -> Engi
 
 
 class Box(NoServices):
-    """A box without an engine, which says at once that it has what the plan has at home there."""
+    """A box without an engine, which reports its homes of a plan as present at once."""
 
     def __init__(self, folder: Path, node: str, peers: dict[str, Peer], role: Any, leader: str) -> None:
         self.node, self.beats, self.looks, self.boxes = node, 0, 0, len(peers)
@@ -91,7 +91,7 @@ class Box(NoServices):
 
 
 def core_speed() -> float:
-    """Seconds that a loop takes."""
+    """Returns the seconds that a loop takes."""
     began = time.thread_time()
     for _ in range(100_000):
         pass
@@ -99,7 +99,7 @@ def core_speed() -> float:
 
 
 def tcp_totals() -> dict[str, int]:
-    """Of all this process's connections."""
+    """Returns bytes and segments of all of this process's connections."""
     total = {"links": 0, "in_bytes": 0, "out_bytes": 0}
     for entry in list(Path("/proc/self/fd").iterdir()):
         if not os.path.realpath(entry).rpartition("/")[2].startswith("socket:"):
@@ -115,7 +115,7 @@ def tcp_totals() -> dict[str, int]:
 
 
 def sample(box: Box) -> dict[str, Any]:
-    """What the process has done so far, and how it is; the core's speed is timed before and not counted."""
+    """Returns the process's counters and state; the timing of the core is done before and not counted."""
     before = time.process_time()
     speed = min(core_speed() for _ in range(3))
     tcp = tcp_totals()
@@ -123,7 +123,7 @@ def sample(box: Box) -> dict[str, Any]:
     plane = box.plane
     return {
         "wall_s": time.monotonic(),
-        "idle_s": time.process_time() - before,  # that this took
+        "idle_s": time.process_time() - before,  # spent on this sample
         "process_s": before,
         "end_s": time.process_time(),
         "speed_s": speed,
@@ -143,7 +143,7 @@ def sample(box: Box) -> dict[str, Any]:
 
 
 async def be_measured() -> None:
-    """The child: a line in for a sample or another card, a line out."""
+    """Runs the child: a line in for a sample or another announcement, a line out."""
     reader = asyncio.StreamReader(limit=1 << 20)
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     asked = json.loads(await reader.readline())

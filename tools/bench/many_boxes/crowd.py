@@ -1,4 +1,4 @@
-"""The other boxes, in one process, and what the measured one did within a stretch of time."""
+"""The other boxes, in one process, and the work of the measured one within a stretch of time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SAME_SPEED = 0.2
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on, of which no connection's own is drawn."""
+    """Returns free ports outside the range of outgoing connections."""
     found: list[int] = []
     with contextlib.ExitStack() as stack:
         for port in range(21000, 32000):
@@ -40,12 +40,12 @@ class Window(NamedTuple):
 
     seconds: float
     core_s: float
-    speed_s: float  # of the loop that is timed, on average
+    speed_s: float  # mean time of the loop for the core's speed
     in_bytes: int
     out_bytes: int
     beats: int
     looks: int
-    done: int  # of what was asked of it
+    done: int  # operations that were requested
 
 
 class Crowd:
@@ -80,7 +80,7 @@ class Crowd:
         del self.boxes[node]
 
     async def lose_and_find(self) -> int:
-        """A box dies without a word; when that was noticed it comes back, and is told all."""
+        """Kills a box without a message; once that is noticed, starts it again and waits until it knows everything."""
         node, all_ = next(iter(self.boxes)), len(self.peers) - 1
         await self.die(node)
         await self.until(lambda now: now["alive"] == all_ - 1)
@@ -121,7 +121,7 @@ class Crowd:
         await self.child.stdin.drain()
 
     async def say(self) -> None:
-        """Has the measured box announce another card."""
+        """Has the measured box send another announcement."""
         await self._say("say")
 
     async def sample(self) -> dict[str, Any]:
@@ -140,7 +140,7 @@ class Crowd:
         return now
 
     async def window(self, work: Callable[[], Awaitable[int]]) -> Window | None:
-        """What the measured box did while `work`, which returns how much that was; None where the core changed."""
+        """Measures the box during `work`, which returns its number of operations; None if the core's speed changed."""
         first = await self.sample()
         done = await work()
         last = await self.sample()
@@ -152,7 +152,7 @@ class Crowd:
         return Window(last["wall_s"] - first["wall_s"], core_s, speed_s, done=done, **counted)
 
     async def windows(self, work: Callable[[], Awaitable[int]], count: int) -> list[Window]:
-        """So many, most of them at one speed."""
+        """Measures `count` windows, or fewer if the core's speed changes often."""
         found: list[Window] = []
         for _ in range(3 * count):
             if len(found) < count and (one := await self.window(work)) is not None:

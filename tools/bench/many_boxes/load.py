@@ -1,4 +1,4 @@
-"""What the other boxes say to the measured one."""
+"""Messages from the other boxes to the measured one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def idle() -> int:
 
 
 class Load:
-    """What the crowd says to the measured box."""
+    """The crowd's messages to the measured box."""
 
     def __init__(self, crowd: Crowd) -> None:
         self.crowd, self.numbers = crowd, itertools.count(1)
@@ -50,7 +50,7 @@ class Load:
         box.plane.channel.tell(OWN, use)
 
     async def each(self, count: int, say: Callable[[Box], Any]) -> int:
-        """Has boxes in turn say something, evenly within a window."""
+        """Sends messages from boxes in turn, spread evenly over a window."""
         fronts = self.fronts
         for at in range(count):
             said = say(fronts[at % len(fronts)])
@@ -62,7 +62,7 @@ class Load:
         return count
 
     async def request(self, box: Box, signature: ExpertSignature | None) -> None:
-        """An offer, and what the engine says that gets it: it is here, it has a token, it has ended."""
+        """Sends an offer, and the reports of the engine that gets it: accepted, first token, end."""
         offer = RequestOffer(
             next(self.numbers),
             MODEL,
@@ -85,7 +85,7 @@ class Load:
             self.use(taker, taken=((box.node, offer.number),))
 
     async def reannounce(self) -> int:
-        """Boxes say something new of themselves, which the measured box looks at: so often as it does."""
+        """Sends changed announcements from boxes; returns the number that the measured box has handled."""
         before = await self.crowd.sample()
         await self.each(
             60, lambda box: box.says(engine_card(box.node, len(self.crowd.peers), bits(0.05, next(self.numbers))))
@@ -93,7 +93,7 @@ class Load:
         return int((await self.crowd.sample())["looks"] - before["looks"])
 
     async def fetch(self) -> int:
-        """All fetch the plan at once."""
+        """Fetches the plan from all boxes at once."""
         digest = (await self.crowd.sample())["digest"]
         fronts = self.fronts
         asked = (box.plane.channel.ask(OWN, PlanRequest(digest), timeout_s=10.0) for box in fronts)
@@ -101,7 +101,7 @@ class Load:
         return len(fronts)
 
     async def announced(self) -> int:
-        """The measured box says something new of itself to all."""
+        """Sends a changed announcement of the measured box to all."""
         await self.crowd.say()
         await self.crowd.until(lambda now: not now["untold"])
         return len(self.crowd.peers) - 1

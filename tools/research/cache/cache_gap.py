@@ -1,16 +1,9 @@
-"""What the cache closes of the gap to Belady's optimum, for each kind of text, when it is new and when it is known.
+"""The share of the gap to Belady's optimum that the cache closes, for each kind of text, new and known.
 
     python -m tools.research.cache.cache_gap TRACES --out DIR [--kinds NAME,...] [--orders 5] [--seeds 2] [--as LABEL]
     python -m tools.research.cache.cache_gap TRACES --out DIR --report [--against LABEL]
 
-TRACES is a folder with deepseek-v2-lite-esft/ and gpt-oss-20b-fingerprint/, tables `*.ids.csv.gz` in each. A run is so
-many tokens of the model's other kinds, taken in turn, then one kind. Scored are the kind's first 1,500 tokens, `cold`,
-and 2,000 after 5,000 of it, `warm`, where there are as many. Requests come in several orders, and whatever draws random
-numbers has several seeds. DIR keeps the misses of every token, under a LABEL for `learned`, and what is there is not
-run again.
-
-`closed` is (best - misses) / (best - Belady's), where the best is that of LRU, LFU, LFRU and EWMA in the very window.
-Intervals, of 95 %, are by drawing requests anew; what a window's gap is stays as it is. One tier that loads on demand.
+`closed` is (best of LRU, LFU, LFRU, EWMA - misses) / (best - Belady's). results/cache_replay.md describes the runs.
 """
 
 from __future__ import annotations
@@ -44,9 +37,9 @@ MODELS = {
     "gpt-oss-20b-fingerprint": ("code_cs", "humanities_other", "law", "math", "medical"),
 }
 KINDS = {f"{folder[:2]}-{kind}": (folder, kind) for folder, kinds in MODELS.items() for kind in kinds}
-SHARES = (0.25, 0.5)  # of the experts that there is room for
+SHARES = (0.25, 0.5)  # share of the experts in memory
 WINDOWS = {"cold": slice(0, 1500), "warm": slice(5000, 7000)}  # tokens of the kind
-FEWEST = 1000  # tokens that are scored of a window, or none
+FEWEST = 1000  # scored tokens of a window, or none
 YARDSTICKS = ("lru", "lfu", "lfru", "ewma", "belady")
 DRAWS = 2000
 Misses = npt.NDArray[np.float64]
@@ -61,7 +54,7 @@ class Workload:
 
 
 def workload(args: argparse.Namespace, name: str, order: int) -> Workload:
-    """One kind after tokens of the others of its model, and with some of these within it, in an order by number."""
+    """Builds a workload: tokens of the model's other kinds, then one kind with some of the others among it."""
     (folder, kind), traces = KINDS[name], args.traces
     random = np.random.default_rng(order)
     files = {each: traces / folder / f"{each}.ids.csv.gz" for each in MODELS[folder]}
@@ -81,9 +74,9 @@ def workload(args: argparse.Namespace, name: str, order: int) -> Workload:
 
 
 def run(work: Workload, policy: CachePolicy, steps: Iterator[ReplayedStep]) -> dict[str, Any]:
-    """Of each decoded token of the kind, its request, its place in the kind, and what it missed at each share.
+    """Replays a workload. Returns each decoded token's request, its place in the kind, and its misses at each share.
 
-    A step's misses are its tokens'.
+    A step's misses count for its tokens.
     """
     trace = work.trace
     geometry = BoxSpec(1e-3, 1, 1e9, 1e9, 1.0, False).geometry(trace.layers, trace.experts, trace.top_k)
@@ -111,7 +104,7 @@ def run(work: Workload, policy: CachePolicy, steps: Iterator[ReplayedStep]) -> d
 
 
 def with_prompts(trace: Trace, share: float) -> Iterator[ReplayedStep]:
-    """Requests one by one, the first part of each in one step."""
+    """Yields requests one by one, the first part of each in one step."""
     for name, ids in enumerate(trace.requests):
         length = int(share * len(ids))
         if length:
@@ -123,7 +116,7 @@ def with_prompts(trace: Trace, share: float) -> Iterator[ReplayedStep]:
 
 
 def run_all(args: argparse.Namespace) -> None:
-    """Runs what is not in the folder yet."""
+    """Makes the runs that the folder lacks."""
     args.out.mkdir(parents=True, exist_ok=True)
     link_predictor(args.out)
     for order in range(args.orders):
@@ -143,22 +136,25 @@ def run_all(args: argparse.Namespace) -> None:
 
 
 def learned(seed: int) -> PolicyMaker:
-    """Returns what makes the policy."""
+    """Returns the policy's maker."""
     return lambda trace, batch: LearnedPolicy(trace.layers, trace.experts, trace.top_k, seed)
 
 
 class Scored:
-    """What was missed in one window of one kind, over several orders."""
+    """Misses in one window of one kind, over several orders."""
 
     def __init__(self, out: Path, kind: str, window: str, orders: int) -> None:
-        """Raises FileNotFoundError where a run is missing."""
+        """Reads the yardsticks' runs. Raises FileNotFoundError if one is missing."""
         self._out, self._kind, self._window, self._orders = out, kind, WINDOWS[window], range(orders)
         self.yards = {name: [self._missed(name, order)[1] for order in self._orders] for name in YARDSTICKS}
         self.tokens = [len(missed) for missed in self.yards["belady"]]
 
     def closed(self, label: str) -> tuple[Misses, Misses]:
-        """Of `learned`: its misses a token [shares]; and the share of the gap that is closed, as the sum of what each
-        request adds to it [requests, shares]. Both on average over orders and seeds."""
+        """Returns misses per token of `learned` [shares], and each request's part of the closed share [requests,
+        shares].
+
+        Both are means over orders and seeds.
+        """
         total, parts = np.zeros(len(SHARES)), defaultdict[int, Misses](lambda: np.zeros(len(SHARES)))
         for order in self._orders:
             best, gap = self._gap(order)
@@ -174,12 +170,12 @@ class Scored:
         return total, np.stack([parts[request] for request in sorted(parts)])
 
     def per_token(self, name: str) -> Misses:
-        """Misses of a yardstick [shares]."""
+        """Returns the misses per token of a yardstick [shares]."""
         mean: Misses = np.mean([missed.mean(0) for missed in self.yards[name]], axis=0)
         return mean
 
     def _gap(self, order: int) -> tuple[Misses, Misses]:
-        """What the best of four missed of each token [tokens, shares]; the gap to Belady's optimum [shares]."""
+        """Returns the misses of the best of four [tokens, shares], and the gap to Belady's optimum [shares]."""
         each = np.stack([self.yards[name][order] for name in YARDSTICKS[:-1]])
         best = np.take_along_axis(each, each.sum(1).argmin(0)[None, None], 0)[0]
         return best, best.sum(0) - self.yards["belady"][order].sum(0)
@@ -191,13 +187,13 @@ class Scored:
 
 
 def drawn(parts: Misses, random: np.random.Generator) -> Misses:
-    """Sums over requests that are drawn anew, [draws, shares]."""
+    """Returns sums over bootstrapped requests, [draws, shares]."""
     sums: Misses = random.multinomial(len(parts), np.full(len(parts), 1 / len(parts)), DRAWS) @ parts
     return sums
 
 
 def report(args: argparse.Namespace) -> None:
-    """Prints a table for each window; with `--against`, what is closed more than by that, paired."""
+    """Prints a table for each window; with `--against`, the paired difference of closed shares."""
     for window, span in WINDOWS.items():
         heads = (*YARDSTICKS, args.label)
         print(f"\n{window}: tokens {span.start} to {span.stop} of the kind; misses a token at {SHARES}")
@@ -232,7 +228,7 @@ def report(args: argparse.Namespace) -> None:
 
 
 def spread(values: Misses) -> str:
-    """The first value, and the interval of the others."""
+    """Formats the first value, and the interval of the others."""
     low, high = np.quantile(values[1:], (0.025, 0.975))
     return f"{values[0]:.3f} ({low:.3f} to {high:.3f})"
 

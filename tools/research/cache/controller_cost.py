@@ -1,9 +1,6 @@
-"""What learning from every step costs, and what fewer looks at the memory cost in misses.
+"""The cost of learning from every step, and the misses that fewer updates of the forecast cause.
 
-python -m tools.research.cache.controller_cost cost  processor time per token, memory of recall full
-python -m tools.research.cache.controller_cost start  time until the policy is ready
-python -m tools.research.cache.controller_cost step [--rounds 9]  48 x 128 experts, with and without it
-python -m tools.research.cache.controller_cost looks TRACE... [--tokens N] gap closed with so many looks a step
+python -m tools.research.cache.controller_cost cost     # or start, step, looks TRACE...
 """
 
 from __future__ import annotations
@@ -45,7 +42,7 @@ SHARES = (0.25, 0.5)
 
 
 def looks(args: Namespace) -> None:
-    """Share of the gap between the best of LRU, LFU and LFRU, and Belady's optimum, that is closed."""
+    """Measures the closed share of the gap between the best of LRU, LFU and LFRU, and Belady's optimum."""
     trace = load(args.traces, limit=args.tokens)
     print(f"{', '.join(file.name for file in args.traces)}, {trace.tokens} tokens, scored on the second half")
     missed = {name: misses(trace, name) for name in (*BASELINES, "belady")}
@@ -60,7 +57,7 @@ def looks(args: Namespace) -> None:
 
 
 class Sparing(LearnedPolicy):
-    """Gets so many looks a step; below 1, one in some of the steps."""
+    """A policy with a number of updates a step; below 1, one in some of the steps."""
 
     def __init__(self, trace: Trace, looks: float, seed: int) -> None:
         super().__init__(trace.layers, trace.experts, trace.top_k, seed)
@@ -69,23 +66,23 @@ class Sparing(LearnedPolicy):
     def end(self, routing: StepRouting | None = None) -> None:
         super().end(routing)
         self._due = self._due % 1 + self._looks
-        self.predictor.set_looks(int(self._due))  # whatever the budget says
+        self.predictor.set_looks(int(self._due))  # independent of the time budget
 
 
 def sparing(looks: float, seed: int) -> PolicyMaker:
-    """Returns what makes a policy with so many looks a step."""
+    """Returns the maker of a policy with `looks` updates a step."""
     return lambda trace, batch: Sparing(trace, looks, seed)
 
 
 def misses(trace: Trace, name: str, make: PolicyMaker | None = None) -> list[int]:
-    """Of the second half, at each share."""
+    """Returns the misses of the second half at each share."""
     slots = [round(share * trace.layers * trace.experts) for share in SHARES]
     machine = BoxSpec(1e-3, 1 << 20, 8e9, 3e9, 1.0, False)
     return [each.misses for each in replay(trace, name, slots, 1, 0.5, machine, {name: make} if make else MAKERS)]
 
 
 def cost(args: Namespace) -> None:
-    """Processor time of a token: on the compute thread, where every layer wants ranks, and beside it."""
+    """Measures processor time per token: on the compute thread, with ranks for every layer, and beside it."""
     print("| layers x experts | tokens remembered | looks | compute thread, us a token | beside it | both |")
     print("|---|---|---|---|---|---|")
     for layers, experts, top_k in SHAPES:
@@ -117,7 +114,7 @@ def cost(args: Namespace) -> None:
 
 
 def fill(predictor: NextUsePredictor) -> None:
-    """Fills the memory, so that every token costs what it costs in the long run."""
+    """Fills the memory, so that every token has its long-term cost."""
     memory, random = predictor.memory, np.random.default_rng(0)
     memory.written = memory.slots
     words = (random.integers(0, 1 << 62, memory.chosen.shape).astype(np.uint64) for _ in range(2))
@@ -130,9 +127,9 @@ def fill(predictor: NextUsePredictor) -> None:
 
 
 def start(args: Namespace) -> None:
-    """Seconds until the policy is ready, and of processor time, twice: without compiled code, and with what was kept.
+    """Measures wall and processor seconds until the policy is ready, without compiled code and with it.
 
-    Each in a process of its own.
+    Each run is a process of its own.
     """
     code = (
         "import sys, time; from pathlib import Path; from edgemoe.experts.predict.controller import Controller, Kept;"
@@ -147,7 +144,7 @@ def start(args: Namespace) -> None:
 
 
 class Switch:
-    """A policy that is now one, now another."""
+    """A policy that switches between two."""
 
     def __init__(self, policy: LivePolicy) -> None:
         self.policy = policy
@@ -163,14 +160,14 @@ class Switch:
 
 
 def full_memory(path: Path) -> None:
-    """Saves a state in which every token costs what it costs in the long run."""
+    """Saves a state with a full memory."""
     predictor = NextUsePredictor(48, 128, 8)
     fill(predictor)
     write_state(path, predictor.learned())
 
 
 def step(args: Namespace) -> None:
-    """Everything is resident, so that the steps differ by the controller alone."""
+    """Measures steps with everything resident, so that they differ by the controller alone."""
     from edgemoe.cli.plan.measure import ResidentModel
     from tools.bench.make_model import make_config
 
@@ -228,15 +225,15 @@ def step(args: Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     kinds = parser.add_subparsers(required=True)
-    kind = kinds.add_parser("cost")
+    kind = kinds.add_parser("cost", help="processor time per token, with a full memory")
     kind.set_defaults(run=cost)
-    kind = kinds.add_parser("step")
+    kind = kinds.add_parser("step", help="steps of 48 x 128 experts, with and without it")
     for name, value in (("rounds", 9), ("steps", 60), ("threads", 1), ("hidden", 512)):
         kind.add_argument(f"--{name}", type=int, default=value)
     kind.set_defaults(run=step)
-    kind = kinds.add_parser("start")
+    kind = kinds.add_parser("start", help="time until the policy is ready")
     kind.set_defaults(run=start)
-    kind = kinds.add_parser("looks")
+    kind = kinds.add_parser("looks", help="gap closed by the number of updates a step")
     kind.add_argument("traces", type=Path, nargs="+")
     kind.add_argument("--tokens", type=int, default=3000)
     kind.add_argument("--seeds", type=int, default=2)

@@ -1,11 +1,9 @@
-"""Processor time a token of everything that foresees: one sequence decodes, a quarter of the experts have room.
+"""Processor time per token of all forecasters, for one sequence with room for a quarter of the experts.
 
     python -m tools.research.cache.foresight_cost [--tokens 300]
 
-Four parts, each by the processor time of the thread that it would run on: the predictor, on the compute thread and
-beside it; planning and fusion, in Python beside it, once a step; what the gates say a layer early, on the compute
-thread; ScoutGate, on a thread of its own. Experts, links and routes are simulated: a token keeps a third of the
-experts of the one before, hints are three quarters right, and ScoutGate is untrained, which costs the same.
+Parts, each by its own thread's time: the predictor, planning and fusion, gates' hints, ScoutGate. Routes are simulated:
+a token keeps a third of the last one's experts, hints are three quarters right; ScoutGate is untrained.
 """
 
 from __future__ import annotations
@@ -43,21 +41,21 @@ from edgemoe.types.step import StepMeta, StepRouting
 from tools.research.cache.controller_cost import SHAPES, fill
 
 UNSCORED = 100  # tokens
-KEPT = 0.33  # of a token's experts that the next one needs
-RIGHT = 0.75  # of a hint's first k experts that the gate then chooses
+KEPT = 0.33  # share of a token's experts that the next one needs
+RIGHT = 0.75  # share of a hint's first k experts that the gate then chooses
 VOCAB, HIDDEN = 8192, 2048
 BOX = BoxSpec(0.35e-3, 9_440_000, 8e9, 3e9, 1.0, prefetch=True, between_s=2e-3)
 
 
 class Spent:
-    """Sums up processor time of the calling thread, by names."""
+    """Sums processor time of the calling thread by names."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
         self.counts = False
 
     def timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns the call, which is summed up."""
+        """Wraps a call so that its time is counted."""
 
         def measured(*args: Any) -> Any:
             began_s = time.thread_time()
@@ -70,12 +68,12 @@ class Spent:
 
 
 def meta(token: int) -> StepMeta:
-    """A step in which one sequence decodes its next token."""
+    """Builds a step in which one sequence decodes its next token."""
     return StepMeta(("a",), np.ones(1, np.int64), np.ones(1, np.bool_), np.array([token % VOCAB]), np.array([token]))
 
 
 def routes(shape: tuple[int, int, int], tokens: int) -> tuple[np.ndarray, FloatArray]:
-    """Choices [tokens, L, k], and what was said of each a layer early [tokens, L, E]."""
+    """Draws choices [tokens, L, k], and hints of each a layer early [tokens, L, E]."""
     layers, experts, top_k = shape
     random = np.random.default_rng(0)
     favour, ids = 1 / np.arange(1, experts + 1), np.zeros((tokens, layers, top_k), np.int16)
@@ -94,7 +92,7 @@ def routes(shape: tuple[int, int, int], tokens: int) -> tuple[np.ndarray, FloatA
 
 
 def serve(shape: tuple[int, int, int], tokens: int) -> dict[str, float]:
-    """Seconds a token of the predictor, of planning and fusion, and of hints."""
+    """Measures seconds per token of the predictor, of planning and fusion, and of hints."""
     layers, experts, top_k = shape
     geometry = ExpertGeometry(layers, experts, top_k, 1, 1, "float32", layer_bytes=(BOX.expert_bytes,) * layers)
     spent, policy = Spent(), LearnedPolicy(layers, experts, top_k)
@@ -132,7 +130,7 @@ def serve(shape: tuple[int, int, int], tokens: int) -> dict[str, float]:
 
 
 def scoutgate(shape: tuple[int, int, int], tokens: int, variant: str) -> float:
-    """Seconds a token of ScoutGate's thread."""
+    """Measures seconds per token of ScoutGate's thread."""
     layers, experts, top_k = shape
     sizes = ExpertGeometry(layers, experts, top_k, HIDDEN, HIDDEN, "bfloat16")
     model = {"id": "a model", "digest": "digest", "tokenizer": "tokenizer"}

@@ -1,4 +1,4 @@
-"""The policies of the libcachesim library, where it is installed: misses only, one object after another."""
+"""The policies of the libcachesim library, if it is installed: misses only, one object after another."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from edgemoe.replay.trace import Trace, chosen
 
 
 def replay(trace: Trace, name: str, slots: list[int], batch: int, score_from: float, expert_bytes: int) -> list[Any]:
-    """Figures for each capacity; an experts' layer-step is its experts in order, not one event."""
+    """Returns figures for each capacity; a layer-step is its experts in order, not one event."""
     from edgemoe.replay.run import ReplayMetrics
 
     try:

@@ -1,13 +1,9 @@
-"""Whether the cache decides live as it does in replay: a run is recorded, and that recording is replayed.
+"""The live cache compared with a replay of its own recording: the same decisions, the same misses.
 
     python -m tools.research.cache.live_gap [--json] [--model demo|mid] [--capacity .25,.5] [--link 2,8,25]
 
-A model decodes with its experts in RAM and a share of them in a device behind an emulated link. The contenders run in
-turns, round by round, and each one's steps are recorded, prompts and gates' hints as well. Each recording is replayed
-by the objects that served, from what was known before the run, with links, disk and computing simulated: the link is
-idle after each layer-step for as long as it was after that one in the run with prefetch. Misses are those of decoding
-tokens. `gap closed` is the share of what lies between the best of LRU, LFU and LFRU and Belady's bound, both replayed
-on the same steps. Differences are paired by round, with 95 % intervals.
+Contenders decode in turns, round by round, behind an emulated link. Each recording is replayed by the same objects from
+the same start. Differences are paired by round. results/live_gap.md describes the method.
 """
 
 from __future__ import annotations
@@ -59,18 +55,18 @@ GB = 1e9
 
 
 class Live(NamedTuple):
-    """What one contender did, round by round."""
+    """One contender's live run, round by round."""
 
     rounds: list[dict[str, Any]]
     recording: Path
     slots: int
-    looks: float  # share of the steps that had some
+    looks: float  # share of the steps that had any
     idle_s: list[float]  # after each layer-step
-    machine: BoxSpec  # on which it is replayed
+    machine: BoxSpec  # for its replay
 
 
 class Setting(NamedTuple):
-    """Where a run takes place."""
+    """The conditions of a run."""
 
     capacity: float
     link: float  # bytes/s
@@ -79,7 +75,7 @@ class Setting(NamedTuple):
 
 
 class PaidPolicy(LearnedPolicy):
-    """`learned`, whose looks cost the processor time that they take here."""
+    """`learned` with updates that cost the processor time measured here."""
 
     def __init__(self, geometry: ExpertGeometry) -> None:
         self._spent_s, self._since_s = 0.0, time.thread_time()
@@ -99,7 +95,7 @@ class PaidPolicy(LearnedPolicy):
 
 
 def run_live(model: Model, setting: Setting, state: Path, lesson: list[StepRouting], scratch: Path) -> dict[str, Live]:
-    """All contenders in turns."""
+    """Runs all contenders in turns."""
     args, geometry = setting.args, model.spec.geometry
     header = RecordingHeader("", geometry.layers, geometry.experts, geometry.top_k, hints=True)
     share = Namespace(**{**vars(args), "share": setting.capacity})
@@ -132,7 +128,7 @@ def run_live(model: Model, setting: Setting, state: Path, lesson: list[StepRouti
 
 
 def watched(window: IdleWindow) -> list[float]:
-    """Returns a list that the idle times after layer-steps are added to from now on; the last one has none."""
+    """Returns a list that collects the idle times after layer-steps from now on, except the last one."""
     times_s, since_s = list[float](), math.nan
     begin, demand = window.begin, window.demand
 
@@ -158,7 +154,7 @@ def _looks(runner: Runner) -> float:
 
 
 def recorded(folder: Path) -> Iterator[ReplayedStep]:
-    """The steps of a recording."""
+    """Yields the steps of a recording."""
     for path in sorted(folder.iterdir()):
         for step in read_recording(path)[1]:
             hints = step.hints.get(AHEAD)
@@ -168,7 +164,7 @@ def recorded(folder: Path) -> Iterator[ReplayedStep]:
 def replayed(
     model: Model, setting: Setting, name: str, live: Live, state: Path, lesson: list[StepRouting]
 ) -> dict[str, list[float]]:
-    """Misses and stall, ms per token, of each round: one contender's recording, replayed."""
+    """Replays one contender's recording; returns misses and stall, ms per token, of each round."""
     sizes, machine = model.spec.geometry, live.machine
     geometry = machine.geometry(sizes.layers, sizes.experts, sizes.top_k)
     policy: Any = LRU(geometry.layers, geometry.experts)
@@ -191,7 +187,7 @@ def replayed(
 
 
 def yardsticks(model: Model, setting: Setting, live: Live, lesson: list[StepRouting]) -> tuple[float, float]:
-    """Misses of the scored rounds: of the best of LRU, LFU and LFRU, and Belady's bound."""
+    """Returns the scored rounds' misses of the best of LRU, LFU and LFRU, and Belady's bound."""
     sizes, machine = model.spec.geometry, live.machine
     geometry = machine.geometry(sizes.layers, sizes.experts, sizes.top_k)
     steps, missed = list(recorded(live.recording)), []
@@ -212,7 +208,7 @@ def yardsticks(model: Model, setting: Setting, live: Live, lesson: list[StepRout
 
 
 def teach(policy: Any, lesson: list[StepRouting]) -> None:
-    """Shows a policy what steps chose."""
+    """Trains a policy on the steps' choices."""
     for routing in lesson:
         for layer, ids in enumerate(routing.ids):
             policy.touch(layer, np.unique(ids[-1:]).astype(np.int64))
@@ -228,7 +224,7 @@ def _by_round(run: Replay, steps: Iterator[ReplayedStep], setting: Setting, prom
 
 
 def compare(model: Model, setting: Setting, state: Path, lesson: list[StepRouting]) -> list[dict[str, Any]]:
-    """A row for each contender."""
+    """Returns a row for each contender."""
     args, first, rows = setting.args, setting.args.unscored, []
     with tempfile.TemporaryDirectory() as scratch:
         live = run_live(model, setting, state, lesson, Path(scratch))

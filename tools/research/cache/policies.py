@@ -38,7 +38,7 @@ class LFRU(CountingPolicy):
 
 
 class RandomPolicy:
-    """Ranks experts at random: the floor of all policies."""
+    """Ranks experts at random: the lower bound of all policies."""
 
     def __init__(self, layers: int, experts: int, seed: int = 0) -> None:
         self._shape = (layers, experts)
@@ -52,7 +52,7 @@ class RandomPolicy:
 
 
 class CyclicEWMA(EWMA):
-    """Ranks a layer that has just run as the farthest, where the source's W has it as the nearest."""
+    """Ranks a layer that has just run as the farthest; the source's W has it as the nearest."""
 
     @staticmethod
     def reuse_weights(layer: int, layers: int, gamma: float) -> FloatArray:
@@ -66,11 +66,11 @@ class ResidentWatermark(Watermark):
     """Moves the price by resident bytes, as [Two-Tier, 4.3] writes it; they never exceed capacity, so it only falls."""
 
     def __init__(self, capacity_bytes: int, *, hysteresis: float = 0.1, rate: float = 0.1) -> None:
-        """`rate` is the size of a step, relative to the mean density."""
+        """Makes steps of `rate`, relative to the mean density."""
         super().__init__(capacity_bytes, hysteresis=hysteresis)
         self._rate = rate
 
     def update_resident(self, b: FloatArray, resident_bytes: int) -> None:
-        """Makes one step of the price, by densities [L, E] and the bytes that are resident."""
+        """Makes one step of the price, by densities [L, E] and the resident bytes."""
         excess = (resident_bytes - self.capacity_bytes) / self.capacity_bytes
         self.price = max(0.0, self.price + self._rate * float(b.mean()) * excess)

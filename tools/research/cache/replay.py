@@ -1,4 +1,4 @@
-"""`edgemoe replay` with more policies: those of `tools.research.cache.policies`, the next-use network, libcachesim's.
+"""`edgemoe replay` with more policies: `tools.research.cache.policies`, the next-use network, libcachesim's.
 
     python -m tools.research.cache.replay law.ids.csv.gz --policies lru,lfru,belady,learned --score-from 0.5
     python -m tools.research.cache.replay FILE --policies learned,nextuse --next-use EXPORT
@@ -32,9 +32,8 @@ MAKERS: dict[str, PolicyMaker] = {
 
 
 def nextuse(directory: Path) -> PolicyMaker:
-    """Returns the maker of `learned` with the network that was exported to `directory`.
-
-    Raises ConfigError where there is no export.
+    """Returns the maker of `learned` with the exported network in `directory`. Raises ConfigError if there is no
+    export.
     """
     import torch  # takes seconds
 
@@ -50,7 +49,7 @@ def nextuse(directory: Path) -> PolicyMaker:
 
 
 def replay_more(options: argparse.Namespace) -> tuple[list[Row], Trace]:
-    """Returns a row for each capacity and policy, in the order asked for. Raises ConfigError, StoreError."""
+    """Returns a row for each capacity and policy, in the order of the options. Raises ConfigError, StoreError."""
     if "nextuse" in options.policies and not options.next_use:
         raise ConfigError("the policy nextuse needs a trained network: name its export with --next-use")
     makers = {**MAKERS, **({"nextuse": nextuse(options.next_use)} if options.next_use else {})}

@@ -50,7 +50,7 @@ def jobs() -> dict[str, Job]:
 
 
 def run(job: Job, traces: Path, to: Path) -> None:
-    """One replay into a file."""
+    """Writes one replay into a file."""
     import contextlib
     import io
 
@@ -61,7 +61,7 @@ def run(job: Job, traces: Path, to: Path) -> None:
 
 
 def prefetch(traces: Path, to: Path, tokens: int = 4000) -> None:
-    """Stall with prefetch and without, on every set, at every link speed."""
+    """Measures stall with and without prefetch, on every set, at every link speed."""
     rows = []
     for name, job in jobs().items():
         if not name.startswith(("ds-", "go-")):
@@ -108,7 +108,7 @@ def report(out: Path) -> None:
 
 
 def draw(results: dict[str, Any]) -> None:
-    """Stall against capacity, a panel for each set."""
+    """Plots stall against capacity, a panel for each set."""
     from matplotlib.figure import Figure
 
     names = [name for name in results if name.startswith(("ds-", "go-"))]

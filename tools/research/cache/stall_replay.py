@@ -1,12 +1,9 @@
-"""Stall per token in replay: what the demo model's experts cost behind links and disks that are simulated.
+"""Stall per token in replay: the demo model's experts behind simulated links and disks.
 
     python -m tools.research.cache.stall_replay [--json] [--link 2,8,25] [--expert-bytes 9.44e6,2.36e6]
 
-The model decodes once, with all experts at hand, and its steps are recorded, gates' hints as well. Every contender is
-then replayed over them by the objects that serve, each from what --warm tokens had taught; only time, links, the disk
-and computing are simulated, so that a busy machine changes nothing, and looks cost no time. A layer computes for
---layer-ms, and --between-ms pass between two steps. Differences are paired by round, with 95 % intervals. Of what was
-begun ahead of need is `unused` what was given up on its way, or dropped before it was needed.
+One recorded run of the model is replayed by the serving objects for every contender. Only time, links, disk and
+computing are simulated, so a busy machine changes nothing. results/stall_replay.md describes the method.
 """
 
 from __future__ import annotations
@@ -45,7 +42,7 @@ from tools.research.cache.live_gap import GB, recorded, teach
 
 
 class Replayed(NamedTuple):
-    """A policy, and what it prefetches by."""
+    """A policy, and the sources of its prefetches."""
 
     policy: str
     gate: bool = False
@@ -65,7 +62,7 @@ WITHOUT = {"LRU + gate": "LRU"} | {f"learned + {what}": "learned" for what in ("
 
 
 class Lesson(NamedTuple):
-    """What was recorded of the model, and what everybody knows before."""
+    """The model's recording, and the policies' state before it."""
 
     shape: tuple[int, int, int]  # layers, experts, top_k
     steps: list[ReplayedStep]
@@ -74,7 +71,7 @@ class Lesson(NamedTuple):
 
 
 def record(args: Namespace, scratch: Path) -> Lesson:
-    """Has the model say --rounds texts."""
+    """Generates --rounds texts with the model."""
     with open_model("demo", 1) as model:
         settings = Namespace(**{**vars(args), "share": 1.0, "ram": 1.0, "expert_bytes": 1.0, "scoutgate": None})
         taught = learn(model, settings, state := scratch / "state")
@@ -93,7 +90,7 @@ def record(args: Namespace, scratch: Path) -> Lesson:
 
 
 def policy_of(name: str, lesson: Lesson) -> Any:
-    """Returns the policy with what it knows."""
+    """Returns the policy in its learned state."""
     layers, experts, _ = lesson.shape
     if name == "learned":
         policy = LearnedPolicy(*lesson.shape)
@@ -105,7 +102,7 @@ def policy_of(name: str, lesson: Lesson) -> Any:
 
 
 def rounds_of(contender: Replayed, lesson: Lesson, machine: BoxSpec, args: Namespace) -> list[Counts]:
-    """Returns what happened in each scored round."""
+    """Returns the counts of each scored round."""
     geometry, policy = machine.geometry(*lesson.shape), policy_of(contender.policy, lesson)
     run = Replay(policy, geometry)
     capacity_bytes = int(args.share * geometry.count) * geometry.largest_bytes
@@ -117,7 +114,7 @@ def rounds_of(contender: Replayed, lesson: Lesson, machine: BoxSpec, args: Names
 
 
 def _round(run: Replay, box: ReplayBox, steps: Iterator[ReplayedStep], tokens: int) -> Counts:
-    """Returns what happened while so many tokens were decoded, after their prompt."""
+    """Returns the counts of `tokens` decoded tokens, after their prompt."""
     run.step(next(steps))
     before = box.counts
     for step in itertools.islice(steps, tokens):
@@ -126,7 +123,7 @@ def _round(run: Replay, box: ReplayBox, steps: Iterator[ReplayedStep], tokens: i
 
 
 def row(name: str, rounds: list[Counts], others: dict[str, list[Counts]], args: Namespace, size: int) -> dict[str, Any]:
-    """Returns a contender's figures, a token."""
+    """Returns a contender's figures per token."""
     stall_ms = [1e3 * each.stall_s / args.tokens for each in rounds]
     total = Counts(*map(sum, zip(*rounds, strict=True)))
     tokens, wasted = args.tokens * len(rounds), total.wasted_bytes / size

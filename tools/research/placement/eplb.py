@@ -1,8 +1,8 @@
-"""Expert Parallelism Load Balancer [EPLB]: hot experts doubled, copies packed so that devices have equal loads.
+"""Expert Parallelism Load Balancer [EPLB]: hot experts are replicated, and copies packed for equal loads of devices.
 
-On clusters of equal nodes and devices it answers what the published one does: groups of experts to nodes, copies within
-a node, copies to devices; without groups that fit, all of it at once. Unequal devices are packed in proportion to their
-slots, as [Prism, IV-A] had to do it. Its loads are the cluster's; it does not look at who asks.
+On equal nodes and devices the result is the published one: groups of experts to nodes, copies within a node, copies to
+devices. Without fitting groups it places all at once. Unequal devices get loads in proportion to their slots, as in
+[Prism, IV-A].
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ def device_slots(problem: PlacementProblem) -> tuple[IntArray, IntArray]:
 
 
 def rebalance(load: Values, slots: int, groups: int, nodes: int, devices: int) -> IntArray:
-    """Returns which expert each of so many slots has, [L, slots] in order of device, from the experts' load [L, E].
+    """Returns the expert of each of `slots`, [L, slots] in order of device, from the experts' load [L, E].
 
-    `groups` of experts, `nodes` and `devices` are numbers of equals, in all.
+    `groups` of experts, `nodes` and `devices` are total numbers of equal ones.
     """
     if groups % nodes:
         groups, nodes = 1, 1
@@ -67,7 +67,7 @@ def _rebalance_layer(load: Values, slots: int, groups: int, nodes: int, devices:
 
 
 def replicate(load: Values, slots: int) -> IntArray:
-    """Returns which expert each slot has a copy of, [slots]: all once, then again what has most load per copy."""
+    """Returns the expert of each slot, [slots]: all once, then repeatedly the one with most load per copy."""
     copies = np.ones(len(load), np.int64)
     more = np.empty(max(0, slots - len(load)), np.int64)
     for place in range(len(more)):
@@ -77,5 +77,5 @@ def replicate(load: Values, slots: int) -> IntArray:
 
 
 def _each(load: Values, copies: IntArray) -> Values:
-    """The load of each copy."""
+    """Returns the load of each copy."""
     return load[copies] / np.bincount(copies, minlength=len(load))[copies]

@@ -1,17 +1,9 @@
-"""Placement policies on real routing: three servers with one task each, their experts placed by what was seen before.
+"""Placement policies on real routing: three servers with one task each, placed by past tokens, scored on later ones.
 
     python -m tools.research.placement.placement_study DATA --capacity 1.1,1.45,1.8 --json
 
-DATA has DeepSeek-V2-Lite's routing tables (`intent.ids.csv.gz`, `law...`, `translation...`). The servers' memories are
-as 1 : 1 : 2 and hold in total so many times the experts; the last one has two devices. Every policy sees the first half
-of each task's tokens and is scored on the second: the share of chosen experts that are on another server, peers called
-per token and layer (the fewest that have what is missing), the share of layers for which none is called, and the share
-of successions (an expert, then one of the next layer) that no server has together. Then the seconds on experts per
-token [Prism, Eq. 1], one token at a time, for links and computing as stated. `rendezvous` knows counts of pairs,
-`gimbal` and `columns` those of successions that reports have room for, `routes` whole routes. `bound` is what no
-placement's rendezvous on the seen half can be below (`rendezvous_bound`). Seconds to solve are those of
-a second run: the first has Numba compile. With `--scale NODES` the policies are timed on invented routing of 58 layers
-of 256 experts instead. The last line is one JSON object.
+DATA has DeepSeek-V2-Lite's routing tables (`intent.ids.csv.gz`, `law...`, `translation...`). results/placement.md
+defines the figures. With `--scale NODES` the policies are timed on invented routing of 58 layers of 256 experts.
 """
 
 from __future__ import annotations
@@ -58,7 +50,7 @@ console = Console(stderr=True)
 
 
 def read(folder: Path) -> tuple[list[Routes], list[Routes]]:
-    """Each task's tokens [T, L, k]: the first half, and the second."""
+    """Returns each task's tokens [T, L, k]: the first half, and the second."""
     found = next(iter(folder.rglob(f"{TASKS[0]}.ids.csv.gz")), None)
     if found is None:
         raise SystemExit(f"{folder} has no {TASKS[0]}.ids.csv.gz")
@@ -67,7 +59,7 @@ def read(folder: Path) -> tuple[list[Routes], list[Routes]]:
 
 
 def activations_of(routes: Sequence[Routes], experts: int) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """How often each node's tokens chose each expert, [N, L, E]."""
+    """Counts how often each node's tokens chose each expert, [N, L, E]."""
     return np.array(
         [[np.bincount(each[:, layer].ravel(), minlength=experts) for layer in range(each.shape[1])] for each in routes],
         np.float64,
@@ -75,7 +67,7 @@ def activations_of(routes: Sequence[Routes], experts: int) -> np.ndarray[Any, np
 
 
 def passed_in(routes: Sequence[Routes], experts: int) -> Values:
-    """How often tokens chose an expert, and then one of the next layer, [L - 1, E, E]."""
+    """Counts the successions of an expert and one of the next layer, [L - 1, E, E]."""
     counts = TrafficCounts(routes[0].shape[1], experts, decay=1.0)
     for tokens in routes:
         counts.observe(tokens)
@@ -83,7 +75,7 @@ def passed_in(routes: Sequence[Routes], experts: int) -> Values:
 
 
 def counted(tokens: Routes, experts: int, *, successions: bool) -> ActivityCounter:
-    """Returns what an engine has counted that ran these tokens [T, L, k]."""
+    """Returns the counts of an engine that ran these tokens [T, L, k]."""
     _, layers, top_k = tokens.shape
     counter = ActivityCounter(
         ExpertGeometry(layers, experts, top_k, 1, 1, "float32"), lambda: 0.0, successions=successions
@@ -96,7 +88,7 @@ def counted(tokens: Routes, experts: int, *, successions: bool) -> ActivityCount
 
 
 def passed_told(routes: Sequence[Routes], experts: int) -> Values:
-    """What a leader makes of the successions that nodes with these tokens report, [L - 1, E, E]."""
+    """Returns the successions that a leader derives from reports of nodes with these tokens, [L - 1, E, E]."""
     reports = []
     for tokens in routes:
         told = counted(tokens, experts, successions=True).shares(MOST_PAIRS)
@@ -107,7 +99,7 @@ def passed_told(routes: Sequence[Routes], experts: int) -> Values:
 def methods(
     routes: Sequence[Routes], pairs: Sequence[IntArray], experts: int
 ) -> dict[str, Callable[[PlacementProblem], Placement]]:
-    """The policies by name; `routes` and `pairs` are what some know besides."""
+    """Returns the policies by name; some also use `routes` or `pairs`."""
     top_k, passed = routes[0].shape[2], passed_told(routes, experts)
     return {
         "uniform": uniform,
@@ -125,7 +117,7 @@ def methods(
 
 
 def timed(policy: Callable[[PlacementProblem], Placement], problem: PlacementProblem) -> tuple[Placement, float, float]:
-    """Its answer, seconds, and those of its process on a core, in a second run."""
+    """Returns a policy's placement, with wall and processor seconds of a second run."""
     policy(problem)
     wall, core = time.perf_counter(), time.process_time()
     answer = policy(problem)
@@ -133,7 +125,7 @@ def timed(policy: Callable[[PlacementProblem], Placement], problem: PlacementPro
 
 
 def study(args: argparse.Namespace, capacity: float) -> dict[str, Any]:
-    """Every policy at one capacity."""
+    """Scores every policy at one capacity."""
     seen, unseen = read(args.data)
     activations = activations_of(seen, EXPERTS)
     parts = sum(map(len, DEVICES))
@@ -155,7 +147,7 @@ def study(args: argparse.Namespace, capacity: float) -> dict[str, Any]:
 
 
 def layer_ms(placement: Placement, routes: Sequence[Routes], args: argparse.Namespace) -> list[float]:
-    """Mean milliseconds of a layer for each link delay of `--link-ms`, one token a batch."""
+    """Returns mean milliseconds of a layer for each link delay of `--link-ms`, one token a batch."""
     nodes = len(routes)
     answer = []
     for link_ms in args.link_ms:
@@ -168,7 +160,7 @@ def layer_ms(placement: Placement, routes: Sequence[Routes], args: argparse.Name
 
 
 def invented(nodes: int, tokens: int, seed: int = 0) -> list[Routes]:
-    """Routes of 58 layers of 256 experts, 8 a token: each node has its own likings, and tokens are of eight kinds."""
+    """Draws routes of 58 layers of 256 experts, 8 a token: nodes have preferences, and tokens are of eight kinds."""
     layers, experts, top_k = 58, 256, 8
     rng = np.random.default_rng(seed)
     common, kinds = rng.normal(0, 0.7, (layers, experts)), rng.normal(0, 0.8, (8, layers, experts))
@@ -182,7 +174,7 @@ def invented(nodes: int, tokens: int, seed: int = 0) -> list[Routes]:
 
 
 def scale(nodes: int, capacity: float, tokens: int, most_pairs: int) -> dict[str, Any]:
-    """Seconds of every policy on many nodes, whose memories are as 1 : 2 : 3 in turn."""
+    """Times every policy on many nodes, with memories as 1 : 2 : 3 in turn."""
     seen, unseen = np.split(np.array(invented(nodes, 2 * tokens)), 2, axis=1)
     activations = activations_of(list(seen), 256)
     parts = [1 + node % 3 for node in range(nodes)]

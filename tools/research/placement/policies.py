@@ -1,4 +1,4 @@
-"""Placement policies by name: the served ones, those of other papers, and the sources' literal forms."""
+"""Placement policies by name: the served ones, other papers', and the sources' literal forms."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PAIRS = 32  # of expert numbers, the strongest, that `columns` puts on the ancho
 
 
 def redundance(problem: PlacementProblem, rng: np.random.Generator) -> Placement:
-    """Returns every expert once in a random place, and random ones in the room that is left."""
+    """Places every expert once at random, and random ones in the remaining room."""
     disk = disk_homes(problem)
     homes = np.zeros((len(disk), disk[0].size), np.bool_)
     places = rng.permutation(np.repeat(np.arange(len(disk)), problem.room))
@@ -33,8 +33,8 @@ def redundance(problem: PlacementProblem, rng: np.random.Generator) -> Placement
 def columns(problem: PlacementProblem, passed: Values) -> Placement:
     """Returns Gimbal's literal placement: an expert's number has one node in all layers [Gimbal, Eq. 2 to 4].
 
-    `passed` [L - 1, E, E] counts successions. The anchor is the node with the most room. There are no replicas, so
-    memory that is left over stays empty.
+    `passed` [L - 1, E, E] counts successions. The anchor is the node with the most room. There are no replicas, so some
+    memory may stay empty.
     """
     disk = disk_homes(problem)
     traffic = ExpertTraffic(problem.activations.sum(axis=0), passed)

@@ -1,9 +1,7 @@
-"""Prism's Algorithms 1 and 2 to the letter, to be compared with [Prism, III-C].
+"""Prism's Algorithms 1 and 2 to the letter, for comparison [Prism, III-C].
 
-Both may run for ever: Algorithm 1 where rounding has left fewer places than experts, or a layer borrows from itself;
-Algorithm 2 where nodes replace the same duplicate in one round, for it counts duplicates at the round's start, and
-where Algorithm 1 took from a layer that it had seen to before. A state that comes back shows it; from there `prism`
-goes on.
+Both may loop for ever. Algorithm 1 does if rounding has left fewer slots than experts, or a layer borrows from itself;
+Algorithm 2 if nodes replace the same duplicate in one round. A repeated state shows this; `prism` continues from there.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from edgemoe.types.arrays import BoolArray, IntArray
 
 
 def published(problem: PlacementProblem) -> Placement:
-    """Returns the source's placement, or what `prism` makes of it where the source does not end."""
+    """Returns the source's placement, or `prism`'s continuation of it if the source does not terminate."""
     disk = disk_homes(problem)
     must = required(problem, disk)
     counts, endless = published_counts(problem)
@@ -30,7 +28,7 @@ def published(problem: PlacementProblem) -> Placement:
 
 
 def published_counts(problem: PlacementProblem) -> tuple[IntArray, bool]:
-    """Returns Algorithm 1's counts [N, L], and whether it would never have ended."""
+    """Returns Algorithm 1's counts [N, L], and whether it would not have terminated."""
     memory = np.array([sum(devices) for devices in problem.slots])
     spread = entropy(problem.activations)
     whole = np.maximum(spread.sum(axis=1, keepdims=True), 1e-300)
@@ -55,7 +53,7 @@ def published_counts(problem: PlacementProblem) -> tuple[IntArray, bool]:
 
 
 def published_assign(activations: Values, counts: IntArray, must: BoolArray) -> tuple[BoolArray, bool]:
-    """Returns Algorithm 2's homes [N, E] of one layer, and whether it would never have ended."""
+    """Returns Algorithm 2's homes [N, E] of one layer, and whether it would not have terminated."""
     homes = np.zeros(activations.shape, np.bool_)
     order = np.argsort(-activations, axis=1, kind="stable")
     for node, count in enumerate(counts):

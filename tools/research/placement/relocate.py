@@ -1,10 +1,9 @@
-"""Places experts on devices by load and by traffic between layers, and again every so many steps.
+"""Places experts on devices by load and traffic between layers, and again after a number of steps.
 
-Source: [Gimbal, Algorithm 3], "Expert Dynamic Replacement". It puts the experts of the strongest pairs on one anchor
-device, the others in order of their load on the device with the least, and an expert's number has one place in all
-layers: `published`. Here each (layer, expert) has its own, and the anchor is only where the search begins: exchanges of
-two experts of a layer follow while one lowers the cost (Eq. 12) by more than moving two experts does. So devices keep
-how many experts of each layer they have, what is well placed stays, and a second call on the same counts moves nothing.
+Source: [Gimbal, Algorithm 3], "Expert Dynamic Replacement": the strongest pairs' experts on an anchor, others by load,
+one place per expert number (`published`). Here each (layer, expert) is placed alone, starting from the anchor.
+Exchanges of a layer's experts follow while one saves more (Eq. 12) than it costs. Loads per layer stay; a repeat moves
+nothing.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ import numpy as np
 from edgemoe.types.arrays import IntArray
 from tools.research.placement.traffic import ExpertTraffic, RelocationPrices, Values, loads
 
-ROUNDING = 1e-9  # of the largest load: a gain that counts
+ROUNDING = 1e-9  # of the largest load: the least gain that counts
 
 
 def published(traffic: ExpertTraffic, devices: int, anchor: int, pairs: int) -> IntArray:
-    """Returns the literal placement, [L, E] with layers alike: `pairs` strongest pairs of numbers on the anchor.
+    """Returns the literal placement, [L, E] with equal layers: `pairs` strongest pairs of numbers on the anchor.
 
     Each device has E / g experts (Eq. 4), so the anchor takes no more than these.
     """
@@ -27,7 +26,7 @@ def published(traffic: ExpertTraffic, devices: int, anchor: int, pairs: int) -> 
 
 
 def by_columns(traffic: ExpertTraffic, rooms: IntArray, anchor: int, pairs: int) -> IntArray:
-    """Returns the place of each number [E], where places have so much room [g]; -1 of what no place has room for."""
+    """Assigns each column [E] to a device with room [g]; -1 if none fits."""
     experts, rooms = traffic.chosen.shape[1], rooms.copy()
     home = np.full(experts, -1, np.int64)
     between = traffic.columns + traffic.columns.T
@@ -42,9 +41,9 @@ def by_columns(traffic: ExpertTraffic, rooms: IntArray, anchor: int, pairs: int)
 
 
 def anchored(traffic: ExpertTraffic, devices: int, anchor: int, share: float) -> IntArray:
-    """Returns a placement to begin with, [L, E]: of each layer the experts most passed to, on the anchor.
+    """Returns an initial placement, [L, E]: of each layer the experts with most traffic, on the anchor.
 
-    `share` is how much of the anchor's room is for them; the others go by load.
+    `share` is their part of the anchor's room; the others go by load.
     """
     layers, experts = traffic.chosen.shape
     strength = np.zeros((layers, experts))
@@ -76,12 +75,12 @@ def relocate(
 
 
 def _rooms(experts: int, devices: int) -> IntArray:
-    """Returns how many experts of a layer each device has, [g]; as even as they come."""
+    """Returns the number of a layer's experts on each device, [g], as even as possible."""
     return np.bincount(np.arange(experts) * devices // experts, minlength=devices)
 
 
 def _greedy(home: IntArray, load: Values, rooms: IntArray) -> None:
-    """Gives those without a home one, the heaviest first, each the device with the least load that has room."""
+    """Assigns the remaining experts, the heaviest first, each to the least loaded device with room."""
     there = np.bincount(home[home >= 0], weights=load[home >= 0], minlength=len(rooms))
     for expert in np.argsort(-load, kind="stable"):
         if home[expert] < 0 and rooms.any():
@@ -94,7 +93,7 @@ def _greedy(home: IntArray, load: Values, rooms: IntArray) -> None:
 def _improve(
     home: IntArray, layer: int, traffic: ExpertTraffic, devices: int, weights: RelocationPrices, least: float
 ) -> bool:
-    """Exchanges two of a layer's experts, the best two, again and again; returns whether any were."""
+    """Exchanges two of a layer's experts, the best two, repeatedly. Returns whether any were exchanged."""
     kept = _kept(home, layer, traffic, devices)
     load, own, changed = traffic.chosen[layer], home[layer], False
     while True:
@@ -109,7 +108,7 @@ def _improve(
 
 
 def _kept(home: IntArray, layer: int, traffic: ExpertTraffic, devices: int) -> Values:
-    """Returns the traffic that each expert has with each device's experts of the layers beside its own, [E, g]."""
+    """Returns each expert's traffic with each device's experts of the neighbouring layers, [E, g]."""
     kept = np.zeros((home.shape[1], devices))
     if layer > 0:
         kept += traffic.passed[layer - 1].T @ np.eye(devices)[home[layer - 1]]
@@ -119,7 +118,7 @@ def _kept(home: IntArray, layer: int, traffic: ExpertTraffic, devices: int) -> V
 
 
 def _gain_of_traffic(kept: Values, own: IntArray) -> Values:
-    """Returns how much traffic each exchange saves, [E, E]."""
+    """Returns the traffic that each exchange saves, [E, E]."""
     there = kept[:, own]  # [E, E] of an expert with the other's device
     stays = np.diag(there)
     return np.asarray(there + there.T - stays[:, None] - stays[None, :])

@@ -1,8 +1,7 @@
-"""The optimum of small cases, as a mixed-integer program [Gimbal, Eq. 3 to 12]; scipy's HiGHS solves it.
+"""The optimum of small cases, as a mixed-integer program [Gimbal, Eq. 3 to 12], solved by scipy's HiGHS.
 
-`per_layer` has a variable for each (layer, expert) and device; without it an expert's number has one place in all
-layers, as the source writes it. Each layer has its own D. Of Eq. 8 and 9 only 8 is kept: what lies below an even share
-costs nobody time.
+`per_layer` has a variable for each (layer, expert) and device. Without it an expert's number has one place in all
+layers, as in the source. Each layer has its own D. Eq. 9 is left out: a load below an even share delays no step.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from tools.research.placement.traffic import ExpertTraffic, RelocationPrices
 
 
 class OptimalHomes(NamedTuple):
-    """A placement, and whether it was proved to be the best."""
+    """A placement, and whether it is proved optimal."""
 
     home: IntArray  # [L, E]
     proved: bool
@@ -27,7 +26,7 @@ class OptimalHomes(NamedTuple):
 def optimum(
     traffic: ExpertTraffic, devices: int, weights: RelocationPrices, per_layer: bool = True, limit_s: float = 60.0
 ) -> OptimalHomes | None:
-    """Returns the best placement that was found in `limit_s`; None where none was."""
+    """Returns the best placement found in `limit_s`; None if none was."""
     layers, experts = traffic.chosen.shape
     groups = layers if per_layer else 1
     place = np.arange(groups * experts * devices).reshape(groups, experts, devices)
@@ -49,11 +48,11 @@ def optimum(
                 np.append(spots[:, device], beyond[layer]), np.append(traffic.chosen[layer], -1.0), -np.inf, even
             )  # Eq. 8
     for (layer, j, k), both in zip(pairs, together, strict=True):
-        for device, same in enumerate(both):  # Eq. 10; its third part follows from what is minimised
+        for device, same in enumerate(both):  # Eq. 10; its third part follows from the minimisation
             rows.add(np.array([same, of_layer[layer][j, device]]), np.array([1.0, -1.0]), -np.inf, 0.0)
             rows.add(np.array([same, of_layer[layer + 1][k, device]]), np.array([1.0, -1.0]), -np.inf, 0.0)
     price = np.zeros(beyond[-1] + 1)
-    price[together] = -weights.cut * traffic.passed[tuple(pairs.T)][:, None]  # Eq. 11, but for a constant
+    price[together] = -weights.cut * traffic.passed[tuple(pairs.T)][:, None]  # Eq. 11, without a constant
     price[beyond] = weights.uneven
     whole = np.zeros(len(price))
     whole[: place.size] = 1
@@ -78,7 +77,7 @@ class _Rows:
     def add(
         self, which: IntArray, factors: np.ndarray[tuple[int], np.dtype[np.float64]], low: float, high: float
     ) -> None:
-        """Demands that a sum of variables be between two values."""
+        """Adds a constraint: the sum of variables lies between two values."""
         self._at.append((which, factors))
         self._low.append(low)
         self._high.append(high)

@@ -1,10 +1,8 @@
-"""How few rendezvous any placement could need: a lower bound, by how many layers any memory could serve whole.
+"""A lower bound on the rendezvous of any placement, from the layers that any memory could serve whole.
 
-Who calls, calls at least one peer, so rendezvous are at least the layers that are not served whole. What a node's slots
-serve whole at most is bounded by giving each slot a price: for each layer the best set of experts at that price is a
-minimum cut (a token pays if all its experts are bought), and the bound is what all sets earn, and the price of the
-slots; the price that makes it least is looked for. That experts must be kept by somebody is left out, so that the
-bound is loose where memory is hardly more than once the experts.
+A call reaches at least one peer, so rendezvous are at least the layers not served whole. Slots get a price. For each
+layer the best experts at a price are a minimum cut; their gain plus the slots' price is a bound, minimised over prices.
+The rule that all experts must be kept is ignored, so the bound is loose for small memories.
 """
 
 from __future__ import annotations
@@ -19,18 +17,18 @@ from scipy.sparse.csgraph import maximum_flow
 
 from edgemoe.policy.placement.route_score import Routes
 
-UNITS = 100  # of a price or a token, for cuts are of whole numbers
+UNITS = 100  # of a price or a token, for cuts are of integers
 
 
 def least_rendezvous(routes: Sequence[Routes], experts: int, slots: Sequence[int]) -> float:
-    """Returns what the mean over all nodes' tokens [T, L, k] and layers is at least."""
+    """Returns the least mean rendezvous over all nodes' tokens [T, L, k] and layers."""
     cells = [each.shape[0] * each.shape[1] for each in routes]
     served = [most_whole(each, experts, room) for each, room in zip(routes, slots, strict=True)]
     return 1 - sum(served) / sum(cells)
 
 
 def most_whole(routes: Routes, experts: int, slots: int) -> float:
-    """Returns an upper bound of how many of the tokens' layers, routes [T, L, k], so many experts serve whole."""
+    """Returns an upper bound on the layers of tokens, routes [T, L, k], that `slots` experts serve whole."""
     layers = [
         np.unique(np.sort(routes[:, layer], axis=1), axis=0, return_counts=True) for layer in range(routes.shape[1])
     ]
@@ -47,7 +45,7 @@ def most_whole(routes: Routes, experts: int, slots: int) -> float:
 
 
 def _earned(sets: Routes, count: npt.NDArray[np.int64], experts: int, price: int) -> int:
-    """What the best experts earn, beyond their price: `count` [n] for each of the sets [n, k] that they contain."""
+    """Returns the gain of the best experts beyond their price: `count` [n] for each contained set [n, k]."""
     number, chosen = sets.shape
     source, sink = number + experts, number + experts + 1
     tails = np.concatenate([np.full(number, source), np.repeat(np.arange(number), chosen), number + np.arange(experts)])

@@ -1,17 +1,9 @@
-"""Experts of every layer on a few devices or nodes, by load and by which follow which, on DeepSeek-V2-Lite's routing.
+"""Experts of every layer on a few devices or nodes, by load and successions, on DeepSeek-V2-Lite's routing.
 
     python -m tools.research.placement.replacement_study DATA --devices 2,4 --json
 
-Every policy sees a task's first half and is scored on the second: `cut` is the share of (expert, next layer's expert)
-pairs of a token that lie on two devices, `fullest` the load of a layer's fullest device beside an even share, `busiest`
-the same of each token by itself, for which the layer waits, `misses` what devices' caches miss, each with the experts
-used last, a quarter of all together. `offline` knows the other tasks only; `as dealt at first` and `spread` are a box's
-own deals, before and after it knows which experts tokens choose together. `moved` is the share of experts that move
-when the first half's placement is relocated by the second's counts, `moved_dear` where a move has to pay for itself.
-`oracle` is the gap to the optimum (a mixed-integer program) on a few layers and the experts most chosen there. `nodes`
-are two servers, each with a task, and memories as 1 : 2: Prism's plan, and it refined by the successions of their own
-tokens, or of the third task's (`offline`), scored by remote experts, peers called and cut. The last line is one JSON
-object.
+Every policy sees a task's first half and is scored on the second. results/replacement.md defines the figures. The last
+line is one JSON object.
 """
 
 from __future__ import annotations
@@ -40,8 +32,8 @@ from tools.research.placement.relocation_oracle import optimum
 from tools.research.placement.traffic import ExpertTraffic, RelocationPrices, TrafficCounts, cost, cut, loads
 from tools.research.simulate.workload import EXPERTS, TASKS, Task, tasks_of
 
-PAIRS = 32  # on the anchor, of the published form: the strongest
-SHARE = 0.5  # of the anchor's room, where the search begins
+PAIRS = 32  # strongest pairs on the anchor, for the published form
+SHARE = 0.5  # share of the anchor's room at the start of the search
 PRICES = (1.0, 4.0, 16.0)  # of uneven load, in traffic
 SMALL_LAYERS, SMALL_EXPERTS = 3, 6
 CAPACITIES = (1.1, 1.45)
@@ -49,7 +41,7 @@ CACHED, CACHED_TOKENS = 0.25, 2000
 
 
 def counts(routes: tuple[Any, ...]) -> ExpertTraffic:
-    """Counts sequences one after the other; the later weigh more."""
+    """Counts sequences one after the other; later ones weigh more."""
     every = TrafficCounts(routes[0].shape[1], EXPERTS, decay=0.99)
     for sequence in routes:
         every.observe(sequence)
@@ -65,14 +57,14 @@ def scored(home: IntArray, traffic: ExpertTraffic, devices: int) -> dict[str, fl
 
 
 def busiest(home: IntArray, tokens: Routes, devices: int) -> float:
-    """Of a token's experts of a layer, those on the device with most, beside an even share; the mean."""
+    """Returns a token's experts of a layer on the device with most, relative to an even share; the mean."""
     where = home[np.arange(len(home))[:, None], tokens]  # [T, L, k]
     most = np.stack([(where == device).sum(axis=2) for device in range(devices)]).max(axis=0)
     return round(float(most.mean()) * devices / tokens.shape[2], 4)
 
 
 def misses(home: IntArray, tokens: Routes, devices: int) -> float:
-    """Share of the chosen experts that a device does not have among those that it used last."""
+    """Returns the share of chosen experts that miss a device's LRU cache."""
     room = int(CACHED * home.size / devices)
     caches = [OrderedDict[tuple[int, int], None]() for _ in range(devices)]
     missed = 0
@@ -89,14 +81,14 @@ def misses(home: IntArray, tokens: Routes, devices: int) -> float:
 
 
 def spread_out(tokens: Routes, devices: int) -> IntArray:
-    """Deals experts as a box does that has counted these tokens [T, L, k]."""
+    """Places experts as a box does that has counted these tokens [T, L, k]."""
     layers = tokens.shape[1]
     pairs = counted(tokens, EXPERTS, successions=False).pairs
     return spread(pairs, deal_to_devices((layers, EXPERTS), [1] * devices), [EXPERTS] * layers)
 
 
 def placements(seen: ExpertTraffic, others: ExpertTraffic, devices: int) -> dict[str, IntArray]:
-    """Every policy's placement by what it knows."""
+    """Returns every policy's placement by its knowledge."""
     start = anchored(seen, devices, 0, SHARE)
     answer = {
         "by number": np.tile(np.arange(EXPERTS) * devices // EXPERTS, (len(seen.chosen), 1)),
@@ -114,7 +106,7 @@ def placements(seen: ExpertTraffic, others: ExpertTraffic, devices: int) -> dict
 
 
 def gaps(traffic: ExpertTraffic, devices: int, price: float) -> dict[str, Any]:
-    """The exchanges' and the literal form's costs beside the optimum's, on a cut-out."""
+    """Returns the costs of the exchanges and of the literal form relative to the optimum, on a small part."""
     layers = slice(0, SMALL_LAYERS)
     best = np.sort(np.argsort(-traffic.chosen[layers].sum(axis=0))[:SMALL_EXPERTS])
     small = ExpertTraffic(traffic.chosen[layers][:, best], traffic.passed[: SMALL_LAYERS - 1][:, best][:, :, best])
@@ -131,7 +123,7 @@ def gaps(traffic: ExpertTraffic, devices: int, price: float) -> dict[str, Any]:
 
 
 def study(tasks: list[Task], devices: int) -> dict[str, Any]:
-    """Means over the tasks."""
+    """Returns means over the tasks."""
     rows: dict[str, list[dict[str, float]]] = {}
     small = []
     for n in range(len(TASKS)):
@@ -157,7 +149,7 @@ def study(tasks: list[Task], devices: int) -> dict[str, Any]:
 
 
 def between_nodes(tasks: list[Task], capacity: float) -> dict[str, dict[str, float]]:
-    """Means over which task is left out; memory holds the experts so many times."""
+    """Returns means over the task left out; memory holds all experts `capacity` times."""
     rows: dict[str, list[dict[str, float]]] = {}
     for out in range(len(TASKS)):
         seen, unseen = ([np.concatenate(getattr(t, half)) for t in tasks] for half in ("seen", "unseen"))

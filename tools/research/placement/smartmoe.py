@@ -1,7 +1,7 @@
 """SmartMoE's placement: every expert once, devices with equal loads [SmartMoE].
 
-Its module for a running model: experts by falling load, each to the device with least of it that has a slot; devices of
-other sizes in proportion. It keeps no replicas, so memory that is left over stays empty.
+Experts go in the order of falling load to the least loaded device with a slot; unequal devices get loads in proportion.
+It keeps no replicas, so some memory may stay empty.
 """
 
 from __future__ import annotations

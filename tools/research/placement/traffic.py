@@ -1,9 +1,8 @@
-"""How often experts are chosen, and which one after which: counted as tokens come, with decay.
+"""Counts of chosen experts, and of successions between layers, online with decay.
 
-Source: [Gimbal, III-D1]: the activation matrix A (Eq. 1) and the traffic E from each expert to those of the next
-layer. The source counts traffic beforehand, on random tokens; here it is counted online. What a placement costs is Eq.
-12, with a variable for each (layer, expert); the source moves an expert's number through all layers together (Eq. 2 to
-4), which is a placement whose layers are alike.
+Source: [Gimbal, III-D1]: the activation matrix A (Eq. 1) and the traffic E to the next layer, counted there in advance
+on random tokens. A placement's cost is Eq. 12 with a variable for each (layer, expert); the source places an expert's
+number in all layers at once (Eq. 2 to 4).
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ Values = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertTraffic:
-    """States how often each expert was chosen, and after which of the layer before."""
+    """Counts of each expert's choices, and of its predecessors in the layer before."""
 
     chosen: Values  # [L, E] A
     passed: Values  # [L - 1, E, E] from an expert to one of the next layer
 
     @property
     def columns(self) -> Values:
-        """Returns the traffic of experts by number, all layers together, [E, E] (Eq. 2)."""
+        """The traffic between expert numbers, all layers together, [E, E] (Eq. 2)."""
         return np.asarray(self.passed.sum(axis=0))
 
 
@@ -35,7 +34,7 @@ class TrafficCounts:
     """Owns the decayed counts."""
 
     def __init__(self, layers: int, experts: int, decay: float = 0.9) -> None:
-        """`decay` is what is left of older counts at each call of `observe`."""
+        """Multiplies older counts by `decay` at each call of `observe`."""
         self._decay = decay
         self._chosen = np.zeros((layers, experts))
         self._passed = np.zeros((layers - 1, experts, experts))
@@ -54,19 +53,19 @@ class TrafficCounts:
 
 @dataclass(frozen=True, slots=True)
 class RelocationPrices:
-    """States what uneven load and traffic between devices count [Gimbal, Eq. 12]."""
+    """Weights of uneven load and of traffic between devices [Gimbal, Eq. 12]."""
 
     uneven: float = 1.0  # alpha: of each layer's load on its fullest device beyond an even share
     cut: float = 1.0  # beta: of traffic between devices
 
 
 def loads(home: IntArray, chosen: Values, devices: int) -> Values:
-    """Returns the load of each layer on each device, [L, g] (Eq. 7), of `home` [L, E]."""
+    """Returns the load of each layer on each device, [L, g] (Eq. 7), for `home` [L, E]."""
     return np.stack([np.bincount(at, weights=row, minlength=devices) for at, row in zip(home, chosen, strict=True)])
 
 
 def uneven(home: IntArray, traffic: ExpertTraffic, devices: int) -> float:
-    """Returns by how much the layers' fullest devices exceed an even share, together.
+    """Returns the excess of the layers' fullest devices over an even share, together.
 
     Eq. 8 bounds all layers by one D; a layer waits for its own fullest device, so each has its own here.
     """
@@ -81,5 +80,5 @@ def cut(home: IntArray, traffic: ExpertTraffic) -> float:
 
 
 def cost(home: IntArray, traffic: ExpertTraffic, devices: int, weights: RelocationPrices) -> float:
-    """Returns what a placement costs (Eq. 12)."""
+    """Returns the cost of a placement (Eq. 12)."""
     return weights.uneven * uneven(home, traffic, devices) + weights.cut * cut(home, traffic)

@@ -1,14 +1,9 @@
-"""Which engine runs which request: studies of the routing policies that the daemon has.
+"""Studies of the daemon's routing policies, on a simulated clock that other work on the machine does not disturb.
 
-    python -m tools.research.routing.compare --study eldr DATA  # decode workers, by experts [ELDR]
-    python -m tools.research.routing.compare --study gimbal DATA  # whole engines: TTFT, TPOT and prefix hits [Gimbal]
-    python -m tools.research.routing.compare --study both DATA  # whole engines whose steps take what their experts do
-    python -m tools.research.routing.compare --study known DATA  # the same, by what is known of a request
-    python -m tools.research.routing.compare --study residency DATA # decode workers with half of the experts
-    python -m tools.research.routing.compare --study ablation DATA  # the default policy, and each part of it left out
+    python -m tools.research.routing.compare --study ablation DATA
 
-DATA holds the routing tables, the traces of arrivals and what LLMServingSim measured. The clock is simulated, so other
-work on the machine changes no figure. The last line is one JSON object.
+STUDIES lists the others. DATA holds the routing tables, the traces of arrivals and LLMServingSim's measurements. The
+last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -33,18 +28,18 @@ from tools.research.routing import (
 )
 
 STUDIES: dict[str, Callable[[Path, range], dict[str, Any]]] = {
-    "eldr": routing_eldr.study,
-    "gimbal": routing_gimbal.study,
-    "both": routing_both.study,
-    "known": routing_known.study,
-    "residency": routing_residency.study,
-    "ablation": routing_ablation.study,
+    "eldr": routing_eldr.study,  # decode workers, by experts [ELDR]
+    "gimbal": routing_gimbal.study,  # whole engines: TTFT, TPOT and prefix hits [Gimbal]
+    "both": routing_both.study,  # whole engines whose steps take the time of their experts
+    "known": routing_known.study,  # the same, by the knowledge of a request
+    "residency": routing_residency.study,  # decode workers with half of the experts
+    "ablation": routing_ablation.study,  # the default policy without each of its parts
 }
 console = Console(stderr=True, width=200)
 
 
 def show(name: str, found: Any) -> None:
-    """Prints rows as a table, and what holds tables one by one."""
+    """Prints rows as a table, and nested tables one by one."""
     if isinstance(found, dict) and any(isinstance(value, dict | list) for value in found.values()):
         for key, value in found.items():
             show(f"{name}: {key}" if name else key, value)

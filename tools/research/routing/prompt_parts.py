@@ -1,10 +1,9 @@
-"""How well the first part of a prompt, or its user's last prompt, names the cluster of the whole.
+"""Agreement of a prompt's cluster with the cluster of its first part, or of its user's last prompt.
 
     python -m tools.research.routing.prompt_parts DATA --json    # seconds
 
-A third of the recorded sequences is for fitting eight clusters; of the others the first half stands in for the prompt,
-and the second is decoded. An offer before prefill knows what the prefix cache has of its prompt, or an alike prompt;
-one before the last chunk of a prompt knows half of it or more.
+A third of the recorded sequences fits eight clusters. Of the others the first half stands for the prompt, the second is
+decoded. Before prefill only the cached part is known, or a similar prompt; before the last chunk half of it or more.
 """
 
 from __future__ import annotations
@@ -38,7 +37,9 @@ def sequences_of(data: Path, model: RoutedModel) -> Sequences:
 
 
 def study(sequences: Sequences, experts: int, drawn: int = DRAWN) -> dict[str, dict[str, float]]:
-    """Returns by what is known how often its nearest cluster is in the prompt's band, and how like decoding it is."""
+    """Returns, by kind of knowledge, how often the nearest cluster is in the prompt's band, and its similarity to
+    decoding.
+    """
     met: dict[str, list[tuple[bool, float]]] = {}
     for seed in range(drawn):
         rng = np.random.default_rng(seed)

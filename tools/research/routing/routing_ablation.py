@@ -1,10 +1,8 @@
-"""What each part of the default policy is worth: all of it, and each part left out, on the same requests.
+"""The gain by each part of the default policy: the whole policy, and each part left out, on the same requests.
 
-Engines like those of `routing_both`, with prefix caches, and half of each layer's experts in place at each, chosen as
-traffic of one domain would have; reaching another takes FAR times as long. Prompts, users and prefixes are those of
-Mooncake's conversations up to MOST_PROMPT tokens, of users who come back; a user keeps to one domain, and his last
-prompt's experts are all that is known of his next. Changes are in percent against the default, paired over seeds, with
-95 % intervals.
+Engines are as in `routing_both`, with prefix caches. Half of each layer's experts are in place, chosen by one domain's
+traffic; others take FAR times as long. Requests are Mooncake's conversations. A user keeps to one domain, and the last
+prompt's experts predict the next. Changes are in percent of the default, paired over seeds.
 """
 
 from __future__ import annotations
@@ -42,27 +40,27 @@ KV_TOKENS = {"ample": 400_000, "tight": 80_000}  # of an engine
 RATES = (0.9, 1.0)  # of saturation
 FAR = 4.0
 MOST_PROMPT = 16_384
-STRETCH, TURNS, STARTS = 4000, 3, 4000  # requests of the trace; of a user, among them; where a stretch may begin
+STRETCH, TURNS, STARTS = 4000, 3, 4000  # requests of the trace; least requests of a user; possible starts of a stretch
 PULLED: dict[str, Any] = {"order": "sjf", "output_reserve": 0.25}
 FIGURES = ("ttft_mean_s", "ttft_p99_s", "tpot_p50_s", "tpot_p99_s", "experts", "hit_rate", "ended_per_s")
 
 
 class Run(NamedTuple):
-    """What a seed asks, of which sources, what is known of each when it is offered and when it is read, and homes."""
+    """A seed's requests and their sources, the knowledge of each at offer and after prefill, and homes."""
 
     load: Load
     sources: list[Source]
     seen: list[FloatArray]
-    far_s: list[FloatArray]  # of each engine
+    far_s: list[FloatArray]  # by engine
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The default without a part of it: what policy and engines have in its place."""
+    """The default without a part of it: the replaced options of policy and engines."""
 
     limits: dict[str, Any] = field(default_factory=dict)
     engine: dict[str, Any] = field(default_factory=dict)
-    hidden: dict[str, Any] = field(default_factory=dict)  # of what is known of engines
+    hidden: dict[str, Any] = field(default_factory=dict)  # replaced knowledge of engines
     union: bool = True
 
 
@@ -85,7 +83,7 @@ OTHERS: dict[str, tuple[Callable[[], RoutingPolicy], dict[str, Any]]] = {
 
 
 class Hiding:
-    """Has a policy decide without some of what is known of engines."""
+    """Hides a part of the knowledge of engines from a policy."""
 
     def __init__(self, policy: RoutingPolicy, hidden: dict[str, Any]) -> None:
         self._policy, self._hidden = policy, hidden
@@ -98,7 +96,7 @@ class Hiding:
 
 
 def policy_of(name: str, times: DecodeTimes) -> tuple[RoutingPolicy, dict[str, Any]]:
-    """Returns a policy, and what changes in engines with it."""
+    """Returns a policy, and its changes to the engines."""
     if name in OTHERS:
         make, engine = OTHERS[name]
         return make(), engine
@@ -108,7 +106,7 @@ def policy_of(name: str, times: DecodeTimes) -> tuple[RoutingPolicy, dict[str, A
 
 
 def returning(load: Load) -> Load:
-    """Returns those of the requests whose users ask TURNS times or more, at one a second."""
+    """Returns the requests of users with TURNS requests or more, at one a second."""
     asks = Counter(one.user for one in load.offered)
     pairs = zip(load.offered, load.output, strict=True)
     kept = [(one, tokens) for one, tokens in pairs if asks[one.user] >= TURNS][:REQUESTS]
@@ -142,7 +140,7 @@ def run_of(data: Path, sources: Sequence[Source], costs: DecodeCosts, seed: int)
 
 
 def outcome(run: Run, costs: DecodeCosts, rate: float, kv_tokens: int, name: str) -> dict[str, float]:
-    """Returns what requests that come at a rate meet."""
+    """Returns figures of requests at a rate."""
     policy, changed = policy_of(name, DecodeTimes(costs.step_s, costs.expert_s))
     shape = EngineShape(step_costs_of(costs), SLOTS, kv_tokens // BLOCK, more_s=experts_s)
     apart = Apart(policy, run.sources)

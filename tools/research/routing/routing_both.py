@@ -1,7 +1,7 @@
-"""Gimbal and ELDR together: whole engines whose steps take what their distinct experts do, under each and under both.
+"""Gimbal and ELDR together: whole engines with steps as long as their distinct experts need, under each and both.
 
-Lengths and arrivals are of the Azure chat trace, routes of recorded sequences; requests of one source are kept apart.
-Changes are in percent against round robin with first come, first served, paired over seeds.
+Lengths and arrivals are from the Azure chat trace, routes from recorded sequences; requests of one source are kept
+apart. Changes are in percent of round robin with first come, first served, paired over seeds.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Run = tuple[Load, list[Source], ExpertClusters]
 
 
 def variants(clusters: ExpertClusters, times: DecodeTimes) -> dict[str, tuple[RoutingPolicy, dict[str, Any]]]:
-    """Returns policies, and what changes in engines with them."""
+    """Returns policies, and their changes to the engines."""
     places = [f"{n:03}" for n in range(ENGINES)]
     alone = replace(PullLimits(), crowding=0.0)
     band = LocalityBand(fewest)
@@ -50,7 +50,7 @@ def variants(clusters: ExpertClusters, times: DecodeTimes) -> dict[str, tuple[Ro
         "least requests": (PushRouting(least_requests), {}),
         "Gimbal": (PushRouting(GimbalChoice(GimbalThresholds())), {"order": "gimbal"}),
         "ELDR": (PushRouting(BandChoice(clusters, places)), {}),
-        "ELDR, to free slots": (BandRouting(band, PullRouting(PullLimits())), PULLED),  # as daemons have it
+        "ELDR, to free slots": (BandRouting(band, PullRouting(PullLimits())), PULLED),  # as in daemons
         "union": (PushRouting(UnionChoice(times)), {}),
         "pull": (PullRouting(PullLimits()), PULLED),
         "pull + union": (PullRouting(alone, UnionTerm(times)), PULLED),
@@ -77,7 +77,7 @@ def run_of(trace: Trace, sources: Sequence[Source], top_k: int, seed: int) -> Ru
 
 
 def outcome(run: Run, costs: DecodeCosts, rate: float, kv_tokens: int, name: str) -> dict[str, float]:
-    """Returns what requests that come at a rate meet."""
+    """Returns figures of requests at a rate."""
     load, sources, clusters = run
     policy, engine = variants(clusters, DecodeTimes(costs.step_s, costs.expert_s))[name]
     return served(at_rate(load, rate), sources, costs, policy, kv_tokens, engine)
@@ -92,7 +92,7 @@ def served(
     engine: dict[str, Any],
     seen: Sequence[FloatArray] = (),
 ) -> dict[str, float]:
-    """Returns what these requests meet; `seen` is how likely each chooses experts as its engine knows it, if better."""
+    """Returns figures of these requests; `seen` has better chances of each one's experts, as its engine knows them."""
     shape = EngineShape(step_costs_of(costs), SLOTS, kv_tokens // BLOCK, more_s=experts_s, data=routed(sources, costs))
     apart = Apart(policy, sources)
     cluster = cluster_of(ENGINES, replace(shape, **engine), apart)

@@ -1,4 +1,4 @@
-"""What ELDR's parts are worth, one by one: its Figures 1 to 4, 7 and 8, 14 to 17, and Table 1, on our data."""
+"""The gain by each of ELDR's parts: its Figures 1 to 4, 7 and 8, 14 to 17, and Table 1, on our data."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from tools.research.simulate.decode_traffic import Scene, Source, Traffic, recor
 
 BANDS = (0.0, 0.05, 0.1, 0.2, 1.0)
 PULLS = (0.2, 0.4)
-RECENT = 64  # requests that drift is looked for in
+RECENT = 64  # requests in which drift is sought
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PulledUnion:
-    """Marginal union, less a pull to the cluster that a request is like: what the default leaves out."""
+    """Marginal union with a bonus for the cluster of a request: the default leaves this out."""
 
     clusters: ExpertClusters
     times: DecodeTimes
@@ -52,7 +52,7 @@ class PulledUnion:
 
 
 def design(sources: Sequence[Source], costs: DecodeCosts, late: str, seeds: range) -> dict[str, Any]:
-    """Returns the tables of one model. `late` is the domain that is new in the study of drift."""
+    """Returns the tables of one model. `late` is the new domain in the study of drift."""
     scenes = [scene_of(sources, costs, Traffic(seed=seed)) for seed in seeds]
     known = [fitted(scene) for scene in scenes]
     return {
@@ -65,7 +65,7 @@ def design(sources: Sequence[Source], costs: DecodeCosts, late: str, seeds: rang
 
 
 def domains(sources: Sequence[Source], costs: DecodeCosts, batch: int = 10) -> dict[str, Any]:
-    """Returns how alike requests of a domain are, and how much less a batch of one domain loads than a mixed one."""
+    """Returns the similarity of a domain's requests, and the saving of a batch of one domain over a mixed one."""
     rng = np.random.default_rng(0)
     names = np.array([each.domain for each in sources])
     unit = signatures(np.stack([each.decode for each in sources]), np.ones(sources[0].decode.shape, np.float32))
@@ -75,7 +75,7 @@ def domains(sources: Sequence[Source], costs: DecodeCosts, batch: int = 10) -> d
     lengths = np.array([len(each.routes) for each in sources], np.float64)
 
     def loaded(who: IntArray) -> float:
-        """Experts of batches of different sources, which run in proportion to their tokens."""
+        """Returns mean distinct experts of batches of different sources, drawn in proportion to their tokens."""
         found = []
         for _ in range(400):
             batch_of = rng.choice(who, batch, replace=False, p=lengths[who] / lengths[who].sum()).tolist()
@@ -96,7 +96,7 @@ def domains(sources: Sequence[Source], costs: DecodeCosts, batch: int = 10) -> d
 
 
 def rho(scenes: Sequence[Scene]) -> dict[str, Any]:
-    """Returns rho of each kind of weights on sources that they were not chosen by, and how often each was chosen."""
+    """Returns rho of each kind of weights on other sources than it was fitted to, and how often each was chosen."""
     found = []
     for scene in scenes:
         seen = recorded(scene.recorded)
@@ -106,7 +106,7 @@ def rho(scenes: Sequence[Scene]) -> dict[str, Any]:
 
 
 def parts(known: Fitted) -> dict[str, Figures]:
-    """Returns what requests meet under ELDR and marginal union with one part changed."""
+    """Returns figures of ELDR and marginal union with one part changed."""
     scene, workers = known.scene, [place(w) for w in range(known.scene.traffic.workers)]
     rest: Callable[[int], FloatArray] = lambda n: scene.sources[n].ending  # noqa: E731
     seen = recorded(scene.recorded)
@@ -145,7 +145,7 @@ def _clusters(seen: RecordedTraffic, weights: FloatArray, known: Fitted, plain: 
 
 
 def drift(scene: Scene, sources: Sequence[Source], late: str) -> dict[str, Any]:
-    """Returns when it is noticed that a domain has come, false alarms before that, and what fitting anew does."""
+    """Returns the delay until a new domain is noticed, false alarms before, and the effect of a new fit."""
     known = fitted(scene)
     count = len(scene.sources)
     prefill = np.stack([each.prefill for each in scene.sources])
@@ -180,7 +180,7 @@ def drift(scene: Scene, sources: Sequence[Source], late: str) -> dict[str, Any]:
 
 
 def overhead(layers: int, experts: int, top_k: int) -> dict[str, Any]:
-    """Returns what fitting 1,000 requests takes, in seconds of processors, and what decisions take."""
+    """Returns processor seconds for fitting 1,000 requests, and the time of a decision."""
     rng = np.random.default_rng(0)
     kinds = rng.gamma(0.3, 1.0, (6, layers, experts))
     rates = (kinds / kinds.sum(axis=2, keepdims=True))[rng.integers(0, 6, 1000)]

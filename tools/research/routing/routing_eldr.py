@@ -1,6 +1,6 @@
-"""ELDR's studies on real routes: decode workers under every routing policy, and what ELDR's parts are worth.
+"""ELDR's studies on real routes: decode workers under every routing policy, and the gain by each of ELDR's parts.
 
-Sources that clusters are fitted to are never asked for.
+Clusters are fitted to other sources than the requests'.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FEW = ("round robin", "JSQ", "domain", "ELDR", "union, no clusters", "union")
 def pool_study(
     sources: Sequence[Source], costs: DecodeCosts, traffic: Traffic, seeds: range, names: Sequence[str] = FEW
 ) -> list[dict[str, Any]]:
-    """Returns the policies' rows for one kind of traffic, and those of two with other requests' signatures."""
+    """Returns the policies' rows for one kind of traffic, and two rows with other requests' signatures."""
     runs = []
     for seed in seeds:
         known = fitted(scene_of(sources, costs, replace(traffic, seed=seed)))

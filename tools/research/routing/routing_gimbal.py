@@ -1,9 +1,8 @@
 """Gimbal's study on simulated engines: TTFT and TPOT of its parts, of pull and of baselines, and prefix hits.
 
 Parts: `lengths` (five distributions, three rates, ample and tight KV), `age` (reports half a second old), `size` (8 to
-64 engines, and other slots), `prefix` (Mooncake's hashes). First it says how far the simulator is from measured
-requests. Every variant serves the same requests of a seed; changes are paired, in per cent against round robin with
-first come, first served.
+64 engines, other slots), `prefix` (Mooncake's hashes). The simulator's error on measured requests comes first. Changes
+are paired by seed, in per cent of round robin with first come, first served.
 """
 
 from __future__ import annotations
@@ -41,14 +40,14 @@ CHANGES = ("ttft_mean_s", "ttft_p99_s", "tpot_mean_s", "tokens_per_s")
 RATES = (0.8, 0.9, 1.0)  # of saturation
 KV_TOKENS = {"ample": 1 << 22, "tight": 40_000}  # of an engine
 ENGINES, SLOTS, REQUESTS = 4, 32, 1000
-SATURATING = 3000  # requests that are there from the start, to find the rate of saturation
+SATURATING = 3000  # requests present at the start, for the rate of saturation
 MOONCAKE_SLOTS, MOONCAKE_REQUESTS = 32, 2000
 PULLED: dict[str, Any] = {"order": "sjf", "output_reserve": 0.25}
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A routing policy, what changes in the engines with it, and what it knows of them."""
+    """A routing policy, its changes to the engines, and its knowledge of them."""
 
     policy: Callable[[], RoutingPolicy]
     engine: dict[str, Any]
@@ -59,7 +58,7 @@ class Variant:
 
 
 class Setting(NamedTuple):
-    """A cluster, and what a seed asks of it at one request a second."""
+    """A cluster, and a seed's requests to it at one a second."""
 
     engines: int
     shape: EngineShape
@@ -98,7 +97,7 @@ FEW = {name: ALL[name] for name in (BASE, "Gimbal", "join shortest queue", "leas
 
 
 def outcome(setting: Setting, variant: Variant, load: Load) -> dict[str, float]:
-    """What became of the requests under a variant."""
+    """Returns figures of the requests under a variant."""
     shape = replace(setting.shape, **variant.engine)
     jobs = jobs_of(*load)
     cluster = cluster_of(setting.engines, shape, variant.policy(), variant.knowledge, setting.key_tokens)
@@ -119,7 +118,7 @@ def outcome(setting: Setting, variant: Variant, load: Load) -> dict[str, float]:
 
 
 def saturation(setting: Setting, count: int) -> float:
-    """Requests per second that round robin ends when all are there from the start, between a fifth and four fifths."""
+    """Returns round robin's requests per second if all are present at the start, between a fifth and four fifths."""
     jobs = jobs_of(*at_rate(setting.load(1 << 20, count), 1e9))
     cluster_of(setting.engines, setting.shape, PushRouting(RoundRobin()), key_tokens=setting.key_tokens).serve(jobs)
     ends = np.sort([job.end_s for job in jobs])
@@ -128,7 +127,7 @@ def saturation(setting: Setting, count: int) -> float:
 
 
 def compared(setting: Setting, variants: dict[str, Variant], rate: float, seeds: range) -> list[dict[str, Any]]:
-    """Figures of every variant, and their changes against the first, paired over seeds, with 95 % intervals."""
+    """Returns figures of every variant, and paired changes from the first, with 95 % intervals."""
     found: dict[str, list[dict[str, float]]] = {name: [] for name in variants}
     for seed in seeds:
         load = at_rate(setting.load(seed, setting.requests), rate)
@@ -150,7 +149,7 @@ def lengths(trace: Trace, distribution: str) -> Callable[[int, int], Load]:
 
 
 def of_lengths(trace: Trace, shape: EngineShape, seeds: range) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Five distributions at three rates, with ample and tight KV; and what old reports change."""
+    """Yields five distributions at three rates, with ample and tight KV; and the effect of old reports."""
     for kv, tokens in KV_TOKENS.items():
         sized = replace(shape, blocks=tokens // BLOCK)
         for distribution in DISTRIBUTIONS:
@@ -165,7 +164,7 @@ def of_lengths(trace: Trace, shape: EngineShape, seeds: range) -> Iterator[tuple
 
 
 def sizes(trace: Trace, shape: EngineShape, seeds: range) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Other numbers of engines, with as many requests for each, and other numbers of slots."""
+    """Yields other numbers of engines, with as many requests for each, and other numbers of slots."""
     for engines, slots in ((8, SLOTS), (16, SLOTS), (32, SLOTS), (64, SLOTS), (ENGINES, 16), (ENGINES, 64)):
         setting = Setting(ENGINES, replace(shape, slots=slots), lengths(trace, "random"))
         full = saturation(setting, SATURATING) * engines / ENGINES
@@ -179,7 +178,7 @@ def sizes(trace: Trace, shape: EngineShape, seeds: range) -> Iterator[tuple[str,
 
 
 def prefixes(data: Path, shape: EngineShape, seeds: range) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Prefix hits with Mooncake's hashes, in caches of two sizes."""
+    """Yields prefix hits with Mooncake's hashes, in caches of two sizes."""
     for name in ("conversation", "synthetic"):
         for kv_tokens in (200_000, 800_000):
             sized = replace(shape, slots=MOONCAKE_SLOTS, blocks=kv_tokens // BLOCK)

@@ -1,12 +1,8 @@
-"""What marginal union is worth to pull by what is known of a request before its prompt is computed.
+"""The gain of marginal union for pull, by the knowledge of a request before its prompt is computed.
 
-    prompt    which experts its whole prompt chooses, which nobody knows then: the most that there is to gain
-    user      those of another request of its user, who stays with one domain
-    half      so of every second request, of the others nothing
-    nothing   no signature: each expert is as likely as any other
-
-Once its prompt is computed its engine knows its signature, as a daemon does. No clusters are fitted. Engines, lengths,
-arrivals and routes are those of `routing_both`; changes are in percent against pull alone, paired over seeds.
+Kinds: prompt (all its experts, an upper bound), user (another request of its user, in one domain), half (so for every
+second request), nothing. After prefill the engine knows the signature, as a daemon does. Engines and requests are as in
+`routing_both`; changes are in percent of pull alone, paired over seeds.
 """
 
 from __future__ import annotations
@@ -30,7 +26,7 @@ KNOWN = ("prompt", "user", "half", "nothing")
 
 
 def before(sources: Sequence[Source], known: str, rng: np.random.Generator) -> list[FloatArray]:
-    """Returns the counts [L, E] that each request is offered with."""
+    """Returns the counts [L, E] in each request's offer."""
     answer = []
     for number, source in enumerate(sources):
         if known == "prompt":
@@ -44,7 +40,7 @@ def before(sources: Sequence[Source], known: str, rng: np.random.Generator) -> l
 
 
 def row(run: Run, costs: DecodeCosts, rate: float, kv_tokens: int, known: str) -> dict[str, float]:
-    """Returns what requests meet that are pulled by so much."""
+    """Returns figures of requests pulled with that knowledge."""
     (offered, output), sources, _ = run
     forecast = PromptForecast(sources[0].routes.shape[2])
     counts = before(sources, known, np.random.default_rng(len(offered)))

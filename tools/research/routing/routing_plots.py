@@ -1,10 +1,9 @@
-"""Draws what a study of routing found: `tools.research.routing.compare --json` writes it.
+"""Plots of a routing study, from the JSON of `tools.research.routing.compare --json`.
 
     python -m tools.research.routing.routing_plots gimbal FOUND.json plots/routing_gimbal.png
     python -m tools.research.routing.routing_plots eldr FOUND.json plots/routing_eldr.png
 
-`gimbal`: mean TTFT by rate and policy, against round robin, with 95 % intervals. `eldr`: active experts and TPOT by
-policy; whiskers are half the range between seeds.
+`gimbal`: mean TTFT by rate and policy, relative to round robin, with 95 % intervals. `eldr`: experts and TPOT.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ EXPERTS = (
 
 
 def by_rate(found: dict[str, Any]) -> Figure:
-    """Returns mean TTFT of Gimbal's parts, of pull and of baselines."""
+    """Plots mean TTFT of Gimbal's parts, of pull and of baselines."""
     settings = [(*match.groups(), rows) for name, rows in found.items() if (match := LENGTHS.match(name))]
     kinds = list(dict.fromkeys(kv for kv, _, _ in settings))
     figure = Figure(figsize=(4.5 * len(kinds), 4.0), layout="constrained")
@@ -52,7 +51,9 @@ def by_rate(found: dict[str, Any]) -> Figure:
 
 
 def by_policy(found: dict[str, Any]) -> Figure:
-    """Returns what decode workers load and take under each policy, a row for each model."""
+    """Plots decode workers' loads and times under each policy, a row for each model; whiskers are half the range of
+    seeds.
+    """
     figure = Figure(figsize=(12, 3.2 * len(found)), layout="constrained")
     for line, (model, tables) in zip(
         figure.subplots(len(found), len(EXPERTS), squeeze=False), found.items(), strict=True

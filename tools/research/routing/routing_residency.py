@@ -1,9 +1,8 @@
-"""What it is worth to marginal union to know which experts each decode worker has in place.
+"""The gain of marginal union by knowledge of the experts in place at each decode worker.
 
-Half of each layer's experts are in place at a worker, each of the others takes `FAR` times as long in each step that
-loads it. The half is what prompts of one domain chose most, domains in turn, as traffic would have placed them, or
-drawn by chance. Clusters have no part in it. Changes are in percent against join-shortest-queue in the same run; JSQ
-and marginal union that does not know where experts are run the same steps.
+Half of each layer's experts are in place at a worker; any other takes `FAR` times as long in a step. The half is the
+most frequent experts of one domain's prompts, or random. There are no clusters. Changes are in percent of
+join-shortest-queue in the same run.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ HOMES = ("by domain", "by chance")
 
 
 class Unaware:
-    """Has a policy decide as if all experts were in place everywhere."""
+    """Lets a policy decide as if all experts were in place everywhere."""
 
     def __init__(self, policy: RoutingPolicy) -> None:
         self._policy = policy
@@ -39,7 +38,7 @@ class Unaware:
 
 
 def homes(sources: Sequence[Source], workers: int, how: str, rng: np.random.Generator) -> npt.NDArray[np.bool_]:
-    """Returns which experts are in place at each worker, half of each layer's [W, L, E]."""
+    """Returns the experts in place at each worker, half of each layer's [W, L, E]."""
     domains = sorted({each.domain for each in sources})
     shape = sources[0].prefill.shape
     answer = np.zeros((workers, *shape), np.bool_)
@@ -53,7 +52,7 @@ def homes(sources: Sequence[Source], workers: int, how: str, rng: np.random.Gene
 
 
 def scene_with(sources: Sequence[Source], costs: DecodeCosts, traffic: Traffic, how: str, far: float) -> Scene:
-    """Returns requests at a rate for workers of which each has half of the experts in place."""
+    """Returns requests at a rate for workers with half of the experts in place each."""
     more_s = (far - 1) * costs.expert_s
     scene = scene_of(sources, replace(costs, expert_s=costs.expert_s + more_s / 2), traffic)
     in_place = homes(scene.recorded, traffic.workers, how, np.random.default_rng((traffic.seed, 31)))
@@ -76,7 +75,7 @@ def table(sources: Sequence[Source], costs: DecodeCosts, how: str, far: float, s
 
 
 def study(data: Path, seeds: range) -> dict[str, Any]:
-    """Returns a table for each model, kind of homes, and cost of an expert that is not in place."""
+    """Returns a table for each model, kind of homes, and cost of an expert not in place."""
     answer: dict[str, Any] = {}
     for model in MODELS:
         sources = sources_of(data, model)

@@ -2,10 +2,8 @@
 
     python -m tools.research.routing.scheduling_study --trace conv.csv.gz --seeds 10 --json
 
-The daemon's own scheduler, block manager and chunk budget run on a simulated clock; only the decoder is replaced, by a
-step that takes fixed + prefill tokens x p + decoding sequences x d. Each seed is another stretch of the trace, at the
-same share of the rate at which the queue would grow for ever. Every order sees the same arrivals, so differences are
-paired; intervals are 95 % (Student's t over seeds). The last line is one JSON object.
+The daemon's scheduler, block manager and chunk budget run on a simulated clock, with a linear cost of a step. Each seed
+is another stretch of the trace, at the same share of saturation. Differences are paired by seed. One JSON object.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ from tools.bench.stats import interval
 from tools.research.routing.queue_orders import QueueOrder, order
 
 console = Console(stderr=True)
-THRESHOLD_S = 5.0  # at which age a request goes first [Gimbal, Algorithm 2]
+THRESHOLD_S = 5.0  # age at which a request goes first [Gimbal, Algorithm 2]
 RULES: tuple[QueueOrder, ...] = ("sjf", "gimbal", "fcfs")
 
 
@@ -53,7 +51,7 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Requests in order of arrival: when, how much prompt, how much output. All [n]."""
+    """Requests in order of arrival: time, prompt tokens, output tokens. All [n]."""
 
     at_s: npt.NDArray[np.float64]
     prompt: npt.NDArray[np.int64]
@@ -65,7 +63,7 @@ class Load:
 
 
 def read_trace(path: Path, max_prompt: int) -> Load:
-    """An Azure trace."""
+    """Reads an Azure trace."""
     with gzip.open(path, "rt") as file:
         rows = [(float(r["arrival_s"]), int(r["prompt_tokens"]), int(r["output_tokens"])) for r in csv.DictReader(file)]
     at_s, prompt, output = (np.array(column) for column in zip(*rows, strict=True))
@@ -73,7 +71,7 @@ def read_trace(path: Path, max_prompt: int) -> Load:
 
 
 def stretch_of(trace: Load, seed: int, count: int) -> Load:
-    """`count` consecutive requests from a place of the trace that the seed chooses."""
+    """Returns `count` consecutive requests from a place of the trace that the seed chooses."""
     start = int(np.random.default_rng(seed).integers(0, len(trace.at_s) - count))
     part = slice(start, start + count)
     return Load(trace.at_s[part], trace.prompt[part], trace.output[part])
@@ -85,7 +83,7 @@ class RuledScheduler(Scheduler):
     def __init__(
         self, settings: EngineSettings, blocks: BlockManager, budget: ChunkBudget, rule: QueueOrder, aging: float
     ) -> None:
-        """`aging` is in tokens per second; 0: by the speed of prefill."""
+        """Uses `aging` in tokens per second; 0: the speed of prefill."""
         super().__init__(
             msgspec.structs.replace(settings, scheduler="fcfs" if rule == "gimbal" else rule), blocks, budget
         )
@@ -133,7 +131,7 @@ def simulate(
 
 
 def _sequence(n: int, load: Load) -> Sequence:
-    sampling = Sampling(max_tokens=int(load.output[n]) * 4)  # what an app asks for, not what it gets
+    sampling = Sampling(max_tokens=int(load.output[n]) * 4)  # the client's limit, not its real output
     request = Request(id=str(n), prompt=tuple(range(int(load.prompt[n]))), sampling=sampling, seed=0)
     return Sequence(request, (), 1, float(load.at_s[n]), float("inf"))
 
@@ -151,13 +149,13 @@ def _emit(scheduler: Scheduler, seq: Sequence, now_s: float, first_s: npt.NDArra
 
 
 def saturation(load: Load, settings: EngineSettings, costs: Costs, blocks: int) -> float:
-    """Requests per second that are served when all are there from the start."""
+    """Returns requests served per second if all are present at the start."""
     everything = replace(load, at_s=np.zeros(len(load.at_s)))
     return len(load.at_s) / float(simulate(everything, settings, costs, blocks).max())
 
 
 def paired(ours: npt.NDArray[np.float64], theirs: npt.NDArray[np.float64]) -> dict[str, float]:
-    """Mean change of `ours` against `theirs` in per cent, and its 95 % interval over seeds. Pure."""
+    """Returns the mean change of `ours` from `theirs` in per cent, and its 95 % interval over seeds. Pure."""
     change = 100 * (ours / theirs - 1)
     mean, half = interval(change)
     return {"mean": round(mean, 1), "low": round(mean - half, 1), "high": round(mean + half, 1)}

@@ -1,16 +1,9 @@
-"""Large clusters, simulated [Prism, IV-C] on the daemon's placement policies and real routing of DeepSeek-V2-Lite.
+"""Simulated large clusters [Prism, IV-C] with the daemon's placement policies and DeepSeek-V2-Lite's real routing.
 
-    python -m tools.research.simulate DATA scale  # GPUs, and how often prompts arrive [Prism, Fig. 8a]
-    python -m tools.research.simulate DATA bandwidth  # GPUs, and links [Prism, Fig. 8b]
-    python -m tools.research.simulate DATA policies  # placement policies, and the links' delay
-    python -m tools.research.simulate DATA testbed --log prism.jsonl  # against `placement.prism`
+    python -m tools.research.simulate DATA scale               # or bandwidth, policies [Prism, Fig. 8]
+    python -m tools.research.simulate DATA testbed --log prism.jsonl  # compared with `placement.prism`
 
-DATA holds the routing tables and LLMServingSim's measured profile. Servers have 1, 1 and 2 GPUs in turn, each with room
-for a share of the experts; every server has a task and its own arrivals. Figures are means over `--seeds`; spreads are
-between these. `--plot FILE` draws them. The last line is one JSON object.
-
-`testbed` simulates each run of the logs with the requests, routes and placements that it had, at costs that were fitted
-to runs of other methods, and says how far mean latencies are off. DATA has the prompts, `--work` is that of the bench.
+DATA holds the routing tables, LLMServingSim's profile and the prompts. results/simulate.md describes the studies.
 """
 
 from __future__ import annotations
@@ -50,7 +43,7 @@ class Run(NamedTuple):
 
 
 def runs_of(args: argparse.Namespace) -> Iterator[Run]:
-    """What a study varies."""
+    """Yields the settings that a study varies."""
     base = Setting(share=args.share, mbit_s=args.mbit_s, delay_s=args.delay_ms / 1e3, prompts=args.prompts)
     if args.study == "scale":
         for every_s in args.every_s:
@@ -68,7 +61,7 @@ def runs_of(args: argparse.Namespace) -> Iterator[Run]:
 
 
 def figures(run: Run, tasks: list[Task], costs: Costs, args: argparse.Namespace, placements: Any) -> dict[str, Any]:
-    """Means over the seeds, and the spread of the mean latency between them."""
+    """Returns means over the seeds, and the spread of the mean latency between them."""
     rows = []
     for seed in range(args.seeds):
         setting = replace(run.setting, seed=seed)
@@ -115,7 +108,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def hold(args: argparse.Namespace) -> dict[str, Any]:
-    """Returns what the logs' runs took and would have, by model, and shows it."""
+    """Returns measured and simulated times of the logs' runs, by model, and prints them."""
     answer: dict[str, Any] = {}
     for model, runs in read_runs(args.log, args.data / "prompts", args.work).items():
         rows, costs = scored(runs)

@@ -1,7 +1,7 @@
-"""What computing costs, fitted to what was measured on a GPU. Seconds, linear in work.
+"""Costs of computing, fitted to measurements on a GPU. Seconds, linear in work.
 
-An RTX PRO 6000 with Qwen3-30B-A3B in bfloat16, LLMServingSim's profile: a layer's experts by how many are chosen and by
-how many tokens, dense parts by tokens. What depends on experts' size goes by that of the model that is simulated.
+LLMServingSim's profile of Qwen3-30B-A3B in bfloat16 on an RTX PRO 6000: a layer's experts by distinct experts and
+tokens, dense parts by tokens. Costs by expert size are scaled to the simulated model.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from pathlib import Path
 import numpy as np
 
 PROFILE = "llmservingsim-measured/profile_rtxpro6000_qwen3-30b-a3b_tp1"
-PROFILED_EXPERT = 2048 * 768 * 3  # numbers of one of the profile's experts
+PROFILED_EXPERT = 2048 * 768 * 3  # parameters of one of the profile's experts
 DENSE_PARTS = ("layernorm", "qkv_proj", "qk_norm", "rotary_emb", "o_proj", "layernorm")  # of a layer
-ATTENTION_S = 8e-6  # a decoding token's, with a short context [the profile's attention.csv]
+ATTENTION_S = 8e-6  # of a decoding token with a short context [the profile's attention.csv]
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """States what a layer takes on one GPU."""
+    """Costs of a layer on one GPU."""
 
     dense_s: float
     dense_token_s: float
     launch_s: float  # of a layer's experts
-    expert_s: float  # of each that is chosen
+    expert_s: float  # of each chosen expert
     token_s: float  # of each (expert, token)
 
     def slower(self, factor: float) -> Costs:
-        """Returns those of a GPU that takes so many times as long."""
+        """Returns the costs of a GPU that takes `factor` times as long."""
         names = ("dense_s", "dense_token_s", "launch_s", "expert_s", "token_s")
         return replace(self, **{name: factor * getattr(self, name) for name in names})
 
 
 def measured(data: Path, expert_numbers: int, top_k: int = 8) -> Costs:
-    """Returns costs fitted to the profile, for experts of so many numbers, in bfloat16."""
+    """Returns costs fitted to the profile, for experts of `expert_numbers` parameters in bfloat16."""
     rows = list(_rows(data / PROFILE / "moe.csv"))
     tokens, experts, spent = (
         np.array([float(row[name]) for row in rows]) for name in ("tokens", "activated_experts", "time_us")
@@ -50,7 +50,7 @@ def measured(data: Path, expert_numbers: int, top_k: int = 8) -> Costs:
 
 
 def _dense(path: Path) -> tuple[float, float]:
-    """Seconds of a layer's dense parts, and of each token in them."""
+    """Returns the seconds of a layer's dense parts, and of each token in them."""
     fixed = each = 0.0
     rows = list(_rows(path))
     for layer in DENSE_PARTS:

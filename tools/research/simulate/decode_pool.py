@@ -1,8 +1,7 @@
-"""Decode workers, each with a batch of its own, and requests that a router sends to them. Only decoding takes time.
+"""Decode workers with a batch each, and routed requests. Only decoding takes time.
 
-A step takes what its layers' distinct experts do, by real routes token by token. A request begins with the next step of
-its worker. None goes to a worker where another request cut from the same source runs, for the two choose alike as no
-two requests of different users do.
+A step takes the time of its layers' distinct experts, by real routes token by token. A request begins with its worker's
+next step. It avoids workers with a request from the same source, whose choices are too similar.
 """
 
 from __future__ import annotations
@@ -25,61 +24,61 @@ Choose = Callable[[int, npt.NDArray[np.bool_], npt.NDArray[np.int64], float], in
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodeRequests:
-    """What is asked for, in order of arrival."""
+    """Requests, in order of arrival."""
 
     at_s: Numbers  # [N]
-    source: npt.NDArray[np.int64]  # [N] what it was cut from
+    source: npt.NDArray[np.int64]  # [N] sequence that it was cut from
     routes: Sequence[Ids]  # [N] each [T, L, k], of the tokens to decode
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodeCosts:
-    """States what a step takes. Seconds."""
+    """Costs of a step. Seconds."""
 
     step_s: float
-    token_s: float  # of each request that runs
+    token_s: float  # of each running request
     expert_s: float  # of each distinct expert of each layer
     experts: int
-    far_s: npt.NDArray[np.float32] | None = None  # [W, L, E] more, of each that is not in place at a worker
+    far_s: npt.NDArray[np.float32] | None = None  # [W, L, E] more, of each expert not in place at a worker
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodeOutcome:
-    """What the requests met."""
+    """Results of the requests."""
 
     tpot_s: Numbers  # [N]
     wait_s: Numbers  # [N] until a worker took it
     worker: npt.NDArray[np.int64]  # [N]
-    active: Numbers  # [N] distinct experts a layer of the steps that it was in, on average
-    batch: Numbers  # [N] requests of the steps that it was in, on average
-    spread: float  # what runs at the worker that has most to do, of the mean
+    active: Numbers  # [N] mean distinct experts per layer in its steps
+    batch: Numbers  # [N] mean requests in its steps
+    spread: float  # requests at the busiest worker, relative to the mean
 
 
 def places_of(ids: Ids, experts: int) -> npt.NDArray[np.int32]:
-    """Returns what each token chooses as numbers of (layer, expert), [T, L * k], of routes [T, L, k]."""
+    """Returns each token's choices as numbers of (layer, expert), [T, L * k], from routes [T, L, k]."""
     layers = ids.shape[1]
     return (ids + (np.arange(layers, dtype=np.int32) * experts)[:, None]).reshape(len(ids), -1)
 
 
 def distinct_experts(ids: Ids, experts: int) -> int:
-    """Returns how many experts a step loads, in all layers, by what its tokens choose [S, L, k]."""
+    """Returns the distinct experts of a step, in all layers, from its tokens' choices [S, L, k]."""
     return len(np.unique(places_of(ids, experts)))
 
 
 @lru_cache(maxsize=1)
 def _rows(requests: DecodeRequests, experts: int) -> npt.NDArray[np.int32]:
-    """Returns what all tokens of all requests choose, one after the other, [rows, L * k]."""
+    """Returns the choices of all tokens of all requests, one after the other, [rows, L * k]."""
     return np.concatenate([places_of(each, experts) for each in requests.routes])
 
 
 class DecodePool:
-    """Owns who runs where, and what time it is."""
+    """Owns the workers' batches and the clock."""
 
     def __init__(self, requests: DecodeRequests, workers: int, slots: int, costs: DecodeCosts) -> None:
         self._requests, self._slots, self._costs = requests, slots, costs
         self._running: list[list[int]] = [[] for _ in range(workers)]
         self._sources = [Counter[int]() for _ in range(workers)]
-        self._stepping: list[list[int]] = [[] for _ in range(workers)]  # requests of the step that is under way
+        self._stepping: list[list[int]] = [[] for _ in range(workers)]  # requests of the current step
         self._waiting: deque[int] = deque()
         self._events: list[tuple[float, int]] = []  # when a worker's step ends
         count = len(requests.at_s)
@@ -94,7 +93,9 @@ class DecodePool:
         self._served = np.zeros(workers)
 
     def run(self, choose: Choose, ended: Callable[[int, int], None] = lambda request, worker: None) -> DecodeOutcome:
-        """Returns what the requests meet where `choose` sends them; `ended` hears of each that is done, and where."""
+        """Returns the results if `choose` routes the requests; `ended` is called with each finished one and its
+        worker.
+        """
         at_s = self._requests.at_s
         following = 0
         while following < len(at_s) or self._events:
@@ -116,7 +117,7 @@ class DecodePool:
         )
 
     def _place(self, choose: Choose, now: float) -> None:
-        """Sends what waits, in order, and starts workers that stand still."""
+        """Sends waiting requests, in order, and starts idle workers."""
         for _ in range(len(self._waiting)):
             request = self._waiting[0]
             source = int(self._requests.source[request])

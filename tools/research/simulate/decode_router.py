@@ -1,4 +1,4 @@
-"""The daemon's routing policies before simulated decode workers: what is known of these, and offers of requests."""
+"""The daemon's routing policies for simulated decode workers: knowledge of these, and offers of requests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def place(worker: int) -> str:
 
 
 class SimulatedRouter:
-    """Owns what is expected of the experts of each worker. A prompt is known by its signature alone."""
+    """Owns the expected experts of each worker. A prompt is known by its signature alone."""
 
     def __init__(
         self, scene: Scene, policy: RoutingPolicy, forecast: PromptForecast, signatures: list[FloatArray]
@@ -33,7 +33,7 @@ class SimulatedRouter:
         self._unions = np.zeros((scene.traffic.workers, *signatures[0].shape), np.float32)
 
     def choose(self, request: int, room: npt.NDArray[np.bool_], running: npt.NDArray[np.int64], now_s: float) -> int:
-        """Returns the worker that the policy chooses of those with room."""
+        """Returns the policy's choice among the workers with room."""
         slots = self._scene.traffic.slots
         far_s = self._scene.costs.far_s
         views = [
@@ -67,7 +67,7 @@ class SimulatedRouter:
         return costs.step_s + costs.token_s * running + costs.expert_s * float(loaded.sum())
 
     def ended(self, request: int, worker: int) -> None:
-        """Counts a request no more."""
+        """Removes an ended request from its worker."""
         self._unions[worker] -= absence(self._chances[request])
 
 
@@ -77,7 +77,7 @@ def serve(
     forecast: PromptForecast,
     signature: Callable[[int], FloatArray] | None = None,
 ) -> DecodeOutcome:
-    """Returns what requests meet under a policy, by the signatures of their prompts where no others are given."""
+    """Returns the results of requests under a policy, by their prompts' signatures unless others are given."""
     known = signature or (lambda n: scene.sources[n].prefill)
     traffic = scene.traffic
     router = SimulatedRouter(scene, policy, forecast, [known(n) for n in range(len(scene.sources))])

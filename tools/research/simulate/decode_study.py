@@ -1,6 +1,6 @@
-"""Decode workers under every routing policy, in runs that are paired: the same requests at the same times.
+"""Decode workers under every routing policy, in paired runs: the same requests at the same times.
 
-A figure is the mean over seeds of the change against a baseline in the same run; `spread` is half its range.
+A figure is the mean over seeds of the change from a baseline in the same run; `spread` is half its range.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tools.research.simulate.decode_pool import DecodeOutcome
 from tools.research.simulate.decode_router import place, serve
 from tools.research.simulate.decode_traffic import Scene, recorded
 
-SCORED = slice(15, 90)  # percent of the requests: neither the filling nor the emptying
+SCORED = slice(15, 90)  # percent of the requests: without the start and the end of the run
 BASELINES = ("random", "round robin", "least requests", "JSQ", "power of two", "domain", "Gimbal")
 OURS = ("ELDR", "union, no clusters", "union", "pull", "pull + union")
 Figures = dict[str, float]
@@ -32,7 +32,7 @@ Figures = dict[str, float]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fitted:
-    """What is known beforehand."""
+    """Knowledge before the run."""
 
     scene: Scene
     clusters: ExpertClusters
@@ -40,7 +40,7 @@ class Fitted:
 
 
 def fitted(scene: Scene) -> Fitted:
-    """Returns clusters of what was recorded, one for each worker."""
+    """Returns clusters of the recorded sequences, one for each worker."""
     traffic = scene.traffic
     capacity = np.full(traffic.workers, traffic.slots)
     clusters, _ = fit_clusters(recorded(scene.recorded), capacity, np.random.default_rng(traffic.seed))
@@ -74,20 +74,20 @@ def outcome(
     signature: Callable[[int], FloatArray] | None = None,
     policy: RoutingPolicy | None = None,
 ) -> DecodeOutcome:
-    """Returns what the scene's requests meet under a policy, the one of that name or another."""
+    """Returns the results of the scene's requests under a policy, the named one or another."""
     clusters = None if name.endswith("no clusters") else known.clusters
     forecast = PromptForecast(known.scene.top_k, clusters)
     return serve(known.scene, policy or policy_of(name, known), forecast, signature)
 
 
 def permuted(scene: Scene) -> Callable[[int], FloatArray]:
-    """Returns signatures that are another request's each: a placebo."""
+    """Returns another request's signature for each: a placebo."""
     other = np.random.default_rng(scene.traffic.seed + 1).permutation(len(scene.sources))
     return lambda n: scene.sources[int(other[n])].prefill
 
 
 def figures(scene: Scene, met: DecodeOutcome) -> Figures:
-    """Returns what a run's scored requests met. Active experts are weighted by tokens."""
+    """Returns figures of a run's scored requests. Active experts are weighted by tokens."""
     count = len(scene.sources)
     part = slice(count * SCORED.start // 100, count * SCORED.stop // 100)
     tokens, tpot, domain = scene.lengths[part], met.tpot_s[part], scene.domains[part]

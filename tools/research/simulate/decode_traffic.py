@@ -1,8 +1,7 @@
-"""Requests with real routes, for decode workers: those that clusters are fitted to, and others that are asked for.
+"""Requests with real routes, for decode workers, and other sequences to fit clusters to.
 
-A source is one recorded sequence and makes one request: its first part stands in for the prompt, the rest is decoded
-(no trace marks where the answer begins). A third of the sources is for fitting, the others are asked for again and
-again, in an order drawn anew each time.
+A source is one recorded sequence and makes one request. Its first part stands for the prompt, and the rest is decoded,
+for no trace marks the answer. A third of the sources is for fitting; the others repeat in new random orders.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ LEAST_TOKENS = 32  # of a source
 
 @dataclass(frozen=True, slots=True)
 class RoutedModel:
-    """A model with recorded routes, and what its experts weigh."""
+    """A model with recorded routes, and the size of its experts."""
 
     domains: tuple[str, ...]
     folder: str
@@ -54,25 +53,27 @@ class Source:
     tokens: int  # of the prompt
     routes: Ids  # [T, L, k] of the tokens to decode
     decode: FloatArray  # [L, E] counts
-    ending: FloatArray  # [L, E] counts of the prompt's last eighth: what a prefix cache without signatures may leave
+    ending: (
+        FloatArray  # [L, E] counts of the prompt's last eighth: a prefix cache without signatures may leave only these
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What is asked for. `shares` are those of domains among arrivals, their sources' where empty."""
+    """Parameters of the traffic. `shares` are the domains' among arrivals; if empty, their sources'."""
 
     workers: int = 8
-    batch: float = 10.0  # requests that run at a worker, about
+    batch: float = 10.0  # mean running requests of a worker
     slots: int = 16
     requests: int = 1000
     shares: dict[str, float] = field(default_factory=dict)
-    late: str = ""  # a domain that comes in the second half of the time only
+    late: str = ""  # a domain that appears only in the second half
     seed: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scene:
-    """Requests, what was recorded before, and what a step takes."""
+    """Requests, earlier recordings, and the costs of a step."""
 
     traffic: Traffic
     top_k: int
@@ -91,7 +92,7 @@ class Scene:
 
 
 def counted(ids: Ids, experts: int) -> FloatArray:
-    """Returns how often each expert was chosen [L, E], of routes [T, L, k]."""
+    """Returns the number of times that each expert was chosen [L, E], from routes [T, L, k]."""
     layers = ids.shape[1]
     found = np.bincount(places_of(ids, experts).ravel(), minlength=layers * experts)
     return found.reshape(layers, experts).astype(np.float32)
@@ -116,7 +117,7 @@ def sources_of(data: Path, name: str, cut: float = 0.5) -> list[Source]:
 
 
 def recorded(sources: Sequence[Source]) -> RecordedTraffic:
-    """Returns what clusters are fitted to."""
+    """Returns the recorded sequences for fitting clusters."""
     return RecordedTraffic(
         np.stack([each.prefill for each in sources]),
         np.stack([each.decode for each in sources]),
@@ -125,7 +126,7 @@ def recorded(sources: Sequence[Source]) -> RecordedTraffic:
 
 
 def step_costs(data: Path, name: str, sources: Sequence[Source]) -> DecodeCosts:
-    """Returns what a step of the model takes, by LLMServingSim's profile."""
+    """Returns the costs of the model's step, by LLMServingSim's profile."""
     layers, top_k = sources[0].routes.shape[1:]
     costs = measured(data, int(MODELS[name].expert_numbers))
     token_s = costs.dense_token_s + costs.token_s * top_k
@@ -135,7 +136,7 @@ def step_costs(data: Path, name: str, sources: Sequence[Source]) -> DecodeCosts:
 
 
 def scene_of(sources: Sequence[Source], costs: DecodeCosts, traffic: Traffic) -> Scene:
-    """Returns requests that keep about `traffic.batch` running at each worker if they are sent anywhere."""
+    """Returns requests that keep about `traffic.batch` running at each worker under any routing."""
     rng = np.random.default_rng(traffic.seed)
     order = rng.permutation(len(sources))
     fit = int(len(sources) * FIT_SHARE)
@@ -157,7 +158,7 @@ def scene_of(sources: Sequence[Source], costs: DecodeCosts, traffic: Traffic) ->
 
 
 def _order(sources: Sequence[Source], asked: IntArray, traffic: Traffic, rng: np.random.Generator) -> IntArray:
-    """Returns the source of each request [N]: of its domain that which was not asked for longest, or all in turn."""
+    """Returns each request's source [N]: the least recently used of its domain, or all in turn."""
     if not traffic.shares and not traffic.late:
         rounds = -(-traffic.requests // len(asked))
         return np.concatenate([rng.permutation(asked) for _ in range(rounds)])[: traffic.requests]

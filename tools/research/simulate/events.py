@@ -1,14 +1,8 @@
-"""The simulator's clock [Prism, IV-C]: every batch goes layer by layer, and waits where something is in use.
+"""The simulator's event loop [Prism, IV-C]: batches go layer by layer, and wait for busy resources.
 
-    dense     attention and gate, on the GPU that the prompt was given to
-    experts   those at home here, on the GPUs that hold them; the others by calls to boxes that have them, to few, and
-              to those that are free
-    call      over the link of the caller and that of the called, then on the called one's GPUs, and back
-    layer     is done with its last expert; a step with its last layer; a prompt with its last step
-
-Whatever is used (a GPU, a link in each direction) serves what comes to it in the order of its coming. A prompt's first
-step is all its tokens but those that it emits, each further step one token. A prompt is a batch by itself, or a
-server's prompts step together (`Host.sequences`). Compiled; times are seconds.
+A layer's experts at home run on the GPUs that hold them, others by calls to few and idle boxes, over both links. A
+layer ends with its last expert. GPUs and links serve in order of arrival. A prompt's first step is its prompt, each
+further step one token; prompts of a server may step together (`Host.sequences`). Compiled; times are seconds.
 """
 
 from __future__ import annotations
@@ -23,17 +17,17 @@ from tools.research.simulate.heap import Heap, Ints, Numbers, heap_of, pop, push
 
 ONE, NONE = np.uint64(1), np.uint64(0)
 LAYER, GATE, CALL, REPLY, DONE, ARRIVES, QUEUES = range(7)
-CALLS = 1 << 16  # under way at once, at most
+CALLS = 1 << 16  # at once, at most
 PERIOD_S = 0.01  # in which a box's control group may use its share of the processor
 DECODE_STEPS, DECODE_S, EXPERTS, REMOTE, CALLED, CORE_S = range(6)  # of `Result.boxes`
 _compiled: Any = numba.njit(nogil=True, error_model="numpy")
 
 
 class Prompts(NamedTuple):
-    """What is asked for. P prompts, whose routes lie one after the other."""
+    """P prompts, with their routes one after the other."""
 
     at_s: Numbers  # [P] ascending
-    server: Ints  # [P] whose it is
+    server: Ints  # [P] its server
     first: Ints  # [P] its first token in `routes`
     tokens: Ints  # [P] of prompt and answer
     emitted: Ints  # [P] of these, the answer's
@@ -41,26 +35,26 @@ class Prompts(NamedTuple):
 
 
 class Host(NamedTuple):
-    """States what a box spends beside computing, on its one processor."""
+    """Costs of a box beside computing, on its one processor."""
 
-    share: Numbers  # [N] of the processor that each box may use; inf: all
+    share: Numbers  # [N] share of the processor that each box may use; inf: all
     sequences: int  # that step together at a box; 0: each prompt by itself
     request_s: float  # for each request
     step_s: float  # for each step
-    prompt_s: float  # for each layer of a step that has prompts
-    call_s: float  # for each call that it makes
-    serve_s: float  # for each that it answers
-    devices: Ints  # [N] that compute beside the processor, where experts take them anything
+    prompt_s: float  # for each layer of a step with prompts
+    call_s: float  # for each outgoing call
+    serve_s: float  # for each incoming call
+    devices: Ints  # [N] devices that compute beside the processor, if experts take time on them
     read_s: float  # of an expert on one of them
 
 
 def all_computing(servers: int) -> Host:
-    """Returns hosts that take nothing: GPUs are all that counts."""
+    """Returns hosts without costs: only GPUs take time."""
     return Host(np.full(servers, np.inf), 0, 0.0, 0.0, 0.0, 0.0, 0.0, np.ones(servers, np.int64), 0.0)
 
 
 class Cluster(NamedTuple):
-    """What there is. N servers of at most G GPUs."""
+    """The cluster: N servers of at most G GPUs."""
 
     homes: npt.NDArray[np.uint64]  # [L, E] a bit for each server
     device: npt.NDArray[np.int8]  # [N, L, E] GPU; -1: not there
@@ -76,15 +70,15 @@ class Cluster(NamedTuple):
 
 
 class Calls(NamedTuple):
-    """Calls under way."""
+    """Calls in progress."""
 
     batch: Ints
     server: Ints
     sent: Ints  # tokens
     experts: Ints  # [calls, G]
-    tokens: Ints  # [calls, G] that they have, together
-    free: Ints  # those that are not in use
-    unused: Ints  # [1] how many of these
+    tokens: Ints  # [calls, G] their tokens together
+    free: Ints  # unused entries
+    unused: Ints  # [1] number of unused entries
 
 
 class Batches(NamedTuple):
@@ -94,29 +88,29 @@ class Batches(NamedTuple):
     prompts: Ints  # [W, S]
     size: Ints  # [W]
     layer: Ints  # [W]
-    pending: Ints  # [W] what its layer waits for
+    pending: Ints  # [W] experts that its layer waits for
     gated_s: Numbers  # [W] when its layer was gated
     began_s: Numbers  # [W] when its step began
     step: Ints  # [P] of each prompt
     line: Ints  # [N, P] prompts that wait for a place, in order of arrival
-    ends: Ints  # [N, 2] where the line begins and ends
+    ends: Ints  # [N, 2] begin and end of the line
 
 
 class Used(NamedTuple):
-    """When what is used is free again."""
+    """Times at which resources are free again."""
 
     gpus: Numbers  # [N, G]
     links: Numbers  # [2, N] out, and in
     devices: Numbers  # [N] all that compute beside a box's processor
-    period: Ints  # [N] in which the box used its processor last
-    spent_s: Numbers  # [N] of it
+    period: Ints  # [N] period in which the box used its processor last
+    spent_s: Numbers  # [N] processor time used in it
 
 
 class Result(NamedTuple):
-    """What came of it."""
+    """Results of a simulation."""
 
     end_s: Numbers  # [P]
-    first_s: Numbers  # [P] when the first token was there
+    first_s: Numbers  # [P] time of the first token
     local: Ints  # [3] experts computed at home, experts in all, calls
     waits: Numbers  # [P] seconds between gates and their last remote expert
     boxes: Numbers  # [N, 6] decode steps, seconds in them, distinct experts of steps, remote ones, calls, core seconds
@@ -124,7 +118,7 @@ class Result(NamedTuple):
 
 @_compiled
 def _work(share: Numbers, used: Used, boxes: Numbers, now: float, server: int, gpu: int, work_s: float) -> float:
-    """Has a GPU, or a box's processor, work for so long; when it is done."""
+    """Occupies a GPU, or a box's processor, for a time. Returns its end."""
     if work_s <= 0.0:
         return now
     start = max(now, used.gpus[server, gpu])
@@ -150,7 +144,7 @@ def _work(share: Numbers, used: Used, boxes: Numbers, now: float, server: int, g
 def _compute(
     cluster: Cluster, used: Used, result: Result, now: float, server: int, experts: Ints, tokens: Ints
 ) -> float:
-    """Has a server's GPUs compute experts [G] of so many tokens [G]; when the last one is done."""
+    """Computes experts [G] for tokens [G] on a server's GPUs. Returns the end of the last one."""
     end = now
     for gpu in range(cluster.gpus[server]):
         if experts[gpu]:
@@ -165,7 +159,7 @@ def _compute(
 
 @_compiled
 def _send(cluster: Cluster, links: Numbers, now: float, source: int, sink: int, tokens: int) -> float:
-    """Sends so many tokens; when they are there."""
+    """Sends tokens over two links. Returns their arrival."""
     begin = max(now, links[0, source], links[1, sink])
     end = begin + tokens * cluster.link_s
     links[0, source], links[1, sink] = end, end
@@ -174,10 +168,10 @@ def _send(cluster: Cluster, links: Numbers, now: float, source: int, sink: int, 
 
 @_compiled
 def _assign(cluster: Cluster, layer: int, missing: Ints, wait: Numbers, peer: Ints) -> None:
-    """Gives each missing expert a server that has it, `peer` [E].
+    """Assigns each missing expert a server that has it, `peer` [E].
 
-    Again and again the one that takes least time for each of the rest that it has. `wait` [N] is what a call takes
-    before it computes and after.
+    Repeatedly chooses the server with the least time for each of its remaining experts. `wait` [N] is a call's time
+    before and after its computation.
     """
     left, homes = len(missing), cluster.homes[layer]
     while left:
@@ -197,7 +191,7 @@ def _assign(cluster: Cluster, layer: int, missing: Ints, wait: Numbers, peer: In
 
 @_compiled
 def _waits(cluster: Cluster, used: Used, now: float, tokens: int) -> Numbers:
-    """What a call of so many tokens to each server takes, but for its experts."""
+    """Returns the time of a call of `tokens` to each server, without its experts."""
     host = cluster.host
     wait = np.empty(len(used.gpus))
     for server in range(len(wait)):
@@ -210,7 +204,7 @@ def _waits(cluster: Cluster, used: Used, now: float, tokens: int) -> Numbers:
 
 @_compiled
 def _span(prompts: Prompts, step: int, p: int) -> tuple[int, int]:
-    """The tokens of a step."""
+    """Returns the first token of a step, and its end."""
     filled = prompts.tokens[p] - prompts.emitted[p]
     if step == 0:
         return prompts.first[p], prompts.first[p] + filled
@@ -229,7 +223,7 @@ def _gate(
     now: float,
     w: int,
 ) -> None:
-    """Sends a layer's experts to where they are computed."""
+    """Starts a layer's experts, here and by calls."""
     home, at = batches.server[w], batches.layer[w]
     experts = cluster.homes.shape[1]
     wanted = np.zeros(experts, np.int64)
@@ -287,7 +281,7 @@ def _gate(
 
 @_compiled
 def _begin(cluster: Cluster, batches: Batches, used: Used, heap: Heap, result: Result, now: float, w: int) -> None:
-    """Lets a server's next step begin, with prompts that wait where there is room."""
+    """Begins a server's next step, with waiting prompts as far as there is room."""
     ends = batches.ends[w]
     while batches.size[w] < cluster.host.sequences and ends[0] < ends[1]:
         batches.prompts[w, batches.size[w]] = batches.line[w, ends[0]]
@@ -300,7 +294,7 @@ def _begin(cluster: Cluster, batches: Batches, used: Used, heap: Heap, result: R
 
 @_compiled
 def _emit(prompts: Prompts, batches: Batches, result: Result, now: float, w: int) -> None:
-    """Ends a step: each of its prompts has a token, and those that have all are out."""
+    """Ends a step: each prompt has a token more, and complete ones leave."""
     size, decodes = 0, True
     for n in range(batches.size[w]):
         p = batches.prompts[w, n]
@@ -323,7 +317,7 @@ def _emit(prompts: Prompts, batches: Batches, result: Result, now: float, w: int
 def run(
     prompts: Prompts, cluster: Cluster, batches: Batches, used: Used, heap: Heap, calls: Calls, result: Result
 ) -> None:
-    """Lets all prompts go through; fills `result`."""
+    """Runs all prompts; fills `result`."""
     layers, together = cluster.homes.shape[0], cluster.host.sequences > 0
     share, request_s = cluster.host.share, cluster.host.request_s
     for p in range(len(prompts.at_s)):
@@ -395,7 +389,7 @@ def _batches(prompts: Prompts, servers: int, sequences: int) -> Batches:
 
 
 def simulate(prompts: Prompts, cluster: Cluster) -> Result:
-    """Returns what comes of the prompts on the cluster."""
+    """Returns the results of the prompts on the cluster."""
     count, servers, gpus = len(prompts.at_s), len(cluster.gpus), int(cluster.gpus.max())
     batch, server, sent = np.zeros((3, CALLS), np.int64)
     experts, tokens = np.zeros((2, CALLS, gpus), np.int64)

@@ -1,4 +1,4 @@
-"""What happens next, of all that is to happen: a heap of events. Compiled."""
+"""A heap of events, ordered by time. Compiled."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ _compiled: Any = numba.njit(nogil=True, error_model="numpy")
 
 
 class Heap(NamedTuple):
-    """Events by time: of equals the one that was put in first."""
+    """Events by time: of equals the first one added."""
 
     time: Numbers
     order: Ints
     kind: Ints
     what: Ints  # prompt, or call
-    size: Ints  # [2] how many, and how many there ever were
+    size: Ints  # [2] number of events now, and ever
 
 
 def heap_of(size: int) -> Heap:
-    """Returns an empty one, for so many events at once."""
+    """Returns an empty heap with room for `size` events."""
     ints = [np.zeros(size, np.int64) for _ in range(3)]
     return Heap(np.zeros(size), ints[0], ints[1], ints[2], np.zeros(2, np.int64))
 

@@ -1,4 +1,4 @@
-"""Draws a study: mean seconds of a prompt, and what computes at home, against what was varied [Prism, Fig. 8]."""
+"""Plots of a study: mean seconds of a prompt, and local experts, against the varied setting [Prism, Fig. 8]."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One simulated cluster: its servers, where a policy puts their experts, and what its requests meet."""
+"""One simulated cluster: its servers, a policy's placement, and the results of its requests."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tools.research.simulate.heap import Numbers
 from tools.research.simulate.workload import EXPERTS, HIDDEN_BYTES, Task, prompts_of
 
 SHAPE = (1, 1, 2)  # GPUs of the servers, in turn [Prism, IV-A]
-MOST_SERVERS = 48  # of one cluster: a cluster has 64 boxes at most, and this is 64 GPUs
-PAIRS = 900  # of a layer, the heaviest: what fits into a report
+MOST_SERVERS = 48  # of one cluster: 64 GPUs, for a cluster has 64 boxes at most
+PAIRS = 900  # heaviest pairs of a layer that fit into a report
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What is varied. One figure each."""
+    """Parameters of a study, one figure each."""
 
     gpus: int = 4
     policy: str = "rendezvous"
@@ -45,7 +45,7 @@ def servers_of(gpus: int) -> list[int]:
 
 
 def placed_by(setting: Setting, tasks: list[Task], servers: list[int]) -> Placement:
-    """Returns where the policy puts experts, by what it has seen of each server's task."""
+    """Returns the policy's placement, by the seen tokens of each server's task."""
     seen = [np.concatenate(tasks[n % len(tasks)].seen) for n in range(len(tasks))]
     counts = [
         np.array([np.bincount(each[:, layer].ravel(), minlength=EXPERTS) for layer in range(each.shape[1])], np.float64)
@@ -81,9 +81,9 @@ def cluster_of(setting: Setting, placement: Placement, servers: list[int], costs
 def outcome(
     setting: Setting, tasks: list[Task], costs: Costs, at_s: Numbers, placements: dict[str, Placement]
 ) -> dict[str, float]:
-    """Returns what the setting's prompts meet, arriving at these times. Placements that are known are not solved again.
+    """Returns figures of the setting's prompts, arriving at these times. Known placements are not solved again.
 
-    What has more servers than a cluster may have is several clusters side by side, with a part of the prompts each.
+    More servers than a cluster may have are several clusters, with a part of the prompts each.
     """
     servers = servers_of(setting.gpus)
     clusters = [servers[n : n + MOST_SERVERS] for n in range(0, len(servers), MOST_SERVERS)]

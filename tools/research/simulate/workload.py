@@ -1,7 +1,7 @@
-"""What is asked for: real sequences with their real routes, arriving by chance or as a trace has it.
+"""Requests of the simulator: real sequences with their routes, with random arrivals or a trace's.
 
-Each server has a task, in turn; its prompts are sequences of the task's second half, of which the last few tokens are
-the answer (where the answer begins is not recorded). Placements know the first half only, as pairs and counts.
+Each server has a task, in turn. Its prompts are sequences of the task's second half; the last few tokens stand for the
+answer, which is not marked in the recording. Placements know the first half only, as pairs and counts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ HIDDEN_BYTES = 2048 * 2
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Task:
-    """A task's sequences, [T, L, k] each: those that placements are fitted on, and those that are asked for."""
+    """A task's sequences, [T, L, k] each: for placements, and for requests."""
 
     seen: tuple[Routes, ...]
     unseen: tuple[Routes, ...]
@@ -64,12 +64,12 @@ def prompts_of(tasks: list[Task], at_s: Numbers, servers: int, emitted: int, rng
 
 
 def poisson(every_s: float, count: int, rng: np.random.Generator) -> Numbers:
-    """Returns when so many requests arrive, one every so many seconds on average."""
+    """Returns arrival times of requests, one every `every_s` on average."""
     return np.cumsum(rng.exponential(every_s, count))
 
 
 def traced(path: Path, every_s: float, count: int) -> Numbers:
-    """Returns when the first requests of an Azure trace arrive, stretched to one every so many seconds."""
+    """Returns arrival times of an Azure trace's first requests, stretched to one every `every_s`."""
     with gzip.open(path, "rt") as file:
         rows = [float(row["arrival_s"]) for row, _ in zip(csv.DictReader(file), range(count), strict=False)]
     at_s = np.array(rows) - rows[0]

@@ -1,4 +1,4 @@
-"""The bench of kinds scores the tokens that it says, against the best of four, and adds up to what a replay counts."""
+"""The benchmark of kinds scores its stated tokens against the best of four, and its sums equal a replay's counts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MACHINE = BoxSpec(1e-3, 1 << 20, 8e9, 3e9, 1.0, False)
 
 @pytest.fixture
 def args(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Namespace:
-    """Of a run over tables of requests that wander from expert to expert."""
+    """A run over tables of requests whose experts change slowly."""
     link_predictor(KERNELS)
     monkeypatch.setattr(module, "WINDOWS", {"cold": slice(0, 30), "warm": slice(60, 90)})
     monkeypatch.setattr(module, "FEWEST", 20)
@@ -56,7 +56,7 @@ def test_what_requests_add_is_what_is_closed_of_the_gap(args: Namespace, capsys:
             closed.append((best - missed["learned.0"]) / (best - missed["belady"]))
         parts = module.Scored(args.out, "de-law", window, 2).closed("learned")[1]
         assert parts.sum(0) == pytest.approx(np.mean(closed, axis=0))
-        assert len(parts) <= 9  # a request that is scored in two orders is one request
+        assert len(parts) <= 9  # a request scored in two orders is one request
     module.report(args)
     assert capsys.readouterr().out.count("| de-law |") == 2
     (args.out / "de-law.1.learned.0.npz").unlink()

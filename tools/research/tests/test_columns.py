@@ -12,7 +12,7 @@ from tools.research.placement.policies import columns
 
 @st.composite
 def clusters(draw: st.DrawFn) -> tuple[PlacementProblem, Values]:
-    """Small clusters with room for replicas, or too little for all, and successions of any kind."""
+    """Draws small clusters with room for replicas, or too little for all, and any successions."""
     nodes, layers, experts = draw(st.integers(1, 4)), draw(st.integers(1, 4)), draw(st.integers(2, 7))
     most = 2 * layers * experts // nodes + 2
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))

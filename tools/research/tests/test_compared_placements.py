@@ -1,4 +1,4 @@
-"""The placements that served ones are compared with keep every expert, within memory, or say what is missing."""
+"""Placements for comparison keep every expert within memory, or name the memory that is missing."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ COMPARED = [name for name in POLICIES if name not in SERVED]
 
 @st.composite
 def problems(draw: st.DrawFn) -> PlacementProblem:
-    """Small clusters, of which about a third have too little memory."""
+    """Draws small clusters, about a third of them with too little memory."""
     nodes, layers, experts = draw(st.integers(1, 4)), draw(st.integers(1, 3)), draw(st.integers(2, 8))
     most = 2 * layers * experts // nodes + 2
     devices = st.lists(st.integers(0, most), min_size=1, max_size=2).map(tuple)
     slots = tuple(draw(devices) for _ in range(nodes))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     activations = rng.integers(0, draw(st.sampled_from([2, 1000])), (nodes, layers, experts)).astype(np.float64)
-    activations[draw(st.integers(0, nodes - 1)), draw(st.integers(0, layers - 1))] = 0  # nothing known there
+    activations[draw(st.integers(0, nodes - 1)), draw(st.integers(0, layers - 1))] = 0  # no activations known there
     on_disk = rng.random(activations.shape) < draw(st.sampled_from([0.6, 1.0]))
     on_disk[0] |= ~on_disk.any(axis=0)
     return PlacementProblem(slots, activations, 10, on_disk, from_disk=draw(st.booleans()))

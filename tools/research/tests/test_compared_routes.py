@@ -1,4 +1,4 @@
-"""Routes for comparison place every offer that there is room for; Gimbal's pseudo-code goes by its lines."""
+"""Routes for comparison place every offer that there is room for; Gimbal's follows its pseudo-code."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def test_offers_go_where_there_is_room_each_once(choose: EngineChooser) -> None:
     [
         # KV over the threshold and uneven: the engine with the least of it (lines 5 to 7)
         ([engine("a", 0.95), engine("b", 0.5, prefill=9000)], "b"),
-        # over the threshold and even: load decides where it differs by more than a request (lines 9 to 13)
+        # over the threshold and even: load decides if it differs by more than a request (lines 9 to 13)
         ([engine("a", 0.95, prefill=4000), engine("b", 0.91)], "b"),
-        # KV ample: the text looks at load here, too, the pseudo-code only at turns
+        # KV ample: the paper's text uses load here, too, the pseudo-code only turns
         ([engine("a", 0.1, prefill=4000), engine("b", 0.2)], "a"),
         # at the thresholds: usage counts from them on, load only beyond
         ([engine("a", 0.9), engine("b", 0.75)], "b"),

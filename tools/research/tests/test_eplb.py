@@ -1,4 +1,4 @@
-"""EPLB answers what the published algorithm answers; the cases were worked out by hand from its description."""
+"""EPLB gives the published algorithm's results; the cases were computed by hand from its description."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The next-use network: learns what follows what, is read back as it was written, and serves what it was trained to."""
+"""The next-use network learns successions, is read back unchanged, and serves its trained model."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MACHINE = BoxSpec(1e-3, 1 << 20, 1e9, 1e9, 1.0, False)
 
 
 def cycles(requests: int = 50, tokens: int = 30, seed: int = 0) -> list[np.ndarray]:
-    """Requests that walk through one of two cycles of routes, [T, L, k] each: only what went before tells which."""
+    """Draws requests that follow one of two cycles of routes, [T, L, k] each; only past tokens identify the cycle."""
     rng = np.random.default_rng(seed)
     walks = rng.permuted(np.tile(np.arange(E), (2, L, 1)), axis=2)  # [cycle, L, E]
     made = []
@@ -114,7 +114,7 @@ def test_an_export_is_refused_where_it_is_damaged_or_for_another_model(folder: P
 
 
 def test_what_is_served_is_what_was_trained() -> None:
-    """Forecasts step by step against the batch computation that the loss is taken from."""
+    """Forecasts step by step equal the batch computation of the loss."""
     torch.manual_seed(1)
     network = NextUseNet(SHAPE).eval().requires_grad_(False)
     requests = cycles(requests=3, tokens=14)

@@ -1,4 +1,4 @@
-"""Prism's evaluation on the test bed: what is asked, where experts are put first, what the tables say."""
+"""Prism's evaluation on the test bed: its requests, first placements, and tables."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 @pytest.fixture(scope="module")
 def routes(model: Model) -> dict[str, Any]:
-    """What the first gates choose for each task's words, [T, 2, 6], without what attention adds."""
+    """The first gates' choices for each task's words, [T, 2, 6], without attention."""
     (checkpoint,) = model.store.parent.parent.glob("constructed-2-*/model.safetensors")
     weights = load_file(checkpoint)
     found = {}
@@ -115,7 +115,7 @@ def test_a_mixed_box_asks_for_its_own_task_most(model: Model, routes: dict[str, 
 
 
 def record(method: str, seconds: float, seed: int = 0, **more: Any) -> dict[str, Any]:
-    """What a run of ten requests at each box would log that took so long."""
+    """Builds the log record of a run of ten requests at each box that took this long."""
     run = asdict(replace(RUN, method=method, seed=seed, requests=10)) | asdict(Machine(0.4, 50.0, 2.0))
     box = {"nr_periods": 100, "nr_throttled": 25, "read_mb": 1.0, "forwarded": 0.0}
     return json.loads(json.dumps(run)) | {

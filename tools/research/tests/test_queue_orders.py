@@ -12,7 +12,7 @@ WAITING = st.lists(st.tuples(st.integers(1, 40_000), st.floats(0, 600)), min_siz
 
 
 def algorithm_2(tokens: list[int], waited: list[float], threshold_s: float) -> list[int]:
-    """Gimbal's pseudo-code, line by line."""
+    """Sorts by Gimbal's pseudo-code, line by line."""
     priority = {}
     for request in range(len(tokens)):
         aged = waited[request] >= threshold_s

@@ -1,4 +1,4 @@
-"""Experts on devices by traffic between layers: against the optimum, the literal form, and what may not change."""
+"""Experts on devices by traffic between layers: compared with the optimum and the literal form, and invariants."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tools.research.placement.traffic import ExpertTraffic, RelocationPrices, Tr
 
 
 def counted(seed: int, layers: int = 3, experts: int = 4, tokens: int = 60) -> ExpertTraffic:
-    """Tokens that choose two experts a layer, near those of the layer before."""
+    """Counts random tokens that choose two experts a layer, near the ones of the layer before."""
     rng = np.random.default_rng(seed)
     first = rng.integers(0, experts, (tokens, 1))
     drift = np.cumsum(rng.integers(0, 2, (tokens, layers)), axis=1)

@@ -1,4 +1,4 @@
-"""The default policy without each of its parts: every request ends, and what is left out is missed."""
+"""The default policy without each of its parts: every request ends, and each part makes a difference."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tools.research.simulate.decode_pool import DecodeCosts
 from tools.research.simulate.decode_traffic import Source, counted
 from tools.research.simulate.serving.workload import mooncake
 
-pytestmark = pytest.mark.slow  # compiled anew
+pytestmark = pytest.mark.slow  # compiles its own code
 LAYERS, EXPERTS, TOP_K = 2, 16, 2
 COSTS = DecodeCosts(step_s=0.01, token_s=0.0001, expert_s=0.001, experts=EXPERTS)
 USERS, TURNS = 12, 10
@@ -34,7 +34,7 @@ def sources() -> list[Source]:
 
 
 def write(data: Path) -> None:
-    """Conversations: each turn has one block more; and users who ask but once."""
+    """Writes conversations whose turns have one block more each, and users with a single request."""
     (data / "mooncake-fast25").mkdir()
     rng, turns, rows = np.random.default_rng(1), dict.fromkeys(range(USERS), 3), []
     for n in range(USERS * TURNS):

@@ -1,4 +1,4 @@
-"""Decode workers take what their distinct experts do, and the study shows what routing by experts is worth."""
+"""Decode workers take the time of their distinct experts, and the study shows the gain by expert-aware routing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def routes(*tokens: list[list[int]]) -> np.ndarray:
 
 
 def sources(count: int, seed: int = 0) -> list[Source]:
-    """Half of them choose among the lower experts, half among the upper ones."""
+    """Draws sources, half of them with the lower experts, half with the upper ones."""
     rng = np.random.default_rng(seed)
     answer = []
     for n in range(count):
@@ -49,7 +49,7 @@ def test_a_step_takes_what_its_distinct_experts_do_and_newcomers_wait_for_the_ne
 
 
 def test_more_of_a_prompt_says_more_of_its_cluster_and_all_of_it_everything() -> None:
-    """Each sequence goes on choosing as it began, but for its first tokens."""
+    """Sequences keep their experts, except for their first tokens."""
     rng = np.random.default_rng(0)
     sequences = []
     for n in range(48):

@@ -1,4 +1,4 @@
-"""Routing, live: what is asked in turn, what the log keeps, what the tables say."""
+"""Live routing: requests in turn, the log, and the tables."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def sitting(folder: Path, rounds: int = 3, scale: float = 1.0) -> Sitting:
 
 
 def record(variant: str, number: int, seconds: float, part: str = "apart", **more: Any) -> dict[str, Any]:
-    """What a round would log in which everything took so long."""
+    """Builds the log record of a round in which everything took this long."""
     handed = {"edgemoe_handed_over_requests_total": 2.0, "edgemoe_kv_pull_failures_total": 0.0}
     about = {"part": part, "model": "demo", "variant": variant, "round": number, "share": 0.5, "per_s": 5.0}
     return about | dict.fromkeys(TIMES, seconds) | handed | {"complete": 10, "of": 10} | more
@@ -84,7 +84,7 @@ def test_plots_show_what_there_is(tmp_path: Path) -> None:
 
 
 def test_blind_leaders_know_less_by_so_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two engines that are alike one has the experts far away that the request chooses."""
+    """Of two equal engines one has the request's experts far away."""
     chance = np.array([[0.9, 0.9, 0.0, 0.0]], np.float32)
     offers = [Offered("0", 16, 0.0, 10, 10.0, chance=chance)]
     apart_s = {}
@@ -100,7 +100,7 @@ def test_blind_leaders_know_less_by_so_much(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def told(place: str, far: bytes) -> EngineView:
-    """What is known of an engine that has said where its experts are."""
+    """Returns the view of an engine that has reported its experts' places."""
     choices = ExpertDemand(b"\xff" * 4, far, (1.0,), 1.0, 0.1)
     use = EngineStatus(engine="x", slots=4, capacity=8, blocks=64, free_blocks=64, choices=choices)
     return offer_views.EngineMemory().on_report(place, use, ModelSizes(1, 4), 0.0)

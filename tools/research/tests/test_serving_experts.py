@@ -1,4 +1,4 @@
-"""Whole simulated engines take what their experts do, and requests of one source are kept apart."""
+"""Whole simulated engines take the time of their experts, and requests of one source are kept apart."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tools.research.simulate.serving.experts import Apart, experts_s, routed
 from tools.research.simulate.serving.fitting import times_of
 from tools.research.simulate.serving.steps import StepCosts
 
-pytestmark = pytest.mark.slow  # compiled anew
+pytestmark = pytest.mark.slow  # compiles its own code
 LAYERS, EXPERTS, TOP_K = 2, 16, 2
 COSTS = DecodeCosts(step_s=1.0, token_s=0.0, expert_s=0.01, experts=EXPERTS)
 
 
 def source(low: int, tokens: int = 20) -> Source:
-    """Chooses two experts of each layer, always the same."""
+    """Builds a source that always chooses the same two experts of each layer."""
     ids = np.full((tokens, LAYERS, TOP_K), [low, low + 1], np.int16)
     return Source("", counted(ids, EXPERTS), tokens, ids, counted(ids, EXPERTS), counted(ids, EXPERTS))
 

@@ -1,4 +1,4 @@
-"""Simulated engines: what a step takes, what blocks hold, what a prefix saves, and who is sent where."""
+"""Simulated engines: times of steps, blocks, savings by prefixes, and routes."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_an_engine_that_plans_ahead_lets_a_request_in_one_step_later_but_not_whe
 def test_every_request_ends_with_all_its_tokens_and_every_block_comes_back(
     rows: list[tuple[int, int, float]], knowledge: Knowledge, pulled: bool, plans_ahead: bool
 ) -> None:
-    """64 blocks are little more than the largest request needs, so that sequences have to make room for others."""
+    """64 blocks are little more than the largest request needs, so that sequences must make room for others."""
     rows = sorted(rows, key=lambda row: row[2])
     prefixes = [tuple(range(prompt // 16)) if n % 2 else () for n, (prompt, _, _) in enumerate(rows)]
     requests = [offered(n, row[0], row[2], prefixes[n]) for n, row in enumerate(rows)]

@@ -1,4 +1,4 @@
-"""The simulator's times follow from what is asked for, what there is, and what that costs."""
+"""The simulator's times follow from requests, cluster and costs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DENSE, LAUNCH, EXPERT, TOKEN, LINK, DELAY = 1.0, 0.5, 0.25, 0.125, 2.0, 10.0
 
 
 def cluster(homes: list[list[list[bool]]], host: Host | None = None) -> Cluster:
-    """Servers of one GPU, with homes [N][L][E]."""
+    """Builds servers of one GPU, with homes [N][L][E]."""
     kept = np.array(homes)
     masks = sum(
         (kept[n].astype(np.uint64) << np.uint64(n) for n in range(len(kept))), np.zeros(kept.shape[1:], np.uint64)
@@ -40,7 +40,7 @@ def cluster(homes: list[list[list[bool]]], host: Host | None = None) -> Cluster:
 
 
 def prompts(at_s: list[float], servers: list[int], routes: list[Any], emitted: int = 1) -> Prompts:
-    """Prompts with all the same tokens, [T][L][k]."""
+    """Builds prompts with equal tokens, [T][L][k]."""
     count, tokens = len(at_s), np.array(routes, np.int16)
     firsts = np.zeros(count, np.int64)
     return Prompts(
@@ -127,7 +127,7 @@ def test_devices_compute_beside_the_processor_one_batch_after_the_other() -> Non
     assert simulate(prompts([0.0], [0], TWO_TOKENS), cluster(BOTH, shared)).end_s.tolist() == [LAYERS * (DENSE + 50.0)]
     busy = simulate(prompts([0.0, 1.0], [0, 1], TWO_TOKENS), cluster(SPLIT, slow))
     assert busy.boxes[1, CORE_S] < 50.0, "no core works while a device does"
-    called = DENSE + 2 * 50.0 + DENSE + LINK + DELAY  # when the first box's call is at the second
+    called = DENSE + 2 * 50.0 + DENSE + LINK + DELAY  # time of the first box's call at the second
     assert busy.end_s[0] > called + 50.0 + LINK + DELAY, "which computes for itself then"
 
 
@@ -173,7 +173,7 @@ def test_gpus_are_dealt_as_the_papers_servers_have_them() -> None:
 
 @pytest.fixture(scope="module")
 def tasks() -> list[Task]:
-    """Three tasks of short sequences, each with its own likings."""
+    """Three tasks of short sequences, each with its own preferences."""
     rng = np.random.default_rng(0)
     answer = []
     for _ in range(3):
@@ -249,7 +249,7 @@ CANNED = Path(__file__).parent / "data" / "testbed"
 
 @pytest.fixture(scope="module")
 def bed_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, BedRun]:
-    """Runs that were measured, by method."""
+    """Measured runs, by method."""
     model = demo(tmp_path_factory.mktemp("bed"))
     with np.load(CANNED / "routes.npz") as kept:
         bits = {name: np.unpackbits(kept[name], axis=2) for name in kept}

@@ -1,4 +1,4 @@
-"""What the next-use network learns from: routing traces as `edgemoe replay` reads them, in the order of a replay."""
+"""Training data of the next-use network: routing traces as `edgemoe replay` reads them, in the order of a replay."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from torch import Tensor
 
 from tools.research.cache.next_use.model import DECAY, PAST, NextUseShape
 
-NEVER = 40  # tokens; needs farther off count as none
+NEVER = 40  # tokens; later needs count as none
 RATES = (0.25, 0.05, 0.01)  # of the EWMAs; as in edgemoe.experts.predict.online_mlp, whose features these are
 RECALL_DECAY, RECALL_HORIZON = 0.8, 24  # of edgemoe.experts.predict.routing_memory
-WINDOW = 4096  # tokens among which a batch lies
-MEMORY = 1200  # of them that a batch asks
+WINDOW = 4096  # tokens that a batch lies among
+MEMORY = 1200  # of them that a batch recalls
 QUERIES = 96
-VALIDATION = 0.12  # of the tokens, the last ones
+VALIDATION = 0.12  # share of the tokens, the last ones
 
 
 @dataclass(frozen=True)
 class NextUseBatch:
-    """A window of W tokens, B of which forecast at one look, asking M others."""
+    """A window of W tokens: B of them forecast after one number of layers and recall M others."""
 
     look: int
     hot: Tensor  # [W, L * E] k-hot
@@ -61,7 +61,7 @@ class Routing:
         self.recalled = np.append(recalled, 0).astype(np.float32)
 
     def batch(self, look: int, low: int, asking: npt.NDArray[np.int64], memory: npt.NDArray[np.int64]) -> NextUseBatch:
-        """Tokens by number, all in the window of WINDOW tokens from `low`; memory sorted."""
+        """Builds a batch of tokens by number, all in the window of WINDOW tokens from `low`; memory sorted."""
         high = min(self.count, low + WINDOW)
         same = self.request[asking][:, None] == self.request[memory][None]
         hidden = (same & (memory[None] > asking[:, None] - PAST - 1)) | (self.place[memory] == 0)[None]
@@ -75,7 +75,7 @@ class Routing:
 
 
 def _until(flat: npt.NDArray[np.int64], request: npt.NDArray[np.int64], total: int) -> npt.NDArray[np.uint8]:
-    """Tokens from each one on to an expert's next need, its own counting as 0; NEVER where there is none."""
+    """Returns tokens from each one until an expert's next need, 0 for its own, NEVER if there is none."""
     out = np.full((len(flat) + 1, total), NEVER, np.uint8)
     for t in range(len(flat) - 1, -1, -1):
         if t + 1 < len(flat) and request[t + 1] == request[t]:
@@ -85,7 +85,7 @@ def _until(flat: npt.NDArray[np.int64], request: npt.NDArray[np.int64], total: i
 
 
 def _own(flat: npt.NDArray[np.int64], shape: NextUseShape) -> npt.NDArray[np.float16]:
-    """Each expert's own history before each token and after the last."""
+    """Returns each expert's own history before each token and after the last."""
     count, start, floor = len(flat), shape.top_k / shape.experts, 3e-3
     out = np.empty((count + 1, shape.total, 6), np.float16)
     rates = np.full((3, shape.total), start, np.float32)
@@ -106,9 +106,9 @@ def _own(flat: npt.NDArray[np.int64], shape: NextUseShape) -> npt.NDArray[np.flo
 
 
 class Glances(torch.utils.data.IterableDataset[NextUseBatch]):
-    """Batches at random places of the training part, other ones every epoch; or a fixed few of the validation part.
+    """Batches at random places of the training part, new ones every epoch; or a fixed few of the validation part.
 
-    While training, a query may ask any request but its own future; while validating, only what came before.
+    In training a query may recall any request but its own future; in validation only the past.
     """
 
     def __init__(self, routing: Routing, *, seed: int | None, batches: int) -> None:
@@ -129,7 +129,7 @@ class Glances(torch.utils.data.IterableDataset[NextUseBatch]):
         self.epoch += self.seed is not None
 
     def _any(self, look: int, rng: np.random.Generator) -> NextUseBatch:
-        end = self.split - NEVER  # targets beyond are not known here
+        end = self.split - NEVER  # targets beyond are unknown here
         low = int(rng.integers(max(1, self.split - WINDOW + 1)))
         high = min(self.split, low + WINDOW)
         first = int(rng.integers(low, max(low + 1, min(end, high) - 512)))  # neighbours, as at serving

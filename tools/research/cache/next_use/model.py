@@ -1,16 +1,8 @@
-"""A network that foretells when each expert is needed next, from which experts were chosen: no token ids, no text.
+"""A network that predicts each expert's next need from past choices, without token ids [Belady].
 
-Not in [Two-Tier], which forecasts one token; caching asks for the time to next use [Belady]. It sees a
-sequence at one of `looks + 1` places of a token's round through the layers and says for every expert how much it is
-worth, decay^tokens to its next need, as log odds. Two ways lead there, and a small network for all experts weighs them
-with each expert's own history (EWMAs, age, popularity):
-
-* a parametric one: the experts of the running token so far, of the last tokens and their decaying mean become one
-  vector, from which a low-rank head scores all experts;
-* recall: the same vector asks a memory of past tokens which of them were in a like situation (attention with learnt
-  keys), and reads there how soon each expert came next.
-
-Every expert has two forecasts: FROM_HERE, where its layer is still to run in this token, and AFTER, where it has run.
+It predicts each expert's utility, decay^tokens to its next need, as log odds, at `looks + 1` places in a token. A
+parametric head and recall (attention over a memory of past tokens) are weighed by a small network with the expert's own
+history. Forecasts: FROM_HERE, if its layer is still to run in this token; AFTER, if it has run.
 """
 
 from __future__ import annotations
@@ -29,13 +21,13 @@ from torch.nn import functional
 from edgemoe.experts.predict.scoutgate_model import read_tensors, write_tensors
 
 WEIGHTS, RECORD = "nextuse.safetensors", "nextuse.json"  # of an export, beside ScoutGate's
-LAGS = 4  # tokens before the running one that are seen each for itself
-PAST = 24  # tokens of the decaying mean; the latest ones of a sequence that recall does not ask
+LAGS = 4  # tokens before the running one with a vector each
+PAST = 24  # tokens of the decaying mean; recall skips this many latest tokens of a sequence
 RATE = 0.15  # of that mean
-DECAY = 0.85  # of what is foretold, per token; the online learner's
+DECAY = 0.85  # of utilities, per token; as in the online learner
 FROM_HERE, AFTER = 0, 1
 FEATURES = 9  # parametric, recalled, EWMAs at three rates, age, used now, popularity, 1 for AFTER
-FLOOR = 0.02  # of recalled worth, before log odds are taken
+FLOOR = 0.02  # of recalled utility, before log odds are taken
 
 
 @dataclass(frozen=True)
@@ -43,7 +35,7 @@ class NextUseShape:
     layers: int
     experts: int  # of each layer
     top_k: int
-    looks: int = 4  # per token, at even distances between the layers, besides the one before layer 0
+    looks: int = 4  # updates per token, at even distances between the layers, besides the one before layer 0
     token: int = 128  # width of a token's vector
     context: int = 256
     key: int = 64
@@ -57,12 +49,12 @@ class NextUseShape:
 
     @property
     def places(self) -> list[int]:
-        """Layers done at each look."""
+        """Layers done at each update."""
         return [math.ceil(self.layers * i / self.looks) for i in range(self.looks + 1)]
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> NextUseShape:
-        """Raises ValueError where a field is missing, unknown or out of range."""
+        """Raises ValueError if a field is missing, unknown or out of range."""
         try:
             shape = cls(**values)
         except TypeError as error:
@@ -77,7 +69,7 @@ class NextUseShape:
 
 
 class NextUseNet(nn.Module):
-    """One call of each method, in the order in which they stand, makes a forecast."""
+    """The network. One call of each method, in their order, makes a forecast."""
 
     def __init__(self, shape: NextUseShape, dropout: float = 0.0) -> None:
         super().__init__()
@@ -112,24 +104,26 @@ class NextUseNet(nn.Module):
         self.mean: Tensor  # weights of the last PAST tokens, the latest first
 
     def tokens(self, hot: Tensor) -> Tensor:
-        """Vectors of whole tokens: k-hot [N, L * E] -> [N, token]."""
+        """Returns vectors of whole tokens: k-hot [N, L * E] -> [N, token]."""
         vectors: Tensor = self.chosen_norm(hot @ self._some(self.chosen))
         return vectors
 
     def _some(self, table: Tensor) -> Tensor:
-        """While training, a random part of the experts goes unseen."""
+        """Drops a random part of the experts in training."""
         if not (self.training and self.dropout):
             return table
         kept = torch.rand(len(table), 1, device=table.device) >= self.dropout
         return table * kept / (1 - self.dropout)
 
     def history(self, past: Tensor) -> Tensor:
-        """What came before: the last tokens' vectors [B, PAST, token], the latest first, zeros before the request."""
+        """Returns the history: the last tokens' vectors [B, PAST, token], the latest first, zeros before the
+        request.
+        """
         mean = torch.einsum("bpt,p->bt", past, self.mean)
         return torch.cat([past[:, :LAGS].flatten(1), mean], 1)
 
     def context(self, history: Tensor, hot: Tensor, look: int) -> Tensor:
-        """[B, context] at a look, from the running token's k-hot [B, L * E] (layers not done are not read)."""
+        """Returns [B, context] from the running token's k-hot [B, L * E]; later layers are not read."""
         known = self.shape.places[look] * self.shape.experts
         so_far = hot[:, :known] @ self._some(self.running[:known])
         x = self.norm(self.lags(history) + self.now(self.running_norm(so_far)) + self.place[look])
@@ -137,16 +131,16 @@ class NextUseNet(nn.Module):
         return context
 
     def asked(self, context: Tensor) -> Tensor:
-        """Queries [B, key], sharpness and scale included; a memory's keys are `key` of its contexts."""
+        """Returns queries [B, key], with sharpness and scale; a memory's keys are `key` of its contexts."""
         asked: Tensor = self.query(context) * (self.sharpness.exp() * self.shape.key**-0.5)
         return asked
 
     def parametric(self, context: Tensor) -> Tensor:
-        """Log odds [B, 2 * L * E]: FROM_HERE, then AFTER."""
+        """Returns log odds [B, 2 * L * E]: FROM_HERE, then AFTER."""
         return functional.dropout(self.head(context), self.dropout, self.training) @ self.towers.T + self.bias
 
     def weigh(self, parametric: Tensor, recalled: Tensor, own: Tensor, plane: int) -> Tensor:
-        """Log odds [B, n] of experts: parametric log odds and recalled worth [B, n], own history [B, n, 6]."""
+        """Returns log odds [B, n] from parametric log odds, recalled utility [B, n] and own history [B, n, 6]."""
         odds = torch.log((recalled + FLOOR) / (1 + FLOOR - recalled)) / 2
         last = torch.full_like(parametric, float(plane))
         x = torch.cat([torch.stack([parametric, odds], -1), own, last[..., None]], -1)
@@ -155,13 +149,13 @@ class NextUseNet(nn.Module):
 
 
 def write_export(directory: Path, network: NextUseNet, model: dict[str, str], metrics: dict[str, Any]) -> None:
-    """Writes an export; the JSON last, so that a half-written one is refused."""
+    """Writes an export; the JSON last, so that an incomplete one is refused."""
     record = {"shape": network.shape.as_dict(), "model": model, "metrics": metrics}
     write_tensors(directory / WEIGHTS, directory / RECORD, network.state_dict(), record)
 
 
 def read_export(directory: Path) -> NextUseNet:
-    """Raises ValueError, saying what is wrong, where the directory holds no whole export of this format."""
+    """Reads an export. Raises ValueError if the directory holds no complete one of this format."""
     record, data = read_tensors(directory / WEIGHTS, directory / RECORD, "next-use network")
     try:
         network = NextUseNet(NextUseShape.from_dict(record["shape"]))

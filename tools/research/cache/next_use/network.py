@@ -1,7 +1,7 @@
-"""The trained next-use network beside the online learner: the `learned` policy, its scores mixed with the network's.
+"""The trained next-use network beside the online learner: the `learned` policy with mixed scores.
 
-The network (next_use_model.py) was trained elsewhere and does not change; what it recalls from, a ring of past tokens,
-fills while serving. Bounded memory: SLOTS tokens.
+The trained network (next_use_model.py) does not change. Its memory, a ring of past tokens, fills while it serves, up to
+SLOTS tokens.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from edgemoe.types.arrays import FloatArray, IntArray
 from edgemoe.types.step import StepRouting
 from tools.research.cache.next_use.model import AFTER, FLOOR, FROM_HERE, PAST, NextUseNet
 
-NEIGHBOURS = 48  # tokens of the past that count, the likeliest
-WEIGHT = 0.4  # of the network's log odds against the online learner's; the best on the last part of a training half
+NEIGHBOURS = 48  # past tokens that count, the likeliest
+WEIGHT = 0.4  # weight of the network's log odds; the best on the last part of a training half
 LOG_DECAY = math.log(DECAY)
 
 
 class NetworkHistory:
-    """One sequence: its running token, and what came before."""
+    """One sequence: its running token, and its past."""
 
     def __init__(self, network: NextUseNet, looks: int) -> None:
         shape = network.shape
@@ -40,7 +40,7 @@ class NetworkHistory:
         self.hot = torch.zeros(1, shape.total)
         self.words = np.zeros((shape.layers, -(-shape.experts // 64)), np.uint64)
         self.keys = torch.zeros(looks, shape.key)
-        self.slots: deque[int] = deque(maxlen=PAST)  # of the last tokens, which recall does not ask
+        self.slots: deque[int] = deque(maxlen=PAST)  # of the last tokens, which recall skips
         self.last = NONE
         self.parametric = np.zeros((2, shape.total), np.float32)
         self.recalled = np.zeros((2, shape.total), np.float32)
@@ -50,7 +50,7 @@ class NextUseNetwork:
     """Owns the network's memory. One step: `begin`, `see` for each layer, `end`. Not thread-safe."""
 
     def __init__(self, network: NextUseNet, known: FloatArray) -> None:
-        """`known` [L, F, E] of the online predictor: features 1 to 6 are each expert's own history, kept up to date."""
+        """Uses `known` [L, F, E] of the online predictor: its features 1 to 6 are each expert's own history."""
         shape = self.shape = network.shape
         self.network = network
         self.scores = np.zeros((shape.layers, shape.experts), np.float32)  # log odds of decay^steps, phase left out
@@ -68,7 +68,7 @@ class NextUseNetwork:
 
     @torch.inference_mode()
     def begin(self, sequences: Sequence[Hashable]) -> None:
-        """A step begins in which each of the sequences decodes one token; those beyond TRACKS go untracked."""
+        """Begins a step in which each sequence decodes one token; sequences beyond TRACKS are ignored."""
         self._running = [self._track(name) for name in sequences[:TRACKS]]
         for track in self._running:
             track.history = self.network.history(track.past[None])
@@ -78,7 +78,7 @@ class NextUseNetwork:
 
     @torch.inference_mode()
     def see(self, layer: int, ids: npt.NDArray[np.integer]) -> None:
-        """Layer `layer` ran: what each sequence chose, [S, k]."""
+        """Adds a layer's choices of each sequence, [S, k]."""
         for track, row in zip(self._running, ids, strict=False):
             track.hot[0, row.astype(np.int64) + layer * self.shape.experts] = 1
             for expert in row.tolist():
@@ -90,7 +90,7 @@ class NextUseNetwork:
 
     @torch.inference_mode()
     def end(self) -> None:
-        """The step is over: remember it."""
+        """Ends the step, and adds it to the memory."""
         for track in self._running:
             slot = self._memory.append(track.words, track.last)
             for other in self._tracks.values():
@@ -109,7 +109,7 @@ class NextUseNetwork:
         return track
 
     def _look(self, look: int) -> None:
-        """Every sequence's forecast anew."""
+        """Updates every sequence's forecast."""
         network, memory = self.network, self._memory
         for track in self._running:
             context = network.context(track.history, track.hot, look)
@@ -126,7 +126,7 @@ class NextUseNetwork:
         self._score(0, self.shape.layers, self._places[look])
 
     def _score(self, first: int, last: int, done: int) -> None:
-        """Scores of layers `first` to `last`; `done` layers have run."""
+        """Updates the scores of layers `first` to `last`; `done` layers have run."""
         experts = self.shape.experts
         rows = self.scores[first:last]
         if len(self._running) == 1:
@@ -142,10 +142,10 @@ class NextUseNetwork:
 
 
 class NetworkPolicy(LearnedPolicy):
-    """`learned` with a trained network's opinion. Steps must be bracketed by `begin` and `end`."""
+    """`learned` mixed with a trained network. Steps must be bracketed by `begin` and `end`."""
 
     def __init__(self, network: NextUseNet, layers: int, experts: int, top_k: int) -> None:
-        """Raises ConfigError where the network is for another model."""
+        """Raises ConfigError if the network is for another model."""
         super().__init__(layers, experts, top_k)
         shape = network.shape
         if (shape.layers, shape.experts, shape.top_k) != (layers, experts, top_k):
@@ -182,7 +182,7 @@ class NetworkPolicy(LearnedPolicy):
 def _recall(
     out: FloatArray, soon: npt.NDArray[np.uint8], before: IntArray, slots: IntArray, weights: FloatArray
 ) -> None:
-    """Recalled worth of each expert, [2, L * E]: from an aligned token on, and after it."""
+    """Computes recalled utility of each expert, [2, L * E]: from an aligned token on, and after it."""
     out[:] = 0
     for i in range(len(slots)):
         weight = weights[i] * np.float32(1 / 255)
@@ -207,7 +207,7 @@ def _weigh(
     direct: FloatArray,
     bias: FloatArray,
 ) -> None:
-    """NextUseNet.weigh for layers from `first` on, [n, E]."""
+    """Computes NextUseNet.weigh for layers from `first` on, [n, E]."""
     features = hidden.shape[1]
     x = np.empty((features, experts), np.float32)
     inner = np.empty(experts, np.float32)

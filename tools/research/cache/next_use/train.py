@@ -1,10 +1,9 @@
-"""Trains the next-use network from routing traces, with Lightning, and exports it:
+"""Trains the next-use network from routing traces, with Lightning, and exports it.
 
     python -m tools.research.cache.next_use.train FILE... --share 0.5 --out DIR --to DIR [--max-minutes N]
     python -m tools.research.cache.replay FILE... --score-from 0.5 --policies learned,nextuse --next-use DIR
 
-FILEs are what `edgemoe replay` takes, in its order; `--share` leaves the tokens after it unseen. The last 12 % of the
-rest choose the best weights. A killed run goes on where its last short epoch ended.
+The last 12 % of the `--share` choose the best weights. A killed run continues from its last short epoch.
 """
 
 from __future__ import annotations
@@ -48,7 +47,9 @@ class NextUseModule(Scheduled):
         self.max_steps, self.max_s = max_steps, max_s
 
     def loss(self, batch: NextUseBatch) -> Tensor:
-        """Cross entropy (nats) of the discounted time to next use; every expert in the forecast that will be read."""
+        """Computes cross entropy (nats) of the discounted time to next use, for every expert in the forecast that
+        applies.
+        """
         network, shape = self.network, self.network.shape
         rows = torch.cat([batch.asking, batch.memory])
         past = before(network.tokens(batch.hot), batch.place, rows)
@@ -78,7 +79,7 @@ class NextUseModule(Scheduled):
 
 
 def before(tokens: Tensor, place: Tensor, rows: Tensor) -> Tensor:
-    """Vectors of the PAST tokens before each of these rows in its request, [n, PAST, token], the latest first."""
+    """Returns vectors of the PAST tokens before each row in its request, [n, PAST, token], the latest first."""
     padded = functional.pad(tokens, (0, 0, 1, 0))  # row 0: none
     back = torch.arange(1, PAST + 1, device=rows.device)
     at = rows[:, None] - back
@@ -108,7 +109,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def first_part(options: argparse.Namespace) -> Trace:
-    """What may be learned from. Raises ConfigError, StoreError."""
+    """Returns the training part. Raises ConfigError, StoreError."""
     whole = load(options.files, experts=options.experts)
     if not options.each:
         return load(options.files, experts=whole.experts, limit=int(options.share * whole.tokens))

@@ -1,25 +1,9 @@
-"""Prism's evaluation [Prism, IV] on the test bed: seven placements under the same requests, and what each comes to.
+"""Prism's evaluation [Prism, IV] on the test bed: seven placements under the same requests.
 
-    python -m tools.research.placement.prism --list  # the runs, and how long they will take
-    python -m tools.research.placement.prism --prompts DIR --log prism.jsonl --minutes 30  # goes on where it ended
-    python -m tools.research.placement.prism --prompts DIR --log prism.jsonl --parts long  # the run of 30 minutes
-    python -m tools.research.placement.prism --prompts DIR --log prism.jsonl --parts moving --seeds 5
-    python -m tools.research.placement.prism --log prism.jsonl --table --plots plots
+    python -m tools.research.placement.prism --prompts DIR --log prism.jsonl --minutes 30  # continues from the log
+    python -m tools.research.placement.prism --log prism.jsonl --table --plots plots       # --list lists the runs
 
-Needs root and a machine of its own. Three boxes with 1, 1 and 2 emulated devices, each with a share of the processor,
-a memory that takes so long to give an expert, and room for .3 (demo) or .35 (constructed) of them; 500 Mbit/s links.
-Parts:
-
-    skew         how unevenly tasks and layers choose experts; printed first, always
-    methods      every placement in both settings: latency, local compute ratio, how often boxes were held back
-    migration    the requests change from the mixed to the specialised setting, with migration and without
-    redirection  no box computes for another (alone, redirect) against any placement at all (redundance)
-    share        what a layer takes by the share of experts that are elsewhere
-    long         30 minutes with a migration interval of 300 s; not among the parts unless it is named
-    moving       latencies while experts move, against the same requests where none do; likewise
-
-A run is one line of the log; one that is there already, with the same sizes, is not run again. Every answer is compared
-with that of one box alone.
+Needs root and a machine of its own. results/prism.md describes the boxes and the parts (`--parts`).
 """
 
 from __future__ import annotations
@@ -48,7 +32,7 @@ PARTS = ("methods", "migration", "redirection", "share")
 LONG = "long"
 LONG_S, LONG_MIGRATE_S = 1800.0, 300.0
 MOVED = (("prism", 60.0), ("prism", 0.0), ("rendezvous", 60.0), ("rendezvous", 0.0))
-HOW = {"share": measure_share, "moving": measure_moving}  # parts that are measured otherwise
+HOW = {"share": measure_share, "moving": measure_moving}  # parts with a measurement of their own
 BESIDE = (ALONE, REDIRECT, "redundance", "rendezvous")
 
 
@@ -75,7 +59,7 @@ def runs_of(part: str, model: Model, args: argparse.Namespace, seed: int) -> Ite
         yield Run(part, model.name, "rendezvous", SETTINGS[::-1], seed, asked, pace, LONG_MIGRATE_S)
 
 
-# which models a part is about
+# models of a part
 ABOUT = {"migration": ("constructed",), "redirection": ("demo",), "long": ("constructed",), "moving": ("demo",)}
 
 
@@ -97,7 +81,7 @@ def is_in(log: Path, run: Run, machine: Machine) -> bool:
 
 
 def sitting(args: argparse.Namespace, machine: Machine) -> None:
-    """Runs what the log lacks, while there is time."""
+    """Makes the runs that the log lacks, until the time is over."""
     ends_s = time.monotonic() + 60 * args.minutes
     models = {name: MODELS[name](args.work) for name in args.models.split(",")}
     profiles = {name: profile_of(model, args.prompts, args.work) for name, model in models.items()}

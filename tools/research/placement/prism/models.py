@@ -1,10 +1,8 @@
-"""The two models of the evaluation, and the tasks that their boxes get.
+"""The two models of the evaluation, and the tasks of their boxes.
 
-`demo` stands for Mixtral: few experts, real prompts. `constructed` stands for DeepSeek-V2-Lite: 26 layers of 64
-experts, 6 a token, of random weights. Its tasks have words of their own: a token's embedding is noise and its task's
-direction, gates like some experts better for each direction, by a strength that differs from layer to layer, and the
-head answers in the task's words. Its tasks are about as skewed, and as unlike each other, as those of DeepSeek-V2-Lite.
-[Prism, IV-A]'s prompts are not at hand; `STAND_INS` says what takes their place.
+`demo` stands for Mixtral: few experts, real prompts. `constructed` stands for DeepSeek-V2-Lite: 26 layers of 64 random
+experts, 6 a token, with tasks as skewed and different as its own. Each task has its own words; gates prefer experts by
+task. [Prism, IV-A]'s prompts are not available; `STAND_INS` lists the substitutes.
 """
 
 from __future__ import annotations
@@ -37,13 +35,13 @@ STAND_INS = {
     "humaneval_code": "Tako",
 }
 WORDS = ("words 1", "words 2", "words 3", "words 4", "words 5", "words 6")
-MIX = 0.6  # of a box's requests in the mixed setting are of its own task; the others share the rest
+MIX = 0.6  # share of a box's requests of its own task in the mixed setting; the others share the rest
 VOCAB, FIRST_WORD = 4096, 3
 LAYERS, HIDDEN, EXPERTS, TOP_K, WIDTH = 26, 128, 64, 6, 64
-STD = 0.5  # of what a matrix makes of values of standard deviation 1
-MOST_SKEW = 0.5  # deviation of gates' liking for a task in the layer of most skew, against .9 of a token's own
-TO_TASK = 0.4  # length of a task's direction against the noise of a token
-IN_TASK = 6.0  # how much the head prefers the task's words: more than the highest of its random parts
+STD = 0.5  # of a matrix's outputs for inputs of standard deviation 1
+MOST_SKEW = 0.5  # deviation of a gate's preference by task in the layer of most skew, against .9 by token
+TO_TASK = 0.4  # length of a task's direction against a token's noise
+IN_TASK = 6.0  # the head's preference for the task's words: more than the highest of its random parts
 LENGTH = float(np.hypot(1.0, TO_TASK))
 Values = npt.NDArray[np.float32]
 Prompts = dict[str, list[list[int]]]
@@ -51,23 +49,23 @@ Prompts = dict[str, list[list[int]]]
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """One of the two, and how it is asked."""
+    """One of the two models, and its requests."""
 
     name: str
     store: Path
-    share: float  # of its experts that a device has room for [Prism, IV-A]
+    share: float  # share of its experts that a device has room for [Prism, IV-A]
     tasks: tuple[str, ...]  # three of the specialised setting, three of the mixed one
     answer_tokens: dict[str, int]  # by setting
-    rate: dict[str, float]  # requests a second at each box, likewise
-    expert_s: float  # that a device takes for an expert
-    expert_share: float  # what an expert takes elsewhere, of a call there, as boxes measure it under these requests
+    rate: dict[str, float]  # requests a second at each box, by setting
+    expert_s: float  # time of a device for an expert
+    expert_share: float  # share of a remote call's time that one expert takes, as measured under these requests
     requests: int  # at each box, in a run
 
     def tasks_of(self, setting: str) -> tuple[str, ...]:
         return self.tasks[:3] if setting == SETTINGS[0] else self.tasks[3:]
 
     def weights(self, setting: str) -> npt.NDArray[np.float64]:
-        """Returns which share of each box's requests is of each of the setting's tasks, [N, 3]."""
+        """Returns the shares of the setting's tasks in each box's requests, [N, 3]."""
         if setting == SETTINGS[0]:
             return np.eye(3)
         return np.where(np.eye(3, dtype=bool), MIX, (1 - MIX) / 2)
@@ -111,7 +109,7 @@ MODELS = {"demo": demo, "constructed": constructed}
 
 
 def prompts_of(model: Model, folder: Path, count: int, tokens: int) -> Prompts:
-    """Returns so many prompts of each task, of so many tokens at most."""
+    """Returns `count` prompts of each task, of `tokens` at most."""
     if model.name == "constructed":
         return {task: words_of(number, count, tokens) for number, task in enumerate(model.tasks)}
     tokenizer = Tokenizer.from_file(str(model_path() / "tokenizer.json"))
@@ -119,7 +117,7 @@ def prompts_of(model: Model, folder: Path, count: int, tokens: int) -> Prompts:
 
 
 def read_prompts(path: Path, tokenizer: Tokenizer, count: int, tokens: int) -> list[list[int]]:
-    """Returns how a task's prompts begin, without what all of them begin with."""
+    """Returns the beginnings of a task's prompts, without their common beginning."""
     with gzip.open(path, "rt") as file:
         texts = [json.loads(line)["prompt"] for line in file]
     ends = zip(min(texts), max(texts), strict=False)
@@ -129,7 +127,7 @@ def read_prompts(path: Path, tokenizer: Tokenizer, count: int, tokens: int) -> l
 
 
 def words_of(task: int, count: int, tokens: int) -> list[list[int]]:
-    """Returns prompts of a task's words in random order."""
+    """Draws prompts of a task's words in random order."""
     rng = np.random.default_rng((17, task))
     own = np.flatnonzero(task_of(np.arange(VOCAB)) == task)
     drawn: list[list[int]] = rng.choice(own[own >= FIRST_WORD], (count, tokens)).tolist()
@@ -137,7 +135,7 @@ def words_of(task: int, count: int, tokens: int) -> list[list[int]]:
 
 
 def task_of(token: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Returns whose word it is."""
+    """Returns the task of each word."""
     return token * len(WORDS) // VOCAB
 
 
@@ -145,7 +143,7 @@ def task_of(token: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 
 
 def make_constructed(work: Path, layers: int = LAYERS) -> Path:
-    """Packs it below `work`, unless it lies there already; the store."""
+    """Packs the model into `work` unless it is there already. Returns the store."""
     checkpoint = work / f"constructed-{layers}-{TO_TASK}-{MOST_SKEW}"
     if not checkpoint.exists():
         fresh = work / f"{checkpoint.name}.new"
@@ -184,7 +182,7 @@ def _shape(layers: int) -> argparse.Namespace:
 
 
 def _directions(rng: np.random.Generator) -> Values:
-    """Returns one for each task, [T, H], at right angles, their values of mean square 1."""
+    """Returns a direction for each task, [T, H], at right angles, with values of mean square 1."""
     square = np.linalg.qr(rng.standard_normal((HIDDEN, len(WORDS))))[0].T
     return (square * np.sqrt(HIDDEN)).astype(np.float32)
 
@@ -207,5 +205,5 @@ def _values(name: str, shape: tuple[int, ...], layers: int, directions: Values, 
 
 
 def skew_of(layer: int, layers: int) -> float:
-    """Returns how much a layer's gate goes by the task: from nothing to MOST_SKEW, neighbours far apart."""
+    """Returns the strength of a layer's preference by task: from 0 to MOST_SKEW, very different in neighbours."""
     return MOST_SKEW * (layer * 7 % layers) / max(1, layers - 1)

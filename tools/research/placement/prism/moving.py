@@ -1,8 +1,7 @@
-"""What requests wait for more while experts move: the same arrivals with a migration under way and without, in turn.
+"""Waiting times of requests while experts move: the same arrivals with a migration and without, in turn.
 
-Boxes start with experts spread evenly. In one run that is all; in the other the plan has a goal, the placement for what
-is asked, and they move there as requests begin. The demo model's experts are padded, so that this takes a while.
-Requests that were due while experts moved are compared with the same ones of the run in which none did.
+Boxes start with evenly spread experts. In one run of two the plan has a goal, the placement for the requests, and
+experts move as requests begin. They are padded, so that this takes a while. Requests due during the move are compared.
 """
 
 from __future__ import annotations
@@ -20,28 +19,28 @@ from tools.research.placement.prism.profile import Profile
 from tools.research.placement.prism.runs import Machine, Record, Run, measure
 from tools.testbed.float32_model import float32_demo
 
-WIDTH = 1024  # of the experts: 2.4 MB each
+WIDTH = 1024  # of experts: 2.4 MB each
 MOVES, STAYS = "moves", "stays"
 REQUESTS = 110  # for 60 s
-LEAST = 20  # requests while experts moved, for a quantile to be given
+LEAST = 20  # requests during moves, for a quantile to be given
 Values = npt.NDArray[np.float64]
 
 
 def moving_runs(model: Model, seed: int, requests: int, pace: float) -> Iterator[Run]:
-    """Returns a run in which experts move and one in which none does, each first in every other round."""
+    """Returns a run with moving experts and one without, each first in every other round."""
     for method in (MOVES, STAYS) if seed % 2 == 0 else (STAYS, MOVES):
         yield Run("moving", model.name, method, SETTINGS[:1], seed, requests or REQUESTS, pace, 0.0)
 
 
 def measure_moving(run: Run, model: Model, profile: Profile, machine: Machine, folder: Path) -> Record:
-    """Returns what came of a run's requests, of the model with large experts, which says the same."""
+    """Returns the results of a run's requests on the model with padded experts, which gives the same tokens."""
     wide = replace(model, store=float32_demo(model.store.parent.parent, WIDTH))
     goal = place_by("rendezvous", wide, run.settings[0], profile).homes if run.method == MOVES else None
     return measure(run, wide, profile, machine, folder, first="uniform", goal=goal)
 
 
 def moving_s(record: Record) -> tuple[float, float] | None:
-    """Returns from when to when experts moved, in seconds since the requests began; None where none did."""
+    """Returns begin and end of the move, in seconds since the requests began; None if there was none."""
     begins_s = next((plan[0] for plan in record["plans"] if plan[2]), None)
     if begins_s is None:
         return None
@@ -50,13 +49,13 @@ def moving_s(record: Record) -> tuple[float, float] | None:
 
 
 def took_s(record: Record, from_s: float, to_s: float) -> Values:
-    """Returns the latencies of requests that were due then, or under way as it began."""
+    """Returns the latencies of requests that were due then, or in progress as it began."""
     whole = np.array([pair for node in NODES for pair in record["latency"][node]], np.float64)
     return np.asarray(whole[(whole[:, 0] < to_s) & (whole.sum(axis=1) > from_s), 1], np.float64)
 
 
 def moving_table(records: Sequence[Record]) -> Iterator[str]:
-    """Returns the latencies while and after experts moved, of all rounds together, in ms: p50 / p99."""
+    """Returns latencies during and after moves, of all rounds together, in ms: p50 / p99."""
     still = {record["seed"]: record for record in records if record["method"] == STAYS}
     pairs = [
         (record, still[record["seed"]], span)

@@ -1,7 +1,7 @@
-"""Where each method puts experts by what is known beforehand, written where daemons look for the plan that they go by.
+"""Each method's placement by prior knowledge, written as the plan with which daemons start.
 
-All boxes start with the same plan on disk, as after a restart of all: the agreement that begins anew takes it up. From
-then on the leader looks for better ones by the same method, where that is one of `cluster.placement`, else by none.
+All boxes start with the same plan on disk, as after a restart of all, and the new agreement adopts it. From then on the
+leader seeks better plans by the same method if `cluster.placement` has it, else by none.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from tools.research.placement.prism.profile import PROMPT_TOKENS, Profile, geome
 from tools.testbed.daemons import Cluster
 
 NODES = ("a", "b", "c")
-DEVICES = (1, 1, 2)  # of each box [Prism, IV-A]
+DEVICES = (1, 1, 2)  # CPU share of each box [Prism, IV-A]
 METHODS = tuple(each for each in POLICIES if each not in ("prism", "gimbal", "columns"))
 STILL = ("uniform", "redundance")  # methods that never migrate [Prism, IV-B]
-PAIRS = 900  # of a layer, the heaviest: what fits into a report
+PAIRS = 900  # heaviest pairs of a layer that fit into a report
 
 
 def room(model: Model) -> int:
-    """Returns how many experts a device has room for."""
+    """Returns the number of experts that a device has room for."""
     return int(model.share * geometry_of(model.store).count)
 
 
 def mixed_routes(model: Model, setting: str, by_task: dict[str, Routes], seed: int = 0) -> list[Routes]:
-    """Returns each box's routes: as many tokens of each task as the setting has it."""
+    """Returns each box's routes: tokens of each task in the setting's shares."""
     rng = np.random.default_rng(seed)
     found = []
     for weights in model.weights(setting):
@@ -54,7 +54,7 @@ def mixed_routes(model: Model, setting: str, by_task: dict[str, Routes], seed: i
 
 
 def steps_of(model: Model, setting: str, by_task: dict[str, Routes]) -> tuple[Values, Values]:
-    """Returns how often a token's steps compute each expert [N, L, E], and the steps per token [N], of each box.
+    """Counts how often a token's steps compute each expert [N, L, E], and the steps per token [N], of each box.
 
     A prompt is one step, each further token another.
     """
@@ -79,7 +79,7 @@ def steps_of(model: Model, setting: str, by_task: dict[str, Routes]) -> tuple[Va
 
 
 def place_by(method: str, model: Model, setting: str, profile: Profile) -> Placement:
-    """Returns the method's placement for boxes that get the setting's tasks."""
+    """Returns the method's placement for the setting's tasks."""
     geometry = geometry_of(model.store)
     seen = mixed_routes(model, setting, profile.seen)
     shares = activations_of(seen, geometry.experts) / [[[len(each)]] for each in seen]  # boxes ask equally often
@@ -105,7 +105,7 @@ def partly_remote(model: Model, remote: float) -> BoolArray:
 
 
 def write_plan(cluster: Cluster, model: Model, homes: BoolArray, method: str, goal: BoolArray | None = None) -> None:
-    """Has all boxes go by these homes when they start, and move to those of the goal, if there is one, from then on."""
+    """Writes a plan with these homes for the boxes' start, and with a goal to move to, if there is one."""
     geometry = geometry_of(model.store)
     plan = PlacementPlan(
         epoch=0,
@@ -125,7 +125,7 @@ def write_plan(cluster: Cluster, model: Model, homes: BoolArray, method: str, go
 
 
 def boxes_of(model: Model, slots: Sequence[int], link_bytes_per_s: float) -> dict[str, dict[str, object]]:
-    """Returns each box's own settings: memory and emulated devices for so many experts."""
+    """Returns each box's own settings: memory and emulated devices for its slots."""
     slot_bytes = geometry_of(model.store).stride_bytes(0)
     found: dict[str, dict[str, Any]] = {}
     for node, devices, experts in zip(NODES, DEVICES, slots, strict=True):

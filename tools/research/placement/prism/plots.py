@@ -1,4 +1,4 @@
-"""Draws what a log holds: latency by method, local compute ratio over time, migration, a layer by remote experts."""
+"""Plots of a log: latency by method, local compute ratio over time, migration, a layer by remote experts."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tools.research.placement.prism.plans import METHODS, NODES
 from tools.research.placement.prism.runs import Record
 from tools.research.placement.prism.tables import mean_s, migrates
 
-WINDOW = 5  # samples that a ratio is of
+WINDOW = 5  # samples per ratio
 
 
 def over_time(record: Record) -> tuple[Any, Any]:
-    """Returns moments, and the share of experts that boxes computed themselves in the seconds before each."""
+    """Returns times, and the share of experts that boxes computed locally in the seconds before each."""
     samples = np.array(record["samples"])
     before, after = samples[:-WINDOW], samples[WINDOW:]
     grown = after - before
@@ -26,7 +26,7 @@ def over_time(record: Record) -> tuple[Any, Any]:
 
 
 def latency(records: Sequence[Record]) -> Figure:
-    """Mean seconds of a request by method; whiskers are from the least to the most of the seeds."""
+    """Plots mean seconds of a request by method, with whiskers over the seeds."""
     models = list(dict.fromkeys(record["model"] for record in records))
     figure = Figure(figsize=(11, 3.2 * len(models)), layout="constrained")
     for line, model in zip(figure.subplots(len(models), 2, squeeze=False), models, strict=True):
@@ -43,7 +43,7 @@ def latency(records: Sequence[Record]) -> Figure:
 
 
 def ratio(records: Sequence[Record]) -> Figure:
-    """Local compute ratio over time by method, the first seed's [Prism, Fig. 6]."""
+    """Plots the local compute ratio over time by method, for the first seed [Prism, Fig. 6]."""
     models = list(dict.fromkeys(record["model"] for record in records))
     figure = Figure(figsize=(11, 3.2 * len(models)), layout="constrained")
     for line, model in zip(figure.subplots(len(models), 2, squeeze=False), models, strict=True):
@@ -59,7 +59,7 @@ def ratio(records: Sequence[Record]) -> Figure:
 
 
 def migration(records: Sequence[Record]) -> Figure:
-    """Local compute ratio and latency over time, with migration and without [Prism, Fig. 7]."""
+    """Plots local compute ratio and latency over time, with and without migration [Prism, Fig. 7]."""
     figure = Figure(figsize=(11, 4.0), layout="constrained")
     shares, seconds = figure.subplots(1, 2)
     for number, record in enumerate(records):
@@ -81,7 +81,7 @@ def migration(records: Sequence[Record]) -> Figure:
 
 
 def remote(records: Sequence[Record]) -> Figure:
-    """A layer's milliseconds by the share of experts elsewhere [Prism, Fig. 5]."""
+    """Plots a layer's milliseconds by the share of remote experts [Prism, Fig. 5]."""
     figure = Figure(figsize=(5, 3.6), layout="constrained")
     axes = figure.subplots()
     for model in dict.fromkeys(record["model"] for record in records):
@@ -103,7 +103,7 @@ DRAWN: dict[str, tuple[str, Callable[[Sequence[Record]], Figure]]] = {
 
 
 def draw(records: Sequence[Record], folder: Path) -> None:
-    """Writes a PNG for each of these that the log has something for."""
+    """Writes a PNG for each plot that the log has records for."""
     for name, (part, figure) in DRAWN.items():
         if some := [record for record in records if record["part"] == part]:
             figure(some).savefig(folder / f"prism_{name}.png", dpi=80)

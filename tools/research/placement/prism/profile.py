@@ -1,6 +1,6 @@
-"""What one box alone, with everything in memory, answers to each prompt, and which experts its tokens choose.
+"""The answers of one box with everything in memory to each prompt, and its tokens' experts.
 
-Placements know the routes of prompts `seen`. Requests are those `asked`, whose answers must come out whatever the
+Placements know the routes of the prompts `seen`. Requests use the prompts `asked`, with the same answers under every
 placement.
 """
 
@@ -33,7 +33,7 @@ READY_S = 300.0  # kernels are compiled once
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Profile:
-    """States what is known of a model's tasks before the first request."""
+    """A model's tasks as known before the first request."""
 
     prompts: Prompts  # asked
     answers: dict[str, list[str]]
@@ -46,7 +46,7 @@ def geometry_of(store: Path) -> ExpertGeometry:
 
 
 def profile_of(model: Model, prompts: Path, work: Path) -> Profile:
-    """Returns it as it is kept in `work`; measures it first where it is not."""
+    """Returns the profile kept in `work`; measures it first if there is none."""
     every = prompts_of(model, prompts, SEEN + ASKED, PROMPT_TOKENS)
     asked = {task: each[SEEN:] for task, each in every.items()}
     sizes = "-".join(map(str, (SEEN, ASKED, PROMPT_TOKENS, *model.answer_tokens.values())))
@@ -93,7 +93,7 @@ def _measure(model: Model, every: Prompts, work: Path) -> tuple[dict[str, list[s
 
 
 def _of(prompt: list[int], recordings: Iterator[tuple[list[int], Routes]]) -> Routes:
-    """Returns the routes of the next request with that prompt; the engine's own to warm up are passed over."""
+    """Returns the routes of the next request with that prompt, without the engine's own warm-up."""
     for tokens, routes in recordings:
         if tokens[: len(prompt)] == prompt:
             return routes
@@ -101,7 +101,7 @@ def _of(prompt: list[int], recordings: Iterator[tuple[list[int], Routes]]) -> Ro
 
 
 def requests_of(recordings: Sequence[Path]) -> list[tuple[list[int], Routes]]:
-    """Returns each request's tokens, prompt and answer, and their routes [T, L, k], in the order of beginning."""
+    """Returns each request's tokens, prompt and answer, and their routes [T, L, k], in the order of their start."""
     tokens: dict[str, list[int]] = {}
     routes: dict[str, list[Routes]] = {}
     for path in recordings:
@@ -123,12 +123,12 @@ def frequencies(routes: Routes, experts: int) -> npt.NDArray[np.float64]:
 
 
 def skew(frequency: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Returns the share of a layer's calls that goes to its hottest quarter of experts, [L]; even: .25."""
+    """Returns the share of a layer's choices that its hottest quarter of experts has, [L]; even: .25."""
     hottest = np.sort(frequency, axis=1)[:, -(frequency.shape[1] // 4) :]
     return np.asarray(hottest.sum(axis=1) / frequency.sum(axis=1), np.float64)
 
 
 def overlap(one: npt.NDArray[np.float64], other: npt.NDArray[np.float64]) -> float:
-    """Returns how much two tasks choose alike: what their shares of each layer's calls have in common, on average."""
+    """Returns the similarity of two tasks: the common part of their shares of each layer's choices, on average."""
     a, b = (each / each.sum(axis=1, keepdims=True) for each in (one, other))
     return float(np.minimum(a, b).sum(axis=1).mean())

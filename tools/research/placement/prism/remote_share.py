@@ -1,4 +1,4 @@
-"""What a step of one box takes by the share of experts that are elsewhere [Prism, Fig. 5]."""
+"""The time of a step on one box by the share of remote experts [Prism, Fig. 5]."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SHARES = (0.0, 0.2, 0.4, 0.6, 0.8, 0.95)
 
 
 def measure_share(run: Run, model: Model, profile: Profile, machine: Machine, folder: Path) -> Record:
-    """Returns what decode steps took, one request after the other at the first box, which lacks a share of experts."""
+    """Measures decode steps, one request after the other, on the first box, which lacks a share of the experts."""
     wanted = float(run.method)
     homes = partly_remote(model, wanted)
     slots = [max(1, int(each.sum())) for each in homes]

@@ -1,4 +1,4 @@
-"""One run: three boxes, a method, requests that come when they come whatever the method, and what came of them."""
+"""One run: three boxes, a method, requests at fixed times, and their results."""
 
 from __future__ import annotations
 
@@ -44,46 +44,46 @@ from tools.testbed.limits import Limits
 
 ALONE, REDIRECT = "alone", "redirect"  # boxes compute nothing for each other
 SAMPLE_S = 2.0
-WARM = 8  # requests at each box before those that count
-START_S = 14.0  # of a run, until its requests come, on two quiet cores
+WARM = 8  # requests at each box before the counted ones
+START_S = 14.0  # from a run's start to its requests, on two quiet cores
 Record = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What is measured. Its fields name it in the log."""
+    """A measurement; its fields identify it in the log."""
 
     part: str
     model: str
     method: str
-    settings: tuple[str, ...]  # one after the other; the first is what the first plan is made for
+    settings: tuple[str, ...]  # one after the other; the first plan is made for the first one
     seed: int = 0
     requests: int = 200  # at each box, of each setting
-    pace: float = 1.0  # of the model's rate
+    pace: float = 1.0  # relative to the model's rate
     migrate_s: float = 60.0
 
     def seconds(self, model: Model) -> float:
-        """Returns how long it takes, roughly."""
+        """Returns the run's approximate duration."""
         load_s = sum(self.requests / (model.rate[setting] * self.pace) for setting in self.settings)
         return START_S + WARM / model.rate[self.settings[0]] / self.pace + 1.1 * load_s
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What boxes may use."""
+    """The resources of boxes."""
 
-    cpus: float  # of the machine, for each device
+    cpus: float  # cores for each device
     disk_mb_s: float
     link_gb_s: float  # between a box's memory and its devices
 
 
 class Request(NamedTuple):
-    """One that comes at a box."""
+    """A request that arrives at a box."""
 
     at_s: float
     box: int
     task: str
-    number: int  # of the task's prompts
+    number: int  # index of the task's prompt
 
 
 def requests_of(model: Model, run: Run, prompts: int) -> list[Request]:
@@ -106,7 +106,7 @@ def requests_of(model: Model, run: Run, prompts: int) -> list[Request]:
 
 
 def settings_of(model: Model, run: Run) -> dict[str, object]:
-    """Returns what all boxes go by."""
+    """Returns the settings of all boxes."""
     apart = run.method in (ALONE, REDIRECT)
     return common(model.store, 1) | {
         "model.store_dir": model.store.parent,  # beside which compiled kernels are kept
@@ -119,7 +119,7 @@ def settings_of(model: Model, run: Run) -> dict[str, object]:
         "cluster.share_experts": not apart,
         "cluster.route": "least" if run.method == REDIRECT else "pull",
         "cluster.coordination": "single",
-        "cluster.leader": NODES[-1],  # which has most: so the solver weighs on the same box in every run
+        "cluster.leader": NODES[-1],  # with the most devices: so the solver loads the same box in every run
     }
 
 
@@ -133,10 +133,10 @@ def boxes(
     slots: Sequence[int] = (),
     goal: BoolArray | None = None,
 ) -> Iterator[Cluster]:
-    """Three boxes with these homes, and no others on their disks; without homes all have everything on disk.
+    """Runs three boxes with these homes, and no other experts on disk; without homes all have everything on disk.
 
-    With a goal they move there as soon as they have found each other. They have room for so many experts each, or for
-    what their devices hold. Their share of the processor is limited once they are ready.
+    With a goal, experts move there once the boxes are connected. `slots` overrides the devices' room. CPU limits apply
+    once the boxes are ready.
     """
     slots = slots or [room(model) * devices for devices in DEVICES]
     limits = Limits(disk_bytes_per_s=int(machine.disk_mb_s * 1e6), disk_of=model.store)
@@ -165,9 +165,9 @@ def boxes(
 
 
 def _await_solver(leader: Daemon, timeout_s: float) -> None:
-    """Until the leader's solver has got ready for the first look at 60 s, which takes eight seconds of a core.
+    """Waits until the leader's solver is ready for the first plan at 60 s, which takes eight seconds of a core.
 
-    In life it takes them from the leader's box alone, here from two cores that three boxes share. Raises BedError.
+    In production only the leader's box pays for that, here the two cores of all three. Raises BedError.
     """
     ends_s, used_s = time.monotonic() + timeout_s, 0.0
     while time.monotonic() < ends_s:
@@ -187,10 +187,12 @@ def _is_home(homes: BoolArray, layer: int, expert: int) -> bool:
 
 
 class Watch:
-    """Counts experts computed, and of them elsewhere, in every box, every SAMPLE_S seconds of a `with`."""
+    """Counts experts computed, and remote ones among them, in every box, every SAMPLE_S seconds of a `with`."""
 
     def __init__(self, made: Cluster) -> None:
-        self.samples: list[list[float]] = []  # seconds, then for each box experts in all and remote ones, as they grew
+        self.samples: list[
+            list[float]
+        ] = []  # seconds, then for each box all experts and remote ones since the sample before
         self._made, self._began_s = made, time.monotonic()
         self._first = self._counts()
         self._over = threading.Event()
@@ -230,7 +232,7 @@ def measure(
     first: str | None = None,
     goal: BoolArray | None = None,
 ) -> Record:
-    """Returns what came of a run's requests. The first plan is by the run's method, or by another one; see `boxes`."""
+    """Returns the results of a run's requests. The first plan is by the run's method, or another one; see `boxes`."""
     method = first or next((each for each in METHODS if each == run.method), None)
     placed = place_by(method, model, run.settings[0], profile) if method else None
     requests = requests_of(model, run, ASKED)
@@ -262,7 +264,7 @@ def send(made: Cluster, model: Model, profile: Profile, requests: Sequence[Reque
 
 
 def outcome(requests: Sequence[Request], answers: Sequence[Answer], profile: Profile) -> Record:
-    """Returns latencies since requests were due, and what was wrong."""
+    """Returns latencies since requests were due, and the number of wrong answers."""
     begins_s = min(answer.began_s - one.at_s for one, answer in zip(requests, answers, strict=True))
     latency: dict[str, list[list[float]]] = {node: [] for node in NODES}
     wrong = 0
@@ -281,7 +283,7 @@ def outcome(requests: Sequence[Request], answers: Sequence[Answer], profile: Pro
 
 
 def state(made: Cluster) -> dict[str, dict[str, float]]:
-    """Returns what grows in each box: how often it was held back, bytes sent and read, calls."""
+    """Returns each box's counters: throttling, bytes sent and read, calls."""
     found = {}
     for daemon in made:
         page = daemon.metrics()
@@ -307,7 +309,7 @@ def since(before: dict[str, dict[str, float]], after: dict[str, dict[str, float]
 
 
 def plans_of(made: Cluster, since_s: float) -> list[list[Any]]:
-    """Returns the plans that were made: seconds since then, version, whether experts move, why."""
+    """Returns the plans since then: seconds, version, whether experts move, the reason."""
     found = [
         [round(clock(event) - since_s, 1), event["version"], event["moving"], event["because"]]
         for daemon in made

@@ -1,4 +1,4 @@
-"""Tables of what a log holds, with those of [Prism] beside ours."""
+"""Tables of a log, with the figures of [Prism] beside ours."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def head(*cells: object) -> Iterator[str]:
 
 
 def skew_tables(model: Model, profile: Profile) -> Iterator[str]:
-    """Says how unevenly each task and layer chooses [Prism, Fig. 2 and 3]."""
+    """Yields lines on the skew of each task and layer [Prism, Fig. 2 and 3]."""
     experts = geometry_of(model.store).experts
     found = {task: frequencies(profile.seen[task], experts) for task in model.tasks}
     yield from head(
@@ -54,7 +54,7 @@ def skew_tables(model: Model, profile: Profile) -> Iterator[str]:
 
 
 def tables(records: Sequence[Record]) -> Iterator[str]:
-    """Returns all tables that the log has something for."""
+    """Yields all tables that the log has records for."""
     for part, table in (
         ("methods", methods_tables),
         ("migration", migration_table),
@@ -74,7 +74,7 @@ def mean_s(record: Record, node: str = "") -> float:
 
 
 def local(record: Record, since_s: float = 0.0, until_s: float = np.inf) -> float:
-    """Returns the share of experts that boxes computed themselves."""
+    """Returns the share of experts that boxes computed locally."""
     samples = [np.zeros(len(record["samples"][0])), *map(np.array, record["samples"])]
     inside = [each for each in samples if since_s <= each[0] <= until_s]
     total, remote = (float((inside[-1] - inside[0])[which::2].sum()) for which in (1, 2))
@@ -82,7 +82,7 @@ def local(record: Record, since_s: float = 0.0, until_s: float = np.inf) -> floa
 
 
 def held_back(record: Record) -> str:
-    """Returns the share of periods in which each box had used up its share of the processor."""
+    """Returns the share of periods in which each box was throttled."""
     boxes = record["boxes"]
     return " / ".join(f"{boxes[node]['nr_throttled'] / max(1, boxes[node]['nr_periods']):.2f}" for node in NODES)
 
@@ -93,7 +93,7 @@ def asked_and_wrong(records: Sequence[Record]) -> str:
 
 
 def methods_tables(records: Sequence[Record]) -> Iterator[str]:
-    """One for each model and setting: seconds of a request, the mean of the seeds' means and half their range."""
+    """Yields a table for each model and setting: seconds of a request, the seeds' mean and half their range."""
     for model, setting in itertools.product(dict.fromkeys(r["model"] for r in records), SETTINGS):
         mine = [record for record in records if record["model"] == model and record["settings"] == [setting]]
         by = {method: [record for record in mine if record["method"] == method] for method in METHODS}
@@ -134,7 +134,7 @@ def methods_tables(records: Sequence[Record]) -> Iterator[str]:
 
 
 def migration_table(records: Sequence[Record]) -> Iterator[str]:
-    """Returns seconds of a request before and after the change, and the local compute ratio as either ends."""
+    """Yields seconds of a request before and after the change, and the local compute ratio at the end of both."""
     yield from head(
         "method",
         "migrates",
@@ -170,7 +170,7 @@ def migrates(record: Record) -> str:
 
 
 def redirection_table(records: Sequence[Record]) -> Iterator[str]:
-    """[Prism, Table I]."""
+    """Yields the table of redirection [Prism, Table I]."""
     yield from head("method", "server 1", "2", "3", "all", "read, MB", "passed on", "held back", "wrong")
     for record in records:
         boxes = record["boxes"]
@@ -188,7 +188,7 @@ def redirection_table(records: Sequence[Record]) -> Iterator[str]:
 
 
 def share_table(records: Sequence[Record]) -> Iterator[str]:
-    """[Prism, Fig. 5]."""
+    """Yields the table of remote experts [Prism, Fig. 5]."""
     yield from head("model", "remote experts", "a layer, ms", "a request, s", "wrong")
     for record in records:
         cells = record["layer_ms"], record["request_s"], record["wrong"]

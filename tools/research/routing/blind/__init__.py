@@ -1,1 +1,1 @@
-"""Daemons whose leader routes without a part of what it knows, for comparison with those that know it."""
+"""Daemons whose leader routes without a part of its knowledge, for comparison with the complete rule."""

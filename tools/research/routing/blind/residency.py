@@ -1,6 +1,7 @@
-"""A daemon whose leader takes all experts for in place everywhere: pull with marginal union, without residency.
+"""A daemon whose leader assumes that all experts are in place everywhere: pull with marginal union, without
+residency.
 
-python -m tools.research.routing.blind.residency serve --config FILE      as `python -m edgemoe` would
+    python -m tools.research.routing.blind.residency serve --config FILE      as `python -m edgemoe` would
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from edgemoe.policy.routing.signatures import ModelSizes
 
 
 def unheard(far: bytes, far_s: Sequence[float], sizes: ModelSizes) -> None:
-    """Returns what an engine says of where its experts are: nothing."""
+    """Ignores an engine's report of its experts' places."""
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A daemon whose leader does not count what experts cost: pull without marginal union and residency.
+"""A daemon whose leader ignores the cost of experts: pull without marginal union and residency.
 
 python -m tools.research.routing.blind.union serve --config FILE      as `python -m edgemoe` would
 """
@@ -15,7 +15,7 @@ from edgemoe.policy.routing.offers import EngineView, Offered, Values
 
 
 def nothing(self: UnionTerm, offers: Sequence[Offered], views: Sequence[EngineView]) -> Values:
-    """Returns no costs."""
+    """Returns costs of zero for every offer."""
     return np.zeros((len(views), len(offers)))
 
 

@@ -1,22 +1,9 @@
-"""Which box runs which request, live: daemons in boxes of a test bed, asked at all of them. Needs root.
+"""Routing of requests between live daemons in boxes of a test bed. Needs root.
 
-    python -m tools.research.routing.live --data DIR --log live.jsonl                # goes on where it ended
     python -m tools.research.routing.live --data DIR --log live.jsonl --parts apart --models demo
     python -m tools.research.routing.live --log live.jsonl --table --plots plots
 
-Two models: the demo model, and one of 26 layers of 64 experts whose tasks have words of their own
-(`tools.research.placement.prism.models`), 12 times as large. Parts:
-
-    same       requests at all boxes at once, under every rule: the answers of one box alone, and where they ran
-    affinity   users with long beginnings of their own, by another box each time: the share that prefix caches had
-    load       requests of the Azure chat trace with lengths divided by 8, at one rate, under three rules in turn,
-               beside what is simulated by the step times that the engines measured
-    apart      such requests with a box that prefills and two that decode, in turn with three that do both
-    terms      boxes with memory for half of the experts, users of six kinds: the default rule with and without
-               marginal union and residency, in turn
-
-Clusters that take turns are warm and stand side by side; all boxes share this machine's cores. Seconds are the
-clients'. What is in the log is not measured again.
+Clusters that take turns stand side by side and share the machine's cores. results/routing_live.md describes the parts.
 """
 
 from __future__ import annotations
@@ -43,15 +30,15 @@ PARTS: dict[str, Callable[[Sitting, Model], None]] = {
     "apart": measure_apart,
     "terms": measure_terms,
 }
-ABOUT = {"affinity": ("demo",)}  # which models a part is about, where not all
+ABOUT = {"affinity": ("demo",)}  # models of a part, if not all
 
 
 def sit(args: argparse.Namespace) -> None:
-    """Measures what the log lacks."""
+    """Makes the measurements that the log lacks."""
     sitting = Sitting(args.data, args.work, args.log, args.rounds, args.scale)
     for name in args.models.split(","):
         model = MODELS[name](args.work)
-        references(model, args.work)  # compiles kernels, once
+        references(model, args.work)  # compiles kernels once
         for part in args.parts.split(","):
             if name in ABOUT.get(part, MODELS):
                 began_s = time.monotonic()

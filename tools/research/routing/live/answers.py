@@ -1,4 +1,4 @@
-"""Parts `same` and `affinity`: right answers under every rule, and what prefix caches have of users' prompts."""
+"""Parts `same` and `affinity`: correct answers under every rule, and prefix hits of users' prompts."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from tools.testbed.daemons import Cluster, Daemon
 
 RULES = get_args(Route)
 SAME, SAME_TOKENS = {"demo": 8, "constructed": 3}, {"demo": 48, "constructed": 24}  # requests at each box, twice
-USERS, TURNS, BEGINNING = 6, 6, 384  # tokens that all of a user's prompts begin with
+USERS, TURNS, BEGINNING = 6, 6, 384  # tokens at the beginning of all of a user's prompts
 
 
 def references(model: Model, work: Path) -> dict[int, str]:
-    """Returns what one box alone says to each prompt; kept in `work`."""
+    """Returns the answers of one box alone to each prompt; kept in `work`."""
     prompts = [prompt_of((1, n), 40) for n in range(SAME[model.name] * len(NODES))]
     sizes = f"{len(prompts)}-{SAME_TOKENS[model.name]}"
     kept = work / f"answers-{model.name}-{sizes}-{Manifest.load(model.store).digest[:12]}.json"
@@ -55,7 +55,7 @@ def references(model: Model, work: Path) -> dict[int, str]:
 
 
 def measure_same(sitting: Sitting, model: Model) -> None:
-    """Requests at all boxes at once, twice, under every rule and with prefill and decode apart."""
+    """Sends requests to all boxes at once, twice, under every rule and with separate prefill and decode."""
     wanted = references(model, sitting.work)
     kinds = {rule: Kind(rule) for rule in RULES} | {"pull, apart": Kind(apart=True)}
     for variant, kind in kinds.items():
@@ -66,7 +66,7 @@ def measure_same(sitting: Sitting, model: Model) -> None:
 
 
 def same(made: Cluster, model: Model, wanted: dict[int, str]) -> dict[str, Any]:
-    """Returns how many answers were right, and where they ran and why."""
+    """Returns the number of correct answers, and the requests' engines with reasons."""
     right, began_s = 0, time.monotonic()
     for _ in range(2):
         asked = [
@@ -99,7 +99,7 @@ def _routes(made: Cluster) -> dict[str, float]:
 
 
 def measure_affinity(sitting: Sitting, model: Model) -> None:
-    """Users with long beginnings of their own, by another box each time, under every rule."""
+    """Sends prompts of users with long common beginnings, to another box each time, under every rule."""
     for rule in RULES:
         key = {"part": "affinity", "model": model, "variant": rule}
         if sitting.record(**key) is None:
@@ -108,7 +108,7 @@ def measure_affinity(sitting: Sitting, model: Model) -> None:
 
 
 def affinity(made: Cluster) -> dict[str, Any]:
-    """Returns the share of prompt tokens that prefix caches had."""
+    """Returns the share of prompt tokens found in prefix caches."""
     families = (names.PREFIX_HIT_TOKENS, names.PREFIX_MISS_TOKENS)
     before, firsts = counted(made, families), list[float]()
     for turn in range(TURNS):

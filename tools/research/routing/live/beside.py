@@ -1,4 +1,4 @@
-"""Daemons' engines beside simulated ones: step times as the engines measured them, and the same requests simulated."""
+"""Live engines compared with simulated ones: measured step times, and the same requests in the simulator."""
 
 from __future__ import annotations
 
@@ -24,11 +24,13 @@ from tools.testbed.daemons import Daemon
 
 STEP_TOKENS = 2048
 Numbers = npt.NDArray[np.float64]
-Ask = Callable[[int, int, int], list[float]]  # so many at once at each box, prompt and answer: seconds to first tokens
+Ask = Callable[
+    [int, int, int], list[float]
+]  # requests at once at each box, prompt and answer tokens -> seconds to first tokens
 
 
 class LiveCosts(NamedTuple):
-    """What steps take, and what clients wait beside them."""
+    """Times of a step, and of clients beside it."""
 
     fixed_s: float
     prefill_s: float  # for each token
@@ -36,7 +38,7 @@ class LiveCosts(NamedTuple):
     front_s: float  # before the first token, beside its step
 
     def scaled(self, steps: Steps) -> LiveCosts:
-        """Returns costs by which decode steps take what these did, beside clients and fronts on the same cores."""
+        """Returns costs scaled to these decode steps, measured beside clients and fronts on the same cores."""
         expected = self.fixed_s + steps.tokens / steps.steps * self.decode_s
         by = steps.seconds / steps.steps / expected
         return LiveCosts(self.fixed_s * by, self.prefill_s * by, self.decode_s * by, self.front_s)
@@ -52,7 +54,7 @@ class Steps(NamedTuple):
 
 @contextmanager
 def counting(daemons: Sequence[Daemon], phase: str) -> Iterator[list[Steps]]:
-    """Puts what the engines' steps of that phase took meanwhile into the list."""
+    """Adds the engines' steps of that phase during the block to the list."""
     families = [named(family, phase=phase) for family in (names.STEPS, names.STEP_SECONDS, names.STEP_TOKENS)]
 
     def sums() -> Numbers:
@@ -67,7 +69,7 @@ def counting(daemons: Sequence[Daemon], phase: str) -> Iterator[list[Steps]]:
 
 
 def calibrated(daemons: Sequence[Daemon], ask: Ask) -> LiveCosts:
-    """Returns what the engines' steps take while all of them work: one and four sequences, then prompts."""
+    """Measures the engines' steps while all of them work: one and four sequences, then prompts."""
     with counting(daemons, "decode") as alone:
         ask(1, 8, 96)
     with counting(daemons, "decode") as together:

@@ -1,4 +1,4 @@
-"""Three boxes of a test bed that have the whole model, how they are asked, and what they count."""
+"""Three boxes of a test bed with the whole model, requests to them, and their counters."""
 
 from __future__ import annotations
 
@@ -27,23 +27,25 @@ ROLES = {"a": "prefill", "b": "decode", "c": "decode"}
 SLOTS = 4
 VOCAB = (3, 4096)
 READY_S = 300.0
-STATS_S = 1.2  # after which an engine has said what it has counted
+STATS_S = 1.2  # by then an engine has reported its counts
 Asked = tuple[Daemon, Sequence[int], int, str]  # box, prompt, tokens, user
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """States what a cluster's boxes are like."""
+    """A kind of cluster."""
 
     rule: str = "pull"
     apart: bool = False  # one box that prefills and two that decode
-    share: float = 1.0  # of the experts that a box has memory for; with less, boxes compute nothing for each other
-    module: str = "edgemoe"  # which daemon
+    share: float = (
+        1.0  # of the experts that a box has memory for; with less than all, boxes compute nothing for each other
+    )
+    module: str = "edgemoe"  # the daemon's module
     limits: Limits = NO_LIMITS
 
 
 def settings(store: Path, kind: Kind) -> dict[str, object]:
-    """Returns what all boxes go by."""
+    """Returns the settings of all boxes."""
     return common(store, int(kind.share * geometry_of(store).count)) | {
         "model.store_dir": store.parent,  # beside which compiled kernels are kept
         "memory.kv_bytes": "16MiB",
@@ -58,7 +60,7 @@ def settings(store: Path, kind: Kind) -> dict[str, object]:
 
 @contextmanager
 def cluster(folder: Path, store: Path, kind: Kind) -> Iterator[Cluster]:
-    """Three boxes of that kind."""
+    """Runs three boxes of that kind."""
     own: dict[str, dict[str, object]] = {node: {"cluster.role": ROLES[node]} if kind.apart else {} for node in NODES}
     with (
         tempfile.TemporaryDirectory(dir=folder, prefix=f"{kind.rule}-") as scratch,
@@ -80,7 +82,7 @@ def cluster(folder: Path, store: Path, kind: Kind) -> Iterator[Cluster]:
 
 
 def gathered(made: Cluster) -> None:
-    """Until boxes that share no experts, and so have no plan, see each other. Raises BedError."""
+    """Waits until boxes that share no experts, and so have no plan, see each other. Raises BedError."""
     here, ends_s = named(names.CLUSTER_BOXES, state="here"), time.monotonic() + READY_S
     while any(daemon.metrics().get(here) != len(NODES) - 1 for daemon in made):
         if time.monotonic() > ends_s:
@@ -90,7 +92,7 @@ def gathered(made: Cluster) -> None:
 
 @contextmanager
 def side_by_side(folder: Path, store: Path, kinds: Mapping[str, Kind]) -> Iterator[dict[str, Cluster]]:
-    """Clusters of several kinds at once, to be asked in turn; those that are not asked have nothing to do."""
+    """Runs clusters of several kinds at once; only one of them gets requests at a time."""
     with ExitStack() as stack:
         yield {name: stack.enter_context(cluster(folder, store, kind)) for name, kind in kinds.items()}
 
@@ -99,7 +101,7 @@ def side_by_side(folder: Path, store: Path, kinds: Mapping[str, Kind]) -> Iterat
 
 
 def ask(asked: Sequence[Asked], at_s: Sequence[float] | None = None) -> list[Answer]:
-    """Returns the answers to requests that are sent at these times, or all at once."""
+    """Returns the answers to requests sent at these times, or all at once."""
     answers = [Answer() for _ in asked]
     began_s = time.monotonic()
 
@@ -118,7 +120,7 @@ def ask(asked: Sequence[Asked], at_s: Sequence[float] | None = None) -> list[Ans
 
 
 def send(made: Cluster, requests: Sequence[Arrival], users: Sequence[str], due: bool = True) -> list[Answer]:
-    """Returns the answers to requests that come to the boxes in turn, when they are due or all at once."""
+    """Returns the answers to requests sent to the boxes in turn, when due or all at once."""
     asked = [
         (made[NODES[n % 3]], one.prompt, one.output_tokens, user)
         for n, (one, user) in enumerate(zip(requests, users, strict=True))
@@ -136,7 +138,7 @@ def prompt_of(seed: tuple[int, ...], tokens: int) -> list[int]:
 
 
 def figures(answers: Sequence[Answer]) -> dict[str, float]:
-    """Returns what clients saw."""
+    """Returns figures of the clients' answers."""
     whole = [answer for answer in answers if answer.finish == "length" and answer.times_s]
     many = [answer for answer in whole if len(answer.times_s) > 1]
     ttft_s = np.array([answer.times_s[0] for answer in whole])
@@ -145,7 +147,7 @@ def figures(answers: Sequence[Answer]) -> dict[str, float]:
 
 
 def times(ttft_s: Any, tpot_s: Any) -> dict[str, float]:
-    """Returns what is compared."""
+    """Returns the compared figures of these times."""
     return {
         "ttft_mean_s": round(float(np.mean(ttft_s)), 4),
         "ttft_p99_s": round(float(np.quantile(ttft_s, 0.99)), 4),
@@ -156,11 +158,11 @@ def times(ttft_s: Any, tpot_s: Any) -> dict[str, float]:
 
 
 def counted(made: Cluster, families: Sequence[str], **labels: str) -> dict[str, float]:
-    """Returns sums over all boxes of the metrics that have these labels."""
+    """Returns sums over all boxes of the metrics with these labels."""
     found = [daemon.metrics() for daemon in made]
     return {family: sum(names.select(each, family, **labels) for each in found) for family in families}
 
 
 def grown(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
-    """Returns what has been counted meanwhile."""
+    """Returns the growth of each metric."""
     return {family: after[family] - before[family] for family in before}

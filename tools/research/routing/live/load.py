@@ -1,7 +1,7 @@
 """Parts `load` and `apart`: requests of the Azure chat trace, the same for all clusters, which take turns.
 
-Lengths are divided by 8. Each round has prompts of its own, so that no prefix cache knows them. The rate is a share of
-that at which requests were answered that came at once.
+Lengths are divided by 8. Each round has its own prompts, so that no prefix cache has them. The rate is a share of the
+rate of answers to requests that come all at once.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from tools.testbed.daemons import Cluster
 TRACE, SCALE = "azure-llm-2023/conv.csv.gz", 1 / 8
 REQUESTS = {"demo": 200, "constructed": 48}  # of a round
 APART = {"demo": 100, "constructed": 24}
-WARM, AT_ONCE = 40, 50  # requests before the first round; those whose rate is measured
-SHARES = (0.25, 0.5)  # of that rate, where prefill and decode may be apart
+WARM, AT_ONCE = 40, 50  # requests before the first round; requests for the measurement of the rate
+SHARES = (0.25, 0.5)  # of that rate, with and without separate prefill
 LOADED, LOAD = ("pull", "least"), 0.5
 KINDS = {"mixed": Kind(), "apart": Kind(apart=True)}
 HANDED = (names.HANDED_OVER, names.KV_PULL_FAILURES)
 
 
 def measure_load(sitting: Sitting, model: Model) -> None:
-    """One distribution at half of what can be answered, under three rules, beside what is simulated."""
+    """Measures one distribution at half of the highest rate, under three rules and in the simulator."""
     key = {"part": "load", "model": model}
     todo = list(sitting.rounds_of(LOADED, **key))
     if not todo:
@@ -60,7 +60,7 @@ def measure_load(sitting: Sitting, model: Model) -> None:
 
 
 def measure_apart(sitting: Sitting, model: Model) -> None:
-    """The same requests where one box prefills and two decode, and where three do both."""
+    """Measures the same requests with one box that prefills and two that decode, and with three that do both."""
     key = {"part": "apart", "model": model}
     todo = [(share, *one) for share in SHARES for one in sitting.rounds_of(tuple(KINDS), share=share, **key)]
     if not todo:
@@ -77,7 +77,7 @@ def measure_apart(sitting: Sitting, model: Model) -> None:
 
 
 def warmed(sitting: Sitting, model: Model, made: Mapping[str, Cluster]) -> tuple[LiveCosts, float]:
-    """Warms clusters; returns what the first one's steps take and how many a second it answers, as once measured."""
+    """Warms clusters up; returns the first one's step costs and its highest rate, from the log if measured before."""
     for cluster in made.values():
         requests = arrivals(sitting, 1.0, WARM, -1)
         send(cluster, requests, users(requests), due=False)
@@ -90,7 +90,7 @@ def warmed(sitting: Sitting, model: Model, made: Mapping[str, Cluster]) -> tuple
 
 
 def measured(made: Cluster, requests: Sequence[Arrival]) -> tuple[LiveCosts, float]:
-    """Returns what steps take beside clients, and how many a second are answered of requests that come at once."""
+    """Measures step costs beside clients, and answers per second of requests that come at once."""
     daemons, drawn = list(made), itertools.count()
 
     def some(at_once: int, prompt: int, tokens: int) -> list[float]:

@@ -1,4 +1,4 @@
-"""Draws what a log holds: live beside simulated, and prefill and decode apart beside mixed."""
+"""Plots of a log: live against simulated, and separate prefill against mixed boxes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SHOWN = {"ttft_mean_s": "mean TTFT, ms", "ttft_p99_s": "p99 TTFT, ms", "tpot_p50
 
 
 def beside(records: Sequence[Record]) -> Figure:
-    """Each round's figure by rule, and a bar where the simulator has it."""
+    """Plots each round's figure by rule, and a bar for the simulator's."""
     models = each_of(records, "model")
     figure = Figure(figsize=(11, 3.0 * len(models)), layout="constrained")
     for line, model in zip(figure.subplots(len(models), len(SHOWN), squeeze=False), models, strict=True):
@@ -34,7 +34,7 @@ def beside(records: Sequence[Record]) -> Figure:
 
 
 def apart(records: Sequence[Record]) -> Figure:
-    """Each round's two figures, joined."""
+    """Plots each round's two figures, joined."""
     settings = [(model, share) for model in each_of(records, "model") for share in each_of(records, "share")]
     figure = Figure(figsize=(11, 3.2), layout="constrained")
     for axes, (name, label) in zip(figure.subplots(1, len(SHOWN)), SHOWN.items(), strict=True):
@@ -58,7 +58,7 @@ DRAWN: dict[str, Callable[[Sequence[Record]], Figure]] = {"load": beside, "apart
 
 
 def draw(records: Sequence[Record], folder: Path) -> None:
-    """Writes a PNG for each of these that the log has something for."""
+    """Writes a PNG for each plot that the log has records for."""
     for part, figure in DRAWN.items():
         if some := [record for record in records if record["part"] == part]:
             figure(some).savefig(folder / f"routing_{'live' if part == 'load' else part}.png", dpi=80)

@@ -1,4 +1,4 @@
-"""What a sitting measures with, and its log: a line for each figure, which is not measured again."""
+"""Options of a measurement, and its log: a line for each figure, which is not measured again."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Sitting:
-    """Owns nothing; the log is a file that grows."""
+    """The options and the log, a file that grows."""
 
     data: Path
     work: Path
     log: Path
     rounds: int
-    scale: float  # of all numbers of requests
+    scale: float  # factor of all numbers of requests
 
     def many(self, requests: int) -> int:
-        """Returns how many requests that is here, three at least."""
+        """Scales a number of requests, to three at least."""
         return max(3, round(self.scale * requests))
 
     def record(self, **key: Any) -> Record | None:
-        """Returns the log's record of that, if there is one."""
+        """Returns the log's record with that key, if there is one."""
         wanted = self._key(key)
         return next((record for record in read(self.log) if wanted.items() <= record.items()), None)
 
     def note(self, figures: Mapping[str, Any], **key: Any) -> None:
-        """Writes a record."""
+        """Appends a record to the log."""
         about = {"commit": commit(), "cores": os.cpu_count(), "load": round(os.getloadavg()[0], 1)}
         record = self._key(key) | dict(figures) | about | {"at_s": round(time.time())}
         with self.log.open("a") as file:
@@ -46,7 +46,7 @@ class Sitting:
         print(json.dumps(record), file=sys.stderr, flush=True)
 
     def rounds_of(self, variants: Sequence[str], **key: Any) -> Iterator[tuple[int, str]]:
-        """Returns what the log lacks: each round has all variants, in an order that turns round."""
+        """Yields the rounds that the log lacks: each round has all variants, in alternating order."""
         for number in range(self.rounds):
             for variant in variants[:: 1 if number % 2 == 0 else -1]:
                 if self.record(variant=variant, round=number, **key) is None:

@@ -1,4 +1,4 @@
-"""Tables of what a log holds: means over rounds, and changes of the same round, with 95 % intervals."""
+"""Tables of a log: means over rounds, and changes within rounds, with 95 % intervals."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HEADS = ("TTFT mean, ms", "p99", "TPOT median, ms", "mean", "p99")
 
 
 def tables(records: Sequence[Record]) -> Iterator[str]:
-    """Returns all tables that the log has something for."""
+    """Yields all tables that the log has records for."""
     for part, table in (
         ("same", same_table),
         ("affinity", affinity_table),
@@ -31,7 +31,7 @@ def tables(records: Sequence[Record]) -> Iterator[str]:
 
 
 def variants(records: Sequence[Record], **key: object) -> dict[str, list[Record]]:
-    """Returns each variant's records that are so, by round."""
+    """Returns each variant's matching records, by round."""
     mine = [record for record in records if key.items() <= record.items()]
     found: dict[str, list[Record]] = {}
     for record in sorted(mine, key=lambda record: record.get("round", 0)):
@@ -44,12 +44,12 @@ def each_of(records: Sequence[Record], name: str) -> list[object]:
 
 
 def milliseconds(records: Sequence[Record], name: str) -> str:
-    """Returns each round's."""
+    """Formats each round's figure in milliseconds."""
     return ", ".join(f"{1e3 * record[name]:.3g}" for record in records)
 
 
 def change(ours: Sequence[Record], base: Sequence[Record], name: str) -> str:
-    """Returns by how many per cent a figure differs, round by round."""
+    """Returns the difference of a figure in per cent, round by round."""
     before = {record["round"]: record[name] for record in base}
     found = [100 * (record[name] / before[record["round"]] - 1) for record in ours if before.get(record["round"])]
     if len(found) < 2:
@@ -88,7 +88,7 @@ def costs_table(records: Sequence[Record]) -> Iterator[str]:
 
 
 def load_table(records: Sequence[Record]) -> Iterator[str]:
-    """Returns each round's figures; the simulator has one."""
+    """Yields each round's figures; the simulator has one."""
     yield from head("model", "rule", "a second", *HEADS, "complete")
     for model in each_of(records, "model"):
         for variant, rows in variants(records, model=model).items():
@@ -97,7 +97,7 @@ def load_table(records: Sequence[Record]) -> Iterator[str]:
 
 
 def apart_table(records: Sequence[Record]) -> Iterator[str]:
-    """Returns each round's figures, and how apart differs from mixed."""
+    """Yields each round's figures, and the difference of apart from mixed."""
     yield from head("model", "load", "boxes", *HEADS, "handed over", "failed", "complete")
     for model in each_of(records, "model"):
         for share in each_of(records, "share"):
@@ -115,7 +115,7 @@ def apart_table(records: Sequence[Record]) -> Iterator[str]:
 
 
 def terms_table(records: Sequence[Record]) -> Iterator[str]:
-    """Returns means of the rounds, and how each differs from a leader that does not look at experts."""
+    """Yields means of the rounds, and the difference of each from a leader that ignores experts."""
     figures = {
         "experts_a_step": "experts a step",
         "experts_a_token": "a token",

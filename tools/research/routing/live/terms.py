@@ -1,10 +1,8 @@
-"""Part `terms`: what marginal union and residency are worth to the default rule where boxes lack half of the experts.
+"""Part `terms`: the gain by marginal union and residency under the default rule, if boxes lack half of the experts.
 
-Every box has the whole model on a disk of limited speed and memory for half of its experts; boxes compute nothing for
-each other. Requests of users, each of one kind of prompt, come to the boxes in turn: all at once, so that nearly all
-wait for the leader's word, or at nearly the rate that can be answered, where a box starts many unasked. Three clusters
-take turns with the same requests: one that routes by both, one that takes all experts for in place, one that does not
-look at experts at all.
+Every box has the whole model on a slow disk and memory for half of its experts; boxes compute nothing for each other.
+Each user has one kind of prompt. Requests come all at once, or at nearly the highest rate. Three clusters take turns:
+both terms, no residency, neither (`tools.research.routing.blind`).
 """
 
 from __future__ import annotations
@@ -26,8 +24,8 @@ DISK_BYTES_PER_S = 400_000_000
 USERS = 12  # two of each kind
 PROMPT_TOKENS, TOKENS = 24, 32
 REQUESTS = {"demo": 96, "constructed": 36}  # of a round
-PROMPTS = 40  # of each kind
-AT_ONCE, LOAD = "at once", 0.95  # of the rate at which requests were answered that came at once
+PROMPTS = 40  # prompts of each kind
+AT_ONCE, LOAD = "at once", 0.95  # of the rate of answers to requests that come at once
 LOADS = (AT_ONCE, LOAD)
 MODULES = {
     "both": "edgemoe",
@@ -39,7 +37,7 @@ MOVED = (names.OFFERED, names.GRANTED, names.OFFERS_FORECAST, names.TIER_MISSES,
 
 
 def measure_terms(sitting: Sitting, model: Model) -> None:
-    """Rounds of the same requests at three clusters in turn."""
+    """Measures rounds of the same requests on three clusters in turn."""
     key = {"part": "terms", "model": model}
     todo = [(load, *one) for load in LOADS for one in sitting.rounds_of(tuple(MODULES), at=load, **key)]
     if not todo:
@@ -56,7 +54,7 @@ def measure_terms(sitting: Sitting, model: Model) -> None:
 
 
 def answered_per_s(sitting: Sitting, model: Model, made: Cluster, prompts: Prompts) -> float:
-    """Warms a cluster; returns how many requests a second it answers then of those that come at once."""
+    """Warms a cluster up; returns its rate of answers to requests that come at once."""
     for number in range(-2, 0):
         requests, users = asked(sitting, model, prompts, 1.0, number)
         began_s = time.monotonic()
@@ -67,7 +65,7 @@ def answered_per_s(sitting: Sitting, model: Model, made: Cluster, prompts: Promp
 def asked(
     sitting: Sitting, model: Model, prompts: Prompts, rate: float, number: int
 ) -> tuple[list[Arrival], list[str]]:
-    """Returns a round's requests and their users: gaps, users and prompts are drawn anew for each round."""
+    """Draws a round's requests and their users, with new gaps, users and prompts for each round."""
     rng = np.random.default_rng((7, number + 2))
     count = sitting.many(REQUESTS[model.name])
     gaps = poisson(rate, count, Shape(VOCAB[1]), 11 + number, 1, TOKENS, fixed=True)
@@ -79,7 +77,7 @@ def asked(
 
 
 def measured(made: Cluster, requests: list[Arrival], users: list[str], due: bool) -> dict[str, float]:
-    """Returns what clients saw of a round, and what its decode steps loaded."""
+    """Returns the clients' figures of a round, and the loads of its decode steps."""
     before, moved = counted(made, FAMILIES, phase="decode"), counted(made, MOVED)
     read = counted(made, (names.BYTES_MOVED,), **{"from": "nvme"})
     began_s = time.monotonic()

@@ -1,11 +1,8 @@
-"""What the test bed's boxes take, fitted to runs.
+"""Costs of the test bed's boxes, fitted to runs by simulating them.
 
-A box's processor is a share of a core, held back in periods of 10 ms. Everything on it takes from that share: what it
-does with nothing to do, requests, steps, layers, rows, experts, calls made and answered. Beside that calls and requests
-take a while in which no processor is used; and experts take the devices' time, which is stated. The costs are found by
-simulating the runs. What is made small is how far boxes' mean latencies, core seconds and decode steps are from what
-was measured, in logarithms; and how far costs are from where the search begins, so that those that runs do not tell
-apart stay together.
+A box's processor is a share of a core, throttled in periods of 10 ms; all its work takes from that share. Calls and
+requests also wait without it, and experts take the devices' stated time. The fit minimises log errors of mean latency,
+core seconds and decode steps, with a penalty for the distance from the start.
 """
 
 from __future__ import annotations
@@ -23,17 +20,17 @@ from tools.research.simulate.events import CORE_S, DECODE_S, DECODE_STEPS, Clust
 from tools.research.simulate.heap import Numbers
 from tools.testbed.bed import RATE_MBIT
 
-SEQUENCES = 16  # that step together at a box, as the runs have it
-FREEDOM = 3.0  # how far a cost may go, as a logarithm, for what 1 of a figure's is worth
+SEQUENCES = 16  # sequences that step together at a box, as in the runs
+FREEDOM = 3.0  # log range of a cost that weighs as much as a figure's error of 1
 LEAST_SHARE = 0.05  # of a core
 MOST = 4  # rounds of the search
 SEARCHES = 4
 
 
 class BedCosts(NamedTuple):
-    """Seconds of a processor, but for `idle` and `wait_s`."""
+    """Seconds of a processor, except `idle` and `wait_s`."""
 
-    idle: float = 0.04  # of a core that a box takes with nothing to do
+    idle: float = 0.04  # share of a core of an idle box
     request_s: float = 5e-3
     step_s: float = 5e-3
     layer_s: float = 5e-4  # its attention and gate
@@ -42,8 +39,8 @@ class BedCosts(NamedTuple):
     expert_s: float = 5e-5
     call_s: float = 8e-4  # of each that a box makes
     serve_s: float = 8e-4  # of each that it answers
-    wait_s: float = 1e-3  # of a call or its answer on its way, beside the link; nobody's processor
-    front_s: float = 3e-2  # of a request from and to its client; nobody's processor
+    wait_s: float = 1e-3  # of a call or its answer on its way, beside the link; without a processor
+    front_s: float = 3e-2  # of a request from and to its client; without a processor
 
 
 def cluster_of(run: BedRun, costs: BedCosts) -> Cluster:
@@ -67,7 +64,7 @@ def cluster_of(run: BedRun, costs: BedCosts) -> Cluster:
 
 
 def took_s(run: BedRun, costs: BedCosts) -> tuple[Numbers, Result]:
-    """Returns what each request takes, simulated, and what else comes of it."""
+    """Returns each request's simulated time, and the whole result."""
     result = simulate(run.prompts, cluster_of(run, costs))
     return result.end_s - run.prompts.at_s + costs.front_s, result
 
@@ -82,7 +79,7 @@ def box_figures(run: BedRun, costs: BedCosts) -> Numbers:
 
 
 def lasted_s(run: BedRun) -> float:
-    """Returns from when to when boxes' figures were taken."""
+    """Returns begin and end of the boxes' figures."""
     return float(np.max(run.prompts.at_s + run.latency_s))
 
 
@@ -96,7 +93,7 @@ def measured_figures(run: BedRun) -> Numbers:
 
 
 def fit(runs: Sequence[BedRun], most: int = MOST) -> BedCosts:
-    """Returns the costs of these runs, after so many rounds of the search at most."""
+    """Returns the costs fitted to these runs, after `most` rounds of the search at most."""
     start = np.log(np.array(BedCosts()))
     measured = [np.log(np.maximum(measured_figures(run), 1e-6)) for run in runs]
 
@@ -104,7 +101,7 @@ def fit(runs: Sequence[BedRun], most: int = MOST) -> BedCosts:
         costs = BedCosts(*np.exp(logs).tolist())
         apart = [np.log(box_figures(run, costs)) - seen for run, seen in zip(runs, measured, strict=True)]
         latency, core, step = np.moveaxis(np.array(apart), 1, 0)
-        alike, own = (latency + step) / 2, np.concatenate([latency - step, core])  # the machine's speed moves `alike`
+        alike, own = (latency + step) / 2, np.concatenate([latency - step, core])  # `alike` has the machine's speed
         return np.concatenate([np.ravel(alike), np.ravel(own), (logs - start) / FREEDOM])
 
     found = least_squares(residuals, start, diff_step=0.05, loss="soft_l1", max_nfev=most)
@@ -112,7 +109,7 @@ def fit(runs: Sequence[BedRun], most: int = MOST) -> BedCosts:
 
 
 def at_speed_of(run: BedRun, costs: BedCosts) -> BedCosts:
-    """Returns the costs as slow as the machine was in that run, by its decode steps: all but `idle` times a factor."""
+    """Returns the costs scaled to the machine's speed in that run, by its decode steps; `idle` stays."""
     factor = 1.0
     for _ in range(SEARCHES):
         slower = BedCosts(costs.idle, *(factor * each for each in costs[1:]))

@@ -1,8 +1,7 @@
-"""A run of `placement.prism`, as the simulator takes it: its requests, their routes, and where experts were.
+"""A run of `placement.prism` for the simulator: its requests, their routes, and the experts' places.
 
-A box has in memory the homes that the run's method gave it, and in the rest of its memory what its requests choose
-most. Others ask it for its homes only. Neither plans that change while a run goes on are simulated nor what boxes
-fetch: of the parts of a log it takes `methods`, whose runs end before the first review.
+A box has its homes in memory, and its requests' most frequent experts in the rest; others ask it for homes only. Plan
+changes and fetches are not simulated, so only part `methods` is used, which ends before the first review.
 """
 
 from __future__ import annotations
@@ -25,19 +24,19 @@ from tools.research.simulate.events import Prompts
 from tools.research.simulate.heap import Numbers
 
 PART = "methods"
-ROUNDED_S = 0.01  # times of a log are
+ROUNDED_S = 0.01  # precision of a log's times
 
 
 class BedRun(NamedTuple):
-    """What was measured in a run, and what there was to measure it on."""
+    """A measured run, and the inputs of its simulation."""
 
     record: Record
     prompts: Prompts
-    homes: BoolArray  # [N, L, E] what each box is asked for
-    inside: BoolArray  # [N, L, E] what each box has in memory
-    cores: Numbers  # [N] that each may use
+    homes: BoolArray  # [N, L, E] experts that others ask each box for
+    inside: BoolArray  # [N, L, E] experts in each box's memory
+    cores: Numbers  # [N] available to each box
     row_bytes: int  # of a token's hidden state
-    read_s: float  # that a device takes for an expert
+    read_s: float  # time of a device for an expert
 
     @property
     def name(self) -> str:
@@ -46,29 +45,29 @@ class BedRun(NamedTuple):
 
     @property
     def latency_s(self) -> Numbers:
-        """Returns what each request took, in the order of the prompts."""
+        """Latencies of the requests, in the order of the prompts."""
         return np.asarray(self._logged[:, 1])
 
     @property
     def _logged(self) -> Numbers:
-        """Returns when each request was due and what it took."""
+        """Due times and latencies of the requests."""
         by_box = {node: iter(self.record["latency"][node]) for node in NODES}
         return np.array([next(by_box[NODES[box]]) for box in self.prompts.server.tolist()])
 
     def check(self) -> BedRun:
-        """Returns the run. Ends the command where its requests came at other times than they would today."""
+        """Returns the run. Exits if its requests came at other times than today's."""
         if np.abs(self._logged[:, 0] - self.prompts.at_s).max() > ROUNDED_S:
             raise SystemExit(f"{self.name} had other requests than the bench makes today: models' rates have changed")
         return self
 
 
 def usable(records: Iterable[Record]) -> list[Record]:
-    """Returns those that can be simulated: with one plan, and all requests answered."""
+    """Returns the runs that can be simulated: with one plan, and all requests answered."""
     return [each for each in records if each["part"] == PART and not each["plans"] and each["complete"] == each["of"]]
 
 
 def run_of(record: Record) -> Run:
-    """Returns what a line of the log is about."""
+    """Returns the run of a line of the log."""
     named = {each.name: record[each.name] for each in fields(Run)}
     return Run(**named | {"settings": tuple(record["settings"])})
 
@@ -99,12 +98,12 @@ class BedRuns:
         return self.placed[method, setting]
 
     def _prompts(self, requests: list[Request]) -> Prompts:
-        """Returns the requests with the routes that were recorded of their prompts."""
+        """Returns the requests with the recorded routes of their prompts."""
         tasks = list(dict.fromkeys(one.task for one in requests))
         starts = np.cumsum([0, *(len(self.profile.asked[task]) for task in tasks)])
         first, tokens, emitted = [], [], []
         for one in requests:
-            each = len(self.profile.asked[one.task]) // len(self.profile.prompts[one.task])  # all are as long
+            each = len(self.profile.asked[one.task]) // len(self.profile.prompts[one.task])  # all have one length
             first.append(starts[tasks.index(one.task)] + one.number * each)
             tokens.append(each + 1)  # the last one is emitted and never computed
             emitted.append(self.model.tokens_of(one.task))
@@ -113,7 +112,7 @@ class BedRuns:
         return Prompts(at_s, server, np.array(first), np.array(tokens), np.array(emitted), routes)
 
     def _inside(self, homes: BoolArray, setting: str) -> BoolArray:
-        """Returns homes and, in what memory is left, what the boxes' requests choose most."""
+        """Returns homes and, in the remaining memory, the most frequent experts of the boxes' requests."""
         geometry = geometry_of(self.model.store)
         slots = [room(self.model) * devices for devices in DEVICES]
         memory = boxes_of(self.model, slots, 1.0)
@@ -127,7 +126,7 @@ class BedRuns:
 
 
 def read_runs(logs: Iterable[Path], prompts: Path, work: Path) -> dict[str, list[BedRun]]:
-    """Returns the logs' runs by model. What the models choose is kept in `work`, or measured first on a box alone."""
+    """Returns the logs' runs by model. The models' routes are kept in `work`, or measured first on a box alone."""
     records = usable(record for log in logs for record in read(log))
     answer = {}
     for name in dict.fromkeys(record["model"] for record in records):

@@ -1,4 +1,4 @@
-"""How far the simulator is from the test bed, on runs that its costs were not fitted to."""
+"""The simulator's error against the test bed, on runs that its costs were not fitted to."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tools.research.simulate.bed.fitting import BedCosts, at_speed_of, fit, took
 from tools.research.simulate.bed.runs import BedRun
 
 Key = tuple[Any, ...]
-SAME = ("model", "setting", "pace")  # of runs whose methods are compared
+SAME = ("model", "setting", "pace")  # fields in which compared methods' runs agree
 HALVES = 2
 
 
 def halves(runs: Sequence[BedRun]) -> list[tuple[list[BedRun], list[BedRun]]]:
-    """Returns twice: runs to fit to, and runs to score, all of a method in one of them. Each is scored once."""
+    """Yields twice: runs to fit to, and runs to score, with all of a method in one of them. Each is scored once."""
     methods = list(dict.fromkeys(run.record["method"] for run in runs))
     half = [[run for run in runs if methods.index(run.record["method"]) % HALVES == n] for n in range(HALVES)]
     if not all(half):
@@ -58,7 +58,7 @@ def _key(row: dict[str, Any]) -> Key:
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Returns errors by run and by the means of runs alike, and what a second measurement would have been off by."""
+    """Returns errors by run and by the means of equal runs, and the error of a second measurement."""
     by_key = _grouped(rows)
     means = {key: (_mean(each, "measured_s"), _mean(each, "simulated_s")) for key, each in by_key.items()}
     of_means = [abs(simulated / measured - 1) for measured, simulated in means.values()]
@@ -93,7 +93,7 @@ def _grouped(rows: Iterable[dict[str, Any]]) -> dict[Key, list[dict[str, Any]]]:
 
 
 def _kept(pairs: dict[Key, tuple[float, float]]) -> list[int]:
-    """Returns of how many pairs of methods the faster one is the same by both figures, and of how many there are."""
+    """Returns the number of pairs of methods with the same faster one in both figures, and of all pairs."""
     kept = of = 0
     for (a, first), (b, second) in itertools.combinations(pairs.items(), 2):
         if a[: len(SAME)] == b[: len(SAME)]:

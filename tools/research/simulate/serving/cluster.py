@@ -1,8 +1,7 @@
-"""Engines behind one router, simulated event by event: requests come, policies assign them, engines step.
+"""Simulated engines behind one router, event by event: requests arrive, policies assign them, engines step.
 
-What a router knows is exact, or a report of every REPORT_S with or without the correction for what was dispatched
-since (`Dispatches`). A policy is asked when a request comes, when reports come, and, with exact
-knowledge, when an engine has ended a request or has prefilled what it had ahead.
+A router's knowledge is exact, or a report every REPORT_S with or without a correction for dispatches (`Dispatches`). A
+policy is asked on arrivals and reports, and, with exact knowledge, when an engine has ended or prefilled a request.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ Knowledge = Literal["exact", "corrected", "reports"]
 
 @dataclass(slots=True)
 class Cluster:
-    """Owns the engines, what waits at the leader, and the clock."""
+    """Owns the engines, the leader's waiting requests, and the clock."""
 
     engines: dict[str, Engine]
     policy: RoutingPolicy
@@ -33,12 +32,10 @@ class Cluster:
     lengths: Fairness = field(default_factory=Fairness)
     _dispatches: Dispatches = field(default_factory=Dispatches)
     _reports: list[EngineView] = field(default_factory=list)
-    _seen: dict[str, EngineView] = field(
-        default_factory=dict
-    )  # engines that have not changed since they were looked at
+    _seen: dict[str, EngineView] = field(default_factory=dict)  # engines that have not changed since their last view
 
     def serve(self, jobs: Sequence[Job]) -> None:
-        """Runs the requests, which come in order of arrival, to their ends."""
+        """Runs the requests, in order of arrival, to their ends."""
         coming, report_s = list(reversed(jobs)), 0.0
         self.lengths.add_request(NOBODY)
         while coming or self.offers or any(engine.busy for engine in self.engines.values()):
@@ -99,12 +96,12 @@ class Cluster:
 def cluster_of(
     engines: int, shape: EngineShape, policy: RoutingPolicy, knowledge: Knowledge = "exact", key_tokens: int = 0
 ) -> Cluster:
-    """Returns so many engines alike; `key_tokens` above 0 gives each a prefix cache."""
+    """Returns a cluster of equal engines; `key_tokens` above 0 gives each a prefix cache."""
     caches = [PrefixCache(key_tokens) if key_tokens else None for _ in range(engines)]
     named = {f"{n:03}": Engine(f"{n:03}", shape, cache) for n, cache in enumerate(caches)}
     return Cluster(named, policy, knowledge)
 
 
 def jobs_of(offered: Sequence[Offered], output: Sequence[int]) -> list[Job]:
-    """Returns the requests of a run; `output` is what each will write, which nobody knows before."""
+    """Returns the requests of a run; `output` is the length of each answer, unknown to policies."""
     return [Job(one, int(tokens)) for one, tokens in zip(offered, output, strict=True)]

@@ -1,4 +1,4 @@
-"""One simulated engine: what waits, in the daemon's own order (`policy.sjf`), its steps, and how it is seen."""
+"""One simulated engine: its queue, in the daemon's order (`policy.sjf`), its steps, and its view for routers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tools.research.simulate.serving.steps import (
 
 @dataclass(frozen=True, slots=True)
 class EngineShape:
-    """States what an engine is like."""
+    """The shape of an engine."""
 
     costs: StepCosts
     slots: int = 64
@@ -42,10 +42,10 @@ class EngineShape:
     threshold_s: float = 5.0
     output_reserve: float = 0.0  # of the expected remaining output, kept free in KV
     ahead_tokens: int = 1024
-    plans_ahead: bool = False  # what a step computes is settled as the one before it begins
-    more_s: Callable[..., float] = nothing_more  # compiled: of a batch and `data`, what a step takes beside `costs`
+    plans_ahead: bool = False  # a step is planned as the one before it begins
+    more_s: Callable[..., float] = nothing_more  # compiled: from a batch and `data`, a step's time beside `costs`
     data: Any = 0.0
-    resident: FloatArray | None = None  # [L, E] what reaching each expert takes beside one in place
+    resident: FloatArray | None = None  # [L, E] additional time of each expert that is not in place
 
     @property
     def prefill_tokens_per_s(self) -> float:
@@ -54,17 +54,17 @@ class EngineShape:
 
 @dataclass(slots=True)
 class Job:
-    """A request and what became of it. `offered` has its place in the load for a name."""
+    """A request and its progress. `offered` is named by its place in the load."""
 
     offered: Offered
     output: int
     emitted: int = 0
-    known: int = 0  # keys that it uses of the prefix cache
-    seen_s: float = math.nan  # when its engine had a step end first since it came
+    known: int = 0  # keys that it uses from the prefix cache
+    seen_s: float = math.nan  # end of its engine's first step after its arrival
     first_s: float = math.nan
     end_s: float = math.nan
     place: str = ""
-    absent: FloatArray | None = None  # [L, E] log of the chance that it chooses none of the experts
+    absent: FloatArray | None = None  # [L, E] log of the chance that it does not choose the expert
 
     def __post_init__(self) -> None:
         if self.offered.chance is not None:
@@ -77,7 +77,7 @@ class Job:
 
 @dataclass(slots=True)
 class Engine:
-    """Owns what waits and runs on it."""
+    """Owns the waiting and the running requests."""
 
     place: str
     shape: EngineShape
@@ -86,9 +86,9 @@ class Engine:
     paused: int = 0
     taken: set[str] = field(default_factory=set)  # since the last report
     batch: Any = None
-    _jobs: dict[int, Job] = field(default_factory=dict)  # slot -> what runs there
+    _jobs: dict[int, Job] = field(default_factory=dict)  # slot -> running request
     _admitted: int = 0
-    _stale: bool = False  # the order of those that wait
+    _stale: bool = False  # whether the waiting requests must be sorted
 
     def __post_init__(self) -> None:
         self.batch = batch_of(self.shape.slots, self.shape.blocks)
@@ -102,7 +102,7 @@ class Engine:
         return float(self.batch.now_s[0])
 
     def add(self, job: Job, now_s: float) -> None:
-        """Queues a request."""
+        """Queues a request on this engine."""
         if not self.busy:
             self.batch.now_s[0] = max(self.now_s, now_s)
         job.place = self.place
@@ -111,7 +111,9 @@ class Engine:
         self._stale = True
 
     def admit(self, expected_tokens: float) -> None:
-        """Starts those that wait, in order, while there is room. `expected_tokens` is the length of a new answer."""
+        """Starts waiting requests, in order, while there is room. `expected_tokens` is the expected length of a new
+        answer.
+        """
         shape, batch = self.shape, self.batch
         for job in self.waiting:
             if math.isnan(job.seen_s):
@@ -135,7 +137,7 @@ class Engine:
             self._start(self.waiting.pop(0), known, needed, revived)
 
     def run(self, until_s: float) -> list[Job]:
-        """Runs steps that begin before `until_s`, until one of them lets others decide; returns what has ended."""
+        """Runs steps that begin before `until_s`, until one allows a decision. Returns the ended requests."""
         shape, batch = self.shape, self.batch
         if any(self._is_too_late(job) for job in self.waiting):
             until_s = min(until_s, math.nextafter(self.now_s, math.inf))
@@ -151,7 +153,7 @@ class Engine:
         return [self._end(s) for s in list(self._jobs) if batch.emitted[s] >= batch.output[s]] if why & DONE else []
 
     def view(self, expected_tokens: float, reported_s: float) -> EngineView:
-        """Returns how the engine is."""
+        """Returns the engine's view for routers."""
         waiting_blocks = sum(math.ceil((job.tokens + 1) / BLOCK) for job in self.waiting)
         return EngineView(
             self.place,
@@ -173,24 +175,24 @@ class Engine:
         )
 
     def reported(self) -> None:
-        """Begins anew to note what comes in."""
+        """Clears the record of accepted requests."""
         self.taken.clear()
 
     def requests(self) -> set[str]:
-        """Returns the names of what waits and runs here."""
+        """Returns the names of waiting and running requests."""
         return {job.offered.request for job in (*self.waiting, *self._jobs.values())}
 
     def _is_too_late(self, job: Job) -> bool:
-        """Returns whether the step that begins now was settled before the engine saw the request."""
+        """Whether the step that begins now was planned before the engine saw the request."""
         return self.shape.plans_ahead and bool(self._jobs) and not job.seen_s < self.now_s
 
     def _union(self) -> FloatArray | None:
-        """Returns the log of the chance that none of those here chooses an expert; None where nobody says."""
+        """Returns the log of the chance that no request here chooses an expert; None if no request has chances."""
         absent = [job.absent for job in (*self.waiting, *self._jobs.values()) if job.absent is not None]
         return np.sum(absent, axis=0) if absent else None
 
     def _step_s(self) -> float:
-        """Returns what a step has taken, on average; 0 before any."""
+        """Returns the mean time of a step; 0 before any."""
         steps, seconds = self.batch.active.tolist()
         return float(seconds / steps) if steps else 0.0
 

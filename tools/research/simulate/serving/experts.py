@@ -1,6 +1,6 @@
-"""What simulated engines' experts take: those that a step's tokens choose by real routes, all where it has prompts.
+"""Times of simulated engines' experts: the ones that a step's tokens choose by real routes; all, if it has prompts.
 
-Requests have lengths of one trace and routes of another; a route shorter than an answer begins anew.
+Requests have lengths of one trace and routes of another; a route shorter than an answer is repeated.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from tools.research.simulate.decode_traffic import Source
 from tools.research.simulate.serving.engine import Engine
 from tools.research.simulate.serving.steps import FREE_SLOT, Batch, StepCosts
 
-CONTEXT_S = 1e-7  # for each token that a decoding sequence looks back at
+CONTEXT_S = 1e-7  # for each token that a decoding sequence attends to
 _compiled: Any = numba.njit(nogil=True, error_model="numpy")
 
 
 class RoutedRequests(NamedTuple):
-    """The routes of requests by their numbers, and what an expert takes."""
+    """The routes of requests by their numbers, and the times of experts."""
 
     first: npt.NDArray[np.int64]  # [N] row of the first decoded token
     length: npt.NDArray[np.int64]  # [N]
@@ -35,14 +35,14 @@ class RoutedRequests(NamedTuple):
 
 @_compiled
 def experts_s(batch: Batch, data: RoutedRequests) -> float:
-    """Seconds of the experts of a step; counts them."""
+    """Returns the seconds of a step's experts, and counts them."""
     seen = np.zeros(len(data.seconds), np.bool_)
     tokens = distinct = 0
     took_s = 0.0
     for s in range(len(batch.request)):
         if batch.request[s] == FREE_SLOT:
             continue
-        if batch.todo[s] != 0:  # a prompt, whose many tokens choose all there are
+        if batch.todo[s] != 0:  # a prompt, whose many tokens choose all experts
             return data.seconds.sum()
         tokens += 1
         r = batch.request[s]
@@ -58,7 +58,7 @@ def experts_s(batch: Batch, data: RoutedRequests) -> float:
 
 
 def routed(sources: Sequence[Source], costs: DecodeCosts, far_s: FloatArray | None = None) -> RoutedRequests:
-    """Returns the routes of requests [N], each cut from a source; `far_s` [L, E] is what experts take more."""
+    """Returns the routes of requests [N], each cut from a source; `far_s` [L, E] is additional time of experts."""
     unique = {id(each): each for each in sources}
     lengths = np.array([len(each.routes) for each in unique.values()])
     first = dict(zip(unique, (np.cumsum(lengths) - lengths).tolist(), strict=True))
@@ -73,23 +73,23 @@ def routed(sources: Sequence[Source], costs: DecodeCosts, far_s: FloatArray | No
 
 
 def step_costs_of(costs: DecodeCosts) -> StepCosts:
-    """Returns what a step takes beside experts."""
+    """Returns the costs of a step without its experts."""
     return StepCosts(costs.step_s, costs.token_s, costs.token_s, CONTEXT_S)
 
 
 class Apart:
-    """Has a policy keep requests of one source apart: they choose alike as no two users' requests do."""
+    """Keeps requests of one source on different engines: their choices are more similar than two users' ever are."""
 
     def __init__(self, policy: RoutingPolicy, sources: Sequence[Source]) -> None:
         self._policy, self._sources = policy, sources
         self.engines: dict[str, Engine] = {}
 
     def takes(self, views: Sequence[EngineView]) -> bool:
-        """Returns whether an engine has room by the policy."""
+        """Whether an engine has room by the policy."""
         return self._policy.takes(views)
 
     def assign(self, offers: Sequence[Offered], views: Sequence[EngineView], now_s: float) -> list[Assignment]:
-        """Returns what the policy says where that keeps them apart, and what it says of the other engines where not."""
+        """Returns the policy's assignment if that keeps sources apart, else its choice among the other engines."""
         there = {place: {self._source(name) for name in engine.requests()} for place, engine in self.engines.items()}
         named = {offered.request: offered for offered in offers}
         answer = []

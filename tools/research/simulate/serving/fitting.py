@@ -1,13 +1,8 @@
-"""What a step costs, fitted to requests that were measured on vLLM, and how far the simulation is from them.
+"""Costs of a step, fitted to requests measured on vLLM, and the simulation's error.
 
-LLMServingSim's measurement: Qwen3-30B-A3B on two replicas of one RTX PRO 6000 each with expert parallelism, 128
-sequences at once and 2,048 tokens a step in each, requests routed by vLLM's least-requests. Fitted on one half of the
-requests. As it was measured so it is simulated:
-
-    the replicas step together, for each computes experts of both: one engine of twice the size
-    a step is settled as the one before it begins (vLLM's asynchronous scheduling)
-    TTFT counts from the end of the step during which a request came: neighbours that came up to 73 ms apart have the
-    same to .3 ms
+LLMServingSim's measurement: Qwen3-30B-A3B, two replicas with expert parallelism, 128 sequences, 2,048 tokens a step.
+Half of the requests are fitted. The replicas step together, so they are one engine of twice the size, whose steps are
+planned as the one before begins. TTFT counts from the end of the step during which a request arrived.
 """
 
 from __future__ import annotations
@@ -27,12 +22,12 @@ from tools.research.simulate.serving.steps import StepCosts
 
 MEASURED = "llmservingsim-measured/qwen3-30b-a3b_rtxpro6000_vllm_requests.csv"
 REPLICAS, SLOTS, STEP_TOKENS = 2, 128, 2048
-START = (0.025, 3e-5, 6e-5, 4e-8, 0.002)  # where the fit begins: `StepCosts`, and seconds after the engine
+START = (0.025, 3e-5, 6e-5, 4e-8, 0.002)  # start of the fit: `StepCosts`, and seconds after the engine
 Numbers = npt.NDArray[np.float64]
 
 
 class Measured(NamedTuple):
-    """Requests and what they took, in order of arrival."""
+    """Requests and their times, in order of arrival."""
 
     offered: list[Offered]
     output: list[int]
@@ -68,18 +63,18 @@ def simulated(measured: Measured, costs: StepCosts, front_s: float) -> tuple[Num
 
 
 def of_one(costs: StepCosts) -> StepCosts:
-    """Returns what a step costs one replica, the other having as much to do."""
+    """Returns the costs of one replica's step, if the other has as much work."""
     return StepCosts(costs.fixed_s, *(REPLICAS * each for each in costs[1:]))
 
 
 def halves(measured: Measured) -> tuple[slice, slice]:
-    """Returns the requests to fit to and those to be scored."""
+    """Returns the requests to fit to, and the ones to score."""
     half = len(measured.output) // 2
     return slice(0, half), slice(half, None)
 
 
 def fit(measured: Measured, seen: slice) -> tuple[StepCosts, float]:
-    """Returns a step's costs, and the seconds that the front adds, by the requests `seen`."""
+    """Returns a step's costs, and the front's additional seconds, fitted to the requests `seen`."""
 
     def loss(logs: Numbers) -> float:
         *costs, front_s = np.exp(logs).tolist()
@@ -94,7 +89,7 @@ def fit(measured: Measured, seen: slice) -> tuple[StepCosts, float]:
 
 
 def errors(measured: Measured, costs: StepCosts, front_s: float, unseen: slice) -> dict[str, float]:
-    """Returns how far the requests that were not fitted, and all of them, are off, in per cent."""
+    """Returns the errors in per cent of the requests that were not fitted, and of all."""
     answer = {}
     both = zip(("ttft", "tpot"), simulated(measured, costs, front_s), (measured.ttft_s, measured.tpot_s), strict=True)
     for name, ours, theirs in both:

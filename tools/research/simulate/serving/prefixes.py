@@ -8,23 +8,23 @@ from tools.research.simulate.serving.steps import BLOCK
 
 
 class PrefixCache:
-    """Owns which keys an engine has, and how many sequences use each. A key stands for `key_tokens` tokens."""
+    """Owns an engine's keys, and the number of sequences that use each. A key stands for `key_tokens` tokens."""
 
     def __init__(self, key_tokens: int) -> None:
         self.key_blocks = max(1, key_tokens // BLOCK)
         self.hits = self.probes = 0  # blocks
-        self._users = OrderedDict[int, int]()  # key -> sequences; those without come in order of their last use
+        self._users = OrderedDict[int, int]()  # key -> sequences; unused ones in order of their last use
         self._unused = 0
 
     def keys(self) -> frozenset[int]:
         return frozenset(self._users)
 
     def known(self, prefix: tuple[int, ...]) -> int:
-        """Counts the leading keys that are here."""
+        """Counts the leading keys that are cached."""
         return next((n for n, key in enumerate(prefix) if key not in self._users), len(prefix))
 
     def open(self, prefix: tuple[int, ...], known: int) -> int:
-        """Uses the first `known` keys; returns the blocks that nobody used before."""
+        """Uses the first `known` keys; returns the blocks that were unused before."""
         self.hits += known * self.key_blocks
         self.probes += len(prefix) * self.key_blocks
         revived = 0
@@ -35,7 +35,7 @@ class PrefixCache:
         return revived * self.key_blocks
 
     def keep(self, prefix: tuple[int, ...], known: int) -> int:
-        """Takes over what a sequence has computed beyond its `known` keys; returns how many keys it uses now."""
+        """Adds a sequence's computed blocks beyond its `known` keys. Returns the number of keys that it uses now."""
         used = known
         for key in prefix[known:]:
             if key in self._users:
@@ -45,7 +45,7 @@ class PrefixCache:
         return used
 
     def close(self, prefix: tuple[int, ...], used: int) -> int:
-        """Uses the first `used` keys no longer; returns the blocks that nobody uses now."""
+        """Releases the first `used` keys; returns the blocks that are unused now."""
         left = 0
         for key in prefix[:used]:
             self._users[key] -= 1
@@ -56,7 +56,7 @@ class PrefixCache:
         return left * self.key_blocks
 
     def trim(self, free_blocks: int) -> None:
-        """Loses unused keys for which there are no free blocks."""
+        """Drops unused keys without free blocks."""
         if self._unused * self.key_blocks <= free_blocks:
             return
         for key in [key for key, users in self._users.items() if not users]:

@@ -1,7 +1,7 @@
 """The steps of one simulated engine: continuous batching, prompts in chunks, KV in blocks. Compiled.
 
-A step gives every decoding sequence one token and the rest of its tokens to prompts, in order of admission. When blocks
-run out the sequence admitted last is put out, and is computed again. Times are seconds.
+A step gives every decoding sequence one token, and the rest of its tokens to prompts, in order of admission. If blocks
+run out, the last admitted sequence is removed and computed again. Times are seconds.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ Ints = npt.NDArray[np.int64]
 Numbers = npt.NDArray[np.float64]
 BLOCK = 16
 FREE_SLOT = -1
-BUSY, FIRST, DONE, OUT, UNDER = 0, 1, 2, 4, 8  # why a run of steps stopped, as bits; BUSY: its time was up
+BUSY, FIRST, DONE, OUT, UNDER = 0, 1, 2, 4, 8  # reasons why a run of steps stopped, as bits; BUSY: its time was up
 _compiled: Any = numba.njit(nogil=True, error_model="numpy")
 
 
 class StepCosts(NamedTuple):
-    """Seconds of a step: fixed, for each token of prompt, each decoding sequence, each token that it looks back at."""
+    """Seconds of a step: fixed, for each token of prompt, each decoding sequence, each token of context."""
 
     fixed_s: float
     prefill_s: float
@@ -31,7 +31,7 @@ class StepCosts(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """What runs on an engine; S slots."""
+    """Running requests of an engine; S slots."""
 
     request: Ints  # [S] FREE_SLOT: none
     todo: Ints  # [S] tokens of its prompt to compute yet
@@ -42,12 +42,12 @@ class Batch(NamedTuple):
     order: Ints  # [S] of admission
     free: Ints  # [1] blocks
     now_s: Numbers  # [1]
-    stamp_s: Numbers  # [S] when its first token, or its end, was
+    stamp_s: Numbers  # [S] time of its first token, or of its end
     active: Numbers  # [2] steps, and seconds in them
 
 
 def batch_of(slots: int, blocks: int) -> Batch:
-    """Returns an engine where nothing runs."""
+    """Returns an idle engine's batch."""
     request = np.full(slots, FREE_SLOT, np.int64)
     todo, context, emitted, output, own, order = np.zeros((6, slots), np.int64)
     blocks_free, now_s, stamp_s, active = np.array([blocks]), np.zeros(1), np.zeros(slots), np.zeros(2)
@@ -56,13 +56,13 @@ def batch_of(slots: int, blocks: int) -> Batch:
 
 @_compiled
 def nothing_more(batch: Batch, data: Any) -> float:
-    """Seconds that a step takes beside its costs: none."""
+    """Returns no additional seconds for a step."""
     return 0.0
 
 
 @_compiled
 def _grow(batch: Batch) -> int:
-    """Gives each decoding sequence a place for its next token; returns a slot to put out, or FREE_SLOT."""
+    """Gives each decoding sequence a place for its next token; returns a slot to remove, or FREE_SLOT."""
     for s in range(len(batch.request)):
         if batch.request[s] != FREE_SLOT and not batch.todo[s] and batch.context[s] % BLOCK == 0:
             if not batch.free[0]:
@@ -78,7 +78,7 @@ def _grow(batch: Batch) -> int:
 
 @_compiled
 def _chunks(batch: Batch, budget: int) -> int:
-    """Computes prompts, those admitted first first; returns how many tokens. Those that end wait with todo = -1."""
+    """Computes prompts in order of admission; returns the tokens. Complete prompts wait with todo = -1."""
     given = 0
     while given < budget:
         first = FREE_SLOT
@@ -116,10 +116,10 @@ def run(
     more_s: Callable[..., float],
     data: Any,
 ) -> tuple[int, int]:
-    """Runs steps that begin before `until_s`, until one ends in what others must know: why, and the slot of OUT.
+    """Runs steps that begin before `until_s`, until one matters to others. Returns the reason, and the slot of OUT.
 
-    FIRST: a first token was given; DONE: a sequence ended; UNDER: less than `ahead` is left to prefill; OUT: a sequence
-    has to make room, and the step has not run. `more_s(batch, data)` is what a step takes beside `costs`.
+    FIRST: a first token. DONE: a sequence ended. UNDER: less than `ahead` is left to prefill. OUT: a sequence must make
+    room, and the step has not run. `more_s(batch, data)` is a step's time beside `costs`.
     """
     while batch.now_s[0] < until_s:
         out = _grow(batch)
@@ -149,7 +149,7 @@ def run(
 
 @_compiled
 def _emit(batch: Batch) -> int:
-    """Gives a token to each sequence whose prompt is computed; returns FIRST and DONE as they apply."""
+    """Gives a token to each sequence with a complete prompt; returns FIRST and DONE as they apply."""
     why = 0
     for s in range(len(batch.request)):
         if batch.request[s] == FREE_SLOT or batch.todo[s] > 0:

@@ -1,8 +1,8 @@
-"""Requests for simulated engines: lengths cut from the Azure traces in five distributions, prefixes from Mooncake's.
+"""Requests for simulated engines: lengths from the Azure traces in five distributions, prefixes from Mooncake's.
 
-The five are named in [Gimbal, V-A4] and drawn in its Fig. 5, without numbers. Here prompts fall into BINS bins of equal
-width; a distribution is a weight for each bin, and requests are drawn from what the trace has in it, with their own
-outputs. "random" takes the trace as it is. Gaps between arrivals are a stretch of the chat trace's, scaled to the rate.
+[Gimbal, V-A4] names the five and draws them in Fig. 5, without numbers. Here prompts fall into BINS bins of equal
+width, and a distribution is a weight for each bin; requests keep their own outputs. "random" is the trace itself.
+Arrivals are a stretch of the chat trace, scaled to the rate.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from edgemoe.policy.routing.offers import Offered
 Numbers = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 BINS = 8
-MAX_PROMPT = 4096  # 1.5 % of the chat trace's are longer; left out
-MAX_TOKENS = 2048  # what an app asks for, at most
+MAX_PROMPT = 4096  # 1.5 % of the chat trace's prompts are longer; left out
+MAX_TOKENS = 2048  # the highest limit of a client
 MAX_LONG = 32_768  # of Mooncake's prompts
 MOONCAKE_TOKENS = 512  # that a key of the trace covers
 WEIGHTS: dict[str, Numbers] = {
@@ -44,14 +44,14 @@ class Trace(NamedTuple):
 
 
 class Load(NamedTuple):
-    """Requests of a run, and what each of them will write."""
+    """Requests of a run, and the length of each answer."""
 
     offered: list[Offered]
     output: list[int]
 
 
 def azure(data: Path) -> Trace:
-    """Returns the chat trace, but for the longest prompts."""
+    """Returns the chat trace, without the longest prompts."""
     with gzip.open(data / "azure-llm-2023/conv.csv.gz", "rt") as file:
         rows = [
             (float(r["arrival_s"]), int(r["prompt_tokens"]), max(1, int(r["output_tokens"])))
@@ -82,14 +82,14 @@ def drawn(trace: Trace, distribution: str, count: int, rng: np.random.Generator)
 
 
 def at_rate(load: Load, rate: float) -> Load:
-    """Returns the same requests at so many a second; all but at once where that is very large."""
+    """Scales the requests to a rate per second; a very large one makes them arrive almost at once."""
     return Load([replace(one, arrived_s=one.arrived_s / rate) for one in load.offered], load.output)
 
 
 def mooncake(data: Path, trace: str, count: int, start: int, longest: int = MAX_LONG) -> Load:
     """Returns requests of Mooncake's trace with its keys, at one a second; prompts above `longest` are left out.
 
-    A user is the chain of a first block: of the first that not all requests have, for all of one trace begin alike.
+    A user is the chain of a first block: the first block that not all requests of the trace have.
     """
     with gzip.open(data / f"mooncake-fast25/{trace}.jsonl.gz", "rt") as file:
         every = [row for row in map(json.loads, file) if row["input_length"] <= longest and row["hash_ids"]]
