@@ -62,7 +62,7 @@ class Line:
         for body in QUESTIONS[self.port]:
             self._socket.send_multipart(seal(body, id=1, remaining_ms=1000))
 
-    def hear(self) -> None:
+    def count_answers(self) -> None:
         """Counts the answers and handshakes so far."""
         while self._monitor.poll(0):
             recv_monitor_message(self._monitor)
@@ -114,7 +114,7 @@ def child() -> None:
         least, most = time.monotonic() + LISTEN_S, time.monotonic() + LONG_S
         while (now := time.monotonic()) < most:
             for line in (*lines, *guests):
-                line.hear()
+                line.count_answers()
             if now > least and sum(line.answers for line in waited_for) >= enough:
                 break
             time.sleep(0.01)
@@ -150,18 +150,18 @@ class Intruder:
         places, own = self._places(QUESTIONS), self._pair(INTRUDER)
         match kind:
             case "wrong":
-                return self._tell(places, victim, fresh)
+                return self._attempt(places, victim, fresh)
             case "unlisted":
-                return self._tell(places, "nobody", fresh)
+                return self._attempt(places, "nobody", fresh)
             case "name":
-                return self._tell(places, victim, own)
+                return self._attempt(places, victim, own)
             case "server":
-                return self._tell([(address, fresh[0]) for address, _ in places], INTRUDER, own)
+                return self._attempt([(address, fresh[0]) for address, _ in places], INTRUDER, own)
             case _:
-                held = self._tell(self._places([CONTROL_PORT]), INTRUDER, own, keep=True)
+                held = self._attempt(self._places([CONTROL_PORT]), INTRUDER, own, keep=True)
                 assert held.let_in == held.expected, "a listed key was not let in"
                 with self._listed_otherwise(fresh[0] if kind == "replaced" else ""):
-                    return self._tell(places, INTRUDER, own)
+                    return self._attempt(places, INTRUDER, own)
 
     @contextmanager
     def _listed_otherwise(self, key: str) -> Iterator[None]:
@@ -196,7 +196,7 @@ class Intruder:
         secret = load_secret(self._cluster.key_file(name))
         return [secret.public.decode(), secret.secret.decode()]
 
-    def _tell(self, places: list[tuple[str, str]], name: str, key: list[str], *, keep: bool = False) -> Found:
+    def _attempt(self, places: list[tuple[str, str]], name: str, key: list[str], *, keep: bool = False) -> Found:
         told = Try(places, name, key, self._places([CONTROL_PORT]), self._pair(GUEST), keep)
         self._child.stdin.write(msgspec.json.encode(told).decode() + "\n")
         self._child.stdin.flush()

@@ -53,7 +53,7 @@ class Puller:
         """Returns the store, once there is one."""
         return next((path.parent for path in self.stores.glob(f"*/{MANIFEST}")), None)
 
-    def look(self) -> int:
+    def poll_received(self) -> int:
         """Returns the received bytes; records the times of the first and the last ones."""
         came = self.box.received_bytes() - self.before_bytes
         if not self.first_s and came > 1 << 20:
@@ -87,7 +87,7 @@ def both_pull(cluster: Cluster, folder: Path, store_bytes: int, *, dies: bool) -
 
     def all_came() -> bool:
         nonlocal killed_at, sources_s
-        came = [puller.look() for puller in pullers]
+        came = [puller.poll_received() for puller in pullers]
         if dies and not killed_at and came[0] > store_bytes / 3:
             cluster["a"].kill()
             killed_at = came[0]
@@ -113,7 +113,7 @@ def serve_meanwhile(cluster: Cluster, folder: Path) -> dict[str, Any]:
         coming = puller.child.poll() is None
         at_first = sum(len(layer.experts) for layer in Manifest.load(store).layers)
         said = [[each.complete(prompt, 24).text for prompt in PROMPTS] for each in (daemon, cluster["b"])]
-        _until(lambda: puller.look() and puller.took_s)
+        _until(lambda: puller.poll_received() and puller.took_s)
         whole = sum(len(layer.experts) for layer in Manifest.load(store).layers)
         _until(lambda: any(e["event"] == "the store has grown" and e["experts"] == whole for e in daemon.events()))
         fetched = daemon.metrics()["edgemoe_experts_fetched_total"]

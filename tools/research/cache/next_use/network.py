@@ -74,7 +74,7 @@ class NextUseNetwork:
             track.history = self.network.history(track.past[None])
             track.hot.zero_()
             track.words[:] = 0
-        self._look(0)
+        self._update_forecasts(0)
 
     @torch.inference_mode()
     def see(self, layer: int, ids: npt.NDArray[np.integer]) -> None:
@@ -84,7 +84,7 @@ class NextUseNetwork:
             for expert in row.tolist():
                 track.words[layer, expert >> 6] |= np.uint64(1 << (expert & 63))
         if layer + 1 in self._places[1:]:
-            self._look(self._places.index(layer + 1))
+            self._update_forecasts(self._places.index(layer + 1))
         else:
             self._score(layer, layer + 1, layer + 1)
 
@@ -108,7 +108,7 @@ class NextUseNetwork:
             self._tracks.popitem(last=False)
         return track
 
-    def _look(self, look: int) -> None:
+    def _update_forecasts(self, look: int) -> None:
         """Updates every sequence's forecast."""
         network, memory = self.network, self._memory
         for track in self._running:
