@@ -87,7 +87,7 @@ class Trial:
         return hits[0], {"hit": hits[0].box.name, "requests": found, "guests": hosted[0]}
 
     def mark(self) -> None:
-        """Notes which requests are in flight as the fault comes."""
+        """Records the requests in flight as the fault comes."""
         self.in_flight = [thread.is_alive() for thread in self._threads]
 
     def _ask(

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.bench.many_boxes.crowd import Crowd, Window
-from tools.bench.many_boxes.load import Load, idle
+from tools.bench.many_boxes.crowd_load import Load, idle
 
 
 async def measure(boxes: int, voters: int, leads: bool, count: int, only: str) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from edgemoe.cluster.rpc.keys import Peer, Secret, generate
-from tools.bench.many_boxes.box import OWN, Box
+from tools.bench.many_boxes.measured_box import OWN, Box
 
 SAME_SPEED = 0.2
 
@@ -97,7 +97,7 @@ class Crowd:
         self.child = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
-            "tools.bench.many_boxes.box",
+            "tools.bench.many_boxes.measured_box",
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
         )

@@ -48,7 +48,7 @@ from edgemoe.types.experts import ExpertGeometry
 from edgemoe.types.step import StepRouting
 from tools.bench.stall import CONTENDERS, SEED, Model, Runner, learn, open_model
 from tools.bench.stats import interval
-from tools.research.cache.policies import LFRU, LFU
+from tools.research.cache.compared_caches import LFRU, LFU
 
 NAMES = ("lru", "learned", "learned + prefetch")
 GB = 1e9

@@ -1,4 +1,4 @@
-"""`edgemoe replay` with more policies: `tools.research.cache.policies`, the next-use network, libcachesim's.
+"""`edgemoe replay` with more policies: `tools.research.cache.compared_caches`, the next-use network, libcachesim's.
 
     python -m tools.research.cache.replay law.ids.csv.gz --policies lru,lfru,belady,learned --score-from 0.5
     python -m tools.research.cache.replay FILE --policies learned,nextuse --next-use EXPORT
@@ -20,7 +20,7 @@ from edgemoe.replay.policies import MAKERS as SERVED
 from edgemoe.replay.policies import PolicyMaker
 from edgemoe.replay.trace import Trace
 from tools.research.cache import libcachesim
-from tools.research.cache.policies import LFRU, LFU, CyclicEWMA, RandomPolicy
+from tools.research.cache.compared_caches import LFRU, LFU, CyclicEWMA, RandomPolicy
 
 BASELINES = ("lru", "lfu", "lfru")
 MAKERS: dict[str, PolicyMaker] = {

@@ -36,8 +36,8 @@ from edgemoe.types.arrays import IntArray
 from edgemoe.types.experts import ExpertGeometry
 from edgemoe.types.step import StepMeta, StepRouting
 from edgemoe.worker.cluster_member import MOST_PAIRS
+from tools.research.placement.compared_placements import columns, redundance
 from tools.research.placement.eplb import eplb
-from tools.research.placement.policies import columns, redundance
 from tools.research.placement.prism_paper import published
 from tools.research.placement.rendezvous_bound import least_rendezvous
 from tools.research.placement.smartmoe import smartmoe

@@ -1,7 +1,7 @@
 """Prism's Algorithms 1 and 2 to the letter, for comparison [Prism, III-C].
 
-Both may loop for ever. Algorithm 1 does if rounding has left fewer slots than experts, or a layer borrows from itself;
-Algorithm 2 if nodes replace the same duplicate in one round. A repeated state shows this; `prism` continues from there.
+Both may loop for ever. Algorithm 1 does if rounding has left fewer slots than experts, or a layer borrows from itself.
+Algorithm 2 does if nodes replace the same duplicate in one round. A repeated state shows it; `prism` continues there.
 """
 
 from __future__ import annotations

@@ -25,12 +25,12 @@ from edgemoe.policy.placement.prism import prism
 from edgemoe.policy.placement.problem import PlacementProblem
 from edgemoe.policy.placement.route_score import Routes, score
 from edgemoe.types.arrays import IntArray
+from tools.research.placement.compared_placements import columns
 from tools.research.placement.placement_study import activations_of, counted, passed_in, passed_told
-from tools.research.placement.policies import columns
 from tools.research.placement.relocate import anchored, published, relocate
 from tools.research.placement.relocation_oracle import optimum
 from tools.research.placement.traffic import ExpertTraffic, RelocationPrices, TrafficCounts, cost, cut, loads
-from tools.research.simulate.workload import EXPERTS, TASKS, Task, tasks_of
+from tools.research.simulate.routed_workload import EXPERTS, TASKS, Task, tasks_of
 
 PAIRS = 32  # strongest pairs on the anchor, for the published form
 SHARE = 0.5  # share of the anchor's room at the start of the search

@@ -22,18 +22,18 @@ from edgemoe.policy.routing.pull import PullLimits, PullRouting
 from edgemoe.policy.routing.signatures import absence
 from edgemoe.types.arrays import FloatArray
 from tools.bench.stats import interval
-from tools.research.routing.policies import least_requests
+from tools.research.routing.compared_routes import least_requests
 from tools.research.routing.routing_known import before
 from tools.research.routing.routing_residency import homes
 from tools.research.simulate.decode_pool import DecodeCosts
 from tools.research.simulate.decode_traffic import MODELS, Source, sources_of, step_costs
 from tools.research.simulate.serving.cluster import Cluster, jobs_of
-from tools.research.simulate.serving.engine import Engine, EngineShape
-from tools.research.simulate.serving.experts import Apart, experts_s, routed, step_costs_of
-from tools.research.simulate.serving.fitting import times_of
+from tools.research.simulate.serving.engine_steps import BLOCK
+from tools.research.simulate.serving.expert_times import Apart, experts_s, routed, step_costs_of
 from tools.research.simulate.serving.prefixes import PrefixCache
-from tools.research.simulate.serving.steps import BLOCK
-from tools.research.simulate.serving.workload import MOONCAKE_TOKENS, Load, at_rate, mooncake
+from tools.research.simulate.serving.serving_workload import MOONCAKE_TOKENS, Load, at_rate, mooncake
+from tools.research.simulate.serving.simulated_engine import Engine, EngineShape
+from tools.research.simulate.serving.step_fitting import times_of
 
 ENGINES, SLOTS, REQUESTS = 4, 16, 600
 KV_TOKENS = {"ample": 400_000, "tight": 80_000}  # of an engine

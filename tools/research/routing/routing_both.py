@@ -21,15 +21,15 @@ from edgemoe.policy.routing.offers import PushRouting, RoundRobin, RoutingPolicy
 from edgemoe.policy.routing.pull import PullLimits, PullRouting
 from edgemoe.policy.routing.signatures import absence
 from edgemoe.types.arrays import FloatArray
-from tools.research.routing.policies import least_requests
+from tools.research.routing.compared_routes import least_requests
 from tools.research.simulate.decode_pool import DecodeCosts
 from tools.research.simulate.decode_traffic import FIT_SHARE, MODELS, Source, recorded, sources_of, step_costs
 from tools.research.simulate.serving.cluster import cluster_of, jobs_of
-from tools.research.simulate.serving.engine import EngineShape
-from tools.research.simulate.serving.experts import Apart, experts_s, routed, step_costs_of
-from tools.research.simulate.serving.fitting import times_of
-from tools.research.simulate.serving.steps import BLOCK
-from tools.research.simulate.serving.workload import Load, Trace, at_rate, azure, drawn
+from tools.research.simulate.serving.engine_steps import BLOCK
+from tools.research.simulate.serving.expert_times import Apart, experts_s, routed, step_costs_of
+from tools.research.simulate.serving.serving_workload import Load, Trace, at_rate, azure, drawn
+from tools.research.simulate.serving.simulated_engine import EngineShape
+from tools.research.simulate.serving.step_fitting import times_of
 
 ENGINES, SLOTS, REQUESTS = 4, 16, 600
 KV_TOKENS = {"ample": 1 << 22, "tight": 20_000}  # of an engine

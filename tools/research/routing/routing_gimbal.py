@@ -19,12 +19,10 @@ from edgemoe.policy.routing.gimbal import GimbalChoice
 from edgemoe.policy.routing.offers import PushRouting, RoundRobin, RoutingPolicy, fewest
 from edgemoe.policy.routing.pull import PullLimits, PullRouting
 from tools.bench.stats import interval
-from tools.research.routing.policies import PseudoCodeGimbal, least_requests
+from tools.research.routing.compared_routes import PseudoCodeGimbal, least_requests
 from tools.research.simulate.serving.cluster import Knowledge, cluster_of, jobs_of
-from tools.research.simulate.serving.engine import EngineShape
-from tools.research.simulate.serving.fitting import errors, fit, halves, of_one, read, times_of
-from tools.research.simulate.serving.steps import BLOCK
-from tools.research.simulate.serving.workload import (
+from tools.research.simulate.serving.engine_steps import BLOCK
+from tools.research.simulate.serving.serving_workload import (
     DISTRIBUTIONS,
     MOONCAKE_TOKENS,
     Load,
@@ -34,6 +32,8 @@ from tools.research.simulate.serving.workload import (
     drawn,
     mooncake,
 )
+from tools.research.simulate.serving.simulated_engine import EngineShape
+from tools.research.simulate.serving.step_fitting import errors, fit, halves, of_one, read, times_of
 
 BASE = "round robin"
 CHANGES = ("ttft_mean_s", "ttft_p99_s", "tpot_mean_s", "tokens_per_s")

@@ -20,7 +20,7 @@ from edgemoe.types.arrays import FloatArray
 from tools.research.routing.routing_both import KV_TOKENS, PULLED, RATES, Run, changes, outcome, run_of, served
 from tools.research.simulate.decode_pool import DecodeCosts
 from tools.research.simulate.decode_traffic import MODELS, Source, sources_of, step_costs
-from tools.research.simulate.serving.workload import Load, at_rate, azure
+from tools.research.simulate.serving.serving_workload import Load, at_rate, azure
 
 KNOWN = ("prompt", "user", "half", "nothing")
 

@@ -21,14 +21,14 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from tools.research.placement.policies import POLICIES
-from tools.research.simulate.bed.fitting import BedCosts
-from tools.research.simulate.bed.runs import read_runs
+from tools.research.placement.compared_placements import POLICIES
+from tools.research.simulate.bed.bed_fitting import BedCosts
+from tools.research.simulate.bed.bed_runs import read_runs
 from tools.research.simulate.bed.scoring import scored, summary
 from tools.research.simulate.costs import Costs, measured
-from tools.research.simulate.plots import draw
+from tools.research.simulate.routed_workload import EXPERT_NUMBERS, Task, poisson, tasks_of, traced
 from tools.research.simulate.study import Setting, outcome, servers_of
-from tools.research.simulate.workload import EXPERT_NUMBERS, Task, poisson, tasks_of, traced
+from tools.research.simulate.study_plots import draw
 
 TEST_BED = "testbed"
 console = Console(stderr=True)

@@ -19,7 +19,7 @@ from edgemoe.policy.routing.marginal_union import DecodeTimes, PromptForecast, U
 from edgemoe.policy.routing.offers import PushRouting, RoundRobin, RoutingPolicy, fewest
 from edgemoe.policy.routing.pull import PullLimits, PullRouting
 from edgemoe.types.arrays import FloatArray
-from tools.research.routing.policies import Anywhere, BetterOfTwo, ByLabel, least_requests
+from tools.research.routing.compared_routes import Anywhere, BetterOfTwo, ByLabel, least_requests
 from tools.research.simulate.decode_pool import DecodeOutcome
 from tools.research.simulate.decode_router import place, serve
 from tools.research.simulate.decode_traffic import Scene, recorded

@@ -13,7 +13,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from tools.research.simulate.heap import Heap, Ints, Numbers, heap_of, pop, push
+from tools.research.simulate.event_heap import Heap, Ints, Numbers, heap_of, pop, push
 
 ONE, NONE = np.uint64(1), np.uint64(0)
 LAYER, GATE, CALL, REPLY, DONE, ARRIVES, QUEUES = range(7)

@@ -11,11 +11,11 @@ from edgemoe.policy.placement.policies import PlacementOptions, place
 from edgemoe.policy.placement.problem import Placement, PlacementProblem
 from edgemoe.policy.placement.rendezvous import RendezvousCosts, routes_for
 from edgemoe.policy.placement.route_score import heaviest_pairs, masks_of
-from tools.research.placement.policies import POLICIES
+from tools.research.placement.compared_placements import POLICIES
 from tools.research.simulate.costs import Costs
+from tools.research.simulate.event_heap import Numbers
 from tools.research.simulate.events import Cluster, all_computing, simulate
-from tools.research.simulate.heap import Numbers
-from tools.research.simulate.workload import EXPERTS, HIDDEN_BYTES, Task, prompts_of
+from tools.research.simulate.routed_workload import EXPERTS, HIDDEN_BYTES, Task, prompts_of
 
 SHAPE = (1, 1, 2)  # GPUs of the servers, in turn [Prism, IV-A]
 MOST_SERVERS = 48  # of one cluster: 64 GPUs, for a cluster has 64 boxes at most

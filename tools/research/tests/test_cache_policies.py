@@ -12,7 +12,7 @@ from support.replay_kit import LAW, events_of, naive_misses, random_trace
 from edgemoe.errors import ConfigError
 from edgemoe.replay.box import BoxSpec
 from edgemoe.replay.run import replay
-from tools.research.cache.policies import LFRU, LFU, CyclicEWMA, RandomPolicy, ResidentWatermark
+from tools.research.cache.compared_caches import LFRU, LFU, CyclicEWMA, RandomPolicy, ResidentWatermark
 from tools.research.cache.replay import MAKERS, main
 
 MACHINE = BoxSpec(1e-3, 1 << 20, 8e9, 3e9, 1.0, False)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgemoe.policy.placement.problem import PlacementProblem, Values
-from tools.research.placement.policies import columns
+from tools.research.placement.compared_placements import columns
 
 
 @st.composite

@@ -13,7 +13,7 @@ from edgemoe.policy.placement.policies import PlacementOptions
 from edgemoe.policy.placement.problem import PlacementProblem
 from edgemoe.policy.placement.rendezvous import RendezvousCosts
 from edgemoe.policy.placement.route_score import remote_calls
-from tools.research.placement.policies import POLICIES, SERVED
+from tools.research.placement.compared_placements import POLICIES, SERVED
 
 COMPARED = [name for name in POLICIES if name not in SERVED]
 

@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from edgemoe.policy.routing.offers import EngineChooser, EngineView, Offered, PushRouting
-from tools.research.routing.policies import Anywhere, BetterOfTwo, ByLabel, PseudoCodeGimbal, least_requests
+from tools.research.routing.compared_routes import Anywhere, BetterOfTwo, ByLabel, PseudoCodeGimbal, least_requests
 
 OFFER = Offered("r", 100, 0.0, max_tokens=64, expected_tokens=32.0)
 CHOOSERS = [Anywhere(Random(1)), BetterOfTwo(Random(1)), ByLabel({"0": frozenset(["a"])}), least_requests]

@@ -15,9 +15,8 @@ from edgemoe.replay.box import BoxSpec
 from edgemoe.replay.run import replay
 from edgemoe.replay.trace import Trace
 from scoutgate.module import Recipe
-from tools.research.cache.next_use import data as nextuse_data
-from tools.research.cache.next_use import train as nextuse_train
-from tools.research.cache.next_use.data import Routing
+from tools.research.cache.next_use import next_use_data as nextuse_data
+from tools.research.cache.next_use import next_use_train as nextuse_train
 from tools.research.cache.next_use.model import (
     AFTER,
     FROM_HERE,
@@ -28,6 +27,7 @@ from tools.research.cache.next_use.model import (
     write_export,
 )
 from tools.research.cache.next_use.network import NetworkPolicy
+from tools.research.cache.next_use.next_use_data import Routing
 from tools.research.cache.replay import main as replay_command
 from tools.research.cache.replay import nextuse
 

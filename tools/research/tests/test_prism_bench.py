@@ -17,9 +17,9 @@ from tools.research.placement.prism.__main__ import main
 from tools.research.placement.prism.models import STAND_INS, WORDS, Model, make_constructed, task_of, words_of
 from tools.research.placement.prism.moving import moving_runs, moving_s, took_s
 from tools.research.placement.prism.plans import METHODS, NODES, mixed_routes, place_by, room, write_plan
+from tools.research.placement.prism.prism_runs import Machine, Run, requests_of
+from tools.research.placement.prism.prism_tables import tables
 from tools.research.placement.prism.profile import Profile, frequencies, overlap, skew
-from tools.research.placement.prism.runs import Machine, Run, requests_of
-from tools.research.placement.prism.tables import tables
 from tools.testbed.bed import why_not
 
 RATE = 3.0

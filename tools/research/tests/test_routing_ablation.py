@@ -13,7 +13,7 @@ from tools.research.routing import routing_ablation
 from tools.research.routing.routing_ablation import OTHERS, PARTS, outcome, returning, rows_of, run_of
 from tools.research.simulate.decode_pool import DecodeCosts
 from tools.research.simulate.decode_traffic import Source, counted
-from tools.research.simulate.serving.workload import mooncake
+from tools.research.simulate.serving.serving_workload import mooncake
 
 pytestmark = pytest.mark.slow  # compiles its own code
 LAYERS, EXPERTS, TOP_K = 2, 16, 2

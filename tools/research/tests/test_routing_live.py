@@ -18,11 +18,11 @@ from edgemoe.policy.routing.offers import EngineView, Offered
 from edgemoe.policy.routing.signatures import ModelSizes
 from edgemoe.types.expert_signatures import ExpertDemand
 from tools.research.placement.prism.models import STAND_INS, WORDS, Model, words_of
-from tools.research.routing.blind import residency, union
+from tools.research.routing.blind import blind_residency, union
 from tools.research.routing.live.__main__ import main
-from tools.research.routing.live.plots import draw
+from tools.research.routing.live.live_plots import draw
+from tools.research.routing.live.live_tables import TIMES, tables
 from tools.research.routing.live.sitting import Sitting
-from tools.research.routing.live.tables import TIMES, tables
 from tools.research.routing.live.terms import TOKENS, USERS, asked
 from tools.testbed.bed import why_not
 
@@ -90,7 +90,7 @@ def test_blind_leaders_know_less_by_so_much(monkeypatch: pytest.MonkeyPatch) -> 
     apart_s = {}
     for blind in (False, True):
         if blind:
-            monkeypatch.setattr(offer_views, "resident_of", residency.unheard)
+            monkeypatch.setattr(offer_views, "resident_of", blind_residency.unheard)
         views = [told(place, far) for place, far in (("far", b"\1\1\0\0"), ("near", b"\0\0\1\1"))]
         far, near = UnionTerm(DecodeTimes(1.0, 0.1))(offers, views)[:, 0]
         apart_s[blind] = far - near

@@ -13,10 +13,10 @@ from edgemoe.policy.routing.pull import PullLimits, PullRouting
 from tools.research.simulate.decode_pool import DecodeCosts
 from tools.research.simulate.decode_traffic import Source, counted
 from tools.research.simulate.serving.cluster import cluster_of, jobs_of
-from tools.research.simulate.serving.engine import EngineShape
-from tools.research.simulate.serving.experts import Apart, experts_s, routed
-from tools.research.simulate.serving.fitting import times_of
-from tools.research.simulate.serving.steps import StepCosts
+from tools.research.simulate.serving.engine_steps import StepCosts
+from tools.research.simulate.serving.expert_times import Apart, experts_s, routed
+from tools.research.simulate.serving.simulated_engine import EngineShape
+from tools.research.simulate.serving.step_fitting import times_of
 
 pytestmark = pytest.mark.slow  # compiles its own code
 LAYERS, EXPERTS, TOP_K = 2, 16, 2

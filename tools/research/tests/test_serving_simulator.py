@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from edgemoe.policy.routing.offers import Offered, PushRouting, RoundRobin
 from edgemoe.policy.routing.pull import PullLimits, PullRouting
 from tools.research.simulate.serving.cluster import Knowledge, cluster_of, jobs_of
-from tools.research.simulate.serving.engine import EngineShape, Job
-from tools.research.simulate.serving.fitting import times_of
-from tools.research.simulate.serving.steps import StepCosts
-from tools.research.simulate.serving.workload import DISTRIBUTIONS, MAX_PROMPT, Trace, at_rate, drawn
+from tools.research.simulate.serving.engine_steps import StepCosts
+from tools.research.simulate.serving.serving_workload import DISTRIBUTIONS, MAX_PROMPT, Trace, at_rate, drawn
+from tools.research.simulate.serving.simulated_engine import EngineShape, Job
+from tools.research.simulate.serving.step_fitting import times_of
 
 COSTS = StepCosts(fixed_s=0.01, prefill_s=0.001, decode_s=0.002, context_s=0.0)
 SHAPE = EngineShape(COSTS, slots=4, blocks=64, step_tokens=32)

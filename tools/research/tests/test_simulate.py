@@ -15,13 +15,13 @@ from tools.research.placement.prism.plans import NODES
 from tools.research.placement.prism.profile import ASKED, Profile
 from tools.research.simulate import __main__ as command
 from tools.research.simulate import events
-from tools.research.simulate.bed.fitting import BedCosts, fit, took_s
-from tools.research.simulate.bed.runs import BedRun, BedRuns, usable
+from tools.research.simulate.bed.bed_fitting import BedCosts, fit, took_s
+from tools.research.simulate.bed.bed_runs import BedRun, BedRuns, usable
 from tools.research.simulate.bed.scoring import halves, row_of, summary
 from tools.research.simulate.costs import ATTENTION_S, DENSE_PARTS, PROFILE, PROFILED_EXPERT, Costs, measured
 from tools.research.simulate.events import CORE_S, Cluster, Host, Prompts, all_computing, simulate
+from tools.research.simulate.routed_workload import EXPERTS, Task, prompts_of
 from tools.research.simulate.study import MOST_SERVERS, Setting, outcome, placed_by, servers_of
-from tools.research.simulate.workload import EXPERTS, Task, prompts_of
 
 LAYERS, TOP_K = 2, 2
 DENSE, LAUNCH, EXPERT, TOKEN, LINK, DELAY = 1.0, 0.5, 0.25, 0.125, 2.0, 10.0

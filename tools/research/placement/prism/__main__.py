@@ -23,10 +23,10 @@ from tools.bench.faults import commit
 from tools.research.placement.prism.models import MODELS, SETTINGS, Model
 from tools.research.placement.prism.moving import measure_moving, moving_runs
 from tools.research.placement.prism.plans import METHODS
+from tools.research.placement.prism.prism_runs import ALONE, REDIRECT, Machine, Record, Run, measure
+from tools.research.placement.prism.prism_tables import skew_tables, tables
 from tools.research.placement.prism.profile import profile_of
 from tools.research.placement.prism.remote_share import SHARES, measure_share
-from tools.research.placement.prism.runs import ALONE, REDIRECT, Machine, Record, Run, measure
-from tools.research.placement.prism.tables import skew_tables, tables
 
 PARTS = ("methods", "migration", "redirection", "share")
 LONG = "long"
@@ -129,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     machine = Machine(args.cpus, args.disk_mb, args.link_gb)
     args.work.mkdir(parents=True, exist_ok=True)
     if args.plots:
-        from tools.research.placement.prism.plots import draw
+        from tools.research.placement.prism.prism_plots import draw
 
         draw(read(args.log), args.plots)
     elif args.list:

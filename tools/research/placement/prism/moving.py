@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from tools.research.placement.prism.models import SETTINGS, Model
 from tools.research.placement.prism.plans import NODES, place_by
+from tools.research.placement.prism.prism_runs import Machine, Record, Run, measure
 from tools.research.placement.prism.profile import Profile
-from tools.research.placement.prism.runs import Machine, Record, Run, measure
 from tools.testbed.float32_model import float32_demo
 
 WIDTH = 1024  # of experts: 2.4 MB each

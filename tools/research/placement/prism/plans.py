@@ -20,8 +20,8 @@ from edgemoe.policy.placement.route_score import Routes, heaviest_pairs
 from edgemoe.store.manifest import Manifest
 from edgemoe.types.arrays import BoolArray
 from edgemoe.types.placement import PLAN_FORMAT, PlacementPlan, pack_bits
+from tools.research.placement.compared_placements import POLICIES
 from tools.research.placement.placement_study import activations_of
-from tools.research.placement.policies import POLICIES
 from tools.research.placement.prism.models import Model
 from tools.research.placement.prism.profile import PROMPT_TOKENS, Profile, geometry_of
 from tools.testbed.daemons import Cluster

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from tools.research.placement.prism.models import SETTINGS, Model
 from tools.research.placement.prism.plans import NODES, partly_remote
+from tools.research.placement.prism.prism_runs import Machine, Record, Run, boxes, since, state
 from tools.research.placement.prism.profile import Profile, geometry_of
-from tools.research.placement.prism.runs import Machine, Record, Run, boxes, since, state
 
 SHARES = (0.0, 0.2, 0.4, 0.6, 0.8, 0.95)
 

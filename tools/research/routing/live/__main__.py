@@ -18,9 +18,9 @@ from pathlib import Path
 from tools.bench.fault_runs import read
 from tools.research.placement.prism.models import MODELS, Model
 from tools.research.routing.live.answers import measure_affinity, measure_same, references
-from tools.research.routing.live.load import measure_apart, measure_load
+from tools.research.routing.live.live_load import measure_apart, measure_load
+from tools.research.routing.live.live_tables import tables
 from tools.research.routing.live.sitting import Sitting
-from tools.research.routing.live.tables import tables
 from tools.research.routing.live.terms import measure_terms
 
 PARTS: dict[str, Callable[[Sitting, Model], None]] = {
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     args.work.mkdir(parents=True, exist_ok=True)
     if args.plots:
-        from tools.research.routing.live.plots import draw
+        from tools.research.routing.live.live_plots import draw
 
         draw(read(args.log), args.plots)
     elif not args.table:

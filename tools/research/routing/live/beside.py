@@ -17,9 +17,9 @@ from edgemoe.telemetry.metrics import named
 from tools.bench.arrivals import Arrival
 from tools.research.routing.live.boxes import STATS_S
 from tools.research.simulate.serving.cluster import cluster_of, jobs_of
-from tools.research.simulate.serving.engine import EngineShape
-from tools.research.simulate.serving.fitting import times_of
-from tools.research.simulate.serving.steps import StepCosts
+from tools.research.simulate.serving.engine_steps import StepCosts
+from tools.research.simulate.serving.simulated_engine import EngineShape
+from tools.research.simulate.serving.step_fitting import times_of
 from tools.testbed.daemons import Daemon
 
 STEP_TOKENS = 2048

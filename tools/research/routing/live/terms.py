@@ -29,7 +29,7 @@ AT_ONCE, LOAD = "at once", 0.95  # of the rate of answers to requests that come 
 LOADS = (AT_ONCE, LOAD)
 MODULES = {
     "both": "edgemoe",
-    "union": "tools.research.routing.blind.residency",
+    "union": "tools.research.routing.blind.blind_residency",
     "neither": "tools.research.routing.blind.union",
 }
 FAMILIES = (names.STEPS, names.STEP_TOKENS, names.STEP_SECONDS, names.ACTIVE_EXPERTS)

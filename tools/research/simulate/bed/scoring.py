@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from tools.research.simulate.bed.fitting import BedCosts, at_speed_of, fit, took_s
-from tools.research.simulate.bed.runs import BedRun
+from tools.research.simulate.bed.bed_fitting import BedCosts, at_speed_of, fit, took_s
+from tools.research.simulate.bed.bed_runs import BedRun
 
 Key = tuple[Any, ...]
 SAME = ("model", "setting", "pace")  # fields in which compared methods' runs agree

@@ -14,8 +14,8 @@ from typing import Literal
 from edgemoe.engine.fairness import Fairness
 from edgemoe.policy.routing.offers import Dispatches, EngineView, Offered, RoutingPolicy
 from edgemoe.types.principal import NOBODY
-from tools.research.simulate.serving.engine import Engine, EngineShape, Job
 from tools.research.simulate.serving.prefixes import PrefixCache
+from tools.research.simulate.serving.simulated_engine import Engine, EngineShape, Job
 
 REPORT_S = 0.5
 Knowledge = Literal["exact", "corrected", "reports"]

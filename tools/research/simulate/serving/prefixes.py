@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from tools.research.simulate.serving.steps import BLOCK
+from tools.research.simulate.serving.engine_steps import BLOCK
 
 
 class PrefixCache:

@@ -15,9 +15,9 @@ from scipy.optimize import least_squares
 
 from edgemoe.policy.placement.route_score import masks_of
 from tools.research.placement.prism.plans import DEVICES, NODES
-from tools.research.simulate.bed.runs import BedRun
+from tools.research.simulate.bed.bed_runs import BedRun
+from tools.research.simulate.event_heap import Numbers
 from tools.research.simulate.events import CORE_S, DECODE_S, DECODE_STEPS, Cluster, Host, Result, simulate
-from tools.research.simulate.heap import Numbers
 from tools.testbed.bed import RATE_MBIT
 
 SEQUENCES = 16  # sequences that step together at a box, as in the runs

@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 
 from tools.research.placement.prism.models import SETTINGS
 from tools.research.placement.prism.plans import METHODS, NODES
-from tools.research.placement.prism.runs import Record
-from tools.research.placement.prism.tables import mean_s, migrates
+from tools.research.placement.prism.prism_runs import Record
+from tools.research.placement.prism.prism_tables import mean_s, migrates
 
 WINDOW = 5  # samples per ratio
 

@@ -22,7 +22,7 @@ from edgemoe.types.arrays import BoolArray
 from tools.bench.fault_trial import clock
 from tools.bench.faults import POLICY, common
 from tools.bench.stats import core_s
-from tools.research.placement.policies import SERVED
+from tools.research.placement.compared_placements import SERVED
 from tools.research.placement.prism.models import Model
 from tools.research.placement.prism.plans import (
     DEVICES,

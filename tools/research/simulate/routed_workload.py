@@ -15,8 +15,8 @@ import numpy as np
 
 from edgemoe.policy.placement.route_score import Routes
 from edgemoe.replay.trace import load
+from tools.research.simulate.event_heap import Numbers
 from tools.research.simulate.events import Prompts
-from tools.research.simulate.heap import Numbers
 
 TASKS = ("intent", "law", "translation")
 EXPERTS = 64  # DeepSeek-V2-Lite's; its experts and hidden size follow

@@ -17,8 +17,8 @@ from scipy.optimize import minimize
 
 from edgemoe.policy.routing.offers import Offered, PushRouting, fewest
 from tools.research.simulate.serving.cluster import cluster_of, jobs_of
-from tools.research.simulate.serving.engine import EngineShape, Job
-from tools.research.simulate.serving.steps import StepCosts
+from tools.research.simulate.serving.engine_steps import StepCosts
+from tools.research.simulate.serving.simulated_engine import EngineShape, Job
 
 MEASURED = "llmservingsim-measured/qwen3-30b-a3b_rtxpro6000_vllm_requests.csv"
 REPLICAS, SLOTS, STEP_TOKENS = 2, 128, 2048

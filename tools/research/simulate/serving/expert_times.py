@@ -16,8 +16,8 @@ from edgemoe.policy.routing.offers import Assignment, EngineView, Offered, Routi
 from edgemoe.types.arrays import FloatArray
 from tools.research.simulate.decode_pool import DecodeCosts, places_of
 from tools.research.simulate.decode_traffic import Source
-from tools.research.simulate.serving.engine import Engine
-from tools.research.simulate.serving.steps import FREE_SLOT, Batch, StepCosts
+from tools.research.simulate.serving.engine_steps import FREE_SLOT, Batch, StepCosts
+from tools.research.simulate.serving.simulated_engine import Engine
 
 CONTEXT_S = 1e-7  # for each token that a decoding sequence attends to
 _compiled: Any = numba.njit(nogil=True, error_model="numpy")

@@ -10,8 +10,8 @@ import numpy as np
 from tools.research.placement.prism.models import SETTINGS, STAND_INS, Model
 from tools.research.placement.prism.moving import moving_table
 from tools.research.placement.prism.plans import METHODS, NODES
+from tools.research.placement.prism.prism_runs import Record
 from tools.research.placement.prism.profile import Profile, frequencies, geometry_of, overlap, skew
-from tools.research.placement.prism.runs import Record
 
 # total average of [Prism, Table II], % against EPLB: DeepSeek-V2-Lite, Mixtral by BIG-bench; the same by MultiData
 PAPER = {

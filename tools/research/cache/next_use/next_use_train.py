@@ -1,6 +1,6 @@
 """Trains the next-use network from routing traces, with Lightning, and exports it.
 
-    python -m tools.research.cache.next_use.train FILE... --share 0.5 --out DIR --to DIR [--max-minutes N]
+    python -m tools.research.cache.next_use.next_use_train FILE... --share 0.5 --out DIR --to DIR [--max-minutes N]
     python -m tools.research.cache.replay FILE... --score-from 0.5 --policies learned,nextuse --next-use DIR
 
 The last 12 % of the `--share` choose the best weights. A killed run continues from its last short epoch.
@@ -24,7 +24,6 @@ from edgemoe.replay.trace import Trace, first, in_turn, load
 from edgemoe.rights import become_owner
 from scoutgate.module import KeepBest, Recipe, Scheduled
 from scoutgate.train import quiet, trainer_arguments, trainer_for
-from tools.research.cache.next_use.data import Glances, NextUseBatch, Routing
 from tools.research.cache.next_use.model import (
     AFTER,
     FROM_HERE,
@@ -35,6 +34,7 @@ from tools.research.cache.next_use.model import (
     NextUseShape,
     write_export,
 )
+from tools.research.cache.next_use.next_use_data import Glances, NextUseBatch, Routing
 
 EPOCH_BATCHES = 60  # a short epoch: this many batches, then a validation and a checkpoint
 VALIDATION_BATCHES = 10
@@ -89,7 +89,7 @@ def before(tokens: Tensor, place: Tensor, rows: Tensor) -> Tensor:
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="tools.research.cache.next_use.train", description=(__doc__ or "").splitlines()[0]
+        prog="tools.research.cache.next_use.next_use_train", description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument("files", metavar="FILE", type=Path, nargs="+", help="routing tables or recordings")
     parser.add_argument("--share", type=float, default=1.0, help="of the tokens to learn from, the first ones")

@@ -1,6 +1,6 @@
 """The compute thread's cost of residency for a layer-step, without kernels, grouping and copying.
 
-python -m tools.bench.residency [--steps 4000] [--shape 48,128] [--misses 0,6] [--json]
+python -m tools.bench.residency_cost [--steps 4000] [--shape 48,128] [--misses 0,6] [--json]
 """
 
 from __future__ import annotations

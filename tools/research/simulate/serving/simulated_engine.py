@@ -14,8 +14,7 @@ from edgemoe.policy.routing.signatures import absence
 from edgemoe.types.arrays import FloatArray
 from tools.research.routing import queue_orders
 from tools.research.routing.queue_orders import QueueOrder
-from tools.research.simulate.serving.prefixes import PrefixCache
-from tools.research.simulate.serving.steps import (
+from tools.research.simulate.serving.engine_steps import (
     BLOCK,
     DONE,
     FIRST,
@@ -26,6 +25,7 @@ from tools.research.simulate.serving.steps import (
     nothing_more,
     run,
 )
+from tools.research.simulate.serving.prefixes import PrefixCache
 
 
 @dataclass(frozen=True, slots=True)

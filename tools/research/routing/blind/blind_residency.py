@@ -1,7 +1,7 @@
 """A daemon whose leader assumes that all experts are in place everywhere: pull with marginal union, without
 residency.
 
-    python -m tools.research.routing.blind.residency serve --config FILE      as `python -m edgemoe` would
+    python -m tools.research.routing.blind.blind_residency serve --config FILE      as `python -m edgemoe` would
 """
 
 from __future__ import annotations

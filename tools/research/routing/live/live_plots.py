@@ -7,9 +7,9 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from tools.research.routing.live.load import LOADED
+from tools.research.routing.live.live_load import LOADED
+from tools.research.routing.live.live_tables import each_of, variants
 from tools.research.routing.live.sitting import Record
-from tools.research.routing.live.tables import each_of, variants
 
 SHOWN = {"ttft_mean_s": "mean TTFT, ms", "ttft_p99_s": "p99 TTFT, ms", "tpot_p50_s": "median TPOT, ms"}
 

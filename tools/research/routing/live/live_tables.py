@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from tools.bench.stats import interval
-from tools.research.placement.prism.tables import head, row
+from tools.research.placement.prism.prism_tables import head, row
 from tools.research.routing.live.sitting import Record
 
 TIMES = ("ttft_mean_s", "ttft_p99_s", "tpot_p50_s", "tpot_mean_s", "tpot_p99_s")

@@ -18,10 +18,10 @@ from tools.bench.fault_runs import read
 from tools.research.placement.placement_study import activations_of
 from tools.research.placement.prism.models import MODELS, Model
 from tools.research.placement.prism.plans import DEVICES, METHODS, NODES, boxes_of, mixed_routes, place_by, room
+from tools.research.placement.prism.prism_runs import Record, Request, Run, requests_of
 from tools.research.placement.prism.profile import Profile, geometry_of, profile_of
-from tools.research.placement.prism.runs import Record, Request, Run, requests_of
+from tools.research.simulate.event_heap import Numbers
 from tools.research.simulate.events import Prompts
-from tools.research.simulate.heap import Numbers
 
 PART = "methods"
 ROUNDED_S = 0.01  # precision of a log's times

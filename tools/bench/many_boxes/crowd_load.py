@@ -14,8 +14,8 @@ import numpy as np
 from edgemoe.cluster.control.messages import BoxReport, EngineStatus, PlanRequest, RequestGrant, RequestOffer
 from edgemoe.errors import PeerError
 from edgemoe.types.expert_signatures import ExpertDemand, ExpertSignature
-from tools.bench.many_boxes.box import EXPERTS, LAYERS, MODEL, OWN, Box, bits, engine_card
 from tools.bench.many_boxes.crowd import Crowd
+from tools.bench.many_boxes.measured_box import EXPERTS, LAYERS, MODEL, OWN, Box, bits, engine_card
 
 WINDOW_S = 1.0
 
