@@ -52,10 +52,10 @@ async def http(front: Front) -> AsyncIterator[httpx.AsyncClient]:
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def demo(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Front]:
-    """The real application: the demo model on a real engine. Trials of grammars may take a second of a processor."""
+    """The real application: the demo model on a real engine. Trials of grammars may take half a second of CPU time."""
     settings = settings_for(tmp_path_factory.mktemp("demo"), ensure_store(model_path(), STORES))
     quick = pytest.MonkeyPatch()
-    quick.setattr("edgemoe.api.resources.grammar_command", partial(grammar_command, trial_s=1.0))
+    quick.setattr("edgemoe.api.resources.grammar_command", partial(grammar_command, trial_s=0.5))
     async with running(settings, WORKER) as front:
         quick.undo()
         yield front

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -115,7 +116,10 @@ async def test_files_that_cannot_be_read_are_found_out_before_the_daemon_reads_t
 
 
 @pytest.mark.parametrize("name", ["nested loops", "a large number"])
-async def test_a_daemon_with_such_a_template_serves_all_else(tmp_path: Path, name: str) -> None:
+async def test_a_daemon_with_such_a_template_serves_all_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr("edgemoe.front.main.text_command", partial(text_command, text_s=TEXT_S))
     settings = settings_for(tmp_path / "f", model_with(tmp_path / "model", ATTACKS[name]))
     (tmp_path / "f").mkdir()
     async with running(settings) as front, http_client(front.settings) as http:

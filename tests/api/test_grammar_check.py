@@ -41,7 +41,7 @@ def endless(patterns: int = 40) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def command(text_model: TextModel) -> list[str]:
-    return [*grammar_command(text_model.directory, text_model.eos, trial_s=1.0)]
+    return [*grammar_command(text_model.directory, text_model.eos, trial_s=0.5)]
 
 
 @pytest_asyncio.fixture

@@ -1,7 +1,8 @@
 """Compiles all code that an engine can ask for, once for the processor of EDGEMOE_PROCESSOR and from the same LLVM code
 for each processor named, and prints the symbols that are left undefined: {processor: {symbol: [codes]}}.
 
-Run as `python -m support.every_code KERNELS|ALL PROCESSOR...`; KERNELS are those of bfloat16, ALL everything.
+Run as `python -m support.every_code ROWS|KERNELS|ALL PROCESSOR...`; ROWS are those of each encoding, KERNELS these and
+all else of bfloat16, ALL everything.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from edgemoe.types.encoding import BFLOAT16, FLOAT32, FP8, INT4, INT8, MXFP4
 
 def every_code(part: str) -> Iterator[Code]:
     for bf16 in (True, False) if part == "ALL" else (True,):
-        yield from kernel_codes(bf16)
+        if part != "ROWS":
+            yield from kernel_codes(bf16)
         for encoding in (BFLOAT16 if bf16 else FLOAT32, INT8, INT4, MXFP4, FP8):
             yield from row_codes(encoding, bf16)
     if part == "ALL":
