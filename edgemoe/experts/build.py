@@ -13,18 +13,14 @@ import torch
 
 from edgemoe.config.budgets import DeviceBudget
 from edgemoe.errors import ConfigError
-from edgemoe.experts.activity import CODES as ACTIVITY_CODES
 from edgemoe.experts.activity import ActivityCounter
 from edgemoe.experts.compute.cpu_experts import CostModel, CpuExperts
 from edgemoe.experts.compute.cuda_link import ignore_progress
-from edgemoe.experts.compute.device_spread import CODES as SPREAD_CODES
 from edgemoe.experts.compute.device_spread import DeviceSpread
 from edgemoe.experts.compute.dispatch import Compute, DeviceTime, EmulatedCompute, HostCompute
 from edgemoe.experts.compute.moe import AS_USUAL, Fetching, TieredExperts
 from edgemoe.experts.compute.peer_layer_step import PeerExperts
-from edgemoe.experts.predict.gate_lookahead import CODES as HINT_CODES
 from edgemoe.experts.tiers.residency import Residency
-from edgemoe.experts.tiers.residency_ops import CODES as TIER_CODES
 from edgemoe.experts.tiers.slab import HostSlab, layout_in
 from edgemoe.experts.tiers.slots import PrefetchPriority, SlotPool, TierUsage
 from edgemoe.experts.transfer.link_stats import SavedLinkStats
@@ -39,8 +35,6 @@ from edgemoe.types.arrays import BoolArray
 from edgemoe.types.experts import ExpertGeometry, ExpertId, LivePolicy, Move, Store, Tier
 from edgemoe.types.peers import ExpertPeers
 from edgemoe.types.size_classes import SlabLayout
-
-CODES = (*TIER_CODES, *ACTIVITY_CODES, *HINT_CODES, *SPREAD_CODES)  # to be linked before
 
 
 @dataclass(frozen=True, slots=True)

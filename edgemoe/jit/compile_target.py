@@ -1,7 +1,7 @@
-"""Chooses the processor to compile code for: the one of this machine, or a lesser one that a developer names.
+"""Chooses the processor to compile code for: the kind of this machine's, or a lesser one that a developer names.
 
-All generated code, Numba's own included, obeys `TARGET`, and every constant that depends on the processor is derived
-from it. Processors have LLVM's names.
+Processors of one kind run the same machine code, which a wheel brings along. All generated code, Numba's own included,
+obeys `TARGET`, and every constant that depends on the processor is derived from it. Processors have LLVM's names.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import platform
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import llvmlite.binding as llvm
 
@@ -22,13 +23,43 @@ AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512vl"}
 VNNI = AVX512 | {"avx512vnni"}
 BF16 = VNNI | {"avx512bf16"}
 NONE: frozenset[str] = frozenset()
+V3 = {"avx", "avx2", "bmi", "bmi2", "f16c", "fma", "lzcnt", "movbe", "popcnt"}
+V4 = V3 | {"avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl"}
+ICE = V4 | {"avx512bitalg", "avx512ifma", "avx512vbmi", "avx512vbmi2", "avx512vnni", "avx512vpopcntdq", "gfni", "vaes"}
+
+
+class ProcessorKind(NamedTuple):
+    """Processors for which one machine code is right and fast."""
+
+    features: frozenset[str]  # of those that our code asks for
+    needed: set[str]  # features that LLVM may use; a virtual machine may hide some
+    members: tuple[str, ...]
+
+
+KINDS = {  # by the member that the code is compiled for
+    "haswell": ProcessorKind(
+        AVX2,
+        V3,
+        ("haswell", "broadwell", "skylake", "alderlake", "raptorlake", "meteorlake", "gracemont", "arrowlake"),
+    ),
+    "znver1": ProcessorKind(
+        AVX2, V3 | {"adx", "clflushopt", "fsgsbase", "rdseed", "sha", "sse4a"}, ("znver1", "znver2", "znver3")
+    ),
+    "skylake-avx512": ProcessorKind(AVX512, V4, ("skylake-avx512",)),
+    "cascadelake": ProcessorKind(
+        VNNI, V4 | {"avx512vnni"}, ("cascadelake", "icelake-client", "icelake-server", "rocketlake", "tigerlake")
+    ),
+    "sapphirerapids": ProcessorKind(
+        BF16, ICE | {"avx512bf16", "avx512fp16", "avxvnni"}, ("sapphirerapids", "emeraldrapids", "graniterapids")
+    ),
+    "znver4": ProcessorKind(BF16, ICE | {"avx512bf16", "sse4a"}, ("znver4", "znver5")),
+}
 X86 = {
     **dict.fromkeys(("nehalem", "sandybridge"), NONE),
-    **dict.fromkeys(("haswell", "skylake", "alderlake", "raptorlake", "gracemont", "arrowlake", "x86-64-v3"), AVX2),
-    **dict.fromkeys(("znver1", "znver2", "znver3"), AVX2),
-    **dict.fromkeys(("skylake-avx512", "x86-64-v4"), AVX512),
-    **dict.fromkeys(("cascadelake", "icelake-server"), VNNI),
-    **dict.fromkeys(("cooperlake", "sapphirerapids", "graniterapids", "znver4", "znver5"), BF16),
+    "x86-64-v3": AVX2,
+    "x86-64-v4": AVX512,
+    "cooperlake": BF16,
+    **{member: kind.features for kind in KINDS.values() for member in kind.members},
 }
 ARM = ("cortex-a76", "cortex-a78ae", "neoverse-n1", "neoverse-v2", "generic")
 MACHINES = {"x86_64": "x86_64-unknown-linux-gnu", "aarch64": "aarch64-unknown-linux-gnu"}  # with LLVM's triples
@@ -86,6 +117,14 @@ def named(name: str) -> CompileTarget:
     raise UnsupportedProcessor(f"{PROCESSOR} is {name!r}; known processors are {', '.join((*X86, *ARM))}")
 
 
+def kind_of(target: CompileTarget) -> CompileTarget:
+    """Returns the kind of a processor; the processor itself if it belongs to none, or lacks features of its kind."""
+    for name, kind in KINDS.items():
+        if target.name in kind.members and target.has(*kind.needed):
+            return named(name)
+    return target
+
+
 def check_processor() -> None:
     """Raises UnsupportedProcessor if this machine lacks instructions that code for `TARGET` uses."""
     if TARGET.lacks:
@@ -104,7 +143,7 @@ def _listed(features: Iterable[str]) -> str:
     return ", ".join(each.upper() for each in features)
 
 
-TARGET = named(name) if (name := read_processor()) else host()
+TARGET = named(name) if (name := read_processor()) else kind_of(host())
 
 
 if __name__ == "__main__":  # a separate process, for callers that must not load LLVM

@@ -1,7 +1,8 @@
-"""Keeps compiled kernels on disk as object files, so that an engine that starts again saves ten seconds of compiling.
+"""Keeps compiled kernels on disk as object files, so that an engine that starts again compiles nothing.
 
 Numba compiles, LLVM writes one object file of the result, and the linker fills in the addresses. Nothing is pickled.
-Write access to the directory means running code as the service: it must belong to this user, writable by no other.
+A wheel brings the object files of the common kinds of processors (`BUILT`). Those compiled here are kept in a
+directory. Write access to it means running code as the service: it must belong to this user, writable by no other.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ import fcntl
 import json
 import logging
 import os
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import llvmlite
 import llvmlite.binding as llvm
@@ -29,7 +31,7 @@ from numba.core.runtime.nrt import rtsys
 
 from edgemoe.durable import make_folder, open_kept, remove_file, replace_file
 from edgemoe.errors import UnsupportedProcessor
-from edgemoe.jit.compile_target import TARGET
+from edgemoe.jit.compile_target import TARGET, CompileTarget
 
 log = logging.getLogger(__name__)
 types: Any = numba.types
@@ -39,6 +41,7 @@ CompileProgress = Callable[
 KEPT = 48  # most object files in the directory: for several uses, versions, encodings and processors
 DIGEST_BYTES = 16
 PACKAGE = Path(__file__).parents[1]
+BUILT = Path(__file__).parent / "objects"  # made with the wheel (tools/build_hook.py); a source tree has none
 TEMPORARY = ".tmp"
 COMPILE_S = 120.0  # how long an engine waits for another engine that compiles
 SYMBOL = np.dtype("u4, u1, u1, u2, u8, u8").newbyteorder("<")
@@ -108,6 +111,13 @@ class Code:
         self._linked = address
 
 
+class CompiledPart(NamedTuple):
+    """Functions that are compiled into one object file."""
+
+    codes: tuple[Code, ...]
+    variant: str = ""  # distinguishes functions with the same source
+
+
 def no_progress(name: str, done: int, count: int) -> None:
     """Ignores the progress of compiling."""
 
@@ -115,7 +125,7 @@ def no_progress(name: str, done: int, count: int) -> None:
 def link(
     codes: Sequence[Code], directory: Path | None, variant: str = "", progress: CompileProgress = no_progress
 ) -> None:
-    """Gives all `codes` addresses, from the object file in `directory` where there is one.
+    """Gives all `codes` addresses, from the object file of the wheel or of `directory` where there is one.
 
     Compiles them if there is none. They may refer to each other, and to no other code. `variant` distinguishes
     functions with the same source. `progress` is called before each is compiled. Raises UnsupportedProcessor if they
@@ -123,11 +133,13 @@ def link(
     """
     if all(code.is_linked for code in codes):
         return
-    if directory is None or not _is_private(directory):
+    if (built := _built(codes, variant)) is not None:
+        symbols, machine_code = built
+    elif directory is None or not _is_private(directory):
         _compile_each(codes, progress)
         symbols, machine_code = _compile(codes)
     else:
-        path = directory / f"{_fingerprint(codes, variant)}.o"
+        path = _path_in(directory, codes, variant)
         symbols, machine_code = _kept(path, codes) or _compile_once(path, codes, progress)
     rtsys.initialize(cpu_target.target_context)  # LLVM learns the addresses of Numba's helpers
     _check_symbols(codes, machine_code)
@@ -138,6 +150,23 @@ def link(
     _linked.extend((engine, object_file, machine_code))
     for code in codes:
         code.set_address(engine.get_function_address(symbols[code.name]))
+
+
+def is_ready(codes: Sequence[Code], directory: Path, variant: str = "") -> bool:
+    """Whether `link` would compile nothing."""
+    return _built(codes, variant) is not None or _kept(_path_in(directory, codes, variant), codes) is not None
+
+
+def compile_ahead(codes: Sequence[Code], directory: Path, variant: str = "") -> None:
+    """Compiles into an object file of `directory`, which `link` in another process waits for and reads."""
+    path = _path_in(directory, codes, variant)
+    if _is_private(directory) and _kept(path, codes) is None:
+        _compile_once(path, codes, no_progress)
+
+
+def build(codes: Sequence[Code], directory: Path, variant: str = "") -> None:
+    """Compiles into an object file for `BUILT`. Raises OSError."""
+    replace_file(directory / f"{_fingerprint(codes, variant)}.o", _packed(*_compile(codes)))
 
 
 def _compiler_routines() -> Iterator[str]:
@@ -187,10 +216,30 @@ def _check_symbols(codes: Sequence[Code], machine_code: bytes) -> None:
         )
 
 
+def llvm_module(code: Code, target: CompileTarget) -> Any:
+    """Returns the LLVM code of a function, for another kind of machine if the target is one."""
+    text = code.compiled.inspect_llvm()
+    if not target.is_native:
+        machine = target.machine_code()
+        text = re.sub(r'target triple = ".*"', f'target triple = "{machine.triple}"', text)
+        text = re.sub(r'target datalayout = ".*"', f'target datalayout = "{machine.target_data}"', text)
+    return llvm.parse_assembly(text)
+
+
 def _calls(code: Code, missing: Sequence[str]) -> bool:
     """Whether the code itself calls one of these symbols."""
-    machine_code = TARGET.machine_code().emit_object(llvm.parse_assembly(code.compiled.inspect_llvm()))
+    machine_code = TARGET.machine_code().emit_object(llvm_module(code, TARGET))
     return not set(missing).isdisjoint(undefined_symbols(machine_code))
+
+
+def _built(codes: Sequence[Code], variant: str) -> tuple[dict[str, str], bytes] | None:
+    """Returns the symbols and the object file of the wheel; None if it has none for these sources and processor."""
+    return _kept(BUILT / f"{_fingerprint(codes, variant)}.o", codes) if BUILT.exists() else None
+
+
+def _path_in(directory: Path, codes: Sequence[Code], variant: str) -> Path:
+    """Returns the path of the object file that is compiled here, with these versions of the compilers."""
+    return directory / f"{_fingerprint(codes, variant, (numba.__version__, llvmlite.__version__))}.o"
 
 
 def _kept(path: Path, codes: Sequence[Code]) -> tuple[dict[str, str], bytes] | None:
@@ -203,7 +252,7 @@ def _compile_once(path: Path, codes: Sequence[Code], progress: CompileProgress) 
     """Compiles and keeps them. Engines that start together wait for the first of them, at most `COMPILE_S`."""
     with contextlib.ExitStack() as stack:
         try:
-            lock = open_kept(path.parent / "lock")
+            lock = open_kept(path.with_suffix(".lock"))
             stack.callback(os.close, lock)
         except OSError as error:
             log.warning("kernels are compiled without waiting for other engines", extra={"why": str(error)})
@@ -214,6 +263,8 @@ def _compile_once(path: Path, codes: Sequence[Code], progress: CompileProgress) 
             _compile_each(codes, progress)
             kept = _compile(codes)
             _write(path, *kept)
+        with contextlib.suppress(OSError):
+            remove_file(path.with_suffix(".lock"), missing_ok=True)
         return kept
 
 
@@ -249,12 +300,15 @@ def sources(codes: Sequence[Code]) -> list[Path]:
     )
 
 
-def _fingerprint(codes: Sequence[Code], variant: str) -> str:
-    """Returns a hash of sources, processor, versions and functions, which determine the machine code."""
+def _fingerprint(codes: Sequence[Code], variant: str, versions: Sequence[str] = ()) -> str:
+    """Returns a hash of sources, processor, compilers' versions and functions, which determine the machine code.
+
+    Files of the wheel are named without the versions: their machine code needs no compiler.
+    """
     digest = xxhash.xxh3_128()
     for file in sources(codes):
         digest.update(file.read_bytes())
-    box = (TARGET.machine, TARGET.name, TARGET.flags, numba.__version__, llvmlite.__version__)
+    box = (TARGET.machine, TARGET.name, TARGET.flags, *versions)
     digest.update(json.dumps([*box, variant, [code.name for code in codes]]).encode())
     return str(digest.hexdigest())
 
@@ -271,7 +325,7 @@ def _compile(codes: Sequence[Code]) -> tuple[dict[str, str], bytes]:
     assert len(symbols) == len(codes), "two kernels of one name"
     whole = llvm.parse_assembly("")
     for code in codes:
-        whole.link_in(llvm.parse_assembly(code.compiled.inspect_llvm()))
+        whole.link_in(llvm_module(code, TARGET))
     return symbols, TARGET.machine_code().emit_object(whole)
 
 
@@ -289,9 +343,8 @@ def _read(path: Path) -> tuple[dict[str, str], bytes] | None:
 
 def _write(path: Path, symbols: dict[str, str], machine_code: bytes) -> None:
     """Writes the object file, preceded by a hash, and deletes the oldest files beyond KEPT. Logs a failure."""
-    data = json.dumps(symbols).encode() + b"\n" + machine_code
     try:
-        replace_file(path, xxhash.xxh3_128_digest(data) + data)
+        replace_file(path, _packed(symbols, machine_code))
         for old in sorted(path.parent.glob("*.o"), key=_age)[:-KEPT]:
             remove_file(old, missing_ok=True)
         for left in path.parent.glob(f"*{TEMPORARY}"):  # by a process that was killed while writing
@@ -299,6 +352,12 @@ def _write(path: Path, symbols: dict[str, str], machine_code: bytes) -> None:
                 remove_file(left, missing_ok=True)
     except OSError as error:
         log.warning("compiled kernels could not be kept", extra={"why": str(error)})
+
+
+def _packed(symbols: dict[str, str], machine_code: bytes) -> bytes:
+    """Returns the contents of an object file of ours, which `_read` reads."""
+    data = json.dumps(symbols).encode() + b"\n" + machine_code
+    return bytes(xxhash.xxh3_128_digest(data)) + data
 
 
 def _age(file: Path) -> float:

@@ -23,7 +23,8 @@ from edgemoe.engine.loop import Emit
 from edgemoe.engine.steps import LoadedModel, StepObservers
 from edgemoe.errors import CapacityError
 from edgemoe.experts.activity import ActivityCounter
-from edgemoe.experts.build import CODES, ExpertTiers, TierMemory
+from edgemoe.experts.build import ExpertTiers, TierMemory
+from edgemoe.experts.compiled_parts import TIERS, CompileProcess
 from edgemoe.experts.compute.moe import Fetching
 from edgemoe.experts.predict.scoutgate_forecaster import ScoutGateForecaster
 from edgemoe.families.spec import ModelSpec
@@ -101,6 +102,8 @@ def assemble(settings: Settings, emit: Emit, report: ReportPhase) -> Assembly:
         verify_copies(directory, manifest)
         verify_dense(directory, manifest.dense, lambda share: report("verifying", share))
         device = torch.device(budgets.devices[0].kind.replace("emulated", "cpu"))
+        compiling = CompileProcess("tiers", kernel_dir(settings))  # while this process compiles the kernels
+        opened.callback(compiling.close)
         kernels = None
         if device.type == "cpu" or not budgets.all_fit:  # the CPU computes experts that a GPU does not hold
             report("kernels")
@@ -109,7 +112,7 @@ def assemble(settings: Settings, emit: Emit, report: ReportPhase) -> Assembly:
         progress, graphs = partial(report, "weights"), settings.engine.cuda_graphs
         decoder = Decoder.load(spec, directory / DENSE, device, kernels, progress, graphs)
         report("experts")
-        link(CODES, kernel_dir(settings), progress=_compiling(report, "experts"))
+        link(TIERS.codes, kernel_dir(settings), progress=_compiling(report, "experts"))
         activity = _activity(settings, geometry, budgets)
         sharing = _cluster_parts(settings, served, store, activity)
         scoutgate = scoutgate_for(settings, manifest, served, decoder.embedding)

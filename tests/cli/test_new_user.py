@@ -16,9 +16,11 @@ from pathlib import Path
 import pytest
 from support.readme import CURL, PYTHON, TALK
 
+from edgemoe.jit.compile_target import host, kind_of
+
 ROOT = Path(__file__).parents[2]
 USER = "edgemoe-reader"
-INSTALL_S, READY_S = 900, 600  # kernels are compiled from nothing
+INSTALL_S, READY_S = 900, 600
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(1800),  # two installations
@@ -32,7 +34,9 @@ def machine() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="edgemoe-reader-") as name:
         folder = Path(name)
         folder.chmod(0o755)
-        shell(f"{sys.executable} -m hatchling build -t wheel -d {folder}", cwd=ROOT)
+        shell(
+            f"EDGEMOE_KINDS={kind_of(host()).name} {sys.executable} -m hatchling build -t wheel -d {folder}", cwd=ROOT
+        )
         for venv, package in (("edgemoe", f"{next(folder.glob('*.whl'))}"), ("openai", "openai")):
             shell(f"{everybodys_python()} -m venv {folder / venv}")
             shell(f"{folder / venv}/bin/pip install --quiet -c {ROOT / 'constraints.txt'} {package}")
@@ -55,6 +59,12 @@ def prefix(request: pytest.FixtureRequest, machine: Path) -> Iterator[list[str]]
         yield ["setpriv", f"--reuid={USER}", f"--regid={USER}", "--clear-groups", *words]
     finally:
         shell(f"userdel {USER}")
+
+
+def compiled_here(prefix: list[str]) -> str:
+    """Returns the object files that engines of this user compiled."""
+    script = "find $HOME -name '*.o' -path '*kernels*'"
+    return subprocess.run([*prefix, "bash", "-ec", script], capture_output=True, text=True, check=True).stdout
 
 
 def everybodys_python() -> Path:
@@ -89,6 +99,7 @@ def test_the_readme_can_be_followed_by_root_and_by_a_user(machine: Path, prefix:
         done = run("\n".join([TALK, CURL, client, "echo; cat <<'EOF' | python3", f"{PYTHON}EOF"]))
         assert done.returncode == 0, done.stderr
         assert done.stdout.count("Paris") >= 3, done.stdout
+        assert not compiled_here(prefix), "the wheel lacks code for this processor"
         daemon.send_signal(signal.SIGTERM)
         assert daemon.wait(60) == 0, log.read_text()
     finally:

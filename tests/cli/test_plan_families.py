@@ -15,7 +15,7 @@ from support.tiny_models import SIZES
 
 from edgemoe.cli.plan import measure as rates
 from edgemoe.cli.plan.speed import ModelVariant, find_model
-from edgemoe.experts.build import CODES
+from edgemoe.experts.compiled_parts import TIERS
 from edgemoe.families.spec import ModelSpec
 from edgemoe.families.table import FAMILIES
 from edgemoe.jit.object_cache import link
@@ -57,7 +57,7 @@ def check(variants: list[ModelVariant], kernels: Kernels, monkeypatch: pytest.Mo
 @pytest.fixture(scope="module", params=DTYPES)
 def kernels(request: pytest.FixtureRequest) -> Iterator[Kernels]:
     made = Kernels(1, request.param == "bfloat16", KERNELS)
-    link(CODES, KERNELS)
+    link(TIERS.codes, KERNELS)
     yield made
     made.close()
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from support.kept import KERNELS
 
-from edgemoe.experts.build import CODES
+from edgemoe.experts.compiled_parts import TIERS
 from edgemoe.jit.object_cache import link
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _calls() -> None:
-    link(CODES, KERNELS)
+    link(TIERS.codes, KERNELS)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 from edgemoe.errors import UnsupportedProcessor
 from edgemoe.jit import compile_target as target
-from edgemoe.jit.compile_target import ARM, X86, host, named
+from edgemoe.jit.compile_target import ARM, KINDS, X86, host, kind_of, named
 from edgemoe.jit.env import PROCESSOR
 
 ASK = (
@@ -77,3 +78,20 @@ def test_code_for_another_kind_of_machine_is_not_run(monkeypatch: pytest.MonkeyP
 def test_the_processor_at_hand_is_compiled_for_where_none_is_named() -> None:
     assert host().flags
     assert host().is_native
+
+
+@pytest.mark.parametrize(("kind", "member"), [(kind, name) for kind, each in KINDS.items() for name in each.members])
+def test_a_processor_of_a_kind_runs_the_codes_of_the_kind(kind: str, member: str) -> None:
+    full = replace(named(member), features=named(member).features | KINDS[kind].needed)
+    assert kind_of(full) == named(kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_processor_with_a_hidden_feature_runs_code_of_its_own(kind: str) -> None:
+    for hidden in sorted(KINDS[kind].needed):
+        lesser = replace(named(kind), features=(named(kind).features | KINDS[kind].needed) - {hidden})
+        assert kind_of(lesser) == lesser
+
+
+def test_a_processor_of_no_kind_runs_code_of_its_own() -> None:
+    assert kind_of(named("cooperlake")) == named("cooperlake")

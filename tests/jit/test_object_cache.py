@@ -200,3 +200,26 @@ def test_what_a_killed_process_was_writing_is_taken_away(tmp_path: Path) -> None
         os.utime(left, times=(time.time() - age_s,) * 2)
     object_cache._write(tmp_path / "x.o", {}, b"code")
     assert sorted(file.name for file in tmp_path.iterdir()) == [f"new{object_cache.TEMPORARY}", "x.o"]
+
+
+def test_code_that_came_with_the_wheel_is_linked_and_nothing_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    object_cache.build(make(), tmp_path)
+    monkeypatch.setattr(object_cache, "BUILT", tmp_path)
+    codes = make()
+    link(codes, None)
+    assert result(codes[1]) == 42
+    assert "compiled" not in codes[1].__dict__
+    assert object_cache.is_ready(codes, tmp_path / "empty")
+
+
+def test_code_compiled_ahead_is_linked_and_nothing_compiled(tmp_path: Path) -> None:
+    codes = make()
+    assert not object_cache.is_ready(codes, tmp_path)
+    object_cache.compile_ahead(make(), tmp_path)
+    assert object_cache.is_ready(codes, tmp_path)
+    link(codes, tmp_path)
+    assert result(codes[1]) == 42
+    assert "compiled" not in codes[1].__dict__
+    assert not list(tmp_path.glob("*.lock"))

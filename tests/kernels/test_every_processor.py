@@ -10,20 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from edgemoe.jit.compile_target import ARM
+from edgemoe.jit.compile_target import ARM, KINDS
 from edgemoe.jit.env import PROCESSOR
 
 TESTS = Path(__file__).parents[1]
-# Each group has the same LLVM code: widths of vectors, instructions of encoded rows and prefetching are the same.
-GROUPS = {
-    "haswell": ("haswell", "skylake", "alderlake", "raptorlake", "gracemont", "arrowlake"),
-    "znver1": ("znver1", "znver2", "znver3"),
-    "skylake-avx512": ("skylake-avx512",),
-    "cascadelake": ("cascadelake", "icelake-server"),
-    "sapphirerapids": ("sapphirerapids", "graniterapids"),
-    "znver4": ("znver4", "znver5"),
-    "neoverse-n1": ARM,
-}
+GROUPS = {name: kind.members for name, kind in KINDS.items()} | {"neoverse-n1": ARM}
 LIBC = {"memcpy", "memmove", "memset", "sched_yield", "sem_post", "sem_timedwait", "sem_wait"}
 LIBM = {"expf", "log10", "logf", "pow"}
 PYTHON = {

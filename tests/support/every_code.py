@@ -8,29 +8,19 @@ all else of bfloat16, ALL everything.
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import islice
 
-import llvmlite.binding as llvm
-
-from edgemoe.experts.build import CODES
-from edgemoe.experts.predict.next_use import CODES as PREDICTOR
+from edgemoe.experts.compiled_parts import every_part, model_parts
 from edgemoe.jit.compile_target import CompileTarget, named
-from edgemoe.jit.object_cache import Code, undefined_symbols
-from edgemoe.kernels.cpu.encoded.row_code import row_codes
-from edgemoe.kernels.cpu.runtime import kernel_codes
-from edgemoe.types.encoding import BFLOAT16, FLOAT32, FP8, INT4, INT8, MXFP4
+from edgemoe.jit.object_cache import Code, llvm_module, undefined_symbols
 
 
 def every_code(part: str) -> Iterator[Code]:
-    for bf16 in (True, False) if part == "ALL" else (True,):
-        if part != "ROWS":
-            yield from kernel_codes(bf16)
-        for encoding in (BFLOAT16 if bf16 else FLOAT32, INT8, INT4, MXFP4, FP8):
-            yield from row_codes(encoding, bf16)
-    if part == "ALL":
-        yield from (*CODES, *PREDICTOR)
+    parts = {"ALL": every_part, "KERNELS": lambda: model_parts(True), "ROWS": lambda: islice(model_parts(True), 1, None)}
+    for each in parts[part]():
+        yield from each.codes
 
 
 def undefined(codes: Sequence[Code], target: CompileTarget) -> dict[str, list[str]]:
@@ -38,11 +28,7 @@ def undefined(codes: Sequence[Code], target: CompileTarget) -> dict[str, list[st
     machine, found = target.machine_code(), {}
     own = {code.symbol for code in codes}
     for code in codes:
-        text = code.compiled.inspect_llvm()
-        if not target.is_native:
-            text = re.sub(r'target triple = ".*"', f'target triple = "{machine.triple}"', text)
-            text = re.sub(r'target datalayout = ".*"', f'target datalayout = "{machine.target_data}"', text)
-        for symbol in undefined_symbols(machine.emit_object(llvm.parse_assembly(text))):
+        for symbol in undefined_symbols(machine.emit_object(llvm_module(code, target))):
             if symbol not in own:
                 found.setdefault(symbol, []).append(code.name)
     return found

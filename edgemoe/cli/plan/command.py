@@ -25,7 +25,7 @@ from edgemoe.config.loading import load
 from edgemoe.config.settings import Settings
 from edgemoe.config.sizes import format_rate, format_size
 from edgemoe.errors import CapacityError, ConfigError, EdgemoeError, StoreError
-from edgemoe.experts.build import CODES
+from edgemoe.experts.compiled_parts import TIERS
 from edgemoe.jit.object_cache import link
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.rights import become_owner
@@ -191,7 +191,7 @@ def _measure(
     torch.set_num_threads(threads)
     say("preparing kernels")
     kernels = Kernels(threads, subject.spec.dtype == "bfloat16", kernel_dir(settings))
-    link(CODES, kernel_dir(settings))
+    link(TIERS.codes, kernel_dir(settings))
     variants = list(subject.variants())
     for encoding in {variant.spec.geometry.encoding(0) for variant in variants}:
         kernels.row_code(encoding)
@@ -306,7 +306,7 @@ def bounds(
     threads = settings.engine.threads or machine.cpus
     torch.set_num_threads(threads)
     kernels = Kernels(threads, variant.spec.dtype == "bfloat16", kernel_dir(settings))
-    link(CODES, kernel_dir(settings))
+    link(TIERS.codes, kernel_dir(settings))
     places = _places_of(settings, variant, metrics, memory_rate(kernels))
     rest_s = rest_bytes(variant) / places.memory_bytes_per_s
     read_bytes = context_tokens / 2 * variant.spec.kv_bytes_per_token

@@ -14,13 +14,13 @@ from typing import Protocol
 
 import numpy as np
 
+from edgemoe.experts.activity import SPREAD, SPREADING
 from edgemoe.experts.compute.dispatch import Compute
 from edgemoe.experts.tiers.eviction import ALWAYS
 from edgemoe.experts.tiers.residency import Residency
 from edgemoe.experts.tiers.residency_records import SharedRecord
 from edgemoe.experts.tiers.slots import PrefetchPriority, SlotPool
 from edgemoe.experts.transfer.loader import ExpertLoader
-from edgemoe.jit.intrinsics import INT, code, f32_at, fields, i64_at, record
 from edgemoe.policy.class_shares import ClassShare, Exchange, exchange
 from edgemoe.types.arrays import FloatArray, IntArray
 from edgemoe.types.experts import ExpertGeometry, ExpertId, Move, Tier
@@ -31,55 +31,6 @@ LEAST_TOKENS = 1000.0  # that have been counted before anything moves
 LEAST_GAIN = 2e-3  # of a layer's pairs on one device, that an exchange saves
 MOVES = 4  # between two steps
 ASKED = 16  # most recently moved experts, which are copied to their new devices
-
-# `experts` of `stride` that exist; `pairs` [stride, stride] float32, each in one of its two places or both; `device`
-# [stride] of each; `together` [stride, devices] float32 scratch memory; `most` exchanges; `least` [1] float32.
-SPREADING = fields("experts", "stride", "devices", "pairs", "device", "together", "most", "least")
-
-
-@code(INT, result=INT)
-def SPREAD(call: int) -> int:
-    """Exchanges experts of a layer between devices while that leaves fewer pairs on one. Returns how often."""
-    r = record(call, SPREADING)
-    n, stride, devices = r.experts, r.stride, r.devices
-    pairs, device, together = f32_at(r.pairs), i64_at(r.device), f32_at(r.together)
-    within = np.float32(0)
-    for i in range(n):
-        for d in range(devices):
-            together[i * devices + d] = 0
-        for j in range(n):
-            if i != j:
-                together[i * devices + device[j]] += pairs[i * stride + j] + pairs[j * stride + i]
-        within += together[i * devices + device[i]]
-    least = f32_at(r.least)[0] * within * np.float32(0.5)
-    for exchanged in range(r.most):
-        best, a, b = least, -1, -1
-        for i in range(n):
-            for j in range(i + 1, n):
-                x, y = device[i], device[j]
-                if x != y:
-                    gain = together[i * devices + x] - together[i * devices + y]
-                    gain += together[j * devices + y] - together[j * devices + x]
-                    gain += np.float32(2) * (pairs[i * stride + j] + pairs[j * stride + i])
-                    if gain > best:
-                        best, a, b = gain, i, j
-        if a < 0:
-            return exchanged
-        x, y = device[a], device[b]
-        for i in range(n):
-            if i != a:
-                both = pairs[i * stride + a] + pairs[a * stride + i]
-                together[i * devices + x] -= both
-                together[i * devices + y] += both
-            if i != b:
-                both = pairs[i * stride + b] + pairs[b * stride + i]
-                together[i * devices + y] -= both
-                together[i * devices + x] += both
-        device[a], device[b] = y, x
-    return r.most  # type: ignore[no-any-return]
-
-
-CODES = (SPREAD,)
 
 
 class CountedPairs(Protocol):

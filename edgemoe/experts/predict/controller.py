@@ -13,9 +13,11 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
+from edgemoe.experts.compiled_parts import CompileProcess
 from edgemoe.experts.predict.fusion import Blend, Forecaster
 from edgemoe.experts.predict.next_use import Ids, NextUsePredictor, link_predictor, read_state, write_state
 from edgemoe.experts.predict.predictive_policy import RankPredictor
@@ -30,6 +32,7 @@ log = logging.getLogger(__name__)
 
 SAVE_S = 60.0  # between two saves of the learned state
 RESTART_S, DOUBLED = 1.0, 6  # pause after a failure, doubled with each failure, at most DOUBLED times
+POLL_S = 0.1  # between two looks at a compiling process
 CLOSING_S = 30.0  # that the thread has to save
 
 
@@ -134,9 +137,10 @@ class Controller:
     def _run(self) -> None:
         while not self._closed.is_set():
             try:
-                link_predictor(self._kept.kernels)  # compiles, perhaps for long; that cannot be stopped
+                self._compile()
                 if self._closed.is_set():
                     return
+                link_predictor(self._kept.kernels)
                 self._begin()
                 self._serve()
             except Exception:
@@ -144,6 +148,12 @@ class Controller:
                 log.exception("the cache policy failed; least recently used first until it has started again")
                 self._closed.wait(RESTART_S * 2 ** min(self.failures, DOUBLED))
                 self.failures += 1
+
+    def _compile(self) -> None:
+        """Has another process compile the predictor, so that steps go on meanwhile; closing ends it."""
+        with closing(CompileProcess("predictor", self._kept.kernels, niceness=10)) as compiling:
+            while compiling.is_running and not self._closed.wait(POLL_S):
+                pass
 
     def _begin(self) -> None:
         self.predictive.start(*restored(NextUsePredictor(*self._shape), self._kept.state))

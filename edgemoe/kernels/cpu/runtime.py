@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edgemoe.jit.intrinsics import place_of
-from edgemoe.jit.object_cache import Code, CompileProgress, link, no_progress
+from edgemoe.jit.object_cache import CompiledPart, CompileProgress, link, no_progress
 from edgemoe.jit.thread_pool import PAUSE_OFTEN, RUN_HELPER, ThreadPool
 from edgemoe.kernels.cpu import decode_attention as attention
 from edgemoe.kernels.cpu import experts_decode as experts
@@ -63,12 +63,12 @@ class Paged(NamedTuple):
     codes: bool = False  # keys and values are int8, and the scales of a head's lines lie behind them
 
 
-def kernel_codes(bf16: bool) -> tuple[Code, ...]:
-    """Returns all code of the kernels for one weight type, less that of rows (see `row_code`)."""
+def kernel_part(bf16: bool) -> CompiledPart:
+    """Returns the code of the kernels for one weight type, less that of rows (see `row_code`)."""
     refers = (make_step, make_attention, make_grouped_linear, make_prefill_experts, make_prefill_attention)
     every = (RUN_HELPER, PAUSE_OFTEN, *EXPERTS_CODE, *LINEAR_CODE, make_pack_all(bf16), pack_for)
     made = (make(bf16)[-1] for make in (*refers, make_delta, make_product))
-    return tuple(dict.fromkeys((*every, *chain.from_iterable(made))))
+    return CompiledPart(tuple(dict.fromkeys((*every, *chain.from_iterable(made)))), "bf16" if bf16 else "f32")
 
 
 class Kernels:
@@ -83,7 +83,8 @@ class Kernels:
     ) -> None:
         self.bf16, self._directory = bf16, directory
         self.dtype = BFLOAT16 if bf16 else FLOAT32
-        link(kernel_codes(bf16), directory, "bf16" if bf16 else "f32", progress)
+        part = kernel_part(bf16)
+        link(part.codes, directory, part.variant, progress)
         step, layer, head, _ = make_step(bf16)
         attention, pack, delta = make_attention(bf16)[1], make_pack_all(bf16), make_delta(bf16)[0]
         grouped, product, prefill = make_grouped_linear(bf16)[0], make_product(bf16)[0], make_prefill_attention(bf16)[0]

@@ -257,16 +257,13 @@ def test_until_it_is_ready_the_least_recently_used_go_first(monkeypatch: pytest.
     controller.close()
 
 
-def test_who_closes_it_does_not_wait_for_code_that_is_being_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    go_on, compiled = threading.Event(), list[bool]()
-    monkeypatch.setattr(module, "link_predictor", lambda _: compiled.append(go_on.wait(5)))
-    controller = Controller(L, E, K, kept=Kept(None, KERNELS))
+def test_closing_ends_the_process_that_compiles(tmp_path: Path) -> None:
+    controller = Controller(L, E, K, kept=Kept(None, tmp_path))
+    wait_until(lambda: any(tmp_path.glob("*.lock")))
     controller.close()
-    assert not compiled
-    go_on.set()
-    wait_until(lambda: compiled)
     wait_until(lambda: not any(thread.name == "controller" for thread in threading.enumerate()))
     assert not controller.ready
+    assert not any(tmp_path.glob("*.o"))
 
 
 def test_a_thread_that_fails_says_so_falls_back_and_starts_again(

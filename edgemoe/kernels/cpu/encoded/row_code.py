@@ -17,7 +17,7 @@ from llvmlite import ir
 
 from edgemoe.encodings.rows import LANES, RUN
 from edgemoe.jit.intrinsics import F32, I64, cgutils, intrinsic, types
-from edgemoe.jit.object_cache import Code, link
+from edgemoe.jit.object_cache import Code, CompiledPart, link
 from edgemoe.kernels.cpu.encoded.instructions import AVX512, EVERY, PORTABLE, Instructions, Products, Vectors, excess_of
 from edgemoe.kernels.cpu.encoded.packing import BASE, make_pack_whole, make_unpack, pack_floats
 from edgemoe.kernels.cpu.gemv import make_pack_some, make_rows, multiply_add, prefetch, rows_code
@@ -224,36 +224,55 @@ def usable(whole: bool) -> list[Instructions]:
     return candidates if whole else candidates[:1]
 
 
-def row_codes(encoding: Encoding, bf16: bool) -> tuple[Code, ...]:
-    """Returns all code that `make_row_code` may choose from."""
+def row_parts(encoding: Encoding, bf16: bool) -> list[CompiledPart]:
+    """Returns all parts that `make_row_code` may link."""
     if not encoding.group:
-        is_bf16 = encoding.name == "bfloat16"
-        return make_rows(is_bf16), make_pack_some(is_bf16)
-    whole = bf16 and encoding.name != "fp8"
-    packs = [make_pack_whole(excess_of(encoding, each)) for each in usable(whole)] if whole else [pack_floats]
-    rows = [make_encoded_rows(encoding, each, whole) for each in usable(whole)]
-    return (*rows, make_unpack(encoding, usable(whole)[0], bf16), *packs)
+        return [_plain_part(encoding)]
+    candidates = usable(_is_whole(encoding, bf16))
+    rows = [_rows_part(encoding, each, bf16) for each in candidates]
+    return [*rows, *(_pack_part(encoding, each, bf16) for each in candidates)]
 
 
 @cache
 def make_row_code(encoding: Encoding, bf16: bool, directory: Path | None) -> RowCode:
     """Returns the format for a model whose type is bfloat16 or float32; compiles it at the first use."""
     if not encoding.group:
-        is_bf16 = encoding.name == "bfloat16"
-        rows, pack = make_rows(is_bf16), make_pack_some(is_bf16)
-        link((rows, pack), directory, encoding.name)
-        return RowCode(encoding, rows, pack, None)
-    whole = bf16 and encoding.name != "fp8"
-    candidates = usable(whole)
-    codes = {each: make_encoded_rows(encoding, each, whole) for each in candidates}
-    for each, rows in codes.items():
-        link((rows,), directory, f"{encoding.name}.{each.name}.{whole}")
-    chosen = min(codes, key=lambda each: _seconds(codes[each], encoding)) if len(codes) > 1 else candidates[0]
-    unpack, pack = make_unpack(encoding, candidates[0], bf16), pack_floats
-    if whole:
-        pack = make_pack_whole(excess_of(encoding, chosen))
-    link((unpack, pack), directory, f"{encoding.name}.{candidates[0].name}.{chosen.name}.{bf16}")
-    return RowCode(encoding, codes[chosen], pack, unpack)
+        part = _plain_part(encoding)
+        link(part.codes, directory, part.variant)
+        return RowCode(encoding, *part.codes, None)
+    rows = {each: _rows_part(encoding, each, bf16) for each in usable(_is_whole(encoding, bf16))}
+    for part in rows.values():
+        link(part.codes, directory, part.variant)
+    chosen = min(rows, key=lambda each: _seconds(rows[each].codes[0], encoding)) if len(rows) > 1 else next(iter(rows))
+    part = _pack_part(encoding, chosen, bf16)
+    link(part.codes, directory, part.variant)
+    unpack, pack = part.codes
+    return RowCode(encoding, rows[chosen].codes[0], pack, unpack)
+
+
+def _is_whole(encoding: Encoding, bf16: bool) -> bool:
+    """Whether activations are multiplied as whole numbers."""
+    return bf16 and encoding.name != "fp8"
+
+
+def _plain_part(encoding: Encoding) -> CompiledPart:
+    is_bf16 = encoding.name == "bfloat16"
+    return CompiledPart((make_rows(is_bf16), make_pack_some(is_bf16)), encoding.name)
+
+
+def _rows_part(encoding: Encoding, instructions: Instructions, bf16: bool) -> CompiledPart:
+    whole = _is_whole(encoding, bf16)
+    rows = make_encoded_rows(encoding, instructions, whole)
+    return CompiledPart((rows,), f"{encoding.name}.{instructions.name}.{whole}")
+
+
+def _pack_part(encoding: Encoding, chosen: Instructions, bf16: bool) -> CompiledPart:
+    """Returns the part that unpacks rows for tiles, and packs vectors for the chosen instructions."""
+    whole = _is_whole(encoding, bf16)
+    widest = usable(whole)[0]
+    pack = make_pack_whole(excess_of(encoding, chosen)) if whole else pack_floats
+    unpack = make_unpack(encoding, widest, bf16)
+    return CompiledPart((unpack, pack), f"{encoding.name}.{widest.name}.{chosen.name}.{bf16}")
 
 
 def _seconds(rows: Code, encoding: Encoding) -> float:
