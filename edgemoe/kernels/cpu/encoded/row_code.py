@@ -239,15 +239,17 @@ def make_row_code(encoding: Encoding, bf16: bool, directory: Path | None) -> Row
     if not encoding.group:
         part = _plain_part(encoding)
         link(part.codes, directory, part.variant)
-        return RowCode(encoding, *part.codes, None)
-    rows = {each: _rows_part(encoding, each, bf16) for each in usable(_is_whole(encoding, bf16))}
-    for part in rows.values():
+        rows, pack = part.codes
+        return RowCode(encoding, rows, pack, None)
+    parts = {each: _rows_part(encoding, each, bf16) for each in usable(_is_whole(encoding, bf16))}
+    for part in parts.values():
         link(part.codes, directory, part.variant)
-    chosen = min(rows, key=lambda each: _seconds(rows[each].codes[0], encoding)) if len(rows) > 1 else next(iter(rows))
+    codes = {each: part.codes[0] for each, part in parts.items()}
+    chosen = min(codes, key=lambda each: _seconds(codes[each], encoding)) if len(codes) > 1 else next(iter(codes))
     part = _pack_part(encoding, chosen, bf16)
     link(part.codes, directory, part.variant)
     unpack, pack = part.codes
-    return RowCode(encoding, rows[chosen].codes[0], pack, unpack)
+    return RowCode(encoding, codes[chosen], pack, unpack)
 
 
 def _is_whole(encoding: Encoding, bf16: bool) -> bool:
