@@ -22,12 +22,13 @@ from edgemoe.engine.grammar import GrammarCompiler
 from edgemoe.engine.loop import Emit
 from edgemoe.engine.steps import LoadedModel, StepObservers
 from edgemoe.errors import CapacityError
+from edgemoe.experts import compiled_parts
 from edgemoe.experts.activity import ActivityCounter
 from edgemoe.experts.build import ExpertTiers, TierMemory
-from edgemoe.experts.compiled_parts import TIERS, CompileProcess
 from edgemoe.experts.compute.moe import Fetching
 from edgemoe.experts.predict.scoutgate_forecaster import ScoutGateForecaster
 from edgemoe.families.spec import ModelSpec
+from edgemoe.jit.compile_process import CompileProcess
 from edgemoe.jit.object_cache import CompileProgress, link
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model.decoder import Decoder
@@ -53,6 +54,7 @@ log = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 MISSING_EXPERT_TIMEOUT_CALLS = 2  # time-outs of expert calls for which a request waits for a missing expert
+TIERS_PLACE = f"{compiled_parts.__name__}:TIERS"
 
 
 class ReportPhase(Protocol):
@@ -102,7 +104,9 @@ def assemble(settings: Settings, emit: Emit, report: ReportPhase) -> Assembly:
         verify_copies(directory, manifest)
         verify_dense(directory, manifest.dense, lambda share: report("verifying", share))
         device = torch.device(budgets.devices[0].kind.replace("emulated", "cpu"))
-        compiling = CompileProcess("tiers", kernel_dir(settings))  # while this process compiles the kernels
+        compiling = CompileProcess(
+            compiled_parts.TIERS, f"{compiled_parts.__name__}:TIERS", kernel_dir(settings)
+        )  # while this process compiles the kernels
         opened.callback(compiling.close)
         kernels = None
         if device.type == "cpu" or not budgets.all_fit:  # the CPU computes experts that a GPU does not hold
@@ -112,7 +116,7 @@ def assemble(settings: Settings, emit: Emit, report: ReportPhase) -> Assembly:
         progress, graphs = partial(report, "weights"), settings.engine.cuda_graphs
         decoder = Decoder.load(spec, directory / DENSE, device, kernels, progress, graphs)
         report("experts")
-        link(TIERS.codes, kernel_dir(settings), progress=_compiling(report, "experts"))
+        link(compiled_parts.TIERS.codes, kernel_dir(settings), progress=_compiling(report, "experts"))
         activity = _activity(settings, geometry, budgets)
         sharing = _cluster_parts(settings, served, store, activity)
         scoutgate = scoutgate_for(settings, manifest, served, decoder.embedding)

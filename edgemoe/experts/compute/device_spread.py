@@ -14,8 +14,8 @@ from typing import Protocol
 
 import numpy as np
 
-from edgemoe.experts.activity import SPREAD, SPREADING
 from edgemoe.experts.compute.dispatch import Compute
+from edgemoe.experts.tiers.device_exchange import SPREAD, SPREADING
 from edgemoe.experts.tiers.eviction import ALWAYS
 from edgemoe.experts.tiers.residency import Residency
 from edgemoe.experts.tiers.residency_records import SharedRecord

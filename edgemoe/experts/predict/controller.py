@@ -17,12 +17,12 @@ from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
-from edgemoe.experts.compiled_parts import CompileProcess
 from edgemoe.experts.predict.fusion import Blend, Forecaster
-from edgemoe.experts.predict.next_use import Ids, NextUsePredictor, link_predictor, read_state, write_state
+from edgemoe.experts.predict.next_use import PREDICTOR, Ids, NextUsePredictor, link_predictor, read_state, write_state
 from edgemoe.experts.predict.predictive_policy import RankPredictor
 from edgemoe.experts.predict.prefetch_planner import PrefetchRequests
 from edgemoe.experts.tiers.residency import Residency
+from edgemoe.jit.compile_process import CompileProcess
 from edgemoe.policy.cache_ranks import LRU
 from edgemoe.types.arrays import FloatArray, IntArray
 from edgemoe.types.experts import ExpertGeometry
@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 
 SAVE_S = 60.0  # between two saves of the learned state
 RESTART_S, DOUBLED = 1.0, 6  # pause after a failure, doubled with each failure, at most DOUBLED times
+PREDICTOR_PLACE = f"{NextUsePredictor.__module__}:PREDICTOR"
 POLL_S = 0.1  # between two looks at a compiling process
 CLOSING_S = 30.0  # that the thread has to save
 
@@ -151,7 +152,7 @@ class Controller:
 
     def _compile(self) -> None:
         """Has another process compile the predictor, so that steps go on meanwhile; closing ends it."""
-        with closing(CompileProcess("predictor", self._kept.kernels, niceness=10)) as compiling:
+        with closing(CompileProcess(PREDICTOR, PREDICTOR_PLACE, self._kept.kernels, niceness=10)) as compiling:
             while compiling.is_running and not self._closed.wait(POLL_S):
                 pass
 

@@ -38,7 +38,7 @@ from edgemoe.experts.predict.next_use_work import AWAITED, FINISHED, WORK
 from edgemoe.experts.predict.online_mlp import FEATURES, OnlineMLP, OwnHistory
 from edgemoe.experts.predict.routing_memory import ALIGNED, APPEND, BINS, LOOKS, NONE, SHARE_OF_PAST, RoutingMemory
 from edgemoe.jit.intrinsics import place_of, sem_init
-from edgemoe.jit.object_cache import link
+from edgemoe.jit.object_cache import CompiledPart, link
 from edgemoe.types.arrays import FloatArray, IntArray
 
 Arrays = Mapping[str, Any]
@@ -105,14 +105,14 @@ def _beyond(chosen: Any, experts: int) -> bool:
 MEMORY_BYTES = 64 << 20  # of recall
 MOST_SLOTS = 32768  # tokens: a kind of text that comes back after 8,000 others is known still
 FEW = 4  # layers that are followed while the GIL is held
-CODES = (APPEND, FOLLOW, FUSE_CHANCES, MARK, START, WORK)
+PREDICTOR = CompiledPart((APPEND, FOLLOW, FUSE_CHANCES, MARK, START, WORK), "predictor")
 Ids = npt.NDArray[np.int16]
 PLACES = {name: place_of(STATE, name) for name in STATE.names or ()}
 
 
 def link_predictor(directory: Path | None) -> None:
     """Has the compiled code ready: from `directory`, or compiles it, which takes seconds."""
-    link(CODES, directory, "predictor")
+    link(PREDICTOR.codes, directory, PREDICTOR.variant)
 
 
 class NextUsePredictor:

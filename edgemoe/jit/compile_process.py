@@ -1,0 +1,63 @@
+"""Compiles a part of the machine code in a process of its own, at a lower priority if asked."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+from edgemoe.jit.object_cache import CompiledPart, compile_ahead, is_ready
+
+END_S = 5.0  # that a compiling process has to end
+
+
+class CompileProcess:
+    """Compiles a part in a process of its own, if it is not compiled. `close` it."""
+
+    def __init__(self, part: CompiledPart, place: str, directory: Path | None, niceness: int = 0) -> None:
+        """Starts the process. `place` is "module:NAME" of the part.
+
+        Without a directory, or if no process can be started, the caller of `link` compiles.
+        """
+        self._process: subprocess.Popen[bytes] | None = None
+        if directory is None or is_ready(part.codes, directory, part.variant):
+            return
+        command = [sys.executable, "-m", __name__, place, str(directory), str(niceness)]
+        try:
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, process_group=0)
+        except OSError:
+            return
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it compiles now."""
+        return self._process is not None and self._process.poll() is None
+
+    def close(self) -> None:
+        """Ends the process."""
+        if self._process is not None:
+            assert self._process.stdin is not None
+            self._process.kill()
+            self._process.stdin.close()
+            self._process.wait(END_S)
+
+
+def _end_with_parent() -> None:
+    """Ends this process when its input is closed: the process that started it is gone."""
+    sys.stdin.buffer.read()
+    os._exit(0)
+
+
+def main(place: str, directory: str, niceness: str) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    os.nice(int(niceness))
+    module, name = place.split(":")
+    part: CompiledPart = getattr(importlib.import_module(module), name)
+    compile_ahead(part.codes, Path(directory), part.variant)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
