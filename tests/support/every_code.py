@@ -18,7 +18,11 @@ from edgemoe.jit.object_cache import Code, llvm_module, undefined_symbols
 
 
 def every_code(part: str) -> Iterator[Code]:
-    parts = {"ALL": every_part, "KERNELS": lambda: model_parts(True), "ROWS": lambda: islice(model_parts(True), 1, None)}
+    parts = {
+        "ALL": every_part,
+        "KERNELS": lambda: model_parts(True),
+        "ROWS": lambda: islice(model_parts(True), 1, None),
+    }
     for each in parts[part]():
         yield from each.codes
 
