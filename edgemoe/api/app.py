@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from starlette.applications import Starlette
@@ -15,8 +15,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from edgemoe.api import queries
-from edgemoe.api.endpoints import anthropic, completions, responses
+from edgemoe.api import ollama_queries, queries
+from edgemoe.api.api_keys import KeyRing
+from edgemoe.api.endpoints import anthropic, completions, ollama, responses
 from edgemoe.api.endpoints import chat_completions as chat
 from edgemoe.api.endpoints.event_stream import EVENTS, stream_events
 from edgemoe.api.generate.generation import PreparedAnswer, RequestContext, run_generation
@@ -29,20 +30,16 @@ from edgemoe.types.principal import Principal
 
 log = logging.getLogger(__name__)
 
-Prepare = Callable[[RequestContext, bytes], PreparedAnswer]  # decodes a body and prepares its generation
+Prepare = Callable[
+    [RequestContext, bytes], PreparedAnswer | Response
+]  # decodes a body; prepares its generation, if any
 
 
 def build(api: Api) -> Starlette:
-    """Returns the ASGI application."""
+    """Returns the ASGI application of the Unix socket and of `api.tcp`."""
     routes = [
-        Route("/v1/models", queries.list_models),
-        Route("/v1/models/{name:path}", queries.describe_model),
-        Route("/v1/chat/completions", _generating(chat.prepare), methods=["POST"]),
-        Route("/v1/completions", _generating(completions.prepare), methods=["POST"]),
-        Route("/v1/responses", _generating(responses.prepare), methods=["POST"]),
-        Route("/v1/messages", _generating(anthropic.prepare), methods=["POST"]),
-        Route("/v1/messages/count_tokens", queries.count_tokens, methods=["POST"]),
-        Route("/v1/embeddings", queries.refuse_embeddings, methods=["POST"]),
+        *_openai_routes(),
+        *_ollama_routes(),
         Route("/tokenize", queries.tokenize, methods=["POST"]),
         Route("/detokenize", queries.detokenize, methods=["POST"]),
         Route("/reload", queries.reload, methods=["POST"]),
@@ -54,13 +51,53 @@ def build(api: Api) -> Starlette:
         Route(EVENTS, stream_events),
         *(Route(path, page) for path in PAGE),
     ]
+    return _application(api, routes, api.keys, guarded={*PAGE, EVENTS})
+
+
+def build_ollama(api: Api) -> Starlette:
+    """Returns the ASGI application of `api.ollama_tcp`: what Ollama's own port has.
+
+    Without keys the Host and Origin of every request are checked, since any web page can reach a loopback port.
+    """
+    routes = [Route("/", ollama_queries.greet), *_ollama_routes(), *_openai_routes(), Route("/health", queries.health)]
+    return _application(api, routes, None if api.settings.ollama_keyless else api.keys, guarded=None)
+
+
+def _openai_routes() -> list[Route]:
+    return [
+        Route("/v1/models", queries.list_models),
+        Route("/v1/models/{name:path}", queries.describe_model),
+        Route("/v1/chat/completions", _generating(chat.prepare), methods=["POST"]),
+        Route("/v1/completions", _generating(completions.prepare), methods=["POST"]),
+        Route("/v1/responses", _generating(responses.prepare), methods=["POST"]),
+        Route("/v1/messages", _generating(anthropic.prepare), methods=["POST"]),
+        Route("/v1/messages/count_tokens", queries.count_tokens, methods=["POST"]),
+        Route("/v1/embeddings", queries.refuse_embeddings, methods=["POST"]),
+    ]
+
+
+def _ollama_routes() -> list[Route]:
+    return [
+        Route("/api/chat", _generating(ollama.prepare_chat), methods=["POST"]),
+        Route("/api/generate", _generating(ollama.prepare_text), methods=["POST"]),
+        Route("/api/tags", ollama_queries.list_models),
+        Route("/api/ps", ollama_queries.list_loaded),
+        Route("/api/show", ollama_queries.show, methods=["POST"]),
+        Route("/api/pull", ollama_queries.pull, methods=["POST"]),
+        Route("/api/version", ollama_queries.version),
+        *(Route(path, ollama_queries.refuse, methods=methods) for path, methods, _ in ollama_queries.REFUSALS),
+    ]
+
+
+def _application(api: Api, routes: Sequence[Route], keys: KeyRing | None, guarded: Collection[str] | None) -> Starlette:
+    """Returns an application; by TCP, `guarded` paths need a Host header of this machine (None: all paths)."""
     settings = api.settings
     app = Starlette(
         routes=routes,
         middleware=[
             *_cors(settings.cors_origins),
-            Middleware(RequestMiddleware, keys=api.keys, metrics=api.metrics, node=api.node),
-            Middleware(OriginCheck, origins=Origins(settings.cors_origins, settings.hosts), guarded={*PAGE, EVENTS}),
+            Middleware(RequestMiddleware, keys=keys, metrics=api.metrics, node=api.node),
+            Middleware(OriginCheck, origins=Origins(settings.cors_origins, settings.hosts), guarded=guarded),
         ],
         exception_handlers={HTTPException: http.http_error, EdgemoeError: _edgemoe_error},
     )
@@ -96,10 +133,14 @@ def _generating(prepare: Prepare) -> Callable[[Request], Any]:
                 async with http.while_connected(receive), api.large(raw, principal):
                     context = await api.context(principal)
                     prepared = await api.in_thread(principal, prepare, context, raw)
-                    generation = prepared.generation
-                    with prepared.fields.renamed():
-                        generation.constrain(await api.grammars.first(generation.grammar, principal))
+                    if isinstance(prepared, PreparedAnswer):
+                        generation = prepared.generation
+                        with prepared.fields.renamed():
+                            generation.constrain(await api.grammars.first(generation.grammar, principal))
                 del raw
+            if isinstance(prepared, Response):
+                await prepared(scope, receive, send)
+                return
             async with http.while_connected(receive):
                 deltas = run_generation(generation, api.backend, api.metrics, api.settings.request_timeout_s)
                 await http.reply(send, prepared, deltas)

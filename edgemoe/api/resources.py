@@ -29,6 +29,15 @@ PREPARE_EACH = 2  # threads that one principal may have
 LARGE_BYTES = 1 << 20  # longer bodies are prepared one at a time
 
 
+@dataclass(frozen=True, slots=True)
+class StoreFacts:
+    """Describes the packed store, for clients that list models. 0 is unknown."""
+
+    disk_bytes: int = 0
+    parameters: int = 0
+    modified_s: float = 0.0  # since 1970
+
+
 @dataclass(slots=True)
 class Api:
     """Holds the settings, backend, tokenizer, metrics and threads that the endpoints share."""
@@ -42,6 +51,7 @@ class Api:
     threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(PREPARE_THREADS, "prepare"))
     node: str = ""  # this box's name in a cluster
     shares_prefixes: bool = False  # all principals share cached prefixes
+    store: StoreFacts = StoreFacts()
     grammars: GrammarChecker = field(init=False)
     thread_turns: TaskTurns = field(default_factory=lambda: TaskTurns(PREPARE_THREADS, PREPARE_EACH))
     large_turns: TaskTurns = field(default_factory=lambda: TaskTurns(1, 1))

@@ -296,6 +296,7 @@ class FieldNames:
     fields: Mapping[str, str]
     messages: list[str] = field(default_factory=list)
     tools: list[str] = field(default_factory=list)  # empty: the client's tools are Chat's, one by one
+    flat_tools: bool = True  # the client's tools are no objects with a `function`
 
     @contextmanager
     def renamed(self) -> Iterator[None]:
@@ -313,7 +314,8 @@ class FieldNames:
             raise renamed from error
 
     def _own(self, path: str) -> str:
-        path = _TOOL.sub(self._tool_place, _MESSAGE.sub(self._place, path))
+        path = _MESSAGE.sub(self._place, path)
+        path = _TOOL.sub(self._tool_place, path) if self.flat_tools else path
         for name, own in self.fields.items():
             if path == name or path.startswith((f"{name}.", f"{name}[")):
                 return own + path.removeprefix(name)

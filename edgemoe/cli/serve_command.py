@@ -45,16 +45,16 @@ def serve(args: argparse.Namespace) -> int:
     configure(loaded.settings.log, journal=goes_to_journal(os.environ))
     log.info("settings read", extra={"files": ",".join(map(str, loaded.files)), "set": " ".join(args.set)})
     become_owner(*_written(loaded.settings), env=os.environ)
-    if loaded.settings.api.tcp:
+    if loaded.settings.api.needs_keys:
         _have_a_key(loaded)
     check_processor()
-    tcp = daemon.reserve(loaded.settings)
+    ports = daemon.reserve(loaded.settings)
     model = store_of(loaded.settings.model, show_progress)
     settings = msgspec.structs.replace(loaded.settings, model=model)
     return daemon.run(
         settings,
         on_ready=lambda: print(ready_text(settings), flush=True),
-        tcp=tcp,
+        ports=ports,
         reread=lambda: read_settings(args).settings,
     )
 
@@ -91,7 +91,7 @@ def _written(settings: Settings) -> tuple[Path, ...]:
     """Returns the folders that the daemon writes to."""
     api, cluster = settings.api, settings.cluster
     named = [settings.model.store_dir, settings.service.runtime_dir, str(Path(api.socket).parent)]
-    named += [str(Path(api.api_key_file).parent)] if api.tcp else []
+    named += [str(Path(api.api_key_file).parent)] if api.needs_keys else []
     named += [cluster.state_dir] if cluster.node else []
     named += [settings.record.dir, settings.cache.state_file, settings.cache.scoutgate]
     return tuple(Path(each) for each in named if each)
@@ -102,6 +102,8 @@ def ready_text(settings: Settings) -> str:
     api, places = settings.api, []
     if api.tcp:
         places.append(f"{url_of(api.tcp)}/v1 (`edgemoe key show` prints the key)")
+    if api.ollama_tcp:
+        places.append(f"{url_of(api.ollama_address)} (Ollama's API)")
     is_default = Path(api.socket) == default_socket(os.environ)
     chat = "edgemoe chat" + ("" if is_default else f" --socket {shlex.quote(api.socket)}")
     places.append(api.socket)

@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from edgemoe.types.bounds import is_port
+from edgemoe.types.bounds import is_loopback, is_port
 from edgemoe.types.placement import PlacementPolicy
 from edgemoe.types.request import Phases
 
@@ -26,6 +26,9 @@ Rate = Annotated[float, Meta(ge=0, le=1e15)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Text = Annotated[str, Meta(max_length=4096, pattern=r"^[^\x00-\x1f\x7f\ud800-\udfff]*\Z")]  # a path, an address, a name
 NodeName = Annotated[str, Meta(pattern=r"^([a-z0-9][a-z0-9-]{0,62})?\Z")]
+
+
+LOOPBACK = "127.0.0.1"
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -80,6 +83,8 @@ class ApiSettings(Section, frozen=True, kw_only=True):
     socket: Text = ""  # "" is $XDG_RUNTIME_DIR/edgemoe.sock, or /run/edgemoe/edgemoe.sock as a service
     socket_group: Text = ""  # group that may use the socket; "" leaves the process's own
     tcp: Text = ""  # HOST:PORT of an optional TCP listener, for clients with a key
+    ollama_tcp: Text = ""  # HOST:PORT of a TCP listener for clients of Ollama's API; a port alone is on 127.0.0.1
+    ollama_keyless: bool = False  # that listener needs no key; on loopback addresses only
     api_key_file: Text = ""  # "" is beside the user's settings, or in the service's state directory
     max_body_bytes: Annotated[int, Meta(ge=1024)] = 8 << 20
     aliases: Annotated[tuple[Text, ...], Meta(max_length=64)] = ()  # names that mean the served model too; "*" is any
@@ -87,6 +92,16 @@ class ApiSettings(Section, frozen=True, kw_only=True):
     hosts: Annotated[tuple[Text, ...], Meta(max_length=64)] = ()  # further names of this machine, for the page
     max_connections: Count = 1024  # at once; at most half of the files that the process may open
     request_timeout_s: Seconds = 600.0
+
+    @property
+    def ollama_address(self) -> str:
+        """Returns `ollama_tcp` as HOST:PORT; "" where there is no such listener."""
+        return f"{LOOPBACK}:{self.ollama_tcp}" if self.ollama_tcp.isdecimal() else self.ollama_tcp
+
+    @property
+    def needs_keys(self) -> bool:
+        """Returns whether a listener asks its clients for keys."""
+        return bool(self.tcp or (self.ollama_tcp and not self.ollama_keyless))
 
 
 class LogSettings(Section, frozen=True, kw_only=True):
@@ -164,16 +179,30 @@ def faults(settings: Settings) -> Iterator[str]:
     for index, device in enumerate(settings.device):
         yield from _device_faults(f"device.{index}", device, kinds)
     api, record = settings.api, settings.record
-    if api.tcp:
-        host, _, port = api.tcp.rpartition(":")
-        if not host or not is_port(port):
-            yield f'api.tcp is {api.tcp!r}; write HOST:PORT, as in "127.0.0.1:8080"'
+    yield from _listener_faults(api)
     for name, wanted in (("hints", record.hints), ("hidden", record.hidden)):
         if wanted and not record.dir:
             yield f"record.{name} is set, but record.dir is not: name the folder to record to, or drop it"
     yield from _cluster_faults(settings.cluster)
     if settings.cluster.role != "both" and not settings.engine.prefix_cache:
         yield f'cluster.role is "{settings.cluster.role}": hand-overs need engine.prefix_cache'
+
+
+def _listener_faults(api: ApiSettings) -> Iterator[str]:
+    for name, value, address, example in (
+        ("api.tcp", api.tcp, api.tcp, "127.0.0.1:8080"),
+        ("api.ollama_tcp", api.ollama_tcp, api.ollama_address, "127.0.0.1:11434"),
+    ):
+        host, _, port = address.rpartition(":")
+        if value and not (host and is_port(port)):
+            yield f'{name} is {value!r}; write HOST:PORT, as in "{example}"'
+    if api.ollama_keyless and not api.ollama_tcp:
+        yield "api.ollama_keyless is set, but api.ollama_tcp is not: name the port, or drop it"
+    elif api.ollama_keyless and not is_loopback(api.ollama_address.rpartition(":")[0]):
+        yield (
+            f"api.ollama_keyless is set, but api.ollama_tcp is {api.ollama_tcp!r}, which other machines "
+            "can reach: without keys anybody there could use the model; listen on 127.0.0.1, or give clients a key"
+        )
 
 
 def _cluster_faults(cluster: ClusterSettings) -> Iterator[str]:

@@ -14,7 +14,7 @@ import select
 import socket
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from starlette.types import ASGIApp
@@ -34,15 +34,15 @@ PAUSE_S = 0.5  # without accepting, if there is no room and none could be made
 
 
 class Server:
-    """Serves HTTP on given sockets; installs no signal handlers."""
+    """Serves HTTP on given sockets, each with its application; installs no signal handlers."""
 
-    def __init__(self, app: ASGIApp, sockets: Sequence[socket.socket], max_connections: int) -> None:
+    def __init__(self, apps: Mapping[socket.socket, ASGIApp], max_connections: int) -> None:
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self.max_connections = min(max_connections, files // 2)
         self._note = RateLimitedLog(log)
-        self._hub = ConnectionHub(app, self._note)
+        self._hub = ConnectionHub(self._note)
         self._ends = asyncio.Event()
-        self._sockets = list(sockets)
+        self._apps = dict(apps)
         self._arriving = set[asyncio.Task[None]]()
 
     @property
@@ -56,7 +56,7 @@ class Server:
 
     async def run_until_stopped(self) -> None:
         """Serves until `stop`, then closes the sockets and the idle connections."""
-        accepting = [asyncio.ensure_future(self._accept(one)) for one in self._sockets]
+        accepting = [asyncio.ensure_future(self._accept(*one)) for one in self._apps.items()]
         try:
             await self._first_end(accepting)
             ends = time.monotonic() + LATE_S
@@ -66,7 +66,7 @@ class Server:
             for task in accepting:
                 task.cancel()
             await asyncio.gather(*accepting, return_exceptions=True)
-            for one in self._sockets:
+            for one in self._apps:
                 one.close()
             await self._shut()
 
@@ -103,11 +103,11 @@ class Server:
     def _is_waited_for(self) -> bool:
         """Returns whether a client waits to be accepted, or has not sent a request yet."""
         knocking = select.poll()
-        for one in self._sockets:
+        for one in self._apps:
             knocking.register(one, select.POLLIN)
         return bool(knocking.poll(0)) or any(one.has_not_asked for one in self.connections)
 
-    async def _accept(self, listener: socket.socket) -> None:
+    async def _accept(self, listener: socket.socket, app: ASGIApp) -> None:
         """Accepts connections until cancelled; a failed connection ends nothing else."""
         loop = asyncio.get_running_loop()
         listener.setblocking(False)
@@ -126,7 +126,7 @@ class Server:
                 while len(self.connections) >= self.max_connections and not self._make_room():
                     self._note(logging.WARNING, "there are as many connections as there may be (api.max_connections)")
                     await asyncio.sleep(PAUSE_S)
-                self._admit(connection)
+                self._admit(connection, app)
             except BaseException:
                 connection.close()
                 raise
@@ -134,10 +134,10 @@ class Server:
             for _ in range(0 if accepted else ROUNDS):
                 await asyncio.sleep(0)
 
-    def _admit(self, connection: socket.socket) -> None:
+    def _admit(self, connection: socket.socket, app: ASGIApp) -> None:
         """Serves a connection. The oldest one without a key gives way if its address has too many."""
         connection.setblocking(False)
-        arrived = HttpConnection(self._hub, connection)
+        arrived = HttpConnection(self._hub, connection, app)
         if arrived.uid is None:
             site = site_of(arrived.address)
             unknown = [one for one in self.connections if not one.owner and site_of(one.address) == site]

@@ -48,7 +48,6 @@ BAD_REQUEST = "this is not HTTP/1.1 as it may be sent here (https is not: no TLS
 class ConnectionHub:
     """Settings and callbacks that the connections of one server share."""
 
-    app: ASGIApp
     note: Callable[..., None]  # a line in the log that a client causes: (level, line, address, fields)
     connections: set[HttpConnection] = field(default_factory=set)
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
@@ -59,8 +58,8 @@ class ConnectionHub:
 class HttpConnection(asyncio.Protocol):
     """Reads requests and passes them to the application. `state` has the client's "peer_uid", or None."""
 
-    def __init__(self, hub: ConnectionHub, peer: socket.socket) -> None:
-        self._hub, self._loop = hub, asyncio.get_running_loop()
+    def __init__(self, hub: ConnectionHub, peer: socket.socket, app: ASGIApp) -> None:
+        self._hub, self._app, self._loop = hub, app, asyncio.get_running_loop()
         self.uid, self.address = None, ""
         if peer.family == socket.AF_UNIX:
             _, self.uid, _ = UCRED.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, UCRED.size))
@@ -200,7 +199,7 @@ class HttpConnection(asyncio.Protocol):
         rest, self._data = bytes(self._data), bytearray()
         exchange.feed(rest)
         if not self._gone and not self._lingers:
-            task = self._loop.create_task(exchange.run(self._hub.app))
+            task = self._loop.create_task(exchange.run(self._app))
             self._hub.tasks.add(task)
             task.add_done_callback(self._hub.tasks.discard)
         return None

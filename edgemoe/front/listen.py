@@ -10,13 +10,17 @@ import socket
 import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
+from edgemoe.config.settings import ApiSettings
 from edgemoe.durable import give_group, make_folder, open_kept, remove_file
 from edgemoe.errors import ServiceError
+from edgemoe.types.bounds import is_loopback
 
 FIRST_FD = 3  # of sockets that the service manager passes
 BACKLOG = 1024
 SOCKET_MODE = 0o660
+OLLAMA_TCP = "api.ollama_tcp"
 PATH_BYTES = 107  # of sun_path without its terminator
 
 
@@ -45,8 +49,11 @@ def unix_socket(path: Path, group: str = "") -> socket.socket:
     return listener
 
 
-def bound_socket(address: str) -> socket.socket:
-    """Returns a socket bound to HOST:PORT that does not listen yet. Raises ServiceError if it cannot be bound."""
+def bound_socket(address: str, setting: str = "api.tcp") -> socket.socket:
+    """Returns a socket bound to HOST:PORT, the value of `setting`, that does not listen yet.
+
+    Raises ServiceError if it cannot be bound.
+    """
     host, _, port = address.rpartition(":")
     bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
@@ -54,8 +61,26 @@ def bound_socket(address: str) -> socket.socket:
         bound.bind((host.strip("[]"), int(port)))
     except (OSError, ValueError, OverflowError) as error:
         bound.close()
-        raise ServiceError(f"api.tcp: cannot listen on {address}: {error}") from error
+        raise ServiceError(f"{setting}: cannot listen on {address}: {error}") from error
     return bound
+
+
+class BoundPorts(NamedTuple):
+    """Sockets that are bound and do not listen yet; None where the settings name no address."""
+
+    tcp: socket.socket | None = None
+    ollama: socket.socket | None = None
+
+
+def bound_ports(api: ApiSettings) -> BoundPorts:
+    """Binds the TCP addresses of the settings. Raises ServiceError if one cannot be bound or must not be."""
+    with contextlib.ExitStack() as held:
+        tcp = held.enter_context(bound_socket(api.tcp)) if api.tcp else None
+        ollama = held.enter_context(bound_socket(api.ollama_address, OLLAMA_TCP)) if api.ollama_tcp else None
+        if ollama is not None and api.ollama_keyless and not is_loopback(ollama.getsockname()[0]):
+            raise ServiceError(f"{OLLAMA_TCP}: {api.ollama_tcp} is no loopback address, which api.ollama_keyless needs")
+        held.pop_all()
+        return BoundPorts(tcp, ollama)
 
 
 def tcp_socket(address: str) -> socket.socket:
@@ -63,13 +88,13 @@ def tcp_socket(address: str) -> socket.socket:
     return listening(bound_socket(address), address)
 
 
-def listening(bound: socket.socket, address: str) -> socket.socket:
+def listening(bound: socket.socket, address: str, setting: str = "api.tcp") -> socket.socket:
     """Starts listening on the socket and returns it. Raises ServiceError if the address is in use."""
     try:
         bound.listen(BACKLOG)
     except OSError as error:
         bound.close()
-        raise ServiceError(f"api.tcp: cannot listen on {address}: {error}") from error
+        raise ServiceError(f"{setting}: cannot listen on {address}: {error}") from error
     return bound
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import resource
 import signal
@@ -19,21 +20,35 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from starlette.types import ASGIApp
+
 from edgemoe.api.api_keys import KeyRing
-from edgemoe.api.app import build
+from edgemoe.api.app import build, build_ollama
 from edgemoe.api.metrics import Metrics
-from edgemoe.api.resources import Api
+from edgemoe.api.resources import Api, StoreFacts
 from edgemoe.api.text.bounded_text import BoundedText, text_command
 from edgemoe.api.text.tokenizer import TextModel
 from edgemoe.config.paths import beside
 from edgemoe.config.settings import Settings
 from edgemoe.durable import remove_file
-from edgemoe.errors import EngineUnavailable, RequestError, first_error
+from edgemoe.errors import EdgemoeError, EngineUnavailable, RequestError, first_error
+from edgemoe.families.config import spec_from_config
+from edgemoe.families.spec import dense_shapes
 from edgemoe.front.cluster_front import ClusterFront
 from edgemoe.front.cluster_snapshots import ClusterSnapshots
 from edgemoe.front.connections import Server
 from edgemoe.front.engine_tracker import EngineConnection
-from edgemoe.front.listen import Notifier, bound_socket, clear_path, listening, passed_sockets, sole_owner, unix_socket
+from edgemoe.front.listen import (
+    OLLAMA_TCP,
+    BoundPorts,
+    Notifier,
+    bound_ports,
+    clear_path,
+    listening,
+    passed_sockets,
+    sole_owner,
+    unix_socket,
+)
 from edgemoe.front.request_router import RequestRouter
 from edgemoe.front.supervisor import Supervisor
 from edgemoe.guard import refuse_pickle
@@ -51,34 +66,34 @@ LOADING_MARGIN_S = 60  # by which each tick extends the service manager's limit 
 OPEN_FILES = 65536
 
 
-def reserve(settings: Settings, env: Mapping[str, str] = os.environ) -> socket.socket | None:
-    """Binds the TCP address of the settings, if any, before the expensive work.
+def reserve(settings: Settings, env: Mapping[str, str] = os.environ) -> BoundPorts:
+    """Binds the TCP addresses of the settings, if any, before the expensive work.
 
-    Raises ServiceError if the address is in use, or another daemon runs with these settings.
+    Raises ServiceError if an address is in use, or another daemon runs with these settings.
     """
     with sole_owner(private_directory(Path(settings.service.runtime_dir)), _elsewhere(settings)):
         if "LISTEN_FDS" not in env:  # else the service manager holds the socket
             clear_path(Path(settings.api.socket))
-        return bound_socket(settings.api.tcp) if settings.api.tcp else None
+        return bound_ports(settings.api)
 
 
 def run(
     settings: Settings,
     command: Sequence[str] = WORKER,
     on_ready: Callable[[], None] | None = None,
-    tcp: socket.socket | None = None,
+    ports: BoundPorts | None = None,
     reread: Callable[[], Settings] | None = None,
 ) -> int:
     """Serves the packed store at `settings.model.path` until stopped. Returns the exit status.
 
     `settings` have their paths filled in; `reread` reads them again. `on_ready` is called once requests are answered;
-    `tcp` comes from `reserve`. Raises ServiceError, CheckpointError if the front cannot start.
+    `ports` come from `reserve`. Raises ServiceError, CheckpointError if the front cannot start.
     """
     refuse_pickle()
     _raise_file_limit()
     keep_freed(mmap_bytes=1 << 20, trim_bytes=8 << 20)
     try:
-        asyncio.run(Front(settings, command, on_ready=on_ready, tcp=tcp, reread=reread).serve_with_signals())
+        asyncio.run(Front(settings, command, on_ready=on_ready, ports=ports, reread=reread).serve_with_signals())
     except BaseExceptionGroup as group:
         raise first_error(group) from group
     return 0
@@ -93,7 +108,7 @@ class Front:
         command: Sequence[str] = WORKER,
         env: Mapping[str, str] = os.environ,
         on_ready: Callable[[], None] | None = None,
-        tcp: socket.socket | None = None,
+        ports: BoundPorts | None = None,
         reread: Callable[[], Settings] | None = None,
     ) -> None:
         self.settings = settings
@@ -105,7 +120,7 @@ class Front:
         self.integrity_errors = 0
         self._command = command
         self._env = env
-        self._on_ready, self._tcp = on_ready, tcp
+        self._on_ready, self._ports = on_ready, ports
         self._notifier = Notifier(env)
         self._stops = 0
         self._stopped = [asyncio.Event(), asyncio.Event()]  # drain, at once
@@ -139,7 +154,7 @@ class Front:
         runtime = private_directory(Path(settings.service.runtime_dir))
         with contextlib.ExitStack() as held:
             held.enter_context(sole_owner(runtime, _elsewhere(settings)))
-            keys = KeyRing(Path(settings.api.api_key_file)) if settings.api.tcp else None
+            keys = KeyRing(Path(settings.api.api_key_file)) if settings.api.needs_keys else None
             prompts = BoundedText(text_command(Path(settings.model.path)))
             text = await _text_model(Path(settings.model.path), prompts)
             give_back()  # reading a large tokenizer leaves as much freed memory as it keeps
@@ -160,13 +175,13 @@ class Front:
                 keys,
                 node=settings.cluster.node,
                 shares_prefixes=settings.engine.share_prefixes,
+                store=_store_facts(Path(settings.model.path)),
             )
             held.callback(api.threads.shutdown, wait=False, cancel_futures=True)
             self._show_metrics(supervisor)
             if self.cluster is not None:
                 self.cluster.listen()
-            sockets = self._sockets(held)
-            await self._serve(supervisor, Server(build(api), sockets, settings.api.max_connections))
+            await self._serve(supervisor, Server(self._apps(api, held), settings.api.max_connections))
 
     async def _serve(self, supervisor: Supervisor, server: Server) -> None:
         settle()
@@ -259,21 +274,24 @@ class Front:
             remove_file(self._socket_path, missing_ok=True)
             self._socket_path = None
 
-    def _sockets(self, held: contextlib.ExitStack) -> list[socket.socket]:
-        """Returns the service manager's listening sockets, or our own, and the TCP socket."""
-        api = self.settings.api
+    def _apps(self, api: Api, held: contextlib.ExitStack) -> dict[socket.socket, ASGIApp]:
+        """Returns the applications by socket: the service manager's sockets, or our own, and the TCP ports."""
+        settings, ports = api.settings, self._ports or bound_ports(api.settings)
         sockets = passed_sockets(self._env)
         if not sockets:
-            path = Path(api.socket)
-            sockets.append(unix_socket(path, api.socket_group))
+            path = Path(settings.socket)
+            sockets.append(unix_socket(path, settings.socket_group))
             self._socket_path = path
             held.callback(self._remove_socket)
-        if api.tcp:
-            sockets.append(listening(self._tcp or bound_socket(api.tcp), api.tcp))
-        for one in sockets:
+        if ports.tcp is not None:
+            sockets.append(listening(ports.tcp, settings.tcp))
+        apps: dict[socket.socket, ASGIApp] = dict.fromkeys(sockets, build(api))
+        if ports.ollama is not None:
+            apps[listening(ports.ollama, settings.ollama_address, OLLAMA_TCP)] = build_ollama(api)
+        for one in apps:
             held.callback(one.close)
             log.info("listening", extra={"address": one.getsockname()})
-        return sockets
+        return apps
 
     def _show_metrics(self, supervisor: Supervisor) -> None:
         requests, gauge, counter = supervisor.requests.machine, self.metrics.gauge, self.metrics.counter
@@ -316,6 +334,20 @@ async def _text_model(directory: Path, prompts: BoundedText) -> TextModel:
         await asyncio.to_thread(lambda: verify_copies(directory, Manifest.read(directory)))
     await prompts.check()
     return await asyncio.to_thread(TextModel, directory)
+
+
+def _store_facts(directory: Path) -> StoreFacts:
+    """Returns the sizes of a packed store; zeros where it cannot be read, for the engine says why."""
+    try:
+        manifest = Manifest.read(directory)
+        spec = spec_from_config(manifest.spec_config)
+        modified_s = (directory / MANIFEST).stat().st_mtime
+    except (EdgemoeError, OSError):
+        return StoreFacts()
+    dense = sum(math.prod(shape) for shape in dense_shapes(spec).values())
+    experts = sum(len(layer.experts) for layer in manifest.layers)
+    expert = 3 * spec.geometry.hidden * spec.geometry.width
+    return StoreFacts(manifest.total_bytes, dense + experts * expert, modified_s)
 
 
 def _has_terminal() -> bool:

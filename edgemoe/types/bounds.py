@@ -6,6 +6,7 @@ and fails where a field has no bound.
 
 from __future__ import annotations
 
+import ipaddress
 from typing import Annotated
 
 from msgspec import Meta
@@ -66,3 +67,13 @@ def is_number(text: str, most_digits: int = 7) -> bool:
 def is_port(text: str) -> bool:
     """Returns whether a text names a port."""
     return is_number(text, 5) and 0 < int(text) < 65536
+
+
+def is_loopback(host: str) -> bool:
+    """Returns whether a host's name or address, in brackets or not, is one that only this machine can reach."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False

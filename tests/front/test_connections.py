@@ -69,7 +69,7 @@ APP = Starlette(
 
 @asynccontextmanager
 async def serving(path: Path, max_connections: int = 100) -> AsyncIterator[Server]:
-    server = Server(APP, [unix_socket(path)], max_connections)
+    server = Server({unix_socket(path): APP}, max_connections)
     running = asyncio.ensure_future(server.run_until_stopped())
     try:
         yield server
@@ -303,7 +303,7 @@ async def test_a_uid_comes_with_a_unix_socket_only(api: Path) -> None:
 
     listeners = [unix_socket(api), tcp_socket("127.0.0.1:0")]
     port = listeners[1].getsockname()[1]
-    server = Server(Starlette(routes=[Route("/", noting)]), listeners, 10)
+    server = Server(dict.fromkeys(listeners, Starlette(routes=[Route("/", noting)])), 10)
     running = asyncio.ensure_future(server.run_until_stopped())
     assert (await ask(api))[0] == 200
     reader, writer = await asyncio.open_connection("127.0.0.1", port)

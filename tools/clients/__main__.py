@@ -68,8 +68,8 @@ def main() -> int:
 
 @contextlib.contextmanager
 def served(folder: Path) -> Iterator[dict[str, str]]:
-    """Serves the demo model on a socket and on TCP; yields the environment of the clients' scripts."""
-    key, port, path = secrets.token_hex(16), free_port(), folder / "edgemoe.sock"
+    """Serves the demo model on a socket and two TCP ports; yields the environment of the clients' scripts."""
+    key, port, ollama, path = secrets.token_hex(16), free_port(), free_port(), folder / "edgemoe.sock"
     key_file = folder / "key"
     key_file.touch(0o600)
     key_file.write_text(key)
@@ -80,6 +80,8 @@ def served(folder: Path) -> Iterator[dict[str, str]]:
         f"model.store_dir={store.parent.absolute()}",
         f"api.tcp=127.0.0.1:{port}",
         f"api.api_key_file={key_file}",
+        f"api.ollama_tcp={ollama}",
+        "api.ollama_keyless=true",
     )
     words = [sys.executable, "-m", "edgemoe", "serve", "--model", str(store), "--socket", str(path)]
     words += [word for setting in settings for word in ("--set", setting)]
@@ -89,6 +91,7 @@ def served(folder: Path) -> Iterator[dict[str, str]]:
             **{name: value for name, value in os.environ.items() if not name.endswith(("_API_KEY", "_BASE_URL"))},
             "EDGEMOE_URL": f"http://127.0.0.1:{port}/v1",
             "EDGEMOE_KEY": key,
+            "EDGEMOE_OLLAMA": f"http://127.0.0.1:{ollama}",
             "EDGEMOE_SOCKET": str(path),
             "EDGEMOE_MODEL": demo.NAME,
             "EDGEMOE_TOKENIZER": str(demo.model_path()),

@@ -292,10 +292,16 @@ def dialect_of(template: str, tokens: Container[str], response: Json | None = No
     return dialect_from(response, dialect) if response is not None and dialect in (HERMES, PLAIN) else dialect
 
 
+def can_reason(dialect: Dialect, template: str, tokens: Container[str] = ()) -> bool:
+    """Returns whether a model may reason: its chat template, or its `tokens`, have a mark of it."""
+    begin, end = (mark.rstrip() for mark in dialect.think)
+    return dialect.call is None or begin in template or end in template or begin in tokens
+
+
 def begun_by(prompt: str, dialect: Dialect, template: str, continued: bool, tokens: Container[str] = ()) -> OutputStart:
     """Returns the part of an output that the end of `prompt`, made by a chat template, has begun.
 
-    With `continued` the prompt ends within a message. A model may reason if its template or `tokens` have a mark of it.
+    With `continued` the prompt ends within a message.
     """
     begin, end = (mark.rstrip() for mark in dialect.think)
     if dialect.call is None:
@@ -304,7 +310,7 @@ def begun_by(prompt: str, dialect: Dialect, template: str, continued: bool, toke
             return "open"
         return "reasoning" if begin in last else "text"
     tail = prompt[-TAIL:].rstrip()
-    may_reason = begin in template or end in template or begin in tokens
+    may_reason = can_reason(dialect, template, tokens)
     if may_reason and tail.endswith(begin):
         return "reasoning"
     if continued:

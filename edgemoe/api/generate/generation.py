@@ -271,7 +271,7 @@ class AnswerFormat(Protocol):
     """Writes deltas in the form of one endpoint."""
 
     def events(self, deltas: list[ChoiceDelta]) -> Iterable[bytes]:
-        """Yields server-sent events for the deltas."""
+        """Yields server-sent events, or lines of JSON, for the deltas."""
 
     def closing_events(self) -> Iterable[bytes]:
         """Yields the last events of a complete stream."""
@@ -337,6 +337,17 @@ class Generation:
 
 
 @dataclass(frozen=True, slots=True)
+class StreamForm:
+    """The content type of a stream, and what it sends while no token has come."""
+
+    content_type: bytes
+    waiting: bytes
+
+
+SERVER_SENT_EVENTS = StreamForm(b"text/event-stream; charset=utf-8", b": waiting\n\n")  # a comment, which clients skip
+
+
+@dataclass(frozen=True, slots=True)
 class PreparedAnswer:
     """Holds a generation that is ready to run, and the way to write its answer."""
 
@@ -344,6 +355,7 @@ class PreparedAnswer:
     answer_format: AnswerFormat
     is_stream: bool
     fields: FieldNames = field(default_factory=lambda: FieldNames({}))
+    stream_form: StreamForm = SERVER_SENT_EVENTS
 
 
 async def run_generation(

@@ -106,8 +106,8 @@ class OriginCheck:
     Runs inside RequestMiddleware, which checks the key.
     """
 
-    def __init__(self, app: ASGIApp, origins: Origins, guarded: Collection[str]) -> None:
-        """Takes `guarded`, the paths that need a Host header of this machine by TCP."""
+    def __init__(self, app: ASGIApp, origins: Origins, guarded: Collection[str] | None) -> None:
+        """Takes `guarded`, the paths that need a Host header of this machine by TCP; None: all do."""
         self._app, self._origins, self._guarded = app, origins, guarded
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -117,13 +117,14 @@ class OriginCheck:
     def _refusal(self, scope: Scope) -> Response | None:
         state, headers = scope.get("state", {}), Headers(scope=scope)
         by_tcp = state.get("peer_uid") is None
-        if by_tcp and state.get("known"):
+        if by_tcp and state.get("key") is not None:
             return None
         host, origin = headers.get("host", ""), headers.get("origin")
         if origin is not None and not self._origins.may_call(origin, host):
             why = "this request comes from a page of another site; api.cors_origins lists those that may call"
             return _refused(scope, 403, why, "cross_site")
-        if by_tcp and scope["path"] in self._guarded and not self._origins.are_ours(host):
+        is_guarded = self._guarded is None or scope["path"] in self._guarded
+        if by_tcp and is_guarded and not self._origins.are_ours(host):
             why = "this machine is not known by that name; use its address, or list the name in api.hosts"
             return _refused(scope, 421, why, "misdirected")
         return None

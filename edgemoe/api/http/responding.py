@@ -14,7 +14,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Send
 
-from edgemoe.api.generate.generation import ChoiceDelta, PreparedAnswer, collect_deltas
+from edgemoe.api.generate.generation import (
+    SERVER_SENT_EVENTS,
+    ChoiceDelta,
+    PreparedAnswer,
+    StreamForm,
+    collect_deltas,
+)
 from edgemoe.errors import InvalidRequest, RequestError
 from edgemoe.types.arrays import Json
 
@@ -43,15 +49,15 @@ def anthropic_error(error: RequestError) -> Json:
     return {"type": "error", "error": {"type": kind, "message": message}}
 
 
+def ollama_error(error: RequestError) -> Json:
+    """Returns Ollama's error object, which is a message alone."""
+    return {"error": str(error)}
+
+
 SEND_S = 60.0  # longest that a client may leave a part of its answer unread
 QUIET_S = 30.0  # that a stream says nothing before its first token
-WAITING = b": waiting\n\n"  # a comment, which clients skip
 RETRY_AFTER_S = 2.0  # sent with every 503
-EVENT_STREAM = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-]
+STREAMED = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 DONE = b"data: [DONE]\n\n"
 # line ends to clients that split a stream as Python splits a text; JSON may hold them within strings only
 LINE_ENDS = tuple((mark.encode(), f"\\u{ord(mark):04x}".encode()) for mark in "\x85\u2028\u2029")
@@ -61,10 +67,20 @@ KINDS = {401: "authentication_error", 429: "rate_limit_error"}
 
 def event(value: Any, name: str = "") -> bytes:
     """Returns one server-sent event with `value` as JSON."""
-    head, body = f"event: {name}\n".encode() if name else b"", _encode(value)
+    head = f"event: {name}\n".encode() if name else b""
+    return b"".join((head, b"data: ", _on_one_line(value), b"\n\n"))
+
+
+def json_line(value: Any) -> bytes:
+    """Returns `value` as a line of a stream of JSON objects."""
+    return _on_one_line(value) + b"\n"
+
+
+def _on_one_line(value: Any) -> bytes:
+    body = _encode(value)
     for mark, escaped in LINE_ENDS:
         body = body.replace(mark, escaped)
-    return b"".join((head, b"data: ", body, b"\n\n"))
+    return body
 
 
 class ClientGone(Exception):
@@ -98,10 +114,10 @@ async def while_connected(receive: Receive) -> AsyncIterator[None]:
 async def reply(send: Send, prepared: PreparedAnswer, deltas: AsyncGenerator[list[ChoiceDelta], None]) -> None:
     """Sends the answer. Raises RequestError only while nothing has been sent.
 
-    A stream that has no token after QUIET_S begins without one, and gets a comment as often. Proxies and clients
+    A stream that has no token after QUIET_S begins without one, and says so as often. Proxies and clients
     give up on a connection that is silent for a minute, and a long prompt may take longer.
     """
-    generation, answer_format = prepared.generation, prepared.answer_format
+    generation, answer_format, form = prepared.generation, prepared.answer_format, prepared.stream_form
     if not prepared.is_stream:
         body = msgspec.json.encode(answer_format.whole(await collect_deltas(generation, deltas)))
         await _start(send, 200, [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))])
@@ -111,9 +127,9 @@ async def reply(send: Send, prepared: PreparedAnswer, deltas: AsyncGenerator[lis
         waiting = not await _is_done_within(first, QUIET_S)
         if not waiting:
             first.result()  # an error before the first token is answered with its own status
-        await _start(send, 200, EVENT_STREAM)
+        await _start_stream(send, form)
         while waiting:
-            await _send(send, WAITING)
+            await _send(send, form.waiting)
             waiting = not await _is_done_within(first, QUIET_S)
         try:
             await _send(send, b"".join(answer_format.events(first.result())))
@@ -144,10 +160,14 @@ async def _is_done_within(future: asyncio.Future[list[ChoiceDelta]], seconds: fl
 
 async def stream(send: Send, events: AsyncIterator[bytes]) -> None:
     """Sends server-sent events for as long as there are any."""
-    await _start(send, 200, EVENT_STREAM)
+    await _start_stream(send, SERVER_SENT_EVENTS)
     async for some in events:
         await _send(send, some)
     await _send(send, b"", more=False)
+
+
+async def _start_stream(send: Send, form: StreamForm) -> None:
+    await _start(send, 200, [(b"content-type", form.content_type), *STREAMED])
 
 
 async def _start(send: Send, status: int, headers: list[tuple[bytes, bytes]]) -> None:
@@ -172,8 +192,14 @@ def error_response(error: RequestError, path: str) -> Response:
     return JSONResponse(_body(error, path), error.status, headers)
 
 
+ERROR_BODIES = {"/v1/messages": anthropic_error, "/api/": ollama_error}  # by the path's beginning; else OpenAI's
+
+
 def _body(error: RequestError, path: str) -> Json:
-    return anthropic_error(error) if path.startswith("/v1/messages") else error_body(error)
+    for prefix, body in ERROR_BODIES.items():
+        if path.startswith(prefix):
+            return body(error)
+    return error_body(error)
 
 
 def http_error(request: Request, error: Exception) -> Response:

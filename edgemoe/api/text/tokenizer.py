@@ -54,6 +54,7 @@ class Vocabulary:
         self.added = {name: i for i, name in self._added.items()}
         self._special_ids = frozenset(self.special.values())
         self._alphabet = byte_alphabet() if _is_byte_level(tokenizer) else None
+        self._ids = {name: i for i, name in self._added.items()}
         self.bytes_of = lru_cache(maxsize=1 << 14)(self._bytes_of)
 
     def _bytes_of(self, token: int) -> bytes:
@@ -68,6 +69,10 @@ class Vocabulary:
         if byte := _BYTE.fullmatch(piece):
             return bytes([int(byte[1], 16)])
         return piece.replace(SPACE, " ").encode()
+
+    def id_of(self, name: str) -> int | None:
+        """Returns the id of an added token."""
+        return self._ids.get(name)
 
     def name(self, token: int) -> str:
         """Returns a token's text, or "bytes:\\xe2\\x80" where its bytes are not UTF-8, as OpenAI does."""

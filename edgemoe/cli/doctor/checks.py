@@ -27,7 +27,7 @@ from edgemoe.config.loading import Loaded
 from edgemoe.config.settings import ClusterSettings, Settings
 from edgemoe.config.sizes import format_rate, format_size
 from edgemoe.errors import CheckpointError, EdgemoeError, ServiceError, StoreError, UnsupportedProcessor
-from edgemoe.front.listen import bound_socket
+from edgemoe.front.listen import OLLAMA_TCP, bound_socket
 from edgemoe.front.peers_list import listed
 from edgemoe.store import catalog
 from edgemoe.store.catalog import check_path_exists, first_missing_part, resolve
@@ -73,7 +73,8 @@ REMEDIES = {
     "device": "Set device.N.kind to a GPU that `nvidia-smi` lists, counted from cuda:0, or to cpu.",
     "kernels": "`chmod 700 FOLDER` for the folder that is named, as the user of the daemon.",
     "open-files": "Raise the limit: `ulimit -n 65536` before `edgemoe serve`, or LimitNOFILE=65536 in the unit.",
-    "port": "Stop what listens there (`ss -ltnp` names it), or choose another: `--port`, or api.tcp in the settings.",
+    "port": "Stop what listens there (`ss -ltnp` names it), or choose another: `--port`, or api.tcp and api.ollama_tcp "
+    "in the settings.",
     "keys": "Keys are for their owner alone: `chmod 600 FILE`, and `chown` to the user of the daemon. `edgemoe key new "
     "NAME` makes one for a client, `edgemoe keygen FILE` one for a box.",
     "permission": "Join the socket's group: `sudo usermod --append --groups edgemoe $USER`, then log in again. "
@@ -245,9 +246,9 @@ def keys(loaded: Loaded) -> Iterator[Finding]:
     api, cluster = loaded.settings.api, loaded.settings.cluster
     readers: list[tuple[Path, Callable[[Path], object]]] = []
     there = Path(api.api_key_file).exists()
-    if api.tcp and not there and loaded.origins["api.api_key_file"] == "default":
+    if api.needs_keys and not there and loaded.origins["api.api_key_file"] == "default":
         yield Finding("keys", "pass", f"`edgemoe serve` makes {api.api_key_file}")
-    elif there or api.tcp:
+    elif there or api.needs_keys:
         readers.append((Path(api.api_key_file), read_keys))
     if cluster.node:
         readers.append((Path(cluster.key_file), load_secret))
@@ -279,15 +280,19 @@ OTHERS_MAY_WRITE = 0o022
 
 
 def port(settings: Settings, *, runs: bool) -> Iterator[Finding]:
-    """Checks the address of api.tcp: it must be free, unless a daemon with these settings runs."""
-    if not settings.api.tcp or runs:
+    """Checks the addresses of TCP listeners: they must be free, unless a daemon with these settings runs."""
+    if runs:
         return
-    try:
-        bound_socket(settings.api.tcp).close()
-    except ServiceError as error:
-        yield Finding("port", "failure", str(error))
-    else:
-        yield Finding("port", "pass", f"{settings.api.tcp} is free")
+    api = settings.api
+    for address, setting in ((api.tcp, "api.tcp"), (api.ollama_address, OLLAMA_TCP)):
+        if not address:
+            continue
+        try:
+            bound_socket(address, setting).close()
+        except ServiceError as error:
+            yield Finding("port", "failure", str(error))
+        else:
+            yield Finding("port", "pass", f"{address} is free")
 
 
 def model(loaded: Loaded) -> Iterator[Finding]:

@@ -7,8 +7,8 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-URL, KEY, SOCKET, MODEL, TOKENIZER, FOLDER = (
-    os.environ[f"EDGEMOE_{name}"] for name in ("URL", "KEY", "SOCKET", "MODEL", "TOKENIZER", "FOLDER")
+URL, KEY, OLLAMA, SOCKET, MODEL, TOKENIZER, FOLDER = (
+    os.environ[f"EDGEMOE_{name}"] for name in ("URL", "KEY", "OLLAMA", "SOCKET", "MODEL", "TOKENIZER", "FOLDER")
 )
 WHY_CHARS = 400
 QUESTION, ANSWER = "What is the capital of France?", "Paris"
@@ -40,6 +40,17 @@ def check_pieces(pieces: Sequence[str | None]) -> None:
     said = [piece for piece in pieces if piece]
     check_answer("".join(said))
     assert len(said) > 1, f"streamed in one piece: {said}"
+
+
+def check_refused(call: Callable[[], object], *words: str) -> None:
+    """An error that says all of `words`."""
+    try:
+        call()
+    except Exception as error:
+        said = str(error)
+    else:
+        said = "nothing, for it was not refused"
+    assert all(word in said for word in words), said
 
 
 def check_call(name: str, arguments: str | dict[str, Any]) -> None:

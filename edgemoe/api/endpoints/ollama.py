@@ -1,0 +1,316 @@
+"""Ollama's POST /api/chat and /api/generate: converts bodies to a Chat or a Completion (ollama/ollama, api/types.go).
+
+docs/ollama.md lists the fields. A request without messages or a prompt, which loads a model, is answered at once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+from starlette.responses import JSONResponse, Response
+
+from edgemoe.api import schema
+from edgemoe.api.dialects.dialect import can_reason
+from edgemoe.api.endpoints.chat_completions import chat_generation
+from edgemoe.api.endpoints.completions import completion_generation
+from edgemoe.api.endpoints.ollama_format import ChatLines, OllamaFormat, TextLines
+from edgemoe.api.generate.generation import ANY_MODEL, Generation, PreparedAnswer, RequestContext, StreamForm
+from edgemoe.api.http.responding import json_line
+from edgemoe.api.schema import Chat, Completion, FieldNames, Tool, convert, read
+from edgemoe.api.text.infill import infill_marks
+from edgemoe.errors import InvalidRequest, ModelNotFound
+from edgemoe.types.arrays import Json
+
+OPTIONS = {  # of Ollama, and the fields of a Chat that they set
+    "num_predict": "max_tokens",
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "seed": "seed",
+    "stop": "stop",
+    "repeat_penalty": "repetition_penalty",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+}
+NEUTRAL_OPTIONS = {"typical_p": (1,)}  # that would change the answer -> values without effect; others are refused
+FIELDS = {field: f"options.{name}" for name, field in OPTIONS.items()} | {
+    "response_format.json_schema.schema": "format",
+    "response_format": "format",
+    "chat_template_kwargs": "think",
+    "reasoning_effort": "think",
+}
+LATEST = ":latest"
+NO_TIME = re.compile(r"0+(ns|us|ms|s|m|h)?")
+MOST_TOKENS = 1 << 31  # asked for, where the context is the limit
+MAX_IMAGES = 1024
+
+
+class OllamaFunction(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    arguments: dict[str, Any] | str | None = None
+
+
+class OllamaToolCall(msgspec.Struct, frozen=True, kw_only=True):
+    id: schema.Label | None = None
+    function: OllamaFunction
+
+
+class OllamaMessage(msgspec.Struct, frozen=True, kw_only=True):
+    role: str
+    content: str | None = None
+    thinking: str | None = None
+    images: Annotated[list[Any], Meta(max_length=MAX_IMAGES)] | None = None
+    tool_calls: Annotated[list[OllamaToolCall], Meta(max_length=schema.MAX_CALLS)] | None = None
+    tool_name: schema.Label | None = None
+    name: schema.Label | None = None  # an earlier name of tool_name
+    tool_call_id: schema.Label | None = None
+
+
+class OllamaBody(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields that both endpoints read. null means absent throughout."""
+
+    model: str | None = None
+    stream: bool | None = None
+    format: str | dict[str, Any] | None = None
+    options: dict[str, Any] | None = None
+    think: bool | Literal["low", "medium", "high", "max"] | None = None
+    keep_alive: float | str | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+
+
+class OllamaChat(OllamaBody, frozen=True, kw_only=True):
+    """The body of POST /api/chat."""
+
+    messages: Annotated[list[OllamaMessage], Meta(max_length=schema.MAX_MESSAGES)] | None = None
+    tools: Annotated[list[Tool], Meta(max_length=schema.MAX_TOOLS)] | None = None
+
+
+class OllamaPrompt(OllamaBody, frozen=True, kw_only=True):
+    """The body of POST /api/generate."""
+
+    prompt: str | None = None
+    suffix: str | None = None
+    system: str | None = None
+    template: str | None = None
+    context: Annotated[list[schema.TokenId], Meta(max_length=schema.MAX_PARTS)] | None = None
+    raw: bool | None = None
+    images: Annotated[list[Any], Meta(max_length=MAX_IMAGES)] | None = None
+
+
+def prepare_chat(context: RequestContext, raw: bytes) -> PreparedAnswer | Response:
+    """Decodes a body of POST /api/chat and prepares its generation. Raises InvalidRequest."""
+    body = read(raw, OllamaChat)
+    name = served_name(body.model, context)
+    if not body.messages:
+        return _loaded(body, ChatLines(name))
+    if body.tools and (context.text.template is None or not context.text.template.takes_tools):
+        raise InvalidRequest(f'"{name}" does not support tools', param="tools")
+    generation = _chat(body, _messages(body.messages), body.tools, context)
+    return _prepared(body, generation, ChatLines(name, generation, context.text.vocabulary))
+
+
+def prepare_text(context: RequestContext, raw: bytes) -> PreparedAnswer | Response:
+    """Decodes a body of POST /api/generate and prepares its generation. Raises InvalidRequest."""
+    body = read(raw, OllamaPrompt)
+    name = served_name(body.model, context)
+    if not body.prompt and not body.suffix:
+        return _loaded(body, TextLines(name))
+    _refuse_unsupported(body)
+    if body.suffix:
+        generation = _infill(body, context)
+    elif body.raw:
+        generation = _completion(body, body.prompt or "", context)
+    else:
+        system = [{"role": "system", "content": body.system}] if body.system else []
+        generation = _chat(body, [*system, {"role": "user", "content": body.prompt}], None, context)
+    return _prepared(body, generation, TextLines(name, generation, context.text.vocabulary))
+
+
+def served_name(asked: str | None, context: RequestContext) -> str:
+    """Returns the name that a client asks by. Raises InvalidRequest without one, ModelNotFound for other models' names.
+
+    As with Ollama, case does not count, and a name without a tag has the tag "latest".
+    """
+    if not asked:
+        raise InvalidRequest("model is required", param="model", code="missing_required_parameter")
+    served = {tagged_name(name).lower() for name in (context.model, *context.aliases)}
+    if tagged_name(asked).lower() not in served and ANY_MODEL not in context.aliases:
+        raise ModelNotFound(f"model '{asked}' not found", param="model")
+    return asked
+
+
+def tagged_name(name: str) -> str:
+    """Returns a model's name as Ollama lists it: with a tag."""
+    return name if ":" in name.rpartition("/")[2] else name + LATEST
+
+
+def _refuse_unsupported(body: OllamaPrompt) -> None:
+    if body.raw and (body.template or body.system or body.context):
+        raise InvalidRequest("raw mode does not support template, system, or context", param="raw")
+    if body.template:
+        why = "the model's own template is used; with raw: true the prompt is taken as it is"
+        raise _unsupported("template", why)
+    if body.context:
+        raise _unsupported("context", "answers have none; send the conversation as messages to /api/chat")
+    if body.images:
+        raise _no_images("images")
+
+
+def _unsupported(field: str, instead: str) -> InvalidRequest:
+    message = f"{field} is not supported by this server: {instead}"
+    return InvalidRequest(message, param=field, code="unsupported_parameter")
+
+
+def _no_images(where: str) -> InvalidRequest:
+    return InvalidRequest(f"{where}: this model reads text only, no images", param=where)
+
+
+def _loaded(body: OllamaBody, lines: OllamaFormat) -> Response:
+    """Returns the answer to a request that only loads the model, which is loaded, or unloads it, which it never is."""
+    keep = body.keep_alive
+    unloads = keep == 0 if isinstance(keep, float | int) else bool(keep and NO_TIME.fullmatch(keep))
+    return JSONResponse(lines.empty("unload" if unloads else "load"))
+
+
+def _prepared(body: OllamaBody, generation: Generation, lines: OllamaFormat) -> PreparedAnswer:
+    form = StreamForm(b"application/x-ndjson", json_line(lines.waiting()))
+    return PreparedAnswer(generation, lines, body.stream is not False, _names(), form)
+
+
+def _names() -> FieldNames:
+    return FieldNames(FIELDS, flat_tools=False)
+
+
+def _chat(
+    body: OllamaBody, messages: Sequence[Json], tools: Sequence[Tool] | None, context: RequestContext
+) -> Generation:
+    """Returns the generation of a chat. Raises InvalidRequest."""
+    if body.think and not can_reason(context.text.dialect, context.text.template_text):
+        raise InvalidRequest(f'"{body.model}" does not support thinking', param="think")
+    chat: Json = {
+        "model": context.model,
+        "messages": messages,
+        "tools": tools,
+        "response_format": _response_format(body.format),
+        "logprobs": body.logprobs,
+        "top_logprobs": body.top_logprobs if body.logprobs else None,
+        **_thinking(body.think),
+        **sampling_fields(body.options or {}),
+    }
+    last = messages[-1]
+    if last["role"] == "assistant" and last["content"] and "tool_calls" not in last:
+        chat |= {"continue_final_message": True, "add_generation_prompt": False}
+    with _names().renamed():
+        return chat_generation(convert(chat, Chat), context, "ollama")
+
+
+def _completion(body: OllamaBody, prompt: str, context: RequestContext, stops: Sequence[int] = ()) -> Generation:
+    """Returns the generation that goes on with `prompt` as it is. Raises InvalidRequest."""
+    fields: Json = {
+        "model": context.model,
+        "prompt": prompt,
+        "response_format": _response_format(body.format),
+        "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
+        "stop_token_ids": list(stops),
+        "max_tokens": MOST_TOKENS,
+        **sampling_fields(body.options or {}),
+    }
+    with _names().renamed():
+        return completion_generation(convert(fields, Completion), context)
+
+
+def _infill(body: OllamaPrompt, context: RequestContext) -> Generation:
+    """Returns the generation of the text between `prompt` and `suffix`. Raises InvalidRequest."""
+    vocabulary = context.text.vocabulary
+    marks = infill_marks(vocabulary.added)
+    if marks is None:
+        raise InvalidRequest(
+            f'"{body.model}" does not support insert: its tokenizer has no marks for it', param="suffix"
+        )
+    stops = [id for name in marks.stops if (id := vocabulary.id_of(name)) is not None]
+    return _completion(body, marks.prompt(body.prompt or "", body.suffix or ""), context, stops)
+
+
+def sampling_fields(options: Mapping[str, Any]) -> Json:
+    """Returns the fields of a Chat that `options` set; unknown options have no effect. Raises InvalidRequest."""
+    for name, neutral in NEUTRAL_OPTIONS.items():
+        if options.get(name) not in (None, *neutral):
+            raise _unsupported(f"options.{name}", "leave it out")
+    found = {field: _whole(options[name]) for name, field in OPTIONS.items() if options.get(name) is not None}
+    for field in ("max_tokens", "seed"):  # "as many as there is room for", "any"
+        if _is_number(found.get(field)) and found[field] < (1 if field == "max_tokens" else 0):
+            del found[field]
+    if _is_number(found.get("repetition_penalty")) and found["repetition_penalty"] == 0:
+        found["repetition_penalty"] = 1.0
+    if options.get("repeat_last_n") == 0:
+        found |= {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+    return found
+
+
+def _whole(value: Any) -> Any:
+    """Returns a whole number as an integer: JSON has one kind of number, and Ollama reads 40.0 as 40."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _response_format(asked: str | dict[str, Any] | None) -> Json | None:
+    if isinstance(asked, dict):
+        return {"type": "json_schema", "json_schema": {"schema": asked}}
+    if asked not in (None, "", "json"):
+        raise InvalidRequest('format: write "json", or a JSON schema', param="format", code="invalid_value")
+    return {"type": "json_object"} if asked else None
+
+
+def _thinking(think: bool | str | None) -> Json:
+    if isinstance(think, str):
+        return {"reasoning_effort": think}
+    return {} if think is None else {"chat_template_kwargs": {"enable_thinking": think}}
+
+
+def _messages(given: Sequence[OllamaMessage]) -> list[Json]:
+    """Returns the messages of a Chat. Raises InvalidRequest for images.
+
+    Many clients send no ids of calls: each call gets one, and each result that of the first call that still waits for
+    one, of the tool that it names if it names one.
+    """
+    messages: list[Json] = []
+    waiting: list[tuple[str, str]] = []  # id and function of calls without a result
+    calls = 0
+    for at, message in enumerate(given):
+        if message.images:
+            raise _no_images(f"messages[{at}].images")
+        one: Json = {"role": message.role.lower(), "content": message.content or ""}
+        if message.thinking:
+            one["reasoning_content"] = message.thinking
+        if message.tool_calls:
+            one["tool_calls"] = []
+            for call in message.tool_calls:
+                id = call.id or f"functions.{call.function.name}:{calls}"
+                function = {"name": call.function.name, "arguments": call.function.arguments or {}}
+                one["tool_calls"].append({"id": id, "function": function})
+                waiting.append((id, call.function.name))
+                calls += 1
+        if one["role"] == "tool":
+            one |= _result(message, waiting)
+        messages.append(one)
+    return messages
+
+
+def _result(message: OllamaMessage, waiting: list[tuple[str, str]]) -> Json:
+    """Returns the call's id and the tool's name of a result, and takes the call from those that wait."""
+    asked, name = message.tool_call_id, message.tool_name or message.name
+    answered = (call for call in waiting if call[0] == asked or (not asked and name in (None, call[1])))
+    call = next(answered, None)
+    if call is None:
+        return {"tool_call_id": asked, "name": name}
+    waiting.remove(call)
+    return {"tool_call_id": call[0], "name": call[1]}
