@@ -277,6 +277,8 @@ class Front:
     def _apps(self, api: Api, held: contextlib.ExitStack) -> dict[socket.socket, ASGIApp]:
         """Returns the applications by socket: the service manager's sockets, or our own, and the TCP ports."""
         settings, ports = api.settings, self._ports or bound_ports(api.settings)
+        for bound in filter(None, ports):
+            held.callback(bound.close)
         sockets = passed_sockets(self._env)
         if not sockets:
             path = Path(settings.socket)

@@ -129,7 +129,7 @@ async def serving(tmp_path: Path, max_connections: int = 1024, path: Path | None
     )
     listeners = [tcp_socket("127.0.0.1:0"), *([unix_socket(path)] if path else [])]
     port = listeners[0].getsockname()[1]
-    server = Server(app, listeners, max_connections)
+    server = Server(dict.fromkeys(listeners, app), max_connections)
     running = asyncio.ensure_future(server.run_until_stopped())
     try:
         yield Serving(server, port, counted, metrics)
