@@ -55,7 +55,7 @@ def build(api: Api) -> Starlette:
 
 
 def build_ollama(api: Api) -> Starlette:
-    """Returns the ASGI application of `api.ollama_tcp`: what Ollama's own port has.
+    """Returns the ASGI application of `api.ollama_tcp`, with the paths of Ollama's own port.
 
     Without keys the Host and Origin of every request are checked, since any web page can reach a loopback port.
     """

@@ -1,4 +1,4 @@
-"""Answers Ollama's requests that generate nothing: which model is served, what it can do, and what is refused."""
+"""Answers Ollama's requests that generate nothing: the served model, its capabilities, and refusals."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ _WHY = {path: why for path, _, why in REFUSALS}
 
 
 def capabilities(text: TextModel) -> list[str]:
-    """Returns what the model can do, in Ollama's words."""
+    """Returns the model's capabilities, by Ollama's names."""
     template = text.template
     can = {
         "completion": True,
@@ -195,7 +195,7 @@ def _model_info(info: ModelInfo, context_tokens: int, api: Api) -> Json:
 
 
 def _parameters(text: TextModel, context_tokens: int) -> list[str]:
-    """Returns lines of a Modelfile: the context's length, and what answers are sampled with unless clients say else."""
+    """Returns lines of a Modelfile: the context's length, and the defaults of sampling."""
     names = {"repetition_penalty": "repeat_penalty"}
     return [
         f"num_ctx {context_tokens}",

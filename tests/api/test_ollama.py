@@ -35,7 +35,7 @@ Check = Callable[["Asked"], Awaitable[None]]
 
 
 def rows(section: str) -> list[list[str]]:
-    """The cells of a section's table, without its head."""
+    """Returns the cells of a section's table, without its head."""
     text = PAGE.read_text().partition(f"\n## {section}\n")[2].partition("\n## ")[0]
     lines = [line for line in text.splitlines() if line.startswith("|")][2:]
     return [[cell.strip().strip("`") for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
@@ -57,7 +57,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 class Asked:
-    """Asks over the Unix socket, and sees what was submitted to the engine."""
+    """Asks over the Unix socket, and sees the requests that go to the engine."""
 
     def __init__(self, http: httpx.AsyncClient, front: Front, sent: list[Any]) -> None:
         self.http, self.front, self.sent = http, front, sent

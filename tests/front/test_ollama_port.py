@@ -108,7 +108,7 @@ async def test_a_port_alone_is_on_loopback_and_a_taken_one_is_named() -> None:
 
 
 async def test_a_name_that_leads_elsewhere_is_not_served_without_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever "localhost" is on a machine, the bound address counts."""
+    """Checks the bound address: "localhost" may be any."""
     (port,) = free_ports(1)
     monkeypatch.setattr("edgemoe.front.listen.is_loopback", lambda host: False)
     with pytest.raises(ServiceError, match="no loopback address"):

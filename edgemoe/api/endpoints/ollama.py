@@ -279,8 +279,8 @@ def _thinking(think: bool | str | None) -> Json:
 def _messages(given: Sequence[OllamaMessage]) -> list[Json]:
     """Returns the messages of a Chat. Raises InvalidRequest for images.
 
-    Many clients send no ids of calls: each call gets one, and each result that of the first call that still waits for
-    one, of the tool that it names if it names one.
+    Many clients send no ids of calls. Each call gets one. A result gets the id of the first call without a result, of the
+    tool that it names.
     """
     messages: list[Json] = []
     waiting: list[tuple[str, str]] = []  # id and function of calls without a result
@@ -306,7 +306,7 @@ def _messages(given: Sequence[OllamaMessage]) -> list[Json]:
 
 
 def _result(message: OllamaMessage, waiting: list[tuple[str, str]]) -> Json:
-    """Returns the call's id and the tool's name of a result, and takes the call from those that wait."""
+    """Returns the call's id and the tool's name of a result, and takes the call from the waiting ones."""
     asked, name = message.tool_call_id, message.tool_name or message.name
     answered = (call for call in waiting if call[0] == asked or (not asked and name in (None, call[1])))
     call = next(answered, None)

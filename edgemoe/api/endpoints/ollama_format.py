@@ -22,7 +22,7 @@ NS_PER_MS = 1_000_000
 
 
 class OllamaFormat:
-    """Writes the lines of one answer. Subclasses say where its parts stand."""
+    """Writes the lines of one answer. Subclasses name its parts."""
 
     def __init__(self, model: str, generation: Generation | None = None, vocabulary: Vocabulary | None = None) -> None:
         """Takes `model`, the name that the client asked by; without a generation there are no answers but `empty`."""

@@ -338,7 +338,7 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class StreamForm:
-    """The content type of a stream, and what it sends while no token has come."""
+    """The content type of a stream, and the bytes that it sends while no token has come."""
 
     content_type: bytes
     waiting: bytes

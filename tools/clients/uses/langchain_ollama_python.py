@@ -13,7 +13,7 @@ model = ChatOllama(**OPTIONS, validate_model_on_init=True)
 
 
 class Place(pydantic.BaseModel, extra="forbid"):
-    """A place."""
+    """Names a city and says whether it is a capital."""
 
     city: str = pydantic.Field(max_length=24)
     capital: bool
