@@ -10,8 +10,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 import edgemoe
-from edgemoe.api.dialects.dialect import can_reason
-from edgemoe.api.endpoints.ollama import served_name, tagged_name
+from edgemoe.api.endpoints.ollama import can_call, can_think, served_name, tagged_name
 from edgemoe.api.endpoints.ollama_format import rfc3339
 from edgemoe.api.generate.generation import ANY_MODEL, RequestContext
 from edgemoe.api.http import responding as http
@@ -128,11 +127,10 @@ _WHY = {path: why for path, _, why in REFUSALS}
 
 def capabilities(text: TextModel) -> list[str]:
     """Returns the model's capabilities, by Ollama's names."""
-    template = text.template
     can = {
         "completion": True,
-        "tools": template is not None and template.takes_tools,
-        "thinking": can_reason(text.dialect, text.template_text),
+        "tools": can_call(text),
+        "thinking": can_think(text),
         "insert": infill_marks(text.vocabulary.added) is not None,
     }
     return [name for name, is_there in can.items() if is_there]

@@ -532,7 +532,7 @@ async def test_a_suffix_is_filled_in_by_the_tokenizers_marks(
 
 async def test_what_a_model_cannot_do_is_said_in_ollamas_words(tmp_path: Path) -> None:
     plain = "{% for message in messages %}{{ message.content }}{% endfor %}"
-    settings = settings_for(tmp_path, write_model(tmp_path / "model", plain))
+    settings = settings_for(tmp_path, write_model(tmp_path / "model", plain, byte_level_tokenizer(marks=())))
     async with running(settings), http_client(settings) as http:
         assert (await http.post("/api/show", json={"model": "tiny"})).json()["capabilities"] == ["completion"]
         body: Any = {"model": "tiny", "messages": USER, "stream": False}

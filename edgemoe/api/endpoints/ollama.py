@@ -22,6 +22,7 @@ from edgemoe.api.generate.generation import ANY_MODEL, Generation, PreparedAnswe
 from edgemoe.api.http.responding import json_line
 from edgemoe.api.schema import Chat, Completion, FieldNames, Tool, convert, read
 from edgemoe.api.text.infill import infill_marks
+from edgemoe.api.text.tokenizer import TextModel
 from edgemoe.errors import InvalidRequest, ModelNotFound
 from edgemoe.types.arrays import Json
 
@@ -109,7 +110,7 @@ def prepare_chat(context: RequestContext, raw: bytes) -> PreparedAnswer | Respon
     name = served_name(body.model, context)
     if not body.messages:
         return _loaded(body, ChatLines(name))
-    if body.tools and (context.text.template is None or not context.text.template.takes_tools):
+    if body.tools and not can_call(context.text):
         raise InvalidRequest(f'"{name}" does not support tools', param="tools")
     generation = _chat(body, _messages(body.messages), body.tools, context)
     return _prepared(body, generation, ChatLines(name, generation, context.text.vocabulary))
@@ -148,6 +149,16 @@ def served_name(asked: str | None, context: RequestContext) -> str:
 def tagged_name(name: str) -> str:
     """Returns a model's name as Ollama lists it: with a tag."""
     return name if ":" in name.rpartition("/")[2] else name + LATEST
+
+
+def can_call(text: TextModel) -> bool:
+    """Returns whether a model can be given tools."""
+    return text.template is not None and text.template.takes_tools and text.dialect.takes_calls
+
+
+def can_think(text: TextModel) -> bool:
+    """Returns whether a model may reason."""
+    return can_reason(text.dialect, text.template_text, text.vocabulary.added)
 
 
 def _refuse_unsupported(body: OllamaPrompt) -> None:
@@ -191,7 +202,7 @@ def _chat(
     body: OllamaBody, messages: Sequence[Json], tools: Sequence[Tool] | None, context: RequestContext
 ) -> Generation:
     """Returns the generation of a chat. Raises InvalidRequest."""
-    if body.think and not can_reason(context.text.dialect, context.text.template_text):
+    if body.think and not can_think(context.text):
         raise InvalidRequest(f'"{body.model}" does not support thinking', param="think")
     chat: Json = {
         "model": context.model,
@@ -279,8 +290,8 @@ def _thinking(think: bool | str | None) -> Json:
 def _messages(given: Sequence[OllamaMessage]) -> list[Json]:
     """Returns the messages of a Chat. Raises InvalidRequest for images.
 
-    Many clients send no ids of calls. Each call gets one. A result gets the id of the first call without a result, of the
-    tool that it names.
+    Many clients send no ids of calls. Each call gets one. A result gets the id of the first call without a
+    result, of the tool that it names.
     """
     messages: list[Json] = []
     waiting: list[tuple[str, str]] = []  # id and function of calls without a result

@@ -43,7 +43,7 @@ def check_pieces(pieces: Sequence[str | None]) -> None:
 
 
 def check_refused(call: Callable[[], object], *words: str) -> None:
-    """Checks that a call fails with an error that says all of `words`."""
+    """Raises AssertionError unless a call fails with an error that says all of `words`."""
     try:
         call()
     except Exception as error:
