@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -100,14 +100,18 @@ async def _answer_in_thread(request: Request, kind: type[R], work: Callable[[R, 
 
 def _tokenized(body: Tokenize, context: RequestContext) -> Json:
     text, limits = context.text, context.limits
-    if (body.prompt is None) == (body.messages is None):
-        raise InvalidRequest("give either prompt or messages", param="prompt")
+    if [body.prompt, body.content, body.messages].count(None) != 2:
+        raise InvalidRequest("give one of prompt, content and messages", param="prompt")
     if body.messages is None:
-        ids = encode_counted(text, body.prompt or "", body.add_special_tokens, limits, "prompt")
+        special = body.content is None if body.add_special_tokens is None else body.add_special_tokens
+        ids = encode_counted(text, body.prompt or body.content or "", special, limits, "prompt")
     else:
         own = {name: getattr(body, name) for name in Tokenize.__struct_fields__ if name in Chat.__struct_fields__}
         ids = tokenize_prompt(Chat(**own), text, limits)
-    return {"count": len(ids), "max_model_len": limits.context_tokens, "tokens": ids}
+    tokens: list[Any] = ids
+    if body.with_pieces:
+        tokens = [{"id": id, "piece": text.vocabulary.name(id)} for id in ids]
+    return {"count": len(ids), "max_model_len": limits.context_tokens, "tokens": tokens}
 
 
 def _detokenized(body: Detokenize, context: RequestContext) -> Json:
@@ -118,7 +122,8 @@ def _detokenized(body: Detokenize, context: RequestContext) -> Json:
             param="tokens",
         )
     check_ids(body.tokens, limits.vocab, "tokens")
-    return {"prompt": context.text.vocabulary.text(body.tokens)}
+    text = context.text.vocabulary.text(body.tokens)
+    return {"prompt": text, "content": text}
 
 
 def _counted(body: anthropic.MessagesBody, context: RequestContext) -> Json:

@@ -16,11 +16,13 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
+from edgemoe.api.peer_fields import read_peer_fields
 from edgemoe.errors import InvalidRequest
 from edgemoe.types.bounds import Repetition
 
 MAX_PARTS = 100_000  # lists, objects and fields of one body, ignored ones included
 MAX_MESSAGES, MAX_CONTENT_PARTS, MAX_TOOLS, MAX_CALLS = 4096, 4096, 1024, 256
+MAX_CHOICES = 10_000  # texts to choose from
 NEUTRAL_BYTES = 64  # of an unsupported field's value that may be without effect
 _TEXTS = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
 
@@ -45,26 +47,53 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
     "allowed_token_ids": (),
     "bad_words": ([],),
+    "chat_template": ("",),
+    "custom_logit_processor": (),
+    "documents": ([],),
     "dry_multiplier": (0,),
-    "grammar": ("",),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
+    "dynatemp_range": (0,),
+    "epsilon_cutoff": (0,),
+    "eta_cutoff": (0,),
     "include_stop_str_in_output": (False,),
     "length_penalty": (1,),
+    "logits_processors": ([],),
+    "lora": ([],),
+    "lora_path": (),
     "mirostat": (0,),
+    "no_repeat_ngram_size": (0,),
+    "no_stop_trim": (False,),
     "prompt_logprobs": (0,),
-    "repeat_penalty": (1,),
     "skip_special_tokens": (True,),
-    "structured_outputs": (),
+    "stop_regex": ("", []),
+    "structural_tag": (),
     "tfs_z": (1,),
     "top_a": (0,),
+    "top_n_sigma": (0, -1),
     "truncate_prompt_tokens": (),
     "typical_p": (1,),
     "use_beam_search": (False,),
     "xtc_probability": (0,),
 }
+
+
+class JsonSchema(msgspec.Struct, frozen=True, kw_only=True):
+    name: str | None = None
+    schema: dict[str, Any] | bool | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True):
+    """A format to constrain the answer to. `type` says which of the other fields counts."""
+
+    type: str
+    json_schema: JsonSchema | None = None
+    schema: dict[str, Any] | bool | None = None  # of json_object and json_schema, as Together and llama.cpp have it
+    strict: bool | None = None
+    regex: str | None = None
+    pattern: str | None = None  # another name of regex
+    grammar: str | None = None  # GBNF or Lark
+    choice: Annotated[list[str], Meta(max_length=MAX_CHOICES)] | None = None
+    value: Any = None  # the schema or regex, as TGI has it
 
 
 class RequestBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,25 +118,12 @@ class RequestBody(msgspec.Struct, frozen=True, kw_only=True):
     safety_identifier: Label | None = None  # OpenAI's later name of `user`
     cache_salt: Annotated[str, Meta(min_length=1, max_length=512)] | None = None  # as vLLM's
     n: ChoiceCount | None = None
+    response_format: ResponseFormat | None = None
     stream: bool | None = None
 
 
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
     include_usage: bool | None = None
-
-
-class JsonSchema(msgspec.Struct, frozen=True, kw_only=True):
-    name: str | None = None
-    schema: dict[str, Any] | bool | None = None
-    strict: bool | None = None
-
-
-class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True):
-    """A format to constrain the answer to. `regex` is an extension: {"type": "regex", "regex": "..."}."""
-
-    type: str
-    json_schema: JsonSchema | None = None
-    regex: str | None = None
 
 
 class Function(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -167,7 +183,6 @@ class Chat(RequestBody, frozen=True, kw_only=True):
     max_completion_tokens: Limit | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    response_format: ResponseFormat | None = None
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: str | NamedTool | None = None
     parallel_tool_calls: bool | None = None
@@ -185,7 +200,7 @@ class Completion(RequestBody, frozen=True, kw_only=True):
     max_tokens: Tokens | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    response_format: ResponseFormat | None = None
+    add_special_tokens: bool | None = None
     stream_options: StreamOptions | None = None
 
 
@@ -194,10 +209,12 @@ class Tokenize(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str | None = None
     prompt: str | None = None
+    content: str | None = None  # llama.cpp's `prompt`, without special tokens unless it asks for them
     messages: Messages | None = None
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: str | NamedTool | None = None
-    add_special_tokens: bool = True
+    add_special_tokens: bool | None = None
+    with_pieces: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -212,7 +229,6 @@ class Detokenize(msgspec.Struct, frozen=True, kw_only=True):
 
 
 T = TypeVar("T")
-Unsupported = msgspec.defstruct("Unsupported", [(field, msgspec.Raw, msgspec.Raw()) for field in REFUSED], frozen=True)
 _one_at_a_time = threading.Lock()  # msgspec crashes where two threads are the first to convert to a type
 
 
@@ -221,12 +237,22 @@ def read(body: bytes, kind: type[T]) -> T:
 
     Raises InvalidRequest with the path of the first invalid field.
     """
+    return read_named(body, kind)[0]
+
+
+def read_named(body: bytes, kind: type[T]) -> tuple[T, FieldNames]:
+    """Returns the JSON object in `body` as a `kind`, and the client's names of its fields. Raises InvalidRequest."""
     check_parts(body)
     if body.lstrip()[:1] not in (b"{", b""):
         raise InvalidRequest("the body must be a JSON object", code="invalid_json")
+    raw = _read(lambda: msgspec.json.decode(body, type=dict[str, msgspec.Raw]))
+    fields = {name: bytes(value) for name, value in raw.items()}
     if issubclass(kind, RequestBody):
-        refuse_unsupported(body)
-    return _read(lambda: msgspec.json.decode(body, type=kind))
+        refuse_unsupported(fields, kind)
+    names = FieldNames(read_peer_fields(fields, kind) if issubclass(kind, msgspec.Struct) else {})
+    whole = msgspec.json.encode({name: msgspec.Raw(value) for name, value in fields.items()})
+    with names.renamed():
+        return _read(lambda: msgspec.json.decode(whole, type=kind)), names
 
 
 def convert(value: dict[str, Any], kind: type[T]) -> T:
@@ -243,12 +269,13 @@ def check_parts(body: bytes) -> None:
         raise InvalidRequest(f"the body has more than {MAX_PARTS} lists, objects and fields", code="body_too_complex")
 
 
-def refuse_unsupported(body: bytes) -> None:
-    """Raises InvalidRequest for the first unsupported field whose value would change the answer."""
-    found = _read(lambda: msgspec.json.decode(body, type=Unsupported))
+def refuse_unsupported(fields: Mapping[str, bytes], kind: type[msgspec.Struct]) -> None:
+    """Raises InvalidRequest for the first unsupported field of a body whose value would change the answer."""
     for name, neutral in REFUSED.items():
-        raw = bytes(getattr(found, name))
-        if raw not in (b"", b"null") and (len(raw) > NEUTRAL_BYTES or msgspec.json.decode(raw) not in neutral):
+        raw = fields.get(name, b"null")
+        if name in kind.__struct_fields__ or raw == b"null":
+            continue
+        if len(raw) > NEUTRAL_BYTES or msgspec.json.decode(raw) not in neutral:
             message = f"{name} is not supported by this server; leave it out"
             raise InvalidRequest(message, param=name, code="unsupported_parameter")
 

@@ -19,7 +19,7 @@ from edgemoe.api.generate.generation import (
     output_tokens,
     sampling,
 )
-from edgemoe.api.schema import Chat, NamedTool, Tool, read, stop_strings
+from edgemoe.api.schema import Chat, NamedTool, Tool, read_named, stop_strings
 from edgemoe.api.text.chat_template import for_template, tools_for_template
 from edgemoe.api.text.tokenizer import StopMatcher, TextModel
 from edgemoe.errors import InvalidRequest
@@ -32,16 +32,17 @@ CONTINUATION = "<goes on here> "  # stands after the text that an answer continu
 
 def prepare(context: RequestContext, raw: bytes) -> PreparedAnswer:
     """Decodes a body of POST /v1/chat/completions and prepares its generation. Raises InvalidRequest."""
-    body = read(raw, Chat)
-    generation = chat_generation(body, context, "chatcmpl")
-    return PreparedAnswer(generation, ChatFormat(generation, body, context.text), bool(body.stream))
+    body, fields = read_named(raw, Chat)
+    with fields.renamed():
+        generation = chat_generation(body, context, "chatcmpl")
+    return PreparedAnswer(generation, ChatFormat(generation, body, context.text), bool(body.stream), fields)
 
 
 def chat_generation(body: Chat, context: RequestContext, prefix: str) -> Generation:
     """Returns the generation that a chat asks for: prompt, sampling, choices, grammar. Raises InvalidRequest."""
     context.check_model(body.model)
     text, limits = context.text, context.limits
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
     tools, most_calls = offered_tools(body)
     prompt_text = render(body, tools, text)

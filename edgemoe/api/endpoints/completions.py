@@ -17,7 +17,7 @@ from edgemoe.api.generate.generation import (
     output_tokens,
     sampling,
 )
-from edgemoe.api.schema import Completion, read, stop_strings
+from edgemoe.api.schema import Completion, read_named, stop_strings
 from edgemoe.api.text.tokenizer import Detokenizer, StopMatcher, TextModel
 from edgemoe.errors import InvalidRequest
 from edgemoe.types.arrays import Json
@@ -30,9 +30,10 @@ MAX_CHOICES = 4096  # of all prompts together: far more than can wait, few enoug
 
 def prepare(context: RequestContext, raw: bytes) -> PreparedAnswer:
     """Decodes a body of POST /v1/completions and prepares its generation. Raises InvalidRequest."""
-    body = read(raw, Completion)
-    generation = completion_generation(body, context)
-    return PreparedAnswer(generation, CompletionFormat(generation, body, context.text), bool(body.stream))
+    body, fields = read_named(raw, Completion)
+    with fields.renamed():
+        generation = completion_generation(body, context)
+    return PreparedAnswer(generation, CompletionFormat(generation, body, context.text), bool(body.stream), fields)
 
 
 def completion_generation(body: Completion, context: RequestContext) -> Generation:
@@ -42,7 +43,7 @@ def completion_generation(body: Completion, context: RequestContext) -> Generati
     """
     context.check_model(body.model)
     text, limits = context.text, context.limits
-    tokens, n = prompts(body.prompt, text, limits), body.n or 1
+    tokens, n = prompts(body.prompt, text, limits, body.add_special_tokens is not False), body.n or 1
     if len(tokens) * n > MAX_CHOICES:
         raise InvalidRequest(f"{len(tokens)} prompts with n = {n} are more than {MAX_CHOICES} choices", param="n")
     grammar = response_grammar(body.response_format)
@@ -79,23 +80,25 @@ def completion_generation(body: Completion, context: RequestContext) -> Generati
     )
 
 
-def prompts(prompt: str | list[str | int | list[int]], text: TextModel, limits: RequestLimits) -> list[list[int]]:
-    """Returns token ids of each prompt. Raises InvalidRequest.
+def prompts(
+    prompt: str | list[str | int | list[int]], text: TextModel, limits: RequestLimits, special: bool
+) -> list[list[int]]:
+    """Returns token ids of each prompt, a text's with `special` tokens around it. Raises InvalidRequest.
 
     `prompt` is a string, a list of strings, a list of ids, or a list of lists of ids.
     """
     if isinstance(prompt, str):
-        return [text.encode(prompt, add_special_tokens=True, most_tokens=limits.context_tokens)]
+        prompt = [prompt]
     if all(isinstance(one, int) for one in prompt):
         prompt = [[one for one in prompt if isinstance(one, int)]]
     if len(prompt) > MAX_PROMPTS:
         raise InvalidRequest(f"prompt: at most {MAX_PROMPTS} at a time", param="prompt")
-    return [_one(one, at, text, limits) for at, one in enumerate(prompt)]
+    return [_one(one, at, text, limits, special) for at, one in enumerate(prompt)]
 
 
-def _one(prompt: str | int | list[int], at: int, text: TextModel, limits: RequestLimits) -> list[int]:
+def _one(prompt: str | int | list[int], at: int, text: TextModel, limits: RequestLimits, special: bool) -> list[int]:
     if isinstance(prompt, str):
-        return text.encode(prompt, add_special_tokens=True, most_tokens=limits.context_tokens)
+        return text.encode(prompt, add_special_tokens=special, most_tokens=limits.context_tokens)
     if isinstance(prompt, int):
         raise InvalidRequest(f"prompt[{at}]: a list of prompts holds texts or lists of token ids", param="prompt")
     check_ids(prompt, limits.vocab, f"prompt[{at}]")

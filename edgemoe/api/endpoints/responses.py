@@ -98,7 +98,7 @@ def as_chat(body: ResponsesBody) -> tuple[Chat, FieldNames, ToolOffer]:
         "tools": offer.functions or None,
         "tool_choice": choice,
         "parallel_tool_calls": body.parallel_tool_calls,
-        "response_format": _response_format(body.text.format if body.text else None),
+        "response_format": _response_format(body.text.format if body.text else None) or body.response_format,
         "reasoning_effort": body.reasoning.effort if body.reasoning else None,
         "chat_template_kwargs": body.chat_template_kwargs,
     }

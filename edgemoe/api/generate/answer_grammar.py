@@ -14,9 +14,20 @@ from decimal import Decimal, DecimalException
 from typing import Any
 
 from llguidance import regex_to_lark
+from llguidance.gbnf_to_lark import any_to_lark
+from msgspec import structs
 
 from edgemoe.api.dialects.dialect import HERMES, ChannelMarks, Dialect, OutputStart
-from edgemoe.api.generate.tool_call_grammar import ANY_TEXT, BREAK, LarkRules, json_rule, tool_call_rules
+from edgemoe.api.generate.json_schema import has_patterns, prepared
+from edgemoe.api.generate.tool_call_grammar import (
+    ANY_TEXT,
+    BREAK,
+    LarkRules,
+    json_rule,
+    literal,
+    one_of,
+    tool_call_rules,
+)
 from edgemoe.api.schema import ResponseFormat, Tool
 from edgemoe.errors import InvalidRequest
 
@@ -202,38 +213,85 @@ def response_grammar(
 
     In place of the answer there may be a call to any of `tools`, or `several`.
     """
-    term = ""
-    match asked.type if asked else "text":
-        case "text":
-            return None
-        case "json_object":
-            body = json_rule({"type": "object"})
-        case "json_schema":
-            if asked is None or asked.json_schema is None or asked.json_schema.schema is None:
-                raise InvalidRequest("json_schema needs a `schema`", param="response_format.json_schema.schema")
-            check_schema(asked.json_schema.schema, "response_format.json_schema.schema")
-            body = json_rule(asked.json_schema.schema)
+    if asked is None or asked.type == "text":
+        return None
+    bodies, term = _format_terms(asked)
+    either: list[str] = []
+    for body in bodies:
+        either += _with_calls(tools, several, form, _around(form, body))
+    alone = [_bounded(form.around(form.rules(), body), "response_format") for body in bodies]
+    return GrammarChoice((*either, *alone), "response_format", term=term)
+
+
+def _around(form: AnswerForm, body: str) -> Callable[[LarkRules, str], str]:
+    return lambda rules, calls: form.around(rules, body, calls)
+
+
+def _format_terms(asked: ResponseFormat) -> tuple[list[str], str]:
+    """Returns the Lark terms of a format, the best first, and that of a regular expression. Raises InvalidRequest."""
+    schema = asked.schema if asked.schema is not None else asked.value
+    match asked.type:
+        case "json_object" | "json" if schema is None:
+            return [json_rule({"type": "object"})], ""
+        case "json_object" | "json_schema" | "json":
+            return _schema_terms(asked, schema), ""
         case "regex":
-            if asked is None or not asked.regex:
+            regex = asked.regex or asked.pattern or asked.value
+            if not regex or not isinstance(regex, str):
                 raise InvalidRequest("a format of type regex needs a `regex`", param="response_format.regex")
-            check_pattern(asked.regex, "response_format.regex")
-            body = term = f"/{regex_to_lark(asked.regex)}/"
+            check_pattern(regex, "response_format.regex")
+            term = f"/{regex_to_lark(regex)}/"
+            return [term], term
+        case "choice" if asked.choice:
+            return [one_of(map(literal, asked.choice))], ""
+        case "grammar":
+            return [_grammar_term(asked.grammar or asked.value)], ""
         case other:
             raise InvalidRequest(
-                f"response_format {other!r} is unknown; use text, json_object, json_schema or regex",
+                f"response_format {other!r} is unknown; use text, json_object, json_schema, regex or grammar",
                 param="response_format.type",
             )
-    either = _with_calls(tools, several, form, lambda rules, calls: form.around(rules, body, calls))
-    alone = _bounded(form.around(form.rules(), body), "response_format")
-    return GrammarChoice((*either, alone), "response_format", term=term)
+
+
+def _schema_terms(asked: ResponseFormat, schema: Any) -> list[str]:
+    """Returns the terms of a schema: with its patterns, then without, unless it is strict."""
+    where, strict = "response_format.schema", bool(asked.strict)
+    if asked.json_schema is not None and asked.json_schema.schema is not None:
+        where, schema = "response_format.json_schema.schema", asked.json_schema.schema
+        strict = strict or bool(asked.json_schema.strict)
+    if not isinstance(schema, dict | bool):
+        raise InvalidRequest("json_schema needs a `schema`", param="response_format.json_schema.schema")
+    check_schema(schema, where)
+    loose = not strict and has_patterns(schema)
+    return [
+        json_rule(prepared(schema, exact=strict, patterns=patterns), exact=strict)
+        for patterns in ((True, False) if loose else (True,))
+    ]
+
+
+def _grammar_term(text: Any) -> str:
+    """Returns the term of a grammar in llama.cpp's GBNF or in Lark. Raises InvalidRequest."""
+    where = "response_format.grammar"
+    if not isinstance(text, str) or not text.strip():
+        raise InvalidRequest("a format of type grammar needs a `grammar`", param=where)
+    if len(text) > MAX_PATTERN_CHARS:
+        raise _beyond(where, f"has {len(text)} characters, more than the {MAX_PATTERN_CHARS} allowed")
+    try:
+        return f"%lark {{\n{any_to_lark(text)}\n}}"
+    except Exception as error:  # it raises bare ones, too
+        reason = " ".join(str(error).split())[:200]
+        raise InvalidRequest(f"{where} cannot be read: {reason}", param=where, code="invalid_grammar") from None
 
 
 def tool_grammar(tools: Sequence[Tool], several: bool, form: AnswerForm = AnswerForm()) -> GrammarChoice:
     """Returns the grammar of one call, or `several`, to any of `tools`. Raises InvalidRequest."""
     _check_tools(tools)
-    rules = form.rules()
-    calls = rules.add("calls", tool_call_rules(rules, form.dialect, tools, several, strict=True))
-    return GrammarChoice((_bounded(form.around(rules, "", calls), "tools"),), "tools")
+    larks = []
+    for offered in _variants(tools):
+        rules = form.rules()
+        calls = rules.add("calls", tool_call_rules(rules, form.dialect, offered, several, strict=True))
+        larks.append(_bounded(form.around(rules, "", calls), "tools"))
+    return GrammarChoice(tuple(larks), "tools")
 
 
 def free_grammar(tools: Sequence[Tool], several: bool, form: AnswerForm = AnswerForm()) -> GrammarChoice | None:
@@ -260,17 +318,36 @@ def _with_calls(
 ) -> tuple[str, ...]:
     """Returns the grammars that `whole` makes of rules, and of the name of that for calls.
 
-    The first constrains arguments, for which their schemas have to be honoured, the second does not.
+    All but the last constrain arguments, for which their schemas have to be honoured.
     """
-    larks = []
-    for strict in (True, False) if tools else ():
-        with contextlib.suppress(InvalidRequest):
-            if strict:
-                _check_tools(tools)
-            rules = form.rules()
-            calls = rules.add("calls", tool_call_rules(rules, form.dialect, tools, several, strict))
-            larks.append(_bounded(whole(rules, calls), "tools"))
+    larks: list[str] = []
+
+    def add(offered: Sequence[Tool], strict: bool) -> None:
+        rules = form.rules()
+        calls = rules.add("calls", tool_call_rules(rules, form.dialect, offered, several, strict))
+        larks.append(_bounded(whole(rules, calls), "tools"))
+
+    with contextlib.suppress(InvalidRequest):
+        _check_tools(tools)
+        for offered in _variants(tools):
+            add(offered, strict=True)
+    with contextlib.suppress(InvalidRequest):
+        if tools:
+            add(tools, strict=False)
     return tuple(larks)
+
+
+def _variants(tools: Sequence[Tool]) -> list[list[Tool]]:
+    """Returns the tools with prepared schemas: with all patterns, then without the patterns of tools not strict."""
+    if not tools:
+        return []
+    loose = any(has_patterns(tool.function.parameters) and not tool.function.strict for tool in tools)
+    return [[_prepared_tool(tool, patterns) for tool in tools] for patterns in ((True, False) if loose else (True,))]
+
+
+def _prepared_tool(tool: Tool, patterns: bool) -> Tool:
+    schema = prepared(tool.function.parameters, exact=bool(tool.function.strict), patterns=patterns)
+    return structs.replace(tool, function=structs.replace(tool.function, parameters=schema))
 
 
 def _check_tools(tools: Sequence[Tool]) -> None:

@@ -158,7 +158,10 @@ def _matchable(term: str) -> bool:
 
 def _reason(error: str) -> str:
     """Returns the message of an error, without its position in the text and the parser's state."""
-    return re.sub(r"^\d+\(\d+\): ", "", error.splitlines()[0])
+    lines = error.splitlines()
+    if lines[0].endswith("regex parse error:"):
+        lines[0] = f"a pattern cannot be followed: {lines[-1].removeprefix('error: ')}"
+    return re.sub(r"^\d+\(\d+\): ", "", lines[0])
 
 
 def _cpu_s() -> float:

@@ -39,9 +39,10 @@ ANY_TEXT = r"/(.|\n)*/"
 BREAK = '("\\n")?'
 
 
-def json_rule(schema: Any, spacing: Json = COMPACT) -> str:
-    """Returns the Lark term for a JSON value of this schema."""
-    schema = {**schema, "x-guidance": spacing} if isinstance(schema, dict) else schema
+def json_rule(schema: Any, spacing: Json = COMPACT, *, exact: bool = False) -> str:
+    """Returns the Lark term for a JSON value of this schema. Unless `exact`, unknown keywords are not enforced."""
+    guidance = spacing if exact else {**spacing, "lenient": True, "coerce_one_of": True}
+    schema = {**schema, "x-guidance": guidance} if isinstance(schema, dict) else schema
     return f"%json {msgspec.json.encode(schema).decode()}"
 
 
@@ -126,20 +127,22 @@ def tool_call_rules(rules: LarkRules, dialect: Dialect, tools: Sequence[Tool], s
 def _tool_call(rules: LarkRules, dialect: Dialect, tool: Tool, strict: bool) -> str:
     name = tool.function.name
     schema: Json = (strict and tool.function.parameters) or ANY_OBJECT
+    exact = bool(tool.function.strict)
     match dialect.call:
         case None:
-            return f"{_header(rules, name)} {json_rule(schema, SPACED)}"
+            return f"{_header(rules, name)} {json_rule(schema, SPACED, exact=exact)}"
         case ObjectForm() as form:
             if not form.begin:  # in a list, of which some models write the arguments first
-                return one_of(json_rule(_object(form, name, schema, flip), SPACED) for flip in (False, True))
-            body = json_rule(_object(form, name, schema), AS_IN_TEMPLATES)
+                orders = (_object(form, name, schema, flip) for flip in (False, True))
+                return one_of(json_rule(order, SPACED, exact=exact) for order in orders)
+            body = json_rule(_object(form, name, schema), AS_IN_TEMPLATES, exact=exact)
             return f'{rules.mark(form.begin)} "\\n" {body} "\\n" {rules.mark(form.end)}'
         case NamedForm() as form:
-            return _named(rules, form, name, schema)
+            return _named(rules, form, name, schema, exact)
         case ParameterForm() as form:
-            return _with_parameters(rules, form, name, schema)
+            return _with_parameters(rules, form, name, schema, exact)
         case BracedForm() as form:
-            return _braced(rules, form, name, schema)
+            return _braced(rules, form, name, schema, exact)
         case other:
             raise AssertionError(f"no grammar for {other}")
 
@@ -163,28 +166,28 @@ def _object(form: ObjectForm, name: str, schema: Json, arguments_first: bool = F
     }
 
 
-def _named(rules: LarkRules, form: NamedForm, name: str, schema: Json) -> str:
+def _named(rules: LarkRules, form: NamedForm, name: str, schema: Json, exact: bool) -> str:
     given = f"{literal(f'functions.{name}:')} /[0-9]{{1,4}}/" if form.names_are_ids else literal(name)
     fence = (' "\\n"', f' "\\n" {literal(form.fence)}') if form.fence else ("", "")
     head = f"{rules.mark(form.begin + form.before_name)} {given} {rules.mark(form.after_name)}{fence[0]}"
-    return f"{head} {json_rule(schema, SPACED)}{fence[1]} {rules.mark(form.end)}"
+    return f"{head} {json_rule(schema, SPACED, exact=exact)}{fence[1]} {rules.mark(form.end)}"
 
 
-def _with_parameters(rules: LarkRules, form: ParameterForm, name: str, schema: Json) -> str:
+def _with_parameters(rules: LarkRules, form: ParameterForm, name: str, schema: Json, exact: bool) -> str:
     terms = [rules.mark(form.begin), BREAK if form.before_name else "", rules.mark(form.before_name + name)]
     terms += [rules.mark(form.after_name), BREAK]
     given = properties(schema)
     needed = required(schema)
     for key, value in given.items():
-        term = f"{_parameter(rules, form, literal(key), value, schema)} {BREAK}"
+        term = f"{_parameter(rules, form, literal(key), value, schema, exact)} {BREAK}"
         terms.append(term if key in needed else f"({term})?")
-    if not given:
-        terms.append(f"({_parameter(rules, form, KEY, None, schema)} {BREAK}){{0,{MAX_MORE}}}")
+    if not given and schema.get("additionalProperties") is not False:
+        terms.append(f"({_parameter(rules, form, KEY, None, schema, exact)} {BREAK}){{0,{MAX_MORE}}}")
     ends = f" {BREAK} ".join(map(rules.mark, form.end))
     return " ".join(filter(None, [*terms, ends]))
 
 
-def _parameter(rules: LarkRules, form: ParameterForm, key: str, schema: Any, root: Json) -> str:
+def _parameter(rules: LarkRules, form: ParameterForm, key: str, schema: Any, root: Json, exact: bool) -> str:
     between = f" {BREAK} ".join(map(rules.mark, form.after_key))
     head = f"{rules.mark(form.before_key)} {key} {between}{' ' + BREAK if form.layout else ''}"
     end = f"{BREAK if form.layout else ''} {rules.mark(form.after_value)}"
@@ -193,7 +196,7 @@ def _parameter(rules: LarkRules, form: ParameterForm, key: str, schema: Any, roo
     allowed = kinds(schema, root)
     if allowed <= TEXT or "string" in allowed:
         return f"{head} {rules.text_until(form.after_value)}"
-    return f"{head} {json_rule(_within(schema, root), AS_IN_TEMPLATES)} {end}"
+    return f"{head} {json_rule(_within(schema, root), AS_IN_TEMPLATES, exact=exact)} {end}"
 
 
 def _within(schema: Any, root: Json) -> Json:
@@ -209,7 +212,7 @@ def _texts(schema: Any, root: Json) -> str:
     return one_of(map(literal, listed))
 
 
-def _braced(rules: LarkRules, form: BracedForm, name: str, schema: Json) -> str:
+def _braced(rules: LarkRules, form: BracedForm, name: str, schema: Json, exact: bool) -> str:
     quote, anything = rules.mark(form.quote), _anything(rules, form)
     given = properties(schema)
     needed = required(schema)
@@ -223,9 +226,10 @@ def _braced(rules: LarkRules, form: BracedForm, name: str, schema: Json) -> str:
         elif kinds(given[key], schema) & {"object", "array", "string"} or not kinds(given[key], schema):
             value = anything
         else:
-            value = json_rule(_within(given[key], schema), COMPACT)
+            value = json_rule(_within(given[key], schema), COMPACT, exact=exact)
         members.append((rules.named("member", f"{literal(f'{key}:')} {value}"), key in needed))
-    inside = _in_order(rules, members) if given else f'(member_any ("," member_any){{0,{MAX_MORE}}})?'
+    closed = schema.get("additionalProperties") is False
+    inside = _in_order(rules, members) if given else "" if closed else f'(member_any ("," member_any){{0,{MAX_MORE}}})?'
     return f'{rules.mark(form.begin)} {literal(f"{form.before_name}{name}{{")} {inside} "}}" {rules.mark(form.end)}'
 
 

@@ -1,0 +1,323 @@
+"""Reads other servers' names for fields that this server has, as docs/api.md lists them.
+
+OpenAI's own names come first. Sources: the references of llama.cpp's server, vLLM, SGLang, TGI, Ollama, LM Studio,
+OpenRouter, Together, Fireworks, DashScope and z.ai.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+import msgspec
+from msgspec import inspect
+
+from edgemoe.errors import InvalidRequest
+
+Fields = dict[str, bytes]  # a body's fields, as JSON
+NULL = b"null"
+ALL_TOKENS = b"2147483648"  # more than any context has
+
+ALIASES: dict[str, tuple[str, ...]] = {
+    "max_tokens": (
+        "max_completion_tokens",
+        "max_output_tokens",
+        "n_predict",
+        "num_predict",
+        "max_new_tokens",
+        "max_tokens_to_sample",
+    ),
+    "min_tokens": ("min_new_tokens",),
+    "repetition_penalty": ("repeat_penalty",),
+    "seed": ("random_seed", "sampling_seed"),
+    "stop": ("stop_sequences", "stop_strings"),
+    "add_special_tokens": ("add_special",),
+    "top_logprobs": ("n_probs",),
+}
+# values that stand for an absent field; of max_tokens: for as many as the context has room for
+SENTINELS: dict[str, tuple[int, ...]] = {
+    "max_tokens": (-1, -2),
+    "max_completion_tokens": (-1, -2),
+    "max_output_tokens": (-1, -2),
+    "min_tokens": (-1,),
+    "seed": (-1, 2**32 - 1),
+    "truncate_prompt_tokens": (-1,),
+}
+EFFORTS_OFF, EFFORTS_ON = ("none", "off", "disabled"), ("on", "enabled", "auto", "adaptive")
+BUDGETS = ("reasoning_budget", "thinking_budget", "thinking_budget_tokens", "thinking_token_budget")
+WITH_THINKING = ("enable_thinking", "thinking", "think", "reasoning", "reasoning_effort", *BUDGETS)
+
+
+def read_peer_fields(fields: Fields, kind: type[msgspec.Struct]) -> dict[str, str]:
+    """Replaces, in a body for a `kind`, other servers' names and values by this server's.
+
+    Returns this server's names of the fields that were replaced, with the client's. Raises InvalidRequest.
+    """
+    own = frozenset(kind.__struct_fields__)
+    clients: dict[str, str] = {}
+    for name, aliases in ALIASES.items():
+        given = next((alias for alias in aliases if alias in fields and alias not in own), "")
+        if name in own and given and _is_absent(fields, name):
+            fields[name], clients[name] = fields[given], given
+    for name in _whole_fields(kind) & fields.keys():
+        fields[name] = _whole(fields[name])
+    for name, sentinels in SENTINELS.items():
+        if name in own and _decoded(fields.get(name, NULL)) in sentinels:
+            fields[name] = ALL_TOKENS if name == "max_tokens" else NULL
+    if "logit_bias" in own and fields.get("logit_bias", NULL)[:1] == b"[":
+        fields["logit_bias"] = _encoded(_bias_pairs(fields["logit_bias"]))
+    if "logprobs" in own:
+        _read_logprobs(fields, own)
+    if "chat_template_kwargs" in own:
+        _read_thinking(fields)
+    if "response_format" in own and (name := _read_format(fields, own)):
+        clients["response_format"] = name
+    return clients
+
+
+def _is_absent(fields: Fields, name: str) -> bool:
+    return fields.get(name, NULL) == NULL
+
+
+def _decoded(raw: bytes) -> Any:
+    """Returns a value; None for one that is long, so that a list of a million is not read twice."""
+    return msgspec.json.decode(raw) if len(raw) <= MAX_SMALL_BYTES else None
+
+
+def _encoded(value: Any) -> bytes:
+    return msgspec.json.encode(value)
+
+
+MAX_SMALL_BYTES = 4096
+MAX_BIASES = 4096
+
+
+# --- whole numbers ------------------------------------------------------------------------------------------------
+
+
+@cache
+def _whole_fields(kind: type[msgspec.Struct]) -> frozenset[str]:
+    """Returns the fields of a kind of body that hold whole numbers, or lists of them."""
+    described = inspect.type_info(kind)
+    assert isinstance(described, inspect.StructType)
+    return frozenset(field.name for field in described.fields if _is_whole(field.type))
+
+
+def _is_whole(described: inspect.Type) -> bool:
+    if isinstance(described, inspect.UnionType):
+        return any(map(_is_whole, described.types)) and not any(
+            isinstance(one, inspect.FloatType) for one in described.types
+        )
+    if isinstance(described, inspect.ListType):
+        return _is_whole(described.item_type)
+    return isinstance(described, inspect.IntType)
+
+
+def _whole(raw: bytes) -> bytes:
+    """Returns a number, or lists of numbers, with floats such as 6.0 as whole numbers."""
+    if raw[:1] == b'"' or not any(mark in raw for mark in (b".", b"e", b"E")):
+        return raw
+    return _encoded(_without_floats(msgspec.json.decode(raw)))
+
+
+def _without_floats(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_without_floats(one) for one in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+# --- log probabilities and biases ---------------------------------------------------------------------------------
+
+
+def _bias_pairs(raw: bytes) -> dict[str, float]:
+    """Returns llama.cpp's list of [token, bias] as OpenAI's object; a bias `false` forbids the token."""
+    pairs: Any = msgspec.json.decode(raw)
+    biases: dict[str, float] = {}
+    for at, pair in enumerate(pairs[: MAX_BIASES + 1]):
+        where = f"logit_bias[{at}]"
+        if not isinstance(pair, list) or len(pair) != 2 or type(pair[0]) is not int:
+            raise InvalidRequest(f"{where}: give [token id, bias]", param=where, code="invalid_type")
+        token, bias = pair
+        if bias is not False and (isinstance(bias, bool) or not isinstance(bias, int | float)):
+            raise InvalidRequest(f"{where}: a bias is a number, or false", param=where, code="invalid_type")
+        biases[str(token)] = -100.0 if bias is False else float(bias)
+    return biases
+
+
+def _read_logprobs(fields: Fields, own: frozenset[str]) -> None:
+    """Reads a chat's log probabilities given as their number, and a completion's given as n_probs."""
+    given = _decoded(fields.get("logprobs", NULL))
+    if "top_logprobs" not in own:  # a completion: their number
+        if given is None and (most := _decoded(fields.get("n_probs", NULL))):
+            fields["logprobs"] = _encoded(most)
+        if given is False:
+            fields["logprobs"] = NULL
+        return
+    if type(given) is int:
+        fields["logprobs"] = _encoded(True)
+        if _is_absent(fields, "top_logprobs"):
+            fields["top_logprobs"] = _encoded(given)
+    if given is None and _decoded(fields.get("n_probs", NULL)):
+        fields["logprobs"] = _encoded(True)
+
+
+# --- thinking -----------------------------------------------------------------------------------------------------
+
+
+def _read_thinking(fields: Fields) -> None:
+    """Writes the first setting of thinking, and of its effort, to the template's variables where these have none."""
+    given = [
+        (name, _decoded(fields[name])) for name in WITH_THINKING if not _is_absent(fields, name) and name in fields
+    ]
+    settings = [_thinking(name, value) for name, value in given]
+    thinks = next((thinks for thinks, _ in settings if thinks is not None), None)
+    effort = next((effort for _, effort in settings if effort), "")
+    if (thinks is None and not effort) or not _is_object(fields.get("chat_template_kwargs", NULL)):
+        return
+    if _decoded(fields.get("reasoning_effort", NULL)) in (*EFFORTS_OFF, *EFFORTS_ON):
+        fields["reasoning_effort"] = NULL  # no effort, but said by `thinks`
+    variables: dict[str, Any] = dict(msgspec.json.decode(fields.get("chat_template_kwargs", NULL)) or {})
+    if thinks is not None and not {"enable_thinking", "thinking"} & variables.keys():
+        variables["enable_thinking"] = thinks
+    if effort:
+        variables.setdefault("reasoning_effort", effort)
+    fields["chat_template_kwargs"] = _encoded(variables)
+
+
+def _is_object(raw: bytes) -> bool:
+    return raw[:1] in (b"{", b"n")
+
+
+def _thinking(name: str, value: Any) -> tuple[bool | None, str]:
+    """Returns whether a field asks for reasoning, and its effort, "" for none. Raises InvalidRequest."""
+    if isinstance(value, bool):
+        return value, ""
+    if name in BUDGETS and type(value) in (int, float):
+        return value != 0, ""
+    if isinstance(value, str) and name not in BUDGETS and name != "enable_thinking":
+        return _effort(value, name)
+    if isinstance(value, dict) and name in ("thinking", "reasoning"):
+        return _thinking_object(value)
+    raise InvalidRequest(f"{name}: cannot be read as a setting of thinking", param=name, code="invalid_type")
+
+
+def _thinking_object(value: Mapping[str, Any]) -> tuple[bool | None, str]:
+    thinks, effort = None, ""
+    if isinstance(kind := value.get("type"), str):
+        thinks, effort = _effort(kind, "thinking.type")
+    if isinstance(asked := value.get("effort"), str):
+        thinks, effort = _effort(asked, "reasoning.effort")
+    budgets = [value[key] for key in ("max_tokens", "budget_tokens") if type(value.get(key)) in (int, float)]
+    if budgets and thinks is None:
+        thinks = budgets[0] != 0
+    if isinstance(enabled := value.get("enabled"), bool):
+        thinks = enabled
+    return thinks, effort
+
+
+def _effort(word: str, name: str) -> tuple[bool | None, str]:
+    if word in EFFORTS_OFF:
+        return False, ""
+    if word in EFFORTS_ON:
+        return (None if word == "auto" else True), ""
+    if name == "thinking.type":
+        raise InvalidRequest(f"thinking.type: {word!r} is neither enabled nor disabled", param="thinking.type")
+    return True, word
+
+
+# --- structured output --------------------------------------------------------------------------------------------
+
+
+def _schema(value: Any) -> Any:
+    """Returns a format of a schema, which may be JSON text."""
+    if isinstance(value, str):
+        value = msgspec.json.decode(value)
+    if not isinstance(value, dict | bool):
+        raise ValueError("is no JSON Schema")
+    return {"type": "json_schema", "json_schema": {"schema": value}}
+
+
+def _one_of(value: Any) -> Any:
+    if not isinstance(value, list) or not value or not all(isinstance(one, str) for one in value):
+        raise ValueError("is no list of texts")
+    return {"type": "choice", "choice": value}
+
+
+def _text_of(kind: str) -> Callable[[Any], Any]:
+    def form(value: Any) -> Any:
+        if not isinstance(value, str):
+            raise ValueError("is no text")
+        return {"type": kind, kind: value}
+
+    return form
+
+
+def _ollamas(value: Any) -> Any:
+    return {"type": "json_object"} if value == "json" else _schema(value)
+
+
+FORMATS: dict[str, Callable[[Any], Any]] = {
+    "guided_json": _schema,
+    "json_schema": _schema,
+    "guided_regex": _text_of("regex"),
+    "regex": _text_of("regex"),
+    "guided_choice": _one_of,
+    "guided_grammar": _text_of("grammar"),
+    "grammar": _text_of("grammar"),
+    "ebnf": _text_of("grammar"),
+    "format": _ollamas,
+}
+STRUCTURED_OUTPUTS: dict[str, Callable[[Any], Any]] = {  # vLLM's object of one of these
+    "json": _schema,
+    "regex": _text_of("regex"),
+    "choice": _one_of,
+    "grammar": _text_of("grammar"),
+    "json_object": lambda _: {"type": "json_object"},
+}
+WITHOUT_FORMAT = (b"null", b'""', b"false")
+
+
+def _read_format(fields: Fields, own: frozenset[str]) -> str:
+    """Writes the format that the client names otherwise to `response_format`. Returns that name; "" for none.
+
+    Raises InvalidRequest.
+    """
+    asked = {
+        name: (fields[name], form)
+        for name, form in FORMATS.items()
+        if name not in own and fields.get(name, NULL) not in WITHOUT_FORMAT
+    }
+    if "structured_outputs" in fields and "structured_outputs" not in own:
+        asked |= _structured_outputs(fields["structured_outputs"])
+    if not asked:
+        return ""
+    name, *others = asked
+    if not _is_free(fields.get("response_format", NULL)):
+        others.append("response_format")
+    if others:
+        raise InvalidRequest(f"{name} and {others[0]} each ask for a format; give one", param=name)
+    raw, form = asked[name]
+    try:
+        fields["response_format"] = _encoded(form(msgspec.json.decode(raw)))
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"{name}: {error}", param=name, code="invalid_type") from None
+    return name
+
+
+def _structured_outputs(raw: bytes) -> dict[str, tuple[bytes, Callable[[Any], Any]]]:
+    try:
+        members = msgspec.json.decode(raw, type=dict[str, msgspec.Raw] | None) or {}
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(f"structured_outputs: {error}", param="structured_outputs", code="invalid_type") from None
+    given = {key: bytes(value) for key, value in members.items() if bytes(value) not in WITHOUT_FORMAT}
+    if "structural_tag" in given:
+        message = "structured_outputs.structural_tag is not supported by this server; leave it out"
+        raise InvalidRequest(message, param="structured_outputs", code="unsupported_parameter")
+    return {f"structured_outputs.{key}": (given[key], form) for key, form in STRUCTURED_OUTPUTS.items() if key in given}
+
+
+def _is_free(raw: bytes) -> bool:
+    """Returns whether a `response_format` asks for no format."""
+    form = _decoded(raw)
+    return len(raw) <= MAX_SMALL_BYTES and (form is None or (isinstance(form, dict) and form.get("type") == "text"))
