@@ -50,7 +50,7 @@ class Backend(Protocol):
         """
 
     def open(self, requests: Sequence[Request], timeout_s: float) -> AbstractContextManager[Submission]:
-        """Accepts requests that all end within `timeout_s`. Raises QueueFull, EngineUnavailable."""
+        """Accepts requests; one ends that makes no progress for `timeout_s`. Raises QueueFull, EngineUnavailable."""
 
     async def reload(self) -> str:
         """Reloads exports and settings that can change while serving. Returns a message naming those now in use.

@@ -91,7 +91,7 @@ class ApiSettings(Section, frozen=True, kw_only=True):
     cors_origins: tuple[str, ...] = ()  # of pages that may call the TCP listener from a browser; "*" is any
     hosts: Annotated[tuple[Text, ...], Meta(max_length=64)] = ()  # further names of this machine, for the page
     max_connections: Count = 1024  # at once; at most half of the files that the process may open
-    request_timeout_s: Seconds = 600.0
+    request_timeout_s: Seconds = 600.0  # that a request may make no progress
 
     @property
     def ollama_address(self) -> str:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 Emit = Callable[[list[Emission]], None]
 MAX_INBOX = 8192  # messages that wait for the end of the step
 LONGEST_WAIT_S = 3600.0  # longest sleep without checking the deadlines
+REPORT_SHARE = 0.125  # of a request's timeout, after which its progress is reported again
 RETRY_S = 0.05  # between attempts at a step while every request waits for an expert
 
 
@@ -65,15 +66,19 @@ class StepLoop:
         self._requests: dict[str, Sequence] = {}
         self._out: list[Emission] = []
         self._draining = self._stopped = False
+        self._queue_moves = 0  # as of the last step
 
     # --- from any thread
 
     def submit(
         self, request: Request, emitted: tuple[int, ...], attempt: int, remaining_s: float, waited_s: float = 0.0
     ) -> None:
-        """Queues `request`, `waited_s` old, to go on after `emitted`. Its tokens, or its refusal, go to `emit`."""
+        """Queues `request`, `waited_s` old, to go on after `emitted`. Its tokens, or its refusal, go to `emit`.
+
+        It ends where it makes no progress for `remaining_s`.
+        """
         now_s = self._clock()
-        seq = Sequence(request, emitted, attempt, now_s - waited_s, now_s + remaining_s)
+        seq = Sequence(request, emitted, attempt, now_s - waited_s, now_s + remaining_s, remaining_s)
         full = self._inbox.qsize() >= MAX_INBOX
         self._inbox.put(lambda: self._refuse(seq) if full else self._accept(seq))
 
@@ -107,10 +112,11 @@ class StepLoop:
             self._run_inbox()
             now_s = self._clock()
             for seq in self._scheduler.expired(now_s):
-                late = DeadlineExceeded("the deadline passed before the answer was complete")
+                late = DeadlineExceeded(f"the request made no progress for {seq.timeout_s:g} s (api.request_timeout_s)")
                 self._finish(seq, "error", seq.missing_expert or late)
             works = [] if self._stopped else self._scheduler.schedule(now_s)
             self._compute_step(works)
+            self._note_progress(works)
             self._flush_emissions()
             return any(work.seq.missing_expert is None or not work.seq.blocks for work in works)  # or it made room
 
@@ -256,6 +262,18 @@ class StepLoop:
                 self._finish(seq, "error", sampled)
         if self.steps.blamed > blamed:
             self.check_integrity()
+
+    def _note_progress(self, works: list[ScheduledWork]) -> None:
+        """Moves the deadlines of the requests that were computed, and of the waiting ones if their queue has moved."""
+        now_s, before = self._clock(), self._queue_moves
+        self._queue_moves = self._scheduler.admissions + self.finished.total()
+        moved = [work.seq for work in works if work.seq.missing_expert is None]
+        moved += self._scheduler.waiting if self._queue_moves > before else ()
+        for seq in moved:
+            seq.deadline_s = max(seq.deadline_s, now_s + seq.timeout_s)
+            if self._requests.get(seq.request.id) is seq and now_s - seq.reported_s >= seq.timeout_s * REPORT_SHARE:
+                seq.reported_s = now_s
+                self._add_emission(seq, index=seq.emitted, finish="")
 
     def _retry_or_fail(self, seq: Sequence, error: StoreError) -> None:
         """Keeps the request for a retry, or ends it where the expert is damaged or has been missing for too long."""

@@ -113,6 +113,7 @@ class Scheduler:
         self._blocks = blocks
         self._chunk_budget = chunk_budget
         self._kv_swap = kv_swap
+        self.admissions = 0
         self._admitted_s = 0.0
         self._gap_s = 1.0  # decayed mean time between admissions
 
@@ -123,7 +124,7 @@ class Scheduler:
         return not self.running and not self.waiting
 
     def expired(self, now_s: float) -> list[Sequence]:
-        """Returns the requests whose deadline has passed."""
+        """Returns the requests that have made no progress until their deadline."""
         return [seq for seq in (*self.running, *self.waiting) if seq.deadline_s <= now_s]
 
     @property
@@ -362,6 +363,7 @@ class Scheduler:
         self.fairness.note_admission(seq.identity, now_s)
         self._gap_s += 0.1 * (now_s - max(self._admitted_s, seq.arrived_s) - self._gap_s)
         self._admitted_s = now_s
+        self.admissions += 1
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless queues, blocks, users and swapped blocks agree."""

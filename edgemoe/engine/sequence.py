@@ -90,7 +90,16 @@ class Sequence:
     goes on after them.
     """
 
-    def __init__(self, request: Request, emitted: tuple[int, ...], attempt: int, arrived_s: float, deadline_s: float):
+    def __init__(
+        self,
+        request: Request,
+        emitted: tuple[int, ...],
+        attempt: int,
+        arrived_s: float,
+        deadline_s: float,
+        timeout_s: float = 0.0,
+    ):
+        """Takes the deadline of the first progress; each progress moves the deadline to `timeout_s` later."""
         self.request = request
         self.identity = request.identity
         self.attempt = attempt
@@ -99,6 +108,8 @@ class Sequence:
         self.first_index = len(emitted)  # of the first token that this attempt emits
         self.arrived_s = arrived_s
         self.deadline_s = deadline_s
+        self.timeout_s = timeout_s
+        self.reported_s = arrived_s  # when its progress was last reported to the front
         self.computed = 0
         self.blocks: list[int] = []  # the block table
         self.state = 0  # the slot of the state after the computed tokens, where the model has states

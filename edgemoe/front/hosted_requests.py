@@ -229,7 +229,7 @@ class HostedRequests:
             del hosted.front.hosted_requests[hosted.request]
 
     def _pass_on(self, hosted: HostedRequest, emission: Emission) -> None:
-        front, hosted.emitted = hosted.front, emission.index + 1
+        front, hosted.emitted = hosted.front, emission.index + (emission.token is not None)
         front.outbox.append(emission)
         if emission.finish:
             self._remove(hosted)

@@ -20,7 +20,7 @@ class RequestsAccepted(NamedTuple):
     """The choices of one HTTP request, for which `check_room` found room."""
 
     requests: Sequence[Request]
-    deadline_s: float
+    timeout_s: float  # each ends that makes no progress for so long
 
 
 class RequestCancelled(NamedTuple):

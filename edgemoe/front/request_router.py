@@ -162,7 +162,7 @@ class RequestRouter:
         for request in requests:
             self._submissions[request.id] = submission
         self._idle.clear()
-        self.handle(events.RequestsAccepted(requests, self._now() + timeout_s))
+        self.handle(events.RequestsAccepted(requests, timeout_s))
         try:
             yield submission
         finally:

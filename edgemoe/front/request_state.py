@@ -70,9 +70,9 @@ class RequestStateMachine(RequestTable):
     def handle(self, event: events.RequestEvent) -> list[events.RequestInstruction]:
         """Changes the requests that the event concerns. Returns the instructions to perform, in order."""
         match event:
-            case events.RequestsAccepted(requests, deadline_s):
+            case events.RequestsAccepted(requests, timeout_s):
                 for accepted in requests:
-                    self._add(new := RequestRecord(accepted, self._now(), deadline_s))
+                    self._add(new := RequestRecord(accepted, self._now(), timeout_s))
                     self._route(new)
             case events.RequestCancelled(request):
                 if (record := self._live.get(request)) is not None:
@@ -119,7 +119,8 @@ class RequestStateMachine(RequestTable):
         for record in list(self._live.values()):
             move = record.move
             if record.state is not RequestState.DONE and record.deadline_s <= now_s:  # another's end may have ended it
-                self._cancel(record, DeadlineExceeded("the answer was not finished in time (api.request_timeout_s)"))
+                why = f"the request made no progress for {record.timeout_s:g} s (api.request_timeout_s)"
+                self._cancel(record, DeadlineExceeded(why))
             elif record.state in IN_OFFER:
                 self._check_offer(record)
             elif move is not None and move.target and (now_s > move.until_s or move.target not in {own, *others}):
@@ -226,6 +227,7 @@ class RequestStateMachine(RequestTable):
         place = choice.place
         record.attempt += 1
         record.attempts.begin()
+        record.note_progress(self._now())
         if only_prefills:
             record.move = PrefillMove(record.request.prompt + tuple(record.emitted))
         self._go(record, RequestState.PREFILLING if only_prefills else RequestState.RUNNING, place)
@@ -434,6 +436,9 @@ class RequestStateMachine(RequestTable):
         self._route(record)
 
     def _deliver(self, record: RequestRecord, emission: Emission) -> None:
+        record.note_progress(self._now())
+        if emission.token is None and not emission.finish:
+            return
         self._todo.append(events.DeliverToken(emission))
         if emission.token is not None:
             record.emitted.append(emission.token)

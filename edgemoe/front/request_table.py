@@ -99,7 +99,7 @@ class RequestRecord:
 
     request: Request
     accepted_s: float
-    deadline_s: float
+    timeout_s: float
     state: RequestState = RequestState.QUEUED
     place: str = ""  # the engine that has it; "" while none does
     attempt: int = 0  # 0 before the first submission
@@ -109,9 +109,15 @@ class RequestRecord:
     offer: OpenOffer | None = None
     move: PrefillMove | None = None
     identity: Identity = field(init=False)
+    deadline_s: float = field(init=False)  # of its next progress
 
     def __post_init__(self) -> None:
         self.identity = self.request.identity
+        self.note_progress(self.accepted_s)
+
+    def note_progress(self, now_s: float) -> None:
+        """Moves the deadline."""
+        self.deadline_s = now_s + self.timeout_s
 
     @property
     def id(self) -> str:

@@ -153,7 +153,7 @@ PromptLogprobs = Annotated[tuple[TokenLogprob, ...], Meta(max_length=1 << 22)]
 
 
 class Emission(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, array_like=False):
-    """The output of one step for one request: a token, an end, or both.
+    """The output of one step for one request: a token, an end, or both; neither only says that it makes progress.
 
     `index` counts the request's tokens from 0, replayed ones included; `attempt` counts the front's submissions.
     `finish` is "", "stop", "length" or "error"; with "error", `error` and `error_code` say why.

@@ -344,8 +344,13 @@ async def test_a_skipped_token_is_no_death_of_an_engine(engine: FakeEngine) -> N
 
 async def test_a_deadline_ends_a_request_with_its_error(engine: FakeEngine) -> None:
     with engine.router.open([request()], 10) as ticket:
+        engine.pass_time(9)
         engine.emit(token(0))
-        engine.pass_time(11)
+        engine.pass_time(9)  # a token was progress
+        engine.emit(Emission(request="r", attempt=1, index=1))  # and so is this report
+        engine.pass_time(9)
+        assert ticket.live == {"r"}
+        engine.pass_time(2)
         engine.emit(token(1))
         received = aiter(ticket)
         assert [item.index for item in await anext(received)] == [0]
@@ -376,12 +381,12 @@ async def test_an_error_that_many_are_told_keeps_none_of_them(engine: FakeEngine
     assert await ended("a") == await ended("b")
 
 
-async def test_a_replay_carries_the_time_that_is_left_and_the_time_that_has_passed(engine: FakeEngine) -> None:
+async def test_a_replay_has_the_whole_timeout_and_carries_the_time_that_has_passed(engine: FakeEngine) -> None:
     with engine.router.open([request()], 10):
         engine.now += 4
         engine.dies()
         times = [(sent.remaining_ms, sent.waited_ms) for sent in engine.sent if isinstance(sent, Submit)]
-        assert times == [(10_000, 0), (6_000, 4_000)]
+        assert times == [(10_000, 0), (10_000, 4_000)]
 
 
 async def test_waiting_for_an_empty_router_ends_with_the_last_request(engine: FakeEngine) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import sys
@@ -435,9 +436,20 @@ async def test_deadlines_end_requests_with_504(tmp_path: Path, model_dir: Path) 
     async with running(settings), http_client(settings) as client:
         late = await client.post("/v1/completions", json={"prompt": "HANG@0"})
         assert (late.status_code, late.json()["error"]["code"]) == (504, "deadline_exceeded")
-        stream = await client.post("/v1/completions", json={"prompt": "HANG@2", "stream": True})
-        assert stream.status_code == 200
-        assert "deadline_exceeded" in stream.text
+
+
+async def test_tokens_before_a_deadline_are_the_answer(tmp_path: Path, model_dir: Path) -> None:
+    settings = settings_for(tmp_path, model_dir, api={"request_timeout_s": 0.5})
+    async with running(settings), http_client(settings) as client:
+        stream = await client.post("/v1/completions", json={"prompt": "HANG@2", "seed": 1, "stream": True})
+        whole = await client.post("/v1/completions", json={"prompt": "HANG@2", "seed": 1})
+    assert (stream.status_code, whole.status_code) == (200, 200)
+    (choice,) = whole.json()["choices"]
+    assert choice["finish_reason"] == "length"
+    assert whole.json()["usage"]["completion_tokens"] == 2
+    events = [json.loads(line[6:]) for line in stream.text.splitlines() if line.startswith("data: {")]
+    assert "".join(one["choices"][0]["text"] for one in events) == choice["text"]
+    assert events[-1]["choices"][0]["finish_reason"] == "length"
 
 
 async def test_a_full_queue_is_a_429(tmp_path: Path, model_dir: Path) -> None:

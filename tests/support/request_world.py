@@ -149,7 +149,7 @@ class World:
         for name in names:
             assert name not in self.clients
             self.clients[name] = Client()
-        self.happen(events.RequestsAccepted(some, self.now_s + timeout_s))
+        self.happen(events.RequestsAccepted(some, timeout_s))
 
     def all_of(self, kind: type[T]) -> list[T]:
         """Returns the instructions of that kind so far."""

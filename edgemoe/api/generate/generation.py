@@ -183,9 +183,13 @@ class CompletionChoice:
         if emission.token is not None and not self._prompt_only:
             self._token(emission, emission.token)
         if emission.finish and not self.finish:
-            rest = "" if self._stops.stopped else self._stops.feed(self._detokenizer.flush()) + self._stops.flush()
-            self._end("length" if self._prompt_only else emission.finish, rest)
+            self.end("length" if self._prompt_only else emission.finish)
         return bool(self.finish) and not emission.finish
+
+    def end(self, reason: str) -> None:
+        """Ends the text, which must not have ended, with its rest."""
+        rest = "" if self._stops.stopped else self._stops.feed(self._detokenizer.flush()) + self._stops.flush()
+        self._end(reason, rest)
 
     def delta(self) -> ChoiceDelta:
         """Returns the delta since the last call; falsy while there is nothing to show."""
@@ -206,7 +210,7 @@ class CompletionChoice:
     def _end(self, reason: str, rest: str) -> None:
         self._add(self._parser.feed(rest))
         if not self._parser.done:
-            self._add(self._parser.flush())
+            self._add(self._parser.flush(is_cut=reason == "length"))
         self.finish = self._delta.finish = "tool_calls" if self._called and reason == "stop" else reason
 
     def _add(self, pieces: OutputPieces) -> None:
@@ -361,24 +365,35 @@ class PreparedAnswer:
 async def run_generation(
     generation: Generation, backend: Backend, metrics: Metrics, timeout_s: float
 ) -> AsyncGenerator[list[ChoiceDelta], None]:
-    """Yields the deltas of all choices as they arrive. Raises RequestError."""
+    """Yields the deltas of all choices as they arrive. Raises RequestError.
+
+    Where no more comes within `timeout_s`, the tokens so far are the answer, and its finish is "length".
+    """
     choices = {request.id: choice for request, choice in zip(generation.requests, generation.choices, strict=True)}
     with backend.open(generation.requests, timeout_s) as submission:
         clock = generation.clock = GenerationClock(metrics)
         metrics.prompt_tokens.inc(generation.prompt_tokens)
-        async for emissions in submission:
-            touched: dict[str, CompletionChoice] = {}
-            for emission in emissions:
-                choice = choices[emission.request]
-                if choice.finish:
-                    continue
-                _raise_engine_error(emission)
-                touched[emission.request] = choice
-                if choice.add(emission):
-                    submission.cancel(emission.request)
-                clock.emitted(emission, ended=bool(choice.finish))
-            if deltas := [delta for choice in touched.values() if (delta := choice.delta())]:
-                yield deltas
+        try:
+            async for emissions in submission:
+                touched: dict[str, CompletionChoice] = {}
+                for emission in emissions:
+                    choice = choices[emission.request]
+                    if choice.finish:
+                        continue
+                    _raise_engine_error(emission)
+                    touched[emission.request] = choice
+                    if choice.add(emission):
+                        submission.cancel(emission.request)
+                    clock.emitted(emission, ended=bool(choice.finish))
+                if deltas := [delta for choice in touched.values() if (delta := choice.delta())]:
+                    yield deltas
+        except DeadlineExceeded:
+            unfinished = [choice for choice in generation.choices if not choice.finish]
+            if not any(choice.tokens for choice in generation.choices):
+                raise
+            for choice in unfinished:
+                choice.end("length")
+            yield [choice.delta() for choice in unfinished]
 
 
 async def collect_deltas(generation: Generation, deltas: AsyncGenerator[list[ChoiceDelta], None]) -> list[ChoiceDelta]:
