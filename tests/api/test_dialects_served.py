@@ -160,3 +160,40 @@ async def test_a_conversation_with_calls_and_results_goes_through_the_template(
     answer = await client.chat.completions.create(model="tiny", messages=messages, tools=TOOLS, max_tokens=5)
     assert answer.usage is not None
     assert answer.usage.completion_tokens == 5
+
+
+async def test_a_call_that_the_length_cuts_is_the_same_call_streamed_and_whole_in_every_api(
+    served: tuple[Sample, Front], client: openai.AsyncOpenAI
+) -> None:
+    sample, front = served
+    tokens = len(tokenizer(sample.dialect).encode(sample.output[: sample.output.index("Süd")]).ids)
+    asked = ask(sample.output, tools=TOOLS, max_tokens=tokens)
+    whole = (await client.chat.completions.create(**asked)).choices[0]
+    name = arguments = ""
+    finish = None
+    async for chunk in await client.chat.completions.create(**asked, stream=True):
+        for call in chunk.choices[0].delta.tool_calls or ():
+            name += call.function.name or ""
+            arguments += call.function.arguments
+        finish = chunk.choices[0].finish_reason or finish
+    (call,) = whole.message.tool_calls or ()
+    assert (call.function.name, call.function.arguments) == (name, arguments)
+    assert arguments.endswith('"city": "Köln \\"')
+    assert (whole.finish_reason, finish) == ("length", "length")
+    assert "weather" not in (whole.message.content or "")
+    flat = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    for stream in (False, True):
+        response: Any = await client.responses.create(
+            model="tiny", input=asked["messages"][0]["content"], tools=flat, max_output_tokens=tokens, stream=stream
+        )
+        if stream:
+            (response,) = [event.response async for event in response if event.type == "response.incomplete"]
+        item = response.output[-1]
+        assert (item.type, item.arguments, item.status) == ("function_call", arguments, "incomplete")
+    async with anthropic_client(front.settings) as claude:
+        tools = [{"name": name, "input_schema": schema or {"type": "object"}} for name, schema in FUNCTIONS.items()]
+        message = await claude.messages.create(
+            model="tiny", max_tokens=tokens, messages=asked["messages"], tools=tools, thinking={"type": "adaptive"}
+        )
+    assert message.content[-1].input["city"] == 'Köln "'
+    assert message.stop_reason == "max_tokens"

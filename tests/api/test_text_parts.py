@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models
 
 from edgemoe.api.dialects.dialect import HERMES, OutputMarks, OutputStart
 from edgemoe.api.dialects.output_parser import OutputParser
-from edgemoe.api.dialects.tool_calls import OutputPieces
+from edgemoe.api.dialects.tool_calls import OutputPieces, completed_object
 from edgemoe.api.generate.generation import ChoiceDelta, CompletionChoice
 from edgemoe.api.http.responding import event
 from edgemoe.api.text.tokenizer import SPACE, Detokenizer, StopMatcher, Vocabulary, held_back
@@ -244,3 +244,15 @@ def test_an_event_is_one_line_to_whoever_splits_as_python_does() -> None:
     head, data, *rest = event(value, "delta").decode().splitlines()
     assert (head, rest) == ("event: delta", [""])
     assert json.loads(data.removeprefix("data: ")) == value
+
+
+def test_every_beginning_of_an_object_is_completed_to_one() -> None:
+    text = '{"a": "x\\u00e9\\\\\\"y", "b": [1, {"c": null}, "d"], "e": {"f": -1.5e3, "g": true}}'
+    whole = json.loads(text)
+    for end in range(len(text) + 1):
+        found = json.loads(completed_object(text[:end]))
+        assert found.keys() <= whole.keys()
+        assert found.get("a", "") == whole["a"][: len(found.get("a", ""))]
+    assert completed_object(text) == text
+    assert json.loads(completed_object(text[: text.index('"d"')])) == {"a": whole["a"], "b": [1, {"c": None}]}
+    assert completed_object("no object") == "{}"

@@ -30,6 +30,7 @@ class OutputReader:
         self._between = ""
         self._shown: set[PieceKind] = set()
         self._call: ToolCallBuilder | None = None
+        self.is_cut = False  # the output has ended at its greatest length
 
     @property
     def done(self) -> bool:
@@ -104,6 +105,9 @@ class OutputReader:
             yield from read(self.source, call)
             call.complete()
         except MalformedOutput:
+            if self.is_cut and call.begun:
+                call.cut_off()
+                return False
             if call.said:  # it is text, which goes on
                 self._fresh, self._between = False, ""
                 self._shown.add("text")
@@ -347,8 +351,9 @@ class OutputParser:
             next(self._reading, None)
         return self._output.collected()
 
-    def flush(self) -> OutputPieces:
-        """Returns the rest at the end of the output."""
+    def flush(self, *, is_cut: bool = False) -> OutputPieces:
+        """Returns the rest at the end of the output. A call that its greatest length has cut keeps its arguments."""
+        self._output.is_cut = is_cut
         self._output.source.end()
         next(self._reading, None)
         return self._output.collected()

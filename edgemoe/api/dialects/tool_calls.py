@@ -34,7 +34,7 @@ from edgemoe.api.dialects.growing_text import (
 from edgemoe.types.arrays import Json
 
 PieceKind = Literal["text", "reasoning", "call"]
-ToolCallEnd = Literal["", "complete", "broken"]
+ToolCallEnd = Literal["", "complete", "cut", "broken"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +97,10 @@ class OutputPieces:
         return "".join(piece.text for piece in self._pieces if piece.kind == kind)
 
     def drop_broken_calls(self) -> None:
-        """Turns calls that were not completed back into the text that the model wrote."""
+        """Turns malformed calls back into the text that the model wrote."""
         pieces, self._pieces = self._pieces, []
         for piece in pieces:
-            kept = piece.kind != "call" or piece.ended == "complete"
+            kept = piece.kind != "call" or piece.ended in ("complete", "cut")
             self.add(piece if kept else OutputPiece("text", piece.raw))
 
 
@@ -159,6 +159,12 @@ class ToolCallBuilder:
         """Ends the call, which has been read to its end."""
         assert self._call is not None
         self._add(self._unsaid, self._source.read, "complete")
+
+    def cut_off(self) -> None:
+        """Ends the call, whose function is known, with the arguments so far."""
+        assert self._call is not None
+        self._add(self._unsaid, self._source.read, "cut")
+        self._source.cut()
 
     def give_up(self) -> str:
         """Ends a call that cannot be read on. Returns the text that was read of it and is not in any piece."""
@@ -245,6 +251,33 @@ def as_json(text: str, allowed: frozenset[str]) -> str:
     if kind == "number" and "integer" in allowed and value.is_integer():
         return str(int(value))
     return quoted(text)
+
+
+PART_OF_ESCAPE = re.compile(r"\\\\(u[0-9a-fA-F]{0,3})?$")
+ENDS_OF = {"{": "}", "[": "]"}
+
+
+def completed_object(text: str) -> str:
+    """Returns the JSON object that `text` begins, without an incomplete member; a string may be incomplete."""
+    ends: list[str] = []
+    whole = ""  # the object as of the last complete member
+    in_string = escaped = False
+    for at, letter in enumerate(text):
+        if in_string:
+            in_string, escaped = escaped or letter != '"', not escaped and letter == "\\"
+        elif letter == '"':
+            in_string = True
+        elif letter in ENDS_OF:
+            ends.append(ENDS_OF[letter])
+            whole = text[: at + 1] + "".join(reversed(ends))
+        elif letter in "]}" and ends:
+            ends.pop()
+            whole = text[: at + 1] + "".join(reversed(ends))
+        elif letter == ",":
+            whole = text[:at] + "".join(reversed(ends))
+    body = PART_OF_ESCAPE.sub("", text) + '"' if in_string else text
+    longest = body + "".join(reversed(ends))
+    return next((one for one in (text, longest, whole) if is_object(one)), "{}")
 
 
 class ToolCallForm(Protocol):

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from edgemoe.api import schema
-from edgemoe.api.dialects.tool_calls import OutputPiece
+from edgemoe.api.dialects.tool_calls import OutputPiece, completed_object
 from edgemoe.api.endpoints.chat_completions import chat_generation
 from edgemoe.api.endpoints.content_parts import text_of_part, text_of_parts, text_of_result
 from edgemoe.api.generate.generation import ChoiceDelta, Generation, PreparedAnswer, RequestContext
@@ -286,7 +286,9 @@ def _block(piece: OutputPiece) -> Json:
     """Returns a whole block."""
     match piece.kind:
         case "call":
-            return _tool_use(piece, msgspec.Raw(piece.text.encode()))  # any number and escape that the model wrote
+            return _tool_use(
+                piece, msgspec.Raw(completed_object(piece.text).encode())
+            )  # numbers as the model wrote them
         case "reasoning":
             return {"type": "thinking", "thinking": piece.text, "signature": ""}
         case _:
