@@ -116,7 +116,7 @@ class RequestRecord:
         self.note_progress(self.accepted_s)
 
     def note_progress(self, now_s: float) -> None:
-        """Moves the deadline."""
+        """Moves the deadline to `timeout_s` from now."""
         self.deadline_s = now_s + self.timeout_s
 
     @property
