@@ -1,4 +1,4 @@
-"""Refuses unpickling in this process, whoever asks for it: none of our data formats needs it."""
+"""Refuses unpickling in the whole process: none of our data formats needs it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 
 
 def refuse_pickle() -> None:
-    """From now on, unpickling anything that names a class or function raises RuntimeError. Cannot be undone."""
+    """Forbids unpickling of classes and functions from now on: it raises RuntimeError. Cannot be undone."""
     sys.addaudithook(_refuse)
 
 

@@ -1,7 +1,4 @@
-"""What malloc keeps of what was freed, and what the garbage collection passes over.
-
-What is done to malloc does nothing where there is no glibc.
-"""
+"""Tunes malloc's retention of freed memory, and the garbage collection. Does nothing to malloc without glibc."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ GIVE_BACK_S = 30.0  # between two times
 
 
 def keep_freed(mmap_bytes: int, trim_bytes: int) -> None:
-    """Has one heap for all threads, which keeps so much at its end; what is as large as `mmap_bytes` is not in it."""
+    """Uses one heap for all threads and keeps `trim_bytes` at its end. Blocks of `mmap_bytes` and more lie outside."""
     with contextlib.suppress(AttributeError, OSError):
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(M_MMAP_THRESHOLD, mmap_bytes)
@@ -27,7 +24,7 @@ def keep_freed(mmap_bytes: int, trim_bytes: int) -> None:
 
 
 def used_bytes() -> int:
-    """Returns how many bytes of malloc's main heap are in use; 0 where there is no glibc that can say so."""
+    """Returns the bytes in use of malloc's main heap; 0 without glibc."""
     try:
         ask = ctypes.CDLL(None).mallinfo2
     except (AttributeError, OSError):
@@ -47,20 +44,20 @@ class MallInfo(ctypes.Structure):
 
 
 def settle() -> None:
-    """Has garbage collections pass over all that is there: one that looks through an engine stops it for .12 s."""
+    """Excludes all present objects from garbage collections, of which one over an engine takes 0.12 s."""
     gc.collect()
     gc.freeze()
     atexit.register(gc.unfreeze)  # or libraries complain that it outlives them
 
 
 def give_back() -> None:
-    """Returns the whole pages between what is in use to the system."""
+    """Returns whole unused pages of malloc's heap to the system."""
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 async def give_back_often() -> None:
-    """Gives back again and again, on a thread, until cancelled: fragments of what comes and goes add up over hours."""
+    """Calls `give_back` on a thread every GIVE_BACK_S, until cancelled: fragmentation grows over hours."""
     while True:
         await asyncio.sleep(until_tick(GIVE_BACK_S))
         await asyncio.to_thread(give_back)

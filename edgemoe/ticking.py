@@ -1,4 +1,4 @@
-"""One beat for all that looks at something again and again, so that an idle process wakes once for all of it."""
+"""One common beat for all periodic work, so that an idle process wakes once for all of it."""
 
 from __future__ import annotations
 

@@ -233,6 +233,8 @@ def paragraphs(path: Path) -> Iterator[Passage]:
             fenced = not fenced
         if fenced or not mark or mark.startswith(("#", "```", "|", "<")) or re.match(r"(?:[*-]|\d+\.) ", mark):
             yield from whole()
+        if line.startswith("    ") and not block and not re.match(r"(?:[*-]|\d+\.) ", mark):
+            continue  # indented code
         if mark.startswith("|") and not fenced and not "".join(lines[number : number + 1]).lstrip().startswith("|-"):
             for cell in re.split(r"(?<!\\)\|", mark):
                 yield Passage(path, number, "page", cell.strip())

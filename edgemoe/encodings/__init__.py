@@ -1,1 +1,1 @@
-"""Encodes matrices, and decodes them: what every kernel must agree with."""
+"""Encodes and decodes matrices: the reference for every kernel."""

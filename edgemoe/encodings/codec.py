@@ -1,7 +1,7 @@
 """Encodes float32 matrices and decodes them, in NumPy.
 
-The scales of int4 are searched: of several factors of a group's largest weight the one whose codes, with the scale that
-is best for them, have the smallest square error [GGML, make_qx_quants].
+The scales of int4 are searched: several factors of a group's largest weight are tried. The one with the smallest square
+error is taken, each with the best scale for its codes [GGML, make_qx_quants].
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def _encode_fp8(weights: Floats) -> Encoded:
 
 
 def _nearest_code(values: Floats, table: Floats, sign: int) -> Bytes:
-    """Returns the code whose value is nearest, the even one of two; `table` has those of positive values, rising."""
+    """Returns the code with the nearest value, the even one of two. `table` has the positive codes' values, rising."""
     middles = (table[1:] + table[:-1]) / 2
     size = np.abs(values)
     code = np.searchsorted(middles, size, side="left")

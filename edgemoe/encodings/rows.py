@@ -1,15 +1,6 @@
 """Lays codes and scales out as rows, in the order in which kernels read them, and takes them apart again.
 
-A row is cut into runs of LANES * LANE_COLUMNS columns; the last one may have fewer lanes. Lane j of a run holds
-LANE_COLUMNS columns one after the other, which share a scale. A run's codes begin with the first code of every lane, so
-that a vector of codes meets a vector of scales and no lane has to be spread or turned:
-
-* int8: for each four columns of a lane, 4 bytes of every lane, as dot products of bytes want them;
-* int4, mxfp4: for each eight columns of a lane, 4 bytes of every lane: the first four columns in their low halves, the
-  other four in their high halves;
-* fp8: for each column of a lane, 1 byte of every lane.
-
-The scales follow in the order of the columns.
+docs/design/kernels.md describes the layout.
 """
 
 from __future__ import annotations
@@ -54,7 +45,7 @@ def join(codes: Bytes, scales: Bytes, encoding: Encoding) -> Bytes:
 
 
 def split(rows: Bytes, encoding: Encoding, columns: int) -> tuple[Bytes, Bytes]:
-    """Returns the codes [R, columns], a byte each, and the bytes of the scales of what `join` returned."""
+    """Splits rows made by `join` into codes [R, columns], a byte each, and the bytes of the scales."""
     laid = rows[:, : encoding.code_bytes(columns)]
     scales = rows[:, encoding.code_bytes(columns) : encoding.row_bytes(columns)]
     codes = np.empty((len(rows), columns), np.uint8)

@@ -30,7 +30,7 @@ def _window(config: Config) -> int:
     return integer(config, "sliding_window")
 
 
-# What configurations call most things; a family names what it calls otherwise.
+# The usual keys of configurations. A family lists only the keys that differ.
 HEADS: FieldSources = {
     "count": whole("num_attention_heads"),
     "kv_count": whole("num_key_value_heads", default=whole("num_attention_heads")),
@@ -50,13 +50,13 @@ BLOCK: FieldSources = {"eps": number("rms_norm_eps", default=1e-6), "tied": flag
 
 
 def spec_from_config(config: Config) -> ModelSpec:
-    """The spec of a `config.json`. Raises UnsupportedModel, and CheckpointError for nonsense."""
+    """Returns the spec of a `config.json`. Raises UnsupportedModel, and CheckpointError for invalid values."""
     family = _family(config)
     config = _decoder_part(config, family)
     heads = family.mechanism(**_read(config, HEADS, family.heads))
     rope, context_tokens = read_rope(config, family.rope, heads.dim)
     if heads.window >= context_tokens:
-        heads = replace(heads, window=0)  # it has all that a context has
+        heads = replace(heads, window=0)  # the window is the whole context
     spec = ModelSpec(
         family=family.name,
         architecture=family.architecture,
@@ -75,7 +75,7 @@ def spec_from_config(config: Config) -> ModelSpec:
 
 
 def decoder_config(config: Config) -> Config:
-    """Returns what a `config.json` says of the decoder, which may be a part of the model. Raises as above."""
+    """Returns the decoder's section of a `config.json`. Raises as `spec_from_config`."""
     return _decoder_part(config, _family(config))
 
 
@@ -106,9 +106,9 @@ def _has_experts(config: Config) -> bool:
 
 
 def _decoder_part(config: Config, family: Family) -> Config:
-    """Returns the configuration of the decoder alone; what it leaves unsaid is said for the whole model.
+    """Returns the configuration of the decoder alone. Keys that it lacks are taken from the whole model's.
 
-    The type of the weights, where it is said for the whole model, is that: a store says there what it has.
+    A dtype of the whole model overrides the decoder's, because a store writes its own dtype there.
     """
     part = config.get(family.section) if family.section else {}
     if not isinstance(part, Mapping):
@@ -128,7 +128,7 @@ def _check_sizes(spec: ModelSpec) -> None:
     router, feed_forward = spec.router, spec.feed_forward
     for heads in {attention.heads for attention in spec.attention}:
         _check_heads(heads)
-    for name, value, most in (  # of anything that is to come; what is larger is nonsense
+    for name, value, most in (  # far above any model; larger values are errors
         ("vocab_size", spec.vocab, 1 << 24),
         ("hidden_size", spec.hidden, 1 << 20),
         ("the experts' width", feed_forward.width, 1 << 22),

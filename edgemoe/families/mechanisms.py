@@ -33,16 +33,16 @@ MOST_WIDTH = 1 << 14
 
 @dataclass(frozen=True, slots=True)
 class LatentHeads(AttentionHeads):
-    """The heads of one layer. A token's keys and values are made of `rank` numbers and `dim` that turn.
+    """The heads of one layer. A token's keys and values are projected from `rank` latent and `dim` rotated numbers.
 
-    `dim` is what rotary embedding turns of a head's key: the same for all heads.
+    `dim` is the part of a head's key that rotary embedding turns: the same for all heads.
     """
 
     mechanism: ClassVar[str] = "latent"
 
     query_rank: int = 0  # 0: queries are made of the hidden state at once
     rank: int = 0
-    plain: int = 0  # of a head's key, what rotary embedding leaves alone
+    plain: int = 0  # of a head's key, the part without rotary embedding
     value: int = 0  # of a head's value
 
     @property
@@ -93,7 +93,7 @@ def _value(config: Config) -> int:
 
 
 def _scale(config: Config) -> float:
-    """Returns what scores are multiplied with: by YaRN, mscale_all_dim's share counts twice."""
+    """Returns the factor of scores. YaRN's `mscale_all_dim` enters it squared."""
     scale = float((integer(config, "qk_nope_head_dim") + integer(config, "qk_rope_head_dim")) ** -0.5)
     given = rope_table(config)
     if (given.get("rope_type") or given.get("type") or "default") != "default" and given.get("mscale_all_dim"):
@@ -120,7 +120,7 @@ Layers = Callable[[Config, LayerAttention], tuple[LayerAttention, ...]]
 
 @dataclass(frozen=True, slots=True)
 class DeltaHeads(AttentionHeads):
-    """The heads of a gated delta net: `count` of values, `kv_count` of queries and keys, `dim` those of a key head.
+    """The heads of a gated delta net: `count` of values, `kv_count` of queries and keys. `dim` is of a key head.
 
     Each key head serves count / kv_count value heads in a row.
     """
@@ -170,7 +170,9 @@ class DeltaHeads(AttentionHeads):
         yield "linear_attn.out_proj.weight", (hidden, self.values)
 
     def order(self) -> tuple[list[int], list[int]]:
-        """Returns where queries, keys, values and gates, then betas and decays, lie in the grouped projections."""
+        """Returns the row numbers of queries, keys, values and gates, then of betas and decays, in the grouped
+        projections.
+        """
         share = self.count // self.kv_count
         sizes = (self.dim, self.dim, share * self.value_dim, share * self.value_dim)
         return _ungrouped(sizes, self.kv_count), _ungrouped((share, share), self.kv_count)
@@ -218,13 +220,13 @@ def _delta_kinds(config: Config) -> list[str]:
     return kinds
 
 
-GEMMA_PERIOD = 6  # the last of so many layers sees all
+GEMMA_PERIOD = 6  # layers; the last one of each period sees all tokens
 GEMMA_WIDE = 512  # elements of its heads
 GEMMA_ROPE: dict[str, dict[str, Any]] = {
     SLIDING: {"rope_type": "default", "rope_theta": 1e4},
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
 }
-GEMMA_LACKS = {  # what other Gemmas have, and the values that say that this one has not
+GEMMA_LACKS = {  # features of other Gemmas, and the values with which a model is without them
     "enable_moe_block": (True,),
     "hidden_size_per_layer_input": (0, None),
     "num_kv_shared_layers": (0, None),
@@ -275,7 +277,7 @@ def root_of_hidden(config: Config) -> float:
 
 
 def _window_kinds(config: Config, period: int) -> list[str]:
-    """Returns each layer's kind: what is said, or all SLIDING but every `period`-th."""
+    """Returns each layer's kind: as the configuration states, or all SLIDING but every `period`-th."""
     kinds = stated_kinds(config, "layer_types", (FULL, SLIDING))
     if kinds is None:
         return [SLIDING if (layer + 1) % period else FULL for layer in range(layer_count(config))]
@@ -297,7 +299,7 @@ def _gemma_layer(config: Config, attention: LayerAttention, kind: str) -> LayerA
 
 
 def _overridden(attention: LayerAttention, own: Any) -> LayerAttention:
-    """Returns what a layer attends with where transformers 5 has written down what is its own."""
+    """Returns a layer's attention with the overrides of transformers 5's `per_layer_config`."""
     if not isinstance(own, Mapping):
         raise CheckpointError(f"config.json: per_layer_config must have tables, not {str(own)[:80]!r}")
     if not own:

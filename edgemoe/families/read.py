@@ -1,6 +1,6 @@
-"""Reads values of a configuration, checked: what is not what it should be is refused by name.
+"""Reads values of a configuration and checks them; an error names the key.
 
-`whole`, `number`, `flag` and `choice` make functions of a configuration, of which the table of families is made.
+`whole`, `number`, `flag` and `choice` build functions of a configuration, of which the table of families consists.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def whole(*keys: str, default: int | ConfigReader | None = None) -> ConfigReader
 
 
 def number(*keys: str, default: float | None = None) -> ConfigReader:
-    """Returns a reader of the first of `keys` that is set: a positive number, or the default, whatever it is."""
+    """Returns a reader of the first of `keys` that is set, a positive number; otherwise of the default."""
     return lambda config: default if _first(config, keys) is None and default is not None else real(config, *keys)
 
 
@@ -66,7 +66,7 @@ def times(key: str, count: str, default: int) -> ConfigReader:
 
 
 def inverse(key: str) -> ConfigReader:
-    """Returns a reader of what a positive number divides by; 1 where it is not set."""
+    """Returns a reader of the inverse of a positive number; 1 if it is not set."""
     return lambda config: 1.0 / real(config, key, default=1.0)
 
 
@@ -76,7 +76,7 @@ def flag(key: str, default: bool = False) -> ConfigReader:
 
 
 def choice(key: str, values: Mapping[Any, Any], default: Any) -> ConfigReader:
-    """Returns a reader of one of a few values: what `values` has for it, or `default` where it is not set."""
+    """Returns a reader that maps a key by `values`; `default` if it is not set."""
 
     def read(config: Config) -> Any:
         value = config.get(key)
@@ -95,7 +95,7 @@ def _first(config: Config, keys: tuple[str, ...]) -> Any:
 
 
 def _number(config: Config, keys: tuple[str, ...], default: N | None, kind: type[N]) -> N:
-    """The first of `keys` that is set, a positive number."""
+    """Returns the first of `keys` that is set, a positive number."""
     key = next((key for key in keys if config.get(key) is not None), keys[0])
     value = config.get(key, default) if config.get(key) is not None else default
     if value is None:
@@ -111,9 +111,9 @@ KINDS = ("default", "linear", "proportional", "yarn")
 
 
 def read_rope(config: Config, family: Mapping[str, Any], head_dim: int) -> tuple[RopeSpec, int]:
-    """The rotary embedding and the tokens of context that it reaches.
+    """Returns the rotary embedding and the length of context that it reaches, in tokens.
 
-    `family` has what the configuration may leave unsaid: `theta`, and the `partial` share of a head that turns.
+    `family` has the defaults of the configuration: `theta`, and the `partial` share of a head that turns.
     """
     context_tokens = integer(config, "max_position_embeddings")
     given = rope_table(config)
@@ -152,7 +152,7 @@ def read_rope(config: Config, family: Mapping[str, Any], head_dim: int) -> tuple
 
 
 def rope_table(config: Config) -> Mapping[str, Any]:
-    """Returns what a configuration says of its rotary embedding by itself. Raises CheckpointError."""
+    """Returns the section of a configuration about its rotary embedding. Raises CheckpointError."""
     newer, older = config.get("rope_parameters"), config.get("rope_scaling")
     says_more = isinstance(newer, Mapping) and isinstance(older, Mapping) and newer == {**newer, **older}
     if newer and older and newer != older and not says_more:
@@ -178,7 +178,7 @@ def _dims(config: Config, given: Config, family: Mapping[str, Any], head_dim: in
 
 
 def _switch(family: Mapping[str, Any], field: str, config: Config) -> bool:
-    """Returns what the family, or the configuration in its stead, says of a switch."""
+    """Returns a switch of the family: a constant, or a function of the configuration."""
     value = family.get(field, False)
     return bool(value(config) if callable(value) else value)
 
@@ -188,7 +188,7 @@ def _original_tokens(given: Config, context_tokens: int) -> int:
 
 
 def _yarn_attention_factor(given: Config, factor: float) -> float:
-    """Stated, or from `factor` [YaRN, 3.4], with DeepSeek's mscale pair."""
+    """Returns YaRN's attention factor: as stated, or from `factor` [YaRN, 3.4], with DeepSeek's mscale pair."""
 
     def scale(weight: float) -> float:
         return 1.0 if factor <= 1.0 else 0.1 * weight * math.log(factor) + 1.0
@@ -212,7 +212,7 @@ def layer_count(config: Config) -> int:
 
 
 def stated_kinds(config: Config, key: str, known: tuple[str, str]) -> list[str] | None:
-    """Returns what `key` calls each layer, one of two kinds; None where it says nothing. Raises CheckpointError."""
+    """Returns the kind of each layer that `key` lists, one of two; None if it is not set. Raises CheckpointError."""
     layers, kinds = layer_count(config), config.get(key)
     if kinds is None:
         return None
@@ -257,7 +257,7 @@ def by_type(config: Config, attention: LayerAttention) -> tuple[LayerAttention, 
 
 
 def by_type_below(config: Config, attention: LayerAttention) -> tuple[LayerAttention, ...]:
-    """As `by_type`, but that older configurations mean every other layer below `max_window_layers`, the first too."""
+    """Reads layers as `by_type` does; without a list, even layers below `max_window_layers` see all tokens."""
     kinds = stated_kinds(config, "layer_types", (FULL, SLIDING))
     if kinds is None:
         layers, end = layer_count(config), integer(config, "max_window_layers", default=28)
@@ -282,7 +282,7 @@ def outside_interval(config: Config) -> frozenset[int]:
 
 
 def sparse_steps(config: Config) -> frozenset[int]:
-    """Returns all but every `decoder_sparse_step`-th layer, and what `mlp_only_layers` names."""
+    """Returns the dense layers: all but every `decoder_sparse_step`-th one, and the layers of `mlp_only_layers`."""
     step = integer(config, "decoder_sparse_step", default=1)
     named = config.get("mlp_only_layers") or []
     if not isinstance(named, list):

@@ -1,4 +1,4 @@
-"""What a supported model looks like: one frozen record per model, and the tensors that it has. Imports no torch."""
+"""Describes a supported model: one frozen record per model, and its tensors. Imports no torch."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ Tensors = Iterator[tuple[str, Shape]]  # names after the layer's prefix, as tran
 
 
 class ExpertNames(NamedTuple):
-    """Says where a checkpoint has the experts of a layer: each by itself, or all of them stacked."""
+    """Names the tensors of a layer's experts in a checkpoint: one for each expert, or all of them stacked."""
 
     gate_up: str  # [E, 2I, H]
     down: str  # [E, H, I]
@@ -81,9 +81,9 @@ class ExpertNames(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TensorNames:
-    """How checkpoints of a family name their tensors. Our names are those of transformers 5.
+    """The names of tensors in a family's checkpoints. Our names follow transformers 5.
 
-    `renames` holds (part of our name, the same part in checkpoints), each of which may apply or not.
+    `renames` holds (part of our name, the same part in checkpoints); each one may apply or not.
     `skipped` are regular expressions of tensors that have no place here; `{layers}` is the number of layers.
     """
 
@@ -125,7 +125,7 @@ class AttentionHeads:
     window: int = 0  # tokens that a token sees, itself among them; 0: all
     sinks: bool = False  # each head has one more score, whose value is zero
     v_norm: bool = False  # values are normalised, without weights
-    v_is_k: bool = False  # a value is what its key is before norm and rotary embedding
+    v_is_k: bool = False  # a value is its key before norm and rotary embedding
     output_gate: bool = False  # a head's output is weighted by a sigmoid; its rows follow the head's queries'
 
     @property
@@ -135,7 +135,7 @@ class AttentionHeads:
 
     @property
     def kv(self) -> KVRow:
-        """Returns what the layer keeps, in whatever type."""
+        """Returns the shape of the layer's keys and values for one token."""
         return KVRow(self.kv_count, self.dim, self.dim)
 
     def tensors(self, hidden: int) -> Tensors:
@@ -181,7 +181,7 @@ class RopeSpec:
 
 @dataclass(frozen=True, slots=True)
 class LayerAttention:
-    """What one layer attends with. Layers that are alike share one record."""
+    """The heads and positions of one layer's attention. Layers that are alike share one record."""
 
     heads: AttentionHeads
     rope: RopeSpec | None  # None: positions are not embedded
@@ -201,7 +201,7 @@ class RouterSpec:
     logit_bias: bool = False
     selection_bias: bool = False  # is added to scores where experts are chosen, and not where they are weighted
     renormalise: bool = False  # a token's weights sum to 1
-    least_mass: float = 0.0  # what weights are divided by at least
+    least_mass: float = 0.0  # the least divisor of weights
     scale: float = 1.0  # of weights
     groups: int = 1  # experts form groups, of which only `top_groups` are looked at
     top_groups: int = 1
@@ -212,7 +212,7 @@ class RouterSpec:
 
 @dataclass(frozen=True, slots=True)
 class FeedForwardSpec:
-    """What follows attention in a block: experts, or one dense network in some layers."""
+    """The part of a block after attention: experts, or one dense network in some layers."""
 
     width: int  # of an expert
     activation: Activation = SILU
@@ -225,7 +225,7 @@ class FeedForwardSpec:
 
 @dataclass(frozen=True, slots=True)
 class BlockSpec:
-    """What ties layers together: norms, and the factors of embedding, residual and logits."""
+    """Norms, and the factors of embedding, residual and logits."""
 
     eps: float
     tied: bool = False  # the head is the embedding
@@ -237,7 +237,7 @@ class BlockSpec:
     soft_cap: float = 0.0  # bounds logits by tanh; 0: none
 
 
-STATE_ITEM_BYTES = 4  # float32 whatever the model's dtype, because rounding adds up over a sequence
+STATE_ITEM_BYTES = 4  # float32 for all dtypes, because rounding adds up over a sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +257,7 @@ class ModelSpec:
     block: BlockSpec
     encodings: tuple[str, ...] = ()  # of each layer's experts, as the store has them; (): `dtype` for all
     dense_encoding: str = ""  # of the dense matrices that are stored as bytes; "": none is
-    kv_int8: bool = False  # keys and values are kept in int8, whatever `dtype`
+    kv_int8: bool = False  # keys and values are kept in int8 instead of `dtype`
 
     @property
     def layers(self) -> int:
@@ -265,7 +265,7 @@ class ModelSpec:
 
     @property
     def expert_layers(self) -> tuple[int, ...]:
-        """Returns the layers that have experts. Whatever counts experts counts these layers alone, from 0."""
+        """Returns the layers with experts. Every index of layers of experts counts these alone, from 0."""
         return tuple(layer for layer in range(self.layers) if layer not in self.feed_forward.dense_layers)
 
     @property
@@ -274,7 +274,7 @@ class ModelSpec:
 
     @property
     def geometry(self) -> ExpertGeometry:
-        """Of its experts."""
+        """Number and sizes of the experts."""
         router, feed_forward = self.router, self.feed_forward
         return ExpertGeometry(
             layers=self.layers - len(feed_forward.dense_layers),
@@ -290,7 +290,7 @@ class ModelSpec:
 
     @property
     def kv_layout(self) -> KVLayout:
-        """Where a block has each layer's keys and values."""
+        """The offsets of each layer's keys and values in a block."""
         rows = (replace(each.heads.kv, dtype=self.dtype, int8=self.kv_int8) for each in self.attention)
         return KVLayout.of(rows)
 
@@ -301,7 +301,7 @@ class ModelSpec:
 
     @property
     def state_layers(self) -> tuple[int, ...]:
-        """Returns the layers that have states. Whatever counts states counts these layers alone, from 0."""
+        """Returns the layers with states. Every index of states counts these alone, from 0."""
         return tuple(n for n, each in enumerate(self.attention) if each.heads.state_floats)
 
     @property
@@ -311,7 +311,7 @@ class ModelSpec:
 
 
 def dense_shapes(spec: ModelSpec) -> dict[str, Shape]:
-    """Name (as transformers 5 spells it) -> shape of every tensor that is not an expert's."""
+    """Returns the shape of every tensor outside the experts, by its name in transformers 5."""
     shapes: dict[str, Shape] = {"model.embed_tokens.weight": (spec.vocab, spec.hidden)}
     for layer in range(spec.layers):
         shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in _layer_shapes(spec, layer)}

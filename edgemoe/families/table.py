@@ -1,4 +1,4 @@
-"""The table of families: what of each record an architecture fixes, and where its configuration has the rest."""
+"""The table of families: the constants of each architecture, and the keys of its configuration that have the rest."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ GATED_SHARED: FieldSources = {"shared_width": whole("shared_expert_intermediate_
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One architecture. Its records are what is given here, over the common readings in `config`."""
+    """One architecture. Its records override the common readings in `config`."""
 
     name: str  # `model_type` of the configuration
     architecture: str
@@ -58,7 +58,7 @@ class Family:
     names: TensorNames = PLAIN
     mechanism: type[AttentionHeads] = AttentionHeads  # the record of its heads
     layers: Callable[[Config, LayerAttention], tuple[LayerAttention, ...]] = (
-        same_attention  # what each layer attends with
+        same_attention  # the attention of each layer
     )
     heads: FieldSources = field(default_factory=dict)
     rope: FieldSources = field(default_factory=dict)

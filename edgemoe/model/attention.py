@@ -1,8 +1,7 @@
 """Computes one step's attention over paged keys and values.
 
 On the CPU, kernels read the pages in place: one kernel serves all sequences of one token, another one prefilling
-sequence. On other devices blocks are gathered, and a prompt's queries are computed in tiles, so that memory grows with
-the context and not with its square.
+sequence. Other devices gather blocks and compute a prompt's queries in tiles, so that memory is linear in the context.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ WIDER = 8  # elements that a sink adds to a head: one would do, but the fast ker
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionScores:
-    """What the scores of queries and keys are multiplied with, which tokens have one, and each head's sink."""
+    """The factor of scores, the tokens that have one, and each head's sink."""
 
     scale: float
     window: int = EVERYTHING  # tokens that a token sees, itself among them
@@ -57,9 +56,9 @@ def attend(
 def _with_sinks(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, products: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Puts a key before all others, whose product with each query is given and whose value is zero.
+    """Puts a key before all others that stands for the sink: `products` with the queries, and a value of zero.
 
-    It comes first, so that a mask that is aligned at the last key lets every query see it.
+    It comes first because the mask is aligned at the last key, so that every query sees it.
     """
     q = pad(q, (0, WIDER))
     q[..., -WIDER] = products
@@ -196,7 +195,7 @@ class StepAttention:
         return out
 
     def _gathered(self, layer: int, q: torch.Tensor, scores: AttentionScores) -> torch.Tensor:
-        """Returns the attention of single queries; those of one KV head's group form the query dimension."""
+        """Returns the attention of single queries. The queries of one KV head's group form the query dimension."""
         blocks, mask = self._gather_plan(scores.window)
         pages = self._pages(layer, blocks)  # [S, n, kv_heads, 16, D] each
         keys, values = (part.transpose(1, 2).flatten(2, 3) for part in pages)  # [S, kv_heads, n * 16, D]
@@ -247,7 +246,7 @@ def _tile(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: Att
 
 
 def causal_mask(queries: int, keys: int, scores: AttentionScores, device: torch.device) -> torch.Tensor:
-    """Returns which keys, a sink before them, the last queries see. On a GPU without a window it takes no memory."""
+    """Returns the mask of keys that the last queries see, a sink first; without memory on a GPU without a window."""
     before = 0 if scores.sinks is None else 1
     if device.type == "cuda" and keys <= scores.window:
         from torch.nn.attention.bias import causal_lower_right  # takes seconds to load
@@ -258,7 +257,7 @@ def causal_mask(queries: int, keys: int, scores: AttentionScores, device: torch.
 
 
 def paged(heads: int, kv: KVCache, layer: int, scores: AttentionScores) -> Paged:
-    """Returns where a layer's keys and values lie, and how they are attended to, for the kernel."""
+    """Describes a layer's keys and values for the kernel: addresses, shapes, window and scale."""
     pages = kv.layers[layer]
     keys = pages.keys
     return Paged(
@@ -278,7 +277,7 @@ def paged(heads: int, kv: KVCache, layer: int, scores: AttentionScores) -> Paged
 
 
 class StepContext:
-    """One step's attention, states and cache, and what is computed from its positions once for all layers."""
+    """One step's attention, states and cache, and the values that all layers compute from its positions."""
 
     def __init__(
         self,
@@ -288,7 +287,7 @@ class StepContext:
         states: Callable[[], StepStates],
         angles: Callable[[RopeSpec], Angles],
     ) -> None:
-        """`states` and `angles` are called once for what layers ask for."""
+        """Keeps `states` and `angles`; each is called once per step, on first use."""
         self.kv, self.kernels, self.attention = kv, kernels, attention
         self._find_states, self._find_angles = states, angles
         self._angles: dict[RopeSpec, Angles] = {}

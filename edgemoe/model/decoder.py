@@ -1,7 +1,7 @@
-"""The decoder of all supported families, whose differences are in the spec's records.
+"""The decoder of all supported families. The records of the spec hold their differences.
 
-The residual stream is float32; matrices multiply in the model's dtype. Steps in which every sequence contributes one
-token use the fused kernels where these can run the model (see `fused`), all others the torch operations here.
+The residual stream is float32; matrices multiply in the model's dtype. Steps with one token per sequence use the fused
+kernels if these can run the model (see `fused`). All others use the torch operations here.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Decoder:
         """
         device = torch.device(device)
         kernels = kernels if device.type == "cpu" else None
-        by_torch = is_plain(spec) and not spec.dense_encoding  # what the fused kernels leave: prompts, unless encoded
+        by_torch = is_plain(spec) and not spec.dense_encoding  # torch multiplies the prompts' plain matrices
         progress(0.0)
         weights = load_weights(spec, path, device, None if by_torch else kernels, progress)
         decoder = cls(spec, weights, device, kernels)
@@ -71,8 +71,8 @@ class Decoder:
     def forward(self, batch: Batch, kv: KVCache, experts: Experts) -> torch.Tensor:
         """Returns logits of the rows that the batch asks for, float32 [R, V]. Raises MissingExpert, CorruptExpert.
 
-        The `hidden` passed to `experts` is valid during that call only. Where the kernels compute few tokens, torch is
-        left with one thread, for its threads spin after each of its operations, where the kernels' want the cores.
+        The `hidden` passed to `experts` is valid during that call only. While kernels compute few tokens, torch has one
+        thread: its threads spin after each operation and would take cores from the kernels.
         """
         tokens = len(batch.tokens)
         few = tokens == len(batch.query_lens) and tokens <= FEW_TOKENS

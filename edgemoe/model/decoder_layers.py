@@ -1,4 +1,4 @@
-"""What computes a layer's attention, by the mechanism that its record names."""
+"""Computes a layer's attention by the mechanism that its record names."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ATTENTION_MECHANISMS: dict[str, Callable[[LayerReader], AttentionMechanism]] = {
 
 
 class ExpertCalls:
-    """Calls the experts of a step, layer after layer, and tells them what the gates of the next layers forecast."""
+    """Calls the experts of a step, layer after layer, with the forecasts of the next layers' gates."""
 
     def __init__(self, experts: Experts, gates: Sequence[Gate], forecast: bool) -> None:
         self._experts, self._gates, self._number = experts, gates, 0
@@ -62,7 +62,7 @@ class DecoderLayer(Protocol):
         """Returns the gate of its experts, where it has some."""
 
     def __call__(self, residual: torch.Tensor, step: StepContext, experts: ExpertCalls) -> None:
-        """Adds to `residual` [T, H] float32 what the layer computes."""
+        """Adds the layer's output to `residual` [T, H] float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class SerialLayer:
     attention: AttentionMechanism
     post_norm: Norm
     feed_forward: ExpertLayer | Mlp
-    factor: float  # of what is added to the residual
+    factor: float  # of both parts' outputs
     dtype: torch.dtype
 
     @property
@@ -85,7 +85,7 @@ class SerialLayer:
         self.feed_in(residual, experts)
 
     def feed_in(self, residual: torch.Tensor, experts: ExpertCalls) -> None:
-        """Adds what the layer's second part computes."""
+        """Adds the output of the layer's second part to `residual`."""
         hidden = self.post_norm(residual).to(self.dtype)
         if not isinstance(self.feed_forward, ExpertLayer):
             residual.add_(self.feed_forward(hidden), alpha=self.factor)

@@ -1,13 +1,7 @@
-"""Computes gated delta net layers over states in slots [GatedDeltaNet].
+"""Computes gated delta net layers over states in slots [GatedDeltaNet, Eq. 10].
 
-Each value head remembers a matrix S [key_dim, value_dim]. A token with query q, key k (both of length 1), value v,
-decay a and rate b changes it and reads it:
-
-    S = a S + k (b (v - (a S)^T k))^T,    out = S^T q / sqrt(key_dim)                                    (Eq. 10)
-
-Single tokens do just that. Prompts are computed in chunks of CHUNK tokens: with the decays of a chunk multiplied up to
-A_i, what token i writes beyond what the state at the chunk's start predicts follows from a triangular system, and the
-rest is matrix products (Section 3.3). States are float32 throughout.
+The state of each value head is a matrix S [key_dim, value_dim]. Single tokens use the recurrence, prompts chunks of
+CHUNK tokens (Section 3.3). States are float32 throughout. docs/design/kernels.md has the formulas.
 """
 
 from __future__ import annotations
@@ -28,7 +22,7 @@ from edgemoe.model.kv import LayerStates, StepStates
 
 CHUNK = 64  # tokens
 KERNEL_TOKENS = 16  # at most; with more, torch's products are faster
-NORM_EPS = 1e-6  # of queries and keys, whatever the model's own is
+NORM_EPS = 1e-6  # of queries and keys, independent of the model's own
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +40,7 @@ class DeltaWeights:
 
 @dataclass(frozen=True, slots=True)
 class DeltaInputs:
-    """What tokens bring to the states. Queries and keys are normalised, queries scaled too; all float32."""
+    """The tokens' inputs to the states. Queries and keys are normalised, queries scaled too; all float32."""
 
     q: torch.Tensor  # [T, value_heads, key_dim]
     k: torch.Tensor  # [T, value_heads, key_dim]
@@ -202,9 +196,9 @@ def _chunk(new: DeltaInputs, state: torch.Tensor) -> tuple[torch.Tensor, torch.T
     total = new.decay.T.cumsum(1)  # [heads, t]: log A
     between = (total[:, :, None] - total[:, None, :]).tril().exp().tril()  # [heads, t, t]: A_i / A_j, j <= i
     grown, beta = total.exp()[..., None], new.beta.T[..., None]
-    # (I + tril(b K K^T A_i / A_j, -1)) W = b (V - A K S): what each token writes
+    # (I + tril(b K K^T A_i / A_j, -1)) W = b (V - A K S): the update by each token
     system = (beta * (k @ k.mT)) * between
     writes = torch.linalg.solve_triangular(system, beta * (v - grown * (k @ state)), upper=False, unitriangular=True)
     out = grown * (q @ state) + (q @ k.mT * between) @ writes
-    left = (total[:, -1:] - total).exp()[..., None]  # [heads, t, 1]: what is left of each write at the chunk's end
+    left = (total[:, -1:] - total).exp()[..., None]  # [heads, t, 1]: the decay of each update until the chunk's end
     return grown[:, -1:] * state + (left * k).mT @ writes, out.transpose(0, 1)

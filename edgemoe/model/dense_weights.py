@@ -39,7 +39,7 @@ class DenseMatrix:
     """Multiplies vectors with a matrix [R, C]. Its rows are numbers where it is `plain`, else bytes [R, row_bytes]."""
 
     def __init__(self, rows: torch.Tensor, encoding: Encoding, columns: int, kernels: Kernels | None = None) -> None:
-        """`encoding` is that of the rows, numbers or not; `kernels` are for encoded rows, and few tokens."""
+        """Stores rows in an encoding, plain numbers or codes. `kernels` multiply encoded rows with few tokens."""
         self.rows, self.encoding, self.columns, self._kernels = rows, encoding, columns, kernels
         self.plain = rows.dtype != torch.uint8
 
@@ -82,7 +82,7 @@ class DenseMatrix:
 
 
 ALIGNMENT = 64  # bytes: a cache line, and the widest vector
-WIDENED = ("mlp.gate.weight", "conv1d.weight")  # what may be read in float32 beside vectors
+WIDENED = ("mlp.gate.weight", "conv1d.weight")  # matrices that may be read in float32, as vectors are
 Read = Callable[..., torch.Tensor]
 
 
@@ -95,7 +95,7 @@ def decoded_bytes(spec: ModelSpec) -> int:
 
 
 class WeightReader:
-    """Copies tensors of a file into one allocation, one after the other; what is encoded into one of its own."""
+    """Copies tensors of a file into one allocation, one after the other. Encoded ones have allocations of their own."""
 
     def __init__(
         self, spec: ModelSpec, path: Path, file: Any, device: torch.device, kernels: Kernels | None = None
@@ -116,7 +116,7 @@ class WeightReader:
         dtype = dtype or (torch.float32 if "norm" in names[0] else self._dtype)
         if stored[0].dtype == torch.uint8:
             return self._encoded(names, stored).weights(dtype).to(self._device)
-        result = self._take([sum(len(part) for part in stored), *stored[0].shape[1:]], dtype)
+        result = self._allocate([sum(len(part) for part in stored), *stored[0].shape[1:]], dtype)
         for part, rows in zip(stored, torch.split(result, [len(part) for part in stored]), strict=True):
             rows.copy_(part)
         return result
@@ -132,7 +132,7 @@ class WeightReader:
         if stored[0].dtype != torch.uint8 or self._device.type != "cpu":
             return DenseMatrix(self(*names), self._plain, self._shapes[names[0]][1], self._kernels)
         matrix = self._encoded(names, stored)
-        matrix.rows = self._take(matrix.rows.shape, torch.uint8).copy_(matrix.rows)
+        matrix.rows = self._allocate(matrix.rows.shape, torch.uint8).copy_(matrix.rows)
         return matrix
 
     def _encoded(self, names: Sequence[str], stored: Sequence[torch.Tensor]) -> DenseMatrix:
@@ -141,7 +141,7 @@ class WeightReader:
         torch.cat(list(stored), out=rows)
         return DenseMatrix(rows, self._encoding, self._shapes[names[0]][1], self._kernels)
 
-    def _take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    def _allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         start = self._taken
         size = math.prod(shape) * dtype.itemsize
         self._taken += -(-size // ALIGNMENT) * ALIGNMENT
@@ -162,7 +162,7 @@ class WeightReader:
 
 @dataclass(frozen=True, slots=True)
 class LayerReader:
-    """Where a part of the decoder stands: in which layer of which model, and what reads its weights."""
+    """One layer of one model, and the reader of its weights."""
 
     spec: ModelSpec
     number: int  # among all layers

@@ -42,7 +42,7 @@ class Gate:
         return ids, weights * router.scale if router.scale != 1.0 else weights
 
     def chances(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Returns how likely each expert is to be chosen, [T, E] float32, each token's summing to 1."""
+        """Returns the probability of each expert, [T, E] float32; each token's sum to 1."""
         scores = self._scores(hidden)
         choice = self._choice(scores)
         if choice is scores and self.router.score == "softmax":
@@ -61,7 +61,7 @@ class Gate:
         return logits.softmax(-1) if self.router.score == "softmax" else logits.sigmoid()
 
     def _choice(self, scores: torch.Tensor) -> torch.Tensor:
-        """Returns what experts are chosen by, [T, E]: -inf for those of groups that are not looked at."""
+        """Returns the scores by which experts are chosen, [T, E]; -inf for experts of groups that are not selected."""
         router = self.router
         if self.selection_bias is not None:
             scores = scores + self.selection_bias
@@ -88,7 +88,7 @@ class Mlp:
 
 
 class ExpertLayer:
-    """The gate of a layer with experts, and what its tokens share."""
+    """The gate of a layer with experts, and the experts that all its tokens share."""
 
     def __init__(self, reader: LayerReader) -> None:
         feed_forward = reader.spec.feed_forward
@@ -102,7 +102,7 @@ class ExpertLayer:
         return self._shared is not None
 
     def shared(self, hidden: torch.Tensor) -> torch.Tensor | None:
-        """Returns what every token's output has besides its experts', [T, H] in the model's dtype, if anything."""
+        """Returns the shared experts' output, [T, H] in the model's dtype; None without any."""
         if self._shared is None:
             return None
         output = self._shared(hidden)

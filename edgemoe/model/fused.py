@@ -73,7 +73,7 @@ class FusedDecoder:
         self._whole["step"], self._whole["count"] = self._step.ctypes.data, spec.layers
         self._whole["layers"] = self._layers.ctypes.data
         self._kv: KVCache | None = None  # whose addresses the layers' records have
-        self._mixed = torch.empty(0)  # what experts made last, of which the step has the address
+        self._mixed = torch.empty(0)  # the last output of experts; the step has its address
         self._room: list[npt.NDArray[Any]] = []  # of which records have addresses
         self._lay_out(FEW_TOKENS)
 
@@ -117,7 +117,7 @@ class FusedDecoder:
         return int(self._matrices[-1].ctypes.data)
 
     def forward(self, batch: Batch, kv: KVCache, experts: Experts) -> torch.Tensor:
-        """Computes what `Decoder.forward` does, for a token of each of FEW_TOKENS sequences at most."""
+        """Computes the same as `Decoder.forward`, for one token of each of at most FEW_TOKENS sequences."""
         spec, step, tokens = self._spec, self._step, len(batch.tokens)
         tables, contexts = block_tables(batch, list(range(tokens)))
         cos, sin = self._rope(batch.positions)
@@ -155,7 +155,7 @@ class FusedDecoder:
         experts.computed(ids, weights, int(whole["served"][0]))
 
     def _add_next(self, mixed: torch.Tensor) -> None:
-        """Has the next layer, or the head, add what experts made [T, D] to the residual stream."""
+        """Passes the experts' output [T, D] to the next layer, or the head, which adds it to the residual stream."""
         self._mixed = mixed.float()
         self._call[DELTA] = self._mixed.data_ptr()
 

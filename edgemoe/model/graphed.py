@@ -28,7 +28,7 @@ from edgemoe.types.step import BLOCK_TOKENS, Batch, Experts, ExpertSlots
 
 
 def compute(layer: DecoderLayer, residual: torch.Tensor, step: StepContext, calls: RowCalls) -> None:
-    """Adds to `residual` [T, H] float32 what the layer computes."""
+    """Adds the layer's output to `residual` [T, H] float32."""
     if not isinstance(layer, SerialLayer):
         layer(residual, step, calls)
         return
@@ -115,7 +115,7 @@ class RowCalls(ExpertCalls):
         self._rows = experts
 
     def add_experts(self, layer: SerialLayer, experts: ExpertLayer, residual: torch.Tensor) -> None:
-        """Adds what the layer's experts and what its tokens share compute to `residual`."""
+        """Adds the outputs of the layer's chosen and shared experts to `residual`."""
         from edgemoe.kernels.gpu import decode_dense, experts_decode
 
         gate, number, rows, slots = experts.gate, self._number, len(residual), self._rows.slots
@@ -160,15 +160,15 @@ FIELDS = ("tokens", "positions", "contexts", "begins", "reads", "writes")
 
 
 def rows_for(tokens: int) -> int:
-    """Returns the rows of a step of so many tokens, at most the last of ROWS."""
+    """Returns the number of rows of a step of `tokens` tokens, from ROWS."""
     return next(rows for rows in ROWS if tokens <= rows)
 
 
 class RowInputs:
-    """What one step of T rows is told: numbers of each row, then the rows' block tables, one after the other."""
+    """The inputs of one step of T rows: numbers of each row, then the rows' block tables, one after the other."""
 
     def __init__(self, rows: int, blocks: int, device: torch.device) -> None:
-        """`blocks` are the most that a sequence may have."""
+        """Allocates room for at most `blocks` blocks a sequence."""
         self.rows, self._most = rows, rows * blocks
         head = len(FIELDS) * rows
         self._there = torch.zeros(head + self._most, dtype=torch.int64, device=device)
@@ -237,7 +237,7 @@ class RowAttention(StepAttention):
 
 
 class RowExperts:
-    """Calls experts where they lie in the GPU's memory, and keeps what the gates chose: ids and weights [L, T, k]."""
+    """Calls experts in the slots of the GPU's memory, and keeps the gates' choices: ids and weights [L, T, k]."""
 
     lookahead, places = range(0), None
 
@@ -259,7 +259,7 @@ class RowExperts:
 
 
 class DecodeRows:
-    """One step of T rows: its inputs, the launches that compute it, and what they leave."""
+    """One step of T rows: its inputs, the launches that compute it, and its results."""
 
     def __init__(
         self,
@@ -319,7 +319,7 @@ class GraphedStep:
         stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
-            self.step.launch()  # compiles and loads what it needs, which no capture may
+            self.step.launch()  # compiles and loads the kernels, which is forbidden during a capture
         stream.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
@@ -327,7 +327,7 @@ class GraphedStep:
         return graph
 
     def run(self, batch: Batch, experts: Experts) -> torch.Tensor:
-        """Computes the batch's logits, tells `experts` what was chosen, and returns the logits that it asks for."""
+        """Computes the batch, passes its chosen experts to `experts`, and returns the logits of its rows."""
         step, count = self.step, len(batch.context_lens)
         step.inputs.fill(batch)
         self._launch()
@@ -356,7 +356,7 @@ class GraphedDecoder:
         self._failed = False
 
     def forward(self, batch: Batch, kv: KVCache, experts: Experts) -> torch.Tensor | None:
-        """Computes what `Decoder.forward` does; None where the step has to be computed in another way."""
+        """Computes the same as `Decoder.forward`; None if the step must be computed in another way."""
         slots = experts.slots
         if slots is None or self._failed or not slots.renew():
             return None
@@ -369,7 +369,7 @@ class GraphedDecoder:
         return step.run(batch, experts) if step.step.inputs.fits(batch) else None
 
     def _made(self, rows: int, batch: Batch, kv: KVCache, slots: ExpertSlots) -> GraphedStep | None:
-        """Returns the step of so many rows, captured by running the batch, which is run again; None where it failed."""
+        """Returns the step of `rows` rows, captured by running the batch, which must run again; None if that failed."""
         try:
             step = DecodeRows(self._spec, self._weights, self._ropes, kv, slots, rows)
             if not step.inputs.fits(batch):

@@ -38,8 +38,8 @@ class LayerStates(NamedTuple):
 class StateCache:
     """Owns `data` [slots, layers, floats] float32: for each layer the convolution's tail, then the heads' matrices.
 
-    Slot 0 is the state before the first token, all zeros; it is never written. The block manager decides who uses the
-    others. Memory is allocated once and never grows.
+    Slot 0 is the state before the first token, all zeros; it is never written. The block manager hands out the others.
+    Memory is allocated once and never grows.
     """
 
     def __init__(self, heads: DeltaHeads, layers: int, slots: int, device: torch.device | str = "cpu") -> None:
@@ -62,7 +62,7 @@ class StateCache:
         return self.data.stride(0) * self.data.element_size()
 
     def layer(self, number: int) -> LayerStates:
-        """Returns the states of one layer, counted among those that have states."""
+        """Returns the states of one layer, counted among layers with states."""
         tails, matrices = torch.split(self.data[:, number], [prod(self._tail), prod(self._matrices)], dim=1)
         return LayerStates(tails.view(-1, *self._tail), matrices.view(-1, *self._matrices))
 
@@ -96,7 +96,7 @@ class StepStates:
 
     @classmethod
     def of(cls, batch: Batch, device: torch.device) -> StepStates:
-        """Returns what a batch says."""
+        """Builds the step's reads and writes of states from the batch."""
         starts = np.cumsum([0, *batch.query_lens]).tolist()
         used = list(zip(batch.states, starts, batch.query_lens, strict=False))
         single = [(start, use.read, use.writes[-1][1]) for use, start, count in used if count == 1]
@@ -140,13 +140,13 @@ class LayerKV(NamedTuple):
 
 
 class CodedKV(NamedTuple):
-    """Does what `LayerKV` does for codes, int8, with the scale of each line, [B, kv_heads, 16] float32."""
+    """Stores and reads int8 codes as `LayerKV` does numbers. Each line has a scale, [B, kv_heads, 16] float32."""
 
     keys: torch.Tensor
     values: torch.Tensor
     key_scales: torch.Tensor
     value_scales: torch.Tensor
-    dtype: torch.dtype  # of what is written and read
+    dtype: torch.dtype  # of keys and values outside the cache
 
     def store(self, blocks: torch.Tensor, places: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None) -> None:
         self.keys[blocks, :, places], self.key_scales[blocks, :, places] = encode(k)
@@ -174,8 +174,8 @@ def encode(lines: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 class KVCache:
     """Owns `data` [blocks, block_bytes] uint8; `layers` are views of it, as the layout says.
 
-    The block manager decides who uses which block. Memory is allocated once and never grows. `states` are what a model
-    remembers of a sequence beside keys and values.
+    The block manager hands out blocks. Memory is allocated once and never grows. `states` are the states of layers
+    without attention.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class KVCache:
 
     @classmethod
     def of(cls, spec: ModelSpec, blocks: int, state_slots: int, device: torch.device | str = "cpu") -> KVCache:
-        """Returns a model's cache: so many blocks and, where the model has states, so many slots for them."""
+        """Returns a model's cache with `blocks` blocks and, if the model has states, `state_slots` slots for them."""
         return cls(spec.kv_layout, blocks, device, StateCache.of(spec, state_slots, device))
 
     def _views(self, row: KVRow) -> LayerKV | CodedKV:

@@ -1,9 +1,8 @@
 """Computes multi-head latent attention [DeepSeek-V2, 2.1] over a cache of latents: the mechanism "latent".
 
-Of a token are kept a latent, of which all heads' keys and values are products, and a turned key that all heads share.
-Single tokens take the products into the query and out of the result (2.1.2, "absorbed"): attention with one KV head
-whose key is latent and turned key, and whose value is the latent. Prompts compute the keys and values of their context
-anew, a few heads at a time, where that takes fewer products.
+A token has a latent, from which all heads' keys and values are projected, and a rotated key that all heads share.
+Single tokens absorb the projections (2.1.2): attention with one KV head, with latent and rotated key as its key and the
+latent as its value. Prompts expand keys and values of their context, a few heads at a time, if that is cheaper.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from edgemoe.model.dense_weights import FEW_TOKENS, LayerReader, Norm
 from edgemoe.model.rope import Angles, half_split, rotate
 from edgemoe.types.step import BLOCK_TOKENS
 
-NORM_EPS = 1e-6  # of latents, whatever the model's own is
-EXPANDED_BYTES = 32 << 20  # keys and values of a context that are computed at a time, where one head's are not more
+NORM_EPS = 1e-6  # of latents, independent of the model's own
+EXPANDED_BYTES = 32 << 20  # keys and values of a context that are expanded at a time; at least one head's
 
 
 class LatentAttention:
@@ -57,7 +56,7 @@ class LatentAttention:
         return result
 
     def _order_pairs(self) -> None:
-        """Reorders the rows of what turns, so that pairs lie in the two halves."""
+        """Reorders the rows that rotary embedding turns, so that pairs lie in the two halves."""
         heads = self._heads
         for rows in (*torch.split(self._query.rows, heads.key), self._latent.rows):
             turned = rows[-heads.dim :]
@@ -79,7 +78,7 @@ class LatentAttention:
         return self._out(out.flatten(1))
 
     def _queries(self, x: torch.Tensor, angles: Angles) -> torch.Tensor:
-        """Returns queries [T, count, key]."""
+        """Projects hidden states [T, H] to queries [T, heads, key] and rotates their rotary part."""
         heads = self._heads
         if self._query_latent is not None and self._query_norm is not None:
             x = self._query_norm(self._query_latent(x).float()).to(x.dtype)
@@ -88,7 +87,7 @@ class LatentAttention:
         return torch.cat((plain, rotate(turned.float(), *angles).to(q.dtype)), dim=-1)
 
     def _latents(self, x: torch.Tensor, angles: Angles) -> torch.Tensor:
-        """Returns what the cache keeps of the tokens, [T, 1, rank + dim]."""
+        """Returns the tokens' cache lines, latent and rotated key, [T, 1, rank + dim]."""
         latent, turned = self._latent(x).float()[:, None].tensor_split([self._heads.rank], dim=-1)
         return torch.cat((self._norm(latent), rotate(turned, *angles)), dim=-1).to(x.dtype)
 
@@ -124,9 +123,9 @@ class LatentAttention:
         return (slice(first, first + count) for first in range(0, self._heads.count, count))
 
     def _expanded(self, q: torch.Tensor, past: torch.Tensor, part: slice, kernels: Kernels | None) -> torch.Tensor:
-        """Returns the mean values [t, h, value] of some heads' queries [t, h, key] for what the cache keeps [n, ...].
+        """Returns the attention [t, h, value] of some heads' queries [t, h, key] over the cache lines [n, ...].
 
-        Keys and values lie in lines of one width, and the context fills whole blocks, as the kernel wants it.
+        Keys and values lie in lines of one width, and the context fills whole blocks, as the kernel requires.
         """
         heads, (latents, turned) = self._heads, past.tensor_split([self._heads.rank], dim=-1)
         context, blocks = len(past), -(-len(past) // BLOCK_TOKENS)

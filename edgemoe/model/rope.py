@@ -1,6 +1,7 @@
 """Rotary position embedding: default, linear [Linear-RoPE], proportional and YaRN [YaRN]. Float32 throughout.
 
-The two halves of what turns form pairs; weights of models whose neighbours form pairs are reordered when they are read.
+Pairs are formed by the two halves of the rotated elements. Weights whose neighbours form pairs are reordered on
+reading.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Decides from one request's attempts whether it kills the engines that run it.
 
-A request is to blame if three engines in a row end at about the same token of it; an engine without another request
-counts twice. It is also to blame if five engines end, unless it got further than in any earlier attempt meanwhile.
+Three engines that end in a row at about the same token of a request blame it. An engine that runs no other request
+counts twice. Five engines that end also blame it, if none got further than an earlier attempt.
 After its first death a request is a suspect and runs alone (`RequestStateMachine`), so that no other request suffers.
 """
 

@@ -23,7 +23,7 @@ class LRU:
         self.last: npt.NDArray[np.int64] = np.full((layers, experts), NEVER_USED, dtype=np.int64)  # [L, E]
 
     def touch(self, layer: int, experts: IntArray) -> None:
-        """Records that a layer used these experts [n]."""
+        """Marks a layer's experts [n] as used now."""
         self.clock += 1
         self.last[layer, experts] = self.clock
 

@@ -1,8 +1,8 @@
 """Moves homes in steps without a gap, and decides whether a migration pays [Prism, III-C2].
 
 The source moves all at once. Here a step is the former homes and the hottest new ones that have room. An old home
-releases an expert when every new home holds it pinned and verified, or earlier if it needs the memory and another
-pinned copy exists. Both sides of Eq. 4 are seconds that requests wait.
+releases an expert when every new home holds it pinned and verified. It does so earlier if it needs the memory and
+another pinned copy exists. Both sides of Eq. 4 are seconds that requests wait.
 """
 
 from __future__ import annotations

@@ -130,11 +130,11 @@ class WatchedPlan(NamedTuple):
 
 
 class NeedRecord:
-    """Learns how likely an expert is needed within the window, by its log odds.
+    """Learns the log odds that an expert of a given rank is needed within the window.
 
-    Not in the source. Missing and resident experts are learned apart: the highest ranked missing expert and the lowest
-    ranked resident one are seldom as good or as bad as their ranks. It learns without moves too, so that holding back
-    can end.
+    Not in the source. It learns missing and resident experts apart, because ranks overrate the highest missing expert
+    and underrate the lowest resident one. It also learns from steps without moves; otherwise holding back would never
+    end.
     """
 
     def __init__(self, window: int) -> None:

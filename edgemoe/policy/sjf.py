@@ -1,7 +1,7 @@
 """Orders the waiting queue: shortest job first, with aging, and fairly between users.
 
-Source: [Gimbal, Algorithm 2]. A job is as long as the tokens that the prefix cache will not supply. Aging is linear,
-where the source has a threshold, and users take turns by the virtual token counter [VTC].
+Source: [Gimbal, Algorithm 2]. The length of a job is its prompt tokens outside the prefix cache. Aging is linear; the
+source has a threshold. Users take turns by the virtual token counter [VTC].
 docs/design/queue.md has the reasons and the starvation bound.
 """
 
@@ -35,8 +35,8 @@ def keys(head_tokens: IntArray, lead_tokens: Floats, heading_s: Floats, tokens_p
 
         key = prefill tokens + lead - k * seconds at the head of its user's line                              (1)
 
-    `head_tokens` [u] is the prefill of each line's head, `lead_tokens` [u] the user's service beyond the least served
-    user's, and `heading_s` [u] the time that the head has been one. k is `tokens_per_s`.
+    `head_tokens` [u] is the prefill of each line's head. `lead_tokens` [u] is the user's service beyond the least
+    served user's. `heading_s` [u] is the time for which a request has been its line's head. k is `tokens_per_s`.
     """
     lead = np.minimum(lead_tokens, LEAD_S * tokens_per_s)
     return np.asarray(head_tokens + lead - tokens_per_s * heading_s, dtype=np.float64)

@@ -241,9 +241,11 @@ class PartialFile:
         self._count(data)
         return len(data)
 
-    def tell(self) -> int:
-        """Returns how many bytes there are."""
+    def position(self) -> int:
+        """Returns the number of bytes written so far."""
         return self._position
+
+    tell = position  # the name in Python's file protocol
 
     def seek(self, position: int, whence: int = os.SEEK_SET) -> int:
         """Goes back to the start, the only place that there is to go to."""

@@ -1,11 +1,7 @@
 """Computes the attention of single new tokens over paged keys and values, with grouped queries.
 
-A block's keys of one KV head lie together as [16, head_dim], so they are read like the rows of a weight matrix. Values
-lie in lines of the same width, of which they may be the first part only. A
-context is cut into at most SPLITS parts, so that all threads work on a long one. Each part keeps its largest score, the
-sum of its exponentials and its weighted values; `combine` puts the parts together. The cut depends on
-the context's length alone, so a token's result is the same bits in any batch. With a window, what lies before the block
-in which it begins is not read. A sink is one more score, whose value is zero.
+docs/design/kernels.md has the layout of the cache and the order of additions. A token's result is the same bits in any
+batch.
 """
 
 from __future__ import annotations
@@ -41,12 +37,17 @@ SHORTEST = 256  # tokens of a part at least
 TILE = 4  # values added side by side
 
 # The record of one call; arrays are addresses.
-# `queries` [tokens, heads, head_dim] float32, packed and scaled; `out` [tokens, heads * value_dim] float32, packed
-# unless `plain`; `tables` [tokens, table_width] int64, block ids; `contexts` [tokens] int64, tokens of each context,
-# the new one among them; `longest` the largest of these; `keys` and `values` those of block 0 and KV head 0;
-# `block_stride` and `head_stride` bytes from block to block and from KV head to KV head; `scores` and `parts` scratch
-# memory, see `scratch_floats`; `iota` 0, 1, 2, ... int64; `window` tokens that a token sees, itself among them;
-# `sinks` [heads] float32, or 0; `codes` whether keys and values are int8 (see `kv_codes`).
+# * `queries` [tokens, heads, head_dim] float32, packed and scaled
+# * `out` [tokens, heads * value_dim] float32, packed unless `plain`
+# * `tables` [tokens, table_width] int64, block ids
+# * `contexts` [tokens] int64, tokens of each context, the new one among them; `longest` is the largest
+# * `keys` and `values` of block 0 and KV head 0
+# * `block_stride` and `head_stride` bytes from block to block and from KV head to KV head
+# * `scores` and `parts` scratch memory, see `scratch_floats`
+# * `iota` 0, 1, 2, ... int64
+# * `window` tokens that a token sees, itself among them
+# * `sinks` [heads] float32, or 0
+# * `codes` 1 if keys and values are int8 (see `kv_codes`)
 ATTENTION = fields(
     *("queries", "out", "tokens", "heads", "kv_heads", "head_dim", "value_dim", "tables", "table_width", "contexts"),
     *("keys", "values", "block_stride", "head_stride", "scores", "parts", "longest", "iota", "plain"),

@@ -35,11 +35,14 @@ from edgemoe.kernels.cpu.linear import LINEAR, LINEAR_CODE, MATRIX, multiply_mat
 from edgemoe.kernels.cpu.vector import norm_scale, softmax, top_k, widen
 
 # The record of one step; arrays are addresses. `width` is the hidden size.
-# `residual` and `delta` [tokens, width] float32: `delta`, unless it is 0, is added to `residual` first; `positions`
-# [tokens] int64; `cos` and `sin` [tokens, head_dim / 2] float32; `attention` and `linear` records that the kernel fills
-# and uses. Results: `hidden` [tokens, width] in the model's type, `ids` [tokens, k] int64, `weights` [tokens, k] and
-# `probs` [tokens, experts] float32. Scratch, float32: `packed` and `mixed` [tokens, width], `qkv` [tokens, (heads + 2 *
-# kv_heads) * head_dim], `attended` and `turned` [tokens, heads * head_dim].
+# * `residual` and `delta` [tokens, width] float32; `delta`, unless it is 0, is added to `residual` first
+# * `positions` [tokens] int64
+# * `cos` and `sin` [tokens, head_dim / 2] float32
+# * `attention` and `linear` records that the kernel fills and uses
+# * results: `hidden` [tokens, width] in the model's type, `ids` [tokens, k] int64
+# * results, float32: `weights` [tokens, k] and `probs` [tokens, experts]
+# * scratch, float32: `packed` and `mixed` [tokens, width], `qkv` [tokens, (heads + 2 * kv_heads) * head_dim]
+# * scratch, float32: `attended` and `turned` [tokens, heads * head_dim]
 STEP = np.dtype(
     [
         *fields(
@@ -252,14 +255,19 @@ def make_layer(bf16: bool) -> tuple[Code, Code, tuple[Code, ...]]:
     return layer, head, (*LINEAR_CODE, *attention_code, enter, rotate, turn_out, prepare, choose, layer, head)
 
 
-# Where the experts of a layer are: `job` an EXPERTS record without what a step brings, `where` [experts] int64 the slot
-# of each, which lies `first` slots after the slab's; `most` tokens per expert, from which on another kernel is faster.
+# The experts of a layer; arrays are addresses.
+# * `job` an EXPERTS record, whose fields of a step are filled later
+# * `where` [experts] int64, the slot of each expert; slot `first` is the slab's first
+# * `most` tokens per expert; with more, another kernel is faster
 PLACES = np.dtype([*fields("job", "where", "first").descr, ("most", np.float64)])
-# The record of one step; arrays are addresses. `layers` [count] LAYER and `places` [count] PLACES records; `next` the
-# layer to begin with, and where the call stopped, `count` at the end; `ids` [count, tokens, k] int64 and `weights`
-# likewise float32 take what is chosen; `out` [tokens, width] float32 the experts' sum; `served` counts the distinct
-# experts of layers. Scratch for the calls of a layer: `slots`, `offsets` and `index` [tokens * k + 1] int64, `shares`
-# [tokens * k] float32, `counts` [experts] int64.
+# The record of one step; arrays are addresses.
+# * `layers` [count] LAYER and `places` [count] PLACES records
+# * `next` the layer to begin with; afterwards the layer at which the call stopped, `count` at the end
+# * `ids` [count, tokens, k] int64 and `weights` [count, tokens, k] float32: results, the chosen experts
+# * `out` [tokens, width] float32, the experts' sum
+# * `served` counts the distinct experts of layers
+# * scratch for the calls of a layer: `slots`, `offsets` and `index` [tokens * k + 1] int64
+# * more of it: `shares` [tokens * k] float32, `counts` [experts] int64
 WHOLE_STEP = fields(
     *("step", "layers", "places", "count", "next", "ids", "weights", "out", "served"),
     *("slots", "offsets", "index", "shares", "counts"),

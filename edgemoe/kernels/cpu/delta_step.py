@@ -1,8 +1,8 @@
 """Computes the states of gated delta nets for single new tokens, from the input projection to the gated norm.
 
-`model.delta_net` has the formulas. A chunk is one value head of one token. Its matrix is read twice, the second time
-from the second-level cache: first for what the state knows of the key and of the query, then to write the new state
-into another slot. Four rows go together, so that the sums are not loaded and stored for each.
+A chunk is one value head of one token. Its matrix is read for the products with key and query, then again, from the
+second-level cache, to write the new state into another slot. Four rows go together, so that the sums are not loaded and
+stored for each. See docs/design/kernels.md for the formulas.
 """
 
 from __future__ import annotations
@@ -16,11 +16,15 @@ from edgemoe.jit.object_cache import Code
 from edgemoe.jit.thread_pool import parallel
 from edgemoe.kernels.cpu.vector import exp32, log32, norm_scale
 
-# The record of one call; arrays are addresses, of float32 where nothing else is said.
-# `projected` [tokens, channels + values]: queries, keys, values, output gate; `own` [tokens, 2 * value_heads]: beta,
-# decay; `convolution` [taps, channels]; `rates`
-# and `dt_bias` [value_heads]; `norm` [value_dim]; `tails` and `matrices` those of slot 0, `slot_stride` bytes from slot
-# to slot; `reads` and `writes` [tokens] int64, slots; `out` [tokens, values]; `scratch` see `scratch_floats`.
+# The record of one call; arrays are addresses, of float32 unless stated.
+# * `projected` [tokens, channels + values]: queries, keys, values, output gate
+# * `own` [tokens, 2 * value_heads]: beta, decay
+# * `convolution` [taps, channels]
+# * `rates` and `dt_bias` [value_heads]; `norm` [value_dim]
+# * `tails` and `matrices` of slot 0; `slot_stride` bytes from slot to slot
+# * `reads` and `writes` [tokens] int64, slots
+# * `out` [tokens, values]
+# * `scratch` see `scratch_floats`
 DELTA = np.dtype(
     [
         *fields(

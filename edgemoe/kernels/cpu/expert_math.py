@@ -25,7 +25,7 @@ from edgemoe.types.experts import Activation
 
 
 class LayerPlaces(NamedTuple):
-    """Says where the experts of one layer lie, and from how many tokens each another kernel is faster."""
+    """The address and layout of one layer's slots, and the tokens per expert above which another kernel is faster."""
 
     layout: ExpertLayout
     slab: int  # address of slot `first`
@@ -38,7 +38,7 @@ class ExpertTable:
     """Holds the records of all layers. For the thread that runs the kernels."""
 
     def __init__(self, kernels: Kernels, layers: Sequence[LayerPlaces], where: IntArray) -> None:
-        """`where` [L, E] is the slot of each expert; it is read at each step, and stays as long as this."""
+        """Keeps `where` [L, E], the slot of each expert. It is read at each step, and must outlive this object."""
         self._kernels, self._where = kernels, where
         self._shapes = {(layer.layout.hidden, layer.layout.width) for layer in layers}
         self._jobs, self._places = np.zeros(len(layers), EXPERTS), np.zeros(len(layers), PLACES)
@@ -55,7 +55,7 @@ class ExpertTable:
         place["most"] = layer.most_tokens
 
     def address(self, tokens: int, pairs: int) -> int:
-        """Returns the address of the PLACES records [L], for a step of so many tokens and calls of experts."""
+        """Returns the address of the PLACES records [L], for a step of `tokens` tokens and `pairs` calls of experts."""
         sizes = [scratch_floats(*shape, tokens, pairs, pairs) for shape in self._shapes]
         for name in sizes[0]:
             self._jobs[name] = self._kernels.scratch(f"table.{name}", max(size[name] for size in sizes))
@@ -98,7 +98,7 @@ class ExpertSlab:
             self.gate_up_bias, self.down_bias = floats[:, : 2 * width], floats[:, 2 * width :]
 
     def matrices(self, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns gate and up [2I, H] and down [H, I] of one slot: as they are where they are numbers, else float32."""
+        """Returns gate and up [2I, H] and down [H, I] of one slot: views of plain numbers, else decoded float32."""
         if self.in_place:
             return self.gate_up[slot], self.down[slot]
         gate_up, down = self.gate_up[slot].numpy(), self.down[slot].numpy()
@@ -131,7 +131,7 @@ class ExpertMath:
         usual: WayLimits = USUAL,
         measured: Mapping[ExpertLayout, WayLimits] | None = None,
     ) -> None:
-        """Takes the limits of experts that were not measured, and of those that were."""
+        """Takes the limits by layout, as `measured`, and `usual` for all other layouts."""
         self._kernels, self._usual, self.measured = kernels, usual, dict(measured or {})
 
     def add(
@@ -163,9 +163,9 @@ class ExpertMath:
                 self._kernels.experts(*job, slab.bf16, out.data_ptr(), len(x))
 
     def table(self, layers: Sequence[tuple[ExpertSlab, int]], where: IntArray) -> ExpertTable | None:
-        """Returns where the experts of all layers lie, for steps of few tokens; None without kernels.
+        """Builds the table of all layers' experts for steps of few tokens; None without kernels.
 
-        `layers` are each layer's slots and the number of the first of these; `where` [L, E] the slots of all experts.
+        `layers` are each layer's slab and the number of its first slot. `where` [L, E] has the slots of all experts.
         """
         if self._kernels is None:
             return None
@@ -227,7 +227,7 @@ def one_by_one(
     x: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """Does what `ExpertMath.add` does with torch's products, one expert after the other.
+    """Computes the same as `ExpertMath.add` with torch's products, one expert after the other.
 
     The weights are the left factor: this is up to twice as fast as grouped products. Numbers of tokens are rounded up,
     because each shape that oneDNN has not met lately costs it a millisecond.
@@ -254,7 +254,7 @@ def one_by_one(
 
 
 def activated(activation: Activation, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Returns what becomes of a gate and an up, of any shape. May write into `up`."""
+    """Applies the activation to gate and up, of any shape. May write into `up`."""
     if activation.kind == "clamped_swiglu":
         gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
         return gate * torch.sigmoid(activation.alpha * gate) * up.add_(1)

@@ -46,10 +46,10 @@ class ExpertLayout(NamedTuple):
         record["alpha"], record["limit"] = self.activation.alpha, self.activation.limit
 
 
-# What is the same in the records of both kernels for experts; arrays are addresses.
-# `line` and `down_line` bytes of a row of gate or up, and of down; `bias` bytes from where a slot begins to its biases,
-# gate and up [2 * width], then down [hidden], float32, or 0; `activation` as in `vector.activate`, with `alpha` and
-# `limit`.
+# The fields common to the records of both kernels for experts; arrays are addresses.
+# * `line` and `down_line` bytes of a row of gate or up, and of down
+# * `bias` bytes from a slot's start to its biases, or 0: gate and up [2 * width], then down [hidden], float32
+# * `activation` as in `vector.activate`, with `alpha` and `limit`
 LAYOUT = np.dtype(
     [
         *fields("hidden", "width", "line", "down_line", "bias", "activation").descr,
@@ -58,11 +58,15 @@ LAYOUT = np.dtype(
     ]
 )
 # The record of one call.
-# `x` [tokens, hidden] bf16 where `x_bf16`, else float32; `out` [tokens, hidden] float32, which is added to; `slots`
-# [count], `offsets` [count + 1] and `index` [m] int64 and `weights` [m] float32 as in `Kernels.experts`; `multiply` and
-# `pack` addresses of code; `plain` and `packed` [tokens, hidden], `mid` [m, width], `both` and `part` scratch memory,
-# see `scratch_floats`; `stride` bytes from slot to slot; `iota` 0, 1, 2, ... int64; `threads` those of the pool;
-# `down_rows` is set by the kernel.
+# * `x` [tokens, hidden], bf16 if `x_bf16`, else float32
+# * `out` [tokens, hidden] float32, to which the results are added
+# * `slots` [count], `offsets` [count + 1] and `index` [m] int64, `weights` [m] float32, as in `Kernels.experts`
+# * `multiply` and `pack` addresses of code
+# * `plain` and `packed` [tokens, hidden], `mid` [m, width], `both`, `part` scratch memory, see `scratch_floats`
+# * `stride` bytes from slot to slot
+# * `iota` 0, 1, 2, ... int64
+# * `threads` of the pool
+# * `down_rows` is set by the kernel
 EXPERTS = np.dtype(
     [
         *fields(
@@ -78,7 +82,7 @@ GROUP = 16  # tokens that a chunk's rows are multiplied with in one pass; for fu
 
 
 def scratch_floats(hidden: int, width: int, tokens: int, pairs: int, slots: int) -> dict[str, int]:
-    """Returns the sizes of the scratch arrays, in float32, for so many tokens, (token, expert) pairs and slots."""
+    """Returns the sizes of the scratch arrays, in float32, for numbers of tokens, (token, expert) pairs and slots."""
     return {
         "plain": tokens * hidden,
         "packed": tokens * hidden,
@@ -90,7 +94,7 @@ def scratch_floats(hidden: int, width: int, tokens: int, pairs: int, slots: int)
 
 @chunk
 def pack_token(job: int, token: int) -> None:
-    """Packs one token."""
+    """Widens a token's row of `x` to float32 and packs it for `multiply`."""
     e = record(job, EXPERTS)
     plain = e.plain + token * e.hidden * 4
     widen(e.x + token * e.hidden * (2 if e.x_bf16 else 4), e.x_bf16, e.hidden, plain)

@@ -37,12 +37,17 @@ GATE_ROWS = 64  # rows of gate and of up in one chunk
 DOWN_ROWS = 64  # rows of down in one chunk
 
 # The record of one call; arrays are addresses.
-# `x` [tokens, hidden] in the model's type; `out` [tokens, hidden] float32, which is added to; `slots` [count] and
-# `index` [m] int64 and `weights` [m] float32 as in `Kernels.experts`; `groups` [group_count, 3] int64: index into
-# `slots`, first pair and number of pairs of each group, in the order of `slots`; `firsts` [count + 1] int64, the first
-# group of each slot; `panels`, `mid`, `gates` and `part` scratch memory, see `scratch_floats`. Where rows are encoded,
-# `unpack` is the address of what decodes them, `plain` [group_count, hidden] scratch memory, `decoded` that of rows for
-# each thread, `decoded_bytes` apart, and `borrowed` [threads] int64 says whose are in use.
+# * `x` [tokens, hidden] in the model's type
+# * `out` [tokens, hidden] float32, to which the results are added
+# * `slots` [count] and `index` [m] int64, `weights` [m] float32, as in `Kernels.experts`
+# * `groups` [group_count, 3] int64, in the order of `slots`: index into `slots`, first pair and number of pairs
+# * `firsts` [count + 1] int64, the first group of each slot
+# * `panels`, `mid`, `gates` and `part` scratch memory, see `scratch_floats`
+# For encoded rows:
+# * `unpack` address of the code that decodes a row
+# * `plain` [group_count, hidden] scratch memory
+# * `decoded` scratch memory of rows for each thread, `decoded_bytes` apart
+# * `borrowed` [threads] int64, 1 if a thread's is in use
 PREFILL_EXPERTS = np.dtype(
     [
         *fields(
@@ -56,7 +61,7 @@ PREFILL_EXPERTS = np.dtype(
 
 
 def scratch_floats(hidden: int, width: int, groups: int, slots: int) -> dict[str, int]:
-    """Returns the sizes of the scratch arrays, in float32, for so many groups and slots."""
+    """Returns the sizes of the scratch arrays, in float32, for numbers of groups and slots."""
     return {
         "panels": groups * hidden * GROUP,
         "mid": groups * width * GROUP,

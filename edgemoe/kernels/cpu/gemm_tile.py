@@ -1,9 +1,8 @@
-"""Multiplies rows of a matrix, read where they lie, with many vectors, the columns of a panel.
+"""Multiplies rows of a matrix, read in place, with many vectors, the columns of a panel.
 
 A row is read in words of 32 bits: one float32 or two bf16. Each word is broadcast and multiplied with a line of the
-panel, so that the sums stay in registers until the row ends and nothing is added across lanes. A line holds one
-float32 of every column. Where the processor multiplies pairs of bf16 (AVX-512 BF16), it holds two bf16 of every column;
-else a word of bf16 takes two lines of float32. Sums are float32, in the order of the elements.
+panel, so that sums stay in registers until the row ends. A line holds one float32 of every column; a word of bf16 takes
+two lines. With AVX-512 BF16, a line holds two bf16 of every column. Sums are float32, in the order of the elements.
 """
 
 from __future__ import annotations
@@ -129,7 +128,7 @@ class _Emitter:
 
 
 def _block(rows: int, vectors: int, bf16: bool, paired: bool) -> Callable[..., None]:
-    """Makes the intrinsic that runs the loop of `_Emitter` for so many rows and vectors."""
+    """Makes the intrinsic that runs the loop of `_Emitter` for `rows` rows and `vectors` vectors."""
 
     @intrinsic
     def block(
@@ -157,10 +156,13 @@ def _block(rows: int, vectors: int, bf16: bool, paired: bool) -> Callable[..., N
 def make_tile(bf16: bool, pairs: bool = PAIRS) -> Code:
     """Makes tile(a, a_stride, rows, following, b, b_stride, words, c, c_stride, columns, fresh).
 
-    It computes c = a . b, or c += a . b where `fresh` is 0. `a` has `rows` rows of `words` words each, `a_stride` bytes
-    apart; `b` is a panel, its lines `b_stride` bytes apart; `c` [rows, columns] is float32, its rows `c_stride` bytes
-    apart; `columns` is a multiple of LANES. Beside the last rows it prefetches from `following`. Call it by its address
-    with `call_rows`.
+    It computes c = a . b if `fresh` is 1, c += a . b if 0. Beside the last rows it prefetches from `following`. Call it
+    by its address with `call_rows`.
+
+    * `a` has `rows` rows of `words` words, `a_stride` bytes apart
+    * `b` is a panel, its lines `b_stride` bytes apart
+    * `c` [rows, columns] is float32, its rows `c_stride` bytes apart
+    * `columns` is a multiple of LANES
     """
     paired = bf16 and pairs
     wide, narrow = _block(ROWS, 2, bf16, paired), _block(ROWS, 1, bf16, paired)
@@ -206,7 +208,7 @@ def make_tile(bf16: bool, pairs: bool = PAIRS) -> Code:
 
 
 def panel_words(elements: int, bf16: bool, pairs: bool = PAIRS) -> int:
-    """Returns the lines of a panel whose columns have so many elements."""
+    """Returns the number of lines of a panel whose columns have `elements` elements."""
     return elements // 2 if bf16 and pairs else elements
 
 
@@ -214,9 +216,10 @@ def panel_words(elements: int, bf16: bool, pairs: bool = PAIRS) -> int:
 def make_fill(bf16: bool, pairs: bool = PAIRS) -> tuple[Callable[..., None], Callable[..., None]]:
     """Makes the functions that put vectors into a panel whose lines are `stride` bytes apart. Returns both.
 
-    column(panel, stride, number, source, words) writes a vector in the model's type as column `number`.
-    lines(panel, stride, pair, low, high, count) writes elements 2 * pair and 2 * pair + 1 of `count` columns, which are
-    `low` [count] and `high` [count], float32.
+    * column(panel, stride, number, source, words) writes a vector in the model's type as column `number`
+    * lines(panel, stride, pair, low, high, count) writes elements 2 * pair and 2 * pair + 1 of `count` columns
+
+    `low` [count] and `high` [count] are float32.
     """
     paired, split = bf16 and pairs, bf16 and not pairs
 

@@ -1,12 +1,7 @@
 """Multiplies rows of weights with T packed vectors, for decode-sized batches.
 
-Weights are read where they lie, once for T tokens. bf16 is read in pairs as uint32: the low half is shifted, the high
-half masked, and both are bit-cast to float32. So a packed vector holds, of every 2 * LANES elements, first the even
-ones and then the odd ones. Sums are float32. The order of additions does not depend on T, so a token's result is the
-same bits in any batch.
-
-LLVM's own vectoriser uses 256 bits at most and loses half the speed from T = 4 on, so the vectors are explicit here.
-LLVM splits them into what the machine has, so the code is portable.
+Weights are read in place, once for T tokens. Sums are float32. The order of additions does not depend on T, so a
+token's result is the same bits in any batch. See docs/design/kernels.md for the packing and the vectors.
 """
 
 from __future__ import annotations
@@ -40,8 +35,8 @@ WIDE = TARGET.has("avx512f")
 LANES = 16 if WIDE else 8  # float32 in a vector
 WIDEST = 4 if WIDE else 2  # tokens of one loop: sums for four need 32 wide registers
 ZEN = TARGET.name.startswith("znver")
-# What is read soon is prefetched. A Xeon reads 35 GB/s on two cores with its second-level cache and 23 without. A Zen 5
-# reads 42 to 52 GB/s with that one, and 48 to 60 with the first-level cache and twice the distance.
+# Prefetching. A Xeon reads 35 GB/s on two cores with it, into the second-level cache, and 23 without. A Zen 5 reads 42
+# to 52 GB/s with the second-level cache, and 48 to 60 with the first-level cache and twice the distance.
 AHEAD_BYTES, CACHE_LEVEL = (8192, 1) if ZEN else (4096, 2)
 
 Dots = Callable[[int, int, int, int, int, int, int, int, int], None]
@@ -161,7 +156,7 @@ def block_elements(bf16: bool) -> int:
 def make_dots(make: type[Emitter], tokens: int, bf16: bool, load: Callable[[int, int], float]) -> Dots:
     """Makes the function that computes out[token] = w . x[index[token]] over n elements; strides in bytes.
 
-    `load` returns one element of a row; `stride` is for those that compute several rows.
+    `load` returns one element of a row; `stride` is used by functions of several rows only.
     """
     blocks, block, rest = _blocks(make, tokens, bf16), block_elements(bf16), _rest(load)
 
@@ -213,10 +208,10 @@ def rows_code(name: str, dots: Callable[[int, int], Dots], widest: int, together
     It multiplies `count` rows of n weights at `w` with the packed vectors x[index[t]] of `tokens` tokens, into
     out[t][row]; strides are in bytes. It reads rows one after the other, for one token `together` side by side. Tokens
     go in groups; from the second group on a row comes from the first-level cache. Beside the last rows it prefetches
-    from `following`, where the caller will probably go on. Call it by its address with `call_rows`.
+    from `following`, the caller's probable next rows. Call it by its address with `call_rows`.
 
-    `dots` makes the dot products of so many rows and tokens, `widest` (4 or 2) tokens at most. `name` tells the code
-    from others.
+    `dots` makes the dot products of a number of rows and of tokens, at most `widest` (4 or 2) tokens. `name` is the
+    code's in the cache of compiled code.
     """
     by1, by2, some = dots(1, 1), dots(1, 2), dots(together, 1)
     by4 = dots(1, 4) if widest == 4 else by2
@@ -269,7 +264,7 @@ def rows_code(name: str, dots: Callable[[int, int], Dots], widest: int, together
 
 @cache
 def make_rows(bf16: bool) -> Code:
-    """Makes what `rows_code` says, for rows of bf16 or float32."""
+    """Makes `rows_code` for rows of bf16 or float32."""
     load = load_bf16 if bf16 else load_f32
     return rows_code("rows", lambda _, tokens: make_dots(Emitter, tokens, bf16, load), WIDEST)
 

@@ -17,12 +17,16 @@ from edgemoe.kernels.cpu.gemv import LANES, make_rows
 from edgemoe.kernels.cpu.vector import widen
 
 # The record of one call, out[t] = weight [rows, n] . x[index[t]]; arrays are addresses.
-# `line` bytes of a row; `multiply` the address of the code that multiplies rows; `x` packed for it, float32; `index`
-# [tokens] int64; `out` [tokens, rows] float32; `step`, rows in one chunk, is set by the kernel; `threads` those of the
-# pool.
+# * `line` bytes of a row
+# * `multiply` address of the code that multiplies rows
+# * `x` packed for it, float32; `index` [tokens] int64
+# * `out` [tokens, rows] float32
+# * `step` rows in one chunk, set by the kernel
+# * `threads` of the pool
 LINEAR = fields("weight", "line", "rows", "n", "multiply", "x", "index", "tokens", "out", "step", "threads")
-# A matrix, for the records that name several: `plain` where it is in the model's type, and the addresses of the code
-# that multiplies its rows and that packs vectors for it.
+# A matrix, for the records that name several.
+# * `plain` 1 if it is in the model's type
+# * `multiply` and `pack` addresses of the code that multiplies its rows, and that packs vectors for it
 MATRIX = fields("weight", "line", "rows", "n", "multiply", "pack", "plain")
 LONG, SHORT = 128, 8  # rows in one chunk of a large matrix, and of a small one such as a gate
 
@@ -91,8 +95,10 @@ def make_grouped_linear(bf16: bool) -> tuple[Code, tuple[Code, ...]]:
 
 
 # The record of one call, out [tokens, rows] = x [tokens, n] . weight [rows, n] transposed; arrays are addresses.
-# `line` bytes of a row; `x` bf16 where `x_bf16`, else float32; `out` float32; `panels`, `plain` and `part` scratch
-# memory, see `scratch_floats`; the rest as in PREFILL_EXPERTS.
+# * `line` bytes of a row
+# * `x` bf16 if `x_bf16`, else float32; `out` float32
+# * `panels`, `plain` and `part` scratch memory, see `scratch_floats`
+# * the rest as in PREFILL_EXPERTS
 PRODUCT = fields(
     *("weight", "line", "rows", "n", "x", "x_bf16", "tokens", "out", "panels", "plain", "part"),
     *("unpack", "decoded", "decoded_bytes", "borrowed", "threads"),

@@ -1,10 +1,7 @@
 """Computes the causal attention of a prompt's chunk over paged keys and values, with grouped queries.
 
-It passes over the context once, on tiles that stay in the second-level cache [FlashAttention, Algorithm 1]. One piece
-of work is `span` tokens of all query heads that share a KV head; it takes the context TILE tokens at a time. Tiles
-begin at multiples of TILE of the context, and what a token does not see is added as zero. So a token's result is the
-same bits however the prompt is cut into chunks. Tiles before all windows are not read. A sink is a score that a row
-begins with, whose value is zero.
+It passes over the context once, on tiles that stay in the second-level cache [FlashAttention, Algorithm 1]. A token's
+result is the same bits for any cut of the prompt into chunks. docs/design/kernels.md has the order.
 """
 
 from __future__ import annotations
@@ -54,10 +51,13 @@ KEY_LINE, VALUE_LINE = 4 * TILE, 4  # bytes of a panel's line, of values per ele
 LOWEST = np.float32(-3e38)
 
 # The record of one call; arrays are addresses.
-# `queries` [tokens, heads, head_dim] and `out` [tokens, heads, value_dim] in the model's type, of the last `tokens` of
-# `context`; `table` [blocks] int64, block ids; `keys`, `values`, `block_stride` and `head_stride` as in ATTENTION;
-# `scratch` `piece_bytes` for each piece of work, see `scratch_floats`; `span` tokens of one piece; `window`, `sinks`
-# and `codes` as in ATTENTION; `scale` that of the scores.
+# * `queries` [tokens, heads, head_dim] and `out` [tokens, heads, value_dim] in the model's type
+# * `tokens` the last ones of `context`
+# * `table` [blocks] int64, block ids
+# * `keys`, `values`, `block_stride`, `head_stride`, `window`, `sinks` and `codes` as in ATTENTION
+# * `scratch` `piece_bytes` for each piece of work, see `scratch_floats`
+# * `span` tokens of one piece
+# * `scale` of the scores
 PREFILL = np.dtype(
     [
         *fields(
@@ -119,7 +119,7 @@ def _make_fill_keys(bf16: bool) -> Callable[..., None]:
 
     @jit
     def fill_keys(p: int, head: int, start: int, count: int, panel: int) -> None:
-        """Writes keys as columns. Columns beyond the context keep what was there, finite, and are masked."""
+        """Writes keys as columns. Columns beyond the context keep their finite values, and are masked."""
         a = record(p, PREFILL)
         table, words = i64_at(a.table), a.head_dim * size // 4
         for j in range(count):
@@ -135,7 +135,7 @@ def _make_fill_keys(bf16: bool) -> Callable[..., None]:
 
 
 def _make_copy_line(bf16: bool) -> Callable[..., None]:
-    """Makes what puts one token's values into its line."""
+    """Makes the function that writes one token's values as a line."""
     load, paired = (load_bf16, panel_words(TILE, bf16) < TILE) if bf16 else (load_f32, False)
 
     @jit
@@ -153,13 +153,13 @@ def _make_copy_line(bf16: bool) -> Callable[..., None]:
 
 
 def _make_fill_values(bf16: bool) -> Callable[..., None]:
-    """Makes what gathers a tile of values."""
+    """Makes the function that gathers a tile of values."""
     size, value_lines, copy_line = 2 if bf16 else 4, panel_words(TILE, bf16), _make_copy_line(bf16)
     _, code_line = make_decode_lines(bf16)
 
     @jit
     def fill_values(p: int, head: int, start: int, count: int, panel: int) -> None:
-        """Values as lines, zero beyond the context and beyond the head's own elements."""
+        """Writes values as lines, zero beyond the context and beyond the head's own elements."""
         a = record(p, PREFILL)
         table, line = i64_at(a.table), _padded(a.value_dim) * VALUE_LINE
         to = f32_at(panel)

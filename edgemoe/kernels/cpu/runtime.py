@@ -47,7 +47,7 @@ EVERYTHING = 1 << 40  # a window that no context fills
 
 
 class Paged(NamedTuple):
-    """Says where one layer's keys and values lie, and what of them a token sees. Strides are in bytes."""
+    """The addresses and shapes of one layer's keys and values, and the window of tokens seen. Strides are in bytes."""
 
     heads: int
     kv_heads: int
@@ -95,7 +95,7 @@ class Kernels:
         self._prefill_experts, self._prefill, self._product = prefill_experts.call, prefill.call, product.call
         self.pool = ThreadPool(threads)
         self.close = self.pool.close
-        self._scratch: dict[str, tuple[int, npt.NDArray[Any]]] = {}  # addresses, with what they are of
+        self._scratch: dict[str, tuple[int, npt.NDArray[Any]]] = {}  # addresses, and the arrays that own them
         self._iota = np.arange(MOST_TOKENS, dtype=np.int64)
         self.iota = self._iota.ctypes.data
         self._job, self.linear_record = np.zeros(1, EXPERTS), np.zeros(1, LINEAR)
@@ -171,9 +171,9 @@ class Kernels:
         x: int,
         out: int,
     ) -> None:
-        """Does what `experts` does, for many tokens per expert.
+        """Computes the same as `experts`, for many tokens per expert.
 
-        `x` is in the model's type, as are weights that are not encoded; hidden size and width are even.
+        `x` and unencoded weights are in the model's type; hidden size and width are even.
         """
         job = np.zeros(1, PREFILL_EXPERTS)
         layout.fill(job)
@@ -191,7 +191,7 @@ class Kernels:
         self._prefill_experts(self.pool.control, job.ctypes.data)
 
     def _decode_rows(self, job: npt.NDArray[np.void], rows: RowCode, floats: int) -> None:
-        """Gives a record of a kernel for many tokens what decodes rows, into `floats` float32 for each thread."""
+        """Sets a record's fields for encoded rows, with room for `floats` decoded float32 in each thread."""
         assert rows.unpack is not None
         each = -(-floats // 16) * 16
         job["unpack"], job["threads"] = rows.unpack.address, self.pool.threads
@@ -237,7 +237,7 @@ class Kernels:
     def product(
         self, weight: int, rows: int, n: int, x: int, x_bf16: bool, tokens: int, out: int, code: RowCode
     ) -> None:
-        """Does what `linear` does with encoded weights, for many tokens."""
+        """Computes the same as `linear`, for encoded weights and many tokens."""
         job = np.zeros(1, PRODUCT)
         job["weight"], job["line"], job["rows"], job["n"] = weight, code.encoding.row_bytes(n), rows, n
         job["x"], job["x_bf16"], job["tokens"], job["out"] = x, x_bf16, tokens, out
@@ -296,7 +296,7 @@ class Kernels:
         return job
 
     def whole_step(self, record: int) -> None:
-        """Runs layers with their experts from the WHOLE_STEP record at this address, which says where it stopped."""
+        """Runs layers with their experts from the WHOLE_STEP record at `record`. `next` becomes the layer reached."""
         self._step(self.pool.control, record)
 
     def layer(self, record: int) -> None:

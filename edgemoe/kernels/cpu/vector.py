@@ -42,7 +42,7 @@ ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swiglu")
 def exp32(value: float) -> Any:
     """Returns exp(value) in float32, with an error of 1e-7.
 
-    Has no call and no branch, so that loops over it vectorise. The coefficients are those of Cephes' expf.
+    Has no call and no branch, so that loops over it vectorise. The coefficients come from Cephes' expf.
     """
     x = min(max(np.float32(value), _LOWEST), _HIGHEST)
     whole = np.floor(x * _LOG2E + _HALF)

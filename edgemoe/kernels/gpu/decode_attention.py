@@ -1,7 +1,7 @@
 """Attends from one token of each row to its paged keys and values, in two launches [Flash-Decoding].
 
-`attend` cuts a row's context into splits of one program each; `merge` weighs the splits. Both take the same places
-whatever the contexts are, so that a CUDA graph can hold them. Parameters of what Triton compiles have no annotations,
+`attend` cuts a row's context into splits of one program each; `merge` weighs the splits. Both have a fixed number of
+programs for all contexts, so that a CUDA graph can hold them. Parameters of Triton functions have no annotations,
 because Triton would evaluate them.
 """
 

@@ -1,7 +1,7 @@
 """Multiplies few rows with dense matrices on a GPU, places heads in the cache, and chooses experts: a launch each.
 
 Weights are read once for all rows and multiplied in registers; norms are part of the products that follow them.
-Parameters of what Triton compiles have no annotations, because Triton would evaluate them.
+Parameters of Triton functions have no annotations, because Triton would evaluate them.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ COLUMNS = 2048  # in one step of a program, for one row
 @jit
 def product(  # type: ignore[no-untyped-def]
     x,  # [T, K]
-    norm,  # float32 [K], where NORM
+    norm,  # float32 [K], if NORM
     weight,  # [N, K]
-    bias,  # [N], where BIAS
-    out,  # [T, N]; what is there is added to where ADD
-    planes,  # float32 [T, K] out, where KIND is not -1: x normalised, in planes
+    bias,  # [N], if BIAS
+    out,  # [T, N], to which the product is added if ADD
+    planes,  # float32 [T, K] out, if KIND is not -1: x normalised, in planes
     eps,
     factor,
     N: tl.constexpr,
@@ -90,12 +90,12 @@ def _columns(columns: int, rows: int) -> int:
 
 
 class Product(NamedTuple):
-    """States what goes with a product besides its rows and its matrix."""
+    """The options of a product besides its rows and its matrix."""
 
     norm: Any = None  # float32 [K]: rows are normalised before
     eps: float = 0.0
     bias: Any = None  # [N]
-    add: bool = False  # to what is there, times `factor`
+    add: bool = False  # the product, times `factor`, to `out`
     factor: float = 1.0
     planes: Any = None  # float32 [T, K] to write normalised rows to, see `experts_decode`
     kind: int = -1  # of the weights that the planes are for
@@ -133,7 +133,7 @@ def multiplied(x: Any, weight: Any, out: Any, how: Product) -> None:
 
 
 class HeadPlaces(NamedTuple):
-    """States what becomes of queries, keys and values between their product and attention."""
+    """The norms and layout of queries, keys and values between their product and attention."""
 
     q_norm: Any  # float32 [dim], or None
     k_norm: Any
@@ -150,7 +150,7 @@ class HeadPlaces(NamedTuple):
 
 @jit
 def place(  # type: ignore[no-untyped-def]
-    given,  # [T, line]: queries, keys, values if any, and what else there is
+    given,  # [T, line]: queries, keys, values if any, and columns that are ignored
     q_norm,
     k_norm,
     cos,  # float32 [T, TURNED / 2]

@@ -1,8 +1,8 @@
-"""Computes the experts of one layer on a GPU, where they lie in the slab, in two launches for all experts.
+"""Computes the experts of one layer on a GPU, in their slots of the slab, in two launches for all experts.
 
 Calls (token, expert) come sorted by expert and cut into blocks of one expert each, so that a weight is read once per
-block. Each call's output goes to a row of its own; the caller sums the rows, in the order that it wants. Parameters of
-what Triton compiles have no annotations, because Triton would evaluate them.
+block. Each call's output goes to a row of its own; the caller sums the rows in its order. Parameters of Triton
+functions have no annotations, because Triton would evaluate them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ OPTIONS = {"enable_fp_fusion": True}  # whose default depends on the release of 
 
 @jit
 def activated(gate, up, ACTIVATION: tl.constexpr, alpha: tl.constexpr, limit: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Returns what becomes of a gate and an up."""
+    """Applies the activation to gate and up."""
     if ACTIVATION == 0:
         return gate * tl.sigmoid(gate) * up
     if ACTIVATION == 1:
@@ -46,7 +46,7 @@ def gate_up(  # type: ignore[no-untyped-def]
     width: tl.constexpr,
     stride: tl.constexpr,
     line: tl.constexpr,
-    bias: tl.constexpr,  # bytes from where a slot begins to its biases; 0: there are none
+    bias: tl.constexpr,  # bytes from a slot's start to its biases; 0: there are none
     alpha: tl.constexpr,
     limit: tl.constexpr,
     KIND: tl.constexpr,
@@ -140,7 +140,7 @@ def block_shape(geometry: ExpertGeometry, layer: int, rows: int) -> dict[str, in
 
 
 def constants(geometry: ExpertGeometry, layer: int, stride_bytes: int) -> dict[str, Any]:
-    """Returns what the kernels are compiled for: a layer's experts, in slots of so many bytes."""
+    """Returns the compile-time constants of the kernels for a layer's experts, in slots of `stride_bytes` bytes."""
     encoding, activation, width = geometry.encoding(layer), geometry.activation, geometry.width
     line, down_line = encoding.row_bytes(geometry.hidden), encoding.row_bytes(width)
     return {
@@ -163,7 +163,7 @@ def experts(
 ) -> None:
     """Writes rows `calls` of `out` [T * k, H]: the weighted outputs of the calls [m] that `blocks` [B, 3] covers.
 
-    `x` [T, H] is in the model's type, `slab` is bytes, flat; `sizes` are `constants`, and `shape` a `block_shape` whose
+    `x` [T, H] is in the model's type, `slab` is bytes, flat; `sizes` are `constants`. `shape` is a `block_shape`; its
     rows, a power of two from 16 on, are the most calls of any block. All tensors are on one GPU.
     """
     import torch

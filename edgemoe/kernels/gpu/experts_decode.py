@@ -1,9 +1,9 @@
-"""Computes the experts of few tokens on a GPU, where they lie in the slab, without the host.
+"""Computes the experts of few tokens on a GPU, in their slots of the slab, without the host.
 
 Each call (token, expert) is computed by programs of its own, which look its slot up. Weights are read as words of four
-bytes, sixteen at once where a row's bytes allow it, and multiplied in registers. Activations lie in planes: plane j
-holds, word by word, what number j of each word is multiplied with. So a program's words and activations are read alike.
-Parameters of what Triton compiles have no annotations, because Triton would evaluate them.
+bytes, sixteen bytes at once if the row length allows, and multiplied in registers. Plane j of the activations holds the
+factors of number j of each word. Parameters of Triton functions have no annotations, because Triton would evaluate
+them.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def number(word, J: tl.constexpr, KIND: tl.constexpr):  # type: ignore[no-untype
 
 @jit
 def plane_of(column, n: tl.constexpr, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Returns where activations of n columns keep that of a column: its plane first, then its word."""
+    """Returns the index of a column's activation in planes of n columns: its plane first, then its word."""
     if KIND == 4:
         return column
     if KIND == 5:
@@ -92,7 +92,7 @@ def lane_among(at, per: tl.constexpr, n: tl.constexpr):  # type: ignore[no-untyp
 
 @jit
 def read(places, live):  # type: ignore[no-untyped-def]
-    """Returns what lies at places [r, w], of which words [w] are live: all where `live` is None."""
+    """Loads words at places [r, w]; zero for words [w] that are not live. All are if `live` is None."""
     if live is None:
         result = tl.load(places, eviction_policy="evict_first")
     else:
@@ -301,7 +301,7 @@ def in_planes(x: Any, kind: int) -> Any:
 
 
 def steps_of(columns: int, kind: int) -> dict[str, Any]:
-    """Returns how many words of a row of so many columns are read at a time, and whether in a loop."""
+    """Returns the number of words of a row of `columns` columns that are read at a time, and whether in a loop."""
     each = {0: 4, 1: 8, 2: 8, 3: 4, 4: 1, 5: 2}[kind]
     return {"KW": WORDS, "LOOPS": columns // each > UNROLLED * WORDS}
 
@@ -309,8 +309,8 @@ def steps_of(columns: int, kind: int) -> dict[str, Any]:
 def experts_decode(planes: Any, slab: Any, slots: Any, ids: Any, shares: Any, sizes: dict[str, Any], out: Any) -> Any:
     """Writes the weighted outputs of the calls `ids` [T * k] to `out` [T * k, H], each in a row of its own.
 
-    `planes` are the hidden states [T, H] by `in_planes`; `slots` [E] is where the layer's experts lie, `sizes` are the
-    layer's `experts.constants`. Nothing is read by the host.
+    `planes` are the hidden states [T, H] by `in_planes`. `slots` [E] are the slots of the layer's experts, and `sizes`
+    its `experts.constants`. Nothing is read by the host.
     """
     import torch
 

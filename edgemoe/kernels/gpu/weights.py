@@ -1,8 +1,8 @@
-"""Reads weights in each encoding on a GPU: what Triton kernels multiply with (see `encodings.rows`).
+"""Reads weights in each encoding on a GPU, for multiplication in Triton kernels (see `encodings.rows`).
 
 A block of a row's codes is decoded in registers, with the scales of its lanes, and multiplied with the activations of
-the columns that it stands for. Weights that are not encoded are read as they are. Parameters of what Triton compiles
-have no annotations, because Triton would evaluate them.
+its columns. Unencoded weights are read without change. Parameters of Triton functions have no annotations, because
+Triton would evaluate them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ KINDS = {"int8": 0, "int4": 1, "mxfp4": 2, "fp8": 3, "float32": 4, "bfloat16": 5
 
 @jit
 def lane_of(at, lanes: tl.constexpr, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Returns the lane, and the column in it, of the codes that begin at bytes `at` of a run of so many lanes."""
+    """Returns the lane, and the column in it, of the codes that begin at bytes `at` of a run of `lanes` lanes."""
     if KIND == 3:
         return at % lanes, at // lanes
     if KIND == 0:
@@ -62,7 +62,7 @@ def scales_at(rows, lane, wanted, n: tl.constexpr, KIND: tl.constexpr):  # type:
 
 @jit
 def decoded(code, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Returns what codes stand for, float32, without their scale."""
+    """Returns the values of codes, float32, without their scale."""
     if KIND == 0:
         return code.to(tl.int8, bitcast=True).to(tl.float32)
     if KIND == 1:

@@ -1,8 +1,8 @@
-"""The placement with the fewest remote calls, exactly. Imports Numba: for processes that solve, never for the front.
+"""Computes the placement with the fewest remote calls exactly. Imports Numba: not for the front process.
 
-[Prism, Eq. 2] with experts of one size is a transportation problem, whose optimum is integral: each node keeps what it
-asks for most, then every expert that nobody keeps is brought in along the cheapest chain of moves from node to node
-(successive shortest paths on a graph of the nodes), which ends with a replica that is dropped.
+[Prism, Eq. 2] with experts of one size is a transportation problem with an integral optimum. Each node first keeps its
+most chosen experts. Then the cheapest chain of moves between nodes brings in each expert without a home, and ends by
+dropping a replica (successive shortest paths).
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from edgemoe.policy.placement.problem import Placement, PlacementProblem, Values
 from edgemoe.types.arrays import BoolArray, IntArray
 
 ROUNDING = 1e-13  # of weights up to 1
-TIE = 1e-9  # what it counts for a node's choice that all together ask for an expert
+TIE = 1e-9  # weight of all nodes' demand for an expert in one node's choice
 
 
 class Chains(NamedTuple):
-    """What `_cover` works on. M experts of all layers."""
+    """The state of `_cover`, for the M experts of all layers."""
 
     weight: Values  # [M, N]
-    must: BoolArray  # [M] to be kept by somebody
+    must: BoolArray  # [M] experts that need a home
     homes: BoolArray  # [M, N]
-    kept: npt.NDArray[np.int32]  # [N, slots] what each node keeps
-    place: npt.NDArray[np.int32]  # [M, N] where in `kept`
+    kept: npt.NDArray[np.int32]  # [N, slots] each node's experts, -1 in an empty slot
+    place: npt.NDArray[np.int32]  # [M, N] the expert's slot in `kept`
     copies: IntArray  # [M]
     edge: Values  # [N, N] the least cost of moving an expert
     edge_expert: IntArray

@@ -1,9 +1,6 @@
-"""Prism's placement: how many experts of each layer a node keeps, then which [Prism, III-C].
+"""Implements Prism's placement: how many experts of each layer a node keeps, then which [Prism, III-C].
 
-Where it differs from the source: a layer's count is at most E, and what rounding leaves over is handed out; a node
-without data is taken for the mean of the others; a layer borrows only from one that has more than it needs, on a node
-that has one to give; only an expert that somebody else keeps is replaced, and the others' view is brought up to date
-after each; room that is left goes to what is asked for most. `prism_published` is the source to the letter.
+It corrects the source: see docs/design/placement.md. `prism_published` follows the source exactly.
 """
 
 from __future__ import annotations

@@ -114,8 +114,8 @@ def refuse_nowhere(problem: PlacementProblem) -> None:
     if len(nowhere):
         layer, expert = nowhere[0].tolist()
         raise PlacementInfeasible(
-            f"{len(nowhere)} experts are on no box's disk, nor in its memory, the first is expert {expert} of layer "
-            f"{layer}; copy the store to one of the boxes",
+            f"{len(nowhere)} experts are neither on disk nor in memory of any box; the first is expert {expert} of "
+            f"layer {layer}. Copy the store to one of the boxes",
             len(nowhere) * problem.expert_bytes,
         )
 
@@ -261,10 +261,10 @@ def fill(problem: PlacementProblem, homes: BoolArray) -> None:
 
 
 def protect(problem: PlacementProblem, homes: BoolArray, replicas: int) -> None:
-    """Has so many nodes hold each expert, in memory or on disk, as far as there is room. `homes` [N, L, E] is changed.
+    """Gives each expert `replicas` holders, in memory or on disk, as far as there is room. Changes `homes` [N, L, E].
 
-    Further copies of the most chosen experts come first. Each goes to the cheapest node: into free room, or in place of
-    the least chosen expert there that enough other nodes hold and another has in memory.
+    The most chosen experts are copied first, each to the cheapest node. A copy takes free room there, or replaces the
+    least chosen expert that enough other nodes hold and another node has in memory.
     """
     nodes = len(homes)
     wanted = min(replicas, nodes)

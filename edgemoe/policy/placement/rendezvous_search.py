@@ -1,10 +1,6 @@
-"""The local search of `rendezvous`, compiled. Imports Numba: for processes that solve, never for the front.
+"""The local search of `rendezvous`, compiled. Imports Numba: not for the front process.
 
-For one token, layer and expert, all other homes given, the peers called are one fewer exactly if the expert has a home
-in a set Q: the token's own node, and every node that is in some smallest set of peers covering what else is missing.
-So each expert's share of the objective is a weighted coverage of sets. Three tables over (layer, expert, node) follow,
-kept true while homes change: what another home there would save, what losing the home there would cost, and what a
-single home there is worth. Changes in different layers add up, so the best chain of changes is found by looking.
+docs/design/placement.md explains the tables that it keeps over (layer, expert, node).
 """
 
 from __future__ import annotations
@@ -21,18 +17,18 @@ from edgemoe.types.arrays import IntArray
 
 
 class Search(NamedTuple):
-    """What the search works on. `homes` changes, and the tables after it, which follow from it."""
+    """The state of the search. `homes` changes, and the tables after it follow."""
 
     ids: Routes  # [L, T, k] the experts that each token chose
-    node: IntArray  # [T] whose token it is
-    weight: Values  # [T] what one peer called for it costs
-    first: IntArray  # [L, E + 1] where in `users` the tokens of each expert begin
+    node: IntArray  # [T] the token's node
+    weight: Values  # [T] the cost of one peer called for it
+    first: IntArray  # [L, E + 1] the index in `users` of each expert's first token
     users: npt.NDArray[np.int32]  # [L, T * k] tokens by expert
-    calls: Values  # [L, E, N] what the node's calls for the expert cost, where it is not at home there
+    calls: Values  # [L, E, N] the cost of the node's calls for an expert without a home there
     fixed: Masks  # [L, E] homes on disk, which stay
     homes: Masks  # [L, E]
-    swing: Values  # [L, E, N] what another home saves, or the loss of one costs
-    worth: Values  # [L, E, N] what a home saves against none that is of use
+    swing: Values  # [L, E, N] the saving by another home, or the cost of losing one
+    worth: Values  # [L, E, N] the saving by a home over no useful home
     add: Values  # [L, N] the least of -`swing` where there is no home
     add_expert: IntArray
     drop: Values  # [L, N] the least of `swing` where there are several
@@ -42,7 +38,7 @@ class Search(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Memory to count in."""
+    """Working memory for one token."""
 
     sets: Masks  # [k + 2, k]
     masks: Masks  # [k]
@@ -52,7 +48,7 @@ class Scratch(NamedTuple):
 
 @inner
 def _useful(homes: Masks, ids: Routes, own: np.uint64, scratch: Scratch) -> int:
-    """Fills Q of each of a token's experts; the peers that it calls. `homes` [E] are those of the layer."""
+    """Fills Q of each of a token's experts and returns the number of peers called. `homes` [E] is the layer's row."""
     absent = 0
     for i in range(len(ids)):
         if homes[ids[i]] & own == NONE:
@@ -75,7 +71,7 @@ def _useful(homes: Masks, ids: Routes, own: np.uint64, scratch: Scratch) -> int:
 
 @inner
 def _book(search: Search, scratch: Scratch, layer: int, token: int | np.int64, sign: float) -> float:
-    """Adds a token to the tables, or with a sign of -1 takes it out; what it costs, with that sign."""
+    """Adds a token's cost to the tables, or removes it if `sign` is -1. Returns the signed cost."""
     ids, homes = search.ids[layer, token], search.homes[layer]
     swing, worth = search.swing[layer], search.worth[layer]
     called = _useful(homes, ids, ONE << np.uint64(search.node[token]), scratch)
@@ -98,7 +94,7 @@ def _book(search: Search, scratch: Scratch, layer: int, token: int | np.int64, s
 
 @inner
 def _rehome(search: Search, scratch: Scratch, layer: int, expert: int, homes: np.uint64) -> float:
-    """Gives an expert other homes; by how much that changes what all costs. The layer's bests are not looked for."""
+    """Changes an expert's homes and returns the change in total cost. Leaves the layer's best changes out of date."""
     users = search.users[layer, search.first[layer, expert] : search.first[layer, expert + 1]]
     change = 0.0
     for token in users:
@@ -115,7 +111,7 @@ def _rehome(search: Search, scratch: Scratch, layer: int, expert: int, homes: np
 
 
 @inner
-def _look(search: Search, layer: int) -> None:
+def _find_best_changes(search: Search, layer: int) -> None:
     """Finds the layer's best changes."""
     nodes = search.worth.shape[2]
     add, drop, move = search.add[layer], search.drop[layer], search.move[layer]
@@ -141,7 +137,7 @@ def _look(search: Search, layer: int) -> None:
 
 @inner
 def _two_least(values: Values, value: Values, layer: IntArray) -> None:
-    """The two least of values [L, ...] over layers, and in which layers: value [2, ...] and layer [2, ...]."""
+    """Finds the two least of values [L, ...] over layers. Fills `value` [2, ...] and their layers, `layer` [2, ...]."""
     value[:] = np.inf
     for each in range(len(values)):
         row = values[each]
@@ -183,10 +179,10 @@ def _move(search: Search, scratch: Scratch, layer: int, node: int, to: int) -> f
 
 @inner
 def _step(search: Search, scratch: Scratch, gain: float) -> float:
-    """Makes the best change whose parts are in different layers; what it changed.
+    """Makes the best change with parts in different layers. Returns the change in cost.
 
-    At one node another expert for a replica; or two nodes exchange experts; or one takes an expert in for a replica,
-    and the one that gave it takes in another for it.
+    It is one of three. A node replaces a replica by another expert. Two nodes exchange experts. Or a node replaces a
+    replica by an expert of a second node, which takes in a third expert for it.
     """
     nodes = search.add.shape[1]
     pairs = nodes * nodes
@@ -226,15 +222,15 @@ def _step(search: Search, scratch: Scratch, gain: float) -> float:
         change = _move(search, scratch, a, node, to) + _move(search, scratch, b, to, node)
     else:
         change = _add(search, scratch, a, node) + _move(search, scratch, b, node, to) + _drop(search, scratch, c, to)
-        _look(search, c)
-    _look(search, a)
-    _look(search, b)
+        _find_best_changes(search, c)
+    _find_best_changes(search, a)
+    _find_best_changes(search, b)
     return change
 
 
 @inner
 def _within(search: Search, scratch: Scratch, layer: int, gain: float) -> float:
-    """Makes changes whose two parts are both in this layer, where they pay; what they changed."""
+    """Makes the changes with both parts in this layer, while they pay. Returns the change in cost."""
     nodes = search.worth.shape[2]
     total = 0.0
     for n in range(nodes):
@@ -257,7 +253,7 @@ def _within(search: Search, scratch: Scratch, layer: int, gain: float) -> float:
                 change = _move(search, scratch, layer, n, m) + _move(search, scratch, layer, m, n)
             if change < -gain:
                 total += change
-                _look(search, layer)
+                _find_best_changes(search, layer)
             else:
                 _rehome(search, scratch, layer, first, before[0])
                 _rehome(search, scratch, layer, second, before[1])
@@ -266,19 +262,19 @@ def _within(search: Search, scratch: Scratch, layer: int, gain: float) -> float:
 
 @entry
 def begin(search: Search, scratch: Scratch) -> float:
-    """Fills the tables, beside what they hold already; what all costs."""
+    """Adds all tokens to the tables. Returns the total cost of calls."""
     layers, tokens, _ = search.ids.shape
     cost = 0.0
     for layer in range(layers):
         for token in range(tokens):
             cost += _book(search, scratch, layer, token, 1.0)
-        _look(search, layer)
+        _find_best_changes(search, layer)
     return cost
 
 
 @entry
 def descend(search: Search, scratch: Scratch, most: int, gain: float) -> float:
-    """Makes changes until none gains more than `gain`, `most` at most; what they change in all."""
+    """Makes at most `most` changes, until none gains more than `gain`. Returns the total change in cost."""
     total = 0.0
     for _ in range(most):
         change = _step(search, scratch, gain)

@@ -35,9 +35,9 @@ def heaviest_pairs(routes: Routes, experts: int, most: int) -> IntArray:
 def routes_of_pairs(
     activations: Values, pairs: IntArray, top_k: int, tokens: int, rng: np.random.Generator, exists: BoolArray
 ) -> Routes:
-    """Returns routes [T, L, k] of so many tokens with a node's activations [L, E] and pairs [P, 4].
+    """Draws routes [T, L, k] for `tokens` tokens from a node's activations [L, E] and pairs [P, 4].
 
-    Layers have their first experts, those that exist [L, E].
+    Only experts in `exists` [L, E] are drawn; they are the first ones of each layer.
     """
     layers = len(activations)
     routes = np.zeros((tokens, layers, top_k), np.int16)
@@ -53,7 +53,7 @@ def routes_of_pairs(
 
 
 def _lift(asked: Values, pairs: IntArray, ordered_pairs: float) -> Values:
-    """How much oftener than by chance two experts are chosen together, [E, E]."""
+    """Computes how many times more often than by chance two experts are chosen together, [E, E]."""
     experts = len(asked)
     chance = np.outer(asked, asked)
     np.fill_diagonal(chance, 0.0)
@@ -70,9 +70,9 @@ def _lift(asked: Values, pairs: IntArray, ordered_pairs: float) -> Values:
 
 @entry
 def _draw(share: Values, lift: Values, random: Values) -> Routes:
-    """Experts [T, k] drawn one after the other with random numbers [T, k].
+    """Draws experts [T, k] one after the other from random numbers [T, k].
 
-    Written out: what Numba makes of whole arrays takes four times as long to compile.
+    Loops instead of array operations: Numba takes four times as long to compile the latter.
     """
     tokens, top_k = random.shape
     routes = np.zeros((tokens, top_k), np.int16)
@@ -134,7 +134,7 @@ def _leave(scratch: Masks, depth: int | np.int64, count: int | np.int64, node: n
 
 @inner
 def _coverable(scratch: Masks, depth: int | np.int64, count: int | np.int64, nodes: int) -> bool:
-    """Whether so many nodes hit all `count` masks of scratch[depth]."""
+    """Whether `nodes` nodes hit all `count` masks of scratch[depth]."""
     row = scratch[depth]
     if count == 0:
         return True
@@ -160,7 +160,7 @@ def _coverable(scratch: Masks, depth: int | np.int64, count: int | np.int64, nod
 
 @entry
 def fewest(masks: Masks, count: int, scratch: Masks) -> tuple[int, np.uint64]:
-    """How few nodes hit all masks, and the nodes that are in some such set."""
+    """Returns the least number of nodes that hit all masks, and the union of all such smallest sets of nodes."""
     forced = NONE
     for i in range(count):
         if masks[i] & (masks[i] - ONE) == NONE:
@@ -196,16 +196,16 @@ def fewest(masks: Masks, count: int, scratch: Masks) -> tuple[int, np.uint64]:
 
 @dataclass(frozen=True, slots=True)
 class RouteScore:
-    """States what tokens meet, as means over all nodes' tokens and layers."""
+    """Remote experts and peers called, as means over all nodes' tokens and layers."""
 
-    remote_share: float  # of the chosen experts, those that are not in the node's own memory
-    rendezvous: float  # peers called, the fewest that have what is missing
+    remote_share: float  # the share of chosen experts that are not in the node's own memory
+    rendezvous: float  # the fewest peers that have all missing experts
     local_layers: float  # share of layers for which no peer is called
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerCosts:
-    """States what calls and computing take: seconds for each call, or each batch, and for each token in it."""
+    """Costs of calls and of computing: seconds per call or batch, and seconds per token in it."""
 
     call_s: Values  # [N, N] from node to node; 0 to itself
     call_token_s: Values  # [N, N]
@@ -219,13 +219,13 @@ def remote_calls(placement: Placement, activations: Values) -> float:
 
 
 def masks_of(homes: BoolArray) -> Masks:
-    """Returns which nodes have each expert, [L, E], a bit for each of homes' [N, L, E] nodes."""
+    """Packs homes [N, L, E] into masks [L, E] with one bit for each node."""
     bit = ONE << np.arange(len(homes), dtype=np.uint64)
     return np.asarray(np.where(homes, bit[:, None, None], NONE).sum(axis=0), np.uint64)
 
 
 def score(placement: Placement, routes: Sequence[Routes]) -> RouteScore:
-    """Returns what each node's tokens, routes [T, L, k], meet."""
+    """Scores a placement on routes [T, L, k] of each node."""
     memory = masks_of(placement.homes)
     anywhere = memory | masks_of(placement.disk)
     totals = np.zeros(3)
@@ -238,7 +238,7 @@ def score(placement: Placement, routes: Sequence[Routes]) -> RouteScore:
 
 @entry
 def _count(routes: Routes, memory: Masks, anywhere: Masks, node: int) -> Values:
-    """Remote experts, peers called and layers without a call, over a node's tokens [T, L, k]."""
+    """Counts remote experts, peers called and layers without a call, over a node's tokens [T, L, k]."""
     tokens, layers, chosen = routes.shape
     own = ONE << np.uint64(node)
     masks, scratch = np.zeros(chosen, np.uint64), np.zeros((chosen + 2, chosen), np.uint64)

@@ -13,10 +13,9 @@ from edgemoe.types.arrays import BoolArray, IntArray
 
 
 def uniform(problem: PlacementProblem, replicas: int = 1) -> Placement:
-    """Returns every expert at least once, up to `replicas` times on different nodes.
+    """Places every expert at least once, and up to `replicas` times on different nodes as far as memory goes.
 
-    Raises PlacementInfeasible where memory does not suffice for one copy of each, or an expert is nowhere; further
-    copies are given as far as memory goes.
+    Raises PlacementInfeasible if memory is too small for one copy of each, or an expert is nowhere.
     """
     disk = disk_homes(problem)
     homes = np.zeros_like(disk)
@@ -29,9 +28,9 @@ def uniform(problem: PlacementProblem, replicas: int = 1) -> Placement:
 def _deal(problem: PlacementProblem, homes: BoolArray, left: IntArray, copy: int, which: BoolArray) -> None:
     """Deals one more copy of each expert of `which` [L, E], as far as there is room; further copies hottest first.
 
-    It goes to the emptiest box that is not its home yet, one that has it first. Emptiness is judged within the layer
-    first, so that each layer is spread as memory is. First copies of what is only in memory stay where it is, if there
-    is room. `homes` [N, L, E] and `left` [N] are changed.
+    A copy goes to the emptiest box that is not yet its home, preferably one that has it. Emptiness counts within the
+    layer first, so that each layer is spread as memory is. The first copy of an expert that is on no disk stays in its
+    place if there is room. Changes `homes` [N, L, E] and `left` [N].
     """
     nodes, layers, _ = homes.shape
     has = problem.held

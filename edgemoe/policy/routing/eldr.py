@@ -50,7 +50,7 @@ class ExpertClusters:
     fit: Fit
 
     def similarity(self, counts: Counts) -> FloatArray:
-        """Returns how near a request with these prefill counts [L, E] is to each worker's cluster [K], 0 to 1."""
+        """Returns the cosine similarity, 0 to 1, of prefill counts [L, E] to each worker's cluster, [K]."""
         answer: FloatArray = self.centroids @ signatures(counts[None], self.weights)[0]
         return answer
 
@@ -121,7 +121,7 @@ class LocalityBand:
         self._clusters, self._places = clusters, {place: number for number, place in enumerate(places)}
 
     def forget(self) -> None:
-        """Goes by no clusters."""
+        """Drops the clusters: requests are then routed without locality."""
         self._clusters, self._places = None, {}
 
     def covers(self, views: Sequence[EngineView]) -> bool:

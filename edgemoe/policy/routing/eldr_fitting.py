@@ -126,10 +126,10 @@ def balanced(points: FloatArray, capacity: IntArray, rng: np.random.Generator, s
 
 
 def matched(before: IntArray, after: IntArray, capacity: IntArray) -> IntArray:
-    """Returns the worker of each new cluster [K], so that as many requests as possible stay where they were.
+    """Returns the worker of each new cluster [K]; as many requests as possible stay at their worker.
 
-    `before` [N] has the worker of each request till now, -1 where that is gone; `after` [N] its new cluster, whose size
-    is that of the worker of the same number. Only workers of equal capacity [K] exchange clusters.
+    `before` [N] has each request's worker, -1 if that is gone. `after` [N] has its new cluster; cluster n has the size
+    of worker n. Only workers of equal capacity [K] exchange clusters.
     """
     workers = len(capacity)
     stays = np.zeros((workers, workers))  # [cluster, worker]

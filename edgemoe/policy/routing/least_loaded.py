@@ -25,10 +25,10 @@ def node_of(place: str) -> str:
 
 
 def route(loads: Sequence[EngineLoad], rule: Rule) -> str:
-    """Returns the place to send a request to; "" where there is no room anywhere.
+    """Returns the place of an engine for a request; "" if no engine has room.
 
-    "local" keeps it on this box while that has room; "least", and "local" beyond that, take the engine with the
-    least requests for each that runs at once, this box's among equals.
+    "local" takes this box's engine while that has room. Otherwise, and for "least", the engine with the fewest requests
+    per slot is taken; among equals, this box's.
     """
     free = [load for load in loads if load.requests < load.capacity]
     if rule == "local" and (own := [load for load in free if load.here]):

@@ -1,7 +1,7 @@
-"""Marginal union: a request goes where it adds least to the time of all that decode there.
+"""Marginal union: sends a request to the engine whose decode steps it lengthens least.
 
-A decode step takes as long as the distinct experts that it loads. If request r chooses expert e of a layer with
-probability p_r(e), the running requests of engine w load it with probability 1 - prod(1 - p).
+A decode step takes as long as the distinct experts that it loads. Request r chooses expert e of a layer with
+probability p_r(e). The running requests of engine w load it with probability 1 - prod(1 - p).
 docs/design/routing.md has the formulas (1) and (2).
 """
 
@@ -23,9 +23,9 @@ MOST_CERTAIN = 0.999  # bounds a probability, so that an added request can be re
 
 
 def chances(counts: Counts, tokens: float, prior: FloatArray) -> FloatArray:
-    """Returns how likely a decoded token chooses each expert [L, E].
+    """Returns the chance that a decoded token chooses each expert [L, E].
 
-    By the prefill counts [L, E] of so many tokens, and by how likely others' decoded tokens are to, `prior` [L, E].
+    `counts` [L, E] are of `tokens` prefilled tokens. `prior` [L, E] has the chances of other requests' decoded tokens.
     """
     expected = (counts + PRIOR_TOKENS * prior) / (tokens + PRIOR_TOKENS)
     return np.clip(expected, 0.0, MOST_CERTAIN).astype(np.float32)
@@ -46,9 +46,9 @@ class EngineStep(NamedTuple):
 
 
 def step_of(seconds: FloatArray, absent: FloatArray, running: int, step_s: float) -> EngineStep:
-    """Returns a step of an engine that takes `step_s` beside experts, and `seconds` [L, E] for each that it loads.
+    """Builds the step of an engine: `step_s` without experts, and `seconds` [L, E] for each expert that it loads.
 
-    `absent` [L, E] is the sum of what runs there.
+    `absent` [L, E] is the log of the chance that no running request loads the expert.
     """
     left = seconds * np.exp(absent)
     return EngineStep(left.reshape(-1), step_s + float(seconds.sum()) - float(left.sum()), running)

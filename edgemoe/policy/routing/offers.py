@@ -1,7 +1,7 @@
 """Offers of requests, views of engines, and assignments: the input and output of routing policies.
 
-A policy is called when an offer comes and when an engine reports; offers that it leaves are offered again. A keyed hash
-of a prompt's block stands for all tokens up to its end, so an engine's keys tell the cached part of a prompt.
+A policy is called when an offer comes and when an engine reports. Offers that it leaves unassigned are offered again.
+A keyed hash of a prompt's block stands for all tokens up to its end, so an engine's keys show a prompt's cached part.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ class Dispatches:
 
     def __init__(self) -> None:
         self._reports: dict[str, EngineView] = {}
-        self._since: dict[str, dict[str, tuple[float, Offered]]] = {}  # place -> request -> when, what
+        self._since: dict[str, dict[str, tuple[float, Offered]]] = {}  # place -> request -> time sent, offer
         self._views: dict[str, EngineView] = {}  # of engines of which nothing has changed since they were asked for
 
     def hear(self, view: EngineView) -> None:

@@ -18,30 +18,30 @@ from edgemoe.types.arrays import BoolArray
 from edgemoe.types.step import BLOCK_TOKENS
 
 CostTerm = Callable[[Sequence[Offered], Sequence[EngineView]], Values]
-"""Seconds [W, R], at full engines, too; of an offer counts what is beyond the engine where that is least."""
+"""Returns seconds [W, R], for full engines too. Only the excess over the cheapest engine counts for an offer."""
 
 
 @dataclass(frozen=True, slots=True)
 class PullLimits:
-    """States when an engine has room, what it costs, and how fast requests age."""
+    """States when an engine has room, the cost of a request there, and how fast requests age."""
 
-    ahead_tokens: int = 1024  # to be prefilled there, at which an engine takes nothing,
-    ahead_s: float = 0.25  # unless what takes it so long is more
-    ahead_requests: int = 0  # that an engine takes beyond its slots, to have work while its next report is on the way
+    ahead_tokens: int = 1024  # an engine with as many tokens to prefill takes no request,
+    ahead_s: float = 0.25  # unless it prefills more than that in `ahead_s`
+    ahead_requests: int = 0  # taken beyond an engine's slots, as work until its next report arrives
     aging: float = 0.2  # seconds of prefill that a second of waiting makes up for: k
     output_reserve: float = 0.25  # of the expected remaining output, kept free in KV
-    crowding: float = 0.04  # of an answer's time, that a request costs more where all slots are in use than where none
-    step_s: float = 0.03  # of a decode step, of an engine that does not say
-    affinity_s: float = 600.0  # for which it counts where a user's last request went
-    affinity: float = 0.5  # of a piece of the prompt, that is expected there beside what keys show
-    away_s: float = 0.005  # that a request costs at another box than its front's
+    crowding: float = 0.04  # share of an answer's time that a request costs more in a full engine than in an empty one
+    step_s: float = 0.03  # a decode step of an engine that reports none
+    affinity_s: float = 600.0  # for which the engine of a user's last request is preferred
+    affinity: float = 0.5  # pieces of the prompt expected in its cache beside the known keys
+    away_s: float = 0.005  # extra cost on another box than the front's
 
 
 class PullRouting:
-    """Has engines with room take what costs them least. Remembers where users' requests went."""
+    """Gives each engine with room the requests that cost it least. Remembers the engine of each user's last request."""
 
     def __init__(self, limits: PullLimits, *terms: CostTerm) -> None:
-        """`terms` are what else a request costs an engine, beside its prefill."""
+        """Adds `terms` to the cost of a request at an engine, beside its prefill."""
         self._limits, self._terms = limits, terms
         self._users = UserPlaces(limits.affinity_s)
 
@@ -50,13 +50,13 @@ class PullRouting:
         return any(map(self._has_room, views))
 
     def assign(self, offers: Sequence[Offered], views: Sequence[EngineView], now_s: float) -> list[Assignment]:
-        """Returns what engines with room take; the rest is to be offered again."""
+        """Assigns offers to the engines with room. The others must be offered again."""
         there, answer = list(views), list[Assignment]()
         open_ = np.array([self._has_room(view) for view in there], np.bool_)
         if not offers or not open_.any():
             return answer
         table = _Table(self._limits, self._terms, offers, self._users, now_s)
-        table.reckon(there)
+        table.fill(there)
         left = np.ones(len(offers), np.bool_)
         while left.any() and open_.any():
             asked = open_[:, None] & left
@@ -73,7 +73,7 @@ class PullRouting:
                 there[w] = with_offer(there[w], offers[r])
                 open_[w] = self._has_room(there[w])
                 if open_.any():
-                    table.reckon_again(w, there[w])
+                    table.update_row(w, there[w])
             else:
                 break
             left[r] = False
@@ -86,7 +86,7 @@ class PullRouting:
 
 
 class _Table:
-    """(1) of offers at engines, and which fit; reckoned anew only at the engine that has changed."""
+    """The cost (1) of each offer at each engine, and whether it fits; `update_row` keeps one engine's row current."""
 
     def __init__(
         self,
@@ -105,19 +105,19 @@ class _Table:
         self._costs: list[Values] = []  # of prefill, of crowding, of each term; [W, R]
         self.fits: BoolArray = np.zeros((0, len(offers)), np.bool_)  # the KV of which engine; of an idle one all do
 
-    def reckon(self, views: Sequence[EngineView]) -> None:
-        """Reckons all."""
+    def fill(self, views: Sequence[EngineView]) -> None:
+        """Computes the rows of all engines."""
         self._costs, self.fits = self._rows(views)
 
-    def reckon_again(self, w: int, view: EngineView) -> None:
-        """Reckons an engine's row."""
+    def update_row(self, w: int, view: EngineView) -> None:
+        """Computes one engine's row again."""
         costs, fits = self._rows([view])
         self.fits[w] = fits[0]
         for kept, new in zip(self._costs, costs, strict=True):
             kept[w] = new[0]
 
     def keys(self) -> Values:
-        """Returns (1), [W, R]."""
+        """Returns the costs (1) of offers at engines, [W, R], less their aging."""
         own, *terms = self._costs
         beyond = sum(costs - costs.min(axis=0) for costs in terms)
         return np.asarray(own + beyond - self._aged)

@@ -19,13 +19,13 @@ Counts = npt.NDArray[np.integer] | npt.NDArray[np.floating]
 
 
 def rarity(counts: Counts) -> FloatArray:
-    """Returns the weight of each expert [L, E]: the inverse document frequency in what requests chose [N, L, E]."""
+    """Returns each expert's weight [L, E]: its inverse document frequency in the requests' counts [N, L, E]."""
     used = np.count_nonzero(counts, axis=0)
     return np.asarray(np.log((len(counts) + 1) / (used + 1)), np.float32)
 
 
 def keep_layers(weights: FloatArray, layers: Sequence[int]) -> FloatArray:
-    """Returns the weights [L, E] with those of all other layers zero."""
+    """Returns the weights [L, E] with all other layers set to zero."""
     kept = np.zeros_like(weights)
     kept[list(layers)] = weights[list(layers)]
     return kept
@@ -55,14 +55,14 @@ class ModelSizes(NamedTuple):
 
 
 def shares_of(counts: Counts, top_k: int) -> tuple[int, bytes]:
-    """Returns the tokens that counts [L, E] are of, and the share of them that chose each expert."""
+    """Packs counts [L, E] for a message: the number of tokens, and each expert's share of them."""
     tokens = float(counts.sum()) / (len(counts) * top_k)
     shares = np.rint(counts * (ACTIVITY_UNIT / max(tokens, 1e-30)))
     return round(tokens), np.minimum(shares, ACTIVITY_UNIT).astype("<u2").tobytes()
 
 
 def counts_of(tokens: int, chosen: bytes, sizes: ModelSizes) -> FloatArray | None:
-    """Returns counts [L, E] of what was told."""
+    """Unpacks counts [L, E] from `shares_of`; None if the sizes do not fit."""
     if len(chosen) != 2 * sizes.layers * sizes.experts or not chosen or not tokens:
         return None
     shares = np.frombuffer(chosen, "<u2").reshape(sizes.layers, sizes.experts)
@@ -70,18 +70,18 @@ def counts_of(tokens: int, chosen: bytes, sizes: ModelSizes) -> FloatArray | Non
 
 
 def absent_bytes(union: FloatArray) -> bytes:
-    """Returns the chance that nobody chooses an expert, of its log [L, E]."""
+    """Packs the chance that no request chooses an expert, from its log [L, E]."""
     told: npt.NDArray[np.uint8] = np.rint(255 * np.exp(union)).astype(np.uint8)
     return told.tobytes()
 
 
 def experts_of(absent: bytes) -> float:
-    """Returns how many experts a step is expected to load, of all layers, where so much was told."""
+    """Returns the expected number of experts that a step loads, over all layers, from `absent_bytes`."""
     return len(absent) - float(np.frombuffer(absent, np.uint8).sum()) / 255
 
 
 def union_of(absent: bytes, sizes: ModelSizes) -> FloatArray | None:
-    """Returns the log of the chance [L, E] that was told."""
+    """Unpacks the log [L, E] from `absent_bytes`; None if the sizes do not fit."""
     if len(absent) != sizes.layers * sizes.experts or not absent:
         return None
     told = np.frombuffer(absent, np.uint8).reshape(sizes.layers, sizes.experts)
@@ -89,7 +89,7 @@ def union_of(absent: bytes, sizes: ModelSizes) -> FloatArray | None:
 
 
 def resident_of(far: bytes, far_s: Sequence[float], sizes: ModelSizes) -> FloatArray | None:
-    """Returns what reaching each expert costs [L, E], in seconds beside one in place."""
+    """Returns the seconds [L, E] to reach each expert, 0 if it is in place; None if the sizes do not fit."""
     if len(far) != sizes.layers * sizes.experts or not far:
         return None
     seconds: npt.NDArray[np.float32] = np.array([0.0, *(min(each, MOST_S) for each in far_s)], np.float32)

@@ -1,1 +1,1 @@
-"""Kernels for weights of 4 and 8 bits: they multiply what they decode in registers."""
+"""Kernels for weights of 4 and 8 bits, which are decoded in registers and multiplied there."""

@@ -1,7 +1,7 @@
 """Writes the LLVM code that turns codes of weights into vectors, for each set of instructions.
 
-A vector has `lanes` lanes, each of which belongs to one lane of a row's run (see `encodings.rows`). What has fewer
-lanes than a vector, at the end of a row, is read under a mask.
+A vector has `lanes` lanes, each of which belongs to one lane of a row's run (see `encodings.rows`). The shorter rest of
+a row is read under a mask.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Instructions:
 
     name: str
     lanes: int  # of a vector
-    needs: tuple[str, ...] = ()  # what LLVM calls the processor's features
+    needs: tuple[str, ...] = ()  # LLVM's names of the processor's features
 
     @property
     def here(self) -> bool:
@@ -76,7 +76,7 @@ class Vectors:
         self.call(name, ir.VoidType(), value, pointer, align, mask)
 
     def first(self, count: Any, lanes: int) -> Any:
-        """Returns the mask of the first `count` of so many lanes."""
+        """Returns the mask of the first `count` of `lanes` lanes."""
         kind = ir.VectorType(I32, lanes)
         one = self.b.insert_element(ir.Constant(kind, ir.Undefined), self.b.trunc(count, I32), ir.Constant(I32, 0))
         every = self.b.shuffle_vector(one, ir.Constant(kind, ir.Undefined), self.splat(kind, 0))
@@ -103,7 +103,7 @@ class Vectors:
         return [self.nibble(word, 4 * i) for i in nibbles]
 
     def signed(self, word: Any, at: int, bits: int) -> Any:
-        """Returns the signed number of so many bits from bit `at` on."""
+        """Returns the signed number of `bits` bits from bit `at` on."""
         if at + bits < 32:
             word = self.b.shl(word, self.splat(self.words, 32 - bits - at))
         return self.b.ashr(word, self.splat(self.words, 32 - bits))
@@ -127,7 +127,7 @@ class Vectors:
         return self.b.fmul(self.b.sitofp(whole, self.floats), self.splat(self.floats, 0.5))
 
     def doubled(self, code: Any, kind: Any) -> Any:
-        """Returns twice what codes of E2M1 stand for, as whole numbers, with comparisons only."""
+        """Returns twice the values of E2M1 codes, as whole numbers, with comparisons only."""
         size = self.b.and_(code, self.splat(kind, 7))
         for above, value in ((7, 12), (6, 8), (5, 6)):
             high = self.b.icmp_unsigned("==", self.b.and_(code, self.splat(kind, 7)), self.splat(kind, above))

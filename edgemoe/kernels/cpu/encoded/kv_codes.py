@@ -1,7 +1,7 @@
-"""Reads and writes keys and values in int8: lines of codes, each with the float32 that it is multiplied with.
+"""Reads and writes keys and values in int8: lines of codes, each with a float32 scale.
 
-The lines [16, head_dim] of a head in a block lie together, as those of other types do. Their scales [16] lie behind
-them: a line has one scale, a 127th of its largest number. Codes are multiplied as they are, and scores with the scale.
+The lines [16, head_dim] of a head in a block lie together, as lines of other types do. Their scales [16] lie behind
+them. The scale of a line is a 127th of its largest number. Codes are multiplied without it, and scores with it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _CodeEmitter(Emitter):
 
 @cache
 def make_code_rows(bf16: bool) -> Code:
-    """Makes what `gemv.make_rows` makes, for lines of codes without their scales."""
+    """Makes the same as `gemv.make_rows`, for lines of codes without their scales."""
     return rows_code("code_rows", lambda _, tokens: make_dots(_CodeEmitter, tokens, bf16, load_code), WIDEST)
 
 
@@ -73,10 +73,12 @@ def multiply_each(values: int, factors: int, count: int) -> None:
 
 @cache
 def make_decode_lines(bf16: bool) -> tuple[Callable[..., None], Callable[..., None]]:
-    """Makes the functions that write a line's numbers, in the model's type, as `prefill_attention` wants them.
+    """Makes the functions that decode a line into a panel, in the model's type, as `prefill_attention` reads it.
 
-    column(panel, stride, number, codes, scale, n) writes column `number` of a panel. line(panel, stride, number, codes,
-    scale, n) writes line `number`, where that is empty. They do what is done to lines that are no codes.
+    * column(panel, stride, number, codes, scale, n) writes a line as column `number`
+    * line(panel, stride, number, codes, scale, n) writes a line as line `number`, which must be zero
+
+    They match the functions for plain lines.
     """
     paired = bf16 and PAIRS
 

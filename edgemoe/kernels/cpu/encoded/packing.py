@@ -94,7 +94,7 @@ def quantise(values: int, upper: int, lower: int, step: int) -> Any:
 
 @cache
 def make_pack_whole(excess: int) -> Code:
-    """Makes what does what `pack_floats` does, with whole numbers.
+    """Makes the counterpart of `pack_floats` for whole numbers.
 
     It writes their upper parts [n], their lower parts [n], the lanes' scales, float32, and their sums times -`excess`,
     int32.
@@ -184,7 +184,7 @@ def make_unpack(encoding: Encoding, instructions: Instructions, bf16: bool) -> C
 
 @jit
 def place(k: int, n: int) -> int:
-    """Returns where element k of n lies, as `packing` packs floats and `unpacking` writes weights."""
+    """Returns the index of element k of n in packed floats, and in decoded weights."""
     lane = k // LANE_COLUMNS
     run = lane // LANES
     return run * RUN + k % LANE_COLUMNS * lanes_of(run, n) + lane % LANES  # type: ignore[no-any-return]
@@ -194,8 +194,8 @@ def place(k: int, n: int) -> int:
 def make_scatter(bf16: bool, pairs: bool = PAIRS) -> tuple[Callable[..., None], Callable[..., None]]:
     """Makes the functions that put encoded vectors into a panel whose lines are `stride` bytes apart. Returns both.
 
-    column(panel, stride, number, values, n) writes n float32 as column `number`; line(panel, stride, k, n, values,
-    count) writes element k of n of `count` columns.
+    * column(panel, stride, number, values, n) writes n float32 as column `number`
+    * line(panel, stride, k, n, values, count) writes element k of n of `count` columns
     """
     paired = bf16 and pairs
 
@@ -230,5 +230,5 @@ def borrow(flags: int, count: int) -> int:
 
 @jit
 def give_back(flags: int, number: int) -> None:
-    """Gives back what `borrow` returned."""
+    """Releases the memory that `borrow` returned."""
     atomic_store(flags + 8 * number, 0)

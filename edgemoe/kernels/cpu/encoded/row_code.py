@@ -24,7 +24,7 @@ from edgemoe.kernels.cpu.gemv import make_pack_some, make_rows, multiply_add, pr
 from edgemoe.types.encoding import LANE_COLUMNS, Encoding
 
 LINE_BYTES = 64
-TOGETHER = 2  # rows of 4 bits side by side: they are short for what each costs beside its weights
+TOGETHER = 2  # rows of 4 bits side by side: one is short compared with its fixed cost
 
 
 class _Emitter:
@@ -106,7 +106,7 @@ class _Emitter:
             b.store(multiply_add(b, total, weight, b.load(places[part])), places[part])
 
     def fetch(self, steps: int) -> None:
-        """Prefetches the first part of what is coming, of so many: all at once would keep what is read now waiting."""
+        """Prefetches one of `steps` parts of the coming rows: all at once would delay the present reads."""
         some = -(-len(self.coming) // steps)
         for address in self.coming[:some]:
             prefetch(self.b, address)
@@ -115,7 +115,7 @@ class _Emitter:
     def float_sums(self, codes: Any, vectors: list[Any], place: Any, lanes: Any, mask: Any) -> list[Any]:
         """Returns each token's sums of the lanes of a row, without the scales."""
         b, v = self.b, self.v
-        sums = [[v.splat(v.floats, 0.0)] * 2 for _ in vectors]  # with products alone, the compiler chose what to fuse
+        sums = [[v.splat(v.floats, 0.0)] * 2 for _ in vectors]  # starts at 0, so that every product is fused
         for column, weight in enumerate(v.columns(codes, lanes, mask)):
             self.fetch(LANE_COLUMNS - column)
             at = b.add(place, self.times(lanes, 4 * column))
@@ -197,7 +197,7 @@ def _dots(encoding: Encoding, instructions: Instructions, whole: bool, rows: int
 
 @cache
 def make_encoded_rows(encoding: Encoding, instructions: Instructions, whole: bool) -> Code:
-    """Makes what `gemv.make_rows` makes, for encoded rows; `whole` with activations in whole numbers."""
+    """Makes the same as `gemv.make_rows`, for encoded rows; `whole` with activations in whole numbers."""
     widest = 4 if instructions is AVX512 else 2
     together = TOGETHER if encoding.bits == 4 and instructions is AVX512 else 1
     dots = partial(_dots, encoding, instructions, whole)
