@@ -43,7 +43,7 @@ class MallInfo(ctypes.Structure):
     )
 
 
-def settle() -> None:
+def freeze_objects() -> None:
     """Excludes all present objects from garbage collections, of which one over an engine takes 0.12 s."""
     gc.collect()
     gc.freeze()

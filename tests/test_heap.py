@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from edgemoe.heap import give_back, settle
+from edgemoe.heap import freeze_objects, give_back
 
 COUNT, BYTES = 1000, 64 << 10
 
@@ -38,7 +38,7 @@ def test_a_collection_passes_over_what_was_there_before_it_was_settled() -> None
     rings: list[list[object]] = [[] for _ in range(100)]
     for ring in rings:
         ring.append(ring)
-    settle()
+    freeze_objects()
     try:
         rings.clear()
         assert gc.collect() < 90
@@ -50,5 +50,5 @@ def test_a_collection_passes_over_what_was_there_before_it_was_settled() -> None
 
 def test_what_was_settled_ends_with_its_process() -> None:
     last = "class Last:\n def __del__(self): print('gone')\nlast = Last()\nlast.own = last\n"
-    code = f"from edgemoe.heap import settle\n{last}settle()\ndel last"
+    code = f"from edgemoe.heap import freeze_objects\n{last}freeze_objects()\ndel last"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"gone\n"

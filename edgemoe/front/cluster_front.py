@@ -259,7 +259,7 @@ class ClusterFront:
         if self._engine.listening is None or not self.settings.share_experts:
             return
         peers = PeerList(keys=self.plane.state.members.keys(), engines=self.plane.state.members.engines())
-        if peers != self._peers and self._connection.tell(peers):
+        if peers != self._peers and self._connection.send_control(peers):
             self._peers = peers
 
     def on_beat(self, node: str, beat: Heartbeat) -> None:
@@ -278,4 +278,4 @@ class ClusterFront:
         listening = self._engine.listening
         if listening is not None and self.settings.share_experts and plan.model == listening.model.digest:
             ref = self.plane.state.plans.ref
-            self._connection.tell(Plan(plan=plan, digest=ref.digest if ref is not None else ""))
+            self._connection.send_control(Plan(plan=plan, digest=ref.digest if ref is not None else ""))

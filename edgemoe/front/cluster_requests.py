@@ -243,7 +243,7 @@ class ClusterRequests:
         if leader == self._plane.state.node:
             self._plane.desk.on_withdrawal(leader, message)
         elif leader:
-            self._plane.channel.tell(leader, message)
+            self._plane.channel.notify_peer(leader, message)
 
     async def _forward(self, place: str, message: Submit, offer: int) -> None:
         name, attempt = message.request.id, message.attempt

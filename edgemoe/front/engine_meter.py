@@ -220,7 +220,7 @@ class EngineUseReporter:
         report = meter.report(use, again)
         if plane.leader == plane.state.node:
             plane.desk.on_engine_status(plane.leader, report)
-        elif not plane.channel.tell(plane.leader, report):
+        elif not plane.channel.notify_peer(plane.leader, report):
             meter.mark_unreported()
 
 

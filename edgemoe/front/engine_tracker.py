@@ -33,9 +33,9 @@ class EngineConnection:
 
     def send(self, message: ToEngine) -> bool:
         """Sends a message to an engine that takes requests; False if there is none."""
-        return self.engine is not None and self.engine.serving and self.tell(message)
+        return self.engine is not None and self.engine.serving and self.send_control(message)
 
-    def tell(self, message: ToEngine) -> bool:
+    def send_control(self, message: ToEngine) -> bool:
         """Sends a message to the engine, ready or not; False if there is none."""
         if self.engine is None or self.engine.process.returncode is not None:
             return False

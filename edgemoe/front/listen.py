@@ -147,11 +147,11 @@ class Notifier:
         self.watchdog_s = int(env.get("WATCHDOG_USEC", "0")) / 1e6 if ours else 0.0
 
     @property
-    def is_heard(self) -> bool:
+    def has_manager(self) -> bool:
         """Returns whether there is a service manager."""
         return bool(self._address)
 
-    def tell(self, **fields: str) -> bool:
+    def notify_manager(self, **fields: str) -> bool:
         """Sends READY=1, STATUS=..., STOPPING=1, WATCHDOG=1 and the like; False if its queue is full."""
         if not self._address:
             return True

@@ -52,7 +52,7 @@ from edgemoe.front.listen import (
 from edgemoe.front.request_router import RequestRouter
 from edgemoe.front.supervisor import Supervisor
 from edgemoe.guard import refuse_pickle
-from edgemoe.heap import give_back, give_back_often, keep_freed, settle
+from edgemoe.heap import freeze_objects, give_back, give_back_often, keep_freed
 from edgemoe.ipc.engine_socket import FrontEnd, private_directory
 from edgemoe.store.manifest import MANIFEST, Manifest, verify_copies
 from edgemoe.ticking import until_tick
@@ -164,7 +164,7 @@ class Front:
             snapshots = ClusterSnapshots(requests.connection)
             self.cluster = ClusterFront(settings, requests, snapshots) if settings.cluster.node else None
             self.supervisor = supervisor = Supervisor(settings, requests, self._command, snapshots, self.cluster)
-            supervisor.ends_when_fatal = not self._notifier.is_heard  # else it would be restarted again and again
+            supervisor.ends_when_fatal = not self._notifier.has_manager  # else it would be restarted again and again
             supervisor.reread = self._reread or supervisor.reread
             self.api = api = Api(
                 settings.api,
@@ -184,7 +184,7 @@ class Front:
             await self._serve(supervisor, Server(self._apps(api, held), settings.api.max_connections))
 
     async def _serve(self, supervisor: Supervisor, server: Server) -> None:
-        settle()
+        freeze_objects()
         async with asyncio.TaskGroup() as tasks:
             http = tasks.create_task(server.run_until_stopped(), name="http")
 
@@ -210,7 +210,7 @@ class Front:
                 helpers.append(tasks.create_task(essential(self.cluster.run()), name="cluster"))
             await self._stopped[0].wait()
             log.info("stopping", extra={"live": len(supervisor.requests), "drain_s": self.settings.service.drain_s})
-            self._notifier.tell(STOPPING="1", STATUS="finishing running requests")
+            self._notifier.notify_manager(STOPPING="1", STATUS="finishing running requests")
             await _either(self._wind_down(supervisor), self._stopped[1].wait())
             supervisor.stop()
             self._remove_socket()
@@ -243,7 +243,7 @@ class Front:
                 fields["EXTEND_TIMEOUT_USEC"] = str(LOADING_MARGIN_S * 1_000_000)
             if (status := supervisor.summary()) != status_line:
                 status_line = fields["STATUS"] = status
-            if self._notifier.tell(**fields):
+            if self._notifier.notify_manager(**fields):
                 notified_ready |= "READY" in fields
                 if is_ready and not shown_ready and self._on_ready is not None:
                     shown_ready = True

@@ -153,7 +153,7 @@ class ExpertDemandReporter:
 
     def _choices(self, union: FloatArray) -> ExpertDemand:
         totals = self._engine.runner.totals
-        self._times.look(*(totals[kind, "decode"] for kind in ("steps", "seconds", "experts")))
+        self._times.update_totals(*(totals[kind, "decode"] for kind in ("steps", "seconds", "experts")))
         step_s, expert_s = self._times.times()
         return ExpertDemand(absent_bytes(union), self._far().tobytes(), self._far_s(), step_s, expert_s)
 

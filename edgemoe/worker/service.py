@@ -20,7 +20,7 @@ import torch
 from edgemoe.config.settings import Settings
 from edgemoe.errors import ConfigError, EdgemoeError, ServiceError, WireError, first_error
 from edgemoe.guard import refuse_pickle
-from edgemoe.heap import settle
+from edgemoe.heap import freeze_objects
 from edgemoe.ipc.engine_socket import EngineEnd, end_of
 from edgemoe.ipc.messages import (
     PLACE_BYTES,
@@ -119,7 +119,7 @@ class Worker:
             helpers.append(tasks.create_task(self._listen(assembly), name="listen"))
             await self._warm_up(assembly)
             refuse_pickle()
-            settle()
+            freeze_objects()
             self._report_phase(READY)
             self._wire.post(self._ready(assembly))
             helpers.append(tasks.create_task(self._report(assembly), name="stats"))

@@ -169,7 +169,7 @@ def led_by_b(tell: Callable[[EngineStatus], None], lost: Sequence[bool] = ()) ->
         leader="b",
         leading=0,
         state=SimpleNamespace(node="a", members=["b"], leader_tracker=SimpleNamespace(current=("b", 5))),
-        channel=SimpleNamespace(tell=told),
+        channel=SimpleNamespace(notify_peer=told),
     )
 
 

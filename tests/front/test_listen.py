@@ -64,7 +64,7 @@ def test_the_service_manager_is_told(tmp_path: Path, abstract: bool) -> None:
         manager.bind(f"\0{name}" if abstract else name)
         manager.settimeout(5)
         notifier = Notifier({"NOTIFY_SOCKET": f"@{name}" if abstract else name, "WATCHDOG_USEC": "3000000"})
-        notifier.tell(READY="1", STATUS="ready, 0 requests")
+        notifier.notify_manager(READY="1", STATUS="ready, 0 requests")
         assert manager.recv(1024) == b"READY=1\nSTATUS=ready, 0 requests"
         assert notifier.watchdog_s == 3.0
 
@@ -73,14 +73,14 @@ def test_what_the_service_manager_has_no_room_for_is_said_to_be_unsaid(tmp_path:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind(str(tmp_path / "notify"))
         notifier = Notifier({"NOTIFY_SOCKET": str(tmp_path / "notify")})
-        while notifier.tell(WATCHDOG="1"):
+        while notifier.notify_manager(WATCHDOG="1"):
             pass
         manager.recv(1024)
-        assert notifier.tell(READY="1")
+        assert notifier.notify_manager(READY="1")
 
 
 def test_without_a_service_manager_nothing_happens(tmp_path: Path) -> None:
-    Notifier({}).tell(READY="1")
-    Notifier({"NOTIFY_SOCKET": str(tmp_path / "gone")}).tell(READY="1")
+    Notifier({}).notify_manager(READY="1")
+    Notifier({"NOTIFY_SOCKET": str(tmp_path / "gone")}).notify_manager(READY="1")
     assert Notifier({"WATCHDOG_USEC": "1000", "WATCHDOG_PID": "1"}).watchdog_s == 0
     assert passed_sockets({}) == passed_sockets({"LISTEN_PID": "1", "LISTEN_FDS": "1"}) == []

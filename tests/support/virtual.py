@@ -118,7 +118,7 @@ class Channel:
     def version(self, _node: str) -> int:
         return PROTOCOL_VERSIONS.highest
 
-    def tell(self, node: str, body: Any, _tensors: Sequence[Any] = ()) -> bool:
+    def notify_peer(self, node: str, body: Any, _tensors: Sequence[Any] = ()) -> bool:
         if node in self.up:
             asyncio.get_running_loop().create_task(self._carry(node, body))
         return node in self.up

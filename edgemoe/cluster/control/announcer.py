@@ -88,7 +88,9 @@ class Announcer:
         version, digest = (plan.version, plan.digest) if plan else (0, "")
         beat = msgspec.structs.replace(load, leading=leading, seen=seen, plan_version=version, plan_digest=digest)
         for member in self._state.members:
-            self._channel.tell(member.peer.node, msgspec.structs.replace(beat, unmet=member.announcement is None))
+            self._channel.notify_peer(
+                member.peer.node, msgspec.structs.replace(beat, unmet=member.announcement is None)
+            )
 
 
 class Reporter:
@@ -105,5 +107,5 @@ class Reporter:
         while True:
             leader = self._state.leader_tracker.leader
             if leader in self._state.members and (report := self._make_report()) is not None:
-                self._channel.tell(leader, report)
+                self._channel.notify_peer(leader, report)
             await asyncio.sleep(REPORT_S)

@@ -159,7 +159,7 @@ class StepTimes:
         self._last = np.zeros(3)  # steps, seconds, experts counted so far
         self._sums = np.zeros(5)  # weight, x, y, x * x, x * y of means of experts x and seconds y
 
-    def look(self, steps: float, seconds: float, experts: float) -> None:
+    def update_totals(self, steps: float, seconds: float, experts: float) -> None:
         """Takes counts since the start."""
         now = np.array([steps, seconds, experts])
         count, took, loaded = now - self._last

@@ -179,7 +179,7 @@ class Dispatches:
         self._since: dict[str, dict[str, tuple[float, Offered]]] = {}  # place -> request -> time sent, offer
         self._views: dict[str, EngineView] = {}  # of engines of which nothing has changed since they were asked for
 
-    def hear(self, view: EngineView) -> None:
+    def on_engine_view(self, view: EngineView) -> None:
         """Takes a report; its `reported_s` is when it came."""
         self._reports[view.place] = view
         self._views.pop(view.place, None)

@@ -104,7 +104,7 @@ async def test_a_box_without_a_vote_that_says_it_leads_is_not_obeyed(tmp_path: P
         a, epoch = found["a"].plane, found["a"].plane.state.fence.highest
         await until(lambda: a.state.members["d"].announcement is not None)
         found["d"].plane.send_beat = lambda: None  # type: ignore[method-assign]
-        found["d"].plane.channel.tell("a", Heartbeat(leading=epoch + 3))
+        found["d"].plane.channel.notify_peer("a", Heartbeat(leading=epoch + 3))
         await until(lambda: a.state.leader_tracker.unentitled_beats == 1)
         assert (a.leader, a.state.fence.highest) == (first, epoch)
 

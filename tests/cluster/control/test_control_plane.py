@@ -102,7 +102,7 @@ async def test_a_deposed_leader_is_not_obeyed(three: dict[str, Front]) -> None:
     target = three[next(n for n in ABC if n not in (leader, other))].plane
     target.state.fence.admit(plane.state.fence.highest + 5)
     stale, ref = target.state.leader_tracker.stale, target.state.plans.ref
-    three[other].plane.channel.tell(
+    three[other].plane.channel.notify_peer(
         target.state.node, Heartbeat(leading=plane.state.fence.highest, plan_version=9, plan_digest="0" * 64)
     )
     await until(lambda: target.state.leader_tracker.stale > stale)

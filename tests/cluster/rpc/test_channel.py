@@ -498,7 +498,7 @@ async def test_a_question_that_is_too_large_is_refused_to_whoever_asks() -> None
         await connected(a, b)
         with pytest.raises(PeerRefused, match="fit into an envelope"):
             await a.channel.ask("b", Echo("x" * (MAX_ENVELOPE_BYTES + 1)), timeout_s=5)
-        assert not a.channel.tell("b", Echo("x" * (MAX_ENVELOPE_BYTES + 1)))
+        assert not a.channel.notify_peer("b", Echo("x" * (MAX_ENVELOPE_BYTES + 1)))
         assert (await a.channel.ask("b", Echo("on"), timeout_s=5)).message.text == "on"
 
 

@@ -66,7 +66,7 @@ async def test_a_message_of_the_next_release_is_not_sent_to_one_who_lacks_it() -
         assert a.channel.version("b") == PROTOCOL_VERSIONS.highest
         with pytest.raises(PeerOutdated, match="does not know Wave"):
             await a.channel.ask("b", Wave(), timeout_s=5)
-        assert not a.channel.tell("b", Wave())
+        assert not a.channel.notify_peer("b", Wave())
         await a.channel.ask("b", NextEcho("x"), timeout_s=5)
         assert b.channel.mishaps.rejected == 0
 
@@ -87,7 +87,7 @@ async def test_a_message_that_is_not_known_is_answered_with_a_typed_refusal_and_
         a.channel._codec._speaks["b"] = NEXT  # a assumes that b has its own release
         with pytest.raises(PeerOutdated, match="'Wave' is no message"):
             await a.channel.ask("b", Wave(), timeout_s=5)
-        a.channel.tell("b", Wave())
+        a.channel.notify_peer("b", Wave())
         assert (await a.channel.ask("b", NextEcho("on"), timeout_s=5)).message == NextEcho("on")
 
 

@@ -277,20 +277,20 @@ def test_baselines_choose_as_their_names_say() -> None:
 
 def test_a_ledger_counts_a_dispatch_until_a_report_names_it() -> None:
     dispatches = Dispatches()
-    dispatches.hear(engine("a"))
-    dispatches.hear(engine("b"))
+    dispatches.on_engine_view(engine("a"))
+    dispatches.on_engine_view(engine("b"))
     dispatches.dispatch(offer("1", 100), "a", 0.0)
     dispatches.dispatch(offer("2", 300), "a", 0.1)
     a, b = dispatches.views()
     assert (a.waiting, a.prefill_tokens, a.free_blocks) == (2, 400, 1000 - 7 - 19)
     assert b.requests == 0
-    dispatches.hear(replace(engine("a", prefill=90, running=1), taken=frozenset("1"), reported_s=0.5))
+    dispatches.on_engine_view(replace(engine("a", prefill=90, running=1), taken=frozenset("1"), reported_s=0.5))
     assert [(view.requests, view.prefill_tokens) for view in dispatches.views()] == [(2, 390), (0, 0)]
     assert dispatches.views()[0] is dispatches.views()[0], "nothing has changed"
     dispatches.withdraw("2")
     assert dispatches.views()[0].requests == 1
     dispatches.dispatch(offer("3"), "b", 1.0)
-    dispatches.hear(replace(engine("b"), reported_s=1.0 + FORGET_S + 0.1))
+    dispatches.on_engine_view(replace(engine("b"), reported_s=1.0 + FORGET_S + 0.1))
     assert dispatches.views()[1].requests == 0, "lost on the way"
     dispatches.forget("a")
     assert [view.place for view in dispatches.views()] == ["b"]

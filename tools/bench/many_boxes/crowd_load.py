@@ -47,7 +47,7 @@ class Load:
         use = EngineStatus(
             f"engine-{box.node}", 32, 64, running=4, blocks=4000, free_blocks=3000, tokens_per_s=2000.0, **fields
         )
-        box.plane.channel.tell(OWN, use)
+        box.plane.channel.notify_peer(OWN, use)
 
     async def each(self, count: int, say: Callable[[Box], Any]) -> int:
         """Sends messages from boxes in turn, spread evenly over a window."""
@@ -119,4 +119,4 @@ class Load:
         }
 
     def crowd_tell(self, box: Box, message: msgspec.Struct) -> None:
-        box.plane.channel.tell(OWN, message)
+        box.plane.channel.notify_peer(OWN, message)

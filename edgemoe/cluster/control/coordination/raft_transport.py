@@ -336,7 +336,7 @@ class RaftChannel:
     def send(self, node: str, payload: bytes) -> bool:
         if not self._channel.is_up(node):
             return False
-        self._loop.call_soon_threadsafe(self._channel.tell, node, RaftPayload(payload))
+        self._loop.call_soon_threadsafe(self._channel.notify_peer, node, RaftPayload(payload))
         return True
 
     def readable(self, nodes: Sequence[str]) -> int:

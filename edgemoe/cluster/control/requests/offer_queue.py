@@ -144,7 +144,7 @@ class OfferQueue:
                     self._waiting.pop(_name(node, number), None)
                     self._dispatches.withdraw(_name(node, number))
             case EngineReported(node, use):
-                self._hear(node, use, now_s)
+                self._on_engine_status(node, use, now_s)
             case ServingEngines():
                 self._look_at(event)
             case QueueTimePassed():
@@ -213,14 +213,14 @@ class OfferQueue:
     def _home(self, name: str) -> str:
         return next((place for place in self._memories if node_of(place) == node_of(name)), "")
 
-    def _hear(self, node: str, use: EngineStatus, now_s: float) -> None:
+    def _on_engine_status(self, node: str, use: EngineStatus, now_s: float) -> None:
         place = f"{node}:{use.engine}"
         for other in [known for known in self._memories if known.startswith(f"{node}:") and known != place]:
             self._drop(other)
         if not use.engine or place not in self._serving.places | self._serving.writing:
             return
         memory = self._memories.setdefault(place, EngineMemory())
-        self._dispatches.hear(memory.on_report(place, use, self._serving.sizes, now_s))
+        self._dispatches.on_engine_view(memory.on_report(place, use, self._serving.sizes, now_s))
 
     def _look_at(self, serving: ServingEngines) -> None:
         for place in self._memories.keys() - serving.places - serving.writing:

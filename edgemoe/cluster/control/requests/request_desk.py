@@ -159,7 +159,7 @@ class RequestDesk:
                 case GrantOffer(node, number, place, why) if node == self._state.node:
                     self._granted(RequestGrant(number, place, why))
                 case GrantOffer(node, number, place, why):
-                    self._channel.tell(node, RequestGrant(number, place, why))
+                    self._channel.notify_peer(node, RequestGrant(number, place, why))
 
 
 def make_policy(settings: ClusterSettings, band: LocalityBand) -> RoutingPolicy:

@@ -66,7 +66,7 @@ class Cluster:
         self._reports = [engine.view(self._expected, now_s) for engine in self.engines.values()]
         for engine, view in zip(self.engines.values(), self._reports, strict=True):
             engine.reported()
-            self._dispatches.hear(view)
+            self._dispatches.on_engine_view(view)
         self._assign(now_s)
         return now_s + REPORT_S
 
