@@ -1,4 +1,4 @@
-"""ScoutGate: forecasts which experts a Mixture-of-Experts model will choose, from what was said last.
+"""ScoutGate: forecasts the experts that a Mixture-of-Experts model will choose, from its last tokens.
 
-`model` needs torch only and is all that the engine imports; the rest trains, judges and exports (extra: train).
+The engine has its own `scoutgate_model`; this package trains, judges and exports (extra: train).
 """

@@ -1,7 +1,7 @@
-"""What ScoutGate is compared with: forecasts that need no training run.
+"""Baselines for ScoutGate: forecasts that need no training run.
 
-All see what a server knows before a token's first layer: the routes of every token before it. For horizon h they speak
-of the token h after. Tokens count one after the other, as at batch 1.
+Before a token's first layer, all see the routes of every earlier token, as a server does. For horizon h they forecast
+the token h later. Tokens count one after the other, as at batch 1.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ CHUNK = 1024  # tokens whose routes are written out at a time
 
 
 def routes(recording: Recording, positions: IntArray) -> FloatArray:
-    """k-hot [n, sum E_l]."""
+    """Returns the tokens' experts as k-hot rows [n, sum E_l]."""
     hot = np.zeros((len(positions), sum(recording.meta.experts)), np.float32)
     np.put_along_axis(hot, flat_ids(recording.ids[positions], recording.meta.experts), 1.0, axis=1)
     return hot
 
 
 def popularity(recording: Recording) -> Predictor:
-    """How often each expert was chosen in the training split."""
+    """Forecasts the frequency of each expert in the training split."""
     share = _counts(recording, recording.positions("train")) / max(len(recording.positions("train")), 1)
     return lambda positions, horizon: np.broadcast_to(share.astype(np.float32), (len(positions), len(share)))
 
@@ -40,7 +40,7 @@ def _counts(recording: Recording, positions: IntArray) -> npt.NDArray[np.float64
 
 
 def ewma(recording: Recording, rate: float) -> Predictor:
-    """Two-tier-cache 4.1 on the layer-local clock, over the requests of the split in order."""
+    """Forecasts by the EWMA of [Two-Tier, 4.1] on the layer-local clock, over the requests of the split in order."""
 
     def predict(positions: IntArray, horizon: int) -> FloatArray:
         every = np.flatnonzero(np.isin(recording.request, np.unique(recording.request[positions])))
@@ -59,7 +59,7 @@ def ewma(recording: Recording, rate: float) -> Predictor:
 
 
 def transition(recording: Recording, horizons: int) -> Predictor:
-    """Which experts follow which: P(f at t + h | e at t - 1) in the same layer, mean over the token's k experts."""
+    """Forecasts successions: P(f at t + h | e at t - 1) in the same layer, mean over the token's k experts."""
     train = recording.positions("train")
     begins = recording.starts[recording.request[train]]
     tables = [_follow(recording, train[train - begins > h], h + 1) for h in range(horizons)]
@@ -80,7 +80,7 @@ def transition(recording: Recording, horizons: int) -> Predictor:
 
 
 def _follow(recording: Recording, positions: IntArray, lag: int) -> list[FloatArray]:
-    """Per layer, P(f at a position | e `lag` before), [E, E]; a weak prior of the layer's popularity."""
+    """Computes, for each layer, P(f at a position | e `lag` before), [E, E], with a weak prior of its popularity."""
     tables = []
     for layer, size in enumerate(recording.meta.experts):
         now, before = recording.ids[positions, layer].astype(np.int64), recording.ids[positions - lag, layer]
@@ -93,8 +93,10 @@ def _follow(recording: Recording, positions: IntArray, lag: int) -> list[FloatAr
 
 
 def next_layer_gate(recording: Recording) -> Predictor | None:
-    """Each layer's own gate one layer early; where recorded. It knows the layers before: not a forecast ahead of
-    layer 0, for which it says the layer's popularity."""
+    """Forecasts by each layer's own gate, applied one layer early; None if that was not recorded.
+
+    It knows the layers before. For layer 0 it forecasts the layer's popularity.
+    """
     if recording.gate is None:
         return None
     start, experts, gate = popularity(recording), recording.meta.experts, recording.gate

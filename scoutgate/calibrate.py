@@ -10,7 +10,7 @@ CLIP = 12.0  # logits beyond this say nothing more
 
 
 def logits(p: npt.NDArray[np.float32] | Array) -> Array:
-    """log p / (1 - p), within +-CLIP."""
+    """Returns log p / (1 - p), within +-CLIP."""
     floor = 1 / (1 + np.exp(CLIP))
     safe = np.clip(p.astype(np.float64), floor, 1 - floor)
     return np.asarray(np.log(safe / (1 - safe)))
@@ -21,7 +21,7 @@ def sigmoid(x: Array) -> Array:
 
 
 def fit(features: Array, happened: npt.NDArray[np.bool_], ridge: float = 1.0, rounds: int = 12) -> Array:
-    """Weights [F + 1], the bias last, that minimise log-loss. `features` [n, F]."""
+    """Fits weights [F + 1], the bias last, that minimise the log-loss of `features` [n, F]."""
     x = np.concatenate([features, np.ones((len(features), 1))], 1)
     y = happened.astype(np.float64)
     w = np.zeros(x.shape[1])
@@ -40,5 +40,5 @@ def fit(features: Array, happened: npt.NDArray[np.bool_], ridge: float = 1.0, ro
 
 
 def apply(weights: Array, features: Array) -> npt.NDArray[np.float32]:
-    """Probabilities [...] of features [..., F]."""
+    """Returns the probabilities [...] of features [..., F] by logistic regression."""
     return sigmoid(features @ weights[:-1] + weights[-1]).astype(np.float32)

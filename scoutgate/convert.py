@@ -1,12 +1,7 @@
-"""Routing recordings of any origin into one data set.
+"""Converts routing recordings of any origin into one data set. See docs/forecasting.md.
 
-    python -m scoutgate.convert FOLDER --model STORE --out DIR      # what the daemon recorded (record.dir)
-    python -m scoutgate.convert TABLE.ids.csv.gz ... --out DIR      # public routing tables
-
-* The daemon's own recordings hold tokens, routes and request boundaries: all that ScoutGate needs.
-* Public routing tables (seq or req, pos, ids; layers separated by "|") carry no ids of the
-  routed tokens, so that the ScoutGate of [Two-Tier] learns nothing from them but popularity. What they can be used for:
-  variant "context" (the previous token's experts), the baselines, and the next-use network.
+* python -m scoutgate.convert FOLDER --model STORE --out DIR: the daemon's recordings (record.dir)
+* python -m scoutgate.convert TABLE.ids.csv.gz ... --out DIR: public routing tables
 """
 
 from __future__ import annotations
@@ -38,7 +33,7 @@ class Growing:
     """One request while its steps come in. A pre-empted one runs its last tokens again: the later routes count."""
 
     def __init__(self, start: int, conversation: int) -> None:
-        """Begins at position `start`: what a prefix cache supplied is not recorded, but counts in `conversation`."""
+        """Begins at position `start`. Tokens from a prefix cache are not recorded, but count in `conversation`."""
         self.start, self.conversation = start, conversation
         self.tokens: list[int] = []
         self.ids: list[npt.NDArray[np.int16]] = []  # each [L, k]
@@ -65,7 +60,7 @@ class Growing:
         self.decode += [*again, *[decode] * (len(tokens) - len(again))]
 
     def routes(self, experts: int, hidden: int) -> Routes:
-        """Returns it with what gates said of that many `experts` a layer, and states so wide; 0 leaves this out."""
+        """Returns the routes, with gates' scores for `experts` experts a layer and states of `hidden`; 0: none."""
         tokens, ids, decode = np.array(self.tokens, np.int32), np.stack(self.ids), np.array(self.decode, bool)
         gate = _rows(self.gate, (ids.shape[1], experts)) if experts else None
         state = _rows(self.hidden, (hidden,)) if hidden else None
@@ -73,7 +68,7 @@ class Growing:
 
 
 def _rows(known: list[npt.NDArray[np.float16] | None], shape: tuple[int, ...]) -> npt.NDArray[np.float16]:
-    """What is known of each token, and zeros."""
+    """Stacks the tokens' rows, with zeros for tokens without one."""
     rows = np.zeros((len(known), *shape), np.float16)
     for token, row in enumerate(known):
         if row is not None:
@@ -82,7 +77,7 @@ def _rows(known: list[npt.NDArray[np.float16] | None], shape: tuple[int, ...]) -
 
 
 def requests_of(steps: Iterable[StepRouting], experts: int = 0, hidden: int = 0) -> Iterator[Routes]:
-    """The requests of recorded steps, each when it is over; see `Growing.routes`."""
+    """Yields the requests of recorded steps, each when it is over; see `Growing.routes`."""
     growing: OrderedDict[str, tuple[Growing, int]] = OrderedDict()
     for number, step in enumerate(steps):
         meta = step.meta
@@ -105,9 +100,10 @@ def requests_of(steps: Iterable[StepRouting], experts: int = 0, hidden: int = 0)
 
 
 def recordings(folder: Path, store: Path, out: Path, hints: bool = True) -> int:
-    """What the daemon recorded of the model in `store`, as a data set; its number of tokens. Raises ValueError.
+    """Writes the daemon's recordings of the model in `store` as a data set. Returns its number of tokens. Raises
+    ValueError.
 
-    Takes over `hints` and hidden states where some are recorded (record.hints, record.hidden); a token without any has
+    Takes over `hints` and hidden states if some are recorded (record.hints, record.hidden); a token without any has
     zeros.
     """
     try:
@@ -130,7 +126,7 @@ def recordings(folder: Path, store: Path, out: Path, hints: bool = True) -> int:
 
 
 def public_rows(file: Path) -> Iterator[tuple[str, str]]:
-    """(request, ids) of each token, in order."""
+    """Yields (request, ids) of each token, in order."""
     with gzip.open(file, "rt", newline="") as text:
         rows = csv.reader(text)
         header = next(rows, [])
@@ -141,7 +137,7 @@ def public_rows(file: Path) -> Iterator[tuple[str, str]]:
 
 
 def public_requests(file: Path) -> Iterator[Routes]:
-    """The requests of a public table; every token counts as decoded."""
+    """Yields the requests of a public table; every token counts as decoded."""
     for _, rows in groupby(public_rows(file), key=lambda row: row[0]):
         ids = np.array([[layer.split() for layer in text.split("|")] for _, text in rows], np.int16)
         tokens = np.full(len(ids), NO_TOKEN, np.int32)
@@ -177,7 +173,7 @@ def main() -> None:
 
 
 def convert(files: list[Path], model: Path | None, out: Path) -> int:
-    """Number of tokens written. Raises ValueError, OSError."""
+    """Writes a data set and returns its number of tokens. Raises ValueError, OSError."""
     if not files[0].is_dir():
         return write(out, public_meta(files), (r for file in files for r in public_requests(file)))
     if model is None or len(files) > 1:

@@ -1,15 +1,6 @@
-"""Routing recordings as memory-mapped arrays, split by conversation, and batches from them.
+"""Reads and writes routing recordings as memory-mapped arrays, split by conversation, and makes batches of them.
 
-A data set is a directory: `meta.json` and one raw file per array, N tokens in all, requests end to end:
-
-    tokens int32 [N]         token ids; -1 where the source has none
-    ids    int16 [N, L, k]   the experts chosen, per layer
-    decode uint8 [N]         1 where the token was decoded, 0 where it was part of a prompt
-    starts int64 [R + 1]     where each request begins, and N
-    group  int64 [R]         requests of the same group, a conversation, share a split
-    hidden float16 [N, H]    optional: what the last layer's experts were given; zeros where it was not recorded
-    gate   float16 [N, L, E] optional: layer l's gate applied one layer early; zeros in layer 0,
-                             and in all layers where it was not asked
+A data set is a directory: `meta.json` and one raw file per array. See docs/forecasting.md for the arrays.
 """
 
 from __future__ import annotations
@@ -41,7 +32,7 @@ SPLITS = {"train": range(80), "validation": range(80, 90), "test": range(90, 100
 
 @dataclass(frozen=True)
 class Meta:
-    """What the routes belong to. `experts` are E_l per layer."""
+    """The model of a data set. `experts` are E_l per layer."""
 
     model: str
     experts: tuple[int, ...]
@@ -57,7 +48,7 @@ class Meta:
         return len(self.experts)
 
     def row(self, name: str) -> tuple[int, ...]:
-        """The shape of one token's row of an array."""
+        """Returns the shape of one token's row of an array."""
         rows = {"ids": (self.layers, self.top_k), "hidden": (self.hidden,), "gate": (self.layers, max(self.experts))}
         return rows.get(name, ())
 
@@ -69,12 +60,12 @@ class Routes:
     tokens: npt.NDArray[np.int32]  # [n]
     ids: npt.NDArray[np.int16]  # [n, L, k]
     decode: npt.NDArray[np.bool_]  # [n]
-    conversation: int = 0  # `conversation_of` the whole prompt; 0 where only what was computed of it is known
+    conversation: int = 0  # `conversation_of` the whole prompt; 0 if only its computed part is known
     hidden: npt.NDArray[np.float16] | None = None  # [n, H]
     gate: npt.NDArray[np.float16] | None = None  # [n, L, E]
 
     def group(self, number: int) -> int:
-        """Equal for equal prompts and a conversation's turns, so that none is in two splits."""
+        """Returns a number that is equal for equal prompts and a conversation's turns, so that they share a split."""
         prompt = self.tokens[~self.decode]
         if self.conversation or (prompt.size and prompt[0] != NO_TOKEN):
             return self.conversation or conversation_of(prompt)
@@ -155,18 +146,18 @@ class Recording:
         return bool(self.count) and int(self.tokens[0]) != NO_TOKEN
 
     def requests(self, split: str) -> npt.NDArray[np.int64]:
-        """The requests of a split, in order."""
+        """Returns the requests of a split, in order."""
         return np.flatnonzero(np.isin(self.group % 100, np.array(SPLITS[split])))
 
     def hinted(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """At which of the positions [n] gates were asked one layer early."""
+        """Whether gates were asked one layer early, at each of the positions [n]."""
         if self.gate is None:
             return np.zeros(len(positions), np.bool_)
         asked: npt.NDArray[np.bool_] = self.gate[positions, -1].any(axis=1)
         return asked
 
     def positions(self, split: str, decode_only: bool = False) -> npt.NDArray[np.int64]:
-        """The tokens of a split's requests, in order."""
+        """Returns the tokens of a split's requests, in order."""
         chosen = np.isin(self.request, self.requests(split))
         if decode_only:
             chosen &= self.decode.astype(bool)
@@ -175,7 +166,7 @@ class Recording:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What ScoutGate sees for B tokens, and what it should have said."""
+    """ScoutGate's inputs for B tokens, and its targets."""
 
     tokens: Tensor  # [B, m] int64, NO_TOKEN before the request's first
     previous: Tensor  # [B, L * k] int64, counted through all layers; `total` where there was no previous token
@@ -190,14 +181,14 @@ class Inputs:
 
 
 def flat_ids(ids: npt.NDArray[np.int16], experts: tuple[int, ...]) -> npt.NDArray[np.int64]:
-    """[B, L, k] -> [B, L * k], counted through all layers."""
+    """Flattens ids [B, L, k] to [B, L * k], counted through all layers."""
     offsets = np.concatenate([[0], np.cumsum(experts)[:-1]])
     flat: npt.NDArray[np.int64] = (ids.astype(np.int64) + offsets[:, None]).reshape(len(ids), -1)
     return flat
 
 
 def gather(recording: Recording, positions: npt.NDArray[np.int64], shape: ScoutGateShape) -> Inputs:
-    """Inputs at these tokens."""
+    """Collects ScoutGate's inputs and targets at these tokens."""
     begin = recording.starts[recording.request[positions]]
     end = recording.starts[recording.request[positions] + 1]
     at = positions[:, None] + np.arange(1 - shape.window, 1)  # [B, m]
@@ -220,7 +211,7 @@ def gather(recording: Recording, positions: npt.NDArray[np.int64], shape: ScoutG
 
 
 def k_hot(inputs: Inputs, shape: ScoutGateShape) -> Tensor:
-    """The chosen experts as zeros and ones, [B, horizons, sum E_l] float32."""
+    """Returns the chosen experts as zeros and ones, [B, horizons, sum E_l] float32."""
     target = torch.zeros(*inputs.known.shape, shape.total, device=inputs.chosen.device)
     return target.scatter_(-1, inputs.chosen, 1.0)
 
@@ -231,7 +222,7 @@ class Batches(torch.utils.data.IterableDataset[Inputs]):
     def __init__(
         self, recording: Recording, split: str, shape: ScoutGateShape, size: int, seed: int | None, most: int = 0
     ) -> None:
-        """`seed` None: in order. `most` bounds the positions of one pass (0: all)."""
+        """Takes the `seed` of the order; None: in order. `most` bounds the positions of one pass (0: all)."""
         self.recording, self.shape, self.size, self.seed, self.most = recording, shape, size, seed, most
         self.positions = recording.positions(split)
         self.epoch = 0

@@ -15,11 +15,11 @@ from scoutgate.data import Recording
 
 
 def embedding_for(recording: Recording, model: Path | None) -> torch.Tensor:
-    """The embedding to train with; a single zero where the recording has no token ids. Raises ValueError."""
+    """Returns the embedding to train with; a single zero if the recording has no token ids. Raises ValueError."""
     if not recording.has_tokens:
         return torch.zeros(1, 1)
     if model is None:
-        raise ValueError("this recording has token ids: say with --model whose they are (a checkpoint or a store)")
+        raise ValueError("this recording has token ids: name their model with --model (a checkpoint or a store)")
     table = load_embedding(model)
     if int(recording.tokens.max()) >= len(table):
         raise ValueError(f"{model} has a vocabulary of {len(table)}, but the recording names larger token ids")

@@ -1,8 +1,7 @@
-"""Judges a trained ScoutGate on the test split, beside what needs no training: `python -m scoutgate.evaluate`.
+"""Judges a trained ScoutGate on the test split, beside the baselines: `python -m scoutgate.evaluate`.
 
-Horizons: "this_token" is the whole token ahead of its layer 0, "next_token" the one after it, and "layer_ahead"
-(at the tokens where gates were recorded one layer early) each layer just before its own gate runs. Every forecast is
-calibrated on the validation split, and so is the fusion of all; nothing is fitted on the test split.
+See docs/forecasting.md for the horizons. Every forecast is calibrated on the validation split, and so is the fusion of
+all; nothing is fitted on the test split.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ FIT_ROWS = 200_000  # (token, expert) pairs that one calibration is fitted on
 
 @dataclass(frozen=True)
 class Judged:
-    """What `evaluate` reports and `export` writes."""
+    """The results that `evaluate` reports and `export` writes."""
 
     gate: ScoutGate
     calibration: tuple[Tensor, Tensor]  # scale and shift, [horizons * L] each
@@ -47,7 +46,7 @@ class Judged:
 
 
 def load_run(run: Path) -> ScoutGate:
-    """The best weights of a training folder. Raises ValueError where there are none."""
+    """Loads the best weights of a training folder. Raises ValueError if there are none."""
     try:
         record = json.loads((run / "best.json").read_text())
         gate = ScoutGate(ScoutGateShape.from_dict(record["shape"]))
@@ -58,7 +57,7 @@ def load_run(run: Path) -> ScoutGate:
 
 
 def scoutgate_predictor(gate: ScoutGate, recording: Recording, embedding: Tensor) -> Predictor:
-    """ScoutGate's forecasts, not yet calibrated."""
+    """Returns ScoutGate's forecasts, not yet calibrated."""
     shape = gate.shape
     with torch.no_grad():
         projected = gate.project(embedding.float())  # [V, d_proj]
@@ -77,9 +76,9 @@ def scoutgate_predictor(gate: ScoutGate, recording: Recording, embedding: Tensor
 
 
 def positions_for(recording: Recording, split: str, horizon: int, most: int, hinted: bool = False) -> IntArray:
-    """Decoded tokens of whole requests (all tokens where none is marked), at most about `most`.
+    """Returns decoded tokens of whole requests (all tokens if none is marked), at most about `most`.
 
-    With `hinted` only those at which gates were asked one layer early.
+    With `hinted`, only tokens at which gates were asked one layer early.
     """
     at = recording.positions(split, decode_only=True)
     at = at if len(at) else recording.positions(split)
@@ -116,7 +115,7 @@ class Comparison:
         return np.stack([calibrate.logits(self.p[split][name][:, span]) for name in names], -1)  # [n, E, F]
 
     def score(self, name: str, names: list[str]) -> list[Score]:
-        """Per layer, the forecast that `names` make together, fitted on validation and scored on test."""
+        """Scores each layer's fusion of the forecasts `names`, fitted on validation and scored on test."""
         scores, self.weights[name] = [], []
         for span in self.spans():
             x, y = self._features("validation", names, span), self.truth["validation"][:, span]
@@ -137,7 +136,7 @@ class Comparison:
 
 
 def best_ewma(recording: Recording, most: int) -> tuple[float, Predictor]:
-    """The EWMA whose calibrated log-loss on validation is least."""
+    """Returns the rate and forecasts of the EWMA with the least log-loss on validation."""
     at = positions_for(recording, "validation", 0, min(most, 5000))
     truth = baselines.routes(recording, at) > 0
 
@@ -195,7 +194,7 @@ def judge_run(run: Path, data: Path, model: Path | None, most: int = 20_000) -> 
 
 
 def table(metrics: Mapping[str, Any]) -> str:
-    """The metrics as text."""
+    """Formats the metrics as a text table, one row per forecast."""
     lines = []
     for horizon, judged in metrics["horizons"].items():
         lines.append(f"\n{horizon:26}{'recall@k':>10}{'@2k':>8}{'log-loss':>10}{'ECE':>8}")
@@ -208,7 +207,7 @@ def table(metrics: Mapping[str, Any]) -> str:
 
 
 def plot(judged: Judged, file: Path) -> None:
-    """Reliability of every forecast, and recall per layer, for each horizon."""
+    """Plots the reliability of every forecast, and recall per layer, for each horizon."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,7 +1,7 @@
 """Exports a trained ScoutGate for a daemon.
 
 `python -m scoutgate.export --run DIR --data DIR --model DIR --to DIR` calibrates the best weights on the validation
-split, judges them on the test split, and writes what `edgemoe.experts.predict.scoutgate_model` reads.
+split and judges them on the test split. `edgemoe.experts.predict.scoutgate_model` reads the export.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How good a forecast is: recall, precision, log-loss, and whether its probabilities mean what they say."""
+"""Measures forecasts: recall, precision, log-loss and calibration."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EDGE = 1e-6  # probabilities are kept away from 0 and 1 by this much
 
 
 def within_top(scores: FloatArray, count: int) -> BoolArray:
-    """True for each row's `count` highest scores; [B, E] -> [B, E]."""
+    """Marks each row's `count` highest scores; [B, E] -> [B, E]."""
     top = np.argpartition(-scores, min(count, scores.shape[-1]) - 1, axis=-1)[..., :count]
     mask = np.zeros(scores.shape, bool)
     np.put_along_axis(mask, top, True, axis=-1)
@@ -37,7 +37,7 @@ class Score:
     happened: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(BINS, np.int64))
 
     def add(self, p: FloatArray, target: BoolArray) -> None:
-        """`p` [B, E] probabilities, `target` [B, E]."""
+        """Adds probabilities `p` [B, E] and their outcomes `target` [B, E]."""
         self.tokens += len(p)
         self.chosen += int(target.sum())
         self.experts = p.shape[-1]
@@ -57,7 +57,7 @@ class Score:
         return both
 
     def metrics(self) -> dict[str, float]:
-        """recall@k and @2k, precision@k, log-loss per expert (nats), and expected calibration error."""
+        """Returns recall@k and @2k, precision@k, log-loss per expert (nats), and expected calibration error."""
         tokens = max(self.tokens, 1)
         seen = np.maximum(self.counts, 1)
         gaps = np.abs(self.forecast / seen - self.happened / seen)
@@ -70,7 +70,7 @@ class Score:
         }
 
     def reliability(self) -> list[tuple[float, float, int]]:
-        """(mean forecast, share that happened, count) of each bin that is not empty."""
+        """Returns (mean forecast, share that happened, count) of each bin that is not empty."""
         full = self.counts > 0
         forecast, happened = self.forecast[full] / self.counts[full], self.happened[full] / self.counts[full]
         return list(zip(forecast.tolist(), happened.tolist(), self.counts[full].tolist(), strict=True))

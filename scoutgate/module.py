@@ -55,7 +55,7 @@ class Scheduled(L.LightningModule):
         self._began = time.monotonic()
 
     def progress(self) -> float:
-        """Share of the run that is over, by steps or by time, whichever is further."""
+        """Returns the share of the run that is over, by steps or by time; the larger one counts."""
         by_time = (time.monotonic() - self._began) / self.max_s if self.max_s else 0.0
         return min(1.0, max(self.global_step / max(self.max_steps, 1), by_time))
 
@@ -74,7 +74,7 @@ class Scheduled(L.LightningModule):
 
 class ScoutGateModule(Scheduled):
     def __init__(self, shape: ScoutGateShape, recipe: Recipe, embedding: Tensor, max_steps: int, max_s: float) -> None:
-        """`embedding` [V, d_emb] is the main model's, frozen."""
+        """Takes the main model's frozen `embedding` [V, d_emb]."""
         super().__init__()
         self.gate, self.recipe = ScoutGate(shape), recipe
         self.register_buffer("embedding", embedding.float(), persistent=False)
@@ -82,7 +82,7 @@ class ScoutGateModule(Scheduled):
         self.max_steps, self.max_s = max_steps, max_s
 
     def forward(self, inputs: Inputs) -> Tensor:
-        """Logits [B, horizons, sum E_l]."""
+        """Computes logits [B, horizons, sum E_l] of all experts."""
         present = inputs.tokens >= 0
         projected = self.gate.project(self.embedding[inputs.tokens.clamp_min(0)])
         if self.training and self.recipe.drop_tokens:
@@ -92,7 +92,7 @@ class ScoutGateModule(Scheduled):
         return logits.view(len(inputs.tokens), self.gate.shape.horizons, -1)
 
     def losses(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        """Binary cross entropy per expert (nats), and the cardinality term."""
+        """Returns binary cross entropy per expert (nats), and the cardinality term."""
         shape, logits = self.gate.shape, self(inputs)
         each = torch.nn.functional.binary_cross_entropy_with_logits(logits, k_hot(inputs, shape), reduction="none")
         known = inputs.known.float()

@@ -1,8 +1,8 @@
-"""Learning at the edge: trains from local recordings, and replaces the export in use only where the new one is better.
+"""Trains on the edge from local recordings, and replaces the export in use only by a better one.
 
 `python -m scoutgate.refresh --config FILE` takes recordings, model and export folder from the daemon's settings. Both
-exports forecast the same held-out requests, which neither was trained on as far as the split can tell: it goes by
-conversations, so that those held out today were held out the last time too. `edgemoe reload` has the daemon use it.
+exports forecast the same held-out requests. Neither was trained on them, because the split is by conversation and
+stays the same. `edgemoe reload` makes the daemon use it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def most_for(recording: Recording) -> int:
 
 
 def export_log_loss(directory: Path, recording: Recording, model: Path) -> float | None:
-    """Of an export's calibrated forecasts for the test split; None where it is not there or not for this model."""
+    """Returns the log-loss of an export's calibrated forecasts for the test split; None if it is absent or unfit."""
     try:
         found = read_export(directory)
     except ValueError:
@@ -71,14 +71,14 @@ def export_log_loss(directory: Path, recording: Recording, model: Path) -> float
 
 
 def check_writable(folder: Path) -> None:
-    """Makes an export's folder where it is not there. Raises ValueError where nothing can be written to it."""
+    """Makes an export's folder if it is missing. Raises ValueError if it cannot be written to."""
     try:
         make_folder(folder)
         NewFile(folder / ".probe").__exit__(None, None, None)
     except OSError as error:
         raise ValueError(
-            f"cache.scoutgate: {folder} cannot be written to ({error.strerror}); make the folder, give it to whoever "
-            "trains (edgemoe, as a service), and run `edgemoe service install` again, which opens it to the service"
+            f"cache.scoutgate: {folder} cannot be written to ({error.strerror}). Make the folder, owned by the user "
+            "that trains (edgemoe for a service). Then run `edgemoe service install` again to open it to the service"
         ) from error
 
 

@@ -34,7 +34,7 @@ EPOCH_BATCHES = 200  # a short epoch: this many batches, then a validation and a
 
 
 def trainer_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `trainer_for` and both trainings read besides."""
+    """Adds the arguments of `trainer_for` and both trainings."""
     parser.add_argument("--device", choices=("cpu", "cuda", "auto"), default="auto")
     parser.add_argument("--precision", choices=("32", "bf16"), default="32")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0: torch decides")
@@ -59,7 +59,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def splits(recording: Recording, shape: ScoutGateShape, options: argparse.Namespace) -> tuple[Batches, Batches]:
-    """Training batches in an order that changes every short epoch, and the validation split in order."""
+    """Returns training batches in an order that changes every short epoch, and the validation split in order."""
     most = EPOCH_BATCHES * options.batch
     train = Batches(recording, "train", shape, options.batch, options.seed, most)
     validation = Batches(recording, "validation", shape, 2048, None, most)
@@ -94,7 +94,7 @@ def trainer_for(options: argparse.Namespace, max_epochs: int, keep: KeepBest) ->
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without Lightning's advertising, and its warnings about what we do on purpose."""
+    """Silences Lightning's advertising, and its warnings about deliberate choices."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)

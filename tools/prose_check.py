@@ -86,7 +86,10 @@ members messages milliseconds nodes numbers percentiles ports prefixes probabili
 sums tensors this tokens users values vectors versions was weights
 """
 NOUNS = set(PLURALS.split()) - {"is", "has"}
-PLURAL_FOLLOWED = re.compile(r"^(?!has|is)[a-z-]+s,? (?:of|that|which|per|whose|are|were|who|than)\b", re.IGNORECASE)
+PLURAL_FOLLOWED = re.compile(
+    r"^(?!announces|checks|counts|marks|notes|returns)[a-z-]+s,? (?:of|that|which|per|whose|are|were|who|than)\b",
+    re.IGNORECASE,
+)
 SMALL = """
 a all also an and any as at be been but by did do does each every for from had has have here if in is it its just more
 most no nor not of on one only or so some such than that the then there these this those to too until very was were

@@ -1,1 +1,1 @@
-"""What daemons say to each other."""
+"""The messages and protocols between daemons."""

@@ -1,11 +1,7 @@
-"""Counts what this engine's own requests choose: how often each expert, and which pairs together, or one after another.
+"""Counts the experts that this engine's own requests choose, and pairs or successions of them, for placement.
 
-A placement that lets tokens call few boxes needs to know what is chosen together, and no more than that: pairs tell no
-words and no order [Prism, III-B]. One that goes by what follows what in the next layer has successions counted in
-their place [Gimbal, III-D]. A step computes an expert once, however many of its tokens chose it, and calls another box
-once: so experts are counted by steps, too. Counts decay, so that what boxes are asked for lately decides. Steps add in
-one compiled call, by weights that grow as the counts should have shrunk. What peers ask for is not counted here: it is
-counted where the request runs.
+docs/design/placement.md says which counts each policy needs. Counts decay. Each step is added in one compiled call,
+with weights that grow as the earlier counts should have shrunk.
 """
 
 from __future__ import annotations
@@ -25,14 +21,16 @@ from edgemoe.types.placement import ACTIVITY_HALF_LIFE_S, ACTIVITY_UNIT
 from edgemoe.types.step import StepRouting
 
 MOST_WEIGHT = 2.0**20  # of a token; at more, counts and weights are scaled down
-MOST_HALVINGS = 100.0  # that are told apart: of what is older nothing is left, and float32 still holds such weights
+MOST_HALVINGS = 100.0  # between two clearings: older counts have vanished, and float32 still holds such weights
 LEAST_S = 10.0  # over which a rate is taken
 PAIRS_BYTES = 64 << 20  # of memory for pairs or successions; a model of more is counted without them
 Shares = np.ndarray[tuple[int, int], np.dtype[np.uint16]]
 
-# `ids` [layers, tokens, k] int16, all -1 where a layer did not run; `chosen` and `computed` [L, E], `pairs` [L, E, E]
-# and `passed` [L - 1, E, E] float32, 0 where there are none; `weight` float32 of a token; `seen` [E] uint8, 0 between
-# steps.
+# * `ids` [layers, tokens, k] int16, all -1 in a layer that did not run
+# * `chosen` and `computed` [L, E] float32
+# * `pairs` [L, E, E] and `passed` [L - 1, E, E] float32, 0 if they are not counted
+# * `weight` float32 of a token
+# * `seen` [E] uint8, 0 between steps
 COUNTS = fields("layers", "experts", "k", "tokens", "ids", "chosen", "computed", "pairs", "passed", "weight", "seen")
 
 
@@ -72,7 +70,7 @@ CODES = (COUNT,)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ActivityShares:
-    """States what the tokens of late chose: shares of them, in units of 1 / ACTIVITY_UNIT."""
+    """The recent tokens' choices, as shares in units of 1 / ACTIVITY_UNIT."""
 
     tokens: float  # with decay
     tokens_per_s: float  # of the same, also while less than a half-life has been counted
@@ -95,7 +93,7 @@ class ActivityCounter:
     ) -> None:
         """Counts pairs of experts that tokens chose together, or `successions`."""
         self._clock, self._tokens, self._steps = clock, 0.0, 0.0
-        self._since_s = self._began_s = clock()  # what is counted; weights
+        self._since_s = self._began_s = clock()  # start of the counts, of the weights
         self.steps = 0  # added
         layers, experts = geometry.layers, geometry.experts
         self._record = record = SharedRecord(COUNTS)
@@ -126,13 +124,13 @@ class ActivityCounter:
         self.steps += 1
 
     def clear(self) -> None:
-        """Forgets what was counted."""
+        """Sets all counts to zero."""
         self._tokens, self._steps, self._since_s = 0.0, 0.0, self._clock()
         for counts in (self._chosen, self._computed, self._pairs, self._passed):
             counts[:] = 0.0
 
     def shares(self, most: int) -> ActivityShares:
-        """Returns what was chosen of late, with so many pairs or successions at most, equally many of each layer."""
+        """Returns recent choices with at most `most` pairs or successions, equally many of each layer."""
         scale = ACTIVITY_UNIT / max(self._tokens, 1e-30)
         chosen, computed = _shares(self._chosen, self._tokens), _shares(self._computed, self._steps)
         pairs = _heaviest(
@@ -162,7 +160,7 @@ class ActivityCounter:
         return float(ACTIVITY_HALF_LIFE_S / math.log(2) * (1 - 2.0 ** -(age_s / ACTIVITY_HALF_LIFE_S)))
 
     def _weight_now(self) -> float:
-        """Returns what a token counts now: twice as much after each half-life."""
+        """Returns the present weight of a token, which doubles in each half-life."""
         return float(2.0 ** min((self._clock() - self._began_s) / ACTIVITY_HALF_LIFE_S, MOST_HALVINGS))
 
     def _scale_down(self, weight: float) -> None:
@@ -173,7 +171,7 @@ class ActivityCounter:
 
 
 def _shares(counts: FloatArray, whole: float) -> Shares:
-    """Returns what share of a whole each count [L, E] is."""
+    """Returns each count [L, E] as a share of `whole`."""
     scaled = np.minimum(np.rint(counts * (ACTIVITY_UNIT / max(whole, 1e-30))), ACTIVITY_UNIT)
     return np.asarray(scaled, np.uint16)
 

@@ -39,13 +39,13 @@ from edgemoe.types.size_classes import SlabLayout
 
 @dataclass(frozen=True, slots=True)
 class TierMemory:
-    """What memory the tiers may use."""
+    """The memory that the tiers may use."""
 
     ram_bytes: int
     devices: Sequence[DeviceBudget] = ()
-    containment: bool = True  # what is in VRAM is in RAM too
+    containment: bool = True  # experts in VRAM are in RAM too
     lock_ram: bool = False  # keep it out of reach of swap
-    costs: Path | None = None  # the file that keeps what transfers were measured to take
+    costs: Path | None = None  # the file of measured transfer times
     progress: Callable[[float], None] = ignore_progress  # takes the share of RAM that is pinned for a GPU
 
 
@@ -75,10 +75,10 @@ class ExpertTiers:
         fetching: Fetching = AS_USUAL,
         on_disk: BoolArray | None = None,
     ) -> None:
-        """`policies` for VRAM and RAM may be one object; `kernels` serve what the CPU computes.
+        """Allocates the tiers. `policies` for VRAM and RAM may be one object; `kernels` compute on the CPU.
 
-        `on_disk` [L, E] marks what the store can read without help, where that is not everything. Raises
-        CapacityError for a budget that holds no expert.
+        `on_disk` [L, E] marks the experts that the store can read by itself; None: all. Raises CapacityError for a
+        budget that holds no expert.
         """
         ram = HostSlab(layout_in(memory.ram_bytes, geometry, "RAM for experts"), lock=memory.lock_ram)
         self.geometry, self.ram, self.ram_bytes = geometry, ram, ram.size_bytes
@@ -116,14 +116,16 @@ class ExpertTiers:
         )
 
     def join(self, peers: ExpertPeers) -> None:
-        """From here on peers help with what is missing here."""
+        """Lets peers compute or send missing experts from now on."""
         self.experts.remote = remote = PeerExperts(
             self.geometry, self.residency, self.experts.cpu_experts.costs, peers, self.on_disk
         )
         self.loader.elsewhere = remote.elsewhere
 
     def spread_by(self, activity: ActivityCounter | None) -> None:
-        """From here on several devices get experts so that those lie apart that are chosen together, as counted."""
+        """Distributes experts over several devices by `activity`, from now on: experts chosen together go to different
+        devices.
+        """
         if activity is not None and len(self.devices) > 1:
             self.experts.spread = DeviceSpread(self.residency, self.loader, self.geometry, activity)
 
@@ -163,7 +165,7 @@ class ExpertTiers:
         self.residency.check_integrity(idle=idle)
 
     def _fill(self) -> Iterator[Move]:
-        """Experts for all slots, the same ones of every layer."""
+        """Yields moves that fill all slots, with the same experts of every layer."""
         layers, experts = self.residency.device_of.shape
         target = Tier.VRAM if self.devices else Tier.RAM
         everything = (ExpertId(layer, expert) for expert in range(experts) for layer in range(layers))

@@ -173,7 +173,7 @@ class ClusterFront:
 
     def load(self) -> Heartbeat:
         """Returns the load that this box's heartbeats carry."""
-        self._router.handle(EnginesChanged())  # what was turned away everywhere is routed again
+        self._router.handle(EnginesChanged())  # routes requests again that all engines rejected
         self.requests.reporter.on_beat()
         load = self._router.machine.own_load()
         secret = self.requests.keys.secret if self.plane.leading else b""

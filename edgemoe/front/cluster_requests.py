@@ -129,13 +129,13 @@ class ClusterRequests:
     # --- news -------------------------------------------------------------------------------------------------
 
     def on_tokens(self, node: str, items: list[Emission]) -> FrameAccepted:
-        """Delivers what another box's engine emitted. Returns the attempts that nobody waits for."""
+        """Delivers the emissions of another box's engine. Returns the attempts that are no longer wanted."""
         unwanted = self._machine.unwanted(node, items)
         self._router.handle(events.TokensEmitted(node, items))
         return FrameAccepted(tuple(unwanted.items())[:MAX_UNWANTED])
 
     def on_news(self, message: RequestNews, node: str = "") -> None:
-        """Acts on what an engine says of a request of ours; `node` is its box, "" for this one."""
+        """Handles an engine's news of a request of ours; `node` is its box, "" for this one."""
         match message:
             case PromptSignature(request=name, signature=signature):
                 if (request := self._machine.request_of(name)) is not None:
@@ -155,7 +155,7 @@ class ClusterRequests:
             self._router.handle(events.OfferGranted(grant.number, grant.place, _reason(grant)))
 
     def on_beat(self, node: str, beat: Heartbeat) -> None:
-        """Corrects another box's load from now on by what it says now."""
+        """Corrects another box's load from now on by its beat."""
         self._router.handle(events.BeatTold(node, f"{node}:{beat.engine}"))
         self.reporter.on_beat()
 

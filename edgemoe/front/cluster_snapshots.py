@@ -34,7 +34,7 @@ class ClusterSnapshots:
         self._door, self._now = door, now
         self._plane: ControlPlane | None = None
         self._asked_s = self._asked_others_s = float("-inf")
-        self._seen: dict[str, tuple[float, EngineSnapshot]] = {}  # by node: when, what
+        self._seen: dict[str, tuple[float, EngineSnapshot]] = {}  # by node: time, snapshot
 
     def join(self, plane: ControlPlane) -> None:
         """Shows the other boxes too from now on."""

@@ -1,8 +1,7 @@
 """Accepts connections on the front's sockets, and chooses the connection that gives way when there is no room.
 
 asyncio's own accept loop retries 1,024 times with a traceback each when the process is out of files. A client without a
-key is counted by address and gives way first; next is the client that kept us waiting longest, of the key or user with
-most connections.
+key is counted by address and gives way first. Next is the slowest client of the key or user with most connections.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ class Server:
             await self._shut()
 
     def stop(self) -> None:
-        """Ends `run_until_stopped`."""
+        """Stops the server: `run_until_stopped` returns."""
         self._ends.set()
 
     async def _first_end(self, accepting: Sequence[asyncio.Future[None]]) -> None:

@@ -1,7 +1,7 @@
 """Measures the work of this box's engine and reports it to the leader.
 
-The front sees every request begin and end, so it need not ask the engine. The number of free KV blocks is the larger of
-two estimates: from the most that its requests can take, and from the engine's own metrics of half a second ago.
+The front sees every request begin and end, so it need not ask the engine. It estimates the free KV blocks twice: by the
+most that its requests can take, and by the engine's metrics of half a second ago. The larger estimate counts.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ REPEAT_S = 0.5  # after which an unchanged measurement is reported again
 
 
 class EngineFacts(NamedTuple):
-    """What is known of an engine that takes requests."""
+    """The properties of an engine that takes requests."""
 
     boot: str
     slots: int
@@ -48,12 +48,12 @@ class EngineFacts(NamedTuple):
 
 
 class EngineMeter:
-    """Owns what is known of the work of this box's engine."""
+    """Owns the measured work of this box's engine."""
 
     def __init__(
         self, keys: PrefixKeys, facts: Callable[[], EngineFacts | None], held: Callable[[], Iterable[HeldRequest]]
     ) -> None:
-        """`facts` returns None while no engine takes requests; `held` returns the requests at the engine."""
+        """Takes `facts`, which is None while no engine takes requests, and `held`, the requests at the engine."""
         self._keys, self._facts, self._held = keys, facts, held
         self._taken: deque[tuple[float, tuple[str, int]]] = deque(maxlen=MAX_TAKEN)
         self._prefixes: OrderedDict[bytes, None] = OrderedDict()  # known, the latest last
@@ -63,7 +63,7 @@ class EngineMeter:
         self._ended: deque[EndedRequest] = deque(maxlen=MAX_UNREPORTED)  # not reported yet
 
     def on_choosing(self, message: ExpertDemandReport) -> None:
-        """Keeps which experts the engine's requests choose, and chose that have ended."""
+        """Keeps the experts that the engine's requests choose, and the choices of ended requests."""
         self.choices = message.choices
         self._ended.extend(message.ended)
 
@@ -86,7 +86,7 @@ class EngineMeter:
         return prefix[:KEY_BYTES] in self._prefixes
 
     def use(self) -> EngineStatus:
-        """Returns the engine's work; `report` adds what has not been reported yet."""
+        """Returns the engine's work; `report` adds its unreported changes."""
         facts = self._facts()
         if facts is None:
             return EngineStatus()
@@ -182,11 +182,11 @@ class EngineUseReporter:
         self._waited_s = 0.0  # when `wait` returned last
 
     def on_work_changed(self) -> None:
-        """Says that the engine has more or less to do."""
+        """Marks that the engine's work has changed."""
         self._changed.set()
 
     def on_choosing(self, message: ExpertDemandReport) -> None:
-        """Keeps which experts the engine's requests choose."""
+        """Keeps the experts that the engine's requests choose."""
         self._meter.on_choosing(message)
         self._changed.set()
 

@@ -264,7 +264,7 @@ class EngineProcess:
         if self.process.returncode is None:
             return False
         if self._copying is not None:
-            self._copying.cancel()  # of what outlives it
+            self._copying.cancel()  # a grandchild may keep the pipe open
         if self._place is not None:
             self._place.close()
         return True
@@ -283,7 +283,7 @@ class LoadingPlace:
         return os.pread(self.fd, PLACE_BYTES, 0).rstrip(b"\0").decode("utf-8", "replace")
 
     def close(self) -> None:
-        """Frees the memory."""
+        """Closes the shared memory of the loading place."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1

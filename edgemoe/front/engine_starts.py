@@ -110,7 +110,7 @@ class FailedStarts:
     """The deaths of engines before any engine served."""
 
     def __init__(self, most: int) -> None:
-        """`most` bounds the deaths of any kind."""
+        """Takes `most`, the bound on deaths of any kind."""
         self._most = most
         self._deaths: list[Death] = []
 

@@ -1,4 +1,4 @@
-"""Passes other fronts' requests to this box's engine, and their tokens back. Those fronts own the requests.
+"""Passes other fronts' requests to this box's engine, and their tokens back. The other fronts own the requests.
 
 At the engine a request, or a fetch of KV blocks, is named "NODE/NUMBER" by its front and order of arrival. Tokens go
 back in batches, one after the other; the answer names the attempts that the front no longer wants. If a front is
@@ -86,7 +86,7 @@ class HostedRequests:
         send: Callable[[ToEngine], bool],
         spawn: Callable[..., asyncio.Task[None]],
     ) -> None:
-        """`send` hands a message to this box's engine; `spawn` starts a task."""
+        """Takes `send`, which sends a message to this box's engine, and `spawn`, which starts a task."""
         self.served = 0
         self._channel, self._send, self._spawn = channel, send, spawn
         self._fronts: dict[str, RemoteFront] = {}

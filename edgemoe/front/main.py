@@ -116,7 +116,7 @@ class Front:
         self.metrics = Metrics(settings.model.name)
         self.supervisor: Supervisor | None = None
         self.api: Api | None = None
-        self.cluster: ClusterFront | None = None  # where the settings name a node
+        self.cluster: ClusterFront | None = None  # None unless the settings name a node
         self.integrity_errors = 0
         self._command = command
         self._env = env
@@ -332,7 +332,7 @@ async def _text_model(directory: Path, prompts: BoundedText) -> TextModel:
 
     Raises CheckpointError, StoreError.
     """
-    if (directory / MANIFEST).is_file():  # without one the engine says what is wrong
+    if (directory / MANIFEST).is_file():  # without one the engine reports the error
         await asyncio.to_thread(lambda: verify_copies(directory, Manifest.read(directory)))
     await prompts.check()
     return await asyncio.to_thread(TextModel, directory)

@@ -23,7 +23,7 @@ def listed(settings: ClusterSettings) -> Mapping[str, Peer]:
     """Returns the boxes in the list of peers. Raises ConfigError if it names this box with another key."""
     if settings.join:
         if not address_of(settings):
-            raise ConfigError("cluster.join needs cluster.address: the others must know where to reach this box")
+            raise ConfigError("cluster.join needs cluster.address: the address at which the others reach this box")
         seed = read_join(settings.join)
         return {seed.node: seed}
     if not settings.peers_file:

@@ -25,7 +25,7 @@ class PrefixKeys:
     """Hashes names and prompts with the leader's secret; until that is known, with one of this box's own."""
 
     def __init__(self, prefix_cache: bool = True) -> None:
-        """`prefix_cache` says whether this box's engine keeps the KV blocks of prompts."""
+        """Takes `prefix_cache`: whether this box's engine keeps the KV blocks of prompts."""
         self._prefix_cache = prefix_cache
         self.secret = secrets.token_bytes(SECRET_BYTES)
 
@@ -63,7 +63,7 @@ class PromptSignatures:
         self._bytes = 0
 
     def note(self, request: Request, signature: ExpertSignature) -> None:
-        """Remembers which experts a request's prompt chose."""
+        """Remembers the experts of a request's prompt."""
         self._forget_former_secret()
         for key in (self._keys.prefix(request)[-KEY_BYTES:], self._keys.name(request.user)):
             if key:
@@ -95,7 +95,7 @@ class PromptSignatures:
 
 
 def more_telling(cached: ExpertSignature | None, alike: ExpertSignature | None, tokens: int) -> ExpertSignature | None:
-    """Returns the better forecast for a prompt of so many tokens: its cached part's signature or a similar prompt's."""
+    """Returns the better forecast for a prompt of `tokens` tokens: its cached part's signature or a similar one's."""
     if cached is None or (alike is not None and cached.tokens < TELLING_SHARE * tokens):
         return alike
     return cached

@@ -40,7 +40,7 @@ class TimePassed(NamedTuple):
 
 
 class EnginesChanged(NamedTuple):
-    """Engines came or went, or requests that no engine has are to be routed again."""
+    """Engines came or went, or requests without an engine must be routed again."""
 
 
 class TokensEmitted(NamedTuple):
@@ -119,7 +119,7 @@ class PromptEnded(NamedTuple):
 
 
 class PrefixFetched(NamedTuple):
-    """An engine has fetched the attempt's KV blocks; `why` says what it lacks, "" for nothing."""
+    """An engine has fetched the attempt's KV blocks; `why` is the reason for missing ones, "" without any."""
 
     node: str
     request: str

@@ -1,6 +1,6 @@
-"""Performs what `RequestStateMachine` instructs: delivers tokens, and sends messages to engines and to the leader.
+"""Performs the instructions of `RequestStateMachine`: delivers tokens, and sends messages to this box's engine.
 
-What concerns other boxes, `ClusterRequests` performs; a box on its own has none.
+`ClusterRequests` performs the instructions for other boxes and the leader; a box on its own has none.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class ClientSubmission:
     """The requests of one HTTP request: an async iterator over their emissions, in batches."""
 
     def __init__(self, cancel: Callable[[str], None], requests: Sequence[Request]) -> None:
-        """`cancel` ends a request."""
+        """Takes `cancel`, which ends a request by its id."""
         self.live = {request.id for request in requests}
         self._cancel = cancel
         self._items: list[Emission] = []
@@ -50,7 +50,7 @@ class ClientSubmission:
                 return
 
     def cancel(self, request: str) -> None:
-        """Ends one of the requests."""
+        """Cancels one of the requests; the others go on."""
         self._cancel(request)
         self._changed.set()
 
@@ -60,13 +60,13 @@ class ClientSubmission:
         self._changed.set()
 
     def fail(self, error: RequestError) -> None:
-        """Ends the iteration with `error`, after what is already there. Called by the router."""
+        """Ends the iteration with `error`, after the items already received. Called by the router."""
         self._error = self._error or error
         self._changed.set()
 
 
 class PeerInstructions(Surroundings, Protocol):
-    """Other boxes and the leader: known to the state machine, and told what it instructs."""
+    """Performs the state machine's instructions to other boxes and the leader, and answers its questions about them."""
 
     def perform(self, instruction: events.RequestInstruction) -> None:
         """Sends to another box's engine, to the leader, or asks this box's engine about a prompt."""
@@ -151,7 +151,7 @@ class RequestRouter:
 
     @contextmanager
     def open(self, requests: Sequence[Request], timeout_s: float) -> Iterator[ClientSubmission]:
-        """Accepts the requests; those that still run when the block is left are cancelled.
+        """Accepts the requests; on leaving the block, requests that still run are cancelled.
 
         Raises QueueFull, InvalidRequest (more than would ever fit), and the error in `closed`.
         """
@@ -183,7 +183,7 @@ class RequestRouter:
         await self._idle.wait()
 
     def handle(self, event: events.RequestEvent) -> None:
-        """Hands an event to the state machine and performs its instructions, those of nested events last."""
+        """Hands an event to the state machine and performs its instructions; nested events' instructions come last."""
         self._events.append(event)
         if self._is_handling:
             return

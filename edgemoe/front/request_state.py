@@ -1,6 +1,6 @@
 """The state machine of this front's requests: events in, instructions out, no I/O (docs/design/requests.md).
 
-Each accepted request ends exactly once, with its tokens in order, whatever comes in between.
+Each accepted request ends exactly once, with its tokens in order, even if engines end.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ FETCH_S = 60.0  # that an engine has to fetch a prompt's KV blocks
 ANSWER_S = 5.0  # that its answer may take beyond that
 MAX_ASKING = 64  # requests about whose cached part this box's engine is asked at once
 MAX_MOVED_ATTEMPTS = 8  # of a request; later attempts stay where they are
-MAX_TARGETS = 2  # engines that are to fetch the KV blocks of one attempt, one after the other
+MAX_TARGETS = 2  # engines that are asked to fetch the KV blocks of one attempt, one after the other
 
 
 class RequestStateMachine(RequestTable):
-    """Moves requests by events. The only owner of what is decided about them."""
+    """Moves requests by events. All decisions about requests are made here."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class RequestStateMachine(RequestTable):
         now: Callable[[], float],
         numbers: Iterator[int] | None = None,
     ) -> None:
-        """`numbers` names offers; by default it starts at a random number, so that a former front's are not met."""
+        """Takes `numbers` for offers; by default they start at a random number, unlike a former front's."""
         super().__init__(slots, capacity, surroundings, now)
         self.stale = 0  # emissions of an earlier attempt, or of none
         self.gaps = 0  # emissions that skipped an index
@@ -128,7 +128,7 @@ class RequestStateMachine(RequestTable):
         self._try_next()
 
     def _on_engines_changed(self) -> None:
-        """Replays the requests of engines that are gone, oldest first; routes those that no engine has."""
+        """Replays the requests of engines that are gone, oldest first. Routes the requests that no engine has."""
         places = {self.surroundings.own_place(), *self.surroundings.others()} - {""}
         lost = [record for record in self._live.values() if record.place not in places]
         had_trial, counts, is_replay = bool(self._suspects or self._on_trial), self._at.copy(), False
@@ -218,7 +218,7 @@ class RequestStateMachine(RequestTable):
             return
         place = choice.place or route(reading, "least" if self.surroundings.route == "least" else "local")
         if not place and not others and not stays:
-            place = own  # that has room for all that was accepted here
+            place = own  # has room for all accepted requests
         if place:
             only_prefills = self._role(place) == "prefill" and not stays and record.attempt < MAX_MOVED_ATTEMPTS
             self._submit(record, choice._replace(place=place), learns=bool(others), only_prefills=only_prefills)
@@ -238,7 +238,7 @@ class RequestStateMachine(RequestTable):
     def _choose(
         self, record: RequestRecord, reading: Sequence[EngineLoad], others: Mapping[str, str]
     ) -> EngineChoice | None:
-        """Returns the leader's choice, or why load is to decide. None: the request is offered now."""
+        """Returns the leader's choice, or the reason to route by load. None: the request is offered now."""
         around, offer = self.surroundings, record.offer
         if around.route == "least":
             return EngineChoice("", "rule")
@@ -482,7 +482,7 @@ class RequestStateMachine(RequestTable):
             self._go(record, RequestState.SUSPECT)
 
     def _try_next(self) -> None:
-        """Routes the next suspect once it can be alone, or has waited long enough, and what need not wait for it."""
+        """Routes the next suspect once it can be alone, or has waited long enough, and the requests held for it."""
         now_s, tried = self._now(), self._live.get(self._on_trial)
         is_over = tried is None or not tried.attempts.suspect
         if tried is not None and not is_over and tried.place and now_s < self._trial_s + PATIENCE_S:

@@ -1,4 +1,4 @@
-"""The front's requests by name: their states and transitions, what is recorded of each, and questions about them.
+"""The front's requests by name: their states and transitions, their records, and questions about them.
 
 `RequestStateMachine` moves them by events (docs/design/requests.md).
 """
@@ -84,11 +84,11 @@ class OpenOffer:
 class PrefillMove:
     """A move from an engine that prefilled to one that decodes."""
 
-    prompt: tuple[int, ...]  # whose KV blocks are to be fetched: the prompt and the tokens before this attempt
+    prompt: tuple[int, ...]  # its KV blocks are fetched: the prompt, and the tokens before this attempt
     signature: ExpertSignature | None = None  # of the prompt
     target: str = ""  # place that fetches the blocks
     offer: int = 0  # number of the decode offer; 0 for none
-    leadership: tuple[str, int] = ("", 0)  # to whom that was made
+    leadership: tuple[str, int] = ("", 0)  # leader and epoch of that offer
     until_s: float = 0.0  # when the target must have answered
     failed: list[str] = field(default_factory=list)  # places that did not get the blocks
 
@@ -165,7 +165,7 @@ class RequestRecord:
 
 
 class Surroundings(Protocol):
-    """What is known of engines and of the leader. Questions only."""
+    """The state of engines and of the leader. Questions only."""
 
     @property
     def node(self) -> str:
@@ -192,7 +192,7 @@ class Surroundings(Protocol):
         """Returns the load of another box's engine as of its last beat."""
 
     def role(self, node: str) -> Phases:
-        """Returns which phases of a request that box runs; "" is this box."""
+        """Returns the phases of a request that a box runs; "" is this box."""
 
     def starts_at_once(self, request: Request) -> bool:
         """Returns whether this box's engine would start the request in its next step."""
@@ -208,7 +208,7 @@ class Surroundings(Protocol):
 
 
 class EngineChoice(NamedTuple):
-    """The engine for a request, why, and by which offer; `place` is "" where load is to decide."""
+    """The engine for a request, the reason, and the offer; `place` is "" if load decides."""
 
     place: str
     why: str
@@ -219,14 +219,16 @@ class RequestTable:
     """Owns every live request of this front. `go` is the only way from one state to another."""
 
     def __init__(self, slots: int, capacity: int, surroundings: Surroundings, now: Callable[[], float]) -> None:
-        """`slots` requests run in this box's engine at once; `capacity` includes those that wait for it."""
+        """Takes `slots`, the requests that run in this box's engine at once, and `capacity`, which counts waiting ones
+        too.
+        """
         self.slots, self.capacity = slots, capacity
         self.surroundings, self._now = surroundings, now
         self._live: dict[str, RequestRecord] = {}  # in the order of acceptance
         self._by_number: dict[int, RequestRecord] = {}  # of an offer that the leader has not decided on
         self._at = Counter[str]()  # live requests, by place
         self._in = Counter[RequestState]()  # live requests, by state
-        self._suspects: dict[str, RequestRecord] = {}  # to be tried one by one, in this order
+        self._suspects: dict[str, RequestRecord] = {}  # tried one by one, in this order
         self._on_trial = ""
         self._mean_s = 1.0  # a request's duration, lately
         self._most = capacity  # requests alive at once, by the room there was at the last acceptance
@@ -258,7 +260,7 @@ class RequestTable:
 
     @property
     def uses_signatures(self) -> bool:
-        """Returns whether engines are to say which experts prompts chose."""
+        """Returns whether engines should report the experts of prompts."""
         return self.surroundings.route in BY_EXPERTS
 
     def own_load(self) -> EngineLoad | None:
@@ -277,7 +279,7 @@ class RequestTable:
         return sum(self._in[state] for state in IN_OFFER)
 
     def count_moving(self) -> int:
-        """Counts the requests that are to move, or may be."""
+        """Counts the requests that move, or may."""
         return sum(record.move is not None for record in self._live.values())
 
     def request_of(self, request: str) -> Request | None:
@@ -296,7 +298,7 @@ class RequestTable:
         return ("", 0) if record is None else (record.place, record.attempt)
 
     def is_fetched_by(self, request: str, attempt: int, place: str) -> bool:
-        """Returns whether that engine is to fetch the attempt's KV blocks."""
+        """Whether that engine was asked to fetch the attempt's KV blocks."""
         record = self._live.get(request)
         return (
             record is not None
@@ -326,7 +328,7 @@ class RequestTable:
         return {one.request: one.attempt for one in items if not one.finish and not self._is_current(node, one)}
 
     def check_room(self, requests: Sequence[Request]) -> None:
-        """Raises QueueFull, or InvalidRequest where there would never be room for so many."""
+        """Raises QueueFull, or InvalidRequest for more choices than there will ever be room for."""
         wanted, room = len(requests), self.room
         if wanted > (most := shares.most_of(shares.most_of(room), shares.OF_USER)):
             raise InvalidRequest(f"{wanted} choices at once are more than the {most} that one user may ever have")
@@ -371,7 +373,7 @@ class RequestTable:
         del self._in[RequestState.DONE]
 
     def _go(self, record: RequestRecord, state: RequestState, place: str = "") -> None:
-        """Takes a request into another state, and undoes what it began in the one that it leaves.
+        """Moves a request into another state, and undoes the effects of the state that it leaves.
 
         `place` is the engine that has it now; by default that stays the same as long as an engine has it.
         """

@@ -1,8 +1,8 @@
 """Keeps an engine running, and the front's requests on it.
 
-loading --Ready--> ready --death or hang--> loading (after a back-off; live requests are replayed)
-any --too many deaths--> failed (typed errors; another start when the window has passed, or at a reload)
-any --drain--> draining (nothing new is accepted; an engine that dies is still replaced)
+* loading --Ready--> ready --death or hang--> loading (after a back-off; live requests are replayed)
+* any --too many deaths--> failed (typed errors; another start when the window has passed, or at a reload)
+* any --drain--> draining (nothing new is accepted; an engine that dies is still replaced)
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Supervisor:
         self._connection = requests.connection
         self._state: State = "loading"
         self.starts = 0
-        self.why = ""  # what ended the last engine
+        self.why = ""  # the reason for the last engine's end
         self._command, self._snapshots, self._cluster = command, snapshots, cluster
         self._backoff, self._say = RestartBackoff(settings.service), RateLimitedLog(log)
         self._failed_starts = FailedStarts(settings.service.max_restarts)
@@ -161,9 +161,7 @@ class Supervisor:
                 return await self._start_again()
             engine = self._connection.engine
             if engine is None or not self._connection.send(Reload()):
-                raise EngineUnavailable(
-                    "no engine is ready to load anything again; one that starts loads what is there"
-                )
+                raise EngineUnavailable("no engine is ready to load ScoutGate again; one that starts loads the new one")
             try:
                 async with asyncio.timeout(RELOAD_S):
                     answer = await engine.next_reloaded()
@@ -262,7 +260,7 @@ class Supervisor:
             return ended.result()
         finally:
             ended.cancel()
-            engine.kill()  # and whatever it left running
+            engine.kill()  # with its child processes
             if self._state == "ready":
                 self._change("loading")
             self._engine_changed()

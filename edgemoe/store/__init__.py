@@ -1,1 +1,1 @@
-"""Packed stores: files and manifest, reading and verifying, packing a checkpoint, the catalog of what is here."""
+"""Packed stores: files and manifest, reading and verifying, packing a checkpoint, and the catalog of local stores."""

@@ -1,8 +1,8 @@
 """Packs a checkpoint whose shards come one by one, so that each can be deleted as soon as it is packed.
 
-A layer of experts is written once all shards with tensors of it are there. What else a shard has is kept in the store's
-folder `shards` until the last one has come: its header, and the tensors that no written layer holds, as they are. Then
-the store is finished as ever, and is the same, byte for byte, as if all shards had been there at once.
+A layer of experts is written once all shards with its tensors are there. The store's folder `shards` keeps each
+shard's header, and its tensors outside written layers, until the last shard has come. The finished store is the
+same, byte for byte, as if all shards had been there at once.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class PackingState(NamedTuple):
 
 
 class _Record(msgspec.Struct, frozen=True):
-    """What is kept of a shard that may have been deleted."""
+    """The state of a shard that may have been deleted."""
 
     bytes: int
     mtime_ns: int
@@ -77,10 +77,8 @@ class _Shard:
 
     about: FileStat
     header: bytes
-    tensors: dict[str, CheckpointTensor]  # where they lie in the shard
-    left: (
-        dict[str, CheckpointTensor] | None
-    )  # where those lie that are kept of it; None: the shard itself is still there
+    tensors: dict[str, CheckpointTensor]  # in the shard
+    left: dict[str, CheckpointTensor] | None  # the tensors kept of it; None: the shard is still there
 
 
 def pack_arrived(
@@ -107,14 +105,14 @@ def pack_arrived(
 
 
 def arriving_store(source_dir: str | Path, store_dir: str | Path, wanted: WantedEncodings) -> Path:
-    """Returns where the store of a checkpoint lies whose shards arrive one by one. Raises CheckpointError."""
+    """Returns the directory of the store of a checkpoint whose shards arrive one by one. Raises CheckpointError."""
     source = Path(source_dir).expanduser()
     checkpoint = Checkpoint(source, read_json(source / CONFIG), {}, (), _identity(source))
     return place_of(Path(store_dir).expanduser(), checkpoint, wanted)
 
 
 def _identity(source: Path) -> str:
-    """Returns what tells a checkpoint from another before its shards are there."""
+    """Returns a digest that identifies a checkpoint before its shards are there."""
     digest = xxhash.xxh3_128()
     for name in (CONFIG, INDEX):
         if (path := source / name).is_file():
@@ -123,7 +121,7 @@ def _identity(source: Path) -> str:
 
 
 class _Arriving:
-    """One run of `pack_arrived`. Reading the configuration refuses what cannot be served, before there is a store."""
+    """One run of `pack_arrived`. Reading the configuration refuses unsupported models before there is a store."""
 
     def __init__(self, source: Path, store: Path, wanted: WantedEncodings, progress: Progress) -> None:
         self._source, self._store, self._wanted, self._progress = source, store, wanted, progress
@@ -166,7 +164,7 @@ class _Arriving:
         return True
 
     def _check_again(self, *, delete: bool) -> None:
-        """Looks at shards that lie beside a finished store. Raises StoreError unless it was packed from them, so."""
+        """Checks shards beside a finished store. Raises StoreError unless it was packed from them, so encoded."""
         there: list[Path] = []
         with contextlib.suppress(CheckpointError):  # all are deleted, and there is no index
             there = [path for path in weight_files(self._source)[0] if path.is_file()]
@@ -178,7 +176,7 @@ class _Arriving:
         if checkpoint is None or checkpoint.fingerprint != found.source:
             raise StoreError(
                 f"{self._store} is finished, but {there[0]} has come again or changed since: delete the shards, or "
-                "remove the store to pack them anew"
+                "remove the store to pack them again"
             )
         if not plan(checkpoint, self._wanted).is_of(found):
             raise self._other()
@@ -189,7 +187,7 @@ class _Arriving:
         return StoreError(f"{self._store} is the store of another checkpoint, or in other encodings; remove it first")
 
     def _begin(self) -> None:
-        """Makes the directory ready. Raises StoreError where it keeps what has arrived of another checkpoint."""
+        """Prepares the directory. Raises StoreError if it keeps shards of another checkpoint."""
         identity = msgspec.json.encode({"checkpoint": _identity(self._source), "encodings": self._wanted.label})
         file = self._store / IDENTITY
         if not file.is_file():
@@ -199,8 +197,8 @@ class _Arriving:
             replace_file(file, identity, 0o644)
         elif file.read_bytes() != identity:
             raise StoreError(
-                f"{self._store} holds what has arrived of another checkpoint, or for other encodings; "
-                "finish that, or remove the directory, whose shards may have been deleted"
+                f"{self._store} holds shards of another checkpoint, or for other encodings; finish packing that one, "
+                "or remove the directory if you can fetch its shards again"
             )
         make_folder(self._store / "experts")
         for leftover in (*self._store.glob("experts/*.tmp"), *self._kept.glob("*.tmp")):
@@ -265,7 +263,7 @@ class _Arriving:
                 yield name, file
 
     def _release(self, path: Path, shard: _Shard, written: set[str]) -> _Shard:
-        """Keeps what the store still needs of a shard, and deletes it."""
+        """Keeps the tensors of a shard that the store still needs, and deletes the shard."""
         names = {name for name, file in self._wanted_names() if file == path.name} - written
         if shard.left is None or names != shard.left.keys():
             record = _Record(shard.about.bytes, shard.about.mtime_ns, shard.header.decode())
@@ -284,7 +282,7 @@ class _Arriving:
 
 
 def _delete(path: Path) -> None:
-    """Deletes a shard; in the hub's cache, where it is a link, what it points at."""
+    """Deletes a shard, and its target if it is a link of the hub's cache."""
     target = path.resolve()
     remove_file(path)
     remove_file(target, missing_ok=True)

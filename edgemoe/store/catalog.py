@@ -33,13 +33,13 @@ from edgemoe.store.sources import check_method, quantisation
 from edgemoe.types.experts import padded
 from edgemoe.types.model_info import commonest_first, encodings_text
 
-KEPT = {"mxfp4": "mxfp4", "fp8": "fp8"}  # quant_method -> what its experts are kept in
+KEPT = {"mxfp4": "mxfp4", "fp8": "fp8"}  # quant_method -> the encoding of its experts in a store
 
 
 def spec_at(path: Path) -> ModelSpec:
-    """Returns the spec of a checkpoint's folder, or of a config.json, without a look at its weights.
+    """Returns the spec of a checkpoint's folder, or of a config.json, without reading its weights.
 
-    Raises CheckpointError and UnsupportedModel, saying what lies there instead and what to do.
+    Raises CheckpointError and UnsupportedModel with the content found and a remedy.
     """
     check_path_exists(path)
     if gguf_at(path) is not None:
@@ -88,7 +88,7 @@ UNFINISHED = "unfinished: pack or pull it again to go on"
 
 @contextmanager
 def progress_bar(title: str, console: Console | None = None) -> Iterator[Progress]:
-    """Opens a bar with rate and time left; yields what `pack` and `verify` take as `progress`."""
+    """Opens a bar with rate and time left; yields its `progress` callback for `pack` and `verify`."""
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(),
@@ -107,7 +107,7 @@ def is_store(path: Path) -> bool:
 
 
 def find_stores(store_dir: str | Path) -> list[Path]:
-    """Returns the stores that lie in `store_dir`, by name, without those that this user may not read."""
+    """Returns the stores in `store_dir`, by name; skips stores that this user may not read."""
     directory, found = Path(store_dir).expanduser(), list[Path]()
     for path in sorted(directory.iterdir()) if directory.is_dir() else ():
         with suppress(PermissionError):  # as a disk's lost+found is, where the disk is mounted there
@@ -139,11 +139,11 @@ def resolve(name: str, store_dir: str | Path) -> Path:
 
 
 def store_of(model: ModelSettings, progress: Callable[[str], AbstractContextManager[Progress]]) -> ModelSettings:
-    """`model` with its packed store as `path`, written now if it was a checkpoint, and with the store's name.
+    """Returns `model` with the `path` and name of its packed store, which is packed now if `path` is a checkpoint.
 
-    A name that is set stays. Where no model is named it is the demo model.
+    A name that is set stays. Without a model it is the demo model.
 
-    `progress` makes, from a title, what shows how far packing is. Raises StoreError, CheckpointError.
+    `progress` opens a progress display with a title. Raises StoreError, CheckpointError.
     """
     if not model.path:
         model = msgspec.structs.replace(model, path=str(demo.model_path()), name=model.name or demo.NAME)
@@ -162,7 +162,7 @@ def store_of(model: ModelSettings, progress: Callable[[str], AbstractContextMana
 
 @dataclass(frozen=True, slots=True)
 class StoreCard:
-    """What a list of stores says of one. Of one that is unfinished or damaged only `state` says something."""
+    """A store's entry in a list. An unfinished or damaged one has little more than `state`."""
 
     path: str
     state: str
@@ -182,7 +182,7 @@ class StoreCard:
 
 
 def listing(store_dir: str | Path, width: int) -> Table | str:
-    """Returns what `table` does; where that is wider than `width`, two lines for each store instead."""
+    """Returns the `table`, or two lines for each store if that is wider than `width`."""
     found = table(store_dir)
     if Console(width=MOST_COLUMNS).measure(found).maximum <= width:
         return found
@@ -199,7 +199,7 @@ def listing(store_dir: str | Path, width: int) -> Table | str:
 def table(store_dir: str | Path) -> Table:
     """Returns a table of the stores in `store_dir`, one row each."""
     found = Table(title=f"Packed models in {store_dir}")
-    found.add_column("store", no_wrap=True)  # a name is what `verify` and `remove` take
+    found.add_column("store", no_wrap=True)  # a whole name, for `verify` and `remove`
     for heading in ("family", "layers", "experts", "precision"):
         found.add_column(heading)
     found.add_column("size", justify="right")
@@ -214,7 +214,7 @@ def table(store_dir: str | Path) -> Table:
 
 
 def describe(path: Path) -> StoreCard:
-    """Returns what a list says of a store."""
+    """Returns a store's entry in a list."""
     known: dict[str, Any] = {"path": str(path), "last_used_s": last_used_s(path), "in_use": is_in_use(path)}
     if not (path / MANIFEST).is_file():
         return StoreCard(**known, state=UNFINISHED)
@@ -254,7 +254,7 @@ def verify(store: str | Path, progress: Progress = no_progress) -> list[StoreErr
 
 
 def _verified(store: Path, manifest: Manifest, opened: ExpertStore) -> Iterator[tuple[int, StoreError | None]]:
-    """What has been read and what was wrong with it, part by part."""
+    """Verifies a store part by part; yields the bytes read of each, and its fault."""
     room = page_memory(padded(max((entry.bytes for layer in manifest.layers for entry in layer.experts), default=1)))
     for layer, part in enumerate(manifest.layers):
         if part.experts:
@@ -286,6 +286,6 @@ def remove(store: str | Path) -> None:
                     remove_tree(part)
                 elif part.name not in (MANIFEST, JOURNAL):
                     remove_file(part)
-            remove_tree(path)  # these last, so that what is left of a removal cut short can be removed again
+            remove_tree(path)  # manifest and journal last, so that a removal cut short can be run again
     except OSError as error:
         raise StoreError(f"{error.filename or path} cannot be removed: {error.strerror}") from error

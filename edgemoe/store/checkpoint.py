@@ -104,7 +104,7 @@ class Checkpoint:
 
 
 def check_tokenizer(directory: Path) -> None:
-    """Raises CheckpointError where a checkpoint lacks what its model is served with, before anything is packed."""
+    """Raises CheckpointError before packing if a checkpoint lacks its tokenizer."""
     if (directory / CONFIG).is_file() and not (directory / TOKENIZER).is_file():
         raise CheckpointError(
             f"{directory} has no {TOKENIZER}, without which its model cannot be served; transformers can make one of "
@@ -113,7 +113,7 @@ def check_tokenizer(directory: Path) -> None:
 
 
 def read_config(directory: Path) -> Json:
-    """Returns config.json, with what modelopt has written beside it of how weights are quantised.
+    """Returns config.json, with modelopt's separate quantisation file merged in.
 
     Raises CheckpointError.
     """
@@ -271,7 +271,7 @@ def copied_files(directory: Path) -> tuple[Path, ...]:
 
 
 class FileStat(NamedTuple):
-    """What tells a file of the checkpoint from another of its name."""
+    """Identifies one version of a file of the checkpoint."""
 
     name: str
     bytes: int
@@ -284,7 +284,7 @@ def file_stat(path: Path) -> FileStat:
 
 
 def fingerprint_of(files: Iterable[FileStat], tensors: dict[str, CheckpointTensor]) -> str:
-    """Returns what changes when any of the files does, or where their tensors lie."""
+    """Returns a digest that changes when any of the files does, or the place of their tensors."""
     digest = xxhash.xxh3_128()
     for file in files:
         digest.update(f"{file.name} {file.bytes} {file.mtime_ns}\n".encode())

@@ -1,7 +1,7 @@
 """Makes a store of a repository of the hub: each shard is fetched, packed and deleted while the next one comes.
 
-What has come lies in the folder `.hub` beside the stores, laid out as the hub's own cache. A pull that was killed at
-any point goes on when it is run again: with the same files, whatever else has changed in the repository.
+Fetched files lie in the folder `.hub` beside the stores, laid out as the hub's own cache. A pull that was killed goes
+on when it is run again. It keeps to the same files, even if the repository has changed.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class _Download:
             self._hub.fetch(self._listing, file, self._source, report)
 
     def _shards(self) -> tuple[HubFile, ...]:
-        """Returns the files of weights, which are those that the index names where there is one. Raises HubError."""
+        """Returns the files of weights: the ones in the index if there is one. Raises HubError."""
         if self._listing.is_indexed:
             self._fetch(self._listing.file(INDEX))
             return tuple(self._listing.file(path.name) for path in weight_files(self._source)[0])
@@ -138,7 +138,7 @@ class _Download:
         return self._listing.shards
 
     def _missing(self, shards: Sequence[HubFile]) -> tuple[HubFile, ...]:
-        """Packs what has come, deletes it, and returns what has not come."""
+        """Packs and deletes the shards that are here, and returns the missing ones."""
         if not self._listing.is_indexed and not (self._source / shards[0].name).is_file():
             return tuple(shards)
         names = pack_arrived(self._source, self._store, no_progress, self._wanted, delete=True).missing
@@ -159,18 +159,18 @@ class _Download:
                 self._ended.set()
 
     def _check_room(self, needed_bytes: int) -> None:
-        """Raises StoreError, saying how many bytes are missing, where store and one shard do not fit on the disk."""
+        """Raises StoreError with the number of missing bytes if store and one shard do not fit on the disk."""
         there = sum(_bytes_of(folder) for folder in (self._source, self._store))
         short = needed_bytes + SPARE_BYTES - there - _free_bytes(self._source)
         if short > 0:
             raise StoreError(
                 f"{self._source}: the store and one shard need {short} bytes ({format_size(short)}) more than the disk "
-                "has; free them, name another model.store_dir, or pack in fewer bits (--experts int4)"
+                "has. Free them, name another model.store_dir, or pack in fewer bits (--experts int4)"
             )
 
 
 def _most_bytes(spec: ModelSpec, encodings: Sequence[str], shards: Sequence[int]) -> int:
-    """Returns what is on disk at once, at most: the store, and beside it one shard, or the dense weights again."""
+    """Returns the most bytes on disk at once: the store, and beside it one shard, or the dense weights again."""
     weights_bytes = sum(shards)
     dense_bytes = min(weights_bytes, spec.dtype_bytes * sum(prod(shape) for shape in dense_shapes(spec).values()))
     if all(name == KEEP for name in encodings):

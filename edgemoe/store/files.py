@@ -27,9 +27,9 @@ from edgemoe.durable import open_kept
 from edgemoe.errors import StoreError, StoreInUse
 from edgemoe.types.experts import PAGE_BYTES, padded
 
-BLOCK_BYTES = 4 << 20  # what one read takes and one digest covers
+BLOCK_BYTES = 4 << 20  # of one read and one digest
 LOCK = ".lock"
-ARRIVING = ".arriving"  # the lock of who waits for what is to be packed, and packs it as it comes
+ARRIVING = ".arriving"  # the lock of a process that waits for shards and packs them as they come
 LOCK_WAIT_S = 2.0
 
 Buffer = bytes | bytearray | memoryview
@@ -70,17 +70,17 @@ def combine(block_digests: list[bytes]) -> str:
 
 
 def checksum(data: Buffer) -> str:
-    """Returns what the manifest says of `data`: use it to verify an expert that came from a peer."""
+    """Returns the checksum of `data` as in the manifest: verifies experts that came from peers."""
     whole = BlockChecksum()
     whole.update(data)
     return whole.hexdigest()
 
 
 class PageFile:
-    """A file open for reads that bypass the page cache, and for those that cannot."""
+    """A file open for reads past the page cache, and for reads through it."""
 
     def __init__(self, path: Path, *, direct: bool = True) -> None:
-        """Without `direct` every read goes through the page cache. Raises OSError."""
+        """Opens the file; without `direct` every read goes through the page cache. Raises OSError."""
         self.path = path
         self._buffered = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self._direct = open_direct(path, os.O_RDONLY) if direct else None
@@ -131,7 +131,7 @@ def open_direct(path: Path, flags: int) -> int | None:
 
 
 def page_memory(size_bytes: int) -> memoryview:
-    """Memory that begins at a page."""
+    """Allocates memory that begins at a page."""
     return memoryview(mmap.mmap(-1, size_bytes))
 
 
@@ -168,7 +168,7 @@ def range_checksum(
 
 
 def header_bytes(file: PageFile) -> int:
-    """Returns where the tensors of a safetensors file begin. Raises OSError, EOFError."""
+    """Returns the offset of the first tensor of a safetensors file. Raises OSError, EOFError."""
     prefix = memoryview(bytearray(8))
     file.fill(prefix, 8, 0)
     return 8 + int.from_bytes(prefix, "little")
@@ -194,7 +194,7 @@ def blocks(size_bytes: int) -> Iterator[slice]:
 def lock_store(store: Path, *, exclusive: bool, lock: str = LOCK) -> Iterator[None]:
     """Holds the store against packing and removal; exclusively, against reading too. Raises StoreInUse.
 
-    A reader waits for LOCK_WAIT_S: whoever looks whether there is anything to pack holds it for a moment.
+    A reader waits for LOCK_WAIT_S, because a process that checks for shards to pack holds it for a moment.
     """
     fd = open_kept(store / lock, 0o644, writable=exclusive)
     try:
@@ -213,7 +213,7 @@ def lock_store(store: Path, *, exclusive: bool, lock: str = LOCK) -> Iterator[No
 
 
 def note_use(store: Path) -> None:
-    """Notes that the store is used now, as far as it can be written to."""
+    """Sets the store's time of last use, if it can be written to."""
     with contextlib.suppress(OSError):
         fd = open_kept(store / LOCK, writable=False)
         try:
@@ -231,7 +231,7 @@ def last_used_s(store: Path) -> float:
 
 
 def is_in_use(store: Path) -> bool:
-    """Returns whether a process packs, serves or verifies the store, or waits for what is to be packed."""
+    """Returns whether a process packs, serves or verifies the store, or waits for its shards."""
     return any(_is_held(store / lock) for lock in (LOCK, ARRIVING))
 
 
@@ -257,7 +257,7 @@ def lock_holder(store: Path) -> str:
 
 
 def _sign(fd: int, who: str) -> None:
-    with contextlib.suppress(OSError):  # a full disk keeps nobody from removing what fills it
+    with contextlib.suppress(OSError):  # a store can be removed from a full disk too
         os.ftruncate(fd, 0)
         os.pwrite(fd, who.encode(), 0)
 

@@ -1,6 +1,6 @@
-"""What a repository of the hub has, as the hub lists it, and which of its files a store is made from.
+"""Lists a repository of the hub, and selects the files that a store is made from.
 
-Nothing in a listing is trusted: names are compared with those that are wanted, sizes and lengths have bounds.
+Nothing in a listing is trusted: names are compared with the wanted ones, sizes and lengths have bounds.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class _Listed(msgspec.Struct):
 
 
 class _Answer(msgspec.Struct):
-    """What the hub says of a repository."""
+    """The hub's description of a repository."""
 
     sha: Annotated[str, Meta(pattern="^[0-9a-f]{40}$")]
     siblings: Annotated[tuple[_Listed, ...], Meta(max_length=100_000)] = ()
@@ -91,7 +91,7 @@ class HubFile:
         return self.name.rpartition("/")[2]
 
     def hasher(self) -> _Hash:
-        """Returns what makes `digest` out of the file's bytes."""
+        """Returns the hash object for `digest`."""
         if len(self.digest) == 64:
             return hashlib.sha256()
         return hashlib.sha1(b"blob %d\0" % self.bytes, usedforsecurity=False)
@@ -107,11 +107,11 @@ class RepositoryListing:
 
     @classmethod
     def read(cls, repository: str, text: bytes) -> RepositoryListing:
-        """Raises HubError for an answer that makes no sense, or a repository without safetensors."""
+        """Parses the hub's answer. Raises HubError if it is invalid, or the repository has no safetensors."""
         try:
             answer = msgspec.json.decode(text, type=_Answer)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise HubError(f"{repository}: what the hub says of it cannot be read: {error}") from error
+            raise HubError(f"{repository}: the hub's answer cannot be read: {error}") from error
         files = {listed.name: listed for listed in _useful(answer)}
         for file in files.values():
             if file.name in (*COPIED_FILES, INDEX) and file.bytes > MAX_JSON_BYTES:
@@ -126,7 +126,7 @@ class RepositoryListing:
 
     @property
     def shards(self) -> tuple[HubFile, ...]:
-        """Returns every safetensors file: those that the index names may be fewer."""
+        """Returns every safetensors file, also files that the index does not name."""
         return tuple(file for name, file in sorted(self.files.items()) if SHARD.fullmatch(name))
 
     @property
@@ -165,7 +165,7 @@ class RepositoryListing:
 
     @property
     def fingerprint(self) -> str:
-        """Returns what changes when any of the files does, and with nothing else in the repository."""
+        """Returns a digest that changes when any of the files does, and with nothing else in the repository."""
         digest = xxhash.xxh3_128()
         for name, file in sorted(self.files.items()):
             digest.update(f"{name} {file.bytes} {file.digest}\n".encode())
@@ -179,7 +179,7 @@ class RepositoryListing:
 
 
 def check_names(repository: str, revision: str) -> None:
-    """Raises HubError for what cannot be a repository's name, or that of a branch, tag or commit."""
+    """Raises HubError unless these are valid names of a repository, and of a branch, tag or commit."""
     if not REPOSITORY.fullmatch(repository) or ".." in repository or "--" in repository:
         raise HubError(f"{repository[:200]!r} is no repository of the hub; it is called OWNER/NAME")
     if not REVISION.fullmatch(revision) or ".." in revision:
@@ -204,10 +204,10 @@ ReportBytes = Callable[[int], None]  # of bytes more; fewer where some are fetch
 
 
 class PartialFile:
-    """A file under a temporary name until `finish` finds it whole; what the hub's library writes into."""
+    """A file under a temporary name until `finish` has verified it. The hub's library writes into it."""
 
     def __init__(self, file: HubFile, directory: Path, report: ReportBytes) -> None:
-        """Opens what is there of the file, and reads it. Raises OSError."""
+        """Opens the part that is there of the file, and hashes it. Raises OSError."""
         self._file, self._path, self._report = file, directory / file.local, report
         self._temporary = directory / f"{file.local}.{file.digest[:16]}.part"
         self._position, self._digest = 0, file.hasher()
@@ -231,12 +231,12 @@ class PartialFile:
         return self._position == self._file.bytes
 
     def write(self, data: bytes) -> int:
-        """Writes what came next. Raises StoreError; HubError where there is more than the file is said to have."""
+        """Appends bytes. Raises StoreError, and HubError if there are more than the listed size."""
         if self._position + len(data) > self._file.bytes:
             raise HubError(f"{self._file.name}: the hub sends more than the {self._file.bytes} bytes that it names")
         try:
             self._opened.write(data)
-        except OSError as error:  # told apart here from what the connection may raise
+        except OSError as error:  # distinguished here from the connection's OSError
             raise StoreError(f"{self._temporary}: {error.strerror}; fetching stopped, run it again") from error
         self._count(data)
         return len(data)
@@ -248,25 +248,25 @@ class PartialFile:
     tell = position  # the name in Python's file protocol
 
     def seek(self, position: int, whence: int = os.SEEK_SET) -> int:
-        """Goes back to the start, the only place that there is to go to."""
+        """Goes back to the start, the only position supported."""
         if (position, whence) != (0, os.SEEK_SET):
             raise OSError(f"{self._temporary} is written from its start, or at its end")
         self.start_over()
         return 0
 
     def truncate(self) -> int:
-        """Ends the file where it is."""
+        """Truncates the file at the present position."""
         return self._opened.truncate(self._position)
 
     def start_over(self) -> None:
-        """Throws away what has come."""
+        """Deletes the bytes that have come."""
         self._report(-self._position)
         self._opened.seek(0)
         self._opened.truncate(0)
         self._position, self._digest = 0, self._file.hasher()
 
     def finish(self) -> bool:
-        """Gives the file its name; false, with nothing left of it, where its bytes are not those that the hub names."""
+        """Gives the file its name. Returns False, and deletes its bytes, if their hash is not the hub's."""
         if self._digest.hexdigest() != self._file.digest:
             self.start_over()
             return False
@@ -297,7 +297,7 @@ class _Bounded(io.BytesIO):
 
 
 class Hub:
-    """The hub that HF_ENDPOINT names, for whom HF_TOKEN (or the token that was saved) names."""
+    """The hub of HF_ENDPOINT, for the user of HF_TOKEN or of the saved token."""
 
     def __init__(self) -> None:
         disable_progress_bars()
@@ -306,7 +306,7 @@ class Hub:
             self._headers["Authorization"] = f"Bearer {token}"
 
     def list_repository(self, repository: str, revision: str) -> RepositoryListing:
-        """Returns what a branch, tag or commit has. Raises HubError."""
+        """Lists the files of a branch, tag or commit. Raises HubError."""
         check_names(repository, revision)
         url = f"{constants.ENDPOINT}/api/models/{repository}/revision/{quote(revision, safe='')}?blobs=true"
         for pause_s in _pauses():
@@ -317,7 +317,7 @@ class Hub:
         raise AssertionError("the last try raises")
 
     def fetch(self, listing: RepositoryListing, file: HubFile, directory: Path, report: ReportBytes) -> None:
-        """Has a file in the directory, verified; what was there of it is not fetched again.
+        """Fetches the rest of a file into the directory, and verifies it.
 
         Raises HubError, StoreError, OSError.
         """
@@ -345,7 +345,7 @@ class Hub:
                 time.sleep(pause_s)
 
     def _get(self, url: str, into: _Bounded | PartialFile, what: str, *, last: bool) -> bool:
-        """Gets what is at a URL from where `into` ends. False where it may come another time; raises HubError."""
+        """Appends the rest of a URL's content to `into`. Returns False if a retry may help; raises HubError if not."""
         try:
             http_get(url, into, resume_size=into.tell(), headers=self._headers)  # type: ignore[arg-type]
         except EdgemoeError:
@@ -353,7 +353,7 @@ class Hub:
         except HfHubHTTPError as error:
             if error.response.status_code < 500 or last:
                 raise HubError(_told(error, what)) from error
-        except Exception as error:  # whatever the library's transport raises, which depends on its release
+        except Exception as error:  # of the library's transport, which depends on its release
             if last:
                 raise HubError(f"{what}: {constants.ENDPOINT} cannot be reached: {error}; run it again") from error
             log.warning("the hub does not answer", extra={"file": what, "why": str(error)[:200]})

@@ -1,7 +1,7 @@
-"""What a store's weight files will hold, worked out from a checkpoint before anything is written.
+"""Plans the content of a store's weight files from a checkpoint, before anything is written.
 
-An expert becomes one run of bytes: gate rows and up rows [2I, H], then down [H, I], as transformers 5 stacks them, in
-the encoding of its layer; pad tensors fill the run up to whole pages, because safetensors allows no holes.
+An expert becomes one run of bytes in the encoding of its layer: gate rows and up rows [2I, H], then down [H, I], as in
+transformers 5. Pad tensors fill the run up to whole pages, because safetensors allows no holes.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ class WantedEncodings:
         return named.get(str(layer)) or ends.get(layer) or self.experts
 
     def allows(self, found: Manifest, geometry: ExpertGeometry, is_quantised: bool) -> bool:
-        """Returns whether a finished store can be in these encodings, as far as names and sizes tell.
+        """Whether a finished store can be in these encodings, judged by names and sizes.
 
-        What a checkpoint that `is_quantised` had is not known, so that `KEEP` allows anything of it.
+        The encodings of an `is_quantised` checkpoint are unknown, so `KEEP` allows any for it.
         """
         asked: list[tuple[str, str, tuple[int, ...]]] = [(self.dense, found.dense.encoding, (geometry.hidden,))]
         sizes = (geometry.hidden, geometry.width)
@@ -74,7 +74,7 @@ class WantedEncodings:
 
     @property
     def label(self) -> str:
-        """Returns what the store's name says of it; "" where everything is kept."""
+        """The part of the store's name for the encodings; "" if all are kept."""
         if self == WantedEncodings():
             return ""
         parts = [self.experts, *(f"{layer}-{name}" for layer, name in self.layers)]
@@ -112,7 +112,7 @@ class FilePlan:
     finite: bool = True  # weights that are not numbers or infinite are refused
 
     def header(self, digests: Sequence[str]) -> bytes:
-        """Returns the safetensors header with the runs' checksums in it; whole pages, whatever the checksums."""
+        """Returns the safetensors header with the runs' checksums in it: always the same number of whole pages."""
         entries: dict[str, object] = {"__metadata__": {"xxh3_128": " ".join(digests)}}
         at = 0
         for name, dtype, shape in self.tensors:
@@ -132,7 +132,7 @@ class FilePlan:
         return self.header_bytes + sum(run.bytes + run.padding for run in self.runs)
 
     def offsets(self) -> Iterator[int]:
-        """Returns where each run begins."""
+        """Yields the offset of each run."""
         at = self.header_bytes
         for run in self.runs:
             yield at
@@ -141,13 +141,13 @@ class FilePlan:
 
 @dataclass(frozen=True, slots=True)
 class StoreLayout:
-    """The weight files of a store. `spec` has the precision and the encodings of what they hold."""
+    """The weight files of a store. `spec` has their precision and encodings."""
 
     spec: ModelSpec
     dense: FilePlan
     layers: tuple[FilePlan, ...]
     rounded: int  # tensors that are float16 and become bfloat16
-    unfit: tuple[str, ...]  # what keeps its type because its rows do not fit the encoding asked for
+    unfit: tuple[str, ...]  # tensors that keep their type, because their rows do not fit the wanted encoding
 
     @property
     def encodings(self) -> tuple[str, ...]:
@@ -161,9 +161,9 @@ class StoreLayout:
 
 
 def plan(checkpoint: Checkpoint, wanted: WantedEncodings) -> StoreLayout:
-    """Finds every tensor that the configuration asks for, and checks its shape and whether it can be encoded so.
+    """Finds every tensor of the configuration, and checks its shape and whether it can be encoded so.
 
-    Raises UnsupportedModel and CheckpointError, naming the tensor, what was expected and what was found.
+    Raises UnsupportedModel and CheckpointError with the tensor, and its expected and actual properties.
     """
     check_method(checkpoint.config)
     spec = spec_from_config({**checkpoint.config, "dtype": "bfloat16"})  # precision: from the tensors, below
@@ -189,7 +189,7 @@ def plan(checkpoint: Checkpoint, wanted: WantedEncodings) -> StoreLayout:
 
 
 def precision(config: Mapping[str, Any]) -> str:
-    """Returns what packed weights are in, as far as the configuration says so; tensors are looked at later."""
+    """Returns the type of packed weights by the configuration alone; the tensors may differ."""
     said = decoder_config(config)
     dtype = str(said.get("dtype") or said.get("torch_dtype")).removeprefix("torch.")
     return "float32" if dtype == "float32" else "bfloat16"
@@ -245,7 +245,7 @@ def _matrices(layer: Sequence[_Expert]) -> Iterator[Rows]:
 
 
 def _dtype(checkpoint: Checkpoint, layers: Sequence[Sequence[_Expert]], wanted: WantedEncodings) -> str:
-    """Returns the type of hidden states: that of plain experts; where all are quantised, what config.json says."""
+    """Returns the type of hidden states: of plain experts, or of config.json if all are quantised."""
     plain = {source.kept_as for layer in layers for source, _ in _matrices(layer) if source.kept_as in STORED_AS}
     kept = plain.pop() if len(plain) == 1 else "bfloat16" if plain else precision(checkpoint.config)
     return "bfloat16" if wanted.dense == "bfloat16" else kept

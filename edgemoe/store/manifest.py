@@ -1,4 +1,4 @@
-"""The manifest of a packed store: which experts are there, where their bytes lie and what they must hash to.
+"""The manifest of a packed store: its experts, the offsets of their bytes, and their checksums.
 
 A store is a directory: `manifest.json`, `dense.safetensors`, `experts/layer_NNN.safetensors` and the checkpoint's
 configuration and tokenizer files. An expert that is not listed is absent, which is no fault. Imports no torch.
@@ -30,9 +30,9 @@ from edgemoe.types.experts import PAGE_BYTES, padded
 VERSION = 2
 READ_VERSIONS = (1, 2)  # 1 has no encodings, and is otherwise the same
 MANIFEST, DENSE = "manifest.json", "dense.safetensors"
-SHARDS = "shards"  # folder of what is kept of shards that are packed as they arrive
-JOURNAL = "packing.json"  # there while a store is unfinished; names what it is packed from
-MAX_MANIFEST_BYTES = 32 << 20  # of 170,000 experts; what is decoded takes twenty times as much
+SHARDS = "shards"  # folder of the kept parts of shards that are packed as they arrive
+JOURNAL = "packing.json"  # there while a store is unfinished; names its source
+MAX_MANIFEST_BYTES = 32 << 20  # of 170,000 experts; decoded, it takes twenty times as much memory
 
 Size = Annotated[int, Meta(ge=0, le=1 << 60)]
 Index = Annotated[int, Meta(ge=0, lt=1 << 20)]
@@ -42,7 +42,7 @@ PlainName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$", max_le
 
 
 def layer_file(layer: int) -> str:
-    """Returns where a store keeps the experts of one layer."""
+    """Returns the name of the file of one layer's experts."""
     return f"experts/layer_{layer:03d}.safetensors"
 
 
@@ -79,9 +79,9 @@ class LayerEntry(FileEntry, frozen=True):
 
 
 class DenseEntry(FileEntry, frozen=True):
-    """The file of all other weights; `xxh3_128` is the checksum of what follows the header.
+    """The file of all other weights; `xxh3_128` is the checksum of the bytes after the header.
 
-    `encoding` is that of the matrices that are stored as bytes.
+    `encoding` is of the matrices that are stored as bytes.
     """
 
     header: Digest
@@ -97,7 +97,7 @@ class CopyEntry(FileEntry, frozen=True):
 
 
 class Manifest(Record, frozen=True):
-    """What a store holds. `digest` names the model's content, `source` the checkpoint that it was packed from.
+    """The content of a store. `digest` names the model's content, `source` the checkpoint that it was packed from.
 
     `config` is the checkpoint's `config.json`; `checksum` covers the manifest itself.
     """
@@ -145,7 +145,7 @@ class Manifest(Record, frozen=True):
 
     @classmethod
     def parse(cls, text: bytes, path: str) -> Self:
-        """Reads what a manifest's file holds; `path` is what errors call it. Raises StoreError, StoreVersionError."""
+        """Parses the bytes of a manifest file; `path` is for error messages. Raises StoreError, StoreVersionError."""
         try:
             version = msgspec.json.decode(text, type=_Version).version
             if version not in READ_VERSIONS:
@@ -181,7 +181,7 @@ class Manifest(Record, frozen=True):
         return 0 <= layer < len(self.layers) and expert in self.layers[layer].by_expert
 
     def entry(self, layer: int, expert: int) -> ExpertEntry:
-        """Returns where an expert that is present lies; KeyError or IndexError where it is not."""
+        """Returns the entry of an expert. Raises KeyError or IndexError if it is absent."""
         return self.layers[layer].by_expert[expert]
 
     @property
@@ -234,7 +234,7 @@ def _check_layer(directory: Path, layer: int, entry: LayerEntry) -> None:
 
 
 def finish_clearing(store: Path) -> None:
-    """Clears away what is left in a finished store whose packer was killed; nothing where it is in use or read-only."""
+    """Clears the remains in a finished store whose packer was killed, unless it is in use or read-only."""
     if (store / JOURNAL).is_file() or (store / SHARDS).is_dir():
         with contextlib.suppress(StoreError, OSError), lock_store(store, exclusive=True):
             Manifest.load(store)  # of a damaged one the journal says how to go on
@@ -242,7 +242,7 @@ def finish_clearing(store: Path) -> None:
 
 
 def clear(store: Path) -> None:
-    """Clears away what a finished store needs no more."""
+    """Deletes the files that a finished store no longer needs."""
     remove_file(store / JOURNAL, missing_ok=True)
     with contextlib.suppress(OSError):
         remove_tree(store / SHARDS)
@@ -255,10 +255,10 @@ def model_of(store: str) -> str:
 
 
 def spec_of(manifest: Manifest) -> ModelSpec:
-    """Returns the model of a store, whose files hold what it takes.
+    """Returns the model of a store, after checking that the files are large enough for it.
 
     So memory that is reserved by the configuration is bounded by the files' sizes. Raises UnsupportedModel,
-    CheckpointError, and StoreError where they contradict each other.
+    CheckpointError, and StoreError if they contradict each other.
     """
     spec = spec_from_config(manifest.spec_config)
     experts = tuple(layer.encoding or manifest.dtype for layer in manifest.layers)
@@ -291,7 +291,7 @@ def _contradiction(manifest: Manifest, found: str, configured: str) -> StoreErro
 
 
 THREADS = 4  # that read and hash blocks of one file
-READ_BY_NAME = (".json", ".jinja")  # files that are used because they are there, whoever put them there
+READ_BY_NAME = (".json", ".jinja")  # files that are used if they are present, listed or not
 
 
 def verify_weights(directory: Path, entry: LayerEntry | DenseEntry) -> None:
@@ -300,7 +300,7 @@ def verify_weights(directory: Path, entry: LayerEntry | DenseEntry) -> None:
 
 
 def verify_dense(directory: Path, entry: DenseEntry, report: Callable[[float], None]) -> None:
-    """Compares the dense weights with the manifest and leaves them in the page cache, for who loads them next.
+    """Compares the dense weights with the manifest and leaves them in the page cache for the next reader.
 
     Calls `report` with the share done. Raises StoreError.
     """

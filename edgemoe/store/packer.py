@@ -1,7 +1,7 @@
-"""`pack` turns a Hugging Face checkpoint into a store, `ensure_store` does so where it has not been done yet.
+"""Packs Hugging Face checkpoints: `pack` writes a store, `ensure_store` only if there is none yet.
 
-A weight file gets its name when it is whole, and the manifest comes last; so a pack that was killed at any point is
-continued by packing again, and packing a finished store again verifies it and writes anew only what is damaged.
+A weight file gets its name when it is whole, and the manifest comes last. So packing again continues a pack that was
+killed. Packing a finished store again verifies it and rewrites only its damaged files.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ log = logging.getLogger(__name__)
 
 
 def no_progress(done_bytes: int, total_bytes: int) -> None:
-    """Shows no progress."""
+    """Ignores the progress: the default callback."""
 
 
 def ensure_store(
@@ -88,7 +88,7 @@ def ensure_store(
 
 
 def place_of(directory: Path, checkpoint: Checkpoint, wanted: WantedEncodings) -> Path:
-    """Returns where the store of a checkpoint lies: a finished one of an older version, or one of this version."""
+    """Returns the directory of a checkpoint's store: a finished one of an older version, or one of this version."""
     name = re.sub(r"[^A-Za-z0-9_.-]+", "-", checkpoint.name).lstrip(".-") or "model"
     name += f"-{wanted.label}" if wanted.label else ""
     places = [directory / f"{name}-v{version}-{checkpoint.fingerprint[:12]}" for version in READ_VERSIONS]
@@ -96,7 +96,7 @@ def place_of(directory: Path, checkpoint: Checkpoint, wanted: WantedEncodings) -
 
 
 def _extent(store: Path) -> list[tuple[str, int, int]]:
-    """What there is of a store: another one by the time that its packer has written anything."""
+    """Returns names, sizes and times of a store's files, which change whenever its packer writes."""
     found = []
     for path in sorted(store.rglob("*")):
         with contextlib.suppress(FileNotFoundError):  # it has its final name by now
@@ -142,7 +142,7 @@ def pack(
 
 @contextlib.contextmanager
 def os_errors_as_store_error(dest: Path, work: str = "packing") -> Iterator[None]:
-    """Turns what the system refuses into a StoreError that says which work stopped, and what to do."""
+    """Turns OSError into a StoreError with the work that stopped, and a remedy."""
     try:
         yield
     except OSError as error:
@@ -153,7 +153,7 @@ def os_errors_as_store_error(dest: Path, work: str = "packing") -> Iterator[None
 
 
 def finish(checkpoint: Checkpoint, wanted: WantedEncodings, store: Path, progress: Progress) -> Manifest:
-    """Writes what a store lacks whose layers are, as far as they are there, of this checkpoint. Raises as `pack`."""
+    """Completes a store whose layers so far are of this checkpoint. Raises as `pack`."""
     packer = _Packer(checkpoint, plan(checkpoint, wanted), store, progress)
     replace_file(store / JOURNAL, packer.journal, 0o644)
     return packer.run()
@@ -192,12 +192,14 @@ class _Packer:
 
     @property
     def journal(self) -> bytes:
-        """Returns what the journal says while this store is unfinished."""
+        """The text of the journal while this store is unfinished."""
         source, encodings = self._checkpoint.fingerprint, self._layout.encodings
         return msgspec.json.encode({"version": VERSION, "source": source, "encodings": encodings})
 
     def _keep(self, finished: bool) -> dict[str, tuple[str, ...]]:
-        """The files that need not be written, and their runs' checksums; those of a finished store are read again."""
+        """Returns the files that need not be written, with their runs' checksums. Files of a finished store are read
+        again.
+        """
         kept = {}
         for file in self._files:
             if found := intact(self._store, file, thorough=finished):
@@ -293,7 +295,7 @@ def _layer_entry(file: FilePlan, digests: Sequence[str], encoding: str) -> Layer
 
 
 def start_over(store: Path) -> None:
-    """Clears away what cannot be told to come from this checkpoint; only in a directory of ours."""
+    """Deletes files that cannot be shown to come from this checkpoint; only in a directory of ours."""
     if (store / IDENTITY).is_file():
         how = "go on as before, with --wait or --delete-shards and the same encodings, or remove the directory"
         raise StoreError(f"{store} holds shards that were packed as they arrived: {how}")

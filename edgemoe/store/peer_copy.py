@@ -1,9 +1,9 @@
-"""A store that comes from other boxes piece by piece, and is a store of what has come from the dense weights on.
+"""A store that comes from other boxes expert by expert, and can be served once its dense weights are there.
 
-packing.json            until the dense weights, headers and copied files are there
-dense.safetensors.part  grows in order, so that its length says how far it has come
-manifest.json           lists the experts that are on disk and verified; written anew as they come
-pulled/                 its lock keeps a second pull away; gone when all has come
+* packing.json: until the dense weights, headers and copied files are there
+* dense.safetensors.part: grows in order, so that its length is the progress
+* manifest.json: lists the experts that are on disk and verified; rewritten as they come
+* pulled/: its lock excludes a second pull; gone when all has come
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ PART = f"{DENSE}.part"
 
 @dataclass(frozen=True, slots=True)
 class ExpertPiece:
-    """One expert that is to come: `bytes` at `offset` of its layer's file."""
+    """One missing expert: `bytes` at `offset` of its layer's file."""
 
     layer: int
     expert: int
@@ -68,12 +68,12 @@ class PeerCopy:
     """A store on its way here. Made under `open_copy`."""
 
     def __init__(self, directory: Path, whole: Manifest) -> None:
-        """`whole` lists all that boxes have; what is here besides stays. Raises StoreError."""
+        """Opens the copy; `whole` is the boxes' merged manifest. Keeps experts that are here. Raises StoreError."""
         self.directory, self.whole = directory, whole
         self._have: list[set[int]] = [set() for _ in whole.layers]
         self._changed: set[str] = set()  # files of experts that the next manifest is the first to list
         self._noting = threading.Lock()  # experts and their files at once
-        self._saving = threading.Lock()  # whoever saves last lists most
+        self._saving = threading.Lock()  # the last manifest written must list the most
         if (directory / MANIFEST).is_file():
             found = Manifest.load(directory)
             if found.digest != whole.digest:
@@ -91,7 +91,7 @@ class PeerCopy:
         return all(len(have) == len(layer.experts) for have, layer in zip(self._have, self.whole.layers, strict=True))
 
     def missing(self) -> Iterator[ExpertPiece]:
-        """Yields the experts that are to come."""
+        """Yields the missing experts."""
         for number, layer in enumerate(self.whole.layers):
             for entry in layer.experts:
                 if entry.expert not in self._have[number]:
@@ -133,7 +133,7 @@ class PeerCopy:
         return part.stat().st_size - len(header)
 
     def add_dense(self, data: memoryview) -> None:
-        """Appends what came next of the dense weights."""
+        """Appends the next bytes of the dense weights."""
         with os.fdopen(open_kept(self.directory / PART, 0o644), "r+b", buffering=0) as file:
             file.seek(0, os.SEEK_END)
             write_all(file.fileno(), data)
@@ -183,7 +183,7 @@ class PeerCopy:
         return bool(self._changed)
 
     def save(self) -> None:
-        """Has the manifest list what is here, once it is on disk. On any thread."""
+        """Writes a manifest of the experts that are here, once they are on disk. On any thread."""
         with self._saving:
             with self._noting:
                 layers = tuple(
@@ -215,7 +215,7 @@ def open_copy(directory: Path, whole: Manifest) -> Iterator[PeerCopy]:
 
 
 def merge_manifests(manifests: Sequence[Manifest]) -> Manifest:
-    """Returns the manifest of what boxes have together. Raises StoreError where they are not of one model."""
+    """Returns the manifest of all boxes' experts together. Raises StoreError if the manifests are of several models."""
     first = manifests[0]
     for other in manifests[1:]:
         if _bare(other) != _bare(first):
@@ -256,7 +256,7 @@ def count_unlisted(whole: Manifest) -> int:
 
 
 def _bare(manifest: Manifest) -> tuple[object, ...]:
-    """Returns what must be the same in all manifests of one model: all but which experts are there."""
+    """Returns the parts that are the same in all manifests of one model: all but the list of experts."""
     layers = tuple((layer.file, layer.bytes, layer.header, layer.encoding) for layer in manifest.layers)
     return manifest.digest, manifest.config, manifest.dtype, manifest.dense, manifest.files, layers
 
@@ -265,7 +265,7 @@ READS = 4  # at once
 
 
 class _Place(NamedTuple):
-    """Where a piece lies."""
+    """The file and offset of a piece."""
 
     file: str
     offset: int
@@ -277,11 +277,11 @@ class StorePieces:
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:
         self._directory, self._manifest = directory, manifest
-        self._found: tuple[Manifest, dict[str, _Place]] | None = None  # where the pieces of which manifest lie
+        self._found: tuple[Manifest, dict[str, _Place]] | None = None  # a manifest, and the places of its pieces
         self._turns = asyncio.Semaphore(READS)
 
     def grow(self, manifest: Manifest) -> None:
-        """Hands out what this manifest of the same store names, from now on."""
+        """Serves this larger manifest of the same store from now on."""
         self._manifest = manifest
 
     async def part(self, digest: str, offset: int, size_bytes: int) -> tuple[memoryview, int]:
@@ -326,7 +326,7 @@ def _pieces(directory: Path, manifest: Manifest) -> Iterator[tuple[str, _Place]]
 
 
 def _header(directory: Path, entry: FileEntry) -> int:
-    """Returns where a file's tensors begin; 0 where it is not here."""
+    """Returns the offset of a file's tensors; 0 if it is not here."""
     try:
         with PageFile(directory / entry.file, direct=False) as file:
             return min(header_bytes(file), entry.bytes)

@@ -1,4 +1,4 @@
-"""What a file of the store is made of: bytes of a checkpoint, copied or encoded. Sizes are known beforehand."""
+"""The content of a store's files: bytes of a checkpoint, copied or encoded. Sizes are known beforehand."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _matrix(name: str, shape: Shape, names: ExpertNames, geometry: ExpertGeometr
 
 
 def _gate_and_up(both: SourceRows, names: ExpertNames) -> tuple[SourceRows, ...]:
-    """Puts the rows, or elements, of gate before those of up."""
+    """Puts the rows, or elements, of gate before the ones of up."""
     if not names.interleaved:
         return (both,)
     return replace(both, rows=range(0, both.count, 2)), replace(both, rows=range(1, both.count, 2))
@@ -76,12 +76,12 @@ IGNORED = ("rotary_emb.inv_freq",)  # buffers that old checkpoints carry and tha
 
 
 def _is_there(left: Mapping[str, CheckpointTensor], name: str) -> bool:
-    """Returns whether a checkpoint has a tensor, in whatever form."""
+    """Returns whether a checkpoint has a tensor, in any form."""
     return has_source(left, name) or has_foreign(left, name)
 
 
 class SourceTensors:
-    """Finds tensors, each once; `rounded` counts those that are float16 and become bfloat16."""
+    """Finds tensors, each once; `rounded` counts float16 tensors, which become bfloat16."""
 
     def __init__(self, checkpoint: Checkpoint, spec: ModelSpec) -> None:
         self.rounded = 0
@@ -110,7 +110,7 @@ class SourceTensors:
         return source
 
     def locate(self, selection: SourceRows) -> tuple[SourceTensor, SourceRows]:
-        """Returns where some rows lie; of MXFP4 a stack's matrices are [rows, columns], however others spell them."""
+        """Returns the tensor of some rows, and the rows in it; a stack of MXFP4 is always [rows, columns]."""
         stored = selection
         if selection.transposed and any(
             f"{each}_blocks" in self._left for each in self._spec.names.spellings(selection.source)

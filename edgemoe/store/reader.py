@@ -25,8 +25,8 @@ from edgemoe.types.experts import padded
 class ExpertStore:
     """An open store: implements `types.Store`. Close it, or use it as a context manager.
 
-    Memory that starts at a page and holds the expert's size rounded up to pages (a slab's slot) is read into
-    without a copy; what the rounding adds is overwritten with zeros.
+    Reads without a copy into memory that starts at a page and has the expert's size rounded up to pages, as a slab's
+    slot. The bytes beyond the expert are set to zero.
     """
 
     def __init__(self, directory: str | Path, manifest: Manifest, *, threads: int = 8) -> None:
@@ -58,7 +58,7 @@ class ExpertStore:
         self._closing.close()
 
     def grow(self, manifest: Manifest) -> None:
-        """Reads what this manifest of the same store lists, from now on; it lists more. Raises StoreError."""
+        """Reads from this larger manifest of the same store from now on. Raises StoreError."""
         files = list(self._files)
         for number, layer in enumerate(manifest.layers):
             if layer.experts and files[number] is None:
@@ -91,7 +91,7 @@ class ExpertStore:
         reading.verify(found)
 
     def read_into(self, layer: int, expert: int, into: memoryview) -> None:
-        """`read`, on the calling thread."""
+        """Reads an expert as `read` does, on the calling thread."""
         reading = self._reading(layer, expert, into)
         reading.verify([reading.block(block) for block in blocks(reading.entry.bytes)])
 
@@ -133,7 +133,7 @@ class _Reading:
         return xxhash.xxh3_128_digest(room[:size])
 
     def verify(self, digests: list[bytes | BaseException]) -> None:
-        """Raises what a block raised, or CorruptExpert where the blocks' digests do not match the manifest."""
+        """Raises a block's exception, or CorruptExpert if the blocks' digests do not match the manifest."""
         for digest in digests:
             if isinstance(digest, BaseException):
                 raise digest
@@ -149,7 +149,7 @@ _read_block = aiofiles.os.wrap(_Reading.block)
 
 
 async def _ended(work: asyncio.Future[list[bytes | BaseException]]) -> None:
-    """Returns when the work has ended, whoever cancels meanwhile: threads that write cannot be stopped."""
+    """Waits for the end of the work, even if cancelled: threads that write cannot be stopped."""
     while not work.done():
         try:
             await asyncio.wait([work])

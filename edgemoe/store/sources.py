@@ -22,7 +22,7 @@ from edgemoe.types.encoding import Encoding
 Shape = tuple[int, ...]
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
-ReadBytes = Callable[[CheckpointTensor, int, int], Bytes]  # so many bytes of a tensor, from an offset in it
+ReadBytes = Callable[[CheckpointTensor, int, int], Bytes]  # tensor, offset, number of bytes
 PLAIN = {"F32": "float32", "BF16": "bfloat16", "F16": "bfloat16"}  # safetensors dtype -> the encoding that keeps it
 E8M0_NAN = 255
 EXPONENTS = ("U8", "F8_E8M0")  # types of scales that are powers of two
@@ -53,7 +53,7 @@ class SourceRows:
 
 @dataclass(frozen=True, slots=True)
 class SourceTensor:
-    """Where a tensor's numbers lie.
+    """The place of a tensor's numbers.
 
     `kind` is a plain safetensors dtype, the name of an encoding, or "uint8": int8 plus 128.
     """
@@ -98,7 +98,7 @@ class SourceTensor:
     def _stretch(
         self, tensor: CheckpointTensor, lines: int, index: int, first: int, after: int, read: ReadBytes
     ) -> Bytes:
-        """Reads lines first:after of matrix `index` of a tensor whose matrices have so many lines."""
+        """Reads lines first:after of matrix `index` of a tensor whose matrices have `lines` lines."""
         line_bytes = tensor.bytes // max(1, math.prod(self.shape[:-2]) * lines)
         found = read(tensor, (index * lines + first) * line_bytes, (after - first) * line_bytes)
         return found.reshape(after - first, line_bytes)
@@ -269,7 +269,12 @@ PACKINGS = {  # of auto-round -> whether zero points of GPTQ's layout are stored
     **dict.fromkeys(("auto_round:auto_gptq", "auto_round:gptq", "auto_round:auto_awq", "auto_round:awq"), True),
     **dict.fromkeys(("auto_round", "auto_round:gptqmodel", "auto_round:auto_round"), False),
 }
-SECTIONS = ("text_config", "language_config", "llm_config", "thinker_config")  # that may have what is said for all
+SECTIONS = (
+    "text_config",
+    "language_config",
+    "llm_config",
+    "thinker_config",
+)  # may hold the model's settings
 UNUSED = (  # scales of activations and of caches, shapes
     *("weight_shape", "input_scale", "input_global_scale", "output_scale"),
     *("k_scale", "v_scale", "q_scale"),
@@ -279,7 +284,7 @@ SCALE_TYPES = ("F32", "BF16", "F16")
 
 
 def quantisation(config: Mapping[str, Any]) -> Any:
-    """Returns what a configuration says of how its weights are quantised; an empty table where it says nothing."""
+    """Returns a configuration's table of its quantisation; an empty one if it has none."""
     for table in (config, *(config.get(section) for section in SECTIONS)):
         if isinstance(table, Mapping) and (
             found := table.get("quantization_config") or table.get("compression_config")
@@ -289,9 +294,9 @@ def quantisation(config: Mapping[str, Any]) -> Any:
 
 
 def check_method(config: Mapping[str, Any]) -> None:
-    """Raises UnsupportedModel where `quantization_config` tells of something that cannot be read, saying what.
+    """Raises UnsupportedModel, with the reason, for a quantisation that cannot be read.
 
-    Raises CheckpointError where it has something else in the place of a table.
+    Raises CheckpointError if `quantization_config` is no table.
     """
     given = quantisation(config)
     _demand_table("quantization_config", given)
@@ -401,7 +406,7 @@ def find_source(
 
 
 def has_source(left: Mapping[str, CheckpointTensor], name: str) -> bool:
-    """Returns whether the checkpoint has the tensor, in whatever form."""
+    """Returns whether the checkpoint has the tensor, in any form."""
     return any(f"{name}{end}" in left for end in ("", "_blocks", "_packed"))
 
 

@@ -173,7 +173,7 @@ class _Output:
 
 
 class CheckpointReader:
-    """Reads a checkpoint's tensors, and encodes what is to be encoded, ahead of whoever consumes them."""
+    """Reads a checkpoint's tensors, and encodes them, ahead of the consumer."""
 
     def __init__(self, *, finite: bool = False) -> None:
         """Refuses weights that are not numbers or infinite, if all must be `finite`."""

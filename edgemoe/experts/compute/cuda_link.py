@@ -337,10 +337,10 @@ def moment(stream: torch.cuda.Stream, *, blocking: bool = False) -> torch.cuda.E
 def copy_async(
     slab: torch.Tensor, into: int, host: HostSlab, source: int, size_bytes: int, stream: torch.cuda.Stream
 ) -> None:
-    """Queues a copy of bytes of RAM into a slab on the GPU. Raises RuntimeError where the driver refuses.
+    """Queues a copy of bytes of RAM into a slab on the GPU. Raises RuntimeError if the driver refuses.
 
-    Calls the driver while holding the GIL: a thread that took it in between would delay the event behind the copy, and
-    the measurement, by up to 5 ms. Memory that is not pinned is copied by torch, which waits.
+    Calls the driver while holding the GIL. Otherwise another thread could take it and delay the event behind the copy,
+    and the measurement, by up to 5 ms. Memory that is not pinned is copied by torch, which waits.
     """
     if not host.pinned:
         there = slab.view(-1)[into : into + size_bytes]

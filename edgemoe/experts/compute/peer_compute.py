@@ -31,7 +31,7 @@ class PeerCompute:
     """Computes experts for peers, on the thread that serves them. Their demands change no policy."""
 
     def __init__(self, experts: TieredExperts, on_disk: BoolArray) -> None:
-        """Takes that thread's `experts`; `on_disk` [L, E] marks the experts that the store can read."""
+        """Uses the `experts` of the calling thread. `on_disk` [L, E] marks the experts that the store can read."""
         self._experts, self._on_disk = experts, on_disk
         self._residency, self._geometry = experts.residency, experts.geometry
         self.experts = 0  # of layer-steps, computed for peers

@@ -1,9 +1,8 @@
 """Computes a layer-step with the help of peers: each missing expert goes the way that finishes the layer soonest.
 
-This box computes experts from its devices, RAM, disk, and those it can fetch; each peer is one more channel.
-Peers are asked first, one message each; then this box computes its own part while they work. A call that fails, or that
-takes several times its expected time, is computed another way; of two calls that run, the first answer counts. An
-answer is added whole or not at all.
+This box reads experts from its devices, RAM, disk, and peers' memory; each peer is one more channel. Peers are asked
+first, one message each; then this box computes its own part. A call that fails or is late is computed another way; the
+first answer counts. An answer is added whole or not at all.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ from edgemoe.types.experts import ExpertGeometry, Tier
 from edgemoe.types.peers import ExpertPeers, ExpertWork, Offer, RemoteCall
 
 HERE = -1
-# Calls on many rows are cut, so that both ways of the link and the peer work side by side: what the last part still
-# needs when all are sent is time in which the link lies idle.
+# Calls on many rows are cut into parts, so that both directions of the link and the peer work at the same time. After
+# the last part is sent, the link is idle while the peer computes it.
 CALL_S = 0.01  # that a part takes on the link, there and back,
 CALL_BYTES = (128 << 10, 1 << 20)  # within these bounds
 LATE_FACTOR, LATE_S = 4.0, 0.05  # a call is late after this multiple of its expected time, and at least this time

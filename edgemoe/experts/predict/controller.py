@@ -1,10 +1,8 @@
-"""The controller: foresight beside the engine, on a thread of its own, which gives the ranks that residency evicts by.
+"""Runs prediction beside the engine, on a thread of its own, and gives residency its ranks for eviction.
 
-The compute thread tells when a step begins and ends; what its gates choose is read where they write it. Residency asks
-for ranks where it must evict, and those of the layers that have run are brought up to date then. The thread does the
-rest in compiled code, and comes back to Python once a step, to plan what to bring up in idle time. It is never waited
-for: steps that it is too slow for are left out. Until it is ready, and whenever it has failed and until it has started
-again, the least recently used go first. What was learned is saved every minute.
+The engine never waits for this thread: steps for which it is too slow are not learned from. Before it is ready, and
+between a failure and its restart, eviction is LRU. The learned state is saved every minute.
+See docs/design/prediction.md for the threads.
 """
 
 from __future__ import annotations
@@ -108,7 +106,7 @@ class Controller:
         self.predictive.on_step_begun(meta, ids)
 
     def observe(self, routing: StepRouting) -> None:
-        """Ends a step."""
+        """Ends a step with its routing, and wakes the thread."""
         if not self.predictive.observe(routing) and self.ready:
             self._prefilled.set()
             self.predictive.predictor.wake()

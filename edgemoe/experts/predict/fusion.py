@@ -1,14 +1,6 @@
-"""What else is forecast, blended into the predictor's worths.
+"""Blends other forecasts into the predictor's worths [Two-Tier, 4.1].
 
-Source: [Two-Tier, 4.1], fusion. The predictor tells each expert's worth v0, decay^steps to its next need; ScoutGate
-and the next layer's own gate tell the chance of a need at once. By calibration v0 stands for such a chance p0 as well;
-what v0 is worth beyond it, w = (v0 - p0) / (1 - p0), is kept, and the chance is replaced by the fused one:
-
-    p = (1 - eta) p0 + eta q,    v = p + (1 - p) w
-
-Without a forecast, or with eta = 0, this is v0. Eta is learned for each horizon: this step at so many quarters of its
-layers, the next step, and the layer that comes next as its own gate sees it. The predictor applies the formulas with
-the `shares` and `etas` that are kept here.
+The predictor applies the formulas of docs/design/prediction.md with the `shares` and `etas` that are kept here.
 """
 
 from __future__ import annotations
@@ -139,8 +131,11 @@ def fuse(odds: np.float32, q: np.float32, share: FloatArray, eta: np.float32) ->
     return p, log32(utility / (np.float32(1) - utility))
 
 
-# `count` `experts` and their `chance` float32; `ranks` float32 of their layer's experts; `share` and `eta` float32 of
-# the horizon; `shifts` float32: the layer's phase, and the margin. Results: `odds`, `fused` and `utility` float32.
+# * `count` `experts` and their `chance` float32
+# * `ranks` float32 of their layer's experts
+# * `share` and `eta` float32 of the horizon
+# * `shifts` float32: the layer's phase, and the margin
+# * results: `odds`, `fused` and `utility` float32
 GATE = fields("count", "experts", "chance", "ranks", "share", "eta", "shifts", "odds", "fused", "utility")
 COUNT, RANKS = (place_of(GATE, name) for name in ("count", "ranks"))
 

@@ -176,8 +176,8 @@ CODES = (LIKELY_EXPERTS, MISSING_EXPERTS)
 
 
 KEPT = 0.97  # decay of promised and chosen counts, per layer
-DOUBTED = 2.0  # so many experts more that came as promised
-MOST_CALLS = 2  # expert calls that a hint foretells, per expert of the layer; of more, nearly all are needed
+DOUBTED = 2.0  # weight of the prior, in experts
+MOST_CALLS = 2  # expert calls that a hint forecasts, per expert of the layer; with more, nearly all are needed
 LAYER, TOKENS, WIDTH, MARGINS, COUNT = (
     place_of(HINT, name) for name in ("layer", "tokens", "width", "margins", "count")
 )
@@ -230,9 +230,9 @@ class GateLookAhead:
         return likely, self._chance[n].copy()
 
     def missing(self, chance: FloatArray, utility: FloatArray) -> Iterable[tuple[int, int, float, float]]:
-        """Returns the missing experts among those of the latest hint, which have these chances and utilities [n].
+        """Returns the missing experts of the latest hint, whose experts have these chances and utilities [n].
 
-        Each with its tier, chance and utility, the highest chance first; none that is worth nothing.
+        Each with its tier, chance and utility, the highest chance first; none with a utility of zero.
         """
         n = len(chance)
         self._chance[n][...], self._utility[n][...] = chance, utility

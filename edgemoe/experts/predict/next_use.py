@@ -76,7 +76,7 @@ def has_memory_for(saved: Arrays, shape: Sequence[int], words: int, slots: int) 
 
 
 def has_weights_like(saved: Arrays, learned: Arrays) -> bool:
-    """Whether the rest of it is whole and sound: `learned` are arrays like those that it should have."""
+    """Whether the saved weights are complete and finite: as many, of the same shapes and types, as `learned`."""
     return all(
         name in saved
         and saved[name].shape == ours.shape
@@ -118,15 +118,15 @@ def link_predictor(directory: Path | None) -> None:
 class NextUsePredictor:
     """Owns the learned state. A step calls `begin`, `update_ranks` when ranks are needed, and `end`.
 
-    These three are called on the thread that runs the steps; `work`, and all methods that read or change the state, on
-    another thread or the same. Until `work` has finished the previous step, `update_ranks` does nothing.
+    The thread that runs the steps calls these three. `work` and all methods that read or change the state may run on
+    another thread. Until `work` has finished the previous step, `update_ranks` does nothing.
     """
 
     def __init__(self, layers: int, experts: int, top_k: int, seed: int = 0) -> None:
         link_predictor(None)
         self.layers, self.experts, self.top_k = layers, experts, top_k
         each, of_layer = (layers, experts), (layers,)
-        self.scores = np.zeros(each, np.float32)  # log odds; those of a running step, kept up to date
+        self.scores = np.zeros(each, np.float32)  # log odds, kept up to date within a step
         self.ranks = np.zeros(each, np.float32)  # the same with forecasts blended in; any thread reads
         self.memory = RoutingMemory(layers, experts, min(MOST_SLOTS, MEMORY_BYTES // (layers * experts)))
         self.learner = OnlineMLP(layers, experts, seed)
@@ -180,10 +180,10 @@ class NextUsePredictor:
     # --- for the thread that runs the steps
 
     def begin(self, sequences: Sequence[Hashable], ids: Ids, rows: IntArray) -> bool:
-        """A step begins in which each of the sequences decodes one token; those beyond TRACKS go untracked.
+        """Begins a step in which each of the sequences decodes one token; only TRACKS sequences are tracked.
 
-        Of `ids` [L, T, k] int16, each layer's choices are written in the order of the layers, over -1; `rows` [S] are
-        the sequences' tokens. False where `work` is two steps behind: then the step is not to be learned from.
+        Each layer's choices are written into `ids` [L, T, k] int16, over -1, in the order of the layers. `rows` [S] are
+        the sequences' tokens. Returns False if `work` is two steps behind: the step is then not learned from.
         """
         view = self._view
         if view[PLACES["begun"]] > view[PLACES["ended"]]:  # it failed
@@ -321,9 +321,9 @@ class NextUsePredictor:
         }
 
     def restore(self, saved: Mapping[str, Any]) -> bool:
-        """Goes on from what was kept, before the first step; False, and nothing changed, where that does not fit.
+        """Restores the saved state before the first step. Returns False, and changes nothing, if it does not fit.
 
-        What another release kept gives its memory at least, which is what takes long to learn.
+        Another release's file restores at least the memory, which takes longest to learn.
         """
         memory = self.memory
         shape = [self.layers, self.experts, self.top_k]

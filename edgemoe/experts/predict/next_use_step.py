@@ -42,13 +42,17 @@ WIDEST = 4 * NEIGHBOURS  # tokens of the past that are kept for one sequence
 TRIES = 4000  # for a layer's lock: some tens of microseconds
 LOG_DECAY = np.float32(np.log(DECAY))
 
-# One step: `ids` [L, tokens, k] int16, where -1 stands until the layer has run; `rows` [sequences] the tokens that are
-# learned from; of the first `tracked` sequences, the track of each and whether it is new, `tracks` and `fresh`.
+# One step.
+# * `ids` [L, tokens, k] int16, -1 until the layer has run
+# * `rows` [sequences] the tokens that are learned from
+# * `tracks` and `fresh` of the first `tracked` sequences: the track of each, and whether it is new
 STEP = fields("ids", "tokens", "k", "sequences", "rows", "tracked", "tracks", "fresh", "failed")
-# The predictor; arrays are addresses, see `NextUsePredictor`. Of the flow: `begun`, `ended`, `finished` are the latest
-# such step; `looking` how many looks the running one gets, `allowed` the next one; `looked` of them are done, `seen`
-# layers are in the match; `adopted` is the latest step whose sequences are known to the alignment. `taken` of the
-# prompts that it was `told` of are a part of the memory.
+# The predictor; arrays are addresses, see `NextUsePredictor`. The fields of the flow:
+# * `begun`, `ended`, `finished` the latest such step
+# * `looking` the number of looks of the running step, `allowed` of the next one; `looked` are done
+# * `seen` layers are in the match
+# * `adopted` the latest step whose sequences are known to the alignment
+# * `told` prompts were announced, `taken` of them are in the memory
 STATE = fields(
     *("layers", "experts", "stride", "memory", "learner", "steps", "match_step"),
     *("scores", "ranks", "known", "history", "visited", "locks", "later", "odds", "same"),
@@ -241,7 +245,7 @@ def START(state: int) -> None:
 
 PROMPTS = 16  # parts of prompts that wait at once
 MOST = 4  # of the memory, a part of a prompt gets one such share at most
-ALIGNED_TOKENS = 3  # of a prompt, the last ones: what an earlier one adds to the match is nothing
+ALIGNED_TOKENS = 3  # the last ones of a prompt; earlier ones add nothing to the match
 
 # A part of a prompt: `ids` [L, tokens, k] int16; its sequence's track, and whether that is new.
 PROMPT = fields("ids", "tokens", "k", "track", "fresh")

@@ -1,7 +1,7 @@
-"""What the predictor does beside the engine, compiled: `WORK` looks at the running step, and finishes it.
+"""The predictor's work beside the engine, compiled: `WORK` scores the experts in the running step, and finishes it.
 
 It aligns the sequences with the memory, remembers and learns. It sleeps on a semaphore between the marks that the
-engine leaves, and returns when a step is finished and the next one has been looked at.
+engine leaves. It returns when a step is finished and it has looked at the next one.
 """
 
 from __future__ import annotations

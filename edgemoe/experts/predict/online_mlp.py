@@ -101,7 +101,7 @@ def logit(p: np.float32, floor: np.float32) -> np.float32:
     return np.float32(0.5) * log32((p + floor) / (np.float32(1) + floor - p))  # type: ignore[no-any-return]
 
 
-# One small network for all experts: from what is known of an expert to how soon it is needed, learned while serving.
+# One small network for all experts, learned while serving: from an expert's features to the time of its next need.
 
 
 FEATURES = 4 + OWN  # recall, the expert's own history, best match, how many count, layer is done
@@ -116,7 +116,7 @@ AVERAGED = 0.003  # weight of each minibatch's weights in their average
 START = (1.0, 0.2, 0.3, 0.3, -0.1, 0.0, 0.2, 0.0, 0.0, 0.0)  # weights of the direct path before anything is learned
 FLAT = HIDDEN * FEATURES + 2 * HIDDEN + FEATURES
 
-# The learner; arrays are addresses, see `OnlineMLP`. `noted` counts examples, `known` those whose targets are known.
+# The learner; arrays are addresses, see `OnlineMLP`. `noted` counts examples, `known` the examples with a known target.
 LEARNER = fields(
     *("keys_in_all", "weights", "trained", "moments", "inputs", "targets", "keys", "since", "needed", "rows"),
     *("gradient", "noted", "known", "updates", "random"),
@@ -181,7 +181,7 @@ def score(
     odds: FloatArray,
     scratch: FloatArray,
 ) -> None:
-    """Log odds of decay^steps for the experts of one layer [E], and `phase`; completes their features [F, E].
+    """Computes log odds of decay^steps for the experts of one layer [E], plus `phase`. Completes their features [F, E].
 
     `same` [3] are the last features: best match, how many count, and whether the layer is done. `scratch` [3, E] holds
     1 - recall first. `out` is written once, so that other threads may read it at any time.
@@ -227,7 +227,7 @@ def draw(learner: int, n: int) -> int:
 
 @jit
 def note_examples(learner: int, known: FloatArray, step: int, ran: IntArray) -> None:
-    """EXAMPLES at random of what is known [L, F, E] in a step; the next steps will tell their targets.
+    """Stores EXAMPLES random features from `known` [L, F, E] of a step; later steps provide their targets.
 
     A need counts from the next visit of the layer on; `ran` [L] is the step in which each layer ran last.
     """

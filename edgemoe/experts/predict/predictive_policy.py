@@ -37,8 +37,8 @@ from edgemoe.types.step import StepMeta, StepRouting
 
 SHARE = 0.03  # of a step's time that `work` may cost, on average,
 STALL_SHARE = 0.2  # but of its stall, in which a core has nothing else to do
-SAVED_STEPS, OWED_STEPS = 8, 8  # of that: what may be saved up, and owed
-PROBES = 8  # every so many steps a layer's hints are learned from
+SAVED_STEPS, OWED_STEPS = 8, 8  # steps' shares that may be saved up, and owed
+PROBES = 8  # steps between two in which a layer's hints are learned from
 
 
 def share_of(routing: StepRouting) -> float:
@@ -57,7 +57,10 @@ class RankPredictor:
         forecaster: Forecaster | None = None,
         clock: Callable[[], float] = time.thread_time,
     ) -> None:
-        """A `forecaster` counts steps as `on_step_begun` does. `clock` is the processor time of the working thread."""
+        """Creates the predictor of a model with `layers` layers. `forecaster` counts steps as `on_step_begun` does.
+
+        `clock` is the processor time of the working thread.
+        """
         self.ready = False  # from then on ranks are worked out
         self.step = 0  # that has begun
         self.dropped = 0  # steps that `work` was too slow for
@@ -65,16 +68,16 @@ class RankPredictor:
         self.studies = self.glances = 0  # steps with looks, and without
         self.looks = LOOKS  # that a step gets
         self._hysteresis, self._forecaster, self._clock = hysteresis, forecaster, clock
-        self._margin = math.log((1 + hysteresis) / (1 - hysteresis))  # of a request over what has to go for it
+        self._margin = math.log((1 + hysteresis) / (1 - hysteresis))  # of a request over the expert that it replaces
         self._heard: ExpertForecast | None = None  # the forecast that was blended in last
-        self._spent_s = self._credit_s = 0.0  # processor time, up to the latest step's end; what may be spent
+        self._spent_s = self._credit_s = 0.0  # processor time, up to the latest step's end; the time that may be spent
         self._looking = True  # whether the step that ends next has a look
         self._plans: list[PrefetchPlanner] = []
         self._running: NextUsePredictor | None = None  # of the running step, where it is learned from
         self._ranked = 0  # layer that ranks were wanted for last
         self._stepping = 0  # the thread that runs the steps
-        self._prompted, self._prompts_s = False, 0.0  # whether the step was a prompt's; what such steps may cost
-        self._shares_s: dict[int, float] = {}  # what steps that have ended may cost; those that failed, nothing
+        self._prompted, self._prompts_s = False, 0.0  # whether the step was a prompt's; the limit for such steps
+        self._shares_s: dict[int, float] = {}  # the limit of each ended step; 0 for failed ones
         self._gates: deque[tuple[int, AwaitedForecast]] = deque(maxlen=4 * layers)  # of gates, and in which step
 
     def start(self, predictor: NextUsePredictor, blend: Blend) -> None:
@@ -131,7 +134,7 @@ class RankPredictor:
         return self.predictor.ranks
 
     def fuse_chances(self, layer: int, experts: IntArray, chance: FloatArray) -> tuple[FloatArray, FloatArray]:
-        """See `types.LivePolicy`."""
+        """Implements `types.LivePolicy`: fuses a hint's chances with the ranks of a layer's experts."""
         predictor = self.predictor
         odds, fused, utility = self._gate(layer, experts, chance, predictor.phase_of(layer))
         if (layer + self.step) % PROBES == 0:
@@ -215,7 +218,7 @@ class RankPredictor:
             self.cancel_plans()
 
     def _charge(self, share_s: float) -> None:
-        """Counts a step's share against what was spent on it, and decides how many looks later steps get."""
+        """Adds a step's share of time, subtracts the time spent on it, and sets the number of looks of later steps."""
         spent_s, self._spent_s = self._spent_s, self._clock()
         credit_s = self._credit_s + share_s - (self._spent_s - spent_s)
         self._credit_s = min(max(credit_s, -OWED_STEPS * share_s), SAVED_STEPS * share_s)
@@ -229,8 +232,8 @@ Clock = Callable[[], float]
 class LearnedPolicy:
     """Implements `types.LivePolicy`.
 
-    Who knows which sequence chose what brackets a step with `begin` and `end`, and calls `route` before each `touch`.
-    Otherwise a step begins where the layers begin anew, and what it needs counts as one sequence's choice.
+    A caller that knows the sequence of each choice calls `begin` and `end` around a step, and `route` before each
+    `touch`. Otherwise a step begins when the layers start over, and its needs count as the choice of one sequence.
     """
 
     foretells = True  # ranks are good for prefetching, not only for evicting
@@ -245,7 +248,7 @@ class LearnedPolicy:
         hysteresis: float = 0.1,
         clock: Clock = lambda: 0.0,
     ) -> None:
-        """`clock` is the processor time that `work` has taken; by default it takes none."""
+        """Creates the predictor. `clock` is the processor time that `work` has taken; by default it takes none."""
         self.predictive = RankPredictor(layers, hysteresis=hysteresis, clock=clock)
         self.start(NextUsePredictor(layers, experts, top_k, seed), Blend())
         self._routed: npt.NDArray[np.integer] | None = None
@@ -272,7 +275,7 @@ class LearnedPolicy:
         self.predictive.add_prompts(meta, ids)
 
     def end(self, routing: StepRouting | None = None) -> None:
-        """The step that was begun is over. Where `routing` says how long it took, work is held to a share of that."""
+        """Ends the step. If `routing` has its duration, `work` is limited to a share of that."""
         learned = self.predictive.end_step(math.inf if routing is None else share_of(routing))
         if not learned:
             self.predictive.cancel_plans()

@@ -48,9 +48,9 @@ class TierPrices:
         self._marks = {tier: Watermark(n, hysteresis=hysteresis) for tier, n in room.items()}
 
     def moves(self, worth: FloatArray) -> list[Move]:
-        """Moves the prices a step, and returns the moves of a plan, whose scores are densities.
+        """Updates the prices by a step, and returns the moves of a plan, scored by density.
 
-        `worth` [L, E] is what experts are worth to VRAM, to RAM beside it, or to RAM where there is none.
+        `worth` [L, E] is an expert's worth to VRAM, to RAM beside it, or to RAM alone.
         """
         ram = self._side(Tier.RAM, worth)
         beside = self._residency.fastest is Tier.VRAM
@@ -63,7 +63,7 @@ class TierPrices:
         return (1 - mark.hysteresis) * mark.price * self._geometry.largest_bytes
 
     def pinned(self, worth: FloatArray, working_set_bytes: int) -> BoolArray:
-        """Returns what stays in the fastest tier where that does not hold `working_set_bytes`; else nothing. [L, E]."""
+        """Returns the experts [L, E] that stay in the fastest tier if it cannot hold `working_set_bytes`; else none."""
         capacity_bytes = self._residency.usage(self._residency.fastest).size_bytes
         return (
             floor(self._density(self._residency.fastest, worth), self._sizes, capacity_bytes, working_set_bytes)
@@ -107,7 +107,7 @@ class NeedEstimate:
     def select_moves(self, moves: list[Move], odds: FloatArray, predictor: NextUsePredictor) -> list[Move]:
         """Returns the moves into the tier that are likely needed, and likelier than the experts they replace.
 
-        None before it is known what came of the first plans, unless there is room. `odds` [L, E] are log odds.
+        Returns none before the outcome of the first plans is known, unless there is room. `odds` [L, E] are log odds.
         """
         self.needs.judge_plans(predictor.step, predictor.history.last.ravel())
         here, usage = self._residency.resident_mask(self.tier), self._residency.usage(self.tier)

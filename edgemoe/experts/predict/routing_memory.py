@@ -1,9 +1,8 @@
-"""Recall: what was needed next, the last times that routing looked like this.
+"""Recall: the experts that were needed next after past tokens with similar routing.
 
-Not in [Two-Tier]. A ring of past tokens keeps which experts each chose in every layer, and how soon each expert was
-needed again by the same sequence, as decay^tokens. A sequence's present is aligned with the tokens of the ring by how
-many experts they share, layer by layer, the tokens before them included with a falling weight; the best aligned ones
-say together when each expert comes next. Causal: what has not happened yet counts as never.
+Not in [Two-Tier]. A ring of past tokens keeps each token's experts in every layer, and each expert's next need by the
+same sequence, as decay^tokens. A sequence is aligned with the ring by shared experts, layer by layer, with a falling
+weight for earlier tokens. The best matches together predict each expert's next need. Later needs count as never.
 """
 
 from __future__ import annotations
@@ -173,8 +172,10 @@ def select(
     weights: FloatArray,
     counts: IntArray,
 ) -> tuple[int, np.float32, np.float32]:
-    """About the `wanted` best matches whose token before is known too, with softmax weights: how many, the best match,
-    and how many count. `counts` is scratch, of as many as there are bins."""
+    """Selects about `wanted` best matches whose previous token is known too. Fills their slots and softmax weights.
+
+    Returns their number, the best match, and how many count. `counts` [bins] is scratch memory.
+    """
     m = record(memory, MEMORY)
     before, n, best = i64_at(m.before), min(m.written, m.slots), np.float32(-1)
     for slot in range(n):

@@ -159,7 +159,7 @@ class TimeBudget:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._spent_s = self._credit_s = 0.0  # up to the latest step's end, and what may be spent from there on
+        self._spent_s = self._credit_s = 0.0  # up to the latest step's end, and the time that may be spent since
 
     @property
     def overdrawn(self) -> bool:
@@ -191,7 +191,7 @@ class ScoutGateForecast:
 
 
 def read_fitting_export(directory: Path, served: ServedModel, tokenizer: str, embedding: TokenEmbedding) -> Export:
-    """The export in `directory`, which fits the served model. Raises ConfigError saying why it cannot be used.
+    """Reads the export in `directory` and checks that it fits the served model. Raises ConfigError if it does not.
 
     `tokenizer` is the checksum of tokenizer.json, as in the store's manifest. An empty digest or checksum fits all.
     """
@@ -245,7 +245,7 @@ class ScoutGateForecaster:
         self._notes: deque[tuple[int, StepMeta | StepRouting]] = deque(maxlen=NOTES)
         self._latest: tuple[int, list[str], FloatArray] = (-1, [], np.empty(0, np.float32))
         self._live: list[ForecastScore] = []  # by horizon
-        self._ahead: dict[str, FloatArray] = {}  # what the last step forecast of each sequence's next token
+        self._ahead: dict[str, FloatArray] = {}  # the last step's forecast of each sequence's next token
         self._seconds: deque[float] = deque(maxlen=512)
         self._step = 0
         self._wake, self._idle, self._closed = threading.Condition(), True, False
@@ -290,7 +290,7 @@ class ScoutGateForecaster:
 
     @property
     def trust(self) -> float:
-        """1 while live log-loss is what the export promised, falling to 0 where it is twice that, or there is none."""
+        """1 while the live log-loss is at most the export's; falls to 0 at twice that. 0 without an export."""
         tables, live = self._tables, self._live[:1]
         if tables is None or not live:
             return 0.0

@@ -139,7 +139,7 @@ class ScoutGate(nn.Module):
         return torch.cat([joined, nn.functional.silu(gate) * up], -1)
 
     def towers(self) -> tuple[Tensor, Tensor]:
-        """Step 5's part that no token changes: W_e v_{e,l} [V E, rank], and (W_l z_l)^T W_e v_{e,l} + b [V E]."""
+        """Computes step 5's part without tokens: W_e v_{e,l} [V E, rank], and (W_l z_l)^T W_e v_{e,l} + b [V E]."""
         towers = self.expert(self.expert_embedding.weight)
         layers = self.layer(self.layer_embedding.weight)  # W_l z_l, [V, rank]
         return towers, (towers * layers[self.layer_of]).sum(-1) + self.bias
@@ -195,7 +195,7 @@ def write_tensors(weights: Path, record: Path, values: Mapping[str, Tensor], tol
 
 
 def read_export(directory: Path) -> Export:
-    """Raises ValueError, saying what is wrong, where the directory holds no whole export of this format."""
+    """Reads a ScoutGate export. Raises ValueError if the directory holds no whole export of this format."""
     record, data = read_tensors(directory / WEIGHTS, directory / RECORD, "ScoutGate")
     try:
         gate = ScoutGate(ScoutGateShape.from_dict(record["shape"]))

@@ -41,7 +41,7 @@ class TwoTierPolicy:
     def __init__(
         self, geometry: ExpertGeometry, *, hysteresis: float = 0.1, forecaster: Forecaster | None = None
     ) -> None:
-        """A `forecaster` counts the steps as `on_step_begun` does here."""
+        """Creates the policy. A `forecaster` counts the steps as `on_step_begun` does here."""
         self.mix = ForecastMix(2)
         self.planned = 0  # moves
         self._geometry, self._hysteresis, self._forecaster = geometry, hysteresis, forecaster
@@ -50,7 +50,7 @@ class TwoTierPolicy:
         self._needed: BoolArray = np.zeros((geometry.layers, geometry.experts), np.bool_)  # in the running step
         self._pinned: BoolArray = np.zeros_like(self._needed)
         self._began = self._ewma.p.copy()  # the EWMA when the step began
-        self._ahead: _Forecast | None = None  # what was forecast of this step in the one before
+        self._ahead: _Forecast | None = None  # the previous step's forecast of this one
         self._tiers: tuple[TierPrices, PrefetchRequests] | None = None
 
     def attach(self, residency: Residency, loader: PrefetchRequests, geometry: ExpertGeometry) -> None:
@@ -88,7 +88,7 @@ class TwoTierPolicy:
     # --- the engine's side --------------------------------------------------------------------------------------
 
     def on_step_begun(self, meta: StepMeta, ids: Ids | None = None) -> None:
-        """Begins a step."""
+        """Begins a step: clears its needs and keeps the present EWMA."""
         self._step += 1
         self._needed[:] = False
         self._began = self._ewma.p.copy()

@@ -1,7 +1,7 @@
 """Knows which tier holds each expert, and moves experts between RAM, the devices and NVMe.
 
-Each change is one compiled operation; the lock is explained in `residency_ops`. A `Transfer` is handed out
-when it can start; when it has ended, every thread that waits for it receives it.
+Each change is one compiled operation; see `residency_ops` for the lock. A `Transfer` is handed out when it can start.
+When it has ended, every thread that waits for it receives it.
 The states of an expert and their transitions: docs/design/residency.md.
 """
 

@@ -1,7 +1,7 @@
 """Fits expert clusters, one for each engine that decodes, to the experts of ended requests while this box leads.
 
-Clusters are fitted in a child process: to the first FIRST requests, again to twice as many, when engines changed for
-long, and when requests drift (`policy.routing.eldr`). Engines keep the clusters that move fewest requests.
+A child process fits them to the first FIRST requests, and again to twice as many. It also fits after engines have
+changed for long, and when requests drift (`policy.routing.eldr`). Engines keep the clusters that move fewest requests.
 A new leader starts from nothing.
 """
 
@@ -56,7 +56,7 @@ class ExpertFitting:
         fit: Fitter,
         clock: Callable[[], float],
     ) -> None:
-        """`band` routes by the clusters."""
+        """Takes the `band` that routes by the clusters, and the `fit` that computes them."""
         self.fits = 0
         self.fitted: FittedClusters | None = None
         self._queue, self._band, self._fit, self._clock = queue, band, fit, clock
@@ -73,7 +73,7 @@ class ExpertFitting:
         self._forget()
 
     def add_ended(self, ended: Iterable[EndedRequest]) -> None:
-        """Adds the signatures of ended requests; drops those of other sizes than the model's."""
+        """Adds the signatures of ended requests; drops signatures of another model's size."""
         self._check_model()
         table = 2 * self._sizes.layers * self._sizes.experts
         for one in ended:

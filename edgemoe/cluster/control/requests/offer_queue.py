@@ -118,10 +118,12 @@ Action = GrantOffer | RefuseOffer
 
 
 class OfferQueue:
-    """Owns the offers that wait, and what is known of engines."""
+    """Owns the waiting offers, and the reported state of engines."""
 
     def __init__(self, policy: Callable[[], RoutingPolicy], band: LocalityBand, clock: Callable[[], float]) -> None:
-        """`policy` makes a fresh policy; `band` chooses the engine that decodes a prefilled request."""
+        """Takes `policy`, which makes a fresh policy, and the `band` that chooses the engine to decode a prefilled
+        request.
+        """
         self.granted = 0
         self._make, self._band, self._clock = policy, band, clock
         self._serving = ServingEngines(frozenset(), frozenset())
@@ -193,7 +195,7 @@ class OfferQueue:
         self._memories: dict[str, EngineMemory] = {}  # by place
         self._principals, self._users = LastTurns(), LastTurns()
 
-    # --- what is known ----------------------------------------------------------------------------------------
+    # --- state ------------------------------------------------------------------------------------------------
 
     def _take_in(self, node: str, offer: RequestOffer, now_s: float) -> bool:
         if node not in self._serving.nodes:
@@ -268,8 +270,8 @@ class OfferQueue:
     def _heads(self, views: list[EngineView], now_s: float) -> list[Offered]:
         """Returns the next request of each of MOST_HEADS users, the oldest first. Ages start at the user's last grant.
 
-        If several principals wait, the age of a principal's first request starts at the principal's last grant, and
-        the requests of its other users count as new.
+        If several principals wait, the age of a principal's first request starts at the principal's last grant. The
+        requests of its other users then count as new.
         """
         principals: dict[str, list[tuple[float, Offered]]] = {}
         for head in self._heads_of_users(views, now_s):

@@ -1,4 +1,4 @@
-"""Turns offers and engines' reports into the views that routing policies use, and remembers what reports leave out."""
+"""Turns offers and engines' reports into views for routing policies, and remembers fields that later reports omit."""
 
 from __future__ import annotations
 

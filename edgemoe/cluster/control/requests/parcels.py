@@ -49,7 +49,7 @@ class Parcels:
     """Owns the frames on their way, in both directions."""
 
     def __init__(self, channel: Channel[ControlMessage], check_room: Callable[[], None]) -> None:
-        """`check_room` raises PeerBusy if no request is accepted now."""
+        """Takes `check_room`, which raises PeerBusy if no request is accepted now."""
         self.fetched_bytes = 0
         self._channel, self._check_room = channel, check_room
         self._waiting: dict[bytes, WaitingFrame] = {}

@@ -50,7 +50,7 @@ class RequestDesk:
         granted: Callable[[RequestGrant], None],
         fitting: ExpertFitting | None = None,
     ) -> None:
-        """`epoch` returns the epoch in which this box leads, or 0; `granted` tells this box's front.
+        """Takes `epoch`, the epoch in which this box leads or 0, and `granted`, which passes a grant to this front.
 
         `fitting` fits expert clusters, if the route uses them.
         """
