@@ -122,7 +122,7 @@ class Box:
     def on_withdrawal(self, node: str, message: OfferWithdrawal) -> None:
         self.withdrawn += message.numbers
 
-    tell = on_withdrawal  # the channel's method
+    notify_peer = on_withdrawal  # the channel's method
 
     def open(self, request: Request = REQUEST) -> Any:
         return self.router.open([request], 60.0)

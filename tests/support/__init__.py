@@ -1,1 +1,1 @@
-"""What tests of several folders share: models, boxes, fakes, waiting."""
+"""Shared parts of tests in several folders: models, boxes, fakes, waiting."""

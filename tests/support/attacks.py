@@ -1,4 +1,4 @@
-"""Attacks of one principal on what others share with it, run against a daemon that listens by TCP with keys."""
+"""Attacks of one principal on resources that it shares with another, against a daemon on TCP with keys."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ATTACKS: dict[str, tuple[int, Bodies]] = {
 
 @dataclass(slots=True)
 class Stream:
-    """What a streamed answer's client saw."""
+    """A client's record of a streamed answer."""
 
     status: int
     first_s: float  # from the question to the first token
@@ -60,7 +60,7 @@ async def client(settings: Settings, key: str) -> AsyncIterator[httpx.AsyncClien
 
 
 async def stream(http: httpx.AsyncClient, prompt: str, tokens: int = VICTIM_TOKENS) -> Stream:
-    """Streams an answer."""
+    """Streams an answer and records the times of its tokens."""
     body = {"prompt": prompt, "max_tokens": tokens, "stream": True, "ignore_eos": True}
     began_s, times_s = time.monotonic(), list[float]()
     async with http.stream("POST", "/v1/completions", json=body) as answer:

@@ -1,4 +1,4 @@
-"""What tests of whole boxes share: a tiny model that has a tokenizer, what it says, and when boxes are ready."""
+"""Shared parts of tests of whole boxes: a tiny model with a tokenizer, its expected answers, and readiness."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from support.front_kit import byte_level_tokenizer, write_model
 
 
 class Oracle:
-    """What one box that holds everything would say."""
+    """Computes the answers of one box that holds everything."""
 
     def __init__(self, checkpoint: Path) -> None:
         self._model = AutoModelForCausalLM.from_pretrained(checkpoint).eval()

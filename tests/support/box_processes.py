@@ -46,7 +46,7 @@ class Box:
             self.process = subprocess.Popen(command, stdout=log, stderr=log)
 
     async def health(self) -> dict[str, Any]:
-        """{} where nobody answers."""
+        """Returns the body of /health; {} if the box does not answer."""
         try:
             return dict((await self.http.get("/health")).json())
         except httpx.HTTPError:
@@ -62,7 +62,7 @@ class Box:
         return str(answer.json()["choices"][0]["text"])
 
     async def stream(self, prompt: str, max_tokens: int, at: int, then: Callable[[], Any]) -> str:
-        """A streamed completion; awaits `then` once `at` pieces of text have come."""
+        """Streams a completion and returns its text; awaits `then` once `at` pieces of text have come."""
         body = {"prompt": prompt, "max_tokens": max_tokens, "stream": True, **COMPLETION}
         pieces: list[str] = []
         async with self.http.stream("POST", "/v1/completions", json=body) as answer:
@@ -80,18 +80,18 @@ class Box:
         return (await self.http.get("/metrics")).text
 
     async def missing(self) -> float:
-        """Homes that are not in memory yet; no figure yet counts as one."""
+        """Returns the number of homes that are not in memory yet; 1 without a figure."""
         return names.parse(await self.metrics()).get(names.HOME_MISSING, 1.0)
 
     async def hosted_requests(self) -> float:
-        """Requests of other boxes that run here."""
+        """Returns the number of other boxes' requests that run here."""
         return names.parse(await self.metrics()).get(names.HOSTED_REQUESTS, 0.0)
 
     async def kill_engine(self) -> None:
         os.kill((await self.health())["engine"]["pid"], signal.SIGKILL)
 
     async def kill(self) -> None:
-        """Front and engine at once, as when the power goes."""
+        """Kills front and engine at once, as a power loss does."""
         assert self.process is not None
         engine = (await self.health())["engine"]["pid"]
         self.process.kill()
@@ -99,12 +99,12 @@ class Box:
         self.process.wait(10)
 
     def stop(self) -> None:
-        """Asks it to leave."""
+        """Terminates the daemon by SIGTERM, without waiting."""
         assert self.process is not None
         self.process.terminate()
 
     async def close(self) -> None:
-        """Ends it, however it is."""
+        """Ends the daemon in any state, by SIGKILL if need be."""
         await self.http.aclose()
         if self.process is not None and self.process.poll() is None:
             self.process.terminate()
@@ -119,7 +119,7 @@ class Box:
 
 
 def own_section(folder: Path, port: int) -> dict[str, Any]:
-    """What its `[cluster]` says of a box alone."""
+    """Returns a box's own part of its section `[cluster]`."""
     return {
         "node": folder.name,
         "key_file": str(folder / "key"),
@@ -129,7 +129,7 @@ def own_section(folder: Path, port: int) -> dict[str, Any]:
 
 
 def like(box: Box, folder: Path, port: int) -> Box:
-    """A box with the store and settings of another, that has a key and lists nobody."""
+    """Makes a box with the store and settings of another, with a key and without a list of peers."""
     folder.mkdir()
     generate(folder / "key")
     sections = tomllib.loads(box.config.read_text())
@@ -140,7 +140,7 @@ def like(box: Box, folder: Path, port: int) -> Box:
 
 
 def make_boxes(folder: Path, stores: Mapping[str, Path], ports: Sequence[int], **sections: dict[str, Any]) -> list[Box]:
-    """Boxes that list each other, with a store each. `sections` go into every configuration, `cluster` among them."""
+    """Makes boxes that list each other, with a store each. `sections` go into every configuration, also `cluster`."""
     entries, boxes = [], []
     for node, port in zip(stores, ports, strict=True):
         (folder / node).mkdir()

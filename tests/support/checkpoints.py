@@ -86,7 +86,7 @@ FAMILY_SIZES: dict[str, dict[str, Any]] = {
 def tiny_model(
     family: str, dtype: torch.dtype = torch.float32, *, seed: int = 0, **overrides: Any
 ) -> transformers.PreTrainedModel:
-    """A random model of `family`, of FAMILY_SIZES, in evaluation mode; `overrides` go into its config."""
+    """Makes a random model of `family`, of FAMILY_SIZES, in evaluation mode; `overrides` go into its config."""
     config = transformers.AutoConfig.for_model(family, **{**SIZES, **FAMILY_SIZES[family], **overrides})
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config).to(dtype).eval()
@@ -118,7 +118,7 @@ def tiny_checkpoint(
 
 
 def partial_store(store: Path, directory: Path, present: BoolArray) -> Path:
-    """The same store, but only the `present` experts [L, E] are listed in it."""
+    """Links a store into `directory`; its manifest lists only the `present` experts [L, E]."""
     shutil.copytree(store, directory, copy_function=os.link)
     (directory / "manifest.json").unlink()
     manifest = Manifest.load(store)

@@ -29,10 +29,10 @@ class Tab:
         self._reader, self._writer, self._session = reader, writer, ""
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._sent = 0
-        self.errors: list[str] = []  # uncaught errors, and what the content policy refused
+        self.errors: list[str] = []  # uncaught errors, and refusals by the content policy
 
     async def read(self) -> None:
-        """Hears the browser until it is gone."""
+        """Reads the browser's messages until it is gone."""
         while message := await self._reader.readuntil(b"\0"):
             told = json.loads(message[:-1])
             if (waiting := self._waiting.pop(told.get("id", 0), None)) is not None and not waiting.done():
@@ -61,7 +61,7 @@ class Tab:
             await self.call(f"{domain}.enable")
 
     async def shape(self, size: tuple[int, int, float] = DESKTOP, scheme: str = "dark") -> None:
-        """Makes the window this wide and high, with so many device pixels each, and dark or light."""
+        """Sets the window's width, height and device pixel ratio, and a dark or light scheme."""
         width, height, ratio = size
         await self.call(
             "Emulation.setDeviceMetricsOverride",
@@ -93,14 +93,14 @@ class Tab:
             await asyncio.sleep(0.1)
 
     async def picture(self, file: Path) -> None:
-        """Writes what the window shows, as PNG."""
+        """Writes a screenshot of the window as PNG."""
         told = await self.call("Page.captureScreenshot", format="png")
         file.write_bytes(base64.b64decode(told["data"]))
 
 
 @contextlib.asynccontextmanager
 async def browser(folder: Path) -> AsyncIterator[Tab]:
-    """A tab of a browser that keeps its profile in `folder`."""
+    """Opens a tab of a browser that keeps its profile in `folder`."""
     (theirs_in, ours_out), (ours_in, theirs_out) = os.pipe(), os.pipe()
     command = f"exec {WHERE} {FLAGS} --user-data-dir={folder}/profile 3<&{theirs_in} 4>&{theirs_out}"
     process = await asyncio.create_subprocess_exec(

@@ -24,7 +24,7 @@ BASE_PATH = "/usr/local/bin:/usr/local/sbin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 def instructions(file: Path) -> Iterator[tuple[str, str]]:
-    """Each one's keyword and the rest, lines that go on joined."""
+    """Yields each instruction's keyword and the rest, with continued lines joined."""
     lines = (line for line in file.read_text().splitlines() if not line.lstrip().startswith("#"))
     for line in "\n".join(lines).replace("\\\n", " ").splitlines():
         if line.strip():
@@ -34,7 +34,7 @@ def instructions(file: Path) -> Iterator[tuple[str, str]]:
 
 @dataclass
 class Image:
-    """What a stage has made: a folder over the machine's own files, and how its programs are started."""
+    """The result of a stage: a folder over the machine's own files, and the way to start its programs."""
 
     folder: Path
     env: dict[str, str] = field(default_factory=lambda: {"PATH": BASE_PATH})
@@ -47,19 +47,19 @@ class Image:
         return self.folder / "upper"
 
     def command(self, *words: str) -> list[str]:
-        """What runs `words` in this image, as its user, with its environment alone and mounts that end with it."""
+        """Returns the command that runs `words` in this image: its user, its environment, temporary mounts."""
         env = ["env", "-i", *(f"{key}={value}" for key, value in self.env.items())]
         inside = ["chroot", f"--userspec={self.user}", "--groups=", str(self.folder / "root"), *env]
         moved = ["sh", "-ec", 'cd "$0"; exec "$@"', self.workdir, *words]
         return ["unshare", "--mount", "sh", "-ec", OVER, "sh", str(self.folder), *inside, *moved]
 
     def json(self, keyword: str) -> list[str]:
-        """The words of an instruction in exec form."""
+        """Parses the words of an instruction in exec form."""
         return list(json.loads(self.said[keyword][self.said[keyword].index("[") :]))
 
 
 def opened(folder: Path) -> Image:
-    """The base image: this machine, with a Python where the official image has one."""
+    """Makes the base image: this machine, with Python at the official image's path."""
     for part in ("upper/usr/local/bin", "work", "root"):
         (folder / part).mkdir(parents=True)
     (folder / "upper/usr/local/bin/python").symlink_to("/usr/bin/python3")
@@ -95,7 +95,7 @@ def build(file: Path, context: Path, folder: Path, within_s: float) -> Image:
 
 
 def copy(image: Image, source: Path, words: list[str]) -> None:
-    """COPY: files into a folder, or a folder's content."""
+    """Executes COPY: files into a folder, or a folder's content."""
     target = image.upper / os.path.join(image.workdir, words[-1]).lstrip("/")
     ignored = shutil.ignore_patterns("__pycache__")
     for word in words[:-1]:

@@ -1,4 +1,4 @@
-"""What a store stands for, as a plain checkpoint: the oracle of a store in few bits."""
+"""Decodes a store's weights into a plain checkpoint: the oracle of a store in few bits."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def in_float32(checkpoint: Path, directory: Path) -> Path:
 
 
 def dequantised(checkpoint: Path, directory: Path, experts: str, dense: str = "keep") -> Path:
-    """Copies a checkpoint of one float32 tensor for each matrix; its weights become what the encodings make of them.
+    """Copies a checkpoint with one float32 tensor for each matrix; its weights are encoded and decoded again.
 
     Encodings are stated as for `edgemoe pack`; all layers have experts.
     """

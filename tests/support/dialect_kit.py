@@ -35,7 +35,7 @@ THOUGHT, ANSWER = "First <this>, { then that.", "I look."
 
 @dataclass(frozen=True)
 class Sample:
-    """What a model writes that thinks THOUGHT, says ANSWER and calls `weather` with ARGUMENTS and `now` with none."""
+    """A model's text with THOUGHT, ANSWER, and calls of `weather` with ARGUMENTS and of `now` without any."""
 
     dialect: Dialect
     thought: str
@@ -55,7 +55,7 @@ class Sample:
         return self.calls.removeprefix("<|end|><|start|>assistant").lstrip()
 
     def written(self, name: str, keys: str) -> str:
-        """A call with a number for each letter of `keys`, in a dialect that writes arguments as text."""
+        """Writes a call with a number for each letter of `keys`, in a dialect that writes arguments as text."""
         match self.dialect.name:
             case "qwen-xml":
                 return _xml(name, *((key, "1") for key in keys))
@@ -68,7 +68,7 @@ class Sample:
                 return f"<|tool_call>call:{name}{{{','.join(f'{key}:1' for key in keys)}}}<tool_call|>"
 
     def said(self, text: str) -> str:
-        """An answer that says no more than `text`."""
+        """Writes an answer that is only `text`."""
         return f"<|channel|>final<|message|>{text}" if self.dialect.call is None else text
 
     @property
@@ -112,7 +112,7 @@ def marks_of(dialect: Dialect) -> set[str]:
 
 @cache
 def tokenizer(dialect: Dialect) -> Tokenizer:
-    """The byte-level tokenizer of the other tests, with special tokens as the dialect's models have them."""
+    """Makes the byte-level tokenizer of the other tests, with the special tokens of the dialect's models."""
     made = byte_level_tokenizer(marks=())
     marks = marks_of(dialect)
     special = sorted(mark for mark in marks if TOKEN.fullmatch(mark) and not mark.startswith(WRITTEN))

@@ -24,7 +24,7 @@ VALUE = "{{ value if value is string else value | tojson }}"
 
 
 def chatml(hint: str, call: str) -> str:
-    """A template that shows `hint` with the tools, and writes each `call` so."""
+    """Makes a template that shows `hint` with the tools, and writes each call as `call`."""
     return CHATML.replace("@CALLS@", hint).replace("@CALL@", call)
 
 

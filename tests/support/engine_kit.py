@@ -1,4 +1,4 @@
-"""What the tests of the engine share: a small model written down plainly, and an engine to drive step by step."""
+"""Shared parts of the engine's tests: a small plain model, and an engine to drive step by step."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class PlainCache:
 
 
 class PlainExperts:
-    """Every expert at hand; those in `missing` are nowhere to be had."""
+    """All experts in memory, except the `missing` ones, which are nowhere."""
 
     lookahead, places, slots = range(0), None, None
 
@@ -87,7 +87,7 @@ class PlainExperts:
         return (torch.tanh(out) * weights[..., None]).sum(1)
 
     def computed(self, ids: torch.Tensor, weights: torch.Tensor, served: int) -> None:
-        raise AssertionError("nobody knows where experts lie")
+        raise AssertionError("these experts have no slots")
 
     def hint(self, layer: int, probs: torch.Tensor) -> None:
         raise AssertionError("nobody asked")
@@ -160,12 +160,12 @@ def _norm(x: torch.Tensor) -> torch.Tensor:
 
 
 class Model(NamedTuple):
-    """What an engine computes with."""
+    """The parts with which an engine computes."""
 
     decoder: Any
     experts: Any
     spec: ModelSpec
-    cache: Callable[[int], Any]  # a KV cache of so many blocks
+    cache: Callable[[int], Any]  # makes a KV cache with a number of blocks
 
 
 def plain_model() -> Model:
@@ -174,7 +174,7 @@ def plain_model() -> Model:
 
 
 def tried(grammar: str) -> GrammarTrial:
-    """What a front says of a grammar that it has tried."""
+    """Returns a front's successful trial of a grammar."""
     return GrammarTrial(digest_of(grammar), 0.01, 1 << 20)
 
 
@@ -250,17 +250,17 @@ class Drive:
             assert self.now_s < 1000, "it does not end"
 
     def tokens(self, name: str = "r") -> list[int]:
-        """What a request has emitted; checks that the indices have no gap."""
+        """Returns a request's emitted tokens; checks that the indices have no gap."""
         mine = [one for one in self.emitted if one.request == name and one.token is not None]
         assert [one.index for one in mine] == list(range(mine[0].index, mine[0].index + len(mine)))
         return [one.token for one in mine if one.token is not None]
 
     def end(self, name: str = "r") -> Emission:
-        """A request's last emission."""
+        """Returns a request's last emission."""
         (last,) = [one for one in self.emitted if one.request == name and one.finish]
         return last
 
 
 def prompt(length: int, seed: int = 0, vocab: int = SPEC.vocab) -> list[int]:
-    """Random tokens."""
+    """Returns random tokens below `vocab`, by `seed`."""
     return np.random.default_rng(seed).integers(0, vocab, length).tolist()  # type: ignore[no-any-return]

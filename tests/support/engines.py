@@ -48,7 +48,7 @@ class EngineBox:
         devices: Sequence[int] = (),
         placement: PlacementPolicy = "rendezvous",
     ) -> None:
-        """`slots` of experts in RAM, and in emulated devices."""
+        """Makes a box with `slots` experts in RAM, and `devices` experts in emulated devices."""
         self.node, self.boot = node, f"boot-of-{node}"
         key_file = directory / f"{node}.key"
         self.secret: Secret = generate(key_file)
@@ -112,7 +112,7 @@ class EngineBox:
         )
 
     def knows(self, *others: EngineBox) -> bool:
-        """Whether it has met them, and knows what is in their memory now."""
+        """Whether it has met the others, and has their present RAM contents."""
         peers = self.side.plane.calls.peers
         return all(
             box.node in peers
@@ -129,7 +129,7 @@ class EngineBox:
         remaining_s: float = 60.0,
         emitted: Sequence[int] = (),
     ) -> None:
-        """Asks for greedy tokens; `emitted` are those that an engine gave before it died."""
+        """Submits a request for greedy tokens; `emitted` are the tokens of an engine that died."""
         request = Request(
             id=name, prompt=tuple(prompt), sampling=Sampling(temperature=0.0, max_tokens=max_tokens), seed=1
         )
@@ -145,7 +145,7 @@ class EngineBox:
     def generate(
         self, prompts: Sequence[Sequence[int]], max_tokens: int = 12, tag: str = "", within_s: float = 30.0
     ) -> list[list[int]]:
-        """Greedy tokens of all prompts, run together."""
+        """Returns greedy tokens of all prompts, run together."""
         for n, prompt in enumerate(prompts):
             self.submit(prompt, f"{tag}{n}", max_tokens)
         ends = [self.end(f"{tag}{n}", within_s) for n in range(len(prompts))]
@@ -153,7 +153,7 @@ class EngineBox:
         return [self.tokens(f"{tag}{n}") for n in range(len(prompts))]
 
     def die(self) -> None:
-        """Its sockets break, as when its process is killed."""
+        """Breaks its sockets, as when its process is killed."""
         if self.alive:
             self.alive = False
             self._loop.call_soon_threadsafe(self._stop.set)
@@ -163,7 +163,7 @@ class EngineBox:
 
 @contextmanager
 def running(*boxes: EngineBox, know: bool = True) -> Iterator[None]:
-    """The boxes, which know each other, until the end."""
+    """Runs the boxes, introduced to each other, until the end."""
     try:
         if know:
             meet(*boxes)
@@ -179,7 +179,7 @@ def running(*boxes: EngineBox, know: bool = True) -> Iterator[None]:
 
 
 def peers_of(*boxes: EngineBox) -> PeerList:
-    """What a front tells its engine of these."""
+    """Returns the front's message to an engine about these boxes."""
     keys = {box.node: (box.secret.public.decode(),) for box in boxes}
     return PeerList(keys=keys, engines=tuple(box.engine_of for box in boxes))
 
@@ -192,7 +192,7 @@ def meet(*boxes: EngineBox) -> None:
 
 
 def plan_for(boxes: Sequence[EngineBox], replicas: int = 1, version: int = 1) -> PlacementPlan:
-    """The uniform plan, as a leader would make it of what the boxes say."""
+    """Makes the uniform plan, as a leader does from the boxes' announcements."""
     model = boxes[0].assembly.model
     rooms = [box.tiers.residency.homes.capacities for box in boxes]
     problem = PlacementProblem(

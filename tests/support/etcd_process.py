@@ -31,7 +31,7 @@ NEW_KEY = "-newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes"
 
 
 class Certificates:
-    """An authority, and what it has signed for etcd at 127.0.0.1 and for a client."""
+    """An authority, and its certificates for etcd at 127.0.0.1 and for a client."""
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir(parents=True)
@@ -68,7 +68,7 @@ class Certificates:
 def etcd_cluster(
     directory: Path, members: int, tls: Certificates | None = None
 ) -> Iterator[tuple[list[str], list[subprocess.Popen[bytes]]]]:
-    """Client addresses and processes of a running etcd of `members` members."""
+    """Runs an etcd of `members` members; yields its client addresses and processes."""
     binary = shutil.which("etcd")
     if binary is None:
         pytest.skip("no etcd binary: install Debian's etcd-server")

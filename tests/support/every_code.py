@@ -1,8 +1,8 @@
-"""Compiles all code that an engine can ask for, once for the processor of EDGEMOE_PROCESSOR and from the same LLVM code
-for each processor named, and prints the symbols that are left undefined: {processor: {symbol: [codes]}}.
+"""Compiles all code of an engine for several processors, and prints its undefined symbols.
 
-Run as `python -m support.every_code ROWS|KERNELS|ALL PROCESSOR...`; ROWS are those of each encoding, KERNELS these and
-all else of bfloat16, ALL everything.
+The code is compiled once, for EDGEMOE_PROCESSOR, to LLVM code, and from that for each processor named. Prints
+{processor: {symbol: [codes]}}. Run as `python -m support.every_code ROWS|KERNELS|ALL PROCESSOR...`. ROWS are of each
+encoding; KERNELS are these and all of bfloat16.
 """
 
 from __future__ import annotations

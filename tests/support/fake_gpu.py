@@ -1,4 +1,4 @@
-"""A GPU whose streams run in any order that their events allow, for tests of who waits for whom."""
+"""A GPU whose streams run in any order that their events allow, for tests of synchronization."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class FakeGpu:
         self._streams.append(stream)
 
     def spend(self) -> bool:
-        """A piece of work takes its time."""
+        """Advances the clock by one piece of work."""
         self.now_ms += PIECE_MS
         return True
 
@@ -59,7 +59,7 @@ class FakeGpu:
         time.sleep(0)
 
     def go(self, stream: FakeStream) -> None:
-        """Does what one stream can do now."""
+        """Runs a stream's work until it must wait."""
         with self._lock:
             while stream.work and stream.work[0]():
                 stream.work.popleft()
@@ -94,7 +94,7 @@ class FakeStream:
         gpu.add(self)
 
     def compute(self, pieces: int) -> None:
-        """Work that reads nothing."""
+        """Queues work that reads no memory."""
         self.work.extend([self._gpu.spend] * pieces)
 
     def wait_event(self, event: FakeEvent) -> None:
@@ -131,7 +131,7 @@ class FakeEvent:
 
     def synchronize(self) -> None:
         wanted = self.recorded
-        while self.happened < wanted:  # the test's thread is what makes things happen
+        while self.happened < wanted:  # the test's thread advances the streams
             time.sleep(1e-5)
 
 

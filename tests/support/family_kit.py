@@ -1,4 +1,4 @@
-"""The engine over a packed family in tiers smaller than the model, and what holds of each."""
+"""The engine over a packed family in tiers smaller than the model, and checks that hold for each family."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ def family_model(
     wanted: WantedEncodings = AS_IT_IS,
     fill: bool = False,
 ) -> Iterator[Model]:
-    """A checkpoint packed into `directory`, with so many experts in memory: with `fill`, before they are asked for."""
+    """Packs a checkpoint into `directory` and opens it with `slots` experts in memory; with `fill`, before they are
+    needed.
+    """
     manifest = pack(checkpoint, directory, wanted=wanted)
     spec = replace(spec_of(manifest), kv_int8=kv_int8)
     policy = LRU(spec.geometry.layers, spec.geometry.experts)
@@ -49,7 +51,7 @@ def family_model(
 
 
 def drive_all(model: Model, lengths: Sequence[int], tokens: int, **settings: Any) -> list[list[int]]:
-    """What is said to prompts of these lengths, which join one by one. Where requests are to be paused, some are."""
+    """Returns the answers to prompts of these lengths, which join one by one. Checks for pauses if they were set."""
     drive = Drive(model=model, **settings)
     for length in lengths:
         drive.submit(prompt(length, length, 96), f"r{length}", max_tokens=tokens)
@@ -61,7 +63,7 @@ def drive_all(model: Model, lengths: Sequence[int], tokens: int, **settings: Any
 
 
 def check_prefix_is_reused(model: Model, expected: list[int]) -> None:
-    """The prompt of PREFIX tokens, asked twice, is read once and answered alike."""
+    """Checks that a prompt of PREFIX tokens, asked twice, is computed once and answered alike."""
     drive = Drive(model=model)
     for attempt in (1, 2):
         drive.submit(prompt(PREFIX, PREFIX, 96), f"r{attempt}", max_tokens=len(expected))
@@ -71,7 +73,7 @@ def check_prefix_is_reused(model: Model, expected: list[int]) -> None:
 
 
 def check_goes_on(model: Model, length: int, expected: list[int], emitted: int) -> None:
-    """Another engine, which gets the first `emitted` tokens, says the rest."""
+    """Checks that another engine, which gets the first `emitted` tokens, emits the rest."""
     drive = Drive(model=model)
     drive.submit(prompt(length, length, 96), emitted=expected[:emitted], attempt=2, max_tokens=len(expected))
     drive.run()

@@ -60,7 +60,7 @@ TEMPLATE = """\
 
 
 def byte_level_tokenizer(special_marks: bool = False, marks: Sequence[str] = MARKS) -> Tokenizer:
-    """Byte-level BPE like Qwen's: every byte, a few merges, special tokens and marks, which may be special too."""
+    """Makes byte-level BPE like Qwen's: every byte, a few merges, special tokens, and marks, optionally special too."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -74,7 +74,7 @@ def byte_level_tokenizer(special_marks: bool = False, marks: Sequence[str] = MAR
 
 
 def write_model(directory: Path, template: str = TEMPLATE, tokenizer: Tokenizer | None = None) -> Path:
-    """Everything that the front reads of a model."""
+    """Writes all files of a model that the front reads."""
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = tokenizer or byte_level_tokenizer()
     tokenizer.save(str(directory / "tokenizer.json"))
@@ -90,7 +90,7 @@ def write_model(directory: Path, template: str = TEMPLATE, tokenizer: Tokenizer 
 
 
 def settings_for(folder: Path, model: Path, **sections: Any) -> Settings:
-    """Settings of a daemon that keeps everything in `folder`."""
+    """Returns settings of a daemon that keeps everything in `folder`."""
     api = {"socket": str(folder / "api.sock"), **sections.pop("api", {})}
     service = {"runtime_dir": str(folder / "run"), "drain_s": 5.0, **sections.pop("service", {})}
     return Settings(
@@ -109,7 +109,7 @@ def listed_boxes(
     ways: Mapping[tuple[str, str], int] | None = None,
     **cluster: Any,
 ) -> list[Settings]:
-    """Settings of boxes that list each other; `ways` are ports at which one is to reach another, if not its own."""
+    """Returns settings of boxes that list each other; `ways` are ports at which one reaches another, if not its own."""
     ports = dict(zip(nodes, free_ports(len(nodes)), strict=True))
     keys = {node: generate(folder / f"{node}.key").public.decode() for node in nodes}
     made = []
@@ -134,7 +134,7 @@ def listed_boxes(
 
 @asynccontextmanager
 async def running(settings: Settings, command: tuple[str, ...] = SCRIPTED) -> AsyncIterator[Front]:
-    """A front that serves in this process, its engine ready; stopped and found consistent at the end."""
+    """Runs a front in this process, its engine ready; stops it and checks its consistency at the end."""
     front = Front(settings, command, env={})
     serving = asyncio.ensure_future(front.serve())
     try:
@@ -156,7 +156,7 @@ def ready(front: Front) -> bool:
 
 
 def free_ports(count: int) -> list[int]:
-    """TCP ports of the loopback interface that nobody uses at this moment."""
+    """Returns unused TCP ports of the loopback interface."""
     with contextlib.ExitStack() as held:
         sockets = [held.enter_context(socket.socket()) for _ in range(count)]
         for one in sockets:
@@ -170,7 +170,7 @@ def http_client(settings: Settings, **options: Any) -> httpx.AsyncClient:
 
 
 def openai_client(settings: Settings, **options: Any) -> openai.AsyncOpenAI:
-    """The real client, over the Unix socket."""
+    """Opens the real client, over the Unix socket."""
     options = {"max_retries": 0, **options}
     return openai.AsyncOpenAI(
         base_url="http://edgemoe/v1", api_key="none", http_client=http_client(settings), **options

@@ -1,7 +1,7 @@
-"""Writes tiny GGUF files of every family, by the library of those who defined the format.
+"""Writes tiny GGUF files of every family, by the library of the format's authors.
 
-Names come from gguf's own tables, and what happens to weights is written down from llama.cpp's converters; a slow test
-holds the result to those converters themselves.
+Names come from gguf's own tables. The conversion of weights follows llama.cpp's converters; a slow test compares the
+result with theirs.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ARCHITECTURES = {
     "hunyuan_v1_moe": "hunyuan-moe",
     "ernie4_5_moe": "ernie4_5-moe",
 }
-NEVER: dict[str, dict[str, Any]] = {  # what configurations have and no GGUF of the architecture can
+NEVER: dict[str, dict[str, Any]] = {  # settings that no GGUF of the architecture can hold
     "qwen2_moe": {"mlp_only_layers": [], "decoder_sparse_step": 1, "use_sliding_window": False},
     "hunyuan_v1_moe": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},  # alpha goes into the base
 }

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
-LARGE = (".safetensors", ".gguf", "tokenizer.json")  # what git-lfs keeps, and another host serves
+LARGE = (".safetensors", ".gguf", "tokenizer.json")  # kept by git-lfs, and served by another host
 PIECE_BYTES = 1 << 20
 
 
@@ -32,7 +32,7 @@ Listed = dict[str, object]
 
 @functools.cache
 def files_of(folder: Path) -> list[Listed]:
-    """The files of a repository, as the hub lists them."""
+    """Lists the files of a repository, as the hub does."""
     return [_listed(path, folder) for path in sorted(folder.rglob("*")) if path.is_file()]
 
 
@@ -48,7 +48,7 @@ def _listed(path: Path, folder: Path) -> Listed:
 
 @dataclass
 class Repository:
-    """One repository, and what is wrong with it."""
+    """One repository, and its faults."""
 
     folder: Path
     gated: bool = False
@@ -65,7 +65,7 @@ class Repository:
 
 
 class LocalHub:
-    """Serves repositories; `token` opens those that are gated or private."""
+    """Serves repositories; `token` opens gated and private ones."""
 
     token = "hf_right"
 
@@ -86,13 +86,13 @@ class LocalHub:
         return f"http://127.0.0.1:{self.port}"
 
     def fetched(self, end: str) -> list[Asked]:
-        """What was asked for of the files whose names end so."""
+        """Returns the requests for files whose names end with `end`."""
         return [each for each in self.asked if each.path.endswith(end)]
 
 
 @contextmanager
 def local_hub() -> Iterator[LocalHub]:
-    """Runs a hub."""
+    """Runs a hub on a thread until the end of the block."""
     hub = LocalHub()
     thread = threading.Thread(target=hub.server.serve_forever, args=(0.02,))
     thread.start()
@@ -123,7 +123,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(404, "RepoNotFound")
 
     def log_message(self, *_: object) -> None:
-        """Says nothing."""
+        """Suppresses the server's log lines."""
 
     def _list(self, name: str, revision: str) -> None:
         if (repository := self._open(name)) is None:

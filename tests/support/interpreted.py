@@ -32,7 +32,7 @@ SHAPES = ((72, 40, 5, 2, 1), (256, 192, 8, 4, 5), (130, 33, 3, 3, 40), (64, 32, 
 
 
 def slab_of(geometry: ExpertGeometry, rng: np.random.Generator) -> torch.Tensor:
-    """Random experts as they lie in a slab, uint8 [E, stride]."""
+    """Makes random experts in a slab, uint8 [E, stride]."""
     encoding, experts = geometry.encoding(0), geometry.experts
     shapes = (geometry.gate_up_shape, geometry.down_shape)
     parts = [pack(rng.normal(0, 0.1, (experts * rows, n)).astype(np.float32), encoding) for rows, n in shapes]
@@ -44,7 +44,7 @@ def slab_of(geometry: ExpertGeometry, rng: np.random.Generator) -> torch.Tensor:
 
 
 def work(geometry: ExpertGeometry, tokens: int, rng: np.random.Generator) -> tuple[Group, torch.Tensor]:
-    """Calls of random experts, and the hidden states [T, H] that they are for."""
+    """Makes calls of random experts, and their hidden states [T, H]."""
     ids = np.argsort(rng.random((tokens, geometry.experts)), axis=1)[:, : geometry.top_k]
     x = rng.normal(size=(tokens, geometry.hidden)).astype(np.float32)
     dtype = torch.bfloat16 if geometry.bf16 else torch.float32
@@ -52,14 +52,14 @@ def work(geometry: ExpertGeometry, tokens: int, rng: np.random.Generator) -> tup
 
 
 def far(geometry: ExpertGeometry, slab: torch.Tensor, group: Group, x: torch.Tensor, out: torch.Tensor) -> float:
-    """The largest difference from torch's products of decoded weights, over the largest value."""
+    """Returns the largest difference from torch's products of decoded weights, over the largest value."""
     view, want = ExpertSlab(slab, ExpertLayout.of(geometry, 0), geometry.bf16), torch.zeros(*x.shape)
     one_by_one(view, group.experts, group.offsets, group.tokens, group.weights, x, want)
     return float((out.view(len(x), geometry.top_k, -1).sum(1) - want).abs().max() / want.abs().max())
 
 
 def error(geometry: ExpertGeometry, tokens: int) -> float:
-    """How far the kernels are off where expert e lies in slot e."""
+    """Returns the error of the kernels if expert e lies in slot e."""
     rng = np.random.default_rng(0)
     slab, (group, x) = slab_of(geometry, rng), work(geometry, tokens, rng)
     rows = block_rows(int(np.diff(group.offsets).max()))
@@ -78,12 +78,12 @@ def error(geometry: ExpertGeometry, tokens: int) -> float:
 
 
 def errors_of(dtype: str) -> list[float]:
-    """Of experts that are not encoded, in the sizes of SHAPES."""
+    """Returns the errors with unencoded experts, in the sizes of SHAPES."""
     return [error(ExpertGeometry(1, e, k, h, i, dtype), tokens) for h, i, e, k, tokens in SHAPES]
 
 
 def errors_of_kinds(encoding: str) -> list[float]:
-    """Of experts with each activation, and with biases."""
+    """Returns the errors with each activation, and with biases."""
     swiglu, gelu = Activation("clamped_swiglu", 1.702, 7.0), Activation("gelu_tanh")
     made = ((64, 96, SILU, False), (608, 64, swiglu, True), (512, 32, gelu, False))
     return [
@@ -93,7 +93,7 @@ def errors_of_kinds(encoding: str) -> list[float]:
 
 
 def errors_of_layers(encodings: tuple[str, ...]) -> list[float]:
-    """Of layers in these encodings, whose experts share a slab, by the calls that the device makes."""
+    """Returns the errors of layers in these encodings, whose experts share a slab, by the device's own calls."""
     geometry = ExpertGeometry(len(encodings), 4, 2, 64, 32, "float32", encodings=encodings)
     layout, rng, errors = SlabLayout.within(geometry.all_bytes, geometry), np.random.default_rng(0), []
     assert layout is not None
@@ -114,7 +114,7 @@ def errors_of_layers(encodings: tuple[str, ...]) -> list[float]:
 
 
 def widened(dot: Callable[..., object]) -> Callable[..., object]:
-    """The interpreter's dot product, which would take bfloat16's bits for integers."""
+    """Wraps the interpreter's dot product, which would take bfloat16's bits for integers."""
 
     def product(builder: InterpreterBuilder, a: TensorHandle, b: TensorHandle, *rest: object) -> object:
         return dot(

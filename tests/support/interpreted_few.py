@@ -26,7 +26,7 @@ PLAIN = ((72, 40, SILU, False, 2), (130, 36, SILU, False, 1))
 
 
 def error(geometry: ExpertGeometry, tokens: int) -> float:
-    """How far the sums are off where experts lie in slots in reverse."""
+    """Returns the error of the sums if experts lie in slots in reverse."""
     rng = np.random.default_rng(0)
     slab, (group, x) = slab_of(geometry, rng), work(geometry, tokens, rng)
     layout = SlabLayout.within(geometry.all_bytes, geometry)

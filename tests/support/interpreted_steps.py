@@ -87,13 +87,13 @@ class Slotted(ResidentExperts):
 
 
 def expert_bytes(parts: dict[str, torch.Tensor], expert: int, geometry: ExpertGeometry) -> torch.Tensor:
-    """An expert as it lies in a slot."""
+    """Returns an expert's bytes as in a slot."""
     named = [f"experts.{expert}.{part}" for part in ("gate_up_proj", "down_proj", "biases")]
     return torch.cat([parts[name].contiguous().view(torch.uint8).flatten() for name in named if name in parts])
 
 
 def make(family: str, dtype: torch.dtype, directory: Path) -> Tiny:
-    """A random checkpoint of a family, without kernels."""
+    """Makes a random checkpoint of a family, without kernels."""
     config_class, model_class, own = FAMILIES[family]
     torch.manual_seed(0)
     model = model_class(config_class(**{**SIZES, **own})).to(dtype).eval()
@@ -106,7 +106,7 @@ def make(family: str, dtype: torch.dtype, directory: Path) -> Tiny:
 
 @torch.inference_mode()
 def far(tiny: Tiny, int8: bool) -> dict[str, Any]:
-    """How far logits of steps of 1, 2 and 3 sequences are off, and what the host would have waited for."""
+    """Returns the errors of logits in steps of 1, 2 and 3 sequences, and the host's number of waits."""
     tiny = replace(tiny, spec=replace(tiny.spec, kv_int8=int8))
     slotted = Slotted(tiny)
     decoder = tiny.decoder

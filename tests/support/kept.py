@@ -1,4 +1,4 @@
-"""What tests keep between runs: compiled kernels, which take ten seconds to make."""
+"""Files that tests keep between runs: compiled kernels, which take ten seconds to make."""
 
 from __future__ import annotations
 

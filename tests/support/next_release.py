@@ -1,15 +1,9 @@
 # ruff: noqa: E402
-"""This release as the next one would be: it speaks one version more, with one more message and one more field.
+"""This release as the next one would be: with one more protocol version, message, field and operation.
 
-    python tests/support/next_release.py -m edgemoe serve --config FILE
-    python tests/support/next_release.py tests/support/daemon_process.py SETTINGS_JSON
-
-runs what Python would run with these arguments, as of the next release; its engines, too. Greet is a new message of the
-control channel: with each beat a box asks all others by it, and notes how many it got (`greeted`) and how many it may
-not send, as the other is of the release before (`spared`). Beat has a new field, `mood`. Mark is a new operation of the
-embedded agreement: a leader proposes one with each beat, and notes how often that was `marked` and, as a voter is of
-the release before, `withheld`. All goes to the log, as "next release: greeted N, spared N, moods N, marked N, withheld
-N". Import it before anything of edgemoe.
+Run `python tests/support/next_release.py -m edgemoe serve --config FILE`, or `... daemon_process.py SETTINGS_JSON`.
+Its engines are of the next release too. Import it before anything of edgemoe. The log has "next release: greeted N,
+spared N, moods N, marked N, withheld N"; see `Greet`, `Beat` and `Mark`.
 """
 
 from __future__ import annotations
@@ -37,14 +31,17 @@ from edgemoe.wire.protocol import Language, Message
 
 
 class Greet(Message, frozen=True, tag="Greet"):
-    """What the release before does not have."""
+    """A new message of the control channel, which a box sends to all others with each beat.
+
+    `greeted` counts them; `spared` counts boxes of the release before, which do not get it.
+    """
 
     since = protocol.PROTOCOL_VERSIONS.highest
     words: control_messages.Text = ""
 
 
 class Beat(control_messages.Heartbeat, frozen=True, tag="Beat"):
-    """With what the release before does not know."""
+    """A heartbeat with a field that the release before ignores."""
 
     mood: control_messages.Text = "fine"
 
@@ -61,7 +58,10 @@ from edgemoe.cluster.control.coordination import ops
 
 
 class Mark(msgspec.Struct, frozen=True, array_like=True, tag="mark"):
-    """One more is counted."""
+    """A new operation of the embedded agreement, which a leader proposes with each beat.
+
+    `marked` counts them; `withheld` counts beats without one, because a voter is of the release before.
+    """
 
     SINCE: ClassVar[int] = protocol.PROTOCOL_VERSIONS.highest
     epoch: ops.Count
@@ -73,7 +73,7 @@ Before = coord.CoordState
 
 @dataclass(slots=True)
 class NextState(Before):
-    """With what only the new operation changes: the release before passes that over, and misses nothing of its own."""
+    """The state with a field of the new operation, which the release before skips without loss."""
 
     marks: int = 0
 
@@ -97,7 +97,7 @@ figures = {"greeted": 0, "spared": 0, "moods": 0, "marked": 0, "withheld": 0}
 
 
 class NextPlane(plane.ControlPlane):
-    """A control plane that uses what is new."""
+    """A control plane that uses the new message, field and operation."""
 
     async def _serve(self, question: Question[Any]) -> Answer[Any] | None:
         match question.message:
@@ -141,7 +141,7 @@ start = EngineProcess.start.__func__  # type: ignore[attr-defined]
 async def start_next(
     cls: type[EngineProcess], command: Sequence[str], settings: Settings, address: str
 ) -> EngineProcess:
-    """An engine of the next release, too."""
+    """Starts an engine of the next release."""
     made: EngineProcess = await start(cls, (command[0], __file__, *command[1:]), settings, address)
     return made
 

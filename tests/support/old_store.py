@@ -1,4 +1,4 @@
-"""Makes a store what the release before would have written."""
+"""Turns a store into one of the release before."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from edgemoe.store.manifest import MANIFEST, own_checksum
 
 
 def make_version_1(store: Path) -> None:
-    """Writes the manifest anew, byte for byte as version 1 has it: without encodings. All other files are the same."""
+    """Rewrites the manifest, byte for byte as in version 1: without encodings. All other files are the same."""
     plain = json.loads((store / MANIFEST).read_text()) | {"version": 1}
     for part in (plain["dense"], *plain["layers"]):
         assert part.pop("encoding") == ""

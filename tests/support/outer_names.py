@@ -1,6 +1,6 @@
-"""All that is known outside by name or place: messages, their fields, and what files hold, as plain data.
+"""All names and positions that are visible outside: messages, their fields, and the content of files, as plain data.
 
-`python tests/support/outer_names.py` prints what belongs into protocol.json for the version that is spoken now.
+`python tests/support/outer_names.py` prints the entry of protocol.json for the present version.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ STRUCTS: dict[str, type[msgspec.Struct]] = {
 
 
 def outer_names() -> dict[str, Any]:
-    """Of every language and of every struct that stands in a file or frame by itself."""
+    """Describes every language, and every struct that is a whole file or frame."""
     languages = {
         name: {tag: message_fields(kind) for tag, kind in sorted(language.messages.items())}
         for name, language in LANGUAGES.items()
@@ -57,12 +57,12 @@ def outer_names() -> dict[str, Any]:
 
 
 def message_fields(kind: type[Any]) -> dict[str, Any]:
-    """One message: the version that brought it, and its fields."""
+    """Describes one message: the version that brought it, and its fields."""
     return {"since": kind.since, **describe(inspect.type_info(kind))}
 
 
 def describe(type_: Any) -> Any:
-    """A type by what is seen of it outside, bounds included."""
+    """Describes a type by its visible form, bounds included."""
     match type_:
         case inspect.StructType():
             fields = {field.encode_name: _field(field) for field in type_.fields}
@@ -85,7 +85,7 @@ def describe(type_: Any) -> Any:
 
 
 def vars_of(type_: Any) -> dict[str, Any]:
-    """What constrains a plain type."""
+    """Returns the constraints of a plain type."""
     names = ("ge", "gt", "le", "lt", "min_length", "max_length", "pattern")
     return {name: getattr(type_, name, None) for name in names}
 
@@ -98,7 +98,7 @@ def _field(field: inspect.Field) -> Any:
 
 
 def breaks(old: Any, new: Any, where: str = "") -> list[str]:
-    """What keeps one who knows `old` from being understood by one who knows `new`, or the other way round."""
+    """Returns the differences that keep a reader of `old` from understanding `new`, or the other way round."""
     if where.endswith(".any of") and len(old) == len(new):
         return [each for pair in zip(old, new, strict=True) for each in breaks(*pair, where.removesuffix(".any of"))]
     if where.endswith(".places") and new[: len(old)] == old:  # of an array, whose end older releases do not read

@@ -1,4 +1,4 @@
-"""What a disk would still hold if the power went now."""
+"""Simulates a disk's content after a power loss."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Disk:
             monkeypatch.setattr(os, name, self._followed(getattr(os, name), getattr(self, f"_{name}")))
 
     def after_power_loss(self, path: Path) -> bytes | None:
-        """The bytes of a file that is written anew or in place; None where it would not be there."""
+        """Returns the bytes of a replaced or rewritten file after a power loss; None if it would be gone."""
         path = path.resolve()
         inode = self._names.get(path, None if path in self._renamed or not path.exists() else _inode(os.stat(path)))
         return None if inode is None else self._bytes.get(inode)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from edgemoe.encodings.codec import E2M1
 
 Tensors = dict[str, torch.Tensor]
-Quantise = Callable[[str, torch.Tensor, Tensors], torch.Tensor]  # stores a weight's parts, returns what they mean
+Quantise = Callable[[str, torch.Tensor, Tensors], torch.Tensor]  # stores a weight's parts, returns their decoded values
 FP8_BLOCK = 16
 
 
@@ -58,7 +58,7 @@ ABOUT_FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [FP8_BLO
 
 
 def row_fp8(name: str, weight: torch.Tensor, stored: Tensors) -> torch.Tensor:
-    """One scale for each row, as compressed-tensors' "channel"."""
+    """Quantises with one scale for each row, as compressed-tensors' "channel"."""
     scales = (weight.abs().amax(1, keepdim=True) / 448).to(torch.bfloat16)
     codes = (weight / scales.float()).to(torch.float8_e4m3fn)
     stored[name], stored[f"{name}_scale"] = codes, scales
@@ -74,7 +74,7 @@ def row_int8(name: str, weight: torch.Tensor, stored: Tensors) -> torch.Tensor:
 
 
 def packed(bits: int, group: int) -> Quantise:
-    """Codes of 4 or 8 bits in int32, the first lowest, a scale for each group of a row."""
+    """Quantises to codes of 4 or 8 bits in int32, the first lowest, with a scale for each group of a row."""
 
     def how(name: str, weight: torch.Tensor, stored: Tensors) -> torch.Tensor:
         most = 2 ** (bits - 1) - 1
@@ -99,7 +99,7 @@ def compressed(form: str, **weights: Any) -> dict[str, Any]:
 
 
 def mxfp4(name: str, weight: torch.Tensor, stored: Tensors) -> torch.Tensor:
-    """A stack [E, R, C] as gpt-oss has it: blocks [E, R, C / 32, 16], the first code in the lower half."""
+    """Quantises a stack [E, R, C] as gpt-oss: blocks [E, R, C / 32, 16], the first code in the lower half."""
     grouped = weight.view(*weight.shape[:-1], -1, 32)
     exponents = grouped.abs().amax(-1).clamp_min(2.0**-100).log2().floor().to(torch.int32) - 2
     table = torch.from_numpy(E2M1)
@@ -111,14 +111,14 @@ def mxfp4(name: str, weight: torch.Tensor, stored: Tensors) -> torch.Tensor:
 
 
 def words_of(numbers: torch.Tensor, bits: int) -> torch.Tensor:
-    """Whole numbers [n, m] as words of 32 bits, int32 [n, m bits / 32], the lowest bits first."""
+    """Packs whole numbers [n, m] into words of 32 bits, int32 [n, m bits / 32], the lowest bits first."""
     every = (numbers.to(torch.int64)[:, :, None] >> torch.arange(bits)) & 1
     words = (every.reshape(len(numbers), -1, 32) << torch.arange(32)).sum(2)
     return (words - (words >> 31 << 32)).to(torch.int32)
 
 
 def _levels(weight: torch.Tensor, bits: int, group: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes [R, C] of 0 and more, scales [R, G] and zero points [R, G] of columns in groups [C]."""
+    """Returns codes [R, C] from 0 up, scales [R, G] and zero points [R, G] of columns in groups [C]."""
     count = int(group.max()) + 1
     low = torch.stack([weight[:, group == each].amin(1) for each in range(count)], 1).clamp(max=-1e-6)
     high = torch.stack([weight[:, group == each].amax(1) for each in range(count)], 1).clamp(min=1e-6)
@@ -133,7 +133,7 @@ def _meant(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, group
 
 
 def gptq(bits: int, size: int, *, less: int = 1, reordered: bool = False) -> Quantise:
-    """As GPTQ's packers write it: words along columns, zero points one less, groups by activations if reordered."""
+    """Quantises as GPTQ's packers: words along columns, zero points one less, groups by activations if reordered."""
 
     def how(name: str, weight: torch.Tensor, stored: Tensors) -> torch.Tensor:
         group = torch.arange(weight.shape[1]) // size
@@ -152,7 +152,7 @@ def gptq(bits: int, size: int, *, less: int = 1, reordered: bool = False) -> Qua
 
 
 def awq(size: int) -> Quantise:
-    """As AWQ's gemm version: [C, R / 8], the even ones of 8 first."""
+    """Quantises as AWQ's gemm version: [C, R / 8], the even ones of 8 first."""
 
     def interleaved(numbers: torch.Tensor) -> torch.Tensor:
         eights = numbers.view(len(numbers), -1, 8)[:, :, [0, 2, 4, 6, 1, 3, 5, 7]]
@@ -171,7 +171,7 @@ def awq(size: int) -> Quantise:
 
 
 def with_zeros(bits: int, size: int, *, reordered: bool = False) -> Quantise:
-    """As compressed-tensors packs asymmetric groups."""
+    """Quantises to asymmetric groups, as compressed-tensors."""
 
     def how(name: str, weight: torch.Tensor, stored: Tensors) -> torch.Tensor:
         group = torch.arange(weight.shape[1]) // size
@@ -189,7 +189,7 @@ def with_zeros(bits: int, size: int, *, reordered: bool = False) -> Quantise:
 
 
 def nvfp4(name: str, weight: torch.Tensor, stored: Tensors, *, of_modelopt: bool = True) -> torch.Tensor:
-    """Sixteen columns a scale in E4M3, and one float32 for all."""
+    """Quantises with a scale in E4M3 for sixteen columns, and one float32 for all."""
     whole = weight.abs().max() / (6 * 448)
     grouped = weight.view(len(weight), -1, 16)
     scales = (grouped.abs().amax(2) / 6 / whole).clamp(2.0**-9, 448).to(torch.float8_e4m3fn)
@@ -204,7 +204,7 @@ def nvfp4(name: str, weight: torch.Tensor, stored: Tensors, *, of_modelopt: bool
 
 
 def mxfp4_packed(name: str, weight: torch.Tensor, stored: Tensors) -> torch.Tensor:
-    """MXFP4 as compressed-tensors packs a matrix."""
+    """Quantises to MXFP4 as compressed-tensors packs a matrix."""
     parts: Tensors = {}
     meant = mxfp4(name, weight, parts)
     stored[f"{name}_packed"] = parts[f"{name}_blocks"].view(len(weight), -1)

@@ -10,14 +10,14 @@ BLOCKS = re.findall(r"(?ms)^```(sh|python)\n(.*?)^```", README)  # (language, te
 
 
 def block(mark: str) -> str:
-    """The one block that has `mark` in it."""
+    """Returns the only block that contains `mark`."""
     (found,) = (text for _, text in BLOCKS if mark in text)
     return str(found)
 
 
-# What someone who reads "Use it" types while a daemon runs.
+# The commands of "Use it", for use while a daemon runs.
 TALK = block("edgemoe chat")
 CURL = block("curl --unix-socket")
 PYTHON = block("import os\n")
-# The other blocks: what installs, serves or changes this machine. Their commands are parsed, and not run.
+# The other blocks install, serve or change this machine. Their commands are parsed, and not run.
 PARSED = [text for language, text in BLOCKS if language == "sh" and text not in (TALK, CURL)]

@@ -1,4 +1,4 @@
-"""TCP relays on loopback, between boxes: each connection can be stopped once it has carried so much."""
+"""TCP relays on loopback, between boxes: each connection can be stopped after a number of bytes."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ class Relays:
         self._writers: set[asyncio.StreamWriter] = set()
 
     def limit(self, count: int) -> None:
-        """Each connection carries so many bytes more in either direction, and then nothing."""
+        """Stops each connection after `count` more bytes in either direction."""
         self._go_on.clear()
         self._left.clear()
         self._limit, self.stopped = count, 0
 
     def release(self) -> None:
-        """Everything goes on."""
+        """Lets all connections go on."""
         self._limit = None
         self._go_on.set()
 
     async def serve(self, port: int, target: int) -> asyncio.Server:
-        """Relays what comes to one port to the other."""
+        """Relays connections from one port to the other."""
 
         async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             accepting = asyncio.current_task()
@@ -66,7 +66,7 @@ class Relays:
                 await sink.drain()
 
     async def close(self) -> None:
-        """Ends all connections."""
+        """Closes all connections and ends their tasks."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -76,7 +76,7 @@ class Relays:
 
 @asynccontextmanager
 async def relays(ports: Sequence[tuple[int, int]]) -> AsyncIterator[Relays]:
-    """From each first port to each second one."""
+    """Runs relays from each first port to each second one."""
     made = Relays()
     servers = [await made.serve(*each) for each in ports]
     try:

@@ -16,7 +16,7 @@ Event = tuple[int, list[int]]  # layer, distinct experts
 def random_trace(
     seed: int, requests: int = 4, tokens: int = 40, layers: int = 3, experts: int = 12, k: int = 3
 ) -> Trace:
-    """Requests that like some experts better than others."""
+    """Makes requests that prefer some experts to others."""
     random = np.random.default_rng(seed)
     all_ids = []
     for _ in range(requests):
@@ -35,7 +35,7 @@ def events_of(trace: Trace, batch: int) -> list[Event]:
 
 
 def naive_misses(events: list[Event], capacity: int, name: str) -> int:
-    """Demand misses of an event-atomic cache; the one in the lowest slot goes where several rank lowest."""
+    """Counts demand misses of an event-atomic cache; among several lowest ranks, the lowest slot is evicted."""
     resident: dict[tuple[int, int], int] = {}  # and their slots
     last: dict[tuple[int, int], int] = {}
     count: Counter[tuple[int, int]] = Counter()

@@ -1,7 +1,7 @@
-"""A front's requests among simulated engines and a simulated leader, in which anything may happen in any order.
+"""A front's requests among simulated engines and a simulated leader, with events in any order.
 
-`World` performs the instructions of a `RequestStateMachine` and puts what they lead to into a bag. A test says which of
-it arrives next, twice, or never. `World` checks what each client gets and that nothing is left once all has ended.
+`World` performs the instructions of a `RequestStateMachine` and collects the resulting events. A test delivers any of
+them next, twice, or never. `World` checks each client's answer, and that nothing is left once all has ended.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class FakeEngine:
 
 @dataclass(slots=True)
 class Client:
-    """What one request's client has got."""
+    """The answer that one request's client has so far."""
 
     tokens: list[int] = field(default_factory=list)
     ended: str = ""  # how; "" while it waits
@@ -76,7 +76,7 @@ class WatchedMachine(RequestStateMachine):
 
 
 class World:
-    """The machine's surroundings, and all that it talks to."""
+    """The machine's surroundings, and the receivers of its instructions."""
 
     def __init__(self, route: Route = "pull", boxes: Mapping[str, Phases] | None = None, slots: int = 2) -> None:
         self.engines = {OWN: FakeEngine(OWN)}
@@ -93,7 +93,7 @@ class World:
         self.machine = WatchedMachine(slots, 64, self, lambda: self.now_s, itertools.count(1))
         self.machine.went = self.went
         self.clients: dict[str, Client] = {}
-        self.bag: list[events.RequestEvent] = []  # what may arrive
+        self.bag: list[events.RequestEvent] = []  # may arrive
         self.offers: dict[int, tuple[str, bool]] = {}  # with the present leader: number -> request, is decode
         self.granted: dict[int, str] = {}  # by it: number -> place
         self.used: set[int] = set()
@@ -132,7 +132,7 @@ class World:
     def has_signature(self, request: Request) -> bool:
         return self.alike
 
-    # --- what happens
+    # --- events
 
     def happen(self, event: events.RequestEvent) -> None:
         """Hands an event to the machine and performs its instructions."""
@@ -142,7 +142,7 @@ class World:
         self.machine.check_integrity()
 
     def accept(self, *names: str, timeout_s: float = 1e6, **sampling: Any) -> None:
-        """Has clients ask."""
+        """Accepts new requests of these names, one client each."""
         asked = Sampling(**{"max_tokens": 4000, **sampling})
         some = [Request(id=name, prompt=(1, 2, 3), sampling=asked, seed=1, salt=b"of p") for name in names]
         self.machine.check_room(some)
@@ -169,7 +169,7 @@ class World:
         engine.is_up = is_back
 
     def emit(self, place: str, name: str, count: int, *, finish: bool = False) -> events.TokensEmitted | None:
-        """Has an engine compute tokens of its attempt at a request; returns what it says."""
+        """Computes tokens of an engine's attempt at a request; returns the event of their emission."""
         engine = self._engine(place)
         found = [] if engine is None else [one for (id_, _), one in engine.attempts.items() if id_ == name]
         if not found or engine is None:
@@ -203,7 +203,7 @@ class World:
         return None
 
     def fetched(self, place: str, name: str, why: str = "") -> events.PrefixFetched | None:
-        """Has an engine say what came of a fetch."""
+        """Ends a fetch of an engine; returns its event."""
         engine = self._engine(place)
         if engine is not None:
             for id_, attempt in engine.fetches:
@@ -231,7 +231,7 @@ class World:
         self.offers.clear()
         self.granted.clear()
 
-    # --- what is told
+    # --- instructions
 
     def _engine(self, place: str) -> FakeEngine | None:
         return next((one for one in self.engines.values() if one.place == place and one.is_up), None)
@@ -299,7 +299,7 @@ class World:
     # --- the end
 
     def come_to_an_end(self) -> None:
-        """From now on engines live, the leader decides and messages arrive: each request is to be answered."""
+        """Answers each request: from now on engines live, the leader decides and messages arrive."""
         for engine in self.engines.values():
             engine.is_up = True
         late, self.bag = self.bag, []
@@ -322,7 +322,7 @@ class World:
         self._check_nothing_is_left()
 
     def _news(self) -> list[events.RequestEvent]:
-        """Returns what a healthy world says next."""
+        """Returns the next events of a healthy world."""
         found, self.bag = self.bag, []
         for number in [number for number in self.offers if number not in self.granted]:
             found.append(self.decide(number, next(iter(self.others()), self.own_place())))
@@ -345,7 +345,7 @@ class World:
         return found
 
     def _check_nothing_is_left(self) -> None:
-        """Raises AssertionError where engines or the leader are left with what nobody waits for."""
+        """Raises AssertionError if engines or the leader keep anything of ended requests."""
         assert not self.machine.handle(events.TimePassed())
         left = {number for number in self.offers if number not in self.used}
         assert not left, f"the leader is left with offers {left}"

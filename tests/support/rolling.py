@@ -1,10 +1,10 @@
-"""Three boxes that agree by raft, restarted one after the other under load, with other releases where that is said.
+"""Three boxes that agree by raft, restarted one after the other under load, with other releases if asked for.
 
-    python tests/support/rolling.py            # N -> N + 1 -> N
-    python tests/support/rolling.py restart    # each box once, no other release
+* python tests/support/rolling.py: N -> N + 1 -> N
+* python tests/support/rolling.py restart: each box once, no other release
 
-Clients ask all boxes in turn. One that refuses a connection, or that says that it is shutting down, is passed over;
-whatever else does not end with the right text is lost.
+Clients ask all boxes in turn. A box that refuses a connection, or is shutting down, is passed over. Any other
+request without the right text counts as lost.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ WITHIN_S = 120.0
 
 
 def settings_of(folder: Path, model_dir: Path, names: Sequence[str], **cluster: Any) -> list[Settings]:
-    """Boxes that list each other and spread their requests."""
+    """Returns settings of boxes that list each other and spread their requests."""
     ports = free_ports(len(names))
     keys = {name: generate(folder / f"{name}.key").public.decode() for name in names}
     entry = '[[peer]]\nnode = "{}"\naddress = "127.0.0.1:{}"\nkey = "{}"\n'
@@ -78,14 +78,14 @@ class Box:
             self.process = subprocess.Popen([*command, said], stdout=file, stderr=file)
 
     async def leave(self) -> None:
-        """By SIGTERM: what runs there is finished."""
+        """Terminates the box by SIGTERM, so that it finishes its requests."""
         assert self.process is not None
         self.process.terminate()
         status = await asyncio.to_thread(self.process.wait, WITHIN_S)
         assert status == 0, f"{self.node} ended with {status}; see {self.log}"
 
     async def health(self) -> dict[str, Any]:
-        """{} where nobody answers."""
+        """Returns the body of /health; {} if the box does not answer."""
         with contextlib.suppress(httpx.HTTPError):
             async with http_client(self.settings) as client:
                 return dict((await client.get("/health")).json())
@@ -94,7 +94,7 @@ class Box:
 
 @dataclass
 class Load:
-    """What clients have asked, and what became of it."""
+    """The clients' requests, and their outcomes."""
 
     boxes: Sequence[Box]
     right: str
@@ -134,7 +134,7 @@ class Load:
 
 
 async def ask(box: Box) -> str | None:
-    """A streamed completion over a connection of its own; None from a box that takes none. Raises ValueError."""
+    """Streams a completion over a connection of its own; None from a box that takes none. Raises ValueError."""
     body = {"model": "tiny", "prompt": "roll on", "max_tokens": TOKENS, "temperature": 0, "stream": True}
     async with http_client(box.settings) as client, client.stream("POST", "/v1/completions", json=body) as answer:
         if answer.status_code == 503:
@@ -164,7 +164,7 @@ async def settled(boxes: Sequence[Box]) -> bool:
 
 
 async def equal_digests(boxes: Sequence[Box]) -> None:
-    """Waits until all have come by one entry of the agreement with the same state, whatever comes in meanwhile."""
+    """Waits until all boxes have reported one entry of the agreement with the same state, also under load."""
     seen: dict[str, set[tuple[int, str]]] = {box.node: set() for box in boxes}
 
     async def met() -> bool:
@@ -178,7 +178,7 @@ async def equal_digests(boxes: Sequence[Box]) -> None:
 
 @asynccontextmanager
 async def three(folder: Path, model_dir: Path) -> AsyncIterator[list[Box]]:
-    """Three boxes of this release that are ready."""
+    """Runs three boxes of this release, and yields them when they are ready."""
     settings = settings_of(folder, model_dir, NODES, coordination="raft")
     boxes = [Box(one, folder / f"{one.cluster.node}.log") for one in settings]
     try:
@@ -194,7 +194,7 @@ async def three(folder: Path, model_dir: Path) -> AsyncIterator[list[Box]]:
 
 
 async def roll(boxes: Sequence[Box], rounds: Sequence[Sequence[str]], after: Callable[[], Awaitable[Any]]) -> Load:
-    """Starts every box anew with each command, one after the other, under load. `after` each round is awaited."""
+    """Restarts every box with each command, one after the other, under load. `after` each round is awaited."""
     right = await ask(boxes[0])
     assert right
     load = Load(boxes, right)

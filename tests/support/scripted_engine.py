@@ -1,10 +1,7 @@
-"""An engine process without a model that speaks the real wire. What it says is a function of prompt and index.
+"""An engine process without a model that speaks the real wire. Its tokens are a function of prompt and index.
 
-The prompt steers it: SAY{text} makes it say the text and end; DIE@n has it killed when token n is due, on the first
-attempt only; DIE-ALWAYS on every attempt; HANG@n has it say nothing more; FAIL{code} ends the request with an error.
-REST@n has it say nothing more where another box is to go on.
-LOSE{NODES}END has the engines of these boxes answer nothing when they are to fetch blocks, MISS{NODES}END find none.
-Anything else yields letters drawn by a hash of (prompt, seed, choice, index), up to max_tokens.
+By default it emits letters drawn by a hash of (prompt, seed, choice, index), up to max_tokens. A `COMMAND` in the
+prompt changes that.
 """
 
 from __future__ import annotations
@@ -59,19 +56,25 @@ from edgemoe.types.snapshot import IN_RAM, ON_DISK, EngineSnapshot, RequestProgr
 
 STEP_S = float(os.environ.get("SCRIPTED_STEP_S", "0.002"))
 CONTEXT = int(os.environ.get("SCRIPTED_CONTEXT", "4096"))
+# The commands in a prompt:
+# * SAY{text}END: emits the text and ends
+# * FAIL{code}END: ends the request with an error
+# * DIE@n: kills the engine when token n is due, on the first attempt only; DIE-ALWAYS on every attempt
+# * HANG@n: emits nothing from token n on; REST@n likewise, if another box should go on
+# * LOSE{nodes}END: the engines of these boxes never answer a fetch of blocks; MISS{nodes}END: they find none
 COMMAND = re.compile(r"(SAY|FAIL|LOSE|MISS)\{(.*?)\}END|(DIE|HANG|REST)@(\d+)|(DIE-ALWAYS)", re.S)
 
 CHOICES = ExpertDemand(b"\x80" * 16, bytes(16), (), 0.002, 1e-4)
 
 
 def signature(request: Request) -> ExpertSignature:
-    """What its prompt chose: the first experts or the last, by the parity of its seed."""
+    """Returns the signature of a prompt: the first experts or the last, by the parity of its seed."""
     chosen = [4, 4, 0, 0, 0, 0, 0, 0][:: -1 if request.seed % 2 else 1]
     return ExpertSignature(*shares_of(np.tile(chosen, (2, 1)), 2))
 
 
 def refusal(submit: Submit) -> Emission:
-    """What an engine that drains says to a request."""
+    """Returns a draining engine's refusal of a request."""
     return Emission(
         request=submit.request.id,
         attempt=submit.attempt,
@@ -156,7 +159,7 @@ class Scripted:
         await self.end.close()
 
     def pull(self, message: FetchPrefixKV) -> None:
-        """Says that all blocks have come, or what the prompt wants said."""
+        """Answers a fetch: all blocks have come, or the failure that the prompt asks for."""
         commands = self.commands(self.text(message.prompt))
         if self.node not in commands.get("LOSE", ""):
             why = "missing" if self.node in commands.get("MISS", "") else ""

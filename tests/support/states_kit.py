@@ -14,7 +14,7 @@ SLOTS = 30
 
 
 class PlainStates:
-    """One vector a slot; slot 0 is zero, the others what somebody left."""
+    """One vector a slot; slot 0 is zero, the others NaN until written."""
 
     def __init__(self, slots: int) -> None:
         self.data = torch.full((slots, SPEC.hidden), torch.nan)

@@ -1,4 +1,4 @@
-"""A data set whose routes follow from the last two tokens, so that what can be learnt is known."""
+"""A data set whose routes follow from the last two tokens, so that the best forecast is known."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EXPERTS = (6, 8, 8)  # layers of different sizes
 
 
 def routes_of(tokens: np.ndarray) -> np.ndarray:
-    """[n] -> [n, L, k]: one expert follows from this token, one from the token before."""
+    """Returns routes [n, L, k] of tokens [n]: one expert by this token, one by the token before."""
     before = np.concatenate([[0], tokens[:-1]])
     layers = []
     for layer, size in enumerate(EXPERTS):
@@ -40,7 +40,7 @@ def dataset(directory: Path, count: int = 120) -> Path:
 
 
 def checkpoint(directory: Path) -> Path:
-    """A directory with nothing but a token embedding."""
+    """Makes a directory with only a token embedding."""
     directory.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(0)
     table = torch.randn(VOCAB, EMBEDDING, generator=generator).to(torch.bfloat16)

@@ -1,4 +1,4 @@
-"""What the tests of tiers share: a small model's experts in a file, and the plain way to compute them."""
+"""Shared parts of the tests of tiers: a small model's experts in a file, and a plain computation of them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def emulated(expert_bytes: int, link_bytes_per_s: float = 1e12) -> DeviceBudget:
 
 
 class Weights:
-    """Random experts, and what they compute when all are at hand."""
+    """Random experts, and their output with all in memory."""
 
     def __init__(self, geometry: ExpertGeometry, seed: int = 0) -> None:
         self.geometry = geometry
@@ -44,10 +44,10 @@ class Weights:
     def bytes_of(self, layer: int, expert: int) -> bytes:
         parts = (self.gate_up[layer, expert], self.down[layer, expert])
         found = b"".join(part.contiguous().view(torch.uint8).numpy().tobytes() for part in parts)
-        return found.ljust(self.geometry.expert_bytes(layer), b"\xff")  # where it has bytes that nothing reads: NaN
+        return found.ljust(self.geometry.expert_bytes(layer), b"\xff")  # NaN in the unread rest
 
     def forward(self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Every call on its own, in float64."""
+        """Computes every call on its own, in float64."""
         out = torch.zeros(hidden.shape, dtype=torch.float64)
         for t, row in enumerate(ids.tolist()):
             for j, expert in enumerate(row):
@@ -61,7 +61,7 @@ class Weights:
     def route(
         self, tokens: int, rng: np.random.Generator, layer: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Hidden states [T, H], distinct experts of a layer and their weights [T, k]."""
+        """Returns hidden states [T, H], distinct experts of a layer and their weights [T, k]."""
         geometry = self.geometry
         hidden = torch.from_numpy(rng.standard_normal((tokens, geometry.hidden)).astype(np.float32))
         if geometry.bf16:
@@ -72,7 +72,7 @@ class Weights:
 
 
 class FileStore:
-    """Implements `types.Store` on one file. Reads of experts in `held` wait; those in `damaged` fail."""
+    """Implements `types.Store` on one file. Reads of experts in `held` wait; reads of `damaged` ones fail."""
 
     def __init__(self, weights: Weights) -> None:
         self.geometry = weights.geometry
@@ -123,7 +123,7 @@ def small_tiers(
     on_disk: BoolArray | None = None,
     **fetching: Any,
 ) -> ExpertTiers:
-    """Tiers with so many slots in RAM and in each emulated device."""
+    """Makes tiers with `ram_slots` slots in RAM and `device_slots` in emulated devices."""
     policy = LRU(geometry.layers, geometry.experts)
     devices = [emulated(slots * geometry.largest_bytes, link_bytes_per_s) for slots in device_slots]
     return ExpertTiers(
@@ -139,7 +139,7 @@ def small_tiers(
 
 @contextlib.contextmanager
 def running(tiers: ExpertTiers, *, fill: bool = False) -> Iterator[ExpertTiers]:
-    """The tiers with their loop on a thread of its own; at the end nothing may be left behind."""
+    """Runs the tiers with their loop on a thread of its own; at the end nothing may be left behind."""
     loop = asyncio.new_event_loop()
     task = loop.create_task(tiers.run() if fill else tiers.loader.run())
     thread = threading.Thread(target=_run, args=(loop, task), daemon=True)

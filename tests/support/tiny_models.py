@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of all families, and what it takes to run them all resident."""
+"""Tiny random checkpoints of all families, and a way to run them all resident."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2
 
 
 def _with_vision(**text: Any) -> Any:
-    """The configuration of a model that also sees, as most checkpoints of Qwen3.5 are."""
+    """Returns the configuration of a model with vision, as most checkpoints of Qwen3.5 have it."""
     return transformers.Qwen3_5MoeConfig(text_config=text, vision_config=VISION)
 
 
@@ -233,7 +233,7 @@ class ResidentExperts:
         return out
 
     def _activated(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        """By definition."""
+        """Applies the activation by its definition."""
         kind, alpha, limit = self._activation
         if kind == "gelu_tanh":
             return gate / 2 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3))) * up
@@ -243,7 +243,7 @@ class ResidentExperts:
         return gate / (1 + torch.exp(-gate)) * up
 
     def computed(self, ids: torch.Tensor, weights: torch.Tensor, served: int) -> None:
-        raise AssertionError("nobody knows where experts lie")
+        raise AssertionError("these experts have no slots")
 
     def hint(self, layer: int, probs: torch.Tensor) -> None:
         self.hints.append((layer, probs))

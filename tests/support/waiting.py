@@ -16,7 +16,7 @@ POLL_S = 2e-3
 def wait_until(
     condition: Callable[[], T], within_s: float = WITHIN_S, meanwhile: Callable[[], object] | None = None
 ) -> T:
-    """Returns what `condition` returned when it became true. `meanwhile` is what brings that about, else time does."""
+    """Waits until `condition` is true and returns its value. Calls `meanwhile` in between, or sleeps."""
     end_s = time.monotonic() + within_s
     while not (found := condition()):
         assert time.monotonic() < end_s, f"it did not happen within {within_s:g} s"
@@ -28,7 +28,7 @@ def wait_until(
 
 
 async def until(condition: Callable[[], T | Awaitable[T]], within_s: float = WITHIN_S) -> T:
-    """Returns what `condition`, which may be async, returned when it became true."""
+    """Waits until `condition`, which may be async, is true, and returns its value."""
     end_s = time.monotonic() + within_s
     while True:
         found = condition()

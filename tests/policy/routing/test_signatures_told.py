@@ -65,8 +65,8 @@ def test_step_times_are_those_of_the_steps_and_never_less_than_nothing() -> None
     for _ in range(200):
         loaded = float(rng.integers(20, 80))
         steps, seconds, experts = steps + 4, seconds + 4 * (0.01 + 1e-4 * loaded), experts + 4 * loaded
-        fit.look(steps, seconds, experts)
-    fit.look(steps, seconds, experts)  # no step has run since
+        fit.update_totals(steps, seconds, experts)
+    fit.update_totals(steps, seconds, experts)  # no step has run since
     step_s, expert_s = fit.times()
     assert (step_s, expert_s) == pytest.approx((0.01, 1e-4), rel=0.05)
 
@@ -76,7 +76,7 @@ def test_step_times_stay_within_what_steps_took(stretches: list[tuple[float, flo
     fit, totals = StepTimes(), np.zeros(3)
     for seconds, experts in stretches:
         totals += (1.0, seconds, experts)
-        fit.look(*totals.tolist())
+        fit.update_totals(*totals.tolist())
     step_s, expert_s = fit.times()
     longest = max(seconds for seconds, _ in stretches)
     assert expert_s >= 0
@@ -86,8 +86,8 @@ def test_step_times_stay_within_what_steps_took(stretches: list[tuple[float, flo
 def test_time_that_grows_faster_than_experts_do_leaves_none_for_the_rest_of_a_step() -> None:
     for n in range(1, 300):
         fit = StepTimes()
-        fit.look(1, 1e-3, 1)
-        fit.look(2, 1e-3 + n / 7, 1 + 3 + n % 11)
+        fit.update_totals(1, 1e-3, 1)
+        fit.update_totals(2, 1e-3 + n / 7, 1 + 3 + n % 11)
         step_s, expert_s = fit.times()
         assert step_s == pytest.approx(0.0, abs=1e-12)
         assert step_s >= 0
@@ -97,5 +97,5 @@ def test_time_that_grows_faster_than_experts_do_leaves_none_for_the_rest_of_a_st
 def test_where_all_steps_were_alike_half_of_their_time_counts_as_the_experts() -> None:
     fit = StepTimes()
     for n in range(1, 50):
-        fit.look(n, n * 0.02, n * 100)
+        fit.update_totals(n, n * 0.02, n * 100)
     assert fit.times() == pytest.approx((0.01, 1e-4), rel=1e-6)
