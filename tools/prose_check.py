@@ -25,6 +25,7 @@ HEADER_LINES = 5
 CONTENT_WORDS = {"function": 3, "noun": 2, "header": 3}
 BARE_NAMES = {"look", "hear", "take", "tell", "settle"}
 SHARED_FILE_NAMES = {"__init__.py", "__main__.py", "conftest.py", "metrics.py", "messages.py", "command.py"}
+SHARED_FILE_NAMES |= {"decode_attention.py", "experts_decode.py"}  # of the kernels for CPUs and GPUs
 
 # --- the rules ---------------------------------------------------------------------------------------------------
 

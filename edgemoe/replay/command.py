@@ -15,7 +15,7 @@ from edgemoe.replay import parsing
 
 if TYPE_CHECKING:
     from edgemoe.replay.box import BoxSpec
-    from edgemoe.replay.policies import PolicyMaker
+    from edgemoe.replay.replay_policies import PolicyMaker
     from edgemoe.replay.run import ReplayMetrics
     from edgemoe.replay.trace import Trace
 
@@ -119,7 +119,7 @@ def replay_all(
 
     `more` are policies besides the served ones; gap_closed starts from the best of `baselines`.
     """
-    from edgemoe.replay.policies import learned
+    from edgemoe.replay.replay_policies import learned
     from edgemoe.replay.run import replay
     from edgemoe.replay.trace import load
 

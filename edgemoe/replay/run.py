@@ -13,7 +13,7 @@ import torch
 from edgemoe.errors import ConfigError
 from edgemoe.replay.bound import ByteBelady
 from edgemoe.replay.box import BoxSpec, Counts, ReplayBox, TraceRanks
-from edgemoe.replay.policies import MAKERS, PolicyMaker
+from edgemoe.replay.replay_policies import MAKERS, PolicyMaker
 from edgemoe.replay.trace import Ids, Step, Trace, chosen
 from edgemoe.types.arrays import FloatArray
 from edgemoe.types.experts import CachePolicy, ExpertGeometry

@@ -14,7 +14,7 @@ import pytest
 from support.kept import STORES
 
 from edgemoe.experts.compute.cuda import ROWS
-from edgemoe.kernels.gpu import experts as gpu_experts
+from edgemoe.kernels.gpu import expert_blocks as gpu_experts
 from edgemoe.kernels.gpu import experts_decode
 from edgemoe.types.encoding import ENCODINGS
 from edgemoe.types.experts import Activation, ExpertGeometry

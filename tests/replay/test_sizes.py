@@ -13,7 +13,7 @@ from edgemoe.errors import ConfigError
 from edgemoe.replay import main
 from edgemoe.replay.bound import ByteBelady
 from edgemoe.replay.box import BoxSpec
-from edgemoe.replay.policies import MAKERS
+from edgemoe.replay.replay_policies import MAKERS
 from edgemoe.replay.run import replay
 from edgemoe.replay.trace import Trace, chosen
 from edgemoe.types.experts import PAGE_BYTES

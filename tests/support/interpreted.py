@@ -23,7 +23,7 @@ from edgemoe.experts.compute.cuda import GpuCalls, block_rows, blocks_of
 from edgemoe.experts.compute.dispatch import Group
 from edgemoe.kernels.cpu.expert_math import ExpertSlab, one_by_one
 from edgemoe.kernels.cpu.experts_decode import ExpertLayout
-from edgemoe.kernels.gpu import experts as gpu_experts
+from edgemoe.kernels.gpu import expert_blocks as gpu_experts
 from edgemoe.types.encoding import ENCODINGS
 from edgemoe.types.experts import SILU, Activation, ExpertGeometry
 from edgemoe.types.size_classes import SlabLayout

@@ -33,7 +33,7 @@ class GpuCalls:
 
     def __init__(self, slab: torch.Tensor, layout: SlabLayout, geometry: ExpertGeometry) -> None:
         """Compiles the kernels for all block sizes. Raises Triton's errors."""
-        from edgemoe.kernels.gpu import experts as gpu_experts
+        from edgemoe.kernels.gpu import expert_blocks as gpu_experts
 
         self._experts, self._block_shape = gpu_experts.experts, gpu_experts.block_shape
         self._slab, self._geometry = slab.view(-1), geometry
@@ -88,7 +88,7 @@ class ResidentSlots:
         settle: Callable[[], None],
     ) -> None:
         """Takes the slot of each expert, `where` [L, E], NONE if missing. `settle` waits for copies into the slab."""
-        from edgemoe.kernels.gpu import experts as gpu_experts
+        from edgemoe.kernels.gpu import expert_blocks as gpu_experts
         from edgemoe.kernels.gpu import experts_decode
 
         self._compute, self._slab, self._where, self._settle = experts_decode, slab.view(-1), where, settle

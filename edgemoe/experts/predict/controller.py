@@ -15,7 +15,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
-from edgemoe.experts.predict.fusion import Blend, Forecaster
+from edgemoe.experts.predict.forecast_blend import Blend, Forecaster
 from edgemoe.experts.predict.next_use import PREDICTOR, Ids, NextUsePredictor, link_predictor, read_state, write_state
 from edgemoe.experts.predict.predictive_policy import RankPredictor
 from edgemoe.experts.predict.prefetch_planner import PrefetchRequests

@@ -19,8 +19,8 @@ from safetensors.numpy import load_file, save
 
 from edgemoe.durable import replace_file
 from edgemoe.experts.predict import online_mlp as learner
-from edgemoe.experts.predict.fusion import BINS as SHARES
-from edgemoe.experts.predict.fusion import FUSE_CHANCES, HORIZONS, SAMPLE, AwaitedForecast
+from edgemoe.experts.predict.forecast_blend import BINS as SHARES
+from edgemoe.experts.predict.forecast_blend import FUSE_CHANCES, HORIZONS, SAMPLE, AwaitedForecast
 from edgemoe.experts.predict.next_use_step import (
     FOLLOW,
     LOG_DECAY,

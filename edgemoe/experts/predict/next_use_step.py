@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from edgemoe.experts.predict.fusion import BINS as SHARES
-from edgemoe.experts.predict.fusion import HORIZONS, NEXT_STEP, fuse
+from edgemoe.experts.predict.forecast_blend import BINS as SHARES
+from edgemoe.experts.predict.forecast_blend import HORIZONS, NEXT_STEP, fuse
 from edgemoe.experts.predict.online_mlp import DECAY, FEATURES, FLAT, HORIZON_STEPS, LEARNER, OWN, add, describe, score
 from edgemoe.experts.predict.routing_memory import LOOKS, MEMORY, NONE, add_matches, append, pack, recall, shift
 from edgemoe.jit.intrinsics import (

@@ -10,7 +10,7 @@ import math
 
 import numpy as np
 
-from edgemoe.experts.predict.fusion import NEXT_STEP, SAMPLE
+from edgemoe.experts.predict.forecast_blend import NEXT_STEP, SAMPLE
 from edgemoe.experts.predict.next_use_step import (
     AT_REST,
     BEGUN,

@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from edgemoe.experts.predict.fusion import (
+from edgemoe.experts.predict.forecast_blend import (
     NEXT_LAYER,
     NEXT_STEP,
     AwaitedForecast,

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from edgemoe.experts.predict.fusion import Forecaster
+from edgemoe.experts.predict.forecast_blend import Forecaster
 from edgemoe.experts.predict.next_use import Ids
 from edgemoe.experts.predict.prefetch_planner import PrefetchRequests, TierPrices
 from edgemoe.experts.tiers.residency import Residency

@@ -14,7 +14,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from edgemoe.kernels.gpu.experts import activated
+from edgemoe.kernels.gpu.expert_blocks import activated
 from edgemoe.kernels.gpu.weights import jit
 
 COMPILED: Any = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1")
@@ -192,7 +192,7 @@ def row_sums(  # type: ignore[no-untyped-def]
 @jit
 def call_gate_up(  # type: ignore[no-untyped-def]
     x,  # float32 [T, H], in planes
-    slab,  # bytes: a slot every `stride`, see `experts.gate_up`
+    slab,  # bytes: a slot every `stride`, see `expert_blocks.gate_up`
     slots,  # int32 [E] of the layer
     ids,  # int64 [T * k]
     mid,  # float32 [T * k, I] out, in planes
@@ -310,7 +310,7 @@ def experts_decode(planes: Any, slab: Any, slots: Any, ids: Any, shares: Any, si
     """Writes the weighted outputs of the calls `ids` [T * k] to `out` [T * k, H], each in a row of its own.
 
     `planes` are the hidden states [T, H] by `in_planes`. `slots` [E] are the slots of the layer's experts, and `sizes`
-    its `experts.constants`. Nothing is read by the host.
+    its `expert_blocks.constants`. Nothing is read by the host.
     """
     import torch
 

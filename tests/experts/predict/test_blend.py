@@ -7,7 +7,7 @@ import numpy.typing as npt
 import pytest
 from support.kept import KERNELS
 
-from edgemoe.experts.predict.fusion import HORIZONS, NEXT_LAYER, NEXT_STEP, AwaitedForecast, Blend, GateFusion
+from edgemoe.experts.predict.forecast_blend import HORIZONS, NEXT_LAYER, NEXT_STEP, AwaitedForecast, Blend, GateFusion
 from edgemoe.experts.predict.next_use import NextUsePredictor, link_predictor
 from edgemoe.policy.fusion import Calibration
 from edgemoe.types.arrays import FloatArray

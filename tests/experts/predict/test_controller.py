@@ -17,7 +17,7 @@ from support.waiting import wait_until
 from edgemoe.experts.predict import controller as module
 from edgemoe.experts.predict import predictive_policy as foresight
 from edgemoe.experts.predict.controller import Controller, Kept
-from edgemoe.experts.predict.fusion import NEXT_LAYER
+from edgemoe.experts.predict.forecast_blend import NEXT_LAYER
 from edgemoe.experts.predict.next_use import NextUsePredictor
 from edgemoe.experts.predict.predictive_policy import LearnedPolicy
 from edgemoe.experts.predict.prefetch_planner import LEAST_CHANCE, MOST_MOVES, WINDOW, PrefetchPlanner

@@ -23,8 +23,8 @@ from edgemoe.experts.predict.next_use import link_predictor
 from edgemoe.experts.predict.predictive_policy import LearnedPolicy
 from edgemoe.replay.bound import ByteBelady
 from edgemoe.replay.box import BoxSpec
-from edgemoe.replay.policies import MAKERS as SERVED
-from edgemoe.replay.policies import PolicyMaker
+from edgemoe.replay.replay_policies import MAKERS as SERVED
+from edgemoe.replay.replay_policies import PolicyMaker
 from edgemoe.replay.run import Replay, ReplayedStep
 from edgemoe.replay.trace import Step, Trace, first, in_turn, load
 from edgemoe.types.arrays import IntArray

@@ -27,7 +27,7 @@ from edgemoe.experts.predict.next_use import NextUsePredictor, write_state
 from edgemoe.experts.predict.predictive_policy import LearnedPolicy
 from edgemoe.policy.cache_ranks import LRU
 from edgemoe.replay.box import BoxSpec
-from edgemoe.replay.policies import PolicyMaker
+from edgemoe.replay.replay_policies import PolicyMaker
 from edgemoe.replay.run import replay
 from edgemoe.replay.trace import Trace, load
 from edgemoe.telemetry.metrics import LEARNED_SECONDS

@@ -38,7 +38,7 @@ from edgemoe.experts.transfer.link_prefetch import IdleWindow
 from edgemoe.policy.cache_ranks import LRU
 from edgemoe.replay.bound import Belady, ByteBelady
 from edgemoe.replay.box import BoxSpec
-from edgemoe.replay.policies import next_uses
+from edgemoe.replay.replay_policies import next_uses
 from edgemoe.replay.run import Replay, ReplayedStep
 from edgemoe.replay.trace import Trace
 from edgemoe.telemetry.recorder import Recorder

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from edgemoe.errors import ConfigError, EdgemoeError
 from edgemoe.replay.command import BOUND, Row, add_arguments, machine_of, replay_all, row_of, show
-from edgemoe.replay.policies import MAKERS as SERVED
-from edgemoe.replay.policies import PolicyMaker
+from edgemoe.replay.replay_policies import MAKERS as SERVED
+from edgemoe.replay.replay_policies import PolicyMaker
 from edgemoe.replay.trace import Trace
 from tools.research.cache import libcachesim
 from tools.research.cache.compared_caches import LFRU, LFU, CyclicEWMA, RandomPolicy
