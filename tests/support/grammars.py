@@ -19,7 +19,7 @@ from support.front_kit import byte_level_tokenizer
 
 @cache
 def trials() -> GrammarTrials:
-    """With the marks of all dialects as tokens."""
+    """Makes grammar trials with the marks of all dialects as tokens."""
     marks = {mark for one in table.DIALECTS for mark in marks_of(one)}
     tokenizer = byte_level_tokenizer(marks=())
     tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in sorted(marks) if TOKEN.fullmatch(mark)])
@@ -27,7 +27,7 @@ def trials() -> GrammarTrials:
 
 
 def first(choice: GrammarChoice | None) -> str | None:
-    """What `GrammarChecker.first` returns."""
+    """Returns the first grammar of a choice that compiles, as `GrammarChecker.first` does."""
     if choice is None:
         return None
     refusal = None
