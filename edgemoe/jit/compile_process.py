@@ -37,7 +37,7 @@ class CompileProcess:
         return self._process is not None and self._process.poll() is None
 
     def close(self) -> None:
-        """Ends the process."""
+        """Kills the process, if it was started, and waits for its end."""
         if self._process is not None:
             assert self._process.stdin is not None
             self._process.kill()

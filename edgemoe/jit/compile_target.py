@@ -31,7 +31,7 @@ ICE = V4 | {"avx512bitalg", "avx512ifma", "avx512vbmi", "avx512vbmi2", "avx512vn
 class ProcessorKind(NamedTuple):
     """Processors for which one machine code is right and fast."""
 
-    features: frozenset[str]  # of those that our code asks for
+    features: frozenset[str]  # the ones that our code asks for
     needed: set[str]  # features that LLVM may use; a virtual machine may hide some
     members: tuple[str, ...]
 

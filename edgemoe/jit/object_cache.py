@@ -1,7 +1,7 @@
 """Keeps compiled kernels on disk as object files, so that an engine that starts again compiles nothing.
 
 Numba compiles, LLVM writes one object file of the result, and the linker fills in the addresses. Nothing is pickled.
-A wheel brings the object files of the common kinds of processors (`BUILT`). Those compiled here are kept in a
+A wheel brings the object files of the common kinds of processors (`BUILT`). Files compiled here are kept in a
 directory. Write access to it means running code as the service: it must belong to this user, writable by no other.
 """
 

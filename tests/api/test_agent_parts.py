@@ -1,4 +1,4 @@
-"""Every kind of tool, item, part and field of the references of Responses and Messages does what docs/api.md says."""
+"""Every kind of tool, item, part and field of Responses and Messages is treated as in the tables of docs/api.md."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from edgemoe.errors import InvalidRequest
 
 PAGE = Path(__file__).parents[2] / "docs/api.md"
 ROW = re.compile(r"^\| (Responses|Messages), (tool|item|part|block|field) \| (.*) \| (.*) \|$", re.M)
-MARK = "cormorant"  # in each part; what is read or offered has it in the prompt
+MARK = "cormorant"  # in each part; parts that are read or offered have it in the prompt
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string", "description": MARK}}}
 USER = {"role": "user", "content": "hello"}
 CALLED = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
 
-# what a part has beyond its type
+# the fields of a part beside its type
 OF_TOOLS: dict[str, Any] = {
     "function": {"name": "f", "parameters": SCHEMA},
     "custom": {"name": "f", "description": MARK, "input_schema": SCHEMA},
@@ -96,7 +96,7 @@ def leaves(kind: Any) -> Iterator[Any]:
 
 
 def types_of(union: Any) -> set[str]:
-    """The values of `type` that the official client declares for a union of parts."""
+    """Returns the values of `type` that the official client declares for a union of parts."""
     found: set[str] = set()
     for one in leaves(union):
         found |= set(re.findall(r"'(\w+)'", str(typing.get_type_hints(one).get("type"))))
@@ -120,14 +120,14 @@ READ = {"Responses": responses.ResponsesBody, "Messages": messages.MessagesBody}
 
 
 def effect_of(api: str, place: str, kind: str) -> str:
-    """What the page says of a kind: its own row's words, else those of any other."""
+    """Returns the page's words on a kind: of its own row, else of the row for any other."""
     if place == "block" and kind.endswith("_tool_result"):
         kind = "web_search_tool_result"
     return EFFECTS.get((api, place, kind)) or EFFECTS[api, place, "surprise"]
 
 
 def body_with(api: str, place: str, kind: str, earlier: bool) -> dict[str, Any]:
-    """A body with one part of the kind; an `earlier` one stands in a turn before the user's last."""
+    """Makes a body with one part of the kind; an `earlier` one stands in a turn before the user's last."""
     name = kind.partition(" ")[0]
     part = {"type": name, "name": MARK, **TEXT, "content": MARK, "output": MARK}
     own: dict[str, Any] = {"input": [USER]} if api == "Responses" else {"messages": [USER], "max_tokens": 9}

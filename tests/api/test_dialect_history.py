@@ -22,7 +22,7 @@ from edgemoe.api.text.tokenizer import TextModel
 ARGUMENTS = '{"city": "Köln \\"Süd\\" \\\\ <b>", "n": 3}'
 CALL: Any = {"id": "call_1", "type": "function", "function": {"name": "w", "arguments": ARGUMENTS}}
 EACH_CALL = "{% for m in messages %}{% for c in m.tool_calls or [] %}@{% endfor %}{% endfor %}"
-# How published templates write the arguments of past calls, and what each has to give.
+# The ways in which published templates write the arguments of past calls.
 WAYS = {
     "text behind text": "{{ 'f' + c['function']['arguments'] + 'g' }}",
     "text before text": "{{ c.function.arguments + 'g' }}",

@@ -91,7 +91,7 @@ MARK = re.compile(r"(<\|\w+\|>)")
 def assert_without_headers(written: str, output: str) -> None:
     """Checks messages: all but marks was written, in order; texts beside a mark of a header may be missing."""
     written = MARK.sub("", written)
-    parts, ends = MARK.split(output), {0}  # where what was written so far may end
+    parts, ends = MARK.split(output), {0}  # possible ends of the text read so far
     marks = ["", *parts[1::2], ""]
     for before, part, after in zip(marks, parts[::2], marks[1:], strict=False):
         is_header = before in ("<|start|>", "<|channel|>", "<|constrain|>") or after in ("<|channel|>", "<|message|>")

@@ -78,7 +78,7 @@ def call(name: str, arguments: Any, escape: bool = False) -> str:
 
 
 async def both(client: openai.AsyncOpenAI, **asked: Any) -> list[Any]:
-    """The only item of the answer, whole and streamed."""
+    """Returns the only item of the answer, whole and streamed."""
     (whole,) = (await client.responses.create(model="tiny", **asked)).output
     async with client.responses.stream(model="tiny", **asked) as stream:
         (streamed,) = (await stream.get_final_response()).output

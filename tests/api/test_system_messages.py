@@ -1,4 +1,4 @@
-"""Words of the system's between turns reach every model, whatever its chat template does with them."""
+"""The system's messages between turns reach every model, under any chat template."""
 
 from __future__ import annotations
 

@@ -236,7 +236,7 @@ def kind_of(value: Any) -> str:
 
 
 def as_json(text: str, allowed: frozenset[str]) -> str:
-    """Returns `text` as JSON: as it is where it writes a value of a type that is allowed, else as a string."""
+    """Returns `text` as JSON: unchanged if it is a JSON value of an allowed type, else as a string."""
     if allowed <= TEXT:
         return quoted(text)
     word = text.strip()
@@ -431,7 +431,10 @@ class ParameterForm:
         if self.layout:
             yield from source.accept("\n")
         ends = (f"\n{self.after_value}", self.after_value) if self.layout else (self.after_value,)
-        following = (f"\n{self.before_key}", "\n" + "\n".join(self.end))  # where the model omits `after_value`
+        following = (
+            f"\n{self.before_key}",
+            "\n" + "\n".join(self.end),
+        )  # if the model omits `after_value`
         allowed = kinds(properties(call.parameters).get(key), call.parameters)
         if allowed <= TEXT:
             end = yield from _text(source, call.write, (*ends, *following))

@@ -34,7 +34,7 @@ class MessageTurn(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OfferedTool(msgspec.Struct, frozen=True, kw_only=True):
-    """A tool of any kind; only those of type "custom", or of none, are the client's own functions."""
+    """A tool of any kind. Tools of type "custom", or without a type, are the client's own functions."""
 
     name: str | None = None
     type: str | None = None

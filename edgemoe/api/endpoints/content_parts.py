@@ -1,7 +1,7 @@
 """Reads content parts of OpenAI's Responses and Anthropic's Messages as text.
 
-A part that the model cannot read is refused where the user has just sent it, and replaced by a note elsewhere: a
-conversation that holds a screenshot goes on.
+A part that the model cannot read is refused in the user's last turn. Elsewhere a note replaces it, so that a
+conversation with a screenshot goes on.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import msgspec
 from edgemoe.errors import InvalidRequest
 from edgemoe.types.arrays import Json
 
-# where each kind of part has its text
+# kind of part -> the field that has its text
 TEXT_FIELDS = {
     "text": "text",
     "input_text": "text",
@@ -23,7 +23,7 @@ TEXT_FIELDS = {
     "reasoning_text": "text",
     "refusal": "refusal",
 }
-# parts that only the server can read which wrote them, or that report what it did
+# parts that only their own server can read, or that report its actions
 FOREIGN = frozenset(
     {
         "encrypted_content",
@@ -40,7 +40,7 @@ FOREIGN = frozenset(
 
 
 def text_of_parts(parts: Sequence[Any], refused_at: str = "", param: str = "") -> str:
-    """Returns the text of content parts, with notes for those that the model cannot read.
+    """Returns the text of content parts, with notes for parts that the model cannot read.
 
     Raises InvalidRequest for these if `refused_at` is given, their path in the client's body.
     """

@@ -1,6 +1,6 @@
 """Reads the input items of POST /v1/responses as the messages of a chat.
 
-Items that only report what OpenAI's servers did are left out. Calls that a client ran are kept, whatever their kind.
+Items that only report actions of OpenAI's servers are left out. Calls that a client ran are kept, of any kind.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from edgemoe.types.arrays import Json
 SEALED = "edgemoe:"  # begins an `encrypted_content` that this server has written: the reasoning in base64
 RUN_BY_CLIENT = ("local_shell_call", "shell_call", "apply_patch_call", "mcp_call")
 ABOUT_ITEM = frozenset({"type", "id", "call_id", "status", "caller", "output", "error", "approval_request_id"})
-NEED_STORE = ("item_reference", "compaction_trigger")  # items that ask for what this server does not keep or make
+NEED_STORE = (
+    "item_reference",
+    "compaction_trigger",
+)  # items for which this server has no store
 
 
 def seal(reasoning: str) -> str:
@@ -49,7 +52,7 @@ class ItemReader:
         self._reasoning = ""  # of the assistant's message that follows
 
     def read(self, items: Sequence[Json]) -> None:
-        """Reads all items. Raises InvalidRequest with the path of one that demands what is not here."""
+        """Reads all items. Raises InvalidRequest with the path of an item that this server cannot honour."""
         users = (at for at, item in enumerate(items) if item.get("role") == "user" and _kind(item) == "message")
         latest = max(users, default=-1)
         for at, item in enumerate(items):
@@ -128,5 +131,5 @@ def _kind(item: Json) -> str:
 
 
 def _content(content: Any, refused_at: str) -> Any:
-    """Returns a message's content as text. Leaves what is no list to be checked with the message."""
+    """Returns a message's content as text. Content that is no list is left to the check of the message."""
     return text_of_parts(content, refused_at, refused_at) if isinstance(content, list) else content

@@ -137,7 +137,7 @@ def _joined(namespace: str, name: str) -> str:
 
 
 def _described(tool: Json) -> str:
-    """Returns what a custom tool's function says of itself: its description and the grammar of its input."""
+    """Returns the description of a custom tool's function, with the grammar of its input."""
     form = tool.get("format")
     grammar = form.get("grammar", form) if isinstance(form, dict) and form.get("type") == "grammar" else {}
     rule = f"The input follows this {grammar.get('syntax')} grammar:\n{grammar.get('definition')}" if grammar else ""

@@ -112,10 +112,10 @@ def _decoded(text: str) -> Any:
 
 
 def _one_system(messages: list[Json]) -> list[Json]:
-    """Returns the messages, those of the system's at the start joined, and the text of later ones in other messages.
+    """Joins the system messages at the start, and moves the text of later ones into other messages.
 
-    That is the user's or tool's message before, so that roles alternate and the prompt before it stays; behind an
-    answer it is the user's next message.
+    It goes into the user's or tool's message before, so that roles alternate and the prompt before it stays. After an
+    answer it goes into the user's next message.
     """
     kept: list[Json] = []
     waits = False  # whether the last message is the system's words alone, to be joined to the user's next

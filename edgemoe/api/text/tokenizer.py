@@ -45,7 +45,7 @@ def _is_byte_level(tokenizer: Tokenizer) -> bool:
 
 
 class Vocabulary:
-    """Maps tokens to bytes. `added` are the ids of added tokens by name, `special` those of special ones."""
+    """Maps tokens to bytes. `added` has the ids of added tokens by name, `special` the ids of special ones."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer

@@ -6,8 +6,11 @@ import numpy as np
 
 from edgemoe.jit.intrinsics import INT, code, f32_at, fields, i64_at, record
 
-# `experts` of `stride` that exist; `pairs` [stride, stride] float32, each in one of its two places or both; `device`
-# [stride] of each; `together` [stride, devices] float32 scratch memory; `most` exchanges; `least` [1] float32.
+# * `experts` the number of `stride` that exist
+# * `pairs` [stride, stride] float32, each in one of its two places or both
+# * `device` [stride] of each expert
+# * `together` [stride, devices] float32, scratch memory
+# * `most` exchanges; `least` [1] float32, the least gain of one
 SPREADING = fields("experts", "stride", "devices", "pairs", "device", "together", "most", "least")
 
 
