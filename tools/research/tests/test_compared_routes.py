@@ -42,7 +42,7 @@ def test_offers_go_where_there_is_room_each_once(choose: EngineChooser) -> None:
         ([engine("a", 0.95), engine("b", 0.5, prefill=9000)], "b"),
         # over the threshold and even: load decides if it differs by more than a request (lines 9 to 13)
         ([engine("a", 0.95, prefill=4000), engine("b", 0.91)], "b"),
-        # KV ample: the paper's text uses load here, too, the pseudo-code only turns
+        # KV ample: the text of [Gimbal] uses load here, too, the pseudo-code only turns
         ([engine("a", 0.1, prefill=4000), engine("b", 0.2)], "a"),
         # at the thresholds: usage counts from them on, load only beyond
         ([engine("a", 0.9), engine("b", 0.75)], "b"),
