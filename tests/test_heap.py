@@ -18,7 +18,7 @@ def rss_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
-def test_pages_that_were_freed_between_what_is_in_use_go_back_to_the_system() -> None:
+def test_free_pages_between_used_ones_return_to_the_system() -> None:
     libc = ctypes.CDLL(None)
     libc.malloc.restype = ctypes.c_void_p
     libc.malloc.argtypes, libc.free.argtypes = [ctypes.c_size_t], [ctypes.c_void_p]
@@ -34,7 +34,7 @@ def test_pages_that_were_freed_between_what_is_in_use_go_back_to_the_system() ->
         libc.free(block)
 
 
-def test_a_collection_passes_over_what_was_there_before_it_was_settled() -> None:
+def test_a_collection_skips_objects_from_before_the_freeze() -> None:
     rings: list[list[object]] = [[] for _ in range(100)]
     for ring in rings:
         ring.append(ring)
@@ -48,7 +48,7 @@ def test_a_collection_passes_over_what_was_there_before_it_was_settled() -> None
     assert gc.collect() > 90
 
 
-def test_what_was_settled_ends_with_its_process() -> None:
+def test_frozen_objects_end_with_their_process() -> None:
     last = "class Last:\n def __del__(self): print('gone')\nlast = Last()\nlast.own = last\n"
     code = f"from edgemoe.heap import freeze_objects\n{last}freeze_objects()\ndel last"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"gone\n"

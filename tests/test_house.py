@@ -61,7 +61,7 @@ def parameters(file: Path) -> Iterator[tuple[str, int]]:
             yield f"{node.name}, line {node.lineno}", len(names) - (names[:1] in (["self"], ["cls"]))
 
 
-def test_what_a_function_takes_goes_together() -> None:
+def test_functions_have_few_parameters() -> None:
     many = {
         f"{file.relative_to(ROOT)}::{name}"
         for file in FILES

@@ -12,7 +12,7 @@ from edgemoe.ticking import until_tick
 
 
 @pytest.mark.parametrize("begins_s", [0.0, 0.013, 7.77, 100_000.1])
-def test_whatever_they_began_at_loops_wake_together_and_as_often_as_their_periods_say(begins_s: float) -> None:
+def test_loops_with_any_start_wake_together_at_multiples_of_their_periods(begins_s: float) -> None:
     loop = VirtualLoop()
     loop.jumping.now += begins_s
     wakes: dict[float, list[float]] = {0.25: [], 0.5: [], 1.0: []}

@@ -253,9 +253,7 @@ def in_time(seconds: int = 20) -> Iterator[None]:
 @as_root
 @pytest.mark.parametrize("trap", TRAPS, ids=lambda trap: trap.__name__)
 @pytest.mark.parametrize("writer", WRITERS)
-def test_what_is_planted_where_a_writer_writes_leads_it_nowhere(
-    others: Path, writer: str, trap: Callable[..., None]
-) -> None:
+def test_planted_links_do_not_divert_a_writer(others: Path, writer: str, trap: Callable[..., None]) -> None:
     write, clean = WRITERS[writer], state_in(others, "clean")
     made = set[str]()
     for _ in range(2):  # the second time over the files of the first
@@ -292,7 +290,7 @@ def test_a_state_folder_that_is_a_link_of_another_user_is_not_written_through(ot
 
 
 @as_root
-def test_a_link_of_roots_leads_to_a_folder_and_what_root_makes_belongs_to_the_folders_owner(others: Path) -> None:
+def test_root_s_links_are_followed_and_its_new_files_belong_to_the_folders_owner(others: Path) -> None:
     mine = state_in(others)
     (others / "here").symlink_to(mine)
     durable.make_folder(others / "here" / "a" / "b")
@@ -307,7 +305,7 @@ def test_a_link_of_roots_leads_to_a_folder_and_what_root_makes_belongs_to_the_fo
 
 
 @as_root
-def test_removing_a_folder_leaves_what_links_in_it_lead_to(others: Path) -> None:
+def test_removing_a_folder_spares_the_targets_of_its_links(others: Path) -> None:
     mine, before = state_in(others), roots(others)
     (mine / "store" / "experts").mkdir(parents=True)
     (mine / "store" / "link").symlink_to(others / "folder")
@@ -318,7 +316,7 @@ def test_removing_a_folder_leaves_what_links_in_it_lead_to(others: Path) -> None
     assert roots(others) == before
 
 
-def test_what_a_killed_process_left_is_swept_once_it_is_old(tmp_path: Path) -> None:
+def test_temporary_files_of_a_killed_process_are_swept_once_old(tmp_path: Path) -> None:
     for name, age_s in (("file.0011.tmp", 7200), ("file.0022.tmp", 0), ("other.0011.tmp", 7200)):
         (tmp_path / name).touch()
         os.utime(tmp_path / name, (os.stat(tmp_path / name).st_atime - age_s,) * 2)
@@ -349,7 +347,7 @@ def told(*paths: Path) -> str:
 
 
 @as_root
-def test_roots_rights_are_given_up_for_those_of_whoever_decides_where_a_path_leads(others: Path) -> None:
+def test_root_gives_up_its_rights_for_the_user_who_controls_the_path(others: Path) -> None:
     mine = state_in(others)
     (mine / "roots").mkdir()  # in nobody's folder; nobody may rename it
     (mine / "link").symlink_to(others / "folder")

@@ -155,7 +155,7 @@ def test_keys_are_made_of_every_token_that_a_message_may_name() -> None:
     assert len(keys) == 1
 
 
-def test_a_prompt_seen_before_costs_only_what_follows_its_full_blocks() -> None:
+def test_a_known_prompt_costs_only_the_tokens_after_its_full_blocks() -> None:
     blocks = BlockManager(8, LAYERS, EXPERTS)
     blocks.close(computed(blocks, list(range(40))))
     again = sequence(list(range(40)))
@@ -209,7 +209,7 @@ def test_a_block_computed_twice_at_once_is_kept_once() -> None:
     blocks.check_integrity([first, second])
 
 
-def test_what_follows_forgotten_blocks_is_not_found_either() -> None:
+def test_successors_of_forgotten_blocks_are_not_found_either() -> None:
     blocks = BlockManager(12, LAYERS, EXPERTS)
     held, cached = computed(blocks, list(range(47))), computed(blocks, [*range(32), *[9] * 17])
     blocks.close(cached)

@@ -154,7 +154,7 @@ def test_a_deadline_passes_while_waiting_too() -> None:
     assert not any(one.finish for one in drive.emitted if one.request == "running")
 
 
-def test_what_is_swapped_out_is_freed_when_its_request_is_cancelled() -> None:
+def test_swapped_memory_is_freed_when_its_request_is_cancelled() -> None:
     drive = Drive(blocks=10, output_reserve=0.0, preemption="park")
     kv_swap = drive.engine.scheduler._kv_swap
     assert kv_swap is not None
@@ -169,7 +169,7 @@ def test_what_is_swapped_out_is_freed_when_its_request_is_cancelled() -> None:
     assert kv_swap._room == room
 
 
-def test_who_comes_back_has_no_credit_from_having_been_away() -> None:
+def test_a_returning_user_has_no_credit_for_the_absence() -> None:
     users = ServiceAccounts(9)
     users.add_request("idle")
     users.remove_request("idle")
@@ -187,7 +187,7 @@ def test_prompt_and_output_together_stay_within_the_context(length: int, emitted
     assert drive.end().error_code == code
 
 
-def test_top_p_is_of_what_top_k_leaves() -> None:
+def test_top_p_applies_after_top_k() -> None:
     weights = torch.tensor([0.40, 0.30, *[0.3 / 48] * 48])
     logits = torch.log(weights)[None]
     seen = {tokens(sample(logits.clone(), [sequence(seed=n, top_k=2, top_p=0.55)]))[0] for n in range(200)}

@@ -12,7 +12,7 @@ AIM_S, STEP_TOKENS, PROMPT = 0.25, 512, 16384
 
 @pytest.mark.parametrize("fixed_s", [0.0, 0.05, 0.17, 1.0])
 @pytest.mark.parametrize("seed", range(5))
-def test_a_stream_waits_as_long_as_is_aimed_for_or_twice_what_is_fixed(fixed_s: float, seed: int) -> None:
+def test_a_stream_waits_for_the_target_gap_or_twice_the_fixed_time(fixed_s: float, seed: int) -> None:
     random, chunk_budget = np.random.default_rng(seed), ChunkBudget(STEP_TOKENS, AIM_S)
     done, waits_s = 0, []
     while done < PROMPT:
@@ -24,6 +24,6 @@ def test_a_stream_waits_as_long_as_is_aimed_for_or_twice_what_is_fixed(fixed_s: 
     assert np.percentile(waits_s, 90) < 1.4 * max(AIM_S, 2 * fixed_s)
 
 
-def test_without_an_aim_or_without_streams_a_chunk_is_what_the_step_has_room_for() -> None:
+def test_without_a_target_or_streams_a_chunk_fills_the_step() -> None:
     assert ChunkBudget(STEP_TOKENS, 0.0).prefill_tokens(decoding=4) == STEP_TOKENS - 4
     assert ChunkBudget(STEP_TOKENS, AIM_S).prefill_tokens(decoding=0) == STEP_TOKENS

@@ -84,9 +84,7 @@ def drive_all(model: Model, count: int = len(LENGTHS), **settings: Any) -> Drive
 
 
 @pytest.mark.parametrize("settings", [{}, {"step_tokens": 20, "max_sequences": 3}], ids=str)
-def test_greedy_tokens_are_those_of_transformers_in_any_company(
-    served: tuple[str, Model], settings: dict[str, Any]
-) -> None:
+def test_greedy_tokens_equal_transformers_in_any_batch(served: tuple[str, Model], settings: dict[str, Any]) -> None:
     family, model = served
     drive = drive_all(model, **settings)
     for n in range(len(LENGTHS)):

@@ -60,7 +60,7 @@ def expected(checkpoint: tuple[Any, Path]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("settings", [{"step_tokens": 16}, {"blocks": 12, "output_reserve": 0.0}], ids=str)
-def test_tokens_are_those_of_transformers(model: Model, expected: list[list[int]], settings: dict[str, Any]) -> None:
+def test_tokens_equal_transformers(model: Model, expected: list[list[int]], settings: dict[str, Any]) -> None:
     assert drive_all(model, LENGTHS, TOKENS, **settings) == expected
 
 

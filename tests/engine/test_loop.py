@@ -99,7 +99,7 @@ def test_pre_emption_changes_no_token(way: str, prefix_cache: bool) -> None:
         assert drive.tokens(f"r{n}") == alone(30, n, output=40)
 
 
-def test_choices_share_the_prompt_and_differ_in_what_follows() -> None:
+def test_choices_share_the_prompt_and_differ_after_it() -> None:
     drive = Drive()
     for choice in range(4):
         drive.submit(prompt(64), f"r{choice}", choice=choice, temperature=1.0)
@@ -189,7 +189,7 @@ def test_no_tokens_wanted_is_an_end_at_once() -> None:
     assert drive.emitted == [Emission(request="r", attempt=1, index=0, finish="length")]
 
 
-def test_one_message_a_step_carries_what_it_added_to_all() -> None:
+def test_one_message_a_step_carries_all_its_tokens() -> None:
     drive, messages = Drive(), []
     drive.engine.loop._emit = messages.append
     for n in range(3):
@@ -233,7 +233,7 @@ def test_a_later_attempt_takes_the_place_of_an_earlier_one() -> None:
     assert drive.end().attempt == 2
 
 
-def test_a_missing_expert_fails_those_who_need_it_and_nobody_else() -> None:
+def test_a_missing_expert_fails_only_requests_that_need_it() -> None:
     lengths = [3, 9, 20, 5, 11, 2]
     drive = Drive()
     drive.model.decoder.experts.missing = {(0, 3)}
@@ -267,7 +267,7 @@ def test_a_missing_expert_that_comes_back_costs_no_token() -> None:
         assert drive.end(f"r{n}").finish == "length"
 
 
-def test_who_waited_for_the_place_of_one_that_lacked_an_expert_starts_at_once() -> None:
+def test_a_request_waiting_for_the_place_of_a_failed_one_starts_at_once() -> None:
     """The step in which its request ended computed nothing, but is not the last one yet."""
     drive = Drive(max_sequences=1)
     drive.model.decoder.experts.missing = {(0, expert) for expert in range(SPEC.router.experts)}
@@ -300,7 +300,7 @@ def test_a_prompt_that_lacks_an_expert_takes_nobodys_share_of_a_step(user: str) 
     assert not any(one.request == "lacks" for one in drive.emitted)
 
 
-def test_who_lacks_an_expert_for_too_long_is_told_which_one_at_the_deadline_too() -> None:
+def test_a_request_without_an_expert_names_it_at_the_deadline_too() -> None:
     drive = Drive(missing_expert_timeout_s=2.0)
     drive.model.decoder.experts.missing = {(0, expert) for expert in range(SPEC.router.experts)}
     drive.submit(prompt(5), "patient")
@@ -380,7 +380,7 @@ def test_a_full_queue_is_told_to_come_back() -> None:
     assert [drive.end(f"r{n}").finish for n in range(2)] == ["length", "length"]
 
 
-def test_a_draining_engine_finishes_what_it_has_and_takes_no_more() -> None:
+def test_a_draining_engine_finishes_its_requests_and_accepts_no_more() -> None:
     drive = Drive()
     drive.submit(name="old")
     drive.step()

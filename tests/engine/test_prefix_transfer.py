@@ -59,7 +59,7 @@ def hand_over(source: Drive, target: Drive, blocks: int = 4) -> int:
 
 
 @pytest.mark.parametrize(("tokens", "blocks"), [(1, 0), (15, 0), (16, 0), (17, 1), (31, 1), (32, 1), (33, 2)])
-def test_what_can_be_reused_is_whole_blocks_without_the_last_token(tokens: int, blocks: int) -> None:
+def test_reusable_prefixes_are_whole_blocks_without_the_last_token(tokens: int, blocks: int) -> None:
     assert len(Drive(model=plain_model()).engine.prefixes.keys(prompt(tokens, 1, 96), b"")) == blocks
 
 
@@ -113,7 +113,7 @@ def test_no_room_means_fewer_blocks_and_the_same_tokens(make: Callable[[], Model
     assert target.engine.blocks.free == target.engine.blocks.count
 
 
-def test_what_is_taken_in_is_reused_in_an_order_that_leaves_ancestors_known() -> None:
+def test_imported_blocks_are_reused_in_an_order_that_keeps_ancestors() -> None:
     """A chain loses its last blocks first, whichever request takes their memory."""
     source, target = asked(plain_model()), Drive(blocks=8)
     hand_over(source, target, 2)

@@ -114,7 +114,7 @@ def drive_all(model: Model, **settings: Any) -> Drive:
     return drive
 
 
-def test_greedy_tokens_are_those_of_transformers_in_any_company_and_budget(model: Model) -> None:
+def test_greedy_tokens_equal_transformers_in_any_batch_and_budget(model: Model) -> None:
     drive, oracle = drive_all(model), tiny_model("qwen3_moe")
     for n in range(0, len(LENGTHS), len(STYLES)):
         tokens = [*prompt(LENGTHS[n], n, 96), *drive.tokens(f"r{n}")]
@@ -194,7 +194,7 @@ def check_nothing_is_held(model: Model) -> None:
 
 
 @pytest.mark.parametrize("stage", ["begin", "add", "end"])
-def test_what_a_device_raises_over_one_request_costs_that_request_alone(
+def test_a_device_error_on_one_request_costs_that_request_alone(
     model: Model, alone: dict[int, list[int]], stage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     experts = model.experts
@@ -212,7 +212,7 @@ def test_what_a_device_raises_over_one_request_costs_that_request_alone(
 
 
 @pytest.mark.parametrize("stage", ["begin", "add", "end"])
-def test_what_a_device_raises_now_and_then_costs_no_token(
+def test_occasional_device_errors_cost_no_token(
     model: Model, alone: dict[int, list[int]], stage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for compute in (*model.experts._computes, model.experts.cpu_experts._compute):
@@ -235,7 +235,7 @@ def test_a_copy_to_a_device_that_fails_now_and_then_costs_no_token(
 
 
 @pytest.mark.parametrize("settings", [{}, {"blocks": 7, "output_reserve": 0.0, "preemption": "recompute"}])
-def test_log_probabilities_of_prompts_are_those_of_transformers(model: Model, settings: dict[str, Any]) -> None:
+def test_log_probabilities_of_prompts_equal_transformers(model: Model, settings: dict[str, Any]) -> None:
     """In chunks, among other requests, paused, and with the whole prompt in the prefix cache."""
     drive, oracle = Drive(model=model, **settings), tiny_model("qwen3_moe")
     for turn in (1, 2):

@@ -41,7 +41,7 @@ def copied(source: Drive, target: Drive, salt: bytes) -> int:
 
 
 @pytest.mark.parametrize(("theirs", "ours", "found"), SALTS)
-def test_what_was_computed_here_is_found_by_its_salt_alone(
+def test_computed_blocks_are_found_by_their_salt_alone(
     model: Callable[[], Model], theirs: bytes, ours: bytes, found: bool
 ) -> None:
     drive = Drive(model=model())
@@ -52,7 +52,7 @@ def test_what_was_computed_here_is_found_by_its_salt_alone(
 
 
 @pytest.mark.parametrize(("theirs", "ours", "found"), SALTS)
-def test_what_comes_from_another_engine_is_found_by_its_salt_alone(
+def test_fetched_blocks_are_found_by_their_salt_alone(
     model: Callable[[], Model], theirs: bytes, ours: bytes, found: bool
 ) -> None:
     source, target = Drive(model=model()), Drive(model=model())
@@ -64,7 +64,7 @@ def test_what_comes_from_another_engine_is_found_by_its_salt_alone(
 
 @pytest.mark.parametrize("way", ["park", "recompute"])
 @pytest.mark.parametrize(("theirs", "ours", "found"), SALTS)
-def test_what_was_paused_is_found_by_its_salt_alone(way: str, theirs: bytes, ours: bytes, found: bool) -> None:
+def test_parked_blocks_are_found_by_their_salt_alone(way: str, theirs: bytes, ours: bytes, found: bool) -> None:
     drive = Drive(blocks=8, output_reserve=0.0, preemption=way)
     drive.submit(TEXT, "first", salt=theirs, principal="p", user="p", max_tokens=30)
     drive.submit(prompt(20, 2, 96), "other", salt=b"o", principal="o", user="o", max_tokens=60)

@@ -68,7 +68,7 @@ def test_a_row_gets_the_same_token_alone_and_in_any_batch() -> None:
 
 
 @pytest.mark.parametrize("chosen", [{"top_k": 1}, {"top_k": 40}, {"top_k": 40, "top_p": 0.9}])
-def test_equals_at_the_cut_are_kept_wherever_they_lie_and_whoever_is_in_the_batch(chosen: dict[str, Any]) -> None:
+def test_equals_at_the_cut_are_kept_in_any_place_and_batch(chosen: dict[str, Any]) -> None:
     """16-bit scores often tie; transformers keep all that equal the last one kept."""
     generator = torch.Generator().manual_seed(0)
     logits = (3 * torch.randn(100, 20_000, generator=generator)).bfloat16().float()
@@ -102,7 +102,7 @@ def test_rounding_in_the_logits_does_not_change_the_token() -> None:
         {"temperature": 1.2, "top_k": 12, "top_p": 0.9, "min_p": 0.1},
     ],
 )
-def test_frequencies_are_those_of_transformers_processors(chosen: dict[str, Any]) -> None:
+def test_frequencies_match_transformers_processors(chosen: dict[str, Any]) -> None:
     logits, draws = random_logits(1), 20_000
     expected = logits.clone()
     for warper in (
@@ -140,7 +140,7 @@ def test_top_p_looks_further_where_the_likeliest_are_too_few(monkeypatch: pytest
         {"min_p": 1e-4},
     ],
 )
-def test_choices_among_thousands_are_those_of_a_sorted_vocabulary(chosen: dict[str, Any], ties: bool) -> None:
+def test_choices_among_thousands_equal_a_sorted_vocabulary_s(chosen: dict[str, Any], ties: bool) -> None:
     logits = random_logits(1, 5000) / 3
     if ties:
         logits = (logits * 4).round() / 4

@@ -202,7 +202,7 @@ def test_admission_leaves_a_quarter_of_the_expected_output_free() -> None:
     assert len(tight.scheduler.running) == 2
 
 
-def test_the_reserve_follows_what_the_users_answers_have_been() -> None:
+def test_the_reserve_follows_the_length_of_past_answers() -> None:
     engine = Engine()
     for _ in range(60):
         engine.submit(4, output=3, user="brief")
@@ -297,7 +297,7 @@ def test_a_user_with_one_request_is_not_starved_by_one_with_a_hundred() -> None:
     assert engine.finished.index("only") < 40
 
 
-def test_backlogged_users_are_served_alike_whatever_the_size_of_their_requests() -> None:
+def test_backlogged_users_are_served_alike_at_any_size_of_requests() -> None:
     engine = Engine(max_sequences=4, max_queue=400, step_tokens=200)
     for _ in range(150):
         engine.submit(20, output=5, user="small")
@@ -477,7 +477,7 @@ def test_users_of_a_principal_take_turns_within_it() -> None:
     assert max(engine.finished.index(f"b{n}") for n in range(3)) < 12
 
 
-def test_what_is_remembered_of_users_is_bounded_and_flushes_nobody_elses() -> None:
+def test_memory_of_users_is_bounded_and_no_principal_flushes_another_s() -> None:
     fairness = Fairness()
     regular = Identity(Principal("v"), "v")
     fairness.add_request(regular)

@@ -174,10 +174,10 @@ def run(examples: int, steps: int) -> None:
     )
 
 
-def test_whatever_comes_in_any_order_ends_and_leaves_nothing_behind() -> None:
+def test_requests_in_any_order_end_and_leave_no_memory_held() -> None:
     run(16, 30)
 
 
 @pytest.mark.slow
-def test_whatever_comes_in_many_orders_ends_and_leaves_nothing_behind() -> None:
+def test_requests_in_many_orders_end_and_leave_no_memory_held() -> None:
     run(600, 80)

@@ -142,7 +142,7 @@ def test_without_room_for_snapshots_nothing_is_reused_wrongly(alone: list[list[i
         drive.emitted.clear()
 
 
-def test_choices_share_the_prompt_and_differ_in_what_follows() -> None:
+def test_choices_share_the_prompt_and_differ_after_it() -> None:
     drive = Drive(model=stateful_model())
     for choice in range(4):
         drive.submit(prompt(64), f"r{choice}", choice=choice, temperature=2.0)

@@ -180,7 +180,7 @@ def test_numbers_that_are_lost_once_cost_nobody_a_token(
     assert {name: drive.tokens(name) for name in wanted} == wanted
 
 
-def test_what_was_computed_without_numbers_is_not_found_in_the_prefix_cache() -> None:
+def test_blocks_of_a_step_with_nan_are_not_found_in_the_prefix_cache() -> None:
     drive = Drive()
     drive.model.decoder.lost = (1, 2)
     for name in "abc":
@@ -191,7 +191,7 @@ def test_what_was_computed_without_numbers_is_not_found_in_the_prefix_cache() ->
     assert [one.cached_tokens for one in drive.emitted if one.request in "bc" and not one.index] == [0, 32]
 
 
-def test_log_probabilities_of_the_prompt_are_told_anew_where_their_numbers_were_lost() -> None:
+def test_lost_log_probabilities_of_the_prompt_are_computed_again() -> None:
     told = []
     for lost in ((), (1,)):
         drive = Drive()

@@ -61,7 +61,7 @@ def computed_in(each: StepRouting) -> np.ndarray:
 
 
 @pytest.mark.parametrize("most_weight", [2.0**20, 3.0])
-def test_shares_are_those_of_a_plain_count_that_decays(most_weight: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shares_equal_a_plain_count_with_decay(most_weight: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(activity, "MOST_WEIGHT", most_weight)
     rng, clock, steps = np.random.default_rng(0), Clock(), []
     counted = ActivityCounter(GEOMETRY, clock)
@@ -97,7 +97,7 @@ def test_tokens_a_second_are_as_many_however_short_a_time_is_counted() -> None:
     assert counted.shares(10).tokens_per_s == pytest.approx(3 / activity.LEAST_S, rel=1e-2)
 
 
-def test_after_weeks_without_a_request_only_what_comes_then_counts() -> None:
+def test_after_weeks_without_a_request_only_new_counts_matter() -> None:
     rng, clock = np.random.default_rng(8), Clock()
     counted = ActivityCounter(GEOMETRY, clock)
     counted.add(step(rng, 50))
@@ -111,7 +111,7 @@ def test_after_weeks_without_a_request_only_what_comes_then_counts() -> None:
         assert np.abs(found.chosen - chosen / 4 * ACTIVITY_UNIT).max() <= 1
 
 
-def test_successions_are_those_of_each_token_by_itself() -> None:
+def test_successions_are_counted_token_by_token() -> None:
     rng, clock = np.random.default_rng(5), Clock()
     counted, passed = ActivityCounter(GEOMETRY, clock, successions=True), np.zeros((2, 8, 8))
     for tokens in (3, 20, 1):
@@ -134,7 +134,7 @@ def test_successions_are_those_of_each_token_by_itself() -> None:
     assert not len(counted.shares(10_000).passed)
 
 
-def test_what_is_told_of_a_large_model_fits_into_a_report() -> None:
+def test_a_large_model_s_counts_fit_into_a_report() -> None:
     """Of 58 layers of 256 experts, all chosen, with every bit of every table in use."""
     counted = ActivityCounter(ExpertGeometry(58, 256, 8, 16, 16, "float32"), successions=True)
     rng, nothing = np.random.default_rng(6), np.zeros(400, np.int64)

@@ -48,7 +48,9 @@ def test_every_fourth_layer_is_attention_where_nothing_is_said() -> None:
         ({"linear_value_head_dim": 1 << 33}, CheckpointError, "states of more than"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(changes: dict[str, Any], error: type[Exception], why: str) -> None:
+def test_impossible_configurations_are_refused_by_name(
+    changes: dict[str, Any], error: type[Exception], why: str
+) -> None:
     with pytest.raises(error, match=why):
         spec_of(**changes)
 

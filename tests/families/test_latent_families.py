@@ -134,7 +134,7 @@ def test_layers_of_glm_flash_are_dense_as_its_list_or_its_count_says() -> None:
 
 
 @pytest.mark.parametrize("config", [V2_LITE, V3], ids=["v2-lite", "v3"])
-def test_shapes_are_those_of_transformers(config: dict[str, Any]) -> None:
+def test_shapes_equal_transformers(config: dict[str, Any]) -> None:
     small = config | {"num_hidden_layers": 4, "vocab_size": 64}
     theirs = transformers.AutoConfig.for_model(**small)
     with torch.device("meta"):
@@ -153,7 +153,7 @@ def test_shapes_are_those_of_transformers(config: dict[str, Any]) -> None:
         ({"moe_layer_freq": 2}, "moe_layer_freq"),
     ],
 )
-def test_what_the_decoder_lacks_is_refused_by_name(change: dict[str, Any], named: str) -> None:
+def test_unsupported_features_are_refused_by_name(change: dict[str, Any], named: str) -> None:
     with pytest.raises(UnsupportedModel, match=named):
         spec_from_config(V2_LITE | change)
 

@@ -115,7 +115,7 @@ def test_transformers_5_spells_the_same_model_otherwise(config: dict[str, Any]) 
 
 
 @pytest.mark.parametrize("config", [QWEN4, MIXTRAL4], ids=["qwen3", "mixtral"])
-def test_shapes_are_those_of_transformers(config: dict[str, Any]) -> None:
+def test_shapes_equal_transformers(config: dict[str, Any]) -> None:
     small = config | {"num_hidden_layers": 2, "vocab_size": 100}
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**small))
@@ -151,7 +151,7 @@ def test_names_of_older_checkpoints_are_known() -> None:
         YARN | {"factor": 1.0},
     ],
 )
-def test_frequencies_equal_those_of_transformers(rope: dict[str, Any]) -> None:
+def test_frequencies_equal_transformers(rope: dict[str, Any]) -> None:
     config = QWEN4 | {"rope_scaling": rope}
     spec = spec_from_config(config)
     loaded = transformers.AutoConfig.for_model(**config)
@@ -172,7 +172,7 @@ def test_hunyuans_dynamic_alpha_turns_as_in_transformers() -> None:
 
 
 @pytest.mark.parametrize("architecture", ["Qwen2MoeForCausalLM", "Dots1ForCausalLM"])
-def test_where_no_types_are_said_those_layers_have_a_window_that_have_one_in_transformers(architecture: str) -> None:
+def test_without_layer_types_windows_are_on_transformers_layers(architecture: str) -> None:
     config = {
         **QWEN4,
         "architectures": [architecture],
@@ -215,7 +215,7 @@ def test_yarn_extends_the_context() -> None:
         *(({"architectures": [name]}, re.escape(REFUSED[name])) for name in REFUSED),
     ],
 )
-def test_what_the_decoder_lacks_is_refused_by_name(change: dict[str, Any], named: str) -> None:
+def test_unsupported_features_are_refused_by_name(change: dict[str, Any], named: str) -> None:
     with pytest.raises(UnsupportedModel, match=named):
         spec_from_config(QWEN4 | change)
 

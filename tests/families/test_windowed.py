@@ -150,7 +150,7 @@ def test_gemma_is_read_the_same_as_transformers_5_writes_it() -> None:
         ("hidden_activation", "relu"),
     ],
 )
-def test_other_gemmas_are_refused_by_what_they_have(key: str, value: Any) -> None:
+def test_other_gemmas_are_refused_by_their_features(key: str, value: Any) -> None:
     with pytest.raises(UnsupportedModel, match=key):
         spec_from_config(_gemma(**{key: value}))
 

@@ -94,7 +94,7 @@ async def test_a_long_prompt_moves_beside_the_control_lane(boxes: dict[str, Box]
     assert await count(boxes, names.KV_BLOCKS_REFERENCED) == 0
 
 
-async def test_what_dies_in_between_costs_no_token(boxes: dict[str, Box], oracle: Oracle) -> None:
+async def test_a_death_in_between_costs_no_token(boxes: dict[str, Box], oracle: Oracle) -> None:
     for front, dies in (("d", "p"), ("p", "d"), ("p", "p")):
         prompt = f"{front} goes on when the engine of {dies} has died, whatever it did " * 3
         said = await boxes[front].stream(prompt, 200, 8, boxes[dies].kill_engine)

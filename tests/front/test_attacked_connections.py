@@ -236,7 +236,7 @@ async def test_requests_behind_an_answer_that_is_not_read_are_not_begun(tmp_path
             client.close()
 
 
-async def test_500_requests_at_once_of_who_reads_are_answered_in_order(tmp_path: Path) -> None:
+async def test_500_pipelined_requests_of_a_reading_client_are_answered_in_order(tmp_path: Path) -> None:
     async with serving(tmp_path) as api:
         reader, writer = await api.connect()
         ask = b"GET /echo?%d HTTP/1.1\r\nHost: x\r\n" + KEY + b"\r\n"
@@ -280,7 +280,7 @@ async def test_a_stream_that_one_reads_slowly_leaves_the_others_alone(tmp_path: 
         b"POST /echo HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: gzip\r\n\r\n",
     ],
 )
-async def test_what_others_may_read_otherwise_is_refused(tmp_path: Path, data: bytes) -> None:
+async def test_ambiguous_requests_are_refused(tmp_path: Path, data: bytes) -> None:
     async with serving(tmp_path) as api:
         reader, writer = await api.connect()
         writer.write(data)
@@ -358,7 +358,7 @@ async def test_a_body_in_drops_and_one_in_chunks_arrive(tmp_path: Path) -> None:
 # --- log messages -----------------------------------------------------------------------------------------------
 
 
-async def test_what_anyone_can_cause_is_told_sparingly_with_the_address(
+async def test_events_that_anyone_can_cause_are_logged_sparingly_with_the_address(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.DEBUG):

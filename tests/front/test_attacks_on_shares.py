@@ -60,7 +60,7 @@ async def test_an_attack_gets_the_share_of_its_key_and_refuses_nobody_else(
     assert set(statuses) <= {200, 400, 429}
 
 
-async def test_a_key_is_not_told_what_another_one_has_asked(front: Front, keys: dict[str, str]) -> None:
+async def test_a_key_learns_nothing_of_another_key_s_prompts(front: Front, keys: dict[str, str]) -> None:
     body = {"prompt": "the secret of the house is a number, and that is 4711, " * 8, "max_tokens": 1}
     async with client(front.settings, keys["bob"]) as bob, client(front.settings, keys["mallory"]) as mallory:
         cached = []

@@ -60,7 +60,7 @@ async def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
         await asyncio.gather(a.close(), b.close())
 
 
-async def test_two_boxes_say_what_one_would_say(served: Served) -> None:
+async def test_two_boxes_generate_one_box_s_tokens(served: Served) -> None:
     prompts = ["number one", "a longer prompt of several words " * 3]
     said = await asyncio.gather(*(box.complete(p, 64) for box, p in zip(served.boxes, prompts, strict=True)))
     assert said == [served.oracle.complete(prompt, 64) for prompt in prompts]

@@ -71,7 +71,7 @@ async def boxes(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> A
 PROMPTS = ["number one", "a longer prompt of several words " * 3, "x"]
 
 
-async def test_three_boxes_say_what_one_would_say(boxes: dict[str, Box], oracle: Oracle) -> None:
+async def test_three_boxes_generate_one_box_s_tokens(boxes: dict[str, Box], oracle: Oracle) -> None:
     said = await asyncio.gather(*(box.complete(p, 40) for box, p in zip(boxes.values(), PROMPTS, strict=True)))
     assert said == [oracle.complete(prompt, 40) for prompt in PROMPTS]
     about = await boxes["a"].cluster()

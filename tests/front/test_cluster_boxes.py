@@ -160,7 +160,7 @@ async def test_clusters_are_fitted_to_the_traffic_of_running_boxes_and_followed(
     three.boxes = boxes
 
 
-async def test_a_box_that_comes_has_a_cluster_and_half_of_what_is_asked_stays_where_it_was(three: Boxes) -> None:
+async def test_a_new_box_gets_a_cluster_and_half_of_the_prompts_keep_their_box(three: Boxes) -> None:
     before = await three.homes(among=three.boxes[:2])
     await started(three.boxes[2:], ALIKE)
     await until(lambda: has_clusters(three, 3), 120.0)
@@ -181,7 +181,7 @@ async def test_an_engine_that_dies_and_starts_again_has_its_cluster_and_no_token
     assert again == homes or len(reasons(three)) > fitted, "unless they were fitted to more meanwhile"
 
 
-async def test_requests_of_another_kind_have_clusters_fitted_anew_and_others_stay_where_they_were(three: Boxes) -> None:
+async def test_requests_of_a_new_kind_cause_a_new_fit_and_others_keep_their_box(three: Boxes) -> None:
     homes, since_s = await three.homes(), time.monotonic()
     await until(lambda: time.monotonic() > since_s + REFIT_S, REFIT_S + 1.0)
     await three.ask_until(lambda: said(three, "drift"), KINDS["marks"] * 3)

@@ -153,7 +153,7 @@ async def test_a_request_goes_where_the_leader_says_by_its_offer_and_is_cancelle
 
 
 @pytest.mark.parametrize("silent", [False, True])
-async def test_where_this_box_leads_it_asks_itself_at_once(silent: bool) -> None:
+async def test_a_leading_box_asks_itself_at_once(silent: bool) -> None:
     box = Box(leader="p")
     box.grants, box.silent = "p:boot", silent
     with box.open():
@@ -174,7 +174,7 @@ async def test_a_leader_that_is_silent_has_the_request_served_without_it(monkeyp
             assert {why for _, why in box.machine.routed} == {"unanswered"}
 
 
-async def test_an_offer_says_of_a_request_what_the_leader_goes_by() -> None:
+async def test_an_offer_has_all_that_the_leader_needs_of_a_request() -> None:
     box = Box()
     with box.open():
         await settled()
@@ -185,7 +185,7 @@ async def test_an_offer_says_of_a_request_what_the_leader_goes_by() -> None:
         assert offer.principal == keys.name(REQUEST.identity.principal)
 
 
-async def test_an_offer_has_what_the_cached_part_of_its_prompt_chose(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_offer_has_the_signature_of_the_prompt_s_cached_part(monkeypatch: pytest.MonkeyPatch) -> None:
     box = Box()
     full(box, monkeypatch)
     box.requests.meter.note(Submit(request=structs.replace(REQUEST, prompt=tuple(range(64)))))
@@ -200,7 +200,7 @@ async def test_an_offer_has_what_the_cached_part_of_its_prompt_chose(monkeypatch
 
 
 @pytest.mark.parametrize("found", [FEW, None])
-async def test_where_little_of_it_is_cached_or_the_answer_is_late_an_alike_prompt_says_more(
+async def test_with_a_small_cached_part_or_a_late_answer_a_similar_prompt_s_signature_is_offered(
     found: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     box = Box()
@@ -229,7 +229,7 @@ async def test_little_is_better_than_nothing(monkeypatch: pytest.MonkeyPatch) ->
         assert [offer.signature for offer in box.offers] == [FEW]
 
 
-async def test_where_our_engine_keeps_no_prompts_none_is_offered_by_its_keys_but_what_an_alike_one_chose() -> None:
+async def test_without_a_prefix_cache_offers_have_a_similar_prompt_s_signature_and_no_keys() -> None:
     for keeps in (True, False):
         box = Box(prefix_cache=keeps)
         with box.open(structs.replace(REQUEST, id="l")):
@@ -263,7 +263,7 @@ async def test_a_request_moves_between_boxes_by_the_messages_of_its_engines() ->
         assert box.here[-1] == Cancel(request="r", attempt=1)
 
 
-async def test_the_leader_is_asked_who_decodes_with_what_the_prompt_chose() -> None:
+async def test_the_leader_chooses_the_decoder_by_the_prompt_s_signature() -> None:
     box = Box(role="prefill", leader="p")
     box.grants = "p:boot"
     with box.open():
@@ -285,7 +285,7 @@ async def test_a_fetch_that_is_turned_away_leaves_the_request_where_it_is() -> N
         assert (box.machine.place_of("r"), box.machine.count_moving()) == (("boot", 1), 0)
 
 
-async def test_what_arrives_after_it_was_given_up_is_cancelled() -> None:
+async def test_an_answer_after_giving_up_is_cancelled() -> None:
     """A long frame: short messages may overtake it."""
     box = Box()
     box.grants, box.arrives = "d:x:y:z", asyncio.Event()
@@ -298,7 +298,7 @@ async def test_what_arrives_after_it_was_given_up_is_cancelled() -> None:
     assert isinstance(box.asked[-1][1], Cancel)
 
 
-async def test_what_another_box_has_forgotten_runs_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_request_forgotten_by_another_box_runs_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster_requests, "CHECK_S", 0.01)
     box = Box()
     box.grants, box.lost = "d:x:y:z", (("r", 1), ("ended", 1))

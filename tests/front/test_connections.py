@@ -171,7 +171,7 @@ async def test_a_head_that_has_come_is_timed_no_longer(api: Path, monkeypatch: p
     ],
     ids=["tls", "both lengths", "version", "length", "long head"],
 )
-async def test_what_is_no_request_is_answered_with_the_error_object(api: Path, noise: bytes) -> None:
+async def test_invalid_requests_are_answered_with_the_error_object(api: Path, noise: bytes) -> None:
     async with serving(api):
         reader, writer = await asyncio.open_unix_connection(api)
         writer.write(noise)
@@ -212,7 +212,7 @@ async def test_one_more_connection_takes_the_place_of_the_one_that_kept_us_waiti
             assert not readers[at + 1].at_eof()
 
 
-async def test_who_was_idle_and_uploads_now_has_kept_us_waiting_since_its_head(
+async def test_an_upload_s_waiting_time_starts_at_its_head_not_at_its_connection(
     api: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connections, "GRACE_S", 0.0)

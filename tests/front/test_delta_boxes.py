@@ -66,7 +66,7 @@ async def boxes(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> A
             await box.close()
 
 
-async def test_boxes_say_what_one_would_say(boxes: dict[str, Box], checkpoint: Path) -> None:
+async def test_boxes_generate_one_box_s_tokens(boxes: dict[str, Box], checkpoint: Path) -> None:
     oracle = Oracle(checkpoint)
     said = await asyncio.gather(*(box.complete(turn, 64) for box, turn in zip(boxes.values(), TURNS, strict=True)))
     assert said == [oracle.complete(turn, 64) for turn in TURNS]

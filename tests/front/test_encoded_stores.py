@@ -55,7 +55,7 @@ async def served(front: Front) -> list[str]:
 @pytest.mark.parametrize(
     ("experts", "share"), [("int8", 1.0), pytest.param("int4", 1.0, marks=pytest.mark.slow), ("int4", 0.05)]
 )
-async def test_the_door_says_what_the_dequantised_weights_say(tmp_path: Path, experts: str, share: float) -> None:
+async def test_the_daemon_generates_the_dequantised_weights_text(tmp_path: Path, experts: str, share: float) -> None:
     plain = in_float32(model_path(), tmp_path / "plain")
     expected = greedy(dequantised(plain, tmp_path / "oracle", experts, "int8"))
     store = tmp_path / "store"

@@ -173,7 +173,7 @@ def led_by_b(tell: Callable[[EngineStatus], None], lost: Sequence[bool] = ()) ->
     )
 
 
-def test_what_did_not_reach_the_leader_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reports_that_did_not_reach_the_leader_are_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_meter, "REPEAT_S", 0.0)
     engine, told = Engine(), list[EngineStatus]()
     reporter = EngineUseReporter(led_by_b(told.append, lost=[True]), engine.meter)
@@ -199,7 +199,7 @@ def test_a_leader_that_has_led_in_between_no_longer_is_told_everything_again() -
     assert [(len(one.prefixes) // 8, one.choices) for one in told] == [(2, CHOICES)] * 2
 
 
-def test_the_leader_is_told_at_once_of_what_changes_soon_of_a_busy_engine_and_seldom_of_an_idle_one() -> None:
+def test_changes_are_reported_at_once_a_busy_engine_often_and_an_idle_one_seldom() -> None:
     engine, loop, told = Engine(), VirtualLoop(), list[float]()
     plane = led_by_b(lambda _use: told.append(loop.time()))
     reporter, looks = EngineUseReporter(plane, engine.meter), list[float]()

@@ -287,7 +287,7 @@ def test_deaths_are_alike_by_kind_or_phase_and_bounded_in_all(deaths: list[tuple
     assert [starts.count_death(Death(kind, kind, phase)) for kind, phase in deaths] == ends
 
 
-def test_what_is_kept_of_stderr_is_bounded_and_leaves_out_the_log_and_other_threads() -> None:
+def test_the_kept_stderr_is_bounded_and_excludes_the_log_and_other_threads() -> None:
     lines = LastLines()
     for number in range(10 * KEPT_LINES):
         lines.add(b"%d %s\n" % (number, b"x" * 10 * LINE_CHARS))

@@ -179,7 +179,7 @@ async def test_requests_go_by_expert_clusters_once_these_are_fitted_and_answers_
         assert (leader.metrics()[names.EXPERT_CLUSTERS], fitting.fits) == (2, 1)
 
 
-async def test_who_waits_for_a_leader_that_dies_is_answered_all_the_same(two: tuple[Settings, Settings]) -> None:
+async def test_requests_waiting_for_a_dying_leader_are_answered_all_the_same(two: tuple[Settings, Settings]) -> None:
     """The other box leads. All slots are taken when it is killed, so that requests wait with it."""
     a, b = (routed(one, "pull", max_sequences=2) for one in two)
     command = [sys.executable, str(DAEMON), msgspec.json.encode(a).decode()]
@@ -218,7 +218,7 @@ async def test_a_box_whose_own_engine_is_away_has_others_run_its_requests(
         assert await texts(a) == expected
 
 
-async def test_who_hangs_up_leaves_nothing_behind_elsewhere(two: tuple[Settings, Settings]) -> None:
+async def test_a_hung_up_client_s_requests_end_on_other_boxes_too(two: tuple[Settings, Settings]) -> None:
     async with both(two) as (a, b), http_client(a.settings) as client:
         body = {"prompt": "HANG@3", "max_tokens": 50}
         waiting = [asyncio.ensure_future(client.post("/v1/completions", json=body)) for _ in range(4)]
@@ -269,7 +269,7 @@ async def test_a_forwarded_stream_outlives_the_whole_box_it_runs_on(
                 b.kill()
 
 
-async def test_what_waits_for_the_leaders_word_is_finished_when_a_box_drains(two: tuple[Settings, Settings]) -> None:
+async def test_requests_waiting_for_the_leader_are_finished_when_a_box_drains(two: tuple[Settings, Settings]) -> None:
     """The leader itself stops while all slots are taken, so that it decides nothing more."""
     a, b = (routed(one, "pull", max_sequences=1) for one in two)
     async with both((a, b)) as (front, _):
@@ -309,7 +309,7 @@ def engine_with(disk: int) -> EngineDescription:
     )
 
 
-async def test_a_box_leaves_once_the_others_have_what_only_it_had(two: tuple[Settings, Settings]) -> None:
+async def test_a_box_leaves_once_the_others_have_its_unique_experts(two: tuple[Settings, Settings]) -> None:
     async with both(two) as (a, b):
         a_plane, b_plane = cluster_of(a).plane, cluster_of(b).plane
 
@@ -383,7 +383,7 @@ async def test_tokens_whose_receipts_are_lost_are_not(
 
 
 @pytest.mark.parametrize("letters", [1, 256])
-async def test_a_hosted_request_fits_whatever_its_front_calls_it(
+async def test_a_hosted_request_fits_with_any_name_of_its_front(
     two: tuple[Settings, Settings], letters: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with both(two) as (a, b):
@@ -447,7 +447,7 @@ async def test_an_emission_that_no_message_can_carry_ends_its_request_alone() ->
     assert [(one.request, one.finish) for one in told] == [("large", "error"), ("small", "stop")]
 
 
-def test_what_a_box_says_is_unwanted_is_bounded() -> None:
+def test_unwanted_requests_in_an_answer_are_bounded() -> None:
     router: Any = RequestRouter(EngineSettings(), EngineConnection(None))  # type: ignore[arg-type]
     requests = ClusterRequests(None, "least", router, None, PrefixKeys())  # type: ignore[arg-type]
     items = [Emission(request=f"r{n}", attempt=1, index=0, token=1) for n in range(MAX_UNWANTED + 1)]
@@ -456,7 +456,7 @@ def test_what_a_box_says_is_unwanted_is_bounded() -> None:
     assert CONTROL.read(msgspec.msgpack.encode(taken)) == taken
 
 
-def test_what_one_front_has_fetched_at_once_is_bounded_and_asked_for_again_is_no_more() -> None:
+def test_one_front_s_concurrent_fetches_are_bounded_and_repeats_do_not_count() -> None:
     sent: list[FetchPrefixKV | Cancel] = []
     hosted = HostedRequests(None, lambda message: not sent.append(message), None)  # type: ignore[arg-type]
 

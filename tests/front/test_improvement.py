@@ -57,9 +57,7 @@ async def boxes(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> A
             await box.close()
 
 
-async def test_a_plan_moves_for_what_requests_choose_and_changes_nothing_that_they_say(
-    boxes: list[Box], checkpoint: Path
-) -> None:
+async def test_a_plan_follows_the_requests_experts_and_changes_no_token(boxes: list[Box], checkpoint: Path) -> None:
     a = boxes[0]
     first = (await a.cluster())["plan"]
     assert first["policy"] == "uniform"

@@ -26,7 +26,7 @@ def test_a_stale_socket_is_replaced_and_a_live_one_is_an_error(tmp_path: Path) -
         unix_socket(path)
 
 
-def test_what_is_no_socket_is_left_alone(tmp_path: Path) -> None:
+def test_files_that_are_no_sockets_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("precious")
     with pytest.raises(ServiceError, match="no socket"):
         unix_socket(tmp_path / "file")
@@ -69,7 +69,7 @@ def test_the_service_manager_is_told(tmp_path: Path, abstract: bool) -> None:
         assert notifier.watchdog_s == 3.0
 
 
-def test_what_the_service_manager_has_no_room_for_is_said_to_be_unsaid(tmp_path: Path) -> None:
+def test_a_full_service_manager_socket_reports_the_message_as_unsent(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind(str(tmp_path / "notify"))
         notifier = Notifier({"NOTIFY_SOCKET": str(tmp_path / "notify")})

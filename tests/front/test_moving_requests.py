@@ -141,7 +141,7 @@ async def test_blocks_that_one_box_does_not_get_come_to_the_other_one(
     assert "KV blocks were not fetched" in caplog.text
 
 
-async def test_what_an_engine_says_of_a_request_is_told_again_until_it_is_heard(
+async def test_an_engine_s_report_of_a_request_is_repeated_until_it_arrives(
     boxes: Boxes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unheard(channel: Any, delivers: bool) -> None:
@@ -167,7 +167,7 @@ async def test_what_an_engine_says_of_a_request_is_told_again_until_it_is_heard(
         monkeypatch.undo()
 
 
-async def test_who_hangs_up_has_nothing_fetched_any_more(boxes: Boxes, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_hung_up_client_s_fetches_are_cancelled(boxes: Boxes, monkeypatch: pytest.MonkeyPatch) -> None:
     """At once, before its front's next beat."""
     monkeypatch.setattr(request_state.RequestStateMachine, "_on_time", lambda _self: None)
     body = {"model": "tiny", "prompt": "LOSE{de}END REST@3", "max_tokens": 50}

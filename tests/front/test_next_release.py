@@ -43,7 +43,7 @@ async def ask(settings: Settings) -> str:
         return answer.choices[0].text
 
 
-async def test_neighbouring_releases_work_together_and_use_what_is_new_only_among_themselves(
+async def test_neighbouring_releases_work_together_and_use_new_features_only_among_themselves(
     tmp_path: Path, model_dir: Path
 ) -> None:
     a, b = settings_of(tmp_path, model_dir, ("a", "b"), leader="a")

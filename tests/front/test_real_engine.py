@@ -231,7 +231,7 @@ async def test_a_required_call_is_made(http: httpx.AsyncClient) -> None:
     assert choice["finish_reason"] == "tool_calls"
 
 
-async def test_logprobs_are_those_of_the_likeliest_tokens(http: httpx.AsyncClient) -> None:
+async def test_logprobs_belong_to_the_likeliest_tokens(http: httpx.AsyncClient) -> None:
     body = {"prompt": "x", "max_tokens": 5, "temperature": 0, "logprobs": 3, **FREE}
     logprobs = (await http.post("/v1/completions", json=body)).json()["choices"][0]["logprobs"]
     for chosen, top in zip(logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True):

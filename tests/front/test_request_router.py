@@ -95,7 +95,7 @@ async def test_tokens_pass_in_order_and_the_end_ends_the_iteration(engine: FakeE
     assert not any(isinstance(sent, Cancel) for sent in engine.sent)
 
 
-async def test_a_replay_carries_what_was_emitted_and_drops_what_comes_late(engine: FakeEngine) -> None:
+async def test_a_replay_carries_emitted_tokens_and_drops_late_ones(engine: FakeEngine) -> None:
     with engine.router.open([request()], 10) as ticket:
         engine.emit(token(0), token(1))
         engine.dies()
@@ -121,7 +121,7 @@ async def test_requests_accepted_without_an_engine_are_submitted_to_the_next(eng
         assert engine.machine.replayed == 0
 
 
-async def test_leaving_the_block_cancels_what_still_runs(engine: FakeEngine) -> None:
+async def test_leaving_the_block_cancels_running_requests(engine: FakeEngine) -> None:
     with engine.router.open([request("a"), request("b")], 10):
         engine.emit(token(0, name="a", finish="stop"))
     assert engine.sent[2:] == [Cancel(request="b", attempt=1)]
@@ -161,7 +161,7 @@ def opened(router: RequestRouter, stack: ExitStack, principal: str, users: int, 
 
 @pytest.mark.parametrize("n", [1, 4, 16])
 @pytest.mark.parametrize("users", [24, 1000])
-async def test_no_principal_takes_all_the_room_whatever_users_it_names(users: int, n: int) -> None:
+async def test_no_principal_takes_all_the_room_with_any_number_of_users(users: int, n: int) -> None:
     router = FakeEngine(50, 100).router
     with ExitStack() as stack:
         taken = opened(router, stack, "greedy", users, n)
@@ -251,7 +251,7 @@ class Deaths:
 
 
 @pytest.mark.parametrize("every", [10, 25, 60])
-async def test_a_request_that_fells_an_engine_every_so_many_tokens_is_given_up_and_its_neighbours_are_not(
+async def test_a_request_that_fells_engines_after_some_tokens_is_given_up_and_its_neighbours_are_not(
     engine: FakeEngine, every: int
 ) -> None:
     names, deaths = ("first", "slow", "bad", "last"), Deaths(engine)
@@ -283,7 +283,7 @@ def places(engine: FakeEngine) -> set[str]:
     return {name for name, live in engine.machine._live.items() if live.place}
 
 
-async def test_suspects_go_on_alone_once_the_others_have_ended_and_what_comes_meanwhile_waits(
+async def test_suspects_continue_alone_once_the_others_have_ended_and_new_requests_wait(
     engine: FakeEngine,
 ) -> None:
     router = engine.router

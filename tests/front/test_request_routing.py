@@ -133,7 +133,7 @@ def test_only_a_box_with_a_free_slot_is_a_second_target(running: int) -> None:
     assert fetches(world) == ["d:boot1"] + ["e:boot1"] * (not running)
 
 
-def test_what_is_fetched_for_a_request_that_ends_or_runs_again_is_given_up_at_once() -> None:
+def test_fetches_for_an_ended_or_restarted_request_are_given_up_at_once() -> None:
     world = apart("d")
     prefilled(world)
     decide(world, "d:boot1")
@@ -292,7 +292,7 @@ def test_an_engine_that_was_granted_and_has_gone_is_given_back_and_another_one_t
 
 
 @pytest.mark.parametrize("told", [TABLE, None])
-def test_a_waiting_request_is_offered_with_what_the_cached_part_of_its_prompt_chose(told: ExpertSignature) -> None:
+def test_a_waiting_request_is_offered_with_its_cached_part_s_signature(told: ExpertSignature) -> None:
     world = offered(cached=True)
     assert world.machine.state_of("r") is RequestState.ASKING
     assert not world.all_of(events.SendOffer)
@@ -311,7 +311,7 @@ def test_no_request_is_held_for_a_question_that_would_be_of_no_use() -> None:
         assert world.machine.state_of("r") is RequestState.OFFERED, route
 
 
-def test_what_ends_while_our_engine_is_asked_is_not_offered_and_questions_are_bounded() -> None:
+def test_requests_that_end_during_the_question_are_not_offered_and_questions_are_bounded() -> None:
     world = World("pull", {"d": "both"})
     world.machine.capacity, world.cached = 4 * MAX_ASKING, True
     names = [f"r{n}" for n in range(MAX_ASKING + 2)]
@@ -323,7 +323,7 @@ def test_what_ends_while_our_engine_is_asked_is_not_offered_and_questions_are_bo
     assert len(world.all_of(events.SendOffer)) == 2
 
 
-def test_what_our_engine_can_start_at_once_starts_there_unasked_if_it_knows_the_prompt_or_nobody_leads() -> None:
+def test_a_request_starts_here_at_once_if_our_engine_knows_its_prompt_or_there_is_no_leader() -> None:
     world = offered(at_once=True, knows=True)
     assert dict(world.machine.routed) == {("here", "at once"): 1}
     world = World("pull", {"d": "both"})
@@ -380,7 +380,7 @@ def test_a_request_that_waits_for_the_leaders_word_has_no_engine_looked_at_for_i
     assert world.looked_at == 0
 
 
-def test_what_no_engine_takes_is_not_counted_as_routed() -> None:
+def test_refused_requests_are_not_counted_as_routed() -> None:
     world = World("pull", {})
     world.engines[OWN].is_up = False
     world.accept("r")
@@ -406,7 +406,7 @@ def test_a_request_for_its_prompts_log_probabilities_stays_here_while_there_is_a
     assert world.machine.place_of("r") == ("d:boot1", 2)
 
 
-def test_another_boxs_load_is_what_it_said_and_what_of_ours_began_there_since() -> None:
+def test_another_boxs_load_is_its_report_plus_our_requests_since() -> None:
     world = World("least", {"d": "both"}, slots=4)
     world.hosted = 2
     world.loads["d"] = 1
@@ -418,7 +418,7 @@ def test_another_boxs_load_is_what_it_said_and_what_of_ours_began_there_since() 
     assert world.submitted[-1][0] == "boot1"
 
 
-def test_what_arrives_after_it_was_given_up_is_cancelled() -> None:
+def test_an_answer_after_giving_up_is_cancelled() -> None:
     """A long frame: short messages may overtake it."""
     world = offered()
     world.happen(events.OfferGranted(1, "d:boot1"))

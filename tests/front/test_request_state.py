@@ -193,12 +193,12 @@ def run_all(seeds: range) -> None:
     assert possible <= seen.keys(), f"never seen: {possible - seen.keys()}"
 
 
-def test_whatever_happens_each_request_ends_once_with_its_tokens_in_order() -> None:
+def test_in_any_order_of_events_each_request_ends_once_with_its_tokens_in_order() -> None:
     run_all(range(2000))
 
 
 @pytest.mark.slow
-def test_whatever_happens_for_long() -> None:
+def test_many_more_events_keep_one_leader() -> None:
     run_all(range(2000, 100_000))
 
 

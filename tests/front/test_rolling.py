@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("rounds", [[THIS], [NEXT, THIS]], ids=["restart", "upgrade and back"])
-async def test_boxes_are_started_anew_one_by_one_and_no_request_is_lost(
+async def test_boxes_restart_one_by_one_and_no_request_is_lost(
     rounds: Sequence[Sequence[str]], tmp_path: Path, model_dir: Path
 ) -> None:
     async with three(tmp_path, model_dir) as boxes:

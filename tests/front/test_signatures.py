@@ -25,7 +25,7 @@ def table(mark: int, size: int = 8) -> ExpertSignature:
     return ExpertSignature(10, bytes([mark]) * size)
 
 
-def test_a_conversations_next_turn_is_taken_for_the_one_before_whoever_asks() -> None:
+def test_a_conversations_next_turn_resembles_the_one_before_for_any_user() -> None:
     known = PromptSignatures(KEYS)
     known.note(by(7, FIRST), table(1))
     known.note(by(9, OTHER), table(2))
@@ -42,7 +42,7 @@ def test_another_prompt_is_taken_for_its_users_last_and_an_opening_alone_says_no
     assert known.of(by(0)) is None
 
 
-def test_what_is_remembered_is_bounded_and_the_longest_unused_goes_first() -> None:
+def test_memory_is_bounded_and_the_longest_unused_entry_goes_first() -> None:
     known, size = PromptSignatures(KEYS), MAX_SIGNATURE_BYTES // 4 - ENTRY_BYTES
     for user in range(1, 5):
         known.note(by(user), table(user, size))

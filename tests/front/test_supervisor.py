@@ -150,7 +150,7 @@ async def test_with_its_engine_failed_a_box_takes_requests_while_another_box_ser
             await until(lambda: requests.closed is not None)
 
 
-async def test_who_is_told_that_the_engine_keeps_failing_is_told_until_when(
+async def test_a_refusal_for_a_failing_engine_states_its_end(
     tmp_path: Path, model_dir: Path, quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_starts, "WINDOW_S", 60.0)
@@ -187,7 +187,7 @@ async def test_the_time_that_the_front_was_stopped_is_no_silence_of_its_engine(m
     assert looks * engine_module.LOOK_S == pytest.approx(engine_module.LOADING_SILENCE_S, abs=1.0)
 
 
-async def test_what_an_earlier_engine_says_is_not_obeyed(tmp_path: Path, model_dir: Path) -> None:
+async def test_messages_of_an_earlier_engine_are_ignored(tmp_path: Path, model_dir: Path) -> None:
     settings = settings_for(tmp_path, model_dir)
     async with running(settings) as front, http_client(settings) as client:
         waiting = asyncio.ensure_future(client.post("/v1/completions", json={"prompt": "HANG@0"}))
@@ -339,7 +339,7 @@ async def test_an_engine_says_how_many_it_runs_and_keeps(tmp_path: Path, model_d
         assert (supervisor.requests.machine.slots, supervisor.requests.machine.capacity) == (7, 12)
 
 
-async def test_an_engine_that_has_died_is_not_ready_whatever_it_said(tmp_path: Path, model_dir: Path) -> None:
+async def test_an_engine_that_has_died_is_not_ready_despite_its_messages(tmp_path: Path, model_dir: Path) -> None:
     async with running(settings_for(tmp_path, model_dir)) as front:
         supervisor = supervisor_of(front)
         engine = supervisor._connection.engine
@@ -354,7 +354,7 @@ async def test_an_engine_that_has_died_is_not_ready_whatever_it_said(tmp_path: P
         await until(lambda: ready(front))
 
 
-async def test_what_an_engine_says_unreadably_is_a_sign_of_life(tmp_path: Path, model_dir: Path) -> None:
+async def test_an_unreadable_message_of_an_engine_is_a_sign_of_life(tmp_path: Path, model_dir: Path) -> None:
     async with running(settings_for(tmp_path, model_dir)) as front:
         engine, wire = supervisor_of(front)._connection.engine, supervisor_of(front)._connection.wire
         assert engine is not None
@@ -418,7 +418,7 @@ async def test_requests_wait_for_an_engine_that_is_still_loading(tmp_path: Path,
     await serving
 
 
-async def test_who_waits_for_an_engine_that_does_not_come_is_told_so(tmp_path: Path, model_dir: Path) -> None:
+async def test_clients_waiting_for_an_absent_engine_get_an_error(tmp_path: Path, model_dir: Path) -> None:
     settings = settings_for(tmp_path, model_dir, api={"request_timeout_s": 0.3})
     front = Front(settings, env={}, command=(sys.executable, "-c", "import time; time.sleep(60)"))
     serving = asyncio.ensure_future(front.serve())
@@ -466,7 +466,7 @@ async def test_a_full_queue_is_a_429(tmp_path: Path, model_dir: Path) -> None:
         await until(lambda: not supervisor_of(front).requests)
 
 
-async def test_draining_finishes_what_runs_and_refuses_the_rest(tmp_path: Path, model_dir: Path) -> None:
+async def test_draining_finishes_running_requests_and_refuses_others(tmp_path: Path, model_dir: Path) -> None:
     settings = settings_for(tmp_path, model_dir)
     async with running(settings) as front, http_client(settings) as client:
         body = {"prompt": "go", "max_tokens": 300, "seed": 1}
@@ -482,7 +482,7 @@ async def test_draining_finishes_what_runs_and_refuses_the_rest(tmp_path: Path, 
         assert answer.json()["usage"]["completion_tokens"] == 300
 
 
-async def test_who_had_connected_before_the_end_is_told_of_it(
+async def test_clients_connected_before_the_end_are_told_of_it(
     tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connections, "LATE_S", 30.0)
@@ -563,7 +563,7 @@ async def test_the_peer_on_the_socket_is_the_user(tmp_path: Path, model_dir: Pat
             await until(lambda: not supervisor_of(front).requests)
 
 
-async def test_what_the_router_refuses_is_what_the_client_is_told(tmp_path: Path, model_dir: Path) -> None:
+async def test_the_router_s_refusals_reach_the_client(tmp_path: Path, model_dir: Path) -> None:
     async with running(settings_for(tmp_path, model_dir)) as front:
         supervisor_of(front).requests.closed = EngineUnavailable("closed for today", code="holiday")
         async with http_client(front.settings) as client:

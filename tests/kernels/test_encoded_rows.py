@@ -87,7 +87,7 @@ def test_rows_with_whole_activations_are_exact(encoding: Encoding, instructions:
 
 @each_whole
 @pytest.mark.parametrize("columns", COLUMNS)
-def test_whole_activations_are_those_of_numpy(encoding: Encoding, columns: int) -> None:
+def test_whole_activations_equal_numpy(encoding: Encoding, columns: int) -> None:
     x = np.random.default_rng(3).standard_normal((TOKENS, columns)).astype(np.float32)
     x[0, :32] = 0
     groups = x.reshape(TOKENS, -1, 32)

@@ -57,7 +57,7 @@ def test_kernels_call_nothing_that_is_not_linked(part: str, processor: str) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("group", GROUPS)
-def test_no_code_for_any_processor_calls_what_is_not_linked(group: str) -> None:
+def test_no_code_for_any_processor_calls_unlinked_symbols(group: str) -> None:
     # Numba's reference counting contains x86 instructions, so only kernels are compiled for Arm.
     part = "KERNELS" if GROUPS[group] == ARM else "ALL"
     assert _undefined(part, group, GROUPS[group]) == {name: {} for name in GROUPS[group]}

@@ -89,7 +89,7 @@ def test_a_chunk_sees_its_windows_and_its_sinks(kernels: Kernels, tokens: int, c
     torch.testing.assert_close(result.double(), expected, atol=rounding, rtol=rounding)
 
 
-def test_what_lies_before_all_windows_is_not_read(kernels: Kernels) -> None:
+def test_blocks_before_all_windows_are_not_read(kernels: Kernels) -> None:
     prompt = Prompt(kernels, 700, 8, 2, 64)
     prompt.data[prompt.table[: (700 - 70 - 49) // 64 * 4]] = torch.nan
     assert prompt.attend(70, 700, 50).isfinite().all()

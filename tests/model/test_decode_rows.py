@@ -19,7 +19,7 @@ SCRIPT = ROOT / "tests" / "support" / "interpreted_steps.py"
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_steps_of_few_rows_give_what_eager_steps_give_and_wait_for_nothing(family: str) -> None:
+def test_steps_of_few_rows_equal_eager_steps_and_do_not_wait(family: str) -> None:
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), *sys.path])
     env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, SCRIPT, "float32", family]

@@ -75,7 +75,7 @@ def _error(ours: torch.Tensor, reference: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize(("family", "changes"), [("qwen3_moe", {}), ("mixtral", {}), ("gpt_oss", {}), *VARIANTS[:2]])
-def test_the_kernels_run_what_they_have_everything_for(
+def test_the_kernels_run_all_layers_that_they_support(
     make_tiny: MakeTiny, family: str, changes: dict[str, Any]
 ) -> None:
     spec = make_tiny(family, **changes).spec
@@ -166,7 +166,7 @@ def test_a_decode_batch_larger_than_the_kernels_take_gives_the_same_logits(make_
 
 
 @pytest.mark.parametrize("fused", [True, False], ids=["kernels", "torch"])
-def test_what_others_left_in_blocks_that_are_not_numbers_changes_not_a_bit(make_tiny: MakeTiny, fused: bool) -> None:
+def test_nan_left_in_blocks_by_others_changes_no_bit(make_tiny: MakeTiny, fused: bool) -> None:
     tiny = make_tiny("qwen3_moe", fused=fused)
     chunks = [[_tokens(n, seed=n) for n in (33, 1, 16, 5)], *[[[6], [7], [8], [9]]] * 18, [[5], [5, 6], [], _tokens(9)]]
 
@@ -209,7 +209,7 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_is(make_tiny: MakeTiny, 
 
 @pytest.mark.parametrize("fused", [True, False], ids=["kernels", "torch"])
 @pytest.mark.parametrize("nearest", [0, 1])
-def test_hints_are_what_later_layers_gates_make_of_this_layers_input(
+def test_hints_are_later_layers_gates_applied_to_this_layers_input(
     make_tiny: MakeTiny, fused: bool, nearest: int
 ) -> None:
     tiny = make_tiny("qwen3_moe", fused=fused)

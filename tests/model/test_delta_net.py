@@ -117,7 +117,7 @@ def layer(request: pytest.FixtureRequest) -> Layer:
 
 
 @torch.inference_mode()
-def test_prompts_chunks_and_single_tokens_give_what_transformers_gives(layer: Layer) -> None:
+def test_prompts_chunks_and_single_tokens_equal_transformers(layer: Layer) -> None:
     x = random(170, 1)
     reference = layer.reference(x)
     near(Sequences(layer, 1).step(x)[0], reference)
@@ -143,7 +143,7 @@ def test_single_tokens_by_the_kernel_go_on_where_a_prompt_ended(layer: Layer, ke
 
 
 @torch.inference_mode()
-def test_sequences_of_a_mixed_step_get_what_they_get_alone(layer: Layer) -> None:
+def test_sequences_of_a_mixed_step_get_the_same_as_alone(layer: Layer) -> None:
     lines = [random(n, n) for n in (80, 3, 41, 1)]
     references = [layer.reference(x) for x in lines]
     together, none = Sequences(layer, 4), random(0, 0)

@@ -23,7 +23,7 @@ def demo(kernels: dict[bool, Kernels], tmp_path_factory: pytest.TempPathFactory)
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_64_greedy_tokens_and_their_logits_are_those_of_transformers(demo: Tiny, text: str) -> None:
+def test_64_greedy_tokens_and_their_logits_equal_transformers(demo: Tiny, text: str) -> None:
     prompt = Tokenizer.from_file(str(model_path() / "tokenizer.json")).encode(text).ids
     session, chosen = Session(demo), list(prompt)
     logits = [session.step(prompt)]

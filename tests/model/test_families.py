@@ -21,7 +21,7 @@ TOKENS = 64
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_64_greedy_tokens_are_those_of_transformers_with_all_experts_and_with_two(
+def test_64_greedy_tokens_equal_transformers_with_all_experts_and_with_two(
     make_tiny: Callable[..., Tiny], kernels: dict[bool, Kernels], family: str
 ) -> None:
     tiny = make_tiny(family)

@@ -37,13 +37,13 @@ def test_a_class_keeps_its_least_and_takes_no_more_than_it_has_a_use_for() -> No
     assert exchange([share(low, 3), share(high, 2)]) == Exchange(0, 1, 1.0)
 
 
-def test_a_class_without_its_least_gets_it_from_who_loses_least() -> None:
+def test_a_class_below_its_minimum_takes_an_extent_from_the_class_that_loses_least() -> None:
     few = share(ranks(1, 1, 1), 1, least=2)
     assert exchange([few, share(ranks(9, 8, 7), 3), share(ranks(9, 9, 8), 3)]) == Exchange(1, 0, 7.0, due=True)
     assert exchange([few, share(ranks(9, 8, 7), 3, least=3)]) is None
 
 
-def test_what_has_no_rank_goes_first() -> None:
+def test_experts_without_a_rank_go_first() -> None:
     assert exchange([share(ranks(5, np.nan), 2), share(ranks(3, 2), 1)]) == Exchange(0, 1, float("-inf"))
 
 

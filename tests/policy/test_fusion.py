@@ -48,7 +48,7 @@ def test_the_reliability_curve_of_a_true_forecast_is_the_diagonal() -> None:
     assert np.abs(said - came_true).max() < 0.12
 
 
-def test_what_forecasts_were_once_is_forgotten() -> None:
+def test_old_records_of_forecasts_are_forgotten() -> None:
     mix = ForecastMix(1)
     for poor, good, came in outcomes(2, 1500):
         mix.learn(poor, good, came, 0)
@@ -57,7 +57,7 @@ def test_what_forecasts_were_once_is_forgotten() -> None:
     assert mix.eta(0) <= 0.2
 
 
-def test_a_score_comes_to_mean_what_came_of_it_and_of_no_other() -> None:
+def test_a_score_s_meaning_follows_its_own_outcomes() -> None:
     learned = Calibration(-2.0, 2.0, 5)
     before = learned.share.copy()
     for _ in range(300):

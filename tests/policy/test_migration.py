@@ -23,7 +23,7 @@ def homes(*rows: str) -> BoolArray:
         ("xx.x", "x..x"),  # absent experts go before present ones
     ],
 )
-def test_a_box_with_less_room_than_it_had_leaves_out_what_costs_least(pinned: str, left: str) -> None:
+def test_a_box_with_less_room_than_before_drops_the_cheapest_experts(pinned: str, left: str) -> None:
     now = homes("xxxx", "xxxx")
     migration = Migration(now, homes(pinned, "xxxx"), goal=now, room=np.array([[2], [4]]), heat=HEAT)
     assert np.array_equal(migration.next_homes(), homes(left, "xxxx"))

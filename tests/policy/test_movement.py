@@ -35,7 +35,7 @@ def as_ranked(odds: FloatArray, missing: bool) -> FloatArray:
     return np.where(odds > 0, CHANCES[2.0], CHANCES[-2.0]).astype(np.float32)
 
 
-def test_a_chance_is_what_such_ranks_came_to() -> None:
+def test_a_chance_is_the_observed_rate_of_its_rank() -> None:
     record = NeedRecord(WINDOW)
     live(record, 300, as_ranked)
     both = np.array(list(CHANCES), np.float32)
@@ -44,7 +44,7 @@ def test_a_chance_is_what_such_ranks_came_to() -> None:
     assert record.right == pytest.approx(0.7, abs=0.06), "of what was wished for"
 
 
-def test_what_a_tier_lacks_is_judged_apart_from_what_it_has() -> None:
+def test_missing_experts_are_judged_apart_from_present_ones() -> None:
     record = NeedRecord(WINDOW)
     live(record, 300, lambda odds, missing: np.full(len(odds), 0.05 if missing else 0.6, np.float32))
     both = np.array(list(CHANCES), np.float32)

@@ -121,7 +121,7 @@ def dense(its_s: CostMatrix, open_s: CostMatrix) -> WayCosts:
     return peers_ways(its_s, open_s, np.repeat(np.arange(len(its_s))[:, None], its_s.shape[1], axis=1))
 
 
-def test_where_no_more_than_three_have_an_expert_nothing_is_lost_by_choosing_beforehand() -> None:
+def test_with_at_most_three_holders_an_early_choice_loses_nothing() -> None:
     for seed in range(60):
         its_s, open_s = random_peers(seed, peers=12, experts=6, holders=4.0)
         its_s[np.cumsum(np.isfinite(its_s), axis=0) > PEERS_EACH] = np.inf  # a column keeps its first values only

@@ -88,7 +88,7 @@ def test_a_tier_below_the_working_set_pins_the_densest_and_leaves_room_to_stream
 
 @settings(max_examples=examples(30), deadline=None)
 @given(st.integers(0, 1 << 30), st.floats(0.05, 0.9), st.floats(0, 0.4), st.booleans())
-def test_capacity_and_containment_hold_whatever_happens(seed: int, share: float, h: float, containment: bool) -> None:
+def test_capacity_and_containment_always_hold(seed: int, share: float, h: float, containment: bool) -> None:
     random = np.random.default_rng(seed)
     _, sizes = workload(seed, 60)
     tiers = {Tier.VRAM: int(share * sizes.sum() / 2) + 1, Tier.RAM: int(share * sizes.sum()) + 1}

@@ -37,7 +37,7 @@ def serve(tokens: int, seed: int) -> tuple[list[int], list[StepRouting]]:
 
 @pytest.mark.parametrize("ram_share", [1.0, 0.99], ids=["from RAM", "from disk"])
 @pytest.mark.parametrize("tokens", [1, 3])
-def test_each_step_of_a_recording_misses_what_it_did_live(tokens: int, ram_share: float) -> None:
+def test_each_step_of_a_recording_has_its_live_misses(tokens: int, ram_share: float) -> None:
     misses, routings = serve(tokens, seed=tokens)
     machine = BoxSpec(1e-4, SMALL.largest_bytes, 1e10, 1e9, ram_share, prefetch=False)
     geometry = machine.geometry(SMALL.layers, SMALL.experts, SMALL.top_k)

@@ -30,7 +30,7 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", ["lru", "belady"])
 @pytest.mark.parametrize("batch", [1, 3])
-def test_misses_are_those_of_a_naive_cache(name: str, batch: int) -> None:
+def test_misses_equal_a_naive_cache_s(name: str, batch: int) -> None:
     trace = random_trace(7)
     events = events_of(trace, batch)
     capacities = SLOTS if batch == 1 else WIDE
@@ -107,7 +107,7 @@ def test_a_change_of_workload_is_recovered_from_within_four_hundred_tokens() -> 
     assert late.misses <= 1.05 * settled.misses
 
 
-def test_rows_have_what_was_promised(capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_have_the_documented_fields(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--policies", "lru,two-tier", "--tokens", "100", "--batch", "2", "--alpha", "1e-9")
     result = run(capsys, *words)
     promised = {

@@ -47,7 +47,7 @@ def test_the_bound_keeps_parts_of_experts() -> None:
     assert bound.counts.missed_bytes == (6 + 6) * PAGE_BYTES, "6 pages at first, then one page at each of 6 layer-steps"
 
 
-def test_memory_follows_what_is_used_in_replay_too() -> None:
+def test_memory_follows_use_in_replay_too() -> None:
     """The small experts are all used, of the large ones a few: the first division, by bytes, is wrong for that."""
     rng, tokens = np.random.default_rng(1), 1200
     small = np.sort(np.argsort(rng.random((tokens, 1, 48)), axis=2)[..., :3], axis=2)

@@ -18,7 +18,7 @@ from scoutgate.data import SPLITS, Batches, Meta, Recording, Routes, flat_ids, g
 SHAPE = ScoutGateShape(EXPERTS, TOP_K, embedding=4)
 
 
-def test_what_is_written_comes_back(tmp_path: Path) -> None:
+def test_written_data_is_read_unchanged(tmp_path: Path) -> None:
     recording = Recording(dataset(tmp_path, 20))
     for request, start in zip(requests(20), recording.starts, strict=False):
         part = slice(start, start + len(request.tokens))

@@ -50,7 +50,7 @@ def served(store: Path, folder: Path, hints: bool, hidden: bool = False) -> None
     assembly.close()
 
 
-def test_a_daemons_own_recordings_hold_what_gates_said_of_decoded_tokens(store: Path, tmp_path: Path) -> None:
+def test_a_daemons_own_recordings_hold_gates_hints_of_decoded_tokens(store: Path, tmp_path: Path) -> None:
     served(store, tmp_path / "records", hints=True)
     assert recordings(tmp_path / "records", store, tmp_path / "data") == 14
     recording = Recording(tmp_path / "data")
@@ -73,7 +73,7 @@ def test_hints_are_left_out_where_nobody_asks_for_them(
 
 @pytest.mark.parametrize("hints", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_recorded_hidden_states_are_what_the_gates_chose_by(dtype: torch.dtype, hints: bool, tmp_path: Path) -> None:
+def test_recorded_hidden_states_are_the_gates_inputs(dtype: torch.dtype, hints: bool, tmp_path: Path) -> None:
     store = tmp_path / "store"
     pack(tiny_checkpoint("qwen3_moe", tmp_path / "checkpoint", dtype), store)
     served(store, tmp_path / "records", hints, hidden=True)

@@ -57,7 +57,7 @@ def test_a_forecaster_that_the_daemon_would_refuse_is_replaced(folder: Path, key
     assert (worse.old, worse.replaced) == (None, True)
 
 
-def test_what_is_scored_fits_the_memory_of_the_nightly_service(tmp_path: Path) -> None:
+def test_scored_data_fits_the_memory_of_the_nightly_service(tmp_path: Path) -> None:
     recording = Recording(dataset(tmp_path, 4))
     assert refresh.most_for(recording) == refresh.MOST_TOKENS
     recording.meta = replace(recording.meta, experts=(256,) * 58)
@@ -91,7 +91,7 @@ def test_a_folder_that_cannot_be_written_to_is_named_before_any_training(folder:
     assert not (folder / "run").exists()
 
 
-def test_what_the_system_refuses_is_told_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_the_system_are_reported_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(config: Path, model: str) -> tuple[Path, Path, Path]:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/srv/export")
 

@@ -52,7 +52,7 @@ def test_weights_of_no_loss_never_take_the_place_of_good_ones(tmp_path: Path) ->
     assert json.loads((tmp_path / "best.json").read_text())["log_loss"] == 0.5
 
 
-def test_it_learns_what_popularity_and_recency_cannot_see(judged: Judged) -> None:
+def test_it_learns_patterns_beyond_popularity_and_recency(judged: Judged) -> None:
     metrics = judged.metrics["horizons"]["this_token"]
     best_other = max(metrics[name]["recall_at_k"] for name in ("popularity", "ewma", "transition"))
     assert metrics["scoutgate"]["recall_at_k"] > best_other + 0.2
@@ -119,7 +119,7 @@ def test_the_embedding_of_a_store_with_encoded_dense_weights_is_decoded(tmp_path
     torch.testing.assert_close(found.float(), plain.float(), atol=0.02 * float(plain.abs().max()), rtol=0)
 
 
-def test_a_request_longer_than_what_is_scored_is_scored_in_part(folder: Path) -> None:
+def test_a_request_longer_than_the_limit_is_scored_in_part(folder: Path) -> None:
     recording = Recording(folder / "data")
     for most in (1, 3, 10):
         assert 0 < len(positions_for(recording, "validation", 0, most)) <= most

@@ -85,7 +85,7 @@ def test_shards_in_any_order_make_the_store_of_the_whole_checkpoint(
     assert pack_arrived(fetching.directory, tmp_path / "store", wanted=wanted, delete=True).missing == ()
 
 
-def test_of_deleted_shards_only_what_no_layer_holds_yet_is_kept(whole: Path, tmp_path: Path) -> None:
+def test_of_deleted_shards_only_tensors_of_no_finished_layer_are_kept(whole: Path, tmp_path: Path) -> None:
     fetching, kept, layers = Fetching(whole, tmp_path / "source"), set(), []
     for name in fetching.shards[:-1]:
         fetching.fetch(name)
@@ -160,7 +160,7 @@ def test_a_packer_killed_after_it_finished_leaves_nothing_to_do(checkpoint: Make
     assert not fetching.there
 
 
-def test_what_is_no_shard_or_not_as_the_index_says_is_refused_by_name(whole: Path, tmp_path: Path) -> None:
+def test_files_that_do_not_match_the_index_are_refused_by_name(whole: Path, tmp_path: Path) -> None:
     fetching, store = Fetching(whole, tmp_path / "source"), tmp_path / "store"
     fetching.fetch(fetching.shards[0])
     (fetching.directory / fetching.shards[1]).write_bytes(b"<html>" * 100)
@@ -181,7 +181,7 @@ def test_an_unknown_family_is_refused_before_anything_is_written(whole: Path, tm
     assert not (tmp_path / "store").exists()
 
 
-def test_what_has_arrived_is_not_given_up_for_other_encodings(whole: Path, tmp_path: Path) -> None:
+def test_packed_shards_are_not_discarded_for_other_encodings(whole: Path, tmp_path: Path) -> None:
     fetching, store = Fetching(whole, tmp_path / "source"), tmp_path / "store"
     fetching.fetch(fetching.shards[0])
     pack_arrived(fetching.directory, store, delete=True)
@@ -219,7 +219,7 @@ def test_no_shard_is_deleted_for_a_finished_store_in_other_encodings(
     assert not fetching.there
 
 
-def test_experts_in_float32_are_told_from_those_in_bfloat16(checkpoint: Make, tmp_path: Path) -> None:
+def test_experts_in_float32_and_bfloat16_are_distinguished(checkpoint: Make, tmp_path: Path) -> None:
     """Neither store names an encoding, for both are plain."""
     fetching = Fetching(checkpoint(sharded=True, dtype=torch.float32, **SHAPE), tmp_path / "source")
     fetching.fetch(*fetching.shards)
@@ -241,7 +241,7 @@ def check_killed(whole: Path, folder: Path, expected: dict[str, bytes], steps: i
     assert not fetching.there
 
 
-def test_a_packer_killed_at_any_point_loses_nothing_of_what_it_deleted(whole: Path, tmp_path: Path) -> None:
+def test_a_packer_killed_at_any_point_loses_no_deleted_shard(whole: Path, tmp_path: Path) -> None:
     fetching = Fetching(whole, tmp_path / "undisturbed")
     fetching.fetch(*fetching.shards)
     total = int(killed(CALL, fetching.directory, tmp_path / "whole", 0).stdout)
@@ -272,7 +272,7 @@ def test_the_hubs_cache_is_freed_where_the_checkpoint_is_links_into_it(whole: Pa
     assert not list(blobs.iterdir())
 
 
-def test_the_command_says_what_is_missing_and_prints_the_store_when_it_is_whole(
+def test_the_command_names_missing_shards_and_prints_the_store_when_it_is_whole(
     whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fetching = Fetching(whole, tmp_path / "source")

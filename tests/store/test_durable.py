@@ -28,7 +28,7 @@ def test_a_small_file_that_is_replaced_survives_a_power_loss(tmp_path: Path, dis
         assert disk.after_power_loss(tmp_path / "file") == data
 
 
-def test_a_small_file_gets_the_owner_that_it_is_to_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_small_file_gets_its_intended_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, int, int]] = []
     monkeypatch.setattr(os, "fchown", lambda fd, *owner: asked.append((os.readlink(f"/proc/self/fd/{fd}"), *owner)))
     replace_file(tmp_path / "file", b"x", owner=(12, 34))
@@ -50,7 +50,7 @@ def test_small_files_that_are_replaced_leave_none_open(tmp_path: Path) -> None:
         assert ours() == [os.path.realpath(tmp_path / "file")]
 
 
-def test_what_is_for_others_to_read_is_for_them_whatever_the_umask(tmp_path: Path) -> None:
+def test_public_files_are_readable_under_any_umask(tmp_path: Path) -> None:
     before = os.umask(0o077)
     try:
         replace_file(tmp_path / "file", b"x", 0o644)

@@ -107,7 +107,7 @@ def test_encodings_are_part_of_the_digest_and_of_the_stores_name(source: Path, t
     assert [ensure_store(source, tmp_path / "stores", wanted=each) for each in wanted] == stores
 
 
-def test_a_pack_begun_in_other_encodings_is_begun_anew(source: Path, tmp_path: Path) -> None:
+def test_a_pack_begun_in_other_encodings_starts_again(source: Path, tmp_path: Path) -> None:
     pack(source, tmp_path / "store", wanted=WantedEncodings.parse("int8", "keep"))
     text = (tmp_path / "store" / MANIFEST).read_text()
     (tmp_path / "store" / MANIFEST).unlink()
@@ -178,7 +178,7 @@ def test_quantised_weights_are_kept_exactly(source: Path, tmp_path: Path, kind: 
 
 
 @pytest.mark.parametrize("kind", QUANTISED)
-def test_quantised_weights_are_encoded_anew_where_that_is_asked_for(source: Path, tmp_path: Path, kind: str) -> None:
+def test_quantised_weights_are_reencoded_on_request(source: Path, tmp_path: Path, kind: str) -> None:
     how, about, _ = QUANTISED[kind]
     meant = quantised.quantise(source, how, about, is_projection)
     pack(source, tmp_path / "store", wanted=WantedEncodings.parse("bf16", "bf16"))
@@ -226,7 +226,7 @@ def test_a_scale_that_is_no_number_is_refused_by_name_before_a_byte_is_written(
         ({"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24"),
     ],
 )
-def test_what_cannot_be_read_is_refused_by_name_before_a_byte_is_written(
+def test_unreadable_weights_are_refused_by_name_before_a_byte_is_written(
     source: Path, tmp_path: Path, about: dict[str, Any], named: str
 ) -> None:
     config = json.loads((source / "config.json").read_text()) | {"quantization_config": about}
@@ -246,12 +246,12 @@ def test_what_cannot_be_read_is_refused_by_name_before_a_byte_is_written(
         ({"sparsity_config": "x"}, "sparsity_config must"),
     ],
 )
-def test_what_should_be_a_table_and_is_none_is_refused_by_name(method: str, about: dict[str, Any], named: str) -> None:
+def test_a_value_in_place_of_a_table_is_refused_by_name(method: str, about: dict[str, Any], named: str) -> None:
     with pytest.raises(CheckpointError, match=f"{named} be a table, not "):
         check_method({"quantization_config": {"quant_method": method, **about}})
 
 
-def test_scales_of_groups_that_are_too_small_to_keep_are_refused_and_encoded_anew(source: Path, tmp_path: Path) -> None:
+def test_scales_of_too_small_groups_are_refused_and_reencoded(source: Path, tmp_path: Path) -> None:
     quantised.quantise(source, quantised.packed(4, 16), compressed("pack-quantized", num_bits=4), is_expert)
     with pytest.raises(UnsupportedModel, match="--experts int8"):
         pack(source, tmp_path / "store")

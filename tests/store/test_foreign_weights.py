@@ -86,7 +86,7 @@ def test_weights_mean_the_same(kind: str, chosen: Callable[[str], bool], source:
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_what_no_encoding_holds_is_reencoded_and_the_loss_is_told(
+def test_foreign_encodings_are_reencoded_and_the_loss_is_reported(
     kind: str, source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     how, about = FORMATS[kind]
@@ -153,7 +153,7 @@ BAD: dict[str, tuple[str, Callable[[torch.Tensor], torch.Tensor]]] = {
 
 
 @pytest.mark.parametrize("fault", BAD)
-def test_what_does_not_fit_is_refused_by_name(fault: str, source: Path, tmp_path: Path) -> None:
+def test_mismatched_weights_are_refused_by_name(fault: str, source: Path, tmp_path: Path) -> None:
     quantise(source, gptq(4, 16, reordered=True), FORMATS["GPTQ"][1], is_expert)
     part, change = BAD[fault]
     tensors = load_file(source / "model.safetensors")

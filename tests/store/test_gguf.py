@@ -121,7 +121,7 @@ def _bytes(tensor: CheckpointTensor) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kind", [each.name for each in VALUE_TYPES.values()])
-def test_sizes_of_types_are_those_of_the_format(kind: str) -> None:
+def test_sizes_of_types_equal_the_format_s(kind: str) -> None:
     value_type = VALUE_TYPES_BY_NAME[kind]
     number = gguf.GGMLQuantizationType[kind]
     assert VALUE_TYPES[number.value] is value_type
@@ -184,7 +184,7 @@ def test_a_folder_with_one_model_is_that_model(made: dict[str, Path], tmp_path: 
         open_checkpoint(tmp_path)
 
 
-def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
+def test_unreadable_parts_are_named(tmp_path: Path) -> None:
     for architecture, words in (("qwen2", "GGUF of qwen2"), ("clip", "GGUF of clip"), ("mamba", "GGUF of mamba")):
         writer = gguf.GGUFWriter(tmp_path / "x.gguf", architecture)
         writer.write_header_to_file()

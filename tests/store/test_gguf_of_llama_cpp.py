@@ -58,7 +58,7 @@ def llama_cpp(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("family", sorted(ARCHITECTURES))
-def test_what_the_converter_writes(family: str, llama_cpp: Path, tmp_path: Path) -> None:
+def test_files_of_the_converter_give_the_same_store(family: str, llama_cpp: Path, tmp_path: Path) -> None:
     vocab = byte_level_tokenizer().get_vocab_size()
     checkpoint = gguf_checkpoint(family, tmp_path / "checkpoint", vocab + 8 * (family == "olmoe"))
     config = json.loads((checkpoint / "config.json").read_text())

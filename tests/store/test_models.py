@@ -62,7 +62,7 @@ def test_a_flipped_bit_in_the_dense_header_is_found(store: Path, offset: int) ->
     assert len(models.verify(store)) == 1
 
 
-def test_verifying_what_cannot_be_opened_returns_the_reason(store: Path) -> None:
+def test_verifying_an_unreadable_store_returns_the_reason(store: Path) -> None:
     os.truncate(store / "dense.safetensors", 10)
     assert "dense.safetensors" in str(models.verify(store)[0])
     (store / MANIFEST).unlink()
@@ -133,7 +133,7 @@ def test_a_name_is_a_whole_one(store: Path, tmp_path: Path) -> None:
     assert models.resolve("Qwen3-vl", directory) == large
 
 
-def test_what_may_not_be_looked_at_is_no_store(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_without_access_is_no_store(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Like lost+found, if a disk is mounted at the stores."""
     lost, is_file = store.parent / "lost+found", Path.is_file
     lost.mkdir()

@@ -99,7 +99,7 @@ def test_an_unfinished_store_is_never_taken_for_a_finished_one(source: Path, tmp
         Manifest.load(tmp_path / "store")
 
 
-def test_who_waits_for_a_packer_that_stands_still_is_told_which_one_and_what_to_do(
+def test_waiting_for_a_stopped_packer_names_it_and_the_remedy(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = ensure_store(source, tmp_path / "whole")
@@ -135,7 +135,7 @@ def test_a_packer_is_waited_for_as_long_as_it_writes(
         assert ensure_store(source, tmp_path) == store
 
 
-def test_serving_a_checkpoint_finishes_what_a_killed_packer_began(source: Path, tmp_path: Path) -> None:
+def test_serving_a_checkpoint_finishes_a_killed_packer_s_store(source: Path, tmp_path: Path) -> None:
     store = ensure_store(source, tmp_path / "stores")
     whole = files_of(store)
     total = int(run(source, tmp_path / "whole", 0).stdout)

@@ -150,7 +150,7 @@ def test_packing_again_changes_nothing_and_loses_nothing(checkpoint: Make, tmp_p
     assert {file: file.stat().st_mtime_ns for file in tmp_path.glob("**/*.safetensors")} == times
 
 
-def test_packing_again_repairs_what_is_damaged_and_only_that(checkpoint: Make, tmp_path: Path) -> None:
+def test_packing_again_repairs_damaged_files_only(checkpoint: Make, tmp_path: Path) -> None:
     manifest = pack(checkpoint(), tmp_path)
     before = weights_of(tmp_path)
     times = {file: file.stat().st_mtime_ns for file in tmp_path.glob("**/*.safetensors")}
@@ -165,7 +165,7 @@ def test_packing_again_repairs_what_is_damaged_and_only_that(checkpoint: Make, t
     assert changed == {"layer_001.safetensors", "layer_002.safetensors"}
 
 
-def test_a_damaged_manifest_is_written_anew(checkpoint: Make, store: Path) -> None:
+def test_a_damaged_manifest_is_rewritten(checkpoint: Make, store: Path) -> None:
     before = (store / MANIFEST).read_bytes()
     (store / MANIFEST).write_bytes(before[: len(before) // 2])
     with pytest.raises(StoreError, match="not a manifest"):
@@ -243,7 +243,7 @@ def test_pickled_weights_are_refused(own_checkpoint: Make, name: str) -> None:
     assert "pickle" in refusal(source)
 
 
-def test_an_unknown_architecture_is_refused_naming_those_that_are_known(own_checkpoint: Make) -> None:
+def test_an_unknown_architecture_is_refused_naming_the_known_ones(own_checkpoint: Make) -> None:
     source = own_checkpoint()
     edit_config(source, architectures=["LlamaForCausalLM"])
     message = refusal(source, UnsupportedModel)
@@ -402,7 +402,7 @@ def test_two_packers_do_not_meet(checkpoint: Make, tmp_path: Path) -> None:
     pack(checkpoint(), tmp_path)
 
 
-def test_who_finds_a_model_being_packed_waits_and_says_for_what(
+def test_a_second_packer_waits_and_names_the_model(
     checkpoint: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     source = checkpoint()
@@ -441,7 +441,7 @@ def test_a_full_disk_is_found_out_before_anything_is_written(
     pack(checkpoint(), tmp_path)
 
 
-def test_half_a_store_of_another_checkpoint_is_begun_anew(checkpoint: Make, tmp_path: Path) -> None:
+def test_half_a_store_of_another_checkpoint_is_discarded(checkpoint: Make, tmp_path: Path) -> None:
     """Even if it has the same shapes, so that its files look right."""
     pack(checkpoint(seed=1), tmp_path / "store")
     (tmp_path / "store" / MANIFEST).unlink()

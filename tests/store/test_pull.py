@@ -190,7 +190,7 @@ def test_a_store_that_is_pulled_cannot_be_removed_and_one_that_is_gone_is_told(
     assert f"{store} was removed while it was pulled" in err
 
 
-def test_what_came_damaged_is_fetched_again_and_refused_when_it_stays_so(
+def test_damaged_files_are_fetched_again_and_refused_if_they_stay_damaged(
     hub: LocalHub, puller: Puller, published: Path, tmp_path: Path
 ) -> None:
     shard = "model-00003-of-00003.safetensors"
@@ -205,7 +205,7 @@ def test_what_came_damaged_is_fetched_again_and_refused_when_it_stays_so(
     assert Manifest.load(Path(done.out.strip())).digest == digest_of(published, tmp_path)
 
 
-def test_what_cannot_be_had_or_served_is_refused_before_any_weights_are_fetched(
+def test_unavailable_or_unsupported_models_are_refused_before_any_weights_are_fetched(
     hub: LocalHub, puller: Puller, published: Path, tmp_path: Path
 ) -> None:
     unknown = shutil.copytree(published, tmp_path / "unknown")

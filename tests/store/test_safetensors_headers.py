@@ -102,7 +102,7 @@ def test_a_header_length_beyond_the_file_is_refused_without_reading_it(tmp_path:
         ),
     ],
 )
-def test_a_refusal_says_what_is_wrong(header: dict[str, object], why: str) -> None:
+def test_a_refusal_names_the_fault(header: dict[str, object], why: str) -> None:
     raw = json.dumps(header).encode()
     with pytest.raises(CheckpointError, match=why):
         parse_header(raw, HERE, 8 + len(raw) + 8)

@@ -27,7 +27,7 @@ def test_a_gemma_that_takes_images_has_the_weights_of_its_text_model(tmp_path: P
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def test_what_is_packed_otherwise_than_its_text_model_says_is_read_as_it_was_packed(tmp_path: Path) -> None:
+def test_a_store_in_another_type_than_its_text_model_s_is_read_as_packed(tmp_path: Path) -> None:
     source = gemma_that_sees(tmp_path / "hf")  # says float32, twice
     manifest = pack(source, tmp_path / "store", wanted=WantedEncodings(experts="bfloat16", dense="bfloat16"))
     assert spec_of(manifest).dtype == manifest.dtype == "bfloat16"

@@ -158,7 +158,7 @@ def test_a_box_gets_its_share_of_the_processor() -> None:
         ).read_text().strip() == str(1 << 30)
 
 
-def test_what_a_crashed_run_left_is_swept_away() -> None:
+def test_a_crashed_run_s_remains_are_swept() -> None:
     code = """
         import os, sys
         from tools.testbed.bed import Bed
@@ -177,7 +177,7 @@ def test_what_a_crashed_run_left_is_swept_away() -> None:
     assert not groups(prefix)
 
 
-def test_verbs_of_the_command_say_what_cannot_be(bed: Bed, capsys: pytest.CaptureFixture[str]) -> None:
+def test_impossible_verbs_of_the_command_are_refused(bed: Bed, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["stop", "nobody", "--bed", bed.prefix]) == 1
     assert "there is no box nobody" in capsys.readouterr().err
     assert main(["cut", "a", "b", "--bed", bed.prefix]) == 0

@@ -26,7 +26,7 @@ def test_hadolint_has_nothing_to_say() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
 
 
-def test_what_is_copied_is_let_through_and_nothing_else() -> None:
+def test_only_copied_files_pass_the_ignore_file() -> None:
     copied = {
         word for key, rest in instructions(FILE) if key == "COPY" and "--from" not in rest for word in rest.split()[:-1]
     }

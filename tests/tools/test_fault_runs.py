@@ -35,7 +35,7 @@ def record(**changes: object) -> Record:
     return {"row": "kill-peer", "disk": "all", "absent_s": 2.0, "trial": 1, "requests": [request], "died": []} | changes
 
 
-def test_what_lacks_is_what_no_record_of_such_requests_has_whoever_wrote_it() -> None:
+def test_missing_trials_are_those_without_a_matching_record() -> None:
     log = [
         record(disk="two-thirds", trial=0, absent_s=30.0, tokens=TOKENS),
         record(disk="two-thirds", trial=2, absent_s=2.0, tokens=TOKENS),  # no trial of that number is planned so
@@ -70,7 +70,7 @@ def test_a_piece_is_told_to_its_process_by_a_word() -> None:
         ({"died": ["b"], "pins_lost": 2, "leaked": 0.0}, ["pins_lost 2", "died: b"]),
     ],
 )
-def test_a_trial_that_is_not_as_it_is_to_be_is_named(changes: Record, wrong: list[str]) -> None:
+def test_a_faulty_trial_is_named(changes: Record, wrong: list[str]) -> None:
     assert complaints(record(**changes)) == wrong
 
 
@@ -113,7 +113,7 @@ def test_nothing_begins_once_the_time_is_over(tmp_path: Path) -> None:
     assert (runs.started, runs.beside.made, runs.beside.failed) == ([], 0, [])
 
 
-def test_what_ends_it_ends_the_processes_first(tmp_path: Path) -> None:
+def test_an_interruption_ends_the_processes_first(tmp_path: Path) -> None:
     runs, ended = Runs(tmp_path, sleeps=(1, 0)), tmp_path / "ended"
     runs.maker.write_text(
         "import pathlib, signal, sys, time\n"

@@ -66,7 +66,7 @@ def test_every_message_of_a_channel_is_drawn_so_that_it_can_be_read(channel: str
     assert {*LANGUAGES[channel].messages.values(), *passed_on} - CHECKED <= kinds
 
 
-def test_no_listed_peer_ends_a_daemon_or_changes_what_it_answers() -> None:
+def test_no_listed_peer_ends_a_daemon_or_changes_its_answers() -> None:
     seen = fuzz("", 1000, seed=11)
     assert seen["ok"], seen
     control = seen["channels"]["control"]

@@ -20,7 +20,7 @@ def test_the_largest_message_is_found_ahead_of_all() -> None:
     assert len(frame_of(found)) == max(len(frame_of(body)) for body in coming)
 
 
-def test_no_message_ends_an_engine_or_changes_what_others_get() -> None:
+def test_no_message_ends_an_engine_or_changes_others_tokens() -> None:
     seen = fuzz("", 300, seed=1)
     assert seen["ok"], seen
     assert {"length", "error invalid_request", "error deadline_exceeded"} <= seen["ends"].keys(), seen

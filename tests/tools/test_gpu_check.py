@@ -84,7 +84,7 @@ def foreign_modules(waiting: list[Path]) -> dict[str, Path]:
     return {name: path for name, path in foreign.items() if name not in sys.stdlib_module_names}
 
 
-def test_what_is_carried_is_what_is_needed_and_new_enough() -> None:
+def test_carried_wheels_are_the_needed_ones_and_new_enough() -> None:
     check = program()
     carried = {re.split("[>=]+", name)[0]: re.split("[>=]+", name)[1:] for name in (*check.CARRIED, *check.BUILT)}
     assert carried.keys() <= {*check.NEEDED.values(), *check.SERVING.values()}
@@ -108,7 +108,7 @@ def test_a_part_that_is_cut_off_leaves_its_figures_and_says_so(
     assert "No module named" in json.loads(capsys.readouterr().out.splitlines()[-1])["other"]["said"]
 
 
-def test_outcomes_of_tests_are_read_off_what_pytest_prints_as_it_goes() -> None:
+def test_outcomes_of_tests_are_read_from_pytest_s_running_output() -> None:
     check = program()
     lines = (
         "[gw0] [  5%] PASSED tests/a.py::test_b[in memory-1] ",

@@ -57,7 +57,7 @@ def changes(source: str, tmp_path: Path) -> set[tuple[str, str]]:
     return {(one.old, one.new) for one in mutants_of(path, "x.py")}
 
 
-def test_what_is_done_is_changed_and_what_is_said_is_not(tmp_path: Path) -> None:
+def test_behaviour_is_mutated_and_messages_are_not(tmp_path: Path) -> None:
     source = """
     LIMIT = 4
     class Shelf(Protocol):
@@ -97,9 +97,7 @@ def test_a_key_outlives_lines_that_move(tmp_path: Path) -> None:
     assert before[0].line + 3 == after[0].line
 
 
-def test_survivors_are_shown_and_what_was_tried_is_not_tried_again(
-    root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_survivors_are_shown_and_tried_mutants_are_not_repeated(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["house", "--count", "6", "--seed", "3", "--least-s", "1", "--json"]
     assert main(words, root, ROOM) == 1
     rows = json.loads(capsys.readouterr().out)
@@ -118,7 +116,7 @@ def test_tests_that_fail_anyway_say_nothing_about_mutants(root: Path, capsys: py
     assert "without any change" in capsys.readouterr().err
 
 
-def test_a_modules_own_tests_come_first_and_the_others_meet_what_these_let_pass(
+def test_a_modules_own_tests_run_first_and_the_others_on_survivors(
     root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("MET", str(root / "met"))

@@ -24,7 +24,7 @@ def test_the_last_copy_may_not() -> None:
     assert [(box, experts) for _, box, experts in lost_pins(logs)] == [("a", [2])]
 
 
-def test_what_was_dropped_and_what_an_ended_engine_had_are_there_no_more() -> None:
+def test_dropped_pins_and_pins_of_an_ended_engine_are_gone() -> None:
     dropped = {
         "a": [at(1, "pins", 1), at(3, "pins dropped", 1)],
         "b": [at(1, "pins", 1), at(4, "pins dropped", 1)],
@@ -34,7 +34,7 @@ def test_what_was_dropped_and_what_an_ended_engine_had_are_there_no_more() -> No
     assert [box for _, box, _ in lost_pins(started)] == ["b"]
 
 
-def test_what_died_with_a_box_is_homeless_until_others_have_pinned_it() -> None:
+def test_a_dead_box_s_experts_are_homeless_until_others_have_pinned_them() -> None:
     logs = {
         "a": [at(1, "pins", 0b0111), at(4, "forwarded"), at(9, "engine started")],
         "b": [at(1, "pins", 0b1001), at(5, "pins", 0b1011), at(7, "pins", 0b1111), at(8, "pins", 0b1110)],
@@ -51,7 +51,7 @@ def test_it_has_a_home_again_where_its_own_box_comes_back() -> None:
     assert homeless(logs, moment, died="a") == (1, pytest.approx(4.0))
 
 
-def test_the_table_says_what_died_and_when_it_had_a_home_again() -> None:
+def test_the_table_counts_dead_experts_and_the_time_to_new_homes() -> None:
     killed = {"way": "kill", "drops": 3, "homeless": 5, "again_s": 7.25, "homes_s": 1.0}
     lines = list(homes([killed, killed | {"again_s": None}, {**killed, "way": "cut", "homeless": 0, "homes_s": 2.0}]))
     assert "(cut 1, kill 2): 9 times" in lines[0]

@@ -10,7 +10,7 @@ import sys
 from tools.bench.soak import growth, process_tree, sample
 
 
-def test_processes_are_told_apart_by_what_they_run_whenever_they_come_and_go() -> None:
+def test_processes_are_told_apart_by_their_program_as_they_come_and_go() -> None:
     before = sample([os.getpid()])
     with subprocess.Popen([sys.executable, "-S", "-m", "code"], stdin=subprocess.PIPE, stderr=subprocess.PIPE) as child:
         assert child.stderr is not None

@@ -25,7 +25,7 @@ def test_the_first_plan_is_fetched_at_once() -> None:
     assert moves.next_fetches(ALL, 0.0, FAST) == ALL
 
 
-def test_later_ones_come_by_bytes_a_second_but_for_what_nobody_else_has() -> None:
+def test_later_fetches_are_limited_except_for_experts_without_a_home() -> None:
     moves = HomeFetchPacer(20.0, 10, 0.0)
     moves.on_plan_adopted(plan(6), "a", first=False)
     assert moves.next_fetches(ALL, 1.0, FAST) == [*ALL[6:], ALL[0]]
@@ -63,7 +63,7 @@ def test_moves_take_an_eighth_of_the_links_but_do_not_stand_still() -> None:
     assert moves.next_fetches(ALL[1:], 12.1, 0.0) == ALL[1:2]
 
 
-def test_what_comes_so_is_known_and_what_comes_at_once_is_not_of_it() -> None:
+def test_limited_fetches_are_known_and_immediate_ones_do_not_count() -> None:
     moves = HomeFetchPacer(20.0, 10, 0.0)
     moves.on_plan_adopted(plan(6), "a", first=False)
     moves.next_fetches(ALL, 1.0, FAST)

@@ -67,9 +67,7 @@ def test_nothing_is_told_of_an_attempt_that_is_cancelled() -> None:
 @pytest.mark.parametrize(
     ("step_tokens", "known"), [(128, 100), (64, 64), (49, 98), (25, 75)], ids=["one step", "two", "three", "four"]
 )
-def test_the_signature_told_is_of_all_of_a_prompt_or_of_what_steps_before_the_last_computed(
-    step_tokens: int, known: int
-) -> None:
+def test_the_reported_signature_covers_the_prompt_or_the_steps_before_the_last(step_tokens: int, known: int) -> None:
     """The known part is at least half of the prompt."""
     told, chunks = list[FromEngine](), LastChunkNotifier()
     drive = Drive(observe=chunks.on_step_ended, expect=chunks.on_step_begun, step_tokens=step_tokens)

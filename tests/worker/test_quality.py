@@ -42,7 +42,7 @@ def quality(tmp_path: Path, text: str, experts: str, dense: str) -> Quality:
     ("experts", "dense", "most", "least"),
     [("int8", "keep", 1.5e-4, 0.993), ("int4", "keep", 0.005, 0.95), ("keep", "int8", 3e-4, 0.99)],
 )
-def test_encoded_weights_foretell_nearly_the_same(
+def test_encoded_weights_predict_nearly_the_same(
     tmp_path: Path, text: str, experts: str, dense: str, most: float, least: float
 ) -> None:
     found = quality(tmp_path, text, experts, dense)
@@ -52,7 +52,7 @@ def test_encoded_weights_foretell_nearly_the_same(
     assert abs(found.perplexity / found.reference_perplexity - 1) < 0.02
 
 
-def test_keys_and_values_in_int8_foretell_nearly_the_same(tmp_path: Path, text: str) -> None:
+def test_keys_and_values_in_int8_predict_nearly_the_same(tmp_path: Path, text: str) -> None:
     manifest = pack(model_path(), tmp_path)
     ids = TextModel(tmp_path).encode(text, add_special_tokens=False)
     with torch.inference_mode(), stored(tmp_path, manifest) as plain, stored(tmp_path, manifest) as coded:
@@ -63,7 +63,7 @@ def test_keys_and_values_in_int8_foretell_nearly_the_same(tmp_path: Path, text: 
     assert found.same_top > 0.988, found
 
 
-def test_a_store_that_keeps_everything_foretells_the_same(tmp_path: Path, text: str) -> None:
+def test_a_store_in_the_original_encoding_predicts_the_same(tmp_path: Path, text: str) -> None:
     found = quality(tmp_path, text[:2000], "keep", "keep")
     assert (found.divergence, found.same_top) == (0, 1)
 
@@ -78,7 +78,7 @@ def test_every_family_can_be_compared_with_its_checkpoint(family: str, tmp_path:
     assert found.same_top == 1
 
 
-def test_fp8_in_blocks_foretells_nearly_the_same_as_what_it_was_made_from(tmp_path: Path, text: str) -> None:
+def test_fp8_in_blocks_predicts_nearly_the_same_as_its_source(tmp_path: Path, text: str) -> None:
     source = shutil.copytree(model_path(), tmp_path / "fp8")
     quantised.quantise(source, by_expert, quantised.ABOUT_FP8, quantised.is_expert)
     manifest = pack(source, tmp_path / "store")

@@ -50,7 +50,7 @@ def test_each_expert_is_shown_at_the_best_place_that_has_it(tiers: ExpertTiers) 
 
 
 @pytest.mark.parametrize("chunk", [16, 48])
-def test_use_is_what_the_blocks_say_that_were_filled_last(tiers: ExpertTiers, chunk: int) -> None:
+def test_use_is_counted_from_the_last_filled_blocks(tiers: ExpertTiers, chunk: int) -> None:
     drive = Drive(step_tokens=chunk)
     eyes = looking(drive, tiers)
     drive.submit(prompt(60))

@@ -136,7 +136,7 @@ def request(name: str) -> Request:
     return Request(id=name, prompt=tuple(range(3, 40)), sampling=SAMPLING, seed=1234, user="1000")
 
 
-async def test_what_a_killed_engine_had_begun_another_one_ends_with_the_same_tokens(
+async def test_another_engine_finishes_a_killed_engine_s_requests_with_the_same_tokens(
     store: Path, tmp_path: Path
 ) -> None:
     async with worker(store, tmp_path / "run") as first:

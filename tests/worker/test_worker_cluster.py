@@ -129,7 +129,7 @@ async def helped(tmp_path: Path) -> AsyncIterator[tuple[Child, Child]]:
         yield a, b
 
 
-async def test_a_box_with_few_experts_says_what_its_helper_says_until_that_is_killed(tmp_path: Path) -> None:
+async def test_a_box_with_few_experts_generates_its_helper_s_tokens_until_that_is_killed(tmp_path: Path) -> None:
     async with helped(tmp_path) as (a, b):
         b.send_message(submit("r"))
         wanted = await b.tokens("r")
@@ -208,7 +208,7 @@ async def check_that_a_prompt_has_one_signature(a: Child) -> tuple[int, ...]:
 
 
 @pytest.mark.slow
-async def test_an_engine_says_what_it_holds(tmp_path: Path) -> None:
+async def test_an_engine_reports_its_held_experts(tmp_path: Path) -> None:
     pack(tiny_checkpoint("qwen3_moe", tmp_path / "checkpoint"), tmp_path / "part")
     without_experts(tmp_path / "part")
     async with worker("a", tmp_path / "part", 8, tmp_path) as (a, _):
@@ -219,7 +219,7 @@ async def test_an_engine_says_what_it_holds(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-async def test_an_engine_says_what_its_requests_chose_and_not_what_it_computed_for_others(tmp_path: Path) -> None:
+async def test_an_engine_reports_its_own_requests_experts_only(tmp_path: Path) -> None:
     async with helped(tmp_path) as (a, b):
         a.send_message(submit("r"))
         await a.tokens("r")

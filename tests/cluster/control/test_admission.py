@@ -44,7 +44,7 @@ def test_nobody_is_let_in_by_anothers_word_who_votes_is_known_already_or_cannot_
     assert select_peers("a", LISTED, [("b", (other, D))], joining=False) == {"b": B, "d": D}
 
 
-def test_who_joins_takes_voters_too_from_the_box_that_it_joins() -> None:
+def test_a_joining_box_adopts_the_voters_of_the_box_that_it_joins() -> None:
     voter = msgspec.structs.replace(C, voter=True)
     assert select_peers("a", LISTED, [("b", (voter,))], joining=True) == {"b": B, "c": voter}
 

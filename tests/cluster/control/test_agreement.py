@@ -62,7 +62,7 @@ def test_boxes_agree_only_where_mode_voters_and_leader_are_the_same() -> None:
     assert len(ElectionRules(ClusterSettings(node="a", coordination="raft"), long).words) <= 400  # as Announce has it
 
 
-def test_a_box_that_joins_goes_by_what_the_box_says_that_it_joins() -> None:
+def test_a_joining_box_adopts_the_agreement_of_the_box_that_it_joins() -> None:
     joining = ElectionRules(ClusterSettings(node="d", join="a,127.0.0.1:1,k"), peers("a"))
     assert joining.words == "" == joining.reject_reason("a", "raft: a b c")
     assert not joining.may_lead("b", "raft: a b c")
@@ -109,7 +109,7 @@ async def test_a_box_without_a_vote_that_says_it_leads_is_not_obeyed(tmp_path: P
         assert (a.leader, a.state.fence.highest) == (first, epoch)
 
 
-async def test_nobody_is_obeyed_before_it_has_said_what_it_goes_by(tmp_path: Path) -> None:
+async def test_no_box_is_obeyed_before_it_has_stated_its_agreement(tmp_path: Path) -> None:
     async with fronts(tmp_path) as found:
         await led(list(found.values()))
         a, member = found["a"].plane, found["a"].plane.state.members["b"]

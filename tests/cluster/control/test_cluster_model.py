@@ -144,7 +144,7 @@ class ClusterOfThree(RuleBasedStateMachine):
 QUIET = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
 
 
-def test_whatever_happens_one_leader_is_obeyed_and_nothing_agreed_is_lost() -> None:
+def test_in_any_order_of_events_one_leader_is_obeyed_and_no_agreed_entry_is_lost() -> None:
     short = hypothesis.settings(
         max_examples=examples(60), stateful_step_count=20, suppress_health_check=QUIET, deadline=None
     )
@@ -152,7 +152,7 @@ def test_whatever_happens_one_leader_is_obeyed_and_nothing_agreed_is_lost() -> N
 
 
 @pytest.mark.slow
-def test_whatever_happens_for_long() -> None:
+def test_many_more_events_keep_one_leader() -> None:
     long = hypothesis.settings(
         max_examples=200, stateful_step_count=40, derandomize=False, suppress_health_check=QUIET, deadline=None
     )

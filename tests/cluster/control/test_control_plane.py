@@ -119,7 +119,7 @@ async def test_a_box_that_leaves_is_planned_without_at_once(three: dict[str, Fro
     await three[gone].die()
 
 
-async def test_an_engine_that_ends_withdraws_what_it_holds_but_not_its_box(three: dict[str, Front]) -> None:
+async def test_an_ended_engine_s_experts_are_withdrawn_and_its_box_stays(three: dict[str, Front]) -> None:
     three["b"].has(None)
     await until(lambda: {e.node for e in three["a"].plane.state.members.engines()} == {"c"})
     assert three["a"].plane.state.members.is_alive("b")
@@ -136,7 +136,7 @@ async def test_the_engine_of_a_box_that_dies_is_called_no_more_and_its_key_stays
     assert members.keys().keys() == {"b", "c"}
 
 
-async def test_an_engine_that_gives_itself_no_name_is_left_out_of_what_ours_is_to_read(three: dict[str, Front]) -> None:
+async def test_an_engine_without_a_name_is_left_out_of_the_peer_list(three: dict[str, Front]) -> None:
     members = three["a"].plane.state.members
     three["c"].has(card(""))
     await until(
@@ -204,7 +204,7 @@ async def test_a_plan_that_does_not_fit_is_not_handed_out(three: dict[str, Front
         await three["a"].plane.channel.ask("b", PlanRequest("0" * 64), timeout_s=2)
 
 
-async def test_copies_are_made_anew_of_what_only_the_dead_boxs_disk_had(
+async def test_experts_of_the_dead_boxs_disk_alone_are_copied_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plan_controller, "SETTLE_S", 0.2)
@@ -277,7 +277,7 @@ async def test_a_plan_that_cannot_be_worked_out_is_said_and_asked_for_again(
             assert not found["a"].plane.blocker
 
 
-async def test_what_cannot_be_read_of_a_report_does_not_end_who_leads(
+async def test_an_unreadable_report_does_not_end_the_leader(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(plan_controller, "SETTLE_S", 0.1)
@@ -308,7 +308,7 @@ async def test_a_fixed_leader_that_restarts_leads_in_a_later_epoch(tmp_path: Pat
         assert found["b"].plane.state.fence.highest == epoch + 1
 
 
-async def test_a_fixed_leader_that_lost_its_state_leads_above_what_the_others_have_seen(tmp_path: Path) -> None:
+async def test_a_fixed_leader_that_lost_its_state_leads_above_the_others_epochs(tmp_path: Path) -> None:
     async with fronts(tmp_path, ("a", "b"), coordination="single", leader="a") as found:
         await led(list(found.values()))
         found["b"].plane.state.fence.admit(found["b"].plane.state.fence.highest + 40)
@@ -320,7 +320,7 @@ async def test_a_fixed_leader_that_lost_its_state_leads_above_what_the_others_ha
         assert found["a"].plane.leading == found["b"].plane.state.fence.highest == seen + 1
 
 
-async def test_a_plan_older_than_what_is_held_is_not_gone_by(three: dict[str, Front]) -> None:
+async def test_a_plan_older_than_the_held_one_is_ignored(three: dict[str, Front]) -> None:
     a = three["a"].plane
     plan = a.state.plans.plan
     assert plan is not None
@@ -450,7 +450,7 @@ async def test_a_box_changes_its_key_while_both_are_listed_and_nobody_else_is_cu
     assert a.plane._transport.allowed.name_of(new.public) == "c"
 
 
-async def test_a_listed_box_that_is_struck_out_is_cut_off_whoever_else_lists_it(three: dict[str, Front]) -> None:
+async def test_a_box_removed_from_the_list_is_cut_off_even_if_others_list_it(three: dict[str, Front]) -> None:
     a = three["a"]
     a.plane.set_peers({node: peer for node, peer in a.peers.items() if node != "b"})
     assert "b" not in a.plane.state.members
@@ -569,7 +569,7 @@ async def test_a_box_that_is_listed_elsewhere_for_a_while_stays_known(three: dic
     assert a.plane.state.members["b"].boot == "boot-b-1"
 
 
-async def test_what_goes_wrong_between_two_beats_costs_no_more_than_those(
+async def test_an_error_between_two_beats_costs_these_beats_only(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with fronts(tmp_path, ("a", "b"), ("a",), coordination="single", leader="a") as found:

@@ -130,9 +130,7 @@ class TestContract:
                 await stores[0].commit_plan(epoch, wrong)
         assert stores[0].view().plan == PlanRef(1, "one")
 
-    async def test_an_agreement_that_begins_anew_goes_on_above_what_boxes_have_seen(
-        self, stores: list[CoordStore]
-    ) -> None:
+    async def test_a_new_agreement_continues_above_all_seen_epochs(self, stores: list[CoordStore]) -> None:
         first = await claim(stores[0], "a", above=1000)
         assert first == 1001
         await stores[0].commit_plan(first, PlanRef(1, "one"))
@@ -263,7 +261,7 @@ async def test_raft_members_that_all_restart_keep_epoch_and_plan(tmp_path: Path)
     assert epochs[1] > epochs[0]
 
 
-async def test_whatever_answers_in_etcds_place_makes_it_unavailable_and_nothing_worse(
+async def test_any_other_server_in_etcds_place_only_makes_it_unavailable(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     store = EtcdStore(["http://127.0.0.1:1"], lease_s=2)

@@ -36,14 +36,14 @@ def test_a_damaged_file_is_an_error_and_not_epoch_zero(text: str, tmp_path: Path
         EpochFence(tmp_path / "epoch")
 
 
-def test_whoever_was_led_far_up_in_leaps_starts_again(tmp_path: Path) -> None:
+def test_an_epoch_raised_in_leaps_survives_a_restart(tmp_path: Path) -> None:
     fence = EpochFence(tmp_path / "epoch")
     for leap in range(1, 4):
         fence.admit(leap * MAX_LEAP)
     assert EpochFence(tmp_path / "epoch").highest == 3 * MAX_LEAP
 
 
-def test_a_file_without_a_sum_is_believed_near_what_is_known(tmp_path: Path) -> None:
+def test_a_file_without_a_checksum_is_believed_near_the_known_epoch(tmp_path: Path) -> None:
     (tmp_path / "epoch").write_text(f"{MAX_LEAP + 7}\n")
     assert EpochFence(tmp_path / "epoch", known=7).highest == MAX_LEAP + 7
     with pytest.raises(ServiceError, match="far above that of the plan"):

@@ -64,14 +64,14 @@ def homes(cluster: Cluster) -> BoolArray:
 
 @pytest.mark.parametrize("away_s", [1.0, 9.0], ids=["soon-back", "given-up"])
 @pytest.mark.parametrize(("step", "role"), STEPS)
-def test_whoever_dies_at_whatever_step_no_last_copy_is_dropped_and_the_move_is_made(
+def test_a_death_at_any_step_drops_no_last_copy_and_the_move_is_completed(
     tmp_path: Path, step: str, role: str, away_s: float
 ) -> None:
     die_and_move_on(tmp_path, 1, step, role, away_s)
 
 
 @pytest.mark.parametrize("seed", [3, 5])
-def test_a_better_plan_that_is_found_as_a_move_goes_on_is_not_waited_for_in_vain(tmp_path: Path, seed: int) -> None:
+def test_a_better_plan_found_during_a_move_is_adopted(tmp_path: Path, seed: int) -> None:
     """With these the answer is there in the moment in which the next step of a move is committed."""
     die_and_move_on(tmp_path, seed, "committed", "leader", 9.0)
 

@@ -128,7 +128,7 @@ class AnythingHappens(RuleBasedStateMachine):
             assert (box.pins == plan.homes_of(box.node)).all()
 
 
-def test_whatever_happens_no_plan_drops_a_last_pinned_copy() -> None:
+def test_in_any_order_of_events_no_plan_drops_a_last_pinned_copy() -> None:
     many = hypothesis.settings(max_examples=examples(50), stateful_step_count=40, deadline=None)
     hypothesis.stateful.run_state_machine_as_test(AnythingHappens, settings=many)
 
@@ -212,7 +212,7 @@ def test_the_solver_gets_ready_once_a_minute_before_it_is_asked() -> None:
     assert not never.prepared_s
 
 
-def test_boxes_steps_bring_a_look_for_a_better_plan_where_placement_goes_by_what_follows_what() -> None:
+def test_boxes_steps_trigger_a_search_if_placement_uses_successions() -> None:
     """Counts a box's steps since the last review; a restarted engine counts from 0."""
     for placement, looks in (("gimbal", True), ("prism", False)):
         world = World("abc", msgspec.structs.replace(ONCE, placement=placement, migrate_s=1e6, migrate_steps=300))
@@ -249,7 +249,7 @@ def test_a_box_that_does_not_acknowledge_keeps_the_others_former_homes_alive_and
     assert not world.controller.blocker
 
 
-def test_what_kept_a_plan_from_being_found_is_over_once_the_one_in_force_will_do(
+def test_a_failure_to_plan_is_cleared_once_the_plan_in_force_suffices(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     real = Box.report
@@ -320,7 +320,7 @@ def test_steps_of_a_box_that_had_not_been_heard_of_are_none_since_the_last_look(
     assert world.asked is not None
 
 
-def test_where_memory_is_full_copies_of_copies_make_room() -> None:
+def test_with_full_memory_additional_copies_make_room() -> None:
     """Two of three boxes have the same experts; one gives them up for experts that only the third has."""
     first, second = np.array([[True, False]]), np.array([[False, True]])
     homes = np.stack([first, first, second])
@@ -339,7 +339,7 @@ def test_without_room_for_another_copy_nothing_is_moved() -> None:
     assert (moving.next_homes() == now).all()
 
 
-def test_the_hottest_is_moved_first_and_what_nobody_has_before_it() -> None:
+def test_the_hottest_expert_is_moved_first_and_missing_ones_before_it() -> None:
     now, goal = np.zeros((2, 1, 4), np.bool_), np.zeros((2, 1, 4), np.bool_)
     now[1, 0, :3] = True
     goal[0] = True
@@ -348,7 +348,7 @@ def test_the_hottest_is_moved_first_and_what_nobody_has_before_it() -> None:
     assert moving.next_homes()[0].tolist() == [[False, True, False, True]]
 
 
-def test_seconds_that_requests_wait_are_compared_with_those_that_they_wait_while_experts_are_copied() -> None:
+def test_saved_waiting_is_compared_with_waiting_during_the_copy() -> None:
     now, goal = np.zeros((2, 1, 4), np.bool_), np.ones((2, 1, 4), np.bool_)
     moving_s = copy_s(now, goal, np.array([100]), np.array([10.0, 20.0], np.float32))
     assert moving_s == 60.0
@@ -360,7 +360,7 @@ def test_seconds_that_requests_wait_are_compared_with_those_that_they_wait_while
         assert not pays(load, 0.9 * load, moving_s, 300.0, 0.05)
 
 
-def test_what_is_at_home_on_a_disk_gives_up_its_memory() -> None:
+def test_homes_on_a_disk_release_their_memory() -> None:
     now, goal = np.zeros((2, 1, 1, 3), np.bool_)
     now[0, 0, 0], goal[0, 0, 1] = True, True
     heat, on_disk = np.zeros((1, 3), np.float32), np.array([[True, False, True]])

@@ -54,7 +54,7 @@ async def test_a_port_that_is_dead_is_told_by_lane_and_direction_and_clocks_are_
             assert await a.plane.port_prober.probe_all() == []
 
 
-def test_what_a_box_says_of_itself_is_bounded() -> None:
+def test_a_box_s_announcement_is_bounded() -> None:
     for wrong in ({"came_s": -1.0}, {"came_s": 1e300}, {"unreached": ["x"] * 17}):
         told = {"type": "Reached", "came_s": 1.0, "answered_s": 1.0, "unreached": []} | wrong
         with pytest.raises(msgspec.ValidationError):

@@ -46,7 +46,7 @@ def filled(directory: Path) -> Journal:
     return journal
 
 
-def test_a_journal_says_after_a_restart_what_it_said_before(tmp_path: Path) -> None:
+def test_a_journal_has_the_same_entries_after_a_restart(tmp_path: Path) -> None:
     journal = filled(tmp_path)
     journal.deleteEntriesFrom(8)
     journal.add(b"\0x", 9, 3)
@@ -63,9 +63,7 @@ def test_a_journal_says_after_a_restart_what_it_said_before(tmp_path: Path) -> N
 
 @pytest.mark.usefixtures("hasty")
 @pytest.mark.parametrize("seed", range(3))
-def test_a_journal_cut_or_flipped_anywhere_is_put_aside_and_begins_anew_without_a_vote(
-    tmp_path: Path, seed: int
-) -> None:
+def test_a_journal_damaged_anywhere_is_set_aside_and_a_new_one_has_no_vote(tmp_path: Path, seed: int) -> None:
     """Every byte of the records, and some of the zeros behind them."""
     journal = filled(tmp_path)
     end = journal._end
@@ -188,7 +186,7 @@ def test_a_journal_grows_beforehand_and_is_never_written_where_there_is_no_room(
     assert file.stat().st_size == 2 * SEGMENT_BYTES
 
 
-def test_what_was_written_in_part_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_partial_write_is_undone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journal, pwrite = filled(tmp_path), os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda fd, data, at: pwrite(fd, data[:5], at))
     with pytest.raises(OSError, match="in part"):

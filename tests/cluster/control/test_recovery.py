@@ -71,7 +71,7 @@ def test_a_new_agreement_begins_once_all_voters_are_there_and_then_a_majority_is
     assert abc.claim("a") == 1
 
 
-def test_what_was_agreed_outlives_one_lost_disk_and_a_later_death(abc: World) -> None:
+def test_agreed_entries_survive_a_lost_disk_and_a_later_death(abc: World) -> None:
     """a and b agree while c is cut off. b loses its disk and a dies: b and c alone know too little to agree."""
     abc.start()
     abc.until(lambda: whole(abc))
@@ -109,7 +109,7 @@ def test_a_member_with_a_damaged_journal_catches_up_and_votes_again(abc: World, 
     assert abc.claim("c") == epoch + 1  # with b's vote
 
 
-def test_boxes_that_all_come_from_an_earlier_release_begin_anew_together(abc: World) -> None:
+def test_boxes_of_an_earlier_release_start_a_new_log_together(abc: World) -> None:
     for name in ABC:
         (abc.directory / name).mkdir()
         (abc.directory / name / "raft.journal").write_bytes(b"PYSYNCOBJ" + bytes(1015))
@@ -277,7 +277,7 @@ def test_an_operation_of_a_later_release_is_passed_over_by_all_alike(abc: World)
     abc.until(lambda: abc.running["b"].state == abc.running["a"].state)
 
 
-def test_whatever_a_member_says_costs_no_more_than_that_message(abc: World) -> None:
+def test_a_bad_message_of_a_member_costs_that_message_only(abc: World) -> None:
     """Well-formed and hostile, garbled, and noise."""
     abc.start()
     abc.until(lambda: whole(abc))
@@ -313,7 +313,7 @@ def test_whatever_a_member_says_costs_no_more_than_that_message(abc: World) -> N
     abc.until(lambda: abc.running["b"].state == abc.running["a"].state)
 
 
-def test_what_waits_to_be_read_is_bounded_in_bytes_and_messages(abc: World) -> None:
+def test_unread_messages_are_bounded_in_bytes_and_number(abc: World) -> None:
     abc.start()
     transport, link = abc.running["a"].transport, abc.transport.links["a"]
     for _ in range(2 * MAX_INBOX_BYTES // MAX_MESSAGE_BYTES):
@@ -330,7 +330,7 @@ def test_what_waits_to_be_read_is_bounded_in_bytes_and_messages(abc: World) -> N
     assert transport._inbox_bytes == 0
 
 
-def test_a_vote_is_given_only_to_who_has_what_the_others_have_and_in_no_term_that_may_be_forgotten(
+def test_a_vote_needs_a_complete_log_and_a_term_that_cannot_be_forgotten(
     tmp_path: Path,
 ) -> None:
     journal = Journal(tmp_path, b"abcdefgh")
@@ -397,7 +397,7 @@ def test_a_late_message_of_the_leader_takes_no_entries_away(abc: World) -> None:
     assert member.journal[:] == [*had, other_term]  # an entry that is not agreed gives way
 
 
-def test_a_member_that_applied_what_its_leader_has_otherwise_is_as_one_that_is_damaged(abc: World) -> None:
+def test_a_member_that_applied_other_entries_than_its_leader_counts_as_damaged(abc: World) -> None:
     first, other = follower_of(abc)
     member = abc.running[other]
     _, index, term = member.journal[3]
@@ -427,7 +427,7 @@ def test_entries_are_taken_for_agreed_only_where_they_are_the_leaders(abc: World
     assert member.raftCommitIndex == applied
 
 
-def test_what_was_said_to_a_leader_counts_in_its_term_only(abc: World) -> None:
+def test_messages_to_a_leader_count_in_its_term_only(abc: World) -> None:
     first, other = follower_of(abc)
     leader = abc.running[first]
     ahead = leader.journal[-1][1] + 100

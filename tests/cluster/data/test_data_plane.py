@@ -132,7 +132,7 @@ async def test_waiting_calls_of_a_layer_are_computed_together() -> None:
     await asyncio.to_thread(server.close)
 
 
-async def test_what_would_come_too_late_is_sent_away_at_once() -> None:
+async def test_calls_that_would_be_late_are_refused_at_once() -> None:
     host = Gate()
     server = ExpertServer(SIZES, host)
     server.start()
@@ -184,7 +184,7 @@ async def test_a_server_that_was_slow_once_does_not_send_big_calls_away_for_ever
     await asyncio.to_thread(server.close)
 
 
-async def test_what_the_host_has_not_is_refused() -> None:
+async def test_experts_missing_on_the_host_are_refused() -> None:
     server = ExpertServer(SIZES, Gate())
     asked = work()._replace(experts=np.array([2, 7]))
     with pytest.raises(PeerRefused, match="expert 7"):
@@ -267,7 +267,7 @@ class SlowReader:
         done(Answer(ExpertResult(2.0), [memoryview(tensors[0])]))
 
 
-async def test_what_a_peer_read_for_a_call_does_not_make_its_computing_look_slow() -> None:
+async def test_a_peer_s_reads_do_not_count_as_slow_computing() -> None:
     nothing = np.zeros((2, 8), np.bool_)
     calls = ExpertClient(SlowReader(), MODEL, lambda: (nothing, nothing), 5.0)  # type: ignore[arg-type]
     calls.add("b", "boot")

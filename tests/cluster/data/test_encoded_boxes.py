@@ -50,7 +50,7 @@ def expected(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> list
     "slots",
     [pytest.param(TOTAL, marks=pytest.mark.slow, id="everything resident"), pytest.param(2, id="two experts resident")],
 )
-def test_a_store_in_4_and_8_bits_generates_what_its_dequantised_weights_do(
+def test_a_store_in_4_and_8_bits_generates_its_dequantised_weights_tokens(
     store: Path, expected: list[list[int]], tmp_path: Path, slots: int
 ) -> None:
     box = EngineBox("alone", store, slots, tmp_path)

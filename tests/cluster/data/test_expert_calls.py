@@ -54,7 +54,7 @@ def boxes(store: Path, directory: Path, present: list[BoolArray], slots: int, **
     ]
 
 
-def test_three_boxes_with_a_third_each_generate_what_one_box_does(
+def test_three_boxes_with_a_third_each_generate_one_box_s_tokens(
     store: Path, alone: list[list[int]], tmp_path: Path
 ) -> None:
     three = boxes(store, tmp_path, thirds(), TOTAL // 3 + 2)
@@ -328,7 +328,7 @@ def test_a_plan_that_does_not_fit_is_refused_and_the_last_one_stays(store: Path,
         assert a.side.metrics()["edgemoe_home_experts"] == good.homes_of("a").sum()
 
 
-def test_what_is_in_memory_in_passing_is_not_what_a_box_holds_for_the_others(store: Path, tmp_path: Path) -> None:
+def test_cached_experts_are_not_reported_as_held(store: Path, tmp_path: Path) -> None:
     a, b = boxes(store, tmp_path, [everything(), everything()], TOTAL // 2 + 2)
     with running(a, b):
         plan = plan_for((a, b))

@@ -81,7 +81,7 @@ def store_of(channel: BulkChannel, chunks: float, timeout_s: float, shelf: Empty
     return store
 
 
-async def test_who_has_it_in_memory_and_answers_is_asked_first() -> None:
+async def test_a_responsive_peer_with_the_expert_in_memory_is_asked_first() -> None:
     channel = BulkChannel(a=0.0, b=0.0, c=0.0, d=0.0, e=0.0)
     store = store_of(channel, 1, 5.0)
     peers = store._peers()
@@ -216,7 +216,7 @@ async def test_a_peer_that_lies_costs_its_own_fetch_and_another_is_asked(lie: An
 
 
 @pytest.mark.parametrize("lie", [damaged, agreeing])
-async def test_our_own_manifest_and_no_peer_says_what_an_expert_must_hash_to(lie: Any) -> None:
+async def test_our_own_manifest_decides_an_expert_s_checksum(lie: Any) -> None:
     channel = BulkChannel(b=0.0)
     channel.lies["b"] = lie
     shelf = EmptyShelf(checksum(b"\7" * (CHUNK_BYTES * 5 // 2)))
@@ -229,7 +229,7 @@ async def test_our_own_manifest_and_no_peer_says_what_an_expert_must_hash_to(lie
 
 
 @pytest.mark.parametrize("lie", [damaged, changing])
-async def test_where_nobody_here_knows_the_checksum_one_for_all_chunks_must_be_the_bytes(lie: Any) -> None:
+async def test_without_a_known_checksum_all_chunks_must_match_one(lie: Any) -> None:
     channel = BulkChannel(b=0.0, c=0.0)
     channel.lies["b"] = lie
     shelf = EmptyShelf()

@@ -29,7 +29,7 @@ def prompts(vocab: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("family", MADE)
-def test_boxes_say_what_transformers_says_and_go_on_where_one_died(family: str, tmp_path: Path) -> None:
+def test_boxes_generate_transformers_tokens_and_continue_after_a_death(family: str, tmp_path: Path) -> None:
     config_class, model_class, own = FAMILIES[family]
     torch.manual_seed(0)
     model = model_class(config_class(**{**SIZES, **own})).eval()

@@ -91,7 +91,7 @@ async def pair(make: Callable[[], Model] = plain_model, blocks: int = 64) -> Asy
 
 
 @pytest.mark.parametrize("make", [plain_model, stateful_model])
-async def test_what_was_prefilled_there_goes_on_here_with_the_same_tokens(make: Callable[[], Model]) -> None:
+async def test_a_request_prefilled_there_continues_here_with_the_same_tokens(make: Callable[[], Model]) -> None:
     async with pair(make) as (p, d):
         whole = await p.say([])
         pulled = await d.pull("p")
@@ -156,7 +156,7 @@ def of_another_generation(asked: FetchKV, answer: Answer[Any]) -> Answer[Any]:
     ("spoil", "why"),
     [(flipped, "corrupt"), (of_another_key, "corrupt"), (short, "refused"), (of_another_generation, "stale")],
 )
-async def test_what_is_not_as_it_must_be_is_found_and_changes_no_token(
+async def test_damaged_blocks_are_found_and_change_no_token(
     spoil: Spoil, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kv_fetch, "PART_BYTES", 1000)
@@ -171,7 +171,7 @@ async def test_what_is_not_as_it_must_be_is_found_and_changes_no_token(
         assert await d.say(whole[:2]) == whole[2:]
 
 
-async def test_what_is_not_there_any_more_or_has_no_room_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_missing_blocks_and_missing_room_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_fetch, "STALLED_S", 0.2)
     monkeypatch.setattr(kv_fetch, "WAIT_S", 0.1)
     async with pair(blocks=3) as (p, d):

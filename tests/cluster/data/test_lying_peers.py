@@ -103,7 +103,7 @@ async def test_an_answer_that_is_none_is_refused_and_the_next_one_counts(calls: 
 
 
 @pytest.mark.parametrize("error", [WireError("too large to be sent"), RuntimeError("a bug")], ids=["wire", "bug"])
-async def test_whatever_goes_wrong_with_a_call_its_caller_hears_of_it(calls: ExpertClient, error: Exception) -> None:
+async def test_every_error_of_a_call_reaches_its_caller(calls: ExpertClient, error: Exception) -> None:
     assert (await ask(calls, raising(error))).error is not None
     assert (await ask(calls, honest)).error is None
 
@@ -158,7 +158,7 @@ class Picky(Gate):
         return [asked.hidden.data.cast("B") for asked in works]
 
 
-async def test_a_call_that_fails_costs_none_of_those_that_were_to_be_computed_with_it() -> None:
+async def test_a_failed_call_does_not_fail_others_of_its_batch() -> None:
     host = Picky()
     serving = ExpertServer(SIZES, host)
     serving.start()
@@ -178,7 +178,7 @@ async def test_a_call_that_fails_costs_none_of_those_that_were_to_be_computed_wi
     await asyncio.to_thread(serving.close)
 
 
-async def test_calls_wait_up_to_so_many_bytes_and_are_computed_up_to_so_many_rows_at_once(
+async def test_waiting_calls_are_bounded_in_bytes_and_batches_in_rows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(server, "QUEUE_BYTES", 5 * 16)  # five rows

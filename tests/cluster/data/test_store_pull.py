@@ -188,7 +188,7 @@ async def test_a_damaged_piece_names_its_box_and_is_taken_from_another(
     assert {record.box for record in told} == {"a"}  # type: ignore[attr-defined]
 
 
-async def test_what_is_damaged_everywhere_is_told_and_all_else_is_kept(
+async def test_damage_on_all_boxes_is_reported_and_the_rest_is_kept(
     tmp_path: Path, copy_of: Callable[..., Path]
 ) -> None:
     stores = {name: copy_of(name) for name in ("a", "b")}
@@ -207,7 +207,7 @@ async def test_what_is_damaged_everywhere_is_told_and_all_else_is_kept(
         ("dense", "the dense weights are damaged on every box"),
     ],
 )
-async def test_what_cannot_be_read_on_the_only_box_that_has_it_ends_the_pull(
+async def test_an_unreadable_piece_of_the_only_box_with_it_ends_the_download(
     tmp_path: Path, copy_of: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, part: str, told: str
 ) -> None:
     for wait in ("RETRY_S", "REFRESH_S"):
@@ -246,7 +246,7 @@ async def test_a_box_that_goes_while_it_gives_costs_nothing(tmp_path: Path, copy
         assert verify(store) == []
 
 
-async def test_a_pull_that_was_killed_goes_on_and_what_came_is_a_store_already(
+async def test_a_killed_download_continues_and_its_part_is_a_store_already(
     tmp_path: Path, packed: Path, copy_of: Callable[..., Path]
 ) -> None:
     async with house(tmp_path, a=copy_of("a"), b=copy_of("b")) as made:
@@ -271,7 +271,7 @@ async def test_a_pull_that_was_killed_goes_on_and_what_came_is_a_store_already(
     assert not (store / "pulled").exists()
 
 
-async def test_what_is_here_stays_listed_where_the_box_that_it_came_from_is_away(
+async def test_present_pieces_stay_listed_while_their_sender_is_away(
     tmp_path: Path, packed: Path, copy_of: Callable[..., Path]
 ) -> None:
     async with house(tmp_path, a=copy_of("a", 2 / 3), b=copy_of("b", 2 / 3)) as made:
@@ -294,7 +294,7 @@ async def test_a_box_that_joins_pulls_from_the_one_it_joins_by(tmp_path: Path, c
         assert verify(await made.pull()) == []
 
 
-async def test_a_pull_says_what_boxes_have_instead_and_how_much_room_it_lacks(
+async def test_a_download_reports_other_models_of_boxes_and_the_missing_room(
     tmp_path: Path, copy_of: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with house(tmp_path, a=copy_of("a")) as made:
@@ -307,7 +307,7 @@ async def test_a_pull_says_what_boxes_have_instead_and_how_much_room_it_lacks(
         assert made.boxes["a"].manifest.dense.xxh3_128 not in made.boxes["a"].asked
 
 
-async def test_a_disk_that_fills_up_ends_a_pull_with_a_word_of_what_to_do(
+async def test_a_full_disk_ends_a_download_with_the_remedy(
     tmp_path: Path, copy_of: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:
@@ -392,7 +392,7 @@ def test_dense_weights_go_on_where_they_ended(tmp_path: Path, packed: Path) -> N
         assert store.begin_dense(b"other header") == 0
 
 
-def test_a_disk_without_room_for_what_is_to_come_is_told_before_anything_comes(
+def test_a_disk_without_room_is_reported_before_the_first_piece(
     tmp_path: Path, packed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with open_copy(tmp_path / "store", Manifest.load(packed)) as store:
@@ -428,7 +428,7 @@ async def test_pieces_that_come_while_others_are_looked_up_are_handed_out(
     assert await pieces.part(last.xxh3_128, 0, 10)
 
 
-async def test_an_engine_uses_what_comes_into_its_store(packed: Path, copy_of: Callable[..., Path]) -> None:
+async def test_an_engine_uses_pieces_that_arrive_in_its_store(packed: Path, copy_of: Callable[..., Path]) -> None:
     directory = copy_of("a", 1 / 3)
     manifest = Manifest.load(directory)
     with ExpertStore(directory, manifest) as store:
@@ -451,7 +451,7 @@ async def test_an_engine_uses_what_comes_into_its_store(packed: Path, copy_of: C
         assert part == room[4 : last.bytes]
 
 
-async def test_an_engine_keeps_on_using_what_a_manifest_lists_no_more(
+async def test_an_engine_keeps_using_experts_that_a_manifest_no_longer_lists(
     packed: Path, copy_of: Callable[..., Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     directory, manifest = copy_of("a"), Manifest.load(packed)
@@ -466,7 +466,7 @@ async def test_an_engine_keeps_on_using_what_a_manifest_lists_no_more(
     assert "a store that has changed is used as it was" in caplog.text
 
 
-async def test_a_pace_lets_so_many_bytes_a_second_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_pace_limits_bytes_per_second(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[float] = []
 
     async def sleep(seconds: float) -> None:

@@ -280,7 +280,7 @@ async def test_a_silent_peer_costs_its_deadline_and_leaves_nothing_waiting() -> 
         assert a.channel.waiting() == 0
 
 
-async def test_refusals_and_shed_load_arrive_as_what_they_are() -> None:
+async def test_refusals_and_shed_load_arrive_as_their_errors() -> None:
     async def serve(question: Question[Any]) -> Answer[Any]:
         raise PeerBusy("later") if question.message.text == "busy" else PeerRefused("never")
 
@@ -315,7 +315,7 @@ async def test_bytes_under_way_to_a_peer_are_bounded() -> None:
     assert most == 200_000
 
 
-async def test_a_posted_question_ends_once_by_whatever_comes_first() -> None:
+async def test_a_posted_question_ends_once_by_its_first_outcome() -> None:
     def serve(question: Question[Any]) -> Any:
         return Answer(question.message) if question.message.text == "now" else asyncio.sleep(60)
 
@@ -432,7 +432,7 @@ def test_a_secret_key_is_private_and_never_overwritten(tmp_path: Path) -> None:
         ("".join(f'[[peer]]\nnode = "n{n}"\naddress = "h:1"\nkey = "{n}"\n' for n in range(MAX_NODES + 1)), "64 are"),
     ],
 )
-def test_a_wrong_list_of_peers_says_what_is_wrong(tmp_path: Path, text: str, wrong: str) -> None:
+def test_a_wrong_list_of_peers_names_the_fault(tmp_path: Path, text: str, wrong: str) -> None:
     path = tmp_path / "peers.toml"
     path.write_text(text.replace("KEY", secret().public.decode()))
     with pytest.raises(ConfigError, match=wrong):
@@ -449,9 +449,7 @@ async def test_an_address_that_cannot_be_used_costs_nobody_else(caplog: pytest.L
 
 
 @pytest.mark.parametrize("wrong", [WireError, ValueError, RuntimeError("x" * 5000), OverflowError, KeyError])
-async def test_whatever_goes_wrong_with_a_question_is_that_questions_failure(
-    wrong: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_an_error_of_a_question_fails_that_question_only(wrong: Any, caplog: pytest.LogCaptureFixture) -> None:
     async def serve(question: Question[Any]) -> Answer[Any]:
         if question.message.text == "poison":
             raise wrong
@@ -492,7 +490,7 @@ async def test_the_largest_tensor_that_is_sent_is_read() -> None:
     assert answer.message.text == str(MAX_TENSOR_BYTES)
 
 
-async def test_a_question_that_is_too_large_is_refused_to_whoever_asks() -> None:
+async def test_a_question_that_is_too_large_fails_at_its_sender() -> None:
     a, b = pair()
     async with running(a, b):
         await connected(a, b)
@@ -517,7 +515,7 @@ async def test_a_word_of_no_use_that_is_long_is_not_repeated_at_length(caplog: p
     assert all(len(str(vars(record))) < 10_000 for record in caplog.records)
 
 
-async def test_whatever_goes_wrong_in_reading_a_message_costs_that_message_alone(
+async def test_an_error_while_reading_a_message_costs_that_message_alone(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def wrong(*_: Any) -> None:
@@ -536,7 +534,7 @@ async def test_whatever_goes_wrong_in_reading_a_message_costs_that_message_alone
     assert caplog.text.count("a message failed here") == 2
 
 
-async def test_what_whoever_hears_of_connections_raises_ends_no_channel(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_error_of_a_connection_listener_ends_no_channel(caplog: pytest.LogCaptureFixture) -> None:
     def wrong(*_: str) -> None:
         raise KeyError("nobody has foreseen that")
 

@@ -246,7 +246,7 @@ async def test_two_connections_of_one_name_of_which_one_breaks_end_nothing() -> 
             await box.answers()
 
 
-async def test_what_is_no_conversation_at_all_ends_nothing() -> None:
+async def test_other_protocols_end_no_process() -> None:
     async with victim(BEAT_S) as box:
         for _ in range(20):
             for said in _openings():

@@ -61,7 +61,7 @@ async def test_nobody_takes_over_a_connection_by_guessing_its_name() -> None:
                 assert (await a.channel.ask("b", Echo("after"), timeout_s=5)).message.text == "after"
 
 
-async def test_what_is_no_answer_answers_nothing() -> None:
+async def test_a_message_that_is_no_answer_answers_no_question() -> None:
     a_key, c_key = secret(), secret()
     a = Box("a", a_key, {"a": a_key, "c": c_key})
     async with raw(zmq.ROUTER, c_key) as router, running(a):

@@ -85,7 +85,7 @@ async def test_messages_that_end_are_never_cut_off_however_many_they_are() -> No
 
 
 @pytest.mark.parametrize(("waiting", "cut"), [(True, 1), (False, 0)])
-def test_messages_that_wait_to_be_read_count_and_those_that_were_read_do_not(waiting: bool, cut: int) -> None:
+def test_unread_messages_count_and_read_ones_do_not(waiting: bool, cut: int) -> None:
     with socketpair() as (near, far):
         one = ConnectionGuard("test", 300_000)
         one.on_event(zmq.EVENT_ACCEPTED, far.fileno())
@@ -257,7 +257,7 @@ def test_a_connection_whose_number_another_file_has_by_now_is_not_noted(what: st
         theirs.sendall(b"still open")
 
 
-async def test_what_goes_wrong_with_the_note_of_a_connection_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_error_in_recording_a_connection_ends_no_channel(monkeypatch: pytest.MonkeyPatch) -> None:
     a, b, _ = three()
 
     def fail(*_: object) -> None:

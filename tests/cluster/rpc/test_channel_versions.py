@@ -71,7 +71,7 @@ async def test_a_message_of_the_next_release_is_not_sent_to_one_who_lacks_it() -
         assert b.channel.mishaps.rejected == 0
 
 
-async def test_two_of_the_next_release_use_what_it_has_once_they_have_heard_each_other() -> None:
+async def test_two_of_the_next_release_use_its_features_once_they_have_met() -> None:
     a, b = boxes(language=NEXT_LANGUAGE, speaks=NEXT)
     async with running(a, b):
         await connected(a, b)

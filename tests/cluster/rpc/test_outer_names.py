@@ -17,7 +17,7 @@ PLACES = KEPT[str(PROTOCOL_VERSIONS.highest)]["recording's header"]["places"]
 MESSAGES = [kind for language in LANGUAGES.values() for kind in language.messages.values()]
 
 
-def test_everything_is_called_outside_what_it_was_called() -> None:
+def test_public_names_are_unchanged() -> None:
     now = json.loads(json.dumps(outer_names()))
     for version in range(PROTOCOL_VERSIONS.lowest, PROTOCOL_VERSIONS.highest):
         assert breaks(KEPT[str(version)], now) == []
@@ -82,5 +82,5 @@ def test_a_change_that_older_releases_cannot_bear_is_named(new: dict[str, Any], 
         changed(["recording's header", "places"], [*PLACES, ["mood", {"is": "bool", "optional": False}]]),
     ],
 )
-def test_what_older_releases_can_ignore_is_no_break(new: dict[str, Any]) -> None:
+def test_additions_that_older_releases_can_ignore_are_no_break(new: dict[str, Any]) -> None:
     assert breaks(json.loads(json.dumps(outer_names())), copy.deepcopy(new)) == []

@@ -75,7 +75,7 @@ def test_behind_a_slow_link_the_cpu_computes_from_ram_and_nobody_waits(slow: Exp
     assert slow.residency.served == [2, 2, 0]
 
 
-def test_what_only_prefill_uses_is_not_copied_up_afterwards(slow: ExpertTiers, weights: Weights) -> None:
+def test_experts_of_prefill_alone_are_not_copied_to_the_device_afterwards(slow: ExpertTiers, weights: Weights) -> None:
     wanted = missing(slow, 0)[:2]
     hidden, shares = torch.ones(1, SMALL.hidden), np.ones((1, 2), np.float32)
     slow.experts.compute(0, hidden, Group.of(wanted[None], shares), prefill_only=np.ones(2, np.bool_))
@@ -112,7 +112,7 @@ def test_a_cpu_that_was_slow_is_left_alone_until_it_is_tried_again(slow: ExpertT
     assert costs.for_cpu(0, wanted) is not None
 
 
-def test_the_link_and_the_cpu_share_what_is_missing(slow: ExpertTiers) -> None:
+def test_the_link_and_the_cpu_share_missing_experts(slow: ExpertTiers) -> None:
     costs, wanted = slow.experts.cpu_experts.costs, missing(slow, 2)[:6]
     costs.cpu.mean_s, costs.cpu._measured_s, costs.thread_unit_s = 0.06, time.monotonic(), 1e-4
     chosen = costs.for_cpu(2, group_of(*wanted))
@@ -120,9 +120,7 @@ def test_the_link_and_the_cpu_share_what_is_missing(slow: ExpertTiers) -> None:
     assert chosen.sum() == 2  # of 60 ms each, four copies of 30 ms
 
 
-def test_what_was_evicted_before_it_was_pinned_goes_the_devices_way(
-    weights: Weights, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_experts_evicted_before_their_pin_go_to_the_device(weights: Weights, monkeypatch: pytest.MonkeyPatch) -> None:
     with running(small_tiers(FileStore(weights), 4, (2,), prefetch=False)) as tiers:
         cpu_experts = tiers.experts.cpu_experts
         monkeypatch.setattr(cpu_experts.costs, "for_cpu", lambda _, group: np.ones(len(group.experts), np.bool_))
@@ -172,7 +170,7 @@ def test_a_device_that_fails_before_the_cpu_has_begun_leaves_nothing_pinned(
 
 
 @pytest.mark.parametrize(("ram", "devices"), [(24, (6,)), (3, (2,)), (2, (1,)), (1, (1,)), (7, (3, 3))])
-def test_whatever_the_cpu_is_given_the_result_is_the_same(
+def test_any_share_of_the_cpu_gives_the_same_result(
     ram: int, devices: tuple[int, ...], weights: Weights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rng = np.random.default_rng(2)

@@ -60,7 +60,7 @@ def layouts(*pages: int) -> list[SlabLayout]:
 
 @pytest.mark.parametrize("pages", [(1, 1, 1), (1, 2, 1)], ids=["one size", "two sizes"])
 @pytest.mark.parametrize("seed", range(20))
-def test_whatever_the_streams_do_a_computation_reads_its_own_experts(
+def test_in_any_order_of_streams_a_computation_reads_its_own_experts(
     seed: int, pages: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu, rng = FakeGpu(seed), np.random.default_rng(seed)
@@ -170,7 +170,7 @@ def gpu_tiers(store: FileStore, ram_slots: int, slots: int, **fetching: Any) -> 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("ram", "slots"), [(32, 32), (16, 8), (3, 2), (1, 1)])
 @pytest.mark.parametrize("wide", [False, True], ids=["small", "wide"])
-def test_a_gpu_computes_what_resident_experts_do(wide: bool, dtype: str, ram: int, slots: int) -> None:
+def test_a_gpu_computes_the_same_as_resident_experts(wide: bool, dtype: str, ram: int, slots: int) -> None:
     weights = Weights(replace(WIDE if wide else SMALL, dtype=dtype))
     store, rng = FileStore(weights), np.random.default_rng(1)
     tolerance = 3e-2 if dtype == "bfloat16" else 1e-4

@@ -97,7 +97,7 @@ def ahead(desk: Desk) -> int:
     return max(AHEAD, cuda_link.AHEAD_BYTES // STRIDE)
 
 
-def test_prefetches_are_in_flight_up_to_a_number_and_to_so_many_bytes(desk: Desk) -> None:
+def test_prefetches_in_flight_are_bounded_in_number_and_bytes(desk: Desk) -> None:
     for slot in range(SLOTS):
         assert desk.link.has_room() == (slot < ahead(desk))
         desk.copy(slot, demand=False)
@@ -164,7 +164,7 @@ def test_a_link_is_roused_after_the_next_end_and_not_after_all(desk: Desk) -> No
     assert desk.queued(desk.prefetches) == 1
 
 
-def test_closing_fails_what_has_not_been_issued(desk: Desk) -> None:
+def test_closing_fails_copies_that_were_not_issued(desk: Desk) -> None:
     for slot in range(SLOTS - 1):
         desk.copy(slot, demand=False)
     waiting = list(range(ahead(desk), SLOTS - 1))
@@ -194,7 +194,7 @@ def test_a_copy_that_the_driver_refuses_fails_and_keeps_nobody_waiting(
     assert desk.link.stats.bytes_per_s == pytest.approx(STRIDE / 2e-3)
 
 
-def test_the_meter_says_what_the_clock_says(desk: Desk) -> None:
+def test_the_meter_equals_the_clock(desk: Desk) -> None:
     began_ms = desk.gpu.now_ms
     for slot in range(SLOTS):
         desk.copy(slot, demand=slot % 3 == 2)

@@ -185,7 +185,7 @@ def test_a_thread_that_finds_no_copy_to_wait_for_comes_behind_one_that_waits(mon
     assert seen == [1]
 
 
-def test_what_a_device_waited_for_is_the_step_s_stall_and_its_time_the_cost_of_a_unit() -> None:
+def test_a_device_s_wait_is_the_step_s_stall_and_its_time_the_cost_of_a_unit() -> None:
     told = [DeviceTimings(4.0, 0.25, 0.5)]
     compute: Any = SimpleNamespace(
         pop_timings=lambda: told.pop() if told else DeviceTimings(), synchronize=lambda: None

@@ -67,7 +67,7 @@ def test_a_layer_takes_the_devices_time_and_its_result_is_the_same(devices: tupl
         assert costs.device_unit_s == pytest.approx(before_s, rel=1e-3), "what it reports is what it took"
 
 
-def test_whoever_computes_for_peers_shares_the_device() -> None:
+def test_computations_for_peers_share_the_device() -> None:
     with running(slow_tiers(Weights(SMALL), (24,))) as tiers:
         twin = tiers.second(None, deadline_s=10.0)
         began_s = time.monotonic()

@@ -53,7 +53,7 @@ class Computed:
 
 
 @pytest.mark.parametrize("error", [None, OSError("the disk is gone")])
-def test_what_another_thread_demanded_neither_feeds_nor_fails_a_layer_step(error: Exception | None) -> None:
+def test_another_thread_s_demands_neither_feed_nor_fail_a_layer_step(error: Exception | None) -> None:
     residency = Residency(SlotPool(Tier.RAM, 1, E, E, LRU(1, E)))
     compute: Any = Computed()
     loader: Any = Loader(residency, 5, 6, error=error)

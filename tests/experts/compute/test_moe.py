@@ -58,7 +58,7 @@ def weights(request: pytest.FixtureRequest) -> Weights:
 
 @pytest.mark.parametrize("containment", [True, False])
 @pytest.mark.parametrize(("ram", "devices"), BUDGETS)
-def test_any_budget_computes_what_resident_experts_do(
+def test_any_budget_computes_the_same_as_resident_experts(
     ram: int, devices: tuple[int, ...], containment: bool, weights: Weights
 ) -> None:
     store, rng = FileStore(weights), np.random.default_rng(1)
@@ -167,7 +167,7 @@ def test_a_budget_below_one_expert_is_refused(store: FileStore) -> None:
         small_tiers(store, 2, (0,))
 
 
-def test_a_step_yields_what_its_gates_chose(store: FileStore) -> None:
+def test_a_step_yields_its_gates_choices(store: FileStore) -> None:
     with running(small_tiers(store, 24, keep_hints=True)) as tiers:
         tiers.experts.begin_step(meta(3, prefill=2))
         wanted = []
@@ -204,7 +204,7 @@ def test_nobody_looks_ahead_once_every_expert_is_there(
         assert len(tiers.experts.lookahead) == looks
 
 
-def test_prefill_does_not_flush_what_decode_uses(store: FileStore) -> None:
+def test_prefill_does_not_flush_experts_of_decode(store: FileStore) -> None:
     with running(small_tiers(store, 16, (12,))) as tiers:
         for _ in range(2):
             tiers.experts.begin_step(meta(1))
@@ -250,7 +250,7 @@ def test_every_demanded_expert_is_counted_once_at_the_tier_that_had_it(store: Fi
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
-def test_a_packed_store_and_the_kernels_compute_what_transformers_does(
+def test_a_packed_store_and_the_kernels_compute_the_same_as_transformers(
     family: str, kernels: Kernels, tmp_path: Path
 ) -> None:
     model = tiny_model(family)

@@ -73,7 +73,7 @@ def test_calls_of_several_peers_are_computed_together_and_each_gets_its_own() ->
         assert host.experts == 3, "an expert of two calls is computed once"
 
 
-def test_what_is_in_memory_is_computed_at_once_and_nothing_else() -> None:
+def test_only_experts_in_memory_are_computed_at_once() -> None:
     asked = work(0, {1: [0], 2: [0]}, 1)
     with running(small_tiers(FileStore(WEIGHTS), 8)) as tiers:
         host = host_of(tiers)
@@ -115,7 +115,7 @@ def test_layer_steps_for_us_and_for_peers_run_side_by_side_in_little_room(ram: i
 
 
 @pytest.mark.parametrize("devices", [(), (6,)], ids=["ram", "device"])
-def test_policies_hear_nothing_of_what_peers_ask_for(devices: tuple[int, ...]) -> None:
+def test_policies_do_not_count_peers_requests(devices: tuple[int, ...]) -> None:
     with running(small_tiers(FileStore(WEIGHTS), 8, devices)) as tiers:
         policy = tiers.residency.policy
         assert isinstance(policy, LRU)
@@ -156,7 +156,7 @@ class Shelf:
         self.shelf = ExpertShelf(manifest, self.store, SMALL)
 
 
-def test_the_manifest_and_then_whoever_sent_it_says_what_an_expert_must_hash_to() -> None:
+def test_the_manifest_and_then_the_sender_decide_an_expert_s_checksum() -> None:
     shelf = Shelf().shelf
     assert shelf.checksum(1, 2) == "12"
     assert shelf.checksum(1, 6) is None
@@ -225,7 +225,7 @@ async def test_a_read_that_failed_is_tried_again_for_the_next_part() -> None:
     assert await box.shelf.part(0, 1, 0, 10) == WEIGHTS.bytes_of(0, 1)[:10]
 
 
-async def test_who_gives_up_on_a_part_does_not_end_the_read_of_others() -> None:
+async def test_a_cancelled_part_does_not_end_the_read_of_others() -> None:
     box = Shelf()
     box.store.pin(0, 1)
     impatient, patient = (asyncio.create_task(box.shelf.part(0, 1, 0, 10)) for _ in range(2))

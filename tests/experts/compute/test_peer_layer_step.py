@@ -228,7 +228,7 @@ def test_sums_that_are_not_finite_cost_the_call_and_no_more(number: float, dtype
     torch.testing.assert_close(out, torch.ones(1, SHAPE.hidden))
 
 
-def test_sums_of_hidden_states_that_are_not_finite_are_what_they_are() -> None:
+def test_sums_of_hidden_states_that_are_not_finite_pass_unchanged() -> None:
     def ask(call: RemoteCall) -> bool:
         call.result = memoryview(np.array([[1.0] * SHAPE.hidden, [np.nan] * SHAPE.hidden], np.float32)).cast("B")
         return True
@@ -244,7 +244,7 @@ def test_sums_of_hidden_states_that_are_not_finite_are_what_they_are() -> None:
     assert out[1].isnan().all()
 
 
-def test_a_peer_s_disk_is_for_what_no_other_has_in_memory() -> None:
+def test_a_peer_s_disk_serves_experts_that_no_other_has_in_memory() -> None:
     class OneReads(FakePeers):
         """b would read the expert from its disk; c has it in memory, and is slower at that."""
 
@@ -262,7 +262,7 @@ def test_a_peer_s_disk_is_for_what_no_other_has_in_memory() -> None:
 
 
 @pytest.mark.parametrize("nodes", [3, 64])
-def test_what_is_tried_for_a_layer_does_not_grow_with_the_peers(nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attempts_for_a_layer_do_not_grow_with_the_peers(nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[tuple[int, ...]] = []
 
     def resolve(ways: WayCosts) -> Resolution:

@@ -78,7 +78,7 @@ def test_slices_cover_the_slab_and_no_expert_lies_in_two(slab: HostSlab, monkeyp
     assert not slab.pinned
 
 
-def test_what_is_registered_before_a_refusal_stays_and_the_log_says_what_to_do(
+def test_slices_registered_before_a_refusal_stay_and_the_log_names_the_remedy(
     slab: HostSlab, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     cuda = FakeCudart(monkeypatch, most_bytes=100_000)
@@ -94,7 +94,7 @@ def test_what_is_registered_before_a_refusal_stays_and_the_log_says_what_to_do(
     assert not cuda.registered
 
 
-def test_a_slab_that_is_registered_is_left_to_whoever_did_it(slab: HostSlab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_registered_slab_is_left_to_its_owner(slab: HostSlab, monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = FakeCudart(monkeypatch)
     first = Pinning(slab, GPU)
     registered = dict(cuda.registered)

@@ -155,7 +155,7 @@ def test_homes_get_the_slots_that_went_to_another_size() -> None:
 
 
 @pytest.mark.parametrize("containment", [True, False])
-def test_ram_keeps_room_for_what_devices_hold(containment: bool) -> None:
+def test_ram_keeps_room_for_experts_of_devices(containment: bool) -> None:
     policy, rng = LRU(L, E), np.random.default_rng(5)
     layouts = [SlabLayout.within(int(share * SIZES.all_bytes), SIZES) for share in (0.6, 0.3)]
     pools = [SlotPool(tier, L, E, layout, policy) for tier, layout in zip((Tier.RAM, Tier.VRAM), layouts, strict=True)]

@@ -78,7 +78,7 @@ def test_without_a_forecast_or_a_record_ranks_are_the_predictors(predictor: Next
     np.testing.assert_array_equal(ranks_with_forecast(predictor, Blend(), forecast(3)), predictor.scores)
 
 
-def test_this_step_and_the_next_are_blended_by_what_each_has_earned(predictor: NextUsePredictor) -> None:
+def test_this_step_and_the_next_are_blended_by_their_records(predictor: NextUsePredictor) -> None:
     blend, probs, now = Blend(), forecast(4), 2  # half of the layers have run
     learn(blend, now, right=True)
     learn(blend, NEXT_STEP, right=True, rounds=40)
@@ -113,7 +113,7 @@ def test_a_gates_chance_is_fused_in_the_same_way() -> None:
     np.testing.assert_allclose(utility, want - 3.5, atol=5e-3)
 
 
-def test_what_is_forecast_is_told_with_what_the_predictor_said(predictor: NextUsePredictor) -> None:
+def test_forecasts_are_recorded_with_the_predictor_s_scores(predictor: NextUsePredictor) -> None:
     probs = forecast(8)
     ranks_with_forecast(predictor, Blend(), probs)
     awaited = predictor.pop_awaited()
@@ -126,7 +126,7 @@ def test_what_is_forecast_is_told_with_what_the_predictor_said(predictor: NextUs
     assert predictor.pop_awaited() == []
 
 
-def test_what_fusion_has_learned_is_taken_over_and_damage_is_not() -> None:
+def test_fusion_s_learned_state_is_restored_and_damage_is_not() -> None:
     blend, other = Blend(), Blend()
     for horizon in (2, NEXT_LAYER):
         learn(blend, horizon, right=True)

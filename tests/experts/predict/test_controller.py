@@ -125,7 +125,7 @@ class Loader:
         return [(0.0, 0.0)]  # not measured yet
 
 
-def test_ranks_are_those_of_the_policy_that_replay_judges(controller: Controller) -> None:
+def test_ranks_equal_the_policy_s_in_replay(controller: Controller) -> None:
     full = LearnedPolicy(L, E, K)
     for ids in text(1, 80):
         choices = begin(controller)
@@ -143,7 +143,7 @@ def test_ranks_are_those_of_the_policy_that_replay_judges(controller: Controller
     assert controller.predictive.predictor.learner.updates > 20
 
 
-def test_every_layer_of_every_step_counts_once_whoever_decodes_and_what_fails(controller: Controller) -> None:
+def test_every_layer_of_every_step_counts_once_despite_failures(controller: Controller) -> None:
     for i, ids in enumerate(text(2, 40, sequences=3)):
         if i % 7 == 0:
             begin(controller)  # fails before its first layer
@@ -202,7 +202,7 @@ def test_a_step_is_followed_by_the_thread_alone_that_runs_it(
     assert followers == [threading.current_thread()]
 
 
-def test_what_peers_have_computed_here_is_not_learned(controller: Controller) -> None:
+def test_computations_for_peers_are_not_learned(controller: Controller) -> None:
     choices = begin(controller)
     for layer, row in enumerate(text(4, 1)[0]):
         controller.policy.touch(layer, np.arange(4, 4 + K))  # for a peer
@@ -305,7 +305,7 @@ def tiers(controller: Controller) -> tuple[Residency, Loader]:
     return residency, loader
 
 
-def test_plans_fetch_what_ranks_high_and_is_missing(controller: Controller) -> None:
+def test_plans_fetch_missing_experts_of_high_rank(controller: Controller) -> None:
     _, loader = tiers(controller)
     for _ in range(40):
         for ids in text(5, 3):
@@ -337,7 +337,7 @@ def test_plans_are_withdrawn_when_no_new_one_is_made(
     wait_until(lambda: not loader.moves)
 
 
-def test_what_the_step_needed_before_a_plan_counts_for_nothing(controller: Controller) -> None:
+def test_needs_before_a_plan_do_not_count(controller: Controller) -> None:
     predictor = NextUsePredictor(L, E, K)
     residency, _ = tiers(controller)
     plans = PrefetchPlanner(residency, Loader(), SIZES, 0.1)
@@ -360,7 +360,7 @@ def test_what_the_step_needed_before_a_plan_counts_for_nothing(controller: Contr
     assert needs.chance_there(lowest) < before
 
 
-def test_what_was_learned_is_saved_at_the_end_and_damage_is_survived(
+def test_learned_state_is_saved_at_the_end_and_damage_is_survived(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     state = tmp_path / "cache.safetensors"
@@ -377,7 +377,7 @@ def test_what_was_learned_is_saved_at_the_end_and_damage_is_survived(
     third.close()
 
 
-def test_what_was_learned_is_there_after_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_learned_state_survives_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SAVE_S", 0.05)
     state = tmp_path / "cache.safetensors"
     crashing = started(state=state)
@@ -463,7 +463,7 @@ def drive_with(oracle: Oracle, always: Ids, seed: int) -> tuple[Controller, Floa
     return controller, ranks
 
 
-def test_a_forecaster_that_is_right_earns_its_weight_and_orders_what_is_to_come() -> None:
+def test_a_correct_forecaster_gains_weight_and_orders_future_needs() -> None:
     always = text(10, 1)[0]
     controller, ranks = drive_with(Oracle(always), always, 11)
     assert controller.predictive.blend.mix.eta(1) > 0.5  # after a quarter of the layers
@@ -500,7 +500,7 @@ def test_a_gates_chance_moves_worth_as_far_as_gates_were_right(controller: Contr
     assert utility[likely] > controller.policy.rank(0)[1, likely]
 
 
-def test_a_prefetch_must_be_worth_more_than_what_goes_for_it_by_the_hysteresis() -> None:
+def test_a_prefetch_must_exceed_the_evicted_expert_s_value_by_the_hysteresis() -> None:
     utilities = []
     for hysteresis in (0.0, 0.2):
         controller = started(hysteresis=hysteresis)

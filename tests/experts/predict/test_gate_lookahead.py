@@ -100,7 +100,7 @@ def test_a_layer_with_fewer_experts_is_read_in_its_own_width() -> None:
     np.testing.assert_allclose(heard[1], plain_chances(probs, ahead.calibration)[heard[0]], rtol=2e-6)
 
 
-def test_what_is_no_number_asks_for_nothing_outside_of_the_layer() -> None:
+def test_nan_hints_request_no_expert_outside_of_the_layer() -> None:
     ahead = GateLookAhead(tiers(), K)
     heard = ahead.likely_experts(1, np.full((2, E), np.nan, np.float32))
     assert heard is not None
@@ -162,7 +162,7 @@ def test_a_layer_without_a_hint_teaches_nothing() -> None:
     single.learn(0, np.array([[0, 1, 2]]))
 
 
-def test_a_calibration_begins_as_the_logistic_function_and_ends_as_what_came() -> None:
+def test_a_calibration_begins_as_the_logistic_function_and_ends_at_the_observed_rates() -> None:
     calibration, random = Calibration(-4, 4, 17), np.random.default_rng(3)
     assert calibration(np.zeros(1, np.float32))[0] == pytest.approx(0.5)
     for _ in range(400):

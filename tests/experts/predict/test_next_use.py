@@ -101,7 +101,7 @@ def test_repeated_text_is_foreseen() -> None:
     assert np.mean([len(set(a) & set(b)) for a, b in zip(top.tolist(), ids[20].tolist(), strict=True)]) > 0.9 * K
 
 
-def test_what_follows_is_recalled_also_from_the_middle_of_a_token() -> None:
+def test_successors_are_recalled_also_from_the_middle_of_a_token() -> None:
     ids = text(12, 40)
     predictor = NextUsePredictor(L, E, K)
     drive(predictor, np.concatenate([ids, ids]))
@@ -114,7 +114,7 @@ def test_what_follows_is_recalled_also_from_the_middle_of_a_token() -> None:
     assert set(np.argsort(-predictor.scores[0])[:K].tolist()) == set(ids[21, 0].tolist())
 
 
-def test_a_layer_that_is_to_come_is_worth_more_than_one_that_has_run() -> None:
+def test_a_future_layer_is_worth_more_than_one_that_has_run() -> None:
     predictor = NextUsePredictor(L, E, K)
     drive(predictor, text(5, 3))
     choices = begin(predictor)
@@ -165,7 +165,7 @@ def test_a_step_that_comes_too_soon_is_not_learned_from() -> None:
     assert predictor.step == predictor.memory.filled == 2
 
 
-def test_without_looks_what_was_aligned_moves_on_with_the_text() -> None:
+def test_without_updates_the_alignment_follows_the_text() -> None:
     ids = text(16, 40)
     predictor = NextUsePredictor(L, E, K)
     drive(predictor, np.concatenate([ids, ids, ids[:10]]))
@@ -176,7 +176,7 @@ def test_without_looks_what_was_aligned_moves_on_with_the_text() -> None:
         assert len(set(np.argsort(-predictor.scores[layer])[: 2 * K].tolist()) & set(row.tolist())) >= K - 1
 
 
-def test_what_was_learned_survives_a_restart(tmp_path: Path) -> None:
+def test_learned_state_survives_a_restart(tmp_path: Path) -> None:
     before, after = NextUsePredictor(L, E, K), NextUsePredictor(L, E, K)
     drive(before, text(9, 80))
     write_state(tmp_path / "state.safetensors", before.learned())
@@ -238,7 +238,7 @@ def test_a_state_that_does_not_fit_is_left_alone(damage: str, tmp_path: Path) ->
     assert fresh.memory.filled == 0
 
 
-def test_what_scores_moves_far_less_with_a_minibatch_than_what_is_trained() -> None:
+def test_the_scoring_weights_move_far_less_per_minibatch_than_the_trained_ones() -> None:
     predictor, ids = NextUsePredictor(L, E, K), text(18, 500)
     drive(predictor, ids[:400])
     moved = []

@@ -50,7 +50,7 @@ def layers(plan: list[Move], target: Tier) -> list[int]:
 
 
 @pytest.mark.parametrize(("tier", "held"), [(Tier.VRAM, E), (Tier.RAM, 0)])
-def test_where_each_load_takes_long_to_begin_the_small_ones_save_more_a_byte(tier: Tier, held: int) -> None:
+def test_with_a_long_start_of_loads_small_experts_save_more_per_byte(tier: Tier, held: int) -> None:
     long, none = (1e-3, 1e-9), (0.0, 1e-9)
     for slow, first in ((tier, 1), (Tier(1 - tier), 0)):
         measured = Measured(long if slow is Tier.RAM else none, long if slow is Tier.VRAM else none)
@@ -63,7 +63,7 @@ def test_before_anything_is_measured_a_miss_costs_in_proportion_to_size() -> Non
     assert layers(moves(MIXED, unknown, devices=1, held_in_ram=E), Tier.VRAM)[:E] == [0] * E
 
 
-def test_what_goes_to_the_device_with_the_slower_link_is_worth_more() -> None:
+def test_experts_for_the_device_with_the_slower_link_are_worth_more() -> None:
     measured = Measured((0.0, 1e-9), (0.0, 1e-10), (0.0, 4e-10))
     plan = moves(EVEN, measured, devices=2, held_in_ram=E)
     densities = [move.score for move in plan]

@@ -66,7 +66,7 @@ def test_a_prompt_is_remembered_as_if_it_had_been_decoded() -> None:
     assert told.history.visits.tolist() == [14.0] * L  # averages count decoded tokens only
 
 
-def test_what_a_prompt_said_is_foreseen_when_it_is_said_again() -> None:
+def test_a_repeated_prompt_s_continuation_is_predicted() -> None:
     ids, predictor = text(2, 60), NextUsePredictor(L, E, K)
     add_prompt(predictor, ids, "prompt")
     decode(predictor, text(3, 40), "between")
@@ -84,7 +84,7 @@ def test_the_first_token_after_a_prompt_is_foreseen_before_its_first_layer_runs(
     assert likeliest(predictor) == chosen(ids, 30)
 
 
-def test_a_sequence_that_is_computed_anew_goes_on_from_its_prompt() -> None:
+def test_a_recomputed_sequence_continues_from_its_prompt() -> None:
     ids, predictor = text(6, 60), NextUsePredictor(L, E, K)
     decode(predictor, ids, "before")
     decode(predictor, text(7, 5), "a")
@@ -138,7 +138,7 @@ def test_the_controller_learns_from_steps_that_only_prefill() -> None:
     controller.close()
 
 
-def test_where_more_decode_than_are_aligned_prompts_are_not_told_of() -> None:
+def test_prompts_are_skipped_with_more_sequences_than_alignments() -> None:
     policy, ids = LearnedPolicy(L, E, K), text(13, TRACKS + 3)
     lengths, decodes = np.array([1] * TRACKS + [3]), np.array([True] * TRACKS + [False])
     meta = StepMeta(tuple(map(str, range(TRACKS + 1))), lengths, decodes, *np.zeros((2, TRACKS + 3), np.int64))

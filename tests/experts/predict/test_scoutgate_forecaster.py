@@ -108,7 +108,7 @@ def test_the_forecast_is_the_networks_for_the_last_tokens_of_each_sequence(scout
     np.testing.assert_allclose(scoutgate.forecast.probs, wanted.numpy(), atol=2e-3)
 
 
-def test_a_sequence_that_begins_again_forgets_what_went_before(scoutgate: ScoutGateForecaster) -> None:
+def test_a_restarted_sequence_forgets_its_past(scoutgate: ScoutGateForecaster) -> None:
     run(scoutgate, meta(("a",), [[3, 1, 4]], [0], [False]))
     run(scoutgate, meta(("a",), [[5]], [40], [True]))  # a replay: not the next position
     fresh = scoutgate.forecast
@@ -168,7 +168,7 @@ def test_trust_outlives_a_restart_but_not_its_export(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damaged", ["", "[]", '{"export": 1}', '{"export": "x", "scores": [{"weight": "a"}]}'])
-def test_a_damaged_score_is_begun_anew(damaged: str, tmp_path: Path) -> None:
+def test_a_damaged_score_is_reset(damaged: str, tmp_path: Path) -> None:
     (tmp_path / "state.json").write_text(damaged)
     scoutgate = forecaster(state_file=tmp_path / "state.json")
     scoutgate.load(exported(tmp_path))
@@ -177,7 +177,7 @@ def test_a_damaged_score_is_begun_anew(damaged: str, tmp_path: Path) -> None:
     scoutgate.close()
 
 
-def test_what_it_remembers_is_bounded(scoutgate: ScoutGateForecaster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_memory_is_bounded(scoutgate: ScoutGateForecaster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("edgemoe.experts.predict.scoutgate_forecaster.TRACKS", 5)
     for number in range(20):
         run(scoutgate, meta((f"r{number}",), [[1]], [0], [True]), np.zeros((L, 1, K), int))
@@ -262,7 +262,7 @@ def test_an_export_is_replaced_while_sequences_run_and_a_bad_one_is_not(tmp_path
     ("step_s", "stall_s", "forecasts"),
     [(0.01, 0.0, 7), (0.01, 0.01, 40), (0.05, 0.0, 30), (0.2, 0.0, 100)],  # 0.3, 2, 1.5 and 6 ms a step to spend
 )
-def test_beyond_its_share_of_the_steps_time_it_forecasts_every_so_many_steps(
+def test_beyond_its_share_of_the_steps_time_it_skips_steps(
     step_s: float, stall_s: float, forecasts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now_s, probs = [0.0], ForecastTables.probs

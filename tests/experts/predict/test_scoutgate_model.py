@@ -27,7 +27,7 @@ def gate(shape: ScoutGateShape = SHAPE) -> ScoutGate:
     return ScoutGate(shape).eval()
 
 
-def test_scores_are_those_of_the_six_steps_written_out() -> None:
+def test_scores_equal_the_six_steps_written_out() -> None:
     g, tokens = gate(), torch.randn(8, 12)
     scores = g(g.project(tokens)[None], torch.ones(1, 8, dtype=torch.bool))[0]
     z = torch.nn.functional.layer_norm(tokens @ g.projection.weight.T + g.projection.bias, (128,))  # step 3

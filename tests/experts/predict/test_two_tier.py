@@ -81,7 +81,7 @@ def bring(residency: Residency, expert: ExpertId, source: Tier, target: Tier) ->
         residency.unpin(load.source)
 
 
-def test_without_scoutgate_ranks_are_those_of_the_averages_and_distances() -> None:
+def test_without_scoutgate_ranks_follow_averages_and_distances() -> None:
     rules, plain = TwoTierPolicy(SIZES), EWMA(L, E, K)
     for _ in range(3):
         step(rules)
@@ -107,7 +107,7 @@ def test_a_scoutgate_that_knows_is_believed_more_with_every_step() -> None:
     assert gap(rules) > 2 * gap(alone)
 
 
-def test_what_is_worth_its_price_is_asked_for_and_takes_the_place_of_what_is_not() -> None:
+def test_experts_worth_their_price_are_requested_and_replace_others() -> None:
     rules, loader = TwoTierPolicy(SIZES, hysteresis=0.2), Loader()
     residency = residency_of(vram_slots=9)
     rules.attach(residency, loader, SIZES)
@@ -127,7 +127,7 @@ def test_what_is_worth_its_price_is_asked_for_and_takes_the_place_of_what_is_not
     assert rules.planned > 0
 
 
-def test_a_prompt_ends_what_was_planned() -> None:
+def test_a_prompt_cancels_the_plan() -> None:
     rules, loader = TwoTierPolicy(SIZES), Loader()
     rules.attach(residency_of(vram_slots=9), loader, SIZES)
     for _ in range(60):
@@ -138,7 +138,7 @@ def test_a_prompt_ends_what_was_planned() -> None:
     assert not loader.moves
 
 
-def test_where_a_tier_does_not_hold_one_tokens_experts_the_densest_stay(caplog: pytest.LogCaptureFixture) -> None:
+def test_in_a_tier_too_small_for_a_token_s_experts_the_densest_stay(caplog: pytest.LogCaptureFixture) -> None:
     rules = TwoTierPolicy(SIZES)
     rules.attach(residency_of(vram_slots=4), Loader(), SIZES)  # a token needs six
     often = np.array([[0, 1], [0, 1], [0, 1]])

@@ -23,7 +23,7 @@ def homes(*experts: tuple[int, int]) -> BoolArray:
 
 
 @pytest.mark.parametrize("devices", [(), (2,)], ids=["ram", "device"])
-def test_a_home_stays_whatever_is_demanded_and_prefetched(devices: tuple[int, ...]) -> None:
+def test_a_home_stays_despite_demands_and_prefetches(devices: tuple[int, ...]) -> None:
     policy = Ranks()
     desk = Desk(4, *devices, policy=policy)
     desk.use(0, 0, 1)
@@ -53,7 +53,7 @@ def test_a_home_that_was_listed_to_go_stays_when_homes_change_between_two_prefet
     assert desk.residency.tiers_of(0, np.array([2])) == Tier.NVME
 
 
-def test_no_more_experts_are_at_home_than_leave_room_for_what_passes_through() -> None:
+def test_homes_leave_room_for_passing_experts() -> None:
     desk = Desk(6)
     assert desk.residency.homes.capacities == (4,)
     desk.residency.homes.set_homes(homes(*((0, expert) for expert in range(4))))
@@ -61,7 +61,7 @@ def test_no_more_experts_are_at_home_than_leave_room_for_what_passes_through() -
         desk.residency.homes.set_homes(homes(*((0, expert) for expert in range(5))))
 
 
-def test_what_the_running_layer_step_still_needs_is_spared_until_it_is_computed() -> None:
+def test_experts_of_the_running_layer_step_stay_until_they_are_computed() -> None:
     policy = Ranks()
     desk = Desk(3, 1, policy=policy, containment=False)
     desk.use(0, 1)
@@ -81,7 +81,7 @@ def test_what_the_running_layer_step_still_needs_is_spared_until_it_is_computed(
     assert desk.residency.reserve(prefetch_request(1, 0, score=5.0), PrefetchPriority.NEAR) is not None, "now it may go"
 
 
-def test_who_waits_for_room_is_woken_when_slots_are_freed() -> None:
+def test_waiters_for_room_wake_up_when_slots_are_freed() -> None:
     desk = Desk(2)
     desk.use(0, 0, 1)
     held = desk.acquire(0, 0, 1)
@@ -101,7 +101,7 @@ def test_who_waits_for_room_is_woken_when_slots_are_freed() -> None:
     assert (desk.acquire(1, 3).slots >= 0).all()
 
 
-def test_a_prefetch_never_takes_the_place_of_what_is_worth_as_much() -> None:
+def test_a_prefetch_never_replaces_an_expert_of_equal_value() -> None:
     policy = Ranks()
     desk = Desk(2, policy=policy)
     desk.use(0, 0, 1)
@@ -134,7 +134,7 @@ def test_a_read_that_was_prefetched_and_is_demanded_meanwhile_counts_as_demanded
     desk.residency.check_integrity(idle=True)
 
 
-def test_what_a_policy_gives_no_number_for_goes_first() -> None:
+def test_experts_ranked_nan_go_first() -> None:
     policy = Ranks()
     desk = Desk(4, policy=policy)
     desk.use(0, 0, 1, 2, 3)

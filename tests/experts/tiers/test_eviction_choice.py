@@ -195,7 +195,7 @@ class Bed:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_demands_evict_those_of_the_lowest_utility(seed: int) -> None:
+def test_demands_evict_experts_of_the_lowest_utility(seed: int) -> None:
     bed = Bed(seed)
     residency, model = bed.residency, bed.model
     model.begin(layer := seed % L)

@@ -104,7 +104,7 @@ def test_the_lowest_ranked_goes_first() -> None:
     assert desk.on_top() == {(0, 0), (0, 2), (0, 3)}
 
 
-def test_policies_see_each_layer_step_once_and_only_what_decode_demands() -> None:
+def test_policies_see_each_layer_step_once_and_only_demands_of_decode() -> None:
     policy = Ranks()
     desk = Desk(6, 4, policy=policy)
     assert desk.residency.pin_if_all_resident(0, 1, np.array([2, 3]), np.array([False, True])) is None
@@ -112,7 +112,7 @@ def test_policies_see_each_layer_step_once_and_only_what_decode_demands() -> Non
     assert policy.touched == [(1, [2])]
 
 
-def test_prefill_leaves_what_decode_uses() -> None:
+def test_prefill_spares_experts_of_decode() -> None:
     desk = Desk(4)
     desk.use(0, 0, 1, 2)
     for expert in range(E):
@@ -120,7 +120,7 @@ def test_prefill_leaves_what_decode_uses() -> None:
     assert {(0, 0), (0, 1), (0, 2)} <= desk.on_top()
 
 
-def test_what_prefill_left_is_reused_in_the_next_round() -> None:
+def test_prefill_s_experts_are_reused_in_the_next_round() -> None:
     desk = Desk(L * 2)
     for layer in range(L):  # three slots a layer would be needed, two exist
         for expert in range(3):
@@ -128,7 +128,7 @@ def test_what_prefill_left_is_reused_in_the_next_round() -> None:
     assert {layer for layer, _ in desk.on_top()} >= {0, 1}, "what the next round needs first is kept"
 
 
-def test_decode_makes_what_prefill_left_its_own() -> None:
+def test_decode_adopts_prefill_s_experts() -> None:
     desk = Desk(2)
     desk.use(0, 0, prefill_only=True)
     desk.use(0, 0)
@@ -164,7 +164,7 @@ def test_a_pin_in_the_device_protects_the_source_in_ram() -> None:
     assert (desk.acquire(0, 2).slots >= 0).all()
 
 
-def test_a_prefetch_never_takes_the_place_of_what_ranks_higher() -> None:
+def test_a_prefetch_never_replaces_an_expert_of_higher_rank() -> None:
     policy = Ranks()
     desk = Desk(2, policy=policy)
     desk.use(0, 0, 1)
@@ -177,7 +177,7 @@ def test_a_prefetch_never_takes_the_place_of_what_ranks_higher() -> None:
     assert not load.demand
 
 
-def test_a_prefetch_without_a_score_is_worth_what_its_expert_ranks_at_when_it_begins() -> None:
+def test_a_prefetch_without_a_score_has_its_expert_s_rank_at_its_start() -> None:
     policy = Ranks()
     desk = Desk(2, policy=policy)
     first = desk.residency.reserve(prefetch_request(0, 0, score=np.nan), PrefetchPriority.FAR)
@@ -236,7 +236,7 @@ def test_a_prefetched_expert_keeps_its_worth_until_its_layer_has_run() -> None:
     assert desk.residency.ram.usage.wasted == 1
 
 
-def test_what_was_prefetched_for_us_outlasts_a_peers_use_of_it_and_of_its_layer() -> None:
+def test_our_prefetched_expert_outlasts_a_peers_use_of_it_and_of_its_layer() -> None:
     policy = Ranks()
     desk = with_a_prefetched_expert(policy)
     policy.touched.clear()
@@ -249,7 +249,7 @@ def test_what_was_prefetched_for_us_outlasts_a_peers_use_of_it_and_of_its_layer(
     assert policy.touched == []
 
 
-def test_prefetches_of_one_layer_step_spare_what_was_pinned_between_them() -> None:
+def test_prefetches_of_one_layer_step_spare_experts_pinned_between_them() -> None:
     policy = Ranks()
     desk = Desk(4, 2, policy=policy)
     desk.use(0, 0, 1)
@@ -264,7 +264,7 @@ def test_prefetches_of_one_layer_step_spare_what_was_pinned_between_them() -> No
     assert desk.residency.ram.where[0].max() < 0
 
 
-def test_a_prefetch_of_what_is_there_or_on_its_way_is_refused() -> None:
+def test_a_prefetch_of_a_present_or_loading_expert_is_refused() -> None:
     desk = Desk(4, 2)
     desk.use(0, 0)
     assert desk.residency.reserve(prefetch_request(0, 0), PrefetchPriority.FAR) is None

@@ -62,7 +62,7 @@ def test_little_is_lost_where_memory_is_not_scarce(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_the_layout_of_what_a_layout_takes_is_the_same(seed: int) -> None:
+def test_a_layout_s_bytes_give_the_same_layout(seed: int) -> None:
     geometry = mixed(seed)
     layout = layout_in(int(geometry.all_bytes * (0.2 + seed % 5 / 3)), geometry, "RAM")
     assert layout_in(layout.size_bytes, geometry, "RAM") == layout
@@ -104,7 +104,7 @@ def test_views_of_all_classes_are_of_the_same_bytes() -> None:
     assert bytes(slab.view(0)) == b"\7" * PAGE_BYTES
 
 
-def test_layers_are_sorted_into_classes_by_what_their_experts_take() -> None:
+def test_layers_are_sorted_into_classes_by_their_experts_size() -> None:
     geometry = replace(SAME, layer_bytes=(5000, 100, 8192, 4096, 1, 9000), layer_experts=(1, 2, 3, 4, 5, 6))
     assert SizeClasses.of(geometry) == SizeClasses((1, 0, 1, 0, 0, 2), (1, 2, 3, 4, 5, 6), (4096, 8192, 12288))
     assert SizeClasses.of(geometry).counts == (11, 4, 6)

@@ -72,9 +72,7 @@ def test_a_prefetch_pays_where_the_time_left_outweighs_the_piece_that_it_may_del
     assert gap.pays(0.4, 0.0005)
 
 
-def test_while_a_demand_is_served_only_what_is_certain_pays_and_while_nothing_runs_everything(
-    gap: IdleWindow, clock: Clock
-) -> None:
+def test_during_a_demand_only_certain_prefetches_pay_and_in_idle_time_all(gap: IdleWindow, clock: Clock) -> None:
     gap.demand(1)
     assert gap.pays(1.0, 10.0)
     assert not gap.pays(0.99, 0.0001)

@@ -25,7 +25,7 @@ def measured(times: int = 100) -> LinkStats:
     return stats
 
 
-def test_a_link_goes_on_from_what_it_was_measured_to_cost(tmp_path: Path) -> None:
+def test_a_link_continues_from_its_measured_costs(tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
     SavedLinkStats(path, {"nvme": measured(), "0": LinkStats()}).save()
     again, other = LinkStats(), LinkStats()
@@ -77,7 +77,7 @@ def test_a_folder_that_is_gone_costs_a_warning(tmp_path: Path, caplog: pytest.Lo
     assert "could not be saved" in caplog.text
 
 
-def test_tiers_know_what_reads_and_copies_take_when_they_start_again(tmp_path: Path) -> None:
+def test_restarted_tiers_know_the_times_of_reads_and_copies(tmp_path: Path) -> None:
     store, policy, path = FileStore(Weights(SMALL)), LRU(SMALL.layers, SMALL.experts), tmp_path / "costs.json"
     memory = TierMemory(8 * SMALL.largest_bytes, [emulated(4 * SMALL.largest_bytes, 1e9)], costs=path)
 

@@ -248,7 +248,7 @@ def test_a_roused_link_calls_back_on_its_own_thread(pool: SlotPool) -> None:
     link.close()
 
 
-def test_closing_fails_what_is_queued(pool: SlotPool) -> None:
+def test_closing_fails_queued_copies(pool: SlotPool) -> None:
     clock, listener = Clock(), Listener()
     link = EmulatedLink(
         HostSlab(SlabLayout.even(8, STRIDE)), HostSlab(SlabLayout.even(8, STRIDE)), 1e6, clock=clock, wait=clock.wait

@@ -69,7 +69,7 @@ async def test_demanded_reads_run_side_by_side(store: FileStore) -> None:
         tiers.check_integrity(idle=True)
 
 
-async def test_what_comes_from_peers_says_nothing_of_the_disk(store: FileStore) -> None:
+async def test_loads_from_peers_do_not_count_as_the_disk_s(store: FileStore) -> None:
     on_disk = np.ones((SMALL.layers, SMALL.experts), np.bool_)
     on_disk[0, 1] = False
     async with moving(small_tiers(store, 8, on_disk=on_disk)) as tiers:
@@ -130,7 +130,7 @@ async def test_prefetches_that_have_not_started_are_replaced(store: FileStore) -
         tiers.check_integrity(idle=True)
 
 
-async def test_what_another_box_has_is_read_ahead_only_as_a_home_or_into_free_slots(store: FileStore) -> None:
+async def test_another_box_s_expert_is_read_ahead_only_as_a_home_or_into_free_slots(store: FileStore) -> None:
     async with moving(small_tiers(store, 8)) as tiers:
         tiers.loader.elsewhere = lambda layer, experts: experts % 2 == 0
         for priority in (PrefetchPriority.NEAR, PrefetchPriority.PREFILL_ONLY, PrefetchPriority.FAR):
@@ -245,7 +245,7 @@ def coming(tiers: ExpertTiers) -> set[int]:
     return {load.expert for load in tiers.residency.devices[0].loads.values()}
 
 
-async def test_what_a_plan_has_under_way_ends_when_it_is_no_part_of_the_next_plan(store: FileStore) -> None:
+async def test_a_plan_s_load_ends_if_the_next_plan_omits_it(store: FileStore) -> None:
     async with moving(small_tiers(store, 8, (4,), link_bytes_per_s=1.0)) as tiers:
         await in_ram(tiers, 3, 4)
         for plan in ((3,), (4, 3)):
@@ -333,7 +333,7 @@ async def test_a_failed_prefetch_costs_nobody_anything(store: FileStore) -> None
         tiers.check_integrity(idle=True)
 
 
-async def test_stopping_fails_what_is_queued_and_what_is_being_read(store: FileStore) -> None:
+async def test_stopping_fails_queued_and_running_reads(store: FileStore) -> None:
     store.pin(0, *range(8))
     store.pin(1, 0, 1)
     async with moving(small_tiers(store, 12)) as tiers:

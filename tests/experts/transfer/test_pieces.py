@@ -119,7 +119,7 @@ def test_a_link_that_nobody_looked_at_was_not_idle(schedule: PieceSchedule[Load]
     assert ends(schedule) == [("c", 45.0)]
 
 
-def test_what_is_dropped_makes_way_when_its_piece_has_ended(schedule: PieceSchedule[Load]) -> None:
+def test_a_dropped_transfer_makes_way_after_its_piece(schedule: PieceSchedule[Load]) -> None:
     prefetch, other = Load("prefetch", demand=False), Load("other", demand=False)
     schedule.add(prefetch, 0.0)
     schedule.add(other, 1.0)

@@ -80,7 +80,7 @@ def test_experts_that_follow_each_other_come_to_lie_together() -> None:
     assert (placement.homes.sum(axis=0) == 1).all()
 
 
-def test_a_cut_is_what_no_node_has_together() -> None:
+def test_a_cut_counts_successions_that_no_node_has_together() -> None:
     home = np.array([[0, 1, 1], [0, 0, 1]])
     passed = np.arange(9.0).reshape(1, 3, 3)
     homes = np.asarray(home == np.arange(2)[:, None, None])

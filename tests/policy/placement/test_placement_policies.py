@@ -104,7 +104,7 @@ def test_nothing_makes_fewer_remote_calls_than_exact(name: str, problem: Placeme
     assert least <= remote_calls(POLICIES[name](problem), problem.activations) + 1e-6 * problem.activations.sum()
 
 
-def test_what_no_memory_and_no_disk_holds_is_named_in_bytes() -> None:
+def test_memory_missing_for_experts_on_no_disk_is_named_in_bytes() -> None:
     on_disk = np.zeros((2, 1, 6), bool)
     on_disk[0, 0, :2] = True
     in_ram = ~on_disk
@@ -113,7 +113,7 @@ def test_what_no_memory_and_no_disk_holds_is_named_in_bytes() -> None:
         uniform(problem)
 
 
-def test_what_is_least_asked_for_stays_on_disk() -> None:
+def test_the_least_frequent_experts_stay_on_disk() -> None:
     activations = np.array([[[9.0, 1, 8, 7]], [[6, 2, 9, 1]]])
     problem = PlacementProblem(((1,), (2,)), activations, 100, from_disk=True)
     for policy in POLICIES.values():
@@ -157,7 +157,7 @@ def test_boxes_enough_hold_each_expert_where_there_is_room_for_its_size(
         assert (placement.homes[:, part].sum(axis=(1, 2)) <= room).all()
 
 
-def test_what_enough_others_hold_makes_way_for_what_only_one_box_has() -> None:
+def test_replicated_experts_make_way_for_those_on_one_box_only() -> None:
     activations = np.array([[[9.0, 8, 1, 1]], [[9, 8, 1, 1]]])
     on_disk = np.array([[[True, True, True, True]], [[True, True, False, False]]])
     problem = PlacementProblem(((2,), (3,)), activations, on_disk=on_disk)
@@ -168,7 +168,7 @@ def test_what_enough_others_hold_makes_way_for_what_only_one_box_has() -> None:
 
 
 @pytest.mark.parametrize("policy", [prism, exact])
-def test_room_that_is_left_goes_to_what_is_asked_for_most(policy: Policy) -> None:
+def test_remaining_room_goes_to_the_most_frequent_experts(policy: Policy) -> None:
     activations = np.array([[[9.0, 8, 1, 2, 3, 4]], [[1, 2, 9, 8, 7, 3]]])
     homes = policy(PlacementProblem(((4,), (4,)), activations)).homes
     assert homes[:, 0].tolist() == [[True, True, False, False, True, True], [False, False, True, True, True, True]] or (

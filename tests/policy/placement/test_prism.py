@@ -62,7 +62,7 @@ def test_only_an_expert_that_somebody_else_keeps_is_replaced() -> None:
     assert homes.sum(axis=1).tolist() == [2, 1, 1]
 
 
-def test_a_node_of_which_nothing_is_known_keeps_what_the_others_ask_for() -> None:
+def test_a_node_without_activations_keeps_experts_for_the_others() -> None:
     activations = np.zeros((3, 1, 6))
     activations[:2, 0] = [[9, 8, 1, 1, 1, 1], [9, 8, 1, 1, 1, 1]]
     assert prism(PlacementProblem(((6,), (6,), (2,)), activations)).homes[2, 0].tolist() == [True] * 2 + [False] * 4

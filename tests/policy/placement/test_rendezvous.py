@@ -141,7 +141,7 @@ def test_fewer_peers_are_called_by_requests_that_it_has_not_seen() -> None:
     assert min(by_routes.local_layers, by_pairs.local_layers) > calls.local_layers
 
 
-def test_where_calls_cost_most_it_makes_as_few_as_exact() -> None:
+def test_with_expensive_calls_it_makes_as_few_as_exact() -> None:
     routes = tokens_of(np.random.default_rng(1), 3, 100, 3, 8, 2)
     problem = PlacementProblem(((12,), (12,), (12,)), activations_of(routes, 8))
     assert remote_calls(rendezvous(problem, routes, RendezvousCosts(1e4)), problem.activations) == pytest.approx(
@@ -195,7 +195,7 @@ def test_the_more_it_costs_to_give_a_home_up_the_fewer_are() -> None:
     assert saved[some] / saved[0] > moves[some] / moves[0]
 
 
-def test_where_there_is_less_room_than_homes_of_now_the_hottest_stay() -> None:
+def test_with_less_room_than_current_homes_the_hottest_stay() -> None:
     routes = tokens_of(np.random.default_rng(7), 2, 100, 3, 8, 2)
     wide = PlacementProblem(((20,), (20,)), activations_of(routes, 8))
     now = rendezvous(wide, routes).homes

@@ -31,20 +31,20 @@ def test_a_small_example_counted_by_hand() -> None:
     assert found.local_layers == pytest.approx(2 / 6)
 
 
-def test_what_is_on_the_own_disk_needs_no_peer_and_is_not_in_memory() -> None:
+def test_experts_on_the_own_disk_need_no_peer_and_are_not_in_memory() -> None:
     disk = np.zeros_like(HOMES)
     disk[0, 0, 2] = True
     found = score(placement_of(HOMES, disk), [np.array([[[1, 2]]], np.int16)])
     assert (found.remote_share, found.rendezvous, found.local_layers) == (0.5, 0.0, 1.0)
 
 
-def test_remote_calls_count_what_is_asked_for_elsewhere() -> None:
+def test_remote_calls_count_choices_without_a_local_home() -> None:
     activations = np.arange(12.0).reshape(3, 1, 4)
     assert remote_calls(placement_of(HOMES), activations) == 2 + 3 + 4 + 7 + 8 + 9 + 10
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_the_fewest_peers_are_those_of_trying_every_set(seed: int) -> None:
+def test_the_fewest_peers_equal_an_exhaustive_search(seed: int) -> None:
     rng = np.random.default_rng(seed)
     nodes, count = int(rng.integers(2, 8)), int(rng.integers(1, 9))
     has = rng.random((count, nodes)) < rng.uniform(0.15, 0.6)

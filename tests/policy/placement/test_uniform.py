@@ -110,7 +110,7 @@ def test_a_box_keeps_more_than_its_share_rather_than_give_away_an_only_copy() ->
     assert homes["b"][:, :6].all()
 
 
-def test_further_copies_are_of_what_is_asked_for_most() -> None:
+def test_further_copies_are_of_the_most_frequent_experts() -> None:
     activations = np.random.default_rng(0).permutation(18.0 * np.arange(18)).reshape(1, 2, 9).repeat(3, axis=0)
     homes = uniform(PlacementProblem(((8,), (8,), (8,)), activations), replicas=2).homes
     twice = activations[0][homes.sum(axis=0) == 2]
@@ -118,7 +118,7 @@ def test_further_copies_are_of_what_is_asked_for_most() -> None:
     assert len(set(twice) & set(np.sort(activations[0], axis=None)[-6:])) >= 5, "one may be where the last room is"
 
 
-def test_a_plan_says_where_each_expert_is_at_home() -> None:
+def test_a_plan_has_a_home_for_each_expert() -> None:
     homes = homes_of(dict.fromkeys(NODES, 9), everywhere(3, 7))
     plan = PlacementPlan(1, 2, "d" * 32, 3, 7, NODES, tuple(pack_bits(homes[node]) for node in NODES))
     for node in NODES:

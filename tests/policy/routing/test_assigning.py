@@ -99,9 +99,7 @@ def test_every_offer_is_assigned_at_most_once_and_none_to_an_engine_that_is_full
 
 
 @given(offers=offers_, views=engines_)
-def test_pull_gives_an_engine_only_what_its_blocks_slots_and_step_have_room_for(
-    offers: list[Offered], views: list[EngineView]
-) -> None:
+def test_pull_respects_an_engine_s_blocks_slots_and_step(offers: list[Offered], views: list[EngineView]) -> None:
     limits = PullLimits()
     there = {view.place: view for view in views}
     asked = {offered.request: offered for offered in offers}
@@ -169,7 +167,7 @@ def test_pull_takes_the_shortest_and_prefers_the_engine_that_has_the_prefix_unti
     ]
 
 
-def test_what_else_a_request_costs_beyond_the_cheapest_engine_counts_beside_its_prefill() -> None:
+def test_other_costs_beyond_the_cheapest_engine_count_beside_prefill() -> None:
     def cost(offers: Sequence[Offered], views: Sequence[EngineView]) -> Values:
         return np.array([[one.prompt_tokens / 100 * (view.place == "b") for one in offers] for view in views])
 
@@ -179,7 +177,7 @@ def test_what_else_a_request_costs_beyond_the_cheapest_engine_counts_beside_its_
 
 
 @given(offers=offers_, views=engines_, waited_s=st.floats(0.0, 1e4), seed=st.integers(0, 99))
-def test_what_is_reckoned_again_after_each_assignment_is_what_reckoning_all_anew_finds(
+def test_incremental_costs_after_each_assignment_equal_a_full_computation(
     offers: list[Offered], views: list[EngineView], waited_s: float, seed: int
 ) -> None:
     """Of many offers, the first to be assigned, then the first of the rest, and so on, each by a new policy object."""

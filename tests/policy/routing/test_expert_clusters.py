@@ -112,7 +112,7 @@ def test_new_clusters_go_where_most_of_their_requests_were(seed: int, capacity: 
     assert stay(tuple(found.tolist())) == max(map(stay, orders))
 
 
-def test_fitting_anew_moves_few_requests() -> None:
+def test_a_new_fit_moves_few_requests() -> None:
     domains = [n % DOMAINS for n in range(80)]
     first = fitted(domains, [8] * DOMAINS)
     before = np.array([int(first.similarity(each).argmax()) for each in traffic(domains, seed=5).prefill])

@@ -28,7 +28,9 @@ def step_s(seconds: np.ndarray, requests: list[list[float]]) -> float:
 
 
 @given(st.lists(chance_lists, max_size=2), chance_lists, st.lists(st.floats(0.1, 2), min_size=3, max_size=3))
-def test_costs_are_those_of_all_outcomes(running: list[list[float]], new: list[float], seconds: list[float]) -> None:
+def test_costs_equal_an_enumeration_of_all_outcomes(
+    running: list[list[float]], new: list[float], seconds: list[float]
+) -> None:
     price = np.array(seconds, np.float32)
     absent = np.sum([absence(np.array(each, np.float32)) for each in running], axis=0) * np.ones((1, 1, EXPERTS))
     step = step_of(price[None], absent[0].astype(np.float32), len(running), 0.5)

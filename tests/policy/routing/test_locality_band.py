@@ -54,7 +54,7 @@ engines = st.lists(st.integers(0, 3), min_size=2, max_size=2)
 @given(
     asked=some, running=engines, case=st.sampled_from(["no clusters", "no signatures", "an engine without a cluster"])
 )
-def test_where_clusters_say_nothing_requests_are_pulled_as_ever(
+def test_without_known_clusters_requests_are_pulled_as_usual(
     asked: list[tuple[tuple[int, ...] | None, int]], running: list[int], case: str
 ) -> None:
     rule = LocalityBand(fewest) if case == "no clusters" else band("a", "b")

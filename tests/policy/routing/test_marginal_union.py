@@ -49,7 +49,7 @@ def test_a_forecast_goes_by_the_prompt_and_without_one_by_chance() -> None:
     assert found.sum(axis=1) == pytest.approx(TOP_K)
 
 
-def test_a_request_joins_those_that_choose_the_same_experts_unless_they_are_many() -> None:
+def test_a_request_joins_similar_ones_unless_they_are_many() -> None:
     choose = UnionChoice(TIMES)
     alike, other = engine("a", HIGH, HIGH), engine("b", LOW, LOW)
     assert choose(offered(HIGH), [alike, other], 0.0).place == "a"
@@ -58,7 +58,7 @@ def test_a_request_joins_those_that_choose_the_same_experts_unless_they_are_many
     assert choose(replace(offered(HIGH), chance=None), [alike, engine("b", LOW)], 0.0).place == "b"
 
 
-def test_experts_that_are_far_from_an_engine_cost_what_reaching_them_does() -> None:
+def test_experts_far_from_an_engine_cost_their_fetch() -> None:
     far = np.zeros((LAYERS, EXPERTS), np.float32)
     far[:, list(HIGH)] = 0.05
     away, near = replace(engine("a"), resident=far), engine("b", LOW)
@@ -86,7 +86,7 @@ def test_a_request_that_chooses_every_expert_costs_a_finite_time(requests: int) 
     assert np.isfinite(engine_step(view, chance, TIMES).cost_s(chance))
 
 
-def test_engines_with_room_take_what_fits_their_experts_even_if_it_came_later() -> None:
+def test_engines_with_room_take_matching_requests_even_if_they_came_later() -> None:
     policy = PullRouting(PullLimits(), UnionTerm(TIMES))
     full, open_ = engine("a", LOW, LOW, slots=2), engine("b", HIGH, HIGH)
     came = [offered(LOW, "low", waited_s=0.01), offered(HIGH, "high")]
@@ -95,7 +95,7 @@ def test_engines_with_room_take_what_fits_their_experts_even_if_it_came_later() 
     assert policy.assign(aged, [full, open_], 0.0)[0].request == "low"
 
 
-def test_the_term_is_what_an_engine_costs_for_all_tokens_of_who_is_foreseen() -> None:
+def test_the_term_is_an_engine_s_cost_for_all_expected_tokens() -> None:
     views = [engine("a", LOW), engine("b", HIGH)]
     once, twice = offered(LOW), replace(offered(LOW), expected_tokens=20.0)
     term = UnionTerm(TIMES)

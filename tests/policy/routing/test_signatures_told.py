@@ -41,7 +41,7 @@ def test_a_chance_arrives_within_a_255th_and_never_as_impossible() -> None:
     assert np.isfinite(told).all()
 
 
-def test_experts_cost_what_their_place_does_and_no_more_than_a_bound() -> None:
+def test_experts_cost_by_their_place_up_to_a_bound() -> None:
     far = np.arange(24, dtype=np.uint8).reshape(3, 8)
     told = resident_of(far.tobytes(), (0.001, 0.5, 1e9), SIZES)
     assert told is not None
@@ -57,7 +57,7 @@ def test_tables_of_another_model_are_none(wrong: bytes) -> None:
     assert counts_of(5, b"", ModelSizes()) is None
 
 
-def test_step_times_are_those_of_the_steps_and_never_less_than_nothing() -> None:
+def test_step_times_fit_the_steps_and_are_never_negative() -> None:
     fit = StepTimes()
     assert fit.times() == (0.0, 0.0)
     steps = seconds = experts = 0.0
@@ -72,7 +72,7 @@ def test_step_times_are_those_of_the_steps_and_never_less_than_nothing() -> None
 
 
 @given(st.lists(st.tuples(st.floats(0, 1e4), st.floats(0, 1e6)), min_size=1, max_size=20))
-def test_step_times_stay_within_what_steps_took(stretches: list[tuple[float, float]]) -> None:
+def test_step_times_stay_within_measured_times(stretches: list[tuple[float, float]]) -> None:
     fit, totals = StepTimes(), np.zeros(3)
     for seconds, experts in stretches:
         totals += (1.0, seconds, experts)
@@ -94,7 +94,7 @@ def test_time_that_grows_faster_than_experts_do_leaves_none_for_the_rest_of_a_st
         assert expert_s > 0
 
 
-def test_where_all_steps_were_alike_half_of_their_time_counts_as_the_experts() -> None:
+def test_if_all_steps_were_alike_half_of_their_time_counts_as_the_experts() -> None:
     fit = StepTimes()
     for n in range(1, 50):
         fit.update_totals(n, n * 0.02, n * 100)

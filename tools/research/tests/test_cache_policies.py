@@ -59,7 +59,7 @@ def test_a_price_by_resident_bytes_only_falls() -> None:
 
 @pytest.mark.parametrize("name", ["lfu", "lfru"])
 @pytest.mark.parametrize(("batch", "slots"), [(1, [4, 9, 18]), (3, [9, 14, 18])])
-def test_misses_are_those_of_a_naive_cache(name: str, batch: int, slots: list[int]) -> None:
+def test_misses_equal_a_naive_cache_s(name: str, batch: int, slots: list[int]) -> None:
     trace = random_trace(7)
     events = events_of(trace, batch)
     for each, metrics in zip(slots, replay(trace, name, slots, batch, 0.0, MACHINE, MAKERS), strict=True):

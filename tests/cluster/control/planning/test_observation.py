@@ -19,7 +19,7 @@ def routes(*choices: tuple[int, int], tokens: int = 30) -> np.ndarray:
     return np.array([[choices[each % len(choices)]] * LAYERS for each in range(tokens)], np.int16)
 
 
-def test_who_has_had_more_tokens_counts_for_more() -> None:
+def test_nodes_with_more_tokens_weigh_more() -> None:
     seen = observe([report(routes((0, 1), (0, 2)), 6), report(routes((4, 5), tokens=60), 6), None], LAYERS, EXPERTS)
     assert seen.top_k == TOP_K
     share = seen.activations / seen.activations[1, 0, 4]
@@ -31,7 +31,7 @@ def test_who_has_had_more_tokens_counts_for_more() -> None:
     assert seen.per_s * seen.activations[1, 0, 4] == pytest.approx(60 / (ACTIVITY_HALF_LIFE_S / np.log(2)), rel=1e-3)
 
 
-def test_a_box_that_came_lately_counts_for_what_it_has_in_a_second() -> None:
+def test_a_new_box_weighs_by_its_tokens_per_second() -> None:
     young = report(routes((0, 1)), 6, tokens_per_s=2.0)
     old = report(routes((4, 5), tokens=900), 6, tokens_per_s=1.0)
     seen = observe([young, old], LAYERS, EXPERTS)
@@ -53,7 +53,7 @@ def test_experts_of_long_steps_are_counted_by_steps() -> None:
     assert observe([strange], LAYERS, EXPERTS).steps_per_token.tolist() == [1.0], "no token takes several steps"
 
 
-def test_calls_take_what_a_box_s_links_take() -> None:
+def test_calls_take_as_long_as_a_box_s_links() -> None:
     links = (LinkReport("b", 0.004, 1e6, 0.001), LinkReport("c", 0.002, 1e6))
     seen = observe([report(routes((0, 1)), 6, links=links), None], LAYERS, EXPERTS)
     assert seen.call_s == pytest.approx([0.0035, CALL_S])
@@ -62,7 +62,7 @@ def test_calls_take_what_a_box_s_links_take() -> None:
     assert seen.bytes_per_s.tolist() == [1e6, BYTES_PER_S]
 
 
-def test_successions_are_those_that_were_told_and_of_the_others_what_is_left() -> None:
+def test_successions_are_the_reported_ones_and_the_rest_is_spread() -> None:
     tokens = routes((0, 1), (2, 3), tokens=20)
     told, rare = report(tokens, 6, successions=True), report(routes((4, 5), tokens=2), 6, successions=True)
     seen = observe([told, rare, None], LAYERS, EXPERTS)
@@ -97,7 +97,7 @@ def test_successions_of_experts_that_there_are_not_are_passed_over() -> None:
     ],
     ids=["another shape", "no tokens", "next to none", "pairs alone"],
 )
-def test_what_does_not_fit_counts_as_not_said(told: BoxReport) -> None:
+def test_impossible_reports_count_as_missing(told: BoxReport) -> None:
     seen = observe([told, report(routes((0, 1)), 6)], LAYERS, EXPERTS)
     assert not seen.activations[0].any()
     assert not len(seen.pairs[0])

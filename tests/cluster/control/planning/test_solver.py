@@ -57,7 +57,7 @@ def task(room: int = 6, disk: BoolArray = ALL, *, urgent: bool = False, reports:
     return PlacementTask(plain.engine, boxes, 1, told, now, urgent)
 
 
-async def test_experts_move_to_those_whose_requests_choose_them(solver: PlanSolver) -> None:
+async def test_experts_move_to_boxes_whose_requests_choose_them(solver: PlanSolver) -> None:
     found = await solver.solve(task())
     assert found.nodes == ("a", "b")
     assert found.homes[:, 0].tolist() == [[False] * 3 + [True] * 3, [True] * 3 + [False] * 3]
@@ -67,14 +67,14 @@ async def test_experts_move_to_those_whose_requests_choose_them(solver: PlanSolv
     assert (plan.policy, plan.format, plan.disk) == ("rendezvous", PLAN_FORMAT, ())
 
 
-async def test_what_waits_is_told_in_seconds(solver: PlanSolver) -> None:
+async def test_waiting_is_reported_in_seconds(solver: PlanSolver) -> None:
     """With uniform homes about half of a token's experts are away, so that it calls the other box at each layer."""
     tokens_a_second = 2 * 60 / (600 / np.log(2))
     found = await solver.solve(task())
     assert 0.5 * LAYERS * tokens_a_second * 1e-3 < found.now_s <= 1.1 * LAYERS * tokens_a_second * 1e-3
 
 
-async def test_without_reports_nothing_is_said_of_what_it_saves(solver: PlanSolver) -> None:
+async def test_without_reports_no_saving_is_stated(solver: PlanSolver) -> None:
     found = await solver.solve(task(reports=False))
     assert np.isnan([found.now_s, found.then_s]).all()
     assert found.homes.any(axis=0).all()
@@ -104,7 +104,7 @@ async def test_expert_clusters_are_fitted_by_a_process_of_their_own(solver: Plan
 HANGS = [sys.executable, "-c", "import time; time.sleep(100)"]
 
 
-async def test_fits_and_placements_do_not_wait_for_each_other_and_who_has_fitted_ends(
+async def test_fits_and_placements_do_not_wait_for_each_other_and_the_fitting_process_ends(
     solver: PlanSolver, tmp_path: Path
 ) -> None:
     noted = tmp_path / "pid"
@@ -127,7 +127,7 @@ async def test_fits_and_placements_do_not_wait_for_each_other_and_who_has_fitted
     await asyncio.gather(solving, fitting, return_exceptions=True)
 
 
-async def test_it_is_kept_and_takes_what_others_leave(solver: PlanSolver) -> None:
+async def test_the_solver_process_is_kept_and_runs_at_low_priority(solver: PlanSolver) -> None:
     await solver.solve(task())
     first = solver.pid
     await solver.solve(task())
@@ -165,7 +165,7 @@ async def test_getting_ready_does_not_wait_for_an_answer_under_way() -> None:
     assert busy.pid is None
 
 
-async def test_one_that_cannot_be_started_is_said_so_to_who_asks() -> None:
+async def test_a_solver_that_cannot_start_fails_its_callers_with_the_reason() -> None:
     nowhere = PlanSolver(SETTINGS, ["/nonexistent"])
     await nowhere.prepare()
     with pytest.raises(PlanningFailed, match="cannot be started"):
@@ -201,7 +201,7 @@ async def test_one_that_was_killed_is_started_again(mortal: PlanSolver) -> None:
     assert after.policy == "uniform", "nobody has reported anything"
 
 
-async def test_what_follows_what_comes_to_lie_together_and_then_stays(mortal: PlanSolver) -> None:
+async def test_successive_experts_move_together_and_then_stay(mortal: PlanSolver) -> None:
     """Both boxes' tokens go on to the same numbers, from even ones to odd; the plan that is found is not bettered."""
     choices = np.array([[(e, (e + 2) % 6), ((e + 1) % 6, (e + 3) % 6)] for e in range(6)] * 20, np.int16)
     asked = replace(task(), reports={node: report(choices, EXPERTS, successions=True) for node in "ab"})
@@ -227,7 +227,7 @@ async def test_clusters_of_another_number_of_engines_are_no_answer(engines: int)
         await hopeless.fit(cluster_question())
 
 
-async def test_what_is_urgent_does_without_the_process() -> None:
+async def test_urgent_plans_do_without_the_process() -> None:
     found = await PlanSolver(SETTINGS, ["/nonexistent"]).solve(task(urgent=True))
     assert found.policy == "uniform"
     assert found.homes.any(axis=0).all()

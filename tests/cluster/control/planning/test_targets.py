@@ -22,7 +22,7 @@ def card(layer_experts: tuple[int, ...]) -> EngineDescription:
     return EngineDescription("boot", 1, 2, "m", 3, 6, 4096, 10, b"", b"", True, layer_experts)
 
 
-def test_what_a_layer_does_not_have_is_nobody_s() -> None:
+def test_experts_beyond_a_layer_have_no_home() -> None:
     engine = card((6, 2, 4))
     exists = np.arange(6) < np.array([6, 2, 4])[:, None]
     boxes = tuple(ExpertHome(node, (6,), exists) for node in "ab")

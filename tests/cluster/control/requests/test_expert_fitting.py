@@ -124,7 +124,7 @@ async def test_each_kind_has_its_engine_once_enough_requests_have_ended() -> Non
     assert await leader.looks(2 * REFIT_S) == 1
 
 
-async def test_what_has_drifted_is_fitted_anew_and_who_stays_keeps_his_engine() -> None:
+async def test_drift_causes_a_new_fit_and_remaining_clusters_keep_their_engine() -> None:
     leader = Leader()
     leader.fitting.add_ended(ended("low", "high", times=100))
     assert await leader.looks() == 1
@@ -180,7 +180,7 @@ async def test_an_engine_that_starts_again_keeps_its_cluster_and_one_that_comes_
     assert leader.asked[-1].slots == (12, 12)
 
 
-async def test_a_new_leader_and_another_model_begin_anew() -> None:
+async def test_a_new_leader_and_another_model_start_without_clusters() -> None:
     leader = Leader()
     leader.fitting.add_ended(ended("low", "high", times=FIRST))
     assert await leader.looks() == 1
@@ -197,7 +197,7 @@ async def test_a_new_leader_and_another_model_begin_anew() -> None:
     assert leader.fitting.fitted is None
 
 
-async def test_who_cannot_be_fitted_to_is_tried_again_after_a_while() -> None:
+async def test_a_failed_fit_is_repeated_after_a_while() -> None:
     leader = Leader()
     leader.broken = True
     leader.fitting.add_ended(ended("low", "high", times=FIRST))

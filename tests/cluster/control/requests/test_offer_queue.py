@@ -220,7 +220,7 @@ def test_principals_take_turns_however_many_users_one_of_them_names() -> None:
     assert len(order) <= 1 + 2 * 3, "each second turn is the other principal's"
 
 
-def test_what_one_box_offers_is_bounded_and_leaves_room_for_the_others() -> None:
+def test_one_box_s_offers_are_bounded_and_leave_room_for_others() -> None:
     queue, _ = queue_of()
     for number in range(most_of(MAX_OFFERS)):
         assert queue.handle(RequestOffered("a", offer(number, user=number, principal=1))) == []
@@ -241,7 +241,7 @@ def test_an_engine_that_has_gone_gets_nothing_even_if_it_comes_back_until_it_say
 
 
 @pytest.mark.parametrize("route", ["gimbal"])
-def test_a_user_goes_where_he_went_before_by_whatever_front_until_that_is_long_ago(route: str) -> None:
+def test_a_user_s_requests_keep_their_engine_via_any_front_until_that_expires(route: str) -> None:
     queue, clock = queue_of(route)
     for node in NODES:
         queue.handle(EngineReported(node, idle(node)))
@@ -311,7 +311,7 @@ SIZED = st.sampled_from([everybody()._replace(sizes=sizes) for sizes in (SIZES, 
 @pytest.mark.parametrize("route", ["pull", "eldr", "gimbal"])
 @given(said=st.lists(st.one_of(USES, OFFERS, SIZED), min_size=2, max_size=6))
 @chosen(max_examples=examples(20), deadline=None)
-def test_whatever_a_box_may_say_the_queue_goes_on(
+def test_the_queue_survives_any_message_of_a_box(
     route: str, said: list[EngineStatus | RequestOffer | ServingEngines]
 ) -> None:
     queue, clock = queue_of(route)
@@ -338,7 +338,7 @@ def foreseen(number: int, sizes: ModelSizes) -> RequestOffer:
 
 
 @pytest.mark.parametrize("route", ["pull", "eldr"])
-def test_what_was_said_of_another_models_experts_is_forgotten_and_nothing_else(route: str) -> None:
+def test_only_signatures_of_another_model_are_forgotten(route: str) -> None:
     queue, clock = queue_of(route)
     other = ModelSizes(2, 6)
     assert queue.handle(RequestOffered("a", foreseen(1, SIZES))) == []
@@ -351,7 +351,7 @@ def test_what_was_said_of_another_models_experts_is_forgotten_and_nothing_else(r
     assert sorted(granted(found)) == [(1, "b:b1"), (2, "b:b1")]
 
 
-def test_how_many_users_are_compared_and_how_much_is_foreseen_of_those_that_wait_is_bounded() -> None:
+def test_compared_users_and_their_signatures_are_bounded() -> None:
     compared: list[int] = []
     large = ModelSizes(64, 1024)
 
@@ -416,7 +416,7 @@ def test_a_request_goes_where_its_experts_are_loaded_anyway_or_in_place(
     assert granted(queue.handle(RequestOffered("b", msgspec.structs.replace(like, number=2)))) != [(2, place)]
 
 
-def test_what_is_prefilled_goes_on_at_once_where_its_experts_are_loaded_and_the_next_one_sees_it_there() -> None:
+def test_a_prefilled_request_goes_to_the_engine_with_its_experts_and_the_next_one_counts_it() -> None:
     queue, _ = queue_of()
     queue.handle(ServingEngines(frozenset(NODES), frozenset({"a:a1"}), SIZES, frozenset({"b:b1", "c:c1"})))
     for node, here in {"a": choosing(0, 1), "b": choosing(2, 3), "c": choosing(0, 1)}.items():
@@ -432,7 +432,7 @@ def test_what_is_prefilled_goes_on_at_once_where_its_experts_are_loaded_and_the_
     queue.check_integrity()
 
 
-def test_what_waits_costs_nothing_at_the_words_of_engines_while_none_has_room() -> None:
+def test_reports_cost_no_comparisons_of_waiting_offers_without_room() -> None:
     compared: list[int] = []
 
     class Counted(PullRouting):

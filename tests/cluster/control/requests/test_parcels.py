@@ -95,7 +95,7 @@ async def pair(speaks: Versions | None = None) -> AsyncIterator[tuple[Front, Fro
         await a.send(b"x")  # the channel is unaffected
 
 
-async def test_what_is_short_is_in_the_message_and_what_is_long_comes_in_parts_beside_it() -> None:
+async def test_short_frames_go_in_the_message_and_long_ones_in_parts_beside_it() -> None:
     async with pair() as (a, b):
         for size in (1, SHORT_BYTES, SHORT_BYTES + 1, PARCEL_PART_BYTES, PARCEL_PART_BYTES + 1, len(LONG)):
             await a.send(LONG[-size:])
@@ -245,7 +245,7 @@ async def test_a_sender_that_gives_up_hands_out_nothing_more() -> None:
         assert (b.taken, len(seen)) == ([], 1)
 
 
-async def test_only_the_box_that_is_told_of_a_parcel_gets_it_and_only_what_is_in_it() -> None:
+async def test_only_a_parcel_s_receiver_gets_it_and_no_bytes_beyond_it() -> None:
     async with pair() as (a, _b):
         go_on = a.hold_back()
         sending = asyncio.create_task(a.send(LONG))

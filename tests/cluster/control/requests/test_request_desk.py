@@ -48,7 +48,7 @@ class Broken:
         raise ValueError("nobody has foreseen that")
 
 
-async def test_what_the_queue_cannot_deal_with_costs_what_waits_in_it(leader: Front) -> None:
+async def test_an_error_in_the_queue_drops_its_offers_only(leader: Front) -> None:
     plane, desk = leader.plane, leader.plane.desk
     assert not desk.on_offer("a", offer(1)).place  # the queue does not yet know whether the engine has room
     desk.queue._policy = Broken()
@@ -89,7 +89,7 @@ async def test_a_moment_without_a_sure_lease_costs_no_offer_and_another_leader_a
     assert not len(desk.queue), "fronts have given up those of the epoch before"
 
 
-async def test_what_one_task_raises_ends_that_task_alone(leader: Front) -> None:
+async def test_an_error_in_one_task_ends_that_task_alone(leader: Front) -> None:
     async def wrong() -> None:
         raise ValueError("nobody has foreseen that")
 
