@@ -164,7 +164,7 @@ def prompt_of(api: str, body: dict[str, Any], text_model: TextModel) -> str:
     ],
 )
 @pytest.mark.parametrize("earlier", [True, False])
-def test_a_part_does_what_the_page_says(
+def test_parts_are_handled_as_documented(
     text_model: TextModel, api: str, place: str, kind: str, effect: str, earlier: bool
 ) -> None:
     body = body_with(api, place, kind, earlier)

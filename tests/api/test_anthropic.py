@@ -175,7 +175,7 @@ async def test_tokens_are_counted_as_they_are_used(claude: anthropic.AsyncAnthro
     assert counted.input_tokens == used.input_tokens + (used.cache_read_input_tokens or 0)
 
 
-async def test_an_answer_goes_on_with_what_it_is_given(claude: anthropic.AsyncAnthropic) -> None:
+async def test_an_answer_continues_its_given_beginning(claude: anthropic.AsyncAnthropic) -> None:
     asked = say("x")
     begun = [*asked["messages"], {"role": "assistant", "content": "It is"}]
     plain = await claude.messages.count_tokens(model="tiny", messages=asked["messages"])

@@ -56,7 +56,7 @@ HEAVY = {
 
 @pytest.mark.parametrize("kind", BODIES)
 @pytest.mark.parametrize("name", HEAVY)
-def test_what_has_too_many_parts_is_refused_at_once_wherever_they_are(kind: type[Any], name: str) -> None:
+def test_too_many_parts_are_refused_at_once_in_any_place(kind: type[Any], name: str) -> None:
     for field in ("unknown", "metadata", "messages"):
         rest = json.dumps({key: value for key, value in BODIES[kind].items() if key != field})[1:]
         body = b'{"%s": %s' % (field.encode(), HEAVY[name]) + (b"," + rest.encode() if rest != "}" else b"}")
@@ -101,7 +101,7 @@ def test_marks_within_texts_count_for_nothing(text: str) -> None:
 
 
 @pytest.mark.parametrize("field", REFUSED)
-def test_what_is_unsupported_is_still_named(field: str) -> None:
+def test_unsupported_fields_are_still_named(field: str) -> None:
     for kind in (Chat, Completion, ResponsesBody, MessagesBody):
         for neutral in (None, *REFUSED[field]):
             assert read(json.dumps({**BODIES[kind], field: neutral}).encode(), kind)

@@ -45,7 +45,7 @@ def model_with(directory: Path, attack: str) -> Path:
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-async def test_what_a_template_does_costs_only_its_request(tmp_path: Path, name: str) -> None:
+async def test_a_template_s_failure_costs_only_its_request(tmp_path: Path, name: str) -> None:
     model = TextModel(model_with(tmp_path, ATTACKS[name]))
     texts = BoundedText(text_command(tmp_path, text_s=TEXT_S))
 
@@ -82,7 +82,7 @@ async def test_a_tokenizer_s_expressions_cost_only_their_request(tmp_path: Path)
     await texts.close()
 
 
-async def test_prompts_are_those_of_the_model_s_own_files(text_model: TextModel) -> None:
+async def test_prompts_follow_the_model_s_own_files(text_model: TextModel) -> None:
     texts = BoundedText(text_command(text_model.directory))
     bounded = texts.of(text_model, "")
     assert text_model.template is not None

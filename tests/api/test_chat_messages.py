@@ -13,7 +13,7 @@ from edgemoe.api.text.chat_template import ChatTemplate, for_template, tools_for
 from edgemoe.errors import InvalidRequest
 
 
-def test_a_result_follows_the_call_of_its_own_turn_where_ids_begin_anew_with_each() -> None:
+def test_a_result_follows_the_call_of_its_own_turn_if_ids_restart_with_each() -> None:
     turns = []
     for places in (("Paris", "Rome"), ("Oslo", "Bern")):
         calls = [

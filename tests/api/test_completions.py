@@ -169,7 +169,7 @@ async def test_health_and_metrics_are_readable(http: httpx.AsyncClient) -> None:
             assert (kind == "counter") == name.endswith("_total"), line
 
 
-async def test_cached_tokens_of_a_prompt_are_counted_once_whatever_its_choices(text_model: TextModel) -> None:
+async def test_cached_tokens_of_a_prompt_are_counted_once_for_all_choices(text_model: TextModel) -> None:
     ready = [TokenizedPrompt((1, 2, 3, 4), Sampling()), TokenizedPrompt((5, 6, 7), Sampling())]
     limits = RequestLimits(context_tokens=64, vocab=300)
     context = RequestContext(text_model, "tiny", (), limits, NOBODY.principal, shares_prefixes=False)

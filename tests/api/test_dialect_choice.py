@@ -80,7 +80,7 @@ def test_a_response_template_that_cannot_be_read_changes_nothing(odd: Any) -> No
 
 
 @EACH
-def test_what_ends_an_answer_is_known(sample: Sample, tmp_path: Path) -> None:
+def test_the_marks_that_end_an_answer_are_known(sample: Sample, tmp_path: Path) -> None:
     eos = model_of(sample, tmp_path).eos
     assert {tokenizer(sample.dialect).token_to_id(name) for name in sample.dialect.ends} <= set(eos)
 
@@ -178,7 +178,7 @@ def test_gpt_oss_is_asked_for_the_efforts_that_it_knows(tmp_path: Path, effort: 
 
 
 @pytest.mark.parametrize("name", ["hermes", "deepseek", "gemma"])
-def test_thinking_is_turned_on_and_off_by_whatever_name_the_template_has_for_it(tmp_path: Path, name: str) -> None:
+def test_thinking_is_turned_on_and_off_by_the_template_s_name_for_it(tmp_path: Path, name: str) -> None:
     sample = SAMPLES[name]
     model = model_of(sample, tmp_path)
     template = TEMPLATES[name]
@@ -214,7 +214,7 @@ def test_thinking_is_turned_on_and_off_by_whatever_name_the_template_has_for_it(
         ("no schema", "x", "x"),
     ],
 )
-def test_text_becomes_what_the_schema_says(schema: Any, text: str, value: Any) -> None:
+def test_text_becomes_values_of_the_schema_s_types(schema: Any, text: str, value: Any) -> None:
     root = {"$defs": {"N": {"type": "integer"}, "Loop": {"$ref": "#/$defs/Loop"}}}
     assert json.loads(as_json(text, kinds(schema, root))) == value
 

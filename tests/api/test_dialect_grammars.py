@@ -45,7 +45,7 @@ def form(sample: Sample, begun: OutputStart | None = None) -> AnswerForm:
 
 
 @EACH
-def test_what_models_write_of_their_own_accord_is_accepted(sample: Sample) -> None:
+def test_models_own_output_is_accepted(sample: Sample) -> None:
     grammar = free_grammar(TOOLS, True, form(sample))
     assert accepts_tokens(sample, grammar, sample.output)
     assert accepts_tokens(sample, grammar, sample.thought + sample.only_calls)
@@ -126,7 +126,7 @@ def test_a_format_begins_with_the_answer(sample: Sample) -> None:
 
 
 @EACH
-def test_where_marks_are_no_tokens_they_are_written_out(sample: Sample) -> None:
+def test_marks_that_are_no_tokens_are_written_out(sample: Sample) -> None:
     plain = AnswerForm({}, sample.dialect, sample.begun)
     assert free_grammar(TOOLS, True, plain) is None
     assert accepts(tool_grammar(TOOLS, True, plain), sample.thought + sample.only_calls)

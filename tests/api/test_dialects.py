@@ -155,7 +155,7 @@ def test_only_functions_that_were_offered_are_called(sample: Sample) -> None:
 
 
 @EACH
-def test_what_never_ends_is_not_held_back_for_ever(sample: Sample) -> None:
+def test_unfinished_calls_are_not_held_back_for_ever(sample: Sample) -> None:
     first = sample.calls.index("weather")
     for endless in (sample.calls[:first] + "x" * 4 * MAX_HELD, sample.calls[:first] + " " * 4 * MAX_HELD + "x"):
         parser = OutputParser(OutputMarks(sample.dialect, "answer", 8, FUNCTIONS))

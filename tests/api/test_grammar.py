@@ -61,7 +61,7 @@ def form(**fields: object) -> ResponseFormat:
         (form(type="regex", regex="(ab|c/d)+x"), "abc/dx", "abx "),
     ],
 )
-def test_a_format_accepts_what_it_describes(asked: ResponseFormat, good: str, bad: str) -> None:
+def test_a_format_accepts_the_texts_that_it_describes(asked: ResponseFormat, good: str, bad: str) -> None:
     assert accepts(response_grammar(asked), good)
     assert not accepts(response_grammar(asked), bad)
 
@@ -106,7 +106,7 @@ def test_a_regex_that_nothing_matches_is_refused_in_one_line(regex: str) -> None
 
 
 @pytest.mark.parametrize("tokenizer", [TOKENIZER, SPECIAL], ids=["added", "special"])
-def test_free_text_may_end_in_calls_to_what_was_offered_and_to_nothing_else(tokenizer: Tokenizer) -> None:
+def test_free_text_may_end_in_calls_to_offered_tools_only(tokenizer: Tokenizer) -> None:
     grammar = free_grammar(TOOLS, True, AnswerForm(MARKS, begun="open"))
     one, two = call("one", {"item": "a"}), call("two", {})
     for good in ("", "just text", "<think>hm</think>\n\nyes", f"let me see\n{one}", f"{two}\n{one}"):
@@ -165,7 +165,7 @@ def test_marks_that_are_tokens_are_accepted_as_tokens(thinking: bool) -> None:
         (form(type="regex", regex="x" * (2 << 20)), "response_format.regex"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused_by_name(asked: ResponseFormat, param: str) -> None:
+def test_unsupported_constraints_are_refused_by_name(asked: ResponseFormat, param: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
         response_grammar(asked)
     assert refused.value.param == param

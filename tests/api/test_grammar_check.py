@@ -81,7 +81,7 @@ EXPLOSIVE: dict[str, GrammarChoice] = {
 
 
 @pytest.mark.parametrize("name", EXPLOSIVE)
-async def test_what_takes_too_long_or_too_much_is_refused_and_the_next_is_tried(
+async def test_grammars_beyond_time_or_memory_are_refused_and_the_next_is_tried(
     checker: GrammarChecker, name: str
 ) -> None:
     began_s = time.monotonic()
@@ -91,7 +91,7 @@ async def test_what_takes_too_long_or_too_much_is_refused_and_the_next_is_tried(
     assert await checker.first(asked({"type": "object"}))
 
 
-async def test_a_refusal_says_what_the_bounds_are(checker: GrammarChecker) -> None:
+async def test_a_refusal_states_the_bounds(checker: GrammarChecker) -> None:
     with pytest.raises(InvalidRequest, match=r"response_format is too complex.* 3 s or 128 MiB; simplify") as refused:
         await checker.first(EXPLOSIVE["multiple of a large prime"])
     assert refused.value.code == "invalid_grammar"
@@ -132,7 +132,7 @@ async def test_such_schemas_hold_up_nobody_else(
     await until(lambda: not checker.busy)  # their clients have hung up
 
 
-async def test_without_a_process_nobody_is_to_blame() -> None:
+async def test_without_a_process_no_grammar_is_refused() -> None:
     with pytest.raises(EngineUnavailable, match="cannot be started"):
         await GrammarChecker(["/nonexistent"]).first(asked({}))
 

@@ -169,7 +169,7 @@ async def test_a_page_of_another_site_gets_nothing_by_way_of_a_proxy_to_the_sock
 # --- events
 
 
-async def test_who_asks_for_the_head_of_events_gets_it_at_once(http: httpx.AsyncClient) -> None:
+async def test_head_of_events_is_answered_at_once(http: httpx.AsyncClient) -> None:
     async with asyncio.timeout(20):
         answer = await http.head("/events")
         assert (await http.get("/version")).status_code == 200, "which comes by the same connection"
@@ -177,7 +177,7 @@ async def test_who_asks_for_the_head_of_events_gets_it_at_once(http: httpx.Async
     assert answer.headers["content-type"].startswith("text/event-stream")
 
 
-async def test_events_say_what_goes_on(http: httpx.AsyncClient) -> None:
+async def test_events_show_the_running_work(http: httpx.AsyncClient) -> None:
     heard = await events_of(http, lambda some: {"box", "state"} <= {name for name, _ in some})
     assert heard[0][0] == "hello"
     state = next(data for name, data in heard if name == "state")
@@ -188,9 +188,7 @@ async def test_events_say_what_goes_on(http: httpx.AsyncClient) -> None:
     assert base64.b64decode(box["cells"]) == bytes((ON_DISK, IN_RAM)) * 8
 
 
-async def test_events_have_nothing_of_what_users_say_or_are_answered(
-    http: httpx.AsyncClient, client: openai.AsyncOpenAI
-) -> None:
+async def test_events_contain_no_prompts_or_answers(http: httpx.AsyncClient, client: openai.AsyncOpenAI) -> None:
     async def talk() -> None:
         said = "SAY{xylophone " + "zebra " * 300 + "}END"
         answer = await client.chat.completions.create(
@@ -208,7 +206,7 @@ async def test_events_have_nothing_of_what_users_say_or_are_answered(
     assert not re.search("xylophone|zebra|quagga|yeti", json.dumps(heard))
 
 
-async def test_only_what_has_changed_is_told_again() -> None:
+async def test_only_changes_are_sent_again() -> None:
     memory, cells = StreamMemory(0.0), bytes((IN_RAM, IN_RAM | COMING | 9 << USE_BITS))
     seen = EngineSnapshot(layers=1, experts=2, cells=cells, requests=(RequestProgress("waiting", 1.0, 2, 0, 0),))
     assert [box["cells"] for box in memory.boxes([BoxSnapshot("a", seen), BoxSnapshot("b", None)])] == [cells]
@@ -220,7 +218,7 @@ async def test_only_what_has_changed_is_told_again() -> None:
     assert (again["figures"], "health" in again) == ({"y": 3.0}, False)
 
 
-async def test_no_principal_takes_all_the_places_of_those_who_look() -> None:
+async def test_no_principal_takes_all_places_of_viewers() -> None:
     events = EventStreams(Looked(), Metrics())  # type: ignore[arg-type]
     streams = [events(Principal("m")) for _ in range(most_of(MOST_STREAMS))]
     for stream in streams:
@@ -233,7 +231,7 @@ async def test_no_principal_takes_all_the_places_of_those_who_look() -> None:
         await stream.aclose()
 
 
-async def test_so_many_may_look_and_they_are_sent_home_when_the_daemon_drains() -> None:
+async def test_viewers_are_bounded_and_disconnected_when_the_daemon_drains() -> None:
     backend = Looked()
     events = EventStreams(backend, Metrics())  # type: ignore[arg-type]
     streams = [events(Principal(str(n))) for n in range(MOST_STREAMS)]
@@ -252,7 +250,7 @@ async def test_so_many_may_look_and_they_are_sent_home_when_the_daemon_drains() 
 # --- the real engine
 
 
-async def test_a_real_engine_shows_where_its_experts_are_and_which_are_used(demo: Front) -> None:
+async def test_a_real_engine_shows_its_experts_places_and_use(demo: Front) -> None:
     transport = httpx.AsyncHTTPTransport(uds=demo.settings.api.socket)
     async with httpx.AsyncClient(transport=transport, base_url="http://edgemoe", timeout=60.0) as client:
         body = {"prompt": "Once upon a time", "max_tokens": 1900, "ignore_eos": True}

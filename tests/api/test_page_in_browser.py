@@ -163,7 +163,7 @@ async def boxes(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[list[
             await box.close()
 
 
-async def test_any_box_shows_all_boxes_to_who_has_the_token(tab: Tab, boxes: list[Box]) -> None:
+async def test_any_box_shows_all_boxes_to_viewers_with_the_token(tab: Tab, boxes: list[Box]) -> None:
     with listen(0) as listener:
         port = listener.getsockname()[1]
         serving = asyncio.ensure_future(serve(DashboardProxy(boxes[0].socket, "token-of-this-once", port), listener))

@@ -146,7 +146,7 @@ async def test_no_field_and_no_header_makes_anybody_another_principal(clients: C
 
 
 @pytest.mark.parametrize("path", ENDPOINTS)
-async def test_users_and_cache_salts_divide_what_a_principal_has(clients: Clients, path: str) -> None:
+async def test_users_and_cache_salts_divide_a_principal_s_cache(clients: Clients, path: str) -> None:
     plain = await clients.ask("bob", path, {})
     named = [{"user": "anna"}, {"safety_identifier": "anna"}]
     named += [{"metadata": {"user_id": "anna"}}] if path == "/v1/messages" else []

@@ -229,7 +229,7 @@ async def test_an_error_midstream_is_a_failed_response(client: openai.AsyncOpenA
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content"),
     ],
 )
-async def test_what_needs_a_store_or_more_than_text_is_refused(
+async def test_requests_for_stored_responses_or_more_than_text_are_refused(
     client: openai.AsyncOpenAI, fields: Any, param: str
 ) -> None:
     with pytest.raises(openai.BadRequestError) as refused:

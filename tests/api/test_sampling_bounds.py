@@ -45,7 +45,7 @@ CASES = [pytest.param(*case, id=f"{case[0].__name__}-{case[1]}") for case in num
 
 
 @pytest.mark.parametrize(("kind", "field", "low", "high"), CASES)
-async def test_bounds_are_accepted_and_what_is_beyond_is_refused(
+async def test_bounds_are_accepted_and_values_beyond_are_refused(
     http: httpx.AsyncClient, kind: type[Any], field: str, low: float, high: float
 ) -> None:
     path, body = ASKS[kind]

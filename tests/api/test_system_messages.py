@@ -65,7 +65,7 @@ def test_all_words_reach_the_model_in_order(tried: TextModel, place: str) -> Non
         assert prompt.count("LATER") == sum(text == "LATER" for _, text in PLACES[place])
 
 
-def test_a_result_of_a_tool_takes_up_what_follows_it(tried: TextModel) -> None:
+def test_a_result_of_a_tool_absorbs_the_text_after_it(tried: TextModel) -> None:
     if "roles must alternate" in tried.template_text:
         pytest.skip("it has no tools")
     turns = [

@@ -48,7 +48,7 @@ TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 @pytest.mark.parametrize("source", [TEMPLATE, MIXTRAL, FEATURES], ids=["chatml", "mixtral", "features"])
 @pytest.mark.parametrize("tools", [None, TOOLS], ids=["", "tools"])
 @pytest.mark.parametrize("extra", [{}, {"enable_thinking": False}], ids=["", "quiet"])
-def test_a_prompt_is_what_transformers_renders(source: str, tools: list[dict] | None, extra: dict) -> None:
+def test_a_prompt_equals_transformers_rendering(source: str, tools: list[dict] | None, extra: dict) -> None:
     theirs, _ = render_jinja_template([MESSAGES], tools, None, source, add_generation_prompt=True, **TOKENS, **extra)
     assert ChatTemplate({"default": source}, TOKENS).render(MESSAGES, tools, extra=extra) == theirs[0]
 
@@ -70,12 +70,12 @@ def test_the_tool_use_template_serves_requests_with_tools() -> None:
         ("{% set x = messages.append(1) %}", "refuses"),
     ],
 )
-def test_what_a_template_refuses_is_the_clients_error(source: str, said: str) -> None:
+def test_a_template_s_refusal_is_the_client_s_error(source: str, said: str) -> None:
     with pytest.raises(InvalidRequest, match=said):
         ChatTemplate({"default": source}, {}).render(MESSAGES)
 
 
-def test_callers_cannot_replace_what_the_template_is_given() -> None:
+def test_callers_cannot_replace_the_template_s_variables() -> None:
     template = ChatTemplate({"default": "{{ messages | length }}{{ add_generation_prompt }}"}, {})
     assert template.render(MESSAGES, extra={"messages": [], "add_generation_prompt": 1, "self": 2}) == "3True"
 

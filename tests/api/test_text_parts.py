@@ -47,7 +47,7 @@ def test_stop_strings_match_as_they_would_in_the_whole_text(text: str, strings: 
     assert passed == (text[: min(found)[1]] if found else text)
 
 
-def test_what_could_become_a_stop_string_is_held_back_and_no_more() -> None:
+def test_only_a_possible_stop_string_is_held_back() -> None:
     stops = StopMatcher(("STOP",))
     assert stops.feed("abST") == "ab"
     assert stops.feed("Ox") == "STOx"
@@ -212,7 +212,7 @@ def test_a_stop_string_ends_a_choice_before_the_engine_does() -> None:
     assert (choice.finish, early) == ("stop", True)
 
 
-def test_what_was_held_back_for_a_stop_string_or_a_mark_comes_with_the_end() -> None:
+def test_text_held_back_for_a_stop_string_or_a_mark_comes_with_the_end() -> None:
     choice, deltas, _ = choice_of("one two EN", stops=("END",))
     assert "".join(delta.text for delta in deltas) == "one two EN"
     choice, deltas, _ = choice_of("one <tool_c", marks=marks(1))
@@ -220,7 +220,7 @@ def test_what_was_held_back_for_a_stop_string_or_a_mark_comes_with_the_end() -> 
 
 
 @pytest.mark.parametrize("finish", ["stop", "length"])
-def test_where_the_prompt_alone_is_wanted_nothing_else_is_said(finish: str) -> None:
+def test_if_only_the_prompt_is_requested_no_other_text_is_sent(finish: str) -> None:
     choice = CompletionChoice(0, VOCABULARY, prompt_only=True)
     choice.add(Emission(request="r", attempt=1, index=0, token=65, finish=finish))
     assert (choice.delta().text, choice.tokens, choice.finish) == ("", 0, "length")
@@ -239,7 +239,7 @@ def test_reasoning_tokens_are_counted_and_logprobs_lose_nothing() -> None:
     assert sum(len(delta.logprobs) for delta in deltas) == choice.tokens
 
 
-def test_an_event_is_one_line_to_whoever_splits_as_python_does() -> None:
+def test_an_event_is_one_line_for_pythons_splitlines() -> None:
     value = {"text": "a\u2028b\x85c\u2029 \u00c2 \u20a8"}
     head, data, *rest = event(value, "delta").decode().splitlines()
     assert (head, rest) == ("event: delta", [""])

@@ -51,7 +51,7 @@ def test_help_of_every_command_and_action_teaches_with_an_example(
     assert re.search(rf"edgemoe {' '.join(command)}\b", shown.partition("xample")[2])
 
 
-def test_bare_edgemoe_shows_every_command_in_a_line_and_what_to_do_first(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bare_edgemoe_shows_every_command_in_a_line_and_the_first_step(capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code() == 0
     shown = capsys.readouterr().out
     assert all(re.search(rf"(?m)^  {name} +\S", shown) for name, _ in build_parser().inner())
@@ -116,7 +116,7 @@ def test_names_are_printed_as_they_are(
     assert found[0].said in capsys.readouterr().out
 
 
-def test_what_the_system_refuses_is_one_clear_line_and_1(
+def test_system_errors_are_one_clear_line_and_status_1(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:
@@ -128,7 +128,7 @@ def test_what_the_system_refuses_is_one_clear_line_and_1(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="takes root")
-def test_what_one_may_not_use_is_one_clear_line_and_1(
+def test_missing_permissions_are_one_clear_line_and_status_1(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with tempfile.TemporaryDirectory() as made:
@@ -176,7 +176,7 @@ def test_config_tells_one_value_to_a_script(tmp_path: Path, capsys: pytest.Captu
     assert "did you mean 'api.socket'?" in capsys.readouterr().err
 
 
-def test_service_says_what_it_would_do(
+def test_service_shows_its_planned_changes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("edgemoe.cli.service_command._PRIVATE_TO_UNIT", ())  # wherever this tree lies

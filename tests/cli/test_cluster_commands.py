@@ -45,12 +45,12 @@ def test_keygen_without_a_name_leaves_it_to_be_filled_in(tmp_path: Path, capsys:
 
 
 @pytest.mark.parametrize("text", ["192.0.2.7:7540", "kitchen,192.0.2.7,KEY", "kitchen,192.0.2.7:7540,short"])
-def test_whom_to_join_needs_name_address_and_key(text: str) -> None:
+def test_joining_a_box_needs_its_name_address_and_key(text: str) -> None:
     with pytest.raises(ConfigError):
         read_join(text)
 
 
-def test_who_joins_says_where_it_is() -> None:
+def test_a_joining_box_states_its_address() -> None:
     settings = ClusterSettings(node="d", listen="0.0.0.0:7540", join="a,192.0.2.7:7540," + "k" * 40)
     with pytest.raises(ConfigError, match=r"cluster\.address"):
         listed(settings)

@@ -179,7 +179,7 @@ def test_a_slow_disk_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         ({"width": 4, "state": 8}, "warning"),
     ],
 )
-def test_a_gpu_whose_link_is_not_what_it_could_be_is_found(
+def test_a_gpu_with_a_slower_link_than_possible_is_found(
     link: dict[str, int], state: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake_nvml.install(monkeypatch.setattr, **link)
@@ -243,7 +243,7 @@ def test_a_look_that_cannot_go_on_is_a_finding_and_the_others_go_on(
 
 @as_root
 @pytest.mark.parametrize("private", ["stores", "stores/inside", "keys/file"])
-def test_what_the_user_may_not_look_at_is_told_and_all_else_is_looked_at(
+def test_inaccessible_parts_are_reported_and_all_others_checked(
     private: str, home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     main(["doctor", "--json"])  # imports further modules, perhaps from a folder that others may not read
@@ -310,7 +310,7 @@ def planted(home: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> list[str
         ("open-files", "open-files", "64 files may be open"),
     ],
 )
-def test_settings_that_ask_for_what_is_not_there_are_found(
+def test_settings_for_missing_resources_are_found(
     home: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

@@ -68,7 +68,7 @@ def test_a_configuration_in_half_precision_is_planned_as_it_will_be_packed(tmp_p
     assert find_model(str(tmp_path / "config.json"), tmp_path).spec.dtype == "bfloat16"
 
 
-def test_what_is_no_model_is_refused_by_name(tmp_path: Path) -> None:
+def test_folders_without_a_model_are_refused_by_name(tmp_path: Path) -> None:
     for text, why in (
         ("[1]", "must hold a JSON object"),
         ("{", "is not JSON"),
@@ -85,7 +85,7 @@ def test_more_sequences_than_can_be_measured_are_refused(capsys: pytest.CaptureF
     assert "1024 at most" in capsys.readouterr().err
 
 
-def test_a_step_takes_its_layers_and_what_is_missing_on_its_way() -> None:
+def test_a_step_takes_its_layers_and_its_misses() -> None:
     resident = speed.step(MODEL_SIZES, WORK, ALL, "even")
     assert resident.total_s == pytest.approx(10 * 1e-3 + 1e-3 + speed.STEP_S)
     half = speed.step(MODEL_SIZES, WORK, replace(ALL, top=0.5, ram=0.5), "even")
@@ -107,7 +107,7 @@ def test_experts_that_a_step_lacks_are_read_together_and_many_one_after_the_othe
     assert speed.read_s(24, DISK_S) == pytest.approx(3 * DISK_S[3])
 
 
-def test_an_expert_larger_than_what_is_read_takes_longer_in_proportion(
+def test_an_expert_larger_than_the_probe_takes_longer_in_proportion(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock_s = [0.0]
@@ -136,7 +136,7 @@ def test_a_disk_that_may_not_be_written_to_is_not_measured(
     assert disk.disk_rate(tmp_path) == 0
 
 
-def test_what_needs_a_disk_that_was_not_measured_is_not_foretold(tmp_path: Path) -> None:
+def test_plans_without_a_measured_disk_predict_no_misses(tmp_path: Path) -> None:
     (variant, *_) = find_model(str(MODEL / "config.json"), tmp_path).variants()
     settings = Settings(memory=MemorySettings(ram_bytes=2 << 20))
     planner = Planner(
@@ -184,7 +184,7 @@ def test_a_model_that_was_measured_leaves_no_memory_and_no_thread(
     assert threading.enumerate() == before
 
 
-def test_what_was_measured_is_not_lost_where_the_stores_may_not_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measurements_are_kept_if_the_stores_may_not_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", "/var/lib/edgemoe/stores")
 
@@ -202,7 +202,7 @@ def test_a_prompt_touches_nearly_every_expert_and_a_token_its_own() -> None:
 
 
 @pytest.mark.parametrize(("kind", "limit"), [("auto", "not foretold for a GPU"), ("cpu", "memory and processor")])
-def test_a_box_with_a_gpu_is_foretold_where_the_settings_leave_it_alone(kind: str, limit: str, tmp_path: Path) -> None:
+def test_a_box_with_a_gpu_is_planned_if_the_settings_do_not_use_it(kind: str, limit: str, tmp_path: Path) -> None:
     (variant, *_) = find_model(str(MODEL / "config.json"), tmp_path).variants()
     settings = Settings(device=(DeviceSettings(kind=kind),))
     machine = Machine(16 << 30, 16 << 30, 2, None, (Gpu(0, "a GPU", 8 << 30, 8 << 30),))
@@ -211,7 +211,7 @@ def test_a_box_with_a_gpu_is_foretold_where_the_settings_leave_it_alone(kind: st
 
 
 @pytest.mark.slow
-def test_the_command_says_what_fits_and_how_fast(
+def test_the_command_shows_fitting_models_and_their_speed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME"):

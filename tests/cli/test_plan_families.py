@@ -63,7 +63,7 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[Kernels]:
 
 
 @pytest.mark.parametrize("family", [family.name for family in FAMILIES.values()])
-def test_every_family_is_measured_as_it_is_and_in_what_it_can_be_packed_in(
+def test_every_family_is_measured_in_all_encodings_that_it_can_have(
     family: str, kernels: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = tiny_spec(family, kernels.dtype.name, tmp_path)

@@ -28,7 +28,9 @@ def _run(before: tuple[str, ...], command: tuple[str, ...], tmp_path: Path, **en
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="Arm's processors all do")
 @each_command
-def test_a_processor_below_avx2_is_refused_first_with_what_it_lacks(command: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_processor_below_avx2_is_refused_first_with_its_missing_features(
+    command: tuple[str, ...], tmp_path: Path
+) -> None:
     status, said = _run((), command, tmp_path, **{PROCESSOR: "nehalem"})
     assert status == 1
     assert "the processor (nehalem) lacks AVX2, FMA, F16C: edgemoe needs" in said

@@ -73,7 +73,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda words: words[0])
 @pytest.mark.parametrize("kind", REFUSED)
-def test_it_is_said_what_it_is_and_what_to_do(
+def test_a_refusal_names_the_model_and_the_remedy(
     kind: str,
     command: list[str],
     tmp_path: Path,

@@ -67,7 +67,7 @@ def test_the_unit_runs_this_installation_on_the_given_model_and_settings(tmp_pat
     assert "SocketGroup=llm\n" in texts["edgemoe.socket"]
 
 
-def test_what_lies_under_home_is_bound_into_the_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_under_home_are_bound_into_the_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service, "_HIDDEN_BY_UNIT", (str(tmp_path),))
     (tmp_path / "blobs").mkdir()
     (tmp_path / "blobs/weights").touch()
@@ -81,7 +81,7 @@ def test_what_lies_under_home_is_bound_into_the_service(tmp_path: Path, monkeypa
 
 
 @pytest.mark.parametrize("what", ["the model", "this installation", "--config"])
-def test_what_lies_among_temporary_files_is_refused_with_the_reason(
+def test_paths_among_temporary_files_are_refused_with_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     monkeypatch.setattr(service, "_PRIVATE_TO_UNIT", (str(tmp_path),))
@@ -129,7 +129,7 @@ def test_folders_that_the_settings_have_it_write_to_are_opened(tmp_path: Path, m
     assert not list(tmp_path.rglob("paths.conf"))
 
 
-def test_what_the_settings_have_it_read_under_home_is_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_paths_under_home_are_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file may come later. A file in a writable folder is visible with it, and not made read-only."""
     monkeypatch.setattr(service, "_HIDDEN_BY_UNIT", ("/home", str(tmp_path / "home")))
     (tmp_path / "home/model").mkdir(parents=True)
@@ -154,7 +154,7 @@ def test_what_the_settings_have_it_read_under_home_is_bound(tmp_path: Path, monk
     ("setting", "what"),
     [('model.path = "{}/model"', "the model"), ('api.api_key_file = "{}/keys"', "api.api_key_file")],
 )
-def test_what_the_settings_have_it_read_among_temporary_files_is_refused(
+def test_settings_paths_among_temporary_files_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str, what: str
 ) -> None:
     monkeypatch.setattr(service, "_PRIVATE_TO_UNIT", (str(tmp_path / "tmp"),))
@@ -169,7 +169,7 @@ def test_nightly_training_goes_by_the_settings_that_are_named(tmp_path: Path) ->
     assert "ConditionPathExists=/srv/e.toml\n" in texts["edgemoe-scoutgate.service"]
 
 
-def test_an_installed_service_is_started_again_with_what_is_new() -> None:
+def test_an_installed_service_restarts_with_new_settings() -> None:
     done = install(InstallOptions(dry_run=True))
     assert "run systemctl restart --no-block edgemoe.socket edgemoe.service" in done
 

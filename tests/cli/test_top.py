@@ -101,7 +101,7 @@ def cluster_events() -> list[tuple[str, dict[str, Any]]]:
     ]
 
 
-async def test_rates_and_quantiles_are_of_what_came_between_two_states() -> None:
+async def test_rates_and_quantiles_cover_the_time_between_two_states() -> None:
     live = LiveFigures()
     buckets = {f'wait_bucket{{le="{bound}"}}': 5.0 for bound in ("0.1", "1.0", "+Inf")}
     live.add_event("state", {"t": 0.0, "figures": {"x": 10.0, **buckets}, "health": {}})

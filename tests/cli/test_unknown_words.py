@@ -58,7 +58,7 @@ def test_each_option_is_suggested(words: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("words", [words for words, _ in COMMANDS], ids=" ".join)
-def test_what_is_right_is_not_refused(words: tuple[str, ...]) -> None:
+def test_correct_words_are_not_refused(words: tuple[str, ...]) -> None:
     (parser,) = (parser for other, parser in COMMANDS if other == words)
     options = [name for name, _ in parser.words() if name.startswith("--")]
     inner = [name for name, _ in parser.inner()]
@@ -75,7 +75,7 @@ def test_the_command_line_ends_with_the_suggestion(word: str, capsys: pytest.Cap
 
 
 @pytest.mark.parametrize("words", [words for words, parser in COMMANDS if not dict(parser.inner())], ids=" ".join)
-def test_a_source_tree_without_what_it_needs_says_so(words: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_source_tree_without_its_dependencies_names_them(words: tuple[str, ...], tmp_path: Path) -> None:
     (parser,) = (parser for other, parser in COMMANDS if other == words)
     required = [action for action in parser._actions if not action.option_strings and action.nargs is None]
     said = [next(iter(action.choices)) if action.choices else "x" for action in required]

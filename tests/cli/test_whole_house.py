@@ -174,7 +174,7 @@ def test_bench_measures_the_daemon_at_each_number_of_streams(env: dict[str, str]
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)  # compiles kernels
-def test_bench_says_beside_its_figures_what_this_machine_allows(env: dict[str, str]) -> None:
+def test_bench_shows_the_machine_s_limits_beside_its_figures(env: dict[str, str]) -> None:
     told = json.loads(run(env, "edgemoe", "bench", "--prompt", "8", "--tokens", "32", "--json", *SETS, within_s=600))
     for row, allowed in zip(told["streams"], told["allowed"], strict=True):
         assert row["streams"] == allowed["streams"]
@@ -200,7 +200,7 @@ def test_every_command_in_the_readme_exists() -> None:
         assert os.access(ROOT / tool, os.X_OK)
 
 
-def test_the_readmes_tree_names_what_is_there() -> None:
+def test_the_readmes_tree_names_existing_files() -> None:
     tree = README.partition("## The house")[2].partition("```\n")[2].partition("```")[0]
     names = re.findall(r"(?m)^(  )?([\w.]+/?)  ", tree)
     assert len(names) > 15

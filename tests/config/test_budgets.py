@@ -63,7 +63,7 @@ def test_a_stated_budget_holds_blocks_and_states_or_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("way", "tokens"), [("recompute", 1600), ("park", 1200)])
-def test_on_a_cpu_what_paused_sequences_take_is_not_promised_to_the_context(way: Any, tokens: int) -> None:
+def test_on_a_cpu_memory_of_paused_sequences_is_not_promised_to_the_context(way: Any, tokens: int) -> None:
     chosen = Settings(engine=EngineSettings(preemption=way), memory=MemorySettings(kv_bytes=100 << 20))
     found = resolve_budgets(chosen, HOST, NEEDS)
     assert (found.context_tokens, found.kv_bytes) == (tokens, 100 << 20)
@@ -98,7 +98,7 @@ def test_a_second_gpu_holds_experts_only() -> None:
     assert first + found.kv_bytes + found.dense_bytes <= 7 * GIB
 
 
-def test_a_gpu_that_is_not_there_is_named_beside_those_that_are() -> None:
+def test_a_missing_gpu_is_named_beside_the_present_ones() -> None:
     with pytest.raises(CapacityError, match=r"no cuda:7 .* cuda:0 \(A\), cuda:1 \(B\)"):
         resolve_budgets(settings(DeviceSettings(kind="cuda:7")), GPU_HOST, NEEDS)
 
@@ -135,7 +135,7 @@ def test_a_machine_without_room_for_dense_weights_is_refused() -> None:
         resolve_budgets(settings(headroom_bytes=20 * GIB), HOST, NEEDS)
 
 
-def test_stated_containment_needs_ram_for_what_vram_holds() -> None:
+def test_stated_containment_needs_ram_for_experts_of_vram() -> None:
     device = DeviceSettings(kind="emulated", expert_bytes=GIB, link_bytes_per_s=8e9)
     with pytest.raises(CapacityError, match=r"cache\.containment=false"):
         resolve_budgets(settings(device, ram_bytes=GIB // 2), HOST, NEEDS)
@@ -154,7 +154,7 @@ def test_it_is_told_whether_the_fastest_tier_holds_every_expert() -> None:
     assert not resolve_budgets(settings(device), HOST, NEEDS).all_fit
 
 
-def test_the_context_is_cut_to_what_kv_can_hold() -> None:
+def test_the_context_is_cut_to_the_kv_memory() -> None:
     found = resolve_budgets(settings(kv_bytes=1000 << 16), HOST, NEEDS)
     assert found.context_tokens == 992
     shorter = Settings(engine=EngineSettings(context_tokens=512))

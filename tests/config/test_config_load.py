@@ -103,7 +103,7 @@ def test_a_single_device_table_is_a_device(tmp_path: Path) -> None:
         ("[record]\nhidden = true", "record.hidden is set, but record.dir is not"),
     ],
 )
-def test_what_cannot_work_is_refused_by_name(tmp_path: Path, text: str, message: str) -> None:
+def test_unusable_settings_are_refused_by_name(tmp_path: Path, text: str, message: str) -> None:
     assert message in refusal(tmp_path, text)
 
 
@@ -221,7 +221,7 @@ def test_every_setting_has_a_flat_name_and_an_origin(tmp_path: Path) -> None:
         ("#" * ((1 << 20) + 1), "too large"),
     ],
 )
-def test_what_no_file_should_hold_is_refused_in_a_short_line(tmp_path: Path, text: str, message: str) -> None:
+def test_hostile_files_are_refused_in_a_short_line(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "edgemoe.toml"
     file.write_text(text)
     with pytest.raises(ConfigError, match=message) as caught:
@@ -232,7 +232,7 @@ def test_what_no_file_should_hold_is_refused_in_a_short_line(tmp_path: Path, tex
 @pytest.mark.parametrize(
     "text", ["device.².kind=cpu", "model.name=\udcff", "api.socket=\0", "engine.threads=" + "9" * 9999]
 )
-def test_what_no_command_line_should_hold_is_refused(tmp_path: Path, text: str) -> None:
+def test_hostile_command_lines_are_refused(tmp_path: Path, text: str) -> None:
     with pytest.raises(ConfigError, match="--set"):
         load(None, [text], env={}, root=tmp_path)
 
@@ -278,13 +278,13 @@ def test_all_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:
         assert sum(part in line for line in told) == 1, (part, told)
 
 
-def test_what_only_follows_from_a_wrong_setting_is_not_told() -> None:
+def test_consequences_of_a_wrong_setting_are_not_reported() -> None:
     with pytest.raises(ConfigError) as caught:
         load(sets=["cluster.node=''", "cluster.nod=a", "cluster.role=boht"], env=ENV, root=Path("/nowhere"))
     assert "cluster.role is" not in str(caught.value)
 
 
-def test_so_many_faults_are_cut() -> None:
+def test_many_faults_are_cut() -> None:
     with pytest.raises(ConfigError, match="500 settings are wrong") as caught:
         load(sets=[f"engine.x{n}=1" for n in range(500)], env=ENV, root=Path("/nowhere"))
     assert "and 480 more" in str(caught.value)

@@ -50,7 +50,7 @@ def test_the_checkpoint_means_the_same_to_transformers(tmp_path: Path) -> None:
         torch.testing.assert_close(network.logits(network(ids)[0]), model(ids).logits, atol=1e-4, rtol=1e-4)
 
 
-def test_the_head_loss_and_its_gradients_are_those_of_cross_entropy() -> None:
+def test_the_head_loss_and_its_gradients_equal_cross_entropy() -> None:
     torch.manual_seed(0)
     hidden, head = torch.randn(700, 16, requires_grad=True), torch.randn(50, 16, requires_grad=True)
     targets = torch.randint(0, 50, (700,))

@@ -40,7 +40,7 @@ def test_unpacking_comes_near(name: str, error: float, columns: int) -> None:
     assert (np.abs(_groups(back - weights)) <= error / (2 if name == "int8" else 1) * largest).all()
 
 
-def test_searched_scales_have_a_smaller_error_than_those_of_the_largest_weight() -> None:
+def test_searched_scales_have_a_smaller_error_than_scales_by_the_largest_weight() -> None:
     weights = _weights(64, 1024)
     scales = np.abs(_groups(weights)).max(2, keepdims=True) / 7
     plain = _groups(weights) - np.rint(_groups(weights) / scales) * scales
@@ -50,7 +50,7 @@ def test_searched_scales_have_a_smaller_error_than_those_of_the_largest_weight()
 
 @pytest.mark.parametrize("encoding", SCALED, ids=lambda each: each.name)
 @pytest.mark.parametrize("columns", COLUMNS)
-def test_what_has_been_decoded_encodes_to_itself(encoding: Encoding, columns: int) -> None:
+def test_decoded_values_encode_to_themselves(encoding: Encoding, columns: int) -> None:
     once = unpack(pack(_weights(4, columns), encoding), encoding, columns)
     again = unpack(pack(once, encoding), encoding, columns)
     if encoding in (MXFP4, FP8):

@@ -44,7 +44,7 @@ ENDLESS = {
 
 
 @pytest.mark.parametrize("name", ENDLESS)
-async def test_what_exceeds_its_bounds_ends_its_process_only(name: str) -> None:
+async def test_a_job_beyond_its_bounds_ends_its_process_only(name: str) -> None:
     pool = HelperPool([sys.executable, "-c", CHILD], 60.0)
     began_s = time.monotonic()
     attack = asyncio.create_task(pool.ask(Question(0, ENDLESS[name]), Answer, principal="mallory"))

@@ -7,7 +7,7 @@ import asyncio
 from edgemoe.helper.turns import FairTurns, TaskTurns
 
 
-def test_whoever_has_had_the_least_time_comes_next() -> None:
+def test_the_user_with_the_least_time_comes_next() -> None:
     turns = FairTurns[str](places=1, each=1)
     for at in range(3):
         turns.put("mallory", f"m{at}")
@@ -55,7 +55,7 @@ def test_a_newcomer_has_no_credit_for_the_time_before() -> None:
     assert set(order) == {"old", "new"}
 
 
-def test_what_has_gone_is_forgotten() -> None:
+def test_ended_users_are_forgotten() -> None:
     turns = FairTurns[int](places=1, each=1)
     for at in range(1000):
         turns.put(f"principal {at}", at)

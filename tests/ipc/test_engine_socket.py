@@ -53,7 +53,7 @@ async def test_posts_from_another_thread_arrive_in_order(front: FrontEnd) -> Non
     await engine.close()
 
 
-async def test_what_was_posted_before_close_still_arrives(front: FrontEnd) -> None:
+async def test_messages_posted_before_close_still_arrive(front: FrontEnd) -> None:
     engine = EngineEnd(front.address, "boot-1")
     engine.post(Stats(values={}))
     await engine.close()
@@ -122,7 +122,7 @@ async def test_a_directory_that_cannot_be_private_is_refused(tmp_path: Path) -> 
         private_directory(tmp_path / "link")
 
 
-async def test_an_engine_refuses_what_it_does_not_know_and_lives(front: FrontEnd) -> None:
+async def test_an_engine_refuses_unknown_messages_and_lives(front: FrontEnd) -> None:
     engine = EngineEnd(front.address, "boot-1")
     heard, said = engine.messages(), front.messages()
     engine.post(Stats(values={}))
@@ -165,7 +165,7 @@ async def test_the_end_of_a_request_that_cannot_be_read_can_be(
     await engine.close()
 
 
-async def test_a_front_refuses_what_it_does_not_know(front: FrontEnd) -> None:
+async def test_a_front_refuses_unknown_messages(front: FrontEnd) -> None:
     engine = EngineEnd(front.address, "boot-1")
     await engine._socket.send(encode(Stats(values={})).replace(b"Stats", b"Stets"))
     said = front.messages()
@@ -199,7 +199,7 @@ async def test_a_request_that_the_engine_cannot_read_ends_alone(front: FrontEnd)
     await engine.close()
 
 
-async def test_neither_end_sends_what_the_other_release_does_not_know(tmp_path: Path) -> None:
+async def test_neither_end_sends_messages_unknown_to_the_other_release(tmp_path: Path) -> None:
     class Wave(Message, frozen=True, tag="Wave"):
         since = NEXT.highest
 

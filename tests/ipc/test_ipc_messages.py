@@ -58,12 +58,12 @@ FROM_ENGINE = [
 
 
 @pytest.mark.parametrize("message", TO_ENGINE, ids=lambda message: type(message).__name__)
-def test_what_a_front_sends_arrives_as_it_was(message: Message) -> None:
+def test_a_front_s_messages_arrive_unchanged(message: Message) -> None:
     assert decode_to_engine(encode(message)) == message
 
 
 @pytest.mark.parametrize("message", FROM_ENGINE, ids=lambda message: type(message).__name__)
-def test_what_an_engine_sends_arrives_as_it_was(message: Message) -> None:
+def test_an_engine_s_messages_arrive_unchanged(message: Message) -> None:
     assert decode_from_engine(encode(message)) == message
 
 

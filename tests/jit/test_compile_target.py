@@ -44,14 +44,14 @@ def test_all_code_obeys_the_setting_and_numbas_own_too(processor: str, expected:
     assert _asked(ASK, processor) == expected
 
 
-def test_a_processor_that_is_not_known_is_refused_with_those_that_are() -> None:
+def test_an_unknown_processor_is_refused_with_the_known_ones() -> None:
     said = _asked(ASK, "haswall")
     assert said.startswith("edgemoe.errors.UnsupportedProcessor: EDGEMOE_PROCESSOR is 'haswall'; known")
     assert "haswell" in said
 
 
 @pytest.mark.parametrize("name", [*X86, *ARM])
-def test_a_processor_is_refused_for_what_it_lacks_and_no_other(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_processor_is_refused_for_its_missing_features_only(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(target, "TARGET", named(name))
     monkeypatch.setattr(target, "host", lambda: named(name))
     monkeypatch.setattr(target.platform, "machine", lambda: named(name).machine)

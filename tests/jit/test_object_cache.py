@@ -109,7 +109,7 @@ def test_a_directory_that_others_can_write_is_not_used(tmp_path: Path, caplog: p
     assert "compiled at each start" in caplog.text
 
 
-def test_a_call_that_keeps_the_gil_returns_what_the_function_does() -> None:
+def test_a_call_that_keeps_the_gil_returns_the_function_s_result() -> None:
     @code(INT, INT, result=INT)
     def product(a: int, b: int) -> int:
         return a * b
@@ -117,7 +117,7 @@ def test_a_call_that_keeps_the_gil_returns_what_the_function_does() -> None:
     assert product.call_briefly(6, 7) == product.call(6, 7) == 42
 
 
-def test_code_is_compiled_anew_when_a_source_beside_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_is_recompiled_when_a_source_beside_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sources, directory = tmp_path / "sources", tmp_path / "kernels"
     sources.mkdir()
     monkeypatch.setattr(Code, "folder", sources)
@@ -152,9 +152,7 @@ def _inside() -> int:
 
 @pytest.mark.parametrize("keep", [True, False], ids=["kept", "not kept"])
 @pytest.mark.parametrize("call", [_call_a_routine_that_nobody_links, _inside], ids=["directly", "inside"])
-def test_code_that_calls_what_is_not_linked_is_an_error_that_names_it_and_the_processor(
-    call: Any, keep: bool, tmp_path: Path
-) -> None:
+def test_code_with_unlinked_symbols_fails_naming_them_and_the_processor(call: Any, keep: bool, tmp_path: Path) -> None:
     @code(INT)
     def lacking(at: int) -> None:
         i64_at(at)[0] = call()
@@ -193,7 +191,7 @@ def test_a_full_disk_is_left_as_it_was(tmp_path: Path, monkeypatch: pytest.Monke
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_killed_process_was_writing_is_taken_away(tmp_path: Path) -> None:
+def test_partial_files_of_a_killed_process_are_removed(tmp_path: Path) -> None:
     for name, age_s in (("old", 1e6), ("new", 0.0)):
         left = tmp_path / f"{name}{object_cache.TEMPORARY}"
         left.write_bytes(b"part")

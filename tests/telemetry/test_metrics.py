@@ -14,7 +14,7 @@ edgemoe_num_requests_waiting 2
 """
 
 
-def test_what_the_page_says_is_read_by_full_name() -> None:
+def test_values_of_the_metrics_page_are_read_by_full_name() -> None:
     metrics = parse(PAGE)
     assert metrics[named(TIER_HITS, tier="ram")] == 30
     assert metrics[named(BYTES_MOVED, **{"from": "nvme", "to": "ram"})] == 1.5e6

@@ -65,7 +65,7 @@ def test_board_and_alerts_ask_for_metrics_that_there_are() -> None:
         assert plain in source, f"{name} is no metric of ours"
 
 
-def test_panels_do_not_overlap_and_all_say_what_they_show() -> None:
+def test_panels_do_not_overlap_and_all_have_descriptions() -> None:
     places: set[tuple[int, int]] = set()
     for panel in BOARD["panels"]:
         at = panel["gridPos"]

@@ -28,7 +28,7 @@ def test_a_flood_is_logged_at_powers_of_two_of_each_peer_and_line(caplog: pytest
         assert found == [2**n for n in range(10)]
 
 
-def test_what_comes_once_a_minute_is_always_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_events_once_a_minute_are_always_logged(caplog: pytest.LogCaptureFixture) -> None:
     now_s = [0.0]
     say = RateLimitedLog(log, lambda: now_s[0])
     for _ in range(100):

@@ -42,7 +42,7 @@ def args(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Namespace:
     )  # fmt: skip
 
 
-def test_what_requests_add_is_what_is_closed_of_the_gap(args: Namespace, capsys: pytest.CaptureFixture[str]) -> None:
+def test_requests_parts_sum_to_the_closed_gap(args: Namespace, capsys: pytest.CaptureFixture[str]) -> None:
     module.run_all(args)
     for window, span in module.WINDOWS.items():
         closed = []
@@ -64,7 +64,7 @@ def test_what_requests_add_is_what_is_closed_of_the_gap(args: Namespace, capsys:
         module.Scored(args.out, "de-law", "cold", 2).closed("learned")
 
 
-def test_misses_are_those_of_a_replay_and_are_not_counted_twice(args: Namespace) -> None:
+def test_misses_equal_a_replay_s_and_are_not_counted_twice(args: Namespace) -> None:
     module.run_all(args)
     work = module.workload(args, "de-law", 1)
     slots = [round(share * LAYERS * EXPERTS) for share in module.SHARES]
@@ -86,7 +86,7 @@ def test_other_kinds_come_before_and_where_it_was_asked_for_in_between(args: Nam
     assert sorted(work.names.values()) == list(range(9))
 
 
-def test_of_requests_with_prompts_only_what_is_decoded_is_scored(args: Namespace) -> None:
+def test_of_requests_with_prompts_only_decoded_tokens_are_scored(args: Namespace) -> None:
     args.prompt = 0.4
     module.run_all(args)
     with np.load(args.out / "de-law.0.learned.0.npz") as kept:

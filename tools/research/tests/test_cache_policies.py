@@ -89,7 +89,7 @@ def test_the_gap_starts_from_the_best_baseline(capsys: pytest.CaptureFixture[str
     assert rows[3]["gap_closed"] == 1.0
 
 
-def test_libcachesim_replays_what_it_knows(capsys: pytest.CaptureFixture[str]) -> None:
+def test_libcachesim_replays_its_policies(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("libcachesim")
     rows = rows_of(capsys, "--policies", "sieve,lru,belady")
     assert rows[2]["miss_ratio"] <= rows[0]["miss_ratio"] < 1

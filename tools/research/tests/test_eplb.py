@@ -31,7 +31,7 @@ README_SLOTS = [
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_slots_get_what_the_published_algorithm_gives_them(name: str) -> None:
+def test_slots_equal_the_published_algorithm_s(name: str) -> None:
     load, slots, groups, nodes, devices, expected = CASES[name]
     assert rebalance(np.array([load], float), slots, groups, nodes, devices)[0].tolist() == expected
 
@@ -40,7 +40,7 @@ def test_its_own_example_comes_out() -> None:
     assert rebalance(np.array(README, float), 16, 4, 2, 8).tolist() == README_SLOTS
 
 
-def test_a_uniform_clusters_homes_are_those_of_the_published_algorithm() -> None:
+def test_a_uniform_clusters_homes_equal_the_published_algorithm_s() -> None:
     rng = np.random.default_rng(0)
     activations = rng.permutation(4 * 3 * 12).reshape(4, 3, 12).astype(float)
     homes = eplb(PlacementProblem(((12,),) * 4, activations)).homes
@@ -56,7 +56,7 @@ def test_load_is_packed_in_proportion_to_slots() -> None:
     assert [each.tolist() for each in pack(np.array([6.0, 5, 4, 3, 2, 1]), np.array([2, 4]))] == [[0, 4], [1, 2, 3, 5]]
 
 
-def test_copies_go_to_what_has_most_load_a_copy() -> None:
+def test_copies_go_to_the_expert_with_most_load_per_copy() -> None:
     assert replicate(np.array([12.0, 7, 2]), 6).tolist() == [0, 1, 2, 0, 1, 0]
 
 

@@ -71,7 +71,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_it_learns_what_an_untrained_one_does_not_know(folder: Path) -> None:
+def test_it_learns_more_than_an_untrained_network(folder: Path) -> None:
     told = json.loads((folder / "export" / RECORD).read_text())["metrics"]["log_loss"]
     routing = Routing(cycles()[:30], NextUseShape(L, E, K, looks=3))
     module = nextuse_train.NextUseModule(routing.shape, Recipe(), 0.0, 1, 0.0).eval()
@@ -113,7 +113,7 @@ def test_an_export_is_refused_where_it_is_damaged_or_for_another_model(folder: P
         replay_command([str(folder / "cycles.ids.csv.gz"), "--policies", "nextuse"])
 
 
-def test_what_is_served_is_what_was_trained() -> None:
+def test_the_served_network_equals_the_trained_one() -> None:
     """Forecasts step by step equal the batch computation of the loss."""
     torch.manual_seed(1)
     network = NextUseNet(SHAPE).eval().requires_grad_(False)
@@ -160,7 +160,7 @@ def test_too_short_a_trace_is_not_trained_on(tmp_path: Path) -> None:
         nextuse_train.train(nextuse_train.arguments(options(tmp_path)))
 
 
-def test_times_to_the_next_need_are_those_of_a_naive_count() -> None:
+def test_times_to_the_next_need_equal_a_naive_count() -> None:
     requests = cycles(requests=3, tokens=9)
     routing, flat = Routing(requests, SHAPE), np.concatenate(requests).reshape(27, L, K)
     for t in (0, 5, 8, 9, 20, 26):

@@ -165,7 +165,7 @@ def test_requests_while_experts_moved_are_held_against_the_same_ones_without(mod
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(bool(why_not()), reason=why_not() or "it can be built")
-def test_a_sitting_measures_what_the_log_lacks_and_every_answer_is_right(
+def test_a_sitting_measures_missing_runs_and_every_answer_is_right(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for number, task in enumerate(STAND_INS):

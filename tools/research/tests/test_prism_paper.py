@@ -13,7 +13,7 @@ def all_of(problem: PlacementProblem) -> np.ndarray:
     return np.ones(problem.activations.shape[1:], bool)
 
 
-def test_what_rounding_leaves_over_is_handed_out_where_the_letter_runs_for_ever() -> None:
+def test_rounding_s_rest_is_assigned_where_the_literal_algorithm_never_ends() -> None:
     activations = np.array([[[1.0, 1, 1, 1], [1, 1, 1, 1], [1, 1, 1, 1]]] * 2)
     problem = PlacementProblem(((5,), (7,)), activations)  # 5 / 3 and 7 / 3, rounded down: 3 places a layer
     counts, endless = published_counts(problem)

@@ -87,7 +87,7 @@ def test_the_published_form_puts_the_strongest_pair_on_the_anchor_and_the_rest_b
     assert (published(ExpertTraffic(chosen, passed), 2, 1, pairs=3) == both).all(), "the third finds no room for two"
 
 
-def test_costs_are_what_their_formulas_say() -> None:
+def test_costs_equal_their_formulas() -> None:
     traffic = ExpertTraffic(np.array([[4.0, 2], [3, 3]]), np.array([[[1.0, 2], [3, 4]]]))
     home = np.array([[0, 1], [1, 0]])
     assert loads(home, traffic.chosen, 2).tolist() == [[4, 2], [3, 3]]

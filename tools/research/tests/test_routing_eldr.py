@@ -36,7 +36,7 @@ def sources(count: int, seed: int = 0) -> list[Source]:
     return answer
 
 
-def test_a_step_takes_what_its_distinct_experts_do_and_newcomers_wait_for_the_next() -> None:
+def test_a_step_takes_its_distinct_experts_time_and_newcomers_wait_for_the_next() -> None:
     one = routes([[0, 1], [0, 1]], [[0, 1], [0, 1]])
     two = routes([[0, 2], [4, 5]])
     requests = DecodeRequests(np.array([0.0, 0.5]), np.array([0, 1]), [one, two])
@@ -93,7 +93,7 @@ def test_routing_by_experts_loads_fewer_and_by_others_signatures_no_fewer() -> N
 
 
 @pytest.mark.parametrize("how", ["by domain", "by chance"])
-def test_who_knows_where_experts_are_spends_less_on_those_that_are_not_in_place(how: str) -> None:
+def test_with_residency_a_policy_spends_less_on_experts_not_in_place(how: str) -> None:
     rows = {row["policy"]: row for row in table(sources(60), COSTS, how, 8.0, range(1))}
     assert rows["union"]["p50/jsq"] < rows["union, unaware"]["p50/jsq"] - (10 if how == "by domain" else 0)
 

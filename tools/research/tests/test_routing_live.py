@@ -40,7 +40,7 @@ def record(variant: str, number: int, seconds: float, part: str = "apart", **mor
     return about | dict.fromkeys(TIMES, seconds) | handed | {"complete": 10, "of": 10} | more
 
 
-def test_every_round_has_all_variants_in_turn_and_what_is_logged_is_not_asked_again(tmp_path: Path) -> None:
+def test_every_round_has_all_variants_in_turn_and_logged_ones_are_not_repeated(tmp_path: Path) -> None:
     mine = sitting(tmp_path)
     turns = [(0, "x"), (0, "y"), (1, "y"), (1, "x"), (2, "x"), (2, "y")]
     assert list(mine.rounds_of(("x", "y"), part="apart", model=MODEL)) == turns
@@ -52,7 +52,7 @@ def test_every_round_has_all_variants_in_turn_and_what_is_logged_is_not_asked_ag
     assert found["ttft_mean_s"] == 0.1
 
 
-def test_rounds_differ_and_a_round_is_the_same_whoever_is_asked(tmp_path: Path) -> None:
+def test_rounds_differ_and_a_round_is_the_same_for_all_variants(tmp_path: Path) -> None:
     prompts = {task: words_of(number, 40, 24) for number, task in enumerate(WORDS)}
     requests, users = asked(sitting(tmp_path), MODEL, prompts, 5.0, 1)
     assert asked(sitting(tmp_path), MODEL, prompts, 5.0, 1) == (requests, users)
@@ -75,7 +75,7 @@ def test_a_change_is_that_of_the_same_round() -> None:
     assert "| demo | 0.5 | apart | 1.5e+03, 3e+03, 4.5e+03 |" in "\n".join(lines)
 
 
-def test_plots_show_what_there_is(tmp_path: Path) -> None:
+def test_plots_show_the_logged_records(tmp_path: Path) -> None:
     rounds = [record(name, n, 1.0, "load") for name in ("pull", "local") for n in range(2)]
     draw(
         [*rounds, record("pull, simulated", 0, 0.5, "load"), record("mixed", 0, 1.0), record("apart", 0, 2.0)], tmp_path
@@ -83,7 +83,7 @@ def test_plots_show_what_there_is(tmp_path: Path) -> None:
     assert all((tmp_path / f"routing_{name}.png").stat().st_size > 1000 for name in ("live", "apart"))
 
 
-def test_blind_leaders_know_less_by_so_much(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blind_leaders_lack_exactly_their_part(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two equal engines one has the request's experts far away."""
     chance = np.array([[0.9, 0.9, 0.0, 0.0]], np.float32)
     offers = [Offered("0", 16, 0.0, 10, 10.0, chance=chance)]
@@ -109,7 +109,7 @@ def told(place: str, far: bytes) -> EngineView:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(bool(why_not()), reason=why_not() or "it can be built")
-def test_a_sitting_measures_what_the_log_lacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sitting_measures_missing_rounds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "prompts").mkdir()
     for number, task in enumerate(STAND_INS):
         with gzip.open(tmp_path / "prompts" / f"{task}.jsonl.gz", "wt") as file:

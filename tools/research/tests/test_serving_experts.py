@@ -39,7 +39,7 @@ def offered(sources: list[Source]) -> list[Offered]:
     return [Offered(str(n), 10, 0.1 * n, expected_tokens=20.0, chance=each) for n, each in enumerate(chances)]
 
 
-def test_a_step_loads_all_experts_for_prompts_and_else_what_its_tokens_choose() -> None:
+def test_a_step_loads_all_experts_for_prompts_and_else_its_tokens_choices() -> None:
     sources = [source(0)]
     jobs = jobs_of(offered(sources), [5])
     cluster_of(1, shape(sources), PushRouting(fewest)).serve(jobs)
@@ -67,7 +67,7 @@ def test_requests_of_one_source_are_kept_apart() -> None:
     assert jobs[2].first_s > min(jobs[0].end_s, jobs[1].end_s)
 
 
-def test_experts_that_are_far_take_longer_and_steps_count_what_their_tokens_load() -> None:
+def test_far_experts_take_longer_and_steps_count_their_tokens_loads() -> None:
     sources = [source(0)]
     far_s = np.zeros((LAYERS, EXPERTS), np.float32)
     far_s[:, 1] = 0.03

@@ -92,7 +92,7 @@ def test_a_prefix_that_the_cache_has_is_not_computed_again() -> None:
     assert (cache.hits, cache.probes) == (4, 8)
 
 
-def test_pull_sends_a_prefix_to_where_it_is_and_turns_do_not() -> None:
+def test_pull_sends_a_prefix_to_its_engine_and_round_robin_does_not() -> None:
     requests = [offered(n, 65, at_s=float(n), prefix=(1, 2, 3, 4)) for n in range(4)]
     hits = {}
     for policy in (PullRouting(PullLimits(crowding=0.01)), PushRouting(RoundRobin())):

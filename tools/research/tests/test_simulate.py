@@ -53,7 +53,7 @@ SPLIT = [[[True, True], [False, True]], [[False, False], [True, True]]]
 TWO_TOKENS = [[[0, 1], [0, 1]]] * 2  # a prompt of one, an answer of one
 
 
-def test_what_is_all_at_home_takes_its_computing() -> None:
+def test_a_prompt_with_all_experts_at_home_takes_its_computing() -> None:
     result = simulate(prompts([3.0], [0], TWO_TOKENS), cluster(BOTH))
     layer = DENSE + LAUNCH + 2 * EXPERT + 2 * TOKEN
     assert result.end_s.tolist() == [3.0 + LAYERS * layer]
@@ -78,7 +78,7 @@ def test_a_prompt_is_one_step_and_each_further_token_another() -> None:
     assert result.end_s.tolist() == [prefill + 2 * decode]
 
 
-def test_who_comes_second_waits_for_the_gpu() -> None:
+def test_the_second_prompt_waits_for_the_gpu() -> None:
     alone = simulate(prompts([0.0], [0], TWO_TOKENS), cluster(BOTH)).end_s[0]
     both = simulate(prompts([0.0, 0.0], [0, 0], TWO_TOKENS), cluster(BOTH)).end_s
     apart = simulate(prompts([0.0, 0.0], [0, 1], TWO_TOKENS), cluster(BOTH)).end_s
@@ -102,7 +102,7 @@ def test_a_boxs_prompts_step_together_and_share_its_experts() -> None:
     assert result.boxes[0].tolist() == [1, last, 3 * LAYERS * 2, 0, 0, first + both + last]
 
 
-def test_a_step_has_room_for_so_many_prompts() -> None:
+def test_a_step_has_room_for_a_bounded_number_of_prompts() -> None:
     alone, pair, three = (
         simulate(prompts([0.0] * 3, [0] * 3, TWO_TOKENS), cluster(BOTH, FREE._replace(sequences=room))).end_s
         for room in (1, 2, 3)
@@ -139,7 +139,7 @@ def test_a_box_is_held_back_once_its_share_of_a_period_is_used() -> None:
     assert result.end_s.tolist() == pytest.approx([0.021, 0.006, 0.121])  # 2.5 ms of each 10
 
 
-def test_of_boxes_that_have_what_is_missing_the_fewest_are_called() -> None:
+def test_the_fewest_boxes_with_missing_experts_are_called() -> None:
     homes = [
         [[False] * 3, [True] * 3],
         [[True, False, False], [True] * 3],
@@ -150,7 +150,7 @@ def test_of_boxes_that_have_what_is_missing_the_fewest_are_called() -> None:
     assert result.local.tolist() == [3, 6, 1]
 
 
-def test_costs_are_the_line_through_what_was_measured(tmp_path: Path) -> None:
+def test_costs_are_the_line_through_the_measurements(tmp_path: Path) -> None:
     (tmp_path / PROFILE).mkdir(parents=True)
     sizes = [(tokens, experts) for tokens in (1, 8, 64) for experts in (8, 16, 32)]
     lines = [f"{tokens},{experts},{20 + 5 * experts + 0.5 * 8 * tokens}" for tokens, experts in sizes]
@@ -187,7 +187,7 @@ def tasks() -> list[Task]:
 COSTS = Costs(1e-4, 1e-6, 1e-5, 1e-5, 1e-6)
 
 
-def test_placements_by_what_is_asked_for_and_faster_links_shorten_prompts(tasks: list[Task]) -> None:
+def test_placements_by_activations_and_faster_links_shorten_prompts(tasks: list[Task]) -> None:
     base = Setting(gpus=8, prompts=60, emitted=3, every_s=0.1, delay_s=1e-3)
     at_s = np.arange(60) * 0.01
     known: dict[str, Any] = {}
@@ -269,7 +269,7 @@ def test_a_run_has_the_requests_that_it_had_on_the_test_bed(bed_runs: dict[str, 
         assert (run.inside.sum(axis=(1, 2)) <= [63, 63, 124]).all()
 
 
-def test_boxes_do_in_the_simulator_what_they_did_on_the_test_bed(bed_runs: dict[str, BedRun]) -> None:
+def test_simulated_boxes_do_the_same_as_on_the_test_bed(bed_runs: dict[str, BedRun]) -> None:
     for run in bed_runs.values():
         _, result = took_s(run, BedCosts())
         boxes = [run.record["boxes"][node] for node in NODES]
@@ -279,7 +279,7 @@ def test_boxes_do_in_the_simulator_what_they_did_on_the_test_bed(bed_runs: dict[
         assert result.boxes[:, events.REMOTE] / result.boxes[:, events.EXPERTS] == pytest.approx(remote, abs=0.05)
 
 
-def test_costs_of_one_run_foretell_another(bed_runs: dict[str, BedRun]) -> None:
+def test_costs_of_one_run_predict_another(bed_runs: dict[str, BedRun]) -> None:
     costs = fit([bed_runs["uniform"]], most=2)
     for method in ("smartmoe", "published"):
         row = row_of(bed_runs[method], costs)
