@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 from support.dialect_kit import ANSWER, ARGUMENTS, CITY, FUNCTIONS, SAMPLES, THOUGHT, Sample, tokenizer
 from support.dialect_templates import TEMPLATES
-from support.front_kit import openai_client, running, settings_for, write_model
+from support.front_kit import http_client, openai_client, running, settings_for, write_model
 from test_anthropic import anthropic_client
 
 from edgemoe.api.endpoints.chat_completions import render
@@ -110,6 +110,31 @@ async def test_the_calls_are_the_answers_of_all_apis(served: tuple[Sample, Front
         assert kinds == ["thinking", "text", *(["tool_use"] * len(sample.names))]
         assert [block.input for block in one.content[2:]] == [ARGUMENTS, {}][: len(sample.names)]
         assert one.stop_reason == "tool_use"
+
+
+async def test_the_calls_are_ollamas_answer_and_its_second_turn_needs_no_ids(served: tuple[Sample, Front]) -> None:
+    sample, front = served
+    first = {"role": "user", "content": f"SAY{{{sample.output}}}END"}
+    asked: Any = {"model": "tiny", "messages": [first], "tools": TOOLS, "think": True}
+    async with http_client(front.settings) as http:
+        whole = (await http.post("/api/chat", json={**asked, "stream": False})).json()
+        lines = [json.loads(line) for line in (await http.post("/api/chat", json=asked)).text.split("\n")[:-1]]
+        parts = [line["message"] for line in lines]
+        streamed = {
+            "content": "".join(part["content"] for part in parts),
+            "thinking": "".join(part.get("thinking", "") for part in parts),
+            "tool_calls": [call for part in parts for call in part.get("tool_calls", ())],
+        }
+        for message in (whole["message"], streamed):
+            assert (message["content"], message["thinking"]) == (ANSWER, THOUGHT)
+            called = [(call["function"]["name"], call["function"]["arguments"]) for call in message["tool_calls"]]
+            assert called == list(zip(sample.names, [ARGUMENTS, {}], strict=False))
+        assert (whole["done_reason"], lines[-1]["done_reason"]) == ("stop", "stop")
+        calls = [{"function": call["function"]} for call in whole["message"]["tool_calls"]]
+        results = [{"role": "tool", "tool_name": name, "content": f"result of {name}"} for name in sample.names]
+        turns = [{"role": "user", "content": "go"}, whole["message"] | {"tool_calls": calls}, *results]
+        answer = await http.post("/api/chat", json={**asked, "messages": turns, "options": {"num_predict": 5}})
+        assert answer.status_code == 200, answer.text
 
 
 async def test_calls_that_are_cut_short_are_text_or_end_unfinished(
