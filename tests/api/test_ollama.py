@@ -204,6 +204,14 @@ class Fields:
         for one in (streamed, call):
             assert one["function"] == {"index": 0, "name": "weather", "arguments": {"city": "Köln"}}
         assert (whole["done_reason"], lines[-1]["done_reason"], whole["message"]["content"]) == ("stop", "stop", "")
+        for most in range(10, 40, 3):  # a call that num_predict cuts has the arguments so far, as an object
+            options = {"num_predict": most}
+            lines = await asked.lines("/api/chat", messages=said, tools=[WEATHER], options=options)
+            whole = await asked.chat(messages=said, tools=[WEATHER], options=options)
+            streamed = [call["function"] for line in lines for call in line["message"].get("tool_calls", ())]
+            assert streamed == [call["function"] for call in whole["message"].get("tool_calls", ())]
+            assert all(isinstance(function["arguments"], dict) for function in streamed)
+            assert (whole["done_reason"], lines[-1]["done_reason"]) == ("length", "length")
         half = [{"role": "user", "content": f"SAY{{{CALL[:-16]}}}END"}]
         lines = await asked.lines("/api/chat", messages=half, tools=[WEATHER])
         whole = await asked.chat(messages=half, tools=[WEATHER])
@@ -305,7 +313,7 @@ async def test_every_check_has_a_row() -> None:
 OPTIONS: dict[
     str, list[tuple[Any, str, Any]]
 ] = {  # option -> its values, the sampling's field, its value; None: refused
-    "num_predict": [(7, "max_tokens", 7), (7.0, "max_tokens", 7), ("7", "", None), (1.5, "", None)],
+    "num_predict": [(7, "max_tokens", 7), (7.0, "max_tokens", 7), ("7", "", None), (1.5, "", None), (0, "", None)],
     "temperature": [(0, "temperature", 0.0), (1.5, "temperature", 1.5), (2.5, "", None), ("hot", "", None)],
     "top_k": [(5, "top_k", 5), (40.0, "top_k", 40), (0, "top_k", 0), (-1, "top_k", 0), (-2, "", None)],
     "top_p": [(0.5, "top_p", 0.5), (1, "top_p", 1.0), (1.1, "", None)],
@@ -353,13 +361,13 @@ async def test_an_option_does_what_the_table_says(row: str, asked: Asked) -> Non
 
 async def test_no_limit_is_what_the_context_has_room_for(asked: Asked) -> None:
     for ask in (asked.chat, asked.generate):
-        for below in (0, -1, -2, -1.0):
+        for below in (-1, -2, -1.0):
             found = await ask(options={"num_predict": below})
             assert asked.sampling.max_tokens == 4096 - found["prompt_eval_count"]
     assert (await asked.chat(options={"num_predict": 2}))["done_reason"] == "length"
 
 
-async def test_a_seed_below_zero_is_drawn(asked: Asked) -> None:
+async def test_a_seed_of_minus_one_is_drawn(asked: Asked) -> None:
     for _ in range(2):
         await asked.chat(options={"seed": -1})
     assert len({one.seed for one in asked.sent}) == 2

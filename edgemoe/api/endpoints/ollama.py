@@ -20,26 +20,28 @@ from edgemoe.api.endpoints.completions import completion_generation
 from edgemoe.api.endpoints.ollama_format import ChatLines, OllamaFormat, TextLines
 from edgemoe.api.generate.generation import ANY_MODEL, Generation, PreparedAnswer, RequestContext, StreamForm
 from edgemoe.api.http.responding import json_line
-from edgemoe.api.schema import Chat, Completion, FieldNames, Tool, convert, read
+from edgemoe.api.schema import Chat, Completion, FieldNames, Tool, read
 from edgemoe.api.text.infill import infill_marks
 from edgemoe.api.text.tokenizer import TextModel
 from edgemoe.errors import InvalidRequest, ModelNotFound
 from edgemoe.types.arrays import Json
 
-OPTIONS = {  # of Ollama, and the fields of a Chat that they set
-    "num_predict": "max_tokens",
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "seed": "seed",
-    "stop": "stop",
-    "repeat_penalty": "repetition_penalty",
-    "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
-}
-NEUTRAL_OPTIONS = {"typical_p": (1,)}  # that would change the answer -> values without effect; others are refused
-FIELDS = {field: f"options.{name}" for name, field in OPTIONS.items()} | {
+OPTIONS = (  # that are fields of a Chat, by this server's or another's names; others have no effect
+    "num_predict",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "seed",
+    "stop",
+    "repeat_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "typical_p",
+)
+FIELDS = {name: f"options.{name}" for name in OPTIONS} | {
+    "max_tokens": "options.num_predict",
+    "repetition_penalty": "options.repeat_penalty",
     "response_format.json_schema.schema": "format",
     "response_format": "format",
     "chat_template_kwargs": "think",
@@ -47,8 +49,8 @@ FIELDS = {field: f"options.{name}" for name, field in OPTIONS.items()} | {
 }
 LATEST = ":latest"
 NO_TIME = re.compile(r"0+(ns|us|ms|s|m|h)?")
-MOST_TOKENS = 1 << 31  # asked for, where the context is the limit
 MAX_IMAGES = 1024
+ALL_TOKENS = -1  # of num_predict: as many as the context has room for
 
 
 class OllamaFunction(msgspec.Struct, frozen=True, kw_only=True):
@@ -208,17 +210,17 @@ def _chat(
         "model": context.model,
         "messages": messages,
         "tools": tools,
-        "response_format": _response_format(body.format),
+        "format": body.format,
+        "think": body.think,
         "logprobs": body.logprobs,
         "top_logprobs": body.top_logprobs if body.logprobs else None,
-        **_thinking(body.think),
-        **sampling_fields(body.options or {}),
+        **_sampling(body.options or {}),
     }
     last = messages[-1]
     if last["role"] == "assistant" and last["content"] and "tool_calls" not in last:
         chat |= {"continue_final_message": True, "add_generation_prompt": False}
     with _names().renamed():
-        return chat_generation(convert(chat, Chat), context, "ollama")
+        return chat_generation(read(msgspec.json.encode(chat), Chat), context, "ollama")
 
 
 def _completion(body: OllamaBody, prompt: str, context: RequestContext, stops: Sequence[int] = ()) -> Generation:
@@ -226,14 +228,14 @@ def _completion(body: OllamaBody, prompt: str, context: RequestContext, stops: S
     fields: Json = {
         "model": context.model,
         "prompt": prompt,
-        "response_format": _response_format(body.format),
+        "format": body.format,
         "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
-        "stop_token_ids": list(stops),
-        "max_tokens": MOST_TOKENS,
-        **sampling_fields(body.options or {}),
+        "stop_token_ids": stops,
+        "num_predict": ALL_TOKENS,
+        **_sampling(body.options or {}),
     }
     with _names().renamed():
-        return completion_generation(convert(fields, Completion), context)
+        return completion_generation(read(msgspec.json.encode(fields), Completion), context)
 
 
 def _infill(body: OllamaPrompt, context: RequestContext) -> Generation:
@@ -248,43 +250,14 @@ def _infill(body: OllamaPrompt, context: RequestContext) -> Generation:
     return _completion(body, marks.prompt(body.prompt or "", body.suffix or ""), context, stops)
 
 
-def sampling_fields(options: Mapping[str, Any]) -> Json:
-    """Returns the fields of a Chat that `options` set; unknown options have no effect. Raises InvalidRequest."""
-    for name, neutral in NEUTRAL_OPTIONS.items():
-        if options.get(name) not in (None, *neutral):
-            raise _unsupported(f"options.{name}", "leave it out")
-    found = {field: _whole(options[name]) for name, field in OPTIONS.items() if options.get(name) is not None}
-    for field in ("max_tokens", "seed"):  # "as many as there is room for", "any"
-        if _is_number(found.get(field)) and found[field] < (1 if field == "max_tokens" else 0):
-            del found[field]
-    if _is_number(found.get("repetition_penalty")) and found["repetition_penalty"] == 0:
-        found["repetition_penalty"] = 1.0
+def _sampling(options: Mapping[str, Any]) -> Json:
+    """Returns the fields that `options` set."""
+    found = {name: options[name] for name in OPTIONS if options.get(name) is not None}
     if options.get("repeat_last_n") == 0:
-        found |= {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+        found |= {"repeat_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
+    elif found.get("repeat_penalty") == 0:
+        found["repeat_penalty"] = 1
     return found
-
-
-def _whole(value: Any) -> Any:
-    """Returns a whole number as an integer: JSON has one kind of number, and Ollama reads 40.0 as 40."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _response_format(asked: str | dict[str, Any] | None) -> Json | None:
-    if isinstance(asked, dict):
-        return {"type": "json_schema", "json_schema": {"schema": asked}}
-    if asked not in (None, "", "json"):
-        raise InvalidRequest('format: write "json", or a JSON schema', param="format", code="invalid_value")
-    return {"type": "json_object"} if asked else None
-
-
-def _thinking(think: bool | str | None) -> Json:
-    if isinstance(think, str):
-        return {"reasoning_effort": think}
-    return {} if think is None else {"chat_template_kwargs": {"enable_thinking": think}}
 
 
 def _messages(given: Sequence[OllamaMessage]) -> list[Json]:

@@ -1,6 +1,6 @@
 """Writes deltas as Ollama does: one JSON object a line, the last one with counts and times in nanoseconds.
 
-A tool call is written whole, because its arguments are an object. One that the model does not write to its end is text.
+A tool call is written whole, because its arguments are an object. A malformed one is text.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 
 import msgspec
 
-from edgemoe.api.dialects.tool_calls import OutputPiece, OutputPieces
+from edgemoe.api.dialects.tool_calls import OutputPiece, OutputPieces, completed_object
 from edgemoe.api.endpoints.openai_format import chat_logprobs
 from edgemoe.api.generate.generation import ChoiceDelta, Generation
 from edgemoe.api.http.responding import json_line, ollama_error
@@ -123,7 +123,7 @@ def rfc3339(at: datetime) -> str:
 
 def _call(piece: OutputPiece) -> Json:
     assert piece.call is not None
-    written = piece.text.replace("\n", " ").replace("\r", " ") or "{}"  # line ends stand between values only
-    arguments = msgspec.Raw(written.encode())  # any number and escape that the model wrote
+    written = completed_object(piece.text).replace("\n", " ").replace("\r", " ")  # line ends stand between values
+    arguments = msgspec.Raw(written.encode())  # numbers as the model wrote them
     function = {"index": piece.call.index, "name": piece.call.name, "arguments": arguments}
     return {"id": piece.call.id, "function": function}
