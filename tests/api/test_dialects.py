@@ -76,7 +76,7 @@ def assert_all_there(sample: Sample, output: str, pieces: OutputPieces) -> None:
     for mark in dialect.wrapper or ():
         written, rest = [text.replace(mark, "") for text in written], rest.replace(mark, "")
     section = dialect.section
-    marks = [*dialect.think, *([section.end] if section else []), *([f"]{section.end}"] if section else [])]
+    marks = [*dialect.think, *((section.end, "]" if section.is_list else "") if section else ())]
     layout = re.compile(f"({'|'.join(re.escape(mark) for mark in marks if mark)})*")
     for text in filter(None, written):
         before, found, rest = rest.partition(text)

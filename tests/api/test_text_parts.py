@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.front_kit import MARKS, byte_level_tokenizer
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from edgemoe.api.dialects.dialect import HERMES, OutputMarks, OutputStart
 from edgemoe.api.dialects.output_parser import OutputParser
@@ -118,6 +118,16 @@ def test_byte_fallback_tokens_join_into_characters() -> None:
     detokenizer = Detokenizer(Vocabulary(tokenizer))
     assert [detokenizer.feed(token) for token in ids] == [" Hi", " ", "", "", "", "🦊", "H"]
     assert tokenizer.decode(ids) == " Hi 🦊H"
+
+
+def test_added_tokens_of_spaces_are_spaces_as_their_decoder_has_it() -> None:
+    tokenizer = byte_fallback_tokenizer()
+    tokenizer.add_tokens([AddedToken(SPACE * size, normalized=False) for size in (2, 4)])
+    ids = [tokenizer.token_to_id(name) for name in ("H", SPACE * 4, "i", SPACE * 2, "H")]
+    assert Vocabulary(tokenizer).text(ids) == tokenizer.decode(ids) == "H    i  H"
+    mark = AddedToken(f"<{SPACE}>", special=True)
+    tokenizer.add_special_tokens([mark])
+    assert Vocabulary(tokenizer).text([tokenizer.token_to_id(mark.content)]) == mark.content
 
 
 def marks(calls: int = 0, begun: OutputStart = "answer", functions: str | None = None) -> OutputMarks:

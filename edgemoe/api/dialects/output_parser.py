@@ -218,7 +218,8 @@ def _calls(output: OutputReader) -> Reading[bool]:
             output.skip_read()
             break
         if found != dialect.call.begin:
-            output.show_read()
+            if not any_call:
+                output.show_read()
             break
         if not (yield from output.call(dialect.call.read)):
             break
@@ -239,11 +240,13 @@ def _listed_calls(output: OutputReader, form: ToolCallForm, section: ToolCallSec
             between, any_call = ",", True
         if any_call:
             yield from source.expect("]")
-            yield from source.close(*filter(None, (section.end,)))
             output.skip_read()
-    except MalformedOutput:
+            yield from source.expect(*filter(None, (section.end,)))
+            output.skip_read()
+    except MalformedOutput:  # some models omit the end
         pass
-    output.show_read()
+    if not any_call:
+        output.show_read()
     return any_call
 
 

@@ -58,9 +58,13 @@ class Vocabulary:
         self.bytes_of = lru_cache(maxsize=1 << 14)(self._bytes_of)
 
     def _bytes_of(self, token: int) -> bytes:
-        """Returns the bytes of a token: an added token's name, and none for an unknown id."""
+        """Returns the bytes of a token: an added token's name, and none for an unknown id.
+
+        Tokenizers of SentencePiece's kind have added tokens for runs of spaces, which are written as `SPACE`, too.
+        """
         if (name := self._added.get(token)) is not None:
-            return name.encode()
+            is_text = self._alphabet is None and token not in self._special_ids
+            return (name.replace(SPACE, " ") if is_text else name).encode()
         piece = self._tokenizer.id_to_token(token)
         if piece is None:
             return b""
