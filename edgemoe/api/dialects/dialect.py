@@ -1,6 +1,7 @@
 """Describes the dialects in which model families write reasoning and tool calls, and chooses a model's dialect.
 
-Sources: [Hermes], [Harmony], [Qwen-XML], [GLM-4], [MiniMax-M2], [Gemma-4], [DeepSeek], [Kimi-K2], [Response-Template].
+Sources: [Hermes], [Harmony], [Qwen-XML], [GLM-4], [MiniMax-M2], [Gemma-4], [DeepSeek], [Kimi-K2], [Hunyuan-A13B],
+[ERNIE], [Granite-3], [Mistral-Calls], [Response-Template].
 """
 
 from __future__ import annotations
