@@ -1,6 +1,6 @@
-"""What models of every family write, and what an answer has to make of it: whole, and in pieces of any size.
+"""Outputs of every family become reasoning, text and calls: whole, and in pieces of any size.
 
-The outputs restate what the families' chat templates demand, and facts that the tests of other servers hold.
+The outputs restate the families' chat templates, and facts that the tests of other servers hold.
 """
 
 from __future__ import annotations
@@ -253,7 +253,7 @@ def test_an_output_has_its_parts_in_pieces_of_any_size(fact: Fact, size: int) ->
 
 
 def families() -> dict[str, list[str]]:
-    """The dialects of each family, as docs/models.md has them."""
+    """Returns the dialects of each family in docs/models.md."""
     lines = [line.split("|") for line in PAGE.splitlines() if re.match(r"\| [^|]+ \| `", line)]
     return {cells[1].strip(): re.findall(r"`([\w-]+)`", cells[4]) for cells in lines}
 
@@ -266,7 +266,7 @@ def test_every_family_has_a_dialect_and_every_dialect_facts_and_a_family() -> No
     assert spoken == set(BY_NAME) == {fact.dialect for fact in FACTS}
 
 
-# What the templates of families say that tells their dialect, where tools have no place in them, too.
+# Parts of the families' templates by which a dialect is recognised, of templates without tools, too.
 SIGNS = {
     "hermes": '<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>',
     "ernie": "<tool_call></tool_call> <think> '\\n<response>\\n' ~ message.content ~ '\\n</response>\\n'",
@@ -341,7 +341,7 @@ def prepared(model: TextModel, **options: Any) -> Generation:
 
 
 def answered(dialect: Dialect, output: str, generation: Generation) -> tuple[OutputPieces, str]:
-    """The pieces that a generation makes of the tokens of `output`, and its finish reason."""
+    """Returns the pieces that a generation makes of the tokens of `output`, and its finish reason."""
     choice, pieces = generation.choices[0], OutputPieces()
     for index, token in enumerate(tokenizer(dialect).encode(output).ids):
         choice.add(Emission(request="r", attempt=1, index=index, token=token))
@@ -359,7 +359,7 @@ def called(pieces: OutputPieces) -> list[tuple[str, Any]]:
 
 
 def written(sample: Sample) -> str:
-    """The output, without the part that the prompt of R1 has begun already."""
+    """Returns the output without the mark that R1's prompt has written already."""
     return sample.output.removeprefix("<think>\n") if sample.dialect is R1 else sample.output
 
 

@@ -286,9 +286,8 @@ def _block(piece: OutputPiece) -> Json:
     """Returns a whole block."""
     match piece.kind:
         case "call":
-            return _tool_use(
-                piece, msgspec.Raw(completed_object(piece.text).encode())
-            )  # numbers as the model wrote them
+            arguments = completed_object(piece.text) if piece.ended == "cut" else piece.text  # as the model wrote them
+            return _tool_use(piece, msgspec.Raw(arguments.encode()))
         case "reasoning":
             return {"type": "thinking", "thinking": piece.text, "signature": ""}
         case _:
