@@ -22,7 +22,7 @@ from edgemoe.api.endpoints import chat_completions as chat
 from edgemoe.api.endpoints.event_stream import EVENTS, stream_events
 from edgemoe.api.generate.generation import PreparedAnswer, RequestContext, run_generation
 from edgemoe.api.http import responding as http
-from edgemoe.api.http.middleware import RequestMiddleware
+from edgemoe.api.http.middleware import PlainPaths, RequestMiddleware
 from edgemoe.api.http.page import PAGE, OriginCheck, Origins, page
 from edgemoe.api.resources import Api
 from edgemoe.errors import EdgemoeError, RequestError
@@ -40,6 +40,7 @@ def build(api: Api) -> Starlette:
     routes = [
         *_openai_routes(),
         *_ollama_routes(),
+        Route("/props", queries.props),
         Route("/tokenize", queries.tokenize, methods=["POST"]),
         Route("/detokenize", queries.detokenize, methods=["POST"]),
         Route("/reload", queries.reload, methods=["POST"]),
@@ -96,11 +97,13 @@ def _application(api: Api, routes: Sequence[Route], keys: KeyRing | None, guarde
         routes=routes,
         middleware=[
             *_cors(settings.cors_origins),
+            Middleware(PlainPaths, routes=routes),
             Middleware(RequestMiddleware, keys=keys, metrics=api.metrics, node=api.node),
             Middleware(OriginCheck, origins=Origins(settings.cors_origins, settings.hosts), guarded=guarded),
         ],
         exception_handlers={HTTPException: http.http_error, EdgemoeError: _edgemoe_error},
     )
+    app.router.redirect_slashes = False  # a redirect would name http, and clients drop their key on the way
     app.state.api = api
     return app
 

@@ -71,6 +71,8 @@ def read_peer_fields(fields: Fields, kind: type[msgspec.Struct]) -> dict[str, st
         _read_logprobs(fields, own)
     if "chat_template_kwargs" in own:
         _read_thinking(fields)
+    if "add_generation_prompt" in own:  # a chat's
+        _read_tools(fields)
     if "response_format" in own and (name := _read_format(fields, own)):
         clients["response_format"] = name
     return clients
@@ -224,6 +226,67 @@ def _effort(word: str, name: str) -> tuple[bool | None, str]:
     if name == "thinking.type":
         raise InvalidRequest(f"thinking.type: {word!r} is neither enabled nor disabled", param="thinking.type")
     return True, word
+
+
+# --- tools --------------------------------------------------------------------------------------------------------
+
+CHOICES = {"any": "required", "required": "required", "auto": "auto", "none": "none"}
+
+
+def _read_tools(fields: Fields) -> None:
+    """Leaves out tools that are no functions, and reads functions and choices in the forms of other APIs.
+
+    Raises InvalidRequest for a choice of a tool that is left out.
+    """
+    choice = _decoded(fields.get("tool_choice", NULL))
+    kind = choice.get("type", "function") if isinstance(choice, dict) else choice
+    allowed: list[str] | None = None
+    if isinstance(kind, str) and kind in CHOICES:
+        fields["tool_choice"] = _encoded(CHOICES[kind])
+    elif kind == "allowed_tools":
+        allowed = _allow_tools(fields, choice)
+    elif isinstance(choice, dict) and kind in ("function", "tool") and "name" in choice:
+        fields["tool_choice"] = _encoded({"function": {"name": choice["name"]}})
+    elif isinstance(choice, dict) and kind != "function":
+        raise InvalidRequest(f"tool_choice: no tool of type {kind!r} runs here", param="tool_choice")
+    if fields.get("tools", NULL)[:1] == b"[":
+        given: Any = msgspec.json.decode(fields["tools"])
+        offered = [_function(tool) for tool in given if not isinstance(tool, dict) or _is_function(tool)]
+        if allowed is not None:
+            offered = [tool for tool in offered if _name(tool) in allowed]
+        if offered != given:
+            fields["tools"] = _encoded(offered)
+
+
+def _is_function(tool: Mapping[str, Any]) -> bool:
+    """Returns whether a tool is a function of the client's, in any form: others run on their makers' servers."""
+    return "function" in tool or tool.get("type", "function") == "function"
+
+
+def _function(tool: Any) -> Any:
+    """Returns a tool in OpenAI's form; the flat forms are of OpenAI's Responses and of Anthropic's messages."""
+    if not isinstance(tool, dict) or "function" in tool or "name" not in tool:
+        return tool
+    flat = {key: tool[key] for key in ("name", "description", "parameters", "strict") if key in tool}
+    if "input_schema" in tool:
+        flat["parameters"] = tool["input_schema"]
+    return {"type": "function", "function": flat}
+
+
+def _name(tool: Any) -> Any:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    return function.get("name") if isinstance(function, dict) else None
+
+
+def _allow_tools(fields: Fields, choice: Mapping[str, Any]) -> list[str]:
+    """Reads OpenAI's choice among some of the tools. Returns their names. Raises InvalidRequest."""
+    allowed = choice.get("allowed_tools", choice)
+    tools, mode = (allowed.get("tools"), allowed.get("mode", "auto")) if isinstance(allowed, dict) else (None, "")
+    if not isinstance(tools, list) or not isinstance(mode, str) or mode not in ("auto", "required"):
+        message = "tool_choice.allowed_tools: give a `mode` of auto or required, and a list of `tools`"
+        raise InvalidRequest(message, param="tool_choice")
+    fields["tool_choice"] = _encoded(mode)
+    return [name for tool in tools if isinstance(name := _name(_function(tool)), str)]
 
 
 # --- structured output --------------------------------------------------------------------------------------------

@@ -16,8 +16,10 @@ from edgemoe.api.endpoints.chat_completions import tokenize_prompt
 from edgemoe.api.generate.generation import ANY_MODEL, RequestContext, check_ids, encode_counted
 from edgemoe.api.http import responding as http
 from edgemoe.api.metrics import CONTENT_TYPE
+from edgemoe.api.ollama_queries import capabilities
 from edgemoe.api.resources import Api
 from edgemoe.api.schema import Chat, Detokenize, Tokenize, read
+from edgemoe.api.text.tokenizer import TextModel
 from edgemoe.errors import InvalidRequest, ModelNotFound
 from edgemoe.types.arrays import Json
 from edgemoe.types.model_info import ModelInfo
@@ -25,6 +27,22 @@ from edgemoe.types.principal import Principal
 
 R = TypeVar("R", Tokenize, Detokenize, anthropic.MessagesBody)
 
+# names of the context's length, as vLLM, OpenRouter, LM Studio, Groq, Mistral and Together have them
+CONTEXT_FIELDS = (
+    "max_model_len",
+    "context_length",
+    "context_window",
+    "max_context_length",
+    "loaded_context_length",
+    "max_input_tokens",
+    "max_output_tokens",
+)
+MODALITIES = {"input_modalities": ["text"], "output_modalities": ["text"], "modality": "text->text"}
+PARAMETERS = {  # that OpenRouter lists, by the capability that they need
+    "": ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "logprobs", "response_format"),
+    "tools": ("tools", "tool_choice"),
+    "thinking": ("reasoning", "include_reasoning"),
+}
 _STARTED = int(time.time())
 
 
@@ -32,7 +50,7 @@ async def list_models(request: Request) -> Response:
     """Answers GET /v1/models with the served model and its aliases."""
     api = _api(request)
     info, limits = await api.backend.model()
-    card = _model_card(info, limits.context_tokens)
+    card = _model_card(info, limits.context_tokens, api.text)
     aliases = [name for name in api.settings.aliases if name not in (ANY_MODEL, info.id)]
     return JSONResponse({"object": "list", "data": [card, *(card | {"id": name, "root": info.id} for name in aliases)]})
 
@@ -42,17 +60,26 @@ async def describe_model(request: Request) -> Response:
     api = _api(request)
     info, limits = await api.backend.model()
     (await api.context(request.state.principal)).check_model(request.path_params["name"])
-    return JSONResponse(_model_card(info, limits.context_tokens))
+    return JSONResponse(_model_card(info, limits.context_tokens, api.text))
 
 
-def _model_card(info: ModelInfo, context_tokens: int) -> Json:
-    """Returns OpenAI's model object, with context length, family, digest and dtype added."""
+def _model_card(info: ModelInfo, context_tokens: int, text: TextModel) -> Json:
+    """Returns OpenAI's model object, with the fields by which clients of other servers know a model."""
+    can = capabilities(text)
     return {
         "id": info.id,
         "object": "model",
         "created": _STARTED,
         "owned_by": "edgemoe",
-        "max_model_len": context_tokens,
+        **dict.fromkeys(CONTEXT_FIELDS, context_tokens),
+        "type": "llm",
+        "state": "loaded",
+        "capabilities": can + ["tool_use"] * ("tools" in can),
+        "supported_parameters": [
+            name for need, names in PARAMETERS.items() if not need or need in can for name in names
+        ],
+        "architecture": MODALITIES,
+        **MODALITIES,
         "family": info.family,
         "digest": info.digest,
         "dtype": info.dtype,
@@ -143,6 +170,23 @@ async def version(request: Request) -> Response:
 async def tokenizer_info(request: Request) -> Response:
     """Answers GET /tokenizer_info with the tokenizer's configuration, chat template and dialect."""
     return JSONResponse(_api(request).text.about())
+
+
+async def props(request: Request) -> Response:
+    """Answers llama.cpp's GET /props."""
+    api = _api(request)
+    info, limits = await api.backend.model()
+    template = api.text.template
+    return JSONResponse(
+        {
+            "default_generation_settings": {"n_ctx": limits.context_tokens, "params": dict(api.text.defaults)},
+            "model_path": info.id,
+            "model_alias": info.id,
+            "modalities": {"vision": False, "audio": False},
+            "chat_template": template.source if template is not None else "",
+            "build_info": f"edgemoe-{edgemoe.__version__}",
+        }
+    )
 
 
 async def health(request: Request) -> Response:

@@ -29,6 +29,7 @@ from edgemoe.types.principal import uid_principal
 
 log = logging.getLogger(__name__)
 
+MAPPED = "::ffff:"  # begins an IPv4 address at a socket for both
 UCRED = struct.Struct("3i")  # pid, uid, gid
 HEAD_S = 15.0  # that a client may take from connecting, or from a first byte, to the end of a request's head
 IDLE_S = 75.0  # between requests; longer than clients keep theirs, so that they are the ones who close
@@ -65,7 +66,7 @@ class HttpConnection(asyncio.Protocol):
             _, self.uid, _ = UCRED.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, UCRED.size))
         else:
             with contextlib.suppress(OSError):  # it has gone already
-                self.address = peer.getpeername()[0]
+                self.address = peer.getpeername()[0].removeprefix(MAPPED)
             peer.setsockopt(socket.IPPROTO_TCP, TCP_NOTSENT_LOWAT, UNSENT_BYTES)
         self.transport: asyncio.Transport | None = None
         self.exchange: HttpExchange | None = None
@@ -224,7 +225,7 @@ class HttpConnection(asyncio.Protocol):
             "asgi": {"version": "3.0", "spec_version": "2.3"},
             "http_version": request.http_version.decode("ascii"),
             "server": tuple(server[:2]) if isinstance(server, tuple) else (server, None),
-            "client": tuple(client[:2]) if isinstance(client, tuple) else None,
+            "client": (client[0].removeprefix(MAPPED), client[1]) if isinstance(client, tuple) else None,
             "scheme": "http",
             "method": request.method.decode("ascii"),
             "root_path": "",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -101,6 +102,9 @@ def progress_bar(title: str, console: Console | None = None) -> Iterator[Progres
         yield lambda done_bytes, total_bytes: bar.update(task, completed=done_bytes, total=total_bytes, visible=True)
 
 
+HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # OWNER/NAME
+
+
 def is_store(path: Path) -> bool:
     """Returns whether a packed store lies there, finished or not."""
     return (path / MANIFEST).is_file() or (path / JOURNAL).is_file()
@@ -124,6 +128,8 @@ def resolve(name: str, store_dir: str | Path) -> Path:
         if is_store(path):
             return path
     if (path := Path(name).expanduser()) != Path(path.name):
+        if HUB_NAME.fullmatch(name) and not path.exists():
+            raise StoreError(f"no store and no folder of the name {name!r} is here; `edgemoe pull {name}` fetches it")
         check_path_exists(path)
     if missing := first_missing_part(Path(store_dir).expanduser()):
         raise StoreError(

@@ -533,9 +533,13 @@ async def test_a_suffix_is_filled_in_by_the_tokenizers_marks(
         body = {"model": "tiny", "prompt": before, "suffix": after, "stream": False}
         found = (await http.post("/api/generate", json=body)).json()
         assert (found["response"], found["done_reason"]) == ("a + b", "stop")
-    (request,) = sent
-    assert list(request.prompt) == tokenizer.encode(form.prompt(before, after), add_special_tokens=False).ids
-    assert {tokenizer.token_to_id(mark) for mark in form.stops} < set(request.sampling.stop_token_ids)
+        completion = {"prompt": before, "suffix": after, "max_tokens": 50}  # OpenAI's
+        (choice,) = (await http.post("/v1/completions", json=completion)).json()["choices"]
+        assert (choice["text"], choice["finish_reason"]) == ("a + b", "stop")
+    assert len(sent) == 2
+    for request in sent:
+        assert list(request.prompt) == tokenizer.encode(form.prompt(before, after), add_special_tokens=False).ids
+        assert {tokenizer.token_to_id(mark) for mark in form.stops} < set(request.sampling.stop_token_ids)
 
 
 async def test_what_a_model_cannot_do_is_said_in_ollamas_words(tmp_path: Path) -> None:

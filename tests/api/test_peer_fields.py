@@ -14,7 +14,7 @@ from support.grammars import response_grammar
 
 from edgemoe.api import peer_fields
 from edgemoe.api.endpoints.anthropic import MessagesBody
-from edgemoe.api.endpoints.chat_completions import _template_variables
+from edgemoe.api.endpoints.chat_completions import _template_variables, offered_tools
 from edgemoe.api.endpoints.responses import ResponsesBody
 from edgemoe.api.schema import REFUSED, Chat, Completion, Tokenize, read, read_named
 from edgemoe.errors import InvalidRequest
@@ -212,3 +212,82 @@ async def test_what_changes_no_text_is_left_unread(http: httpx.AsyncClient, name
     for path, rest in (("/v1/chat/completions", {"messages": MESSAGES}), ("/v1/completions", {"prompt": "SAY{x}END"})):
         answer = await http.post(path, json=rest | {name: ["any"]})
         assert answer.status_code == 200 or name in ("metadata",), answer.text
+
+
+F = {"type": "function", "function": {"name": "f", "parameters": {}}}
+TOOLS = [(span, here) for cell, here in rows("tool in a chat | here") for span in spans(cell) if span[0] == "{"]
+CHOICES = [(span, meaning) for cell, meaning in rows("choice of a tool | means") for span in spans(cell)]
+
+
+@pytest.mark.parametrize("kind", [Chat, Tokenize], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(("span", "here"), TOOLS)
+def test_a_tool_is_offered_or_left_out(span: str, here: str, kind: type[msgspec.Struct]) -> None:
+    tool, other = json.loads(span), {"type": "function", "function": {"name": "other"}}
+    asked = body(kind, {"messages": MESSAGES, "prompt": None, "tools": [tool, other]})
+    names = [one.function.name for one in asked.tools]
+    assert names == (["f", "other"] if here == "offered" else ["other"])
+    assert here != "offered" or asked.tools[0].function.parameters == {}
+    if here != "offered":
+        with pytest.raises(InvalidRequest) as refusal:
+            body(kind, {"messages": MESSAGES, "tools": [tool, other], "tool_choice": tool})
+        assert refusal.value.param == "tool_choice"
+
+
+@pytest.mark.parametrize(("span", "meaning"), CHOICES)
+def test_a_choice_of_tools_is_read_in_every_form(span: str, meaning: str) -> None:
+    other = {"type": "function", "function": {"name": "other"}}
+    asked = body(Chat, {"tools": [F, other], "tool_choice": json.loads(span)})
+    tools, _ = offered_tools(asked)
+    names = [tool.function.name for tool in tools]
+    only = "allowed_tools" in span or meaning == "the function"
+    assert names == ([] if meaning == "none" else ["f"] if only else ["f", "other"])
+    if meaning == "the function":
+        assert asked.tool_choice.function.name == "f"
+    else:
+        assert asked.tool_choice == meaning
+
+
+PATHS = [(span, *spans(own)) for cell, own in rows("path | served as") for span in spans(cell)]
+
+
+@pytest.mark.asyncio(loop_scope="session")
+@pytest.mark.parametrize(("path", "own"), PATHS)
+async def test_a_path_is_served_in_every_way_without_a_redirect(http: httpx.AsyncClient, path: str, own: str) -> None:
+    url = httpx.URL("http://edgemoe").copy_with(raw_path=path.encode())
+    if own.endswith("completions"):
+        answer = await http.post(url, json={"messages": MESSAGES})
+    else:
+        answer = await http.get(url)
+        assert answer.json().keys() == (await http.get(own)).json().keys()
+    assert answer.status_code == 200
+
+
+@pytest.mark.asyncio(loop_scope="session")
+@pytest.mark.parametrize(
+    "path", ["/v1/nothing/", "/nothing", "/nothing/v1/nothing", "/v1", "/", "//", "/x/v1/models/a"]
+)
+async def test_other_paths_are_not_redirected_either(http: httpx.AsyncClient, path: str) -> None:
+    url = httpx.URL("http://edgemoe").copy_with(raw_path=path.encode())
+    assert (await http.get(url)).status_code in (200, 404)
+
+
+@pytest.mark.asyncio(loop_scope="session")
+async def test_a_model_tells_its_context_by_every_name(http: httpx.AsyncClient) -> None:
+    (model,) = (await http.get("/v1/models")).json()["data"]
+    (cell,) = (cell for name, cell in rows("endpoint | what it takes beyond the plain case") if "/v1/models" in name)
+    *names, last = spans(cell)
+    assert last == "capabilities"
+    assert [model[name] for name in names] == [4096] * 7
+    assert {"completion", "tools", "tool_use"} <= set(model["capabilities"])
+    assert {"tools", "response_format"} <= set(model["supported_parameters"])
+    props = (await http.get("/props")).json()
+    assert props["default_generation_settings"]["n_ctx"] == 4096
+    assert "im_start" in props["chat_template"]
+
+
+@pytest.mark.asyncio(loop_scope="session")
+async def test_llama_cpps_clients_tokenize(http: httpx.AsyncClient) -> None:
+    plain = (await http.post("/tokenize", json={"content": "abc \u00e9"})).json()["tokens"]
+    pieces = (await http.post("/tokenize", json={"content": "abc", "with_pieces": True})).json()["tokens"]
+    assert (await http.post("/detokenize", json={"tokens": plain})).json()["content"] == "abc \u00e9"
+    assert "".join(one["piece"] for one in pieces) == "abc"

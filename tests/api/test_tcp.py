@@ -78,7 +78,7 @@ async def tcp(backend: Ready, text_model: TextModel, key_file: Path) -> AsyncIte
 
 
 async def test_a_key_is_needed_for_all_but_health(tcp: httpx.AsyncClient) -> None:
-    for path in ("/version", "/metrics", "/v1/models", "/tokenizer_info", "/nowhere", "/health/"):
+    for path in ("/version", "/metrics", "/v1/models", "/tokenizer_info", "/nowhere", "/metrics/", "/v1/models/"):
         assert (await tcp.get(path)).status_code == 401
         assert (await tcp.get(path, headers={"authorization": "Bearer wrong"})).status_code == 401
     assert (await tcp.get("/version", headers=KEY)).json() == {"version": edgemoe.__version__}

@@ -315,3 +315,24 @@ async def test_a_uid_comes_with_a_unix_socket_only(api: Path) -> None:
     await running
     assert uids[0] is not None
     assert uids[1] is None
+
+
+async def test_an_ipv4_client_of_a_listener_for_both_has_its_own_address(api: Path) -> None:
+    addresses: list[Any] = []
+
+    async def noting(request: Request) -> Response:
+        addresses.append(request.scope["client"][0])
+        return PlainTextResponse("")
+
+    listener = tcp_socket("[::]:0")
+    server = Server({listener: Starlette(routes=[Route("/", noting)])}, 10)
+    running = asyncio.ensure_future(server.run_until_stopped())
+    for host in ("127.0.0.1", "::1"):
+        reader, writer = await asyncio.open_connection(host, listener.getsockname()[1])
+        writer.write(GET)
+        async with asyncio.timeout(10):
+            await reader.readuntil(b"\r\n\r\n")
+        writer.close()
+    server.stop()
+    await running
+    assert addresses == ["127.0.0.1", "::1"]

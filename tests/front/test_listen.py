@@ -84,3 +84,10 @@ def test_without_a_service_manager_nothing_happens(tmp_path: Path) -> None:
     Notifier({"NOTIFY_SOCKET": str(tmp_path / "gone")}).notify_manager(READY="1")
     assert Notifier({"WATCHDOG_USEC": "1000", "WATCHDOG_PID": "1"}).watchdog_s == 0
     assert passed_sockets({}) == passed_sockets({"LISTEN_PID": "1", "LISTEN_FDS": "1"}) == []
+
+
+def test_the_address_of_all_is_ipv4s_too() -> None:
+    with tcp_socket("[::]:0") as listener, socket.create_connection(("127.0.0.1", listener.getsockname()[1]), 5):
+        accepted, address = listener.accept()
+        with accepted:
+            assert address[0] == "::ffff:127.0.0.1"

@@ -114,6 +114,8 @@ def test_a_store_is_found_by_path_directory_or_model(checkpoint: Make, tmp_path:
     assert models.resolve("tiny", tmp_path) == store
     with pytest.raises(StoreError, match=store.name):
         models.resolve("tin", tmp_path)
+    with pytest.raises(StoreError, match="`edgemoe pull Org/Name-7B` fetches it"):
+        models.resolve("Org/Name-7B", tmp_path)
     ensure_store(checkpoint(family="mixtral"), tmp_path)
     with pytest.raises(StoreError, match="several"):
         models.resolve("tiny", tmp_path)

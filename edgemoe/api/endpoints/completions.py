@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from msgspec import structs
+
 from edgemoe.api.endpoints.openai_format import LogprobEntry, OpenAIFormat, text_logprobs
 from edgemoe.api.generate.answer_grammar import response_grammar
 from edgemoe.api.generate.generation import (
@@ -18,6 +20,7 @@ from edgemoe.api.generate.generation import (
     sampling,
 )
 from edgemoe.api.schema import Completion, read_named, stop_strings
+from edgemoe.api.text.infill import infill_marks
 from edgemoe.api.text.tokenizer import Detokenizer, StopMatcher, TextModel
 from edgemoe.errors import InvalidRequest
 from edgemoe.types.arrays import Json
@@ -43,6 +46,7 @@ def completion_generation(body: Completion, context: RequestContext) -> Generati
     """
     context.check_model(body.model)
     text, limits = context.text, context.limits
+    body = _infilled(body, text) if body.suffix else body
     tokens, n = prompts(body.prompt, text, limits, body.add_special_tokens is not False), body.n or 1
     if len(tokens) * n > MAX_CHOICES:
         raise InvalidRequest(f"{len(tokens)} prompts with n = {n} are more than {MAX_CHOICES} choices", param="n")
@@ -77,6 +81,20 @@ def completion_generation(body: Completion, context: RequestContext) -> Generati
         ],
         prompt_tokens=sum(map(len, tokens)),
         grammar=grammar,
+    )
+
+
+def _infilled(body: Completion, text: TextModel) -> Completion:
+    """Returns a completion of the text between `prompt` and `suffix`. Raises InvalidRequest."""
+    marks = infill_marks(text.vocabulary.added)
+    if marks is None:
+        message = "suffix: this model's tokenizer has no marks for it"
+        raise InvalidRequest(message, param="suffix", code="unsupported_parameter")
+    if not isinstance(body.prompt, str):
+        raise InvalidRequest("suffix: the prompt before it is one text", param="suffix")
+    ends = [id for name in marks.stops if (id := text.vocabulary.id_of(name)) is not None]
+    return structs.replace(
+        body, prompt=marks.prompt(body.prompt, body.suffix or ""), stop_token_ids=[*(body.stop_token_ids or ()), *ends]
     )
 
 

@@ -8,11 +8,12 @@ import re
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from edgemoe.api.api_keys import ApiKey, KeyRing
@@ -42,6 +43,31 @@ def peer_address(scope: Scope) -> str:
     return client[0] if client else ""
 
 
+class PlainPaths:
+    """Reads the paths that clients make of a base URL: `/v1/models/`, `//v1/models`, `/v1/v1/models`, `/models`."""
+
+    def __init__(self, app: ASGIApp, routes: Sequence[BaseRoute]) -> None:
+        self._app = app
+        self._known = {route.path for route in routes if isinstance(route, Route)}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in self._known:
+            scope = {**scope, "path": self._plain(scope["path"])}
+        await self._app(scope, receive, send)
+
+    def _plain(self, path: str) -> str:
+        """Returns the known path that was meant; else the path without slashes at its end."""
+        whole = path = f"/{SLASHES.sub('/', path).strip('/')}"
+        if (short := f"{VERSION}{path}") in self._known and path not in self._known:
+            return short
+        while path.startswith(f"{VERSION}{VERSION}/"):
+            path = path.removeprefix(VERSION)
+        at = path.rfind(f"{VERSION}/")
+        return path[at:] if at > 0 and path[at:] in self._known else path if path.startswith(VERSION) else whole
+
+
+SLASHES = re.compile(r"/{2,}")
+VERSION = "/v1"
 PER_S, AT_ONCE = 50.0, 200.0  # requests of one address without a key
 ALL_PER_S, ALL_AT_ONCE = 200.0, 400.0  # of all addresses together
 REFUSED = 5.0  # requests that one with a wrong key counts as
