@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import io
 import os
@@ -52,16 +53,16 @@ def _readable(word: str) -> str:
 
 
 def _run(words: list[str]) -> int:
-    from edgemoe.cli.parser import add_default_action, build_parser, unknown_word
+    from edgemoe.cli.parser import add_default_action, build_parser, split_behind, unknown_word
 
     parser = build_parser()
     if not words:
         parser.print_help()
         return 0
-    words = add_default_action(words)
+    words, behind = split_behind(add_default_action(words))
     if wrong := unknown_word(parser, words):
         parser.error(wrong)
-    args, rest = parser.parse_known_args(words)
+    args, rest = parser.parse_known_args(words, argparse.Namespace(behind=behind))
     if rest and not args.passes_arguments:
         parser.error(f"unknown arguments: {' '.join(rest)}; see `edgemoe {args.command} --help`")
     module, _, function = args.handler.partition(":")

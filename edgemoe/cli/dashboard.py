@@ -53,8 +53,16 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-async def serve(passage: DashboardProxy, listener: socket.socket) -> None:
-    """Serves until a signal ends it."""
+async def serve(passage: DashboardProxy, listener: socket.socket, server: uvicorn.Server | None = None) -> None:
+    """Serves until a signal ends it, or `server.should_exit` is set."""
+    try:
+        await (server or proxy_server(passage)).serve(sockets=[listener])
+    finally:
+        await passage.close()
+
+
+def proxy_server(passage: DashboardProxy) -> uvicorn.Server:
+    """Returns the server of a passage, which has not begun."""
     config = uvicorn.Config(
         passage,
         lifespan="off",
@@ -64,10 +72,7 @@ async def serve(passage: DashboardProxy, listener: socket.socket) -> None:
         server_header=False,
         timeout_graceful_shutdown=1,
     )
-    try:
-        await uvicorn.Server(config).serve(sockets=[listener])
-    finally:
-        await passage.close()
+    return uvicorn.Server(config)
 
 
 def listen(port: int) -> socket.socket:

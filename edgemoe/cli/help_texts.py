@@ -103,6 +103,15 @@ Examples:
 Ctrl-C stops the answer that is being given. Lines that were typed are kept in ~/.local/state/edgemoe/chat-history.
 """
 
+LAUNCH = """\
+Examples:
+  edgemoe launch claude                   Claude Code with the served model
+  edgemoe launch codex -- exec "explain this repository"
+  edgemoe launch opencode -- run "write a test for parse()"
+Words behind -- are the agent's own. It gets a loopback port and a token for this once, the model and its context
+length; its files stay as they are. docs/clients.md has the settings for other machines and other agents.
+"""
+
 STATUS = """\
 Examples:
   edgemoe status

@@ -161,6 +161,18 @@ def chat(subparsers: Any) -> None:
     sampling_options(parser)
 
 
+AGENTS = ("claude", "codex", "opencode")
+
+
+def launch(subparsers: Any) -> None:
+    """Adds the command `edgemoe launch`."""
+    summary = "start a coding agent that uses the running daemon"
+    parser = command(subparsers, "launch", "edgemoe.cli.launch_command:run", summary, texts.LAUNCH)
+    parser.add_argument("agent", choices=AGENTS, metavar="AGENT", help=f"one of {', '.join(AGENTS)}")
+    parser.add_argument("--model", metavar="NAME", help="an alias of the served model (default: its own name)")
+    client_options(parser)
+
+
 def status(subparsers: Any) -> None:
     """Adds the command `edgemoe status`."""
     parser = command(subparsers, "status", "edgemoe.cli.status_command:run", "show the running daemon", texts.STATUS)
@@ -372,7 +384,7 @@ def _shown(word: str) -> str:
 
 GROUPS: tuple[tuple[str, tuple[Callable[[Any], None], ...]], ...] = (
     ("Serve a model", (serve, service, key, config, reload)),
-    ("Talk to it", (chat, generate)),
+    ("Talk to it", (chat, generate, launch)),
     ("See what it does", (status, top, dashboard, bench, doctor)),
     ("Keep models", (plan, pull, pack, models)),
     ("Several boxes", (keygen, witness)),
@@ -411,6 +423,12 @@ def add_default_action(words: Sequence[str]) -> list[str]:
     ):
         said.insert(1, DEFAULT_ACTIONS[said[0]])
     return said
+
+
+def split_behind(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Returns a command line and, of `edgemoe launch`, the agent's own words, which stand behind `--`."""
+    at = words.index("--") if words[:1] == ["launch"] and "--" in words else len(words)
+    return list(words[:at]), list(words[at + 1 :])
 
 
 def _groups(summaries: Mapping[str, str]) -> Iterator[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import hashlib
+import json
 import os
 import re
 import signal
@@ -62,6 +63,9 @@ CONTEXT = int(os.environ.get("SCRIPTED_CONTEXT", "4096"))
 # * DIE@n: kills the engine when token n is due, on the first attempt only; DIE-ALWAYS on every attempt
 # * HANG@n: emits nothing from token n on; REST@n likewise, if another box should go on
 # * LOSE{nodes}END: the engines of these boxes never answer a fetch of blocks; MISS{nodes}END: they find none
+# SCRIPTED_TURNS, a JSON file, makes it an agent's model. `turns` has an answer for each number of results of tools in
+# the prompt. `otherwise` is the answer to a prompt without tools.
+TURNS = os.environ.get("SCRIPTED_TURNS")
 COMMAND = re.compile(r"(SAY|FAIL|LOSE|MISS)\{(.*?)\}END|(DIE|HANG|REST)@(\d+)|(DIE-ALWAYS)", re.S)
 
 CHOICES = ExpertDemand(b"\x80" * 16, bytes(16), (), 0.002, 1e-4)
@@ -71,6 +75,15 @@ def signature(request: Request) -> ExpertSignature:
     """Returns the signature of a prompt: the first experts or the last, by the parity of its seed."""
     chosen = [4, 4, 0, 0, 0, 0, 0, 0][:: -1 if request.seed % 2 else 1]
     return ExpertSignature(*shares_of(np.tile(chosen, (2, 1)), 2))
+
+
+def played(prompt: str) -> str:
+    """Returns the answer of an agent's model to the prompt."""
+    play = json.loads(Path(TURNS or "").read_text())
+    if "# Tools" not in prompt:
+        return str(play["otherwise"])
+    results = prompt.count("<|im_start|>tool\n")
+    return str(play["turns"][min(results, len(play["turns"]) - 1)])
 
 
 def refusal(submit: Submit) -> Emission:
@@ -175,7 +188,8 @@ class Scripted:
     def accept(self, submit: Submit) -> Running:
         text = self.text(submit.request.prompt)
         commands = self.commands(text)
-        script = self.tokenizer.encode(commands["SAY"]).ids if "SAY" in commands else None
+        said = played(text) if TURNS else commands.get("SAY")
+        script = self.tokenizer.encode(said).ids if said is not None else None
         return Running(submit, text, script, len(submit.emitted), commands)
 
     async def step_for_ever(self) -> None:

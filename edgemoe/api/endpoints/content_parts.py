@@ -89,7 +89,7 @@ def text_of_result(output: Any) -> str:
     if output is None or isinstance(output, str):
         return output or ""
     if isinstance(output, list):
-        return text_of_parts(output)
+        return "\n".join(filter(None, map(text_of_part, output)))
     if isinstance(output, dict) and isinstance(output.get("content"), str):
         return str(output["content"])
     return msgspec.json.encode(output).decode()
