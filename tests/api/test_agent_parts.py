@@ -160,7 +160,7 @@ def prompt_of(api: str, body: dict[str, Any], text_model: TextModel) -> str:
     ("api", "place", "kind", "effect"),
     [
         *(one for one in LISTED if one[1] != "field"),
-        *((*one, effect_of(*one)) for one in DECLARED if one not in EFFECTS and one[1] != "field"),
+        *((*one, effect_of(*one)) for one in sorted(DECLARED) if one not in EFFECTS and one[1] != "field"),
     ],
 )
 @pytest.mark.parametrize("earlier", [True, False])
