@@ -13,9 +13,10 @@ from support.dialect_templates import TEMPLATES
 from support.front_kit import byte_level_tokenizer, write_model
 from support.grammars import first, tool_grammar
 
+from edgemoe.api.dialects.argument_types import as_json, kinds
 from edgemoe.api.dialects.dialect import GEMMA, HARMONY, HERMES, KIMI, OutputMarks, begun_by, dialect_of
 from edgemoe.api.dialects.output_parser import OutputParser
-from edgemoe.api.dialects.tool_calls import OutputPiece, as_json, kinds
+from edgemoe.api.dialects.tool_calls import OutputPiece
 from edgemoe.api.endpoints.chat_completions import chat_generation, render
 from edgemoe.api.generate.answer_grammar import AnswerForm
 from edgemoe.api.generate.generation import RequestContext

@@ -14,9 +14,10 @@ from support.dialect_kit import ANSWER, FUNCTIONS, SAMPLES, Sample, tokenizer
 from support.grammars import free_grammar, response_grammar, tool_grammar
 from test_grammar import accepts
 
+from edgemoe.api.dialects.argument_types import kinds
 from edgemoe.api.dialects.dialect import OutputMarks, OutputStart
 from edgemoe.api.dialects.output_parser import OutputParser
-from edgemoe.api.dialects.tool_calls import BracedForm, ParameterForm, kinds
+from edgemoe.api.dialects.tool_calls import BracedForm, ParameterForm
 from edgemoe.api.generate.answer_grammar import AnswerForm
 from edgemoe.api.schema import Function, JsonSchema, ResponseFormat, Tool, convert
 from edgemoe.api.text.tokenizer import Vocabulary

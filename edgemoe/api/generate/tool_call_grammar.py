@@ -13,18 +13,9 @@ from typing import Any
 
 import msgspec
 
+from edgemoe.api.dialects.argument_types import TEXT, kinds, properties, required, resolved
 from edgemoe.api.dialects.dialect import ChannelMarks, Dialect
-from edgemoe.api.dialects.tool_calls import (
-    TEXT,
-    BracedForm,
-    NamedForm,
-    ObjectForm,
-    ParameterForm,
-    kinds,
-    properties,
-    required,
-    resolved,
-)
+from edgemoe.api.dialects.tool_calls import BracedForm, NamedForm, ObjectForm, ParameterForm
 from edgemoe.api.schema import Tool
 from edgemoe.types.arrays import Json
 
