@@ -58,7 +58,7 @@ def bound_socket(address: str, setting: str = "api.tcp") -> socket.socket:
     bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if bound.family == socket.AF_INET6:  # `::` is every address, IPv4's too, whatever the system's default
+        if bound.family == socket.AF_INET6:  # `::` is every address, and IPv4's, on every system
             bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         bound.bind((host.strip("[]"), int(port)))
     except (OSError, ValueError, OverflowError) as error:

@@ -25,6 +25,7 @@ from edgemoe.types.arrays import Json
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 MAX_JSON_BYTES = 64 << 20
 TOKENIZER = "tokenizer.json"
+LFS_POINTER = b"version https://git-lfs.github.com/"
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 MODELOPT = "hf_quant_config.json"
 COPIED_FILES = (
@@ -104,12 +105,15 @@ class Checkpoint:
 
 
 def check_tokenizer(directory: Path) -> None:
-    """Raises CheckpointError before packing if a checkpoint lacks its tokenizer."""
+    """Raises CheckpointError before packing if a checkpoint lacks its tokenizer, or a file beside it is no JSON."""
     if (directory / CONFIG).is_file() and not (directory / TOKENIZER).is_file():
         raise CheckpointError(
             f"{directory} has no {TOKENIZER}, without which its model cannot be served; transformers can make one of "
             "most other tokenizers: AutoTokenizer.from_pretrained(DIRECTORY).save_pretrained(DIRECTORY)"
         )
+    for name in COPIED_FILES:
+        if name.endswith(".json") and (directory / name).is_file():
+            read_json(directory / name)
 
 
 def read_config(directory: Path) -> Json:
@@ -129,7 +133,10 @@ def read_json(path: Path) -> Json:
     try:
         if path.stat().st_size > MAX_JSON_BYTES:
             raise CheckpointError(f"{path} is too large")
-        found = json.loads(path.read_bytes(), object_pairs_hook=_unique)
+        written = path.read_bytes()
+        if written.startswith(LFS_POINTER):
+            raise CheckpointError(f"{path} is a Git LFS pointer, not the file; fetch the files with `git lfs pull`")
+        found = json.loads(written, object_pairs_hook=_unique)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}; is this a model's directory?") from error
     except (ValueError, RecursionError) as error:

@@ -17,6 +17,7 @@ from edgemoe.cli.serve_command import ready_text, show_progress
 from edgemoe.config.settings import ModelSettings, Settings
 from edgemoe.errors import CheckpointError, CorruptExpert, StoreError
 from edgemoe.store import catalog as models
+from edgemoe.store.checkpoint import check_tokenizer
 from edgemoe.store.files import LOCK, note_use
 from edgemoe.store.layout import WantedEncodings
 from edgemoe.store.manifest import JOURNAL, MANIFEST, Manifest
@@ -256,3 +257,18 @@ def test_the_demo_model_is_listed_by_the_name_that_clients_call_it(tmp_path: Pat
     store = ensure_store(demo.model_path(), tmp_path)
     assert store.name.startswith(f"{demo.NAME}-v")
     assert models.resolve(demo.NAME, tmp_path) == store
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "generation_config.json"])
+@pytest.mark.parametrize(
+    ("content", "why"), [(b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"), (b"{", "is not JSON")]
+)
+def test_a_file_that_cannot_be_read_is_refused_before_packing(
+    tmp_path: Path, name: str, content: bytes, why: str
+) -> None:
+    for file in ("config.json", "tokenizer.json"):
+        (tmp_path / file).write_text("{}")
+    check_tokenizer(tmp_path)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(CheckpointError, match=f"{name} .*{why}"):
+        check_tokenizer(tmp_path)
