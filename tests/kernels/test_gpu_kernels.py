@@ -120,12 +120,9 @@ def test_kernels_of_few_tokens_compile_without_spills_for_each_generation(capabi
         assert ".v4." in made.asm["ptx"] or sizes["line"] % 16, "weights are not read 16 bytes at once"
 
 
+@pytest.mark.timeout(300)
 def test_interpreted_kernels_compute_each_call_into_a_row_of_its_own() -> None:
-    script, path = ROOT / "tests" / "support" / "interpreted.py", os.pathsep.join([str(ROOT), *sys.path])
-    env = os.environ | {"PYTHONPATH": path}
-    done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    errors = json.loads(done.stdout)
+    errors = run_interpreted("interpreted.py")
     assert errors.keys() >= {*ENCODINGS, "layers", "rounded"}
     assert max(errors["rounded"]) < 1e-2
     assert max(max(errors[kind]) for kind in (*ENCODINGS, "layers")) < 3e-6

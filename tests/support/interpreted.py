@@ -125,6 +125,7 @@ def widened(dot: Callable[..., object]) -> Callable[..., object]:
 
 
 if __name__ == "__main__":
+    gpu_experts.BLOCK_COLS = 128  # few programs, which are interpreted one after the other
     InterpreterBuilder.create_dot = widened(InterpreterBuilder.create_dot)
     errors = {name: errors_of_kinds(name) for name in ENCODINGS}
     errors |= {"float32": errors["float32"] + errors_of("float32"), "rounded": errors_of("bfloat16")}

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import InterpreterBuilder
 
 from edgemoe.experts.compute.cuda import ResidentSlots
-from edgemoe.kernels.gpu import decode_attention
+from edgemoe.kernels.gpu import decode_attention, decode_dense, experts_decode
 from edgemoe.model import graphed
 from edgemoe.model.graphed import DecodeRows
 from edgemoe.types.experts import ExpertGeometry
@@ -107,6 +107,7 @@ def make(family: str, dtype: torch.dtype, directory: Path) -> Tiny:
 @torch.inference_mode()
 def far(tiny: Tiny, int8: bool) -> dict[str, Any]:
     """Returns the errors of logits in steps of 1, 2 and 3 sequences, and the host's number of waits."""
+    Watched.asked.clear()
     tiny = replace(tiny, spec=replace(tiny.spec, kv_int8=int8))
     slotted = Slotted(tiny)
     decoder = tiny.decoder
@@ -134,7 +135,8 @@ def far(tiny: Tiny, int8: bool) -> dict[str, Any]:
 
 def main() -> None:
     graphed.DecodeRows = Watched  # type: ignore[misc]
-    decode_attention.PROGRAMS = 8  # that are interpreted one after the other
+    decode_attention.PROGRAMS, decode_dense.PER_PROGRAM = 8, 64  # few programs, interpreted one after the other
+    experts_decode.GATES, experts_decode.OUTPUTS = 64, 64
     InterpreterBuilder.create_dot = widened(InterpreterBuilder.create_dot)
     dtype, found = getattr(torch, sys.argv[1]), {}
     for family in sys.argv[2:]:

@@ -22,6 +22,7 @@ from tools.testbed.daemons import listens
 CHANNELS = ("control", "calls", "bulk")
 GROWTH_MB = 30.0  # growth allowed to front and engine together
 READY_S, ASK_S = 120.0, 20.0
+KEPT = Path(__file__).parents[2] / ".cache/stores"  # with compiled kernels beside it
 CLOSED_PORT = 9  # a port without a listener
 
 
@@ -51,6 +52,7 @@ class Target:
     def command(self) -> list[str]:
         """Returns the command that starts it."""
         settings: dict[str, Any] = {
+            "model.store_dir": KEPT,
             "api.socket": str(self.folder / "api.sock"),
             "cluster.node": "box",
             "cluster.key_file": str(self.folder / "own.key"),

@@ -58,10 +58,11 @@ FOLDERS = (
         "replay",
         "store",
     ),
-    *("telemetry", "worker", "cluster/control", "cluster/data", "cluster/rpc", "wire", "ipc"),
+    *("telemetry", "worker", "cluster/control", "cluster/data", "cluster/rpc", "ipc"),
 )  # rooms of the package, each with its tests in the folder of the same name
 ROOMS = {Path(name).name: Room((f"edgemoe/{name}",), (f"tests/{name}/**/test_*.py",)) for name in FOLDERS} | {
     "kernels": Room(("edgemoe/kernels",), ("tests/kernels/**/test_*.py", "tests/engine/test_whole_steps.py")),
+    "wire": Room(("edgemoe/wire",), ("tests/ipc/test_*.py", "tests/cluster/rpc/test_*.py")),
     "durable": Room(("edgemoe/durable.py",), ("tests/store/test_durable.py",)),
     "scoutgate": Room(("scoutgate",), ("tests/scoutgate/test_*.py",)),
 }

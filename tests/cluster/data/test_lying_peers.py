@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from queue import SimpleQueue
 from typing import Any
@@ -207,19 +208,20 @@ async def test_a_call_to_a_box_that_has_left_fails_at_once(calls: ExpertClient) 
 
 async def test_a_peer_that_says_nothing_until_the_deadline_is_silent_and_as_slow_as_that(calls: ExpertClient) -> None:
     """One that fails at once is neither, and nothing is fetched from one that is."""
-    calls.timeout_s, peer, gone = 0.05, calls.peers["b"], PeerUnavailable("it has gone")
+    peer, gone = calls.peers["b"], PeerUnavailable("it has gone")
     await until(lambda: peer.reachable)
-    for waits_s, silent in ((0.0, False), (0.05, True)):
+    for calls.timeout_s, silent in ((60.0, False), (0.05, True)):
         waiting: list[Any] = []
         calls._channel.post = lambda *_, done, waiting=waiting, **__: waiting.append(done)  # type: ignore[method-assign]
         answers = SimpleQueue[RemoteCall]()
         calls.call("b", work(), answers)
         await until(lambda: waiting)  # noqa: B023
-        await asyncio.sleep(waits_s)
+        late_s = time.monotonic() + calls.timeout_s if silent else 0.0
+        await until(lambda: time.monotonic() >= late_s)  # noqa: B023
         waiting[0](gone)
         assert (await asyncio.to_thread(answers.get, timeout=5)).error is gone
         assert peer.silent == silent
-        assert (peer.latency_s >= 0.05) == silent
+        assert (peer.latency_s >= calls.timeout_s) == silent
         assert np.isinf(calls.fetch_s(1, np.array([2]), ())).all() == silent
     peer.silent = False
     assert np.isfinite(calls.fetch_s(1, np.array([2]), ())).all()

@@ -480,7 +480,7 @@ async def test_a_pace_limits_bytes_per_second(monkeypatch: pytest.MonkeyPatch) -
     pace.give_back(1500)
     await pace.reserve(1)
     assert waited[4] == pytest.approx(0.5, abs=0.1)
-    await Pace(0.0).take(1 << 40)
+    await Pace(0.0).reserve(1 << 40)
     assert len(waited) == 5
 
 
