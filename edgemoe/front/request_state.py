@@ -1,7 +1,4 @@
-"""The state machine of this front's requests: events in, instructions out, no I/O (docs/design/requests.md).
-
-Each accepted request ends exactly once, with its tokens in order, even if engines end.
-"""
+"""The state machine of this front's requests: events in, instructions out, no I/O (docs/design/requests.md)."""
 
 from __future__ import annotations
 
@@ -41,7 +38,7 @@ MAX_TARGETS = 2  # engines that are asked to fetch the KV blocks of one attempt,
 
 
 class RequestStateMachine(RequestTable):
-    """Moves requests by events. All decisions about requests are made here."""
+    """Decides about requests. Each accepted one ends exactly once, its tokens in order, even if engines end."""
 
     def __init__(
         self,

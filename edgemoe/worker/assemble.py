@@ -136,15 +136,8 @@ def assemble(settings: Settings, emit: Emit, report: ReportPhase) -> Assembly:
         recorder = _recorder(settings, served)
         if recorder is not None:
             opened.callback(recorder.close)
-        engine = _engine(
-            settings,
-            budgets,
-            decoder,
-            tiers,
-            _grammars(directory, spec),
-            emit,
-            _observers(controller, recorder, scoutgate, activity, sharing),
-        )
+        observers = _observers(controller, recorder, scoutgate, activity, sharing)
+        engine = _engine(settings, budgets, decoder, tiers, _grammars(directory, spec), emit, observers)
         opened.callback(engine.close)
         closing = opened.pop_all()
     info = _info(settings, manifest, spec)
