@@ -63,6 +63,7 @@ CONTEXT = int(os.environ.get("SCRIPTED_CONTEXT", "4096"))
 # * DIE@n: kills the engine when token n is due, on the first attempt only; DIE-ALWAYS on every attempt
 # * HANG@n: emits nothing from token n on; REST@n likewise, if another box should go on
 # * LOSE{nodes}END: the engines of these boxes never answer a fetch of blocks; MISS{nodes}END: they find none
+#
 # SCRIPTED_TURNS, a JSON file, makes it an agent's model. `turns` has an answer for each number of results of tools in
 # the prompt. `otherwise` is the answer to a prompt without tools.
 TURNS = os.environ.get("SCRIPTED_TURNS")
