@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -104,19 +104,12 @@ def assemble(settings: Settings, emit: Emit, report: ReportPhase) -> Assembly:
         verify_copies(directory, manifest)
         verify_dense(directory, manifest.dense, lambda share: report("verifying", share))
         device = torch.device(budgets.devices[0].kind.replace("emulated", "cpu"))
-        compiling = CompileProcess(
-            compiled_parts.TIERS, f"{compiled_parts.__name__}:TIERS", kernel_dir(settings)
-        )  # while this process compiles the kernels
-        opened.callback(compiling.close)
-        kernels = None
-        if device.type == "cpu" or not budgets.all_fit:  # the CPU computes experts that a GPU does not hold
-            report("kernels")
-            kernels = Kernels(budgets.threads, geometry.bf16, kernel_dir(settings), _compiling(report, "kernels"))
+        kernels = _kernels(settings, budgets, geometry, device, report)
+        if kernels is not None:
             opened.callback(kernels.close)
         progress, graphs = partial(report, "weights"), settings.engine.cuda_graphs
         decoder = Decoder.load(spec, directory / DENSE, device, kernels, progress, graphs)
         report("experts")
-        link(compiled_parts.TIERS.codes, kernel_dir(settings), progress=_compiling(report, "experts"))
         activity = _activity(settings, geometry, budgets)
         sharing = _cluster_parts(settings, served, store, activity)
         scoutgate = scoutgate_for(settings, manifest, served, decoder.embedding)
@@ -142,6 +135,19 @@ def assemble(settings: Settings, emit: Emit, report: ReportPhase) -> Assembly:
         closing = opened.pop_all()
     info = _info(settings, manifest, spec)
     return Assembly(settings, info, budgets, engine, tiers, closing.close, activity, sharing, scoutgate, controller)
+
+
+def _kernels(
+    settings: Settings, budgets: Budgets, geometry: ExpertGeometry, device: torch.device, report: ReportPhase
+) -> Kernels | None:
+    """Links the tiers' code, and the kernels if the CPU computes. Compiles missing code in two processes."""
+    directory, tiers, kernels = kernel_dir(settings), compiled_parts.TIERS, None
+    report("kernels")
+    with closing(CompileProcess(tiers, f"{compiled_parts.__name__}:TIERS", directory)):
+        if device.type == "cpu" or not budgets.all_fit:  # the CPU computes experts that a GPU does not hold
+            kernels = Kernels(budgets.threads, geometry.bf16, directory, _compiling(report, "kernels"))
+        link(tiers.codes, directory, progress=_compiling(report, "kernels"))
+    return kernels
 
 
 def _compiling(report: ReportPhase, phase: str) -> CompileProgress:
