@@ -31,7 +31,7 @@ def group_of(family: str) -> tuple[str, ...]:
 
 @cache
 def run_steps(families: tuple[str, ...]) -> dict[str, Any]:
-    """Returns what the script finds of each family, with its own KV type and with int8."""
+    """Returns the results of the script for each family, with its own KV type and with int8."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), *sys.path])
     env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, SCRIPT, "float32", *families]
