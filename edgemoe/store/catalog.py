@@ -122,26 +122,29 @@ def find_stores(store_dir: str | Path) -> list[Path]:
 def resolve(name: str, store_dir: str | Path) -> Path:
     """Returns the store given by path, directory's name in `store_dir`, or model's name if that is unique.
 
+    The hub's name of a model, OWNER/NAME, finds the store that was pulled.
+
     Raises StoreError naming the stores that there are, and CheckpointError where a path is not there.
     """
     for path in (Path(name).expanduser(), Path(store_dir).expanduser() / name):
         if is_store(path):
             return path
-    if (path := Path(name).expanduser()) != Path(path.name):
-        if HUB_NAME.fullmatch(name) and not path.exists():
-            raise StoreError(f"no store and no folder of the name {name!r} is here; `edgemoe pull {name}` fetches it")
+    path = Path(name).expanduser()
+    is_of_hub = bool(HUB_NAME.fullmatch(name)) and not path.exists()
+    if path != Path(path.name) and not is_of_hub:
         check_path_exists(path)
     if missing := first_missing_part(Path(store_dir).expanduser()):
         raise StoreError(
             f"no store of the name {name!r}: {missing}, where model.store_dir lies, is missing; is its disk mounted?"
         )
     stores = find_stores(store_dir)
-    matching = [path for path in stores if model_of(path.name) == name]
+    matching = [each for each in stores if model_of(each.name) == path.name]
     if len(matching) == 1:
         return matching[0]
     which = "several stores" if matching else "no store"
-    there = ", ".join(path.name for path in stores) or "none"
-    raise StoreError(f"{which} of the name {name!r}; in {store_dir} there are: {there}")
+    there = ", ".join(each.name for each in matching or stores) or "none"
+    remedy = f"; `edgemoe pull {name}` fetches it" if is_of_hub and not matching else ""
+    raise StoreError(f"{which} of the name {name!r}; in {store_dir} there are: {there}{remedy}")
 
 
 def store_of(model: ModelSettings, progress: Callable[[str], AbstractContextManager[Progress]]) -> ModelSettings:

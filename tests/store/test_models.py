@@ -113,13 +113,15 @@ def test_a_store_is_found_by_path_directory_or_model(checkpoint: Make, tmp_path:
     assert models.resolve(str(store), tmp_path / "elsewhere") == store
     assert models.resolve(store.name, tmp_path) == store
     assert models.resolve("tiny", tmp_path) == store
+    assert models.resolve("Org/tiny", tmp_path) == store
     with pytest.raises(StoreError, match=store.name):
         models.resolve("tin", tmp_path)
     with pytest.raises(StoreError, match="`edgemoe pull Org/Name-7B` fetches it"):
         models.resolve("Org/Name-7B", tmp_path)
     ensure_store(checkpoint(family="mixtral"), tmp_path)
-    with pytest.raises(StoreError, match="several"):
-        models.resolve("tiny", tmp_path)
+    for name in ("tiny", "Org/tiny"):
+        with pytest.raises(StoreError, match=f"several stores of the name '{name}'"):
+            models.resolve(name, tmp_path)
 
 
 def test_a_name_is_a_whole_one(store: Path, tmp_path: Path) -> None:
