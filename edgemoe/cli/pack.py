@@ -8,17 +8,17 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from edgemoe.cli.serve_command import read_settings, show_progress
+from edgemoe.cli.command_settings import read_settings, show_progress
 from edgemoe.errors import ConfigError
 from edgemoe.rights import become_owner
 from edgemoe.store.arriving import arriving_store, pack_arrived
 from edgemoe.store.catalog import is_store, spec_at
 from edgemoe.store.checkpoint import check_tokenizer
-from edgemoe.store.files import ARRIVING, lock_store
+from edgemoe.store.files import ARRIVING, lock_store, os_errors_as_store_error
 from edgemoe.store.gguf.checkpoint_of_gguf import gguf_at, open_checkpoint
 from edgemoe.store.layout import WantedEncodings
 from edgemoe.store.manifest import MANIFEST
-from edgemoe.store.packer import AS_IT_IS, Progress, ensure_store, os_errors_as_store_error, pack, place_of
+from edgemoe.store.packer import AS_IT_IS, Progress, ensure_store, pack, place_of
 from edgemoe.telemetry.log import configure
 
 MOST_TEXT_BYTES = 16 << 20

@@ -7,7 +7,7 @@ import asyncio
 from dataclasses import replace
 from pathlib import Path
 
-from edgemoe.cli.serve_command import read_settings, show_progress
+from edgemoe.cli.command_settings import read_settings, show_progress
 from edgemoe.config.settings import Settings
 from edgemoe.config.sizes import parse_rate
 from edgemoe.errors import ConfigError

@@ -4,35 +4,30 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import logging
 import os
 import shlex
 import socket
 import subprocess
 import sys
-import time
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 import msgspec
 
 from edgemoe.api.api_keys import new_key
+from edgemoe.cli.command_settings import read_settings, show_progress
 from edgemoe.cli.key import FIRST
-from edgemoe.config.loading import Loaded, Value, load
+from edgemoe.config.loading import Loaded, load
 from edgemoe.config.paths import default_socket
 from edgemoe.config.settings import Settings
 from edgemoe.errors import ConfigError, UnsupportedProcessor
 from edgemoe.guard import refuse_pickle
 from edgemoe.rights import become_owner
-from edgemoe.store.packer import Progress
 from edgemoe.telemetry.log import configure, goes_to_journal
 
 log = logging.getLogger(__name__)
 
-LOG_EVERY_S = 5.0
 ASK_S = 60.0  # that LLVM may take to load
-LOCAL, PORT = "127.0.0.1", 8080  # defaults if only one of --port and --host is given
 EVERYWHERE = ("0.0.0.0", "[::]")
 
 
@@ -123,48 +118,3 @@ def _have_a_key(loaded: Loaded) -> None:
     if not file.exists() and loaded.origins["api.api_key_file"] == "default":
         new_key(file, FIRST)
         log.info("a key is made", extra={"file": file})
-
-
-def read_settings(args: argparse.Namespace) -> Loaded:
-    """Returns the settings of files and command line. Raises ConfigError."""
-    given = {
-        "model.path": ("--model", getattr(args, "model", None)),
-        "api.socket": ("--socket", getattr(args, "socket", None)),
-        "api.tcp": ("--host, --port", _address(args)),
-        "cluster.join": ("--join", getattr(args, "join", None)),
-    }
-    options = {key: Value(value, origin) for key, (origin, value) in given.items() if value}
-    return load(Path(args.config) if args.config else None, args.set, options)
-
-
-def _address(args: argparse.Namespace) -> str | None:
-    """Returns the HOST:PORT of --host and --port, where one of them is given."""
-    host, port = getattr(args, "host", None), getattr(args, "port", None)
-    if host is None and port is None:
-        return None
-    host = f"[{host}]" if host and ":" in host and not host.startswith("[") else host or LOCAL
-    return f"{host}:{PORT if port is None else port}"
-
-
-def show_progress(what: str) -> AbstractContextManager[Progress]:
-    """Returns a progress bar on a terminal, else a progress that logs a line every few seconds."""
-    if sys.stderr.isatty():
-        from rich.console import Console
-
-        from edgemoe.store import catalog as models
-
-        return models.progress_bar(what, Console(stderr=True))
-    return contextlib.nullcontext(_logged(what))
-
-
-def _logged(what: str) -> Progress:
-    logged_s = time.monotonic()
-
-    def progress(done_bytes: int, total_bytes: int) -> None:
-        nonlocal logged_s
-        if time.monotonic() - logged_s > LOG_EVERY_S or done_bytes == total_bytes:
-            logged_s = time.monotonic()
-            percent = 100 * done_bytes // max(1, total_bytes)
-            log.info(what, extra={"percent": percent, "done_bytes": done_bytes, "total_bytes": total_bytes})
-
-    return progress

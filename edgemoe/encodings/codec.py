@@ -11,14 +11,13 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from edgemoe.encodings.rows import join, split
+from edgemoe.encodings.rows import E2M1, join, split
 from edgemoe.types.encoding import ENCODINGS, Encoding
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 Encoded = tuple[Bytes, Bytes]  # codes [R, C], a byte each, and the bytes of the scales
 
-E2M1: Floats = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 FACTORS = np.linspace(0.8, 1.2, 17, dtype=np.float32)  # of the scale that maps a group's largest weight to -8
 BLOCK_WEIGHTS = 1 << 16  # encoded at a time, so that they stay in the cache
 TINY = np.float32(2.0**-126)

@@ -14,6 +14,8 @@ from edgemoe.types.encoding import FP8, LANE_COLUMNS, Encoding
 
 LANES = 16
 RUN = LANES * LANE_COLUMNS  # columns
+# The values of mxfp4 codes.
+E2M1: npt.NDArray[np.float32] = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 Bytes = npt.NDArray[np.uint8]
 
 

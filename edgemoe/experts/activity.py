@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from edgemoe.experts.tiers.residency_records import SharedRecord
-from edgemoe.jit.intrinsics import INT, code, f32_at, fields, record, u8_at, u16_at
-from edgemoe.types.arrays import FloatArray
+from edgemoe.jit.intrinsics import INT, f32_at, record, u8_at, u16_at
+from edgemoe.jit.object_cache import code
+from edgemoe.types.arrays import FloatArray, fields
 from edgemoe.types.experts import ExpertGeometry
 from edgemoe.types.placement import ACTIVITY_HALF_LIFE_S, ACTIVITY_UNIT
 from edgemoe.types.step import StepRouting

@@ -14,7 +14,8 @@ import torch
 from edgemoe.config.budgets import DeviceBudget
 from edgemoe.errors import ConfigError
 from edgemoe.experts.activity import ActivityCounter
-from edgemoe.experts.compute.cpu_experts import CostModel, CpuExperts
+from edgemoe.experts.compute.cost_model import CostModel
+from edgemoe.experts.compute.cpu_experts import CpuExperts
 from edgemoe.experts.compute.cuda_link import ignore_progress
 from edgemoe.experts.compute.device_spread import DeviceSpread
 from edgemoe.experts.compute.dispatch import Compute, DeviceTime, EmulatedCompute, HostCompute
@@ -28,7 +29,7 @@ from edgemoe.experts.transfer.links import EmulatedLink, TierLink
 from edgemoe.experts.transfer.loader import ExpertLoader
 from edgemoe.kernels.cpu.expert_math import ExpertMath, ExpertSlab
 from edgemoe.kernels.cpu.experts_decode import ExpertLayout
-from edgemoe.kernels.cpu.runtime import Kernels
+from edgemoe.kernels.cpu.kernel_context import KernelContext
 from edgemoe.telemetry import metrics as names
 from edgemoe.telemetry.metrics import named
 from edgemoe.types.arrays import BoolArray
@@ -70,7 +71,7 @@ class ExpertTiers:
         store: Store,
         memory: TierMemory,
         policies: Mapping[Tier, LivePolicy],
-        kernels: Kernels | None,
+        kernels: KernelContext | None,
         *,
         fetching: Fetching = AS_USUAL,
         on_disk: BoolArray | None = None,
@@ -83,7 +84,8 @@ class ExpertTiers:
         ram = HostSlab(layout_in(memory.ram_bytes, geometry, "RAM for experts"), lock=memory.lock_ram)
         self.geometry, self.ram, self.ram_bytes = geometry, ram, ram.size_bytes
         self.on_disk = geometry.exists if on_disk is None else on_disk
-        self._math = math = ExpertMath(kernels)
+        self._kernels, self._math = kernels, (math := ExpertMath(kernels))
+        self._on_gpu = any(device.kind.startswith("cuda") for device in memory.devices)
         slabs = _matrices(ram, geometry)
         math.calibrate(dict.fromkeys(slab.layout for slab, _ in slabs), geometry.bf16)
         self.devices = [
@@ -129,7 +131,11 @@ class ExpertTiers:
         if activity is not None and len(self.devices) > 1:
             self.experts.spread = DeviceSpread(self.residency, self.loader, self.geometry, activity)
 
-    def second(self, kernels: Kernels | None, *, deadline_s: float) -> TieredExperts:
+    def kernels_for_peers(self) -> KernelContext | None:
+        """Returns kernels for the thread that computes for peers; None where a GPU computes."""
+        return None if self._on_gpu or self._kernels is None else self._kernels.clone_for_thread()
+
+    def second(self, kernels: KernelContext | None, *, deadline_s: float) -> TieredExperts:
         """Returns the same experts for the thread that computes for peers, which brings its own kernels."""
         math, residency = self._math.clone_for_thread(kernels), self.residency.for_peers()
         computes = [compute.clone_for_thread(math) for compute in self._computes]

@@ -12,6 +12,7 @@ from pathlib import Path
 from edgemoe.experts.activity import CODES as ACTIVITY_CODES
 from edgemoe.experts.predict.gate_lookahead import CODES as HINT_CODES
 from edgemoe.experts.predict.next_use import PREDICTOR
+from edgemoe.experts.tiers.assignments import CODES as ASSIGNMENT_CODES
 from edgemoe.experts.tiers.device_exchange import CODES as EXCHANGE_CODES
 from edgemoe.experts.tiers.residency_ops import CODES as TIER_CODES
 from edgemoe.jit.compile_target import TARGET
@@ -20,7 +21,7 @@ from edgemoe.kernels.cpu.encoded.row_code import row_parts
 from edgemoe.kernels.cpu.runtime import kernel_part
 from edgemoe.types.encoding import BFLOAT16, FLOAT32, FP8, INT4, INT8, MXFP4
 
-TIERS = CompiledPart((*TIER_CODES, *ACTIVITY_CODES, *HINT_CODES, *EXCHANGE_CODES))
+TIERS = CompiledPart((*TIER_CODES, *ASSIGNMENT_CODES, *ACTIVITY_CODES, *HINT_CODES, *EXCHANGE_CODES))
 
 
 def model_parts(bf16: bool) -> Iterator[CompiledPart]:

@@ -10,7 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 from edgemoe.errors import CheckpointError, UnsupportedModel
-from edgemoe.families.read import Config, choice, flag, integer, number, read_rope, whole
+from edgemoe.families.mechanisms import read_rope
+from edgemoe.families.read import Config, choice, flag, integer, number, whole
 from edgemoe.families.spec import AttentionHeads, BlockSpec, FeedForwardSpec, LayerAttention, ModelSpec, RouterSpec
 from edgemoe.families.table import FAMILIES, REFUSED, Family, FieldSources
 from edgemoe.types.experts import DTYPE_BYTES, SILU

@@ -17,7 +17,7 @@ from edgemoe.api.backend import BoxSnapshot
 from edgemoe.cluster.control.control_plane import ControlPlane
 from edgemoe.cluster.control.messages import EngineDescription
 from edgemoe.errors import EdgemoeError
-from edgemoe.front.engine_tracker import EngineConnection
+from edgemoe.front.engine_process import EngineConnection
 from edgemoe.ipc.messages import SnapshotReply, SnapshotRequest
 from edgemoe.types.placement import unpack_bits
 from edgemoe.types.snapshot import ELSEWHERE, IN_RAM, MAX_CELLS, NO_EXPERT, ON_DISK, EngineSnapshot

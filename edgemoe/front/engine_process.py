@@ -16,7 +16,9 @@ from typing import Any
 import msgspec
 
 from edgemoe.config.settings import Settings
+from edgemoe.errors import PeerOutdated, WireError
 from edgemoe.front.engine_starts import Death, LastLines
+from edgemoe.ipc.engine_socket import FrontEnd
 from edgemoe.ipc.messages import (
     PLACE_BYTES,
     Boot,
@@ -30,6 +32,7 @@ from edgemoe.ipc.messages import (
     SnapshotReply,
     Stats,
     ToCluster,
+    ToEngine,
 )
 from edgemoe.telemetry.log import goes_to_journal
 from edgemoe.wire.protocol import PROTOCOL_VERSIONS
@@ -287,6 +290,34 @@ class LoadingPlace:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+
+class EngineConnection:
+    """The way to the engine process. The supervisor replaces `engine`; None while there is none."""
+
+    def __init__(self, wire: FrontEnd) -> None:
+        self.wire = wire
+        self.engine: EngineProcess | None = None
+
+    @property
+    def place(self) -> str:
+        """Returns the engine's boot id; "" while it takes no requests."""
+        return self.engine.boot_id if self.engine is not None and self.engine.serving else ""
+
+    def send(self, message: ToEngine) -> bool:
+        """Sends a message to an engine that takes requests; False if there is none."""
+        return self.engine is not None and self.engine.serving and self.send_control(message)
+
+    def send_control(self, message: ToEngine) -> bool:
+        """Sends a message to the engine, ready or not; False if there is none."""
+        if self.engine is None or self.engine.process.returncode is not None:
+            return False
+        try:
+            self.wire.send(self.engine.boot_id, message)
+        except (WireError, PeerOutdated) as error:
+            log.warning("a message did not reach the engine", extra={"error": str(error)})
+            return False
+        return True
 
 
 def _environment(front: Mapping[str, str], stderr: int) -> dict[str, str]:

@@ -10,41 +10,11 @@ from collections.abc import Container, Iterable
 
 from edgemoe.cluster.control.control_plane import ControlPlane
 from edgemoe.cluster.control.messages import BoxReport, EngineDescription, LinkReport, StoreLocationReply
-from edgemoe.errors import PeerBusy, PeerOutdated, PeerRefused, WireError
-from edgemoe.front.engine_process import EngineProcess
-from edgemoe.ipc.engine_socket import FrontEnd
-from edgemoe.ipc.messages import ChannelsOpened, ExpertActivity, HeldExperts, PeerLinkMeasured, ToEngine
+from edgemoe.errors import PeerBusy, PeerRefused
+from edgemoe.ipc.messages import ChannelsOpened, ExpertActivity, HeldExperts, PeerLinkMeasured
 from edgemoe.types.bounds import MAX_NODES
 
 log = logging.getLogger(__name__)
-
-
-class EngineConnection:
-    """The way to the engine process. The supervisor replaces `engine`; None while there is none."""
-
-    def __init__(self, wire: FrontEnd) -> None:
-        self.wire = wire
-        self.engine: EngineProcess | None = None
-
-    @property
-    def place(self) -> str:
-        """Returns the engine's boot id; "" while it takes no requests."""
-        return self.engine.boot_id if self.engine is not None and self.engine.serving else ""
-
-    def send(self, message: ToEngine) -> bool:
-        """Sends a message to an engine that takes requests; False if there is none."""
-        return self.engine is not None and self.engine.serving and self.send_control(message)
-
-    def send_control(self, message: ToEngine) -> bool:
-        """Sends a message to the engine, ready or not; False if there is none."""
-        if self.engine is None or self.engine.process.returncode is not None:
-            return False
-        try:
-            self.wire.send(self.engine.boot_id, message)
-        except (WireError, PeerOutdated) as error:
-            log.warning("a message did not reach the engine", extra={"error": str(error)})
-            return False
-        return True
 
 
 class EngineTracker:

@@ -37,7 +37,7 @@ from edgemoe.families.spec import dense_shapes
 from edgemoe.front.cluster_front import ClusterFront
 from edgemoe.front.cluster_snapshots import ClusterSnapshots
 from edgemoe.front.connections import Server
-from edgemoe.front.engine_tracker import EngineConnection
+from edgemoe.front.engine_process import EngineConnection
 from edgemoe.front.listen import (
     OLLAMA_TCP,
     BoundPorts,

@@ -16,7 +16,7 @@ from typing import Protocol
 from edgemoe.config.settings import EngineSettings, Route
 from edgemoe.errors import RequestError
 from edgemoe.front import request_events as events
-from edgemoe.front.engine_tracker import EngineConnection
+from edgemoe.front.engine_process import EngineConnection
 from edgemoe.front.request_state import RequestStateMachine
 from edgemoe.front.request_table import Surroundings
 from edgemoe.ipc.messages import Limits, Submit

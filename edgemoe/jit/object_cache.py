@@ -23,6 +23,8 @@ from typing import Any, NamedTuple
 import llvmlite
 import llvmlite.binding as llvm
 import numba
+import numba.core.cgutils
+import numba.extending
 import numpy as np
 import xxhash
 from llvmlite import ir
@@ -35,6 +37,8 @@ from edgemoe.jit.compile_target import TARGET, CompileTarget
 
 log = logging.getLogger(__name__)
 types: Any = numba.types
+_cgutils: Any = numba.core.cgutils
+_intrinsic: Callable[[Any], Any] = numba.extending.intrinsic
 CompileProgress = Callable[
     [str, int, int], object
 ]  # called with a function's name, the number compiled, and of how many
@@ -116,6 +120,31 @@ class CompiledPart(NamedTuple):
 
     codes: tuple[Code, ...]
     variant: str = ""  # distinguishes functions with the same source
+
+
+def code(*arguments: Any, result: Any = types.void) -> Callable[[Any], Code]:
+    """Decorates a function that is called by its address. `link` compiles it, or reads it from disk."""
+    return lambda function: Code(arguments, function, result)
+
+
+# A chunk of a kernel: (address of its record, number of the chunk), see `thread_pool.parallel`.
+chunk = code(types.int64, types.int64)
+
+
+def address_of(code: Code) -> Callable[[], int]:
+    """Makes a function that returns the address of `code` to kernels; the linker fills it in."""
+
+    @_intrinsic
+    def address(typing: Any) -> Any:
+        symbol, word = code.symbol, ir.IntType(64)
+        kind = ir.FunctionType(ir.VoidType(), [word] * len(code.arguments))
+
+        def emit(_: Any, builder: Any, __: Any, ___: Any) -> Any:
+            return builder.ptrtoint(_cgutils.get_or_insert_function(builder.module, kind, symbol), word)
+
+        return types.int64(), emit
+
+    return address  # type: ignore[no-any-return]
 
 
 def no_progress(name: str, done: int, count: int) -> None:
@@ -296,7 +325,11 @@ def sources(codes: Sequence[Code]) -> list[Path]:
     inlined = {PACKAGE / name for name in ("jit", "kernels/cpu", "encodings")}
     files = {file for folder in inlined | {code.folder for code in codes} for file in folder.rglob("*.py")}
     return sorted(
-        files | {PACKAGE / name for name in ("durable.py", "errors.py", "types/encoding.py", "types/experts.py")}
+        files
+        | {
+            PACKAGE / name
+            for name in ("durable.py", "errors.py", "types/arrays.py", "types/encoding.py", "types/experts.py")
+        }
     )
 
 
@@ -366,8 +399,3 @@ def _age(file: Path) -> float:
         return file.stat().st_mtime
     except OSError:
         return time.time()
-
-
-def symbol_type(arguments: int) -> Any:
-    """Returns the LLVM type of a `Code` with this number of int64 arguments."""
-    return ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * arguments)

@@ -22,7 +22,6 @@ from edgemoe.jit.intrinsics import (
     atomic_store,
     atomic_swap,
     call_chunk,
-    code,
     entry,
     give_way,
     i64_at,
@@ -33,6 +32,7 @@ from edgemoe.jit.intrinsics import (
     wait_for,
     wake,
 )
+from edgemoe.jit.object_cache import code
 
 # Byte offsets in the control block. Fields that different threads write lie in different cache lines.
 TURN = 0  # region number << 32 | number of chunks not yet handed out

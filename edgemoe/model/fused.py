@@ -13,7 +13,6 @@ import numpy.typing as npt
 import torch
 
 from edgemoe.families.spec import AttentionHeads, BlockSpec, FeedForwardSpec, ModelSpec, RopeSpec, RouterSpec
-from edgemoe.jit.intrinsics import place_of
 from edgemoe.kernels.cpu.decode_step import HEAD, LAYER, STEP, WHOLE_STEP
 from edgemoe.kernels.cpu.runtime import EVERYTHING, Kernels
 from edgemoe.model.attention import AttentionScores, block_tables, paged
@@ -22,6 +21,7 @@ from edgemoe.model.dense_attention import DenseAttention
 from edgemoe.model.dense_weights import FEW_TOKENS, DenseMatrix
 from edgemoe.model.kv import DTYPES, KVCache
 from edgemoe.model.rope import RotaryEmbedding
+from edgemoe.types.arrays import place_of
 from edgemoe.types.step import Batch, ExpertPlaces, Experts
 
 Record = npt.NDArray[Any]

@@ -6,14 +6,15 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import repeat
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
 from edgemoe.errors import ConfigError
-from edgemoe.experts.compute.cpu_experts import CostModel, CpuExperts
-from edgemoe.experts.compute.dispatch import DeviceTimings, Group
+from edgemoe.experts.compute.cost_model import CostModel
+from edgemoe.experts.compute.cpu_experts import CpuExperts
+from edgemoe.experts.compute.dispatch import DeviceTimings
 from edgemoe.experts.compute.moe import Fetching, TieredExperts
 from edgemoe.experts.tiers.residency import Residency
 from edgemoe.experts.tiers.residency_records import VRAM
@@ -21,10 +22,12 @@ from edgemoe.experts.tiers.slots import PrefetchPriority, SlotPool
 from edgemoe.experts.transfer.loader import ExpertLoader
 from edgemoe.kernels.cpu.expert_math import ExpertMath
 from edgemoe.replay.simulated import Arrivals, NoMemory, SimulatedClock, SimulatedDisk, SimulatedLink, SimulatedWaiters
+from edgemoe.replay.trace import Counts
 from edgemoe.types.arrays import FloatArray, IntArray
 from edgemoe.types.experts import ExpertGeometry, ExpertId, LivePolicy, Move, Tier
 from edgemoe.types.size_classes import SlabLayout
 from edgemoe.types.step import StepMeta, StepRouting
+from edgemoe.types.token_groups import Group
 
 NOTHING = torch.empty(0)
 
@@ -46,25 +49,6 @@ class BoxSpec:
         """Returns a model with experts of these sizes; all that a cache has to know of it."""
         sizes = self.layer_bytes or (self.expert_bytes,) * layers
         return ExpertGeometry(layers, experts, top_k, 1, 1, "float32", layer_bytes=sizes)
-
-
-class Counts(NamedTuple):
-    """Counts of a box's events since its start."""
-
-    misses: int = 0  # experts that decoding demanded and that VRAM lacked
-    missed_bytes: int = 0
-    stall_s: float = 0.0
-    to_vram_bytes: int = 0
-    to_ram_bytes: int = 0
-    wasted_bytes: int = 0  # prefetched, and evicted before they were demanded
-    moves: float = 0.0  # experts, into both
-    prefetched: int = 0  # into VRAM, before they were demanded
-    promoted: int = 0  # prefetches that were demanded on their way there
-    withdrawn: int = 0  # prefetches that were given up on their way there
-
-    def since(self, earlier: Counts) -> Counts:
-        """Returns the counts of the events after `earlier`."""
-        return Counts(*(now - then for now, then in zip(self, earlier, strict=True)))  # type: ignore[arg-type]
 
 
 class ReplayBox:

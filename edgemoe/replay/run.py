@@ -12,9 +12,9 @@ import torch
 
 from edgemoe.errors import ConfigError
 from edgemoe.replay.bound import ByteBelady
-from edgemoe.replay.box import BoxSpec, Counts, ReplayBox, TraceRanks
+from edgemoe.replay.box import BoxSpec, ReplayBox, TraceRanks
 from edgemoe.replay.replay_policies import MAKERS, PolicyMaker
-from edgemoe.replay.trace import Ids, Step, Trace, chosen
+from edgemoe.replay.trace import Counts, Ids, Step, Trace, chosen
 from edgemoe.types.arrays import FloatArray
 from edgemoe.types.experts import CachePolicy, ExpertGeometry
 from edgemoe.types.step import StepMeta

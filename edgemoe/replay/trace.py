@@ -188,3 +188,22 @@ def parse_table(text: str) -> list[Ids]:
 def chosen(ids: Ids) -> IntArray:
     """Returns the distinct experts of one layer-step, from the choices of its tokens [S, k]."""
     return ids[0].astype(np.int64) if len(ids) == 1 else np.unique(ids).astype(np.int64)
+
+
+class Counts(NamedTuple):
+    """Counts of a box's events since its start."""
+
+    misses: int = 0  # experts that decoding demanded and that VRAM lacked
+    missed_bytes: int = 0
+    stall_s: float = 0.0
+    to_vram_bytes: int = 0
+    to_ram_bytes: int = 0
+    wasted_bytes: int = 0  # prefetched, and evicted before they were demanded
+    moves: float = 0.0  # experts, into both
+    prefetched: int = 0  # into VRAM, before they were demanded
+    promoted: int = 0  # prefetches that were demanded on their way there
+    withdrawn: int = 0  # prefetches that were given up on their way there
+
+    def since(self, earlier: Counts) -> Counts:
+        """Returns the counts of the events after `earlier`."""
+        return Counts(*(now - then for now, then in zip(self, earlier, strict=True)))  # type: ignore[arg-type]

@@ -37,19 +37,10 @@ from edgemoe.store.checkpoint import (
     read_json,
     weight_files,
 )
-from edgemoe.store.files import lock_store
+from edgemoe.store.files import lock_store, os_errors_as_store_error
 from edgemoe.store.layout import FilePlan, WantedEncodings, plan, plan_layer
 from edgemoe.store.manifest import JOURNAL, MANIFEST, SHARDS, Manifest, clear
-from edgemoe.store.packer import (
-    AS_IT_IS,
-    IDENTITY,
-    Progress,
-    finish,
-    no_progress,
-    os_errors_as_store_error,
-    place_of,
-    start_over,
-)
+from edgemoe.store.packer import AS_IT_IS, IDENTITY, Progress, finish, no_progress, place_of, start_over
 from edgemoe.store.pieces import ByteRun, TensorCopy
 from edgemoe.store.sources import check_method, quantisation
 from edgemoe.store.writer import check_scales, intact, write_file

@@ -21,11 +21,11 @@ from edgemoe.families.config import spec_from_config
 from edgemoe.families.spec import ModelSpec, dense_shapes
 from edgemoe.store.arriving import pack_arrived
 from edgemoe.store.checkpoint import CONFIG, INDEX, MODELOPT, SINGLE, TOKENIZER, Checkpoint, read_config, weight_files
-from edgemoe.store.files import ARRIVING, lock_store
+from edgemoe.store.files import ARRIVING, SPARE_BYTES, lock_store, os_errors_as_store_error
 from edgemoe.store.hub import Hub, HubFile, RepositoryListing
 from edgemoe.store.layout import KEEP, WantedEncodings, precision
 from edgemoe.store.manifest import MANIFEST, finish_clearing
-from edgemoe.store.packer import AS_IT_IS, SPARE_BYTES, Progress, no_progress, os_errors_as_store_error, pack, place_of
+from edgemoe.store.packer import AS_IT_IS, Progress, no_progress, pack, place_of
 from edgemoe.store.sources import check_method
 from edgemoe.types.encoding import ENCODINGS
 

@@ -31,6 +31,8 @@ BLOCK_BYTES = 4 << 20  # of one read and one digest
 LOCK = ".lock"
 ARRIVING = ".arriving"  # the lock of a process that waits for shards and packs them as they come
 LOCK_WAIT_S = 2.0
+SPARE_BYTES = 16 << 20  # manifest, directories
+NOT_WRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
 
 Buffer = bytes | bytearray | memoryview
 
@@ -269,3 +271,15 @@ def _locked(fd: int, exclusive: bool) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+@contextlib.contextmanager
+def os_errors_as_store_error(dest: Path, work: str = "packing") -> Iterator[None]:
+    """Turns OSError into a StoreError with the work that stopped, and a remedy."""
+    try:
+        yield
+    except OSError as error:
+        remedy = "run it again"
+        if error.errno in NOT_WRITABLE:
+            remedy = "name a directory that can be written with model.store_dir"
+        raise StoreError(f"{error.filename or dest}: {error.strerror}; {work} stopped, {remedy}") from error

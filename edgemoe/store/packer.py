@@ -7,7 +7,6 @@ killed. Packing a finished store again verifies it and rewrites only its damaged
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
 import re
@@ -16,15 +15,25 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from edgemoe.config.sizes import format_size
 from edgemoe.durable import make_folder, remove_file, replace_file
+from edgemoe.encodings.codec import unpack
 from edgemoe.errors import StoreError, StoreInUse, StoreVersionError
 from edgemoe.store.checkpoint import Checkpoint
-from edgemoe.store.files import ARRIVING, LOCK, BlockChecksum, checksum, lock_holder, lock_store
+from edgemoe.store.files import (
+    ARRIVING,
+    LOCK,
+    SPARE_BYTES,
+    BlockChecksum,
+    checksum,
+    lock_holder,
+    lock_store,
+    os_errors_as_store_error,
+)
 from edgemoe.store.gguf.checkpoint_of_gguf import open_checkpoint
 from edgemoe.store.layout import FilePlan, StoreLayout, WantedEncodings, plan
-from edgemoe.store.loss import reencoding_losses
 from edgemoe.store.manifest import (
     DENSE,
     JOURNAL,
@@ -41,15 +50,14 @@ from edgemoe.store.manifest import (
     content_digest,
     finish_clearing,
 )
-from edgemoe.store.writer import check_scales, copy_file, intact, write_file
+from edgemoe.store.sources import EncodedRows
+from edgemoe.store.writer import CheckpointReader, check_scales, copy_file, intact, write_file
 
 Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
 AS_IT_IS = WantedEncodings()
 IDENTITY = f"{SHARDS}/arriving.json"  # the checkpoint and the encodings that shards are packed for as they arrive
-NOT_WRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
 STALLED_S = 600.0  # without anything written by the process that packs
 WAIT_S = 0.2  # between looks whether another process is done
-SPARE_BYTES = 16 << 20  # manifest, directories
 log = logging.getLogger(__name__)
 
 
@@ -138,18 +146,6 @@ def pack(
             if not again and (dest / MANIFEST).is_file():
                 return Manifest.load(dest)
             return _Packer(checkpoint, layout, dest, progress).run()
-
-
-@contextlib.contextmanager
-def os_errors_as_store_error(dest: Path, work: str = "packing") -> Iterator[None]:
-    """Turns OSError into a StoreError with the work that stopped, and a remedy."""
-    try:
-        yield
-    except OSError as error:
-        remedy = "run it again"
-        if error.errno in NOT_WRITABLE:
-            remedy = "name a directory that can be written with model.store_dir"
-        raise StoreError(f"{error.filename or dest}: {error.strerror}; {work} stopped, {remedy}") from error
 
 
 def finish(checkpoint: Checkpoint, wanted: WantedEncodings, store: Path, progress: Progress) -> Manifest:
@@ -307,3 +303,27 @@ def start_over(store: Path) -> None:
     ours = re.compile(rf"{LOCK}|{ARRIVING}|{re.escape(JOURNAL)}\..*\.?tmp|lost\+found")
     if others := [path.name for path in store.iterdir() if not ours.fullmatch(path.name)]:
         raise StoreError(f"{store} is not empty and no store (it has {others[0]}); choose another directory")
+
+
+def reencoding_losses(layers: Sequence[FilePlan]) -> Iterator[str]:
+    """Yields a line for each re-encoded type: the root mean square error, relative to that of the weights."""
+    samples: dict[tuple[str, str], EncodedRows] = {}
+    for layer in layers:
+        for piece in layer.runs[0].pieces:
+            if not isinstance(piece, EncodedRows) or not piece.source.is_approximated or not _is_here(piece):
+                continue
+            if piece.encoding.group and not piece.source.keeps(piece.encoding):
+                samples.setdefault((piece.source.kind, piece.encoding.name), piece)
+    with CheckpointReader() as reader:
+        for (kind, encoding), piece in samples.items():
+            wanted = piece.values(reader.stretch)
+            rows = piece.run(reader.stretch).reshape(len(wanted), -1)
+            off = unpack(rows, piece.encoding, wanted.shape[1]) - wanted
+            size = float(np.sqrt(np.square(wanted, dtype=np.float64).mean()))
+            share = float(np.sqrt(np.square(off, dtype=np.float64).mean())) / size if size else 0.0
+            yield f"experts in {kind} are re-encoded in {encoding}; the RMS error is {100 * share:.2g} % of the weights"
+
+
+def _is_here(piece: EncodedRows) -> bool:
+    """Returns whether the files are there, which are deleted where shards are packed as they arrive."""
+    return all(tensor.file.is_file() for tensor in piece.source.tensors)

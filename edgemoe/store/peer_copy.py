@@ -33,7 +33,16 @@ from edgemoe.durable import (
 )
 from edgemoe.errors import StoreError
 from edgemoe.store.checkpoint import COPIED_FILES
-from edgemoe.store.files import LOCK, PageFile, header_bytes, lock_store, page_memory, range_checksum
+from edgemoe.store.files import (
+    LOCK,
+    SPARE_BYTES,
+    PageFile,
+    header_bytes,
+    lock_store,
+    os_errors_as_store_error,
+    page_memory,
+    range_checksum,
+)
 from edgemoe.store.manifest import (
     DENSE,
     JOURNAL,
@@ -45,7 +54,6 @@ from edgemoe.store.manifest import (
     layer_file,
     spec_of,
 )
-from edgemoe.store.packer import SPARE_BYTES, os_errors_as_store_error
 from edgemoe.types.experts import padded
 
 FOLDER = "pulled"

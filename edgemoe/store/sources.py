@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from edgemoe.encodings.codec import E2M1, E4M3, from_bf16, pack, place
+from edgemoe.encodings.codec import E4M3, from_bf16, pack, place
+from edgemoe.encodings.rows import E2M1
 from edgemoe.errors import CheckpointError, UnsupportedModel
 from edgemoe.store.checkpoint import CheckpointTensor
 from edgemoe.types.encoding import Encoding

@@ -1,4 +1,4 @@
-"""Array types, and JSON."""
+"""Array and record types, and JSON."""
 
 from __future__ import annotations
 
@@ -11,3 +11,14 @@ IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
 Json = dict[str, Any]
+
+
+def fields(*names: str) -> np.dtype[np.void]:
+    """Returns a record type with these fields, each an int64."""
+    return np.dtype([(name, np.int64) for name in names])
+
+
+def place_of(dtype: np.dtype[np.void], field: str) -> int:
+    """Returns the field's index in an int64 view of the record."""
+    assert dtype.fields is not None
+    return int(dtype.fields[field][1]) // 8

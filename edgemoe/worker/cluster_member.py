@@ -13,9 +13,11 @@ import numpy as np
 from edgemoe.cluster.data.data_plane import DataPlane, OwnExperts
 from edgemoe.cluster.rpc.keys import load_secret
 from edgemoe.config.settings import ClusterSettings
+from edgemoe.engine.engine import Engine
 from edgemoe.errors import CapacityError
+from edgemoe.experts.build import ExpertTiers
 from edgemoe.experts.compute.peer_compute import PeerCompute
-from edgemoe.experts.tiers.eviction import ALWAYS
+from edgemoe.experts.tiers.residency_records import ALWAYS
 from edgemoe.experts.tiers.slots import PrefetchPriority
 from edgemoe.ipc.messages import (
     Cancel,
@@ -29,14 +31,14 @@ from edgemoe.ipc.messages import (
     Plan,
     PrefixSignatureRequest,
 )
-from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.telemetry import metrics as names
 from edgemoe.telemetry.metrics import named
 from edgemoe.ticking import until_tick
 from edgemoe.types.arrays import BoolArray
 from edgemoe.types.experts import ExpertId, Move, Tier
+from edgemoe.types.model_info import ModelInfo
 from edgemoe.types.placement import PlacementPlan, pack_bits
-from edgemoe.worker.assemble import Assembly
+from edgemoe.worker.cluster_parts import ClusterParts
 from edgemoe.worker.expert_demand import ExpertDemandReporter, PrefixSignatures
 from edgemoe.worker.prefill_decode_transfer import EnginePrefixes, PrefixFetches
 
@@ -51,10 +53,17 @@ Post = Callable[[FromEngine], None]
 class ClusterMember:
     """Owns an engine's channels to other engines. Used on the event loop."""
 
-    def __init__(self, settings: ClusterSettings, boot: str, assembly: Assembly, post: Post) -> None:
+    def __init__(
+        self,
+        settings: ClusterSettings,
+        boot: str,
+        info: ModelInfo,
+        engine: Engine,
+        tiers: ExpertTiers,
+        sharing: ClusterParts,
+        post: Post,
+    ) -> None:
         """Raises ConfigError for a key that cannot be used."""
-        tiers, info, sharing = assembly.tiers, assembly.model, assembly.sharing
-        assert sharing is not None
         self.plan: PlacementPlan | None = None
         self._digest = ""  # of the plan
         self._settings, self._tiers, self._info, self._post = settings, tiers, info, post
@@ -62,9 +71,7 @@ class ClusterMember:
         self._adopted_s = float("-inf")
         self._pacer = HomeFetchPacer(settings.migrate_bytes_per_s, info.expert_bytes, time.monotonic())
         sharing.store.yields = self._pacer.is_under_way
-        self._kernels: Kernels | None = None
-        if not any(device.kind.startswith("cuda") for device in assembly.budgets.devices):
-            self._kernels = Kernels(assembly.budgets.threads, tiers.geometry.bf16)
+        self._kernels = tiers.kernels_for_peers()
         self._host = PeerCompute(tiers.second(self._kernels, deadline_s=settings.call_timeout_s), tiers.on_disk)
         self.plane = DataPlane(
             settings.node,
@@ -76,14 +83,14 @@ class ClusterMember:
                 self._host,
                 sharing.shelf,
                 sharing.store,
-                EnginePrefixes(assembly.engine, info.digest),
+                EnginePrefixes(engine, info.digest),
                 sharing.pieces,
             ),
             timeout_s=settings.call_timeout_s,
         )
-        self.choices = ExpertDemandReporter(assembly.engine, tiers, post, ended=settings.route == "eldr")
-        self._prefix_sums = PrefixSignatures(assembly.engine, tiers.geometry.top_k, post)
-        self._fetches = PrefixFetches(assembly.engine, self.plane.kv_fetcher, post)
+        self.choices = ExpertDemandReporter(engine, tiers.experts, post, ended=settings.route == "eldr")
+        self._prefix_sums = PrefixSignatures(engine, tiers.geometry.top_k, post)
+        self._fetches = PrefixFetches(engine, self.plane.kv_fetcher, post)
         sharing.last_chunks.attach(post, self.choices.signature_of)
         tiers.join(self.plane.calls)
 

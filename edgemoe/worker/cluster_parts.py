@@ -10,7 +10,7 @@ from typing import NamedTuple
 from edgemoe.cluster.data.expert_fetch import PeerStore
 from edgemoe.errors import StoreError
 from edgemoe.experts.activity import ActivityCounter
-from edgemoe.experts.compute.peer_compute import ExpertShelf
+from edgemoe.experts.compute.expert_shelf import ExpertShelf
 from edgemoe.store.files import checksum
 from edgemoe.store.manifest import MANIFEST, Manifest
 from edgemoe.store.peer_copy import StorePieces

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from edgemoe.engine.engine import Engine
 from edgemoe.engine.sequence import Sequence, blocks_for
-from edgemoe.experts.build import ExpertTiers
+from edgemoe.experts.compute.moe import TieredExperts
 from edgemoe.ipc.messages import (
     ExpertDemandReport,
     FromEngine,
@@ -50,11 +50,11 @@ class ExpertDemandReporter:
     """Owns the expert counts of running sequences. Call `want` and `run` on the event loop."""
 
     def __init__(
-        self, engine: Engine, tiers: ExpertTiers, post: Callable[[FromEngine], None], ended: bool = False
+        self, engine: Engine, experts: TieredExperts, post: Callable[[FromEngine], None], ended: bool = False
     ) -> None:
         """Reports the signatures of ended requests too if `ended`."""
-        self._engine, self._tiers, self._post = engine, tiers, post
-        geometry = tiers.geometry
+        self._engine, self._experts, self._post = engine, experts, post
+        geometry = experts.geometry
         self._top_k = geometry.top_k
         self._forecast = PromptForecast(geometry.top_k)
         self._unread = absence(self._forecast.chance(np.zeros((geometry.layers, geometry.experts), np.float32)))
@@ -159,10 +159,10 @@ class ExpertDemandReporter:
 
     def _far(self) -> npt.NDArray[np.uint8]:
         """Returns the nearest place of each expert [L, E]."""
-        tiers, residency = self._tiers, self._tiers.residency
+        residency = self._experts.residency
         in_ram = residency.resident_mask(Tier.RAM)
         far = np.full(in_ram.shape, ON_DISK, np.uint8)
-        if (remote := tiers.experts.remote) is not None:
+        if (remote := self._experts.remote) is not None:
             every = np.arange(in_ram.shape[1])
             for layer in range(len(far)):
                 far[layer, remote.elsewhere(layer, every)] = AT_PEER
@@ -173,9 +173,9 @@ class ExpertDemandReporter:
 
     def _far_s(self) -> tuple[float, float, float]:
         """Returns the measured cost of reaching an expert in RAM, at a peer and on the disk."""
-        tiers, remote = self._tiers, self._tiers.experts.remote
-        costs = tiers.experts.cpu_experts.costs
-        layer = tiers.geometry.layers - 1
+        experts, remote = self._experts, self._experts.remote
+        costs = experts.cpu_experts.costs
+        layer = experts.geometry.layers - 1
         disk_s = costs.read_s(layer)
         peer_s = remote.stall_s / remote.experts if remote is not None and remote.experts else disk_s
         return costs.raise_s(layer), peer_s, disk_s

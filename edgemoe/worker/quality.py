@@ -18,7 +18,6 @@ import torch
 from edgemoe.api.text.tokenizer import TextModel
 from edgemoe.engine.driver import SequenceDriver
 from edgemoe.errors import ConfigError
-from edgemoe.experts.compute.dispatch import Group
 from edgemoe.families.spec import ModelSpec
 from edgemoe.kernels.cpu.expert_math import ExpertMath, ExpertSlab
 from edgemoe.kernels.cpu.experts_decode import ExpertLayout
@@ -30,6 +29,7 @@ from edgemoe.store.manifest import DENSE, Manifest, spec_of
 from edgemoe.store.packer import AS_IT_IS, Progress
 from edgemoe.store.reader import ExpertStore
 from edgemoe.store.writer import CheckpointReader, write_file
+from edgemoe.types.token_groups import Group
 
 WINDOW_TOKENS = 512  # of text in a window, which sees nothing before it
 MOST_TOKENS = 8192  # of a text that are read

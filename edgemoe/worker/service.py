@@ -111,7 +111,16 @@ class Worker:
             if self._settings.cluster.node:
                 from edgemoe.worker.cluster_member import ClusterMember  # a box on its own loads nothing of the cluster
 
-                self._side = ClusterMember(self._settings.cluster, self._boot.boot_id, assembly, self._wire.post)
+                assert assembly.sharing is not None
+                self._side = ClusterMember(
+                    self._settings.cluster,
+                    self._boot.boot_id,
+                    assembly.model,
+                    assembly.engine,
+                    assembly.tiers,
+                    assembly.sharing,
+                    self._wire.post,
+                )
                 self._side.listen()
                 helpers.append(tasks.create_task(self._side.run(), name="cluster"))
             self._snapshots = SnapshotFeed(assembly.engine, assembly.tiers, self._wire.post)

@@ -28,7 +28,7 @@ from edgemoe.config.settings import DeviceSettings, MemorySettings, Settings
 from edgemoe.demo import model_path
 from edgemoe.errors import EdgemoeError
 from edgemoe.experts.build import ExpertTiers
-from edgemoe.experts.compute.cpu_experts import WORTH_S
+from edgemoe.experts.compute.cost_model import WORTH_S
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.store.layout import WantedEncodings
 from edgemoe.store.manifest import Manifest

@@ -14,7 +14,8 @@ from transformers.models.hunyuan_v1_moe.modeling_hunyuan_v1_moe import HunYuanMo
 
 from edgemoe.errors import CheckpointError, UnsupportedModel
 from edgemoe.families.config import spec_from_config
-from edgemoe.families.read import SLIDING, THETA, read_rope
+from edgemoe.families.mechanisms import THETA, read_rope
+from edgemoe.families.read import SLIDING
 from edgemoe.families.spec import (
     AttentionHeads,
     BlockSpec,

@@ -38,7 +38,7 @@ from edgemoe.errors import PeerBusy, PeerRefused, PeerUnavailable
 from edgemoe.front import engine_starts
 from edgemoe.front import hosted_requests as hosted_module
 from edgemoe.front.cluster_requests import ClusterRequests
-from edgemoe.front.engine_tracker import EngineConnection
+from edgemoe.front.engine_process import EngineConnection
 from edgemoe.front.hosted_requests import MAX_FETCHES, HostedRequests
 from edgemoe.front.main import Front
 from edgemoe.front.peers_list import listed

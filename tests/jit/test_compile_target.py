@@ -16,13 +16,13 @@ from edgemoe.jit.env import PROCESSOR
 
 ASK = (
     "from edgemoe.jit.compile_target import TARGET\n"
-    "from edgemoe.kernels.cpu import gemm_tile, gemv\n"
+    "from edgemoe.jit.intrinsics import LANES, PAIRS\n"
     "from edgemoe.kernels.cpu.encoded.instructions import EVERY\n"
     "from edgemoe.kernels.cpu.vector import make_pack_all\n"
     "import llvmlite.binding as llvm\n"
     "ours = llvm.parse_assembly(make_pack_all(True).compiled.inspect_llvm())\n"
     "code = TARGET.machine_code().emit_assembly(ours)\n"
-    "print(gemv.LANES, gemm_tile.PAIRS, [each.name for each in EVERY if each.here], 'zmm' in code, 'ymm' in code)\n"
+    "print(LANES, PAIRS, [each.name for each in EVERY if each.here], 'zmm' in code, 'ymm' in code)\n"
 )
 
 

@@ -18,20 +18,8 @@ from llvmlite import ir
 from edgemoe.errors import UnsupportedProcessor
 from edgemoe.jit import object_cache
 from edgemoe.jit.compile_target import TARGET
-from edgemoe.jit.intrinsics import (
-    INT,
-    address_of,
-    call_chunk,
-    cgutils,
-    chunk,
-    code,
-    give_way,
-    i64_at,
-    intrinsic,
-    jit,
-    types,
-)
-from edgemoe.jit.object_cache import Code, link
+from edgemoe.jit.intrinsics import INT, call_chunk, cgutils, give_way, i64_at, intrinsic, jit, types
+from edgemoe.jit.object_cache import Code, address_of, chunk, code, link
 from edgemoe.kernels import cpu as kernels
 
 RUN = (

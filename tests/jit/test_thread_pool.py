@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgemoe.jit.intrinsics import atomic_add, chunk, i64_at, pause
+from edgemoe.jit.intrinsics import atomic_add, i64_at, pause
+from edgemoe.jit.object_cache import chunk
 from edgemoe.jit.thread_pool import ThreadPool, parallel
 
 

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from edgemoe.encodings.codec import pack, unpack
-from edgemoe.jit.intrinsics import INT, code, f32_at
+from edgemoe.jit.intrinsics import INT, f32_at
+from edgemoe.jit.object_cache import code
+from edgemoe.kernels.cpu.expert_math import ExpertKernels
 from edgemoe.kernels.cpu.experts_decode import ExpertLayout
 from edgemoe.kernels.cpu.runtime import EVERYTHING, Kernels, Paged
 from edgemoe.kernels.cpu.vector import log32
@@ -45,7 +47,7 @@ def _experts(kernels: Kernels, tokens: int, hidden: int, width: int, k: int, exp
             pairs.append(scores[token, place].item())
         slots.append(slot)
         offsets.append(len(index))
-    kernels.experts(
+    ExpertKernels(kernels).few_tokens(
         ExpertLayout(hidden, width, kernels.dtype),
         slab.data_ptr(),
         stride,

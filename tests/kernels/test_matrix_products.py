@@ -229,7 +229,6 @@ def test_kernels_compute_encoded_experts_where_they_lie(
 def test_memory_that_a_few_tokens_kept_is_not_freed_by_many(kernels: Kernels, encoding: Encoding) -> None:
     """A prompt between two steps of the same size needs more of their common memory."""
     kernels._scratch.clear()  # other tests' is large
-    kernels._expert_sizes = (None, 0, 0, 0)
     slab = _encoded_slab(kernels.bf16, encoding, SILU, False)
     x = torch.randn(300, HIDDEN).to(torch.bfloat16 if kernels.bf16 else torch.float32)
     few, many = ExpertMath(kernels, WayLimits(float("inf"))), ExpertMath(kernels, WayLimits(0.0))
@@ -237,7 +236,8 @@ def test_memory_that_a_few_tokens_kept_is_not_freed_by_many(kernels: Kernels, en
         way.add(slab, *_calls(tokens), x[:tokens], torch.zeros(tokens, HIDDEN))
     scratch = {address for address, _ in kernels._scratch.values()}
     names = experts_decode.scratch_floats(HIDDEN, WIDTH, 2, 2, 2)
-    assert {int(kernels._job[name][0]) for name in names} <= scratch
+    assert few._expert_kernels is not None
+    assert {int(few._expert_kernels._job[name][0]) for name in names} <= scratch
 
 
 @pytest.mark.parametrize(("activation", "biases"), [(GPT_OSS, True), (Activation("gelu_tanh"), False)])

@@ -10,8 +10,9 @@ from support.replay_kit import random_trace
 
 from edgemoe.experts.predict.predictive_policy import LearnedPolicy
 from edgemoe.policy.cache_ranks import LRU
-from edgemoe.replay.box import BoxSpec, Counts
+from edgemoe.replay.box import BoxSpec
 from edgemoe.replay.run import Replay, ReplayedStep
+from edgemoe.replay.trace import Counts
 from edgemoe.types.arrays import FloatArray
 from edgemoe.types.experts import CachePolicy
 

@@ -13,7 +13,8 @@ from rich.console import Console
 
 from edgemoe import demo
 from edgemoe.cli import main
-from edgemoe.cli.serve_command import ready_text, show_progress
+from edgemoe.cli.command_settings import show_progress
+from edgemoe.cli.serve_command import ready_text
 from edgemoe.config.settings import ModelSettings, Settings
 from edgemoe.errors import CheckpointError, CorruptExpert, StoreError
 from edgemoe.store import catalog as models

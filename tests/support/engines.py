@@ -84,7 +84,11 @@ class EngineBox:
         self.alive = True
 
     async def _live(self) -> None:
-        self.side = ClusterMember(self.settings.cluster, self.boot, self.assembly, self.told.append)
+        made = self.assembly
+        assert made.sharing is not None
+        self.side = ClusterMember(
+            self.settings.cluster, self.boot, made.model, made.engine, made.tiers, made.sharing, self.told.append
+        )
         self.side.listen()
         tasks = [asyncio.create_task(work) for work in (self.side.run(), self.tiers.run())]
         self._up.set_result(None)

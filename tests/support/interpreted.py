@@ -20,13 +20,13 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from edgemoe.encodings.codec import pack
 from edgemoe.experts.compute.cuda import GpuCalls, block_rows, blocks_of
-from edgemoe.experts.compute.dispatch import Group
 from edgemoe.kernels.cpu.expert_math import ExpertSlab, one_by_one
 from edgemoe.kernels.cpu.experts_decode import ExpertLayout
 from edgemoe.kernels.gpu import expert_blocks as gpu_experts
 from edgemoe.types.encoding import ENCODINGS
 from edgemoe.types.experts import SILU, Activation, ExpertGeometry
 from edgemoe.types.size_classes import SlabLayout
+from edgemoe.types.token_groups import Group
 
 SHAPES = ((72, 40, 5, 2, 1), (256, 192, 8, 4, 5), (130, 33, 3, 3, 40), (64, 32, 1, 1, 70))  # H, I, E, k, T
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from edgemoe.encodings.codec import E2M1
+from edgemoe.encodings.rows import E2M1
 
 Tensors = dict[str, torch.Tensor]
 Quantise = Callable[[str, torch.Tensor, Tensors], torch.Tensor]  # stores a weight's parts, returns their decoded values

@@ -35,7 +35,6 @@ from edgemoe.cluster.rpc.keys import Peer, Secret
 from edgemoe.engine.prefix_transfer import ByteArray
 from edgemoe.errors import StoreError
 from edgemoe.experts.build import ExpertTiers, TierMemory
-from edgemoe.experts.compute.dispatch import Group
 from edgemoe.experts.compute.peer_compute import PeerCompute
 from edgemoe.ipc.messages import PeerEngine
 from edgemoe.kernels.cpu.runtime import Kernels
@@ -44,6 +43,7 @@ from edgemoe.types.experts import ExpertGeometry, ExpertId, Tier
 from edgemoe.types.model_info import ServedModel
 from edgemoe.types.peers import ExpertWork, RemoteCall
 from edgemoe.types.placement import PlacementPlan, pack_bits
+from edgemoe.types.token_groups import Group
 from edgemoe.wire.protocol import Language, Message
 from edgemoe.worker.cluster_member import TURN_S, HomeFetchPacer
 from tools.bench.stats import core_s

@@ -25,13 +25,15 @@ from edgemoe.experts.build import ExpertTiers, TierMemory
 from edgemoe.experts.compute.moe import Fetching
 from edgemoe.families.config import spec_from_config
 from edgemoe.families.spec import ModelSpec, dense_shapes
-from edgemoe.jit.intrinsics import chunk, fields, i64_at, record
+from edgemoe.jit.intrinsics import i64_at, record
+from edgemoe.jit.object_cache import chunk
 from edgemoe.jit.thread_pool import parallel
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model.decoder import Decoder
 from edgemoe.model.kv import DTYPES
 from edgemoe.policy.cache_ranks import LRU
 from edgemoe.telemetry import probes
+from edgemoe.types.arrays import fields
 from edgemoe.types.encoding import Encoding
 from edgemoe.types.experts import LivePolicy, Tier
 from edgemoe.types.step import StepRouting

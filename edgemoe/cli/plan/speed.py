@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from edgemoe.experts.compute.cpu_experts import WORTH_S
+from edgemoe.experts.compute.cost_model import WORTH_S
 from edgemoe.families.spec import ModelSpec, dense_shapes
 from edgemoe.store.catalog import is_store, resolve, spec_at
 from edgemoe.store.checkpoint import CONFIG

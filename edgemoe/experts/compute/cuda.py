@@ -17,13 +17,14 @@ import torch
 
 from edgemoe.errors import CapacityError, ConfigError
 from edgemoe.experts.compute.cuda_link import MARKS, CudaLink, Order, ignore_progress, moment
-from edgemoe.experts.compute.dispatch import DeviceTimings, Group
+from edgemoe.experts.compute.dispatch import DeviceTimings
 from edgemoe.experts.tiers.slab import HostSlab
 from edgemoe.kernels.cpu.expert_math import ExpertMath
 from edgemoe.telemetry.unit_time import work_units
 from edgemoe.types.arrays import IntArray
 from edgemoe.types.experts import ExpertGeometry
 from edgemoe.types.size_classes import SlabLayout
+from edgemoe.types.token_groups import Group
 
 ROWS = (16, 32, 64)  # calls of one expert that one program computes
 

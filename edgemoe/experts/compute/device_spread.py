@@ -16,9 +16,8 @@ import numpy as np
 
 from edgemoe.experts.compute.dispatch import Compute
 from edgemoe.experts.tiers.device_exchange import SPREAD, SPREADING
-from edgemoe.experts.tiers.eviction import ALWAYS
 from edgemoe.experts.tiers.residency import Residency
-from edgemoe.experts.tiers.residency_records import SharedRecord
+from edgemoe.experts.tiers.residency_records import ALWAYS, SharedRecord
 from edgemoe.experts.tiers.slots import PrefetchPriority, SlotPool
 from edgemoe.experts.transfer.loader import ExpertLoader
 from edgemoe.policy.class_shares import ClassShare, Exchange, exchange

@@ -11,12 +11,13 @@ from queue import Empty
 import numpy as np
 
 from edgemoe.errors import MissingExpert
-from edgemoe.experts.compute.dispatch import Compute, Group
+from edgemoe.experts.compute.dispatch import Compute
 from edgemoe.experts.tiers.residency import Residency
 from edgemoe.experts.tiers.residency_records import NONE, NVME, RAM
 from edgemoe.experts.tiers.slots import BoolArray, SlotClaim, Transfer
 from edgemoe.experts.transfer.loader import ExpertLoader
 from edgemoe.types.arrays import IntArray
+from edgemoe.types.token_groups import Group
 
 PREFILL_ONLY_SHARE = 8  # prefill loads at most one slot in this number at a time
 

@@ -11,12 +11,12 @@ import torch
 
 from edgemoe.experts.compute.cpu_experts import CpuExperts
 from edgemoe.experts.compute.device_spread import DeviceSpread, Rebalancing
-from edgemoe.experts.compute.dispatch import Compute, Group
+from edgemoe.experts.compute.dispatch import Compute
 from edgemoe.experts.compute.layer_step import DeviceShare, LayerStep
 from edgemoe.experts.compute.peer_layer_step import PeerExperts
 from edgemoe.experts.predict.gate_lookahead import MOST_CALLS, GateLookAhead
-from edgemoe.experts.tiers.eviction import ALWAYS
 from edgemoe.experts.tiers.residency import Residency
+from edgemoe.experts.tiers.residency_records import ALWAYS
 from edgemoe.experts.tiers.slots import BoolArray, PrefetchPriority
 from edgemoe.experts.transfer.link_prefetch import IdleWindow
 from edgemoe.experts.transfer.loader import ExpertLoader
@@ -25,6 +25,7 @@ from edgemoe.telemetry.unit_time import work_units
 from edgemoe.types.arrays import FloatArray, IntArray
 from edgemoe.types.experts import ExpertGeometry, ExpertId, Move, Tier
 from edgemoe.types.step import ExpertSlots, StepMeta, StepRouting
+from edgemoe.types.token_groups import Group
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,7 @@ import numpy.typing as npt
 import torch
 
 from edgemoe.errors import MissingExpert
-from edgemoe.experts.compute.cpu_experts import BULK, COMPUTE, DISK, FIRST_ELSEWHERE, TOP, CostModel
-from edgemoe.experts.compute.dispatch import Group
+from edgemoe.experts.compute.cost_model import BULK, COMPUTE, DISK, FIRST_ELSEWHERE, TOP, CostModel
 from edgemoe.experts.tiers.residency import Residency
 from edgemoe.experts.tiers.slots import BoolArray
 from edgemoe.policy.resolve import CostMatrix as CostArray
@@ -27,6 +26,7 @@ from edgemoe.telemetry.unit_time import work_units
 from edgemoe.types.arrays import FloatArray, IntArray
 from edgemoe.types.experts import ExpertGeometry, Tier
 from edgemoe.types.peers import ExpertPeers, ExpertWork, Offer, RemoteCall
+from edgemoe.types.token_groups import Group
 
 HERE = -1
 # Calls on many rows are cut into parts, so that both directions of the link and the peer work at the same time. After

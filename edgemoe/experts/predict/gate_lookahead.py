@@ -14,9 +14,10 @@ import numpy as np
 
 from edgemoe.experts.tiers.residency import Residency
 from edgemoe.experts.tiers.residency_records import NVME, POOL, RAM, STATE, SharedRecord
-from edgemoe.jit.intrinsics import INT, code, f32_at, fields, i64_at, jit, place_of, record, u8_at
+from edgemoe.jit.intrinsics import INT, f32_at, i64_at, jit, record, u8_at
+from edgemoe.jit.object_cache import code
 from edgemoe.policy.fusion import Calibration
-from edgemoe.types.arrays import FloatArray, IntArray
+from edgemoe.types.arrays import FloatArray, IntArray, fields, place_of
 
 LOW, HIGH, BINS = -4.0, 3.0, 29  # of the margin, in nats
 TINY = np.float32(1e-9)

@@ -37,9 +37,9 @@ from edgemoe.experts.predict.next_use_step import (
 from edgemoe.experts.predict.next_use_work import AWAITED, FINISHED, WORK
 from edgemoe.experts.predict.online_mlp import FEATURES, OnlineMLP, OwnHistory
 from edgemoe.experts.predict.routing_memory import ALIGNED, APPEND, BINS, LOOKS, NONE, SHARE_OF_PAST, RoutingMemory
-from edgemoe.jit.intrinsics import place_of, sem_init
+from edgemoe.jit.intrinsics import sem_init
 from edgemoe.jit.object_cache import CompiledPart, link
-from edgemoe.types.arrays import FloatArray, IntArray
+from edgemoe.types.arrays import FloatArray, IntArray, place_of
 
 Arrays = Mapping[str, Any]
 

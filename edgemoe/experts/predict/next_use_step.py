@@ -21,20 +21,19 @@ from edgemoe.jit.intrinsics import (
     atomic_replace,
     atomic_store,
     carray,
-    code,
     f32_at,
-    fields,
     give_way,
     i16_at,
     i64_at,
     jit,
     pause,
-    place_of,
     record,
     u8_at,
     u64_at,
     wake,
 )
+from edgemoe.jit.object_cache import code
+from edgemoe.types.arrays import fields, place_of
 
 TRACKS = 16  # sequences that are aligned with the memory at once
 NEIGHBOURS = 32  # tokens of the past that are asked, in all

@@ -57,7 +57,6 @@ from edgemoe.jit.intrinsics import (
     atomic_load,
     atomic_store,
     carray,
-    code,
     f32_at,
     i16_at,
     i64_at,
@@ -67,6 +66,7 @@ from edgemoe.jit.intrinsics import (
     u64_at,
     wait_until,
 )
+from edgemoe.jit.object_cache import code
 
 FEWEST = 8  # tokens of the past that are asked for one sequence
 UPDATES = 1  # minibatches per step

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from edgemoe.jit.intrinsics import carray, f32_at, fields, i64_at, jit, place_of, record, u8_at
+from edgemoe.jit.intrinsics import carray, f32_at, i64_at, jit, record, u8_at
 from edgemoe.kernels.cpu.vector import log32
-from edgemoe.types.arrays import FloatArray, IntArray
+from edgemoe.types.arrays import FloatArray, IntArray, fields, place_of
 
 Bytes = npt.NDArray[np.uint8]
 

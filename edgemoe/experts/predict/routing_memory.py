@@ -14,20 +14,9 @@ import numpy as np
 import numpy.typing as npt
 from numba.core import types as numba_types
 
-from edgemoe.jit.intrinsics import (
-    INT,
-    carray,
-    code,
-    fields,
-    i64_at,
-    intrinsic,
-    jit,
-    place_of,
-    record,
-    u8_at,
-    u64_at,
-)
-from edgemoe.types.arrays import FloatArray, IntArray
+from edgemoe.jit.intrinsics import INT, carray, i64_at, intrinsic, jit, record, u8_at, u64_at
+from edgemoe.jit.object_cache import code
+from edgemoe.types.arrays import FloatArray, IntArray, fields, place_of
 
 Words = npt.NDArray[np.uint64]
 NONE = -1

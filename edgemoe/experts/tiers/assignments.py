@@ -15,7 +15,8 @@ from edgemoe.errors import CapacityError
 from edgemoe.experts.tiers.eviction import class_at, clear_slot, evict, free_slot, is_unpinned, may_evict
 from edgemoe.experts.tiers.residency_records import CLASS, FORMER, GONE, HOME, NONE, POOL, STATE
 from edgemoe.experts.tiers.slots import BoolArray, SlotPool, Waiters
-from edgemoe.jit.intrinsics import INT, code, i64_at, jit, record, u8_at
+from edgemoe.jit.intrinsics import INT, i64_at, jit, record, u8_at
+from edgemoe.jit.object_cache import code
 from edgemoe.types.arrays import IntArray
 from edgemoe.types.experts import ExpertId
 
@@ -247,3 +248,6 @@ class HomeExperts:
         """Returns the home experts that are not in RAM."""
         missing = np.flatnonzero((self._kept == HOME) & (self._ram.where < 0))
         return [ExpertId(*divmod(key, self._ram.experts)) for key in missing.tolist()]
+
+
+CODES = (SET_HOMES, FORGET_FORMER, REMOVE_EXTENT, ADD_EXTENT, MOVE_TO_DEVICE)

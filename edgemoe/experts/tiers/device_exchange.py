@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from edgemoe.jit.intrinsics import INT, code, f32_at, fields, i64_at, record
+from edgemoe.jit.intrinsics import INT, f32_at, i64_at, record
+from edgemoe.jit.object_cache import code
+from edgemoe.types.arrays import fields
 
 # * `experts` the number of `stride` that exist
 # * `pairs` [stride, stride] float32, each in one of its two places or both

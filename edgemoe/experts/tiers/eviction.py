@@ -12,7 +12,6 @@ import numpy as np
 from edgemoe.experts.tiers.residency_records import CLASS, FORMER, HOME, NONE, POOL, SHORTLIST, STATE, TRANSIENT, UNUSED
 from edgemoe.jit.intrinsics import f32_at, i64_at, jit, record
 
-ALWAYS = np.inf  # utility of a demand, which replaces any expert that is not needed now
 LAST = np.finfo(np.float32).max  # utility of a former home expert, which only a home expert replaces
 TRANSIENT_KEY = np.float32(-1e30)  # utility of prefill-only experts, below every rank of a policy
 

@@ -37,8 +37,7 @@ from edgemoe.experts.tiers.residency_records import (
     SharedRecord,
 )
 from edgemoe.experts.tiers.slots import BoolArray, PrefetchPriority, SlotClaim, SlotPool, TierUsage, Transfer, Waiters
-from edgemoe.jit.intrinsics import place_of
-from edgemoe.types.arrays import IntArray
+from edgemoe.types.arrays import IntArray, place_of
 from edgemoe.types.experts import LivePolicy, Move, Tier
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from edgemoe.experts.tiers.assignments import ADD_EXTENT, FORGET_FORMER, MOVE_TO_DEVICE, REMOVE_EXTENT, SET_HOMES
 from edgemoe.experts.tiers.eviction import claim_slot_below, claim_slots, class_at, drop_load, free_slot, needs_ranks
 from edgemoe.experts.tiers.residency_records import (
     CLASS,
@@ -22,7 +21,8 @@ from edgemoe.experts.tiers.residency_records import (
     TRANSIENT,
     UNUSED,
 )
-from edgemoe.jit.intrinsics import INT, code, f32_at, i64_at, jit, record, u8_at
+from edgemoe.jit.intrinsics import INT, f32_at, i64_at, jit, record, u8_at
+from edgemoe.jit.object_cache import code
 
 
 @jit
@@ -411,7 +411,4 @@ def _waiting_copy(state: int, pool: int, key: int) -> int:
     return copy if copy >= 0 and i64_at(top.source)[copy] == NONE else NONE
 
 
-CODES = (
-    *(BEGIN_LAYER, PIN_ALL, PIN, PIN_IN_RAM, ACQUIRE, UNPIN, RESERVE, ARRIVE, FAIL, WITHDRAW, SET_HOMES, FORGET_FORMER),
-    *(REMOVE_EXTENT, ADD_EXTENT, MOVE_TO_DEVICE),
-)
+CODES = (*(BEGIN_LAYER, PIN_ALL, PIN, PIN_IN_RAM, ACQUIRE, UNPIN, RESERVE, ARRIVE, FAIL, WITHDRAW),)

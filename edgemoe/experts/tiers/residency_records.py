@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from edgemoe.jit.intrinsics import fields, place_of
-from edgemoe.types.arrays import BoolArray, FloatArray, IntArray
+from edgemoe.types.arrays import BoolArray, FloatArray, IntArray, fields, place_of
 from edgemoe.types.experts import Tier
 
 VRAM, RAM, NVME = map(int, Tier)  # plain numbers: an enumeration member takes half a microsecond to look up
@@ -23,6 +22,7 @@ GONE = -2  # in place of an owner: not a slot, since its extent belongs to anoth
 UNUSED = 1  # slot flag: prefetched, and not demanded since
 TRANSIENT = 2  # slot flag: loaded for prefill only, evicted first
 FORMER, HOME = 1, 2  # an expert's home is RAM by the previous placement plan; by the current one
+ALWAYS = np.inf  # utility of a demand, which replaces any expert that is not needed now
 SHORTLIST = 32  # eviction candidates shared by the prefetch requests of one layer-step
 
 # The state of all tiers. `layers` L; `experts` E; `classes` C. `pools` [1 + devices] addresses of POOL records.

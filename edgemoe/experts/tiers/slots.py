@@ -13,8 +13,17 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from edgemoe.experts.tiers.eviction import ALWAYS
-from edgemoe.experts.tiers.residency_records import CLASS, GONE, NONE, POOL, SHORTLIST, TRANSIENT, UNUSED, SharedRecord
+from edgemoe.experts.tiers.residency_records import (
+    ALWAYS,
+    CLASS,
+    GONE,
+    NONE,
+    POOL,
+    SHORTLIST,
+    TRANSIENT,
+    UNUSED,
+    SharedRecord,
+)
 from edgemoe.types.arrays import FloatArray, IntArray
 from edgemoe.types.experts import LivePolicy, Tier
 from edgemoe.types.size_classes import SlabLayout

@@ -11,25 +11,13 @@ from functools import cache
 
 import numpy as np
 
-from edgemoe.jit.intrinsics import (
-    INT,
-    address_of,
-    call_rows,
-    chunk,
-    code,
-    f32_at,
-    fields,
-    i64_at,
-    jit,
-    load_bf16,
-    load_f32,
-    record,
-)
-from edgemoe.jit.object_cache import Code
+from edgemoe.jit.intrinsics import INT, call_rows, f32_at, i64_at, jit, load_bf16, load_f32, record
+from edgemoe.jit.object_cache import Code, address_of, chunk, code
 from edgemoe.jit.thread_pool import parallel
-from edgemoe.kernels.cpu.encoded.kv_codes import load_code, make_code_rows, multiply_each
-from edgemoe.kernels.cpu.gemv import make_place, make_rows
-from edgemoe.kernels.cpu.vector import exp32, softmax
+from edgemoe.kernels.cpu.encoded.kv_codes import multiply_each
+from edgemoe.kernels.cpu.gemv import load_code, make_code_rows, make_rows
+from edgemoe.kernels.cpu.vector import exp32, make_place, softmax
+from edgemoe.types.arrays import fields
 
 BLOCK = 16  # tokens
 SPLITS = 64  # parts of a context at most

@@ -10,29 +10,15 @@ from functools import cache
 
 import numpy as np
 
-from edgemoe.jit.intrinsics import (
-    INT,
-    address_of,
-    call_chunk,
-    call_pack,
-    chunk,
-    code,
-    f32_at,
-    fields,
-    i64_at,
-    jit,
-    record,
-    store_bf16,
-    store_f32,
-)
-from edgemoe.jit.object_cache import Code
+from edgemoe.jit.intrinsics import INT, call_chunk, call_pack, f32_at, i64_at, jit, record, store_bf16, store_f32
+from edgemoe.jit.object_cache import Code, address_of, chunk, code
 from edgemoe.jit.thread_pool import parallel
 from edgemoe.kernels.cpu.decode_attention import ATTENTION, BLOCK, make_attention
 from edgemoe.kernels.cpu.encoded.kv_codes import store_codes
 from edgemoe.kernels.cpu.experts_decode import EXPERTS, run_experts
-from edgemoe.kernels.cpu.gemv import make_place
 from edgemoe.kernels.cpu.linear import LINEAR, LINEAR_CODE, MATRIX, multiply_matrix
-from edgemoe.kernels.cpu.vector import norm_scale, softmax, top_k, widen
+from edgemoe.kernels.cpu.vector import make_place, norm_scale, softmax, top_k, widen
+from edgemoe.types.arrays import fields
 
 # The record of one step; arrays are addresses. `width` is the hidden size.
 # * `residual` and `delta` [tokens, width] float32; `delta`, unless it is 0, is added to `residual` first

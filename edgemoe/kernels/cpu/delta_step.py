@@ -11,10 +11,11 @@ from functools import cache
 
 import numpy as np
 
-from edgemoe.jit.intrinsics import INT, address_of, chunk, code, f32_at, fields, i64_at, jit, record, summing
-from edgemoe.jit.object_cache import Code
+from edgemoe.jit.intrinsics import INT, f32_at, i64_at, jit, record, summing
+from edgemoe.jit.object_cache import Code, address_of, chunk, code
 from edgemoe.jit.thread_pool import parallel
 from edgemoe.kernels.cpu.vector import exp32, log32, norm_scale
+from edgemoe.types.arrays import fields
 
 # The record of one call; arrays are addresses, of float32 unless stated.
 # * `projected` [tokens, channels + values]: queries, keys, values, output gate

@@ -18,10 +18,15 @@ from torch.nn.functional import gelu, silu
 from edgemoe.encodings.codec import pack, unpack
 from edgemoe.kernels.cpu import experts_decode, experts_prefill
 from edgemoe.kernels.cpu.decode_step import PLACES
-from edgemoe.kernels.cpu.experts_decode import EXPERTS, ExpertLayout, scratch_floats
-from edgemoe.kernels.cpu.runtime import FloatArray, IntArray, Kernels
+from edgemoe.kernels.cpu.experts_decode import EXPERTS, ExpertLayout, run_experts, scratch_floats
+from edgemoe.kernels.cpu.experts_prefill import PREFILL_EXPERTS, make_prefill_experts
+from edgemoe.kernels.cpu.kernel_context import KernelContext
+from edgemoe.types.arrays import FloatArray, IntArray, place_of
 from edgemoe.types.encoding import BFLOAT16, FLOAT32
 from edgemoe.types.experts import Activation
+
+SLAB, STRIDE, X, X_BF16, OUT = (place_of(EXPERTS, name) for name in ("slab", "stride", "x", "x_bf16", "out"))
+SLOTS, OFFSETS, INDEX, WEIGHTS = (place_of(EXPERTS, name) for name in ("slots", "offsets", "index", "weights"))
 
 
 class LayerPlaces(NamedTuple):
@@ -37,8 +42,8 @@ class LayerPlaces(NamedTuple):
 class ExpertTable:
     """Holds the records of all layers. For the thread that runs the kernels."""
 
-    def __init__(self, kernels: Kernels, layers: Sequence[LayerPlaces], where: IntArray) -> None:
-        """Keeps `where` [L, E], the slot of each expert. It is read at each step, and must outlive this object."""
+    def __init__(self, kernels: KernelContext, layers: Sequence[LayerPlaces], where: IntArray) -> None:
+        """`where` [L, E] is the slot of each expert; it is read at each step, and stays as long as this."""
         self._kernels, self._where = kernels, where
         self._shapes = {(layer.layout.hidden, layer.layout.width) for layer in layers}
         self._jobs, self._places = np.zeros(len(layers), EXPERTS), np.zeros(len(layers), PLACES)
@@ -60,6 +65,89 @@ class ExpertTable:
         for name in sizes[0]:
             self._jobs[name] = self._kernels.scratch(f"table.{name}", max(size[name] for size in sizes))
         return int(self._places.ctypes.data)
+
+
+class ExpertKernels:
+    """Runs the kernels of experts. Several may share a context: each sets its addresses anew after a change there."""
+
+    def __init__(self, context: KernelContext) -> None:
+        self._context = context
+        self._job = np.zeros(1, EXPERTS)
+        self._job["threads"] = context.pool.threads
+        self._call, self._job_address = self._job.view(np.int64), self._job.ctypes.data
+        self._sizes: tuple[ExpertLayout | None, int, int, int] = (None, 0, 0, 0)
+        self._scratch_changes = 0  # of the context when the record's scratch addresses were set
+        self._experts, self._prefill_experts = run_experts.call, make_prefill_experts(context.bf16)[0].call
+
+    def few_tokens(
+        self,
+        layout: ExpertLayout,
+        slab: int,
+        stride_bytes: int,
+        slots: IntArray,
+        offsets: IntArray,
+        index: IntArray,
+        weights: FloatArray,
+        x: int,
+        x_bf16: bool,
+        out: int,
+        tokens: int,
+    ) -> None:
+        """Adds the weighted outputs of some experts to `out` [tokens, hidden] float32.
+
+        `slab` is the address of slot 0; a slot holds an expert as `layout` says. Slot `slots[i]` serves the pairs
+        offsets[i]:offsets[i + 1]. Pair p is token `index[p]` of `x` [tokens, hidden], bf16 where `x_bf16`, else
+        float32, with routing weight `weights[p]`. For a few tokens per expert.
+        """
+        sizes = (layout, tokens, len(index), len(slots))
+        if sizes != self._sizes or self._scratch_changes != self._context.scratch_changes:
+            self._size_experts(*sizes)
+        job = self._call
+        job[SLAB], job[STRIDE], job[X], job[X_BF16], job[OUT] = slab, stride_bytes, x, x_bf16, out
+        job[SLOTS], job[OFFSETS], job[INDEX] = slots.ctypes.data, offsets.ctypes.data, index.ctypes.data
+        job[WEIGHTS] = weights.ctypes.data
+        self._experts(self._context.pool.control, self._job_address)
+
+    def _size_experts(self, layout: ExpertLayout, tokens: int, pairs: int, slots: int) -> None:
+        """Sets the layout, the sizes and the scratch memory of the EXPERTS record."""
+        job, rows = self._job, self._context.row_code(layout.encoding)
+        layout.fill(job)
+        for name, count in scratch_floats(layout.hidden, layout.width, tokens, pairs, slots).items():
+            job[name] = self._context.scratch(f"experts.{name}", count)
+        job["multiply"], job["pack"] = rows.rows.address, rows.pack.address
+        job["tokens"], job["iota"], job["count"] = tokens, self._context.iota, slots
+        self._sizes, self._scratch_changes = (layout, tokens, pairs, slots), self._context.scratch_changes
+
+    def many_tokens(
+        self,
+        layout: ExpertLayout,
+        slab: int,
+        stride_bytes: int,
+        slots: IntArray,
+        offsets: IntArray,
+        index: IntArray,
+        weights: FloatArray,
+        x: int,
+        out: int,
+    ) -> None:
+        """Does what `few_tokens` does, for many tokens per expert.
+
+        `x` is in the model's type, as are weights that are not encoded; hidden size and width are even.
+        """
+        job = np.zeros(1, PREFILL_EXPERTS)
+        layout.fill(job)
+        groups, firsts = experts_prefill.group_pairs(offsets)
+        sizes = experts_prefill.scratch_floats(layout.hidden, layout.width, len(groups), len(slots))
+        for name, count in sizes.items():
+            job[name] = self._context.scratch(f"prefill_experts.{name}", count)
+        job["slab"], job["stride"], job["slots"], job["count"] = slab, stride_bytes, slots.ctypes.data, len(slots)
+        job["index"], job["weights"], job["x"], job["out"] = index.ctypes.data, weights.ctypes.data, x, out
+        job["groups"], job["group_count"], job["firsts"] = groups.ctypes.data, len(groups), firsts.ctypes.data
+        if layout.encoding != self._context.dtype:
+            each = experts_prefill.decoded_floats(layout.hidden, layout.width)
+            self._context.decode_rows(job, self._context.row_code(layout.encoding), each)
+            job["plain"] = self._context.scratch("prefill_experts.plain", len(groups) * layout.hidden)
+        self._prefill_experts(self._context.pool.control, job.ctypes.data)
 
 
 TRIED_TOKENS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128)  # per expert, at which the ways are timed
@@ -127,12 +215,13 @@ class ExpertMath:
 
     def __init__(
         self,
-        kernels: Kernels | None = None,
+        kernels: KernelContext | None = None,
         usual: WayLimits = USUAL,
         measured: Mapping[ExpertLayout, WayLimits] | None = None,
     ) -> None:
-        """Takes the limits by layout, as `measured`, and `usual` for all other layouts."""
+        """Takes the limits of experts that were not measured, and of those that were."""
         self._kernels, self._usual, self.measured = kernels, usual, dict(measured or {})
+        self._expert_kernels = ExpertKernels(kernels) if kernels is not None else None
 
     def add(
         self,
@@ -151,16 +240,16 @@ class ExpertMath:
         """
         tokens = len(index) / max(len(slots), 1)
         limits = self.measured.get(slab.layout, self._usual)
-        if self._kernels is None or tokens >= limits.products:
+        if self._expert_kernels is None or tokens >= limits.products:
             one_by_one(slab, slots, offsets, index, weights, x, out)
             return
         tiles = tokens >= limits.tiles and slab.hidden % 2 == slab.width % 2 == 0
         for part in _pieces(slab, slots, offsets, index, weights, tiles):
             job = (slab.layout, slab.address, slab.stride_bytes, *part, x.data_ptr())
             if tiles:
-                self._kernels.many_tokens(*job, out.data_ptr())
+                self._expert_kernels.many_tokens(*job, out.data_ptr())
             else:
-                self._kernels.experts(*job, slab.bf16, out.data_ptr(), len(x))
+                self._expert_kernels.few_tokens(*job, slab.bf16, out.data_ptr(), len(x))
 
     def table(self, layers: Sequence[tuple[ExpertSlab, int]], where: IntArray) -> ExpertTable | None:
         """Builds the table of all layers' experts for steps of few tokens; None without kernels.
@@ -189,7 +278,7 @@ class ExpertMath:
                 limits = limits._replace(products=trial.first_faster(one_by_one, best))
             self.measured[layout] = limits
 
-    def clone_for_thread(self, kernels: Kernels | None) -> ExpertMath:
+    def clone_for_thread(self, kernels: KernelContext | None) -> ExpertMath:
         """Returns one for another thread, with kernels of its own and the same limits."""
         return ExpertMath(kernels, self._usual, self.measured)
 

@@ -10,9 +10,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from edgemoe.jit.intrinsics import INT, address_of, call_pack, call_rows, chunk, code, f32_at, fields, i64_at, record
+from edgemoe.jit.intrinsics import INT, call_pack, call_rows, f32_at, i64_at, record
+from edgemoe.jit.object_cache import address_of, chunk, code
 from edgemoe.jit.thread_pool import parallel
 from edgemoe.kernels.cpu.vector import ACTIVATIONS, activate, add_bias, widen
+from edgemoe.types.arrays import fields
 from edgemoe.types.encoding import Encoding
 from edgemoe.types.experts import SILU, Activation, ExpertGeometry
 

@@ -13,25 +13,14 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
-from edgemoe.jit.intrinsics import (
-    INT,
-    address_of,
-    call_pack,
-    call_rows,
-    chunk,
-    code,
-    f32_at,
-    fields,
-    i64_at,
-    record,
-)
-from edgemoe.jit.object_cache import Code
+from edgemoe.jit.intrinsics import INT, LANES, call_pack, call_rows, f32_at, i64_at, record
+from edgemoe.jit.object_cache import Code, address_of, chunk, code
 from edgemoe.jit.thread_pool import parallel
 from edgemoe.kernels.cpu.encoded.packing import borrow, give_back, make_scatter
 from edgemoe.kernels.cpu.experts_decode import LAYOUT
 from edgemoe.kernels.cpu.gemm_tile import GROUP, LINE, make_fill, make_tile
-from edgemoe.kernels.cpu.gemv import LANES
 from edgemoe.kernels.cpu.vector import activate, shift, widen
+from edgemoe.types.arrays import fields
 
 GATE_ROWS = 64  # rows of gate and of up in one chunk
 DOWN_ROWS = 64  # rows of down in one chunk

@@ -11,16 +11,28 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-import llvmlite.binding as llvm
 import numpy as np
 from llvmlite import ir
 
-from edgemoe.jit.compile_target import TARGET
-from edgemoe.jit.intrinsics import F32, I64, INT, cgutils, code, f32_at, intrinsic, jit, rounded, types, u32_at
-from edgemoe.jit.object_cache import Code
-from edgemoe.kernels.cpu.gemv import LANES, WIDE, multiply_add, prefetch
+from edgemoe.jit.intrinsics import (
+    F32,
+    I64,
+    INT,
+    LANES,
+    PAIRS,
+    WIDE,
+    cgutils,
+    f32_at,
+    intrinsic,
+    jit,
+    multiply_add,
+    prefetch,
+    rounded,
+    types,
+    u32_at,
+)
+from edgemoe.jit.object_cache import Code, code
 
-PAIRS = TARGET.has("avx512f", "avx512bf16") and llvm.llvm_version_info >= (16,)
 ROWS = 8 if WIDE else 4  # rows whose sums for two vectors of columns fit into the registers
 GROUP = 2 * LANES  # tokens of a group at most: the columns of a panel
 LINE = 4 * GROUP  # bytes of a panel's line

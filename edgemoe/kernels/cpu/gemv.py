@@ -14,46 +14,29 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 
-from edgemoe.jit.compile_target import TARGET
 from edgemoe.jit.intrinsics import (
+    AHEAD_BYTES,
     F32,
     I64,
     INT,
+    LANES,
+    WIDEST,
+    block_elements,
     cgutils,
-    code,
     f32_at,
+    i8_at,
     i64_at,
     intrinsic,
     jit,
     load_bf16,
     load_f32,
+    multiply_add,
+    prefetch,
     types,
 )
-from edgemoe.jit.object_cache import Code
-
-WIDE = TARGET.has("avx512f")
-LANES = 16 if WIDE else 8  # float32 in a vector
-WIDEST = 4 if WIDE else 2  # tokens of one loop: sums for four need 32 wide registers
-ZEN = TARGET.name.startswith("znver")
-# Prefetching. A Xeon reads 35 GB/s on two cores with it, into the second-level cache, and 23 without. A Zen 5 reads 42
-# to 52 GB/s with the second-level cache, and 48 to 60 with the first-level cache and twice the distance.
-AHEAD_BYTES, CACHE_LEVEL = (8192, 1) if ZEN else (4096, 2)
+from edgemoe.jit.object_cache import Code, code
 
 Dots = Callable[[int, int, int, int, int, int, int, int, int], None]
-
-
-def prefetch(builder: Any, address: Any) -> None:
-    """Writes the LLVM code of a prefetch of the line at an address."""
-    byte, i32 = ir.IntType(8).as_pointer(), ir.IntType(32)
-    kind = ir.FunctionType(ir.VoidType(), [byte, i32, i32, i32])
-    fetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-    hints = [ir.Constant(i32, hint) for hint in (0, 4 - CACHE_LEVEL, 1)]  # to read, into that level, data
-    builder.call(fetch, [builder.inttoptr(address, byte), *hints])
-
-
-def multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    """Writes the LLVM code of a * b + c, which may become one instruction."""
-    return builder.fadd(builder.fmul(a, b, flags=("contract",)), c, flags=("contract",))
 
 
 class Emitter:
@@ -148,11 +131,6 @@ def _blocks(make: type[Emitter], tokens: int, bf16: bool) -> Any:
     return blocks
 
 
-def block_elements(bf16: bool) -> int:
-    """Returns the elements of a row that one turn of the loop takes."""
-    return LANES * (2 if bf16 else 1)
-
-
 def make_dots(make: type[Emitter], tokens: int, bf16: bool, load: Callable[[int, int], float]) -> Dots:
     """Makes the function that computes out[token] = w . x[index[token]] over n elements; strides in bytes.
 
@@ -186,20 +164,6 @@ def _rest(weight: Callable[[int, int], float]) -> Callable[[int, int, int, int, 
         f32_at(out)[0] = total
 
     return rest  # type: ignore[no-any-return]
-
-
-@cache
-def make_place(bf16: bool) -> Callable[[int, int], int]:
-    """Makes place(k, n): the index of element k of a vector of n elements once it is packed."""
-    block = block_elements(bf16)
-
-    @jit
-    def place(k: int, n: int) -> int:
-        if not bf16 or k - k % block + block > n:
-            return k
-        return k - k % block + k % block // 2 + LANES * (k & 1)
-
-    return place  # type: ignore[no-any-return]
 
 
 def rows_code(name: str, dots: Callable[[int, int], Dots], widest: int, together: int = 1) -> Code:
@@ -269,18 +233,30 @@ def make_rows(bf16: bool) -> Code:
     return rows_code("rows", lambda _, tokens: make_dots(Emitter, tokens, bf16, load), WIDEST)
 
 
+class _CodeEmitter(Emitter):
+    """Writes the loop over one line of codes, in the order in which vectors for the model's type are packed."""
+
+    @property
+    def turn_bytes(self) -> int:
+        return 2 * LANES if self.bf16 else LANES
+
+    def weights(self, w: Any, offset: Any) -> list[Any]:
+        kind = ir.VectorType(ir.IntType(16 if self.bf16 else 8), LANES)
+        codes = self.b.sext(self.load(w, offset, kind, align=1), self.integers)
+        if not self.bf16:
+            return [self.b.sitofp(codes, self.vector)]
+        up, down = (ir.Constant(self.integers, [bits] * LANES) for bits in (24, 8))
+        even = self.b.ashr(self.b.shl(codes, up), up)
+        return [self.b.sitofp(half, self.vector) for half in (even, self.b.ashr(codes, down))]
+
+
 @cache
-def make_pack_some(bf16: bool) -> Code:
-    """Makes pack(values, first, count, n, out), which packs elements first:first + count of a vector of n elements.
+def make_code_rows(bf16: bool) -> Code:
+    """Makes what `make_rows` makes, for lines of codes without their scales."""
+    return rows_code("code_rows", lambda _, tokens: make_dots(_CodeEmitter, tokens, bf16, load_code), WIDEST)
 
-    `values` are these elements, float32; `first` and `count` are multiples of 32, unless they are all that is left.
-    """
-    place = make_place(bf16)
 
-    @code(*[INT] * 5)
-    def pack_some(values: int, first: int, count: int, n: int, out: int) -> None:
-        v, to = f32_at(values), f32_at(out)
-        for k in range(count):
-            to[place(first + k, n)] = v[k]
-
-    return pack_some
+@jit
+def load_code(address: int, index: int) -> float:
+    """Returns code `index` of the line at `address`, as float32."""
+    return np.float32(i8_at(address)[index])  # type: ignore[return-value]

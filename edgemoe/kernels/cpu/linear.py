@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from functools import cache
 
-from edgemoe.jit.intrinsics import INT, address_of, call_pack, call_rows, chunk, code, f32_at, fields, jit, record
-from edgemoe.jit.object_cache import Code
+from edgemoe.jit.intrinsics import INT, LANES, call_pack, call_rows, f32_at, jit, record
+from edgemoe.jit.object_cache import Code, address_of, chunk, code
 from edgemoe.jit.thread_pool import parallel
 from edgemoe.kernels.cpu.encoded.packing import borrow, give_back, make_scatter
 from edgemoe.kernels.cpu.gemm_tile import GROUP, LINE, make_tile
-from edgemoe.kernels.cpu.gemv import LANES, make_rows
+from edgemoe.kernels.cpu.gemv import make_rows
 from edgemoe.kernels.cpu.vector import widen
+from edgemoe.types.arrays import fields
 
 # The record of one call, out[t] = weight [rows, n] . x[index[t]]; arrays are addresses.
 # * `line` bytes of a row

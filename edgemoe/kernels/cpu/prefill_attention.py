@@ -17,13 +17,10 @@ from edgemoe.jit.intrinsics import (
     F32,
     I64,
     INT,
-    address_of,
+    LANES,
     call_rows,
     cgutils,
-    chunk,
-    code,
     f32_at,
-    fields,
     i64_at,
     intrinsic,
     jit,
@@ -37,13 +34,13 @@ from edgemoe.jit.intrinsics import (
     u16_at,
     u32_at,
 )
-from edgemoe.jit.object_cache import Code
+from edgemoe.jit.object_cache import Code, address_of, chunk, code
 from edgemoe.jit.thread_pool import parallel
 from edgemoe.kernels.cpu.decode_attention import BLOCK
 from edgemoe.kernels.cpu.encoded.kv_codes import make_decode_lines
 from edgemoe.kernels.cpu.gemm_tile import make_fill, make_tile, panel_words
-from edgemoe.kernels.cpu.gemv import LANES
 from edgemoe.kernels.cpu.vector import exp32
+from edgemoe.types.arrays import fields
 
 TILE = 64  # tokens of context
 MOST_ROWS = 512  # of one piece of work at most: tokens times query heads

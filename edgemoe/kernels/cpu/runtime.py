@@ -4,25 +4,23 @@ from __future__ import annotations
 
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from edgemoe.jit.intrinsics import place_of
 from edgemoe.jit.object_cache import CompiledPart, CompileProgress, link, no_progress
-from edgemoe.jit.thread_pool import PAUSE_OFTEN, RUN_HELPER, ThreadPool
+from edgemoe.jit.thread_pool import PAUSE_OFTEN, RUN_HELPER
 from edgemoe.kernels.cpu import decode_attention as attention
-from edgemoe.kernels.cpu import experts_decode as experts
-from edgemoe.kernels.cpu import experts_prefill as prefill_experts
 from edgemoe.kernels.cpu import linear as products
 from edgemoe.kernels.cpu import prefill_attention as prefill
 from edgemoe.kernels.cpu.decode_attention import ATTENTION, make_attention
 from edgemoe.kernels.cpu.decode_step import make_step
 from edgemoe.kernels.cpu.delta_step import make_delta
-from edgemoe.kernels.cpu.encoded.row_code import RowCode, make_row_code
-from edgemoe.kernels.cpu.experts_decode import EXPERTS, EXPERTS_CODE, ExpertLayout, run_experts
-from edgemoe.kernels.cpu.experts_prefill import PREFILL_EXPERTS, make_prefill_experts
+from edgemoe.kernels.cpu.encoded.row_code import RowCode
+from edgemoe.kernels.cpu.experts_decode import EXPERTS_CODE
+from edgemoe.kernels.cpu.experts_prefill import make_prefill_experts
+from edgemoe.kernels.cpu.kernel_context import KernelContext
 from edgemoe.kernels.cpu.linear import (
     GROUPED,
     LINEAR,
@@ -35,14 +33,10 @@ from edgemoe.kernels.cpu.linear import (
 )
 from edgemoe.kernels.cpu.prefill_attention import PREFILL, make_prefill_attention
 from edgemoe.kernels.cpu.vector import make_pack_all, pack_for
-from edgemoe.types.encoding import BFLOAT16, FLOAT32, Encoding
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
 
-SLAB, STRIDE, X, X_BF16, OUT = (place_of(EXPERTS, name) for name in ("slab", "stride", "x", "x_bf16", "out"))
-SLOTS, OFFSETS, INDEX, WEIGHTS = (place_of(EXPERTS, name) for name in ("slots", "offsets", "index", "weights"))
-MOST_TOKENS = 1024  # of one call of a kernel for single tokens
 EVERYTHING = 1 << 40  # a window that no context fills
 
 
@@ -71,7 +65,7 @@ def kernel_part(bf16: bool) -> CompiledPart:
     return CompiledPart(tuple(dict.fromkeys((*every, *chain.from_iterable(made)))), "bf16" if bf16 else "f32")
 
 
-class Kernels:
+class Kernels(KernelContext):
     """Runs the kernels for one weight type on `threads` threads, the caller's among them.
 
     Compiling takes ten seconds; the machine code is kept in `directory`, where one is given. Only one thread may call
@@ -81,122 +75,19 @@ class Kernels:
     def __init__(
         self, threads: int, bf16: bool, directory: Path | None = None, progress: CompileProgress = no_progress
     ) -> None:
-        self.bf16, self._directory = bf16, directory
-        self.dtype = BFLOAT16 if bf16 else FLOAT32
+        super().__init__(threads, bf16, directory)
         part = kernel_part(bf16)
         link(part.codes, directory, part.variant, progress)
         step, layer, head, _ = make_step(bf16)
         attention, pack, delta = make_attention(bf16)[1], make_pack_all(bf16), make_delta(bf16)[0]
         grouped, product, prefill = make_grouped_linear(bf16)[0], make_product(bf16)[0], make_prefill_attention(bf16)[0]
-        prefill_experts = make_prefill_experts(bf16)[0]
-        self._step, self._layer, self._head, self._experts = step.call, layer.call, head.call, run_experts.call
+        self._step, self._layer, self._head = step.call, layer.call, head.call
         self._linear, self._attention, self._pack_queries = linear.call, attention.call, pack.call
         self._pack, self._delta, self._grouped = pack_for.call, delta.call, grouped.call
-        self._prefill_experts, self._prefill, self._product = prefill_experts.call, prefill.call, product.call
-        self.pool = ThreadPool(threads)
-        self.close = self.pool.close
-        self._scratch: dict[str, tuple[int, npt.NDArray[Any]]] = {}  # addresses, and the arrays that own them
-        self._iota = np.arange(MOST_TOKENS, dtype=np.int64)
-        self.iota = self._iota.ctypes.data
-        self._job, self.linear_record = np.zeros(1, EXPERTS), np.zeros(1, LINEAR)
-        self._job["threads"] = self.linear_record["threads"] = threads
+        self._prefill, self._product = prefill.call, product.call
+        self.linear_record = np.zeros(1, LINEAR)
+        self.linear_record["threads"] = threads
         self._attention_job = np.zeros(1, ATTENTION)
-        self._call, self._job_address = self._job.view(np.int64), self._job.ctypes.data
-        self._expert_sizes: tuple[ExpertLayout | None, int, int, int] = (None, 0, 0, 0)
-        self._borrowed = np.zeros(threads, np.int64)
-
-    def scratch(self, name: str, count: int, dtype: npt.DTypeLike = np.float32) -> int:
-        """Returns the address of an array of at least `count` elements, aligned to 64 bytes.
-
-        The array stays until a larger one of this name is asked for.
-        """
-        size = count * np.dtype(dtype).itemsize + 64
-        if name not in self._scratch or self._scratch[name][1].nbytes < size:
-            memory = np.zeros(size, np.uint8)
-            self._scratch[name] = (memory.ctypes.data + 63) & ~63, memory
-        return self._scratch[name][0]
-
-    def row_code(self, encoding: Encoding) -> RowCode:
-        """Returns the code for rows of an encoding; compiles it, or reads it from disk, at the first use."""
-        return make_row_code(encoding, self.bf16, self._directory)
-
-    def experts(
-        self,
-        layout: ExpertLayout,
-        slab: int,
-        stride_bytes: int,
-        slots: IntArray,
-        offsets: IntArray,
-        index: IntArray,
-        weights: FloatArray,
-        x: int,
-        x_bf16: bool,
-        out: int,
-        tokens: int,
-    ) -> None:
-        """Adds the weighted outputs of some experts to `out` [tokens, hidden] float32.
-
-        `slab` is the address of slot 0; a slot holds an expert as `layout` says. Slot `slots[i]` serves the pairs
-        offsets[i]:offsets[i + 1]. Pair p is token `index[p]` of `x` [tokens, hidden], bf16 where `x_bf16`, else
-        float32, with routing weight `weights[p]`. For a few tokens per expert.
-        """
-        sizes = (layout, tokens, len(index), len(slots))
-        if sizes != self._expert_sizes:
-            self._size_experts(*sizes)
-        job = self._call
-        job[SLAB], job[STRIDE], job[X], job[X_BF16], job[OUT] = slab, stride_bytes, x, x_bf16, out
-        job[SLOTS], job[OFFSETS], job[INDEX] = slots.ctypes.data, offsets.ctypes.data, index.ctypes.data
-        job[WEIGHTS] = weights.ctypes.data
-        self._experts(self.pool.control, self._job_address)
-
-    def _size_experts(self, layout: ExpertLayout, tokens: int, pairs: int, slots: int) -> None:
-        """Sets the layout, the sizes and the scratch memory of the EXPERTS record."""
-        job, rows = self._job, self.row_code(layout.encoding)
-        layout.fill(job)
-        for name, count in experts.scratch_floats(layout.hidden, layout.width, tokens, pairs, slots).items():
-            job[name] = self.scratch(f"experts.{name}", count)  # which nobody else may have freed: it is kept
-        job["multiply"], job["pack"] = rows.rows.address, rows.pack.address
-        job["tokens"], job["iota"], job["count"] = tokens, self.iota, slots
-        self._expert_sizes = (layout, tokens, pairs, slots)
-
-    def many_tokens(
-        self,
-        layout: ExpertLayout,
-        slab: int,
-        stride_bytes: int,
-        slots: IntArray,
-        offsets: IntArray,
-        index: IntArray,
-        weights: FloatArray,
-        x: int,
-        out: int,
-    ) -> None:
-        """Computes the same as `experts`, for many tokens per expert.
-
-        `x` and unencoded weights are in the model's type; hidden size and width are even.
-        """
-        job = np.zeros(1, PREFILL_EXPERTS)
-        layout.fill(job)
-        groups, firsts = prefill_experts.group_pairs(offsets)
-        sizes = prefill_experts.scratch_floats(layout.hidden, layout.width, len(groups), len(slots))
-        for name, count in sizes.items():
-            job[name] = self.scratch(f"prefill_experts.{name}", count)
-        job["slab"], job["stride"], job["slots"], job["count"] = slab, stride_bytes, slots.ctypes.data, len(slots)
-        job["index"], job["weights"], job["x"], job["out"] = index.ctypes.data, weights.ctypes.data, x, out
-        job["groups"], job["group_count"], job["firsts"] = groups.ctypes.data, len(groups), firsts.ctypes.data
-        if layout.encoding != self.dtype:
-            each = prefill_experts.decoded_floats(layout.hidden, layout.width)
-            self._decode_rows(job, self.row_code(layout.encoding), each)
-            job["plain"] = self.scratch("prefill_experts.plain", len(groups) * layout.hidden)
-        self._prefill_experts(self.pool.control, job.ctypes.data)
-
-    def _decode_rows(self, job: npt.NDArray[np.void], rows: RowCode, floats: int) -> None:
-        """Sets a record's fields for encoded rows, with room for `floats` decoded float32 in each thread."""
-        assert rows.unpack is not None
-        each = -(-floats // 16) * 16
-        job["unpack"], job["threads"] = rows.unpack.address, self.pool.threads
-        job["decoded"], job["decoded_bytes"] = self.scratch("decoded", each * self.pool.threads), 4 * each
-        job["borrowed"] = self._borrowed.ctypes.data
 
     def matrix(self, weight: int, rows: int, n: int, code: RowCode | None = None) -> npt.NDArray[np.void]:
         """Returns the MATRIX record of a weight [rows, n]; `code` is of its encoding, and else of the model's type."""
@@ -237,13 +128,13 @@ class Kernels:
     def product(
         self, weight: int, rows: int, n: int, x: int, x_bf16: bool, tokens: int, out: int, code: RowCode
     ) -> None:
-        """Computes the same as `linear`, for encoded weights and many tokens."""
+        """Does what `linear` does with encoded weights, for many tokens."""
         job = np.zeros(1, PRODUCT)
         job["weight"], job["line"], job["rows"], job["n"] = weight, code.encoding.row_bytes(n), rows, n
         job["x"], job["x_bf16"], job["tokens"], job["out"] = x, x_bf16, tokens, out
         for name, count in products.scratch_floats(n, tokens, self.pool.threads).items():
             job[name] = self.scratch(f"product.{name}", count)
-        self._decode_rows(job, code, products.ROWS * n)
+        self.decode_rows(job, code, products.ROWS * n)
         self._product(self.pool.control, job.ctypes.data)
 
     def attend(self, queries: int, tokens: int, tables: IntArray, contexts: IntArray, cache: Paged, out: int) -> None:

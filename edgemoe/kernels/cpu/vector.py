@@ -10,9 +10,10 @@ import numpy as np
 
 from edgemoe.jit.intrinsics import (
     INT,
+    LANES,
     bits_of,
+    block_elements,
     call_pack,
-    code,
     f32_at,
     f32_of,
     i64_at,
@@ -22,8 +23,7 @@ from edgemoe.jit.intrinsics import (
     summing,
     types,
 )
-from edgemoe.jit.object_cache import Code
-from edgemoe.kernels.cpu.gemv import make_place
+from edgemoe.jit.object_cache import Code, code
 
 _LOG2E = np.float32(1.4426950408889634)
 _LN2_HIGH = np.float32(0.693145751953125)
@@ -175,6 +175,20 @@ def top_k(probs: int, experts: int, k: int, renormalise: int, ids: int, weights:
 
 
 @cache
+def make_place(bf16: bool) -> Callable[[int, int], int]:
+    """Makes place(k, n): the index of element k of a vector of n elements once it is packed."""
+    block = block_elements(bf16)
+
+    @jit
+    def place(k: int, n: int) -> int:
+        if not bf16 or k - k % block + block > n:
+            return k
+        return k - k % block + k % block // 2 + LANES * (k & 1)
+
+    return place  # type: ignore[no-any-return]
+
+
+@cache
 def make_pack(bf16: bool) -> Callable[[int, int, int, int], None]:
     """Makes pack(source, from_bf16, n, out), which packs a vector of n elements as `gemv` reads it."""
     place = make_place(bf16)
@@ -224,3 +238,20 @@ def norm_scale(x: int, n: int, eps: float) -> Any:
     for k in range(n):
         total += values[k] * values[k]
     return _ONE / np.sqrt(np.float32(total / np.float32(n) + np.float32(eps)))
+
+
+@cache
+def make_pack_some(bf16: bool) -> Code:
+    """Makes pack(values, first, count, n, out), which packs elements first:first + count of a vector of n elements.
+
+    `values` are these elements, float32; `first` and `count` are multiples of 32, unless they are all that is left.
+    """
+    place = make_place(bf16)
+
+    @code(*[INT] * 5)
+    def pack_some(values: int, first: int, count: int, n: int, out: int) -> None:
+        v, to = f32_at(values), f32_at(out)
+        for k in range(count):
+            to[place(first + k, n)] = v[k]
+
+    return pack_some

@@ -8,8 +8,7 @@ engines' capacity, and clusters are fitted again when traffic has drifted from t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import replace
 
 import numpy as np
 
@@ -24,35 +23,12 @@ from edgemoe.policy.routing.offers import (
     fewest,
     with_offer,
 )
-from edgemoe.policy.routing.signatures import Counts, signatures
-from edgemoe.types.arrays import BoolArray, FloatArray, IntArray
+from edgemoe.policy.routing.signatures import Counts, ExpertClusters, signatures
+from edgemoe.types.arrays import BoolArray, FloatArray
 
 BAND = 0.1  # [ELDR, Online]
 SURE = 4.0  # standard errors between recent and fitted traffic that count as drift
 LEAST_DROP = 0.01  # of the mean similarity, that is worth another fit
-
-
-class Fit(NamedTuple):
-    """Similarity of the fitted requests to their nearest cluster, each without its own share in it."""
-
-    similarity: float  # mean
-    spread: float  # standard deviation
-    nearest: IntArray  # [K] how many are nearest to each
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ExpertClusters:
-    """The clusters of K workers, and the experts that their requests choose."""
-
-    weights: FloatArray  # [L, E] of signatures
-    centroids: FloatArray  # [K, L * E]
-    decode: FloatArray  # [K, L, E] how likely a decoded token of the cluster chooses each expert
-    fit: Fit
-
-    def similarity(self, counts: Counts) -> FloatArray:
-        """Returns the cosine similarity, 0 to 1, of prefill counts [L, E] to each worker's cluster, [K]."""
-        answer: FloatArray = self.centroids @ signatures(counts[None], self.weights)[0]
-        return answer
 
 
 def in_band(similarity: FloatArray, load: Values, room: BoolArray, band: float = BAND) -> int:

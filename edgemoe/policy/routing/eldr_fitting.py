@@ -15,8 +15,7 @@ from scipy.optimize import linear_sum_assignment
 from scipy.stats import rankdata
 
 from edgemoe.policy.placement.problem import shares
-from edgemoe.policy.routing.eldr import ExpertClusters, Fit
-from edgemoe.policy.routing.signatures import Counts, keep_layers, rarity, signatures
+from edgemoe.policy.routing.signatures import Counts, ExpertClusters, Fit, keep_layers, rarity, signatures
 from edgemoe.types.arrays import FloatArray, IntArray
 
 Values = npt.NDArray[np.float64]

@@ -13,9 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from edgemoe.policy.routing.eldr import ExpertClusters
 from edgemoe.policy.routing.offers import EngineView, Offered, Values, fewest
-from edgemoe.policy.routing.signatures import Counts
+from edgemoe.policy.routing.signatures import Counts, ExpertClusters
 from edgemoe.types.arrays import FloatArray
 
 PRIOR_TOKENS = 32.0  # weight of the prior, in tokens of a prompt

@@ -7,12 +7,13 @@ of this model decode to None: a faulty box costs its own requests a forecast, an
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from edgemoe.types.arrays import FloatArray
+from edgemoe.types.arrays import FloatArray, IntArray
 from edgemoe.types.placement import ACTIVITY_UNIT
 
 Counts = npt.NDArray[np.integer] | npt.NDArray[np.floating]
@@ -95,3 +96,26 @@ def resident_of(far: bytes, far_s: Sequence[float], sizes: ModelSizes) -> FloatA
     seconds: npt.NDArray[np.float32] = np.array([0.0, *(min(each, MOST_S) for each in far_s)], np.float32)
     places = np.frombuffer(far, np.uint8).reshape(sizes.layers, sizes.experts)
     return seconds.take(places, mode="clip")
+
+
+class Fit(NamedTuple):
+    """Similarity of the fitted requests to their nearest cluster, each without its own share in it."""
+
+    similarity: float  # mean
+    spread: float  # standard deviation
+    nearest: IntArray  # [K] how many are nearest to each
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertClusters:
+    """The clusters of K workers, and the experts that their requests choose."""
+
+    weights: FloatArray  # [L, E] of signatures
+    centroids: FloatArray  # [K, L * E]
+    decode: FloatArray  # [K, L, E] how likely a decoded token of the cluster chooses each expert
+    fit: Fit
+
+    def similarity(self, counts: Counts) -> FloatArray:
+        """Returns the cosine similarity, 0 to 1, of prefill counts [L, E] to each worker's cluster, [K]."""
+        answer: FloatArray = self.centroids @ signatures(counts[None], self.weights)[0]
+        return answer

@@ -33,7 +33,7 @@ from edgemoe.cluster.rpc.keys import AllowList, Secret, generate, load_peers
 from edgemoe.cluster.rpc.transport import Transport
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.errors import PeerRefused, StoreError
-from edgemoe.experts.compute.peer_compute import ExpertShelf
+from edgemoe.experts.compute.expert_shelf import ExpertShelf
 from edgemoe.store import peer_copy as peer_copy_module
 from edgemoe.store.catalog import describe, verify
 from edgemoe.store.files import page_memory

@@ -13,9 +13,9 @@ from support.waiting import wait_until
 
 from edgemoe.errors import CorruptExpert
 from edgemoe.experts.build import ExpertTiers
-from edgemoe.experts.compute.dispatch import Group
 from edgemoe.types.arrays import BoolArray, IntArray
 from edgemoe.types.experts import ExpertId
+from edgemoe.types.token_groups import Group
 
 TOTAL = SMALL.layers * SMALL.experts
 SLOW = SMALL.stride_bytes(0) / 0.03  # bytes/s: 30 ms for an expert

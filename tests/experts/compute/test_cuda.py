@@ -21,16 +21,16 @@ from edgemoe.experts.build import ExpertTiers, TierMemory
 from edgemoe.experts.compute import cuda_link
 from edgemoe.experts.compute.cuda import CudaCompute, blocks_of, open_cuda
 from edgemoe.experts.compute.cuda_link import CudaLink, Order
-from edgemoe.experts.compute.dispatch import Group
 from edgemoe.experts.compute.moe import Fetching
-from edgemoe.experts.tiers.eviction import ALWAYS
 from edgemoe.experts.tiers.residency import Residency
+from edgemoe.experts.tiers.residency_records import ALWAYS
 from edgemoe.experts.tiers.slab import HostSlab
 from edgemoe.experts.tiers.slots import PrefetchPriority, SlotPool, Transfer
 from edgemoe.experts.transfer.links import TierLink
 from edgemoe.policy.cache_ranks import LRU
 from edgemoe.types.experts import ExpertGeometry, ExpertId, Move, Tier
 from edgemoe.types.size_classes import SlabLayout
+from edgemoe.types.token_groups import Group
 
 gpu = pytest.mark.gpu
 WIDE = ExpertGeometry(layers=2, experts=16, top_k=4, hidden=256, width=192, dtype="bfloat16")

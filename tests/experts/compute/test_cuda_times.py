@@ -15,10 +15,10 @@ from support.tiers_kit import SMALL
 from support.waiting import wait_until
 
 from edgemoe.experts.compute import cuda
-from edgemoe.experts.compute.cpu_experts import CostModel
+from edgemoe.experts.compute.cost_model import CostModel
 from edgemoe.experts.compute.cuda import CudaCompute
 from edgemoe.experts.compute.cuda_link import CudaLink, Order
-from edgemoe.experts.compute.dispatch import Compute, DeviceTimings, Group
+from edgemoe.experts.compute.dispatch import Compute, DeviceTimings
 from edgemoe.experts.compute.moe import TieredExperts
 from edgemoe.experts.tiers.residency import Residency
 from edgemoe.experts.tiers.slab import HostSlab
@@ -27,6 +27,7 @@ from edgemoe.policy.cache_ranks import LRU
 from edgemoe.types.experts import Tier
 from edgemoe.types.size_classes import SlabLayout
 from edgemoe.types.step import StepMeta
+from edgemoe.types.token_groups import Group
 
 STRIDE, SLOTS = 4096, 3
 COPY_S, KERNEL_PIECES = 2e-3, 5  # of one expert; of one layer

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgemoe.experts.compute.dispatch import Group
 from edgemoe.experts.compute.layer_step import DeviceShare, LayerStep
 from edgemoe.experts.tiers.residency import Residency
 from edgemoe.experts.tiers.slots import SlotPool, Transfer
 from edgemoe.policy.cache_ranks import LRU
 from edgemoe.types.arrays import IntArray
 from edgemoe.types.experts import Tier
+from edgemoe.types.token_groups import Group
 
 E = 8
 

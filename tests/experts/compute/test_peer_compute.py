@@ -17,7 +17,8 @@ from support.waiting import until
 from edgemoe.errors import CorruptExpert
 from edgemoe.experts.build import ExpertTiers
 from edgemoe.experts.compute import peer_compute
-from edgemoe.experts.compute.peer_compute import READS, ExpertShelf, PeerCompute
+from edgemoe.experts.compute.expert_shelf import READS, ExpertShelf
+from edgemoe.experts.compute.peer_compute import PeerCompute
 from edgemoe.experts.tiers.residency import Residency
 from edgemoe.experts.tiers.slab import HostSlab
 from edgemoe.experts.tiers.slots import SlotPool

@@ -14,14 +14,14 @@ import torch
 
 from edgemoe.errors import MissingExpert, PeerUnavailable
 from edgemoe.experts.compute import peer_layer_step as remote
-from edgemoe.experts.compute.cpu_experts import FIRST_ELSEWHERE, FIRST_LINK, CostModel
-from edgemoe.experts.compute.dispatch import Group
+from edgemoe.experts.compute.cost_model import FIRST_ELSEWHERE, FIRST_LINK, CostModel
 from edgemoe.experts.compute.peer_layer_step import PeerExperts
 from edgemoe.policy import resolve as resolution
 from edgemoe.policy.resolve import PEERS_EACH, Resolution, WayCosts
 from edgemoe.types.arrays import BoolArray, FloatArray, IntArray
 from edgemoe.types.experts import ExpertGeometry, Tier
 from edgemoe.types.peers import ExpertWork, Offer, RemoteCall
+from edgemoe.types.token_groups import Group
 
 SHAPE = ExpertGeometry(layers=1, experts=4, top_k=2, hidden=8, width=4, dtype="float32")
 OURS, AWAY = 1, 3  # experts: on our disk, and at peers only

@@ -7,9 +7,9 @@ from queue import SimpleQueue
 import numpy as np
 import pytest
 
-from edgemoe.experts.tiers.eviction import ALWAYS, LAST, TRANSIENT_KEY
+from edgemoe.experts.tiers.eviction import LAST, TRANSIENT_KEY
 from edgemoe.experts.tiers.residency import Residency
-from edgemoe.experts.tiers.residency_records import TRANSIENT, UNUSED
+from edgemoe.experts.tiers.residency_records import ALWAYS, TRANSIENT, UNUSED
 from edgemoe.experts.tiers.slots import PrefetchPriority, SlotPool, Transfer
 from edgemoe.types.arrays import BoolArray, FloatArray, IntArray
 from edgemoe.types.experts import PAGE_BYTES, ExpertGeometry, ExpertId, Move, Tier

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.examples import examples
 
-from edgemoe.experts.tiers.eviction import ALWAYS
 from edgemoe.experts.tiers.residency import Residency
+from edgemoe.experts.tiers.residency_records import ALWAYS
 from edgemoe.experts.tiers.slots import PrefetchPriority, SlotClaim, SlotPool, Transfer
 from edgemoe.policy.cache_ranks import LRU
 from edgemoe.types.arrays import BoolArray, FloatArray, IntArray

@@ -14,7 +14,7 @@ from support.waiting import until
 
 from edgemoe.errors import CorruptExpert, MissingExpert
 from edgemoe.experts.build import ExpertTiers
-from edgemoe.experts.tiers.eviction import ALWAYS
+from edgemoe.experts.tiers.residency_records import ALWAYS
 from edgemoe.experts.tiers.slots import PrefetchPriority, SlotClaim, Transfer
 from edgemoe.experts.transfer.loader import FILL_READERS, IDLE_READERS
 from edgemoe.types.experts import ExpertId, Move, Tier

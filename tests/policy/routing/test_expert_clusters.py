@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scipy.stats import spearmanr
 
 from edgemoe.policy.placement.problem import shares
-from edgemoe.policy.routing.eldr import ExpertClusters, drifted, in_band
+from edgemoe.policy.routing.eldr import drifted, in_band
 from edgemoe.policy.routing.eldr_fitting import (
     RecordedTraffic,
     balanced,
@@ -23,7 +23,7 @@ from edgemoe.policy.routing.eldr_fitting import (
     quality,
     spearman,
 )
-from edgemoe.policy.routing.signatures import rarity, signatures
+from edgemoe.policy.routing.signatures import ExpertClusters, rarity, signatures
 
 LAYERS, EXPERTS, DOMAINS = 4, 16, 4
 RATES = np.random.default_rng(1).gamma(0.3, 1.0, (DOMAINS, LAYERS, EXPERTS))

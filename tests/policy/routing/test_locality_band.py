@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgemoe.policy.routing.eldr import IN_BAND, NEAREST, BandRouting, ExpertClusters, Fit, LocalityBand
+from edgemoe.policy.routing.eldr import IN_BAND, NEAREST, BandRouting, LocalityBand
 from edgemoe.policy.routing.offers import EngineView, Offered, fewest
 from edgemoe.policy.routing.pull import PullLimits, PullRouting
+from edgemoe.policy.routing.signatures import ExpertClusters, Fit
 from edgemoe.types.arrays import FloatArray
 
 LAYERS, EXPERTS = 2, 8

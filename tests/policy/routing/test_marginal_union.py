@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from edgemoe.policy.routing.eldr import BandChoice, ExpertClusters, Fit
+from edgemoe.policy.routing.eldr import BandChoice
 from edgemoe.policy.routing.marginal_union import (
     DecodeTimes,
     PromptForecast,
@@ -17,7 +17,7 @@ from edgemoe.policy.routing.marginal_union import (
 )
 from edgemoe.policy.routing.offers import EngineView, Offered, PushRouting
 from edgemoe.policy.routing.pull import PullLimits, PullRouting
-from edgemoe.policy.routing.signatures import absence
+from edgemoe.policy.routing.signatures import ExpertClusters, Fit, absence
 from edgemoe.types.arrays import FloatArray
 
 LAYERS, EXPERTS, TOP_K = 2, 8, 2

@@ -31,8 +31,9 @@ from edgemoe.experts.predict.controller import restored
 from edgemoe.experts.predict.next_use import NextUsePredictor
 from edgemoe.experts.predict.predictive_policy import LearnedPolicy
 from edgemoe.policy.cache_ranks import EWMA, LRU
-from edgemoe.replay.box import BoxSpec, Counts, ReplayBox
+from edgemoe.replay.box import BoxSpec, ReplayBox
 from edgemoe.replay.run import Replay, ReplayedStep
+from edgemoe.replay.trace import Counts
 from edgemoe.telemetry.recorder import Recorder
 from edgemoe.telemetry.routing_recording import RecordingHeader
 from edgemoe.types.step import StepRouting

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from edgemoe.policy.routing.eldr import BandChoice, ExpertClusters, drifted
+from edgemoe.policy.routing.eldr import BandChoice, drifted
 from edgemoe.policy.routing.eldr_fitting import (
     Clusters,
     RecordedTraffic,
@@ -21,7 +21,7 @@ from edgemoe.policy.routing.eldr_fitting import (
 )
 from edgemoe.policy.routing.marginal_union import DecodeTimes, PromptForecast, UnionChoice, engine_step
 from edgemoe.policy.routing.offers import EngineView, Offered, PushRouting
-from edgemoe.policy.routing.signatures import absence, rarity, signatures
+from edgemoe.policy.routing.signatures import ExpertClusters, absence, rarity, signatures
 from edgemoe.types.arrays import FloatArray, IntArray
 from tools.research.simulate.decode_pool import DecodeCosts, distinct_experts
 from tools.research.simulate.decode_router import place

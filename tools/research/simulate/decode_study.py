@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from edgemoe.policy.routing.eldr import BandChoice, ExpertClusters
+from edgemoe.policy.routing.eldr import BandChoice
 from edgemoe.policy.routing.eldr_fitting import fit_clusters
 from edgemoe.policy.routing.gimbal import GimbalChoice, GimbalThresholds
 from edgemoe.policy.routing.marginal_union import DecodeTimes, PromptForecast, UnionChoice, UnionTerm
 from edgemoe.policy.routing.offers import PushRouting, RoundRobin, RoutingPolicy, fewest
 from edgemoe.policy.routing.pull import PullLimits, PullRouting
+from edgemoe.policy.routing.signatures import ExpertClusters
 from edgemoe.types.arrays import FloatArray
 from tools.research.routing.compared_routes import Anywhere, BetterOfTwo, ByLabel, least_requests
 from tools.research.simulate.decode_pool import DecodeOutcome

@@ -18,10 +18,10 @@ import numpy as np
 from edgemoe.cluster.control.planning.messages import MAX_REQUESTS, ClusterAnswer, ClusterQuestion
 from edgemoe.cluster.control.requests.offer_queue import OfferQueue
 from edgemoe.errors import PlanningFailed
-from edgemoe.policy.routing.eldr import ExpertClusters, Fit, LocalityBand, drifted
+from edgemoe.policy.routing.eldr import LocalityBand, drifted
 from edgemoe.policy.routing.least_loaded import node_of
 from edgemoe.policy.routing.offers import EngineView
-from edgemoe.policy.routing.signatures import ModelSizes, counts_of
+from edgemoe.policy.routing.signatures import ExpertClusters, Fit, ModelSizes, counts_of
 from edgemoe.types.arrays import FloatArray
 from edgemoe.types.expert_signatures import EndedRequest
 

@@ -10,13 +10,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numba.core.cgutils
 from llvmlite import ir
 
-from edgemoe.encodings.codec import E2M1
+from edgemoe.encodings.rows import E2M1
 from edgemoe.jit.compile_target import TARGET
-from edgemoe.jit.intrinsics import F32, I64, cgutils
 from edgemoe.types.encoding import LANE_COLUMNS, Encoding
 
+cgutils: Any = numba.core.cgutils
+F32, I64 = ir.FloatType(), ir.IntType(64)
 I8, I16, I32 = (ir.IntType(bits) for bits in (8, 16, 32))
 EXCESS = {"int8": 128, "int4": 8, "mxfp4": 12}  # added to whole numbers where an instruction wants them unsigned
 DOUBLED = [int(2 * value) for value in E2M1]  # as whole numbers

@@ -8,47 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 import numpy as np
-from llvmlite import ir
 
-from edgemoe.jit.intrinsics import bits_of, f32_at, i8_at, jit, rounded, u8_at, u32_at
-from edgemoe.jit.object_cache import Code
-from edgemoe.kernels.cpu.gemm_tile import PAIRS
-from edgemoe.kernels.cpu.gemv import LANES, WIDEST, Emitter, make_dots, rows_code
+from edgemoe.jit.intrinsics import PAIRS, bits_of, f32_at, i8_at, jit, rounded, u8_at, u32_at
 
 MOST = np.float32(127)
 _ROUNDER = np.float32(1.5 * 2**23)  # in a sum with it, the last bits of a small number are its nearest whole number
-
-
-class _CodeEmitter(Emitter):
-    """Writes the loop over one line of codes, in the order in which vectors for the model's type are packed."""
-
-    @property
-    def turn_bytes(self) -> int:
-        return 2 * LANES if self.bf16 else LANES
-
-    def weights(self, w: Any, offset: Any) -> list[Any]:
-        kind = ir.VectorType(ir.IntType(16 if self.bf16 else 8), LANES)
-        codes = self.b.sext(self.load(w, offset, kind, align=1), self.integers)
-        if not self.bf16:
-            return [self.b.sitofp(codes, self.vector)]
-        up, down = (ir.Constant(self.integers, [bits] * LANES) for bits in (24, 8))
-        even = self.b.ashr(self.b.shl(codes, up), up)
-        return [self.b.sitofp(half, self.vector) for half in (even, self.b.ashr(codes, down))]
-
-
-@cache
-def make_code_rows(bf16: bool) -> Code:
-    """Makes the same as `gemv.make_rows`, for lines of codes without their scales."""
-    return rows_code("code_rows", lambda _, tokens: make_dots(_CodeEmitter, tokens, bf16, load_code), WIDEST)
-
-
-@jit
-def load_code(address: int, index: int) -> float:
-    """Returns code `index` of the line at `address`, as float32."""
-    return np.float32(i8_at(address)[index])  # type: ignore[return-value]
 
 
 @jit

@@ -17,11 +17,11 @@ from edgemoe.encodings.rows import LANES, RUN
 from edgemoe.jit.intrinsics import (
     I64,
     INT,
+    PAIRS,
     atomic_replace,
     atomic_store,
     bits_of,
     cgutils,
-    code,
     f32_at,
     i32_at,
     intrinsic,
@@ -32,9 +32,8 @@ from edgemoe.jit.intrinsics import (
     u16_at,
     u32_at,
 )
-from edgemoe.jit.object_cache import Code
+from edgemoe.jit.object_cache import Code, code
 from edgemoe.kernels.cpu.encoded.instructions import I16, Instructions, Vectors
-from edgemoe.kernels.cpu.gemm_tile import PAIRS
 from edgemoe.types.encoding import LANE_COLUMNS, Encoding
 
 BASE = 255
