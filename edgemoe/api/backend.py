@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from edgemoe.types.model_info import ModelInfo
 from edgemoe.types.request import Emission, Request, RequestLimits
-from edgemoe.types.snapshot import EngineSnapshot
+from edgemoe.types.snapshot import ServingSnapshot
 
 State = Literal["loading", "ready", "draining", "failed", "stalled"]
 
@@ -17,7 +17,7 @@ class BoxSnapshot(NamedTuple):
     """The latest snapshot of a box's engine. `box` is its name; "" outside a cluster."""
 
     box: str
-    snapshot: EngineSnapshot | None  # None while nothing is known
+    snapshot: ServingSnapshot | None  # None while nothing is known
 
 
 class Submission(Protocol):

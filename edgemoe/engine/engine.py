@@ -52,7 +52,7 @@ NOBODY = StepObservers()
 
 
 @dataclass(frozen=True, slots=True)
-class EngineBudget:
+class ServingBudget:
     """Memory and time that an engine may use."""
 
     kv_blocks: int
@@ -72,7 +72,7 @@ class Engine:
         self,
         model: LoadedModel,
         settings: EngineSettings,
-        budget: EngineBudget,
+        budget: ServingBudget,
         emit: Emit,
         *,
         watchers: StepObservers = NOBODY,

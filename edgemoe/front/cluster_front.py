@@ -32,7 +32,7 @@ from edgemoe.errors import PeerBusy, PeerRefused
 from edgemoe.front import cluster_status as about
 from edgemoe.front.cluster_requests import ClusterRequests
 from edgemoe.front.cluster_snapshots import ClusterSnapshots
-from edgemoe.front.engine_tracker import EngineTracker, is_handed_over
+from edgemoe.front.engine_tracker import LocalEngine, is_handed_over
 from edgemoe.front.hosted_requests import HostedRequests, RequestNews
 from edgemoe.front.peers_list import address_of, follow_list, listed
 from edgemoe.front.prompt_hints import PrefixKeys
@@ -73,7 +73,7 @@ class ClusterFront:
         """Raises ConfigError for contradicting settings, ServiceError for files that cannot be written."""
         self.settings = settings = whole.cluster
         self._router, self._connection = requests, requests.connection
-        self._engine, self._store = EngineTracker(), Path(whole.model.path).name
+        self._engine, self._store = LocalEngine(), Path(whole.model.path).name
         self._peers = PeerList()  # as last sent to the engine
         self._news = asyncio.Event()  # from other boxes
         self._known: set[str] = set()  # engines of other boxes, at the last change

@@ -21,7 +21,7 @@ from edgemoe.cluster.control.messages import (
 from edgemoe.config.settings import Route
 from edgemoe.errors import EdgemoeError, PeerError
 from edgemoe.front import request_events as events
-from edgemoe.front.engine_meter import EngineFacts, EngineMeter, EngineUseReporter
+from edgemoe.front.engine_meter import LoadReporter, LocalCapacity, LocalLoad
 from edgemoe.front.hosted_requests import HostedRequests, RequestNews
 from edgemoe.front.prompt_hints import PrefixKeys, PromptSignatures, more_telling
 from edgemoe.front.request_router import RequestRouter
@@ -39,7 +39,7 @@ from edgemoe.ipc.messages import (
     encode,
 )
 from edgemoe.policy.routing.eldr import BAND_REASONS
-from edgemoe.policy.routing.least_loaded import EngineLoad, node_of
+from edgemoe.policy.routing.least_loaded import TargetLoad, node_of
 from edgemoe.ticking import until_tick
 from edgemoe.types.request import Emission, Phases, Request
 
@@ -69,8 +69,8 @@ class ClusterRequests:
         self._hosted_requests = hosted_requests
         self._signatures = PromptSignatures(keys)
         self._late: dict[str, asyncio.TimerHandle] = {}  # requests that this box's engine is asked about
-        self.meter = EngineMeter(keys, self._facts, self._held)
-        self.reporter = EngineUseReporter(plane, self.meter)
+        self.meter = LocalLoad(keys, self._facts, self._held)
+        self.reporter = LoadReporter(plane, self.meter)
         router.join(self)
 
     async def run(self) -> None:
@@ -106,9 +106,9 @@ class ClusterRequests:
     def others(self) -> Mapping[str, str]:
         return self._plane.state.members.serving(self._plane.state.model)
 
-    def reported(self, place: str, node: str) -> EngineLoad:
+    def reported(self, place: str, node: str) -> TargetLoad:
         beat = self._plane.state.members[node].beat
-        return EngineLoad(place, False, beat.requests, beat.slots, beat.capacity)
+        return TargetLoad(place, False, beat.requests, beat.slots, beat.capacity)
 
     def role(self, node: str) -> Phases:
         card = self._plane.state.members[node].announcement if node else self._plane.announcement
@@ -295,12 +295,12 @@ class ClusterRequests:
         """Returns whether this box takes nothing more, because it is about to go."""
         return self._router.draining or self._plane.announcement.leaving
 
-    def _facts(self) -> EngineFacts | None:
+    def _facts(self) -> LocalCapacity | None:
         engine, machine = self._router.connection.engine, self._machine
         if engine is None or engine.ready is None or not engine.serving or self.is_going:
             return None
         kv_tokens, stats = engine.ready.limits.kv_tokens, engine.stats.values
-        return EngineFacts(engine.boot_id, machine.slots, machine.capacity, kv_tokens, stats, machine.expected_tokens)
+        return LocalCapacity(engine.boot_id, machine.slots, machine.capacity, kv_tokens, stats, machine.expected_tokens)
 
     def _held(self) -> Iterator[HeldRequest]:
         yield from self._machine.held_at(self.own_place())

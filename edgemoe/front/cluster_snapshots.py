@@ -15,12 +15,12 @@ import numpy as np
 
 from edgemoe.api.backend import BoxSnapshot
 from edgemoe.cluster.control.control_plane import ControlPlane
-from edgemoe.cluster.control.messages import EngineDescription
+from edgemoe.cluster.control.messages import ChannelDescription
 from edgemoe.errors import EdgemoeError
-from edgemoe.front.engine_process import EngineConnection
+from edgemoe.front.engine_process import LocalConnection
 from edgemoe.ipc.messages import SnapshotReply, SnapshotRequest
 from edgemoe.types.placement import unpack_bits
-from edgemoe.types.snapshot import ELSEWHERE, IN_RAM, MAX_CELLS, NO_EXPERT, ON_DISK, EngineSnapshot
+from edgemoe.types.snapshot import ELSEWHERE, IN_RAM, MAX_CELLS, NO_EXPERT, ON_DISK, ServingSnapshot
 
 log = logging.getLogger(__name__)
 ASK_EVERY_S, ASK_S = 1.0, 2.0
@@ -30,11 +30,11 @@ OLD_S = 5.0  # after which a snapshot is not shown any more
 class ClusterSnapshots:
     """Owns the latest snapshot of each box. Outside a cluster this box's name is empty."""
 
-    def __init__(self, door: EngineConnection, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, door: LocalConnection, now: Callable[[], float] = time.monotonic) -> None:
         self._door, self._now = door, now
         self._plane: ControlPlane | None = None
         self._asked_s = self._asked_others_s = float("-inf")
-        self._seen: dict[str, tuple[float, EngineSnapshot]] = {}  # by node: time, snapshot
+        self._seen: dict[str, tuple[float, ServingSnapshot]] = {}  # by node: time, snapshot
 
     def join(self, plane: ControlPlane) -> None:
         """Shows the other boxes too from now on."""
@@ -72,7 +72,7 @@ class ClusterSnapshots:
     def _is_alive(self, node: str) -> bool:
         return self._plane is not None and self._plane.state.members.is_alive(node)
 
-    def _fresh(self, node: str) -> EngineSnapshot | None:
+    def _fresh(self, node: str) -> ServingSnapshot | None:
         seen_s, snapshot = self._seen.get(node, (float("-inf"), None))
         return snapshot if self._now() - seen_s < OLD_S else None
 
@@ -106,10 +106,10 @@ class ClusterSnapshots:
                 self._keep(node, answer.message)
 
 
-def announced(engine: EngineDescription) -> EngineSnapshot:
+def announced(engine: ChannelDescription) -> ServingSnapshot:
     """Returns the snapshot that follows from a box's announcement: experts on its disk and at home in its RAM."""
     layers, experts = engine.layers, engine.experts
-    nothing = EngineSnapshot(layers=layers, experts=experts, cells=b"")
+    nothing = ServingSnapshot(layers=layers, experts=experts, cells=b"")
     if layers * experts > MAX_CELLS:
         return nothing
     try:
@@ -120,4 +120,4 @@ def announced(engine: EngineDescription) -> EngineSnapshot:
     cells = np.where(exists, ELSEWHERE, NO_EXPERT).astype(np.uint8)
     cells[on_disk & exists] = ON_DISK
     cells[in_ram & exists] = IN_RAM
-    return EngineSnapshot(layers=layers, experts=experts, cells=cells.tobytes())
+    return ServingSnapshot(layers=layers, experts=experts, cells=cells.tobytes())

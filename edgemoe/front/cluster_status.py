@@ -7,12 +7,12 @@ from typing import Any, Literal
 
 from edgemoe.cluster.control.control_plane import ControlPlane
 from edgemoe.cluster.control.membership import Member, Members
-from edgemoe.cluster.control.messages import Announce, EngineDescription
+from edgemoe.cluster.control.messages import Announce, ChannelDescription
 from edgemoe.cluster.control.plan_store import PlanStore
 from edgemoe.front.hosted_requests import HostedRequests
 from edgemoe.front.request_state import RequestStateMachine
 from edgemoe.ipc.messages import PeerLinkMeasured
-from edgemoe.policy.routing.least_loaded import EngineLoad
+from edgemoe.policy.routing.least_loaded import TargetLoad
 from edgemoe.telemetry import metrics as names
 from edgemoe.types.placement import PlacementPlan
 
@@ -29,7 +29,7 @@ def state_of(members: Members, member: Member) -> State:
     return "leaving" if member.announcement is not None and member.announcement.leaving else "here"
 
 
-def describe(plane: ControlPlane, seen: Mapping[str, PeerLinkMeasured], load: EngineLoad | None) -> dict[str, Any]:
+def describe(plane: ControlPlane, seen: Mapping[str, PeerLinkMeasured], load: TargetLoad | None) -> dict[str, Any]:
     """Returns the body for /health. `seen` has the engine's links by node; `load` is this engine's."""
     plan, ref, agreed = plane.state.plans.plan, plane.state.plans.ref, plane.agreed
     digest = ref.digest if ref is not None else ""
@@ -126,7 +126,7 @@ def _box(node: str, state: State, card: Announce | None, plans: PlanStore) -> di
     }
 
 
-def _moves(node: str, engine: EngineDescription | None, plans: PlanStore) -> dict[str, int]:
+def _moves(node: str, engine: ChannelDescription | None, plans: PlanStore) -> dict[str, int]:
     """Counts the experts that the box must still pin, and the experts that it will give up for them."""
     plan, ref = plans.plan, plans.ref
     if plan is None or ref is None or node not in plan.nodes:

@@ -16,7 +16,7 @@ from msgspec import structs
 
 from edgemoe.cluster.control.control_plane import ControlPlane
 from edgemoe.cluster.control.coordination.coord_store import wait_event
-from edgemoe.cluster.control.messages import MAX_PREFIX_KEYS, MAX_TAKEN, EngineStatus
+from edgemoe.cluster.control.messages import MAX_PREFIX_KEYS, MAX_TAKEN, LoadReport
 from edgemoe.front.prompt_hints import KEY_BYTES, PrefixKeys
 from edgemoe.front.request_table import HeldRequest
 from edgemoe.ipc.messages import ExpertDemandReport, Submit
@@ -36,7 +36,7 @@ GAP_S = 0.01  # at least, between reports
 REPEAT_S = 0.5  # after which an unchanged measurement is reported again
 
 
-class EngineFacts(NamedTuple):
+class LocalCapacity(NamedTuple):
     """The properties of an engine that takes requests."""
 
     boot: str
@@ -47,11 +47,11 @@ class EngineFacts(NamedTuple):
     expected_tokens: float  # of an answer
 
 
-class EngineMeter:
+class LocalLoad:
     """Owns the measured work of this box's engine."""
 
     def __init__(
-        self, keys: PrefixKeys, facts: Callable[[], EngineFacts | None], held: Callable[[], Iterable[HeldRequest]]
+        self, keys: PrefixKeys, facts: Callable[[], LocalCapacity | None], held: Callable[[], Iterable[HeldRequest]]
     ) -> None:
         """Takes `facts`, which is None while no engine takes requests, and `held`, the requests at the engine."""
         self._keys, self._facts, self._held = keys, facts, held
@@ -85,11 +85,11 @@ class EngineMeter:
         """Returns whether the engine has had a prompt with the same first piece; `prefix` has keyed hashes."""
         return prefix[:KEY_BYTES] in self._prefixes
 
-    def use(self) -> EngineStatus:
+    def use(self) -> LoadReport:
         """Returns the engine's work; `report` adds its unreported changes."""
         facts = self._facts()
         if facts is None:
-            return EngineStatus()
+            return LoadReport()
         held = list(self._held())
         waiting = [one for one in held if not one.emitted]
         blocks = facts.kv_tokens // BLOCK_TOKENS
@@ -97,7 +97,7 @@ class EngineMeter:
         said = facts.stats.get(names.KV_BLOCKS_REFERENCED, float(most)) + sum(map(_blocks, waiting))
         rest = sum(max(0.0, min(facts.expected_tokens, one.max_tokens) - one.emitted) for one in held)
         since_s = time.monotonic() - TAKEN_S
-        return EngineStatus(
+        return LoadReport(
             engine=facts.boot,
             slots=facts.slots,
             capacity=facts.capacity,
@@ -126,7 +126,7 @@ class EngineMeter:
         keys = [prefix[at : at + KEY_BYTES] for at in range(0, len(prefix), KEY_BYTES)]
         return 2 * sum(key in self._prefixes for key in keys) >= len(keys)
 
-    def report(self, use: EngineStatus, again: bool = False) -> EngineStatus:
+    def report(self, use: LoadReport, again: bool = False) -> LoadReport:
         """Returns `use` with the prefixes, choices and ended requests not reported yet, as many as fit.
 
         They count as reported then. `again` repeats the choices: the leader may not have known the engine before.
@@ -170,10 +170,10 @@ class EngineMeter:
             self._ended.clear()
 
 
-class EngineUseReporter:
+class LoadReporter:
     """Reports the measurements to the leader whenever they have changed."""
 
-    def __init__(self, plane: ControlPlane, meter: EngineMeter) -> None:
+    def __init__(self, plane: ControlPlane, meter: LocalLoad) -> None:
         self._changed = asyncio.Event()
         self._plane, self._meter = plane, meter
         self._leadership: tuple[str, int] = ("", 0)  # to which the last report went

@@ -18,7 +18,7 @@ import msgspec
 from edgemoe.config.settings import Settings
 from edgemoe.errors import PeerOutdated, WireError
 from edgemoe.front.engine_starts import Death, LastLines
-from edgemoe.ipc.engine_socket import FrontEnd
+from edgemoe.ipc.engine_socket import IpcServer
 from edgemoe.ipc.messages import (
     PLACE_BYTES,
     Boot,
@@ -292,10 +292,10 @@ class LoadingPlace:
             self.fd = -1
 
 
-class EngineConnection:
+class LocalConnection:
     """The way to the engine process. The supervisor replaces `engine`; None while there is none."""
 
-    def __init__(self, wire: FrontEnd) -> None:
+    def __init__(self, wire: IpcServer) -> None:
         self.wire = wire
         self.engine: EngineProcess | None = None
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Container, Iterable
 
 from edgemoe.cluster.control.control_plane import ControlPlane
-from edgemoe.cluster.control.messages import BoxReport, EngineDescription, LinkReport, StoreLocationReply
+from edgemoe.cluster.control.messages import BoxReport, ChannelDescription, LinkReport, StoreLocationReply
 from edgemoe.errors import PeerBusy, PeerRefused
 from edgemoe.ipc.messages import ChannelsOpened, ExpertActivity, HeldExperts, PeerLinkMeasured
 from edgemoe.types.bounds import MAX_NODES
@@ -17,7 +17,7 @@ from edgemoe.types.bounds import MAX_NODES
 log = logging.getLogger(__name__)
 
 
-class EngineTracker:
+class LocalEngine:
     """Tracks the present incarnation of the engine from its messages."""
 
     def __init__(self) -> None:
@@ -51,12 +51,12 @@ class EngineTracker:
         """Forgets the links to all boxes but these."""
         self.seen = {node: seen for node, seen in self.seen.items() if node in nodes}
 
-    def description(self, shares: bool) -> EngineDescription | None:
+    def description(self, shares: bool) -> ChannelDescription | None:
         """Returns the engine's description; None until its channels and its held experts are known."""
         if (ports := self.listening) is None or (holds := self.holds) is None:
             return None
         model = ports.model
-        return EngineDescription(
+        return ChannelDescription(
             boot=self.boot,
             calls_port=ports.calls_port,
             bulk_port=ports.bulk_port,
@@ -102,13 +102,13 @@ def is_handed_over(plane: ControlPlane) -> bool:
     return all_held(plane.announcement.engine, [each.engine for each in announced if not each.leaving])
 
 
-def all_held(ours: EngineDescription | None, others: Iterable[EngineDescription | None]) -> bool:
+def all_held(ours: ChannelDescription | None, others: Iterable[ChannelDescription | None]) -> bool:
     """Returns whether the other engines hold all experts of ours, or there is no other engine."""
     cards = list(others)
     there = functools.reduce(operator.or_, map(_experts, cards), 0)
     return not any(cards) or not _experts(ours) & ~there
 
 
-def _experts(engine: EngineDescription | None) -> int:
+def _experts(engine: ChannelDescription | None) -> int:
     """Returns the experts that an engine holds, as bits."""
     return 0 if engine is None else int.from_bytes(engine.disk, "little") | int.from_bytes(engine.ram, "little")

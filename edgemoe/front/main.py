@@ -37,7 +37,7 @@ from edgemoe.families.spec import dense_shapes
 from edgemoe.front.cluster_front import ClusterFront
 from edgemoe.front.cluster_snapshots import ClusterSnapshots
 from edgemoe.front.connections import Server
-from edgemoe.front.engine_process import EngineConnection
+from edgemoe.front.engine_process import LocalConnection
 from edgemoe.front.listen import (
     OLLAMA_TCP,
     BoundPorts,
@@ -53,7 +53,7 @@ from edgemoe.front.request_router import RequestRouter
 from edgemoe.front.supervisor import Supervisor
 from edgemoe.guard import refuse_pickle
 from edgemoe.heap import freeze_objects, give_back, give_back_often, keep_freed
-from edgemoe.ipc.engine_socket import FrontEnd, private_directory
+from edgemoe.ipc.engine_socket import IpcServer, private_directory
 from edgemoe.store.manifest import MANIFEST, Manifest, verify_copies
 from edgemoe.ticking import until_tick
 
@@ -158,9 +158,9 @@ class Front:
             prompts = BoundedText(text_command(Path(settings.model.path)))
             text = await _text_model(Path(settings.model.path), prompts)
             give_back()  # reading a large tokenizer leaves as much freed memory as it keeps
-            wire = FrontEnd(runtime)
+            wire = IpcServer(runtime)
             held.callback(wire.close)
-            requests = RequestRouter(settings.engine, EngineConnection(wire))
+            requests = RequestRouter(settings.engine, LocalConnection(wire))
             snapshots = ClusterSnapshots(requests.connection)
             self.cluster = ClusterFront(settings, requests, snapshots) if settings.cluster.node else None
             self.supervisor = supervisor = Supervisor(settings, requests, self._command, snapshots, self.cluster)

@@ -16,11 +16,11 @@ from typing import Protocol
 from edgemoe.config.settings import EngineSettings, Route
 from edgemoe.errors import RequestError
 from edgemoe.front import request_events as events
-from edgemoe.front.engine_process import EngineConnection
+from edgemoe.front.engine_process import LocalConnection
 from edgemoe.front.request_state import RequestStateMachine
 from edgemoe.front.request_table import Surroundings
 from edgemoe.ipc.messages import Limits, Submit
-from edgemoe.policy.routing.least_loaded import EngineLoad, node_of
+from edgemoe.policy.routing.least_loaded import TargetLoad, node_of
 from edgemoe.types.request import Emission, Phases, Request
 
 log = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ class OneBox:
     route: Route = "pull"
     leadership = ("", 0)
 
-    def __init__(self, connection: EngineConnection) -> None:
+    def __init__(self, connection: LocalConnection) -> None:
         self._connection = connection
 
     def own_place(self) -> str:
@@ -94,7 +94,7 @@ class OneBox:
     def others(self) -> Mapping[str, str]:
         return {}
 
-    def reported(self, place: str, node: str) -> EngineLoad:
+    def reported(self, place: str, node: str) -> TargetLoad:
         raise AssertionError(f"{node} is no box that this one knows")
 
     def role(self, node: str) -> Phases:
@@ -117,7 +117,7 @@ class RequestRouter:
     """Owns the state machine of this front's requests, and the clients that wait for them."""
 
     def __init__(
-        self, settings: EngineSettings, connection: EngineConnection, now: Callable[[], float] = time.monotonic
+        self, settings: EngineSettings, connection: LocalConnection, now: Callable[[], float] = time.monotonic
     ) -> None:
         self.connection = connection
         self.draining = False  # nothing more is taken here

@@ -12,7 +12,7 @@ from edgemoe.errors import DeadlineExceeded, EngineCrashed, RequestError
 from edgemoe.front import request_events as events
 from edgemoe.front.request_table import (
     IN_OFFER,
-    EngineChoice,
+    RoutingDecision,
     OpenOffer,
     PrefillMove,
     RequestRecord,
@@ -21,7 +21,7 @@ from edgemoe.front.request_table import (
     Surroundings,
 )
 from edgemoe.ipc.messages import Cancel
-from edgemoe.policy.routing.least_loaded import EngineLoad, node_of, route
+from edgemoe.policy.routing.least_loaded import TargetLoad, node_of, route
 from edgemoe.types.expert_signatures import ExpertSignature
 from edgemoe.types.request import Emission
 
@@ -210,7 +210,7 @@ class RequestStateMachine(RequestTable):
         others = {} if stays else self.surroundings.others()
         loads = self._loads(others)
         reading = [load for load in loads if self._role(load.place) != "decode"] or loads
-        unasked = EngineChoice("", "stays" if stays else "alone")
+        unasked = RoutingDecision("", "stays" if stays else "alone")
         if (choice := self._choose(record, reading, others) if others else unasked) is None:
             return
         place = choice.place or route(reading, "least" if self.surroundings.route == "least" else "local")
@@ -220,7 +220,7 @@ class RequestStateMachine(RequestTable):
             only_prefills = self._role(place) == "prefill" and not stays and record.attempt < MAX_MOVED_ATTEMPTS
             self._submit(record, choice._replace(place=place), learns=bool(others), only_prefills=only_prefills)
 
-    def _submit(self, record: RequestRecord, choice: EngineChoice, *, learns: bool, only_prefills: bool) -> None:
+    def _submit(self, record: RequestRecord, choice: RoutingDecision, *, learns: bool, only_prefills: bool) -> None:
         place = choice.place
         record.attempt += 1
         record.attempts.begin()
@@ -233,35 +233,35 @@ class RequestStateMachine(RequestTable):
         self._todo.append(events.SendSubmit(place, message, choice.offer))
 
     def _choose(
-        self, record: RequestRecord, reading: Sequence[EngineLoad], others: Mapping[str, str]
-    ) -> EngineChoice | None:
+        self, record: RequestRecord, reading: Sequence[TargetLoad], others: Mapping[str, str]
+    ) -> RoutingDecision | None:
         """Returns the leader's choice, or the reason to route by load. None: the request is offered now."""
         around, offer = self.surroundings, record.offer
         if around.route == "least":
-            return EngineChoice("", "rule")
+            return RoutingDecision("", "rule")
         own = next((load.place for load in reading if load.here), "")
         if offer is None:
             if record.attempt:
-                return EngineChoice("", "again")
+                return RoutingDecision("", "again")
             return self._choose_first(record, own)
         if offer.closed:
-            return EngineChoice("", offer.closed)
+            return RoutingDecision("", offer.closed)
         place, offer.closed = offer.place.removeprefix(f"{around.node}:"), "again"
         if place == own or place in others:
-            return EngineChoice(place, offer.why, offer.number)
+            return RoutingDecision(place, offer.why, offer.number)
         self._todo.append(events.SendWithdrawal(offer.number))
-        return EngineChoice("", "gone")
+        return RoutingDecision("", "gone")
 
-    def _choose_first(self, record: RequestRecord, own: str) -> EngineChoice | None:
+    def _choose_first(self, record: RequestRecord, own: str) -> RoutingDecision | None:
         """Starts a request at this box's engine if that can begin at once; else offers it. `own` may be ""."""
         around, request, leader = self.surroundings, record.request, self.surroundings.leadership[0]
         at_once = bool(own) and around.starts_at_once(request)
         no_better = around.route == "pull" or (around.route == "eldr" and not around.has_signature(request))
         starts_here = at_once and no_better
         if starts_here and (not leader or around.knows_prompt(request)):
-            return EngineChoice(own, "at once")
+            return RoutingDecision(own, "at once")
         if not leader:
-            return EngineChoice("", "no leader")
+            return RoutingDecision("", "no leader")
         number = next(self._numbers)
         record.offer = OpenOffer(number, around.leadership, self._now() + OFFER_S, starts_here)
         self._by_number[number] = record
@@ -398,7 +398,7 @@ class RequestStateMachine(RequestTable):
         record.attempts.take_back()
         record.move = None  # so that leaving the state cancels nothing at the target
         self.moved += 1
-        self._submit(record, EngineChoice(move.target, "handed over", move.offer), learns=False, only_prefills=False)
+        self._submit(record, RoutingDecision(move.target, "handed over", move.offer), learns=False, only_prefills=False)
         self._todo.append(cancel)
 
     def _fail_target(self, record: RequestRecord, why: str) -> None:

@@ -17,7 +17,7 @@ from edgemoe.front.request_events import RequestInstruction, SendCancel, SendWit
 from edgemoe.ipc.messages import Cancel, FetchPrefixKV, Submit
 from edgemoe.policy import shares
 from edgemoe.policy.blame import Attempts
-from edgemoe.policy.routing.least_loaded import EngineLoad, node_of
+from edgemoe.policy.routing.least_loaded import TargetLoad, node_of
 from edgemoe.types.expert_signatures import ExpertSignature
 from edgemoe.types.principal import Identity
 from edgemoe.types.request import Emission, Phases, Request
@@ -188,7 +188,7 @@ class Surroundings(Protocol):
     def others(self) -> Mapping[str, str]:
         """Returns engines of other boxes that take requests: place -> node."""
 
-    def reported(self, place: str, node: str) -> EngineLoad:
+    def reported(self, place: str, node: str) -> TargetLoad:
         """Returns the load of another box's engine as of its last beat."""
 
     def role(self, node: str) -> Phases:
@@ -207,7 +207,7 @@ class Surroundings(Protocol):
         """Returns whether it is known which experts a similar prompt chose."""
 
 
-class EngineChoice(NamedTuple):
+class RoutingDecision(NamedTuple):
     """The engine for a request, the reason, and the offer; `place` is "" if load decides."""
 
     place: str
@@ -263,12 +263,12 @@ class RequestTable:
         """Returns whether engines should report the experts of prompts."""
         return self.surroundings.route in BY_EXPERTS
 
-    def own_load(self) -> EngineLoad | None:
+    def own_load(self) -> TargetLoad | None:
         """Returns how many requests this box's engine has, other boxes' included; None while it takes none."""
         if not (place := self.surroundings.own_place()):
             return None
         requests = self._at[place] + self.surroundings.hosted_count()
-        return EngineLoad(place, True, requests, self.slots, self.capacity)
+        return TargetLoad(place, True, requests, self.slots, self.capacity)
 
     def count_at(self, place: str) -> int:
         """Counts the live requests that this engine has."""
@@ -428,7 +428,7 @@ class RequestTable:
         record = self._current(emission.request, emission.attempt)
         return record is not None and node_of(record.place) == node
 
-    def _load(self, place: str, node: str) -> EngineLoad:
+    def _load(self, place: str, node: str) -> TargetLoad:
         """Returns the load of another box's engine, corrected by our requests that began and ended there since."""
         load = self.surroundings.reported(place, node)
         return load._replace(requests=max(0, load.requests + self._at[place] - self._ours.get(node, 0)))
@@ -436,7 +436,7 @@ class RequestTable:
     def _role(self, place: str) -> Phases:
         return self.surroundings.role(node_of(place))
 
-    def _loads(self, others: Mapping[str, str]) -> list[EngineLoad]:
+    def _loads(self, others: Mapping[str, str]) -> list[TargetLoad]:
         """Returns the engines that a request may go to, this box's first."""
         own, now_s = self.own_load(), self._now()
         self._avoided = {place: until for place, until in self._avoided.items() if until > now_s}

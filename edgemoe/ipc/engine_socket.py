@@ -1,7 +1,7 @@
 """Connects a front and its engine: ZeroMQ over a Unix socket in a 0700 directory.
 
 The front binds a ROUTER; the engine connects a DEALER with its boot id as identity, which tells incarnations apart.
-Each end belongs to one event loop, except `EngineEnd.post`. An invalid frame is refused and affects no other.
+Each end belongs to one event loop, except `IpcClient.post`. An invalid frame is refused and affects no other.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from edgemoe.wire.protocol import PROTOCOL_VERSIONS, UNREADABLE, Versions, check
 log = logging.getLogger(__name__)
 
 HWM_MESSAGES = 4096  # queued by ZeroMQ in one direction
-BACKLOG_MESSAGES = 4096  # waiting in EngineEnd before the front is taken to be stuck
+BACKLOG_MESSAGES = 4096  # waiting in IpcClient before the front is taken to be stuck
 WHY_CHARS = 1024  # of the reason sent for an unreadable message
 RETRY_S = 0.01  # between tries to hand ZeroMQ a message while its queue is full
 
 
-class FrontEnd:
+class IpcServer:
     """Sends to engines by boot id, and yields the messages of all of them."""
 
     def __init__(self, directory: Path, speaks: Versions = PROTOCOL_VERSIONS) -> None:
@@ -107,7 +107,7 @@ class FrontEnd:
         self._context.term()
 
 
-class EngineEnd:
+class IpcClient:
     """Posts to the front and yields its messages. Made in the engine's event loop; any thread may `post`."""
 
     def __init__(

@@ -38,7 +38,7 @@ from edgemoe.types.expert_signatures import EndedRequests, ExpertDemand, ExpertS
 from edgemoe.types.model_info import ModelInfo
 from edgemoe.types.placement import PlacementPlan
 from edgemoe.types.request import Emission, Request
-from edgemoe.types.snapshot import EngineSnapshot
+from edgemoe.types.snapshot import ServingSnapshot
 from edgemoe.wire import protocol
 from edgemoe.wire.protocol import Language, Message, Versions
 
@@ -283,7 +283,7 @@ class SnapshotRequest(Message, frozen=True, tag="Show"):
 class SnapshotReply(Message, frozen=True, tag="Shown"):
     """Shows an engine; None where none has shown itself yet. From an engine to its front, too."""
 
-    snapshot: EngineSnapshot | None = msgspec.field(default=None, name="glimpse")
+    snapshot: ServingSnapshot | None = msgspec.field(default=None, name="glimpse")
 
 
 class Reloaded(Message, frozen=True, kw_only=True, tag="Reloaded"):

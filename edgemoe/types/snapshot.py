@@ -33,7 +33,7 @@ class RequestProgress(msgspec.Struct, frozen=True):
     emitted: TokenCount
 
 
-class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+class ServingSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """Experts and requests of an engine at one moment."""
 
     layers: Small

@@ -17,7 +17,7 @@ from llguidance import LLTokenizer
 from edgemoe.api.text.tokenizer import TextModel
 from edgemoe.config.budgets import Budgets, ModelNeeds, resolve_budgets
 from edgemoe.config.settings import Settings
-from edgemoe.engine.engine import Engine, EngineBudget
+from edgemoe.engine.engine import Engine, ServingBudget
 from edgemoe.engine.grammar import GrammarCompiler
 from edgemoe.engine.loop import Emit
 from edgemoe.engine.steps import LoadedModel, StepObservers
@@ -292,7 +292,7 @@ def _engine(
     return Engine(
         LoadedModel(spec, decoder, tiers.experts, cache, decoder.device, grammars),
         settings.engine,
-        EngineBudget(kv_blocks, budgets.context_tokens, budgets.kv_swap_bytes, budgets.state_slots, timeout_s),
+        ServingBudget(kv_blocks, budgets.context_tokens, budgets.kv_swap_bytes, budgets.state_slots, timeout_s),
         emit,
         watchers=watchers,
     )

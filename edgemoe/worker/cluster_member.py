@@ -40,7 +40,7 @@ from edgemoe.types.model_info import ModelInfo
 from edgemoe.types.placement import PlacementPlan, pack_bits
 from edgemoe.worker.cluster_parts import ClusterParts
 from edgemoe.worker.expert_demand import ExpertDemandReporter, PrefixSignatures
-from edgemoe.worker.prefill_decode_transfer import EnginePrefixes, PrefixFetches
+from edgemoe.worker.prefill_decode_transfer import PrefixFetches, SharedPrefixes
 
 log = logging.getLogger(__name__)
 REPORT_S = 1.0
@@ -83,7 +83,7 @@ class ClusterMember:
                 self._host,
                 sharing.shelf,
                 sharing.store,
-                EnginePrefixes(engine, info.digest),
+                SharedPrefixes(engine, info.digest),
                 sharing.pieces,
             ),
             timeout_s=settings.call_timeout_s,

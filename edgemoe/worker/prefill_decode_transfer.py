@@ -75,7 +75,7 @@ class LastChunkNotifier:
                 self._post(LastChunkStarted(request=request, attempt=wanted[0], signature=self._signature_of(request)))
 
 
-class EnginePrefixes:
+class SharedPrefixes:
     """Implements PrefixSource: the engine's prefix cache, for the event loop."""
 
     def __init__(self, engine: Engine, model: str) -> None:

@@ -21,7 +21,7 @@ from edgemoe.config.settings import Settings
 from edgemoe.errors import ConfigError, EdgemoeError, ServiceError, WireError, first_error
 from edgemoe.guard import refuse_pickle
 from edgemoe.heap import freeze_objects
-from edgemoe.ipc.engine_socket import EngineEnd, end_of
+from edgemoe.ipc.engine_socket import IpcClient, end_of
 from edgemoe.ipc.messages import (
     PLACE_BYTES,
     Boot,
@@ -72,7 +72,7 @@ class Worker:
     def __init__(self, boot: Boot, settings: Settings, parent: int) -> None:
         self._boot, self._settings, self._parent = boot, settings, parent
         self._loop = asyncio.get_running_loop()
-        self._wire = EngineEnd(boot.address, boot.boot_id, boot.speaks)
+        self._wire = IpcClient(boot.address, boot.boot_id, boot.speaks)
         self._loading, self._log = Loading(phase="start"), RateLimitedLog(log)
         self._warm: asyncio.Future[Emission] = self._loop.create_future()
         self._stop_asked = asyncio.Event()

@@ -31,9 +31,9 @@ from edgemoe.types.snapshot import (
     NO_EXPERT,
     ON_DISK,
     USE_BITS,
-    EngineSnapshot,
     Phase,
     RequestProgress,
+    ServingSnapshot,
 )
 
 LOOK_S = 3.0  # that one Show lasts
@@ -66,12 +66,12 @@ class SnapshotFeed:
                 self._post(SnapshotReply(self.snapshot()))
                 await asyncio.sleep(EVERY_S)
 
-    def snapshot(self) -> EngineSnapshot:
+    def snapshot(self) -> ServingSnapshot:
         """Returns a snapshot of the engine now."""
         residency, scheduler = self._tiers.residency, self._engine.scheduler
         self._note_use(scheduler.running[:SAMPLE_SEQUENCES])
         there = self._use.shape
-        return EngineSnapshot(
+        return ServingSnapshot(
             layers=there[0],
             experts=there[1],
             cells=self._cells().tobytes() if there[0] * there[1] <= MAX_CELLS else b"",

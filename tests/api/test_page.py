@@ -30,7 +30,7 @@ from edgemoe.errors import QueueFull
 from edgemoe.front.main import Front
 from edgemoe.policy.shares import most_of
 from edgemoe.types.principal import Principal
-from edgemoe.types.snapshot import COMING, IN_RAM, ON_DISK, USE_BITS, EngineSnapshot, RequestProgress
+from edgemoe.types.snapshot import COMING, IN_RAM, ON_DISK, USE_BITS, RequestProgress, ServingSnapshot
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 KEY = {"authorization": "Bearer 0123456789abcdef"}
@@ -208,7 +208,7 @@ async def test_events_contain_no_prompts_or_answers(http: httpx.AsyncClient, cli
 
 async def test_only_changes_are_sent_again() -> None:
     memory, cells = StreamMemory(0.0), bytes((IN_RAM, IN_RAM | COMING | 9 << USE_BITS))
-    seen = EngineSnapshot(layers=1, experts=2, cells=cells, requests=(RequestProgress("waiting", 1.0, 2, 0, 0),))
+    seen = ServingSnapshot(layers=1, experts=2, cells=cells, requests=(RequestProgress("waiting", 1.0, 2, 0, 0),))
     assert [box["cells"] for box in memory.boxes([BoxSnapshot("a", seen), BoxSnapshot("b", None)])] == [cells]
     assert list(memory.boxes([BoxSnapshot("a", seen)])) == []
     (later,) = memory.boxes([BoxSnapshot("a", msgspec.structs.replace(seen, requests=()))])

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from support.virtual import VirtualLoop
 
-from edgemoe.cluster.control.messages import CONTROL, MAX_PREFIX_KEYS, MAX_TAKEN, PREFIX_TOKENS, EngineStatus
+from edgemoe.cluster.control.messages import CONTROL, MAX_PREFIX_KEYS, MAX_TAKEN, PREFIX_TOKENS, LoadReport
 from edgemoe.cluster.rpc.envelope import MAX_ENVELOPE_BYTES
 from edgemoe.front import engine_meter
 from edgemoe.front.engine_meter import (
@@ -19,9 +19,9 @@ from edgemoe.front.engine_meter import (
     LOOK_S,
     MAX_UNREPORTED,
     REPEAT_S,
-    EngineFacts,
-    EngineMeter,
-    EngineUseReporter,
+    LoadReporter,
+    LocalCapacity,
+    LocalLoad,
 )
 from edgemoe.front.prompt_hints import PrefixKeys
 from edgemoe.front.request_table import HeldRequest
@@ -47,8 +47,8 @@ class Engine:
         self.held: list[HeldRequest] = []
         self.stats: dict[str, float] = {}
         self.keys = PrefixKeys()
-        facts = EngineFacts("boot", slots, 10, blocks * BLOCK_TOKENS, self.stats, 64.0)
-        self.meter = EngineMeter(self.keys, lambda: facts, lambda: self.held)
+        facts = LocalCapacity("boot", slots, 10, blocks * BLOCK_TOKENS, self.stats, 64.0)
+        self.meter = LocalLoad(self.keys, lambda: facts, lambda: self.held)
 
 
 def test_a_request_starts_at_once_where_a_slot_and_blocks_are_free_and_no_prompt_waits() -> None:
@@ -90,10 +90,10 @@ def test_of_too_many_prompts_the_one_that_was_used_last_longest_ago_is_forgotten
 
 def test_an_engine_that_keeps_no_prompts_offers_no_keys_and_needs_no_others_word_for_them() -> None:
     keys = PrefixKeys(prefix_cache=False)
-    meter = EngineMeter(keys, lambda: None, list)
+    meter = LocalLoad(keys, lambda: None, list)
     prompt = request(3 * PREFIX_TOKENS)
     meter.note(Submit(request=prompt, attempt=1))
-    assert meter.report(EngineStatus()).prefixes == b""
+    assert meter.report(LoadReport()).prefixes == b""
     assert keys.cached(prompt) == b""
     assert meter.knows(keys.cached(prompt))
     assert len(keys.prefix(prompt)) == 3 * 8  # by which fronts recognise prompts
@@ -155,11 +155,11 @@ def test_hashes_are_the_same_for_the_same_beginning_and_mean_nothing_without_the
     assert others.prefix(request(200)) == long
 
 
-def led_by_b(tell: Callable[[EngineStatus], None], lost: Sequence[bool] = ()) -> Any:
+def led_by_b(tell: Callable[[LoadReport], None], lost: Sequence[bool] = ()) -> Any:
     """Returns box a's tracker of engines, led by b; each true value of `lost` loses one of the first reports to b."""
     ways = iter(lost)
 
-    def told(node: str, use: EngineStatus) -> bool:
+    def told(node: str, use: LoadReport) -> bool:
         if next(ways, False):
             return False
         tell(use)
@@ -175,8 +175,8 @@ def led_by_b(tell: Callable[[EngineStatus], None], lost: Sequence[bool] = ()) ->
 
 def test_reports_that_did_not_reach_the_leader_are_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_meter, "REPEAT_S", 0.0)
-    engine, told = Engine(), list[EngineStatus]()
-    reporter = EngineUseReporter(led_by_b(told.append, lost=[True]), engine.meter)
+    engine, told = Engine(), list[LoadReport]()
+    reporter = LoadReporter(led_by_b(told.append, lost=[True]), engine.meter)
     engine.meter.note(Submit(request=request(2 * PREFIX_TOKENS)))
     engine.meter.on_choosing(ExpertDemandReport(choices=CHOICES))
     reporter.report()
@@ -186,9 +186,9 @@ def test_reports_that_did_not_reach_the_leader_are_repeated(monkeypatch: pytest.
 
 
 def test_a_leader_that_has_led_in_between_no_longer_is_told_everything_again() -> None:
-    engine, told = Engine(), list[EngineStatus]()
+    engine, told = Engine(), list[LoadReport]()
     plane = led_by_b(told.append)
-    reporter = EngineUseReporter(plane, engine.meter)
+    reporter = LoadReporter(plane, engine.meter)
     engine.meter.note(Submit(request=request(2 * PREFIX_TOKENS)))
     engine.meter.on_choosing(ExpertDemandReport(choices=CHOICES))
     reporter.report()
@@ -202,7 +202,7 @@ def test_a_leader_that_has_led_in_between_no_longer_is_told_everything_again() -
 def test_changes_are_reported_at_once_a_busy_engine_often_and_an_idle_one_seldom() -> None:
     engine, loop, told = Engine(), VirtualLoop(), list[float]()
     plane = led_by_b(lambda _use: told.append(loop.time()))
-    reporter, looks = EngineUseReporter(plane, engine.meter), list[float]()
+    reporter, looks = LoadReporter(plane, engine.meter), list[float]()
 
     async def follow() -> None:
         while True:

@@ -6,7 +6,7 @@ import msgspec
 from support.model_info import MODEL
 
 from edgemoe.cluster.control.messages import BoxReport
-from edgemoe.front.engine_tracker import EngineTracker
+from edgemoe.front.engine_tracker import LocalEngine
 from edgemoe.ipc.messages import ChannelsOpened, ExpertActivity, PeerLinkMeasured
 
 SAID = ExpertActivity(
@@ -23,7 +23,7 @@ SAID = ExpertActivity(
 
 
 def test_a_report_has_all_that_the_engine_said_of_its_requests() -> None:
-    own = EngineTracker()
+    own = LocalEngine()
     own.on_channels_opened("boot", ChannelsOpened(calls_port=1, bulk_port=1, model=MODEL))
     own.activity = SAID
     told = own.report()
@@ -36,14 +36,14 @@ def test_a_report_has_all_that_the_engine_said_of_its_requests() -> None:
 
 
 def test_there_is_no_report_before_the_engine_has_said_anything() -> None:
-    own = EngineTracker()
+    own = LocalEngine()
     assert own.report() is None
     own.on_channels_opened("boot", ChannelsOpened(calls_port=1, bulk_port=1, model=MODEL))
     assert own.report() is None
 
 
 def test_links_to_boxes_that_have_left_are_not_reported() -> None:
-    own = EngineTracker()
+    own = LocalEngine()
     own.on_channels_opened("boot", ChannelsOpened(calls_port=1, bulk_port=1, model=MODEL))
     own.activity = SAID
     for node in ("a", "b"):

@@ -26,7 +26,7 @@ from edgemoe.cluster.control.control_plane import ControlPlane
 from edgemoe.cluster.control.messages import (
     CONTROL,
     MAX_UNWANTED,
-    EngineDescription,
+    ChannelDescription,
     ForwardedEmissions,
     ForwardedFrame,
     FrameAccepted,
@@ -38,7 +38,7 @@ from edgemoe.errors import PeerBusy, PeerRefused, PeerUnavailable
 from edgemoe.front import engine_starts
 from edgemoe.front import hosted_requests as hosted_module
 from edgemoe.front.cluster_requests import ClusterRequests
-from edgemoe.front.engine_process import EngineConnection
+from edgemoe.front.engine_process import LocalConnection
 from edgemoe.front.hosted_requests import MAX_FETCHES, HostedRequests
 from edgemoe.front.main import Front
 from edgemoe.front.peers_list import listed
@@ -293,8 +293,8 @@ async def hosted_requests(client: httpx.AsyncClient) -> int:
     return int(json.loads((await client.get("/health")).text)["cluster"]["members"][0]["requests"])
 
 
-def engine_with(disk: int) -> EngineDescription:
-    return EngineDescription(
+def engine_with(disk: int) -> ChannelDescription:
+    return ChannelDescription(
         boot="engine",
         calls_port=1,
         bulk_port=2,
@@ -448,7 +448,7 @@ async def test_an_emission_that_no_message_can_carry_ends_its_request_alone() ->
 
 
 def test_unwanted_requests_in_an_answer_are_bounded() -> None:
-    router: Any = RequestRouter(EngineSettings(), EngineConnection(None))  # type: ignore[arg-type]
+    router: Any = RequestRouter(EngineSettings(), LocalConnection(None))  # type: ignore[arg-type]
     requests = ClusterRequests(None, "least", router, None, PrefixKeys())  # type: ignore[arg-type]
     items = [Emission(request=f"r{n}", attempt=1, index=0, token=1) for n in range(MAX_UNWANTED + 1)]
     taken = requests.on_tokens("b", items)

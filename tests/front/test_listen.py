@@ -11,7 +11,7 @@ import pytest
 
 from edgemoe.errors import ServiceError
 from edgemoe.front.listen import PATH_BYTES, Notifier, passed_sockets, sole_owner, tcp_socket, unix_socket
-from edgemoe.ipc.engine_socket import FrontEnd
+from edgemoe.ipc.engine_socket import IpcServer
 
 
 def test_the_socket_is_for_owner_and_group(tmp_path: Path) -> None:
@@ -37,7 +37,7 @@ def test_a_path_or_group_that_cannot_be_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ServiceError, match="too long"):
         unix_socket(tmp_path / ("x" * 120))
     with pytest.raises(ServiceError, match=r"too long.*set service\.runtime_dir"):
-        FrontEnd(tmp_path / ("x" * (PATH_BYTES - len(str(tmp_path)) - 8)))
+        IpcServer(tmp_path / ("x" * (PATH_BYTES - len(str(tmp_path)) - 8)))
     with pytest.raises(ServiceError, match="no group"):
         unix_socket(tmp_path / "api.sock", "no-such-group-here")
 

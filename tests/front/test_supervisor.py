@@ -30,7 +30,7 @@ from edgemoe.front.main import Front
 from edgemoe.front.request_events import RequestEvent, TokensEmitted
 from edgemoe.front.request_router import RequestRouter
 from edgemoe.front.supervisor import Supervisor
-from edgemoe.ipc.engine_socket import EngineEnd
+from edgemoe.ipc.engine_socket import IpcClient
 from edgemoe.ipc.messages import Emissions, Failed, Stats
 from edgemoe.types.principal import Identity, uid_principal
 from edgemoe.types.request import Emission
@@ -193,7 +193,7 @@ async def test_messages_of_an_earlier_engine_are_ignored(tmp_path: Path, model_d
         waiting = asyncio.ensure_future(client.post("/v1/completions", json={"prompt": "HANG@0"}))
         await until(lambda: len(supervisor_of(front).requests) == 1)
         (live,) = supervisor_of(front).requests.machine._live.values()
-        late = EngineEnd(supervisor_of(front)._connection.wire.address, "earlier")
+        late = IpcClient(supervisor_of(front)._connection.wire.address, "earlier")
         last = Emission(request=live.request.id, attempt=live.attempt, index=0, finish="stop")
         late.post(Emissions(items=[last]))
         late.post(Failed(error="Late", message="from beyond"))
@@ -360,7 +360,7 @@ async def test_an_unreadable_message_of_an_engine_is_a_sign_of_life(tmp_path: Pa
         assert engine is not None
         os.kill(engine.process.pid, signal.SIGSTOP)
         await asyncio.sleep(0.2)  # its messages so far are read
-        end, refused = EngineEnd(wire.address, engine.boot_id + "x", PROTOCOL_VERSIONS), wire.undecodable
+        end, refused = IpcClient(wire.address, engine.boot_id + "x", PROTOCOL_VERSIONS), wire.undecodable
         engine.boot_id, first = engine.boot_id + "x", engine.heard
         end.post(msgspec.structs.replace(Stats(values={}), values={"edgemoe_x": float("nan")}))
         await until(lambda: wire.undecodable > refused)

@@ -15,7 +15,7 @@ import pytest
 
 from edgemoe.errors import PeerOutdated, ServiceError, WireError
 from edgemoe.ipc import engine_socket as ipc
-from edgemoe.ipc.engine_socket import EngineEnd, FrontEnd, private_directory
+from edgemoe.ipc.engine_socket import IpcClient, IpcServer, private_directory
 from edgemoe.ipc.messages import MAGIC, Emissions, MessageRefused, Ping, Stats, Stop, encode
 from edgemoe.wire.protocol import PROTOCOL_VERSIONS, Message, Versions
 
@@ -23,14 +23,14 @@ NEXT = Versions(PROTOCOL_VERSIONS.lowest, PROTOCOL_VERSIONS.highest + 1)
 
 
 @pytest.fixture
-async def front(tmp_path: Path) -> AsyncIterator[FrontEnd]:
-    end = FrontEnd(tmp_path / "run")
+async def front(tmp_path: Path) -> AsyncIterator[IpcServer]:
+    end = IpcServer(tmp_path / "run")
     yield end
     end.close()
 
 
-async def test_messages_pass_both_ways_and_name_their_sender(front: FrontEnd) -> None:
-    engine = EngineEnd(front.address, "boot-1")
+async def test_messages_pass_both_ways_and_name_their_sender(front: IpcServer) -> None:
+    engine = IpcClient(front.address, "boot-1")
     engine.post(Stats(values={"a": 1.0}))
     assert await anext(front.messages()) == ("boot-1", Stats(values={"a": 1.0}))
     front.send("boot-1", Ping())
@@ -38,8 +38,8 @@ async def test_messages_pass_both_ways_and_name_their_sender(front: FrontEnd) ->
     await engine.close()
 
 
-async def test_posts_from_another_thread_arrive_in_order(front: FrontEnd) -> None:
-    engine = EngineEnd(front.address, "boot-1")
+async def test_posts_from_another_thread_arrive_in_order(front: IpcServer) -> None:
+    engine = IpcClient(front.address, "boot-1")
     posting = threading.Thread(target=lambda: [engine.post(Stats(values={"n": float(n)})) for n in range(500)])
     posting.start()
     received = []
@@ -53,26 +53,26 @@ async def test_posts_from_another_thread_arrive_in_order(front: FrontEnd) -> Non
     await engine.close()
 
 
-async def test_messages_posted_before_close_still_arrive(front: FrontEnd) -> None:
-    engine = EngineEnd(front.address, "boot-1")
+async def test_messages_posted_before_close_still_arrive(front: IpcServer) -> None:
+    engine = IpcClient(front.address, "boot-1")
     engine.post(Stats(values={}))
     await engine.close()
     assert (await anext(front.messages()))[0] == "boot-1"
 
 
-async def test_sending_to_an_engine_that_is_not_there_is_an_error(front: FrontEnd) -> None:
+async def test_sending_to_an_engine_that_is_not_there_is_an_error(front: IpcServer) -> None:
     with pytest.raises(WireError, match="cannot be reached"):
         front.send("nobody", Stop())
 
 
 async def test_a_front_that_does_not_read_is_noticed(
-    front: FrontEnd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    front: IpcServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And when it reads at last, nothing that was taken is lost."""
     monkeypatch.setattr(ipc, "HWM_MESSAGES", 100)
     monkeypatch.setattr(ipc, "BACKLOG_MESSAGES", 3)
     front.close()
-    engine = EngineEnd(front.address, "boot-1")
+    engine = IpcClient(front.address, "boot-1")
     taken = 0
     with contextlib.suppress(WireError):
         while taken < 1000:
@@ -82,7 +82,7 @@ async def test_a_front_that_does_not_read_is_noticed(
     assert taken == 103  # ZeroMQ's own queue, then ours
     with pytest.raises(WireError, match="unread"):
         engine.post(Stats(values={}))
-    again = FrontEnd(tmp_path / "run")
+    again = IpcServer(tmp_path / "run")
     assert again.address == front.address
     received = []
     async for _, message in again.messages():
@@ -95,8 +95,8 @@ async def test_a_front_that_does_not_read_is_noticed(
     again.close()
 
 
-async def test_a_frame_that_cannot_be_read_is_counted_and_dropped(front: FrontEnd) -> None:
-    engine = EngineEnd(front.address, "boot-1")
+async def test_a_frame_that_cannot_be_read_is_counted_and_dropped(front: IpcServer) -> None:
+    engine = IpcClient(front.address, "boot-1")
     await engine._socket.send(b"noise")
     engine.post(Stats(values={}))
     said = front.messages()
@@ -122,8 +122,8 @@ async def test_a_directory_that_cannot_be_private_is_refused(tmp_path: Path) -> 
         private_directory(tmp_path / "link")
 
 
-async def test_an_engine_refuses_unknown_messages_and_lives(front: FrontEnd) -> None:
-    engine = EngineEnd(front.address, "boot-1")
+async def test_an_engine_refuses_unknown_messages_and_lives(front: IpcServer) -> None:
+    engine = IpcClient(front.address, "boot-1")
     heard, said = engine.messages(), front.messages()
     engine.post(Stats(values={}))
     await anext(said)
@@ -143,9 +143,9 @@ async def test_an_engine_refuses_unknown_messages_and_lives(front: FrontEnd) -> 
 )
 @pytest.mark.parametrize("attempt", [2, 0, 1 << 62, -(1 << 63)])
 async def test_the_end_of_a_request_that_cannot_be_read_can_be(
-    front: FrontEnd, changed: dict[str, Any], ended: str, attempt: int
+    front: IpcServer, changed: dict[str, Any], ended: str, attempt: int
 ) -> None:
-    engine = EngineEnd(front.address, "boot-1")
+    engine = IpcClient(front.address, "boot-1")
     heard, said = engine.messages(), front.messages()
     engine.post(Stats(values={}))
     await anext(said)
@@ -165,8 +165,8 @@ async def test_the_end_of_a_request_that_cannot_be_read_can_be(
     await engine.close()
 
 
-async def test_a_front_refuses_unknown_messages(front: FrontEnd) -> None:
-    engine = EngineEnd(front.address, "boot-1")
+async def test_a_front_refuses_unknown_messages(front: IpcServer) -> None:
+    engine = IpcClient(front.address, "boot-1")
     await engine._socket.send(encode(Stats(values={})).replace(b"Stats", b"Stets"))
     said = front.messages()
     async with asyncio.timeout(5):
@@ -179,8 +179,8 @@ async def test_a_front_refuses_unknown_messages(front: FrontEnd) -> None:
     await engine.close()
 
 
-async def test_a_request_that_the_engine_cannot_read_ends_alone(front: FrontEnd) -> None:
-    engine = EngineEnd(front.address, "boot-1")
+async def test_a_request_that_the_engine_cannot_read_ends_alone(front: IpcServer) -> None:
+    engine = IpcClient(front.address, "boot-1")
     heard, said = engine.messages(), front.messages()
     engine.post(Stats(values={}))
     await anext(said)
@@ -203,8 +203,8 @@ async def test_neither_end_sends_messages_unknown_to_the_other_release(tmp_path:
     class Wave(Message, frozen=True, tag="Wave"):
         since = NEXT.highest
 
-    front = FrontEnd(tmp_path / "run")
-    engine = EngineEnd(front.address, "boot-1", speaks=NEXT)
+    front = IpcServer(tmp_path / "run")
+    engine = IpcClient(front.address, "boot-1", speaks=NEXT)
     engine.post(cast(Any, Wave()))
     engine.post(Stats(values={}))
     assert (await anext(front.messages()))[1] == Stats(values={})

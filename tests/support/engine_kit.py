@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from edgemoe.config.settings import EngineSettings
-from edgemoe.engine.engine import Engine, EngineBudget
+from edgemoe.engine.engine import Engine, ServingBudget
 from edgemoe.engine.grammar import GrammarCompiler
 from edgemoe.engine.scheduler import OUTPUT_RESERVE
 from edgemoe.engine.steps import LoadedModel, StepObservers
@@ -201,7 +201,7 @@ class Drive:
         self.engine = Engine(
             LoadedModel(model.spec, model.decoder, model.experts, cache, torch.device("cpu"), grammars),
             EngineSettings(**chosen),
-            EngineBudget(blocks, model.spec.context_tokens, 1 << 20, slots, missing_expert_timeout_s),
+            ServingBudget(blocks, model.spec.context_tokens, 1 << 20, slots, missing_expert_timeout_s),
             self.emitted.extend,
             clock=lambda: self.now_s,
             watchers=StepObservers(observe, expect),

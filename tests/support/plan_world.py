@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from edgemoe.cluster.control.coordination.coord_store import PlanRef
-from edgemoe.cluster.control.messages import Announce, BoxReport, EngineDescription
+from edgemoe.cluster.control.messages import Announce, BoxReport, ChannelDescription
 from edgemoe.cluster.control.plan_controller import (
     ClusterObserved,
     CommitPlacement,
@@ -45,7 +45,7 @@ class Box:
     leaving: bool = False
     plan: PlacementPlan | None = None
     pins: BoolArray = field(default_factory=NOTHING.copy)
-    card: EngineDescription | None = None  # as it was last reported
+    card: ChannelDescription | None = None  # as it was last reported
 
     def obey(self, plan: PlacementPlan) -> None:
         self.plan = plan

@@ -13,7 +13,7 @@ import numpy as np
 
 from edgemoe.cluster.control.control_plane import ControlPlane, NoServices
 from edgemoe.cluster.control.coordination.coord_store import since_boot
-from edgemoe.cluster.control.messages import Announce, BoxReport, EngineDescription, Heartbeat
+from edgemoe.cluster.control.messages import Announce, BoxReport, ChannelDescription, Heartbeat
 from edgemoe.cluster.rpc.keys import Peer, Secret, generate
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.types.placement import PlacementPlan, pack_bits
@@ -26,8 +26,8 @@ ALL = pack_bits(np.ones((LAYERS, EXPERTS), np.bool_))
 NONE = bytes(len(ALL))
 
 
-def card(boot: str, room: int = 6, model: str = "m" * 32, disk: bytes = ALL, ram: bytes = NONE) -> EngineDescription:
-    return EngineDescription(
+def card(boot: str, room: int = 6, model: str = "m" * 32, disk: bytes = ALL, ram: bytes = NONE) -> ChannelDescription:
+    return ChannelDescription(
         boot=boot,
         calls_port=1,
         bulk_port=2,
@@ -55,7 +55,7 @@ class Front(NoServices):
             **{"coordination": "raft", "replicas": 1, "lease_s": 1.0, **settings},
         )
         self.peers, self.starts = peers, 0
-        self.engine: EngineDescription | None = None
+        self.engine: ChannelDescription | None = None
         self.role: Any = "box"
         self.task: asyncio.Future[None] | None = None
         self.ahead_s = 0.0  # by which its clock has jumped
@@ -82,7 +82,7 @@ class Front(NoServices):
             self.task.cancel()
             await asyncio.gather(self.task, return_exceptions=True)
 
-    def has(self, engine: EngineDescription | None) -> None:
+    def has(self, engine: ChannelDescription | None) -> None:
         """Starts the engine, or ends it."""
         self.engine = engine
         if (plan := self.plane.state.plans.plan) is not None and engine is not None:

@@ -18,7 +18,7 @@ from edgemoe.front import request_events as events
 from edgemoe.front.request_state import RequestStateMachine
 from edgemoe.front.request_table import RequestRecord, RequestState
 from edgemoe.ipc.messages import Submit
-from edgemoe.policy.routing.least_loaded import EngineLoad, node_of
+from edgemoe.policy.routing.least_loaded import TargetLoad, node_of
 from edgemoe.types.expert_signatures import ExpertSignature
 from edgemoe.types.request import Emission, Phases, Request, Sampling
 
@@ -113,9 +113,9 @@ class World:
     def others(self) -> Mapping[str, str]:
         return {one.place: one.node for one in self.engines.values() if one.node != OWN and one.is_up}
 
-    def reported(self, place: str, node: str) -> EngineLoad:
+    def reported(self, place: str, node: str) -> TargetLoad:
         self.looked_at += 1
-        return EngineLoad(place, False, self.loads.get(node, 0), self.slots, 8)
+        return TargetLoad(place, False, self.loads.get(node, 0), self.slots, 8)
 
     def role(self, node: str) -> Phases:
         return self.engines[node or OWN].role

@@ -22,7 +22,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from edgemoe.config.settings import Settings
-from edgemoe.ipc.engine_socket import EngineEnd
+from edgemoe.ipc.engine_socket import IpcClient
 from edgemoe.ipc.messages import (
     Boot,
     Cancel,
@@ -53,7 +53,7 @@ from edgemoe.policy.routing.signatures import shares_of
 from edgemoe.types.expert_signatures import EndedRequest, ExpertDemand, ExpertSignature
 from edgemoe.types.model_info import ModelInfo
 from edgemoe.types.request import Emission, Request, TokenLogprob
-from edgemoe.types.snapshot import IN_RAM, ON_DISK, EngineSnapshot, RequestProgress
+from edgemoe.types.snapshot import IN_RAM, ON_DISK, RequestProgress, ServingSnapshot
 
 STEP_S = float(os.environ.get("SCRIPTED_STEP_S", "0.002"))
 CONTEXT = int(os.environ.get("SCRIPTED_CONTEXT", "4096"))
@@ -115,7 +115,7 @@ class Scripted:
         self.slots, self.queue = settings.engine.max_sequences, settings.engine.max_queue
         self.boot, self.name, self.node = boot, settings.model.name, settings.cluster.node
         self.running: dict[str, Running] = {}
-        self.end = EngineEnd(boot.address, boot.boot_id, boot.speaks)
+        self.end = IpcClient(boot.address, boot.boot_id, boot.speaks)
 
     async def serve(self) -> None:
         if os.environ.get("SCRIPTED_FATAL"):
@@ -166,7 +166,7 @@ class Scripted:
             elif isinstance(message, SnapshotRequest):
                 requests = tuple(RequestProgress("decode", 0.0, 1, 1, one.index) for one in self.running.values())
                 cells = bytes((ON_DISK, IN_RAM)) * 8
-                self.end.post(SnapshotReply(EngineSnapshot(layers=2, experts=8, cells=cells, requests=requests)))
+                self.end.post(SnapshotReply(ServingSnapshot(layers=2, experts=8, cells=cells, requests=requests)))
             elif isinstance(message, Reload):
                 self.end.post(Reloaded(message="loaded again"))
         stepping.cancel()

@@ -29,7 +29,7 @@ from edgemoe.cluster.control.control_plane import ControlPlane, NoServices
 from edgemoe.cluster.control.coordination import store_factory as stores
 from edgemoe.cluster.control.coordination.coord_store import PlanRef
 from edgemoe.cluster.control.coordination.raft import BACK_S, RaftStore
-from edgemoe.cluster.control.messages import CONTROL, Announce, BoxReport, EngineDescription
+from edgemoe.cluster.control.messages import CONTROL, Announce, BoxReport, ChannelDescription
 from edgemoe.cluster.control.planning.solver import PlanSolver
 from edgemoe.cluster.control.planning.targets import PlacementTarget, PlacementTask, make_target
 from edgemoe.cluster.rpc.envelope import Answer, Envelope, Question
@@ -215,7 +215,7 @@ class Box(NoServices):
         self.plane: ControlPlane | None = None
         self.sound = True  # its settings are like the others'
         self.settings: dict[str, Any] = {}
-        self.engine: EngineDescription | None = card(f"engine-{node}", 12)
+        self.engine: ChannelDescription | None = card(f"engine-{node}", 12)
         self.obeys: PlacementPlan | None = None  # its engine
         self.pins = np.zeros((LAYERS, EXPERTS), np.bool_)  # the experts pinned there
 

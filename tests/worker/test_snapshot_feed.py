@@ -15,7 +15,7 @@ from support.waiting import until, wait_until
 from edgemoe.experts.build import ExpertTiers
 from edgemoe.ipc.messages import FromEngine, SnapshotReply
 from edgemoe.types.experts import ExpertGeometry, Tier
-from edgemoe.types.snapshot import IN_RAM, IN_VRAM, ON_DISK, USE_BITS, EngineSnapshot
+from edgemoe.types.snapshot import IN_RAM, IN_VRAM, ON_DISK, USE_BITS, ServingSnapshot
 from edgemoe.types.step import BLOCK_TOKENS
 from edgemoe.worker import snapshot_feed as module
 from edgemoe.worker.snapshot_feed import SnapshotFeed
@@ -38,7 +38,7 @@ def looking(drive: Drive, tiers: ExpertTiers) -> SnapshotFeed:
     return SnapshotFeed(drive.engine, tiers, lambda _: None)
 
 
-def cells(seen: EngineSnapshot) -> npt.NDArray[np.uint8]:
+def cells(seen: ServingSnapshot) -> npt.NDArray[np.uint8]:
     return np.frombuffer(seen.cells, np.uint8).reshape(seen.layers, seen.experts)
 
 

@@ -27,7 +27,7 @@ from edgemoe.config.settings import (
     RecordSettings,
     Settings,
 )
-from edgemoe.ipc.engine_socket import FrontEnd
+from edgemoe.ipc.engine_socket import IpcServer
 from edgemoe.ipc.messages import (
     Boot,
     Cancel,
@@ -62,7 +62,7 @@ SAMPLING = Sampling(temperature=1.0, top_p=0.95, max_tokens=60)
 class Child:
     """A worker, and the front's end of its wire."""
 
-    def __init__(self, process: asyncio.subprocess.Process, wire: FrontEnd, boot_id: str) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, wire: IpcServer, boot_id: str) -> None:
         self.process, self._wire, self._boot_id = process, wire, boot_id
         self._messages = wire.messages()
 
@@ -100,7 +100,7 @@ class Child:
 @asynccontextmanager
 async def worker(store: Path, runtime: Path) -> AsyncIterator[Child]:
     """Runs a worker with RAM for half of the experts and a device for a quarter."""
-    wire = FrontEnd(runtime)
+    wire = IpcServer(runtime)
     settings = Settings(
         model=ModelSettings(path=str(store), name="tiny", store_dir=str(STORES)),
         memory=MemorySettings(ram_bytes=9 * EXPERT_BYTES, kv_bytes=1 << 20),

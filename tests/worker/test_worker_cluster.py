@@ -25,7 +25,7 @@ from edgemoe.config.settings import (
     ModelSettings,
     Settings,
 )
-from edgemoe.ipc.engine_socket import FrontEnd
+from edgemoe.ipc.engine_socket import IpcServer
 from edgemoe.ipc.messages import (
     Boot,
     Cancel,
@@ -66,7 +66,7 @@ def without_experts(store: Path) -> None:
 async def worker(node: str, store: Path, slots: int, runtime: Path) -> AsyncIterator[tuple[Child, Secret]]:
     key_file = runtime / f"{node}.key"
     key = generate(key_file)
-    wire = FrontEnd(runtime / node)
+    wire = IpcServer(runtime / node)
     settings = Settings(
         model=ModelSettings(path=str(store), name="tiny", store_dir=str(STORES)),
         memory=MemorySettings(ram_bytes=slots * EXPERT_BYTES, kv_bytes=1 << 20),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from edgemoe.config.settings import Settings
-from edgemoe.ipc.engine_socket import FrontEnd
+from edgemoe.ipc.engine_socket import IpcServer
 from edgemoe.ipc.messages import Boot, Drain, Emissions, Loading, Stats, Submit
 from edgemoe.types.request import Request, Sampling
 from edgemoe.wire.protocol import PROTOCOL_VERSIONS
@@ -36,7 +36,7 @@ class FalteringLoop:
 async def test_a_message_that_an_engine_fails_over_costs_that_message_alone(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    wire, loop = FrontEnd(tmp_path / "run"), FalteringLoop()
+    wire, loop = IpcServer(tmp_path / "run"), FalteringLoop()
     boot = Boot(boot_id="boot-1", address=wire.address, speaks=PROTOCOL_VERSIONS, settings={})
     worker = Worker(boot, Settings(), os.getpid())
     assembly: Any = SimpleNamespace(engine=SimpleNamespace(loop=loop), sharing=None)
@@ -69,7 +69,7 @@ async def test_a_message_that_an_engine_fails_over_costs_that_message_alone(
 
 
 async def test_figures_that_cannot_be_told_cost_no_engine(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    wire = FrontEnd(tmp_path / "run")
+    wire = IpcServer(tmp_path / "run")
     boot = Boot(boot_id="boot-1", address=wire.address, speaks=PROTOCOL_VERSIONS, settings={})
     worker = Worker(boot, Settings(), os.getpid())
     runner = SimpleNamespace(standstill_s=lambda: 7.0)

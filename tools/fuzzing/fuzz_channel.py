@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 import zmq
 
-from edgemoe.cluster.control.messages import Announce, EngineDescription, EngineStatus, Heartbeat
+from edgemoe.cluster.control.messages import Announce, ChannelDescription, Heartbeat, LoadReport
 from edgemoe.demo import model_path
 from tools.fuzzing.messages import ChannelMessages
 from tools.fuzzing.peer import HostilePeer
@@ -133,7 +133,7 @@ def presence(box: Target, peer: HostilePeer, seed: int) -> Iterator[Presence]:
     lies = ChannelMessages("control", random.Random(~seed), hints(box))
     made = Presence("control", peer.boot, box.keys["control"], box.own.public, address, box.peer_port, lies)
     layers, experts = model["layers"], model["experts"]
-    engine = EngineDescription(
+    engine = ChannelDescription(
         boot=ENGINE,
         calls_port=CLOSED_PORT,
         bulk_port=CLOSED_PORT,
@@ -147,7 +147,7 @@ def presence(box: Target, peer: HostilePeer, seed: int) -> Iterator[Presence]:
         shares=True,
     )
     card = Announce("0", "box", f"127.0.0.1:{box.peer_port}", engine=engine, agreement=AGREEMENT)
-    use = EngineStatus(engine=ENGINE, slots=8, capacity=64, blocks=4096, free_blocks=4096, tokens_per_s=1e6)
+    use = LoadReport(engine=ENGINE, slots=8, capacity=64, blocks=4096, free_blocks=4096, tokens_per_s=1e6)
     made.begin([card, Heartbeat(engine=ENGINE, slots=8, capacity=64), use])
     try:
         yield made

@@ -24,7 +24,7 @@ from edgemoe.config.settings import MemorySettings, ModelSettings, Settings
 from edgemoe.errors import WireError
 from edgemoe.front.engine_process import STOP_S, EngineProcess
 from edgemoe.front.main import WORKER
-from edgemoe.ipc.engine_socket import FrontEnd
+from edgemoe.ipc.engine_socket import IpcServer
 from edgemoe.ipc.messages import (
     FRAMING,
     MAGIC,
@@ -183,7 +183,7 @@ class Followed:
                 self.over.add(name)
 
 
-class RawFrontEnd(FrontEnd):
+class RawFrontEnd(IpcServer):
     """A front's end that can send any bytes."""
 
     async def send_frame(self, boot_id: str, frame: bytes) -> None:

@@ -1,7 +1,7 @@
 """Streams the daemon's state as server-sent events, for the page and for `edgemoe top`; without users' text.
 
 `hello` once: the release. `state` each second: seconds since the first, changed figures, changed /health. `box` twice a
-second for each box: its `EngineSnapshot` if changed, cells in base64 unless as before. `bye` when the daemon drains.
+second for each box: its `ServingSnapshot` if changed, cells in base64 unless as before. `bye` when the daemon drains.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from edgemoe.errors import QueueFull
 from edgemoe.policy.shares import fits
 from edgemoe.types.arrays import Json
 from edgemoe.types.principal import Principal
-from edgemoe.types.snapshot import EngineSnapshot
+from edgemoe.types.snapshot import ServingSnapshot
 
 EVENTS = "/events"
 MOST_STREAMS = 16  # at once
@@ -91,7 +91,7 @@ class StreamMemory:
         self._began_s = began_s
         self._figures: dict[str, float] = {}
         self._health: Json = {}
-        self._snapshots: dict[str, EngineSnapshot] = {}
+        self._snapshots: dict[str, ServingSnapshot] = {}
 
     def state(self, health: Json, figures: dict[str, float]) -> Json:
         """Returns the body of a state."""

@@ -42,11 +42,11 @@ from edgemoe.cluster.control.messages import (
     Announce,
     BoxReport,
     ControlMessage,
-    EngineStatus,
     FetchParcel,
     ForwardedEmissions,
     ForwardedFrame,
     Heartbeat,
+    LoadReport,
     LostRequestsQuery,
     OfferWithdrawal,
     Parcel,
@@ -280,7 +280,7 @@ class ControlPlane:
                 self._link.deliver(question.peer, message)
             case RequestOffer():
                 return Answer(self.desk.on_offer(question.peer, message))
-            case EngineStatus():
+            case LoadReport():
                 self.desk.on_engine_status(question.peer, message)
             case OfferWithdrawal():
                 self.desk.on_withdrawal(question.peer, message)

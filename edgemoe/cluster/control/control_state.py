@@ -17,7 +17,7 @@ from edgemoe.cluster.control.coordination.election_rules import ElectionRules
 from edgemoe.cluster.control.coordination.epoch_fence import EpochFence
 from edgemoe.cluster.control.leadership import LeaderTracker
 from edgemoe.cluster.control.membership import Member, Members, Trigger
-from edgemoe.cluster.control.messages import Announce, BoxReport, EngineDescription, Heartbeat
+from edgemoe.cluster.control.messages import Announce, BoxReport, ChannelDescription, Heartbeat
 from edgemoe.cluster.control.plan_store import PlanStore
 from edgemoe.cluster.rpc.keys import Peer
 from edgemoe.config.settings import ClusterSettings
@@ -182,7 +182,7 @@ class ControlState:
         """Returns the boxes that can be reached and have not acknowledged our latest announcement."""
         return [member for member in self.members if member.up and member.acknowledged != self.serial]
 
-    def serving(self) -> EngineDescription | None:
+    def serving(self) -> ChannelDescription | None:
         """Returns an engine that serves the cluster's model: this box's, or another's while this one has none."""
         announced = self.announcements().values()
         return next((each.engine for each in announced if each is not None and each.engine), None)

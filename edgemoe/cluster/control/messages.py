@@ -73,7 +73,7 @@ class Heartbeat(Message, frozen=True, tag="Beat"):
     secret: Annotated[bytes, Meta(max_length=SECRET_BYTES)] = b""  # the leader's: it hashes users and prefixes
 
 
-class EngineDescription(msgspec.Struct, frozen=True):
+class ChannelDescription(msgspec.Struct, frozen=True):
     """Describes an engine that has opened its channels."""
 
     boot: Text
@@ -112,7 +112,7 @@ class Announce(Message, frozen=True, tag="Announce"):
     address: Text  # HOST:PORT of its control channel
     devices: Annotated[tuple[Text, ...], Meta(max_length=64)] = ()
     ram_bytes: Bytes = 0
-    engine: EngineDescription | None = None
+    engine: ChannelDescription | None = None
     leaving: bool = False
     agreement: Annotated[str, Meta(max_length=400)] = ""  # how it elects a leader; "" of a box that joins
     listed: Annotated[tuple[Peer, ...], Meta(max_length=MAX_NODES)] = ()  # peers that it allows
@@ -148,7 +148,7 @@ class BoxReport(Message, frozen=True, tag="Report"):
     steps_per_token: Rate = 0.0  # likewise
 
 
-class EngineStatus(Message, frozen=True, tag="EngineUse"):
+class LoadReport(Message, frozen=True, tag="EngineUse"):
     """Reports the load of a box's engine to the leader alone, on change. No reply.
 
     An empty `engine` says that it accepts no requests. `prefixes` are keyed hashes of the prompts since the last one.
@@ -324,7 +324,7 @@ OfBoxes = (
     | Announce
     | Welcome
     | BoxReport
-    | EngineStatus
+    | LoadReport
     | PlanRequest
     | PlanReply
     | PortProbeRequest

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from edgemoe.cluster.control.coordination.coord_store import PlanRef
-from edgemoe.cluster.control.messages import BoxReport, EngineDescription
+from edgemoe.cluster.control.messages import BoxReport, ChannelDescription
 from edgemoe.cluster.control.planning.observation import bytes_per_s, tokens_per_s
 from edgemoe.cluster.control.planning.targets import (
     ExpertHome,
@@ -58,7 +58,7 @@ class ClusterObserved:
     now_s: float
     agreed: PlanRef | None
     plan: PlacementPlan | None  # the agreed one, if this box holds it
-    engine: EngineDescription  # serves the cluster's model
+    engine: ChannelDescription  # serves the cluster's model
     boxes: tuple[ExpertHome, ...]
     reports: Mapping[str, BoxReport] = field(default_factory=dict)  # by node
 

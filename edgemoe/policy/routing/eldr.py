@@ -14,11 +14,11 @@ import numpy as np
 
 from edgemoe.policy.routing.offers import (
     Assignment,
-    EngineChooser,
-    EngineView,
     Offered,
     PushRouting,
     RoutingPolicy,
+    RoutingTarget,
+    TargetChooser,
     Values,
     fewest,
     with_offer,
@@ -75,7 +75,7 @@ class BandChoice:
         self._clusters, self._band = clusters, band
         self._number = {place: number for number, place in enumerate(places)}
 
-    def __call__(self, offered: Offered, open_: Sequence[EngineView], now_s: float) -> EngineView:
+    def __call__(self, offered: Offered, open_: Sequence[RoutingTarget], now_s: float) -> RoutingTarget:
         if offered.signature is None:
             return fewest(offered, open_, now_s)
         similarity = np.append(self._clusters.similarity(offered.signature), np.float32(0))
@@ -87,7 +87,7 @@ class BandChoice:
 class LocalityBand:
     """Owns the clusters in force. Chooses an engine for one request, by `otherwise` where they say nothing of it."""
 
-    def __init__(self, otherwise: EngineChooser) -> None:
+    def __init__(self, otherwise: TargetChooser) -> None:
         self._otherwise = otherwise
         self._clusters: ExpertClusters | None = None
         self._places: dict[str, int] = {}  # of engines, their clusters
@@ -100,7 +100,7 @@ class LocalityBand:
         """Drops the clusters: requests are then routed without locality."""
         self._clusters, self._places = None, {}
 
-    def covers(self, views: Sequence[EngineView]) -> bool:
+    def covers(self, views: Sequence[RoutingTarget]) -> bool:
         """Returns whether each of these engines has a cluster."""
         return all(view.place in self._places for view in views)
 
@@ -109,12 +109,12 @@ class LocalityBand:
         clusters, signature = self._clusters, offered.signature
         return clusters is not None and signature is not None and signature.shape == clusters.weights.shape
 
-    def __call__(self, offered: Offered, open_: Sequence[EngineView], now_s: float) -> EngineView:
+    def __call__(self, offered: Offered, open_: Sequence[RoutingTarget], now_s: float) -> RoutingTarget:
         if self._clusters is None or not self.knows(offered) or not self.covers(open_):
             return self._otherwise(offered, open_, now_s)
         return BandChoice(self._clusters, list(self._places))(offered, open_, now_s)
 
-    def why(self, offered: Offered, views: Sequence[EngineView], place: str) -> str:
+    def why(self, offered: Offered, views: Sequence[RoutingTarget], place: str) -> str:
         """Returns in a word why the request goes to that one of the engines; "" where clusters have no part in it."""
         clusters, signature = self._clusters, offered.signature
         if clusters is None or signature is None or not self.knows(offered) or not self.covers(views):
@@ -129,11 +129,11 @@ class BandRouting:
     def __init__(self, band: LocalityBand, others: RoutingPolicy) -> None:
         self._band, self._push, self._others = band, PushRouting(band), others
 
-    def takes(self, views: Sequence[EngineView]) -> bool:
+    def takes(self, views: Sequence[RoutingTarget]) -> bool:
         """Returns whether an engine has a free slot, or room by the other policy."""
         return any(view.requests < min(view.slots, view.capacity) for view in views) or self._others.takes(views)
 
-    def assign(self, offers: Sequence[Offered], views: Sequence[EngineView], now_s: float) -> list[Assignment]:
+    def assign(self, offers: Sequence[Offered], views: Sequence[RoutingTarget], now_s: float) -> list[Assignment]:
         """Returns the assignments of this moment; other offers must be offered again."""
         known = {one.request: one for one in offers if self._band.knows(one)} if self._band.covers(views) else {}
         unknown = {one.request: one for one in offers if one.request not in known}
@@ -147,6 +147,6 @@ class BandRouting:
                 answer.append(one)
         return answer
 
-    def _near(self, offers: Sequence[Offered], views: Sequence[EngineView], now_s: float) -> list[Assignment]:
+    def _near(self, offers: Sequence[Offered], views: Sequence[RoutingTarget], now_s: float) -> list[Assignment]:
         free = [replace(view, capacity=min(view.slots, view.capacity)) for view in views]
         return self._push.assign(offers, free, now_s)

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from edgemoe.policy.routing.offers import EngineView, Offered, RoundRobin
+from edgemoe.policy.routing.offers import Offered, RoundRobin, RoutingTarget
 
 MAX_USERS = 4096  # remembered; of more, the longest absent is forgotten
 
@@ -59,12 +59,12 @@ class GimbalChoice:
         self._turns = RoundRobin()  # line 1
         self._users = UserPlaces(thresholds.affinity_s)
 
-    def __call__(self, offered: Offered, open_: Sequence[EngineView], now_s: float) -> EngineView:
+    def __call__(self, offered: Offered, open_: Sequence[RoutingTarget], now_s: float) -> RoutingTarget:
         chosen = self._by_need(open_) or self._by_user(offered, open_, now_s) or self._turns(offered, open_, now_s)
         self._users.note(offered.user, chosen.place, now_s)  # line 21
         return chosen
 
-    def _by_need(self, open_: Sequence[EngineView]) -> EngineView | None:
+    def _by_need(self, open_: Sequence[RoutingTarget]) -> RoutingTarget | None:
         """Returns the engine that evens out KV usage, or load (lines 3 to 14)."""
         least = min(open_, key=lambda view: view.kv_usage)
         most = max(view.kv_usage for view in open_)
@@ -76,12 +76,12 @@ class GimbalChoice:
             return idlest
         return None
 
-    def _by_user(self, offered: Offered, open_: Sequence[EngineView], now_s: float) -> EngineView | None:
+    def _by_user(self, offered: Offered, open_: Sequence[RoutingTarget], now_s: float) -> RoutingTarget | None:
         """Returns the user's engine, if it is remembered and no KV usage is high (lines 15 to 19)."""
         place = self._users.place(offered.user, now_s)
         if not place or max(view.kv_usage for view in open_) >= self._thresholds.kv_usage:
             return None
         return next((view for view in open_ if view.place == place), None)
 
-    def _load(self, view: EngineView) -> int:
+    def _load(self, view: RoutingTarget) -> int:
         return view.prefill_tokens

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 Rule = Literal["local", "least"]
 
 
-class EngineLoad(NamedTuple):
+class TargetLoad(NamedTuple):
     """An engine that takes requests."""
 
     place: str
@@ -24,7 +24,7 @@ def node_of(place: str) -> str:
     return node if colon else ""
 
 
-def route(loads: Sequence[EngineLoad], rule: Rule) -> str:
+def route(loads: Sequence[TargetLoad], rule: Rule) -> str:
     """Returns the place of an engine for a request; "" if no engine has room.
 
     "local" takes this box's engine while that has room. Otherwise, and for "least", the engine with the fewest requests

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from edgemoe.policy.routing.offers import EngineView, Offered, Values, fewest
+from edgemoe.policy.routing.offers import RoutingTarget, Offered, Values, fewest
 from edgemoe.policy.routing.signatures import Counts, ExpertClusters
 from edgemoe.types.arrays import FloatArray
 
@@ -30,7 +30,7 @@ def chances(counts: Counts, tokens: float, prior: FloatArray) -> FloatArray:
     return np.clip(expected, 0.0, MOST_CERTAIN).astype(np.float32)
 
 
-class EngineStep(NamedTuple):
+class ExpectedStep(NamedTuple):
     """The time of an engine's step, and of the experts that it does not load yet."""
 
     left_s: FloatArray  # [L * E] time of loading each expert, times the chance that no request there loads it
@@ -44,13 +44,13 @@ class EngineStep(NamedTuple):
         return self.now_s + (self.running + 1) * added_s
 
 
-def step_of(seconds: FloatArray, absent: FloatArray, running: int, step_s: float) -> EngineStep:
+def step_of(seconds: FloatArray, absent: FloatArray, running: int, step_s: float) -> ExpectedStep:
     """Builds the step of an engine: `step_s` without experts, and `seconds` [L, E] for each expert that it loads.
 
     `absent` [L, E] is the log of the chance that no running request loads the expert.
     """
     left = seconds * np.exp(absent)
-    return EngineStep(left.reshape(-1), step_s + float(seconds.sum()) - float(left.sum()), running)
+    return ExpectedStep(left.reshape(-1), step_s + float(seconds.sum()) - float(left.sum()), running)
 
 
 class DecodeTimes(NamedTuple):
@@ -88,7 +88,7 @@ class UnionChoice:
     def __init__(self, times: DecodeTimes) -> None:
         self._times = times
 
-    def __call__(self, offered: Offered, open_: Sequence[EngineView], now_s: float) -> EngineView:
+    def __call__(self, offered: Offered, open_: Sequence[RoutingTarget], now_s: float) -> RoutingTarget:
         if offered.chance is None:
             return fewest(offered, open_, now_s)
         chance, times = offered.chance, self._times
@@ -105,7 +105,7 @@ class UnionTerm:
         self._times = times
         self._known: dict[str, _KnownEngine] = {}  # by place
 
-    def __call__(self, offers: Sequence[Offered], views: Sequence[EngineView]) -> Values:
+    def __call__(self, offers: Sequence[Offered], views: Sequence[RoutingTarget]) -> Values:
         """Returns seconds [W, R], of all that the request is expected to write."""
         tokens = np.array([offered.expected_tokens for offered in offers])
         foreseen = [offered.chance for offered in offers]
@@ -113,7 +113,7 @@ class UnionTerm:
             return np.zeros((len(views), len(offers)))
         return np.asarray(np.array([self._row(view, foreseen) for view in views]) * tokens)
 
-    def _row(self, view: EngineView, foreseen: list[FloatArray | None]) -> list[float]:
+    def _row(self, view: RoutingTarget, foreseen: list[FloatArray | None]) -> list[float]:
         known = self._known.get(view.place)
         if known is None or known.view is not view:
             if len(self._known) >= MOST_ENGINES:
@@ -129,12 +129,12 @@ class UnionTerm:
 
 @dataclass(slots=True)
 class _KnownEngine:
-    view: EngineView
-    step: EngineStep
+    view: RoutingTarget
+    step: ExpectedStep
     costs: dict[int, tuple[FloatArray, float]] = field(default_factory=dict)  # of requests by their chances' identity
 
 
-def engine_step(view: EngineView, like: FloatArray, times: DecodeTimes) -> EngineStep:
+def engine_step(view: RoutingTarget, like: FloatArray, times: DecodeTimes) -> ExpectedStep:
     """Returns a step of the engine; `like` is some request's probability of each expert [L, E]."""
     seconds = np.full(like.shape, view.expert_s or times.expert_s, np.float32)
     if view.resident is not None:

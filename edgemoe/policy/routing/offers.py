@@ -45,7 +45,7 @@ class Offered:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class EngineView:
+class RoutingTarget:
     """The known state of an engine that takes requests."""
 
     place: str
@@ -91,23 +91,23 @@ class Assignment(NamedTuple):
 class RoutingPolicy(Protocol):
     """Assigns offers to engines. Owns its memory between calls, and nothing else."""
 
-    def takes(self, views: Sequence[EngineView]) -> bool:
+    def takes(self, views: Sequence[RoutingTarget]) -> bool:
         """Returns whether an engine has room for any offer. If none has, nothing is assigned."""
 
-    def assign(self, offers: Sequence[Offered], views: Sequence[EngineView], now_s: float) -> list[Assignment]:
+    def assign(self, offers: Sequence[Offered], views: Sequence[RoutingTarget], now_s: float) -> list[Assignment]:
         """Returns an engine for each offer that goes now: each at most once, none to a full engine.
 
         `offers` are in order of arrival; `views` are up to date, or corrected by `Dispatches`.
         """
 
 
-def cached_tokens(offered: Offered, view: EngineView) -> int:
+def cached_tokens(offered: Offered, view: RoutingTarget) -> int:
     """Counts the tokens of the prompt that the engine's prefix cache has; never all, for the last one gives logits."""
     known = next((n for n, key in enumerate(offered.prefix) if key not in view.prefixes), len(offered.prefix))
     return min(known * offered.key_tokens, offered.prompt_tokens - 1)
 
 
-def with_offer(view: EngineView, offered: Offered) -> EngineView:
+def with_offer(view: RoutingTarget, offered: Offered) -> RoutingTarget:
     """Returns the engine as it is once the offer waits there."""
     cached = cached_tokens(offered, view)
     return replace(
@@ -121,23 +121,23 @@ def with_offer(view: EngineView, offered: Offered) -> EngineView:
     )
 
 
-class EngineChooser(Protocol):
+class TargetChooser(Protocol):
     """Chooses one of the engines that are not full."""
 
-    def __call__(self, offered: Offered, open_: Sequence[EngineView], now_s: float) -> EngineView: ...
+    def __call__(self, offered: Offered, open_: Sequence[RoutingTarget], now_s: float) -> RoutingTarget: ...
 
 
 class PushRouting:
     """Places offers one by one, in order of arrival, each where `choose` says."""
 
-    def __init__(self, choose: EngineChooser) -> None:
+    def __init__(self, choose: TargetChooser) -> None:
         self._choose = choose
 
-    def takes(self, views: Sequence[EngineView]) -> bool:
+    def takes(self, views: Sequence[RoutingTarget]) -> bool:
         """Returns whether an engine is not full."""
         return any(view.requests < view.capacity for view in views)
 
-    def assign(self, offers: Sequence[Offered], views: Sequence[EngineView], now_s: float) -> list[Assignment]:
+    def assign(self, offers: Sequence[Offered], views: Sequence[RoutingTarget], now_s: float) -> list[Assignment]:
         """Returns an engine for each offer, while any has room."""
         there = {view.place: view for view in views}
         answer = []
@@ -157,13 +157,13 @@ class RoundRobin:
     def __init__(self) -> None:
         self._last = ""
 
-    def __call__(self, offered: Offered, open_: Sequence[EngineView], now_s: float) -> EngineView:
+    def __call__(self, offered: Offered, open_: Sequence[RoutingTarget], now_s: float) -> RoutingTarget:
         chosen = min(open_, key=lambda view: (view.place <= self._last, view.place))
         self._last = chosen.place
         return chosen
 
 
-def fewest(offered: Offered, open_: Sequence[EngineView], now_s: float) -> EngineView:
+def fewest(offered: Offered, open_: Sequence[RoutingTarget], now_s: float) -> RoutingTarget:
     """Returns the engine with the fewest requests for each that it runs at once: join the shortest queue."""
     return min(open_, key=lambda view: (view.requests / max(1, view.slots), view.place))
 
@@ -175,11 +175,11 @@ class Dispatches:
     """Owns reports, and the dispatches that they do not count yet."""
 
     def __init__(self) -> None:
-        self._reports: dict[str, EngineView] = {}
+        self._reports: dict[str, RoutingTarget] = {}
         self._since: dict[str, dict[str, tuple[float, Offered]]] = {}  # place -> request -> time sent, offer
-        self._views: dict[str, EngineView] = {}  # of engines of which nothing has changed since they were asked for
+        self._views: dict[str, RoutingTarget] = {}  # of engines of which nothing has changed since they were asked for
 
-    def on_engine_view(self, view: EngineView) -> None:
+    def on_engine_view(self, view: RoutingTarget) -> None:
         """Takes a report; its `reported_s` is when it came."""
         self._reports[view.place] = view
         self._views.pop(view.place, None)
@@ -205,11 +205,11 @@ class Dispatches:
         self._since.pop(place, None)
         self._views.pop(place, None)
 
-    def views(self) -> list[EngineView]:
+    def views(self) -> list[RoutingTarget]:
         """Returns how every engine is thought to be now, in order of their names."""
         return [self._view(place) for place in sorted(self._reports)]
 
-    def _view(self, place: str) -> EngineView:
+    def _view(self, place: str) -> RoutingTarget:
         if place not in self._views:
             sent = (offered for _, offered in self._since[place].values())
             self._views[place] = reduce(with_offer, sent, self._reports[place])

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from edgemoe.policy.routing.gimbal import UserPlaces
-from edgemoe.policy.routing.offers import Assignment, EngineView, Offered, Values, cached_tokens, with_offer
+from edgemoe.policy.routing.offers import Assignment, RoutingTarget, Offered, Values, cached_tokens, with_offer
 from edgemoe.types.arrays import BoolArray
 from edgemoe.types.step import BLOCK_TOKENS
 
-CostTerm = Callable[[Sequence[Offered], Sequence[EngineView]], Values]
+CostTerm = Callable[[Sequence[Offered], Sequence[RoutingTarget]], Values]
 """Returns seconds [W, R], for full engines too. Only the excess over the cheapest engine counts for an offer."""
 
 
@@ -45,11 +45,11 @@ class PullRouting:
         self._limits, self._terms = limits, terms
         self._users = UserPlaces(limits.affinity_s)
 
-    def takes(self, views: Sequence[EngineView]) -> bool:
+    def takes(self, views: Sequence[RoutingTarget]) -> bool:
         """Returns whether an engine has room."""
         return any(map(self._has_room, views))
 
-    def assign(self, offers: Sequence[Offered], views: Sequence[EngineView], now_s: float) -> list[Assignment]:
+    def assign(self, offers: Sequence[Offered], views: Sequence[RoutingTarget], now_s: float) -> list[Assignment]:
         """Assigns offers to the engines with room. The others must be offered again."""
         there, answer = list(views), list[Assignment]()
         open_ = np.array([self._has_room(view) for view in there], np.bool_)
@@ -79,7 +79,7 @@ class PullRouting:
             left[r] = False
         return answer
 
-    def _has_room(self, view: EngineView) -> bool:
+    def _has_room(self, view: RoutingTarget) -> bool:
         most = min(view.slots + self._limits.ahead_requests, view.capacity)
         ahead = max(self._limits.ahead_tokens, self._limits.ahead_s * view.tokens_per_s)
         return view.requests < most and view.prefill_tokens < ahead
@@ -105,11 +105,11 @@ class _Table:
         self._costs: list[Values] = []  # of prefill, of crowding, of each term; [W, R]
         self.fits: BoolArray = np.zeros((0, len(offers)), np.bool_)  # the KV of which engine; of an idle one all do
 
-    def fill(self, views: Sequence[EngineView]) -> None:
+    def fill(self, views: Sequence[RoutingTarget]) -> None:
         """Computes the rows of all engines."""
         self._costs, self.fits = self._rows(views)
 
-    def update_row(self, w: int, view: EngineView) -> None:
+    def update_row(self, w: int, view: RoutingTarget) -> None:
         """Computes one engine's row again."""
         costs, fits = self._rows([view])
         self.fits[w] = fits[0]
@@ -122,28 +122,28 @@ class _Table:
         beyond = sum(costs - costs.min(axis=0) for costs in terms)
         return np.asarray(own + beyond - self._aged)
 
-    def _rows(self, views: Sequence[EngineView]) -> tuple[list[Values], BoolArray]:
+    def _rows(self, views: Sequence[RoutingTarget]) -> tuple[list[Values], BoolArray]:
         cached = _cached(self._offers, views)
         own = self._prefill_s(views, cached) + self._away_s(views)
         terms = (term(self._offers, views) for term in self._terms)
         return [own, self._crowding_s(views), *terms], self._fits(views, cached)
 
-    def _prefill_s(self, views: Sequence[EngineView], cached: Values) -> Values:
+    def _prefill_s(self, views: Sequence[RoutingTarget], cached: Values) -> Values:
         known = np.array([[view.place == place for place in self._places] for view in views])
         more = np.minimum(self._pieces, self._tokens - 1 - cached) * known
         backlog = np.array([view.prefill_tokens for view in views])[:, None]
         speed = np.array([view.tokens_per_s for view in views])[:, None]
         return np.asarray((backlog + self._tokens - cached - more) / speed)
 
-    def _crowding_s(self, views: Sequence[EngineView]) -> Values:
+    def _crowding_s(self, views: Sequence[RoutingTarget]) -> Values:
         crowded = [view.requests / max(1, view.slots) * (view.decode_s or self._limits.step_s) for view in views]
         return np.asarray(self._limits.crowding * self._expected * np.array(crowded)[:, None])
 
-    def _away_s(self, views: Sequence[EngineView]) -> Values:
+    def _away_s(self, views: Sequence[RoutingTarget]) -> Values:
         away = [[offered.home not in ("", view.place) for offered in self._offers] for view in views]
         return np.asarray(self._limits.away_s * np.array(away))
 
-    def _fits(self, views: Sequence[EngineView], cached: Values) -> BoolArray:
+    def _fits(self, views: Sequence[RoutingTarget], cached: Values) -> BoolArray:
         blocks = np.array([offered.blocks for offered in self._offers]) - cached // BLOCK_TOKENS
         remaining = np.array([view.remaining_tokens for view in views])[:, None]
         reserve = self._limits.output_reserve * (remaining + self._expected) / BLOCK_TOKENS
@@ -151,13 +151,13 @@ class _Table:
         return np.asarray(blocks + reserve <= free)
 
 
-def _least(keys: Values, views: Sequence[EngineView]) -> tuple[int, int]:
+def _least(keys: Values, views: Sequence[RoutingTarget]) -> tuple[int, int]:
     """Returns the engine and the offer with the least key, the engine with the fewest requests of equals."""
     ties = list(zip(*(each.tolist() for each in np.nonzero(keys == keys.min())), strict=True))
     return min(ties, key=lambda pair: (pair[1], views[pair[0]].requests / max(1, views[pair[0]].slots)))
 
 
-def _cached(offers: Sequence[Offered], views: Sequence[EngineView]) -> Values:
+def _cached(offers: Sequence[Offered], views: Sequence[RoutingTarget]) -> Values:
     """Returns how much of each prompt each engine has in its prefix cache, [W, R]."""
     cached = np.zeros((len(views), len(offers)))
     for r, offered in enumerate(offers):

@@ -23,7 +23,7 @@ from edgemoe.cluster.rpc.envelope import Answer, Question
 from edgemoe.errors import PeerRefused
 from edgemoe.ipc.messages import FetchPrefixKV, PrefixKVFetched
 from edgemoe.worker import prefill_decode_transfer as hand_over
-from edgemoe.worker.prefill_decode_transfer import EnginePrefixes, PrefixFetches
+from edgemoe.worker.prefill_decode_transfer import PrefixFetches, SharedPrefixes
 
 LENGTH, TOKENS, BLOCKS = 70, 20, 4
 PROMPT = prompt(LENGTH, 1)
@@ -35,7 +35,7 @@ class EngineBox:
 
     def __init__(self, node: str, model: Model, key: Any, keys: dict[str, Any], blocks: int = 64) -> None:
         self.drive = Drive(model=model, blocks=blocks)
-        self.prefixes = EnginePrefixes(self.drive.engine, "model")
+        self.prefixes = SharedPrefixes(self.drive.engine, "model")
         self.server = KVFetchServer(self.prefixes)
         self.spoil: Spoil = lambda _asked, answer: answer
         self.box = Box(node, key, keys, self.serve, BULK)

@@ -17,7 +17,7 @@ from edgemoe.policy.routing.marginal_union import DecodeTimes, PromptForecast, U
 from edgemoe.policy.routing.offers import (
     FORGET_S,
     Dispatches,
-    EngineView,
+    RoutingTarget,
     Offered,
     PushRouting,
     RoundRobin,
@@ -42,8 +42,8 @@ def offer(request: str = "r", prompt: int = 100, arrived_s: float = 0.0, user: s
     return Offered(request, prompt, arrived_s, max_tokens=64, expected_tokens=32.0, user=user)
 
 
-def engine(place: str, used: float = 0.0, prefill: int = 0, running: int = 0, waiting: int = 0) -> EngineView:
-    return EngineView(
+def engine(place: str, used: float = 0.0, prefill: int = 0, running: int = 0, waiting: int = 0) -> RoutingTarget:
+    return RoutingTarget(
         place, 8, 16, 1000, round(1000 * (1 - used)), running, waiting, prefill_tokens=prefill, tokens_per_s=1000.0
     )
 
@@ -64,7 +64,7 @@ offers_ = st.lists(
 )
 engines_ = st.lists(
     st.builds(
-        EngineView,
+        RoutingTarget,
         st.sampled_from("abcdef"),
         st.integers(1, 8),
         st.integers(1, 16),
@@ -85,7 +85,7 @@ engines_ = st.lists(
 @pytest.mark.parametrize("name", POLICIES)
 @given(offers=offers_, views=engines_)
 def test_every_offer_is_assigned_at_most_once_and_none_to_an_engine_that_is_full(
-    name: str, offers: list[Offered], views: list[EngineView]
+    name: str, offers: list[Offered], views: list[RoutingTarget]
 ) -> None:
     policy = POLICIES[name]()
     takes = policy.takes(views)
@@ -99,7 +99,7 @@ def test_every_offer_is_assigned_at_most_once_and_none_to_an_engine_that_is_full
 
 
 @given(offers=offers_, views=engines_)
-def test_pull_respects_an_engine_s_blocks_slots_and_step(offers: list[Offered], views: list[EngineView]) -> None:
+def test_pull_respects_an_engine_s_blocks_slots_and_step(offers: list[Offered], views: list[RoutingTarget]) -> None:
     limits = PullLimits()
     there = {view.place: view for view in views}
     asked = {offered.request: offered for offered in offers}
@@ -168,7 +168,7 @@ def test_pull_takes_the_shortest_and_prefers_the_engine_that_has_the_prefix_unti
 
 
 def test_other_costs_beyond_the_cheapest_engine_count_beside_prefill() -> None:
-    def cost(offers: Sequence[Offered], views: Sequence[EngineView]) -> Values:
+    def cost(offers: Sequence[Offered], views: Sequence[RoutingTarget]) -> Values:
         return np.array([[one.prompt_tokens / 100 * (view.place == "b") for one in offers] for view in views])
 
     offers, views = [offer("short", 100), offer("long", 900)], [engine("a"), engine("b", prefill=1)]
@@ -178,13 +178,13 @@ def test_other_costs_beyond_the_cheapest_engine_count_beside_prefill() -> None:
 
 @given(offers=offers_, views=engines_, waited_s=st.floats(0.0, 1e4), seed=st.integers(0, 99))
 def test_incremental_costs_after_each_assignment_equal_a_full_computation(
-    offers: list[Offered], views: list[EngineView], waited_s: float, seed: int
+    offers: list[Offered], views: list[RoutingTarget], waited_s: float, seed: int
 ) -> None:
     """Of many offers, the first to be assigned, then the first of the rest, and so on, each by a new policy object."""
     rng = np.random.default_rng(seed)
     shape = (2, 6)
 
-    def seen(view: EngineView) -> EngineView:
+    def seen(view: RoutingTarget) -> RoutingTarget:
         known = {"union": np.log1p(-0.9 * rng.random(shape)), "resident": 0.1 * rng.random(shape)}
         told = {name: table.astype(np.float32) for name, table in known.items() if rng.random() < 0.7}
         return replace(view, step_s=0.01, expert_s=0.01 * rng.random(), **told)  # type: ignore[arg-type]
@@ -247,7 +247,7 @@ def test_a_request_stays_beside_its_front_unless_another_box_has_more_to_offer()
         ([engine("a", 0.95), engine("b", 0.9)], "a"),
     ],
 )
-def test_algorithm_1_case_by_case(views: list[EngineView], place: str) -> None:
+def test_algorithm_1_case_by_case(views: list[RoutingTarget], place: str) -> None:
     assert PushRouting(GimbalChoice()).assign([offer()], views, 0.0) == [("r", place)]
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from edgemoe.policy.routing.least_loaded import EngineLoad, Rule, route
+from edgemoe.policy.routing.least_loaded import Rule, TargetLoad, route
 
 
-def load(place: str, requests: int, here: bool = False, slots: int = 2, capacity: int = 4) -> EngineLoad:
-    return EngineLoad(place, here, requests, slots, capacity)
+def load(place: str, requests: int, here: bool = False, slots: int = 2, capacity: int = 4) -> TargetLoad:
+    return TargetLoad(place, here, requests, slots, capacity)
 
 
 @pytest.mark.parametrize("rule", ["local", "least"])

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgemoe.policy.routing.eldr import IN_BAND, NEAREST, BandRouting, LocalityBand
-from edgemoe.policy.routing.offers import EngineView, Offered, fewest
+from edgemoe.policy.routing.offers import Offered, RoutingTarget, fewest
 from edgemoe.policy.routing.pull import PullLimits, PullRouting
 from edgemoe.policy.routing.signatures import ExpertClusters, Fit
 from edgemoe.types.arrays import FloatArray
@@ -44,8 +44,8 @@ def offer(name: str, experts: tuple[int, ...] | None, arrived_s: float = 0.0) ->
     return Offered(name, 100, arrived_s, 10, 5.0, signature=None if experts is None else counts(experts))
 
 
-def engine(place: str, running: int = 0, slots: int = 2) -> EngineView:
-    return EngineView(place, slots, 100, 1000, 1000, running=running, tokens_per_s=1000.0)
+def engine(place: str, running: int = 0, slots: int = 2) -> RoutingTarget:
+    return RoutingTarget(place, slots, 100, 1000, 1000, running=running, tokens_per_s=1000.0)
 
 
 some = st.lists(st.tuples(st.sampled_from([None, LOW, HIGH]), st.integers(1, 3000)), max_size=6)

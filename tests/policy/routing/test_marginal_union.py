@@ -15,7 +15,7 @@ from edgemoe.policy.routing.marginal_union import (
     UnionTerm,
     engine_step,
 )
-from edgemoe.policy.routing.offers import EngineView, Offered, PushRouting
+from edgemoe.policy.routing.offers import Offered, PushRouting, RoutingTarget
 from edgemoe.policy.routing.pull import PullLimits, PullRouting
 from edgemoe.policy.routing.signatures import ExpertClusters, Fit, absence
 from edgemoe.types.arrays import FloatArray
@@ -37,9 +37,9 @@ def offered(experts: tuple[int, ...], name: str = "r", waited_s: float = 0.0) ->
     return Offered(name, 200, -waited_s, expected_tokens=10.0, signature=signature, chance=FORECAST.chance(signature))
 
 
-def engine(place: str, *running: tuple[int, ...], slots: int = 4) -> EngineView:
+def engine(place: str, *running: tuple[int, ...], slots: int = 4) -> RoutingTarget:
     union = sum((absence(FORECAST.chance(counts(each))) for each in running), np.zeros((LAYERS, EXPERTS), np.float32))
-    return EngineView(place, slots, slots, 1000, 1000, running=len(running), union=union, tokens_per_s=1000.0)
+    return RoutingTarget(place, slots, slots, 1000, 1000, running=len(running), union=union, tokens_per_s=1000.0)
 
 
 def test_a_forecast_goes_by_the_prompt_and_without_one_by_chance() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from edgemoe.cluster.control.messages import BoxReport, EngineStatus, PlanRequest, RequestGrant, RequestOffer
+from edgemoe.cluster.control.messages import BoxReport, LoadReport, PlanRequest, RequestGrant, RequestOffer
 from edgemoe.errors import PeerError
 from edgemoe.types.expert_signatures import ExpertDemand, ExpertSignature
 from tools.bench.many_boxes.crowd import Crowd
@@ -44,7 +44,7 @@ class Load:
         return [box for box in self.crowd.boxes.values() if box.plane.announcement.engine is not None]
 
     def use(self, box: Box, **fields: Any) -> None:
-        use = EngineStatus(
+        use = LoadReport(
             f"engine-{box.node}", 32, 64, running=4, blocks=4000, free_blocks=3000, tokens_per_s=2000.0, **fields
         )
         box.plane.channel.notify_peer(OWN, use)

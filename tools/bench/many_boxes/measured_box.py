@@ -18,7 +18,7 @@ import numpy as np
 
 from edgemoe.cluster.control.control_plane import ControlPlane, NoServices
 from edgemoe.cluster.control.coordination.coord_store import since_boot
-from edgemoe.cluster.control.messages import Announce, EngineDescription, Heartbeat
+from edgemoe.cluster.control.messages import Announce, ChannelDescription, Heartbeat
 from edgemoe.cluster.rpc.keys import Peer, load_secret
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.types.placement import PlacementPlan, pack_bits
@@ -34,8 +34,8 @@ def bits(share: float, seed: int = 0) -> bytes:
     return pack_bits(np.random.default_rng(seed).random((LAYERS, EXPERTS)) < share)
 
 
-def engine_card(node: str, boxes: int, ram: bytes = b"", plan: str = "") -> EngineDescription:
-    return EngineDescription(
+def engine_card(node: str, boxes: int, ram: bytes = b"", plan: str = "") -> ChannelDescription:
+    return ChannelDescription(
         boot=f"engine-{node}",
         calls_port=7541,
         bulk_port=7542,
@@ -86,7 +86,7 @@ class Box(NoServices):
         if ref is not None and self.node in plan.nodes:
             self.says(engine_card(self.node, self.boxes, pack_bits(plan.homes_of(self.node)), ref.digest))
 
-    def says(self, engine: EngineDescription) -> None:
+    def says(self, engine: ChannelDescription) -> None:
         self.plane.set_announcement(msgspec.structs.replace(self.plane.announcement, engine=engine))
 
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from edgemoe.policy.routing.gimbal import GimbalChoice, GimbalThresholds
 from edgemoe.policy.routing.marginal_union import DecodeTimes, PromptForecast, UnionTerm
-from edgemoe.policy.routing.offers import Assignment, EngineView, Offered, PushRouting, RoundRobin, RoutingPolicy
+from edgemoe.policy.routing.offers import Assignment, Offered, PushRouting, RoundRobin, RoutingPolicy, RoutingTarget
 from edgemoe.policy.routing.pull import PullLimits, PullRouting
 from edgemoe.policy.routing.signatures import absence
 from edgemoe.types.arrays import FloatArray
@@ -88,10 +88,10 @@ class Hiding:
     def __init__(self, policy: RoutingPolicy, hidden: dict[str, Any]) -> None:
         self._policy, self._hidden = policy, hidden
 
-    def takes(self, views: Sequence[EngineView]) -> bool:
+    def takes(self, views: Sequence[RoutingTarget]) -> bool:
         return self._policy.takes([replace(view, **self._hidden) for view in views])
 
-    def assign(self, offers: Sequence[Offered], views: Sequence[EngineView], now_s: float) -> list[Assignment]:
+    def assign(self, offers: Sequence[Offered], views: Sequence[RoutingTarget], now_s: float) -> list[Assignment]:
         return self._policy.assign(offers, [replace(view, **self._hidden) for view in views], now_s)
 
 

@@ -20,7 +20,7 @@ from edgemoe.policy.routing.eldr_fitting import (
     middles,
 )
 from edgemoe.policy.routing.marginal_union import DecodeTimes, PromptForecast, UnionChoice, engine_step
-from edgemoe.policy.routing.offers import EngineView, Offered, PushRouting
+from edgemoe.policy.routing.offers import Offered, PushRouting, RoutingTarget
 from edgemoe.policy.routing.signatures import ExpertClusters, absence, rarity, signatures
 from edgemoe.types.arrays import FloatArray, IntArray
 from tools.research.simulate.decode_pool import DecodeCosts, distinct_experts
@@ -41,7 +41,7 @@ class PulledUnion:
     times: DecodeTimes
     pull: float
 
-    def __call__(self, offered: Offered, open_: Sequence[EngineView], now_s: float) -> EngineView:
+    def __call__(self, offered: Offered, open_: Sequence[RoutingTarget], now_s: float) -> RoutingTarget:
         assert offered.chance is not None
         assert offered.signature is not None
         steps = [engine_step(view, offered.chance, self.times) for view in open_]
@@ -196,7 +196,7 @@ def overhead(layers: int, experts: int, top_k: int) -> dict[str, Any]:
     counts = seen.prefill[0]
     blocks = rng.integers(0, 16, (64, layers, experts)).astype(np.uint8)
     union = absence(forecast.chance(counts)) * 12
-    views = [EngineView(place(w), 16, 16, 100, 100, running=12, union=union) for w in range(64)]
+    views = [RoutingTarget(place(w), 16, 16, 100, 100, running=12, union=union) for w in range(64)]
     offered = Offered("r", 1000, 0.0, expected_tokens=100.0, signature=counts, chance=forecast.chance(counts))
     band = BandChoice(clusters, [place(w) for w in range(16)])
     choose = UnionChoice(DecodeTimes(0.01, 1e-5))

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from edgemoe.policy.routing.offers import Assignment, EngineView, Offered, RoutingPolicy
+from edgemoe.policy.routing.offers import Assignment, Offered, RoutingPolicy, RoutingTarget
 from tools.research.simulate.decode_pool import DecodeCosts
 from tools.research.simulate.decode_study import compared, figures, fitted, outcome, policy_of
 from tools.research.simulate.decode_traffic import MODELS, Scene, Source, Traffic, scene_of, sources_of, step_costs
@@ -30,10 +30,10 @@ class Unaware:
     def __init__(self, policy: RoutingPolicy) -> None:
         self._policy = policy
 
-    def takes(self, views: Sequence[EngineView]) -> bool:
+    def takes(self, views: Sequence[RoutingTarget]) -> bool:
         return self._policy.takes(views)
 
-    def assign(self, offers: Sequence[Offered], views: Sequence[EngineView], now_s: float) -> list[Assignment]:
+    def assign(self, offers: Sequence[Offered], views: Sequence[RoutingTarget], now_s: float) -> list[Assignment]:
         return self._policy.assign(offers, [replace(view, resident=None) for view in views], now_s)
 
 

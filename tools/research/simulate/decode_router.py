@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edgemoe.policy.routing.marginal_union import PromptForecast
-from edgemoe.policy.routing.offers import EngineView, Offered, RoutingPolicy
+from edgemoe.policy.routing.offers import Offered, RoutingPolicy, RoutingTarget
 from edgemoe.policy.routing.signatures import absence
 from edgemoe.types.arrays import FloatArray
 from tools.research.simulate.decode_pool import DecodeOutcome, DecodePool
@@ -37,7 +37,7 @@ class SimulatedRouter:
         slots = self._scene.traffic.slots
         far_s = self._scene.costs.far_s
         views = [
-            EngineView(
+            RoutingTarget(
                 place(w),
                 slots,
                 slots,

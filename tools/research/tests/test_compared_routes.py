@@ -6,15 +6,15 @@ from random import Random
 
 import pytest
 
-from edgemoe.policy.routing.offers import EngineChooser, EngineView, Offered, PushRouting
+from edgemoe.policy.routing.offers import TargetChooser, RoutingTarget, Offered, PushRouting
 from tools.research.routing.compared_routes import Anywhere, BetterOfTwo, ByLabel, PseudoCodeGimbal, least_requests
 
 OFFER = Offered("r", 100, 0.0, max_tokens=64, expected_tokens=32.0)
 CHOOSERS = [Anywhere(Random(1)), BetterOfTwo(Random(1)), ByLabel({"0": frozenset(["a"])}), least_requests]
 
 
-def engine(place: str, used: float = 0.0, prefill: int = 0, running: int = 0, waiting: int = 0) -> EngineView:
-    return EngineView(
+def engine(place: str, used: float = 0.0, prefill: int = 0, running: int = 0, waiting: int = 0) -> RoutingTarget:
+    return RoutingTarget(
         place, 8, 16, 1000, round(1000 * (1 - used)), running, waiting, prefill_tokens=prefill, tokens_per_s=1000.0
     )
 
@@ -27,7 +27,7 @@ def test_they_choose_as_their_names_say() -> None:
 
 
 @pytest.mark.parametrize("choose", CHOOSERS)
-def test_offers_go_where_there_is_room_each_once(choose: EngineChooser) -> None:
+def test_offers_go_where_there_is_room_each_once(choose: TargetChooser) -> None:
     views = [engine("a", waiting=14), engine("b", waiting=15), engine("c", waiting=16)]
     offers = [Offered(str(n), 10, 0.0) for n in range(5)]
     found = PushRouting(choose).assign(offers, views, 0.0)
@@ -51,5 +51,5 @@ def test_offers_go_where_there_is_room_each_once(choose: EngineChooser) -> None:
         ([engine("a", 0.95), engine("b", 0.9)], "a"),
     ],
 )
-def test_the_pseudo_code_of_algorithm_1_case_by_case(views: list[EngineView], place: str) -> None:
+def test_the_pseudo_code_of_algorithm_1_case_by_case(views: list[RoutingTarget], place: str) -> None:
     assert PushRouting(PseudoCodeGimbal()).assign([OFFER], views, 0.0) == [("r", place)]

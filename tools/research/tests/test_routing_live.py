@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgemoe.cluster.control.messages import EngineStatus
+from edgemoe.cluster.control.messages import LoadReport
 from edgemoe.cluster.control.requests import offer_views
 from edgemoe.policy.routing.marginal_union import DecodeTimes, UnionTerm
-from edgemoe.policy.routing.offers import EngineView, Offered
+from edgemoe.policy.routing.offers import RoutingTarget, Offered
 from edgemoe.policy.routing.signatures import ModelSizes
 from edgemoe.types.expert_signatures import ExpertDemand
 from tools.research.placement.prism.models import STAND_INS, WORDS, Model, words_of
@@ -99,11 +99,11 @@ def test_blind_leaders_lack_exactly_their_part(monkeypatch: pytest.MonkeyPatch) 
     assert not union.nothing(UnionTerm(DecodeTimes(1.0, 0.1)), offers, views).any()
 
 
-def told(place: str, far: bytes) -> EngineView:
+def told(place: str, far: bytes) -> RoutingTarget:
     """Returns the view of an engine that has reported its experts' places."""
     choices = ExpertDemand(b"\xff" * 4, far, (1.0,), 1.0, 0.1)
-    use = EngineStatus(engine="x", slots=4, capacity=8, blocks=64, free_blocks=64, choices=choices)
-    return offer_views.EngineMemory().on_report(place, use, ModelSizes(1, 4), 0.0)
+    use = LoadReport(engine="x", slots=4, capacity=8, blocks=64, free_blocks=64, choices=choices)
+    return offer_views.PromptMemory().on_report(place, use, ModelSizes(1, 4), 0.0)
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from edgemoe.cluster.control.messages import Announce, BoxReport, EngineDescription
+from edgemoe.cluster.control.messages import Announce, BoxReport, ChannelDescription
 from edgemoe.cluster.control.planning.messages import PlacementAnswer, PlacementBox, PlacementQuestion
 from edgemoe.cluster.control.planning.observation import Observation, observe
 from edgemoe.errors import PlacementInfeasible
@@ -51,7 +51,7 @@ class HomeInventory:
         self,
         announcements: Mapping[str, Announce | None],
         absent_s: Callable[[str], float],
-        serving: EngineDescription,
+        serving: ChannelDescription,
         now_s: float,
     ) -> tuple[ExpertHome, ...]:
         """Returns every box that is or could be a home, by its announcement."""
@@ -75,7 +75,7 @@ class HomeInventory:
 class PlacementTask:
     """A placement to find: the boxes, their reports, and the plan in force."""
 
-    engine: EngineDescription
+    engine: ChannelDescription
     boxes: tuple[ExpertHome, ...]
     replicas: int
     reports: Mapping[str, BoxReport] = field(default_factory=dict)  # the latest of each box
@@ -102,7 +102,7 @@ class PlacementTarget:
 
 
 def replan_reason(
-    plan: PlacementPlan | None, engine: EngineDescription, boxes: Sequence[ExpertHome], absent_s: float
+    plan: PlacementPlan | None, engine: ChannelDescription, boxes: Sequence[ExpertHome], absent_s: float
 ) -> str:
     """Returns why a new plan is due for the model that the engine serves.
 
@@ -132,13 +132,13 @@ def replan_reason(
     )
 
 
-def _taken(plan: PlacementPlan, node: str, engine: EngineDescription) -> list[int]:
+def _taken(plan: PlacementPlan, node: str, engine: ChannelDescription) -> list[int]:
     """Returns how many experts of each size a node is home to."""
     homes = plan.homes_of(node)
     return [int(homes[layers].sum()) for layers in layers_of_sizes(engine.bytes_of_layers)]
 
 
-def make_plan(engine: EngineDescription, target: PlacementTarget, epoch: int, version: int) -> PlacementPlan:
+def make_plan(engine: ChannelDescription, target: PlacementTarget, epoch: int, version: int) -> PlacementPlan:
     """Returns the plan of the target's homes for the engine's model."""
     return PlacementPlan(
         epoch,
@@ -154,7 +154,7 @@ def make_plan(engine: EngineDescription, target: PlacementTarget, epoch: int, ve
     )
 
 
-def _rooms(engine: EngineDescription, serving: EngineDescription) -> tuple[int, ...]:
+def _rooms(engine: ChannelDescription, serving: ChannelDescription) -> tuple[int, ...]:
     """Returns how many experts of each size of the serving model fit there; zeros if the engine does not say."""
     sizes = len(set(serving.bytes_of_layers))
     if len(engine.rooms) == sizes:
@@ -162,7 +162,7 @@ def _rooms(engine: EngineDescription, serving: EngineDescription) -> tuple[int, 
     return (engine.budget_experts,) if sizes == 1 else (0,) * sizes
 
 
-def _experts_of(engine: EngineDescription, serving: EngineDescription) -> tuple[BoolArray | None, BoolArray | None]:
+def _experts_of(engine: ChannelDescription, serving: ChannelDescription) -> tuple[BoolArray | None, BoolArray | None]:
     """Returns the experts [L, E] on the engine's disk and pinned in its memory; None if it serves another model."""
     if engine.model != serving.model:
         return None, None

@@ -20,7 +20,7 @@ from edgemoe.cluster.control.requests.offer_queue import OfferQueue
 from edgemoe.errors import PlanningFailed
 from edgemoe.policy.routing.eldr import LocalityBand, drifted
 from edgemoe.policy.routing.least_loaded import node_of
-from edgemoe.policy.routing.offers import EngineView
+from edgemoe.policy.routing.offers import RoutingTarget
 from edgemoe.policy.routing.signatures import ExpertClusters, Fit, ModelSizes, counts_of
 from edgemoe.types.arrays import FloatArray
 from edgemoe.types.expert_signatures import EndedRequest
@@ -110,7 +110,7 @@ class ExpertFitting:
             self._sizes = self._queue.sizes
             self._forget()
 
-    async def _why(self, engines: Mapping[str, EngineView]) -> str:
+    async def _why(self, engines: Mapping[str, RoutingTarget]) -> str:
         """Returns the reason to fit clusters now; "" for none."""
         now_s, fitted, count = self._clock(), self.fitted, len(self._requests)
         if len(engines) < 2 or count < max(FIRST, len(engines)) or now_s - self._failed_s < REFIT_S:
@@ -131,7 +131,7 @@ class ExpertFitting:
         recent = list(self._requests)[-RECENT:]
         return "drift" if await asyncio.to_thread(_drifted, fitted.clusters, recent, self._sizes) else ""
 
-    async def _refit(self, why: str, engines: Mapping[str, EngineView]) -> None:
+    async def _refit(self, why: str, engines: Mapping[str, RoutingTarget]) -> None:
         slots, sizes = _slots(engines), self._sizes
         requests, known = self._requests, tuple(self._requests)
         before = await asyncio.to_thread(_before, self.fitted, known, list(slots), sizes)
@@ -152,7 +152,7 @@ class ExpertFitting:
         log.info("expert clusters fitted", extra=told)
 
 
-def _slots(engines: Mapping[str, EngineView]) -> dict[str, int]:
+def _slots(engines: Mapping[str, RoutingTarget]) -> dict[str, int]:
     return {node: max(1, view.slots) for node, view in engines.items()}
 
 

@@ -14,12 +14,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from edgemoe.cluster.control.messages import EngineStatus, RequestOffer
-from edgemoe.cluster.control.requests.offer_views import EngineMemory, offered_as
+from edgemoe.cluster.control.messages import LoadReport, RequestOffer
+from edgemoe.cluster.control.requests.offer_views import PromptMemory, offered_as
 from edgemoe.policy import shares
 from edgemoe.policy.routing.eldr import LocalityBand
 from edgemoe.policy.routing.least_loaded import node_of
-from edgemoe.policy.routing.offers import Dispatches, EngineView, Offered, RoutingPolicy
+from edgemoe.policy.routing.offers import Dispatches, RoutingTarget, Offered, RoutingPolicy
 from edgemoe.policy.routing.signatures import ModelSizes
 
 MAX_OFFERS = 512  # of one front
@@ -53,7 +53,7 @@ class EngineReported(NamedTuple):
     """A front reported the work of its engine."""
 
     node: str
-    use: EngineStatus
+    use: LoadReport
 
 
 class ServingEngines(NamedTuple):
@@ -168,7 +168,7 @@ class OfferQueue:
         self._memories[place].note(offered.prefix)
         return place
 
-    def writing(self) -> list[EngineView]:
+    def writing(self) -> list[RoutingTarget]:
         """Returns the state of the engines that decode."""
         return [view for view in self._dispatches.views() if view.place in self._serving.writing]
 
@@ -192,7 +192,7 @@ class OfferQueue:
         self._policy = self._make()
         self._waiting: dict[str, WaitingOffer] = {}  # by name, in order of arrival here
         self._dispatches = Dispatches()
-        self._memories: dict[str, EngineMemory] = {}  # by place
+        self._memories: dict[str, PromptMemory] = {}  # by place
         self._principals, self._users = LastTurns(), LastTurns()
 
     # --- state ------------------------------------------------------------------------------------------------
@@ -215,13 +215,13 @@ class OfferQueue:
     def _home(self, name: str) -> str:
         return next((place for place in self._memories if node_of(place) == node_of(name)), "")
 
-    def _on_engine_status(self, node: str, use: EngineStatus, now_s: float) -> None:
+    def _on_engine_status(self, node: str, use: LoadReport, now_s: float) -> None:
         place = f"{node}:{use.engine}"
         for other in [known for known in self._memories if known.startswith(f"{node}:") and known != place]:
             self._drop(other)
         if not use.engine or place not in self._serving.places | self._serving.writing:
             return
-        memory = self._memories.setdefault(place, EngineMemory())
+        memory = self._memories.setdefault(place, PromptMemory())
         self._dispatches.on_engine_view(memory.on_report(place, use, self._serving.sizes, now_s))
 
     def _look_at(self, serving: ServingEngines) -> None:
@@ -255,7 +255,7 @@ class OfferQueue:
     def _drop_ended(self, now_s: float) -> None:
         self._waiting = {name: one for name, one in self._waiting.items() if one.until_s > now_s}
 
-    def _reading(self) -> list[EngineView]:
+    def _reading(self) -> list[RoutingTarget]:
         return [view for view in self._dispatches.views() if view.place in self._serving.places]
 
     def _grant(self, one: WaitingOffer, place: str, why: str, now_s: float) -> GrantOffer:
@@ -267,7 +267,7 @@ class OfferQueue:
         self._users.note(offered.user, now_s)
         return GrantOffer(one.node, one.number, place, why)
 
-    def _heads(self, views: list[EngineView], now_s: float) -> list[Offered]:
+    def _heads(self, views: list[RoutingTarget], now_s: float) -> list[Offered]:
         """Returns the next request of each of MOST_HEADS users, the oldest first. Ages start at the user's last grant.
 
         If several principals wait, the age of a principal's first request starts at the principal's last grant. The
@@ -287,7 +287,7 @@ class OfferQueue:
         aged.sort(key=lambda pair: pair[0])
         return [replace(one, arrived_s=since_s) for since_s, one in aged[:MOST_HEADS]]
 
-    def _heads_of_users(self, views: list[EngineView], now_s: float) -> list[Offered]:
+    def _heads_of_users(self, views: list[RoutingTarget], now_s: float) -> list[Offered]:
         speed = AGING_SHARE * float(np.mean([view.tokens_per_s for view in views]))
         heads: dict[tuple[str, str], tuple[float, Offered]] = {}
         for one in self._waiting.values():

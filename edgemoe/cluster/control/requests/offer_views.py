@@ -7,9 +7,9 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from edgemoe.cluster.control.messages import PREFIX_TOKENS, EngineStatus, RequestOffer
+from edgemoe.cluster.control.messages import PREFIX_TOKENS, LoadReport, RequestOffer
 from edgemoe.policy.routing.marginal_union import PromptForecast
-from edgemoe.policy.routing.offers import EngineView, Offered
+from edgemoe.policy.routing.offers import Offered, RoutingTarget
 from edgemoe.policy.routing.signatures import MOST_S, ModelSizes, counts_of, experts_of, resident_of, union_of
 from edgemoe.types.arrays import FloatArray
 from edgemoe.types.expert_signatures import ExpertDemand
@@ -19,7 +19,7 @@ TOKENS_PER_S = 1000.0  # prefill speed of an engine without a measurement
 NO_CHOICES = ExpertDemand(b"", b"", (), 0.0, 0.0)
 
 
-class EngineMemory:
+class PromptMemory:
     """One engine's prompts by keyed hashes, the latest last, and its last reported expert demand."""
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class EngineMemory:
         if new:
             self._prefixes = frozenset(known)
 
-    def on_report(self, place: str, use: EngineStatus, sizes: ModelSizes, now_s: float) -> EngineView:
+    def on_report(self, place: str, use: LoadReport, sizes: ModelSizes, now_s: float) -> RoutingTarget:
         """Merges the engine's report. Returns the view of the engine."""
         self.note(keys_of(use.prefixes))
         if use.choices is not None:
@@ -52,7 +52,7 @@ class EngineMemory:
             self._sizes = sizes
             self._tables = resident_of(choices.far, choices.far_s, sizes), union_of(choices.absent, sizes)
         resident, union = self._tables
-        return EngineView(
+        return RoutingTarget(
             place,
             use.slots,
             use.capacity,

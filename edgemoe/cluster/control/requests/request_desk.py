@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 from edgemoe.cluster.control.control_state import ControlState
-from edgemoe.cluster.control.messages import ControlMessage, EngineStatus, OfferWithdrawal, RequestGrant, RequestOffer
+from edgemoe.cluster.control.messages import ControlMessage, LoadReport, OfferWithdrawal, RequestGrant, RequestOffer
 from edgemoe.cluster.control.requests.expert_fitting import ExpertFitting, Fitter
 from edgemoe.cluster.control.requests.offer_queue import (
     Action,
@@ -96,7 +96,7 @@ class RequestDesk:
         if self._leads(node):
             self._perform(self._handle(OfferWithdrawn(node, message.numbers)))
 
-    def on_engine_status(self, node: str, use: EngineStatus) -> None:
+    def on_engine_status(self, node: str, use: LoadReport) -> None:
         """Updates the work of an engine by its front's report."""
         if self._leads(node, use.engine):
             self._perform(self._handle(EngineReported(node, use)))

@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from edgemoe.cluster.control.messages import Announce, EngineDescription
+from edgemoe.cluster.control.messages import Announce, ChannelDescription
 from edgemoe.cluster.control.planning.targets import (
     ExpertHome,
     HomeInventory,
@@ -18,8 +18,8 @@ from edgemoe.cluster.control.planning.targets import (
 from edgemoe.types.placement import pack_bits
 
 
-def card(layer_experts: tuple[int, ...]) -> EngineDescription:
-    return EngineDescription("boot", 1, 2, "m", 3, 6, 4096, 10, b"", b"", True, layer_experts)
+def card(layer_experts: tuple[int, ...]) -> ChannelDescription:
+    return ChannelDescription("boot", 1, 2, "m", 3, 6, 4096, 10, b"", b"", True, layer_experts)
 
 
 def test_experts_beyond_a_layer_have_no_home() -> None:

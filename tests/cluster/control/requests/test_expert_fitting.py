@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from edgemoe.cluster.control.messages import EngineStatus, RequestOffer
+from edgemoe.cluster.control.messages import LoadReport, RequestOffer
 from edgemoe.cluster.control.planning.fitting_child import fit
 from edgemoe.cluster.control.planning.messages import MAX_REQUESTS, ClusterAnswer, ClusterQuestion
 from edgemoe.cluster.control.requests.expert_fitting import (
@@ -79,9 +79,7 @@ class Leader:
         self.queue.handle(ServingEngines(frozenset(nodes), places, self.sizes, places))
         for node in nodes:
             fixed = {"engine": boot, "slots": SLOTS, "capacity": 100, "blocks": 1000, "free_blocks": 1000}
-            self.queue.handle(
-                EngineReported(node, msgspec.convert({"type": "EngineUse", **fixed, **more}, EngineStatus))
-            )
+            self.queue.handle(EngineReported(node, msgspec.convert({"type": "EngineUse", **fixed, **more}, LoadReport)))
 
     def grants(self, kind: Kind | None, stage: Literal["prefill", "decode"] = "prefill") -> tuple[str, str]:
         """Returns the engine that gets a request of this kind, and the reason; then withdraws the request."""

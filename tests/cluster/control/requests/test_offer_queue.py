@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from support.examples import examples
 
-from edgemoe.cluster.control.messages import EngineStatus, RequestOffer
+from edgemoe.cluster.control.messages import LoadReport, RequestOffer
 from edgemoe.cluster.control.planning.messages import ClusterAnswer, ClusterQuestion
 from edgemoe.cluster.control.requests.offer_queue import (
     MAX_OFFERS,
@@ -35,7 +35,7 @@ from edgemoe.config.settings import ClusterSettings
 from edgemoe.errors import PlanningFailed
 from edgemoe.policy.routing.eldr import LocalityBand
 from edgemoe.policy.routing.gimbal import GimbalThresholds
-from edgemoe.policy.routing.offers import FORGET_S, Assignment, EngineView, Offered, fewest
+from edgemoe.policy.routing.offers import FORGET_S, Assignment, RoutingTarget, Offered, fewest
 from edgemoe.policy.routing.pull import PullLimits, PullRouting
 from edgemoe.policy.routing.signatures import ModelSizes, absent_bytes, shares_of
 from edgemoe.policy.shares import most_of
@@ -64,9 +64,9 @@ def offer(
     )
 
 
-def idle(node: str, **has: object) -> EngineStatus:
+def idle(node: str, **has: object) -> LoadReport:
     fixed = {"engine": f"{node}1", "slots": SLOTS, "capacity": 10, "blocks": 1000, "free_blocks": 1000}
-    return msgspec.convert({"type": "EngineUse", **fixed, **has}, EngineStatus)
+    return msgspec.convert({"type": "EngineUse", **fixed, **has}, LoadReport)
 
 
 def everybody(*gone: str) -> ServingEngines:
@@ -235,7 +235,7 @@ def test_one_box_s_offers_are_bounded_and_leave_room_for_others() -> None:
 def test_an_engine_that_has_gone_gets_nothing_even_if_it_comes_back_until_it_says_how_it_is() -> None:
     queue, _ = queue_of("pull", "b", "c")
     queue.handle(EngineReported("a", idle("a")))
-    queue.handle(EngineReported("a", EngineStatus()))
+    queue.handle(EngineReported("a", LoadReport()))
     assert granted(queue.handle(RequestOffered("a", offer(1)))) == []
     assert granted(queue.handle(EngineReported("a", idle("a")))) == [(1, "a:a1")]
 
@@ -271,7 +271,7 @@ def test_a_request_is_pulled_by_its_own_box_or_by_that_of_its_user_for_a_while()
 
 COUNTS, SMALLS = st.sampled_from([0, 1, 1 << 62]), st.sampled_from([0, 1, 1 << 24])
 USES = st.builds(
-    EngineStatus,
+    LoadReport,
     engine=st.sampled_from(["a1", "x"]),
     **dict.fromkeys(("slots", "capacity", "running", "waiting"), SMALLS),
     **dict.fromkeys(("prefill_tokens", "remaining_tokens", "blocks", "free_blocks"), COUNTS),
@@ -312,12 +312,12 @@ SIZED = st.sampled_from([everybody()._replace(sizes=sizes) for sizes in (SIZES, 
 @given(said=st.lists(st.one_of(USES, OFFERS, SIZED), min_size=2, max_size=6))
 @chosen(max_examples=examples(20), deadline=None)
 def test_the_queue_survives_any_message_of_a_box(
-    route: str, said: list[EngineStatus | RequestOffer | ServingEngines]
+    route: str, said: list[LoadReport | RequestOffer | ServingEngines]
 ) -> None:
     queue, clock = queue_of(route)
     for message in said:
         match message:
-            case EngineStatus():
+            case LoadReport():
                 queue.handle(EngineReported("a", message))
             case RequestOffer():
                 queue.handle(RequestOffered("a", message))
@@ -356,10 +356,10 @@ def test_compared_users_and_their_signatures_are_bounded() -> None:
     large = ModelSizes(64, 1024)
 
     class Nowhere:
-        def takes(self, views: Sequence[EngineView]) -> bool:
+        def takes(self, views: Sequence[RoutingTarget]) -> bool:
             return True
 
-        def assign(self, offers: Sequence[Offered], views: Sequence[EngineView], now_s: float) -> list[Assignment]:
+        def assign(self, offers: Sequence[Offered], views: Sequence[RoutingTarget], now_s: float) -> list[Assignment]:
             compared.append(len(offers))
             assert [one.request for one in offers[:2]] == ["a:1", "a:2"][: len(offers)], "who waits longest is always"
             return []
@@ -436,7 +436,7 @@ def test_reports_cost_no_comparisons_of_waiting_offers_without_room() -> None:
     compared: list[int] = []
 
     class Counted(PullRouting):
-        def assign(self, offers: Sequence[Offered], views: Sequence[EngineView], now_s: float) -> list[Assignment]:
+        def assign(self, offers: Sequence[Offered], views: Sequence[RoutingTarget], now_s: float) -> list[Assignment]:
             compared.append(len(offers))
             return super().assign(offers, views, now_s)
 

@@ -14,7 +14,7 @@ import pytest_asyncio
 from support.planes import EXPERTS, LAYERS, Front, card, fronts
 from support.waiting import until
 
-from edgemoe.cluster.control.messages import EngineStatus, Heartbeat, RequestOffer
+from edgemoe.cluster.control.messages import Heartbeat, LoadReport, RequestOffer
 from edgemoe.cluster.control.planning.fitting_child import fit
 from edgemoe.cluster.control.planning.messages import ClusterAnswer, ClusterQuestion
 from edgemoe.cluster.control.planning.solver import PlanSolver
@@ -22,7 +22,7 @@ from edgemoe.cluster.control.requests import expert_fitting
 from edgemoe.errors import PeerBusy, PeerRefused
 from edgemoe.types.expert_signatures import EndedRequest, ExpertSignature
 
-USE = EngineStatus(engine="x", slots=2, capacity=4, blocks=100, free_blocks=100)
+USE = LoadReport(engine="x", slots=2, capacity=4, blocks=100, free_blocks=100)
 # PySyncObj leaves the file open from which it has read the position in its journal
 pytestmark = [pytest.mark.asyncio, pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")]
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from edgemoe.engine.fairness import Fairness
-from edgemoe.policy.routing.offers import Dispatches, EngineView, Offered, RoutingPolicy
+from edgemoe.policy.routing.offers import Dispatches, RoutingTarget, Offered, RoutingPolicy
 from edgemoe.types.principal import NOBODY
 from tools.research.simulate.serving.prefixes import PrefixCache
 from tools.research.simulate.serving.simulated_engine import Engine, EngineShape, Job
@@ -31,8 +31,8 @@ class Cluster:
     offers: dict[str, Job] = field(default_factory=dict)
     lengths: Fairness = field(default_factory=Fairness)
     _dispatches: Dispatches = field(default_factory=Dispatches)
-    _reports: list[EngineView] = field(default_factory=list)
-    _seen: dict[str, EngineView] = field(default_factory=dict)  # engines that have not changed since their last view
+    _reports: list[RoutingTarget] = field(default_factory=list)
+    _seen: dict[str, RoutingTarget] = field(default_factory=dict)  # engines that have not changed since their last view
 
     def serve(self, jobs: Sequence[Job]) -> None:
         """Runs the requests, in order of arrival, to their ends."""
@@ -74,7 +74,7 @@ class Cluster:
     def _expected(self) -> float:
         return self.lengths.expected_output(NOBODY, 1 << 20)
 
-    def _views(self, now_s: float) -> list[EngineView]:
+    def _views(self, now_s: float) -> list[RoutingTarget]:
         if self.knowledge == "exact":
             for place, engine in self.engines.items():
                 if place not in self._seen:

@@ -12,7 +12,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from edgemoe.policy.routing.offers import Assignment, EngineView, Offered, RoutingPolicy
+from edgemoe.policy.routing.offers import Assignment, RoutingTarget, Offered, RoutingPolicy
 from edgemoe.types.arrays import FloatArray
 from tools.research.simulate.decode_pool import DecodeCosts, places_of
 from tools.research.simulate.decode_traffic import Source
@@ -84,11 +84,11 @@ class Apart:
         self._policy, self._sources = policy, sources
         self.engines: dict[str, Engine] = {}
 
-    def takes(self, views: Sequence[EngineView]) -> bool:
+    def takes(self, views: Sequence[RoutingTarget]) -> bool:
         """Whether an engine has room by the policy."""
         return self._policy.takes(views)
 
-    def assign(self, offers: Sequence[Offered], views: Sequence[EngineView], now_s: float) -> list[Assignment]:
+    def assign(self, offers: Sequence[Offered], views: Sequence[RoutingTarget], now_s: float) -> list[Assignment]:
         """Returns the policy's assignment if that keeps sources apart, else its choice among the other engines."""
         there = {place: {self._source(name) for name in engine.requests()} for place, engine in self.engines.items()}
         named = {offered.request: offered for offered in offers}

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from edgemoe.policy.routing.offers import EngineView, Offered
+from edgemoe.policy.routing.offers import RoutingTarget, Offered
 from edgemoe.policy.routing.signatures import absence
 from edgemoe.types.arrays import FloatArray
 from tools.research.routing import queue_orders
@@ -152,10 +152,10 @@ class Engine:
                     self._first(s)
         return [self._end(s) for s in list(self._jobs) if batch.emitted[s] >= batch.output[s]] if why & DONE else []
 
-    def view(self, expected_tokens: float, reported_s: float) -> EngineView:
+    def view(self, expected_tokens: float, reported_s: float) -> RoutingTarget:
         """Returns the engine's view for routers."""
         waiting_blocks = sum(math.ceil((job.tokens + 1) / BLOCK) for job in self.waiting)
-        return EngineView(
+        return RoutingTarget(
             self.place,
             self.shape.slots,
             self.shape.capacity,
