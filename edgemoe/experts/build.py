@@ -18,8 +18,8 @@ from edgemoe.experts.compute.cost_model import CostModel
 from edgemoe.experts.compute.cpu_experts import CpuExperts
 from edgemoe.experts.compute.cuda_link import ignore_progress
 from edgemoe.experts.compute.device_spread import DeviceSpread
-from edgemoe.experts.compute.dispatch import Compute, DeviceTime, EmulatedCompute, HostCompute
-from edgemoe.experts.compute.moe import AS_USUAL, Fetching, TieredExperts
+from edgemoe.experts.compute.dispatch import DeviceTime, EmulatedCompute, ExpertCompute, HostCompute
+from edgemoe.experts.compute.moe import AS_USUAL, FetchOptions, TieredExperts
 from edgemoe.experts.compute.peer_layer_step import PeerExperts
 from edgemoe.experts.tiers.residency import Residency
 from edgemoe.experts.tiers.slab import HostSlab, layout_in
@@ -50,12 +50,12 @@ class TierMemory:
     progress: Callable[[float], None] = ignore_progress  # takes the share of RAM that is pinned for a GPU
 
 
-class Device(NamedTuple):
+class TierDevice(NamedTuple):
     """A device's parts; the slab belongs to link and compute."""
 
     layout: SlabLayout
     link: TierLink
-    compute: Compute
+    compute: ExpertCompute
 
 
 class ExpertTiers:
@@ -73,7 +73,7 @@ class ExpertTiers:
         policies: Mapping[Tier, LivePolicy],
         kernels: KernelContext | None,
         *,
-        fetching: Fetching = AS_USUAL,
+        fetching: FetchOptions = AS_USUAL,
         on_disk: BoolArray | None = None,
     ) -> None:
         """Allocates the tiers. `policies` for VRAM and RAM may be one object; `kernels` compute on the CPU.
@@ -141,7 +141,7 @@ class ExpertTiers:
         computes = [compute.clone_for_thread(math) for compute in self._computes]
         costs = CostModel(residency, self.loader, self.geometry.strides_bytes)
         cpu_experts = self.experts.cpu_experts.clone_for_thread(residency, math, costs)
-        fetching = Fetching(prefetch=False, deadline_s=deadline_s)
+        fetching = FetchOptions(prefetch=False, deadline_s=deadline_s)
         return TieredExperts(self.geometry, residency, self.loader, computes, cpu_experts, fetching)
 
     async def run(self) -> None:
@@ -186,20 +186,20 @@ def _open(
     ram: HostSlab,
     math: ExpertMath,
     progress: Callable[[float], None],
-) -> Device:
+) -> TierDevice:
     layout = layout_in(device.expert_bytes, geometry, f"experts on {device.kind}")
     if device.kind == "emulated":
         slab = HostSlab(layout)
         link = EmulatedLink(ram, slab, device.link_bytes_per_s, device.link_expert_bytes)
         slabs = _matrices(slab, geometry)
         if not device.memory_bytes_per_s:
-            return Device(layout, link, HostCompute(slabs, math))
+            return TierDevice(layout, link, HostCompute(slabs, math))
         memory = DeviceTime(device.memory_bytes_per_s)
-        return Device(layout, link, EmulatedCompute(slabs, math, geometry.strides_bytes, memory))
+        return TierDevice(layout, link, EmulatedCompute(slabs, math, geometry.strides_bytes, memory))
     if device.kind.startswith("cuda:"):
         from edgemoe.experts.compute.cuda import open_cuda
 
-        return Device(layout, *open_cuda(device.kind, layout, geometry, ram, progress))
+        return TierDevice(layout, *open_cuda(device.kind, layout, geometry, ram, progress))
     raise ConfigError(f"device {device.kind} is none of cpu, emulated, cuda:N")
 
 

@@ -15,7 +15,7 @@ import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from edgemoe.families.spec import ModelSpec, RopeSpec
-from edgemoe.kernels.cpu.runtime import EVERYTHING, Kernels, Paged
+from edgemoe.kernels.cpu.runtime import EVERYTHING, Kernels, PagedCache
 from edgemoe.model.kv import KVCache, StepStates
 from edgemoe.model.rope import Angles, RotaryEmbedding
 from edgemoe.types.arrays import IntArray
@@ -218,7 +218,7 @@ class StepAttention:
         return self._plans[window]
 
 
-def prompt_by_kernel(kernels: Kernels, q: torch.Tensor, table: IntArray, context: int, pages: Paged) -> torch.Tensor:
+def prompt_by_kernel(kernels: Kernels, q: torch.Tensor, table: IntArray, context: int, pages: PagedCache) -> torch.Tensor:
     """Returns the attention [t, heads, value width] of a context's last queries [t, heads, D] to its pages."""
     q = q.contiguous()
     out = q.new_empty((len(q), pages.heads, pages.value_dim))
@@ -256,11 +256,11 @@ def causal_mask(queries: int, keys: int, scores: AttentionScores, device: torch.
     return pad((past >= 0) & (past < scores.window), (before, 0), value=True)
 
 
-def paged(heads: int, kv: KVCache, layer: int, scores: AttentionScores) -> Paged:
+def paged(heads: int, kv: KVCache, layer: int, scores: AttentionScores) -> PagedCache:
     """Describes a layer's keys and values for the kernel: addresses, shapes, window and scale."""
     pages = kv.layers[layer]
     keys = pages.keys
-    return Paged(
+    return PagedCache(
         heads=heads,
         kv_heads=keys.shape[1],
         head_dim=keys.shape[3],

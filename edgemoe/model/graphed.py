@@ -91,7 +91,7 @@ def product(
     if len(x) > decode_dense.MOST_ROWS:
         return linear(norm(x).to(dtype), matrix.rows, bias)
     out = x.new_empty((len(x), len(matrix)))
-    decode_dense.multiplied(x, matrix.rows, out, decode_dense.Product(norm.weight, norm.eps, bias))
+    decode_dense.multiplied(x, matrix.rows, out, decode_dense.GpuProduct(norm.weight, norm.eps, bias))
     return out
 
 
@@ -104,7 +104,7 @@ def add_product(
     if len(x) > decode_dense.MOST_ROWS:
         to.add_(linear(x, matrix.rows, bias), alpha=factor)
     else:
-        decode_dense.multiplied(x, matrix.rows, to, decode_dense.Product(bias=bias, add=True, factor=factor))
+        decode_dense.multiplied(x, matrix.rows, to, decode_dense.GpuProduct(bias=bias, add=True, factor=factor))
 
 
 class RowCalls(ExpertCalls):
@@ -128,7 +128,7 @@ class RowCalls(ExpertCalls):
         if few:
             logits, planes = residual.new_empty((rows, router.experts)), torch.empty_like(residual)
             norm, rounded = layer.post_norm, layer.dtype == torch.bfloat16
-            with_planes = decode_dense.Product(norm.weight, norm.eps, planes=planes, kind=kind, rounded=rounded)
+            with_planes = decode_dense.GpuProduct(norm.weight, norm.eps, planes=planes, kind=kind, rounded=rounded)
             decode_dense.multiplied(residual, gate.weight, logits, with_planes)
         else:
             assert hidden is not None

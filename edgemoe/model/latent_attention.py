@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from edgemoe.families.mechanisms import LatentHeads
-from edgemoe.kernels.cpu.runtime import Kernels, Paged
+from edgemoe.kernels.cpu.runtime import Kernels, PagedCache
 from edgemoe.model.attention import AttentionScores, PrefillChunk, StepContext, prompt_by_kernel, prompt_in_tiles
 from edgemoe.model.dense_weights import FEW_TOKENS, LayerReader, Norm
 from edgemoe.model.rope import Angles, half_split, rotate
@@ -137,7 +137,7 @@ class LatentAttention:
         if kernels is None:
             return prompt_in_tiles(q, keys[None], values[None], self._scores)
         line = heads.key * past.element_size()
-        pages = Paged(
+        pages = PagedCache(
             heads=q.shape[1],
             kv_heads=q.shape[1],
             head_dim=heads.key,

@@ -15,7 +15,7 @@ from edgemoe.errors import ConfigError
 from edgemoe.experts.compute.cost_model import CostModel
 from edgemoe.experts.compute.cpu_experts import CpuExperts
 from edgemoe.experts.compute.dispatch import DeviceTimings
-from edgemoe.experts.compute.moe import Fetching, TieredExperts
+from edgemoe.experts.compute.moe import FetchOptions, TieredExperts
 from edgemoe.experts.tiers.residency import Residency
 from edgemoe.experts.tiers.residency_records import VRAM
 from edgemoe.experts.tiers.slots import PrefetchPriority, SlotPool
@@ -27,7 +27,7 @@ from edgemoe.types.arrays import FloatArray, IntArray
 from edgemoe.types.experts import ExpertGeometry, ExpertId, LivePolicy, Move, Tier
 from edgemoe.types.size_classes import SlabLayout
 from edgemoe.types.step import StepMeta, StepRouting
-from edgemoe.types.token_groups import Group
+from edgemoe.types.token_groups import TokenGroups
 
 NOTHING = torch.empty(0)
 
@@ -79,7 +79,7 @@ class ReplayBox:
         compute = SimulatedCompute()
         costs = CostModel(self.residency, self.loader, geometry.strides_bytes, cpu_helps=False, clock=self.world.clock)
         cpu_experts = CpuExperts(self.residency, compute, costs)
-        fetching = Fetching(prefetch=prefetch, cpu_helps=False, deadline_s=math.inf)
+        fetching = FetchOptions(prefetch=prefetch, cpu_helps=False, deadline_s=math.inf)
         self._experts = TieredExperts(geometry, self.residency, self.loader, [compute], cpu_experts, fetching)
         self._sizes_bytes: list[int] = geometry.strides_bytes.tolist()
         self._counts, self._misses, self._missed_bytes = False, 0, 0
@@ -151,7 +151,7 @@ class SimulatedCompute:
     def begin(self, layer: int, hidden: torch.Tensor) -> None:
         pass
 
-    def add(self, slots: IntArray, group: Group) -> None:
+    def add(self, slots: IntArray, group: TokenGroups) -> None:
         pass
 
     def end(self) -> torch.Tensor:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
-from edgemoe.experts.tiers.slots import Transfer, Waiters
+from edgemoe.experts.tiers.slots import ResidencyWaiters, SlotTransfer
 from edgemoe.experts.transfer.link_stats import LinkStats
 from edgemoe.experts.transfer.links import PieceSchedule, TransferListener, pieces_of
 from edgemoe.types.experts import ExpertGeometry
@@ -63,13 +63,13 @@ class SimulatedClock:
             pass
 
 
-class Arrivals(SimpleQueue[Transfer]):
+class Arrivals(SimpleQueue[SlotTransfer]):
     """Lets time pass where a queue would wait."""
 
     def __init__(self, world: SimulatedClock) -> None:
         self._world = world
 
-    def get(self, block: bool = True, timeout: float | None = None) -> Transfer:
+    def get(self, block: bool = True, timeout: float | None = None) -> SlotTransfer:
         until_s = self._world.now_s + (math.inf if timeout is None else timeout)
         while self.empty():
             if not self._world.advance(until_s):
@@ -77,7 +77,7 @@ class Arrivals(SimpleQueue[Transfer]):
         return super().get_nowait()
 
 
-class SimulatedWaiters(Waiters):
+class SimulatedWaiters(ResidencyWaiters):
     """Lets time pass where a thread would wait."""
 
     def __init__(self, world: SimulatedClock) -> None:
@@ -101,7 +101,7 @@ class SimulatedLink:
         self._world, self._layout = world, layout
         self._largest_bytes = layout.classes.bytes[-1]
         self._expert_s, pieces = self._largest_bytes / bytes_per_s, pieces_of(self._largest_bytes)
-        self._schedule = PieceSchedule[Transfer](pieces, self._expert_s / pieces)
+        self._schedule = PieceSchedule[SlotTransfer](pieces, self._expert_s / pieces)
         self._roused = False
         self.stats = LinkStats(world.clock)
         world.busy.append(self)
@@ -109,11 +109,11 @@ class SimulatedLink:
     def attach(self, listener: TransferListener) -> None:
         self._listener = listener
 
-    def copy(self, load: Transfer) -> None:
+    def copy(self, load: SlotTransfer) -> None:
         self._schedule.add(load, self._world.now_s, self._bytes_of(load) / self._largest_bytes)
         self.stats.begin()
 
-    def withdraw(self, load: Transfer) -> None:
+    def withdraw(self, load: SlotTransfer) -> None:
         if load in self._schedule.loads and self._listener.withdraw_prefetch(load):
             self._schedule.drop(load, self._world.now_s)
             self.stats.abort()
@@ -148,7 +148,7 @@ class SimulatedLink:
             self._roused = False
             self._listener.on_woken(self)
 
-    def _bytes_of(self, load: Transfer) -> int:
+    def _bytes_of(self, load: SlotTransfer) -> int:
         return self._layout.place(load.slot)[1]
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from edgemoe.types.arrays import BoolArray, FloatArray, IntArray
 
 
-class Group(NamedTuple):
+class TokenGroups(NamedTuple):
     """The calls of T tokens for k experts each, grouped by expert: expert i has calls `offsets[i]:offsets[i + 1]`."""
 
     experts: IntArray  # [n]

@@ -25,7 +25,7 @@ from edgemoe.errors import CapacityError
 from edgemoe.experts import compiled_parts
 from edgemoe.experts.activity import ActivityCounter
 from edgemoe.experts.build import ExpertTiers, TierMemory
-from edgemoe.experts.compute.moe import Fetching
+from edgemoe.experts.compute.moe import FetchOptions
 from edgemoe.experts.predict.scoutgate_forecaster import ScoutGateForecaster
 from edgemoe.families.spec import ModelSpec
 from edgemoe.jit.compile_process import CompileProcess
@@ -204,7 +204,7 @@ def _tiers(
         memory,
         {Tier.VRAM: policy, Tier.RAM: policy},
         kernels,
-        fetching=Fetching(settings.cache.prefetch, settings.record.hints, settings.record.hidden),
+        fetching=FetchOptions(settings.cache.prefetch, settings.record.hints, settings.record.hidden),
         on_disk=None if sharing is None else sharing.shelf.on_disk(),
     )
     if sharing is not None:

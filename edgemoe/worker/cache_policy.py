@@ -9,7 +9,7 @@ from typing import Protocol
 
 from edgemoe.config.settings import Settings
 from edgemoe.errors import ConfigError
-from edgemoe.experts.predict.controller import Controller, Kept
+from edgemoe.experts.predict.controller import PredictionController, PredictorFiles
 from edgemoe.experts.predict.next_use import Ids
 from edgemoe.experts.predict.prefetch_planner import PrefetchRequests
 from edgemoe.experts.predict.scoutgate_forecaster import ScoutGateForecaster, TokenEmbedding
@@ -53,11 +53,11 @@ def predictive_policy(
         return TwoTierPolicy(geometry, forecaster=scoutgate)
     if name != "learned":
         return None
-    return Controller(
+    return PredictionController(
         geometry.layers,
         geometry.experts,
         geometry.top_k,
-        kept=Kept(_state_file(settings, directory), kernels),
+        kept=PredictorFiles(_state_file(settings, directory), kernels),
         forecaster=scoutgate,
     )
 

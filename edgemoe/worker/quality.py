@@ -29,7 +29,7 @@ from edgemoe.store.manifest import DENSE, Manifest, spec_of
 from edgemoe.store.packer import AS_IT_IS, Progress
 from edgemoe.store.reader import ExpertStore
 from edgemoe.store.writer import CheckpointReader, write_file
-from edgemoe.types.token_groups import Group
+from edgemoe.types.token_groups import TokenGroups
 
 WINDOW_TOKENS = 512  # of text in a window, which sees nothing before it
 MOST_TOKENS = 8192  # of a text that are read
@@ -83,7 +83,7 @@ class StreamedExperts:
         self._slabs = [ExpertSlab(slab, ExpertLayout.of(geometry, layer), geometry.bf16) for layer in layers]
 
     def forward(self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        group, out = Group.of(ids.numpy(), weights.numpy()), torch.zeros(hidden.shape)
+        group, out = TokenGroups.of(ids.numpy(), weights.numpy()), torch.zeros(hidden.shape)
         slot, bounds = np.zeros(1, np.int64), group.offsets.tolist()
         for place, expert in enumerate(group.experts.tolist()):
             self._read(layer, expert, self._room)

@@ -13,7 +13,7 @@ from edgemoe.jit.intrinsics import INT, f32_at
 from edgemoe.jit.object_cache import code
 from edgemoe.kernels.cpu.expert_math import ExpertKernels
 from edgemoe.kernels.cpu.experts_decode import ExpertLayout
-from edgemoe.kernels.cpu.runtime import EVERYTHING, Kernels, Paged
+from edgemoe.kernels.cpu.runtime import EVERYTHING, Kernels, PagedCache
 from edgemoe.kernels.cpu.vector import log32
 from edgemoe.types.encoding import FP8, INT4, INT8, MXFP4, Encoding
 
@@ -127,7 +127,7 @@ class Contexts:
         places = {"keys": cache.data_ptr(), "values": cache[0, 0 if self.latent else 1].data_ptr()}
         places["block_stride"] = cache.stride(0) * size
         places["head_stride"] = cache.stride(2) * size
-        pages = Paged(*self.shape, self.value_dim, self.scale, **places, window=window, sinks=sinks)
+        pages = PagedCache(*self.shape, self.value_dim, self.scale, **places, window=window, sinks=sinks)
         out = torch.empty(len(lengths), self.shape[0] * self.value_dim)
         contexts = np.array(lengths)
         self.kernels.attend(self.queries.data_ptr(), len(lengths), self.tables, contexts, pages, out.data_ptr())

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from edgemoe.kernels.cpu.gemm_tile import make_tile, panel_words
-from edgemoe.kernels.cpu.runtime import EVERYTHING, Kernels, Paged
+from edgemoe.kernels.cpu.runtime import EVERYTHING, Kernels, PagedCache
 
 BLOCK = 16
 
@@ -35,7 +35,7 @@ class Prompt:
         strides = {"block_stride": data.stride(0) * size, "head_stride": data.stride(2) * size}
         keys = data.data_ptr()
         places = {"keys": keys, "values": keys + data.stride(1) * size, **strides}
-        pages = Paged(*self.shape, self.value_dim, self.scale, **places, window=window, sinks=sinks)
+        pages = PagedCache(*self.shape, self.value_dim, self.scale, **places, window=window, sinks=sinks)
         queries = self.queries[context - tokens : context].contiguous()
         out = torch.full_like(queries[..., : self.value_dim], torch.nan, memory_format=torch.contiguous_format)
         self.kernels.prefill(queries.data_ptr(), tokens, self.table, context, pages, out.data_ptr())

@@ -26,7 +26,7 @@ from edgemoe.kernels.gpu import expert_blocks as gpu_experts
 from edgemoe.types.encoding import ENCODINGS
 from edgemoe.types.experts import SILU, Activation, ExpertGeometry
 from edgemoe.types.size_classes import SlabLayout
-from edgemoe.types.token_groups import Group
+from edgemoe.types.token_groups import TokenGroups
 
 SHAPES = ((72, 40, 5, 2, 1), (256, 192, 8, 4, 5), (130, 33, 3, 3, 40), (64, 32, 1, 1, 70))  # H, I, E, k, T
 
@@ -43,15 +43,15 @@ def slab_of(geometry: ExpertGeometry, rng: np.random.Generator) -> torch.Tensor:
     return torch.from_numpy(np.pad(slab, ((0, 0), (0, geometry.stride_bytes(0) - slab.shape[1]))))
 
 
-def work(geometry: ExpertGeometry, tokens: int, rng: np.random.Generator) -> tuple[Group, torch.Tensor]:
+def work(geometry: ExpertGeometry, tokens: int, rng: np.random.Generator) -> tuple[TokenGroups, torch.Tensor]:
     """Makes calls of random experts, and their hidden states [T, H]."""
     ids = np.argsort(rng.random((tokens, geometry.experts)), axis=1)[:, : geometry.top_k]
     x = rng.normal(size=(tokens, geometry.hidden)).astype(np.float32)
     dtype = torch.bfloat16 if geometry.bf16 else torch.float32
-    return Group.of(ids, rng.random(ids.shape).astype(np.float32)), torch.from_numpy(x).to(dtype)
+    return TokenGroups.of(ids, rng.random(ids.shape).astype(np.float32)), torch.from_numpy(x).to(dtype)
 
 
-def far(geometry: ExpertGeometry, slab: torch.Tensor, group: Group, x: torch.Tensor, out: torch.Tensor) -> float:
+def far(geometry: ExpertGeometry, slab: torch.Tensor, group: TokenGroups, x: torch.Tensor, out: torch.Tensor) -> float:
     """Returns the largest difference from torch's products of decoded weights, over the largest value."""
     view, want = ExpertSlab(slab, ExpertLayout.of(geometry, 0), geometry.bf16), torch.zeros(*x.shape)
     one_by_one(view, group.experts, group.offsets, group.tokens, group.weights, x, want)

@@ -15,7 +15,7 @@ import torch
 from edgemoe.config.budgets import DeviceBudget
 from edgemoe.errors import CorruptExpert
 from edgemoe.experts.build import ExpertTiers, TierMemory
-from edgemoe.experts.compute.moe import Fetching
+from edgemoe.experts.compute.moe import FetchOptions
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.policy.cache_ranks import LRU
 from edgemoe.types.arrays import BoolArray
@@ -132,7 +132,7 @@ def small_tiers(
         TierMemory(ram_slots * geometry.largest_bytes, devices, containment=containment),
         {Tier.VRAM: policy, Tier.RAM: policy},
         kernels,
-        fetching=Fetching(**fetching),
+        fetching=FetchOptions(**fetching),
         on_disk=on_disk,
     )
 

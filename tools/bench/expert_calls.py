@@ -43,7 +43,7 @@ from edgemoe.types.experts import ExpertGeometry, ExpertId, Tier
 from edgemoe.types.model_info import ServedModel
 from edgemoe.types.peers import ExpertWork, RemoteCall
 from edgemoe.types.placement import PlacementPlan, pack_bits
-from edgemoe.types.token_groups import Group
+from edgemoe.types.token_groups import TokenGroups
 from edgemoe.wire.protocol import Language, Message
 from edgemoe.worker.cluster_member import TURN_S, HomeFetchPacer
 from tools.bench.stats import core_s
@@ -275,7 +275,7 @@ def fill(box: Box, geometry: ExpertGeometry, experts: int, rows: int, seconds: f
     hidden = torch.from_numpy(rng.standard_normal((rows, geometry.hidden)).astype(np.float32))
     hidden = hidden.to(torch.bfloat16 if geometry.bf16 else torch.float32)
     ids = np.argsort(rng.random((rows, EXPERTS)), axis=1)[:, :experts]
-    group = Group.of(ids, np.full((rows, experts), 1 / experts, np.float32))
+    group = TokenGroups.of(ids, np.full((rows, experts), 1 / experts, np.float32))
     remote = box.tiers.experts.remote
     assert remote is not None
     began_s, sent, steps, asked = time.perf_counter(), link_bytes(), 0, remote.asked

@@ -26,7 +26,7 @@ from edgemoe.config.budgets import DeviceBudget
 from edgemoe.engine.driver import SequenceDriver
 from edgemoe.experts.build import ExpertTiers, TierMemory
 from edgemoe.experts.compiled_parts import TIERS
-from edgemoe.experts.compute.moe import Fetching
+from edgemoe.experts.compute.moe import FetchOptions
 from edgemoe.families.config import spec_from_config
 from edgemoe.families.spec import ModelSpec, dense_shapes
 from edgemoe.jit.object_cache import link
@@ -81,7 +81,7 @@ class Bench:
         memory = TierMemory(everything, [DeviceBudget(self.kind, int(share * everything), 8e9)])
         policies = {Tier.VRAM: policy, Tier.RAM: policy}
         tiers = ExpertTiers(
-            geometry, BlankStore(geometry), memory, policies, None, fetching=Fetching(prefetch=prefetch)
+            geometry, BlankStore(geometry), memory, policies, None, fetching=FetchOptions(prefetch=prefetch)
         )
         with running(tiers):
             yield tiers

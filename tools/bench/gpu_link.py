@@ -25,9 +25,9 @@ import xxhash
 from edgemoe.config.budgets import DeviceBudget
 from edgemoe.experts.build import ExpertTiers, TierMemory
 from edgemoe.experts.compute import cuda_link
-from edgemoe.experts.compute.cuda_link import CudaLink, Order, Pinning, copy_async
+from edgemoe.experts.compute.cuda_link import CudaLink, PinnedSlab, SlotOrder, copy_async
 from edgemoe.experts.tiers.slab import HostSlab
-from edgemoe.experts.tiers.slots import SlotPool, Transfer
+from edgemoe.experts.tiers.slots import SlotPool, SlotTransfer
 from edgemoe.policy.cache_ranks import LRU
 from edgemoe.types.experts import ExpertGeometry, Store, Tier
 from edgemoe.types.size_classes import SlabLayout
@@ -106,7 +106,7 @@ def pinned(device: torch.device, threads: int, slice_bytes: int, populate: bool)
     cuda_link.THREADS, cuda_link.SLICE_BYTES = threads, slice_bytes
     cuda_link.POPULATE_WRITE = kept[2] if populate else 0
     began_s = time.perf_counter()
-    done = Pinning(host, device)
+    done = PinnedSlab(host, device)
     seconds = time.perf_counter() - began_s
     ok = host.pinned
     done.release()
@@ -114,11 +114,11 @@ def pinned(device: torch.device, threads: int, slice_bytes: int, populate: bool)
     return host.size_bytes / seconds / 1e9 if ok else 0.0
 
 
-def whole(host: HostSlab, device: torch.device) -> Pinning:
+def whole(host: HostSlab, device: torch.device) -> PinnedSlab:
     """Registers memory at once: a copy may begin anywhere in it."""
     kept, cuda_link.SLICE_BYTES = cuda_link.SLICE_BYTES, host.size_bytes
     try:
-        return Pinning(host, device)
+        return PinnedSlab(host, device)
     finally:
         cuda_link.SLICE_BYTES = kept
 
@@ -171,7 +171,7 @@ def link_alone(geometry: ExpertGeometry, device: torch.device, demanded: bool) -
     """Copies through the product's link with a few waiting at any time; times by the clock and by its meter."""
     layout = SlabLayout.even(64, geometry.stride_bytes(0))
     host, slab = HostSlab(layout), torch.empty(layout.size_bytes, dtype=torch.uint8, device=device)
-    link, ends = CudaLink(host, slab, layout, Order(64)), Ends()
+    link, ends = CudaLink(host, slab, layout, SlotOrder(64)), Ends()
     pool = SlotPool(Tier.VRAM, 1, 64, 64, LRU(1, 64))
     pool.demanded[:] = demanded
     link.attach(ends)
@@ -180,7 +180,7 @@ def link_alone(geometry: ExpertGeometry, device: torch.device, demanded: bool) -
     for number in range(COPIES):
         ends.room.acquire(timeout=60)
         one_s = time.perf_counter()
-        link.copy(Transfer(pool, 0, number % 64, number % 64, number % 64))
+        link.copy(SlotTransfer(pool, 0, number % 64, number % 64, number % 64))
         issuing_s += time.perf_counter() - one_s
     while not link.idle():
         time.sleep(1e-4)

@@ -16,7 +16,7 @@ import numpy as np
 
 from edgemoe.experts.tiers.residency import Residency
 from edgemoe.experts.tiers.slab import HostSlab
-from edgemoe.experts.tiers.slots import PrefetchPriority, SlotPool, Transfer
+from edgemoe.experts.tiers.slots import PrefetchPriority, SlotPool, SlotTransfer
 from edgemoe.experts.transfer.loader import ExpertLoader
 from edgemoe.types.arrays import FloatArray, IntArray
 from edgemoe.types.experts import ExpertId, Move, Tier
@@ -46,12 +46,12 @@ class StandInLink:
     """Accepts copies, and ends them at a call."""
 
     def __init__(self) -> None:
-        self.copies: list[Transfer] = []
+        self.copies: list[SlotTransfer] = []
 
     def attach(self, listener: ExpertLoader) -> None:
         self._listener = listener
 
-    def copy(self, load: Transfer) -> None:
+    def copy(self, load: SlotTransfer) -> None:
         self.copies.append(load)
 
     def idle(self) -> bool:
@@ -102,7 +102,7 @@ class Desk:
                 residency.release(0, slots)
                 yield (time.perf_counter() - began) * 1e6, 0.0
                 continue
-            arrivals: SimpleQueue[Transfer] = SimpleQueue()
+            arrivals: SimpleQueue[SlotTransfer] = SimpleQueue()
             claim = residency.acquire(0, layer, experts, arrivals)
             self.loader.start(claim.loads)
             waits = time.perf_counter()

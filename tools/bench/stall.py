@@ -38,8 +38,8 @@ from edgemoe.cli.plan.measure import RandomStore, random_decoder
 from edgemoe.config.budgets import DeviceBudget
 from edgemoe.engine.driver import SequenceDriver
 from edgemoe.experts.build import ExpertTiers, TierMemory
-from edgemoe.experts.compute.moe import Fetching
-from edgemoe.experts.predict.controller import Controller, Kept
+from edgemoe.experts.compute.moe import FetchOptions
+from edgemoe.experts.predict.controller import PredictionController, PredictorFiles
 from edgemoe.experts.predict.scoutgate_forecaster import ScoutGateForecaster
 from edgemoe.experts.predict.two_tier import TwoTierPolicy
 from edgemoe.families.config import spec_from_config
@@ -189,8 +189,8 @@ class Runner:
             self.scoutgate.load(args.scoutgate)
         self.controller = None
         if contender.policy == "learned":
-            self.controller = Controller(
-                geometry.layers, geometry.experts, geometry.top_k, kept=Kept(state), forecaster=self.scoutgate
+            self.controller = PredictionController(
+                geometry.layers, geometry.experts, geometry.top_k, kept=PredictorFiles(state), forecaster=self.scoutgate
             )
             self.controller.wait_idle(120)
         self.rules = TwoTierPolicy(geometry, forecaster=self.scoutgate) if contender.policy == "two-tier" else None
@@ -208,7 +208,7 @@ class Runner:
             TierMemory(int(total * args.ram), [device]),
             policies,
             model.kernels,
-            fetching=Fetching(prefetch=contender.prefetch, keep_hints=contender.gate and hints, cpu_helps=False),
+            fetching=FetchOptions(prefetch=contender.prefetch, keep_hints=contender.gate and hints, cpu_helps=False),
         )
         if not contender.gate:
             self.tiers.experts.lookahead = range(0)

@@ -22,7 +22,7 @@ from edgemoe.encodings.codec import pack
 from edgemoe.engine.driver import SequenceDriver
 from edgemoe.errors import CapacityError, StoreError
 from edgemoe.experts.build import ExpertTiers, TierMemory
-from edgemoe.experts.compute.moe import Fetching
+from edgemoe.experts.compute.moe import FetchOptions
 from edgemoe.families.config import spec_from_config
 from edgemoe.families.spec import ModelSpec, dense_shapes
 from edgemoe.jit.intrinsics import i64_at, record
@@ -92,7 +92,7 @@ def resident_tiers(spec: ModelSpec, kernels: Kernels, policy: LivePolicy | None 
     policy = policy or LRU(geometry.layers, geometry.experts)
     policies: Mapping[Tier, LivePolicy] = {Tier.RAM: policy, Tier.VRAM: policy}
     memory = TierMemory(geometry.all_bytes)
-    tiers = ExpertTiers(geometry, RandomStore(spec), memory, policies, kernels, fetching=Fetching(prefetch=False))
+    tiers = ExpertTiers(geometry, RandomStore(spec), memory, policies, kernels, fetching=FetchOptions(prefetch=False))
     try:
         asyncio.run(_fill(tiers))
     except TimeoutError:

@@ -16,7 +16,7 @@ from edgemoe.policy.resolve import CostMatrix as CostArray
 from edgemoe.policy.resolve import WayCosts, finish_s, resolve
 from edgemoe.telemetry.unit_time import UnitTime, work_units
 from edgemoe.types.arrays import FloatArray, IntArray
-from edgemoe.types.token_groups import Group
+from edgemoe.types.token_groups import TokenGroups
 
 COMPUTE, DISK, BULK, FIRST_LINK = range(4)  # channels; behind the links come the caller's
 TOP, CPU, FIRST_ELSEWHERE = range(3)  # ways; TOP: on the fastest tier, which the expert is brought to
@@ -104,7 +104,7 @@ class CostModel:
         load[:, CPU, COMPUTE] *= units
         return load
 
-    def for_cpu(self, layer: int, group: Group) -> BoolArray | None:
+    def for_cpu(self, layer: int, group: TokenGroups) -> BoolArray | None:
         """Returns a mask of the experts [n] that the CPU should compute from RAM to finish soonest; None for none."""
         if not self._loader.links or not self._cpu_helps:
             return None

@@ -8,13 +8,13 @@ import numpy as np
 import torch
 
 from edgemoe.experts.compute.cost_model import CostModel
-from edgemoe.experts.compute.dispatch import Compute
+from edgemoe.experts.compute.dispatch import ExpertCompute
 from edgemoe.experts.tiers.residency import Residency
 from edgemoe.experts.tiers.slots import BoolArray
 from edgemoe.kernels.cpu.expert_math import ExpertMath
 from edgemoe.telemetry.unit_time import work_units
 from edgemoe.types.arrays import IntArray
-from edgemoe.types.token_groups import Group
+from edgemoe.types.token_groups import TokenGroups
 
 NO_SLOTS: IntArray = np.empty(0, np.int64)
 
@@ -25,7 +25,7 @@ class CpuExperts:
     Each layer calls `begin`, any number of `claim`, `compute` and `drop`, then `end`.
     """
 
-    def __init__(self, residency: Residency, compute: Compute, costs: CostModel) -> None:
+    def __init__(self, residency: Residency, compute: ExpertCompute, costs: CostModel) -> None:
         """Takes a `compute` over the RAM tier's slots."""
         self.costs = costs
         self.experts, self.took_s = 0, 0.0  # computed; in all
@@ -36,7 +36,7 @@ class CpuExperts:
         """Starts a layer with `hidden` [T, H] on any device, which is copied only if needed."""
         self._hidden, self._used = hidden, False
 
-    def claim(self, layer: int, group: Group, prefill_only: BoolArray | None) -> BoolArray | None:
+    def claim(self, layer: int, group: TokenGroups, prefill_only: BoolArray | None) -> BoolArray | None:
         """Pins the group's experts that the CPU should compute. Returns their mask [n]; None for none."""
         chosen = self.costs.for_cpu(layer, group)
         if chosen is None:

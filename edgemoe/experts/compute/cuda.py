@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from edgemoe.errors import CapacityError, ConfigError
-from edgemoe.experts.compute.cuda_link import MARKS, CudaLink, Order, ignore_progress, moment
+from edgemoe.experts.compute.cuda_link import MARKS, CudaLink, SlotOrder, ignore_progress, moment
 from edgemoe.experts.compute.dispatch import DeviceTimings
 from edgemoe.experts.tiers.slab import HostSlab
 from edgemoe.kernels.cpu.expert_math import ExpertMath
@@ -24,7 +24,7 @@ from edgemoe.telemetry.unit_time import work_units
 from edgemoe.types.arrays import IntArray
 from edgemoe.types.experts import ExpertGeometry
 from edgemoe.types.size_classes import SlabLayout
-from edgemoe.types.token_groups import Group
+from edgemoe.types.token_groups import TokenGroups
 
 ROWS = (16, 32, 64)  # calls of one expert that one program computes
 
@@ -48,12 +48,12 @@ class GpuCalls:
         hidden = torch.zeros((1, geometry.hidden), dtype=dtype, device=slab.device)
         for calls in ROWS:
             repeated = np.zeros(calls, np.int64)  # the same call of one token, repeated
-            group = Group(repeated[:1], np.array([0, calls]), repeated, repeated, np.zeros(calls, np.float32))
+            group = TokenGroups(repeated[:1], np.array([0, calls]), repeated, repeated, np.zeros(calls, np.float32))
             out = torch.zeros((geometry.top_k, geometry.hidden), device=slab.device)
             for layer in {tuple(each.values()): layer for layer, each in enumerate(self._constants)}.values():
                 self.add(layer, repeated[:1] + self._first[layer], group, hidden, out)
 
-    def add(self, layer: int, slots: IntArray, group: Group, hidden: torch.Tensor, out: torch.Tensor) -> None:
+    def add(self, layer: int, slots: IntArray, group: TokenGroups, hidden: torch.Tensor, out: torch.Tensor) -> None:
         """Writes the weighted outputs of the group's calls of a layer."""
         rows = block_rows(int(np.diff(group.offsets).max()))
         blocks = blocks_of(slots - self._first[layer], group.offsets, rows)
@@ -173,14 +173,14 @@ def open_cuda(
             f"{kind} has {free_bytes} bytes free, the slab of its experts takes {layout.size_bytes}; "
             "lower the device's expert_bytes"
         ) from error
-    order = Order(layout.count)
+    order = SlotOrder(layout.count)
     return CudaLink(ram, slab, layout, order, progress), CudaCompute(slab, layout, geometry, order)
 
 
 class CudaCompute:
     """Computes experts in place in the slab, by two kernels for all experts of a layer."""
 
-    def __init__(self, slab: torch.Tensor, layout: SlabLayout, geometry: ExpertGeometry, order: Order) -> None:
+    def __init__(self, slab: torch.Tensor, layout: SlabLayout, geometry: ExpertGeometry, order: SlotOrder) -> None:
         """Compiles the kernels for a slab, uint8, cut as `layout` says.
 
         Raises ConfigError where that fails.
@@ -202,7 +202,7 @@ class CudaCompute:
         rows = len(hidden) * self._geometry.top_k
         self._out = torch.zeros((rows, self._geometry.hidden), dtype=torch.float32, device=self._device)
 
-    def add(self, slots: IntArray, group: Group) -> None:
+    def add(self, slots: IntArray, group: TokenGroups) -> None:
         stream, read = torch.cuda.current_stream(self._device), slots.tolist()
         began = self._order.before_compute(read, stream)
         ready = began and moment(stream)

@@ -23,7 +23,7 @@ import torch
 
 from edgemoe.errors import MissingExpert
 from edgemoe.experts.tiers.slab import HostSlab
-from edgemoe.experts.tiers.slots import Transfer
+from edgemoe.experts.tiers.slots import SlotTransfer
 from edgemoe.experts.transfer.link_stats import LinkStats
 from edgemoe.experts.transfer.links import TransferListener
 from edgemoe.types.size_classes import SlabLayout
@@ -40,7 +40,7 @@ def ignore_progress(share: float) -> None:
     """Does nothing with the share that is done."""
 
 
-class Pinning:
+class PinnedSlab:
     """Keeps a slab registered until `release`, unless somebody else has registered it.
 
     If CUDA refuses, earlier registrations stay. Copies from the rest still work, but slower.
@@ -115,7 +115,7 @@ AHEAD = 2  # copies of prefetches in flight at least: while one moves, the threa
 AHEAD_BYTES = 4 << 20  # and more small ones up to these bytes: 80 us on a link of 50 GB/s, in which the thread wakes
 
 
-class Order:
+class SlotOrder:
     """Orders copies and computations on the GPU by slot. The compute thread computes, any thread copies."""
 
     def __init__(self, slots: int) -> None:
@@ -159,7 +159,7 @@ class Order:
 class CopyFlight(NamedTuple):
     """A copy in flight, between two moments on the GPU."""
 
-    load: Transfer
+    load: SlotTransfer
     size_bytes: int
     urgent: bool  # was demanded when it was issued
     start: torch.cuda.Event
@@ -180,16 +180,16 @@ class CudaLink:
         source: HostSlab,
         slab: torch.Tensor,
         layout: SlabLayout,
-        order: Order,
+        order: SlotOrder,
         progress: Callable[[float], None] = ignore_progress,
     ) -> None:
         """Copies into `slab`, uint8, cut as `layout` says. Pins the source, if nobody has; `progress` takes a share."""
         self.stats = LinkStats()
         self._source, self._slab, self._layout, self._order = source, slab, layout, order
-        self._pinning = Pinning(source, slab.device, progress)
+        self._pinning = PinnedSlab(source, slab.device, progress)
         self._streams = tuple(torch.cuda.Stream(slab.device) for _ in range(2))  # type: ignore[no-untyped-call]
         self._lock = threading.Lock()  # of all that follows
-        self._waiting: list[Transfer] = []
+        self._waiting: list[SlotTransfer] = []
         self._flying = self._flying_bytes = self._urgent = 0  # copies in flight, their bytes, those demanded
         self._closed = self._roused = False
         self._ended: deque[CopyFlight] = deque(maxlen=BESIDE)
@@ -200,13 +200,13 @@ class CudaLink:
         self._listener = listener
         self._thread.start()
 
-    def copy(self, load: Transfer) -> None:
+    def copy(self, load: SlotTransfer) -> None:
         with self._lock:
             self._waiting.append(load)
             self.stats.begin()
         self._go_on()
 
-    def withdraw(self, load: Transfer) -> None:
+    def withdraw(self, load: SlotTransfer) -> None:
         with self._lock:
             gone = load in self._waiting and self._listener.withdraw_prefetch(load)
             if gone:
@@ -241,7 +241,7 @@ class CudaLink:
     def _go_on(self) -> None:
         """Issues the copies that can start now, and reports arrived and failed ones to the listener."""
         issued: list[CopyFlight] = []
-        failed: list[tuple[Transfer, Exception]] = []
+        failed: list[tuple[SlotTransfer, Exception]] = []
         with self._lock:
             while (load := self._next()) is not None:
                 self._waiting.remove(load)
@@ -258,7 +258,7 @@ class CudaLink:
         for load, why in failed:
             self._listener.on_failed(load, why)
 
-    def _next(self) -> Transfer | None:
+    def _next(self) -> SlotTransfer | None:
         """Returns the copy to issue now: any while closed, a demanded one, or the most urgent if there is room."""
         if self._closed or not self._waiting:
             return next(iter(self._waiting), None)
@@ -270,7 +270,7 @@ class CudaLink:
     def _may_prefetch(self) -> bool:
         return not self._urgent and (self._flying < AHEAD or self._flying_bytes < AHEAD_BYTES)
 
-    def _issue(self, load: Transfer, urgent: bool) -> CopyFlight:
+    def _issue(self, load: SlotTransfer, urgent: bool) -> CopyFlight:
         stream = self._streams[urgent]
         into, size_bytes = self._layout.place(load.slot)
         source = self._source.layout.place(load.source)[0]

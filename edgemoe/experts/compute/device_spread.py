@@ -14,7 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
-from edgemoe.experts.compute.dispatch import Compute
+from edgemoe.experts.compute.dispatch import ExpertCompute
 from edgemoe.experts.tiers.device_exchange import SPREAD, SPREADING
 from edgemoe.experts.tiers.residency import Residency
 from edgemoe.experts.tiers.residency_records import ALWAYS, SharedRecord
@@ -129,7 +129,7 @@ TRIES = 8  # extents at a look, where some are in use
 class Rebalancing:
     """Looks at the classes' shares of each tier. Used on the compute thread, where nothing is pinned for a step."""
 
-    def __init__(self, residency: Residency, computes: Sequence[Compute] = ()) -> None:
+    def __init__(self, residency: Residency, computes: Sequence[ExpertCompute] = ()) -> None:
         """Takes the `computes` of the residency's devices, if it has any."""
         self._residency, self._steps = residency, 0
         self.moved = 0  # extents

@@ -14,7 +14,7 @@ from edgemoe.kernels.cpu.expert_math import ExpertMath, ExpertSlab, ExpertTable
 from edgemoe.telemetry.unit_time import work_units
 from edgemoe.types.arrays import IntArray
 from edgemoe.types.step import ExpertSlots
-from edgemoe.types.token_groups import Group
+from edgemoe.types.token_groups import TokenGroups
 
 
 class DeviceTimings(NamedTuple):
@@ -25,13 +25,13 @@ class DeviceTimings(NamedTuple):
     computed_s: float = 0.0
 
 
-class Compute(Protocol):
+class ExpertCompute(Protocol):
     """Computes experts on one device. Called on the compute thread only."""
 
     def begin(self, layer: int, hidden: torch.Tensor) -> None:
         """Starts a layer with `hidden` [T, H]."""
 
-    def add(self, slots: IntArray, group: Group) -> None:
+    def add(self, slots: IntArray, group: TokenGroups) -> None:
         """Adds the weighted outputs of the group's experts; expert i is in `slots[i]`."""
 
     def end(self) -> torch.Tensor:
@@ -65,7 +65,7 @@ class HostCompute:
         self._hidden = hidden.contiguous()
         self._out = torch.zeros(hidden.shape, dtype=torch.float32)
 
-    def add(self, slots: IntArray, group: Group) -> None:
+    def add(self, slots: IntArray, group: TokenGroups) -> None:
         if self._first:
             slots = slots - self._first
         self._math.add(self._slab, slots, group.offsets, group.tokens, group.weights, self._hidden, self._out)
@@ -125,7 +125,7 @@ class EmulatedCompute(HostCompute):
         super().begin(layer, hidden)
         self._expert_bytes = float(self._sizes_bytes[layer])
 
-    def add(self, slots: IntArray, group: Group) -> None:
+    def add(self, slots: IntArray, group: TokenGroups) -> None:
         units = float(work_units(group.offsets).sum())
         begins_s, self._ends_s = self._device.reserve(units * self._expert_bytes)
         super().add(slots, group)

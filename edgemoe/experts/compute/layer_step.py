@@ -11,13 +11,13 @@ from queue import Empty
 import numpy as np
 
 from edgemoe.errors import MissingExpert
-from edgemoe.experts.compute.dispatch import Compute
+from edgemoe.experts.compute.dispatch import ExpertCompute
 from edgemoe.experts.tiers.residency import Residency
 from edgemoe.experts.tiers.residency_records import NONE, NVME, RAM
-from edgemoe.experts.tiers.slots import BoolArray, SlotClaim, Transfer
+from edgemoe.experts.tiers.slots import BoolArray, SlotClaim, SlotTransfer
 from edgemoe.experts.transfer.loader import ExpertLoader
 from edgemoe.types.arrays import IntArray
-from edgemoe.types.token_groups import Group
+from edgemoe.types.token_groups import TokenGroups
 
 PREFILL_ONLY_SHARE = 8  # prefill loads at most one slot in this number at a time
 
@@ -25,7 +25,9 @@ PREFILL_ONLY_SHARE = 8  # prefill loads at most one slot in this number at a tim
 class DeviceShare:
     """Tracks the experts [n] of a layer-step that one device computes: slot, ready, pinned, waiting."""
 
-    def __init__(self, device: int, slots: int, compute: Compute, group: Group, prefill_only: BoolArray | None) -> None:
+    def __init__(
+        self, device: int, slots: int, compute: ExpertCompute, group: TokenGroups, prefill_only: BoolArray | None
+    ) -> None:
         """Starts with none claimed. `slots` is the device's number of slots; `prefill_only` [n] marks experts."""
         self.device, self.compute, self.group, self.prefill_only = device, compute, group, prefill_only
         n = len(group.experts)
@@ -52,7 +54,7 @@ class DeviceShare:
         self.waiting.update(zip(self.group.experts[coming].tolist(), coming.tolist(), strict=True))
         self.left = asked[~got]
 
-    def waits_for(self, load: Transfer) -> bool:
+    def waits_for(self, load: SlotTransfer) -> bool:
         """Returns whether an ended load of the layer is one that this part waits for."""
         index = self.waiting.get(load.expert)
         return index is not None and self.slots.item(index) == load.slot and load.has_ended
@@ -158,13 +160,13 @@ class LayerStep:
                 raise self._overdue()
         self.stall_s[tier] += self._clock() - began_s
 
-    def _next_arrival(self) -> Transfer:
+    def _next_arrival(self) -> SlotTransfer:
         try:
             return self._arrivals.get(timeout=self._remaining_s)
         except Empty:
             raise self._overdue() from None
 
-    def _on_arrival(self, load: Transfer) -> int | None:
+    def _on_arrival(self, load: SlotTransfer) -> int | None:
         """Marks an expert as ready. Returns the tier that it came from. Raises the load's error.
 
         Returns None for a load that this layer-step does not wait for: another thread's, or an earlier arrival.

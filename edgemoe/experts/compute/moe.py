@@ -11,7 +11,7 @@ import torch
 
 from edgemoe.experts.compute.cpu_experts import CpuExperts
 from edgemoe.experts.compute.device_spread import DeviceSpread, Rebalancing
-from edgemoe.experts.compute.dispatch import Compute
+from edgemoe.experts.compute.dispatch import ExpertCompute
 from edgemoe.experts.compute.layer_step import DeviceShare, LayerStep
 from edgemoe.experts.compute.peer_layer_step import PeerExperts
 from edgemoe.experts.predict.gate_lookahead import MOST_CALLS, GateLookAhead
@@ -25,11 +25,11 @@ from edgemoe.telemetry.unit_time import work_units
 from edgemoe.types.arrays import FloatArray, IntArray
 from edgemoe.types.experts import ExpertGeometry, ExpertId, Move, Tier
 from edgemoe.types.step import ExpertSlots, StepMeta, StepRouting
-from edgemoe.types.token_groups import Group
+from edgemoe.types.token_groups import TokenGroups
 
 
 @dataclass(frozen=True, slots=True)
-class Fetching:
+class FetchOptions:
     """How experts that are missing are had."""
 
     prefetch: bool = True
@@ -39,7 +39,7 @@ class Fetching:
     cpu_helps: bool = True  # the CPU computes experts that devices lack from RAM, if that is sooner
 
 
-AS_USUAL = Fetching()
+AS_USUAL = FetchOptions()
 
 
 class TieredExperts:
@@ -54,9 +54,9 @@ class TieredExperts:
         geometry: ExpertGeometry,
         residency: Residency,
         loader: ExpertLoader,
-        computes: Sequence[Compute],
+        computes: Sequence[ExpertCompute],
         cpu_experts: CpuExperts,
-        fetching: Fetching = AS_USUAL,
+        fetching: FetchOptions = AS_USUAL,
     ) -> None:
         """Takes `computes` in the order of the residency's devices."""
         self.geometry, self.residency, self.loader = geometry, residency, loader
@@ -68,7 +68,7 @@ class TieredExperts:
         self._rebalancing = Rebalancing(residency, computes)
         self.spread: DeviceSpread | None = None  # moves experts between devices
         self._fetching = fetching
-        self._step: Observations | None = None
+        self._step: RoutingCollector | None = None
         self.places: ExpertTable | None = None
         self.slots: ExpertSlots | None = None
         self._has_all = False  # nothing can be missing any more
@@ -87,7 +87,7 @@ class TieredExperts:
             if len(self._computes) == 1:
                 where = self.residency.tops[0].where
                 self.places, self.slots = self._computes[0].places(where), self._computes[0].slots(where)
-        self._step = Observations(meta, self.geometry, self.loader.clock)
+        self._step = RoutingCollector(meta, self.geometry, self.loader.clock)
         self._next_layer = 0
         return self._step.ids
 
@@ -110,7 +110,7 @@ class TieredExperts:
     def forward(self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Returns the weighted sum of the experts' outputs, [T, H] float32. Raises MissingExpert, CorruptExpert."""
         chosen, shares = ids.numpy(force=True), weights.numpy(force=True)  # [T, k]
-        group, prefill_only = Group.of(chosen, shares), None
+        group, prefill_only = TokenGroups.of(chosen, shares), None
         if self._step is not None:
             self._step.observe(layer, chosen, shares)
             if self._fetching.keep_hidden:
@@ -122,7 +122,7 @@ class TieredExperts:
         return self.compute(layer, hidden, group, prefill_only)
 
     def compute(
-        self, layer: int, hidden: torch.Tensor, group: Group, prefill_only: BoolArray | None = None
+        self, layer: int, hidden: torch.Tensor, group: TokenGroups, prefill_only: BoolArray | None = None
     ) -> torch.Tensor:
         """Returns the weighted sum of the group's calls, [T, H] float32. Raises MissingExpert, CorruptExpert."""
         if len(self._computes) == 1:
@@ -133,7 +133,9 @@ class TieredExperts:
         finally:
             self.residency.device_assignment.release_layer()
 
-    def _compute(self, layer: int, hidden: torch.Tensor, group: Group, prefill_only: BoolArray | None) -> torch.Tensor:
+    def _compute(
+        self, layer: int, hidden: torch.Tensor, group: TokenGroups, prefill_only: BoolArray | None
+    ) -> torch.Tensor:
         for compute in self._computes:
             compute.begin(layer, hidden)
         self.cpu_experts.begin(hidden)
@@ -152,7 +154,7 @@ class TieredExperts:
             first += helped
         return first
 
-    def compute_if_there(self, layer: int, hidden: torch.Tensor, group: Group) -> torch.Tensor | None:
+    def compute_if_there(self, layer: int, hidden: torch.Tensor, group: TokenGroups) -> torch.Tensor | None:
         """Returns the same as `compute` if all experts are in the top tier, else None."""
         if len(self._computes) > 1 or not self.residency.all_on_top(layer, group.experts):
             return None
@@ -171,7 +173,7 @@ class TieredExperts:
 
     # --- inside -------------------------------------------------------------------------------------------------
 
-    def _all_there(self, layer: int, group: Group, prefill_only: BoolArray | None) -> bool:
+    def _all_there(self, layer: int, group: TokenGroups, prefill_only: BoolArray | None) -> bool:
         """Starts the layer-step. Computes it and returns True where one device holds all its experts."""
         if len(self._computes) > 1:
             self.residency.begin_layer(layer, group.experts if prefill_only is None else group.experts[~prefill_only])
@@ -193,7 +195,7 @@ class TieredExperts:
         self.loader.start_prefetches()
 
     def _share(
-        self, remote: PeerExperts, layer: int, hidden: torch.Tensor, group: Group, prefill_only: BoolArray | None
+        self, remote: PeerExperts, layer: int, hidden: torch.Tensor, group: TokenGroups, prefill_only: BoolArray | None
     ) -> torch.Tensor | None:
         """Computes a layer-step with peers. Returns their part of the sum, or None."""
         waited_s = remote.stall_s
@@ -205,7 +207,7 @@ class TieredExperts:
             if self._step is not None:
                 self._step.stall_s += remote.stall_s - waited_s
 
-    def _wait_for(self, layer: int, group: Group, prefill_only: BoolArray | None) -> None:
+    def _wait_for(self, layer: int, group: TokenGroups, prefill_only: BoolArray | None) -> None:
         """Computes a layer-step with missing experts, or one that several devices share."""
         calls, cpu_experts, used = len(group.tokens), self.cpu_experts, NOBODY
         try:
@@ -264,7 +266,7 @@ class TieredExperts:
                 if self._step is not None:
                     self._step.stall_s += spent.waited_s
 
-    def _part(self, device: int, layer: int, group: Group, prefill_only: BoolArray | None) -> DeviceShare | None:
+    def _part(self, device: int, layer: int, group: TokenGroups, prefill_only: BoolArray | None) -> DeviceShare | None:
         slots = self.residency.slots_of(device, layer)
         if len(self._computes) == 1:
             return DeviceShare(device, slots, self._computes[0], group, prefill_only)
@@ -290,7 +292,7 @@ class TieredExperts:
 # --- observations ---
 
 
-class Observations:
+class RoutingCollector:
     """Collects the gates' choices of one step, layer by layer."""
 
     def __init__(self, meta: StepMeta, geometry: ExpertGeometry, clock: Callable[[], float]) -> None:
@@ -325,7 +327,7 @@ class Observations:
             self.hidden = np.empty((len(self.ids), len(hidden), self._geometry.hidden), np.float32)
         self.hidden[layer] = hidden.float().numpy(force=True)
 
-    def prefill_only(self, ids: IntArray, group: Group) -> BoolArray | None:
+    def prefill_only(self, ids: IntArray, group: TokenGroups) -> BoolArray | None:
         """Returns a mask of the group's experts that only prefill needs, [n]; None if the step only decodes."""
         if self.decode is None:
             return None

@@ -12,7 +12,7 @@ import torch
 from edgemoe.experts.compute.moe import TieredExperts
 from edgemoe.types.arrays import BoolArray, IntArray
 from edgemoe.types.peers import ExpertWork
-from edgemoe.types.token_groups import Group
+from edgemoe.types.token_groups import TokenGroups
 
 
 class PeerCompute:
@@ -66,11 +66,11 @@ class PeerCompute:
         return rows
 
 
-def _merge(works: Sequence[ExpertWork], first: Sequence[int], k: int) -> Group:
+def _merge(works: Sequence[ExpertWork], first: Sequence[int], k: int) -> TokenGroups:
     """Returns the calls of all works as one group; the rows of work i begin at `first[i]`."""
     if len(works) == 1:
         (work,) = works
-        return Group(work.experts, work.offsets, _places(work.rows, k), work.rows, work.weights)
+        return TokenGroups(work.experts, work.offsets, _places(work.rows, k), work.rows, work.weights)
     experts = np.concatenate([np.repeat(work.experts, np.diff(work.offsets)) for work in works])
     rows = np.concatenate([work.rows + start for work, start in zip(works, first, strict=False)])
     weights = np.concatenate([work.weights for work in works])
@@ -78,7 +78,7 @@ def _merge(works: Sequence[ExpertWork], first: Sequence[int], k: int) -> Group:
     experts, rows, weights = experts[order], rows[order], weights[order]
     starts = np.flatnonzero(np.concatenate(([True], experts[1:] != experts[:-1])))
     offsets = np.concatenate((starts, [len(experts)]))
-    return Group(experts[starts], offsets, _places(rows, k), rows, weights)
+    return TokenGroups(experts[starts], offsets, _places(rows, k), rows, weights)
 
 
 def _places(rows: IntArray, k: int) -> IntArray:

@@ -26,7 +26,7 @@ from edgemoe.telemetry.unit_time import work_units
 from edgemoe.types.arrays import FloatArray, IntArray
 from edgemoe.types.experts import ExpertGeometry, Tier
 from edgemoe.types.peers import ExpertPeers, ExpertWork, Offer, RemoteCall
-from edgemoe.types.token_groups import Group
+from edgemoe.types.token_groups import TokenGroups
 
 HERE = -1
 # Calls on many rows are cut into parts, so that both directions of the link and the peer work at the same time. After
@@ -39,14 +39,14 @@ LAYER_STEP_TIMEOUT_CALLS = 2  # time-outs of calls for which a layer-step asks p
 NOWHERE = "it is not on the disk, and no box that can be reached has it"
 
 Tried = dict[str, float]  # peers that were asked -> when they may be asked again
-Local = Callable[[Group, BoolArray | None], None]  # computes a group here
+Local = Callable[[TokenGroups, BoolArray | None], None]  # computes a group here
 
 
 @dataclass(slots=True)
 class PendingCall:
     """Experts that one or more peers were asked to compute; the first answer counts."""
 
-    group: Group
+    group: TokenGroups
     rows: IntArray  # [r] tokens whose sums come back
     late_s: float  # when to look for another way
     tried: Tried
@@ -67,7 +67,7 @@ class PeerExperts:
         self.stall_s = 0.0  # waiting for answers
 
     def run(
-        self, layer: int, hidden: torch.Tensor, group: Group, prefill_only: BoolArray | None, local: Local
+        self, layer: int, hidden: torch.Tensor, group: TokenGroups, prefill_only: BoolArray | None, local: Local
     ) -> torch.Tensor | None:
         """Returns the peers' part of the layer's sum, [T, H] float32, or None. Raises MissingExpert.
 
@@ -101,7 +101,7 @@ class PeerLayerStep:
     prefill_only_of: BoolArray | None = None  # [E]
     host: npt.NDArray[np.uint8] | None = None  # the hidden states' bytes
 
-    def run(self, group: Group) -> torch.Tensor | None:
+    def run(self, group: TokenGroups) -> torch.Tensor | None:
         if self.prefill_only is not None:
             self.prefill_only_of = np.zeros(self.remote.geometry.experts, np.bool_)
             self.prefill_only_of[group.experts] = self.prefill_only
@@ -112,7 +112,7 @@ class PeerLayerStep:
 
     # --- which way ----------------------------------------------------------------------------------------------
 
-    def _assign(self, group: Group, tried: Tried) -> None:
+    def _assign(self, group: TokenGroups, tried: Tried) -> None:
         """Asks peers to compute their experts, then computes the rest here."""
         offers = self._offers(group, tried)
         way = self._resolve(group, offers, ())
@@ -123,7 +123,7 @@ class PeerLayerStep:
         if here.any():
             self._compute(group if here.all() else group.only(here))
 
-    def _offers(self, group: Group, tried: Tried) -> list[Offer]:
+    def _offers(self, group: TokenGroups, tried: Tried) -> list[Offer]:
         """Returns peers' offers for the group's experts. Assumes that their disks are no faster than ours.
 
         A peer's disk is for experts that no other peer has in memory, since the peer computes nothing while it reads.
@@ -140,7 +140,7 @@ class PeerLayerStep:
             for offer in offers
         ]
 
-    def _resolve(self, group: Group, offers: Sequence[Offer], without: Collection[str]) -> IntArray:
+    def _resolve(self, group: TokenGroups, offers: Sequence[Offer], without: Collection[str]) -> IntArray:
         """Returns for each expert [n] the index of the offer to use, or HERE. Raises MissingExpert."""
         remote, layer = self.remote, self.layer
         way = np.full(len(group.experts), HERE)
@@ -176,7 +176,7 @@ class PeerLayerStep:
 
     # --- peers --------------------------------------------------------------------------------------------------
 
-    def _ask(self, offer: Offer, group: Group, chosen: BoolArray, tried: Tried) -> None:
+    def _ask(self, offer: Offer, group: TokenGroups, chosen: BoolArray, tried: Tried) -> None:
         """Sends one call for all experts of the peer, or several where there are many rows."""
         tokens = np.unique(group.tokens) if len(self.hidden) > 1 else group.tokens[:1]
         least, most = (max(1, size // self.remote.geometry.row_bytes) for size in CALL_BYTES)
@@ -278,7 +278,7 @@ class PeerLayerStep:
 
     # --- here ---------------------------------------------------------------------------------------------------
 
-    def _compute(self, group: Group) -> None:
+    def _compute(self, group: TokenGroups) -> None:
         began_s = time.perf_counter()
         self.local(group, None if self.prefill_only_of is None else self.prefill_only_of[group.experts])
         self.end_s += time.perf_counter() - began_s

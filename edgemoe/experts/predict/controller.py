@@ -35,14 +35,14 @@ POLL_S = 0.1  # between two looks at a compiling process
 CLOSING_S = 30.0  # that the thread has to save
 
 
-class Kept(NamedTuple):
+class PredictorFiles(NamedTuple):
     """Paths of files kept between starts; None keeps nothing."""
 
     state: Path | None = None  # the file of the learned state
     kernels: Path | None = None  # the folder of compiled code
 
 
-NOWHERE = Kept()
+NOWHERE = PredictorFiles()
 
 
 class LearnedRanks:
@@ -62,7 +62,7 @@ class LearnedRanks:
         return (self._predictive if self._predictive.ready else self._meanwhile).fuse_chances(layer, experts, chance)
 
 
-class Controller:
+class PredictionController:
     """Owns the foresight and its thread. `policy` is for residency; `on_step_begun` and `observe` for the engine."""
 
     def __init__(
@@ -72,7 +72,7 @@ class Controller:
         top_k: int,
         *,
         hysteresis: float = 0.1,
-        kept: Kept = NOWHERE,
+        kept: PredictorFiles = NOWHERE,
         forecaster: Forecaster | None = None,
         clock: Callable[[], float] = time.thread_time,
     ) -> None:

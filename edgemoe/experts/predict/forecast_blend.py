@@ -58,7 +58,7 @@ class AwaitedForecast(NamedTuple):
     chance: FloatArray  # by the other forecaster
 
 
-class Blend:
+class ForecastBlend:
     """Owns calibrations, mixing weights, and the forecasts whose outcome is awaited. On the controller's thread."""
 
     def __init__(self) -> None:
@@ -156,7 +156,7 @@ def FUSE_CHANCES(gate: int) -> None:
 class GateFusion:
     """Blends the next layer's gate into ranks. On the thread that runs the steps."""
 
-    def __init__(self, ranks: FloatArray, blend: Blend, margin: float) -> None:
+    def __init__(self, ranks: FloatArray, blend: ForecastBlend, margin: float) -> None:
         """Reads `ranks` [L, E] and the learned blend; utilities are lowered by the margin."""
         self._record = shared = SharedRecord(GATE)
         self._address, self._fields = ctypes.c_int64(shared.address), shared.numbers  # converted once

@@ -19,8 +19,8 @@ from edgemoe.experts.predict.forecast_blend import (
     NEXT_LAYER,
     NEXT_STEP,
     AwaitedForecast,
-    Blend,
     ExpertForecast,
+    ForecastBlend,
     Forecaster,
     GateFusion,
 )
@@ -80,7 +80,7 @@ class RankPredictor:
         self._shares_s: dict[int, float] = {}  # the limit of each ended step; 0 for failed ones
         self._gates: deque[tuple[int, AwaitedForecast]] = deque(maxlen=4 * layers)  # of gates, and in which step
 
-    def start(self, predictor: NextUsePredictor, blend: Blend) -> None:
+    def start(self, predictor: NextUsePredictor, blend: ForecastBlend) -> None:
         """Begins ranking by this predictor and blend."""
         self.predictor, self.blend = predictor, blend
         self._gate = GateFusion(predictor.ranks, blend, self._margin)
@@ -250,13 +250,13 @@ class LearnedPolicy:
     ) -> None:
         """Creates the predictor. `clock` is the processor time that `work` has taken; by default it takes none."""
         self.predictive = RankPredictor(layers, hysteresis=hysteresis, clock=clock)
-        self.start(NextUsePredictor(layers, experts, top_k, seed), Blend())
+        self.start(NextUsePredictor(layers, experts, top_k, seed), ForecastBlend())
         self._routed: npt.NDArray[np.integer] | None = None
         self._ids: Ids = np.empty((0, 0, 0), np.int16)  # [L, S, k] of the running step
         self._bracketed = False
         self._layer = layers  # the one that ran last; `layers` before the first step
 
-    def start(self, predictor: NextUsePredictor, blend: Blend) -> None:
+    def start(self, predictor: NextUsePredictor, blend: ForecastBlend) -> None:
         """Begins ranking by this predictor and blend, which may have learned before."""
         self.predictor = predictor
         self.predictive.start(predictor, blend)

@@ -23,7 +23,7 @@ import torch
 
 from edgemoe.durable import replace_file
 from edgemoe.errors import ConfigError
-from edgemoe.experts.predict.scoutgate_model import Export, its_and_ours, promised_loss, read_export
+from edgemoe.experts.predict.scoutgate_model import ScoutGateExport, its_and_ours, promised_loss, read_export
 from edgemoe.telemetry import metrics as names
 from edgemoe.telemetry.metrics import named
 from edgemoe.types.arrays import FloatArray, IntArray
@@ -110,14 +110,14 @@ class TokenWindow:
 class ForecastTables:
     """Tables that no token changes, computed once. `projected` [V, d_proj] is step 3 of the whole vocabulary."""
 
-    export: Export
+    export: ScoutGateExport
     projected: torch.Tensor
     towers: torch.Tensor  # [rank, horizons * L * E], calibration's scale included
     own: torch.Tensor  # [horizons * L * E]
     experts: int = field(default=0)
 
     @classmethod
-    def of(cls, export: Export, embedding: TokenEmbedding) -> ForecastTables:
+    def of(cls, export: ScoutGateExport, embedding: TokenEmbedding) -> ForecastTables:
         """Works them out from the embedding on any device, of which it decodes or copies a chunk at a time."""
         gate, experts = export.gate, export.shape.experts[0]
         with torch.inference_mode():
@@ -190,7 +190,7 @@ class ScoutGateForecast:
     probs: FloatArray
 
 
-def read_fitting_export(directory: Path, served: ServedModel, tokenizer: str, embedding: TokenEmbedding) -> Export:
+def read_fitting_export(directory: Path, served: ServedModel, tokenizer: str, embedding: TokenEmbedding) -> ScoutGateExport:
     """Reads the export in `directory` and checks that it fits the served model. Raises ConfigError if it does not.
 
     `tokenizer` is the checksum of tokenizer.json, as in the store's manifest. An empty digest or checksum fits all.

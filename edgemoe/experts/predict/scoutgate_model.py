@@ -160,7 +160,7 @@ MAX_WEIGHTS_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
-class Export:
+class ScoutGateExport:
     """A ScoutGate as read from disk. Calibrated: p = sigmoid(scale * s + shift), [horizons * L] each."""
 
     gate: ScoutGate
@@ -194,7 +194,7 @@ def write_tensors(weights: Path, record: Path, values: Mapping[str, Tensor], tol
     replace_file(record, (json.dumps({"format": FORMAT, "sha256": digest, **told}, indent=1) + "\n").encode(), 0o644)
 
 
-def read_export(directory: Path) -> Export:
+def read_export(directory: Path) -> ScoutGateExport:
     """Reads a ScoutGate export. Raises ValueError if the directory holds no whole export of this format."""
     record, data = read_tensors(directory / WEIGHTS, directory / RECORD, "ScoutGate")
     try:
@@ -211,7 +211,7 @@ def read_export(directory: Path) -> Export:
             raise ValueError("the model is not named")
     except (KeyError, TypeError, AttributeError, RuntimeError, ValueError, SafetensorError) as error:
         raise ValueError(f"{directory} holds a ScoutGate that cannot be used: {error}") from error
-    return Export(gate.eval().requires_grad_(False), scale, shift, record)
+    return ScoutGateExport(gate.eval().requires_grad_(False), scale, shift, record)
 
 
 def its_and_ours(record: dict[str, Any], what: str, ours: str) -> tuple[str, str]:

@@ -14,7 +14,7 @@ import numpy as np
 from edgemoe.errors import CapacityError
 from edgemoe.experts.tiers.eviction import class_at, clear_slot, evict, free_slot, is_unpinned, may_evict
 from edgemoe.experts.tiers.residency_records import CLASS, FORMER, GONE, HOME, NONE, POOL, STATE
-from edgemoe.experts.tiers.slots import BoolArray, SlotPool, Waiters
+from edgemoe.experts.tiers.slots import BoolArray, ResidencyWaiters, SlotPool
 from edgemoe.jit.intrinsics import INT, i64_at, jit, record, u8_at
 from edgemoe.jit.object_cache import code
 from edgemoe.types.arrays import IntArray
@@ -129,10 +129,10 @@ def ADD_EXTENT(state: int, pool: int, first: int, count: int) -> int:
     return count
 
 
-class Extents:
+class ExtentMoves:
     """Moves the extents of residency's pools between size classes. For one thread."""
 
-    def __init__(self, state: int, waiters: Waiters) -> None:
+    def __init__(self, state: int, waiters: ResidencyWaiters) -> None:
         """Takes the address of residency's STATE record."""
         self._state, self._waiters = state, waiters
 

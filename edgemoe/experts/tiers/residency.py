@@ -1,6 +1,6 @@
 """Knows which tier holds each expert, and moves experts between RAM, the devices and NVMe.
 
-Each change is one compiled operation; see `residency_ops` for the lock. A `Transfer` is handed out when it can start.
+Each change is one compiled operation; see `residency_ops` for the lock. A `SlotTransfer` is handed out when it can start.
 When it has ended, every thread that waits for it receives it.
 The states of an expert and their transitions: docs/design/residency.md.
 """
@@ -15,7 +15,7 @@ from typing import Self
 import numpy as np
 
 from edgemoe.experts.tiers import residency_ops
-from edgemoe.experts.tiers.assignments import DeviceAssignment, Extents, HomeExperts, deal_to_devices
+from edgemoe.experts.tiers.assignments import DeviceAssignment, ExtentMoves, HomeExperts, deal_to_devices
 from edgemoe.experts.tiers.residency_ops import ASKS, RAM_RANKS, RANKS
 from edgemoe.experts.tiers.residency_records import (
     COUNT,
@@ -36,7 +36,7 @@ from edgemoe.experts.tiers.residency_records import (
     ResidencyRequests,
     SharedRecord,
 )
-from edgemoe.experts.tiers.slots import BoolArray, PrefetchPriority, SlotClaim, SlotPool, TierUsage, Transfer, Waiters
+from edgemoe.experts.tiers.slots import BoolArray, PrefetchPriority, SlotClaim, SlotPool, TierUsage, SlotTransfer, ResidencyWaiters
 from edgemoe.types.arrays import IntArray, place_of
 from edgemoe.types.experts import LivePolicy, Move, Tier
 
@@ -119,15 +119,15 @@ class Residency(TierPools):
     """Moves experts between the tiers. Thread-safe."""
 
     def __init__(
-        self, ram: SlotPool, devices: Sequence[SlotPool] = (), *, containment: bool = True, wait: Waiters | None = None
+        self, ram: SlotPool, devices: Sequence[SlotPool] = (), *, containment: bool = True, wait: ResidencyWaiters | None = None
     ) -> None:
         """Takes over the pools. With `containment`, RAM has every expert of a device. `wait` is for simulated time."""
         super().__init__(ram, devices)
         self.containment = containment
         self._policies = tuple({id(pool.policy): pool.policy for pool in (*self.devices, ram)}.values())
         self._ours = 1  # 0 for demands of peers
-        self._waiters = wait or Waiters()
-        self._arrivals: dict[SimpleQueue[Transfer], int] = {}  # queues of waiting layer-steps, with their layer
+        self._waiters = wait or ResidencyWaiters()
+        self._arrivals: dict[SimpleQueue[SlotTransfer], int] = {}  # queues of waiting layer-steps, with their layer
         self._shared = shared = SharedRecord(STATE)
         self._state, self.address = shared.numbers, shared.address  # of the STATE record, for compiled code
         layers, experts = shape = ram.where.shape
@@ -142,7 +142,7 @@ class Residency(TierPools):
         self._needed = tuple(shared.array("needed", shape, NONE))  # L rows [E]
         self._served: IntArray = shared.array("served", len(Tier))
         self.homes = HomeExperts(ram, self.address, shared.array("kept", shape))
-        self.extents = Extents(self.address, self._waiters)
+        self.extents = ExtentMoves(self.address, self._waiters)
         self._records = ResidencyRequests(self.address, experts)
         self._pin_all, self._acquire, self._unpin = (
             residency_ops.PIN_ALL.call_briefly,
@@ -192,7 +192,7 @@ class Residency(TierPools):
         device: int,
         layer: int,
         experts: IntArray,
-        arrivals: SimpleQueue[Transfer],
+        arrivals: SimpleQueue[SlotTransfer],
         *,
         prefill_only: BoolArray | None = None,
         limit: int | None = None,
@@ -216,12 +216,12 @@ class Residency(TierPools):
                 ram_ranks = self.ram.ranks(self._layer)
                 fields[RAM_RANKS_AT] = ram_ranks.address
         starts = [
-            Transfer(top if pool else self.ram, layer, expert, slot, source)
+            SlotTransfer(top if pool else self.ram, layer, expert, slot, source)
             for pool, expert, slot, source in request.starts[: fields[START_COUNT]].tolist()
         ]
         return SlotClaim(request.slots[n].copy(), request.ready[n].copy(), starts, fields[SEEN])
 
-    def stop_arrivals(self, arrivals: SimpleQueue[Transfer]) -> None:
+    def stop_arrivals(self, arrivals: SimpleQueue[SlotTransfer]) -> None:
         """Stops putting loads into `arrivals`."""
         self._arrivals.pop(arrivals, None)
 
@@ -254,7 +254,7 @@ class Residency(TierPools):
 
     # --- the loader -----------------------------------------------------------------------------------
 
-    def reserve(self, move: Move, priority: PrefetchPriority, device: int | None = None) -> Transfer | None:
+    def reserve(self, move: Move, priority: PrefetchPriority, device: int | None = None) -> SlotTransfer | None:
         """Begins the load of a prefetch request, only into `device` if given.
 
         Returns None if no slot is free or of lower utility, or if the expert is there already or being loaded. The
@@ -270,9 +270,9 @@ class Residency(TierPools):
             ranks = pool.ranks(self._layer)
             fields[RANKS_AT] = ranks.address
         source, near = int(request.slots[1][0]), priority.for_one_layer
-        return Transfer(pool, layer, expert, slot, source, near=near) if slot >= 0 else None
+        return SlotTransfer(pool, layer, expert, slot, source, near=near) if slot >= 0 else None
 
-    def complete_load(self, load: Transfer) -> Sequence[Transfer]:
+    def complete_load(self, load: SlotTransfer) -> Sequence[SlotTransfer]:
         """Makes the load's expert resident. Returns the copies that waited for it, with their source pinned."""
         copy_slot, demanded = divmod(residency_ops.ARRIVE.call_briefly(self.address, load.pool.index, load.slot), 2)
         self._deliver(load, bool(demanded))
@@ -282,7 +282,7 @@ class Residency(TierPools):
         """Drops one pin of a RAM slot, or of each of several distinct slots."""
         self._drop_pins(self.ram, slots)
 
-    def fail_load(self, load: Transfer, error: Exception) -> None:
+    def fail_load(self, load: SlotTransfer, error: Exception) -> None:
         """Fails the load, and the copy that waited for it, with `error`. Their slots become free once unpinned."""
         copy_slot, demanded = divmod(residency_ops.FAIL.call_briefly(self.address, load.pool.index, load.slot), 2)
         load.error = error
@@ -292,7 +292,7 @@ class Residency(TierPools):
             waiting.error = error
             self._deliver(waiting, demanded=True)
 
-    def withdraw_load(self, load: Transfer) -> bool:
+    def withdraw_load(self, load: SlotTransfer) -> bool:
         """Drops a prefetch to a device unless it is demanded.
 
         Returns whether it was dropped; its source stays pinned.
@@ -350,12 +350,12 @@ class Residency(TierPools):
         self._unpin(request.address)
         self._waiters.wake()  # another thread's layer-step may find room now
 
-    def _copy_after(self, read: Transfer, slot: int) -> Transfer:
+    def _copy_after(self, read: SlotTransfer, slot: int) -> SlotTransfer:
         """Returns the transfer to a device's slot that waited for a read into RAM."""
         pool = self.tops[self.device_of[read.layer, read.expert]]
-        return Transfer(pool, read.layer, read.expert, slot, read.slot, cold=True)
+        return SlotTransfer(pool, read.layer, read.expert, slot, read.slot, cold=True)
 
-    def _deliver(self, load: Transfer, demanded: bool) -> None:
+    def _deliver(self, load: SlotTransfer, demanded: bool) -> None:
         """Puts an ended load of the fastest tier into the waiting queues, and wakes `wait_for_change`."""
         if demanded and (load.pool is not self.ram or not self.devices):
             for arrivals, layer in self._arrivals.copy().items():

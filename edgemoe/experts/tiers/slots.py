@@ -1,6 +1,6 @@
 """Tracks the slots of one tier on one device: their experts, pins and flags, and which are free.
 
-Only residency changes a pool. `Transfer` is one load into a slot; `PrefetchPriority` orders requests for loads.
+Only residency changes a pool. `SlotTransfer` is one load into a slot; `PrefetchPriority` orders requests for loads.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from edgemoe.types.size_classes import SlabLayout
 BoolArray = npt.NDArray[np.bool_]
 
 
-class Transfer:
+class SlotTransfer:
     """A transfer of one expert into one slot, from the RAM slot `source` or, without one, from NVMe."""
 
     __slots__ = ("cold", "error", "expert", "layer", "near", "pool", "slot", "source")
@@ -72,7 +72,7 @@ class Transfer:
         return self.error is not None or self.pool.where.item(self.layer, self.expert) == self.slot
 
     def __repr__(self) -> str:
-        return f"Transfer(layer {self.layer}, expert {self.expert} -> {self.pool.tier.name} slot {self.slot})"
+        return f"SlotTransfer(layer {self.layer}, expert {self.expert} -> {self.pool.tier.name} slot {self.slot})"
 
 
 class TierUsage(NamedTuple):
@@ -90,7 +90,7 @@ class TierUsage(NamedTuple):
     wasted_bytes: int
 
 
-class Ranks(NamedTuple):
+class PolicyRanks(NamedTuple):
     """A policy's ranks [L, E]; the array must live while its address is used."""
 
     array: FloatArray
@@ -126,7 +126,7 @@ class SlotClaim(NamedTuple):
 
     slots: IntArray  # [n] slot of each expert; NONE if there was no room
     ready: BoolArray  # [n] whether the expert is resident; otherwise it is being loaded
-    loads: Sequence[Transfer]  # to hand to the loader
+    loads: Sequence[SlotTransfer]  # to hand to the loader
     version: int  # for `wait_for_change`
 
 
@@ -158,7 +158,7 @@ class SlotPool:
         record.array("victims", experts)
         record.array("victim_keys", experts, dtype=np.float32)
         record["tier"], record["slots"] = tier, count
-        self._ranks: Ranks | None = None  # of the latest call
+        self._ranks: PolicyRanks | None = None  # of the latest call
         self.classes = tuple(SlotClass(layout.first(i), layout.slots(i), layout.classes.bytes[i]) for i in sizes)
         record.set_array("classes", np.array([each.record.address for each in self.classes]))
         self.extents: IntArray = np.repeat(sizes, layout.divided())  # [X] size class of each extent
@@ -222,25 +222,25 @@ class SlotPool:
         return sum(each.record[name] for each in self.classes)
 
     @property
-    def loads(self) -> dict[int, Transfer]:
+    def loads(self) -> dict[int, SlotTransfer]:
         """The loads under way, by the key of their expert."""
         keys = np.flatnonzero(self.coming >= 0).tolist()
         return {key: self.transfer(int(self.coming.ravel()[key]), *divmod(key, self.experts)) for key in keys}
 
-    def transfer(self, slot: int, layer: int, expert: int, *, cold: bool = False) -> Transfer:
+    def transfer(self, slot: int, layer: int, expert: int, *, cold: bool = False) -> SlotTransfer:
         """Returns the transfer of the expert into the slot."""
-        return Transfer(self, layer, expert, slot, int(self.source[slot]), cold=cold)
+        return SlotTransfer(self, layer, expert, slot, int(self.source[slot]), cold=cold)
 
     def set_index(self, index: int) -> None:
         """Sets the pool's number among residency's pools."""
         self.index = self._record["index"] = index
 
-    def ranks(self, layer: int) -> Ranks:
+    def ranks(self, layer: int) -> PolicyRanks:
         """Returns the policy's ranks while `layer` runs."""
         ranks, seen = self.policy.rank(layer), self._ranks
         if seen is None or seen.array is not ranks:  # asking for an address takes as long as the rest
             floats = np.ascontiguousarray(ranks, np.float32)
-            self._ranks = seen = Ranks(floats, floats.ctypes.data)
+            self._ranks = seen = PolicyRanks(floats, floats.ctypes.data)
         return seen
 
     def check_integrity(self, *, idle: bool) -> None:
@@ -279,7 +279,7 @@ class SlotPool:
         assert not ends or ends[-1] <= layout.size_bytes, "a slot ends behind the slab"
 
 
-class Waiters:
+class ResidencyWaiters:
     """Wakes threads that wait for a change of residency. Takes no lock while no thread waits."""
 
     def __init__(self) -> None:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Container, Iterable
 
 from edgemoe.experts.tiers.residency import Residency
-from edgemoe.experts.tiers.slots import PrefetchPriority, Transfer
+from edgemoe.experts.tiers.slots import PrefetchPriority, SlotTransfer
 from edgemoe.experts.transfer.links import TierLink
 from edgemoe.types.experts import ExpertId, Move
 
@@ -100,9 +100,9 @@ class LinkPrefetcher:
         self._link, self._device, self._residency, self._gap = link, device, residency, gap
         self._lock = threading.Lock()  # of all that follows
         self._queues: tuple[deque[Move], ...] = tuple(deque() for _ in PrefetchPriority)
-        self._near: Transfer | None = None
-        self._others: dict[Transfer, PrefetchPriority] = {}
-        self._to_withdraw: list[Transfer] = []  # prefetches to withdraw
+        self._near: SlotTransfer | None = None
+        self._others: dict[SlotTransfer, PrefetchPriority] = {}
+        self._to_withdraw: list[SlotTransfer] = []  # prefetches to withdraw
 
     def __len__(self) -> int:
         """Counts the requests that have not started."""
@@ -144,7 +144,7 @@ class LinkPrefetcher:
             if not load.demand and ExpertId(load.layer, load.expert) not in planned:
                 self._give_up(load)
 
-    def on_ended(self, load: Transfer) -> None:
+    def on_ended(self, load: SlotTransfer) -> None:
         """Forgets a copy that has ended or is given up."""
         with self._lock:
             if self._near is load:
@@ -161,7 +161,7 @@ class LinkPrefetcher:
             self._link.withdraw(self._to_withdraw.pop())
         self._begin()
 
-    def _give_up(self, load: Transfer) -> None:
+    def _give_up(self, load: SlotTransfer) -> None:
         self.on_ended(load)
         self._to_withdraw.append(load)
         self._link.wake()
@@ -170,7 +170,7 @@ class LinkPrefetcher:
         while (load := self._next()) is not None:
             self._link.copy(load)  # without the lock: other copies may end at once
 
-    def _next(self) -> Transfer | None:
+    def _next(self) -> SlotTransfer | None:
         with self._lock:
             while (priority := self._first()) is not None:
                 load = self._residency.reserve(self._queues[priority].popleft(), priority, self._device)

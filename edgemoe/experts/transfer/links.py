@@ -10,7 +10,7 @@ from typing import Generic, Protocol, TypeVar
 
 from edgemoe.errors import MissingExpert
 from edgemoe.experts.tiers.slab import HostSlab
-from edgemoe.experts.tiers.slots import Transfer
+from edgemoe.experts.tiers.slots import SlotTransfer
 from edgemoe.experts.transfer.link_stats import Clock, LinkStats
 
 PIECE_BYTES = 256 << 10  # least size of one of several pieces; each is below twice that
@@ -22,7 +22,7 @@ def pieces_of(size_bytes: float) -> int:
     return max(1, int(size_bytes // PIECE_BYTES))
 
 
-class Urgent(Protocol):
+class LinkTransfer(Protocol):
     """A load that is moved over a link."""
 
     @property
@@ -30,7 +30,7 @@ class Urgent(Protocol):
         """Its rank: a load overtakes loads of lower urgency. It may grow while the load waits."""
 
 
-Load = TypeVar("Load", bound=Urgent)
+Load = TypeVar("Load", bound=LinkTransfer)
 
 
 class PieceSchedule(Generic[Load]):
@@ -122,16 +122,16 @@ Wait = Callable[[threading.Condition, float | None], object]  # waits until noti
 class TransferListener(Protocol):
     """Receives the ends of copies, on any thread. The loader implements it."""
 
-    def on_arrived(self, load: Transfer) -> None:
+    def on_arrived(self, load: SlotTransfer) -> None:
         """Handles a copy whose bytes are in place, or ordered before all computation from them."""
 
-    def on_released(self, load: Transfer) -> None:
+    def on_released(self, load: SlotTransfer) -> None:
         """Handles a copy that no longer reads from its source: it has arrived, or was withdrawn."""
 
-    def on_failed(self, load: Transfer, error: Exception) -> None:
+    def on_failed(self, load: SlotTransfer, error: Exception) -> None:
         """Handles a copy that failed and no longer reads from its source."""
 
-    def withdraw_prefetch(self, load: Transfer) -> bool:
+    def withdraw_prefetch(self, load: SlotTransfer) -> bool:
         """Withdraws a prefetch unless it is demanded. Returns whether it was withdrawn."""
 
     def on_woken(self, link: TierLink) -> None:
@@ -151,10 +151,10 @@ class TierLink(Protocol):
     def attach(self, listener: TransferListener) -> None:
         """Sets the listener for the ends of copies. Called once, before the first copy."""
 
-    def copy(self, load: Transfer) -> None:
+    def copy(self, load: SlotTransfer) -> None:
         """Queues one copy from `load.source` of RAM to `load.slot`; demanded ones overtake the others."""
 
-    def withdraw(self, load: Transfer) -> None:
+    def withdraw(self, load: SlotTransfer) -> None:
         """Ends a prefetch that has not arrived, if the listener withdraws it. On the link's thread."""
 
     def idle(self) -> bool:
@@ -195,9 +195,9 @@ class EmulatedLink:
         self._largest_bytes = target.layout.classes.bytes[-1]
         size_bytes = expert_bytes or self._largest_bytes
         self._expert_s, pieces = size_bytes / bytes_per_s, pieces_of(size_bytes)
-        self._schedule = PieceSchedule[Transfer](pieces, self._expert_s / pieces)
-        self._copied: dict[Transfer, int] = {}  # bytes in the target; like `_errors`, for the link's thread only
-        self._errors: dict[Transfer, Exception] = {}
+        self._schedule = PieceSchedule[SlotTransfer](pieces, self._expert_s / pieces)
+        self._copied: dict[SlotTransfer, int] = {}  # bytes in the target; like `_errors`, for the link's thread only
+        self._errors: dict[SlotTransfer, Exception] = {}
         self._clock, self._wait = clock, wait
         self._changed = threading.Condition()  # the lock of schedule and counts
         self._unfinished = 0  # copies whose end the listener has not received
@@ -209,7 +209,7 @@ class EmulatedLink:
         self._listener = listener
         self._thread.start()
 
-    def copy(self, load: Transfer) -> None:
+    def copy(self, load: SlotTransfer) -> None:
         with self._changed:
             if not self.closed:
                 self._schedule.add(load, self._clock(), self._bytes_of(load) / self._largest_bytes)
@@ -219,7 +219,7 @@ class EmulatedLink:
                 return
         self._refuse(load)
 
-    def withdraw(self, load: Transfer) -> None:
+    def withdraw(self, load: SlotTransfer) -> None:
         with self._changed:
             gone = load in self._schedule.loads and self._listener.withdraw_prefetch(load)
             if gone:
@@ -252,10 +252,10 @@ class EmulatedLink:
         for load in self._schedule.pop_ended(math.inf):
             self._refuse(load)
 
-    def _bytes_of(self, load: Transfer) -> int:
+    def _bytes_of(self, load: SlotTransfer) -> int:
         return self._target.layout.place(load.slot)[1]
 
-    def _refuse(self, load: Transfer) -> None:
+    def _refuse(self, load: SlotTransfer) -> None:
         self._listener.on_failed(load, MissingExpert(load.layer, load.expert, "the link to its device is closed"))
 
     def _run(self) -> None:
@@ -266,7 +266,7 @@ class EmulatedLink:
             if roused:
                 self._listener.on_woken(self)
 
-    def _next(self) -> tuple[list[Transfer], bool]:
+    def _next(self) -> tuple[list[SlotTransfer], bool]:
         """Waits until transfers have ended or `wake` was called; meanwhile copies the bytes of the running load."""
         while True:
             with self._changed:
@@ -282,7 +282,7 @@ class EmulatedLink:
                     continue
             self._copy_some(load)  # without the lock, and few bytes, so that new loads are seen soon
 
-    def _copy_some(self, load: Transfer) -> None:
+    def _copy_some(self, load: SlotTransfer) -> None:
         first = self._copied.get(load, 0)
         part = slice(first, first + 2 * PIECE_BYTES)
         try:
@@ -291,7 +291,7 @@ class EmulatedLink:
             self._errors[load] = error
         self._copied[load] = first + 2 * PIECE_BYTES
 
-    def _finish(self, load: Transfer) -> None:
+    def _finish(self, load: SlotTransfer) -> None:
         size_bytes = self._bytes_of(load)
         while self._copied.get(load, 0) < size_bytes:
             self._copy_some(load)

@@ -21,7 +21,7 @@ import numpy as np
 from edgemoe.errors import MissingExpert, StoreError
 from edgemoe.experts.tiers.residency import Residency
 from edgemoe.experts.tiers.slab import HostSlab
-from edgemoe.experts.tiers.slots import PrefetchPriority, Transfer
+from edgemoe.experts.tiers.slots import PrefetchPriority, SlotTransfer
 from edgemoe.experts.transfer.link_prefetch import IdleWindow, LinkPrefetcher, ReadGap
 from edgemoe.experts.transfer.link_stats import Clock, LinkStats
 from edgemoe.experts.transfer.links import TierLink
@@ -44,7 +44,7 @@ class ExpertLoader:
         *,
         on_disk: BoolArray | None = None,
         clock: Clock = time.monotonic,
-        arrivals: Callable[[], SimpleQueue[Transfer]] = SimpleQueue,
+        arrivals: Callable[[], SimpleQueue[SlotTransfer]] = SimpleQueue,
     ) -> None:
         """Takes `links` in the order of the devices.
 
@@ -65,8 +65,8 @@ class ExpertLoader:
         self._thread = 0  # of the loop
         self._to_wake = 0  # readers that the loop has been asked to wake
         self._closed = False
-        self._demanded: deque[Transfer] = deque()  # reads, waiting
-        self._reading: list[Transfer] = []  # reads under way; changed on the loop only
+        self._demanded: deque[SlotTransfer] = deque()  # reads, waiting
+        self._reading: list[SlotTransfer] = []  # reads under way; changed on the loop only
         self._stages: tuple[deque[Move], ...] = tuple(deque() for _ in PrefetchPriority)  # requests for NVMe -> RAM
         self._copies = [
             LinkPrefetcher(link, i, residency, self.gap) for i, link in enumerate(self.links)
@@ -78,7 +78,7 @@ class ExpertLoader:
 
     # --- any thread -----------------------------------------------------------------------------------------
 
-    def start(self, loads: Iterable[Transfer]) -> None:
+    def start(self, loads: Iterable[SlotTransfer]) -> None:
         """Starts demanded loads, in order."""
         reads = []
         for load in loads:
@@ -144,7 +144,7 @@ class ExpertLoader:
             else:
                 await self._read(load)
 
-    async def _read(self, load: Transfer) -> None:
+    async def _read(self, load: SlotTransfer) -> None:
         self._reading.append(load)
         on_disk = self._on_disk is None or self._on_disk[load.layer, load.expert]
         stats = self.stats if on_disk else LinkStats(self.clock)
@@ -166,7 +166,7 @@ class ExpertLoader:
             self._pass_on(ExpertId(load.layer, load.expert))
         self.start_prefetches()
 
-    def _next_read(self) -> Transfer | None:
+    def _next_read(self) -> SlotTransfer | None:
         """Returns the next demanded read; a prefetch if none waits or runs."""
         with self._lock:
             if self._demanded:
@@ -190,7 +190,7 @@ class ExpertLoader:
             return chance * min(read_s, left_s) >= (1 - chance) * delay_s
         return chance * read_s >= delay_s
 
-    def _stage(self, move: Move, priority: PrefetchPriority) -> Transfer | None:
+    def _stage(self, move: Move, priority: PrefetchPriority) -> SlotTransfer | None:
         """Reserves the read that a prefetch request starts with. Returns None if it needs none or there is no room."""
         away = self.elsewhere if priority not in (PrefetchPriority.HOME, PrefetchPriority.FILL) else None
         if away is not None and away(move.expert.layer, np.array([move.expert.expert]))[0]:
@@ -219,23 +219,23 @@ class ExpertLoader:
 
     # --- the links' side --------------------------------------------------------------------------------------
 
-    def on_arrived(self, load: Transfer) -> None:
+    def on_arrived(self, load: SlotTransfer) -> None:
         """Makes a copy's expert resident: its bytes are in place, or ordered before computation."""
         self.residency.complete_load(load)
 
-    def on_released(self, load: Transfer) -> None:
+    def on_released(self, load: SlotTransfer) -> None:
         """Unpins the source of a copy that has ended."""
         self._copies[load.pool.index - 1].on_ended(load)
         self.residency.unpin(load.source)
         self.start_prefetches()
 
-    def on_failed(self, load: Transfer, error: Exception) -> None:
+    def on_failed(self, load: SlotTransfer, error: Exception) -> None:
         """Fails a copy with its error: not the expert is missing, but the device or the step failed."""
         self._copies[load.pool.index - 1].on_ended(load)
         self.residency.fail_load(load, error)
         self.residency.unpin(load.source)
 
-    def withdraw_prefetch(self, load: Transfer) -> bool:
+    def withdraw_prefetch(self, load: SlotTransfer) -> bool:
         """Withdraws a prefetch unless it is demanded by now."""
         return self.residency.withdraw_load(load)
 
@@ -263,7 +263,7 @@ class ExpertLoader:
         most = FILL_READERS if fills else IDLE_READERS
         return len(reading) < most and not any(load.demand for load in reading)
 
-    def _queue_reads(self, reads: Sequence[Transfer]) -> None:
+    def _queue_reads(self, reads: Sequence[SlotTransfer]) -> None:
         with self._lock:
             if not (closed := self._closed):  # else `_close` fails them, and nobody does so twice
                 self._read_gap.demand()
@@ -302,12 +302,12 @@ class ExpertLoader:
             self.prefetch((), priority)
         self._fail_all(left)
 
-    def _fail_all(self, loads: Iterable[Transfer]) -> None:
+    def _fail_all(self, loads: Iterable[SlotTransfer]) -> None:
         for load in loads:
             self.residency.fail_load(load, _as_failure(load, asyncio.CancelledError()))
 
 
-def _as_failure(load: Transfer, error: BaseException) -> Exception:
+def _as_failure(load: SlotTransfer, error: BaseException) -> Exception:
     """Returns the error for the forward pass that waits for the load."""
     if isinstance(error, StoreError):
         return error

@@ -40,7 +40,7 @@ FloatArray = npt.NDArray[np.float32]
 EVERYTHING = 1 << 40  # a window that no context fills
 
 
-class Paged(NamedTuple):
+class PagedCache(NamedTuple):
     """The addresses and shapes of one layer's keys and values, and the window of tokens seen. Strides are in bytes."""
 
     heads: int
@@ -137,7 +137,7 @@ class Kernels(KernelContext):
         self.decode_rows(job, code, products.ROWS * n)
         self._product(self.pool.control, job.ctypes.data)
 
-    def attend(self, queries: int, tokens: int, tables: IntArray, contexts: IntArray, cache: Paged, out: int) -> None:
+    def attend(self, queries: int, tokens: int, tables: IntArray, contexts: IntArray, cache: PagedCache, out: int) -> None:
         """Computes the attention of one new token each of several sequences: out [tokens, heads * value_dim] float32.
 
         `queries` [tokens, heads, head_dim] are in the weights' type, after rotary; `tables` [tokens, blocks] are block
@@ -150,7 +150,7 @@ class Kernels(KernelContext):
         job["queries"], job["out"], job["plain"] = packed, out, 1
         self._attention(self.pool.control, job.ctypes.data)
 
-    def prefill(self, queries: int, tokens: int, table: IntArray, context: int, cache: Paged, out: int) -> None:
+    def prefill(self, queries: int, tokens: int, table: IntArray, context: int, cache: PagedCache, out: int) -> None:
         """Computes the attention of one sequence's last `tokens`: out [tokens, heads, value_dim] in the model's type.
 
         `queries` [tokens, heads, head_dim] are in the model's type, after rotary; `table` [blocks] are block ids;
@@ -171,7 +171,7 @@ class Kernels(KernelContext):
         job["scale"] = cache.scale
         self._prefill(self.pool.control, job.ctypes.data)
 
-    def attention_record(self, tokens: int, tables: IntArray, contexts: IntArray, cache: Paged) -> npt.NDArray[np.void]:
+    def attention_record(self, tokens: int, tables: IntArray, contexts: IntArray, cache: PagedCache) -> npt.NDArray[np.void]:
         """Returns the ATTENTION record with all but `queries`, `out` and `plain`. Keep the arrays while it is used."""
         job, longest = self._attention_job, int(contexts.max())
         job["tokens"], job["heads"], job["kv_heads"] = tokens, cache.heads, cache.kv_heads

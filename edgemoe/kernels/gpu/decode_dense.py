@@ -89,7 +89,7 @@ def _columns(columns: int, rows: int) -> int:
     return min(COLUMNS // rows, max(16, 1 << (columns - 1).bit_length()))
 
 
-class Product(NamedTuple):
+class GpuProduct(NamedTuple):
     """The options of a product besides its rows and its matrix."""
 
     norm: Any = None  # float32 [K]: rows are normalised before
@@ -102,7 +102,7 @@ class Product(NamedTuple):
     rounded: bool = False  # to bfloat16, in the planes
 
 
-def multiplied(x: Any, weight: Any, out: Any, how: Product) -> None:
+def multiplied(x: Any, weight: Any, out: Any, how: GpuProduct) -> None:
     """Writes x [T, K] times weight [N, K] transposed to `out` [T, N], or adds it. At most MOST_ROWS rows."""
     (rows, columns), count = x.shape, len(weight)
     programs = triton.cdiv(count, PER_PROGRAM)

@@ -15,7 +15,7 @@ from edgemoe.errors import CorruptExpert
 from edgemoe.experts.build import ExpertTiers
 from edgemoe.types.arrays import BoolArray, IntArray
 from edgemoe.types.experts import ExpertId
-from edgemoe.types.token_groups import Group
+from edgemoe.types.token_groups import TokenGroups
 
 TOTAL = SMALL.layers * SMALL.experts
 SLOW = SMALL.stride_bytes(0) / 0.03  # bytes/s: 30 ms for an expert
@@ -60,8 +60,8 @@ def forward(tiers: ExpertTiers, weights: Weights, layer: int, experts: IntArray)
     torch.testing.assert_close(out.double(), weights.forward(layer, hidden, ids, shares), atol=1e-5, rtol=1e-5)
 
 
-def group_of(*experts: int) -> Group:
-    return Group.of(np.array([experts]), np.ones((1, len(experts)), np.float32))
+def group_of(*experts: int) -> TokenGroups:
+    return TokenGroups.of(np.array([experts]), np.ones((1, len(experts)), np.float32))
 
 
 def test_behind_a_slow_link_the_cpu_computes_from_ram_and_nobody_waits(slow: ExpertTiers, weights: Weights) -> None:
@@ -78,7 +78,7 @@ def test_behind_a_slow_link_the_cpu_computes_from_ram_and_nobody_waits(slow: Exp
 def test_experts_of_prefill_alone_are_not_copied_to_the_device_afterwards(slow: ExpertTiers, weights: Weights) -> None:
     wanted = missing(slow, 0)[:2]
     hidden, shares = torch.ones(1, SMALL.hidden), np.ones((1, 2), np.float32)
-    slow.experts.compute(0, hidden, Group.of(wanted[None], shares), prefill_only=np.ones(2, np.bool_))
+    slow.experts.compute(0, hidden, TokenGroups.of(wanted[None], shares), prefill_only=np.ones(2, np.bool_))
     assert slow.experts.cpu_experts.experts == 2
     assert not slow.loader.prefetch_requests
     assert slow.loader.links[0].idle()
@@ -175,7 +175,7 @@ def test_any_share_of_the_cpu_gives_the_same_result(
 ) -> None:
     rng = np.random.default_rng(2)
 
-    def any_of(_: int, group: Group) -> BoolArray | None:
+    def any_of(_: int, group: TokenGroups) -> BoolArray | None:
         return rng.random(len(group.experts)) < 0.5
 
     with running(small_tiers(FileStore(weights), ram, devices)) as tiers:

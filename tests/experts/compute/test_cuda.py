@@ -20,17 +20,17 @@ from edgemoe.errors import CapacityError, ConfigError
 from edgemoe.experts.build import ExpertTiers, TierMemory
 from edgemoe.experts.compute import cuda_link
 from edgemoe.experts.compute.cuda import CudaCompute, blocks_of, open_cuda
-from edgemoe.experts.compute.cuda_link import CudaLink, Order
-from edgemoe.experts.compute.moe import Fetching
+from edgemoe.experts.compute.cuda_link import CudaLink, SlotOrder
+from edgemoe.experts.compute.moe import FetchOptions
 from edgemoe.experts.tiers.residency import Residency
 from edgemoe.experts.tiers.residency_records import ALWAYS
 from edgemoe.experts.tiers.slab import HostSlab
-from edgemoe.experts.tiers.slots import PrefetchPriority, SlotPool, Transfer
+from edgemoe.experts.tiers.slots import PrefetchPriority, SlotPool, SlotTransfer
 from edgemoe.experts.transfer.links import TierLink
 from edgemoe.policy.cache_ranks import LRU
 from edgemoe.types.experts import ExpertGeometry, ExpertId, Move, Tier
 from edgemoe.types.size_classes import SlabLayout
-from edgemoe.types.token_groups import Group
+from edgemoe.types.token_groups import TokenGroups
 
 gpu = pytest.mark.gpu
 WIDE = ExpertGeometry(layers=2, experts=16, top_k=4, hidden=256, width=192, dtype="bfloat16")
@@ -67,7 +67,7 @@ def test_in_any_order_of_streams_a_computation_reads_its_own_experts(
     gpu.install(monkeypatch)
     layers, experts, policy = 3, 6, LRU(3, 6)
     in_ram, in_vram = layouts(*pages)
-    ram, slab, order = HostSlab(in_ram), FakeSlab(gpu, 1, in_vram.size_bytes), Order(in_vram.count)
+    ram, slab, order = HostSlab(in_ram), FakeSlab(gpu, 1, in_vram.size_bytes), SlotOrder(in_vram.count)
     ram.pinned = True  # there is nothing to register with
     monkeypatch.setattr(cuda_link, "AHEAD_BYTES", 4096 * (seed % 5))
     pools = [SlotPool(Tier.VRAM, layers, experts, in_vram, policy)]
@@ -134,7 +134,7 @@ class Desk:
     def __init__(self, residency: Residency, ram: HostSlab, link: CudaLink) -> None:
         self._residency, self._ram, self._link = residency, ram, link
 
-    def start(self, loads: Iterable[Transfer]) -> None:
+    def start(self, loads: Iterable[SlotTransfer]) -> None:
         for load in loads:
             if load.source >= 0:
                 self._link.copy(load)
@@ -142,16 +142,16 @@ class Desk:
                 self._ram.slot(load.slot)[:] = 1 + load.layer * 6 + load.expert
                 self.start(self._residency.complete_load(load))
 
-    def on_arrived(self, load: Transfer) -> None:
+    def on_arrived(self, load: SlotTransfer) -> None:
         self._residency.complete_load(load)
 
-    def on_released(self, load: Transfer) -> None:
+    def on_released(self, load: SlotTransfer) -> None:
         self._residency.unpin(load.source)
 
-    def on_failed(self, load: Transfer, error: Exception) -> None:
+    def on_failed(self, load: SlotTransfer, error: Exception) -> None:
         raise error
 
-    def withdraw_prefetch(self, load: Transfer) -> bool:
+    def withdraw_prefetch(self, load: SlotTransfer) -> bool:
         raise AssertionError
 
     def on_woken(self, link: TierLink) -> None:
@@ -163,7 +163,7 @@ def gpu_tiers(store: FileStore, ram_slots: int, slots: int, **fetching: Any) -> 
     stride = geometry.stride_bytes(0)
     memory = TierMemory(ram_slots * stride, [DeviceBudget("cuda:0", slots * stride)])
     policies = {Tier.VRAM: policy, Tier.RAM: policy}
-    return ExpertTiers(geometry, store, memory, policies, None, fetching=Fetching(**fetching))
+    return ExpertTiers(geometry, store, memory, policies, None, fetching=FetchOptions(**fetching))
 
 
 @gpu
@@ -199,11 +199,11 @@ def test_a_slab_of_many_slots_is_read_where_the_called_ones_lie(dtype: str) -> N
             bytearray(weights.bytes_of(0, expert)), dtype=torch.uint8
         )
     compute = CudaCompute(
-        slab.cuda(), SlabLayout.even(3000, geometry.stride_bytes(0), layers=geometry.layers), geometry, Order(3000)
+        slab.cuda(), SlabLayout.even(3000, geometry.stride_bytes(0), layers=geometry.layers), geometry, SlotOrder(3000)
     )
     for tokens in (1, 7, 90, 700):
         hidden, ids, shares = weights.route(tokens, rng)
-        group = Group.of(ids.numpy(), shares.numpy())
+        group = TokenGroups.of(ids.numpy(), shares.numpy())
         compute.begin(0, hidden.cuda())
         compute.add(slots[group.experts], group)
         want, rounding = weights.forward(0, hidden, ids, shares), 3e-2 if dtype == "bfloat16" else 1e-4
@@ -240,7 +240,7 @@ def test_a_copy_waits_for_the_computation_that_reads_its_slot() -> None:
     torch.cuda._sleep(200_000_000)  # some 0.1 s
     seen.copy_(slab[0])
     link._order.computed([0], stream)
-    link.copy(Transfer(pool, 0, 1, 0, 1))
+    link.copy(SlotTransfer(pool, 0, 1, 0, 1))
     assert listener.arrivals == 1, "the host does not wait"
     assert not link.idle()
     torch.cuda.synchronize()
@@ -262,7 +262,7 @@ def test_a_computation_waits_for_the_copy_into_its_slot_and_no_other() -> None:
     torch.cuda.synchronize()
     pool.demanded[:] = 1
     for slot in range(4):
-        link.copy(Transfer(pool, 0, slot, slot, slot))
+        link.copy(SlotTransfer(pool, 0, slot, slot, slot))
     stream = torch.cuda.current_stream()
     link._order.before_compute([0], stream)
     first = link._slab.view(4, -1)[0, -1].clone()

@@ -12,9 +12,9 @@ from support.fake_gpu import FakeGpu, FakeSlab
 from support.waiting import wait_until
 
 from edgemoe.experts.compute import cuda_link
-from edgemoe.experts.compute.cuda_link import AHEAD, CudaLink, Order
+from edgemoe.experts.compute.cuda_link import AHEAD, CudaLink, SlotOrder
 from edgemoe.experts.tiers.slab import HostSlab
-from edgemoe.experts.tiers.slots import SlotPool, Transfer
+from edgemoe.experts.tiers.slots import SlotPool, SlotTransfer
 from edgemoe.policy.cache_ranks import LRU
 from edgemoe.types.experts import Tier
 from edgemoe.types.size_classes import SlabLayout
@@ -35,7 +35,7 @@ class Desk:
         self.ram.pinned = True  # there is nothing to register with
         self.slab = FakeSlab(self.gpu, SLOTS, STRIDE)
         slab: Any = self.slab
-        self.link = CudaLink(self.ram, slab, self.ram.layout, Order(SLOTS))
+        self.link = CudaLink(self.ram, slab, self.ram.layout, SlotOrder(SLOTS))
         self.prefetches: Any
         self.demands: Any
         self.prefetches, self.demands = self.link._streams
@@ -46,9 +46,9 @@ class Desk:
         self.rousings = 0
         self.link.attach(self)
 
-    def copy(self, slot: int, *, demand: bool, near: bool = False) -> Transfer:
+    def copy(self, slot: int, *, demand: bool, near: bool = False) -> SlotTransfer:
         self.pool.demanded[slot] = demand
-        load = Transfer(self.pool, 0, slot, slot, slot, near=near)
+        load = SlotTransfer(self.pool, 0, slot, slot, slot, near=near)
         self.link.copy(load)
         return load
 
@@ -67,16 +67,16 @@ class Desk:
             stream.work.popleft()
         wait_until(lambda: len(self.releases) > released)
 
-    def on_arrived(self, load: Transfer) -> None:
+    def on_arrived(self, load: SlotTransfer) -> None:
         self.arrivals.append(load.slot)
 
-    def on_released(self, load: Transfer) -> None:
+    def on_released(self, load: SlotTransfer) -> None:
         self.releases.append(load.slot)
 
-    def on_failed(self, load: Transfer, error: Exception) -> None:
+    def on_failed(self, load: SlotTransfer, error: Exception) -> None:
         self.failures.append(load.slot)
 
-    def withdraw_prefetch(self, load: Transfer) -> bool:
+    def withdraw_prefetch(self, load: SlotTransfer) -> bool:
         return not load.demand
 
     def on_woken(self, link: object) -> None:

@@ -17,17 +17,17 @@ from support.waiting import wait_until
 from edgemoe.experts.compute import cuda
 from edgemoe.experts.compute.cost_model import CostModel
 from edgemoe.experts.compute.cuda import CudaCompute
-from edgemoe.experts.compute.cuda_link import CudaLink, Order
-from edgemoe.experts.compute.dispatch import Compute, DeviceTimings
+from edgemoe.experts.compute.cuda_link import CudaLink, SlotOrder
+from edgemoe.experts.compute.dispatch import DeviceTimings, ExpertCompute
 from edgemoe.experts.compute.moe import TieredExperts
 from edgemoe.experts.tiers.residency import Residency
 from edgemoe.experts.tiers.slab import HostSlab
-from edgemoe.experts.tiers.slots import SlotPool, Transfer
+from edgemoe.experts.tiers.slots import SlotPool, SlotTransfer
 from edgemoe.policy.cache_ranks import LRU
 from edgemoe.types.experts import Tier
 from edgemoe.types.size_classes import SlabLayout
 from edgemoe.types.step import StepMeta
-from edgemoe.types.token_groups import Group
+from edgemoe.types.token_groups import TokenGroups
 
 STRIDE, SLOTS = 4096, 3
 COPY_S, KERNEL_PIECES = 2e-3, 5  # of one expert; of one layer
@@ -39,16 +39,16 @@ class Landing:
     def __init__(self) -> None:
         self.released_slots: list[int] = []
 
-    def on_arrived(self, load: Transfer) -> None:
+    def on_arrived(self, load: SlotTransfer) -> None:
         pass
 
-    def on_released(self, load: Transfer) -> None:
+    def on_released(self, load: SlotTransfer) -> None:
         self.released_slots.append(load.source)
 
-    def on_failed(self, load: Transfer, error: Exception) -> None:
+    def on_failed(self, load: SlotTransfer, error: Exception) -> None:
         raise error
 
-    def withdraw_prefetch(self, load: Transfer) -> bool:
+    def withdraw_prefetch(self, load: SlotTransfer) -> bool:
         raise AssertionError
 
     def on_woken(self, link: object) -> None:
@@ -66,7 +66,7 @@ class Desk:
         monkeypatch.setattr(
             cuda, "GpuCalls", lambda *_: SimpleNamespace(add=lambda *_: self.stream.compute(KERNEL_PIECES))
         )
-        self.ram, self.order = HostSlab(SlabLayout.even(SLOTS, STRIDE)), Order(SLOTS)
+        self.ram, self.order = HostSlab(SlabLayout.even(SLOTS, STRIDE)), SlotOrder(SLOTS)
         self.ram.pinned = True  # there is nothing to register with
         slab: Any = FakeSlab(self.gpu, SLOTS, STRIDE)
         self.link, self.landing = CudaLink(self.ram, slab, self.ram.layout, self.order), Landing()
@@ -77,12 +77,12 @@ class Desk:
 
     def copy(self, slot: int, *, demand: bool = True) -> None:
         self.pool.demanded[slot] = demand
-        self.link.copy(Transfer(self.pool, 0, slot, slot, slot))
+        self.link.copy(SlotTransfer(self.pool, 0, slot, slot, slot))
 
     def add(self, *slots: int) -> None:
         n = len(slots)
         ids, shares = np.arange(n)[None], np.ones((1, n), np.float32)
-        self.compute.add(np.array(slots), Group.of(ids, shares))
+        self.compute.add(np.array(slots), TokenGroups.of(ids, shares))
 
     def copy_streams(self) -> None:
         for stream in self.link._streams:
@@ -163,7 +163,7 @@ def test_a_thread_s_own_times_are_its_own(desk: Desk) -> None:
 def test_a_thread_that_finds_no_copy_to_wait_for_comes_behind_one_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = FakeGpu(0)
     gpu.install(monkeypatch)
-    order = Order(1)
+    order = SlotOrder(1)
     copies, stream = FakeStream(gpu), FakeStream(gpu)
     event: Any = torch.cuda.Event(enable_timing=True)
     event.record(copies)
@@ -196,7 +196,7 @@ def test_a_device_s_wait_is_the_step_s_stall_and_its_time_the_cost_of_a_unit() -
     residency = Residency(pools[0], pools[1:])
     loader: Any = SimpleNamespace(gap=None, links=[], clock=time.monotonic)
     costs = CostModel(residency, loader, SMALL.strides_bytes)
-    computes: list[Compute] = [compute]
+    computes: list[ExpertCompute] = [compute]
     experts = TieredExperts(SMALL, residency, loader, computes, SimpleNamespace(costs=costs))  # type: ignore[arg-type]
     one = np.ones(1, np.int64)
     experts.begin_step(StepMeta(("r",), one, np.ones(1, np.bool_), one, one))

@@ -12,11 +12,11 @@ import pytest
 
 from edgemoe.experts.compute.layer_step import DeviceShare, LayerStep
 from edgemoe.experts.tiers.residency import Residency
-from edgemoe.experts.tiers.slots import SlotPool, Transfer
+from edgemoe.experts.tiers.slots import SlotPool, SlotTransfer
 from edgemoe.policy.cache_ranks import LRU
 from edgemoe.types.arrays import IntArray
 from edgemoe.types.experts import Tier
-from edgemoe.types.token_groups import Group
+from edgemoe.types.token_groups import TokenGroups
 
 E = 8
 
@@ -30,7 +30,7 @@ class Loader:
     clock = staticmethod(time.monotonic)
     arrivals = SimpleQueue
 
-    def start(self, loads: Sequence[Transfer]) -> None:
+    def start(self, loads: Sequence[SlotTransfer]) -> None:
         theirs = self._residency.acquire(0, 0, np.array(self._others), SimpleQueue())
         for load in theirs.loads:
             if self._error is None:
@@ -48,7 +48,7 @@ class Computed:
     def __init__(self) -> None:
         self.slots: dict[int, int] = {}
 
-    def add(self, slots: IntArray, group: Group) -> None:
+    def add(self, slots: IntArray, group: TokenGroups) -> None:
         self.slots |= dict(zip(group.experts.tolist(), slots.tolist(), strict=True))
 
 
@@ -57,7 +57,7 @@ def test_another_thread_s_demands_neither_feed_nor_fail_a_layer_step(error: Exce
     residency = Residency(SlotPool(Tier.RAM, 1, E, E, LRU(1, E)))
     compute: Any = Computed()
     loader: Any = Loader(residency, 5, 6, error=error)
-    group = Group.of(np.array([[1, 2, 3]]), np.ones((1, 3), np.float32))
+    group = TokenGroups.of(np.array([[1, 2, 3]]), np.ones((1, 3), np.float32))
     part = DeviceShare(0, E, compute, group, None)
     LayerStep(residency, loader, 0, [part], 10.0, lambda: None).run(lambda: None, lambda: None)
     assert compute.slots == {expert: int(residency.ram.where[0, expert]) for expert in (1, 2, 3)}

@@ -16,7 +16,7 @@ from support.waiting import until
 
 from edgemoe.errors import CorruptExpert
 from edgemoe.experts.build import ExpertTiers
-from edgemoe.experts.compute import peer_compute
+from edgemoe.experts.compute import expert_shelf
 from edgemoe.experts.compute.expert_shelf import READS, ExpertShelf
 from edgemoe.experts.compute.peer_compute import PeerCompute
 from edgemoe.experts.tiers.residency import Residency
@@ -196,7 +196,7 @@ async def test_experts_whose_parts_are_fetched_in_turn_are_read_once(monkeypatch
     for start in range(0, 40, 10):
         await asyncio.gather(*(box.shelf.part(1, expert, start + at, 5) for expert in range(4) for at in (0, 5)))
     assert sorted(box.store.reads) == [ExpertId(1, expert) for expert in range(4)]
-    monkeypatch.setattr(peer_compute, "KEPT_READS", 2)
+    monkeypatch.setattr(expert_shelf, "KEPT_READS", 2)
     for expert in range(3):
         await box.shelf.part(2, expert, 0, 10)
         await box.shelf.part(1, 3, 0, 10)

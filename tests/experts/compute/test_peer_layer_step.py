@@ -21,7 +21,7 @@ from edgemoe.policy.resolve import PEERS_EACH, Resolution, WayCosts
 from edgemoe.types.arrays import BoolArray, FloatArray, IntArray
 from edgemoe.types.experts import ExpertGeometry, Tier
 from edgemoe.types.peers import ExpertWork, Offer, RemoteCall
-from edgemoe.types.token_groups import Group
+from edgemoe.types.token_groups import TokenGroups
 
 SHAPE = ExpertGeometry(layers=1, experts=4, top_k=2, hidden=8, width=4, dtype="float32")
 OURS, AWAY = 1, 3  # experts: on our disk, and at peers only
@@ -71,7 +71,7 @@ class Here:
         self._clock, self._takes_s = clock, takes_s
         self.experts: list[int] = []
 
-    def __call__(self, group: Group, prefill_only: BoolArray | None) -> None:
+    def __call__(self, group: TokenGroups, prefill_only: BoolArray | None) -> None:
         self.experts += group.experts.tolist()
         if self._clock is not None:
             self._clock.now_s += self._takes_s
@@ -102,7 +102,7 @@ def step(peers: FakePeers, here: Here, *experts: int, read_bytes_per_s: float = 
     """Runs a layer-step of one token that needs these experts; none of them is in memory here."""
     ids, weights = np.array([experts]), np.ones((1, len(experts)), np.float32)
     box = remote_of(peers, read_bytes_per_s)
-    return box.run(0, torch.zeros(1, SHAPE.hidden), Group.of(ids, weights), None, here)
+    return box.run(0, torch.zeros(1, SHAPE.hidden), TokenGroups.of(ids, weights), None, here)
 
 
 def failing(clock: Clock) -> Ask:
@@ -158,7 +158,7 @@ def test_a_peer_and_the_cpu_work_side_by_side_where_the_link_is_slow() -> None:
     link = SimpleNamespace(stats=SimpleNamespace(bytes_per_s=rate, unhindered_bytes_per_s=rate), idle=lambda: True)
     loader: Any = SimpleNamespace(stats=SimpleNamespace(bytes_per_s=1e9), links=[link])
     costs = CostModel(residency, loader, SHAPE.strides_bytes, clock=lambda: 0.0)
-    group = Group.of(np.arange(4)[None], np.ones((1, 4), np.float32))
+    group = TokenGroups.of(np.arange(4)[None], np.ones((1, 4), np.float32))
     for cpu_s, ours in ((1.5e-3, 2), (1.0, 0)):
         costs.cpu.mean_s = cpu_s
         peers, here = FakePeers(of_ones, 1.0, range(4), "b"), Here()
@@ -200,7 +200,7 @@ def test_of_two_answers_to_a_call_that_was_asked_twice_the_first_is_added_and_th
     peers, tokens = LatePeers(), 4
     hidden = torch.arange(tokens, dtype=torch.float32)[:, None].expand(-1, SHAPE.hidden).contiguous()
     box = remote_of(peers, 1e9)
-    group = Group.of(np.full((tokens, 1), AWAY), np.ones((tokens, 1), np.float32))
+    group = TokenGroups.of(np.full((tokens, 1), AWAY), np.ones((tokens, 1), np.float32))
     out = box.run(0, hidden, group, None, Here())
     assert peers.asked == ["b"] * tokens + ["c"] * tokens
     assert box.hedged == tokens
@@ -219,7 +219,7 @@ def test_sums_that_are_not_finite_cost_the_call_and_no_more(number: float, dtype
 
     peers = FakePeers(ask, 1.0, [AWAY])
     box = remote_of(peers, 1e9, replace(SHAPE, dtype=dtype))
-    group = Group.of(np.array([[AWAY]]), np.ones((1, 1), np.float32))
+    group = TokenGroups.of(np.array([[AWAY]]), np.ones((1, 1), np.float32))
     hidden = torch.zeros(1, SHAPE.hidden, dtype=getattr(torch, dtype))
     out = box.run(0, hidden, group, None, Here())
     assert peers.asked == ["b", "c"]
@@ -236,7 +236,7 @@ def test_sums_of_hidden_states_that_are_not_finite_pass_unchanged() -> None:
     peers = FakePeers(ask, 1.0, [AWAY])
     hidden = torch.zeros(2, SHAPE.hidden)
     hidden[1, 3] = torch.inf
-    group = Group.of(np.full((2, 1), AWAY), np.ones((2, 1), np.float32))
+    group = TokenGroups.of(np.full((2, 1), AWAY), np.ones((2, 1), np.float32))
     out = remote_of(peers, 1e9).run(0, hidden, group, None, Here())
     assert peers.asked == ["b"]
     assert out is not None
@@ -308,7 +308,7 @@ def test_answers_that_come_while_a_late_part_is_computed_here_are_taken(monkeypa
     class Slow(Here):
         """All answers arrive during its computation."""
 
-        def __call__(self, group: Group, prefill_only: BoolArray | None) -> None:
+        def __call__(self, group: TokenGroups, prefill_only: BoolArray | None) -> None:
             super().__call__(group, prefill_only)
             for call, answers in late:
                 of_ones(call)
@@ -317,7 +317,7 @@ def test_answers_that_come_while_a_late_part_is_computed_here_are_taken(monkeypa
 
     tokens, here = 6, Slow()
     box = remote_of(Late(lambda _: False, 5.0, [OURS], "b"), read_bytes_per_s=1e-3)
-    group = Group.of(np.full((tokens, 1), OURS), np.ones((tokens, 1), np.float32))
+    group = TokenGroups.of(np.full((tokens, 1), OURS), np.ones((tokens, 1), np.float32))
     out = box.run(0, torch.zeros(tokens, SHAPE.hidden), group, None, here)
     assert here.experts == [OURS], "of one part"
     assert (box.hedged, box.experts) == (1, tokens - 1)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from edgemoe.experts.compute import cuda_link
-from edgemoe.experts.compute.cuda_link import Pinning
+from edgemoe.experts.compute.cuda_link import PinnedSlab
 from edgemoe.experts.tiers.slab import HostSlab
 from edgemoe.types.experts import ExpertGeometry
 from edgemoe.types.size_classes import SlabLayout
@@ -58,7 +58,7 @@ def slab(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Hos
 
 def test_slices_cover_the_slab_and_no_expert_lies_in_two(slab: HostSlab, monkeypatch: pytest.MonkeyPatch) -> None:
     cuda, shares = FakeCudart(monkeypatch), list[float]()
-    pinned = Pinning(slab, GPU, shares.append)
+    pinned = PinnedSlab(slab, GPU, shares.append)
     assert slab.pinned
     assert len(cuda.registered) > 2
     assert cuda.devices == {GPU}, "a thread's own device would be the first"
@@ -83,7 +83,7 @@ def test_slices_registered_before_a_refusal_stay_and_the_log_names_the_remedy(
 ) -> None:
     cuda = FakeCudart(monkeypatch, most_bytes=100_000)
     with caplog.at_level(logging.WARNING):
-        pinned = Pinning(slab, GPU)
+        pinned = PinnedSlab(slab, GPU)
     assert not slab.pinned
     assert 0 < sum(cuda.registered.values()) <= 100_000
     (record,) = caplog.records
@@ -96,9 +96,9 @@ def test_slices_registered_before_a_refusal_stay_and_the_log_names_the_remedy(
 
 def test_a_registered_slab_is_left_to_its_owner(slab: HostSlab, monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = FakeCudart(monkeypatch)
-    first = Pinning(slab, GPU)
+    first = PinnedSlab(slab, GPU)
     registered = dict(cuda.registered)
-    second = Pinning(slab, torch.device("cuda:0"))
+    second = PinnedSlab(slab, torch.device("cuda:0"))
     assert cuda.registered == registered
     second.release()
     assert slab.pinned
@@ -115,5 +115,5 @@ def test_the_limit_of_locked_memory_is_raised_as_far_as_it_may(slab: HostSlab, m
         setrlimit=lambda _, pair: limits.append(pair),
     )
     monkeypatch.setattr(cuda_link, "resource", said)
-    Pinning(slab, GPU)
+    PinnedSlab(slab, GPU)
     assert limits == [(64 << 30, 64 << 30)]

@@ -16,7 +16,7 @@ from support.waiting import wait_until
 
 from edgemoe.experts.predict import controller as module
 from edgemoe.experts.predict import predictive_policy as foresight
-from edgemoe.experts.predict.controller import Controller, Kept
+from edgemoe.experts.predict.controller import PredictionController, PredictorFiles
 from edgemoe.experts.predict.forecast_blend import NEXT_LAYER
 from edgemoe.experts.predict.next_use import NextUsePredictor
 from edgemoe.experts.predict.predictive_policy import LearnedPolicy
@@ -59,14 +59,14 @@ def meta(names: tuple[str, ...], decode: bool = True) -> StepMeta:
     return StepMeta(names, np.ones(n, np.int64), np.full(n, decode), np.zeros(n, np.int64), np.zeros(n, np.int64))
 
 
-def begin(controller: Controller, names: tuple[str, ...] = ("a",)) -> Choices:
+def begin(controller: PredictionController, names: tuple[str, ...] = ("a",)) -> Choices:
     """Begins a step, and returns the array for its choices."""
     choices = np.full((L, len(names), K), -1, np.int16)
     controller.on_step_begun(meta(names), choices)
     return choices
 
 
-def step(controller: Controller, ids: Ids, names: tuple[str, ...], step_s: float = 10.0) -> None:
+def step(controller: PredictionController, ids: Ids, names: tuple[str, ...], step_s: float = 10.0) -> None:
     """Runs one step, and waits until the controller has learned from it."""
     choices = begin(controller, names)
     for layer in range(L):
@@ -77,16 +77,16 @@ def step(controller: Controller, ids: Ids, names: tuple[str, ...], step_s: float
     assert controller.wait_idle(20)
 
 
-def started(**options: Any) -> Controller:
+def started(**options: Any) -> PredictionController:
     """Builds a controller, and waits until it is ready."""
-    kept = Kept(options.pop("state", None), KERNELS)
-    controller = Controller(L, E, K, kept=kept, **options)
+    kept = PredictorFiles(options.pop("state", None), KERNELS)
+    controller = PredictionController(L, E, K, kept=kept, **options)
     assert controller.wait_idle(120)
     return controller
 
 
 @pytest.fixture
-def controller() -> Iterator[Controller]:
+def controller() -> Iterator[PredictionController]:
     it = started()
     yield it
     it.close()
@@ -125,7 +125,7 @@ class Loader:
         return [(0.0, 0.0)]  # not measured yet
 
 
-def test_ranks_equal_the_policy_s_in_replay(controller: Controller) -> None:
+def test_ranks_equal_the_policy_s_in_replay(controller: PredictionController) -> None:
     full = LearnedPolicy(L, E, K)
     for ids in text(1, 80):
         choices = begin(controller)
@@ -143,7 +143,7 @@ def test_ranks_equal_the_policy_s_in_replay(controller: Controller) -> None:
     assert controller.predictive.predictor.learner.updates > 20
 
 
-def test_every_layer_of_every_step_counts_once_despite_failures(controller: Controller) -> None:
+def test_every_layer_of_every_step_counts_once_despite_failures(controller: PredictionController) -> None:
     for i, ids in enumerate(text(2, 40, sequences=3)):
         if i % 7 == 0:
             begin(controller)  # fails before its first layer
@@ -153,7 +153,7 @@ def test_every_layer_of_every_step_counts_once_despite_failures(controller: Cont
     assert (predictor.history.visits == 4 + 40).all()
 
 
-def test_a_step_that_only_prefills_counts_as_none(controller: Controller) -> None:
+def test_a_step_that_only_prefills_counts_as_none(controller: PredictionController) -> None:
     both = StepMeta(
         ("a", "b"), np.ones(2, np.int64), np.zeros(2, np.bool_), np.zeros(2, np.int64), np.zeros(2, np.int64)
     )
@@ -183,7 +183,7 @@ def test_ranks_of_layers_that_ran_are_new_at_once_and_none_is_undefined_before_t
 
 
 def test_a_step_is_followed_by_the_thread_alone_that_runs_it(
-    controller: Controller, monkeypatch: pytest.MonkeyPatch
+    controller: PredictionController, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A delayed second thread would enter the next step and treat all of its layers as run."""
     follow, followers = NextUsePredictor.update_ranks, list[threading.Thread]()
@@ -202,7 +202,7 @@ def test_a_step_is_followed_by_the_thread_alone_that_runs_it(
     assert followers == [threading.current_thread()]
 
 
-def test_computations_for_peers_are_not_learned(controller: Controller) -> None:
+def test_computations_for_peers_are_not_learned(controller: PredictionController) -> None:
     choices = begin(controller)
     for layer, row in enumerate(text(4, 1)[0]):
         controller.policy.touch(layer, np.arange(4, 4 + K))  # for a peer
@@ -214,7 +214,7 @@ def test_computations_for_peers_are_not_learned(controller: Controller) -> None:
     ).sum()
 
 
-def test_a_thread_that_is_late_is_not_waited_for(controller: Controller, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_is_late_is_not_waited_for(controller: PredictionController, monkeypatch: pytest.MonkeyPatch) -> None:
     busy, go_on = threading.Event(), threading.Event()
     work = controller.predictive.predictor.work
 
@@ -242,7 +242,7 @@ def test_until_it_is_ready_the_least_recently_used_go_first(monkeypatch: pytest.
     go_on = threading.Event()
     link = module.link_predictor
     monkeypatch.setattr(module, "link_predictor", lambda directory: go_on.wait(20) and link(directory))
-    controller = Controller(L, E, K, kept=Kept(None, KERNELS))
+    controller = PredictionController(L, E, K, kept=PredictorFiles(None, KERNELS))
     for layer in range(L):
         controller.policy.touch(layer, np.array([2, 5]))
         controller.policy.touch(layer, np.array([7]))
@@ -258,7 +258,7 @@ def test_until_it_is_ready_the_least_recently_used_go_first(monkeypatch: pytest.
 
 
 def test_closing_ends_the_process_that_compiles(tmp_path: Path) -> None:
-    controller = Controller(L, E, K, kept=Kept(None, tmp_path))
+    controller = PredictionController(L, E, K, kept=PredictorFiles(None, tmp_path))
     wait_until(lambda: any(tmp_path.glob("*.lock")))
     controller.close()
     wait_until(lambda: not any(thread.name == "controller" for thread in threading.enumerate()))
@@ -267,7 +267,7 @@ def test_closing_ends_the_process_that_compiles(tmp_path: Path) -> None:
 
 
 def test_a_thread_that_fails_says_so_falls_back_and_starts_again(
-    controller: Controller, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    controller: PredictionController, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(module, "RESTART_S", 0.0)
     again, begin_ = threading.Event(), controller._begin
@@ -294,7 +294,7 @@ def bring(residency: Residency, expert: ExpertId, source: Tier, target: Tier) ->
     residency.complete_load(load)
 
 
-def tiers(controller: Controller) -> tuple[Residency, Loader]:
+def tiers(controller: PredictionController) -> tuple[Residency, Loader]:
     """Builds tiers with all experts in RAM and room for nine in VRAM; the loader keeps the controller's prefetches."""
     ram = SlotPool(Tier.RAM, L, E, L * E, controller.policy)
     vram = SlotPool(Tier.VRAM, L, E, 9, controller.policy)
@@ -305,7 +305,7 @@ def tiers(controller: Controller) -> tuple[Residency, Loader]:
     return residency, loader
 
 
-def test_plans_fetch_missing_experts_of_high_rank(controller: Controller) -> None:
+def test_plans_fetch_missing_experts_of_high_rank(controller: PredictionController) -> None:
     _, loader = tiers(controller)
     for _ in range(40):
         for ids in text(5, 3):
@@ -319,7 +319,7 @@ def test_plans_fetch_missing_experts_of_high_rank(controller: Controller) -> Non
 
 @pytest.mark.parametrize("why", ["no time for looks", "a prompt", "a failure"])
 def test_plans_are_withdrawn_when_no_new_one_is_made(
-    why: str, controller: Controller, monkeypatch: pytest.MonkeyPatch
+    why: str, controller: PredictionController, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, loader = tiers(controller)
     for ids in text(5, 6):
@@ -337,7 +337,7 @@ def test_plans_are_withdrawn_when_no_new_one_is_made(
     wait_until(lambda: not loader.moves)
 
 
-def test_needs_before_a_plan_do_not_count(controller: Controller) -> None:
+def test_needs_before_a_plan_do_not_count(controller: PredictionController) -> None:
     predictor = NextUsePredictor(L, E, K)
     residency, _ = tiers(controller)
     plans = PrefetchPlanner(residency, Loader(), SIZES, 0.1)
@@ -409,14 +409,14 @@ class Meter:
 
 
 @pytest.fixture
-def metered() -> Iterator[Controller]:
+def metered() -> Iterator[PredictionController]:
     meter = Meter()
     meter.controller = controller = started(clock=meter)
     yield controller
     controller.close()
 
 
-def test_steps_that_leave_little_time_get_fewer_looks_and_all_are_learned_from(metered: Controller) -> None:
+def test_steps_that_leave_little_time_get_fewer_looks_and_all_are_learned_from(metered: PredictionController) -> None:
     for ids in text(7, 200):
         step(metered, ids, ("a",), step_s=1e-2)
     metrics = metered.metrics()
@@ -427,7 +427,7 @@ def test_steps_that_leave_little_time_get_fewer_looks_and_all_are_learned_from(m
     assert metered.predictive.predictor.learner.updates > 50
 
 
-def test_looks_come_back_with_the_time_for_them(metered: Controller) -> None:
+def test_looks_come_back_with_the_time_for_them(metered: PredictionController) -> None:
     for ids in text(8, 50):
         step(metered, ids, ("a",), step_s=1e-6)
     assert metered.predictive.looks == 0
@@ -437,7 +437,7 @@ def test_looks_come_back_with_the_time_for_them(metered: Controller) -> None:
     assert metered.predictive.looks == LOOKS
 
 
-def drive_with(oracle: Oracle, always: Ids, seed: int) -> tuple[Controller, FloatArray]:
+def drive_with(oracle: Oracle, always: Ids, seed: int) -> tuple[PredictionController, FloatArray]:
     """Runs steps that need `always`, among noise of other sequences; returns the controller and its final ranks."""
     controller = started(forecaster=oracle)
     random = np.random.default_rng(seed)
@@ -478,7 +478,7 @@ def test_without_trust_a_forecaster_changes_nothing() -> None:
     np.testing.assert_array_equal(ranks, controller.predictive.predictor.scores)
 
 
-def test_a_gates_chance_moves_worth_as_far_as_gates_were_right(controller: Controller) -> None:
+def test_a_gates_chance_moves_worth_as_far_as_gates_were_right(controller: PredictionController) -> None:
     random = np.random.default_rng(14)
     experts = np.arange(E)
     for ids in text(15, 200):

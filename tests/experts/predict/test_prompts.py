@@ -7,7 +7,7 @@ import numpy.typing as npt
 import pytest
 from support.kept import KERNELS
 
-from edgemoe.experts.predict.controller import Controller, Kept
+from edgemoe.experts.predict.controller import PredictionController, PredictorFiles
 from edgemoe.experts.predict.next_use import NextUsePredictor, link_predictor
 from edgemoe.experts.predict.next_use_step import MOST, PROMPTS, TRACKS
 from edgemoe.experts.predict.predictive_policy import LearnedPolicy
@@ -126,7 +126,7 @@ def test_prompts_wait_until_there_is_no_more_room_for_them() -> None:
 
 
 def test_the_controller_learns_from_steps_that_only_prefill() -> None:
-    controller, ids = Controller(L, E, K, kept=Kept(None, KERNELS)), text(12, 30)
+    controller, ids = PredictionController(L, E, K, kept=PredictorFiles(None, KERNELS)), text(12, 30)
     assert controller.wait_idle(120)
     lengths = np.array([10, 20])
     meta = StepMeta(("a", "b"), lengths, np.zeros(2, np.bool_), *np.zeros((2, 30), np.int64))

@@ -10,7 +10,7 @@ import pytest
 from edgemoe.experts.tiers.eviction import LAST, TRANSIENT_KEY
 from edgemoe.experts.tiers.residency import Residency
 from edgemoe.experts.tiers.residency_records import ALWAYS, TRANSIENT, UNUSED
-from edgemoe.experts.tiers.slots import PrefetchPriority, SlotPool, Transfer
+from edgemoe.experts.tiers.slots import PrefetchPriority, SlotPool, SlotTransfer
 from edgemoe.types.arrays import BoolArray, FloatArray, IntArray
 from edgemoe.types.experts import PAGE_BYTES, ExpertGeometry, ExpertId, Move, Tier
 from edgemoe.types.size_classes import SlabLayout
@@ -160,7 +160,7 @@ class Bed:
             self.model.request[load.pool.index, key] = move.score, self.model.clock
             self._land(load)
 
-    def _land(self, load: Transfer) -> None:
+    def _land(self, load: SlotTransfer) -> None:
         for follower in self.residency.complete_load(load):
             self._land(follower)
         if load.source >= 0:

@@ -11,7 +11,7 @@ from support.examples import examples
 
 from edgemoe.experts.tiers.residency import Residency
 from edgemoe.experts.tiers.residency_records import ALWAYS
-from edgemoe.experts.tiers.slots import PrefetchPriority, SlotClaim, SlotPool, Transfer
+from edgemoe.experts.tiers.slots import PrefetchPriority, SlotClaim, SlotPool, SlotTransfer
 from edgemoe.policy.cache_ranks import LRU
 from edgemoe.types.arrays import BoolArray, FloatArray, IntArray
 from edgemoe.types.experts import CachePolicy, ExpertId, Move, Tier
@@ -40,9 +40,9 @@ class Desk:
         self.policy = policy or LRU(L, E)
         pools = [SlotPool(Tier.VRAM, L, E, slots, self.policy) for slots in devices]
         self.residency = Residency(SlotPool(Tier.RAM, L, E, ram, self.policy), pools, containment=containment)
-        self.arrivals: SimpleQueue[Transfer] = SimpleQueue()
-        self.reading: list[Transfer] = []
-        self.copying: list[Transfer] = []
+        self.arrivals: SimpleQueue[SlotTransfer] = SimpleQueue()
+        self.reading: list[SlotTransfer] = []
+        self.copying: list[SlotTransfer] = []
 
     def start(self, loads: object) -> None:
         for load in loads:  # type: ignore[attr-defined]

@@ -10,7 +10,7 @@ import pytest
 from support.waiting import wait_until
 
 from edgemoe.experts.tiers.slab import HostSlab
-from edgemoe.experts.tiers.slots import SlotPool, Transfer
+from edgemoe.experts.tiers.slots import SlotPool, SlotTransfer
 from edgemoe.experts.transfer.link_stats import LinkStats
 from edgemoe.experts.transfer.links import PIECE_BYTES, EmulatedLink, TierLink
 from edgemoe.policy.cache_ranks import LRU
@@ -72,27 +72,27 @@ class Listener:
         self.gate = threading.Semaphore(0)
         self.ended = threading.Semaphore(0)
 
-    def on_arrived(self, load: Transfer) -> None:
+    def on_arrived(self, load: SlotTransfer) -> None:
         self.order.append(load.slot)
         self.ended.release()
         self.gate.acquire(timeout=10)
 
-    def on_released(self, load: Transfer) -> None:
+    def on_released(self, load: SlotTransfer) -> None:
         pass
 
-    def on_failed(self, load: Transfer, error: Exception) -> None:
+    def on_failed(self, load: SlotTransfer, error: Exception) -> None:
         self.failures.append(load.slot)
 
-    def withdraw_prefetch(self, load: Transfer) -> bool:
+    def withdraw_prefetch(self, load: SlotTransfer) -> bool:
         return not load.demand
 
     def on_woken(self, link: TierLink) -> None:
         self.ended.release()
 
 
-def copy(pool: SlotPool, slot: int, *, demand: bool = True) -> Transfer:
+def copy(pool: SlotPool, slot: int, *, demand: bool = True) -> SlotTransfer:
     pool.demanded[slot] = demand
-    return Transfer(pool, 0, slot, slot, slot)
+    return SlotTransfer(pool, 0, slot, slot, slot)
 
 
 @pytest.fixture
@@ -219,10 +219,10 @@ def test_a_prefetch_is_withdrawn_unless_somebody_needs_it_by_now(
             link.withdraw(prefetch)
             super().on_woken(link)
 
-        def on_released(self, load: Transfer) -> None:
+        def on_released(self, load: SlotTransfer) -> None:
             released.append(load)
 
-    released: list[Transfer] = []
+    released: list[SlotTransfer] = []
     prefetch, listener = copy(pool, 0, demand=False), Regretful()
     link = link_of_pieces(standing, listener)
     link.copy(prefetch)

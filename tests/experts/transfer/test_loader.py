@@ -15,7 +15,7 @@ from support.waiting import until
 from edgemoe.errors import CorruptExpert, MissingExpert
 from edgemoe.experts.build import ExpertTiers
 from edgemoe.experts.tiers.residency_records import ALWAYS
-from edgemoe.experts.tiers.slots import PrefetchPriority, SlotClaim, Transfer
+from edgemoe.experts.tiers.slots import PrefetchPriority, SlotClaim, SlotTransfer
 from edgemoe.experts.transfer.loader import FILL_READERS, IDLE_READERS
 from edgemoe.types.experts import ExpertId, Move, Tier
 
@@ -43,8 +43,8 @@ def stage(layer: int, *experts: int, score: float = ALWAYS, target: Tier = Tier.
     return [Move(ExpertId(layer, expert), Tier.NVME, target, score) for expert in experts]
 
 
-def demand(tiers: ExpertTiers, layer: int, *experts: int) -> tuple[SlotClaim, SimpleQueue[Transfer]]:
-    arrivals: SimpleQueue[Transfer] = SimpleQueue()
+def demand(tiers: ExpertTiers, layer: int, *experts: int) -> tuple[SlotClaim, SimpleQueue[SlotTransfer]]:
+    arrivals: SimpleQueue[SlotTransfer] = SimpleQueue()
     claim = tiers.residency.acquire(0, layer, np.array(experts), arrivals)
     tiers.loader.start(claim.loads)
     return claim, arrivals

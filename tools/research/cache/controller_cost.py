@@ -22,7 +22,7 @@ os.environ.update(WORKER_ENV)  # before anything loads torch
 import numpy as np
 import torch
 
-from edgemoe.experts.predict.controller import Controller, Kept
+from edgemoe.experts.predict.controller import PredictionController, PredictorFiles
 from edgemoe.experts.predict.next_use import NextUsePredictor, write_state
 from edgemoe.experts.predict.predictive_policy import LearnedPolicy
 from edgemoe.policy.cache_ranks import LRU
@@ -132,9 +132,10 @@ def start(args: Namespace) -> None:
     Each run is a process of its own.
     """
     code = (
-        "import sys, time; from pathlib import Path; from edgemoe.experts.predict.controller import Controller, Kept;"
+        "import sys, time; from pathlib import Path;"
+        "from edgemoe.experts.predict.controller import PredictionController, PredictorFiles;"
         "began_s, spent_s = time.perf_counter(), time.process_time();"
-        "it = Controller(48, 128, 8, kept=Kept(None, Path(sys.argv[1]))); assert it.wait_idle(300);"
+        "it = PredictionController(48, 128, 8, kept=PredictorFiles(None, Path(sys.argv[1]))); assert it.wait_idle(300);"
         "print(f'ready after {time.perf_counter() - began_s:.2f} s, {time.process_time() - spent_s:.2f} s computed');"
         "it.close()"
     )
@@ -182,7 +183,7 @@ def step(args: Namespace) -> None:
     tiers = ours.tiers.experts
     with tempfile.TemporaryDirectory() as scratch:
         full_memory(Path(scratch) / "state")
-        controller = Controller(48, 128, 8, kept=Kept(Path(scratch) / "state"))
+        controller = PredictionController(48, 128, 8, kept=PredictorFiles(Path(scratch) / "state"))
         controller.wait_idle(120)
     plain_begin, plain_end = tiers.begin_step, tiers.end_step
 

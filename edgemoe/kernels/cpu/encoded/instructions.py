@@ -44,7 +44,7 @@ PORTABLE = Instructions("portable", 8)
 EVERY = (AVX512, AVX2, PORTABLE)
 
 
-class Vectors:
+class CodeVectors:
     """Writes the LLVM code of vectors of one encoding's weights."""
 
     def __init__(self, builder: Any, encoding: Encoding, instructions: Instructions) -> None:
@@ -188,7 +188,7 @@ def excess_of(encoding: Encoding, instructions: Instructions) -> int:
     return EXCESS[encoding.name]
 
 
-class Products(Vectors):
+class CodeProducts(CodeVectors):
     """Writes the LLVM code of products with activations of 8 bits, in whole numbers."""
 
     @property

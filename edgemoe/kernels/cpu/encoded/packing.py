@@ -33,7 +33,7 @@ from edgemoe.jit.intrinsics import (
     u32_at,
 )
 from edgemoe.jit.object_cache import Code, code
-from edgemoe.kernels.cpu.encoded.instructions import I16, Instructions, Vectors
+from edgemoe.kernels.cpu.encoded.instructions import I16, CodeVectors, Instructions
 from edgemoe.types.encoding import LANE_COLUMNS, Encoding
 
 BASE = 255
@@ -117,7 +117,7 @@ class _Emitter:
 
     def __init__(self, builder: Any, encoding: Encoding, instructions: Instructions, bf16: bool) -> None:
         self.b, self.encoding, self.size = builder, encoding, 2 if bf16 else 4
-        self.v, self.lanes = Vectors(builder, encoding, instructions), instructions.lanes
+        self.v, self.lanes = CodeVectors(builder, encoding, instructions), instructions.lanes
 
     def row(self, w: Any, n: Any, out: Any) -> None:
         """Writes the n weights of the row at `w` to `out`."""

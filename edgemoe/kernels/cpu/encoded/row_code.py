@@ -18,7 +18,7 @@ from llvmlite import ir
 from edgemoe.encodings.rows import LANES, RUN
 from edgemoe.jit.intrinsics import F32, I64, cgutils, intrinsic, multiply_add, prefetch, types
 from edgemoe.jit.object_cache import Code, CompiledPart, link
-from edgemoe.kernels.cpu.encoded.instructions import AVX512, EVERY, PORTABLE, Instructions, Products, Vectors, excess_of
+from edgemoe.kernels.cpu.encoded.instructions import AVX512, EVERY, PORTABLE, Instructions, CodeProducts, CodeVectors, excess_of
 from edgemoe.kernels.cpu.encoded.packing import BASE, make_pack_whole, make_unpack, pack_floats
 from edgemoe.kernels.cpu.gemv import make_rows, rows_code
 from edgemoe.kernels.cpu.vector import make_pack_some
@@ -35,7 +35,7 @@ class _Emitter:
         self, builder: Any, encoding: Encoding, instructions: Instructions, rows: int, tokens: int, whole: bool
     ) -> None:
         self.b, self.encoding, self.whole = builder, encoding, whole
-        self.v = (Products if whole else Vectors)(builder, encoding, instructions)
+        self.v = (CodeProducts if whole else CodeVectors)(builder, encoding, instructions)
         self.lanes, self.rows, self.tokens = instructions.lanes, rows, tokens
         self.coming: list[Any] = []  # addresses to prefetch
         parts = LANES // self.lanes
@@ -129,7 +129,7 @@ class _Emitter:
         self, codes: list[Any], vectors: list[Any], place: Any, lane: Any, lanes: Any, mask: Any
     ) -> list[tuple[Any, Any]]:
         """Returns each row's and token's sums of the lanes, and the scales of the token's activations."""
-        assert isinstance(self.v, Products)
+        assert isinstance(self.v, CodeProducts)
         b, v = self.b, self.v
         factors, firsts, half = [], [], 0.5 if self.encoding.name == "mxfp4" else 1.0
         for vector in vectors:  # the scales follow both parts of the activations, the sums follow the scales
