@@ -10,7 +10,7 @@ import time
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from edgemoe.config.loading import Loaded, Value, load
+from edgemoe.config.loading import LoadedSettings, SettingValue, load
 from edgemoe.store.packer import Progress
 
 log = logging.getLogger(__name__)
@@ -19,7 +19,7 @@ LOG_EVERY_S = 5.0
 LOCAL, PORT = "127.0.0.1", 8080  # defaults if only one of --port and --host is given
 
 
-def read_settings(args: argparse.Namespace) -> Loaded:
+def read_settings(args: argparse.Namespace) -> LoadedSettings:
     """Returns the settings of files and command line. Raises ConfigError."""
     given = {
         "model.path": ("--model", getattr(args, "model", None)),
@@ -27,7 +27,7 @@ def read_settings(args: argparse.Namespace) -> Loaded:
         "api.tcp": ("--host, --port", _address(args)),
         "cluster.join": ("--join", getattr(args, "join", None)),
     }
-    options = {key: Value(value, origin) for key, (origin, value) in given.items() if value}
+    options = {key: SettingValue(value, origin) for key, (origin, value) in given.items() if value}
     return load(Path(args.config) if args.config else None, args.set, options)
 
 

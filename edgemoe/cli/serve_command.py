@@ -17,7 +17,7 @@ import msgspec
 from edgemoe.api.api_keys import new_key
 from edgemoe.cli.command_settings import read_settings, show_progress
 from edgemoe.cli.key import FIRST
-from edgemoe.config.loading import Loaded, load
+from edgemoe.config.loading import LoadedSettings, load
 from edgemoe.config.paths import default_socket
 from edgemoe.config.settings import Settings
 from edgemoe.errors import ConfigError, UnsupportedProcessor
@@ -112,7 +112,7 @@ def url_of(address: str) -> str:
     return f"http://{socket.gethostname() if host in EVERYWHERE else host}:{port}"
 
 
-def _have_a_key(loaded: Loaded) -> None:
+def _have_a_key(loaded: LoadedSettings) -> None:
     """Makes the first key, in the default file only: one that is named and not there is a mistake."""
     file = Path(loaded.settings.api.api_key_file)
     if not file.exists() and loaded.origins["api.api_key_file"] == "default":

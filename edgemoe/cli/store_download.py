@@ -19,7 +19,7 @@ import msgspec
 
 from edgemoe.cluster.control.messages import CONTROL, ControlMessage, StoreLocationReply, StoreLocationRequest
 from edgemoe.cluster.data.messages import BULK, BulkMessage
-from edgemoe.cluster.data.store_fetch import Pace, PieceChannel
+from edgemoe.cluster.data.store_fetch import PieceChannel, TransferPace
 from edgemoe.cluster.rpc.channel import Channel
 from edgemoe.cluster.rpc.envelope import Answer, Question
 from edgemoe.cluster.rpc.keys import AllowList, Peer, load_secret
@@ -372,7 +372,7 @@ async def pull(settings: ClusterSettings, store_dir: Path, model: str, rate: flo
     work = [transport.run(), control.run(), bulk.run()]
     running = [asyncio.ensure_future(each) for each in work]
     try:
-        finder = StoreFinder(control, bulk, PieceChannel(bulk, Pace(rate), ASK_S), model)
+        finder = StoreFinder(control, bulk, PieceChannel(bulk, TransferPace(rate), ASK_S), model)
         boxes = await finder.find(peers)
         whole = merge_manifests([box.manifest for box in boxes])
         check_manifest(whole)

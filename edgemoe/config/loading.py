@@ -37,7 +37,7 @@ RENAMED = {  # values that an error gives the present name of
 
 
 @dataclass(frozen=True, slots=True)
-class Value:
+class SettingValue:
     """A setting as one source states it; `origin` is "default", "FILE:LINE" or "--set"."""
 
     value: Any
@@ -45,7 +45,7 @@ class Value:
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedSettings:
     """Validated settings with the paths filled in, and the origin of every "section.key"."""
 
     settings: Settings
@@ -56,18 +56,18 @@ class Loaded:
 def load(
     config: Path | None = None,
     sets: Sequence[str] = (),
-    options: Mapping[str, Value] = MappingProxyType({}),
+    options: Mapping[str, SettingValue] = MappingProxyType({}),
     *,
     env: Mapping[str, str] = os.environ,
     root: Path = Path("/"),
-) -> Loaded:
+) -> LoadedSettings:
     """Returns the effective settings. Raises ConfigError, which names all that is wrong.
 
     If `config` is given, no other file is read. `options` win over all other sources.
     """
     files = (config,) if config else tuple(path for path in search_path(env, root) if path.is_file())
-    stated: dict[str, Value] = {}
-    wrong = Wrong()
+    stated: dict[str, SettingValue] = {}
+    wrong = SettingFaults()
     for file in files:
         values = _checked(_file_values(file), wrong)
         if any(key.startswith("device.") for key in values):  # a file states all devices or none
@@ -81,10 +81,10 @@ def load(
     wrong.raise_all()
     settings = fill_paths(settings, env, root)
     origins = {key: stated[key].origin if key in stated else "default" for key in flatten(settings)}
-    return Loaded(settings, origins, files)
+    return LoadedSettings(settings, origins, files)
 
 
-class Wrong:
+class SettingFaults:
     """Collects the faults of settings, so that one error names them all."""
 
     def __init__(self) -> None:
@@ -121,7 +121,7 @@ def flatten(settings: Settings) -> dict[str, Any]:
 # --- sources, flattened ----------------------------------------------------------------------------------------
 
 
-def _file_values(file: Path) -> Iterator[tuple[str, Value]]:
+def _file_values(file: Path) -> Iterator[tuple[str, SettingValue]]:
     try:
         with file.open("rb") as opened:
             data = opened.read(MAX_FILE_BYTES + 1)
@@ -136,7 +136,7 @@ def _file_values(file: Path) -> Iterator[tuple[str, Value]]:
         raise ConfigError(f"{file} is not TOML: {error}") from error
     lines = dict(_key_lines(text))
     for key, value in _flat_tables(tables):
-        yield key, Value(value, f"{file}:{lines[key]}" if key in lines else str(file))
+        yield key, SettingValue(value, f"{file}:{lines[key]}" if key in lines else str(file))
 
 
 def _flat_tables(tables: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -164,7 +164,7 @@ def _key_lines(text: str) -> Iterator[tuple[str, int]]:
             yield f"{section}.{key[1]}" if section else key[1], number
 
 
-def _set_values(sets: Iterable[str], wrong: Wrong) -> Iterator[tuple[str, Value]]:
+def _set_values(sets: Iterable[str], wrong: SettingFaults) -> Iterator[tuple[str, SettingValue]]:
     for text in sets:
         key, equals, word = text.partition("=")
         if not equals:
@@ -177,24 +177,24 @@ def _set_values(sets: Iterable[str], wrong: Wrong) -> Iterator[tuple[str, Value]
         key = key.strip()
         if _holds_text(key) and not isinstance(value, str):
             value = word  # --set model.name=3 means the name "3"
-        yield key, Value(value, "--set")
+        yield key, SettingValue(value, "--set")
 
 
 # --- one value -------------------------------------------------------------------------------------------------
 
 
-def _checked(values: Iterable[tuple[str, Value]], wrong: Wrong) -> dict[str, Value]:
+def _checked(values: Iterable[tuple[str, SettingValue]], wrong: SettingFaults) -> dict[str, SettingValue]:
     """Returns values converted to their fields' types, without wrong values."""
-    found: dict[str, Value] = {}
+    found: dict[str, SettingValue] = {}
     for key, value in values:
         try:
-            found[key] = Value(_convert(key, value), value.origin)
+            found[key] = SettingValue(_convert(key, value), value.origin)
         except ConfigError as error:
             wrong.add(key, str(error))
     return found
 
 
-def _convert(key: str, stated: Value) -> Any:
+def _convert(key: str, stated: SettingValue) -> Any:
     """Returns the value in its field's type. Raises ConfigError, which names origin, key and remedy."""
     expected = _type_of(key)
     if expected is None:
@@ -266,7 +266,7 @@ def nearest(key: str) -> str:
     return f"; did you mean {close[0].replace('device.', 'device.0.')!r}?" if close else "; see `edgemoe config`"
 
 
-def _build(stated: Mapping[str, Value], wrong: Wrong) -> Settings:
+def _build(stated: Mapping[str, SettingValue], wrong: SettingFaults) -> Settings:
     groups: dict[str, Any] = {}
     for key, value in stated.items():
         section, _, name = key.rpartition(".")

@@ -31,23 +31,23 @@ NodeName = Annotated[str, Meta(pattern=r"^([a-z0-9][a-z0-9-]{0,62})?\Z")]
 LOOPBACK = "127.0.0.1"
 
 
-class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SettingsSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of all sections: immutable, and an unknown key is an error."""
 
 
-class ModelSettings(Section, frozen=True, kw_only=True):
+class ModelSettings(SettingsSection, frozen=True, kw_only=True):
     path: Text = ""  # a packed store or a Hugging Face checkpoint directory; "" is the demo model
     name: Text = ""  # the name that clients use; "" is the directory's name
     store_dir: Text = ""  # where packed stores lie; "" is $XDG_CACHE_HOME/edgemoe, or the service's state directory
 
 
-class MemorySettings(Section, frozen=True, kw_only=True):
+class MemorySettings(SettingsSection, frozen=True, kw_only=True):
     ram_bytes: Bytes = 0  # expert bytes kept in RAM; 0: free memory minus headroom
     kv_bytes: Bytes = 0  # keys and values; 0: enough for max_sequences of typical length, bounded by free memory
     headroom_bytes: Bytes = 1 << 30  # left free on the host when budgets are worked out
 
 
-class DeviceSettings(Section, frozen=True, kw_only=True):
+class DeviceSettings(SettingsSection, frozen=True, kw_only=True):
     kind: Annotated[str, Meta(pattern=r"^(auto|cpu|emulated|cuda:[0-9]{1,3})\Z")] = (
         "auto"  # auto | cuda:N | cpu | emulated
     )
@@ -56,7 +56,7 @@ class DeviceSettings(Section, frozen=True, kw_only=True):
     memory_bytes_per_s: Rate = 0.0  # emulated only: speed at which it reads experts to compute; 0: the processor's own
 
 
-class EngineSettings(Section, frozen=True, kw_only=True):
+class EngineSettings(SettingsSection, frozen=True, kw_only=True):
     max_sequences: Count = 64  # running at once
     step_tokens: Count = 512  # token budget of one step, decode and chunked prefill together
     mixed_step_s: Seconds = 0.25  # aim for steps that prefill beside decoding; 0: step_tokens alone decides
@@ -71,7 +71,7 @@ class EngineSettings(Section, frozen=True, kw_only=True):
     threads: Natural = 0  # compute threads; 0: all cores that the process may use
 
 
-class CacheSettings(Section, frozen=True, kw_only=True):
+class CacheSettings(SettingsSection, frozen=True, kw_only=True):
     policy: Literal["learned", "two-tier", "lru"] = "learned"
     containment: bool = True  # RAM holds the experts of VRAM too
     prefetch: bool = True
@@ -79,7 +79,7 @@ class CacheSettings(Section, frozen=True, kw_only=True):
     scoutgate: Text = ""  # folder of an exported ScoutGate; "" forecasts without one
 
 
-class ApiSettings(Section, frozen=True, kw_only=True):
+class ApiSettings(SettingsSection, frozen=True, kw_only=True):
     socket: Text = ""  # "" is $XDG_RUNTIME_DIR/edgemoe.sock, or /run/edgemoe/edgemoe.sock as a service
     socket_group: Text = ""  # group that may use the socket; "" leaves the process's own
     tcp: Text = ""  # HOST:PORT of an optional TCP listener, for clients with a key
@@ -104,19 +104,19 @@ class ApiSettings(Section, frozen=True, kw_only=True):
         return bool(self.tcp or (self.ollama_tcp and not self.ollama_keyless))
 
 
-class LogSettings(Section, frozen=True, kw_only=True):
+class LogSettings(SettingsSection, frozen=True, kw_only=True):
     level: Literal["debug", "info", "warning", "error"] = "info"
     format: Literal["text", "json"] = "text"
 
 
-class RecordSettings(Section, frozen=True, kw_only=True):
+class RecordSettings(SettingsSection, frozen=True, kw_only=True):
     dir: Text = ""  # "" records nothing
     max_bytes: Bytes = 1 << 30  # oldest files go first
     hints: bool = False  # also each gate's choice a layer early, for scoutgate.evaluate
     hidden: bool = False  # also the inputs of each layer's gate and experts, and the gate's probabilities
 
 
-class ServiceSettings(Section, frozen=True, kw_only=True):
+class ServiceSettings(SettingsSection, frozen=True, kw_only=True):
     runtime_dir: Text = ""  # 0700, holds the ipc sockets; "" is beside the API socket
     drain_s: Seconds = 30.0  # SIGTERM: how long running requests may take to finish
     max_restarts: Natural = 5  # engine crashes within five minutes before giving up
@@ -125,7 +125,7 @@ class ServiceSettings(Section, frozen=True, kw_only=True):
 Route = Literal["pull", "gimbal", "eldr", "least"]  # docs/cluster.md describes them
 
 
-class ClusterSettings(Section, frozen=True, kw_only=True):
+class ClusterSettings(SettingsSection, frozen=True, kw_only=True):
     node: NodeName = ""  # this box's name among the boxes; "" is a box on its own
     key_file: Text = ""  # its secret key
     listen: Text = ""  # HOST:PORT of the control channel; the engine's are on the same host
@@ -160,7 +160,7 @@ class ClusterSettings(Section, frozen=True, kw_only=True):
 ALONE = ClusterSettings()
 
 
-class Settings(Section, frozen=True, kw_only=True):
+class Settings(SettingsSection, frozen=True, kw_only=True):
     model: ModelSettings = ModelSettings()
     memory: MemorySettings = MemorySettings()
     device: Annotated[tuple[DeviceSettings, ...], Meta(min_length=1, max_length=64)] = (DeviceSettings(),)

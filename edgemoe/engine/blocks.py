@@ -271,7 +271,7 @@ def extend_keys(keys: list[bytes], tokens: Row[int], count: int, salt: bytes) ->
         keys.append(hashlib.blake2b(parent + block, digest_size=16).digest())
 
 
-class Copyable(Protocol):
+class BlockStorage(Protocol):
     """Reads and writes KV blocks, or slots of states: the part of these that swapping needs."""
 
     def gather(self, places: list[int], /) -> torch.Tensor:
@@ -281,7 +281,7 @@ class Copyable(Protocol):
         """Writes rows that `gather` returned into these blocks or slots."""
 
 
-class CopyableStates(Copyable, Protocol):
+class CopyableStates(BlockStorage, Protocol):
     """Reads and writes slots of states."""
 
     @property
@@ -293,7 +293,7 @@ class KVSwap:
 
     def __init__(
         self,
-        kv: Copyable,
+        kv: BlockStorage,
         blocks: BlockManager,
         block_bytes: int,
         budget_bytes: int,

@@ -94,7 +94,7 @@ class ServiceAccounts:
         return min((self._known[name].service for name in self._present), default=0.0)
 
 
-class Fairness:
+class FairnessAccounts:
     """Owns the accounts of principals and users: service, length of answers, requests here."""
 
     def __init__(self) -> None:

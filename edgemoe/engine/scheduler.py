@@ -15,7 +15,7 @@ import numpy as np
 
 from edgemoe.config.settings import EngineSettings
 from edgemoe.engine.blocks import BlockManager, KVSwap
-from edgemoe.engine.fairness import Fairness, ServiceAccounts
+from edgemoe.engine.fairness import FairnessAccounts, ServiceAccounts
 from edgemoe.engine.sequence import Sequence, blocks_for
 from edgemoe.policy import sjf
 from edgemoe.types.principal import NOBODY, Identity
@@ -105,7 +105,7 @@ class Scheduler:
     ):
         self.waiting: list[Sequence] = []  # by arrival
         self.running: list[Sequence] = []  # by admission
-        self.fairness = Fairness()
+        self.fairness = FairnessAccounts()
         self.output_reserve = OUTPUT_RESERVE
         self.paused_total = Counter[str]()  # by way: park | recompute
         self.prefix_tokens = Counter[str]()  # by result: hit | miss

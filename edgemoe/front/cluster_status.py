@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from edgemoe.cluster.control.control_plane import ControlPlane
-from edgemoe.cluster.control.membership import Member, Members
+from edgemoe.cluster.control.membership import ClusterMembers, Member
 from edgemoe.cluster.control.messages import Announce, ChannelDescription
 from edgemoe.cluster.control.plan_store import PlanStore
 from edgemoe.front.hosted_requests import HostedRequests
@@ -20,7 +20,7 @@ State = Literal["here", "gone", "leaving", "refused"]
 STATES: tuple[State, ...] = ("here", "gone", "leaving", "refused")
 
 
-def state_of(members: Members, member: Member) -> State:
+def state_of(members: ClusterMembers, member: Member) -> State:
     """Returns the state of another box."""
     if member.refusal:
         return "refused"

@@ -17,7 +17,7 @@ import msgspec
 
 from edgemoe.config.settings import Settings
 from edgemoe.errors import PeerOutdated, WireError
-from edgemoe.front.engine_starts import Death, LastLines
+from edgemoe.front.engine_starts import LastLines, ProcessDeath
 from edgemoe.ipc.engine_socket import IpcServer
 from edgemoe.ipc.messages import (
     PLACE_BYTES,
@@ -202,7 +202,7 @@ class EngineProcess:
             return f"its step has come no further for {self.stats.step_s:.0f} s"
         return ""
 
-    async def ended(self) -> Death:
+    async def ended(self) -> ProcessDeath:
         """Waits for the process to end. Returns its death."""
         code = await self.process.wait()
         if code > 0 and self.failed is None:  # its last messages may be on their way
@@ -217,14 +217,14 @@ class EngineProcess:
             return await self._death(name, f"killed by {name}")
         return await self._death(f"exit status {code}", f"exit status {code}")
 
-    async def death_by_hanging(self, why: str) -> Death:
+    async def death_by_hanging(self, why: str) -> ProcessDeath:
         """Returns the death of an engine that hangs."""
         return await self._death("hang", why)
 
-    async def _death(self, kind: str, how: str) -> Death:
+    async def _death(self, kind: str, how: str) -> ProcessDeath:
         if self._copying is not None and self.process.returncode is not None:  # children of it may hold its stderr
             await asyncio.wait([self._copying], timeout=LAST_WORDS_S)
-        return Death(
+        return ProcessDeath(
             kind=kind,
             how=how,
             phase="" if self.ready else self._last_phase(),

@@ -86,7 +86,7 @@ class LastLines:
 
 
 @dataclass(frozen=True, slots=True)
-class Death:
+class ProcessDeath:
     """The death of one engine."""
 
     kind: str  # a signal's or exception's name, "exit status N", "hang" or "spawn"
@@ -112,9 +112,9 @@ class FailedStarts:
     def __init__(self, most: int) -> None:
         """Takes `most`, the bound on deaths of any kind."""
         self._most = most
-        self._deaths: list[Death] = []
+        self._deaths: list[ProcessDeath] = []
 
-    def count_death(self, death: Death) -> bool:
+    def count_death(self, death: ProcessDeath) -> bool:
         """Counts a death. Returns whether to stop trying: it is fatal, the third alike, or one too many."""
         self._deaths.append(death)
         return death.fatal or self.alike >= ALIKE or len(self._deaths) > self._most
@@ -149,7 +149,7 @@ class FailedStarts:
         }
 
 
-class Pause(NamedTuple):
+class StartDelay(NamedTuple):
     """The wait before the next start."""
 
     delay_s: float
@@ -164,7 +164,7 @@ class RestartBackoff:
         self._deaths: deque[float] = deque()
         self._blamed = 0  # requests blamed before the last death
 
-    def after_death(self, now: float, blamed: int) -> Pause:
+    def after_death(self, now: float, blamed: int) -> StartDelay:
         """Returns a wait that doubles with each death; after too many deaths, until the window has moved on.
 
         `blamed` counts the requests that were given up so far because engines died of them.
@@ -178,8 +178,8 @@ class RestartBackoff:
             deaths.popleft()
         delay_s = min(LONGEST_DELAY_S, FIRST_DELAY_S * 2.0 ** min(len(deaths) - 1, DOUBLINGS))
         if len(deaths) > service.max_restarts:
-            return Pause(max(LONGEST_DELAY_S, deaths[0] + WINDOW_S - now), gives_up=True)
-        return Pause(delay_s, gives_up=False)
+            return StartDelay(max(LONGEST_DELAY_S, deaths[0] + WINDOW_S - now), gives_up=True)
+        return StartDelay(delay_s, gives_up=False)
 
 
 def keeps_failing(why: str, left_s: float) -> EngineUnavailable:

@@ -18,7 +18,7 @@ from edgemoe.errors import RequestError
 from edgemoe.front import request_events as events
 from edgemoe.front.engine_process import LocalConnection
 from edgemoe.front.request_state import RequestStateMachine
-from edgemoe.front.request_table import Surroundings
+from edgemoe.front.request_table import RoutingFacts
 from edgemoe.ipc.messages import Limits, Submit
 from edgemoe.policy.routing.least_loaded import TargetLoad, node_of
 from edgemoe.types.request import Emission, Phases, Request
@@ -65,7 +65,7 @@ class ClientSubmission:
         self._changed.set()
 
 
-class PeerInstructions(Surroundings, Protocol):
+class PeerInstructions(RoutingFacts, Protocol):
     """Performs the state machine's instructions to other boxes and the leader, and answers its questions about them."""
 
     def perform(self, instruction: events.RequestInstruction) -> None:

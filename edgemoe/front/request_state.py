@@ -18,7 +18,7 @@ from edgemoe.front.request_table import (
     RequestRecord,
     RequestState,
     RequestTable,
-    Surroundings,
+    RoutingFacts,
 )
 from edgemoe.ipc.messages import Cancel
 from edgemoe.policy.routing.least_loaded import TargetLoad, node_of, route
@@ -44,7 +44,7 @@ class RequestStateMachine(RequestTable):
         self,
         slots: int,
         capacity: int,
-        surroundings: Surroundings,
+        surroundings: RoutingFacts,
         now: Callable[[], float],
         numbers: Iterator[int] | None = None,
     ) -> None:

@@ -16,7 +16,7 @@ from edgemoe.errors import InvalidRequest, QueueFull
 from edgemoe.front.request_events import RequestInstruction, SendCancel, SendWithdrawal
 from edgemoe.ipc.messages import Cancel, FetchPrefixKV, Submit
 from edgemoe.policy import shares
-from edgemoe.policy.blame import Attempts
+from edgemoe.policy.blame import AttemptHistory
 from edgemoe.policy.routing.least_loaded import TargetLoad, node_of
 from edgemoe.types.expert_signatures import ExpertSignature
 from edgemoe.types.principal import Identity
@@ -105,7 +105,7 @@ class RequestRecord:
     attempt: int = 0  # 0 before the first submission
     emitted: list[int] = field(default_factory=list)
     arrived: bool = False  # another box has confirmed the attempt
-    attempts: Attempts = field(default_factory=Attempts)
+    attempts: AttemptHistory = field(default_factory=AttemptHistory)
     offer: OpenOffer | None = None
     move: PrefillMove | None = None
     identity: Identity = field(init=False)
@@ -164,7 +164,7 @@ class RequestRecord:
         assert has_target == (state is RequestState.FETCHING), f"{self.id} is {state}, its move is {self.move}"
 
 
-class Surroundings(Protocol):
+class RoutingFacts(Protocol):
     """The state of engines and of the leader. Questions only."""
 
     @property
@@ -218,7 +218,7 @@ class RoutingDecision(NamedTuple):
 class RequestTable:
     """Owns every live request of this front. `go` is the only way from one state to another."""
 
-    def __init__(self, slots: int, capacity: int, surroundings: Surroundings, now: Callable[[], float]) -> None:
+    def __init__(self, slots: int, capacity: int, surroundings: RoutingFacts, now: Callable[[], float]) -> None:
         """Takes `slots`, the requests that run in this box's engine at once, and `capacity`, which counts waiting ones
         too.
         """

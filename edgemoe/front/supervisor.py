@@ -22,7 +22,7 @@ from edgemoe.config.settings import Settings
 from edgemoe.errors import ConfigError, EngineUnavailable, ReloadRefused, RequestError, ServiceError
 from edgemoe.front.cluster_snapshots import ClusterSnapshots
 from edgemoe.front.engine_process import LOOK_S, STOP_S, EngineProcess
-from edgemoe.front.engine_starts import Death, FailedStarts, RestartBackoff, keeps_failing
+from edgemoe.front.engine_starts import FailedStarts, ProcessDeath, RestartBackoff, keeps_failing
 from edgemoe.front.request_events import EnginesChanged, TimePassed, TokensEmitted
 from edgemoe.front.request_router import ClientSubmission, RequestRouter
 from edgemoe.ipc.messages import Emissions, FromEngine, Ready, Reload, SnapshotReply, Stop, ToCluster
@@ -238,7 +238,7 @@ class Supervisor:
             self._connection.engine is not None and self._connection.engine.ready is not None
         )
 
-    async def _incarnation(self) -> Death:
+    async def _incarnation(self) -> ProcessDeath:
         """Runs one engine from start to end. Returns its death."""
         self.starts += 1
         try:
@@ -247,7 +247,7 @@ class Supervisor:
             )
         except OSError as error:  # no memory for another process, say
             self._connection.engine = None
-            return Death("spawn", f"it cannot be started: {error}", "start")
+            return ProcessDeath("spawn", f"it cannot be started: {error}", "start")
         log.info("engine started", extra={"pid": engine.process.pid, "start": self.starts})
         ended = asyncio.ensure_future(engine.ended())
         try:
@@ -267,7 +267,7 @@ class Supervisor:
             while not await engine.gone(LOOK_S):
                 self.requests.handle(TimePassed())
 
-    async def _after(self, death: Death) -> None:
+    async def _after(self, death: ProcessDeath) -> None:
         """Waits until the next start is due."""
         if self._served is None and self._failed_starts.count_death(death):
             await self._until_tried_again(death)
@@ -289,7 +289,7 @@ class Supervisor:
             await asyncio.sleep(min(LOOK_S, max(0.0, until - time.monotonic())))
         self._go_on()
 
-    async def _until_tried_again(self, death: Death) -> None:
+    async def _until_tried_again(self, death: ProcessDeath) -> None:
         """Fails every request with the reason until a reload or a changed setting.
 
         Raises ServiceError if the death is fatal and the daemon runs by hand.

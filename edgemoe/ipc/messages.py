@@ -40,7 +40,7 @@ from edgemoe.types.placement import PlacementPlan
 from edgemoe.types.request import Emission, Request
 from edgemoe.types.snapshot import ServingSnapshot
 from edgemoe.wire import protocol
-from edgemoe.wire.protocol import Language, Message, Versions
+from edgemoe.wire.protocol import Message, MessageLanguage, Versions
 
 MAGIC = b"EMOE"
 FRAMING = 2
@@ -345,8 +345,8 @@ ToCluster = (
     | ExpertDemandReport
 )  # for other boxes' sake
 FromEngine = Loading | Ready | Emissions | Stats | SnapshotReply | Reloaded | Failed | ToCluster | MessageRefused
-TO_ENGINE: Language[ToEngine] = Language(*get_args(ToEngine))
-FROM_ENGINE: Language[FromEngine] = Language(*get_args(FromEngine))
+TO_ENGINE: MessageLanguage[ToEngine] = MessageLanguage(*get_args(ToEngine))
+FROM_ENGINE: MessageLanguage[FromEngine] = MessageLanguage(*get_args(FromEngine))
 
 _encoder = msgspec.msgpack.Encoder()
 

@@ -18,7 +18,7 @@ DEATHS = 5  # engines that a request may see die without getting further than ev
 
 
 @dataclass(slots=True)
-class Attempts:
+class AttemptHistory:
     """Tokens and deaths of one request's attempts."""
 
     tokens: int = 0  # of the present one

@@ -27,7 +27,7 @@ class ClassShare(NamedTuple):
     most: int  # extents that it has a use for
 
 
-class Exchange(NamedTuple):
+class ExtentExchange(NamedTuple):
     """An extent that should go from one class to another."""
 
     giver: int
@@ -36,7 +36,7 @@ class Exchange(NamedTuple):
     due: bool = False  # the taker has not its least
 
 
-def exchange(shares: Sequence[ClassShare]) -> Exchange | None:
+def exchange(shares: Sequence[ClassShare]) -> ExtentExchange | None:
     """Returns the exchange between classes that gains most; None where none gains.
 
     A class below its least gets an extent from the class that loses least. The experts that the taker gains must rank
@@ -52,7 +52,7 @@ def exchange(shares: Sequence[ClassShare]) -> Exchange | None:
     giver, taker = min(lost, key=lambda i: lost[i]), max(gained, key=lambda i: gained[i])
     if gained[taker] <= lost[giver]:
         return None
-    return Exchange(giver, taker, lost[giver], shares[taker].extents < shares[taker].least)
+    return ExtentExchange(giver, taker, lost[giver], shares[taker].extents < shares[taker].least)
 
 
 def _margin(share: ClassShare) -> int:

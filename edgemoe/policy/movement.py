@@ -33,7 +33,7 @@ def density(p: FloatArray, cost_s: FloatArray, sizes: IntArray) -> FloatArray:
     return b
 
 
-class Verdict(NamedTuple):
+class TierChanges(NamedTuple):
     """The experts that a tier should admit and drop. No expert is both."""
 
     admit: BoolArray  # not here, and well worth its bytes
@@ -64,10 +64,10 @@ class Watermark:
             self.price = max(0.0, self.price + way * self._step * max(self.price, 0.1 * typical))
             self._way = way
 
-    def verdict(self, b: FloatArray, resident: BoolArray) -> Verdict:
+    def verdict(self, b: FloatArray, resident: BoolArray) -> TierChanges:
         """Returns the verdict: admit above (1 + h) lambda, drop below (1 - h) lambda."""
         high, low = (1 + self.hysteresis) * self.price, (1 - self.hysteresis) * self.price
-        return Verdict(~resident & (b >= high), resident & (b < low))
+        return TierChanges(~resident & (b >= high), resident & (b < low))
 
 
 def floor(b: FloatArray, sizes: IntArray, capacity_bytes: int, working_set_bytes: int) -> BoolArray:

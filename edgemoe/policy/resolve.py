@@ -35,7 +35,7 @@ class WayCosts:
 
 
 @dataclass(frozen=True, slots=True)
-class Resolution:
+class WayAssignment:
     """`way` [n] chosen for each expert, and when the layer will be finished."""
 
     way: npt.NDArray[np.int64]
@@ -52,7 +52,7 @@ def finish_s(ways: WayCosts, way: npt.NDArray[np.int64]) -> float:
     return float(max(times.max(initial=0.0), ways.alone[rows, way].max(initial=0.0)))
 
 
-def resolve(ways: WayCosts) -> Resolution:
+def resolve(ways: WayCosts) -> WayAssignment:
     """Returns the best assignment found. Raises ValueError with the row of an expert that has no way at all."""
     possible = np.isfinite(ways.alone) & np.isfinite(ways.load).all(axis=2)
     if not possible.any(axis=1).all():
@@ -64,7 +64,7 @@ def resolve(ways: WayCosts) -> Resolution:
     possible = soonest < late_s
     possible[np.arange(n), first] = True
     if np.count_nonzero(possible) == n:
-        return Resolution(first, late_s)
+        return WayAssignment(first, late_s)
     busy = np.zeros((1, channels)) if ways.busy is None else ways.busy[None].astype(np.float64)  # [b, c]
     waits = np.zeros(1)  # [b] the longest way alone, so far
     order = np.argsort(-soonest[np.arange(n), first], kind="stable")
@@ -90,8 +90,8 @@ def resolve(ways: WayCosts) -> Resolution:
         trail.append((source, choices[choice]))
     best = int(np.argmin(finish))
     if finish[best] >= late_s:
-        return Resolution(first, late_s)
-    return Resolution(_follow(trail, order, best), float(finish[best]))
+        return WayAssignment(first, late_s)
+    return WayAssignment(_follow(trail, order, best), float(finish[best]))
 
 
 def candidates(its_s: CostMatrix, open_s: CostMatrix) -> npt.NDArray[np.int64]:

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
-from edgemoe.replay.trace import Counts
+from edgemoe.replay.trace import ReplayCounts
 from edgemoe.types.arrays import FloatArray, IntArray
 from edgemoe.types.experts import ExpertGeometry
 
@@ -62,9 +62,9 @@ class ByteBelady:
         self._missed_bytes += missed_bytes
 
     @property
-    def counts(self) -> Counts:
+    def counts(self) -> ReplayCounts:
         size_bytes = self._missed_bytes
-        return Counts(
+        return ReplayCounts(
             misses=self._misses,
             missed_bytes=size_bytes,
             stall_s=size_bytes / self._link_bytes_per_s,

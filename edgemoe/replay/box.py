@@ -21,8 +21,15 @@ from edgemoe.experts.tiers.residency_records import VRAM
 from edgemoe.experts.tiers.slots import PrefetchPriority, SlotPool
 from edgemoe.experts.transfer.loader import ExpertLoader
 from edgemoe.kernels.cpu.expert_math import ExpertMath
-from edgemoe.replay.simulated import Arrivals, NoMemory, SimulatedClock, SimulatedDisk, SimulatedLink, SimulatedWaiters
-from edgemoe.replay.trace import Counts
+from edgemoe.replay.simulated import (
+    NoMemory,
+    SimulatedClock,
+    SimulatedDisk,
+    SimulatedLink,
+    SimulatedWaiters,
+    TimedArrivals,
+)
+from edgemoe.replay.trace import ReplayCounts
 from edgemoe.types.arrays import FloatArray, IntArray
 from edgemoe.types.experts import ExpertGeometry, ExpertId, LivePolicy, Move, Tier
 from edgemoe.types.size_classes import SlabLayout
@@ -70,7 +77,7 @@ class ReplayBox:
         memory: Any = NoMemory(ram)
         link = SimulatedLink(self.world, layout, machine.link_bytes_per_s)
         self.loader = ExpertLoader(
-            self.residency, nothing, memory, [link], clock=self.world.clock, arrivals=lambda: Arrivals(self.world)
+            self.residency, nothing, memory, [link], clock=self.world.clock, arrivals=lambda: TimedArrivals(self.world)
         )
         if self._disk is None:
             self._fill()
@@ -114,9 +121,9 @@ class ReplayBox:
         self.world.pass_s(self._machine.between_s)
 
     @property
-    def counts(self) -> Counts:
+    def counts(self) -> ReplayCounts:
         vram, ram = self.residency.usage(Tier.VRAM), self.residency.usage(Tier.RAM)
-        return Counts(
+        return ReplayCounts(
             self._misses,
             self._missed_bytes,
             sum(self._experts.stall_s),

@@ -14,7 +14,7 @@ from edgemoe.errors import ConfigError
 from edgemoe.replay.bound import ByteBelady
 from edgemoe.replay.box import BoxSpec, ReplayBox, TraceRanks
 from edgemoe.replay.replay_policies import MAKERS, PolicyMaker
-from edgemoe.replay.trace import Counts, Ids, Step, Trace, chosen
+from edgemoe.replay.trace import ReplayCounts, Ids, TraceStep, Trace, chosen
 from edgemoe.types.arrays import FloatArray
 from edgemoe.types.experts import CachePolicy, ExpertGeometry
 from edgemoe.types.step import StepMeta
@@ -29,7 +29,7 @@ class ReplayMetrics:
     demands: int = 0
     demanded_bytes: int = 0
     steps: int = 0
-    box: Counts = field(default_factory=Counts)  # of a box that prefetches where that was asked for
+    box: ReplayCounts = field(default_factory=ReplayCounts)  # of a box that prefetches where that was asked for
 
 
 class ReplayedStep(NamedTuple):
@@ -40,7 +40,7 @@ class ReplayedStep(NamedTuple):
     hints: FloatArray | None = None  # [L, T, E] each layer's gate logits from a layer early
 
     @classmethod
-    def of(cls, step: Step) -> ReplayedStep:
+    def of(cls, step: TraceStep) -> ReplayedStep:
         """Returns the step of a trace, in which every request decodes one token."""
         n = len(step.requests)
         ones, zeros = np.ones(n, np.int64), np.zeros(n, np.int64)
@@ -153,7 +153,7 @@ def _scored(
             ]
             if machine.prefetch and getattr(policy, "foretells", False):
                 boxes = [open_.enter_context(closing(run.add(each, machine, prefetch=True))) for each in capacities]
-        tokens, before = 0, list[tuple[Counts, Counts]]()
+        tokens, before = 0, list[tuple[ReplayCounts, ReplayCounts]]()
         for step in trace.steps(batch):
             if not before and tokens >= score_from * trace.tokens:
                 before = _counts(judges, boxes)
@@ -173,5 +173,5 @@ def _scored(
 
 def _counts(
     judges: Sequence[ReplayBox | ByteBelady], boxes: Sequence[ReplayBox | ByteBelady]
-) -> list[tuple[Counts, Counts]]:
+) -> list[tuple[ReplayCounts, ReplayCounts]]:
     return [(judge.counts, box.counts) for judge, box in zip(judges, boxes, strict=True)]

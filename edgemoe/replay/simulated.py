@@ -21,7 +21,7 @@ from edgemoe.types.experts import ExpertGeometry
 from edgemoe.types.size_classes import SlabLayout
 
 
-class Busy(Protocol):
+class SimulatedActor(Protocol):
     """Does something by itself."""
 
     @property
@@ -37,7 +37,7 @@ class SimulatedClock:
 
     def __init__(self) -> None:
         self.now_s = 0.0
-        self.busy: list[Busy] = []
+        self.busy: list[SimulatedActor] = []
 
     def clock(self) -> float:
         return self.now_s
@@ -63,7 +63,7 @@ class SimulatedClock:
             pass
 
 
-class Arrivals(SimpleQueue[SlotTransfer]):
+class TimedArrivals(SimpleQueue[SlotTransfer]):
     """Lets time pass where a queue would wait."""
 
     def __init__(self, world: SimulatedClock) -> None:

@@ -27,7 +27,7 @@ ROUND = 4  # experts per layer are a multiple of it where nobody says: rare ones
 SAME = 0.9  # share of equal routes from which on two tokens at one place of a template count as the same
 
 
-class Step(NamedTuple):
+class TraceStep(NamedTuple):
     """One token of each running request."""
 
     requests: tuple[int, ...]  # [S]
@@ -60,7 +60,7 @@ class Trace:
         ]
         return float(np.mean(counts))
 
-    def steps(self, batch: int) -> Iterator[Step]:
+    def steps(self, batch: int) -> Iterator[TraceStep]:
         """Yields steps of one token of each of `batch` requests; where a request ends the next begins."""
         waiting = iter(enumerate(self.requests))
         running: list[tuple[int, Ids, int]] = []
@@ -69,7 +69,7 @@ class Trace:
                 running.append((*request, 0))
             if not running:
                 return
-            yield Step(tuple(name for name, _, _ in running), np.stack([ids[at] for _, ids, at in running]))
+            yield TraceStep(tuple(name for name, _, _ in running), np.stack([ids[at] for _, ids, at in running]))
             running = [(name, ids, at + 1) for name, ids, at in running if at + 1 < len(ids)]
 
 
@@ -190,7 +190,7 @@ def chosen(ids: Ids) -> IntArray:
     return ids[0].astype(np.int64) if len(ids) == 1 else np.unique(ids).astype(np.int64)
 
 
-class Counts(NamedTuple):
+class ReplayCounts(NamedTuple):
     """Counts of a box's events since its start."""
 
     misses: int = 0  # experts that decoding demanded and that VRAM lacked
@@ -204,6 +204,6 @@ class Counts(NamedTuple):
     promoted: int = 0  # prefetches that were demanded on their way there
     withdrawn: int = 0  # prefetches that were given up on their way there
 
-    def since(self, earlier: Counts) -> Counts:
+    def since(self, earlier: ReplayCounts) -> ReplayCounts:
         """Returns the counts of the events after `earlier`."""
-        return Counts(*(now - then for now, then in zip(self, earlier, strict=True)))  # type: ignore[arg-type]
+        return ReplayCounts(*(now - then for now, then in zip(self, earlier, strict=True)))  # type: ignore[arg-type]

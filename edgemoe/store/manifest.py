@@ -46,11 +46,11 @@ def layer_file(layer: int) -> str:
     return f"experts/layer_{layer:03d}.safetensors"
 
 
-class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
+class ManifestPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
     """Base of the manifest's parts."""
 
 
-class ExpertEntry(Record, frozen=True):
+class ExpertEntry(ManifestPart, frozen=True):
     """One expert: `bytes` from `offset` of its layer's file."""
 
     expert: Index
@@ -59,7 +59,7 @@ class ExpertEntry(Record, frozen=True):
     xxh3_128: Digest
 
 
-class FileEntry(Record, frozen=True):
+class FileEntry(ManifestPart, frozen=True):
     """A file of the store, by its name in the directory, and its size."""
 
     file: str
@@ -96,7 +96,7 @@ class CopyEntry(FileEntry, frozen=True):
     xxh3_128: Digest
 
 
-class Manifest(Record, frozen=True):
+class Manifest(ManifestPart, frozen=True):
     """The content of a store. `digest` names the model's content, `source` the checkpoint that it was packed from.
 
     `config` is the checkpoint's `config.json`; `checksum` covers the manifest itself.

@@ -26,7 +26,7 @@ class ExpertWork(NamedTuple):
     hidden: npt.NDArray[np.uint8]  # [r, H * bytes of an item]
 
 
-class Offer(NamedTuple):
+class PeerCosts(NamedTuple):
     """A peer's estimated cost in seconds of computing experts [n] of a layer."""
 
     node: str
@@ -52,7 +52,7 @@ class ExpertPeers(Protocol):
 
     timeout_s: float  # after which a call has failed
 
-    def offers(self, layer: int, experts: IntArray) -> Sequence[Offer]:
+    def offers(self, layer: int, experts: IntArray) -> Sequence[PeerCosts]:
         """Returns the offers of all reachable peers for experts [n] of a layer."""
 
     def fetch_s(self, layer: int, experts: IntArray, without: Collection[str]) -> FloatArray:

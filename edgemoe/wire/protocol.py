@@ -47,7 +47,7 @@ class _Tagged(msgspec.Struct):
     type: str = ""
 
 
-class Language(Generic[M]):
+class MessageLanguage(Generic[M]):
     """Decodes the messages of one channel, or of one direction between front and engine."""
 
     def __init__(self, *messages: type[Any]) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from edgemoe.cluster.data.kv_fetch import REASONS, Entry, KVFetcher
+from edgemoe.cluster.data.kv_fetch import REASONS, CopiedPrefix, KVFetcher
 from edgemoe.engine.engine import Engine
 from edgemoe.errors import HandOverFailed
 from edgemoe.ipc.messages import FetchPrefixKV, FromEngine, LastChunkStarted, PrefixKVFetched, Submit
@@ -87,9 +87,9 @@ class SharedPrefixes:
     def has(self, key: bytes, state: bool) -> bool:
         return self._prefixes.has(key, state)
 
-    def read(self, key: bytes, state: bool) -> Entry | None:
+    def read(self, key: bytes, state: bool) -> CopiedPrefix | None:
         found = self._prefixes.read(key, state)
-        return None if found is None else Entry(*found)
+        return None if found is None else CopiedPrefix(*found)
 
     async def take_in(self, keys: Sequence[bytes], data: npt.NDArray[np.uint8], state: bool) -> bool:
         loop = asyncio.get_running_loop()

@@ -38,7 +38,7 @@ ReadExpert = Callable[[int, int, memoryview], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Quality:
+class StoreQuality:
     """The differences between a store's predictions and its checkpoint's."""
 
     tokens: int  # that were predicted
@@ -54,7 +54,7 @@ class Quality:
         )
 
 
-def compare(store: Path, checkpoint: Path, text: str, progress: Progress) -> Quality:
+def compare(store: Path, checkpoint: Path, text: str, progress: Progress) -> StoreQuality:
     """Returns how a store differs from its checkpoint. Raises StoreError, CheckpointError, ConfigError."""
     manifest, source = Manifest.load(store), open_checkpoint(checkpoint)
     if manifest.source != source.fingerprint:
@@ -145,7 +145,7 @@ def _in_float32(spec: ModelSpec) -> ModelSpec:
     return replace(spec, dtype="float32", encodings=encodings)
 
 
-def summary(ids: list[int], theirs: TextReader, ours: TextReader, progress: Progress) -> Quality:
+def summary(ids: list[int], theirs: TextReader, ours: TextReader, progress: Progress) -> StoreQuality:
     """Compares the predictions of two models; `theirs` is the reference."""
     tokens = same = 0
     divergence = surprise = reference = 0.0
@@ -160,4 +160,4 @@ def summary(ids: list[int], theirs: TextReader, ours: TextReader, progress: Prog
         reference -= float(p.gather(1, following).sum(dtype=torch.float64))
         progress(min(start + WINDOW_TOKENS, len(ids)), len(ids))
     mean = (float(np.exp(total / tokens)) for total in (surprise, reference))
-    return Quality(tokens, divergence / tokens, same / tokens, *mean)
+    return StoreQuality(tokens, divergence / tokens, same / tokens, *mean)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from edgemoe.cli import client, main
-from edgemoe.cli.doctor.checks import Finding
+from edgemoe.cli.doctor.checks import CheckResult
 from edgemoe.cli.doctor.command import picture
 from edgemoe.cli.output import console
 from edgemoe.cli.parser import CommandParser, add_default_action, build_parser
@@ -111,7 +111,7 @@ def test_names_are_printed_as_they_are(
     (store / "packing.json").write_text("{}")
     assert exit_code("models", "list", "--set", f"model.store_dir={tmp_path}") == 0
     assert store.name in capsys.readouterr().out
-    found = [Finding("ports", "failure", "b at [fe80::1]:7540 [/] is not reached from here")]
+    found = [CheckResult("ports", "failure", "b at [fe80::1]:7540 [/] is not reached from here")]
     console().print(picture(found))
     assert found[0].said in capsys.readouterr().out
 

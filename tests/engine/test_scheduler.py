@@ -12,7 +12,7 @@ from support.waiting import wait_until
 
 from edgemoe.config.settings import EngineSettings
 from edgemoe.engine.blocks import BlockManager
-from edgemoe.engine.fairness import MAX_USERS, Fairness
+from edgemoe.engine.fairness import MAX_USERS, FairnessAccounts
 from edgemoe.engine.scheduler import (
     AGING_SHARE,
     FIRST_CHUNK_TOKENS,
@@ -478,7 +478,7 @@ def test_users_of_a_principal_take_turns_within_it() -> None:
 
 
 def test_memory_of_users_is_bounded_and_no_principal_flushes_another_s() -> None:
-    fairness = Fairness()
+    fairness = FairnessAccounts()
     regular = Identity(Principal("v"), "v")
     fairness.add_request(regular)
     fairness.add_service(regular, 1000, 0)

@@ -20,7 +20,7 @@ from edgemoe.cluster.control.messages import (
     RequestGrant,
     RequestOffer,
 )
-from edgemoe.cluster.control.requests.parcels import Parcels
+from edgemoe.cluster.control.requests.parcels import RequestParcels
 from edgemoe.cluster.rpc.envelope import Answer
 from edgemoe.config.settings import EngineSettings
 from edgemoe.errors import PeerBusy, PeerUnavailable
@@ -81,7 +81,7 @@ class Box:
             announcement=SimpleNamespace(serves=role, leaving=False),
             channel=self,
             desk=SimpleNamespace(on_offer=self.decide, on_withdrawal=self.on_withdrawal),
-            parcels=Parcels(self, lambda: None),  # type: ignore[arg-type]
+            parcels=RequestParcels(self, lambda: None),  # type: ignore[arg-type]
             spawn=asyncio.ensure_future,
         )
         settings = EngineSettings(max_sequences=4, max_queue=4)

@@ -26,7 +26,7 @@ from edgemoe.config.settings import Settings
 from edgemoe.errors import ServiceError
 from edgemoe.front import engine_process as engine_handle
 from edgemoe.front import engine_starts, supervisor
-from edgemoe.front.engine_starts import KEPT_LINES, LINE_CHARS, Death, FailedStarts, LastLines
+from edgemoe.front.engine_starts import KEPT_LINES, LINE_CHARS, FailedStarts, LastLines, ProcessDeath
 from edgemoe.front.main import Front
 
 PHASES = ("start", "verifying", "kernels", "weights", "experts", "warm-up")
@@ -284,7 +284,7 @@ async def test_a_request_that_is_cut_off_ends_in_its_own_form(
 )
 def test_deaths_are_alike_by_kind_or_phase_and_bounded_in_all(deaths: list[tuple[str, str]], ends: list[bool]) -> None:
     starts = FailedStarts(5)
-    assert [starts.count_death(Death(kind, kind, phase)) for kind, phase in deaths] == ends
+    assert [starts.count_death(ProcessDeath(kind, kind, phase)) for kind, phase in deaths] == ends
 
 
 def test_the_kept_stderr_is_bounded_and_excludes_the_log_and_other_threads() -> None:

@@ -12,7 +12,7 @@ from edgemoe.experts.predict.predictive_policy import LearnedPolicy
 from edgemoe.policy.cache_ranks import LRU
 from edgemoe.replay.box import BoxSpec
 from edgemoe.replay.run import Replay, ReplayedStep
-from edgemoe.replay.trace import Counts
+from edgemoe.replay.trace import ReplayCounts
 from edgemoe.types.arrays import FloatArray
 from edgemoe.types.experts import CachePolicy
 
@@ -29,7 +29,9 @@ def hints_of(step: ReplayedStep, truth: float, random: np.random.Generator) -> F
     return (powers / powers.sum(axis=2, keepdims=True)).astype(np.float32)
 
 
-def replayed(policy: CachePolicy, gb_per_s: float, truths: tuple[float, float], *, prefetch: bool) -> list[Counts]:
+def replayed(
+    policy: CachePolicy, gb_per_s: float, truths: tuple[float, float], *, prefetch: bool
+) -> list[ReplayCounts]:
     """Replays two halves, with hints of these `truths`, and returns each one's counts."""
     machine = BoxSpec(4e-4, 9_440_000, gb_per_s * 1e9, 1e9, 1.0, True, between_s=2e-3)
     geometry, random = machine.geometry(LAYERS, EXPERTS, K), np.random.default_rng(5)

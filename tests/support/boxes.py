@@ -13,14 +13,14 @@ from edgemoe.cluster.rpc.channel import Channel
 from edgemoe.cluster.rpc.envelope import Answer, Failure, Question
 from edgemoe.cluster.rpc.keys import AllowList, Peer, Secret
 from edgemoe.cluster.rpc.transport import ChannelSettings, Transport
-from edgemoe.wire.protocol import Language, Message, Versions
+from edgemoe.wire.protocol import Message, MessageLanguage, Versions
 
 
 class Echo(Message, frozen=True, tag="Echo"):
     text: str
 
 
-LANGUAGE: Language[Any] = Language(Echo, Failure)
+LANGUAGE: MessageLanguage[Any] = MessageLanguage(Echo, Failure)
 
 
 async def echo(question: Question[Any]) -> Answer[Any]:

@@ -27,7 +27,7 @@ protocol.PROTOCOL_VERSIONS = protocol.Versions(
 )
 
 from edgemoe.cluster.control import messages as control_messages
-from edgemoe.wire.protocol import Language, Message
+from edgemoe.wire.protocol import Message, MessageLanguage
 
 
 class Greet(Message, frozen=True, tag="Greet"):
@@ -48,7 +48,7 @@ class Beat(control_messages.Heartbeat, frozen=True, tag="Beat"):
 
 kept = [kind for tag, kind in control_messages.CONTROL.messages.items() if tag != "Beat"]
 control_messages.Heartbeat = Beat  # type: ignore[misc]
-control_messages.CONTROL = Language(*kept, Beat, Greet)
+control_messages.CONTROL = MessageLanguage(*kept, Beat, Greet)
 
 from dataclasses import dataclass
 from typing import ClassVar

@@ -22,10 +22,10 @@ from edgemoe.ipc.messages import FROM_ENGINE, TO_ENGINE, Boot
 from edgemoe.store.manifest import Manifest
 from edgemoe.telemetry.routing_recording import RecordingHeader, RoutingBlock
 from edgemoe.types.placement import PlacementPlan
-from edgemoe.wire.protocol import PROTOCOL_VERSIONS, Language
+from edgemoe.wire.protocol import PROTOCOL_VERSIONS, MessageLanguage
 
 GOLDEN = Path(__file__).with_name("protocol.json")
-LANGUAGES: dict[str, Language[Any]] = {
+LANGUAGES: dict[str, MessageLanguage[Any]] = {
     "control": CONTROL,
     "calls": CALLS,
     "bulk": BULK,

@@ -14,7 +14,7 @@ import pysyncobj.syncobj
 
 from edgemoe.cluster.control.coordination import ops
 from edgemoe.cluster.control.coordination.coord_store import PlanRef
-from edgemoe.cluster.control.coordination.raft import Replica
+from edgemoe.cluster.control.coordination.raft import StateReplica
 from support.fake_link import FakeNet
 
 LEASE_S = 1.0
@@ -29,7 +29,7 @@ class World:
         self.now = 1000.0
         self.voters, self.directory = dict(voters), directory
         self.transport = FakeNet(list(voters))
-        self.running: dict[str, Replica] = {}
+        self.running: dict[str, StateReplica] = {}
 
     def start(self, *names: str) -> None:
         for name in names or self.voters:
@@ -37,7 +37,7 @@ class World:
             directory.mkdir(exist_ok=True)
             others = [other for other in self.voters[name] if other != name]
             link = self.transport.links[name]
-            self.running[name] = Replica(name, others, directory, link, LEASE_S, self.clock)
+            self.running[name] = StateReplica(name, others, directory, link, LEASE_S, self.clock)
 
     def stop(self, name: str) -> None:
         """Ends the member as kill -9 would."""
@@ -87,7 +87,7 @@ class World:
 
     def claim(self, name: str) -> int:
         state = self.running[name].state
-        return int(self.agree(name, ops.Claim(name, state.epoch + 1, state.epoch, state.renewals)) or 0)
+        return int(self.agree(name, ops.ClaimLease(name, state.epoch + 1, state.epoch, state.renewals)) or 0)
 
     def commit(self, name: str, digest: str) -> PlanRef:
         state = self.running[name].state

@@ -21,7 +21,7 @@ from edgemoe.store.checkpoint import Checkpoint
 from edgemoe.store.layout import WantedEncodings, plan
 from edgemoe.store.manifest import DENSE, Manifest
 from edgemoe.store.packer import AS_IT_IS, no_progress, pack
-from edgemoe.worker.quality import Quality, TextModel, TextReader, compare, original, stored, summary
+from edgemoe.worker.quality import StoreQuality, TextModel, TextReader, compare, original, stored, summary
 from tools.demo_model import arithmetic, chat
 
 
@@ -33,7 +33,7 @@ def text() -> str:
     return "\n".join([*parts, Path(random.__file__).read_text()[:1500]])
 
 
-def quality(tmp_path: Path, text: str, experts: str, dense: str) -> Quality:
+def quality(tmp_path: Path, text: str, experts: str, dense: str) -> StoreQuality:
     pack(model_path(), tmp_path, wanted=WantedEncodings.parse(experts, dense))
     return compare(tmp_path, model_path(), text, no_progress)
 

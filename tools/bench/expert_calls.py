@@ -44,7 +44,7 @@ from edgemoe.types.model_info import ServedModel
 from edgemoe.types.peers import ExpertWork, RemoteCall
 from edgemoe.types.placement import PlacementPlan, pack_bits
 from edgemoe.types.token_groups import TokenGroups
-from edgemoe.wire.protocol import Language, Message
+from edgemoe.wire.protocol import Message, MessageLanguage
 from edgemoe.worker.cluster_member import TURN_S, HomeFetchPacer
 from tools.bench.stats import core_s
 from tools.testbed.bed import Bed
@@ -76,7 +76,7 @@ class Echo(Message, frozen=True, tag="Echo"):
     calls: int = 1
 
 
-ECHO: Language[Echo | Failure] = Language(Echo, Failure)
+ECHO: MessageLanguage[Echo | Failure] = MessageLanguage(Echo, Failure)
 
 
 async def echo(question: Question[Any]) -> Answer[Any]:

@@ -32,9 +32,9 @@ from edgemoe.cluster.rpc.channel import Channel
 from edgemoe.cluster.rpc.envelope import Answer, Envelope, Question, seal, unseal
 from edgemoe.cluster.rpc.keys import AllowList, Secret
 from edgemoe.cluster.rpc.transport import Transport
-from edgemoe.wire.protocol import Language
+from edgemoe.wire.protocol import MessageLanguage
 
-CHANNELS: dict[str, Language[Any]] = {"control": CONTROL, "calls": CALLS, "bulk": BULK}
+CHANNELS: dict[str, MessageLanguage[Any]] = {"control": CONTROL, "calls": CALLS, "bulk": BULK}
 MARK = 5.0e5  # the remaining_ms of messages with valid checksums
 Frames = list[bytes]
 

@@ -25,10 +25,10 @@ from edgemoe.ipc.messages import (
     decode_from_engine,
     decode_to_engine,
 )
-from edgemoe.wire.protocol import PROTOCOL_VERSIONS, Language
+from edgemoe.wire.protocol import PROTOCOL_VERSIONS, MessageLanguage
 from tools.fuzzing.values import Values
 
-LANGUAGES: dict[str, Language[Any]] = {"control": CONTROL, "calls": CALLS, "bulk": BULK}
+LANGUAGES: dict[str, MessageLanguage[Any]] = {"control": CONTROL, "calls": CALLS, "bulk": BULK}
 SURE = ("boot", "model", "seen")  # without these a peer's engine accepts no requests, or no box leads
 MOOD = 1000
 VERSIONS: tuple[list[int], ...] = ([1, 255], [200, 255], [255, 1], [0, 0], [])

@@ -23,7 +23,7 @@ from edgemoe.api.api_keys import read_keys
 from edgemoe.cli import service_command as systemd_units
 from edgemoe.cli.client import Client
 from edgemoe.cluster.rpc.keys import load_secret
-from edgemoe.config.loading import Loaded
+from edgemoe.config.loading import LoadedSettings
 from edgemoe.config.settings import ClusterSettings, Settings
 from edgemoe.config.sizes import format_rate, format_size
 from edgemoe.errors import CheckpointError, EdgemoeError, ServiceError, StoreError, UnsupportedProcessor
@@ -40,7 +40,7 @@ State = Literal["pass", "warning", "failure"]
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class CheckResult:
     """The result of one check."""
 
     check: str  # a key of REMEDIES
@@ -119,14 +119,14 @@ AHEAD_S = 60.0  # that a file may be from the future
 DRIVER = Path("/proc/driver/nvidia/version")
 
 
-def software() -> Iterator[Finding]:
+def software() -> Iterator[CheckResult]:
     """Checks the versions of Python and edgemoe, and that its requirements are installed."""
     missing = []
     try:
         required = importlib.metadata.requires("edgemoe") or ()
     except importlib.metadata.PackageNotFoundError:
         said = f"edgemoe {edgemoe.__version__} runs from the source tree {Path(edgemoe.__file__).parents[1]}"
-        yield Finding("versions", "warning", f"{said} and is not installed, so what it needs was not looked at")
+        yield CheckResult("versions", "warning", f"{said} and is not installed, so what it needs was not looked at")
         required = ()
     for line in required:
         name = re.match(r"[\w.-]+", line)
@@ -134,98 +134,98 @@ def software() -> Iterator[Finding]:
             missing.append(name[0])
     said = f"edgemoe {edgemoe.__version__}, Python {platform.python_version()}, torch {_version('torch') or 'missing'}"
     if missing:
-        yield Finding("versions", "failure", f"{said}; not installed: {', '.join(missing)}")
+        yield CheckResult("versions", "failure", f"{said}; not installed: {', '.join(missing)}")
     else:
-        yield Finding("versions", "pass", said)
+        yield CheckResult("versions", "pass", said)
 
 
-def processor() -> Iterator[Finding]:
+def processor() -> Iterator[CheckResult]:
     """Checks whether the processor can run the kernels."""
     try:
         from edgemoe.jit.compile_target import TARGET, check_processor  # loads LLVM
 
         check_processor()
     except UnsupportedProcessor as error:
-        yield Finding("processor", "failure", str(error))
+        yield CheckResult("processor", "failure", str(error))
     else:
-        yield Finding("processor", "pass", f"code is compiled for {TARGET.name}")
+        yield CheckResult("processor", "pass", f"code is compiled for {TARGET.name}")
 
 
-def gpus(machine: Machine) -> Iterator[Finding]:
+def gpus(machine: Machine) -> Iterator[CheckResult]:
     """Checks the GPUs, and whether torch can use them."""
     if machine.gpus:
         names = ", ".join(f"{gpu.name} ({format_size(gpu.free_bytes)} free)" for gpu in machine.gpus)
         usable = "+cpu" not in _version("torch")
-        yield Finding(
+        yield CheckResult(
             "gpu", "pass" if usable else "failure", names + ("" if usable else "; torch is built without CUDA")
         )
         yield from links(machine)
     elif DRIVER.exists():
-        yield Finding("gpu", "failure", "there is a driver, and no GPU that this process may use")
+        yield CheckResult("gpu", "failure", "there is a driver, and no GPU that this process may use")
     else:
-        yield Finding("gpu", "pass", "none; experts are computed by the CPU")
+        yield CheckResult("gpu", "pass", "none; experts are computed by the CPU")
 
 
-def links(machine: Machine) -> Iterator[Finding]:
+def links(machine: Machine) -> Iterator[CheckResult]:
     """Checks each GPU's link to the host, over which experts from RAM reach it."""
     for gpu in machine.gpus:
         if (link := gpu.link) is None:
-            yield Finding("gpu-link", "pass", f"the driver does not tell {gpu.name}'s link")
+            yield CheckResult("gpu-link", "pass", f"the driver does not tell {gpu.name}'s link")
             continue
         slow = link.lanes < link.most_lanes or (link.generation < link.most_generation and not link.idle)
         said = f"{gpu.name}: PCIe {link.generation} x{link.lanes} of {link.most_generation} x{link.most_lanes}"
         said += ", idle" if link.idle else ""
-        yield Finding("gpu-link", "warning" if slow else "pass", said)
+        yield CheckResult("gpu-link", "warning" if slow else "pass", said)
 
 
-def memory(machine: Machine) -> Iterator[Finding]:
+def memory(machine: Machine) -> Iterator[CheckResult]:
     """Checks the RAM that is free for this process, and the limit of locked memory."""
     free, total = machine.ram_available_bytes, machine.ram_total_bytes
     said = f"{format_size(free)} of {format_size(total)} free, {machine.cpus} cores"
-    yield Finding("memory", "pass" if free >= LEAST_RAM_BYTES else "warning", said)
+    yield CheckResult("memory", "pass" if free >= LEAST_RAM_BYTES else "warning", said)
     limit = machine.memlock_bytes
     if limit is None or limit >= total // 2:
-        yield Finding("memlock", "pass", "no limit" if limit is None else format_size(limit))
+        yield CheckResult("memlock", "pass", "no limit" if limit is None else format_size(limit))
     else:
         state: State = "warning" if machine.gpus or limit < USUAL_LOCKED_BYTES else "pass"
         said = f"{format_size(limit)} may be locked" + ("; copies to a GPU are slower" if machine.gpus else "")
-        yield Finding("memlock", state, said)
+        yield CheckResult("memlock", state, said)
 
 
-def disk(store_dir: Path, rate: Callable[[Path], float]) -> Iterator[Finding]:
+def disk(store_dir: Path, rate: Callable[[Path], float]) -> Iterator[CheckResult]:
     """Checks free space and speed of the stores' disk. `rate` measures bytes a second."""
     place = next(each for each in (store_dir, *store_dir.parents) if each.exists())
     found = os.statvfs(place)
     free, total = found.f_bavail * found.f_frsize, max(1, found.f_blocks * found.f_frsize)
     said = f"{format_size(free)} of {format_size(total)} free at {place}"
     if free < min(LEAST_FREE * total, ENOUGH_FREE):
-        yield Finding("disk", "failure", said)
+        yield CheckResult("disk", "failure", said)
         return
-    yield Finding("disk", "pass", said)
+    yield CheckResult("disk", "pass", said)
     if not os.access(place, os.W_OK):
-        yield Finding("disk-rate", "warning", f"{place} may not be written, so that its speed is not measured")
+        yield CheckResult("disk-rate", "warning", f"{place} may not be written, so that its speed is not measured")
     elif bytes_per_s := rate(place):
         slow = bytes_per_s < SLOW_BYTES_PER_S
-        yield Finding("disk-rate", "warning" if slow else "pass", f"reads {format_rate(bytes_per_s)} at {place}")
+        yield CheckResult("disk-rate", "warning" if slow else "pass", f"reads {format_rate(bytes_per_s)} at {place}")
 
 
-def clock(files: Iterator[Path], now_s: float) -> Iterator[Finding]:
+def clock(files: Iterator[Path], now_s: float) -> Iterator[CheckResult]:
     """Checks the dates of this box's files: none may be after `now_s`."""
     ahead = {file: file.stat().st_mtime - now_s for file in files if file.exists()}
     latest = max(ahead, key=lambda file: ahead[file], default=None)
     if latest is not None and ahead[latest] > AHEAD_S:
-        yield Finding("clock", "failure", f"it is at least {ahead[latest]:,.0f} s behind: {latest} is from the future")
+        yield CheckResult("clock", "failure", f"it is at least {ahead[latest]:,.0f} s behind: {latest} is from the future")
     else:
-        yield Finding("clock", "pass", time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(now_s)))
+        yield CheckResult("clock", "pass", time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(now_s)))
 
 
-def stores(settings: Settings, *, verify: bool) -> Iterator[Finding]:
+def stores(settings: Settings, *, verify: bool) -> Iterator[CheckResult]:
     """Checks the served store, or all stores: their manifests, and with `verify` every checksum."""
     path = Path(settings.model.path)
     found = [path] if settings.model.path and catalog.is_store(path) else catalog.find_stores(settings.model.store_dir)
     for store in found:
         if not (store / MANIFEST).is_file():
-            yield Finding("store", "warning", f"{store.name} is {catalog.UNFINISHED}")
+            yield CheckResult("store", "warning", f"{store.name} is {catalog.UNFINISHED}")
             continue
         try:
             faults: list[EdgemoeError] = [*catalog.verify(store)] if verify else []
@@ -234,20 +234,20 @@ def stores(settings: Settings, *, verify: bool) -> Iterator[Finding]:
         except EdgemoeError as error:
             faults = [error]
         if faults:
-            yield Finding("store", "failure", str(faults[0]))
+            yield CheckResult("store", "failure", str(faults[0]))
         else:
-            yield Finding(
+            yield CheckResult(
                 "store", "pass", f"{store.name} is {'whole' if verify else 'complete; --verify reads it all'}"
             )
 
 
-def keys(loaded: Loaded) -> Iterator[Finding]:
+def keys(loaded: LoadedSettings) -> Iterator[CheckResult]:
     """Checks the key files that the settings use. `edgemoe serve` makes the default one."""
     api, cluster = loaded.settings.api, loaded.settings.cluster
     readers: list[tuple[Path, Callable[[Path], object]]] = []
     there = Path(api.api_key_file).exists()
     if api.needs_keys and not there and loaded.origins["api.api_key_file"] == "default":
-        yield Finding("keys", "pass", f"`edgemoe serve` makes {api.api_key_file}")
+        yield CheckResult("keys", "pass", f"`edgemoe serve` makes {api.api_key_file}")
     elif there or api.needs_keys:
         readers.append((Path(api.api_key_file), read_keys))
     if cluster.node:
@@ -256,9 +256,9 @@ def keys(loaded: Loaded) -> Iterator[Finding]:
         try:
             read(file)
         except EdgemoeError as error:
-            yield Finding("keys", "failure", str(error))
+            yield CheckResult("keys", "failure", str(error))
         else:
-            yield Finding("keys", "pass", f"{file} is private")
+            yield CheckResult("keys", "pass", f"{file} is private")
 
 
 def dated(settings: Settings) -> Iterator[Path]:
@@ -279,7 +279,7 @@ LEAST_FILES = 1024  # each client and each file of a store is one
 OTHERS_MAY_WRITE = 0o022
 
 
-def port(settings: Settings, *, runs: bool) -> Iterator[Finding]:
+def port(settings: Settings, *, runs: bool) -> Iterator[CheckResult]:
     """Checks the addresses of TCP listeners: they must be free, unless a daemon with these settings runs."""
     if runs:
         return
@@ -290,17 +290,17 @@ def port(settings: Settings, *, runs: bool) -> Iterator[Finding]:
         try:
             bound_socket(address, setting).close()
         except ServiceError as error:
-            yield Finding("port", "failure", str(error))
+            yield CheckResult("port", "failure", str(error))
         else:
-            yield Finding("port", "pass", f"{address} is free")
+            yield CheckResult("port", "pass", f"{address} is free")
 
 
-def model(loaded: Loaded) -> Iterator[Finding]:
+def model(loaded: LoadedSettings) -> Iterator[CheckResult]:
     """Whether model.path and model.store_dir are there. A folder of stores that is the default is made when needed."""
     named, store_dir = loaded.settings.model, Path(loaded.settings.model.store_dir)
     missing = first_missing_part(store_dir.parent)
     if missing and loaded.origins["model.store_dir"] != "default":
-        yield Finding("model", "failure", f"model.store_dir is {store_dir}, but {missing} is missing")
+        yield CheckResult("model", "failure", f"model.store_dir is {store_dir}, but {missing} is missing")
     if not named.path:
         return
     path = Path(named.path).expanduser()
@@ -310,159 +310,159 @@ def model(loaded: Loaded) -> Iterator[Finding]:
         elif not path.exists():
             path = resolve(named.path, store_dir)
     except (CheckpointError, StoreError) as error:
-        yield Finding("model", "failure", f"model.path: {error}")
+        yield CheckResult("model", "failure", f"model.path: {error}")
     else:
-        yield Finding("model", "pass", f"model.path is {path}")
+        yield CheckResult("model", "pass", f"model.path is {path}")
 
 
-def devices(settings: Settings, machine: Machine) -> Iterator[Finding]:
+def devices(settings: Settings, machine: Machine) -> Iterator[CheckResult]:
     """Whether each GPU that is named is there."""
     for number, device in enumerate(settings.device):
         kind, _, index = device.kind.partition(":")
         if kind == "cuda" and int(index or 0) >= len(machine.gpus):
             there = ", ".join(f"cuda:{gpu.index}" for gpu in machine.gpus) or "none"
-            yield Finding("device", "failure", f"device.{number}.kind is {device.kind}; GPUs here: {there}")
+            yield CheckResult("device", "failure", f"device.{number}.kind is {device.kind}; GPUs here: {there}")
 
 
-def budgets(settings: Settings, machine: Machine) -> Iterator[Finding]:
+def budgets(settings: Settings, machine: Machine) -> Iterator[CheckResult]:
     """Whether the memory that the settings name is there at all."""
     memory, total = settings.memory, machine.ram_total_bytes
     asked = {f"memory.{name}": getattr(memory, name) or 0 for name in ("ram_bytes", "kv_bytes")}
     named = " and ".join(f"{key} ({format_size(size)})" for key, size in asked.items() if size)
     if sum(asked.values()) > total:
-        yield Finding("memory", "failure", f"{named} are more than the {format_size(total)} that this box has")
+        yield CheckResult("memory", "failure", f"{named} are more than the {format_size(total)} that this box has")
 
 
-def kernels(settings: Settings) -> Iterator[Finding]:
+def kernels(settings: Settings) -> Iterator[CheckResult]:
     """Whether compiled kernels can be kept: nobody else may write their folder."""
     folder = Path(settings.model.store_dir).with_name("kernels")
     if not folder.exists():
         return
     status = folder.stat()
     if status.st_mode & OTHERS_MAY_WRITE:
-        yield Finding("kernels", "warning", f"others can write {folder}, so kernels are compiled at each start")
+        yield CheckResult("kernels", "warning", f"others can write {folder}, so kernels are compiled at each start")
     elif status.st_uid != os.geteuid():
-        yield Finding("kernels", "pass", f"{folder} belongs to another user, whose daemon keeps kernels there")
+        yield CheckResult("kernels", "pass", f"{folder} belongs to another user, whose daemon keeps kernels there")
     else:
-        yield Finding("kernels", "pass", f"{folder} is private")
+        yield CheckResult("kernels", "pass", f"{folder} is private")
 
 
-def open_files(settings: Settings) -> Iterator[Finding]:
+def open_files(settings: Settings) -> Iterator[CheckResult]:
     """Whether as many files may be open as clients and stores take."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     least = max(LEAST_FILES, settings.api.max_connections)
     if hard != resource.RLIM_INFINITY and hard < least:
-        yield Finding("open-files", "failure", f"{hard} files may be open at once; the daemon needs {least}")
+        yield CheckResult("open-files", "failure", f"{hard} files may be open at once; the daemon needs {least}")
     else:
-        yield Finding("open-files", "pass", "no limit" if hard == resource.RLIM_INFINITY else f"{hard:,} at once")
+        yield CheckResult("open-files", "pass", "no limit" if hard == resource.RLIM_INFINITY else f"{hard:,} at once")
 
 
 REACH_S = 2.0
 NEAR_S, FAR_S = 1.0, 60.0  # by how much two boxes' clocks may be apart
 
 
-def daemon(path: Path) -> tuple[list[Finding], Json]:
+def daemon(path: Path) -> tuple[list[CheckResult], Json]:
     """Returns whether a daemon answers, and its /health; {} where none does."""
     try:
         with socket.socket(socket.AF_UNIX) as knocking:
             knocking.settimeout(REACH_S)
             knocking.connect(str(path))
     except PermissionError:
-        return [Finding("permission", "failure", f"you may not use {path}")], {}
+        return [CheckResult("permission", "failure", f"you may not use {path}")], {}
     except OSError:
-        return [Finding("daemon", "warning", f"none answers at {path}")], {}
+        return [CheckResult("daemon", "warning", f"none answers at {path}")], {}
     try:
         with Client(path) as client:
             health: Json = json.loads(client.text("/health", accept_unavailable=True))
             release = str(json.loads(client.text("/version"))["version"])
             reached = json.loads(client.text("/reach"))["boxes"] if health.get("cluster") else []
     except (EdgemoeError, ValueError, KeyError) as error:
-        return [Finding("daemon", "failure", str(error))], {}
+        return [CheckResult("daemon", "failure", str(error))], {}
     return [*_described(health, release, path), *neighbours(reached)], health
 
 
-def _described(health: Json, release: str, path: Path) -> Iterator[Finding]:
+def _described(health: Json, release: str, path: Path) -> Iterator[CheckResult]:
     status, engine = str(health.get("status")), health.get("engine") or {}
     state: State = "pass" if status == "ready" else "failure" if status == "failed" else "warning"
     model = (health.get("model") or {}).get("id", "a model")
     loading = health.get("loading")
     so_far = f" ({loading_text(loading)})" if loading else ""
-    yield Finding("daemon", state, f"{model} is {status}{so_far} at {path}")
+    yield CheckResult("daemon", state, f"{model} is {status}{so_far} at {path}")
     if failure := health.get("cannot_start"):
-        yield Finding("engine", "failure", failure["reason"])
+        yield CheckResult("engine", "failure", failure["reason"])
     elif engine.get("starts", 1) > 1:
         why = f"the engine has been started {engine['starts']} times; it last ended: {engine.get('last_end')}"
-        yield Finding("daemon", "warning", why)
+        yield CheckResult("daemon", "warning", why)
     if release != edgemoe.__version__:
         said = f"the daemon is {release}, this command {edgemoe.__version__}: restart the daemon"
-        yield Finding("versions", "warning", said)
+        yield CheckResult("versions", "warning", said)
 
 
-def neighbours(boxes: list[Json]) -> Iterator[Finding]:
+def neighbours(boxes: list[Json]) -> Iterator[CheckResult]:
     """Checks the ports and clocks of other boxes, as the daemons have probed each other."""
     for each in boxes:
         node = each["node"]
         if why := each.get("why"):
-            yield Finding("ports", "warning", f"{node} does not say what it reaches: {why}")
+            yield CheckResult("ports", "warning", f"{node} does not say what it reaches: {why}")
         dead = [f"{node}'s {lane} port is not reached from here" for lane in each["from_here"]]
         dead += [f"our {lane} port is not reached from {node}" for lane in each.get("from_there", ())]
         if dead:
-            yield Finding("ports", "failure", "; ".join(dead))
+            yield CheckResult("ports", "failure", "; ".join(dead))
         elif not why:
-            yield Finding("ports", "pass", f"{node}: control, calls and bulk, in both directions")
+            yield CheckResult("ports", "pass", f"{node}: control, calls and bulk, in both directions")
         if "ahead_s" in each:
             yield _clock(node, float(each["ahead_s"]), float(each["within_s"]))
 
 
-def _clock(node: str, ahead_s: float, within_s: float) -> Finding:
+def _clock(node: str, ahead_s: float, within_s: float) -> CheckResult:
     apart_s = max(0.0, abs(ahead_s) - within_s)
     state: State = "failure" if apart_s > FAR_S else "warning" if apart_s > NEAR_S else "pass"
     which = "ahead of" if ahead_s > 0 else "behind"
-    return Finding("clock", state, f"{node}'s is {abs(ahead_s):,.3f} s {which} ours, give or take {within_s:,.3f} s")
+    return CheckResult("clock", state, f"{node}'s is {abs(ahead_s):,.3f} s {which} ours, give or take {within_s:,.3f} s")
 
 
-def unit() -> Iterator[Finding]:
+def unit() -> Iterator[CheckResult]:
     """Checks the state of the installed systemd units."""
     rows = dict(systemd_units.status())
     if not systemd_units.is_installed():
-        yield Finding("unit", "pass", "not installed as a service")
+        yield CheckResult("unit", "pass", "not installed as a service")
         return
     said = ", ".join(f"{thing} {state}" for thing, state in rows.items())
-    yield Finding("unit", "failure" if "failed" in said else "pass", said)
+    yield CheckResult("unit", "failure" if "failed" in said else "pass", said)
 
 
-def boxes(settings: ClusterSettings, health: Json) -> Iterator[Finding]:
+def boxes(settings: ClusterSettings, health: Json) -> Iterator[CheckResult]:
     """Checks the list of peers, their ports from here, and the members in the daemon's `health`."""
     if not settings.node:
         return
     try:
         peers = listed(settings)
     except EdgemoeError as error:
-        yield Finding("peer-list", "failure", str(error))
+        yield CheckResult("peer-list", "failure", str(error))
         return
-    yield Finding("peer-list", "pass", f"{settings.node} with {', '.join(sorted(peers)) or 'nobody'}")
+    yield CheckResult("peer-list", "pass", f"{settings.node} with {', '.join(sorted(peers)) or 'nobody'}")
     for node, peer in sorted(peers.items()):
         if node != settings.node and peer.address:
             reached = _reaches(peer.address)
             said = f"{node} at {peer.address}" + ("" if reached else " is not reached from here")
-            yield Finding("ports", "pass" if reached else "failure", said)
+            yield CheckResult("ports", "pass" if reached else "failure", said)
     if cluster := health.get("cluster"):
         yield from members(cluster)
 
 
-def members(cluster: Json) -> Iterator[Finding]:
+def members(cluster: Json) -> Iterator[CheckResult]:
     """Checks the members and the leader that the daemon reports."""
     for member in cluster.get("members", [])[1:]:
         state, why = member.get("state"), member.get("why")
         release = member.get("release")
         said = f"{member.get('node')} is {state}" + (f": {why}" if why else "") + (f", of {release}" if release else "")
-        yield Finding("peers", "pass" if state == "here" else "failure", said)
+        yield CheckResult("peers", "pass" if state == "here" else "failure", said)
         if release and release != cluster["members"][0].get("release"):
-            yield Finding("versions", "warning", f"{member.get('node')} runs {release}: update the older of the boxes")
+            yield CheckResult("versions", "warning", f"{member.get('node')} runs {release}: update the older of the boxes")
     leader = cluster.get("leader")
     trouble = cluster.get("trouble")
     said = f"{leader} leads" if leader else "nobody leads; the boxes go on with the last plan"
-    yield Finding("leader", "pass" if leader else "failure", said + (f" ({trouble})" if trouble else ""))
+    yield CheckResult("leader", "pass" if leader else "failure", said + (f" ({trouble})" if trouble else ""))
 
 
 def _reaches(address: str) -> bool:

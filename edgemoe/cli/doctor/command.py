@@ -15,7 +15,7 @@ from rich.text import Text
 
 from edgemoe.cli.client import socket_of
 from edgemoe.cli.doctor import checks
-from edgemoe.cli.doctor.checks import REMEDIES, Finding
+from edgemoe.cli.doctor.checks import REMEDIES, CheckResult
 from edgemoe.cli.output import console
 from edgemoe.cli.plan.disk import disk_rate
 from edgemoe.config.loading import load
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     return int(any(each.state == "failure" for each in found))
 
 
-def examine(args: argparse.Namespace) -> Iterator[Finding]:
+def examine(args: argparse.Namespace) -> Iterator[CheckResult]:
     """Checks everything that the settings name. No finding holds keys or users' text."""
     yield from run_check("versions", checks.software)
     yield from run_check("processor", checks.processor)
@@ -47,11 +47,11 @@ def examine(args: argparse.Namespace) -> Iterator[Finding]:
         loaded = load(Path(args.config) if args.config else None, args.set)
         path = socket_of(args)
     except (ConfigError, OSError) as error:
-        yield Finding("settings", "failure", str(error))
+        yield CheckResult("settings", "failure", str(error))
         return
     settings = loaded.settings
     files = ", ".join(map(str, loaded.files)) or "no file; all defaults"
-    yield Finding("settings", "pass", files)
+    yield CheckResult("settings", "pass", files)
     yield from run_check("disk", lambda: checks.disk(Path(settings.model.store_dir), disk_rate))
     yield from run_check("clock", lambda: checks.clock(checks.dated(settings), time.time()))
     yield from run_check("store", lambda: checks.stores(settings, verify=args.verify))
@@ -68,17 +68,17 @@ def examine(args: argparse.Namespace) -> Iterator[Finding]:
     yield from run_check("peer-list", lambda: checks.boxes(settings.cluster, health))
 
 
-def run_check(name: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
+def run_check(name: str, check: Callable[[], Iterable[CheckResult]]) -> Iterator[CheckResult]:
     """Yields the results of one check. A check that raises yields a failure; the other checks go on."""
     try:
         yield from check()
     except PermissionError as error:
-        yield Finding("permission", "warning", f"{name}: you may not look at {error.filename}")
+        yield CheckResult("permission", "warning", f"{name}: you may not look at {error.filename}")
     except (EdgemoeError, OSError, LookupError, TypeError, ValueError) as error:
-        yield Finding(name, "failure", f"it cannot be looked at: {error or type(error).__name__}")
+        yield CheckResult(name, "failure", f"it cannot be looked at: {error or type(error).__name__}")
 
 
-def picture(found: list[Finding]) -> Table:
+def picture(found: list[CheckResult]) -> Table:
     """Returns a line for each finding, with its remedy."""
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     for each in found:

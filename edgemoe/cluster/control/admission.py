@@ -13,7 +13,7 @@ from typing import NamedTuple
 import msgspec
 
 from edgemoe.cluster.control.coordination.election_rules import ElectionRules
-from edgemoe.cluster.control.membership import Member, Members
+from edgemoe.cluster.control.membership import ClusterMembers, Member
 from edgemoe.cluster.control.messages import Announce
 from edgemoe.cluster.rpc.keys import Peer, check_peer
 from edgemoe.config.settings import ClusterSettings
@@ -57,7 +57,7 @@ class Admission:
     """Admits and strikes boxes, by this box's list `listed` and the lists that the listed boxes announce."""
 
     def __init__(
-        self, settings: ClusterSettings, listed: Mapping[str, Peer], rules: ElectionRules, members: Members
+        self, settings: ClusterSettings, listed: Mapping[str, Peer], rules: ElectionRules, members: ClusterMembers
     ) -> None:
         self.listed = dict(listed)
         self._node, self._joining = settings.node, bool(settings.join)

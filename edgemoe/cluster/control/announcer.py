@@ -22,7 +22,7 @@ REANNOUNCE_S = 3600.0
 REPORT_S = 10.0
 
 
-class Announcer:
+class BeatSender:
     """Sends this box's announcement and its beats."""
 
     def __init__(
@@ -93,7 +93,7 @@ class Announcer:
             )
 
 
-class Reporter:
+class ActivityReporter:
     """Reports to the leader, at intervals, the experts that this box's requests choose and the state of its links."""
 
     def __init__(

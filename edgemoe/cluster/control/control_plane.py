@@ -14,7 +14,7 @@ from typing import Protocol
 import msgspec
 
 from edgemoe.cluster.control.admission import AllowKeys, ConnectPeer, DisconnectPeer, RevokeKeys
-from edgemoe.cluster.control.announcer import Announcer, Reporter
+from edgemoe.cluster.control.announcer import ActivityReporter, BeatSender
 from edgemoe.cluster.control.control_state import (
     AnnouncementChanged,
     CheckPlan,
@@ -35,7 +35,7 @@ from edgemoe.cluster.control.coordination.coord_store import since_boot
 from edgemoe.cluster.control.coordination.epoch_fence import EpochFence
 from edgemoe.cluster.control.coordination.raft_transport import RaftChannel
 from edgemoe.cluster.control.coordination.store_factory import make_store
-from edgemoe.cluster.control.leader import Leader
+from edgemoe.cluster.control.leader import LeaderDuties
 from edgemoe.cluster.control.membership import BEAT_S
 from edgemoe.cluster.control.messages import (
     CONTROL,
@@ -62,7 +62,7 @@ from edgemoe.cluster.control.messages import (
 from edgemoe.cluster.control.plan_store import PlanExchange, PlanStore
 from edgemoe.cluster.control.planning.solver import PlanSolver
 from edgemoe.cluster.control.port_probe import PortProber
-from edgemoe.cluster.control.requests.parcels import Parcels
+from edgemoe.cluster.control.requests.parcels import RequestParcels
 from edgemoe.cluster.control.requests.request_desk import RequestDesk, make_queue
 from edgemoe.cluster.rpc.channel import Channel
 from edgemoe.cluster.rpc.envelope import Answer, Question
@@ -158,18 +158,18 @@ class ControlPlane:
             self._transport, "control", CONTROL, self._serve, ChannelSettings(heartbeat_s=0.5, aside=True)
         )
         self.exchange = PlanExchange(plans, fence, self.channel, self._local.follow_plan)
-        self._announcer = Announcer(self.state, self.channel, self._handle)
-        self._reporter = Reporter(self.state, self.channel, self._local.report)
+        self._announcer = BeatSender(self.state, self.channel, self._handle)
+        self._reporter = ActivityReporter(self.state, self.channel, self._local.report)
         self.port_prober = PortProber(self.state, self.channel)
-        self.parcels = Parcels(self.channel, self._local.check_room)
+        self.parcels = RequestParcels(self.channel, self._local.check_room)
         self._link = RaftChannel(self.channel, [name for name in peers if name != settings.node])
         self._solver = PlanSolver(settings)
         queue, fitting = make_queue(settings, self._solver.fit, clock)
         self.desk = RequestDesk(self.state, self.channel, queue, lambda: self.leading, self._local.on_grant, fitting)
-        self._leader: Leader | None = None
+        self._leader: LeaderDuties | None = None
         try:
             if (store := make_store(settings, peers, fence, self._link, clock)) is not None:
-                self._leader = Leader(
+                self._leader = LeaderDuties(
                     settings,
                     store,
                     self.state,

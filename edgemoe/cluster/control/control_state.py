@@ -16,7 +16,7 @@ from edgemoe.cluster.control.admission import AccessInstruction, Admission
 from edgemoe.cluster.control.coordination.election_rules import ElectionRules
 from edgemoe.cluster.control.coordination.epoch_fence import EpochFence
 from edgemoe.cluster.control.leadership import LeaderTracker
-from edgemoe.cluster.control.membership import Member, Members, Trigger
+from edgemoe.cluster.control.membership import ClusterMembers, Member, MembershipTrigger
 from edgemoe.cluster.control.messages import Announce, BoxReport, ChannelDescription, Heartbeat
 from edgemoe.cluster.control.plan_store import PlanStore
 from edgemoe.cluster.rpc.keys import Peer
@@ -131,7 +131,7 @@ class ControlState:
     ) -> None:
         """Begins with `peers`, this box's list of peers, and its first announcement."""
         self.node, self.plans, self.fence, self.clock = settings.node, plans, fence, clock
-        self.members = Members(clock)
+        self.members = ClusterMembers(clock)
         rules = ElectionRules(settings, peers)
         self.leader_tracker = LeaderTracker(fence, rules)
         self.announcement = msgspec.structs.replace(announcement, agreement=rules.words)
@@ -239,7 +239,7 @@ class ControlState:
         why = self._admission.reject_reason(
             member.peer.node, announcement, self.model, release=self.announcement.release
         )
-        self.members.move(member, Trigger.REJECTED if why else Trigger.ACCEPTED, why)
+        self.members.move(member, MembershipTrigger.REJECTED if why else MembershipTrigger.ACCEPTED, why)
         if why and why != before:
             self._say(logging.ERROR, "a box cannot take part", member.peer.node, why=why)
         if members_change:
@@ -258,7 +258,7 @@ class ControlState:
 
     def _reject(self, member: Member, why: str) -> None:
         if member.refusal != why:
-            self.members.move(member, Trigger.REJECTED, why)
+            self.members.move(member, MembershipTrigger.REJECTED, why)
             self._instructions.append(PublishMembers())
 
     def _update_presence(self) -> None:

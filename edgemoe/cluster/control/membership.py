@@ -29,7 +29,7 @@ class BoxState(Enum):
     REFUSED_ABSENT = "refused and absent"
 
 
-class Trigger(Enum):
+class MembershipTrigger(Enum):
     """An occurrence that moves a box from state to state."""
 
     ADMITTED = "admitted"  # by this box's list of peers, or by a listed box that vouches for it
@@ -40,45 +40,45 @@ class Trigger(Enum):
     REJECTED = "rejected"  # its announcement does not fit, its messages are unreadable, or it rejected ours
 
 
-TRANSITIONS: Mapping[BoxState, Mapping[Trigger, BoxState]] = {
+TRANSITIONS: Mapping[BoxState, Mapping[MembershipTrigger, BoxState]] = {
     BoxState.UNKNOWN: {
-        Trigger.ADMITTED: BoxState.EXPECTED,
+        MembershipTrigger.ADMITTED: BoxState.EXPECTED,
     },
     BoxState.EXPECTED: {
-        Trigger.APPEARED: BoxState.JOINING,
-        Trigger.ACCEPTED: BoxState.ABSENT,
-        Trigger.REJECTED: BoxState.REFUSED_ABSENT,
-        Trigger.STRUCK: BoxState.UNKNOWN,
+        MembershipTrigger.APPEARED: BoxState.JOINING,
+        MembershipTrigger.ACCEPTED: BoxState.ABSENT,
+        MembershipTrigger.REJECTED: BoxState.REFUSED_ABSENT,
+        MembershipTrigger.STRUCK: BoxState.UNKNOWN,
     },
     BoxState.JOINING: {
-        Trigger.DISAPPEARED: BoxState.EXPECTED,
-        Trigger.ACCEPTED: BoxState.MEMBER,
-        Trigger.REJECTED: BoxState.REFUSED,
-        Trigger.STRUCK: BoxState.UNKNOWN,
+        MembershipTrigger.DISAPPEARED: BoxState.EXPECTED,
+        MembershipTrigger.ACCEPTED: BoxState.MEMBER,
+        MembershipTrigger.REJECTED: BoxState.REFUSED,
+        MembershipTrigger.STRUCK: BoxState.UNKNOWN,
     },
     BoxState.MEMBER: {
-        Trigger.DISAPPEARED: BoxState.ABSENT,
-        Trigger.ACCEPTED: BoxState.MEMBER,
-        Trigger.REJECTED: BoxState.REFUSED,
-        Trigger.STRUCK: BoxState.UNKNOWN,
+        MembershipTrigger.DISAPPEARED: BoxState.ABSENT,
+        MembershipTrigger.ACCEPTED: BoxState.MEMBER,
+        MembershipTrigger.REJECTED: BoxState.REFUSED,
+        MembershipTrigger.STRUCK: BoxState.UNKNOWN,
     },
     BoxState.ABSENT: {
-        Trigger.APPEARED: BoxState.MEMBER,
-        Trigger.ACCEPTED: BoxState.ABSENT,
-        Trigger.REJECTED: BoxState.REFUSED_ABSENT,
-        Trigger.STRUCK: BoxState.UNKNOWN,
+        MembershipTrigger.APPEARED: BoxState.MEMBER,
+        MembershipTrigger.ACCEPTED: BoxState.ABSENT,
+        MembershipTrigger.REJECTED: BoxState.REFUSED_ABSENT,
+        MembershipTrigger.STRUCK: BoxState.UNKNOWN,
     },
     BoxState.REFUSED: {
-        Trigger.DISAPPEARED: BoxState.REFUSED_ABSENT,
-        Trigger.ACCEPTED: BoxState.MEMBER,
-        Trigger.REJECTED: BoxState.REFUSED,
-        Trigger.STRUCK: BoxState.UNKNOWN,
+        MembershipTrigger.DISAPPEARED: BoxState.REFUSED_ABSENT,
+        MembershipTrigger.ACCEPTED: BoxState.MEMBER,
+        MembershipTrigger.REJECTED: BoxState.REFUSED,
+        MembershipTrigger.STRUCK: BoxState.UNKNOWN,
     },
     BoxState.REFUSED_ABSENT: {
-        Trigger.APPEARED: BoxState.REFUSED,
-        Trigger.ACCEPTED: BoxState.ABSENT,
-        Trigger.REJECTED: BoxState.REFUSED_ABSENT,
-        Trigger.STRUCK: BoxState.UNKNOWN,
+        MembershipTrigger.APPEARED: BoxState.REFUSED,
+        MembershipTrigger.ACCEPTED: BoxState.ABSENT,
+        MembershipTrigger.REJECTED: BoxState.REFUSED_ABSENT,
+        MembershipTrigger.STRUCK: BoxState.UNKNOWN,
     },
 }
 PRESENT = {BoxState.JOINING, BoxState.MEMBER, BoxState.REFUSED}
@@ -104,7 +104,7 @@ class Member:
 
     @property
     def is_present(self) -> bool:
-        """Whether `Members.update_presence` last found the box alive."""
+        """Whether `ClusterMembers.update_presence` last found the box alive."""
         return self.state in PRESENT
 
     @property
@@ -118,7 +118,7 @@ class Member:
         return self.peer.address or (self.announcement.address if self.announcement else "")
 
 
-class Members:
+class ClusterMembers:
     """The other boxes that are let in, by node name. Lives on one event loop."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -138,26 +138,26 @@ class Members:
 
     def admit(self, peer: Peer) -> None:
         """Adds a box that is let in."""
-        state = TRANSITIONS[BoxState.UNKNOWN][Trigger.ADMITTED]
+        state = TRANSITIONS[BoxState.UNKNOWN][MembershipTrigger.ADMITTED]
         self._members[peer.node] = Member(peer, state, absent_since_s=self._clock())
 
     def strike(self, node: str) -> None:
         """Forgets a box and everything it said."""
-        self.move(self._members.pop(node), Trigger.STRUCK)
+        self.move(self._members.pop(node), MembershipTrigger.STRUCK)
 
-    def move(self, member: Member, trigger: Trigger, refusal: str = "") -> None:
+    def move(self, member: Member, trigger: MembershipTrigger, refusal: str = "") -> None:
         """Moves a box as the table says; `refusal` is the reason of a rejection."""
         member.state = TRANSITIONS[member.state][trigger]
-        if trigger is Trigger.DISAPPEARED:
+        if trigger is MembershipTrigger.DISAPPEARED:
             member.absent_since_s = self._clock()
-        elif trigger in (Trigger.ACCEPTED, Trigger.REJECTED):
+        elif trigger in (MembershipTrigger.ACCEPTED, MembershipTrigger.REJECTED):
             member.refusal = refusal
 
     def update_presence(self) -> list[str]:
         """Moves the boxes that have appeared or disappeared since the last call; returns their names."""
         changed = [member for member in self if self.is_alive(member.peer.node) != member.is_present]
         for member in changed:
-            self.move(member, Trigger.DISAPPEARED if member.is_present else Trigger.APPEARED)
+            self.move(member, MembershipTrigger.DISAPPEARED if member.is_present else MembershipTrigger.APPEARED)
         return [member.peer.node for member in changed]
 
     # --- questions --------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ from edgemoe.types.bounds import (
 )
 from edgemoe.types.expert_signatures import EndedRequests, ExpertDemand, ExpertSignature
 from edgemoe.types.request import Phases
-from edgemoe.wire.protocol import Language, Message
+from edgemoe.wire.protocol import Message, MessageLanguage
 
 MAX_PAYLOAD_BYTES = 1 << 20  # of the agreement in one message
 MAX_UNWANTED = 2000  # requests named in one answer; the rest with the next
@@ -333,7 +333,7 @@ OfBoxes = (
 ControlMessage = (
     OfRequests | OfBoxes | SnapshotRequest | SnapshotReply | StoreLocationRequest | StoreLocationReply | Failure
 )
-CONTROL: Language[ControlMessage] = Language(*get_args(ControlMessage))
+CONTROL: MessageLanguage[ControlMessage] = MessageLanguage(*get_args(ControlMessage))
 
 
 def _checksum(key: bytes, frame: Buffer) -> str:

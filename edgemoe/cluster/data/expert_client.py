@@ -25,7 +25,7 @@ from edgemoe.ticking import until_tick
 from edgemoe.types.arrays import BoolArray, FloatArray, IntArray
 from edgemoe.types.experts import ExpertGeometry
 from edgemoe.types.model_info import ServedModel
-from edgemoe.types.peers import ExpertWork, Offer, RemoteCall
+from edgemoe.types.peers import ExpertWork, PeerCosts, RemoteCall
 
 log = logging.getLogger(__name__)
 HELLO_S = 1.0  # between hellos to each peer
@@ -67,7 +67,7 @@ class PeerEstimate:
         """Returns whether the peer may be asked."""
         return self.heard and self.ready and not self.silent
 
-    def offer(self, layer: int, wanted: IntArray, now_s: float) -> Offer | None:
+    def offer(self, layer: int, wanted: IntArray, now_s: float) -> PeerCosts | None:
         """Returns the peer's offer for the `wanted` experts of the layer; None where it has none of them."""
         ram, disk = self.ram[layer][wanted], self.disk[layer][wanted]
         if not (ram | disk).any():
@@ -77,7 +77,7 @@ class PeerEstimate:
         oldest_s = min((call.asked_s for call in list(self.under_way.values())), default=now_s)
         open_s = max(self.latency_s, now_s - oldest_s)
         row_s = 2 * self._geometry.row_bytes * self.s_per_byte
-        return Offer(self.node, open_s, row_s, self.computing.at(now_s), wait_s)
+        return PeerCosts(self.node, open_s, row_s, self.computing.at(now_s), wait_s)
 
     def absent(self, work: ExpertWork) -> int:
         """Counts the work's experts that are not in the peer's memory."""
@@ -127,7 +127,7 @@ class ExpertClient:
 
     # --- the compute thread's side --------------------------------------------------------------------------
 
-    def offers(self, layer: int, experts: IntArray) -> Sequence[Offer]:
+    def offers(self, layer: int, experts: IntArray) -> Sequence[PeerCosts]:
         """Returns the offers of all reachable peers for experts [n] of a layer."""
         now_s = time.monotonic()
         found = (peer.offer(layer, experts, now_s) for peer in self.peers.values() if peer.reachable)

@@ -28,7 +28,7 @@ REASONS = ("missing", "stale", "corrupt", "refused", "lost", "full", "late")
 ByteArray = npt.NDArray[np.uint8]
 
 
-class Entry(NamedTuple):
+class CopiedPrefix(NamedTuple):
     """A copy of one entry, and the generation of the place where it lay."""
 
     generation: int
@@ -45,7 +45,7 @@ class PrefixSource(Protocol):
     @property
     def state_bytes(self) -> int: ...
     def has(self, key: bytes, state: bool) -> bool: ...
-    def read(self, key: bytes, state: bool) -> Entry | None:
+    def read(self, key: bytes, state: bool) -> CopiedPrefix | None:
         """Returns a copy of an entry; None where it is not here. Called on any thread."""
 
     async def take_in(self, keys: Sequence[bytes], data: ByteArray, state: bool) -> bool:

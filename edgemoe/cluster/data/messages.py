@@ -21,7 +21,7 @@ from edgemoe.types.experts import ExpertGeometry
 from edgemoe.types.model_info import ServedModel
 from edgemoe.types.peers import ExpertWork
 from edgemoe.types.placement import pack_bits, unpack_bits
-from edgemoe.wire.protocol import Language, Message
+from edgemoe.wire.protocol import Message, MessageLanguage
 
 CHUNK_BYTES = 1 << 20  # of an expert in one message
 PART_BYTES = 4 << 20  # of an entry of the prefix cache in one message
@@ -173,8 +173,8 @@ class PiecePart(Message, frozen=True, tag="PiecePart"):
 
 CallMessage = Hello | ExpertCall | ExpertResult | Failure
 BulkMessage = FetchExpert | ExpertChunk | FetchKV | KVPart | FetchPiece | PiecePart | Failure
-CALLS: Language[CallMessage] = Language(*get_args(CallMessage))
-BULK: Language[BulkMessage] = Language(*get_args(BulkMessage))
+CALLS: MessageLanguage[CallMessage] = MessageLanguage(*get_args(CallMessage))
+BULK: MessageLanguage[BulkMessage] = MessageLanguage(*get_args(BulkMessage))
 
 
 def _sizes(geometry: ExpertGeometry) -> tuple[int, int, int, int]:

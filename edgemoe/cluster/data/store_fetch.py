@@ -42,7 +42,7 @@ class StorePieceServer:
         return Answer(PiecePart(size), [part])
 
 
-class Pace:
+class TransferPace:
     """Limits transfers to `bytes_per_s` over all callers of one event loop; 0: no limit."""
 
     def __init__(self, bytes_per_s: float) -> None:
@@ -66,7 +66,7 @@ class Pace:
 class PieceChannel:
     """Fetches pieces over a bulk channel."""
 
-    def __init__(self, channel: Channel[BulkMessage], pace: Pace, timeout_s: float) -> None:
+    def __init__(self, channel: Channel[BulkMessage], pace: TransferPace, timeout_s: float) -> None:
         self.bytes = 0  # that came
         self._channel, self._pace, self._timeout_s = channel, pace, timeout_s
         self._part_bytes = defaultdict[str, int](lambda: FIRST_BYTES)  # asked for at once, by box

@@ -19,9 +19,9 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from edgemoe.cluster.rpc.connection_guard import EVENTS, ConnectionGuard
-from edgemoe.cluster.rpc.envelope import MAX_REMAINING_MS, Answer, Buffer, Codec, Envelope, Failure, Question
+from edgemoe.cluster.rpc.envelope import MAX_REMAINING_MS, Answer, Buffer, Envelope, EnvelopeCodec, Failure, Question
 from edgemoe.cluster.rpc.keys import Peer
-from edgemoe.cluster.rpc.peer_links import Asked, PeerLink, PeerLinks
+from edgemoe.cluster.rpc.peer_links import PeerLink, PeerLinks, PendingQuestion
 from edgemoe.cluster.rpc.transport import (
     ChannelSettings,
     ErrorCounter,
@@ -35,7 +35,7 @@ from edgemoe.cluster.rpc.transport import (
     who,
 )
 from edgemoe.errors import EdgemoeError, PeerBusy, PeerRefused, PeerUnavailable, Unsendable, WireError, WireVersionError
-from edgemoe.wire.protocol import Language
+from edgemoe.wire.protocol import MessageLanguage
 
 log = logging.getLogger(__name__)
 M = TypeVar("M")
@@ -51,7 +51,7 @@ class QuestionServer(Generic[M]):
     def __init__(
         self,
         transport: Transport,
-        codec: Codec[M],
+        codec: EnvelopeCodec[M],
         settings: ChannelSettings,
         intake: ConnectionGuard,
         mishaps: ErrorCounter,
@@ -203,7 +203,7 @@ class Channel(Generic[M]):
         self,
         transport: Transport,
         name: str,
-        language: Language[M],
+        language: MessageLanguage[M],
         serve: Serve[M],
         settings: ChannelSettings | None = None,
     ) -> None:
@@ -214,7 +214,7 @@ class Channel(Generic[M]):
         self.on_foreign: Callable[[str, str], None] = lambda _node, _why: None  # one speaks another version
         self.intake = ConnectionGuard(name, 2 * settings.message_bytes)
         self.mishaps = ErrorCounter(name)
-        self._codec = codec = Codec(transport.node, transport.speaks, name, language, settings.message_bytes)
+        self._codec = codec = EnvelopeCodec(transport.node, transport.speaks, name, language, settings.message_bytes)
         connect = partial(PeerLinks[M], transport, codec, settings, self.intake, self.mishaps)
         self._links = connect(self._met, self._lost)
         self._aside = connect(_nobody, _nobody) if settings.aside else None
@@ -338,7 +338,7 @@ class Channel(Generic[M]):
             except zmq.ZMQError as error:
                 raise PeerUnavailable(f"{node} cannot be reached on {self.name}: {error}") from error
 
-        asked = Asked(id, send, done)
+        asked = PendingQuestion(id, send, done)
         asked.deadline = loop.call_at(ends, self._late, link, id, timeout_s)
         size = max(sum(memoryview(t).nbytes for t in tensors), self._settings.credits_bytes // ASKED_AT_ONCE + 1)
         link.ask(asked, size)

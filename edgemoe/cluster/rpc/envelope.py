@@ -27,7 +27,7 @@ from edgemoe.errors import (
 )
 from edgemoe.types.bounds import Count, Sum64, Word
 from edgemoe.wire import protocol
-from edgemoe.wire.protocol import UNREADABLE, Language, Message, Versions, check_known
+from edgemoe.wire.protocol import UNREADABLE, Message, MessageLanguage, Versions, check_known
 
 M = TypeVar("M")
 MAGIC = b"EMPR"
@@ -155,10 +155,12 @@ class Answer(Generic[M]):
     tensors: Sequence[memoryview] = ()
 
 
-class Codec(Generic[M]):
+class EnvelopeCodec(Generic[M]):
     """Seals messages for peers and opens theirs."""
 
-    def __init__(self, node: str, speaks: Versions, channel: str, language: Language[M], message_bytes: int) -> None:
+    def __init__(
+        self, node: str, speaks: Versions, channel: str, language: MessageLanguage[M], message_bytes: int
+    ) -> None:
         self.channel = channel
         self._node, self._own, self._language = node, speaks, language
         self._message_bytes = message_bytes

@@ -20,7 +20,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from edgemoe.cluster.rpc import connection_guard as intake
 from edgemoe.cluster.rpc.connection_guard import ConnectionGuard
-from edgemoe.cluster.rpc.envelope import Answer, Codec, Failure
+from edgemoe.cluster.rpc.envelope import Answer, EnvelopeCodec, Failure
 from edgemoe.cluster.rpc.keys import Peer
 from edgemoe.cluster.rpc.transport import (
     ChannelSettings,
@@ -43,7 +43,7 @@ EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | REFUSED | NOT_
 
 
 @dataclass(slots=True, eq=False)
-class Asked(Generic[M]):
+class PendingQuestion(Generic[M]):
     """A question of ours that has not ended: it waits for credits, and then for its answer.
 
     `send` sends it, and may raise EdgemoeError. `done` is called once.
@@ -56,7 +56,7 @@ class Asked(Generic[M]):
     credits_bytes: int = 0  # that it has taken
 
 
-class Credits:
+class PeerCredits:
     """Limits the bytes under way to one peer. A question larger than the limit takes all credits."""
 
     def __init__(self, limit_bytes: int) -> None:
@@ -91,9 +91,9 @@ class PeerLink(Generic[M]):
         self.node, self.address = peer.node, f"tcp://{peer.address}"
         self.socket = socket
         self.monitor = watch(socket, EVENTS)
-        self.pending: dict[int, Asked[M]] = {}
+        self.pending: dict[int, PendingQuestion[M]] = {}
         self.reader: MessageReader | None = None
-        self._credits = Credits(credits_bytes)
+        self._credits = PeerCredits(credits_bytes)
         self.up = False
         self.fd = -1  # of the connection
         self.apart = False  # left, and not connected again yet
@@ -101,7 +101,7 @@ class PeerLink(Generic[M]):
         self.turning = False  # to the peer's other key, in a moment
         self.task: asyncio.Task[None] | None = None
 
-    def ask(self, asked: Asked[M], size_bytes: int) -> None:
+    def ask(self, asked: PendingQuestion[M], size_bytes: int) -> None:
         """Sends a question once `size_bytes` more may be under way."""
         self.pending[asked.id] = asked
         self._credits.acquire(size_bytes, partial(self._send, asked))
@@ -117,7 +117,7 @@ class PeerLink(Generic[M]):
         for asked in pending.values():
             self._end(asked, error)
 
-    def _send(self, asked: Asked[M], credits_bytes: int) -> None:
+    def _send(self, asked: PendingQuestion[M], credits_bytes: int) -> None:
         if asked.id not in self.pending:
             self._credits.release(credits_bytes)
             return
@@ -133,7 +133,7 @@ class PeerLink(Generic[M]):
         if self.reader is not None:
             self.reader.read_soon()
 
-    def _end(self, asked: Asked[M], outcome: Answer[M] | EdgemoeError) -> None:
+    def _end(self, asked: PendingQuestion[M], outcome: Answer[M] | EdgemoeError) -> None:
         if asked.deadline is not None:
             asked.deadline.cancel()
         self._credits.release(asked.credits_bytes)
@@ -157,7 +157,7 @@ class PeerLinks(Generic[M]):
     def __init__(
         self,
         transport: Transport,
-        codec: Codec[M],
+        codec: EnvelopeCodec[M],
         settings: ChannelSettings,
         intake: ConnectionGuard,
         mishaps: ErrorCounter,

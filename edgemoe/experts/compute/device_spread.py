@@ -20,7 +20,7 @@ from edgemoe.experts.tiers.residency import Residency
 from edgemoe.experts.tiers.residency_records import ALWAYS, SharedRecord
 from edgemoe.experts.tiers.slots import PrefetchPriority, SlotPool
 from edgemoe.experts.transfer.loader import ExpertLoader
-from edgemoe.policy.class_shares import ClassShare, Exchange, exchange
+from edgemoe.policy.class_shares import ClassShare, ExtentExchange, exchange
 from edgemoe.types.arrays import FloatArray, IntArray
 from edgemoe.types.experts import ExpertGeometry, ExpertId, Move, Tier
 
@@ -169,7 +169,7 @@ class Rebalancing:
             most = min(most, extents + max(0, spare) // per)
         return ClassShare(ranks.ravel()[self._keys[size_class]], extents, per, least, most)
 
-    def _extents(self, pool: SlotPool, found: Exchange, ranks: FloatArray) -> IntArray:
+    def _extents(self, pool: SlotPool, found: ExtentExchange, ranks: FloatArray) -> IntArray:
         """Returns the giver's extents, ordered by experts worth keeping, then by all experts."""
         numbers = np.flatnonzero(pool.extents == found.giver)
         per = pool.layout.per_extent[found.giver]

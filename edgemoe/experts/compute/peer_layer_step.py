@@ -25,7 +25,7 @@ from edgemoe.policy.resolve import WayCosts, candidates, resolve
 from edgemoe.telemetry.unit_time import work_units
 from edgemoe.types.arrays import FloatArray, IntArray
 from edgemoe.types.experts import ExpertGeometry, Tier
-from edgemoe.types.peers import ExpertPeers, ExpertWork, Offer, RemoteCall
+from edgemoe.types.peers import ExpertPeers, ExpertWork, PeerCosts, RemoteCall
 from edgemoe.types.token_groups import TokenGroups
 
 HERE = -1
@@ -123,7 +123,7 @@ class PeerLayerStep:
         if here.any():
             self._compute(group if here.all() else group.only(here))
 
-    def _offers(self, group: TokenGroups, tried: Tried) -> list[Offer]:
+    def _offers(self, group: TokenGroups, tried: Tried) -> list[PeerCosts]:
         """Returns peers' offers for the group's experts. Assumes that their disks are no faster than ours.
 
         A peer's disk is for experts that no other peer has in memory, since the peer computes nothing while it reads.
@@ -140,7 +140,7 @@ class PeerLayerStep:
             for offer in offers
         ]
 
-    def _resolve(self, group: TokenGroups, offers: Sequence[Offer], without: Collection[str]) -> IntArray:
+    def _resolve(self, group: TokenGroups, offers: Sequence[PeerCosts], without: Collection[str]) -> IntArray:
         """Returns for each expert [n] the index of the offer to use, or HERE. Raises MissingExpert."""
         remote, layer = self.remote, self.layer
         way = np.full(len(group.experts), HERE)
@@ -176,7 +176,7 @@ class PeerLayerStep:
 
     # --- peers --------------------------------------------------------------------------------------------------
 
-    def _ask(self, offer: Offer, group: TokenGroups, chosen: BoolArray, tried: Tried) -> None:
+    def _ask(self, offer: PeerCosts, group: TokenGroups, chosen: BoolArray, tried: Tried) -> None:
         """Sends one call for all experts of the peer, or several where there are many rows."""
         tokens = np.unique(group.tokens) if len(self.hidden) > 1 else group.tokens[:1]
         least, most = (max(1, size // self.remote.geometry.row_bytes) for size in CALL_BYTES)
@@ -285,7 +285,7 @@ class PeerLayerStep:
 
 
 def _seconds(
-    offers: Sequence[Offer], experts: IntArray, rows: CostArray, units: CostArray
+    offers: Sequence[PeerCosts], experts: IntArray, rows: CostArray, units: CostArray
 ) -> tuple[CostArray, CostArray]:
     """Returns seconds of each peer for each expert [p, n], and for a call itself [p]."""
     wait_s = np.array([offer.wait_s[experts] for offer in offers]).reshape(len(offers), len(experts))

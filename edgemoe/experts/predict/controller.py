@@ -15,7 +15,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
-from edgemoe.experts.predict.forecast_blend import Blend, Forecaster
+from edgemoe.experts.predict.forecast_blend import ForecastBlend, Forecaster
 from edgemoe.experts.predict.next_use import PREDICTOR, Ids, NextUsePredictor, link_predictor, read_state, write_state
 from edgemoe.experts.predict.predictive_policy import RankPredictor
 from edgemoe.experts.predict.prefetch_planner import PrefetchRequests
@@ -184,9 +184,9 @@ class PredictionController:
         return step
 
 
-def restored(predictor: NextUsePredictor, file: Path | None) -> tuple[NextUsePredictor, Blend]:
+def restored(predictor: NextUsePredictor, file: Path | None) -> tuple[NextUsePredictor, ForecastBlend]:
     """Returns a new predictor and blend that go on from a file, if there is one; says so where it does not fit."""
-    blend = Blend()
+    blend = ForecastBlend()
     if file is not None and file.exists():
         saved = read_state(file)
         if saved is None or not predictor.restore(saved):

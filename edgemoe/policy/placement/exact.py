@@ -20,7 +20,7 @@ ROUNDING = 1e-13  # of weights up to 1
 TIE = 1e-9  # weight of all nodes' demand for an expert in one node's choice
 
 
-class Chains(NamedTuple):
+class PlacementChains(NamedTuple):
     """The state of `_cover`, for the M experts of all layers."""
 
     weight: Values  # [M, N]
@@ -36,7 +36,7 @@ class Chains(NamedTuple):
 
 
 @inner
-def _best_edge(chains: Chains, n: int, m: int) -> None:
+def _best_edge(chains: PlacementChains, n: int, m: int) -> None:
     least, found = np.inf, -1
     for expert in chains.kept[n]:
         if expert >= 0 and not chains.homes[expert, m]:
@@ -47,7 +47,7 @@ def _best_edge(chains: Chains, n: int, m: int) -> None:
 
 
 @inner
-def _best_end(chains: Chains, n: int) -> None:
+def _best_end(chains: PlacementChains, n: int) -> None:
     least, found = np.inf, -1
     for expert in chains.kept[n]:
         if expert >= 0 and (chains.copies[expert] > 1 or not chains.must[expert]) and chains.weight[expert, n] < least:
@@ -56,7 +56,7 @@ def _best_end(chains: Chains, n: int) -> None:
 
 
 @inner
-def _replace(chains: Chains, n: int, out: int, into: int) -> None:
+def _replace(chains: PlacementChains, n: int, out: int, into: int) -> None:
     """Gives node n one expert for another, and keeps the edges to n true."""
     slot = chains.place[out, n]
     chains.homes[out, n], chains.homes[into, n] = False, True
@@ -74,7 +74,7 @@ def _replace(chains: Chains, n: int, out: int, into: int) -> None:
 
 
 @inner
-def _cover(chains: Chains, expert: int, dist: Values, before: IntArray) -> None:
+def _cover(chains: PlacementChains, expert: int, dist: Values, before: IntArray) -> None:
     """Brings one expert in along the cheapest chain."""
     nodes = len(dist)
     for n in range(nodes):
@@ -113,7 +113,7 @@ def _cover(chains: Chains, expert: int, dist: Values, before: IntArray) -> None:
 
 
 @entry
-def solve(chains: Chains) -> None:
+def solve(chains: PlacementChains) -> None:
     """Changes `homes`, each node's best, until every expert that must be kept is."""
     nodes = len(chains.end)
     for n in range(nodes):
@@ -142,7 +142,7 @@ def exact(problem: PlacementProblem) -> Placement:
         place[best, node] = np.arange(room)
     nodes = len(disk)
     solve(
-        Chains(
+        PlacementChains(
             weight,
             required(problem, disk).ravel(),
             homes,

@@ -26,7 +26,7 @@ from edgemoe.policy.placement.problem import (
     placed,
     required,
 )
-from edgemoe.policy.placement.rendezvous_search import Scratch, Search, begin, descend
+from edgemoe.policy.placement.rendezvous_search import HomeSearch, SearchScratch, begin, descend
 from edgemoe.policy.placement.route_score import MOST_NODES, NONE, ONE, Routes, masks_of, routes_of_pairs
 from edgemoe.types.arrays import BoolArray, IntArray
 
@@ -185,7 +185,7 @@ def _serve_whole(homes: BoolArray, room: int, activations: Values, routes: Route
 
 def search_from(
     problem: PlacementProblem, routes: Sequence[Routes], start: Placement, costs: RendezvousCosts
-) -> Search:
+) -> HomeSearch:
     """Returns the search's tables at a start, with the costs of calls; `begin` fills the others."""
     nodes, layers, experts = start.homes.shape
     ids = np.ascontiguousarray(np.concatenate(routes).transpose(1, 0, 2), np.int16)
@@ -198,7 +198,7 @@ def search_from(
         first[layer, 1:] = np.cumsum(np.bincount(flat[layer], minlength=experts))
     calls = np.ascontiguousarray(costs.of_calls(problem).transpose(1, 2, 0))
     fixed = masks_of(start.disk)
-    return Search(
+    return HomeSearch(
         ids=ids,
         node=np.repeat(np.arange(nodes), counts),
         weight=np.repeat(weight, counts),
@@ -218,7 +218,7 @@ def search_from(
     )
 
 
-def scratch_for(top_k: int) -> Scratch:
+def scratch_for(top_k: int) -> SearchScratch:
     """Returns memory for the search to count in."""
     masks = [np.zeros(top_k, np.uint64) for _ in range(2)]
-    return Scratch(np.zeros((top_k + 2, top_k), np.uint64), masks[0], masks[1], np.zeros(top_k, np.int64))
+    return SearchScratch(np.zeros((top_k + 2, top_k), np.uint64), masks[0], masks[1], np.zeros(top_k, np.int64))

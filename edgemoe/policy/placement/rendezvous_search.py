@@ -16,7 +16,7 @@ from edgemoe.policy.placement.route_score import NONE, ONE, Masks, Routes, fewes
 from edgemoe.types.arrays import IntArray
 
 
-class Search(NamedTuple):
+class HomeSearch(NamedTuple):
     """The state of the search. `homes` changes, and the tables after it follow."""
 
     ids: Routes  # [L, T, k] the experts that each token chose
@@ -37,7 +37,7 @@ class Search(NamedTuple):
     move_expert: IntArray
 
 
-class Scratch(NamedTuple):
+class SearchScratch(NamedTuple):
     """Working memory for one token."""
 
     sets: Masks  # [k + 2, k]
@@ -47,7 +47,7 @@ class Scratch(NamedTuple):
 
 
 @inner
-def _useful(homes: Masks, ids: Routes, own: np.uint64, scratch: Scratch) -> int:
+def _useful(homes: Masks, ids: Routes, own: np.uint64, scratch: SearchScratch) -> int:
     """Fills Q of each of a token's experts and returns the number of peers called. `homes` [E] is the layer's row."""
     absent = 0
     for i in range(len(ids)):
@@ -70,7 +70,7 @@ def _useful(homes: Masks, ids: Routes, own: np.uint64, scratch: Scratch) -> int:
 
 
 @inner
-def _book(search: Search, scratch: Scratch, layer: int, token: int | np.int64, sign: float) -> float:
+def _book(search: HomeSearch, scratch: SearchScratch, layer: int, token: int | np.int64, sign: float) -> float:
     """Adds a token's cost to the tables, or removes it if `sign` is -1. Returns the signed cost."""
     ids, homes = search.ids[layer, token], search.homes[layer]
     swing, worth = search.swing[layer], search.worth[layer]
@@ -93,7 +93,7 @@ def _book(search: Search, scratch: Scratch, layer: int, token: int | np.int64, s
 
 
 @inner
-def _rehome(search: Search, scratch: Scratch, layer: int, expert: int, homes: np.uint64) -> float:
+def _rehome(search: HomeSearch, scratch: SearchScratch, layer: int, expert: int, homes: np.uint64) -> float:
     """Changes an expert's homes and returns the change in total cost. Leaves the layer's best changes out of date."""
     users = search.users[layer, search.first[layer, expert] : search.first[layer, expert + 1]]
     change = 0.0
@@ -111,7 +111,7 @@ def _rehome(search: Search, scratch: Scratch, layer: int, expert: int, homes: np
 
 
 @inner
-def _find_best_changes(search: Search, layer: int) -> None:
+def _find_best_changes(search: HomeSearch, layer: int) -> None:
     """Finds the layer's best changes."""
     nodes = search.worth.shape[2]
     add, drop, move = search.add[layer], search.drop[layer], search.move[layer]
@@ -160,25 +160,25 @@ def _without(homes: np.uint64, node: int) -> np.uint64:
 
 
 @inner
-def _add(search: Search, scratch: Scratch, layer: int, node: int) -> float:
+def _add(search: HomeSearch, scratch: SearchScratch, layer: int, node: int) -> float:
     expert = search.add_expert[layer, node]
     return _rehome(search, scratch, layer, expert, _with(search.homes[layer, expert], node))
 
 
 @inner
-def _drop(search: Search, scratch: Scratch, layer: int, node: int) -> float:
+def _drop(search: HomeSearch, scratch: SearchScratch, layer: int, node: int) -> float:
     expert = search.drop_expert[layer, node]
     return _rehome(search, scratch, layer, expert, _without(search.homes[layer, expert], node))
 
 
 @inner
-def _move(search: Search, scratch: Scratch, layer: int, node: int, to: int) -> float:
+def _move(search: HomeSearch, scratch: SearchScratch, layer: int, node: int, to: int) -> float:
     expert = search.move_expert[layer, node * search.worth.shape[2] + to]
     return _rehome(search, scratch, layer, expert, _with(_without(search.homes[layer, expert], node), to))
 
 
 @inner
-def _step(search: Search, scratch: Scratch, gain: float) -> float:
+def _step(search: HomeSearch, scratch: SearchScratch, gain: float) -> float:
     """Makes the best change with parts in different layers. Returns the change in cost.
 
     It is one of three. A node replaces a replica by another expert. Two nodes exchange experts. Or a node replaces a
@@ -229,7 +229,7 @@ def _step(search: Search, scratch: Scratch, gain: float) -> float:
 
 
 @inner
-def _within(search: Search, scratch: Scratch, layer: int, gain: float) -> float:
+def _within(search: HomeSearch, scratch: SearchScratch, layer: int, gain: float) -> float:
     """Makes the changes with both parts in this layer, while they pay. Returns the change in cost."""
     nodes = search.worth.shape[2]
     total = 0.0
@@ -261,7 +261,7 @@ def _within(search: Search, scratch: Scratch, layer: int, gain: float) -> float:
 
 
 @entry
-def begin(search: Search, scratch: Scratch) -> float:
+def begin(search: HomeSearch, scratch: SearchScratch) -> float:
     """Adds all tokens to the tables. Returns the total cost of calls."""
     layers, tokens, _ = search.ids.shape
     cost = 0.0
@@ -273,7 +273,7 @@ def begin(search: Search, scratch: Scratch) -> float:
 
 
 @entry
-def descend(search: Search, scratch: Scratch, most: int, gain: float) -> float:
+def descend(search: HomeSearch, scratch: SearchScratch, most: int, gain: float) -> float:
     """Makes at most `most` changes, until none gains more than `gain`. Returns the total change in cost."""
     total = 0.0
     for _ in range(most):

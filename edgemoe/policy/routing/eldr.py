@@ -13,13 +13,13 @@ from dataclasses import replace
 import numpy as np
 
 from edgemoe.policy.routing.offers import (
-    Assignment,
-    Offered,
+    OfferAssignment,
     PushRouting,
     RoutingPolicy,
     RoutingTarget,
     TargetChooser,
     Values,
+    WaitingRequest,
     fewest,
     with_offer,
 )
@@ -75,7 +75,7 @@ class BandChoice:
         self._clusters, self._band = clusters, band
         self._number = {place: number for number, place in enumerate(places)}
 
-    def __call__(self, offered: Offered, open_: Sequence[RoutingTarget], now_s: float) -> RoutingTarget:
+    def __call__(self, offered: WaitingRequest, open_: Sequence[RoutingTarget], now_s: float) -> RoutingTarget:
         if offered.signature is None:
             return fewest(offered, open_, now_s)
         similarity = np.append(self._clusters.similarity(offered.signature), np.float32(0))
@@ -104,17 +104,17 @@ class LocalityBand:
         """Returns whether each of these engines has a cluster."""
         return all(view.place in self._places for view in views)
 
-    def knows(self, offered: Offered) -> bool:
+    def knows(self, offered: WaitingRequest) -> bool:
         """Returns whether clusters say something of the request."""
         clusters, signature = self._clusters, offered.signature
         return clusters is not None and signature is not None and signature.shape == clusters.weights.shape
 
-    def __call__(self, offered: Offered, open_: Sequence[RoutingTarget], now_s: float) -> RoutingTarget:
+    def __call__(self, offered: WaitingRequest, open_: Sequence[RoutingTarget], now_s: float) -> RoutingTarget:
         if self._clusters is None or not self.knows(offered) or not self.covers(open_):
             return self._otherwise(offered, open_, now_s)
         return BandChoice(self._clusters, list(self._places))(offered, open_, now_s)
 
-    def why(self, offered: Offered, views: Sequence[RoutingTarget], place: str) -> str:
+    def why(self, offered: WaitingRequest, views: Sequence[RoutingTarget], place: str) -> str:
         """Returns in a word why the request goes to that one of the engines; "" where clusters have no part in it."""
         clusters, signature = self._clusters, offered.signature
         if clusters is None or signature is None or not self.knows(offered) or not self.covers(views):
@@ -133,20 +133,24 @@ class BandRouting:
         """Returns whether an engine has a free slot, or room by the other policy."""
         return any(view.requests < min(view.slots, view.capacity) for view in views) or self._others.takes(views)
 
-    def assign(self, offers: Sequence[Offered], views: Sequence[RoutingTarget], now_s: float) -> list[Assignment]:
+    def assign(
+        self, offers: Sequence[WaitingRequest], views: Sequence[RoutingTarget], now_s: float
+    ) -> list[OfferAssignment]:
         """Returns the assignments of this moment; other offers must be offered again."""
         known = {one.request: one for one in offers if self._band.knows(one)} if self._band.covers(views) else {}
         unknown = {one.request: one for one in offers if one.request not in known}
         kinds = [(self._near, known), (self._others.assign, unknown)]
         if offers and offers[0].request in unknown:
             kinds.reverse()
-        there, answer = {view.place: view for view in views}, list[Assignment]()
+        there, answer = {view.place: view for view in views}, list[OfferAssignment]()
         for assign, some in kinds:
             for one in assign(list(some.values()), list(there.values()), now_s):
                 there[one.place] = with_offer(there[one.place], some[one.request])
                 answer.append(one)
         return answer
 
-    def _near(self, offers: Sequence[Offered], views: Sequence[RoutingTarget], now_s: float) -> list[Assignment]:
+    def _near(
+        self, offers: Sequence[WaitingRequest], views: Sequence[RoutingTarget], now_s: float
+    ) -> list[OfferAssignment]:
         free = [replace(view, capacity=min(view.slots, view.capacity)) for view in views]
         return self._push.assign(offers, free, now_s)

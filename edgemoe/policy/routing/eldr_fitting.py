@@ -15,7 +15,7 @@ from scipy.optimize import linear_sum_assignment
 from scipy.stats import rankdata
 
 from edgemoe.policy.placement.problem import shares
-from edgemoe.policy.routing.signatures import Counts, ExpertClusters, Fit, keep_layers, rarity, signatures
+from edgemoe.policy.routing.signatures import ClusterFit, Counts, ExpertClusters, keep_layers, rarity, signatures
 from edgemoe.types.arrays import FloatArray, IntArray
 
 Values = npt.NDArray[np.float64]
@@ -107,14 +107,14 @@ MOST_ROUNDS = 12
 STARTS = 2
 
 
-class Clusters(NamedTuple):
+class RequestClusters(NamedTuple):
     """Which cluster each request is in, and where each cluster's middle is."""
 
     member: IntArray  # [N]
     centroids: FloatArray  # [K, D] one long each, zero where a cluster is empty
 
 
-def balanced(points: FloatArray, capacity: IntArray, rng: np.random.Generator, starts: int = STARTS) -> Clusters:
+def balanced(points: FloatArray, capacity: IntArray, rng: np.random.Generator, starts: int = STARTS) -> RequestClusters:
     """Returns clusters of points [N, D], one long each, with sizes in proportion to capacity [K]: the nearest of some.
 
     Every point is in one cluster. Several starts are tried, for where K-means ends depends on where it begins.
@@ -150,7 +150,7 @@ def _spread(points: FloatArray, count: int, rng: np.random.Generator) -> FloatAr
     return points[chosen]
 
 
-def _from(points: FloatArray, centroids: FloatArray, places: IntArray) -> tuple[float, Clusters]:
+def _from(points: FloatArray, centroids: FloatArray, places: IntArray) -> tuple[float, RequestClusters]:
     """Returns the summed similarity of points and centroids, and the clusters that a start leads to."""
     member: npt.NDArray[np.int64] = np.full(len(points), -1)
     for _ in range(MOST_ROUNDS):
@@ -162,7 +162,7 @@ def _from(points: FloatArray, centroids: FloatArray, places: IntArray) -> tuple[
             break
         member = moved
         centroids = middles(points, member, len(centroids))
-    return float(np.einsum("nd,nd->", points, centroids[member])), Clusters(member, centroids)
+    return float(np.einsum("nd,nd->", points, centroids[member])), RequestClusters(member, centroids)
 
 
 def middles(points: FloatArray, member: IntArray, count: int) -> FloatArray:
@@ -195,11 +195,13 @@ def fit_clusters(
     clusters = balanced(points, capacity, rng)
     if before is not None:
         worker = matched(before, clusters.member, capacity)
-        clusters = Clusters(worker[clusters.member], clusters.centroids[np.argsort(worker)])
+        clusters = RequestClusters(worker[clusters.member], clusters.centroids[np.argsort(worker)])
     return described(traffic, choice.weights, points, clusters), choice
 
 
-def described(traffic: RecordedTraffic, weights: FloatArray, points: FloatArray, clusters: Clusters) -> ExpertClusters:
+def described(
+    traffic: RecordedTraffic, weights: FloatArray, points: FloatArray, clusters: RequestClusters
+) -> ExpertClusters:
     """Returns the fitted clusters of points [N, D] with their expert counts and their fit."""
     count = len(clusters.centroids)
     sums = np.zeros((count, *traffic.decode.shape[1:]))
@@ -212,11 +214,11 @@ def described(traffic: RecordedTraffic, weights: FloatArray, points: FloatArray,
     near[rows, clusters.member] = _without_itself(points, clusters)
     best = near.max(axis=1)
     nearest = np.bincount(near.argmax(axis=1), minlength=count)
-    fit = Fit(float(best.mean()), float(best.std()), nearest)
+    fit = ClusterFit(float(best.mean()), float(best.std()), nearest)
     return ExpertClusters(weights, clusters.centroids, decode.astype(np.float32), fit)
 
 
-def _without_itself(points: FloatArray, clusters: Clusters) -> FloatArray:
+def _without_itself(points: FloatArray, clusters: RequestClusters) -> FloatArray:
     """Returns how near each point [N, D] is to the middle of the others of its cluster."""
     sums = np.zeros_like(clusters.centroids)
     np.add.at(sums, clusters.member, points)

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from edgemoe.policy.routing.offers import Offered, RoundRobin, RoutingTarget
+from edgemoe.policy.routing.offers import RoundRobin, RoutingTarget, WaitingRequest
 
 MAX_USERS = 4096  # remembered; of more, the longest absent is forgotten
 
@@ -59,7 +59,7 @@ class GimbalChoice:
         self._turns = RoundRobin()  # line 1
         self._users = UserPlaces(thresholds.affinity_s)
 
-    def __call__(self, offered: Offered, open_: Sequence[RoutingTarget], now_s: float) -> RoutingTarget:
+    def __call__(self, offered: WaitingRequest, open_: Sequence[RoutingTarget], now_s: float) -> RoutingTarget:
         chosen = self._by_need(open_) or self._by_user(offered, open_, now_s) or self._turns(offered, open_, now_s)
         self._users.note(offered.user, chosen.place, now_s)  # line 21
         return chosen
@@ -76,7 +76,7 @@ class GimbalChoice:
             return idlest
         return None
 
-    def _by_user(self, offered: Offered, open_: Sequence[RoutingTarget], now_s: float) -> RoutingTarget | None:
+    def _by_user(self, offered: WaitingRequest, open_: Sequence[RoutingTarget], now_s: float) -> RoutingTarget | None:
         """Returns the user's engine, if it is remembered and no KV usage is high (lines 15 to 19)."""
         place = self._users.place(offered.user, now_s)
         if not place or max(view.kv_usage for view in open_) >= self._thresholds.kv_usage:

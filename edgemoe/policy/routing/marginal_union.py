@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from edgemoe.policy.routing.offers import RoutingTarget, Offered, Values, fewest
+from edgemoe.policy.routing.offers import RoutingTarget, WaitingRequest, Values, fewest
 from edgemoe.policy.routing.signatures import Counts, ExpertClusters
 from edgemoe.types.arrays import FloatArray
 
@@ -88,7 +88,7 @@ class UnionChoice:
     def __init__(self, times: DecodeTimes) -> None:
         self._times = times
 
-    def __call__(self, offered: Offered, open_: Sequence[RoutingTarget], now_s: float) -> RoutingTarget:
+    def __call__(self, offered: WaitingRequest, open_: Sequence[RoutingTarget], now_s: float) -> RoutingTarget:
         if offered.chance is None:
             return fewest(offered, open_, now_s)
         chance, times = offered.chance, self._times
@@ -105,7 +105,7 @@ class UnionTerm:
         self._times = times
         self._known: dict[str, _KnownEngine] = {}  # by place
 
-    def __call__(self, offers: Sequence[Offered], views: Sequence[RoutingTarget]) -> Values:
+    def __call__(self, offers: Sequence[WaitingRequest], views: Sequence[RoutingTarget]) -> Values:
         """Returns seconds [W, R], of all that the request is expected to write."""
         tokens = np.array([offered.expected_tokens for offered in offers])
         foreseen = [offered.chance for offered in offers]

@@ -22,7 +22,7 @@ Values = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Offered:
+class WaitingRequest:
     """The attributes of a waiting request that a policy may use. Times are the policy's clock."""
 
     request: str
@@ -81,7 +81,7 @@ class RoutingTarget:
         return (self.blocks - self.free_blocks) * BLOCK_TOKENS + self.prefill_tokens
 
 
-class Assignment(NamedTuple):
+class OfferAssignment(NamedTuple):
     """An offer's engine."""
 
     request: str
@@ -94,20 +94,20 @@ class RoutingPolicy(Protocol):
     def takes(self, views: Sequence[RoutingTarget]) -> bool:
         """Returns whether an engine has room for any offer. If none has, nothing is assigned."""
 
-    def assign(self, offers: Sequence[Offered], views: Sequence[RoutingTarget], now_s: float) -> list[Assignment]:
+    def assign(self, offers: Sequence[WaitingRequest], views: Sequence[RoutingTarget], now_s: float) -> list[OfferAssignment]:
         """Returns an engine for each offer that goes now: each at most once, none to a full engine.
 
-        `offers` are in order of arrival; `views` are up to date, or corrected by `Dispatches`.
+        `offers` are in order of arrival; `views` are up to date, or corrected by `RecentDispatches`.
         """
 
 
-def cached_tokens(offered: Offered, view: RoutingTarget) -> int:
+def cached_tokens(offered: WaitingRequest, view: RoutingTarget) -> int:
     """Counts the tokens of the prompt that the engine's prefix cache has; never all, for the last one gives logits."""
     known = next((n for n, key in enumerate(offered.prefix) if key not in view.prefixes), len(offered.prefix))
     return min(known * offered.key_tokens, offered.prompt_tokens - 1)
 
 
-def with_offer(view: RoutingTarget, offered: Offered) -> RoutingTarget:
+def with_offer(view: RoutingTarget, offered: WaitingRequest) -> RoutingTarget:
     """Returns the engine as it is once the offer waits there."""
     cached = cached_tokens(offered, view)
     return replace(
@@ -124,7 +124,7 @@ def with_offer(view: RoutingTarget, offered: Offered) -> RoutingTarget:
 class TargetChooser(Protocol):
     """Chooses one of the engines that are not full."""
 
-    def __call__(self, offered: Offered, open_: Sequence[RoutingTarget], now_s: float) -> RoutingTarget: ...
+    def __call__(self, offered: WaitingRequest, open_: Sequence[RoutingTarget], now_s: float) -> RoutingTarget: ...
 
 
 class PushRouting:
@@ -137,7 +137,7 @@ class PushRouting:
         """Returns whether an engine is not full."""
         return any(view.requests < view.capacity for view in views)
 
-    def assign(self, offers: Sequence[Offered], views: Sequence[RoutingTarget], now_s: float) -> list[Assignment]:
+    def assign(self, offers: Sequence[WaitingRequest], views: Sequence[RoutingTarget], now_s: float) -> list[OfferAssignment]:
         """Returns an engine for each offer, while any has room."""
         there = {view.place: view for view in views}
         answer = []
@@ -147,7 +147,7 @@ class PushRouting:
                 break
             chosen = self._choose(offered, open_, now_s)
             there[chosen.place] = with_offer(chosen, offered)
-            answer.append(Assignment(offered.request, chosen.place))
+            answer.append(OfferAssignment(offered.request, chosen.place))
         return answer
 
 
@@ -157,13 +157,13 @@ class RoundRobin:
     def __init__(self) -> None:
         self._last = ""
 
-    def __call__(self, offered: Offered, open_: Sequence[RoutingTarget], now_s: float) -> RoutingTarget:
+    def __call__(self, offered: WaitingRequest, open_: Sequence[RoutingTarget], now_s: float) -> RoutingTarget:
         chosen = min(open_, key=lambda view: (view.place <= self._last, view.place))
         self._last = chosen.place
         return chosen
 
 
-def fewest(offered: Offered, open_: Sequence[RoutingTarget], now_s: float) -> RoutingTarget:
+def fewest(offered: WaitingRequest, open_: Sequence[RoutingTarget], now_s: float) -> RoutingTarget:
     """Returns the engine with the fewest requests for each that it runs at once: join the shortest queue."""
     return min(open_, key=lambda view: (view.requests / max(1, view.slots), view.place))
 
@@ -171,12 +171,12 @@ def fewest(offered: Offered, open_: Sequence[RoutingTarget], now_s: float) -> Ro
 FORGET_S = 5.0
 
 
-class Dispatches:
+class RecentDispatches:
     """Owns reports, and the dispatches that they do not count yet."""
 
     def __init__(self) -> None:
         self._reports: dict[str, RoutingTarget] = {}
-        self._since: dict[str, dict[str, tuple[float, Offered]]] = {}  # place -> request -> time sent, offer
+        self._since: dict[str, dict[str, tuple[float, WaitingRequest]]] = {}  # place -> request -> time sent, offer
         self._views: dict[str, RoutingTarget] = {}  # of engines of which nothing has changed since they were asked for
 
     def on_engine_view(self, view: RoutingTarget) -> None:
@@ -188,7 +188,7 @@ class Dispatches:
             if request in view.taken or view.reported_s - sent_s > FORGET_S:
                 del since[request]
 
-    def dispatch(self, offered: Offered, place: str, now_s: float) -> None:
+    def dispatch(self, offered: WaitingRequest, place: str, now_s: float) -> None:
         """Counts a request that is on its way to an engine."""
         self._since.setdefault(place, {})[offered.request] = (now_s, offered)
         self._views.pop(place, None)

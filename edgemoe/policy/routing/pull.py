@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from edgemoe.policy.routing.gimbal import UserPlaces
-from edgemoe.policy.routing.offers import Assignment, RoutingTarget, Offered, Values, cached_tokens, with_offer
+from edgemoe.policy.routing.offers import OfferAssignment, RoutingTarget, WaitingRequest, Values, cached_tokens, with_offer
 from edgemoe.types.arrays import BoolArray
 from edgemoe.types.step import BLOCK_TOKENS
 
-CostTerm = Callable[[Sequence[Offered], Sequence[RoutingTarget]], Values]
+CostTerm = Callable[[Sequence[WaitingRequest], Sequence[RoutingTarget]], Values]
 """Returns seconds [W, R], for full engines too. Only the excess over the cheapest engine counts for an offer."""
 
 
@@ -49,9 +49,9 @@ class PullRouting:
         """Returns whether an engine has room."""
         return any(map(self._has_room, views))
 
-    def assign(self, offers: Sequence[Offered], views: Sequence[RoutingTarget], now_s: float) -> list[Assignment]:
+    def assign(self, offers: Sequence[WaitingRequest], views: Sequence[RoutingTarget], now_s: float) -> list[OfferAssignment]:
         """Assigns offers to the engines with room. The others must be offered again."""
-        there, answer = list(views), list[Assignment]()
+        there, answer = list(views), list[OfferAssignment]()
         open_ = np.array([self._has_room(view) for view in there], np.bool_)
         if not offers or not open_.any():
             return answer
@@ -68,7 +68,7 @@ class PullRouting:
                 open_[w] = False
             elif fits.any():
                 w, r = _least(np.where(fits, keys, np.inf), there)
-                answer.append(Assignment(offers[r].request, there[w].place))
+                answer.append(OfferAssignment(offers[r].request, there[w].place))
                 self._users.note(offers[r].user, there[w].place, now_s)
                 there[w] = with_offer(there[w], offers[r])
                 open_[w] = self._has_room(there[w])
@@ -92,7 +92,7 @@ class _Table:
         self,
         limits: PullLimits,
         terms: Sequence[CostTerm],
-        offers: Sequence[Offered],
+        offers: Sequence[WaitingRequest],
         users: UserPlaces,
         now_s: float,
     ) -> None:
@@ -157,7 +157,7 @@ def _least(keys: Values, views: Sequence[RoutingTarget]) -> tuple[int, int]:
     return min(ties, key=lambda pair: (pair[1], views[pair[0]].requests / max(1, views[pair[0]].slots)))
 
 
-def _cached(offers: Sequence[Offered], views: Sequence[RoutingTarget]) -> Values:
+def _cached(offers: Sequence[WaitingRequest], views: Sequence[RoutingTarget]) -> Values:
     """Returns how much of each prompt each engine has in its prefix cache, [W, R]."""
     cached = np.zeros((len(views), len(offers)))
     for r, offered in enumerate(offers):

@@ -98,7 +98,7 @@ def resident_of(far: bytes, far_s: Sequence[float], sizes: ModelSizes) -> FloatA
     return seconds.take(places, mode="clip")
 
 
-class Fit(NamedTuple):
+class ClusterFit(NamedTuple):
     """Similarity of the fitted requests to their nearest cluster, each without its own share in it."""
 
     similarity: float  # mean
@@ -113,7 +113,7 @@ class ExpertClusters:
     weights: FloatArray  # [L, E] of signatures
     centroids: FloatArray  # [K, L * E]
     decode: FloatArray  # [K, L, E] how likely a decoded token of the cluster chooses each expert
-    fit: Fit
+    fit: ClusterFit
 
     def similarity(self, counts: Counts) -> FloatArray:
         """Returns the cosine similarity, 0 to 1, of prefill counts [L, E] to each worker's cluster, [K]."""

@@ -28,7 +28,7 @@ async def test_a_box_that_does_not_answer_keeps_no_news_from_the_others() -> Non
     def on_answer(told: AnnouncementAnswered) -> None:
         members[told.node].acknowledged = told.serial
 
-    telling = announcer.Announcer(state, SimpleNamespace(ask=ask), on_answer)  # type: ignore[arg-type]
+    telling = announcer.BeatSender(state, SimpleNamespace(ask=ask), on_answer)  # type: ignore[arg-type]
     running = asyncio.create_task(telling.run())
     for serial in (1, 2, 3):
         state.serial = serial

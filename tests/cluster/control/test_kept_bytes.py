@@ -18,7 +18,7 @@ from edgemoe.cluster.control.coordination.raft_journal import (
 )
 
 VOTERS = b"abcdefgh"
-ENTRIES = [(ops.encode(ops.Renew(n)), n, 1) for n in (1, 2, 3)]
+ENTRIES = [(ops.encode(ops.RenewLease(n)), n, 1) for n in (1, 2, 3)]
 SNAPSHOT = StateSnapshot(CoordState(3, "b", PlanRef(2, "d"), 9), (b"x", 5, 2), (b"y", 4, 2))
 # a line a record: voters, three entries, all but two entries given up, whole
 JOURNAL = bytes.fromhex(

@@ -38,15 +38,15 @@ from edgemoe.cluster.control.control_state import (
 )
 from edgemoe.cluster.control.coordination.coord_store import PlanRef
 from edgemoe.cluster.control.coordination.epoch_fence import MAX_LEAP, EpochFence
-from edgemoe.cluster.control.leader import Leader
+from edgemoe.cluster.control.leader import LeaderDuties
 from edgemoe.cluster.control.membership import (
     CANNOT_TAKE_PART,
     DEAD_S,
     PRESENT,
     TRANSITIONS,
     BoxState,
-    Members,
-    Trigger,
+    ClusterMembers,
+    MembershipTrigger,
 )
 from edgemoe.cluster.control.messages import Announce, BoxReport, Heartbeat
 from edgemoe.cluster.control.plan_store import PlanStore
@@ -72,16 +72,27 @@ def standing(state: BoxState) -> str:
 def test_presence_and_standing_change_apart_and_each_state_is_one_pair_of_them(state: BoxState) -> None:
     after = TRANSITIONS[state]
     present = state in PRESENT
-    came_or_went = Trigger.DISAPPEARED if present else Trigger.APPEARED
-    assert set(after) == {came_or_went, Trigger.ACCEPTED, Trigger.REJECTED, Trigger.STRUCK}
+    came_or_went = MembershipTrigger.DISAPPEARED if present else MembershipTrigger.APPEARED
+    assert set(after) == {
+        came_or_went,
+        MembershipTrigger.ACCEPTED,
+        MembershipTrigger.REJECTED,
+        MembershipTrigger.STRUCK,
+    }
     assert ((after[came_or_went] in PRESENT), standing(after[came_or_went])) == (not present, standing(state))
-    assert ((after[Trigger.ACCEPTED] in PRESENT), standing(after[Trigger.ACCEPTED])) == (present, "accepted")
-    assert ((after[Trigger.REJECTED] in PRESENT), standing(after[Trigger.REJECTED])) == (present, "refused")
-    assert after[Trigger.STRUCK] is BoxState.UNKNOWN
+    assert ((after[MembershipTrigger.ACCEPTED] in PRESENT), standing(after[MembershipTrigger.ACCEPTED])) == (
+        present,
+        "accepted",
+    )
+    assert ((after[MembershipTrigger.REJECTED] in PRESENT), standing(after[MembershipTrigger.REJECTED])) == (
+        present,
+        "refused",
+    )
+    assert after[MembershipTrigger.STRUCK] is BoxState.UNKNOWN
 
 
 def test_a_box_is_let_in_as_one_that_is_neither_present_nor_announced() -> None:
-    assert TRANSITIONS[BoxState.UNKNOWN] == {Trigger.ADMITTED: BoxState.EXPECTED}
+    assert TRANSITIONS[BoxState.UNKNOWN] == {MembershipTrigger.ADMITTED: BoxState.EXPECTED}
     assert set(TRANSITIONS) == set(BoxState)
 
 
@@ -401,23 +412,23 @@ BEGINNINGS: dict[BoxState, list[Callable[[AnyOrder], None]]] = {
     BoxState.REFUSED: [come, lambda boxes: announce(boxes, fits=False)],
     BoxState.REFUSED_ABSENT: [lambda boxes: announce(boxes, fits=False)],
 }
-CAUSES: list[tuple[Trigger, Callable[[AnyOrder], None]]] = [
-    (Trigger.APPEARED, come),
-    (Trigger.DISAPPEARED, lambda boxes: boxes.a_connection_breaks("b")),
-    (Trigger.DISAPPEARED, lambda boxes: boxes.time_passes(2 * DEAD_S)),
-    (Trigger.ACCEPTED, announce),
-    (Trigger.REJECTED, lambda boxes: announce(boxes, fits=False)),
-    (Trigger.REJECTED, lambda boxes: announce(boxes, model="n")),
-    (Trigger.REJECTED, lambda boxes: boxes.a_box_speaks_another_protocol("b")),
-    (Trigger.REJECTED, lambda boxes: boxes.a_box_answers_our_announcement("b", behind=0, refusal="no")),
-    (Trigger.STRUCK, lambda boxes: boxes.do(PeersListChanged({"a": VOTERS["a"], "c": VOTERS["c"]}))),
+CAUSES: list[tuple[MembershipTrigger, Callable[[AnyOrder], None]]] = [
+    (MembershipTrigger.APPEARED, come),
+    (MembershipTrigger.DISAPPEARED, lambda boxes: boxes.a_connection_breaks("b")),
+    (MembershipTrigger.DISAPPEARED, lambda boxes: boxes.time_passes(2 * DEAD_S)),
+    (MembershipTrigger.ACCEPTED, announce),
+    (MembershipTrigger.REJECTED, lambda boxes: announce(boxes, fits=False)),
+    (MembershipTrigger.REJECTED, lambda boxes: announce(boxes, model="n")),
+    (MembershipTrigger.REJECTED, lambda boxes: boxes.a_box_speaks_another_protocol("b")),
+    (MembershipTrigger.REJECTED, lambda boxes: boxes.a_box_answers_our_announcement("b", behind=0, refusal="no")),
+    (MembershipTrigger.STRUCK, lambda boxes: boxes.do(PeersListChanged({"a": VOTERS["a"], "c": VOTERS["c"]}))),
 ]
 
 
 @pytest.mark.parametrize("state", BEGINNINGS)
 @pytest.mark.parametrize(("trigger", "cause"), CAUSES, ids=[f"{trigger}-{n}" for n, (trigger, _) in enumerate(CAUSES)])
 def test_each_row_of_the_table_is_taken_for_each_of_its_causes(
-    state: BoxState, trigger: Trigger, cause: Callable[[AnyOrder], None]
+    state: BoxState, trigger: MembershipTrigger, cause: Callable[[AnyOrder], None]
 ) -> None:
     if trigger not in TRANSITIONS[state]:
         return  # it is present already, or not
@@ -461,7 +472,7 @@ def test_a_box_that_lacks_our_announcement_is_sent_it_again(lost: Callable[[AnyO
 
 @pytest.mark.parametrize(
     "cause",
-    [cause for trigger, cause in CAUSES if trigger in (Trigger.DISAPPEARED, Trigger.STRUCK)],
+    [cause for trigger, cause in CAUSES if trigger in (MembershipTrigger.DISAPPEARED, MembershipTrigger.STRUCK)],
     ids=["its connection breaks", "it is silent", "it is struck"],
 )
 def test_a_leader_that_disappears_or_is_struck_is_followed_no_longer(cause: Callable[[AnyOrder], None]) -> None:
@@ -490,7 +501,7 @@ class Clock:
 
 def test_a_silence_that_ends_before_anybody_noted_it_is_told_to_no_engine() -> None:
     clock = Clock()
-    members = Members(clock)
+    members = ClusterMembers(clock)
     members.admit(Peer("a", "127.0.0.1:1", "key"))
     member = members["a"]
     member.announcement = Announce(release="1", role="box", address="127.0.0.1:1", engine=card("engine-a"))
@@ -507,7 +518,7 @@ def test_a_silence_that_ends_before_anybody_noted_it_is_told_to_no_engine() -> N
 
 def test_a_silence_that_was_noted_is_told() -> None:
     clock = Clock()
-    members = Members(clock)
+    members = ClusterMembers(clock)
     members.admit(Peer("a", "127.0.0.1:1", "key"))
     members["a"].announcement = Announce(release="1", role="box", address="127.0.0.1:1", engine=card("engine-a"))
     members["a"].up, members["a"].heard_s = True, clock.now_s
@@ -520,9 +531,9 @@ def test_a_silence_that_was_noted_is_told() -> None:
     assert members.engines()[0].heard
 
 
-def boxes(*nodes: str, beat: Heartbeat) -> Members:
+def boxes(*nodes: str, beat: Heartbeat) -> ClusterMembers:
     """Makes boxes that are alive, with an engine, and with this beat."""
-    members = Members(lambda: 0.0)
+    members = ClusterMembers(lambda: 0.0)
     for node in nodes:
         members.admit(Peer(node, "127.0.0.1:1", "key"))
         members[node].up, members[node].heard_s, members[node].beat = True, 0.0, beat
@@ -544,7 +555,7 @@ async def test_boxes_that_come_while_a_plan_is_looked_for_end_nothing() -> None:
         members.admit(Peer(f"{node}-new", "127.0.0.1:1", "key"))
         raise PeerUnavailable("it has died")
 
-    leader = object.__new__(Leader)
+    leader = object.__new__(LeaderDuties)
     leader._proposed = None
     leader._state, leader._exchange = SimpleNamespace(members=members), SimpleNamespace(fetch=fetch)  # type: ignore
     assert await leader._find_plan(PlanRef(1, "digest")) is None

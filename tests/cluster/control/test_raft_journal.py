@@ -27,7 +27,7 @@ from edgemoe.cluster.control.coordination.recovery import open_journal
 from edgemoe.wire.protocol import PROTOCOL_VERSIONS
 
 VOTERS = b"abcdefgh"
-ENTRIES = [(ops.encode(ops.Renew(n)), n, n // 4) for n in range(1, 12)]
+ENTRIES = [(ops.encode(ops.RenewLease(n)), n, n // 4) for n in range(1, 12)]
 
 
 @pytest.fixture
@@ -233,9 +233,9 @@ def test_a_journal_that_was_shortened_survives_a_power_loss(tmp_path: Path, disk
 # --- operations -----------------------------------------------------------------------------------------------
 
 GOLDEN = {
-    ops.Claim("kitchen", 7, 6, 300): "0195a5636c61696da76b69746368656e0706cd012c",
-    ops.Renew(7): "0192a572656e657707",
-    ops.Resign(7): "0192a672657369676e07",
+    ops.ClaimLease("kitchen", 7, 6, 300): "0195a5636c61696da76b69746368656e0706cd012c",
+    ops.RenewLease(7): "0192a572656e657707",
+    ops.ResignLease(7): "0192a672657369676e07",
     ops.CommitPlan(7, 2, "d1"): "0194a4706c616e0702a26431",
 }
 
@@ -248,13 +248,15 @@ def test_operations_lie_in_journals_for_ever_as_they_do_now(op: ops.Op) -> None:
 
 
 def test_an_operation_of_a_later_release_and_one_that_is_none_are_read_as_nothing() -> None:
-    good = ops.encode(ops.Renew(7))
+    good = ops.encode(ops.RenewLease(7))
     rng = random.Random(5)
     later = bytes([PROTOCOL_VERSIONS.highest + 1]) + good[1:]
     for data in (b"", b"\0" + good[1:], later, good[:-1], good + b"\0", good[:1] + b"\x91\xa4none", b"\1" * 5000):
         assert ops.decode(data) is None
     assert ops.decode(bytes([1]) + msgspec.msgpack.encode(["renew", 1 << 63])) is None
-    assert ops.decode(bytes([1]) + msgspec.msgpack.encode(["renew", 1, "a field of a later release"])) == ops.Renew(1)
+    assert ops.decode(
+        bytes([1]) + msgspec.msgpack.encode(["renew", 1, "a field of a later release"])
+    ) == ops.RenewLease(1)
     for _ in range(3000):
         ops.decode(rng.randbytes(rng.randrange(40)))
 

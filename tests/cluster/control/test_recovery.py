@@ -16,10 +16,10 @@ from support.simulated import World, world
 
 from edgemoe.cluster.control.coordination import ops, raft_journal
 from edgemoe.cluster.control.coordination.coord_store import since_boot
-from edgemoe.cluster.control.coordination.raft import RaftStore, Replica
+from edgemoe.cluster.control.coordination.raft import RaftStore, StateReplica
 from edgemoe.cluster.control.coordination.raft_journal import Journal, StateSnapshot, voters_digest, write_snapshot
 from edgemoe.cluster.control.coordination.raft_transport import MAX_INBOX, MAX_INBOX_BYTES, MAX_MESSAGE_BYTES
-from edgemoe.cluster.control.coordination.recovery import LogEndReply, Recovery
+from edgemoe.cluster.control.coordination.recovery import LogEndReply, LogRecovery
 from edgemoe.errors import CoordUnavailable
 from edgemoe.wire.protocol import PROTOCOL_VERSIONS
 
@@ -34,7 +34,7 @@ def abc(tmp_path: Path) -> Iterator[World]:
 
 def test_a_member_sleeps_until_it_stands_for_election_and_no_longer(tmp_path: Path) -> None:
     net = FakeNet(["a", "b"])
-    one = Replica("a", ["b"], tmp_path, net.links["a"], 1.0, time.monotonic)
+    one = StateReplica("a", ["b"], tmp_path, net.links["a"], 1.0, time.monotonic)
     one.journal.mark_whole()
     began_s, term, ticks = time.monotonic(), one.raftCurrentTerm, 0
     net.links["b"].listen(lambda _n, _p: None, lambda _n: None, lambda _n: None)
@@ -129,7 +129,7 @@ def test_a_member_that_lags_behind_a_snapshot_is_sent_it_and_has_the_same_state(
     abc.stop("c")
     abc.lose_disk("c")
     for _ in range(20):
-        abc.agree("a", ops.Renew(epoch))
+        abc.agree("a", ops.RenewLease(epoch))
     for name in ("a", "b"):
         abc.running[name].forceLogCompaction()
     abc.until(lambda: all(abc.running[name].journal[0][1] > 15 for name in ("a", "b")))
@@ -148,12 +148,12 @@ def test_a_snapshot_that_comes_late_takes_back_nothing_that_a_member_has(abc: Wo
     epoch, leader = abc.claim("a"), abc.elected()[0]
     hit = next(name for name in ABC if name != leader)
     for _ in range(10):
-        abc.agree("a", ops.Renew(epoch))
+        abc.agree("a", ops.RenewLease(epoch))
     abc.running[leader].forceLogCompaction()
     abc.until(lambda: abc.running[leader].journal[0][1] > 5)
     late = (abc.directory / leader / "raft.snapshot").read_bytes() if whole_one else b"edgemoe raft"
     for _ in range(10):
-        abc.agree("a", ops.Renew(epoch))
+        abc.agree("a", ops.RenewLease(epoch))
     member, term = abc.running[hit], abc.running[leader].raftCurrentTerm
     abc.until(lambda: member.state.renewals == 20)
     had, applied = member.journal[:], member.raftLastApplied
@@ -163,7 +163,7 @@ def test_a_snapshot_that_comes_late_takes_back_nothing_that_a_member_has(abc: Wo
     assert member.journal[:] == had
     assert member.raftLastApplied == applied
     assert member.state.renewals == 20
-    abc.agree("a", ops.Renew(epoch))
+    abc.agree("a", ops.RenewLease(epoch))
     abc.until(lambda: member.state.renewals == 21)
 
 
@@ -335,7 +335,7 @@ def test_a_vote_needs_a_complete_log_and_a_term_that_cannot_be_forgotten(
 ) -> None:
     journal = Journal(tmp_path, b"abcdefgh")
     journal.add(b"\1", 1, 0)
-    recovery = Recovery(journal, ["a", "c"], lambda: 0.0)
+    recovery = LogRecovery(journal, ["a", "c"], lambda: 0.0)
     asked = recovery.next_query()
     assert asked is not None
     recovery.on_reply("a", LogEndReply(asked.nonce, term=7, last_log_term=6, last_log_index=40))
@@ -368,7 +368,7 @@ def follower_of(made: World) -> tuple[str, str]:
     made.until(lambda: whole(made))
     epoch = made.claim("a")
     for _ in range(5):
-        made.agree("a", ops.Renew(epoch))
+        made.agree("a", ops.RenewLease(epoch))
     made.until(lambda: len(made.elected()) == 1 and len({m.raftLastApplied for m in made.running.values()}) == 1)
     first = made.elected()[0]
     other, third = (name for name in ABC if name != first)

@@ -23,7 +23,7 @@ from edgemoe.errors import PeerBusy, PeerRefused
 from edgemoe.telemetry import unit_time
 from edgemoe.types.experts import ExpertGeometry
 from edgemoe.types.model_info import ServedModel
-from edgemoe.types.peers import ExpertWork, Offer, RemoteCall
+from edgemoe.types.peers import ExpertWork, PeerCosts, RemoteCall
 from edgemoe.wire.protocol import PROTOCOL_VERSIONS
 
 SIZES = ExpertGeometry(layers=2, experts=8, top_k=2, hidden=4, width=21, dtype="float32")
@@ -225,7 +225,7 @@ def test_a_rate_that_looked_low_once_is_mended_by_a_few_probes() -> None:
     assert 1 / peer.s_per_byte > 62.5e6 / 3
 
 
-def offer_of(peer: PeerEstimate, now_s: float) -> Offer:
+def offer_of(peer: PeerEstimate, now_s: float) -> PeerCosts:
     offer = peer.offer(1, np.array([1, 2]), now_s)
     assert offer is not None
     return offer

@@ -17,7 +17,7 @@ from support.states_kit import stateful_model
 from support.waiting import until
 
 from edgemoe.cluster.data import kv_fetch, messages
-from edgemoe.cluster.data.kv_fetch import Entry, KVFetcher, KVFetchServer
+from edgemoe.cluster.data.kv_fetch import CopiedPrefix, KVFetcher, KVFetchServer
 from edgemoe.cluster.data.messages import BULK, FetchKV, KVPart
 from edgemoe.cluster.rpc.envelope import Answer, Question
 from edgemoe.errors import PeerRefused
@@ -231,6 +231,6 @@ async def test_parts_outside_of_an_entry_are_refused() -> None:
         asked = FetchKV(p.prefixes.encoding, key, False, 0, size)
         answer = await d.box.channel.ask("p", asked, timeout_s=5)
         entry = p.prefixes.read(key, False)
-        assert isinstance(entry, Entry)
+        assert isinstance(entry, CopiedPrefix)
         np.testing.assert_array_equal(np.frombuffer(answer.tensors[0], np.uint8), entry.data)
         assert size <= messages.PART_BYTES

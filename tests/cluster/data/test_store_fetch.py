@@ -10,7 +10,7 @@ import pytest
 from support.virtual import VirtualLoop
 
 from edgemoe.cluster.data.messages import CHUNK_BYTES, FetchPiece, PiecePart
-from edgemoe.cluster.data.store_fetch import FIRST_BYTES, Pace, PieceChannel
+from edgemoe.cluster.data.store_fetch import FIRST_BYTES, PieceChannel, TransferPace
 from edgemoe.cluster.rpc.envelope import Answer
 from edgemoe.errors import PeerUnavailable
 
@@ -38,7 +38,7 @@ class SharedLink:
 
 
 def channel_over(link: SharedLink, rate: float = 0.0) -> PieceChannel:
-    return PieceChannel(link, Pace(rate), TIMEOUT_S)  # type: ignore[arg-type]
+    return PieceChannel(link, TransferPace(rate), TIMEOUT_S)  # type: ignore[arg-type]
 
 
 async def fetch(pieces: PieceChannel) -> None:

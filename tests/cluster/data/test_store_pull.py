@@ -26,7 +26,7 @@ from edgemoe.cli import store_download
 from edgemoe.cli.store_download import pull
 from edgemoe.cluster.control.messages import CONTROL, ControlMessage, StoreLocationReply, StoreLocationRequest
 from edgemoe.cluster.data.messages import BULK, BulkMessage, FetchPiece
-from edgemoe.cluster.data.store_fetch import Pace, StorePieceServer
+from edgemoe.cluster.data.store_fetch import TransferPace, StorePieceServer
 from edgemoe.cluster.rpc.channel import Channel
 from edgemoe.cluster.rpc.envelope import Answer, Question
 from edgemoe.cluster.rpc.keys import AllowList, Secret, generate, load_peers
@@ -473,14 +473,14 @@ async def test_a_pace_limits_bytes_per_second(monkeypatch: pytest.MonkeyPatch) -
         waited.append(seconds)
 
     monkeypatch.setattr(asyncio, "sleep", sleep)
-    pace = Pace(1000.0)
+    pace = TransferPace(1000.0)
     for _ in range(4):
         await pace.reserve(500)
     assert waited == pytest.approx([0.0, 0.5, 1.0, 1.5], abs=0.1)
     pace.give_back(1500)
     await pace.reserve(1)
     assert waited[4] == pytest.approx(0.5, abs=0.1)
-    await Pace(0.0).reserve(1 << 40)
+    await TransferPace(0.0).reserve(1 << 40)
     assert len(waited) == 5
 
 

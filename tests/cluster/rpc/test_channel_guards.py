@@ -20,7 +20,7 @@ from edgemoe.cluster.data.messages import ExpertCall
 from edgemoe.cluster.rpc import keys
 from edgemoe.cluster.rpc.envelope import MAX_FRAMES, MAX_TENSOR_BYTES, Answer, Failure, Question, seal, unseal
 from edgemoe.cluster.rpc.keys import Peer, Secret
-from edgemoe.cluster.rpc.peer_links import Credits
+from edgemoe.cluster.rpc.peer_links import PeerCredits
 from edgemoe.cluster.rpc.transport import ENDPOINT
 from edgemoe.errors import ConfigError, PeerRefused, ServiceError, WireError
 from edgemoe.ipc.engine_socket import private_directory
@@ -99,7 +99,7 @@ async def test_an_answer_to_nothing_is_served_to_nobody(frames: list[bytes]) -> 
 
 
 def test_a_question_larger_than_all_credits_goes_alone() -> None:
-    credits_, taken = Credits(100), list[int]()
+    credits_, taken = PeerCredits(100), list[int]()
     for size_bytes in (1000, 1, 2, 1000, 3):
         credits_.acquire(size_bytes, taken.append)
     assert taken == [100]
@@ -114,7 +114,7 @@ def test_a_question_larger_than_all_credits_goes_alone() -> None:
 
 
 def test_any_number_of_questions_may_give_their_credits_back_at_once() -> None:
-    credits_, turns = Credits(100), list[int]()
+    credits_, turns = PeerCredits(100), list[int]()
 
     def fails(taken: int) -> None:
         turns.append(taken)

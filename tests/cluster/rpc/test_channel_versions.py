@@ -13,7 +13,7 @@ from support.waiting import until
 from edgemoe.cluster.rpc import envelope
 from edgemoe.cluster.rpc.envelope import seal
 from edgemoe.errors import PeerOutdated, PeerRefused, PeerUnavailable
-from edgemoe.wire.protocol import PROTOCOL_VERSIONS, Language, Message, Versions
+from edgemoe.wire.protocol import PROTOCOL_VERSIONS, Message, MessageLanguage, Versions
 
 NEXT = Versions(PROTOCOL_VERSIONS.lowest, PROTOCOL_VERSIONS.highest + 1)
 
@@ -31,7 +31,9 @@ class Wave(Message, frozen=True, tag="Wave"):
     since = NEXT.highest
 
 
-NEXT_LANGUAGE: Language[Any] = Language(NextEcho, *[m for m in LANGUAGE.messages.values() if m is not Echo], Wave)
+NEXT_LANGUAGE: MessageLanguage[Any] = MessageLanguage(
+    NextEcho, *[m for m in LANGUAGE.messages.values() if m is not Echo], Wave
+)
 
 
 def boxes(**of_b: Any) -> tuple[Box, Box]:

@@ -17,10 +17,10 @@ from edgemoe.experts.compute import peer_layer_step as remote
 from edgemoe.experts.compute.cost_model import FIRST_ELSEWHERE, FIRST_LINK, CostModel
 from edgemoe.experts.compute.peer_layer_step import PeerExperts
 from edgemoe.policy import resolve as resolution
-from edgemoe.policy.resolve import PEERS_EACH, Resolution, WayCosts
+from edgemoe.policy.resolve import PEERS_EACH, WayAssignment, WayCosts
 from edgemoe.types.arrays import BoolArray, FloatArray, IntArray
 from edgemoe.types.experts import ExpertGeometry, Tier
-from edgemoe.types.peers import ExpertWork, Offer, RemoteCall
+from edgemoe.types.peers import ExpertWork, PeerCosts, RemoteCall
 from edgemoe.types.token_groups import TokenGroups
 
 SHAPE = ExpertGeometry(layers=1, experts=4, top_k=2, hidden=8, width=4, dtype="float32")
@@ -47,11 +47,11 @@ class FakePeers:
         self.asked: list[str] = []
         self.looks = 0
 
-    def offers(self, layer: int, experts: IntArray) -> Sequence[Offer]:
+    def offers(self, layer: int, experts: IntArray) -> Sequence[PeerCosts]:
         self.looks += 1
         assert self.looks < 100, "it goes round for ever"
         wait_s = np.where(np.isin(experts, self._has), 0.0, np.inf).astype(np.float32)
-        return [Offer(node, 1e-3, 0.0, 1e-3, wait_s) for node in self._nodes]
+        return [PeerCosts(node, 1e-3, 0.0, 1e-3, wait_s) for node in self._nodes]
 
     def fetch_s(self, layer: int, experts: IntArray, without: Collection[str]) -> FloatArray:
         return np.full(len(experts), np.inf, np.float32)
@@ -248,7 +248,7 @@ def test_a_peer_s_disk_serves_experts_that_no_other_has_in_memory() -> None:
     class OneReads(FakePeers):
         """b would read the expert from its disk; c has it in memory, and is slower at that."""
 
-        def offers(self, layer: int, experts: IntArray) -> Sequence[Offer]:
+        def offers(self, layer: int, experts: IntArray) -> Sequence[PeerCosts]:
             b, *others = super().offers(layer, experts)
             b = b._replace(wait_s=np.full(len(experts), 1e-6, np.float32))
             return [b, *(each._replace(open_s=0.1) for each in others)]
@@ -265,7 +265,7 @@ def test_a_peer_s_disk_serves_experts_that_no_other_has_in_memory() -> None:
 def test_attempts_for_a_layer_do_not_grow_with_the_peers(nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[tuple[int, ...]] = []
 
-    def resolve(ways: WayCosts) -> Resolution:
+    def resolve(ways: WayCosts) -> WayAssignment:
         tried.append(ways.load.shape)
         return resolution.resolve(ways)
 
@@ -279,7 +279,7 @@ def test_attempts_for_a_layer_do_not_grow_with_the_peers(nodes: int, monkeypatch
 
 def test_an_expert_goes_to_the_peer_that_has_it_soonest_among_many(monkeypatch: pytest.MonkeyPatch) -> None:
     class Uneven(FakePeers):
-        def offers(self, layer: int, experts: IntArray) -> Sequence[Offer]:
+        def offers(self, layer: int, experts: IntArray) -> Sequence[PeerCosts]:
             return [
                 one._replace(open_s=1e-3 * (1 + (i + 5) % 16)) for i, one in enumerate(super().offers(layer, experts))
             ]

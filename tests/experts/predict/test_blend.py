@@ -7,7 +7,7 @@ import numpy.typing as npt
 import pytest
 from support.kept import KERNELS
 
-from edgemoe.experts.predict.forecast_blend import HORIZONS, NEXT_LAYER, NEXT_STEP, AwaitedForecast, Blend, GateFusion
+from edgemoe.experts.predict.forecast_blend import HORIZONS, NEXT_LAYER, NEXT_STEP, AwaitedForecast, ForecastBlend, GateFusion
 from edgemoe.experts.predict.next_use import NextUsePredictor, link_predictor
 from edgemoe.policy.fusion import Calibration
 from edgemoe.types.arrays import FloatArray
@@ -37,7 +37,7 @@ def forecast(seed: int) -> FloatArray:
     return np.random.default_rng(seed).random((2, L, E)).astype(np.float32)
 
 
-def ranks_with_forecast(predictor: NextUsePredictor, blend: Blend, probs: FloatArray, trust: float = 1.0) -> FloatArray:
+def ranks_with_forecast(predictor: NextUsePredictor, blend: ForecastBlend, probs: FloatArray, trust: float = 1.0) -> FloatArray:
     """Returns the ranks after a forecast."""
     predictor.set_fusion(blend.shares, blend.etas)
     predictor.add_forecast(probs, trust)
@@ -56,7 +56,7 @@ def expected(
     return p, np.log(utility / (1 - utility))
 
 
-def learn(blend: Blend, horizon: int, right: bool, rounds: int = 80) -> None:
+def learn(blend: ForecastBlend, horizon: int, right: bool, rounds: int = 80) -> None:
     """Teaches the blend forecasts of one horizon, right or wrong, about experts unknown to the predictor."""
     random = np.random.default_rng(2)
     for number in range(rounds + (horizon == NEXT_STEP)):
@@ -75,11 +75,11 @@ def learn(blend: Blend, horizon: int, right: bool, rounds: int = 80) -> None:
 
 def test_without_a_forecast_or_a_record_ranks_are_the_predictors(predictor: NextUsePredictor) -> None:
     np.testing.assert_array_equal(predictor.ranks, predictor.scores)
-    np.testing.assert_array_equal(ranks_with_forecast(predictor, Blend(), forecast(3)), predictor.scores)
+    np.testing.assert_array_equal(ranks_with_forecast(predictor, ForecastBlend(), forecast(3)), predictor.scores)
 
 
 def test_this_step_and_the_next_are_blended_by_their_records(predictor: NextUsePredictor) -> None:
-    blend, probs, now = Blend(), forecast(4), 2  # half of the layers have run
+    blend, probs, now = ForecastBlend(), forecast(4), 2  # half of the layers have run
     learn(blend, now, right=True)
     learn(blend, NEXT_STEP, right=True, rounds=40)
     assert min(blend.mix.eta(now), blend.mix.eta(NEXT_STEP)) > 0.5
@@ -93,7 +93,7 @@ def test_this_step_and_the_next_are_blended_by_their_records(predictor: NextUseP
 
 
 def test_a_forecaster_that_is_wrong_is_not_listened_to(predictor: NextUsePredictor) -> None:
-    blend = Blend()
+    blend = ForecastBlend()
     for horizon in range(HORIZONS):
         learn(blend, horizon, right=False)
         assert blend.mix.eta(horizon) == 0
@@ -101,7 +101,7 @@ def test_a_forecaster_that_is_wrong_is_not_listened_to(predictor: NextUsePredict
 
 
 def test_a_gates_chance_is_fused_in_the_same_way() -> None:
-    blend, random = Blend(), np.random.default_rng(6)
+    blend, random = ForecastBlend(), np.random.default_rng(6)
     learn(blend, NEXT_LAYER, right=True)
     odds, chance = random.normal(-1, 2, 8).astype(np.float32), random.random(8).astype(np.float32)
     ranks, experts = np.zeros((L, E), np.float32), random.permutation(E)[:8]
@@ -115,7 +115,7 @@ def test_a_gates_chance_is_fused_in_the_same_way() -> None:
 
 def test_forecasts_are_recorded_with_the_predictor_s_scores(predictor: NextUsePredictor) -> None:
     probs = forecast(8)
-    ranks_with_forecast(predictor, Blend(), probs)
+    ranks_with_forecast(predictor, ForecastBlend(), probs)
     awaited = predictor.pop_awaited()
     assert {each.horizon for each in awaited} == {2, NEXT_STEP}
     odds = (predictor.scores - predictor.phase[:, None]).ravel()
@@ -127,7 +127,7 @@ def test_forecasts_are_recorded_with_the_predictor_s_scores(predictor: NextUsePr
 
 
 def test_fusion_s_learned_state_is_restored_and_damage_is_not() -> None:
-    blend, other = Blend(), Blend()
+    blend, other = ForecastBlend(), ForecastBlend()
     for horizon in (2, NEXT_LAYER):
         learn(blend, horizon, right=True)
     kept = {name: array.copy() for name, array in blend.learned().items()}

@@ -16,9 +16,9 @@ from edgemoe.policy.routing.gimbal import GimbalChoice, GimbalThresholds
 from edgemoe.policy.routing.marginal_union import DecodeTimes, PromptForecast, UnionTerm
 from edgemoe.policy.routing.offers import (
     FORGET_S,
-    Dispatches,
+    RecentDispatches,
     RoutingTarget,
-    Offered,
+    WaitingRequest,
     PushRouting,
     RoundRobin,
     RoutingPolicy,
@@ -38,8 +38,8 @@ POLICIES: dict[str, Callable[[], RoutingPolicy]] = {
 }
 
 
-def offer(request: str = "r", prompt: int = 100, arrived_s: float = 0.0, user: str = "") -> Offered:
-    return Offered(request, prompt, arrived_s, max_tokens=64, expected_tokens=32.0, user=user)
+def offer(request: str = "r", prompt: int = 100, arrived_s: float = 0.0, user: str = "") -> WaitingRequest:
+    return WaitingRequest(request, prompt, arrived_s, max_tokens=64, expected_tokens=32.0, user=user)
 
 
 def engine(place: str, used: float = 0.0, prefill: int = 0, running: int = 0, waiting: int = 0) -> RoutingTarget:
@@ -50,7 +50,7 @@ def engine(place: str, used: float = 0.0, prefill: int = 0, running: int = 0, wa
 
 offers_ = st.lists(
     st.builds(
-        Offered,
+        WaitingRequest,
         st.uuids().map(str),
         st.integers(1, 40_000),
         st.floats(0.0, 100.0),
@@ -85,7 +85,7 @@ engines_ = st.lists(
 @pytest.mark.parametrize("name", POLICIES)
 @given(offers=offers_, views=engines_)
 def test_every_offer_is_assigned_at_most_once_and_none_to_an_engine_that_is_full(
-    name: str, offers: list[Offered], views: list[RoutingTarget]
+    name: str, offers: list[WaitingRequest], views: list[RoutingTarget]
 ) -> None:
     policy = POLICIES[name]()
     takes = policy.takes(views)
@@ -99,7 +99,7 @@ def test_every_offer_is_assigned_at_most_once_and_none_to_an_engine_that_is_full
 
 
 @given(offers=offers_, views=engines_)
-def test_pull_respects_an_engine_s_blocks_slots_and_step(offers: list[Offered], views: list[RoutingTarget]) -> None:
+def test_pull_respects_an_engine_s_blocks_slots_and_step(offers: list[WaitingRequest], views: list[RoutingTarget]) -> None:
     limits = PullLimits()
     there = {view.place: view for view in views}
     asked = {offered.request: offered for offered in offers}
@@ -168,7 +168,7 @@ def test_pull_takes_the_shortest_and_prefers_the_engine_that_has_the_prefix_unti
 
 
 def test_other_costs_beyond_the_cheapest_engine_count_beside_prefill() -> None:
-    def cost(offers: Sequence[Offered], views: Sequence[RoutingTarget]) -> Values:
+    def cost(offers: Sequence[WaitingRequest], views: Sequence[RoutingTarget]) -> Values:
         return np.array([[one.prompt_tokens / 100 * (view.place == "b") for one in offers] for view in views])
 
     offers, views = [offer("short", 100), offer("long", 900)], [engine("a"), engine("b", prefill=1)]
@@ -178,7 +178,7 @@ def test_other_costs_beyond_the_cheapest_engine_count_beside_prefill() -> None:
 
 @given(offers=offers_, views=engines_, waited_s=st.floats(0.0, 1e4), seed=st.integers(0, 99))
 def test_incremental_costs_after_each_assignment_equal_a_full_computation(
-    offers: list[Offered], views: list[RoutingTarget], waited_s: float, seed: int
+    offers: list[WaitingRequest], views: list[RoutingTarget], waited_s: float, seed: int
 ) -> None:
     """Of many offers, the first to be assigned, then the first of the rest, and so on, each by a new policy object."""
     rng = np.random.default_rng(seed)
@@ -212,7 +212,7 @@ def test_pull_sends_a_user_where_he_was_until_that_has_expired_or_is_busy() -> N
     """A key covers 64 tokens. Half of that is expected to be cached beyond the keys: 32 ms."""
     pull, views = PullRouting(PullLimits(affinity_s=10.0)), [engine("a"), engine("b")]
 
-    def asked(user: str) -> Offered:
+    def asked(user: str) -> WaitingRequest:
         return replace(offer(user=user, prompt=200), key_tokens=64)
 
     assert pull.assign([asked("u")], views[1:], 0.0) == [("r", "b")]
@@ -274,7 +274,7 @@ def test_baselines_choose_as_their_names_say() -> None:
 
 
 def test_a_ledger_counts_a_dispatch_until_a_report_names_it() -> None:
-    dispatches = Dispatches()
+    dispatches = RecentDispatches()
     dispatches.on_engine_view(engine("a"))
     dispatches.on_engine_view(engine("b"))
     dispatches.dispatch(offer("1", 100), "a", 0.0)

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgemoe.policy.routing.eldr import IN_BAND, NEAREST, BandRouting, LocalityBand
-from edgemoe.policy.routing.offers import Offered, RoutingTarget, fewest
+from edgemoe.policy.routing.offers import RoutingTarget, WaitingRequest, fewest
 from edgemoe.policy.routing.pull import PullLimits, PullRouting
-from edgemoe.policy.routing.signatures import ExpertClusters, Fit
+from edgemoe.policy.routing.signatures import ClusterFit, ExpertClusters
 from edgemoe.types.arrays import FloatArray
 
 LAYERS, EXPERTS = 2, 8
@@ -29,7 +29,7 @@ def clusters(*kinds: tuple[int, ...]) -> ExpertClusters:
     centroids = np.stack([counts(each).ravel() / np.linalg.norm(counts(each)) for each in kinds])
     decode = np.zeros((len(kinds), LAYERS, EXPERTS), np.float32)
     return ExpertClusters(
-        np.ones((LAYERS, EXPERTS), np.float32), centroids, decode, Fit(1, 0, np.ones(len(kinds), int))
+        np.ones((LAYERS, EXPERTS), np.float32), centroids, decode, ClusterFit(1, 0, np.ones(len(kinds), int))
     )
 
 
@@ -40,8 +40,8 @@ def band(*places: str) -> LocalityBand:
     return made
 
 
-def offer(name: str, experts: tuple[int, ...] | None, arrived_s: float = 0.0) -> Offered:
-    return Offered(name, 100, arrived_s, 10, 5.0, signature=None if experts is None else counts(experts))
+def offer(name: str, experts: tuple[int, ...] | None, arrived_s: float = 0.0) -> WaitingRequest:
+    return WaitingRequest(name, 100, arrived_s, 10, 5.0, signature=None if experts is None else counts(experts))
 
 
 def engine(place: str, running: int = 0, slots: int = 2) -> RoutingTarget:

@@ -15,9 +15,9 @@ from edgemoe.policy.routing.marginal_union import (
     UnionTerm,
     engine_step,
 )
-from edgemoe.policy.routing.offers import Offered, PushRouting, RoutingTarget
+from edgemoe.policy.routing.offers import PushRouting, RoutingTarget, WaitingRequest
 from edgemoe.policy.routing.pull import PullLimits, PullRouting
-from edgemoe.policy.routing.signatures import ExpertClusters, Fit, absence
+from edgemoe.policy.routing.signatures import ClusterFit, ExpertClusters, absence
 from edgemoe.types.arrays import FloatArray
 
 LAYERS, EXPERTS, TOP_K = 2, 8, 2
@@ -32,9 +32,11 @@ def counts(experts: tuple[int, ...], tokens: int = 200) -> FloatArray:
     return found
 
 
-def offered(experts: tuple[int, ...], name: str = "r", waited_s: float = 0.0) -> Offered:
+def offered(experts: tuple[int, ...], name: str = "r", waited_s: float = 0.0) -> WaitingRequest:
     signature = counts(experts)
-    return Offered(name, 200, -waited_s, expected_tokens=10.0, signature=signature, chance=FORECAST.chance(signature))
+    return WaitingRequest(
+        name, 200, -waited_s, expected_tokens=10.0, signature=signature, chance=FORECAST.chance(signature)
+    )
 
 
 def engine(place: str, *running: tuple[int, ...], slots: int = 4) -> RoutingTarget:
@@ -118,7 +120,7 @@ def test_the_band_knows_engines_by_name() -> None:
     weights = np.ones((LAYERS, EXPERTS), np.float32)
     centroids = np.stack([counts(each).ravel() / np.linalg.norm(counts(each)) for each in (LOW, HIGH)])
     clusters = ExpertClusters(
-        weights, centroids, np.zeros((2, LAYERS, EXPERTS), np.float32), Fit(1, 0, np.ones(2, int))
+        weights, centroids, np.zeros((2, LAYERS, EXPERTS), np.float32), ClusterFit(1, 0, np.ones(2, int))
     )
     choose = BandChoice(clusters, ["a", "b"])
     views = [engine("new"), engine("b", LOW, LOW, LOW), engine("a", HIGH)]

@@ -26,7 +26,7 @@ from edgemoe.replay.box import BoxSpec
 from edgemoe.replay.replay_policies import MAKERS as SERVED
 from edgemoe.replay.replay_policies import PolicyMaker
 from edgemoe.replay.run import Replay, ReplayedStep
-from edgemoe.replay.trace import Step, Trace, first, in_turn, load
+from edgemoe.replay.trace import Trace, TraceStep, first, in_turn, load
 from edgemoe.types.arrays import IntArray
 from edgemoe.types.experts import CachePolicy
 from edgemoe.types.step import StepMeta
@@ -112,7 +112,7 @@ def with_prompts(trace: Trace, share: float) -> Iterator[ReplayedStep]:
             meta = StepMeta((str(name),), lengths, np.zeros(1, np.bool_), none, none)
             yield ReplayedStep(meta, ids[:length].swapaxes(0, 1))
         for token in ids[length:]:
-            yield ReplayedStep.of(Step((name,), token[None]))
+            yield ReplayedStep.of(TraceStep((name,), token[None]))
 
 
 def run_all(args: argparse.Namespace) -> None:

@@ -33,7 +33,7 @@ from edgemoe.experts.predict.predictive_policy import LearnedPolicy
 from edgemoe.policy.cache_ranks import EWMA, LRU
 from edgemoe.replay.box import BoxSpec, ReplayBox
 from edgemoe.replay.run import Replay, ReplayedStep
-from edgemoe.replay.trace import Counts
+from edgemoe.replay.trace import ReplayCounts
 from edgemoe.telemetry.recorder import Recorder
 from edgemoe.telemetry.routing_recording import RecordingHeader
 from edgemoe.types.step import StepRouting
@@ -102,7 +102,7 @@ def policy_of(name: str, lesson: Lesson) -> Any:
     return plain[name]
 
 
-def rounds_of(contender: Replayed, lesson: Lesson, machine: BoxSpec, args: Namespace) -> list[Counts]:
+def rounds_of(contender: Replayed, lesson: Lesson, machine: BoxSpec, args: Namespace) -> list[ReplayCounts]:
     """Returns the counts of each scored round."""
     geometry, policy = machine.geometry(*lesson.shape), policy_of(contender.policy, lesson)
     run = Replay(policy, geometry)
@@ -114,7 +114,7 @@ def rounds_of(contender: Replayed, lesson: Lesson, machine: BoxSpec, args: Names
     return rounds[args.unscored :]
 
 
-def _round(run: Replay, box: ReplayBox, steps: Iterator[ReplayedStep], tokens: int) -> Counts:
+def _round(run: Replay, box: ReplayBox, steps: Iterator[ReplayedStep], tokens: int) -> ReplayCounts:
     """Returns the counts of `tokens` decoded tokens, after their prompt."""
     run.step(next(steps))
     before = box.counts
@@ -123,10 +123,10 @@ def _round(run: Replay, box: ReplayBox, steps: Iterator[ReplayedStep], tokens: i
     return box.counts.since(before)
 
 
-def row(name: str, rounds: list[Counts], others: dict[str, list[Counts]], args: Namespace, size: int) -> dict[str, Any]:
+def row(name: str, rounds: list[ReplayCounts], others: dict[str, list[ReplayCounts]], args: Namespace, size: int) -> dict[str, Any]:
     """Returns a contender's figures per token."""
     stall_ms = [1e3 * each.stall_s / args.tokens for each in rounds]
-    total = Counts(*map(sum, zip(*rounds, strict=True)))
+    total = ReplayCounts(*map(sum, zip(*rounds, strict=True)))
     tokens, wasted = args.tokens * len(rounds), total.wasted_bytes / size
     begun = total.prefetched + total.promoted + total.withdrawn
     figures = {

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from random import Random
 
 from edgemoe.policy.routing.gimbal import DEFAULTS, GimbalChoice, GimbalThresholds
-from edgemoe.policy.routing.offers import Offered, RoutingTarget, fewest
+from edgemoe.policy.routing.offers import RoutingTarget, WaitingRequest, fewest
 
 WAITING_WEIGHT = 4  # vllm/v1/engine/core_client.py, DPLBAsyncMPClient.get_core_engine_for_request
 
@@ -17,7 +17,7 @@ class Anywhere:
     def __init__(self, random: Random) -> None:
         self._random = random
 
-    def __call__(self, offered: Offered, open_: Sequence[RoutingTarget], now_s: float) -> RoutingTarget:
+    def __call__(self, offered: WaitingRequest, open_: Sequence[RoutingTarget], now_s: float) -> RoutingTarget:
         return self._random.choice(open_)
 
 
@@ -27,7 +27,7 @@ class BetterOfTwo:
     def __init__(self, random: Random) -> None:
         self._random = random
 
-    def __call__(self, offered: Offered, open_: Sequence[RoutingTarget], now_s: float) -> RoutingTarget:
+    def __call__(self, offered: WaitingRequest, open_: Sequence[RoutingTarget], now_s: float) -> RoutingTarget:
         return fewest(offered, self._random.sample(open_, min(2, len(open_))), now_s)
 
 
@@ -40,12 +40,12 @@ class ByLabel:
     def __init__(self, engines_of: dict[str, frozenset[str]]) -> None:
         self._engines_of = engines_of  # request -> places
 
-    def __call__(self, offered: Offered, open_: Sequence[RoutingTarget], now_s: float) -> RoutingTarget:
+    def __call__(self, offered: WaitingRequest, open_: Sequence[RoutingTarget], now_s: float) -> RoutingTarget:
         own = [view for view in open_ if view.place in self._engines_of.get(offered.request, ())]
         return fewest(offered, own or open_, now_s)
 
 
-def least_requests(offered: Offered, open_: Sequence[RoutingTarget], now_s: float) -> RoutingTarget:
+def least_requests(offered: WaitingRequest, open_: Sequence[RoutingTarget], now_s: float) -> RoutingTarget:
     """Returns the engine with the least score, in which a waiting request weighs four times: vLLM's own router."""
     return min(open_, key=lambda view: (WAITING_WEIGHT * view.waiting + view.running, view.place))
 

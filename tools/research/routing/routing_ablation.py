@@ -17,7 +17,14 @@ import numpy as np
 
 from edgemoe.policy.routing.gimbal import GimbalChoice, GimbalThresholds
 from edgemoe.policy.routing.marginal_union import DecodeTimes, PromptForecast, UnionTerm
-from edgemoe.policy.routing.offers import Assignment, Offered, PushRouting, RoundRobin, RoutingPolicy, RoutingTarget
+from edgemoe.policy.routing.offers import (
+    OfferAssignment,
+    PushRouting,
+    RoundRobin,
+    RoutingPolicy,
+    RoutingTarget,
+    WaitingRequest,
+)
 from edgemoe.policy.routing.pull import PullLimits, PullRouting
 from edgemoe.policy.routing.signatures import absence
 from edgemoe.types.arrays import FloatArray
@@ -91,7 +98,9 @@ class Hiding:
     def takes(self, views: Sequence[RoutingTarget]) -> bool:
         return self._policy.takes([replace(view, **self._hidden) for view in views])
 
-    def assign(self, offers: Sequence[Offered], views: Sequence[RoutingTarget], now_s: float) -> list[Assignment]:
+    def assign(
+        self, offers: Sequence[WaitingRequest], views: Sequence[RoutingTarget], now_s: float
+    ) -> list[OfferAssignment]:
         return self._policy.assign(offers, [replace(view, **self._hidden) for view in views], now_s)
 
 

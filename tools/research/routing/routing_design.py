@@ -11,8 +11,8 @@ import numpy as np
 
 from edgemoe.policy.routing.eldr import BandChoice, drifted
 from edgemoe.policy.routing.eldr_fitting import (
-    Clusters,
     RecordedTraffic,
+    RequestClusters,
     balanced,
     choose_weights,
     described,
@@ -20,7 +20,7 @@ from edgemoe.policy.routing.eldr_fitting import (
     middles,
 )
 from edgemoe.policy.routing.marginal_union import DecodeTimes, PromptForecast, UnionChoice, engine_step
-from edgemoe.policy.routing.offers import Offered, PushRouting, RoutingTarget
+from edgemoe.policy.routing.offers import PushRouting, RoutingTarget, WaitingRequest
 from edgemoe.policy.routing.signatures import ExpertClusters, absence, rarity, signatures
 from edgemoe.types.arrays import FloatArray, IntArray
 from tools.research.simulate.decode_pool import DecodeCosts, distinct_experts
@@ -41,7 +41,7 @@ class PulledUnion:
     times: DecodeTimes
     pull: float
 
-    def __call__(self, offered: Offered, open_: Sequence[RoutingTarget], now_s: float) -> RoutingTarget:
+    def __call__(self, offered: WaitingRequest, open_: Sequence[RoutingTarget], now_s: float) -> RoutingTarget:
         assert offered.chance is not None
         assert offered.signature is not None
         steps = [engine_step(view, offered.chance, self.times) for view in open_]
@@ -141,7 +141,7 @@ def _clusters(seen: RecordedTraffic, weights: FloatArray, known: Fitted, plain: 
     for _ in range(30):
         member: IntArray = (points @ centroids.T).argmax(axis=1)
         centroids = middles(points, member, traffic.workers)
-    return described(seen, weights, points, Clusters(member, centroids))
+    return described(seen, weights, points, RequestClusters(member, centroids))
 
 
 def drift(scene: Scene, sources: Sequence[Source], late: str) -> dict[str, Any]:
@@ -197,7 +197,7 @@ def overhead(layers: int, experts: int, top_k: int) -> dict[str, Any]:
     blocks = rng.integers(0, 16, (64, layers, experts)).astype(np.uint8)
     union = absence(forecast.chance(counts)) * 12
     views = [RoutingTarget(place(w), 16, 16, 100, 100, running=12, union=union) for w in range(64)]
-    offered = Offered("r", 1000, 0.0, expected_tokens=100.0, signature=counts, chance=forecast.chance(counts))
+    offered = WaitingRequest("r", 1000, 0.0, expected_tokens=100.0, signature=counts, chance=forecast.chance(counts))
     band = BandChoice(clusters, [place(w) for w in range(16)])
     choose = UnionChoice(DecodeTimes(0.01, 1e-5))
     for name, call in (

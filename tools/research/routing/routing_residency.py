@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from edgemoe.policy.routing.offers import Assignment, Offered, RoutingPolicy, RoutingTarget
+from edgemoe.policy.routing.offers import OfferAssignment, RoutingPolicy, RoutingTarget, WaitingRequest
 from tools.research.simulate.decode_pool import DecodeCosts
 from tools.research.simulate.decode_study import compared, figures, fitted, outcome, policy_of
 from tools.research.simulate.decode_traffic import MODELS, Scene, Source, Traffic, scene_of, sources_of, step_costs
@@ -33,7 +33,9 @@ class Unaware:
     def takes(self, views: Sequence[RoutingTarget]) -> bool:
         return self._policy.takes(views)
 
-    def assign(self, offers: Sequence[Offered], views: Sequence[RoutingTarget], now_s: float) -> list[Assignment]:
+    def assign(
+        self, offers: Sequence[WaitingRequest], views: Sequence[RoutingTarget], now_s: float
+    ) -> list[OfferAssignment]:
         return self._policy.assign(offers, [replace(view, resident=None) for view in views], now_s)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edgemoe.policy.routing.marginal_union import PromptForecast
-from edgemoe.policy.routing.offers import Offered, RoutingPolicy, RoutingTarget
+from edgemoe.policy.routing.offers import RoutingPolicy, RoutingTarget, WaitingRequest
 from edgemoe.policy.routing.signatures import absence
 from edgemoe.types.arrays import FloatArray
 from tools.research.simulate.decode_pool import DecodeOutcome, DecodePool
@@ -50,7 +50,7 @@ class SimulatedRouter:
             )
             for w in np.flatnonzero(room).tolist()
         ]
-        offered = Offered(
+        offered = WaitingRequest(
             str(request),
             prompt_tokens=1,
             arrived_s=now_s,

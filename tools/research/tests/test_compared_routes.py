@@ -6,10 +6,10 @@ from random import Random
 
 import pytest
 
-from edgemoe.policy.routing.offers import TargetChooser, RoutingTarget, Offered, PushRouting
+from edgemoe.policy.routing.offers import TargetChooser, RoutingTarget, WaitingRequest, PushRouting
 from tools.research.routing.compared_routes import Anywhere, BetterOfTwo, ByLabel, PseudoCodeGimbal, least_requests
 
-OFFER = Offered("r", 100, 0.0, max_tokens=64, expected_tokens=32.0)
+OFFER = WaitingRequest("r", 100, 0.0, max_tokens=64, expected_tokens=32.0)
 CHOOSERS = [Anywhere(Random(1)), BetterOfTwo(Random(1)), ByLabel({"0": frozenset(["a"])}), least_requests]
 
 
@@ -21,7 +21,7 @@ def engine(place: str, used: float = 0.0, prefill: int = 0, running: int = 0, wa
 
 def test_they_choose_as_their_names_say() -> None:
     views = [engine("a", running=5), engine("b", running=1, waiting=3), engine("c", running=8)]
-    three = [Offered(name, 100, 0.0) for name in "xyz"]
+    three = [WaitingRequest(name, 100, 0.0) for name in "xyz"]
     assert [place for _, place in PushRouting(least_requests).assign(three, views, 0.0)] == ["a", "c", "a"]
     assert PushRouting(ByLabel({"x": frozenset("c")})).assign(three, views, 0.0)[0].place == "c"
 
@@ -29,7 +29,7 @@ def test_they_choose_as_their_names_say() -> None:
 @pytest.mark.parametrize("choose", CHOOSERS)
 def test_offers_go_where_there_is_room_each_once(choose: TargetChooser) -> None:
     views = [engine("a", waiting=14), engine("b", waiting=15), engine("c", waiting=16)]
-    offers = [Offered(str(n), 10, 0.0) for n in range(5)]
+    offers = [WaitingRequest(str(n), 10, 0.0) for n in range(5)]
     found = PushRouting(choose).assign(offers, views, 0.0)
     assert [one.request for one in found] == ["0", "1", "2"]
     assert sorted(one.place for one in found) == ["a", "a", "b"]

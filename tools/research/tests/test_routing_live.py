@@ -14,7 +14,7 @@ import pytest
 from edgemoe.cluster.control.messages import LoadReport
 from edgemoe.cluster.control.requests import offer_views
 from edgemoe.policy.routing.marginal_union import DecodeTimes, UnionTerm
-from edgemoe.policy.routing.offers import RoutingTarget, Offered
+from edgemoe.policy.routing.offers import RoutingTarget, WaitingRequest
 from edgemoe.policy.routing.signatures import ModelSizes
 from edgemoe.types.expert_signatures import ExpertDemand
 from tools.research.placement.prism.models import STAND_INS, WORDS, Model, words_of
@@ -86,7 +86,7 @@ def test_plots_show_the_logged_records(tmp_path: Path) -> None:
 def test_blind_leaders_lack_exactly_their_part(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two equal engines one has the request's experts far away."""
     chance = np.array([[0.9, 0.9, 0.0, 0.0]], np.float32)
-    offers = [Offered("0", 16, 0.0, 10, 10.0, chance=chance)]
+    offers = [WaitingRequest("0", 16, 0.0, 10, 10.0, chance=chance)]
     apart_s = {}
     for blind in (False, True):
         if blind:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from edgemoe.policy.routing.marginal_union import DecodeTimes, PromptForecast, UnionTerm
-from edgemoe.policy.routing.offers import Offered, PushRouting, fewest
+from edgemoe.policy.routing.offers import PushRouting, WaitingRequest, fewest
 from edgemoe.policy.routing.pull import PullLimits, PullRouting
 from tools.research.simulate.decode_pool import DecodeCosts
 from tools.research.simulate.decode_traffic import Source, counted
@@ -33,10 +33,10 @@ def shape(sources: list[Source]) -> EngineShape:
     return EngineShape(StepCosts(1.0, 0.0, 0.0, 0.0), slots=8, more_s=experts_s, data=routed(sources, COSTS))
 
 
-def offered(sources: list[Source]) -> list[Offered]:
+def offered(sources: list[Source]) -> list[WaitingRequest]:
     forecast = PromptForecast(TOP_K)
     chances = [forecast.chance(each.prefill) for each in sources]
-    return [Offered(str(n), 10, 0.1 * n, expected_tokens=20.0, chance=each) for n, each in enumerate(chances)]
+    return [WaitingRequest(str(n), 10, 0.1 * n, expected_tokens=20.0, chance=each) for n, each in enumerate(chances)]
 
 
 def test_a_step_loads_all_experts_for_prompts_and_else_its_tokens_choices() -> None:

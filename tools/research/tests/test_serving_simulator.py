@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgemoe.policy.routing.offers import Offered, PushRouting, RoundRobin
+from edgemoe.policy.routing.offers import PushRouting, RoundRobin, WaitingRequest
 from edgemoe.policy.routing.pull import PullLimits, PullRouting
 from tools.research.simulate.serving.cluster import Knowledge, cluster_of, jobs_of
 from tools.research.simulate.serving.engine_steps import StepCosts
@@ -22,11 +22,13 @@ COSTS = StepCosts(fixed_s=0.01, prefill_s=0.001, decode_s=0.002, context_s=0.0)
 SHAPE = EngineShape(COSTS, slots=4, blocks=64, step_tokens=32)
 
 
-def offered(name: int, prompt: int, at_s: float = 0.0, prefix: tuple[int, ...] = ()) -> Offered:
-    return Offered(str(name), prompt, at_s, max_tokens=64, prefix=prefix, key_tokens=16)
+def offered(name: int, prompt: int, at_s: float = 0.0, prefix: tuple[int, ...] = ()) -> WaitingRequest:
+    return WaitingRequest(str(name), prompt, at_s, max_tokens=64, prefix=prefix, key_tokens=16)
 
 
-def served(requests: list[Offered], output: list[int], shape: EngineShape = SHAPE, engines: int = 1) -> list[Job]:
+def served(
+    requests: list[WaitingRequest], output: list[int], shape: EngineShape = SHAPE, engines: int = 1
+) -> list[Job]:
     jobs = jobs_of(requests, output)
     cluster_of(engines, shape, PushRouting(RoundRobin())).serve(jobs)
     return jobs

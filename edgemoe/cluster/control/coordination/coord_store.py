@@ -91,11 +91,11 @@ class CoordState:
     def apply(self, op: ops.Op) -> int | bool | str:
         """Returns the answer to one operation of the embedded agreement's log."""
         match op:
-            case ops.Claim():
+            case ops.ClaimLease():
                 return self.claim(op.node, op.epoch, op.expect_epoch, op.expect_renewals)
-            case ops.Renew():
+            case ops.RenewLease():
                 return self.renew(op.epoch)
-            case ops.Resign():
+            case ops.ResignLease():
                 return self.resign(op.epoch)
             case ops.CommitPlan():
                 return self.commit_plan(op.epoch, op.version, op.digest)

@@ -21,7 +21,7 @@ Count = Annotated[int, Meta(ge=0, le=1 << 62)]
 Name = Annotated[str, Meta(min_length=1, max_length=64)]
 
 
-class Claim(msgspec.Struct, frozen=True, array_like=True, tag="claim"):
+class ClaimLease(msgspec.Struct, frozen=True, array_like=True, tag="claim"):
     """`node` leads in `epoch`, unless another epoch or renewal than expected came in between."""
 
     SINCE: ClassVar[int] = 1
@@ -31,14 +31,14 @@ class Claim(msgspec.Struct, frozen=True, array_like=True, tag="claim"):
     expect_renewals: Count
 
 
-class Renew(msgspec.Struct, frozen=True, array_like=True, tag="renew"):
+class RenewLease(msgspec.Struct, frozen=True, array_like=True, tag="renew"):
     """The leader of `epoch` renews its lease."""
 
     SINCE: ClassVar[int] = 1
     epoch: Count
 
 
-class Resign(msgspec.Struct, frozen=True, array_like=True, tag="resign"):
+class ResignLease(msgspec.Struct, frozen=True, array_like=True, tag="resign"):
     """The lease of `epoch` ends."""
 
     SINCE: ClassVar[int] = 1
@@ -54,7 +54,7 @@ class CommitPlan(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
     digest: Annotated[str, Meta(max_length=256)]
 
 
-Op = Claim | Renew | Resign | CommitPlan
+Op = ClaimLease | RenewLease | ResignLease | CommitPlan
 _decoder: msgspec.msgpack.Decoder[Op] = msgspec.msgpack.Decoder(Op)
 
 

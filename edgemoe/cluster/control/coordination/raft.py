@@ -49,7 +49,7 @@ OPERATION = 0  # PySyncObj's types of entries
 NO_OPERATION = b"\1"
 
 
-class Replica(SyncObj):  # type: ignore[misc]
+class StateReplica(SyncObj):  # type: ignore[misc]
     """The replicated CoordState. Operations are applied on every member in the same order, on PySyncObj's thread."""
 
     def __init__(
@@ -115,7 +115,7 @@ class Replica(SyncObj):  # type: ignore[misc]
             self._say(logging.ERROR, "an operation of the agreement is passed over: another release wrote it")
             return None
         answer = self.state.apply(op)
-        if answer and isinstance(op, ops.Claim | ops.Renew):
+        if answer and isinstance(op, ops.ClaimLease | ops.RenewLease):
             self.renewed_at = self._clock()
         self.on_applied()
         return answer
@@ -183,7 +183,7 @@ class RaftStore:
         self._clock, self._readable = clock, readable
         self._event = asyncio.Event()
         self._stop = threading.Event()
-        self._replica: Replica | None = None
+        self._replica: StateReplica | None = None
         self._thread: threading.Thread | None = None
         self._started_at = 0.0
 
@@ -219,17 +219,17 @@ class RaftStore:
         renewals, view = replica.state.renewals, self.view()
         if view.leader and view.leader != node:
             raise StaleEpoch(f"{view.leader} leads already, in epoch {view.epoch}")
-        epoch = await self._agree(ops.Claim(node, max(view.epoch, above) + 1, view.epoch, renewals))
+        epoch = await self._agree(ops.ClaimLease(node, max(view.epoch, above) + 1, view.epoch, renewals))
         if not epoch:
             raise StaleEpoch(f"another box claimed an epoch after {view.epoch} first")
         return int(epoch)
 
     async def renew(self, epoch: int) -> None:
-        if not await self._agree(ops.Renew(epoch)):
+        if not await self._agree(ops.RenewLease(epoch)):
             raise StaleEpoch(f"epoch {epoch} is over; the present one is {self.view().epoch}")
 
     async def resign(self, epoch: int) -> None:
-        await self._agree(ops.Resign(epoch))
+        await self._agree(ops.ResignLease(epoch))
 
     async def commit_plan(self, epoch: int, plan: PlanRef) -> None:
         outcome = await self._agree(ops.CommitPlan(epoch, plan.version, plan.digest))
@@ -248,7 +248,7 @@ class RaftStore:
         replica = self._joined()
         return replica.raftLastApplied, xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode(replica.state))
 
-    def _joined(self) -> Replica:
+    def _joined(self) -> StateReplica:
         assert self._replica is not None, "start() first"
         return self._replica
 
@@ -279,9 +279,9 @@ class RaftStore:
         else:
             future.set_exception(CoordUnavailable(f"the members could not agree now (reason {failure})"))
 
-    def _open(self) -> Replica:
+    def _open(self) -> StateReplica:
         """Makes the replica from its files. Raises OSError."""
-        replica = Replica(self._name, self._peers, self._directory, self._link, self.lease_s, self._clock)
+        replica = StateReplica(self._name, self._peers, self._directory, self._link, self.lease_s, self._clock)
         replica.on_applied = self._post_change
         return replica
 
@@ -300,7 +300,7 @@ class RaftStore:
             replica = self._replica = found
         replica.destroy()
 
-    def _reopen(self) -> Replica | None:
+    def _reopen(self) -> StateReplica | None:
         """Returns a replica made from the files, as soon as the disk can be written; None once closed."""
         while not self._stop.wait(BACK_S):
             try:

@@ -31,7 +31,7 @@ from edgemoe.cluster.control.coordination.raft_journal import (
     JournalDamaged,
     decode_snapshot,
 )
-from edgemoe.cluster.control.coordination.recovery import MAX_COUNT, Count, LogEndQuery, LogEndReply, Recovery
+from edgemoe.cluster.control.coordination.recovery import MAX_COUNT, Count, LogEndQuery, LogEndReply, LogRecovery
 from edgemoe.cluster.control.messages import ControlMessage, RaftPayload
 from edgemoe.cluster.rpc.channel import Channel
 from edgemoe.telemetry.rate_limited_log import RateLimitedLog
@@ -130,7 +130,7 @@ class LinkTransport(Transport):  # type: ignore[misc]
         super().__init__(sync_obj, None, [])
         self._say = RateLimitedLog(log)
         self.rejected = 0  # messages that were unreadable, or that PySyncObj failed on
-        self.recovery = Recovery(journal, others, clock)
+        self.recovery = LogRecovery(journal, others, clock)
         self._sync_obj, self._link, self._journal, self._voters = sync_obj, link, journal, voters
         self._nodes = {name: Node(name) for name in others}
         self._up: set[str] = set()
@@ -159,7 +159,7 @@ class LinkTransport(Transport):  # type: ignore[misc]
         return self._link.send(node.id, self._voters + msgspec.msgpack.encode(message))
 
     def recover(self, term: int, agreed: int) -> None:
-        """Asks for the replies that this member needs before it may vote; called once a tick. See `Recovery`."""
+        """Asks for the replies that this member needs before it may vote; called once a tick. See `LogRecovery`."""
         if self._journal.whole:
             return
         if (asked := self.recovery.next_query()) is not None:

@@ -2,7 +2,7 @@
 
 Such a member stores a leader's log, but neither votes nor stands for election. It votes again once a leader has caught
 it up to an entry of that leader's term. Or once every other voter has said how far its log goes; it then votes as
-if it had the longest log. `Recovery` says why this is safe.
+if it had the longest log. `LogRecovery` says why this is safe.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _fits(journal: Journal, before: Entry | None) -> bool:
     return not len(journal) or journal[-1][1] < before[1] or before in journal[:]
 
 
-class Recovery:
+class LogRecovery:
     """Keeps the replies of the other voters until this member may vote. Used on the agreement's thread only.
 
     A majority that remembers elected the leader. So an entry agreed in its term covers all that this member can ever

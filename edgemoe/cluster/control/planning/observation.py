@@ -21,7 +21,7 @@ Values = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Observation:
+class ActivityObservation:
     """The experts that requests chose of late. Counts are shares of the token rate of the busiest box."""
 
     activations: Values  # [N, L, E], 0 for a box without a report
@@ -35,7 +35,7 @@ class Observation:
     bytes_per_s: Values  # [N] of a box's links
 
 
-def observe(reports: Sequence[BoxReport | None], layers: int, experts: int) -> Observation:
+def observe(reports: Sequence[BoxReport | None], layers: int, experts: int) -> ActivityObservation:
     """Returns the reports' observation of a model of L layers of E experts."""
     fits = [each and len(each.chosen) == 2 * layers * experts and tokens_per_s(each) > 0 for each in reports]
     fitting = [each if fit else None for each, fit in zip(reports, fits, strict=True)]
@@ -60,7 +60,7 @@ def observe(reports: Sequence[BoxReport | None], layers: int, experts: int) -> O
         float(np.mean([link.latency_s + link.unit_s for link in each.links])) if each and each.links else CALL_S
         for each in reports
     ]
-    return Observation(
+    return ActivityObservation(
         activations,
         computed,
         steps_per_token,
@@ -94,7 +94,7 @@ def _pairs(report: BoxReport, weight: float, shape: tuple[int, ...]) -> IntArray
     return np.asarray(pairs[np.argsort(pairs[:, 0], kind="stable")], np.int64)
 
 
-def successions(reports: Sequence[BoxReport | None], seen: Observation) -> Values:
+def successions(reports: Sequence[BoxReport | None], seen: ActivityObservation) -> Values:
     """Returns how often a token chose one expert and then another in the next layer [L - 1, E, E], in counts of `seen`.
 
     Pairs that a report does not list share the rest of the count in proportion to chance.

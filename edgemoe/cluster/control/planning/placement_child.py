@@ -10,7 +10,7 @@ import numpy as np
 
 from edgemoe.cluster.control.messages import BoxReport
 from edgemoe.cluster.control.planning.messages import PlacementAnswer, PlacementBox, PlacementQuestion
-from edgemoe.cluster.control.planning.observation import Observation, observe, successions
+from edgemoe.cluster.control.planning.observation import ActivityObservation, observe, successions
 from edgemoe.cluster.control.planning.targets import problem_of
 from edgemoe.errors import PlacementInfeasible
 from edgemoe.guard import refuse_pickle
@@ -59,7 +59,7 @@ def solve(asked: PlacementQuestion) -> PlacementAnswer:
     )
 
 
-def _stay(asked: PlacementQuestion, seen: Observation, now: BoolArray, now_cost: float) -> Values:
+def _stay(asked: PlacementQuestion, seen: ActivityObservation, now: BoolArray, now_cost: float) -> Values:
     """Returns the cost [N, L, E] of giving up a home: that of copying another expert there, see `migration.pays`."""
     copying_s = np.array(asked.layer_bytes) / seen.bytes_per_s[:, None]  # [N, L]
     return np.asarray(now * (now_cost * copying_s / asked.horizon_s)[:, :, None], np.float64)

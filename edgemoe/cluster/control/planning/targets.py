@@ -10,7 +10,7 @@ import numpy as np
 
 from edgemoe.cluster.control.messages import Announce, BoxReport, ChannelDescription
 from edgemoe.cluster.control.planning.messages import PlacementAnswer, PlacementBox, PlacementQuestion
-from edgemoe.cluster.control.planning.observation import Observation, observe
+from edgemoe.cluster.control.planning.observation import ActivityObservation, observe
 from edgemoe.errors import PlacementInfeasible
 from edgemoe.policy.placement.problem import PlacementProblem, by_size
 from edgemoe.policy.placement.uniform import uniform
@@ -209,7 +209,7 @@ def _of_model(report: BoxReport | None, model: str) -> BoxReport | None:
     return report if report is not None and report.model == model else None
 
 
-def problem_of(asked: PlacementQuestion, seen: Observation) -> PlacementProblem:
+def problem_of(asked: PlacementQuestion, seen: ActivityObservation) -> PlacementProblem:
     """Returns the placement problem: slots, experts in memory and on disk, and activations."""
     layers, experts = asked.layers, asked.experts
     exists: BoolArray = np.arange(experts) < np.array(asked.layer_experts, np.int64)[:, None]
@@ -248,5 +248,5 @@ def read_target(task: PlacementTask, asked: PlacementQuestion, solved: Placement
     return PlacementTarget(nodes, homes, disk, _heat(seen), now_s, then_s, solved.policy)
 
 
-def _heat(seen: Observation) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+def _heat(seen: ActivityObservation) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
     return np.asarray(seen.activations.sum(axis=0), np.float32)

@@ -21,7 +21,7 @@ from edgemoe.errors import PlanningFailed
 from edgemoe.policy.routing.eldr import LocalityBand, drifted
 from edgemoe.policy.routing.least_loaded import node_of
 from edgemoe.policy.routing.offers import RoutingTarget
-from edgemoe.policy.routing.signatures import ExpertClusters, Fit, ModelSizes, counts_of
+from edgemoe.policy.routing.signatures import ClusterFit, ExpertClusters, ModelSizes, counts_of
 from edgemoe.types.arrays import FloatArray
 from edgemoe.types.expert_signatures import EndedRequest
 
@@ -187,5 +187,5 @@ def _clusters_of(asked: ClusterQuestion, solved: ClusterAnswer) -> ExpertCluster
         np.frombuffer(solved.weights, np.float32).reshape(shape),
         np.frombuffer(solved.centroids, np.float32).reshape(engines, -1),
         np.frombuffer(solved.decode, np.float32).reshape(engines, *shape),
-        Fit(solved.similarity, solved.spread, np.array(solved.nearest, np.int64)),
+        ClusterFit(solved.similarity, solved.spread, np.array(solved.nearest, np.int64)),
     )

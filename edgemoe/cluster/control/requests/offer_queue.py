@@ -19,7 +19,7 @@ from edgemoe.cluster.control.requests.offer_views import PromptMemory, offered_a
 from edgemoe.policy import shares
 from edgemoe.policy.routing.eldr import LocalityBand
 from edgemoe.policy.routing.least_loaded import node_of
-from edgemoe.policy.routing.offers import Dispatches, RoutingTarget, Offered, RoutingPolicy
+from edgemoe.policy.routing.offers import RecentDispatches, RoutingTarget, WaitingRequest, RoutingPolicy
 from edgemoe.policy.routing.signatures import ModelSizes
 
 MAX_OFFERS = 512  # of one front
@@ -91,7 +91,7 @@ class WaitingOffer:
 
     node: str
     number: int
-    offered: Offered
+    offered: WaitingRequest
     until_s: float
 
 
@@ -191,7 +191,7 @@ class OfferQueue:
     def _forget(self) -> None:
         self._policy = self._make()
         self._waiting: dict[str, WaitingOffer] = {}  # by name, in order of arrival here
-        self._dispatches = Dispatches()
+        self._dispatches = RecentDispatches()
         self._memories: dict[str, PromptMemory] = {}  # by place
         self._principals, self._users = LastTurns(), LastTurns()
 
@@ -208,7 +208,7 @@ class OfferQueue:
         self._waiting[name] = WaitingOffer(node, offer.number, offered, now_s + offer.remaining_ms / 1e3)
         return True
 
-    def _offered(self, name: str, offer: RequestOffer, now_s: float) -> Offered:
+    def _offered(self, name: str, offer: RequestOffer, now_s: float) -> WaitingRequest:
         offered = offered_as(name, offer, self._serving.sizes, now_s, self._home(name))
         return offered if self.foreseen_bytes < MOST_FORECAST_BYTES else _unforeseen(offered)
 
@@ -229,7 +229,7 @@ class OfferQueue:
             self._drop(place)
         self._waiting = {name: one for name, one in self._waiting.items() if one.node in serving.nodes}
         if serving.sizes != self._serving.sizes:  # forecasts are of another model's experts
-            self._dispatches = Dispatches()
+            self._dispatches = RecentDispatches()
             self._waiting = {n: replace(one, offered=_unforeseen(one.offered)) for n, one in self._waiting.items()}
         self._serving = serving
 
@@ -267,17 +267,17 @@ class OfferQueue:
         self._users.note(offered.user, now_s)
         return GrantOffer(one.node, one.number, place, why)
 
-    def _heads(self, views: list[RoutingTarget], now_s: float) -> list[Offered]:
+    def _heads(self, views: list[RoutingTarget], now_s: float) -> list[WaitingRequest]:
         """Returns the next request of each of MOST_HEADS users, the oldest first. Ages start at the user's last grant.
 
         If several principals wait, the age of a principal's first request starts at the principal's last grant. The
         requests of its other users then count as new.
         """
-        principals: dict[str, list[tuple[float, Offered]]] = {}
+        principals: dict[str, list[tuple[float, WaitingRequest]]] = {}
         for head in self._heads_of_users(views, now_s):
             since_s = self._users.aged(head.user, head.arrived_s)
             principals.setdefault(head.principal, []).append((since_s, head))
-        aged: list[tuple[float, Offered]] = []
+        aged: list[tuple[float, WaitingRequest]] = []
         for principal, heads in principals.items():
             heads.sort(key=lambda pair: pair[0])
             if len(principals) > 1:
@@ -287,9 +287,9 @@ class OfferQueue:
         aged.sort(key=lambda pair: pair[0])
         return [replace(one, arrived_s=since_s) for since_s, one in aged[:MOST_HEADS]]
 
-    def _heads_of_users(self, views: list[RoutingTarget], now_s: float) -> list[Offered]:
+    def _heads_of_users(self, views: list[RoutingTarget], now_s: float) -> list[WaitingRequest]:
         speed = AGING_SHARE * float(np.mean([view.tokens_per_s for view in views]))
-        heads: dict[tuple[str, str], tuple[float, Offered]] = {}
+        heads: dict[tuple[str, str], tuple[float, WaitingRequest]] = {}
         for one in self._waiting.values():
             offered = one.offered
             name = offered.principal, offered.user
@@ -307,7 +307,7 @@ class OfferQueue:
         assert len(self._waiting) <= MAX_OFFERS * len(self._serving.nodes), "more offers than there is room for"
 
 
-def _unforeseen(offered: Offered) -> Offered:
+def _unforeseen(offered: WaitingRequest) -> WaitingRequest:
     """Returns the request without a forecast of its experts."""
     return replace(offered, signature=None, chance=None)
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from edgemoe.cluster.control.messages import PREFIX_TOKENS, LoadReport, RequestOffer
 from edgemoe.policy.routing.marginal_union import PromptForecast
-from edgemoe.policy.routing.offers import Offered, RoutingTarget
+from edgemoe.policy.routing.offers import RoutingTarget, WaitingRequest
 from edgemoe.policy.routing.signatures import MOST_S, ModelSizes, counts_of, experts_of, resident_of, union_of
 from edgemoe.types.arrays import FloatArray
 from edgemoe.types.expert_signatures import ExpertDemand
@@ -74,11 +74,11 @@ class PromptMemory:
         )
 
 
-def offered_as(name: str, offer: RequestOffer, sizes: ModelSizes, now_s: float, home: str) -> Offered:
+def offered_as(name: str, offer: RequestOffer, sizes: ModelSizes, now_s: float, home: str) -> WaitingRequest:
     """Returns the policy's view of an offer, without a forecast if that cannot be of this model's experts."""
     told = offer.signature
     counts = None if told is None else counts_of(told.tokens, told.chosen, sizes)
-    return Offered(
+    return WaitingRequest(
         name,
         offer.prompt_tokens,
         now_s - offer.waited_ms / 1e3,

@@ -45,7 +45,7 @@ class WaitingFrame:
     wanted: Callable[[], bool]
 
 
-class Parcels:
+class RequestParcels:
     """Owns the frames on their way, in both directions."""
 
     def __init__(self, channel: Channel[ControlMessage], check_room: Callable[[], None]) -> None:

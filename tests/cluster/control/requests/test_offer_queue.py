@@ -35,7 +35,7 @@ from edgemoe.config.settings import ClusterSettings
 from edgemoe.errors import PlanningFailed
 from edgemoe.policy.routing.eldr import LocalityBand
 from edgemoe.policy.routing.gimbal import GimbalThresholds
-from edgemoe.policy.routing.offers import FORGET_S, Assignment, RoutingTarget, Offered, fewest
+from edgemoe.policy.routing.offers import FORGET_S, OfferAssignment, RoutingTarget, WaitingRequest, fewest
 from edgemoe.policy.routing.pull import PullLimits, PullRouting
 from edgemoe.policy.routing.signatures import ModelSizes, absent_bytes, shares_of
 from edgemoe.policy.shares import most_of
@@ -359,7 +359,7 @@ def test_compared_users_and_their_signatures_are_bounded() -> None:
         def takes(self, views: Sequence[RoutingTarget]) -> bool:
             return True
 
-        def assign(self, offers: Sequence[Offered], views: Sequence[RoutingTarget], now_s: float) -> list[Assignment]:
+        def assign(self, offers: Sequence[WaitingRequest], views: Sequence[RoutingTarget], now_s: float) -> list[OfferAssignment]:
             compared.append(len(offers))
             assert [one.request for one in offers[:2]] == ["a:1", "a:2"][: len(offers)], "who waits longest is always"
             return []
@@ -436,7 +436,7 @@ def test_reports_cost_no_comparisons_of_waiting_offers_without_room() -> None:
     compared: list[int] = []
 
     class Counted(PullRouting):
-        def assign(self, offers: Sequence[Offered], views: Sequence[RoutingTarget], now_s: float) -> list[Assignment]:
+        def assign(self, offers: Sequence[WaitingRequest], views: Sequence[RoutingTarget], now_s: float) -> list[OfferAssignment]:
             compared.append(len(offers))
             return super().assign(offers, views, now_s)
 

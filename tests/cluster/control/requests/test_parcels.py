@@ -24,7 +24,7 @@ from edgemoe.cluster.control.messages import (
     ParcelPart,
 )
 from edgemoe.cluster.control.requests import parcels as parcels_module
-from edgemoe.cluster.control.requests.parcels import MOST_PARCELS, SHORT_BYTES, Parcels
+from edgemoe.cluster.control.requests.parcels import MOST_PARCELS, SHORT_BYTES, RequestParcels
 from edgemoe.cluster.rpc.channel import ASKED_AT_ONCE
 from edgemoe.cluster.rpc.envelope import Answer, Question
 from edgemoe.errors import PeerBusy, PeerError, PeerRefused
@@ -43,7 +43,7 @@ class Front:
         self.taken: list[bytes] = []
         self.heard: list[str] = []  # in order
         self.box = Box(node, keys[node], keys, self.serve, CONTROL, speaks, aside=True)
-        self.parcels = Parcels(self.box.channel, self.check_room)
+        self.parcels = RequestParcels(self.box.channel, self.check_room)
 
     def check_room(self) -> None:
         if self.busy:
@@ -283,7 +283,7 @@ async def test_one_box_takes_no_more_room_than_it_leaves_to_others(monkeypatch: 
             await come.wait()
             raise PeerRefused("there is no such parcel")
 
-    parcels = Parcels(Slow(), lambda: None)  # type: ignore[arg-type]
+    parcels = RequestParcels(Slow(), lambda: None)  # type: ignore[arg-type]
 
     def fetch(node: str) -> asyncio.Task[Any]:
         deadline = asyncio.get_running_loop().time() + 60

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from edgemoe.policy.routing.marginal_union import UnionTerm
-from edgemoe.policy.routing.offers import RoutingTarget, Offered, Values
+from edgemoe.policy.routing.offers import RoutingTarget, WaitingRequest, Values
 
 
-def nothing(self: UnionTerm, offers: Sequence[Offered], views: Sequence[RoutingTarget]) -> Values:
+def nothing(self: UnionTerm, offers: Sequence[WaitingRequest], views: Sequence[RoutingTarget]) -> Values:
     """Returns costs of zero for every offer."""
     return np.zeros((len(views), len(offers)))
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from edgemoe.policy.routing.offers import Offered, PushRouting, RoutingPolicy, fewest
+from edgemoe.policy.routing.offers import PushRouting, RoutingPolicy, WaitingRequest, fewest
 from edgemoe.policy.routing.pull import PullLimits, PullRouting
 from edgemoe.telemetry import metrics as names
 from edgemoe.telemetry.metrics import named
@@ -102,7 +102,7 @@ def simulated(
     )
     expected = float(np.mean([one.output_tokens for one in requests]))
     offered = [
-        Offered(str(n), len(one.prompt), one.at_s, one.output_tokens, expected_tokens=expected)
+        WaitingRequest(str(n), len(one.prompt), one.at_s, one.output_tokens, expected_tokens=expected)
         for n, one in enumerate(requests)
     ]
     jobs = jobs_of(offered, [one.output_tokens for one in requests])

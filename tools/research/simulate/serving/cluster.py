@@ -1,6 +1,6 @@
 """Simulated engines behind one router, event by event: requests arrive, policies assign them, engines step.
 
-A router's knowledge is exact, or a report every REPORT_S with or without a correction for dispatches (`Dispatches`). A
+A router's knowledge is exact, or a report every REPORT_S with or without a correction for dispatches (`RecentDispatches`). A
 policy is asked on arrivals and reports, and, with exact knowledge, when an engine has ended or prefilled a request.
 """
 
@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from edgemoe.engine.fairness import Fairness
-from edgemoe.policy.routing.offers import Dispatches, RoutingTarget, Offered, RoutingPolicy
+from edgemoe.engine.fairness import FairnessAccounts
+from edgemoe.policy.routing.offers import RecentDispatches, RoutingTarget, WaitingRequest, RoutingPolicy
 from edgemoe.types.principal import NOBODY
 from tools.research.simulate.serving.prefixes import PrefixCache
 from tools.research.simulate.serving.simulated_engine import Engine, EngineShape, Job
@@ -29,8 +29,8 @@ class Cluster:
     policy: RoutingPolicy
     knowledge: Knowledge = "exact"
     offers: dict[str, Job] = field(default_factory=dict)
-    lengths: Fairness = field(default_factory=Fairness)
-    _dispatches: Dispatches = field(default_factory=Dispatches)
+    lengths: FairnessAccounts = field(default_factory=FairnessAccounts)
+    _dispatches: RecentDispatches = field(default_factory=RecentDispatches)
     _reports: list[RoutingTarget] = field(default_factory=list)
     _seen: dict[str, RoutingTarget] = field(default_factory=dict)  # engines that have not changed since their last view
 
@@ -102,6 +102,6 @@ def cluster_of(
     return Cluster(named, policy, knowledge)
 
 
-def jobs_of(offered: Sequence[Offered], output: Sequence[int]) -> list[Job]:
+def jobs_of(offered: Sequence[WaitingRequest], output: Sequence[int]) -> list[Job]:
     """Returns the requests of a run; `output` is the length of each answer, unknown to policies."""
     return [Job(one, int(tokens)) for one, tokens in zip(offered, output, strict=True)]

@@ -12,7 +12,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from edgemoe.policy.routing.offers import Assignment, RoutingTarget, Offered, RoutingPolicy
+from edgemoe.policy.routing.offers import OfferAssignment, RoutingTarget, WaitingRequest, RoutingPolicy
 from edgemoe.types.arrays import FloatArray
 from tools.research.simulate.decode_pool import DecodeCosts, places_of
 from tools.research.simulate.decode_traffic import Source
@@ -88,7 +88,7 @@ class Apart:
         """Whether an engine has room by the policy."""
         return self._policy.takes(views)
 
-    def assign(self, offers: Sequence[Offered], views: Sequence[RoutingTarget], now_s: float) -> list[Assignment]:
+    def assign(self, offers: Sequence[WaitingRequest], views: Sequence[RoutingTarget], now_s: float) -> list[OfferAssignment]:
         """Returns the policy's assignment if that keeps sources apart, else its choice among the other engines."""
         there = {place: {self._source(name) for name in engine.requests()} for place, engine in self.engines.items()}
         named = {offered.request: offered for offered in offers}
@@ -102,7 +102,7 @@ class Apart:
                     continue
                 place = again[0].place
             there[place].add(source)
-            answer.append(Assignment(request, place))
+            answer.append(OfferAssignment(request, place))
         return answer
 
     def _source(self, request: str) -> int:

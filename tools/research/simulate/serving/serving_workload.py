@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from edgemoe.policy.routing.offers import Offered
+from edgemoe.policy.routing.offers import WaitingRequest
 
 Numbers = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -46,7 +46,7 @@ class Trace(NamedTuple):
 class Load(NamedTuple):
     """Requests of a run, and the length of each answer."""
 
-    offered: list[Offered]
+    offered: list[WaitingRequest]
     output: list[int]
 
 
@@ -76,7 +76,8 @@ def drawn(trace: Trace, distribution: str, count: int, rng: np.random.Generator)
     at_s = trace.at_s[start : start + count] - trace.at_s[start]
     at_s = at_s * (count / at_s[-1])
     offered = [
-        Offered(str(n), int(trace.prompt[row]), float(at_s[n]), MAX_TOKENS) for n, row in enumerate(rows.tolist())
+        WaitingRequest(str(n), int(trace.prompt[row]), float(at_s[n]), MAX_TOKENS)
+        for n, row in enumerate(rows.tolist())
     ]
     return Load(offered, trace.output[rows].tolist())
 
@@ -98,7 +99,7 @@ def mooncake(data: Path, trace: str, count: int, start: int, longest: int = MAX_
     at_s = np.array([row["timestamp"] for row in rows]) / 1000.0
     at_s = (at_s - at_s[0]) * (len(rows) / max(1e-9, at_s[-1] - at_s[0]))
     offered = [
-        Offered(
+        WaitingRequest(
             str(n),
             int(row["input_length"]),
             float(at_s[n]),

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from edgemoe.policy.routing.offers import RoutingTarget, Offered
+from edgemoe.policy.routing.offers import RoutingTarget, WaitingRequest
 from edgemoe.policy.routing.signatures import absence
 from edgemoe.types.arrays import FloatArray
 from tools.research.routing import queue_orders
@@ -56,7 +56,7 @@ class EngineShape:
 class Job:
     """A request and its progress. `offered` is named by its place in the load."""
 
-    offered: Offered
+    offered: WaitingRequest
     output: int
     emitted: int = 0
     known: int = 0  # keys that it uses from the prefix cache

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.optimize import minimize
 
-from edgemoe.policy.routing.offers import Offered, PushRouting, fewest
+from edgemoe.policy.routing.offers import PushRouting, WaitingRequest, fewest
 from tools.research.simulate.serving.cluster import cluster_of, jobs_of
 from tools.research.simulate.serving.engine_steps import StepCosts
 from tools.research.simulate.serving.simulated_engine import EngineShape, Job
@@ -29,7 +29,7 @@ Numbers = npt.NDArray[np.float64]
 class Measured(NamedTuple):
     """Requests and their times, in order of arrival."""
 
-    offered: list[Offered]
+    offered: list[WaitingRequest]
     output: list[int]
     ttft_s: Numbers
     tpot_s: Numbers
@@ -39,7 +39,7 @@ def read(data: Path) -> Measured:
     """Returns the measured requests."""
     with (data / MEASURED).open() as file:
         rows = list(csv.DictReader(file))
-    offered = [Offered(str(n), int(row["prompt_tokens"]), float(row["arrival_s"])) for n, row in enumerate(rows)]
+    offered = [WaitingRequest(str(n), int(row["prompt_tokens"]), float(row["arrival_s"])) for n, row in enumerate(rows)]
     ttft_s, tpot_s = (np.array([float(row[name]) for row in rows]) for name in ("ttft_s", "tpot_s"))
     return Measured(offered, [int(row["output_tokens"]) for row in rows], ttft_s, tpot_s)
 
