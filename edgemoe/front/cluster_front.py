@@ -223,9 +223,9 @@ class ClusterFront:
                 case Submit() as submit:
                     assert isinstance(question.message, ForwardedFrame)
                     return self._host(question, submit, question.message.offer)
-                case FetchPrefixKV() as pull:
+                case FetchPrefixKV() as fetch:
                     self.check_room()
-                    self.hosted_requests.fetch(question.peer, question.boot, pull)
+                    self.hosted_requests.fetch(question.peer, question.boot, fetch)
                     return Answer(FrameAccepted())
                 case Cancel() as cancel:
                     self.hosted_requests.cancel(question.peer, question.boot, cancel.request, cancel.attempt)

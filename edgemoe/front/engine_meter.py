@@ -58,13 +58,13 @@ class LocalLoad:
         self._taken: deque[tuple[float, tuple[str, int]]] = deque(maxlen=MAX_TAKEN)
         self._prefixes: OrderedDict[bytes, None] = OrderedDict()  # known, the latest last
         self._unreported: OrderedDict[bytes, None] = OrderedDict()  # of these
-        self.choices: ExpertDemand | None = None  # of the last ExpertDemandReport
-        self._reported_choices: ExpertDemand | None = None
+        self.demand: ExpertDemand | None = None  # of the last ExpertDemandReport
+        self._reported_demand: ExpertDemand | None = None
         self._ended: deque[EndedRequest] = deque(maxlen=MAX_UNREPORTED)  # not reported yet
 
     def on_choosing(self, message: ExpertDemandReport) -> None:
         """Keeps the experts that the engine's requests choose, and the choices of ended requests."""
-        self.choices = message.choices
+        self.demand = message.choices
         self._ended.extend(message.ended)
 
     @property
@@ -133,8 +133,8 @@ class LocalLoad:
         """
         untold = self._unreported
         prefixes = [untold.popitem(last=False)[0] for _ in range(min(len(untold), MAX_PREFIX_KEYS))]
-        choices = self.choices if again or self.choices != self._reported_choices else None
-        self._reported_choices = self.choices
+        choices = self.demand if again or self.demand != self._reported_demand else None
+        self._reported_demand = self.demand
         ended = tuple(self._take_ended())
         return structs.replace(use, prefixes=b"".join(prefixes), choices=choices, ended=ended)
 
@@ -159,14 +159,14 @@ class LocalLoad:
 
     def mark_unreported(self) -> None:
         """Counts all that is known as not reported: there is another leader, or a report did not reach it."""
-        self._unreported, self._reported_choices = self._prefixes.copy(), None
+        self._unreported, self._reported_demand = self._prefixes.copy(), None
 
     def forget(self, *, engine: bool = False) -> None:
         """Forgets the prefixes, hashed with a former secret; with `engine` all that is known of one that is gone."""
         self._prefixes.clear()
         self._unreported.clear()
         if engine:
-            self.choices = self._reported_choices = None
+            self.demand = self._reported_demand = None
             self._ended.clear()
 
 
@@ -210,7 +210,7 @@ class LoadReporter:
             return
         use = meter.use()
         self._idle = not use.running and not use.waiting
-        marks = leadership, use.engine, use.running, use.waiting, use.prefill_tokens, meter.choices
+        marks = leadership, use.engine, use.running, use.waiting, use.prefill_tokens, meter.demand
         if marks == self._reported[0] and now - self._reported[1] < REPEAT_S:
             return
         if leadership != self._leadership:

@@ -164,7 +164,7 @@ class HostedRequests:
         """Has the engine fetch the KV blocks of a request that may move here. Raises PeerBusy for too many fetches."""
         front, name = self._front_of(node, boot), f"{node}/{next(self._numbers)}"
         self._end_fetches_for(front, message.request, message.attempt)
-        if sum(pull.front is front for pull in self._fetches.values()) >= MAX_FETCHES:
+        if sum(fetch.front is front for fetch in self._fetches.values()) >= MAX_FETCHES:
             raise PeerBusy(f"{MAX_FETCHES} requests of that box are being fetched already")
         if not self._send(msgspec.structs.replace(message, request=name)):
             raise PeerBusy("no engine takes requests here now")
@@ -174,8 +174,8 @@ class HostedRequests:
         """Passes on news of another front's request; returns False for a request of this front."""
         if "/" not in message.request:
             return False
-        pulled = isinstance(message, PrefixKVFetched)
-        about = self._fetches.pop(message.request, None) if pulled else self._hosted_requests.get(message.request)
+        fetched = isinstance(message, PrefixKVFetched)
+        about = self._fetches.pop(message.request, None) if fetched else self._hosted_requests.get(message.request)
         if about is not None:
             self._spawn(self._send_news(about.front, msgspec.structs.replace(message, request=about.request)))
         return True
@@ -187,7 +187,7 @@ class HostedRequests:
                 front.sending.cancel()
             for hosted in list(front.hosted_requests.values()):
                 self._end(hosted)
-            self._end_fetches(lambda pull: pull.front is front)
+            self._end_fetches(lambda fetch: fetch.front is front)
 
     def keep_fronts(self, boots: Mapping[str, str]) -> None:
         """Ends the requests of fronts that are no members, or have another boot id. An unknown boot id is ""."""
@@ -209,14 +209,14 @@ class HostedRequests:
         return front
 
     def _end_fetches_for(self, front: RemoteFront, request: str, attempt: int) -> None:
-        self._end_fetches(lambda pull: (pull.front, pull.request, pull.attempt) == (front, request, attempt))
+        self._end_fetches(lambda fetch: (fetch.front, fetch.request, fetch.attempt) == (front, request, attempt))
 
     def _end_fetches(self, unwanted: Callable[[HostedFetch], bool]) -> None:
         """Cancels the unwanted fetches at the engine."""
-        for name, pull in list(self._fetches.items()):
-            if unwanted(pull):
+        for name, fetch in list(self._fetches.items()):
+            if unwanted(fetch):
                 del self._fetches[name]
-                self._send(Cancel(request=name, attempt=pull.attempt))
+                self._send(Cancel(request=name, attempt=fetch.attempt))
 
     def _end(self, hosted: HostedRequest) -> None:
         """Cancels an attempt at the engine."""

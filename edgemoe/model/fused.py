@@ -14,7 +14,7 @@ import torch
 
 from edgemoe.families.spec import AttentionHeads, BlockSpec, FeedForwardSpec, ModelSpec, RopeSpec, RouterSpec
 from edgemoe.kernels.cpu.decode_step import HEAD, LAYER, STEP, WHOLE_STEP
-from edgemoe.kernels.cpu.runtime import EVERYTHING, Kernels
+from edgemoe.kernels.cpu.runtime import EVERYTHING, Kernels, PagedCache
 from edgemoe.model.attention import AttentionScores, block_tables, paged
 from edgemoe.model.decoder_layers import DecoderLayer, DenseWeights, SerialLayer
 from edgemoe.model.dense_attention import DenseAttention
@@ -73,6 +73,7 @@ class FusedDecoder:
         self._whole["step"], self._whole["count"] = self._step.ctypes.data, spec.layers
         self._whole["layers"] = self._layers.ctypes.data
         self._kv: KVCache | None = None  # whose addresses the layers' records have
+        self._pages: list[PagedCache] = []  # of each layer of it
         self._mixed = torch.empty(0)  # the last output of experts; the step has its address
         self._room: list[npt.NDArray[Any]] = []  # of which records have addresses
         self._lay_out(FEW_TOKENS)
@@ -123,8 +124,8 @@ class FusedDecoder:
         cos, sin = self._rope(batch.positions)
         residual = self._weights.embed.rows_at(batch.tokens)
         hidden = torch.empty((tokens, spec.hidden), dtype=DTYPES[spec.dtype])
-        ids = torch.empty((spec.layers, tokens, spec.router.top_k), dtype=torch.int64)
-        weights = torch.empty((spec.layers, tokens, spec.router.top_k), dtype=torch.float32)
+        ids = torch.empty((len(self._layers), tokens, spec.router.top_k), dtype=torch.int64)
+        weights = torch.empty((len(self._layers), tokens, spec.router.top_k), dtype=torch.float32)
         step["tokens"], step["delta"] = tokens, 0
         step["positions"], step["residual"] = batch.positions.data_ptr(), residual.data_ptr()
         step["cos"], step["sin"], step["hidden"] = cos.data_ptr(), sin.data_ptr(), hidden.data_ptr()
@@ -162,15 +163,14 @@ class FusedDecoder:
     def _begin(self, tokens: int, tables: npt.NDArray[np.int64], contexts: npt.NDArray[np.int64], kv: KVCache) -> None:
         """Writes the addresses of scratch memory, block tables and KV cache into the records."""
         step, heads = self._step, self._heads
-        attention = self._kernels.attention_record(tokens, tables, contexts, paged(heads.count, kv, 0, self._scores))
+        if kv is not self._kv:
+            self._kv, self._pages = kv, [paged(heads.count, kv, i, self._scores) for i in range(len(self._layers))]
+            self._layers["keys"] = [pages.keys for pages in self._pages]
+            self._layers["values"] = [pages.values for pages in self._pages]
+        attention = self._kernels.attention_record(tokens, tables, contexts, self._pages[0])
         attention["queries"] = self._queries
         attention["out"] = step["attended"]
         step["attention"] = attention.ctypes.data
-        if kv is not self._kv:
-            self._kv = kv
-            for layer in range(self._spec.layers):
-                pages = paged(heads.count, kv, layer, self._scores)
-                self._layers[layer]["keys"], self._layers[layer]["values"] = pages.keys, pages.values
 
     def _lay_out(self, most: int) -> None:
         """Writes the addresses of scratch memory for as many tokens as a step may have into the records."""

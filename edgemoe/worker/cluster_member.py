@@ -88,10 +88,10 @@ class ClusterMember:
             ),
             timeout_s=settings.call_timeout_s,
         )
-        self.choices = ExpertDemandReporter(engine, tiers.experts, post, ended=settings.route == "eldr")
+        self.demand = ExpertDemandReporter(engine, tiers.experts, post, ended=settings.route == "eldr")
         self._prefix_sums = PrefixSignatures(engine, tiers.geometry.top_k, post)
         self._fetches = PrefixFetches(engine, self.plane.kv_fetcher, post)
-        sharing.last_chunks.attach(post, self.choices.signature_of)
+        sharing.last_chunks.attach(post, self.demand.signature_of)
         tiers.join(self.plane.calls)
 
     def listen(self) -> None:
@@ -107,7 +107,7 @@ class ClusterMember:
             group.create_task(self._fetches.run())
             group.create_task(self._prefix_sums.run())
             if self._settings.route in ("pull", "eldr"):
-                group.create_task(self.choices.run())
+                group.create_task(self.demand.run())
             group.create_task(self._report())
             group.create_task(self._keep_homes())
             group.create_task(self._report_activity())

@@ -104,7 +104,7 @@ class ExpertDemandReporter:
             if absent is not None:
                 known[key] = absent
         self._known = known
-        choices, ended = self._choices(union), self._ended(there)
+        choices, ended = self._demand_of(union), self._ended(there)
         if ended or choices != self._said:
             self._said = choices
             answer.append(ExpertDemandReport(choices=choices, ended=ended))
@@ -151,7 +151,7 @@ class ExpertDemandReporter:
         total = self._engine.blocks.total(blocks)
         return total if seq.blocks[begin:end] == blocks else np.zeros_like(total)
 
-    def _choices(self, union: FloatArray) -> ExpertDemand:
+    def _demand_of(self, union: FloatArray) -> ExpertDemand:
         totals = self._engine.runner.totals
         self._times.update_totals(*(totals[kind, "decode"] for kind in ("steps", "seconds", "experts")))
         step_s, expert_s = self._times.times()

@@ -233,7 +233,7 @@ class Worker:
                 if assembly.sharing is not None:
                     assembly.sharing.last_chunks.want(message)
                 if self._side is not None:
-                    self._side.choices.want(message)
+                    self._side.demand.want(message)
                 loop.submit(message.request, message.emitted, message.attempt, left_s, waited_s)
             case Cancel():
                 if assembly.sharing is not None:

@@ -16,14 +16,14 @@ from edgemoe.types.expert_signatures import ExpertDemand
 
 MAX_KEYS = 4096  # of prompts; the longest unused go first, as they do in the engine's cache
 TOKENS_PER_S = 1000.0  # prefill speed of an engine without a measurement
-NO_CHOICES = ExpertDemand(b"", b"", (), 0.0, 0.0)
+NO_DEMAND = ExpertDemand(b"", b"", (), 0.0, 0.0)
 
 
 class PromptMemory:
     """One engine's prompts by keyed hashes, the latest last, and its last reported expert demand."""
 
     def __init__(self) -> None:
-        self._choices = NO_CHOICES
+        self._demand = NO_DEMAND
         self._experts = 0.0  # that a step loads there
         self._sizes = ModelSizes()
         self._tables: tuple[FloatArray | None, FloatArray | None] = None, None  # resident, union: of the last report
@@ -46,8 +46,8 @@ class PromptMemory:
         """Merges the engine's report. Returns the view of the engine."""
         self.note(keys_of(use.prefixes))
         if use.choices is not None:
-            self._choices, self._experts = use.choices, experts_of(use.choices.absent)
-        choices = self._choices
+            self._demand, self._experts = use.choices, experts_of(use.choices.absent)
+        choices = self._demand
         if use.choices is not None or sizes != self._sizes:
             self._sizes = sizes
             self._tables = resident_of(choices.far, choices.far_s, sizes), union_of(choices.absent, sizes)
