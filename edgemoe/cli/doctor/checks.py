@@ -214,7 +214,9 @@ def clock(files: Iterator[Path], now_s: float) -> Iterator[CheckResult]:
     ahead = {file: file.stat().st_mtime - now_s for file in files if file.exists()}
     latest = max(ahead, key=lambda file: ahead[file], default=None)
     if latest is not None and ahead[latest] > AHEAD_S:
-        yield CheckResult("clock", "failure", f"it is at least {ahead[latest]:,.0f} s behind: {latest} is from the future")
+        yield CheckResult(
+            "clock", "failure", f"it is at least {ahead[latest]:,.0f} s behind: {latest} is from the future"
+        )
     else:
         yield CheckResult("clock", "pass", time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(now_s)))
 
@@ -418,7 +420,9 @@ def _clock(node: str, ahead_s: float, within_s: float) -> CheckResult:
     apart_s = max(0.0, abs(ahead_s) - within_s)
     state: State = "failure" if apart_s > FAR_S else "warning" if apart_s > NEAR_S else "pass"
     which = "ahead of" if ahead_s > 0 else "behind"
-    return CheckResult("clock", state, f"{node}'s is {abs(ahead_s):,.3f} s {which} ours, give or take {within_s:,.3f} s")
+    return CheckResult(
+        "clock", state, f"{node}'s is {abs(ahead_s):,.3f} s {which} ours, give or take {within_s:,.3f} s"
+    )
 
 
 def unit() -> Iterator[CheckResult]:
@@ -458,7 +462,9 @@ def members(cluster: Json) -> Iterator[CheckResult]:
         said = f"{member.get('node')} is {state}" + (f": {why}" if why else "") + (f", of {release}" if release else "")
         yield CheckResult("peers", "pass" if state == "here" else "failure", said)
         if release and release != cluster["members"][0].get("release"):
-            yield CheckResult("versions", "warning", f"{member.get('node')} runs {release}: update the older of the boxes")
+            yield CheckResult(
+                "versions", "warning", f"{member.get('node')} runs {release}: update the older of the boxes"
+            )
     leader = cluster.get("leader")
     trouble = cluster.get("trouble")
     said = f"{leader} leads" if leader else "nobody leads; the boxes go on with the last plan"

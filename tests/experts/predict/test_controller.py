@@ -214,7 +214,9 @@ def test_computations_for_peers_are_not_learned(controller: PredictionController
     ).sum()
 
 
-def test_a_thread_that_is_late_is_not_waited_for(controller: PredictionController, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_is_late_is_not_waited_for(
+    controller: PredictionController, monkeypatch: pytest.MonkeyPatch
+) -> None:
     busy, go_on = threading.Event(), threading.Event()
     work = controller.predictive.predictor.work
 

@@ -123,7 +123,9 @@ def _round(run: Replay, box: ReplayBox, steps: Iterator[ReplayedStep], tokens: i
     return box.counts.since(before)
 
 
-def row(name: str, rounds: list[ReplayCounts], others: dict[str, list[ReplayCounts]], args: Namespace, size: int) -> dict[str, Any]:
+def row(
+    name: str, rounds: list[ReplayCounts], others: dict[str, list[ReplayCounts]], args: Namespace, size: int
+) -> dict[str, Any]:
     """Returns a contender's figures per token."""
     stall_ms = [1e3 * each.stall_s / args.tokens for each in rounds]
     total = ReplayCounts(*map(sum, zip(*rounds, strict=True)))

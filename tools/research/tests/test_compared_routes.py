@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from edgemoe.policy.routing.offers import TargetChooser, RoutingTarget, WaitingRequest, PushRouting
+from edgemoe.policy.routing.offers import PushRouting, RoutingTarget, TargetChooser, WaitingRequest
 from tools.research.routing.compared_routes import Anywhere, BetterOfTwo, ByLabel, PseudoCodeGimbal, least_requests
 
 OFFER = WaitingRequest("r", 100, 0.0, max_tokens=64, expected_tokens=32.0)

@@ -18,7 +18,15 @@ from llvmlite import ir
 from edgemoe.encodings.rows import LANES, RUN
 from edgemoe.jit.intrinsics import F32, I64, cgutils, intrinsic, multiply_add, prefetch, types
 from edgemoe.jit.object_cache import Code, CompiledPart, link
-from edgemoe.kernels.cpu.encoded.instructions import AVX512, EVERY, PORTABLE, Instructions, CodeProducts, CodeVectors, excess_of
+from edgemoe.kernels.cpu.encoded.instructions import (
+    AVX512,
+    EVERY,
+    PORTABLE,
+    CodeProducts,
+    CodeVectors,
+    Instructions,
+    excess_of,
+)
 from edgemoe.kernels.cpu.encoded.packing import BASE, make_pack_whole, make_unpack, pack_floats
 from edgemoe.kernels.cpu.gemv import make_rows, rows_code
 from edgemoe.kernels.cpu.vector import make_pack_some

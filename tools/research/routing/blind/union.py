@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from edgemoe.policy.routing.marginal_union import UnionTerm
-from edgemoe.policy.routing.offers import RoutingTarget, WaitingRequest, Values
+from edgemoe.policy.routing.offers import RoutingTarget, Values, WaitingRequest
 
 
 def nothing(self: UnionTerm, offers: Sequence[WaitingRequest], views: Sequence[RoutingTarget]) -> Values:

@@ -1,7 +1,8 @@
 """Simulated engines behind one router, event by event: requests arrive, policies assign them, engines step.
 
-A router's knowledge is exact, or a report every REPORT_S with or without a correction for dispatches (`RecentDispatches`). A
-policy is asked on arrivals and reports, and, with exact knowledge, when an engine has ended or prefilled a request.
+A router's knowledge is exact, or a report every REPORT_S with or without a correction for dispatches
+(`RecentDispatches`). A policy is asked on arrivals and reports, and, with exact knowledge, when an engine has ended or
+prefilled a request.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from edgemoe.engine.fairness import FairnessAccounts
-from edgemoe.policy.routing.offers import RecentDispatches, RoutingTarget, WaitingRequest, RoutingPolicy
+from edgemoe.policy.routing.offers import RecentDispatches, RoutingPolicy, RoutingTarget, WaitingRequest
 from edgemoe.types.principal import NOBODY
 from tools.research.simulate.serving.prefixes import PrefixCache
 from tools.research.simulate.serving.simulated_engine import Engine, EngineShape, Job

@@ -12,7 +12,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from edgemoe.policy.routing.offers import OfferAssignment, RoutingTarget, WaitingRequest, RoutingPolicy
+from edgemoe.policy.routing.offers import OfferAssignment, RoutingPolicy, RoutingTarget, WaitingRequest
 from edgemoe.types.arrays import FloatArray
 from tools.research.simulate.decode_pool import DecodeCosts, places_of
 from tools.research.simulate.decode_traffic import Source
@@ -88,7 +88,9 @@ class Apart:
         """Whether an engine has room by the policy."""
         return self._policy.takes(views)
 
-    def assign(self, offers: Sequence[WaitingRequest], views: Sequence[RoutingTarget], now_s: float) -> list[OfferAssignment]:
+    def assign(
+        self, offers: Sequence[WaitingRequest], views: Sequence[RoutingTarget], now_s: float
+    ) -> list[OfferAssignment]:
         """Returns the policy's assignment if that keeps sources apart, else its choice among the other engines."""
         there = {place: {self._source(name) for name in engine.requests()} for place, engine in self.engines.items()}
         named = {offered.request: offered for offered in offers}
