@@ -272,7 +272,7 @@ def bench(subparsers: Any) -> None:
 def doctor(subparsers: Any) -> None:
     """Adds the command `edgemoe doctor`."""
     summary = "find what is wrong on this box, and say what to do"
-    parser = command(subparsers, "doctor", "edgemoe.cli.doctor.command:run", summary, texts.DOCTOR)
+    parser = command(subparsers, "doctor", "edgemoe.cli.doctor.doctor_command:run", summary, texts.DOCTOR)
     parser.add_argument("--verify", action="store_true", help="read the whole store and compare every checksum")
     parser.add_argument("--json", action="store_true", help="for a bug report; holds no keys")
     client_options(parser)

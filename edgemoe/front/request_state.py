@@ -12,12 +12,12 @@ from edgemoe.errors import DeadlineExceeded, EngineCrashed, RequestError
 from edgemoe.front import request_events as events
 from edgemoe.front.request_table import (
     IN_OFFER,
-    RoutingDecision,
     OpenOffer,
     PrefillMove,
     RequestRecord,
     RequestState,
     RequestTable,
+    RoutingDecision,
     RoutingFacts,
 )
 from edgemoe.ipc.messages import Cancel

@@ -218,7 +218,9 @@ class StepAttention:
         return self._plans[window]
 
 
-def prompt_by_kernel(kernels: Kernels, q: torch.Tensor, table: IntArray, context: int, pages: PagedCache) -> torch.Tensor:
+def prompt_by_kernel(
+    kernels: Kernels, q: torch.Tensor, table: IntArray, context: int, pages: PagedCache
+) -> torch.Tensor:
     """Returns the attention [t, heads, value width] of a context's last queries [t, heads, D] to its pages."""
     q = q.contiguous()
     out = q.new_empty((len(q), pages.heads, pages.value_dim))

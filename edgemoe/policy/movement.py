@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from edgemoe.policy.fusion import Calibration
+from edgemoe.policy.forecast_mix import Calibration
 from edgemoe.types.arrays import BoolArray, FloatArray, IntArray
 from edgemoe.types.experts import ExpertId, Move, Tier
 

@@ -14,7 +14,7 @@ from edgemoe.errors import ConfigError
 from edgemoe.replay.bound import ByteBelady
 from edgemoe.replay.box import BoxSpec, ReplayBox, TraceRanks
 from edgemoe.replay.replay_policies import MAKERS, PolicyMaker
-from edgemoe.replay.trace import ReplayCounts, Ids, TraceStep, Trace, chosen
+from edgemoe.replay.trace import Ids, ReplayCounts, Trace, TraceStep, chosen
 from edgemoe.types.arrays import FloatArray
 from edgemoe.types.experts import CachePolicy, ExpertGeometry
 from edgemoe.types.step import StepMeta

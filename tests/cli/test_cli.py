@@ -13,7 +13,7 @@ import pytest
 
 from edgemoe.cli import client, main
 from edgemoe.cli.doctor.checks import CheckResult
-from edgemoe.cli.doctor.command import picture
+from edgemoe.cli.doctor.doctor_command import picture
 from edgemoe.cli.output import console
 from edgemoe.cli.parser import CommandParser, add_default_action, build_parser
 

@@ -44,7 +44,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packed: Path) -> Path:
     """The settings of a user with one store and no fault, except that no daemon runs."""
     for name in ("HOME", "XDG_RUNTIME_DIR", "XDG_CACHE_HOME", "XDG_CONFIG_HOME"):
         monkeypatch.setenv(name, str(tmp_path))
-    monkeypatch.setattr("edgemoe.cli.doctor.command.disk_rate", lambda place: 2e9)  # 256 MiB a test
+    monkeypatch.setattr("edgemoe.cli.doctor.doctor_command.disk_rate", lambda place: 2e9)  # 256 MiB a test
     monkeypatch.setattr("edgemoe.cli.client.SERVICE_SOCKET", tmp_path / "none")
     has_room(monkeypatch)
     shutil.copytree(packed, tmp_path / "edgemoe/stores/demo")
@@ -234,7 +234,7 @@ def test_a_look_that_cannot_go_on_is_a_finding_and_the_others_go_on(
     def full(place: Path) -> float:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("edgemoe.cli.doctor.command.disk_rate", full)
+    monkeypatch.setattr("edgemoe.cli.doctor.doctor_command.disk_rate", full)
     status, found = examined(capsys)
     assert (status, found["disk"]["state"]) == (1, "failure")
     assert "No space left" in found["disk"]["said"]

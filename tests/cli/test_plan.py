@@ -20,8 +20,8 @@ from support.kept import KERNELS
 from edgemoe.cli import bench, main
 from edgemoe.cli.plan import disk, speed
 from edgemoe.cli.plan import measure as rates
-from edgemoe.cli.plan.command import Planner, PlanOptions
 from edgemoe.cli.plan.measure import LayerTimes, MachineRates, resident_tiers
+from edgemoe.cli.plan.plan_command import Planner, PlanOptions
 from edgemoe.cli.plan.speed import find_model
 from edgemoe.cli.status_command import StatusSnapshot
 from edgemoe.config.settings import DeviceSettings, MemorySettings, Settings
@@ -189,7 +189,7 @@ def test_measurements_are_kept_if_the_stores_may_not_be_read(monkeypatch: pytest
         raise PermissionError(errno.EACCES, "Permission denied", "/var/lib/edgemoe/stores")
 
     monkeypatch.setattr(bench, "WORKER_ENV", {})
-    monkeypatch.setattr("edgemoe.cli.plan.command.bounds", refuse)
+    monkeypatch.setattr("edgemoe.cli.plan.plan_command.bounds", refuse)
     now = StatusSnapshot("", {"model": {}}, {})
     found, why = bench._allowed(now, argparse.Namespace(config=None, set=[], prompt=8, tokens=8))
     assert not found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from edgemoe.policy.fusion import Calibration, ForecastMix
+from edgemoe.policy.forecast_mix import Calibration, ForecastMix
 
 
 def outcomes(seed: int, n: int = 300) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:

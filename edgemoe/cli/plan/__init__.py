@@ -14,6 +14,6 @@ def run(args: argparse.Namespace) -> int:
     from edgemoe.jit.compile_target import check_processor
 
     check_processor()
-    from edgemoe.cli.plan.command import run as plan
+    from edgemoe.cli.plan.plan_command import run as plan
 
     return plan(args)

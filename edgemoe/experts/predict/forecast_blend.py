@@ -16,7 +16,7 @@ from edgemoe.experts.tiers.residency_records import SharedRecord
 from edgemoe.jit.intrinsics import INT, carray, f32_at, i64_at, jit, record
 from edgemoe.jit.object_cache import code
 from edgemoe.kernels.cpu.vector import exp32, log32
-from edgemoe.policy.fusion import Calibration, ForecastMix
+from edgemoe.policy.forecast_mix import Calibration, ForecastMix
 from edgemoe.types.arrays import BoolArray, FloatArray, IntArray, fields, place_of
 
 LOW, HIGH, BINS = -8.0, 8.0, 33  # of log odds

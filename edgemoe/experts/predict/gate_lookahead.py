@@ -16,7 +16,7 @@ from edgemoe.experts.tiers.residency import Residency
 from edgemoe.experts.tiers.residency_records import NVME, POOL, RAM, STATE, SharedRecord
 from edgemoe.jit.intrinsics import INT, f32_at, i64_at, jit, record, u8_at
 from edgemoe.jit.object_cache import code
-from edgemoe.policy.fusion import Calibration
+from edgemoe.policy.forecast_mix import Calibration
 from edgemoe.types.arrays import FloatArray, IntArray, fields, place_of
 
 LOW, HIGH, BINS = -4.0, 3.0, 29  # of the margin, in nats

@@ -190,7 +190,9 @@ class ScoutGateForecast:
     probs: FloatArray
 
 
-def read_fitting_export(directory: Path, served: ServedModel, tokenizer: str, embedding: TokenEmbedding) -> ScoutGateExport:
+def read_fitting_export(
+    directory: Path, served: ServedModel, tokenizer: str, embedding: TokenEmbedding
+) -> ScoutGateExport:
     """Reads the export in `directory` and checks that it fits the served model. Raises ConfigError if it does not.
 
     `tokenizer` is the checksum of tokenizer.json, as in the store's manifest. An empty digest or checksum fits all.

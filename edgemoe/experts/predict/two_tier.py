@@ -17,7 +17,7 @@ from edgemoe.experts.predict.prefetch_planner import PrefetchRequests, TierPrice
 from edgemoe.experts.tiers.residency import Residency
 from edgemoe.experts.tiers.slots import PrefetchPriority
 from edgemoe.policy.cache_ranks import EWMA
-from edgemoe.policy.fusion import ForecastMix
+from edgemoe.policy.forecast_mix import ForecastMix
 from edgemoe.telemetry import metrics as names
 from edgemoe.telemetry.metrics import named
 from edgemoe.types.arrays import BoolArray, FloatArray, IntArray

@@ -1,7 +1,7 @@
 """Knows which tier holds each expert, and moves experts between RAM, the devices and NVMe.
 
-Each change is one compiled operation; see `residency_ops` for the lock. A `SlotTransfer` is handed out when it can start.
-When it has ended, every thread that waits for it receives it.
+Each change is one compiled operation; see `residency_ops` for the lock. A `SlotTransfer` is handed out when it can
+start. When it has ended, every thread that waits for it receives it.
 The states of an expert and their transitions: docs/design/residency.md.
 """
 
@@ -36,7 +36,15 @@ from edgemoe.experts.tiers.residency_records import (
     ResidencyRequests,
     SharedRecord,
 )
-from edgemoe.experts.tiers.slots import BoolArray, PrefetchPriority, SlotClaim, SlotPool, TierUsage, SlotTransfer, ResidencyWaiters
+from edgemoe.experts.tiers.slots import (
+    BoolArray,
+    PrefetchPriority,
+    ResidencyWaiters,
+    SlotClaim,
+    SlotPool,
+    SlotTransfer,
+    TierUsage,
+)
 from edgemoe.types.arrays import IntArray, place_of
 from edgemoe.types.experts import LivePolicy, Move, Tier
 
@@ -119,7 +127,12 @@ class Residency(TierPools):
     """Moves experts between the tiers. Thread-safe."""
 
     def __init__(
-        self, ram: SlotPool, devices: Sequence[SlotPool] = (), *, containment: bool = True, wait: ResidencyWaiters | None = None
+        self,
+        ram: SlotPool,
+        devices: Sequence[SlotPool] = (),
+        *,
+        containment: bool = True,
+        wait: ResidencyWaiters | None = None,
     ) -> None:
         """Takes over the pools. With `containment`, RAM has every expert of a device. `wait` is for simulated time."""
         super().__init__(ram, devices)

@@ -137,7 +137,9 @@ class Kernels(KernelContext):
         self.decode_rows(job, code, products.ROWS * n)
         self._product(self.pool.control, job.ctypes.data)
 
-    def attend(self, queries: int, tokens: int, tables: IntArray, contexts: IntArray, cache: PagedCache, out: int) -> None:
+    def attend(
+        self, queries: int, tokens: int, tables: IntArray, contexts: IntArray, cache: PagedCache, out: int
+    ) -> None:
         """Computes the attention of one new token each of several sequences: out [tokens, heads * value_dim] float32.
 
         `queries` [tokens, heads, head_dim] are in the weights' type, after rotary; `tables` [tokens, blocks] are block
@@ -171,7 +173,9 @@ class Kernels(KernelContext):
         job["scale"] = cache.scale
         self._prefill(self.pool.control, job.ctypes.data)
 
-    def attention_record(self, tokens: int, tables: IntArray, contexts: IntArray, cache: PagedCache) -> npt.NDArray[np.void]:
+    def attention_record(
+        self, tokens: int, tables: IntArray, contexts: IntArray, cache: PagedCache
+    ) -> npt.NDArray[np.void]:
         """Returns the ATTENTION record with all but `queries`, `out` and `plain`. Keep the arrays while it is used."""
         job, longest = self._attention_job, int(contexts.max())
         job["tokens"], job["heads"], job["kv_heads"] = tokens, cache.heads, cache.kv_heads

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from edgemoe.policy.routing.offers import RoutingTarget, WaitingRequest, Values, fewest
+from edgemoe.policy.routing.offers import RoutingTarget, Values, WaitingRequest, fewest
 from edgemoe.policy.routing.signatures import Counts, ExpertClusters
 from edgemoe.types.arrays import FloatArray
 

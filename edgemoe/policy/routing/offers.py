@@ -94,7 +94,9 @@ class RoutingPolicy(Protocol):
     def takes(self, views: Sequence[RoutingTarget]) -> bool:
         """Returns whether an engine has room for any offer. If none has, nothing is assigned."""
 
-    def assign(self, offers: Sequence[WaitingRequest], views: Sequence[RoutingTarget], now_s: float) -> list[OfferAssignment]:
+    def assign(
+        self, offers: Sequence[WaitingRequest], views: Sequence[RoutingTarget], now_s: float
+    ) -> list[OfferAssignment]:
         """Returns an engine for each offer that goes now: each at most once, none to a full engine.
 
         `offers` are in order of arrival; `views` are up to date, or corrected by `RecentDispatches`.
@@ -137,7 +139,9 @@ class PushRouting:
         """Returns whether an engine is not full."""
         return any(view.requests < view.capacity for view in views)
 
-    def assign(self, offers: Sequence[WaitingRequest], views: Sequence[RoutingTarget], now_s: float) -> list[OfferAssignment]:
+    def assign(
+        self, offers: Sequence[WaitingRequest], views: Sequence[RoutingTarget], now_s: float
+    ) -> list[OfferAssignment]:
         """Returns an engine for each offer, while any has room."""
         there = {view.place: view for view in views}
         answer = []

@@ -13,7 +13,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from edgemoe.policy.routing.gimbal import UserPlaces
-from edgemoe.policy.routing.offers import OfferAssignment, RoutingTarget, WaitingRequest, Values, cached_tokens, with_offer
+from edgemoe.policy.routing.offers import (
+    OfferAssignment,
+    RoutingTarget,
+    Values,
+    WaitingRequest,
+    cached_tokens,
+    with_offer,
+)
 from edgemoe.types.arrays import BoolArray
 from edgemoe.types.step import BLOCK_TOKENS
 
@@ -49,7 +56,9 @@ class PullRouting:
         """Returns whether an engine has room."""
         return any(map(self._has_room, views))
 
-    def assign(self, offers: Sequence[WaitingRequest], views: Sequence[RoutingTarget], now_s: float) -> list[OfferAssignment]:
+    def assign(
+        self, offers: Sequence[WaitingRequest], views: Sequence[RoutingTarget], now_s: float
+    ) -> list[OfferAssignment]:
         """Assigns offers to the engines with room. The others must be offered again."""
         there, answer = list(views), list[OfferAssignment]()
         open_ = np.array([self._has_room(view) for view in there], np.bool_)

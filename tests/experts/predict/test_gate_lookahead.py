@@ -9,7 +9,7 @@ from edgemoe.experts.predict.gate_lookahead import TINY, GateLookAhead
 from edgemoe.experts.tiers.residency import Residency
 from edgemoe.experts.tiers.slots import PrefetchPriority, SlotPool
 from edgemoe.policy.cache_ranks import LRU
-from edgemoe.policy.fusion import Calibration
+from edgemoe.policy.forecast_mix import Calibration
 from edgemoe.types.experts import ExpertId, Move, Tier
 
 L, E, K = 4, 16, 3

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from edgemoe.errors import ConfigError, EdgemoeError
-from edgemoe.replay.command import BOUND, Row, add_arguments, machine_of, replay_all, row_of, show
+from edgemoe.replay.replay_command import BOUND, Row, add_arguments, machine_of, replay_all, row_of, show
 from edgemoe.replay.replay_policies import MAKERS as SERVED
 from edgemoe.replay.replay_policies import PolicyMaker
 from edgemoe.replay.trace import Trace

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from edgemoe.cluster.control.planning.messages import ClusterAnswer, ClusterQuestion
+from edgemoe.cluster.control.planning.planning_questions import ClusterAnswer, ClusterQuestion
 from edgemoe.guard import refuse_pickle
 from edgemoe.helper.child_process import serve
 from edgemoe.policy.routing.eldr_fitting import RecordedTraffic, fit_clusters

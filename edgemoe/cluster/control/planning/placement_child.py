@@ -9,8 +9,8 @@ from dataclasses import replace
 import numpy as np
 
 from edgemoe.cluster.control.messages import BoxReport
-from edgemoe.cluster.control.planning.messages import PlacementAnswer, PlacementBox, PlacementQuestion
 from edgemoe.cluster.control.planning.observation import ActivityObservation, observe, successions
+from edgemoe.cluster.control.planning.planning_questions import PlacementAnswer, PlacementBox, PlacementQuestion
 from edgemoe.cluster.control.planning.targets import problem_of
 from edgemoe.errors import PlacementInfeasible
 from edgemoe.guard import refuse_pickle

@@ -10,7 +10,7 @@ import asyncio
 import sys
 from collections.abc import Callable, Sequence
 
-from edgemoe.cluster.control.planning.messages import ClusterAnswer, ClusterQuestion, PlacementAnswer
+from edgemoe.cluster.control.planning.planning_questions import ClusterAnswer, ClusterQuestion, PlacementAnswer
 from edgemoe.cluster.control.planning.targets import (
     PlacementTarget,
     PlacementTask,

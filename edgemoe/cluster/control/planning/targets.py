@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from edgemoe.cluster.control.messages import Announce, BoxReport, ChannelDescription
-from edgemoe.cluster.control.planning.messages import PlacementAnswer, PlacementBox, PlacementQuestion
 from edgemoe.cluster.control.planning.observation import ActivityObservation, observe
+from edgemoe.cluster.control.planning.planning_questions import PlacementAnswer, PlacementBox, PlacementQuestion
 from edgemoe.errors import PlacementInfeasible
 from edgemoe.policy.placement.problem import PlacementProblem, by_size
 from edgemoe.policy.placement.uniform import uniform

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from edgemoe.cluster.control.planning.messages import MAX_REQUESTS, ClusterAnswer, ClusterQuestion
+from edgemoe.cluster.control.planning.planning_questions import MAX_REQUESTS, ClusterAnswer, ClusterQuestion
 from edgemoe.cluster.control.requests.offer_queue import OfferQueue
 from edgemoe.errors import PlanningFailed
 from edgemoe.policy.routing.eldr import LocalityBand, drifted

@@ -19,7 +19,7 @@ from edgemoe.cluster.control.requests.offer_views import PromptMemory, offered_a
 from edgemoe.policy import shares
 from edgemoe.policy.routing.eldr import LocalityBand
 from edgemoe.policy.routing.least_loaded import node_of
-from edgemoe.policy.routing.offers import RecentDispatches, RoutingTarget, WaitingRequest, RoutingPolicy
+from edgemoe.policy.routing.offers import RecentDispatches, RoutingPolicy, RoutingTarget, WaitingRequest
 from edgemoe.policy.routing.signatures import ModelSizes
 
 MAX_OFFERS = 512  # of one front

@@ -7,8 +7,8 @@ import pytest
 from support.reports import report
 
 from edgemoe.cluster.control.messages import LinkReport
-from edgemoe.cluster.control.planning.messages import PlacementAnswer, PlacementBox, PlacementQuestion
 from edgemoe.cluster.control.planning.placement_child import solve
+from edgemoe.cluster.control.planning.planning_questions import PlacementAnswer, PlacementBox, PlacementQuestion
 from edgemoe.policy.placement.problem import Placement
 from edgemoe.policy.placement.route_score import RouteScore, score
 from edgemoe.types.arrays import BoolArray

@@ -19,7 +19,7 @@ from support.reports import report
 from support.waiting import until
 
 from edgemoe.cluster.control.planning.fitting_child import fit
-from edgemoe.cluster.control.planning.messages import ClusterQuestion
+from edgemoe.cluster.control.planning.planning_questions import ClusterQuestion
 from edgemoe.cluster.control.planning.solver import COMMAND, FIT_COMMAND, NICE, PlanSolver
 from edgemoe.cluster.control.planning.targets import ExpertHome, PlacementTask, make_plan, make_target
 from edgemoe.config.settings import ClusterSettings
@@ -218,7 +218,7 @@ async def test_successive_experts_move_together_and_then_stay(mortal: PlanSolver
 @pytest.mark.parametrize("engines", [0, 3])
 async def test_clusters_of_another_number_of_engines_are_no_answer(engines: int) -> None:
     code = (
-        "import sys; from edgemoe.cluster.control.planning.messages import ClusterAnswer; "
+        "import sys; from edgemoe.cluster.control.planning.planning_questions import ClusterAnswer; "
         "from edgemoe.helper.child_process import frame; "
         f"sys.stdout.buffer.write(frame(ClusterAnswer(1, b'', b'', b'', 0.0, 0.0, (1,) * {engines}, 'counts', 0.0)))"
     )

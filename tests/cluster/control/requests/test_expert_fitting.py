@@ -10,7 +10,7 @@ import pytest
 
 from edgemoe.cluster.control.messages import LoadReport, RequestOffer
 from edgemoe.cluster.control.planning.fitting_child import fit
-from edgemoe.cluster.control.planning.messages import MAX_REQUESTS, ClusterAnswer, ClusterQuestion
+from edgemoe.cluster.control.planning.planning_questions import MAX_REQUESTS, ClusterAnswer, ClusterQuestion
 from edgemoe.cluster.control.requests.expert_fitting import (
     FIRST,
     GONE_S,

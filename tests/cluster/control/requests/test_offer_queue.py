@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from support.examples import examples
 
 from edgemoe.cluster.control.messages import LoadReport, RequestOffer
-from edgemoe.cluster.control.planning.messages import ClusterAnswer, ClusterQuestion
+from edgemoe.cluster.control.planning.planning_questions import ClusterAnswer, ClusterQuestion
 from edgemoe.cluster.control.requests.offer_queue import (
     MAX_OFFERS,
     MOST_FORECAST_BYTES,

@@ -16,7 +16,7 @@ from support.waiting import until
 
 from edgemoe.cluster.control.messages import Heartbeat, LoadReport, RequestOffer
 from edgemoe.cluster.control.planning.fitting_child import fit
-from edgemoe.cluster.control.planning.messages import ClusterAnswer, ClusterQuestion
+from edgemoe.cluster.control.planning.planning_questions import ClusterAnswer, ClusterQuestion
 from edgemoe.cluster.control.planning.solver import PlanSolver
 from edgemoe.cluster.control.requests import expert_fitting
 from edgemoe.errors import PeerBusy, PeerRefused
