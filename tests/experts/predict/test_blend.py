@@ -5,11 +5,18 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 import pytest
+from edgemoe.policy.fusion import Calibration
 from support.kept import KERNELS
 
-from edgemoe.experts.predict.forecast_blend import HORIZONS, NEXT_LAYER, NEXT_STEP, AwaitedForecast, ForecastBlend, GateFusion
+from edgemoe.experts.predict.forecast_blend import (
+    HORIZONS,
+    NEXT_LAYER,
+    NEXT_STEP,
+    AwaitedForecast,
+    ForecastBlend,
+    GateFusion,
+)
 from edgemoe.experts.predict.next_use import NextUsePredictor, link_predictor
-from edgemoe.policy.fusion import Calibration
 from edgemoe.types.arrays import FloatArray
 
 L, E, K = 4, 10, 2
@@ -37,7 +44,9 @@ def forecast(seed: int) -> FloatArray:
     return np.random.default_rng(seed).random((2, L, E)).astype(np.float32)
 
 
-def ranks_with_forecast(predictor: NextUsePredictor, blend: ForecastBlend, probs: FloatArray, trust: float = 1.0) -> FloatArray:
+def ranks_with_forecast(
+    predictor: NextUsePredictor, blend: ForecastBlend, probs: FloatArray, trust: float = 1.0
+) -> FloatArray:
     """Returns the ranks after a forecast."""
     predictor.set_fusion(blend.shares, blend.etas)
     predictor.add_forecast(probs, trust)

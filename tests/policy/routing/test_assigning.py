@@ -16,13 +16,13 @@ from edgemoe.policy.routing.gimbal import GimbalChoice, GimbalThresholds
 from edgemoe.policy.routing.marginal_union import DecodeTimes, PromptForecast, UnionTerm
 from edgemoe.policy.routing.offers import (
     FORGET_S,
-    RecentDispatches,
-    RoutingTarget,
-    WaitingRequest,
     PushRouting,
+    RecentDispatches,
     RoundRobin,
     RoutingPolicy,
+    RoutingTarget,
     Values,
+    WaitingRequest,
     cached_tokens,
     fewest,
     with_offer,
@@ -99,7 +99,9 @@ def test_every_offer_is_assigned_at_most_once_and_none_to_an_engine_that_is_full
 
 
 @given(offers=offers_, views=engines_)
-def test_pull_respects_an_engine_s_blocks_slots_and_step(offers: list[WaitingRequest], views: list[RoutingTarget]) -> None:
+def test_pull_respects_an_engine_s_blocks_slots_and_step(
+    offers: list[WaitingRequest], views: list[RoutingTarget]
+) -> None:
     limits = PullLimits()
     there = {view.place: view for view in views}
     asked = {offered.request: offered for offered in offers}

@@ -359,7 +359,9 @@ def test_compared_users_and_their_signatures_are_bounded() -> None:
         def takes(self, views: Sequence[RoutingTarget]) -> bool:
             return True
 
-        def assign(self, offers: Sequence[WaitingRequest], views: Sequence[RoutingTarget], now_s: float) -> list[OfferAssignment]:
+        def assign(
+            self, offers: Sequence[WaitingRequest], views: Sequence[RoutingTarget], now_s: float
+        ) -> list[OfferAssignment]:
             compared.append(len(offers))
             assert [one.request for one in offers[:2]] == ["a:1", "a:2"][: len(offers)], "who waits longest is always"
             return []
@@ -436,7 +438,9 @@ def test_reports_cost_no_comparisons_of_waiting_offers_without_room() -> None:
     compared: list[int] = []
 
     class Counted(PullRouting):
-        def assign(self, offers: Sequence[WaitingRequest], views: Sequence[RoutingTarget], now_s: float) -> list[OfferAssignment]:
+        def assign(
+            self, offers: Sequence[WaitingRequest], views: Sequence[RoutingTarget], now_s: float
+        ) -> list[OfferAssignment]:
             compared.append(len(offers))
             return super().assign(offers, views, now_s)
 
