@@ -2,10 +2,8 @@
 
     python tools/research/flows.py
 
-A profile hook notes the first call of each function while one chat is streamed. Functions that an idle daemon calls are
-left out, and so are files that only count, log or supervise. Three flows: a chat with all experts in RAM, the same with
-RAM for some of them, and two boxes on loopback that compute experts for each other. Of the last flow, functions that
-the second one calls are left out.
+A profile hook notes the first call of each function while one chat is streamed. It leaves out functions that an idle
+daemon calls, and files that count, log or supervise. The flows: experts all in RAM, some in RAM, shared by two boxes.
 """
 
 from __future__ import annotations
@@ -43,6 +41,14 @@ ASIDE = (  # counts, logs, supervises
     "ticking",
     "heap",
     "errors",
+)
+CALL = (  # what an expert call to a peer may enter, in both engines
+    "experts/compute/peer_",
+    "experts/compute/cost_model",
+    "policy/resolve",
+    "types/peers",
+    "cluster/",
+    "wire/",
 )
 HOOK = """
 import json, os, pathlib, sys, threading, time
@@ -168,9 +174,9 @@ def running(boxes: Sequence[Recorded]) -> Iterator[None]:
             box.close()
 
 
-def record(boxes: Sequence[Recorded], tokens: int) -> list[dict[str, Calls]]:
-    """Returns the calls of each box while the first one answers a chat, without those of an idle daemon."""
-    boxes[0].chat(tokens)  # what happens once only is over
+def record(boxes: Sequence[Recorded], tokens: int, only: tuple[str, ...] = ()) -> list[dict[str, Calls]]:
+    """Returns the calls of each box while the first one answers a chat: the ones in `only`, or else all but idle ones."""
+    boxes[0].chat(tokens)  # so that nothing happens for the first time
     for box in boxes:
         box.start("idle")
     time.sleep(IDLE_S)
@@ -179,18 +185,21 @@ def record(boxes: Sequence[Recorded], tokens: int) -> list[dict[str, Calls]]:
         box.start("chat")
     boxes[0].chat(tokens)
     chats = [box.stop("chat") for box in boxes]
-    return [
-        {kind: [call for call in calls[kind] if call not in set(quiet[kind])] for kind in calls}
-        for calls, quiet in zip(chats, idle, strict=True)
-    ]
+    found = []
+    for calls, quiet in zip(chats, idle, strict=True):
+        chosen: dict[str, Calls] = {}
+        for kind, entered in calls.items():
+            left_out = set() if only else set(quiet[kind])
+            chosen[kind] = [call for call in entered if call not in left_out and call[0].startswith(only or "")]
+        found.append(chosen)
+    return found
 
 
-def files_of(calls: Calls, without: Calls = ()) -> dict[str, list[str]]:  # type: ignore[assignment]
+def files_of(calls: Calls) -> dict[str, list[str]]:
     """Returns the necessary files in order, each with its functions."""
     files: dict[str, list[str]] = {}
-    left_out = set(without)
     for file, function in calls:
-        if not file.startswith(ASIDE) and (file, function) not in left_out and not function.endswith("<module>"):
+        if not file.startswith(ASIDE) and not function.endswith("<module>"):
             files.setdefault(file, []).append(function)
     return files
 
@@ -257,9 +266,9 @@ def main() -> None:
         ]
         with running(boxes):
             time.sleep(IDLE_S)  # links are measured
-            asking, answering = record(boxes, 64)
-        asked = files_of(asking["engine"], small["engine"])
-        answered = files_of(answering["engine"], small["engine"])
+            asking, answering = record(boxes, 64, CALL)
+        asked = files_of(asking["engine"])
+        answered = files_of(answering["engine"])
         show("peer's expert call, asking engine", asked)
         show("peer's expert call, answering engine", answered)
         print(f"\npeer's expert call: {len(asked.keys() | answered.keys())} files in both engines")

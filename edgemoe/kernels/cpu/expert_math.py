@@ -43,7 +43,7 @@ class ExpertTable:
     """Holds the records of all layers. For the thread that runs the kernels."""
 
     def __init__(self, kernels: KernelContext, layers: Sequence[LayerPlaces], where: IntArray) -> None:
-        """`where` [L, E] is the slot of each expert; it is read at each step, and stays as long as this."""
+        """Takes `where` [L, E], the slot of each expert, which is read at each step and must live as long."""
         self._kernels, self._where = kernels, where
         self._shapes = {(layer.layout.hidden, layer.layout.width) for layer in layers}
         self._jobs, self._places = np.zeros(len(layers), EXPERTS), np.zeros(len(layers), PLACES)
@@ -68,7 +68,7 @@ class ExpertTable:
 
 
 class ExpertKernels:
-    """Runs the kernels of experts. Several may share a context: each sets its addresses anew after a change there."""
+    """Runs the kernels of experts. Several may share a context; each sets its addresses again after a change of it."""
 
     def __init__(self, context: KernelContext) -> None:
         self._context = context
@@ -130,7 +130,7 @@ class ExpertKernels:
         x: int,
         out: int,
     ) -> None:
-        """Does what `few_tokens` does, for many tokens per expert.
+        """Computes the same as `few_tokens`, for many tokens per expert.
 
         `x` is in the model's type, as are weights that are not encoded; hidden size and width are even.
         """
@@ -219,7 +219,7 @@ class ExpertMath:
         usual: WayLimits = USUAL,
         measured: Mapping[ExpertLayout, WayLimits] | None = None,
     ) -> None:
-        """Takes the limits of experts that were not measured, and of those that were."""
+        """Takes the limits of experts that were not measured, and the measured ones."""
         self._kernels, self._usual, self.measured = kernels, usual, dict(measured or {})
         self._expert_kernels = ExpertKernels(kernels) if kernels is not None else None
 

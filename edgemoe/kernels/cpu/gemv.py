@@ -252,7 +252,7 @@ class _CodeEmitter(Emitter):
 
 @cache
 def make_code_rows(bf16: bool) -> Code:
-    """Makes what `make_rows` makes, for lines of codes without their scales."""
+    """Makes the same as `make_rows`, for lines of codes without their scales."""
     return rows_code("code_rows", lambda _, tokens: make_dots(_CodeEmitter, tokens, bf16, load_code), WIDEST)
 
 

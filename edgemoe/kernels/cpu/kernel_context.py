@@ -16,19 +16,19 @@ MOST_TOKENS = 1024  # of one call of a kernel for single tokens
 
 
 class KernelContext:
-    """Holds what the kernels for one weight type share, with `threads` threads, the caller's among them.
+    """Holds threads and scratch memory of the kernels for one weight type. `threads` include the caller's.
 
     Only one thread may call at a time, because the scratch memory is shared. Close it, or let it be collected.
     """
 
     def __init__(self, threads: int, bf16: bool, directory: Path | None = None) -> None:
-        """Compiled code of rows is kept in `directory`, where one is given."""
+        """Keeps compiled code of rows in `directory`, if one is given."""
         self.bf16, self._directory = bf16, directory
         self.dtype = BFLOAT16 if bf16 else FLOAT32
         self.pool = ThreadPool(threads)
         self.close = self.pool.close
         self.scratch_changes = 0  # scratch arrays that were replaced by larger ones
-        self._scratch: dict[str, tuple[int, npt.NDArray[Any]]] = {}  # addresses, with what they are of
+        self._scratch: dict[str, tuple[int, npt.NDArray[Any]]] = {}  # by name: address and memory
         self._iota = np.arange(MOST_TOKENS, dtype=np.int64)
         self.iota = self._iota.ctypes.data
         self._borrowed = np.zeros(threads, np.int64)
@@ -54,7 +54,7 @@ class KernelContext:
         return make_row_code(encoding, self.bf16, self._directory)
 
     def decode_rows(self, job: npt.NDArray[np.void], rows: RowCode, floats: int) -> None:
-        """Gives a record of a kernel for many tokens what decodes rows, into `floats` float32 for each thread."""
+        """Sets a record's fields for encoded rows, with room for `floats` decoded float32 in each thread."""
         assert rows.unpack is not None
         each = -(-floats // 16) * 16
         job["unpack"], job["threads"] = rows.unpack.address, self.pool.threads

@@ -128,7 +128,7 @@ class Kernels(KernelContext):
     def product(
         self, weight: int, rows: int, n: int, x: int, x_bf16: bool, tokens: int, out: int, code: RowCode
     ) -> None:
-        """Does what `linear` does with encoded weights, for many tokens."""
+        """Computes the same as `linear`, for encoded weights and many tokens."""
         job = np.zeros(1, PRODUCT)
         job["weight"], job["line"], job["rows"], job["n"] = weight, code.encoding.row_bytes(n), rows, n
         job["x"], job["x_bf16"], job["tokens"], job["out"] = x, x_bf16, tokens, out
