@@ -42,7 +42,7 @@ ASIDE = (  # counts, logs, supervises
     "heap",
     "errors",
 )
-CALL = (  # what an expert call to a peer may enter, in both engines
+CALL = (  # files that an expert call to a peer may enter, in both engines
     "experts/compute/peer_",
     "experts/compute/cost_model",
     "policy/resolve",

@@ -26,7 +26,7 @@ from edgemoe.cli import store_download
 from edgemoe.cli.store_download import pull
 from edgemoe.cluster.control.messages import CONTROL, ControlMessage, StoreLocationReply, StoreLocationRequest
 from edgemoe.cluster.data.messages import BULK, BulkMessage, FetchPiece
-from edgemoe.cluster.data.store_fetch import TransferPace, StorePieceServer
+from edgemoe.cluster.data.store_fetch import StorePieceServer, TransferPace
 from edgemoe.cluster.rpc.channel import Channel
 from edgemoe.cluster.rpc.envelope import Answer, Question
 from edgemoe.cluster.rpc.keys import AllowList, Secret, generate, load_peers
