@@ -175,7 +175,7 @@ def running(boxes: Sequence[Recorded]) -> Iterator[None]:
 
 
 def record(boxes: Sequence[Recorded], tokens: int, only: tuple[str, ...] = ()) -> list[dict[str, Calls]]:
-    """Returns the calls of each box while the first one answers a chat: the ones in `only`, or else all but idle ones."""
+    """Returns each box's calls while the first answers a chat: the ones in `only`, or else all but idle ones."""
     boxes[0].chat(tokens)  # so that nothing happens for the first time
     for box in boxes:
         box.start("idle")
