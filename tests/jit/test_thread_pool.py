@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgemoe.jit.intrinsics import atomic_add, i64_at, pause
+from edgemoe.jit.intrinsics import atomic_add, atomic_load, i64_at, pause
 from edgemoe.jit.object_cache import chunk
 from edgemoe.jit.thread_pool import ThreadPool, parallel
 
@@ -43,6 +43,25 @@ def test_every_chunk_is_done_once(threads: int) -> None:
     for chunks in (1, 2, 7, 1000) * 50:
         parallel(pool.control, _count.address, counts.ctypes.data, chunks)
     assert counts.tolist() == [200] + [150] + [100] * 5 + [50] * 993
+    pool.close()
+
+
+@chunk
+def _wait_in_the_first(job: int, number: int) -> None:
+    if number == 0:
+        spins = 0
+        while atomic_load(job) < 31 and spins < 1_000_000_000:
+            pause()
+            spins += 1
+        i64_at(job)[1] = i64_at(job)[0]
+    else:
+        atomic_add(job, 1)
+
+
+def test_a_slow_thread_leaves_all_other_chunks_to_the_others() -> None:
+    pool, counts = ThreadPool(2), np.zeros(2, np.int64)
+    parallel(pool.control, _wait_in_the_first.address, counts.ctypes.data, 32)
+    assert counts[1] == 31
     pool.close()
 
 
