@@ -205,6 +205,25 @@ class Completion(RequestBody, frozen=True, kw_only=True):
     stream_options: StreamOptions | None = None
 
 
+MAX_FILES = 1024  # beside the one that is edited
+
+
+class OtherFile(msgspec.Struct, frozen=True):
+    """A file beside the one that is edited."""
+
+    text: str
+    filename: str = "tmp"
+
+
+class Infill(Completion, frozen=True, kw_only=True):
+    """The body of POST /infill. `prompt` is the beginning of the text between prefix and suffix."""
+
+    prompt: str = ""
+    input_prefix: str = ""
+    input_suffix: str = ""
+    input_extra: Annotated[list[OtherFile], Meta(max_length=MAX_FILES)] = []
+
+
 class Tokenize(msgspec.Struct, frozen=True, kw_only=True):
     """The body of POST /tokenize: a text, or a chat's messages, to render by the chat template as a chat would be."""
 

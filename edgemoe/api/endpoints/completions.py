@@ -20,7 +20,7 @@ from edgemoe.api.generate.generation import (
     sampling,
 )
 from edgemoe.api.schema import Completion, read_named, stop_strings
-from edgemoe.api.text.infill import infill_marks
+from edgemoe.api.text.infill import InfillMarks, infill_marks
 from edgemoe.api.text.tokenizer import Detokenizer, StopMatcher, TextModel
 from edgemoe.errors import InvalidRequest
 from edgemoe.types.arrays import Json
@@ -86,16 +86,27 @@ def completion_generation(body: Completion, context: RequestContext) -> Generati
 
 def _infilled(body: Completion, text: TextModel) -> Completion:
     """Returns a completion of the text between `prompt` and `suffix`. Raises InvalidRequest."""
-    marks = infill_marks(text.vocabulary.added)
-    if marks is None:
-        message = "suffix: this model's tokenizer has no marks for it"
-        raise InvalidRequest(message, param="suffix", code="unsupported_parameter")
+    marks = marks_of(text, "suffix")
     if not isinstance(body.prompt, str):
         raise InvalidRequest("suffix: the prompt before it is one text", param="suffix")
-    ends = [id for name in marks.stops if (id := text.vocabulary.id_of(name)) is not None]
-    return structs.replace(
-        body, prompt=marks.prompt(body.prompt, body.suffix or ""), stop_token_ids=[*(body.stop_token_ids or ()), *ends]
+    return with_stops(
+        structs.replace(body, prompt=marks.prompt(body.prompt, body.suffix or ""), suffix=None), marks, text
     )
+
+
+def marks_of(text: TextModel, param: str) -> InfillMarks:
+    """Returns the tokenizer's marks for filling in. Raises InvalidRequest, naming the parameter, if it has none."""
+    marks = infill_marks(text.vocabulary.added)
+    if marks is None:
+        message = f"{param}: this model's tokenizer has no marks for filling in"
+        raise InvalidRequest(message, param=param, code="unsupported_parameter")
+    return marks
+
+
+def with_stops(body: Completion, marks: InfillMarks, text: TextModel) -> Completion:
+    """Returns a completion that ends at any of the marks."""
+    ends = [id for name in marks.stops if (id := text.vocabulary.id_of(name)) is not None]
+    return structs.replace(body, stop_token_ids=[*(body.stop_token_ids or ()), *ends])
 
 
 def prompts(

@@ -1,0 +1,69 @@
+"""POST /infill: completes the text between two others, with llama.cpp's fields and answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from msgspec import structs
+
+from edgemoe.api.endpoints.completions import completion_generation, marks_of, with_stops
+from edgemoe.api.generate.generation import ChoiceDelta, Generation, PreparedAnswer, RequestContext
+from edgemoe.api.http.responding import error_body, event
+from edgemoe.api.schema import Infill, read_named
+from edgemoe.errors import InvalidRequest, RequestError
+from edgemoe.types.arrays import Json
+
+STOP_TYPES = {"stop": "eos", "length": "limit"}
+
+
+def prepare(context: RequestContext, raw: bytes) -> PreparedAnswer:
+    """Decodes a body of POST /infill and prepares its generation. Raises InvalidRequest."""
+    body, fields = read_named(raw, Infill)
+    with fields.renamed():
+        if body.suffix:
+            raise InvalidRequest("suffix: the text behind is input_suffix here", param="suffix")
+        if (body.n or 1) > 1:
+            raise InvalidRequest("n: one answer at a time", param="n")
+        text, wanted = context.text, body.max_tokens
+        marks = marks_of(text, "input_suffix")
+        files = marks.files([(one.filename, one.text) for one in body.input_extra], text.vocabulary.added)
+        prompt = files + marks.prompt(body.input_prefix, body.input_suffix) + body.prompt
+        completion = structs.replace(
+            body, prompt=prompt, max_tokens=context.limits.context_tokens if wanted is None else wanted
+        )
+        generation = completion_generation(with_stops(completion, marks, text), context)
+    return PreparedAnswer(generation, InfillFormat(generation), bool(body.stream), fields)
+
+
+class InfillFormat:
+    """Writes deltas as llama.cpp's completions; the last one has counts and times."""
+
+    def __init__(self, generation: Generation) -> None:
+        self._generation = generation
+
+    def events(self, deltas: list[ChoiceDelta]) -> Iterable[bytes]:
+        for delta in deltas:
+            yield event(self._answer(delta))
+
+    def closing_events(self) -> Iterable[bytes]:
+        return ()
+
+    def error_events(self, error: RequestError) -> Iterable[bytes]:
+        yield event(error_body(error))
+
+    def whole(self, choices: list[ChoiceDelta]) -> Json:
+        return self._answer(choices[0])
+
+    def _answer(self, delta: ChoiceDelta) -> Json:
+        generation = self._generation
+        answer: Json = {"index": 0, "content": delta.text, "stop": bool(delta.finish), "model": generation.model}
+        if delta.finish:
+            answer |= {
+                "stop_type": STOP_TYPES.get(delta.finish, "none"),
+                "truncated": False,
+                "tokens_predicted": sum(choice.tokens for choice in generation.choices),
+                "tokens_evaluated": generation.prompt_tokens,
+                "tokens_cached": generation.cached_tokens(),
+                "timings": generation.timings(),
+            }
+        return answer
