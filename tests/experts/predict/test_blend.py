@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 import pytest
-from edgemoe.policy.fusion import Calibration
 from support.kept import KERNELS
 
 from edgemoe.experts.predict.forecast_blend import (
@@ -17,6 +16,7 @@ from edgemoe.experts.predict.forecast_blend import (
     GateFusion,
 )
 from edgemoe.experts.predict.next_use import NextUsePredictor, link_predictor
+from edgemoe.policy.forecast_mix import Calibration
 from edgemoe.types.arrays import FloatArray
 
 L, E, K = 4, 10, 2
