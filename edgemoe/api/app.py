@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from edgemoe.api import ollama_queries, queries
 from edgemoe.api.api_keys import KeyRing
-from edgemoe.api.endpoints import anthropic, completions, infill, ollama, responses
+from edgemoe.api.endpoints import anthropic, completions, llama_infill, ollama, responses
 from edgemoe.api.endpoints import chat_completions as chat
 from edgemoe.api.endpoints.event_stream import EVENTS, stream_events
 from edgemoe.api.generate.generation import PreparedAnswer, RequestContext, run_generation
@@ -40,7 +40,7 @@ def build(api: Api) -> Starlette:
     routes = [
         *_openai_routes(),
         *_ollama_routes(),
-        Route("/infill", _generating(infill.prepare), methods=["POST"]),
+        Route("/infill", _generating(llama_infill.prepare), methods=["POST"]),
         Route("/props", queries.props),
         Route("/tokenize", queries.tokenize, methods=["POST"]),
         Route("/detokenize", queries.detokenize, methods=["POST"]),
