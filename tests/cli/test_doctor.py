@@ -279,7 +279,7 @@ def test_a_full_disk_is_found(tmp_path: Path) -> None:
 def test_the_page_of_troubles_is_made_of_the_remedies() -> None:
     assert (ROOT / "docs/troubleshooting.md").read_text() == page()
     looks = "".join(path.read_text() for path in (ROOT / "edgemoe/cli/doctor").glob("*.py"))
-    assert all(f'Finding("{check}"' in looks for check in REMEDIES)
+    assert all(f'CheckResult("{check}"' in looks for check in REMEDIES)
 
 
 def planted(home: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> list[str]:
