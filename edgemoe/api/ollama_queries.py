@@ -10,13 +10,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 import edgemoe
-from edgemoe.api.endpoints.ollama import can_call, can_think, served_name, tagged_name
+from edgemoe.api.endpoints.ollama import served_name, tagged_name
 from edgemoe.api.endpoints.ollama_format import rfc3339
 from edgemoe.api.generate.generation import ANY_MODEL, RequestContext
 from edgemoe.api.http import responding as http
+from edgemoe.api.http.event_text import json_line
 from edgemoe.api.resources import Api
 from edgemoe.api.schema import read
-from edgemoe.api.text.infill import infill_marks
 from edgemoe.api.text.tokenizer import TextModel
 from edgemoe.errors import InvalidRequest, ModelNotFound
 from edgemoe.types.arrays import Json
@@ -87,7 +87,7 @@ async def show(request: Request) -> Response:
     name = served_name(body.model or body.name, context)
     api = _api(request)
     info, limits = await api.backend.model()
-    can, template = capabilities(api.text), api.text.template.source if api.text.template is not None else ""
+    can, template = api.text.capabilities, api.text.template.source if api.text.template is not None else ""
     parameters = "\n".join(_parameters(api.text, limits.context_tokens))
     return JSONResponse(
         {
@@ -114,7 +114,7 @@ async def pull(request: Request) -> Response:
     if body.stream is False:
         return JSONResponse({"status": "success"})
     lines = ({"status": f"{asked} is served here already"}, {"status": "success"})
-    return Response(b"".join(map(http.json_line, lines)), media_type="application/x-ndjson")
+    return Response(b"".join(map(json_line, lines)), media_type="application/x-ndjson")
 
 
 async def refuse(request: Request) -> Response:
@@ -123,17 +123,6 @@ async def refuse(request: Request) -> Response:
 
 
 _WHY = {path: why for path, _, why in REFUSALS}
-
-
-def capabilities(text: TextModel) -> list[str]:
-    """Returns the model's capabilities, by Ollama's names."""
-    can = {
-        "completion": True,
-        "tools": can_call(text),
-        "thinking": can_think(text),
-        "insert": infill_marks(text.vocabulary.added) is not None,
-    }
-    return [name for name, is_there in can.items() if is_there]
 
 
 def parameter_size(parameters: int) -> str:

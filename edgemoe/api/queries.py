@@ -16,7 +16,6 @@ from edgemoe.api.endpoints.chat_completions import tokenize_prompt
 from edgemoe.api.generate.generation import ANY_MODEL, RequestContext, check_ids, encode_counted
 from edgemoe.api.http import responding as http
 from edgemoe.api.metrics import CONTENT_TYPE
-from edgemoe.api.ollama_queries import capabilities
 from edgemoe.api.resources import Api
 from edgemoe.api.schema import Chat, Detokenize, Tokenize, read
 from edgemoe.api.text.tokenizer import TextModel
@@ -65,7 +64,7 @@ async def describe_model(request: Request) -> Response:
 
 def _model_card(info: ModelInfo, context_tokens: int, text: TextModel) -> Json:
     """Returns OpenAI's model object, with the fields by which clients of other servers know a model."""
-    can = capabilities(text)
+    can = text.capabilities
     return {
         "id": info.id,
         "object": "model",

@@ -15,7 +15,7 @@ from edgemoe.api.dialects.dialect import HERMES, OutputMarks, OutputStart
 from edgemoe.api.dialects.output_parser import OutputParser
 from edgemoe.api.dialects.tool_calls import OutputPieces, completed_object
 from edgemoe.api.generate.generation import ChoiceDelta, CompletionChoice
-from edgemoe.api.http.responding import event
+from edgemoe.api.http.event_text import event
 from edgemoe.api.text.tokenizer import SPACE, Detokenizer, StopMatcher, Vocabulary, held_back
 from edgemoe.types.request import Emission
 

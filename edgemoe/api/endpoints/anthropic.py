@@ -16,7 +16,7 @@ from edgemoe.api.dialects.tool_calls import OutputPiece, completed_object
 from edgemoe.api.endpoints.chat_completions import chat_generation
 from edgemoe.api.endpoints.content_parts import text_of_part, text_of_parts, text_of_result
 from edgemoe.api.generate.generation import ChoiceDelta, Generation, PreparedAnswer, RequestContext
-from edgemoe.api.http.responding import anthropic_error, event
+from edgemoe.api.http.event_text import anthropic_error, event
 from edgemoe.api.schema import Chat, FieldNames, convert, read
 from edgemoe.errors import InvalidRequest, RequestError
 from edgemoe.types.arrays import Json

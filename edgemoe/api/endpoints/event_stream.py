@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 import edgemoe
 from edgemoe.api.backend import Backend, BoxSnapshot
 from edgemoe.api.http import responding as http
-from edgemoe.api.http.responding import event
+from edgemoe.api.http.event_text import event
 from edgemoe.api.metrics import Metrics
 from edgemoe.errors import QueueFull
 from edgemoe.policy.shares import fits

@@ -8,7 +8,7 @@ from msgspec import structs
 
 from edgemoe.api.endpoints.completions import completion_generation, marks_of, with_stops
 from edgemoe.api.generate.generation import ChoiceDelta, Generation, PreparedAnswer, RequestContext
-from edgemoe.api.http.responding import error_body, event
+from edgemoe.api.http.event_text import error_body, event
 from edgemoe.api.schema import Infill, read_named
 from edgemoe.errors import InvalidRequest, RequestError
 from edgemoe.types.arrays import Json

@@ -14,15 +14,13 @@ from msgspec import Meta
 from starlette.responses import JSONResponse, Response
 
 from edgemoe.api import schema
-from edgemoe.api.dialects.dialect import can_reason
 from edgemoe.api.endpoints.chat_completions import chat_generation
 from edgemoe.api.endpoints.completions import completion_generation
 from edgemoe.api.endpoints.ollama_format import ChatLines, OllamaFormat, TextLines
 from edgemoe.api.generate.generation import ANY_MODEL, Generation, PreparedAnswer, RequestContext, StreamForm
-from edgemoe.api.http.responding import json_line
+from edgemoe.api.http.event_text import json_line
 from edgemoe.api.schema import Chat, Completion, FieldNames, Tool, read
 from edgemoe.api.text.infill import infill_marks
-from edgemoe.api.text.tokenizer import TextModel
 from edgemoe.errors import InvalidRequest, ModelNotFound
 from edgemoe.types.arrays import Json
 
@@ -112,7 +110,7 @@ def prepare_chat(context: RequestContext, raw: bytes) -> PreparedAnswer | Respon
     name = served_name(body.model, context)
     if not body.messages:
         return _loaded(body, ChatLines(name))
-    if body.tools and not can_call(context.text):
+    if body.tools and not context.text.can_call:
         raise InvalidRequest(f'"{name}" does not support tools', param="tools")
     generation = _chat(body, _messages(body.messages), body.tools, context)
     return _prepared(body, generation, ChatLines(name, generation, context.text.vocabulary))
@@ -151,16 +149,6 @@ def served_name(asked: str | None, context: RequestContext) -> str:
 def tagged_name(name: str) -> str:
     """Returns a model's name as Ollama lists it: with a tag."""
     return name if ":" in name.rpartition("/")[2] else name + LATEST
-
-
-def can_call(text: TextModel) -> bool:
-    """Returns whether a model can be given tools."""
-    return text.template is not None and text.template.takes_tools and text.dialect.takes_calls
-
-
-def can_think(text: TextModel) -> bool:
-    """Returns whether a model may reason."""
-    return can_reason(text.dialect, text.template_text, text.vocabulary.added)
 
 
 def _refuse_unsupported(body: OllamaPrompt) -> None:
@@ -204,7 +192,7 @@ def _chat(
     body: OllamaBody, messages: Sequence[Json], tools: Sequence[Tool] | None, context: RequestContext
 ) -> Generation:
     """Returns the generation of a chat. Raises InvalidRequest."""
-    if body.think and not can_think(context.text):
+    if body.think and not context.text.can_think:
         raise InvalidRequest(f'"{body.model}" does not support thinking', param="think")
     chat: Json = {
         "model": context.model,

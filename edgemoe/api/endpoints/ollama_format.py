@@ -13,7 +13,7 @@ import msgspec
 from edgemoe.api.dialects.tool_calls import OutputPiece, OutputPieces, completed_object
 from edgemoe.api.endpoints.openai_format import chat_logprobs
 from edgemoe.api.generate.generation import ChoiceDelta, Generation
-from edgemoe.api.http.responding import json_line, ollama_error
+from edgemoe.api.http.event_text import json_line, ollama_error
 from edgemoe.api.text.tokenizer import Vocabulary
 from edgemoe.errors import RequestError
 from edgemoe.types.arrays import Json

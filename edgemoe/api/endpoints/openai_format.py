@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import edgemoe
 from edgemoe.api.dialects.tool_calls import OutputPiece
 from edgemoe.api.generate.generation import ChoiceDelta, Generation
-from edgemoe.api.http.responding import DONE, error_body, event
+from edgemoe.api.http.event_text import DONE, error_body, event
 from edgemoe.api.schema import StreamOptions
 from edgemoe.api.text.tokenizer import Detokenizer, Vocabulary
 from edgemoe.errors import RequestError

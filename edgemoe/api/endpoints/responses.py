@@ -19,7 +19,7 @@ from edgemoe.api.endpoints.custom_input import CustomInput, custom_input
 from edgemoe.api.endpoints.response_input import ItemReader, seal
 from edgemoe.api.endpoints.response_tools import ClientTool, ToolOffer
 from edgemoe.api.generate.generation import ChoiceDelta, Generation, PreparedAnswer, RequestContext
-from edgemoe.api.http.responding import error_body, event
+from edgemoe.api.http.event_text import error_body, event
 from edgemoe.api.schema import Chat, FieldNames, convert, read
 from edgemoe.errors import InvalidRequest, RequestError
 from edgemoe.types.arrays import Json

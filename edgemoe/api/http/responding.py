@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
-from typing import Any
 
 import msgspec
 from starlette.exceptions import HTTPException
@@ -21,66 +20,17 @@ from edgemoe.api.generate.generation import (
     StreamForm,
     collect_deltas,
 )
+from edgemoe.api.http.event_text import anthropic_error, error_body, ollama_error
 from edgemoe.errors import InvalidRequest, RequestError
 from edgemoe.types.arrays import Json
 
 log = logging.getLogger(__name__)
 
-ANTHROPIC_KINDS = {
-    401: "authentication_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    500: "api_error",
-    503: "overloaded_error",
-    504: "timeout_error",
-}
-
-
-def error_body(error: RequestError) -> Json:
-    """Returns OpenAI's error object."""
-    return {"error": {"message": str(error), "type": error.kind, "param": error.param, "code": error.code}}
-
-
-def anthropic_error(error: RequestError) -> Json:
-    """Returns Anthropic's error object, with the field at fault in its message."""
-    message = str(error) if not error.param or error.param in str(error) else f"{error.param}: {error}"
-    kind = ANTHROPIC_KINDS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": message}}
-
-
-def ollama_error(error: RequestError) -> Json:
-    """Returns Ollama's error object, which is a message alone."""
-    return {"error": str(error)}
-
-
 SEND_S = 60.0  # longest that a client may leave a part of its answer unread
 QUIET_S = 30.0  # that a stream says nothing before its first token
 RETRY_AFTER_S = 2.0  # sent with every 503
 STREAMED = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
-DONE = b"data: [DONE]\n\n"
-# line ends to clients that split a stream as Python splits a text; JSON may hold them within strings only
-LINE_ENDS = tuple((mark.encode(), f"\\u{ord(mark):04x}".encode()) for mark in "\x85\u2028\u2029")
-_encode = msgspec.json.Encoder().encode
 KINDS = {401: "authentication_error", 429: "rate_limit_error"}
-
-
-def event(value: Any, name: str = "") -> bytes:
-    """Returns one server-sent event with `value` as JSON."""
-    head = f"event: {name}\n".encode() if name else b""
-    return b"".join((head, b"data: ", _on_one_line(value), b"\n\n"))
-
-
-def json_line(value: Any) -> bytes:
-    """Returns `value` as a line of a stream of JSON objects."""
-    return _on_one_line(value) + b"\n"
-
-
-def _on_one_line(value: Any) -> bytes:
-    body = _encode(value)
-    for mark, escaped in LINE_ENDS:
-        body = body.replace(mark, escaped)
-    return body
 
 
 class ClientGone(Exception):

@@ -17,10 +17,11 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from edgemoe.api.dialects.dialect import dialect_of
+from edgemoe.api.dialects.dialect import can_reason, dialect_of
 from edgemoe.api.dialects.growing_text import held_back
 from edgemoe.api.schema import RequestBody, convert
 from edgemoe.api.text.chat_template import ChatTemplate, special_tokens
+from edgemoe.api.text.infill import infill_marks
 from edgemoe.errors import CheckpointError, InvalidRequest
 from edgemoe.types.arrays import Json
 
@@ -181,6 +182,27 @@ class TextModel:
     def vocab_tokens(self) -> int:
         """Returns the size of the vocabulary, added tokens included."""
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def can_call(self) -> bool:
+        """Returns whether the model can be given tools."""
+        return self.template is not None and self.template.takes_tools and self.dialect.takes_calls
+
+    @property
+    def can_think(self) -> bool:
+        """Returns whether the model may reason."""
+        return can_reason(self.dialect, self.template_text, self.vocabulary.added)
+
+    @property
+    def capabilities(self) -> list[str]:
+        """Returns the model's capabilities, by Ollama's names."""
+        can = {
+            "completion": True,
+            "tools": self.can_call,
+            "thinking": self.can_think,
+            "insert": infill_marks(self.vocabulary.added) is not None,
+        }
+        return [name for name, is_there in can.items() if is_there]
 
     def about(self) -> Json:
         """Returns the tokenizer's configuration, with chat template and dialect in use, for clients."""
