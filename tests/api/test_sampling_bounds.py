@@ -13,6 +13,7 @@ import pytest
 from msgspec import inspect
 from support.front_kit import write_model
 
+from edgemoe.api.peer_fields import SENTINELS
 from edgemoe.api.schema import Chat, Completion
 from edgemoe.api.text.tokenizer import TextModel
 from edgemoe.front.main import Front
@@ -53,7 +54,8 @@ async def test_bounds_are_accepted_and_values_beyond_are_refused(
         answer = await http.post(path, json={**body, field: value})
         assert answer.status_code == 200, answer.text
     step = 1 if isinstance(low, int) and field not in ("temperature", "top_p", "min_p") else 1e-6
-    for value in (low - step, high + max(step, abs(high) * 1e-6) if isinstance(high, float) else high + step):
+    lowest = min(low, *SENTINELS.get(field, (low,)))  # -1 stands for no limit
+    for value in (lowest - step, high + max(step, abs(high) * 1e-6) if isinstance(high, float) else high + step):
         answer = await http.post(path, json={**body, field: value})
         error = answer.json()["error"]
         assert (answer.status_code, error["param"], error["code"]) == (400, field, "invalid_value"), answer.text

@@ -105,4 +105,6 @@ def test_an_expert_that_is_nowhere_has_the_answer_say_so(policy: str) -> None:
     boxes = tuple(PlacementBox((40,), pack_bits(there), none, none, each) for each in told)
     sizes = (1000,) * LAYERS
     answer = solve(PlacementQuestion(1, policy, LAYERS, EXPERTS, (EXPERTS,) * LAYERS, sizes, 1, boxes))
-    assert "1 experts are on no box's disk, nor in its memory, the first is expert 3 of layer 1" in answer.infeasible
+    assert (
+        "1 experts are neither on disk nor in memory of any box; the first is expert 3 of layer 1" in answer.infeasible
+    )
