@@ -16,6 +16,8 @@ from edgemoe.api.dialects.output_parser import OutputParser
 from edgemoe.api.dialects.tool_calls import OutputPieces, completed_object
 from edgemoe.api.generate.generation import ChoiceDelta, CompletionChoice
 from edgemoe.api.http.event_text import event
+from edgemoe.api.schema import ChatMessage
+from edgemoe.api.text.chat_template import for_template
 from edgemoe.api.text.tokenizer import SPACE, Detokenizer, StopMatcher, Vocabulary, held_back
 from edgemoe.types.request import Emission
 
@@ -266,3 +268,15 @@ def test_every_beginning_of_an_object_is_completed_to_one() -> None:
     assert completed_object(text) == text
     assert json.loads(completed_object(text[: text.index('"d"')])) == {"a": whole["a"], "b": [1, {"c": None}]}
     assert completed_object("no object") == "{}"
+
+
+def test_later_system_messages_without_text_are_left_out() -> None:
+    roles = ("system", "user", "system", "assistant", "system", "user")
+    messages = [ChatMessage(role=role, content="hi" if role == "user" else None) for role in roles]
+    joined = for_template(messages, one_system=True)
+    assert [(one["role"], one["content"] or "") for one in joined] == [
+        ("system", ""),
+        ("user", "hi"),
+        ("assistant", ""),
+        ("user", "hi"),
+    ]

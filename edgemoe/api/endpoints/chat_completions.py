@@ -138,7 +138,7 @@ def render(body: Chat, tools: list[Tool], text: TextModel) -> str:
         if not later:
             raise
         return rendered(one_system=True)
-    lost = [one for one in for_template(later) if one["content"].strip() not in prompt]
+    lost = [one for one in for_template(later) if str(one["content"] or "").strip() not in prompt]
     return rendered(one_system=True) if lost else prompt
 
 

@@ -121,14 +121,17 @@ def _one_system(messages: list[Json]) -> list[Json]:
     waits = False  # whether the last message is the system's words alone, to be joined to the user's next
     for message in messages:
         system, last = message["role"] == "system", kept[-1] if kept else None
-        text = message["content"]
+        text = message["content"] or ""
+        if system and last is not None and not text:
+            continue
         if last is None or not (system or (waits and message["role"] == "user")):
             kept.append(message)
         elif system and last["role"] == "assistant":
             kept.append({"role": "user", "content": REMINDER.format(text)})
         else:
             added = REMINDER.format(text) if system and last["role"] != "system" else text
-            kept[-1] = (last if system else message) | {"content": f"{last['content']}\n\n{added}"}
+            whole = f"{last['content']}\n\n{added}" if last["content"] else added
+            kept[-1] = (last if system else message) | {"content": whole}
         waits = system and last is not None and (waits or last["role"] == "assistant")
     return kept
 
