@@ -63,6 +63,8 @@ def _run(words: list[str]) -> int:
     if wrong := unknown_word(parser, words):
         parser.error(wrong)
     args, rest = parser.parse_known_args(words, argparse.Namespace(behind=behind))
+    if len(rest) == 1 and rest[0][:1] != "-" and getattr(args, "message", "") is None:
+        args.message = rest.pop()  # argparse takes none behind an option, where another word stands before it
     if rest and not args.passes_arguments:
         parser.error(f"unknown arguments: {' '.join(rest)}; see `edgemoe {args.command} --help`")
     module, _, function = args.handler.partition(":")

@@ -125,19 +125,25 @@ class Client:
         except httpx.HTTPError as error:
             raise self._broken_off(error) from error
 
-    def _check_access(self) -> None:
-        """Raises ServiceError, with advice, if no daemon answers or access is denied."""
+    def is_listening(self) -> bool:
+        """Returns whether a daemon listens. Raises ServiceError, with advice, where this user may not use it."""
         with socket.socket(socket.AF_UNIX) as knocking:
             knocking.settimeout(_CONNECT_TIMEOUT_S)
             try:
                 knocking.connect(str(self._socket))
             except PermissionError as error:
                 raise ServiceError(f"you may not use {self._socket}; {_way_in(self._socket)}") from error
-            except OSError as error:
-                raise ServiceError(
-                    f"no daemon answers at {self._socket}; start one with `edgemoe serve` or "
-                    "`systemctl start edgemoe`, or name its socket with --socket"
-                ) from error
+            except OSError:
+                return False
+        return True
+
+    def _check_access(self) -> None:
+        """Raises ServiceError, with advice, if no daemon answers or access is denied."""
+        if not self.is_listening():
+            raise ServiceError(
+                f"no daemon answers at {self._socket}; start one with `edgemoe serve` or "
+                "`systemctl start edgemoe`, or name its socket with --socket"
+            )
 
     def _broken_off(self, error: httpx.HTTPError) -> ServiceError:
         return ServiceError(f"the daemon at {self._socket} broke off: {error or type(error).__name__}")

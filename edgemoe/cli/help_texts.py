@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import textwrap
+
+from edgemoe.store.hub_names import HUB_NAMES
+
 OVERVIEW = (
     "Serve Mixture-of-Experts language models larger than the memory of this machine, to any OpenAI client on it."
 )
 
 AFTER_OVERVIEW = """\
 First steps:
+  edgemoe run qwen3:30b --experts int4        fetch a model, serve it, and chat with it
   edgemoe serve --model ./Qwen3-30B-A3B       a Hugging Face checkpoint; packed on first use
   edgemoe chat                                talk to it, from another terminal
 
@@ -93,6 +98,19 @@ Examples:
   git diff | edgemoe generate --temperature 0
 The prompt is continued as it is; `edgemoe chat` uses the model's chat template. Ctrl-C cancels the request.
 """
+
+RUN = """\
+Examples:
+  edgemoe run demo                        the small model that is part of edgemoe
+  edgemoe run qwen3:30b --experts int4    fetched, packed in 4 bits, served, and a conversation
+  edgemoe run unsloth/Qwen3-30B-A3B-GGUF --quant Q4_K_M
+  edgemoe run ./Qwen3-30B-A3B "What is a monad?"
+
+The daemon that it starts answers other clients, too, and ends with the conversation. `edgemoe serve` keeps one running.
+Where a daemon with this model runs, the conversation is with that one. `edgemoe plan` tells beforehand how fast a model
+will be. Short names (docs/models.md has their repositories):
+"""
+RUN += textwrap.fill(", ".join(HUB_NAMES), 110)
 
 CHAT = """\
 Examples:

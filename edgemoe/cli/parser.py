@@ -152,9 +152,24 @@ def generate(subparsers: Any) -> None:
     sampling_options(parser, max_tokens=128)
 
 
+def run(subparsers: Any) -> None:
+    """Adds the command `edgemoe run`."""
+    summary = "fetch a model where it is not here, serve it, and chat with it"
+    parser = command(subparsers, "run", "edgemoe.cli.run_command:run", summary, texts.RUN)
+    parser.add_argument("model", metavar="MODEL", help="a short name, OWNER/NAME, a store, a checkpoint, or `demo`")
+    parser.add_argument("--experts", metavar="ENCODING", default="keep", help="of a model to fetch, as in `pull`")
+    parser.add_argument("--quant", metavar="NAME", default="", help="of a model to fetch, as in `pull`")
+    _chat_options(parser)
+
+
 def chat(subparsers: Any) -> None:
     """Adds the command `edgemoe chat`."""
     parser = command(subparsers, "chat", "edgemoe.cli.conversation:chat", "hold a conversation", texts.CHAT)
+    _chat_options(parser)
+
+
+def _chat_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of a conversation."""
     parser.add_argument("message", metavar="MESSAGE", nargs="?", help="one question instead of a conversation")
     parser.add_argument("--system", metavar="TEXT", help="what the model is told first")
     parser.add_argument("--stats", action="store_true", help="show how fast each answer came")
@@ -332,7 +347,6 @@ def _encoding_options(parser: argparse.ArgumentParser) -> None:
 
 
 SYNONYMS = {  # other programs' word for a command -> the command here
-    "run": "edgemoe serve",
     "start": "edgemoe serve",
     "list": "edgemoe models",
     "ls": "edgemoe models",
@@ -384,7 +398,7 @@ def _shown(word: str) -> str:
 
 GROUPS: tuple[tuple[str, tuple[Callable[[Any], None], ...]], ...] = (
     ("Serve a model", (serve, service, key, config, reload)),
-    ("Talk to it", (chat, generate, launch)),
+    ("Talk to it", (run, chat, generate, launch)),
     ("See what it does", (status, top, dashboard, bench, doctor)),
     ("Keep models", (plan, pull, pack, models)),
     ("Several boxes", (keygen, witness)),

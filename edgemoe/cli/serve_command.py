@@ -39,7 +39,7 @@ def serve(args: argparse.Namespace) -> int:
     loaded = read_settings(args)
     configure(loaded.settings.log, journal=goes_to_journal(os.environ))
     log.info("settings read", extra={"files": ",".join(map(str, loaded.files)), "set": " ".join(args.set)})
-    become_owner(*_written(loaded.settings), env=os.environ)
+    become_owner(*written_paths(loaded.settings), env=os.environ)
     if loaded.settings.api.needs_keys:
         _have_a_key(loaded)
     check_processor()
@@ -82,7 +82,7 @@ def check_processor() -> None:
         raise UnsupportedProcessor(said.removeprefix(f"{UnsupportedProcessor.__module__}.UnsupportedProcessor: "))
 
 
-def _written(settings: Settings) -> tuple[Path, ...]:
+def written_paths(settings: Settings) -> tuple[Path, ...]:
     """Returns the folders that the daemon writes to."""
     api, cluster = settings.api, settings.cluster
     named = [settings.model.store_dir, settings.service.runtime_dir, str(Path(api.socket).parent)]

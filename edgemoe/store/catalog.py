@@ -26,6 +26,7 @@ from edgemoe.families.spec import ModelSpec
 from edgemoe.store.checkpoint import CONFIG, check_tokenizer, read_config, read_json
 from edgemoe.store.files import ARRIVING, is_in_use, last_used_s, lock_store, page_memory
 from edgemoe.store.gguf.checkpoint_of_gguf import gguf_at, open_checkpoint
+from edgemoe.store.hub_names import hub_name, suggestion
 from edgemoe.store.layout import WantedEncodings, plan, precision
 from edgemoe.store.manifest import JOURNAL, MANIFEST, Manifest, model_of, spec_of, verify_copy, verify_weights
 from edgemoe.store.packer import Progress, ensure_store, no_progress
@@ -122,20 +123,22 @@ def find_stores(store_dir: str | Path) -> list[Path]:
 def resolve(name: str, store_dir: str | Path) -> Path:
     """Returns the store given by path, directory's name in `store_dir`, or model's name if that is unique.
 
-    The hub's name of a model, OWNER/NAME, finds the store that was pulled.
+    The hub's name of a model, OWNER/NAME or a short one, finds the store that was pulled.
 
     Raises StoreError naming the stores that there are, and CheckpointError where a path is not there.
     """
     for path in (Path(name).expanduser(), Path(store_dir).expanduser() / name):
         if is_store(path):
             return path
-    path = Path(name).expanduser()
-    is_of_hub = bool(HUB_NAME.fullmatch(name)) and not path.exists()
-    if path != Path(path.name) and not is_of_hub:
+    path = Path(name if Path(name).expanduser().exists() else hub_name(name)).expanduser()
+    is_of_hub = bool(HUB_NAME.fullmatch(str(path))) and not path.exists()
+    if ("/" in name or path != Path(path.name)) and not is_of_hub:
         check_path_exists(path)
+    remedy = f"; `edgemoe pull {name}` fetches it" if is_of_hub else suggestion(name)
     if missing := first_missing_part(Path(store_dir).expanduser()):
         raise StoreError(
             f"no store of the name {name!r}: {missing}, where model.store_dir lies, is missing; is its disk mounted?"
+            f"{remedy}"
         )
     stores = find_stores(store_dir)
     matching = [each for each in stores if model_of(each.name) == path.name]
@@ -143,8 +146,7 @@ def resolve(name: str, store_dir: str | Path) -> Path:
         return matching[0]
     which = "several stores" if matching else "no store"
     there = ", ".join(each.name for each in matching or stores) or "none"
-    remedy = f"; `edgemoe pull {name}` fetches it" if is_of_hub and not matching else ""
-    raise StoreError(f"{which} of the name {name!r}; in {store_dir} there are: {there}{remedy}")
+    raise StoreError(f"{which} of the name {name!r}; in {store_dir} there are: {there}{'' if matching else remedy}")
 
 
 def store_of(model: ModelSettings, progress: Callable[[str], AbstractContextManager[Progress]]) -> ModelSettings:

@@ -23,6 +23,7 @@ from edgemoe.store.arriving import pack_arrived
 from edgemoe.store.checkpoint import CONFIG, INDEX, MODELOPT, SINGLE, TOKENIZER, Checkpoint, read_config, weight_files
 from edgemoe.store.files import ARRIVING, SPARE_BYTES, lock_store, os_errors_as_store_error
 from edgemoe.store.hub import Hub, HubFile, RepositoryListing
+from edgemoe.store.hub_names import hub_name
 from edgemoe.store.layout import KEEP, WantedEncodings, precision
 from edgemoe.store.manifest import MANIFEST, finish_clearing
 from edgemoe.store.packer import AS_IT_IS, Progress, no_progress, pack, place_of
@@ -44,10 +45,11 @@ def download(
 ) -> Path:
     """Returns the store of a repository, fetched and packed as far as it is not. `progress` is told of weights.
 
+    `repository` is OWNER/NAME, or a short name.
     `quant` names one of the repository's GGUF models, as in "Q4_K_M"; where there is one alone, it need not be named.
     Raises HubError, CheckpointError, UnsupportedModel, StoreError, ConfigError.
     """
-    hub, directory = Hub(), Path(store_dir).expanduser()
+    hub, directory, repository = Hub(), Path(store_dir).expanduser(), hub_name(repository)
     listing = hub.list_repository(repository, revision)
     is_gguf = bool(quant) or (not listing.shards and not listing.is_indexed)
     listing = listing.chosen(quant) if is_gguf else listing

@@ -37,6 +37,7 @@ from edgemoe.durable import open_kept, remove_file, rename_file
 from edgemoe.errors import EdgemoeError, HubError, StoreError
 from edgemoe.store.checkpoint import COPIED_FILES, INDEX, MAX_JSON_BYTES, SINGLE
 from edgemoe.store.files import BLOCK_BYTES
+from edgemoe.store.hub_names import suggestion
 
 if TYPE_CHECKING:
     from hashlib import _Hash
@@ -181,7 +182,8 @@ class RepositoryListing:
 def check_names(repository: str, revision: str) -> None:
     """Raises HubError unless these are valid names of a repository, and of a branch, tag or commit."""
     if not REPOSITORY.fullmatch(repository) or ".." in repository or "--" in repository:
-        raise HubError(f"{repository[:200]!r} is no repository of the hub; it is called OWNER/NAME")
+        called = f"it is called OWNER/NAME{suggestion(repository)}"
+        raise HubError(f"{repository[:200]!r} is no repository of the hub; {called}")
     if not REVISION.fullmatch(revision) or ".." in revision:
         raise HubError(f"{revision[:200]!r} is no branch, tag or commit")
 
@@ -301,6 +303,7 @@ class Hub:
 
     def __init__(self) -> None:
         disable_progress_bars()
+        logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)  # its retries: ours are reported below
         self._headers = {"User-Agent": f"edgemoe/{edgemoe.__version__}", "Accept-Encoding": "identity"}
         if token := get_token():
             self._headers["Authorization"] = f"Bearer {token}"

@@ -1,0 +1,149 @@
+"""Runs `edgemoe run`: finds a model or fetches it, serves it, and chats with it. The daemon ends with the chat.
+
+Where a daemon runs at the socket already, the chat is with that one, and it goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+import msgspec
+
+from edgemoe import demo
+from edgemoe.cli import conversation
+from edgemoe.cli.client import Client, WaitingLine, socket_of, wait_for_engine
+from edgemoe.cli.command_settings import read_settings, show_progress
+from edgemoe.cli.serve_command import check_processor, written_paths
+from edgemoe.config.settings import ModelSettings, Settings
+from edgemoe.durable import NewFile, make_folder
+from edgemoe.errors import ServiceError, StoreError
+from edgemoe.rights import become_owner
+from edgemoe.store.catalog import HUB_NAME, resolve, store_of
+from edgemoe.store.download import download
+from edgemoe.store.hub_names import hub_name
+from edgemoe.store.layout import WantedEncodings
+from edgemoe.store.manifest import model_of
+from edgemoe.telemetry.log import configure
+
+PR_SET_PDEATHSIG = 1
+DEMO = "demo"
+SHOWN_LINES = 12  # of the log of a daemon that ended
+STOP_S = 10.0  # beyond the time in which requests may end
+
+
+def run(args: argparse.Namespace) -> int:
+    """Chats with the model until the user ends it. Raises EdgemoeError."""
+    settings = read_settings(args).settings
+    path = socket_of(args)
+    with Client(path) as client:
+        if client.is_listening():
+            wait_for_engine(client)
+            _check_model(client, path, args.model)
+            return conversation.chat(args)
+    configure(settings.log)
+    become_owner(*written_paths(settings), env=os.environ)
+    check_processor()
+    store = store_of(msgspec.structs.replace(settings.model, path=_find(args, settings.model)), show_progress).path
+    with _daemon(args, settings, store) as process, Client(path) as client:
+        line = WaitingLine()
+        try:
+            client.wait_while_loading(line.show, lambda: process.poll() is None)
+        finally:
+            line.clear()
+        return conversation.chat(args)
+
+
+def _check_model(client: Client, path: Path, name: str) -> None:
+    """Raises ServiceError where the running daemon serves another model."""
+    served = [str(model["id"]) for model in json.loads(client.text("/v1/models"))["data"]]
+    asked = {name, Path(hub_name(name)).name, model_of(Path(name).name), demo.NAME if name == DEMO else name}
+    if not {each.lower() for each in asked} & {each.lower() for each in served}:
+        raise ServiceError(
+            f"the daemon at {path} serves {served[0]}; `edgemoe chat` talks to it, --socket names another place for "
+            f"a daemon with {name}"
+        )
+
+
+def _find(args: argparse.Namespace, model: ModelSettings) -> str:
+    """Returns a path, a store here, or one that is fetched from the hub now; "" for the demo model."""
+    name = str(args.model)
+    is_variant = (args.experts, args.quant) != ("keep", "")
+    if Path(name).expanduser().exists():
+        return name
+    if name == DEMO:
+        return ""
+    try:
+        if not is_variant:
+            return str(resolve(name, model.store_dir))
+    except StoreError:
+        if not HUB_NAME.fullmatch(hub_name(name)):
+            raise
+    print(f"{hub_name(name)} is fetched from the hub.", file=sys.stderr)
+    with show_progress(f"pulling {name}") as progress:
+        wanted = WantedEncodings.parse(args.experts, "keep")
+        return str(download(name, model.store_dir, wanted, progress, quant=args.quant))
+
+
+@contextlib.contextmanager
+def _daemon(args: argparse.Namespace, settings: Settings, store: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Runs `edgemoe serve` while the block runs. Raises ServiceError with its last lines if it ends before."""
+    socket = Path(settings.api.socket)
+    make_folder(socket.parent, 0o700)
+    command = [sys.executable, "-m", "edgemoe", "serve", "--socket", str(socket), "--model", store]
+    command += ["--config", args.config] if args.config else []
+    command += [word for given in args.set for word in ("--set", given)]
+    with NewFile(socket.with_name(f"{socket.name}.log")) as log:
+        log.put_in_place()
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log.fd,
+            stderr=log.fd,
+            process_group=0,
+            preexec_fn=_end_with_parent,
+        )
+        before = {number: signal.signal(number, _exit) for number in (signal.SIGTERM, signal.SIGHUP)}
+        try:
+            yield process
+        except ServiceError as error:
+            if process.poll() is None:
+                raise
+            raise ServiceError(f"{error}; the daemon ended so:\n{_last_lines(log.path)}") from error
+        finally:
+            _stop(process, settings.service.drain_s)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _end_with_parent() -> None:
+    """Has the kernel stop this process when its parent dies."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _exit(number: int, frame: FrameType | None) -> NoReturn:
+    sys.exit(128 + number)
+
+
+def _stop(process: subprocess.Popen[bytes], drain_s: float) -> None:
+    """Stops the daemon; kills it if it takes too long."""
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(drain_s + STOP_S)
+    except (subprocess.TimeoutExpired, KeyboardInterrupt):
+        process.kill()
+        process.wait()
+
+
+def _last_lines(log: Path) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-SHOWN_LINES:])
