@@ -36,7 +36,10 @@ def pytest_configure(config: pytest.Config) -> None:
 SLOW_TIMEOUT_S = 3600  # of slow tests that state none themselves
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Gives slow tests their timeout, and sorts files marked `early` to the front, so that none of them runs alone."""
+    items.sort(key=lambda item: item.get_closest_marker("early") is None)
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT_S))

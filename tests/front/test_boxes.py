@@ -24,7 +24,7 @@ from edgemoe.store.packer import ensure_store
 from edgemoe.telemetry import metrics as names
 from edgemoe.types.experts import padded
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.early, pytest.mark.asyncio(loop_scope="module")]
 NODES = ("a", "b", "c")
 EXPERTS = 18  # in all
 SLOTS = EXPERTS // 2 + 2  # of RAM: two boxes could hold all, and two slots stay free for passing experts

@@ -23,7 +23,7 @@ from edgemoe.store.layout import WantedEncodings
 from edgemoe.store.manifest import Manifest, spec_of
 from edgemoe.store.packer import pack
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+pytestmark = [pytest.mark.early, pytest.mark.asyncio(loop_scope="session")]
 PROMPTS = ["def main(argv):\n    ", "The file system", "12 + 30 =", 'msgid "Cancel"\nmsgstr "']
 TOKENS = 64
 

@@ -27,7 +27,7 @@ from edgemoe.front import request_state
 from edgemoe.front.main import Front
 from edgemoe.ipc.messages import PrefixKVFetched, decode_from_engine
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.early, pytest.mark.asyncio(loop_scope="module")]
 ROLES = {"p": "prefill", "d": "decode", "e": "decode"}
 LONG = "REST@3 " + "go on " * 5_000  # six tokens each
 TOKENS = 12
