@@ -59,7 +59,7 @@ def mutants_of(path: Path, name: str) -> list[Mutant]:
     for line in source.splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
     found, seen, tree = [], dict[str, int](), ast.parse(source)
-    meaning = ast.dump(tree)
+    outer = _outer_functions(tree)
     for scope, node, new in Changes().of(tree):
         start, end = (starts[line - 1] + col for line, col in _span(node))
         old = source[start:end].decode()
@@ -67,12 +67,32 @@ def mutants_of(path: Path, name: str) -> list[Mutant]:
         seen[what] = seen.get(what, -1) + 1
         key = hashlib.sha256(f"{what}\0{seen[what]}".encode()).hexdigest()[:12]
         mutant = Mutant(name, node.lineno, start, end, old, new, key)
-        try:
-            if ast.dump(ast.parse(mutant.apply(source))) != meaning:
-                found.append(mutant)
-        except SyntaxError:
-            continue
+        function = next(one for one in reversed(outer) if one.lineno <= node.lineno)
+        before = source[starts[function.lineno - 1] : start]
+        after = source[end : starts[function.end_lineno or 0]]
+        meaning = _meaning(before + new.encode() + after)
+        if meaning and meaning != _meaning(before + source[start:end] + after):
+            found.append(mutant)
     return found
+
+
+def _outer_functions(node: ast.AST) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Returns the functions that are in no other function, in order."""
+    found = []
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            found.append(child)
+        else:
+            found += _outer_functions(child)
+    return found
+
+
+def _meaning(function: bytes) -> str:
+    """Returns the syntax tree of a function's lines as a text, "" if they do not compile."""
+    try:
+        return ast.dump(ast.parse(b"if 1:\n" + function if function[:1].isspace() else function))
+    except SyntaxError:
+        return ""
 
 
 Change = tuple[str, ast.stmt | ast.expr, str]  # function, replaced node, replacement
