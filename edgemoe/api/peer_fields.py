@@ -230,7 +230,7 @@ def _effort(word: str, name: str) -> tuple[bool | None, str]:
 
 # --- tools --------------------------------------------------------------------------------------------------------
 
-CHOICES = {"any": "required", "required": "required", "auto": "auto", "none": "none"}
+TOOL_CHOICES = {"any": "required", "required": "required", "auto": "auto", "none": "none"}
 
 
 def _read_tools(fields: Fields) -> None:
@@ -241,8 +241,8 @@ def _read_tools(fields: Fields) -> None:
     choice = _decoded(fields.get("tool_choice", NULL))
     kind = choice.get("type", "function") if isinstance(choice, dict) else choice
     allowed: list[str] | None = None
-    if isinstance(kind, str) and kind in CHOICES:
-        fields["tool_choice"] = _encoded(CHOICES[kind])
+    if isinstance(kind, str) and kind in TOOL_CHOICES:
+        fields["tool_choice"] = _encoded(TOOL_CHOICES[kind])
     elif kind == "allowed_tools":
         allowed = _allow_tools(fields, choice)
     elif isinstance(choice, dict) and kind in ("function", "tool") and "name" in choice:

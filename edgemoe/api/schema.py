@@ -21,7 +21,7 @@ from edgemoe.errors import InvalidRequest
 from edgemoe.types.bounds import Repetition
 
 MAX_PARTS = 100_000  # lists, objects and fields of one body, ignored ones included
-MAX_MESSAGES, MAX_CONTENT_PARTS, MAX_TOOLS, MAX_CALLS = 4096, 4096, 1024, 256
+MAX_MESSAGES, MAX_CONTENT_PARTS, MAX_TOOLS, MAX_TOOL_CALLS = 4096, 4096, 1024, 256
 MAX_CHOICES = 10_000  # texts to choose from
 NEUTRAL_BYTES = 64  # of an unsupported field's value that may be without effect
 _TEXTS = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
@@ -169,7 +169,7 @@ class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
     name: Label | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None  # another name of reasoning_content
-    tool_calls: Annotated[list[PastToolCall], Meta(max_length=MAX_CALLS)] | None = None
+    tool_calls: Annotated[list[PastToolCall], Meta(max_length=MAX_TOOL_CALLS)] | None = None
     tool_call_id: str | None = None
 
 

@@ -194,7 +194,7 @@ class BlockManager:
             self._states.forget(gone)
 
     def observe(self, blocks: IntArray, ids: npt.NDArray[np.int16]) -> None:
-        """Adds the gates' choices `ids` [L, T, k] to the signatures of the blocks [T] in which the tokens lie."""
+        """Adds the routing `ids` [L, T, k] to the signatures of the blocks [T] in which the tokens lie."""
         layers = np.arange(ids.shape[0])[:, None, None]
         np.add.at(self.signatures, (blocks[None, :, None], layers, ids), np.uint8(1))
 

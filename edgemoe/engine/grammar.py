@@ -1,6 +1,6 @@
 """Constrains output by grammars: llguidance says which tokens may come next.
 
-A replayed request's state is rebuilt from its tokens. A grammar is compiled here only after a trial in a bounded
+A resubmitted request's state is rebuilt from its tokens. A grammar is compiled here only after a trial in a bounded
 process (`GrammarTrial`). Time and memory of the later masks are bounded here.
 """
 

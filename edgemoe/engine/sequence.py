@@ -157,7 +157,7 @@ class Sequence:
 
     @property
     def emitted(self) -> int:
-        """Counts the tokens of output so far, replayed ones included."""
+        """Counts the tokens of output so far, tokens of earlier attempts included."""
         return len(self.tokens) - self.prompt_tokens
 
     @property

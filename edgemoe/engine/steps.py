@@ -29,7 +29,7 @@ from edgemoe.errors import EdgemoeError, RequestError, StoreError, code_of
 from edgemoe.families.spec import ModelSpec
 from edgemoe.types.arrays import IntArray
 from edgemoe.types.request import Request, Sampling, TokenLogprob
-from edgemoe.types.step import BLOCK_TOKENS, Batch, Experts, StateUse, StepMeta, StepRouting
+from edgemoe.types.step import BLOCK_TOKENS, Batch, ExpertExecutor, StateUse, StepMeta, StepRouting
 
 if TYPE_CHECKING:
     from edgemoe.engine.grammar import GrammarCompiler
@@ -92,21 +92,21 @@ KINDS, PHASES = ("steps", "seconds", "experts", "tokens"), ("prefill", "decode")
 class StepDecoder(Protocol):
     """Computes logits: the engine's interface to the model."""
 
-    def forward(self, batch: Batch, kv: Any, experts: Experts) -> torch.Tensor:
+    def forward(self, batch: Batch, kv: Any, experts: ExpertExecutor) -> torch.Tensor:
         """Returns logits of the rows that the batch asks for, float32 [R, V]. Raises MissingExpert, CorruptExpert."""
 
 
-class StepExperts(Experts, Protocol):
-    """Computes experts, and collects the gates' choices per step."""
+class StepExperts(ExpertExecutor, Protocol):
+    """Computes experts, and collects the routing per step."""
 
     def begin_step(self, meta: StepMeta) -> npt.NDArray[np.int16]:
-        """Starts collecting. Drops choices of a step that failed before its end.
+        """Starts collecting. Drops the routing of a step that failed before its end.
 
-        Returns the array of choices [L, T, k], which is filled with -1 first, and then layer by layer.
+        Returns the array of the routing [L, T, k], which is filled with -1 first, and then layer by layer.
         """
 
     def end_step(self) -> StepRouting:
-        """Returns the choices of the step's gates."""
+        """Returns the step's routing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +125,8 @@ class LoadedModel:
 class StepObservers:
     """Functions that are called with each step, on the compute thread."""
 
-    observe: Callable[[StepRouting], None] | None = None  # with the gates' choices, after a step
-    # with each step before it runs, and the array of its gates' choices: see `StepExperts.begin_step`
+    observe: Callable[[StepRouting], None] | None = None  # with the routing, after a step
+    # with each step before it runs, and the array of its routing: see `StepExperts.begin_step`
     expect: Callable[[StepMeta, npt.NDArray[np.int16]], None] | None = None
 
 
@@ -197,7 +197,7 @@ class ForwardRunner:
         return ForwardResult(works, logits, self._model.experts.end_step(), self._clock() - started_s)
 
     def commit(self, step: ForwardResult) -> None:
-        """Counts the step's tokens as computed, adds to the totals, and hands the gates' choices to `observe`."""
+        """Counts the step's tokens as computed, adds to the totals, and hands the routing to `observe`."""
         works, _, routing, step_s = step
         meta = routing.meta
         self._blocks.observe(token_blocks(works), routing.ids)

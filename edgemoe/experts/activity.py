@@ -37,7 +37,7 @@ COUNTS = fields("layers", "experts", "k", "tokens", "ids", "chosen", "computed",
 
 @code(INT)
 def COUNT(call: int) -> None:
-    """Adds a step's choices."""
+    """Adds a step's routing."""
     c = record(call, COUNTS)
     weight = f32_at(c.weight)[0]
     ids, chosen, pairs, passed, k = u16_at(c.ids), f32_at(c.chosen), f32_at(c.pairs), f32_at(c.passed), c.k
@@ -71,7 +71,7 @@ CODES = (COUNT,)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ActivityShares:
-    """The recent tokens' choices, as shares in units of 1 / ACTIVITY_UNIT."""
+    """The recent tokens' routing, as shares in units of 1 / ACTIVITY_UNIT."""
 
     tokens: float  # with decay
     tokens_per_s: float  # of the same, also while less than a half-life has been counted
@@ -131,7 +131,7 @@ class ActivityCounter:
             counts[:] = 0.0
 
     def shares(self, most: int) -> ActivityShares:
-        """Returns recent choices with at most `most` pairs or successions, equally many of each layer."""
+        """Returns the recent routing with at most `most` pairs or successions, equally many of each layer."""
         scale = ACTIVITY_UNIT / max(self._tokens, 1e-30)
         chosen, computed = _shares(self._chosen, self._tokens), _shares(self._computed, self._steps)
         pairs = _heaviest(

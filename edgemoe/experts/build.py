@@ -33,7 +33,7 @@ from edgemoe.kernels.cpu.kernel_context import KernelContext
 from edgemoe.telemetry import metrics as names
 from edgemoe.telemetry.metrics import named
 from edgemoe.types.arrays import BoolArray
-from edgemoe.types.experts import ExpertGeometry, ExpertId, LivePolicy, Move, Store, Tier
+from edgemoe.types.experts import ExpertGeometry, ExpertId, ExpertReader, LivePolicy, Move, Tier
 from edgemoe.types.peers import ExpertPeers
 from edgemoe.types.size_classes import SlabLayout
 
@@ -68,7 +68,7 @@ class ExpertTiers:
     def __init__(
         self,
         geometry: ExpertGeometry,
-        store: Store,
+        store: ExpertReader,
         memory: TierMemory,
         policies: Mapping[Tier, LivePolicy],
         kernels: KernelContext | None,

@@ -23,7 +23,7 @@ from edgemoe.errors import EdgemoeError, PeerError
 from edgemoe.front import request_events as events
 from edgemoe.front.engine_meter import LoadReporter, LocalCapacity, LocalLoad
 from edgemoe.front.hosted_requests import HostedRequests, RequestNews
-from edgemoe.front.prompt_hints import PrefixKeys, PromptSignatures, more_telling
+from edgemoe.front.prompt_hints import PrefixKeys, PromptSignatures, better_signature
 from edgemoe.front.request_router import RequestRouter
 from edgemoe.front.request_table import HeldRequest
 from edgemoe.ipc.messages import (
@@ -197,7 +197,7 @@ class ClusterRequests:
     def _offer(self, asked: events.SendOffer) -> None:
         request, plane = asked.request, self._plane
         alike = self._signatures.of(request)
-        known = more_telling(asked.signature, alike, len(request.prompt))
+        known = better_signature(asked.signature, alike, len(request.prompt))
         if asked.stage == "decode":
             known = asked.signature or alike
         elif known is not None:

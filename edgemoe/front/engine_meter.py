@@ -29,7 +29,7 @@ from edgemoe.types.step import BLOCK_TOKENS
 TAKEN_S = 3.0  # for which an offer is reported as arrived at the engine
 OUTPUT_RESERVE = 0.25  # of expected output, kept free in KV by engines
 MAX_UNREPORTED = 4 * MOST_ENDED  # requests that have ended; the oldest go
-MAX_CHOICE_BYTES = 1 << 19  # of the signatures of ended requests in one message
+MAX_ENDED_BYTES = 1 << 19  # of the signatures of ended requests in one message
 MAX_PREFIXES = 8 * MAX_PREFIX_KEYS  # keys that are remembered; of more, the longest unused go
 LOOK_S = 0.05  # at most, between measurements while the engine has anything to do
 GAP_S = 0.01  # at least, between reports
@@ -63,7 +63,7 @@ class LocalLoad:
         self._ended: deque[EndedRequest] = deque(maxlen=MAX_UNREPORTED)  # not reported yet
 
     def on_choosing(self, message: ExpertDemandReport) -> None:
-        """Keeps the experts that the engine's requests choose, and the choices of ended requests."""
+        """Keeps the experts that the engine's requests choose, and the signatures of ended requests."""
         self.demand = message.choices
         self._ended.extend(message.ended)
 
@@ -127,16 +127,16 @@ class LocalLoad:
         return 2 * sum(key in self._prefixes for key in keys) >= len(keys)
 
     def report(self, use: LoadReport, again: bool = False) -> LoadReport:
-        """Returns `use` with the prefixes, choices and ended requests not reported yet, as many as fit.
+        """Returns `use` with the prefixes, demand and ended requests not reported yet, as many as fit.
 
-        They count as reported then. `again` repeats the choices: the leader may not have known the engine before.
+        They count as reported then. `again` repeats the demand: the leader may not have known the engine before.
         """
         untold = self._unreported
         prefixes = [untold.popitem(last=False)[0] for _ in range(min(len(untold), MAX_PREFIX_KEYS))]
-        choices = self.demand if again or self.demand != self._reported_demand else None
+        demand = self.demand if again or self.demand != self._reported_demand else None
         self._reported_demand = self.demand
         ended = tuple(self._take_ended())
-        return structs.replace(use, prefixes=b"".join(prefixes), choices=choices, ended=ended)
+        return structs.replace(use, prefixes=b"".join(prefixes), choices=demand, ended=ended)
 
     def _note_key(self, key: bytes) -> None:
         known, untold = self._prefixes, self._unreported
@@ -153,7 +153,7 @@ class LocalLoad:
         for _ in range(min(len(self._ended), MOST_ENDED)):
             one = self._ended[0]
             size += len(one.prompt.chosen) + len(one.answer.chosen)
-            if size > MAX_CHOICE_BYTES:
+            if size > MAX_ENDED_BYTES:
                 return
             yield self._ended.popleft()
 

@@ -302,7 +302,7 @@ class Front:
         counter(
             "edgemoe_replayed_requests_total",
             "Choices submitted again after an engine's end",
-            lambda: requests.replayed,
+            lambda: requests.resubmitted,
         )
         counter("edgemoe_stale_emissions_total", "Emissions of an attempt that is over", lambda: requests.stale)
         counter("edgemoe_integrity_errors_total", "Contradictions found in the front", lambda: self.integrity_errors)

@@ -94,7 +94,9 @@ class PromptSignatures:
             self._bytes -= _bytes(known)
 
 
-def more_telling(cached: ExpertSignature | None, alike: ExpertSignature | None, tokens: int) -> ExpertSignature | None:
+def better_signature(
+    cached: ExpertSignature | None, alike: ExpertSignature | None, tokens: int
+) -> ExpertSignature | None:
     """Returns the better forecast for a prompt of `tokens` tokens: its cached part's signature or a similar one's."""
     if cached is None or (alike is not None and cached.tokens < TELLING_SHARE * tokens):
         return alike

@@ -52,7 +52,7 @@ class RequestStateMachine(RequestTable):
         super().__init__(slots, capacity, surroundings, now)
         self.stale = 0  # emissions of an earlier attempt, or of none
         self.gaps = 0  # emissions that skipped an index
-        self.replayed = 0
+        self.resubmitted = 0
         self.blamed = 0  # requests that were given up because engines died of them
         self.forgotten = 0  # requests that another box no longer had
         self.offered = self.granted = 0
@@ -125,15 +125,15 @@ class RequestStateMachine(RequestTable):
         self._try_next()
 
     def _on_engines_changed(self) -> None:
-        """Replays the requests of engines that are gone, oldest first. Routes the requests that no engine has."""
+        """Submits again the requests of engines that are gone, oldest first. Routes the requests that no engine has."""
         places = {self.surroundings.own_place(), *self.surroundings.others()} - {""}
         lost = [record for record in self._live.values() if record.place not in places]
-        had_trial, counts, is_replay = bool(self._suspects or self._on_trial), self._at.copy(), False
+        had_trial, counts, is_resubmission = bool(self._suspects or self._on_trial), self._at.copy(), False
         for record in lost:
             if record.place:
-                self.replayed += 1
+                self.resubmitted += 1
                 record.attempts.end_with_engine(alone=counts[record.place] == 1)
-                is_replay = True
+                is_resubmission = True
             if record.place or record.state is RequestState.SUSPECT:
                 self._go(record, RequestState.QUEUED)
             self._on_trial = "" if record.id == self._on_trial else self._on_trial
@@ -141,7 +141,7 @@ class RequestStateMachine(RequestTable):
             if record.state is not RequestState.DONE and not record.attempts.allowed:
                 self._blame(record)
         self._line_up_suspects([record for record in lost if record.state in {RequestState.QUEUED, RequestState.HELD}])
-        if is_replay or (self._suspects and not had_trial):
+        if is_resubmission or (self._suspects and not had_trial):
             self._trial_s = self._now()
         for record in lost:
             if record.state is RequestState.QUEUED:
@@ -211,31 +211,31 @@ class RequestStateMachine(RequestTable):
         loads = self._loads(others)
         reading = [load for load in loads if self._role(load.place) != "decode"] or loads
         unasked = RoutingDecision("", "stays" if stays else "alone")
-        if (choice := self._choose(record, reading, others) if others else unasked) is None:
+        if (decision := self._choose(record, reading, others) if others else unasked) is None:
             return
-        place = choice.place or route(reading, "least" if self.surroundings.route == "least" else "local")
+        place = decision.place or route(reading, "least" if self.surroundings.route == "least" else "local")
         if not place and not others and not stays:
             place = own  # has room for all accepted requests
         if place:
             only_prefills = self._role(place) == "prefill" and not stays and record.attempt < MAX_MOVED_ATTEMPTS
-            self._submit(record, choice._replace(place=place), learns=bool(others), only_prefills=only_prefills)
+            self._submit(record, decision._replace(place=place), learns=bool(others), only_prefills=only_prefills)
 
-    def _submit(self, record: RequestRecord, choice: RoutingDecision, *, learns: bool, only_prefills: bool) -> None:
-        place = choice.place
+    def _submit(self, record: RequestRecord, decision: RoutingDecision, *, learns: bool, only_prefills: bool) -> None:
+        place = decision.place
         record.attempt += 1
         record.attempts.begin()
         record.note_progress(self._now())
         if only_prefills:
             record.move = PrefillMove(record.request.prompt + tuple(record.emitted))
         self._go(record, RequestState.PREFILLING if only_prefills else RequestState.RUNNING, place)
-        self.routed["elsewhere" if node_of(place) else "here", choice.why] += 1
+        self.routed["elsewhere" if node_of(place) else "here", decision.why] += 1
         message = record.submit_message(self._now(), hand_over=only_prefills, signature=learns and self.uses_signatures)
-        self._todo.append(events.SendSubmit(place, message, choice.offer))
+        self._todo.append(events.SendSubmit(place, message, decision.offer))
 
     def _choose(
         self, record: RequestRecord, reading: Sequence[TargetLoad], others: Mapping[str, str]
     ) -> RoutingDecision | None:
-        """Returns the leader's choice, or the reason to route by load. None: the request is offered now."""
+        """Returns the leader's decision, or the reason to route by load. None: the request is offered now."""
         around, offer = self.surroundings, record.offer
         if around.route == "least":
             return RoutingDecision("", "rule")

@@ -1,6 +1,6 @@
 """Keeps an engine running, and the front's requests on it.
 
-* loading --Ready--> ready --death or hang--> loading (after a back-off; live requests are replayed)
+* loading --Ready--> ready --death or hang--> loading (after a back-off; live requests are submitted again)
 * any --too many deaths--> failed (typed errors; another start when the window has passed, or at a reload)
 * any --drain--> draining (nothing new is accepted; an engine that dies is still replaced)
 """

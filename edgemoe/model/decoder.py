@@ -14,12 +14,12 @@ import torch
 from edgemoe.families.spec import ModelSpec
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model.attention import StepContext, ropes_of
-from edgemoe.model.decoder_layers import DenseWeights, ExpertCalls, load_weights
+from edgemoe.model.decoder_layers import DenseWeights, MoeRunner, load_weights
 from edgemoe.model.dense_weights import FEW_TOKENS, DenseMatrix
 from edgemoe.model.fused import FusedDecoder, is_plain
 from edgemoe.model.graphed import GraphedDecoder
 from edgemoe.model.kv import DTYPES, KVCache
-from edgemoe.types.step import Batch, Experts
+from edgemoe.types.step import Batch, ExpertExecutor
 
 
 class Decoder:
@@ -68,7 +68,7 @@ class Decoder:
         return self._weights.embed
 
     @torch.inference_mode()
-    def forward(self, batch: Batch, kv: KVCache, experts: Experts) -> torch.Tensor:
+    def forward(self, batch: Batch, kv: KVCache, experts: ExpertExecutor) -> torch.Tensor:
         """Returns logits of the rows that the batch asks for, float32 [R, V]. Raises MissingExpert, CorruptExpert.
 
         The `hidden` passed to `experts` is valid during that call only. While kernels compute few tokens, torch has one
@@ -87,7 +87,7 @@ class Decoder:
         residual = self._weights.embed.rows_at(batch.tokens)
         if block.embedding != 1.0:
             residual *= block.embedding
-        called = ExpertCalls(experts, self._gates, batch.decode)
+        called = MoeRunner(experts, self._gates, batch.decode)
         for layer in self._weights.layers:
             layer(residual, step, called)
         last = self._weights.norm(residual[batch.logit_rows]).to(DTYPES[self.spec.dtype])

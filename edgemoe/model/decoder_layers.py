@@ -20,7 +20,7 @@ from edgemoe.model.dense_weights import DenseMatrix, LayerReader, Norm, WeightRe
 from edgemoe.model.feed_forward import ExpertLayer, Gate, Mlp
 from edgemoe.model.kv import DTYPES
 from edgemoe.model.latent_attention import LatentAttention
-from edgemoe.types.step import Experts
+from edgemoe.types.step import ExpertExecutor
 
 
 class AttentionMechanism(Protocol):
@@ -37,10 +37,10 @@ ATTENTION_MECHANISMS: dict[str, Callable[[LayerReader], AttentionMechanism]] = {
 }
 
 
-class ExpertCalls:
+class MoeRunner:
     """Calls the experts of a step, layer after layer, with the forecasts of the next layers' gates."""
 
-    def __init__(self, experts: Experts, gates: Sequence[Gate], forecast: bool) -> None:
+    def __init__(self, experts: ExpertExecutor, gates: Sequence[Gate], forecast: bool) -> None:
         self._experts, self._gates, self._number = experts, gates, 0
         self._lookahead = experts.lookahead if forecast else range(0)
 
@@ -61,7 +61,7 @@ class DecoderLayer(Protocol):
     def gate(self) -> Gate | None:
         """Returns the gate of its experts, where it has some."""
 
-    def __call__(self, residual: torch.Tensor, step: StepContext, experts: ExpertCalls) -> None:
+    def __call__(self, residual: torch.Tensor, step: StepContext, experts: MoeRunner) -> None:
         """Adds the layer's output to `residual` [T, H] float32."""
 
 
@@ -80,11 +80,11 @@ class SerialLayer:
     def gate(self) -> Gate | None:
         return self.feed_forward.gate if isinstance(self.feed_forward, ExpertLayer) else None
 
-    def __call__(self, residual: torch.Tensor, step: StepContext, experts: ExpertCalls) -> None:
+    def __call__(self, residual: torch.Tensor, step: StepContext, experts: MoeRunner) -> None:
         residual.add_(self.attention(self.norm(residual).to(self.dtype), step), alpha=self.factor)
         self.feed_in(residual, experts)
 
-    def feed_in(self, residual: torch.Tensor, experts: ExpertCalls) -> None:
+    def feed_in(self, residual: torch.Tensor, experts: MoeRunner) -> None:
         """Adds the output of the layer's second part to `residual`."""
         hidden = self.post_norm(residual).to(self.dtype)
         if not isinstance(self.feed_forward, ExpertLayer):
@@ -113,7 +113,7 @@ class ParallelLayer:
         self._after_experts = norm("post_feedforward_layernorm_2")
         self._after_both = norm("post_feedforward_layernorm")
 
-    def __call__(self, residual: torch.Tensor, step: StepContext, experts: ExpertCalls) -> None:
+    def __call__(self, residual: torch.Tensor, step: StepContext, experts: MoeRunner) -> None:
         attended = self._attention(self._before_attention(residual).to(self._dtype), step)
         residual += self._after_attention(attended.float())
         dense = self._dense(self._before_dense(residual).to(self._dtype))

@@ -31,9 +31,9 @@ class Gate:
     def route(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the chosen experts' ids [T, k] and weights [T, k] float32 for `hidden` [T, H]."""
         router, scores = self.router, self._scores(hidden)
-        choice = self._choice(scores)
-        weights, ids = choice.topk(router.top_k, dim=-1)
-        if choice is not scores:
+        selection = self._selection_scores(scores)
+        weights, ids = selection.topk(router.top_k, dim=-1)
+        if selection is not scores:
             weights = scores.gather(-1, ids)
         if router.renormalise:
             weights = weights / weights.sum(-1, keepdim=True).clamp_min(router.least_mass)
@@ -44,12 +44,12 @@ class Gate:
     def chances(self, hidden: torch.Tensor) -> torch.Tensor:
         """Returns the probability of each expert, [T, E] float32; each token's sum to 1."""
         scores = self._scores(hidden)
-        choice = self._choice(scores)
-        if choice is scores and self.router.score == "softmax":
+        selection = self._selection_scores(scores)
+        if selection is scores and self.router.score == "softmax":
             return scores
-        open_to = choice.isfinite()
-        least = choice.masked_fill(~open_to, torch.inf).amin(-1, keepdim=True)
-        above = (choice - least).masked_fill(~open_to, 0.0) + torch.finfo(torch.float32).tiny
+        open_to = selection.isfinite()
+        least = selection.masked_fill(~open_to, torch.inf).amin(-1, keepdim=True)
+        above = (selection - least).masked_fill(~open_to, 0.0) + torch.finfo(torch.float32).tiny
         return above / above.sum(-1, keepdim=True)
 
     def _scores(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -60,7 +60,7 @@ class Gate:
             logits = logits + self.logit_bias
         return logits.softmax(-1) if self.router.score == "softmax" else logits.sigmoid()
 
-    def _choice(self, scores: torch.Tensor) -> torch.Tensor:
+    def _selection_scores(self, scores: torch.Tensor) -> torch.Tensor:
         """Returns the scores by which experts are chosen, [T, E]; -inf for experts of groups that are not selected."""
         router = self.router
         if self.selection_bias is not None:

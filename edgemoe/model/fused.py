@@ -22,7 +22,7 @@ from edgemoe.model.dense_weights import FEW_TOKENS, DenseMatrix
 from edgemoe.model.kv import DTYPES, KVCache
 from edgemoe.model.rope import RotaryEmbedding
 from edgemoe.types.arrays import place_of
-from edgemoe.types.step import Batch, ExpertPlaces, Experts
+from edgemoe.types.step import Batch, ExpertExecutor, ExpertPlaces
 
 Record = npt.NDArray[Any]
 IDS, WEIGHTS, DELTA = (place_of(STEP, name) for name in ("ids", "weights", "delta"))
@@ -117,7 +117,7 @@ class FusedDecoder:
         self._matrices.append(self._kernels.matrix(matrix.rows.data_ptr(), len(matrix), matrix.columns, code))
         return int(self._matrices[-1].ctypes.data)
 
-    def forward(self, batch: Batch, kv: KVCache, experts: Experts) -> torch.Tensor:
+    def forward(self, batch: Batch, kv: KVCache, experts: ExpertExecutor) -> torch.Tensor:
         """Computes the same as `Decoder.forward`, for one token of each of at most FEW_TOKENS sequences."""
         spec, step, tokens = self._spec, self._step, len(batch.tokens)
         tables, contexts = block_tables(batch, list(range(tokens)))
@@ -142,7 +142,12 @@ class FusedDecoder:
         return self._logits(batch.logit_rows)
 
     def _run(
-        self, experts: Experts, places: ExpertPlaces, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+        self,
+        experts: ExpertExecutor,
+        places: ExpertPlaces,
+        hidden: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
     ) -> None:
         """Runs all layers in one call; layers at which it stops have their experts computed by `experts`."""
         whole, (layers, tokens, k) = self._whole, ids.shape
@@ -192,7 +197,7 @@ class FusedDecoder:
         self._room.append(np.zeros(count * np.dtype(dtype).itemsize + 64, np.uint8))
         return (self._room[-1].ctypes.data + 63) & ~63
 
-    def _hint(self, experts: Experts, layer: int, hidden: torch.Tensor) -> None:
+    def _hint(self, experts: ExpertExecutor, layer: int, hidden: torch.Tensor) -> None:
         """Applies the gates that `experts` asks for to this layer's expert input, and passes the result on."""
         spec, count, tokens = self._spec, self._spec.router.experts, len(hidden)
         for ahead in range(layer + experts.lookahead.start, min(layer + experts.lookahead.stop, spec.layers)):

@@ -17,17 +17,17 @@ from torch.nn.functional import linear
 from edgemoe.families.spec import ModelSpec, RopeSpec
 from edgemoe.kernels.cpu.runtime import EVERYTHING
 from edgemoe.model.attention import AttentionScores, StepAttention, StepContext
-from edgemoe.model.decoder_layers import DecoderLayer, DenseWeights, ExpertCalls, SerialLayer
+from edgemoe.model.decoder_layers import DecoderLayer, DenseWeights, MoeRunner, SerialLayer
 from edgemoe.model.dense_attention import DenseAttention
 from edgemoe.model.dense_weights import DenseMatrix, Norm
 from edgemoe.model.feed_forward import ExpertLayer, Gate
 from edgemoe.model.kv import DTYPES, CodedKV, KVCache, StepStates
 from edgemoe.model.rope import RotaryEmbedding
 from edgemoe.types.arrays import IntArray
-from edgemoe.types.step import BLOCK_TOKENS, Batch, Experts, ExpertSlots
+from edgemoe.types.step import BLOCK_TOKENS, Batch, ExpertExecutor, ExpertSlots
 
 
-def compute(layer: DecoderLayer, residual: torch.Tensor, step: StepContext, calls: RowCalls) -> None:
+def compute(layer: DecoderLayer, residual: torch.Tensor, step: StepContext, calls: RowMoeRunner) -> None:
     """Adds the layer's output to `residual` [T, H] float32."""
     if not isinstance(layer, SerialLayer):
         layer(residual, step, calls)
@@ -107,7 +107,7 @@ def add_product(
         decode_dense.multiplied(x, matrix.rows, to, decode_dense.GpuProduct(bias=bias, add=True, factor=factor))
 
 
-class RowCalls(ExpertCalls):
+class RowMoeRunner(MoeRunner):
     """Calls the experts of a step of few rows, layer after layer."""
 
     def __init__(self, experts: RowExperts, gates: tuple[Gate, ...]) -> None:
@@ -134,7 +134,7 @@ class RowCalls(ExpertCalls):
             assert hidden is not None
             logits = linear(hidden.to(gate.weight.dtype), gate.weight).float()
             planes = experts_decode.in_planes(hidden, kind)
-        how = decode_dense.ExpertChoice(
+        how = decode_dense.GateRule(
             router.top_k,
             router.score == "softmax",
             gate.logit_bias,
@@ -237,7 +237,7 @@ class RowAttention(StepAttention):
 
 
 class RowExperts:
-    """Calls experts in the slots of the GPU's memory, and keeps the gates' choices: ids and weights [L, T, k]."""
+    """Calls experts in the slots of the GPU's memory, and keeps the routing: ids and weights [L, T, k]."""
 
     lookahead, places = range(0), None
 
@@ -291,7 +291,7 @@ class DecodeRows:
         residual = self._weights.embed.rows_at(inputs.tokens)
         if block.embedding != 1.0:
             residual *= block.embedding
-        calls = RowCalls(self.experts, self._weights.gates)
+        calls = RowMoeRunner(self.experts, self._weights.gates)
         for layer in self._weights.layers:
             compute(layer, residual, step, calls)
         last = self._weights.norm(residual).to(DTYPES[self._spec.dtype])
@@ -302,7 +302,7 @@ log = logging.getLogger(__name__)
 
 
 class GraphedStep:
-    """A step of T rows as a graph, and where its choices of experts are read."""
+    """A step of T rows as a graph, and where its routing is read."""
 
     def __init__(self, step: DecodeRows, device: torch.device) -> None:
         """Launches the step once, operation by operation, and captures it; on a CPU it is launched each time."""
@@ -326,7 +326,7 @@ class GraphedStep:
             self.step.launch()
         return graph
 
-    def run(self, batch: Batch, experts: Experts) -> torch.Tensor:
+    def run(self, batch: Batch, experts: ExpertExecutor) -> torch.Tensor:
         """Computes the batch, passes its chosen experts to `experts`, and returns the logits of its rows."""
         step, count = self.step, len(batch.context_lens)
         step.inputs.fill(batch)
@@ -355,7 +355,7 @@ class GraphedDecoder:
         self._made_for: tuple[KVCache, ExpertSlots] | None = None
         self._failed = False
 
-    def forward(self, batch: Batch, kv: KVCache, experts: Experts) -> torch.Tensor | None:
+    def forward(self, batch: Batch, kv: KVCache, experts: ExpertExecutor) -> torch.Tensor | None:
         """Computes the same as `Decoder.forward`; None if the step must be computed in another way."""
         slots = experts.slots
         if slots is None or self._failed or not slots.renew():

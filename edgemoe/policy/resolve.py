@@ -72,22 +72,22 @@ def resolve(ways: WayCosts) -> WayAssignment:
     trail: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = []  # per expert: [b] came from, [b] way
     finish = waits
     for i in order.tolist():
-        choices = np.flatnonzero(possible[i])
+        options = np.flatnonzero(possible[i])
         own = np.flatnonzero(loaded[i])  # [u] channels that its ways load
-        more = busy[:, None, own] + ways.load[i, choices][:, own]  # [b, w, u]
+        more = busy[:, None, own] + ways.load[i, options][:, own]  # [b, w, u]
         times = more + ways.opening[own] * (more > 0)
         others = busy + ways.opening * (busy > 0)  # [b, c]
         others[:, own] = 0.0
-        late = np.maximum(waits[:, None], ways.alone[i, choices])  # [b, w]
+        late = np.maximum(waits[:, None], ways.alone[i, options])  # [b, w]
         finish = np.maximum(np.maximum(times.max(axis=2, initial=0.0), others.max(axis=1)[:, None]), late).ravel()
         squares = np.einsum("bwu,bwu->bw", times, times) + np.einsum("bc,bc->b", others, others)[:, None]
         cost = finish + EVENNESS * np.sqrt(squares).ravel()
         _, kept = np.unique(cost, return_index=True)  # equals are each other's mirror images
         kept = kept[:BEAM]
-        source, choice = np.divmod(kept, len(choices))
-        busy, waits, finish = busy[source], late[source, choice], finish[kept]
-        busy[:, own] = more[source, choice]
-        trail.append((source, choices[choice]))
+        source, option = np.divmod(kept, len(options))
+        busy, waits, finish = busy[source], late[source, option], finish[kept]
+        busy[:, own] = more[source, option]
+        trail.append((source, options[option]))
     best = int(np.argmin(finish))
     if finish[best] >= late_s:
         return WayAssignment(first, late_s)
@@ -118,6 +118,6 @@ def _follow(
     trail: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]], order: npt.NDArray[np.int64], last: int
 ) -> npt.NDArray[np.int64]:
     way = np.empty(len(order), np.int64)
-    for i, (source, choice) in zip(order[::-1].tolist(), reversed(trail), strict=True):
-        way[i], last = choice[last], int(source[last])
+    for i, (source, option) in zip(order[::-1].tolist(), reversed(trail), strict=True):
+        way[i], last = option[last], int(source[last])
     return way

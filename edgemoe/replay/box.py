@@ -91,7 +91,7 @@ class ReplayBox:
         self._sizes_bytes: list[int] = geometry.strides_bytes.tolist()
         self._counts, self._misses, self._missed_bytes = False, 0, 0
         self._missed = 0  # experts missed so far, by prompts and decoding
-        self._weights = NOTHING  # of a layer's choices, of which only the shape counts
+        self._weights = NOTHING  # of a layer's routing, of which only the shape counts
         self.computing_s: Iterator[float] = repeat(machine.compute_s)  # of one layer-step after the other
 
     def begin(self, meta: StepMeta) -> None:

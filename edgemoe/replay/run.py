@@ -94,7 +94,7 @@ class Replay:
         return needed
 
     def _demand(self, layer: int, routed: Ids) -> int:
-        """Reports choices of decoding tokens [S, k] to the policy and the bounds. Counts the distinct experts."""
+        """Reports the routing of decoding tokens [S, k] to the policy and the bounds. Counts the distinct experts."""
         experts = chosen(routed) if len(routed) else np.empty(0, np.int64)
         if len(experts):
             if self._route:

@@ -186,7 +186,7 @@ def parse_table(text: str) -> list[Ids]:
 
 
 def chosen(ids: Ids) -> IntArray:
-    """Returns the distinct experts of one layer-step, from the choices of its tokens [S, k]."""
+    """Returns the distinct experts of one layer-step, from the routing of its tokens [S, k]."""
     return ids[0].astype(np.int64) if len(ids) == 1 else np.unique(ids).astype(np.int64)
 
 

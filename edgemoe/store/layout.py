@@ -27,7 +27,7 @@ from edgemoe.types.encoding import ENCODINGS, FLOAT32, Encoding
 from edgemoe.types.experts import ExpertGeometry, padded
 
 KEEP = "keep"
-CHOICES = {"int4": "int4", "int8": "int8", "bf16": "bfloat16", KEEP: KEEP}  # as asked for -> an encoding's name
+ENCODING_NAMES = {"int4": "int4", "int8": "int8", "bf16": "bfloat16", KEEP: KEEP}  # as asked for -> an encoding's name
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +49,8 @@ class WantedEncodings:
             by_number = is_number(layer)
             if not equals or not (layer in ("first", "last") or by_number):
                 raise ConfigError(f"--experts: {other!r} is no LAYER=ENCODING, such as first=int8, last=int8 or 3=int8")
-            layers.append((str(int(layer)) if by_number else layer, _choice(name, "--experts")))
-        return cls(_choice(usual, "--experts"), _choice(dense, "--dense"), tuple(sorted(layers)))
+            layers.append((str(int(layer)) if by_number else layer, _encoding_name(name, "--experts")))
+        return cls(_encoding_name(usual, "--experts"), _encoding_name(dense, "--dense"), tuple(sorted(layers)))
 
     def of_layer(self, layer: int, layers: int) -> str:
         """Returns the encoding of one layer's experts."""
@@ -88,10 +88,10 @@ def _fits(name: str, held: str, columns: tuple[int, ...], is_quantised: bool) ->
     return held == name or not all(map(ENCODINGS[name].fits, columns))
 
 
-def _choice(name: str, option: str) -> str:
-    if name.strip() not in CHOICES:
-        raise ConfigError(f"{option}: {name.strip()!r} is none of {', '.join(CHOICES)}")
-    return CHOICES[name.strip()]
+def _encoding_name(name: str, option: str) -> str:
+    if name.strip() not in ENCODING_NAMES:
+        raise ConfigError(f"{option}: {name.strip()!r} is none of {', '.join(ENCODING_NAMES)}")
+    return ENCODING_NAMES[name.strip()]
 
 
 STORED_AS = {"float32": "F32", "bfloat16": "BF16"}  # encoding -> safetensors dtype; others are bytes, U8

@@ -192,7 +192,7 @@ class LivePolicy(CachePolicy, Protocol):
         """
 
 
-class Store(Protocol):
+class ExpertReader(Protocol):
     """Reads experts from the NVMe tier."""
 
     def expert_bytes(self, layer: int, expert: int) -> int:

@@ -129,7 +129,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One sequence to generate. An HTTP request for n choices becomes n of these, which differ in `choice`.
 
     The engine's state for a request is a function of this object and the tokens emitted so far. Random numbers are a
-    hash of seed, choice and position. So any engine can replay the request after a crash.
+    hash of seed, choice and position. So any engine can continue the request after a crash.
     """
 
     id: Name  # unique per front and choice
@@ -155,7 +155,7 @@ PromptLogprobs = Annotated[tuple[TokenLogprob, ...], Meta(max_length=1 << 22)]
 class Emission(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, array_like=False):
     """The output of one step for one request: a token, an end, or both; neither only says that it makes progress.
 
-    `index` counts the request's tokens from 0, replayed ones included; `attempt` counts the front's submissions.
+    `index` counts the request's tokens from 0 over all attempts; `attempt` counts the front's submissions.
     `finish` is "", "stop", "length" or "error"; with "error", `error` and `error_code` say why.
     """
 

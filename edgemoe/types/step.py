@@ -1,4 +1,4 @@
-"""One step: its input, the gates' choices, and the experts that the decoder calls."""
+"""One step: its input, the routing, and the experts that the decoder calls."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class StepMeta:
 
 @dataclass(frozen=True, slots=True)
 class StepRouting:
-    """The gates' choices in one step: the input of cache policy, predictors and recorder."""
+    """The routing in one step: the input of cache policy, predictors and recorder."""
 
     meta: StepMeta
     ids: npt.NDArray[np.int16]  # [L, T, k]
@@ -105,7 +105,7 @@ class ExpertSlots(Protocol):
         """Adds the same, times `factor`, to `to` [T, H], for activations [T, H] in planes."""
 
 
-class Experts(Protocol):
+class ExpertExecutor(Protocol):
     """Computes the experts of MoE layers for the decoder. Called on the compute thread only."""
 
     lookahead: range  # how many layers ahead to call `hint`; 0 is the layer whose turn it is

@@ -104,10 +104,10 @@ class ExpertDemandReporter:
             if absent is not None:
                 known[key] = absent
         self._known = known
-        choices, ended = self._demand_of(union), self._ended(there)
-        if ended or choices != self._said:
-            self._said = choices
-            answer.append(ExpertDemandReport(choices=choices, ended=ended))
+        demand, ended = self._demand_of(union), self._ended(there)
+        if ended or demand != self._said:
+            self._said = demand
+            answer.append(ExpertDemandReport(choices=demand, ended=ended))
         return answer
 
     def _ended(self, there: Iterable[Sequence]) -> tuple[EndedRequest, ...]:

@@ -158,10 +158,10 @@ class PrefixFetches:
         """Returns numbers for /metrics by their final names."""
         fetcher = self._fetcher
         return {
-            names.KV_PULLED: fetcher.blocks,
-            names.KV_PULLED_BYTES: fetcher.bytes,
-            names.KV_PULL_SECONDS: fetcher.seconds,
-        } | {named(names.KV_PULL_FAILURES, reason=reason): fetcher.failures[reason] for reason in REASONS}
+            names.KV_FETCHED_BLOCKS: fetcher.blocks,
+            names.KV_FETCHED_BYTES: fetcher.bytes,
+            names.KV_FETCH_SECONDS: fetcher.seconds,
+        } | {named(names.KV_FETCH_FAILURES, reason=reason): fetcher.failures[reason] for reason in REASONS}
 
     async def _work(self) -> None:
         while True:

@@ -71,7 +71,7 @@ def compare(store: Path, checkpoint: Path, text: str, progress: Progress) -> Sto
 
 
 class StreamedExperts:
-    """Implements `Experts` with memory for one expert, read whenever it is needed."""
+    """Implements `ExpertExecutor` with memory for one expert, read whenever it is needed."""
 
     lookahead, places, slots = range(0), None, None
 

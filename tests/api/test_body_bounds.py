@@ -11,10 +11,10 @@ import pytest
 from edgemoe.api.endpoints.anthropic import MessagesBody
 from edgemoe.api.endpoints.responses import ResponsesBody
 from edgemoe.api.schema import (
-    MAX_CALLS,
     MAX_CONTENT_PARTS,
     MAX_MESSAGES,
     MAX_PARTS,
+    MAX_TOOL_CALLS,
     MAX_TOOLS,
     REFUSED,
     Chat,
@@ -87,7 +87,7 @@ def test_so_have_the_parts_of_a_message(kind: type[Any], field: str, one: Any, m
             continue
         with pytest.raises(InvalidRequest, match=r"messages\[.*\].content"):
             read(raw, kind)
-    calls = [{"function": {"name": "f"}}] * (MAX_CALLS + 1)
+    calls = [{"function": {"name": "f"}}] * (MAX_TOOL_CALLS + 1)
     if kind is not MessagesBody:
         with pytest.raises(InvalidRequest, match=r"tool_calls"):
             read(json.dumps({**body, "messages": [{"role": "assistant", "tool_calls": calls}]}).encode(), kind)

@@ -26,10 +26,10 @@ ASK: Any = {
     "max_tokens": 80,
 }
 WEATHER = tool("get_weather", "city")
-CHOICES: list[Any] = ["auto", "required", {"type": "function", "function": {"name": "get_weather"}}]
+ALTERNATIVES: list[Any] = ["auto", "required", {"type": "function", "function": {"name": "get_weather"}}]
 
 
-@pytest.mark.parametrize("choice", CHOICES, ids=["auto", "required", "named"])
+@pytest.mark.parametrize("choice", ALTERNATIVES, ids=["auto", "required", "named"])
 async def test_tool_calls_arrive_whole_and_streamed(demo: Front, choice: Any) -> None:
     options = {**ASK, "tools": [WEATHER], "tool_choice": choice}
     async with openai_client(demo.settings) as client:

@@ -231,12 +231,12 @@ FACTS = [
 
 def parsed(fact: Fact, chunks: list[str]) -> OutputPieces:
     dialect = BY_NAME[fact.dialect]
-    most = 8 if dialect.takes_calls else 0
+    most = 8 if dialect.takes_tool_calls else 0
     parser, pieces = OutputParser(OutputMarks(dialect, fact.begun, most, OFFERED)), OutputPieces()
     for chunk in chunks:
         pieces.extend(parser.feed(chunk))
     pieces.extend(parser.flush())
-    pieces.drop_broken_calls()
+    pieces.drop_broken_tool_calls()
     return pieces
 
 

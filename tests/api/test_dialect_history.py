@@ -129,7 +129,7 @@ def test_ids_are_as_long_as_a_template_demands() -> None:
 
 def test_calls_are_text_for_a_template_that_has_no_place_for_them() -> None:
     template = "{% for m in messages %}{{ m.role ~ ':' ~ m.content ~ ';' }}{% endfor %}"
-    history = HistoryForm(calls_in_text="<|tool_call|>", result_role="tool_response")
+    history = HistoryForm(tool_calls_in_text="<|tool_call|>", result_role="tool_response")
     messages = [{"role": "assistant", "content": "So", "tool_calls": [CALL]}, {"role": "tool", "content": "x"}]
     call = f'<|tool_call|>[{{"name": "w", "arguments": {ARGUMENTS}}}]'
     assert rendered(template, messages, history) == f"assistant:So{call};tool:x;"

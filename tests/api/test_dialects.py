@@ -116,8 +116,8 @@ def test_an_unfinished_output_loses_and_repeats_nothing(sample: Sample, size: in
             with pytest.raises(json.JSONDecodeError):
                 json.loads(piece.text)
     whole = parsed(sample, [output], begun=sample.begun)
-    pieces.drop_broken_calls()
-    whole.drop_broken_calls()
+    pieces.drop_broken_tool_calls()
+    whole.drop_broken_tool_calls()
     assert summary(pieces) == summary(whole)
     assert {piece.ended for piece in whole.of("call")} <= {"complete"}
 
@@ -125,7 +125,9 @@ def test_an_unfinished_output_loses_and_repeats_nothing(sample: Sample, size: in
 def fragments(sample: Sample) -> st.SearchStrategy[str]:
     """Draws texts of the dialect's own marks and of parts of its sample, in any order."""
     dialect = sample.dialect
-    names = sorted({*dialect.think, *dialect.call_marks, *dialect.others, "weather", "now", "other", "{}", '{"a": 1}'})
+    names = sorted(
+        {*dialect.think, *dialect.tool_call_marks, *dialect.others, "weather", "now", "other", "{}", '{"a": 1}'}
+    )
     parts = re.split(r"(?<=[>}\n])", sample.output)
     letters = st.text(alphabet='<>|/{}[]",:= \nab1', max_size=6)
     return st.lists(st.one_of(st.sampled_from(names), st.sampled_from(parts), letters), max_size=12).map("".join)
@@ -139,8 +141,8 @@ def test_anything_at_all_is_read_the_same_whole_and_in_pieces(
     output = data.draw(fragments(sample))
     pieces, whole = parsed(sample, cut(output, borders), begun=begun), parsed(sample, [output], begun=begun)
     assert_all_there(sample, output, pieces)
-    pieces.drop_broken_calls()
-    whole.drop_broken_calls()
+    pieces.drop_broken_tool_calls()
+    whole.drop_broken_tool_calls()
     assert summary(pieces) == summary(whole)
     for piece in whole.of("call"):
         assert isinstance(json.loads(piece.text), dict)
@@ -168,7 +170,7 @@ def test_arguments_that_are_nested_too_deeply_are_text(sample: Sample) -> None:
     deep = "[" * 20_000
     output = sample.output.replace("1.5", deep).replace('{"x":', '{"x": [' + deep)
     pieces = parsed(sample, [output], begun=sample.begun)
-    pieces.drop_broken_calls()
+    pieces.drop_broken_tool_calls()
     assert_all_there(sample, output, pieces)
 
 
@@ -179,6 +181,6 @@ def test_a_call_that_breaks_off_is_the_same_text_whole_and_in_pieces(sample: Sam
     for end in range(first, len(sample.output)):
         broken = sample.output[:end] + "\x07 [ broken"
         pieces, whole = parsed(sample, list(broken), begun=sample.begun), parsed(sample, [broken], begun=sample.begun)
-        pieces.drop_broken_calls()
-        whole.drop_broken_calls()
+        pieces.drop_broken_tool_calls()
+        whole.drop_broken_tool_calls()
         assert summary(pieces) == summary(whole)

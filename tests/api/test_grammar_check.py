@@ -15,7 +15,7 @@ import pytest
 import pytest_asyncio
 from support.waiting import until
 
-from edgemoe.api.generate.answer_grammar import GrammarChoice, response_grammar
+from edgemoe.api.generate.answer_grammar import GrammarCandidates, response_grammar
 from edgemoe.api.generate.grammar_trial import GrammarChecker, grammar_command
 from edgemoe.api.schema import JsonSchema, ResponseFormat
 from edgemoe.api.text.tokenizer import TextModel
@@ -24,14 +24,14 @@ from edgemoe.front.main import Front
 from edgemoe.types.request import digest_of
 
 
-def asked(schema: dict[str, Any]) -> GrammarChoice:
+def asked(schema: dict[str, Any]) -> GrammarCandidates:
     choice = response_grammar(ResponseFormat(type="json_schema", json_schema=JsonSchema(schema=schema)))
     assert choice is not None
     return choice
 
 
-def lark(text: str) -> GrammarChoice:
-    return GrammarChoice((text,), "response_format")
+def lark(text: str) -> GrammarCandidates:
+    return GrammarCandidates((text,), "response_format")
 
 
 def endless(patterns: int = 40) -> dict[str, Any]:
@@ -54,19 +54,19 @@ async def checker(command: list[str]) -> AsyncIterator[GrammarChecker]:
 async def test_the_first_that_can_be_honoured_counts(checker: GrammarChecker) -> None:
     good, bad = asked({"type": "object"}).larks[0], asked({"type": "objeeect"}).larks[0]
     assert await checker.first(None) is None
-    only = await checker.first(GrammarChoice((good,), "tools"))
+    only = await checker.first(GrammarCandidates((good,), "tools"))
     assert only
     assert only.trial.digest == digest_of(only.grammar)
-    again = await checker.first(GrammarChoice((bad, good), "tools"))
+    again = await checker.first(GrammarCandidates((bad, good), "tools"))
     assert again is not None
     assert again.grammar == only.grammar
-    assert await checker.first(GrammarChoice((bad,), "tools", optional=True)) is None
+    assert await checker.first(GrammarCandidates((bad,), "tools", optional=True)) is None
     with pytest.raises(InvalidRequest, match=r"^tools cannot be honoured"):
-        await checker.first(GrammarChoice((good.replace("start", "begin"), bad), "tools"))
+        await checker.first(GrammarCandidates((good.replace("start", "begin"), bad), "tools"))
 
 
 # Grammars that the bounds of schemas refuse come as Lark here.
-EXPLOSIVE: dict[str, GrammarChoice] = {
+EXPLOSIVE: dict[str, GrammarCandidates] = {
     "multiple of a large prime": lark('start: %json {"type": "integer", "multipleOf": 99999989}'),
     "multiple of a prime within bounds": lark('start: %json {"type": "integer", "multipleOf": 999983}'),
     "all of many patterns": asked(endless()),

@@ -216,7 +216,7 @@ async def test_what_changes_no_text_is_left_unread(http: httpx.AsyncClient, name
 
 F = {"type": "function", "function": {"name": "f", "parameters": {}}}
 TOOLS = [(span, here) for cell, here in rows("tool in a chat | here") for span in spans(cell) if span[0] == "{"]
-CHOICES = [(span, meaning) for cell, meaning in rows("choice of a tool | means") for span in spans(cell)]
+ALTERNATIVES = [(span, meaning) for cell, meaning in rows("choice of a tool | means") for span in spans(cell)]
 
 
 @pytest.mark.parametrize("kind", [Chat, Tokenize], ids=lambda kind: kind.__name__)
@@ -233,7 +233,7 @@ def test_a_tool_is_offered_or_left_out(span: str, here: str, kind: type[msgspec.
         assert refusal.value.param == "tool_choice"
 
 
-@pytest.mark.parametrize(("span", "meaning"), CHOICES)
+@pytest.mark.parametrize(("span", "meaning"), ALTERNATIVES)
 def test_a_choice_of_tools_is_read_in_every_form(span: str, meaning: str) -> None:
     other = {"type": "function", "function": {"name": "other"}}
     asked = body(Chat, {"tools": [F, other], "tool_choice": json.loads(span)})

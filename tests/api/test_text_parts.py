@@ -141,7 +141,7 @@ def parsed(marks: OutputMarks, chunks: list[str]) -> OutputPieces:
     for chunk in chunks:
         whole.extend(parser.feed(chunk))
     whole.extend(parser.flush())
-    whole.drop_broken_calls()
+    whole.drop_broken_tool_calls()
     return whole
 
 

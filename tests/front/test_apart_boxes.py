@@ -76,10 +76,10 @@ async def test_requests_of_both_boxes_are_prefilled_by_one_and_decoded_by_the_ot
     assert said == [oracle.complete(prompt, TOKENS) for _, prompt in asked]
     here = {node: await figures(box) for node, box in boxes.items()}
     assert sum(figure[names.HANDED_OVER] for figure in here.values()) == len(asked)
-    assert names.select(here["d"], names.KV_PULLED) > 8
-    assert names.select(here["d"], names.KV_PULL_FAILURES) == 0
+    assert names.select(here["d"], names.KV_FETCHED_BLOCKS) > 8
+    assert names.select(here["d"], names.KV_FETCH_FAILURES) == 0
     hits = names.select(here["d"], names.PREFIX_HIT_TOKENS)
-    assert hits >= 16 * names.select(here["d"], names.KV_PULLED), "what has come is not computed again"
+    assert hits >= 16 * names.select(here["d"], names.KV_FETCHED_BLOCKS), "what has come is not computed again"
     assert [figure[names.KV_BLOCKS_REFERENCED] for figure in here.values()] == [0, 0]
     told: Any = (await boxes["p"].cluster())["members"]
     assert {member["node"]: member["serves"] for member in told} == ROLES

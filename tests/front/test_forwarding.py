@@ -259,12 +259,12 @@ async def test_a_forwarded_stream_outlives_the_whole_box_it_runs_on(
                         return await hosted_requests(other) > 0 and begun()
 
                     streams = await streams_once(runs_there, a, expected)
-                before = requests.replayed  # a box silent for long is left, too
+                before = requests.resubmitted  # a box silent for long is left, too
                 if not noticed:
                     cluster_of(a)._known = set()
                 b.kill()
                 assert await asyncio.wait_for(streams, 60) == expected
-                assert requests.replayed > before
+                assert requests.resubmitted > before
             finally:
                 b.kill()
 

@@ -114,7 +114,7 @@ async def test_a_kill_midstream_leaves_every_text_as_it_would_have_been(front: F
     await until(lambda: total(front) > 100, 30)
     os.kill(supervisor_of(front).describe()["engine"]["pid"], signal.SIGKILL)
     assert await dying == expected
-    assert requests.machine.replayed
+    assert requests.machine.resubmitted
 
 
 async def test_a_compute_thread_that_hangs_is_noticed_and_every_text_goes_on_as_it_would_have(
@@ -248,7 +248,7 @@ async def test_the_metrics_name_the_tiers(front: Front, http: httpx.AsyncClient)
 
 @pytest.mark.slow
 async def test_the_demo_model_answers_on_through_three_kills(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """In bfloat16 a continuation may differ after a replay, but each answer is whole and ends correctly."""
+    """In bfloat16 a continuation may differ after a resubmission, but each answer is whole and ends correctly."""
     folder = tmp_path_factory.mktemp("demo")
     store = ensure_store(model_path(), folder / "stores")
     settings = settings_for(folder, store, service={"max_restarts": 50})

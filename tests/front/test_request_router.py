@@ -95,7 +95,7 @@ async def test_tokens_pass_in_order_and_the_end_ends_the_iteration(engine: FakeE
     assert not any(isinstance(sent, Cancel) for sent in engine.sent)
 
 
-async def test_a_replay_carries_emitted_tokens_and_drops_late_ones(engine: FakeEngine) -> None:
+async def test_a_resubmission_carries_emitted_tokens_and_drops_late_ones(engine: FakeEngine) -> None:
     with engine.router.open([request()], 10) as ticket:
         engine.emit(token(0), token(1))
         engine.dies()
@@ -118,7 +118,7 @@ async def test_requests_accepted_without_an_engine_are_submitted_to_the_next(eng
         assert engine.sent == []
         engine.comes_up()
         assert engine.attempts() == [(1, ())]
-        assert engine.machine.replayed == 0
+        assert engine.machine.resubmitted == 0
 
 
 async def test_leaving_the_block_cancels_running_requests(engine: FakeEngine) -> None:
@@ -291,7 +291,7 @@ async def test_suspects_continue_alone_once_the_others_have_ended_and_new_reques
         tickets = {name: stack.enter_context(router.open([long(name)], 1e6)) for name in ("old", "bad", "new")}
         engine.emit(*[token(n, 1, "old") for n in range(FURTHER_TOKENS + 1)])
         engine.dies()
-        assert places(engine) == {"old"}, "suspects are not replayed beside others"
+        assert places(engine) == {"old"}, "suspects are not submitted again beside others"
         tickets["late"] = stack.enter_context(router.open([long("late")], 1e6))
         assert places(engine) == {"old", "late"}, "nobody on trial holds up who comes"
         for name in ("old", "late"):
@@ -381,7 +381,7 @@ async def test_an_error_that_many_are_told_keeps_none_of_them(engine: FakeEngine
     assert await ended("a") == await ended("b")
 
 
-async def test_a_replay_has_the_whole_timeout_and_carries_the_time_that_has_passed(engine: FakeEngine) -> None:
+async def test_a_resubmission_has_the_whole_timeout_and_carries_the_time_that_has_passed(engine: FakeEngine) -> None:
     with engine.router.open([request()], 10):
         engine.now += 4
         engine.dies()

@@ -185,7 +185,7 @@ def run_all(seeds: range) -> None:
         order = AnyOrder(seed)
         order.run()
         machine = order.world.machine
-        counts = ("stale", "gaps", "replayed", "blamed", "forgotten", "offered", "granted", "moved")
+        counts = ("stale", "gaps", "resubmitted", "blamed", "forgotten", "offered", "granted", "moved")
         seen.update({name: getattr(machine, name) for name in counts})
         seen.update(f"{before} -> {after}" for before, after in order.world.went)
     assert all(seen.values()), seen

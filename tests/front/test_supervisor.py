@@ -76,7 +76,7 @@ async def test_killing_the_engine_again_and_again_changes_no_text(tmp_path: Path
             os.kill(engine_pid(front), signal.SIGKILL)
             await until(lambda: supervisor_of(front).starts > start)  # noqa: B023
         assert await streams == expected
-        assert supervisor_of(front).requests.machine.replayed >= 3
+        assert supervisor_of(front).requests.machine.resubmitted >= 3
 
 
 async def test_an_engine_that_hangs_is_replaced(

@@ -106,7 +106,7 @@ def _kimi(name: str, number: int, arguments: str) -> str:
 
 def marks_of(dialect: Dialect) -> set[str]:
     """Returns all marks that may be tokens of the dialect's models."""
-    own = {*dialect.think, *(dialect.wrapper or ()), *dialect.call_marks, *dialect.others, *dialect.ends}
+    own = {*dialect.think, *(dialect.wrapper or ()), *dialect.tool_call_marks, *dialect.others, *dialect.ends}
     return own | set(dialect.signs)
 
 

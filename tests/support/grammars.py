@@ -10,7 +10,7 @@ from tokenizers import AddedToken
 
 from edgemoe.api.dialects import dialect as table
 from edgemoe.api.generate import answer_grammar as grammar
-from edgemoe.api.generate.answer_grammar import GrammarChoice
+from edgemoe.api.generate.answer_grammar import GrammarCandidates
 from edgemoe.api.generate.grammar_trial import GrammarQuestion, GrammarTrials, judged
 from edgemoe.errors import InvalidRequest
 from support.dialect_kit import TOKEN, marks_of
@@ -26,7 +26,7 @@ def trials() -> GrammarTrials:
     return GrammarTrials(LLTokenizer(tokenizer.to_str()))
 
 
-def first(choice: GrammarChoice | None) -> str | None:
+def first(choice: GrammarCandidates | None) -> str | None:
     """Returns the first grammar of a choice that compiles, as `GrammarChecker.first` does."""
     if choice is None:
         return None

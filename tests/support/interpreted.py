@@ -19,7 +19,7 @@ import triton.language as tl
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from edgemoe.encodings.codec import pack
-from edgemoe.experts.compute.cuda import GpuCalls, block_rows, blocks_of
+from edgemoe.experts.compute.cuda import GpuExpertKernels, block_rows, blocks_of
 from edgemoe.kernels.cpu.expert_math import ExpertSlab, one_by_one
 from edgemoe.kernels.cpu.experts_decode import ExpertLayout
 from edgemoe.kernels.gpu import expert_blocks as gpu_experts
@@ -98,7 +98,7 @@ def errors_of_layers(encodings: tuple[str, ...]) -> list[float]:
     layout, rng, errors = SlabLayout.within(geometry.all_bytes, geometry), np.random.default_rng(0), []
     assert layout is not None
     slab = torch.empty(layout.size_bytes, dtype=torch.uint8)
-    calls = GpuCalls(slab, layout, geometry)
+    calls = GpuExpertKernels(slab, layout, geometry)
     for layer, size_class in enumerate(layout.classes.layer_class):
         one = replace(geometry, layers=1, encodings=encodings[layer : layer + 1])
         experts, group, x = slab_of(one, rng), *work(one, 5, rng)

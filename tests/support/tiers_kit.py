@@ -19,7 +19,7 @@ from edgemoe.experts.compute.moe import FetchOptions
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.policy.cache_ranks import LRU
 from edgemoe.types.arrays import BoolArray
-from edgemoe.types.experts import ExpertGeometry, ExpertId, Store, Tier
+from edgemoe.types.experts import ExpertGeometry, ExpertId, ExpertReader, Tier
 
 torch.set_num_threads(1)  # the matrices are tiny
 
@@ -113,7 +113,7 @@ class FileStore:
 
 
 def small_tiers(
-    store: Store,
+    store: ExpertReader,
     ram_slots: int,
     device_slots: tuple[int, ...] = (),
     kernels: Kernels | None = None,

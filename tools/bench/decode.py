@@ -30,7 +30,7 @@ from edgemoe.cli.plan.measure import ResidentModel, random_decoder, resident_tie
 from edgemoe.families.config import spec_from_config  # noqa: E402
 from edgemoe.families.spec import ModelSpec  # noqa: E402
 from edgemoe.kernels.cpu.runtime import Kernels  # noqa: E402
-from edgemoe.store.layout import CHOICES, KEEP  # noqa: E402
+from edgemoe.store.layout import ENCODING_NAMES, KEEP  # noqa: E402
 from tools.bench.make_model import make_config  # noqa: E402
 from tools.bench.oracle import Oracle, spawn  # noqa: E402
 
@@ -44,7 +44,7 @@ def contenders(args: argparse.Namespace, spec: ModelSpec) -> dict[Pair, Resident
     kernels = Kernels(args.threads, spec.dtype == "bfloat16")
 
     def model(experts: str, dense: str) -> ModelSpec:
-        names = (spec.dtype if each == KEEP else CHOICES[each] for each in (experts, dense))
+        names = (spec.dtype if each == KEEP else ENCODING_NAMES[each] for each in (experts, dense))
         return with_encodings(spec, *names)
 
     tiers = {name: resident_tiers(model(name, KEEP), kernels) for name in args.experts.split(",")}
@@ -184,7 +184,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--family", choices=["qwen3_moe", "mixtral"], default="qwen3_moe")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--tied", action="store_true", help="the head is the embedding")
-    parser.add_argument("--experts", default=KEEP, help=f"encodings, of {', '.join(CHOICES)}; default {KEEP}")
+    parser.add_argument("--experts", default=KEEP, help=f"encodings, of {', '.join(ENCODING_NAMES)}; default {KEEP}")
     parser.add_argument("--dense", default=KEEP, help="the same for dense weights")
     parser.add_argument("--batches", default="1,8,16", help="numbers of sequences decoded at once")
     parser.add_argument("--implementations", default="eager,grouped_mm,batched_mm", help="of transformers' experts")

@@ -21,7 +21,7 @@ def prefill_kill(trial: Trial) -> Record:
     """Kills the prefilling box with SIGKILL while blocks travel."""
     hit = trial.cluster["a"]
     hit.box.rate(LINK_MBITS)
-    return _hit(trial, hit, names.KV_PULLED, hit.kill)
+    return _hit(trial, hit, names.KV_FETCHED_BLOCKS, hit.kill)
 
 
 def decode_kill(trial: Trial) -> Record:
@@ -32,7 +32,7 @@ def decode_kill(trial: Trial) -> Record:
 
 def kv_corrupt(trial: Trial) -> Record:
     """Damages some of the blocks that box a sends."""
-    return _hit(trial, None, names.KV_PULLED, lambda: None)
+    return _hit(trial, None, names.KV_FETCHED_BLOCKS, lambda: None)
 
 
 def _hit(trial: Trial, hit: Daemon | None, sign: str, fault: Callable[[], None]) -> Record:
@@ -51,9 +51,9 @@ def _hit(trial: Trial, hit: Daemon | None, sign: str, fault: Callable[[], None])
         trial.mark()
         fault()
 
-    failed = _sums(trial, names.KV_PULL_FAILURES)
+    failed = _sums(trial, names.KV_FETCH_FAILURES)
     found = trial.requests([*fronts, *fronts], come, waits=False)
-    refused = _sums(trial, names.KV_PULL_FAILURES) - failed
+    refused = _sums(trial, names.KV_FETCH_FAILURES) - failed
     trial.cluster.bed.mend()
     if hit is not None:
         trial.again(hit)

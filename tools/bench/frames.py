@@ -26,7 +26,7 @@ import xxhash
 import zmq
 
 from edgemoe.cluster.control.messages import CONTROL, Announce, Heartbeat, RaftPayload
-from edgemoe.cluster.data.messages import BULK, CALLS, ExpertCall, FetchExpert, Hello
+from edgemoe.cluster.data.messages import BULK, EXPERT_CALLS, ExpertCall, FetchExpert, Hello
 from edgemoe.cluster.rpc import envelope
 from edgemoe.cluster.rpc.channel import Channel
 from edgemoe.cluster.rpc.envelope import Answer, Envelope, Question, seal, unseal
@@ -34,7 +34,7 @@ from edgemoe.cluster.rpc.keys import AllowList, Secret
 from edgemoe.cluster.rpc.transport import Transport
 from edgemoe.wire.protocol import MessageLanguage
 
-CHANNELS: dict[str, MessageLanguage[Any]] = {"control": CONTROL, "calls": CALLS, "bulk": BULK}
+CHANNELS: dict[str, MessageLanguage[Any]] = {"control": CONTROL, "calls": EXPERT_CALLS, "bulk": BULK}
 MARK = 5.0e5  # the remaining_ms of messages with valid checksums
 Frames = list[bytes]
 

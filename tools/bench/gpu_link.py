@@ -29,7 +29,7 @@ from edgemoe.experts.compute.cuda_link import CudaLink, PinnedSlab, SlotOrder, c
 from edgemoe.experts.tiers.slab import HostSlab
 from edgemoe.experts.tiers.slots import SlotPool, SlotTransfer
 from edgemoe.policy.cache_ranks import LRU
-from edgemoe.types.experts import ExpertGeometry, Store, Tier
+from edgemoe.types.experts import ExpertGeometry, ExpertReader, Tier
 from edgemoe.types.size_classes import SlabLayout
 from tools.bench.filling import BlankStore, fill, running
 
@@ -259,7 +259,7 @@ def loaded_from_disk(geometry: ExpertGeometry, device: torch.device) -> dict[str
             store.close()
 
 
-def loaded(geometry: ExpertGeometry, device: torch.device, store: Store) -> dict[str, float]:
+def loaded(geometry: ExpertGeometry, device: torch.device, store: ExpertReader) -> dict[str, float]:
     """Measures loading a whole model into the GPU, through RAM."""
     policy, size_bytes = LRU(geometry.layers, geometry.experts), geometry.all_bytes
     memory = TierMemory(size_bytes, [DeviceBudget(str(device), size_bytes, 8e9)])

@@ -52,7 +52,7 @@ from edgemoe.store.packer import pack
 from edgemoe.store.reader import ExpertStore
 from edgemoe.telemetry.metrics import LEARNED_ETA, named
 from edgemoe.telemetry.recorder import Recorder
-from edgemoe.types.experts import Store, Tier
+from edgemoe.types.experts import ExpertReader, Tier
 from edgemoe.types.model_info import ServedModel
 from edgemoe.types.step import StepRouting
 from tools.bench.make_model import make_config
@@ -105,7 +105,7 @@ class Model(NamedTuple):
     spec: ModelSpec
     decoder: Decoder
     kernels: Kernels
-    store: Store
+    store: ExpertReader
     text: list[int]
     reads: bool  # reads the text's tokens, instead of generating
     path: Path | None
@@ -153,7 +153,7 @@ def _in_float32(scratch: Path) -> Path:
 class SlowStore:
     """A store that reads at the stated rate of a disk, one expert after the other."""
 
-    def __init__(self, store: Store, bytes_per_s: float, size_bytes: float) -> None:
+    def __init__(self, store: ExpertReader, bytes_per_s: float, size_bytes: float) -> None:
         self._store, self._read_s, self._free_s = store, size_bytes / bytes_per_s, 0.0
 
     def expert_bytes(self, layer: int, expert: int) -> int:

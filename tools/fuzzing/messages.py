@@ -11,7 +11,7 @@ import msgspec
 import xxhash
 
 from edgemoe.cluster.control.messages import CONTROL, ForwardedEmissions, ForwardedFrame
-from edgemoe.cluster.data.messages import BULK, CALLS
+from edgemoe.cluster.data.messages import BULK, EXPERT_CALLS
 from edgemoe.cluster.rpc import envelope
 from edgemoe.errors import WireError
 from edgemoe.ipc.messages import (
@@ -28,7 +28,7 @@ from edgemoe.ipc.messages import (
 from edgemoe.wire.protocol import PROTOCOL_VERSIONS, MessageLanguage
 from tools.fuzzing.values import Values
 
-LANGUAGES: dict[str, MessageLanguage[Any]] = {"control": CONTROL, "calls": CALLS, "bulk": BULK}
+LANGUAGES: dict[str, MessageLanguage[Any]] = {"control": CONTROL, "calls": EXPERT_CALLS, "bulk": BULK}
 SURE = ("boot", "model", "seen")  # without these a peer's engine accepts no requests, or no box leads
 MOOD = 1000
 VERSIONS: tuple[list[int], ...] = ([1, 255], [200, 255], [255, 1], [0, 0], [])

@@ -39,9 +39,11 @@ class HistoryForm:
     """How a dialect's chat templates want the messages of a conversation."""
 
     reasoning: str = "reasoning_content"  # the field of an assistant message that has its reasoning
-    one_call_a_message: bool = False
-    results_in_call: bool = False  # results of tools as `tool_responses` of the message that called them
-    calls_in_text: str = ""  # mark before a JSON list of calls, in the text of messages to templates without tool_calls
+    one_tool_call_a_message: bool = False
+    results_in_tool_call: bool = False  # results of tools as `tool_responses` of the message that called them
+    tool_calls_in_text: str = (
+        ""  # mark before a JSON list of calls, in the text of messages to templates without tool_calls
+    )
     result_role: str = ""  # of results of tools, in templates that name it
     id_chars: int = 0  # letters and digits that a call's id must have; 0: any
     efforts: tuple[tuple[str, str], ...] = ()  # OpenAI's reasoning efforts that the model does not know, and its own
@@ -55,7 +57,7 @@ class Dialect:
     signs: tuple[str, ...]  # a chat template, or a tokenizer, that contains them all is of this dialect
     call: ToolCallForm | None  # None: the output is messages with headers, which name a channel and a recipient
     other_signs: tuple[str, ...] = ()  # in place of `signs`, for templates without tools
-    takes_calls: bool = True  # False: the form of calls is unknown, and requests with tools are refused
+    takes_tool_calls: bool = True  # False: the form of calls is unknown, and requests with tools are refused
     think: tuple[str, str] = ("<think>", "</think>")
     section: ToolCallSection | None = None
     wrapper: tuple[str, str] | None = None  # marks around an answer
@@ -65,7 +67,7 @@ class Dialect:
     history: HistoryForm = field(default=HistoryForm())
 
     @property
-    def around_calls(self) -> tuple[str, ...]:
+    def around_tool_calls(self) -> tuple[str, ...]:
         """Returns the marks that only a call can have, at its beginning and end."""
         if self.call is None:
             return self.others
@@ -73,7 +75,7 @@ class Dialect:
         return tuple(filter(None, around))
 
     @property
-    def call_begins(self) -> tuple[str, ...]:
+    def tool_call_begins(self) -> tuple[str, ...]:
         """Returns the marks that begin calls, `lone_begins` among them."""
         if self.call is None:
             return ()
@@ -89,9 +91,13 @@ class Dialect:
         return (inner,) if inner else ()
 
     @property
-    def call_marks(self) -> tuple[str, ...]:
+    def tool_call_marks(self) -> tuple[str, ...]:
         """Returns the marks of calls."""
-        return tuple(filter(None, (*self.call.marks, *self.around_calls, *self.call_begins))) if self.call else ()
+        return (
+            tuple(filter(None, (*self.call.marks, *self.around_tool_calls, *self.tool_call_begins)))
+            if self.call
+            else ()
+        )
 
 
 # The part that the prompt has begun: none, so that reasoning may come first; reasoning; the answer; text of it.
@@ -121,7 +127,7 @@ class OutputMarks:
     def names(self) -> tuple[str, ...]:
         """Returns the marks to recognise, and to omit from text where they are special tokens."""
         think = (*(self.dialect.think if self.think else ()), *(self.dialect.wrapper or ()))
-        calls = self.dialect.call_marks if self.calls else ()
+        calls = self.dialect.tool_call_marks if self.calls else ()
         return tuple(dict.fromkeys(filter(None, (*think, *calls, *(self.dialect.others if self.trims else ())))))
 
 
@@ -139,7 +145,7 @@ HERMES = Dialect(
     signs=("<tool_call>", "</tool_call>"),
     call=ObjectForm("<tool_call>", "</tool_call>"),
 )
-PLAIN = replace(HERMES, name="plain", signs=(), takes_calls=False)
+PLAIN = replace(HERMES, name="plain", signs=(), takes_tool_calls=False)
 ERNIE = replace(HERMES, name="ernie", signs=(*HERMES.signs, "<response>"), wrapper=("<response>", "</response>"))
 HUNYUAN = Dialect(
     name="hunyuan",
@@ -155,7 +161,7 @@ GRANITE = Dialect(
     call=ObjectForm(),
     section=ToolCallSection("<|tool_call|>", other_begin="<tool_call>", is_list=True),
     wrapper=("<response>", "</response>"),
-    history=HistoryForm(calls_in_text="<|tool_call|>", result_role="tool_response"),
+    history=HistoryForm(tool_calls_in_text="<|tool_call|>", result_role="tool_response"),
 )
 MISTRAL = Dialect(
     name="mistral",
@@ -173,7 +179,7 @@ HARMONY = Dialect(
     others=ChannelMarks.ALL,
     history=HistoryForm(
         reasoning="thinking",
-        one_call_a_message=True,
+        one_tool_call_a_message=True,
         efforts=(("none", "low"), ("minimal", "low"), ("xhigh", "high"), ("max", "high")),
     ),
 )
@@ -227,7 +233,7 @@ GEMMA = Dialect(
     thinks_anywhere=True,
     ends=("<turn|>", "<|tool_response>"),
     others=("<|channel>",),
-    history=HistoryForm(results_in_call=True),
+    history=HistoryForm(results_in_tool_call=True),
 )
 _DEEPSEEK = ToolCallSection("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
 DEEPSEEK = Dialect(
@@ -348,8 +354,10 @@ def dialect_from(template: Json, otherwise: Dialect) -> Dialect:
     think = _marks(fields.get("reasoning_content") or fields.get("thinking")) or otherwise.think
     called = fields.get("tool_calls")
     call = _call(called) if called is not None else None
-    takes_calls = call is not None or otherwise.takes_calls
-    return Dialect("response-template", signs=(), call=call or otherwise.call, think=think, takes_calls=takes_calls)
+    takes_tool_calls = call is not None or otherwise.takes_tool_calls
+    return Dialect(
+        "response-template", signs=(), call=call or otherwise.call, think=think, takes_tool_calls=takes_tool_calls
+    )
 
 
 def _marks(field: ResponseField | None) -> tuple[str, str] | None:

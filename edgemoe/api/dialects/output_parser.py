@@ -43,7 +43,7 @@ class OutputReader:
         return self.kind == "text" and "text" not in self._shown
 
     @property
-    def takes_calls(self) -> bool:
+    def takes_tool_calls(self) -> bool:
         """Returns whether another tool call may be taken."""
         return self._taken < self.marks.calls
 
@@ -78,7 +78,7 @@ class OutputReader:
             text = text.replace(name, "")
         return text
 
-    def _add_call(self, piece: OutputPiece) -> None:
+    def _add_tool_call(self, piece: OutputPiece) -> None:
         piece.raw = self._laid_out(piece.raw) if piece.begins else self._without_special(piece.raw)
         self._out.add(piece)
 
@@ -100,7 +100,7 @@ class OutputReader:
 
     def call(self, read: Callable[[GrowingText, ToolCallBuilder], Reading[None]]) -> Reading[bool]:
         """Reads one call by `read`. Shows the text that was read and returns False if it is malformed."""
-        self._call = call = ToolCallBuilder(self.source, self._add_call, self.marks.functions, self._begun)
+        self._call = call = ToolCallBuilder(self.source, self._add_tool_call, self.marks.functions, self._begun)
         try:
             yield from read(self.source, call)
             call.complete()
@@ -134,7 +134,7 @@ def read_tagged(output: OutputReader) -> Reading[None]:
         output.begin("reasoning")
     wrapped = False
     while mark := (yield from output.copy((*_next_marks(output), *((end_answer,) if wrapped else ())))):
-        if mark in _call_begins(output):
+        if mark in _tool_call_begins(output):
             output.source.unread(len(mark) if mark in marks.dialect.lone_begins else 0)
             if (yield from _calls(output)):
                 output.begin("text")
@@ -182,12 +182,12 @@ def _ends_answer(output: OutputReader) -> Reading[bool]:
         return False
     if not (yield from output.source.next()):
         return True
-    begins = _call_begins(output)
+    begins = _tool_call_begins(output)
     return bool(begins) and bool((yield from output.source.begins(*begins)))
 
 
-def _call_begins(output: OutputReader) -> tuple[str, ...]:
-    return output.marks.dialect.call_begins if output.takes_calls else ()
+def _tool_call_begins(output: OutputReader) -> tuple[str, ...]:
+    return output.marks.dialect.tool_call_begins if output.takes_tool_calls else ()
 
 
 def _next_marks(output: OutputReader) -> tuple[str, ...]:
@@ -197,57 +197,57 @@ def _next_marks(output: OutputReader) -> tuple[str, ...]:
     else:
         think = begin_think if marks.think and marks.dialect.thinks_anywhere else ""
     answer = marks.dialect.wrapper[0] if marks.dialect.wrapper and output.is_new else ""
-    return tuple(dict.fromkeys(filter(None, (think, answer, *_call_begins(output), *output.special))))
+    return tuple(dict.fromkeys(filter(None, (think, answer, *_tool_call_begins(output), *output.special))))
 
 
 def _calls(output: OutputReader) -> Reading[bool]:
     """Reads a call, or all of a section. Returns whether there was a call; other text is shown."""
-    dialect, source, any_call = output.marks.dialect, output.source, False
+    dialect, source, any_tool_call = output.marks.dialect, output.source, False
     assert dialect.call is not None
     if dialect.section is None:
         return (yield from output.call(dialect.call.read))
     if dialect.section.is_list:
-        return (yield from _listed_calls(output, dialect.call, dialect.section))
-    while output.takes_calls:
+        return (yield from _listed_tool_calls(output, dialect.call, dialect.section))
+    while output.takes_tool_calls:
         try:
             yield from source.space()
             found = yield from source.accept(dialect.call.begin, dialect.section.end)
         except MalformedOutput:  # too much white space
             found = ""
-        if found == dialect.section.end and any_call:
+        if found == dialect.section.end and any_tool_call:
             output.skip_read()
             break
         if found != dialect.call.begin:
-            if not any_call:
+            if not any_tool_call:
                 output.show_read()
             break
         if not (yield from output.call(dialect.call.read)):
             break
-        any_call = True
-    return any_call
+        any_tool_call = True
+    return any_tool_call
 
 
-def _listed_calls(output: OutputReader, form: ToolCallForm, section: ToolCallSection) -> Reading[bool]:
+def _listed_tool_calls(output: OutputReader, form: ToolCallForm, section: ToolCallSection) -> Reading[bool]:
     """Reads a JSON list of calls, and the mark that ends the section if there is one. Returns whether any was read."""
-    source, between, any_call = output.source, "[", False
+    source, between, any_tool_call = output.source, "[", False
     try:
-        while output.takes_calls:
+        while output.takes_tool_calls:
             yield from source.space()
             if not (yield from source.accept(between)):
                 break
             if not (yield from output.call(form.read)):
-                return any_call
-            between, any_call = ",", True
-        if any_call:
+                return any_tool_call
+            between, any_tool_call = ",", True
+        if any_tool_call:
             yield from source.expect("]")
             output.skip_read()
             yield from source.expect(*filter(None, (section.end,)))
             output.skip_read()
     except MalformedOutput:  # some models omit the end
         pass
-    if not any_call:
+    if not any_tool_call:
         output.show_read()
-    return any_call
+    return any_tool_call
 
 
 RECIPIENT = re.compile(r"\bto=([^\s<]+)")
@@ -293,7 +293,7 @@ def _message(output: OutputReader, channel: str, recipient: str) -> Reading[None
     output.skip_read()
     kind: PieceKind = "reasoning" if channel == "analysis" and not recipient else "text"
     output.begin(kind, BETWEEN_MESSAGES)
-    is_call = recipient and output.takes_calls
+    is_call = recipient and output.takes_tool_calls
     if is_call and (yield from output.call(partial(_call, recipient.removeprefix("functions.")))):
         return
     yield from _copy(output, kind)

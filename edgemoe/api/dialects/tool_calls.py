@@ -94,7 +94,7 @@ class OutputPieces:
         """Returns the text of all pieces of one kind."""
         return "".join(piece.text for piece in self._pieces if piece.kind == kind)
 
-    def drop_broken_calls(self) -> None:
+    def drop_broken_tool_calls(self) -> None:
         """Turns malformed calls back into the text that the model wrote."""
         pieces, self._pieces = self._pieces, []
         for piece in pieces:

@@ -48,7 +48,7 @@ class ToolChoice(msgspec.Struct, frozen=True, kw_only=True):
     disable_parallel_tool_use: bool | None = None
 
 
-class Thinking(msgspec.Struct, frozen=True, kw_only=True):
+class ThinkingOptions(msgspec.Struct, frozen=True, kw_only=True):
     type: str
 
 
@@ -74,7 +74,7 @@ class MessagesBody(schema.RequestBody, frozen=True, kw_only=True):
     stop_sequences: Annotated[list[schema.StopText], Meta(max_length=16)] | None = None
     tools: Annotated[list[OfferedTool], Meta(max_length=schema.MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
-    thinking: Thinking | None = None
+    thinking: ThinkingOptions | None = None
     metadata: Metadata | None = None
     output_config: OutputConfig | None = None
     chat_template_kwargs: dict[str, Any] | None = None

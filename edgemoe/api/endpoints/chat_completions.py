@@ -7,7 +7,13 @@ from typing import Any
 
 from edgemoe.api.dialects.dialect import DIALECTS, OutputMarks, begun_by
 from edgemoe.api.endpoints.openai_format import OpenAIFormat, chat_logprobs, tool_call_body
-from edgemoe.api.generate.answer_grammar import AnswerForm, GrammarChoice, free_grammar, response_grammar, tool_grammar
+from edgemoe.api.generate.answer_grammar import (
+    AnswerForm,
+    GrammarCandidates,
+    free_grammar,
+    response_grammar,
+    tool_grammar,
+)
 from edgemoe.api.generate.generation import (
     ChoiceDelta,
     CompletionChoice,
@@ -26,7 +32,7 @@ from edgemoe.errors import InvalidRequest
 from edgemoe.types.arrays import Json
 from edgemoe.types.request import RequestLimits
 
-MANY_CALLS = 128
+MANY_TOOL_CALLS = 128
 CONTINUATION = "<goes on here> "  # stands after the text that an answer continues, until the prompt is rendered
 
 
@@ -44,7 +50,7 @@ def chat_generation(body: Chat, context: RequestContext, prefix: str) -> Generat
     text, limits = context.text, context.limits
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
-    tools, most_calls = offered_tools(body)
+    tools, most_tool_calls = offered_tools(body)
     prompt_text = render(body, tools, text)
     marks = OutputMarks(
         text.dialect,
@@ -55,7 +61,7 @@ def chat_generation(body: Chat, context: RequestContext, prefix: str) -> Generat
             bool(body.continue_final_message),
             text.vocabulary.added,
         ),
-        most_calls,
+        most_tool_calls,
         {tool.function.name: tool.function.parameters for tool in tools},
     )
     prompt = text.encode(prompt_text, add_special_tokens=False, most_tokens=limits.context_tokens)
@@ -101,7 +107,7 @@ def offered_tools(body: Chat) -> tuple[list[Tool], int]:
         raise InvalidRequest("tool_choice is required, but there are no tools", param="tool_choice")
     if choice == "none" or not tools:
         return [], 0
-    return tools, 1 if body.parallel_tool_calls is False else MANY_CALLS
+    return tools, 1 if body.parallel_tool_calls is False else MANY_TOOL_CALLS
 
 
 def render(body: Chat, tools: list[Tool], text: TextModel) -> str:
@@ -110,7 +116,7 @@ def render(body: Chat, tools: list[Tool], text: TextModel) -> str:
         raise InvalidRequest("this model has no chat template; use /v1/completions", code="no_chat_template")
     if tools and not text.template.takes_tools:
         raise InvalidRequest("tools: this model's chat template has no place for tools", param="tools")
-    if tools and not text.dialect.takes_calls:
+    if tools and not text.dialect.takes_tool_calls:
         message = (
             "tools: this model's chat template shows tools, but asks for calls in no form that is known here; pack the "
             f"model with a chat_template.jinja that has the marks of one of: {', '.join(one.name for one in DIALECTS)}"
@@ -181,7 +187,7 @@ def _up_to_continuation(rendered: str) -> str:
     return prompt if rest.startswith(" ") else prompt.rstrip()
 
 
-def chat_grammar(body: Chat, tools: list[Tool], marks: OutputMarks, text: TextModel) -> GrammarChoice | None:
+def chat_grammar(body: Chat, tools: list[Tool], marks: OutputMarks, text: TextModel) -> GrammarCandidates | None:
     """Returns the grammar that a chat's answer must follow; None for free text. Raises InvalidRequest."""
     form = AnswerForm(text.vocabulary.added, text.dialect, marks.begun)
     several = marks.calls > 1

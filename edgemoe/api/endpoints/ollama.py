@@ -66,7 +66,7 @@ class OllamaMessage(msgspec.Struct, frozen=True, kw_only=True):
     content: str | None = None
     thinking: str | None = None
     images: Annotated[list[Any], Meta(max_length=MAX_IMAGES)] | None = None
-    tool_calls: Annotated[list[OllamaToolCall], Meta(max_length=schema.MAX_CALLS)] | None = None
+    tool_calls: Annotated[list[OllamaToolCall], Meta(max_length=schema.MAX_TOOL_CALLS)] | None = None
     tool_name: schema.Label | None = None
     name: schema.Label | None = None  # an earlier name of tool_name
     tool_call_id: schema.Label | None = None
@@ -110,7 +110,7 @@ def prepare_chat(context: RequestContext, raw: bytes) -> PreparedAnswer | Respon
     name = served_name(body.model, context)
     if not body.messages:
         return _loaded(body, ChatLines(name))
-    if body.tools and not context.text.can_call:
+    if body.tools and not context.text.can_call_tools:
         raise InvalidRequest(f'"{name}" does not support tools', param="tools")
     generation = _chat(body, _messages(body.messages), body.tools, context)
     return _prepared(body, generation, ChatLines(name, generation, context.text.vocabulary))

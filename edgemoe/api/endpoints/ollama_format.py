@@ -51,7 +51,7 @@ class OllamaFormat:
                     self._open.add(piece)
                     if piece.ended:
                         ended, self._open = self._open, OutputPieces()
-                        ended.drop_broken_calls()
+                        ended.drop_broken_tool_calls()
                         text += ended.text()
                         calls += [_call(one) for one in ended.of("call")]
             logprobs = self._logprobs(delta)
@@ -59,7 +59,7 @@ class OllamaFormat:
                 yield json_line(self._line(text, delta.reasoning, calls) | logprobs)
 
     def closing_events(self) -> Iterable[bytes]:
-        self._open.drop_broken_calls()
+        self._open.drop_broken_tool_calls()
         yield json_line(self._line(self._open.text(), "", [], done=True) | self._end())
 
     def error_events(self, error: RequestError) -> Iterable[bytes]:

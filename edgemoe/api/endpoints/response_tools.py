@@ -14,7 +14,7 @@ from edgemoe.api.schema import MAX_TOOLS
 from edgemoe.errors import InvalidRequest
 from edgemoe.types.arrays import Json
 
-CallItem = Literal["function_call", "custom_tool_call", "tool_search_call"]
+ToolCallItem = Literal["function_call", "custom_tool_call", "tool_search_call"]
 CUSTOM_INPUT = "input"  # the one parameter of a custom tool
 CUSTOM_PARAMETERS: Json = {
     "type": "object",
@@ -30,7 +30,7 @@ NAME_CHARS = 256  # longest name of a function
 class ClientTool:
     """Names one tool of the client and the kind of item that its calls are."""
 
-    item: CallItem
+    item: ToolCallItem
     name: str
     namespace: str | None = None
 
@@ -95,7 +95,7 @@ class ToolOffer:
             raise InvalidRequest(message, param="tool_choice")
         return {"function": {"name": self._named(choice)}}
 
-    def _offer(self, item: CallItem, function: Json, place: str, namespace: Json | None) -> None:
+    def _offer(self, item: ToolCallItem, function: Json, place: str, namespace: Json | None) -> None:
         own, within = function["name"], namespace.get("name") if namespace else None
         if not isinstance(own, str) or not own or (namespace is not None and not isinstance(within, str)):
             raise InvalidRequest(f"{place}.name: a tool has a name", param=f"{place}.name")

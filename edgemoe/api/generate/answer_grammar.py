@@ -1,6 +1,6 @@
 """Builds the grammar that constrains sampling from `response_format` and `tool_choice`, and bounds their schemas.
 
-A `GrammarChoice` lists Lark grammars, the best first; the first that passes its trial is used. The grammar allows
+A `GrammarCandidates` lists Lark grammars, the best first; the first that passes its trial is used. The grammar allows
 reasoning first where the model may reason, and constrains the answer (in channels: the final message).
 """
 
@@ -146,7 +146,7 @@ LAYOUT = r"layout: /[ \n]{0,4}/"
 
 
 @dataclass(frozen=True, slots=True)
-class GrammarChoice:
+class GrammarCandidates:
     """Holds Lark grammars, the best first; where none can be honoured and it is not `optional`, the last says why."""
 
     larks: tuple[str, ...]
@@ -166,12 +166,12 @@ class AnswerForm:
     @property
     def has_tokens(self) -> bool:
         """Returns whether the marks around calls are tokens."""
-        return all(mark in self.tokens for mark in self.dialect.around_calls)
+        return all(mark in self.tokens for mark in self.dialect.around_tool_calls)
 
     def rules(self) -> LarkRules:
         """Returns an empty set of rules."""
         dialect = self.dialect
-        marks = (*dialect.think, *(dialect.wrapper or ()), *dialect.call_marks, *dialect.others)
+        marks = (*dialect.think, *(dialect.wrapper or ()), *dialect.tool_call_marks, *dialect.others)
         return LarkRules(self.tokens, marks)
 
     def closed(self, rules: LarkRules) -> str:
@@ -208,7 +208,7 @@ class AnswerForm:
 
 def response_grammar(
     asked: ResponseFormat | None, form: AnswerForm = AnswerForm(), tools: Sequence[Tool] = (), several: bool = False
-) -> GrammarChoice | None:
+) -> GrammarCandidates | None:
     """Returns the grammar of `response_format`; None for free text. Raises InvalidRequest.
 
     In place of the answer there may be a call to any of `tools`, or `several`.
@@ -218,9 +218,9 @@ def response_grammar(
     bodies, term = _format_terms(asked)
     either: list[str] = []
     for body in bodies:
-        either += _with_calls(tools, several, form, _around(form, body))
+        either += _with_tool_calls(tools, several, form, _around(form, body))
     alone = [_bounded(form.around(form.rules(), body), "response_format") for body in bodies]
-    return GrammarChoice((*either, *alone), "response_format", term=term)
+    return GrammarCandidates((*either, *alone), "response_format", term=term)
 
 
 def _around(form: AnswerForm, body: str) -> Callable[[LarkRules, str], str]:
@@ -283,7 +283,7 @@ def _grammar_term(text: Any) -> str:
         raise InvalidRequest(f"{where} cannot be read: {reason}", param=where, code="invalid_grammar") from None
 
 
-def tool_grammar(tools: Sequence[Tool], several: bool, form: AnswerForm = AnswerForm()) -> GrammarChoice:
+def tool_grammar(tools: Sequence[Tool], several: bool, form: AnswerForm = AnswerForm()) -> GrammarCandidates:
     """Returns the grammar of one call, or `several`, to any of `tools`. Raises InvalidRequest."""
     _check_tools(tools)
     larks = []
@@ -291,10 +291,10 @@ def tool_grammar(tools: Sequence[Tool], several: bool, form: AnswerForm = Answer
         rules = form.rules()
         calls = rules.add("calls", tool_call_rules(rules, form.dialect, offered, several, strict=True))
         larks.append(_bounded(form.around(rules, "", calls), "tools"))
-    return GrammarChoice(tuple(larks), "tools")
+    return GrammarCandidates(tuple(larks), "tools")
 
 
-def free_grammar(tools: Sequence[Tool], several: bool, form: AnswerForm = AnswerForm()) -> GrammarChoice | None:
+def free_grammar(tools: Sequence[Tool], several: bool, form: AnswerForm = AnswerForm()) -> GrammarCandidates | None:
     """Returns a grammar of free text that may end in calls to any of `tools`.
 
     It constrains names, and arguments too where their schemas can be honoured. Returns None where the tokenizer has no
@@ -309,11 +309,13 @@ def free_grammar(tools: Sequence[Tool], several: bool, form: AnswerForm = Answer
         return form.around(rules, f"PLAIN {closed} {calls}?")
 
     return (
-        GrammarChoice(_with_calls(tools, several, form, text_or), "tools", optional=True) if form.has_tokens else None
+        GrammarCandidates(_with_tool_calls(tools, several, form, text_or), "tools", optional=True)
+        if form.has_tokens
+        else None
     )
 
 
-def _with_calls(
+def _with_tool_calls(
     tools: Sequence[Tool], several: bool, form: AnswerForm, whole: Callable[[LarkRules, str], str]
 ) -> tuple[str, ...]:
     """Returns the grammars that `whole` makes of rules, and of the name of that for calls.

@@ -15,7 +15,7 @@ from edgemoe.api.backend import Backend
 from edgemoe.api.dialects.dialect import HERMES, OutputMarks
 from edgemoe.api.dialects.output_parser import OutputParser
 from edgemoe.api.dialects.tool_calls import OutputPieces
-from edgemoe.api.generate.answer_grammar import GrammarChoice
+from edgemoe.api.generate.answer_grammar import GrammarCandidates
 from edgemoe.api.generate.grammar_trial import TriedGrammar
 from edgemoe.api.metrics import GenerationClock, Metrics
 from edgemoe.api.schema import FieldNames, RequestBody
@@ -296,7 +296,7 @@ class Generation:
     requests: list[Request]
     choices: list[CompletionChoice]
     prompt_tokens: int
-    grammar: GrammarChoice | None = None  # to be checked
+    grammar: GrammarCandidates | None = None  # to be checked
     id: str = field(default="")
     created: int = field(default_factory=lambda: int(time.time()))
     clock: GenerationClock | None = None  # set when it starts to run
@@ -404,7 +404,7 @@ async def collect_deltas(generation: Generation, deltas: AsyncGenerator[list[Cho
             for delta in some:
                 whole[delta.choice].add(delta)
     for delta in whole:
-        delta.pieces.drop_broken_calls()
+        delta.pieces.drop_broken_tool_calls()
     return whole
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from edgemoe.api.generate.answer_grammar import GrammarChoice
+from edgemoe.api.generate.answer_grammar import GrammarCandidates
 from edgemoe.errors import EngineUnavailable, HelperFailed, HelperMissing, InvalidRequest
 from edgemoe.guard import refuse_pickle
 from edgemoe.heap import used_bytes
@@ -76,7 +76,7 @@ class GrammarChecker:
         """Returns the processes that wait for a grammar."""
         return self._helpers.pids
 
-    async def first(self, choice: GrammarChoice | None, principal: str = "") -> TriedGrammar | None:
+    async def first(self, choice: GrammarCandidates | None, principal: str = "") -> TriedGrammar | None:
         """Returns the first grammar of `choice` that can be honoured; None where there is none and need not be.
 
         Raises InvalidRequest where there has to be one, EngineUnavailable where no process can be started.
@@ -97,7 +97,7 @@ class GrammarChecker:
         """Ends the child processes."""
         await self._helpers.close()
 
-    async def _tried(self, lark: str, choice: GrammarChoice, principal: str) -> TriedGrammar:
+    async def _tried(self, lark: str, choice: GrammarCandidates, principal: str) -> TriedGrammar:
         param, asked = choice.param, GrammarQuestion(0, lark, choice.term)
         try:
             verdict = await self._helpers.ask(asked, GrammarVerdict, principal=principal)

@@ -17,8 +17,8 @@ FORMATS = frozenset(
 OF_NAMES = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # values: {name: schema}
 OF_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 OF_ONE = ("items", "additionalItems", "unevaluatedItems", "contains", "additionalProperties", "unevaluatedProperties")
-CHOICES = ("anyOf", "oneOf")
-IN_PLACE = (*CHOICES, "allOf", "$ref")
+ALTERNATIVES = ("anyOf", "oneOf")
+IN_PLACE = (*ALTERNATIVES, "allOf", "$ref")
 LOOSE = ("pattern", "patternProperties")  # regular expressions may be of a kind that llguidance lacks
 COUNTS = ("minProperties", "maxProperties")
 MAX_PARTS = 256  # schemas that are looked at to collect the names of one object
@@ -45,7 +45,7 @@ def _parts(schema: Mapping[str, Any]) -> list[Any]:
     every = schema.get("allOf")
     return [
         *(every if isinstance(every, list) else ()),
-        *({key: schema[key]} for key in (*CHOICES, "$ref") if key in schema),
+        *({key: schema[key]} for key in (*ALTERNATIVES, "$ref") if key in schema),
     ]
 
 
@@ -113,7 +113,7 @@ class _Preparation:
                 return None  # llguidance refuses it
             found |= dict.fromkeys(listed)
             found |= dict.fromkeys(str(name) for name in needed) if isinstance(needed, list) else {}
-            for key in ("allOf", *CHOICES):
+            for key in ("allOf", *ALTERNATIVES):
                 waiting += one[key] if isinstance(one.get(key), list) else []
             depending = one.get("dependentSchemas")
             waiting += [one.get("then"), one.get("else"), *(depending.values() if isinstance(depending, dict) else ())]
@@ -151,4 +151,4 @@ class _Preparation:
             elif isinstance(one, dict):
                 if isinstance(one.get("$ref"), str):
                     self._mark(one)
-                waiting += [one[key] for key in ("allOf", *CHOICES) if key in one]
+                waiting += [one[key] for key in ("allOf", *ALTERNATIVES) if key in one]

@@ -49,11 +49,11 @@ def for_template(
         _shorten_ids(converted, history.id_chars)
     if history.result_role and history.result_role in template:
         converted = [one | {"role": history.result_role} if one["role"] == "tool" else one for one in converted]
-    if history.calls_in_text and "tool_calls" not in template:
-        converted = [_with_calls_in_text(one, history.calls_in_text) for one in converted]
-    if history.one_call_a_message:
-        converted = list(_one_call_each(converted))
-    return list(_with_results(converted)) if history.results_in_call else converted
+    if history.tool_calls_in_text and "tool_calls" not in template:
+        converted = [_with_tool_calls_in_text(one, history.tool_calls_in_text) for one in converted]
+    if history.one_tool_call_a_message:
+        converted = list(_one_tool_call_each(converted))
+    return list(_with_results(converted)) if history.results_in_tool_call else converted
 
 
 def tools_for_template(tools: Sequence[Tool]) -> list[Json]:
@@ -138,13 +138,13 @@ def _one_system(messages: list[Json]) -> list[Json]:
 
 def _pair_results(messages: list[Json]) -> None:
     """Gives each result of a tool its function's name, and the id of the first open call where it has none."""
-    open_calls: dict[str | None, str] = {}
+    open_tool_calls: dict[str | None, str] = {}
     for message in messages:
         if message.get("tool_calls"):
-            open_calls = {call["id"]: call["function"]["name"] for call in message["tool_calls"]}
+            open_tool_calls = {call["id"]: call["function"]["name"] for call in message["tool_calls"]}
         elif message["role"] == "tool":
-            given = message.get("tool_call_id", next(iter(open_calls), None))
-            if name := open_calls.pop(given, ""):
+            given = message.get("tool_call_id", next(iter(open_tool_calls), None))
+            if name := open_tool_calls.pop(given, ""):
                 message.setdefault("name", name)
             if given is not None:
                 message["tool_call_id"] = given
@@ -164,7 +164,7 @@ def _shorten_ids(messages: list[Json], chars: int) -> None:
             call["id"] = short(call["id"])
 
 
-def _with_calls_in_text(message: Json, mark: str) -> Json:
+def _with_tool_calls_in_text(message: Json, mark: str) -> Json:
     """Returns the message with its calls in its text: `mark` and a JSON list, as the model writes them."""
     if "tool_calls" not in message:
         return message
@@ -174,7 +174,7 @@ def _with_calls_in_text(message: Json, mark: str) -> Json:
     return said | {"content": f"{message['content'] or ''}{mark}{_tojson(calls)}"}
 
 
-def _one_call_each(messages: list[Json]) -> Iterator[Json]:
+def _one_tool_call_each(messages: list[Json]) -> Iterator[Json]:
     """Yields the messages, with a message of its own for each call, which its result follows.
 
     Such templates have one place for text before a call: the answer's text goes there, after the reasoning.
@@ -208,7 +208,7 @@ def _with_results(messages: list[Json]) -> Iterator[Json]:
         caller.setdefault("tool_responses", []).append({"name": message.get("name", "unknown"), "response": given})
 
 
-class CallArguments(dict[str, Any]):
+class ToolCallArguments(dict[str, Any]):
     """Arguments of a past call, right for every template: an object to `tojson` and `items`, else their text."""
 
     def __init__(self, value: Json, text: str) -> None:
@@ -226,19 +226,19 @@ class CallArguments(dict[str, Any]):
 
 
 def _with_arguments(message: Json) -> Json:
-    """Returns a message in which arguments of calls that are JSON objects are CallArguments."""
+    """Returns a message in which arguments of calls that are JSON objects are ToolCallArguments."""
     if not message.get("tool_calls"):
         return message
     calls = []
     for call in message["tool_calls"]:
         text = call["function"]["arguments"]
         value = _decoded(text)
-        arguments = CallArguments(value, text) if isinstance(value, dict) else text
+        arguments = ToolCallArguments(value, text) if isinstance(value, dict) else text
         calls.append(call | {"function": call["function"] | {"arguments": arguments}})
     return message | {"tool_calls": calls}
 
 
-CALLS_WITHOUT_TEXT = re.compile(r"content['\"\]]*\s+is\s+(not\s+)?none", re.IGNORECASE)
+TOOL_CALLS_WITHOUT_TEXT = re.compile(r"content['\"\]]*\s+is\s+(not\s+)?none", re.IGNORECASE)
 FAULTS = (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError)
 
 
@@ -294,7 +294,7 @@ class ChatTemplate:
         template = (variables["tools"] and self.compiled.get("tool_use")) or self.compiled["default"]
         variables = {**self._tokens, **variables}
         if any(one.get("content", "") is None for one in messages):
-            if CALLS_WITHOUT_TEXT.search(self.text):
+            if TOOL_CALLS_WITHOUT_TEXT.search(self.text):
                 with contextlib.suppress(TypeError, jinja2.UndefinedError):
                     return template.render({**variables, "messages": messages})
             messages = [dict(one) | {"content": one.get("content") or ""} for one in messages]

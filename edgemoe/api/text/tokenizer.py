@@ -184,9 +184,9 @@ class TextModel:
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
     @property
-    def can_call(self) -> bool:
+    def can_call_tools(self) -> bool:
         """Returns whether the model can be given tools."""
-        return self.template is not None and self.template.takes_tools and self.dialect.takes_calls
+        return self.template is not None and self.template.takes_tools and self.dialect.takes_tool_calls
 
     @property
     def can_think(self) -> bool:
@@ -198,7 +198,7 @@ class TextModel:
         """Returns the model's capabilities, by Ollama's names."""
         can = {
             "completion": True,
-            "tools": self.can_call,
+            "tools": self.can_call_tools,
             "thinking": self.can_think,
             "insert": infill_marks(self.vocabulary.added) is not None,
         }

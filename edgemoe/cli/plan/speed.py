@@ -21,7 +21,7 @@ from edgemoe.store.layout import MATRICES
 from edgemoe.store.manifest import Manifest, spec_of
 from edgemoe.types.encoding import ENCODINGS, Encoding
 
-CHOICES = (
+PACKINGS = (
     ("int8", ""),
     ("int4", ""),
     ("int4", "int8"),
@@ -57,7 +57,7 @@ class PlannedModel:
         yield ModelVariant(_label(self.spec), self.spec, "")
         if self.store is not None:
             return
-        for experts, dense in CHOICES:
+        for experts, dense in PACKINGS:
             geometry = self.spec.geometry
             if ENCODINGS[experts].fits(geometry.hidden) and ENCODINGS[experts].fits(geometry.width):
                 spec = replace(self.spec, encodings=(experts,) * geometry.layers, dense_encoding=dense)

@@ -35,7 +35,7 @@ from edgemoe.cluster.control.coordination.coord_store import since_boot
 from edgemoe.cluster.control.coordination.epoch_fence import EpochFence
 from edgemoe.cluster.control.coordination.raft_transport import RaftChannel
 from edgemoe.cluster.control.coordination.store_factory import make_store
-from edgemoe.cluster.control.leader import LeaderDuties
+from edgemoe.cluster.control.leader import LeaderTasks
 from edgemoe.cluster.control.membership import BEAT_S
 from edgemoe.cluster.control.messages import (
     CONTROL,
@@ -166,10 +166,10 @@ class ControlPlane:
         self._solver = PlanSolver(settings)
         queue, fitting = make_queue(settings, self._solver.fit, clock)
         self.desk = RequestDesk(self.state, self.channel, queue, lambda: self.leading, self._local.on_grant, fitting)
-        self._leader: LeaderDuties | None = None
+        self._leader: LeaderTasks | None = None
         try:
             if (store := make_store(settings, peers, fence, self._link, clock)) is not None:
-                self._leader = LeaderDuties(
+                self._leader = LeaderTasks(
                     settings,
                     store,
                     self.state,

@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 RESIGN_S = 2.0
 
 
-class LeaderDuties:
+class LeaderTasks:
     """Takes part in the agreement and leads when elected. Call `close` after `run` has ended."""
 
     def __init__(

@@ -13,7 +13,16 @@ from edgemoe.cluster.data.expert_client import ExpertClient, Holdings
 from edgemoe.cluster.data.expert_fetch import ExpertFetchServer, ExpertSource, PeerStore
 from edgemoe.cluster.data.expert_server import ExpertOwner, ExpertServer
 from edgemoe.cluster.data.kv_fetch import KVFetcher, KVFetchServer, PrefixSource
-from edgemoe.cluster.data.messages import BULK, CALLS, BulkMessage, CallMessage, ExpertCall, FetchKV, FetchPiece, Hello
+from edgemoe.cluster.data.messages import (
+    BULK,
+    EXPERT_CALLS,
+    BulkMessage,
+    ExpertCall,
+    ExpertCallMessage,
+    FetchKV,
+    FetchPiece,
+    Hello,
+)
 from edgemoe.cluster.data.store_fetch import PieceSource, StorePieceServer
 from edgemoe.cluster.rpc.channel import Channel, Later
 from edgemoe.cluster.rpc.envelope import Answer, Question
@@ -26,7 +35,7 @@ from edgemoe.types.model_info import ServedModel
 
 log = logging.getLogger(__name__)
 BULK_CREDITS_BYTES = 8 << 20
-CALL_BYTES = 80 << 20  # of one call: rows, experts and weights
+EXPERT_CALL_BYTES = 80 << 20  # of one call: rows, experts and weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +64,12 @@ class DataPlane:
         timeout_s: float,
     ) -> None:
         self.transport = Transport(node, boot, secret, AllowList({}))
-        self._calls_channel: Channel[CallMessage] = Channel(
-            self.transport, "calls", CALLS, self._serve, ChannelSettings(longest_s=timeout_s, message_bytes=CALL_BYTES)
+        self._calls_channel: Channel[ExpertCallMessage] = Channel(
+            self.transport,
+            "calls",
+            EXPERT_CALLS,
+            self._serve,
+            ChannelSettings(longest_s=timeout_s, message_bytes=EXPERT_CALL_BYTES),
         )
         self.server = ExpertServer(own.model.geometry, own.host)
         self.bulk = ExpertFetchServer(own.shelf, own.model.geometry)
@@ -118,7 +131,7 @@ class DataPlane:
         self.server.close()
         self.transport.close()
 
-    def _serve(self, question: Question[CallMessage]) -> Answer[CallMessage] | Later[CallMessage]:
+    def _serve(self, question: Question[ExpertCallMessage]) -> Answer[ExpertCallMessage] | Later[ExpertCallMessage]:
         match question.message:
             case ExpertCall():
                 return self.server.serve(question)

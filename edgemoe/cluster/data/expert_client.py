@@ -15,7 +15,7 @@ from queue import SimpleQueue
 
 import numpy as np
 
-from edgemoe.cluster.data.messages import CallMessage, ExpertCall, ExpertResult, Hello
+from edgemoe.cluster.data.messages import ExpertCall, ExpertCallMessage, ExpertResult, Hello
 from edgemoe.cluster.rpc.channel import Channel
 from edgemoe.cluster.rpc.envelope import Answer, Buffer
 from edgemoe.errors import EdgemoeError, PeerRefused, PeerUnavailable
@@ -115,7 +115,9 @@ class PeerEstimate:
 class ExpertClient:
     """Calls the peers of this engine. `add` and `remove` run on the loop; `offers`, `fetch_s`, `call` on any thread."""
 
-    def __init__(self, channel: Channel[CallMessage], model: ServedModel, holdings: Holdings, timeout_s: float) -> None:
+    def __init__(
+        self, channel: Channel[ExpertCallMessage], model: ServedModel, holdings: Holdings, timeout_s: float
+    ) -> None:
         self.timeout_s = timeout_s
         self.peers: dict[str, PeerEstimate] = {}  # replaced as a whole, so that any thread may read it
         self._channel, self._model, self._holdings = channel, model, holdings
@@ -235,7 +237,7 @@ class ExpertClient:
         absent = peer.absent(call.work)  # counted now: afterwards they are in its memory
         peer.under_way[number] = call
 
-        def done(outcome: Answer[CallMessage] | EdgemoeError) -> None:
+        def done(outcome: Answer[ExpertCallMessage] | EdgemoeError) -> None:
             if peer.under_way.pop(number, None) is None:
                 return
             try:
@@ -256,7 +258,7 @@ class ExpertClient:
         return PeerUnavailable(f"the call to {call.node} went wrong: {error!r}")
 
     def _end(
-        self, peer: PeerEstimate, call: RemoteCall, absent: int, outcome: Answer[CallMessage] | EdgemoeError
+        self, peer: PeerEstimate, call: RemoteCall, absent: int, outcome: Answer[ExpertCallMessage] | EdgemoeError
     ) -> None:
         if isinstance(outcome, Answer):
             sizes = [tensor.nbytes for tensor in outcome.tensors]

@@ -16,7 +16,7 @@ from edgemoe.cluster.data.messages import CHUNK_BYTES, BulkMessage, ExpertChunk,
 from edgemoe.cluster.rpc.channel import Channel
 from edgemoe.cluster.rpc.envelope import Answer, Question
 from edgemoe.errors import CorruptExpert, MissingExpert, PeerError, PeerRefused, PeerUnavailable, first_error
-from edgemoe.types.experts import ExpertGeometry, ExpertId, Store
+from edgemoe.types.experts import ExpertGeometry, ExpertId, ExpertReader
 
 log = logging.getLogger(__name__)
 WINDOW = 4  # chunks of one expert under way
@@ -69,9 +69,9 @@ class ExpertFetchServer:
 
 
 class PeerStore:
-    """Implements `Store`: reads from the box's own store and, once joined, from peers."""
+    """Implements `ExpertReader`: reads from the box's own store and, once joined, from peers."""
 
-    def __init__(self, own: Store, shelf: ExpertSource, checksum: Checksum, geometry: ExpertGeometry) -> None:
+    def __init__(self, own: ExpertReader, shelf: ExpertSource, checksum: Checksum, geometry: ExpertGeometry) -> None:
         self.fetched = self.refused = 0  # experts fetched from peers; experts refused for a wrong checksum
         self._own, self._shelf, self._checksum, self._geometry = own, shelf, checksum, geometry
         self._channel: Channel[BulkMessage] | None = None

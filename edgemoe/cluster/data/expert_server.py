@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, Protocol
 
-from edgemoe.cluster.data.messages import CallMessage, ExpertResult
+from edgemoe.cluster.data.messages import ExpertCallMessage, ExpertResult
 from edgemoe.cluster.rpc.envelope import Answer, Question
 from edgemoe.errors import EdgemoeError, PeerBusy, PeerRefused
 from edgemoe.telemetry.rate_limited_log import RateLimitedLog
@@ -25,7 +25,7 @@ from edgemoe.types.experts import ExpertGeometry
 from edgemoe.types.peers import ExpertWork
 
 log = logging.getLogger(__name__)
-QUEUE_CALLS = 256  # that wait; beyond it calls are refused as busy
+QUEUED_EXPERT_CALLS = 256  # that wait; beyond it calls are refused as busy
 QUEUE_BYTES = 256 << 20
 TOGETHER_ROWS = 512  # of calls computed together
 FIRST_UNIT_S = 5e-5
@@ -46,7 +46,7 @@ class ExpertOwner(Protocol):
 
 
 @dataclass(slots=True)
-class QueuedCall:
+class QueuedExpertCall:
     work: ExpertWork
     units: float
     deadline: float  # by the loop's clock
@@ -66,8 +66,8 @@ class ExpertServer:
         self._units = 0.0
         self._unit_time = UnitTime(FIRST_UNIT_S)
         self._closed = False
-        self._inbox: SimpleQueue[QueuedCall | None] = SimpleQueue()
-        self._waiting: deque[QueuedCall] = deque()  # touched on the thread only
+        self._inbox: SimpleQueue[QueuedExpertCall | None] = SimpleQueue()
+        self._waiting: deque[QueuedExpertCall] = deque()  # touched on the thread only
         self._thread = threading.Thread(target=self._run, name="expert-server", daemon=True)
 
     def start(self) -> None:
@@ -80,7 +80,9 @@ class ExpertServer:
         if self._thread.ident is not None:
             self._thread.join(timeout=10)
 
-    def serve(self, question: Question[CallMessage]) -> Answer[CallMessage] | Coroutine[Any, Any, Answer[CallMessage]]:
+    def serve(
+        self, question: Question[ExpertCallMessage]
+    ) -> Answer[ExpertCallMessage] | Coroutine[Any, Any, Answer[ExpertCallMessage]]:
         """Returns the answer to a Call, at once where it is small. Raises PeerBusy, PeerRefused."""
         began_s = time.monotonic()
         call: Any = question.message
@@ -91,7 +93,7 @@ class ExpertServer:
         small = not self._pending and units * self._unit_time.mean_s < AT_ONCE_S
         if small and (sums := self._compute_at_once(work, units)) is not None:
             return Answer(ExpertResult(time.monotonic() - began_s), [sums])
-        job = QueuedCall(work, units, question.deadline, self._loop.create_future())
+        job = QueuedExpertCall(work, units, question.deadline, self._loop.create_future())
         self._admit(job)
         self._pending += 1
         self._units += job.units
@@ -100,7 +102,7 @@ class ExpertServer:
         self._inbox.put(job)
         return self._answer(job, began_s)
 
-    async def _answer(self, job: QueuedCall, began_s: float) -> Answer[CallMessage]:
+    async def _answer(self, job: QueuedExpertCall, began_s: float) -> Answer[ExpertCallMessage]:
         try:
             sums = await job.done
         except PeerBusy:
@@ -109,7 +111,7 @@ class ExpertServer:
         self.served += 1
         return Answer(ExpertResult(time.monotonic() - began_s), [sums])
 
-    def _leave(self, job: QueuedCall) -> None:
+    def _leave(self, job: QueuedExpertCall) -> None:
         self._pending -= 1
         self._units -= job.units
         self._bytes -= job.work.hidden.nbytes
@@ -128,25 +130,25 @@ class ExpertServer:
         self.batches += 1
         self.busy_s += took_s
 
-    def _admit(self, job: QueuedCall) -> None:
+    def _admit(self, job: QueuedExpertCall) -> None:
         """Raises PeerBusy for a call that would not be computed before its deadline, or where the queue is full.
 
         While nothing is computed nothing is measured: the estimate then fades, so that big calls are accepted again.
         """
         unit_s = self._unit_time.mean_s if self._pending else self._unit_time.at(time.monotonic())
         late = (self._units + job.units) * unit_s > job.deadline - self._loop.time()
-        if late or self._pending >= QUEUE_CALLS or self._bytes > QUEUE_BYTES:
+        if late or self._pending >= QUEUED_EXPERT_CALLS or self._bytes > QUEUE_BYTES:
             self.shed += 1
             raise PeerBusy(f"{self._pending} calls wait here; this one would not be computed in time")
 
     # --- the server's thread --------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while self._collect_calls():
+        while self._collect_expert_calls():
             if batch := self._next_layer():
                 self._compute(batch)
 
-    def _collect_calls(self) -> bool:
+    def _collect_expert_calls(self) -> bool:
         """Takes arrived calls, and waits for one where there is none. Returns False when closed."""
         if not self._waiting and (job := self._inbox.get()) is not None:
             self._waiting.append(job)
@@ -155,10 +157,10 @@ class ExpertServer:
                 self._waiting.append(job)
         return not self._closed
 
-    def _next_layer(self) -> list[QueuedCall]:
+    def _next_layer(self) -> list[QueuedExpertCall]:
         """Returns waiting calls of the layer that has waited longest; fails those past their deadline."""
-        taken: list[QueuedCall] = []
-        kept: deque[QueuedCall] = deque()
+        taken: list[QueuedExpertCall] = []
+        kept: deque[QueuedExpertCall] = deque()
         rows, now = 0, self._loop.time()
         for job in self._waiting:
             if job.deadline < now:
@@ -171,7 +173,7 @@ class ExpertServer:
         self._waiting = kept
         return taken
 
-    def _compute(self, batch: list[QueuedCall]) -> None:
+    def _compute(self, batch: list[QueuedExpertCall]) -> None:
         began_s = time.monotonic()
         try:
             results = self._host.compute([job.work for job in batch])
@@ -193,7 +195,7 @@ class ExpertServer:
             self._loop.call_soon_threadsafe(what, *arguments)
 
 
-def _resolve(batch: list[QueuedCall], results: Sequence[Any], error: EdgemoeError | None) -> None:
+def _resolve(batch: list[QueuedExpertCall], results: Sequence[Any], error: EdgemoeError | None) -> None:
     for i, job in enumerate(batch):
         if error is not None:
             _fail(job, error)
@@ -201,6 +203,6 @@ def _resolve(batch: list[QueuedCall], results: Sequence[Any], error: EdgemoeErro
             job.done.set_result(results[i])
 
 
-def _fail(job: QueuedCall, error: EdgemoeError) -> None:
+def _fail(job: QueuedExpertCall, error: EdgemoeError) -> None:
     if not job.done.done():
         job.done.set_exception(error)

@@ -171,9 +171,9 @@ class PiecePart(Message, frozen=True, tag="PiecePart"):
     size: Bytes
 
 
-CallMessage = Hello | ExpertCall | ExpertResult | Failure
+ExpertCallMessage = Hello | ExpertCall | ExpertResult | Failure
 BulkMessage = FetchExpert | ExpertChunk | FetchKV | KVPart | FetchPiece | PiecePart | Failure
-CALLS: MessageLanguage[CallMessage] = MessageLanguage(*get_args(CallMessage))
+EXPERT_CALLS: MessageLanguage[ExpertCallMessage] = MessageLanguage(*get_args(ExpertCallMessage))
 BULK: MessageLanguage[BulkMessage] = MessageLanguage(*get_args(BulkMessage))
 
 

@@ -29,7 +29,7 @@ from edgemoe.types.token_groups import TokenGroups
 ROWS = (16, 32, 64)  # calls of one expert that one program computes
 
 
-class GpuCalls:
+class GpuExpertKernels:
     """Runs two kernels for all experts of a layer. Writes each call's output to a row of its own, [T * k, H]."""
 
     def __init__(self, slab: torch.Tensor, layout: SlabLayout, geometry: ExpertGeometry) -> None:
@@ -189,7 +189,7 @@ class CudaCompute:
         self._slab, self._layout = slab, layout
         self._timed: deque[tuple[float, list[torch.cuda.Event]]] = deque(maxlen=MARKS)  # units, and moments
         try:
-            self._fused = GpuCalls(slab, layout, geometry)
+            self._fused = GpuExpertKernels(slab, layout, geometry)
         except Exception as error:  # no Triton, no C compiler, or too old a GPU; `error` says which
             raise ConfigError(
                 f"the experts' kernels cannot be compiled for {slab.device}: {error!r}. Install the Triton that this "

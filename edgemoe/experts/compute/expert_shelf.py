@@ -14,7 +14,7 @@ from edgemoe.experts.tiers.slab import HostSlab
 from edgemoe.store.files import page_memory
 from edgemoe.store.manifest import Manifest
 from edgemoe.types.arrays import BoolArray
-from edgemoe.types.experts import ExpertGeometry, ExpertId, Store
+from edgemoe.types.experts import ExpertGeometry, ExpertId, ExpertReader
 
 READS = 4  # of experts for peers at a time
 KEPT_READS = 8  # experts read for peers and kept while their parts are fetched, at most,
@@ -24,7 +24,7 @@ KEPT_BYTES = 128 << 20  # within these bytes, but at least two
 class ExpertShelf:
     """Provides experts as bytes, from RAM or else from the disk. Used on the event loop."""
 
-    def __init__(self, manifest: Manifest, store: Store, geometry: ExpertGeometry) -> None:
+    def __init__(self, manifest: Manifest, store: ExpertReader, geometry: ExpertGeometry) -> None:
         self._manifest, self._store, self._geometry = manifest, store, geometry
         self._residency: Residency | None = None
         self._learned: dict[ExpertId, str] = {}

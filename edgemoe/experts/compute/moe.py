@@ -14,7 +14,7 @@ from edgemoe.experts.compute.device_spread import DeviceSpread, Rebalancing
 from edgemoe.experts.compute.dispatch import ExpertCompute
 from edgemoe.experts.compute.layer_step import DeviceShare, LayerStep
 from edgemoe.experts.compute.peer_layer_step import PeerExperts
-from edgemoe.experts.predict.gate_lookahead import MOST_CALLS, GateLookAhead
+from edgemoe.experts.predict.gate_lookahead import HINTED_CALLS, GateLookAhead
 from edgemoe.experts.tiers.residency import Residency
 from edgemoe.experts.tiers.residency_records import ALWAYS
 from edgemoe.experts.tiers.slots import BoolArray, PrefetchPriority
@@ -43,9 +43,9 @@ AS_USUAL = FetchOptions()
 
 
 class TieredExperts:
-    """Implements `Experts` by residency, loader and the devices' computation. Used on the compute thread only.
+    """Implements `ExpertExecutor` by residency, loader and the devices' computation. Used on the compute thread only.
 
-    Between `begin_step` and `end_step` it collects the gates' choices, and distinguishes prefill from decode: experts
+    Between `begin_step` and `end_step` it collects the routing, and distinguishes prefill from decode: experts
     for prefill only do not replace experts for decode. Outside of a step all demands count as decode.
     """
 
@@ -78,7 +78,7 @@ class TieredExperts:
     def begin_step(self, meta: StepMeta) -> npt.NDArray[np.int16]:
         """Starts collecting. Drops the collection of a step that failed before its end.
 
-        Returns the array of the gates' choices [L, T, k], filled layer by layer, over -1. Ends looking
+        Returns the array of the routing [L, T, k], filled layer by layer, over -1. Ends looking
         ahead once nothing can be missing any more.
         """
         keeps = self._fetching.keep_hints or self._fetching.keep_hidden
@@ -92,7 +92,7 @@ class TieredExperts:
         return self._step.ids
 
     def end_step(self) -> StepRouting:
-        """Ends the step, and returns the choices of its gates."""
+        """Ends the step, and returns its routing."""
         self._note_spent()
         self._rebalancing.on_step_ended()
         if self.spread is not None:
@@ -167,7 +167,7 @@ class TieredExperts:
         distance = layer - self._next_layer
         if self._step is not None and (self._fetching.keep_hints if distance else self._fetching.keep_hidden):
             self._step.hint(layer, distance, scores)
-        few = len(scores) * self.geometry.top_k < MOST_CALLS * self.geometry.experts_of(layer)
+        few = len(scores) * self.geometry.top_k < HINTED_CALLS * self.geometry.experts_of(layer)
         if self._fetching.prefetch and distance and few:
             self._requester.on_hint(layer, scores)
 
@@ -283,7 +283,7 @@ class TieredExperts:
 
     def _stream_next(self, layer: int, prefill_only: BoolArray | None, calls: int) -> None:
         """Prefetches all of the next layer's experts where a large prefill needs nearly all of them."""
-        whole = prefill_only is not None and calls >= MOST_CALLS * self.geometry.experts_of(layer)
+        whole = prefill_only is not None and calls >= HINTED_CALLS * self.geometry.experts_of(layer)
         if whole and self._fetching.prefetch and layer + 1 < self.geometry.layers:
             everybody = np.arange(self.geometry.experts_of(layer + 1))
             self._requester.replace(layer + 1, everybody, PrefetchPriority.PREFILL_ONLY)
@@ -293,7 +293,7 @@ class TieredExperts:
 
 
 class RoutingCollector:
-    """Collects the gates' choices of one step, layer by layer."""
+    """Collects the routing of one step, layer by layer."""
 
     def __init__(self, meta: StepMeta, geometry: ExpertGeometry, clock: Callable[[], float]) -> None:
         self.meta = meta
@@ -309,12 +309,12 @@ class RoutingCollector:
         self._clock, self._began_s = clock, clock()
 
     def observe(self, layer: int, ids: IntArray, weights: FloatArray) -> None:
-        """Adds one layer's choice, [T, k]."""
+        """Adds one layer's routing, [T, k]."""
         self.ids[layer] = ids
         self.weights[layer] = weights
 
     def hint(self, layer: int, distance: int, probs: FloatArray) -> None:
-        """Adds a forecast of `layer`'s choice from `distance` layers before it, [T, E]."""
+        """Adds a forecast of `layer`'s routing from `distance` layers before it, [T, E]."""
         if distance not in self.hints:
             self.hints[distance] = np.zeros((len(self.ids), len(probs), self._geometry.experts), np.float32)
         self.hints[distance][layer, :, : probs.shape[1]] = probs
@@ -362,7 +362,7 @@ class PrefetchRequester:
         self._requested: dict[PrefetchPriority, int] = {}  # priorities with prefetch requests, and the layer of these
 
     def demand(self, layer: int, chosen: IntArray) -> None:
-        """Learns from the choice of a layer's gate [T, k], and cancels the requests for layers up to it."""
+        """Learns from the routing of a layer [T, k], and cancels the requests for layers up to it."""
         self._ahead.learn(layer, chosen)
         if self._requested:
             self._drop(layer)

@@ -31,8 +31,8 @@ from edgemoe.types.token_groups import TokenGroups
 HERE = -1
 # Calls on many rows are cut into parts, so that both directions of the link and the peer work at the same time. After
 # the last part is sent, the link is idle while the peer computes it.
-CALL_S = 0.01  # that a part takes on the link, there and back,
-CALL_BYTES = (128 << 10, 1 << 20)  # within these bounds
+EXPERT_CALL_S = 0.01  # that a part takes on the link, there and back,
+EXPERT_CALL_BYTES = (128 << 10, 1 << 20)  # within these bounds
 LATE_FACTOR, LATE_S = 4.0, 0.05  # a call is late after this multiple of its expected time, and at least this time
 AGAIN_S = 0.2  # between searches for another way where there was none
 LAYER_STEP_TIMEOUT_CALLS = 2  # time-outs of calls for which a layer-step asks peers; local work does not count
@@ -43,7 +43,7 @@ Local = Callable[[TokenGroups, BoolArray | None], None]  # computes a group here
 
 
 @dataclass(slots=True)
-class PendingCall:
+class PendingExpertCall:
     """Experts that one or more peers were asked to compute; the first answer counts."""
 
     group: TokenGroups
@@ -96,7 +96,7 @@ class PeerLayerStep:
     end_s: float  # until when peers are asked; then missing experts are computed here, or raise MissingExpert
     out: FloatArray | None = None  # [T, H]
     answers: SimpleQueue[RemoteCall] = field(default_factory=SimpleQueue)
-    jobs: dict[RemoteCall, PendingCall] = field(default_factory=dict)
+    jobs: dict[RemoteCall, PendingExpertCall] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)  # by peer, why it was of no help
     prefill_only_of: BoolArray | None = None  # [E]
     host: npt.NDArray[np.uint8] | None = None  # the hidden states' bytes
@@ -179,17 +179,17 @@ class PeerLayerStep:
     def _ask(self, offer: PeerCosts, group: TokenGroups, chosen: BoolArray, tried: Tried) -> None:
         """Sends one call for all experts of the peer, or several where there are many rows."""
         tokens = np.unique(group.tokens) if len(self.hidden) > 1 else group.tokens[:1]
-        least, most = (max(1, size // self.remote.geometry.row_bytes) for size in CALL_BYTES)
-        most = int(min(most, max(least, CALL_S / max(offer.row_s, 1e-9))))
+        least, most = (max(1, size // self.remote.geometry.row_bytes) for size in EXPERT_CALL_BYTES)
+        most = int(min(most, max(least, EXPERT_CALL_S / max(offer.row_s, 1e-9))))
         parts = -(-len(tokens) // most)
         units = parts * float(work_units(-(-group.offsets // parts)).sum())
         expected_s = offer.open_s + len(tokens) * offer.row_s + float(offer.wait_s[chosen].sum()) + offer.unit_s * units
         late_s = time.monotonic() + max(LATE_S, LATE_FACTOR * expected_s)
         for rows in np.array_split(tokens, parts) if parts > 1 else (tokens,):  # each is sent before the next is made
             part = group if parts == 1 else group.within(rows)
-            self._call(PendingCall(part, rows, late_s, dict(tried)), offer.node)
+            self._call(PendingExpertCall(part, rows, late_s, dict(tried)), offer.node)
 
-    def _call(self, job: PendingCall, node: str) -> None:
+    def _call(self, job: PendingExpertCall, node: str) -> None:
         if self.host is None:
             self.host = self.hidden.detach().to("cpu").contiguous().view(torch.uint8).numpy()
         hidden = self.host[job.rows]  # a copy
@@ -233,7 +233,7 @@ class PeerLayerStep:
             self.remote.redone += 1
             self._assign(job.group, job.tried)
 
-    def _hedge(self, job: PendingCall) -> None:
+    def _hedge(self, job: PendingExpertCall) -> None:
         """Asks another peer that has all experts in memory, or abandons the late call for other ways.
 
         Where there is neither, looks again later, or raises MissingExpert at the deadline.

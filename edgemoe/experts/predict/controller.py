@@ -102,7 +102,7 @@ class PredictionController:
     # --- the compute thread's side
 
     def on_step_begun(self, meta: StepMeta, ids: Ids) -> None:
-        """Begins a step. Its gates' choices will be written into `ids` [L, T, k], layer by layer, over -1."""
+        """Begins a step. Its routing will be written into `ids` [L, T, k], layer by layer, over -1."""
         self.predictive.on_step_begun(meta, ids)
 
     def observe(self, routing: StepRouting) -> None:

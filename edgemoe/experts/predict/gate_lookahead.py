@@ -1,6 +1,6 @@
 """Turns a later layer's gate, applied to this layer's hidden state, into chances of need. Not in [Two-Tier].
 
-The margin to the k-th most probable expert is calibrated by the layer's later choice, one layer a step. While hints
+The margin to the k-th most probable expert is calibrated by the layer's later routing, one layer a step. While hints
 promise more experts than the layers choose, all chances are scaled down by that ratio.
 """
 
@@ -178,7 +178,7 @@ CODES = (LIKELY_EXPERTS, MISSING_EXPERTS)
 
 KEPT = 0.97  # decay of promised and chosen counts, per layer
 DOUBTED = 2.0  # weight of the prior, in experts
-MOST_CALLS = 2  # expert calls that a hint forecasts, per expert of the layer; with more, nearly all are needed
+HINTED_CALLS = 2  # expert calls that a hint forecasts, per expert of the layer; with more, nearly all are needed
 LAYER, TOKENS, WIDTH, MARGINS, COUNT = (
     place_of(HINT, name) for name in ("layer", "tokens", "width", "margins", "count")
 )
@@ -202,10 +202,10 @@ class GateLookAhead:
         self._likely, self._tiers = shared.views("likely", experts), shared.views("tiers", experts)
         self._chance = shared.views("chance", experts, np.float32)
         self._utility = shared.views("utility", experts, np.float32)
-        self._probs: FloatArray = shared.array("probs", MOST_CALLS * experts * experts // top_k, dtype=np.float32)
+        self._probs: FloatArray = shared.array("probs", HINTED_CALLS * experts * experts // top_k, dtype=np.float32)
         self._trust, self._sum = (shared.array(name, 1, 1, np.float32) for name in ("trust", "promised"))
         self._share: FloatArray = shared.set_array("share", self.calibration.share.astype(np.float32))
-        for name, size in (("tops", top_k), ("least", MOST_CALLS * experts // top_k), ("best", experts)):
+        for name, size in (("tops", top_k), ("least", HINTED_CALLS * experts // top_k), ("best", experts)):
             shared.array(name, size)
         shared.array("marked", experts, dtype=np.uint8)
         self._hear, self._missing = LIKELY_EXPERTS.call_briefly, MISSING_EXPERTS.call_briefly
@@ -214,7 +214,7 @@ class GateLookAhead:
         """Returns the experts [n] that a hint for a layer, [T, E], makes likely, and P(some token needs it) of each.
 
         Likely are each token's most probable. None where all of them are in the fastest tier. T * k is below
-        MOST_CALLS * E.
+        HINTED_CALLS * E.
         """
         fields = self._fields
         fields[LAYER], fields[MARGINS] = layer, 0
@@ -247,7 +247,7 @@ class GateLookAhead:
         )
 
     def learn(self, layer: int, ids: IntArray) -> None:
-        """Learns from the layer's choice, [T, k]."""
+        """Learns from the layer's routing, [T, k]."""
         if (promise := self._promises.pop(layer, None)) is not None:
             experts, promised = promise
             kept = len(experts.intersection(ids.ravel().tolist()))

@@ -182,7 +182,7 @@ class NextUsePredictor:
     def begin(self, sequences: Sequence[Hashable], ids: Ids, rows: IntArray) -> bool:
         """Begins a step in which each of the sequences decodes one token; only TRACKS sequences are tracked.
 
-        Each layer's choices are written into `ids` [L, T, k] int16, over -1, in the order of the layers. `rows` [S] are
+        Each layer's routing is written into `ids` [L, T, k] int16, over -1, in the order of the layers. `rows` [S] are
         the sequences' tokens. Returns False if `work` is two steps behind: the step is then not learned from.
         """
         view = self._view
@@ -216,7 +216,7 @@ class NextUsePredictor:
         self._mark("heard", int(self._view[PLACES["begun"]]))
 
     def add_prompt(self, name: Hashable, ids: Ids) -> bool:
-        """Adds the choices of a sequence's prompt tokens, `ids` [L, T, k]; before `end`, if a step runs.
+        """Adds the routing of a sequence's prompt tokens, `ids` [L, T, k]; before `end`, if a step runs.
 
         False where too many prompts wait for `work`: then this one is not learned from.
         """

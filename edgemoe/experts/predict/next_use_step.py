@@ -94,12 +94,12 @@ def step_of(state: int, number: int) -> int:
 
 @jit
 def _has_run(step: int, layer: int) -> bool:
-    """Whether all choices of the layer are there."""
+    """Whether the whole routing of the layer is there."""
     p = record(step, STEP)
     ids, rows = i16_at(p.ids), i64_at(p.rows)
     for row in range(p.sequences):
-        for choice in range(p.k):
-            if ids[(layer * p.tokens + rows[row]) * p.k + choice] < 0:
+        for rank in range(p.k):
+            if ids[(layer * p.tokens + rows[row]) * p.k + rank] < 0:
                 return False
     return True
 
@@ -113,8 +113,8 @@ def _visit(state: int, number: int, layer: int) -> None:
     needs = needed[number % (HORIZON_STEPS + 2), layer]
     ids, rows = i16_at(p.ids), i64_at(p.rows)
     for row in range(p.sequences):
-        for choice in range(p.k):
-            needs[ids[(layer * p.tokens + rows[row]) * p.k + choice]] = 1
+        for rank in range(p.k):
+            needs[ids[(layer * p.tokens + rows[row]) * p.k + rank]] = 1
     add(s.history, layer, needs, number)
     describe(s.history, layer, own_features(state, layer), number)
     i64_at(s.visited)[layer] = number
@@ -291,7 +291,7 @@ def remember(state: int, track: int) -> None:
 
 @jit
 def add_prompts(state: int) -> None:
-    """Appends the waiting prompts' choices to the memory; their sequences continue from there."""
+    """Appends the waiting prompts' routing to the memory; their sequences continue from there."""
     s = record(state, STATE)
     while s.taken < atomic_load(state + TOLD):
         _add_prompt(state, s.prompts + s.taken % PROMPTS * PROMPT_BYTES)

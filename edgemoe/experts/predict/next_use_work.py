@@ -124,8 +124,8 @@ def _adopt(state: int, number: int) -> None:
 
 
 @jit
-def _add_choices(state: int, number: int, last: int) -> None:
-    """Adds the choices of the layers up to `last` to the running tokens, and to their matches."""
+def _add_routing(state: int, number: int, last: int) -> None:
+    """Adds the routing of the layers up to `last` to the running tokens, and to their matches."""
     s, p = record(state, STATE), record(step_of(state, number), STEP)
     m = record(s.memory, MEMORY)
     chosen = carray(u64_at(m.chosen), (m.layers, m.words, m.slots))
@@ -147,7 +147,7 @@ def _rescore(state: int, number: int) -> None:
     """Aligns every sequence again, and scores all experts."""
     s = record(state, STATE)
     if atomic_load(state + BEGUN) >= number:
-        _add_choices(state, number, atomic_load(state + FOLLOWED))
+        _add_routing(state, number, atomic_load(state + FOLLOWED))
     known = np.float32(SHARE_OF_PAST + (1 - SHARE_OF_PAST) * s.seen / s.layers)  # of a perfect match
     buffer = 1 - s.current
     slots = carray(i64_at(s.near), (2, TRACKS, WIDEST))[buffer]
@@ -207,7 +207,7 @@ def _finish(state: int, number: int) -> None:
         follow(state, number, s.allowed == 0)
     _adopt(state, number)
     if not p.failed and atomic_load(state + FOLLOWED) == s.layers:
-        _add_choices(state, number, s.layers)
+        _add_routing(state, number, s.layers)
         for i in range(i64_at(s.running)[TRACKS]):
             remember(state, i64_at(s.running)[i])
     needed = carray(u8_at(record(s.learner, LEARNER).needed), (HORIZON_STEPS + 2, s.layers * s.experts))

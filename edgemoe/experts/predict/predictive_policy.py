@@ -102,7 +102,7 @@ class RankPredictor:
     # --- the side of the steps
 
     def on_step_begun(self, meta: StepMeta, ids: Ids) -> None:
-        """Begins a step. Its gates' choices will be written into `ids` [L, T, k], layer by layer, over -1."""
+        """Begins a step. Its routing will be written into `ids` [L, T, k], layer by layer, over -1."""
         decode = np.flatnonzero(meta.decode)
         self.begin_step([meta.requests[i] for i in decode.tolist()], ids, (np.cumsum(meta.query_lens) - 1)[decode])
 
@@ -148,7 +148,7 @@ class RankPredictor:
         return self.end_step(share_of(routing))
 
     def add_prompts(self, meta: StepMeta, ids: Ids) -> None:
-        """Adds the prompts' part of the choices [L, T, k] of a step that ends now."""
+        """Adds the prompts' part of the routing [L, T, k] of a step that ends now."""
         decoding = int(np.count_nonzero(meta.decode))
         if not self.ready or decoding >= TRACKS:
             return
@@ -232,8 +232,8 @@ Clock = Callable[[], float]
 class LearnedPolicy:
     """Implements `types.LivePolicy`.
 
-    A caller that knows the sequence of each choice calls `begin` and `end` around a step, and `route` before each
-    `touch`. Otherwise a step begins when the layers start over, and its needs count as the choice of one sequence.
+    A caller that knows the sequence of each row calls `begin` and `end` around a step, and `route` before each
+    `touch`. Otherwise a step begins when the layers start over, and its needs count as the routing of one sequence.
     """
 
     foretells = True  # ranks are good for prefetching, not only for evicting
@@ -267,11 +267,11 @@ class LearnedPolicy:
         self._open(sequences, self.predictor.top_k)
 
     def route(self, ids: npt.NDArray[np.integer]) -> None:
-        """Sets the choices of each sequence in the layer that is touched next, [S, k]."""
+        """Sets the routing of each sequence in the layer that is touched next, [S, k]."""
         self._routed = ids
 
     def add_prompts(self, meta: StepMeta, ids: Ids) -> None:
-        """Adds the prompts' part of the running step's choices [L, T, k]."""
+        """Adds the prompts' part of the running step's routing [L, T, k]."""
         self.predictive.add_prompts(meta, ids)
 
     def end(self, routing: StepRouting | None = None) -> None:

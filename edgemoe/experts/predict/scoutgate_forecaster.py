@@ -274,7 +274,7 @@ class ScoutGateForecaster:
     # --- the compute thread's side ---
 
     def on_step_begun(self, meta: StepMeta, ids: npt.NDArray[np.int16] | None = None) -> None:
-        """Begins a step; `learn` gets its choices at its end."""
+        """Begins a step; `learn` gets its routing at its end."""
         self._step += 1
         self._post(meta)
 

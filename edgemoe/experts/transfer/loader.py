@@ -26,7 +26,7 @@ from edgemoe.experts.transfer.link_prefetch import IdleWindow, LinkPrefetcher, R
 from edgemoe.experts.transfer.link_stats import Clock, LinkStats
 from edgemoe.experts.transfer.links import TierLink
 from edgemoe.types.arrays import BoolArray, IntArray
-from edgemoe.types.experts import ExpertId, Move, Store, Tier
+from edgemoe.types.experts import ExpertId, ExpertReader, Move, Tier
 
 READERS, IDLE_READERS = 8, 2  # readers, and how many of them may serve prefetch requests
 FILL_READERS = 4  # readers that may fill free slots while no layer runs: two read 1.0 of a disk's 1.5 GB/s
@@ -38,7 +38,7 @@ class ExpertLoader:
     def __init__(
         self,
         residency: Residency,
-        store: Store,
+        store: ExpertReader,
         ram: HostSlab,
         links: Sequence[TierLink] = (),
         *,

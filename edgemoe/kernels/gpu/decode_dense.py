@@ -335,7 +335,7 @@ def choose(  # type: ignore[no-untyped-def]
     tl.store(shares + row * K + j, weight * SCALE, mask=j < K)
 
 
-class ExpertChoice(NamedTuple):
+class GateRule(NamedTuple):
     """States how experts are chosen by the logits of their gate (see `families.spec.RouterSpec`)."""
 
     top_k: int
@@ -351,7 +351,7 @@ class ExpertChoice(NamedTuple):
     top2: bool
 
 
-def chosen(logits: Any, how: ExpertChoice, ids: Any, shares: Any) -> None:
+def chosen(logits: Any, how: GateRule, ids: Any, shares: Any) -> None:
     """Writes the experts chosen by logits [T, E], float32, to `ids` [T, k], int64, and their weights to `shares`."""
     experts = logits.shape[1]
     choose[(len(logits),)](

@@ -54,7 +54,7 @@ def slots_of(memory_bytes: Sequence[Sequence[int]], expert_bytes: int) -> tuple[
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlacementProblem:
-    """The nodes' memory for experts, the experts that they have, and the choices of their own requests."""
+    """The nodes' memory for experts, the experts that they have, and the routing of their own requests."""
 
     slots: tuple[tuple[int, ...], ...]  # of each node's devices, in experts
     activations: Values  # [N, L, E] how often the node's requests chose the expert

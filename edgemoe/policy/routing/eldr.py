@@ -67,7 +67,7 @@ def drifted(clusters: ExpertClusters, recent: Counts) -> bool:
 NEAREST, IN_BAND = BAND_REASONS = ("nearest", "in band")  # the engine of the nearest cluster, or a less loaded one
 
 
-class BandChoice:
+class BandChooser:
     """Chooses the least loaded engine with a near cluster [ELDR, Online]."""
 
     def __init__(self, clusters: ExpertClusters, places: Sequence[str], band: float = BAND) -> None:
@@ -112,7 +112,7 @@ class LocalityBand:
     def __call__(self, offered: WaitingRequest, open_: Sequence[RoutingTarget], now_s: float) -> RoutingTarget:
         if self._clusters is None or not self.knows(offered) or not self.covers(open_):
             return self._otherwise(offered, open_, now_s)
-        return BandChoice(self._clusters, list(self._places))(offered, open_, now_s)
+        return BandChooser(self._clusters, list(self._places))(offered, open_, now_s)
 
     def why(self, offered: WaitingRequest, views: Sequence[RoutingTarget], place: str) -> str:
         """Returns in a word why the request goes to that one of the engines; "" where clusters have no part in it."""

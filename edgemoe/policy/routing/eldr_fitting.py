@@ -22,7 +22,7 @@ Values = npt.NDArray[np.float64]
 MOST_PAIRS = 3_000
 
 
-class WeightsChoice(NamedTuple):
+class FittedWeights(NamedTuple):
     """The best weights [L, E], and the rho of all candidates."""
 
     name: str
@@ -71,7 +71,7 @@ def best_layers(prefill: Counts, decode: Counts, weights: FloatArray, pairs: Int
     return sorted(order[: int(np.argmax(reached)) + 1])
 
 
-def choose_weights(prefill: Counts, decode: Counts, rng: np.random.Generator) -> WeightsChoice:
+def choose_weights(prefill: Counts, decode: Counts, rng: np.random.Generator) -> FittedWeights:
     """Returns the best of plain counts and rarity, with all layers and with those chosen greedily.
 
     Takes prefill and decode counts [N, L, E] of at least four requests. Layers are chosen by one half of the requests,
@@ -90,7 +90,7 @@ def choose_weights(prefill: Counts, decode: Counts, rng: np.random.Generator) ->
         candidates[f"{name}, layers chosen"] = keep_layers(weights, layers)
     rho = {name: quality(prefill[test], decode[test], weights, judged) for name, weights in candidates.items()}
     best = max(rho, key=lambda name: rho[name])  # the plainer one of equals
-    return WeightsChoice(best, candidates[best], rho)
+    return FittedWeights(best, candidates[best], rho)
 
 
 def _distance(unit: FloatArray, pairs: IntArray) -> Values:
@@ -184,19 +184,19 @@ class RecordedTraffic:
 
 def fit_clusters(
     traffic: RecordedTraffic, capacity: IntArray, rng: np.random.Generator, before: IntArray | None = None
-) -> tuple[ExpertClusters, WeightsChoice]:
+) -> tuple[ExpertClusters, FittedWeights]:
     """Returns clusters for workers of this capacity [K], and how the signatures' weights were chosen.
 
     `before` [N] has the worker that each request belonged to till now, -1 where that is gone. Takes at least four
     requests, and one for each worker.
     """
-    choice = choose_weights(traffic.prefill, traffic.decode, rng)
-    points = signatures(traffic.prefill, choice.weights)
+    fitted = choose_weights(traffic.prefill, traffic.decode, rng)
+    points = signatures(traffic.prefill, fitted.weights)
     clusters = balanced(points, capacity, rng)
     if before is not None:
         worker = matched(before, clusters.member, capacity)
         clusters = RequestClusters(worker[clusters.member], clusters.centroids[np.argsort(worker)])
-    return described(traffic, choice.weights, points, clusters), choice
+    return described(traffic, fitted.weights, points, clusters), fitted
 
 
 def described(

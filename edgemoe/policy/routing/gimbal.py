@@ -51,7 +51,7 @@ class UserPlaces:
             self._known.popitem(last=False)
 
 
-class GimbalChoice:
+class GimbalChooser:
     """Evens out KV usage and load, and keeps users at their engine."""
 
     def __init__(self, thresholds: GimbalThresholds = DEFAULTS) -> None:

@@ -82,7 +82,7 @@ class PromptForecast:
         return chances(counts, float(counts.sum()) / (layers * self._top_k), prior)
 
 
-class UnionChoice:
+class UnionChooser:
     """Chooses the engine where a request costs all that decode least; the one with fewest where nothing is known."""
 
     def __init__(self, times: DecodeTimes) -> None:

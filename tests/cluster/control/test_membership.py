@@ -38,7 +38,7 @@ from edgemoe.cluster.control.control_state import (
 )
 from edgemoe.cluster.control.coordination.coord_store import PlanRef
 from edgemoe.cluster.control.coordination.epoch_fence import MAX_LEAP, EpochFence
-from edgemoe.cluster.control.leader import LeaderDuties
+from edgemoe.cluster.control.leader import LeaderTasks
 from edgemoe.cluster.control.membership import (
     CANNOT_TAKE_PART,
     DEAD_S,
@@ -555,7 +555,7 @@ async def test_boxes_that_come_while_a_plan_is_looked_for_end_nothing() -> None:
         members.admit(Peer(f"{node}-new", "127.0.0.1:1", "key"))
         raise PeerUnavailable("it has died")
 
-    leader = object.__new__(LeaderDuties)
+    leader = object.__new__(LeaderTasks)
     leader._proposed = None
     leader._state, leader._exchange = SimpleNamespace(members=members), SimpleNamespace(fetch=fetch)  # type: ignore
     assert await leader._find_plan(PlanRef(1, "digest")) is None

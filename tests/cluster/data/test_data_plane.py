@@ -16,8 +16,8 @@ from support.boxes import Box, running, secret
 from support.waiting import until
 
 from edgemoe.cluster.data.expert_client import ExpertClient, PeerEstimate
-from edgemoe.cluster.data.expert_server import QUEUE_CALLS, ExpertServer
-from edgemoe.cluster.data.messages import CALLS, ExpertCall, ExpertResult, Hello
+from edgemoe.cluster.data.expert_server import QUEUED_EXPERT_CALLS, ExpertServer
+from edgemoe.cluster.data.messages import EXPERT_CALLS, ExpertCall, ExpertResult, Hello
 from edgemoe.cluster.rpc.envelope import Answer, Envelope, Question
 from edgemoe.errors import PeerBusy, PeerRefused
 from edgemoe.telemetry import unit_time
@@ -144,8 +144,8 @@ async def test_calls_that_would_be_late_are_refused_at_once() -> None:
     await asyncio.to_thread(host.started.wait, 10)
     too_late = question(work(), within_s=0.5)
     late = served(server, too_late)  # created before the other calls, which may take longer than its time limit
-    rest = [served(server, question(work())) for _ in range(QUEUE_CALLS - 2)]
-    assert server._pending == QUEUE_CALLS
+    rest = [served(server, question(work())) for _ in range(QUEUED_EXPERT_CALLS - 2)]
+    assert server._pending == QUEUED_EXPERT_CALLS
     with pytest.raises(PeerBusy):
         server.serve(question(work()))
     await until(lambda: asyncio.get_running_loop().time() > too_late.deadline)
@@ -298,7 +298,7 @@ async def test_a_peer_that_is_not_heard_is_asked_nothing_and_stays_connected() -
         await asyncio.sleep(60)
         raise AssertionError("it was waited for")
 
-    a, b = (Box(node, keys[node], keys, serve=serve, language=CALLS) for node in keys)
+    a, b = (Box(node, keys[node], keys, serve=serve, language=EXPERT_CALLS) for node in keys)
     everything = np.ones((SIZES.layers, SIZES.experts), np.bool_)
     calls = ExpertClient(a.channel, MODEL, lambda: (everything, everything), 30.0)
     async with running(a, b):

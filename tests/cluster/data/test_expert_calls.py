@@ -208,7 +208,7 @@ def test_a_peer_that_was_busy_is_asked_again_while_the_other_hangs(
 def test_calls_on_many_rows_are_cut_and_add_up(
     store: Path, alone: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote, "CALL_BYTES", (1, 700))
+    monkeypatch.setattr(remote, "EXPERT_CALL_BYTES", (1, 700))
     three = boxes(store, tmp_path, thirds(), TOTAL // 3 + 2)
     compute_rather_than_fetch(*three)
     with running(*three):

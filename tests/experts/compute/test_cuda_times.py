@@ -64,7 +64,7 @@ class Desk:
         self.stream = FakeStream(self.gpu)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: self.stream)
         monkeypatch.setattr(
-            cuda, "GpuCalls", lambda *_: SimpleNamespace(add=lambda *_: self.stream.compute(KERNEL_PIECES))
+            cuda, "GpuExpertKernels", lambda *_: SimpleNamespace(add=lambda *_: self.stream.compute(KERNEL_PIECES))
         )
         self.ram, self.order = HostSlab(SlabLayout.even(SLOTS, STRIDE)), SlotOrder(SLOTS)
         self.ram.pinned = True  # there is nothing to register with

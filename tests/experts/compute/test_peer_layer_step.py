@@ -196,7 +196,7 @@ class LatePeers(FakePeers):
 def test_of_two_answers_to_a_call_that_was_asked_twice_the_first_is_added_and_the_other_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(remote, "CALL_BYTES", (1, 1))  # a call for each row
+    monkeypatch.setattr(remote, "EXPERT_CALL_BYTES", (1, 1))  # a call for each row
     peers, tokens = LatePeers(), 4
     hidden = torch.arange(tokens, dtype=torch.float32)[:, None].expand(-1, SHAPE.hidden).contiguous()
     box = remote_of(peers, 1e9)
@@ -297,7 +297,7 @@ def test_an_expert_is_read_here_also_beside_a_single_peer(nodes: str) -> None:
 
 
 def test_answers_that_come_while_a_late_part_is_computed_here_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "CALL_BYTES", (1, 1))  # a call for each row
+    monkeypatch.setattr(remote, "EXPERT_CALL_BYTES", (1, 1))  # a call for each row
     late: list[tuple[RemoteCall, SimpleQueue[RemoteCall]]] = []
 
     class Late(FakePeers):

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgemoe.policy.routing.eldr import BandRouting, LocalityBand
-from edgemoe.policy.routing.gimbal import GimbalChoice, GimbalThresholds
+from edgemoe.policy.routing.gimbal import GimbalChooser, GimbalThresholds
 from edgemoe.policy.routing.marginal_union import DecodeTimes, PromptForecast, UnionTerm
 from edgemoe.policy.routing.offers import (
     FORGET_S,
@@ -32,7 +32,7 @@ from edgemoe.policy.routing.pull import PullLimits, PullRouting
 POLICIES: dict[str, Callable[[], RoutingPolicy]] = {
     "turns": lambda: PushRouting(RoundRobin()),
     "fewest": lambda: PushRouting(fewest),
-    "gimbal": lambda: PushRouting(GimbalChoice(GimbalThresholds())),
+    "gimbal": lambda: PushRouting(GimbalChooser(GimbalThresholds())),
     "pull": lambda: PullRouting(PullLimits()),
     "eldr": lambda: BandRouting(LocalityBand(fewest), PullRouting(PullLimits())),
 }
@@ -250,12 +250,12 @@ def test_a_request_stays_beside_its_front_unless_another_box_has_more_to_offer()
     ],
 )
 def test_algorithm_1_case_by_case(views: list[RoutingTarget], place: str) -> None:
-    assert PushRouting(GimbalChoice()).assign([offer()], views, 0.0) == [("r", place)]
+    assert PushRouting(GimbalChooser()).assign([offer()], views, 0.0) == [("r", place)]
 
 
 def test_a_users_requests_stay_with_an_engine_until_it_has_expired_or_kv_is_short_anywhere() -> None:
     views = [engine("a"), engine("b")]
-    policy = PushRouting(GimbalChoice(GimbalThresholds(affinity_s=10.0)))
+    policy = PushRouting(GimbalChooser(GimbalThresholds(affinity_s=10.0)))
     assert policy.assign([offer("1", user="u"), offer("2", user="v"), offer("3", user="u")], views, 0.0) == [
         ("1", "a"),
         ("2", "b"),

@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from edgemoe.policy.routing.eldr import BandChoice
+from edgemoe.policy.routing.eldr import BandChooser
 from edgemoe.policy.routing.marginal_union import (
     DecodeTimes,
     PromptForecast,
-    UnionChoice,
+    UnionChooser,
     UnionTerm,
     engine_step,
 )
@@ -52,7 +52,7 @@ def test_a_forecast_goes_by_the_prompt_and_without_one_by_chance() -> None:
 
 
 def test_a_request_joins_similar_ones_unless_they_are_many() -> None:
-    choose = UnionChoice(TIMES)
+    choose = UnionChooser(TIMES)
     alike, other = engine("a", HIGH, HIGH), engine("b", LOW, LOW)
     assert choose(offered(HIGH), [alike, other], 0.0).place == "a"
     assert choose(offered(LOW), [alike, other], 0.0).place == "b"
@@ -64,13 +64,13 @@ def test_experts_far_from_an_engine_cost_their_fetch() -> None:
     far = np.zeros((LAYERS, EXPERTS), np.float32)
     far[:, list(HIGH)] = 0.05
     away, near = replace(engine("a"), resident=far), engine("b", LOW)
-    assert UnionChoice(TIMES)(offered(HIGH), [away, near], 0.0).place == "b"
-    assert UnionChoice(TIMES)(offered(LOW), [away, engine("b", HIGH)], 0.0).place == "a"
+    assert UnionChooser(TIMES)(offered(HIGH), [away, near], 0.0).place == "b"
+    assert UnionChooser(TIMES)(offered(LOW), [away, engine("b", HIGH)], 0.0).place == "a"
 
 
 def test_offers_that_are_placed_together_see_each_other() -> None:
     offers = [offered(each, str(n)) for n, each in enumerate((LOW, HIGH, LOW, HIGH))]
-    placed = dict(PushRouting(UnionChoice(TIMES)).assign(offers, [engine("a"), engine("b")], 0.0))
+    placed = dict(PushRouting(UnionChooser(TIMES)).assign(offers, [engine("a"), engine("b")], 0.0))
     assert placed["0"] == placed["2"] != placed["1"] == placed["3"]
 
 
@@ -122,7 +122,7 @@ def test_the_band_knows_engines_by_name() -> None:
     clusters = ExpertClusters(
         weights, centroids, np.zeros((2, LAYERS, EXPERTS), np.float32), ClusterFit(1, 0, np.ones(2, int))
     )
-    choose = BandChoice(clusters, ["a", "b"])
+    choose = BandChooser(clusters, ["a", "b"])
     views = [engine("new"), engine("b", LOW, LOW, LOW), engine("a", HIGH)]
     assert choose(offered(LOW), views, 0.0).place == "a"
     assert choose(offered(HIGH), views, 0.0).place == "b"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
-from edgemoe.policy.routing.gimbal import DEFAULTS, GimbalChoice, GimbalThresholds
+from edgemoe.policy.routing.gimbal import DEFAULTS, GimbalChooser, GimbalThresholds
 from edgemoe.policy.routing.offers import RoutingTarget, WaitingRequest, fewest
 
 WAITING_WEIGHT = 4  # vllm/v1/engine/core_client.py, DPLBAsyncMPClient.get_core_engine_for_request
@@ -50,7 +50,7 @@ def least_requests(offered: WaitingRequest, open_: Sequence[RoutingTarget], now_
     return min(open_, key=lambda view: (WAITING_WEIGHT * view.waiting + view.running, view.place))
 
 
-class PseudoCodeGimbal(GimbalChoice):
+class PseudoCodeGimbal(GimbalChooser):
     """Chooses as the pseudo-code of [Gimbal, Algorithm 1], which differs from its text.
 
     It looks at load only when some engine's KV usage is over the threshold, and counts resident tokens as load.

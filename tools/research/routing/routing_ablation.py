@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from edgemoe.policy.routing.gimbal import GimbalChoice, GimbalThresholds
+from edgemoe.policy.routing.gimbal import GimbalChooser, GimbalThresholds
 from edgemoe.policy.routing.marginal_union import DecodeTimes, PromptForecast, UnionTerm
 from edgemoe.policy.routing.offers import (
     OfferAssignment,
@@ -83,7 +83,7 @@ PARTS = {
     "without aging": Part({"aging": 0.0}, {"aging_tokens_per_s": 0.0}),
 }
 OTHERS: dict[str, tuple[Callable[[], RoutingPolicy], dict[str, Any]]] = {
-    "Gimbal": (lambda: PushRouting(GimbalChoice(GimbalThresholds())), {"order": "gimbal"}),
+    "Gimbal": (lambda: PushRouting(GimbalChooser(GimbalThresholds())), {"order": "gimbal"}),
     "least requests": (lambda: PushRouting(least_requests), {}),
     "round robin": (lambda: PushRouting(RoundRobin()), {}),
 }

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from edgemoe.policy.routing.eldr import BandChoice, BandRouting, LocalityBand
+from edgemoe.policy.routing.eldr import BandChooser, BandRouting, LocalityBand
 from edgemoe.policy.routing.eldr_fitting import fit_clusters
-from edgemoe.policy.routing.gimbal import GimbalChoice, GimbalThresholds
-from edgemoe.policy.routing.marginal_union import DecodeTimes, PromptForecast, UnionChoice, UnionTerm
+from edgemoe.policy.routing.gimbal import GimbalChooser, GimbalThresholds
+from edgemoe.policy.routing.marginal_union import DecodeTimes, PromptForecast, UnionChooser, UnionTerm
 from edgemoe.policy.routing.offers import PushRouting, RoundRobin, RoutingPolicy, fewest
 from edgemoe.policy.routing.pull import PullLimits, PullRouting
 from edgemoe.policy.routing.signatures import ExpertClusters, absence
@@ -48,10 +48,10 @@ def variants(clusters: ExpertClusters, times: DecodeTimes) -> dict[str, tuple[Ro
         "round robin": (PushRouting(RoundRobin()), {}),
         "JSQ": (PushRouting(fewest), {}),
         "least requests": (PushRouting(least_requests), {}),
-        "Gimbal": (PushRouting(GimbalChoice(GimbalThresholds())), {"order": "gimbal"}),
-        "ELDR": (PushRouting(BandChoice(clusters, places)), {}),
+        "Gimbal": (PushRouting(GimbalChooser(GimbalThresholds())), {"order": "gimbal"}),
+        "ELDR": (PushRouting(BandChooser(clusters, places)), {}),
         "ELDR, to free slots": (BandRouting(band, PullRouting(PullLimits())), PULLED),  # as in daemons
-        "union": (PushRouting(UnionChoice(times)), {}),
+        "union": (PushRouting(UnionChooser(times)), {}),
         "pull": (PullRouting(PullLimits()), PULLED),
         "pull + union": (PullRouting(alone, UnionTerm(times)), PULLED),
         "pull + union, crowding": (PullRouting(PullLimits(), UnionTerm(times)), PULLED),

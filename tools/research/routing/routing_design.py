@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from edgemoe.policy.routing.eldr import BandChoice, drifted
+from edgemoe.policy.routing.eldr import BandChooser, drifted
 from edgemoe.policy.routing.eldr_fitting import (
     RecordedTraffic,
     RequestClusters,
@@ -19,7 +19,7 @@ from edgemoe.policy.routing.eldr_fitting import (
     fit_clusters,
     middles,
 )
-from edgemoe.policy.routing.marginal_union import DecodeTimes, PromptForecast, UnionChoice, engine_step
+from edgemoe.policy.routing.marginal_union import DecodeTimes, PromptForecast, UnionChooser, engine_step
 from edgemoe.policy.routing.offers import PushRouting, RoutingTarget, WaitingRequest
 from edgemoe.policy.routing.signatures import ExpertClusters, absence, rarity, signatures
 from edgemoe.types.arrays import FloatArray, IntArray
@@ -112,7 +112,7 @@ def parts(known: Fitted) -> dict[str, Figures]:
     seen = recorded(scene.recorded)
 
     def changed(clusters: ExpertClusters, band: float = 0.1) -> Figures:
-        policy = PushRouting(BandChoice(clusters, workers, band))
+        policy = PushRouting(BandChooser(clusters, workers, band))
         return figures(scene, outcome("ELDR", replace(known, clusters=clusters), policy=policy))
 
     answer = {name: figures(scene, outcome(name, known)) for name in ("round robin", "JSQ", "ELDR", "union")}
@@ -198,8 +198,8 @@ def overhead(layers: int, experts: int, top_k: int) -> dict[str, Any]:
     union = absence(forecast.chance(counts)) * 12
     views = [RoutingTarget(place(w), 16, 16, 100, 100, running=12, union=union) for w in range(64)]
     offered = WaitingRequest("r", 1000, 0.0, expected_tokens=100.0, signature=counts, chance=forecast.chance(counts))
-    band = BandChoice(clusters, [place(w) for w in range(16)])
-    choose = UnionChoice(DecodeTimes(0.01, 1e-5))
+    band = BandChooser(clusters, [place(w) for w in range(16)])
+    choose = UnionChooser(DecodeTimes(0.01, 1e-5))
     for name, call in (
         ("sum of 64 blocks", lambda: blocks.sum(axis=0, dtype=np.int64)),
         ("forecast", lambda: forecast.chance(counts)),

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from edgemoe.policy.routing.gimbal import GimbalChoice
+from edgemoe.policy.routing.gimbal import GimbalChooser
 from edgemoe.policy.routing.offers import PushRouting, RoundRobin, RoutingPolicy, fewest
 from edgemoe.policy.routing.pull import PullLimits, PullRouting
 from tools.bench.stats import interval
@@ -68,7 +68,7 @@ class Setting(NamedTuple):
 
 
 def algorithm_1(published: bool = False) -> RoutingPolicy:
-    return PushRouting(PseudoCodeGimbal() if published else GimbalChoice())
+    return PushRouting(PseudoCodeGimbal() if published else GimbalChooser())
 
 
 def pull(**limits: Any) -> RoutingPolicy:

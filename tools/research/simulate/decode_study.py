@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from edgemoe.policy.routing.eldr import BandChoice
+from edgemoe.policy.routing.eldr import BandChooser
 from edgemoe.policy.routing.eldr_fitting import fit_clusters
-from edgemoe.policy.routing.gimbal import GimbalChoice, GimbalThresholds
-from edgemoe.policy.routing.marginal_union import DecodeTimes, PromptForecast, UnionChoice, UnionTerm
+from edgemoe.policy.routing.gimbal import GimbalChooser, GimbalThresholds
+from edgemoe.policy.routing.marginal_union import DecodeTimes, PromptForecast, UnionChooser, UnionTerm
 from edgemoe.policy.routing.offers import PushRouting, RoundRobin, RoutingPolicy, fewest
 from edgemoe.policy.routing.pull import PullLimits, PullRouting
 from edgemoe.policy.routing.signatures import ExpertClusters
@@ -59,10 +59,10 @@ def policy_of(name: str, known: Fitted) -> RoutingPolicy:
         "JSQ": lambda: PushRouting(fewest),
         "power of two": lambda: PushRouting(BetterOfTwo(random)),
         "domain": lambda: PushRouting(ByLabel(_labels(known.scene, workers))),
-        "Gimbal": lambda: PushRouting(GimbalChoice(GimbalThresholds())),
-        "ELDR": lambda: PushRouting(BandChoice(known.clusters, workers)),
-        "union, no clusters": lambda: PushRouting(UnionChoice(known.times)),
-        "union": lambda: PushRouting(UnionChoice(known.times)),
+        "Gimbal": lambda: PushRouting(GimbalChooser(GimbalThresholds())),
+        "ELDR": lambda: PushRouting(BandChooser(known.clusters, workers)),
+        "union, no clusters": lambda: PushRouting(UnionChooser(known.times)),
+        "union": lambda: PushRouting(UnionChooser(known.times)),
         "pull": lambda: PullRouting(PullLimits()),
         "pull + union": lambda: PullRouting(PullLimits(), UnionTerm(known.times)),
     }

@@ -26,7 +26,7 @@ def fit(asked: ClusterQuestion) -> ClusterAnswer:
         np.array([one.answer.tokens for one in requests], np.int64),
     )
     slots, before = np.array(asked.slots, np.int64), np.array(asked.before, np.int64)
-    clusters, choice = fit_clusters(traffic, slots, np.random.default_rng(0), before if len(before) else None)
+    clusters, fitted = fit_clusters(traffic, slots, np.random.default_rng(0), before if len(before) else None)
     return ClusterAnswer(
         number=asked.number,
         weights=clusters.weights.tobytes(),
@@ -35,8 +35,8 @@ def fit(asked: ClusterQuestion) -> ClusterAnswer:
         similarity=clusters.fit.similarity,
         spread=clusters.fit.spread,
         nearest=tuple(clusters.fit.nearest.tolist()),
-        chosen=choice.name,
-        rho=choice.rho[choice.name],
+        chosen=fitted.name,
+        rho=fitted.rho[fitted.name],
     )
 
 

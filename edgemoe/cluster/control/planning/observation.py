@@ -13,9 +13,9 @@ from edgemoe.cluster.control.messages import BoxReport
 from edgemoe.types.arrays import IntArray
 from edgemoe.types.placement import ACTIVITY_HALF_LIFE_S, ACTIVITY_UNIT
 
-CALL_S = 1e-3  # of a call to another box, until one has been measured
+EXPERT_CALL_S = 1e-3  # of a call to another box, until one has been measured
 BYTES_PER_S = 100e6  # of a link, until measured
-LEAST_CALL_S = 1e-6
+LEAST_EXPERT_CALL_S = 1e-6
 PAIR = 4  # numbers in a row
 Values = npt.NDArray[np.float64]
 
@@ -57,7 +57,7 @@ def observe(reports: Sequence[BoxReport | None], layers: int, experts: int) -> A
             pairs[node] = _pairs(report, share, activations.shape)
     links = [link for each in reports if each for link in each.links if link.unit_s]
     calls = [
-        float(np.mean([link.latency_s + link.unit_s for link in each.links])) if each and each.links else CALL_S
+        float(np.mean([link.latency_s + link.unit_s for link in each.links])) if each and each.links else EXPERT_CALL_S
         for each in reports
     ]
     return ActivityObservation(
@@ -65,7 +65,7 @@ def observe(reports: Sequence[BoxReport | None], layers: int, experts: int) -> A
         computed,
         steps_per_token,
         tuple(pairs),
-        np.maximum(calls, LEAST_CALL_S),
+        np.maximum(calls, LEAST_EXPERT_CALL_S),
         float(np.mean([link.unit_s / (link.latency_s + link.unit_s) for link in links])) if links else 0.0,
         min(round(chosen), experts),
         most / ACTIVITY_UNIT,

@@ -47,10 +47,10 @@ class PromptMemory:
         self.note(keys_of(use.prefixes))
         if use.choices is not None:
             self._demand, self._experts = use.choices, experts_of(use.choices.absent)
-        choices = self._demand
+        demand = self._demand
         if use.choices is not None or sizes != self._sizes:
             self._sizes = sizes
-            self._tables = resident_of(choices.far, choices.far_s, sizes), union_of(choices.absent, sizes)
+            self._tables = resident_of(demand.far, demand.far_s, sizes), union_of(demand.absent, sizes)
         resident, union = self._tables
         return RoutingTarget(
             place,
@@ -68,9 +68,9 @@ class PromptMemory:
             reported_s=now_s,
             resident=resident,
             union=union,
-            step_s=min(choices.step_s, MOST_S),
-            expert_s=min(choices.expert_s, MOST_S),
-            decode_s=min(choices.step_s + choices.expert_s * self._experts, MOST_S),
+            step_s=min(demand.step_s, MOST_S),
+            expert_s=min(demand.expert_s, MOST_S),
+            decode_s=min(demand.step_s + demand.expert_s * self._experts, MOST_S),
         )
 
 

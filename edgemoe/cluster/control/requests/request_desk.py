@@ -25,8 +25,8 @@ from edgemoe.cluster.rpc.channel import Channel
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.errors import PeerBusy, PeerRefused
 from edgemoe.policy.routing.eldr import BandRouting, LocalityBand
-from edgemoe.policy.routing.gimbal import GimbalChoice
-from edgemoe.policy.routing.marginal_union import UNMEASURED, UnionChoice, UnionTerm
+from edgemoe.policy.routing.gimbal import GimbalChooser
+from edgemoe.policy.routing.marginal_union import UNMEASURED, UnionChooser, UnionTerm
 from edgemoe.policy.routing.offers import PushRouting, RoutingPolicy
 from edgemoe.policy.routing.pull import PullLimits, PullRouting
 from edgemoe.policy.routing.signatures import ModelSizes
@@ -165,7 +165,7 @@ class RequestDesk:
 def make_policy(settings: ClusterSettings, band: LocalityBand) -> RoutingPolicy:
     """Returns the policy by which this box decides while it leads; `pull` for routes that need no leader."""
     if settings.route == "gimbal":
-        return PushRouting(GimbalChoice())
+        return PushRouting(GimbalChooser())
     pull = PullRouting(PullLimits(), UnionTerm(UNMEASURED))
     return BandRouting(band, pull) if settings.route == "eldr" else pull
 
@@ -174,6 +174,6 @@ def make_queue(
     settings: ClusterSettings, fit: Fitter, clock: Callable[[], float]
 ) -> tuple[OfferQueue, ExpertFitting | None]:
     """Returns the leader's queue, and the fitting of expert clusters if the route uses them."""
-    band = LocalityBand(UnionChoice(UNMEASURED))
+    band = LocalityBand(UnionChooser(UNMEASURED))
     queue = OfferQueue(lambda: make_policy(settings, band), band, clock)
     return queue, ExpertFitting(queue, band, fit, clock) if settings.route == "eldr" else None

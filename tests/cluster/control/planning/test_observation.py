@@ -8,7 +8,7 @@ import pytest
 from support.reports import report
 
 from edgemoe.cluster.control.messages import BoxReport, LinkReport
-from edgemoe.cluster.control.planning.observation import BYTES_PER_S, CALL_S, observe, successions
+from edgemoe.cluster.control.planning.observation import BYTES_PER_S, EXPERT_CALL_S, observe, successions
 from edgemoe.types.placement import ACTIVITY_HALF_LIFE_S
 
 LAYERS, EXPERTS, TOP_K = 2, 6, 2
@@ -56,7 +56,7 @@ def test_experts_of_long_steps_are_counted_by_steps() -> None:
 def test_calls_take_as_long_as_a_box_s_links() -> None:
     links = (LinkReport("b", 0.004, 1e6, 0.001), LinkReport("c", 0.002, 1e6))
     seen = observe([report(routes((0, 1)), 6, links=links), None], LAYERS, EXPERTS)
-    assert seen.call_s == pytest.approx([0.0035, CALL_S])
+    assert seen.call_s == pytest.approx([0.0035, EXPERT_CALL_S])
     assert seen.expert_share == pytest.approx(0.2), "of the link on which experts were computed"
     assert observe([report(routes((0, 1)), 6, links=links[1:]), None], LAYERS, EXPERTS).expert_share == 0
     assert seen.bytes_per_s.tolist() == [1e6, BYTES_PER_S]

@@ -38,7 +38,7 @@ WARM, AT_ONCE = 40, 50  # requests before the first round; requests for the meas
 SHARES = (0.25, 0.5)  # of that rate, with and without separate prefill
 LOADED, LOAD = ("pull", "least"), 0.5
 KINDS = {"mixed": Kind(), "apart": Kind(apart=True)}
-HANDED = (names.HANDED_OVER, names.KV_PULL_FAILURES)
+HANDED = (names.HANDED_OVER, names.KV_FETCH_FAILURES)
 
 
 def measure_load(sitting: Sitting, model: Model) -> None:
