@@ -25,7 +25,7 @@ def read_settings(args: argparse.Namespace) -> LoadedSettings:
         "model.path": ("--model", getattr(args, "model", None)),
         "api.socket": ("--socket", getattr(args, "socket", None)),
         "api.tcp": ("--host, --port", _address(args)),
-        "cluster.join": ("--join", getattr(args, "join", None)),
+        "cluster.join": ("--join", " ".join(getattr(args, "join", None) or ())),
     }
     options = {key: SettingValue(value, origin) for key, (origin, value) in given.items() if value}
     return load(Path(args.config) if args.config else None, args.set, options)

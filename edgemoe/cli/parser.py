@@ -99,7 +99,8 @@ def serve(subparsers: Any) -> None:
     parser.add_argument("--socket", metavar="PATH", help="where the API listens")
     parser.add_argument("--host", metavar="HOST", help="listen by TCP, too, on this address (default: 127.0.0.1)")
     parser.add_argument("--port", metavar="PORT", type=int, help="listen by TCP, too, on this port (default: 8080)")
-    parser.add_argument("--join", metavar="NODE,HOST:PORT,KEY", help="a box of a cluster to join (docs/cluster.md)")
+    help_text = "a box of a cluster to join; may be given several times (docs/cluster.md)"
+    parser.add_argument("--join", metavar="NODE,HOST:PORT,KEY", action="append", help=help_text)
     settings_options(parser)
 
 

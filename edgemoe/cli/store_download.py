@@ -26,7 +26,7 @@ from edgemoe.cluster.rpc.keys import AllowList, Peer, load_secret
 from edgemoe.cluster.rpc.transport import ChannelSettings, Transport
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.errors import ConfigError, PeerError, PeerRefused, PeerUnavailable, StoreError
-from edgemoe.front.peers_list import listed
+from edgemoe.front.peers_list import known
 from edgemoe.store.files import checksum
 from edgemoe.store.manifest import MAX_MANIFEST_BYTES, Manifest, model_of
 from edgemoe.store.packer import Progress
@@ -360,7 +360,7 @@ async def pull(settings: ClusterSettings, store_dir: Path, model: str, rate: flo
     """Returns the store of `model`, with every expert that any box has. Raises StoreError, PeerError, ConfigError."""
     if not settings.node:
         raise ConfigError("--from-peers: this box is in no cluster; set cluster.node, key_file, listen and peers_file")
-    peers = {name: peer for name, peer in listed(settings).items() if name != settings.node and peer.address}
+    peers = {name: peer for name, peer in known(settings).items() if peer.address}
     if not peers:
         raise StoreError(
             "there is no other box to pull from: set cluster.join, or list one with its address in peers_file"

@@ -131,7 +131,7 @@ class ClusterSettings(SettingsSection, frozen=True, kw_only=True):
     listen: Text = ""  # HOST:PORT of the control channel; the engine's are on the same host
     address: Text = ""  # HOST:PORT where the others reach it; "": as listen, where that names a host
     peers_file: Text = ""  # the list of boxes: node, address and public key of each
-    join: Text = ""  # NODE,HOST:PORT,KEY of a box of a cluster to join, instead of a list
+    join: Text = ""  # NODE,HOST:PORT,KEY of boxes of a cluster to join, separated by spaces, instead of a list
     state_dir: Text = ""  # epoch, last plan, the agreement's journal; "" is beside the stores
     coordination: Literal["single", "raft", "etcd"] = "single"
     leader: NodeName = ""  # single: the node that leads, for ever; "" is this one

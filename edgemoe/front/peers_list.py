@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping
 from pathlib import Path
 
-from edgemoe.cluster.control.admission import read_join
+from edgemoe.cluster.control.admission import KEPT_BOXES, KeptWords, read_seeds, select_peers
 from edgemoe.cluster.control.control_plane import ControlPlane
 from edgemoe.cluster.rpc.keys import Peer, load_peers, load_secret
 from edgemoe.config.settings import ClusterSettings
@@ -24,8 +24,7 @@ def listed(settings: ClusterSettings) -> Mapping[str, Peer]:
     if settings.join:
         if not address_of(settings):
             raise ConfigError("cluster.join needs cluster.address: the address at which the others reach this box")
-        seed = read_join(settings.join)
-        return {seed.node: seed}
+        return read_seeds(settings.join)
     if not settings.peers_file:
         return {}
     path = Path(settings.peers_file)
@@ -34,6 +33,12 @@ def listed(settings: ClusterSettings) -> Mapping[str, Peer]:
     if settings.node in peers and own not in peers[settings.node].keys:
         raise ConfigError(f"{path}: {settings.node} is this box, but {settings.key_file} belongs to the key {own}")
     return peers
+
+
+def known(settings: ClusterSettings) -> Mapping[str, Peer]:
+    """Returns the other boxes that this box lets in: listed, or learnt from listed ones. Raises ConfigError."""
+    words = KeptWords(Path(settings.state_dir) / KEPT_BOXES).words
+    return select_peers(settings.node, listed(settings), words, joining=bool(settings.join))
 
 
 async def follow_list(settings: ClusterSettings, plane: ControlPlane) -> None:

@@ -13,7 +13,7 @@ from rich.console import Console
 
 import edgemoe.cli
 from edgemoe.cli.status_command import boxes
-from edgemoe.cluster.control.admission import read_join
+from edgemoe.cluster.control.admission import read_seeds
 from edgemoe.cluster.rpc.keys import generate, load_peers, load_secret
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.errors import ConfigError, ServiceError
@@ -33,7 +33,7 @@ def test_a_key_is_private_and_its_entry_goes_into_the_list_as_printed(
     (tmp_path / "peers.toml").write_text(printed)
     peers = load_peers(tmp_path / "peers.toml")
     assert peers["kitchen"].key == load_secret(file).public.decode()
-    assert read_join(printed.split("'")[1]) == peers["kitchen"]
+    assert read_seeds(printed.split("'")[1]) == peers
     assert load_secret(file).secret.decode() not in printed
     assert edgemoe.cli.main(words) == 2
     assert "already" in capsys.readouterr().err
@@ -47,7 +47,7 @@ def test_keygen_without_a_name_leaves_it_to_be_filled_in(tmp_path: Path, capsys:
 @pytest.mark.parametrize("text", ["192.0.2.7:7540", "kitchen,192.0.2.7,KEY", "kitchen,192.0.2.7:7540,short"])
 def test_joining_a_box_needs_its_name_address_and_key(text: str) -> None:
     with pytest.raises(ConfigError):
-        read_join(text)
+        read_seeds(text)
 
 
 def test_a_joining_box_states_its_address() -> None:

@@ -7,22 +7,27 @@ that joins lists one box, its seed, and accepts all others on the seed's word.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, NamedTuple
 
 import msgspec
+from msgspec import Meta
 
 from edgemoe.cluster.control.coordination.election_rules import ElectionRules
 from edgemoe.cluster.control.membership import ClusterMembers, Member
 from edgemoe.cluster.control.messages import Announce
 from edgemoe.cluster.rpc.keys import Peer, check_peer
 from edgemoe.config.settings import ClusterSettings
+from edgemoe.durable import read_plain, replace_file
 from edgemoe.errors import ConfigError
 from edgemoe.telemetry.rate_limited_log import RateLimitedLog
-from edgemoe.types.bounds import MAX_NODES
+from edgemoe.types.bounds import MAX_NODES, Text
 
 log = logging.getLogger(__name__)
-VOUCHED_S = 3600.0  # for which an absent box's word still lets others in
+KEPT_BOXES = "boxes"  # file in the state directory
+MAX_WORDS_BYTES = 4 << 20
+_Peers = Annotated[tuple[Peer, ...], Meta(max_length=MAX_NODES)]
 
 
 class AllowKeys(NamedTuple):
@@ -53,29 +58,62 @@ class DisconnectPeer(NamedTuple):
 AccessInstruction = AllowKeys | RevokeKeys | ConnectPeer | DisconnectPeer
 
 
+class KeptWords:
+    """The last list that each box announced, in memory and, given a path, on disk."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        """Reads the file; one that cannot be read counts as empty."""
+        self._path, self.words = path, dict[str, tuple[Peer, ...]]()
+        if path is None:
+            return
+        try:
+            found = msgspec.json.decode(read_plain(path, MAX_WORDS_BYTES), type=dict[Text, _Peers])
+            self.words = dict(list(found.items())[:MAX_NODES])  # their peers are checked before one is let in
+        except FileNotFoundError:
+            return
+        except (OSError, msgspec.MsgspecError) as error:
+            log.warning("the boxes learnt from others are not used", extra={"file": str(path), "why": str(error)})
+
+    def keep(self, words: Mapping[str, tuple[Peer, ...]]) -> None:
+        """Replaces the words, even if the disk fails."""
+        if words == self.words:
+            return
+        self.words = dict(words)
+        if self._path is None:
+            return
+        try:
+            replace_file(self._path, msgspec.json.encode(self.words))
+        except OSError as error:
+            why = {"file": str(self._path), "why": error.strerror}
+            log.error("boxes learnt from others are forgotten at the next start", extra=why)
+
+
 class Admission:
     """Admits and strikes boxes, by this box's list `listed` and the lists that the listed boxes announce."""
 
     def __init__(
-        self, settings: ClusterSettings, listed: Mapping[str, Peer], rules: ElectionRules, members: ClusterMembers
+        self,
+        settings: ClusterSettings,
+        listed: Mapping[str, Peer],
+        rules: ElectionRules,
+        members: ClusterMembers,
+        kept: KeptWords,
     ) -> None:
         self.listed = dict(listed)
         self._node, self._joining = settings.node, bool(settings.join)
-        self._rules, self._members = rules, members
-        self._lapsed: frozenset[str] = frozenset()
+        self._rules, self._members, self._kept = rules, members, kept
         self._say = RateLimitedLog(log)
 
     def update_members(self) -> tuple[list[str], list[AccessInstruction]]:
         """Strikes and admits boxes as the lists of this moment say. Returns the struck nodes, and instructions."""
         members, instructions = self._members, list[AccessInstruction]()
-        self._lapsed = self._lapsed_vouchers()
-        vouched = [
-            (m.peer.node, m.announcement.listed)
-            for m in members
-            if m.announcement is not None and m.peer.node not in self._lapsed
-        ]
-        wanted = select_peers(self._node, self.listed, vouched, joining=self._joining)
-        struck = [m.peer.node for m in members if not is_same_box(wanted.get(m.peer.node), m.peer)]
+        spoken = {m.peer.node: m.announcement.listed for m in members if m.announcement is not None}
+        words = self._kept.words | spoken
+        wanted, struck = self._select(words)
+        if not words.keys().isdisjoint(struck):  # a box listed with other keys has vouched for nobody yet
+            words = {node: peers for node, peers in words.items() if node not in struck}
+            wanted, struck = self._select(words)
+        self._kept.keep({node: peers for node, peers in words.items() if node in wanted})
         for node in struck:
             self._say(logging.INFO, "box is no longer listed as it was", node)
             instructions += [RevokeKeys(node), DisconnectPeer(node)]
@@ -91,9 +129,10 @@ class Admission:
                 instructions.append(ConnectPeer(msgspec.structs.replace(peer, address=address)))
         return struck, instructions
 
-    def is_due(self) -> bool:
-        """Whether a voucher's word has lapsed, or counts again, since the last update."""
-        return self._lapsed_vouchers() != self._lapsed
+    def _select(self, words: Mapping[str, tuple[Peer, ...]]) -> tuple[dict[str, Peer], list[str]]:
+        """Returns the boxes to let in, and the members that are not let in any more."""
+        wanted = select_peers(self._node, self.listed, words, joining=self._joining)
+        return wanted, [m.peer.node for m in self._members if not is_same_box(wanted.get(m.peer.node), m.peer)]
 
     def list_to_announce(self) -> tuple[Peer, ...]:
         """Returns this box's list of peers, with the addresses that the boxes announced where it has none."""
@@ -111,7 +150,7 @@ class Admission:
             check_peer(with_address, f"the announcement of {member.peer.node}")
             instructions.append(ConnectPeer(with_address))
         member.announcement, member.announced_boot = announcement, member.boot
-        if member.peer.node in self.listed:
+        if announcement.agreement:
             self._rules.adopt(announcement.agreement)
         lists_differ = announcement.listed != (before.listed if before else ())
         return lists_differ or not member.peer.address, instructions
@@ -131,26 +170,24 @@ class Admission:
             f"{release}) {model[:12]}; serve the same packed store on both"
         )
 
-    def _lapsed_vouchers(self) -> frozenset[str]:
-        """Returns the boxes absent for too long to vouch for others; a box that joins lets no word lapse."""
-        if self._joining:
-            return frozenset()
-        members = self._members
-        return frozenset(m.peer.node for m in members if m.announcement and members.absent_s(m.peer.node) > VOUCHED_S)
-
 
 def select_peers(
-    own: str, listed: Mapping[str, Peer], vouched: Iterable[tuple[str, tuple[Peer, ...]]], joining: bool
+    own: str, listed: Mapping[str, Peer], words: Mapping[str, tuple[Peer, ...]], joining: bool
 ) -> dict[str, Peer]:
-    """Returns the other boxes to let in, by node. `vouched` are the lists of other boxes; only listed boxes count."""
+    """Returns the other boxes to let in, by node. `words` are the lists of other boxes.
+
+    Only listed boxes vouch for others. For a box that joins, boxes that its seeds list vouch, too.
+    """
     found = {node: peer for node, peer in listed.items() if node != own}
     keys = {key for peer in listed.values() for key in peer.keys}
-    for voucher, peers in vouched:
-        for peer in peers if voucher in listed else ():
+    vouchers = list(listed)
+    for voucher in vouchers:
+        for peer in words.get(voucher, ()):
             welcome = (joining or not peer.voter) and peer.node not in found and keys.isdisjoint(peer.keys)
             if welcome and peer.node != own and peer.address and len(found) < MAX_NODES - 1 and _is_sound(peer):
                 found[peer.node] = peer
                 keys.update(peer.keys)
+                vouchers += [peer.node] * joining
     return found
 
 
@@ -169,17 +206,20 @@ def fill_addresses(listed: Mapping[str, Peer], announced: Mapping[str, str]) -> 
     )
 
 
-def read_join(text: str) -> Peer:
-    """Returns the seed, the box to join, from "NODE,HOST:PORT,KEY". Raises ConfigError."""
-    parts = text.split(",")
-    if len(parts) != 3:
-        raise ConfigError(
-            f"cluster.join is {text!r}; write NODE,HOST:PORT,KEY of a box of the cluster, as its `edgemoe keygen` "
-            "printed it"
-        )
-    peer = Peer(parts[0], parts[1], parts[2])
-    check_peer(peer, "cluster.join")
-    return peer
+def read_seeds(text: str) -> dict[str, Peer]:
+    """Returns the seeds, boxes to join, from "NODE,HOST:PORT,KEY", separated by spaces. Raises ConfigError."""
+    found: dict[str, Peer] = {}
+    for seed in text.split():
+        parts = seed.split(",")
+        if len(parts) != 3:
+            raise ConfigError(
+                f"cluster.join is {text!r}; write NODE,HOST:PORT,KEY of a box of the cluster, as its `edgemoe keygen` "
+                "printed it"
+            )
+        peer = Peer(parts[0], parts[1], parts[2])
+        check_peer(peer, "cluster.join")
+        found[peer.node] = peer
+    return found
 
 
 def _is_sound(peer: Peer) -> bool:

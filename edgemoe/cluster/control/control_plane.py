@@ -7,16 +7,18 @@ See docs/design/membership.md.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
 
-from edgemoe.cluster.control.admission import AllowKeys, ConnectPeer, DisconnectPeer, RevokeKeys
+from edgemoe.cluster.control.admission import KEPT_BOXES, AllowKeys, ConnectPeer, DisconnectPeer, KeptWords, RevokeKeys
 from edgemoe.cluster.control.announcer import ActivityReporter, BeatSender
 from edgemoe.cluster.control.control_state import (
     AnnouncementChanged,
+    BoxMemory,
     CheckPlan,
     ConnectionLost,
     ConnectionOpened,
@@ -32,9 +34,10 @@ from edgemoe.cluster.control.control_state import (
     TimerFired,
 )
 from edgemoe.cluster.control.coordination.coord_store import since_boot
+from edgemoe.cluster.control.coordination.election_rules import KeptVoters, voters_of
 from edgemoe.cluster.control.coordination.epoch_fence import EpochFence
 from edgemoe.cluster.control.coordination.raft_transport import RaftChannel
-from edgemoe.cluster.control.coordination.store_factory import make_store
+from edgemoe.cluster.control.coordination.store_factory import make_store, voters_fault
 from edgemoe.cluster.control.leader import LeaderTasks
 from edgemoe.cluster.control.membership import BEAT_S
 from edgemoe.cluster.control.messages import (
@@ -74,6 +77,8 @@ from edgemoe.errors import ConfigError, PeerRefused
 from edgemoe.ipc.messages import SnapshotRequest
 from edgemoe.ticking import until_tick
 from edgemoe.types.placement import PlacementPlan
+
+log = logging.getLogger(__name__)
 
 
 class LocalServices(Protocol):
@@ -150,7 +155,10 @@ class ControlPlane:
         make_folder(directory, 0o700)
         plans = PlanStore(directory / "plan")
         fence = EpochFence(directory / "epoch", plans.plan.epoch if plans.plan else 0)
-        self.state = ControlState(settings, peers, announcement, plans, fence, clock)
+        self._voters = KeptVoters(directory / "voters")
+        voters = self._voters.names or voters_of(peers)
+        memory = BoxMemory(KeptWords(directory / KEPT_BOXES), voters)
+        self.state = ControlState(settings, peers, announcement, plans, fence, clock, memory)
         self._settings, self._local, self._plan_due = settings, local or NoServices(), asyncio.Event()
         self._group: asyncio.TaskGroup | None = None
         self._transport = Transport(settings.node, boot, secret, AllowList({}))
@@ -168,7 +176,7 @@ class ControlPlane:
         self.desk = RequestDesk(self.state, self.channel, queue, lambda: self.leading, self._local.on_grant, fitting)
         self._leader: LeaderTasks | None = None
         try:
-            if (store := make_store(settings, peers, fence, self._link, clock)) is not None:
+            if (store := make_store(settings, peers, voters, fence, self._link, clock)) is not None:
                 self._leader = LeaderTasks(
                     settings,
                     store,
@@ -184,6 +192,8 @@ class ControlPlane:
             raise
         self.channel.on_up, self.channel.on_down, self.channel.on_foreign = self._on_up, self._on_down, self._on_foreign
         self._perform(self.state.start())
+        self._list_fault = ""
+        self._check_list(peers)
 
     # --- for the front ----------------------------------------------------------------------------------------
 
@@ -216,6 +226,14 @@ class ControlPlane:
     def set_peers(self, peers: Mapping[str, Peer]) -> None:
         """Replaces this box's list of peers. A box that is no longer let in is cut off at once."""
         self._handle(PeersListChanged(peers))
+        self._check_list(peers)
+
+    def _check_list(self, peers: Mapping[str, Peer]) -> None:
+        """Notes the fault of the voters in the list, which keeps this box from nothing else."""
+        before = self._list_fault
+        self._list_fault = voters_fault(self._settings, peers, self._voters.names or voters_of(peers))
+        if self._list_fault and self._list_fault != before:
+            log.error("the voters in the list of peers", extra={"why": self._list_fault})
 
     def spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         """Spawns a task that ends with `run` at the latest. An unexpected exception ends that task alone."""
@@ -253,8 +271,8 @@ class ControlPlane:
 
     @property
     def blocker(self) -> str:
-        """Why there is no new plan, or no vote of this box; "" if nothing is wrong. For boxes that vote or lead."""
-        return self._leader.blocker if self._leader is not None else ""
+        """Why there is no new plan, or no vote of this box, or the fault of its list; "" if there is none."""
+        return (self._leader.blocker if self._leader is not None else "") or self._list_fault
 
     @property
     def agreed(self) -> tuple[int, str] | None:
@@ -347,8 +365,14 @@ class ControlPlane:
             with self.channel.mishaps.contained(self.state.node):
                 self._handle(TimerFired())
                 self.desk.on_time()
+                self._keep_voters()
                 self.send_beat()
             await asyncio.sleep(until_tick(BEAT_S))
+
+    def _keep_voters(self) -> None:
+        """Keeps the voters once their agreement has begun. Raises CoordUnavailable if the disk fails."""
+        if self.state.fence.highest and self.state.voters and not self._voters.names:
+            self._voters.keep(self.state.voters)
 
     def send_beat(self) -> None:
         """Sends a beat to all other boxes."""

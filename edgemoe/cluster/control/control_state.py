@@ -7,13 +7,13 @@ and plan are passed in: no leader is followed whose epoch could not be kept on d
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
 
-from edgemoe.cluster.control.admission import AccessInstruction, Admission
-from edgemoe.cluster.control.coordination.election_rules import ElectionRules
+from edgemoe.cluster.control.admission import AccessInstruction, Admission, KeptWords
+from edgemoe.cluster.control.coordination.election_rules import ElectionRules, voters_of
 from edgemoe.cluster.control.coordination.epoch_fence import EpochFence
 from edgemoe.cluster.control.leadership import LeaderTracker
 from edgemoe.cluster.control.membership import ClusterMembers, Member, MembershipTrigger
@@ -76,7 +76,7 @@ class AnnouncementChanged(NamedTuple):
 
 
 class TimerFired(NamedTuple):
-    """Time has passed: boxes may have disappeared, vouchers lapsed."""
+    """Time has passed: boxes may have disappeared."""
 
 
 Event = (
@@ -117,6 +117,13 @@ class RefuseMessage(NamedTuple):
 Instruction = AccessInstruction | DeliverBeat | CheckPlan | PublishMembers | RefuseMessage
 
 
+class BoxMemory(NamedTuple):
+    """The boxes learnt from others, and the voters of the agreement, as kept on disk."""
+
+    words: KeptWords
+    voters: Sequence[str]
+
+
 class ControlState:
     """The state of one box's control plane. Lives on one event loop."""
 
@@ -128,16 +135,19 @@ class ControlState:
         plans: PlanStore,
         fence: EpochFence,
         clock: Callable[[], float],
+        memory: BoxMemory | None = None,
     ) -> None:
-        """Begins with `peers`, this box's list of peers, and its first announcement."""
+        """Begins with `peers`, this box's list of peers, its first announcement, and the memory of earlier starts."""
+        memory = memory or BoxMemory(KeptWords(), voters_of(peers))
         self.node, self.plans, self.fence, self.clock = settings.node, plans, fence, clock
         self.members = ClusterMembers(clock)
-        rules = ElectionRules(settings, peers)
+        rules = ElectionRules(settings, memory.voters)
+        self.voters = rules.voters
         self.leader_tracker = LeaderTracker(fence, rules)
         self.announcement = msgspec.structs.replace(announcement, agreement=rules.words)
         self.model = announcement.engine.model if announcement.engine else ""  # digest; of the last engine, once gone
         self.serial = 1  # of the announcement
-        self._admission = Admission(settings, peers, rules, self.members)
+        self._admission = Admission(settings, peers, rules, self.members, memory.words)
         self._instructions: list[Instruction] = []
         self._say = RateLimitedLog(log)
 
@@ -226,8 +236,6 @@ class ControlState:
             member.acknowledged = 0
         if not member.is_present:
             self._update_presence()
-        if node not in self.members or self.members[node] is not member:
-            return  # it was struck just now: the word of its voucher has lapsed
         if why := self.leader_tracker.on_beat(member, before):
             self._reject(member, why)
 
@@ -262,10 +270,7 @@ class ControlState:
             self._instructions.append(PublishMembers())
 
     def _update_presence(self) -> None:
-        """Notices boxes that have appeared or disappeared, and vouchers whose word has lapsed."""
-        if self._admission.is_due():
-            self._update_members()
-            self._instructions.append(PublishMembers())
+        """Notices boxes that have appeared or disappeared."""
         for node in self.members.update_presence():
             present = self.members[node].is_present
             self._say(logging.INFO, "box is here" if present else "box is gone", node)

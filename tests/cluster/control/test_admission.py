@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from support.boxes import secret
 
-from edgemoe.cluster.control.admission import select_peers
+from edgemoe.cluster.control.admission import read_seeds, select_peers
 from edgemoe.cluster.rpc.keys import Peer
 from edgemoe.types.bounds import MAX_NODES
 
@@ -18,7 +18,7 @@ LISTED = {"b": B}
 
 
 def test_only_the_word_of_a_box_that_this_one_lists_lets_others_in() -> None:
-    vouched = [("c", (D,)), ("b", (B, C)), ("c", (D,)), ("nobody", (D,))]
+    vouched = {"b": (B, C), "c": (D,), "nobody": (D,)}
     assert select_peers("a", LISTED, vouched, joining=False) == {"b": B, "c": C}
 
 
@@ -41,15 +41,25 @@ def test_only_the_word_of_a_box_that_this_one_lists_lets_others_in() -> None:
 )
 def test_nobody_is_let_in_by_anothers_word_who_votes_is_known_already_or_cannot_be(wrong: dict[str, object]) -> None:
     other = msgspec.structs.replace(C, **wrong)
-    assert select_peers("a", LISTED, [("b", (other, D))], joining=False) == {"b": B, "d": D}
+    assert select_peers("a", LISTED, {"b": (other, D)}, joining=False) == {"b": B, "d": D}
 
 
 def test_a_joining_box_adopts_the_voters_of_the_box_that_it_joins() -> None:
     voter = msgspec.structs.replace(C, voter=True)
-    assert select_peers("a", LISTED, [("b", (voter,))], joining=True) == {"b": B, "c": voter}
+    assert select_peers("a", LISTED, {"b": (voter,)}, joining=True) == {"b": B, "c": voter}
 
 
 def test_no_word_lets_in_more_boxes_than_there_may_be() -> None:
     many = tuple(msgspec.structs.replace(C, node=f"n{n}", key=secret().public.decode()) for n in range(MAX_NODES))
-    found = select_peers("a", LISTED, [("b", many)], joining=False)
+    found = select_peers("a", LISTED, {"b": many}, joining=False)
     assert [*found] == ["b", *(f"n{n}" for n in range(MAX_NODES - 2))]
+
+
+def test_a_joining_box_goes_by_the_words_of_boxes_that_its_seeds_list() -> None:
+    words = {"b": (C,), "c": (D,), "nobody": (msgspec.structs.replace(D, node="e", key="e" * 40),)}
+    assert select_peers("a", LISTED, words, joining=True) == {"b": B, "c": C, "d": D}
+
+
+def test_several_seeds_are_named_in_one_setting() -> None:
+    text = f"b,192.0.2.2:1,{KEYS[0]} c,192.0.2.3:1,{KEYS[1]}"
+    assert read_seeds(text) == {"b": B, "c": msgspec.structs.replace(C, voter=True)}

@@ -43,27 +43,29 @@ def test_five_vote_at_most_the_first_of_the_list() -> None:
 
 
 def test_boxes_agree_only_where_mode_voters_and_leader_are_the_same() -> None:
-    three = ElectionRules(ClusterSettings(node="a", coordination="raft"), peers(*ABC))
-    same = ElectionRules(ClusterSettings(node="d", coordination="raft"), peers("c", "b", "a"))
+    three = ElectionRules(ClusterSettings(node="a", coordination="raft"), voters_of(peers(*ABC)))
+    same = ElectionRules(ClusterSettings(node="d", coordination="raft"), voters_of(peers("c", "b", "a")))
     assert three.words == same.words == "raft: a b c"
     assert three.may_lead("b", same.words)
     assert not three.may_lead("d", same.words)
     others = [
-        ElectionRules(ClusterSettings(node="d", coordination="raft"), peers(*"abcde")),
-        ElectionRules(ClusterSettings(node="d", coordination="single"), peers(*ABC)),
-        ElectionRules(ClusterSettings(node="d", coordination="single", leader="a"), peers(*ABC)),
-        ElectionRules(ClusterSettings(node="d", coordination="etcd", etcd="http://e"), peers(*ABC)),
+        ElectionRules(ClusterSettings(node="d", coordination="raft"), voters_of(peers(*"abcde"))),
+        ElectionRules(ClusterSettings(node="d", coordination="single"), voters_of(peers(*ABC))),
+        ElectionRules(ClusterSettings(node="d", coordination="single", leader="a"), voters_of(peers(*ABC))),
+        ElectionRules(ClusterSettings(node="d", coordination="etcd", etcd="http://e"), voters_of(peers(*ABC))),
     ]
     for other in others:
         assert not three.may_lead("a", other.words)
         assert "elects its leader by" in three.reject_reason("d", other.words)
         assert "elects its leader by" in other.reject_reason("a", three.words)
     long = peers(*(f"{n}{'x' * 62}" for n in range(9)))
-    assert len(ElectionRules(ClusterSettings(node="a", coordination="raft"), long).words) <= 400  # as Announce has it
+    assert (
+        len(ElectionRules(ClusterSettings(node="a", coordination="raft"), voters_of(long)).words) <= 400
+    )  # as Announce has it
 
 
 def test_a_joining_box_adopts_the_agreement_of_the_box_that_it_joins() -> None:
-    joining = ElectionRules(ClusterSettings(node="d", join="a,127.0.0.1:1,k"), peers("a"))
+    joining = ElectionRules(ClusterSettings(node="d", join="a,127.0.0.1:1,k"), voters_of(peers("a")))
     assert joining.words == "" == joining.reject_reason("a", "raft: a b c")
     assert not joining.may_lead("b", "raft: a b c")
     joining.adopt("raft: a b c")

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
 
 from edgemoe.cluster.rpc.keys import Peer
 from edgemoe.config.settings import ClusterSettings
+from edgemoe.durable import read_plain, replace_file
+from edgemoe.errors import CoordUnavailable, ServiceError
+from edgemoe.types.bounds import Word
 
 MAX_VOTERS = 5  # each change waits for a majority; with five, two may die
+MAX_VOTERS_BYTES = 1024
+_Names = Annotated[list[Word], Meta(min_length=1, max_length=MAX_VOTERS)]
 
 
 def voters_of(peers: Mapping[str, Peer]) -> list[str]:
@@ -15,10 +25,33 @@ def voters_of(peers: Mapping[str, Peer]) -> list[str]:
     return sorted([node for node, peer in peers.items() if peer.voter][:MAX_VOTERS])
 
 
+class KeptVoters:
+    """The voters of an agreement that has begun, on disk: a list that changes later changes none of them."""
+
+    def __init__(self, path: Path) -> None:
+        """Reads the file. Raises ServiceError where it is damaged."""
+        self._path, self.names = path, list[str]()
+        try:
+            self.names = msgspec.json.decode(read_plain(path, MAX_VOTERS_BYTES), type=_Names)
+        except FileNotFoundError:
+            return
+        except (OSError, msgspec.MsgspecError) as error:
+            raise ServiceError(f"{path}: the voters cannot be read; restore it from another box: {error}") from error
+
+    def keep(self, names: Sequence[str]) -> None:
+        """Keeps the voters. Raises CoordUnavailable if the disk fails."""
+        try:
+            replace_file(self._path, msgspec.json.encode(list(names)))
+        except OSError as error:
+            raise CoordUnavailable(f"{self._path}: the voters cannot be kept: {error.strerror}") from error
+        self.names = list(names)
+
+
 class ElectionRules:
     """This box's rules. A box that joins adopts the words of its seed, and has none before it has heard them."""
 
-    def __init__(self, settings: ClusterSettings, peers: Mapping[str, Peer]) -> None:
+    def __init__(self, settings: ClusterSettings, voters: Sequence[str]) -> None:
+        self.voters = list(voters) if settings.coordination == "raft" and not settings.join else []
         self._leaders: frozenset[str] | None = None  # anybody
         self._joins = bool(settings.join) and settings.coordination != "etcd"
         match settings.coordination:
@@ -28,8 +61,8 @@ class ElectionRules:
                 self._leaders = frozenset([settings.leader or settings.node])
                 self._words = f"single: {settings.leader or settings.node}"
             case "raft":
-                self._leaders = frozenset(voters_of(peers))
-                self._words = "raft: " + " ".join(voters_of(peers))
+                self._leaders = frozenset(voters)
+                self._words = "raft: " + " ".join(voters)
             case "etcd":
                 self._words = f"etcd: {settings.etcd_prefix}"
 

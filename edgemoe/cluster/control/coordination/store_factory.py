@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import ssl
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from edgemoe.cluster.control.coordination.coord_store import CoordStore, SingleBoxStore
@@ -23,6 +23,7 @@ RAFT_VOTERS = 3  # with fewer, none may fail
 def make_store(
     settings: ClusterSettings,
     peers: Mapping[str, Peer],
+    voters: Sequence[str],
     fence: EpochFence,
     link: RaftChannel,
     clock: Callable[[], float],
@@ -41,14 +42,8 @@ def make_store(
                 )
             return SingleBoxStore(fence.highest, fence.admit) if settings.leader in ("", node) else None
         case "raft":
-            voters = voters_of(peers)
-            if node not in voters:
+            if node not in voters or len(voters) < RAFT_VOTERS:
                 return None
-            if len(voters) < RAFT_VOTERS:
-                raise ConfigError(
-                    f"raft needs {RAFT_VOTERS} voters or more, {settings.peers_file} has {len(voters)}: add a box, "
-                    'an `edgemoe witness`, or use coordination = "single" with a leader'
-                )
             others = [name for name in voters if name != node]
             readable = functools.partial(link.readable, others)
             directory = Path(settings.state_dir)
@@ -62,6 +57,23 @@ def make_store(
                 settings.etcd_user,
                 _password(settings),
             )
+
+
+def voters_fault(settings: ClusterSettings, peers: Mapping[str, Peer], voters: Sequence[str]) -> str:
+    """Returns the fault of the voters in the list of peers, compared with the agreement; "" if there is none."""
+    if settings.coordination != "raft" or settings.join:
+        return ""
+    if len(voters) < RAFT_VOTERS:
+        return (
+            f"raft needs {RAFT_VOTERS} voters or more, {settings.peers_file} has {len(voters)}: add a box, "
+            'an `edgemoe witness`, or use coordination = "single" with a leader'
+        )
+    if (named := voters_of(peers)) != list(voters):
+        return (
+            f"the agreement's voters are {', '.join(voters)}, {settings.peers_file} has {', '.join(named)}: the former "
+            "hold; mark other boxes with voter = false, or see docs/cluster.md on other voters"
+        )
+    return ""
 
 
 def _tls(settings: ClusterSettings) -> ssl.SSLContext | None:
