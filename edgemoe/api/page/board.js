@@ -1,6 +1,6 @@
-// The dashboard: tiles, grids of experts, tiers, requests, boxes. Draws what main.js has been told.
+// The dashboard: tiles, tiers, requests, boxes. Draws what main.js has been told.
 
-import { Grid, palette } from "./grid.js";
+import { element, swatch } from "./nodes.js";
 import { bytes, percent, short, time } from "./figures.js";
 
 const $ = (id) => document.getElementById(id);
@@ -11,15 +11,7 @@ const TTFT = "edgemoe_time_to_first_token_seconds";
 const TPOT = "edgemoe_request_time_per_output_token_seconds";
 const POINTS = 60;
 
-let colours = palette();
-const grids = new Map(); // by box
 const tiles = new Map(); // by name
-
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
-  colours = palette();
-  redraw();
-});
-new ResizeObserver(() => redraw()).observe($("grids"));
 
 // --- tiles
 
@@ -109,84 +101,6 @@ function tierTable(figures) {
   );
 }
 
-// --- grids
-
-/** Takes what a box shows: its grid of experts and its requests. */
-export function showBox({ box, layers, experts, cells }) {
-  if (!cells) return;
-  if (!grids.has(box)) grids.set(box, new BoxGrid(box));
-  $("grids").classList.toggle("several", grids.size > 1);
-  grids.get(box).take(layers, experts, Uint8Array.from(atob(cells), (letter) => letter.charCodeAt(0)));
-}
-
-/** Forgets boxes that are not there any more. */
-export function keepBoxes(boxes) {
-  for (const [box, grid] of grids) {
-    if (boxes.includes(box)) continue;
-    grid.node.remove();
-    grids.delete(box);
-  }
-}
-
-export function redraw() {
-  for (const grid of grids.values()) grid.draw();
-}
-
-/** Returns how long each grid took to draw the last time, in milliseconds. */
-export function drawTimes() {
-  return [...grids.values()].map(({ grid }) => grid.drawMs);
-}
-
-class BoxGrid {
-  constructor(box) {
-    this.node = element("article", "grid");
-    const canvas = element("canvas");
-    canvas.setAttribute("role", "img");
-    canvas.setAttribute("aria-label", `Experts of ${box || "this box"} by layer`);
-    this.grid = new Grid(canvas);
-    this.legend = element("span", "legend");
-    this.axis = element("div", "axis");
-    const top = element("div", "top");
-    top.append(element("span", "title", box ? `Experts on ${box}` : "Experts"), this.legend);
-    this.node.append(top, canvas, this.axis);
-    this.node.dataset.box = box;
-    $("grids").insertBefore(this.node, [...$("grids").children].find((one) => one.dataset.box > box) ?? null);
-    canvas.addEventListener("pointermove", (event) => this.tell(event));
-    canvas.addEventListener("pointerdown", (event) => this.tell(event));
-    canvas.addEventListener("pointerleave", () => ($("tip").hidden = true));
-  }
-
-  take(layers, experts, cells) {
-    this.grid.take(layers, experts, cells);
-    const { vram, ram, disk, away, coming } = this.grid.counts();
-    const parts = { vram: ["VRAM", vram], ram: ["RAM", ram], disk: ["disk", disk], away: ["elsewhere", away], coming: ["coming up", coming] };
-    const shown = Object.entries(parts).filter(([name, [, count]]) => count || name === "ram");
-    this.legend.replaceChildren(...shown.map(([name, [label, count]]) => span(swatch(name), `${short(count)} ${label}`)));
-    this.axis.replaceChildren(
-      element("span", "", `${layers} layers down, ${experts} experts across; brighter is used more, green has just come up`),
-    );
-    this.draw();
-  }
-
-  draw() {
-    if (!this.node.clientWidth) return; // the other view is shown
-    const style = getComputedStyle(this.node);
-    this.grid.fit(this.node.clientWidth - parseFloat(style.paddingLeft) - parseFloat(style.paddingRight));
-    const glows = this.grid.draw(colours);
-    clearTimeout(this.later);
-    if (glows) this.later = setTimeout(() => this.draw(), 300);
-  }
-
-  tell(event) {
-    const said = this.grid.at(event.offsetX, event.offsetY);
-    const tip = $("tip");
-    tip.hidden = !said;
-    tip.textContent = said;
-    tip.style.left = `${Math.max(8, Math.min(event.clientX + 14, innerWidth - tip.offsetWidth - 8))}px`;
-    tip.style.top = `${Math.max(8, event.clientY - tip.offsetHeight - 10)}px`;
-  }
-}
-
 // --- requests and boxes
 
 /** Draws the requests of all boxes' engines: `byBox` has a list for each box. */
@@ -272,25 +186,8 @@ function bar(share, kind) {
   return node;
 }
 
-function swatch(kind) {
-  return element("span", `swatch ${kind}`);
-}
-
-function span(...parts) {
-  const node = element("span");
-  node.append(...parts);
-  return node;
-}
-
 function svg(tag, name = "") {
   const node = document.createElementNS("http://www.w3.org/2000/svg", tag);
   if (name) node.setAttribute("class", name);
-  return node;
-}
-
-function element(tag, name = "", text = "") {
-  const node = document.createElement(tag);
-  if (name) node.className = name;
-  if (text !== "") node.textContent = text;
   return node;
 }

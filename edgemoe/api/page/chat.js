@@ -1,72 +1,130 @@
-// The chat: one conversation, streamed from /v1/chat/completions, kept by this page alone.
+// The chat: conversations streamed from /v1/chat/completions. This browser keeps them, and nobody else.
 
+import { contentOf, fill, isEmpty, note, startComposer } from "./composer.js";
+import { conversations, forget, forgetAll, keep, keepSettings, settings } from "./memory.js";
+import { button, element } from "./nodes.js";
+import { Answer, Question } from "./turns.js";
 import { ask, eventsOf, refusal } from "./wire.js";
-import { short } from "./figures.js";
 
 const $ = (id) => document.getElementById(id);
+const NUMBERS = ["temperature", "top_p", "max_tokens", "seed"];
+let id = "";
 let messages = [];
+let editing = -1; // the message that is being changed
 let stopping = null; // the AbortController of the answer under way
 
 export function startChat() {
-  clear();
-  $("ask").addEventListener("submit", (event) => {
-    event.preventDefault();
-    stopping ? stopping.abort() : say($("words").value.trim());
+  startComposer({ send, stop, isBusy: () => Boolean(stopping) });
+  $("clear").addEventListener("click", () => open());
+  $("to-history").addEventListener("click", showHistory);
+  $("to-settings").addEventListener("click", showSettings);
+  $("settings-form").addEventListener("submit", takeSettings);
+  $("forget-all").addEventListener("click", () => {
+    forgetAll();
+    open();
+    $("history").close();
   });
-  $("words").addEventListener("keydown", (event) => {
-    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
-      event.preventDefault();
-      if (!stopping) $("ask").requestSubmit();
-    }
-  });
-  $("words").addEventListener("input", grow);
-  $("clear").addEventListener("click", clear);
+  addEventListener("pagehide", () => stopping?.abort());
+  open();
 }
 
-function clear() {
+/** Opens a conversation, or begins one. */
+function open(chosen = { id: crypto.getRandomValues(new Uint32Array(2)).join("-"), messages: [] }) {
   stopping?.abort();
-  messages = [];
-  const empty = element("p", "empty", "Try the model here. What is written stays between this page and the daemon.");
-  $("talk").replaceChildren(empty);
+  [id, messages] = [chosen.id, chosen.messages];
+  editing = -1;
+  note("");
+  draw();
+  $("talk").scrollTop = $("talk").scrollHeight;
   $("words").focus({ preventScroll: true });
 }
 
-function grow() {
-  const words = $("words");
-  if (!words.offsetParent) return; // the other view is shown
-  words.style.height = "auto";
-  words.style.height = `${words.scrollHeight + 2}px`;
+function draw() {
+  const turns = messages.map((message, at) => (message.role === "user" ? question(message, at) : answered(message, at)));
+  const empty = element("p", "empty", "Try the model here. What is written stays between this browser and the daemon.");
+  $("talk").replaceChildren(...(turns.length ? turns : [empty]));
 }
 
-async function say(text) {
-  if (!text) return;
-  $("words").value = "";
-  grow();
-  if (!messages.length) $("talk").replaceChildren();
-  messages.push({ role: "user", content: text });
-  $("talk").append(element("div", "turn user", text));
-  const turn = new Turn();
-  const conversation = messages;
+function question(message, at) {
+  return new Question(message, () => {
+    if (stopping) return;
+    editing = at;
+    fill(message.content, message.files);
+    note("You change an earlier message; what came after it is dropped. Escape leaves it as it was.");
+  }).node;
+}
+
+function answered(message, at) {
+  const turn = new Answer(message, () => repeat(at));
+  turn.addTools();
+  return turn.node;
+}
+
+/** Answers again from a place of the conversation on. */
+function repeat(at) {
+  if (stopping) return;
+  messages = messages.slice(0, at);
+  draw();
+  answer();
+}
+
+function send(message) {
+  const unanswered = messages.at(-1)?.role === "user" ? messages.length - 1 : messages.length; // its answer failed
+  messages = [...messages.slice(0, editing >= 0 ? editing : unanswered), message];
+  editing = -1;
+  note("");
+  draw();
+  answer();
+}
+
+function stop() {
+  stopping?.abort();
+  if (editing < 0) return;
+  editing = -1;
+  fill("");
+  note("");
+}
+
+async function answer() {
+  const at = messages.length, conversation = messages, mine = id, message = { role: "assistant", content: "" };
+  const turn = new Answer(message, () => repeat(at));
+  turn.onDrawn = follow;
+  turn.begin();
+  $("talk").append(turn.node);
+  $("talk").scrollTop = $("talk").scrollHeight;
   stopping = new AbortController();
   $("send").textContent = "Stop";
   try {
-    await answer(turn, stopping.signal);
+    await stream(turn, conversation, stopping.signal);
     turn.end();
   } catch (error) {
-    turn.end(error.name === "AbortError" ? "stopped" : error.message);
+    const stopped = error.name === "AbortError";
+    if (stopped && !message.content && mine === id) return takeBack(turn, conversation);
+    turn.end(stopped ? "stopped" : error.message, !stopped);
   } finally {
     stopping = null;
     $("send").textContent = "Send";
   }
-  if (turn.content) conversation.push({ role: "assistant", content: turn.content });
-  else conversation.pop();
+  if (message.content) conversation.push(message);
+  if (!keep(mine, conversation)) note("This browser has no room for the conversation: it is gone with the page.");
+  follow();
 }
 
-async function answer(turn, signal) {
+/** Takes back a question that was stopped before its answer began; its words can be changed. */
+function takeBack(turn, conversation) {
+  const { content, files } = conversation.pop();
+  draw();
+  if (isEmpty()) fill(content, files);
+}
+
+async function stream(turn, conversation, signal) {
+  const { system, model, ...sampling } = settings();
+  const first = system ? [{ role: "system", content: system }] : [];
+  const said = conversation.map((one) => ({ role: one.role, content: contentOf(one) }));
   const response = await ask("/v1/chat/completions", {
     method: "POST",
     headers: { "content-type": "application/json" },
-    body: JSON.stringify({ messages, stream: true }),
+    body: JSON.stringify({ ...sampling, ...(model ? { model } : {}), messages: [...first, ...said], stream: true }),
     signal,
   });
   if (!response.ok) throw new Error(await refusal(response));
@@ -76,60 +134,58 @@ async function answer(turn, signal) {
   }
 }
 
-/** An answer as it arrives. */
-class Turn {
-  constructor() {
-    this.content = "";
-    this.node = element("div", "turn model busy");
-    this.words = element("span", "words");
-    this.node.append(this.words);
-    $("talk").append(this.node);
-    this.follow();
-  }
+function follow() {
+  const talk = $("talk");
+  if (talk.scrollHeight - talk.scrollTop - talk.clientHeight < 240) talk.scrollTop = talk.scrollHeight;
+}
 
-  take(chunk) {
-    const delta = chunk.choices?.[0]?.delta ?? {};
-    if (delta.reasoning_content) this.think(delta.reasoning_content);
-    if (delta.content) {
-      this.content += delta.content;
-      this.words.textContent = this.content;
-    }
-    this.timings = chunk.timings ?? this.timings;
-    this.follow();
-  }
+// --- history
 
-  think(text) {
-    if (!this.thoughts) {
-      this.thoughts = element("details");
-      this.thought = element("span", "", "");
-      this.thoughts.append(element("summary", "", "Reasoning"), this.thought);
-      this.node.prepend(this.thoughts);
-    }
-    this.thought.textContent += text;
-  }
+function showHistory() {
+  const rows = conversations().map((one) => {
+    const row = element("li");
+    const opens = button(one.title, () => {
+      open(one);
+      $("history").close();
+    }, "title");
+    opens.append(element("span", "dim", new Date(one.at).toLocaleString()));
+    const away = button("Delete", () => {
+      forget(one.id);
+      if (one.id === id) open();
+      showHistory();
+    });
+    away.setAttribute("aria-label", `Delete ${one.title}`);
+    row.append(opens, away);
+    return row;
+  });
+  $("kept").replaceChildren(...(rows.length ? rows : [element("li", "dim", "None is kept yet.")]));
+  $("forget-all").hidden = !rows.length;
+  if (!$("history").open) $("history").showModal();
+}
 
-  end(trouble = "") {
-    this.node.classList.remove("busy");
-    if (trouble) this.node.append(element("span", trouble === "stopped" ? "after" : "after bad", trouble));
-    else if (this.timings) this.node.append(element("span", "after", spent(this.timings)));
-    this.follow();
-  }
+// --- settings
 
-  follow() {
-    const talk = $("talk");
-    if (talk.scrollHeight - talk.scrollTop - talk.clientHeight < 160) talk.scrollTop = talk.scrollHeight;
+async function showSettings() {
+  const chosen = settings();
+  for (const name of ["system", ...NUMBERS]) $(name).value = chosen[name] ?? "";
+  $("settings").showModal();
+  const names = await modelNames();
+  $("model-choice").hidden = names.length < 2;
+  $("which").replaceChildren(...names.map((name) => new Option(name, name, false, name === chosen.model)));
+}
+
+async function modelNames() {
+  try {
+    return (await (await ask("/v1/models")).json()).data.map((one) => one.id);
+  } catch {
+    return [];
   }
 }
 
-function spent({ predicted_n, predicted_per_second, prompt_ms }) {
-  const first = prompt_ms < 1000 ? `${short(prompt_ms)} ms` : `${short(prompt_ms / 1000)} s`;
-  const speed = predicted_n > 1 ? `, ${short(predicted_per_second)} a second` : "";
-  return `${predicted_n} tokens${speed}, the first after ${first}`;
-}
-
-function element(tag, name = "", text = "") {
-  const node = document.createElement(tag);
-  if (name) node.className = name;
-  if (text) node.textContent = text;
-  return node;
+function takeSettings() {
+  const chosen = {};
+  if ($("system").value.trim()) chosen.system = $("system").value.trim();
+  for (const name of NUMBERS) if ($(name).value !== "") chosen[name] = Number($(name).value);
+  if ($("which").value && $("which").selectedIndex > 0) chosen.model = $("which").value;
+  keepSettings(chosen);
 }

@@ -1,7 +1,8 @@
 // Starts the page: asks for a key where one is needed, listens to /events, and hands what comes to the dashboard.
 
-import { keepBoxes, drawTimes, redraw, showBox, showCluster, showFigures, showRequests } from "./board.js";
+import { showCluster, showFigures, showRequests } from "./board.js";
 import { startChat } from "./chat.js";
+import { drawTimes, keepBoxes, redraw, showBox } from "./experts.js";
 import { Figures } from "./figures.js";
 import { showRoutes } from "./routes.js";
 import { ask, eventsOf, keyFromAddress, refusal, setKey, wantsKey } from "./wire.js";
@@ -42,7 +43,9 @@ function asked() {
 }
 
 async function listen() {
-  const answer = await ask("/events");
+  const leaving = new AbortController(); // a page that the browser keeps for "Back" would keep its connection
+  addEventListener("pagehide", () => leaving.abort(), { once: true });
+  const answer = await ask("/events", { signal: leaving.signal });
   if (!answer.ok) throw new Error(await refusal(answer));
   figures = new Figures();
   requests.clear();

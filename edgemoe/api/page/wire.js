@@ -1,17 +1,31 @@
-// Speaks with the daemon: the key, which is kept in memory alone, and server-sent events read with fetch.
+// Speaks with the daemon: the key, which is kept until the tab is closed, and server-sent events read with fetch.
 
-let key = "";
+const KEPT = "edgemoe.key";
+let key = keptKey();
+
+function keptKey() {
+  try {
+    return sessionStorage.getItem(KEPT) ?? "";
+  } catch {
+    return ""; // this browser keeps nothing
+  }
+}
 
 /** Takes the key from the address's fragment, which no server sees, and takes it out of there. */
 export function keyFromAddress() {
   if (location.hash.length > 1) {
-    key = decodeURIComponent(location.hash.slice(1));
+    setKey(decodeURIComponent(location.hash.slice(1)));
     history.replaceState(null, "", location.pathname);
   }
 }
 
 export function setKey(given) {
   key = given;
+  try {
+    sessionStorage.setItem(KEPT, key);
+  } catch {
+    // it holds until the page is closed
+  }
 }
 
 /** Fetches with the key, if there is one. */
