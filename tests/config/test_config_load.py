@@ -147,6 +147,20 @@ def test_a_box_of_a_cluster_has_a_name_a_key_and_an_address(tmp_path: Path) -> N
     assert "cluster.listen is ''; write HOST:PORT" in refusal(tmp_path, "[cluster]\nnode = 'box'\nkey_file = 'k'")
 
 
+@pytest.mark.parametrize(
+    ("lines", "needs"),
+    [
+        ("", False),
+        ("tcp = '127.0.0.1:80'", True),
+        ("ollama_tcp = '11434'", True),
+        ("ollama_tcp = '11434'\nollama_keyless = true", False),
+        ("tcp = '127.0.0.1:80'\nollama_tcp = '11434'\nollama_keyless = true", True),
+    ],
+)
+def test_every_listener_but_a_keyless_one_needs_keys(tmp_path: Path, lines: str, needs: bool) -> None:
+    assert settings_of(tmp_path, f"[api]\napi_key_file = 'x'\n{lines}").api.needs_keys is needs
+
+
 @pytest.mark.parametrize("key", ["api.cors_origins", "api.aliases"])
 def test_lists_can_be_set_on_the_command_line(tmp_path: Path, key: str) -> None:
     section, _, name = key.partition(".")

@@ -173,3 +173,8 @@ def test_unsupported_features_are_refused_by_name(change: dict[str, Any], named:
 def test_nonsense_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(CheckpointError):
         spec_from_config(V3 | change)
+
+
+def test_without_shared_experts_in_the_configuration_there_are_none() -> None:
+    spec = spec_from_config({key: value for key, value in V2_LITE.items() if key != "n_shared_experts"})
+    assert spec.feed_forward.shared_width == 0

@@ -36,3 +36,13 @@ def test_each_size_of_experts_moves_in_the_room_that_there_is_for_it() -> None:
     homes = Migration(now, now, ~now, room, heat, sizes=sizes).next_homes()
     assert np.array_equal(homes[:, 0], [[1, 1, 1, 1], [0, 1, 1, 1]])  # layer 0: room for two more, and for one
     assert np.array_equal(homes[:, 1], now[:, 1])  # layer 1: full on both boxes, and no expert has another copy
+
+
+def test_a_full_box_makes_room_by_homes_that_others_keep_or_the_goal_has_nowhere() -> None:
+    now, pinned, goal = (np.zeros((3, 2, 4), np.bool_) for _ in range(3))
+    now[0, 0, 0] = now[0, 0, 1] = now[0, 1, 0] = now[1, 0, 0] = pinned[1, 0, 0] = True
+    goal[0, 0, 2] = goal[0, 1, 3] = goal[1:, 0, 0] = goal[2, 0, 1] = True
+    room, heat = np.array([[3], [4], [4]]), np.ones((2, 4))
+    homes = Migration(now, pinned, goal, room, heat).next_homes()
+    assert np.argwhere(homes[0]).tolist() == [[0, 1], [0, 2], [1, 3]], "the only copy of an expert that moves stays"
+    assert np.array_equal(homes[1:], goal[1:])

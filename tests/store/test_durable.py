@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 from support.power import Disk
 
-from edgemoe.durable import replace_file
+from edgemoe.durable import open_kept, replace_file
 from edgemoe.store.packer import pack
 
 
@@ -57,3 +58,14 @@ def test_public_files_are_readable_under_any_umask(tmp_path: Path) -> None:
     finally:
         os.umask(before)
     assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == 0o644
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_file_with_a_second_name_is_taken_in_a_folder_of_ones_own_only(tmp_path: Path, shared: bool) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).touch()
+    os.link(tmp_path / "two", tmp_path / "three")
+    tmp_path.chmod(0o777 if shared else 0o700)
+    os.close(open_kept(tmp_path / "one"))
+    with pytest.raises(OSError, match="second name") if shared else contextlib.nullcontext():
+        os.close(open_kept(tmp_path / "two"))

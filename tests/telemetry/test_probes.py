@@ -52,6 +52,22 @@ def test_a_limit_of_a_parent_group_counts(tmp_path: Path) -> None:
     assert probe_machine(root).ram_available_bytes == 40 * MIB
 
 
+@pytest.mark.parametrize(("used", "available"), [(20, 30), (60, 0)])
+def test_the_smallest_limit_of_all_groups_counts(tmp_path: Path, used: int, available: int) -> None:
+    root = write(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/a/b\n",
+            "sys/fs/cgroup/a/b/memory.max": f"{50 * MIB}",
+            "sys/fs/cgroup/a/b/memory.current": f"{used * MIB}",
+            "sys/fs/cgroup/a/memory.max": f"{100 * MIB}",
+            "sys/fs/cgroup/a/memory.current": f"{20 * MIB}",
+        },
+    )
+    machine = probe_machine(root)
+    assert (machine.ram_total_bytes, machine.ram_available_bytes) == (50 * MIB, available * MIB)
+
+
 @pytest.mark.parametrize("path", ["/docker/abc", "/"])
 def test_a_v1_memory_limit_counts_also_where_the_path_is_the_hosts(tmp_path: Path, path: str) -> None:
     root = write(

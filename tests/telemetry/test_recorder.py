@@ -99,6 +99,19 @@ def test_hints_come_back_where_they_are_asked_for(tmp_path: Path) -> None:
                 assert hints == pytest.approx(before.hints[distance], abs=1e-3)
 
 
+def test_a_step_without_requests_shifts_no_hints(tmp_path: Path) -> None:
+    steps = [step(0, (), ()), hinted(1, tokens=2), hinted(2, tokens=1)]
+    recorder = Recorder(RecordSettings(dir=str(tmp_path)), RecordingHeader("digest", 3, 16, 2, hints=True))
+    for each in steps:
+        recorder.add(each)
+    recorder.close()
+    (file,) = tmp_path.iterdir()
+    for before, after in zip(steps, read_recording(file)[1], strict=True):
+        assert after.hints.keys() == before.hints.keys()
+        for distance, hints in after.hints.items():
+            assert hints == pytest.approx(before.hints[distance], abs=1e-3)
+
+
 def with_states(number: int, tokens: int, bf16: bool) -> StepRouting:
     """Returns a step with hidden states of width 6 and gate outputs, or every third step without."""
     plain = hinted(number, tokens)

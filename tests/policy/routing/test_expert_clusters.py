@@ -78,6 +78,24 @@ def test_layers_that_say_nothing_of_decoding_are_left_out() -> None:
     assert quality(seen.prefill, seen.decode, choice.weights, pairs) > quality(seen.prefill, seen.decode, plain, pairs)
 
 
+def test_one_half_of_the_requests_makes_the_weights_and_the_other_half_compares_them() -> None:
+    seen = traffic([n % DOMAINS for n in range(20)])
+    seen.prefill[:, :, 0] = np.random.default_rng(3).integers(1, 800, (20, LAYERS))  # says nothing, so rarity is best
+    fitted = choose_weights(seen.prefill, seen.decode, np.random.default_rng(0))
+    order = np.random.default_rng(0).permutation(20)
+    kept, half = fitted.weights.any(axis=1), order[1::2]
+    assert fitted.name.startswith("rarity")
+    assert np.array_equal(fitted.weights[kept], rarity(seen.prefill[order[::2]])[kept])
+    pairs = pairs_of(10, np.random.default_rng(0))
+    assert fitted.rho[fitted.name] == quality(seen.prefill[half], seen.decode[half], fitted.weights, pairs)
+
+
+def test_the_cluster_of_a_single_worker_has_the_middle_of_all_requests() -> None:
+    points = signatures(traffic([n % DOMAINS for n in range(20)]).prefill, np.ones((LAYERS, EXPERTS), np.float32))
+    middle = points.sum(axis=0) / np.linalg.norm(points.sum(axis=0))
+    assert np.allclose(balanced(points, np.array([3]), np.random.default_rng(0)).centroids[0], middle, atol=1e-5)
+
+
 @given(st.integers(0, 2**32), st.lists(st.integers(1, 8), min_size=1, max_size=6), st.integers(6, 40))
 def test_every_request_is_in_a_cluster_and_sizes_are_in_proportion(seed: int, capacity: list[int], count: int) -> None:
     rng = np.random.default_rng(seed)
