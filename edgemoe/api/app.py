@@ -22,8 +22,8 @@ from edgemoe.api.endpoints import chat_completions as chat
 from edgemoe.api.endpoints.event_stream import EVENTS, stream_events
 from edgemoe.api.generate.generation import PreparedAnswer, RequestContext, run_generation
 from edgemoe.api.http import responding as http
-from edgemoe.api.http.middleware import PlainPaths, RequestMiddleware
-from edgemoe.api.http.page import PAGE, OriginCheck, Origins, page
+from edgemoe.api.http.middleware import OriginCheck, Origins, PlainPaths, RequestMiddleware
+from edgemoe.api.http.page import PAGE, page
 from edgemoe.api.resources import Api
 from edgemoe.errors import EdgemoeError, RequestError
 from edgemoe.types.principal import Principal

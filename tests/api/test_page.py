@@ -20,7 +20,8 @@ from edgemoe.api.api_keys import KeyRing
 from edgemoe.api.app import build
 from edgemoe.api.backend import BoxSnapshot
 from edgemoe.api.endpoints.event_stream import MOST_STREAMS, EventStreams, StreamMemory
-from edgemoe.api.http.page import FILES, PAGE, Origins
+from edgemoe.api.http.middleware import Origins
+from edgemoe.api.http.page import FILES, PAGE
 from edgemoe.api.metrics import Metrics
 from edgemoe.api.resources import Api
 from edgemoe.api.text.bounded_text import BoundedText, text_command
