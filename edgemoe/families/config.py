@@ -10,10 +10,11 @@ from dataclasses import replace
 from typing import Any
 
 from edgemoe.errors import CheckpointError, UnsupportedModel
+from edgemoe.families.family import Family, FieldSources
 from edgemoe.families.mechanisms import read_rope
-from edgemoe.families.read import Config, choice, flag, integer, number, whole
+from edgemoe.families.read import MOST_LAYERS, Config, choice, flag, integer, number, whole
 from edgemoe.families.spec import AttentionHeads, BlockSpec, FeedForwardSpec, LayerAttention, ModelSpec, RouterSpec
-from edgemoe.families.table import FAMILIES, REFUSED, Family, FieldSources
+from edgemoe.families.table import FAMILIES, REFUSED
 from edgemoe.types.experts import DTYPE_BYTES, SILU
 
 MAX_EXPERTS = 1 << 17  # of all layers together
@@ -48,6 +49,10 @@ FEED_FORWARD: FieldSources = {
     "activation": choice("hidden_act", {"silu": SILU}, SILU),
 }
 BLOCK: FieldSources = {"eps": number("rms_norm_eps", default=1e-6), "tied": flag("tie_word_embeddings")}
+EXTRA_LAYERS = whole(  # as publishers call them
+    *("num_nextn_predict_layers", "num_mtp_modules", "num_mtp_layers", "mtp_num_layers", "mtp_num_hidden_layers"),
+    default=0,
+)
 
 
 def spec_from_config(config: Config) -> ModelSpec:
@@ -58,6 +63,7 @@ def spec_from_config(config: Config) -> ModelSpec:
     rope, context_tokens = read_rope(config, family.rope, heads.dim)
     if heads.window >= context_tokens:
         heads = replace(heads, window=0)  # the window is the whole context
+    positions = rope if family.positions(config) else None
     spec = ModelSpec(
         family=family.name,
         architecture=family.architecture,
@@ -66,10 +72,11 @@ def spec_from_config(config: Config) -> ModelSpec:
         dtype=_dtype(config),
         context_tokens=context_tokens,
         names=family.names,
-        attention=family.layers(config, LayerAttention(heads, rope)),
+        attention=family.layers(config, LayerAttention(heads, positions)),
         router=RouterSpec(**_read(config, ROUTER, family.router)),
         feed_forward=FeedForwardSpec(**_read(config, FEED_FORWARD, family.feed_forward)),
         block=BlockSpec(**_read(config, BLOCK, family.block)),
+        extra_layers=EXTRA_LAYERS(config),
     )
     _check_sizes(spec)
     return spec
@@ -136,6 +143,7 @@ def _check_sizes(spec: ModelSpec) -> None:
         ("the dense layers' width", feed_forward.dense_width, 1 << 22),
         ("the shared experts' width", feed_forward.shared_width, 1 << 22),
         ("the number of experts", router.experts, 1 << 15),
+        ("the number of layers for predicting several tokens", spec.extra_layers, MOST_LAYERS),
         ("max_position_embeddings", spec.context_tokens, 1 << 31),
     ):
         _bound(name, value, most)

@@ -87,6 +87,11 @@ def choice(key: str, values: Mapping[Any, Any], default: Any) -> ConfigReader:
     return read
 
 
+def always(config: Config) -> bool:
+    """Returns True."""
+    return True
+
+
 def _first(config: Config, keys: tuple[str, ...]) -> Any:
     return next((config[key] for key in keys if config.get(key) is not None), None)
 
@@ -126,16 +131,55 @@ def stated_kinds(config: Config, key: str, known: tuple[str, str]) -> list[str] 
     return kinds
 
 
+def first_layers(key: str, usual: int) -> ConfigReader:
+    """Returns a reader of so many layers, the first ones."""
+    return lambda config: frozenset(
+        range(min(0 if config.get(key) == 0 else integer(config, key, default=usual), layer_count(config)))
+    )
+
+
+def capped(key: str) -> ConfigReader:
+    """Returns a reader of a bound, 0.0 where there is none."""
+    return lambda config: 0.0 if not config.get(key) else real(config, key)
+
+
+def unless(key: str, read: ConfigReader) -> ConfigReader:
+    """Returns `read`, which refuses models in which `key` is set."""
+
+    def checked(config: Config) -> Any:
+        choice(key, {False: False}, False)(config)
+        return read(config)
+
+    return checked
+
+
+def share_of_both(config: Config) -> float:
+    """Returns the factor of routed and of shared experts: a half each where their mean counts."""
+    strategies = {"average": 0.5, "sum": 1.0}
+    share: float = choice("shared_expert_combination_strategy", strategies, 0.5)(config)
+    return share if config.get("num_shared_experts") else 1.0
+
+
 def first_dense(config: Config, usual: int = 0) -> frozenset[int]:
     """Returns the first `first_k_dense_replace` layers; all others have experts."""
     choice("moe_layer_freq", {1: 1}, 1)(config)
     return frozenset(range(min(whole("first_k_dense_replace", default=usual)(config), layer_count(config))))
 
 
-def typed_layers(config: Config) -> frozenset[int]:
-    """Returns the layers that `mlp_layer_types` calls dense, where it is there, else the first ones: one or as said."""
+def numbers_of_layers(config: Config, key: str) -> list[int] | None:
+    """Returns the positive integer of each layer that `key` lists; None if it is not set. Raises CheckpointError."""
+    layers, listed = layer_count(config), config.get(key)
+    if listed is None:
+        return None
+    if not isinstance(listed, list) or len(listed) != layers:
+        raise CheckpointError(f"config.json: {key} must have {layers} numbers, not {str(listed)[:80]}")
+    return [integer({key: each}, key) for each in listed]
+
+
+def typed_layers(config: Config, usual: int = 1) -> frozenset[int]:
+    """Returns the layers that `mlp_layer_types` calls dense, else the first ones: `usual`, or as said."""
     if (kinds := stated_kinds(config, "mlp_layer_types", ("dense", "sparse"))) is None:
-        return first_dense(config, usual=1)
+        return first_dense(config, usual)
     return frozenset(layer for layer, kind in enumerate(kinds) if kind == "dense")
 
 

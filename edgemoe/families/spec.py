@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
@@ -84,7 +85,7 @@ class TensorNames:
     """The names of tensors in a family's checkpoints. Our names follow transformers 5.
 
     `renames` holds (part of our name, the same part in checkpoints); each one may apply or not.
-    `skipped` are regular expressions of tensors that have no place here; `{layers}` is the number of layers.
+    `skipped` are regular expressions of tensors that have no place here.
     """
 
     renames: tuple[tuple[str, str], ...] = ()
@@ -126,7 +127,8 @@ class AttentionHeads:
     sinks: bool = False  # each head has one more score, whose value is zero
     v_norm: bool = False  # values are normalised, without weights
     v_is_k: bool = False  # a value is its key before norm and rotary embedding
-    output_gate: bool = False  # a head's output is weighted by a sigmoid; its rows follow the head's queries'
+    output_gate: str = ""  # of heads' outputs: "" | "queries": rows that follow the head's queries' | "element", "head"
+    gate_softplus: bool = False  # outputs are weighted by a softplus, else by a sigmoid
 
     @property
     def state_floats(self) -> int:
@@ -141,7 +143,7 @@ class AttentionHeads:
     def tensors(self, hidden: int) -> Tensors:
         """Yields name and shape of the layer's tensors."""
         queries, keys = self.count * self.dim, self.kv_count * self.dim
-        asked = 2 * queries if self.output_gate else queries
+        asked = 2 * queries if self.output_gate == "queries" else queries
         parts = (("q", asked), ("k", keys), ("v", keys))[: 2 if self.v_is_k else 3]
         for part, rows in parts:
             yield f"self_attn.{part}_proj.weight", (rows, hidden)
@@ -155,6 +157,8 @@ class AttentionHeads:
             full = self.qk_norm == "full"
             yield "self_attn.q_norm.weight", (queries if full else self.dim,)
             yield "self_attn.k_norm.weight", (keys if full else self.dim,)
+        if self.output_gate in ("element", "head"):  # a matrix of its own: a row for each element, or head
+            yield "self_attn.gate_proj.weight", (queries if self.output_gate == "element" else self.count, hidden)
         if self.sinks:
             yield "self_attn.sinks", (self.count,)
 
@@ -199,9 +203,11 @@ class RouterSpec:
     score: str = "softmax"  # of logits: "softmax" | "sigmoid"
     float32: bool = False  # the product with the gate is one of float32
     logit_bias: bool = False
+    logit_cap: float = 0.0  # bounds logits by tanh; 0: none
     selection_bias: bool = False  # is added to scores where experts are chosen, and not where they are weighted
     renormalise: bool = False  # a token's weights sum to 1
     least_mass: float = 0.0  # the least divisor of weights
+    added_mass: float = 0.0  # is added to the divisor
     scale: float = 1.0  # of weights
     groups: int = 1  # experts form groups, of which only `top_groups` are looked at
     top_groups: int = 1
@@ -221,6 +227,8 @@ class FeedForwardSpec:
     dense_width: int = 0
     shared_width: int = 0  # of a network that every token uses beside its experts; 0: none
     shared_gate: bool = False  # its output is weighted by a sigmoid
+    shared_factor: float = 1.0  # of its output
+    shared_stacked: bool = False  # its gate and up are one matrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,10 +241,15 @@ class BlockSpec:
     embedding: float = 1.0
     residual: float = 1.0
     logits: float = 1.0
+    norms: str = "before"  # of a layer's two parts: "before" | "after" | "both" | "once": one norm before both
+    centred: bool = False  # norms subtract the mean
     parallel: bool = False  # a dense network runs beside the experts, and norms stand around each part
     soft_cap: float = 0.0  # bounds logits by tanh; 0: none
 
 
+LAYER = re.compile(r"(?:model\.|language_model\.|backbone\.)*layers\.(\d+)\.")
+EXTRA = re.compile(r"(?:model\.|language_model\.|backbone\.)*mtp(?:_\w+)?\.")
+EXTRA_PART = re.compile(r"\.(?:eh_proj|enorm|hnorm|shared_head|mtp_block|mtp)\.")
 STATE_ITEM_BYTES = 4  # float32 for all dtypes, because rounding adds up over a sequence
 
 
@@ -258,10 +271,28 @@ class ModelSpec:
     encodings: tuple[str, ...] = ()  # of each layer's experts, as the store has them; (): `dtype` for all
     dense_encoding: str = ""  # of the dense matrices that are stored as bytes; "": none is
     kv_int8: bool = False  # keys and values are kept in int8 instead of `dtype`
+    extra_layers: int = 0  # of checkpoints behind the last one, for predicting several tokens
 
     @property
     def layers(self) -> int:
         return len(self.attention)
+
+    def unused(self, names: Iterable[str]) -> set[str]:
+        """Returns the tensors of a checkpoint that serve other parts: vision, or predicting several tokens.
+
+        A layer behind the last one is such a part if the configuration counts it, or if it has a tensor of that kind.
+        """
+        names = list(names)
+        layers = {name: int(found[1]) for name in names if (found := LAYER.match(name))}
+        extra = {layers[name] for name in names if name in layers and EXTRA_PART.search(name)}
+        extra |= set(range(self.layers, self.layers + self.extra_layers))
+        return {
+            name
+            for name in names
+            if EXTRA.match(name)
+            or (layers.get(name, 0) >= self.layers and layers[name] in extra)
+            or any(re.match(pattern, name) for pattern in self.names.skipped)
+        }
 
     @property
     def expert_layers(self) -> tuple[int, ...]:
@@ -310,6 +341,17 @@ class ModelSpec:
         return STATE_ITEM_BYTES * sum(each.heads.state_floats for each in self.attention)
 
 
+NORMS = {  # `norms` of a block -> the norms of a layer, in the order of their use
+    "before": ("input_layernorm", "post_attention_layernorm"),
+    "after": ("post_attention_layernorm", "post_feedforward_layernorm"),
+    "both": (
+        *("input_layernorm", "post_attention_layernorm"),
+        *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    ),
+    "once": ("input_layernorm",),
+}
+
+
 def dense_shapes(spec: ModelSpec) -> dict[str, Shape]:
     """Returns the shape of every tensor outside the experts, by its name in transformers 5."""
     shapes: dict[str, Shape] = {"model.embed_tokens.weight": (spec.vocab, spec.hidden)}
@@ -322,9 +364,9 @@ def dense_shapes(spec: ModelSpec) -> dict[str, Shape]:
 
 
 def _layer_shapes(spec: ModelSpec, layer: int) -> Tensors:
-    yield "input_layernorm.weight", (spec.hidden,)
+    for name in NORMS[spec.block.norms]:
+        yield f"{name}.weight", (spec.hidden,)
     yield from spec.attention[layer].heads.tensors(spec.hidden)
-    yield "post_attention_layernorm.weight", (spec.hidden,)
     if spec.block.parallel:
         for name in ("pre", "post"):
             yield f"{name}_feedforward_layernorm.weight", (spec.hidden,)
@@ -350,12 +392,16 @@ def _expert_layer_shapes(spec: ModelSpec) -> Tensors:
     if router.expert_scale:
         yield "mlp.gate.per_expert_scale", (router.experts,)
     if feed_forward.shared_width:
-        yield from _mlp_shapes("mlp.shared_experts", spec.hidden, feed_forward.shared_width)
+        stacked = feed_forward.shared_stacked
+        yield from _mlp_shapes("mlp.shared_experts", spec.hidden, feed_forward.shared_width, stacked)
     if feed_forward.shared_gate:
         yield "mlp.shared_expert_gate.weight", (1, spec.hidden)
 
 
-def _mlp_shapes(prefix: str, hidden: int, width: int) -> Tensors:
-    yield f"{prefix}.gate_proj.weight", (width, hidden)
-    yield f"{prefix}.up_proj.weight", (width, hidden)
+def _mlp_shapes(prefix: str, hidden: int, width: int, stacked: bool = False) -> Tensors:
+    if stacked:
+        yield f"{prefix}.gate_up_proj.weight", (2 * width, hidden)
+    else:
+        yield f"{prefix}.gate_proj.weight", (width, hidden)
+        yield f"{prefix}.up_proj.weight", (width, hidden)
     yield f"{prefix}.down_proj.weight", (hidden, width)

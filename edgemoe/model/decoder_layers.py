@@ -11,15 +11,17 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from edgemoe.errors import StoreError
-from edgemoe.families.spec import BlockSpec, ModelSpec
+from edgemoe.families.spec import NORMS, BlockSpec, ModelSpec
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model.attention import StepContext
+from edgemoe.model.convolution import ShortConvolution
 from edgemoe.model.delta_net import DeltaNet
 from edgemoe.model.dense_attention import DenseAttention
 from edgemoe.model.dense_weights import DenseMatrix, LayerReader, Norm, WeightReader
 from edgemoe.model.feed_forward import ExpertLayer, Gate, Mlp
 from edgemoe.model.kv import DTYPES
 from edgemoe.model.latent_attention import LatentAttention
+from edgemoe.model.mamba import Mamba
 from edgemoe.types.step import ExpertExecutor
 
 
@@ -31,9 +33,11 @@ class AttentionMechanism(Protocol):
 
 
 ATTENTION_MECHANISMS: dict[str, Callable[[LayerReader], AttentionMechanism]] = {
+    "conv": ShortConvolution,
     "delta": DeltaNet,
     "dense": DenseAttention,
     "latent": LatentAttention,
+    "mamba": Mamba,
 }
 
 
@@ -87,11 +91,51 @@ class SerialLayer:
     def feed_in(self, residual: torch.Tensor, experts: MoeRunner) -> None:
         """Adds the output of the layer's second part to `residual`."""
         hidden = self.post_norm(residual).to(self.dtype)
-        if not isinstance(self.feed_forward, ExpertLayer):
-            residual.add_(self.feed_forward(hidden), alpha=self.factor)
-            return
-        output, shared = experts(hidden, hidden), self.feed_forward.shared(hidden)
-        residual.add_(output if shared is None else output + shared, alpha=self.factor)
+        residual.add_(_fed_forward(self.feed_forward, hidden, experts), alpha=self.factor)
+
+
+def _fed_forward(part: ExpertLayer | Mlp, hidden: torch.Tensor, experts: MoeRunner) -> torch.Tensor:
+    """Returns the output of a layer's second part for its normalised input, both [T, H]."""
+    if not isinstance(part, ExpertLayer):
+        return part(hidden)
+    output, shared = experts(hidden, hidden), part.shared(hidden)
+    return output if shared is None else output + shared
+
+
+class NormedLayer:
+    """A layer of two parts with norms after them, and before them if the block says so."""
+
+    def __init__(self, reader: LayerReader) -> None:
+        self._dtype, self._factor = DTYPES[reader.spec.dtype], reader.spec.block.residual
+        norms = [reader.norm(f"{name}.weight") for name in NORMS[reader.spec.block.norms]]
+        self._before = norms[::2] if len(norms) > 2 else (None, None)
+        self._after = norms[1::2] if len(norms) > 2 else norms
+        self._attention, self._feed_forward = _parts(reader)
+        self.gate = self._feed_forward.gate if isinstance(self._feed_forward, ExpertLayer) else None
+
+    def __call__(self, residual: torch.Tensor, step: StepContext, experts: MoeRunner) -> None:
+        attended = self._attention(self._normed(self._before[0], residual), step)
+        residual.add_(self._after[0](attended.float()), alpha=self._factor)
+        output = _fed_forward(self._feed_forward, self._normed(self._before[1], residual), experts)
+        residual.add_(self._after[1](output.float()), alpha=self._factor)
+
+    def _normed(self, norm: Norm | None, residual: torch.Tensor) -> torch.Tensor:
+        return (residual if norm is None else norm(residual)).to(self._dtype)
+
+
+class OnceNormedLayer:
+    """A layer whose two parts read the same normalised residual."""
+
+    def __init__(self, reader: LayerReader) -> None:
+        self._dtype, self._factor = DTYPES[reader.spec.dtype], reader.spec.block.residual
+        self._norm = reader.norm("input_layernorm.weight")
+        self._attention, self._feed_forward = _parts(reader)
+        self.gate = self._feed_forward.gate if isinstance(self._feed_forward, ExpertLayer) else None
+
+    def __call__(self, residual: torch.Tensor, step: StepContext, experts: MoeRunner) -> None:
+        hidden = self._norm(residual).to(self._dtype)
+        both = self._attention(hidden, step) + _fed_forward(self._feed_forward, hidden, experts)
+        residual.add_(both, alpha=self._factor)
 
 
 class ParallelLayer:
@@ -125,18 +169,28 @@ class ParallelLayer:
 
 def make_layer(reader: LayerReader) -> DecoderLayer:
     """Reads a layer's weights."""
-    spec = reader.spec
-    if spec.block.parallel:
+    block = reader.spec.block
+    if block.parallel:
         return ParallelLayer(reader)
-    dense = reader.number in spec.feed_forward.dense_layers
-    return SerialLayer(
-        norm=reader.norm("input_layernorm.weight"),
-        attention=ATTENTION_MECHANISMS[reader.attention.heads.mechanism](reader),
-        post_norm=reader.norm("post_attention_layernorm.weight"),
-        feed_forward=Mlp(reader, "mlp") if dense else ExpertLayer(reader),
-        factor=spec.block.residual,
-        dtype=DTYPES[spec.dtype],
-    )
+    if block.norms in LAYERS_BY_NORMS:
+        return LAYERS_BY_NORMS[block.norms](reader)
+    norms = [reader.norm(f"{name}.weight") for name in NORMS[block.norms]]
+    attention, feed_forward = _parts(reader)
+    return SerialLayer(norms[0], attention, norms[1], feed_forward, block.residual, DTYPES[reader.spec.dtype])
+
+
+def _parts(reader: LayerReader) -> tuple[AttentionMechanism, ExpertLayer | Mlp]:
+    """Reads the two parts of a layer."""
+    dense = reader.number in reader.spec.feed_forward.dense_layers
+    attention = ATTENTION_MECHANISMS[reader.attention.heads.mechanism](reader)
+    return attention, Mlp(reader, "mlp") if dense else ExpertLayer(reader)
+
+
+LAYERS_BY_NORMS: dict[str, Callable[[LayerReader], DecoderLayer]] = {
+    "after": NormedLayer,
+    "both": NormedLayer,
+    "once": OnceNormedLayer,
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,10 +13,11 @@ import numpy.typing as npt
 import torch
 from torch.nn.functional import linear, rms_norm, silu, softplus
 
-from edgemoe.families.mechanisms import DeltaHeads
+from edgemoe.families.state_mechanisms import DeltaHeads
 from edgemoe.kernels.cpu.delta_step import DELTA, scratch_floats
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model.attention import StepContext
+from edgemoe.model.convolution import convolve, read_taps
 from edgemoe.model.dense_weights import DenseMatrix, LayerReader
 from edgemoe.model.kv import LayerStates, StepStates
 
@@ -71,11 +72,10 @@ class DeltaNet:
         else:
             project = reader.matrix("linear_attn.in_proj_qkv.weight", "linear_attn.in_proj_z.weight")
             own = reader.read("linear_attn.in_proj_b.weight", "linear_attn.in_proj_a.weight")
-        taps = reader.read("linear_attn.conv1d.weight", dtype=torch.float32)
         self._weights = DeltaWeights(
             project=project,
             own=own,
-            convolution=taps[:, 0].T.contiguous(),
+            convolution=read_taps(reader, "linear_attn.conv1d.weight"),
             rates=reader.read("linear_attn.A_log", dtype=torch.float32).exp_(),
             dt_bias=reader.read("linear_attn.dt_bias", dtype=torch.float32),
             norm=reader.read("linear_attn.norm.weight"),
@@ -95,7 +95,8 @@ class DeltaNet:
         heads, weights = self._heads, self._weights
         mixed, gate = torch.split(weights.project(x), [heads.channels, heads.values], dim=1)
         beta, decay = linear(x, weights.own).chunk(2, dim=1)
-        inputs = self._inputs(self._convolve(mixed.float(), step, states), beta.float(), decay.float())
+        mixed = convolve(mixed.float(), weights.convolution, step, states)
+        inputs = self._inputs(silu(mixed), beta.float(), decay.float())
         out = torch.empty_like(inputs.v)
         if len(step.rows):
             memory, out[step.rows] = recur(inputs.rows(step.rows), states.matrices[step.reads])
@@ -128,21 +129,6 @@ class DeltaNet:
             job[name] = getattr(weights, name).data_ptr()
         job["eps"] = self._eps
         return job
-
-    def _convolve(self, mixed: torch.Tensor, step: StepStates, states: LayerStates) -> torch.Tensor:
-        """Returns silu of the causal convolution of `mixed` [T, channels], and writes the tails."""
-        out, convolution = torch.empty_like(mixed), self._weights.convolution
-        if len(step.rows):
-            window = torch.cat([states.tails[step.reads], mixed[step.rows, None]], dim=1)  # [S, taps, channels]
-            out[step.rows] = (window * convolution).sum(1)
-            states.tails[step.writes] = window[:, 1:]
-        for part in step.spans:
-            line = torch.cat([states.tails[part.read], mixed[part.first : part.after]])  # [taps - 1 + t, channels]
-            count = part.after - part.first
-            taps = (line[tap : tap + count] * weight for tap, weight in enumerate(convolution))
-            out[part.first : part.after] = sum(taps)
-            states.tails[part.write] = line[count:]
-        return silu(out)
 
     def _inputs(self, mixed: torch.Tensor, beta: torch.Tensor, decay: torch.Tensor) -> DeltaInputs:
         heads, weights = self._heads, self._weights

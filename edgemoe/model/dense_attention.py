@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch.nn.functional import rms_norm
+from torch.nn.functional import rms_norm, softplus
 
 from edgemoe.kernels.cpu.runtime import EVERYTHING
 from edgemoe.model.attention import AttentionScores, StepContext
@@ -30,8 +30,11 @@ class DenseAttention:
             self.q_norm, self.k_norm = (reader.norm(f"self_attn.{part}_norm.weight") for part in "qk")
         keys = heads.count + heads.kv_count
         self.ends = (heads.count, keys, keys if heads.v_is_k else keys + heads.kv_count)
-        if heads.output_gate:
+        self.gate = None
+        if heads.output_gate == "queries":
             self._order_gates()
+        elif heads.output_gate:
+            self.gate = reader.matrix("self_attn.gate_proj.weight")  # [count dim or count, H]
         if self.rope is not None and self.rope.interleaved:
             self._order_pairs(self.rope.dims)
         sinks = reader.read("self_attn.sinks", dtype=torch.float32) if heads.sinks else None
@@ -73,8 +76,14 @@ class DenseAttention:
             v = rms_norm(v.float(), v.shape[-1:], None, self.eps).to(x.dtype)
         attended = step.attention(self.number, q.to(x.dtype), k.to(x.dtype), v, self.scores)
         if heads.output_gate:
-            attended = attended * gates.flatten(1).sigmoid()
+            attended = self._weigh(attended, gates.flatten(1) if self.gate is None else self.gate(x))
         return self.o(attended, self.o_bias)
+
+    def _weigh(self, attended: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+        """Returns outputs [T, count dim] weighted by gates of elements [T, count dim] or of heads [T, count]."""
+        gates = softplus(gates.float()).to(gates.dtype) if self.heads.gate_softplus else gates.sigmoid()
+        per_head = attended.view(len(attended), gates.shape[1], -1)
+        return (per_head * gates[..., None]).view(attended.shape)
 
     def _place(self, part: torch.Tensor, norm: Norm | None, angles: Angles | None) -> torch.Tensor:
         """Returns queries or keys [T, heads, dim] after norm, bound and rotary embedding, in float32."""

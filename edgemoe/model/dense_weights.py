@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.functional import linear, rms_norm
+from torch.nn.functional import layer_norm, linear, rms_norm
 
 from edgemoe.encodings.codec import unpack
 from edgemoe.errors import StoreError
@@ -21,13 +21,15 @@ from edgemoe.types.encoding import ENCODINGS, Encoding
 
 
 class Norm:
-    """Computes RMSNorm in float32."""
+    """Computes RMSNorm in float32, or LayerNorm where it is `centred`."""
 
-    def __init__(self, weight: torch.Tensor, eps: float) -> None:
-        self.weight, self.eps = weight, eps  # weight [H] float32
+    def __init__(self, weight: torch.Tensor, eps: float, centred: bool = False) -> None:
+        self.weight, self.eps, self.centred = weight, eps, centred  # weight [H] float32
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Returns float32 `x` [..., H] normalised, in float32."""
+        if self.centred:
+            return layer_norm(x, x.shape[-1:], self.weight, None, self.eps)
         return rms_norm(x, x.shape[-1:], self.weight, self.eps)
 
 
@@ -124,7 +126,7 @@ class WeightReader:
     def norm(self, name: str) -> Norm:
         """Returns the norm of this name, as the block's record says. Raises StoreError."""
         weight = self(name)
-        return Norm(weight.add_(1.0) if self._block.unit_offset else weight, self._block.eps)
+        return Norm(weight.add_(1.0) if self._block.unit_offset else weight, self._block.eps, self._block.centred)
 
     def matrix(self, *names: str) -> DenseMatrix:
         """Returns the matrices of these names, one below the other. Only the CPU computes from encoded rows."""

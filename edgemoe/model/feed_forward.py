@@ -36,7 +36,7 @@ class Gate:
         if selection is not scores:
             weights = scores.gather(-1, ids)
         if router.renormalise:
-            weights = weights / weights.sum(-1, keepdim=True).clamp_min(router.least_mass)
+            weights = weights / weights.sum(-1, keepdim=True).clamp_min(router.least_mass).add(router.added_mass)
         if self.expert_scale is not None:
             weights = weights * self.expert_scale[ids]
         return ids, weights * router.scale if router.scale != 1.0 else weights
@@ -58,6 +58,8 @@ class Gate:
         logits = linear(hidden.to(self.weight.dtype), self.weight).float()
         if self.logit_bias is not None:
             logits = logits + self.logit_bias
+        if self.router.logit_cap:
+            logits = torch.tanh(logits / self.router.logit_cap) * self.router.logit_cap
         return logits.softmax(-1) if self.router.score == "softmax" else logits.sigmoid()
 
     def _selection_scores(self, scores: torch.Tensor) -> torch.Tensor:
@@ -77,8 +79,9 @@ class Gate:
 class Mlp:
     """Computes a gated network: down(activation(gate x) * up x)."""
 
-    def __init__(self, reader: LayerReader, prefix: str) -> None:
-        self._gate_up = reader.matrix(f"{prefix}.gate_proj.weight", f"{prefix}.up_proj.weight")  # [2I, H]
+    def __init__(self, reader: LayerReader, prefix: str, stacked: bool = False) -> None:
+        gate_up = ("gate_up_proj",) if stacked else ("gate_proj", "up_proj")
+        self._gate_up = reader.matrix(*(f"{prefix}.{part}.weight" for part in gate_up))  # [2I, H]
         self._down = reader.matrix(f"{prefix}.down_proj.weight")  # [H, I]
         self._activation = reader.spec.feed_forward.activation
 
@@ -93,7 +96,10 @@ class ExpertLayer:
     def __init__(self, reader: LayerReader) -> None:
         feed_forward = reader.spec.feed_forward
         self.gate = Gate(reader)
-        self._shared = Mlp(reader, "mlp.shared_experts") if feed_forward.shared_width else None
+        self._shared: Mlp | None = None
+        if feed_forward.shared_width:
+            self._shared = Mlp(reader, "mlp.shared_experts", feed_forward.shared_stacked)
+        self._factor = feed_forward.shared_factor
         self._shared_gate = reader.read("mlp.shared_expert_gate.weight") if feed_forward.shared_gate else None
 
     @property
@@ -106,4 +112,6 @@ class ExpertLayer:
         if self._shared is None:
             return None
         output = self._shared(hidden)
+        if self._factor != 1.0:
+            output = output * self._factor
         return output if self._shared_gate is None else output * linear(hidden, self._shared_gate).sigmoid()

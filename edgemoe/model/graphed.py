@@ -44,13 +44,18 @@ def compute(layer: DecoderLayer, residual: torch.Tensor, step: StepContext, call
 
 def _places_heads(attention: DenseAttention, step: StepContext) -> bool:
     """Returns whether one kernel turns the attention's heads and writes them to the cache."""
-    return attention.heads.qk_norm != "full" and not isinstance(step.kv.layers[attention.number], CodedKV)
+    return (
+        attention.heads.qk_norm != "full"
+        and attention.gate is None
+        and not isinstance(step.kv.layers[attention.number], CodedKV)
+    )
 
 
 def _is_chosen_by_kernel(gate: Gate) -> bool:
     router = gate.router
     grouped = router.top_groups != router.groups
-    return gate.input_scale is None and not (grouped and router.experts & (router.experts - 1))
+    plain = gate.input_scale is None and not router.logit_cap and not router.added_mass
+    return plain and not (grouped and router.experts & (router.experts - 1))
 
 
 def _attend(layer: SerialLayer, attention: DenseAttention, residual: torch.Tensor, step: StepContext) -> None:

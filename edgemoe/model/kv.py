@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from edgemoe.families.mechanisms import DeltaHeads
 from edgemoe.families.spec import SCALE_BYTES, KVLayout, KVRow, ModelSpec
+from edgemoe.families.state_mechanisms import StateHeads
 from edgemoe.types.step import BLOCK_TOKENS, Batch
 
 
@@ -32,7 +32,7 @@ class LayerStates(NamedTuple):
     """One layer's states of all slots. Views of a `StateCache`."""
 
     tails: torch.Tensor  # [slots, taps - 1, channels]: the last inputs of the convolution, the latest one last
-    matrices: torch.Tensor  # [slots, value_heads, key_dim, value_dim]
+    matrices: torch.Tensor  # [slots, value_heads, key_dim, value_dim]; without elements where there are none
 
 
 class StateCache:
@@ -42,10 +42,10 @@ class StateCache:
     Memory is allocated once and never grows.
     """
 
-    def __init__(self, heads: DeltaHeads, layers: int, slots: int, device: torch.device | str = "cpu") -> None:
+    def __init__(self, heads: StateHeads, layers: int, slots: int, device: torch.device | str = "cpu") -> None:
         self.data = zeros((slots, layers, heads.state_floats), torch.float32, device)
         self._tail = (heads.taps - 1, heads.channels)
-        self._matrices = (heads.count, heads.dim, heads.value_dim)
+        self._matrices = heads.matrices
 
     @classmethod
     def of(cls, spec: ModelSpec, slots: int, device: torch.device | str = "cpu") -> StateCache | None:
@@ -54,7 +54,7 @@ class StateCache:
         if not kinds:
             return None
         (heads,) = kinds
-        assert isinstance(heads, DeltaHeads)
+        assert isinstance(heads, StateHeads)
         return cls(heads, len(spec.state_layers), slots, device)
 
     @property
@@ -64,7 +64,8 @@ class StateCache:
     def layer(self, number: int) -> LayerStates:
         """Returns the states of one layer, counted among layers with states."""
         tails, matrices = torch.split(self.data[:, number], [prod(self._tail), prod(self._matrices)], dim=1)
-        return LayerStates(tails.view(-1, *self._tail), matrices.view(-1, *self._matrices))
+        slots = len(self.data)
+        return LayerStates(tails.view(slots, *self._tail), matrices.view(slots, *self._matrices))
 
     def gather(self, slots: Sequence[int]) -> torch.Tensor:
         """Returns a copy of these slots in host memory, one row each."""

@@ -8,9 +8,9 @@ same, byte for byte, as if all shards had been there at once.
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -247,11 +247,12 @@ class _Arriving:
             done += sum(checkpoint.tensors[name].bytes for name in names)
             self._progress(done, total)
 
+    @cached_property
+    def _unused(self) -> set[str]:
+        return self._spec.unused(self._weight_map)
+
     def _wanted_names(self) -> Iterator[tuple[str, str]]:
-        skipped = [pattern.replace("{layers}", str(self._spec.layers)) for pattern in self._spec.names.skipped]
-        for name, file in self._weight_map.items():
-            if not any(re.match(pattern, name) for pattern in skipped):
-                yield name, file
+        return ((name, file) for name, file in self._weight_map.items() if name not in self._unused)
 
     def _release(self, path: Path, shard: _Shard, written: set[str]) -> _Shard:
         """Keeps the tensors of a shard that the store still needs, and deletes the shard."""

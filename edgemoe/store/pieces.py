@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -110,21 +109,31 @@ class SourceTensors:
         return source
 
     def locate(self, selection: SourceRows) -> tuple[SourceTensor, SourceRows]:
-        """Returns the tensor of some rows, and the rows in it; a stack of MXFP4 is always [rows, columns]."""
+        """Returns the tensor of some rows, and the rows in it.
+
+        A stack of MXFP4 is always [rows, columns], as is one in a family with transposed stacks whose shape says so.
+        """
         stored = selection
-        if selection.transposed and any(
-            f"{each}_blocks" in self._left for each in self._spec.names.spellings(selection.source)
-        ):
+        if selection.transposed:
             *lead, columns, rows = selection.shape
-            stored = replace(selection, shape=(*lead, rows, columns), transposed=False)
+            turned = replace(selection, shape=(*lead, rows, columns), transposed=False)
+            stored = turned if self._lies_in_rows(turned) else selection
         if not selection.index:
             return self.claim(selection.source, stored.shape), stored
         if selection.source not in self._stacks:
             self._stacks[selection.source] = self.claim(selection.source, stored.shape)
         source = self._stacks[selection.source]
-        return source, replace(
-            selection, shape=source.shape, transposed=selection.transposed and source.kind != "mxfp4"
-        )
+        in_rows = source.kind == "mxfp4" or source.shape != selection.shape
+        return source, replace(selection, shape=source.shape, transposed=selection.transposed and not in_rows)
+
+    def _lies_in_rows(self, selection: SourceRows) -> bool:
+        """Returns whether a stack is there as [rows, columns]; one that fits both ways is not."""
+        for name in self._spec.names.spellings(selection.source):
+            if f"{name}_blocks" in self._left:
+                return True
+            if name in self._left and selection.shape[-1] != selection.shape[-2]:
+                return self._left[name].shape == selection.shape
+        return False
 
     def experts(self, layer: int) -> Iterator[ExpertRecipe]:
         """Yields the experts of a layer, which is counted among all."""
@@ -135,9 +144,8 @@ class SourceTensors:
         ignored = (*IGNORED, "lm_head.weight") if self._spec.block.tied else IGNORED
         if quantisation(self._checkpoint.config):
             ignored = (*ignored, *UNUSED)
-        skipped = [pattern.replace("{layers}", str(self._spec.layers)) for pattern in self._spec.names.skipped]
-        left = [name for name in self._left if not name.endswith(ignored)]
-        if left := [name for name in left if not any(re.match(pattern, name) for pattern in skipped)]:
+        unused = self._spec.unused(self._left)
+        if left := [name for name in self._left if not name.endswith(ignored) and name not in unused]:
             raise UnsupportedModel(
                 f"{self._checkpoint.directory}: {len(left)} tensors have no place in a {self._spec.architecture} "
                 f"of this configuration, such as {left[0]!r}"

@@ -35,7 +35,7 @@ def tiny_config(family: str, dtype: str) -> dict[str, Any]:
     config = json.loads(make(**{**SIZES, **sizes, **wide}).to_json_string(use_diff=False))
     if family in WITHIN:
         config = {"model_type": family, "text_config": config}
-    (architecture,) = (each.architecture for each in FAMILIES.values() if each.name == family)
+    architecture = next(each.architecture for each in FAMILIES.values() if each.name == family)
     return {**config, "architectures": [architecture], "dtype": dtype}
 
 
@@ -62,7 +62,7 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[Kernels]:
     made.close()
 
 
-@pytest.mark.parametrize("family", [family.name for family in FAMILIES.values()])
+@pytest.mark.parametrize("family", dict.fromkeys(family.name for family in FAMILIES.values()))
 def test_every_family_is_measured_in_all_encodings_that_it_can_have(
     family: str, kernels: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,8 +11,8 @@ from support.checkpoints import GATED_DELTA, SIZES, tiny_checkpoint
 
 from edgemoe.errors import CheckpointError, UnsupportedModel
 from edgemoe.families.config import spec_from_config
-from edgemoe.families.mechanisms import DeltaHeads
 from edgemoe.families.spec import ModelSpec
+from edgemoe.families.state_mechanisms import DeltaHeads
 from edgemoe.store.packer import pack
 
 

@@ -11,7 +11,7 @@ import transformers
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeGatedDeltaNet
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
-from edgemoe.families.mechanisms import DeltaHeads
+from edgemoe.families.state_mechanisms import DeltaHeads
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model.delta_net import DeltaNet
 from edgemoe.model.dense_weights import DenseMatrix

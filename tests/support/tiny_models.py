@@ -56,12 +56,29 @@ GATED_DELTA: dict[str, Any] = {
     "shared_expert_intermediate_size": 40,
     "head_dim": 32,
 }
+GLM_ROUTER: dict[str, Any] = {
+    "n_routed_experts": 8,
+    "moe_intermediate_size": 48,
+    "intermediate_size": 72,
+    "routed_scaling_factor": 1.5,
+    "head_dim": 32,
+    "n_group": 4,
+    "topk_group": 2,
+}
+WINDOWED: dict[str, Any] = {
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "sliding_window": 20,
+    "num_experts": 8,
+    "head_dim": 16,
+    "moe_intermediate_size": 48,
+    "intermediate_size": 72,
+}
 VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64}
 
 
-def _with_vision(**text: Any) -> Any:
-    """Returns the configuration of a model with vision, as most checkpoints of Qwen3.5 have it."""
-    return transformers.Qwen3_5MoeConfig(text_config=text, vision_config=VISION)
+def _with_vision(config: Callable[..., Any], vision: dict[str, Any] = VISION, **own: Any) -> Callable[..., Any]:
+    """Returns a maker of configurations of a model with vision, whose decoder's are a section."""
+    return lambda **text: config(text_config=text, vision_config=vision, **own)
 
 
 FAMILIES: dict[str, tuple[Callable[..., Any], type[Any], dict[str, Any]]] = {
@@ -123,7 +140,11 @@ FAMILIES: dict[str, tuple[Callable[..., Any], type[Any], dict[str, Any]]] = {
     ),
     "qwen3_next": (transformers.Qwen3NextConfig, transformers.Qwen3NextForCausalLM, GATED_DELTA),
     "qwen3_5_moe_text": (transformers.Qwen3_5MoeTextConfig, transformers.Qwen3_5MoeForCausalLM, GATED_DELTA),
-    "qwen3_5_moe": (_with_vision, transformers.Qwen3_5MoeForConditionalGeneration, GATED_DELTA),
+    "qwen3_5_moe": (
+        _with_vision(transformers.Qwen3_5MoeConfig),
+        transformers.Qwen3_5MoeForConditionalGeneration,
+        GATED_DELTA,
+    ),
     "olmoe": (
         transformers.OlmoeConfig,
         transformers.OlmoeForCausalLM,
@@ -203,6 +224,114 @@ FAMILIES: dict[str, tuple[Callable[..., Any], type[Any], dict[str, Any]]] = {
         transformers.Ernie4_5_MoeConfig,
         transformers.Ernie4_5_MoeForCausalLM,
         {"moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 48, "intermediate_size": 72},
+    ),
+    "qwen3_vl_moe": (
+        _with_vision(transformers.Qwen3VLMoeConfig, {**VISION, "deepstack_visual_indexes": []}),
+        transformers.Qwen3VLMoeForConditionalGeneration,
+        {
+            "num_experts": 8,
+            "moe_intermediate_size": 48,
+            "head_dim": 32,
+            "tie_word_embeddings": False,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [8, 4, 4]},
+        },
+    ),
+    "glm4v_moe": (
+        _with_vision(transformers.Glm4vMoeConfig),
+        transformers.Glm4vMoeForConditionalGeneration,
+        {
+            **GLM_ROUTER,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "mrope_section": [4, 2, 2],
+                "partial_rotary_factor": 0.5,
+            },
+        },
+    ),
+    "solar_open": (transformers.SolarOpenConfig, transformers.SolarOpenForCausalLM, GLM_ROUTER),
+    "kimi_k25": (
+        _with_vision(
+            transformers.Kimi_K25Config,
+            {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
+            tie_word_embeddings=False,
+        ),
+        transformers.Kimi_K25ForConditionalGeneration,
+        {**LATENT, "q_lora_rank": 24, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2},
+    ),
+    "granitemoeshared": (
+        transformers.GraniteMoeSharedConfig,
+        transformers.GraniteMoeSharedForCausalLM,
+        {"num_local_experts": 8, "intermediate_size": 48, "shared_intermediate_size": 40, "attention_multiplier": 0.2},
+    ),
+    "flex_olmo": (
+        transformers.FlexOlmoConfig,
+        transformers.FlexOlmoForCausalLM,
+        {"num_experts": 8, "intermediate_size": 48, "pad_token_id": None},
+    ),
+    "hy_v3": (
+        transformers.HYV3Config,
+        transformers.HYV3ForCausalLM,
+        {"num_experts": 8, "moe_intermediate_size": 48, "intermediate_size": 72, "head_dim": 32},
+    ),
+    "exaone_moe": (transformers.ExaoneMoeConfig, transformers.ExaoneMoeForCausalLM, WINDOWED),
+    "mellum": (transformers.MellumConfig, transformers.MellumForCausalLM, WINDOWED),
+    "laguna": (
+        transformers.LagunaConfig,
+        transformers.LagunaForCausalLM,
+        {
+            **WINDOWED,
+            "num_attention_heads_per_layer": [4, 2, 6],
+            "shared_expert_intermediate_size": 40,
+            "moe_routed_scaling_factor": 2.5,
+            "moe_router_logit_softcapping": 3.0,
+        },
+    ),
+    "afmoe": (
+        transformers.AfmoeConfig,
+        transformers.AfmoeForCausalLM,
+        {**WINDOWED, "mup_enabled": True, "route_scale": 2.0},
+    ),
+    "lfm2_moe": (
+        transformers.Lfm2MoeConfig,
+        transformers.Lfm2MoeForCausalLM,
+        {
+            "num_experts": 8,
+            "moe_intermediate_size": 48,
+            "intermediate_size": 72,
+            "num_dense_layers": 1,
+            "layer_types": ["conv", "full_attention", "conv"],
+            "pad_token_id": None,
+        },
+    ),
+    "granitemoehybrid": (
+        transformers.GraniteMoeHybridConfig,
+        transformers.GraniteMoeHybridForCausalLM,
+        {
+            "initializer_range": 0.08,
+            "num_local_experts": 8,
+            "intermediate_size": 48,
+            "shared_intermediate_size": 40,
+            "attention_multiplier": 0.2,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "mamba_n_heads": 8,
+            "mamba_n_groups": 2,
+            "mamba_d_state": 12,
+            "mamba_d_head": 16,
+            "mamba_chunk_size": 16,
+        },
+    ),
+    "cohere2_moe": (
+        transformers.Cohere2MoeConfig,
+        transformers.Cohere2MoeForCausalLM,
+        {
+            **WINDOWED,
+            "intermediate_size": 48,
+            "num_shared_experts": 1,
+            "logit_scale": 0.5,
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "prefix_dense_intermediate_size": 72,
+        },
     ),
 }
 

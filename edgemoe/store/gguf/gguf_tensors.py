@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from edgemoe.errors import CheckpointError, UnsupportedModel
-from edgemoe.families.mechanisms import DeltaHeads, LatentHeads
+from edgemoe.families.mechanisms import LatentHeads
 from edgemoe.families.spec import ModelSpec, Shape
+from edgemoe.families.state_mechanisms import DeltaHeads
 from edgemoe.store.checkpoint import CheckpointTensor
 from edgemoe.store.gguf.gguf_file import GgufModel
 from edgemoe.store.gguf.gguf_models import GgufFamily, family_of

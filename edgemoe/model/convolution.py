@@ -1,0 +1,57 @@
+"""Computes causal convolutions over sequences whose last inputs lie in states: the mechanism "conv" [LFM2], and others.
+
+A short convolution is x C * conv(x B * x x'), with B, C and x' projections of x: two gates around the convolution.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from edgemoe.families.state_mechanisms import ConvHeads
+from edgemoe.model.attention import StepContext
+from edgemoe.model.dense_weights import LayerReader
+from edgemoe.model.kv import LayerStates, StepStates
+
+
+def convolve(x: torch.Tensor, taps: torch.Tensor, step: StepStates, states: LayerStates) -> torch.Tensor:
+    """Returns the convolution of `x` [T, channels] float32 by `taps` [taps, channels], and writes the tails."""
+    out = torch.empty_like(x)
+    if len(step.rows):
+        window = torch.cat([states.tails[step.reads], x[step.rows, None]], dim=1)  # [S, taps, channels]
+        out[step.rows] = (window * taps).sum(1)
+        states.tails[step.writes] = window[:, 1:]
+    for part in step.spans:
+        line = torch.cat([states.tails[part.read], x[part.first : part.after]])  # [taps - 1 + t, channels]
+        count = part.after - part.first
+        out[part.first : part.after] = sum(line[tap : tap + count] * weight for tap, weight in enumerate(taps))
+        states.tails[part.write] = line[count:]
+    return out
+
+
+def read_taps(reader: LayerReader, name: str) -> torch.Tensor:
+    """Returns a convolution's weights [taps, channels] float32, the current token's last."""
+    return reader.read(name, dtype=torch.float32)[:, 0].T.contiguous()
+
+
+class ShortConvolution:
+    """One layer's short convolution."""
+
+    def __init__(self, reader: LayerReader) -> None:
+        heads = reader.attention.heads
+        assert isinstance(heads, ConvHeads)
+        self._number = reader.spec.state_layers.index(reader.number)
+        self._project, self._out = reader.matrix("conv.in_proj.weight"), reader.matrix("conv.out_proj.weight")
+        self._taps = read_taps(reader, "conv.conv1d.weight")
+        self._project_bias = self._bias = self._out_bias = None
+        if heads.biases:
+            self._project_bias, self._out_bias = reader.read("conv.in_proj.bias"), reader.read("conv.out_proj.bias")
+            self._bias = reader.read("conv.conv1d.bias", dtype=torch.float32)
+
+    def __call__(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:
+        """Returns the output [T, H] for normalised `x` [T, H], both in the model's dtype, and writes the states."""
+        assert step.kv.states is not None
+        before, after, values = self._project(x, self._project_bias).chunk(3, dim=1)
+        mixed = convolve((before * values).float(), self._taps, step.states, step.kv.states.layer(self._number))
+        if self._bias is not None:
+            mixed = mixed + self._bias
+        return self._out(after * mixed.to(x.dtype), self._out_bias)

@@ -1,0 +1,110 @@
+"""Computes Mamba-2 layers over states in slots [Mamba-2]: the mechanism "mamba".
+
+The state of each head is a matrix S [state, value_dim]. A token makes it a S + B (dt x)^T, and reads C S + D x. Single
+tokens use that recurrence, prompts chunks of CHUNK tokens. States are float32 throughout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import rms_norm, silu, softplus
+
+from edgemoe.families.state_mechanisms import MambaHeads
+from edgemoe.model.attention import StepContext
+from edgemoe.model.convolution import convolve, read_taps
+from edgemoe.model.dense_weights import LayerReader
+
+CHUNK = 64  # tokens
+
+
+@dataclass(frozen=True, slots=True)
+class MambaInputs:
+    """The tokens' inputs to the states and outputs of them, all float32."""
+
+    b: torch.Tensor  # [T, heads, state]
+    c: torch.Tensor  # [T, heads, state]
+    x: torch.Tensor  # [T, heads, value_dim], times the steps of time
+    decay: torch.Tensor  # [T, heads]: log a, never above 0
+
+    def rows(self, rows: slice | torch.Tensor) -> MambaInputs:
+        return MambaInputs(self.b[rows], self.c[rows], self.x[rows], self.decay[rows])
+
+
+class Mamba:
+    """One layer's Mamba-2."""
+
+    def __init__(self, reader: LayerReader) -> None:
+        heads = reader.attention.heads
+        assert isinstance(heads, MambaHeads)
+        self._heads, self._eps = heads, reader.spec.block.eps
+        self._number = reader.spec.state_layers.index(reader.number)
+
+        def vector(name: str) -> torch.Tensor:
+            return reader.read(f"mamba.{name}", dtype=torch.float32)
+
+        self._project = reader.matrix("mamba.in_proj.weight")  # [values + channels + heads, H]
+        self._taps = read_taps(reader, "mamba.conv1d.weight")
+        self._bias = vector("conv1d.bias") if heads.conv_bias else None
+        self._rates, self._skip, self._dt_bias = vector("A_log").exp_(), vector("D"), vector("dt_bias")
+        self._norm, self._out = vector("norm.weight"), reader.matrix("mamba.out_proj.weight")
+        self._project_bias = self._out_bias = None
+        if heads.biases:
+            self._project_bias, self._out_bias = reader.read("mamba.in_proj.bias"), reader.read("mamba.out_proj.bias")
+
+    def __call__(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:
+        """Returns the output [T, H] for normalised `x` [T, H], both in the model's dtype, and writes the states."""
+        assert step.kv.states is not None
+        heads, states = self._heads, step.kv.states.layer(self._number)
+        parts = [heads.values, heads.channels, heads.count]
+        gate, mixed, dt = torch.split(self._project(x, self._project_bias).float(), parts, dim=1)
+        mixed = convolve(mixed, self._taps, step.states, states)
+        mixed = silu(mixed if self._bias is None else mixed + self._bias)
+        values, b, c = torch.split(mixed, [heads.values, heads.shared, heads.shared], dim=1)
+        values = values.view(len(x), heads.count, heads.value_dim)
+        inputs = self._inputs(values, b, c, softplus(dt + self._dt_bias))
+        out = torch.empty_like(values)
+        if len(rows := step.states.rows):
+            memory, out[rows] = recur(inputs.rows(rows), states.matrices[step.states.reads])
+            states.matrices[step.states.writes] = memory
+        for part in step.states.spans:
+            tokens = slice(part.first, part.after)
+            states.matrices[part.write], out[tokens] = chunked(inputs.rows(tokens), states.matrices[part.read])
+        out = out + self._skip[:, None] * values
+        grouped = (out.flatten(1) * silu(gate)).view(len(x), heads.kv_count, -1)
+        normed = rms_norm(grouped, grouped.shape[-1:], None, self._eps).flatten(1) * self._norm
+        return self._out(normed.to(x.dtype), self._out_bias)
+
+    def _inputs(self, values: torch.Tensor, b: torch.Tensor, c: torch.Tensor, dt: torch.Tensor) -> MambaInputs:
+        heads = self._heads
+        b, c = (
+            part.view(len(part), heads.kv_count, heads.dim).repeat_interleave(heads.count // heads.kv_count, dim=1)
+            for part in (b, c)
+        )
+        return MambaInputs(b, c, values * dt[..., None], -self._rates * dt)
+
+
+def recur(new: MambaInputs, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns states [S, heads, state, value_dim] after one token each, and the outputs [S, heads, value_dim]."""
+    states = states * new.decay.exp()[..., None, None] + new.b[..., :, None] * new.x[..., None, :]
+    return states, (new.c[..., None, :] @ states)[..., 0, :]
+
+
+def chunked(new: MambaInputs, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the state [heads, state, value_dim] after a sequence's next tokens, and the outputs [T, heads, D]."""
+    outputs = []
+    for first in range(0, len(new.x), CHUNK):
+        state, out = _chunk(new.rows(slice(first, first + CHUNK)), state)
+        outputs.append(out)
+    return state, torch.cat(outputs)
+
+
+def _chunk(new: MambaInputs, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    b, c, x = (part.transpose(0, 1) for part in (new.b, new.c, new.x))  # [heads, t, D]
+    total = new.decay.T.cumsum(1)  # [heads, t]: log A
+    between = (total[:, :, None] - total[:, None, :]).tril().exp().tril()  # [heads, t, t]: A_i / A_j, j <= i
+    grown = total.exp()[..., None]
+    out = grown * (c @ state) + (c @ b.mT * between) @ x
+    left = (total[:, -1:] - total).exp()[..., None]  # [heads, t, 1]: the decay of each input until the chunk's end
+    return grown[:, -1:] * state + (left * b).mT @ x, out.transpose(0, 1)
