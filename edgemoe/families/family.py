@@ -50,7 +50,7 @@ def expert_groups(key: str) -> Callable[[Config], int]:
 
 MIXTRAL: tuple[tuple[str, str], ...] = ((".mlp.", ".block_sparse_moe."),)
 W123 = ("w1", "w3", "w2")
-OF_TEXT = (("model.", "model.language_model."),)  # where a model that takes images has its decoder
+OF_TEXT = (("model.", "model.language_model."),)  # the decoder of a model that takes images
 VISION = (r"model\.visual\.",)
 NORM_AND_TIES: FieldSources = {"eps": number("rms_norm_eps", default=1e-5), "tied": flag("tie_word_embeddings")}
 SIGMOID = choice("scoring_func", {"sigmoid": "sigmoid"}, "sigmoid")

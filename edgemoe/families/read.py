@@ -88,7 +88,7 @@ def choice(key: str, values: Mapping[Any, Any], default: Any) -> ConfigReader:
 
 
 def always(config: Config) -> bool:
-    """Returns True."""
+    """Returns True for every configuration."""
     return True
 
 
@@ -132,7 +132,7 @@ def stated_kinds(config: Config, key: str, known: tuple[str, str]) -> list[str] 
 
 
 def first_layers(key: str, usual: int) -> ConfigReader:
-    """Returns a reader of so many layers, the first ones."""
+    """Returns a reader of the first layers; `key` has their number."""
     return lambda config: frozenset(
         range(min(0 if config.get(key) == 0 else integer(config, key, default=usual), layer_count(config)))
     )

@@ -207,7 +207,7 @@ def conv_layers(config: Config, attention: LayerAttention) -> tuple[LayerAttenti
     if kinds is None:
         full = config.get("full_attn_idxs")
         if not isinstance(full, list):
-            raise CheckpointError("config.json: layer_types is missing, which says what layers are attention")
+            raise CheckpointError("config.json: layer_types is missing, the list of the layers that are attention")
         kinds = [FULL if layer in full else CONV for layer in range(layer_count(config))]
     hidden, biases = integer(config, "hidden_size"), flag("conv_bias")(config)
     heads = ConvHeads(1, 1, hidden, taps=_taps(config, "conv_L_cache", 3), biases=biases)
@@ -239,7 +239,7 @@ def mamba_layers(sizes: MambaSizes, known: tuple[str, ...] = ("mamba", LINEAR)) 
     def read(config: Config, attention: LayerAttention) -> tuple[LayerAttention, ...]:
         kinds = config.get("layer_types") or config.get("layers_block_type")
         if not isinstance(kinds, list):
-            raise CheckpointError("config.json: layer_types is missing, which says what layers are attention")
+            raise CheckpointError("config.json: layer_types is missing, the list of the layers that are attention")
         names = {**dict.fromkeys(known, LINEAR), "attention": FULL, FULL: FULL}
         kinds = [names.get(kind, kind) if isinstance(kind, str) else kind for kind in kinds]
         checked = stated_kinds({**config, "layer_types": kinds}, "layer_types", (FULL, LINEAR))
@@ -266,7 +266,7 @@ def _taps(config: Config, key: str, usual: int) -> int:
 
 
 def _of_kinds(kinds: list[str], kind: str, heads: StateHeads, attention: LayerAttention) -> tuple[LayerAttention, ...]:
-    """Returns the layers: those of `kind` have states. Raises UnsupportedModel for a model without attention."""
+    """Returns the layers. Layers of `kind` have states. Raises UnsupportedModel for a model without attention."""
     if FULL not in kinds:
         raise UnsupportedModel(f"config.json: layer_types has no {FULL}; a model without any is not supported")
     with_state = LayerAttention(heads, None)

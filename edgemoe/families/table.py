@@ -7,7 +7,6 @@ from dataclasses import replace
 from edgemoe.families.family import (
     BIASES,
     DEEPSEEK_V3_ROUTER,
-    GATED_HEADS,
     GATED_SHARED,
     MIXTRAL,
     NORM_AND_TIES,
@@ -20,7 +19,7 @@ from edgemoe.families.family import (
     Family,
     expert_groups,
 )
-from edgemoe.families.layer_kinds import cohere_layers, exaone_layers, rope_by_kind, windows_rotated
+from edgemoe.families.hybrid_families import HYBRID_FAMILIES
 from edgemoe.families.mechanisms import (
     LATENT,
     LatentHeads,
@@ -32,25 +31,18 @@ from edgemoe.families.mechanisms import (
     root_of_hidden,
 )
 from edgemoe.families.read import (
-    FULL,
-    SLIDING,
-    capped,
     choice,
-    first_layers,
     flag,
-    inverse,
     number,
     outside_interval,
     same,
-    share_of_both,
     sparse_steps,
     times,
     typed_layers,
-    unless,
     whole,
 )
 from edgemoe.families.spec import TensorNames
-from edgemoe.families.state_mechanisms import conv_layers, delta_layers, granite_mamba, mamba_layers
+from edgemoe.families.windowed_families import WINDOWED_FAMILIES
 from edgemoe.types.experts import Activation
 
 GELU = Activation("gelu_tanh")
@@ -122,33 +114,6 @@ KIMI_K25 = replace(
         skipped=(r"(model\.)?(vision_tower|mm_projector|multi_modal_projector)\.",),
     ),
 )
-GRANITE = Family(
-    name="granitemoe",
-    architecture="GraniteMoeForCausalLM",
-    names=TensorNames(
-        renames=(
-            (".mlp.gate.weight", ".mlp.router.layer.weight"),
-            (".mlp.gate.weight", ".mlp.router.weight"),
-            (".mlp.experts.gate_up_proj", ".mlp.input_linear.weight"),
-            (".mlp.experts.down_proj", ".mlp.output_linear.weight"),
-            (".mlp.shared_experts.gate_up_proj.", ".shared_mlp.input_linear."),
-            (".mlp.shared_experts.down_proj.", ".shared_mlp.output_linear."),
-            *MIXTRAL,
-        )
-    ),
-    heads={**BIASES, "scale": number("attention_multiplier", default=1.0)},
-    router={"renormalise": True},
-    feed_forward={"width": whole("intermediate_size")},
-    block={
-        "embedding": number("embedding_multiplier", default=1.0),
-        "residual": number("residual_multiplier", default=1.0),
-        "logits": inverse("logits_scaling"),
-    },
-)
-WINDOWED_ROPES = {  # Laguna's and Mellum's, where the configuration has none
-    FULL: {"rope_type": "default", "rope_theta": 5e5},
-    SLIDING: {"rope_type": "default", "rope_theta": 1e4},
-}
 FAMILIES: dict[str, Family] = {
     family.architecture: family
     for family in (
@@ -193,7 +158,6 @@ FAMILIES: dict[str, Family] = {
             router={"score": SIGMOID, "float32": True, "selection_bias": True, "renormalise": True},
             feed_forward={"width": whole("intermediate_size")},
         ),
-        GRANITE,
         Family(
             name="dots1",
             architecture="Dots1ForCausalLM",
@@ -313,16 +277,6 @@ FAMILIES: dict[str, Family] = {
             replace(KIMI_K25, architecture=architecture)
             for architecture in ("KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration")
         ),
-        replace(
-            GRANITE,
-            name="granitemoeshared",
-            architecture="GraniteMoeSharedForCausalLM",
-            feed_forward={
-                **GRANITE.feed_forward,
-                "shared_width": whole("shared_intermediate_size", default=0),
-                "shared_stacked": True,
-            },
-        ),
         Family(
             name="flex_olmo",
             architecture="FlexOlmoForCausalLM",
@@ -359,215 +313,10 @@ FAMILIES: dict[str, Family] = {
             },
             block=NORM_AND_TIES,
         ),
-        Family(
-            name="exaone_moe",
-            architecture="ExaoneMoeForCausalLM",
-            names=TensorNames(renames=((".mlp.gate.e_score", ".mlp.e_score"),)),
-            layers=exaone_layers,
-            heads={"qk_norm": "head"},
-            router={
-                **DEEPSEEK_V3_ROUTER,
-                "experts": whole("num_experts", "num_local_experts"),
-                "scale": number("routed_scaling_factor", default=2.5),
-            },
-            feed_forward={
-                "dense_layers": typed_layers,
-                "dense_width": whole("intermediate_size"),
-                "shared_width": times("moe_intermediate_size", "num_shared_experts", 1),
-            },
-            block=NORM_AND_TIES,
-        ),
-        Family(
-            name="mellum",
-            architecture="MellumForCausalLM",
-            layers=rope_by_kind(WINDOWED_ROPES),
-            heads={**BIASES, "qk_norm": "head"},
-            router={"renormalise": flag("norm_topk_prob", default=True)},
-            feed_forward={
-                "dense_layers": lambda config: typed_layers(config, usual=0),
-                "dense_width": whole("intermediate_size"),
-            },
-        ),
-        Family(
-            name="laguna",
-            architecture="LagunaForCausalLM",
-            names=TensorNames(
-                renames=(
-                    SHARED_EXPERT,
-                    ("self_attn.gate_proj.", "self_attn.g_proj."),
-                    (".mlp.gate.e_score", ".mlp.experts.e_score"),
-                )
-            ),
-            layers=rope_by_kind({**WINDOWED_ROPES, FULL: {**WINDOWED_ROPES[FULL], "partial_rotary_factor": 0.5}}),
-            heads={
-                **BIASES,
-                "qk_norm": "head",
-                "output_gate": choice("gating", {True: "head", "per-head": "head", "per-element": "element"}, "head"),
-                "gate_softplus": True,
-            },
-            router={
-                "score": "sigmoid",
-                "selection_bias": True,
-                "renormalise": True,
-                "scale": number("moe_routed_scaling_factor", default=1.0),
-                "logit_cap": capped("moe_router_logit_softcapping"),
-                "experts": unless("moe_apply_router_weight_on_input", whole("num_experts", "num_local_experts")),
-            },
-            feed_forward={
-                "dense_layers": typed_layers,
-                "dense_width": whole("intermediate_size"),
-                "shared_width": whole("shared_expert_intermediate_size"),
-            },
-        ),
-        Family(
-            name="afmoe",
-            architecture="AfmoeForCausalLM",
-            names=TensorNames(
-                renames=(
-                    (".mlp.gate.weight", ".mlp.router.gate.weight"),
-                    (".mlp.gate.e_score_correction_bias", ".mlp.expert_bias"),
-                    ("_feedforward_layernorm", "_mlp_layernorm"),
-                )
-            ),
-            layers=windows_rotated("global_attn_every_n_layers", 4),
-            heads={**BIASES, "qk_norm": "head", "output_gate": "element"},
-            router={
-                "score": choice("score_func", {"sigmoid": "sigmoid"}, "sigmoid"),
-                "groups": choice("n_group", {1: 1}, 1),
-                "selection_bias": True,
-                "renormalise": choice("route_norm", {True: True}, True),
-                "least_mass": 1e-20,
-                "scale": number("route_scale", default=1.0),
-            },
-            feed_forward={
-                "dense_layers": first_layers("num_dense_layers", 1),
-                "dense_width": whole("intermediate_size"),
-                "shared_width": times("moe_intermediate_size", "num_shared_experts", 2),
-            },
-            block={
-                **NORM_AND_TIES,
-                "norms": "both",
-                "embedding": lambda config: config["hidden_size"] ** 0.5 if config.get("mup_enabled") else 1.0,
-            },
-        ),
-        Family(
-            name="cohere2_moe",
-            architecture="Cohere2MoeForCausalLM",
-            layers=cohere_layers,
-            heads=BIASES,
-            rope={"interleaved": True},
-            router={
-                "score": choice("expert_selection_fn", {"softmax": "softmax", "sigmoid": "sigmoid"}, "softmax"),
-                "renormalise": lambda config: (
-                    config.get("expert_selection_fn") != "sigmoid" or flag("norm_topk_prob", default=True)(config)
-                ),
-                "scale": share_of_both,
-            },
-            feed_forward={
-                "width": whole("intermediate_size"),
-                "dense_layers": lambda config: typed_layers(config, usual=0),
-                "dense_width": whole("prefix_dense_intermediate_size", default=0),
-                "shared_width": times("intermediate_size", "num_shared_experts", 0),
-                "shared_factor": share_of_both,
-            },
-            block={
-                "eps": number("rms_norm_eps", "layer_norm_eps", default=1e-5),
-                "centred": lambda config: config.get("rms_norm_eps") is None,
-                "tied": flag("tie_word_embeddings", default=True),
-                "norms": "once",
-                "logits": number("logit_scale", default=0.0625),
-            },
-        ),
-        Family(
-            name="lfm2_moe",
-            architecture="Lfm2MoeForCausalLM",
-            names=TensorNames(
-                renames=(
-                    ("model.norm.", "model.embedding_norm."),
-                    ("conv.conv1d.", "conv.conv."),
-                    ("input_layernorm", "operator_norm"),
-                    ("post_attention_layernorm", "ffn_norm"),
-                    ("self_attn.o_proj.", "self_attn.out_proj."),
-                    ("_norm.", "_layernorm."),
-                    (".mlp.gate.e_score_correction_bias", ".mlp.expert_bias"),
-                    (".mlp.", ".feed_forward."),
-                    (".gate_proj.", ".w1."),
-                    (".up_proj.", ".w3."),
-                    (".down_proj.", ".w2."),
-                ),
-                projections=W123,
-            ),
-            layers=conv_layers,
-            heads={"qk_norm": "head"},
-            rope={"theta": 1e6},
-            router={
-                "score": "sigmoid",
-                "selection_bias": flag("use_expert_bias", default=True),
-                "renormalise": flag("norm_topk_prob", default=True),
-                "added_mass": 1e-6,
-                "scale": number("routed_scaling_factor", default=1.0),
-            },
-            feed_forward={
-                "dense_layers": first_layers("num_dense_layers", 2),
-                "dense_width": whole("intermediate_size"),
-            },
-            block={
-                "eps": number("norm_eps", default=1e-5),
-                "tied": lambda config: flag("tie_embedding", flag("tie_word_embeddings", True)(config))(config),
-            },
-        ),
-        replace(
-            GRANITE,
-            name="granitemoehybrid",
-            architecture="GraniteMoeHybridForCausalLM",
-            layers=mamba_layers(granite_mamba),
-            positions=choice("position_embedding_type", {"rope": True, "nope": False}, False),
-            feed_forward={
-                **GRANITE.feed_forward,
-                "shared_width": whole("shared_intermediate_size", default=1024),
-                "shared_stacked": True,
-            },
-        ),
+        *WINDOWED_FAMILIES,
+        *HYBRID_FAMILIES,
         GEMMA_4,
         replace(GEMMA_4, name="gemma4", architecture="Gemma4ForConditionalGeneration", section="text_config"),
-        Family(
-            name="qwen3_next",
-            architecture="Qwen3NextForCausalLM",
-            names=TensorNames(renames=(SHARED_EXPERT,)),
-            layers=delta_layers(grouped=True),
-            heads=GATED_HEADS,
-            rope={"partial": 0.25},
-            router={"renormalise": flag("norm_topk_prob", default=True)},
-            feed_forward={
-                **GATED_SHARED,
-                "dense_layers": sparse_steps,
-                "dense_width": whole("intermediate_size", default=0),
-            },
-            block={"unit_offset": True},
-        ),
-        *(
-            Family(
-                name=name,
-                architecture=architecture,
-                section=section,
-                names=TensorNames(renames=(SHARED_EXPERT, *renames), skipped=VISION),
-                layers=delta_layers(grouped=False),
-                heads=GATED_HEADS,
-                rope={"partial": 0.25},
-                router={"renormalise": True},
-                feed_forward=GATED_SHARED,
-                block={"unit_offset": True},
-            )
-            for name, architecture, section, renames in (
-                ("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", "", ()),
-                (
-                    "qwen3_5_moe",
-                    "Qwen3_5MoeForConditionalGeneration",
-                    "text_config",
-                    OF_TEXT,
-                ),
-            )
-        ),
     )
 }
 INDEXER = "its attention chooses what to look at by an indexer of its own (sparse attention)"
