@@ -60,6 +60,8 @@ class EngineSettings(SettingsSection, frozen=True, kw_only=True):
     max_sequences: Count = 64  # running at once
     step_tokens: Count = 512  # token budget of one step, decode and chunked prefill together
     mixed_step_s: Seconds = 0.25  # aim for steps that prefill beside decoding; 0: step_tokens alone decides
+    # of a step's duration without the surplus of other principals: the most with it; 0: no bound
+    step_stretch: Annotated[float, Meta(ge=0.0, le=100.0)] = 1.5
     max_queue: Count = 256  # waiting requests; beyond it 429
     context_tokens: Natural = 0  # 0: the model's own
     scheduler: Literal["sjf", "fcfs"] = "sjf"  # shortest job first with aging, or first come

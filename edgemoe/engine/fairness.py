@@ -18,6 +18,7 @@ FIRST_GUESS_TOKENS = 256.0  # expected output before anything has finished
 # Remembered at once; those without a request are forgotten first, the longest absent of them first.
 MAX_PRINCIPALS = 1024
 MAX_USERS = 128  # of a principal
+MAX_LONG_STEPS = 16.0  # that a principal may have saved, see `step_shares`
 
 
 @dataclass(slots=True)
@@ -29,6 +30,11 @@ class ServiceAccount:
     turn_s: float = 0.0  # when its latest request was admitted
     output_tokens: float | None = None  # of a user
     users: ServiceAccounts | None = field(default=None, repr=False)  # of a principal
+    # See `step_shares`. Steps that it may still lengthen and steps in which it alone decoded.
+    # Steps of others, up to which it has earned long steps.
+    long_steps: float = MAX_LONG_STEPS
+    steps_alone: int = 0
+    others_steps: int = 0
 
 
 class ServiceAccounts:

@@ -17,6 +17,7 @@ from edgemoe.config.settings import EngineSettings
 from edgemoe.engine.blocks import BlockManager, KVSwap
 from edgemoe.engine.fairness import FairnessAccounts, ServiceAccounts
 from edgemoe.engine.sequence import Sequence, blocks_for
+from edgemoe.engine.step_shares import StepPrices, StepShares
 from edgemoe.policy import sjf
 from edgemoe.types.principal import NOBODY, Identity
 from edgemoe.types.step import BLOCK_TOKENS
@@ -112,6 +113,8 @@ class Scheduler:
         self._settings = settings
         self._blocks = blocks
         self._chunk_budget = chunk_budget
+        self.step_shares = StepShares(settings.step_stretch, StepPrices())
+        self.steps = 0
         self._kv_swap = kv_swap
         self.admissions = 0
         self._admitted_s = 0.0
@@ -174,9 +177,17 @@ class Scheduler:
         self._extend_decoding()
         if self.waiting:
             self._admit(now_s)
-        decoding = [ScheduledWork(seq, 1) for seq in self.running if seq.decoding]
-        works = decoding + self._schedule_prefills(now_s, self._chunk_budget.prefill_tokens(len(decoding)))
+        limits = self._limits_of_principals()
+        cut = self._schedule_cut(limits) if limits else []
+        whole = [seq for seq in self.running if seq.identity.principal not in limits or seq.missing_expert is not None]
+        decoding = [ScheduledWork(seq, 1) for seq in whole if seq.decoding]
+        budget = self._chunk_budget.prefill_tokens(len(decoding) + sum(tokens for _, tokens in cut))
+        prefilling = [seq for seq in whole if not seq.decoding]
+        works = sorted([*decoding, *cut], key=lambda work: not work.seq.decoding)
+        works += self._schedule_prefills(prefilling, now_s, budget)
+        self.steps += 1
         for seq, tokens in works:
+            seq.last_step = self.steps
             self._blocks.prepare(seq, tokens)
         return works
 
@@ -199,9 +210,33 @@ class Scheduler:
         self._blocks.close(seq)
         insort(self.waiting, seq, key=lambda other: other.arrived_s)
 
-    def _schedule_prefills(self, now_s: float, budget: int) -> list[ScheduledWork]:
+    def _limits_of_principals(self) -> dict[str, int]:
+        """Returns the most tokens in the next step of each principal whose work would lengthen others' streams."""
+        if not self._is_fair:
+            return {}
+        wanted, decoding = Counter[str](), Counter[str]()
+        for seq in self.running:
+            if seq.missing_expert is None:
+                wanted[seq.identity.principal] += seq.uncomputed
+                decoding[seq.identity.principal] += seq.decoding
+        return self.step_shares.divide(wanted, +decoding, self.fairness.principals)
+
+    def _schedule_cut(self, limits: dict[str, int]) -> list[ScheduledWork]:
+        """Returns the work of principals with limits. Their sequences take turns."""
+        works, left, rows = [], dict(limits), PROMPT_ROWS
+        for seq in sorted(self.running, key=lambda seq: seq.last_step):
+            principal = seq.identity.principal
+            if principal in left and seq.missing_expert is None:
+                tokens = min(1, left[principal], rows)  # of each: steps of one token a sequence have faster kernels
+                left[principal] -= tokens
+                rows -= seq.wants_prompt_logprobs
+                if tokens:
+                    works.append(ScheduledWork(seq, tokens))
+        return works
+
+    def _schedule_prefills(self, seqs: list[Sequence], now_s: float, budget: int) -> list[ScheduledWork]:
         works, rows = [], PROMPT_ROWS
-        for waiter in self._in_order([PrefillWork(seq, seq.uncomputed) for seq in self._prefilling_sequences()], now_s):
+        for waiter in self._in_order([PrefillWork(seq, seq.uncomputed) for seq in seqs], now_s):
             reports = waiter.seq.wants_prompt_logprobs
             tokens = min(budget, waiter.tokens, rows if reports else waiter.tokens)
             if waiter.seq.missing_expert is None:  # else it runs alone, and again and again

@@ -111,6 +111,7 @@ class Sequence:
         self.timeout_s = timeout_s
         self.reported_s = arrived_s  # when its progress was last reported to the front
         self.computed = 0
+        self.last_step = 0  # in which tokens of it were computed
         self.blocks: list[int] = []  # the block table
         self.state = 0  # the slot of the state after the computed tokens, where the model has states
         self.next_states: list[tuple[int, int]] = []  # tokens of the next step, and the slot for the state after them

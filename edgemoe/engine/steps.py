@@ -259,6 +259,7 @@ class StepRunner:
         `again` says that these works were part of a step that failed. Raises FATAL_ERRORS, and any error that a probe
         token raises too.
         """
+        began_s = time.perf_counter()
         try:
             attempt = self._compute_and_sample(works)
         except FATAL_ERRORS:
@@ -272,6 +273,8 @@ class StepRunner:
                 return [self._blame_after_probe(works[0].seq, error)]
             size = -(-len(works) // 2)
         else:
+            tokens = sum(work.tokens for work in works)
+            self._scheduler.step_shares.prices.observe(tokens, time.perf_counter() - began_s)
             return self._commit(attempt)
         parts = [works[first : first + size] for first in range(0, len(works), size)]
         return [outcome for part in parts for outcome in self.run(part, again=True)]
