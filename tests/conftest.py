@@ -15,6 +15,7 @@ from support.examples import register_profiles
 from support.power import Disk
 from support.time_budget import TimeBudget
 
+from edgemoe.heap import freeze_objects
 from edgemoe.jit.env import WORKER_ENV
 
 SPINS = {"GOMP_SPINCOUNT": "2000"}  # tests multiply small matrices, often on a busy box
@@ -43,6 +44,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT_S))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """Leaves all modules to no garbage collection, of which one over their objects takes half a second."""
+    freeze_objects()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from support.kept import KERNELS
 from support.tiny_models import FAMILIES as TINY
 from support.tiny_models import SIZES
+from support.turns import by_turns
 
 from edgemoe.cli.plan import measure as rates
 from edgemoe.cli.plan.speed import ModelVariant, find_model
@@ -54,7 +56,7 @@ def check(variants: list[ModelVariant], kernels: Kernels, monkeypatch: pytest.Mo
     assert len(said) == len(variants)
 
 
-@pytest.fixture(scope="module", params=DTYPES)
+@pytest.fixture(scope="module")
 def kernels(request: pytest.FixtureRequest) -> Iterator[Kernels]:
     made = Kernels(1, request.param == "bfloat16", KERNELS)
     link(TIERS.codes, KERNELS)
@@ -62,7 +64,11 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[Kernels]:
     made.close()
 
 
-@pytest.mark.parametrize("family", dict.fromkeys(family.name for family in FAMILIES.values()))
+@pytest.mark.parametrize(
+    ("kernels", "family"),
+    by_turns(DTYPES, dict.fromkeys(family.name for family in FAMILIES.values())),
+    indirect=["kernels"],
+)
 def test_every_family_is_measured_in_all_encodings_that_it_can_have(
     family: str, kernels: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -72,8 +78,17 @@ def test_every_family_is_measured_in_all_encodings_that_it_can_have(
     check(variants, kernels, monkeypatch)
 
 
-@pytest.mark.parametrize("encoding", [name for name in ENCODINGS if name not in DTYPES])
-@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5_moe_text", "gpt_oss"])  # fused, not fused, with biases
+@pytest.mark.parametrize(
+    ("kernels", "encoding", "family"),
+    by_turns(
+        DTYPES,
+        product(
+            [name for name in ENCODINGS if name not in DTYPES],
+            ["qwen3_moe", "qwen3_5_moe_text", "gpt_oss"],  # fused, not fused, with biases
+        ),
+    ),
+    indirect=["kernels"],
+)
 def test_every_encoding_is_measured(
     family: str, encoding: str, kernels: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,11 +12,15 @@ from support.checkpoints import mxfp4_checkpoint, tiny_checkpoint, tiny_model
 from support.engine_kit import Model, prompt
 from support.family_kit import check_goes_on, check_prefix_is_reused, drive_all, family_model
 from support.kept import KERNELS
+from support.turns import by_turns
 
 from edgemoe.kernels.cpu.runtime import Kernels
 
 LENGTHS, TOKENS = [5, 90], 64
+SLOTS = (18, 2)  # experts in memory: all, or two
 MADE = ["gpt_oss", "gpt_oss in MXFP4", "gemma4_text", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"]
+
+SERVED = [pytest.param(one.values, marks=one.marks) for one in by_turns(SLOTS, MADE)]
 
 
 @pytest.fixture(scope="module")
@@ -26,24 +30,25 @@ def kernels() -> Iterator[Kernels]:
     made.close()
 
 
-@pytest.fixture(scope="module", params=MADE)
-def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+@pytest.fixture(scope="module", params=SERVED, ids=str)
+def served(request: pytest.FixtureRequest) -> tuple[int, str]:
+    return request.param  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(served: tuple[int, str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     """The oracle, and a checkpoint of it."""
-    directory = tmp_path_factory.mktemp("checkpoint") / "hf"
-    if request.param.endswith("MXFP4"):
+    directory, family = tmp_path_factory.mktemp("checkpoint") / "hf", served[1]
+    if family.endswith("MXFP4"):
         return mxfp4_checkpoint(directory), directory
-    return tiny_model(request.param), tiny_checkpoint(request.param, directory, stacked=True)
+    return tiny_model(family), tiny_checkpoint(family, directory, stacked=True)
 
 
-@pytest.fixture(scope="module", params=["resident", "two experts"])
+@pytest.fixture(scope="module")
 def model(
-    request: pytest.FixtureRequest,
-    checkpoint: tuple[Any, Path],
-    kernels: Kernels,
-    tmp_path_factory: pytest.TempPathFactory,
+    served: tuple[int, str], checkpoint: tuple[Any, Path], kernels: Kernels, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Model]:
-    slots = 18 if request.param == "resident" else 2
-    with family_model(checkpoint[1], tmp_path_factory.mktemp("store"), kernels, slots) as made:
+    with family_model(checkpoint[1], tmp_path_factory.mktemp("store"), kernels, served[0]) as made:
         yield made
 
 

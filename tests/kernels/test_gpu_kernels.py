@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from support.kept import STORES
+from support.turns import by_turns
 
 from edgemoe.experts.compute.cuda import ROWS
 from edgemoe.kernels.gpu import expert_blocks as gpu_experts
@@ -24,16 +25,6 @@ triton = pytest.importorskip("triton", reason="Triton has no wheel for this plat
 GENERATIONS = {80: 163 << 10, 90: 227 << 10, 120: 99 << 10}  # capability * 10 -> shared memory of one block, bytes
 ROOT = Path(__file__).parents[2]
 ENCODED = [kind for kind, encoding in ENCODINGS.items() if encoding.scales(1)]
-
-
-def each_generation(*cases: tuple[Any, ...]) -> list[Any]:
-    """Returns every case for every generation. The gate compiles each case for one of them, by turns."""
-    count = len(GENERATIONS)
-    return [
-        pytest.param(capability, *case, marks=() if (number + number // count) % count == turn else pytest.mark.slow)
-        for number, case in enumerate(cases)
-        for turn, capability in enumerate(GENERATIONS)
-    ]
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +50,7 @@ def compiled(kernel: Any, capability: int, geometry: ExpertGeometry, rows: int) 
     return triton.compile(source, target=target, options=gpu_experts.OPTIONS)
 
 
-@pytest.mark.parametrize(("capability", "dtype", "rows"), each_generation(*product(("float32", "bfloat16"), ROWS)))
+@pytest.mark.parametrize(("capability", "dtype", "rows"), by_turns(GENERATIONS, product(("float32", "bfloat16"), ROWS)))
 def test_kernels_compile_and_fit_each_generation_of_gpus(capability: int, dtype: str, rows: int) -> None:
     geometry = ExpertGeometry(1, 128, 8, 2048, 768, dtype)
     for kernel in (gpu_experts.gate_up, gpu_experts.down):
@@ -70,7 +61,7 @@ def test_kernels_compile_and_fit_each_generation_of_gpus(capability: int, dtype:
         assert copies, "weights are not copied, 16 bytes at once, while the ones before them are multiplied"
 
 
-@pytest.mark.parametrize(("capability", "kind", "rows"), each_generation(*product(ENCODED, ROWS)))
+@pytest.mark.parametrize(("capability", "kind", "rows"), by_turns(GENERATIONS, product(ENCODED, ROWS)))
 def test_kernels_of_encoded_experts_compile_for_each_generation(capability: int, kind: str, rows: int) -> None:
     swiglu = Activation("clamped_swiglu", 1.702, 7.0)
     gpt_oss = ExpertGeometry(1, 32, 4, 2880, 2880, "bfloat16", swiglu, True, (kind,))
@@ -80,23 +71,25 @@ def test_kernels_of_encoded_experts_compile_for_each_generation(capability: int,
         assert made.metadata.shared <= GENERATIONS[capability], "more than one block may have"
 
 
-def run_interpreted(name: str) -> Any:
+def run_interpreted(name: str, *words: str) -> Any:
     """Runs a script that interprets kernels, and returns its output."""
     script, path = ROOT / "tests" / "support" / name, os.pathsep.join([str(ROOT), str(ROOT / "tests"), *sys.path])
     env = os.environ | {"PYTHONPATH": path}
-    done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, timeout=240, check=False)
+    command = [sys.executable, script, *words]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
 @pytest.mark.timeout(300)
-def test_interpreted_kernels_of_few_tokens_find_experts_in_their_slots_in_each_encoding() -> None:
-    errors = run_interpreted("interpreted_few.py")
+@pytest.mark.parametrize("shapes", ["by turns", pytest.param("all", marks=pytest.mark.slow)])
+def test_interpreted_kernels_of_few_tokens_find_experts_in_their_slots_in_each_encoding(shapes: str) -> None:
+    errors = run_interpreted("interpreted_few.py", shapes)
     assert errors.keys() == ENCODINGS.keys()
     assert max(map(max, errors.values())) < 5e-6
 
 
-@pytest.mark.parametrize(("capability", "kind"), each_generation(*product(ENCODINGS)))
+@pytest.mark.parametrize(("capability", "kind"), by_turns(GENERATIONS, ENCODINGS))
 def test_kernels_of_few_tokens_compile_without_spills_for_each_generation(capability: int, kind: str) -> None:
     geometry = ExpertGeometry(1, 128, 8, 2048, 768, "bfloat16", encodings=(kind,))
     sizes = gpu_experts.constants(geometry, 0, geometry.stride_bytes(0))

@@ -112,7 +112,9 @@ def test_scaled_rotary_embeddings_equal_transformers(make_tiny: MakeTiny, family
     assert _error(logits, reference) < TOLERANCE
 
 
-@pytest.mark.parametrize("fused", [True, False], ids=["kernels", "torch"])
+@pytest.mark.parametrize(  # with kernels also in test_families.py, for each family
+    "fused", [pytest.param(True, marks=pytest.mark.slow), False], ids=["kernels", "torch"]
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_greedy_continuation_of_64_tokens_is_that_of_transformers(
     make_tiny: MakeTiny, family: str, fused: bool

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from support.tiny_models import FAMILIES, Session, Tiny
+from support.turns import by_turns
 
 from edgemoe.model import attention
 from edgemoe.model.attention import AttentionScores
 
 
-@pytest.mark.parametrize("mask", ["in memory", "lower right"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("mask", "family"), by_turns(["in memory", "lower right"], FAMILIES))
 def test_a_prompt_of_several_tiles_equals_transformers(
     make_tiny: Callable[..., Tiny], family: str, mask: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

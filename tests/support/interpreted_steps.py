@@ -1,6 +1,8 @@
 """Runs decode steps as a GPU does, its kernels in Triton's interpreter on the CPU; prints how far they are off as JSON.
 
-    python interpreted_steps.py float32 qwen3_moe mixtral ...
+    python interpreted_steps.py float32 qwen3_moe "mixtral int8" ...
+
+A family is followed by the type of its KV cache if that is not its own.
 
 A program of its own: whether Triton compiles or interprets is settled when it is imported.
 """
@@ -139,12 +141,11 @@ def main() -> None:
     experts_decode.GATES, experts_decode.OUTPUTS = 64, 64
     InterpreterBuilder.create_dot = widened(InterpreterBuilder.create_dot)
     dtype, found = getattr(torch, sys.argv[1]), {}
-    for family in sys.argv[2:]:
+    for case in sys.argv[2:]:
+        family, _, kv = case.partition(" ")
         with tempfile.TemporaryDirectory() as directory:
-            tiny = make(family, dtype, Path(directory))
-            found[family] = far(tiny, int8=False)
-            found[f"{family} int8"] = far(tiny, int8=True)
-            print(family, found[family], found[f"{family} int8"], file=sys.stderr, flush=True)
+            found[case] = far(make(family, dtype, Path(directory)), int8=kv == "int8")
+            print(case, found[case], file=sys.stderr, flush=True)
     print(json.dumps(found))
 
 
