@@ -16,7 +16,7 @@ from edgemoe.api.text.bounded_text import BoundedText, text_command
 from edgemoe.api.text.tokenizer import TextModel
 from edgemoe.errors import CheckpointError, InvalidRequest
 
-LOAD_S, TEXT_S = 3.0, 0.5  # a processor's, in place of the daemon's, which are for slow machines
+LOAD_S, TEXT_S = 3.0, 0.2  # a processor's, in place of the daemon's, which are for slow machines
 PLAIN = "{% for message in messages %}{{ message.content }}{% endfor %}"
 # Attacks of a template, on a message that asks for them: endless time, any memory, or the interpreter for itself.
 ATTACKS = {

@@ -289,8 +289,9 @@ class Fields:
             await asked.refused("maximum context length", messages=long, truncate=truncate)
 
     async def shift(self, asked: Asked) -> None:
+        long = [{"role": "user", "content": "x" * 3800}]  # of the context's 4096 tokens
         for shift in (True, False):
-            found = await asked.chat(messages=[{"role": "user", "content": "x"}], shift=shift)
+            found = await asked.chat(messages=long, shift=shift)
             assert found["done_reason"] == "length"
 
 

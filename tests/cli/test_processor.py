@@ -39,7 +39,9 @@ def test_a_processor_below_avx2_is_refused_first_with_its_missing_features(
 
 
 @pytest.mark.skipif(QEMU is None, reason="qemu-x86_64-static is not installed (Debian: qemu-user-static)")
-@pytest.mark.parametrize("model", ["Nehalem", "SandyBridge"])
+@pytest.mark.parametrize(
+    "model", [pytest.param("Nehalem", marks=pytest.mark.slow), "SandyBridge"]
+)  # the latter has AVX
 def test_an_emulated_processor_below_avx2_is_refused(model: str, tmp_path: Path) -> None:
     status, said = _run((str(QEMU), "-cpu", model), ("plan",), tmp_path)
     assert status == 1

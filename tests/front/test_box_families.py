@@ -21,7 +21,7 @@ from edgemoe.store.packer import ensure_store
 from edgemoe.telemetry import metrics as names
 from edgemoe.types.experts import padded
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 EXPERTS = 18  # in all
 
 
@@ -30,10 +30,7 @@ class Served(NamedTuple):
     oracle: Oracle
 
 
-SLOW = [pytest.param(family, marks=pytest.mark.slow) for family in ("gemma4_text", "deepseek_v3")]
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["gpt_oss", *SLOW])
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["gpt_oss", "gemma4_text", "deepseek_v3"])
 async def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
     """Two boxes that have a plan; a's disk lacks half of the experts."""
     folder = tmp_path_factory.mktemp("x")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import re
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -56,7 +57,8 @@ async def boxes(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> A
         memory={"ram_bytes": SLOTS * slot, "kv_bytes": 8 << 20},
         engine={"threads": 1},
         service={"max_restarts": 50, "drain_s": 2.0},
-        cluster={"coordination": "raft", "replicas": 1, "absent_s": 60.0},
+        # Plans change where they must: better ones are solved in test_refined_plan.py.
+        cluster={"coordination": "raft", "replicas": 1, "absent_s": 60.0, "migrate_s": 0.0},
     )
     for box in made:
         box.start()
@@ -99,7 +101,7 @@ async def test_a_fourth_box_joins_by_one_that_lists_it_and_serves(
 ) -> None:
     """Only a lists it, and it lists only a. The others learn of it, give it homes, and lose it again.
 
-    Requests are answered throughout, while homes move to the fourth box.
+    Requests to one box after another are answered throughout, while homes move to the fourth box.
     """
     d, lists = like(boxes["b"], tmp_path / "d", *free_ports(1)), boxes["a"].folder / "peers.toml"
     seed, before = load_peers(lists)["a"], lists.read_text()
@@ -108,20 +110,19 @@ async def test_a_fourth_box_joins_by_one_that_lists_it_and_serves(
     lists.write_text(f'{before}\n[[peer]]\nnode = "d"\naddress = ""\nkey = "{key}"\nvoter = false\n')
     said: list[tuple[str, str]] = []
 
-    async def speak(box: Box) -> None:
-        while True:
-            prompt = f"{box.node} says {len(said)}"
+    async def speak() -> None:
+        for number, box in enumerate(itertools.cycle(boxes.values())):
+            prompt = f"{box.node} says {number % 6}"
             said.append((prompt, await box.complete(prompt, 60)))
 
     d.start("--join", f"a,{seed.address},{seed.key}")
-    speaking = [asyncio.ensure_future(speak(box)) for box in boxes.values()]
+    speaking = asyncio.ensure_future(speak())
     try:
-        await until(lambda: settled(four, (*NODES, "d")), 60.0)
-        for each in speaking:
-            each.cancel()
-        await asyncio.gather(*speaking, return_exceptions=True)
+        await until(lambda: settled(four, (*NODES, "d")), 120.0)
+        speaking.cancel()
+        await asyncio.gather(speaking, return_exceptions=True)
         assert any("moving=True" in box.log() for box in boxes.values())
-        assert said
+        assert len(said) >= len(boxes)
         assert said == [(prompt, oracle.complete(prompt, 60)) for prompt, _ in said]
         assert await d.complete("said by the fourth", 40) == oracle.complete("said by the fourth", 40)
         for box in boxes.values():
@@ -130,7 +131,7 @@ async def test_a_fourth_box_joins_by_one_that_lists_it_and_serves(
     finally:
         await d.close()
         lists.write_text(before)
-    await until(lambda: settled(boxes.values(), NODES), 60.0)
+    await until(lambda: settled(boxes.values(), NODES), 120.0)
 
 
 async def test_a_stream_goes_on_when_its_engine_dies_and_then_the_box_that_took_it(
@@ -148,7 +149,7 @@ async def test_a_stream_goes_on_when_its_engine_dies_and_then_the_box_that_took_
 
     assert await a.stream("go on", 800, 20, chaos) == oracle.complete("go on", 800)
     died[0].start()
-    await until(lambda: settled(boxes.values(), NODES), 60)
+    await until(lambda: settled(boxes.values(), NODES), 120)
 
 
 async def test_the_leader_dies_and_another_leads_in_a_later_epoch(boxes: dict[str, Box], oracle: Oracle) -> None:
@@ -168,7 +169,7 @@ async def test_the_leader_dies_and_another_leads_in_a_later_epoch(boxes: dict[st
     assert after["plan"] == before["plan"]  # a box that is gone for a moment keeps its homes
     assert await asyncio.gather(*saying) == [oracle.complete(f"said by {box.node}", 300) for box in others]
     leader.start()
-    await until(lambda: settled(boxes.values(), NODES), 60)
+    await until(lambda: settled(boxes.values(), NODES), 120)
     assert (await leader.cluster())["epoch"] >= after["epoch"]
 
 

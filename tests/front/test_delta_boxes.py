@@ -21,7 +21,7 @@ from edgemoe.store.packer import ensure_store
 from edgemoe.telemetry import metrics as names
 from edgemoe.types.experts import padded
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 NODES = ("a", "b")
 LAYERS, EXPERTS = 3, 16
 SLOTS = LAYERS * EXPERTS // 2 + 2  # of RAM: the boxes together hold all

@@ -25,7 +25,13 @@ from edgemoe.store.packer import pack
 
 pytestmark = [pytest.mark.early, pytest.mark.asyncio(loop_scope="session")]
 PROMPTS = ["def main(argv):\n    ", "The file system", "12 + 30 =", 'msgid "Cancel"\nmsgstr "']
-TOKENS = 64
+TOKENS = 40
+BEGUN = 12  # tokens of all texts together, after which the engine is killed
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return in_float32(model_path(), tmp_path_factory.mktemp("plain") / "hf")
 
 
 def greedy(checkpoint: Path) -> list[str]:
@@ -55,8 +61,9 @@ async def served(front: Front) -> list[str]:
 @pytest.mark.parametrize(
     ("experts", "share"), [("int8", 1.0), pytest.param("int4", 1.0, marks=pytest.mark.slow), ("int4", 0.05)]
 )
-async def test_the_daemon_generates_the_dequantised_weights_text(tmp_path: Path, experts: str, share: float) -> None:
-    plain = in_float32(model_path(), tmp_path / "plain")
+async def test_the_daemon_generates_the_dequantised_weights_text(
+    plain: Path, tmp_path: Path, experts: str, share: float
+) -> None:
     expected = greedy(dequantised(plain, tmp_path / "oracle", experts, "int8"))
     store = tmp_path / "store"
     pack(plain, store, wanted=WantedEncodings.parse(experts, "int8"))
@@ -67,15 +74,15 @@ async def test_the_daemon_generates_the_dequantised_weights_text(tmp_path: Path,
         supervisor = front.supervisor
         assert supervisor is not None
         again = asyncio.ensure_future(served(front))
-        await until(lambda: sum(len(live.emitted) for live in supervisor.requests.machine._live.values()) > 40, 60)
+        await until(lambda: sum(len(live.emitted) for live in supervisor.requests.machine._live.values()) > BEGUN, 60)
         os.kill(supervisor.describe()["engine"]["pid"], signal.SIGKILL)
         assert await again == expected
 
 
 async def test_with_keys_and_values_in_int8_the_door_says_the_same_after_an_engine_died(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plain, store = in_float32(model_path(), tmp_path / "plain"), tmp_path / "store"
+    store = tmp_path / "store"
     pack(plain, store, wanted=WantedEncodings.parse("int4,first=int8", "int8"))
     memory, sections = MemorySettings(kv_bytes=8 << 20), {"service": {"max_restarts": 5}}
     settings = settings_for(tmp_path, store, memory=memory, engine={"kv_cache_dtype": "int8"}, **sections)
@@ -86,6 +93,6 @@ async def test_with_keys_and_values_in_int8_the_door_says_the_same_after_an_engi
         assert await asyncio.to_thread(main, ["status", *socket]) == 0
         assert "experts int4, int8; dense int8; KV int8" in " ".join(capsys.readouterr().out.split())
         again = asyncio.ensure_future(served(front))
-        await until(lambda: sum(len(live.emitted) for live in supervisor.requests.machine._live.values()) > 40, 60)
+        await until(lambda: sum(len(live.emitted) for live in supervisor.requests.machine._live.values()) > BEGUN, 60)
         os.kill(supervisor.describe()["engine"]["pid"], signal.SIGKILL)
         assert await again == expected

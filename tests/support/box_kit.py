@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -21,9 +22,10 @@ class Oracle:
     def __init__(self, checkpoint: Path) -> None:
         self._model = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
         self._tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+        self.complete = cache(self._complete)
 
     @torch.inference_mode()
-    def complete(self, prompt: str, max_tokens: int) -> str:
+    def _complete(self, prompt: str, max_tokens: int) -> str:
         ids = torch.tensor([self._tokenizer.encode(prompt).ids])
         out = self._model.generate(
             ids,

@@ -1,8 +1,8 @@
 """Compiles all code of an engine for several processors, and prints its undefined symbols.
 
 The code is compiled once, for EDGEMOE_PROCESSOR, to LLVM code, and from that for each processor named. Prints
-{processor: {symbol: [codes]}}. Run as `python -m support.every_code ROWS|KERNELS|ALL PROCESSOR...`. ROWS are of each
-encoding; KERNELS are these and all of bfloat16.
+{processor: {symbol: [codes]}}. Run as `python -m support.every_code KERNELS|ALL PROCESSOR...`. KERNELS are the ones of
+bfloat16 and the rows of each encoding.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from itertools import islice
 
 from edgemoe.experts.compiled_parts import every_part, model_parts
 from edgemoe.jit.compile_target import CompileTarget, named
@@ -18,12 +17,7 @@ from edgemoe.jit.object_cache import Code, llvm_module, undefined_symbols
 
 
 def every_code(part: str) -> Iterator[Code]:
-    parts = {
-        "ALL": every_part,
-        "KERNELS": lambda: model_parts(True),
-        "ROWS": lambda: islice(model_parts(True), 1, None),
-    }
-    for each in parts[part]():
+    for each in every_part() if part == "ALL" else model_parts(True):
         yield from each.codes
 
 

@@ -15,7 +15,7 @@ from edgemoe.store.manifest import spec_of
 from edgemoe.store.packer import pack
 
 TOKENS = 64
-QUICK = ["glm4_moe", "qwen2_moe"]
+QUICK = ["glm4_moe", "qwen2_moe", "gpt_oss", "qwen3_next"]
 MADE = [
     pytest.param(family, marks=() if family in QUICK else pytest.mark.slow)
     for family in FAMILIES
