@@ -16,6 +16,8 @@ from edgemoe.cli.doctor.checks import CheckResult
 from edgemoe.cli.doctor.doctor_command import picture
 from edgemoe.cli.output import console
 from edgemoe.cli.parser import CommandParser, add_default_action, build_parser
+from edgemoe.cli.status_command import tier_table
+from edgemoe.telemetry import metrics as names
 
 
 def every(parser: CommandParser, *path: str) -> Iterator[tuple[tuple[str, ...], CommandParser]]:
@@ -227,3 +229,13 @@ def test_a_file_without_keys_is_told_as_such(tmp_path: Path, capsys: pytest.Capt
     asked = ["key", "show", "--set", f"api.api_key_file={file}"]
     assert main(asked) == 1
     assert f"there are no keys in {file}; `edgemoe key new NAME` makes one" in capsys.readouterr().err
+
+
+def test_the_table_of_tiers_has_the_share_of_expert_calls_that_each_served() -> None:
+    def shares(hits: dict[str, float]) -> list[str]:
+        figures = {names.named(names.TIER_HITS, tier=tier): served for tier, served in hits.items()}
+        table = tier_table(figures | {names.named(names.TIER_SLOTS, tier="ram"): 8.0})
+        return list(table.columns[4].cells)
+
+    assert sorted(shares({"ram": 3.0, "nvme": 1.0})) == ["25.0%", "75.0%"]
+    assert shares({}) == ["", ""]

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from edgemoe.config.budgets import LEAST_SLOTS, ModelNeeds, resolve_budgets
+from edgemoe.config.budgets import LEAST_SLOTS, TYPICAL_TOKENS, ModelNeeds, resolve_budgets
 from edgemoe.config.settings import CacheSettings, DeviceSettings, EngineSettings, MemorySettings, Settings
 from edgemoe.errors import CapacityError
 from edgemoe.types.experts import ExpertGeometry
@@ -28,10 +28,16 @@ def settings(device: DeviceSettings | None = None, *, contained: bool = True, **
 
 def test_on_a_cpu_everything_together_leaves_the_headroom_free() -> None:
     found = resolve_budgets(settings(headroom_bytes=12 * GIB), HOST, NEEDS)
-    assert found.devices[0].kind == "cpu"
+    assert (found.devices[0].kind, found.devices[0].expert_bytes) == ("cpu", 0)
     assert found.dense_bytes + found.kv_bytes + found.ram_bytes <= 8 * GIB
     assert found.ram_bytes % EXPERTS.stride_bytes(0) == 0
     assert found.threads == 8
+
+
+def test_by_default_every_sequence_has_room_for_a_typical_request() -> None:
+    needs = dataclasses.replace(NEEDS, kv_bytes_per_token=1 << 14)
+    found = resolve_budgets(settings(), HOST, needs)
+    assert found.kv_bytes == EngineSettings().max_sequences * TYPICAL_TOKENS * needs.kv_bytes_per_token
 
 
 STATE = 60 << 20

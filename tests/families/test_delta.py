@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 from safetensors.torch import load_file, save_file
 from support.checkpoints import GATED_DELTA, SIZES, tiny_checkpoint
 
@@ -33,6 +34,13 @@ def test_every_fourth_layer_is_attention_where_nothing_is_said() -> None:
     assert [isinstance(each.heads, DeltaHeads) for each in spec.attention] == [True, True, True, False] * 2
     often = spec_of(layer_types=None, num_hidden_layers=8, full_attention_interval=2)
     assert often.state_layers == (0, 2, 4, 6)
+
+
+def test_sizes_that_a_configuration_leaves_out_are_those_of_transformers() -> None:
+    usual = transformers.Qwen3NextConfig()
+    keys = [key for key in usual.to_dict() if key.startswith("linear_")]
+    assert len(keys) == 5
+    assert spec_of(**dict.fromkeys(keys)) == spec_of(**{key: getattr(usual, key) for key in keys})
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,12 @@ import json
 from typing import Any
 
 import pytest
+import torch
 import transformers
 
 from edgemoe.errors import CheckpointError, UnsupportedModel
 from edgemoe.families.config import spec_from_config
+from edgemoe.families.mechanisms import root_of_hidden
 from edgemoe.families.read import FULL, SLIDING
 from edgemoe.families.spec import dense_shapes
 from edgemoe.store.layout import precision
@@ -172,3 +174,11 @@ def test_other_gemmas_are_refused_by_their_features(key: str, value: Any) -> Non
 def test_nonsense_of_gemma_is_refused_by_name(key: str, value: Any) -> None:
     with pytest.raises(CheckpointError, match="head_dim" if value == {"5": {"head_dim": -1}} else key):
         spec_from_config(_gemma(**{key: value}))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_factor_of_gemmas_embedding_is_rounded_as_torch_rounds(dtype: str) -> None:
+    for hidden in range(64, 8192, 64):
+        rounded = torch.tensor(hidden**0.5, dtype=torch.float64).to(torch.float32).to(getattr(torch, dtype))
+        found = root_of_hidden({"hidden_size": hidden, "dtype": dtype})
+        assert (rounded.item() if dtype == "bfloat16" else hidden**0.5) == found, hidden

@@ -279,6 +279,7 @@ async def test_a_request_that_is_cut_off_ends_in_its_own_form(
         ([("SIGABRT", "kernels")] * 3, [False, False, True]),
         ([("SIGABRT", "kernels"), ("SIGSEGV", "kernels"), ("TypeError", "kernels")], [False, False, True]),
         ([("SIGABRT", "kernels"), ("SIGABRT", "weights"), ("SIGABRT", "experts")], [False, False, True]),
+        ([(kind, f"phase {n}") for n, kind in enumerate("AABBB")], [False] * 4 + [True]),
         ([(f"kind {n}", f"phase {n}") for n in range(6)], [False] * 5 + [True]),
     ],
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from edgemoe.policy.migration import Migration
+from edgemoe.policy.migration import Migration, copy_s
 from edgemoe.types.arrays import BoolArray
 
 HEAT = np.array([[4.0, 1.0, 3.0, 2.0]])
@@ -46,3 +46,10 @@ def test_a_full_box_makes_room_by_homes_that_others_keep_or_the_goal_has_nowhere
     homes = Migration(now, pinned, goal, room, heat).next_homes()
     assert np.argwhere(homes[0]).tolist() == [[0, 1], [0, 2], [1, 3]], "the only copy of an expert that moves stays"
     assert np.array_equal(homes[1:], goal[1:])
+
+
+def test_the_time_of_copying_is_that_of_the_added_homes_at_each_boxs_rate() -> None:
+    now, goal = (np.zeros((2, 2, 3), np.bool_) for _ in range(2))
+    now[0, 0] = goal[0, 0, 0] = True  # homes that are given up cost nothing
+    goal[0, 1, :2] = goal[1, 0, 0] = True
+    assert copy_s(now, goal, np.array([3, 5]), np.array([2.0, 4.0])) == 2 * 5 / 2 + 3 / 4

@@ -19,7 +19,7 @@ from edgemoe.store.packer import pack
 from edgemoe.telemetry.routing_recording import AHEAD, OWN, read_recording
 from edgemoe.types.request import Emission, Request, Sampling
 from edgemoe.worker.assemble import assemble
-from scoutgate.convert import recordings
+from scoutgate.convert import convert, recordings
 from scoutgate.data import Meta, Recording, Routes, write
 from scoutgate.evaluate import judge
 
@@ -52,7 +52,7 @@ def served(store: Path, folder: Path, hints: bool, hidden: bool = False) -> None
 
 def test_a_daemons_own_recordings_hold_gates_hints_of_decoded_tokens(store: Path, tmp_path: Path) -> None:
     served(store, tmp_path / "records", hints=True)
-    assert recordings(tmp_path / "records", store, tmp_path / "data") == 14
+    assert convert([tmp_path / "records"], store, tmp_path / "data") == 14
     recording = Recording(tmp_path / "data")
     assert recording.gate is not None
     everywhere = np.arange(recording.count)

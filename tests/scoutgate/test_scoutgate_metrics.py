@@ -72,3 +72,9 @@ def test_popularity_and_transition_are_forecasts_of_k_experts(tmp_path: Path) ->
             assert p.min() >= 0
             assert p.max() <= 1
             np.testing.assert_allclose(p.sum(1), len(EXPERTS) * recording.meta.top_k, rtol=1e-3)
+
+
+def test_a_sum_of_scores_knows_the_number_of_experts_whichever_part_has_it() -> None:
+    score = Score(top_k=1)
+    score.add(np.full((2, 6), 0.5, np.float32), np.zeros((2, 6), bool))
+    assert (Score(1) + score).experts == (score + Score(1)).experts == 6

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from support.power import Disk
 
-from edgemoe.durable import open_kept, replace_file
+from edgemoe.durable import open_kept, private_folder, replace_file
 from edgemoe.store.packer import pack
 
 
@@ -69,3 +69,11 @@ def test_a_file_with_a_second_name_is_taken_in_a_folder_of_ones_own_only(tmp_pat
     os.close(open_kept(tmp_path / "one"))
     with pytest.raises(OSError, match="second name") if shared else contextlib.nullcontext():
         os.close(open_kept(tmp_path / "two"))
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_private_folder_is_entered_by_its_user_alone(tmp_path: Path, there: bool) -> None:
+    if there:
+        (tmp_path / "folder").mkdir(mode=0o755)
+    assert private_folder(tmp_path / "folder")
+    assert stat.S_IMODE((tmp_path / "folder").stat().st_mode) == 0o700

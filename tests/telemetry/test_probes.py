@@ -94,6 +94,15 @@ def test_no_v1_limit_is_a_number_too_large_to_mean_one(tmp_path: Path) -> None:
     assert probe_machine(root).ram_total_bytes < 1 << 60
 
 
+@pytest.mark.parametrize(("quota", "cpus"), [(350_000, 3), (900_000, 8), (20_000, 1)])
+def test_a_quota_of_several_processors_counts_up_to_those_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quota: int, cpus: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    root = write(tmp_path, {"proc/self/cgroup": "0::/x\n", "sys/fs/cgroup/x/cpu.max": f"{quota} 100000\n"})
+    assert probe_machine(root).cpus == cpus
+
+
 @pytest.mark.parametrize(
     "files",
     [

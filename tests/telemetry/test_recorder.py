@@ -274,6 +274,23 @@ def test_a_damaged_recording_is_refused(where: str, tmp_path: Path) -> None:
         list(read_recording(file)[1])
 
 
+@pytest.mark.parametrize(
+    "header",
+    [
+        RecordingHeader("digest", 0, 16, 2),
+        RecordingHeader("digest", 3, 0, 0),
+        RecordingHeader("digest", 3, 16, 0),
+        RecordingHeader("digest", 3, 16, 17),
+        RecordingHeader("digest", 3, 16, 2, hidden=-1),
+    ],
+)
+def test_a_recording_of_an_impossible_model_is_refused_at_once(header: RecordingHeader, tmp_path: Path) -> None:
+    block = zlib.compress(msgspec.msgpack.encode(header))
+    (tmp_path / "file").write_bytes(MAGIC + struct.pack("<I", len(block)) + block)
+    with pytest.raises(StoreError, match="is damaged"):
+        read_recording(tmp_path / "file")
+
+
 def test_a_directory_that_cannot_be_written_is_said_at_once(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StoreError, match=r"record\.dir"):

@@ -54,3 +54,16 @@ def test_a_locked_slab_is_locked() -> None:
     before = locked_kib()
     slab = HostSlab(SlabLayout.even(8, 4096), lock=True)
     assert locked_kib() - before == slab.size_bytes >> 10
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="has no huge pages")
+def test_a_slab_asks_for_huge_pages() -> None:
+    slab = HostSlab(SlabLayout.even(2, 4 << 20))
+    flags, inside = "", False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, _, last = line.split()[0].partition("-")
+        if last:
+            inside = int(first, 16) <= slab.address < int(last, 16)
+        elif inside and first == "VmFlags:":
+            flags = line
+    assert "hg" in flags.split()
