@@ -156,6 +156,7 @@ class ClusterSettings(SettingsSection, frozen=True, kw_only=True):
     route: Route = "pull"  # which engine a request goes to
     calls_port: Annotated[int, Meta(ge=0, le=65535)] = 0  # of the channel for expert calls; 0: any free one
     bulk_port: Annotated[int, Meta(ge=0, le=65535)] = 0  # of the channel for experts themselves
+    check_share: Share = 0.01  # of other boxes' answers, and of the time, for computing answers again; 0: no checks
     call_timeout_s: Annotated[float, Meta(gt=0, le=600)] = 5.0  # after which a call to another box has failed
 
 

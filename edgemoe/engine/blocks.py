@@ -193,6 +193,12 @@ class BlockManager:
         if self._states is not None:
             self._states.forget(gone)
 
+    def forget_all(self) -> None:
+        """Removes all blocks and states from the prefix cache. Sequences that hold some keep them."""
+        self.forget(list(self._known))
+        if self._states is not None:  # states outlive their blocks
+            self._states.forget_all()
+
     def observe(self, blocks: IntArray, ids: npt.NDArray[np.int16]) -> None:
         """Adds the routing `ids` [L, T, k] to the signatures of the blocks [T] in which the tokens lie."""
         layers = np.arange(ids.shape[0])[:, None, None]

@@ -117,6 +117,12 @@ class Engine:
         thread.start()
         return thread
 
+    def compute_again(self) -> None:
+        """Computes the keys and values of all running requests again, and empties the prefix cache, before the next
+        step. From any thread.
+        """
+        self.loop.call(self.scheduler.restart_all)
+
     def metrics(self) -> dict[str, float]:
         """Returns the numbers for /metrics by their final names. May be called from any thread."""
         return engine_metrics(self.loop, self.scheduler, self.runner, self.blocks)

@@ -172,6 +172,16 @@ class Scheduler:
         self._blocks.forget(seq.keys)
         self._requeue(seq)
 
+    def restart_all(self) -> None:
+        """Queues all sequences to be computed again from their first token, and empties the prefix cache."""
+        for seq in list(self.running):
+            self.paused_total["recompute"] += 1
+            self._requeue(seq)
+        for seq in self.waiting:
+            if self._kv_swap:
+                self._kv_swap.drop(seq)
+        self._blocks.forget_all()
+
     def schedule(self, now_s: float) -> list[ScheduledWork]:
         """Returns the next step's work, decoding sequences first. Every token has a place in a KV block."""
         self._extend_decoding()

@@ -108,6 +108,10 @@ class StateSlots:
             if not self._refs[slot]:
                 self._free.move_to_end(slot, last=False)
 
+    def forget_all(self) -> None:
+        """Removes all states from the prefix cache."""
+        self.forget(list(self._known))
+
     def _withdraw(self, seq: Sequence) -> None:
         for _, slot in seq.next_states:
             self._release(slot)

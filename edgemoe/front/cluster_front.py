@@ -47,6 +47,7 @@ from edgemoe.ipc.messages import (
     FetchPrefixKV,
     HeldExperts,
     LastChunkStarted,
+    PeerCutOff,
     PeerLinkMeasured,
     PeerList,
     Plan,
@@ -136,6 +137,8 @@ class ClusterFront:
                 self._announce()
             case PeerLinkMeasured():
                 self._engine.seen[message.node] = message
+            case PeerCutOff():
+                self.plane.distrust(message.node, message.why)
             case ExpertActivity():
                 self._engine.activity = message
             case ExpertDemandReport():
@@ -258,7 +261,13 @@ class ClusterFront:
     def _tell_peers(self) -> None:
         if self._engine.listening is None or not self.settings.share_experts:
             return
-        peers = PeerList(keys=self.plane.state.members.keys(), engines=self.plane.state.members.engines())
+        state = self.plane.state
+        peers = PeerList(
+            keys=state.members.keys(),
+            engines=state.members.engines(),
+            suspected=state.suspected(),
+            trusted=state.members.trusted(),
+        )
         if peers != self._peers and self._connection.send_control(peers):
             self._peers = peers
 

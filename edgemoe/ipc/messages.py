@@ -7,7 +7,7 @@ Receivers answer an invalid frame with MessageRefused, or end the one request th
 
 from __future__ import annotations
 
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, ClassVar, get_args
 
 import msgspec
 from msgspec import Meta
@@ -115,6 +115,8 @@ class PeerList(Message, frozen=True, kw_only=True, tag="Peers"):
 
     keys: Annotated[dict[Name, Keys], Meta(max_length=MAX_NODES)] = msgspec.field(default_factory=dict)
     engines: Annotated[tuple[PeerEngine, ...], Meta(max_length=MAX_NODES)] = ()
+    suspected: Annotated[tuple[Name, ...], Meta(max_length=MAX_NODES)] = ()  # another box found their answers wrong
+    trusted: Annotated[tuple[Name, ...], Meta(max_length=MAX_NODES)] = ()  # their KV blocks serve all requests
 
 
 class Plan(Message, frozen=True, kw_only=True, tag="Plan"):
@@ -150,6 +152,14 @@ class PeerLinkMeasured(Message, frozen=True, kw_only=True, tag="PeerSeen"):
     latency_s: Seconds
     bytes_per_s: Rate
     unit_s: Seconds = 0.0  # that the peer takes to compute one unit of work; 0 until measured
+
+
+class PeerCutOff(Message, frozen=True, kw_only=True, tag="PeerCut"):
+    """Says that the engine asks nothing of a peer any more, because its answers to expert calls were wrong."""
+
+    since: ClassVar[int] = 3
+    node: Name
+    why: Text
 
 
 class ExpertActivity(Message, frozen=True, kw_only=True, tag="Activity"):
@@ -337,6 +347,7 @@ ToCluster = (
     ChannelsOpened
     | HeldExperts
     | PeerLinkMeasured
+    | PeerCutOff
     | ExpertActivity
     | LastChunkStarted
     | PrefixKVFetched

@@ -60,3 +60,10 @@ class ExpertPeers(Protocol):
 
     def call(self, node: str, work: ExpertWork, answers: SimpleQueue[RemoteCall]) -> RemoteCall:
         """Sends work to a peer. Puts the call into `answers` when it has a result or an error."""
+
+
+def row_floats(rows: memoryview, bf16: bool) -> FloatArray:
+    """Returns the numbers of rows of hidden states or sums, which are bfloat16 where `bf16`, else float32."""
+    if bf16:
+        return np.left_shift(np.frombuffer(rows, np.uint16), 16, dtype=np.uint32).view(np.float32)
+    return np.frombuffer(rows, np.float32)

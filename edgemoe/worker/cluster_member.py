@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from edgemoe.cluster.data.answer_checker import AnswerChecker, CheckingMeans
+from edgemoe.cluster.data.answer_ledger import AnswerLedger
 from edgemoe.cluster.data.data_plane import DataPlane, OwnExperts
 from edgemoe.cluster.rpc.keys import load_secret
 from edgemoe.config.settings import ClusterSettings
@@ -26,6 +29,7 @@ from edgemoe.ipc.messages import (
     FetchPrefixKV,
     FromEngine,
     HeldExperts,
+    PeerCutOff,
     PeerLinkMeasured,
     PeerList,
     Plan,
@@ -37,6 +41,7 @@ from edgemoe.ticking import until_tick
 from edgemoe.types.arrays import BoolArray
 from edgemoe.types.experts import ExpertId, Move, Tier
 from edgemoe.types.model_info import ModelInfo
+from edgemoe.types.peers import RemoteCall
 from edgemoe.types.placement import PlacementPlan, pack_bits
 from edgemoe.worker.cluster_parts import ClusterParts
 from edgemoe.worker.expert_demand import ExpertDemandReporter, PrefixSignatures
@@ -46,6 +51,7 @@ log = logging.getLogger(__name__)
 REPORT_S = 1.0
 ACTIVITY_S = 10.0
 MOST_PAIRS = 20_000  # or successions
+TEXT_CHARS = 256  # of a message's text
 FORMER_S = 60.0  # after which other boxes have fetched the former homes of this box
 Post = Callable[[FromEngine], None]
 
@@ -67,6 +73,7 @@ class ClusterMember:
         self.plan: PlacementPlan | None = None
         self._digest = ""  # of the plan
         self._settings, self._tiers, self._info, self._post = settings, tiers, info, post
+        self._engine = engine
         self._sharing, self._homes = sharing, 0
         self._adopted_s = float("-inf")
         self._pacer = HomeFetchPacer(settings.migrate_bytes_per_s, info.expert_bytes, time.monotonic())
@@ -88,6 +95,19 @@ class ClusterMember:
             ),
             timeout_s=settings.call_timeout_s,
         )
+        self.checker = AnswerChecker(
+            AnswerLedger(tiers.geometry, settings.check_share, random.SystemRandom()),
+            settings.check_share,
+            CheckingMeans(
+                self.plane.server.compute_own,
+                self.plane.calls.ask_another,
+                lambda layer: tiers.residency.resident_mask()[layer],
+                lambda: engine.scheduler.idle,
+            ),
+            self._cut_off,
+        )
+        if settings.check_share:
+            self.plane.calls.on_answer = self._note_answer
         self.demand = ExpertDemandReporter(engine, tiers.experts, post, ended=settings.route == "eldr")
         self._prefix_sums = PrefixSignatures(engine, tiers.geometry.top_k, post)
         self._fetches = PrefixFetches(engine, self.plane.kv_fetcher, post)
@@ -105,6 +125,7 @@ class ClusterMember:
         async with asyncio.TaskGroup() as group:
             group.create_task(self.plane.run())
             group.create_task(self._fetches.run())
+            group.create_task(self.checker.run())
             group.create_task(self._prefix_sums.run())
             if self._settings.route in ("pull", "eldr"):
                 group.create_task(self.demand.run())
@@ -123,6 +144,8 @@ class ClusterMember:
         match message:
             case PeerList():
                 self.plane.set_peers(message.keys, message.engines)
+                for node in message.suspected:
+                    self.checker.ledger.suspect(node)
             case Plan():
                 self._adopt(message)
             case FetchPrefixKV():
@@ -150,10 +173,16 @@ class ClusterMember:
             names.EXPERTS_FETCHED: sharing.store.fetched,
             names.EXPERTS_REFUSED: sharing.store.refused,
             names.BULK_SENT_BYTES: self.plane.bulk.sent_bytes + self.plane.pieces.sent_bytes,
+            names.ANSWER_CHECKS_DROPPED: self.checker.ledger.dropped,
+            names.ANSWER_CHECK_SECONDS: self.checker.seconds,
+            names.OWN_ANSWERS_WRONG: self.checker.own_errors,
             names.HOME_EXPERTS: self._homes,
             names.HOME_MISSING: len(self._tiers.residency.homes.missing()),
         }
         values |= self._fetches.metrics() | {names.KV_SERVED_BYTES: self.plane.kv.sent_bytes}
+        for node, record in self.checker.ledger.records.items():
+            values[named(names.ANSWERS_CHECKED, peer=node, found="right")] = record.right
+            values[named(names.ANSWERS_CHECKED, peer=node, found="wrong")] = record.wrong
         for peer in self.plane.calls.peers.values():
             values[named(names.REMOTE_CALLS, peer=peer.node)] = peer.calls
             values[named(names.REMOTE_FAILURES, peer=peer.node)] = peer.failures
@@ -162,6 +191,17 @@ class ClusterMember:
                 values[named(names.PEER_LATENCY, peer=peer.node)] = peer.latency_s
                 values[named(names.PEER_RATE, peer=peer.node)] = 1 / peer.s_per_byte
         return values
+
+    def _note_answer(self, call: RemoteCall) -> None:
+        assert call.result is not None
+        self.checker.ledger.note(call.node, call.work, call.result)
+
+    def _cut_off(self, node: str, why: str) -> None:
+        """Ends all exchange with a box whose answers were wrong, tells the front, and has KV blocks computed again."""
+        log.error("a box is cut off: its answers are wrong", extra={"peer": node, "why": why})
+        self.plane.calls.cut(node)
+        self._engine.compute_again()
+        self._post(PeerCutOff(node=node, why=why[:TEXT_CHARS]))
 
     def _adopt(self, message: Plan) -> None:
         """Follows a plan. Refuses one that cannot be followed, and then the last one stays.

@@ -145,7 +145,7 @@ def make_boxes(folder: Path, stores: Mapping[str, Path], ports: Sequence[int], *
     for node, port in zip(stores, ports, strict=True):
         (folder / node).mkdir()
         key = generate(folder / node / "key").public.decode()
-        entries.append(f'[[peer]]\nnode = "{node}"\naddress = "127.0.0.1:{port}"\nkey = "{key}"\n')
+        entries.append(f'[[peer]]\nnode = "{node}"\naddress = "127.0.0.1:{port}"\nkey = "{key}"\nvouches = true\n')
     for node, port in zip(stores, ports, strict=True):
         (folder / node / "peers.toml").write_text("\n".join(entries))
         own = own_section(folder / node, port) | {"peers_file": str(folder / node / "peers.toml")}

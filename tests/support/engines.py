@@ -47,6 +47,7 @@ class EngineBox:
         timeout_s: float = 5.0,
         devices: Sequence[int] = (),
         placement: PlacementPolicy = "rendezvous",
+        check_share: float = 0.01,
     ) -> None:
         """Makes a box with `slots` experts in RAM, and `devices` experts in emulated devices."""
         self.node, self.boot = node, f"boot-of-{node}"
@@ -68,6 +69,7 @@ class EngineBox:
                 listen="127.0.0.1:7540",
                 call_timeout_s=timeout_s,
                 placement=placement,
+                check_share=check_share,
             ),
         )
         self.told: list[FromEngine] = []

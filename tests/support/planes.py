@@ -118,7 +118,7 @@ async def fronts(
     ports = free_ports(len(nodes))
     keys = {node: generate(folder / f"{node}.key") for node in nodes}
     peers = {
-        node: Peer(node, f"127.0.0.1:{port}", keys[node].public.decode(), voter=node in voters)
+        node: Peer(node, f"127.0.0.1:{port}", keys[node].public.decode(), voter=node in voters, vouches=True)
         for node, port in zip(nodes, ports, strict=True)
     }
     made = {node: Front(folder, peers[node], keys[node], peers, **settings) for node in nodes}

@@ -211,7 +211,7 @@ class Cluster:
             where = 'address = ""' if name in self.empty else f'address = "{self.bed[name].address}:{CONTROL_PORT}"'
             vote = "\nvoter = false" if name in self.empty or name in silent else ""
             if key:
-                entries.append(f'[[peer]]\nnode = "{name}"\n{where}{vote}\nkey = "{key}"\n')
+                entries.append(f'[[peer]]\nnode = "{name}"\n{where}{vote}\nkey = "{key}"\nvouches = true\n')
         fresh = path.with_suffix(".new")
         fresh.write_text("\n".join(entries))
         fresh.rename(path)

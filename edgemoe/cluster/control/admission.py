@@ -1,7 +1,7 @@
-"""Decides which boxes are let in: every box on this box's list of peers, and every box that a listed box vouches for.
+"""Decides which boxes are let in: every box on this box's list of peers, and every box that a vouching one lists.
 
-A box that joins is listed, without a vote, on one box of the cluster; the others accept it on that box's word. The box
-that joins lists one box, its seed, and accepts all others on the seed's word.
+A box that joins is listed, without a vote, on one box of the cluster. The others accept it on that box's word, if their
+lists say so. The box that joins lists one box, its seed, and accepts all others on the seed's word.
 """
 
 from __future__ import annotations
@@ -134,6 +134,10 @@ class Admission:
         wanted = select_peers(self._node, self.listed, words, joining=self._joining)
         return wanted, [m.peer.node for m in self._members if not is_same_box(wanted.get(m.peer.node), m.peer)]
 
+    def is_listed(self, member: Member) -> bool:
+        """Whether the box stands on this box's own list."""
+        return member.peer.node in self.listed
+
     def list_to_announce(self) -> tuple[Peer, ...]:
         """Returns this box's list of peers, with the addresses that the boxes announced where it has none."""
         announced = {m.peer.node: m.announcement.address for m in self._members if m.announcement is not None}
@@ -176,32 +180,34 @@ def select_peers(
 ) -> dict[str, Peer]:
     """Returns the other boxes to let in, by node. `words` are the lists of other boxes.
 
-    Only listed boxes vouch for others. For a box that joins, boxes that its seeds list vouch, too.
+    Boxes vouch for others where this box's list says so. For a box that joins, its seeds and the boxes that they list
+    vouch.
     """
     found = {node: peer for node, peer in listed.items() if node != own}
     keys = {key for peer in listed.values() for key in peer.keys}
     vouchers = list(listed)
     for voucher in vouchers:
-        for peer in words.get(voucher, ()):
+        for peer in words.get(voucher, ()) if joining or listed[voucher].vouches else ():
             welcome = (joining or not peer.voter) and peer.node not in found and keys.isdisjoint(peer.keys)
             if welcome and peer.node != own and peer.address and len(found) < MAX_NODES - 1 and _is_sound(peer):
-                found[peer.node] = peer
+                found[peer.node] = peer.to_announce
                 keys.update(peer.keys)
                 vouchers += [peer.node] * joining
     return found
 
 
 def is_same_box(now: Peer | None, before: Peer) -> bool:
-    """Whether two entries of the list mean one box: its address may change, and one of its two keys."""
+    """Whether two entries of the list mean one box: its address, one of its keys and the opinion of it may change."""
     if now is None or set(now.keys).isdisjoint(before.keys):
         return False
-    return now == msgspec.structs.replace(before, address=now.address, key=now.key, new_key=now.new_key)
+    same = msgspec.structs.replace(before, address=now.address, key=now.key, new_key=now.new_key)
+    return now.to_announce == same.to_announce
 
 
 def fill_addresses(listed: Mapping[str, Peer], announced: Mapping[str, str]) -> tuple[Peer, ...]:
-    """Returns the list with the announced address of each box that it has no address of."""
+    """Returns the list with the announced address of each box that it has no address of, without opinions."""
     return tuple(
-        peer if peer.address else msgspec.structs.replace(peer, address=announced.get(node, ""))
+        msgspec.structs.replace(peer.to_announce, address=peer.address or announced.get(node, ""))
         for node, peer in listed.items()
     )
 

@@ -28,6 +28,7 @@ from edgemoe.cluster.control.control_state import (
     Instruction,
     MessageReceived,
     PeerFoundIncompatible,
+    PeerFoundLying,
     PeersListChanged,
     PublishMembers,
     RefuseMessage,
@@ -38,6 +39,7 @@ from edgemoe.cluster.control.coordination.election_rules import KeptVoters, vote
 from edgemoe.cluster.control.coordination.epoch_fence import EpochFence
 from edgemoe.cluster.control.coordination.raft_transport import RaftChannel
 from edgemoe.cluster.control.coordination.store_factory import make_store, voters_fault
+from edgemoe.cluster.control.distrust import DistrustedBoxes
 from edgemoe.cluster.control.leader import LeaderTasks
 from edgemoe.cluster.control.membership import BEAT_S
 from edgemoe.cluster.control.messages import (
@@ -157,7 +159,8 @@ class ControlPlane:
         fence = EpochFence(directory / "epoch", plans.plan.epoch if plans.plan else 0)
         self._voters = KeptVoters(directory / "voters")
         voters = self._voters.names or voters_of(peers)
-        memory = BoxMemory(KeptWords(directory / KEPT_BOXES), voters)
+        distrusted = DistrustedBoxes(directory / "distrusted.json")
+        memory = BoxMemory(KeptWords(directory / KEPT_BOXES), voters, distrusted)
         self.state = ControlState(settings, peers, announcement, plans, fence, clock, memory)
         self._settings, self._local, self._plan_due = settings, local or NoServices(), asyncio.Event()
         self._group: asyncio.TaskGroup | None = None
@@ -234,6 +237,10 @@ class ControlPlane:
         self._list_fault = voters_fault(self._settings, peers, self._voters.names or voters_of(peers))
         if self._list_fault and self._list_fault != before:
             log.error("the voters in the list of peers", extra={"why": self._list_fault})
+
+    def distrust(self, node: str, why: str) -> None:
+        """Cuts off a box whose answers were wrong, and makes it known to the others."""
+        self._handle(PeerFoundLying(node, why))
 
     def spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         """Spawns a task that ends with `run` at the latest. An unexpected exception ends that task alone."""

@@ -15,9 +15,10 @@ import msgspec
 from edgemoe.cluster.control.admission import AccessInstruction, Admission, KeptWords
 from edgemoe.cluster.control.coordination.election_rules import ElectionRules, voters_of
 from edgemoe.cluster.control.coordination.epoch_fence import EpochFence
+from edgemoe.cluster.control.distrust import DistrustedBoxes, accusers, reason_by_word
 from edgemoe.cluster.control.leadership import LeaderTracker
 from edgemoe.cluster.control.membership import ClusterMembers, Member, MembershipTrigger
-from edgemoe.cluster.control.messages import Announce, BoxReport, ChannelDescription, Heartbeat
+from edgemoe.cluster.control.messages import Accusation, Announce, BoxReport, ChannelDescription, Heartbeat
 from edgemoe.cluster.control.plan_store import PlanStore
 from edgemoe.cluster.rpc.keys import Peer
 from edgemoe.config.settings import ClusterSettings
@@ -75,6 +76,13 @@ class AnnouncementChanged(NamedTuple):
     announcement: Announce
 
 
+class PeerFoundLying(NamedTuple):
+    """This box's engine has found a box's answers to expert calls wrong."""
+
+    node: str
+    why: str
+
+
 class TimerFired(NamedTuple):
     """Time has passed: boxes may have disappeared."""
 
@@ -87,6 +95,7 @@ Event = (
     | AnnouncementAnswered
     | PeersListChanged
     | AnnouncementChanged
+    | PeerFoundLying
     | TimerFired
 )
 
@@ -118,10 +127,11 @@ Instruction = AccessInstruction | DeliverBeat | CheckPlan | PublishMembers | Ref
 
 
 class BoxMemory(NamedTuple):
-    """The boxes learnt from others, and the voters of the agreement, as kept on disk."""
+    """The boxes learnt from others, the voters of the agreement, and the boxes found wrong, as kept on disk."""
 
     words: KeptWords
     voters: Sequence[str]
+    distrusted: DistrustedBoxes
 
 
 class ControlState:
@@ -138,13 +148,16 @@ class ControlState:
         memory: BoxMemory | None = None,
     ) -> None:
         """Begins with `peers`, this box's list of peers, its first announcement, and the memory of earlier starts."""
-        memory = memory or BoxMemory(KeptWords(), voters_of(peers))
+        memory = memory or BoxMemory(KeptWords(), voters_of(peers), DistrustedBoxes())
         self.node, self.plans, self.fence, self.clock = settings.node, plans, fence, clock
         self.members = ClusterMembers(clock)
         rules = ElectionRules(settings, memory.voters)
         self.voters = rules.voters
         self.leader_tracker = LeaderTracker(fence, rules)
-        self.announcement = msgspec.structs.replace(announcement, agreement=rules.words)
+        self._distrusted = memory.distrusted
+        self.announcement = msgspec.structs.replace(
+            announcement, agreement=rules.words, accuses=memory.distrusted.found
+        )
         self.model = announcement.engine.model if announcement.engine else ""  # digest; of the last engine, once gone
         self.serial = 1  # of the announcement
         self._admission = Admission(settings, peers, rules, self.members, memory.words)
@@ -182,6 +195,8 @@ class ControlState:
                 self._instructions.append(PublishMembers())
             case AnnouncementChanged(announcement):
                 self._change_announcement(announcement)
+            case PeerFoundLying(node, why) if node in self.members:
+                self._on_lie(self.members[node], why)
             case TimerFired():
                 self._update_presence()
             case _:
@@ -244,7 +259,7 @@ class ControlState:
         before = member.refusal
         members_change, instructions = self._admission.on_announcement(member, announcement)
         self._instructions += instructions
-        why = self._admission.reject_reason(
+        why = self._distrust_reason(member) or self._admission.reject_reason(
             member.peer.node, announcement, self.model, release=self.announcement.release
         )
         self.members.move(member, MembershipTrigger.REJECTED if why else MembershipTrigger.ACCEPTED, why)
@@ -252,6 +267,7 @@ class ControlState:
             self._say(logging.ERROR, "a box cannot take part", member.peer.node, why=why)
         if members_change:
             self._update_members()
+        self._reject_distrusted()
         self._instructions.append(PublishMembers())
         if why:
             self._instructions.append(RefuseMessage(why))
@@ -261,6 +277,36 @@ class ControlState:
         if answer.refusal and member.refusal != answer.refusal:
             self._say(logging.ERROR, "a box refuses us", member.peer.node, why=answer.refusal)
             self._reject(member, answer.refusal)
+
+    # --- boxes that answer wrongly ----------------------------------------------------------------------------
+
+    def suspected(self) -> tuple[str, ...]:
+        """Returns the boxes that another box has found wrong, and that still take part."""
+        return tuple(sorted(each.peer.node for each in self.members if each.can_take_part and self._accusers(each)))
+
+    def _on_lie(self, member: Member, why: str) -> None:
+        self._distrusted.add(member.peer.node, member.peer.keys, why)
+        self._reject_distrusted()
+        self._change_announcement(msgspec.structs.replace(self.announcement, accuses=self._distrusted.found))
+
+    def _reject_distrusted(self) -> None:
+        for member in self.members:
+            if why := self._distrust_reason(member):
+                self._reject(member, why)
+
+    def _distrust_reason(self, member: Member) -> str:
+        """Returns why a box is cut off, by this box's finding or that of others; "" if it is not."""
+        own = self._distrusted.reason(member.peer.keys)
+        return own or reason_by_word(member.peer.node, self._accusers(member))
+
+    def _accusers(self, accused: Member) -> dict[str, Accusation]:
+        """Returns the boxes on this box's list that have found the box wrong."""
+        words = [
+            (each.peer.node, each.announcement.accuses)
+            for each in self.members
+            if each.announcement is not None and each.can_take_part and self._admission.is_listed(each)
+        ]
+        return accusers(accused.peer.keys, [word for word in words if word[0] != accused.peer.node])
 
     # --- members ----------------------------------------------------------------------------------------------
 
@@ -284,6 +330,7 @@ class ControlState:
         self._instructions += instructions
         for node in struck:
             self.leader_tracker.unfollow(node)
+        self._reject_distrusted()
         listed = self._admission.list_to_announce()
         self._change_announcement(msgspec.structs.replace(self.announcement, listed=listed))
 

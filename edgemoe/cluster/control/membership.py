@@ -190,6 +190,10 @@ class ClusterMembers:
         """Returns the public keys of the boxes that can take part."""
         return {member.peer.node: member.peer.keys for member in self if member.can_take_part}
 
+    def trusted(self) -> tuple[str, ...]:
+        """Returns the boxes that this box's list calls trusted, and that can take part."""
+        return tuple(sorted(member.peer.node for member in self if member.peer.trusted and member.can_take_part))
+
     def engines(self) -> tuple[PeerEngine, ...]:
         """Returns the engines that compute for others: addresses, and whether their fronts are present.
 

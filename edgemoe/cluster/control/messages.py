@@ -32,6 +32,7 @@ from edgemoe.types.bounds import (
     Sum64,
     Text,
     TokenCount,
+    Word,
     Words,
 )
 from edgemoe.types.expert_signatures import EndedRequests, ExpertDemand, ExpertSignature
@@ -104,6 +105,14 @@ class ChannelDescription(msgspec.Struct, frozen=True):
         return self.layer_bytes if len(self.layer_bytes) == self.layers else (self.expert_bytes,) * self.layers
 
 
+class Accusation(msgspec.Struct, frozen=True):
+    """Names a box by one of its keys whose answers to expert calls the sender has found wrong."""
+
+    node: Text
+    key: Word
+    why: Text
+
+
 class Announce(Message, frozen=True, tag="Announce"):
     """Describes a box, on change or where a Heartbeat asks for it. Reply: Welcome."""
 
@@ -117,6 +126,7 @@ class Announce(Message, frozen=True, tag="Announce"):
     agreement: Annotated[str, Meta(max_length=400)] = ""  # how it elects a leader; "" of a box that joins
     listed: Annotated[tuple[Peer, ...], Meta(max_length=MAX_NODES)] = ()  # peers that it allows
     serves: Phases = "both"  # the phases of requests that its engine computes
+    accuses: Annotated[tuple[Accusation, ...], Meta(max_length=MAX_NODES)] = ()
 
 
 class Welcome(Message, frozen=True, tag="Welcome"):

@@ -52,6 +52,7 @@ class PeerEstimate:
         self.heard_s = -np.inf  # when its last answer came
         self.answered_s = -np.inf  # to a call
         self.refused = ""  # why it cannot help
+        self.cut = False  # its answers were wrong: nothing is asked of it any more
         self.ram: BoolArray = np.zeros((geometry.layers, geometry.experts), np.bool_)  # [L, E] in its memory
         self.disk: BoolArray = np.zeros_like(self.ram)
         self.latency_s, self.s_per_byte = 1e-3, 1 / FIRST_BYTES_PER_S
@@ -65,7 +66,7 @@ class PeerEstimate:
     @property
     def reachable(self) -> bool:
         """Returns whether the peer may be asked."""
-        return self.heard and self.ready and not self.silent
+        return self.heard and self.ready and not self.silent and not self.cut
 
     def offer(self, layer: int, wanted: IntArray, now_s: float) -> PeerCosts | None:
         """Returns the peer's offer for the `wanted` experts of the layer; None where it has none of them."""
@@ -125,6 +126,7 @@ class ExpertClient:
         self._group: asyncio.TaskGroup | None = None
         self._numbers = itertools.count()
         self._say = RateLimitedLog(log)
+        self.on_answer: Callable[[RemoteCall], None] = lambda _call: None
         channel.on_up, channel.on_down = self._up, self._down
 
     # --- the compute thread's side --------------------------------------------------------------------------
@@ -170,6 +172,26 @@ class ExpertClient:
 
     def remove(self, node: str) -> None:
         self.peers = {name: peer for name, peer in self.peers.items() if name != node}
+
+    def cut(self, node: str) -> None:
+        """Asks nothing of a peer any more; pending calls to it fail."""
+        if (peer := self.peers.get(node)) is not None:
+            peer.cut = True
+            self._channel.give_up(node, f"{node} answers wrongly")
+
+    async def ask_another(self, work: ExpertWork, than: str) -> memoryview | None:
+        """Returns the sums of a peer other than `than` that has all the work's experts in memory; None without one."""
+        others = [peer for peer in self.peers.values() if peer.reachable and peer.node != than]
+        having = [peer for peer in others if not peer.absent(work)]
+        if not having:
+            return None
+        peer = min(having, key=lambda peer: peer.latency_s)
+        try:
+            answer = await self._channel.ask(peer.node, *ExpertCall.of(work), timeout_s=self.timeout_s)
+        except EdgemoeError:
+            return None
+        sizes = [tensor.nbytes for tensor in answer.tensors]
+        return answer.tensors[0] if sizes == [work.hidden.nbytes] else None
 
     def heed(self, node: str, heard: bool) -> None:
         """Sets whether the peer's box is heard. While it is not, pending calls fail and no new ones are made."""
@@ -265,6 +287,7 @@ class ExpertClient:
             if isinstance(outcome.message, ExpertResult) and sizes == [call.work.hidden.nbytes]:
                 call.result = outcome.tensors[0]
                 self._measure(peer, call, outcome.message.served_s, absent)
+                self.on_answer(call)
                 return
             outcome = PeerRefused(f"{call.node} answered a call with something else")
         call.error = outcome

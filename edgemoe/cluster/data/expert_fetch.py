@@ -136,7 +136,7 @@ class PeerStore:
         """Returns the peers that have the expert: first by memory before disk, then by expected time."""
         if self._channel is None:
             return []
-        ready = [peer for peer in self._peers().values() if peer.heard and peer.ready]
+        ready = [peer for peer in self._peers().values() if peer.heard and peer.ready and not peer.cut]
         having = [peer for peer in ready if peer.ram[layer, expert] or peer.disk[layer, expert]]
         having.sort(key=lambda peer: (peer.silent, not peer.ram[layer, expert], self._expected_s(peer, layer)))
         return having

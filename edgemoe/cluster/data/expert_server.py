@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -101,6 +102,25 @@ class ExpertServer:
         job.done.add_done_callback(lambda _: self._leave(job))
         self._inbox.put(job)
         return self._answer(job, began_s)
+
+    async def compute_own(self, works: Sequence[ExpertWork]) -> list[Any]:
+        """Computes works of one layer for this box. Raises PeerBusy while a peer's call waits, EdgemoeError."""
+        if self._pending:
+            raise PeerBusy("calls of peers go first")
+        jobs = [
+            QueuedExpertCall(work, float(work_units(work.offsets).sum()), math.inf, self._loop.create_future())
+            for work in works
+        ]
+        for job in jobs:
+            self._enqueue(job)
+        return await asyncio.gather(*(job.done for job in jobs))
+
+    def _enqueue(self, job: QueuedExpertCall) -> None:
+        self._pending += 1
+        self._units += job.units
+        self._bytes += job.work.hidden.nbytes
+        job.done.add_done_callback(lambda _: self._leave(job))
+        self._inbox.put(job)
 
     async def _answer(self, job: QueuedExpertCall, began_s: float) -> Answer[ExpertCallMessage]:
         try:

@@ -42,6 +42,9 @@ class Peer(msgspec.Struct, frozen=True):
     `voter` says whether it has a vote in the embedded agreement; the voters must be the same in every box's list.
     A box without a vote may be listed on one box only: the others learn it from there. If its address is "", the box
     announces it. While its key is being replaced, both `key` and `new_key` are valid.
+
+    `trusted` and `vouches` are this box's own opinion. KV blocks from a trusted box serve all requests. The boxes that
+    a vouching box lists are let in.
     """
 
     node: Text
@@ -49,11 +52,18 @@ class Peer(msgspec.Struct, frozen=True):
     key: Word
     voter: bool = True
     new_key: Word = ""
+    trusted: bool = False
+    vouches: bool = False
 
     @property
     def keys(self) -> tuple[str, ...]:
         """Returns its one or two valid keys."""
         return (self.key, self.new_key) if self.new_key else (self.key,)
+
+    @property
+    def to_announce(self) -> Peer:
+        """Returns the entry without this box's opinion."""
+        return msgspec.structs.replace(self, trusted=False, vouches=False)
 
     def turned(self) -> Peer:
         """Returns the same box with its other key first."""

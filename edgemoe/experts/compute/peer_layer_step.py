@@ -25,7 +25,7 @@ from edgemoe.policy.resolve import WayCosts, candidates, resolve
 from edgemoe.telemetry.unit_time import work_units
 from edgemoe.types.arrays import FloatArray, IntArray
 from edgemoe.types.experts import ExpertGeometry, Tier
-from edgemoe.types.peers import ExpertPeers, ExpertWork, PeerCosts, RemoteCall
+from edgemoe.types.peers import ExpertPeers, ExpertWork, PeerCosts, RemoteCall, row_floats
 from edgemoe.types.token_groups import TokenGroups
 
 HERE = -1
@@ -260,12 +260,7 @@ class PeerLayerStep:
 
     def _add(self, rows: IntArray, result: memoryview) -> bool:
         """Adds a call's sums. Returns False and adds nothing where they are not finite but the hidden states are."""
-        sums: FloatArray
-        if self.remote.geometry.bf16:
-            sums = np.left_shift(np.frombuffer(result, np.uint16), 16, dtype=np.uint32).view(np.float32)
-        else:
-            sums = np.frombuffer(result, np.float32)
-        sums = sums.reshape(len(rows), -1)
+        sums = row_floats(result, self.remote.geometry.bf16).reshape(len(rows), -1)
         strange = ~np.isfinite(sums).all(axis=1)
         if strange.any() and self.hidden[torch.from_numpy(rows[strange])].isfinite().all(dim=1).any():
             return False  # of finite hidden states

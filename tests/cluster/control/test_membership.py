@@ -32,6 +32,7 @@ from edgemoe.cluster.control.control_state import (
     Instruction,
     MessageReceived,
     PeerFoundIncompatible,
+    PeerFoundLying,
     PeersListChanged,
     PublishMembers,
     RefuseMessage,
@@ -39,6 +40,7 @@ from edgemoe.cluster.control.control_state import (
 )
 from edgemoe.cluster.control.coordination.coord_store import PlanRef
 from edgemoe.cluster.control.coordination.epoch_fence import MAX_LEAP, EpochFence
+from edgemoe.cluster.control.distrust import DistrustedBoxes
 from edgemoe.cluster.control.leader import LeaderTasks
 from edgemoe.cluster.control.membership import (
     CANNOT_TAKE_PART,
@@ -103,7 +105,7 @@ OTHERS = st.sampled_from(["b", "c", "d"])
 BOOTS = st.sampled_from("xy")
 KEYS = {node: node * 40 for node in "abcd"}
 SETTINGS = ClusterSettings(node="a", coordination="raft", listen="127.0.0.1:1")
-VOTERS = {node: Peer(node, f"127.0.0.1:{n + 1}", KEYS[node]) for n, node in enumerate("abc")}
+VOTERS = {node: Peer(node, f"127.0.0.1:{n + 1}", KEYS[node], vouches=True) for n, node in enumerate("abc")}
 GUEST = Peer("d", "127.0.0.1:9", KEYS["d"], voter=False)
 WORDS = "raft: a b c"
 
@@ -150,6 +152,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.listed = set(VOTERS)
         self.fence = EpochFence(folder / "epoch")
         own = Announce("1", "box", "127.0.0.1:1", engine=card("engine-a"))
+        self.lying: set[str] = set()  # keys of boxes whose answers this box found wrong
         self.state = ControlState(SETTINGS, VOTERS, own, PlanStore(folder / "plan"), self.fence, lambda: self.now_s)
         self.perform(self.state.start())
         self.published = self.visible()
@@ -172,6 +175,7 @@ class AnyOrder(RuleBasedStateMachine):
             match instruction:
                 case AllowKeys(node, keys):
                     self.expected.setdefault(node, Expected(left_s=self.now_s))
+                    self.expected[node].refused |= not self.lying.isdisjoint(keys)
                     self.allowed[node] = keys
                 case RevokeKeys(node):
                     del self.allowed[node], self.expected[node]
@@ -290,7 +294,8 @@ class AnyOrder(RuleBasedStateMachine):
         words = WORDS if fits else "single: b"
         listed = (*VOTERS.values(), GUEST) if vouches else ()
         engine = card(f"engine-{node}", model=model * 32)
-        box.announced_boot, box.refused = boot, not fits or model == "n"
+        lies = not self.lying.isdisjoint(self.allowed[node])
+        box.announced_boot, box.refused = boot, lies or not fits or model == "n"
         box.model, box.vouches = model, vouches
         announce = Announce("1", "box", "127.0.0.1:9", engine=engine, agreement=words, listed=listed)
         instructions = self.receive(node, boot, announce)
@@ -321,6 +326,14 @@ class AnyOrder(RuleBasedStateMachine):
         if node in self.expected:
             self.expected[node].refused = True
         self.do(PeerFoundIncompatible(node, "another protocol"))
+
+    @rule(node=OTHERS)
+    def this_box_finds_answers_wrong(self, node: str) -> None:
+        if node in self.expected:
+            self.lying |= set(self.allowed[node])
+            self.expected[node].refused = True
+        self.do(PeerFoundLying(node, "sums differ"))
+        assert {each.key for each in self.state.announcement.accuses} == self.lying
 
     @rule(guest=st.booleans(), turned=st.booleans(), without=st.sampled_from(["", "c"]))
     def another_list_is_read(self, guest: bool, turned: bool, without: str) -> None:
@@ -570,7 +583,7 @@ def test_a_box_that_starts_again_lets_in_what_a_box_that_is_gone_vouched_for(tmp
     fence = EpochFence(tmp_path / "epoch")
 
     def started() -> ControlState:
-        memory = BoxMemory(KeptWords(tmp_path / "boxes"), list("abc"))
+        memory = BoxMemory(KeptWords(tmp_path / "boxes"), list("abc"), DistrustedBoxes())
         made = ControlState(settings, listed, own, PlanStore(tmp_path / "plan"), fence, Clock(), memory)
         made.start()
         return made
