@@ -13,7 +13,7 @@ from bisect import bisect_left
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Row
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +25,15 @@ from edgemoe.types.arrays import IntArray
 from edgemoe.types.step import BLOCK_TOKENS
 
 _pack = struct.Struct(f"<{BLOCK_TOKENS}I").pack
+MOST_PRIVATE = 1 << 12  # requests with private blocks
 SUMMED = 64  # signatures at once: their sums fit uint16, and a slice of them a processor's cache
+
+
+class PrivateBlocks(NamedTuple):
+    """The first block of a request that other requests must not find, and the salt of its key."""
+
+    first: int
+    salt: bytes
 
 
 class BlockManager:
@@ -48,6 +56,7 @@ class BlockManager:
         self._key: list[bytes | None] = [None] * blocks
         self._parent: list[bytes | None] = [None] * blocks  # the key before each one's own
         self._known: dict[bytes, int] = {}  # parents come before their children
+        self._private: OrderedDict[bytes, PrivateBlocks] = OrderedDict()  # by private salt
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(blocks))  # the next one to be reused first
 
     # --- questions
@@ -82,8 +91,27 @@ class BlockManager:
         """Returns the keys of the first `count` blocks, which must be full; empty without a prefix cache."""
         if not self._prefix_cache:
             return []
-        extend_keys(seq.keys, seq.tokens, count, seq.request.salt)
+        request = seq.request
+        extend_keys(seq.keys, seq.tokens, count, request.salt, self._private.get(request.private_salt))
         return seq.keys[:count]
+
+    def private_keys(self, tokens: Row[int], salt: bytes, private_salt: bytes) -> list[bytes]:
+        """Returns the keys for blocks of `tokens` that are fetched for one request.
+
+        The leading blocks that are known here keep their shared keys. The keys of the others, and of all blocks behind
+        them, are found by requests with this private salt alone. From any thread.
+        """
+        count = (len(tokens) - 1) // BLOCK_TOKENS
+        keys: list[bytes] = []
+        extend_keys(keys, tokens, count, salt)
+        first = next((n for n, key in enumerate(keys) if key not in self._known), count)
+        self._private[private_salt] = private = PrivateBlocks(first, private_salt)
+        self._private.move_to_end(private_salt)
+        if len(self._private) > MOST_PRIVATE:
+            self._private.popitem(last=False)
+        del keys[first:]
+        extend_keys(keys, tokens, count, salt, private)
+        return keys
 
     def find(self, key: bytes) -> tuple[int, int] | None:
         """Returns the block known by `key`, and its generation; None where there is none. From any thread.
@@ -266,13 +294,17 @@ class BlockManager:
             self._states.check_integrity(live)
 
 
-def extend_keys(keys: list[bytes], tokens: Row[int], count: int, salt: bytes) -> None:
+def extend_keys(
+    keys: list[bytes], tokens: Row[int], count: int, salt: bytes, private: PrivateBlocks | None = None
+) -> None:
     """Appends the keys of further full blocks of `tokens` to `keys`, up to `count` keys in all.
 
-    Tokens with another salt have other keys.
+    Tokens with another salt have other keys, and so have `private` blocks and all behind them.
     """
     for i in range(len(keys), count):
         parent = keys[-1] if keys else salt
+        if private is not None and i == private.first:
+            parent = private.salt + parent
         block = _pack(*tokens[i * BLOCK_TOKENS : (i + 1) * BLOCK_TOKENS])
         keys.append(hashlib.blake2b(parent + block, digest_size=16).digest())
 

@@ -49,6 +49,10 @@ class PrefixTransfer:
         extend_keys(keys, tokens, (len(tokens) - 1) // BLOCK_TOKENS, salt)
         return keys
 
+    def private_keys(self, tokens: Row[int], salt: bytes, private_salt: bytes) -> list[bytes]:
+        """Returns the keys for the same blocks, where they come for one request alone. From any thread."""
+        return self._blocks.private_keys(tokens, salt, private_salt)
+
     @property
     def block_bytes(self) -> int:
         """Returns the size of a block's entry."""

@@ -5,11 +5,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple, Protocol
+
+import msgspec
 
 from edgemoe.config.settings import Route
 from edgemoe.errors import InvalidRequest, QueueFull
@@ -110,6 +113,7 @@ class RequestRecord:
     move: PrefillMove | None = None
     identity: Identity = field(init=False)
     deadline_s: float = field(init=False)  # of its next progress
+    private_salt: bytes = b""  # of KV blocks fetched for this request; b"" before a fetch
 
     def __post_init__(self) -> None:
         self.identity = self.request.identity
@@ -131,7 +135,7 @@ class RequestRecord:
     def submit_message(self, now_s: float, *, hand_over: bool, signature: bool) -> Submit:
         """Returns the message that starts the present attempt behind the tokens emitted so far."""
         return Submit(
-            request=self.request,
+            request=msgspec.structs.replace(self.request, private_salt=self.private_salt),
             emitted=tuple(self.emitted),
             attempt=self.attempt,
             remaining_ms=max(0.0, (self.deadline_s - now_s) * 1e3),
@@ -142,12 +146,14 @@ class RequestRecord:
 
     def fetch_message(self, move: PrefillMove, node: str, remaining_s: float) -> FetchPrefixKV:
         """Returns the message that has an engine fetch the KV blocks of the present attempt from that box."""
+        self.private_salt = hashlib.blake2b(self.id.encode(), digest_size=16).digest()
         return FetchPrefixKV(
             request=self.id,
             attempt=self.attempt,
             node=node,
             prompt=move.prompt,
             salt=self.request.salt,
+            private_salt=self.private_salt,
             remaining_ms=remaining_s * 1e3,
         )
 

@@ -232,6 +232,7 @@ class FetchPrefixKV(Message, frozen=True, kw_only=True, tag="PullPrefix"):
     node: Name  # whose engine has them
     prompt: Tokens
     salt: Salt = b""  # of the request
+    private_salt: Salt = b""  # likewise
     remaining_ms: Milliseconds = 60_000.0
 
 

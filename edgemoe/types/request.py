@@ -140,6 +140,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     user: Label = ""  # the principal's, unique among all; for fairness
     principal: Label = ""  # authenticated; "" from a front of an earlier release: then each user counts alone
     salt: Salt = b""  # of the keys of its cached blocks: only requests with the same one share them
+    private_salt: Salt = b""  # of the keys of blocks that were fetched for it alone, and of its blocks behind them
 
     @property
     def identity(self) -> Identity:

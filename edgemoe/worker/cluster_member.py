@@ -144,6 +144,7 @@ class ClusterMember:
         match message:
             case PeerList():
                 self.plane.set_peers(message.keys, message.engines)
+                self._fetches.trusted = frozenset(message.trusted)
                 for node in message.suspected:
                     self.checker.ledger.suspect(node)
             case Plan():

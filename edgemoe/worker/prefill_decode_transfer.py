@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -129,6 +130,7 @@ class PrefixFetches:
 
     def __init__(self, engine: Engine, fetcher: KVFetcher, post: Post) -> None:
         self._engine, self._fetcher, self._post = engine, fetcher, post
+        self.trusted: frozenset[str] = frozenset()  # boxes whose blocks serve all requests
         self._clock = asyncio.get_running_loop().time
         self._waiting: asyncio.Queue[PrefixFetch] = asyncio.Queue(WAITING)
         self._wanted: dict[tuple[str, int], PrefixFetch] = {}  # by request and attempt
@@ -180,17 +182,21 @@ class PrefixFetches:
     async def _carry_out(self, fetch: PrefixFetch) -> tuple[int, str]:
         """Fetches the missing KV blocks. Returns the number now cached and the reason for a shortfall ("" if none)."""
         message, why = fetch.message, ""
-        keys: Sequence[bytes] = ()
+        kept: Sequence[bytes] = ()
         try:
-            keys = self._engine.prefixes.keys(message.prompt[: self._engine.limits.context_tokens], message.salt)
-            await self._fetcher.fetch(message.node, keys, max(0.0, fetch.ends_s - self._clock()))
+            prefixes, prompt = self._engine.prefixes, message.prompt[: self._engine.limits.context_tokens]
+            kept = keys = prefixes.keys(prompt, message.salt)
+            if message.node not in self.trusted:
+                salt = message.private_salt or os.urandom(16)  # a front of an earlier release states none
+                kept = prefixes.private_keys(prompt, message.salt, salt)
+            await self._fetcher.fetch(message.node, keys, kept, max(0.0, fetch.ends_s - self._clock()))
         except HandOverFailed as failure:
             why = failure.reason
             log.info("a prefix did not come", extra={"peer": message.node, "reason": why, "why": str(failure)})
         except Exception:  # one transfer that is wrong costs that transfer
             why = "failed"
             log.warning("a prefix did not come", extra={"peer": message.node}, exc_info=True)
-        return self._engine.prefixes.known(keys), why
+        return self._engine.prefixes.known(kept), why
 
     def _answer(self, message: FetchPrefixKV, blocks: int, why: str) -> None:
         self._post(PrefixKVFetched(request=message.request, attempt=message.attempt, blocks=blocks, why=why))

@@ -86,6 +86,39 @@ def test_a_replay_after_an_engines_death_finds_its_own_salt_alone(
     assert (answered(after, "next", ours) > 0) == found
 
 
+@pytest.mark.parametrize("own_tokens", [0, 33])
+def test_blocks_that_were_fetched_for_one_request_and_those_behind_them_serve_no_other(
+    model: Callable[[], Model], own_tokens: int
+) -> None:
+    """The leading blocks that this engine had computed by itself stay shared."""
+    source, target, clean = (Drive(model=model()) for _ in range(3))
+    answered(source, "first", BOB)
+    answered(clean, "first", BOB)
+    if own_tokens:
+        target.submit(TEXT[:own_tokens], "own", salt=BOB, max_tokens=1)
+        target.run()
+    giving, taking = source.engine.prefixes, target.engine.prefixes
+    shared, kept = taking.keys(TEXT, BOB), taking.private_keys(TEXT, BOB, b"only for this one")
+    own = taking.known(kept)
+    assert shared[:own] == kept[:own]
+    assert set(shared[own:]).isdisjoint(kept[own:])
+    for n in range(own, len(shared)):
+        entry = giving.read(shared[n], state=False)
+        assert entry is not None
+        assert taking.take_in(kept[: n + 1], entry.data, state=False)
+    if (state := giving.read(shared[-1], state=True)) is not None:
+        assert taking.take_in(kept, state.data, state=True)
+    target.submit(TEXT, "it", salt=BOB, private_salt=b"only for this one", max_tokens=TOKENS)
+    target.run()
+    hits = {one.cached_tokens for one in target.emitted if one.request == "it"}
+    assert max(hits) == 64
+    assert answered(target, "another", BOB) <= own * 16
+    assert target.tokens("it") == target.tokens("another") == clean.tokens("first")
+    whole = [*TEXT, *target.tokens("it")]
+    assert taking.known(taking.keys(whole, BOB)) > 4, "the other request's own blocks are shared"
+    assert not set(taking.keys(whole, BOB)[own:]) & set(kept)
+
+
 def test_two_principals_that_ask_the_same_at_once_each_compute_it() -> None:
     drive = Drive()
     for name, salt in (("b", BOB), ("m", MALLORY)):

@@ -220,6 +220,7 @@ class Drive:
         user: str = "",
         principal: str = "",
         salt: bytes = b"",
+        private_salt: bytes = b"",
         remaining_s: float = 1e6,
         waited_s: float = 0.0,
         **sampling: Any,
@@ -236,6 +237,7 @@ class Drive:
             user=user,
             principal=principal,
             salt=salt,
+            private_salt=private_salt,
         )
         self.engine.loop.submit(request, tuple(emitted), attempt, remaining_s, waited_s)
 

@@ -94,13 +94,16 @@ class KVFetcher:
         self.failures = Counter[str]()  # by reason
         self._channel, self._source, self._timeout_s = channel, source, timeout_s
 
-    async def fetch(self, node: str, keys: Sequence[bytes], within_s: float) -> None:
-        """Returns when every block with these keys is here, and the state after them. Raises HandOverFailed."""
+    async def fetch(self, node: str, keys: Sequence[bytes], kept: Sequence[bytes], within_s: float) -> None:
+        """Fetches the blocks with these keys, and the state after them. Raises HandOverFailed.
+
+        They are kept here by the keys `kept`, by which some may be here already.
+        """
         clock = asyncio.get_running_loop().time
         began_s = clock()
         try:
             async with asyncio.timeout(within_s):
-                await self._fetch(node, keys)
+                await self._fetch(node, keys, kept)
         except TimeoutError:
             self._fail("late", f"{node} did not bring the prefix within {within_s:.3g} s")
         except HandOverFailed as failure:
@@ -117,15 +120,15 @@ class KVFetcher:
         self.failures[reason] += 1
         raise HandOverFailed(reason, why)
 
-    async def _fetch(self, node: str, keys: Sequence[bytes]) -> None:
-        here = next((n for n, key in enumerate(keys) if not self._source.has(key, False)), len(keys))
+    async def _fetch(self, node: str, keys: Sequence[bytes], kept: Sequence[bytes]) -> None:
+        here = next((n for n, key in enumerate(kept) if not self._source.has(key, False)), len(keys))
         for first in range(here, len(keys), WINDOW):
             group = range(first, min(first + WINDOW, len(keys)))
             for n, data in zip(group, await self._entries(node, [keys[n] for n in group]), strict=True):
-                await self._keep(keys[: n + 1], data, state=False)
+                await self._keep(kept[: n + 1], data, state=False)
                 self.blocks += 1
-        if keys and self._source.state_bytes and not self._source.has(keys[-1], True):
-            await self._keep(keys, await self._entry(node, keys[-1], state=True), state=True)
+        if keys and self._source.state_bytes and not self._source.has(kept[-1], True):
+            await self._keep(kept, await self._entry(node, keys[-1], state=True), state=True)
 
     async def _keep(self, keys: Sequence[bytes], data: ByteArray, *, state: bool) -> None:
         if not await self._source.take_in(keys, data, state):

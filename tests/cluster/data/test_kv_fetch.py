@@ -27,6 +27,7 @@ from edgemoe.worker.prefill_decode_transfer import PrefixFetches, SharedPrefixes
 
 LENGTH, TOKENS, BLOCKS = 70, 20, 4
 PROMPT = prompt(LENGTH, 1)
+ALONE = b"for this request"
 Spoil = Callable[[FetchKV, Answer[Any]], Answer[Any]]
 
 
@@ -51,15 +52,21 @@ class EngineBox:
     async def pull(self, node: str, seconds: float = 20.0) -> PrefixKVFetched:
         """Fetches PROMPT's blocks from the node, and returns the engine's message about the result."""
         before = len(self.said)
-        self.pulls.start(
-            FetchPrefixKV(request="r", attempt=1, node=node, prompt=tuple(PROMPT), remaining_ms=seconds * 1e3)
+        message = FetchPrefixKV(
+            request="r",
+            attempt=1,
+            node=node,
+            prompt=tuple(PROMPT),
+            private_salt=ALONE,
+            remaining_ms=seconds * 1e3,
         )
+        self.pulls.start(message)
         await until(lambda: len(self.said) > before)
         return self.said[-1]  # type: ignore[no-any-return]
 
-    async def say(self, emitted: list[int], name: str = "r") -> list[int]:
+    async def say(self, emitted: list[int], name: str = "r", private_salt: bytes = ALONE) -> list[int]:
         """Generates after PROMPT and these tokens; returns all tokens, once the engine holds no block any more."""
-        self.drive.submit(PROMPT, name, emitted=emitted, max_tokens=TOKENS)
+        self.drive.submit(PROMPT, name, emitted=emitted, private_salt=private_salt, max_tokens=TOKENS)
         await until(lambda: any(one.request == name and one.finish for one in list(self.drive.emitted)))
         blocks = self.drive.engine.blocks
         await until(lambda: blocks.free == blocks.count)
@@ -90,9 +97,14 @@ async def pair(make: Callable[[], Model] = plain_model, blocks: int = 64) -> Asy
             each.drive.engine.check_integrity()
 
 
+@pytest.mark.parametrize("trusted", [False, True])
 @pytest.mark.parametrize("make", [plain_model, stateful_model])
-async def test_a_request_prefilled_there_continues_here_with_the_same_tokens(make: Callable[[], Model]) -> None:
+async def test_a_request_prefilled_there_continues_here_with_the_same_tokens(
+    make: Callable[[], Model], trusted: bool
+) -> None:
+    """The blocks serve other requests where the box is trusted."""
     async with pair(make) as (p, d):
+        d.pulls.trusted = frozenset("p" if trusted else "")
         whole = await p.say([])
         pulled = await d.pull("p")
         assert (pulled.request, pulled.attempt, pulled.blocks, pulled.why) == ("r", 1, BLOCKS, "")
@@ -102,6 +114,9 @@ async def test_a_request_prefilled_there_continues_here_with_the_same_tokens(mak
         assert d.fetcher.bytes == p.server.sent_bytes > 0
         assert (await d.pull("p")).why == ""
         assert d.fetcher.blocks == BLOCKS, "what is here is not fetched again"
+        before = d.drive.engine.scheduler.prefix_tokens["hit"]
+        assert await d.say([], "another", b"") == whole
+        assert (d.drive.engine.scheduler.prefix_tokens["hit"] > before) == trusted
 
 
 async def test_whole_blocks_come_while_the_rest_is_computed() -> None:
