@@ -15,7 +15,7 @@ from msgspec import NODEFAULT, inspect
 from edgemoe.cluster.control.coordination.coord_store import PlanRef
 from edgemoe.cluster.control.coordination.raft_transport import RaftMessage
 from edgemoe.cluster.control.messages import CONTROL
-from edgemoe.cluster.data.messages import BULK, CALLS
+from edgemoe.cluster.data.messages import BULK, EXPERT_CALLS
 from edgemoe.cluster.rpc.envelope import Envelope
 from edgemoe.cluster.rpc.keys import Peer
 from edgemoe.ipc.messages import FROM_ENGINE, TO_ENGINE, Boot
@@ -27,7 +27,7 @@ from edgemoe.wire.protocol import PROTOCOL_VERSIONS, MessageLanguage
 GOLDEN = Path(__file__).with_name("protocol.json")
 LANGUAGES: dict[str, MessageLanguage[Any]] = {
     "control": CONTROL,
-    "calls": CALLS,
+    "calls": EXPERT_CALLS,
     "bulk": BULK,
     "front to engine": TO_ENGINE,
     "engine to front": FROM_ENGINE,

@@ -80,4 +80,4 @@ def test_a_joining_box_goes_by_the_words_of_boxes_that_its_seeds_list() -> None:
 
 def test_several_seeds_are_named_in_one_setting() -> None:
     text = f"b,192.0.2.2:1,{KEYS[0]} c,192.0.2.3:1,{KEYS[1]}"
-    assert read_seeds(text) == {"b": B, "c": msgspec.structs.replace(C, voter=True)}
+    assert read_seeds(text) == {"b": B.to_announce, "c": msgspec.structs.replace(C, voter=True)}
