@@ -10,7 +10,7 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -54,14 +54,21 @@ READ_BYTES = 64 << 10
 class EngineProcess:
     """An engine process and its latest messages."""
 
-    def __init__(self, process: asyncio.subprocess.Process, boot_id: str, place: LoadingPlace | None = None) -> None:
+    def __init__(
+        self,
+        process: asyncio.subprocess.Process,
+        boot_id: str,
+        place: LoadingPlace | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
         self.boot_id = boot_id
         self.process = process
         self.loading = Loading(phase="start")
         self.ready: Ready | None = None
         self.failed: Failed | None = None
         self.stats = Stats(values={})
-        self.heard = self._looked = self._started = time.monotonic()
+        self.heard = self._looked = self._started = clock()
         self._moved = self._phase_began = self._started  # times of the last progress and of the phase's beginning
         self._logged = 0.0
         self._place = place
@@ -124,7 +131,7 @@ class EngineProcess:
 
     def on_message(self, message: FromEngine | None) -> Emissions | Ready | SnapshotReply | ToCluster | None:
         """Keeps a message about the engine itself; returns any other message. None was unreadable."""
-        self.heard = time.monotonic()
+        self.heard = self._clock()
         match message:
             case Loading():
                 self._comes_on(message)
@@ -146,18 +153,23 @@ class EngineProcess:
         return None
 
     def _comes_on(self, loading: Loading) -> None:
-        now, before = time.monotonic(), self.loading
+        now, before = self._clock(), self.loading
         if loading.phase != before.phase:
             self._phase_began = now
         if loading != before:
             self._moved = now
         self.loading = loading
 
+    @property
+    def still_s(self) -> float:
+        """Returns the seconds since its start last made progress."""
+        return self._clock() - self._moved
+
     def describe_loading(self) -> dict[str, Any] | None:
         """Returns the progress of loading; None once the engine is ready or has ended."""
         if self.ready is not None or self.process.returncode is not None:
             return None
-        now, at = time.monotonic(), self.loading
+        now, at = self._clock(), self.loading
         return {
             "phase": at.phase,
             "fraction": at.fraction,
@@ -168,7 +180,7 @@ class EngineProcess:
 
     def log_loading(self) -> None:
         """Logs the progress of a long phase of loading."""
-        now, at = time.monotonic(), self.loading
+        now, at = self._clock(), self.loading
         if self.ready is None and now - max(self._phase_began, self._logged) > LOADING_LOG_S:
             self._logged = now
             share = {"percent": round(100 * at.fraction), "detail": at.detail}
@@ -182,22 +194,22 @@ class EngineProcess:
     @property
     def stalls(self) -> bool:
         """Returns whether the engine is silent for longer than usual, though not long enough to count as hanging."""
-        return time.monotonic() - self.heard > STALLED_S
+        return self._clock() - self.heard > STALLED_S
 
     def hang_reason(self) -> str:
         """Returns the reason to take the engine for hanging; "" while there is none. Called every LOOK_S.
 
         A late call means that this process did not run; that time does not count as silence of the engine.
         """
-        now = time.monotonic()
+        now = self._clock()
         late_s = max(0.0, now - self._looked - 2 * LOOK_S)
         self.heard, self._moved = min(now, self.heard + late_s), min(now, self._moved + late_s)
         self._looked = now
         silent_s = now - self.heard
         if silent_s > (SILENCE_S if self.ready else LOADING_SILENCE_S):
             return f"it has been silent for {silent_s:.0f} s"
-        if self.ready is None and now - self._moved > LOADING_STILL_S:
-            return f"its start has come no further for {now - self._moved:.0f} s"
+        if self.ready is None and self.still_s > LOADING_STILL_S:
+            return f"its start has come no further for {self.still_s:.0f} s"
         if self.stats.step_s > STEP_S:
             return f"its step has come no further for {self.stats.step_s:.0f} s"
         return ""

@@ -101,16 +101,22 @@ class Supervisor:
         return "stalled" if self._state == "ready" and stalls else self._state
 
     async def model(self) -> tuple[ModelInfo, RequestLimits]:
-        """Returns the model and the limits of a request. Waits for the first engine. Raises EngineUnavailable."""
-        deadline = time.monotonic() + self.settings.api.request_timeout_s
+        """Returns the model and the limits of a request.
+
+        Waits for the first engine. Raises EngineUnavailable if its start makes no progress for `api.request_timeout_s`.
+        """
+        clock = asyncio.get_running_loop().time
+        began_s = clock()
         while self._served is None:
             if self.requests.closed is not None:
                 raise self.requests.closed.with_traceback(None)  # as RequestRouter raises it
-            try:
-                async with asyncio.timeout(deadline - time.monotonic()):
+            engine, waited_s = self._connection.engine, clock() - began_s
+            still_s = waited_s if engine is None else min(waited_s, engine.still_s)
+            if still_s >= self.settings.api.request_timeout_s:
+                raise EngineUnavailable(f"the model is still loading{self._how_far()}; try again")
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self.settings.api.request_timeout_s - still_s):
                     await self._changed.wait()
-            except TimeoutError:
-                raise EngineUnavailable(f"the model is still loading{self._how_far()}; try again") from None
         return self._served
 
     def open(self, requests: Sequence[Request], timeout_s: float) -> AbstractContextManager[ClientSubmission]:

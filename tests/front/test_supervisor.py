@@ -17,6 +17,7 @@ import msgspec
 import openai
 import pytest
 from support.front_kit import SCRIPTED, http_client, openai_client, ready, running, settings_for
+from support.virtual import VirtualLoop
 from support.waiting import until
 
 from edgemoe.config.settings import ServiceSettings
@@ -31,7 +32,7 @@ from edgemoe.front.request_events import RequestEvent, TokensEmitted
 from edgemoe.front.request_router import RequestRouter
 from edgemoe.front.supervisor import Supervisor
 from edgemoe.ipc.engine_socket import IpcClient
-from edgemoe.ipc.messages import Emissions, Failed, Stats
+from edgemoe.ipc.messages import Emissions, Failed, Loading, Stats
 from edgemoe.types.principal import Identity, uid_principal
 from edgemoe.types.request import Emission
 from edgemoe.wire.protocol import PROTOCOL_VERSIONS
@@ -175,10 +176,9 @@ async def test_an_engine_hangs_by_how_long_its_step_has_come_no_further_alone(st
     assert bool(engine.hang_reason()) == hangs
 
 
-async def test_the_time_that_the_front_was_stopped_is_no_silence_of_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = time.monotonic()
-    monkeypatch.setattr(engine_module.time, "monotonic", lambda: now)
-    engine = EngineProcess(None, "boot")  # type: ignore[arg-type]
+def test_the_time_that_the_front_was_stopped_is_no_silence_of_its_engine() -> None:
+    now = 0.0
+    engine = EngineProcess(None, "boot", clock=lambda: now)  # type: ignore[arg-type]
     now += 1000.0  # no message was read meanwhile, and no beat ran
     assert not engine.hang_reason()
     looks = 0
@@ -429,6 +429,29 @@ async def test_clients_waiting_for_an_absent_engine_get_an_error(tmp_path: Path,
         assert "still loading" in said.json()["error"]["message"]
         front.stop()
     await serving
+
+
+def test_clients_wait_as_long_as_the_first_start_makes_progress(tmp_path: Path, model_dir: Path) -> None:
+    loop = VirtualLoop()
+    engine = EngineProcess(SimpleNamespace(returncode=None), "boot", clock=loop.time)  # type: ignore[arg-type]
+    router: Any = SimpleNamespace(connection=SimpleNamespace(engine=engine), closed=None)
+    settings = settings_for(tmp_path, model_dir, api={"request_timeout_s": 10.0})
+    supervisor = Supervisor(settings, router, (), None)  # type: ignore[arg-type]
+
+    async def ask() -> float:
+        asked = asyncio.ensure_future(supervisor.model())
+        for percent in range(1, 20):
+            for _ in range(2):  # the second says nothing new
+                engine.on_message(Loading(phase="weights", fraction=percent / 100))
+                await asyncio.sleep(4.9)
+                assert not asked.done()
+        began_s = loop.time()
+        with pytest.raises(EngineUnavailable, match=r"still loading \(weights 19%, for 186 s"):
+            await asyncio.wait_for(asked, 60)
+        return loop.time() - began_s
+
+    assert loop.run_until_complete(ask()) == pytest.approx(10 - 2 * 4.9)
+    loop.close()
 
 
 async def test_deadlines_end_requests_with_504(tmp_path: Path, model_dir: Path) -> None:
