@@ -15,7 +15,6 @@ from edgemoe.experts.predict.next_use import PREDICTOR
 from edgemoe.experts.tiers.assignments import CODES as ASSIGNMENT_CODES
 from edgemoe.experts.tiers.device_exchange import CODES as EXCHANGE_CODES
 from edgemoe.experts.tiers.residency_ops import CODES as TIER_CODES
-from edgemoe.jit.compile_target import TARGET
 from edgemoe.jit.object_cache import CompiledPart, build
 from edgemoe.kernels.cpu.encoded.row_code import row_parts
 from edgemoe.kernels.cpu.runtime import kernel_part
@@ -32,10 +31,8 @@ def model_parts(bf16: bool) -> Iterator[CompiledPart]:
 
 
 def every_part() -> Iterator[CompiledPart]:
-    """Yields all parts that some engine on this kind of machine may link."""
-    yield from (*model_parts(True), *model_parts(False))
-    if TARGET.is_native:  # Numba counts references by instructions of this machine
-        yield from (TIERS, PREDICTOR)
+    """Yields all parts that some engine may link."""
+    yield from (*model_parts(True), *model_parts(False), TIERS, PREDICTOR)
 
 
 def main(directory: Path) -> None:

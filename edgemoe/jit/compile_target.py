@@ -118,7 +118,12 @@ def named(name: str) -> CompileTarget:
 
 
 def kind_of(target: CompileTarget) -> CompileTarget:
-    """Returns the kind of a processor; the processor itself if it belongs to none, or lacks features of its kind."""
+    """Returns the kind of a processor; the processor itself if it belongs to none, or lacks features of its kind.
+
+    All Arm processors are one kind: our code uses NEON, which all of them have.
+    """
+    if target.machine == "aarch64":
+        return named("generic")
     for name, kind in KINDS.items():
         if target.name in kind.members and target.has(*kind.needed):
             return named(name)

@@ -14,7 +14,7 @@ import llvmlite.binding as llvm
 import numba
 import numba.core.cgutils
 import numba.extending
-import numba.np.numpy_support
+import numba.np.arrayobj
 import numpy as np
 from llvmlite import ir
 
@@ -25,10 +25,18 @@ F32 = ir.FloatType()
 Decorator = Callable[[Any], Any]
 types: Any = numba.types
 cgutils: Any = numba.core.cgutils
-carray: Any = numba.np.numpy_support.carray  # returns an array at a pointer
+_arrays: Any = numba.np.arrayobj
+carray: Any = _arrays.get_cfarray_intrinsic("C", None)  # returns an array at a pointer
 intrinsic: Decorator = numba.extending.intrinsic
-_INNER: Any = {"nogil": True, "error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+_INNER: Any = {
+    "nogil": True,
+    "error_model": "numpy",
+    "no_cpython_wrapper": True,
+    "no_cfunc_wrapper": True,
+    "_nrt": False,  # no reference counts, no allocations: arrays are views of memory that Python owns
+}
 jit: Decorator = numba.njit(fastmath={"contract"}, **_INNER)  # decorates functions that only kernels call
+view: Decorator = numba.njit(inline="always", **_INNER)  # decorates functions that return an array
 summing: Decorator = numba.njit(fastmath={"contract", "reassoc"}, **_INNER)
 entry: Decorator = numba.njit(
     nogil=True, error_model="numpy"

@@ -68,7 +68,7 @@ class Code:
     def compiled(self) -> Any:
         """Returns Numba's compiled function; compiles it at the first use."""
         stub_missing_routines()
-        options: Any = {"fastmath": {"contract"}, "error_model": "numpy"}
+        options: Any = {"fastmath": {"contract"}, "error_model": "numpy", "_nrt": False}
         return numba.cfunc(self.result(*self.arguments), **options)(self._function)
 
     @property

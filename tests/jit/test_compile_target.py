@@ -11,7 +11,7 @@ import pytest
 
 from edgemoe.errors import UnsupportedProcessor
 from edgemoe.jit import compile_target as target
-from edgemoe.jit.compile_target import ARM, KINDS, X86, host, kind_of, named
+from edgemoe.jit.compile_target import ARM, KINDS, X86, CompileTarget, host, kind_of, named
 from edgemoe.jit.env import PROCESSOR
 
 ASK = (
@@ -84,6 +84,12 @@ def test_the_processor_at_hand_is_compiled_for_where_none_is_named() -> None:
 def test_a_processor_of_a_kind_runs_the_codes_of_the_kind(kind: str, member: str) -> None:
     full = replace(named(member), features=named(member).features | KINDS[kind].needed)
     assert kind_of(full) == named(kind)
+
+
+@pytest.mark.parametrize("name", [*ARM, "apple-m1"])
+def test_all_arm_processors_run_the_same_codes(name: str) -> None:
+    asked = CompileTarget(name, frozenset({"neon", "dotprod"}), "+neon,+dotprod", "aarch64")
+    assert kind_of(asked) == named("generic")
 
 
 @pytest.mark.parametrize("kind", KINDS)

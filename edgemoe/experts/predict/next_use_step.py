@@ -30,6 +30,7 @@ from edgemoe.jit.intrinsics import (
     record,
     u8_at,
     u64_at,
+    view,
     wake,
 )
 from edgemoe.jit.object_cache import code
@@ -120,7 +121,7 @@ def _visit(state: int, number: int, layer: int) -> None:
     i64_at(s.visited)[layer] = number
 
 
-@jit
+@view
 def own_features(state: int, layer: int) -> Any:
     """Returns a layer's features from its experts' own history, [OWN features, E]."""
     s = record(state, STATE)
@@ -161,7 +162,8 @@ def _refresh(state: int, number: int, layer: int) -> None:
     horizon = NEXT_STEP if ran else horizon_of(state)
     eta = f32_at(s.etas)[horizon] * f32_at(s.trust)[0]
     if atomic_load(state + HEARD) != number or eta <= 0:
-        ranks[:] = scores
+        for expert in range(experts):
+            ranks[expert] = scores[expert]
         return
     share = carray(f32_at(s.shares), (HORIZONS, SHARES))[horizon]
     probs = carray(f32_at(s.probs), (2, s.layers, experts))[1 if ran else 0, layer]
@@ -252,7 +254,7 @@ PROMPT_BYTES = PROMPT.itemsize
 TOLD, TAKEN = offset("told"), offset("taken")
 
 
-@jit
+@view
 def match_of(state: int, track: int, running: bool) -> Any:
     """Returns the match of a track's running token, or of its latest whole one, with each slot."""
     s = record(state, STATE)
