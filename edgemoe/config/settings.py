@@ -44,6 +44,7 @@ class ModelSettings(SettingsSection, frozen=True, kw_only=True):
 class MemorySettings(SettingsSection, frozen=True, kw_only=True):
     ram_bytes: Bytes = 0  # expert bytes kept in RAM; 0: free memory minus headroom
     kv_bytes: Bytes = 0  # keys and values; 0: enough for max_sequences of typical length, bounded by free memory
+    kv_disk_bytes: Bytes = 0  # keys and values kept in model.store_dir across restarts; 0: none
     headroom_bytes: Bytes = 1 << 30  # left free on the host when budgets are worked out
 
 

@@ -188,23 +188,35 @@ class BlockManager:
 
         Returns False, and changes nothing, unless all blocks before it are known here and another one is free.
         """
-        if keys[-1] in self._known:
-            return True
-        if not self._prefix_cache or not all(key in self._known for key in keys[-2:-1]):
-            return False
-        before = [block for key in keys[:-1] if (block := self._known[key]) in self._free]
-        if len(self._free) == len(before):
-            return False
+        return self.adopt_run(keys, len(keys) - 1, lambda block, _: write(block)) == len(keys)
+
+    def adopt_run(self, keys: Row[bytes], first: int, write: Callable[[int, int], None]) -> int:
+        """Has `write(block, i)` fill free blocks with copies for keys[i], i from `first` on, and indexes them.
+
+        Returns how many leading keys are known here then: fewer than all where one before `first` is unknown, or no
+        block is free.
+        """
+        if not self._prefix_cache or not all(key in self._known for key in keys[max(0, first - 1) : first]):
+            return 0
+        here = first
+        while here < len(keys) and keys[here] in self._known:
+            here += 1
+        before = [block for key in keys[:here] if (block := self._known[key]) in self._free]
         self._reuse_last(before)
-        block = self._take_free()
+        taken: list[int] = []
         try:
-            write(block)
-            self._key[block], self._known[keys[-1]] = keys[-1], block
-            self._parent[block] = keys[-2] if len(keys) > 1 else None
+            while here < len(keys) and len(self._free) > len(before) and keys[here] not in self._known:
+                block = self._take_free()
+                taken.append(block)
+                write(block, here)
+                self._key[block], self._known[keys[here]] = keys[here], block
+                self._parent[block] = keys[here - 1] if here else None
+                here += 1
         finally:
-            self._release(block)
+            for block in reversed(taken):
+                self._release(block)
         self._reuse_last(before)
-        return True
+        return here
 
     def forget(self, keys: Row[bytes]) -> None:
         """Removes the blocks of these keys, and all blocks after them, from the prefix cache.

@@ -107,18 +107,27 @@ class PrefixTransfer:
 
         On the compute thread, between steps.
         """
-        signatures, split = self._blocks.signatures, _row_bytes(self._kv.data)
-
-        def write_block(block: int) -> None:
-            self._kv.scatter([block], _rows_like(self._kv.data, data[:split]))
-            signatures[block] = data[split:].reshape(signatures.shape[1:])
 
         def write_state(slot: int) -> None:
             self._kv.states.scatter([slot], _rows_like(self._kv.states.data, data))
 
         if state:
             return self._states is not None and self._states.adopt(keys, write_state)
-        return self._blocks.adopt(keys, write_block)
+        return self._blocks.adopt(keys, lambda block: self._write_block(block, data))
+
+    def take_in_run(self, keys: Row[bytes], first: int, entries: Row[ByteArray]) -> int:
+        """Stores blocks for keys[first:], which come after blocks that are here; see BlockManager.adopt_run.
+
+        On the compute thread, between steps.
+        """
+        return self._blocks.adopt_run(
+            keys[: first + len(entries)], first, lambda block, i: self._write_block(block, entries[i - first])
+        )
+
+    def _write_block(self, block: int, data: ByteArray) -> None:
+        signatures, split = self._blocks.signatures, _row_bytes(self._kv.data)
+        self._kv.scatter([block], _rows_like(self._kv.data, data[:split]))
+        signatures[block] = data[split:].reshape(signatures.shape[1:])
 
 
 def _rows_like(rows: torch.Tensor, data: ByteArray) -> torch.Tensor:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from edgemoe.config.settings import Settings
+from edgemoe.engine.loop import StepLoop
 from edgemoe.errors import ConfigError, EdgemoeError, ServiceError, WireError, first_error
 from edgemoe.guard import refuse_pickle
 from edgemoe.heap import freeze_objects
@@ -51,6 +52,8 @@ from edgemoe.ticking import until_tick
 from edgemoe.types.request import Emission, Request, Sampling
 from edgemoe.types.step import BLOCK_TOKENS
 from edgemoe.worker.assemble import Assembly, assemble
+from edgemoe.worker.disk_prefixes import DiskPrefixes
+from edgemoe.worker.prefix_files import PrefixFiles
 from edgemoe.worker.snapshot_feed import SnapshotFeed
 
 if TYPE_CHECKING:
@@ -61,6 +64,7 @@ log = logging.getLogger(__name__)
 STATS_S = 0.5
 JOIN_S = 3.0  # that the step in progress has to end when the engine is stopped
 READY = "ready"  # the phase that ends loading
+KV_FOLDER = ".kv"  # beside the stores
 WARM_UP = "\0warm-up"  # no front's request has such a name
 WARM_UP_TOKENS = 80  # of prompt: more than a decode-sized batch
 MESSAGE_CHARS = 4000
@@ -78,6 +82,7 @@ class Worker:
         self._stop_asked = asyncio.Event()
         self._reload_asked = asyncio.Event()
         self._side: ClusterMember | None = None  # towards other boxes
+        self._disk: DiskPrefixes | None = None  # with memory.kv_disk_bytes
         self._snapshots: SnapshotFeed | None = None  # from when there is something to see
 
     async def run(self) -> int:
@@ -123,6 +128,10 @@ class Worker:
                 )
                 self._side.listen()
                 helpers.append(tasks.create_task(self._side.run(), name="cluster"))
+            if self._settings.memory.kv_disk_bytes and self._settings.engine.prefix_cache:
+                files = await asyncio.to_thread(_open_files, assembly)
+                self._disk = DiskPrefixes(assembly.engine, files, partial(_submit, assembly.engine.loop))
+                helpers.append(tasks.create_task(self._disk.run(), name="disk prefixes"))
             self._snapshots = SnapshotFeed(assembly.engine, assembly.tiers, self._wire.post)
             helpers.append(tasks.create_task(self._snapshots.run(), name="snapshots"))
             helpers.append(tasks.create_task(self._listen(assembly), name="listen"))
@@ -203,6 +212,8 @@ class Worker:
         await ended
 
     def _emit(self, items: list[Emission]) -> None:
+        if self._disk is not None:
+            self._disk.on_emissions(items)
         if self._warm.done() or items[-1].request != WARM_UP:
             self._wire.post(Emissions(items=items))
         elif items[-1].finish:
@@ -229,17 +240,21 @@ class Worker:
         loop = assembly.engine.loop
         match message:
             case Submit():
-                left_s, waited_s = message.remaining_ms / 1e3, message.waited_ms / 1e3
                 if assembly.sharing is not None:
                     assembly.sharing.last_chunks.want(message)
                 if self._side is not None:
                     self._side.demand.want(message)
-                loop.submit(message.request, message.emitted, message.attempt, left_s, waited_s)
+                if self._disk is not None:
+                    self._disk.accept(message)
+                else:
+                    _submit(loop, message)
             case Cancel():
                 if assembly.sharing is not None:
                     assembly.sharing.last_chunks.forget(message.request, message.attempt)
                 if self._side is not None:
                     self._side.on_message(message)
+                if self._disk is not None:
+                    self._disk.cancel(message.request, message.attempt)
                 loop.cancel(message.request, message.attempt)
             case Drain():
                 loop.drain()
@@ -289,10 +304,29 @@ class Worker:
     def _figures(self, assembly: Assembly) -> dict[str, float]:
         """Returns the numbers for /metrics by their final names."""
         metrics = assembly.engine.metrics() | assembly.tiers.metrics()
-        for part in (assembly.scoutgate, assembly.controller, self._side):
+        for part in (assembly.scoutgate, assembly.controller, self._side, self._disk):
             if part is not None:
                 metrics |= part.metrics()
         return metrics
+
+
+def _open_files(assembly: Assembly) -> PrefixFiles:
+    """Opens the files of KV blocks. Raises ConfigError where their folder cannot be used."""
+    prefixes, settings = assembly.engine.prefixes, assembly.settings
+    root, most_bytes = Path(settings.model.store_dir).expanduser() / KV_FOLDER, settings.memory.kv_disk_bytes
+    encoding = prefixes.encoding(assembly.model.digest)
+    files = PrefixFiles(root, encoding, most_bytes, prefixes.block_bytes, prefixes.state_bytes)
+    try:
+        files.open()
+    except OSError as error:
+        why = f"memory.kv_disk_bytes: {root} cannot be used: {error.strerror}; set it to 0, or model.store_dir"
+        raise ConfigError(why) from error
+    return files
+
+
+def _submit(loop: StepLoop, message: Submit) -> None:
+    left_s, waited_s = message.remaining_ms / 1e3, message.waited_ms / 1e3
+    loop.submit(message.request, message.emitted, message.attempt, left_s, waited_s)
 
 
 def _reload(assembly: Assembly) -> Reloaded:

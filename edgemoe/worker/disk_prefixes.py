@@ -1,0 +1,210 @@
+"""Keeps the prefix cache on disk: saves the blocks of requests that have ended, restores them for later prompts.
+
+A prompt whose blocks are on disk waits until they are in memory. The engine then finds them in its prefix cache. It
+computes blocks that are missing or damaged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from itertools import islice
+
+import msgspec
+
+from edgemoe.engine.engine import Engine
+from edgemoe.ipc.messages import Submit
+from edgemoe.telemetry import metrics as names
+from edgemoe.types.request import Emission
+from edgemoe.types.step import BLOCK_TOKENS
+from edgemoe.worker.prefix_files import ByteArray, EntryName, PrefixFiles
+
+log = logging.getLogger(__name__)
+
+LEAST_BLOCKS = 8  # to save or to restore: fewer are computed as fast
+RESTORES_AT_ONCE, MOST_WAITING = 2, 64
+MOST_UNSAVED = 64  # requests that have ended; more are not saved
+SAVED_STATES = 2  # of a request, the last ones: at the end of its prompt and at the end of its answer
+BATCH_BYTES = 64 << 20  # of blocks that are stored between two steps
+RESTORE_S = 60.0  # after which a prompt goes on without the rest
+STEP_S = 30.0  # that a batch waits for the end of a step
+
+
+@dataclass(slots=True)
+class _Running:
+    """The tokens of a request that runs."""
+
+    attempt: int
+    salt: bytes
+    tokens: list[int]
+
+
+@dataclass(slots=True)
+class DiskFigures:
+    """Counts for /metrics."""
+
+    saved_bytes: int = 0
+    restored_tokens: int = 0
+    restore_seconds: float = 0.0
+    failures: int = 0
+
+
+class DiskPrefixes:
+    """Passes requests to `submit`. A request whose blocks are on disk is passed on after they are restored."""
+
+    def __init__(self, engine: Engine, files: PrefixFiles, submit: Callable[[Submit], None]) -> None:
+        self._engine, self._files, self._submit = engine, files, submit
+        self._loop = asyncio.get_running_loop()
+        self._running: dict[str, _Running] = {}
+        self._ended: asyncio.Queue[_Running] = asyncio.Queue(MOST_UNSAVED)
+        self._waiting: asyncio.Queue[tuple[Submit, float]] = asyncio.Queue(MOST_WAITING)
+        self.figures = DiskFigures()
+
+    def accept(self, message: Submit) -> None:
+        """Submits a request, at once or after its blocks have been restored."""
+        request = message.request
+        tokens = [*request.prompt, *message.emitted]
+        self._running[request.id] = _Running(message.attempt, request.salt, tokens)
+        if len(tokens) <= LEAST_BLOCKS * BLOCK_TOKENS or self._waiting.full():
+            self._submit(message)
+        else:
+            self._waiting.put_nowait((message, self._loop.time()))
+
+    def cancel(self, request: str, attempt: int) -> None:
+        """Saves the blocks of a cancelled request. A request that waits for its blocks is not submitted."""
+        running = self._running.get(request)
+        if running is not None and running.attempt == attempt:
+            del self._running[request]
+            self._note_ended(running)
+
+    def on_emissions(self, items: Sequence[Emission]) -> None:
+        """Follows the tokens of requests. On the compute thread."""
+        for item in items:
+            running = self._running.get(item.request)
+            if running is None or running.attempt != item.attempt:
+                continue
+            if item.token is not None:
+                running.tokens.append(item.token)
+            if item.finish:
+                self._running.pop(item.request, None)
+                self._loop.call_soon_threadsafe(self._note_ended, running)
+
+    async def run(self) -> None:
+        """Saves and restores until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._save_ended())
+            for _ in range(RESTORES_AT_ONCE):
+                tasks.create_task(self._restore_waiting())
+
+    def metrics(self) -> dict[str, float]:
+        """Returns numbers for /metrics by their final names."""
+        figures = self.figures
+        return {
+            names.KV_DISK_SAVED_BYTES: figures.saved_bytes,
+            names.KV_DISK_RESTORED_TOKENS: figures.restored_tokens,
+            names.KV_DISK_RESTORE_SECONDS: figures.restore_seconds,
+            names.KV_DISK_FAILURES: figures.failures + self._files.corrupt,
+        }
+
+    def _note_ended(self, running: _Running) -> None:
+        if not self._ended.full():
+            self._ended.put_nowait(running)
+
+    async def _save_ended(self) -> None:
+        while True:
+            running = await self._ended.get()
+            try:
+                self.figures.saved_bytes += await asyncio.to_thread(self._save, running)
+            except OSError as error:  # a full disk costs the cache on it, nothing else
+                self.figures.failures += 1
+                log.warning("KV blocks were not saved", extra={"why": str(error)})
+
+    def _save(self, running: _Running) -> int:
+        keys = self._engine.prefixes.keys(running.tokens, running.salt)
+        keys = keys[: self._engine.prefixes.known(keys)]
+        wanted: list[EntryName] = [(key, False) for key in keys if not self._files.has((key, False))]
+        if len(wanted) < LEAST_BLOCKS:
+            return 0
+        states = (key for key in reversed(keys) if self._engine.prefixes.has(key, state=True))
+        return self._files.save([*wanted, *((key, True) for key in islice(states, SAVED_STATES))], self._read)
+
+    def _read(self, name: EntryName) -> ByteArray | None:
+        found = self._engine.prefixes.read(*name)
+        return None if found is None else found.data
+
+    async def _restore_waiting(self) -> None:
+        while True:
+            message, since_s = await self._waiting.get()
+            name, running = message.request.id, self._running.get(message.request.id)
+            if running is None or running.attempt != message.attempt:
+                continue  # it was cancelled
+            try:
+                await asyncio.to_thread(self._restore, running)
+            except Exception as error:  # the prompt is computed instead
+                self.figures.failures += 1
+                log.warning("KV blocks were not restored", extra={"why": str(error) or type(error).__name__})
+            if self._running.get(name) is running:
+                waited_ms = message.waited_ms + 1e3 * (self._loop.time() - since_s)
+                self._submit(msgspec.structs.replace(message, waited_ms=waited_ms))
+
+    def _restore(self, running: _Running) -> None:
+        """Copies blocks from disk into the prefix cache, a batch between two steps each."""
+        began_s, prefixes = time.monotonic(), self._engine.prefixes
+        keys = prefixes.keys(running.tokens, running.salt)
+        here = prefixes.known(keys)
+        keys = keys[: here + self._files.run_length(keys, here)]
+        if prefixes.state_bytes:
+            keys = keys[: self._last_state(keys)]
+        if len(keys) - here < LEAST_BLOCKS:
+            return
+        while here < len(keys) and time.monotonic() - began_s < RESTORE_S:
+            after, whole = self._restore_batch(keys, here)
+            self.figures.restored_tokens += BLOCK_TOKENS * max(0, after - here)
+            if not whole:
+                keys = keys[: max(here, after)]
+            here = after
+        self._restore_state(keys)
+        self._files.touch([(key, False) for key in reversed(keys)])
+        self.figures.restore_seconds += time.monotonic() - began_s
+
+    def _restore_batch(self, keys: Sequence[bytes], first: int) -> tuple[int, bool]:
+        """Restores blocks from `first` on. Returns how many leading keys are in memory then, and whether all came."""
+        prefixes = self._engine.prefixes
+        names = [(key, False) for key in keys[first : first + max(1, BATCH_BYTES // prefixes.block_bytes)]]
+        entries: list[ByteArray] = []
+        for name in names:
+            if (entry := self._files.read(name)) is None:
+                break
+            entries.append(entry)
+        after = self._between_steps(lambda: prefixes.take_in_run(keys, first, entries))
+        return after, after >= first + len(names)
+
+    def _last_state(self, keys: Sequence[bytes]) -> int:
+        """Returns after how many blocks the last state is known, in memory or on disk; 0 for none."""
+        has = self._engine.prefixes.has
+        known = (n for n in range(len(keys), 0, -1) if self._files.has((keys[n - 1], True)) or has(keys[n - 1], True))
+        return next(known, 0)
+
+    def _restore_state(self, keys: Sequence[bytes]) -> None:
+        prefixes = self._engine.prefixes
+        if not keys or not prefixes.state_bytes or prefixes.has(keys[-1], state=True):
+            return
+        if (data := self._files.read((keys[-1], True))) is not None:
+            self._between_steps(lambda: prefixes.take_in(keys, data, state=True))
+
+    def _between_steps(self, deed: Callable[[], int]) -> int:
+        """Returns the result of a deed on the compute thread. Raises TimeoutError where a step takes too long."""
+        done: Future[int] = Future()
+
+        def run() -> None:
+            try:
+                done.set_result(deed())
+            except Exception as error:  # affects this restore alone
+                done.set_exception(error)
+
+        self._engine.loop.call(run)
+        return done.result(STEP_S)

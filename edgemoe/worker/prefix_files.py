@@ -1,0 +1,225 @@
+"""Keeps blocks and states of the prefix cache in files, across restarts.
+
+A file holds the new blocks of one request, in order, and is never changed. Its table has each entry's key and digest.
+Files lie in a folder for each model and layout; the least recently used files of all models are deleted first.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import struct
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from edgemoe.durable import NewFile, make_folder, open_kept, remove_file, write_all
+
+log = logging.getLogger(__name__)
+
+ByteArray = npt.NDArray[np.uint8]
+EntryName = tuple[bytes, bool]  # a block's key, and whether the entry is the state after it
+MAGIC = b"edgemoe-kv-1\0\0\0\0"
+HEADER = struct.Struct("<16sIIQQ")  # magic, entries, places in the table, bytes of a block, bytes of a state
+ENTRY = struct.Struct("<16s?16s")  # key, whether it is a state, xxh3-128
+DIGEST_BYTES = 16  # of header and table, behind them
+ALIGNMENT = 4096
+MOST_ENTRIES = 1 << 17
+SUFFIX = ".kv"
+LARGEST_SHARE = 0.5  # of the budget that one file may take
+
+
+class SavedEntry(NamedTuple):
+    """The place of an entry."""
+
+    file: Path
+    offset: int
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """The table of one file, and where its data begin."""
+
+    entries: Sequence[tuple[bytes, bool, bytes]]
+    data_offset: int
+
+
+class PrefixFiles:
+    """Owns a folder of one model's files. One thread may save while others read."""
+
+    def __init__(self, root: Path, encoding: str, most_bytes: int, block_bytes: int, state_bytes: int) -> None:
+        """Keeps at most `most_bytes` in `root`, which other models' folders share."""
+        self._root, self._folder, self._most_bytes = root, root / encoding, most_bytes
+        self._sizes = (block_bytes, state_bytes)
+        self._entries: dict[EntryName, SavedEntry] = {}
+        self._lock = threading.Lock()
+        self.corrupt = 0  # files that were deleted because they could not be read
+
+    def open(self) -> None:
+        """Makes the folder and reads the tables of its files. Raises OSError where the folder cannot be used."""
+        make_folder(self._root, 0o700)
+        make_folder(self._folder, 0o700)
+        for path in sorted(self._folder.glob(f"*{SUFFIX}"), key=_used_s):
+            try:
+                self._index(path, self._read_table(path))
+            except (OSError, ValueError) as error:
+                self._discard(path, str(error))
+
+    def has(self, name: EntryName) -> bool:
+        """Returns whether an entry is on disk."""
+        return name in self._entries
+
+    def run_length(self, keys: Sequence[bytes], first: int) -> int:
+        """Returns how many of `keys` have their blocks on disk, from `first` on without a gap."""
+        at = first
+        while at < len(keys) and (keys[at], False) in self._entries:
+            at += 1
+        return at - first
+
+    @property
+    def total_bytes(self) -> int:
+        """Returns the bytes of all models' files."""
+        return sum(size for _, _, size in self._all_files())
+
+    def read(self, name: EntryName) -> ByteArray | None:
+        """Returns an entry; None where it is gone. A file with a damaged entry is deleted."""
+        entry = self._entries.get(name)
+        if entry is None:
+            return None
+        data = np.empty(self._sizes[name[1]], np.uint8)
+        try:
+            fd = open_kept(entry.file, writable=False)
+        except OSError:
+            self._forget(entry.file)
+            return None
+        try:
+            count = os.preadv(fd, [data.data], entry.offset)
+        finally:
+            os.close(fd)
+        if count != len(data) or xxhash.xxh3_128_digest(data.data) != entry.digest:
+            self._discard(entry.file, "an entry is damaged")
+            return None
+        return data
+
+    def save(self, names: Sequence[EntryName], read: Callable[[EntryName], ByteArray | None]) -> int:
+        """Writes the entries that are not here, in order, until `read` returns None. Returns the bytes written.
+
+        Makes room first. Raises OSError.
+        """
+        wanted = [name for name in names if name not in self._entries][:MOST_ENTRIES]
+        while wanted and sum(self._sizes[state] for _, state in wanted) > self._most_bytes * LARGEST_SHARE:
+            wanted.pop()
+        if not wanted:
+            return 0
+        need_bytes = _data_offset(len(wanted)) + sum(self._sizes[state] for _, state in wanted)
+        self._make_room(need_bytes)
+        path = self._folder / f"{wanted[0][0].hex()}-{len(wanted)}{SUFFIX}"
+        with NewFile(path) as file:
+            os.lseek(file.fd, _data_offset(len(wanted)), os.SEEK_SET)
+            written: list[tuple[bytes, bool, bytes]] = []
+            for key, state in wanted:
+                if (data := read((key, state))) is None:
+                    break
+                write_all(file.fd, data.data)
+                written.append((key, state, xxhash.xxh3_128_digest(data.data)))
+            if not written:
+                return 0
+            _write_table(file.fd, written, len(wanted), self._sizes)
+            file.put_in_place()
+            os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_DONTNEED)  # experts need the page cache more
+        self._index(path, _Table(written, _data_offset(len(wanted))))
+        return sum(self._sizes[state] for _, state, _ in written)
+
+    def touch(self, names: Sequence[EntryName]) -> None:
+        """Marks the files of entries as used now."""
+        for path in dict.fromkeys(entry.file for name in names if (entry := self._entries.get(name))):
+            try:
+                os.utime(path)
+            except OSError:
+                self._forget(path)
+
+    def _read_table(self, path: Path) -> _Table:
+        """Returns the table of a file. Raises ValueError where it is damaged or of another layout, OSError."""
+        fd = open_kept(path, writable=False)
+        try:
+            magic, count, places, *sizes = HEADER.unpack(_exactly(fd, HEADER.size, 0))
+            if magic != MAGIC or tuple(sizes) != self._sizes or not 0 < count <= places <= MOST_ENTRIES:
+                raise ValueError("it is no file of this model's blocks")
+            told = _exactly(fd, HEADER.size + ENTRY.size * count + DIGEST_BYTES, 0)
+            if xxhash.xxh3_128_digest(told[:-DIGEST_BYTES]) != told[-DIGEST_BYTES:]:
+                raise ValueError("its table is damaged")
+            table = _Table(list(ENTRY.iter_unpack(told[HEADER.size : -DIGEST_BYTES])), _data_offset(places))
+            if os.fstat(fd).st_size < table.data_offset + sum(self._sizes[state] for _, state, _ in table.entries):
+                raise ValueError("it is too short")
+            return table
+        finally:
+            os.close(fd)
+
+    def _index(self, path: Path, table: _Table) -> None:
+        offset = table.data_offset
+        with self._lock:
+            for key, state, digest in table.entries:
+                self._entries[key, state] = SavedEntry(path, offset, digest)
+                offset += self._sizes[state]
+
+    def _forget(self, path: Path) -> None:
+        with self._lock:
+            for name in [name for name, entry in self._entries.items() if entry.file == path]:
+                del self._entries[name]
+
+    def _discard(self, path: Path, why: str) -> None:
+        log.warning("a file of KV blocks is deleted", extra={"file": path, "why": why})
+        self.corrupt += 1
+        self._forget(path)
+        remove_file(path, missing_ok=True)
+
+    def _make_room(self, need_bytes: int) -> None:
+        files = sorted(self._all_files())
+        total = sum(size for _, _, size in files)
+        for _, path, size in files:
+            if total + need_bytes <= self._most_bytes:
+                return
+            self._forget(path)
+            remove_file(path, missing_ok=True)
+            total -= size
+
+    def _all_files(self) -> Iterator[tuple[float, Path, int]]:
+        """Yields each file of all models: when it was used last, its path and its size."""
+        for path in self._root.glob(f"*/*{SUFFIX}"):
+            try:
+                found = path.lstat()
+            except OSError:
+                continue
+            yield found.st_mtime, path, found.st_size
+
+
+def _used_s(path: Path) -> float:
+    try:
+        return path.lstat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _exactly(fd: int, size: int, offset: int) -> bytes:
+    data = os.pread(fd, size, offset)
+    if len(data) != size:
+        raise ValueError("it is too short")
+    return data
+
+
+def _data_offset(places: int) -> int:
+    """Returns the offset of the data in a file with `places` places in its table."""
+    return -(-(HEADER.size + ENTRY.size * places + DIGEST_BYTES) // ALIGNMENT) * ALIGNMENT
+
+
+def _write_table(fd: int, entries: Sequence[tuple[bytes, bool, bytes]], places: int, sizes: tuple[int, int]) -> None:
+    told = HEADER.pack(MAGIC, len(entries), places, *sizes) + b"".join(ENTRY.pack(*entry) for entry in entries)
+    os.lseek(fd, 0, os.SEEK_SET)
+    write_all(fd, told + xxhash.xxh3_128_digest(told))
