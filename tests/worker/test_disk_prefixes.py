@@ -1,4 +1,4 @@
-"""The prefix cache on disk: the same tokens after a restart, whatever is damaged there, and bounded files."""
+"""The prefix cache on disk gives the same tokens after a restart and after damage, in bounded files."""
 
 from __future__ import annotations
 
