@@ -15,6 +15,7 @@ from edgemoe.families.family import (
     W123,
     Family,
 )
+from edgemoe.families.layer_kinds import granite_layers
 from edgemoe.families.read import (
     choice,
     first_layers,
@@ -132,6 +133,18 @@ HYBRID_FAMILIES = (
         GRANITE,
         name="granitemoeshared",
         architecture="GraniteMoeSharedForCausalLM",
+        feed_forward={
+            **GRANITE.feed_forward,
+            "shared_width": whole("shared_intermediate_size", default=0),
+            "shared_stacked": True,
+        },
+    ),
+    replace(
+        GRANITE,
+        name="granitemoe_swa",
+        architecture="GraniteMoeSWAForCausalLM",
+        layers=granite_layers,
+        heads={**GRANITE.heads, "sinks": True, "window": whole("sliding_window", default=128)},
         feed_forward={
             **GRANITE.feed_forward,
             "shared_width": whole("shared_intermediate_size", default=0),

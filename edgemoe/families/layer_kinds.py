@@ -15,6 +15,7 @@ from edgemoe.families.read import (
     integer,
     layer_count,
     numbers_of_layers,
+    real,
     stated_kinds,
     typed_layers,
 )
@@ -35,6 +36,31 @@ def windows_rotated(period_key: str, period: int) -> Layers:
         return _without_positions(kinds, attention)
 
     return read
+
+
+def granite_layers(config: Config, attention: LayerAttention) -> tuple[LayerAttention, ...]:
+    """Gives windows to all but every fourth layer, the first one among these, where no list says which.
+
+    `layer_rope_theta` has the base of each layer's rotary embedding; with 0 it has none.
+    """
+    layers = layer_count(config)
+    kinds = stated_kinds(config, "layer_types", (FULL, SLIDING))
+    if kinds is None:
+        kinds = [SLIDING if layer % 4 else FULL for layer in range(layers)]
+    thetas = config.get("layer_rope_theta")
+    if thetas is not None and (not isinstance(thetas, list) or len(thetas) != layers):
+        raise CheckpointError(f"config.json: layer_rope_theta must have {layers} numbers, not {str(thetas)[:80]}")
+    made = []
+    for layer, kind in enumerate(kinds):
+        rope = attention.rope
+        if thetas is not None and rope is not None:
+            no_rope = thetas[layer] == 0
+            rope = (
+                None if no_rope else replace(rope, theta=real({"layer_rope_theta": thetas[layer]}, "layer_rope_theta"))
+            )
+        window = 0 if kind == FULL else attention.heads.window
+        made.append(LayerAttention(replace(attention.heads, window=window), rope))
+    return tuple(made)
 
 
 def exaone_layers(config: Config, attention: LayerAttention) -> tuple[LayerAttention, ...]:

@@ -33,7 +33,12 @@ from edgemoe.types.encoding import ENCODINGS
 
 NO_GGUF = {  # architectures whose GGUF files are refused by name
     *("AfmoeForCausalLM", "Cohere2MoeForCausalLM", "ExaoneMoeForCausalLM", "FlexOlmoForCausalLM", "HYV3ForCausalLM"),
-    *("GraniteMoeHybridForCausalLM", "GraniteMoeSharedForCausalLM", "LagunaForCausalLM", "Lfm2MoeForCausalLM"),
+    *(
+        "GraniteMoeHybridForCausalLM",
+        "GraniteMoeSharedForCausalLM",
+        "GraniteMoeSWAForCausalLM",
+        "LagunaForCausalLM",
+    ),
     *("MellumForCausalLM", "SolarOpenForCausalLM", "Qwen3VLMoeForConditionalGeneration"),
     *("Glm4vMoeForConditionalGeneration", "KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration"),
 }

@@ -80,6 +80,24 @@ FAMILY_SIZES: dict[str, dict[str, Any]] = {
     },
     "qwen3_next": GATED_DELTA,
     "qwen3_5_moe_text": GATED_DELTA,
+    "lfm2_moe": {
+        "layer_types": ["conv", "full_attention", "conv"],
+        "num_experts": 16,
+        "moe_intermediate_size": 20,
+        "intermediate_size": 24,
+        "num_dense_layers": 0,
+    },
+    "granitemoehybrid": {
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "num_local_experts": 16,
+        "intermediate_size": 20,
+        "shared_intermediate_size": 24,
+        "mamba_n_heads": 4,
+        "mamba_n_groups": 2,
+        "mamba_d_state": 8,
+        "mamba_d_head": 16,
+        "mamba_chunk_size": 16,
+    },
 }
 
 

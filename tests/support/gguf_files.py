@@ -39,6 +39,7 @@ ARCHITECTURES = {
     "dots1": "dots1",
     "hunyuan_v1_moe": "hunyuan-moe",
     "ernie4_5_moe": "ernie4_5-moe",
+    "lfm2_moe": "lfm2moe",
 }
 NEVER: dict[str, dict[str, Any]] = {  # settings that no GGUF of the architecture can hold
     "qwen2_moe": {"mlp_only_layers": [], "decoder_sparse_step": 1, "use_sliding_window": False},
@@ -116,7 +117,7 @@ def _metadata(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]) -> N
         writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_layer_norm_rms_eps(config.get("rms_norm_eps") or config["norm_eps"])
     writer.add_rope_freq_base(full["rope_theta"])
     writer.add_expert_count(experts)
     writer.add_expert_used_count(chosen)
@@ -214,6 +215,14 @@ def _ernie(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_expert_shared_count(config["moe_num_shared_experts"])
 
 
+def _lfm2(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    is_full = [each == "full_attention" for each in config["layer_types"]]
+    writer.add_head_count_kv([config["num_key_value_heads"] if each else 0 for each in is_full])
+    writer.add_shortconv_l_cache(config["conv_L_cache"])
+    writer.add_leading_dense_block_count(config["num_dense_layers"])
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+
+
 _OWN: dict[str, Any] = {
     "olmoe": lambda writer, config: writer.add_clamp_kqv(config["clip_qkv"]) if config["clip_qkv"] else None,
     "qwen2_moe": lambda writer, config: writer.add_expert_shared_feed_forward_length(
@@ -232,6 +241,7 @@ _OWN: dict[str, Any] = {
     "dots1": _shared,
     "hunyuan_v1_moe": lambda writer, config: writer.add_expert_shared_feed_forward_length(config["intermediate_size"]),
     "ernie4_5_moe": _ernie,
+    "lfm2_moe": _lfm2,
 }
 
 
@@ -277,9 +287,11 @@ def _tensors(family: str, config: dict[str, Any], state: dict[str, Floats]) -> I
             yield f"{base}.attn_v_b.weight", parts[:, plain:]
         elif part in ("router.scale", "router.per_expert_scale"):
             yield f"{base}.{'ffn_gate_inp' if part == 'router.scale' else 'ffn_down_exps'}.scale", weights
+        elif part.endswith("conv.conv.weight"):
+            yield name, weights[:, 0]
         elif part.endswith(("sinks", "layer_scalar")):
             yield f"{name}.weight", weights
-        elif part.endswith("e_score_correction_bias"):
+        elif part.endswith(("e_score_correction_bias", "expert_bias")):
             yield f"{base}.exp_probs_b.bias", weights
         else:
             yield name, weights

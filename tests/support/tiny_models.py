@@ -292,6 +292,18 @@ FAMILIES: dict[str, tuple[Callable[..., Any], type[Any], dict[str, Any]]] = {
         transformers.AfmoeForCausalLM,
         {**WINDOWED, "mup_enabled": True, "route_scale": 2.0},
     ),
+    "granitemoe_swa": (
+        transformers.GraniteMoeSWAConfig,
+        transformers.GraniteMoeSWAForCausalLM,
+        {
+            "num_local_experts": 8,
+            "intermediate_size": 48,
+            "shared_intermediate_size": 40,
+            "attention_multiplier": 0.2,
+            "sliding_window": 20,
+            "layer_rope_theta": [0, 1e4, 5e4],
+        },
+    ),
     "lfm2_moe": (
         transformers.Lfm2MoeConfig,
         transformers.Lfm2MoeForCausalLM,

@@ -16,7 +16,7 @@ from edgemoe.errors import CheckpointError, UnsupportedModel
 from edgemoe.store.gguf.gguf_file import GgufModel, Value
 
 Json = dict[str, Any]
-FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+FULL, SLIDING, LINEAR, CONV = "full_attention", "sliding_attention", "linear_attention", "conv"
 MOST_LAYERS = 1 << 12
 SIGMOID_GATES = 2  # expert_gating_func
 
@@ -341,6 +341,20 @@ def _ernie(meta: GgufMetadata, config: Json) -> Json:
     }
 
 
+def _lfm2(meta: GgufMetadata, config: Json) -> Json:
+    layers = config["num_hidden_layers"]
+    kv_heads = meta.each_layer("attention.head_count_kv", layers)
+    return {
+        "norm_eps": config["rms_norm_eps"],
+        "layer_types": [FULL if each else CONV for each in kv_heads],
+        "conv_L_cache": meta.integer("shortconv.l_cache", 3),
+        "num_dense_layers": len(_dense_layers(meta, config)),
+        "use_expert_bias": any(meta.has(f"blk.{n}.exp_probs_b.bias") for n in range(layers)),
+        "routed_scaling_factor": meta.real("expert_weights_scale", 0.0) or 1.0,
+        "norm_topk_prob": True,
+    }
+
+
 GGUF_FAMILIES: dict[str, GgufFamily] = {  # general.architecture -> family
     "llama": GgufFamily("MixtralForCausalLM", _mixtral, turned=True),
     "olmoe": GgufFamily("OlmoeForCausalLM", _olmoe),
@@ -357,4 +371,5 @@ GGUF_FAMILIES: dict[str, GgufFamily] = {  # general.architecture -> family
     "dots1": GgufFamily("Dots1ForCausalLM", _shared),
     "hunyuan-moe": GgufFamily("HunYuanMoEV1ForCausalLM", _hunyuan),
     "ernie4_5-moe": GgufFamily("Ernie4_5_MoeForCausalLM", _ernie),
+    "lfm2moe": GgufFamily("Lfm2MoeForCausalLM", _lfm2),
 }

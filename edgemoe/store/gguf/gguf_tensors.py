@@ -30,6 +30,7 @@ from edgemoe.store.sources import PLAIN, SourceRows, SourceTensor
 
 TOP = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}
 TOP["lm_head.weight"] = "output.weight"
+EMBEDDING_NORM = "token_embd_norm.weight"  # the last norm in files of LFM2
 LAYER = {  # part of a layer's tensor, in transformers -> in GGUF
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
@@ -44,6 +45,9 @@ LAYER = {  # part of a layer's tensor, in transformers -> in GGUF
     "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
     "self_attn.kv_a_layernorm": "attn_kv_a_norm",
     "self_attn.kv_b_proj": "attn_kv_b",
+    "conv.in_proj": "shortconv.in_proj",
+    "conv.conv1d": "shortconv.conv",
+    "conv.out_proj": "shortconv.out_proj",
     "linear_attn.in_proj_qkv": "attn_qkv",
     "linear_attn.in_proj_z": "attn_gate",
     "linear_attn.in_proj_a": "ssm_alpha",
@@ -95,7 +99,10 @@ class GgufTensors:
         """Returns the tensor of a name in transformers' spelling. Raises CheckpointError where it is missing or odd."""
         found = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
         if not found:
-            return self._source(name, shape, (TOP[name],), _norm_undo(self._family, name))
+            top = TOP[name]
+            if name == "model.norm.weight" and top not in self._left and EMBEDDING_NORM in self._left:
+                top = EMBEDDING_NORM
+            return self._source(name, shape, (top,), _norm_undo(self._family, name))
         layer, part = int(found[1]), found[2]
         names, undo = self._of_layer(layer, part, shape)
         return self._source(name, shape, tuple(f"blk.{layer}.{each}" for each in names), undo)
