@@ -127,6 +127,19 @@ class QueueFull(RequestError):
         self.retry_after_s = retry_after_s
 
 
+class RequestQuarantined(RequestError):
+    """Engines ended with this request, or with several of its principal's; it is tried again after `retry_after_s`."""
+
+    status = 429
+    kind = "rate_limit_error"
+    code = "quarantined"
+    again = False
+
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
 class ReloadRefused(RequestError):
     """A reload failed; the settings and exports in use before stay in use."""
 

@@ -9,20 +9,23 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins import TorchCheckpointIO
 from torch.utils.data import DataLoader
 
-from edgemoe.durable import make_folder
+from edgemoe.durable import make_folder, remove_file, replace_file
 from edgemoe.errors import EdgemoeError
 from edgemoe.experts.predict.scoutgate_model import VARIANTS, ScoutGateShape
 from edgemoe.rights import become_owner
@@ -68,6 +71,22 @@ def splits(recording: Recording, shape: ScoutGateShape, options: argparse.Namesp
     return train, validation
 
 
+class WholeCheckpoints(TorchCheckpointIO):
+    """Writes Lightning's checkpoints by way of `edgemoe.durable`, whole or not at all, and reads plain values only."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        with tempfile.TemporaryDirectory() as folder:  # that this user alone enters
+            file = Path(folder) / "whole"
+            super().save_checkpoint(checkpoint, file, storage_options)
+            replace_file(Path(path), file.read_bytes(), 0o644)
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = True) -> dict[str, Any]:
+        return super().load_checkpoint(path, map_location, weights_only=True)
+
+    def remove_checkpoint(self, path: Any) -> None:
+        remove_file(Path(path), missing_ok=True)
+
+
 def trainer_for(options: argparse.Namespace, max_epochs: int, keep: KeepBest) -> L.Trainer:
     checkpoints = ModelCheckpoint(options.out, filename="epoch-{epoch}", save_last=True, save_top_k=0)
     callbacks: list[L.Callback] = [
@@ -85,6 +104,7 @@ def trainer_for(options: argparse.Namespace, max_epochs: int, keep: KeepBest) ->
         max_time=timedelta(minutes=options.max_minutes),
         callbacks=callbacks,
         logger=CSVLogger(options.out, name="", version="log"),
+        plugins=[WholeCheckpoints()],
         gradient_clip_val=1.0,
         enable_progress_bar=not options.no_progress,
         enable_model_summary=False,

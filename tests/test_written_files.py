@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -412,3 +413,58 @@ def test_a_socket_given_to_a_group_is_a_socket_of_ours(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(tmp_path / "sock"))
         durable.give_group(tmp_path / "sock", os.getegid())
+
+
+HISTORY = """
+import readline, sys
+from pathlib import Path
+from edgemoe.cli.conversation import _line_editing
+
+with _line_editing():
+    print([readline.get_history_item(at + 1) for at in range(readline.get_current_history_length())])
+    readline.add_history("asked by root")
+"""
+
+
+@as_root
+def test_root_reads_and_writes_no_chat_history_of_another_user(others: Path) -> None:
+    pytest.importorskip("readline")
+    home = state_in(others)
+    folder = home / "edgemoe"
+    folder.mkdir()
+    (folder / "chat-history").symlink_to(others / "secret")
+    os.chown(folder, NOBODY, NOBODY)
+    before = roots(others)
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(home)}
+    done = subprocess.run([sys.executable, "-c", HISTORY], capture_output=True, text=True, env=env, check=True)
+    assert done.stdout == "[]\n"
+    assert (folder / "chat-history").is_symlink()
+    assert roots(others) == before
+
+
+@as_root
+def test_doctor_looks_at_a_service_users_store_as_that_user(others: Path) -> None:
+    store = state_in(others) / "stores"
+    store.mkdir()
+    os.chown(store, NOBODY, NOBODY)
+    (store / "odd-v2-0123456789ab").symlink_to(others / "folder")
+    before = roots(others)
+    done = command("doctor", "--json", "--set", f"model.store_dir={store}")
+    assert json.loads(done.stdout), done.stderr
+    assert "SECRET" not in done.stdout + done.stderr
+    assert roots(others) == before
+
+
+@as_root
+def test_training_checkpoints_follow_no_planted_link(others: Path) -> None:
+    from scoutgate.train import WholeCheckpoints
+
+    mine, before = state_in(others), roots(others)
+    (mine / "last.ckpt").symlink_to(others / "secret")
+    checkpoints = WholeCheckpoints()
+    checkpoints.save_checkpoint({"step": 3}, mine / "last.ckpt")
+    assert not (mine / "last.ckpt").is_symlink()
+    assert checkpoints.load_checkpoint(mine / "last.ckpt") == {"step": 3}
+    checkpoints.remove_checkpoint(mine / "last.ckpt")
+    assert not (mine / "last.ckpt").exists()
+    assert roots(others) == before

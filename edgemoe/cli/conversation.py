@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from edgemoe.cli.client import Client, socket_of, wait_for_engine
-from edgemoe.durable import create_file, make_folder, replace_file
+from edgemoe.durable import create_file, make_folder, owner_above, replace_file
 from edgemoe.errors import ConfigError, EdgemoeError
 from edgemoe.types.arrays import Json
 
@@ -125,6 +125,9 @@ def _line_editing() -> Iterator[None]:
         return
     state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state"
     file = Path(state) / "edgemoe" / "chat-history"
+    if os.geteuid() == 0 and owner_above(file) is not None:  # sudo keeps HOME: root reads and writes no user's file
+        yield
+        return
     with contextlib.suppress(OSError):
         readline.read_history_file(file)
     readline.set_history_length(HISTORY_LINES)

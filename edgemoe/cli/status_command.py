@@ -259,6 +259,8 @@ def _heading(snapshot: StatusSnapshot) -> RenderableType:
             f"{model['family']}, {model['layers']} layers of {model['experts']} experts, {model['top_k']} a token, "
             f"{format_size(model['expert_bytes'])} an expert; {_precision(model)}\n"
         )
+    if refused := (health.get("quarantine") or {}).get("requests"):
+        heading.append(f"{refused} requests are refused for a time, because engines ended with them\n", "yellow")
     if failure := health.get("cannot_start"):
         heading.append(f"{failure['reason']}\n", "red")
     elif engine.get("starts", 1) > 1:

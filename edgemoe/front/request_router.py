@@ -157,6 +157,8 @@ class RequestRouter:
         """
         if self.closed is not None:
             raise self.closed.with_traceback(None)  # raised again and again, it would keep every caller's frames
+        for request in requests:
+            self.machine.quarantine.check(request)
         self.machine.check_room(requests)
         submission = ClientSubmission(self.cancel, requests)
         for request in requests:

@@ -55,8 +55,7 @@ class RequestStateMachine(RequestTable):
         self.resubmitted = 0
         self.blamed = 0  # requests that were given up because engines died of them
         self.forgotten = 0  # requests that another box no longer had
-        self.offered = self.granted = 0
-        self.moved = 0  # requests that went from an engine that prefilled to one that decodes
+        self.offered = self.granted = self.moved = 0  # moved: from an engine that prefilled to one that decodes
         self.routed = Counter[tuple[str, str]]()  # submissions, by where to (here | elsewhere) and why
         self.expected_tokens = FIRST_GUESS_TOKENS  # of an answer
         self._numbers = numbers or itertools.count(secrets.randbits(48) + 1)
@@ -463,6 +462,7 @@ class RequestStateMachine(RequestTable):
     def _blame(self, record: RequestRecord) -> None:
         """Gives up a request that engines die of; it explains the deaths that the others saw."""
         self.blamed += 1
+        self.quarantine.add(record.request)
         self._todo.append(events.FailRequest(record.id, EngineCrashed(record.attempts.charge)))
         for other in self._live.values():
             other.attempts.explain(bool(other.place))

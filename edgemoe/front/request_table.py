@@ -17,6 +17,7 @@ import msgspec
 from edgemoe.config.settings import Route
 from edgemoe.errors import InvalidRequest, QueueFull
 from edgemoe.front.request_events import RequestInstruction, SendCancel, SendWithdrawal
+from edgemoe.front.request_quarantine import RequestQuarantine
 from edgemoe.ipc.messages import Cancel, FetchPrefixKV, Submit
 from edgemoe.policy import shares
 from edgemoe.policy.blame import AttemptHistory
@@ -230,6 +231,7 @@ class RequestTable:
         """
         self.slots, self.capacity = slots, capacity
         self.surroundings, self._now = surroundings, now
+        self.quarantine = RequestQuarantine(now)
         self._live: dict[str, RequestRecord] = {}  # in the order of acceptance
         self._by_number: dict[int, RequestRecord] = {}  # of an offer that the leader has not decided on
         self._at = Counter[str]()  # live requests, by place

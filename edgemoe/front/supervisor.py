@@ -154,6 +154,7 @@ class Supervisor:
                 "capacity_per_principal": self.requests.machine.capacity_per_principal,
                 "capacity_per_user": self.requests.machine.capacity_per_user,
             },
+            "quarantine": self.requests.machine.quarantine.describe(),
         }
 
     async def reload(self) -> str:

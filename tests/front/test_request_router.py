@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from edgemoe.config.settings import EngineSettings
-from edgemoe.errors import DeadlineExceeded, EngineCrashed, InvalidRequest, QueueFull, RequestError
+from edgemoe.errors import DeadlineExceeded, EngineCrashed, InvalidRequest, QueueFull, RequestError, RequestQuarantined
 from edgemoe.front.request_events import EnginesChanged, SubmitRefused, TimePassed, TokensEmitted
 from edgemoe.front.request_router import ClientSubmission, RequestRouter
 from edgemoe.front.request_state import PATIENCE_S
@@ -72,7 +72,7 @@ def engine() -> Iterator[FakeEngine]:
 
 
 def request(name: str = "r") -> Request:
-    return Request(id=name, prompt=(1,), sampling=Sampling(max_tokens=100), seed=1)
+    return Request(id=name, prompt=tuple(name.encode()), sampling=Sampling(max_tokens=100), seed=1)
 
 
 def long(name: str) -> Request:
@@ -271,11 +271,28 @@ async def test_a_request_outlives_the_deaths_that_others_are_blamed_for(engine: 
     deaths = Deaths(engine)
     with engine.router.open([long("good")], 1e6) as good:
         for number in range(8):
-            with engine.router.open([long(f"bad-{number}")], 1e6):
+            bad = msgspec.structs.replace(long(f"bad-{number}"), user=f"key:{number}")  # one would be refused
+            with engine.router.open([bad], 1e6):
                 while f"bad-{number}" in engine.machine._live:
                     deaths.next({"good": 12, f"bad-{number}": 0}, fells=f"bad-{number}")
         assert deaths.seen <= 8 * FRUITLESS_ATTEMPTS
         assert good.live == {"good"}
+
+
+async def test_a_request_that_is_given_up_is_refused_when_it_comes_again(engine: FakeEngine) -> None:
+    deaths = Deaths(engine)
+    mine, others = (
+        msgspec.structs.replace(long("bad"), principal=principal, user=principal)
+        for principal in ("key:mallory", "key:bob")
+    )
+    with engine.router.open([mine], 1e6):
+        while "bad" in engine.machine._live:
+            deaths.next({"bad": 0}, fells="bad")
+    with pytest.raises(RequestQuarantined), engine.router.open([msgspec.structs.replace(mine, id="again")], 1e6):
+        pass
+    with engine.router.open([others], 1e6) as accepted:
+        assert accepted.live == {"bad"}
+    assert engine.machine.quarantine.describe() == {"requests": 1, "principals": 0}
 
 
 def places(engine: FakeEngine) -> set[str]:

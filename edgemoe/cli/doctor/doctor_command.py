@@ -20,6 +20,7 @@ from edgemoe.cli.output import console
 from edgemoe.cli.plan.disk import disk_rate
 from edgemoe.config.loading import load
 from edgemoe.errors import ConfigError, EdgemoeError
+from edgemoe.rights import become_owner
 from edgemoe.telemetry import probes
 
 COLOURS = {"pass": "green", "warning": "yellow", "failure": "red"}
@@ -50,6 +51,7 @@ def examine(args: argparse.Namespace) -> Iterator[CheckResult]:
         yield CheckResult("settings", "failure", str(error))
         return
     settings = loaded.settings
+    become_owner(Path(settings.model.store_dir), env=os.environ)  # a test file is written there, and all is read
     files = ", ".join(map(str, loaded.files)) or "no file; all defaults"
     yield CheckResult("settings", "pass", files)
     yield from run_check("disk", lambda: checks.disk(Path(settings.model.store_dir), disk_rate))
