@@ -320,10 +320,26 @@ FAMILIES: dict[str, Family] = {
     )
 }
 INDEXER = "its attention chooses what to look at by an indexer of its own (sparse attention)"
+STREAMS = "its residual has several streams (hyper-connections), and an indexer chooses the tokens that attention sees"
+PER_CHANNEL = "its delta nets forget each channel at a rate of its own"
+SCALED_INPUTS = "routing weights scale its experts' inputs, and attention sees chunks of the context"
 REFUSED: dict[str, str] = {  # architecture -> why
+    "BailingHybridForCausalLM": PER_CHANNEL,
     "DeepseekV32ForCausalLM": INDEXER,
     "DeepseekV4ForCausalLM": "its attention compresses the context, and its residual has several streams",
+    "Glm5NextForConditionalGeneration": STREAMS,
     "GlmMoeDsaForCausalLM": INDEXER,
+    "JambaForCausalLM": "its layers with states are Mamba-1",
+    "KimiLinearForCausalLM": PER_CHANNEL,
+    "Llama4ForCausalLM": SCALED_INPUTS,
+    "Llama4ForConditionalGeneration": SCALED_INPUTS,
+    "LongcatFlashForCausalLM": "some of its experts return their input, and its layers have two attentions",
+    "MiMoV2FlashForCausalLM": "its values are narrower than its keys, in attention with sinks",
     "MiniMaxM3SparseForConditionalGeneration": INDEXER,
     "MiniMaxM3VLForCausalLM": INDEXER,
+    "Mistral4ForCausalLM": "the scale of its queries grows with the position",
+    "NemotronHForCausalLM": "its experts have no gate, and each of its layers is one part alone",
+    "PhimoeForCausalLM": "its gate is a sparse mixer, and its norms have biases",
+    "Qwen4ExpForCausalLM": STREAMS,
+    "Qwen4ExpForConditionalGeneration": STREAMS,
 }
