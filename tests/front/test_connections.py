@@ -19,6 +19,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import ASGIApp
 from support.waiting import until
 
 from edgemoe.front import connections, http_connection
@@ -68,8 +69,8 @@ APP = Starlette(
 
 
 @asynccontextmanager
-async def serving(path: Path, max_connections: int = 100) -> AsyncIterator[Server]:
-    server = Server({unix_socket(path): APP}, max_connections)
+async def serving(path: Path, max_connections: int = 100, app: ASGIApp = APP) -> AsyncIterator[Server]:
+    server = Server({unix_socket(path): app}, max_connections)
     running = asyncio.ensure_future(server.run_until_stopped())
     try:
         yield server
@@ -336,3 +337,14 @@ async def test_an_ipv4_client_of_a_listener_for_both_has_its_own_address(api: Pa
     server.stop()
     await running
     assert addresses == ["127.0.0.1", "::1"]
+
+
+async def test_a_request_whose_application_fails_is_answered_with_500(
+    api: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def failing(*_: Any) -> None:
+        raise RuntimeError("unforeseen")
+
+    async with serving(api, app=failing):
+        assert (await ask(api))[0] == 500
+    assert "a request failed unexpectedly" in caplog.text

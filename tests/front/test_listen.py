@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from edgemoe.errors import ServiceError
-from edgemoe.front.listen import PATH_BYTES, Notifier, passed_sockets, sole_owner, tcp_socket, unix_socket
+from edgemoe.front.listen import PATH_BYTES, Notifier, listening, passed_sockets, sole_owner, tcp_socket, unix_socket
 from edgemoe.ipc.engine_socket import IpcServer
 
 
@@ -52,6 +52,13 @@ def test_two_daemons_cannot_share_a_runtime_directory(tmp_path: Path) -> None:
         pass
 
 
+def test_a_socket_that_cannot_listen_is_closed() -> None:
+    bound = socket.socket(type=socket.SOCK_DGRAM)
+    with pytest.raises(ServiceError, match=r"api\.tcp: cannot listen on here"):
+        listening(bound, "here")
+    assert bound.fileno() == -1
+
+
 def test_a_tcp_address_in_use_is_an_error() -> None:
     with tcp_socket("127.0.0.1:0") as taken, pytest.raises(ServiceError, match=r"api\.tcp"):
         tcp_socket(f"127.0.0.1:{taken.getsockname()[1]}")
@@ -84,6 +91,17 @@ def test_without_a_service_manager_nothing_happens(tmp_path: Path) -> None:
     Notifier({"NOTIFY_SOCKET": str(tmp_path / "gone")}).notify_manager(READY="1")
     assert Notifier({"WATCHDOG_USEC": "1000", "WATCHDOG_PID": "1"}).watchdog_s == 0
     assert passed_sockets({}) == passed_sockets({"LISTEN_PID": "1", "LISTEN_FDS": "1"}) == []
+
+
+def test_sockets_of_the_service_manager_are_not_handed_on_to_child_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tcp_socket("127.0.0.1:0") as listener:
+        passed = os.dup(listener.fileno())
+        os.set_inheritable(passed, True)
+        monkeypatch.setattr("edgemoe.front.listen.FIRST_FD", passed)
+        (found,) = passed_sockets({"LISTEN_PID": str(os.getpid()), "LISTEN_FDS": "1"})
+        with found:
+            assert found.getsockname() == listener.getsockname()
+            assert not os.get_inheritable(passed)
 
 
 def test_the_address_of_all_is_ipv4s_too() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from support.power import Disk
 
-from edgemoe.durable import open_kept, private_folder, replace_file
+from edgemoe.durable import MAX_LINKS, open_folder, open_kept, private_folder, replace_file
 from edgemoe.store.packer import pack
 
 
@@ -77,3 +77,12 @@ def test_a_private_folder_is_entered_by_its_user_alone(tmp_path: Path, there: bo
         (tmp_path / "folder").mkdir(mode=0o755)
     assert private_folder(tmp_path / "folder")
     assert stat.S_IMODE((tmp_path / "folder").stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("links", [MAX_LINKS, MAX_LINKS + 1])
+def test_links_are_followed_up_to_a_number(tmp_path: Path, links: int) -> None:
+    (tmp_path / "0").mkdir()
+    for number in range(1, links + 1):
+        (tmp_path / str(number)).symlink_to(str(number - 1))
+    with pytest.raises(OSError, match="name the folder itself") if links > MAX_LINKS else contextlib.nullcontext():
+        os.close(open_folder(tmp_path / str(links)))
