@@ -45,7 +45,7 @@ async def test_an_attack_gets_the_share_of_its_key_and_refuses_nobody_else(
     front: Front, keys: dict[str, str], attack: str
 ) -> None:
     assert front.supervisor is not None
-    requests, statuses = front.supervisor.requests, list[int]()
+    requests, statuses = front.supervisor.requests.machine, list[int]()
     async with (
         client(front.settings, keys["bob"]) as bob,
         client(front.settings, keys["mallory"]) as mallory,

@@ -5,33 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import httpx
 
 from edgemoe.api.api_keys import new_key
 from edgemoe.config.settings import Settings
+from tools.attacking.with_key import SHARES as ATTACKS
 
 VICTIM_TOKENS = 60
-LONG = "A river runs to the sea and the sea is wide. " * 30  # some hundreds of tokens, in one prompt
-Bodies = Callable[[int], dict[str, Any]]
-
-# By name: the number of requests, and the body of each. No two prompts are alike.
-ATTACKS: dict[str, tuple[int, Bodies]] = {
-    "users": (24, lambda n: {"prompt": f"{n} is", "n": 16, "user": f"u{n}", "max_tokens": 400}),
-    "safety identifiers": (
-        24,
-        lambda n: {"prompt": f"{n} is", "n": 16, "safety_identifier": f"u{n}", "max_tokens": 400},
-    ),
-    "long prompts": (60, lambda n: {"prompt": f"{n} {LONG}", "user": f"u{n}", "max_tokens": 4}),
-    "many choices": (4, lambda n: {"prompt": f"{n} is", "n": 100, "max_tokens": 400}),
-    "many prompts": (3, lambda n: {"prompt": [f"{n} {m} is" for m in range(100)], "max_tokens": 400}),
-    "small requests": (1000, lambda n: {"prompt": f"{n} is", "user": f"u{n}", "max_tokens": 1}),
-}
 
 
 @dataclass(slots=True)
@@ -74,16 +59,16 @@ async def stream(http: httpx.AsyncClient, prompt: str, tokens: int = VICTIM_TOKE
 @contextlib.asynccontextmanager
 async def under(name: str, http: httpx.AsyncClient, statuses: list[int]) -> AsyncIterator[None]:
     """Attacks while the `async with` block runs: each request is sent again once it is answered or refused."""
-    count, body = ATTACKS[name]
+    attack = ATTACKS[name]
     numbers: Iterator[int] = iter(range(1 << 30))
 
     async def again() -> None:
         while True:
-            answer = await http.post("/v1/completions", json=body(next(numbers)) | {"ignore_eos": True})
+            answer = await http.post(attack.path, json=attack.body(next(numbers)))
             statuses.append(answer.status_code)
             await asyncio.sleep(0.2 if answer.status_code == 429 else 0)
 
-    tasks = [asyncio.ensure_future(again()) for _ in range(min(count, 60))]
+    tasks = [asyncio.ensure_future(again()) for _ in range(attack.at_once)]
     try:
         yield
     finally:

@@ -33,7 +33,7 @@ class Target:
         self.folder, self.route = folder, route
         self.keys: dict[str, Secret] = {channel: generate(folder / f"{channel}.key") for channel in CHANNELS}
         self.own = generate(folder / "own.key")
-        *ports, self.peer_port = _free_ports(4)
+        *ports, self.peer_port = free_ports(4)
         self.ports = dict(zip(CHANNELS, ports, strict=True))
         entries = {"box": (self.own, self.ports["control"])}
         entries |= {
@@ -127,7 +127,8 @@ def rss_mb(pids: tuple[int, ...]) -> float:
     return round(pages * os.sysconf("SC_PAGESIZE") / 1e6, 1)
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
+    """Returns unused TCP ports of the loopback interface."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [int(one.getsockname()[1]) for one in sockets]
     for one in sockets:

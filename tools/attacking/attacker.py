@@ -1,0 +1,74 @@
+"""One attack in a process of its own, at the lowest priority: `python -m tools.attacking.attacker NAME ADDRESS KEY`.
+
+It attacks until it is terminated, and then prints how many answers had each status.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+
+import httpx
+
+from tools.attacking.with_key import KEYED, KeyedAttack
+from tools.attacking.without_key import KEYLESS
+
+PAUSE_S = 0.2  # after a refusal for lack of room
+LOWEST_PRIORITY = 19
+ASK_S = 300.0
+
+
+@asynccontextmanager
+async def client(address: str, key: str) -> AsyncIterator[httpx.AsyncClient]:
+    """Yields a client that has the key."""
+    limits = httpx.Limits(max_connections=None)
+    headers = {"authorization": f"Bearer {key}"}
+    async with httpx.AsyncClient(base_url=f"http://{address}", timeout=ASK_S, headers=headers, limits=limits) as one:
+        yield one
+
+
+async def attack_with_key(attack: KeyedAttack, http: httpx.AsyncClient, seen: Counter[str]) -> None:
+    """Sends the attack's bodies until cancelled."""
+    numbers: Iterator[int] = iter(range(1 << 30))
+
+    async def again() -> None:
+        while True:
+            with contextlib.suppress(httpx.TransportError):
+                answer = await http.post(attack.path, json=attack.body(next(numbers)))
+                seen[str(answer.status_code)] += 1
+                await asyncio.sleep(PAUSE_S if answer.status_code == httpx.codes.TOO_MANY_REQUESTS else 0)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(attack.at_once):
+            group.create_task(again())
+
+
+async def run(name: str, address: str, key: str) -> Counter[str]:
+    """Attacks until SIGTERM. Returns the number of answers by status."""
+    seen = Counter[str]()
+
+    async def attack() -> None:
+        if name in KEYLESS:
+            await KEYLESS[name](address, seen)
+        else:
+            async with client(address, key) as http:
+                await attack_with_key(KEYED[name], http, seen)
+
+    task = asyncio.ensure_future(attack())
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    print("begun", flush=True)
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+    return seen
+
+
+if __name__ == "__main__":
+    os.nice(LOWEST_PRIORITY)
+    print(json.dumps(asyncio.run(run(*sys.argv[1:4]))), flush=True)
