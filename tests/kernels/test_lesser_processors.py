@@ -1,4 +1,4 @@
-"""Tests of this room once more, with code for lesser processors than the one at hand."""
+"""Tests of kernels, encodings, experts and models once more, with code for lesser processors than the one at hand."""
 
 from __future__ import annotations
 
@@ -12,26 +12,34 @@ import pytest
 from edgemoe.jit.compile_target import host, named
 from edgemoe.jit.env import PROCESSOR
 
-HERE = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
+SAMPLES = {
+    "haswell": "avx2 or rounding or equal_numpy or format",
+    "skylake-avx512": "avx2 and int4 or rounding",
+}
+for_x86 = pytest.mark.skipif(named("haswell").machine != host().machine, reason="for x86-64")
 
 
-def _run(processor: str, *files: str, only: str = "") -> None:
+def _run(processor: str, *arguments: str) -> None:
+    """Runs some tests in a process of its own."""
     if missing := named(processor).features - host().features:
         pytest.skip(f"this processor lacks {', '.join(sorted(missing))}")
-    command = [sys.executable, "-m", "pytest", "-q", "-k", only, *(str(HERE / file) for file in files)]
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", *arguments]
     env = os.environ | {PROCESSOR: processor}
-    done = subprocess.run(command, env=env, cwd=HERE.parents[1], capture_output=True, text=True, timeout=1500)
+    done = subprocess.run(command, env=env, cwd=TESTS.parent, capture_output=True, text=True, timeout=1500)
     assert done.returncode == 0, done.stdout[-3000:]
 
 
-@pytest.mark.skipif(named("haswell").machine != host().machine, reason="for x86-64")
-def test_encoded_rows_are_right_with_code_for_haswell() -> None:
-    _run("haswell", "test_encoded_rows.py", "test_rounding.py", only="avx2 or rounding or equal_numpy or format")
+@for_x86
+@pytest.mark.parametrize(("processor", "only"), SAMPLES.items(), ids=SAMPLES)
+def test_encoded_rows_are_right_with_code_for_lesser_processors(processor: str, only: str) -> None:
+    files = (str(TESTS / "kernels" / name) for name in ("test_encoded_rows.py", "test_rounding.py"))
+    _run(processor, "-k", only, *files)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(named("haswell").machine != host().machine, reason="for x86-64")
-@pytest.mark.parametrize("processor", ["haswell", "skylake-avx512"])
-def test_all_kernels_are_right_with_code_for_lesser_processors(processor: str) -> None:
-    files = ("test_encoded_rows", "test_rounding", "test_kernels", "test_prefill", "test_delta_step")
-    _run(processor, *(f"{file}.py" for file in files), "test_matrix_products.py", "test_thread_pool.py")
+@for_x86
+@pytest.mark.parametrize("room", ["kernels", "encodings", "experts", "model"])
+@pytest.mark.parametrize("processor", SAMPLES)
+def test_whole_rooms_are_right_with_code_for_lesser_processors(processor: str, room: str) -> None:
+    _run(processor, "--ignore", __file__, str(TESTS / room))
