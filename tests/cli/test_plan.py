@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import errno
 import json
+import math
 import os
 import re
 import threading
@@ -12,8 +14,10 @@ import time
 import weakref
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 from support.kept import KERNELS
 
@@ -26,14 +30,17 @@ from edgemoe.cli.plan.speed import find_model
 from edgemoe.cli.status_command import StatusSnapshot
 from edgemoe.config.settings import DeviceSettings, MemorySettings, Settings
 from edgemoe.demo import model_path
+from edgemoe.encodings.codec import pack as encode
 from edgemoe.errors import EdgemoeError
 from edgemoe.experts.build import ExpertTiers
 from edgemoe.experts.compute.cost_model import WORTH_S
+from edgemoe.families.spec import ModelSpec
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.store.layout import WantedEncodings
 from edgemoe.store.manifest import Manifest
 from edgemoe.store.packer import pack
 from edgemoe.telemetry import probes
+from edgemoe.types.encoding import Encoding
 from edgemoe.types.machine import Gpu, Machine
 
 MODEL = model_path()
@@ -163,6 +170,81 @@ def test_a_machine_without_the_memory_to_measure_is_told_so_and_nothing_is_alloc
     assert found.limit == f"not foretold: {times.why}"
 
 
+class SlowMachine:
+    """A clock that only work moves on: making experts and dense weights, and each token."""
+
+    now_s = 0.0
+    token_s = 0.0
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.fed = list[int]()
+        monkeypatch.setattr(rates, "time", self)
+        monkeypatch.setattr(rates, "resident_tiers", self.fill)
+        monkeypatch.setattr(rates, "random_decoder", lambda *_: self.spend(5.0))
+        monkeypatch.setattr(rates, "_feed", self.feed)
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    perf_counter = monotonic
+
+    def spend(self, seconds: float) -> None:
+        self.now_s += seconds
+
+    def fill(self, spec: ModelSpec, _kernels: Kernels) -> SimpleNamespace:
+        self.spend(10.0)
+        return SimpleNamespace(geometry=spec.geometry)
+
+    def feed(self, _model: object, sequences: int, tokens: int) -> float:
+        self.fed.append(tokens)
+        self.spend(taken_s := self.token_s * sequences * tokens)
+        return taken_s
+
+
+@pytest.mark.parametrize("token_s", [0.01, 1.0, 20.0])
+def test_nothing_is_begun_after_the_deadline(token_s: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    machine, said = SlowMachine(monkeypatch), list[str]()
+    machine.token_s = token_s
+    variants = list(find_model(str(MODEL / "config.json"), tmp_path).variants())
+    found = rates.measure_layers(variants, cast(Kernels, None), 2, 256, said.append)
+    longest_s = max(15.0, (rates.LEAST_PROMPT + 2) * token_s)
+    assert machine.now_s <= rates.DEADLINE_S + longest_s
+    late = [times.why for times in found if not times.prompt_s]
+    assert late
+    assert all(why.startswith("35 s had passed") for why in late)
+    assert said[0].startswith("measuring bfloat16, 1 of 4")
+
+
+def test_a_prompt_that_takes_too_long_is_foretold_by_a_shorter_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = SlowMachine(monkeypatch)
+    model: Any = SimpleNamespace(begin=lambda *_: None, spec=SimpleNamespace(router=SimpleNamespace(experts=8)))
+    machine.token_s = 0.01
+    assert rates._prompt_s(model, 8, 256, 0.0) == pytest.approx(2.56)
+    assert machine.fed == [rates.LEAST_PROMPT, 256]
+    machine.token_s, machine.fed = 0.1, []
+    assert rates._prompt_s(model, 8, 256, 0.0) == pytest.approx(25.6)
+    assert machine.fed == [rates.LEAST_PROMPT]
+
+
+def test_random_experts_repeat_a_few_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    packed = list[int]()
+
+    def noted(rows: Any, encoding: Encoding) -> Any:
+        packed.append(len(rows))
+        return encode(rows, encoding)
+
+    monkeypatch.setattr(rates, "pack", noted)
+    monkeypatch.setattr(rates, "OWN_ROWS", 16)
+    spec = find_model(str(MODEL / "config.json"), tmp_path).spec
+    store = rates.RandomStore(spec)
+    assert packed == [16, 16]
+    for expert in range(2):
+        data = bytearray(store.expert_bytes(0, expert))
+        asyncio.run(store.read(0, expert, memoryview(data)))
+        rows = np.frombuffer(data, np.uint8)[: spec.geometry.gate_up_shape[0] * spec.geometry.hidden * 2]
+        assert len(np.unique(rows.reshape(spec.geometry.gate_up_shape[0], -1), axis=0)) == 16
+
+
 def test_a_model_that_was_measured_leaves_no_memory_and_no_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,6 +255,8 @@ def test_a_model_that_was_measured_leaves_no_memory_and_no_thread(
         return made
 
     monkeypatch.setattr(rates, "resident_tiers", noted)
+    monkeypatch.setattr(rates, "DEADLINE_S", math.inf)
+    monkeypatch.setattr(rates, "FILL_S", 200.0)  # the tiers' code may be compiled meanwhile
     monkeypatch.setattr(rates, "random_decoder", lambda *_: None)
     monkeypatch.setattr(rates, "_time_s", lambda *_: 1.0)
     monkeypatch.setattr(rates, "_feed", lambda *_: 1.0)
@@ -219,6 +303,7 @@ def test_the_command_shows_fitting_models_and_their_speed(
     (tmp_path / "edgemoe").mkdir()
     KERNELS.mkdir(mode=0o700, parents=True, exist_ok=True)
     (tmp_path / "edgemoe/kernels").symlink_to(KERNELS)
+    monkeypatch.setattr(rates, "DEADLINE_S", math.inf)
     words = ["plan", str(MODEL / "config.json"), "--prompt", "32", "--json"]
     assert main(words) == 0
     told = json.loads(capsys.readouterr().out)

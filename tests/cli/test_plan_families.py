@@ -51,6 +51,7 @@ def check(variants: list[ModelVariant], kernels: Kernels, monkeypatch: pytest.Mo
     monkeypatch.setattr(rates, "BUDGET_S", 0.1)
     monkeypatch.setattr(expert_math, "TRIED_TOKENS", (1, 64))
     monkeypatch.setattr(rates, "DEADLINE_S", 200.0)  # codes of encodings may be compiled meanwhile
+    monkeypatch.setattr(rates, "FILL_S", 200.0)
     for variant, times in zip(variants, rates.measure_layers(variants, kernels, 2, 20, said.append), strict=True):
         assert min(times.decode_s, times.batch_s, times.prompt_s) > 0, (variant.label, times.why)
     assert len(said) == len(variants)

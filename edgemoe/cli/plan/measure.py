@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +43,8 @@ from edgemoe.types.step import StepRouting
 STREAM = fields("address", "sums")
 STREAM_WORDS = 1 << 15
 STD = 0.02
-OWN_ROWS = 512  # of a dense matrix; the others repeat them, but for gates, which tell experts apart
-FILL_S = 120.0  # for random experts to be in RAM
+OWN_ROWS = 512  # of a matrix; the others repeat them, but for gates, which tell experts apart
+FILL_S = 30.0  # for random experts to be in RAM
 
 
 @chunk
@@ -69,9 +71,7 @@ class RandomStore:
         self._made: dict[Encoding, list[npt.NDArray[np.uint8]]] = {}
         for encoding in {geometry.encoding(layer) for layer in range(geometry.layers)}:
             shapes = (geometry.gate_up_shape, geometry.down_shape)
-            self._made[encoding] = [
-                pack(random.standard_normal(shape, np.float32) * np.float32(STD), encoding) for shape in shapes
-            ]
+            self._made[encoding] = [_repeated(random, shape, encoding) for shape in shapes]
 
     def expert_bytes(self, layer: int, expert: int) -> int:
         return self._geometry.expert_bytes(layer)
@@ -84,6 +84,14 @@ class RandomStore:
             place = target[at : at + rows.nbytes].reshape(rows.shape)
             place[: len(rows) - turn], place[len(rows) - turn :] = rows[turn:], rows[:turn]
             at += rows.nbytes
+
+
+def _repeated(random: np.random.Generator, shape: tuple[int, int], encoding: Encoding) -> npt.NDArray[np.uint8]:
+    """Returns an encoded random matrix, whose first OWN_ROWS rows the others repeat."""
+    rows, columns = shape
+    own = random.standard_normal((min(rows, OWN_ROWS), columns), np.float32) * np.float32(STD)
+    encoded = pack(own, encoding)
+    return np.resize(encoded, (rows, encoded.shape[1]))
 
 
 def resident_tiers(spec: ModelSpec, kernels: Kernels, policy: LivePolicy | None = None) -> ExpertTiers:
@@ -195,13 +203,15 @@ COLD_BYTES = 128 << 20  # of weights that a step reads before it reads the same 
 EXPERT_BYTES = 512 << 20  # of experts, as far as a step's own allow
 LEAST_LAYERS, MOST_LAYERS, VOCAB = 2, 8, 512  # the head is counted apart
 BUDGET_S = 6.0  # of all timed steps together; each time is measured at least once
-DEADLINE_S = 35.0  # after which no further encoding is measured
+DEADLINE_S = 35.0  # after which nothing further is measured
+PROMPT_S = 3.0  # that a prompt may take; of one that takes longer, LEAST_PROMPT tokens are timed
 BOUND_S = 1.0  # of the timed steps of one number of sequences
 MEMORY_ROUNDS, MOST_STEPS, WARM_STEPS = 5, 200, 8
 LEAST_PROMPT = 64  # tokens of a prompt that is timed in place of a longer one
 SPARE_BYTES = 256 << 20  # left to all else on the machine while something is measured
 
 Say = Callable[[str], None]  # reports the present measurement
+Measure = Callable[["ResidentModel"], float]  # returns the seconds of all its layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,23 +244,22 @@ def measure_layers(
     Takes about `BUDGET_S`, and the time to make the weights. If memory or `DEADLINE_S` do not allow it, the times
     hold the reason instead.
     """
-    lab, share_s, found = LayerBench(kernels), BUDGET_S / len(variants) / 4, list[LayerTimes]()
-    tokens, ends_s = max(sequences * (MOST_STEPS + WARM_STEPS), prompt_tokens), time.monotonic() + DEADLINE_S
+    ends_s = time.monotonic() + DEADLINE_S
+    lab, share_s, found = LayerBench(kernels, ends_s), BUDGET_S / len(variants) / 4, list[LayerTimes]()
+    tokens = max(sequences * (MOST_STEPS + WARM_STEPS), prompt_tokens)
     for number, variant in enumerate(variants, 1):
         experts = variant.spec.router.experts
 
-        def measure(model: ResidentModel, experts: int = experts) -> list[float]:
-            decode_s = [_decode_s(model, count, share_s) for count in (1, sequences)]
-            return [*decode_s, _prompt_s(model, experts, prompt_tokens, 2 * share_s)]
-
+        measures: list[Measure] = [partial(_decode_s, sequences=count, budget_s=share_s) for count in (1, sequences)]
+        measures.append(partial(_prompt_s, experts=experts, tokens=prompt_tokens, budget_s=2 * share_s))
         times = LayerTimes(0.0, 0.0, sequences, 0.0, prompt_tokens)
-        if time.monotonic() > ends_s:
-            found.append(replace(times, why=f"others took {DEADLINE_S:g} s; run it on a less busy machine"))
-            continue
-        say(f"measuring {variant.label}, {number} of {len(variants)}")
+        if time.monotonic() < ends_s:
+            say(f"measuring {variant.label}, {number} of {len(variants)}")
         try:
-            decode_s, batch_s, prompt_s = lab.run(variant.spec, tokens, measure)
-        except CapacityError as error:
+            decode_s, batch_s, prompt_s = lab.run(variant.spec, tokens, measures)
+        except TimeoutError:
+            found.append(replace(times, why=f"{DEADLINE_S:g} s had passed; run it on a less busy machine"))
+        except (CapacityError, StoreError) as error:
             found.append(replace(times, why=str(error)))
         else:
             found.append(replace(times, decode_s=decode_s, batch_s=batch_s, prompt_s=prompt_s))
@@ -260,8 +269,8 @@ def measure_layers(
 
 def decode_times(spec: ModelSpec, kernels: Kernels, streams: Sequence[int]) -> list[float]:
     """Returns the seconds of a layer for one token of each sequence, by number of sequences. Raises CapacityError."""
-    lab, tokens = LayerBench(kernels), max(streams) * (MOST_STEPS + WARM_STEPS)
-    times = lab.run(spec, tokens, lambda model: [_decode_s(model, count, BOUND_S) for count in streams])
+    lab, tokens = LayerBench(kernels, math.inf), max(streams) * (MOST_STEPS + WARM_STEPS)
+    times = lab.run(spec, tokens, [partial(_decode_s, sequences=count, budget_s=BOUND_S) for count in streams])
     lab.close()
     return times
 
@@ -269,16 +278,19 @@ def decode_times(spec: ModelSpec, kernels: Kernels, streams: Sequence[int]) -> l
 class LayerBench:
     """Makes small models of random weights, one at a time. Models with equal expert shapes share their experts."""
 
-    def __init__(self, kernels: Kernels) -> None:
-        self._kernels = kernels
+    def __init__(self, kernels: Kernels, ends_s: float) -> None:
+        """Takes the time of `time.monotonic` after which nothing is begun."""
+        self._kernels, self._ends_s = kernels, ends_s
         self._tiers: ExpertTiers | None = None
 
-    def run(self, spec: ModelSpec, tokens: int, measure: Callable[[ResidentModel], list[float]]) -> list[float]:
+    def run(self, spec: ModelSpec, tokens: int, measures: Sequence[Measure]) -> list[float]:
         """Measures a miniature model by its layers, with at most that many tokens over all sequences.
 
-        Raises CapacityError where the machine has not as much memory to spare: taken regardless, it would be the
-        kernel that ends somebody, likely the engine.
+        Raises TimeoutError at the deadline, which is looked at before each measure. Raises
+        CapacityError where the machine has not as much memory to spare: taken regardless, it would be the kernel that
+        ends somebody, likely the engine.
         """
+        self._check_time()
         small = miniature(spec)
         if self._tiers is not None and self._tiers.geometry != small.geometry:
             self.close()
@@ -292,8 +304,17 @@ class LayerBench:
             )
         if self._tiers is None:
             self._tiers = resident_tiers(small, self._kernels)
-        model = ResidentModel(small, self._kernels, random_decoder(small, self._kernels), self._tiers)
-        return [taken_s / small.layers for taken_s in measure(model)]
+        self._check_time()
+        model, found = ResidentModel(small, self._kernels, random_decoder(small, self._kernels), self._tiers), []
+        for measure in measures:
+            self._check_time()
+            found.append(measure(model) / small.layers)
+        return found
+
+    def _check_time(self) -> None:
+        """Raises TimeoutError after the deadline."""
+        if time.monotonic() > self._ends_s:
+            raise TimeoutError
 
     def close(self) -> None:
         """Frees the memory of the experts."""
@@ -338,9 +359,13 @@ def _period(spec: ModelSpec) -> int:
 
 
 def _decode_s(model: ResidentModel, sequences: int, budget_s: float) -> float:
-    """Returns the time of a step."""
+    """Returns the time of a step. The steps before take no longer than the timed ones."""
     model.begin(sequences, MOST_STEPS + WARM_STEPS)
-    _feed(model, sequences, WARM_STEPS)
+    began_s = time.perf_counter()
+    for _ in range(WARM_STEPS):
+        _feed(model, sequences, 1)
+        if time.perf_counter() - began_s > budget_s:
+            break
     return _time_s(lambda: _feed(model, sequences, 1), budget_s)
 
 
@@ -348,14 +373,17 @@ def _prompt_s(model: ResidentModel, experts: int, tokens: int, budget_s: float) 
     """Returns the time of a prompt in layers of `experts` experts.
 
     The prompt that is timed is shorter by as much as the miniature has fewer experts, so that each has as many tokens.
+    A prompt that would take longer than `PROMPT_S` is not timed: a token counts as long as one of a shorter prompt.
     """
     count = min(tokens, max(LEAST_PROMPT, tokens * model.spec.router.experts // experts))
+    least = min(count, LEAST_PROMPT)
 
-    def prefill() -> float:
+    def token_s(count: int) -> float:
         model.begin(1, count)
-        return _feed(model, 1, count)
+        return _feed(model, 1, count) / count
 
-    return _time_s(prefill, budget_s) * tokens / count
+    least_s = token_s(least)
+    return tokens * (least_s if count * least_s > PROMPT_S else _time_s(lambda: token_s(count), budget_s))
 
 
 def _time_s(timed: Callable[[], float], budget_s: float) -> float:

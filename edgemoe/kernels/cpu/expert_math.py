@@ -155,6 +155,7 @@ FEW_TOKENS = 128  # of one expert; up to here rounded up to a multiple of an eig
 SCRATCH_BYTES = 32 << 20  # of intermediate values of one call, if one expert alone needs no more
 TRIAL_BYTES = 64 << 20  # of experts read by a trial
 TRIAL_ROWS = 64  # that are not repeated
+TRIAL_RUNS, TRIAL_S = 3, 0.05  # runs of a way at most, and the seconds after which none is begun
 Part = tuple[IntArray, IntArray, IntArray, FloatArray]  # slots, offsets, index and weights, as in `ExpertMath.add`
 Way = Callable[..., None]
 
@@ -387,14 +388,14 @@ class _Trial:
         return float(first)
 
     def seconds(self, way: Way, tokens: int) -> float:
-        """Returns the shortest of three runs of `way`, in seconds, with `tokens` tokens for each expert."""
+        """Returns the shortest run of `way`, in seconds, with `tokens` tokens for each expert."""
         slots, offsets = np.arange(self._experts), np.arange(self._experts + 1) * tokens
         index = np.tile(np.arange(tokens), self._experts)
         weights = np.ones(len(index), np.float32)
         x = torch.randn(tokens, self._slab.hidden).to(torch.bfloat16 if self._slab.bf16 else torch.float32)
         out = torch.zeros(tokens, self._slab.hidden)
-        taken = []
-        for _ in range(3):
+        taken: list[float] = []
+        while len(taken) < TRIAL_RUNS and sum(taken) < TRIAL_S:
             start = time.perf_counter()
             way(self._slab, slots, offsets, index, weights, x, out)
             taken.append(time.perf_counter() - start)
