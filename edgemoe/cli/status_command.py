@@ -266,6 +266,10 @@ def _heading(snapshot: StatusSnapshot) -> RenderableType:
     elif engine.get("starts", 1) > 1:
         why = f"The engine has been started {engine['starts']} times; it last ended: {engine['last_end']}\n"
         heading.append(why, "yellow")
+    if pages := select(snapshot.metrics, names.FAILING_PAGES):
+        heading.append(f"The memory is failing: {pages:.0f} pages of experts were damaged more than once\n", "red")
+    elif damaged := select(snapshot.metrics, names.EXPERTS_DAMAGED):
+        heading.append(f"{damaged:.0f} experts were damaged in memory, and read again\n", "yellow")
     return heading
 
 

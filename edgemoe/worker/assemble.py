@@ -26,6 +26,7 @@ from edgemoe.experts import compiled_parts
 from edgemoe.experts.activity import ActivityCounter
 from edgemoe.experts.build import ExpertTiers, TierMemory
 from edgemoe.experts.compute.moe import FetchOptions
+from edgemoe.experts.compute.ram_scrubber import RamScrubber
 from edgemoe.experts.predict.scoutgate_forecaster import ScoutGateForecaster
 from edgemoe.families.spec import ModelSpec
 from edgemoe.jit.compile_process import CompileProcess
@@ -75,6 +76,7 @@ class Assembly:
     close: Callable[[], None]
     activity: ActivityCounter | None = None  # no placement depends on it
     sharing: ClusterParts | None = None  # without a cluster
+    scrubber: RamScrubber | None = None
     scoutgate: ScoutGateForecaster | None = None  # without cache.scoutgate
     controller: PredictivePolicy | None = None  # with cache.policy = "lru", or all experts in place
 
@@ -133,8 +135,10 @@ def assemble(settings: Settings, emit: Emit, report: ReportPhase) -> Assembly:
         engine = _engine(settings, budgets, decoder, tiers, _grammars(directory, spec), emit, observers)
         opened.callback(engine.close)
         closing = opened.pop_all()
-    info = _info(settings, manifest, spec)
-    return Assembly(settings, info, budgets, engine, tiers, closing.close, activity, sharing, scoutgate, controller)
+    info, scrubber = _info(settings, manifest, spec), _scrubber(geometry, tiers, store, sharing, engine)
+    return Assembly(
+        settings, info, budgets, engine, tiers, closing.close, activity, sharing, scrubber, scoutgate, controller
+    )
 
 
 def _kernels(
@@ -210,6 +214,18 @@ def _tiers(
     if sharing is not None:
         sharing.shelf.attach(tiers.residency, tiers.ram)
     return tiers
+
+
+def _scrubber(
+    geometry: ExpertGeometry, tiers: ExpertTiers, store: ExpertStore, sharing: ClusterParts | None, engine: Engine
+) -> RamScrubber:
+    def checksum_of(layer: int, expert: int) -> str | None:
+        if sharing is not None:
+            return sharing.shelf.checksum(layer, expert)
+        return store.manifest.entry(layer, expert).xxh3_128 if store.manifest.present(layer, expert) else None
+
+    source = store if sharing is None else sharing.store
+    return RamScrubber(geometry, tiers.residency, tiers.ram, source, checksum_of, lambda: engine.scheduler.idle)
 
 
 def _activity(settings: Settings, geometry: ExpertGeometry, budgets: Budgets) -> ActivityCounter | None:

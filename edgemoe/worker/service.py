@@ -132,6 +132,10 @@ class Worker:
                 files = await asyncio.to_thread(_open_files, assembly)
                 self._disk = DiskPrefixes(assembly.engine, files, partial(_submit, assembly.engine.loop))
                 helpers.append(tasks.create_task(self._disk.run(), name="disk prefixes"))
+            if assembly.scrubber is not None:
+                helpers.append(tasks.create_task(assembly.scrubber.run(), name="scrubber"))
+                if self._side is not None:
+                    self._side.checker.mend = assembly.scrubber.check_all
             self._snapshots = SnapshotFeed(assembly.engine, assembly.tiers, self._wire.post)
             helpers.append(tasks.create_task(self._snapshots.run(), name="snapshots"))
             helpers.append(tasks.create_task(self._listen(assembly), name="listen"))
@@ -304,7 +308,7 @@ class Worker:
     def _figures(self, assembly: Assembly) -> dict[str, float]:
         """Returns the numbers for /metrics by their final names."""
         metrics = assembly.engine.metrics() | assembly.tiers.metrics()
-        for part in (assembly.scoutgate, assembly.controller, self._side, self._disk):
+        for part in (assembly.scoutgate, assembly.controller, assembly.scrubber, self._side, self._disk):
             if part is not None:
                 metrics |= part.metrics()
         return metrics

@@ -13,7 +13,7 @@ import re
 import resource
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -32,6 +32,7 @@ from edgemoe.front.peers_list import listed
 from edgemoe.store import catalog
 from edgemoe.store.catalog import check_path_exists, first_missing_part, resolve
 from edgemoe.store.manifest import MANIFEST, Manifest
+from edgemoe.telemetry import metrics as names
 from edgemoe.types.arrays import Json
 from edgemoe.types.machine import Machine
 from edgemoe.types.model_info import loading_text
@@ -61,6 +62,8 @@ REMEDIES = {
     "it works.",
     "memory": "Close other programs, set lower budgets (memory.ram_bytes, memory.kv_bytes), raise the control group's "
     "limit (MemoryMax), or pack the model in 4 bits: `edgemoe plan MODEL` compares.",
+    "memory-damage": "Test the machine's memory (memtest86+), and replace the module that fails. The daemon has read "
+    "the damaged experts again; its log names them.",
     "memlock": "Raise the limit of locked memory: `ulimit -l unlimited`, or LimitMEMLOCK=infinity in the unit.",
     "disk": "Free space where the stores lie: `edgemoe models list`, then `edgemoe models remove NAME`; or set "
     "model.store_dir to another disk: of a service to a folder of its user, then `sudo edgemoe service install` again.",
@@ -378,9 +381,18 @@ def daemon(path: Path) -> tuple[list[CheckResult], Json]:
             health: Json = json.loads(client.text("/health", accept_unavailable=True))
             release = str(json.loads(client.text("/version"))["version"])
             reached = json.loads(client.text("/reach"))["boxes"] if health.get("cluster") else []
+            metrics = names.parse(client.text("/metrics"))
     except (EdgemoeError, ValueError, KeyError) as error:
         return [CheckResult("daemon", "failure", str(error))], {}
-    return [*_described(health, release, path), *neighbours(reached)], health
+    return [*_described(health, release, path), *damaged_memory(metrics), *neighbours(reached)], health
+
+
+def damaged_memory(metrics: Mapping[str, float]) -> Iterator[CheckResult]:
+    """Reports experts whose bytes changed in the daemon's memory."""
+    pages, experts = (names.select(metrics, name) for name in (names.FAILING_PAGES, names.EXPERTS_DAMAGED))
+    if experts:
+        said = f"{experts:.0f} experts were damaged in memory" + (f", {pages:.0f} pages repeatedly" if pages else "")
+        yield CheckResult("memory-damage", "failure" if pages else "warning", said)
 
 
 def _described(health: Json, release: str, path: Path) -> Iterator[CheckResult]:

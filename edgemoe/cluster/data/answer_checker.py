@@ -40,7 +40,6 @@ class CheckingMeans:
     another: AskAnother
     in_memory: InMemory
     is_idle: Callable[[], bool]
-    mend: MendOwn = _is_sound
 
 
 class SpareTime:
@@ -74,6 +73,7 @@ class AnswerChecker:
         self.ledger = ledger
         self.seconds = 0.0  # spent
         self.own_errors = 0  # answers that were right, and computed wrongly here
+        self.mend: MendOwn = _is_sound
         self._share, self._means, self._on_cut, self._clock = share, means, on_cut, clock
         self._spare = SpareTime(clock())
         self._say = RateLimitedLog(log)
@@ -126,7 +126,7 @@ class AnswerChecker:
     async def _is_wrong(self, answer: KeptAnswer) -> bool:
         """Computes a differing answer once more, from experts that were verified."""
         experts = answer.work.experts.tolist()
-        damaged = await self._means.mend(answer.work.layer, experts)
+        damaged = await self.mend(answer.work.layer, experts)
         while True:
             try:
                 (again,) = await self._means.here([answer.work])
