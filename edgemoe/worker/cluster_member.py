@@ -74,6 +74,7 @@ class ClusterMember:
         self._digest = ""  # of the plan
         self._settings, self._tiers, self._info, self._post = settings, tiers, info, post
         self._engine = engine
+        self.forget_saved: Callable[[], object] = lambda: None  # KV blocks on disk
         self._sharing, self._homes = sharing, 0
         self._adopted_s = float("-inf")
         self._pacer = HomeFetchPacer(settings.migrate_bytes_per_s, info.expert_bytes, time.monotonic())
@@ -202,6 +203,7 @@ class ClusterMember:
         log.error("a box is cut off: its answers are wrong", extra={"peer": node, "why": why})
         self.plane.calls.cut(node)
         self._engine.compute_again()
+        self.forget_saved()
         self._post(PeerCutOff(node=node, why=why[:TEXT_CHARS]))
 
     def _adopt(self, message: Plan) -> None:

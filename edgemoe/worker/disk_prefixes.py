@@ -93,6 +93,14 @@ class DiskPrefixes:
                 self._running.pop(item.request, None)
                 self._loop.call_soon_threadsafe(self._note_ended, running)
 
+    async def forget_all(self) -> None:
+        """Deletes all saved blocks, because they may be wrong."""
+        try:
+            await asyncio.to_thread(self._files.remove_all)
+        except OSError as error:
+            self.figures.failures += 1
+            log.error("saved KV blocks that may be wrong were not deleted", extra={"why": str(error)})
+
     async def run(self) -> None:
         """Saves and restores until cancelled."""
         async with asyncio.TaskGroup() as tasks:

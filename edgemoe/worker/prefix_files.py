@@ -137,6 +137,12 @@ class PrefixFiles:
         self._index(path, _Table(written, _data_offset(len(wanted))))
         return sum(self._sizes[state] for _, state, _ in written)
 
+    def remove_all(self) -> None:
+        """Deletes all files of this model."""
+        for path in self._folder.glob(f"*{SUFFIX}"):
+            self._forget(path)
+            remove_file(path, missing_ok=True)
+
     def touch(self, names: Sequence[EntryName]) -> None:
         """Marks the files of entries as used now."""
         for path in dict.fromkeys(entry.file for name in names if (entry := self._entries.get(name))):

@@ -132,6 +132,9 @@ class Worker:
                 files = await asyncio.to_thread(_open_files, assembly)
                 self._disk = DiskPrefixes(assembly.engine, files, partial(_submit, assembly.engine.loop))
                 helpers.append(tasks.create_task(self._disk.run(), name="disk prefixes"))
+                if self._side is not None:
+                    forget_all = self._disk.forget_all
+                    self._side.forget_saved = lambda: helpers.append(tasks.create_task(forget_all()))
             if assembly.scrubber is not None:
                 helpers.append(tasks.create_task(assembly.scrubber.run(), name="scrubber"))
                 if self._side is not None:

@@ -189,6 +189,17 @@ async def test_a_cancelled_request_is_not_submitted_and_what_it_computed_is_kept
         assert not [each for each in one.drive.emitted if each.request == "x"]
 
 
+async def test_saved_blocks_that_may_be_wrong_are_deleted(tmp_path: Path) -> None:
+    async with served(plain_model(), tmp_path) as first:
+        whole = await first.answer()
+    assert list(tmp_path.glob("*/*.kv"))
+    async with served(plain_model(), tmp_path) as second:
+        await second.disk.forget_all()
+        assert not list(tmp_path.glob("*/*.kv"))
+        assert await second.answer() == whole
+        assert second.reused == 0
+
+
 async def test_short_prompts_do_not_wait_and_few_blocks_are_not_written(tmp_path: Path) -> None:
     async with served(plain_model(), tmp_path) as one:
         await one.answer(prompt(LEAST_BLOCKS * 16 - TOKENS, 3, 96))
