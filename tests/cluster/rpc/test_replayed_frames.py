@@ -124,7 +124,7 @@ ATTACKS: dict[str, Attack] = {
 
 @asynccontextmanager
 async def relayed(served: list[str]) -> AsyncIterator[tuple[Box, Relay]]:
-    """Box a, connected to box b through a relay; b notes the questions that it serves."""
+    """Runs box a, which is connected to box b through a relay. Box b notes the questions that it serves."""
 
     async def serve(question: Question[Any]) -> Answer[Any]:
         served.append(question.message.text)
