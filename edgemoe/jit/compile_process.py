@@ -47,7 +47,8 @@ class CompileProcess:
 
 def _end_with_parent() -> None:
     """Ends this process when its input is closed: the process that started it is gone."""
-    sys.stdin.buffer.read()
+    while os.read(0, 1):  # sys.stdin has a lock, which a thread may not hold when Python ends
+        pass
     os._exit(0)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from contextlib import closing
 from pathlib import Path
 
@@ -36,3 +38,21 @@ def test_no_process_is_started_for_code_that_is_compiled_or_cannot_be_kept() -> 
         compiling = CompileProcess(TIERS, PLACE, directory)
         assert not compiling.is_running
         compiling.close()
+
+
+ENDS = """
+import sys, types
+from pathlib import Path
+from edgemoe.jit import compile_process
+compile_process.compile_ahead = lambda *_: None
+sys.modules["parts"] = types.SimpleNamespace(NONE=types.SimpleNamespace(codes=(), variant=""))
+compile_process.main("parts:NONE", sys.argv[1], "0")
+"""
+
+
+def test_a_compiling_process_ends_well_while_its_parent_lives(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", ENDS, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        said = process.stderr.read()  # its own input stays open
+        assert (process.wait(), said) == (0, "")
