@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.tiny_models import FAMILIES
+from support.tiny_models import FAMILIES, LIKE_OTHERS
 
 pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 
@@ -28,7 +28,7 @@ def turn(family: str) -> str:
 
 
 CASES = [case for family in FAMILIES for case in (family, f"{family} int8")]
-GATE = [case for case in CASES if case == turn(case.partition(" ")[0])]
+GATE = [turn(family) for family in FAMILIES if family not in LIKE_OTHERS]
 SLOW = [case for case in CASES if case not in GATE]
 
 
