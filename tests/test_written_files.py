@@ -23,7 +23,7 @@ from edgemoe import durable, rights
 from edgemoe.api.api_keys import new_key
 from edgemoe.cli import service_command as systemd_units
 from edgemoe.cluster.control.coordination.epoch_fence import EpochFence
-from edgemoe.cluster.control.coordination.raft_journal import Journal
+from edgemoe.cluster.control.coordination.etcd_tls import make_certificate
 from edgemoe.cluster.rpc.keys import generate
 from edgemoe.config.settings import RecordSettings
 from edgemoe.errors import ConfigError, EdgemoeError
@@ -150,12 +150,8 @@ def device(path: Path, base: Path) -> None:
 TRAPS = (link, link_to_nothing, hard_link, link_to_folder, pipe, device)
 
 
-def _journal(folder: Path) -> None:
-    journal = Journal(folder, b"voters")
-    journal.setCurrentTerm(1, "a")
-    journal.add(b"x", 1, 1)
-    journal.deleteEntriesTo(0)
-    journal.close()
+def _certificate(folder: Path) -> None:
+    make_certificate(folder, "a", "192.0.2.7")
 
 
 def _partial(folder: Path) -> None:
@@ -222,7 +218,7 @@ WRITERS: dict[str, Callable[[Path], object]] = {
     "a key of the API": lambda folder: new_key(folder / "api-keys", "x"),
     "a box's key": lambda folder: generate(folder / "box.key"),
     "an epoch": lambda folder: EpochFence(folder / "epoch").admit(3),
-    "the agreement": _journal,
+    "the agreement": _certificate,
     "a file of the hub": _partial,
     "locks of a store": _locks,
     "a recording": _record,

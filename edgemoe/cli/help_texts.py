@@ -202,8 +202,8 @@ What is printed goes into the list of peers of every box; the file stays on this
 
 WITNESS = """\
 With two boxes, neither can tell whether the other has died or only the link. A witness on any third machine votes
-with them; it needs no model, no GPU and little memory. It reads the [cluster] section: node, key_file, listen,
-peers_file, coordination = "raft".
+with them; it needs etcd (Debian's etcd-server), but no model, no GPU and little memory. It reads the [cluster] section:
+node, key_file, listen, peers_file, coordination = "raft".
 
 Example:
   edgemoe witness --config /etc/edgemoe/edgemoe.toml

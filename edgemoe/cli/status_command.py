@@ -45,6 +45,9 @@ def _cluster_heading(cluster: Json) -> Text:
     heading.append(f" in epoch {cluster['epoch']}; {planned(cluster)}\n")
     if plan and plan.get("on_disk_only"):
         heading.append(f"{plan['on_disk_only']} experts have no room in any memory, and are read from disks\n")
+    if etcd := cluster.get("etcd"):
+        state = "takes part" if etcd["healthy"] else "takes no part"
+        heading.append(f"etcd {state}: {format_size(etcd['resident_bytes'])}, {etcd['fsyncs']} fsyncs\n")
     if cluster["trouble"]:
         heading.append(f"No new plan: {cluster['trouble']}\n", "yellow")
     for member in cluster["members"]:

@@ -135,11 +135,13 @@ class ClusterSettings(SettingsSection, frozen=True, kw_only=True):
     address: Text = ""  # HOST:PORT where the others reach it; "": as listen, where that names a host
     peers_file: Text = ""  # the list of boxes: node, address and public key of each
     join: Text = ""  # NODE,HOST:PORT,KEY of boxes of a cluster to join, separated by spaces, instead of a list
-    state_dir: Text = ""  # epoch, last plan, the agreement's journal; "" is beside the stores
+    state_dir: Text = ""  # epoch, last plan, the voters' etcd; "" is beside the stores
     coordination: Literal["single", "raft", "etcd"] = "single"
     leader: NodeName = ""  # single: the node that leads, for ever; "" is this one
     lease_s: Annotated[float, Meta(ge=0.3, le=60)] = 1.5  # without a sign of life for so long, a leader is deposed
-    etcd: Text = ""  # URLs, separated by commas
+    etcd_program: Text = ""  # raft: the etcd that voters run; "" is the one on PATH
+    etcd_port: Annotated[int, Meta(ge=0, le=65535)] = 0  # raft: for the other voters' members; 0: any free one, kept
+    etcd: Text = ""  # etcd: URLs, separated by commas
     etcd_prefix: Text = "/edgemoe/"
     etcd_user: Text = ""
     etcd_password_file: Text = ""

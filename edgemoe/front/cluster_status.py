@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from edgemoe.cluster.control.control_plane import ControlPlane
+from edgemoe.cluster.control.coordination.etcd_member import EtcdMember
 from edgemoe.cluster.control.membership import ClusterMembers, Member
 from edgemoe.cluster.control.messages import Announce, ChannelDescription
 from edgemoe.cluster.control.plan_store import PlanStore
@@ -31,7 +32,7 @@ def state_of(members: ClusterMembers, member: Member) -> State:
 
 def describe(plane: ControlPlane, seen: Mapping[str, PeerLinkMeasured], load: TargetLoad | None) -> dict[str, Any]:
     """Returns the body for /health. `seen` has the engine's links by node; `load` is this engine's."""
-    plan, ref, agreed = plane.state.plans.plan, plane.state.plans.ref, plane.agreed
+    plan, ref = plane.state.plans.plan, plane.state.plans.ref
     digest = ref.digest if ref is not None else ""
     return {
         "node": plane.state.node,
@@ -40,8 +41,8 @@ def describe(plane: ControlPlane, seen: Mapping[str, PeerLinkMeasured], load: Ta
         "stale_leaders": plane.state.leader_tracker.stale,
         "unentitled_beats": plane.state.leader_tracker.unentitled_beats,
         "plan": None if plan is None else _plan(plan, digest),
-        "agreed": None if agreed is None else {"entries": agreed[0], "digest": agreed[1]},
         "trouble": plane.blocker,
+        "etcd": None if plane.etcd is None else _etcd(plane.etcd),
         "members": [
             _box(plane.state.node, "here", plane.announcement, plane.state.plans)
             | {"requests": load.requests if load is not None else 0},
@@ -79,6 +80,25 @@ def metrics(
         names.EXPERT_CLUSTER_FITS: fitting.fits if fitting is not None else 0,
         **{names.named(names.ROUTED, to=to, why=why): count for (to, why), count in requests.routed.items()},
         **{names.named(names.CLUSTER_BOXES, state=each): states.count(each) for each in STATES},
+        **({} if plane.etcd is None else _etcd_metrics(plane.etcd)),
+    }
+
+
+def _etcd(member: EtcdMember) -> dict[str, Any]:
+    return {
+        "healthy": member.is_healthy,
+        "starts": member.process.starts,
+        "resident_bytes": member.resident_bytes,
+        "fsyncs": member.fsyncs,
+    }
+
+
+def _etcd_metrics(member: EtcdMember) -> dict[str, float]:
+    return {
+        names.ETCD_HEALTHY: float(member.is_healthy),
+        names.ETCD_STARTS: member.process.starts,
+        names.ETCD_RESIDENT: member.resident_bytes,
+        names.ETCD_FSYNCS: member.fsyncs,
     }
 
 

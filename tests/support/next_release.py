@@ -1,9 +1,9 @@
 # ruff: noqa: E402
-"""This release as the next one would be: with one more protocol version, message, field and operation.
+"""This release as the next one would be: with one more protocol version, message and field.
 
 Run `python tests/support/next_release.py -m edgemoe serve --config FILE`, or `... daemon_process.py SETTINGS_JSON`.
 Its engines are of the next release too. Import it before anything of edgemoe. The log has "next release: greeted N,
-spared N, moods N, marked N, withheld N"; see `Greet`, `Beat` and `Mark`.
+spared N, moods N"; see `Greet` and `Beat`.
 """
 
 from __future__ import annotations
@@ -50,54 +50,17 @@ kept = [kind for tag, kind in control_messages.CONTROL.messages.items() if tag !
 control_messages.Heartbeat = Beat  # type: ignore[misc]
 control_messages.CONTROL = MessageLanguage(*kept, Beat, Greet)
 
-from dataclasses import dataclass
-from typing import ClassVar
-
-from edgemoe.cluster.control.coordination import coord_store as coord
-from edgemoe.cluster.control.coordination import ops
-
-
-class Mark(msgspec.Struct, frozen=True, array_like=True, tag="mark"):
-    """A new operation of the embedded agreement, which a leader proposes with each beat.
-
-    `marked` counts them; `withheld` counts beats without one, because a voter is of the release before.
-    """
-
-    SINCE: ClassVar[int] = protocol.PROTOCOL_VERSIONS.highest
-    epoch: ops.Count
-
-
-ops._decoder = msgspec.msgpack.Decoder(ops.Op | Mark)
-Before = coord.CoordState
-
-
-@dataclass(slots=True)
-class NextState(Before):
-    """The state with a field of the new operation, which the release before skips without loss."""
-
-    marks: int = 0
-
-    def apply(self, op: Any) -> int | bool | str:
-        if isinstance(op, Mark):
-            self.marks += 1
-            return True
-        return Before.apply(self, op)
-
-
-coord.CoordState = NextState  # type: ignore[misc]
-
 from edgemoe.cluster.control import control_plane as plane
-from edgemoe.cluster.control.coordination.raft import RaftStore
 from edgemoe.cluster.rpc.envelope import Answer, Question
 from edgemoe.config.settings import Settings
-from edgemoe.errors import CoordError, PeerError
+from edgemoe.errors import PeerError
 from edgemoe.front.engine_process import EngineProcess
 
-figures = {"greeted": 0, "spared": 0, "moods": 0, "marked": 0, "withheld": 0}
+figures = {"greeted": 0, "spared": 0, "moods": 0}
 
 
 class NextPlane(plane.ControlPlane):
-    """A control plane that uses the new message, field and operation."""
+    """A control plane that uses the new message and field."""
 
     async def _serve(self, question: Question[Any]) -> Answer[Any] | None:
         match question.message:
@@ -115,14 +78,6 @@ class NextPlane(plane.ControlPlane):
         if self._group is not None:
             for member in self.state.members:
                 self.spawn(self._greet(member.peer.node))
-            if self.leading and self._leader is not None and isinstance(self._leader._store, RaftStore):
-                self.spawn(self._mark(self._leader._store))
-
-    async def _mark(self, store: RaftStore) -> None:
-        try:
-            figures["marked"] += await store._agree(Mark(self.leading))  # type: ignore[arg-type]
-        except CoordError as error:
-            figures["withheld"] += "not every voter knows" in str(error)
 
     async def _greet(self, node: str) -> None:
         try:

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import msgspec
 from msgspec import NODEFAULT, inspect
 
 from edgemoe.cluster.control.coordination.coord_store import PlanRef
-from edgemoe.cluster.control.coordination.raft_transport import RaftMessage
 from edgemoe.cluster.control.messages import CONTROL
 from edgemoe.cluster.data.messages import BULK, EXPERT_CALLS
 from edgemoe.cluster.rpc.envelope import Envelope
@@ -32,7 +31,6 @@ LANGUAGES: dict[str, MessageLanguage[Any]] = {
     "front to engine": TO_ENGINE,
     "engine to front": FROM_ENGINE,
 }
-RAFT: dict[str, type[Any]] = {str(kind.__struct_config__.tag): kind for kind in get_args(RaftMessage)}
 STRUCTS: dict[str, type[msgspec.Struct]] = {
     "envelope": Envelope,
     "boot": Boot,
@@ -51,9 +49,8 @@ def outer_names() -> dict[str, Any]:
         name: {tag: message_fields(kind) for tag, kind in sorted(language.messages.items())}
         for name, language in LANGUAGES.items()
     }
-    raft = {tag: describe(inspect.type_info(kind)) for tag, kind in RAFT.items()}
     structs = {name: describe(inspect.type_info(kind)) for name, kind in STRUCTS.items()}
-    return {**languages, "within RaftPayload": raft, **structs}
+    return {**languages, **structs}
 
 
 def message_fields(kind: type[Any]) -> dict[str, Any]:

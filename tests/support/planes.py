@@ -1,8 +1,9 @@
-"""Fronts' sides of a cluster on loopback, without engines: real channels, real agreement, made-up experts."""
+"""Fronts' sides of a cluster on loopback, without engines: real channels, made-up experts, an agreement in memory."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ from edgemoe.cluster.rpc.keys import Peer, Secret, generate
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.types.placement import PlacementPlan, pack_bits
 from support.etcd_process import free_ports
+from support.fake_agreement import FakeAgreement, agreed_by
 from support.waiting import until
 
 ABC = ("a", "b", "c")
@@ -112,9 +114,14 @@ class Front(NoServices):
 
 @asynccontextmanager
 async def fronts(
-    folder: Path, nodes: Sequence[str] = ("a", "b", "c"), voters: Sequence[str] = ABC, **settings: Any
+    folder: Path,
+    nodes: Sequence[str] = ("a", "b", "c"),
+    voters: Sequence[str] = ABC,
+    *,
+    real: bool = False,
+    **settings: Any,
 ) -> AsyncIterator[dict[str, Front]]:
-    """Starts fronts that list each other; `voters` have a vote."""
+    """Starts fronts that list each other; `voters` have a vote. The agreement is in memory, unless `real`."""
     ports = free_ports(len(nodes))
     keys = {node: generate(folder / f"{node}.key") for node in nodes}
     peers = {
@@ -122,12 +129,13 @@ async def fronts(
         for node, port in zip(nodes, ports, strict=True)
     }
     made = {node: Front(folder, peers[node], keys[node], peers, **settings) for node in nodes}
-    try:
-        for front in made.values():
-            await front.start()
-        yield made
-    finally:
-        await asyncio.gather(*(front.die() for front in made.values()))
+    with contextlib.nullcontext() if real else agreed_by(FakeAgreement()):
+        try:
+            for front in made.values():
+                await front.start()
+            yield made
+        finally:
+            await asyncio.gather(*(front.die() for front in made.values()))
 
 
 async def led(fronts: Sequence[Front], within_s: float = 15.0) -> str:

@@ -25,7 +25,7 @@ import numpy as np
 import xxhash
 import zmq
 
-from edgemoe.cluster.control.messages import CONTROL, Announce, Heartbeat, RaftPayload
+from edgemoe.cluster.control.messages import CONTROL, Announce, Heartbeat
 from edgemoe.cluster.data.messages import BULK, EXPERT_CALLS, ExpertCall, FetchExpert, Hello
 from edgemoe.cluster.rpc import envelope
 from edgemoe.cluster.rpc.channel import Channel
@@ -96,7 +96,6 @@ def originals() -> dict[str, list[tuple[msgspec.Struct, list[bytes]]]]:
         "control": [
             (Heartbeat(), []),
             (Announce(release="1", role="box", address="192.0.2.1:1", devices=("cpu",)), []),
-            (RaftPayload(b"append entries" * 9), []),
         ],
         "calls": [
             (Hello("d" * 32, 6, 32, 768, 147456, bits, bits), [b"probe" * 50]),

@@ -15,7 +15,6 @@ import sys
 DOORS = {  # name -> module
     "engine": "tools.fuzzing.fuzz_engine",
     "http": "tools.fuzzing.http",
-    "journal": "tools.fuzzing.journal",
     "channel": "tools.fuzzing.fuzz_channel",
     "settings": "tools.fuzzing.fuzz_settings",
     "store": "tools.fuzzing.store",

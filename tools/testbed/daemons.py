@@ -204,12 +204,12 @@ class Cluster:
         for name in self.daemons:
             self.write_peers(self.peers_file(name), keys=instead)
 
-    def write_peers(self, path: Path, *, keys: Settings | None = None, silent: Sequence[str] = ()) -> None:
-        """Writes a list of peers. Boxes whose key in `keys` is "" are left out, and the `silent` have no vote."""
+    def write_peers(self, path: Path, *, keys: Settings | None = None) -> None:
+        """Writes a list of peers. Boxes whose key in `keys` is "" are left out."""
         entries = []
         for name, key in {**self._keys, **(keys or {})}.items():
             where = 'address = ""' if name in self.empty else f'address = "{self.bed[name].address}:{CONTROL_PORT}"'
-            vote = "\nvoter = false" if name in self.empty or name in silent else ""
+            vote = "\nvoter = false" if name in self.empty else ""
             if key:
                 entries.append(f'[[peer]]\nnode = "{name}"\n{where}{vote}\nkey = "{key}"\nvouches = true\n')
         fresh = path.with_suffix(".new")

@@ -37,8 +37,8 @@ from edgemoe.cluster.control.control_state import (
 from edgemoe.cluster.control.coordination.coord_store import since_boot
 from edgemoe.cluster.control.coordination.election_rules import KeptVoters, voters_of
 from edgemoe.cluster.control.coordination.epoch_fence import EpochFence
-from edgemoe.cluster.control.coordination.raft_transport import RaftChannel
-from edgemoe.cluster.control.coordination.store_factory import make_store, voters_fault
+from edgemoe.cluster.control.coordination.etcd_member import EtcdMember
+from edgemoe.cluster.control.coordination.store_factory import is_voter, make_store, voters_fault
 from edgemoe.cluster.control.distrust import DistrustedBoxes
 from edgemoe.cluster.control.leader import LeaderTasks
 from edgemoe.cluster.control.membership import BEAT_S
@@ -47,6 +47,8 @@ from edgemoe.cluster.control.messages import (
     Announce,
     BoxReport,
     ControlMessage,
+    EtcdCard,
+    EtcdJoin,
     FetchParcel,
     ForwardedEmissions,
     ForwardedFrame,
@@ -58,7 +60,6 @@ from edgemoe.cluster.control.messages import (
     PlanReply,
     PlanRequest,
     PortProbeRequest,
-    RaftPayload,
     RequestGrant,
     RequestOffer,
     StoreLocationRequest,
@@ -173,13 +174,16 @@ class ControlPlane:
         self._reporter = ActivityReporter(self.state, self.channel, self._local.report)
         self.port_prober = PortProber(self.state, self.channel)
         self.parcels = RequestParcels(self.channel, self._local.check_room)
-        self._link = RaftChannel(self.channel, [name for name in peers if name != settings.node])
+        self._member: EtcdMember | None = None
+        if is_voter(settings, voters):
+            address = announcement.address or (peers[settings.node].address if settings.node in peers else "")
+            self._member = EtcdMember(settings, voters, self.state, self.channel, address, self._announce_etcd)
         self._solver = PlanSolver(settings)
         queue, fitting = make_queue(settings, self._solver.fit, clock)
         self.desk = RequestDesk(self.state, self.channel, queue, lambda: self.leading, self._local.on_grant, fitting)
         self._leader: LeaderTasks | None = None
         try:
-            if (store := make_store(settings, peers, voters, fence, self._link, clock)) is not None:
+            if (store := make_store(settings, peers, fence, self._member)) is not None:
                 self._leader = LeaderTasks(
                     settings,
                     store,
@@ -216,7 +220,7 @@ class ControlPlane:
                     self._keep_beating,
                     self.desk.run,
                 ]
-                leaders = [self._leader.run] if self._leader is not None else []
+                leaders = [each.run for each in (self._leader, self._member) if each is not None]
                 for run in [self._transport.run, self.channel.run, *senders, *leaders]:
                     self._group.create_task(run())
                 self._group.create_task(self.exchange.run(self._plan_due, self._leader_beat))
@@ -282,9 +286,13 @@ class ControlPlane:
         return (self._leader.blocker if self._leader is not None else "") or self._list_fault
 
     @property
-    def agreed(self) -> tuple[int, str] | None:
-        """Number of entries that the embedded agreement applied here, and its state's digest; None without one."""
-        return self._leader.agreed if self._leader is not None else None
+    def etcd(self) -> EtcdMember | None:
+        """This box's etcd member; None if it has none."""
+        return self._member
+
+    def _announce_etcd(self, card: EtcdCard) -> None:
+        if card != self.announcement.etcd:
+            self.set_announcement(msgspec.structs.replace(self.announcement, etcd=card))
 
     # --- receiving --------------------------------------------------------------------------------------------
 
@@ -301,8 +309,8 @@ class ControlPlane:
         of_state = message if isinstance(message, Heartbeat | Announce | BoxReport) else None
         self._handle(MessageReceived(question.peer, question.boot, of_state))
         match message:
-            case RaftPayload():
-                self._link.deliver(question.peer, message)
+            case EtcdJoin() if self._member is not None:
+                return Answer(await self._member.on_join(question.peer))
             case RequestOffer():
                 return Answer(self.desk.on_offer(question.peer, message))
             case LoadReport():
@@ -329,10 +337,8 @@ class ControlPlane:
 
     def _on_up(self, node: str) -> None:
         self._handle(ConnectionOpened(node))
-        self._link.up(node)
 
     def _on_down(self, node: str) -> None:
-        self._link.down(node)
         self._handle(ConnectionLost(node))
 
     def _on_foreign(self, node: str, why: str) -> None:

@@ -14,7 +14,6 @@ from collections.abc import Callable
 
 from edgemoe.cluster.control.control_state import ControlState
 from edgemoe.cluster.control.coordination.coord_store import CoordStore, PlanRef, wait_event
-from edgemoe.cluster.control.coordination.raft import RaftStore
 from edgemoe.cluster.control.leadership import Election
 from edgemoe.cluster.control.membership import BEAT_S
 from edgemoe.cluster.control.messages import BoxReport
@@ -91,11 +90,6 @@ class LeaderTasks:
     def blocker(self) -> str:
         """Why this box has no vote, or why there is no new plan; "" if nothing is wrong."""
         return self._epoch_error() or (self._joined and self._store.blocker) or self._controller.blocker
-
-    @property
-    def agreed(self) -> tuple[int, str] | None:
-        """Number of entries that the embedded agreement applied here, and its state's digest; None without one."""
-        return self._store.agreed() if self._joined and isinstance(self._store, RaftStore) else None
 
     def _epoch_error(self) -> str:
         return self._state.fence.reject_reason(self._store.view().epoch) if self._joined else ""

@@ -39,7 +39,6 @@ from edgemoe.types.expert_signatures import EndedRequests, ExpertDemand, ExpertS
 from edgemoe.types.request import Phases
 from edgemoe.wire.protocol import Message, MessageLanguage
 
-MAX_PAYLOAD_BYTES = 1 << 20  # of the agreement in one message
 MAX_UNWANTED = 2000  # requests named in one answer; the rest with the next
 MAX_TAKEN = 256  # offers named as taken or withdrawn in one message
 MAX_PREFIX_KEYS = 512  # of one prompt, or in one message; eight bytes each
@@ -51,12 +50,6 @@ WallSeconds = Annotated[float, Meta(ge=0, le=1e12)]  # since 1970
 PrefixKeys = Annotated[bytes, Meta(max_length=8 * MAX_PREFIX_KEYS)]
 OfferNames = Annotated[tuple[tuple[Text, Count], ...], Meta(max_length=MAX_TAKEN)]  # (node, number)
 RequestAttempts = Annotated[tuple[tuple[Text, Count], ...], Meta(max_length=MAX_UNWANTED)]  # (request, attempt)
-
-
-class RaftPayload(Message, frozen=True, tag="RaftPayload"):
-    """Carries a message between members of the embedded Raft, encoded by that. No reply."""
-
-    data: Annotated[bytes, Meta(max_length=MAX_PAYLOAD_BYTES)]
 
 
 class Heartbeat(Message, frozen=True, tag="Beat"):
@@ -113,6 +106,14 @@ class Accusation(msgspec.Struct, frozen=True):
     why: Text
 
 
+class EtcdCard(msgspec.Struct, frozen=True):
+    """Describes a voter's etcd member: its port on the host of the control channel, and its certificate (PEM)."""
+
+    port: Port
+    certificate: Annotated[str, Meta(max_length=2048)]
+    cluster: Word = ""  # token of the cluster that it is a member of; "" while of none
+
+
 class Announce(Message, frozen=True, tag="Announce"):
     """Describes a box, on change or where a Heartbeat asks for it. Reply: Welcome."""
 
@@ -127,10 +128,22 @@ class Announce(Message, frozen=True, tag="Announce"):
     listed: Annotated[tuple[Peer, ...], Meta(max_length=MAX_NODES)] = ()  # peers that it allows
     serves: Phases = "both"  # the phases of requests that its engine computes
     accuses: Annotated[tuple[Accusation, ...], Meta(max_length=MAX_NODES)] = ()
+    etcd: EtcdCard | None = None  # of a voter
 
 
 class Welcome(Message, frozen=True, tag="Welcome"):
     """Confirms an Announce."""
+
+
+class EtcdJoin(Message, frozen=True, tag="EtcdJoin"):
+    """Asks a voter to add the asker to the members of its etcd. Reply: EtcdMembers."""
+
+
+class EtcdMembers(Message, frozen=True, tag="EtcdMembers"):
+    """Names the members of an etcd cluster and their URLs, the asker included."""
+
+    cluster: Word
+    members: Annotated[tuple[tuple[Text, Text], ...], Meta(max_length=MAX_NODES)]
 
 
 class LinkReport(msgspec.Struct, frozen=True):
@@ -329,8 +342,7 @@ OfRequests = (
     | LostRequestsReply
 )
 OfBoxes = (
-    RaftPayload
-    | Heartbeat
+    Heartbeat
     | Announce
     | Welcome
     | BoxReport
@@ -339,6 +351,8 @@ OfBoxes = (
     | PlanReply
     | PortProbeRequest
     | PortProbeReply
+    | EtcdJoin
+    | EtcdMembers
 )
 ControlMessage = (
     OfRequests | OfBoxes | SnapshotRequest | SnapshotReply | StoreLocationRequest | StoreLocationReply | Failure

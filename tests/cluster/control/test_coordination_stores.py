@@ -1,4 +1,4 @@
-"""One contract for every engine of the agreement: the real embedded Raft, a real etcd of one and of three members."""
+"""One contract for the agreement: a real etcd of one and of three members, and the one in memory of other tests."""
 
 from __future__ import annotations
 
@@ -8,70 +8,48 @@ import random
 import ssl
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import httpx
 import pytest
-from support.boxes import Box, secret
-from support.boxes import running as boxes_running
 from support.etcd_process import etcd_cluster
-from support.fake_link import FakeNet
+from support.fake_agreement import FakeAgreement, FakeStore, agreed_by
 from support.waiting import until
 
+from edgemoe.cluster.control import control_plane
 from edgemoe.cluster.control.coordination.coord_store import (
     AgreementView,
     CoordState,
     CoordStore,
     PlanRef,
     SingleBoxStore,
-    since_boot,
 )
 from edgemoe.cluster.control.coordination.etcd import EtcdStore
-from edgemoe.cluster.control.coordination.raft import RaftStore
-from edgemoe.cluster.control.coordination.raft_transport import RaftChannel
 from edgemoe.cluster.control.leadership import Election
-from edgemoe.cluster.control.messages import CONTROL
-from edgemoe.cluster.rpc.envelope import Question
 from edgemoe.errors import CoordUnavailable, PlanConflict, StaleEpoch
 
 NAMES = ["a", "b", "c"]
 
 
-@pytest.fixture(params=["raft", "etcd-1", "etcd-3"])
+@pytest.fixture(params=["fake", "etcd-1", "etcd-3"])
 async def stores(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[list[CoordStore]]:
     """Three boxes' views of one agreement."""
-    if request.param == "raft":
-        async with raft_links() as links:
-            raft = [RaftStore(n, [o for o in NAMES if o != n], tmp_path / n, links[n], clock=since_boot) for n in NAMES]
-            async for started in running(list(raft)):
+    if request.param == "fake":
+        agreement = FakeAgreement()
+        with agreed_by(agreement):
+            members = [control_plane.EtcdMember(SimpleNamespace(node=name), NAMES) for name in NAMES]  # type: ignore
+            tasks = [asyncio.create_task(member.run()) for member in members]
+            await asyncio.sleep(0)
+            async for started in running([FakeStore(member, 1.0) for member in members]):
                 yield started
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
         return
     with etcd_cluster(tmp_path, int(request.param[-1])) as (clients, _):
         async for started in running([EtcdStore(clients[n:] + clients[:n], lease_s=2) for n in range(3)]):
             yield started
-
-
-@asynccontextmanager
-async def raft_links() -> AsyncIterator[dict[str, RaftChannel]]:
-    """Opens authenticated control channels between three boxes."""
-    keys = {name: secret() for name in NAMES}
-    links: dict[str, RaftChannel] = {}
-
-    async def serve(name: str, question: Question[Any]) -> None:
-        links[name].deliver(question.peer, question.message)
-
-    boxes = [Box(n, keys[n], keys, partial(serve, n), CONTROL, heartbeat_s=0.5) for n in NAMES]
-    async with boxes_running(*boxes):
-        for box in boxes:
-            others = [other for other in boxes if other is not box]
-            links[box.node] = link = RaftChannel(box.channel, [other.node for other in others])
-            box.channel.on_up, box.channel.on_down = link.up, link.down
-            for other in others:
-                box.channel.connect(other.peer)
-        yield links
 
 
 async def running(stores: list[CoordStore]) -> AsyncIterator[list[CoordStore]]:
@@ -199,66 +177,6 @@ def test_a_claim_that_does_not_know_of_the_last_renewal_fails() -> None:
     assert state.claim("b", 2, 1, 1) == 2
     assert state.claim("b", 2, 1, 1) == 2  # sent again
     assert not state.renew(1)
-
-
-def raft_stores(folder: Path, transport: FakeNet) -> list[RaftStore]:
-    """Makes a Raft member at each end of the link."""
-    others = {name: [other for other in NAMES if other != name] for name in NAMES}
-    return [RaftStore(name, others[name], folder / name, transport.links[name], clock=since_boot) for name in NAMES]
-
-
-async def test_an_isolated_raft_leader_steps_down_before_the_others_elect_and_catches_up_after(tmp_path: Path) -> None:
-    transport = FakeNet(NAMES)
-    stores = raft_stores(tmp_path, transport)
-    for store in stores:
-        await store.start()
-    elections = [Election(s, n, time.monotonic, random.Random(n)) for s, n in zip(stores, NAMES, strict=True)]
-    tasks = [asyncio.create_task(e.run()) for e in elections]
-    try:
-        first = await leader(elections, {0, 1, 2})
-        transport.isolate(NAMES[first])
-        second = await leader_after(elections, first)
-        await stores[second].commit_plan(elections[second].epoch(), PlanRef(1, "theirs"))
-        transport.rejoin(NAMES[first])
-        await until(lambda: stores[first].view().plan == PlanRef(1, "theirs"))
-        assert elections[first].epoch() == 0
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        for store in stores:
-            await store.close()
-
-
-async def leader_after(elections: list[Election], old: int, within_s: float = 20.0) -> int:
-    """Waits for a leader other than `old`; both at once fail the test."""
-
-    def leading() -> list[int]:
-        found = [n for n, e in enumerate(elections) if e.epoch()]
-        assert len(found) <= 1
-        return [n for n in found if n != old]
-
-    return (await until(leading, within_s))[0]
-
-
-# PySyncObj leaves the file that it reads its term from to the garbage collector.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-async def test_raft_members_that_all_restart_keep_epoch_and_plan(tmp_path: Path) -> None:
-    epochs = []
-    for round_number in (1, 2):
-        transport = FakeNet(NAMES)
-        stores = raft_stores(tmp_path, transport)
-        for store in stores:
-            await store.start()
-        try:
-            if epochs:
-                await until(lambda s=stores: s[1].view().plan == PlanRef(1, "p1"))
-            epochs.append(await claim(stores[1], "b"))
-            await stores[1].commit_plan(epochs[-1], PlanRef(round_number, f"p{round_number}"))
-        finally:
-            for store in stores:
-                await store.close()
-    assert epochs[1] > epochs[0]
 
 
 async def test_any_other_server_in_etcds_place_only_makes_it_unavailable(

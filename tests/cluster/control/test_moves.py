@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +12,6 @@ from support.virtual import Cluster, virtual_cluster
 from edgemoe.cluster.control.planning.targets import PlacementTarget
 from edgemoe.types.arrays import BoolArray
 
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 STEPS = [
     ("solved", "leader"),
     ("committing", "leader"),
@@ -28,13 +25,6 @@ STEPS = [
     ("told", "leader"),
     ("told", "follower"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def collected() -> Iterator[None]:
-    """PySyncObj leaves the snapshots that it sends and receives to the garbage collector."""
-    yield
-    gc.collect()
 
 
 def turned(shift: int) -> BoolArray:

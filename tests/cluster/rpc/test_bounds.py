@@ -9,9 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 from msgspec import inspect
-from support.outer_names import LANGUAGES, RAFT, STRUCTS
+from support.outer_names import LANGUAGES, STRUCTS
 
-from edgemoe.cluster.control.coordination.raft_journal import StateSnapshot
 from edgemoe.cluster.control.messages import MAX_UNWANTED, FrameAccepted
 from edgemoe.cluster.rpc.envelope import MAX_ENVELOPE_BYTES, seal
 from edgemoe.errors import WireError
@@ -21,9 +20,7 @@ from edgemoe.types.request import Request, Sampling
 
 OURS = {"settings"}  # of Boot: it comes from our own front, and is checked as a configuration
 TRAVEL = {f"{name}.{tag}": kind for name, language in LANGUAGES.items() for tag, kind in language.messages.items()}
-TRAVEL |= {f"raft.{tag}": kind for tag, kind in RAFT.items()}
 TRAVEL |= {name: STRUCTS[name] for name in ("envelope", "boot", "plan file", "plan named in the agreement")}
-TRAVEL["raft.snapshot"] = StateSnapshot
 SIXTY_FOUR_BITS = inspect.type_info(bounds.Seed)
 
 

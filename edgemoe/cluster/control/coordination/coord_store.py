@@ -1,9 +1,8 @@
 """The agreement between boxes: leader, epoch, and the plan's version and digest.
 
-`CoordStore` is the interface, with three implementations: `Single` (one box), `raft` (embedded) and `etcd` (external).
+`CoordStore` is the interface, with two implementations: one box, and etcd, whether the boxes or the owner run it.
 An epoch only rises; every change names its leader's epoch and is refused once a higher one exists. A leader deposes
-itself when its last successful renewal was sent longer ago than the lease. A claim names the last renewal that the
-claimant knows of and fails if there was another: so nobody claims while the lease lives.
+itself when its last successful renewal was sent longer ago than the lease.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from typing import Protocol
 
 import msgspec
 
-from edgemoe.cluster.control.coordination import ops
 from edgemoe.cluster.control.coordination.epoch_fence import MAX_LEAP
 from edgemoe.errors import PlanConflict, StaleEpoch
 from edgemoe.types.bounds import Count, Text, Word
@@ -78,27 +76,16 @@ class CoordStore(Protocol):
 
 @dataclass(slots=True)
 class CoordState:
-    """The replicated state and its transitions: deterministic, so that every member reaches the same answer.
+    """An agreement's state and its transitions.
 
-    Repeating an operation whose first try went through, outcome unknown, answers the same again.
+    A claim names the last renewal that the claimant knows of and fails if there was another: so nobody claims while the
+    lease lives. Repeating an operation whose first try went through, outcome unknown, answers the same again.
     """
 
     epoch: Count = 0
     leader: Word = ""
     plan: PlanRef | None = None
     renewals: Count = 0  # of leases, all told
-
-    def apply(self, op: ops.Op) -> int | bool | str:
-        """Returns the answer to one operation of the embedded agreement's log."""
-        match op:
-            case ops.ClaimLease():
-                return self.claim(op.node, op.epoch, op.expect_epoch, op.expect_renewals)
-            case ops.RenewLease():
-                return self.renew(op.epoch)
-            case ops.ResignLease():
-                return self.resign(op.epoch)
-            case ops.CommitPlan():
-                return self.commit_plan(op.epoch, op.version, op.digest)
 
     def claim(self, node: str, epoch: int, expect_epoch: int, expect_renewals: int) -> int:
         """Returns `epoch`; 0 if epoch or renewals are not the expected ones, or the epoch leaps."""

@@ -1,4 +1,4 @@
-"""The agreement kept by an external etcd, through its JSON gateway.
+"""The agreement kept by etcd, through its JSON gateway: of an external one, or of this box's own member.
 
 The leader is the key `leader`, held by a lease; `epoch` is a key of its own, which stays. Every change is one
 transaction that compares both. Renewals are lease keep-alives.
@@ -18,6 +18,7 @@ import httpx
 import msgspec
 
 from edgemoe.cluster.control.coordination.coord_store import AgreementView, PlanRef, wait_event
+from edgemoe.cluster.control.coordination.etcd_member import EtcdMember
 from edgemoe.errors import CoordUnavailable, PlanConflict, StaleEpoch
 from edgemoe.types.bounds import Count, Word
 
@@ -39,7 +40,7 @@ class EtcdStore:
         password: str = "",
     ) -> None:
         self.lease_s = float(max(2, round(lease_s)))  # etcd's leases are whole seconds
-        self.blocker, self._token = "", ""
+        self._token = ""
         self._endpoints, self._prefix = list(endpoints), prefix
         self._user, self._password = user, password
         self._client = httpx.AsyncClient(verify=tls or True, timeout=self.lease_s / 3)
@@ -48,6 +49,10 @@ class EtcdStore:
         self._revisions: dict[str, int] = {}  # of each key's last change
         self._lease = 0
         self._watcher: asyncio.Task[None] | None = None
+
+    @property
+    def blocker(self) -> str:
+        return ""
 
     async def start(self) -> None:
         await self._authenticate()
@@ -215,6 +220,26 @@ class EtcdStore:
 
     def _key(self, name: str) -> str:
         return _encode(self._prefix + name)
+
+
+class MemberStore(EtcdStore):
+    """The agreement kept by the members that the voters run, through this box's own."""
+
+    def __init__(self, member: EtcdMember, lease_s: float) -> None:
+        self._member = member
+        super().__init__(["http://etcd"], lease_s=lease_s)
+
+    @property
+    def blocker(self) -> str:
+        return self._member.blocker
+
+    async def start(self) -> None:
+        if not self._member.is_healthy:
+            raise CoordUnavailable(self._member.blocker)
+        await self._client.aclose()
+        transport = httpx.AsyncHTTPTransport(uds=self._member.socket)
+        self._client = httpx.AsyncClient(transport=transport, timeout=self.lease_s / 3)
+        await super().start()
 
 
 @contextlib.contextmanager

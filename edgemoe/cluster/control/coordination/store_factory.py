@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import ssl
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from edgemoe.cluster.control.coordination.coord_store import CoordStore, SingleBoxStore
 from edgemoe.cluster.control.coordination.election_rules import voters_of
 from edgemoe.cluster.control.coordination.epoch_fence import EpochFence
-from edgemoe.cluster.control.coordination.etcd import EtcdStore
-from edgemoe.cluster.control.coordination.raft import RaftStore
-from edgemoe.cluster.control.coordination.raft_transport import RaftChannel
+from edgemoe.cluster.control.coordination.etcd import EtcdStore, MemberStore
+from edgemoe.cluster.control.coordination.etcd_member import EtcdMember
 from edgemoe.cluster.rpc.keys import Peer
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.errors import ConfigError
@@ -20,15 +18,22 @@ from edgemoe.errors import ConfigError
 RAFT_VOTERS = 3  # with fewer, none may fail
 
 
+def is_voter(settings: ClusterSettings, voters: Sequence[str]) -> bool:
+    """Returns whether this box is one of the voters that elect a leader."""
+    elects = settings.coordination == "raft" and not settings.join
+    return elects and settings.node in voters and len(voters) >= RAFT_VOTERS
+
+
 def make_store(
     settings: ClusterSettings,
     peers: Mapping[str, Peer],
-    voters: Sequence[str],
     fence: EpochFence,
-    link: RaftChannel,
-    clock: Callable[[], float],
+    member: EtcdMember | None,
 ) -> CoordStore | None:
-    """Returns the agreement; None if this box has no part in it and only follows. Raises ConfigError."""
+    """Returns the agreement, kept by `member` if this box is a voter; None if it has no part in it and only follows.
+
+    Raises ConfigError.
+    """
     node = settings.node
     if settings.join and settings.coordination != "etcd":
         return None
@@ -42,12 +47,7 @@ def make_store(
                 )
             return SingleBoxStore(fence.highest, fence.admit) if settings.leader in ("", node) else None
         case "raft":
-            if node not in voters or len(voters) < RAFT_VOTERS:
-                return None
-            others = [name for name in voters if name != node]
-            readable = functools.partial(link.readable, others)
-            directory = Path(settings.state_dir)
-            return RaftStore(node, others, directory, link, settings.lease_s, clock=clock, readable=readable)
+            return None if member is None else MemberStore(member, settings.lease_s)
         case "etcd":
             return EtcdStore(
                 [url.strip().rstrip("/") for url in settings.etcd.split(",")],
