@@ -144,6 +144,7 @@ class EtcdMembers(Message, frozen=True, tag="EtcdMembers"):
 
     cluster: Word
     members: Annotated[tuple[tuple[Text, Text], ...], Meta(max_length=MAX_NODES)]
+    whole: bool = False  # every voter has been a member with a vote
 
 
 class LinkReport(msgspec.Struct, frozen=True):

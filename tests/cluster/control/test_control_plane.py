@@ -20,7 +20,7 @@ from support.waiting import until
 from edgemoe.cluster.control import announcer, plan_controller
 from edgemoe.cluster.control.control_state import MessageReceived
 from edgemoe.cluster.control.coordination import etcd
-from edgemoe.cluster.control.coordination.coord_store import PlanRef, SingleBoxStore, since_boot
+from edgemoe.cluster.control.coordination.coord_store import PlanRef, SingleBoxStore
 from edgemoe.cluster.control.coordination.epoch_fence import EpochFence
 from edgemoe.cluster.control.coordination.store_factory import make_store
 from edgemoe.cluster.control.messages import Announce, BoxReport, Heartbeat, PlanRequest
@@ -541,7 +541,7 @@ async def test_boxes_agree_by_an_etcd_with_certificates_and_a_password_and_nobod
             assert other.plane.state.fence.highest > epoch
         for wrong in ({"etcd_password_file": tls.file("ca.pem")}, {"etcd_ca": ""}):
             given = ClusterSettings(node="a", **{**settings, **wrong})
-            store = make_store(given, {}, [], EpochFence(tmp_path / "epoch"), None, since_boot)  # type: ignore[arg-type]
+            store = make_store(given, {}, EpochFence(tmp_path / "epoch"), None)
             assert store is not None
             with pytest.raises(CoordUnavailable):
                 await store.start()

@@ -234,7 +234,7 @@ class MemberStore(EtcdStore):
         return self._member.blocker
 
     async def start(self) -> None:
-        if not self._member.is_healthy:
+        if not self._member.has_agreement:
             raise CoordUnavailable(self._member.blocker)
         await self._client.aclose()
         transport = httpx.AsyncHTTPTransport(uds=self._member.socket)

@@ -66,6 +66,7 @@ class _Kept(msgspec.Struct):
     token: Word = ""  # of the cluster; "" while this box is no member
     is_new: bool = False  # this box began the cluster
     begun: bool = False  # it has taken part, so its data must be there
+    whole: bool = False  # every voter has been a member with a vote
     members: Annotated[dict[Text, Text], Meta(max_length=MAX_NODES)] = {}
     certificates: Annotated[dict[Text, str], Meta(max_length=MAX_NODES)] = {}  # of the other voters
 
@@ -104,6 +105,11 @@ class EtcdMember:
     def socket(self) -> str:
         """The path of etcd's socket, short enough for the kernel however deep the state directory is."""
         return f"/proc/self/fd/{self._folder_fd}/{SOCKET}"
+
+    @property
+    def has_agreement(self) -> bool:
+        """Whether this member takes part, and the agreement has begun: every voter has been a member with a vote."""
+        return self.is_healthy and self._kept.whole
 
     @property
     def process(self) -> EtcdProcess:
@@ -153,7 +159,7 @@ class EtcdMember:
             raise PeerBusy(str(error)) from error
         log.info("a voter is added to etcd", extra={"node": peer, "url": url})
         self._all_vote = False
-        return EtcdMembers(self._kept.token, tuple(members.items()))
+        return EtcdMembers(self._kept.token, tuple(members.items()), self._kept.whole)
 
     # --- one step ---------------------------------------------------------------------------------------------
 
@@ -248,6 +254,8 @@ class EtcdMember:
                 continue
             assert isinstance(answer.message, EtcdMembers)
             self._become(answer.message.cluster, dict(answer.message.members) | {self._node: self._own_url()})
+            self._kept.whole = answer.message.whole
+            self._keep()
             return
         self.blocker = f"no vote yet: {failure}"
 
@@ -255,6 +263,7 @@ class EtcdMember:
         """Makes this box a member without data. Raises OSError."""
         self._forget_data()
         self._kept.token, self._kept.members, self._kept.is_new, self._kept.begun = token, members, is_new, False
+        self._kept.whole = False
         self._keep()
 
     def _on_death(self, said: str) -> None:
@@ -350,6 +359,11 @@ class EtcdMember:
                     log.info("a voter has its vote in etcd", extra={"node": member["name"]})
         voting = {member.get("name") for member in members if not member.get("isLearner")}
         self._all_vote = voting >= set(self._voters)
+        if self._all_vote and not self._kept.whole:
+            self._kept.whole = True
+            self._keep()
+        missing = ", ".join(sorted(set(self._voters) - voting))
+        self.blocker = "" if self._kept.whole else f"the agreement begins when {missing} has its vote"
 
     async def _upkeep(self) -> None:
         """Gives free pages of the data back to the disk from time to time."""
