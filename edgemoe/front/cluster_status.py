@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from edgemoe.cluster.control.control_plane import ControlPlane
-from edgemoe.cluster.control.coordination.etcd_member import EtcdMember
+from edgemoe.cluster.control.etcd_member import EtcdMember
 from edgemoe.cluster.control.membership import ClusterMembers, Member
 from edgemoe.cluster.control.messages import Announce, ChannelDescription
 from edgemoe.cluster.control.plan_store import PlanStore

@@ -11,9 +11,7 @@ import os
 import platform
 import re
 import resource
-import shutil
 import socket
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -24,7 +22,6 @@ import edgemoe
 from edgemoe.api.api_keys import read_keys
 from edgemoe.cli import service_command as systemd_units
 from edgemoe.cli.client import Client
-from edgemoe.cluster.control.coordination.etcd_process import find_program
 from edgemoe.cluster.rpc.keys import load_secret
 from edgemoe.config.loading import LoadedSettings
 from edgemoe.config.settings import ClusterSettings, Settings
@@ -467,31 +464,8 @@ def boxes(settings: ClusterSettings, health: Json) -> Iterator[CheckResult]:
             reached = _reaches(peer.address)
             said = f"{node} at {peer.address}" + ("" if reached else " is not reached from here")
             yield CheckResult("ports", "pass" if reached else "failure", said)
-    if settings.coordination == "raft" and not settings.join:
-        yield from etcd_programs(settings)
     if cluster := health.get("cluster"):
         yield from members(cluster)
-
-
-def etcd_programs(settings: ClusterSettings) -> Iterator[CheckResult]:
-    """Checks the programs that a voter runs."""
-    if not (program := find_program(settings.etcd_program)):
-        yield CheckResult("etcd", "failure", f"no program {settings.etcd_program or 'etcd'}: this box has no vote")
-        return
-    try:
-        said = subprocess.run(
-            [program, "--version"], capture_output=True, text=True, timeout=REACH_S, check=False
-        ).stdout
-    except (OSError, subprocess.TimeoutExpired) as error:
-        yield CheckResult("etcd", "failure", f"{program} cannot be run: {error}")
-        return
-    version = re.search(r"etcd Version: (\d+)\.(\d+)\S*", said)
-    if version is None or (int(version[1]), int(version[2])) < (3, 4):
-        yield CheckResult("etcd", "failure", f"{program} is {version[0] if version else 'no etcd'}, not 3.4 or newer")
-    elif shutil.which("openssl") is None:
-        yield CheckResult("etcd", "failure", "no program openssl, which makes this box's certificate for etcd")
-    else:
-        yield CheckResult("etcd", "pass", f"{program}, {version[0]}")
 
 
 def members(cluster: Json) -> Iterator[CheckResult]:

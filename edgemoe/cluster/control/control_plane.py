@@ -37,9 +37,9 @@ from edgemoe.cluster.control.control_state import (
 from edgemoe.cluster.control.coordination.coord_store import since_boot
 from edgemoe.cluster.control.coordination.election_rules import KeptVoters, voters_of
 from edgemoe.cluster.control.coordination.epoch_fence import EpochFence
-from edgemoe.cluster.control.coordination.etcd_member import EtcdMember
 from edgemoe.cluster.control.coordination.store_factory import is_voter, make_store, voters_fault
 from edgemoe.cluster.control.distrust import DistrustedBoxes
+from edgemoe.cluster.control.etcd_member import EtcdMember
 from edgemoe.cluster.control.leader import LeaderTasks
 from edgemoe.cluster.control.membership import BEAT_S
 from edgemoe.cluster.control.messages import (

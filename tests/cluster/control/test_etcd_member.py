@@ -19,8 +19,8 @@ from support.waiting import until, wait_until
 
 from edgemoe.cluster.control.coordination import etcd_process, tied_program
 from edgemoe.cluster.control.coordination.coord_store import PlanRef
-from edgemoe.cluster.control.coordination.etcd_member import EtcdMember
 from edgemoe.cluster.control.coordination.etcd_tls import is_certificate, make_certificate
+from edgemoe.cluster.control.etcd_member import EtcdMember
 from edgemoe.errors import CoordUnavailable
 
 pytestmark = [

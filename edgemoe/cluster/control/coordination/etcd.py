@@ -12,13 +12,12 @@ import contextlib
 import logging
 import ssl
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
 import msgspec
 
 from edgemoe.cluster.control.coordination.coord_store import AgreementView, PlanRef, wait_event
-from edgemoe.cluster.control.coordination.etcd_member import EtcdMember
 from edgemoe.errors import CoordUnavailable, PlanConflict, StaleEpoch
 from edgemoe.types.bounds import Count, Word
 
@@ -222,10 +221,23 @@ class EtcdStore:
         return _encode(self._prefix + name)
 
 
+class OwnMember(Protocol):
+    """This box's etcd member, which its agreement is read from."""
+
+    @property
+    def socket(self) -> str: ...
+
+    @property
+    def has_agreement(self) -> bool: ...
+
+    @property
+    def blocker(self) -> str: ...
+
+
 class MemberStore(EtcdStore):
     """The agreement kept by the members that the voters run, through this box's own."""
 
-    def __init__(self, member: EtcdMember, lease_s: float) -> None:
+    def __init__(self, member: OwnMember, lease_s: float) -> None:
         self._member = member
         super().__init__(["http://etcd"], lease_s=lease_s)
 

@@ -9,8 +9,7 @@ from pathlib import Path
 from edgemoe.cluster.control.coordination.coord_store import CoordStore, SingleBoxStore
 from edgemoe.cluster.control.coordination.election_rules import voters_of
 from edgemoe.cluster.control.coordination.epoch_fence import EpochFence
-from edgemoe.cluster.control.coordination.etcd import EtcdStore, MemberStore
-from edgemoe.cluster.control.coordination.etcd_member import EtcdMember
+from edgemoe.cluster.control.coordination.etcd import EtcdStore, MemberStore, OwnMember
 from edgemoe.cluster.rpc.keys import Peer
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.errors import ConfigError
@@ -28,7 +27,7 @@ def make_store(
     settings: ClusterSettings,
     peers: Mapping[str, Peer],
     fence: EpochFence,
-    member: EtcdMember | None,
+    member: OwnMember | None,
 ) -> CoordStore | None:
     """Returns the agreement, kept by `member` if this box is a voter; None if it has no part in it and only follows.
 

@@ -84,7 +84,7 @@ class EtcdMember:
         announce: Callable[[EtcdCard], None],
     ) -> None:
         """Calls `announce` with this box's card whenever it changes. Others reach its control channel at `address`."""
-        self.blocker = "etcd has not been started yet"
+        self.blocker: str = "etcd has not been started yet"
         self.is_healthy = False
         self._settings, self._node, self._voters = settings, settings.node, sorted(voters)
         self._state, self._channel, self._announce = state, channel, announce
