@@ -36,8 +36,6 @@ from edgemoe.types.placement import PlacementPlan, digest_of, pack_bits
 
 ABC = ("a", "b", "c")
 ABSENT_S = 1000.0  # longer than any test: `time_passes_without` moves the time back
-# PySyncObj leaves the file open that it has read its journal's place from
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 
 @pytest_asyncio.fixture

@@ -11,7 +11,10 @@ from edgemoe.cluster.rpc.keys import Peer
 
 EPOCH = "12 7ecd2e572c949f74\n"
 VOTERS = '["a","b","c"]'
-BOXES = '{"b":[{"node":"d","address":"192.0.2.4:7540","key":"k","voter":false,"new_key":""}]}'
+BOXES = (
+    '{"b":[{"node":"d","address":"192.0.2.4:7540","key":"k","voter":false,"new_key":"","trusted":false,'
+    '"vouches":false}]}'
+)
 
 
 def test_epoch_voters_and_boxes_lie_on_disk_for_ever_as_they_do_now(tmp_path: Path) -> None:

@@ -13,8 +13,6 @@ from support.waiting import until
 
 from edgemoe.cluster.control.messages import PortProbeReply
 
-# PySyncObj leaves the file open that it has read its journal's place from
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 AHEAD_S = 300.0
 
 

@@ -23,8 +23,7 @@ from edgemoe.errors import PeerBusy, PeerRefused
 from edgemoe.types.expert_signatures import EndedRequest, ExpertSignature
 
 USE = LoadReport(engine="x", slots=2, capacity=4, blocks=100, free_blocks=100)
-# PySyncObj leaves the file open from which it has read the position in its journal
-pytestmark = [pytest.mark.asyncio, pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")]
+pytestmark = [pytest.mark.asyncio]
 
 
 @pytest_asyncio.fixture
