@@ -134,6 +134,21 @@ def fragments(sample: Sample) -> st.SearchStrategy[str]:
 
 
 @EACH
+@pytest.mark.parametrize("begun", ["open", "reasoning", "answer", "text"])
+@pytest.mark.parametrize("size", [1, 7, 46])
+def test_broken_calls_are_of_the_kind_around_them_whole_and_in_pieces(
+    sample: Sample, begun: OutputStart, size: int
+) -> None:
+    for end in range(len(sample.calls) // 3, len(sample.calls), 11):
+        output = sample.calls[:end]
+        pieces = parsed(sample, cut(output, list(range(0, end, size))), begun=begun)
+        whole = parsed(sample, [output], begun=begun)
+        pieces.drop_broken_tool_calls()
+        whole.drop_broken_tool_calls()
+        assert summary(pieces) == summary(whole)
+
+
+@EACH
 @given(data=st.data(), borders=CUTS, begun=st.sampled_from(["open", "reasoning", "answer", "text"]))
 def test_anything_at_all_is_read_the_same_whole_and_in_pieces(
     sample: Sample, data: st.DataObject, borders: list[int], begun: OutputStart

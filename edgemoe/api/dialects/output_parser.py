@@ -79,6 +79,7 @@ class OutputReader:
         return text
 
     def _add_tool_call(self, piece: OutputPiece) -> None:
+        piece.around = self.kind
         piece.raw = self._laid_out(piece.raw) if piece.begins else self._without_special(piece.raw)
         self._out.add(piece)
 
@@ -108,9 +109,9 @@ class OutputReader:
             if self.is_cut and call.begun:
                 call.cut_off()
                 return False
-            if call.said:  # it is text, which goes on
+            if call.said:  # it is text or reasoning, which goes on
                 self._fresh, self._between = False, ""
-                self._shown.add("text")
+                self._shown.add(self.kind)
             self.show(call.give_up())
             return False
         finally:

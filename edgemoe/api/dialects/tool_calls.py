@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 from edgemoe.api.dialects.argument_types import TEXT, WORDS, as_json, kinds, properties
@@ -54,6 +54,7 @@ class OutputPiece:
     raw: str = ""
     begins: bool = False  # the call's first piece
     ended: ToolCallEnd = ""  # how the call ended, in its last piece
+    around: PieceKind = "text"  # the kind of text that the call stands in
 
     def __bool__(self) -> bool:
         return bool(self.text or self.begins or self.ended)
@@ -79,7 +80,7 @@ class OutputPieces:
             last.raw += piece.raw
             last.ended = last.ended or piece.ended
         elif piece or piece.raw:
-            self._pieces.append(OutputPiece(piece.kind, piece.text, piece.call, piece.raw, piece.begins, piece.ended))
+            self._pieces.append(replace(piece))
 
     def extend(self, other: OutputPieces) -> None:
         """Appends all pieces of `other`."""
@@ -99,7 +100,7 @@ class OutputPieces:
         pieces, self._pieces = self._pieces, []
         for piece in pieces:
             kept = piece.kind != "call" or piece.ended in ("complete", "cut")
-            self.add(piece if kept else OutputPiece("text", piece.raw))
+            self.add(piece if kept else OutputPiece(piece.around, piece.raw))
 
 
 OfferedFunctions = Mapping[str, Json | None]  # the parameters' schema of each function that may be called
