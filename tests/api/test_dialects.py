@@ -140,7 +140,7 @@ def test_broken_calls_are_of_the_kind_around_them_whole_and_in_pieces(
     sample: Sample, begun: OutputStart, size: int
 ) -> None:
     for end in range(len(sample.calls) // 3, len(sample.calls), 11):
-        output = sample.calls[:end]
+        output = f"{sample.calls[:end]}\n"  # which no string of JSON's may have
         pieces = parsed(sample, cut(output, list(range(0, end, size))), begun=begun)
         whole = parsed(sample, [output], begun=begun)
         pieces.drop_broken_tool_calls()
