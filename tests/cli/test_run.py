@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 import pytest_asyncio
 from support.front_kit import running, settings_for, write_model
 from support.hub import LocalHub, Repository, local_hub
+from support.kept import KERNELS
 
 from edgemoe import demo
 from edgemoe.errors import StoreError
@@ -32,21 +34,32 @@ def hub() -> Iterator[LocalHub]:
         yield found
 
 
-def run(folder: Path, hub: LocalHub, *words: str, said: str = "") -> subprocess.CompletedProcess[str]:
+def run(
+    folder: Path, hub: LocalHub, *words: str, said: str = "", stores: Path | None = None
+) -> subprocess.CompletedProcess[str]:
     home = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(folder / "hub"), "HF_TOKEN": ""}
-    places = ("--socket", str(folder / "s"), "--set", f"model.store_dir={folder / 'stores'}")
+    places = ("--socket", str(folder / "s"), "--set", f"model.store_dir={stores or folder / 'stores'}")
     command = [sys.executable, "-m", "edgemoe", "run", *words, *places, *SMALL]
     return subprocess.run(command, env=os.environ | home, input=said, text=True, capture_output=True, timeout=LIMIT_S)
 
 
-def test_a_model_of_the_hub_is_fetched_served_and_answers_and_nothing_goes_on(hub: LocalHub, tmp_path: Path) -> None:
+@pytest.fixture
+def stores() -> Iterator[Path]:
+    """An empty folder beside the kernels that tests have compiled."""
+    with tempfile.TemporaryDirectory(prefix="run-", dir=KERNELS.parent) as folder:
+        yield Path(folder)
+
+
+def test_a_model_of_the_hub_is_fetched_served_and_answers_and_nothing_goes_on(
+    hub: LocalHub, tmp_path: Path, stores: Path
+) -> None:
     asked = ("someone/Tiny-MoE", "--max-tokens", "8", "--temperature", "0")
-    first = run(tmp_path, hub, *asked, "Tell me a story.")
+    first = run(tmp_path, hub, *asked, "Tell me a story.", stores=stores)
     assert first.returncode == 0, first.stderr
     assert "someone/Tiny-MoE is fetched from the hub" in first.stderr
     assert not (tmp_path / "s").exists(), "the daemon has gone"
     fetched = len(hub.asked)
-    again = run(tmp_path, hub, *asked, said="Tell me a story.\n")
+    again = run(tmp_path, hub, *asked, said="Tell me a story.\n", stores=stores)
     assert again.returncode == 0, again.stderr
     assert again.stdout == first.stdout != "\n", "by line and by message, the same answer"
     assert len(hub.asked) == fetched, "a store that is here is not fetched again"

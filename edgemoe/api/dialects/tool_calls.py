@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from copy import copy
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from edgemoe.api.dialects.argument_types import TEXT, WORDS, as_json, kinds, properties
@@ -80,7 +81,7 @@ class OutputPieces:
             last.raw += piece.raw
             last.ended = last.ended or piece.ended
         elif piece or piece.raw:
-            self._pieces.append(replace(piece))
+            self._pieces.append(copy(piece))
 
     def extend(self, other: OutputPieces) -> None:
         """Appends all pieces of `other`."""

@@ -216,7 +216,8 @@ class CudaLink:
             self._listener.on_released(load)
 
     def idle(self) -> bool:
-        return not self._waiting and not self._flying
+        with self._lock:  # a copy that is being issued waits no more, and does not fly yet
+            return not self._waiting and not self._flying
 
     def has_room(self) -> bool:
         with self._lock:
