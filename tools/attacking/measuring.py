@@ -62,20 +62,19 @@ def p99(gaps_s: list[float]) -> float:
 def attacking(attack: str, attacked: Attacked, answers: dict[str, int]) -> Iterator[None]:
     """Attacks in a process of its own while the `with` block runs, and then adds up the answers."""
     command = [sys.executable, "-m", "tools.attacking.attacker", attack, attacked.address, attacked.keys[ATTACKER]]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        assert child.stdout is not None
-        child.stdout.readline()  # it has begun
-        yield
-    finally:
-        child.send_signal(signal.SIGTERM)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
         try:
-            said, _ = child.communicate(timeout=END_S)
-            for status, count in json.loads(said or "{}").items():
-                answers[status] = answers.get(status, 0) + count
-        except subprocess.TimeoutExpired:
-            child.kill()
-            child.wait()
+            assert child.stdout is not None
+            child.stdout.readline()  # it has begun
+            yield
+        finally:
+            child.send_signal(signal.SIGTERM)
+            try:
+                said, _ = child.communicate(timeout=END_S)
+                for status, count in json.loads(said or "{}").items():
+                    answers[status] = answers.get(status, 0) + count
+            except subprocess.TimeoutExpired:
+                child.kill()
 
 
 def measure(attack: str, attacked: Attacked, rounds: int, tokens: int) -> Measured:
