@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from edgemoe.engine.sampler import SampledToken
 from edgemoe.engine.scheduler import ScheduledWork, Scheduler
@@ -33,6 +33,7 @@ from edgemoe.types.request import Emission, Request, RequestLimits
 if TYPE_CHECKING:
     from edgemoe.engine.grammar import GrammarCompiler, GrammarMatcher
 
+T = TypeVar("T")
 Emit = Callable[[list[Emission]], None]
 MAX_INBOX = 8192  # messages that wait for the end of the step
 LONGEST_WAIT_S = 3600.0  # longest sleep without checking the deadlines
@@ -41,7 +42,7 @@ RETRY_S = 0.05  # between attempts at a step while every request waits for an ex
 
 
 class StepLoop:
-    """Owns the engine's requests. `submit`, `cancel`, `call`, `drain` and `stop` may be called from any thread."""
+    """Owns the engine's requests. `submit`, `cancel`, `call`, `ask`, `drain`, `stop` may be called from any thread."""
 
     def __init__(
         self,
@@ -89,6 +90,26 @@ class StepLoop:
     def call(self, deed: Callable[[], None]) -> None:
         """Runs `deed`, which must not raise, on the compute thread between steps."""
         self._inbox.put(deed)
+
+    def ask(self, deed: Callable[[], T]) -> Future[T]:
+        """Runs `deed` like `call`. Returns the future of its result, or of the exception that it raises.
+
+        A deed whose future is cancelled before is not run. FATAL_ERRORS end the loop, too.
+        """
+        done: Future[T] = Future()
+
+        def run() -> None:
+            if not done.set_running_or_notify_cancel():
+                return
+            try:
+                done.set_result(deed())
+            except Exception as error:
+                done.set_exception(error)
+                if isinstance(error, FATAL_ERRORS):
+                    raise
+
+        self.call(run)
+        return done
 
     def drain(self) -> None:
         """Refuses new requests from now on; accepted ones are finished."""

@@ -10,13 +10,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import islice
 
 import msgspec
 
 from edgemoe.engine.engine import Engine
+from edgemoe.helper.turns import TaskTurns
 from edgemoe.ipc.messages import Submit
 from edgemoe.telemetry import metrics as names
 from edgemoe.types.request import Emission
@@ -30,7 +30,7 @@ RESTORES_AT_ONCE, MOST_WAITING = 2, 64
 MOST_UNSAVED = 64  # requests that have ended; more are not saved
 SAVED_STATES = 2  # of a request, the last ones: at the end of its prompt and at the end of its answer
 BATCH_BYTES = 64 << 20  # of blocks that are stored between two steps
-RESTORE_S = 60.0  # after which a prompt goes on without the rest
+RESTORE_S = 60.0  # after which a prompt goes on without the rest, its turn included
 STEP_S = 30.0  # that a batch waits for the end of a step
 
 
@@ -61,18 +61,19 @@ class DiskPrefixes:
         self._loop = asyncio.get_running_loop()
         self._running: dict[str, _Running] = {}
         self._ended: asyncio.Queue[_Running] = asyncio.Queue(MOST_UNSAVED)
-        self._waiting: asyncio.Queue[tuple[Submit, float]] = asyncio.Queue(MOST_WAITING)
+        self._turns = TaskTurns(RESTORES_AT_ONCE, each=1)
+        self._tasks: asyncio.TaskGroup | None = None  # while `run` runs
         self.figures = DiskFigures()
 
     def accept(self, message: Submit) -> None:
         """Submits a request, at once or after its blocks have been restored."""
         request = message.request
-        tokens = [*request.prompt, *message.emitted]
-        self._running[request.id] = _Running(message.attempt, request.salt, tokens)
-        if len(tokens) <= LEAST_BLOCKS * BLOCK_TOKENS or self._waiting.full():
+        running = _Running(message.attempt, request.salt, [*request.prompt, *message.emitted])
+        self._running[request.id] = running
+        if self._tasks is None or len(self._turns) >= MOST_WAITING or not self._may_restore(running):
             self._submit(message)
         else:
-            self._waiting.put_nowait((message, self._loop.time()))
+            self._tasks.create_task(self._restore_first(message, running))
 
     def cancel(self, request: str, attempt: int) -> None:
         """Saves the blocks of a cancelled request. A request that waits for its blocks is not submitted."""
@@ -103,10 +104,8 @@ class DiskPrefixes:
 
     async def run(self) -> None:
         """Saves and restores until cancelled."""
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._save_ended())
-            for _ in range(RESTORES_AT_ONCE):
-                tasks.create_task(self._restore_waiting())
+        async with asyncio.TaskGroup() as self._tasks:
+            self._tasks.create_task(self._save_ended())
 
     def metrics(self) -> dict[str, float]:
         """Returns numbers for /metrics by their final names."""
@@ -144,20 +143,26 @@ class DiskPrefixes:
         found = self._engine.prefixes.read(*name)
         return None if found is None else found.data
 
-    async def _restore_waiting(self) -> None:
-        while True:
-            message, since_s = await self._waiting.get()
-            name, running = message.request.id, self._running.get(message.request.id)
-            if running is None or running.attempt != message.attempt:
-                continue  # it was cancelled
-            try:
-                await asyncio.to_thread(self._restore, running)
-            except Exception as error:  # the prompt is computed instead
-                self.figures.failures += 1
-                log.warning("KV blocks were not restored", extra={"why": str(error) or type(error).__name__})
-            if self._running.get(name) is running:
-                waited_ms = message.waited_ms + 1e3 * (self._loop.time() - since_s)
-                self._submit(msgspec.structs.replace(message, waited_ms=waited_ms))
+    def _may_restore(self, running: _Running) -> bool:
+        """Returns whether the first blocks of a request are here, and their next one may be on disk. Looks at few."""
+        prefixes = self._engine.prefixes
+        keys = prefixes.keys(running.tokens[: LEAST_BLOCKS * BLOCK_TOKENS + 1], running.salt)
+        here = prefixes.known(keys)
+        return len(keys) == LEAST_BLOCKS and (here == LEAST_BLOCKS or self._files.has((keys[here], False)))
+
+    async def _restore_first(self, message: Submit, running: _Running) -> None:
+        """Restores the blocks of a request when its principal's turn comes, and submits it unless it was cancelled."""
+        began_s, request = self._loop.time(), message.request
+        try:
+            async with asyncio.timeout(RESTORE_S), self._turns.turn(request.identity.principal):
+                if self._running.get(request.id) is running:
+                    await asyncio.to_thread(self._restore, running)
+        except Exception as error:  # the prompt is computed instead
+            self.figures.failures += 1
+            log.warning("KV blocks were not restored", extra={"why": str(error) or type(error).__name__})
+        if self._running.get(request.id) is running:
+            waited_ms = message.waited_ms + 1e3 * (self._loop.time() - began_s)
+            self._submit(msgspec.structs.replace(message, waited_ms=waited_ms))
 
     def _restore(self, running: _Running) -> None:
         """Copies blocks from disk into the prefix cache, a batch between two steps each."""
@@ -188,7 +193,7 @@ class DiskPrefixes:
             if (entry := self._files.read(name)) is None:
                 break
             entries.append(entry)
-        after = self._between_steps(lambda: prefixes.take_in_run(keys, first, entries))
+        after = self._engine.loop.ask(lambda: prefixes.take_in_run(keys, first, entries)).result(STEP_S)
         return after, after >= first + len(names)
 
     def _last_state(self, keys: Sequence[bytes]) -> int:
@@ -202,17 +207,4 @@ class DiskPrefixes:
         if not keys or not prefixes.state_bytes or prefixes.has(keys[-1], state=True):
             return
         if (data := self._files.read((keys[-1], True))) is not None:
-            self._between_steps(lambda: prefixes.take_in(keys, data, state=True))
-
-    def _between_steps(self, deed: Callable[[], int]) -> int:
-        """Returns the result of a deed on the compute thread. Raises TimeoutError where a step takes too long."""
-        done: Future[int] = Future()
-
-        def run() -> None:
-            try:
-                done.set_result(deed())
-            except Exception as error:  # affects this restore alone
-                done.set_exception(error)
-
-        self._engine.loop.call(run)
-        return done.result(STEP_S)
+            self._engine.loop.ask(lambda: prefixes.take_in(keys, data, state=True)).result(STEP_S)

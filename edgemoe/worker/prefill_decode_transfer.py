@@ -93,27 +93,7 @@ class SharedPrefixes:
         return None if found is None else CopiedPrefix(*found)
 
     async def take_in(self, keys: Sequence[bytes], data: npt.NDArray[np.uint8], state: bool) -> bool:
-        loop = asyncio.get_running_loop()
-        taken: asyncio.Future[bool] = loop.create_future()
-
-        def resolve(result: bool | Exception) -> None:
-            if taken.done():
-                return
-            if isinstance(result, Exception):
-                taken.set_exception(result)
-            else:
-                taken.set_result(result)
-
-        def deed() -> None:
-            result: bool | Exception
-            try:
-                result = self._prefixes.take_in(keys, data, state)
-            except Exception as error:  # affects this transfer alone
-                result = error
-            loop.call_soon_threadsafe(resolve, result)
-
-        self._engine.loop.call(deed)
-        return await taken
+        return await asyncio.wrap_future(self._engine.loop.ask(lambda: self._prefixes.take_in(keys, data, state)))
 
 
 @dataclass(slots=True, eq=False)

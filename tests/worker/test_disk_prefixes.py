@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ from support.states_kit import stateful_model
 from edgemoe.ipc.messages import Submit
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.types.request import Emission, Request, Sampling
+from edgemoe.worker import disk_prefixes
 from edgemoe.worker.disk_prefixes import LEAST_BLOCKS, DiskPrefixes
 from edgemoe.worker.prefix_files import ALIGNMENT, PrefixFiles
 
@@ -94,6 +96,7 @@ async def served(model: Model, folder: Path, most_bytes: int = 1 << 30, blocks: 
 
     one.drive.engine.start(1, note)
     running = asyncio.ensure_future(one.disk.run())
+    await asyncio.sleep(0)  # it has begun
     try:
         yield one
         await saved(one)
@@ -198,6 +201,35 @@ async def test_saved_blocks_that_may_be_wrong_are_deleted(tmp_path: Path) -> Non
         assert not list(tmp_path.glob("*/*.kv"))
         assert await second.answer() == whole
         assert second.reused == 0
+
+
+async def test_a_prompt_that_is_not_on_disk_waits_for_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = plain_model()
+    async with served(model, tmp_path) as first:
+        await first.answer()
+    async with served(model, tmp_path, blocks=128) as one:
+        held = threading.Event()
+        monkeypatch.setattr(one.disk, "_restore", lambda _: held.wait(60))
+        waiting = [asyncio.ensure_future(one.answer(PROMPT, f"w{n}")) for n in range(4)]
+        assert await one.answer(prompt(LENGTH, 77, 96), "other")
+        assert not any(each.done() for each in waiting)
+        held.set()
+        await asyncio.gather(*waiting)
+
+
+async def test_a_disk_that_hangs_costs_its_prompts_a_bounded_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = plain_model()
+    async with served(model, tmp_path) as first:
+        whole = await first.answer()
+    monkeypatch.setattr(disk_prefixes, "RESTORE_S", 0.05)
+    async with served(model, tmp_path) as one:
+        held = threading.Event()
+        monkeypatch.setattr(one.disk, "_restore", lambda _: held.wait(60))
+        assert await one.answer() == whole
+        assert one.disk.figures.failures == 1
+        held.set()
 
 
 async def test_short_prompts_do_not_wait_and_few_blocks_are_not_written(tmp_path: Path) -> None:
