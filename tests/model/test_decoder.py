@@ -194,6 +194,9 @@ def test_only_the_wanted_rows_get_logits(make_tiny: MakeTiny) -> None:
     assert one.step(tokens[1:2], [], rows=[]).shape == (0, 300)
 
 
+OFTEN_CHANGED = ("qwen3_vl_moe", "granitemoeshared", "flex_olmo")  # a rounding changes experts of most tokens
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bfloat16_is_as_near_to_float32_as_transformers_is(make_tiny: MakeTiny, family: str) -> None:
     tokens = _tokens(60)
@@ -203,8 +206,9 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_is(make_tiny: MakeTiny, 
     tiny.model.to(torch.bfloat16)
     prefill, decoding = Session(tiny).step(tokens), Session(tiny)
     decoded = torch.cat([decoding.step([token]) for token in tokens])
-    for ours in (prefill, decoded):  # by a quartile: tokens differ much from the first whose experts a rounding changes
-        assert (ours - exact).norm(dim=1).quantile(0.25) <= (theirs - exact).norm(dim=1).quantile(0.25)
+    share = 0.25 if family in OFTEN_CHANGED else 0.5  # a token whose experts change with a rounding differs much
+    for ours in (prefill, decoded):
+        assert (ours - exact).norm(dim=1).quantile(share) <= (theirs - exact).norm(dim=1).quantile(share)
         if family in ("mixtral", "qwen3_moe"):  # no rounding changes an expert there
             assert (ours - exact).norm() <= (theirs - exact).norm()
 
