@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import json
 import os
 import signal
@@ -28,6 +27,7 @@ from edgemoe.cli.serve_command import check_processor, written_paths
 from edgemoe.config.settings import ModelSettings, Settings
 from edgemoe.durable import NewFile, make_folder
 from edgemoe.errors import ServiceError, StoreError
+from edgemoe.helper.tied_program import tied
 from edgemoe.rights import become_owner
 from edgemoe.store.catalog import HUB_NAME, resolve, store_of
 from edgemoe.store.download import download
@@ -36,7 +36,6 @@ from edgemoe.store.layout import WantedEncodings
 from edgemoe.store.manifest import model_of
 from edgemoe.telemetry.log import configure
 
-PR_SET_PDEATHSIG = 1
 DEMO = "demo"
 SHOWN_LINES = 12  # of the log of a daemon that ended
 STOP_S = 10.0  # beyond the time in which requests may end
@@ -106,12 +105,7 @@ def _daemon(args: argparse.Namespace, settings: Settings, store: str) -> Iterato
     with NewFile(socket.with_name(f"{socket.name}.log")) as log:
         log.put_in_place()
         process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=log.fd,
-            stderr=log.fd,
-            process_group=0,
-            preexec_fn=_end_with_parent,
+            tied(command), stdin=subprocess.DEVNULL, stdout=log.fd, stderr=log.fd, process_group=0
         )
         before = {number: signal.signal(number, _exit) for number in (signal.SIGTERM, signal.SIGHUP)}
         try:
@@ -124,11 +118,6 @@ def _daemon(args: argparse.Namespace, settings: Settings, store: str) -> Iterato
             _stop(process, settings.service.drain_s)
             for number, handler in before.items():
                 signal.signal(number, handler)
-
-
-def _end_with_parent() -> None:
-    """Has the kernel stop this process when its parent dies."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _exit(number: int, frame: FrameType | None) -> NoReturn:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -16,8 +17,10 @@ import pytest_asyncio
 from support.front_kit import running, settings_for, write_model
 from support.hub import LocalHub, Repository, local_hub
 from support.kept import KERNELS
+from support.waiting import wait_until
 
 from edgemoe import demo
+from edgemoe.cli.client import Client
 from edgemoe.errors import StoreError
 from edgemoe.front.main import Front
 from edgemoe.store.catalog import HUB_NAME, resolve
@@ -38,9 +41,13 @@ def run(
     folder: Path, hub: LocalHub, *words: str, said: str = "", stores: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
     home = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(folder / "hub"), "HF_TOKEN": ""}
-    places = ("--socket", str(folder / "s"), "--set", f"model.store_dir={stores or folder / 'stores'}")
-    command = [sys.executable, "-m", "edgemoe", "run", *words, *places, *SMALL]
+    command = command_of(folder, stores or folder / "stores", *words)
     return subprocess.run(command, env=os.environ | home, input=said, text=True, capture_output=True, timeout=LIMIT_S)
+
+
+def command_of(folder: Path, stores: Path, *words: str) -> list[str]:
+    places = ("--socket", str(folder / "s"), "--set", f"model.store_dir={stores}")
+    return [sys.executable, "-m", "edgemoe", "run", *words, *places, *SMALL]
 
 
 @pytest.fixture
@@ -64,6 +71,15 @@ def test_a_model_of_the_hub_is_fetched_served_and_answers_and_nothing_goes_on(
     assert again.stdout == first.stdout != "\n", "by line and by message, the same answer"
     assert len(hub.asked) == fetched, "a store that is here is not fetched again"
     assert not (tmp_path / "s").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_the_daemon_ends_with_the_command_however_that_ends(tmp_path: Path, stores: Path, number: int) -> None:
+    with subprocess.Popen(command_of(tmp_path, stores, "demo"), stdin=subprocess.PIPE) as process:
+        client = Client(tmp_path / "s")
+        wait_until(client.is_listening, 120)
+        process.send_signal(number)
+        wait_until(lambda: not client.is_listening(), 120)
 
 
 def test_a_daemon_that_cannot_serve_says_why(hub: LocalHub, tmp_path: Path) -> None:

@@ -17,11 +17,12 @@ import pytest_asyncio
 from support.planes import ABC, Front, fronts, led
 from support.waiting import until, wait_until
 
-from edgemoe.cluster.control.coordination import etcd_process, tied_program
+from edgemoe.cluster.control.coordination import etcd_process
 from edgemoe.cluster.control.coordination.coord_store import PlanRef
 from edgemoe.cluster.control.coordination.etcd_tls import is_certificate, make_certificate
 from edgemoe.cluster.control.etcd_member import EtcdMember
 from edgemoe.errors import CoordUnavailable
+from edgemoe.helper import tied_program
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
@@ -170,9 +171,9 @@ async def test_a_program_that_is_tied_is_killed_with_its_parent(tmp_path: Path) 
     """Also if the parent is killed before the program has begun."""
     child = tmp_path / "pid"
     parent = f"""
-import os, subprocess, sys
-tied = [sys.executable, "-I", "-S", {tied_program.__file__!r}, str(os.getpid()), "/bin/sleep", "300"]
-open({str(child)!r}, "w").write(str(subprocess.Popen(tied).pid) + "\\n")
+import subprocess, sys
+from edgemoe.helper.tied_program import tied
+open({str(child)!r}, "w").write(str(subprocess.Popen(tied(["/bin/sleep", "300"])).pid) + "\\n")
 sys.stdin.read()
 """
     with subprocess.Popen([sys.executable, "-c", parent], stdin=subprocess.PIPE) as process:

@@ -10,7 +10,6 @@ import contextlib
 import logging
 import os
 import shutil
-import sys
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -19,8 +18,8 @@ from pathlib import Path
 
 import msgspec
 
-from edgemoe.cluster.control.coordination import tied_program
 from edgemoe.durable import remove_file
+from edgemoe.helper.tied_program import tied
 
 log = logging.getLogger(__name__)
 SOCKET = "client:1"  # in the folder of the member; etcd wants the form HOST:PORT
@@ -130,12 +129,10 @@ class EtcdProcess:
         if self.is_running or time.monotonic() < self._next_s:
             return
         remove_file(plan.folder / SOCKET, missing_ok=True)
-        tied = [sys.executable, "-I", "-S", tied_program.__file__, str(os.getpid())]
         self._lines.clear()
         self._plain.clear()
         self._process = await asyncio.create_subprocess_exec(
-            *tied,
-            *plan.words(),
+            *tied(plan.words()),
             cwd=plan.folder,
             env={key: value for key, value in os.environ.items() if key in PASSED_ON},
             stdin=asyncio.subprocess.DEVNULL,
