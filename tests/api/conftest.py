@@ -10,6 +10,7 @@ import httpx
 import openai
 import pytest
 import pytest_asyncio
+from support.chromium import Tab, browser
 from support.front_kit import STORES, http_client, openai_client, running, settings_for, write_model
 
 from edgemoe.api.generate.grammar_trial import grammar_command
@@ -61,3 +62,11 @@ async def demo(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Front]
         yield front
         assert front.supervisor is not None
         assert front.supervisor.starts == 1, front.supervisor.why
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def tab(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Tab]:
+    """A tab of a real browser, in which nothing goes wrong."""
+    async with browser(tmp_path_factory.mktemp("browser")) as tab:
+        yield tab
+        assert tab.errors == []

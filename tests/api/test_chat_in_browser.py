@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from support.chromium import DESKTOP, PHONE, WHERE, WITHOUT, Tab, browser
-from support.front_kit import free_ports, running, settings_for, write_model
+from support.chromium import DESKTOP, PHONE, WHERE, WITHOUT, Tab
+from support.front_kit import KEY, keyed_address, running, settings_for, write_model
 
 pytestmark = [
     pytest.mark.slow,
@@ -19,7 +19,6 @@ pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.timeout(300),
 ]
-KEY = "0123456789abcdef"
 PICTURES = Path(os.environ.get("PICTURES", "/nowhere"))  # a folder to keep the pictures in
 SPOKEN = """\
 # Title
@@ -45,22 +44,12 @@ def f(x):
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def tab(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Tab]:
-    async with browser(tmp_path_factory.mktemp("browser")) as tab:
-        yield tab
-        assert tab.errors == []
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def page(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[str]:
     folder = tmp_path_factory.mktemp("c")
-    keys = folder / "keys"
-    keys.write_text(KEY + "\n")
-    keys.chmod(0o600)
-    (port,) = free_ports(1)
-    api = {"tcp": f"127.0.0.1:{port}", "api_key_file": str(keys), "aliases": ["other"]}
+    address, api = keyed_address(folder)
+    api |= {"aliases": ["other"]}
     async with running(settings_for(folder, write_model(folder / "model"), api=api)):
-        yield f"http://127.0.0.1:{port}/"
+        yield f"http://{address}/"
 
 
 @pytest_asyncio.fixture(loop_scope="module")

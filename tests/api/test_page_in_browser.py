@@ -11,8 +11,8 @@ import pytest
 import pytest_asyncio
 from support.box_kit import settled
 from support.box_processes import Box, make_boxes
-from support.chromium import DESKTOP, PHONE, WHERE, WITHOUT, Tab, browser
-from support.front_kit import STORES, free_ports, running, settings_for
+from support.chromium import DESKTOP, PHONE, WHERE, WITHOUT, Tab
+from support.front_kit import KEY, STORES, free_ports, keyed_address, running, settings_for
 from support.waiting import until
 
 from edgemoe.cli.dashboard import DashboardProxy, listen, serve
@@ -27,7 +27,6 @@ pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.timeout(300),
 ]
-KEY = "0123456789abcdef"
 STORY = "Tell me a story about a fox."
 PICTURES = Path(os.environ.get("PICTURES", "/nowhere"))  # a folder to keep the pictures in
 OVER = """[...document.querySelectorAll('.panel, .grid, .tile')]
@@ -36,29 +35,19 @@ DRAWN_MS = 50
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def tab(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Tab]:
-    async with browser(tmp_path_factory.mktemp("browser")) as tab:
-        yield tab
-        assert tab.errors == []
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def page(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[str]:
     """The address of a daemon with the demo model, most of whose experts have no room."""
     folder = tmp_path_factory.mktemp("f")
-    keys = folder / "keys"
-    keys.write_text(KEY + "\n")
-    keys.chmod(0o600)
-    (port,) = free_ports(1)
+    address, api = keyed_address(folder)
     settings = settings_for(
         folder,
         ensure_store(model_path(), STORES),
-        api={"tcp": f"127.0.0.1:{port}", "api_key_file": str(keys)},
+        api=api,
         memory=MemorySettings(ram_bytes=9 << 20),
         device=(DeviceSettings(kind="emulated", expert_bytes=4 << 20, link_bytes_per_s=200_000_000),),
     )
     async with running(settings, WORKER):
-        yield f"http://127.0.0.1:{port}/"
+        yield f"http://{address}/"
 
 
 async def pictures(tab: Tab, name: str) -> None:

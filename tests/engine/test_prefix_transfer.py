@@ -9,31 +9,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.checkpoints import tiny_checkpoint
 from support.engine_kit import Drive, Model, plain_model, prompt
-from support.family_kit import family_model
-from support.kept import KERNELS
-from support.states_kit import stateful_model
-
-from edgemoe.kernels.cpu.runtime import Kernels
+from support.kv_kinds import KV_KINDS, kv_kind
 
 LENGTH, TOKENS = 70, 24  # four whole blocks
 
 
-@pytest.fixture(scope="module")
-def int8_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Model]]:
-    kernels = Kernels(1, bf16=False, directory=KERNELS)
-    folder: Path = tmp_path_factory.mktemp("int8")
-    checkpoint = tiny_checkpoint("deepseek_v3", folder / "hf", stacked=True)
-    with family_model(checkpoint, folder / "store", kernels, 18, kv_int8=True) as model:
-        yield lambda: model
-    kernels.close()
-
-
-@pytest.fixture(params=["float32", "states", "int8"])
-def make(request: pytest.FixtureRequest, int8_model: Callable[[], Model]) -> Callable[[], Model]:
-    made: dict[str, Callable[[], Model]] = {"float32": plain_model, "states": stateful_model, "int8": int8_model}
-    return made[request.param]
+@pytest.fixture(scope="module", params=KV_KINDS)
+def make(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Model]]:
+    with kv_kind(request.param, tmp_path_factory.mktemp("kv")) as make:
+        yield make
 
 
 def asked(model: Model, name: str = "r", emitted: list[int] | None = None, drive: Drive | None = None) -> Drive:
@@ -153,12 +138,13 @@ def test_a_copy_of_a_block_that_is_taken_meanwhile_is_thrown_away(monkeypatch: p
     assert after.generation > before.generation
 
 
-def test_another_model_or_encoding_has_another_digest(int8_model: Callable[[], Model]) -> None:
-    plain, coded = Drive().engine.prefixes, Drive(model=int8_model()).engine.prefixes
-    stateful = Drive(model=stateful_model()).engine.prefixes
-    digests = [plain.encoding("a"), plain.encoding("b"), coded.encoding("a"), stateful.encoding("a")]
+def test_another_model_or_encoding_has_another_digest(tmp_path: Path) -> None:
+    digests = [Drive().engine.prefixes.encoding("b")]
+    for kind in KV_KINDS:
+        with kv_kind(kind, tmp_path) as make:
+            digests.append(Drive(model=make()).engine.prefixes.encoding("a"))
     assert len(set(digests)) == 4
-    assert plain.encoding("a") == Drive().engine.prefixes.encoding("a")
+    assert digests[1] == Drive().engine.prefixes.encoding("a")
 
 
 def test_the_cached_part_of_a_prompt_has_the_signature_of_its_own_blocks(make: Callable[[], Model]) -> None:

@@ -155,6 +155,17 @@ def ready(front: Front) -> bool:
     return front.supervisor is not None and front.supervisor.state == "ready"
 
 
+KEY = "0123456789abcdef"
+
+
+def keyed_address(folder: Path) -> tuple[str, dict[str, Any]]:
+    """Returns a free address, and the API's settings to listen there for clients with `KEY`."""
+    keys, (port,) = folder / "keys", free_ports(1)
+    keys.write_text(KEY + "\n")
+    keys.chmod(0o600)
+    return f"127.0.0.1:{port}", {"tcp": f"127.0.0.1:{port}", "api_key_file": str(keys)}
+
+
 def free_ports(count: int) -> list[int]:
     """Returns unused TCP ports of the loopback interface."""
     with contextlib.ExitStack() as held:

@@ -11,14 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.checkpoints import tiny_checkpoint
 from support.engine_kit import Drive, Model, plain_model, prompt
-from support.family_kit import family_model
-from support.kept import KERNELS
-from support.states_kit import stateful_model
+from support.kv_kinds import KV_KINDS, kv_kind
 
 from edgemoe.ipc.messages import Submit
-from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.types.request import Emission, Request, Sampling
 from edgemoe.worker import disk_prefixes
 from edgemoe.worker.disk_prefixes import LEAST_BLOCKS, DiskPrefixes
@@ -29,20 +25,10 @@ PROMPT = prompt(LENGTH, 1, 96)
 WHOLE = (LENGTH - 1) // 16  # blocks of the prompt that can be reused
 
 
-@pytest.fixture(scope="module")
-def int8_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Model]]:
-    kernels = Kernels(1, bf16=False, directory=KERNELS)
-    folder = tmp_path_factory.mktemp("int8")
-    checkpoint = tiny_checkpoint("deepseek_v3", folder / "hf", stacked=True)
-    with family_model(checkpoint, folder / "store", kernels, 18, kv_int8=True) as model:
-        yield lambda: model
-    kernels.close()
-
-
-@pytest.fixture(params=["float32", "states", "int8"])
-def make(request: pytest.FixtureRequest, int8_model: Callable[[], Model]) -> Callable[[], Model]:
-    made: dict[str, Callable[[], Model]] = {"float32": plain_model, "states": stateful_model, "int8": int8_model}
-    return made[request.param]
+@pytest.fixture(scope="module", params=KV_KINDS)
+def make(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Model]]:
+    with kv_kind(request.param, tmp_path_factory.mktemp("kv")) as make:
+        yield make
 
 
 class Served:
