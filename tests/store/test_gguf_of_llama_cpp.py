@@ -53,7 +53,7 @@ def llama_cpp(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if found is None:
         pytest.skip(f"{SOURCES} cannot be fetched: {done.stderr[-300:]!r}")
     with tarfile.open(found) as archive:
-        archive.extractall(folder, filter="data")
+        archive.extractall(folder, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))  # of 3.11.4
     return next(folder.glob("*/vendor/llama.cpp"))
 
 

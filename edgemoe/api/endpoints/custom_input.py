@@ -12,7 +12,7 @@ from edgemoe.api.endpoints.response_tools import CUSTOM_INPUT
 _BEGIN = re.compile(rf'\s*\{{\s*"{CUSTOM_INPUT}"\s*:\s*"')
 _UNIT = r"u[0-9a-fA-F]{4}"  # of UTF-16, behind a backslash; the first of a pair waits for the second
 _CHARACTERS = re.compile(
-    rf'(?:[^"\\]|\\(?:["\\/bfnrt]|u[dD][89abAB][0-9a-fA-F]{{2}}\\{_UNIT}|(?!u[dD][89abAB]){_UNIT}))*+'
+    rf'(?:[^"\\]+|\\(?:["\\/bfnrt]|u[dD][89abAB][0-9a-fA-F]{{2}}\\{_UNIT}|(?!u[dD][89abAB]){_UNIT}))*'
 )
 
 
