@@ -1,4 +1,4 @@
-"""Tiers that run beside a benchmark, and the blank experts that they are filled with."""
+"""Tiers that run beside a benchmark, and the blank or random experts that they are filled with."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ import threading
 import time
 from collections.abc import Iterator
 
+import numpy as np
+
+from edgemoe.encodings.codec import pack, to_bf16
 from edgemoe.experts.build import ExpertTiers
+from edgemoe.types.encoding import Encoding
 from edgemoe.types.experts import ExpertGeometry
 
 
@@ -23,6 +27,35 @@ class BlankStore:
 
     async def read(self, layer: int, expert: int, into: memoryview) -> None:
         await asyncio.sleep(0)
+
+
+class RandomStore(BlankStore):
+    """A store of random experts, few of them distinct: a GPU multiplies zeros faster than other numbers."""
+
+    DISTINCT = 3
+
+    def __init__(self, geometry: ExpertGeometry) -> None:
+        super().__init__(geometry)
+        self._kinds: dict[str, list[bytes]] = {}
+
+    async def read(self, layer: int, expert: int, into: memoryview) -> None:
+        encoding = self._geometry.encoding(layer)
+        if (kinds := self._kinds.get(encoding.name)) is None:
+            kinds = self._kinds[encoding.name] = [self._made(encoding, seed) for seed in range(self.DISTINCT)]
+        made = kinds[(layer + expert) % self.DISTINCT]
+        into[: len(made)] = made
+        await asyncio.sleep(0)
+
+    def _made(self, encoding: Encoding, seed: int) -> bytes:
+        rng, geometry = np.random.default_rng(seed), self._geometry
+        parts = [
+            rng.standard_normal(shape, np.float32) * 0.02 for shape in (geometry.gate_up_shape, geometry.down_shape)
+        ]
+        if encoding.scales(1):
+            packed = [pack(part, encoding) for part in parts]
+        else:
+            packed = [to_bf16(part) if encoding.name == "bfloat16" else part for part in parts]
+        return b"".join(part.tobytes() for part in packed) + bytes(geometry.bias_bytes)
 
 
 @contextlib.contextmanager

@@ -1,9 +1,10 @@
 """A GPU's speed: copies into it, experts and decode steps from its memory, and misses.
 
-    python -m tools.bench.gpu [--only link,hits,decode,misses] [--layers 8] [--hidden 2048] [--width 768]
+    python -m tools.bench.gpu [--only link,decode,kernels,hits,misses] [--shapes A,B,C] [--encoding int4] [--layers 12]
 
-Blank experts in Qwen3-30B-A3B's shape by default; routing is uniformly random, the worst case for a cache. Each figure
-is printed at once as a JSON line. `--device emulated` tests the script on a machine without a GPU, except for `link`.
+Random experts in the shapes of three models; routing is random too, the worst case for a cache. Decode steps run as
+the engine runs them: as CUDA graphs where all experts are in VRAM. Each figure is printed at once as a JSON line.
+`--device emulated` tests the script on a machine without a GPU, except for `link` and `kernels`.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,40 +36,54 @@ from edgemoe.jit.object_cache import link
 from edgemoe.model.decoder import Decoder
 from edgemoe.policy.cache_ranks import LRU
 from edgemoe.types.experts import Tier
-from tools.bench.filling import BlankStore, fill, running
+from tools.bench.filling import RandomStore, fill, running
 
 Figure = tuple[str, object]
 KERNELS = Path(__file__).resolve().parents[2] / ".cache" / "kernels"  # shared with the tests and the demo
-CONTEXT = 256  # tokens in the cache before a decode step is timed
-BATCHES = (1, 8, 64, 512)
+CONTEXT = 1024  # tokens in the cache before a decode step is timed
+BATCHES = (1, 8, 64, 512)  # tokens of a layer
+ROWS = (1, 2, 4, 8, 16)  # of a decode step
+
+
+class Shape(NamedTuple):
+    """The sizes of a model, which stand for those of a published one."""
+
+    hidden: int
+    width: int  # of an expert
+    experts: int
+    top_k: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+
+SHAPES = {
+    "A": Shape(2048, 1408, 64, 6, 16, 16, 128),  # DeepSeek-V2-Lite, but for its attention
+    "B": Shape(2880, 2880, 32, 4, 64, 8, 64),  # gpt-oss-20b
+    "C": Shape(2048, 768, 128, 8, 32, 4, 128),  # Qwen3-30B-A3B
+}
 
 
 class Bench:
     """One model's shape on one device."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        self.spec = _spec(args)
-        spec = self.spec
-        self.geometry = spec.geometry
-        self.kind = args.device
+    def __init__(self, shape: Shape, layers: int, encoding: str, device: str) -> None:
+        self.spec = spec_of(shape, layers, encoding)
+        self.geometry = self.spec.geometry
+        self.kind = device
         self.gpu = self.kind.startswith("cuda")
         self.device = torch.device(self.kind if self.gpu else "cpu")
         self._rng = np.random.default_rng(0)
 
     def figures(self, only: Collection[str]) -> Iterator[Figure]:
         """Yields the figures of these parts, by name."""
-        began_s = time.perf_counter()
-        link(TIERS.codes, KERNELS)
-        yield "calls_of_tiers_compiled_s", time.perf_counter() - began_s
-        if "link" in only:
-            from tools.bench.gpu_link import link_figures
-
-            yield from link_figures(self.device)
-        if "hits" in only or "decode" in only:
+        if {"hits", "decode", "kernels"} & set(only):
             with self.tiers(1.0) as tiers:
                 self._fill(tiers)
-                if "decode" in only:
-                    yield "decode", [self._decode(tiers, batch) for batch in (1, 8)]
+                if {"decode", "kernels"} & set(only):
+                    decoder = self._decoder()
+                    for rows in ROWS:
+                        yield "decode", self._decode(decoder, tiers, rows, "kernels" in only)
                 if "hits" in only:
                     yield "hits", [self._hits(tiers, tokens) for tokens in BATCHES]
         if "misses" in only:
@@ -81,7 +98,7 @@ class Bench:
         memory = TierMemory(everything, [DeviceBudget(self.kind, int(share * everything), 8e9)])
         policies = {Tier.VRAM: policy, Tier.RAM: policy}
         tiers = ExpertTiers(
-            geometry, BlankStore(geometry), memory, policies, None, fetching=FetchOptions(prefetch=prefetch)
+            geometry, RandomStore(geometry), memory, policies, None, fetching=FetchOptions(prefetch=prefetch)
         )
         with running(tiers):
             yield tiers
@@ -118,14 +135,34 @@ class Bench:
             / 1e12,
         }
 
-    def _decode(self, tiers: ExpertTiers, batch: int) -> dict[str, float]:
-        """Measures whole steps of the decoder; every expert is a hit."""
-        decoder, spec = self._decoder(), self.spec
-        sequences = SequenceDriver(spec, batch, CONTEXT, self.device)
-        sequences.step([[n] * (CONTEXT - 1) for n in range(batch)])  # not computed: attention reads zeros
-        _, step = sequences.step([[n] for n in range(batch)])
-        seconds = self._time(lambda: decoder.forward(step, sequences.cache, tiers.experts), 16)
-        return {"batch": batch, "step_ms": seconds * 1e3, "layer_us": seconds / spec.layers * 1e6}
+    def _decode(self, decoder: Decoder, tiers: ExpertTiers, rows: int, kernels: bool) -> dict[str, Any]:
+        """Measures whole steps of the decoder; every expert is a hit. `kernels` tells the kernels of a step apart."""
+        spec, geometry = self.spec, self.geometry
+        sequences = SequenceDriver(spec, rows, CONTEXT, self.device)
+        sequences.step([[n] * (CONTEXT - 1) for n in range(rows)])  # not computed: attention reads zeros
+        _, step = sequences.step([[7 * n] for n in range(rows)])
+
+        def forward() -> None:
+            decoder.forward(step, sequences.cache, tiers.experts)
+
+        served = tiers.residency.served[0]
+        forward()
+        experts = (tiers.residency.served[0] - served) / spec.layers
+        seconds = self._time(forward, 24)
+        kv_bytes = rows * CONTEXT * spec.kv_bytes_per_token // spec.layers
+        dense = sum(math.prod(shape) for name, shape in dense_shapes(spec).items() if ".layers." in name) // spec.layers
+        read = 2 * dense + experts * geometry.expert_bytes(0) + kv_bytes
+        figures = {
+            "rows": rows,
+            "step_ms": seconds * 1e3,
+            "layer_us": seconds / spec.layers * 1e6,
+            "experts": experts,
+            "layer_mb": read / 1e6,
+            "gb_per_s": read * spec.layers / seconds / 1e9,
+        }
+        if kernels and self.gpu:
+            figures["kernels_us"] = kernel_times(forward, spec.layers)
+        return figures
 
     def _misses(self, prefetch: bool) -> dict[str, float | bool]:
         """Measures single tokens with a quarter of the experts on the device; with `prefetch` the next layer is
@@ -171,7 +208,7 @@ class Bench:
         weights = {name: torch.randn(shape).mul_(0.02).bfloat16() for name, shape in dense_shapes(self.spec).items()}
         with tempfile.TemporaryDirectory() as directory:
             save_file(weights, Path(directory) / "dense.safetensors")
-            return Decoder.load(self.spec, Path(directory) / "dense.safetensors", self.device)
+            return Decoder.load(self.spec, Path(directory) / "dense.safetensors", self.device, graphs=True)
 
     def _time(self, deed: Callable[[], object], times: int, rounds: int = 3) -> float:
         """Returns the median seconds of a call over rounds, after one to warm up."""
@@ -191,35 +228,62 @@ class Bench:
             torch.cuda.synchronize(self.device)
 
 
-def _spec(args: argparse.Namespace) -> ModelSpec:
-    return spec_from_config(
+def spec_of(shape: Shape, layers: int, encoding: str) -> ModelSpec:
+    """Returns the spec of a model whose experts are encoded; "bfloat16" has them as they are."""
+    spec = spec_from_config(
         {
             "architectures": ["Qwen3MoeForCausalLM"],
             "vocab_size": 32768,
-            "hidden_size": args.hidden,
-            "num_hidden_layers": args.layers,
-            "num_attention_heads": args.hidden // 64,
-            "num_key_value_heads": max(1, args.hidden // 512),
-            "head_dim": 128,
-            "num_experts": args.experts,
-            "moe_intermediate_size": args.width,
-            "num_experts_per_tok": args.top_k,
+            "hidden_size": shape.hidden,
+            "num_hidden_layers": layers,
+            "num_attention_heads": shape.heads,
+            "num_key_value_heads": shape.kv_heads,
+            "head_dim": shape.head_dim,
+            "num_experts": shape.experts,
+            "moe_intermediate_size": shape.width,
+            "num_experts_per_tok": shape.top_k,
             "norm_topk_prob": True,
             "max_position_embeddings": 4096,
             "dtype": "bfloat16",
         }
     )
+    return spec if encoding == spec.dtype else replace(spec, encodings=(encoding,) * layers)
+
+
+def kernel_times(deed: Callable[[], object], layers: int, times: int = 5) -> dict[str, float]:
+    """Returns the microseconds of each kernel, a layer, as the GPU's own records have them."""
+    with torch.inference_mode(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(times):
+            deed()
+        torch.cuda.synchronize()
+    found = {event.key[:40]: event.self_device_time_total / times / layers for event in profile.key_averages()}
+    return {name: us for name, us in sorted(found.items(), key=lambda each: -each[1]) if us >= 0.05}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, value in {"layers": 8, "hidden": 2048, "width": 768, "experts": 128, "top-k": 8}.items():
-        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--shapes", default="C", help="of models, by commas: A, B, C (%(default)s)")
+    parser.add_argument("--encoding", default="int4", help="of the experts (%(default)s)")
+    parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--device", default="cuda:0")
-    parser.add_argument("--only", default="link,hits,decode,misses", help="parts, by commas (%(default)s)")
+    parser.add_argument("--only", default="link,decode,hits,misses", help="parts, by commas (%(default)s)")
     args = parser.parse_args()
-    for name, figure in Bench(args).figures(args.only.split(",")):
-        print(json.dumps({name: rounded(figure)}), flush=True)
+    only = args.only.split(",")
+    began_s = time.perf_counter()
+    link(TIERS.codes, KERNELS)
+    say("calls_of_tiers_compiled_s", time.perf_counter() - began_s)
+    if "link" in only:
+        from tools.bench.gpu_link import link_figures
+
+        for figure in link_figures(torch.device(args.device)):
+            say(*figure)
+    for name in args.shapes.split(","):
+        for part, figure in Bench(SHAPES[name], args.layers, args.encoding, args.device).figures(only):
+            say(f"{part}_{name}", figure)
+
+
+def say(name: str, figure: object) -> None:
+    print(json.dumps({name: rounded(figure)}), flush=True)
 
 
 def rounded(figure: Any) -> Any:
