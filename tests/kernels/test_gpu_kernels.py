@@ -17,6 +17,7 @@ from support.turns import by_turns
 from edgemoe.experts.compute.cuda import ROWS
 from edgemoe.kernels.gpu import expert_blocks as gpu_experts
 from edgemoe.kernels.gpu import experts_decode
+from edgemoe.kernels.gpu.early_start import LEAST_CAPABILITY
 from edgemoe.types.encoding import ENCODINGS
 from edgemoe.types.experts import Activation, ExpertGeometry
 
@@ -99,7 +100,8 @@ def test_kernels_of_few_tokens_compile_without_spills_for_each_generation(capabi
         (experts_decode.call_gate_up, geometry.hidden, experts_decode.GATES),
         (experts_decode.call_down, geometry.width, experts_decode.OUTPUTS),
     ):
-        given = sizes | experts_decode.steps_of(columns, sizes["KIND"]) | {"ROWS": rows}
+        early = capability >= 10 * LEAST_CAPABILITY
+        given = sizes | experts_decode.steps_of(columns, sizes["KIND"]) | {"ROWS": rows, "EARLY": early}
         source = triton.compiler.ASTSource(
             kernel,
             {name: arrays.get(name, "constexpr") for name in kernel.arg_names},
@@ -110,6 +112,10 @@ def test_kernels_of_few_tokens_compile_without_spills_for_each_generation(capabi
         made = triton.compile(source, target=target, options=gpu_experts.OPTIONS | {"num_warps": 1})
         assert made.asm["cubin"]
         assert "ld.local" not in made.asm["ptx"]
+        assert ("griddepcontrol.wait" in made.asm["ptx"]) == early
+        if early and kernel is experts_decode.call_down:
+            before, _ = made.asm["ptx"].split("griddepcontrol.wait")
+            assert before.count("ld.global") > 2, "weights are not read while the kernel before still runs"
         assert ".v4." in made.asm["ptx"] or sizes["line"] % 16, "weights are not read 16 bytes at once"
 
 

@@ -52,10 +52,10 @@ class RandomStore(BlankStore):
             rng.standard_normal(shape, np.float32) * 0.02 for shape in (geometry.gate_up_shape, geometry.down_shape)
         ]
         if encoding.scales(1):
-            packed = [pack(part, encoding) for part in parts]
+            packed = [pack(part, encoding).tobytes() for part in parts]
         else:
-            packed = [to_bf16(part) if encoding.name == "bfloat16" else part for part in parts]
-        return b"".join(part.tobytes() for part in packed) + bytes(geometry.bias_bytes)
+            packed = [(to_bf16(part) if encoding.name == "bfloat16" else part).tobytes() for part in parts]
+        return b"".join(packed) + bytes(geometry.bias_bytes)
 
 
 @contextlib.contextmanager

@@ -36,6 +36,7 @@ from edgemoe.jit.object_cache import link
 from edgemoe.model.decoder import Decoder
 from edgemoe.policy.cache_ranks import LRU
 from edgemoe.types.experts import Tier
+from edgemoe.types.step import StepMeta
 from tools.bench.filling import RandomStore, fill, running
 
 Figure = tuple[str, object]
@@ -46,7 +47,7 @@ ROWS = (1, 2, 4, 8, 16)  # of a decode step
 
 
 class Shape(NamedTuple):
-    """The sizes of a model, which stand for those of a published one."""
+    """The sizes of a model, which are like a published one's."""
 
     hidden: int
     width: int  # of an expert
@@ -142,8 +143,14 @@ class Bench:
         sequences.step([[n] * (CONTEXT - 1) for n in range(rows)])  # not computed: attention reads zeros
         _, step = sequences.step([[7 * n] for n in range(rows)])
 
+        ones = np.ones(rows, np.int64)
+        names = tuple(map(str, range(rows)))
+        meta = StepMeta(names, ones, ones > 0, step.tokens.numpy(), step.positions.numpy())
+
         def forward() -> None:
+            tiers.experts.begin_step(meta)
             decoder.forward(step, sequences.cache, tiers.experts)
+            tiers.experts.end_step()
 
         served = tiers.residency.served[0]
         forward()
@@ -152,7 +159,7 @@ class Bench:
         kv_bytes = rows * CONTEXT * spec.kv_bytes_per_token // spec.layers
         dense = sum(math.prod(shape) for name, shape in dense_shapes(spec).items() if ".layers." in name) // spec.layers
         read = 2 * dense + experts * geometry.expert_bytes(0) + kv_bytes
-        figures = {
+        figures: dict[str, Any] = {
             "rows": rows,
             "step_ms": seconds * 1e3,
             "layer_us": seconds / spec.layers * 1e6,
@@ -275,11 +282,11 @@ def main() -> None:
     if "link" in only:
         from tools.bench.gpu_link import link_figures
 
-        for figure in link_figures(torch.device(args.device)):
-            say(*figure)
-    for name in args.shapes.split(","):
-        for part, figure in Bench(SHAPES[name], args.layers, args.encoding, args.device).figures(only):
-            say(f"{part}_{name}", figure)
+        for name, figure in link_figures(torch.device(args.device)):
+            say(name, figure)
+    for shape in args.shapes.split(","):
+        for part, figure in Bench(SHAPES[shape], args.layers, args.encoding, args.device).figures(only):
+            say(f"{part}_{shape}", figure)
 
 
 def say(name: str, figure: object) -> None:

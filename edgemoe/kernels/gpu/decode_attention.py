@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from edgemoe.kernels.gpu.early_start import await_inputs, early_start
 from edgemoe.kernels.gpu.weights import jit
 
 HEADS = 16  # query heads of one program, the fewest that matrix units multiply
@@ -54,6 +55,7 @@ def attend(  # type: ignore[no-untyped-def]
     SPLITS: tl.constexpr,
     ROWS: tl.constexpr,
     STEP: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     share: tl.constexpr = COUNT // KV_HEADS
     tiles: tl.constexpr = (share + ROWS - 1) // ROWS
@@ -72,6 +74,7 @@ def attend(  # type: ignore[no-untyped-def]
     first = begin + split * each
     last = tl.minimum(first + each, context)
     table = tables + tl.load(begins + row)
+    await_inputs(EARLY)
     d = tl.arange(0, DIMS)
     v = tl.arange(0, VALUES)
     asked = q + (row * COUNT + heads)[:, None] * (DIM + TAIL)
@@ -130,7 +133,9 @@ def merge(  # type: ignore[no-untyped-def]
     VALUE: tl.constexpr,
     VALUES: tl.constexpr,
     SPLITS: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
+    await_inputs(EARLY)
     place = tl.program_id(0)
     splits = tl.arange(0, SPLITS)
     v = tl.arange(0, VALUES)
@@ -233,6 +238,7 @@ def decode_attention(q: Any, pages: PagedLayer, tables: Any, begins: Any, contex
         ROWS=HEADS,
         STEP=TOKENS if dim <= 256 else TOKENS // 2,
         num_warps=4,
+        **early_start(q.device),
     )
     return _merged(q.new_empty((rows, heads, value)), peaks, sums, means, pages.sinks)
 
@@ -252,6 +258,7 @@ def _merged(out: Any, peaks: Any, sums: Any, means: Any, sinks: Any) -> Any:
         VALUES=power_of_two(value),
         SPLITS=peaks.shape[2],
         num_warps=1 if value <= 128 else 4,
+        **early_start(out.device),
     )
     return out
 

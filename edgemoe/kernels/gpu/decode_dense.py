@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from edgemoe.kernels.gpu.early_start import await_inputs, early_start
 from edgemoe.kernels.gpu.experts_decode import plane_of
 from edgemoe.kernels.gpu.weights import jit
 
@@ -18,6 +19,15 @@ MOST_ROWS = 2  # that are multiplied in registers; matrix units are faster from 
 PER_PROGRAM = 4  # rows of a matrix
 WARPS = 8
 COLUMNS = 2048  # in one step of a program, for one row
+
+
+@jit
+def columns_of(lines, step: tl.constexpr, K: tl.constexpr, COLS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Returns the weights [r, COLS] of rows that begin at `lines` [r], of one step; zero beyond K."""
+    k = step * COLS + tl.arange(0, COLS)
+    if K % COLS == 0:
+        return tl.load(lines[:, None] + k[None, :], eviction_policy="evict_first")
+    return tl.load(lines[:, None] + k[None, :], mask=(k < K)[None, :], other=0.0, eviction_policy="evict_first")
 
 
 @jit
@@ -42,23 +52,27 @@ def product(  # type: ignore[no-untyped-def]
     COLS: tl.constexpr,
     CHUNK: tl.constexpr,  # columns of planes that a program writes, and the power of two that holds them
     CHUNKS: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     t = tl.arange(0, T)
     lines = weight + tl.minimum(rows, N - 1).to(tl.int64) * K
+    first = columns_of(lines, 0, K, COLS)
+    await_inputs(EARLY)
     total = tl.zeros((T, ROWS, COLS), tl.float32)
     squares = tl.zeros((T, COLS), tl.float32)
     for step in tl.static_range((K + COLS - 1) // COLS):
         k = step * COLS + tl.arange(0, COLS)
+        if step == 0:
+            w = first.to(tl.float32)
+        else:
+            w = columns_of(lines, step, K, COLS).to(tl.float32)
         if K % COLS == 0:
-            w = tl.load(lines[:, None] + k[None, :], eviction_policy="evict_first").to(tl.float32)
             given = tl.load(x + t[:, None] * K + k[None, :]).to(tl.float32)
             if NORM:
                 w *= tl.load(norm + k)[None, :]
         else:
-            live = (k < K)[None, :]
-            w = tl.load(lines[:, None] + k[None, :], mask=live, other=0.0, eviction_policy="evict_first").to(tl.float32)
-            given = tl.load(x + t[:, None] * K + k[None, :], mask=live, other=0.0).to(tl.float32)
+            given = tl.load(x + t[:, None] * K + k[None, :], mask=(k < K)[None, :], other=0.0).to(tl.float32)
             if NORM:
                 w *= tl.load(norm + k, mask=k < K, other=0.0)[None, :]
         total += w[None, :, :] * given[:, None, :]
@@ -129,6 +143,7 @@ def multiplied(x: Any, weight: Any, out: Any, how: GpuProduct) -> None:
         CHUNK=chunk,
         CHUNKS=triton.next_power_of_2(chunk),
         num_warps=WARPS,
+        **early_start(x.device),
     )
 
 
@@ -176,6 +191,7 @@ def place(  # type: ignore[no-untyped-def]
     AFTER: tl.constexpr,
     V_NORM: tl.constexpr,
     V_IS_K: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     row = tl.program_id(0)
     number = tl.program_id(1)
@@ -185,9 +201,10 @@ def place(  # type: ignore[no-untyped-def]
     if V_IS_K:
         source = tl.where(number >= COUNT + KV_COUNT, number - KV_COUNT, number)
     at = given + row * line + source * DIM
-    x = tl.load(at + d, mask=live, other=0.0).to(tl.float32)
     place_in = tl.load(positions + row) % 16
     page = tl.load(blocks + row)
+    await_inputs(EARLY)
+    x = tl.load(at + d, mask=live, other=0.0).to(tl.float32)
     if number < COUNT + KV_COUNT:
         half: tl.constexpr = TURNED // 2
         other = tl.where(d < half, d + half, d - half)
@@ -264,6 +281,7 @@ def placed(given: Any, heads: HeadPlaces, angles: Any, blocks: Any, positions: A
         V_NORM=heads.v_norm,
         V_IS_K=heads.v_is_k,
         num_warps=1,
+        **early_start(q.device),
     )
 
 
@@ -289,10 +307,12 @@ def choose(  # type: ignore[no-untyped-def]
     TOP_GROUPS: tl.constexpr,
     TOP2: tl.constexpr,
     KS: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     row = tl.program_id(0)
     e = tl.arange(0, ES)
     live = e < E
+    await_inputs(EARLY)
     score = tl.load(logits + row * E + e, mask=live, other=float("-inf"))
     if LOGIT_BIAS:
         score += tl.load(logit_bias + e, mask=live, other=0.0)
@@ -374,4 +394,5 @@ def chosen(logits: Any, how: GateRule, ids: Any, shares: Any) -> None:
         TOP2=how.top2,
         KS=triton.next_power_of_2(how.top_k),
         num_warps=1 if experts <= 128 else 2,
+        **early_start(logits.device),
     )

@@ -14,6 +14,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from edgemoe.kernels.gpu.early_start import await_inputs, early_start
 from edgemoe.kernels.gpu.expert_blocks import activated
 from edgemoe.kernels.gpu.weights import jit
 
@@ -129,8 +130,17 @@ def scale_of(rows, lane, live, n: tl.constexpr, KIND: tl.constexpr):  # type: ig
 
 
 @jit
+def words_of(rows, start, count: tl.constexpr, LINE: tl.constexpr, KW: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Returns KW words of rows [r], of `count` words each, from word `start` on; zero beyond."""
+    at = start + tl.arange(0, KW)
+    if count % KW == 0:
+        return words_at(rows, at, None, LINE)
+    return words_at(rows, at, at < count, LINE)
+
+
+@jit
 def products(  # type: ignore[no-untyped-def]
-    rows, x, start, n: tl.constexpr, LINE: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr, KW: tl.constexpr
+    rows, word, x, start, n: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr, KW: tl.constexpr
 ):
     """Returns sums [r, KW] of the products of words start: of rows [r] with activations x, in planes."""
     each: tl.constexpr = 8 if KIND == 1 or KIND == 2 else 4 if KIND == 0 or KIND == 3 else 1 if KIND == 4 else 2
@@ -140,7 +150,6 @@ def products(  # type: ignore[no-untyped-def]
         live = None
     else:
         live = at < count
-    word = words_at(rows, at, live, LINE)
     total = tl.zeros((ROWS, KW), tl.float32)
     excess = tl.zeros((KW,), tl.float32)
     for j in tl.static_range(each):
@@ -175,17 +184,23 @@ def row_sums(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     KW: tl.constexpr,
     LOOPS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
-    """Returns the products [r] of rows [r], which begin at bytes `rows`, with activations x of n columns."""
-    total = tl.zeros((ROWS, KW), tl.float32)
+    """Returns the products [r] of rows [r], which begin at bytes `rows`, with activations x of n columns.
+
+    Awaits the activations once its first weights are under way.
+    """
     each: tl.constexpr = 8 if KIND == 1 or KIND == 2 else 4 if KIND == 0 or KIND == 3 else 1 if KIND == 4 else 2
     words: tl.constexpr = n // each
+    first = words_of(rows, 0, words, LINE, KW)
+    await_inputs(EARLY)
+    total = products(rows, first, x, 0, n, KIND, ROWS, KW)
     if LOOPS:
-        for start in range(0, words, KW):
-            total += products(rows, x, start, n, LINE, KIND, ROWS, KW)
+        for start in range(KW, words, KW):
+            total += products(rows, words_of(rows, start, words, LINE, KW), x, start, n, KIND, ROWS, KW)
     else:
-        for step in tl.static_range((words + KW - 1) // KW):
-            total += products(rows, x, step * KW, n, LINE, KIND, ROWS, KW)
+        for step in tl.static_range(1, (words + KW - 1) // KW):
+            total += products(rows, words_of(rows, step * KW, words, LINE, KW), x, step * KW, n, KIND, ROWS, KW)
     return tl.sum(total, 1)
 
 
@@ -209,7 +224,9 @@ def call_gate_up(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     KW: tl.constexpr,
     LOOPS: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
+    await_inputs(EARLY)  # the ids may be new
     call = tl.program_id(0)
     slot = slab + tl.load(slots + tl.load(ids + call)).to(tl.int64) * stride
     r = tl.arange(0, 2 * ROWS)
@@ -223,6 +240,7 @@ def call_gate_up(  # type: ignore[no-untyped-def]
         2 * ROWS,
         KW,
         LOOPS,
+        False,
     )
     gate, up = tl.split(tl.reshape(both, (ROWS, 2)))
     cols = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -252,12 +270,13 @@ def call_down(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     KW: tl.constexpr,
     LOOPS: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
-    call = tl.program_id(0)
+    call = tl.program_id(0)  # whose id is older than the kernel before
     slot = slab + tl.load(slots + tl.load(ids + call)).to(tl.int64) * stride
     cols = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     rows = slot + 2 * width * line + tl.minimum(cols, hidden - 1) * down_line
-    total = row_sums(rows, mid + call * width, width, down_line, KIND, ROWS, KW, LOOPS)
+    total = row_sums(rows, mid + call * width, width, down_line, KIND, ROWS, KW, LOOPS, EARLY)
     if bias > 0:
         biases = (slot + bias).to(tl.pointer_type(tl.float32)) + 2 * width
         total += tl.load(biases + cols, mask=cols < hidden, other=0.0)
@@ -265,8 +284,11 @@ def call_down(  # type: ignore[no-untyped-def]
 
 
 @jit
-def combine(out, to, factor, k: tl.constexpr, hidden: tl.constexpr, COLS: tl.constexpr):  # type: ignore[no-untyped-def]
+def combine(  # type: ignore[no-untyped-def]
+    out, to, factor, k: tl.constexpr, hidden: tl.constexpr, COLS: tl.constexpr, EARLY: tl.constexpr
+):
     """Adds the sums of each token's calls, in their order, times `factor` to `to` [T, H]."""
+    await_inputs(EARLY)
     token = tl.program_id(0)
     cols = tl.program_id(1) * COLS + tl.arange(0, COLS)
     live = cols < hidden
@@ -278,8 +300,11 @@ def combine(out, to, factor, k: tl.constexpr, hidden: tl.constexpr, COLS: tl.con
 
 
 @jit
-def to_planes(x, planes, n: tl.constexpr, KIND: tl.constexpr, COLS: tl.constexpr):  # type: ignore[no-untyped-def]
+def to_planes(  # type: ignore[no-untyped-def]
+    x, planes, n: tl.constexpr, KIND: tl.constexpr, COLS: tl.constexpr, EARLY: tl.constexpr
+):
     """Lays activations [T, n] out in planes, float32."""
+    await_inputs(EARLY)
     row = tl.program_id(0)
     cols = tl.program_id(1) * COLS + tl.arange(0, COLS)
     value = tl.load(x + row * n + cols, mask=cols < n, other=0.0).to(tl.float32)
@@ -296,7 +321,7 @@ def in_planes(x: Any, kind: int) -> Any:
 
     planes = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     grid = (len(x), triton.cdiv(x.shape[1], COMBINED))
-    to_planes[grid](x, planes, n=x.shape[1], KIND=kind, COLS=COMBINED)
+    to_planes[grid](x, planes, n=x.shape[1], KIND=kind, COLS=COMBINED, **early_start(x.device))
     return planes
 
 
@@ -315,17 +340,22 @@ def experts_decode(planes: Any, slab: Any, slots: Any, ids: Any, shares: Any, si
     import torch
 
     calls, hidden, width, kind = ids.numel(), sizes["hidden"], sizes["width"], sizes["KIND"]
+    early = early_start(planes.device)
     mid = torch.empty((calls, width), dtype=torch.float32, device=planes.device)
     ours = {name: value for name, value in sizes.items() if name != "down_line"}
     grid = (calls, triton.cdiv(width, GATES))
-    call_gate_up[grid](planes, slab, slots, ids, mid, **ours, **steps_of(hidden, kind), ROWS=GATES, num_warps=1)
+    call_gate_up[grid](
+        planes, slab, slots, ids, mid, **ours, **steps_of(hidden, kind), ROWS=GATES, num_warps=1, **early
+    )
     ours = {name: sizes[name] for name in ("hidden", "width", "stride", "line", "down_line", "bias", "KIND")}
     grid = (calls, triton.cdiv(hidden, OUTPUTS))
-    call_down[grid](mid, slab, slots, ids, shares, out, **ours, **steps_of(width, kind), ROWS=OUTPUTS, num_warps=1)
+    call_down[grid](
+        mid, slab, slots, ids, shares, out, **ours, **steps_of(width, kind), ROWS=OUTPUTS, num_warps=1, **early
+    )
     return out
 
 
 def add_sums(out: Any, to: Any, k: int, factor: float) -> None:
     """Adds the sums of `out` [T * k, H] by token, times `factor`, to `to` [T, H]."""
     grid = (len(to), triton.cdiv(to.shape[1], COMBINED))
-    combine[grid](out, to, factor, k=k, hidden=to.shape[1], COLS=COMBINED, num_warps=4)
+    combine[grid](out, to, factor, k=k, hidden=to.shape[1], COLS=COMBINED, num_warps=4, **early_start(to.device))
