@@ -22,6 +22,7 @@ VRAM_HEADROOM_BYTES = 1 << 30  # left free on each GPU
 TYPICAL_TOKENS = 1024  # prompt and answer of a typical request, for the default KV budget
 KV_SHARE = 0.25  # the default KV budget's largest part of the memory beside dense weights
 KV_SWAP_SHARE = 4  # KV memory over the memory for swapping (on a GPU: the host's headroom over it)
+DENSE_REMEDY = "a lower memory.headroom_bytes, or pack the model with --dense int8"
 LEAST_SLOTS = 3  # of states: the first token's, one to read and one to write
 
 
@@ -104,7 +105,8 @@ def resolve_budgets(settings: Settings, machine: Machine, needs: ModelNeeds) -> 
     host_free -= 0 if on_gpu else dense_bytes
     first_free = _gpu_free(settings, machine, devices[0]) - dense_bytes if on_gpu else host_free
     context_tokens = min(settings.engine.context_tokens or needs.context_tokens, needs.context_tokens)
-    kv_bytes, state_slots = _sequences(settings, needs, first_free, context_tokens)
+    remedy = "device.0.kind=cpu" if on_gpu else DENSE_REMEDY
+    kv_bytes, state_slots = _sequences(settings, needs, first_free, dense_bytes, context_tokens, remedy)
     state_bytes = state_slots * needs.state_bytes
     taken = kv_bytes + state_bytes
     kv_swap_bytes = (settings.memory.headroom_bytes if on_gpu else kv_bytes) // KV_SWAP_SHARE
@@ -161,8 +163,13 @@ def _gpu_free(settings: Settings, machine: Machine, device: DeviceSettings) -> i
     return machine.gpus[number].free_bytes - VRAM_HEADROOM_BYTES
 
 
-def _sequences(settings: Settings, needs: ModelNeeds, free: int, context_tokens: int) -> tuple[int, int]:
-    """Returns the bytes of whole KV blocks, and the slots of states, which take half of both at most."""
+def _sequences(
+    settings: Settings, needs: ModelNeeds, free: int, dense_bytes: int, context_tokens: int, remedy: str
+) -> tuple[int, int]:
+    """Returns the bytes of whole KV blocks, and the slots of states, which take half of both at most.
+
+    `free` is left beside the dense weights. `remedy` is for too little memory for both.
+    """
     block_bytes, most = BLOCK_TOKENS * needs.kv_bytes_per_token, settings.engine.max_sequences
     least_states, most_slots = LEAST_SLOTS * needs.state_bytes, LEAST_SLOTS * most + 1  # one snapshot for each sequence
     least = 2 * block_bytes + least_states
@@ -171,7 +178,7 @@ def _sequences(settings: Settings, needs: ModelNeeds, free: int, context_tokens:
     if total:
         _demand(total, least, what, "memory.kv_bytes")
     else:
-        _demand(free, least, f"dense weights, {what}", "a lower memory.headroom_bytes")
+        _demand(free + dense_bytes, dense_bytes + least, f"dense weights, {what}", remedy)
         one = -(-context_tokens // BLOCK_TOKENS) * block_bytes
         typical = most * min(one, TYPICAL_TOKENS * needs.kv_bytes_per_token) + most_slots * needs.state_bytes
         total = max(least, min(max(one + least_states, typical), int(free * KV_SHARE)))

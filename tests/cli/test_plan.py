@@ -12,6 +12,7 @@ import re
 import threading
 import time
 import weakref
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,10 +23,10 @@ import pytest
 from support.kept import KERNELS
 
 from edgemoe.cli import bench, main
-from edgemoe.cli.plan import disk, speed
+from edgemoe.cli.plan import disk, plan_command, speed
 from edgemoe.cli.plan import measure as rates
 from edgemoe.cli.plan.measure import LayerTimes, MachineRates, resident_tiers
-from edgemoe.cli.plan.plan_command import Planner, PlanOptions
+from edgemoe.cli.plan.plan_command import PhaseReport, Planner, PlanOptions
 from edgemoe.cli.plan.speed import find_model
 from edgemoe.cli.status_command import StatusSnapshot
 from edgemoe.config.settings import DeviceSettings, MemorySettings, Settings
@@ -42,6 +43,7 @@ from edgemoe.store.packer import pack
 from edgemoe.telemetry import probes
 from edgemoe.types.encoding import Encoding
 from edgemoe.types.machine import Gpu, Machine
+from edgemoe.worker.assemble import needs_of
 
 MODEL = model_path()
 MODEL_SIZES = speed.PlannedSizes(layers=10, experts=64, top_k=4, expert_bytes=1 << 20)
@@ -122,7 +124,7 @@ def test_an_expert_larger_than_the_probe_takes_longer_in_proportion(
     def read(file: object, room: memoryview, place: int) -> None:
         clock_s[0] += len(room) / 1e9
 
-    monkeypatch.setattr(disk, "DISK_BYTES", 8 << 20)
+    monkeypatch.setattr(disk, "READING_BYTES", 8 << 20)
     monkeypatch.setattr(disk, "_expert", read)
     monkeypatch.setattr(time, "perf_counter", lambda: clock_s[0])
     small, large = disk.read_times(tmp_path, [1 << 20, 352 << 20], (1, 8))
@@ -168,6 +170,29 @@ def test_a_machine_without_the_memory_to_measure_is_told_so_and_nothing_is_alloc
     found = planner.forecast(variant, times)
     assert (found.why, found.in_ram, found.tokens_per_s) == ("", 1, 0)
     assert found.limit == f"not foretold: {times.why}"
+
+
+def test_time_goes_to_encodings_that_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def one_second(variants: Sequence[speed.ModelVariant], *_: object) -> list[LayerTimes]:
+        timed.extend(each.label for each in variants)
+        return [LayerTimes(1.0, 1.0, 1, 1.0, 32) for _ in variants]
+
+    timed, settings = list[str](), Settings(memory=MemorySettings(headroom_bytes=0))
+    subject = find_model(str(MODEL / "config.json"), tmp_path)
+    *_, smallest = subject.variants()
+    need = needs_of(smallest.spec, smallest.dense_bytes)
+    room = need.dense_bytes + 32 * need.kv_bytes_per_token + 2 * need.experts.expert_bytes(0)
+    monkeypatch.setattr(probes, "probe_machine", lambda **_: Machine(16 << 30, room, 2, None))
+    monkeypatch.setattr(plan_command, "measure_layers", one_second)
+    monkeypatch.setattr(plan_command, "read_times", lambda _, sizes, __: [DISK_S for _ in sizes])
+    monkeypatch.setattr(plan_command, "memory_rate", lambda _: 1e10)
+    monkeypatch.setattr(plan_command, "Kernels", lambda *_: SimpleNamespace(row_code=lambda _: None))
+    monkeypatch.setattr(plan_command, "link", lambda *_: None)
+    question = PlanOptions(16, 1, 32, 1, "usual")
+    planner, measured = plan_command._measure(subject, question, settings, PhaseReport())
+    forecasts = [planner.forecast(*each) for each in measured]
+    assert timed == [each.encoding for each in forecasts if not each.why] == [smallest.label]
+    assert all("dense weights" in each.why for each in forecasts[:-1])
 
 
 class SlowMachine:

@@ -136,9 +136,11 @@ def test_a_budget_below_one_slot_is_refused() -> None:
         resolve_budgets(settings(ram_bytes=4096), HOST, NEEDS)
 
 
-def test_a_machine_without_room_for_dense_weights_is_refused() -> None:
-    with pytest.raises(CapacityError, match="dense weights"):
-        resolve_budgets(settings(headroom_bytes=20 * GIB), HOST, NEEDS)
+def test_a_machine_without_room_for_dense_weights_is_refused_with_their_size() -> None:
+    large = dataclasses.replace(NEEDS, dense_bytes=40 * GIB)
+    for machine, remedy in ((HOST, "--dense int8"), (GPU_HOST, r"set device\.0\.kind=cpu")):
+        with pytest.raises(CapacityError, match=rf"dense weights, .*: 40\.\d GiB needed, .* GiB there, .*{remedy}"):
+            resolve_budgets(settings(), machine, large)
 
 
 def test_stated_containment_needs_ram_for_experts_of_vram() -> None:

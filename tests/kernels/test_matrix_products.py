@@ -14,7 +14,7 @@ from edgemoe.kernels.cpu import experts_decode, experts_prefill
 from edgemoe.kernels.cpu.expert_math import ExpertMath, ExpertSlab, WayLimits, one_by_one
 from edgemoe.kernels.cpu.experts_decode import ExpertLayout
 from edgemoe.kernels.cpu.runtime import Kernels
-from edgemoe.types.encoding import BFLOAT16, FLOAT32, FP8, INT4, INT8, MXFP4, Encoding
+from edgemoe.types.encoding import BFLOAT16, ENCODINGS, FLOAT32, FP8, INT4, INT8, MXFP4, Encoding
 from edgemoe.types.experts import SILU, Activation, ExpertGeometry
 
 HIDDEN, WIDTH, SLOTS = 64, 96, 7
@@ -171,6 +171,29 @@ def test_one_slip_of_the_clock_chooses_no_way(monkeypatch: pytest.MonkeyPatch) -
     math = ExpertMath(timed, WayLimits(0.0, 0.0))  # type: ignore[arg-type]
     math.calibrate([layout], False)
     assert math.measured[layout].tiles == min(n for n in products.TRIED_TOKENS if n > 6)
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS.values(), ids=ENCODINGS)
+def test_the_largest_experts_are_tried_on_as_few_bytes_as_small_ones(
+    encoding: Encoding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = list[ExpertLayout]()
+
+    class Noting(Timed):
+        def many_tokens(self, layout: Any, *rest: Any) -> None:
+            tried.append(layout)
+            super().many_tokens(layout, *rest)
+
+    timed, large = Noting(), ExpertLayout(4096, 14336, encoding)
+    monkeypatch.setattr(products, "time", timed)
+    monkeypatch.setattr(products, "ExpertKernels", lambda context: context)
+    monkeypatch.setattr(products, "one_by_one", timed.products)
+    math = ExpertMath(timed, WayLimits(0.0, 0.0))  # type: ignore[arg-type]
+    math.calibrate([large], encoding.name == "bfloat16")
+    assert set(math.measured) == {large}
+    (layout,) = set(tried)
+    assert products.TRIAL_BYTES * 0.3 < 2 * 3 * layout.width * encoding.row_bytes(4096) <= products.TRIAL_BYTES
+    assert encoding.fits(layout.width)
 
 
 @pytest.mark.parametrize("tiles", [False, True])

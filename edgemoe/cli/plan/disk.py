@@ -18,6 +18,7 @@ from edgemoe.types.experts import padded
 
 LEAST_READINGS, MOST_READINGS, READINGS_S = 5, 50, 0.2  # of each size and number
 DISK_BYTES, DISK_THREADS = 256 << 20, 8  # as many threads as the store reads with
+READING_BYTES = 64 << 20  # that one reading takes at most
 ROOM_BYTES = 4 * DISK_BYTES  # free, so that a measurement fills no disk
 NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
@@ -43,10 +44,10 @@ def read_times(directory: Path, expert_bytes: Sequence[int], at_once: Sequence[i
 def _together_s(file: PageFile, threads: ThreadPoolExecutor, size: int, count: int) -> float:
     """Returns the median time of reading `count` experts at once, each from a place of its own.
 
-    If the file is too small for `count` whole experts, reads parts of them and scales the time.
+    Of `count` experts beyond READING_BYTES, reads parts and scales the time.
     """
     whole = padded(size)
-    size = min(whole, DISK_BYTES // count)
+    size = min(whole, READING_BYTES // count)
     rooms, taken = [page_memory(size) for _ in range(count)], list[float]()
     places = range(0, DISK_BYTES - size + 1, size)
     ends_s = time.perf_counter() + READINGS_S

@@ -245,7 +245,7 @@ def measure_layers(
     hold the reason instead.
     """
     ends_s = time.monotonic() + DEADLINE_S
-    lab, share_s, found = LayerBench(kernels, ends_s), BUDGET_S / len(variants) / 4, list[LayerTimes]()
+    lab, share_s, found = LayerBench(kernels, ends_s), BUDGET_S / max(1, len(variants)) / 4, list[LayerTimes]()
     tokens = max(sequences * (MOST_STEPS + WARM_STEPS), prompt_tokens)
     for number, variant in enumerate(variants, 1):
         experts = variant.spec.router.experts

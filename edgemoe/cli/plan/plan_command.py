@@ -88,9 +88,8 @@ class Planner:
         question, needs = self.question, needs_of(variant.spec, variant.dense_bytes)
         kv_bytes = question.sequences * (question.context_tokens * needs.kv_bytes_per_token + needs.state_bytes)
         found = SpeedForecast(variant.label, variant.packing, needs.dense_bytes, kv_bytes, needs.experts.all_bytes)
-        free_bytes = self.machine.ram_available_bytes + more_bytes
         try:
-            budgets = resolve_budgets(self.settings, replace(self.machine, ram_available_bytes=free_bytes), needs)
+            budgets = self._budgets(variant, more_bytes)
         except CapacityError as error:
             return replace(found, why=str(error))
         if budgets.context_tokens < min(question.context_tokens, needs.context_tokens):
@@ -105,6 +104,19 @@ class Planner:
             context_tokens=budgets.context_tokens,
         )
         return self._timed(found, variant, times, places)
+
+    def has_room(self, variant: ModelVariant) -> bool:
+        """Returns whether the variant can be served from this machine's memory."""
+        try:
+            self._budgets(variant)
+        except CapacityError:
+            return False
+        return True
+
+    def _budgets(self, variant: ModelVariant, more_bytes: int = 0) -> Budgets:
+        """Returns the budgets with `more_bytes` of RAM added. Raises CapacityError."""
+        machine = replace(self.machine, ram_available_bytes=self.machine.ram_available_bytes + more_bytes)
+        return resolve_budgets(self.settings, machine, needs_of(variant.spec, variant.dense_bytes))
 
     def _timed(
         self, found: SpeedForecast, variant: ModelVariant, times: LayerTimes, places: speed.TierShares
@@ -182,7 +194,10 @@ def run(args: argparse.Namespace) -> int:
 def _measure(
     subject: PlannedModel, question: PlanOptions, settings: Settings, say: PhaseReport
 ) -> tuple[Planner, list[tuple[ModelVariant, LayerTimes]]]:
-    """Returns a planner with this machine's rates, and the layer times of each encoding of the model."""
+    """Returns a planner with this machine's rates, and the layer times of each encoding of the model.
+
+    Encodings that do not fit are not timed.
+    """
     machine, stores = (
         probes.probe_machine(visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES")),
         settings.model.store_dir,
@@ -202,12 +217,17 @@ def _measure(
     device = settings.device[0]
     rates = MachineRates(device.memory_bytes_per_s or memory_rate(kernels), disk_bytes_per_s, device.link_bytes_per_s)
     chunk = min(question.prompt_tokens, settings.engine.step_tokens)
-    times = measure_layers(variants, kernels, question.sequences, chunk, say)
+    planner = Planner(question, settings, machine, rates)
+    fitting = [variant for variant in variants if planner.has_room(variant)]
+    timed = measure_layers(fitting, kernels, question.sequences, chunk, say)
+    times = {variant.label: taken for variant, taken in zip(fitting, timed, strict=True)}
     say("")
+    untimed = LayerTimes(0.0, 0.0, question.sequences, 0.0, chunk, why="it does not fit")
     measured = [
-        (each, replace(taken, disk_s=disk_s)) for each, taken, disk_s in zip(variants, times, reads, strict=True)
+        (each, replace(times.get(each.label, untimed), disk_s=disk_s))
+        for each, disk_s in zip(variants, reads, strict=True)
     ]
-    return Planner(question, settings, machine, rates), measured
+    return planner, measured
 
 
 def advise(

@@ -154,6 +154,7 @@ TRIED_TOKENS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128)  # per expert, at whi
 FEW_TOKENS = 128  # of one expert; up to here rounded up to a multiple of an eighth of this, beyond of a half
 SCRATCH_BYTES = 32 << 20  # of intermediate values of one call, if one expert alone needs no more
 TRIAL_BYTES = 64 << 20  # of experts read by a trial
+TRIAL_WIDTH = 256  # that a larger expert's width is cut down to a multiple of: every encoding fits it
 TRIAL_ROWS = 64  # that are not repeated
 TRIAL_RUNS, TRIAL_S = 3, 0.05  # runs of a way at most, and the seconds after which none is begun
 Part = tuple[IntArray, IntArray, IntArray, FloatArray]  # slots, offsets, index and weights, as in `ExpertMath.add`
@@ -359,10 +360,13 @@ def _random(columns: int) -> FloatArray:
 
 
 class _Trial:
-    """Times the ways on random experts."""
+    """Times the ways on random experts, of which two take TRIAL_BYTES at most: of larger ones, on some columns."""
 
     def __init__(self, layout: ExpertLayout, bf16: bool) -> None:
-        hidden, width, encoding = layout.hidden, layout.width, layout.encoding
+        hidden, encoding = layout.hidden, layout.encoding
+        column_bytes = 3 * encoding.row_bytes(hidden)
+        width = min(layout.width, max(TRIAL_WIDTH, TRIAL_BYTES // 2 // column_bytes // TRIAL_WIDTH * TRIAL_WIDTH))
+        layout = layout._replace(width=width)
         rows = [pack(_random(columns), encoding) for columns in (hidden, width)]
         gate_up, down = (
             np.resize(some, (count, some.shape[1])) for some, count in zip(rows, (2 * width, hidden), strict=True)
