@@ -1,7 +1,7 @@
 """Lets a kernel begin while the one before it still runs, on GPUs that can [programmatic dependent launch].
 
-A kernel first reads what does not depend on the kernel before it, such as weights. Then it calls `await_inputs`, which
-waits for that kernel and lets the next one begin. So everything older than the kernel before it is there from the
+A kernel first reads inputs that the kernel before it does not write, such as weights. Then it calls `await_inputs`,
+which waits for that kernel and lets the next one begin. So everything older than the kernel before it is there from the
 beginning, and no kernel may write before it has waited. Parameters of Triton functions have no annotations, because
 Triton would evaluate them.
 """
@@ -20,7 +20,7 @@ LEAST_CAPABILITY = 9  # Hopper
 
 @jit
 def await_inputs(EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Waits until the kernel before has ended and what it wrote can be read; then lets the next kernel begin."""
+    """Waits until the kernel before has ended and its outputs can be read; then lets the next kernel begin."""
     if EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
