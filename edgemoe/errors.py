@@ -140,6 +140,14 @@ class RequestQuarantined(RequestError):
         self.retry_after_s = retry_after_s
 
 
+class MembersRefused(RequestError):
+    """The cluster's members stay as they are; the message says why."""
+
+    status = 409
+    kind = "invalid_request_error"
+    code = "members_refused"
+
+
 class ReloadRefused(RequestError):
     """A reload failed; the settings and exports in use before stay in use."""
 
@@ -241,6 +249,10 @@ class PlanningFailed(CoordError):
 
 class PlanConflict(CoordError):
     """Another plan was committed in between."""
+
+
+class RosterConflict(CoordError):
+    """Another change of the cluster's members was agreed in between."""
 
 
 class HelperFailed(EdgemoeError):

@@ -45,6 +45,8 @@ def build(api: Api) -> Starlette:
         Route("/tokenize", queries.tokenize, methods=["POST"]),
         Route("/detokenize", queries.detokenize, methods=["POST"]),
         Route("/reload", queries.reload, methods=["POST"]),
+        Route("/cluster", queries.members),
+        Route("/cluster", queries.change_members, methods=["POST"]),
         Route("/version", queries.version),
         Route("/tokenizer_info", queries.tokenizer_info),
         Route("/health", queries.health),

@@ -64,5 +64,11 @@ class Backend(Protocol):
     async def reach(self) -> Sequence[dict[str, Any]]:
         """Returns how this box and the others of its cluster reach each other; tries it, where it was not lately."""
 
+    async def list_members(self) -> dict[str, Any]:
+        """Returns the boxes of the cluster, with their votes. Raises MembersRefused for a box on its own."""
+
+    async def change_members(self, verb: str, node: str, *, dead: bool) -> str:
+        """Changes the members of the cluster. Returns a message about the change. Raises MembersRefused."""
+
     def describe(self) -> dict[str, Any]:
         """Returns state, model and metrics for /health."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -204,6 +205,20 @@ async def metrics(request: Request) -> Response:
 async def reload(request: Request) -> Response:
     """Answers POST /reload, by the Unix socket only: reloads settings and exports that can change while serving."""
     return JSONResponse({"message": await _owner_api(request).backend.reload()})
+
+
+async def members(request: Request) -> Response:
+    """Answers GET /cluster, by the Unix socket only: the boxes of the cluster."""
+    return JSONResponse(await _owner_api(request).backend.list_members())
+
+
+async def change_members(request: Request) -> Response:
+    """Answers POST /cluster?verb=...&node=...: changes the members, for the daemon's own user and root only."""
+    backend, asked = _owner_api(request).backend, request.query_params
+    if request.state.peer_uid not in (0, os.geteuid()):
+        raise HTTPException(403, "only the daemon's own user and root change the members of the cluster")
+    said = await backend.change_members(asked.get("verb", ""), asked.get("node", ""), dead=asked.get("dead") == "1")
+    return JSONResponse({"message": said})
 
 
 async def reach(request: Request) -> Response:

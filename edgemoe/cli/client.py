@@ -68,6 +68,11 @@ class Client:
             raise refusal(response)
         return response.text
 
+    def get(self, path: str) -> Json:
+        """Returns the answer to a GET."""
+        found: Json = json.loads(self.text(path))
+        return found
+
     def is_ready(self) -> bool:
         """Returns whether the daemon answers and takes requests."""
         try:

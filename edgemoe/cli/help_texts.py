@@ -194,6 +194,34 @@ Example:
   edgemoe service status
 """
 
+CLUSTER = """\
+A cluster's members and voters are agreed between its voters, and every box keeps the list. docs/cluster.md has more.
+
+Examples:
+  edgemoe cluster list
+  edgemoe cluster vote attic
+  edgemoe cluster remove shed --dead
+"""
+
+CLUSTER_LIST = """\
+Prints a line for each box. The exit status is 1 while no majority of the voters answers.
+"""
+
+CLUSTER_INIT = """\
+Boxes that list each other in files become members by agreement, once and for all; all boxes go on serving. From then
+on the lists are not needed: `edgemoe cluster` changes the members.
+"""
+
+CLUSTER_VOTE = """\
+Votes are given and taken one at a time. A box that gets one runs etcd (Debian's etcd-server) and first catches up. A
+vote is not taken where the other voters would be no majority. Three voters stand the death of one, five that of two.
+"""
+
+CLUSTER_REMOVE = """\
+A box that runs first gives its experts to the others, as far as they have room. It is then let in no more, and serves
+alone. Say --dead for a box that does not answer and will not come back.
+"""
+
 KEYGEN = """\
 Example:
   edgemoe keygen /etc/edgemoe/key --node kitchen --address 192.0.2.7:7540

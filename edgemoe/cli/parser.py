@@ -294,6 +294,23 @@ def doctor(subparsers: Any) -> None:
     client_options(parser)
 
 
+def cluster(subparsers: Any) -> None:
+    """Adds `edgemoe cluster` and its actions."""
+    handler = "edgemoe.cli.cluster_command:run"
+    found = actions(command(subparsers, "cluster", handler, "list and change the boxes of a cluster", texts.CLUSTER))
+    listed = command(found, "list", handler, "list the boxes, and who votes", texts.CLUSTER_LIST)
+    listed.add_argument("--json", action="store_true", help="for programs")
+    begun = command(found, "init", handler, "have the members agreed, in place of lists of peers", texts.CLUSTER_INIT)
+    voted = command(found, "vote", handler, "give a box a vote, once it has caught up", texts.CLUSTER_VOTE)
+    unvoted = command(found, "unvote", handler, "take a box's vote; it stays in the cluster", texts.CLUSTER_VOTE)
+    removed = command(found, "remove", handler, "take a box out of the cluster", texts.CLUSTER_REMOVE)
+    removed.add_argument("--dead", action="store_true", help="the box is gone for good")
+    for parser in (voted, unvoted, removed):
+        parser.add_argument("node", metavar="NODE", help="the box's name")
+    for parser in (listed, begun, voted, unvoted, removed):
+        client_options(parser)
+
+
 def keygen(subparsers: Any) -> None:
     """Adds the command `edgemoe keygen`."""
     parser = command(
@@ -402,10 +419,15 @@ GROUPS: tuple[tuple[str, tuple[Callable[[Any], None], ...]], ...] = (
     ("Talk to it", (run, chat, generate, launch)),
     ("See what it does", (status, top, dashboard, bench, doctor)),
     ("Keep models", (plan, pull, pack, models)),
-    ("Several boxes", (keygen, witness)),
+    ("Several boxes", (cluster, keygen, witness)),
     ("Tools", (completion, replay)),
 )
-DEFAULT_ACTIONS = {"models": "list", "service": "status", "key": "list"}  # of a command given without an action
+DEFAULT_ACTIONS = {
+    "models": "list",
+    "cluster": "list",
+    "service": "status",
+    "key": "list",
+}  # of a command given without an action
 
 
 def build_parser() -> CommandParser:

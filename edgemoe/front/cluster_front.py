@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 from pathlib import Path
 from typing import Any
@@ -22,13 +23,14 @@ from edgemoe.cluster.control.messages import (
     Heartbeat,
     LostRequestsQuery,
     LostRequestsReply,
+    MemberChange,
     RequestGrant,
     StoreLocationRequest,
 )
 from edgemoe.cluster.rpc.envelope import Answer, Question
 from edgemoe.cluster.rpc.keys import load_secret
 from edgemoe.config.settings import Settings
-from edgemoe.errors import PeerBusy, PeerRefused
+from edgemoe.errors import MembersRefused, PeerBusy, PeerError, PeerRefused
 from edgemoe.front import cluster_status as about
 from edgemoe.front.cluster_requests import ClusterRequests
 from edgemoe.front.cluster_snapshots import ClusterSnapshots
@@ -64,6 +66,7 @@ from edgemoe.telemetry.probes import probe_machine
 from edgemoe.types.placement import PlacementPlan
 from edgemoe.types.request import Emission
 
+log = logging.getLogger(__name__)
 LOOK_S = 1.0  # at most, between checks whether the others hold all experts
 
 
@@ -111,9 +114,13 @@ class ClusterFront:
             group.create_task(self.requests.check())
             group.create_task(self.requests.run())
 
-    async def hand_over(self) -> None:
+    async def leave_experts(self) -> None:
         """Announces that this box will leave, and waits until the others hold all its experts."""
         await self.plane.leave(still=True)
+        await self.hand_over()
+
+    async def hand_over(self) -> None:
+        """Waits until the others hold all this box's experts."""
         while not is_handed_over(self.plane):
             await wait_event(self._news, LOOK_S)
 
@@ -198,6 +205,23 @@ class ClusterFront:
     def describe(self) -> dict[str, Any]:
         """Returns members, leader, epoch and plan, for /health."""
         return about.describe(self.plane, self._engine.seen, self._router.machine.own_load())
+
+    async def list_members(self) -> dict[str, Any]:
+        """Returns the boxes of the cluster, with their votes."""
+        try:
+            voting = (await self.plane.changes.command(MemberChange("voting"))).split()
+        except PeerError as error:
+            log.debug("no voter says who votes", extra={"why": str(error)})
+            voting = None
+        return about.list_members(self.plane, voting)
+
+    async def change_members(self, verb: str, node: str, *, dead: bool) -> str:
+        """Returns a message about the change. Raises MembersRefused."""
+        try:
+            change = msgspec.convert({"verb": verb, "node": node, "dead": dead}, MemberChange)
+            return await self.plane.changes.command(change)
+        except (PeerError, msgspec.ValidationError) as error:
+            raise MembersRefused(str(error)) from error
 
     def serve(self, question: Question[ControlMessage]) -> Answer[ControlMessage]:
         """Answers another front's question or forwarded frame. Raises PeerError, WireError."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from edgemoe.cluster.control.control_plane import ControlPlane
@@ -49,6 +49,41 @@ def describe(plane: ControlPlane, seen: Mapping[str, PeerLinkMeasured], load: Ta
             *(_member(plane, member, seen.get(member.peer.node)) for member in plane.state.members),
         ],
     }
+
+
+def list_members(plane: ControlPlane, voting: Sequence[str] | None) -> dict[str, Any]:
+    """Returns the boxes of the cluster; `voting` are the nodes that vote in etcd, None while no voter answers."""
+    state = plane.state
+    roster = state.roster
+    own = (state.node, plane.announcement.address, (plane.key,))
+    others = [(member.peer.node, member.address, member.peer.keys) for member in state.members]
+    boxes = [(box.node, box.address, box.keys) for box in roster.boxes] if roster is not None else [own, *others]
+    rows = [
+        {
+            "node": node,
+            "address": address,
+            "keys": list(keys),
+            "state": _standing(plane, node),
+            "vote": "no" if node not in state.voters else "yes" if node in (voting or ()) else "catching up",
+        }
+        for node, address, keys in sorted(boxes)
+    ]
+    return {
+        "node": state.node,
+        "cluster": roster.cluster if roster is not None else "",
+        "version": roster.version if roster is not None else 0,
+        "leader": plane.leader,
+        "has_majority": voting is not None,
+        "trouble": plane.blocker,
+        "boxes": rows,
+    }
+
+
+def _standing(plane: ControlPlane, node: str) -> str:
+    members = plane.state.members
+    if node == plane.state.node:
+        return "this box"
+    return state_of(members, members[node]) if node in members else "gone"
 
 
 def metrics(

@@ -228,7 +228,7 @@ class Front:
         if self.cluster is not None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(min(HAND_OVER_S, self.settings.service.drain_s)):
-                    await self.cluster.hand_over()
+                    await self.cluster.leave_experts()
         await supervisor.drain(self.settings.service.drain_s)
 
     async def _heartbeat(self, supervisor: Supervisor) -> None:

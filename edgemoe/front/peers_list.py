@@ -10,6 +10,7 @@ from pathlib import Path
 from edgemoe.cluster.control.admission import KEPT_BOXES, KeptWords, read_seeds, select_peers
 from edgemoe.cluster.control.control_plane import ControlPlane
 from edgemoe.cluster.rpc.keys import Peer, load_peers, load_secret
+from edgemoe.cluster.rpc.roster import KEPT_ROSTER, KeptRoster
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.errors import ConfigError
 from edgemoe.ticking import until_tick
@@ -20,7 +21,21 @@ WILDCARDS = ("0.0.0.0", "::", "*")
 
 
 def listed(settings: ClusterSettings) -> Mapping[str, Peer]:
-    """Returns the boxes in the list of peers. Raises ConfigError if it names this box with another key."""
+    """Returns the boxes in the list of peers, or by which this one joins. Raises ConfigError.
+
+    Once members are agreed, they count, and a fault of the list keeps nothing from its work.
+    """
+    try:
+        return _listed(settings)
+    except ConfigError as error:
+        if KeptRoster(Path(settings.state_dir) / KEPT_ROSTER).roster is None:
+            raise
+        log.warning("the list of peers is not used", extra={"why": str(error)})
+        return {}
+
+
+def _listed(settings: ClusterSettings) -> Mapping[str, Peer]:
+    """Raises ConfigError if the list names this box with another key."""
     if settings.join:
         if not address_of(settings):
             raise ConfigError("cluster.join needs cluster.address: the address at which the others reach this box")
@@ -37,6 +52,9 @@ def listed(settings: ClusterSettings) -> Mapping[str, Peer]:
 
 def known(settings: ClusterSettings) -> Mapping[str, Peer]:
     """Returns the other boxes that this box lets in: listed, or learnt from listed ones. Raises ConfigError."""
+    roster = KeptRoster(Path(settings.state_dir) / KEPT_ROSTER).roster
+    if roster is not None:
+        return {box.node: box for box in roster.boxes if box.node != settings.node}
     words = KeptWords(Path(settings.state_dir) / KEPT_BOXES).words
     return select_peers(settings.node, listed(settings), words, joining=bool(settings.join))
 

@@ -19,7 +19,7 @@ import msgspec
 
 from edgemoe.api.backend import BoxSnapshot, State
 from edgemoe.config.settings import Settings
-from edgemoe.errors import ConfigError, EngineUnavailable, ReloadRefused, RequestError, ServiceError
+from edgemoe.errors import ConfigError, EngineUnavailable, MembersRefused, ReloadRefused, RequestError, ServiceError
 from edgemoe.front.cluster_snapshots import ClusterSnapshots
 from edgemoe.front.engine_process import LOOK_S, STOP_S, EngineProcess
 from edgemoe.front.engine_starts import FailedStarts, ProcessDeath, RestartBackoff, keeps_failing
@@ -57,6 +57,12 @@ class PeerBoxes(Protocol):
 
     def describe(self) -> dict[str, Any]:
         """Returns members, leader, epoch and plan, for /health."""
+
+    async def list_members(self) -> dict[str, Any]:
+        """Returns the boxes of the cluster, with their votes."""
+
+    async def change_members(self, verb: str, node: str, *, dead: bool) -> str:
+        """Changes the members of the cluster. Returns a message about the change. Raises MembersRefused."""
 
 
 class Supervisor:
@@ -130,6 +136,19 @@ class Supervisor:
     async def reach(self) -> list[dict[str, Any]]:
         """Returns how this box and the others reach each other."""
         return await self._snapshots.reach()
+
+    async def list_members(self) -> dict[str, Any]:
+        """Returns the boxes of the cluster, with their votes. Raises MembersRefused for a box on its own."""
+        return await self._in_cluster().list_members()
+
+    async def change_members(self, verb: str, node: str, *, dead: bool) -> str:
+        """Changes the members of the cluster. Returns a message about the change. Raises MembersRefused."""
+        return await self._in_cluster().change_members(verb, node, dead=dead)
+
+    def _in_cluster(self) -> PeerBoxes:
+        if self._cluster is None:
+            raise MembersRefused("this daemon is a box on its own; `edgemoe cluster init` begins a cluster")
+        return self._cluster
 
     def summary(self) -> str:
         """Returns the server's state in one line, for the service manager."""

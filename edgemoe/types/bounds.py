@@ -31,6 +31,7 @@ StopTokens = Annotated[tuple[TokenId, ...], Meta(max_length=1 << 16)]
 
 Share = Annotated[float, Meta(ge=0, le=1)]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
+WallSeconds = Annotated[float, Meta(ge=0, le=1e12)]  # since 1970
 Milliseconds = Annotated[float, Meta(ge=0, le=1e9)]  # eleven days
 Rate = Annotated[float, Meta(ge=0, le=1e15)]
 Finite = Annotated[float, Meta(ge=-1e300, le=1e300)]

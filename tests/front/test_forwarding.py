@@ -319,7 +319,7 @@ async def test_a_box_leaves_once_the_others_have_its_unique_experts(two: tuple[S
         has(a_plane, 0b0011)
         has(b_plane, 0b1110)
         await until(lambda: a_plane.state.members["b"].announcement.engine is not None, 30)
-        leaving = asyncio.ensure_future(cluster_of(a).hand_over())
+        leaving = asyncio.ensure_future(cluster_of(a).leave_experts())
         await until(lambda: b_plane.state.members["a"].announcement.leaving, 30)
         assert b_plane.state.members["a"].announcement.engine is not None  # its blocks can still be fetched
         assert not leaving.done()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from support.rolling import NEXT, THIS, WITHIN_S, equal_digests, roll, three
+from support.rolling import NEXT, THIS, WITHIN_S, agreed, roll, three
 from support.waiting import until
 
 pytestmark = pytest.mark.slow
@@ -20,16 +20,16 @@ async def test_boxes_restart_one_by_one_and_no_request_is_lost(
     async with three(tmp_path, model_dir) as boxes:
 
         def noted(what: str) -> int:
-            """Returns the sum of a count, `agreed` or `withheld`, over the logs of boxes of the next release."""
+            """Returns the sum of a count, such as `greeted`, over the logs of boxes of the next release."""
             return sum(int(n) for box in boxes for n in re.findall(rf"{what} (\d+)", box.log.read_text()))
 
         async def after() -> None:
             if NEXT in rounds:
-                await until(lambda: noted("marked"), WITHIN_S)
-            await equal_digests(boxes)
+                await until(lambda: noted("greeted"), WITHIN_S)
+            await agreed(boxes)
 
         load = await roll(boxes, rounds, after)
         assert load.lost == []
         assert load.completed > len(boxes)
         if NEXT in rounds:
-            assert noted("withheld")
+            assert noted("spared")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
+
+import msgspec
 
 from edgemoe.cluster.control import control_plane
 from edgemoe.cluster.control.coordination import store_factory
@@ -19,7 +21,8 @@ from edgemoe.cluster.control.coordination.coord_store import (
     since_boot,
     wait_event,
 )
-from edgemoe.errors import CoordUnavailable, StaleEpoch
+from edgemoe.cluster.rpc.roster import Roster
+from edgemoe.errors import CoordUnavailable, RosterConflict, StaleEpoch
 
 
 class FakeAgreement:
@@ -33,6 +36,7 @@ class FakeAgreement:
         self.clock, self.delay_s = clock, delay_s
         self.state, self.renewed_s, self.lease_s = CoordState(), float("-inf"), 0.0
         self.begun = False
+        self.roster: Roster | None = None
         self.voters: set[str] = set()
         self.running: dict[str, FakeMember] = {}
         self.stores: list[FakeStore] = []
@@ -60,14 +64,18 @@ class FakeMember:
 
     agreement: FakeAgreement
 
-    def __init__(self, settings: Any, voters: Sequence[str], *_rest: Any) -> None:
+    def __init__(self, settings: Any, state: Any, *_rest: Any) -> None:
         self.node = settings.node
         self.process, self.resident_bytes, self.fsyncs = SimpleNamespace(starts=1), 0, 0
-        self.agreement.voters = set(voters)
+        self.agreement.voters = set(state.voters)
 
     @property
     def is_healthy(self) -> bool:
         return self.agreement.reaches(self.node)
+
+    @property
+    def has_agreement(self) -> bool:
+        return self.is_healthy
 
     @property
     def blocker(self) -> str:
@@ -105,7 +113,8 @@ class FakeStore:
 
     def view(self) -> AgreementView:
         if self.agreement.reaches(self.node):
-            self._seen = self.agreement.state.view(self.agreement.lives())
+            view = self.agreement.state.view(self.agreement.lives())
+            self._seen = msgspec.structs.replace(view, roster=self.agreement.roster)
         return self._seen
 
     async def changed(self, timeout_s: float) -> None:
@@ -140,6 +149,13 @@ class FakeStore:
         if not self.agreement.lives():
             raise StaleEpoch(f"plan {plan.version} was not committed: the lease of epoch {epoch} has lapsed")
         plan_outcome(state.commit_plan(epoch, plan.version, plan.digest), epoch, plan, state.plan)
+        self.agreement.publish()
+
+    async def change_roster(self, before: Roster | None, after: Roster) -> None:
+        await self._reach()
+        if self.agreement.roster not in (before, after):
+            raise RosterConflict("another change of the members was agreed first")
+        self.agreement.roster = after
         self.agreement.publish()
 
     async def _reach(self) -> None:

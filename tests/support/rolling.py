@@ -163,15 +163,13 @@ async def settled(boxes: Sequence[Box]) -> bool:
     return here and len(leaders) == 1 and "" not in leaders
 
 
-async def equal_digests(boxes: Sequence[Box]) -> None:
-    """Waits until all boxes have reported one entry of the agreement with the same state, also under load."""
-    seen: dict[str, set[tuple[int, str]]] = {box.node: set() for box in boxes}
+async def agreed(boxes: Sequence[Box]) -> None:
+    """Waits until all boxes go by one leader, epoch and plan, also under load."""
 
     async def met() -> bool:
-        for box, about in zip(boxes, await asyncio.gather(*(box.health() for box in boxes)), strict=True):
-            if (agreed := about.get("cluster", {}).get("agreed")) is not None:
-                seen[box.node].add((agreed["entries"], agreed["digest"]))
-        return bool(set.intersection(*seen.values()))
+        told = [(await box.health()).get("cluster") for box in boxes]
+        seen = {(one["leader"], one["epoch"], str(one["plan"])) if one else ("", 0, "") for one in told}
+        return len(seen) == 1 and "" not in next(iter(seen))
 
     await until(met, WITHIN_S)
 
@@ -217,7 +215,7 @@ async def by_hand(rounds: Sequence[Sequence[str]]) -> dict[str, Any]:
         model = write_model(Path(folder) / "model")
         async with three(Path(folder), model) as boxes:
             began_s = time.monotonic()
-            load = await roll(boxes, rounds, lambda: equal_digests(boxes))
+            load = await roll(boxes, rounds, lambda: agreed(boxes))
             return load.figures() | {"seconds": round(time.monotonic() - began_s, 1), "what_was_lost": load.lost[:10]}
 
 

@@ -18,6 +18,7 @@ from edgemoe.cluster.control.coordination.election_rules import ElectionRules
 from edgemoe.cluster.control.membership import ClusterMembers, Member
 from edgemoe.cluster.control.messages import Announce
 from edgemoe.cluster.rpc.keys import Peer, check_peer
+from edgemoe.cluster.rpc.roster import KeptRoster
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.durable import read_plain, replace_file
 from edgemoe.errors import ConfigError
@@ -98,11 +99,23 @@ class Admission:
         rules: ElectionRules,
         members: ClusterMembers,
         kept: KeptWords,
+        roster: KeptRoster,
     ) -> None:
-        self.listed = dict(listed)
-        self._node, self._joining = settings.node, bool(settings.join)
+        """Goes by `listed`, the list of peers, until `roster` holds the agreed members."""
+        self.in_file = dict(listed)
+        self._node, self._joining, self._roster = settings.node, bool(settings.join), roster
         self._rules, self._members, self._kept = rules, members, kept
         self._say = RateLimitedLog(log)
+
+    @property
+    def listed(self) -> Mapping[str, Peer]:
+        """The agreed members with this box's opinion of them, else its list. None, if this box has been removed."""
+        roster = self._roster.roster
+        if roster is None:
+            return self.in_file
+        if roster.find(self._node) is None:
+            return {}
+        return {box.node: _with_opinion(box, self.in_file.get(box.node)) for box in roster.boxes}
 
     def update_members(self) -> tuple[list[str], list[AccessInstruction]]:
         """Strikes and admits boxes as the lists of this moment say. Returns the struck nodes, and instructions."""
@@ -131,7 +144,9 @@ class Admission:
 
     def _select(self, words: Mapping[str, tuple[Peer, ...]]) -> tuple[dict[str, Peer], list[str]]:
         """Returns the boxes to let in, and the members that are not let in any more."""
-        wanted = select_peers(self._node, self.listed, words, joining=self._joining)
+        is_agreed = self._roster.roster is not None
+        words = {} if is_agreed else words
+        wanted = select_peers(self._node, self.listed, words, joining=self._joining and not is_agreed)
         return wanted, [m.peer.node for m in self._members if not is_same_box(wanted.get(m.peer.node), m.peer)]
 
     def is_listed(self, member: Member) -> bool:
@@ -139,7 +154,12 @@ class Admission:
         return member.peer.node in self.listed
 
     def list_to_announce(self) -> tuple[Peer, ...]:
-        """Returns this box's list of peers, with the addresses that the boxes announced where it has none."""
+        """Returns this box's list of peers, with the addresses that the boxes announced where it has none.
+
+        Agreed members are announced as such.
+        """
+        if self._roster.roster is not None:
+            return ()
         announced = {m.peer.node: m.announcement.address for m in self._members if m.announcement is not None}
         return fill_addresses(self.listed, announced)
 
@@ -197,11 +217,15 @@ def select_peers(
 
 
 def is_same_box(now: Peer | None, before: Peer) -> bool:
-    """Whether two entries of the list mean one box: its address, one of its keys and the opinion of it may change."""
-    if now is None or set(now.keys).isdisjoint(before.keys):
-        return False
-    same = msgspec.structs.replace(before, address=now.address, key=now.key, new_key=now.new_key)
-    return now.to_announce == same.to_announce
+    """Whether two entries of the list mean one box: its address, one of its keys, its vote and the opinion of it may
+    change."""
+    return now is not None and now.node == before.node and not set(now.keys).isdisjoint(before.keys)
+
+
+def _with_opinion(box: Peer, listed: Peer | None) -> Peer:
+    """Returns the entry of a member, trusted if the list trusts the box with one of its keys."""
+    is_known = listed is not None and not set(listed.keys).isdisjoint(box.keys)
+    return msgspec.structs.replace(box, trusted=listed.trusted) if listed is not None and is_known else box
 
 
 def fill_addresses(listed: Mapping[str, Peer], announced: Mapping[str, str]) -> tuple[Peer, ...]:

@@ -7,6 +7,7 @@ See docs/design/membership.md.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Protocol
 import msgspec
 
 from edgemoe.cluster.control.admission import KEPT_BOXES, AllowKeys, ConnectPeer, DisconnectPeer, KeptWords, RevokeKeys
+from edgemoe.cluster.control.agreement_part import AgreementPart
 from edgemoe.cluster.control.announcer import ActivityReporter, BeatSender
 from edgemoe.cluster.control.control_state import (
     AnnouncementChanged,
@@ -32,15 +34,17 @@ from edgemoe.cluster.control.control_state import (
     PeersListChanged,
     PublishMembers,
     RefuseMessage,
+    RosterAgreed,
     TimerFired,
 )
-from edgemoe.cluster.control.coordination.coord_store import since_boot
+from edgemoe.cluster.control.coordination.coord_store import CoordStore, since_boot
 from edgemoe.cluster.control.coordination.election_rules import KeptVoters, voters_of
 from edgemoe.cluster.control.coordination.epoch_fence import EpochFence
-from edgemoe.cluster.control.coordination.store_factory import is_voter, make_store, voters_fault
+from edgemoe.cluster.control.coordination.store_factory import voters_fault
 from edgemoe.cluster.control.distrust import DistrustedBoxes
 from edgemoe.cluster.control.etcd_member import EtcdMember
 from edgemoe.cluster.control.leader import LeaderTasks
+from edgemoe.cluster.control.member_changes import MemberChanges
 from edgemoe.cluster.control.membership import BEAT_S
 from edgemoe.cluster.control.messages import (
     CONTROL,
@@ -52,9 +56,11 @@ from edgemoe.cluster.control.messages import (
     FetchParcel,
     ForwardedEmissions,
     ForwardedFrame,
+    HandOver,
     Heartbeat,
     LoadReport,
     LostRequestsQuery,
+    MemberChange,
     OfferWithdrawal,
     Parcel,
     PlanReply,
@@ -73,6 +79,7 @@ from edgemoe.cluster.control.requests.request_desk import RequestDesk, make_queu
 from edgemoe.cluster.rpc.channel import Channel
 from edgemoe.cluster.rpc.envelope import Answer, Question
 from edgemoe.cluster.rpc.keys import AllowList, Peer, Secret
+from edgemoe.cluster.rpc.roster import KEPT_ROSTER, KeptRoster, Roster
 from edgemoe.cluster.rpc.transport import ChannelSettings, Transport
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.durable import make_folder
@@ -82,6 +89,8 @@ from edgemoe.ticking import until_tick
 from edgemoe.types.placement import PlacementPlan
 
 log = logging.getLogger(__name__)
+HAND_OVER_S = 15.0  # that other boxes have to fetch the experts of a box that is removed
+REMOVED_S = 60.0  # within which it is removed, or stays
 
 
 class LocalServices(Protocol):
@@ -104,6 +113,9 @@ class LocalServices(Protocol):
 
     def on_grant(self, grant: RequestGrant) -> None:
         """Submits an offered request to the engine that the leader names. May be called during the offer itself."""
+
+    async def hand_over(self) -> None:
+        """Gives this box's experts to the others, and returns when they have them."""
 
     def check_room(self) -> None:
         """Raises PeerBusy if our engine takes no more requests of other fronts."""
@@ -131,6 +143,9 @@ class NoServices:
         return None
 
     def on_grant(self, grant: RequestGrant) -> None:
+        return None
+
+    async def hand_over(self) -> None:
         return None
 
     def check_room(self) -> None:
@@ -161,7 +176,8 @@ class ControlPlane:
         self._voters = KeptVoters(directory / "voters")
         voters = self._voters.names or voters_of(peers)
         distrusted = DistrustedBoxes(directory / "distrusted.json")
-        memory = BoxMemory(KeptWords(directory / KEPT_BOXES), voters, distrusted)
+        self._roster = KeptRoster(directory / KEPT_ROSTER)
+        memory = BoxMemory(KeptWords(directory / KEPT_BOXES), voters, distrusted, self._roster)
         self.state = ControlState(settings, peers, announcement, plans, fence, clock, memory)
         self._settings, self._local, self._plan_due = settings, local or NoServices(), asyncio.Event()
         self._group: asyncio.TaskGroup | None = None
@@ -174,33 +190,40 @@ class ControlPlane:
         self._reporter = ActivityReporter(self.state, self.channel, self._local.report)
         self.port_prober = PortProber(self.state, self.channel)
         self.parcels = RequestParcels(self.channel, self._local.check_room)
-        self._member: EtcdMember | None = None
-        if is_voter(settings, voters):
-            address = announcement.address or (peers[settings.node].address if settings.node in peers else "")
-            self._member = EtcdMember(settings, voters, self.state, self.channel, address, self._announce_etcd)
+        own = _own_entry(settings.node, announcement.address, secret, peers.get(settings.node))
         self._solver = PlanSolver(settings)
         queue, fitting = make_queue(settings, self._solver.fit, clock)
         self.desk = RequestDesk(self.state, self.channel, queue, lambda: self.leading, self._local.on_grant, fitting)
-        self._leader: LeaderTasks | None = None
         try:
-            if (store := make_store(settings, peers, fence, self._member)) is not None:
-                self._leader = LeaderTasks(
-                    settings,
-                    store,
-                    self.state,
-                    self.exchange,
-                    self._solver,
-                    send_beat=self.send_beat,
-                    make_report=self._local.report,
-                )
+            self._part = AgreementPart(
+                settings,
+                peers,
+                self.state,
+                lambda: EtcdMember(settings, self.state, self.channel, own.address, self._announce_etcd),
+                self._make_leader,
+                lambda: self._announce_etcd(None),
+            )
         except ConfigError:
             self.channel.close()
             self._transport.close()
             raise
+        self.changes = MemberChanges(own, self.state, self.channel, self._part, self._follow_roster)
         self.channel.on_up, self.channel.on_down, self.channel.on_foreign = self._on_up, self._on_down, self._on_foreign
         self._perform(self.state.start())
+        self._is_stopping = False
         self._list_fault = ""
         self._check_list(peers)
+
+    def _make_leader(self, store: CoordStore) -> LeaderTasks:
+        return LeaderTasks(
+            self._settings,
+            store,
+            self.state,
+            self.exchange,
+            self._solver,
+            send_beat=self.send_beat,
+            make_report=self._local.report,
+        )
 
     # --- for the front ----------------------------------------------------------------------------------------
 
@@ -220,14 +243,13 @@ class ControlPlane:
                     self._keep_beating,
                     self.desk.run,
                 ]
-                leaders = [each.run for each in (self._leader, self._member) if each is not None]
-                for run in [self._transport.run, self.channel.run, *senders, *leaders]:
+                part = [self._part.run, self.changes.run]
+                for run in [self._transport.run, self.channel.run, *senders, *part]:
                     self._group.create_task(run())
                 self._group.create_task(self.exchange.run(self._plan_due, self._leader_beat))
         finally:
             await self._solver.close()
-            if self._leader is not None:
-                await self._leader.close()
+            await self._part.close()
             self._transport.close()
 
     def set_peers(self, peers: Mapping[str, Peer]) -> None:
@@ -238,6 +260,9 @@ class ControlPlane:
     def _check_list(self, peers: Mapping[str, Peer]) -> None:
         """Notes the fault of the voters in the list, which keeps this box from nothing else."""
         before = self._list_fault
+        if self.state.roster is not None:
+            self._list_fault = ""
+            return
         self._list_fault = voters_fault(self._settings, peers, self._voters.names or voters_of(peers))
         if self._list_fault and self._list_fault != before:
             log.error("the voters in the list of peers", extra={"why": self._list_fault})
@@ -260,6 +285,7 @@ class ControlPlane:
     async def leave(self, still: bool = False) -> None:
         """Resigns from leadership and announces that this box leaves; `still` if its engine serves on for now."""
         engine = self.announcement.engine if still else None
+        self._is_stopping = True
         self.set_announcement(msgspec.structs.replace(self.announcement, leaving=True, engine=engine))
         if self._leader is not None:
             await self._leader.resign()
@@ -281,16 +307,28 @@ class ControlPlane:
         return self._leader.epoch if self._leader is not None else 0
 
     @property
+    def key(self) -> str:
+        """This box's public key."""
+        return self._transport.secret.public.decode()
+
+    @property
     def blocker(self) -> str:
         """Why there is no new plan, or no vote of this box, or the fault of its list; "" if there is none."""
-        return (self._leader.blocker if self._leader is not None else "") or self._list_fault
+        if self.state.is_removed:
+            return "this box has been removed from the cluster, and serves alone; invite it to let it in again"
+        fault = self._roster.fault or (self._voters.fault if self.state.roster is None else "")
+        return fault or (self._leader.blocker if self._leader is not None else "") or self._list_fault
 
     @property
     def etcd(self) -> EtcdMember | None:
         """This box's etcd member; None if it has none."""
-        return self._member
+        return self._part.member
 
-    def _announce_etcd(self, card: EtcdCard) -> None:
+    @property
+    def _leader(self) -> LeaderTasks | None:
+        return self._part.leader
+
+    def _announce_etcd(self, card: EtcdCard | None) -> None:
         if card != self.announcement.etcd:
             self.set_announcement(msgspec.structs.replace(self.announcement, etcd=card))
 
@@ -309,8 +347,13 @@ class ControlPlane:
         of_state = message if isinstance(message, Heartbeat | Announce | BoxReport) else None
         self._handle(MessageReceived(question.peer, question.boot, of_state))
         match message:
-            case EtcdJoin() if self._member is not None:
-                return Answer(await self._member.on_join(question.peer))
+            case EtcdJoin() if self._part.member is not None:
+                return Answer(await self._part.member.on_join(question.peer))
+            case MemberChange():
+                return Answer(await self.changes.decide(message))
+            case HandOver() if question.peer in self.state.voters:
+                await self._hand_over()
+                return Answer(Welcome())
             case RequestOffer():
                 return Answer(self.desk.on_offer(question.peer, message))
             case LoadReport():
@@ -335,6 +378,22 @@ class ControlPlane:
                 raise PeerRefused("not a question")
         return None
 
+    async def _hand_over(self) -> None:
+        """Gives this box's experts to the others, because it will be removed; stays unless that comes about."""
+        self.set_announcement(msgspec.structs.replace(self.announcement, leaving=True))
+        self.spawn(self._stay_unless_removed())
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(HAND_OVER_S):
+                await self._local.hand_over()
+
+    async def _stay_unless_removed(self) -> None:
+        await asyncio.sleep(REMOVED_S)
+        if not self._is_stopping:
+            self.set_announcement(msgspec.structs.replace(self.announcement, leaving=False))
+
+    def _follow_roster(self, roster: Roster) -> None:
+        self._handle(RosterAgreed(roster))
+
     def _on_up(self, node: str) -> None:
         self._handle(ConnectionOpened(node))
 
@@ -346,6 +405,7 @@ class ControlPlane:
 
     def _handle(self, event: Event) -> None:
         self._perform(self.state.handle(event))
+        self._part.follow_roster()
         self._announcer.wake()
 
     def _perform(self, instructions: Sequence[Instruction]) -> None:
@@ -384,7 +444,8 @@ class ControlPlane:
 
     def _keep_voters(self) -> None:
         """Keeps the voters once their agreement has begun. Raises CoordUnavailable if the disk fails."""
-        if self.state.fence.highest and self.state.voters and not self._voters.names:
+        is_begun = self.state.fence.highest and self.state.voters and self.state.roster is None
+        if is_begun and not self._voters.names and not self._voters.fault:
             self._voters.keep(self.state.voters)
 
     def send_beat(self) -> None:
@@ -396,3 +457,10 @@ class ControlPlane:
     def _leader_beat(self) -> tuple[str, Heartbeat] | None:
         leader, members = self.leader, self.state.members
         return (leader, members[leader].beat) if leader in members else None
+
+
+def _own_entry(node: str, address: str, secret: Secret, listed: Peer | None) -> Peer:
+    """Returns this box's own entry, by its key and address, and by the list's if that names it."""
+    key = secret.public.decode()
+    other = next((each for each in listed.keys if each != key), "") if listed is not None else ""
+    return Peer(node, address or (listed.address if listed is not None else ""), key, new_key=other)

@@ -21,6 +21,7 @@ from edgemoe.cluster.control.membership import ClusterMembers, Member, Membershi
 from edgemoe.cluster.control.messages import Accusation, Announce, BoxReport, ChannelDescription, Heartbeat
 from edgemoe.cluster.control.plan_store import PlanStore
 from edgemoe.cluster.rpc.keys import Peer
+from edgemoe.cluster.rpc.roster import KeptRoster, Roster
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.telemetry.rate_limited_log import RateLimitedLog
 
@@ -70,6 +71,12 @@ class PeersListChanged(NamedTuple):
     peers: Mapping[str, Peer]
 
 
+class RosterAgreed(NamedTuple):
+    """The voters have agreed on other members."""
+
+    roster: Roster
+
+
 class AnnouncementChanged(NamedTuple):
     """This box has something else to announce."""
 
@@ -94,6 +101,7 @@ Event = (
     | MessageReceived
     | AnnouncementAnswered
     | PeersListChanged
+    | RosterAgreed
     | AnnouncementChanged
     | PeerFoundLying
     | TimerFired
@@ -127,11 +135,12 @@ Instruction = AccessInstruction | DeliverBeat | CheckPlan | PublishMembers | Ref
 
 
 class BoxMemory(NamedTuple):
-    """The boxes learnt from others, the voters of the agreement, and the boxes found wrong, as kept on disk."""
+    """The boxes learnt from others, the voters of the agreement, the boxes found wrong, the agreed members: on disk."""
 
     words: KeptWords
     voters: Sequence[str]
     distrusted: DistrustedBoxes
+    roster: KeptRoster
 
 
 class ControlState:
@@ -148,19 +157,21 @@ class ControlState:
         memory: BoxMemory | None = None,
     ) -> None:
         """Begins with `peers`, this box's list of peers, its first announcement, and the memory of earlier starts."""
-        memory = memory or BoxMemory(KeptWords(), voters_of(peers), DistrustedBoxes())
+        memory = memory or BoxMemory(KeptWords(), voters_of(peers), DistrustedBoxes(), KeptRoster())
         self.node, self.plans, self.fence, self.clock = settings.node, plans, fence, clock
         self.members = ClusterMembers(clock)
-        rules = ElectionRules(settings, memory.voters)
-        self.voters = rules.voters
+        self._rules = rules = ElectionRules(settings, memory.voters)
+        self._kept_roster = memory.roster
+        if memory.roster.roster is not None:
+            rules.follow(memory.roster.roster)
         self.leader_tracker = LeaderTracker(fence, rules)
         self._distrusted = memory.distrusted
         self.announcement = msgspec.structs.replace(
-            announcement, agreement=rules.words, accuses=memory.distrusted.found
+            announcement, agreement=rules.words, accuses=memory.distrusted.found, roster=memory.roster.roster
         )
         self.model = announcement.engine.model if announcement.engine else ""  # digest; of the last engine, once gone
         self.serial = 1  # of the announcement
-        self._admission = Admission(settings, peers, rules, self.members, memory.words)
+        self._admission = Admission(settings, peers, rules, self.members, memory.words, memory.roster)
         self._instructions: list[Instruction] = []
         self._say = RateLimitedLog(log)
 
@@ -190,9 +201,11 @@ class ControlState:
             case AnnouncementAnswered(node) if node in self.members:
                 self._on_answer(self.members[node], event)
             case PeersListChanged(peers):
-                self._admission.listed = dict(peers)
+                self._admission.in_file = dict(peers)
                 self._update_members()
                 self._instructions.append(PublishMembers())
+            case RosterAgreed(roster):
+                self._follow_roster(roster)
             case AnnouncementChanged(announcement):
                 self._change_announcement(announcement)
             case PeerFoundLying(node, why) if node in self.members:
@@ -202,6 +215,25 @@ class ControlState:
             case _:
                 log.debug("event of a box that is no longer listed", extra={"node": event.node})
         return self._take_instructions()
+
+    @property
+    def voters(self) -> list[str]:
+        """The nodes that vote."""
+        return self._rules.voters
+
+    @property
+    def roster(self) -> Roster | None:
+        """The agreed members; None while boxes go by lists in files."""
+        return self._kept_roster.roster
+
+    @property
+    def is_removed(self) -> bool:
+        """Whether this box does not belong to the cluster any more."""
+        return self.roster is not None and self.roster.find(self.node) is None
+
+    def announcement_with(self, roster: Roster) -> Announce:
+        """Returns this box's announcement as it will be with these members."""
+        return msgspec.structs.replace(self.announcement, roster=roster)
 
     def unacknowledged(self) -> list[Member]:
         """Returns the boxes that can be reached and have not acknowledged our latest announcement."""
@@ -257,6 +289,10 @@ class ControlState:
     def _on_announcement(self, member: Member, announcement: Announce) -> None:
         """Accepts or rejects a box by its announcement; a box that serves another model is rejected."""
         before = member.refusal
+        if announcement.roster is not None and self._believes(member, announcement.roster):
+            self._follow_roster(announcement.roster)
+            if member.peer.node not in self.members:
+                return
         members_change, instructions = self._admission.on_announcement(member, announcement)
         self._instructions += instructions
         why = self._distrust_reason(member) or self._admission.reject_reason(
@@ -333,6 +369,32 @@ class ControlState:
         self._reject_distrusted()
         listed = self._admission.list_to_announce()
         self._change_announcement(msgspec.structs.replace(self.announcement, listed=listed))
+
+    def _believes(self, member: Member, roster: Roster) -> bool:
+        """Whether to follow the members that a box announces: a voter's word, of this cluster, newer than the own.
+
+        Without agreed members, the word counts of a box that may lead, or by which this one joined.
+        """
+        node, held = member.peer.node, self.roster
+        if roster.fault() or self.is_removed:
+            return False
+        if held is not None:
+            return roster.cluster == held.cluster and roster.version > held.version and node in held.voters
+        entitled = self._rules.is_entitled(node) and self._admission.is_listed(member)
+        return entitled and node in roster.voters and roster.find(self.node) is not None
+
+    def _follow_roster(self, roster: Roster) -> None:
+        """Goes by these members from now on, also after a restart."""
+        log.info("the members have changed", extra={"version": roster.version, "boxes": len(roster.boxes)})
+        self._kept_roster.keep(roster)
+        self._rules.follow(roster)
+        self._change_announcement(
+            msgspec.structs.replace(self.announcement, agreement=self._rules.words, roster=roster)
+        )
+        if self.is_removed:
+            log.error("this box has been removed from the cluster, and goes on alone")
+        self._update_members()
+        self._instructions.append(PublishMembers())
 
     def _change_announcement(self, announcement: Announce) -> None:
         if announcement != self.announcement:

@@ -77,7 +77,6 @@ class EtcdMember:
     def __init__(
         self,
         settings: ClusterSettings,
-        voters: Sequence[str],
         state: ControlState,
         channel: Channel[ControlMessage],
         address: str,
@@ -86,7 +85,7 @@ class EtcdMember:
         """Calls `announce` with this box's card whenever it changes. Others reach its control channel at `address`."""
         self.blocker: str = "etcd has not been started yet"
         self.is_healthy = False
-        self._settings, self._node, self._voters = settings, settings.node, sorted(voters)
+        self._settings, self._node = settings, settings.node
         self._state, self._channel, self._announce = state, channel, announce
         self._host = address.rpartition(":")[0]
         self._folder = Path(settings.state_dir) / "etcd"
@@ -100,6 +99,10 @@ class EtcdMember:
         self._all_vote, self._checked_s = False, 0.0  # every voter is a member with a vote
         self._looked_s = self._counted_s = time.monotonic()
         self.resident_bytes, self.fsyncs = 0, 0  # of the process, as last read
+
+    @property
+    def _voters(self) -> list[str]:
+        return self._state.voters
 
     @property
     def socket(self) -> str:
@@ -150,9 +153,7 @@ class EtcdMember:
         url = self._url_of(peer, card)
         try:
             async with self._adding:
-                for member in await self._members():
-                    if member.get("name") == peer or url in member.get("peerURLs", []):
-                        await self._call("cluster/member/remove", ID=member["ID"])
+                await self._remove(peer, url)
                 await self._call("cluster/member/add", peerURLs=[url], isLearner=True)
                 members = {member.get("name") or peer: member["peerURLs"][0] for member in await self._members()}
         except CoordUnavailable as error:
@@ -160,6 +161,21 @@ class EtcdMember:
         log.info("a voter is added to etcd", extra={"node": peer, "url": url})
         self._all_vote = False
         return EtcdMembers(self._kept.token, tuple(members.items()), self._kept.whole)
+
+    async def remove_member(self, node: str) -> None:
+        """Takes a voter out of etcd's members. Raises CoordUnavailable, also where that would lose the majority."""
+        card = self._card_of(node)
+        async with self._adding:
+            await self._remove(node, self._url_of(node, card) if card is not None else "")
+
+    async def voting(self) -> list[str]:
+        """Returns the nodes that vote in etcd, learners left out. Raises CoordUnavailable."""
+        return sorted(str(each["name"]) for each in await self._members() if not each.get("isLearner") and each["name"])
+
+    async def _remove(self, node: str, url: str) -> None:
+        for member in await self._members():
+            if member.get("name") == node or url in member.get("peerURLs", []):
+                await self._call("cluster/member/remove", ID=member["ID"])
 
     # --- one step ---------------------------------------------------------------------------------------------
 
@@ -353,7 +369,9 @@ class EtcdMember:
         self._checked_s = time.monotonic()
         members = await self._members()
         for member in members:
-            if member.get("isLearner") and member.get("name"):
+            if member.get("isLearner") and member.get("name") and member["name"] not in self._voters:
+                await self._call("cluster/member/remove", ID=member["ID"])  # its vote was taken back meanwhile
+            elif member.get("isLearner") and member.get("name"):
                 with contextlib.suppress(CoordUnavailable):  # it has not caught up
                     await self._call("cluster/member/promote", ID=member["ID"])
                     log.info("a voter has its vote in etcd", extra={"node": member["name"]})

@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from edgemoe.cluster.rpc.envelope import MAX_TENSOR_BYTES, Buffer, Failure
 from edgemoe.cluster.rpc.keys import Peer
+from edgemoe.cluster.rpc.roster import Roster
 from edgemoe.ipc.messages import SnapshotReply, SnapshotRequest
 from edgemoe.types.bounds import (
     MAX_NODES,
@@ -22,6 +23,7 @@ from edgemoe.types.bounds import (
     Counts,
     LayerBytes,
     LayerCounts,
+    LongText,
     Milliseconds,
     PairTable,
     Port,
@@ -32,6 +34,7 @@ from edgemoe.types.bounds import (
     Sum64,
     Text,
     TokenCount,
+    WallSeconds,
     Word,
     Words,
 )
@@ -46,7 +49,6 @@ PREFIX_TOKENS, SECRET_BYTES = 64, 16  # of a prompt that each key of its prefix 
 PARCEL_PART_BYTES = 64 << 10  # in one message: few enough that a heartbeat behind them is not late on a slow link
 KEY_BYTES = 16
 ParcelKey = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
-WallSeconds = Annotated[float, Meta(ge=0, le=1e12)]  # since 1970
 PrefixKeys = Annotated[bytes, Meta(max_length=8 * MAX_PREFIX_KEYS)]
 OfferNames = Annotated[tuple[tuple[Text, Count], ...], Meta(max_length=MAX_TAKEN)]  # (node, number)
 RequestAttempts = Annotated[tuple[tuple[Text, Count], ...], Meta(max_length=MAX_UNWANTED)]  # (request, attempt)
@@ -129,6 +131,7 @@ class Announce(Message, frozen=True, tag="Announce"):
     serves: Phases = "both"  # the phases of requests that its engine computes
     accuses: Annotated[tuple[Accusation, ...], Meta(max_length=MAX_NODES)] = ()
     etcd: EtcdCard | None = None  # of a voter
+    roster: Roster | None = None  # that it follows
 
 
 class Welcome(Message, frozen=True, tag="Welcome"):
@@ -145,6 +148,24 @@ class EtcdMembers(Message, frozen=True, tag="EtcdMembers"):
     cluster: Word
     members: Annotated[tuple[tuple[Text, Text], ...], Meta(max_length=MAX_NODES)]
     whole: bool = False  # every voter has been a member with a vote
+
+
+class MemberChange(Message, frozen=True, tag="MemberChange"):
+    """Asks a voter to change the members of the cluster. Reply: MemberChanged."""
+
+    verb: Literal["begin", "voting", "vote", "unvote", "remove"]
+    node: Text = ""
+    dead: bool = False  # remove: the box is gone for good
+
+
+class MemberChanged(Message, frozen=True, tag="MemberChanged"):
+    """Confirms a MemberChange, in words for the owner."""
+
+    said: LongText = ""
+
+
+class HandOver(Message, frozen=True, tag="HandOver"):
+    """Asks a box that will be removed to give its experts to the others first. Reply: Welcome."""
 
 
 class LinkReport(msgspec.Struct, frozen=True):
@@ -354,6 +375,9 @@ OfBoxes = (
     | PortProbeReply
     | EtcdJoin
     | EtcdMembers
+    | MemberChange
+    | MemberChanged
+    | HandOver
 )
 ControlMessage = (
     OfRequests | OfBoxes | SnapshotRequest | SnapshotReply | StoreLocationRequest | StoreLocationReply | Failure

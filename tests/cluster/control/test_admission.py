@@ -37,7 +37,8 @@ def test_this_box_s_opinion_of_others_is_not_announced_and_changing_it_cuts_nobo
     assert fill_addresses(LISTED, {}) == (B.to_announce,)
     assert is_same_box(B.to_announce, B)
     assert is_same_box(msgspec.structs.replace(B, trusted=True), B)
-    assert not is_same_box(msgspec.structs.replace(B, voter=False), B)
+    assert is_same_box(msgspec.structs.replace(B, voter=False), B)
+    assert not is_same_box(msgspec.structs.replace(B, key=KEYS[1]), B)
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,8 @@ async def stores(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterato
     if request.param == "fake":
         agreement = FakeAgreement()
         with agreed_by(agreement):
-            members = [control_plane.EtcdMember(SimpleNamespace(node=name), NAMES) for name in NAMES]  # type: ignore
+            state = SimpleNamespace(voters=NAMES)
+            members = [control_plane.EtcdMember(SimpleNamespace(node=name), state) for name in NAMES]  # type: ignore
             tasks = [asyncio.create_task(member.run()) for member in members]
             await asyncio.sleep(0)
             async for started in running([FakeStore(member, 1.0) for member in members]):

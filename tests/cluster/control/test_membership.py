@@ -54,6 +54,7 @@ from edgemoe.cluster.control.membership import (
 from edgemoe.cluster.control.messages import Announce, BoxReport, Heartbeat
 from edgemoe.cluster.control.plan_store import PlanStore
 from edgemoe.cluster.rpc.keys import Peer
+from edgemoe.cluster.rpc.roster import KeptRoster
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.errors import PeerUnavailable
 
@@ -583,7 +584,7 @@ def test_a_box_that_starts_again_lets_in_what_a_box_that_is_gone_vouched_for(tmp
     fence = EpochFence(tmp_path / "epoch")
 
     def started() -> ControlState:
-        memory = BoxMemory(KeptWords(tmp_path / "boxes"), list("abc"), DistrustedBoxes())
+        memory = BoxMemory(KeptWords(tmp_path / "boxes"), list("abc"), DistrustedBoxes(), KeptRoster())
         made = ControlState(settings, listed, own, PlanStore(tmp_path / "plan"), fence, Clock(), memory)
         made.start()
         return made

@@ -16,7 +16,8 @@ from typing import Protocol
 import msgspec
 
 from edgemoe.cluster.control.coordination.epoch_fence import MAX_LEAP
-from edgemoe.errors import PlanConflict, StaleEpoch
+from edgemoe.cluster.rpc.roster import Roster
+from edgemoe.errors import CoordUnavailable, PlanConflict, StaleEpoch
 from edgemoe.types.bounds import Count, Text, Word
 
 
@@ -38,6 +39,7 @@ class AgreementView(msgspec.Struct, frozen=True):
     epoch: Count = 0
     leader: Word = ""
     plan: PlanRef | None = None
+    roster: Roster | None = None  # once the members are agreed
 
 
 class CoordStore(Protocol):
@@ -72,6 +74,9 @@ class CoordStore(Protocol):
 
     async def commit_plan(self, epoch: int, plan: PlanRef) -> None:
         """Makes `plan` the plan. Raises StaleEpoch, or PlanConflict unless its version follows the present one."""
+
+    async def change_roster(self, before: Roster | None, after: Roster) -> None:
+        """Makes `after` the roster in place of `before`. Raises RosterConflict where there is another one."""
 
 
 @dataclass(slots=True)
@@ -172,6 +177,9 @@ class SingleBoxStore:
     async def commit_plan(self, epoch: int, plan: PlanRef) -> None:
         plan_outcome(self._state.commit_plan(epoch, plan.version, plan.digest), epoch, plan, self._state.plan)
         self._event.set()
+
+    async def change_roster(self, before: Roster | None, after: Roster) -> None:
+        raise CoordUnavailable("one box alone agrees with nobody on members")
 
 
 async def wait_event(event: asyncio.Event, timeout_s: float) -> None:

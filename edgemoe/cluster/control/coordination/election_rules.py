@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -10,13 +11,16 @@ import msgspec
 from msgspec import Meta
 
 from edgemoe.cluster.rpc.keys import Peer
+from edgemoe.cluster.rpc.roster import Roster
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.durable import read_plain, replace_file
-from edgemoe.errors import CoordUnavailable, ServiceError
+from edgemoe.errors import CoordUnavailable
 from edgemoe.types.bounds import Word
 
+log = logging.getLogger(__name__)
 MAX_VOTERS = 5  # each change waits for a majority; with five, two may die
 MAX_VOTERS_BYTES = 1024
+AGREED = "cluster: "  # before the identity, in the words of boxes whose members are agreed
 _Names = Annotated[list[Word], Meta(min_length=1, max_length=MAX_VOTERS)]
 
 
@@ -29,14 +33,18 @@ class KeptVoters:
     """The voters of an agreement that has begun, on disk: a list that changes later changes none of them."""
 
     def __init__(self, path: Path) -> None:
-        """Reads the file. Raises ServiceError where it is damaged."""
-        self._path, self.names = path, list[str]()
+        """Reads the file; `fault` says why it cannot be used, if so."""
+        self._path, self.names, self.fault = path, list[str](), ""
         try:
             self.names = msgspec.json.decode(read_plain(path, MAX_VOTERS_BYTES), type=_Names)
         except FileNotFoundError:
             return
         except (OSError, msgspec.MsgspecError) as error:
-            raise ServiceError(f"{path}: the voters cannot be read; restore it from another box: {error}") from error
+            self.fault = (
+                f"{path}: the voters cannot be read, and the list's are taken for them: copy the file from another "
+                f"voter, and restart this box: {error}"[:400]
+            )
+            log.error("the voters are not known for sure", extra={"why": self.fault})
 
     def keep(self, names: Sequence[str]) -> None:
         """Keeps the voters. Raises CoordUnavailable if the disk fails."""
@@ -53,6 +61,8 @@ class ElectionRules:
     def __init__(self, settings: ClusterSettings, voters: Sequence[str]) -> None:
         self.voters = list(voters) if settings.coordination == "raft" and not settings.join else []
         self._leaders: frozenset[str] | None = None  # anybody
+        self._former = ""  # words before the members were agreed, by which boxes may still go for a moment
+        self.is_fixed = settings.coordination == "single" and not settings.join  # the settings name who leads
         self._joins = bool(settings.join) and settings.coordination != "etcd"
         match settings.coordination:
             case _ if self._joins:
@@ -71,23 +81,35 @@ class ElectionRules:
         """The words that this box announces; "" on a box that joins."""
         return "" if self._joins else self._words
 
-    @property
-    def is_fixed(self) -> bool:
-        """Whether the settings name the one box that leads."""
-        return self._leaders is not None and len(self._leaders) == 1
-
     def may_lead(self, node: str, words: str) -> bool:
         """Whether a box that announced `words` may lead."""
-        return words != "" and words == self._words and (self._leaders is None or node in self._leaders)
+        return words != "" and words in (self._words, self._former) and self.is_entitled(node)
+
+    def is_entitled(self, node: str) -> bool:
+        """Whether that box may lead, if it announces the right words."""
+        return self._leaders is None or node in self._leaders
 
     def reject_reason(self, node: str, words: str) -> str:
         """Returns why a box that announced `words` cannot take part; "" if it can. A box that joins announces ""."""
-        if not words or not self._words or words == self._words:
+        if not words or not self._words or words in (self._words, self._former):
             return ""
+        if words.startswith(AGREED) or self._words.startswith(AGREED):
+            return (
+                f"{node} belongs to {words!r}, this box to {self._words!r}; invite the one that is to change, by "
+                "`edgemoe cluster invite`"
+            )
         return (
             f"{node} elects its leader by {words!r}, this box by {self._words!r}; make cluster.coordination, leader "
             "and the voters of peers_file the same on all boxes"
         )
+
+    def follow(self, roster: Roster) -> None:
+        """Goes by the agreed members from now on."""
+        words = AGREED + roster.cluster
+        if words != self._words:
+            self._former = "" if self._words.startswith(AGREED) else self._words
+        self._words, self._joins, self.is_fixed = words, False, False
+        self.voters, self._leaders = roster.voters, frozenset(roster.voters)
 
     def adopt(self, words: str) -> None:
         """Adopts the words of the seed, if this box joins by one."""

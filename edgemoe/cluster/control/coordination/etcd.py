@@ -18,12 +18,13 @@ import httpx
 import msgspec
 
 from edgemoe.cluster.control.coordination.coord_store import AgreementView, PlanRef, wait_event
-from edgemoe.errors import CoordUnavailable, PlanConflict, StaleEpoch
+from edgemoe.cluster.rpc.roster import Roster
+from edgemoe.errors import CoordUnavailable, PlanConflict, RosterConflict, StaleEpoch
 from edgemoe.types.bounds import Count, Word
 
 log = logging.getLogger(__name__)
 MAX_ANSWER_BYTES = 1 << 20
-MAX_KEYS = 16  # of ours: there are three
+MAX_KEYS = 16  # of ours: there are four
 
 
 class EtcdStore:
@@ -131,6 +132,19 @@ class EtcdStore:
             raise PlanConflict(f"another plan than {plan.version} was committed in between")
         raise StaleEpoch(f"plan {plan.version} was not committed: epoch {epoch} is over")
 
+    async def change_roster(self, before: Roster | None, after: Roster) -> None:
+        """Makes `after` the roster in place of `before`. Raises RosterConflict where there is another one."""
+        await self._refresh()
+        if self._view.roster == after:  # an earlier try whose outcome was unknown
+            return
+        if self._view.roster != before:
+            raise RosterConflict("other changes of the members were agreed in between; try again")
+        put = {"requestPut": {"key": self._key("members"), "value": _encode(msgspec.json.encode(after).decode())}}
+        answer = await self._post("kv/txn", {"compare": [self._unchanged("members")], "success": [put]})
+        await self._refresh()
+        if not answer.get("succeeded"):
+            raise RosterConflict("another change of the members was agreed first; try again")
+
     def _unchanged(self, name: str) -> dict[str, Any]:
         """Returns an etcd comparison: the key is unchanged since our last read."""
         revision = str(self._revisions.get(name, 0))
@@ -149,7 +163,7 @@ class EtcdStore:
             epoch = msgspec.convert(int(values.get("epoch", "0")), Count)
             leader = msgspec.convert(values.get("leader", ""), Word)
         self._revisions = revisions
-        self._view = AgreementView(epoch, leader, _plan(values.get("plan")))
+        self._view = AgreementView(epoch, leader, _plan(values.get("plan")), _roster(values.get("members")))
         self._event.set()
         return revision
 
@@ -284,6 +298,15 @@ def _plan(value: str | None) -> PlanRef | None:
     except msgspec.DecodeError:
         log.warning("the plan in etcd cannot be read; another program wrote below our prefix")
         return None
+
+
+def _roster(value: str | None) -> Roster | None:
+    try:
+        found = None if value is None else msgspec.json.decode(value, type=Roster)
+    except msgspec.MsgspecError:
+        log.warning("the members in etcd cannot be read; another program wrote below our prefix")
+        return None
+    return None if found is None or found.fault() else found
 
 
 def _encode(text: str) -> str:

@@ -11,14 +11,17 @@ from edgemoe.cluster.control.coordination.election_rules import voters_of
 from edgemoe.cluster.control.coordination.epoch_fence import EpochFence
 from edgemoe.cluster.control.coordination.etcd import EtcdStore, MemberStore, OwnMember
 from edgemoe.cluster.rpc.keys import Peer
+from edgemoe.cluster.rpc.roster import Roster
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.errors import ConfigError
 
 RAFT_VOTERS = 3  # with fewer, none may fail
 
 
-def is_voter(settings: ClusterSettings, voters: Sequence[str]) -> bool:
+def is_voter(settings: ClusterSettings, voters: Sequence[str], roster: Roster | None) -> bool:
     """Returns whether this box is one of the voters that elect a leader."""
+    if roster is not None:
+        return settings.node in roster.voters
     elects = settings.coordination == "raft" and not settings.join
     return elects and settings.node in voters and len(voters) >= RAFT_VOTERS
 
@@ -28,12 +31,16 @@ def make_store(
     peers: Mapping[str, Peer],
     fence: EpochFence,
     member: OwnMember | None,
+    *,
+    is_agreed: bool = False,
 ) -> CoordStore | None:
     """Returns the agreement, kept by `member` if this box is a voter; None if it has no part in it and only follows.
 
-    Raises ConfigError.
+    With `is_agreed`, the agreed members replace the settings. Raises ConfigError.
     """
     node = settings.node
+    if is_agreed and settings.coordination != "etcd":
+        return None if member is None else MemberStore(member, settings.lease_s)
     if settings.join and settings.coordination != "etcd":
         return None
     match settings.coordination:
@@ -70,7 +77,7 @@ def voters_fault(settings: ClusterSettings, peers: Mapping[str, Peer], voters: S
     if (named := voters_of(peers)) != list(voters):
         return (
             f"the agreement's voters are {', '.join(voters)}, {settings.peers_file} has {', '.join(named)}: the former "
-            "hold; mark other boxes with voter = false, or see docs/cluster.md on other voters"
+            "hold; `edgemoe cluster init` and `edgemoe cluster vote` change them"
         )
     return ""
 

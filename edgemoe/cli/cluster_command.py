@@ -1,0 +1,65 @@
+"""Runs `edgemoe cluster`: lists and changes the boxes that belong to this box's cluster."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from urllib.parse import urlencode
+
+from rich.table import Table
+
+from edgemoe.cli.client import Client, socket_of
+from edgemoe.cli.output import console
+from edgemoe.errors import ServiceError
+from edgemoe.types.arrays import Json
+
+COLOURS = {"this box": "green", "here": "green", "leaving": "yellow", "gone": "red", "refused": "red"}
+VOTE_S, LOOK_S = 120.0, 0.5  # that a box has to catch up; between looks
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs one action, and prints a message about it."""
+    with Client(socket_of(args)) as client:
+        if args.action == "list":
+            found = client.get("/cluster")
+            print(json.dumps(found, indent=2)) if args.json else console().print(picture(found))
+            return int(not found["has_majority"])
+        verb = {"init": "begin"}.get(args.action, args.action)
+        asked = {"verb": verb, "node": getattr(args, "node", ""), "dead": int(getattr(args, "dead", False))}
+        print(client.post(f"/cluster?{urlencode(asked)}")["message"], flush=True)
+        if args.action == "vote":
+            _wait_for_vote(client, args.node)
+    return 0
+
+
+def picture(found: Json) -> Table:
+    """Returns a line for each box."""
+    title = f"cluster {found['cluster']}, change {found['version']}" if found["cluster"] else "a list of peers"
+    voters = "" if found["has_majority"] else "; no majority of the voters answers"
+    leader = f"; {found['leader']} leads" if found["leader"] else "; nobody leads"
+    table = Table(title=f"{title}{leader}{voters}", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for head in ("Box", "State", "Vote", "Address", "Key"):
+        table.add_column(head)
+    for box in found["boxes"]:
+        colour = COLOURS.get(box["state"], "")
+        state = f"[{colour}]{box['state']}[/]" if colour else box["state"]
+        table.add_row(box["node"], state, box["vote"], box["address"], " or ".join(key[:8] for key in box["keys"]))
+    if found["trouble"]:
+        table.caption, table.caption_justify = found["trouble"], "left"
+    return table
+
+
+def _wait_for_vote(client: Client, node: str) -> None:
+    """Waits until the box votes. Raises ServiceError if it does not."""
+    ends_s = time.monotonic() + VOTE_S
+    while time.monotonic() < ends_s:
+        boxes = {box["node"]: box for box in client.get("/cluster")["boxes"]}
+        if boxes.get(node, {}).get("vote") == "yes":
+            print(f"{node} votes")
+            return
+        time.sleep(LOOK_S)
+    raise ServiceError(
+        f"{node} has not caught up within {VOTE_S:.0f} s and gets its vote later; `edgemoe doctor` there names the "
+        "fault, and `edgemoe cluster unvote` takes the vote back"
+    )

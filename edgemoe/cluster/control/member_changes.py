@@ -1,0 +1,288 @@
+"""Changes the members of the cluster by the owner's commands, and follows the changes that the voters agree on.
+
+A command is carried out at a voter: by this box if it is one, else by one that answers. The roster in etcd names boxes
+and voters. A box that it names a voter becomes a member of etcd by itself (`etcd_member`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+
+from edgemoe.cluster.control.agreement_part import AgreementPart
+from edgemoe.cluster.control.control_state import ControlState
+from edgemoe.cluster.control.coordination.coord_store import CoordStore
+from edgemoe.cluster.control.coordination.election_rules import MAX_VOTERS
+from edgemoe.cluster.control.etcd_member import EtcdMember
+from edgemoe.cluster.control.membership import BEAT_S
+from edgemoe.cluster.control.messages import ControlMessage, HandOver, MemberChange, MemberChanged
+from edgemoe.cluster.rpc.channel import Channel
+from edgemoe.cluster.rpc.keys import Peer
+from edgemoe.cluster.rpc.roster import Roster
+from edgemoe.errors import CoordError, CoordUnavailable, PeerBusy, PeerError, PeerRefused, RosterConflict
+from edgemoe.ticking import until_tick
+
+log = logging.getLogger(__name__)
+ASK_S = 55.0  # for a change, a box's hand-over included
+HAND_OVER_S = 20.0
+AGREE_S = 15.0  # for one change, an election of etcd's included
+FAREWELL_S = 2.0
+
+
+class MemberChanges:
+    """Carries out commands one at a time. Lives on one event loop."""
+
+    def __init__(
+        self,
+        own: Peer,
+        state: ControlState,
+        channel: Channel[ControlMessage],
+        part: AgreementPart,
+        on_agreed: Callable[[Roster], None],
+    ) -> None:
+        """Calls `on_agreed` with each roster that the voters agree on; `own` is this box's entry."""
+        self._own, self._state, self._channel, self._part, self._on_agreed = own, state, channel, part, on_agreed
+        self._changing = asyncio.Lock()
+        self._is_parting = False  # a removed box is told so before this one cuts it off
+
+    # --- the agreed roster ------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Follows the agreed roster until cancelled."""
+        while True:
+            await asyncio.sleep(until_tick(BEAT_S))
+            try:
+                await self._follow()
+            except CoordError as error:
+                log.debug("the members could not be agreed on", extra={"why": str(error)})
+
+    async def _follow(self) -> None:
+        store, held = self._part.store, self._state.roster
+        if store is None or self._is_parting or self._state.is_removed:
+            return
+        agreed = store.view().roster
+        if agreed is not None and (held is None or (agreed.cluster == held.cluster and agreed.version > held.version)):
+            self._on_agreed(agreed)
+        elif held is not None and agreed != held and self._is_leading():  # etcd is new, or an old backup of it
+            await store.change_roster(agreed, held)
+
+    def _is_leading(self) -> bool:
+        return self._part.leader is not None and self._part.leader.epoch > 0
+
+    # --- commands ---------------------------------------------------------------------------------------------
+
+    async def command(self, change: MemberChange) -> str:
+        """Has a change made, here or by a voter. Returns a message about it. Raises PeerError with the reason."""
+        if self._can_decide(change):
+            return (await self.decide(change)).said
+        roster = self._state.roster
+        if roster is None and change.verb not in ("begin", "voting"):
+            raise PeerRefused("this box goes by a list of peers; `edgemoe cluster init` has the members agreed")
+        members = self._state.members
+        failure = PeerError("none of the voters can be reached")
+        for node in self._state.voters or [self._state.leader_tracker.leader]:
+            if node == change.node or node not in members or not members.is_alive(node):
+                continue
+            try:
+                answer = (await self._channel.ask(node, change, timeout_s=ASK_S)).message
+            except PeerRefused:
+                raise
+            except PeerError as error:
+                failure = error
+                continue
+            assert isinstance(answer, MemberChanged)
+            return answer.said
+        if change.verb == "remove" and change.node == self._own.node and self._state.is_removed:
+            return f"{change.node} is removed"  # and so cut off before the answer came
+        raise PeerBusy(
+            f"nothing is changed: {failure}. Voters are {', '.join(self._state.voters)}, and most of them must answer"
+        )
+
+    async def decide(self, change: MemberChange) -> MemberChanged:
+        """Makes a change as a voter. Raises PeerError."""
+        if not self._can_decide(change):
+            raise PeerBusy(f"{self._own.node} has no working vote now")
+        try:
+            if change.verb == "voting":
+                return MemberChanged(" ".join(await self._member().voting()))
+            async with self._changing:
+                return MemberChanged(await self._change(change))
+        except RosterConflict as error:
+            raise PeerRefused(str(error)) from error
+        except CoordUnavailable as error:
+            raise PeerRefused(f"the voters did not agree; look at `edgemoe cluster list`: {error}") from error
+
+    async def _change(self, change: MemberChange) -> str:
+        """Makes a change. Returns a message about it. Raises PeerError, CoordError."""
+        match change.verb:
+            case "vote":
+                return await self._vote(change.node)
+            case "unvote":
+                return await self._unvote(change.node)
+            case "remove":
+                return await self._remove(change.node, dead=change.dead)
+        return await self._begin()
+
+    def _can_decide(self, change: MemberChange) -> bool:
+        member = self._part.member
+        if change.verb == "begin" and self._state.roster is None and self._part.member is None:
+            return self._is_leading()  # a fixed leader
+        goes = change.verb in ("unvote", "remove") and change.node == self._own.node and len(self._state.voters) > 1
+        return member is not None and member.has_agreement and not goes
+
+    def _member(self) -> EtcdMember:
+        """Returns the etcd member. Raises PeerBusy where this box has none."""
+        if self._part.member is None:
+            raise PeerBusy(f"{self._own.node} has lost its vote meanwhile")
+        return self._part.member
+
+    def _store(self) -> CoordStore:
+        """Returns the agreement. Raises PeerBusy where this box has no part in it."""
+        if self._part.store is None:
+            raise PeerBusy(f"{self._own.node} has lost its vote meanwhile")
+        return self._part.store
+
+    async def _begin(self) -> str:
+        """Writes the boxes that are let in now as the first roster."""
+        if self._state.roster is not None:
+            raise PeerRefused("the members of this cluster are agreed already; see `edgemoe cluster list`")
+        if self._part.kind == "etcd":
+            raise PeerRefused('with coordination = "etcd", boxes go by lists; with "raft" they run etcd themselves')
+        members, voters = self._state.members, self._state.voters or [self._own.node]
+        others = {member.peer.node: member for member in members}
+        if lost := [node for node, member in others.items() if not member.address]:
+            raise PeerRefused(
+                f"the address of {', '.join(lost)} is not known yet: start it, or take it out of the list"
+            )
+        boxes = [Peer(self._own.node, self._own.address, self._own.key, self._own.node in voters, self._own.new_key)]
+        boxes += [
+            Peer(node, member.address, member.peer.key, node in voters, member.peer.new_key)
+            for node, member in others.items()
+        ]
+        roster = Roster(secrets.token_hex(8), 1, tuple(boxes))
+        if fault := roster.fault():
+            raise PeerRefused(fault)
+        if self._part.member is None:  # a fixed leader becomes the only voter, and writes the roster as its leader
+            self._on_agreed(roster)
+        else:
+            await self._commit(None, roster)
+        return f"{len(boxes)} boxes belong to cluster {roster.cluster}; voters are {', '.join(roster.voters)}"
+
+    async def _vote(self, node: str) -> str:
+        roster, box = self._entry(node)
+        voting = await self._member().voting()
+        if box.voter:
+            raise PeerRefused(f"{node} {'votes' if node in voting else 'is on the way to its vote'} already")
+        if late := [each for each in roster.voters if each not in voting]:
+            raise PeerRefused(f"one at a time: {', '.join(late)} has not caught up yet; or take its vote back (unvote)")
+        if len(roster.voters) >= MAX_VOTERS:
+            raise PeerRefused(f"{MAX_VOTERS} boxes vote at most: {', '.join(roster.voters)}")
+        if not self._is_here(node):
+            raise PeerRefused(f"{node} does not answer: start it first")
+        await self._commit(roster, roster.with_box(_with_vote(box, True)))
+        return f"{node} gets its vote when its etcd has caught up"
+
+    async def _unvote(self, node: str) -> str:
+        roster, box = self._entry(node)
+        if not box.voter:
+            raise PeerRefused(f"{node} has no vote")
+        self._check_majority(roster, node)
+        await _persist(lambda: self._member().remove_member(node))
+        await self._commit(roster, roster.with_box(_with_vote(box, False)))
+        return f"{node} votes no more; {_voters_text(roster, node)}"
+
+    async def _remove(self, node: str, *, dead: bool) -> str:
+        roster, box = self._entry(node)
+        here = self._is_here(node)
+        if len(roster.boxes) == 1:
+            raise PeerRefused(f"{node} is the last box of the cluster")
+        if here and dead:
+            raise PeerRefused(f"{node} answers: remove it without --dead, so that it leaves in order")
+        if not here and not dead:
+            raise PeerRefused(f"{node} does not answer: start it, or say --dead if it is gone for good")
+        if box.voter:
+            self._check_majority(roster, node)
+        if here:
+            await self._hand_over(node)
+        if box.voter:
+            await _persist(lambda: self._member().remove_member(node))
+        self._is_parting = True
+        try:
+            await self._commit(roster, after := roster.without(node))
+            await self._say_farewell(node, after)
+        finally:
+            self._is_parting = False
+        return f"{node} is removed{f'; {_voters_text(roster, node)}' if box.voter else ''}"
+
+    def _entry(self, node: str) -> tuple[Roster, Peer]:
+        """Returns the roster and the entry of a box. Raises PeerRefused."""
+        roster = self._state.roster
+        if roster is None:
+            raise PeerRefused("this cluster goes by lists of peers; `edgemoe cluster init` has the members agreed")
+        if (box := roster.find(node)) is None:
+            raise PeerRefused(f"there is no box {node}; there are {', '.join(each.node for each in roster.boxes)}")
+        return roster, box
+
+    def _is_here(self, node: str) -> bool:
+        members = self._state.members
+        return node == self._own.node or (node in members and members.is_alive(node))
+
+    def _check_majority(self, roster: Roster, node: str) -> None:
+        """Raises PeerRefused where the other voters would have no majority among them."""
+        left = [each for each in roster.voters if each != node]
+        here = [each for each in left if self._is_here(each)]
+        if not left:
+            raise PeerRefused(f"{node} is the only voter: give another box a vote first (edgemoe cluster vote)")
+        if 2 * len(here) <= len(left):
+            gone = ", ".join(each for each in left if each not in here)
+            raise PeerRefused(f"{node} must keep its vote: {gone} does not answer, and the others would be no majority")
+
+    async def _commit(self, before: Roster | None, after: Roster) -> None:
+        """Has the voters agree on a roster. Raises RosterConflict, CoordUnavailable."""
+        await _persist(lambda: self._store().change_roster(before, after))
+        if not self._is_parting:
+            self._on_agreed(after)
+
+    async def _hand_over(self, node: str) -> None:
+        """Has a box give its experts to the others, as far as they have room."""
+        if node == self._own.node:
+            return
+        try:
+            await self._channel.ask(node, HandOver(), timeout_s=HAND_OVER_S)
+        except PeerError as error:
+            log.warning("a box is removed before its experts are elsewhere", extra={"node": node, "why": str(error)})
+
+    async def _say_farewell(self, node: str, after: Roster) -> None:
+        """Tells a removed box so, and goes by the new roster."""
+        try:
+            if self._is_here(node):
+                announcement = self._state.announcement_with(after)
+                await self._channel.ask(node, announcement, timeout_s=FAREWELL_S)
+        except PeerError as error:
+            log.warning("a removed box was not told", extra={"node": node, "why": str(error)})
+        self._on_agreed(after)
+
+
+async def _persist(change: Callable[[], Awaitable[None]]) -> None:
+    """Makes a change that may be made twice, while etcd elects a leader, too. Raises CoordError."""
+    ends_s = time.monotonic() + AGREE_S
+    while True:
+        try:
+            return await change()
+        except CoordUnavailable:
+            if time.monotonic() > ends_s:
+                raise
+            await asyncio.sleep(BEAT_S)
+
+
+def _with_vote(box: Peer, voter: bool) -> Peer:
+    return Peer(box.node, box.address, box.key, voter, box.new_key)
+
+
+def _voters_text(before: Roster, node: str) -> str:
+    left = [each for each in before.voters if each != node]
+    warning = ": neither may fail, so give a third box a vote" if len(left) == 2 else ""
+    return f"{', '.join(left)} {'votes' if len(left) == 1 else 'vote'}{warning}"

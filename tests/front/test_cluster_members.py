@@ -1,0 +1,131 @@
+"""Boxes as processes, with real etcd, whose members and voters the owner's commands change."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from support.front_kit import http_client
+from support.rolling import THIS, Box, ask, settings_of
+from support.waiting import until
+
+pytestmark = pytest.mark.skipif(shutil.which("etcd") is None, reason="no etcd binary: install Debian's etcd-server")
+LONG_S = 90.0
+
+
+@asynccontextmanager
+async def boxes_of(folder: Path, model: Path, names: Sequence[str], **cluster: Any) -> AsyncIterator[dict[str, Box]]:
+    """Starts boxes that list each other."""
+    boxes = {
+        one.cluster.node: Box(one, folder / f"{one.cluster.node}.log")
+        for one in settings_of(folder, model, names, **cluster)
+    }
+    try:
+        for box in boxes.values():
+            box.start(THIS)
+        yield boxes
+    finally:
+        for box in boxes.values():
+            if box.process is not None and box.process.poll() is None:
+                box.process.kill()
+                box.process.wait(10)
+
+
+async def members(box: Box) -> dict[str, Any]:
+    with contextlib.suppress(httpx.HTTPError):
+        async with http_client(box.settings) as client:
+            return dict((await client.get("/cluster")).json())
+    return {}
+
+
+async def change(box: Box, verb: str, node: str = "", dead: int = 0) -> tuple[int, str]:
+    """Returns the status and the message of a command."""
+    async with http_client(box.settings) as client:
+        answer = await client.post("/cluster", params={"verb": verb, "node": node, "dead": dead}, timeout=60)
+    body = answer.json()
+    return answer.status_code, body["message"] if answer.is_success else body["error"]["message"]
+
+
+async def done(box: Box, verb: str, node: str = "", dead: int = 0) -> str:
+    status, said = await change(box, verb, node, dead)
+    assert status == 200, said
+    return said
+
+
+async def seen(box: Box, **votes: str) -> bool:
+    """Whether the box sees these boxes with these votes, all present, and a leader."""
+    about = await members(box)
+    found = {each["node"]: each["vote"] for each in about.get("boxes", [])}
+    states = {each["state"] for each in about.get("boxes", [])}
+    return found == votes and states <= {"here", "this box"} and about["leader"] != ""
+
+
+ABC = {"a": "yes", "b": "yes", "c": "yes"}
+
+
+async def all_see(boxes: Iterable[Box], **votes: str) -> None:
+    for box in boxes:
+        await until(lambda box=box: seen(box, **votes), LONG_S)
+
+
+async def test_members_of_lists_are_agreed_and_changed_by_commands(tmp_path: Path, model_dir: Path) -> None:
+    async with boxes_of(tmp_path, model_dir, "abcd", coordination="raft") as boxes:
+        a, b, c, d = boxes.values()
+        await all_see(boxes.values(), **ABC, d="yes")
+        assert (await members(a))["cluster"] == ""
+        assert "`edgemoe cluster init`" in (await change(a, "unvote", "d"))[1]
+        assert "4 boxes belong to cluster" in await done(d, "begin")
+        await all_see(boxes.values(), **ABC, d="yes")
+        assert len({(await members(box))["cluster"] for box in boxes.values()}) == 1
+        assert await done(a, "unvote", "d") == "d votes no more; a, b, c vote"
+        await all_see(boxes.values(), **ABC, d="no")
+        assert "no vote" in (await change(d, "unvote", "d"))[1]
+        await done(d, "vote", "d")
+        await all_see(boxes.values(), **ABC, d="yes")
+        for refused in (await change(b, "vote", "d"), await change(b, "remove", "nobody"), await change(b, "x")):
+            assert refused[0] == 409
+        (tmp_path / "peers.toml").write_text("no longer a list")
+        assert "a is removed" in await done(a, "remove", "a")
+        await all_see((b, c, d), b="yes", c="yes", d="yes")
+        assert "has been removed" in (await members(a))["trouble"]
+        assert await ask(a)
+        await d.leave()
+        d.start(THIS)
+        await all_see((b, c, d), b="yes", c="yes", d="yes")
+
+
+async def test_a_dead_voter_is_removed_and_let_in_no_more(tmp_path: Path, model_dir: Path) -> None:
+    async with boxes_of(tmp_path, model_dir, "abc", coordination="raft") as boxes:
+        a, b, c = boxes.values()
+        await all_see(boxes.values(), **ABC)
+        await done(a, "begin")
+        await all_see(boxes.values(), **ABC)
+        assert "without --dead" in (await change(a, "remove", "c", dead=1))[1]
+        assert c.process is not None
+        c.process.kill()
+        c.process.wait(10)
+        await until(lambda: gone(a, "c"), LONG_S)
+        assert "say --dead" in (await change(a, "remove", "c"))[1]
+        assert "b must keep its vote: c does not answer" in (await change(a, "unvote", "b"))[1]
+        assert "neither may fail" in await done(b, "remove", "c", dead=1)
+        await all_see((a, b), a="yes", b="yes")
+        c.start(THIS)
+        await until(lambda: served(c), LONG_S)
+        await all_see((a, b), a="yes", b="yes")
+        assert not await seen(c, **ABC)
+
+
+async def gone(box: Box, node: str) -> bool:
+    return {each["node"]: each["state"] for each in (await members(box))["boxes"]}[node] == "gone"
+
+
+async def served(box: Box) -> bool:
+    with contextlib.suppress(httpx.HTTPError):
+        return bool(await ask(box))
+    return False
