@@ -35,7 +35,7 @@ def compute(layer: DecoderLayer, residual: torch.Tensor, step: StepContext, call
     if isinstance(layer.attention, DenseAttention) and _places_heads(layer.attention, step):
         _attend(layer, layer.attention, residual, step)
     else:
-        residual.add_(layer.attention(layer.norm(residual).to(layer.dtype), step), alpha=layer.factor)
+        residual.add_(layer.attention(normalised(residual, layer.norm, layer.dtype), step), alpha=layer.factor)
     if isinstance(layer.feed_forward, ExpertLayer) and _is_chosen_by_kernel(layer.feed_forward.gate):
         calls.add_experts(layer, layer.feed_forward, residual)
     else:
@@ -94,10 +94,24 @@ def product(
     from edgemoe.kernels.gpu import decode_dense
 
     if len(x) > decode_dense.MOST_ROWS:
-        return linear(norm(x).to(dtype), matrix.rows, bias)
+        return linear(normalised(x, norm, dtype), matrix.rows, bias)
     out = x.new_empty((len(x), len(matrix)))
     decode_dense.multiplied(x, matrix.rows, out, decode_dense.GpuProduct(norm.weight, norm.eps, bias))
     return out
+
+
+def normalised(
+    x: torch.Tensor, norm: Norm, dtype: torch.dtype, planes: torch.Tensor | None = None, kind: int = -1
+) -> torch.Tensor:
+    """Returns float32 rows x [T, H] normalised, in a type; writes them to `planes`, too, for experts of a kind."""
+    from edgemoe.kernels.gpu import decode_dense, experts_decode
+
+    if not norm.centred:
+        return decode_dense.normalised(x, norm.weight, norm.eps, dtype, planes, kind)  # type: ignore[no-any-return]
+    result = norm(x).to(dtype)
+    if planes is not None:
+        planes.copy_(experts_decode.in_planes(result, kind))
+    return result
 
 
 def add_product(
@@ -121,24 +135,24 @@ class RowMoeRunner(MoeRunner):
 
     def add_experts(self, layer: SerialLayer, experts: ExpertLayer, residual: torch.Tensor) -> None:
         """Adds the outputs of the layer's chosen and shared experts to `residual`."""
-        from edgemoe.kernels.gpu import decode_dense, experts_decode
+        from edgemoe.kernels.gpu import decode_dense
 
         gate, number, rows, slots = experts.gate, self._number, len(residual), self._rows.slots
         self._number += 1
         kind, router = slots.kind(number), gate.router
-        few = rows <= decode_dense.MOST_ROWS
+        few, planes, norm = rows <= decode_dense.MOST_ROWS, torch.empty_like(residual), layer.post_norm
         hidden = None
-        if not few or experts.has_shared:
-            hidden = layer.post_norm(residual).to(layer.dtype)
+        if not few:
+            hidden = normalised(residual, norm, layer.dtype, planes, kind)
+        elif experts.has_shared:
+            hidden = normalised(residual, norm, layer.dtype)
         if few:
-            logits, planes = residual.new_empty((rows, router.experts)), torch.empty_like(residual)
-            norm, rounded = layer.post_norm, layer.dtype == torch.bfloat16
+            logits, rounded = residual.new_empty((rows, router.experts)), layer.dtype == torch.bfloat16
             with_planes = decode_dense.GpuProduct(norm.weight, norm.eps, planes=planes, kind=kind, rounded=rounded)
             decode_dense.multiplied(residual, gate.weight, logits, with_planes)
         else:
             assert hidden is not None
             logits = linear(hidden.to(gate.weight.dtype), gate.weight).float()
-            planes = experts_decode.in_planes(hidden, kind)
         how = decode_dense.GateRule(
             router.top_k,
             router.score == "softmax",
@@ -299,7 +313,7 @@ class DecodeRows:
         calls = RowMoeRunner(self.experts, self._weights.gates)
         for layer in self._weights.layers:
             compute(layer, residual, step, calls)
-        last = self._weights.norm(residual).to(DTYPES[self._spec.dtype])
+        last = normalised(residual, self._weights.norm, DTYPES[self._spec.dtype])
         self.logits.copy_(self._weights.logits(last, block))
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.slotted_experts import SlottedExperts
 from support.tiny_models import FAMILIES, ResidentExperts, Session, Tiny
 
 from edgemoe.model.decoder import Decoder
@@ -111,6 +112,33 @@ def judge(tiny: Tiny, dtype: str, device: str) -> None:
 def test_prefill_chunks_decode_and_mixed_batches(make_tiny: Callable[..., Tiny], family: str, dtype: str) -> None:
     tiny = make_tiny(family, dtype=getattr(torch, dtype), initializer_range=0.05, fused=False)
     judge(tiny, dtype, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
+def test_steps_as_graphs_equal_steps_by_operations(make_tiny: Callable[..., Tiny], family: str) -> None:
+    tiny = make_tiny(family, initializer_range=0.05, fused=False)
+    slotted = SlottedExperts(tiny, "cuda")
+    by_operations = RoutedExperts(tiny.store, tiny.spec.feed_forward.activation)
+    pairs = ((False, by_operations), (True, slotted))
+    sessions = [
+        DeviceSession(
+            replace(tiny, decoder=Decoder.load(tiny.spec, tiny.store / DENSE, "cuda", graphs=graphs), experts=experts),
+            "cuda",
+            sequences=5,
+        )
+        for graphs, experts in pairs
+    ]
+    plain, ours = sessions
+    for s in range(5):
+        prompt = list(range(20 * s, 20 * s + 13 + 9 * s))
+        for session in sessions:
+            session.step(*([] for _ in range(s)), prompt)
+    for number, sequences in enumerate(((0,), (0,), (1, 4), (0, 1, 2), (2, 3, 0), (0, 1, 2, 3, 4), (4,))):
+        chunks = [[11 + 5 * number + s] if s in sequences else [] for s in range(5)]
+        want, got = plain.step(*chunks), ours.step(*chunks)
+        torch.testing.assert_close(got, want, atol=1e-3, rtol=1e-3)
+    assert len(slotted.told) == 7, "a step was not computed as a graph"
 
 
 def silu(experts: RoutedExperts, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

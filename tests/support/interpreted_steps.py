@@ -21,18 +21,15 @@ from typing import Any, ClassVar
 os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
-from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import InterpreterBuilder
 
-from edgemoe.experts.compute.cuda import ResidentSlots
 from edgemoe.kernels.gpu import decode_attention, decode_dense, experts_decode
 from edgemoe.model import graphed
 from edgemoe.model.graphed import DecodeRows
-from edgemoe.types.experts import ExpertGeometry
-from edgemoe.types.size_classes import SlabLayout
 from support.interpreted import widened
-from support.tiny_models import FAMILIES, SIZES, ResidentExperts, Session, Tiny, load_tiny
+from support.slotted_experts import SlottedExperts
+from support.tiny_models import FAMILIES, SIZES, Session, Tiny, load_tiny
 
 PROMPTS = (list(range(100, 133)), [7], list(range(40, 56)))  # one ends at the end of a block
 
@@ -65,35 +62,6 @@ class Watched(DecodeRows):
         self.asked.extend(questions.asked)
 
 
-class Slotted(ResidentExperts):
-    """The same experts in a slab, in slots of no particular order; counts the steps that are told of."""
-
-    def __init__(self, tiny: Tiny) -> None:
-        super().__init__(tiny.store, tiny.spec.feed_forward.activation)
-        geometry = tiny.spec.geometry
-        layout = SlabLayout.within(geometry.all_bytes, geometry)
-        assert layout is not None
-        slab = torch.full((layout.size_bytes,), 255, dtype=torch.uint8)  # NaN wherever nobody calls
-        self.where = torch.randperm(geometry.layers * geometry.experts).view(geometry.layers, -1).numpy()
-        for layer, file in enumerate(sorted((tiny.store / "experts").iterdir())):
-            parts = load_file(file)
-            for expert in range(geometry.experts):
-                start, _ = layout.place(int(self.where[layer, expert]))
-                packed = expert_bytes(parts, expert, geometry)
-                slab[start : start + len(packed)] = packed
-        self.slots = ResidentSlots(slab, layout, geometry, self.where, lambda: None)  # type: ignore[assignment]
-        self.told: list[tuple[torch.Tensor, int]] = []
-
-    def computed(self, ids: torch.Tensor, weights: torch.Tensor, served: int) -> None:
-        self.told.append((ids.clone(), served))
-
-
-def expert_bytes(parts: dict[str, torch.Tensor], expert: int, geometry: ExpertGeometry) -> torch.Tensor:
-    """Returns an expert's bytes as in a slot."""
-    named = [f"experts.{expert}.{part}" for part in ("gate_up_proj", "down_proj", "biases")]
-    return torch.cat([parts[name].contiguous().view(torch.uint8).flatten() for name in named if name in parts])
-
-
 def make(family: str, dtype: torch.dtype, directory: Path) -> Tiny:
     """Makes a random checkpoint of a family, without kernels."""
     config_class, model_class, own = FAMILIES[family]
@@ -111,7 +79,7 @@ def far(tiny: Tiny, int8: bool) -> dict[str, Any]:
     """Returns the errors of logits in steps of 1, 2 and 3 sequences, and the host's number of waits."""
     Watched.asked.clear()
     tiny = replace(tiny, spec=replace(tiny.spec, kv_int8=int8))
-    slotted = Slotted(tiny)
+    slotted = SlottedExperts(tiny)
     decoder = tiny.decoder
     plain, ours = Session(tiny, 3), Session(replace(tiny, experts=slotted), 3)
     errors = []

@@ -14,7 +14,7 @@ import triton
 from edgemoe.kernels.gpu import decode_attention, decode_dense, experts_decode
 
 KERNELS = {
-    decode_dense: ("product", "place", "choose"),
+    decode_dense: ("product", "normalise", "place", "choose"),
     decode_attention: ("attend", "merge", "clear"),
     experts_decode: ("call_gate_up", "call_down", "combine", "to_planes"),
 }
@@ -26,6 +26,7 @@ TYPES = {
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
+WITHOUT_INPUTS = ("clear",)  # kernels that wait for no other
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 
 
@@ -53,7 +54,7 @@ class Launch:
             attrs={(at,): [["tt.divisibility", 16]] for at in pointers},
         )
         target = triton.backends.compiler.GPUTarget("cuda", capability, 32)
-        return triton.compile(source, target=target, options=dict(self.options))
+        return triton.compile(source, target=target, options={"enable_fp_fusion": True} | dict(self.options))
 
 
 class Recorder:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from edgemoe.kernels.gpu.early_start import await_inputs, early_start
+from edgemoe.kernels.gpu.early_start import await_inputs, launch_options
 from edgemoe.kernels.gpu.weights import jit
 
 HEADS = 16  # query heads of one program, the fewest that matrix units multiply
@@ -238,7 +238,7 @@ def decode_attention(q: Any, pages: PagedLayer, tables: Any, begins: Any, contex
         ROWS=HEADS,
         STEP=TOKENS if dim <= 256 else TOKENS // 2,
         num_warps=4,
-        **early_start(q.device),
+        **launch_options(q.device),
     )
     return _merged(q.new_empty((rows, heads, value)), peaks, sums, means, pages.sinks)
 
@@ -258,7 +258,7 @@ def _merged(out: Any, peaks: Any, sums: Any, means: Any, sinks: Any) -> Any:
         VALUES=power_of_two(value),
         SPLITS=peaks.shape[2],
         num_warps=1 if value <= 128 else 4,
-        **early_start(out.device),
+        **launch_options(out.device),
     )
     return out
 

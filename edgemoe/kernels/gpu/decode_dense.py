@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from edgemoe.kernels.gpu.early_start import await_inputs, early_start
+from edgemoe.kernels.gpu.early_start import await_inputs, launch_options
 from edgemoe.kernels.gpu.experts_decode import plane_of
 from edgemoe.kernels.gpu.weights import jit
 
 MOST_ROWS = 2  # that are multiplied in registers; matrix units are faster from 4 on
 PER_PROGRAM = 4  # rows of a matrix
-WARPS = 8
+WARPS = 4
 COLUMNS = 2048  # in one step of a program, for one row
 
 
@@ -143,8 +143,54 @@ def multiplied(x: Any, weight: Any, out: Any, how: GpuProduct) -> None:
         CHUNK=chunk,
         CHUNKS=triton.next_power_of_2(chunk),
         num_warps=WARPS,
-        **early_start(x.device),
+        **launch_options(x.device),
     )
+
+
+@jit
+def normalise(  # type: ignore[no-untyped-def]
+    x,  # float32 [T, K]
+    norm,  # float32 [K]
+    out,  # [T, K] out
+    planes,  # float32 [T, K] out, if KIND is not -1: the rows of `out` in planes
+    eps,
+    K: tl.constexpr,
+    KIND: tl.constexpr,
+    COLS: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    at = tl.program_id(0) * K
+    c = tl.arange(0, COLS)
+    weight = tl.load(norm + c, mask=c < K, other=0.0)
+    await_inputs(EARLY)
+    given = tl.load(x + at + c, mask=c < K, other=0.0)
+    result = (given * tl.rsqrt(tl.sum(given * given, 0) / K + eps) * weight).to(out.dtype.element_ty)
+    tl.store(out + at + c, result, mask=c < K)
+    if KIND >= 0:
+        tl.store(planes + at + plane_of(c, K, KIND), result.to(tl.float32), mask=c < K)
+
+
+def normalised(x: Any, norm: Any, eps: float, dtype: Any, planes: Any = None, kind: int = -1) -> Any:
+    """Returns float32 rows x [T, K] divided by their root mean square and weighted, in a type.
+
+    They are written to `planes`, too, for weights of a kind.
+    """
+    import torch
+
+    out = torch.empty(x.shape, dtype=dtype, device=x.device)
+    normalise[(len(x),)](
+        x,
+        norm,
+        out,
+        x if planes is None else planes,
+        eps,
+        K=x.shape[1],
+        KIND=kind,
+        COLS=triton.next_power_of_2(x.shape[1]),
+        num_warps=8,
+        **launch_options(x.device),
+    )
+    return out
 
 
 class HeadPlaces(NamedTuple):
@@ -281,7 +327,7 @@ def placed(given: Any, heads: HeadPlaces, angles: Any, blocks: Any, positions: A
         V_NORM=heads.v_norm,
         V_IS_K=heads.v_is_k,
         num_warps=1,
-        **early_start(q.device),
+        **launch_options(q.device),
     )
 
 
@@ -394,5 +440,5 @@ def chosen(logits: Any, how: GateRule, ids: Any, shares: Any) -> None:
         TOP2=how.top2,
         KS=triton.next_power_of_2(how.top_k),
         num_warps=1 if experts <= 128 else 2,
-        **early_start(logits.device),
+        **launch_options(logits.device),
     )

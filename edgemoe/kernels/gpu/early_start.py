@@ -26,9 +26,10 @@ def await_inputs(EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
         tl.extra.cuda.gdc_launch_dependents()
 
 
-def early_start(device: Any) -> dict[str, bool]:
+def launch_options(device: Any) -> dict[str, bool]:
     """Returns the options of a launch on a device, for kernels that call `await_inputs`."""
-    return {"EARLY": True, "launch_pdl": True} if device.type == "cuda" and _can(device) else {"EARLY": False}
+    early = {"EARLY": True, "launch_pdl": True} if device.type == "cuda" and _can(device) else {"EARLY": False}
+    return early | {"enable_fp_fusion": True}  # whose default depends on the release of Triton
 
 
 @functools.cache

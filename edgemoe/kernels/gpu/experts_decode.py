@@ -14,7 +14,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from edgemoe.kernels.gpu.early_start import await_inputs, early_start
+from edgemoe.kernels.gpu.early_start import await_inputs, launch_options
 from edgemoe.kernels.gpu.expert_blocks import activated
 from edgemoe.kernels.gpu.weights import jit
 
@@ -321,7 +321,7 @@ def in_planes(x: Any, kind: int) -> Any:
 
     planes = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     grid = (len(x), triton.cdiv(x.shape[1], COMBINED))
-    to_planes[grid](x, planes, n=x.shape[1], KIND=kind, COLS=COMBINED, **early_start(x.device))
+    to_planes[grid](x, planes, n=x.shape[1], KIND=kind, COLS=COMBINED, **launch_options(x.device))
     return planes
 
 
@@ -340,7 +340,7 @@ def experts_decode(planes: Any, slab: Any, slots: Any, ids: Any, shares: Any, si
     import torch
 
     calls, hidden, width, kind = ids.numel(), sizes["hidden"], sizes["width"], sizes["KIND"]
-    early = early_start(planes.device)
+    early = launch_options(planes.device)
     mid = torch.empty((calls, width), dtype=torch.float32, device=planes.device)
     ours = {name: value for name, value in sizes.items() if name != "down_line"}
     grid = (calls, triton.cdiv(width, GATES))
@@ -358,4 +358,4 @@ def experts_decode(planes: Any, slab: Any, slots: Any, ids: Any, shares: Any, si
 def add_sums(out: Any, to: Any, k: int, factor: float) -> None:
     """Adds the sums of `out` [T * k, H] by token, times `factor`, to `to` [T, H]."""
     grid = (len(to), triton.cdiv(to.shape[1], COMBINED))
-    combine[grid](out, to, factor, k=k, hidden=to.shape[1], COLS=COMBINED, num_warps=4, **early_start(to.device))
+    combine[grid](out, to, factor, k=k, hidden=to.shape[1], COLS=COMBINED, num_warps=4, **launch_options(to.device))
