@@ -14,9 +14,9 @@ import pytest
 from support.kept import STORES
 from support.turns import by_turns
 
-from edgemoe.experts.compute.cuda import ROWS
+from edgemoe.experts.compute.cuda import ROWS, TILE_ROWS
 from edgemoe.kernels.gpu import expert_blocks as gpu_experts
-from edgemoe.kernels.gpu import experts_decode
+from edgemoe.kernels.gpu import expert_tiles, experts_decode
 from edgemoe.kernels.gpu.early_start import LEAST_CAPABILITY
 from edgemoe.types.encoding import ENCODINGS
 from edgemoe.types.experts import Activation, ExpertGeometry
@@ -34,12 +34,12 @@ def _kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(STORES.with_name("triton")))
 
 
-def compiled(kernel: Any, capability: int, geometry: ExpertGeometry, rows: int) -> Any:
+def compiled(kernel: Any, capability: int, geometry: ExpertGeometry, shape: dict[str, int]) -> Any:
     """Compiles the kernel as for its calls: all arrays aligned to 16 bytes, all sizes constants."""
     item = "*bf16" if geometry.bf16 else "*fp32"
     arrays = {"x": item, "mid": item, "slab": "*u8", "out": "*fp32"}
     arrays |= {"shares": "*fp32", "blocks": "*i32", "calls": "*i32"}
-    sizes = gpu_experts.constants(geometry, 0, geometry.stride_bytes(0)) | gpu_experts.block_shape(geometry, 0, rows)
+    sizes = gpu_experts.constants(geometry, 0, geometry.stride_bytes(0)) | shape
     names = kernel.arg_names
     source = triton.compiler.ASTSource(
         kernel,
@@ -48,14 +48,15 @@ def compiled(kernel: Any, capability: int, geometry: ExpertGeometry, rows: int) 
         attrs={(place,): [["tt.divisibility", 16]] for place, name in enumerate(names) if name in arrays},
     )
     target = triton.backends.compiler.GPUTarget("cuda", capability, 32)
-    return triton.compile(source, target=target, options=gpu_experts.OPTIONS)
+    launch = {name: value for name, value in shape.items() if name.startswith("num_")}
+    return triton.compile(source, target=target, options=gpu_experts.OPTIONS | launch)
 
 
 @pytest.mark.parametrize(("capability", "dtype", "rows"), by_turns(GENERATIONS, product(("float32", "bfloat16"), ROWS)))
 def test_kernels_compile_and_fit_each_generation_of_gpus(capability: int, dtype: str, rows: int) -> None:
     geometry = ExpertGeometry(1, 128, 8, 2048, 768, dtype)
     for kernel in (gpu_experts.gate_up, gpu_experts.down):
-        made = compiled(kernel, capability, geometry, rows)
+        made = compiled(kernel, capability, geometry, gpu_experts.block_shape(geometry, 0, rows))
         assert made.asm["cubin"]
         assert made.metadata.shared <= GENERATIONS[capability], "more than one block may have"
         copies = [line for line in made.asm["ptx"].splitlines() if "cp.async.cg" in line]
@@ -67,9 +68,25 @@ def test_kernels_of_encoded_experts_compile_for_each_generation(capability: int,
     swiglu = Activation("clamped_swiglu", 1.702, 7.0)
     gpt_oss = ExpertGeometry(1, 32, 4, 2880, 2880, "bfloat16", swiglu, True, (kind,))
     for kernel in (gpu_experts.gate_up, gpu_experts.down):
-        made = compiled(kernel, capability, gpt_oss, rows)
+        made = compiled(kernel, capability, gpt_oss, gpu_experts.block_shape(gpt_oss, 0, rows))
         assert made.asm["cubin"]
         assert made.metadata.shared <= GENERATIONS[capability], "more than one block may have"
+
+
+@pytest.mark.parametrize(("capability", "kind", "rows"), by_turns(GENERATIONS, product(ENCODINGS, TILE_ROWS)))
+def test_kernels_of_many_tokens_use_matrix_units_and_copy_activations_ahead(
+    capability: int, kind: str, rows: int
+) -> None:
+    geometry = ExpertGeometry(1, 128, 8, 2048, 768, "bfloat16", encodings=(kind,))
+    for kernel in (expert_tiles.tile_gate_up, expert_tiles.tile_down):
+        made = compiled(kernel, capability, geometry, expert_tiles.tile_shape(geometry, 0, rows))
+        ptx = made.asm["ptx"]
+        assert made.metadata.shared <= GENERATIONS[capability], "more than one block may have"
+        assert ("wgmma.mma_async" if capability == 90 else "mma.sync") in ptx
+        narrow = [line for line in ptx.splitlines() if "ld.global" in line and ".b16" in line]
+        assert not narrow, "scales are not copied ahead"
+        assert "cp.async.cg" in ptx, "activations are not copied, 16 bytes at once"
+        assert "ld.local" not in ptx
 
 
 def run_interpreted(name: str, *words: str) -> Any:
@@ -124,4 +141,6 @@ def test_interpreted_kernels_compute_each_call_into_a_row_of_its_own() -> None:
     errors = run_interpreted("interpreted.py")
     assert errors.keys() >= {*ENCODINGS, "layers", "rounded"}
     assert max(errors["rounded"]) < 1e-2
-    assert max(max(errors[kind]) for kind in (*ENCODINGS, "layers")) < 3e-6
+    assert max(errors["tiles rounded"]) < 2e-2
+    tiles = [f"{kind} in tiles" for kind in ENCODINGS]
+    assert max(max(errors[kind]) for kind in (*ENCODINGS, *tiles, "layers")) < 3e-6

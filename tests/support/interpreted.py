@@ -23,6 +23,7 @@ from edgemoe.experts.compute.cuda import GpuExpertKernels, block_rows, blocks_of
 from edgemoe.kernels.cpu.expert_math import ExpertSlab, one_by_one
 from edgemoe.kernels.cpu.experts_decode import ExpertLayout
 from edgemoe.kernels.gpu import expert_blocks as gpu_experts
+from edgemoe.kernels.gpu import expert_tiles
 from edgemoe.types.encoding import ENCODINGS
 from edgemoe.types.experts import SILU, Activation, ExpertGeometry
 from edgemoe.types.size_classes import SlabLayout
@@ -77,6 +78,33 @@ def error(geometry: ExpertGeometry, tokens: int) -> float:
     return far(geometry, slab, group, x, out)
 
 
+def tile_error(geometry: ExpertGeometry, tokens: int) -> float:
+    """Returns the error of the kernels for many tokens if expert e lies in slot e; one block more is empty."""
+    rng = np.random.default_rng(0)
+    slab, (group, x) = slab_of(geometry, rng), work(geometry, tokens, rng)
+    out = torch.full((tokens * geometry.top_k, geometry.hidden), float("nan"))
+    blocks = np.concatenate([blocks_of(group.experts, group.offsets, 16), np.zeros((1, 3), np.int32)])
+    expert_tiles.experts_in_tiles(
+        x,
+        slab.view(-1),
+        out,
+        torch.from_numpy(blocks),
+        torch.from_numpy(group.calls.astype(np.int32)),
+        torch.from_numpy(group.weights),
+        gpu_experts.constants(geometry, 0, geometry.stride_bytes(0)),
+        expert_tiles.tile_shape(geometry, 0, 16),
+    )
+    return far(geometry, slab, group, x, out)
+
+
+def tile_errors(encoding: str, dtype: str) -> list[float]:
+    """Returns the errors of the kernels for many tokens, where they can compute experts of the encoding."""
+    swiglu = Activation("clamped_swiglu", 1.702, 7.0)
+    made = ((608, 64, swiglu, True), (768, 256, SILU, False))
+    all_sizes = [ExpertGeometry(1, 3, 2, h, i, dtype, act, biases, (encoding,)) for h, i, act, biases in made]
+    return [tile_error(geometry, 20) for geometry in all_sizes if expert_tiles.fits(geometry, 0)]
+
+
 def errors_of(dtype: str) -> list[float]:
     """Returns the errors with unencoded experts, in the sizes of SHAPES."""
     return [error(ExpertGeometry(1, e, k, h, i, dtype), tokens) for h, i, e, k, tokens in SHAPES]
@@ -129,6 +157,8 @@ if __name__ == "__main__":
     InterpreterBuilder.create_dot = widened(InterpreterBuilder.create_dot)
     errors = {name: errors_of_kinds(name) for name in ENCODINGS}
     errors |= {"float32": errors["float32"] + errors_of("float32"), "rounded": errors_of("bfloat16")}
+    errors |= {f"{name} in tiles": tile_errors(name, "float32") for name in ENCODINGS}
+    errors["tiles rounded"] = tile_errors("int4", "bfloat16")
     torch.cuda.device = lambda _: nullcontext()  # type: ignore[assignment, misc]
     errors["layers"] = errors_of_layers(("int4", "float32", "bfloat16", "fp8"))
     print(json.dumps(errors))

@@ -27,16 +27,22 @@ from edgemoe.types.size_classes import SlabLayout
 from edgemoe.types.token_groups import TokenGroups
 
 ROWS = (16, 32, 64)  # calls of one expert that one program computes
+TILE_ROWS = (64, 128)  # the same where there are many of each, in bfloat16
+MANY_CALLS = 32  # of an expert, on average: from here on the matrix units are worth it
 
 
 class GpuExpertKernels:
-    """Runs two kernels for all experts of a layer. Writes each call's output to a row of its own, [T * k, H]."""
+    """Runs two kernels for all experts of a layer. Writes each call's output to a row of its own, [T * k, H].
+
+    In bfloat16, experts that have many calls are computed on the matrix units.
+    """
 
     def __init__(self, slab: torch.Tensor, layout: SlabLayout, geometry: ExpertGeometry) -> None:
         """Compiles the kernels for all block sizes. Raises Triton's errors."""
         from edgemoe.kernels.gpu import expert_blocks as gpu_experts
+        from edgemoe.kernels.gpu import expert_tiles
 
-        self._experts, self._block_shape = gpu_experts.experts, gpu_experts.block_shape
+        self._few, self._many = gpu_experts, expert_tiles
         self._slab, self._geometry = slab.view(-1), geometry
         classes = layout.classes.layer_class
         self._first = [layout.first(size_class) for size_class in classes]  # slot, by layer
@@ -46,16 +52,34 @@ class GpuExpertKernels:
         ]
         dtype = torch.bfloat16 if geometry.bf16 else torch.float32
         hidden = torch.zeros((1, geometry.hidden), dtype=dtype, device=slab.device)
-        for calls in ROWS:
-            repeated = np.zeros(calls, np.int64)  # the same call of one token, repeated
-            group = TokenGroups(repeated[:1], np.array([0, calls]), repeated, repeated, np.zeros(calls, np.float32))
-            out = torch.zeros((geometry.top_k, geometry.hidden), device=slab.device)
-            for layer in {tuple(each.values()): layer for layer, each in enumerate(self._constants)}.values():
-                self.add(layer, repeated[:1] + self._first[layer], group, hidden, out)
+        out = torch.zeros((geometry.top_k, geometry.hidden), device=slab.device)
+        for layer in {tuple(each.values()): layer for layer, each in enumerate(self._constants)}.values():
+            for tiled, rows in [(False, rows) for rows in ROWS] + [(True, rows) for rows in TILE_ROWS]:
+                if not tiled or self._may_tile(layer):
+                    one = np.zeros(1, np.int64)
+                    group = TokenGroups(one, np.array([0, 1]), one, one, np.zeros(1, np.float32))
+                    self._launch(layer, one + self._first[layer], group, hidden, out, tiled, rows)
 
     def add(self, layer: int, slots: IntArray, group: TokenGroups, hidden: torch.Tensor, out: torch.Tensor) -> None:
         """Writes the weighted outputs of the group's calls of a layer."""
-        rows = block_rows(int(np.diff(group.offsets).max()))
+        calls = len(group.calls) / len(group.experts)
+        tiled = calls > MANY_CALLS and self._may_tile(layer)
+        rows = tile_rows(calls) if tiled else block_rows(int(np.diff(group.offsets).max()))
+        self._launch(layer, slots, group, hidden, out, tiled, rows)
+
+    def _may_tile(self, layer: int) -> bool:
+        return self._geometry.bf16 and self._many.fits(self._geometry, layer)
+
+    def _launch(
+        self,
+        layer: int,
+        slots: IntArray,
+        group: TokenGroups,
+        hidden: torch.Tensor,
+        out: torch.Tensor,
+        tiled: bool,
+        rows: int,
+    ) -> None:
         blocks = blocks_of(slots - self._first[layer], group.offsets, rows)
         parts = [blocks.ravel(), group.calls.astype(np.int32), group.weights.view(np.int32)]
         starts = np.cumsum([0, *(-(-len(part) // 4) * 4 for part in parts)])  # 16-byte aligned, as Triton likes it
@@ -64,17 +88,11 @@ class GpuExpertKernels:
             packed[start : start + len(part)] = part
         there = torch.from_numpy(packed).to(hidden.device, non_blocking=True)
         on_gpu = [there[start : start + len(part)] for start, part in zip(starts.tolist(), parts, strict=False)]
+        cut, calls, shares = on_gpu[0].view(-1, 3), on_gpu[1], on_gpu[2].view(torch.float32)
+        compute = self._many.experts_in_tiles if tiled else self._few.experts
+        shape = (self._many.tile_shape if tiled else self._few.block_shape)(self._geometry, layer, rows)
         with torch.cuda.device(hidden.device):
-            self._experts(
-                hidden,
-                self._slab,
-                out,
-                on_gpu[0].view(-1, 3),
-                on_gpu[1],
-                on_gpu[2].view(torch.float32),
-                self._constants[layer],
-                self._block_shape(self._geometry, layer, rows),
-            )
+            compute(hidden, self._slab, out, cut, calls, shares, self._constants[layer], shape)
 
 
 class ResidentSlots:
@@ -145,6 +163,11 @@ def blocks_of(slots: IntArray, offsets: IntArray, rows: int) -> npt.NDArray[np.i
     return np.stack([slots[expert], first, np.minimum(first + rows, offsets[expert + 1])], axis=1).astype(np.int32)
 
 
+def tile_rows(calls: float) -> int:
+    """Returns the rows of a tile where experts have `calls` calls on average."""
+    return TILE_ROWS[calls > 1.5 * TILE_ROWS[0]]
+
+
 def block_rows(calls: int) -> int:
     """Returns the rows of a block where an expert has at most `calls` calls."""
     return next((rows for rows in ROWS if calls <= rows), ROWS[-1])
@@ -199,20 +222,27 @@ class CudaCompute:
     def begin(self, layer: int, hidden: torch.Tensor) -> None:
         self._layer = layer
         self._hidden = hidden.to(self._device, non_blocking=True).contiguous()
-        rows = len(hidden) * self._geometry.top_k
-        self._out = torch.zeros((rows, self._geometry.hidden), dtype=torch.float32, device=self._device)
+        self._out: torch.Tensor | None = None  # [T * k, H]
 
     def add(self, slots: IntArray, group: TokenGroups) -> None:
         stream, read = torch.cuda.current_stream(self._device), slots.tolist()
         began = self._order.before_compute(read, stream)
         ready = began and moment(stream)
+        if self._out is None:
+            self._out = self._rows(whole=len(group.calls) == len(self._hidden) * self._geometry.top_k)
         self._fused.add(self._layer, slots, group, self._hidden, self._out)
         self._order.computed(read, stream)
         if began and ready:
             self._timed.append((float(work_units(group.offsets).sum()), [began, ready, moment(stream)]))
 
     def end(self) -> torch.Tensor:
-        return self._out.view(len(self._hidden), self._geometry.top_k, -1).sum(1)
+        out = self._rows(whole=False) if self._out is None else self._out
+        return out.view(len(self._hidden), self._geometry.top_k, -1).sum(1)
+
+    def _rows(self, *, whole: bool) -> torch.Tensor:
+        """Makes rows for the outputs of calls, [T * k, H]: zero unless all of them are written."""
+        shape = len(self._hidden) * self._geometry.top_k, self._geometry.hidden
+        return (torch.empty if whole else torch.zeros)(shape, dtype=torch.float32, device=self._device)
 
     def pop_timings(self) -> DeviceTimings:
         units = waited_s = computed_s = 0.0
