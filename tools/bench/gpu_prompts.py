@@ -157,7 +157,7 @@ def gpu_ms(deed: Callable[[], object], repeated: int = REPEATED) -> float:
     taken = []
     deed()
     for _ in range(ROUNDS):
-        torch.cuda._sleep(400_000)  # type: ignore[no-untyped-call]  # the host gets ahead
+        torch.cuda._sleep(400_000)  # the host gets ahead
         start = moment(torch.cuda.current_stream())
         for _ in range(repeated):
             deed()
@@ -286,7 +286,7 @@ def streamed(device: torch.device) -> Iterator[Figure]:
     stride, experts = geometry.stride_bytes(0), geometry.experts
     host = HostSlab(SlabLayout.even(experts, stride))
     pinned = PinnedSlab(host, device)
-    main, side = torch.cuda.current_stream(device), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    main, side = torch.cuda.current_stream(device), torch.cuda.Stream(device)
     slabs = [torch.zeros(experts * stride, dtype=torch.uint8, device=device) for _ in range(2)]
 
     def stream_layer(number: int) -> None:
