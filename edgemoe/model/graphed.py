@@ -22,6 +22,7 @@ from edgemoe.model.dense_attention import DenseAttention
 from edgemoe.model.dense_weights import DenseMatrix, Norm
 from edgemoe.model.feed_forward import ExpertLayer, Gate
 from edgemoe.model.kv import DTYPES, CodedKV, KVCache, StepStates
+from edgemoe.model.latent_attention import LatentAttention
 from edgemoe.model.rope import RotaryEmbedding
 from edgemoe.types.arrays import IntArray
 from edgemoe.types.step import BLOCK_TOKENS, Batch, ExpertExecutor, ExpertSlots
@@ -34,6 +35,8 @@ def compute(layer: DecoderLayer, residual: torch.Tensor, step: StepContext, call
         return
     if isinstance(layer.attention, DenseAttention) and _places_heads(layer.attention, step):
         _attend(layer, layer.attention, residual, step)
+    elif isinstance(layer.attention, LatentAttention) and not _is_coded(step, layer.attention.number):
+        _attend_latents(layer, layer.attention, residual, step)
     else:
         residual.add_(layer.attention(normalised(residual, layer.norm, layer.dtype), step), alpha=layer.factor)
     if isinstance(layer.feed_forward, ExpertLayer) and _is_chosen_by_kernel(layer.feed_forward.gate):
@@ -44,11 +47,11 @@ def compute(layer: DecoderLayer, residual: torch.Tensor, step: StepContext, call
 
 def _places_heads(attention: DenseAttention, step: StepContext) -> bool:
     """Returns whether one kernel turns the attention's heads and writes them to the cache."""
-    return (
-        attention.heads.qk_norm != "full"
-        and attention.gate is None
-        and not isinstance(step.kv.layers[attention.number], CodedKV)
-    )
+    return attention.heads.qk_norm != "full" and attention.gate is None and not _is_coded(step, attention.number)
+
+
+def _is_coded(step: StepContext, layer: int) -> bool:
+    return isinstance(step.kv.layers[layer], CodedKV)
 
 
 def _is_chosen_by_kernel(gate: Gate) -> bool:
@@ -85,6 +88,30 @@ def _attend(layer: SerialLayer, attention: DenseAttention, residual: torch.Tenso
     if heads.output_gate:
         attended = attended * given[:, attention.ends[-1] * heads.dim :].sigmoid().to(layer.dtype)
     add_product(residual, attended, attention.o, attention.o_bias, layer.factor)
+
+
+def _attend_latents(layer: SerialLayer, attention: LatentAttention, residual: torch.Tensor, step: StepContext) -> None:
+    from edgemoe.kernels.gpu import decode_latent
+
+    rows: RowAttention = step.attention  # type: ignore[assignment]
+    heads, count, norm, dtype = attention.heads, len(residual), layer.norm, layer.dtype
+    how = decode_latent.LatentPlaces(
+        heads.count, heads.plain, heads.dim, heads.rank, attention.norm.weight, attention.norm.eps
+    )
+    latent = product(residual, attention.latent, norm, None, dtype)
+    if attention.query_latent is None or attention.query_norm is None:
+        given = product(residual, attention.query, norm, None, dtype)
+    else:
+        given = product(residual, attention.query_latent, norm, None, dtype).float()
+        given = product(given, attention.query, attention.query_norm, None, dtype)
+    q = residual.new_empty((count, heads.count, heads.rank + heads.dim), dtype=dtype)
+    lines = step.kv.layers[attention.number].keys
+    decode_latent.placed(given, latent, how, step.angles(attention.rope), rows.blocks, rows.positions, lines, q)
+    decode_latent.multiplied_by_head(given.view(count, heads.count, heads.key), attention.keys, q)
+    means = rows.single(attention.number, q, attention.scores)
+    values = residual.new_empty((count, heads.count, heads.value), dtype=dtype)
+    decode_latent.multiplied_by_head(means, attention.values, values)
+    add_product(residual, values.flatten(1), attention.out, None, layer.factor)
 
 
 def product(

@@ -27,27 +27,27 @@ class LatentAttention:
     """The attention of one layer."""
 
     def __init__(self, reader: LayerReader) -> None:
-        self._number, rope = reader.number, reader.attention.rope
+        self.number, rope = reader.number, reader.attention.rope
         assert isinstance(reader.attention.heads, LatentHeads)
         assert rope is not None
-        self._heads, self._rope = reader.attention.heads, rope
-        self._query_latent = self._query_norm = None
-        if self._heads.query_rank:
-            self._query_latent = reader.matrix("self_attn.q_a_proj.weight")  # [query_rank, H]
-            self._query_norm = Norm(reader.read("self_attn.q_a_layernorm.weight"), NORM_EPS)
-        query = "q_b_proj" if self._heads.query_rank else "q_proj"
-        self._query = reader.matrix(f"self_attn.{query}.weight")  # [count * key, query_rank or H]
-        self._latent = reader.matrix("self_attn.kv_a_proj_with_mqa.weight")  # [rank + dim, H]
-        self._norm = Norm(reader.read("self_attn.kv_a_layernorm.weight"), NORM_EPS)
-        self._keys, self._values = self._expansion(reader.read("self_attn.kv_b_proj.weight"))
-        self._out = reader.matrix("self_attn.o_proj.weight")  # [H, count * value]
-        self._scores = AttentionScores(self._heads.scale)
+        self.heads, self.rope = reader.attention.heads, rope
+        self.query_latent = self.query_norm = None
+        if self.heads.query_rank:
+            self.query_latent = reader.matrix("self_attn.q_a_proj.weight")  # [query_rank, H]
+            self.query_norm = Norm(reader.read("self_attn.q_a_layernorm.weight"), NORM_EPS)
+        query = "q_b_proj" if self.heads.query_rank else "q_proj"
+        self.query = reader.matrix(f"self_attn.{query}.weight")  # [count * key, query_rank or H]
+        self.latent = reader.matrix("self_attn.kv_a_proj_with_mqa.weight")  # [rank + dim, H]
+        self.norm = Norm(reader.read("self_attn.kv_a_layernorm.weight"), NORM_EPS)
+        self.keys, self.values = self._expansion(reader.read("self_attn.kv_b_proj.weight"))
+        self.out = reader.matrix("self_attn.o_proj.weight")  # [H, count * value]
+        self.scores = AttentionScores(self.heads.scale)
         if rope.interleaved:
             self._order_pairs()
 
     def _expansion(self, both: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the matrices of keys [count, rank, plain] and values [count, value, rank], where `both` lie now."""
-        heads, memory = self._heads, both.view(-1)
+        heads, memory = self.heads, both.view(-1)
         keys, values = both.clone().view(heads.count, -1, heads.rank).tensor_split([heads.plain], dim=1)
         first, last = memory.tensor_split([keys.numel()])
         result = first.view(heads.count, heads.rank, heads.plain), last.view(values.shape)
@@ -57,85 +57,85 @@ class LatentAttention:
 
     def _order_pairs(self) -> None:
         """Reorders the rows that rotary embedding turns, so that pairs lie in the two halves."""
-        heads = self._heads
-        for rows in (*torch.split(self._query.rows, heads.key), self._latent.rows):
+        heads = self.heads
+        for rows in (*torch.split(self.query.rows, heads.key), self.latent.rows):
             turned = rows[-heads.dim :]
             turned.copy_(half_split(turned, heads.dim, heads.dim))
 
     def __call__(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:
         """Returns the output [T, H] for normalised `x` [T, H], both in the model's dtype; fills the cache."""
-        angles, attention = step.angles(self._rope), step.attention
+        angles, attention = step.angles(self.rope), step.attention
         q = self._queries(x, angles)
-        attention.store(self._number, self._latents(x, angles), None)
+        attention.store(self.number, self._latents(x, angles), None)
         if not attention.prefills:
-            return self._out(self._single(q, step).flatten(1))
-        out = x.new_empty((len(x), self._heads.count, self._heads.value))
+            return self.out(self._single(q, step).flatten(1))
+        out = x.new_empty((len(x), self.heads.count, self.heads.value))
         for prefill in attention.prefills:
             rows = slice(prefill.first, prefill.after)
             out[rows] = self._prompt(prefill, q[rows], step)
         if len(attention.single_rows):
             out[attention.single_rows] = self._single(q[attention.single_rows], step)
-        return self._out(out.flatten(1))
+        return self.out(out.flatten(1))
 
     def _queries(self, x: torch.Tensor, angles: Angles) -> torch.Tensor:
         """Projects hidden states [T, H] to queries [T, heads, key] and rotates their rotary part."""
-        heads = self._heads
-        if self._query_latent is not None and self._query_norm is not None:
-            x = self._query_norm(self._query_latent(x).float()).to(x.dtype)
-        q = self._query(x).view(len(x), heads.count, heads.key)
+        heads = self.heads
+        if self.query_latent is not None and self.query_norm is not None:
+            x = self.query_norm(self.query_latent(x).float()).to(x.dtype)
+        q = self.query(x).view(len(x), heads.count, heads.key)
         plain, turned = q.tensor_split([heads.plain], dim=-1)
         return torch.cat((plain, rotate(turned.float(), *angles).to(q.dtype)), dim=-1)
 
     def _latents(self, x: torch.Tensor, angles: Angles) -> torch.Tensor:
         """Returns the tokens' cache lines, latent and rotated key, [T, 1, rank + dim]."""
-        latent, turned = self._latent(x).float()[:, None].tensor_split([self._heads.rank], dim=-1)
-        return torch.cat((self._norm(latent), rotate(turned, *angles)), dim=-1).to(x.dtype)
+        latent, turned = self.latent(x).float()[:, None].tensor_split([self.heads.rank], dim=-1)
+        return torch.cat((self.norm(latent), rotate(turned, *angles)), dim=-1).to(x.dtype)
 
     def _single(self, q: torch.Tensor, step: StepContext) -> torch.Tensor:
         """Returns the mean values [S, count, value] for the step's single queries [S, count, key]."""
         absorbed = self._absorb(q, step.kernels)
-        return self._emit(step.attention.single(self._number, absorbed, self._scores), step.kernels)
+        return self._emit(step.attention.single(self.number, absorbed, self.scores), step.kernels)
 
     def _absorb(self, q: torch.Tensor, kernels: Kernels | None) -> torch.Tensor:
         """Returns queries [T, count, rank + dim] to latents, of queries [T, count, key] to keys."""
-        plain, turned = q.tensor_split([self._heads.plain], dim=-1)
-        return torch.cat((by_head(plain, self._keys, kernels), turned), dim=-1)
+        plain, turned = q.tensor_split([self.heads.plain], dim=-1)
+        return torch.cat((by_head(plain, self.keys, kernels), turned), dim=-1)
 
     def _emit(self, latents: torch.Tensor, kernels: Kernels | None) -> torch.Tensor:
         """Returns mean values [T, count, value] of mean latents [T, count, rank]."""
-        return by_head(latents, self._values, kernels)
+        return by_head(latents, self.values, kernels)
 
     def _prompt(self, prefill: PrefillChunk, q: torch.Tensor, step: StepContext) -> torch.Tensor:
         """Returns the mean values [t, count, value] of one prefill's queries [t, count, key]."""
-        heads, tokens, context = self._heads, len(q), prefill.context
+        heads, tokens, context = self.heads, len(q), prefill.context
         change = heads.rank * (heads.plain + heads.value)  # products of a token's and a head's change of widths
         absorbed = tokens * (context * (2 * heads.rank + heads.dim) + change)
         if absorbed <= context * (tokens * (heads.key + heads.value) + change):
-            latents = step.attention.prompt(self._number, prefill, self._absorb(q, step.kernels), self._scores)
+            latents = step.attention.prompt(self.number, prefill, self._absorb(q, step.kernels), self.scores)
             return self._emit(latents, step.kernels)
-        past = step.attention.past(self._number, prefill)[0]
+        past = step.attention.past(self.number, prefill)[0]
         portions = [self._expanded(q[:, part], past, part, step.kernels) for part in self._portions(past)]
         return torch.cat(portions, dim=1)
 
     def _portions(self, past: torch.Tensor) -> Iterator[slice]:
         """Yields so many heads at a time that their keys and values stay within EXPANDED_BYTES."""
-        count = max(1, EXPANDED_BYTES // (len(past) * 2 * self._heads.key * past.element_size()))
-        return (slice(first, first + count) for first in range(0, self._heads.count, count))
+        count = max(1, EXPANDED_BYTES // (len(past) * 2 * self.heads.key * past.element_size()))
+        return (slice(first, first + count) for first in range(0, self.heads.count, count))
 
     def _expanded(self, q: torch.Tensor, past: torch.Tensor, part: slice, kernels: Kernels | None) -> torch.Tensor:
         """Returns the attention [t, h, value] of some heads' queries [t, h, key] over the cache lines [n, ...].
 
         Keys and values lie in lines of one width, and the context fills whole blocks, as the kernel requires.
         """
-        heads, (latents, turned) = self._heads, past.tensor_split([self._heads.rank], dim=-1)
+        heads, (latents, turned) = self.heads, past.tensor_split([self.heads.rank], dim=-1)
         context, blocks = len(past), -(-len(past) // BLOCK_TOKENS)
         lines = past.new_empty((2, q.shape[1], blocks * BLOCK_TOKENS, heads.key))
         keys, values = lines[0, :, :context], lines[1, :, :context, : heads.value]
-        keys[..., : heads.plain] = torch.matmul(latents, self._keys[part])
+        keys[..., : heads.plain] = torch.matmul(latents, self.keys[part])
         keys[..., heads.plain :] = turned
-        values.copy_(torch.matmul(latents, self._values[part].transpose(1, 2)))
+        values.copy_(torch.matmul(latents, self.values[part].transpose(1, 2)))
         if kernels is None:
-            return prompt_in_tiles(q, keys[None], values[None], self._scores)
+            return prompt_in_tiles(q, keys[None], values[None], self.scores)
         line = heads.key * past.element_size()
         pages = PagedCache(
             heads=q.shape[1],

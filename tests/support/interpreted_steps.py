@@ -24,7 +24,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import InterpreterBuilder
 
-from edgemoe.kernels.gpu import decode_attention, decode_dense, experts_decode
+from edgemoe.kernels.gpu import decode_attention, decode_dense, decode_latent, experts_decode
 from edgemoe.model import graphed
 from edgemoe.model.graphed import DecodeRows
 from support.interpreted import widened
@@ -106,6 +106,7 @@ def far(tiny: Tiny, int8: bool) -> dict[str, Any]:
 def main() -> None:
     graphed.DecodeRows = Watched  # type: ignore[misc]
     decode_attention.PROGRAMS, decode_dense.PER_PROGRAM = 8, 64  # few programs, interpreted one after the other
+    decode_latent.PER_PROGRAM = 64
     experts_decode.GATES, experts_decode.OUTPUTS = 64, 64
     InterpreterBuilder.create_dot = widened(InterpreterBuilder.create_dot)
     dtype, found = getattr(torch, sys.argv[1]), {}

@@ -2,7 +2,7 @@
 
     python -m tools.bench.gpu [--only link,decode,kernels,hits,misses] [--shapes A,B,C] [--encoding int4] [--layers 12]
 
-Random experts in the shapes of three models; routing is random too, the worst case for a cache. Decode steps run as
+Random experts in the shapes of four models; routing is random too, the worst case for a cache. Decode steps run as
 the engine runs them: as CUDA graphs where all experts are in VRAM. Each figure is printed at once as a JSON line.
 `--device emulated` tests the script on a machine without a GPU, except for `link` and `kernels`.
 """
@@ -47,7 +47,7 @@ ROWS = (1, 2, 4, 8, 16)  # of a decode step
 
 
 class Shape(NamedTuple):
-    """The sizes of a model, which are like a published one's."""
+    """The sizes of a model, which are like a published one's. `own` are fields of its configuration."""
 
     hidden: int
     width: int  # of an expert
@@ -56,12 +56,27 @@ class Shape(NamedTuple):
     heads: int
     kv_heads: int
     head_dim: int
+    own: dict[str, Any] = {}
 
 
+LATENT = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "intermediate_size": 10944,
+    "first_k_dense_replace": 0,
+    "topk_method": "greedy",
+    "norm_topk_prob": False,
+}
 SHAPES = {
     "A": Shape(2048, 1408, 64, 6, 16, 16, 128),  # DeepSeek-V2-Lite, but for its attention
     "B": Shape(2880, 2880, 32, 4, 64, 8, 64),  # gpt-oss-20b
     "C": Shape(2048, 768, 128, 8, 32, 4, 128),  # Qwen3-30B-A3B
+    "D": Shape(2048, 1408, 64, 6, 16, 16, 128, LATENT),  # DeepSeek-V2-Lite
 }
 
 
@@ -252,6 +267,7 @@ def spec_of(shape: Shape, layers: int, encoding: str) -> ModelSpec:
             "norm_topk_prob": True,
             "max_position_embeddings": 4096,
             "dtype": "bfloat16",
+            **shape.own,
         }
     )
     return spec if encoding == spec.dtype else replace(spec, encodings=(encoding,) * layers)
@@ -269,7 +285,7 @@ def kernel_times(deed: Callable[[], object], layers: int, times: int = 5) -> dic
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", default="C", help="of models, by commas: A, B, C (%(default)s)")
+    parser.add_argument("--shapes", default="C", help="of models, by commas: A, B, C, D (%(default)s)")
     parser.add_argument("--encoding", default="int4", help="of the experts (%(default)s)")
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--device", default="cuda:0")
