@@ -56,7 +56,7 @@ class Shape(NamedTuple):
     heads: int
     kv_heads: int
     head_dim: int
-    own: dict[str, Any] = {}
+    own: dict[str, Any] | None = None
 
 
 LATENT = {
@@ -267,7 +267,7 @@ def spec_of(shape: Shape, layers: int, encoding: str) -> ModelSpec:
             "norm_topk_prob": True,
             "max_position_embeddings": 4096,
             "dtype": "bfloat16",
-            **shape.own,
+            **(shape.own or {}),
         }
     )
     return spec if encoding == spec.dtype else replace(spec, encodings=(encoding,) * layers)
