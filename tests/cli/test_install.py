@@ -25,6 +25,7 @@ import edgemoe
 from edgemoe.cli.client import Client
 from edgemoe.demo import model_path
 from edgemoe.store.packer import pack
+from tools.build_hook import locked_libraries
 
 ROOT = Path(__file__).parents[2]
 STORE = "demo-v1"
@@ -115,7 +116,17 @@ def test_the_archive_makes_a_wheel_of_all_that_the_package_is_and_of_nothing_els
     assert beside <= {path.name for path in ROOT.iterdir()} | {"PKG-INFO"}
     assert not beside & {"tests", "shared", ".venv", ".cache"}
     assert [path.name for path in (archive / "tools").glob("*.*")] == ["build_hook.py"]
-    assert {"docs", "CHANGELOG.md", "README.md", "LICENSE"} <= beside
+    assert {"docs", "CHANGELOG.md", "README.md", "LICENSE", "requirements.lock"} <= beside
+
+
+def test_the_wheel_lists_the_libraries_of_the_lock(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as packed:
+        (name,) = (name for name in packed.namelist() if ".dist-info/sboms/" in name)
+        listed = json.loads(packed.read(name))
+    assert listed["metadata"]["component"]["version"] == edgemoe.__version__
+    locked = locked_libraries((ROOT / "requirements.lock").read_text())
+    assert [each["purl"] for each in listed["components"]] == [each.url for each in locked]
+    assert len(locked) > 30
 
 
 @pytest.mark.usefixtures("home")
