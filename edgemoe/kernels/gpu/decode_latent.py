@@ -31,7 +31,7 @@ class LatentPlaces(NamedTuple):
 def place_latent(  # type: ignore[no-untyped-def]
     given,  # [T, HEADS * (PLAIN + TURNED)]: queries
     latent,  # [T, RANK + TURNED]: latents and rotary keys
-    norm,  # float32 [RANK]
+    norm,  # float32, of RANK numbers
     cos,  # float32 [T, TURNED / 2]
     sin,
     blocks,  # [T]
