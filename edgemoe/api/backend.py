@@ -67,7 +67,7 @@ class Backend(Protocol):
     async def list_members(self) -> dict[str, Any]:
         """Returns the boxes of the cluster, with their votes. Raises MembersRefused for a box on its own."""
 
-    async def change_members(self, verb: str, node: str, *, dead: bool) -> str:
+    async def change_members(self, verb: str, node: str, *, dead: bool, hours: float) -> str:
         """Changes the members of the cluster. Returns a message about the change. Raises MembersRefused."""
 
     def describe(self) -> dict[str, Any]:

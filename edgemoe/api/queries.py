@@ -217,7 +217,13 @@ async def change_members(request: Request) -> Response:
     backend, asked = _owner_api(request).backend, request.query_params
     if request.state.peer_uid not in (0, os.geteuid()):
         raise HTTPException(403, "only the daemon's own user and root change the members of the cluster")
-    said = await backend.change_members(asked.get("verb", ""), asked.get("node", ""), dead=asked.get("dead") == "1")
+    try:
+        hours = float(asked.get("hours", "24"))
+    except ValueError as error:
+        raise InvalidRequest(f"hours must be a number: {error}", param="hours") from error
+    said = await backend.change_members(
+        asked.get("verb", ""), asked.get("node", ""), dead=asked.get("dead") == "1", hours=hours
+    )
     return JSONResponse({"message": said})
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import time
 from urllib.parse import urlencode
 
 from rich.table import Table
+from rich.text import Text
 
 from edgemoe.cli.client import Client, socket_of
+from edgemoe.cli.command_settings import read_settings
 from edgemoe.cli.output import console
 from edgemoe.errors import ServiceError
 from edgemoe.types.arrays import Json
@@ -20,6 +23,8 @@ VOTE_S, LOOK_S = 120.0, 0.5  # that a box has to catch up; between looks
 
 def run(args: argparse.Namespace) -> int:
     """Runs one action, and prints a message about it."""
+    if args.action == "init" and not read_settings(args).settings.cluster.node:
+        return _begin(args)
     with Client(socket_of(args)) as client:
         if args.action == "list":
             found = client.get("/cluster")
@@ -27,9 +32,23 @@ def run(args: argparse.Namespace) -> int:
             return int(not found["has_majority"])
         verb = {"init": "begin"}.get(args.action, args.action)
         asked = {"verb": verb, "node": getattr(args, "node", ""), "dead": int(getattr(args, "dead", False))}
+        asked |= {"hours": getattr(args, "hours", 24.0)}
         print(client.post(f"/cluster?{urlencode(asked)}")["message"], flush=True)
         if args.action == "vote":
             _wait_for_vote(client, args.node)
+    return 0
+
+
+def _begin(args: argparse.Namespace) -> int:
+    """Makes this box the first one of a cluster, before its daemon starts again."""
+    from edgemoe.cli.joining import begin_cluster
+
+    settings = read_settings(args).settings
+    box, roster = begin_cluster(settings, args.node or "", args.address or "", os.environ)
+    print(
+        f"{box.node} at {box.address} is the first box of cluster {roster.cluster}. Start its daemon again, then "
+        "invite others: edgemoe cluster invite NODE"
+    )
     return 0
 
 
@@ -43,10 +62,13 @@ def picture(found: Json) -> Table:
         table.add_column(head)
     for box in found["boxes"]:
         colour = COLOURS.get(box["state"], "")
-        state = f"[{colour}]{box['state']}[/]" if colour else box["state"]
+        state = Text(box["state"], colour)
         table.add_row(box["node"], state, box["vote"], box["address"], " or ".join(key[:8] for key in box["keys"]))
+    for each in found["invited"]:
+        until = time.strftime("%Y-%m-%d %H:%M", time.localtime(each["until_s"]))
+        table.add_row(each["node"], "invited", "no", f"until {until}", "")
     if found["trouble"]:
-        table.caption, table.caption_justify = found["trouble"], "left"
+        table.caption, table.caption_justify = Text(found["trouble"]), "left"
     return table
 
 

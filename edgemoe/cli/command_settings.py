@@ -28,7 +28,8 @@ def read_settings(args: argparse.Namespace) -> LoadedSettings:
         "cluster.join": ("--join", " ".join(getattr(args, "join", None) or ())),
     }
     options = {key: SettingValue(value, origin) for key, (origin, value) in given.items() if value}
-    return load(Path(args.config) if args.config else None, args.set, options)
+    begins = bool(getattr(args, "invite", "")) or (args.command, getattr(args, "action", "")) == ("cluster", "init")
+    return load(Path(args.config) if args.config else None, args.set, options, is_named_later=begins)
 
 
 def _address(args: argparse.Namespace) -> str | None:

@@ -205,21 +205,49 @@ Examples:
 
 CLUSTER_LIST = """\
 Prints a line for each box. The exit status is 1 while no majority of the voters answers.
+
+Example:
+  edgemoe cluster list
+"""
+
+CLUSTER_INVITE = """\
+The token holds addresses of boxes, their keys, the name of the new box and a key of its own. It lets in one box, once.
+
+Example:
+  edgemoe cluster invite attic
+On the new box, the token that it prints goes behind `edgemoe serve --invite`.
 """
 
 CLUSTER_INIT = """\
+On a box alone, it becomes the first box of a cluster, with the only vote, when its daemon starts again.
 Boxes that list each other in files become members by agreement, once and for all; all boxes go on serving. From then
 on the lists are not needed: `edgemoe cluster` changes the members.
+
+Example:
+  edgemoe cluster init --node kitchen --address 192.0.2.7:7540
 """
 
 CLUSTER_VOTE = """\
-Votes are given and taken one at a time. A box that gets one runs etcd (Debian's etcd-server) and first catches up. A
-vote is not taken where the other voters would be no majority. Three voters stand the death of one, five that of two.
+Votes are given and taken one at a time. A box that gets one runs etcd (Debian's etcd-server) and first catches up.
+Three voters stand the death of one, five that of two.
+
+Example:
+  edgemoe cluster vote attic
+"""
+
+CLUSTER_UNVOTE = """\
+The box serves on. A vote is not taken where the other voters would be no majority.
+
+Example:
+  edgemoe cluster unvote attic
 """
 
 CLUSTER_REMOVE = """\
 A box that runs first gives its experts to the others, as far as they have room. It is then let in no more, and serves
 alone. Say --dead for a box that does not answer and will not come back.
+
+Example:
+  edgemoe cluster remove shed
 """
 
 KEYGEN = """\

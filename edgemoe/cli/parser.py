@@ -100,6 +100,7 @@ def serve(subparsers: Any) -> None:
     parser.add_argument("--host", metavar="HOST", help="listen by TCP, too, on this address (default: 127.0.0.1)")
     parser.add_argument("--port", metavar="PORT", type=int, help="listen by TCP, too, on this port (default: 8080)")
     help_text = "a box of a cluster to join; may be given several times (docs/cluster.md)"
+    parser.add_argument("--invite", metavar="TOKEN", help="join a cluster by this invitation first")
     parser.add_argument("--join", metavar="NODE,HOST:PORT,KEY", action="append", help=help_text)
     settings_options(parser)
 
@@ -300,14 +301,18 @@ def cluster(subparsers: Any) -> None:
     found = actions(command(subparsers, "cluster", handler, "list and change the boxes of a cluster", texts.CLUSTER))
     listed = command(found, "list", handler, "list the boxes, and who votes", texts.CLUSTER_LIST)
     listed.add_argument("--json", action="store_true", help="for programs")
-    begun = command(found, "init", handler, "have the members agreed, in place of lists of peers", texts.CLUSTER_INIT)
+    begun = command(found, "init", handler, "begin a cluster, or have the members of lists agreed", texts.CLUSTER_INIT)
+    begun.add_argument("--node", metavar="NAME", help="this box's name, on a box alone (default: the machine's)")
+    begun.add_argument("--address", metavar="HOST:PORT", help="where others reach it, on a box alone (port 7540)")
+    invited = command(found, "invite", handler, "print an invitation for one more box", texts.CLUSTER_INVITE)
+    invited.add_argument("--hours", type=float, metavar="N", default=24.0, help="for which it stands (default: 24)")
     voted = command(found, "vote", handler, "give a box a vote, once it has caught up", texts.CLUSTER_VOTE)
-    unvoted = command(found, "unvote", handler, "take a box's vote; it stays in the cluster", texts.CLUSTER_VOTE)
+    unvoted = command(found, "unvote", handler, "take a box's vote; it stays in the cluster", texts.CLUSTER_UNVOTE)
     removed = command(found, "remove", handler, "take a box out of the cluster", texts.CLUSTER_REMOVE)
     removed.add_argument("--dead", action="store_true", help="the box is gone for good")
-    for parser in (voted, unvoted, removed):
+    for parser in (invited, voted, unvoted, removed):
         parser.add_argument("node", metavar="NODE", help="the box's name")
-    for parser in (listed, begun, voted, unvoted, removed):
+    for parser in (listed, begun, invited, voted, unvoted, removed):
         client_options(parser)
 
 

@@ -38,6 +38,11 @@ def serve(args: argparse.Namespace) -> int:
 
     loaded = read_settings(args)
     configure(loaded.settings.log, journal=goes_to_journal(os.environ))
+    if args.invite:
+        from edgemoe.cli.joining import join_cluster, read_token
+
+        join_cluster(loaded.settings, read_token(args.invite), os.environ)
+        loaded = read_settings(args)
     log.info("settings read", extra={"files": ",".join(map(str, loaded.files)), "set": " ".join(args.set)})
     become_owner(*written_paths(loaded.settings), env=os.environ)
     if loaded.settings.api.needs_keys:

@@ -19,9 +19,10 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 import msgspec
 
-from edgemoe.config.paths import PATHS, fill_paths, search_path
+from edgemoe.config.paths import PATHS, cluster_folder, fill_paths, search_path
 from edgemoe.config.settings import DeviceSettings, Settings, faults
 from edgemoe.config.sizes import parse_rate, parse_size
+from edgemoe.config.this_box import fill_this_box
 from edgemoe.errors import ConfigError
 
 MAX_FILE_BYTES = 1 << 20
@@ -60,10 +61,12 @@ def load(
     *,
     env: Mapping[str, str] = os.environ,
     root: Path = Path("/"),
+    is_named_later: bool = False,
 ) -> LoadedSettings:
     """Returns the effective settings. Raises ConfigError, which names all that is wrong.
 
-    If `config` is given, no other file is read. `options` win over all other sources.
+    If `config` is given, no other file is read. `options` win over all other sources. With `is_named_later`, settings
+    of a cluster may come before this box's name in it.
     """
     files = (config,) if config else tuple(path for path in search_path(env, root) if path.is_file())
     stated: dict[str, SettingValue] = {}
@@ -75,13 +78,24 @@ def load(
         stated |= values
     stated |= _checked(_set_values(sets, wrong), wrong) | _checked(options.items(), wrong)
     settings = _build(stated, wrong)
-    for fault in faults(settings):
+    settings = _with_this_box(settings, cluster_folder(settings, env, root), wrong)
+    for fault in faults(settings, is_named_later=is_named_later):
         if not any(key in fault for key in wrong.keys):  # else it may follow from that key's own fault
             wrong.add("", fault)
     wrong.raise_all()
     settings = fill_paths(settings, env, root)
     origins = {key: stated[key].origin if key in stated else "default" for key in flatten(settings)}
     return LoadedSettings(settings, origins, files)
+
+
+def _with_this_box(settings: Settings, folder: Path, wrong: SettingFaults) -> Settings:
+    """Returns the settings with this box's part of a cluster, which a command or an invitation has written."""
+    try:
+        cluster = fill_this_box(settings.cluster, folder)
+    except ConfigError as error:
+        wrong.add("", str(error))
+        return settings
+    return msgspec.structs.replace(settings, cluster=cluster)
 
 
 class SettingFaults:

@@ -30,8 +30,7 @@ def search_path(env: Mapping[str, str], root: Path = Path("/")) -> tuple[Path, .
 def fill_paths(settings: Settings, env: Mapping[str, str], root: Path = Path("/")) -> Settings:
     """Returns `settings` with empty paths filled in from the environment, which no other module reads."""
     socket = Path(settings.api.socket or default_socket(env)).absolute()
-    state = service_state(env, root)
-    stores = Path(settings.model.store_dir or (state or _cache(env)) / "stores").absolute()
+    stores = _stores(settings, env, root)
     runtime = Path(settings.service.runtime_dir or beside(socket)).absolute()
     keys = settings.api.api_key_file or default_keys(env, root)
     settings = _replaced(settings, socket=str(socket), stores=str(stores), runtime=str(runtime), keys=str(keys))
@@ -40,6 +39,15 @@ def fill_paths(settings: Settings, env: Mapping[str, str], root: Path = Path("/"
         cluster = msgspec.structs.replace(cluster, state_dir=str(stores.with_name("cluster") / cluster.node))
         settings = msgspec.structs.replace(settings, cluster=cluster)
     return settings
+
+
+def cluster_folder(settings: Settings, env: Mapping[str, str], root: Path = Path("/")) -> Path:
+    """Returns the folder of this box's own part of a cluster, where no settings name it."""
+    return Path(settings.cluster.state_dir or _stores(settings, env, root).with_name("cluster"))
+
+
+def _stores(settings: Settings, env: Mapping[str, str], root: Path) -> Path:
+    return Path(settings.model.store_dir or (service_state(env, root) or _cache(env)) / "stores").absolute()
 
 
 def beside(socket: Path) -> Path:

@@ -179,8 +179,11 @@ class Settings(SettingsSection, frozen=True, kw_only=True):
     cluster: ClusterSettings = ClusterSettings()
 
 
-def faults(settings: Settings) -> Iterator[str]:
-    """Yields every combination of settings that cannot work, with its remedy."""
+def faults(settings: Settings, *, is_named_later: bool = False) -> Iterator[str]:
+    """Yields every combination of settings that cannot work, with its remedy.
+
+    With `is_named_later`, a command or an invitation will give this box a name in a cluster.
+    """
     kinds = [device.kind for device in settings.device]
     for index, device in enumerate(settings.device):
         yield from _device_faults(f"device.{index}", device, kinds)
@@ -189,7 +192,8 @@ def faults(settings: Settings) -> Iterator[str]:
     for name, wanted in (("hints", record.hints), ("hidden", record.hidden)):
         if wanted and not record.dir:
             yield f"record.{name} is set, but record.dir is not: name the folder to record to, or drop it"
-    yield from _cluster_faults(settings.cluster)
+    if settings.cluster.node or not is_named_later:
+        yield from _cluster_faults(settings.cluster)
     if settings.cluster.role != "both" and not settings.engine.prefix_cache:
         yield f'cluster.role is "{settings.cluster.role}": hand-overs need engine.prefix_cache'
 

@@ -209,17 +209,19 @@ class ClusterFront:
     async def list_members(self) -> dict[str, Any]:
         """Returns the boxes of the cluster, with their votes."""
         try:
-            voting = (await self.plane.changes.command(MemberChange("voting"))).split()
+            voting = (await self.plane.changes.command(MemberChange("voting"))).said.split()
         except PeerError as error:
             log.debug("no voter says who votes", extra={"why": str(error)})
             voting = None
         return about.list_members(self.plane, voting)
 
-    async def change_members(self, verb: str, node: str, *, dead: bool) -> str:
-        """Returns a message about the change. Raises MembersRefused."""
+    async def change_members(self, verb: str, node: str, *, dead: bool, hours: float) -> str:
+        """Returns a message about the change, or the token of an invitation. Raises MembersRefused."""
         try:
             change = msgspec.convert({"verb": verb, "node": node, "dead": dead}, MemberChange)
-            return await self.plane.changes.command(change)
+            if change.verb == "invite":
+                return await self.plane.changes.invite(node, hours)
+            return (await self.plane.changes.command(change)).said
         except (PeerError, msgspec.ValidationError) as error:
             raise MembersRefused(str(error)) from error
 

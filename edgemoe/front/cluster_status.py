@@ -76,6 +76,7 @@ def list_members(plane: ControlPlane, voting: Sequence[str] | None) -> dict[str,
         "has_majority": voting is not None,
         "trouble": plane.blocker,
         "boxes": rows,
+        "invited": [{"node": each.node, "until_s": each.until_s} for each in roster.invited] if roster else [],
     }
 
 

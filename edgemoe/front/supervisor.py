@@ -61,7 +61,7 @@ class PeerBoxes(Protocol):
     async def list_members(self) -> dict[str, Any]:
         """Returns the boxes of the cluster, with their votes."""
 
-    async def change_members(self, verb: str, node: str, *, dead: bool) -> str:
+    async def change_members(self, verb: str, node: str, *, dead: bool, hours: float) -> str:
         """Changes the members of the cluster. Returns a message about the change. Raises MembersRefused."""
 
 
@@ -141,9 +141,9 @@ class Supervisor:
         """Returns the boxes of the cluster, with their votes. Raises MembersRefused for a box on its own."""
         return await self._in_cluster().list_members()
 
-    async def change_members(self, verb: str, node: str, *, dead: bool) -> str:
+    async def change_members(self, verb: str, node: str, *, dead: bool, hours: float) -> str:
         """Changes the members of the cluster. Returns a message about the change. Raises MembersRefused."""
-        return await self._in_cluster().change_members(verb, node, dead=dead)
+        return await self._in_cluster().change_members(verb, node, dead=dead, hours=hours)
 
     def _in_cluster(self) -> PeerBoxes:
         if self._cluster is None:

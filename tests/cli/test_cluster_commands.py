@@ -12,9 +12,12 @@ import pytest
 from rich.console import Console
 
 import edgemoe.cli
+from edgemoe.cli.cluster_command import picture
 from edgemoe.cli.status_command import boxes
 from edgemoe.cluster.control.admission import read_seeds
 from edgemoe.cluster.rpc.keys import generate, load_peers, load_secret
+from edgemoe.cluster.rpc.roster import KeptRoster
+from edgemoe.config.loading import load
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.errors import ConfigError, ServiceError
 from edgemoe.front.peers_list import listed
@@ -76,6 +79,48 @@ def test_a_witness_needs_an_agreement_to_vote_in(tmp_path: Path, capsys: pytest.
     config.write_text('[cluster]\nnode = "w"\nkey_file = "k"\nlisten = "127.0.0.1:7540"\n')
     assert edgemoe.cli.main(["witness", "--config", str(config)]) == 2
     assert "raft" in capsys.readouterr().err
+
+
+def test_a_box_alone_becomes_the_first_of_a_cluster_that_its_settings_need_not_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    config = tmp_path / "edgemoe.toml"
+    config.write_text(f'[model]\nstore_dir = "{tmp_path / "stores"}"\n[cluster]\nreplicas = 3\n')
+    words = ["cluster", "init", "--config", str(config)]
+    assert edgemoe.cli.main([*words, "--node", "A b", "--address", "192.0.2.7:7540"]) == 2
+    assert "node name 'A b'" in capsys.readouterr().err
+    assert edgemoe.cli.main([*words, "--node", "kitchen", "--address", "192.0.2.7:7541"]) == 0
+    assert "kitchen at 192.0.2.7:7541" in capsys.readouterr().out
+    cluster = load(config).settings.cluster
+    assert (cluster.node, cluster.listen, cluster.address) == ("kitchen", "0.0.0.0:7541", "192.0.2.7:7541")
+    assert (cluster.coordination, cluster.replicas) == ("raft", 3)
+    roster = KeptRoster(Path(cluster.state_dir) / "members").roster
+    assert roster is not None
+    assert roster.voters == ["kitchen"]
+    assert roster.boxes[0].key == load_secret(Path(cluster.key_file)).public.decode()
+    assert stat.S_IMODE(Path(cluster.key_file).stat().st_mode) == 0o600
+    (tmp_path / "cluster/this-box.json").write_text("{")
+    with pytest.raises(ConfigError, match="remove it to serve alone"):
+        load(config)
+
+
+def test_settings_of_a_cluster_without_a_name_are_a_mistake_unless_a_command_gives_one(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cluster\.node is not"):
+        load(sets=[f"model.store_dir={tmp_path}/stores", "cluster.replicas=3"])
+    sets = [f"model.store_dir={tmp_path}/stores", "cluster.replicas=3"]
+    assert load(sets=sets, is_named_later=True).settings.cluster.node == ""
+
+
+def test_the_picture_of_members_has_their_votes_and_invitations() -> None:
+    page = io.StringIO()
+    box = {"node": "a", "address": "192.0.2.7:7540", "keys": ["k" * 40], "state": "this box", "vote": "yes"}
+    found = {"cluster": "c1", "version": 4, "leader": "a", "has_majority": False, "trouble": "no etcd [/]"}
+    invited = [{"node": "shed", "until_s": 0.0}]
+    Console(width=100, file=page).print(picture(found | {"boxes": [box], "invited": invited}))
+    text = page.getvalue()
+    for part in ("cluster c1, change 4", "a leads", "no majority", "192.0.2.7:7540", "kkkkkkkk", "shed", "no etcd [/]"):
+        assert part in text
 
 
 def test_the_picture_names_boxes_leader_trouble_and_rates() -> None:

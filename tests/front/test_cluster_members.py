@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import shutil
 from collections.abc import AsyncIterator, Iterable, Sequence
@@ -10,10 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from support.front_kit import http_client
 from support.rolling import THIS, Box, ask, settings_of
 from support.waiting import until
+
+from edgemoe.cli.joining import join_cluster, read_token
+from edgemoe.cluster.rpc.invite_token import InviteToken
+from edgemoe.config.settings import ClusterSettings, Settings
+from edgemoe.errors import ConfigError, PeerError
 
 pytestmark = pytest.mark.skipif(shutil.which("etcd") is None, reason="no etcd binary: install Debian's etcd-server")
 LONG_S = 90.0
@@ -119,6 +126,71 @@ async def test_a_dead_voter_is_removed_and_let_in_no_more(tmp_path: Path, model_
         await until(lambda: served(c), LONG_S)
         await all_see((a, b), a="yes", b="yes")
         assert not await seen(c, **ABC)
+
+
+def joined(box: Box, token: str) -> None:
+    """Has a box join by an invitation, as `edgemoe serve --invite` does first."""
+    join_cluster(box.settings, read_token(token), {})
+
+
+async def test_a_cluster_grows_from_one_box_by_invitations(tmp_path: Path, model_dir: Path) -> None:
+    made = settings_of(tmp_path, model_dir, "abx")
+    a, b, other = (Box(without_list(one), tmp_path / f"{one.cluster.node}.log") for one in made)
+    try:
+        a.start(THIS)
+        await until(lambda: served(a), LONG_S)
+        assert "`edgemoe cluster init`" in (await change(a, "invite", "b"))[1]
+        await done(a, "begin")
+        await all_see([a], a="yes")
+        assert (await change(a, "invite", "A b"))[0] == 409
+        token = await done(a, "invite", "b")
+        assert (await members(a))["invited"][0]["node"] == "b"
+        with pytest.raises(ConfigError, match="is for b"):
+            joined(other, token)
+        await until(lambda: asyncio.to_thread(accepted, b, token), LONG_S)
+        b.start(THIS)
+        await all_see((a, b), a="yes", b="no")
+        assert (await members(a))["invited"] == []
+        joined(b, token)  # again, as a service does with each start
+        (Path(b.settings.cluster.state_dir) / "members").unlink()  # as if the answer had been lost
+        await asyncio.to_thread(joined, b, token)
+        (Path(b.settings.cluster.state_dir) / "members").unlink()
+        Path(b.settings.cluster.key_file).unlink()
+        with pytest.raises(PeerError, match="used already"):
+            await asyncio.to_thread(joined, b, token)
+        late = read_token(await done(b, "invite", "late"))
+        with pytest.raises(ConfigError, match="too old"):
+            join_cluster(msgspec.structs.replace(b.settings, cluster=ClusterSettings()), late_now(late), {})
+        assert "taken back" in await done(b, "remove", "late")
+        await done(b, "vote", "b")
+        await all_see((a, b), a="yes", b="yes")
+        assert "a votes" in await done(a, "unvote", "b")
+        await all_see((a, b), a="yes", b="no")
+        await done(a, "remove", "b")
+        await all_see([a], a="yes")
+        assert "last box" in (await change(a, "remove", "a"))[1]
+    finally:
+        for box in (a, b):
+            if box.process is not None:
+                box.process.kill()
+                box.process.wait(10)
+
+
+def accepted(box: Box, token: str) -> bool:
+    """Joins; the invitation may not be known everywhere yet."""
+    try:
+        joined(box, token)
+    except PeerError:
+        return False
+    return True
+
+
+def late_now(token: InviteToken) -> InviteToken:
+    return msgspec.structs.replace(token, until_s=1.0)
+
+
+def without_list(settings: Settings) -> Settings:
+    return msgspec.structs.replace(settings, cluster=msgspec.structs.replace(settings.cluster, peers_file=""))
 
 
 async def gone(box: Box, node: str) -> bool:

@@ -58,6 +58,7 @@ from edgemoe.cluster.control.messages import (
     ForwardedFrame,
     HandOver,
     Heartbeat,
+    JoinCluster,
     LoadReport,
     LostRequestsQuery,
     MemberChange,
@@ -207,7 +208,9 @@ class ControlPlane:
             self.channel.close()
             self._transport.close()
             raise
-        self.changes = MemberChanges(own, self.state, self.channel, self._part, self._follow_roster)
+        self.changes = MemberChanges(
+            own, self.state, self.channel, self._part, self._follow_roster, self._transport.allowed
+        )
         self.channel.on_up, self.channel.on_down, self.channel.on_foreign = self._on_up, self._on_down, self._on_foreign
         self._perform(self.state.start())
         self._is_stopping = False
@@ -335,6 +338,8 @@ class ControlPlane:
     # --- receiving --------------------------------------------------------------------------------------------
 
     async def _serve(self, question: Question[ControlMessage]) -> Answer[ControlMessage] | None:
+        if isinstance(question.message, JoinCluster):
+            return Answer(await self.changes.on_join(question.peer, question.message))
         if question.peer not in self.state.members:
             raise PeerRefused(f"{question.peer} is no longer listed by {self.state.node}")
         message = question.message

@@ -12,24 +12,29 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable
 
+import msgspec
+
 from edgemoe.cluster.control.agreement_part import AgreementPart
 from edgemoe.cluster.control.control_state import ControlState
 from edgemoe.cluster.control.coordination.coord_store import CoordStore
 from edgemoe.cluster.control.coordination.election_rules import MAX_VOTERS
 from edgemoe.cluster.control.etcd_member import EtcdMember
 from edgemoe.cluster.control.membership import BEAT_S
-from edgemoe.cluster.control.messages import ControlMessage, HandOver, MemberChange, MemberChanged
+from edgemoe.cluster.control.messages import ControlMessage, HandOver, JoinCluster, MemberChange, MemberChanged
 from edgemoe.cluster.rpc.channel import Channel
-from edgemoe.cluster.rpc.keys import Peer
-from edgemoe.cluster.rpc.roster import Roster
-from edgemoe.errors import CoordError, CoordUnavailable, PeerBusy, PeerError, PeerRefused, RosterConflict
+from edgemoe.cluster.rpc.invite_token import MAX_SEEDS, InviteToken, Seed, z85_bytes
+from edgemoe.cluster.rpc.keys import AllowList, Peer, check_peer, make_secret
+from edgemoe.cluster.rpc.roster import MAX_INVITED, Invitation, Roster
+from edgemoe.errors import ConfigError, CoordError, CoordUnavailable, PeerBusy, PeerError, PeerRefused, RosterConflict
 from edgemoe.ticking import until_tick
+from edgemoe.types.bounds import MAX_NODES
 
 log = logging.getLogger(__name__)
 ASK_S = 55.0  # for a change, a box's hand-over included
 HAND_OVER_S = 20.0
 AGREE_S = 15.0  # for one change, an election of etcd's included
 FAREWELL_S = 2.0
+MAX_HOURS = 24 * 31  # that an invitation stands
 
 
 class MemberChanges:
@@ -42,8 +47,13 @@ class MemberChanges:
         channel: Channel[ControlMessage],
         part: AgreementPart,
         on_agreed: Callable[[Roster], None],
+        allowed: AllowList,
     ) -> None:
-        """Calls `on_agreed` with each roster that the voters agree on; `own` is this box's entry."""
+        """Calls `on_agreed` with each roster that the voters agree on; `own` is this box's entry.
+
+        Keys of invitations are allowed while they stand.
+        """
+        self._allowed, self._invited = allowed, dict[str, str]()
         self._own, self._state, self._channel, self._part, self._on_agreed = own, state, channel, part, on_agreed
         self._changing = asyncio.Lock()
         self._is_parting = False  # a removed box is told so before this one cuts it off
@@ -54,6 +64,7 @@ class MemberChanges:
         """Follows the agreed roster until cancelled."""
         while True:
             await asyncio.sleep(until_tick(BEAT_S))
+            self._allow_invited()
             try:
                 await self._follow()
             except CoordError as error:
@@ -69,18 +80,42 @@ class MemberChanges:
         elif held is not None and agreed != held and self._is_leading():  # etcd is new, or an old backup of it
             await store.change_roster(agreed, held)
 
+    def _allow_invited(self) -> None:
+        """Lets boxes with standing invitations ask, and the others no more."""
+        roster, now_s = self._state.roster, time.time()
+        invited = roster.invited if roster is not None and not self._state.is_removed else ()
+        standing = {each.node: each.key for each in invited if each.until_s > now_s}
+        for node in self._invited.keys() - standing.keys():
+            if node not in self._state.members:
+                self._allowed.revoke(node)
+        for node, key in standing.items():
+            if self._invited.get(node) != key:
+                self._allowed.allow(node, key)
+        self._invited = standing
+
     def _is_leading(self) -> bool:
         return self._part.leader is not None and self._part.leader.epoch > 0
 
     # --- commands ---------------------------------------------------------------------------------------------
 
-    async def command(self, change: MemberChange) -> str:
-        """Has a change made, here or by a voter. Returns a message about it. Raises PeerError with the reason."""
-        if self._can_decide(change):
-            return (await self.decide(change)).said
-        roster = self._state.roster
-        if roster is None and change.verb not in ("begin", "voting"):
-            raise PeerRefused("this box goes by a list of peers; `edgemoe cluster init` has the members agreed")
+    async def command(self, change: MemberChange) -> MemberChanged:
+        """Has a change made, here or by a voter, as soon as one can. Raises PeerError with the reason."""
+        if change.verb not in ("begin", "voting"):
+            self._agreed()
+        ends_s = time.monotonic() + (0.0 if change.verb == "voting" else AGREE_S)
+        while True:
+            try:
+                return await (self.decide(change) if self._can_decide(change) else self._ask_voters(change))
+            except PeerRefused:
+                raise
+            except PeerError as error:
+                if time.monotonic() > ends_s:
+                    raise
+                log.debug("a change of members waits for a voter", extra={"why": str(error)})
+                await asyncio.sleep(BEAT_S)
+
+    async def _ask_voters(self, change: MemberChange) -> MemberChanged:
+        """Has a change made by a voter that answers. Raises PeerError."""
         members = self._state.members
         failure = PeerError("none of the voters can be reached")
         for node in self._state.voters or [self._state.leader_tracker.leader]:
@@ -94,12 +129,21 @@ class MemberChanges:
                 failure = error
                 continue
             assert isinstance(answer, MemberChanged)
-            return answer.said
+            return answer
         if change.verb == "remove" and change.node == self._own.node and self._state.is_removed:
-            return f"{change.node} is removed"  # and so cut off before the answer came
+            return MemberChanged(f"{change.node} is removed")  # and so cut off before the answer came
         raise PeerBusy(
             f"nothing is changed: {failure}. Voters are {', '.join(self._state.voters)}, and most of them must answer"
         )
+
+    async def invite(self, node: str, hours: float) -> str:
+        """Has a box invited. Returns the token. Raises PeerError."""
+        key, until_s = make_secret(), time.time() + 3600 * min(MAX_HOURS, max(0.0, hours))
+        await self.command(MemberChange("invite", node, key=key.public.decode(), until_s=until_s))
+        roster = self._agreed()
+        ask = sorted(roster.boxes, key=lambda box: (box.node != self._own.node, not box.voter))[:MAX_SEEDS]
+        seeds = tuple(Seed(box.node, box.address, box.key) for box in ask)
+        return InviteToken(roster.cluster, node, z85_bytes(key.secret), until_s, seeds).text()
 
     async def decide(self, change: MemberChange) -> MemberChanged:
         """Makes a change as a voter. Raises PeerError."""
@@ -109,8 +153,11 @@ class MemberChanges:
             if change.verb == "voting":
                 return MemberChanged(" ".join(await self._member().voting()))
             async with self._changing:
+                await _persist(self._check_written)
+                if change.verb == "join":
+                    return MemberChanged(roster=await self._join(change))
                 return MemberChanged(await self._change(change))
-        except RosterConflict as error:
+        except (RosterConflict, ConfigError) as error:
             raise PeerRefused(str(error)) from error
         except CoordUnavailable as error:
             raise PeerRefused(f"the voters did not agree; look at `edgemoe cluster list`: {error}") from error
@@ -124,6 +171,8 @@ class MemberChanges:
                 return await self._unvote(change.node)
             case "remove":
                 return await self._remove(change.node, dead=change.dead)
+            case "invite":
+                return await self._invite(Invitation(change.node, change.key, change.until_s))
         return await self._begin()
 
     def _can_decide(self, change: MemberChange) -> bool:
@@ -195,6 +244,8 @@ class MemberChanges:
         return f"{node} votes no more; {_voters_text(roster, node)}"
 
     async def _remove(self, node: str, *, dead: bool) -> str:
+        if any(each.node == node for each in self._agreed().invited):
+            return await self._take_back(node)
         roster, box = self._entry(node)
         here = self._is_here(node)
         if len(roster.boxes) == 1:
@@ -217,11 +268,61 @@ class MemberChanges:
             self._is_parting = False
         return f"{node} is removed{f'; {_voters_text(roster, node)}' if box.voter else ''}"
 
+    async def _take_back(self, node: str) -> str:
+        roster = self._agreed()
+        await self._commit(roster, roster.next(invited=tuple(each for each in roster.invited if each.node != node)))
+        return f"the invitation of {node} is taken back"
+
+    async def _invite(self, invitation: Invitation) -> str:
+        roster, node = self._agreed(), invitation.node
+        check_peer(Peer(node, "host:1", invitation.key), "the invitation")
+        if roster.find(node) is not None:
+            raise PeerRefused(f"there is a box {node} already; remove it, or take another name")
+        if len(roster.boxes) >= MAX_NODES:
+            raise PeerRefused(f"{MAX_NODES} boxes belong to the cluster; more are not possible")
+        standing = [each for each in roster.invited if each.node != node and each.until_s > time.time()]
+        if len(standing) >= MAX_INVITED:
+            raise PeerRefused(f"{MAX_INVITED} invitations stand; take one back by `edgemoe cluster remove NAME`")
+        await self._commit(roster, roster.next(invited=(*standing, invitation)))
+        return f"{node} is invited"
+
+    async def _join(self, change: MemberChange) -> Roster:
+        """Lets an invited box in, and ends its invitation."""
+        roster = self._agreed()
+        invitation = next((each for each in roster.invited if each.node == change.node), None)
+        if invitation is None or invitation.until_s <= time.time():
+            raise PeerRefused(f"the invitation of {change.node} is used, taken back or too old; make a new one")
+        box = Peer(change.node, change.address, change.key, voter=False)
+        rest = tuple(each for each in roster.invited if each.node != change.node)
+        after = msgspec.structs.replace(roster.with_box(box), invited=rest)
+        if not box.address or after.fault():
+            raise PeerRefused(after.fault() or f"{change.node} states no address; set cluster.address there")
+        await self._commit(roster, after)
+        return after
+
+    async def on_join(self, node: str, asked: JoinCluster) -> MemberChanged:
+        """Answers a box that asks to belong, by its invitation, or again by its own key. Raises PeerError."""
+        roster = self._state.roster
+        if roster is not None and (box := roster.find(node)) is not None and asked.key in box.keys:
+            return MemberChanged(roster=roster)
+        if node not in self._invited:
+            raise PeerRefused(f"{node} is not invited")
+        return await self.command(MemberChange("join", node, key=asked.key, address=asked.address))
+
+    def _agreed(self) -> Roster:
+        """Returns the roster. Raises PeerRefused without one."""
+        if self._state.roster is None:
+            raise PeerRefused("this cluster goes by lists of peers; `edgemoe cluster init` has the members agreed")
+        return self._state.roster
+
+    async def _check_written(self) -> None:
+        """Raises CoordUnavailable while the leader has not written the members into a new etcd yet."""
+        if self._state.roster is not None and self._store().view().roster is None:
+            raise CoordUnavailable("nobody leads yet")
+
     def _entry(self, node: str) -> tuple[Roster, Peer]:
         """Returns the roster and the entry of a box. Raises PeerRefused."""
-        roster = self._state.roster
-        if roster is None:
-            raise PeerRefused("this cluster goes by lists of peers; `edgemoe cluster init` has the members agreed")
+        roster = self._agreed()
         if (box := roster.find(node)) is None:
             raise PeerRefused(f"there is no box {node}; there are {', '.join(each.node for each in roster.boxes)}")
         return roster, box

@@ -153,15 +153,26 @@ class EtcdMembers(Message, frozen=True, tag="EtcdMembers"):
 class MemberChange(Message, frozen=True, tag="MemberChange"):
     """Asks a voter to change the members of the cluster. Reply: MemberChanged."""
 
-    verb: Literal["begin", "voting", "vote", "unvote", "remove"]
+    verb: Literal["begin", "voting", "vote", "unvote", "remove", "invite", "join"]
     node: Text = ""
     dead: bool = False  # remove: the box is gone for good
+    key: Word = ""  # of the invitation, or of the box that joins
+    address: Text = ""  # of the box that joins
+    until_s: WallSeconds = 0.0  # of the invitation
 
 
 class MemberChanged(Message, frozen=True, tag="MemberChanged"):
     """Confirms a MemberChange, in words for the owner."""
 
     said: LongText = ""
+    roster: Roster | None = None  # of the cluster that the asker has joined
+
+
+class JoinCluster(Message, frozen=True, tag="JoinCluster"):
+    """Asks, with the key of an invitation, to belong to the cluster with this key. Reply: MemberChanged."""
+
+    key: Word
+    address: Text
 
 
 class HandOver(Message, frozen=True, tag="HandOver"):
@@ -378,6 +389,7 @@ OfBoxes = (
     | MemberChange
     | MemberChanged
     | HandOver
+    | JoinCluster
 )
 ControlMessage = (
     OfRequests | OfBoxes | SnapshotRequest | SnapshotReply | StoreLocationRequest | StoreLocationReply | Failure

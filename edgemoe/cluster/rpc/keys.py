@@ -112,6 +112,17 @@ def generate(path: Path) -> Secret:
     return Secret(secret, public)
 
 
+def make_secret() -> Secret:
+    """Returns a new secret key, which is in no file."""
+    public, secret = zmq.curve_keypair()
+    return Secret(secret, public)
+
+
+def public_of(secret: bytes) -> bytes:
+    """Returns the public key of a secret one."""
+    return zmq.curve_public(secret)
+
+
 def load_secret(path: Path) -> Secret:
     """Reads a secret key. Raises ConfigError where the file is missing, readable by others, or no key."""
     try:
