@@ -59,7 +59,7 @@ class DeltaNet:
     def __init__(self, reader: LayerReader) -> None:
         heads = reader.attention.heads
         assert isinstance(heads, DeltaHeads)
-        self._heads, self._eps, self._number = (
+        self.heads, self.eps, self.number = (
             heads,
             reader.spec.block.eps,
             reader.spec.state_layers.index(reader.number),
@@ -72,7 +72,7 @@ class DeltaNet:
         else:
             project = reader.matrix("linear_attn.in_proj_qkv.weight", "linear_attn.in_proj_z.weight")
             own = reader.read("linear_attn.in_proj_b.weight", "linear_attn.in_proj_a.weight")
-        self._weights = DeltaWeights(
+        self.weights = DeltaWeights(
             project=project,
             own=own,
             convolution=read_taps(reader, "linear_attn.conv1d.weight"),
@@ -86,13 +86,13 @@ class DeltaNet:
     def __call__(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:
         """Returns the output [T, H] for normalised `x` [T, H], both in the model's dtype, and writes the states."""
         assert step.kv.states is not None
-        layer = step.kv.states.layer(self._number)
+        layer = step.kv.states.layer(self.number)
         if step.kernels is not None and not step.states.spans and len(x) <= KERNEL_TOKENS:
             return self._by_kernel(x, step.states, layer, step.kernels)
         return self._by_torch(x, step.states, layer)
 
     def _by_torch(self, x: torch.Tensor, step: StepStates, states: LayerStates) -> torch.Tensor:
-        heads, weights = self._heads, self._weights
+        heads, weights = self.heads, self.weights
         mixed, gate = torch.split(weights.project(x), [heads.channels, heads.values], dim=1)
         beta, decay = linear(x, weights.own).chunk(2, dim=1)
         mixed = convolve(mixed.float(), weights.convolution, step, states)
@@ -104,11 +104,11 @@ class DeltaNet:
         for part in step.spans:
             rows = slice(part.first, part.after)
             states.matrices[part.write], out[rows] = chunked(inputs.rows(rows), states.matrices[part.read])
-        gated = rms_norm(out, out.shape[-1:], weights.norm, self._eps) * silu(gate.float().view_as(out))
+        gated = rms_norm(out, out.shape[-1:], weights.norm, self.eps) * silu(gate.float().view_as(out))
         return weights.out(gated.flatten(1).to(x.dtype))
 
     def _by_kernel(self, x: torch.Tensor, step: StepStates, states: LayerStates, kernels: Kernels) -> torch.Tensor:
-        heads, weights, tokens = self._heads, self._weights, len(x)
+        heads, weights, tokens = self.heads, self.weights, len(x)
         job, floats = self._record, scratch_floats(tokens, heads.count, heads.dim, heads.value_dim)
         projected, own = _product(weights.project, x, kernels), _multiply(weights.own, x, kernels)
         out = torch.empty(tokens, heads.values)
@@ -121,17 +121,17 @@ class DeltaNet:
 
     def _fixed(self) -> npt.NDArray[np.void]:
         """Returns the DELTA record with the sizes and weights of the layer."""
-        job, heads, weights = np.zeros(1, DELTA), self._heads, self._weights
+        job, heads, weights = np.zeros(1, DELTA), self.heads, self.weights
         job["key_heads"], job["value_heads"], job["key_dim"] = heads.kv_count, heads.count, heads.dim
         for name in ("value_dim", "taps", "channels"):
             job[name] = getattr(heads, name)
         for name in ("convolution", "rates", "dt_bias", "norm"):
             job[name] = getattr(weights, name).data_ptr()
-        job["eps"] = self._eps
+        job["eps"] = self.eps
         return job
 
     def _inputs(self, mixed: torch.Tensor, beta: torch.Tensor, decay: torch.Tensor) -> DeltaInputs:
-        heads, weights = self._heads, self._weights
+        heads, weights = self.heads, self.weights
         q, k, v = torch.split(mixed, [heads.keys, heads.keys, heads.values], dim=1)
         q, k = (_unit(part.view(len(mixed), -1, heads.dim)) for part in (q, k))
         share = heads.count // heads.kv_count

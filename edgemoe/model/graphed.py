@@ -18,8 +18,9 @@ from edgemoe.families.spec import ModelSpec, RopeSpec
 from edgemoe.kernels.cpu.runtime import EVERYTHING
 from edgemoe.model.attention import AttentionScores, StepAttention, StepContext
 from edgemoe.model.decoder_layers import DecoderLayer, DenseWeights, MoeRunner, SerialLayer
+from edgemoe.model.delta_net import NORM_EPS, DeltaNet
 from edgemoe.model.dense_attention import DenseAttention
-from edgemoe.model.dense_weights import DenseMatrix, Norm
+from edgemoe.model.dense_weights import Norm
 from edgemoe.model.feed_forward import ExpertLayer, Gate
 from edgemoe.model.kv import DTYPES, CodedKV, KVCache, StepStates
 from edgemoe.model.latent_attention import LatentAttention
@@ -37,6 +38,8 @@ def compute(layer: DecoderLayer, residual: torch.Tensor, step: StepContext, call
         _attend(layer, layer.attention, residual, step)
     elif isinstance(layer.attention, LatentAttention) and not _is_coded(step, layer.attention.number):
         _attend_latents(layer, layer.attention, residual, step)
+    elif isinstance(layer.attention, DeltaNet):
+        _step_states(layer, layer.attention, residual, step)
     else:
         residual.add_(layer.attention(normalised(residual, layer.norm, layer.dtype), step), alpha=layer.factor)
     if isinstance(layer.feed_forward, ExpertLayer) and _is_chosen_by_kernel(layer.feed_forward.gate):
@@ -79,7 +82,7 @@ def _attend(layer: SerialLayer, attention: DenseAttention, residual: torch.Tenso
         heads.v_norm,
         heads.v_is_k,
     )
-    given = product(residual, attention.qkv, layer.norm, attention.qkv_bias, layer.dtype)
+    given = product(residual, attention.qkv.rows, layer.norm, attention.qkv_bias, layer.dtype)
     q = residual.new_empty((len(residual), heads.count, heads.dim), dtype=layer.dtype)
     angles = None if attention.rope is None else step.angles(attention.rope)
     pages = step.kv.layers[attention.number]
@@ -87,7 +90,7 @@ def _attend(layer: SerialLayer, attention: DenseAttention, residual: torch.Tenso
     attended = rows.single(attention.number, q, attention.scores).flatten(1)
     if heads.output_gate:
         attended = attended * given[:, attention.ends[-1] * heads.dim :].sigmoid().to(layer.dtype)
-    add_product(residual, attended, attention.o, attention.o_bias, layer.factor)
+    add_product(residual, attended, attention.o.rows, attention.o_bias, layer.factor)
 
 
 def _attend_latents(layer: SerialLayer, attention: LatentAttention, residual: torch.Tensor, step: StepContext) -> None:
@@ -98,12 +101,12 @@ def _attend_latents(layer: SerialLayer, attention: LatentAttention, residual: to
     how = decode_latent.LatentPlaces(
         heads.count, heads.plain, heads.dim, heads.rank, attention.norm.weight, attention.norm.eps
     )
-    latent = product(residual, attention.latent, norm, None, dtype)
+    latent = product(residual, attention.latent.rows, norm, None, dtype)
     if attention.query_latent is None or attention.query_norm is None:
-        given = product(residual, attention.query, norm, None, dtype)
+        given = product(residual, attention.query.rows, norm, None, dtype)
     else:
-        given = product(residual, attention.query_latent, norm, None, dtype).float()
-        given = product(given, attention.query, attention.query_norm, None, dtype)
+        given = product(residual, attention.query_latent.rows, norm, None, dtype).float()
+        given = product(given, attention.query.rows, attention.query_norm, None, dtype)
     q = residual.new_empty((count, heads.count, heads.rank + heads.dim), dtype=dtype)
     lines = step.kv.layers[attention.number].keys
     decode_latent.placed(given, latent, how, step.angles(attention.rope), rows.blocks, rows.positions, lines, q)
@@ -111,19 +114,43 @@ def _attend_latents(layer: SerialLayer, attention: LatentAttention, residual: to
     means = rows.single(attention.number, q, attention.scores)
     values = residual.new_empty((count, heads.count, heads.value), dtype=dtype)
     decode_latent.multiplied_by_head(means, attention.values, values)
-    add_product(residual, values.flatten(1), attention.out, None, layer.factor)
+    add_product(residual, values.flatten(1), attention.out.rows, None, layer.factor)
+
+
+def _step_states(layer: SerialLayer, net: DeltaNet, residual: torch.Tensor, step: StepContext) -> None:
+    from edgemoe.kernels.gpu import decode_delta
+
+    assert step.kv.states is not None
+    heads, weights, states = net.heads, net.weights, step.states
+    how = decode_delta.DeltaPlaces(
+        heads.count,
+        heads.kv_count,
+        heads.dim,
+        heads.value_dim,
+        weights.convolution,
+        weights.rates,
+        weights.dt_bias,
+        weights.norm,
+        NORM_EPS,
+        net.eps,
+    )
+    projected = product(residual, weights.project.rows, layer.norm, None, layer.dtype)
+    own = product(residual, weights.own, layer.norm, None, layer.dtype)
+    out = residual.new_empty((len(residual), heads.values), dtype=layer.dtype)
+    decode_delta.stepped(projected, own, how, step.kv.states.layer(net.number), states.reads, states.writes, out)
+    add_product(residual, out, weights.out.rows, None, layer.factor)
 
 
 def product(
-    x: torch.Tensor, matrix: DenseMatrix, norm: Norm, bias: torch.Tensor | None, dtype: torch.dtype
+    x: torch.Tensor, rows: torch.Tensor, norm: Norm, bias: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Returns float32 rows x [T, H], normalised, times a matrix, [T, R], of few rows in float32."""
+    """Returns float32 x [T, H], normalised, times a matrix of rows [R, H]: [T, R], of few tokens in float32."""
     from edgemoe.kernels.gpu import decode_dense
 
     if len(x) > decode_dense.MOST_ROWS:
-        return linear(normalised(x, norm, dtype), matrix.rows, bias)
-    out = x.new_empty((len(x), len(matrix)))
-    decode_dense.multiplied(x, matrix.rows, out, decode_dense.GpuProduct(norm.weight, norm.eps, bias))
+        return linear(normalised(x, norm, dtype), rows, bias)
+    out = x.new_empty((len(x), len(rows)))
+    decode_dense.multiplied(x, rows, out, decode_dense.GpuProduct(norm.weight, norm.eps, bias))
     return out
 
 
@@ -142,15 +169,15 @@ def normalised(
 
 
 def add_product(
-    to: torch.Tensor, x: torch.Tensor, matrix: DenseMatrix, bias: torch.Tensor | None, factor: float
+    to: torch.Tensor, x: torch.Tensor, rows: torch.Tensor, bias: torch.Tensor | None, factor: float
 ) -> None:
-    """Adds x [T, C] times a matrix, times `factor`, to float32 rows [T, R]."""
+    """Adds x [T, C] times a matrix of rows [R, C], times `factor`, to float32 numbers [T, R]."""
     from edgemoe.kernels.gpu import decode_dense
 
     if len(x) > decode_dense.MOST_ROWS:
-        to.add_(linear(x, matrix.rows, bias), alpha=factor)
+        to.add_(linear(x, rows, bias), alpha=factor)
     else:
-        decode_dense.multiplied(x, matrix.rows, to, decode_dense.GpuProduct(bias=bias, add=True, factor=factor))
+        decode_dense.multiplied(x, rows, to, decode_dense.GpuProduct(bias=bias, add=True, factor=factor))
 
 
 class RowMoeRunner(MoeRunner):
