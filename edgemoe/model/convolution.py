@@ -39,19 +39,19 @@ class ShortConvolution:
     def __init__(self, reader: LayerReader) -> None:
         heads = reader.attention.heads
         assert isinstance(heads, ConvHeads)
-        self._number = reader.spec.state_layers.index(reader.number)
-        self._project, self._out = reader.matrix("conv.in_proj.weight"), reader.matrix("conv.out_proj.weight")
-        self._taps = read_taps(reader, "conv.conv1d.weight")
-        self._project_bias = self._bias = self._out_bias = None
+        self.number = reader.spec.state_layers.index(reader.number)
+        self.project, self.out = reader.matrix("conv.in_proj.weight"), reader.matrix("conv.out_proj.weight")
+        self.taps = read_taps(reader, "conv.conv1d.weight")
+        self.project_bias = self.bias = self.out_bias = None
         if heads.biases:
-            self._project_bias, self._out_bias = reader.read("conv.in_proj.bias"), reader.read("conv.out_proj.bias")
-            self._bias = reader.read("conv.conv1d.bias", dtype=torch.float32)
+            self.project_bias, self.out_bias = reader.read("conv.in_proj.bias"), reader.read("conv.out_proj.bias")
+            self.bias = reader.read("conv.conv1d.bias", dtype=torch.float32)
 
     def __call__(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:
         """Returns the output [T, H] for normalised `x` [T, H], both in the model's dtype, and writes the states."""
         assert step.kv.states is not None
-        before, after, values = self._project(x, self._project_bias).chunk(3, dim=1)
-        mixed = convolve((before * values).float(), self._taps, step.states, step.kv.states.layer(self._number))
-        if self._bias is not None:
-            mixed = mixed + self._bias
-        return self._out(after * mixed.to(x.dtype), self._out_bias)
+        before, after, values = self.project(x, self.project_bias).chunk(3, dim=1)
+        mixed = convolve((before * values).float(), self.taps, step.states, step.kv.states.layer(self.number))
+        if self.bias is not None:
+            mixed = mixed + self.bias
+        return self.out(after * mixed.to(x.dtype), self.out_bias)

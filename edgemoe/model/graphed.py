@@ -17,170 +17,16 @@ from torch.nn.functional import linear
 from edgemoe.families.spec import ModelSpec, RopeSpec
 from edgemoe.kernels.cpu.runtime import EVERYTHING
 from edgemoe.model.attention import AttentionScores, StepAttention, StepContext
-from edgemoe.model.decoder_layers import DecoderLayer, DenseWeights, MoeRunner, SerialLayer
-from edgemoe.model.delta_net import NORM_EPS, DeltaNet
-from edgemoe.model.dense_attention import DenseAttention
-from edgemoe.model.dense_weights import Norm
+from edgemoe.model.decoder_layers import DenseWeights, SerialLayer
 from edgemoe.model.feed_forward import ExpertLayer, Gate
 from edgemoe.model.kv import DTYPES, CodedKV, KVCache, StepStates
-from edgemoe.model.latent_attention import LatentAttention
 from edgemoe.model.rope import RotaryEmbedding
+from edgemoe.model.row_layers import RowCalls, compute, normalised
 from edgemoe.types.arrays import IntArray
 from edgemoe.types.step import BLOCK_TOKENS, Batch, ExpertExecutor, ExpertSlots
 
 
-def compute(layer: DecoderLayer, residual: torch.Tensor, step: StepContext, calls: RowMoeRunner) -> None:
-    """Adds the layer's output to `residual` [T, H] float32."""
-    if not isinstance(layer, SerialLayer):
-        layer(residual, step, calls)
-        return
-    if isinstance(layer.attention, DenseAttention) and _places_heads(layer.attention, step):
-        _attend(layer, layer.attention, residual, step)
-    elif isinstance(layer.attention, LatentAttention) and not _is_coded(step, layer.attention.number):
-        _attend_latents(layer, layer.attention, residual, step)
-    elif isinstance(layer.attention, DeltaNet):
-        _step_states(layer, layer.attention, residual, step)
-    else:
-        residual.add_(layer.attention(normalised(residual, layer.norm, layer.dtype), step), alpha=layer.factor)
-    if isinstance(layer.feed_forward, ExpertLayer) and _is_chosen_by_kernel(layer.feed_forward.gate):
-        calls.add_experts(layer, layer.feed_forward, residual)
-    else:
-        layer.feed_in(residual, calls)
-
-
-def _places_heads(attention: DenseAttention, step: StepContext) -> bool:
-    """Returns whether one kernel turns the attention's heads and writes them to the cache."""
-    return attention.heads.qk_norm != "full" and attention.gate is None and not _is_coded(step, attention.number)
-
-
-def _is_coded(step: StepContext, layer: int) -> bool:
-    return isinstance(step.kv.layers[layer], CodedKV)
-
-
-def _is_chosen_by_kernel(gate: Gate) -> bool:
-    router = gate.router
-    grouped = router.top_groups != router.groups
-    plain = gate.input_scale is None and not router.logit_cap and not router.added_mass
-    return plain and not (grouped and router.experts & (router.experts - 1))
-
-
-def _attend(layer: SerialLayer, attention: DenseAttention, residual: torch.Tensor, step: StepContext) -> None:
-    from edgemoe.kernels.gpu import decode_dense
-
-    rows: RowAttention = step.attention  # type: ignore[assignment]
-    heads = attention.heads
-    how = decode_dense.HeadPlaces(
-        None if attention.q_norm is None else attention.q_norm.weight,
-        None if attention.k_norm is None else attention.k_norm.weight,
-        attention.eps,
-        heads.count,
-        heads.kv_count,
-        heads.dim,
-        0 if attention.rope is None else attention.rope.dims,
-        heads.clip,
-        heads.norm_after_rope,
-        heads.v_norm,
-        heads.v_is_k,
-    )
-    given = product(residual, attention.qkv.rows, layer.norm, attention.qkv_bias, layer.dtype)
-    q = residual.new_empty((len(residual), heads.count, heads.dim), dtype=layer.dtype)
-    angles = None if attention.rope is None else step.angles(attention.rope)
-    pages = step.kv.layers[attention.number]
-    decode_dense.placed(given, how, angles, rows.blocks, rows.positions, pages, q)
-    attended = rows.single(attention.number, q, attention.scores).flatten(1)
-    if heads.output_gate:
-        attended = attended * given[:, attention.ends[-1] * heads.dim :].sigmoid().to(layer.dtype)
-    add_product(residual, attended, attention.o.rows, attention.o_bias, layer.factor)
-
-
-def _attend_latents(layer: SerialLayer, attention: LatentAttention, residual: torch.Tensor, step: StepContext) -> None:
-    from edgemoe.kernels.gpu import decode_latent
-
-    rows: RowAttention = step.attention  # type: ignore[assignment]
-    heads, count, norm, dtype = attention.heads, len(residual), layer.norm, layer.dtype
-    how = decode_latent.LatentPlaces(
-        heads.count, heads.plain, heads.dim, heads.rank, attention.norm.weight, attention.norm.eps
-    )
-    latent = product(residual, attention.latent.rows, norm, None, dtype)
-    if attention.query_latent is None or attention.query_norm is None:
-        given = product(residual, attention.query.rows, norm, None, dtype)
-    else:
-        given = product(residual, attention.query_latent.rows, norm, None, dtype).float()
-        given = product(given, attention.query.rows, attention.query_norm, None, dtype)
-    q = residual.new_empty((count, heads.count, heads.rank + heads.dim), dtype=dtype)
-    lines = step.kv.layers[attention.number].keys
-    decode_latent.placed(given, latent, how, step.angles(attention.rope), rows.blocks, rows.positions, lines, q)
-    decode_latent.multiplied_by_head(given.view(count, heads.count, heads.key), attention.keys, q)
-    means = rows.single(attention.number, q, attention.scores)
-    values = residual.new_empty((count, heads.count, heads.value), dtype=dtype)
-    decode_latent.multiplied_by_head(means, attention.values, values)
-    add_product(residual, values.flatten(1), attention.out.rows, None, layer.factor)
-
-
-def _step_states(layer: SerialLayer, net: DeltaNet, residual: torch.Tensor, step: StepContext) -> None:
-    from edgemoe.kernels.gpu import decode_delta
-
-    assert step.kv.states is not None
-    heads, weights, states = net.heads, net.weights, step.states
-    how = decode_delta.DeltaPlaces(
-        heads.count,
-        heads.kv_count,
-        heads.dim,
-        heads.value_dim,
-        weights.convolution,
-        weights.rates,
-        weights.dt_bias,
-        weights.norm,
-        NORM_EPS,
-        net.eps,
-    )
-    projected = product(residual, weights.project.rows, layer.norm, None, layer.dtype)
-    own = product(residual, weights.own, layer.norm, None, layer.dtype)
-    out = residual.new_empty((len(residual), heads.values), dtype=layer.dtype)
-    decode_delta.stepped(projected, own, how, step.kv.states.layer(net.number), states.reads, states.writes, out)
-    add_product(residual, out, weights.out.rows, None, layer.factor)
-
-
-def product(
-    x: torch.Tensor, rows: torch.Tensor, norm: Norm, bias: torch.Tensor | None, dtype: torch.dtype
-) -> torch.Tensor:
-    """Returns float32 x [T, H], normalised, times a matrix of rows [R, H]: [T, R], of few tokens in float32."""
-    from edgemoe.kernels.gpu import decode_dense
-
-    if len(x) > decode_dense.MOST_ROWS:
-        return linear(normalised(x, norm, dtype), rows, bias)
-    out = x.new_empty((len(x), len(rows)))
-    decode_dense.multiplied(x, rows, out, decode_dense.GpuProduct(norm.weight, norm.eps, bias))
-    return out
-
-
-def normalised(
-    x: torch.Tensor, norm: Norm, dtype: torch.dtype, planes: torch.Tensor | None = None, kind: int = -1
-) -> torch.Tensor:
-    """Returns float32 rows x [T, H] normalised, in a type; writes them to `planes`, too, for experts of a kind."""
-    from edgemoe.kernels.gpu import decode_dense, experts_decode
-
-    if not norm.centred:
-        return decode_dense.normalised(x, norm.weight, norm.eps, dtype, planes, kind)  # type: ignore[no-any-return]
-    result = norm(x).to(dtype)
-    if planes is not None:
-        planes.copy_(experts_decode.in_planes(result, kind))
-    return result
-
-
-def add_product(
-    to: torch.Tensor, x: torch.Tensor, rows: torch.Tensor, bias: torch.Tensor | None, factor: float
-) -> None:
-    """Adds x [T, C] times a matrix of rows [R, C], times `factor`, to float32 numbers [T, R]."""
-    from edgemoe.kernels.gpu import decode_dense
-
-    if len(x) > decode_dense.MOST_ROWS:
-        to.add_(linear(x, rows, bias), alpha=factor)
-    else:
-        decode_dense.multiplied(x, rows, to, decode_dense.GpuProduct(bias=bias, add=True, factor=factor))
-
-
-class RowMoeRunner(MoeRunner):
+class RowMoeRunner(RowCalls):
     """Calls the experts of a step of few rows, layer after layer."""
 
     def __init__(self, experts: RowExperts, gates: tuple[Gate, ...]) -> None:
@@ -188,7 +34,6 @@ class RowMoeRunner(MoeRunner):
         self._rows = experts
 
     def add_experts(self, layer: SerialLayer, experts: ExpertLayer, residual: torch.Tensor) -> None:
-        """Adds the outputs of the layer's chosen and shared experts to `residual`."""
         from edgemoe.kernels.gpu import decode_dense
 
         gate, number, rows, slots = experts.gate, self._number, len(residual), self._rows.slots

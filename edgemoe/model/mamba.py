@@ -38,32 +38,32 @@ class Mamba:
     def __init__(self, reader: LayerReader) -> None:
         heads = reader.attention.heads
         assert isinstance(heads, MambaHeads)
-        self._heads, self._eps = heads, reader.spec.block.eps
-        self._number = reader.spec.state_layers.index(reader.number)
+        self.heads, self.eps = heads, reader.spec.block.eps
+        self.number = reader.spec.state_layers.index(reader.number)
 
         def vector(name: str) -> torch.Tensor:
             return reader.read(f"mamba.{name}", dtype=torch.float32)
 
-        self._project = reader.matrix("mamba.in_proj.weight")  # [values + channels + heads, H]
-        self._taps = read_taps(reader, "mamba.conv1d.weight")
-        self._bias = vector("conv1d.bias") if heads.conv_bias else None
-        self._rates, self._skip, self._dt_bias = vector("A_log").exp_(), vector("D"), vector("dt_bias")
-        self._norm, self._out = vector("norm.weight"), reader.matrix("mamba.out_proj.weight")
-        self._project_bias = self._out_bias = None
+        self.project = reader.matrix("mamba.in_proj.weight")  # [values + channels + heads, H]
+        self.taps = read_taps(reader, "mamba.conv1d.weight")
+        self.bias = vector("conv1d.bias") if heads.conv_bias else None
+        self.rates, self.skip, self.dt_bias = vector("A_log").exp_(), vector("D"), vector("dt_bias")
+        self.norm, self.out = vector("norm.weight"), reader.matrix("mamba.out_proj.weight")
+        self.project_bias = self.out_bias = None
         if heads.biases:
-            self._project_bias, self._out_bias = reader.read("mamba.in_proj.bias"), reader.read("mamba.out_proj.bias")
+            self.project_bias, self.out_bias = reader.read("mamba.in_proj.bias"), reader.read("mamba.out_proj.bias")
 
     def __call__(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:
         """Returns the output [T, H] for normalised `x` [T, H], both in the model's dtype, and writes the states."""
         assert step.kv.states is not None
-        heads, states = self._heads, step.kv.states.layer(self._number)
+        heads, states = self.heads, step.kv.states.layer(self.number)
         parts = [heads.values, heads.channels, heads.count]
-        gate, mixed, dt = torch.split(self._project(x, self._project_bias).float(), parts, dim=1)
-        mixed = convolve(mixed, self._taps, step.states, states)
-        mixed = silu(mixed if self._bias is None else mixed + self._bias)
+        gate, mixed, dt = torch.split(self.project(x, self.project_bias).float(), parts, dim=1)
+        mixed = convolve(mixed, self.taps, step.states, states)
+        mixed = silu(mixed if self.bias is None else mixed + self.bias)
         values, b, c = torch.split(mixed, [heads.values, heads.shared, heads.shared], dim=1)
         values = values.view(len(x), heads.count, heads.value_dim)
-        inputs = self._inputs(values, b, c, softplus(dt + self._dt_bias))
+        inputs = self._inputs(values, b, c, softplus(dt + self.dt_bias))
         out = torch.empty_like(values)
         if len(rows := step.states.rows):
             memory, out[rows] = recur(inputs.rows(rows), states.matrices[step.states.reads])
@@ -71,18 +71,18 @@ class Mamba:
         for part in step.states.spans:
             tokens = slice(part.first, part.after)
             states.matrices[part.write], out[tokens] = chunked(inputs.rows(tokens), states.matrices[part.read])
-        out = out + self._skip[:, None] * values
+        out = out + self.skip[:, None] * values
         grouped = (out.flatten(1) * silu(gate)).view(len(x), heads.kv_count, -1)
-        normed = rms_norm(grouped, grouped.shape[-1:], None, self._eps).flatten(1) * self._norm
-        return self._out(normed.to(x.dtype), self._out_bias)
+        normed = rms_norm(grouped, grouped.shape[-1:], None, self.eps).flatten(1) * self.norm
+        return self.out(normed.to(x.dtype), self.out_bias)
 
     def _inputs(self, values: torch.Tensor, b: torch.Tensor, c: torch.Tensor, dt: torch.Tensor) -> MambaInputs:
-        heads = self._heads
+        heads = self.heads
         b, c = (
             part.view(len(part), heads.kv_count, heads.dim).repeat_interleave(heads.count // heads.kv_count, dim=1)
             for part in (b, c)
         )
-        return MambaInputs(b, c, values * dt[..., None], -self._rates * dt)
+        return MambaInputs(b, c, values * dt[..., None], -self.rates * dt)
 
 
 def recur(new: MambaInputs, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

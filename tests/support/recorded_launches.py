@@ -11,12 +11,12 @@ import pytest
 import torch
 import triton
 
-from edgemoe.kernels.gpu import decode_attention, decode_delta, decode_dense, decode_latent, experts_decode
+from edgemoe.kernels.gpu import decode_attention, decode_dense, decode_latent, decode_states, experts_decode
 
 KERNELS = {
     decode_dense: ("product", "normalise", "place", "choose"),
     decode_latent: ("place_latent", "by_head"),
-    decode_delta: ("convolve", "recur"),
+    decode_states: ("convolve", "delta", "mamba"),
     decode_attention: ("attend", "merge", "clear"),
     experts_decode: ("call_gate_up", "call_down", "combine", "to_planes"),
 }

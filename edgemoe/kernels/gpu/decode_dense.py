@@ -150,18 +150,19 @@ def multiplied(x: Any, weight: Any, out: Any, how: GpuProduct) -> None:
 @jit
 def normalise(  # type: ignore[no-untyped-def]
     x,  # float32 [T, K]
-    norm,  # float32 [K]
+    norm,  # float32 [GROUPS, K], for each row in turn
     out,  # [T, K] out
     planes,  # float32 [T, K] out, if KIND is not -1: the rows of `out` in planes
     eps,
     K: tl.constexpr,
+    GROUPS: tl.constexpr,
     KIND: tl.constexpr,
     COLS: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
     at = tl.program_id(0) * K
     c = tl.arange(0, COLS)
-    weight = tl.load(norm + c, mask=c < K, other=0.0)
+    weight = tl.load(norm + tl.program_id(0) % GROUPS * K + c, mask=c < K, other=0.0)
     await_inputs(EARLY)
     given = tl.load(x + at + c, mask=c < K, other=0.0)
     result = (given * tl.rsqrt(tl.sum(given * given, 0) / K + eps) * weight).to(out.dtype.element_ty)
@@ -173,7 +174,8 @@ def normalise(  # type: ignore[no-untyped-def]
 def normalised(x: Any, norm: Any, eps: float, dtype: Any, planes: Any = None, kind: int = -1) -> Any:
     """Returns float32 rows x [T, K] divided by their root mean square and weighted, in a type.
 
-    They are written to `planes`, too, for weights of a kind.
+    Row t is weighted by line t % groups of `norm` [groups * K]. The rows are written to `planes`, too,
+    for weights of a kind.
     """
     import torch
 
@@ -185,6 +187,7 @@ def normalised(x: Any, norm: Any, eps: float, dtype: Any, planes: Any = None, ki
         x if planes is None else planes,
         eps,
         K=x.shape[1],
+        GROUPS=norm.numel() // x.shape[1],
         KIND=kind,
         COLS=triton.next_power_of_2(x.shape[1]),
         num_warps=8,
