@@ -21,6 +21,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 from support.kept import KERNELS
+from support.published import CONFIGURATIONS
 
 from edgemoe.cli import bench, main
 from edgemoe.cli.plan import disk, plan_command, speed
@@ -341,3 +342,23 @@ def test_the_command_shows_fitting_models_and_their_speed(
     assert main([*words, "--set", "memory.ram_bytes=1KiB"]) == 1
     assert "memory.ram_bytes" in json.loads(capsys.readouterr().out)["encodings"][0]["why"]
     assert not list(Path(os.environ["HOME"]).rglob(".probe-*"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_each_encoding_of_published_models_is_foretold_or_has_its_reason(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for variable in ("HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME"):
+        monkeypatch.setenv(variable, str(tmp_path))
+    (tmp_path / "config.json").write_text(CONFIGURATIONS[name].read_text())
+    KERNELS.mkdir(mode=0o700, parents=True, exist_ok=True)
+    (tmp_path / "kernels").symlink_to(KERNELS)
+    words = ["plan", str(tmp_path), "--json", "--set", f"model.store_dir={tmp_path}/stores"]
+    fits = main(words) == 0
+    told = capsys.readouterr()
+    rows = json.loads(told.out)["encodings"]
+    assert len(rows) >= 3
+    assert all(each["why"] or each["limit"] for each in rows)
+    assert fits == any(not each["why"] for each in rows)
+    assert "edgemoe plan: reading the disk took" in told.err
