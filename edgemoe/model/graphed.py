@@ -7,6 +7,7 @@ fails, steps go on operation by operation, as they do otherwise.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping
 
 import numpy as np
@@ -289,6 +290,8 @@ class GraphedDecoder:
     def _made(self, rows: int, batch: Batch, kv: KVCache, slots: ExpertSlots) -> GraphedStep | None:
         """Returns the step of `rows` rows, captured by running the batch, which must run again; None if that failed."""
         try:
+            if not self._steps:
+                self._compile(kv, slots)
             step = DecodeRows(self._spec, self._weights, self._ropes, kv, slots, rows)
             if not step.inputs.fits(batch):
                 return None
@@ -302,6 +305,17 @@ class GraphedDecoder:
             )
             return None
         return self._steps[rows]
+
+    def _compile(self, kv: KVCache, slots: ExpertSlots) -> None:
+        """Compiles the kernels of all numbers of rows side by side, so that no later step waits for that."""
+        if self._device.type != "cuda":
+            return
+        from edgemoe.kernels.gpu.launches import collected, compile_launches
+
+        with collected() as launches:
+            for rows in ROWS:
+                DecodeRows(self._spec, self._weights, self._ropes, kv, slots, rows).launch()
+        compile_launches(launches.values(), self._device, len(os.sched_getaffinity(0)))
 
 
 def count_distinct(ids: IntArray) -> int:

@@ -17,7 +17,7 @@ from support.turns import by_turns
 from edgemoe.experts.compute.cuda import ROWS, TILE_ROWS
 from edgemoe.kernels.gpu import expert_blocks as gpu_experts
 from edgemoe.kernels.gpu import expert_tiles, experts_decode
-from edgemoe.kernels.gpu.early_start import LEAST_CAPABILITY
+from edgemoe.kernels.gpu.launches import LEAST_CAPABILITY
 from edgemoe.types.encoding import ENCODINGS
 from edgemoe.types.experts import Activation, ExpertGeometry
 

@@ -13,9 +13,9 @@ pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 
 from dataclasses import replace
 
-from support.recorded_launches import WITHOUT_INPUTS, recorded
+from support.compiled_launches import WITHOUT_INPUTS, compiled
 
-from edgemoe.kernels.gpu.early_start import LEAST_CAPABILITY
+from edgemoe.kernels.gpu.launches import LEAST_CAPABILITY, collected
 from edgemoe.model import graphed
 
 GENERATIONS = (80, 86, 89, 90, 120)  # compute capability, times 10
@@ -43,14 +43,14 @@ def test_kernels_of_steps_compile_without_spills(make_tiny: Callable[..., Tiny],
     spec = replace(tiny.spec, kv_int8=kv_int8)
     tiny = replace(tiny, spec=spec)
     slots, kv, decoder = SlottedExperts(tiny).slots, Session(tiny, 4).kv, tiny.decoder
-    with recorded() as launches:
+    with collected() as launches:
         for rows in ROWS:
             graphed.DecodeRows(spec, decoder._weights, decoder._ropes, kv, slots, rows).launch()
     assert len(launches) >= 5
     generations = GENERATIONS if family not in GATE else GENERATIONS[3:4]
-    for launch in launches:
+    for launch in launches.values():
         for capability in generations:
-            made, waits = launch.compiled(capability), launch.kernel.__name__ not in WITHOUT_INPUTS
+            made, waits = compiled(launch, capability), launch.kernel.__name__ not in WITHOUT_INPUTS
             assert made.asm["cubin"]
             assert "ld.local" not in made.asm["ptx"], launch
             early = waits and capability >= 10 * LEAST_CAPABILITY

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from edgemoe.kernels.gpu.early_start import await_inputs, launch_options
+from edgemoe.kernels.gpu.launches import await_inputs, launch, launch_options
 from edgemoe.kernels.gpu.weights import jit
 
 HEADS = 16  # query heads of one program, the fewest that matrix units multiply
@@ -205,7 +205,9 @@ def decode_attention(q: Any, pages: PagedLayer, tables: Any, begins: Any, contex
     values = power_of_two(value)
     scales = pages.key_scales if coded else pages.keys
     grid = (rows * kv_heads * -(-(heads // kv_heads) // HEADS), splits)
-    attend[grid](
+    launch(
+        attend,
+        grid,
         q,
         pages.keys,
         pages.values,
@@ -246,7 +248,9 @@ def decode_attention(q: Any, pages: PagedLayer, tables: Any, begins: Any, contex
 def _merged(out: Any, peaks: Any, sums: Any, means: Any, sinks: Any) -> Any:
     """Returns `out` [T, heads, value width] with the attention of each head's splits."""
     rows, heads, value = out.shape
-    merge[(rows * heads,)](
+    launch(
+        merge,
+        (rows * heads,),
         peaks,
         sums,
         means,
@@ -266,4 +270,4 @@ def _merged(out: Any, peaks: Any, sums: Any, means: Any, sinks: Any) -> Any:
 def clear_begun(data: Any, blocks: Any, positions: Any) -> None:
     """Zeroes the blocks [T] of `data` [blocks, bytes] that begin with the tokens at `positions` [T]."""
     grid = (len(blocks), triton.cdiv(data.shape[1], CLEARED))
-    clear[grid](data, blocks, positions, size=data.shape[1], BYTES=CLEARED, num_warps=4)
+    launch(clear, grid, data, blocks, positions, size=data.shape[1], BYTES=CLEARED, num_warps=4)

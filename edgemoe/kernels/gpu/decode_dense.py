@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from edgemoe.kernels.gpu.early_start import await_inputs, launch_options
 from edgemoe.kernels.gpu.experts_decode import plane_of
+from edgemoe.kernels.gpu.launches import await_inputs, launch, launch_options
 from edgemoe.kernels.gpu.weights import jit
 
 MOST_ROWS = 2  # that are multiplied in registers; matrix units are faster from 4 on
@@ -121,7 +121,9 @@ def multiplied(x: Any, weight: Any, out: Any, how: GpuProduct) -> None:
     (rows, columns), count = x.shape, len(weight)
     programs = triton.cdiv(count, PER_PROGRAM)
     chunk = triton.cdiv(columns, programs)
-    product[(programs,)](
+    launch(
+        product,
+        (programs,),
         x,
         x if how.norm is None else how.norm,
         weight,
@@ -180,7 +182,9 @@ def normalised(x: Any, norm: Any, eps: float, dtype: Any, planes: Any = None, ki
     import torch
 
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
-    normalise[(len(x),)](
+    launch(
+        normalise,
+        (len(x),),
         x,
         norm,
         out,
@@ -302,7 +306,9 @@ def place(  # type: ignore[no-untyped-def]
 def placed(given: Any, heads: HeadPlaces, angles: Any, blocks: Any, positions: Any, pages: Any, q: Any) -> None:
     """Writes queries [T, count, dim] to `q`, keys and values to the pages of a layer, of products `given` [T, line]."""
     cos, sin = angles if angles is not None else (given, given)
-    place[(len(given), heads.heads + 2 * heads.kv_heads)](
+    launch(
+        place,
+        (len(given), heads.heads + 2 * heads.kv_heads),
         given,
         given if heads.q_norm is None else heads.q_norm,
         given if heads.k_norm is None else heads.k_norm,
@@ -423,7 +429,9 @@ class GateRule(NamedTuple):
 def chosen(logits: Any, how: GateRule, ids: Any, shares: Any) -> None:
     """Writes the experts chosen by logits [T, E], float32, to `ids` [T, k], int64, and their weights to `shares`."""
     experts = logits.shape[1]
-    choose[(len(logits),)](
+    launch(
+        choose,
+        (len(logits),),
         logits,
         *(logits if each is None else each for each in (how.logit_bias, how.selection_bias, how.expert_scale)),
         ids,

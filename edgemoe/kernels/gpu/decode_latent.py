@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from edgemoe.kernels.gpu.early_start import await_inputs, launch_options
+from edgemoe.kernels.gpu.launches import await_inputs, launch, launch_options
 from edgemoe.kernels.gpu.weights import jit
 
 PER_PROGRAM = 8  # rows of a head's matrix
@@ -82,7 +82,9 @@ def placed(
 ) -> None:
     """Writes the rotary parts of queries [T, heads, rank + turned] to `q`, and the tokens' cache lines to `lines`."""
     cos, sin = angles
-    place_latent[(len(given), how.heads + 1)](
+    launch(
+        place_latent,
+        (len(given), how.heads + 1),
         given,
         latent,
         how.norm,
@@ -140,7 +142,9 @@ def multiplied_by_head(x: Any, weight: Any, out: Any) -> None:
     Rows of `x` and of `out` may lie apart, but each one's numbers lie side by side.
     """
     heads, count, columns = weight.shape
-    by_head[(heads, triton.cdiv(count, PER_PROGRAM))](
+    launch(
+        by_head,
+        (heads, triton.cdiv(count, PER_PROGRAM)),
         x,
         weight,
         out,

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from edgemoe.kernels.gpu.early_start import await_inputs, launch_options
+from edgemoe.kernels.gpu.launches import await_inputs, launch, launch_options
 from edgemoe.kernels.gpu.weights import jit
 
 CHANNELS = 256  # of one program
@@ -191,7 +191,9 @@ def convolved(x: Any, first: int, how: Convolution, out: Any, gated: bool = Fals
     Where it is `gated`, the columns are a gate before it, a gate after it, and the channels; SiLU is not applied.
     """
     taps, channels = how.taps.shape
-    convolve[(len(x), triton.cdiv(channels, CHANNELS))](
+    launch(
+        convolve,
+        (len(x), triton.cdiv(channels, CHANNELS)),
         x,
         how.taps,
         how.taps if how.bias is None else how.bias,
@@ -232,7 +234,9 @@ def delta_step(
     and `own` [T, 2 * heads] gives beta and decay.
     """
     _, heads, dim, value = how.matrices.shape
-    delta[(len(mixed), heads)](
+    launch(
+        delta,
+        (len(mixed), heads),
         mixed,
         projected,
         own,
@@ -266,7 +270,9 @@ def mamba_step(mixed: Any, projected: Any, how: HeadStates, skip: Any, out: Any)
     `mixed` [T, channels] are values, B and C, float32. `projected` has the gates, `channels` columns, and times.
     """
     _, heads, dim, value = how.matrices.shape
-    mamba[(len(mixed), heads)](
+    launch(
+        mamba,
+        (len(mixed), heads),
         mixed,
         projected,
         how.rates,

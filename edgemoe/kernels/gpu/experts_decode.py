@@ -14,8 +14,8 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from edgemoe.kernels.gpu.early_start import await_inputs, launch_options
 from edgemoe.kernels.gpu.expert_blocks import activated
+from edgemoe.kernels.gpu.launches import await_inputs, launch, launch_options
 from edgemoe.kernels.gpu.weights import jit
 
 COMPILED: Any = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1")
@@ -321,7 +321,7 @@ def in_planes(x: Any, kind: int) -> Any:
 
     planes = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     grid = (len(x), triton.cdiv(x.shape[1], COMBINED))
-    to_planes[grid](x, planes, n=x.shape[1], KIND=kind, COLS=COMBINED, **launch_options(x.device))
+    launch(to_planes, grid, x, planes, n=x.shape[1], KIND=kind, COLS=COMBINED, **launch_options(x.device))
     return planes
 
 
@@ -344,13 +344,36 @@ def experts_decode(planes: Any, slab: Any, slots: Any, ids: Any, shares: Any, si
     mid = torch.empty((calls, width), dtype=torch.float32, device=planes.device)
     ours = {name: value for name, value in sizes.items() if name != "down_line"}
     grid = (calls, triton.cdiv(width, GATES))
-    call_gate_up[grid](
-        planes, slab, slots, ids, mid, **ours, **steps_of(hidden, kind), ROWS=GATES, num_warps=1, **early
+    launch(
+        call_gate_up,
+        grid,
+        planes,
+        slab,
+        slots,
+        ids,
+        mid,
+        **ours,
+        **steps_of(hidden, kind),
+        ROWS=GATES,
+        num_warps=1,
+        **early,
     )
     ours = {name: sizes[name] for name in ("hidden", "width", "stride", "line", "down_line", "bias", "KIND")}
     grid = (calls, triton.cdiv(hidden, OUTPUTS))
-    call_down[grid](
-        mid, slab, slots, ids, shares, out, **ours, **steps_of(width, kind), ROWS=OUTPUTS, num_warps=1, **early
+    launch(
+        call_down,
+        grid,
+        mid,
+        slab,
+        slots,
+        ids,
+        shares,
+        out,
+        **ours,
+        **steps_of(width, kind),
+        ROWS=OUTPUTS,
+        num_warps=1,
+        **early,
     )
     return out
 
@@ -358,4 +381,6 @@ def experts_decode(planes: Any, slab: Any, slots: Any, ids: Any, shares: Any, si
 def add_sums(out: Any, to: Any, k: int, factor: float) -> None:
     """Adds the sums of `out` [T * k, H] by token, times `factor`, to `to` [T, H]."""
     grid = (len(to), triton.cdiv(to.shape[1], COMBINED))
-    combine[grid](out, to, factor, k=k, hidden=to.shape[1], COLS=COMBINED, num_warps=4, **launch_options(to.device))
+    launch(
+        combine, grid, out, to, factor, k=k, hidden=to.shape[1], COLS=COMBINED, num_warps=4, **launch_options(to.device)
+    )
