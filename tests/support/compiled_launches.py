@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import triton
 
-from edgemoe.kernels.gpu.launches import Launch
+from edgemoe.kernels.gpu.launches import KernelLaunch
 
 TYPES = {
     torch.float32: "*fp32",
@@ -21,7 +21,7 @@ WITHOUT_INPUTS = ("clear",)  # kernels that wait for no other
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 
 
-def compiled(launch: Launch, capability: int) -> Any:
+def compiled(launch: KernelLaunch, capability: int) -> Any:
     """Returns the launch's kernel compiled for a GPU of a capability, times 10."""
     names = launch.kernel.arg_names
     constants = {name: value for name, value in launch.named.items() if name not in OPTIONS}

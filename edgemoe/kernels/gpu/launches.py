@@ -1,10 +1,8 @@
 """Launches the kernels of decode steps, or compiles them all beforehand, side by side.
 
-On GPUs that can [programmatic dependent launch], a kernel begins while the one before it still runs. It first reads
-numbers that do not depend on the kernel before it, such as weights. Then it calls `await_inputs`, which waits for that
-kernel and lets the next one begin. So everything older than the kernel before it is there from the beginning, and no
-kernel may write before it has waited. Parameters of Triton functions have no annotations, because Triton would evaluate
-them.
+A kernel begins while the one before it still runs, on GPUs that can [programmatic dependent launch]. It reads weights,
+waits in `await_inputs`, and lets the next one begin: so everything older than the kernel before it can be read at once,
+and nothing may be written before. Parameters of Triton functions have no annotations, which Triton would evaluate.
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ def _can(device: Any) -> bool:
     return torch.cuda.get_device_capability(device)[0] >= LEAST_CAPABILITY
 
 
-class Launch(NamedTuple):
+class KernelLaunch(NamedTuple):
     """A kernel, its grid and its arguments."""
 
     kernel: Any
@@ -54,7 +52,7 @@ class Launch(NamedTuple):
 
     @property
     def variant(self) -> tuple[Any, ...]:
-        """Returns what decides which code the kernel is compiled to, so far as steps of one model differ in it."""
+        """Returns the types and constants by which the kernel is compiled."""
         return self.kernel, tuple(map(_kind, self.arguments)), tuple(sorted(self.named.items()))
 
 
@@ -68,18 +66,18 @@ _collecting = threading.local()
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **named: Any) -> None:
     """Launches a kernel on the current stream, or notes it within `collected`."""
-    found: dict[Any, Launch] | None = getattr(_collecting, "found", None)
+    found: dict[Any, KernelLaunch] | None = getattr(_collecting, "found", None)
     if found is None:
         kernel[grid](*arguments, **named)
     else:
-        noted = Launch(kernel, grid, arguments, named)
+        noted = KernelLaunch(kernel, grid, arguments, named)
         found.setdefault(noted.variant, noted)
 
 
 @contextlib.contextmanager
-def collected() -> Iterator[dict[Any, Launch]]:
+def collected() -> Iterator[dict[Any, KernelLaunch]]:
     """Notes the first of this thread's launches of each variant in the dict that it yields; none of them run."""
-    found: dict[Any, Launch] = {}
+    found: dict[Any, KernelLaunch] = {}
     _collecting.found = found
     try:
         yield found
@@ -87,10 +85,10 @@ def collected() -> Iterator[dict[Any, Launch]]:
         del _collecting.found
 
 
-def compile_launches(launches: Iterable[Launch], device: Any, threads: int) -> None:
+def compile_launches(launches: Iterable[KernelLaunch], device: Any, threads: int) -> None:
     """Compiles each kernel of the launches for a device and loads it. Raises Triton's errors."""
 
-    def compile_one(each: Launch) -> None:
+    def compile_one(each: KernelLaunch) -> None:
         import torch
 
         with torch.cuda.device(device):
