@@ -1,7 +1,7 @@
 """Launches the kernels of decode steps, or compiles them all beforehand, side by side.
 
 A kernel begins while the one before it still runs, on GPUs that can [programmatic dependent launch]. It reads weights,
-waits in `await_inputs`, and lets the next one begin: so everything older than the kernel before it can be read at once,
+waits in `await_inputs`, and lets the next one begin. All that is older than the kernel before it can be read at once,
 and nothing may be written before. Parameters of Triton functions have no annotations, which Triton would evaluate.
 """
 
