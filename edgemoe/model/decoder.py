@@ -30,7 +30,7 @@ class Decoder:
     ) -> None:
         self.spec, self.device = spec, device
         self._weights, self.kernels = weights, kernels
-        self._ropes, self._gates = ropes_of(spec, device), weights.gates
+        self._ropes, self.gates = ropes_of(spec, device), weights.gates
         self._fused: FusedDecoder | None = None
         if kernels is not None and is_plain(spec):
             (rope,) = self._ropes.values()
@@ -50,7 +50,7 @@ class Decoder:
         """Loads the weights from `dense.safetensors`. `kernels` are used on the CPU only. Raises StoreError.
 
         `progress` is called with the share of layers that are loaded. With `graphs` a GPU computes steps of few tokens
-        as CUDA graphs, where every expert is in VRAM.
+        as CUDA graphs, where every expert is in VRAM or pinned RAM.
         """
         device = torch.device(device)
         kernels = kernels if device.type == "cpu" else None
@@ -87,7 +87,7 @@ class Decoder:
         residual = self._weights.embed.rows_at(batch.tokens)
         if block.embedding != 1.0:
             residual *= block.embedding
-        called = MoeRunner(experts, self._gates, batch.decode)
+        called = MoeRunner(experts, self.gates, batch.decode)
         for layer in self._weights.layers:
             layer(residual, step, called)
         last = self._weights.norm(residual[batch.logit_rows]).to(DTYPES[self.spec.dtype])

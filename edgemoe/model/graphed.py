@@ -1,7 +1,7 @@
 """Runs decode steps on a GPU by one launch each: a CUDA graph for each number of rows.
 
-It does so while every expert lies in the GPU's memory. A graph is captured at the first step that needs it. Where that
-fails, steps go on operation by operation, as they do otherwise.
+It does so while the GPU can read every expert, in its own memory or in pinned RAM. A graph is captured at the first
+step that needs it. Where that fails, steps go on operation by operation, as they do otherwise.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class RowAttention(StepAttention):
 
 
 class RowExperts:
-    """Calls experts in the slots of the GPU's memory, and keeps the routing: ids and weights [L, T, k]."""
+    """Calls experts where the GPU can read them, and keeps the routing: ids and weights [L, T, k]."""
 
     lookahead, places = range(0), None
 
@@ -171,7 +171,7 @@ class RowExperts:
         return self.slots.forward(layer, hidden, self.ids[layer], self.weights[layer])
 
     def hint(self, layer: int, probs: torch.Tensor) -> None:
-        raise AssertionError("nothing is foreseen where nothing is missing")
+        raise AssertionError("no layer of the step is foreseen")
 
     def computed(self, ids: torch.Tensor, weights: torch.Tensor, served: int) -> None:
         raise AssertionError("the step that it is part of is told of")
@@ -245,11 +245,15 @@ class GraphedStep:
             self.step.launch()
         return graph
 
-    def run(self, batch: Batch, experts: ExpertExecutor) -> torch.Tensor:
-        """Computes the batch, passes its chosen experts to `experts`, and returns the logits of its rows."""
+    def run(self, batch: Batch, experts: ExpertExecutor) -> torch.Tensor | None:
+        """Computes the batch, passes its chosen experts to `experts`, and returns the logits of its rows.
+
+        Returns None, with nothing computed, where the GPU cannot read an expert.
+        """
         step, count = self.step, len(batch.context_lens)
         step.inputs.fill(batch)
-        self._launch()
+        if not step.experts.slots.launch(self._launch):
+            return None
         self._ids.copy_(step.experts.ids, non_blocking=True)
         self._weights.copy_(step.experts.weights, non_blocking=True)
         logits = step.logits[:count]
@@ -277,7 +281,7 @@ class GraphedDecoder:
     def forward(self, batch: Batch, kv: KVCache, experts: ExpertExecutor) -> torch.Tensor | None:
         """Computes the same as `Decoder.forward`; None if the step must be computed in another way."""
         slots = experts.slots
-        if slots is None or self._failed or not slots.renew():
+        if slots is None or self._failed:
             return None
         if self._made_for is None or self._made_for[0] is not kv or self._made_for[1] is not slots:
             self._steps, self._made_for = {}, (kv, slots)
@@ -288,7 +292,12 @@ class GraphedDecoder:
         return step.run(batch, experts) if step.step.inputs.fits(batch) else None
 
     def _made(self, rows: int, batch: Batch, kv: KVCache, slots: ExpertSlots) -> GraphedStep | None:
-        """Returns the step of `rows` rows, captured by running the batch, which must run again; None if that failed."""
+        """Returns the step of `rows` rows, captured by running the batch, which must run again; None if that failed.
+
+        Experts may be overwritten while that runs, so its results mean nothing.
+        """
+        if not slots.renew():
+            return None
         try:
             if not self._steps:
                 self._compile(kv, slots)

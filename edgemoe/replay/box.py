@@ -170,7 +170,7 @@ class SimulatedCompute:
     def places(self, where: IntArray) -> None:
         return None  # nothing is computed
 
-    def slots(self, where: IntArray) -> None:
+    def slots(self, where: IntArray, in_ram: IntArray) -> None:
         return None
 
     def synchronize(self) -> None:

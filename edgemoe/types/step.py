@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from edgemoe.types.arrays import FloatArray, IntArray
+from edgemoe.types.arrays import BoolArray, FloatArray, IntArray
 
 if TYPE_CHECKING:
     import torch
@@ -21,7 +21,7 @@ class StepMeta:
 
     requests: tuple[str, ...]  # [S] request ids
     query_lens: IntArray  # [S] tokens that each contributed
-    decode: npt.NDArray[np.bool_]  # [S] true where the sequence was decoding
+    decode: BoolArray  # [S] true where the sequence was decoding
     tokens: IntArray  # [T] input token ids
     positions: IntArray  # [T]
     conversations: IntArray = field(default_factory=lambda: np.empty(0, np.int64))
@@ -82,10 +82,21 @@ class ExpertPlaces(Protocol):
 
 
 class ExpertSlots(Protocol):
-    """Computes experts in a GPU's memory without the host, for steps in a CUDA graph."""
+    """Computes experts where a GPU can read them, in its memory or in RAM, without the host: for CUDA graphs."""
+
+    @property
+    def outside(self) -> BoolArray:
+        """Returns the mask of experts [L, E] that the last launch found in RAM only."""
 
     def renew(self) -> bool:
-        """Sends changed expert addresses to the GPU. Returns False where an expert is missing."""
+        """Sends changed expert addresses to the GPU. Returns False where the GPU cannot read an expert."""
+
+    def launch(self, graph: Callable[[], object]) -> bool:
+        """Calls `graph`, which launches kernels that read experts at their present addresses.
+
+        Copies that would overwrite these experts wait for the kernels. Returns False, with nothing launched, where the
+        GPU cannot read an expert.
+        """
 
     def forward(self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Returns the result of `Experts.forward`, [T, H] float32, for few tokens."""
@@ -116,7 +127,7 @@ class ExpertExecutor(Protocol):
 
     @property
     def slots(self) -> ExpertSlots | None:
-        """Returns the experts' addresses once all are in a GPU's memory; else None."""
+        """Returns the object that computes experts on one GPU without the host; None where that is impossible."""
 
     def forward(self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Returns the weighted sum of the chosen experts' outputs, [T, H], preferably in float32.

@@ -111,7 +111,7 @@ def test_interpreted_kernels_of_few_tokens_find_experts_in_their_slots_in_each_e
 def test_kernels_of_few_tokens_compile_without_spills_for_each_generation(capability: int, kind: str) -> None:
     geometry = ExpertGeometry(1, 128, 8, 2048, 768, "bfloat16", encodings=(kind,))
     sizes = gpu_experts.constants(geometry, 0, geometry.stride_bytes(0))
-    arrays = {"x": "*fp32", "mid": "*fp32", "slab": "*u8", "slots": "*i32", "ids": "*i64"}
+    arrays = {"x": "*fp32", "mid": "*fp32", "slab": "*u8", "places": "*i64", "ids": "*i64"}
     arrays |= {"shares": "*fp32", "out": "*fp32"}
     for kernel, columns, rows in (
         (experts_decode.call_gate_up, geometry.hidden, experts_decode.GATES),

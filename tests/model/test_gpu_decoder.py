@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.slotted_experts import SlottedExperts
+from support.slotted_experts import EachTwice, SlottedExperts
 from support.tiny_models import FAMILIES, ResidentExperts, Session, Tiny
 
 from edgemoe.model.decoder import Decoder
@@ -134,11 +134,14 @@ def test_steps_as_graphs_equal_steps_by_operations(make_tiny: Callable[..., Tiny
         prompt = list(range(20 * s, 20 * s + 13 + 9 * s))
         for session in sessions:
             session.step(*([] for _ in range(s)), prompt)
+    twice = EachTwice(ours._tiny.decoder._graphed, slotted)  # type: ignore[arg-type]
+    ours._tiny.decoder._graphed = twice  # type: ignore[assignment]
     for number, sequences in enumerate(((0,), (0,), (1, 4), (0, 1, 2), (2, 3, 0), (0, 1, 2, 3, 4), (4,))):
         chunks = [[11 + 5 * number + s] if s in sequences else [] for s in range(5)]
         want, got = plain.step(*chunks), ours.step(*chunks)
         torch.testing.assert_close(got, want, atol=1e-3, rtol=1e-3)
-    assert len(slotted.told) == 7, "a step was not computed as a graph"
+    assert len(slotted.told) == 14, "a step was not computed as a graph"
+    assert twice.equal, "logits depend on where the experts lie"
 
 
 def silu(experts: RoutedExperts, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -141,3 +143,8 @@ class FakeSlab:
     def __init__(self, gpu: FakeGpu, slots: int, stride_bytes: int) -> None:
         self.memory = np.zeros((slots, stride_bytes), np.uint8)
         self.device = torch.device("meta")
+
+
+def no_order() -> Any:
+    """Returns an order of copies and launches where neither overlap."""
+    return SimpleNamespace(lock=contextlib.nullcontext(), under_way=list, launched=lambda *_: None)

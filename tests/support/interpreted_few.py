@@ -15,11 +15,14 @@ os.environ["TRITON_INTERPRET"] = "1"
 import numpy as np
 import torch
 
-from edgemoe.experts.compute.cuda import ResidentSlots
+from edgemoe.experts.compute.cuda import RamExperts, ReachableExperts
+from edgemoe.experts.tiers.residency_records import NONE
+from edgemoe.experts.tiers.slab import HostSlab
 from edgemoe.kernels.gpu import experts_decode
 from edgemoe.types.encoding import ENCODINGS
 from edgemoe.types.experts import SILU, Activation, ExpertGeometry
 from edgemoe.types.size_classes import SlabLayout
+from support.fake_gpu import no_order
 from support.interpreted import far, slab_of, work
 
 SWIGLU, GELU = Activation("clamped_swiglu", 1.702, 7.0), Activation("gelu_tanh")
@@ -28,19 +31,27 @@ PLAIN = ((72, 40, SILU, False, 2), (130, 36, SILU, False, 1))
 
 
 def error(geometry: ExpertGeometry, tokens: int) -> float:
-    """Returns the error of the sums if experts lie in slots in reverse."""
+    """Returns the error of the sums. Experts lie in slots in reverse; read from RAM, they give the same bits."""
     rng = np.random.default_rng(0)
     slab, (group, x) = slab_of(geometry, rng), work(geometry, tokens, rng)
     layout = SlabLayout.within(geometry.all_bytes, geometry)
     assert layout is not None
     where = np.arange(geometry.experts)[None, ::-1].copy()
-    slots = ResidentSlots(slab.flip(0).contiguous().view(-1), layout, geometry, where, lambda: None)
+    ram, in_ram = HostSlab(layout), np.roll(where, 1, axis=1)
+    ram.slots()[in_ram[0]] = slab.numpy()
+    slots = ReachableExperts(
+        slab.flip(0).contiguous().view(-1), layout, geometry, where, no_order(), RamExperts(ram, in_ram)
+    )
     assert slots.renew()
     ids, weights = np.zeros(tokens * geometry.top_k, np.int64), np.zeros(tokens * geometry.top_k, np.float32)
     ids[group.calls] = np.repeat(group.experts, np.diff(group.offsets))
     weights[group.calls] = group.weights
     shape = tokens, geometry.top_k
-    out = slots.forward(0, x, torch.from_numpy(ids).view(shape), torch.from_numpy(weights).view(shape))
+    calls = x, torch.from_numpy(ids).view(shape), torch.from_numpy(weights).view(shape)
+    out = slots.forward(0, *calls)
+    where[0, ids[0]] = NONE
+    assert slots.renew()
+    assert torch.equal(out, slots.forward(0, *calls))
     rows = torch.zeros(tokens, geometry.top_k, geometry.hidden)
     rows[:, 0] = out
     return far(geometry, slab, group, x, rows)

@@ -9,19 +9,20 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from edgemoe.errors import CapacityError, ConfigError
-from edgemoe.experts.compute.cuda_link import MARKS, CudaLink, SlotOrder, ignore_progress, moment
+from edgemoe.experts.compute.cuda_link import MARKS, CudaLink, SlotOrder, ignore_progress, is_readable, moment
 from edgemoe.experts.compute.dispatch import DeviceTimings
+from edgemoe.experts.tiers.residency_records import NONE
 from edgemoe.experts.tiers.slab import HostSlab
 from edgemoe.kernels.cpu.expert_math import ExpertMath
 from edgemoe.telemetry.unit_time import work_units
-from edgemoe.types.arrays import IntArray
+from edgemoe.types.arrays import BoolArray, IntArray
 from edgemoe.types.experts import ExpertGeometry
 from edgemoe.types.size_classes import SlabLayout
 from edgemoe.types.token_groups import TokenGroups
@@ -29,6 +30,7 @@ from edgemoe.types.token_groups import TokenGroups
 ROWS = (16, 32, 64)  # calls of one expert that one program computes
 TILE_ROWS = (64, 128)  # the same where there are many of each, in bfloat16
 MANY_CALLS = 32  # of an expert, on average: from here on the matrix units are worth it
+UNSEEN = -2  # no slot, and not NONE
 
 
 class GpuExpertKernels:
@@ -95,8 +97,31 @@ class GpuExpertKernels:
             compute(hidden, self._slab, out, cut, calls, shares, self._constants[layer], shape)
 
 
-class ResidentSlots:
-    """Computes experts of few tokens that are all in a GPU's slab. Implements `ExpertSlots`."""
+class RamExperts(NamedTuple):
+    """The experts in RAM that a GPU's kernels can read."""
+
+    slab: HostSlab  # pinned
+    where: IntArray  # [L, E] slot of each expert, NONE if missing
+
+
+class SlotOffsets:
+    """Computes where slots of a slab begin, by the size classes of layers."""
+
+    def __init__(self, layout: SlabLayout) -> None:
+        classes = layout.classes.layer_class
+        self._first: IntArray = np.array([layout.first(which) for which in classes])[:, None]
+        self._bytes: IntArray = np.array([layout.slot_bytes(which) for which in classes])[:, None]
+
+    def __call__(self, where: IntArray) -> IntArray:
+        """Returns the bytes from the slab's begin to slots [L, E]."""
+        return (where - self._first) * self._bytes
+
+
+class ReachableExperts:
+    """Computes experts of few tokens in a GPU's slab, or from RAM in place. Implements `ExpertSlots`.
+
+    Kernels read RAM at 47 to 49 GB/s, copies at 54 (H200). An expert that is being copied is read from RAM.
+    """
 
     def __init__(
         self,
@@ -104,31 +129,53 @@ class ResidentSlots:
         layout: SlabLayout,
         geometry: ExpertGeometry,
         where: IntArray,
-        settle: Callable[[], None],
+        order: SlotOrder,
+        ram: RamExperts | None,
     ) -> None:
-        """Takes the slot of each expert, `where` [L, E], NONE if missing. `settle` waits for copies into the slab."""
+        """Takes the slot of each expert, `where` [L, E], NONE if missing. Without `ram`, RAM is never read."""
         from edgemoe.kernels.gpu import expert_blocks as gpu_experts
         from edgemoe.kernels.gpu import experts_decode
 
-        self._compute, self._slab, self._where, self._settle = experts_decode, slab.view(-1), where, settle
-        classes = layout.classes.layer_class
-        self._first = np.array([layout.first(size_class) for size_class in classes])[:, None]
-        self._exists, self._seen = geometry.exists, np.full(where.shape, -1, np.int64)
+        self._compute, self._slab, self._order, self._ram = experts_decode, slab.view(-1), order, ram
+        self._where, self._exists = where, geometry.exists
+        self._in_slab, self._in_ram = SlotOffsets(layout), SlotOffsets(layout if ram is None else ram.slab.layout)
         self._constants = [
             gpu_experts.constants(geometry, layer, layout.slot_bytes(size_class))
-            for layer, size_class in enumerate(classes)
+            for layer, size_class in enumerate(layout.classes.layer_class)
         ]
-        self._slots = torch.zeros(where.shape, dtype=torch.int32, device=slab.device)
+        self._seen: IntArray = np.full(where.shape, UNSEEN, np.int64)  # slots that `_places` was made from
+        self.outside: BoolArray = self._exists.copy()
+        self._places = torch.zeros(where.shape, dtype=torch.int64, device=slab.device)
+        self._staged = torch.zeros(where.shape, dtype=torch.int64, pin_memory=slab.device.type == "cuda")
 
     def renew(self) -> bool:
-        if np.array_equal(self._where, self._seen):
-            return True
-        seen = self._where.copy()
-        if (seen[self._exists] < 0).any():
+        with self._order.lock:
+            return self._renew()
+
+    def launch(self, graph: Callable[[], object]) -> bool:
+        with self._order.lock:
+            if not self._renew():
+                return False
+            graph()
+            self._order.launched(self._seen[self._seen >= 0], self._slab.device)
+        return True
+
+    def _renew(self) -> bool:
+        where = self._where.copy()
+        if copied := self._order.under_way():
+            where[np.isin(where, copied)] = NONE
+        outside = self._exists & (where < 0)
+        reads_ram = bool(outside.any())
+        if reads_ram and (self._ram is None or (self._ram.where[self._exists] < 0).any()):
             return False
-        self._settle()
-        self._slots.copy_(torch.from_numpy(np.where(self._exists, seen - self._first, 0).astype(np.int32)))
-        self._seen = seen
+        if not np.array_equal(where, self._seen):
+            places = self._in_slab(where)
+            if self._ram is not None and reads_ram:
+                from_slab = self._ram.slab.address - self._slab.data_ptr()
+                places = np.where(outside, from_slab + self._in_ram(self._ram.where), places)
+            self._staged.copy_(torch.from_numpy(np.where(self._exists, places, 0)))
+            self._places.copy_(self._staged, non_blocking=True)
+            self._seen, self.outside = where, outside
         return True
 
     def forward(self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -150,7 +197,7 @@ class ResidentSlots:
     ) -> None:
         compute, sizes = self._compute, self._constants[layer]
         calls = torch.empty((ids.numel(), sizes["hidden"]), dtype=torch.float32, device=planes.device)
-        compute.experts_decode(planes, self._slab, self._slots[layer], ids, weights, sizes, calls)
+        compute.experts_decode(planes, self._slab, self._places[layer], ids, weights, sizes, calls)
         compute.add_sums(calls, to, ids.shape[1], factor)
 
 
@@ -197,19 +244,26 @@ def open_cuda(
             "lower the device's expert_bytes"
         ) from error
     order = SlotOrder(layout.count)
-    return CudaLink(ram, slab, layout, order, progress), CudaCompute(slab, layout, geometry, order)
+    return CudaLink(ram, slab, layout, order, progress), CudaCompute(slab, layout, geometry, order, ram)
 
 
 class CudaCompute:
     """Computes experts in place in the slab, by two kernels for all experts of a layer."""
 
-    def __init__(self, slab: torch.Tensor, layout: SlabLayout, geometry: ExpertGeometry, order: SlotOrder) -> None:
-        """Compiles the kernels for a slab, uint8, cut as `layout` says.
+    def __init__(
+        self,
+        slab: torch.Tensor,
+        layout: SlabLayout,
+        geometry: ExpertGeometry,
+        order: SlotOrder,
+        ram: HostSlab | None = None,
+    ) -> None:
+        """Compiles the kernels for a slab, uint8, cut as `layout` says. Experts are copied from `ram`.
 
         Raises ConfigError where that fails.
         """
         self._geometry, self._order, self._device = geometry, order, slab.device
-        self._slab, self._layout = slab, layout
+        self._slab, self._layout, self._ram = slab, layout, ram
         self._timed: deque[tuple[float, list[torch.cuda.Event]]] = deque(maxlen=MARKS)  # units, and moments
         try:
             self._fused = GpuExpertKernels(slab, layout, geometry)
@@ -256,8 +310,9 @@ class CudaCompute:
     def places(self, where: IntArray) -> None:
         return None  # they are not in the CPU's memory
 
-    def slots(self, where: IntArray) -> ResidentSlots | None:
-        return ResidentSlots(self._slab, self._layout, self._geometry, where, self.synchronize)
+    def slots(self, where: IntArray, in_ram: IntArray) -> ReachableExperts:
+        ram = None if self._ram is None or not is_readable(self._ram, self._device) else RamExperts(self._ram, in_ram)
+        return ReachableExperts(self._slab, self._layout, self._geometry, where, self._order, ram)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self._device)

@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from edgemoe.errors import MissingExpert
@@ -26,11 +27,12 @@ from edgemoe.experts.tiers.slab import HostSlab
 from edgemoe.experts.tiers.slots import SlotTransfer
 from edgemoe.experts.transfer.link_stats import LinkStats
 from edgemoe.experts.transfer.links import TransferListener
+from edgemoe.types.arrays import IntArray
 from edgemoe.types.size_classes import SlabLayout
 
 log = logging.getLogger(__name__)
 
-PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices
+MAPPED_PORTABLE = 3  # cudaHostRegisterMapped | cudaHostRegisterPortable: kernels of all devices may read it
 POPULATE_WRITE = 23  # of madvise, since Linux 5.14: finds the pages, without a call for each
 SLICE_BYTES = 512 << 20
 THREADS = 4
@@ -90,7 +92,7 @@ class PinnedSlab:
             return  # the next slice would be refused for the same reason
         ctypes.CDLL(None).madvise(ctypes.c_void_p(part[0]), ctypes.c_size_t(part[1]), POPULATE_WRITE)
         with torch.cuda.device(self._device):
-            code = int(torch.cuda.cudart().cudaHostRegister(*part, PORTABLE))  # type: ignore[no-untyped-call]
+            code = int(torch.cuda.cudart().cudaHostRegister(*part, MAPPED_PORTABLE))  # type: ignore[no-untyped-call]
         with self._lock:
             if code:
                 self._code = code
@@ -116,11 +118,16 @@ AHEAD_BYTES = 4 << 20  # and more small ones up to these bytes: 80 us on a link 
 
 
 class SlotOrder:
-    """Orders copies and computations on the GPU by slot. The compute thread computes, any thread copies."""
+    """Orders copies and computations on the GPU by slot. The compute thread computes, any thread copies.
+
+    A computation pins its slots until `computed`. A CUDA graph pins none and may read every slot. So it is launched
+    under `lock`, and so is each copy issued: before the launch looks where experts lie, or after its `computed`.
+    """
 
     def __init__(self, slots: int) -> None:
+        self.lock = threading.Lock()
         self._copies: dict[int, torch.cuda.Event] = {}  # slot -> a copy that no computation has waited for
-        self._readers = [0] * slots  # number of the last computation that read each slot
+        self._readers: IntArray = np.zeros(slots, np.int64)  # number of the last computation that read each slot
         self._computed = 0
         self._marks = [torch.cuda.Event() for _ in range(MARKS)]  # type: ignore[no-untyped-call]
 
@@ -128,7 +135,7 @@ class SlotOrder:
         """Makes `stream` wait for the last copy into the slot and for the last computation that reads it."""
         if (copy := self._copies.get(slot)) is not None:
             stream.wait_event(copy)
-        if reader := self._readers[slot]:
+        if reader := self._readers.item(slot):
             stream.wait_event(self._marks[reader % MARKS])  # of that computation or a later one
 
     def copied(self, slot: int, copy: torch.cuda.Event) -> None:
@@ -148,12 +155,23 @@ class SlotOrder:
                     self._copies.pop(slot, None)  # after waiting, because another thread then skips the wait
         return began
 
-    def computed(self, slots: list[int], stream: torch.cuda.Stream) -> None:
+    def under_way(self) -> list[int]:
+        """Returns slots whose copies have not ended. Called under `lock`."""
+        for slot, copy in list(self._copies.items()):
+            if copy.query():  # type: ignore[no-untyped-call]
+                self._copies.pop(slot, None)
+        return list(self._copies)
+
+    def computed(self, slots: list[int] | IntArray, stream: torch.cuda.Stream) -> None:
+        """Marks the end of a computation that reads the slots."""
         number = self._computed + 1
         self._marks[number % MARKS].record(stream)
-        for slot in slots:
-            self._readers[slot] = number
+        self._readers[slots] = number
         self._computed = number
+
+    def launched(self, slots: IntArray, device: torch.device) -> None:
+        """Marks the end of a graph's computation. Called under `lock`."""
+        self.computed(slots, torch.cuda.current_stream(device))
 
 
 class CopyFlight(NamedTuple):
@@ -275,12 +293,12 @@ class CudaLink:
         stream = self._streams[urgent]
         into, size_bytes = self._layout.place(load.slot)
         source = self._source.layout.place(load.source)[0]
-        with torch.cuda.stream(stream):
+        with self._order.lock, torch.cuda.stream(stream):
             self._order.before_copy(load.slot, stream)
             start = moment(stream)
             copy_async(self._slab, into, self._source, source, size_bytes, stream)
             end = moment(stream, blocking=True)
-        self._order.copied(load.slot, end)
+            self._order.copied(load.slot, end)
         self._count(1, size_bytes, urgent)
         return CopyFlight(load, size_bytes, urgent, start, end)
 
@@ -352,8 +370,18 @@ def copy_async(
         raise RuntimeError(f"the driver refuses a copy of {size_bytes} bytes to {slab.device}: CUDA error {code}")
 
 
+def is_readable(host: HostSlab, device: torch.device) -> bool:
+    """Returns whether the device's kernels can read the slab, all of it pinned, at the addresses that the CPU uses."""
+    found = ctypes.c_uint64()
+    with torch.cuda.device(device):
+        torch.cuda.current_stream(device).synchronize()  # makes the device this thread's for the driver
+        refused = not host.pinned or _driver().cuMemHostGetDevicePointer_v2(ctypes.byref(found), host.address, 0)
+    return not refused and found.value == host.address
+
+
 @functools.cache
 def _driver() -> ctypes.PyDLL:
     driver = ctypes.PyDLL("libcuda.so.1")
     driver.cuMemcpyHtoDAsync_v2.argtypes = [ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+    driver.cuMemHostGetDevicePointer_v2.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint]
     return driver

@@ -40,8 +40,11 @@ class ExpertCompute(Protocol):
     def places(self, where: IntArray) -> ExpertTable | None:
         """Returns the table of experts by their slots [L, E] if the CPU can compute them without this; else None."""
 
-    def slots(self, where: IntArray) -> ExpertSlots | None:
-        """Returns the object that computes experts without the host, by their slots [L, E], read as they change."""
+    def slots(self, where: IntArray, in_ram: IntArray) -> ExpertSlots | None:
+        """Returns the object that computes experts without the host, by their slots here and in RAM [L, E].
+
+        The slots are read as they change.
+        """
 
     def pop_timings(self) -> DeviceTimings:
         """Returns the times of work that waited for copies and ended since the last call; 0 for host computation."""
@@ -76,7 +79,7 @@ class HostCompute:
     def places(self, where: IntArray) -> ExpertTable | None:
         return self._math.table(self._slabs, where)
 
-    def slots(self, where: IntArray) -> None:
+    def slots(self, where: IntArray, in_ram: IntArray) -> None:
         return None  # they are not in a GPU's memory
 
     def pop_timings(self) -> DeviceTimings:

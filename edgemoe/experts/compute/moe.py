@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +18,7 @@ from edgemoe.experts.compute.peer_layer_step import PeerExperts
 from edgemoe.experts.predict.gate_lookahead import HINTED_CALLS, GateLookAhead
 from edgemoe.experts.tiers.residency import Residency
 from edgemoe.experts.tiers.residency_records import ALWAYS
-from edgemoe.experts.tiers.slots import BoolArray, PrefetchPriority
+from edgemoe.experts.tiers.slots import BoolArray, PrefetchPriority, SlotTransfer
 from edgemoe.experts.transfer.link_prefetch import IdleWindow
 from edgemoe.experts.transfer.loader import ExpertLoader
 from edgemoe.kernels.cpu.expert_math import ExpertTable
@@ -37,6 +38,11 @@ class FetchOptions:
     keep_hidden: bool = False  # keep hidden states and their layers' gates, of steps that only decode
     deadline_s: float = 60.0  # until an expert is given up
     cpu_helps: bool = True  # the CPU computes experts that devices lack from RAM, if that is sooner
+
+    @property
+    def keeps(self) -> bool:
+        """Whether more than the routing is observed, layer by layer."""
+        return self.keep_hints or self.keep_hidden
 
 
 AS_USUAL = FetchOptions()
@@ -70,7 +76,6 @@ class TieredExperts:
         self._fetching = fetching
         self._step: RoutingCollector | None = None
         self.places: ExpertTable | None = None
-        self.slots: ExpertSlots | None = None
         self._has_all = False  # nothing can be missing any more
         self._next_layer = 0  # whose experts are computed next
         self.remote: PeerExperts | None = None  # the boxes that help, if any
@@ -81,12 +86,10 @@ class TieredExperts:
         Returns the array of the routing [L, T, k], filled layer by layer, over -1. Ends looking
         ahead once nothing can be missing any more.
         """
-        keeps = self._fetching.keep_hints or self._fetching.keep_hidden
-        if not self._has_all and not keeps and self.residency.has_all:
+        if not self._has_all and not self._fetching.keeps and self.residency.has_all:
             self._has_all, self.lookahead = True, range(0)
             if len(self._computes) == 1:
-                where = self.residency.tops[0].where
-                self.places, self.slots = self._computes[0].places(where), self._computes[0].slots(where)
+                self.places = self._computes[0].places(self.residency.tops[0].where)
         self._step = RoutingCollector(meta, self.geometry, self.loader.clock)
         self._next_layer = 0
         return self._step.ids
@@ -101,11 +104,21 @@ class TieredExperts:
         assert step is not None, "end_step without begin_step"
         return step.routing()
 
+    @cached_property
+    def slots(self) -> ExpertSlots | None:
+        """Returns the experts of the only device and of RAM, if it can compute them without the host."""
+        if len(self._computes) > 1 or self._fetching.keeps:
+            return None
+        return self._computes[0].slots(self.residency.tops[0].where, self.residency.ram.where)
+
     def computed(self, ids: torch.Tensor, weights: torch.Tensor, served: int) -> None:
         """Takes note of a step computed by `places` or `slots`: `ids` and `weights` [L, T, k], of all layers."""
-        self.residency.count_served(served)
         if self._step is not None:
             self._step.ids[:], self._step.weights[:] = ids.numpy(), weights.numpy()
+        if self._has_all:
+            self.residency.count_served(served)
+        else:
+            self._count_step(ids.numpy())
 
     def forward(self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Returns the weighted sum of the experts' outputs, [T, H] float32. Raises MissingExpert, CorruptExpert."""
@@ -172,6 +185,41 @@ class TieredExperts:
             self._requester.on_hint(layer, scores)
 
     # --- inside -------------------------------------------------------------------------------------------------
+
+    def _count_step(self, ids: IntArray) -> None:
+        """Counts a step computed by `slots`, which read missing experts from RAM, and prefetches some of these."""
+        assert self.slots is not None
+        layers, outside = len(ids), self.slots.outside
+        needed: BoolArray = np.zeros(outside.shape, np.bool_)
+        needed[np.arange(layers)[:, None], ids.reshape(layers, -1)] = True
+        self.residency.count_step(needed, outside)
+        missed = needed & outside
+        if not missed.any():
+            return
+        link, step_s = self.loader.links[0], self._step.elapsed_s if self._step is not None else 0.0
+        read_s = float(missed.sum(1) @ self.geometry.strides_bytes) / (link.stats.bytes_per_s or np.inf)
+        stall_s = min(read_s, step_s)
+        self.stall_s[Tier.RAM] += stall_s
+        if self._step is not None:
+            self._step.stall_s += stall_s
+        if self._fetching.prefetch and link.has_room():
+            self.loader.start(self._promoted(missed, (step_s - stall_s) * link.stats.bytes_per_s))
+
+    def _promoted(self, missed: BoolArray, most_bytes: float) -> Iterator[SlotTransfer]:
+        """Yields loads of the missed experts [L, E] of highest rank that outrank others on the device.
+
+        Together they have at most `most_bytes`, which the link could have carried beside the kernels' own reads.
+        """
+        layer = len(missed) - 1
+        ranks, keys = self.residency.policy.rank(layer).ravel(), np.flatnonzero(missed)
+        for key in keys[np.argsort(-ranks[keys], kind="stable")].tolist():
+            expert = ExpertId(*divmod(key, self.geometry.experts))
+            most_bytes -= self.geometry.stride_bytes(expert.layer)
+            if most_bytes < 0:
+                return
+            move = Move(expert, Tier.RAM, Tier.VRAM, float(ranks[key]))
+            if (load := self.residency.reserve(move, PrefetchPriority.USED)) is not None:
+                yield load
 
     def _all_there(self, layer: int, group: TokenGroups, prefill_only: BoolArray | None) -> bool:
         """Starts the layer-step. Computes it and returns True where one device holds all its experts."""
@@ -333,6 +381,11 @@ class RoutingCollector:
             return None
         return ~np.isin(group.experts, ids[self.decode])
 
+    @property
+    def elapsed_s(self) -> float:
+        """Returns the time since the step's begin."""
+        return self._clock() - self._began_s
+
     def routing(self) -> StepRouting:
         """Returns the whole step, which ends now."""
         return StepRouting(
@@ -340,7 +393,7 @@ class RoutingCollector:
             ids=self.ids,
             weights=self.weights,
             hints=self.hints,
-            step_s=self._clock() - self._began_s,
+            step_s=self.elapsed_s,
             stall_s=self.stall_s,
             hidden=self.hidden,
         )

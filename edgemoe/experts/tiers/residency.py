@@ -180,6 +180,15 @@ class Residency(TierPools):
 
     # --- the compute thread -------------------------------------------------------------------------
 
+    def count_step(self, needed: BoolArray, outside: BoolArray) -> None:
+        """Begins and ends a step of all layers that decoded the experts `needed` [L, E] on one device.
+
+        Experts that are also in `outside` [L, E] were read from RAM, without `acquire`.
+        """
+        for layer, row in enumerate(needed):
+            self._touch_policies(layer, np.flatnonzero(row))
+        residency_ops.COUNT_STEP.call_briefly(self.address, self.tops[0].index, needed.ctypes.data, outside.ctypes.data)
+
     def begin_layer(self, layer: int, demanded: IntArray) -> None:
         """Begins a layer-step, and touches the distinct experts [n] that decoding tokens demand in the policies."""
         self._touch_policies(layer, demanded)

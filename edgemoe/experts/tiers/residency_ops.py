@@ -181,6 +181,31 @@ def BEGIN_LAYER(state: int, layer: int) -> int:
     return s.clock  # type: ignore[no-any-return]
 
 
+@code(INT, INT, INT, INT, result=INT)
+def COUNT_STEP(state: int, pool: int, needed: int, outside: int) -> int:
+    """Counts a step of all layers that decoded without `ACQUIRE`. Returns the clock.
+
+    It demanded the experts `needed` [L * E] uint8. Experts that are also in `outside` were read from RAM, the others
+    from the pool.
+    """
+    s = record(state, STATE)
+    ram, top = record(i64_at(s.pools)[0], POOL), record(i64_at(s.pools)[pool], POOL)
+    for layer in range(s.layers):
+        s.clock += 1
+        s.layer = layer
+        i64_at(s.visited)[layer] = s.clock
+        for key in range(layer * s.experts, (layer + 1) * s.experts):
+            if u8_at(needed)[key] == 0:
+                continue
+            here = ram if u8_at(outside)[key] else top
+            i64_at(s.served)[here.tier] += 1
+            slot = i64_at(here.where)[key]
+            if slot >= 0:
+                i64_at(here.flags)[slot] = 0
+    s.changes += 1
+    return s.clock  # type: ignore[no-any-return]
+
+
 @code(INT, result=INT)
 def PIN_ALL(request: int) -> int:
     """Begins a layer-step of ours, and pins the experts if all are in the pool. Returns 1 if they are."""
@@ -411,4 +436,4 @@ def _waiting_copy(state: int, pool: int, key: int) -> int:
     return copy if copy >= 0 and i64_at(top.source)[copy] == NONE else NONE
 
 
-CODES = (*(BEGIN_LAYER, PIN_ALL, PIN, PIN_IN_RAM, ACQUIRE, UNPIN, RESERVE, ARRIVE, FAIL, WITHDRAW),)
+CODES = (*(BEGIN_LAYER, COUNT_STEP, PIN_ALL, PIN, PIN_IN_RAM, ACQUIRE, UNPIN, RESERVE, ARRIVE, FAIL, WITHDRAW),)

@@ -311,7 +311,7 @@ class PrefetchPriority(enum.IntEnum):
     NEAR = 0  # the layers that come next
     PREFILL_ONLY = 1  # the next layer of a prefill
     HOME = 2  # home experts by the placement plan
-    USED = 3  # experts that the CPU has just computed for a device
+    USED = 3  # experts that a step has just computed from RAM
     FAR = 4  # everything later, planned by the controller
     FILL = 5  # any expert, into free slots
 
@@ -327,4 +327,4 @@ class PrefetchPriority(enum.IntEnum):
 
     def utility(self, score: float) -> float:
         """Returns the utility of a request with `score`, which replaces experts of lower rank."""
-        return (score, PREFILL_ONLY_UTILITY, ALWAYS, ALWAYS, score, -ALWAYS)[self]
+        return (score, PREFILL_ONLY_UTILITY, ALWAYS, score, score, -ALWAYS)[self]

@@ -1,9 +1,9 @@
-"""Computes the experts of few tokens on a GPU, in their slots of the slab, without the host.
+"""Computes the experts of few tokens on a GPU, where they lie, without the host: in the slab or in pinned RAM.
 
-Each call (token, expert) is computed by programs of its own, which look its slot up. Weights are read as words of four
-bytes, sixteen bytes at once if the row length allows, and multiplied in registers. Plane j of the activations holds the
-factors of number j of each word. Parameters of Triton functions have no annotations, because Triton would evaluate
-them.
+Each call (token, expert) is computed by programs of its own, which look its address up. Weights are read as words of
+four bytes, sixteen bytes at once if the row length allows, and multiplied in registers. Plane j of the activations
+holds the factors of number j of each word. Parameters of Triton functions have no annotations, because Triton would
+evaluate them.
 """
 
 from __future__ import annotations
@@ -205,16 +205,21 @@ def row_sums(  # type: ignore[no-untyped-def]
 
 
 @jit
+def expert_at(slab, places, ids, call):  # type: ignore[no-untyped-def]
+    """Returns the address of the expert of a call, which Triton is told to be aligned as slots are."""
+    return slab + tl.multiple_of(tl.load(places + tl.load(ids + call)), 16)
+
+
+@jit
 def call_gate_up(  # type: ignore[no-untyped-def]
     x,  # float32 [T, H], in planes
-    slab,  # bytes: a slot every `stride`, see `expert_blocks.gate_up`
-    slots,  # int32 [E] of the layer
+    slab,  # bytes
+    places,  # int64 [E]: bytes from the slab's begin to each expert, laid out as in `expert_blocks.gate_up`
     ids,  # int64 [T * k]
     mid,  # float32 [T * k, I] out, in planes
     k: tl.constexpr,
     hidden: tl.constexpr,
     width: tl.constexpr,
-    stride: tl.constexpr,
     line: tl.constexpr,
     bias: tl.constexpr,
     alpha: tl.constexpr,
@@ -228,11 +233,11 @@ def call_gate_up(  # type: ignore[no-untyped-def]
 ) -> None:
     await_inputs(EARLY)  # the ids may be new
     call = tl.program_id(0)
-    slot = slab + tl.load(slots + tl.load(ids + call)).to(tl.int64) * stride
+    expert = expert_at(slab, places, ids, call)
     r = tl.arange(0, 2 * ROWS)
     outs = tl.program_id(1) * ROWS + r // 2  # a gate, its up, the next gate
     both = row_sums(
-        slot + (tl.minimum(outs, width - 1) + r % 2 * width) * line,
+        expert + (tl.minimum(outs, width - 1) + r % 2 * width) * line,
         x + call // k * hidden,
         hidden,
         line,
@@ -245,7 +250,7 @@ def call_gate_up(  # type: ignore[no-untyped-def]
     gate, up = tl.split(tl.reshape(both, (ROWS, 2)))
     cols = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     if bias > 0:
-        biases = (slot + bias).to(tl.pointer_type(tl.float32)) + cols
+        biases = (expert + bias).to(tl.pointer_type(tl.float32)) + cols
         gate += tl.load(biases, mask=cols < width, other=0.0)
         up += tl.load(biases + width, mask=cols < width, other=0.0)
     out = activated(gate, up, ACTIVATION, alpha, limit)
@@ -256,13 +261,12 @@ def call_gate_up(  # type: ignore[no-untyped-def]
 def call_down(  # type: ignore[no-untyped-def]
     mid,  # float32 [T * k, I], in planes
     slab,
-    slots,
+    places,
     ids,
     shares,  # float32 [T * k]
     out,  # float32 [T * k, H]
     hidden: tl.constexpr,
     width: tl.constexpr,
-    stride: tl.constexpr,
     line: tl.constexpr,
     down_line: tl.constexpr,
     bias: tl.constexpr,
@@ -273,12 +277,12 @@ def call_down(  # type: ignore[no-untyped-def]
     EARLY: tl.constexpr,
 ) -> None:
     call = tl.program_id(0)  # whose id is older than the kernel before
-    slot = slab + tl.load(slots + tl.load(ids + call)).to(tl.int64) * stride
+    expert = expert_at(slab, places, ids, call)
     cols = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    rows = slot + 2 * width * line + tl.minimum(cols, hidden - 1) * down_line
+    rows = expert + 2 * width * line + tl.minimum(cols, hidden - 1) * down_line
     total = row_sums(rows, mid + call * width, width, down_line, KIND, ROWS, KW, LOOPS, EARLY)
     if bias > 0:
-        biases = (slot + bias).to(tl.pointer_type(tl.float32)) + 2 * width
+        biases = (expert + bias).to(tl.pointer_type(tl.float32)) + 2 * width
         total += tl.load(biases + cols, mask=cols < hidden, other=0.0)
     tl.store(out + call * hidden + cols, total * tl.load(shares + call), mask=cols < hidden)
 
@@ -331,25 +335,25 @@ def steps_of(columns: int, kind: int) -> dict[str, Any]:
     return {"KW": WORDS, "LOOPS": columns // each > UNROLLED * WORDS}
 
 
-def experts_decode(planes: Any, slab: Any, slots: Any, ids: Any, shares: Any, sizes: dict[str, Any], out: Any) -> Any:
+def experts_decode(planes: Any, slab: Any, places: Any, ids: Any, shares: Any, sizes: dict[str, Any], out: Any) -> Any:
     """Writes the weighted outputs of the calls `ids` [T * k] to `out` [T * k, H], each in a row of its own.
 
-    `planes` are the hidden states [T, H] by `in_planes`. `slots` [E] are the slots of the layer's experts, and `sizes`
-    its `expert_blocks.constants`. Nothing is read by the host.
+    `planes` are the hidden states [T, H] by `in_planes`. `places` [E] are the bytes from the slab's begin to the
+    layer's experts, and `sizes` its `expert_blocks.constants`. Nothing is read by the host.
     """
     import torch
 
     calls, hidden, width, kind = ids.numel(), sizes["hidden"], sizes["width"], sizes["KIND"]
     early = launch_options(planes.device)
     mid = torch.empty((calls, width), dtype=torch.float32, device=planes.device)
-    ours = {name: value for name, value in sizes.items() if name != "down_line"}
+    ours = {name: value for name, value in sizes.items() if name not in ("down_line", "stride")}
     grid = (calls, triton.cdiv(width, GATES))
     launch(
         call_gate_up,
         grid,
         planes,
         slab,
-        slots,
+        places,
         ids,
         mid,
         **ours,
@@ -358,14 +362,14 @@ def experts_decode(planes: Any, slab: Any, slots: Any, ids: Any, shares: Any, si
         num_warps=1,
         **early,
     )
-    ours = {name: sizes[name] for name in ("hidden", "width", "stride", "line", "down_line", "bias", "KIND")}
+    ours = {name: sizes[name] for name in ("hidden", "width", "line", "down_line", "bias", "KIND")}
     grid = (calls, triton.cdiv(hidden, OUTPUTS))
     launch(
         call_down,
         grid,
         mid,
         slab,
-        slots,
+        places,
         ids,
         shares,
         out,
